@@ -1,0 +1,224 @@
+"""Arrays of every kind as the two kinds that ipcreduce works on: CuPy's on the device, NumPy's on the host.
+
+The only module that knows CuPy; the tests replace it by one over simulated memory (tests/sim). CuPy is imported when
+the first device array comes.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from .cuda import driver
+from .errors import ArgumentError, UnsupportedError
+
+_cupy: Any = None
+_current_stream_pointer: Any = None
+
+
+def _load() -> Any:
+    """CuPy. :raises UnsupportedError: if it is missing."""
+    global _cupy, _current_stream_pointer
+    if _cupy is None:
+        try:
+            import cupy
+            from cupy.cuda import get_current_stream
+        except ImportError as error:
+            raise UnsupportedError(
+                f"CuPy is not installed ({error}): pip install 'ipcreduce[cuda13]', or [cuda12] for a driver of CUDA 12"
+            ) from None
+        try:
+            from cupy_backends.cuda.stream import get_current_stream_ptr as pointer  # 20 times quicker
+        except ImportError:
+
+            def pointer() -> int:
+                return int(get_current_stream().ptr)
+
+        _cupy, _current_stream_pointer = cupy, pointer
+    return _cupy
+
+
+def available() -> None:
+    """:raises UnsupportedError: if CuPy is missing."""
+    _load()
+
+
+# ---- devices and streams
+def current_device() -> int:
+    """CuPy's current device."""
+    return int(_load().cuda.runtime.getDevice())
+
+
+def use_device(ordinal: int) -> None:
+    """Makes a device CuPy's current one in this thread."""
+    _load().cuda.Device(ordinal).use()
+
+
+def current_stream() -> int:
+    """The handle of CuPy's current stream in this thread."""
+    return int((_current_stream_pointer or (_load() and _current_stream_pointer))())
+
+
+def stream_owner() -> Any:
+    """CuPy's current stream object: while it is referenced, its handle stays valid."""
+    return _load().cuda.get_current_stream()
+
+
+def stream_handle(stream: Any) -> int:
+    """The handle of an int, a CuPy stream, a PyTorch stream or an object with ``__cuda_stream__``.
+
+    :raises ArgumentError: if it is none of these.
+    """
+    if isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
+        return stream
+    if hasattr(stream, "__cuda_stream__"):
+        protocol = stream.__cuda_stream__
+        return int((protocol() if callable(protocol) else protocol)[1])
+    for attribute in ("ptr", "cuda_stream"):
+        if isinstance(getattr(stream, attribute, None), int):
+            return int(getattr(stream, attribute))
+    raise ArgumentError(
+        f"stream must be an int, a CuPy stream or an object with __cuda_stream__; found {type(stream).__name__}"
+    )
+
+
+def on_stream(stream: int) -> AbstractContextManager[Any]:
+    """Makes CuPy work on this stream within a ``with`` block."""
+    context: AbstractContextManager[Any] = _load().cuda.ExternalStream(stream)
+    return context
+
+
+# ---- arrays
+def is_device(array: Any) -> bool:
+    """Whether ``array`` lies on a GPU. :raises ArgumentError: if it is no array that ipcreduce takes."""
+    if isinstance(array, np.ndarray):
+        return False
+    if _cupy is not None and isinstance(array, _cupy.ndarray):
+        return True
+    kind = type(array)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if hasattr(kind, "__dlpack_device__"):
+        device_type = int(array.__dlpack_device__()[0])
+        if device_type in (2, 13):  # kDLCUDA, kDLCUDAManaged
+            return True
+        raise ArgumentError(
+            f"array must be a NumPy array or lie on an NVIDIA GPU; found a {name} on DLPack device type {device_type}. "
+            "Pass numpy.asarray(it), or move it to the GPU"
+        )
+    if hasattr(kind, "__cuda_array_interface__"):
+        return True
+    raise ArgumentError(
+        "array must be a NumPy array, or a device array with __dlpack__ or __cuda_array_interface__; found "
+        f"{name}. Pass numpy.asarray(it) or cupy.asarray(it)"
+    )
+
+
+def view(array: Any, stream: int) -> Any:
+    """A CuPy array over the same memory, ready to be used on ``stream``.
+
+    ``__cuda_array_interface__``'s ``stream`` is waited for by an event; DLPack's producer is told ``stream``.
+
+    :raises ArgumentError: if the exporter refuses, or the type is unknown.
+    """
+    cupy = _load()
+    if isinstance(array, cupy.ndarray):
+        return array
+    try:
+        if hasattr(type(array), "__dlpack__"):
+            with cupy.cuda.ExternalStream(stream):
+                return cupy.from_dlpack(array)
+        return _from_interface(array, stream)
+    except ArgumentError:
+        raise
+    except Exception as error:  # exporters raise what they like: PyTorch for a tensor that requires grad, say
+        raise ArgumentError(f"the {type(array).__qualname__} does not give its memory: {error}") from error
+
+
+def _from_interface(array: Any, stream: int) -> Any:
+    """By ``__cuda_array_interface__`` (versions 2 and 3), whose typestr for bfloat16 says only two opaque bytes."""
+    cupy = _load()
+    interface = array.__cuda_array_interface__
+    typestr = interface["typestr"]
+    if typestr[1:] == "V2" and "bfloat16" in str(getattr(array, "dtype", "")):
+        dtype = np.dtype(ml_dtypes.bfloat16)
+    else:
+        dtype = np.dtype(typestr)
+    if interface.get("mask") is not None:
+        raise ArgumentError("array must have no mask; found one in its __cuda_array_interface__")
+    shape, strides = tuple(interface["shape"]), interface.get("strides")
+    address, _ = interface["data"]
+    low, past = _reach(shape, strides, dtype.itemsize)
+    producer = interface.get("stream")
+    if producer is not None and producer != stream and not (producer == 1 and stream == 0):
+        event = driver.create_event()
+        driver.record_event(event, producer)
+        driver.wait_event(stream, event)
+        driver.destroy_event(event)
+    memory = cupy.cuda.UnownedMemory(address + low, past - low, owner=array)
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, -low), strides=strides)
+
+
+def _reach(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: int) -> tuple[int, int]:
+    """(first, past the last) byte that an array touches, from the address of its element 0."""
+    if 0 in shape:
+        return 0, 0
+    if strides is None:
+        return 0, int(np.prod(shape, dtype=np.int64)) * itemsize
+    steps = [(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]
+    return sum(min(0, step) for step in steps), sum(max(0, step) for step in steps) + itemsize
+
+
+def is_readonly(array: Any) -> bool:
+    """Whether the owner of the memory forbids writing."""
+    if isinstance(array, np.ndarray):
+        return not array.flags.writeable
+    interface = None if isinstance(array, _load().ndarray) else getattr(array, "__cuda_array_interface__", None)
+    return bool(interface and interface["data"][1])
+
+
+def pointer(array: Any) -> int:
+    """The address of a device array's first element."""
+    return int(array.data.ptr)
+
+
+def device_of(array: Any) -> int:
+    """The ordinal of the device that a device array lies on."""
+    return int(array.data.device_id)
+
+
+def is_contiguous(array: Any) -> bool:
+    """Whether a device array is C-contiguous."""
+    return bool(array.flags.c_contiguous)
+
+
+def extent(array: Any) -> tuple[int, int]:
+    """(first, past the last) address that a device or host array touches."""
+    start = array.ctypes.data if isinstance(array, np.ndarray) else pointer(array)
+    first, past = _reach(array.shape, array.strides, array.dtype.itemsize)
+    return start + first, start + past
+
+
+def empty(shape: tuple[int, ...], dtype: np.dtype[Any], stream: int) -> Any:
+    """A new device array, from CuPy's allocator, for use on ``stream``."""
+    cupy = _load()
+    if stream == current_stream():
+        return cupy.empty(shape, dtype)
+    with cupy.cuda.ExternalStream(stream):
+        return cupy.empty(shape, dtype)
+
+
+def contiguous_copy(array: Any, stream: int) -> Any:
+    """A C-contiguous copy of a device array, made on ``stream``."""
+    cupy = _load()
+    with cupy.cuda.ExternalStream(stream):
+        return array.copy(order="C")
+
+
+def copy_into(target: Any, value: Any, stream: int) -> None:
+    """``target[...] = value``, both device arrays of one shape and dtype, on ``stream``."""
+    cupy = _load()
+    with cupy.cuda.ExternalStream(stream):
+        target[...] = value

@@ -1,0 +1,99 @@
+"""Kernels from source, by NVRTC through ``cuda.core``, with a cache on disk. Needs no GPU.
+
+A kernel is compiled for one (world size, rank, dtype, op, architecture): 55 ms each, only those that are used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ..errors import IpcReduceError, UnsupportedError
+
+
+@lru_cache(maxsize=1)
+def kernel_directory() -> Path:
+    """Where the ``.cu`` and ``.cuh`` files are: in the installed package, or beside it in a source tree."""
+    tree = Path(__file__).resolve().parents[2] / "kernels"
+    if tree.is_dir():
+        return tree
+    return Path(str(resources.files("ipcreduce.kernels")))
+
+
+def cache_directory() -> Path:
+    """The per-user cache: ``IPCREDUCE_CACHE_DIR``, or ``ipcreduce`` in XDG's cache directory. Made if missing.
+
+    :raises UnsupportedError: if another user owns it or may write there: its code would run on our GPU.
+    """
+    chosen = os.environ.get("IPCREDUCE_CACHE_DIR")
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    path = Path(chosen) if chosen else Path(base) / "ipcreduce"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.stat()
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise UnsupportedError(
+            f"the kernel cache {path} must be yours alone: expected owner {os.getuid()} and mode 0700, found owner "
+            f"{status.st_uid} and mode {stat.S_IMODE(status.st_mode):04o}. Run chmod 700 on it, or set "
+            "IPCREDUCE_CACHE_DIR to another directory."
+        )
+    return path
+
+
+@lru_cache(maxsize=1)
+def _headers_digest() -> bytes:
+    digest = hashlib.sha256()
+    for header in sorted(kernel_directory().glob("*.cuh")):
+        digest.update(header.name.encode() + b"\0" + header.read_bytes())
+    return digest.digest()
+
+
+@lru_cache(maxsize=1)
+def _cache() -> Any:
+    from cuda.core.utils import FileStreamProgramCache
+
+    return FileStreamProgramCache(cache_directory() / "kernels")
+
+
+def compile_kernel(name: str, macros: dict[str, str], capability: tuple[int, int]) -> bytes:
+    """The cubin of ``kernels/<name>.cu`` for a compute capability.
+
+    :param macros: what the source expects to be defined.
+    :raises UnsupportedError: if ``cuda.core`` or NVRTC is missing.
+    :raises IpcReduceError: if the source does not compile; the message is NVRTC's log, with file and line.
+    """
+    try:
+        from cuda.core import Program, ProgramOptions
+        from cuda.core.utils import make_program_cache_key
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the compiler is not installed ({error}): pip install 'ipcreduce[cuda13]', or [cuda12]"
+        ) from None
+    directory = kernel_directory()
+    source = (directory / f"{name}.cu").read_text()
+    options = ProgramOptions(
+        std="c++17",
+        arch=f"sm_{capability[0]}{capability[1]}",
+        include_path=[str(directory)],
+        name=f"{name}.cu",
+        define_macro=sorted(macros.items()),
+    )
+    key = make_program_cache_key(
+        code=source, code_type="c++", options=options, target_type="cubin", extra_digest=_headers_digest()
+    )
+    cubin = _cache().get(key)
+    if cubin is None:
+        try:
+            cubin = bytes(Program(source, "c++", options).compile("cubin").code)
+        except Exception as error:  # cuda.core has one exception type for each library behind it
+            if "NVRTC" not in str(error) and "nvrtc" not in str(error):
+                raise UnsupportedError(
+                    f"the compiler does not run ({error}): pip install 'ipcreduce[cuda13]', or [cuda12]"
+                ) from error
+            raise IpcReduceError(f"{name}.cu does not compile for {options.arch}:\n{error}") from error
+        _cache()[key] = cubin
+    return bytes(cubin)

@@ -1,0 +1,58 @@
+"""Every error that ipcreduce raises on purpose. All are under :class:`IpcReduceError`.
+
+A message names the rank, the call (counted from 1 on each communicator), what was expected, what was found, and what
+to do.
+"""
+
+from __future__ import annotations
+
+
+class IpcReduceError(RuntimeError):
+    """Base class of ipcreduce's errors."""
+
+
+class ArgumentError(IpcReduceError, ValueError):
+    """A call's arguments are wrong: type, dtype, shape, device, op, stream, a closed communicator."""
+
+
+class UnsupportedError(IpcReduceError):
+    """This machine, driver or installation cannot do what was asked; the message says what is missing."""
+
+
+class RankMismatchError(IpcReduceError):
+    """The ranks do not make the same call: number, shape, dtype, op or order differ."""
+
+
+class PeerLostError(IpcReduceError):
+    """A rank has gone, or did not come to a resynchronisation. The communicator can only be closed."""
+
+
+class PeerTimeoutError(IpcReduceError):
+    """A rank did not come to a call within the communicator's timeout."""
+
+
+class PeerFailedError(IpcReduceError):
+    """Another rank refused this call or raised in it; the message has that rank's own."""
+
+
+class GraphStateError(IpcReduceError):
+    """A graph cannot do this in its present state."""
+
+
+class CaptureError(IpcReduceError):
+    """A call cannot be part of a stream capture as it stands."""
+
+
+class CudaError(IpcReduceError):
+    """A CUDA call failed. ``call`` is its name, ``code`` the CUresult as an int."""
+
+    def __init__(self, call: str, code: int, text: str) -> None:
+        super().__init__(f"{call} failed: {text} ({code})")
+        self.call = call
+        self.code = code
+
+
+def report(rank: int, call: int, *, expected: str, found: str, advice: str) -> str:
+    """The one form of a message about a call. ``call`` 0 is the communicator's start-up."""
+    where = f"rank {rank}, call {call}" if call else f"rank {rank}, start-up"
+    return f"{where}: expected {expected}; found {found}. {advice}"

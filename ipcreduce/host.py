@@ -1,0 +1,108 @@
+"""All-reduce of NumPy arrays over MPI: what a laptop runs, with the bits that the kernels give.
+
+Before the data, the ranks tell each other what they are about to do, so that a difference or a refused call is an
+error on every rank and never a hang or a truncated message.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .errors import PeerFailedError, RankMismatchError, report
+from .ipc import wire
+from .numerics import DTYPES, fold
+
+_ONE_SHOT_BYTES = 64 << 10  # up to here every rank gets and folds everything; above, a chunk each
+_SEGMENT_BYTES = 64 << 20  # bounds the temporary memory, and MPI's 32-bit counts
+
+
+class HostReducer:
+    """All-reduce over one MPI communicator (our own). Every call is collective and blocks until it is done."""
+
+    def __init__(self, mpi: Any, timeout: float) -> None:
+        self._mpi, self._timeout = mpi, timeout
+        self._rank, self._n = mpi.Get_rank(), mpi.Get_size()
+        self.pending = False  # an MPI call was given up and will never be matched
+        self._deadline, self._call = 0.0, 0
+        self._interrupt: Callable[[], None] | None = None
+
+    def allreduce(
+        self, array: np.ndarray[Any, Any], op: str, call: int, interrupt: Callable[[], None] | None = None
+    ) -> np.ndarray[Any, Any]:
+        """The reduction of every rank's ``array``: a new C-contiguous array of its shape and dtype.
+
+        :raises RankMismatchError: if shape, dtype, op or call number differ. :raises PeerFailedError: if a rank
+            refused this call. :raises PeerTimeoutError: if a rank did not come.
+        """
+        self._deadline, self._call, self._interrupt = time.monotonic() + self._timeout, call, interrupt
+        self._agree(f"{op} of {DTYPES[array.dtype]} {array.shape}")
+        flat = np.ascontiguousarray(array).reshape(-1)
+        result = flat.copy()
+        if self._n > 1:
+            step = _SEGMENT_BYTES // flat.itemsize
+            for begin in range(0, flat.size, step):
+                part = flat[begin : begin + step]
+                reduce = self._one_shot if part.nbytes <= _ONE_SHOT_BYTES else self._two_shot
+                result[begin : begin + step] = reduce(part, op)
+        return result.reshape(array.shape)
+
+    def refuse(self, error: BaseException, call: int) -> None:
+        """Takes part in a call that this rank refuses, so that the others hear of it."""
+        self._deadline, self._call, self._interrupt = time.monotonic() + self._timeout, call, None
+        self._tell(wire.message(wire.CALL, f"{type(error).__name__}: {error}", call=call))
+
+    def _tell(self, record: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        self.pending = True
+        everyone = wire.allgather(
+            self._mpi,
+            record,
+            self._deadline,
+            f"call {self._call}",
+            call=self._call,
+            interrupt=self._interrupt,
+        )
+        self.pending = False
+        return everyone
+
+    def _agree(self, what: str) -> None:
+        record = wire.message(wire.CALL, call=self._call)
+        record["text"] = what.encode()
+        for rank, other in enumerate(self._tell(record)):
+            text = wire.text_of(other)
+            if not other["ok"]:
+                raise PeerFailedError(report(
+                    self._rank, self._call, expected="every rank to make this call",
+                    found=f"that rank {rank} refused it: {text}",
+                    advice=f"Correct it on rank {rank}; the communicator can be used again.",
+                ))  # fmt: skip
+            if text != wire.text_of(record[0]) or other["call"] != self._call:
+                raise RankMismatchError(report(
+                    self._rank, self._call, expected="the same call on every rank",
+                    found=f"{what} here and {text} in call {other['call']} of rank {rank}",
+                    advice="Make the ranks' programs agree; the communicator can be used again.",
+                ))  # fmt: skip
+
+    def _one_shot(self, flat: np.ndarray[Any, Any], op: str) -> np.ndarray[Any, Any]:
+        parts = np.empty((self._n, flat.size), flat.dtype)
+        self._wait(self._mpi.Iallgather(flat.view(np.uint8), parts.view(np.uint8)))
+        return fold(list(parts), op)
+
+    def _two_shot(self, flat: np.ndarray[Any, Any], op: str) -> np.ndarray[Any, Any]:
+        chunk = -(-flat.size // self._n)
+        padded = np.zeros((self._n, chunk), flat.dtype)
+        padded.reshape(-1)[: flat.size] = flat
+        parts = np.empty_like(padded)
+        self._wait(self._mpi.Ialltoall(padded.view(np.uint8), parts.view(np.uint8)))
+        folded = fold(list(parts), op)
+        self._wait(self._mpi.Iallgather(folded.view(np.uint8), parts.view(np.uint8)))
+        return parts.reshape(-1)[: flat.size]
+
+    def _wait(self, request: Any) -> None:
+        what = f"the data of call {self._call}"
+        self.pending = True
+        wire.complete(request, self._mpi, self._deadline, what, call=self._call, interrupt=self._interrupt)
+        self.pending = False

@@ -1,0 +1,258 @@
+"""The control page: a file in shared memory through which the ranks of one host see each other without MPI.
+
+Its first 4 KB, which the GPUs can reach too, hold the abort word that ends every wait of every rank, and for each
+rank the word in which its kernels say whom they waited for in vain. Then comes a block a rank: who it is, what it has
+refused, and its flight recorder: a ring of its last calls, which the others compare with their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import tempfile
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, report
+from ..numerics import DTYPE_NAMES, OPS
+
+HEAD_BYTES = 4096
+RING = 1024  # calls: as far as a host can run ahead of its GPU
+MAX_DIMS = 5  # of a shape in the recorder; more are counted, not named
+ACTIVE, CLOSED = 1, 2
+REFUSED, MISMATCH = 1, 2  # kinds of fault
+
+ABORT_OFFSET = 0
+
+_CALL = np.dtype([
+    ("key", "<u8"), ("stream", "<u8"), ("nbytes", "<u8"), ("dtype", "u1"), ("op", "u1"), ("ndim", "u1"), ("host", "u1"),
+    ("shape", "<u8", (MAX_DIMS,)),
+], align=True)  # fmt: skip
+_RANK = np.dtype([
+    ("pid", "<i8"), ("started", "<u8"), ("namespace", "<u8"), ("state", "<u4"), ("fault", "<u4"), ("fault_call", "<u8"),
+    ("text", "S1024"), ("call", "<u8"), ("ring", _CALL, (RING,)),
+], align=True)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What every rank's call must agree on, and its form in the flight recorder (without key and stream)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    op: str
+    host: bool
+    crc: int
+    record: bytes
+
+    def __str__(self) -> str:
+        return _describe(self.shape, self.dtype, self.op, self.host)
+
+
+def signature(shape: tuple[int, ...], dtype: str, op: str, nbytes: int) -> Signature:
+    """The signature of an all-reduce of ``nbytes`` bytes on the device."""
+    return _signature(shape, dtype, op, nbytes, False, zlib.crc32(repr((shape, dtype, op)).encode()))
+
+
+def host_signature(shape: tuple[int, ...], dtype: str, op: str, nbytes: int) -> Signature:
+    """That of one on the host: all have the same checksum, since host.py compares them over MPI."""
+    return _signature(shape, dtype, op, nbytes, True, zlib.crc32(b"host"))
+
+
+def _signature(shape: tuple[int, ...], dtype: str, op: str, nbytes: int, host: bool, crc: int) -> Signature:
+    entry = np.zeros((), _CALL)
+    entry["nbytes"], entry["ndim"], entry["host"] = nbytes, len(shape), host
+    entry["dtype"], entry["op"] = DTYPE_NAMES.index(dtype), OPS.index(op)
+    entry["shape"][: min(len(shape), MAX_DIMS)] = shape[:MAX_DIMS]
+    return Signature(shape, dtype, op, host, crc, entry.tobytes()[_CALL.fields["nbytes"][1] :])  # type: ignore[index]
+
+
+def _describe(shape: tuple[int, ...], dtype: str, op: str, host: bool) -> str:
+    return f"{op} of {dtype} {shape}" + (" on the host" if host else "")
+
+
+class Page:
+    """The mapped control page. One rank calls :meth:`create`, the others :meth:`open`; then all :meth:`join`."""
+
+    def __init__(self, descriptor: int, path: str, rank: int, n: int) -> None:
+        self.path, self.rank, self.n = path, rank, n
+        self.nbytes = page_bytes(n)
+        try:
+            self._map = mmap.mmap(descriptor, self.nbytes)
+        finally:
+            os.close(descriptor)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        words = memoryview(self._map)
+        self._words32, self._words64 = words.cast("I"), words.cast("Q")
+        self._ranks = np.frombuffer(self._map, _RANK, n, HEAD_BYTES)
+        offset = _RANK.fields["ring"][1]  # type: ignore[index]
+        self._rings = [HEAD_BYTES + r * _RANK.itemsize + offset for r in range(n)]
+        self._bytes = words.cast("B")
+        self._call_word = (HEAD_BYTES + rank * _RANK.itemsize + _RANK.fields["call"][1]) // 8  # type: ignore[index]
+        self._peer_words = [self._rings[r] // 8 for r in range(n) if r != rank]
+        self._own_ring = self._rings[rank]
+
+    @classmethod
+    def create(cls, rank: int, n: int) -> Page:
+        """A new page, in a file that only this user can open and nobody else made."""
+        descriptor, path = tempfile.mkstemp(prefix="ipcreduce-", dir="/dev/shm")
+        os.ftruncate(descriptor, page_bytes(n))
+        return cls(descriptor, path, rank, n)
+
+    @classmethod
+    def open(cls, path: str, rank: int, n: int) -> Page:
+        """The page that another rank created."""
+        return cls(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), path, rank, n)
+
+    def unlink(self) -> None:
+        """Removes the file's name; the mappings stay. Only after all ranks have opened it."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)
+
+    def join(self, pid: int, started: int, namespace: int) -> None:
+        """Fills in who this rank is."""
+        mine = self._ranks[self.rank]
+        mine["pid"], mine["started"], mine["namespace"], mine["state"] = pid, started, namespace, ACTIVE
+
+    # ---- words that the kernels share
+    def abort(self) -> None:
+        """Ends every wait of every rank."""
+        self._words32[ABORT_OFFSET // 4] = 1
+
+    @property
+    def aborted(self) -> bool:
+        return self._words32[ABORT_OFFSET // 4] != 0
+
+    # ---- the flight recorder, on the way of every call
+    def enter(self, call: int, what: Signature, stream: int) -> int | None:
+        """Records a call and compares it with the peers' call of the same number.
+
+        :returns: a rank whose call differs, or None. A peer that comes later compares with this one.
+        """
+        words, slot = self._words64, call % RING
+        at = self._own_ring + slot * _CALL.itemsize
+        key = (call & 0xFFFFFFFF) << 32 | what.crc
+        self._bytes[at + 16 : at + _CALL.itemsize] = what.record
+        words[at // 8 + 1] = stream
+        words[at // 8] = key
+        words[self._call_word] = call
+        step = slot * (_CALL.itemsize // 8)
+        for word in self._peer_words:
+            other = words[word + step]
+            if other != key and other >> 32 == key >> 32:
+                return (word * 8 - self._rings[0]) // _RANK.itemsize
+        return None
+
+    def call_of(self, rank: int) -> int:
+        """The number of a rank's last call."""
+        return int(self._ranks[rank]["call"])
+
+    def describe(self, rank: int, call: int) -> str:
+        """What a rank did in a call, for people; "" if it has not come so far, or that call is long gone."""
+        entry = self._ranks[rank]["ring"][call % RING]
+        if not call or int(entry["key"]) >> 32 != call & 0xFFFFFFFF:
+            return ""
+        ndim = int(entry["ndim"])
+        shape = tuple(int(length) for length in entry["shape"][: min(ndim, MAX_DIMS)])
+        text = _describe(shape, DTYPE_NAMES[entry["dtype"]], OPS[entry["op"]], bool(entry["host"]))
+        return text + (f" ({ndim} dimensions)" if ndim > MAX_DIMS else "")
+
+    # ---- faults
+    def post(self, kind: int, call: int, text: str) -> None:
+        """Writes down why this rank ends a call for all, then raises the abort word."""
+        mine = self._ranks[self.rank]
+        mine["text"], mine["fault_call"], mine["fault"] = text.encode()[:1024], call, kind
+        self.abort()
+
+    def fault(self) -> tuple[int, int, int, str] | None:
+        """(call, rank, kind, text) of the earliest fault that a rank has written down, if any."""
+        found = [
+            (int(r["fault_call"]), rank, int(r["fault"]), bytes(r["text"]).decode(errors="replace"))
+            for rank, r in enumerate(self._ranks)
+            if r["fault"]
+        ]
+        return min(found) if found else None
+
+    def explain(self, call: int, timeout: float) -> PeerFailedError | RankMismatchError | PeerTimeoutError:
+        """The error that the abort word stands for, as this rank in its call ``call`` has to raise it."""
+        fault = self.fault()
+        if fault is not None:
+            where, rank, kind, text = fault
+            if kind == MISMATCH:
+                return RankMismatchError(report(
+                    self.rank, call, expected=f"the same call {where} on every rank", found=text,
+                    advice="Make the ranks' programs agree; the communicator can be used again.",
+                ))  # fmt: skip
+            return PeerFailedError(report(
+                self.rank, call, expected=f"call {where} on every rank", found=f"that rank {rank} refused it: {text}",
+                advice=f"Correct it on rank {rank}; the communicator can be used again.",
+            ))  # fmt: skip
+        return PeerTimeoutError(report(
+            self.rank, call, expected=f"every rank within {timeout:g} s", found=self._who_is_where(),
+            advice="Look for a rank that waits elsewhere (a transfer, a lock, another collective), or raise timeout=.",
+        ))  # fmt: skip
+
+    def _who_is_where(self) -> str:
+        missing = set()
+        for rank in range(self.n):
+            bits = self._words32[missing_offset(rank) // 4]
+            missing |= {other for other in range(self.n) if bits >> other & 1}
+        calls = [self.call_of(rank) for rank in range(self.n)]
+        behind = {rank for rank in range(self.n) if calls[rank] < max(calls)}
+        parts = []
+        for rank in sorted(missing & behind or behind or missing):
+            last = self.describe(rank, calls[rank])
+            parts.append(f"rank {rank} never came: its last call was {calls[rank]}" + (f" ({last})" if last else ""))
+        others = [rank for rank in range(self.n) if calls[rank] == max(calls)]
+        waited = self.describe(others[0], max(calls))
+        return f"{'; '.join(parts)}; ranks {others} are at call {max(calls)} ({waited})"
+
+    def clear(self) -> None:
+        """Takes back this rank's fault and the abort word: after every kernel has ended, before anyone goes on."""
+        mine = self._ranks[self.rank]
+        mine["fault"], mine["text"] = 0, b""
+        self._words32[missing_offset(self.rank) // 4] = 0
+        self._words32[ABORT_OFFSET // 4] = 0
+
+    # ---- life
+    def identity(self, rank: int) -> tuple[int, int, int]:
+        """(pid, start time, pid namespace) of a rank."""
+        entry = self._ranks[rank]
+        return int(entry["pid"]), int(entry["started"]), int(entry["namespace"])
+
+    def leave(self) -> None:
+        """Says that this rank has unmapped its peers' memory and makes no further call."""
+        self._ranks[self.rank]["state"] = CLOSED
+
+    def has_left(self, rank: int) -> bool:
+        return bool(self._ranks[rank]["state"] == CLOSED)
+
+    def lost(self, call: int, rank: int, why: str) -> PeerLostError:
+        """The error for a rank that has gone."""
+        last = self.call_of(rank)
+        return PeerLostError(report(
+            self.rank, call, expected=f"rank {rank} to take part", found=f"that {why}, after its call {last}",
+            advice="The communicator can only be closed.",
+        ))  # fmt: skip
+
+
+def missing_offset(rank: int) -> int:
+    """Where in the page a rank's kernels say whom they waited for in vain: a cache line a rank."""
+    return 64 * (rank + 1)
+
+
+def page_bytes(n: int) -> int:
+    """Size of the page of ``n`` ranks: whole pages."""
+    size = HEAD_BYTES + n * _RANK.itemsize
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def own_identity() -> tuple[int, int, int]:
+    """(pid, start time, pid namespace) of this process: what tells it from a later one with the same pid."""
+    with open("/proc/self/stat") as file:
+        started = int(file.read().rpartition(")")[2].split()[19])
+    return os.getpid(), started, os.stat("/proc/self/ns/pid").st_ino

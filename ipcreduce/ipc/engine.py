@@ -1,0 +1,235 @@
+"""All-reduce of device arrays: prepares the launches of a call once, orders them behind each other, runs them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..cuda import compiler, driver
+from ..errors import CaptureError, CudaError
+from . import plan
+from .control import ABORT_OFFSET, HEAD_BYTES, Page, Signature, missing_offset, signature
+from .watchdog import Watchdog
+from .workspace import Workspace
+
+# Words of struct Args (exchange.cuh)
+_IN, _OUT, _BYTES, _PEERS, _HALF, _EPOCHS, _ABORT, _MISSING, _TIMEOUT, _TRIGGER = (
+    0,
+    1,
+    2,
+    3,
+    11,
+    12,
+    13,
+    14,
+    15,
+    16,
+)
+_ARG_WORDS = 17
+_MAX_PREPARED = 4096
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call's launches, in order: each with its arguments and its offset in the message."""
+
+    what: Signature
+    launches: tuple[tuple[driver.Launch, memoryview, int], ...]
+
+
+class Engine:
+    """What a communicator needs on one GPU. Made by :func:`ipcreduce.ipc.setup.start`.
+
+    Not thread-safe: the communicator's lock is held around every method.
+    """
+
+    def __init__(
+        self, device: driver.DeviceInfo, context: int, workspace: Workspace, page: Page, *,
+        capability: tuple[int, int], timeout: float, algorithm: str | None,
+    ) -> None:  # fmt: skip
+        self.device, self.context, self.workspace, self.page = device, context, workspace, page
+        self.rank, self.n = workspace.rank, workspace.n
+        self.capability = capability
+        self.whole_packets = True
+        self.watchdog: Watchdog | None = None
+        self._timeout, self._algorithm = timeout, algorithm
+        self._control = driver.register_host(page.address, HEAD_BYTES)
+        self._event = driver.create_event()
+        self._modules: list[int] = []
+        self._functions: dict[tuple[str, str, str], int] = {}
+        self._prepared: dict[tuple[Any, ...], Prepared] = {}
+        self._fast = -1  # the stream on which the last eager call ran, if nothing has to be looked at there
+        self._eager: int | None = None  # the stream of the last eager call
+        self._capture = (0, 0)  # the last captured call: (capture id, stream)
+        self._stream_owner: Any = None
+
+    # ---- preparing
+    def find(self, shape: tuple[int, ...], dtype: np.dtype[Any], op: str) -> Prepared | None:
+        """The launches of a call that :meth:`prepare` has seen."""
+        return self._prepared.get((shape, dtype, op))
+
+    def prepare(self, shape: tuple[int, ...], dtype: np.dtype[Any], name: str, op: str, nbytes: int) -> Prepared:
+        """The launches of an all-reduce of ``nbytes`` bytes of ``dtype`` (called ``name``), compiled if need be.
+
+        :raises IpcReduceError: if a kernel does not compile. :raises CudaError: if it does not load.
+        """
+        if len(self._prepared) >= _MAX_PREPARED:
+            self._prepared.clear()
+        steps = plan.make_plan(nbytes, self.n, self.workspace.half_bytes, self._algorithm)
+        launches = tuple((*self._launch(step, name, op), step.offset) for step in steps)
+        prepared = Prepared(signature(shape, name, op, nbytes), launches)
+        self._prepared[shape, dtype, op] = prepared
+        return prepared
+
+    def _launch(self, step: plan.Step, dtype: str, op: str) -> tuple[driver.Launch, memoryview]:
+        args = self._arguments(plan.code_offset(dtype, op))
+        args[_BYTES], args[_TRIGGER] = step.nbytes, step.trigger_early
+        programmatic = self.capability >= (9, 0)
+        function = self._function(step.algorithm, dtype, op)
+        return driver.Launch(function, step.grid, step.block, args, programmatic=programmatic), args.data
+
+    def _arguments(self, offset: int) -> np.ndarray[Any, Any]:
+        args = np.zeros(_ARG_WORDS, np.uint64)
+        args[_PEERS : _PEERS + self.n] = [peer + offset for peer in self.workspace.peers]
+        args[_HALF], args[_EPOCHS] = self.workspace.half_bytes, self.workspace.epochs
+        args[_ABORT], args[_MISSING] = self._control + ABORT_OFFSET, self._control + missing_offset(self.rank)
+        args[_TIMEOUT] = int(self._timeout * 1e9)
+        return args
+
+    def _function(self, kernel: str, dtype: str, op: str) -> int:
+        key = (kernel, dtype, op)
+        if key not in self._functions:
+            macros = {
+                "IPCREDUCE_RANKS": str(self.n),
+                "IPCREDUCE_RANK": str(self.rank),
+                "IPCREDUCE_DTYPE": dtype,
+                "IPCREDUCE_OP": op,
+                "IPCREDUCE_WHOLE_PACKETS": str(int(self.whole_packets)),
+            }
+            cubin = compiler.compile_kernel(kernel, macros, self.capability)
+            module = driver.load_module(cubin)
+            self._modules.append(module)
+            self._functions[key] = driver.get_function(module, kernel)
+        return self._functions[key]
+
+    def verify(self, rounds: int, seconds: float) -> np.ndarray[Any, Any]:
+        """What arrived from each rank in ``rounds`` exchanges: verify.cu's verdicts, shape ``(8,)``, uint32."""
+        verdict = np.zeros(plan.MAX_RANKS, np.uint32)
+        if self.n > 1:
+            args = self._arguments(0)
+            args[_OUT] = self.workspace.epochs  # not in use yet
+            args[_BYTES], args[_TIMEOUT] = rounds, int(seconds * 1e9)
+            function = self._function("verify", "int32", "sum")
+            driver.Launch(function, self.n - 1, 32, args).run(0)
+            driver.synchronize()
+            driver.copy_to_host(verdict, self.workspace.epochs)
+        return verdict
+
+    # ---- running
+    def run(self, prepared: Prepared, source: int, target: int, stream: int, owner: Any) -> None:
+        """Launches an all-reduce from address ``source`` to ``target`` (the same: in place) on ``stream``.
+
+        :param owner: kept as long as the stream may have to be waited for.
+        :raises CudaError: if a launch fails.
+        """
+        try:
+            if stream != self._fast:
+                self._follow(stream, owner)
+            for launch, args, offset in prepared.launches:
+                args[_IN], args[_OUT] = source + offset, target + offset
+                launch.run(stream)
+        except CudaError as error:
+            if error.code not in driver.INVALID_CONTEXT or driver.current_context() == self.context:
+                raise
+            # Another context is current in this thread, or none: only then is it looked at, and put back.
+            current = driver.current_context()
+            driver.set_context(self.context)
+            try:
+                self.run(prepared, source, target, stream, owner)
+            finally:
+                driver.set_context(current)
+
+    def _follow(self, stream: int, owner: Any) -> None:
+        """Orders ``stream`` behind the last call, which was on another stream: two of our kernels never overlap.
+
+        Eager calls follow the last eager call, by an event; captured calls the last one of the same capture, which
+        becomes an edge of the graph. Between an eager call and a captured one there is nothing to order.
+        """
+        capture = driver.capture_id(stream)
+        if not capture:
+            if self._eager is not None and self._eager != stream:
+                if driver.capture_id(self._eager):
+                    raise CaptureError(
+                        f"rank {self.rank}: an eager call on stream {stream:#x} has to follow an earlier one on stream "
+                        f"{self._eager:#x}, which is now being captured. Call synchronize() before that capture begins."
+                    )
+                self._order(self._eager, stream)
+            self._eager = self._fast = stream
+            self._stream_owner = owner
+            return
+        previous = self._capture[1] if self._capture[0] == capture else None
+        if previous is None and self._fast != -1 and driver.capture_id(self._fast) == capture:
+            previous = self._fast  # it began to capture since, and its calls took the quick way
+        if previous is not None and previous != stream:
+            self._order(previous, stream)
+        self._capture, self._fast = (capture, stream), -1
+
+    def _order(self, before: int, after: int) -> None:
+        driver.record_event(self._event, before)
+        driver.wait_event(after, self._event)
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether ``stream`` is part of a capture: its work does not run yet."""
+        return driver.capture_id(stream) != 0
+
+    def synchronize(self, stream: int | None = None) -> None:
+        """Waits for the calls made so far: on ``stream``, or on the last one's."""
+        chosen = self._eager if stream is None else stream
+        if chosen is not None:
+            driver.synchronize_stream(chosen)
+        if stream is None or stream == self._eager:
+            self._eager, self._fast, self._stream_owner = None, -1, None
+
+    # ---- ends
+    def quiesce(self) -> None:
+        """Waits until no kernel of ours runs, on whatever stream. The abort word is up, so it takes microseconds."""
+        driver.set_context(self.context)
+        driver.synchronize()
+
+    def reset(self) -> None:
+        """After every rank's :meth:`quiesce`: empty slots, fresh epochs, no fault."""
+        self.workspace.reset()
+        self.page.clear()
+
+    def close(self, wait: float) -> None:
+        """Unmaps the peers, waits up to ``wait`` seconds until they have unmapped us, and frees everything.
+
+        Memory that a live peer still maps is not freed: it goes with the process.
+        """
+        previous = driver.current_context()
+        driver.set_context(self.context)
+        driver.synchronize()
+        self.workspace.unmap_peers()
+        self.page.leave()
+        others = [rank for rank in range(self.n) if rank != self.rank]
+        deadline = time.monotonic() + wait
+        while not (left := all(map(self.page.has_left, others))) and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        if left:
+            self.workspace.free()
+        self.release()
+        driver.set_context(previous)
+        driver.release_context(self.device.ordinal)
+
+    def release(self) -> None:
+        """Gives back what only this process uses. The engine's context is current."""
+        if self.watchdog is not None:
+            self.watchdog.stop()
+        driver.unregister_host(self.page.address)
+        driver.destroy_event(self._event)
+        for module in self._modules:
+            driver.unload_module(module)
+        self._modules.clear()

@@ -1,0 +1,122 @@
+"""Which kernels an all-reduce launches: a pure function of what every rank knows to be the same.
+
+Nothing here may depend on one rank's pointers, GPU load or environment: grids that differ between ranks hang. The
+figures are from 2 to 4 H200 (benchmarks/); other GPUs and world sizes use them as reasoned defaults.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..numerics import DTYPE_NAMES, OPS
+
+ALGORITHMS = ("one_shot", "two_shot")
+MAX_RANKS = 8
+PACKET_BYTES = 16
+EPOCH_SLOTS = 512  # as in exchange.cuh: no grid may be larger
+CODE_BYTES = 128  # the slots of a (dtype, op) begin so much further than those of the one before it
+CODES_BYTES = CODE_BYTES * len(DTYPE_NAMES) * len(OPS)
+
+KB, MB = 1 << 10, 1 << 20
+
+# Up to here one hop of (n-1) S bytes beats two of 2 (n-1)/n S. For n above 4 not measured: the traffic grows with n.
+_ONE_SHOT_BYTES = {1: 0, 2: 8 * MB, 3: 192 * KB, 4: 192 * KB, 5: 128 * KB, 6: 96 * KB, 7: 64 * KB, 8: 64 * KB}
+_TRIGGER_LATE_BYTES = 4 * KB  # up to here the next kernel comes in only after our sends: it would delay them
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kernel launch: all-reduces ``nbytes`` bytes at ``offset`` of the message."""
+
+    algorithm: str
+    offset: int
+    nbytes: int
+    grid: int
+    block: int
+    trigger_early: bool
+
+
+def code_offset(dtype: str, op: str) -> int:
+    """How far into each half the slots of this dtype and op begin, in bytes.
+
+    Ranks that disagree about either then wait for each other's packets instead of folding them.
+    """
+    return CODE_BYTES * (DTYPE_NAMES.index(dtype) * len(OPS) + OPS.index(op))
+
+
+def row_bytes(packets: int) -> int:
+    """Bytes from one source's row of slots to the next: row_bytes() of exchange.cuh."""
+    warps = -(-packets // 32)
+    return PACKET_BYTES * (warps * 32 + -(-warps // 8) * 8)
+
+
+def staging_bytes(algorithm: str, nbytes: int, n: int) -> int:
+    """What one launch needs in each half of every workspace, in bytes."""
+    packets = -(-nbytes // PACKET_BYTES)
+    if algorithm == "one_shot":
+        return n * row_bytes(packets)
+    return 2 * n * row_bytes(-(-packets // n))
+
+
+@lru_cache(maxsize=4096)
+def make_plan(nbytes: int, n: int, half_bytes: int, forced: str | None = None) -> tuple[Step, ...]:
+    """The launches for a message of ``nbytes`` bytes over ``n`` ranks, in order.
+
+    :param half_bytes: size of each half of the workspace, the same on every rank.
+    :param forced: one of :data:`ALGORITHMS` at any size; None for the quickest.
+    """
+    if not nbytes or n == 1:
+        return ()
+    algorithm = forced or ("one_shot" if nbytes <= _ONE_SHOT_BYTES[n] else "two_shot")
+    segment = _segment_bytes(algorithm, n, half_bytes)
+    if algorithm == "one_shot" and not forced and nbytes > segment:  # a small workspace: two shots stage less
+        algorithm = "two_shot"
+        segment = _segment_bytes(algorithm, n, half_bytes)
+    return tuple(_step(algorithm, offset, min(segment, nbytes - offset), n) for offset in range(0, nbytes, segment))
+
+
+def _segment_bytes(algorithm: str, n: int, half_bytes: int) -> int:
+    """The largest message of one launch: a multiple of 16 KB, or of 16 bytes in a tiny workspace."""
+    room = half_bytes - CODES_BYTES
+    rows = n if algorithm == "one_shot" else 2 * n
+    packets = max(32, room // rows // PACKET_BYTES * 32 // 33 - 8 - 32)  # 33 packets a warp, rounded up to lines
+    if algorithm == "one_shot":
+        packets = min(packets, EPOCH_SLOTS * 1024)  # one packet a thread
+    else:
+        packets *= n
+    nbytes = packets * PACKET_BYTES
+    nbytes -= nbytes % (16 * KB) if nbytes > 16 * KB else 0
+    if staging_bytes(algorithm, nbytes, n) > room:
+        raise ValueError(f"a half of {half_bytes} bytes is too small for {n} ranks")
+    return nbytes
+
+
+def _step(algorithm: str, offset: int, nbytes: int, n: int) -> Step:
+    packets = -(-nbytes // PACKET_BYTES)
+    if algorithm == "one_shot":
+        grid, block = _one_shot_shape(packets)
+    else:
+        grid, block = _two_shot_shape(-(-packets // n))
+    return Step(algorithm, offset, nbytes, grid, block, nbytes > _TRIGGER_LATE_BYTES)
+
+
+def _one_shot_shape(packets: int) -> tuple[int, int]:
+    """(grid, block): a thread a packet, spread over the multiprocessors as soon as there is enough."""
+    if packets <= 256:
+        block = 128
+    elif packets <= 512:
+        block = 64
+    elif packets <= 128 * 1024:
+        block = 32 * -(-packets // (128 * 32))
+    else:
+        block = 512 if packets <= EPOCH_SLOTS * 512 else 1024
+    return -(-packets // block), block
+
+
+def _two_shot_shape(columns: int) -> tuple[int, int]:
+    """(grid, block): a thread a column up to 2 MB (n=4), then a loop over tiles on two blocks a multiprocessor."""
+    if columns <= 32 * KB:
+        block = 32 if columns <= 4 * KB else 64 if columns <= 16 * KB else 256
+        return -(-columns // block), block
+    return min(264, -(-columns // 256)), 256

@@ -1,0 +1,309 @@
+"""Start-up: what every rank has, which backend follows, and the ranks' memory mapped and tried."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import arrays
+from ..cuda import driver
+from ..errors import ArgumentError, CudaError, IpcReduceError, UnsupportedError
+from . import plan, wire
+from .control import Page, own_identity
+from .engine import Engine
+from .watchdog import Watchdog
+from .workspace import Workspace
+
+_DEFAULT_WORKSPACE_MB = 256
+_VERIFY_SECONDS = 10.0
+_VERIFY_ROUNDS = 200  # about 1 us each over NVLink
+_VERIFY_ROUNDS_SHARED = 2  # each is a time slice where two ranks share a GPU
+_NOTHING, _WHOLE, _HALVES = 0, 1, 2  # verify.cu
+_MIN_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True)
+class World:
+    """What start-up found out about the ranks. ``reasons``: why a backend was not chosen, by its name."""
+
+    hosts: tuple[str, ...]
+    local_rank: int
+    reasons: dict[str, str]
+
+
+def start(mpi: Any, device: Any, timeout: float, algorithm: str | None) -> tuple[Engine | None, World]:
+    """Makes the IPC engine if every rank can use it. Collective.
+
+    :param mpi: a communicator of our own.
+    :param device: an ordinal, "auto", or None for CuPy's current device.
+    :returns: the engine, or None with the reason in ``World.reasons["ipc"]``; the same on every rank.
+    :raises ArgumentError: if the ranks' arguments differ or ``device`` is wrong.
+    """
+    deadline = time.monotonic() + timeout
+    world, gpus = _meet(mpi, timeout, algorithm, deadline)
+    reason = _refusal(world, gpus)
+    if reason:
+        world.reasons["ipc"] = reason
+        return None, world
+    try:
+        return _build(mpi, device, timeout, algorithm, world, deadline), world
+    except UnsupportedError as error:
+        world.reasons["ipc"] = str(error)
+        return None, world
+
+
+def _meet(mpi: Any, timeout: float, algorithm: str | None, deadline: float) -> tuple[World, list[int]]:
+    """Who is there: hosts, and how many GPUs each rank can use (with the reason if none)."""
+    gpus, reason = _visible()
+    record = wire.message(
+        wire.IDENTITY, reason, host=_host(), pid=os.getpid(), timeout=timeout, algorithm=algorithm or "",
+        workspace=workspace_bytes(), gpus=gpus,
+    )  # fmt: skip
+    everyone = wire.allgather(mpi, record, deadline, "start-up")
+    for rank, other in enumerate(everyone):
+        for field in ("timeout", "algorithm", "workspace"):
+            if other[field] != record[0][field]:
+                raise ArgumentError(
+                    f"rank {mpi.Get_rank()}, start-up: expected the same {field} on every rank; found "
+                    f"{record[0][field]} here and {other[field]} on rank {rank}. Pass (or set) the same everywhere."
+                )
+    hosts = tuple(bytes(other["host"]).decode() for other in everyone)
+    rank = mpi.Get_rank()
+    reasons = {"nccl": "not part of this version"}
+    without = [r for r, other in enumerate(everyone) if not other["ok"]]
+    if without:
+        reasons["ipc"] = f"rank {without[0]} has no GPU to use: {wire.text_of(everyone[without[0]])}"
+    return World(hosts, hosts[:rank].count(hosts[rank]), reasons), [int(other["gpus"]) for other in everyone]
+
+
+def _visible() -> tuple[int, str | None]:
+    try:
+        count = driver.device_count()
+        arrays.available()
+    except IpcReduceError as error:
+        return 0, str(error)
+    return count, None if count else "no GPU is visible (CUDA_VISIBLE_DEVICES?)"
+
+
+def _host() -> str:
+    """Tells hosts apart; containers of one host count as one, and fail later if they share no memory."""
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+    return socket.gethostname()
+
+
+def _refusal(world: World, gpus: list[int]) -> str:
+    if "ipc" in world.reasons:
+        return world.reasons["ipc"]
+    if len(set(world.hosts)) > 1:
+        return f"the ranks are on {len(set(world.hosts))} hosts"
+    if len(gpus) > plan.MAX_RANKS:
+        return f"{len(gpus)} ranks; the kernels take up to {plan.MAX_RANKS}"
+    return ""
+
+
+def workspace_bytes() -> int:
+    """Bytes of workspace a rank: ``IPCREDUCE_WORKSPACE_MB``, or 256 MB.
+
+    :raises ArgumentError: if that is no whole number of at least 1.
+    """
+    text = os.environ.get("IPCREDUCE_WORKSPACE_MB", str(_DEFAULT_WORKSPACE_MB))
+    if not text.isdigit() or int(text) < 1:
+        raise ArgumentError(f"IPCREDUCE_WORKSPACE_MB must be a whole number of at least 1; found {text!r}")
+    return int(text) * plan.MB
+
+
+def choose_device(device: Any, local_rank: int) -> int:
+    """The ordinal that ``device`` means here. :raises ArgumentError: if it means none."""
+    count = driver.device_count()
+    if device is None:
+        return arrays.current_device()
+    if device == "auto":
+        return local_rank % count
+    ordinal = getattr(device, "id", device)
+    if isinstance(ordinal, bool) or not isinstance(ordinal, (int, np.integer)) or not 0 <= ordinal < count:
+        raise ArgumentError(
+            f"device must be None, 'auto' or the ordinal of one of the {count} visible GPUs; found {device!r}"
+        )
+    return int(ordinal)
+
+
+def _build(mpi: Any, device: Any, timeout: float, algorithm: str | None, world: World, deadline: float) -> Engine:
+    """The steps of start-up, each ended by a vote, so that all ranks go on or all give up."""
+    rank, n = mpi.Get_rank(), mpi.Get_size()
+    info, devices = _share_device(mpi, device, world, deadline)
+    _advise_spreading(rank, devices)
+    page = _share_page(mpi, rank, n, deadline)
+    context = driver.retain_context(info.ordinal)
+    workspace = engine = None
+    try:
+        workspace = _share_workspace(mpi, rank, n, deadline)
+        _map_peers(mpi, workspace, devices, deadline)
+        error = None
+        try:
+            capability = min((int(major), int(minor)) for major, minor in devices["capability"])
+            engine = Engine(info, context, workspace, page, capability=capability, timeout=timeout, algorithm=algorithm)
+        except IpcReduceError as caught:
+            error = caught
+        wire.vote(mpi, error, deadline, "registering the control page")
+        assert engine is not None
+        _verify(mpi, engine, devices, deadline)
+        engine.watchdog = Watchdog(page)
+        wire.vote(mpi, None, deadline, "start-up")
+        return engine
+    except IpcReduceError:
+        with suppress(IpcReduceError):
+            if workspace is not None:
+                workspace.unmap_peers()
+            wire.vote(mpi, None, deadline, "giving up")  # before anyone frees what another may still map
+            if engine is not None:
+                engine.release()
+            if workspace is not None:
+                workspace.free()
+            driver.release_context(info.ordinal)
+        raise
+
+
+def _share_device(
+    mpi: Any, device: Any, world: World, deadline: float
+) -> tuple[driver.DeviceInfo, np.ndarray[Any, Any]]:
+    """This rank's GPU and every rank's wire.DEVICE. :raises ArgumentError: where ``device`` is wrong."""
+    info, error = None, None
+    try:
+        info = driver.device_info(choose_device(device, world.local_rank))
+        if device == "auto":
+            arrays.use_device(info.ordinal)
+        if info.capability < _MIN_CAPABILITY:
+            raise UnsupportedError(f"{info.name} has compute capability {info.capability}; 8.0 is needed")
+    except IpcReduceError as caught:
+        error = caught
+    record = wire.message(wire.DEVICE, error)
+    if info is not None:
+        record["uuid"], record["capability"] = np.void(info.uuid), info.capability
+        record["visible"], record["name"] = driver.device_count(), info.name
+    devices = wire.allgather(mpi, record, deadline, "choosing devices")
+    if isinstance(error, ArgumentError):
+        raise error
+    wire.check(mpi, devices, "choosing devices")
+    assert info is not None
+    return info, devices
+
+
+def _advise_spreading(rank: int, devices: np.ndarray[Any, Any]) -> None:
+    used = [uuid.tobytes() for uuid in devices["uuid"]]
+    if rank == 0 and len(set(used)) < min(len(used), int(devices["visible"].max())):
+        warnings.warn(
+            f"{len(used)} ranks share {len(set(used))} GPU(s) while others are idle: kernels of one GPU take turns, "
+            "about 5 ms each. Make a device current on each rank, or pass Communicator(device='auto')",
+            RuntimeWarning,
+            stacklevel=6,
+        )
+
+
+def _share_page(mpi: Any, rank: int, n: int, deadline: float) -> Page:
+    page, error = None, None
+    try:
+        page = Page.create(rank, n) if rank == 0 else None
+    except OSError as caught:
+        error = caught
+    record = wire.message(wire.PAGE, error, path=page.path if page else "")
+    pages = wire.allgather(mpi, record, deadline, "creating the control page")
+    wire.check(mpi, pages, "creating the control page")
+    try:
+        page = page or Page.open(bytes(pages[0]["path"]).decode(), rank, n)
+        page.join(*own_identity())
+    except OSError as caught:
+        error = caught
+    try:
+        wire.vote(mpi, error, deadline, "opening the control page (is /dev/shm shared between the ranks?)")
+    finally:
+        if page is not None and rank == 0:
+            page.unlink()
+    assert page is not None
+    return page
+
+
+def _share_workspace(mpi: Any, rank: int, n: int, deadline: float) -> Workspace:
+    workspace, error = None, None
+    try:
+        workspace = Workspace(rank, n, workspace_bytes())
+    except CudaError as caught:
+        error = caught
+    wire.vote(mpi, error, deadline, "allocating workspaces")
+    assert workspace is not None
+    return workspace
+
+
+def _map_peers(mpi: Any, workspace: Workspace, devices: np.ndarray[Any, Any], deadline: float) -> None:
+    error: IpcReduceError | None = None
+    handle = bytes(driver.IPC_HANDLE_BYTES)
+    try:
+        handle = workspace.export()
+    except CudaError as caught:
+        error = caught
+    record = wire.message(wire.MEMORY, error, handle=np.void(handle), nbytes=workspace.nbytes)
+    memory = wire.allgather(mpi, record, deadline, "exporting workspaces")
+    wire.check(mpi, memory, "exporting workspaces")
+    try:
+        if (memory["nbytes"] != workspace.nbytes).any():
+            raise UnsupportedError(f"the workspaces differ in size: {memory['nbytes'].tolist()} bytes")
+        _check_access(workspace.rank, devices)
+        workspace.map_peers([entry["handle"].tobytes() for entry in memory])
+    except IpcReduceError as caught:
+        error = caught
+    wire.vote(mpi, error, deadline, "mapping the peers' workspaces")
+
+
+def _check_access(rank: int, devices: np.ndarray[Any, Any]) -> None:
+    """:raises UnsupportedError: naming the first pair for which the driver reports no P2P access.
+
+    A peer's GPU that is not visible here is left to :func:`_verify`.
+    """
+    ordinals = {driver.device_info(ordinal).uuid: ordinal for ordinal in range(driver.device_count())}
+    own = ordinals[devices["uuid"][rank].tobytes()]
+    for peer, uuid in enumerate(devices["uuid"]):
+        other = ordinals.get(uuid.tobytes(), own)
+        if other != own and not driver.can_access_peer(own, other):
+            raise UnsupportedError(
+                f"no P2P access between GPU {own} of rank {rank} and GPU {other} of rank {peer} "
+                "(see nvidia-smi topo -p2p w)"
+            )
+
+
+def _verify(mpi: Any, engine: Engine, devices: np.ndarray[Any, Any], deadline: float) -> None:
+    """Sends real data between every two ranks through the mappings.
+
+    :raises UnsupportedError: naming the pairs that fail. Where packets arrive in halves, the engine is told.
+    """
+    rank, n = engine.rank, engine.n
+    error, verdict = None, np.zeros(plan.MAX_RANKS, np.uint32)
+    shared = len({uuid.tobytes() for uuid in devices["uuid"]}) < n
+    try:
+        verdict = engine.verify(_VERIFY_ROUNDS_SHARED if shared else _VERIFY_ROUNDS, _VERIFY_SECONDS)
+        failed = [peer for peer in range(n) if peer != rank and verdict[peer] not in (_WHOLE, _HALVES)]
+        if failed:
+            what = "no data" if verdict[failed[0]] == _NOTHING else "wrong data"
+            raise UnsupportedError(
+                f"{what} arrived from rank {failed[0]} ({_name(devices, failed[0])}) at rank {rank} "
+                f"({_name(devices, rank)}), though the driver reports P2P access"
+            )
+    except IpcReduceError as caught:
+        error = caught
+    record = wire.message(wire.VERDICT, error, halves=bool((verdict == _HALVES).any()))
+    everyone = wire.allgather(mpi, record, deadline, "trying the links")
+    wire.check(mpi, everyone, "trying the links")
+    engine.whole_packets = not everyone["halves"].any()
+    engine.workspace.reset()
+    wire.vote(mpi, None, deadline, "emptying the workspaces")
+
+
+def _name(devices: np.ndarray[Any, Any], rank: int) -> str:
+    name = bytes(devices["name"][rank]).decode(errors="replace")
+    return f"{name}, GPU-{devices['uuid'][rank].tobytes().hex()[:8]}"

@@ -1,0 +1,69 @@
+"""A thread that ends the waits for a rank that has gone. It makes no MPI call and no CUDA call."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+
+from .control import Page, own_identity
+
+_TICK_SECONDS = 0.1
+
+
+class Watchdog:
+    """Watches the processes of the other ranks.
+
+    ``lost`` becomes (rank, why) once a rank is dead, or has closed the communicator while others still call. The
+    abort word is then kept up, so that every wait ends on every survivor.
+    """
+
+    def __init__(self, page: Page) -> None:
+        self.lost: tuple[int, str] | None = None
+        self._page = page
+        self._stop_read, self._stop_write = os.pipe()
+        self._poll = select.poll()
+        self._poll.register(self._stop_read, select.POLLIN)
+        self._processes: dict[int, int] = {}  # pidfd -> rank
+        namespace = own_identity()[2]
+        for rank in range(page.n):
+            pid, _, other = page.identity(rank)
+            if rank != page.rank and other == namespace and hasattr(os, "pidfd_open"):
+                try:
+                    descriptor = os.pidfd_open(pid)
+                except ProcessLookupError:
+                    self.lost = (rank, "its process has ended")
+                except OSError:  # not permitted here: its death is then seen at the deadline
+                    continue
+                else:
+                    self._processes[descriptor] = rank
+                    self._poll.register(descriptor, select.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="ipcreduce-watchdog", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            for descriptor, _ in self._poll.poll(_TICK_SECONDS * 1000):
+                if descriptor == self._stop_read:
+                    return
+                self._poll.unregister(descriptor)
+                rank = self._processes[descriptor]
+                if not self._page.has_left(rank):
+                    self.lost = self.lost or (rank, "its process has ended")
+            own = self._page.call_of(self._page.rank)
+            for rank in range(self._page.n):
+                if self._page.has_left(rank) and own > self._page.call_of(rank):
+                    self.lost = self.lost or (rank, "it closed the communicator")
+            if self.lost is not None:
+                self._page.abort()
+
+    def stop(self) -> None:
+        """Ends the thread. Idempotent."""
+        if self._stop_write >= 0:
+            os.close(self._stop_write)  # the pipe's other end becomes readable
+            self._thread.join()
+            for descriptor in (self._stop_read, *self._processes):
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+            self._stop_write = -1

@@ -1,0 +1,145 @@
+"""Fixed structs between the ranks, by nonblocking MPI with a deadline. Nothing is pickled; handles are never logged."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..errors import PeerTimeoutError, RankMismatchError, UnsupportedError, report
+
+MAGIC = 0x1B_C4ED
+VERSION = 1
+TEXT_BYTES = 512
+MESSAGE_BYTES = 1024  # of every kind, so that ranks at different steps get an error and not MPI's truncation
+
+_HEADER = [("magic", "<u4"), ("version", "<u2"), ("kind", "<u2"), ("length", "<u4"), ("ok", "<u4")]
+
+
+def struct(kind: int, *fields: tuple[Any, ...]) -> np.dtype[Any]:
+    """A message: the common header, the fields, and a text for what went wrong. ``kind`` tells messages apart."""
+    used = np.dtype([*_HEADER, *fields, ("text", f"S{TEXT_BYTES}")])
+    padded = [*used.descr, ("padding", f"V{MESSAGE_BYTES - used.itemsize}")]
+    return np.dtype(padded, metadata={"kind": kind})
+
+
+# What a rank is and wants; the ranks must agree on timeout and algorithm.
+IDENTITY = struct(
+    1,
+    ("host", "S64"),
+    ("pid", "<i8"),
+    ("timeout", "<f8"),
+    ("algorithm", "S16"),
+    ("workspace", "<u8"),
+    ("gpus", "<u4"),
+)
+DEVICE = struct(2, ("uuid", "V16"), ("capability", "<u4", (2,)), ("visible", "<u4"), ("name", "S64"))
+PAGE = struct(3, ("path", "S64"))
+MEMORY = struct(4, ("handle", "V64"), ("nbytes", "<u8"))
+VOTE = struct(5)
+VERDICT = struct(8, ("halves", "<u4"))
+RESYNC = struct(6, ("call", "<u8"))
+CALL = struct(7, ("call", "<u8"))
+
+
+def message(dtype: np.dtype[Any], error: BaseException | str | None = None, **fields: Any) -> np.ndarray[Any, Any]:
+    """A record of ``dtype`` (shape ``(1,)``), filled in; not ok, with its text, if there was an error."""
+    assert dtype.metadata is not None
+    record = np.zeros(1, dtype)
+    record["magic"], record["version"], record["kind"] = MAGIC, VERSION, dtype.metadata["kind"]
+    record["length"], record["ok"] = MESSAGE_BYTES, error is None
+    record["text"] = str(error or "").encode()[:TEXT_BYTES]
+    for name, value in fields.items():
+        record[name] = value
+    return record
+
+
+def text_of(record: Any) -> str:
+    """The text of one record."""
+    return bytes(record["text"]).rstrip(b"\0").decode(errors="replace")
+
+
+def complete(
+    request: Any,
+    mpi: Any,
+    deadline: float,
+    what: str,
+    *,
+    call: int = 0,
+    interrupt: Callable[[], None] | None = None,
+) -> None:
+    """Waits for a request, ``interrupt`` being asked between polls.
+
+    :param deadline: on ``time.monotonic()``'s clock, in seconds.
+    :raises PeerTimeoutError: when the deadline has passed. The request stays pending: its communicator is lost.
+    """
+    pause = 0.0
+    while not request.Test():
+        now = time.monotonic()
+        if now > deadline:
+            raise PeerTimeoutError(
+                report(
+                    mpi.Get_rank(), call, expected=f"all {mpi.Get_size()} ranks at {what}",
+                    found="that some did not come in time",
+                    advice="Look for a rank that waits elsewhere or has stopped; the communicator can only be closed.",
+                )
+            )  # fmt: skip
+        if interrupt is not None:
+            interrupt()
+        if pause:
+            time.sleep(pause)
+        pause = min(1e-3, pause + 1e-6)  # quick at first, easy on the processor later
+
+
+def allgather(
+    mpi: Any,
+    record: np.ndarray[Any, Any],
+    deadline: float,
+    what: str,
+    *,
+    call: int = 0,
+    interrupt: Callable[[], None] | None = None,
+) -> np.ndarray[Any, Any]:
+    """Every rank's record, shape ``(n,)``, checked to be of the same kind, version and length.
+
+    :raises RankMismatchError: if a rank sends something else. :raises PeerTimeoutError: see :func:`complete`.
+    """
+    n = mpi.Get_size()
+    gathered = np.zeros(n, record.dtype)
+    complete(
+        mpi.Iallgather(record.view(np.uint8), gathered.view(np.uint8)),
+        mpi,
+        deadline,
+        what,
+        call=call,
+        interrupt=interrupt,
+    )
+    for rank, other in enumerate(gathered):
+        for field in ("magic", "version", "kind", "length"):
+            if other[field] != record[0][field]:
+                raise RankMismatchError(
+                    report(
+                        mpi.Get_rank(), call, expected=f"{field} {record[0][field]} at {what}",
+                        found=f"{field} {other[field]} from rank {rank}",
+                        advice="Run the same version of ipcreduce and the same program on every rank.",
+                    )
+                )  # fmt: skip
+    return gathered
+
+
+def vote(mpi: Any, error: BaseException | None, deadline: float, what: str) -> None:
+    """Ends a step of start-up on all ranks alike: if any rank met an error, every rank raises.
+
+    :raises UnsupportedError: naming the ranks that failed and why.
+    """
+    check(mpi, allgather(mpi, message(VOTE, error), deadline, what), what)
+
+
+def check(mpi: Any, gathered: np.ndarray[Any, Any], what: str) -> None:
+    """The vote that is part of every message: :raises UnsupportedError: if a rank's record is not ok."""
+    failed = [rank for rank in range(len(gathered)) if not gathered[rank]["ok"]]
+    if failed:
+        reasons = "; ".join(f"rank {rank}: {text_of(gathered[rank])}" for rank in failed[:3])
+        raise UnsupportedError(f"{what} failed on {len(failed)} of {len(gathered)} ranks: {reasons}")

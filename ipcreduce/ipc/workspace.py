@@ -1,0 +1,67 @@
+"""The memory into which the peers push: one allocation a rank, mapped by all when the communicator is made."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..cuda import driver
+from . import plan
+
+_EPOCHS_BYTES = 4096  # plan.EPOCH_SLOTS words, and room to the next page
+EMPTY = 0xFF  # every byte of a slot at rest
+
+
+class Workspace:
+    """This rank's workspace and its mappings of the peers': epochs, then two halves of slots.
+
+    ``peers[i]`` is where the slots of rank (rank + i) % n begin, as mapped here.
+    """
+
+    def __init__(self, rank: int, n: int, nbytes: int) -> None:
+        """Allocates ``nbytes`` bytes on the current device, every slot empty. :raises CudaError: if there is none."""
+        self.rank, self.n, self.nbytes = rank, n, nbytes
+        self.half_bytes = half_bytes(nbytes)
+        self.address = driver.allocate(nbytes)
+        self._mapped: list[int] = []
+        self.peers = [self.address + _EPOCHS_BYTES]
+        self.reset()
+
+    @property
+    def epochs(self) -> int:
+        return self.address
+
+    def export(self) -> bytes:
+        """The IPC handle for the peers."""
+        return driver.export_memory(self.address)
+
+    def map_peers(self, handles: list[bytes]) -> None:
+        """Maps every peer's workspace; ``handles`` are by rank. :raises CudaError: naming the call that failed."""
+        for i in range(1, self.n):
+            mapped = driver.open_memory(handles[(self.rank + i) % self.n])
+            self._mapped.append(mapped)
+            self.peers.append(mapped + _EPOCHS_BYTES)
+
+    def reset(self) -> None:
+        """Empties every slot and starts the epochs anew. No kernel, here or on a peer, may be running."""
+        driver.fill(self.address, 0, _EPOCHS_BYTES)
+        driver.fill(self.address + _EPOCHS_BYTES, EMPTY, 2 * self.half_bytes)
+
+    def set_epochs(self, epoch: int) -> None:
+        """Sets all epochs, for tests of the wrap. No kernel may be running."""
+        driver.copy_to_device(self.address, np.full(plan.EPOCH_SLOTS, epoch, np.uint32))
+
+    def unmap_peers(self) -> None:
+        """Gives up the mappings of the peers' workspaces. No kernel of ours may be running. Idempotent."""
+        while self._mapped:
+            driver.close_memory(self._mapped.pop())
+
+    def free(self) -> None:
+        """Frees the memory, once every peer has unmapped it. Idempotent."""
+        if self.address:
+            driver.free(self.address)
+            self.address = 0
+
+
+def half_bytes(nbytes: int) -> int:
+    """Bytes of each half in a workspace of ``nbytes`` bytes."""
+    return (nbytes - _EPOCHS_BYTES) // 2 // plan.CODE_BYTES * plan.CODE_BYTES

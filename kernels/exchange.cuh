@@ -1,0 +1,153 @@
+// Packets between ranks: where they lie, how a reader knows that one has arrived, and how every wait ends.
+//
+// A rank's workspace has two halves, used in turn by the parity of the epoch. In a half, each source has a row of
+// slots (row_packets() apart). A slot at rest is empty: its mark words are all ones. The reader puts the mark back
+// once it has read, so the invariant holds again when its kernel ends.
+#pragma once
+#include <reduce.cuh>
+
+struct Args {
+  u64 in, out;          // this rank's arrays; may be the same
+  u64 bytes;            // of the message, the same on every rank
+  u64 peers[8];         // workspace of rank (kRank + i) % kRanks, as mapped here; peers[0] is our own
+  u64 half_bytes;       // from one half of a workspace to the other
+  u64 epochs;           // kEpochSlots words on this GPU
+  u64 abort;            // word in the control page (host memory, shared by all ranks): non-zero ends every wait
+  u64 missing;          // this rank's word there: bit r is set if a wait for rank r's data passed its deadline
+  u64 timeout_ns;
+  u64 trigger_early;    // let the next kernel's blocks come in before we wait for the one before us
+};
+
+constexpr u32 kEpochSlots = 512;  // so many blocks at most; the plan knows it too
+constexpr u32 kEmpty = 0xFFFFFFFFu;
+constexpr u32 kOtherNan = 0x7FFF7FFFu;  // a NaN in every float type, whichever of its words this is
+
+// The halves of a packet that arrive whole. With 16-byte atomicity one mark in the last word covers all; over a link
+// that splits packets, each 8 bytes carry their own. The ranks agree on it at start-up.
+constexpr bool kWholePackets = IPCREDUCE_WHOLE_PACKETS;
+
+DEVICE u32 source(int i) { return (kRank + i) % kRanks; }
+DEVICE u32 divide_up(u32 a, u32 b) { return (a + b - 1) / b; }
+
+// ---- epochs: every launch advances every slot by one, on every rank alike, so each block needs only its own slot.
+DEVICE u32 read_epoch(const Args& args) { return load_word_gpu(args.epochs + 4 * block_in_grid()); }
+
+// After the block's sends and before its polls: the barrier is what lets the slot change.
+DEVICE void advance_epochs(const Args& args, u32 epoch) {
+  sync_block();
+  for (u32 j = block_in_grid() + thread_in_block() * blocks_in_grid(); j < kEpochSlots;
+       j += blocks_in_grid() * threads_in_block())
+    store_word_gpu(args.epochs + 4 * j, epoch + 1);
+}
+
+// ---- waits: a poll looks at data, and now and then at the abort word (host memory: rarely) and the clock.
+constexpr u32 kSpinsBetweenChecks = 512;
+
+struct Wait {
+  const Args& args;
+  u64 started = 0;
+  u32 spins = 0;
+  bool alive = true;  // false: give up here and in every later wait of this thread
+
+  DEVICE explicit Wait(const Args& a) : args(a) {}
+
+  DEVICE_COLD void check(u32 missing) {
+    const u64 now = nanoseconds();
+    if (!started) started = now;
+    if (load_word_sys(args.abort)) {
+      alive = false;
+    } else if (now - started > args.timeout_ns) {
+      alive = false;
+      store_word_sys(args.missing, missing);
+      store_word_sys(args.abort, 1);
+    }
+  }
+};
+
+// ---- rows of slots
+// After the packets of a row come its escapes, one a warp (see put). Rows begin at 128-byte lines.
+DEVICE u64 escape_at(u64 row, u32 packets, u32 index) {
+  return row + kPacketBytes * ((u64)divide_up(packets, 32) * 32 + index / 32);
+}
+DEVICE u64 row_bytes(u32 packets) {
+  const u32 warps = divide_up(packets, 32);
+  return kPacketBytes * (u64)(warps * 32 + divide_up(warps, 8) * 8);
+}
+
+DEVICE bool arrived(const Packet& p) { return p.word[3] != kEmpty && (kWholePackets || p.word[1] != kEmpty); }
+
+// Floats: a word that looks like the mark is a NaN, and is sent as another NaN. What a rank folds of its own goes
+// through here too, so that all fold the same bits. Integers go as they are (see put).
+DEVICE Packet canonical(Packet p) {
+  if constexpr (kFloat) {
+    if (p.word[3] == kEmpty) p.word[3] = kOtherNan;
+    if (!kWholePackets && p.word[1] == kEmpty) p.word[1] = kOtherNan;
+  }
+  return p;
+}
+
+// Stores packet `index` of a row of `packets` in a peer's workspace. All lanes of a warp call it, those with nothing
+// to send with active == false. Integers have no spare value, so a word equal to the mark is sent as zero, and one
+// extra packet a warp, always sent, tells by a bit a lane which words were: 1/32 more on the wire, no epoch in the data.
+DEVICE void put(u64 row, u32 packets, u32 index, Packet p, bool active) {
+  if constexpr (!kFloat) {
+    const u32 last = warp_ballot(active && p.word[3] == kEmpty);
+    const u32 middle = kWholePackets ? 0 : warp_ballot(active && p.word[1] == kEmpty);
+    if (p.word[3] == kEmpty) p.word[3] = 0;
+    if (!kWholePackets && p.word[1] == kEmpty) p.word[1] = 0;
+    if (active && index % 32 == 0) store_packet_sys(escape_at(row, packets, index), {{last, 0, middle, 0}});
+  }
+  if (active) store_packet_sys(row + (u64)kPacketBytes * index, p);
+}
+
+// Waits for packet `index` of the row of every other rank; rows lie row_bytes(packets) apart from `rows` on, by rank.
+// All loads of a turn are issued before the first is tested. v[kRank] is left alone. If the wait ends without data,
+// wait.alive is false and v is not to be used.
+DEVICE void get(Packet (&v)[kMaxRanks], u64 rows, u32 packets, u32 index, Wait& wait) {
+  const u64 stride = row_bytes(packets), at = rows + (u64)kPacketBytes * index;
+  Packet escape[kMaxRanks];
+  while (wait.alive) {
+#pragma unroll
+    for (int i = 1; i < kRanks; ++i) v[source(i)] = load_packet_sys(at + source(i) * stride);
+    if constexpr (!kFloat) {
+#pragma unroll
+      for (int i = 1; i < kRanks; ++i)
+        escape[source(i)] = load_packet_sys(escape_at(rows + source(i) * stride, packets, index));
+    }
+    u32 missing = 0;
+#pragma unroll
+    for (int i = 1; i < kRanks; ++i)
+      if (!arrived(v[source(i)]) || (!kFloat && !arrived(escape[source(i)]))) missing |= 1u << source(i);
+    if (!missing) {
+      wait.started = 0;  // the deadline is for a single wait
+      break;
+    }
+    relax();
+    if (++wait.spins % kSpinsBetweenChecks == 0) wait.check(missing);
+  }
+  if (!kFloat && wait.alive) {
+#pragma unroll
+    for (int i = 1; i < kRanks; ++i) {
+      const int s = source(i);
+      if (escape[s].word[0] >> (index % 32) & 1) v[s].word[3] = kEmpty;
+      if (!kWholePackets && (escape[s].word[2] >> (index % 32) & 1)) v[s].word[1] = kEmpty;
+    }
+  }
+}
+
+// Empties what get() read. All lanes of a warp call it. Nothing is emptied after a wait that failed: a late packet
+// would fill the slot again, so the host does it when every kernel has ended (workspace.py, resync).
+DEVICE void clear(u64 rows, u32 packets, u32 index, bool active, const Wait& wait) {
+  const Packet empty = {{kEmpty, kEmpty, kEmpty, kEmpty}};
+  const u64 stride = row_bytes(packets), at = rows + (u64)kPacketBytes * index;
+  if constexpr (!kFloat) sync_warp();  // every lane has read the escape before lane 0 empties it
+  if (!active || !wait.alive) return;
+#pragma unroll
+  for (int i = 1; i < kRanks; ++i) {
+    store_packet_local(at + source(i) * stride, empty);
+    if (!kFloat && index % 32 == 0) store_packet_local(escape_at(rows + source(i) * stride, packets, index), empty);
+  }
+}
+
+// What a wait that ended without data leaves in the output: NaN, or -1.
+DEVICE Packet poison() { return {{kEmpty, kEmpty, kEmpty, kEmpty}}; }

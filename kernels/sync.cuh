@@ -1,0 +1,121 @@
+// What the kernels need from the machine: every line of inline assembly, every memory scope, every launch attribute.
+//
+// The tests compile the kernels for the CPU with a stand-in for this one file (tests/sim), so nothing else here may
+// assume a GPU. Kernels include it as <sync.cuh>: with quotes the stand-in would never be found.
+#pragma once
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+// NVRTC gets the world as constants, so that loops over the ranks unroll and arrays of packets stay in registers.
+constexpr int kRanks = IPCREDUCE_RANKS;
+constexpr int kRank = IPCREDUCE_RANK;
+constexpr int kMaxRanks = IPCREDUCE_RANKS;  // array bound; the stand-in has kRanks at run time
+
+#define KERNEL(name, max_threads) extern "C" __global__ void __launch_bounds__(max_threads) name
+#define KERNEL_ARGS const __grid_constant__ Args
+#define DEVICE __device__ __forceinline__
+#define DEVICE_COLD __device__ __noinline__
+
+// The unit of everything that crosses a link: one 128-bit access, which PTX keeps whole (memory consistency model,
+// "scalar data-types ... with a maximum size and alignment of 128 bits"), so its data and its mark arrive together.
+struct alignas(16) Packet {
+  u32 word[4];
+};
+
+DEVICE u32 thread_in_grid() { return blockIdx.x * blockDim.x + threadIdx.x; }
+DEVICE u32 threads_in_grid() { return gridDim.x * blockDim.x; }
+DEVICE u32 thread_in_block() { return threadIdx.x; }
+DEVICE u32 threads_in_block() { return blockDim.x; }
+DEVICE u32 block_in_grid() { return blockIdx.x; }
+DEVICE u32 blocks_in_grid() { return gridDim.x; }
+DEVICE void sync_block() { __syncthreads(); }
+DEVICE void sync_warp() { __syncwarp(); }
+DEVICE u32 warp_ballot(bool mine) { return __ballot_sync(0xFFFFFFFFu, mine); }
+DEVICE void relax() {}  // a turn of a poll loop; the stand-in lets other threads run here
+
+// ---- programmatic dependent launch (sm_90): a no-op where the launch had no such attribute
+DEVICE void await_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+DEVICE void trigger_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// ---- packets: relaxed, system scope. Kernel boundaries are the fences (see one_shot.cu).
+DEVICE Packet load_packet_sys(u64 at) {
+  u64 low, high;
+  asm volatile("{ .reg .b128 t; ld.relaxed.sys.global.b128 t, [%2]; mov.b128 {%0, %1}, t; }"
+               : "=l"(low), "=l"(high) : "l"(at) : "memory");
+  return {{(u32)low, (u32)(low >> 32), (u32)high, (u32)(high >> 32)}};
+}
+DEVICE void store_packet_sys(u64 at, const Packet& p) {
+  const u64 low = (u64)p.word[1] << 32 | p.word[0], high = (u64)p.word[3] << 32 | p.word[2];
+  asm volatile("{ .reg .b128 t; mov.b128 t, {%1, %2}; st.relaxed.sys.global.b128 [%0], t; }"
+               :: "l"(at), "l"(low), "l"(high) : "memory");
+}
+
+// ---- this rank's own memory, ordered by the stream
+DEVICE Packet load_packet_local(u64 at) {  // each packet is read once: it need not stay in L1
+  Packet p;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(p.word[0]), "=r"(p.word[1]), "=r"(p.word[2]), "=r"(p.word[3]) : "l"(at) : "memory");
+  return p;
+}
+DEVICE void store_packet_local(u64 at, const Packet& p) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+               :: "l"(at), "r"(p.word[0]), "r"(p.word[1]), "r"(p.word[2]), "r"(p.word[3]) : "memory");
+}
+template <class T> DEVICE T load_local(u64 at) { return *(const T*)at; }
+template <class T> DEVICE void store_local(u64 at, T value) { *(T*)at = value; }
+
+// ---- single words: epochs (this GPU), the control page in host memory (every processor)
+DEVICE u32 load_word_gpu(u64 at) {
+  u32 v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  return v;
+}
+DEVICE void store_word_gpu(u64 at, u32 v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(at), "r"(v) : "memory");
+}
+DEVICE u32 load_word_sys(u64 at) {
+  u32 v;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  return v;
+}
+DEVICE void store_word_sys(u64 at, u32 v) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" :: "l"(at), "r"(v) : "memory");
+}
+DEVICE u64 nanoseconds() {
+  u64 t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return t;
+}
+
+// ---- conversions between bits and numbers; NVRTC has no cuda_fp16.h without a toolkit
+DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
+DEVICE u32 bits_of(float x) { return __float_as_uint(x); }
+DEVICE double double_of(u64 bits) { return __longlong_as_double((long long)bits); }
+DEVICE u64 bits_of(double x) { return (u64)__double_as_longlong(x); }
+DEVICE float float_of_half(u16 bits) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+  return x;
+}
+DEVICE u16 half_of(float x) {  // to nearest, ties to even
+  u16 bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}
+DEVICE float float_of_bfloat(u16 bits) { return float_of((u32)bits << 16); }
+DEVICE u16 bfloat_of(float x) {  // to nearest, ties to even
+  u16 bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}

@@ -1,0 +1,43 @@
+# mpirun -n 4 python mpi_examples/tensor_parallel.py
+"""A layer split over the ranks: each holds some rows of the weights, and partial products are all-reduced.
+
+y = x @ w is the sum over the ranks of x[:, rows] @ w[rows], so no rank ever needs all the weights.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+from mpi4py import MPI
+
+import ipcreduce
+
+TOKENS, HIDDEN, OUT = 16, 1000, 512
+TOLERANCE = 1e-5  # of the largest element: float32 sums of 1,000 products in another order
+
+comm = ipcreduce.Communicator(device="auto")  # takes a GPU for each rank, if there are any
+if comm.backend == "mpi":
+    xp = np
+else:
+    import cupy as xp
+
+random = np.random.default_rng(7)
+x = random.standard_normal((TOKENS, HIDDEN), dtype=np.float32)
+w = random.standard_normal((HIDDEN, OUT), dtype=np.float32)
+
+rows = np.array_split(np.arange(HIDDEN), comm.size)[comm.rank]
+x_part, w_part = xp.asarray(x[:, rows]), xp.asarray(w[rows])
+
+y = x_part @ w_part
+comm.allreduce(y, out=y)
+
+y = y if xp is np else xp.asnumpy(y)
+unsplit = x.astype(np.float64) @ w.astype(np.float64)
+worst = float(np.abs(y - unsplit).max() / np.abs(unsplit).max())
+worst = MPI.COMM_WORLD.allreduce(worst, MPI.MAX)
+if comm.rank == 0:
+    print(f"{comm.size} ranks, backend {comm.backend}: {len(rows)} of {HIDDEN} rows of weights on rank 0")
+    print(f"largest error {worst:.1e} of the largest element, at most {TOLERANCE:g}", flush=True)
+comm.close()
+sys.exit(0 if worst <= TOLERANCE else 1)

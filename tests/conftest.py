@@ -1,0 +1,110 @@
+"""Tiers (a test's directory is its marker; what cannot run here is skipped with the reason), and mpirun."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import machine
+
+TIERS = ("unit", "mpi", "sim", "gpu")
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # ranks that hang are ended by SIGABRT, for their stacks
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    left_out = None
+    for item in items:
+        tier = item.path.relative_to(machine.ROOT / "tests").parts[0]
+        if tier not in TIERS:
+            raise pytest.UsageError(f"{item.path} is in none of the directories {', '.join(TIERS)}")
+        item.add_marker(tier)
+        if tier != "unit":
+            left_out = left_out if left_out is not None else machine.left_out(sys.executable)
+            if tier in left_out:
+                item.add_marker(pytest.mark.skip(f"tier {tier}: {left_out[tier]}"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    if reasons:
+        terminalreporter.section("left out on this machine")
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"{count:5} {'tests' if count > 1 else 'test '}  {reason}")
+
+
+@pytest.fixture(scope="session")
+def mpirun() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """mpirun(program, n, *args, timeout=120, check=True, env=None): runs n ranks of a program.
+
+    program is the path of a script, from the root of the tree, or the name of a module. The result's stdout
+    holds both streams of all ranks. The test fails, and shows them, if the exit code is not 0 (unless check
+    is False), and after timeout seconds, with the Python stacks of all ranks. No process outlives the call.
+    """
+    return run_ranks
+
+
+def run_ranks(
+    program: str | Path,
+    n: int,
+    *args: object,
+    timeout: float = 120,
+    check: bool = True,
+    env: dict[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    token = f"IPCREDUCE_TEST_RUN={uuid.uuid4()}"  # marks every process of this run, whoever its parent is
+    what = [str(program)] if str(program).endswith(".py") else ["-m", str(program)]
+    command = [*machine.mpirun(sys.executable), "-n", str(n), sys.executable, *what, *map(str, args)]
+    # Stacks on SIGABRT; and whole lines, which the ranks do not tear apart as they print.
+    environ = {**machine.environment(), "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "", **(env or {})}
+    environ.update([token.split("=")])
+    problem = ""
+    with tempfile.TemporaryFile("w+") as output:  # a pipe would keep us waiting for any process that holds it
+        launcher = subprocess.Popen(
+            command,
+            cwd=machine.ROOT,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            launcher.wait(timeout)
+        except subprocess.TimeoutExpired:
+            problem = f"not done after {timeout:g} s"
+            end(token, signal.SIGABRT, program=os.path.realpath(sys.executable))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(10)
+        finally:
+            end(token, signal.SIGKILL)
+            launcher.wait()
+        output.seek(0)
+        text = output.read()
+    if check and launcher.returncode and not problem:
+        problem = f"exit code {launcher.returncode}"
+    if problem:
+        pytest.fail(f"{problem}: {shlex.join(command)}\n{text[-20_000:]}", pytrace=False)
+    return subprocess.CompletedProcess(command, launcher.returncode, text)
+
+
+def end(token: str, how: signal.Signals, program: str | None = None) -> None:
+    """Send a signal to the processes that have token in their environment, and run program if it is given."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+            mine = token.encode() in (process / "environ").read_bytes().split(b"\0")
+            if mine and program in (None, os.readlink(process / "exe")):
+                os.kill(int(process.name), how)

@@ -1,0 +1,92 @@
+"""What this machine has: GPUs, an MPI, a compiler. Standard library only: used before anything is set up."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@functools.cache
+def cuda() -> tuple[int, int]:
+    """(GPUs visible, CUDA generation of the driver, such as 13); (0, 0) with no GPU or no driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0, 0
+    count, version = ctypes.c_int(0), ctypes.c_int(0)
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or count.value == 0:
+        return 0, 0
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    return count.value, version.value // 1000
+
+
+def find_mpirun(python: str) -> str | None:
+    """The launcher to use: $MPIRUN, else the one that is installed beside python, else the one on PATH."""
+    beside = Path(python).parent / "mpirun"
+    return os.environ.get("MPIRUN") or (str(beside) if beside.exists() else shutil.which("mpirun"))
+
+
+@functools.cache
+def mpirun(python: str) -> tuple[str, ...]:
+    """The launcher with the flags that it needs to start any number of ranks here, also as root.
+
+    Raises RuntimeError if there is none, or if python's mpi4py does not work with it: why in its first line.
+    """
+    command = shlex.split(find_mpirun(python) or "mpirun")
+    if shutil.which(command[0]) is None:
+        raise RuntimeError(f"no {command[0]}")
+    try:
+        version = output_of(*command, "--version")
+        # MPICH needs none of these: it runs as root, binds nothing and counts no slots.
+        if "Open MPI" in version:
+            command += ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+        probe = "from mpi4py import MPI; print(f'world of {MPI.COMM_WORLD.size}')"
+        seen = output_of(*command, "-n", "2", python, "-c", probe)
+    except subprocess.SubprocessError as error:
+        seen = str(error.output or error)
+    if "world of 2" not in seen:
+        why = f"{command[0]} and the mpi4py of {python} do not work together"
+        raise RuntimeError(f"{why}\n(for another MPI give MPIRUN= and a VENV= of its own)\n{seen}")
+    return tuple(command)
+
+
+def output_of(*command: str) -> str:
+    run = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=60,
+        text=True,
+        check=True,
+    )
+    return run.stdout
+
+
+def environment() -> dict[str, str]:
+    """The environment for what we start: this tree comes first on the path, and BLAS keeps to one thread."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
+
+
+def left_out(python: str) -> dict[str, str]:
+    """The tiers of tests that cannot run here, each with the reason."""
+    reasons = {}
+    try:
+        mpirun(python)
+    except RuntimeError as error:
+        reasons = dict.fromkeys(("mpi", "sim", "gpu"), str(error).splitlines()[0])
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        reasons["sim"] = "no C++ compiler (g++, or give CXX=)"
+    if cuda()[0] == 0:
+        reasons["gpu"] = "no GPU"
+    elif subprocess.run([python, "-c", "import cupy"], capture_output=True).returncode:
+        reasons["gpu"] = "CuPy is not installed"
+    return reasons

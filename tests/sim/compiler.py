@@ -1,0 +1,102 @@
+"""Stands for ``ipcreduce.cuda.compiler``: the project's own kernels, compiled for the CPU by g++.
+
+Rank and world size are run-time values there, so one build serves all; they travel in the "cubin", as does its path.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import shlex
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from ipcreduce.errors import IpcReduceError
+
+SIM = Path(__file__).resolve().parent
+KERNELS = SIM.parents[1] / "kernels"
+INCLUDE = SIM / "include"
+TSAN = ("-fsanitize=thread", "-g")
+
+
+def kernel_directory() -> Path:
+    """Where the ``.cu`` and ``.cuh`` files are."""
+    return KERNELS
+
+
+@functools.cache
+def cache_directory() -> Path:
+    """Builds of all ranks and runs, one directory for each state of the sources; this user's own, mode 0700."""
+    path = Path(tempfile.gettempdir(), f"ipcreduce-sim-{os.getuid()}")
+    path.mkdir(mode=0o700, exist_ok=True)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise IpcReduceError(f"{path} is not a directory of this user's alone: remove it")
+    digest = hashlib.sha256(b"\0".join(os.environ.get(name, "").encode() for name in ("CXX", "CXXFLAGS")))
+    for source in sorted([*KERNELS.glob("*.cu*"), *INCLUDE.iterdir(), SIM / "runtime.cpp", Path(__file__)]):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    path /= digest.hexdigest()[:16]
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+def gxx(
+    output: Path, sources: Iterable[Path | str], *flags: str, include: Path = INCLUDE, kernels: Path = KERNELS
+) -> Path:
+    """Builds ``output``, unless it is there. Several processes may do the same at once.
+
+    :raises IpcReduceError: if it does not compile, warnings included; the message is the compiler's.
+    """
+    if not output.exists():
+        partial = output.with_name(f"{output.name}.{os.getpid()}")
+        command = [
+            *shlex.split(os.environ.get("CXX", "g++")),
+            *("-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized"),
+            *("-fno-strict-aliasing", "-ffp-contract=off", "-fPIC"),
+            *(f"-I{include}", f"-I{kernels}", *flags, *shlex.split(os.environ.get("CXXFLAGS", ""))),
+            *("-o", str(partial), *map(str, sources)),
+        ]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        if done.returncode:
+            raise IpcReduceError(f"{output.name} does not compile: {shlex.join(command)}\n{done.stderr}")
+        os.replace(partial, output)
+    return output
+
+
+def build_kernel(
+    name: str,
+    dtype: str,
+    op: str,
+    *,
+    whole: bool = True,
+    tsan: bool = False,
+    directory: Path | None = None,
+    **where: Path,
+) -> Path:
+    """The shared object of one kernel; it needs the functions of the runtime. ``where``: other sources, see gxx."""
+    macros = {"DTYPE": dtype, "OP": op, "WHOLE_PACKETS": str(int(whole))}
+    flags = ["-shared", *(TSAN if tsan else ()), *(f"-DIPCREDUCE_{key}={value}" for key, value in macros.items())]
+    target = "-".join([name, dtype, op, "whole" if whole else "halves", *(["tsan"] if tsan else [])]) + ".so"
+    kernels = where.get("kernels", KERNELS)
+    return gxx((directory or cache_directory()) / target, ["-xc++", kernels / f"{name}.cu"], *flags, **where)
+
+
+def build_runtime() -> Path:
+    """The shared object that runs kernels."""
+    return gxx(cache_directory() / "runtime.so", [SIM / "runtime.cpp"], "-shared", "-pthread")
+
+
+def compile_kernel(name: str, macros: dict[str, str], capability: tuple[int, int]) -> bytes:
+    """As ``ipcreduce.cuda.compiler.compile_kernel``; what the simulated driver's ``load_module`` takes."""
+    given = {key.removeprefix("IPCREDUCE_"): value for key, value in macros.items()}
+    rank, ranks = int(given.pop("RANK")), int(given.pop("RANKS"))
+    dtype, op, whole = given.pop("DTYPE"), given.pop("OP"), bool(int(given.pop("WHOLE_PACKETS")))
+    if given:
+        raise IpcReduceError(f"{name}.cu: the simulated compiler does not know {given}")
+    path = build_kernel(name, dtype, op, whole=whole)
+    return json.dumps({"path": str(path), "kernel": name, "rank": rank, "ranks": ranks}).encode()

@@ -1,0 +1,140 @@
+// Stands for kernels/sync.cuh where the kernels are compiled for the CPU: the same names, over the fibers of runtime.cpp.
+//
+// Memory is as strong as the kernels claim to need and no stronger, so that ThreadSanitizer can judge them: a store of
+// a packet releases and a load acquires (on the GPU they are relaxed, and the kernel boundaries order them); words of
+// the control page are relaxed atomics; all else is plain, the epochs too, which only barriers and boundaries guard.
+#pragma once
+#include <runtime.h>
+#include <time.h>
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+constexpr int kMaxRanks = 8;  // kRanks and kRank are run-time values here: one build serves every rank of every world
+
+// Beside a kernel, its limit of threads and the bytes of its arguments, for the launch to check.
+#define KERNEL(name, max_threads)                                  \
+  extern "C" {                                                     \
+  extern const u32 name##_limits[2];                               \
+  const u32 name##_limits[2] = {max_threads, (u32)sizeof(Args)};   \
+  }                                                                \
+  extern "C" void name
+#define KERNEL_ARGS const Args&
+#define DEVICE inline
+#define DEVICE_COLD
+
+struct alignas(16) Packet {
+  u32 word[4];
+};
+
+DEVICE u32 thread_in_grid() { return sim_thread->block * sim_thread->threads + sim_thread->thread; }
+DEVICE u32 threads_in_grid() { return sim_thread->blocks * sim_thread->threads; }
+DEVICE u32 thread_in_block() { return sim_thread->thread; }
+DEVICE u32 threads_in_block() { return sim_thread->threads; }
+DEVICE u32 block_in_grid() { return sim_thread->block; }
+DEVICE u32 blocks_in_grid() { return sim_thread->blocks; }
+DEVICE void sync_block() { sim_sync_block(); }
+DEVICE void sync_warp() { sim_sync_warp(); }
+DEVICE u32 warp_ballot(bool mine) { return sim_vote(mine); }
+DEVICE void relax() { sim_relax(); }
+DEVICE void await_predecessor() { sim_await_predecessor(); }
+DEVICE void trigger_dependents() {}
+
+// ---- packets. A whole one is a single 16-byte access: GCC's __atomic would call libatomic, whose locks other
+// processes do not see. A kernel that says it can do with halves gets halves.
+DEVICE bool split_packets() { return !IPCREDUCE_WHOLE_PACKETS || sim_split_packets; }
+
+DEVICE Packet load_packet_sys(u64 at) {
+  sim_touch();
+  Packet p;
+  if (split_packets()) {
+    const u64 low = __atomic_load_n((const u64*)at, __ATOMIC_ACQUIRE);
+    const u64 high = __atomic_load_n((const u64*)at + 1, __ATOMIC_ACQUIRE);
+    return {{(u32)low, (u32)(low >> 32), (u32)high, (u32)(high >> 32)}};
+  }
+#if defined(__SANITIZE_THREAD__)
+  const unsigned __int128 whole = __atomic_load_n((const unsigned __int128*)at, __ATOMIC_ACQUIRE);
+  __builtin_memcpy(&p, &whole, sizeof p);
+#elif defined(__x86_64__)  // loads acquire and stores release by themselves
+  asm volatile("movdqa %1, %%xmm0\n\tmovdqa %%xmm0, %0" : "=m"(p) : "m"(*(const Packet*)at) : "xmm0", "memory");
+#endif
+  return p;
+}
+DEVICE void store_packet_sys(u64 at, const Packet& p) {
+  sim_touch();
+  if (split_packets()) {  // the half with the mark first: who takes it for all, takes an old half
+    __atomic_store_n((u64*)at + 1, (u64)p.word[3] << 32 | p.word[2], __ATOMIC_RELEASE);
+    sim_relax();
+    __atomic_store_n((u64*)at, (u64)p.word[1] << 32 | p.word[0], __ATOMIC_RELEASE);
+    return;
+  }
+#if defined(__SANITIZE_THREAD__)
+  unsigned __int128 whole;
+  __builtin_memcpy(&whole, &p, sizeof p);
+  __atomic_store_n((unsigned __int128*)at, whole, __ATOMIC_RELEASE);
+#elif defined(__x86_64__)
+  asm volatile("movdqa %1, %%xmm0\n\tmovdqa %%xmm0, %0" : "=m"(*(Packet*)at) : "m"(p) : "xmm0", "memory");
+#endif
+}
+
+// ---- this rank's own memory
+template <class T> DEVICE T load_local(u64 at) {
+  sim_touch();
+  return *(const T*)at;
+}
+template <class T> DEVICE void store_local(u64 at, T value) {
+  sim_touch();
+  *(T*)at = value;
+}
+DEVICE Packet load_packet_local(u64 at) { return load_local<Packet>(at); }
+DEVICE void store_packet_local(u64 at, const Packet& p) { store_local(at, p); }
+
+// ---- single words
+DEVICE u32 load_word_gpu(u64 at) { return load_local<u32>(at); }
+DEVICE void store_word_gpu(u64 at, u32 v) { store_local(at, v); }
+DEVICE u32 load_word_sys(u64 at) {
+  sim_touch();
+  return __atomic_load_n((const u32*)at, __ATOMIC_RELAXED);
+}
+DEVICE void store_word_sys(u64 at, u32 v) {
+  sim_touch();
+  __atomic_store_n((u32*)at, v, __ATOMIC_RELAXED);
+}
+DEVICE u64 nanoseconds() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (u64)t.tv_sec * 1'000'000'000 + (u64)t.tv_nsec;
+}
+
+// ---- conversions
+template <class To, class From> DEVICE To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  __builtin_memcpy(&to, &from, sizeof to);
+  return to;
+}
+DEVICE float float_of(u32 bits) { return bit_cast<float>(bits); }
+DEVICE u32 bits_of(float x) { return bit_cast<u32>(x); }
+DEVICE double double_of(u64 bits) { return bit_cast<double>(bits); }
+DEVICE u64 bits_of(double x) { return bit_cast<u64>(x); }
+DEVICE float float_of_bfloat(u16 bits) { return float_of((u32)bits << 16); }
+DEVICE u16 bfloat_of(float x) {  // to nearest, ties to even; NaN as the GPU gives it
+  const u32 bits = bits_of(x);
+  return x != x ? 0x7FFF : (u16)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+DEVICE float float_of_half(u16 bits) {
+  const u32 sign = (u32)(bits & 0x8000) << 16, exponent = bits >> 10 & 31, fraction = bits & 0x3FF;
+  if (exponent == 31) return float_of(sign | 0x7F800000 | fraction << 13);
+  if (exponent == 0) return float_of(sign | bits_of((float)fraction * 0x1p-24f));
+  return float_of(sign | (exponent + 112) << 23 | fraction << 13);
+}
+DEVICE u16 half_of(float x) {  // to nearest, ties to even; NaN as the GPU gives it
+  const u32 bits = bits_of(x), sign = bits >> 16 & 0x8000, size = bits & 0x7FFFFFFF;
+  if (x != x) return 0x7FFF;
+  if (size >= 0x477FF000) return (u16)(sign | 0x7C00);  // 65520 and more round to infinity
+  if (size < 0x38800000)  // a subnormal half: adding 0.5 rounds at the right bit, by the processor
+    return (u16)(sign | (bits_of(float_of(size) + 0.5f) - 0x3F000000));
+  return (u16)(sign | ((size + 0xFFF + (size >> 13 & 1)) - 0x38000000) >> 13);
+}

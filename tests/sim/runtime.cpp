@@ -1,0 +1,244 @@
+// Runs a CUDA grid on one OS thread: each CUDA thread is a fiber, which makes way at barriers, warp votes and polls.
+//
+// All blocks of a launch are alive at once. Fibers run in turn; when none of them got anywhere, the OS thread yields,
+// so that other ranks run. Fibers and their stacks are kept for the next launch.
+//
+// ThreadSanitizer (-DSIM_TSAN) is told of the fibers, and of no more order between them than CUDA gives: barriers,
+// __syncwarp and the ends of kernels order memory; votes, polls and this file's turns do not. This file itself is
+// compiled without it.
+#include "runtime.h"
+
+#include <sys/mman.h>
+#include <sched.h>
+#include <setjmp.h>
+#include <time.h>
+#include <ucontext.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <vector>
+
+#ifdef SIM_TSAN
+extern "C" {
+void* __tsan_get_current_fiber();
+void* __tsan_create_fiber(unsigned flags);
+void __tsan_switch_to_fiber(void* fiber, unsigned flags);
+void __tsan_acquire(void* at);
+void __tsan_release(void* at);
+}
+constexpr unsigned kNoOrder = 1;
+static void acquire(void* at) { __tsan_acquire(at); }
+static void release(void* at) { __tsan_release(at); }
+#else
+static void acquire(void*) {}
+static void release(void*) {}
+#endif
+
+__thread const SimThread* sim_thread;
+__thread int kRank, kRanks;
+bool sim_split_packets = [] {
+#ifdef __x86_64__  // with AVX, aligned 16-byte loads and stores are whole, by the manuals of Intel and AMD
+  const bool whole = __builtin_cpu_supports("avx");
+#else
+  const bool whole = false;
+#endif
+  return !whole || getenv("SIM_SPLIT_PACKETS");
+}();
+
+namespace {
+constexpr size_t kStackBytes = 64 << 10, kGuardBytes = 4 << 10;
+constexpr uint32_t kWarp = 32;
+constexpr int kIdleRoundsBeforeSleep = 256;
+
+// Threads that meet: those of a block at __syncthreads, those of a warp at a vote.
+struct Meeting {
+  uint32_t first, expected;  // fibers
+  uint32_t arrived, votes, round;
+  char order[2];  // by the parity of the round: who leaves late must not see who came for the next
+};
+
+struct Fiber {
+  SimThread thread;
+  enum { kReady, kWaiting, kDone } state;
+  Meeting *block, *warp;
+  uint32_t votes;
+  bool idle, before_predecessor, started = false;
+  ucontext_t context;
+  jmp_buf resume;
+  void* tsan;
+};
+
+struct Grid {
+  void (*kernel)(const void*);
+  const void* args;
+  std::deque<Fiber> fibers;  // a deque: fibers do not move when it grows
+  std::deque<Meeting> blocks, warps;
+  uint64_t random = 0;
+  char begin, end;  // for the sanitizer: order between a launch and its fibers
+  ucontext_t context;
+  jmp_buf resume;
+  void* tsan;
+};
+thread_local Grid* grid;
+thread_local Fiber* self;
+
+void fatal(const char* what) {
+  std::fprintf(stderr, "simulated GPU, rank %d, block %u, thread %u: %s\n", kRank, self ? self->thread.block : 0,
+               self ? self->thread.thread : 0, what);
+  std::abort();
+}
+
+uint32_t random_bits() {  // xorshift64*
+  uint64_t& x = grid->random;
+  x ^= x >> 12, x ^= x << 25, x ^= x >> 27;
+  return (uint32_t)((x * 0x2545F4914F6CDD1Dull) >> 32);
+}
+
+#ifdef SIM_TSAN
+void enter(Fiber& fiber) {
+  __tsan_switch_to_fiber(fiber.tsan, kNoOrder);
+  swapcontext(&grid->context, &fiber.context);
+}
+void leave() {
+  __tsan_switch_to_fiber(grid->tsan, kNoOrder);
+  swapcontext(&self->context, &grid->context);
+}
+#else
+// swapcontext makes a system call for the signal mask; it is needed only to get onto a new stack.
+void enter(Fiber& fiber) {
+  if (_setjmp(grid->resume)) return;
+  if (fiber.started) _longjmp(fiber.resume, 1);
+  fiber.started = true;
+  setcontext(&fiber.context);
+}
+void leave() {
+  if (!_setjmp(self->resume)) _longjmp(grid->resume, 1);
+}
+#endif
+
+void fiber_main() {
+  for (;;) {
+    acquire(&grid->begin);
+    grid->kernel(grid->args);
+    release(&grid->end);
+    self->state = Fiber::kDone;
+    leave();
+  }
+}
+
+void make_fibers(size_t count) {
+  for (size_t i = grid->fibers.size(); i < count; ++i) {
+    Fiber& fiber = grid->fibers.emplace_back();
+    void* stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (stack == MAP_FAILED || mprotect(stack, kGuardBytes, PROT_NONE)) fatal("no memory for the stack of a fiber");
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = stack;
+    fiber.context.uc_stack.ss_size = kStackBytes;
+    makecontext(&fiber.context, fiber_main, 0);
+#ifdef SIM_TSAN
+    fiber.tsan = __tsan_create_fiber(0);
+#endif
+  }
+}
+
+// Waits for the others of a meeting; all get the votes.
+uint32_t meet(Meeting& meeting, bool vote, bool orders) {
+  char* order = &meeting.order[meeting.round & 1];
+  if (orders) release(order);
+  if (meeting.arrived == 0) meeting.votes = 0;
+  meeting.votes |= (uint32_t)vote << self->thread.thread % kWarp;
+  if (++meeting.arrived < meeting.expected) {
+    self->state = Fiber::kWaiting;
+    leave();
+  } else {
+    meeting.arrived = 0;
+    ++meeting.round;
+    for (uint32_t i = meeting.first; i < meeting.first + meeting.expected; ++i) {
+      grid->fibers[i].state = Fiber::kReady;
+      grid->fibers[i].votes = meeting.votes;
+    }
+  }
+  if (orders) acquire(order);
+  return self->votes;
+}
+}  // namespace
+
+void sim_run(void (*kernel)(const void*), const void* args, uint32_t blocks, uint32_t threads, int rank, int ranks,
+             bool programmatic) {
+  if (!grid) grid = new Grid;  // kept: the OS thread of a stream lives as long as the process
+  const uint32_t warps = (threads + kWarp - 1) / kWarp;
+  const uint32_t count = blocks * threads;
+  make_fibers(count);
+  grid->kernel = kernel;
+  grid->args = args;
+  grid->blocks.resize(blocks);
+  grid->warps.resize(blocks * warps);
+  for (uint32_t b = 0; b < blocks; ++b) {
+    const uint32_t first = b * threads;
+    grid->blocks[b] = {first, threads, 0, 0, 0, {}};
+    for (uint32_t w = 0; w < warps; ++w)
+      grid->warps[b * warps + w] = {first + w * kWarp, w + 1 < warps ? kWarp : threads - w * kWarp, 0, 0, 0, {}};
+    for (uint32_t t = 0; t < threads; ++t) {
+      Fiber& fiber = grid->fibers[first + t];
+      fiber.thread = {b, blocks, t, threads};
+      fiber.state = Fiber::kReady;
+      fiber.block = &grid->blocks[b];
+      fiber.warp = &grid->warps[b * warps + t / kWarp];
+      fiber.before_predecessor = programmatic;
+    }
+  }
+  kRank = rank;
+  kRanks = ranks;
+#ifdef SIM_TSAN
+  grid->tsan = __tsan_get_current_fiber();
+#endif
+  release(&grid->begin);
+
+  int idle_rounds = 0;
+  for (uint32_t done = 0; done < count;) {
+    bool progress = false, stuck = true;
+    for (uint32_t i = 0; i < count; ++i) {
+      Fiber& fiber = grid->fibers[i];
+      if (fiber.state != Fiber::kReady) continue;
+      stuck = false;
+      if (grid->random && random_bits() % 4 == 0) continue;
+      self = &fiber;
+      sim_thread = &fiber.thread;
+      fiber.idle = false;
+      enter(fiber);
+      done += fiber.state == Fiber::kDone;
+      progress |= !fiber.idle;
+    }
+    if (stuck) fatal("threads wait for others that have returned");
+    if (progress) {
+      idle_rounds = 0;
+    } else if (++idle_rounds < kIdleRoundsBeforeSleep) {
+      sched_yield();
+    } else {  // a late rank: leave the processor to it
+      const timespec pause = {0, 50'000};
+      nanosleep(&pause, nullptr);
+    }
+  }
+  self = nullptr;
+  sim_thread = nullptr;
+  acquire(&grid->end);
+}
+
+void sim_disturb(uint64_t seed) {
+  if (!grid) grid = new Grid;
+  grid->random = seed;
+}
+
+void sim_sync_block() { meet(*self->block, false, true); }
+void sim_sync_warp() { meet(*self->warp, false, true); }
+uint32_t sim_vote(bool mine) { return meet(*self->warp, mine, false); }
+void sim_relax() {
+  self->idle = true;
+  leave();
+}
+void sim_await_predecessor() { self->before_predecessor = false; }
+void sim_touch() {
+  if (self->before_predecessor) fatal("touches memory before it has awaited its predecessor");
+  if (grid->random && random_bits() % 16 == 0) leave();
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ import numpy as np
 from . import arrays
 from .errors import (
     ArgumentError,
+    CudaError,
     IpcReduceError,
     PeerFailedError,
     PeerLostError,
@@ -30,7 +32,7 @@ from .numerics import DTYPES, OPS
 _CLOSE_SECONDS = (
     5.0  # how long close() waits for the peers to unmap our memory before it leaves it to the process's end
 )
-_FIX = "Correct the call; the communicator can be used again."
+_FIX = "Correct the call."
 _SHARED = (
     RankMismatchError,
     PeerFailedError,
@@ -266,7 +268,7 @@ class Communicator:
         if other is not None:
             theirs = engine.page.describe(other, self._call)
             text = f"{what} on rank {self._rank} and {theirs} on rank {other}"
-            engine.page.post(control.MISMATCH, self._call, text)
+            self._post(engine, control.MISMATCH, text)
             self._raise_fault()
 
     def _raise_fault(self) -> None:
@@ -294,8 +296,14 @@ class Communicator:
             self._raise_fault()  # what went wrong first is what the user has to hear of
             if self._told:
                 self._resynchronise(engine)
-        engine.page.post(control.REFUSED, self._call, f"{type(error).__name__}: {error}")
+        self._post(engine, control.REFUSED, f"{type(error).__name__}: {error}")
         self._told = True
+
+    def _post(self, engine: Engine, kind: int, text: str) -> None:
+        """Ends this call on every rank. Earlier calls are let through first: the abort word would end them too."""
+        with contextlib.suppress(CudaError):  # in a capture nothing runs yet
+            engine.synchronize()
+        engine.page.post(kind, self._call, text)
 
     def _resynchronise(self, engine: Engine) -> None:
         """After a fault that every rank has raised: empty slots, fresh epochs, one call number. Collective.
@@ -331,7 +339,11 @@ class Communicator:
                 raise type(self._unusable)(str(self._unusable))
             if self._engine is not None:
                 self._engine.synchronize(None if stream is None else arrays.stream_handle(stream))
-                self._raise_fault()
+                fault = self._engine.page.fault()
+                if (
+                    fault is None or fault[0] <= self._call
+                ):  # a peer may be in trouble with a call that we have not made
+                    self._raise_fault()
 
     def close(self) -> None:
         """Gives everything back. Collective, but it never waits longer than some seconds for another rank.

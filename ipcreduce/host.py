@@ -76,8 +76,8 @@ class HostReducer:
             if not other["ok"]:
                 raise PeerFailedError(report(
                     self._rank, self._call, expected="every rank to make this call",
-                    found=f"that rank {rank} refused it: {text}",
-                    advice=f"Correct it on rank {rank}; the communicator can be used again.",
+                    found=f"that rank {rank} refused it ({text})",
+                    advice="The communicator can be used again.",
                 ))  # fmt: skip
             if text != wire.text_of(record[0]) or other["call"] != self._call:
                 raise RankMismatchError(report(

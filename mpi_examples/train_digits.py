@@ -135,14 +135,10 @@ def main() -> int:
     def report(epoch: int, weights: Any, loss: float) -> None:
         if comm.rank == 0:
             right = accuracy(weights, held_images, held_digits)
-            print(
-                f"epoch {epoch:3}/{args.epochs}   loss {loss:.4f}   held-out accuracy {right:.1%}", flush=True
-            )
+            print(f"epoch {epoch:3}/{args.epochs}   loss {loss:.4f}   held-out accuracy {right:.1%}", flush=True)
 
     if comm.rank == 0:
-        print(
-            f"{comm.size} ranks, {xp.__name__}, backend {backend}: {len(rest)} digits and {HELD_OUT} held out"
-        )
+        print(f"{comm.size} ranks, {xp.__name__}, backend {backend}: {len(rest)} digits and {HELD_OUT} held out")
     begin = now()
     weights = train(images[rest], digits[rest], args.epochs, comm.rank, comm.size, reduce, report)
     seconds = now() - begin

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-DTYPES = [BFLOAT16] + [np.dtype(t) for t in "f2 f4 f8 i1 i2 i4 i8 u1 u2 u4 u8".split()]
+DTYPES = [BFLOAT16] + [np.dtype(t) for t in ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"]]
 OPS = ["sum", "prod", "min", "max", "avg"]
 
 
@@ -45,13 +45,14 @@ def reduce(values: list[np.ndarray], op: str) -> np.ndarray:
             if op == "avg":
                 result = result / accumulate(n)
             return result.astype(dtype)
-    exact = values[0].astype(object)
+    exact = values[0].reshape(-1).astype(object)
     for value in values[1:]:
-        exact = exact * value.astype(object) if op == "prod" else exact + value.astype(object)
+        other = value.reshape(-1).astype(object)
+        exact = exact * other if op == "prod" else exact + other
     if op == "avg":
-        flat = [abs(int(x)) // n * (1 if x >= 0 else -1) for x in exact.reshape(-1)]
+        flat = [abs(int(x)) // n * (1 if x >= 0 else -1) for x in exact]
     else:
-        flat = [int(x) for x in exact.reshape(-1)]
+        flat = list(map(int, exact))
     mask = (1 << 8 * dtype.itemsize) - 1
     unsigned = np.array([x & mask for x in flat], dtype=f"u{dtype.itemsize}")
     return unsigned.view(dtype).reshape(values[0].shape)
@@ -68,11 +69,12 @@ def same(found: np.ndarray, expected: np.ndarray) -> bool:
 
 
 def close(found: np.ndarray, values: list[np.ndarray], op: str) -> bool:
-    """Sums, products and averages within the rounding of their dtype of the float64 result; NaN only where it has one."""
+    """Sums, products and averages within the rounding of their dtype of the float64 result, where that is finite."""
     if not is_float(found.dtype) or op in ("min", "max"):
         return True
-    n, wide = len(values), [v.astype(np.float64) for v in values]
+    n = len(values)
     with np.errstate(all="ignore"):
+        wide = [v.astype(np.float64) for v in values]
         result = np.prod(wide, axis=0) if op == "prod" else np.sum(wide, axis=0) / (n if op == "avg" else 1)
         size = np.prod(np.abs(wide), axis=0) if op == "prod" else np.sum(np.abs(wide), axis=0)
         step = {2: 2.0**-8 if found.dtype == BFLOAT16 else 2.0**-11, 4: 2.0**-24, 8: 2.0**-52}[found.dtype.itemsize]

@@ -1,7 +1,7 @@
 """A seeded sweep over dtype x op x shape x alignment x in or out of place x algorithm, checked on every rank.
 
-Under mpirun: ``python tests/gpu/sweep.py --cases 2000`` on GPUs; tests/sim runs the same on the simulated device. The
-array module is handed in, with ``buffer(numpy_bytes)``, ``view(buffer, offset, shape, dtype, strides)``, ``read(buffer)``.
+tests/gpu/sweep.py runs it on GPUs, tests/sim on the simulated device. The array module is handed in: it has
+``buffer(numpy_bytes)``, ``view(buffer, offset, shape, dtype, strides)`` and ``read(buffer)``.
 """
 
 from __future__ import annotations
@@ -89,8 +89,7 @@ def _one(module: Any, comm: Any, case: Case, value: np.ndarray, rng: np.random.G
     strides = None
     span = value.nbytes
     if case.strided_input:  # every second element of each row, rows backwards
-        rows, columns = case.shape
-        strides, span = (-2 * columns * size, 2 * size), 2 * value.nbytes
+        strides, span = (-2 * case.shape[1] * size, 2 * size), 2 * value.nbytes
     source, source_bytes = _guarded(module, case, value, shift, span, strides, rng)
     before = module.read(source_bytes).copy()
     if case.layout == "new":

@@ -188,8 +188,8 @@ class Page:
                     advice="Make the ranks' programs agree; the communicator can be used again.",
                 ))  # fmt: skip
             return PeerFailedError(report(
-                self.rank, call, expected=f"call {where} on every rank", found=f"that rank {rank} refused it: {text}",
-                advice=f"Correct it on rank {rank}; the communicator can be used again.",
+                self.rank, call, expected=f"call {where} on every rank", found=f"that rank {rank} refused it ({text})",
+                advice="The communicator can be used again.",
             ))  # fmt: skip
         return PeerTimeoutError(report(
             self.rank, call, expected=f"every rank within {timeout:g} s", found=self._who_is_where(),

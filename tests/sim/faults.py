@@ -1,0 +1,217 @@
+"""Deliberate faults: each a change of the kernels or of the stand-in, and what has to catch it.
+
+    python -m tests.sim.faults        # prints a table: fault, caught by
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.sim import compiler, kernels
+from tests.sim.kernels import Library, Sources
+
+ONE_SHOT = Library("one_shot", "float32")
+TWO_SHOT = Library("two_shot", "float32")
+ONE_SHOT_INT = Library("one_shot", "int32")
+TWO_SHOT_INT = Library("two_shot", "int32")
+BOTH = (ONE_SHOT, TWO_SHOT)
+
+TSAN = "ThreadSanitizer"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``old`` becomes ``new`` everywhere in ``file``; then a run of ``libraries`` finds one of ``caught_by``.
+
+    ThreadSanitizer watches if it may be what finds it: it then stops the run first.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    caught_by: tuple[str, ...]
+    libraries: Sequence[Library] = BOTH
+    mode: str = "sweep"
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        operations = {"sweep": 120, "absent": 4}[self.mode]
+        return {"ranks": 3, "operations": operations, "tsan": TSAN in self.caught_by}
+
+
+FAULTS = [
+    Fault(
+        "the half never alternates",
+        "one_shot.cu",
+        "(epoch & 1) * args.half_bytes",
+        "0 * (epoch & 1) * args.half_bytes",
+        (TSAN,),
+        [ONE_SHOT],
+    ),
+    Fault(
+        "the half never alternates, plain run",
+        "one_shot.cu",
+        "(epoch & 1) * args.half_bytes",
+        "0 * (epoch & 1) * args.half_bytes",
+        ("value", "timeout"),
+        [ONE_SHOT],
+    ),
+    Fault("no wait: get returns at once", "exchange.cuh", "if (!missing) {", "if (true) {", ("value",)),
+    Fault(
+        "slots are not cleared",
+        "exchange.cuh",
+        "if (!active || !wait.alive) return;",
+        "return;",
+        ("value", "not at rest"),
+    ),
+    Fault(
+        "escapes are not cleared",
+        "exchange.cuh",
+        "if (!kFloat && index % 32 == 0) store_packet_local",
+        "if (false) store_packet_local",
+        ("value", "not at rest", "timeout"),
+        [ONE_SHOT_INT, TWO_SHOT_INT],
+    ),
+    Fault(
+        "the epoch does not advance",
+        "exchange.cuh",
+        "store_word_gpu(args.epochs + 4 * j, epoch + 1)",
+        "store_word_gpu(args.epochs + 4 * j, epoch)",
+        ("value", "timeout", "not at rest"),
+    ),
+    Fault(
+        "the epoch stays at its largest value",
+        "exchange.cuh",
+        "store_word_gpu(args.epochs + 4 * j, epoch + 1)",
+        "store_word_gpu(args.epochs + 4 * j, epoch + 1 ? epoch + 1 : epoch)",
+        ("value", "timeout", "not at rest"),
+    ),
+    Fault(
+        "a block advances its own epoch only",
+        "exchange.cuh",
+        "store_word_gpu(args.epochs + 4 * j, epoch + 1)",
+        "if (j < blocks_in_grid()) store_word_gpu(args.epochs + 4 * j, epoch + 1)",
+        ("value", "timeout", "not at rest"),
+    ),
+    Fault("no barrier before the epoch advances", "exchange.cuh", "  sync_block();\n", "", (TSAN,)),
+    Fault(
+        "no barrier before the epoch advances, plain run",
+        "exchange.cuh",
+        "  sync_block();\n",
+        "",
+        ("value", "timeout", "not at rest"),
+    ),
+    Fault(
+        "no barrier before the escape is cleared",
+        "exchange.cuh",
+        "if constexpr (!kFloat) sync_warp();",
+        "",
+        (TSAN,),
+        [ONE_SHOT_INT, TWO_SHOT_INT],
+    ),
+    Fault("a packet's store does not release", "sync.cuh", "__ATOMIC_RELEASE", "__ATOMIC_RELAXED", (TSAN,)),
+    Fault("a packet's load does not acquire", "sync.cuh", "__ATOMIC_ACQUIRE", "__ATOMIC_RELAXED", (TSAN,)),
+    Fault(
+        "one mark for packets that come in halves",
+        "exchange.cuh",
+        "(kWholePackets || p.word[1] != kEmpty)",
+        "true",
+        ("value",),
+        [Library("one_shot", "float32", False), Library("two_shot", "int32", False)],
+    ),
+    Fault(
+        "a grid too small: part of the output is not written",
+        "two_shot.cu",
+        "tiles = divide_up(columns, threads_in_grid());",
+        "tiles = 1;",
+        ("value",),
+        [TWO_SHOT],
+    ),
+    Fault(
+        "what is sent is not canonical",
+        "exchange.cuh",
+        "if (p.word[3] == kEmpty) p.word[3] = kOtherNan;",
+        "",
+        ("timeout",),
+    ),
+    Fault("the result is not canonical", "two_shot.cu", "canonical(fold(v))", "fold(v)", ("timeout",), [TWO_SHOT]),
+    Fault(
+        "accumulation begins with the rank's own value",
+        "reduce.cuh",
+        "(v[rank], j)",
+        "(v[rank == kRank ? 0 : rank], j)",
+        ("value", "unequal bits"),
+    ),
+    Fault(
+        "accumulation in falling order of ranks",
+        "reduce.cuh",
+        "(v[rank], j)",
+        "(v[kRanks - rank], j)",
+        ("value",),
+    ),
+    Fault(
+        "integers that look like the mark are sent as they are",
+        "exchange.cuh",
+        "if (p.word[3] == kEmpty) p.word[3] = 0;",
+        "",
+        ("timeout",),
+        [ONE_SHOT_INT, TWO_SHOT_INT],
+    ),
+    Fault(
+        "escaped integers are not put back",
+        "exchange.cuh",
+        "if (escape[s].word[0] >> (index % 32) & 1) v[s].word[3] = kEmpty;",
+        "",
+        ("value",),
+        [ONE_SHOT_INT, TWO_SHOT_INT],
+    ),
+    Fault(
+        "the tail is written beyond the end",
+        "vec.cuh",
+        "begin + kPacketBytes <= bytes",
+        "begin < bytes",
+        ("canary",),
+    ),
+    Fault("the abort word is not looked at", "exchange.cuh", "if (load_word_sys(args.abort))", "if (false)", ("hang",), mode="absent"),
+    Fault("the deadline is not looked at", "exchange.cuh", "now - started > args.timeout_ns", "false", ("hang",), mode="absent"),
+    Fault("what did not come is not poisoned", "one_shot.cu", "wait.alive ? canonical(fold(v)) : poison()", "canonical(fold(v))", ("value",), [ONE_SHOT], "absent"),
+    Fault("the absent rank is not named", "exchange.cuh", "store_word_sys(args.missing, missing);", "", ("verdict",), mode="absent"),
+    Fault(
+        "memory is touched before the predecessor has ended",
+        "one_shot.cu",
+        "  await_predecessor();\n  const u32 epoch = read_epoch(args);\n",
+        "  const u32 epoch = read_epoch(args);\n  await_predecessor();\n",
+        ("simulator",),
+        [ONE_SHOT],
+    ),
+]  # fmt: skip
+
+
+def run(fault: Fault, directory: Path) -> tuple[str, str]:
+    """What the changed sources lead to, see kernels.run. :raises AssertionError: if ``fault.old`` is not there."""
+    sources = Sources(directory / "kernels", directory / "include", directory)
+    shutil.copytree(compiler.KERNELS, sources.kernels)
+    shutil.copytree(compiler.INCLUDE, sources.include)
+    path = next(path / fault.file for path in (sources.include, sources.kernels) if (path / fault.file).exists())
+    text = path.read_text()
+    assert fault.old in text, f"{fault.name}: {fault.file} has changed, so change the fault"
+    path.write_text(text.replace(fault.old, fault.new))
+    return kernels.run(fault.mode, fault.libraries, seconds=2, sources=sources, **fault.arguments)
+
+
+def main() -> None:
+    width = max(len(fault.name) for fault in FAULTS)
+    for fault in FAULTS:
+        with tempfile.TemporaryDirectory() as directory:
+            finding, output = run(fault, Path(directory))
+        verdict = "" if finding in fault.caught_by else f"  NOT AS EXPECTED: {', '.join(fault.caught_by)}\n{output}"
+        print(f"{fault.name:{width}}  {finding}{verdict}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

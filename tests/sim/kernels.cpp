@@ -1,0 +1,326 @@
+// The kernels alone: ranks are OS threads of one process that share nothing but their workspaces and the abort word.
+//
+//     kernels sweep RANKS OPERATIONS PACKETS SEED SECONDS LIBRARY...    random operations of up to PACKETS packets
+//     kernels absent RANKS OPERATIONS PACKETS SEED SECONDS LIBRARY...   the last rank stays away: the others get out
+//     kernels verify RANKS ROUNDS PACKETS SEED SECONDS LIBRARY          the start-up check
+//
+// SECONDS is the deadline of a wait; three times as much, and it is a hang.
+// A library is a build of one kernel (compiler.py), called after what is in it. The exit code says what was found.
+#include <dlfcn.h>
+#include <runtime.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+using u8 = unsigned char;
+using u32 = uint32_t;
+using u64 = unsigned long long;
+
+enum Finding { kValue = 3, kCanary, kTimeout, kUnequal, kNotAtRest, kHang, kVerdict };
+
+[[noreturn]] static void found(Finding what, const char* format, ...) {
+  va_list list;
+  va_start(list, format);
+  std::vfprintf(stderr, format, list);
+  std::fputc('\n', stderr);
+  _exit(what);
+}
+
+struct Args {  // as in exchange.cuh
+  u64 in, out, bytes, peers[8], half_bytes, epochs, abort, missing, timeout_ns, trigger_early;
+};
+
+static int ranks, operations;
+static u32 most_packets;
+static u64 seed, timeout_ns;
+constexpr u32 kEpochSlots = 512, kFirstEpoch = 0xFFFFFFF0u;  // it wraps after 16 operations
+constexpr size_t kRoom = 64;                                 // canaries on each side of an array
+constexpr u8 kFiller = 0x5C;
+
+struct Library {
+  std::string kernel, dtype;
+  void (*run)(const void*);
+  const u32* limits;
+};
+static std::vector<Library> libraries;
+
+struct Rank {
+  std::vector<u32> epochs = std::vector<u32>(kEpochSlots, kFirstEpoch);
+  u8* workspace = nullptr;  // two halves
+  u32 missing = 0;
+};
+static std::vector<Rank> world;
+static size_t half_bytes;
+static u32 abort_word;
+static std::atomic<int> finished;  // ranks; for the hang alarm only
+
+static u64 mix(u64 x) {  // splitmix64
+  x += 0x9E3779B97F4A7C15ull;
+  x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
+  x = (x ^ x >> 27) * 0x94D049BB133111EBull;
+  return x ^ x >> 31;
+}
+struct Random {
+  u64 state;
+  u32 below(u32 n) { return (u32)((state = mix(state)) >> 33) % n; }
+};
+
+template <class T> T element(u64 operation, u64 rank, u64 index) {
+  const u64 bits = mix(mix(seed * 1000003 + operation) ^ rank << 56 ^ index);
+  T value;
+  if constexpr (std::is_floating_point_v<T>) {
+    // Now and then a NaN that looks like an empty slot, or that a processor makes into one by quieting it.
+    using Bits = std::conditional_t<sizeof(T) == 4, u32, u64>;
+    const Bits quiet = ~(Bits)0, signalling = quiet ^ (Bits)1 << (sizeof(T) == 4 ? 22 : 51);
+    value = (T)(int)(bits >> 32) / (T)3e8;
+    if (bits % 24 == 0) std::memcpy(&value, &quiet, sizeof value);
+    if (bits % 24 == 1) std::memcpy(&value, &signalling, sizeof value);
+    if (bits % 24 == 2) value = (T)-0.0;
+  } else {
+    value = bits % 3 ? (T)bits : (T)-1;  // -1 looks like an empty slot
+  }
+  return value;
+}
+
+template <class T> T expected(u64 operation, u64 index) {  // the sum in the order of the ranks
+  if constexpr (std::is_floating_point_v<T>) {
+    T sum = element<T>(operation, 0, index);
+    for (int rank = 1; rank < ranks; ++rank) sum += element<T>(operation, rank, index);
+    return sum;
+  } else {
+    u64 sum = 0;
+    for (int rank = 0; rank < ranks; ++rank) sum += (u64)element<T>(operation, rank, index);
+    return (T)sum;
+  }
+}
+
+struct Operation {
+  const Library* library;
+  u32 count, grid, block;
+  bool in_place;
+  u32 in_offset, out_offset;  // elements
+};
+
+static u32 element_bytes(const std::string& dtype) {
+  return dtype == "int8" ? 1 : dtype == "float64" || dtype == "int64" ? 8 : 4;
+}
+
+// The same on every rank, but for the alignment and whether it is in place.
+static Operation choose(u64 number, int rank) {
+  Random shared{mix(seed ^ number)}, own{mix(seed ^ number << 8 ^ (u64)rank << 40)};
+  Operation op;
+  op.library = &libraries[shared.below((u32)libraries.size())];
+  const u32 size = element_bytes(op.library->dtype);
+  op.count = 1 + shared.below((shared.below(2) ? most_packets : std::min(most_packets, 3u)) * 16 / size);
+  const u32 packets = (op.count * size + 15) / 16;
+  op.block = 32u << shared.below(2);
+  op.grid = op.library->kernel == "one_shot" ? (packets + op.block - 1) / op.block : 1 + shared.below(2);
+  op.in_place = own.below(2);
+  op.in_offset = own.below(2) ? 0 : own.below(16);
+  op.out_offset = op.in_place ? op.in_offset : own.below(2) ? 0 : own.below(16);
+  return op;
+}
+
+static Args arguments(int rank) {
+  Args args = {};
+  for (int i = 0; i < ranks; ++i) args.peers[i] = (u64)world[(rank + i) % ranks].workspace;
+  args.half_bytes = half_bytes;
+  args.epochs = (u64)world[rank].epochs.data();
+  args.abort = (u64)&abort_word;
+  args.missing = (u64)&world[rank].missing;
+  args.timeout_ns = timeout_ns;
+  return args;
+}
+
+static u64 hash(const u8* bytes, size_t count) {
+  u64 h = count;
+  for (size_t i = 0; i < count; ++i) h = mix(h ^ bytes[i]);
+  return h;
+}
+
+// Runs one operation on one rank; the bytes of its result. `absent`: the result has to be that of a wait that ended.
+template <class T> u64 run(u64 number, int rank, const Operation& op, bool absent, u64 deadline) {
+  const size_t bytes = op.count * sizeof(T);
+  std::vector<u8> in(2 * kRoom + 16 * sizeof(T) + bytes, kFiller), out = in;
+  u8* const source = in.data() + kRoom + op.in_offset * sizeof(T);
+  u8* const target = (op.in_place ? in.data() : out.data()) + kRoom + op.out_offset * sizeof(T);
+  for (u32 i = 0; i < op.count; ++i) {
+    const T value = element<T>(number, rank, i);
+    std::memcpy(source + i * sizeof(T), &value, sizeof value);
+  }
+  const std::vector<u8> before = in;
+
+  Args args = arguments(rank);
+  args.timeout_ns = deadline;
+  args.in = (u64)source, args.out = (u64)target, args.bytes = bytes, args.trigger_early = number & 1;
+  sim_run(op.library->run, &args, op.grid, op.block, rank, ranks, true);
+
+  const auto where = op.library->kernel + " " + op.library->dtype;
+  const std::vector<u8>& written = op.in_place ? in : out;
+  for (size_t i = 0; i < written.size(); ++i) {
+    const u8* at = written.data() + i;
+    if ((at < target || at >= target + bytes) && *at != kFiller)
+      found(kCanary, "%s, operation %llu, rank %d: wrote %lld bytes off its output", where.c_str(), number, rank,
+            (long long)(at < target ? at - target : at - target - (long long)bytes + 1));
+  }
+  if (!op.in_place && in != before)
+    found(kCanary, "%s, operation %llu, rank %d: wrote into its input", where.c_str(), number, rank);
+  if (absent) {
+    for (size_t i = 0; i < bytes; ++i)
+      if (target[i] != 0xFF)
+        found(kValue, "%s, rank %d: byte %zu of %zu is not poisoned", where.c_str(), rank, i, bytes);
+    return 0;
+  }
+  if (__atomic_load_n(&abort_word, __ATOMIC_RELAXED))
+    found(kTimeout, "%s, operation %llu, rank %d: timed out, missing 0x%x", where.c_str(), number, rank,
+          __atomic_load_n(&world[rank].missing, __ATOMIC_RELAXED));
+  for (u32 i = 0; i < op.count; ++i) {
+    T value, right = expected<T>(number, i);
+    std::memcpy(&value, target + i * sizeof(T), sizeof value);
+    if (std::memcmp(&value, &right, sizeof value) && !(value != value && right != right))
+      found(kValue, "%s, operation %llu, rank %d: element %u of %u is %.17g, not %.17g", where.c_str(), number, rank, i,
+            op.count, (double)value, (double)right);
+  }
+  return hash(target, bytes);
+}
+
+static u64 run(u64 number, int rank, bool absent = false, u64 deadline = timeout_ns) {
+  const Operation op = choose(number, rank);
+  const std::string& dtype = op.library->dtype;
+  if (dtype == "float32") return run<float>(number, rank, op, absent, deadline);
+  if (dtype == "float64") return run<double>(number, rank, op, absent, deadline);
+  if (dtype == "int8") return run<signed char>(number, rank, op, absent, deadline);
+  if (dtype == "int32") return run<int>(number, rank, op, absent, deadline);
+  if (dtype == "int64") return run<long long>(number, rank, op, absent, deadline);
+  std::abort();
+}
+
+// f(rank) on every rank at once. It is a hang if that takes too long.
+template <class F> void on_all_ranks(F f) {
+  std::vector<std::thread> threads;
+  finished = 0;
+  for (int rank = 0; rank < ranks; ++rank) {
+    threads.emplace_back([=] {
+      f(rank);
+      ++finished;
+    });
+  }
+  const auto alarm = std::chrono::steady_clock::now() + std::chrono::nanoseconds(3 * timeout_ns);
+  while (finished < ranks) {
+    if (std::chrono::steady_clock::now() > alarm) found(kHang, "hangs");
+    usleep(1000);
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+static void check_rest(u32 epoch) {
+  for (int rank = 0; rank < ranks; ++rank) {
+    for (size_t i = 0; i < 2 * half_bytes; ++i)
+      if (world[rank].workspace[i] != 0xFF) found(kNotAtRest, "rank %d: byte %zu of a slot is not empty", rank, i);
+    for (u32 j = 0; j < kEpochSlots; ++j)
+      if (world[rank].epochs[j] != epoch)
+        found(kNotAtRest, "rank %d: epoch %u is 0x%x, not 0x%x", rank, j, world[rank].epochs[j], epoch);
+  }
+}
+
+static void sweep() {
+  std::vector<u64> hashes((size_t)operations * ranks);
+  on_all_ranks([&](int rank) {
+    Random random{mix(seed + rank)};
+    sim_disturb(mix(seed ^ 0xD15 ^ rank) | 1);
+    for (int number = 0; number < operations; ++number) {
+      if (random.below(8) == 0) usleep(random.below(1500));
+      hashes[(size_t)number * ranks + rank] = run(number, rank);
+    }
+    sim_disturb(0);
+  });
+  for (size_t i = 0; i < hashes.size(); ++i)
+    if (hashes[i] != hashes[i / ranks * ranks])
+      found(kUnequal, "operation %zu: ranks 0 and %zu have different bits", i / ranks, i % ranks);
+  check_rest(kFirstEpoch + operations);
+}
+
+static void absent() {
+  const int away = ranks - 1;
+  for (int number = 0; number < operations; ++number) {
+    const bool by_deadline = number % 2;
+    on_all_ranks([=](int rank) {
+      if (rank != away) {
+        run(number, rank, true, by_deadline ? 30'000'000 : ~0ull);
+      } else if (!by_deadline) {
+        usleep(30'000);
+        __atomic_store_n(&abort_word, 1, __ATOMIC_RELAXED);
+      }
+    });
+    u32 named = 0;
+    for (int rank = 0; rank < away; ++rank) named |= world[rank].missing;
+    if (named != (by_deadline ? 1u << away : 0)) found(kVerdict, "missing are 0x%x; absent was rank %d", named, away);
+    for (Rank& rank : world) {  // as Engine.reset does, when every kernel has ended
+      std::memset(rank.workspace, 0xFF, 2 * half_bytes);
+      std::fill(rank.epochs.begin(), rank.epochs.end(), kFirstEpoch);
+      rank.missing = 0;
+    }
+    abort_word = 0;
+    on_all_ranks([=](int rank) { run(number, rank); });
+    check_rest(kFirstEpoch + 1);
+    for (Rank& rank : world) std::fill(rank.epochs.begin(), rank.epochs.end(), kFirstEpoch);
+  }
+}
+
+static void verify() {
+  std::vector<u32> verdicts(8 * (size_t)ranks, 9);
+  on_all_ranks([&](int rank) {
+    Args args = arguments(rank);
+    args.bytes = (u64)operations;
+    args.out = (u64)&verdicts[8 * (size_t)rank];
+    sim_run(libraries[0].run, &args, (u32)ranks - 1, 32, rank, ranks, false);
+  });
+  for (int rank = 0; rank < ranks; ++rank)
+    for (int peer = 0; peer < ranks; ++peer) {
+      const u32 verdict = verdicts[8 * (size_t)rank + peer], right = sim_split_packets ? 2 : 1;
+      if (peer != rank && verdict != right)
+        found(kVerdict, "rank %d says %u of rank %d, not %u", rank, verdict, peer, right);
+    }
+}
+
+int main(int count, char** words) {
+  if (count < 8) return 2;
+  ranks = std::atoi(words[2]);
+  operations = std::atoi(words[3]);
+  most_packets = (u32)std::atoi(words[4]);
+  seed = std::strtoull(words[5], nullptr, 0);
+  timeout_ns = (u64)(1e9 * std::atof(words[6]));
+  for (int i = 7; i < count; ++i) {
+    void* handle = dlopen(words[i], RTLD_NOW);
+    if (!handle) {
+      std::fprintf(stderr, "%s\n", dlerror());
+      return 2;
+    }
+    const std::string path = words[i], name = path.substr(path.rfind('/') + 1), kernel = name.substr(0, name.find('-'));
+    const std::string rest = name.substr(kernel.size() + 1);
+    libraries.push_back({kernel, rest.substr(0, rest.find('-')), (void (*)(const void*))dlsym(handle, kernel.c_str()),
+                         (const u32*)dlsym(handle, (kernel + "_limits").c_str())});
+    if (libraries.back().limits[1] != sizeof(Args)) return 2;
+  }
+  half_bytes = (size_t)ranks * 2 * 16 * (2 * most_packets + 256);
+  world.resize(ranks);
+  for (Rank& rank : world) {
+    rank.workspace = (u8*)std::aligned_alloc(128, 2 * half_bytes);
+    std::memset(rank.workspace, 0xFF, 2 * half_bytes);
+  }
+  const std::string mode = words[1];
+  if (mode == "sweep") sweep();
+  else if (mode == "absent") absent();
+  else if (mode == "verify") verify();
+  else return 2;
+  std::printf("ok\n");
+}

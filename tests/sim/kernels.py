@@ -1,0 +1,112 @@
+"""Builds and runs kernels.cpp, the kernels alone, and tells what it found. ThreadSanitizer may watch."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.sim import compiler
+
+DTYPES = ("float32", "float64", "int8", "int32", "int64")  # that kernels.cpp has references for
+FINDINGS = {
+    0: "nothing",
+    3: "value",
+    4: "canary",
+    5: "timeout",
+    6: "unequal bits",
+    7: "not at rest",
+    8: "hang",
+    9: "verdict",
+    -signal.SIGABRT: "simulator",
+    66: "ThreadSanitizer",
+}
+
+
+class Library(NamedTuple):
+    """A build of one kernel for sums."""
+
+    kernel: str
+    dtype: str
+    whole: bool = True
+
+
+class Sources(NamedTuple):
+    """Where the kernels and the stand-in come from, and where the builds go: the project's own by default."""
+
+    kernels: Path = compiler.KERNELS
+    include: Path = compiler.INCLUDE
+    builds: Path | None = None
+
+
+@functools.cache
+def program(tsan: bool) -> Path:
+    """The executable; the runtime in it is never instrumented (see runtime.cpp)."""
+    builds, name = compiler.cache_directory(), "tsan" if tsan else "plain"
+    source, macro = compiler.SIM / "runtime.cpp", ["-DSIM_TSAN"] if tsan else []
+    runtime = compiler.gxx(builds / f"runtime-{name}.o", [source], "-c", *macro)
+    flags = compiler.TSAN if tsan else ()
+    return compiler.gxx(builds / f"kernels-{name}", [compiler.SIM / "kernels.cpp", runtime], "-rdynamic", *flags)
+
+
+@functools.cache
+def tsan_launcher() -> tuple[str, ...]:
+    """What to put before a program under ThreadSanitizer: older ones do not bear how newer kernels spread addresses.
+
+    :raises RuntimeError: if it works with nothing, saying why.
+    """
+    problem = ""
+    for launcher in ((), ("setarch", "-R")):
+        try:
+            done = subprocess.run([*launcher, program(True)], capture_output=True, text=True)
+            if done.returncode == 2:  # its usage
+                return launcher
+            problem = done.stderr
+        except OSError as error:
+            problem = str(error)
+    raise RuntimeError(f"ThreadSanitizer does not run here: {problem}")
+
+
+def run(
+    mode: str,
+    libraries: Sequence[Library],
+    *,
+    ranks: int,
+    operations: int,
+    packets: int = 96,
+    seed: int = 1,
+    seconds: float = 40,
+    tsan: bool = False,
+    split: bool = False,
+    sources: Sources = Sources(),  # noqa: B008 - immutable
+) -> tuple[str, str]:
+    """What kernels.cpp found, one of FINDINGS, and what it printed."""
+    built = [
+        compiler.build_kernel(
+            library.kernel,
+            library.dtype,
+            "sum",
+            whole=library.whole,
+            tsan=tsan,
+            directory=sources.builds,
+            kernels=sources.kernels,
+            include=sources.include,
+        )
+        for library in libraries
+    ]
+    done = subprocess.run(
+        [
+            *(tsan_launcher() if tsan else ()),
+            program(tsan),
+            *map(str, (mode, ranks, operations, packets, seed, seconds)),
+            *built,
+        ],
+        env={"TSAN_OPTIONS": "halt_on_error=1 exitcode=66", **({"SIM_SPLIT_PACKETS": "1"} if split else {})},
+        capture_output=True,
+        text=True,
+    )
+    output = done.stdout + done.stderr
+    return FINDINGS.get(done.returncode, f"exit code {done.returncode}"), output

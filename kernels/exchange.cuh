@@ -11,7 +11,7 @@ struct Args {
   u64 bytes;            // of the message, the same on every rank
   u64 peers[8];         // workspace of rank (kRank + i) % kRanks, as mapped here; peers[0] is our own
   u64 half_bytes;       // from one half of a workspace to the other
-  u64 epochs;           // kEpochSlots words on this GPU
+  u64 epochs;           // kEpochSlots words on this GPU, then two of check_wait
   u64 abort;            // word in the control page (host memory, shared by all ranks): non-zero ends every wait
   u64 missing;          // this rank's word there: bit r is set if a wait for rank r's data passed its deadline
   u64 timeout_ns;
@@ -40,27 +40,40 @@ DEVICE void advance_epochs(const Args& args, u32 epoch) {
     store_word_gpu(args.epochs + 4 * j, epoch + 1);
 }
 
-// ---- waits: a poll looks at data, and now and then at the abort word (host memory: rarely) and the clock.
-constexpr u32 kSpinsBetweenChecks = 512;
+// ---- waits: a poll looks at data. Now and then it looks at the clock and, through a copy in this GPU's memory, at the
+// abort word: if every waiting warp read host memory itself, the reads would queue for milliseconds.
+constexpr u32 kSpinsBetweenChecks = 256;
+constexpr u32 kMicrosecondsBetweenReads = 16;  // of the abort word, by the whole GPU
 
+// Returns when the wait began, or 0 if it is over without data.
+DEVICE_COLD u64 check_wait(u64 started, u32 missing, u64 epochs, u64 abort, u64 report, u64 timeout_ns) {
+  const u64 aborted_here = epochs + 4 * kEpochSlots, read_last = aborted_here + 4;
+  const u64 now = nanoseconds();
+  const u32 microseconds = (u32)(now >> 10);
+  if (!started) started = now;
+  if (now - started > timeout_ns) {
+    store_word_sys(report, missing);
+    store_word_sys(abort, 1);
+    return 0;
+  }
+  if (microseconds - load_word_gpu(read_last) > kMicrosecondsBetweenReads) {
+    store_word_gpu(read_last, microseconds);
+    if (load_word_sys(abort)) store_word_gpu(aborted_here, 1);
+  }
+  return load_word_gpu(aborted_here) ? 0 : started;
+}
+
+// A thread's waits. By value in registers: only the cold function above may see memory.
 struct Wait {
-  const Args& args;
-  u64 started = 0;
+  u64 started = 0;    // of the present wait; 0 before its first check
   u32 spins = 0;
   bool alive = true;  // false: give up here and in every later wait of this thread
 
-  DEVICE explicit Wait(const Args& a) : args(a) {}
-
-  DEVICE_COLD void check(u32 missing) {
-    const u64 now = nanoseconds();
-    if (!started) started = now;
-    if (load_word_sys(args.abort)) {
-      alive = false;
-    } else if (now - started > args.timeout_ns) {
-      alive = false;
-      store_word_sys(args.missing, missing);
-      store_word_sys(args.abort, 1);
-    }
+  DEVICE void spin(const Args& args, u32 missing) {
+    relax();
+    if (++spins % kSpinsBetweenChecks) return;
+    started = check_wait(started, missing, args.epochs, args.abort, args.missing, args.timeout_ns);
+    alive = started != 0;
   }
 };
 
@@ -103,7 +116,7 @@ DEVICE void put(u64 row, u32 packets, u32 index, Packet p, bool active) {
 // Waits for packet `index` of the row of every other rank; rows lie row_bytes(packets) apart from `rows` on, by rank.
 // All loads of a turn are issued before the first is tested. v[kRank] is left alone. If the wait ends without data,
 // wait.alive is false and v is not to be used.
-DEVICE void get(Packet (&v)[kMaxRanks], u64 rows, u32 packets, u32 index, Wait& wait) {
+DEVICE void get(Packet (&v)[kMaxRanks], const Args& args, u64 rows, u32 packets, u32 index, Wait& wait) {
   const u64 stride = row_bytes(packets), at = rows + (u64)kPacketBytes * index;
   Packet escape[kMaxRanks];
   while (wait.alive) {
@@ -122,8 +135,7 @@ DEVICE void get(Packet (&v)[kMaxRanks], u64 rows, u32 packets, u32 index, Wait& 
       wait.started = 0;  // the deadline is for a single wait
       break;
     }
-    relax();
-    if (++wait.spins % kSpinsBetweenChecks == 0) wait.check(missing);
+    wait.spin(args, missing);
   }
   if (!kFloat && wait.alive) {
 #pragma unroll

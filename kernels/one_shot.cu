@@ -41,9 +41,9 @@ KERNEL(one_shot, 1024)(KERNEL_ARGS args) {
   advance_epochs(args, epoch);
 
   const u64 rows = args.peers[0] + half;
-  Wait wait(args);
+  Wait wait;
   if (active) {
-    get(v, rows, packets, index, wait);
+    get(v, args, rows, packets, index, wait);
     const Packet result = wait.alive ? canonical(fold(v)) : poison();
     store_message<kElementBytes>(args.out, index, args.bytes, result);
   }

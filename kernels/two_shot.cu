@@ -21,7 +21,7 @@ KERNEL(two_shot, 512)(KERNEL_ARGS args) {
   const u32 tiles = divide_up(columns, threads_in_grid());
   const u64 row = row_bytes(columns), scatter = half, gather = half + kRanks * row;
   const u64 ours = args.peers[0];
-  Wait wait(args);
+  Wait wait;
 
   const auto send = [&](u32 tile) {
     const u32 column = tile * threads_in_grid() + thread_in_grid();
@@ -42,7 +42,7 @@ KERNEL(two_shot, 512)(KERNEL_ARGS args) {
     Packet v[kMaxRanks], result = poison();
     if (active) {
       v[kRank] = canonical(load_message<kElementBytes>(args.in, index, args.bytes));
-      get(v, ours + scatter, columns, column, wait);
+      get(v, args, ours + scatter, columns, column, wait);
       if (wait.alive) result = canonical(fold(v));
     }
 #pragma unroll
@@ -57,7 +57,7 @@ KERNEL(two_shot, 512)(KERNEL_ARGS args) {
     const bool active = column < columns;
     Packet v[kMaxRanks];
     if (active) {
-      get(v, ours + gather, columns, column, wait);
+      get(v, args, ours + gather, columns, column, wait);
 #pragma unroll
       for (int i = 1; i < kRanks; ++i)
         store_message<kElementBytes>(args.out, (u64)source(i) * columns + column, args.bytes,

@@ -49,10 +49,7 @@ def reduce(values: list[np.ndarray], op: str) -> np.ndarray:
     for value in values[1:]:
         other = value.reshape(-1).astype(object)
         exact = exact * other if op == "prod" else exact + other
-    if op == "avg":
-        flat = [abs(int(x)) // n * (1 if x >= 0 else -1) for x in exact]
-    else:
-        flat = list(map(int, exact))
+    flat = [abs(int(x)) // n * (1 if x >= 0 else -1) if op == "avg" else int(x) for x in exact]
     mask = (1 << 8 * dtype.itemsize) - 1
     unsigned = np.array([x & mask for x in flat], dtype=f"u{dtype.itemsize}")
     return unsigned.view(dtype).reshape(values[0].shape)

@@ -73,7 +73,7 @@ def run(
             found = _one(module, comm, case, values[rank], np.random.default_rng([seed, number, rank, 1]))
             where = f"rank {rank}, {name}: {case}"
             assert reference.same(found, expected), f"{where}\nfound {found}\nexpected {expected}"
-            assert reference.close(found, values, case.op), f"{where}: too far from the float64 result"
+            assert case.special or reference.close(found, values, case.op), f"{where}: too far from the float64 result"
             checksums.append(zlib.crc32(found.tobytes()))
         everyone = world.allgather(checksums)
         assert len({c for one in everyone for c in one}) == 1, f"{case}: bits differ: {everyone}"

@@ -38,7 +38,7 @@ def cache_directory() -> Path:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise IpcReduceError(f"{path} is not a directory of this user's alone: remove it")
     digest = hashlib.sha256(b"\0".join(os.environ.get(name, "").encode() for name in ("CXX", "CXXFLAGS")))
-    for source in sorted([*KERNELS.glob("*.cu*"), *INCLUDE.iterdir(), SIM / "runtime.cpp", Path(__file__)]):
+    for source in sorted([*KERNELS.glob("*.cu*"), *INCLUDE.iterdir(), *SIM.glob("*.cpp"), Path(__file__)]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     path /= digest.hexdigest()[:16]
     path.mkdir(mode=0o700, exist_ok=True)

@@ -1,6 +1,6 @@
 // The kernels alone: ranks are OS threads of one process that share nothing but their workspaces and the abort word.
 //
-//     kernels sweep RANKS OPERATIONS PACKETS SEED SECONDS LIBRARY...    random operations of up to PACKETS packets
+//     kernels sweep RANKS OPERATIONS PACKETS SEED SECONDS LIBRARY...    random operations; rows of up to PACKETS packets
 //     kernels absent RANKS OPERATIONS PACKETS SEED SECONDS LIBRARY...   the last rank stays away: the others get out
 //     kernels verify RANKS ROUNDS PACKETS SEED SECONDS LIBRARY          the start-up check
 //
@@ -119,8 +119,8 @@ static Operation choose(u64 number, int rank) {
   Random shared{mix(seed ^ number)}, own{mix(seed ^ number << 8 ^ (u64)rank << 40)};
   Operation op;
   op.library = &libraries[shared.below((u32)libraries.size())];
-  const u32 size = element_bytes(op.library->dtype);
-  op.count = 1 + shared.below((shared.below(2) ? most_packets : std::min(most_packets, 3u)) * 16 / size);
+  const u32 size = element_bytes(op.library->dtype), chunks = op.library->kernel == "one_shot" ? 1 : (u32)ranks;
+  op.count = 1 + shared.below((shared.below(2) ? chunks * most_packets : std::min(most_packets, 3u)) * 16 / size);
   const u32 packets = (op.count * size + 15) / 16;
   op.block = 32u << shared.below(2);
   op.grid = op.library->kernel == "one_shot" ? (packets + op.block - 1) / op.block : 1 + shared.below(2);

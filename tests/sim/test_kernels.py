@@ -1,0 +1,65 @@
+"""The kernels alone, with ranks as threads of one process: right, in order, and every deliberate fault is caught."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.sim import faults, kernels
+from tests.sim.kernels import Library
+
+WHOLE = [Library(kernel, dtype) for kernel in ("one_shot", "two_shot") for dtype in kernels.DTYPES]
+HALVES = [library._replace(whole=False) for library in WHOLE]
+
+
+@pytest.fixture(scope="module")
+def tsan() -> None:
+    try:
+        kernels.tsan_launcher()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_sums_are_exact(ranks: int) -> None:
+    assert kernels.run("sweep", WHOLE + HALVES, ranks=ranks, operations=150, seed=ranks) == ("nothing", "ok\n")
+
+
+def test_4096_threads() -> None:
+    libraries = [Library("one_shot", "float32"), Library("one_shot", "int32")]
+    assert kernels.run("sweep", libraries, ranks=2, operations=8, packets=4096) == ("nothing", "ok\n")
+
+
+@pytest.mark.usefixtures("tsan")
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_order_between_and_within_ranks(ranks: int) -> None:
+    result = kernels.run("sweep", WHOLE + HALVES, ranks=ranks, operations=150, seed=ranks, tsan=True)
+    assert result == ("nothing", "ok\n")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_every_wait_for_an_absent_rank_ends(ranks: int) -> None:
+    assert kernels.run("absent", WHOLE + HALVES, ranks=ranks, operations=20) == ("nothing", "ok\n")
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "halves"])
+def test_verify_sees_how_packets_arrive(split: bool) -> None:
+    library = Library("verify", "int32")
+    assert kernels.run("verify", [library], ranks=4, operations=50, split=split) == ("nothing", "ok\n")
+
+
+@pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name)
+def test_faults_are_caught(fault: faults.Fault, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if fault.arguments["tsan"]:
+        request.getfixturevalue("tsan")
+    finding, output = faults.run(fault, tmp_path)
+    assert finding in fault.caught_by, output
+
+
+def test_without_faults_the_same_runs_find_nothing(request: pytest.FixtureRequest) -> None:
+    for fault in {(fault.mode, *fault.libraries, *fault.arguments.items()): fault for fault in faults.FAULTS}.values():
+        if fault.arguments["tsan"]:
+            request.getfixturevalue("tsan")
+        arguments = fault.arguments | {"seconds": 40}
+        assert kernels.run(fault.mode, fault.libraries, **arguments) == ("nothing", "ok\n"), fault.name

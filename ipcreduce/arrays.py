@@ -16,28 +16,19 @@ from .cuda import driver
 from .errors import ArgumentError, UnsupportedError
 
 _cupy: Any = None
-_current_stream_pointer: Any = None
 
 
 def _load() -> Any:
     """CuPy. :raises UnsupportedError: if it is missing."""
-    global _cupy, _current_stream_pointer
+    global _cupy
     if _cupy is None:
         try:
             import cupy
-            from cupy.cuda import get_current_stream
         except ImportError as error:
             raise UnsupportedError(
                 f"CuPy is not installed ({error}): pip install 'ipcreduce[cuda13]', or [cuda12] for a driver of CUDA 12"
             ) from None
-        try:
-            from cupy_backends.cuda.stream import get_current_stream_ptr as pointer  # 20 times quicker
-        except ImportError:
-
-            def pointer() -> int:
-                return int(get_current_stream().ptr)
-
-        _cupy, _current_stream_pointer = cupy, pointer
+        _cupy = cupy
     return _cupy
 
 
@@ -57,14 +48,10 @@ def use_device(ordinal: int) -> None:
     _load().cuda.Device(ordinal).use()
 
 
-def current_stream() -> int:
-    """The handle of CuPy's current stream in this thread."""
-    return int((_current_stream_pointer or (_load() and _current_stream_pointer))())
-
-
-def stream_owner() -> Any:
-    """CuPy's current stream object: while it is referenced, its handle stays valid."""
-    return _load().cuda.get_current_stream()
+def current_stream() -> tuple[int, Any]:
+    """CuPy's current stream in this thread: its handle, and the object that keeps the handle valid."""
+    stream = (_cupy or _load()).cuda.get_current_stream()
+    return stream.ptr, stream
 
 
 def stream_handle(stream: Any) -> int:
@@ -181,17 +168,17 @@ def is_readonly(array: Any) -> bool:
 
 def pointer(array: Any) -> int:
     """The address of a device array's first element."""
-    return int(array.data.ptr)
+    return array.data.ptr
 
 
 def device_of(array: Any) -> int:
     """The ordinal of the device that a device array lies on."""
-    return int(array.data.device_id)
+    return array.data.device_id
 
 
 def is_contiguous(array: Any) -> bool:
     """Whether a device array is C-contiguous."""
-    return bool(array.flags.c_contiguous)
+    return array._c_contiguous  # what flags.c_contiguous says, without making a flags object (0.3 us)
 
 
 def extent(array: Any) -> tuple[int, int]:
@@ -204,7 +191,7 @@ def extent(array: Any) -> tuple[int, int]:
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any], stream: int) -> Any:
     """A new device array, from CuPy's allocator, for use on ``stream``."""
     cupy = _load()
-    if stream == current_stream():
+    if stream == current_stream()[0]:
         return cupy.empty(shape, dtype)
     with cupy.cuda.ExternalStream(stream):
         return cupy.empty(shape, dtype)

@@ -66,6 +66,13 @@ class Engine:
         self._capture = (0, 0)  # the last captured call: (capture id, stream)
         self._stream_owner: Any = None
 
+    def describe(self) -> list[str]:
+        """Lines for people: GPU, workspace, packets."""
+        return [
+            f"GPU {self.device.ordinal}: {self.device.name}, {self.workspace.nbytes >> 20} MB of workspace",
+            "packets arrive " + ("whole" if self.whole_packets else "in halves of 8 bytes"),
+        ]
+
     # ---- preparing
     def find(self, shape: tuple[int, ...], dtype: np.dtype[Any], op: str) -> Prepared | None:
         """The launches of a call that :meth:`prepare` has seen."""

@@ -7,7 +7,6 @@ import socket
 import time
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,42 +28,31 @@ _NOTHING, _WHOLE, _HALVES = 0, 1, 2  # verify.cu
 _MIN_CAPABILITY = (8, 0)
 
 
-@dataclass(frozen=True)
-class World:
-    """What start-up found out about the ranks. ``reasons``: why a backend was not chosen, by its name."""
-
-    hosts: tuple[str, ...]
-    local_rank: int
-    reasons: dict[str, str]
-
-
-def start(mpi: Any, device: Any, timeout: float, algorithm: str | None) -> tuple[Engine | None, World]:
+def start(mpi: Any, device: Any, timeout: float, algorithm: str | None) -> tuple[Engine | None, dict[str, str]]:
     """Makes the IPC engine if every rank can use it. Collective.
 
     :param mpi: a communicator of our own.
     :param device: an ordinal, "auto", or None for CuPy's current device.
-    :returns: the engine, or None with the reason in ``World.reasons["ipc"]``; the same on every rank.
+    :returns: the engine, or None, and why each backend that was not chosen was not, by its name.
     :raises ArgumentError: if the ranks' arguments differ or ``device`` is wrong.
     """
     deadline = time.monotonic() + timeout
-    world, gpus = _meet(mpi, timeout, algorithm, deadline)
-    reason = _refusal(world, gpus)
-    if reason:
-        world.reasons["ipc"] = reason
-        return None, world
-    try:
-        return _build(mpi, device, timeout, algorithm, world, deadline), world
-    except UnsupportedError as error:
-        world.reasons["ipc"] = str(error)
-        return None, world
+    reasons = {"nccl": "not part of this version"}
+    everyone = _meet(mpi, timeout, algorithm, deadline)
+    reason = _refusal(everyone)
+    if not reason:
+        try:
+            return _build(mpi, device, timeout, algorithm, deadline), reasons
+        except UnsupportedError as error:
+            reason = str(error)
+    return None, {"ipc": reason} | reasons
 
 
-def _meet(mpi: Any, timeout: float, algorithm: str | None, deadline: float) -> tuple[World, list[int]]:
-    """Who is there: hosts, and how many GPUs each rank can use (with the reason if none)."""
-    gpus, reason = _visible()
+def _meet(mpi: Any, timeout: float, algorithm: str | None, deadline: float) -> np.ndarray[Any, Any]:
+    """Every rank's wire.IDENTITY; not ok if it has no GPU to use. :raises ArgumentError: if the ranks do not agree."""
     record = wire.message(
-        wire.IDENTITY, reason, host=_host(), pid=os.getpid(), timeout=timeout, algorithm=algorithm or "",
-        workspace=workspace_bytes(), gpus=gpus,
+        wire.IDENTITY, _missing(), host=_host(), pid=os.getpid(), timeout=timeout, algorithm=algorithm or "",
+        workspace=workspace_bytes(),
     )  # fmt: skip
     everyone = wire.allgather(mpi, record, deadline, "start-up")
     for rank, other in enumerate(everyone):
@@ -74,22 +62,18 @@ def _meet(mpi: Any, timeout: float, algorithm: str | None, deadline: float) -> t
                     f"rank {mpi.Get_rank()}, start-up: expected the same {field} on every rank; found "
                     f"{record[0][field]} here and {other[field]} on rank {rank}. Pass (or set) the same everywhere."
                 )
-    hosts = tuple(bytes(other["host"]).decode() for other in everyone)
-    rank = mpi.Get_rank()
-    reasons = {"nccl": "not part of this version"}
-    without = [r for r, other in enumerate(everyone) if not other["ok"]]
-    if without:
-        reasons["ipc"] = f"rank {without[0]} has no GPU to use: {wire.text_of(everyone[without[0]])}"
-    return World(hosts, hosts[:rank].count(hosts[rank]), reasons), [int(other["gpus"]) for other in everyone]
+    return everyone
 
 
-def _visible() -> tuple[int, str | None]:
+def _missing() -> str | None:
+    """Why this rank has no GPU to use, if it has none."""
     try:
-        count = driver.device_count()
+        if not driver.device_count():
+            return "no GPU is visible (CUDA_VISIBLE_DEVICES?)"
         arrays.available()
+        return None
     except IpcReduceError as error:
-        return 0, str(error)
-    return count, None if count else "no GPU is visible (CUDA_VISIBLE_DEVICES?)"
+        return str(error)
 
 
 def _host() -> str:
@@ -99,13 +83,15 @@ def _host() -> str:
     return socket.gethostname()
 
 
-def _refusal(world: World, gpus: list[int]) -> str:
-    if "ipc" in world.reasons:
-        return world.reasons["ipc"]
-    if len(set(world.hosts)) > 1:
-        return f"the ranks are on {len(set(world.hosts))} hosts"
-    if len(gpus) > plan.MAX_RANKS:
-        return f"{len(gpus)} ranks; the kernels take up to {plan.MAX_RANKS}"
+def _refusal(everyone: np.ndarray[Any, Any]) -> str:
+    """Why these ranks cannot use the IPC engine, or ""."""
+    for rank, other in enumerate(everyone):
+        if not other["ok"]:
+            return f"rank {rank} has no GPU to use: {wire.text_of(other)}"
+    if len(set(everyone["host"])) > 1:
+        return f"the ranks are on {len(set(everyone['host']))} hosts"
+    if len(everyone) > plan.MAX_RANKS:
+        return f"{len(everyone)} ranks; the kernels take up to {plan.MAX_RANKS}"
     return ""
 
 
@@ -120,13 +106,13 @@ def workspace_bytes() -> int:
     return int(text) * plan.MB
 
 
-def choose_device(device: Any, local_rank: int) -> int:
+def choose_device(device: Any, rank: int) -> int:
     """The ordinal that ``device`` means here. :raises ArgumentError: if it means none."""
     count = driver.device_count()
     if device is None:
         return arrays.current_device()
     if device == "auto":
-        return local_rank % count
+        return rank % count  # all ranks are on one host
     ordinal = getattr(device, "id", device)
     if isinstance(ordinal, bool) or not isinstance(ordinal, (int, np.integer)) or not 0 <= ordinal < count:
         raise ArgumentError(
@@ -135,10 +121,10 @@ def choose_device(device: Any, local_rank: int) -> int:
     return int(ordinal)
 
 
-def _build(mpi: Any, device: Any, timeout: float, algorithm: str | None, world: World, deadline: float) -> Engine:
+def _build(mpi: Any, device: Any, timeout: float, algorithm: str | None, deadline: float) -> Engine:
     """The steps of start-up, each ended by a vote, so that all ranks go on or all give up."""
     rank, n = mpi.Get_rank(), mpi.Get_size()
-    info, devices = _share_device(mpi, device, world, deadline)
+    info, devices = _share_device(mpi, device, deadline)
     _advise_spreading(rank, devices)
     page = _share_page(mpi, rank, n, deadline)
     context = driver.retain_context(info.ordinal)
@@ -171,13 +157,11 @@ def _build(mpi: Any, device: Any, timeout: float, algorithm: str | None, world: 
         raise
 
 
-def _share_device(
-    mpi: Any, device: Any, world: World, deadline: float
-) -> tuple[driver.DeviceInfo, np.ndarray[Any, Any]]:
+def _share_device(mpi: Any, device: Any, deadline: float) -> tuple[driver.DeviceInfo, np.ndarray[Any, Any]]:
     """This rank's GPU and every rank's wire.DEVICE. :raises ArgumentError: where ``device`` is wrong."""
     info, error = None, None
     try:
-        info = driver.device_info(choose_device(device, world.local_rank))
+        info = driver.device_info(choose_device(device, mpi.Get_rank()))
         if device == "auto":
             arrays.use_device(info.ordinal)
         if info.capability < _MIN_CAPABILITY:
@@ -233,7 +217,7 @@ def _share_page(mpi: Any, rank: int, n: int, deadline: float) -> Page:
 def _share_workspace(mpi: Any, rank: int, n: int, deadline: float) -> Workspace:
     workspace, error = None, None
     try:
-        workspace = Workspace(rank, n, workspace_bytes())
+        workspace = Workspace(rank, n, workspace_bytes() if n > 1 else plan.MB)
     except CudaError as caught:
         error = caught
     wire.vote(mpi, error, deadline, "allocating workspaces")

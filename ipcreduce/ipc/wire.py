@@ -33,7 +33,6 @@ IDENTITY = struct(
     ("timeout", "<f8"),
     ("algorithm", "S16"),
     ("workspace", "<u8"),
-    ("gpus", "<u4"),
 )
 DEVICE = struct(2, ("uuid", "V16"), ("capability", "<u4", (2,)), ("visible", "<u4"), ("name", "S64"))
 PAGE = struct(3, ("path", "S64"))

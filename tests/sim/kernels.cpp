@@ -43,6 +43,7 @@ static int ranks, operations;
 static u32 most_packets;
 static u64 seed, timeout_ns;
 constexpr u32 kEpochSlots = 512, kFirstEpoch = 0xFFFFFFF0u;  // it wraps after 16 operations
+constexpr u32 kEpochWords = kEpochSlots + 2;
 constexpr size_t kRoom = 64;                                 // canaries on each side of an array
 constexpr u8 kFiller = 0x5C;
 
@@ -54,14 +55,24 @@ struct Library {
 static std::vector<Library> libraries;
 
 struct Rank {
-  std::vector<u32> epochs = std::vector<u32>(kEpochSlots, kFirstEpoch);
-  u8* workspace = nullptr;  // two halves
-  u32 missing = 0;
+  std::vector<u32> epochs;
+  u8* workspace;  // two halves
+  u32 missing;
 };
 static std::vector<Rank> world;
 static size_t half_bytes;
 static u32 abort_word;
 static std::atomic<int> finished;  // ranks; for the hang alarm only
+
+static void reset() {  // as Engine.reset does, when every kernel has ended
+  for (Rank& rank : world) {
+    std::memset(rank.workspace, 0xFF, 2 * half_bytes);
+    rank.epochs.assign(kEpochWords, 0);
+    std::fill_n(rank.epochs.begin(), kEpochSlots, kFirstEpoch);
+    rank.missing = 0;
+  }
+  abort_word = 0;
+}
 
 static u64 mix(u64 x) {  // splitmix64
   x += 0x9E3779B97F4A7C15ull;
@@ -264,15 +275,10 @@ static void absent() {
     u32 named = 0;
     for (int rank = 0; rank < away; ++rank) named |= world[rank].missing;
     if (named != (by_deadline ? 1u << away : 0)) found(kVerdict, "missing are 0x%x; absent was rank %d", named, away);
-    for (Rank& rank : world) {  // as Engine.reset does, when every kernel has ended
-      std::memset(rank.workspace, 0xFF, 2 * half_bytes);
-      std::fill(rank.epochs.begin(), rank.epochs.end(), kFirstEpoch);
-      rank.missing = 0;
-    }
-    abort_word = 0;
+    reset();
     on_all_ranks([=](int rank) { run(number, rank); });
     check_rest(kFirstEpoch + 1);
-    for (Rank& rank : world) std::fill(rank.epochs.begin(), rank.epochs.end(), kFirstEpoch);
+    reset();
   }
 }
 
@@ -313,10 +319,8 @@ int main(int count, char** words) {
   }
   half_bytes = (size_t)ranks * 2 * 16 * (2 * most_packets + 256);
   world.resize(ranks);
-  for (Rank& rank : world) {
-    rank.workspace = (u8*)std::aligned_alloc(128, 2 * half_bytes);
-    std::memset(rank.workspace, 0xFF, 2 * half_bytes);
-  }
+  for (Rank& rank : world) rank.workspace = (u8*)std::aligned_alloc(128, 2 * half_bytes);
+  reset();
   const std::string mode = words[1];
   if (mode == "sweep") sweep();
   else if (mode == "absent") absent();

@@ -1,8 +1,8 @@
 // Stands for kernels/sync.cuh where the kernels are compiled for the CPU: the same names, over the fibers of runtime.cpp.
 //
 // Memory is as strong as the kernels claim to need and no stronger, so that ThreadSanitizer can judge them: a store of
-// a packet releases and a load acquires (on the GPU they are relaxed, and the kernel boundaries order them); words of
-// the control page are relaxed atomics; all else is plain, the epochs too, which only barriers and boundaries guard.
+// a packet releases and a load acquires (on the GPU they are relaxed, and the kernel boundaries order them); single
+// words are relaxed atomics; all else is plain.
 #pragma once
 #include <runtime.h>
 #include <time.h>
@@ -92,8 +92,6 @@ DEVICE Packet load_packet_local(u64 at) { return load_local<Packet>(at); }
 DEVICE void store_packet_local(u64 at, const Packet& p) { store_local(at, p); }
 
 // ---- single words
-DEVICE u32 load_word_gpu(u64 at) { return load_local<u32>(at); }
-DEVICE void store_word_gpu(u64 at, u32 v) { store_local(at, v); }
 DEVICE u32 load_word_sys(u64 at) {
   sim_touch();
   return __atomic_load_n((const u32*)at, __ATOMIC_RELAXED);
@@ -102,6 +100,8 @@ DEVICE void store_word_sys(u64 at, u32 v) {
   sim_touch();
   __atomic_store_n((u32*)at, v, __ATOMIC_RELAXED);
 }
+DEVICE u32 load_word_gpu(u64 at) { return load_word_sys(at); }
+DEVICE void store_word_gpu(u64 at, u32 v) { store_word_sys(at, v); }
 DEVICE u64 nanoseconds() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);

@@ -1,0 +1,104 @@
+"""What happens when a rank refuses a call, calls differ, or a wait ends: every rank raises once, then all start anew.
+
+Two endings: *cancelled*, when all ranks are alive, after which the next call of every rank meets the others' in a
+resynchronisation and the communicator works again; and *lost*, when a rank has gone or does not come to that, after
+which the communicator can only be closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+from ..errors import CudaError, IpcReduceError, PeerLostError, report
+from . import control, wire
+from .engine import Engine
+
+
+class Faults:
+    """The faults of one communicator with an engine. The communicator's lock is held around every method."""
+
+    def __init__(self, engine: Engine, mpi: Any, timeout: float) -> None:
+        self._engine, self._page, self._mpi, self._timeout = engine, engine.page, mpi, timeout
+        self._told = False  # this rank has raised what the abort word stands for
+
+    def enter(self, call: int, what: control.Signature, stream: int) -> int:
+        """Settles an earlier fault, then records this call and compares it with the peers' of the same number.
+
+        :returns: the call's number, which a resynchronisation may have moved.
+        :raises IpcReduceError: an earlier fault that was not raised yet; :class:`RankMismatchError` if calls differ.
+        """
+        page = self._page
+        if page.aborted:
+            self.raise_pending(call)
+            call = self._resynchronise(call)
+        other = page.enter(call, what, stream)
+        if other is not None:
+            theirs = page.describe(other, call)
+            self._post(control.MISMATCH, call, f"{what} on rank {page.rank} and {theirs} on rank {other}")
+            self.raise_pending(call)
+        return call
+
+    def raise_pending(self, call: int) -> None:
+        """Raises what the abort word stands for, if this rank has not done so, and if it is about its calls so far."""
+        if not self._page.aborted:
+            return
+        self.raise_lost(call)
+        fault = self._page.fault()
+        if not self._told and (fault is None or fault[0] <= call):
+            self._told = True
+            raise self._page.explain(call, self._timeout)
+
+    def raise_lost(self, call: int) -> None:
+        """:raises PeerLostError: if a rank has gone."""
+        lost = self._engine.watchdog.lost if self._engine.watchdog is not None else None
+        if lost is not None:
+            raise self._page.lost(call, *lost)
+
+    def refuse(self, call: int, error: BaseException) -> None:
+        """Ends a call that this rank does not make, on every rank; the caller raises ``error`` here.
+
+        :raises IpcReduceError: a fault of an earlier call instead: what went wrong first is what has to be heard of.
+        """
+        earlier = self._page.fault()
+        if self._page.aborted and (earlier is None or earlier[0] < call):
+            self.raise_pending(call)
+            call = self._resynchronise(call)
+        self._post(control.REFUSED, call, f"{type(error).__name__}: {error}")
+        self._told = True
+
+    def _post(self, kind: int, call: int, text: str) -> None:
+        # Earlier calls are let through first: the abort word would end them too.
+        with contextlib.suppress(CudaError):  # in a capture nothing runs yet
+            self._engine.synchronize()
+        self._page.post(kind, call, text)
+
+    def _resynchronise(self, call: int) -> int:
+        """Empty slots, fresh epochs, no fault, one call number: collective, once every rank has raised.
+
+        :raises PeerLostError: if a rank does not come.
+        """
+        deadline = time.monotonic() + self._timeout
+        try:
+            self._engine.quiesce()
+            record = wire.message(wire.RESYNC, call=call)
+            everyone = wire.allgather(
+                self._mpi, record, deadline, "the resynchronisation", call=call, interrupt=lambda: self.raise_lost(call)
+            )
+            self._engine.reset()
+            wire.vote(self._mpi, None, deadline, "the resynchronisation")
+        except PeerLostError:
+            raise
+        except IpcReduceError as error:
+            raise PeerLostError(
+                report(
+                    self._page.rank,
+                    call,
+                    expected="every rank to go on after a fault",
+                    found=f"this: {error}",
+                    advice="The communicator can only be closed.",
+                )
+            ) from error
+        self._told = False
+        return int(everyone["call"].max())

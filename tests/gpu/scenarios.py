@@ -1,0 +1,308 @@
+"""What only a GPU can show, beyond the sweep. ``mpirun -n 2 python tests/gpu/scenarios.py [name ...]``.
+
+Each function is one scenario; it runs on every rank and asserts. The ranks may share a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import cupy
+import ml_dtypes
+import numpy as np
+from mpi4py import MPI
+
+import ipcreduce
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+TOTAL = SIZE * (SIZE + 1) // 2
+
+
+def mine(count: int = 1000, dtype: Any = np.float32) -> Any:
+    """This rank's array: RANK + 1 everywhere, so that sums are TOTAL."""
+    return cupy.full((count,), RANK + 1, dtype)
+
+
+def right(array: Any, factor: int = 1) -> None:
+    values = cupy.asnumpy(array)
+    assert (values == TOTAL * factor).all(), f"rank {RANK}: {values} where {TOTAL * factor} was due"
+
+
+def streams(comm: Any) -> None:
+    """Calls on several streams are ordered; streams may be dropped right after; every form of stream= works."""
+    raw = cupy.cuda.Stream(non_blocking=True)
+    results = []
+    for turn in range(30):
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            results.append((comm.allreduce(mine(200 + turn)), stream))
+        if turn % 3 == 0:
+            results.append((comm.allreduce(mine(), stream=raw), raw))
+        if turn % 3 == 1:
+            results.append((comm.allreduce(mine(), stream=raw.ptr), raw))
+    comm.synchronize()
+    for array, stream in results:
+        stream.synchronize()
+        right(array)
+    array = mine()
+    results = [comm.allreduce(array, out=array) for _ in range(3)]  # in place: 1, SIZE, SIZE**2 times the total
+    right(array, SIZE * SIZE)
+
+
+def foreign_capture(comm: Any) -> None:
+    """CuPy's begin_capture, with forked streams, replayed with new inputs, mixed with eager calls."""
+    stream, other = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+    source, first, second, third = mine(), mine(), mine(50000), cupy.zeros(1000, np.float32)
+    comm.allreduce(source, out=first)  # compiled before the capture
+    comm.synchronize()
+    fork, join = cupy.cuda.Event(disable_timing=True), cupy.cuda.Event(disable_timing=True)
+    with stream:
+        stream.begin_capture()
+        comm.allreduce(source, out=first)
+        fork.record(stream)
+        other.wait_event(fork)
+        with other:
+            comm.allreduce(second, "max", out=second)
+            comm.allreduce(first, out=third)
+        join.record(other)
+        stream.wait_event(join)
+        comm.allreduce(first, "min", out=first)
+        graph = stream.end_capture()
+    for turn in range(1, 6):
+        source.fill((RANK + 1) * turn)
+        second.fill(RANK)
+        cupy.cuda.get_current_stream().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        right(first, turn)
+        assert (cupy.asnumpy(third) == TOTAL * turn * SIZE).all()
+        assert (cupy.asnumpy(second) == SIZE - 1).all()
+        right(comm.allreduce(mine(77)))
+        comm.synchronize()
+
+
+def threads(comm: Any) -> None:
+    """A call from a thread that has no CUDA context, and one while another context is current."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(comm.allreduce(array, out=array, stream=0)))
+    array = mine()
+    cupy.cuda.get_current_stream().synchronize()
+    thread.start()
+    thread.join(60)
+    comm.synchronize()
+    assert found, "the thread's call did not return"
+    right(found[0])
+    if cupy.cuda.runtime.getDeviceCount() > 1:
+        here = cupy.cuda.Device().id
+        with cupy.cuda.Device((here + 1) % cupy.cuda.runtime.getDeviceCount()):
+            comm.allreduce(array, out=array, stream=0)
+            assert cupy.cuda.Device().id != here
+        comm.synchronize()
+        right(array, SIZE)
+
+
+def interfaces(comm: Any) -> None:
+    """__cuda_array_interface__ with a stream, read-only memory, bfloat16; DLPack from PyTorch where it is."""
+
+    class Exported:
+        def __init__(self, array: Any, **changes: Any) -> None:
+            self.array, self.changes = array, changes
+            self.dtype = array.dtype
+
+        @property
+        def __cuda_array_interface__(self) -> dict[str, Any]:
+            return self.array.__cuda_array_interface__ | self.changes
+
+    producer = cupy.cuda.Stream(non_blocking=True)
+    with producer:
+        array = mine(1 << 20)
+        for _ in range(20):  # keeps the producer busy
+            array += 1
+            array -= 1
+    right(comm.allreduce(Exported(array, stream=producer.ptr, version=3)))
+    comm.synchronize()
+    half = cupy.asarray(np.full(99, RANK + 1, ml_dtypes.bfloat16))
+    result = comm.allreduce(Exported(half, stream=None))
+    comm.synchronize()
+    assert result.dtype == ml_dtypes.bfloat16
+    right(result.astype(np.float32))
+    pointer = array.__cuda_array_interface__["data"][0]
+    refused(comm, lambda: comm.allreduce(array, out=Exported(array, data=(pointer, True))), "read-only")
+    transposed = cupy.arange(12, dtype=np.float32).reshape(3, 4).T
+    result = comm.allreduce(Exported(transposed))
+    comm.synchronize()
+    assert (cupy.asnumpy(result) == np.arange(12, dtype=np.float32).reshape(3, 4).T * SIZE).all()
+    try:
+        import torch
+    except ImportError:
+        return
+    torch.cuda.set_device(cupy.cuda.Device().id)
+    tensor = torch.full((1001,), RANK + 1, dtype=torch.bfloat16, device="cuda")
+    torch.cuda.synchronize()
+    result = comm.allreduce(tensor[1:], out=tensor[1:])
+    comm.synchronize()
+    assert isinstance(result, torch.Tensor)
+    assert (tensor[1:].float() == TOTAL).all()
+    assert float(tensor[0]) == RANK + 1
+    fresh = comm.allreduce(tensor[1:])
+    comm.synchronize()
+    right(fresh.astype(np.float32), SIZE)
+    refused(comm, lambda: comm.allreduce(torch.ones(3, device="cuda", requires_grad=True)), "grad")
+    refused(comm, lambda: comm.allreduce(torch.ones(3)), "DLPack device")
+
+
+def torch_capture(comm: Any) -> None:
+    """torch.cuda.graph takes our launches."""
+    try:
+        import torch
+    except ImportError:
+        return
+    torch.cuda.set_device(cupy.cuda.Device().id)
+    source = torch.full((5000,), RANK + 1.0, device="cuda")
+    target = torch.zeros_like(source)
+    comm.allreduce(source, out=target, stream=torch.cuda.current_stream())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        doubled = source * 2
+        comm.allreduce(doubled, out=target, stream=torch.cuda.current_stream())
+        result = target + 1
+    for turn in range(1, 4):
+        source.fill_((RANK + 1) * turn)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert (result == 2 * TOTAL * turn + 1).all(), f"rank {RANK}: {result}"
+
+
+def communicators(comm: Any) -> None:
+    """Sub-communicators and two side by side."""
+    half = ipcreduce.Communicator(WORLD.Split(RANK % 2, RANK))
+    again = ipcreduce.Communicator()
+    for _ in range(3):
+        members = [r + 1 for r in range(SIZE) if r % 2 == RANK % 2]
+        first, second, third = half.allreduce(mine()), again.allreduce(mine(3)), comm.allreduce(mine(40000))
+        half.synchronize()
+        again.synchronize()
+        comm.synchronize()
+        assert (cupy.asnumpy(first) == sum(members)).all()
+        right(second)
+        right(third)
+    again.close()
+    half.close()
+    right(comm.allreduce(mine()))
+    comm.synchronize()
+
+
+def host_arrays(comm: Any) -> None:
+    """NumPy arrays on a communicator of GPUs, between device calls; a host call against device calls is named."""
+    right(comm.allreduce(np.full(7, RANK + 1.0)))
+    right(comm.allreduce(mine()))
+    for call in (
+        lambda: comm.allreduce(np.ones(7 + RANK)),
+        lambda: comm.allreduce(np.ones(7), "sum" if RANK else "max"),
+    ):
+        try:
+            call()
+            raise AssertionError("a mismatch went through")
+        except ipcreduce.RankMismatchError:
+            right(comm.allreduce(np.full(7, RANK + 1.0)))
+
+
+def late_and_recover(comm: Any) -> None:
+    """A rank that is later than the timeout: named on every rank; then the communicator works again."""
+    with ipcreduce.Communicator(timeout=1.0) as brief:
+        right(brief.allreduce(mine()))
+        brief.synchronize()
+        if RANK == 1:
+            time.sleep(2.5)
+        started = time.time()
+        try:
+            brief.allreduce(mine())
+            brief.synchronize()
+            raise AssertionError("the late rank was not noticed")
+        except ipcreduce.PeerTimeoutError as error:
+            assert "rank 1" in str(error), error
+            assert time.time() - started < 2.0
+        right(brief.allreduce(mine()))
+        brief.synchronize()
+
+
+def abort_is_quick(comm: Any) -> None:
+    """From a refusal on one rank to the error on the others: well under a second, with every size of grid."""
+    for count in (10, 40000, 4 << 20):
+        array = mine(count)
+        WORLD.Barrier()
+        started = time.perf_counter()
+        if RANK == 0:
+            time.sleep(0.05)
+            refused(comm, lambda: comm.allreduce(array, "mode"), "op must be", post=False)
+        else:
+            try:
+                comm.allreduce(array, out=array)
+                comm.synchronize()
+                raise AssertionError("the refusal was not noticed")
+            except ipcreduce.PeerFailedError as error:
+                assert "op must be" in str(error), error
+            taken = time.perf_counter() - started
+            assert taken < 1.0, taken
+        WORLD.Barrier()
+        right(comm.allreduce(mine()))
+        comm.synchronize()
+
+
+def epoch_wrap(comm: Any) -> None:
+    """The epochs pass 2**32."""
+    comm.synchronize()
+    WORLD.Barrier()
+    comm._engine.workspace.set_epochs(0xFFFFFFFB)
+    WORLD.Barrier()
+    for turn in range(12):
+        right(comm.allreduce(mine(100 if turn % 2 else 100000)))
+    comm.synchronize()
+
+
+def refused(comm: Any, call: Callable[[], Any], words: str, post: bool = True) -> None:
+    """Every rank makes this wrong call; the communicator works afterwards."""
+    try:
+        call()
+        raise AssertionError(f"a wrong call went through where {words!r} was due")
+    except ipcreduce.ArgumentError as error:
+        assert words in str(error), error
+    if post:
+        right(comm.allreduce(mine(10)))
+        comm.synchronize()
+
+
+SCENARIOS = [
+    streams, foreign_capture, threads, interfaces, torch_capture, communicators, host_arrays, late_and_recover,
+    abort_is_quick, epoch_wrap,
+]  # fmt: skip
+
+
+def main() -> None:
+    cupy.cuda.Device(RANK % cupy.cuda.runtime.getDeviceCount()).use()
+    with ipcreduce.Communicator(timeout=30) as comm:
+        assert comm.backend == "ipc", comm.describe()
+        for scenario in SCENARIOS:
+            if len(sys.argv) > 1 and scenario.__name__ not in sys.argv[1:]:
+                continue
+            started = time.time()
+            scenario(comm)
+            WORLD.Barrier()
+            if RANK == 0:
+                print(f"{scenario.__name__}: right, {time.time() - started:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        WORLD.Abort(1)

@@ -1,0 +1,52 @@
+"""A simulated device: the library runs as it is, with no GPU, on the project's own kernels compiled for the CPU.
+
+    from tests import sim
+    sim.install()            # before anything of ipcreduce is imported
+    import cupy, ipcreduce   # CuPy, the driver and the compiler are the simulated ones
+
+Environment: SIM_DEVICES GPUs (default: one a rank), each seen by all ranks unless CUDA_VISIBLE_DEVICES says otherwise;
+SIM_NO_P2P and SIM_BROKEN_P2P, such as "0-2,1-3": pairs without peer access, and pairs that have it but lose the data;
+SIM_SPLIT_PACKETS=1: packets arrive in two halves; SIM_MEMORY: bytes of each GPU (default 1 GiB).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from types import ModuleType
+
+_STANDS_FOR = {
+    "ipcreduce.cuda.driver": "tests.sim.driver",
+    "ipcreduce.cuda.compiler": "tests.sim.compiler",
+    "cupy": "tests.sim.cupy",
+}
+
+
+class _Substitutes(MetaPathFinder, Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return spec_from_loader(fullname, self) if fullname in _STANDS_FOR else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return importlib.import_module(_STANDS_FOR[spec.name])
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass  # it has been, under its own name
+
+
+def install() -> None:
+    """Makes the simulated driver, compiler and CuPy the ones that ``ipcreduce`` imports.
+
+    :raises RuntimeError: if one of the real ones has been imported already.
+    """
+    for name in ("ipcreduce", "cupy"):
+        if name in sys.modules:
+            raise RuntimeError(f"{name} is imported already: call tests.sim.install() first")
+    sys.meta_path.insert(0, _Substitutes())
+    sys.modules["cupy_backends"] = None  # type: ignore[assignment]  # a part of the real CuPy; an ImportError here
+    importlib.import_module("ipcreduce")

@@ -16,6 +16,9 @@ from . import control, wire
 from .engine import Engine
 
 
+_PATIENCE_SECONDS = 30.0  # a rank that came too late for a call may still be on its way
+
+
 class Faults:
     """The faults of one communicator with an engine. The communicator's lock is held around every method."""
 
@@ -79,7 +82,7 @@ class Faults:
 
         :raises PeerLostError: if a rank does not come.
         """
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + max(self._timeout, _PATIENCE_SECONDS)
         try:
             self._engine.quiesce()
             record = wire.message(wire.RESYNC, call=call)

@@ -207,11 +207,8 @@ def host_arrays(comm: Any) -> None:
         lambda: comm.allreduce(np.ones(7 + RANK)),
         lambda: comm.allreduce(np.ones(7), "sum" if RANK else "max"),
     ):
-        try:
-            call()
-            raise AssertionError("a mismatch went through")
-        except ipcreduce.RankMismatchError:
-            right(comm.allreduce(np.full(7, RANK + 1.0)))
+        raises(ipcreduce.RankMismatchError, "on every rank", call)
+        right(comm.allreduce(np.full(7, RANK + 1.0)))
 
 
 def late_and_recover(comm: Any) -> None:
@@ -222,13 +219,8 @@ def late_and_recover(comm: Any) -> None:
         if RANK == 1:
             time.sleep(2.5)
         started = time.time()
-        try:
-            brief.allreduce(mine())
-            brief.synchronize()
-            raise AssertionError("the late rank was not noticed")
-        except ipcreduce.PeerTimeoutError as error:
-            assert "rank 1" in str(error), error
-            assert time.time() - started < 2.0
+        raises(ipcreduce.PeerTimeoutError, "rank 1", lambda: (brief.allreduce(mine()), brief.synchronize()))
+        assert time.time() - started < 2.0
         right(brief.allreduce(mine()))
         brief.synchronize()
 
@@ -241,16 +233,10 @@ def abort_is_quick(comm: Any) -> None:
         started = time.perf_counter()
         if RANK == 0:
             time.sleep(0.05)
-            refused(comm, lambda: comm.allreduce(array, "mode"), "op must be", post=False)
+            raises(ipcreduce.ArgumentError, "op must be", comm.allreduce, array, "mode")
         else:
-            try:
-                comm.allreduce(array, out=array)
-                comm.synchronize()
-                raise AssertionError("the refusal was not noticed")
-            except ipcreduce.PeerFailedError as error:
-                assert "op must be" in str(error), error
-            taken = time.perf_counter() - started
-            assert taken < 1.0, taken
+            raises(ipcreduce.PeerFailedError, "op must be", lambda a: (comm.allreduce(a), comm.synchronize()), array)
+            assert time.perf_counter() - started < 1.0
         WORLD.Barrier()
         right(comm.allreduce(mine()))
         comm.synchronize()
@@ -267,16 +253,22 @@ def epoch_wrap(comm: Any) -> None:
     comm.synchronize()
 
 
-def refused(comm: Any, call: Callable[[], Any], words: str, post: bool = True) -> None:
-    """Every rank makes this wrong call; the communicator works afterwards."""
+def raises(kind: type[Exception], words: str, call: Callable[..., Any], *arguments: Any) -> None:
+    """The call must raise this, with these words in the message."""
     try:
-        call()
-        raise AssertionError(f"a wrong call went through where {words!r} was due")
-    except ipcreduce.ArgumentError as error:
-        assert words in str(error), error
-    if post:
-        right(comm.allreduce(mine(10)))
-        comm.synchronize()
+        call(*arguments)
+    except kind as error:
+        if words not in str(error):
+            raise AssertionError(f"{words!r} is not in the message") from error
+        return
+    raise AssertionError(f"no {kind.__name__} where {words!r} was due")
+
+
+def refused(comm: Any, call: Callable[[], Any], words: str) -> None:
+    """Every rank makes this wrong call; the communicator works afterwards."""
+    raises(ipcreduce.ArgumentError, words, call)
+    right(comm.allreduce(mine(10)))
+    comm.synchronize()
 
 
 SCENARIOS = [

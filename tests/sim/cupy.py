@@ -1,0 +1,361 @@
+"""Stands for CuPy: as much of it as ``ipcreduce.arrays`` and the tests use, over simulated memory.
+
+Device memory can be reached from the host here, so an array keeps a NumPy view of its memory for its geometry and its
+arithmetic; the view's contents are touched only by work on a stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from types import SimpleNamespace, TracebackType
+from typing import Any
+
+import numpy as np
+
+from tests.sim import machine, streams
+
+__version__ = "0 (simulated)"
+
+_thread = threading.local()
+
+
+# ---- devices
+def _device() -> int:
+    context = machine.current()
+    return context.gpu.ordinal if context is not None else 0
+
+
+def _require_context() -> int:
+    """The current device, with its primary context made current if this thread has none, as the runtime API does."""
+    if machine.current() is None:
+        Device(_device()).use()
+    machine.require()
+    return _device()
+
+
+class Device:
+    """``with Device(1): ...`` or ``Device(1).use()``."""
+
+    _retained: dict[int, machine.Context] = {}  # once, for the life of the process  # noqa: RUF012
+
+    def __init__(self, device: int | None = None) -> None:
+        self.id = _device() if device is None else device
+
+    def use(self) -> Device:
+        if self.id not in self._retained:
+            self._retained[self.id] = machine.retain(self.id)
+        machine.make_current(self._retained[self.id].handle)
+        return self
+
+    def synchronize(self) -> None:
+        with self:
+            streams.synchronize_context()
+
+    def __enter__(self) -> Device:
+        self._previous = _device()
+        return self.use()
+
+    def __exit__(self, *_: object) -> None:
+        Device(self._previous).use()
+
+
+# ---- streams and events
+class Graph:
+    def __init__(self, nodes: list[streams.Node]) -> None:
+        self.nodes = nodes
+
+    def launch(self, stream: Stream | None = None) -> None:
+        streams.launch(self.nodes, (stream or get_current_stream()).ptr)
+
+
+class ExternalStream:
+    """A stream that others made. ``with`` makes it current in this thread; it can be entered more than once."""
+
+    def __init__(self, ptr: int, device_id: int = -1) -> None:
+        self.ptr, self.device_id = ptr, device_id
+
+    def __enter__(self) -> ExternalStream:
+        _stack().append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _stack().pop()
+
+    def use(self) -> ExternalStream:
+        _stack()[-1] = self
+        return self
+
+    def synchronize(self) -> None:
+        streams.synchronize(self.ptr)
+
+    def record(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        streams.wait_event(self.ptr, event.ptr)
+
+    def begin_capture(self, mode: str = "relaxed") -> None:
+        """``mode`` is a word here: "relaxed", "global", "thread_local"."""
+        streams.begin_capture(self.ptr, mode)
+
+    def end_capture(self) -> Graph:
+        return Graph(streams.end_capture(self.ptr))
+
+
+class Stream(ExternalStream):
+    """``Stream.null`` is the legacy default stream, ``Stream.ptds`` the per-thread one."""
+
+    null: ExternalStream
+    ptds: ExternalStream
+
+    def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False) -> None:
+        _require_context()
+        self._own = not (null or ptds)
+        super().__init__(streams.create(not non_blocking) if self._own else 2 if ptds else 0, _device())
+
+    def __del__(self) -> None:
+        if getattr(self, "_own", False):
+            streams.forget(self.ptr)
+
+
+Stream.null, Stream.ptds = ExternalStream(0), ExternalStream(2)
+
+
+class Event:
+    def __init__(self) -> None:
+        _require_context()
+        self.ptr = streams.create_event()
+
+    def record(self, stream: ExternalStream | None = None) -> None:
+        streams.record_event(self.ptr, (stream or get_current_stream()).ptr)
+
+
+def _stack() -> list[ExternalStream]:
+    if not hasattr(_thread, "stack"):
+        _thread.stack = [Stream.null]
+    return _thread.stack
+
+
+def get_current_stream() -> ExternalStream:
+    return _stack()[-1]
+
+
+# ---- memory
+_free: dict[tuple[int, int, int], list[int]] = defaultdict(list)  # by device, stream and bytes
+
+
+class Memory:
+    """From the pool: blocks of 512 bytes, kept for the stream that was current. All of them go back at once."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.device_id = _require_context()
+        self.size = -(-nbytes // 512) * 512
+        self._key = self.device_id, get_current_stream().ptr, self.size
+        self.ptr = 0
+        if self.size:
+            self.ptr = _free[self._key].pop() if _free[self._key] else self._new()
+
+    def _new(self) -> int:
+        streams.refuse_while_capturing()
+        return machine.allocate(self.size)
+
+    def __del__(self) -> None:
+        if getattr(self, "ptr", 0):
+            _free[self._key].append(self.ptr)
+
+
+class UnownedMemory:
+    """Somebody else's; ``owner`` is kept."""
+
+    def __init__(self, ptr: int, size: int, owner: object, device_id: int = -1) -> None:
+        if device_id < 0:
+            if ptr == 0:
+                raise RuntimeError("UnownedMemory requires explicit device ID for a null pointer.")
+            index = machine.block_at(ptr).gpu
+            device_id = next(gpu.ordinal for gpu in machine.gpus() if gpu.index == index)
+        self.ptr, self.size, self.device_id, self._owner = ptr, size, device_id, owner
+
+
+class MemoryPointer:
+    def __init__(self, mem: Memory | UnownedMemory, offset: int) -> None:
+        self.mem, self.ptr, self.device_id = mem, mem.ptr + offset, mem.device_id
+
+
+def free_all_blocks() -> None:
+    """Gives the pool's free blocks back to the driver."""
+    streams.synchronize_context()
+    for blocks in _free.values():
+        while blocks:
+            machine.free(blocks.pop())
+
+
+# ---- arrays
+class ndarray:  # noqa: N801 - CuPy's name
+    """Basic indexing gives views; ``[...] = value`` and :meth:`fill` write on the current stream."""
+
+    def __init__(
+        self, shape: Any, dtype: Any = float, memptr: MemoryPointer | None = None, strides: Any = None
+    ) -> None:
+        geometry = np.lib.stride_tricks.as_strided(np.empty(0, dtype), shape, strides) if strides else None
+        nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        memptr = memptr or MemoryPointer(Memory(nbytes), 0)
+        low, past = np.lib.array_utils.byte_bounds(geometry) if geometry is not None and nbytes else (0, nbytes)
+        start = geometry.__array_interface__["data"][0] if geometry is not None and nbytes else 0
+        buffer = (ctypes.c_char * (past - low)).from_address(memptr.ptr + low - start)
+        self._take(np.ndarray(shape, dtype, buffer, start - low, strides), memptr.mem)
+
+    def _take(self, view: np.ndarray, mem: Memory | UnownedMemory) -> ndarray:
+        self._view, self._mem = view, mem
+        self.shape, self.dtype, self.strides = view.shape, view.dtype, view.strides
+        self.size, self.ndim, self.itemsize, self.nbytes = view.size, view.ndim, view.itemsize, view.nbytes
+        self.flags = SimpleNamespace(c_contiguous=view.flags.c_contiguous, f_contiguous=view.flags.f_contiguous)
+        self.data = MemoryPointer(mem, view.__array_interface__["data"][0] - mem.ptr if view.size else 0)
+        return self
+
+    def _wrap(self, view: np.ndarray) -> ndarray:
+        return ndarray.__new__(ndarray)._take(view, self._mem)
+
+    # views
+    def __getitem__(self, key: Any) -> ndarray:
+        return self._wrap(self._view[key if isinstance(key, tuple) else (key,)][...])
+
+    def reshape(self, *shape: Any) -> ndarray:
+        view = self._view.reshape(*shape, copy=False) if self._view.flags.c_contiguous else None
+        return self.copy().reshape(*shape) if view is None else self._wrap(view)
+
+    def transpose(self, *axes: Any) -> ndarray:
+        return self._wrap(self._view.transpose(*axes))
+
+    def view(self, dtype: Any) -> ndarray:
+        return self._wrap(self._view.view(dtype))
+
+    def ravel(self) -> ndarray:
+        return self.reshape(-1)
+
+    @property
+    def T(self) -> ndarray:  # noqa: N802 - CuPy's name
+        return self.transpose()
+
+    # contents, on the current stream
+    def __setitem__(self, key: Any, value: Any) -> None:
+        target, source = self[key], value._view if isinstance(value, ndarray) else np.array(value, self.dtype)
+        _on_stream(lambda: np.copyto(target._view, source, casting="unsafe"), target, value)
+
+    def fill(self, value: Any) -> None:
+        self[...] = value
+
+    def copy(self, order: str = "C") -> ndarray:
+        result = ndarray(self.shape, self.dtype)
+        result[...] = self
+        return result
+
+    def get(self) -> np.ndarray:
+        """Waits for the current stream."""
+        result = np.empty(self.shape, self.dtype)
+        _on_stream(lambda: np.copyto(result, self._view), self)
+        get_current_stream().synchronize()
+        return result
+
+    def set(self, value: np.ndarray) -> None:
+        self[...] = value
+
+    def __array__(self, *_: object) -> np.ndarray:
+        raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()`.")
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    # exchange
+    @property
+    def device(self) -> Device:
+        return Device(self.data.device_id)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "strides": None if self.flags.c_contiguous else self.strides,
+            "data": (self.data.ptr, False),
+            "version": 3,
+            "stream": get_current_stream().ptr or 1,
+        }
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self.data.device_id
+
+    def __dlpack__(self, *, stream: int | None = None, **_: object) -> ndarray:
+        """Not a capsule: what this CuPy's :func:`from_dlpack` takes in its place."""
+        if stream is not None and stream != (get_current_stream().ptr or 1):
+            event = get_current_stream().record()
+            ExternalStream(stream).wait_event(event)
+        return self
+
+
+def _on_stream(work: Callable[[], Any], *used: object) -> None:
+    """``used`` lives until the work is done."""
+    _require_context()
+    streams.submit(get_current_stream().ptr, lambda: (work(), used))
+
+
+def from_dlpack(array: Any) -> ndarray:
+    device_type, _ = array.__dlpack_device__()
+    if device_type != 2:
+        raise TypeError("CuPy: only CUDA arrays can be imported")
+    return array.__dlpack__(stream=get_current_stream().ptr or 1)
+
+
+def empty(shape: Any, dtype: Any = float) -> ndarray:
+    return ndarray(shape, dtype)
+
+
+def asarray(value: Any, dtype: Any = None) -> ndarray:
+    if isinstance(value, ndarray):
+        return value
+    host = np.asarray(value, dtype)
+    result = ndarray(host.shape, host.dtype)
+    result[...] = host
+    return result
+
+
+array = asarray
+
+
+def zeros(shape: Any, dtype: Any = float) -> ndarray:
+    return full(shape, 0, dtype)
+
+
+def full(shape: Any, value: Any, dtype: Any = None) -> ndarray:
+    result = ndarray(shape, dtype or np.asarray(value).dtype)
+    result.fill(value)
+    return result
+
+
+def arange(*args: Any, dtype: Any = None) -> ndarray:
+    return asarray(np.arange(*args, dtype=dtype))
+
+
+def asnumpy(value: ndarray) -> np.ndarray:
+    return value.get()
+
+
+class _Runtime:
+    getDevice = staticmethod(_device)
+    getDeviceCount = staticmethod(lambda: len(machine.gpus()))
+
+
+cuda = SimpleNamespace(
+    Device=Device,
+    Event=Event,
+    ExternalStream=ExternalStream,
+    MemoryPointer=MemoryPointer,
+    Stream=Stream,
+    UnownedMemory=UnownedMemory,
+    get_current_stream=get_current_stream,
+    runtime=_Runtime,
+)

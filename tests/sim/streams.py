@@ -1,0 +1,299 @@
+"""Streams, events and captures of the simulated machine.
+
+A stream is an OS thread that works through a queue, made when the first work comes. An event, and all order between
+streams, is a fence: a threading.Event that is set when a piece of work and all before it on its stream are done.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import machine
+from .machine import Context, Fault
+
+Work = Callable[[], Any]
+LEGACY, PER_THREAD = 1, 2  # and 0, which is LEGACY
+FAILED = 719
+
+_handles = itertools.count(0x51000000, 0x40)
+_streams: dict[int, Stream] = {}
+_events: dict[int, Event] = {}
+_captures: list[Capture] = []  # those that are open
+_capture_ids = itertools.count(1)
+
+
+@dataclass(eq=False)
+class Stream:
+    """``blocking`` ones and the context's legacy stream wait for each other."""
+
+    context: Context
+    handle: int
+    blocking: bool = True
+    done: threading.Event | None = None  # the fence of the last work
+    queue: queue.SimpleQueue[Any] | None = None
+    capture: Capture | None = None
+    frontier: frozenset[int] = frozenset()  # of the capture: the nodes that the next one follows
+
+    def put(self, work: Work | None, fences: Iterable[threading.Event]) -> threading.Event:
+        if self.queue is None:
+            self.queue = queue.SimpleQueue()
+            threading.Thread(target=self._run, args=[self.queue], daemon=True, name=f"stream {self.handle:#x}").start()
+        self.done = threading.Event()
+        self.queue.put((work, list(fences), self.done))
+        return self.done
+
+    def _run(self, items: queue.SimpleQueue[Any]) -> None:
+        while (item := items.get()) is not None:
+            work, fences, done = item
+            for fence in fences:
+                fence.wait()
+            try:
+                if work is not None and not self.context.error:
+                    work()
+            except Exception:  # as a kernel that failed: nothing works in this context any more
+                traceback.print_exc(file=sys.stderr)
+                self.context.error = FAILED
+            done.set()
+
+
+@dataclass(eq=False)
+class Event:
+    context: Context
+    fence: threading.Event | None = None
+    captured: tuple[Capture, frozenset[int]] | None = None
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a capture recorded. ``after``: the nodes that it follows."""
+
+    work: Work
+    after: frozenset[int]
+
+
+@dataclass(eq=False)
+class Capture:
+    identity: int
+    origin: Stream
+    mode: str  # "global", "thread_local", "relaxed"
+    thread: int
+    nodes: list[Node] = field(default_factory=list)
+    streams: set[Stream] = field(default_factory=set)
+    valid: bool = True
+
+
+def create(blocking: bool = True) -> int:
+    context = machine.require()
+    with machine.lock:
+        handle = next(_handles)
+        _streams[handle] = context.streams[handle] = Stream(context, handle, blocking)
+        return handle
+
+
+def destroy(handle: int) -> None:
+    """Work that is queued still runs."""
+    stream = find(handle)
+    with machine.lock:
+        if _streams.pop(handle, None) is None:
+            raise Fault(400)
+        del stream.context.streams[handle]
+        if stream.queue is not None:
+            stream.queue.put(None)
+
+
+def find(handle: int) -> Stream:
+    context = machine.require()
+    if handle > PER_THREAD:
+        if handle not in _streams:
+            raise Fault(400)
+        return _streams[handle]
+    key: Any = LEGACY if handle != PER_THREAD else (PER_THREAD, threading.get_ident())
+    with machine.lock:
+        return context.streams.setdefault(key, Stream(context, handle or LEGACY))
+
+
+def _is_legacy(stream: Stream) -> bool:
+    return stream.handle == LEGACY
+
+
+def _blocking(context: Context) -> list[Stream]:
+    return [stream for stream in context.streams.values() if stream.blocking and not _is_legacy(stream)]
+
+
+def submit(handle: int, work: Work | None, fences: Iterable[threading.Event] = ()) -> threading.Event | None:
+    """Queues work on a stream, or records it if the stream captures; the fence after it, or None."""
+    with machine.lock:
+        stream = find(handle)
+        if stream.capture is not None:
+            capture = _valid(stream.capture)
+            if work is not None:
+                capture.nodes.append(Node(work, stream.frontier))
+                stream.frontier = frozenset([len(capture.nodes) - 1])
+            return None
+        _refuse_implicit(stream)
+        legacy = stream.context.streams.get(LEGACY)
+        others = _blocking(stream.context) if _is_legacy(stream) else [legacy] if stream.blocking and legacy else []
+        return stream.put(work, [*fences, *(other.done for other in others if other.done is not None)])
+
+
+def synchronize(handle: int) -> None:
+    stream = find(handle)
+    _refuse_unsafe(stream.context, [stream])
+    fence = submit(handle, None) if _is_legacy(stream) else stream.done
+    if fence is not None:
+        fence.wait()
+    machine.require()
+
+
+def synchronize_context() -> None:
+    context = machine.require()
+    with machine.lock:
+        streams = list(context.streams.values())
+    _refuse_unsafe(context, streams)
+    for stream in streams:
+        if stream.done is not None:
+            stream.done.wait()
+    machine.require()
+
+
+# ---- events
+def create_event() -> int:
+    context = machine.require()
+    with machine.lock:
+        handle = next(_handles)
+        _events[handle] = Event(context)
+        return handle
+
+
+def _event(handle: int) -> Event:
+    machine.require()
+    if handle not in _events:
+        raise Fault(400)
+    return _events[handle]
+
+
+def destroy_event(handle: int) -> None:
+    _event(handle)
+    del _events[handle]
+
+
+def record_event(handle: int, stream_handle: int) -> None:
+    with machine.lock:
+        event, stream = _event(handle), find(stream_handle)
+        if event.context is not stream.context:
+            raise Fault(400)
+        fence = submit(stream_handle, None)
+        event.fence = fence
+        event.captured = (stream.capture, stream.frontier) if stream.capture is not None else None
+
+
+def wait_event(stream_handle: int, handle: int) -> None:
+    with machine.lock:
+        event, stream = _event(handle), find(stream_handle)
+        if event.captured is not None:
+            capture, frontier = event.captured
+            if capture not in _captures or _is_legacy(stream):
+                raise Fault(907 if capture not in _captures else 906)
+            _valid(capture)
+            if stream.capture not in (None, capture):
+                raise _invalidated(stream.capture, 905)
+            stream.capture = capture  # which the stream joins, if it is not in it
+            stream.frontier |= frontier
+            capture.streams.add(stream)
+        elif stream.capture is not None:
+            if event.fence is not None:
+                raise _invalidated(stream.capture, 905)
+        else:
+            submit(stream_handle, None, [event.fence] if event.fence is not None else [])
+
+
+# ---- captures
+def begin_capture(handle: int, mode: str = "relaxed") -> None:
+    with machine.lock:
+        stream = find(handle)
+        if _is_legacy(stream):
+            raise Fault(900)
+        if stream.capture is not None:
+            raise Fault(401)
+        stream.capture = Capture(next(_capture_ids), stream, mode, threading.get_ident(), streams={stream})
+        stream.frontier = frozenset()
+        _captures.append(stream.capture)
+
+
+def end_capture(handle: int) -> list[Node]:
+    """The graph: its nodes, each after those that it follows."""
+    with machine.lock:
+        stream = find(handle)
+        capture = stream.capture
+        if capture is None or capture.origin is not stream:
+            raise Fault(401)
+        joined = set(stream.frontier)
+        for index in range(len(capture.nodes) - 1, -1, -1):
+            if index in joined:
+                joined |= capture.nodes[index].after
+        unjoined = any(not member.frontier <= joined for member in capture.streams)
+        for member in capture.streams:
+            member.capture, member.frontier = None, frozenset()
+        _captures.remove(capture)
+        if not capture.valid or unjoined:
+            raise Fault(904 if capture.valid else 901)
+        return capture.nodes
+
+
+def capture_id(handle: int) -> int:
+    """Of the capture that the stream is part of; 0 if it is in none, or in one that has failed."""
+    with machine.lock:
+        stream = find(handle)
+        if stream.capture is None:
+            _refuse_implicit(stream, invalidate=False)
+            return 0
+        return stream.capture.identity if stream.capture.valid else 0
+
+
+def launch(graph: list[Node], handle: int) -> None:
+    """Runs the nodes of a graph in the order of their recording."""
+    for node in graph:
+        submit(handle, node.work)
+
+
+def refuse_while_capturing() -> None:
+    """For calls that a capture in a mode other than relaxed does not bear, such as an allocation."""
+    with machine.lock:
+        for capture in _captures:
+            if capture.mode == "global" or (capture.mode == "thread_local" and capture.thread == threading.get_ident()):
+                raise _invalidated(capture, 900)
+
+
+def _valid(capture: Capture) -> Capture:
+    if not capture.valid:
+        raise Fault(901)
+    return capture
+
+
+def _invalidated(capture: Capture | None, code: int) -> Fault:
+    assert capture is not None
+    capture.valid = False
+    return Fault(code)
+
+
+def _refuse_implicit(stream: Stream, invalidate: bool = True) -> None:
+    """The legacy stream would have to wait for blocking streams, which it cannot while one of them captures."""
+    for other in _blocking(stream.context) if _is_legacy(stream) else []:
+        if other.capture is not None:
+            raise _invalidated(other.capture, 906) if invalidate else Fault(906)
+
+
+def _refuse_unsafe(context: Context, streams: list[Stream]) -> None:
+    """Nobody can wait for work that is only recorded."""
+    with machine.lock:
+        for stream in streams:
+            if stream.capture is not None:
+                raise _invalidated(stream.capture, 900)
+            _refuse_implicit(stream)

@@ -34,13 +34,14 @@ struct bfloat16 : Float<float, u16> {
   DEVICE static Acc load(Bits b) { return float_of_bfloat(b); }
   DEVICE static Bits store(Acc a) { return bfloat_of(a); }
 };
+// One NaN for all: which operand's payload an instruction keeps is the compiler's choice, and differs between ranks.
 struct float32 : Float<float, u32> {
   DEVICE static Acc load(Bits b) { return float_of(b); }
-  DEVICE static Bits store(Acc a) { return bits_of(a); }
+  DEVICE static Bits store(Acc a) { return a == a ? bits_of(a) : 0x7FC00000u; }
 };
 struct float64 : Float<double, u64> {
   DEVICE static Acc load(Bits b) { return double_of(b); }
-  DEVICE static Bits store(Acc a) { return bits_of(a); }
+  DEVICE static Bits store(Acc a) { return a == a ? bits_of(a) : 0x7FF8000000000000ull; }
 };
 }  // namespace dtype
 

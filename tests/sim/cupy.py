@@ -10,7 +10,7 @@ import ctypes
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -120,7 +120,7 @@ class Stream(ExternalStream):
 
     def __del__(self) -> None:
         if getattr(self, "_own", False):
-            streams.forget(self.ptr)
+            streams.destroy(self.ptr)
 
 
 Stream.null, Stream.ptds = ExternalStream(0), ExternalStream(2)
@@ -201,18 +201,20 @@ class ndarray:  # noqa: N801 - CuPy's name
     def __init__(
         self, shape: Any, dtype: Any = float, memptr: MemoryPointer | None = None, strides: Any = None
     ) -> None:
-        geometry = np.lib.stride_tricks.as_strided(np.empty(0, dtype), shape, strides) if strides else None
-        nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        memptr = memptr or MemoryPointer(Memory(nbytes), 0)
-        low, past = np.lib.array_utils.byte_bounds(geometry) if geometry is not None and nbytes else (0, nbytes)
-        start = geometry.__array_interface__["data"][0] if geometry is not None and nbytes else 0
-        buffer = (ctypes.c_char * (past - low)).from_address(memptr.ptr + low - start)
-        self._take(np.ndarray(shape, dtype, buffer, start - low, strides), memptr.mem)
+        shape = (shape,) if np.ndim(shape) == 0 else tuple(shape)
+        geometry = np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, strides)  # never read
+        memptr = memptr or MemoryPointer(Memory(geometry.nbytes), 0)
+        steps = [(length - 1) * step for length, step in zip(geometry.shape, geometry.strides, strict=True)]
+        low, high = sum(step for step in steps if step < 0), sum(step for step in steps if step > 0)
+        reach = high + geometry.itemsize - low if geometry.size else 0
+        buffer = (ctypes.c_char * reach).from_address(memptr.ptr + low)
+        self._take(np.ndarray(geometry.shape, dtype, buffer, -low, geometry.strides), memptr.mem)
 
     def _take(self, view: np.ndarray, mem: Memory | UnownedMemory) -> ndarray:
         self._view, self._mem = view, mem
         self.shape, self.dtype, self.strides = view.shape, view.dtype, view.strides
         self.size, self.ndim, self.itemsize, self.nbytes = view.size, view.ndim, view.itemsize, view.nbytes
+        self._c_contiguous = view.flags.c_contiguous  # which arrays.py reads, as it is quicker in the real one
         self.flags = SimpleNamespace(c_contiguous=view.flags.c_contiguous, f_contiguous=view.flags.f_contiguous)
         self.data = MemoryPointer(mem, view.__array_interface__["data"][0] - mem.ptr if view.size else 0)
         return self
@@ -222,11 +224,11 @@ class ndarray:  # noqa: N801 - CuPy's name
 
     # views
     def __getitem__(self, key: Any) -> ndarray:
-        return self._wrap(self._view[key if isinstance(key, tuple) else (key,)][...])
+        key = key if isinstance(key, tuple) else (key,)
+        return self._wrap(self._view[key if any(part is ... for part in key) else (*key, ...)])  # 0-d views too
 
     def reshape(self, *shape: Any) -> ndarray:
-        view = self._view.reshape(*shape, copy=False) if self._view.flags.c_contiguous else None
-        return self.copy().reshape(*shape) if view is None else self._wrap(view)
+        return self._wrap(self._view.reshape(*shape)) if self.flags.c_contiguous else self.copy().reshape(*shape)
 
     def transpose(self, *axes: Any) -> ndarray:
         return self._wrap(self._view.transpose(*axes))
@@ -305,7 +307,7 @@ def _on_stream(work: Callable[[], Any], *used: object) -> None:
 
 def from_dlpack(array: Any) -> ndarray:
     device_type, _ = array.__dlpack_device__()
-    if device_type != 2:
+    if device_type not in (2, 13):
         raise TypeError("CuPy: only CUDA arrays can be imported")
     return array.__dlpack__(stream=get_current_stream().ptr or 1)
 

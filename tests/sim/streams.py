@@ -98,10 +98,10 @@ def create(blocking: bool = True) -> int:
 
 
 def destroy(handle: int) -> None:
-    """Work that is queued still runs."""
-    stream = find(handle)
+    """Work that is queued still runs. Needs no context."""
     with machine.lock:
-        if _streams.pop(handle, None) is None:
+        stream = _streams.pop(handle, None)
+        if stream is None:
             raise Fault(400)
         del stream.context.streams[handle]
         if stream.queue is not None:

@@ -165,7 +165,7 @@ class Memory:
         return machine.allocate(self.size)
 
     def __del__(self) -> None:
-        if getattr(self, "ptr", 0):
+        if getattr(self, "ptr", 0) and _free is not None:  # it is None at the interpreter's end
             _free[self._key].append(self.ptr)
 
 
@@ -175,7 +175,9 @@ class UnownedMemory:
     def __init__(self, ptr: int, size: int, owner: object, device_id: int = -1) -> None:
         if device_id < 0:
             if ptr == 0:
-                raise RuntimeError("UnownedMemory requires explicit device ID for a null pointer.")
+                raise RuntimeError(
+                    "simulated CuPy: a null pointer does not tell its device, and device_id is not given"
+                )
             index = machine.block_at(ptr).gpu
             device_id = next(gpu.ordinal for gpu in machine.gpus() if gpu.index == index)
         self.ptr, self.size, self.device_id, self._owner = ptr, size, device_id, owner
@@ -195,7 +197,7 @@ def free_all_blocks() -> None:
 
 
 # ---- arrays
-class ndarray:  # noqa: N801 - CuPy's name
+class ndarray:
     """Basic indexing gives views; ``[...] = value`` and :meth:`fill` write on the current stream."""
 
     def __init__(
@@ -206,9 +208,10 @@ class ndarray:  # noqa: N801 - CuPy's name
         memptr = memptr or MemoryPointer(Memory(geometry.nbytes), 0)
         steps = [(length - 1) * step for length, step in zip(geometry.shape, geometry.strides, strict=True)]
         low, high = sum(step for step in steps if step < 0), sum(step for step in steps if step > 0)
-        reach = high + geometry.itemsize - low if geometry.size else 0
-        buffer = (ctypes.c_char * reach).from_address(memptr.ptr + low)
-        self._take(np.ndarray(geometry.shape, dtype, buffer, -low, geometry.strides), memptr.mem)
+        if geometry.size:
+            buffer = (ctypes.c_char * (high + geometry.itemsize - low)).from_address(memptr.ptr + low)
+            geometry = np.ndarray(shape, dtype, buffer, -low, geometry.strides)
+        self._take(geometry, memptr.mem)
 
     def _take(self, view: np.ndarray, mem: Memory | UnownedMemory) -> ndarray:
         self._view, self._mem = view, mem
@@ -240,7 +243,7 @@ class ndarray:  # noqa: N801 - CuPy's name
         return self.reshape(-1)
 
     @property
-    def T(self) -> ndarray:  # noqa: N802 - CuPy's name
+    def T(self) -> ndarray:
         return self.transpose()
 
     # contents, on the current stream
@@ -267,7 +270,7 @@ class ndarray:  # noqa: N801 - CuPy's name
         self[...] = value
 
     def __array__(self, *_: object) -> np.ndarray:
-        raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()`.")
+        raise TypeError("simulated CuPy: no implicit copy to the host")
 
     def __len__(self) -> int:
         return len(self._view)
@@ -308,7 +311,7 @@ def _on_stream(work: Callable[[], Any], *used: object) -> None:
 def from_dlpack(array: Any) -> ndarray:
     device_type, _ = array.__dlpack_device__()
     if device_type not in (2, 13):
-        raise TypeError("CuPy: only CUDA arrays can be imported")
+        raise TypeError("simulated CuPy: not on a GPU")
     return array.__dlpack__(stream=get_current_stream().ptr or 1)
 
 

@@ -1,6 +1,6 @@
 """Deliberate faults: each a change of the kernels or of the stand-in, and what has to catch it.
 
-    python -m tests.sim.faults        # prints a table: fault, caught by
+``python -m tests.sim.faults`` prints a table: fault, caught by.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TSAN = "ThreadSanitizer"
 class Fault:
     """``old`` becomes ``new`` everywhere in ``file``; then a run of ``libraries`` finds one of ``caught_by``.
 
-    ThreadSanitizer watches if it may be what finds it: it then stops the run first.
+    ThreadSanitizer watches if it may be what finds it: it then stops the run first. ``also``: a second change.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Fault:
     caught_by: tuple[str, ...]
     libraries: Sequence[Library] = BOTH
     mode: str = "sweep"
+    also: tuple[str, str, str] | None = None  # file, old, new
 
     @property
     def arguments(self) -> dict[str, object]:
@@ -130,7 +131,15 @@ FAULTS = [
         "",
         ("timeout",),
     ),
-    Fault("the result is not canonical", "two_shot.cu", "canonical(fold(v))", "fold(v)", ("timeout",), [TWO_SHOT]),
+    Fault(
+        "the result is not canonical",
+        "two_shot.cu",
+        "canonical(fold(v))",
+        "fold(v)",
+        ("timeout",),
+        [TWO_SHOT],
+        also=("reduce.cuh", "a == a ? bits_of(a) : 0x7FC00000u", "bits_of(a)"),
+    ),
     Fault(
         "accumulation begins with the rank's own value",
         "reduce.cuh",
@@ -168,10 +177,34 @@ FAULTS = [
         "begin < bytes",
         ("canary",),
     ),
-    Fault("the abort word is not looked at", "exchange.cuh", "if (load_word_sys(abort))", "if (false)", ("hang",), mode="absent"),
-    Fault("the deadline is not looked at", "exchange.cuh", "now - started > timeout_ns", "false", ("hang",), mode="absent"),
-    Fault("what did not come is not poisoned", "one_shot.cu", "wait.alive ? canonical(fold(v)) : poison()", "canonical(fold(v))", ("value",), [ONE_SHOT], "absent"),
-    Fault("the absent rank is not named", "exchange.cuh", "store_word_sys(report, missing);", "", ("verdict",), mode="absent"),
+    Fault(
+        "the abort word is not looked at",
+        "exchange.cuh",
+        "if (load_word_sys(abort))",
+        "if (false)",
+        ("hang",),
+        mode="absent",
+    ),
+    Fault(
+        "the deadline is not looked at", "exchange.cuh", "now - started > timeout_ns", "false", ("hang",), mode="absent"
+    ),
+    Fault(
+        "what did not come is not poisoned",
+        "one_shot.cu",
+        "wait.alive ? canonical(fold(v)) : poison()",
+        "canonical(fold(v))",
+        ("value",),
+        [ONE_SHOT],
+        "absent",
+    ),
+    Fault(
+        "the absent rank is not named",
+        "exchange.cuh",
+        "store_word_sys(report, missing);",
+        "",
+        ("verdict",),
+        mode="absent",
+    ),
     Fault(
         "memory is touched before the predecessor has ended",
         "one_shot.cu",
@@ -180,18 +213,19 @@ FAULTS = [
         ("simulator",),
         [ONE_SHOT],
     ),
-]  # fmt: skip
+]
 
 
 def run(fault: Fault, directory: Path) -> tuple[str, str]:
-    """What the changed sources lead to, see kernels.run. :raises AssertionError: if ``fault.old`` is not there."""
+    """What the changed sources lead to, see kernels.run. :raises AssertionError: if the text to change is not there."""
     sources = Sources(directory / "kernels", directory / "include", directory)
     shutil.copytree(compiler.KERNELS, sources.kernels)
     shutil.copytree(compiler.INCLUDE, sources.include)
-    path = next(path / fault.file for path in (sources.include, sources.kernels) if (path / fault.file).exists())
-    text = path.read_text()
-    assert fault.old in text, f"{fault.name}: {fault.file} has changed, so change the fault"
-    path.write_text(text.replace(fault.old, fault.new))
+    for file, old, new in filter(None, [(fault.file, fault.old, fault.new), fault.also]):
+        path = next(path / file for path in (sources.include, sources.kernels) if (path / file).exists())
+        text = path.read_text()
+        assert old in text, f"{fault.name}: {file} has changed, so change the fault"
+        path.write_text(text.replace(old, new))
     return kernels.run(fault.mode, fault.libraries, sources=sources, **fault.arguments)
 
 

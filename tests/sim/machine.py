@@ -86,7 +86,7 @@ def gpus() -> list[Gpu]:
         return every
     visible: list[Gpu] = []
     for entry in filter(None, map(str.strip, chosen.split(","))):
-        match = [gpu for gpu in every if entry == str(gpu.index) or entry[4:] and gpu.uuid_text.startswith(entry)]
+        match = [gpu for gpu in every if entry == str(gpu.index) or (entry[4:] and gpu.uuid_text.startswith(entry))]
         if len(match) != 1:  # the first that is not there ends the list
             break
         visible.append(Gpu(match[0].index, len(visible)))

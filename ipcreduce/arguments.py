@@ -1,4 +1,4 @@
-"""What a call may be given, checked before anything is launched. The communicator adds rank and call to the messages."""
+"""What a call may be given, checked before anything is launched. The communicator adds rank and call to messages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Arrays of every kind as the two kinds that ipcreduce works on: CuPy's on the device, NumPy's on the host.
 
-The only module that knows CuPy; the tests replace it by one over simulated memory (tests/sim). CuPy is imported when
-the first device array comes.
+The only module that knows CuPy, which is imported when the first device array comes.
 """
 
 from __future__ import annotations
@@ -144,7 +143,7 @@ def _from_interface(array: Any, stream: int) -> Any:
         driver.record_event(event, producer)
         driver.wait_event(stream, event)
         driver.destroy_event(event)
-    memory = cupy.cuda.UnownedMemory(address + low, past - low, owner=array)
+    memory = cupy.cuda.UnownedMemory(address + low, past - low, array, current_device() if not address else -1)
     return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, -low), strides=strides)
 
 

@@ -50,6 +50,10 @@ class CudaError(IpcReduceError):
         super().__init__(f"{call} failed: {text} ({code})")
         self.call = call
         self.code = code
+        self._text = text
+
+    def __reduce__(self) -> tuple[type[CudaError], tuple[str, int, str]]:
+        return type(self), (self.call, self.code, self._text)
 
 
 def report(rank: int, call: int, *, expected: str, found: str, advice: str) -> str:

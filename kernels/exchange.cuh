@@ -52,7 +52,7 @@ DEVICE_COLD u64 check_wait(u64 started, u32 missing, u64 epochs, u64 abort, u64 
   const u32 microseconds = (u32)(now >> 10);
   if (!started) started = now;
   if (now - started > timeout_ns) {
-    store_word_sys(report, missing);
+    store_word_sys(report, load_word_sys(report) | missing);  // threads may miss different ranks
     store_word_sys(abort, 1);
     return 0;
   }
@@ -89,8 +89,8 @@ DEVICE u64 row_bytes(u32 packets) {
 
 DEVICE bool arrived(const Packet& p) { return p.word[3] != kEmpty && (kWholePackets || p.word[1] != kEmpty); }
 
-// Floats: a word that looks like the mark is a NaN, and is sent as another NaN. What a rank folds of its own goes
-// through here too, so that all fold the same bits. Integers go as they are (see put).
+// Floats: a word that looks like the mark is a NaN, and is sent as another NaN; what fold() makes of floats never looks
+// so. What a rank folds of its own goes through here too, so that all fold the same bits. Integers: see put().
 DEVICE Packet canonical(Packet p) {
   if constexpr (kFloat) {
     if (p.word[3] == kEmpty) p.word[3] = kOtherNan;

@@ -44,7 +44,7 @@ KERNEL(one_shot, 1024)(KERNEL_ARGS args) {
   Wait wait;
   if (active) {
     get(v, args, rows, packets, index, wait);
-    const Packet result = wait.alive ? canonical(fold(v)) : poison();
+    const Packet result = wait.alive ? fold(v) : poison();
     store_message<kElementBytes>(args.out, index, args.bytes, result);
   }
   clear(rows, packets, index, active, wait);

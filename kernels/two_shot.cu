@@ -43,7 +43,7 @@ KERNEL(two_shot, 512)(KERNEL_ARGS args) {
     if (active) {
       v[kRank] = canonical(load_message<kElementBytes>(args.in, index, args.bytes));
       get(v, args, ours + scatter, columns, column, wait);
-      if (wait.alive) result = canonical(fold(v));
+      if (wait.alive) result = fold(v);
     }
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)

@@ -3,7 +3,7 @@
 // the all-reduces do; a packet that is seen half new is a torn one. The verdict on rank r goes to word r of args.out.
 #include <exchange.cuh>
 
-constexpr u32 kNothing = 0, kWhole = 1, kHalves = 2, kWrong = 3;
+constexpr u32 kNothing = 0, kWhole = 1, kHalves = 2, kWrong = 3;  // setup.py knows them
 
 KERNEL(verify, 32)(KERNEL_ARGS args) {
   const int i = (int)block_in_grid() + 1;
@@ -19,8 +19,8 @@ KERNEL(verify, 32)(KERNEL_ARGS args) {
     Packet p;
     do {
       p = load_packet_sys(args.peers[0] + slot(peer, round));
-      if (p.word[3] != p.word[1]) verdict |= kHalves;
-      if (p.word[1] != p.word[0] || p.word[3] != p.word[2]) verdict |= kWrong;
+      if (p.word[3] != p.word[1] && verdict == kWhole) verdict = kHalves;
+      if (p.word[1] != p.word[0] || p.word[3] != p.word[2]) verdict = kWrong;
       relax();
     } while (p.word[3] != theirs && nanoseconds() - started < args.timeout_ns);
     if (p.word[3] != theirs) {
@@ -29,6 +29,6 @@ KERNEL(verify, 32)(KERNEL_ARGS args) {
     }
   }
   const u32 wrong = warp_ballot(verdict == kWrong), nothing = warp_ballot(verdict == kNothing);
-  const u32 halves = warp_ballot((verdict & kHalves) != 0);
+  const u32 halves = warp_ballot(verdict == kHalves);
   if (lane == 0) store_local<u32>(args.out + 4 * peer, wrong ? kWrong : nothing ? kNothing : halves ? kHalves : kWhole);
 }

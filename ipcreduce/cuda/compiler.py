@@ -28,13 +28,19 @@ def kernel_directory() -> Path:
 def cache_directory() -> Path:
     """The per-user cache: ``IPCREDUCE_CACHE_DIR``, or ``ipcreduce`` in XDG's cache directory. Made if missing.
 
-    :raises UnsupportedError: if another user owns it or may write there: its code would run on our GPU.
+    :raises UnsupportedError: if it cannot be made, or if another user owns it or may write there: what is in it runs
+        on our GPU.
     """
     chosen = os.environ.get("IPCREDUCE_CACHE_DIR")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     path = Path(chosen) if chosen else Path(base) / "ipcreduce"
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = path.stat()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.stat()
+    except OSError as error:
+        raise UnsupportedError(
+            f"the kernel cache {path} cannot be made ({error}): set IPCREDUCE_CACHE_DIR to a directory of yours"
+        ) from None
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise UnsupportedError(
             f"the kernel cache {path} must be yours alone: expected owner {os.getuid()} and mode 0700, found owner "

@@ -253,6 +253,13 @@ def page_bytes(n: int) -> int:
 
 def own_identity() -> tuple[int, int, int]:
     """(pid, start time, pid namespace) of this process: what tells it from a later one with the same pid."""
-    with open("/proc/self/stat") as file:
-        started = int(file.read().rpartition(")")[2].split()[19])
-    return os.getpid(), started, os.stat("/proc/self/ns/pid").st_ino
+    return os.getpid(), start_time(os.getpid()), os.stat("/proc/self/ns/pid").st_ino
+
+
+def start_time(pid: int) -> int:
+    """When a process of this pid namespace started, in clock ticks since boot; 0 if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[19])
+    except OSError:
+        return 0

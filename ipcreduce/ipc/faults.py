@@ -15,7 +15,6 @@ from ..errors import CudaError, IpcReduceError, PeerLostError, report
 from . import control, wire
 from .engine import Engine
 
-
 _PATIENCE_SECONDS = 30.0  # a rank that came too late for a call may still be on its way
 
 

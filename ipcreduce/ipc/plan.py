@@ -22,6 +22,7 @@ KB, MB = 1 << 10, 1 << 20
 
 # Up to here one hop of (n-1) S bytes beats two of 2 (n-1)/n S. For n above 4 not measured: the traffic grows with n.
 _ONE_SHOT_BYTES = {1: 0, 2: 8 * MB, 3: 192 * KB, 4: 192 * KB, 5: 128 * KB, 6: 96 * KB, 7: 64 * KB, 8: 64 * KB}
+_LAUNCH_BYTES = 1 << 30  # at most: the kernels count packets and bytes of one launch in 32 bits
 _TRIGGER_LATE_BYTES = 4 * KB  # up to here the next kernel comes in only after our sends: it would delay them
 
 
@@ -85,7 +86,7 @@ def _segment_bytes(algorithm: str, n: int, half_bytes: int) -> int:
         packets = min(packets, EPOCH_SLOTS * 1024)  # one packet a thread
     else:
         packets *= n
-    nbytes = packets * PACKET_BYTES
+    nbytes = min(packets * PACKET_BYTES, _LAUNCH_BYTES)
     nbytes -= nbytes % (16 * KB) if nbytes > 16 * KB else 0
     if staging_bytes(algorithm, nbytes, n) > room:
         raise ValueError(f"a half of {half_bytes} bytes is too small for {n} ranks")

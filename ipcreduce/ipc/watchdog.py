@@ -7,7 +7,7 @@ import os
 import select
 import threading
 
-from .control import Page, own_identity
+from .control import Page, own_identity, start_time
 
 _TICK_SECONDS = 0.1
 
@@ -28,7 +28,7 @@ class Watchdog:
         self._processes: dict[int, int] = {}  # pidfd -> rank
         namespace = own_identity()[2]
         for rank in range(page.n):
-            pid, _, other = page.identity(rank)
+            pid, started, other = page.identity(rank)
             if rank != page.rank and other == namespace and hasattr(os, "pidfd_open"):
                 try:
                     descriptor = os.pidfd_open(pid)
@@ -39,6 +39,8 @@ class Watchdog:
                 else:
                     self._processes[descriptor] = rank
                     self._poll.register(descriptor, select.POLLIN)
+                    if start_time(pid) != started:  # another process has its number by now
+                        self.lost = (rank, "its process has ended")
         self._thread = threading.Thread(target=self._run, name="ipcreduce-watchdog", daemon=True)
         self._thread.start()
 

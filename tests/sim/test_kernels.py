@@ -46,7 +46,7 @@ def test_every_wait_for_an_absent_rank_ends(ranks: int) -> None:
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "halves"])
 def test_verify_sees_how_packets_arrive(split: bool) -> None:
     library = Library("verify", "int32")
-    assert kernels.run("verify", [library], ranks=4, operations=50, split=split) == ("nothing", "ok\n")
+    assert kernels.run("verify", [library], ranks=4, operations=1000, split=split) == ("nothing", "ok\n")
 
 
 @pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name)

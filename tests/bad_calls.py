@@ -1,0 +1,350 @@
+"""A table of wrong calls: what each raises on the ranks that make it and on the others, and that all works after.
+
+tests/mpi runs it on NumPy arrays, tests/sim and tests/gpu on device arrays. The array module is handed in, as in
+tests/sweep.py.
+"""
+
+from __future__ import annotations
+
+import array
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from mpi4py import MPI
+
+import ipcreduce
+from ipcreduce import ArgumentError, PeerFailedError, RankMismatchError, UnsupportedError
+
+Call = Callable[[Any, Any], Any]  # of the array module and the communicator
+
+
+@dataclass(frozen=True)
+class Row:
+    """A wrong call, made by all ranks and then by one of them, while the others make a right one."""
+
+    name: str
+    call: Call
+    words: tuple[str, ...]  # of the message, on the ranks that make the call and on the others
+    error: type[Exception] = ArgumentError
+    others: type[Exception] = PeerFailedError
+    who: tuple[str, ...] = ("all", "one")
+    right: Call | None = None  # what the others call, if not good()
+    on: str = "any"  # "host" or "device": only for arrays of that kind
+    placed: bool = True  # the message begins with rank and call
+    waits: bool = True  # False: a call on no elements, which waits for nobody; its error comes once all have called
+
+
+# ---- right calls
+def ours(module: Any, values: Any, dtype: Any = np.float32) -> Any:
+    """An array of the module's kind with these values."""
+    host = np.array(values, dtype, order="C")
+    raw = np.frombuffer(host.tobytes() or b"\0", np.uint8)
+    return module.view(module.buffer(raw), 0, host.shape, host.dtype, None)
+
+
+def mine(module: Any, comm: Any, shape: Any = 6, dtype: Any = np.float32) -> Any:
+    """This rank's array: rank + 1 everywhere."""
+    return ours(module, np.full(shape, comm.rank + 1), dtype)
+
+
+def good(module: Any, comm: Any) -> Any:
+    """The call that a wrong one stands for or differs from."""
+    return comm.allreduce(mine(module, comm))
+
+
+def eight_calls(module: Any, comm: Any, extra: int = 0, left_out: int = 0) -> None:
+    """Calls on 1 to 8 elements; one of them twice, or not at all."""
+    for count in range(1, 9):
+        for _ in range(0 if count == left_out else 2 if count == extra else 1):
+            comm.allreduce(mine(module, comm, count))
+
+
+# ---- things that are no arrays, or not ours
+class OnDevice:
+    """An array of another library; ``changes`` are made to what it shows."""
+
+    def __init__(self, base: Any = None, **changes: Any) -> None:
+        interface = {"shape": (6,), "typestr": "<f4", "data": (0, False), "version": 3, "stream": None}
+        self.__cuda_array_interface__ = interface | getattr(base, "__cuda_array_interface__", {}) | changes
+
+    __cuda_array_interface__: Any = None
+
+
+class ByDlpack:
+    """Says where it is, and does not give its memory."""
+
+    def __init__(self, device_type: int) -> None:
+        self.device_type = device_type
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        if not self.device_type:
+            raise RuntimeError("lost its device")
+        return self.device_type, 0
+
+    def __dlpack__(self, **_: Any) -> None:
+        raise BufferError("not exported today")
+
+
+class Convertible:
+    def __array__(self, *_: Any) -> np.ndarray:
+        return np.ones(6, np.float32)
+
+
+NO_ARRAYS = {
+    "a list": [1.0, 2.0],
+    "a tuple of arrays": (np.ones(2), np.ones(2)),
+    "None": None,
+    "a str": "ones",
+    "a float": 1.0,
+    "an int": 7,
+    "a NumPy scalar": np.float32(1),
+    "a dict": {"x": np.ones(2)},
+    "bytes": b"1234",
+    "a memoryview": memoryview(b"1234"),
+    "an array.array": array.array("f", [1.0]),
+    "the class of arrays": np.ndarray,
+    "a generator": (x for x in [1.0]),
+    "an object with __array__": Convertible(),
+    "MPI.IN_PLACE": MPI.IN_PLACE,
+}
+NO_OPS = {
+    "of another case": "SUM",
+    "of another name": "mean",
+    "with a space": "sum ",
+    "empty": "",
+    "None": None,
+    "bytes": b"sum",
+    "a number": 0,
+    "a list": ["sum"],
+    "MPI's": MPI.SUM,
+    "a function": np.add,
+}
+NO_DTYPES = ["?", "F", "D"]
+NO_HOST_DTYPES = ["O", "f4,i4", "M8[s]", "m8[s]", ">f4", ">i8", "g", "S4", "U1", "V2", ml_dtypes.float8_e4m3fn]
+
+
+def bad_arrays() -> Iterator[Row]:
+    for name, thing in NO_ARRAYS.items():
+        words = ("array must be a NumPy array", type(thing).__qualname__)
+        yield Row(f"array: {name}", lambda m, c, thing=thing: c.allreduce(thing), words)
+    for device_type in (1, 10):  # the host, another maker's GPU
+        words = (f"ByDlpack on DLPack device type {device_type}",)
+        yield Row(f"array: DLPack {device_type}", lambda m, c, t=device_type: c.allreduce(ByDlpack(t)), words)
+    words = ("lost its device",)
+    yield Row("array: raises", lambda m, c: c.allreduce(ByDlpack(0)), words, RuntimeError, placed=False)
+    words = ("found a masked array",)
+    yield Row("array: masked", lambda m, c: c.allreduce(np.ma.masked_less([1.0, 2.0], 2)), words, on="host")
+    words = ("device arrays need backend",)
+    yield Row("array: needs a GPU", lambda m, c: c.allreduce(OnDevice()), words, UnsupportedError, on="host")
+    yield Row("array: masked on the device", lambda m, c: c.allreduce(OnDevice(mask=1)), ("no mask",), on="device")
+    yield Row("array: no export", lambda m, c: c.allreduce(ByDlpack(2)), ("not exported today",), on="device")
+
+
+def bad_dtypes() -> Iterator[Row]:
+    for dtype in [*NO_DTYPES, *NO_HOST_DTYPES]:
+        name = str(np.dtype(dtype))
+        yield Row(
+            f"dtype {name}",
+            lambda m, c, dtype=dtype: c.allreduce(ours(m, np.zeros(6, dtype), dtype)),
+            ("dtype must be one of float16, bfloat16,", f"found {name}"),
+            on="any" if dtype in NO_DTYPES else "host",
+        )
+
+
+def bad_ops() -> Iterator[Row]:
+    for name, op in NO_OPS.items():
+        words = ("op must be one of sum, prod, min, max, avg", f"found {op!r}".partition(" object at")[0])
+        yield Row(f"op: {name}", lambda m, c, op=op: c.allreduce(mine(m, c), op), words)
+
+
+def bad_outs() -> Iterator[Row]:
+    def out(name: str, make: Call, *words: str, on: str = "any") -> Row:
+        return Row(f"out {name}", lambda m, c: c.allreduce(mine(m, c), out=make(m, c)), ("out must", *words), on=on)
+
+    yield out("a list", lambda m, c: [0.0] * 6, "list")
+    yield out("a bool", lambda m, c: True, "bool")
+    yield out("a tuple, as of ufuncs", lambda m, c: (mine(m, c),), "tuple")
+    for shape in (5, 7, (6, 1), (1, 6), (2, 3), (), 0, (6, 6)):
+        found = f"found {np.empty(shape).shape}"
+        yield out(f"of another shape, {found}", lambda m, c, s=shape: mine(m, c, s), "shape (6,)", found)
+    for dtype in (np.int32, np.uint32, np.float64, np.float16):
+        found = f"found (6,) and {dtype.__name__}"
+        yield out(f"of {dtype.__name__}", lambda m, c, dtype=dtype: mine(m, c, 6, dtype), "dtype float32", found)
+    yield out("big-endian", lambda m, c: np.zeros(6, ">f4"), "found (6,) and >f4", on="host")
+    yield out("read-only", lambda m, c: np.frombuffer(bytes(24), "f4"), "be writable", "read-only", on="host")
+    yield out("broadcast", lambda m, c: np.broadcast_to(np.float32(0), 6), "be writable", on="host")
+    yield out("on the device", lambda m, c: OnDevice(), "be a NumPy array", "OnDevice", on="host")
+    yield out("on the host", lambda m, c: np.zeros(6, np.float32), "lie on the device", on="device")
+    yield out("read-only on the device", lambda m, c: read_only(mine(m, c)), "be writable", on="device")
+    yield Row(
+        "out read-only, in place",
+        lambda m, c: c.allreduce(array := read_only(mine(m, c)), out=array),
+        ("out must be writable",),
+        on="device",
+    )
+
+
+def bad_streams() -> Iterator[Row]:
+    for stream in (-1, "0", 1.5, True, np.float32(0), [0], object()):
+        words = ("stream must be an int, a CuPy stream", f"found {type(stream).__name__}")
+        yield Row(
+            f"stream {stream!r:.20}", lambda m, c, s=stream: c.allreduce(mine(m, c), stream=s), words, on="device"
+        )
+
+
+def differences() -> Iterator[Row]:
+    """Calls that are right by themselves, but not those of the other ranks."""
+
+    def differs(name: str, call: Call, *words: str, right: Call = good, waits: bool = True) -> Row:
+        error = RankMismatchError
+        return Row(f"{name} on one rank", call, words, error, error, ("one",), right, waits=waits)
+
+    theirs = "sum of float32 (6,)"
+    for shape in (5, 7, (2, 3), (6, 1), (1, 6), (), 0, (0, 6), 40000):
+        found = np.empty(shape).shape
+        what = f"sum of float32 {found}"
+        yield differs(what, lambda m, c, s=shape: c.allreduce(mine(m, c, s)), theirs, what, waits=0 not in found)
+    for dtype, count in ((np.int32, 6), (np.uint32, 6), (np.float64, 3), (np.float16, 12), (np.float64, 6)):
+        what = f"sum of {dtype.__name__} ({count},)"
+        yield differs(what, lambda m, c, d=dtype, n=count: c.allreduce(mine(m, c, n, d)), theirs, what)
+    for op in ("max", "avg"):
+        what = f"{op} of float32 (6,)"
+        yield differs(what, lambda m, c, op=op: c.allreduce(mine(m, c), op), theirs, what)
+    more, less = (lambda m, c: eight_calls(m, c, extra=7)), (lambda m, c: eight_calls(m, c, left_out=3))
+    yield differs("one call more", more, "float32 (7,)", "float32 (8,)", right=eight_calls)
+    yield differs("one call less", less, "float32 (3,)", "float32 (4,)", right=eight_calls)
+
+
+def bad_communicators() -> Iterator[Row]:
+    """Made by all ranks: no other rank hears of a call on no communicator."""
+    for name, call, word in (
+        ("a closed communicator", use_closed, "the communicator is closed: make a new one"),
+        ("MPI's communicator", lambda m, c: ipcreduce.allreduce(mine(m, c), comm=MPI.COMM_WORLD), "comm must be"),
+        ("the rank", lambda m, c: ipcreduce.allreduce(mine(m, c), comm=c.rank + 1), "comm must be"),
+    ):
+        yield Row(name, call, (word,), who=("all",), placed=False)
+
+
+def rows() -> list[Row]:
+    """The table."""
+    groups = (bad_arrays, bad_dtypes, bad_ops, bad_outs, bad_streams, differences, bad_communicators)
+    return [row for group in groups for row in group()]
+
+
+def read_only(array: Any) -> OnDevice:
+    """A device array whose owner forbids writing."""
+    return OnDevice(array, data=(array.__cuda_array_interface__["data"][0], True))
+
+
+def use_closed(module: Any, comm: Any) -> None:
+    closed = ipcreduce.Communicator()
+    good(module, closed)
+    closed.close()
+    closed.close()
+    good(module, closed)
+
+
+# ---- making them
+def run(module: Any, comm: Any) -> int:
+    """Makes every wrong call of the table that this kind of array can make; collective over ``MPI.COMM_WORLD``.
+
+    :returns: how many rows were run. :raises AssertionError: at the first that does not end as the table says.
+    """
+    host = isinstance(module.buffer(np.zeros(1, np.uint8)), np.ndarray)
+    right_after(module, comm, "the first")
+    count = 0
+    for number, row in enumerate(rows()):
+        if row.on == ("device" if host else "host"):
+            continue
+        for who in row.who:
+            one = number % comm.size
+            if who == "all" or comm.size > 1:
+                check(module, comm, row, None if who == "all" else one)
+            right_after(module, comm, f"{row.name!r}, made by {who}")
+        count += 1
+    return count
+
+
+def check(module: Any, comm: Any, row: Row, one: int | None) -> None:
+    """Rank ``one``, or every rank, makes the wrong call; the others the right one. All must get their errors."""
+    is_wrong = one in (None, comm.rank)
+    call = row.call if is_wrong else row.right or good
+    expected, words = row.error, list(row.words)
+    if not is_wrong:
+        expected = row.others
+        words.append(f"rank {one}")
+    where = f"{row.name!r}, made by {'all ranks' if one is None else f'rank {one}'}: rank {comm.rank}"
+    error = outcome(module, comm, call, row.waits)
+    assert type(error) is expected, f"{where} got {error!r}, not {expected.__name__}"
+    missing = [word for word in words if word not in str(error)]
+    assert not missing, f"{where}: {missing} are not in {str(error)!r}"
+    if row.placed or not is_wrong:
+        assert re.match(rf"rank {comm.rank}, call \d+: ", str(error)), f"{where}: no place in {str(error)!r}"
+
+
+def outcome(module: Any, comm: Any, call: Call, waits: bool) -> Exception | None:
+    """What a call ends in, if it is an error."""
+    try:
+        try:
+            call(module, comm)
+        finally:
+            if not waits:
+                MPI.COMM_WORLD.Barrier()
+        comm.synchronize()  # calls on the device return before they are done
+    except Exception as error:
+        return error
+    return None
+
+
+def right_after(module: Any, comm: Any, what: str) -> None:
+    """The communicator works, on every rank."""
+    try:
+        found = good(module, comm)
+        comm.synchronize()
+    except Exception as error:
+        raise AssertionError(f"rank {comm.rank}: after {what} a right call fails") from error
+    total = comm.size * (comm.size + 1) // 2
+    assert module.read(found).tolist() == [total] * 6, f"rank {comm.rank}: after {what} a right call gives {found}"
+
+
+CONSTRUCTOR: list[tuple[dict[str, Any], str]] = [
+    ({"timeout": 0}, "timeout must be a positive number of seconds; found 0"),
+    ({"timeout": -1.0}, "timeout must be a positive number"),
+    ({"timeout": float("nan")}, "timeout must be a positive number"),
+    ({"timeout": float("inf")}, "timeout must be a positive number"),
+    ({"timeout": "30"}, "timeout must be a positive number of seconds; found '30'"),
+    ({"timeout": None}, "timeout must be a positive number"),
+    ({"timeout": True}, "timeout must be a positive number"),
+    ({"algorithm": "three_shot"}, "algorithm must be None or one of"),
+    ({"algorithm": "ONE_SHOT"}, "algorithm must be None or one of"),
+    ({"algorithm": ""}, "algorithm must be None or one of"),
+    ({"algorithm": 1}, "algorithm must be None or one of"),
+    ({"algorithm": ["one_shot"]}, "algorithm must be None or one of"),
+    ({"mpi_comm": MPI.COMM_NULL}, "mpi_comm must be an mpi4py Intracomm"),
+    ({"mpi_comm": MPI.INFO_NULL}, "mpi_comm must be an mpi4py Intracomm"),
+    ({"mpi_comm": MPI}, "mpi_comm must be an mpi4py Intracomm"),
+    ({"mpi_comm": 0}, "mpi_comm must be an mpi4py Intracomm; found 0"),
+    ({"mpi_comm": "world"}, "mpi_comm must be an mpi4py Intracomm; found 'world'"),
+]
+DEVICE_CONSTRUCTOR: list[tuple[dict[str, Any], str]] = [
+    ({"device": device}, "device must be None, 'auto' or the ordinal of one of the")
+    for device in (-1, 99, "cuda:0", "AUTO", 0.0, True, [0])
+]
+
+
+def run_constructors(*, device: bool) -> int:
+    """Makes every wrong communicator, on all ranks. :returns: how many. :raises AssertionError: as :func:`run`."""
+    table = CONSTRUCTOR + (DEVICE_CONSTRUCTOR if device else [])
+    for arguments, words in table:
+        try:
+            comm = ipcreduce.Communicator(**arguments)
+        except ArgumentError as error:
+            found = str(error)
+        else:
+            raise AssertionError(f"Communicator({arguments}) is taken: {comm.describe()}")
+        assert words in found, f"Communicator({arguments}): {words!r} is not in {found!r}"
+    return len(table)

@@ -1,0 +1,147 @@
+"""The rules that keep the package small and replaceable, as tests: layers, single importers, sizes, docstrings."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ipcreduce
+from tests.machine import ROOT
+
+PACKAGE = ROOT / "ipcreduce"
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+# public -> graphs -> ipc -> cuda: a module imports none that stands further down here.
+LAYERS = (
+    ("ipcreduce.errors", "ipcreduce.numerics", "ipcreduce.lifetime"),
+    ("ipcreduce.cuda",),
+    ("ipcreduce.arrays",),
+    ("ipcreduce.ipc",),
+    ("ipcreduce.graphs",),
+    ("ipcreduce",),
+)
+LONGEST = 300
+
+
+def imports(name: str) -> Iterator[str]:
+    """The full names of all that a module imports, at its top or within a function."""
+    path = MODULES[name]
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield f"{base}.{alias.name}"
+
+
+def own(name: str) -> set[str]:
+    """The package's modules that a module imports."""
+    found = set()
+    for imported in imports(name):
+        while imported and imported not in MODULES:
+            imported = imported.rpartition(".")[0]
+        found.add(imported)
+    return found - {""}
+
+
+def layer(name: str) -> int:
+    return next(
+        number for number, names in enumerate(LAYERS) if any(name == one or name.startswith(f"{one}.") for one in names)
+    )
+
+
+def test_every_import_is_understood():
+    """The tests below see through relative imports: known ones are found."""
+    assert {"ipcreduce.cuda.driver", "ipcreduce.errors", "ipcreduce.ipc.wire"} <= own("ipcreduce.ipc.setup")
+    assert "cupy" in set(imports("ipcreduce.arrays"))
+    assert "cuda.bindings.driver" in set(imports("ipcreduce.cuda.driver"))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_go_one_way(name: str):
+    above = {other for other in own(name) if layer(other) > layer(name)}
+    assert not above, f"{name} imports {above}, which stand above it"
+
+
+def test_no_import_goes_round():
+    graph = {name: own(name) - {name} for name in MODULES}
+    while free := [name for name, others in graph.items() if not others & graph.keys()]:
+        for name in free:
+            del graph[name]
+    assert not graph, f"these import each other: {sorted(graph)}"
+
+
+@pytest.mark.parametrize(
+    ("library", "importers"),
+    [
+        ("cuda.bindings", {"ipcreduce.cuda.driver"}),
+        ("cuda.core", {"ipcreduce.cuda.compiler"}),
+        ("cupy", {"ipcreduce.arrays"}),
+        ("torch", set()),
+    ],
+)
+def test_one_importer_each(library: str, importers: set[str]):
+    found = {name for name in MODULES if any(f"{one}.".startswith(f"{library}.") for one in imports(name))}
+    assert found == importers
+
+
+def test_assembly_is_in_one_header():
+    with_assembly = set()
+    for path in (ROOT / "kernels").glob("*.cu*"):
+        code = re.sub(r"//.*|/\*.*?\*/", "", path.read_text())
+        if re.search(r"\basm\b|__asm__|\b__(syncthreads|syncwarp|ballot_sync|threadfence\w*|ldg)\b", code):
+            with_assembly.add(path.name)
+    assert with_assembly == {"sync.cuh"}
+
+
+@pytest.mark.parametrize("path", [*MODULES.values(), *(ROOT / "kernels").glob("*.cu*")], ids=lambda path: path.name)
+def test_one_sitting(path: Path):
+    assert len(path.read_text().splitlines()) <= (LONGEST if path.name != "communicator.py" else 320)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_says_what_it_is(name: str):
+    assert ast.get_docstring(ast.parse(MODULES[name].read_text()))
+
+
+def test_every_public_name_has_a_docstring():
+    missing = []
+    for name in ipcreduce.__all__:
+        thing = getattr(ipcreduce, name)
+        assert thing.__module__.startswith("ipcreduce"), f"{name} is not ours"
+        members = vars(thing) if inspect.isclass(thing) else {}
+        named = {name: thing} | {f"{name}.{member}": value for member, value in members.items() if member[0] != "_"}
+        missing += [where for where, value in named.items() if not inspect.getdoc(value)]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if "." in name])
+def test_public_functions_and_classes_have_docstrings(name: str):
+    """Those that the package's other modules use; methods and properties that are one line may speak for themselves."""
+    tree = ast.parse(MODULES[name].read_text())
+    assert not [
+        node.name
+        for node in tree.body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name[0] != "_" and not ast.get_docstring(node)
+    ]
+
+
+def test_only_documented_environment_variables():
+    """Few, prefixed, and each in the README's table."""
+    code = "".join(path.read_text() for path in MODULES.values())
+    read = set(re.findall(r"environ(?:\.get\(|\[)\s*\"(\w+)\"", code))
+    assert read
+    readme = (ROOT / "README.md").read_text()
+    for variable in read - {"XDG_CACHE_HOME"}:
+        assert variable.startswith("IPCREDUCE_")
+        assert variable in readme

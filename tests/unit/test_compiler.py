@@ -1,0 +1,260 @@
+"""Every kernel compiles for every architecture, with no GPU; the cache is quick, private, and knows its sources."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ipcreduce.cuda import compiler
+from ipcreduce.errors import IpcReduceError, UnsupportedError
+from ipcreduce.numerics import DTYPE_NAMES, OPS
+from tests import machine
+
+pytest.importorskip("cuda.core", reason="cuda-core is not installed")
+
+KERNELS = sorted(path.stem for path in (machine.ROOT / "kernels").glob("*.cu"))
+ARCHITECTURES = [(8, 0), (9, 0), (10, 0), (12, 0)]
+
+
+def macros(dtype: str = "float32", op: str = "sum", *, n: int = 2, rank: int = 0, whole: int = 1) -> dict[str, str]:
+    return {
+        "IPCREDUCE_RANKS": str(n),
+        "IPCREDUCE_RANK": str(rank),
+        "IPCREDUCE_DTYPE": dtype,
+        "IPCREDUCE_OP": op,
+        "IPCREDUCE_WHOLE_PACKETS": str(whole),
+    }
+
+
+def forget() -> None:
+    """What the compiler keeps from one call to the next."""
+    for cached in (compiler.kernel_directory, compiler._headers_digest, compiler._cache):
+        cached.cache_clear()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One cache for all tests of this file, empty at first."""
+    path = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IPCREDUCE_CACHE_DIR", str(path))
+        forget()
+        yield path
+    forget()
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of the kernels, which the compiler takes for the real ones."""
+    path = tmp_path / "kernels"
+    shutil.copytree(machine.ROOT / "kernels", path)
+    forget()
+    monkeypatch.setattr(compiler, "kernel_directory", lambda: path)
+    yield path
+    compiler._headers_digest.cache_clear()
+
+
+@pytest.fixture
+def fresh_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "fresh"
+    monkeypatch.setenv("IPCREDUCE_CACHE_DIR", str(path))
+    compiler._cache.cache_clear()
+    yield path
+    compiler._cache.cache_clear()
+
+
+# ---- kernels
+@pytest.mark.parametrize("capability", ARCHITECTURES, ids="sm_{0[0]}{0[1]}".format)
+def test_every_kernel_compiles(capability: tuple[int, int]):
+    """Each dtype and each op with each kernel, in turn with the ranks and worlds."""
+    turn = ARCHITECTURES.index(capability)
+    for kernel in KERNELS:
+        for index, dtype in enumerate(DTYPE_NAMES if kernel != "verify" else ["int32"]):
+            n = 1 + (index + turn) % 8
+            op = OPS[(index + turn) % len(OPS)] if kernel != "verify" else "sum"
+            given = macros(dtype, op, n=max(2, n), rank=n // 2, whole=index % 2)
+            cubin = compiler.compile_kernel(kernel, given, capability)
+            assert cubin.startswith(b"\x7fELF")
+            assert f".text.{kernel}\0".encode() in cubin, "no such kernel in the binary"
+            assert architecture_of(cubin) == 10 * capability[0] + capability[1]
+
+
+def architecture_of(cubin: bytes) -> int:
+    """From e_flags of the ELF header: in its low byte, or in the second since CUDA 13's format."""
+    flags = int.from_bytes(cubin[48:52], "little")
+    return flags >> 8 & 0xFF if cubin[8] >= 8 else flags & 0xFF
+
+
+def test_every_pair_of_dtype_and_op_compiles():
+    """Templates may fail for a single pair."""
+    for dtype in DTYPE_NAMES:
+        for op in OPS:
+            compiler.compile_kernel("one_shot", macros(dtype, op), (9, 0))
+
+
+def test_programmatic_launch_only_where_there_is_such_a_thing(sources: Path):
+    """sm_80 has no griddepcontrol: it compiles because the header leaves it out there."""
+    header = sources / "sync.cuh"
+    header.write_text(header.read_text().replace("#if __CUDA_ARCH__ >= 900", "#if 1"))
+    compiler.compile_kernel("one_shot", macros(), (9, 0))
+    with pytest.raises(IpcReduceError, match="griddepcontrol"):
+        compiler.compile_kernel("one_shot", macros(), (8, 0))
+
+
+def test_no_headers_but_ours():
+    """NVRTC from a wheel has none of CUDA's."""
+    for path in (machine.ROOT / "kernels").glob("*.cu*"):
+        for header in re.findall(r"^\s*#\s*include\s*(.*)$", path.read_text(), re.M):
+            assert (machine.ROOT / "kernels" / header.strip("<>")).is_file(), f"{path.name} includes {header}"
+            assert header.startswith("<"), "with quotes the tests' stand-in for sync.cuh would not be found"
+
+
+# ---- errors
+def test_an_error_in_a_kernel_shows_file_and_line(sources: Path):
+    text = (sources / "one_shot.cu").read_text()
+    line = text.count("\n") + 1
+    (sources / "one_shot.cu").write_text(text + "int broken = nonsense;\n")
+    with pytest.raises(IpcReduceError, match=rf"one_shot\.cu\({line}\).*nonsense") as caught:
+        compiler.compile_kernel("one_shot", macros(), (9, 0))
+    assert str(caught.value).startswith("one_shot.cu does not compile for sm_90:\n")
+    assert not isinstance(caught.value, UnsupportedError)
+
+
+def test_an_error_in_a_header_shows_file_and_line(sources: Path):
+    text = (sources / "vec.cuh").read_text()
+    (sources / "vec.cuh").write_text(text + "int broken = nonsense;\n")
+    with pytest.raises(IpcReduceError, match=rf"vec\.cuh\({text.count(chr(10)) + 1}\).*nonsense"):
+        compiler.compile_kernel("one_shot", macros(), (9, 0))
+
+
+def test_an_unknown_dtype_does_not_compile():
+    with pytest.raises(IpcReduceError, match=r"reduce\.cuh\(\d+\)"):
+        compiler.compile_kernel("one_shot", macros("float7"), (9, 0))
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'ipcreduce\[cuda13\]'"):
+        compiler.compile_kernel("one_shot", macros(), (9, 0))
+
+
+# ---- the cache
+def test_the_second_time_is_quick_and_the_same(fresh_cache: Path):
+    first = compiler.compile_kernel("two_shot", macros("int8", "avg", n=4), (9, 0))
+    compiler._cache.cache_clear()
+    started = time.perf_counter()
+    second = compiler.compile_kernel("two_shot", macros("int8", "avg", n=4), (9, 0))
+    assert time.perf_counter() - started < 0.05
+    assert second == first
+    assert len(list(fresh_cache.rglob("*"))) > 0
+
+
+def test_another_process_finds_it(fresh_cache: Path):
+    """With NVRTC out of reach, so that only the cache can give it."""
+    cubin = compiler.compile_kernel("one_shot", macros("uint8", "max"), (8, 0))
+    program = (
+        "import sys, cuda.core; cuda.core.Program = None\n"
+        "from ipcreduce.cuda import compiler\n"
+        f"sys.stdout.buffer.write(compiler.compile_kernel('one_shot', {macros('uint8', 'max')}, (8, 0)))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], env=machine.environment(), capture_output=True)
+    assert run.stdout == cubin, run.stderr.decode()
+
+
+@pytest.mark.parametrize("change", [{"n": 3}, {"rank": 1}, {"dtype": "float16"}, {"op": "avg"}, {"whole": 0}], ids=str)
+def test_what_is_compiled_in_is_part_of_the_key(change: dict[str, Any]):
+    other = compiler.compile_kernel("one_shot", macros(**change), (9, 0))
+    assert compiler.compile_kernel("one_shot", macros(), (9, 0)) != other
+
+
+def test_a_changed_header_is_compiled_anew(sources: Path):
+    before = compiler.compile_kernel("one_shot", macros(), (9, 0))
+    header = sources / "exchange.cuh"
+    text = header.read_text()
+    changed = text.replace("kSpinsBetweenChecks = 256", "kSpinsBetweenChecks = 64")
+    assert changed != text
+    header.write_text(changed)
+    compiler._headers_digest.cache_clear()  # read once a process
+    assert compiler.compile_kernel("one_shot", macros(), (9, 0)) != before
+    header.write_text(text)
+    compiler._headers_digest.cache_clear()
+    assert compiler.compile_kernel("one_shot", macros(), (9, 0)) == before
+
+
+def test_a_changed_kernel_is_compiled_anew(sources: Path):
+    before = compiler.compile_kernel("verify", macros(), (9, 0))
+    kernel = sources / "verify.cu"
+    kernel.write_text(kernel.read_text().replace("kWrong = 3", "kWrong = 5"))
+    assert compiler.compile_kernel("verify", macros(), (9, 0)) != before
+
+
+def test_the_cache_is_private(fresh_cache: Path):
+    before = os.umask(0)
+    try:
+        compiler.compile_kernel("verify", macros(), (9, 0))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(fresh_cache.stat().st_mode) == 0o700
+    entries = [path for path in fresh_cache.rglob("*") if path.is_file()]
+    assert entries
+    assert all(stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 for path in entries)
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o720, 0o702, 0o777])
+def test_a_cache_that_others_may_write_is_refused(fresh_cache: Path, mode: int):
+    fresh_cache.mkdir()
+    fresh_cache.chmod(mode)
+    with pytest.raises(UnsupportedError, match=rf"found owner \d+ and mode {mode:04o}. Run chmod 700") as caught:
+        compiler.compile_kernel("one_shot", macros(), (9, 0))
+    assert str(fresh_cache) in str(caught.value)
+    assert "IPCREDUCE_CACHE_DIR" in str(caught.value)
+    assert not any(fresh_cache.iterdir())
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+def test_a_cache_of_another_user_is_refused(fresh_cache: Path):
+    fresh_cache.mkdir(mode=0o700)
+    os.chown(fresh_cache, 12345, -1)
+    with pytest.raises(UnsupportedError, match="expected owner 0 and mode 0700, found owner 12345 and mode 0700"):
+        compiler.compile_kernel("one_shot", macros(), (9, 0))
+
+
+def test_a_cache_that_cannot_be_made_is_an_error_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As where $HOME is missing or read-only, which is common in containers."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("IPCREDUCE_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.raises(UnsupportedError, match="IPCREDUCE_CACHE_DIR"):
+        compiler.cache_directory()
+
+
+def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("IPCREDUCE_CACHE_DIR", raising=False)
+    assert compiler.cache_directory() == tmp_path / "home" / ".cache" / "ipcreduce"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert compiler.cache_directory() == tmp_path / "xdg" / "ipcreduce"
+    monkeypatch.setenv("IPCREDUCE_CACHE_DIR", str(tmp_path / "deep" / "own"))
+    assert compiler.cache_directory() == tmp_path / "deep" / "own"
+    assert compiler.cache_directory().is_dir()
+
+
+def test_kernels_are_found_as_package_data_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Where there is no source tree around the package: ipcreduce.kernels, as a wheel installs it."""
+    site = tmp_path / "site"
+    shutil.copytree(machine.ROOT / "ipcreduce", site / "ipcreduce", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(machine.ROOT / "kernels", site / "ipcreduce" / "kernels")
+    program = "from ipcreduce.cuda import compiler; print(compiler.kernel_directory())"
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    output = subprocess.check_output([sys.executable, "-c", program], env=environment, cwd=tmp_path, text=True)
+    assert output.strip() == str(site / "ipcreduce" / "kernels")

@@ -1,0 +1,329 @@
+"""The control page, with the ranks as several mappings of one file in this process."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import stat
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ipcreduce.errors import PeerFailedError, PeerTimeoutError, RankMismatchError
+from ipcreduce.ipc import control
+from ipcreduce.ipc.control import Page, host_signature, signature
+from ipcreduce.numerics import DTYPE_NAMES, OPS
+
+SUM = signature((10,), "float32", "sum", 40)
+
+
+def make_pages(n: int) -> list[Page]:
+    first = Page.create(0, n)
+    pages = [first, *(Page.open(first.path, rank, n) for rank in range(1, n))]
+    for page in pages:
+        page.join(*control.own_identity())
+    first.unlink()
+    return pages
+
+
+@pytest.fixture
+def pages() -> list[Page]:
+    return make_pages(3)
+
+
+# ---- the file
+def test_only_this_user_opens_the_file_and_it_goes():
+    page, other = Page.create(0, 2), Page.create(0, 2)
+    path, status = Path(page.path), os.stat(page.path)
+    page.unlink()
+    other.unlink()
+    assert path.parent == Path("/dev/shm")
+    assert other.path != page.path
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_uid == os.getuid()
+    assert status.st_size == page.nbytes == control.page_bytes(2)
+    assert not path.exists()
+    page.unlink()  # again is harmless
+    page.abort()  # the mapping stays
+    assert page.aborted
+
+
+def test_nothing_is_left_of_a_page():
+    gc.collect()
+    descriptors, maps = len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("ipcreduce-")
+    make_pages(4)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert Path("/proc/self/maps").read_text().count("ipcreduce-") == maps
+
+
+def test_no_link_is_followed(tmp_path: Path):
+    page = Page.create(0, 2)
+    (tmp_path / "link").symlink_to(page.path)
+    with pytest.raises(OSError, match="symbolic links"):
+        Page.open(str(tmp_path / "link"), 1, 2)
+    page.unlink()
+
+
+def test_a_page_that_has_gone_is_an_error():
+    with pytest.raises(FileNotFoundError):
+        Page.open("/dev/shm/ipcreduce-no-such-page", 1, 2)
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_whole_pages_and_aligned_words(n: int):
+    assert control.page_bytes(n) % mmap.PAGESIZE == 0
+    assert control.page_bytes(n) >= control.HEAD_BYTES + n * control._RANK.itemsize
+    assert control._RANK.itemsize % 8 == control._CALL.itemsize % 8 == 0, "words are read as 8 aligned bytes"
+    assert control.HEAD_BYTES % mmap.PAGESIZE == 0, "the GPUs get whole pages"
+    lines = [control.ABORT_OFFSET, *(control.missing_offset(rank) for rank in range(n))]
+    assert len({offset // 64 for offset in lines}) == n + 1, "a cache line each"
+    assert max(lines) + 4 <= control.HEAD_BYTES
+
+
+def test_ranks_see_each_other(pages: list[Page]):
+    pid, started, namespace = control.own_identity()
+    assert pid == os.getpid()
+    assert started > 0
+    assert namespace == os.stat("/proc/self/ns/pid").st_ino
+    assert all(page.identity(rank) == (pid, started, namespace) for page in pages for rank in range(3))
+    pages[2].leave()
+    assert [page.has_left(2) for page in pages] == [True] * 3
+    assert [page.has_left(1) for page in pages] == [False] * 3
+
+
+# ---- signatures
+def test_signatures_differ_in_all_that_matters():
+    different = [
+        signature((10,), "float32", "sum", 40),
+        signature((10,), "int32", "sum", 40),
+        signature((10,), "float32", "max", 40),
+        signature((11,), "float32", "sum", 44),
+        signature((5, 2), "float32", "sum", 40),
+        signature((2, 5), "float32", "sum", 40),
+        signature((10, 1), "float32", "sum", 40),
+        signature((), "float32", "sum", 4),
+        signature((1,), "float32", "sum", 4),
+        signature((0,), "float32", "sum", 0),
+        signature((0, 3), "float32", "sum", 0),
+        signature((1, 2, 3, 4, 5, 6), "float32", "sum", 2880),
+        signature((1, 2, 3, 4, 5, 7), "float32", "sum", 3360),  # beyond the dimensions that are named
+        host_signature((10,), "float32", "sum", 40),
+    ]
+    assert len({one.crc for one in different}) == len(different)
+    assert len({one.record for one in different}) == len(different)
+    assert signature((10,), "float32", "sum", 40) == SUM
+
+
+def test_every_pair_of_dtype_and_op_differs():
+    assert len({signature((8,), dtype, op, 8).crc for dtype in DTYPE_NAMES for op in OPS}) == 60
+
+
+def test_host_calls_all_look_alike():
+    """MPI compares those; here they differ only from device calls."""
+    assert host_signature((3,), "int8", "max", 3).crc == host_signature((4,), "float64", "sum", 32).crc
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        (SUM, "sum of float32 (10,)"),
+        (signature((), "bfloat16", "avg", 2), "avg of bfloat16 ()"),
+        (signature((2, 3, 4), "uint64", "prod", 192), "prod of uint64 (2, 3, 4)"),
+        (host_signature((7,), "int8", "max", 7), "max of int8 (7,) on the host"),
+    ],
+)
+def test_described_alike_here_and_there(pages: list[Page], what: control.Signature, text: str):
+    assert str(what) == text
+    pages[0].enter(1, what, stream=0)
+    assert pages[1].describe(0, 1) == text
+
+
+def test_many_dimensions_are_counted(pages: list[Page]):
+    pages[0].enter(1, signature((1, 2, 3, 4, 5, 6, 7), "int8", "sum", 5040), 0)
+    assert pages[1].describe(0, 1) == "sum of int8 (1, 2, 3, 4, 5) (7 dimensions)"
+
+
+# ---- the flight recorder
+def test_equal_calls_pass(pages: list[Page]):
+    for call in range(1, 3 * control.RING):  # round the ring, and on
+        for page in pages:
+            assert page.enter(call, SUM, stream=call) is None
+    assert [page.call_of(1) for page in pages] == [3 * control.RING - 1] * 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        signature((10,), "int32", "sum", 40),
+        signature((10,), "float32", "min", 40),
+        signature((5, 2), "float32", "sum", 40),
+        host_signature((10,), "float32", "sum", 40),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("call", [1, 7, control.RING, control.RING + 1, 5 * control.RING - 1, (1 << 32) + 3])
+def test_whoever_comes_second_sees_the_difference(pages: list[Page], other: control.Signature, call: int):
+    assert pages[0].enter(call, SUM, 0) is None
+    assert pages[2].enter(call, other, 0) == 0
+    assert pages[1].enter(call, SUM, 0) == 2
+    assert pages[1].describe(2, call) == str(other)
+
+
+def test_ranks_may_be_apart(pages: list[Page]):
+    """One that runs ahead is compared when the other comes to that call, not before."""
+    different = signature((3,), "int8", "sum", 3)
+    for call in range(1, 6):
+        assert pages[0].enter(call, different if call == 4 else SUM, 0) is None
+    assert [pages[1].enter(call, SUM, 0) for call in range(1, 6)] == [None, None, None, 0, None]
+
+
+def test_a_call_that_the_ring_has_overwritten_is_not_compared(pages: list[Page]):
+    pages[0].enter(1, signature((3,), "int8", "sum", 3), 0)
+    pages[0].enter(1 + control.RING, SUM, 0)
+    assert pages[1].enter(1, SUM, 0) is None
+    assert pages[1].describe(0, 1) == ""
+    assert pages[1].describe(0, 1 + control.RING) == str(SUM)
+
+
+def test_nothing_to_describe_yet(pages: list[Page]):
+    assert pages[0].describe(1, 0) == pages[0].describe(1, 1) == ""
+    assert pages[0].call_of(1) == 0
+
+
+def test_a_rank_writes_only_its_own_block(pages: list[Page]):
+    blocks = slice(control.HEAD_BYTES, control.HEAD_BYTES + 3 * control._RANK.itemsize)
+    before = np.frombuffer(pages[0]._map, np.uint8)[blocks].reshape(3, -1).copy()
+    for call in (1, 500, control.RING - 1):
+        pages[1].enter(call, SUM, stream=0xFFFF_FFFF_FFFF_FFFF)
+    pages[1].post(control.REFUSED, 1, "x" * 5000)
+    pages[1].leave()
+    after = np.frombuffer(pages[0]._map, np.uint8)[blocks].reshape(3, -1)
+    assert (after != before).any(axis=1).tolist() == [False, True, False]
+
+
+# ---- faults
+def test_a_fault_raises_everybodys_abort_word(pages: list[Page]):
+    assert not any(page.aborted for page in pages)
+    assert pages[0].fault() is None
+    pages[1].post(control.REFUSED, 4, "ArgumentError: op must be sum")
+    assert all(page.aborted for page in pages)
+    assert pages[2].fault() == (4, 1, control.REFUSED, "ArgumentError: op must be sum")
+
+
+def test_the_abort_word_is_the_pages_first(pages: list[Page]):
+    """Where the kernels look for it."""
+    pages[1].abort()
+    assert bytes(pages[0]._map[:8]) == b"\1" + bytes(7)
+
+
+def test_the_earliest_fault_counts(pages: list[Page]):
+    pages[2].post(control.MISMATCH, 9, "late")
+    pages[1].post(control.REFUSED, 5, "early")
+    assert pages[0].fault() == (5, 1, control.REFUSED, "early")
+
+
+def test_a_refused_call(pages: list[Page]):
+    pages[1].post(control.REFUSED, 4, "ArgumentError: op must be sum")
+    error = pages[2].explain(6, 30.0)
+    assert type(error) is PeerFailedError
+    assert str(error) == (
+        "rank 2, call 6: expected call 4 on every rank; found that rank 1 refused it (ArgumentError: op must be sum). "
+        "The communicator can be used again."
+    )
+
+
+def test_a_mismatch(pages: list[Page]):
+    pages[0].post(control.MISMATCH, 7, "sum of int8 (3,) on rank 0 and sum of int8 (4,) on rank 1")
+    error = pages[1].explain(7, 30.0)
+    assert type(error) is RankMismatchError
+    assert str(error) == (
+        "rank 1, call 7: expected the same call 7 on every rank; found sum of int8 (3,) on rank 0 and sum of int8 (4,) "
+        "on rank 1. Make the ranks' programs agree; the communicator can be used again."
+    )
+
+
+def miss(page: Page, *ranks: int) -> None:
+    """What this rank's kernels write when their waits for these ranks pass the deadline."""
+    word = np.frombuffer(page._map, np.uint32, 1, control.missing_offset(page.rank))
+    word[0] = sum(1 << rank for rank in ranks)
+
+
+def test_a_timeout_says_who_never_came_and_what_it_did_last(pages: list[Page]):
+    for page in pages:
+        page.enter(1, SUM, 0)
+    for rank in (0, 2):
+        pages[rank].enter(2, signature((6,), "int64", "max", 48), 0)
+        miss(pages[rank], 1)
+    pages[0].abort()
+    error = pages[0].explain(2, 1.5)
+    assert type(error) is PeerTimeoutError
+    assert str(error) == (
+        "rank 0, call 2: expected every rank within 1.5 s; found rank 1 never came: its last call was 1 "
+        "(sum of float32 (10,)); ranks [0, 2] are at call 2 (max of int64 (6,)). Look for a rank that waits elsewhere "
+        "(a transfer, a lock, another collective), or raise timeout=."
+    )
+
+
+def test_a_rank_that_never_called(pages: list[Page]):
+    pages[0].enter(1, SUM, 0)
+    miss(pages[0], 1, 2)
+    text = str(pages[0].explain(1, 1.0))
+    assert "rank 1 never came: its last call was 0; rank 2 never came: its last call was 0; ranks [0] are at" in text
+
+
+def test_a_chain_of_waits_ends_at_the_rank_that_is_behind(pages: list[Page]):
+    """Rank 0 waits for 1, which is at the same call and waits for 2, the one to look for."""
+    for rank in (0, 1):
+        pages[rank].enter(1, SUM, 0)
+        miss(pages[rank], rank + 1)
+    text = str(pages[0].explain(1, 1.0))
+    assert "rank 2 never came" in text
+    assert "rank 1 never came" not in text
+
+
+def test_the_late_rank_itself_can_explain(pages: list[Page]):
+    """It comes after the others gave up: it is at their call by now, so the missing bits alone name it."""
+    for page in pages:
+        page.enter(1, SUM, 0)
+    miss(pages[0], 2)
+    assert "rank 2 never came" in str(pages[2].explain(1, 1.0))
+
+
+def test_clear_takes_back_ones_own(pages: list[Page]):
+    for page in pages[:2]:
+        miss(page, 2)
+        page.post(control.REFUSED, 1, "why")
+    pages[0].clear()
+    assert pages[2].fault() == (1, 1, control.REFUSED, "why"), "another rank's fault is its own to clear"
+    pages[1].clear()
+    assert not any(page.aborted for page in pages)
+    assert pages[2].fault() is None
+    assert not np.frombuffer(pages[2]._map, np.uint8, control.HEAD_BYTES).any()
+
+
+def test_long_and_foreign_texts(pages: list[Page]):
+    pages[1].post(control.REFUSED, 1, "é" * 5000)
+    text = pages[0].fault()[3]
+    assert text.startswith("é" * 500)
+    pages[1].post(control.REFUSED, 1, "short")
+    assert pages[0].fault()[3] == "short"
+
+
+def test_a_lost_rank(pages: list[Page]):
+    pages[1].enter(3, SUM, 0)
+    assert str(pages[0].lost(4, 1, "its process has ended")) == (
+        "rank 0, call 4: expected rank 1 to take part; found that its process has ended, after its call 3. The "
+        "communicator can only be closed."
+    )
+
+
+def test_the_record_is_where_enter_writes_it():
+    """A signature's record fills an entry from ``nbytes`` on; key and stream are two words before it."""
+    fields = control._CALL.fields
+    assert (fields["key"][1], fields["stream"][1], fields["nbytes"][1]) == (0, 8, 16)
+    assert len(SUM.record) == control._CALL.itemsize - 16
+    assert SUM.crc == zlib.crc32(repr(((10,), "float32", "sum")).encode())

@@ -1,0 +1,91 @@
+"""The driver's calls over stand-ins for cuda.bindings: what is said where it, the driver or a GPU is missing."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ipcreduce.cuda import driver
+from ipcreduce.errors import CudaError, UnsupportedError
+
+
+class Bindings(types.ModuleType):
+    """Answers each call with what it is told."""
+
+    def __init__(self, **answers: Any) -> None:
+        super().__init__("cuda.bindings.driver")
+        self.answers = {"cuInit": lambda *_: (0,)} | answers
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.__dict__.get("answers", {}):
+            raise AttributeError(name)
+        return self.answers[name]
+
+
+@pytest.fixture
+def bindings(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def use(module: types.ModuleType | None) -> None:
+        monkeypatch.setattr(driver, "_bindings", None)
+        package = types.ModuleType("cuda.bindings")
+        package.driver = module
+        monkeypatch.setitem(sys.modules, "cuda.bindings", None if module is None else package)
+        monkeypatch.setitem(sys.modules, "cuda.bindings.driver", module)
+
+    return use
+
+
+CALLS = [
+    driver.device_count,
+    driver.driver_version,
+    driver.current_context,
+    driver.memory_info,
+    driver.synchronize,
+    driver.create_event,
+    lambda: driver.allocate(1 << 20),
+    lambda: driver.device_info(0),
+    lambda: driver.open_memory(bytes(64)),
+    lambda: driver.capture_id(0),
+    lambda: driver.Launch(1, 1, 32, np.zeros(17, np.uint64)),
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_no_bindings(bindings: Any, call: Any):
+    bindings(None)
+    with pytest.raises(UnsupportedError, match=r"cuda-python is not installed .*pip install 'ipcreduce\[cuda13\]'"):
+        call()
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_no_driver(bindings: Any, call: Any):
+    def fail(flags: int) -> None:
+        raise RuntimeError("Failed to dlopen libcuda.so.1")
+
+    bindings(Bindings(cuInit=fail))
+    with pytest.raises(UnsupportedError, match=r"no NVIDIA driver on this machine .*libcuda\.so\.1"):
+        call()
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_no_gpu(bindings: Any, call: Any):
+    bindings(Bindings(cuInit=lambda flags: (100,)))  # CUDA_ERROR_NO_DEVICE
+    with pytest.raises(UnsupportedError, match=r"cuInit gave 100\): is a GPU visible\?"):
+        call()
+
+
+def test_a_call_that_fails_is_named(bindings: Any):
+    answers = {"cuMemAlloc": lambda nbytes: (2, None), "cuGetErrorString": lambda code: (0, b"out of memory")}
+    bindings(Bindings(**answers))
+    with pytest.raises(CudaError, match="cuMemAlloc failed: 2, out of memory") as caught:
+        driver.allocate(1 << 60)
+    assert (caught.value.call, caught.value.code) == ("cuMemAlloc", 2)
+
+
+def test_an_error_that_the_driver_does_not_know(bindings: Any):
+    bindings(Bindings(cuMemFree=lambda address: (9999,), cuGetErrorString=lambda code: (1, None)))
+    with pytest.raises(CudaError, match="unknown error"):
+        driver.free(1)

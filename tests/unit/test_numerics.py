@@ -1,0 +1,154 @@
+"""fold() against tests/reference.py, against Python's own integers and floats, and on the values that go wrong."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ipcreduce import numerics
+from ipcreduce.numerics import fold
+from tests import reference
+
+INTEGERS = [dtype for dtype in reference.DTYPES if not reference.is_float(dtype)]
+FLOATS = [dtype for dtype in reference.DTYPES if reference.is_float(dtype)]
+
+
+def special_values(dtype: np.dtype) -> np.ndarray:
+    """Every pattern of bits of 16-bit types; of others those at the edges, and what an empty slot holds."""
+    if dtype.itemsize <= 2:
+        return np.arange(1 << 8 * dtype.itemsize, dtype=f"u{dtype.itemsize}").view(dtype)
+    if not reference.is_float(dtype):
+        edge = np.iinfo(dtype)
+        return np.array([edge.min, edge.min + 1, 0, 1, 2, 3, 7, edge.max // 2, edge.max - 1, edge.max], dtype)
+    edge = np.finfo(dtype)
+    size = [0.0, edge.smallest_subnormal, edge.tiny, edge.eps, 1.0, 1.5, 3.0, edge.max, np.inf, np.nan]
+    values = np.array([sign * value for sign in (1, -1) for value in size], dtype)
+    return np.append(values, np.frombuffer(b"\xff" * dtype.itemsize, dtype))
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+@pytest.mark.parametrize("op", reference.OPS)
+@pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
+def test_agrees_with_the_reference(dtype: np.dtype, op: str, n: int):
+    rng = np.random.default_rng([dtype.num, n, len(op)])
+    special = special_values(dtype)
+    values = [
+        np.concatenate([
+            reference.random_array(rng, (97,), dtype, special=True),
+            rng.choice(special, 400),
+            reference.random_array(rng, (97,), dtype, special=False),
+        ])
+        for _ in range(n)
+    ]  # fmt: skip
+    given_values = [value.copy() for value in values]
+    found = fold(values, op)
+    with np.errstate(invalid="ignore"):  # as signalling NaN are widened to be compared
+        assert reference.same(found, reference.reduce(values, op))
+    regular = slice(497, None)
+    assert reference.close(found[regular], [value[regular] for value in values], op)
+    assert all(value.tobytes() == before.tobytes() for value, before in zip(values, given_values, strict=True))
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@given(st.data())
+@settings(deadline=None, max_examples=60)
+def test_integers_are_exact(dtype: np.dtype, data: st.DataObject):
+    edge = np.iinfo(dtype)
+    low, high = int(edge.min), int(edge.max)
+    one = st.integers(low, high) | st.sampled_from([low, low + 1, high - 1, high])
+    numbers = data.draw(st.lists(one, min_size=1, max_size=8))
+    values = [np.array([number], dtype) for number in numbers]
+
+    def wrapped(number: int) -> int:
+        return (number - low) % (high - low + 1) + low
+
+    assert int(fold(values, "sum")[0]) == wrapped(sum(numbers))
+    assert int(fold(values, "prod")[0]) == wrapped(math.prod(numbers))
+    assert int(fold(values, "min")[0]) == min(numbers)
+    assert int(fold(values, "max")[0]) == max(numbers)
+    assert int(fold(values, "avg")[0]) == math.trunc(Fraction(sum(numbers), len(numbers)))
+
+
+@given(st.lists(st.floats(width=64), min_size=1, max_size=8))
+@settings(deadline=None)
+def test_float64_is_accumulated_in_order(numbers: list[float]):
+    """Bit for bit what Python's own floats give, one by one from the first; NaN as such."""
+    values = [np.array([number]) for number in numbers]
+    total = functools.reduce(operator.add, numbers)  # not sum(), which compensates since Python 3.12
+    for op, expected in {
+        "sum": total, "prod": functools.reduce(operator.mul, numbers), "avg": total / len(numbers),
+    }.items():  # fmt: skip
+        found = float(fold(values, op)[0])
+        assert found.hex() == expected.hex() or (math.isnan(found) and math.isnan(expected))
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in FLOATS if dtype.itemsize == 2], ids=str)
+def test_half_types_round_once(dtype: np.dtype):
+    """1 + u + u, with u half a unit in the last place: rounded at every step it stays 1, rounded once it does not."""
+    unit = float(ml_dtypes.finfo(dtype).eps)
+    one, half_unit = np.array([1.0], dtype), np.array([unit / 2], dtype)
+    assert float(fold([one, half_unit, half_unit], "sum")[0]) == 1 + unit
+    largest = np.array([ml_dtypes.finfo(dtype).max], dtype)
+    if dtype == np.float16:  # the sum passes the largest float16 on the way; float32 holds it
+        assert fold([largest, largest, -largest], "sum") == largest
+        assert fold([largest, largest], "avg") == largest
+    assert np.isinf(fold([largest, largest], "sum"))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("n", [1, 2, 8])
+def test_zeros_denormals_and_nan(dtype: np.dtype, n: int):
+    minus, plus, nan = (np.array([value], dtype) for value in (-0.0, 0.0, np.nan))
+    tiny = np.array([1], f"u{dtype.itemsize}").view(dtype)  # the smallest denormal
+    assert np.signbit(fold([minus] * n, "sum")), "a sum starts from rank 0's value, not from +0"
+    assert fold([tiny] * n, "max").tobytes() == tiny.tobytes()
+    assert fold([tiny] * n, "sum").tobytes() == np.array([n], f"u{dtype.itemsize}").tobytes(), "denormals are kept"
+    for position in range(n):
+        values = [plus] * n
+        values[position] = nan
+        for op in reference.OPS:
+            assert np.isnan(fold(values, op)), f"{op} lost the NaN of rank {position}"
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("op", ["min", "max"])
+def test_of_equal_values_the_first_stays(dtype: np.dtype, op: str):
+    minus, plus = np.array([-0.0], dtype), np.array([0.0], dtype)
+    for first, second in ((minus, plus), (plus, minus)):
+        assert fold([first, second, second], op).tobytes() == first.tobytes()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (2, 3), (1, 1, 1, 1, 1, 1, 1, 2)])
+@pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
+def test_keeps_shape_and_dtype(shape: tuple[int, ...], dtype: np.dtype):
+    for op in reference.OPS:
+        found = fold([np.ones(shape, dtype)] * 3, op)
+        assert isinstance(found, np.ndarray)
+        assert (found.shape, found.dtype) == (shape, dtype)
+
+
+def test_layout_does_not_matter():
+    rng = np.random.default_rng(3)
+    values = [rng.standard_normal((6, 4)) for _ in range(4)]
+    turned = [np.asfortranarray(value)[::-1][::-1] for value in values]
+    assert fold(turned, "sum").tolist() == fold(values, "sum").tolist()
+
+
+def test_names_and_codes():
+    """Every dtype by its own name, C's synonyms included, and nothing else."""
+    assert {numerics.DTYPES[dtype] for dtype in reference.DTYPES} == set(numerics.DTYPE_NAMES)
+    assert sorted(numerics.OPS) == sorted(reference.OPS)
+    for code in "bhilqBHILQefd":
+        dtype = np.dtype(code)
+        assert numerics.DTYPES[dtype] == dtype.name
+    for other in ("?", "F", "D", "g", "M8[s]", "m8[s]", ">f4", ">i8", "S4", "U1", "O", "V2", "f4,i4"):
+        assert np.dtype(other) not in numerics.DTYPES
+    assert np.dtype(ml_dtypes.float8_e4m3fn) not in numerics.DTYPES

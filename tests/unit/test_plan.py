@@ -1,0 +1,226 @@
+"""The plan covers every message, fits every workspace, and agrees with the kernels' own constants and formulas."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ipcreduce.ipc import plan, workspace
+from ipcreduce.numerics import DTYPE_NAMES, OPS
+from tests.machine import ROOT
+
+KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
+KERNELS = ROOT / "kernels"
+
+worlds = st.integers(2, plan.MAX_RANKS)
+# Sizes of every order of magnitude, and those beside a round one, where an off-by-one would be.
+sizes = st.integers(1, 64 * MB) | st.builds(
+    lambda power, step: max(1, (1 << power) + step), st.integers(0, 28), st.integers(-17, 17)
+)
+halves = st.integers(1, 512).map(lambda megabytes: workspace.half_bytes(megabytes * MB))
+forced = st.sampled_from([None, *plan.ALGORITHMS])
+
+
+def constant(name: str) -> int:
+    """A constant of the kernels, from their source."""
+    text = "".join(path.read_text() for path in sorted(KERNELS.glob("*.cu*")))
+    [value] = re.findall(rf"constexpr u32 {name} = (\d+)", text)
+    return int(value)
+
+
+def launch_bound(kernel: str) -> int:
+    """The most threads a block, from ``KERNEL(name, threads)``."""
+    [threads] = re.findall(rf"KERNEL\({kernel}, (\d+)\)", (KERNELS / f"{kernel}.cu").read_text())
+    return int(threads)
+
+
+@given(sizes, worlds, halves, forced)
+@settings(max_examples=1000, deadline=None)
+@example(1, 2, workspace.half_bytes(MB), None)
+@example(2 * GB, 8, workspace.half_bytes(MB), "two_shot")
+@example(2 * GB, 8, workspace.half_bytes(MB), "one_shot")
+def test_steps(nbytes: int, n: int, half: int, force: str | None):
+    steps = plan.make_plan(nbytes, n, half, force)
+    end = 0
+    for step in steps:
+        assert step.offset == end, "a gap, an overlap, or out of order"
+        end += step.nbytes
+        assert step.nbytes > 0
+        assert step.nbytes % 16 == 0 or step is steps[-1]
+        check_step(step, n, half)
+        assert force is None or step.algorithm == force
+    assert end == nbytes
+
+
+def check_step(step: plan.Step, n: int, half: int) -> None:
+    """One launch fits the workspace and the limits of the kernel, and its threads cover its packets."""
+    assert plan.staging_bytes(step.algorithm, step.nbytes, n) + plan.CODES_BYTES <= half
+    assert 1 <= step.grid <= plan.EPOCH_SLOTS
+    assert step.block % 32 == 0
+    assert 32 <= step.block <= launch_bound(step.algorithm)
+    packets = -(-step.nbytes // 16)
+    if step.algorithm == "one_shot":  # a thread a packet
+        work = packets
+        assert step.grid * step.block >= work
+    else:  # a thread a column; where there are more columns, the kernel goes on to the next tile
+        work = -(-packets // n)
+    assert (step.grid - 1) * step.block < work, "a block with nothing to do"
+
+
+@pytest.mark.parametrize("algorithm", plan.ALGORITHMS)
+@pytest.mark.parametrize("n", range(2, 9))
+@pytest.mark.parametrize("gigabytes", [8, 64])
+def test_one_launch_is_within_the_kernels_32_bits(algorithm: str, n: int, gigabytes: int):
+    """Counts of bytes and packets are u32 in the kernels, ``a + b - 1`` of divide_up() included."""
+    half = workspace.half_bytes(gigabytes * GB)
+    for step in plan.make_plan(17 * GB, n, half, algorithm):
+        assert step.nbytes + 15 < 1 << 32
+        check_step(step, n, half)
+
+
+@pytest.mark.parametrize("algorithm", plan.ALGORITHMS)
+@pytest.mark.parametrize("n", range(2, 9))
+def test_the_smallest_workspace_makes_progress(algorithm: str, n: int):
+    steps = plan.make_plan(64 * MB, n, workspace.half_bytes(MB), algorithm)
+    assert len(steps) <= 64 * MB // (16 * KB)
+
+
+def test_a_half_without_room_for_a_warp_is_refused():
+    with pytest.raises(ValueError, match="too small for 8 ranks"):
+        plan.make_plan(MB, 8, plan.CODES_BYTES + 8 * KB)
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_nothing_to_send_is_no_launch(n: int):
+    half = workspace.half_bytes(MB)
+    assert plan.make_plan(0, n, half) == ()
+    if n == 1:
+        assert plan.make_plan(100 * MB, n, half, "two_shot") == ()
+
+
+@pytest.mark.parametrize("n", range(2, 9))
+def test_one_shot_for_small_two_shot_for_large(n: int):
+    half = workspace.half_bytes(256 * MB)
+    algorithms = [{step.algorithm for step in plan.make_plan(1 << power, n, half)} for power in range(31)]
+    assert all(len(used) == 1 for used in algorithms)
+    order = [used.pop() for used in algorithms]
+    assert order == sorted(order), "one_shot after two_shot"
+    last = order.index("two_shot") - 1
+    largest = {2: 8 * MB, 3: 128 * KB, 4: 128 * KB}.get(n)  # measured; the powers of two next to the crossings
+    assert 64 * KB <= 1 << last <= 128 * KB if largest is None else 1 << last == largest
+
+
+def test_crossings_are_exact():
+    half = workspace.half_bytes(256 * MB)
+    for n, crossing in {2: 8 * MB, 4: 192 * KB, 8: 64 * KB}.items():
+        assert plan.make_plan(crossing, n, half)[0].algorithm == "one_shot"
+        assert plan.make_plan(crossing + 1, n, half)[0].algorithm == "two_shot"
+
+
+def test_a_small_workspace_turns_to_two_shots():
+    """8 MB at n=2 are one shot in a large workspace; where that would take several launches, two shots stage less."""
+    [step] = plan.make_plan(8 * MB, 2, workspace.half_bytes(256 * MB))
+    assert step.algorithm == "one_shot"
+    small = plan.make_plan(8 * MB, 2, workspace.half_bytes(8 * MB))
+    assert {step.algorithm for step in small} == {"two_shot"}
+
+
+def test_the_next_kernel_comes_in_late_for_small_messages_only():
+    half = workspace.half_bytes(256 * MB)
+    early = [plan.make_plan(nbytes, 4, half)[0].trigger_early for nbytes in (16, 4 * KB, 4 * KB + 1, MB)]
+    assert early == [False, False, True, True]
+
+
+@given(sizes, worlds, halves, forced)
+@settings(deadline=None)
+def test_pure(nbytes: int, n: int, half: int, force: str | None):
+    """The same arguments give the same plan, whatever was planned before and whatever the environment says."""
+    first = plan.make_plan(nbytes, n, half, force)
+    plan.make_plan.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("IPCREDUCE_WORKSPACE_MB", "CUDA_VISIBLE_DEVICES", "IPCREDUCE_SYNC", "OMP_NUM_THREADS"):
+            patch.setenv(name, "1")
+        plan.make_plan(7, 2, half)
+        assert plan.make_plan(nbytes, n, half, force) == first
+
+
+def test_reads_nothing_but_its_arguments():
+    """No import through which a plan could come to know one rank's machine."""
+    imported = set(re.findall(r"^(?:from|import) (\S+)", Path(plan.__file__).read_text(), re.M))
+    assert imported == {"__future__", "dataclasses", "functools", "..numerics"}
+
+
+def test_codes_are_apart():
+    offsets = [plan.code_offset(dtype, op) for dtype in DTYPE_NAMES for op in OPS]
+    assert len(set(offsets)) == len(DTYPE_NAMES) * len(OPS)
+    assert all(offset % 128 == 0 for offset in offsets)
+    assert min(offsets) == 0
+    assert max(offsets) + 128 == plan.CODES_BYTES
+
+
+def test_the_kernels_constants():
+    assert constant("kEpochSlots") == plan.EPOCH_SLOTS
+    assert constant("kPacketBytes") == plan.PACKET_BYTES
+    epochs_and_words_of_check_wait = 4 * (plan.EPOCH_SLOTS + 2)
+    room = workspace._EPOCHS_BYTES
+    assert epochs_and_words_of_check_wait <= room
+    assert room % 128 == 0
+
+
+@given(st.integers(1, 64 * 1024))
+def test_halves_fit_the_workspace(megabytes: int):
+    half = workspace.half_bytes(megabytes * MB)
+    assert half % 128 == 0
+    assert 0 <= megabytes * MB - (workspace._EPOCHS_BYTES + 2 * half) < 2 * 128
+
+
+@pytest.fixture(scope="module")
+def rows_of_the_kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[int, int]:
+    """Bytes of a row of so many packets, as exchange.cuh itself has it, compiled for the CPU."""
+    stand_in = ROOT / "tests" / "sim" / "include"
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    folder = tmp_path_factory.mktemp("rows")
+    packets = [*range(2100), *(k * 32 * 8 + d for k in (64, 1000, 65536) for d in (-33, -32, -1, 0, 1, 31, 32, 33))]
+    (folder / "rows.cpp").write_text(
+        "#include <cstdio>\n#include <exchange.cuh>\nint main() {\n"
+        '  for (unsigned p; scanf("%u", &p) == 1;)\n'
+        '    printf("%llu %llu\\n", row_bytes(p), escape_at(0, p, p ? p - 1 : 0));\n'
+        "}\n"
+    )
+    macros = ["-DIPCREDUCE_DTYPE=int32", "-DIPCREDUCE_OP=sum", "-DIPCREDUCE_WHOLE_PACKETS=1"]
+    runtime = folder / "runtime.cpp"  # row_bytes() calls nothing of it, but other functions of the header do
+    runtime.write_text(
+        "#include <cstdlib>\n#include <runtime.h>\n__thread const SimThread* sim_thread; __thread int kRank, kRanks;\n"
+        "bool sim_split_packets; void sim_sync_block() { abort(); } void sim_sync_warp() { abort(); }\n"
+        "uint32_t sim_vote(bool) { abort(); } void sim_relax() { abort(); } void sim_touch() { abort(); }\n"
+        "void sim_await_predecessor() { abort(); }\n"
+    )
+    command = ["g++", "-std=c++17", *macros, f"-I{stand_in}", f"-I{KERNELS}", "rows.cpp", "runtime.cpp", "-o", "rows"]
+    built = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    output = subprocess.run(
+        [folder / "rows"], input=" ".join(map(str, packets)), capture_output=True, text=True, check=True
+    ).stdout
+    lines = [tuple(map(int, line.split())) for line in output.splitlines()]
+    assert all(last_escape + 16 <= row for (row, last_escape), p in zip(lines, packets, strict=True) if p)
+    return {count: row for count, (row, _) in zip(packets, lines, strict=True)}
+
+
+def test_row_bytes_is_the_kernels(rows_of_the_kernels: dict[int, int]):
+    assert {packets: plan.row_bytes(packets) for packets in rows_of_the_kernels} == rows_of_the_kernels
+
+
+@given(st.integers(0, 1 << 28))
+def test_rows_hold_their_packets_and_escapes(packets: int):
+    row = plan.row_bytes(packets)
+    warps = -(-packets // 32)
+    assert row % 128 == 0
+    assert row >= 16 * (32 * warps + warps)
+    assert row < 16 * (33 * warps + 8)

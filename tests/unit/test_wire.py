@@ -1,0 +1,195 @@
+"""The exchange between ranks, over a stand-in for an MPI communicator that answers when the test says so."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ipcreduce.errors import PeerTimeoutError, RankMismatchError, UnsupportedError
+from ipcreduce.ipc import wire
+
+STRUCTS = {name: value for name, value in vars(wire).items() if isinstance(value, np.dtype)}
+
+
+class Request:
+    """Done at the given poll, counted from 1; never, if that is None."""
+
+    def __init__(self, finish: Callable[[], None], at: int | None) -> None:
+        self.polls, self._finish, self._at = 0, finish, at
+
+    def Test(self) -> bool:
+        self.polls += 1
+        if self.polls == self._at:
+            self._finish()
+        return self._at is not None and self.polls >= self._at
+
+
+class World:
+    """Rank 1 of three. ``change(rank, record)`` edits what the other ranks send, which else is what this one sends."""
+
+    def __init__(self, change: Callable[[int, Any], None] = lambda rank, record: None, at: int | None = 3) -> None:
+        self.change, self.at = change, at
+        self.requests: list[Request] = []
+
+    def Get_rank(self) -> int:
+        return 1
+
+    def Get_size(self) -> int:
+        return 3
+
+    def Iallgather(self, sent: np.ndarray, received: np.ndarray) -> Request:
+        assert sent.dtype == received.dtype == np.uint8, "pickled or typed data"
+        assert received.nbytes == 3 * sent.nbytes
+
+        def finish() -> None:
+            received[:] = np.tile(sent, 3)
+            kind = sent.view(wire.VOTE)["kind"]
+            [dtype] = [struct for struct in STRUCTS.values() if struct.metadata["kind"] == kind]
+            for rank in (0, 2):
+                self.change(rank, received.view(dtype)[rank : rank + 1])
+
+        self.requests.append(Request(finish, self.at))
+        return self.requests[-1]
+
+    def allgather(self, record: np.ndarray, seconds: float = 10.0, **options: Any) -> np.ndarray:
+        return wire.allgather(self, record, time.monotonic() + seconds, "a test", **options)
+
+
+def test_all_messages_have_one_size_and_their_own_kind():
+    assert {"IDENTITY", "DEVICE", "PAGE", "MEMORY", "VERDICT", "VOTE", "RESYNC", "CALL"} <= set(STRUCTS)
+    assert {struct.itemsize for struct in STRUCTS.values()} == {wire.MESSAGE_BYTES}
+    kinds = [struct.metadata["kind"] for struct in STRUCTS.values()]
+    assert len(set(kinds)) == len(kinds)
+    for struct in STRUCTS.values():
+        for field in ("magic", "version", "kind", "length", "ok", "text"):
+            assert struct.fields[field] == wire.VOTE.fields[field] or field == "text"
+        assert not struct.hasobject
+
+
+def test_a_message_is_filled_in():
+    record = wire.message(wire.MEMORY, handle=np.void(bytes(range(64))), nbytes=1 << 40)
+    assert record.shape == (1,)
+    assert record["magic"] == wire.MAGIC
+    assert record["version"] == wire.VERSION
+    assert record["kind"] == wire.MEMORY.metadata["kind"]
+    assert record["length"] == record.nbytes == wire.MESSAGE_BYTES
+    assert record["ok"] == 1
+    assert record["handle"][0].tobytes() == bytes(range(64))
+    assert record["nbytes"] == 1 << 40
+    assert wire.text_of(record[0]) == ""
+
+
+def test_an_error_travels_as_text():
+    record = wire.message(wire.VOTE, ValueError("no GPU, said the driver"))
+    assert record["ok"] == 0
+    assert wire.text_of(record[0]) == "no GPU, said the driver"
+
+
+@pytest.mark.parametrize("text", ["x" * 5000, "é" * 5000, "x" + "é" * 5000, "\N{SNOWMAN}" * 5000])
+def test_a_long_text_is_cut_and_stays_readable(text: str):
+    found = wire.text_of(wire.message(wire.VOTE, text)[0])
+    whole = found.rstrip("\N{REPLACEMENT CHARACTER}")  # of a character that was cut in two
+    assert text.startswith(whole)
+    assert len(whole.encode()) > wire.TEXT_BYTES - 4
+
+
+def test_an_error_without_words_is_still_an_error():
+    assert wire.message(wire.VOTE, ValueError())["ok"] == 0
+
+
+@pytest.mark.parametrize("polls", [1, 2, 500])
+def test_gathers_every_ranks_record_by_rank(polls: int):
+    def number(rank: int, record: Any) -> None:
+        record["call"] = 10 * rank
+
+    world = World(number, at=polls)
+    gathered = world.allgather(wire.message(wire.CALL, call=11))
+    assert gathered["call"].tolist() == [0, 11, 20]
+    assert gathered.dtype == wire.CALL
+    assert world.requests[0].polls == polls
+
+
+@pytest.mark.parametrize("field", ["magic", "version", "kind", "length"])
+@pytest.mark.parametrize("other", [0, 2])
+def test_another_program_or_version_is_named(field: str, other: int):
+    def change(rank: int, record: Any) -> None:
+        if rank == other:
+            record[field] = 77
+
+    with pytest.raises(RankMismatchError) as caught:
+        World(change).allgather(wire.message(wire.RESYNC), call=5)
+    assert re.match("rank 1, call 5: expected ", str(caught.value))
+    assert f"{field} 77 from rank {other}" in str(caught.value)
+    assert "same version of ipcreduce" in str(caught.value)
+
+
+def test_the_deadline_ends_a_wait():
+    started = time.monotonic()
+    with pytest.raises(PeerTimeoutError, match=r"rank 1, call 9: expected all 3 ranks at a test") as caught:
+        World(at=None).allgather(wire.message(wire.CALL), seconds=0.2, call=9)
+    assert 0.2 <= time.monotonic() - started < 1.0
+    assert "can only be closed" in str(caught.value)
+
+
+def test_start_up_has_no_call_number():
+    with pytest.raises(PeerTimeoutError, match="rank 1, start-up: expected"):
+        World(at=None).allgather(wire.message(wire.VOTE), seconds=0.0)
+
+
+def test_a_late_answer_within_the_deadline_is_taken():
+    world = World(at=None)
+    record = wire.message(wire.CALL, call=4)
+    wake = time.monotonic() + 0.1
+
+    def ask() -> None:
+        if time.monotonic() > wake:
+            world.requests[0]._at = world.requests[0].polls + 1
+
+    assert world.allgather(record, interrupt=ask)["call"].tolist() == [4, 4, 4]
+
+
+def test_the_wait_can_be_interrupted():
+    asked = 0
+
+    def interrupt() -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 5:
+            raise RuntimeError("a rank has gone")
+
+    with pytest.raises(RuntimeError, match="a rank has gone"):
+        World(at=None).allgather(wire.message(wire.CALL), interrupt=interrupt)
+    assert asked == 5
+
+
+def test_a_long_wait_leaves_the_processor_to_others():
+    before = time.process_time()
+    with pytest.raises(PeerTimeoutError):
+        World(at=None).allgather(wire.message(wire.CALL), seconds=1.0)
+    assert time.process_time() - before < 0.5
+
+
+def test_a_vote_passes_where_all_agree():
+    wire.vote(World(), None, time.monotonic() + 10, "a step")
+
+
+def test_a_failed_vote_names_ranks_and_reasons():
+    def change(rank: int, record: Any) -> None:
+        record["ok"], record["text"] = rank == 0, b"" if rank == 0 else b"out of memory"
+
+    with pytest.raises(UnsupportedError) as caught:
+        wire.vote(World(change), ValueError("bad handle"), time.monotonic() + 10, "mapping")
+    assert str(caught.value) == "mapping failed on 2 of 3 ranks: rank 1: bad handle; rank 2: out of memory"
+
+
+def test_a_vote_that_fails_everywhere_stays_short():
+    gathered = np.concatenate([wire.message(wire.VOTE, "no GPU") for _ in range(8)])
+    with pytest.raises(UnsupportedError) as caught:
+        wire.check(World(), gathered, "start-up")
+    assert "failed on 8 of 8 ranks: rank 0: no GPU; rank 1: no GPU; rank 2: no GPU" in str(caught.value)
+    assert "rank 3" not in str(caught.value)

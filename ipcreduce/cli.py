@@ -1,0 +1,142 @@
+"""The command line: ``python -m ipcreduce info``, alone or under mpirun, says what this machine can do and why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from importlib import metadata
+from typing import Any
+
+from . import __version__
+from .cuda import compiler, driver
+from .errors import IpcReduceError
+from .ipc import plan, setup
+
+_PACKAGES = (
+    "numpy", "mpi4py", "cuda-core", "cuda-bindings", "cupy-cuda12x", "cupy-cuda13x", "nvidia-cuda-nvrtc",
+    "nvidia-cuda-nvrtc-cu12", "ml-dtypes",
+)  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs a command. Exits with 2 for wrong arguments."""
+    parser = argparse.ArgumentParser(prog="python -m ipcreduce", description="All-reduce for the GPUs of one host.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    info = commands.add_parser("info", help="versions, GPUs, P2P, backend and why (also under mpirun)")
+    info.add_argument("--json", action="store_true", help="for programs")
+    options = parser.parse_args(arguments)
+    found = collect()
+    if found["ranks"] and found["ranks"]["rank"] != 0:
+        return
+    if options.json:
+        print(json.dumps(found, indent=1))
+    else:
+        _show(found)
+
+
+def collect() -> dict[str, Any]:
+    """What ``info --json`` prints. Under mpirun it is collective, and every rank gets the same but for its rank."""
+    return {
+        "ipcreduce": __version__,
+        "python": platform.python_version(),
+        "packages": _versions(),
+        "gpus": _gpus(),
+        "cache": _attempt(lambda: str(compiler.cache_directory())),
+        "workspace_mb": _attempt(lambda: setup.workspace_bytes() // plan.MB),
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("IPCREDUCE_")},
+        "ranks": _ranks(),
+    }
+
+
+def _attempt(function: Any) -> Any:
+    try:
+        return function()
+    except IpcReduceError as error:
+        return f"error: {error}"
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _gpus() -> dict[str, Any]:
+    """Driver, GPUs and the P2P matrix of this process, or why there are none."""
+    try:
+        devices = [driver.device_info(ordinal) for ordinal in range(driver.device_count())]
+        return {
+            "driver": "{}.{}".format(*driver.driver_version()),
+            "devices": [
+                {
+                    "ordinal": device.ordinal,
+                    "name": device.name,
+                    "uuid": f"GPU-{device.uuid.hex()}",
+                    "capability": "{}.{}".format(*device.capability),
+                    "memory_gb": round(device.memory_bytes / 2**30, 1),
+                    "p2p": [
+                        other.ordinal == device.ordinal or driver.can_access_peer(device.ordinal, other.ordinal)
+                        for other in devices
+                    ],
+                }
+                for device in devices
+            ],
+        }
+    except IpcReduceError as error:
+        return {"none": str(error)}
+
+
+def _ranks() -> dict[str, Any]:
+    """The communicator over MPI.COMM_WORLD on device="auto": backend and reasons. Empty with no MPI."""
+    from .communicator import Communicator
+
+    try:
+        with Communicator(device="auto") as comm:
+            return {
+                "rank": comm.rank,
+                "size": comm.size,
+                "backend": comm.backend,
+                "description": comm.describe().splitlines()[1:],
+            }
+    except IpcReduceError as error:
+        print(f"ipcreduce: {error}", file=sys.stderr)
+        return {}
+
+
+def _show(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"ipcreduce {found['ipcreduce']}, Python {found['python']}")
+    console.print(", ".join(f"{name} {version}" for name, version in found["packages"].items()))
+    gpus = found["gpus"]
+    if "none" in gpus:
+        console.print(f"no GPU: {gpus['none']}", markup=False)
+    else:
+        table = Table(title=f"GPUs (driver of CUDA {gpus['driver']})", title_justify="left")
+        columns = ("GPU", "name", "capability", "memory", "UUID", "P2P with")
+        for column in columns:
+            table.add_column(column)
+        for device in gpus["devices"]:
+            peers = [str(other) for other, access in enumerate(device["p2p"]) if access and other != device["ordinal"]]
+            table.add_row(
+                str(device["ordinal"]), device["name"], device["capability"], f"{device['memory_gb']} GB",
+                device["uuid"], " ".join(peers) or "none",
+            )  # fmt: skip
+        console.print(table)
+    ranks = found["ranks"]
+    if ranks:
+        console.print(f"{ranks['size']} rank(s): backend {ranks['backend']}", style="bold")
+        for line in ranks["description"]:
+            console.print(f"  {line}", markup=False)
+    console.print(f"workspace: {found['workspace_mb']} MB a rank; kernel cache: {found['cache']}", markup=False)
+    for name, value in found["environment"].items():
+        console.print(f"{name}={value}", markup=False)

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+import uuid
 from importlib import metadata
 from typing import Any
 
@@ -78,7 +79,7 @@ def _gpus() -> dict[str, Any]:
                 {
                     "ordinal": device.ordinal,
                     "name": device.name,
-                    "uuid": f"GPU-{device.uuid.hex()}",
+                    "uuid": f"GPU-{uuid.UUID(bytes=device.uuid)}",
                     "capability": "{}.{}".format(*device.capability),
                     "memory_gb": round(device.memory_bytes / 2**30, 1),
                     "p2p": [
@@ -114,7 +115,7 @@ def _show(found: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
     console.print(f"ipcreduce {found['ipcreduce']}, Python {found['python']}")
     console.print(", ".join(f"{name} {version}" for name, version in found["packages"].items()))
     gpus = found["gpus"]

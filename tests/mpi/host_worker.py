@@ -1,18 +1,32 @@
-"""Ranks of the host backend: ``mpirun -n 4 python tests/mpi/host_worker.py scenario ...``; each runs on every rank."""
+"""What ranks do with NumPy arrays: ``mpirun -n 4 python tests/mpi/host_worker.py scenario ...``.
+
+Each function among the scenarios runs on every rank, and asserts.
+"""
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 import sys
+import threading
+import time
 import traceback
+import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 import ipcreduce
-from tests import bad_calls
+from ipcreduce import ArgumentError, Communicator, PeerLostError, PeerTimeoutError, RankMismatchError, UnsupportedError
+from ipcreduce import host
+from tests import bad_calls, reference, sweep
 
 WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+LAST = SIZE - 1
 
 
 class HostModule:
@@ -32,8 +46,422 @@ class HostModule:
     def read(array: np.ndarray) -> np.ndarray:
         return array
 
-def bad():
-    with ipcreduce.Communicator(timeout=20) as comm:
-        print(bad_calls.run(HostModule, comm))
-        print(bad_calls.run_constructors(device=False))
-bad()
+
+def right(comm: Communicator) -> None:
+    """An all-reduce gives what it should."""
+    total = comm.size * (comm.size + 1) / 2
+    assert comm.allreduce(np.full(10, comm.rank + 1.0)).tolist() == [total] * 10
+
+
+def error_of(call: Callable[[], Any]) -> Exception | None:
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+def raises(kind: type[Exception], words: str, call: Callable[[], Any]) -> None:
+    """The call must raise this, with these words in the message."""
+    error = error_of(call)
+    assert type(error) is kind, f"rank {RANK}: {error!r} where {kind.__name__} was due"
+    assert words in str(error), f"rank {RANK}: {words!r} is not in {str(error)!r}"
+
+
+# ---- results
+LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "plain": lambda a: a.copy(),
+    "fortran": lambda a: np.array(a, order="F"),
+    "every second, backwards": lambda a: np.repeat(a, 2, axis=-1)[..., ::-2][..., ::-1] if a.ndim else a.copy(),
+    "between others": lambda a: np.pad(a, 3)[tuple(slice(3, 3 + length) for length in a.shape)],
+    "unaligned": lambda a: np.ndarray(a.shape, a.dtype, b"\0" + a.tobytes() + b"\0", 1),
+}
+OUTPUTS = ("new", "out", "strided out", "in place")
+SHAPES = [(), (0,), (3, 0, 2), (1,), (7,), (5, 3), (2, 3, 4), (701,)]
+# Bytes up to which one shot is made, and of a segment; None: as they are.
+SIZES = {"as it is": (None, None), "two shots": (16, None), "segments": (16, 1000), "one-shot segments": (None, 48)}
+
+
+def every_kind(comm: Communicator) -> None:
+    """dtype x op x shape x layout x output, over each of the ways through host.py: right, and the same bits in all."""
+    as_it_is = host._ONE_SHOT_BYTES, host._SEGMENT_BYTES
+    cases = list(itertools.product(reference.DTYPES, reference.OPS, SHAPES))
+    cases += [(dtype, "sum", (70_001,)) for dtype in reference.DTYPES]  # two shots as it is, the last chunk shorter
+    for number, (dtype, op, shape) in enumerate(cases):
+        values = [
+            reference.random_array(np.random.default_rng([number, rank]), shape, dtype, special=number % 2 == 1)
+            for rank in range(SIZE)
+        ]
+        with np.errstate(invalid="ignore"):
+            expected = reference.reduce(values, op)
+        checksums = []
+        for turn, (name, sizes) in enumerate(SIZES.items()):
+            if name != "as it is" and np.prod(shape) > 1000:
+                continue
+            host._ONE_SHOT_BYTES, host._SEGMENT_BYTES = (new or old for new, old in zip(sizes, as_it_is, strict=True))
+            layout, output = list(LAYOUTS)[(number + turn + RANK) % len(LAYOUTS)], OUTPUTS[(number + turn) % 4]
+            found = reduce_one(comm, values[RANK], op, layout, output)
+            where = f"rank {RANK}: {op} of {dtype} {shape}, {layout}, {output}, {name}"
+            with np.errstate(invalid="ignore"):
+                assert reference.same(found, expected), f"{where}\nfound {found}\nexpected {expected}"
+            assert number % 2 or reference.close(found, values, op), where
+            checksums.append(zlib.crc32(found.tobytes()))
+        host._ONE_SHOT_BYTES, host._SEGMENT_BYTES = as_it_is
+        everyone = WORLD.allgather(checksums)
+        assert len({one for each in everyone for one in each}) == 1, f"bits differ: {op} of {dtype} {shape}: {everyone}"
+
+
+def reduce_one(comm: Communicator, value: np.ndarray, op: str, layout: str, output: str) -> np.ndarray:
+    source = LAYOUTS[layout](value)
+    assert source.shape == value.shape
+    if output == "new":
+        result = comm.allreduce(source, op)
+        assert result.flags.c_contiguous
+        assert result.flags.owndata or result.base is not source
+    elif output == "in place" and source.flags.writeable:
+        result = comm.allreduce(source, op, out=source)
+        assert result is source
+        return result
+    else:
+        out = np.empty_like(value) if output == "out" else np.full((*value.shape, 2), 7, value.dtype)[..., 0]
+        result = comm.allreduce(source, op, out=out)
+        assert result is out
+        assert output == "out" or out.base is None or (out.base[..., 1] == 7).all(), "wrote beside the output"
+    assert source.tobytes() == value.tobytes(), "changed its input"
+    return result
+
+
+def random_sweep(comm: Communicator) -> None:
+    """tests/sweep.py's cases, alignments and late ranks among them."""
+    sweep.run(HostModule, {"planned": comm}, seed=3, cases=150, largest=200_000, late_seconds=0.01)
+
+
+def a_float_sum_starts_at_rank_0(comm: Communicator) -> None:
+    minus = comm.allreduce(np.array([-0.0]))
+    assert np.signbit(minus[0])
+    values = [1e16, 1.0, -1e16, 1.0][:SIZE]  # whose sum depends on the order
+    expected = 0.0
+    for value in values:
+        expected += value
+    assert comm.allreduce(np.array([values[RANK]])).tolist() == [expected]
+
+
+# ---- errors
+def wrong_calls(comm: Communicator) -> None:
+    count = bad_calls.run(HostModule, comm)
+    print(f"{count} wrong calls")
+    assert bad_calls.run_constructors(device=False) >= 15
+    right(comm)
+
+
+def late(comm: Communicator) -> None:
+    """A rank that is later than the timeout: an error on every rank, then only close(), and the program goes on."""
+    with Communicator(timeout=0.5) as brief:
+        right(brief)
+        WORLD.Barrier()
+        if RANK == LAST:
+            time.sleep(1.5)
+        started = time.monotonic()
+        raises(PeerTimeoutError, f"rank {RANK}, call 2: expected all {SIZE} ranks at", lambda: right(brief))
+        assert 0.4 < time.monotonic() - started < 1.2
+        started = time.monotonic()
+        raises(PeerLostError, "can only be closed", lambda: right(brief))
+        raises(PeerLostError, "can only be closed", brief.synchronize)
+        brief.close()
+        assert time.monotonic() - started < 0.5
+        raises(ArgumentError, "closed", lambda: right(brief))
+    right(comm)
+    with Communicator() as again:
+        right(again)
+
+
+def late_data_goes_nowhere(comm: Communicator) -> None:
+    """What arrives after a wait was given up must not be written to memory that others have by then."""
+    with Communicator(timeout=0.3) as brief:
+        right(brief)
+        WORLD.Barrier()
+        if RANK == LAST:
+            time.sleep(1.0)
+        raises(PeerTimeoutError, "in time", lambda: right(brief))
+        others = [np.zeros(nbytes, np.uint8) for nbytes in (1024, 1024 * SIZE) for _ in range(500)]
+        WORLD.Barrier()
+        for _ in range(1000):
+            WORLD.Iprobe()  # so that MPI takes what came
+        time.sleep(0.2)
+        for _ in range(1000):
+            WORLD.Iprobe()
+        assert not any(other.any() for other in others), f"rank {RANK}: written to"
+    right(comm)
+
+
+def refused_while_another_is_late(comm: Communicator) -> None:
+    """The rank that refuses gets its own error, also if no other ever comes to hear of it."""
+    with Communicator(timeout=0.5) as brief:
+        right(brief)
+        if RANK == 0:
+            raises(ArgumentError, "op must be", lambda: brief.allreduce(np.ones(3), "mode"))
+            error = error_of(lambda: right(brief))
+            assert isinstance(error, PeerLostError), f"a call is pending, and the next one gave {error!r}"
+        WORLD.Barrier()
+    right(comm)
+
+
+def interrupted(comm: Communicator) -> None:
+    """An exception out of a wait (Ctrl-C, an alarm) comes at once; no rank ever takes part of it for data."""
+
+    class Alarm(BaseException):
+        pass
+
+    def ring(*_: object) -> None:
+        raise Alarm
+
+    for count in (6, 600, 30_000):
+        array = np.full(count, RANK + 1.0, np.float32)
+        with Communicator(timeout=1.5) as brief:
+            right(brief)
+            WORLD.Barrier()
+            started = time.monotonic()
+            if RANK == 0:
+                signal.signal(signal.SIGALRM, ring)
+                signal.setitimer(signal.ITIMER_REAL, 0.2)
+                try:
+                    brief.allreduce(array)
+                except Alarm:
+                    pass
+                else:
+                    raise AssertionError("no alarm")
+                assert time.monotonic() - started < 0.7, "the alarm had to wait"
+                error = error_of(lambda: brief.allreduce(array))
+                assert isinstance(error, PeerLostError), f"after the alarm: {error!r}"
+            else:
+                time.sleep(0.5)
+                error = error_of(lambda: brief.allreduce(array))
+                assert isinstance(error, ipcreduce.IpcReduceError), f"rank {RANK} got no error but {error!r}"
+            WORLD.Barrier()
+    right(comm)
+
+
+def out_of_memory(comm: Communicator) -> None:
+    """A rank that fails after the ranks have agreed: nobody is told that the ranks' programs differ."""
+    with Communicator(timeout=0.5) as brief:
+        right(brief)
+        fold = host.fold
+        if RANK == LAST:
+
+            def fail(*_: object) -> None:
+                raise MemoryError("no room")
+
+            host.fold = fail
+            raises(MemoryError, "no room", lambda: right(brief))
+            host.fold = fold
+        else:
+            error_of(lambda: right(brief))  # may have all the data already
+        for _ in range(2):
+            error = error_of(lambda: right(brief))
+            assert error is None or isinstance(error, ipcreduce.IpcReduceError), f"rank {RANK}: {error!r}"
+            assert not isinstance(error, RankMismatchError), f"rank {RANK}: {error!r}"
+            WORLD.Barrier()
+    right(comm)
+
+
+def arguments_differ(comm: Communicator) -> None:
+    """What has to be the same on every rank is compared, and named on every rank."""
+    for arguments, words in (
+        ({"timeout": 10.0 + RANK}, "expected the same timeout on every rank; found 1"),
+        ({"timeout": 10.0 + (RANK == LAST)}, "expected the same timeout on every rank; found 1"),
+        ({"algorithm": "two_shot" if RANK else None}, "expected the same algorithm on every rank"),
+        ({"algorithm": "two_shot" if RANK else "one_shot"}, "expected the same algorithm on every rank"),
+    ):
+        raises(ArgumentError, words, lambda arguments=arguments: Communicator(**arguments))
+    for text, words in ((str(64 + RANK), "the same workspace on every rank"), ("x", "found 'x'"), ("0", "found '0'")):
+        os.environ["IPCREDUCE_WORKSPACE_MB"] = text
+        raises(ArgumentError, words, Communicator)
+    os.environ["IPCREDUCE_WORKSPACE_MB"] = "64"
+    with Communicator(algorithm="two_shot", timeout=5) as other:
+        right(other)
+    del os.environ["IPCREDUCE_WORKSPACE_MB"]
+    right(comm)
+
+
+def nothing_is_used_up(comm: Communicator) -> None:
+    """MPI has some thousand communicators; those that were closed, and those that failed, give theirs back."""
+    for _ in range(2200):
+        Communicator().close()
+    for _ in range(2200):
+        assert isinstance(error_of(lambda: Communicator(timeout=10.0 + RANK)), ArgumentError)
+    right(comm)
+
+
+# ---- several communicators, and their ends
+def sub_communicators(comm: Communicator) -> None:
+    """Parts of the world, in another order, one rank alone; calls of different parts do not wait for each other."""
+    members = [rank for rank in range(LAST, -1, -1) if rank % 2 == RANK % 2]  # from the last to the first
+    part = Communicator(WORLD.Split(RANK % 2, -RANK))
+    alone = Communicator(MPI.COMM_SELF)
+    assert (part.rank, part.size) == (members.index(RANK), len(members))
+    assert (alone.rank, alone.size) == (0, 1)
+    values = [np.float32(1e8 if rank == members[0] else 3 + rank) for rank in range(SIZE)]
+    for _ in range(5 + 5 * (RANK % 2)):  # the parts make different numbers of calls
+        found = part.allreduce(np.array([values[RANK]]))
+        assert found == reference.reduce([np.array([values[rank]]) for rank in members], "sum")
+        assert alone.allreduce(np.array([RANK])) == RANK
+    right(comm)
+    part.close()
+    alone.close()
+    right(comm)
+
+
+def side_by_side(comm: Communicator) -> None:
+    """Two over the same ranks; and messages of the program's own on the same MPI communicator in between."""
+    other = Communicator(WORLD)
+    request = WORLD.Iallreduce(np.full(3, RANK), sums := np.empty(3, int))
+    for turn in range(20):
+        a, b = comm.allreduce(np.full(turn, 1.0)), other.allreduce(np.full(30, RANK), "max")
+        assert (a == SIZE).all()
+        assert (b == LAST).all()
+        assert WORLD.allreduce(1) == SIZE
+    request.Wait()
+    assert (sums == SIZE * LAST // 2).all()
+    other.close()
+    right(comm)
+
+
+def threads(comm: Communicator) -> None:
+    """Calls from several threads on one communicator, and from one thread on each of two."""
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        return
+    others = [Communicator() for _ in range(2)]
+    failed: list[BaseException] = []
+
+    def work(on: Communicator) -> None:
+        try:
+            for _ in range(20):
+                right(on)
+        except BaseException as error:
+            failed.append(error)
+
+    workers = [threading.Thread(target=work, args=(on,), daemon=True) for on in (comm, comm, *others)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+        assert not worker.is_alive(), "a thread hangs"
+    assert not failed, failed
+    for other in others:
+        other.close()
+
+
+def closing(comm: Communicator) -> None:
+    """close() waits for nobody, can be repeated, and ends every use; ``with`` closes."""
+    with Communicator() as inner:
+        assert inner.backend == "mpi"
+        right(inner)
+        array = inner.allreduce(np.full(3, 1.0))
+    raises(ArgumentError, "the communicator is closed: make a new one", lambda: inner.allreduce(np.ones(3)))
+    raises(ArgumentError, "the communicator is closed: make a new one", inner.synchronize)
+    assert f"rank {RANK} of {SIZE}: backend mpi" in inner.describe()
+    inner.close()
+    inner.close()
+    assert (array == SIZE).all()
+
+    try:
+        with Communicator() as failed:
+            raise KeyError("of the program")
+    except KeyError:
+        raises(ArgumentError, "closed", lambda: failed.allreduce(np.ones(3)))
+
+    early = Communicator(timeout=20)
+    WORLD.Barrier()
+    started = time.monotonic()
+    if RANK == 0:
+        early.close()
+        assert time.monotonic() - started < 0.5, "close() waited for the others"
+    WORLD.Barrier()
+    early.close()
+    right(comm)
+
+
+def a_call_after_another_rank_has_closed(comm: Communicator) -> None:
+    brief = Communicator(timeout=0.5)
+    right(brief)
+    if RANK == 0:
+        brief.close()
+    else:
+        raises(PeerTimeoutError, "in time", lambda: right(brief))
+        brief.close()
+    WORLD.Barrier()
+    right(comm)
+
+
+def default(comm: Communicator) -> None:
+    """The default communicator: one, made at first use, and anew once closed."""
+    first = ipcreduce.get_communicator()
+    assert ipcreduce.get_communicator() is first
+    assert (first.rank, first.size, first.backend) == (RANK, SIZE, "mpi")
+    assert ipcreduce.allreduce(np.full(3, 2)).tolist() == [2 * SIZE] * 3
+    assert first._call == 1, "not on the default communicator"
+    alone = Communicator(MPI.COMM_SELF)
+    assert ipcreduce.allreduce(np.full(3, 2), comm=alone).tolist() == [2] * 3
+    assert ipcreduce.allreduce(array := np.full(3, RANK), "max", out=array) is array
+    assert array.tolist() == [LAST] * 3
+    first.close()
+    assert ipcreduce.allreduce(np.ones(2)).tolist() == [SIZE] * 2
+    assert ipcreduce.get_communicator() is not first
+
+
+def forked(comm: Communicator) -> None:
+    """In a forked child everything says what to do instead, and nothing of the parent's is touched."""
+    ipcreduce.get_communicator()
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        status = 1
+        try:
+            for call in (
+                lambda: comm.allreduce(np.ones(3)),
+                comm.synchronize,
+                lambda: ipcreduce.allreduce(np.ones(3)),
+                ipcreduce.get_communicator,
+                Communicator,
+            ):
+                raises(UnsupportedError, "Start processes by spawn", call)
+            comm.close()
+            status = 0
+        finally:
+            if status:
+                traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0, "the child"
+    right(comm)
+    assert ipcreduce.allreduce(np.ones(2)).tolist() == [SIZE] * 2
+
+
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (
+        every_kind, random_sweep, a_float_sum_starts_at_rank_0, wrong_calls, late, late_data_goes_nowhere,
+        refused_while_another_is_late, interrupted, out_of_memory, arguments_differ, nothing_is_used_up,
+        sub_communicators, side_by_side, threads, closing, a_call_after_another_rank_has_closed, default, forked,
+    )
+}  # fmt: skip
+
+
+def main() -> None:
+    with Communicator(timeout=30) as comm:
+        assert comm.backend == "mpi", comm.describe()
+        for name in sys.argv[1:]:
+            started = time.monotonic()
+            SCENARIOS[name](comm)
+            WORLD.Barrier()
+            if RANK == 0:
+                print(f"{name}: right, {time.monotonic() - started:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        WORLD.Abort(1)

@@ -20,6 +20,7 @@ from .errors import (
     RankMismatchError,
     UnsupportedError,
 )
+from .graphs.graph import Graph
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ __all__ = [
     "CaptureError",
     "Communicator",
     "CudaError",
+    "Graph",
     "GraphStateError",
     "IpcReduceError",
     "PeerFailedError",

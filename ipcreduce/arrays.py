@@ -5,7 +5,8 @@ The only module that knows CuPy, which is imported when the first device array c
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import ml_dtypes
@@ -208,3 +209,18 @@ def copy_into(target: Any, value: Any, stream: int) -> None:
     cupy = _load()
     with cupy.cuda.ExternalStream(stream):
         target[...] = value
+
+
+# ---- recording
+def make_pool(allocate: Callable[[int, int], int], free: Callable[[int, int], None]) -> Any:
+    """A CuPy memory pool over two functions: ``allocate(nbytes, device)`` and ``free(address, device)``."""
+    cupy = _load()
+    return cupy.cuda.MemoryPool(cupy.cuda.PythonFunctionAllocator(allocate, free).malloc)
+
+
+@contextmanager
+def allocating(allocator: Any, stream: int) -> Iterator[None]:
+    """Within the block this thread's CuPy allocates by ``allocator`` and works on ``stream``."""
+    cupy = _load()
+    with cupy.cuda.using_allocator(allocator), cupy.cuda.ExternalStream(stream):
+        yield

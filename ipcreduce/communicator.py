@@ -20,6 +20,8 @@ from .errors import (
     RankMismatchError,
     UnsupportedError,
 )
+from .graphs.agreement import agree
+from .graphs.graph import Recording
 from .host import HostReducer
 from .ipc import control, plan, setup, wire
 from .ipc.engine import Engine, Prepared
@@ -72,6 +74,8 @@ class Communicator:
         self._lock = threading.RLock()
         self._call = 0  # attempts so far, refused ones included
         self._unusable: IpcReduceError | None = None
+        self.recording: Recording | None = None  # of the graph that is being recorded
+        self._timeout = float(timeout)
         self._sync = os.environ.get("IPCREDUCE_SYNC", "0") not in ("", "0")
         self._mpi, request = mpi_comm.Idup()  # our messages never meet the program's
         wire.complete(request, mpi_comm, time.monotonic() + timeout, "start-up")
@@ -131,13 +135,8 @@ class Communicator:
                 if arrays.is_device(array):
                     return self._reduce_device(array, op, out, stream)
                 return self._reduce_host(array, op, out)
-            except PeerLostError as error:
-                self._unusable = error
-                raise
-            except _SHARED:
-                raise
             except BaseException as error:
-                self._refuse(error, array)
+                self._failed(error, array)
                 raise
 
     def _reduce_device(self, array: Any, op: str, out: Any, stream: Any) -> Any:
@@ -175,6 +174,8 @@ class Communicator:
             engine.run(prepared, arrays.pointer(source), arrays.pointer(direct), handle, owner)
         if direct is not target:
             arrays.copy_into(target, direct, handle)
+        if self.recording is not None:
+            self.recording.note(prepared.what, handle, source, direct, target)
         if self._sync and not engine.is_capturing(handle):
             self.synchronize(handle)
         return result
@@ -205,7 +206,7 @@ class Communicator:
                 raise ArgumentError("out must be writable; found a read-only array")
         interrupt = None
         if self._faults is not None:  # a rank that reduces a device array in this call will be noticed there
-            faults, what = self._faults, control.host_signature(array.shape, dtype, op, array.nbytes)
+            faults, what = self._faults, control.host_signature(array.shape, dtype, op)
             call = self._call = faults.enter(self._call, what, 0)
             interrupt = lambda: faults.raise_pending(call)  # noqa: E731
         try:
@@ -219,14 +220,61 @@ class Communicator:
         out[...] = result
         return out
 
-    def _refuse(self, error: BaseException, array: Any) -> None:
+    def _failed(self, error: BaseException, array: Any) -> None:
         """Tells the other ranks that this one does not make this call, and gives the error its place."""
+        if isinstance(error, PeerLostError):
+            self._unusable = error
+        if isinstance(error, _SHARED):
+            return
         if isinstance(error, IpcReduceError) and not str(error).startswith("rank "):
             error.args = (f"rank {self._rank}, call {self._call}: {error}",)
         if self._faults is None or isinstance(array, np.ndarray):
             self._host.refuse(error, self._call)
         else:
             self._faults.refuse(self._call, error)
+
+    # ---- what graphs need
+    def require_engine(self, what: str) -> Engine:
+        """The engine. :raises UnsupportedError: with no GPUs: ``what`` needs them."""
+        self._check_usable()
+        if self._engine is None:
+            raise UnsupportedError(f"{what} needs backend ipc: {self._reasons['ipc']}")
+        return self._engine
+
+    def end_recording(self, calls: list[control.Signature], error: BaseException | None) -> None:
+        """The vote at the end of a recording. Collective.
+
+        :raises BaseException: ``error``, or :class:`PeerFailedError` or :class:`RankMismatchError`: see agreement.py.
+        """
+        with self._lock:
+            deadline = time.monotonic() + self._timeout
+            try:
+                self._call, theirs = agree(self._mpi, calls, error, self._call, deadline)
+            except PeerTimeoutError as late:
+                self._unusable = PeerLostError(f"{late} An MPI call is pending: the communicator can only be closed.")
+                raise
+            if error is not None:
+                raise error
+            if theirs is not None:
+                if self._faults is not None:
+                    self._faults.raise_pending(self._call)  # the same trouble, told more exactly
+                raise theirs
+
+    def launch_graph(self, executable: int, what: control.Signature, stream: int, owner: Any) -> None:
+        """Launches a recorded graph as one call of this communicator, ordered and compared as all-reduces are."""
+        with self._lock:
+            self._check_usable()
+            assert self._engine is not None
+            assert self._faults is not None
+            self._call += 1
+            try:
+                self._call = self._faults.enter(self._call, what, stream)
+                self._engine.launch_graph(executable, stream, owner)
+            except BaseException as error:
+                self._failed(error, None)
+                raise
+            if self._sync:
+                self.synchronize(stream)
 
     # ---- waiting and ending
     def synchronize(self, stream: Any = None) -> None:

@@ -30,7 +30,7 @@ class DeviceInfo:
     memory_bytes: int
 
 
-def _load() -> Any:
+def load() -> Any:
     """The bindings, initialised. :raises UnsupportedError: if they, the driver or a GPU are missing."""
     global _bindings
     if _bindings is None:
@@ -50,8 +50,9 @@ def _load() -> Any:
     return _bindings
 
 
-def _call(name: str, *arguments: Any) -> Any:
-    bindings = _bindings or _load()
+def call(name: str, *arguments: Any) -> Any:
+    """The one way to call the driver: the results of a function by its name. :raises CudaError: naming it."""
+    bindings = _bindings or load()
     result = getattr(bindings, name)(*arguments)
     if result[0]:
         _fail(name, result[0])
@@ -66,136 +67,134 @@ def _fail(name: str, code: Any) -> None:
 # ---- devices and contexts
 def driver_version() -> tuple[int, int]:
     """The newest CUDA version that the driver supports, as (major, minor)."""
-    version = int(_call("cuDriverGetVersion"))
+    version = int(call("cuDriverGetVersion"))
     return version // 1000, version % 1000 // 10
 
 
 def device_count() -> int:
     """Number of visible GPUs."""
-    return int(_call("cuDeviceGetCount"))
+    return int(call("cuDeviceGetCount"))
 
 
 def device_info(ordinal: int) -> DeviceInfo:
     """What the driver says about visible GPU ``ordinal``."""
-    device = _call("cuDeviceGet", ordinal)
-    attribute = _load().CUdevice_attribute
-    major = _call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
-    minor = _call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
-    name = _call("cuDeviceGetName", 128, device).split(b"\0")[0].decode()
-    uuid = bytes(
-        _call("cuDeviceGetUuid" if hasattr(_load(), "cuDeviceGetUuid") else "cuDeviceGetUuid_v2", device).bytes
-    )
-    return DeviceInfo(ordinal, uuid, name, (int(major), int(minor)), int(_call("cuDeviceTotalMem", device)))
+    device = call("cuDeviceGet", ordinal)
+    attribute = load().CUdevice_attribute
+    major = call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
+    minor = call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
+    name = call("cuDeviceGetName", 128, device).split(b"\0")[0].decode()
+    uuid = bytes(call("cuDeviceGetUuid" if hasattr(load(), "cuDeviceGetUuid") else "cuDeviceGetUuid_v2", device).bytes)
+    return DeviceInfo(ordinal, uuid, name, (int(major), int(minor)), int(call("cuDeviceTotalMem", device)))
 
 
 def can_access_peer(ordinal: int, peer: int) -> bool:
     """Whether the driver reports P2P access between two visible GPUs (it may still fail: see Workspace.verify)."""
-    return bool(_call("cuDeviceCanAccessPeer", _call("cuDeviceGet", ordinal), _call("cuDeviceGet", peer)))
+    return bool(call("cuDeviceCanAccessPeer", call("cuDeviceGet", ordinal), call("cuDeviceGet", peer)))
 
 
 def retain_context(ordinal: int) -> int:
     """Retains the device's primary context, which CuPy and PyTorch use too, and makes it current."""
-    context = int(_call("cuDevicePrimaryCtxRetain", _call("cuDeviceGet", ordinal)))
+    context = int(call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", ordinal)))
     set_context(context)
     return context
 
 
 def release_context(ordinal: int) -> None:
     """Gives back what :func:`retain_context` retained."""
-    _call("cuDevicePrimaryCtxRelease", _call("cuDeviceGet", ordinal))
+    call("cuDevicePrimaryCtxRelease", call("cuDeviceGet", ordinal))
 
 
 def current_context() -> int:
     """This thread's current context; 0 for none."""
-    return int(_call("cuCtxGetCurrent"))
+    return int(call("cuCtxGetCurrent"))
 
 
 def set_context(context: int) -> None:
     """Makes ``context`` this thread's current one."""
-    _call("cuCtxSetCurrent", context)
+    call("cuCtxSetCurrent", context)
 
 
 def synchronize() -> None:
     """Waits for everything in the current context."""
-    _call("cuCtxSynchronize")
+    call("cuCtxSynchronize")
 
 
 # ---- memory
 def allocate(nbytes: int) -> int:
     """Device memory that can be exported to other processes (cuMemAlloc)."""
-    return int(_call("cuMemAlloc", nbytes))
+    return int(call("cuMemAlloc", nbytes))
 
 
 def free(address: int) -> None:
     """Frees what :func:`allocate` gave. Peers must have unmapped it."""
-    _call("cuMemFree", address)
+    call("cuMemFree", address)
 
 
 def memory_info() -> tuple[int, int]:
     """(free, total) bytes of the current device."""
-    free_bytes, total = _call("cuMemGetInfo")
+    free_bytes, total = call("cuMemGetInfo")
     return int(free_bytes), int(total)
 
 
 def fill(address: int, byte: int, nbytes: int) -> None:
     """Sets bytes of device memory; done when it returns."""
-    _call("cuMemsetD8", address, byte, nbytes)
-    _call("cuStreamSynchronize", 0)
+    call("cuMemsetD8", address, byte, nbytes)
+    call("cuStreamSynchronize", 0)
 
 
 def copy_to_device(address: int, data: np.ndarray) -> None:
     """Copies a contiguous host array to the device; done when it returns."""
-    _call("cuMemcpyHtoD", address, data.ctypes.data, data.nbytes)
+    call("cuMemcpyHtoD", address, data.ctypes.data, data.nbytes)
 
 
 def copy_to_host(data: np.ndarray, address: int) -> None:
     """Copies device memory into a contiguous host array; done when it returns."""
-    _call("cuMemcpyDtoH", data.ctypes.data, address, data.nbytes)
+    call("cuMemcpyDtoH", data.ctypes.data, address, data.nbytes)
 
 
 def export_memory(address: int) -> bytes:
     """The IPC handle (64 bytes) of an allocation."""
-    return bytes(_call("cuIpcGetMemHandle", address).reserved)
+    return bytes(call("cuIpcGetMemHandle", address).reserved)
 
 
 def open_memory(handle: bytes) -> int:
     """Maps another process's allocation; peer access is enabled on the way."""
-    ipc = _load().CUipcMemHandle()
+    ipc = load().CUipcMemHandle()
     ipc.reserved = handle
-    return int(_call("cuIpcOpenMemHandle", ipc, 1))  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+    return int(call("cuIpcOpenMemHandle", ipc, 1))  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 def close_memory(address: int) -> None:
     """Unmaps what :func:`open_memory` mapped."""
-    _call("cuIpcCloseMemHandle", address)
+    call("cuIpcCloseMemHandle", address)
 
 
 def register_host(address: int, nbytes: int) -> int:
     """Lets the GPU reach whole pages of host memory; returns their device address."""
-    _call("cuMemHostRegister", address, nbytes, 1 | 2)  # PORTABLE | DEVICEMAP
-    return int(_call("cuMemHostGetDevicePointer", address, 0))
+    call("cuMemHostRegister", address, nbytes, 1 | 2)  # PORTABLE | DEVICEMAP
+    return int(call("cuMemHostGetDevicePointer", address, 0))
 
 
 def unregister_host(address: int) -> None:
     """Undoes :func:`register_host`."""
-    _call("cuMemHostUnregister", address)
+    call("cuMemHostUnregister", address)
 
 
 # ---- kernels
 def load_module(cubin: bytes) -> int:
     """Loads a compiled module into the current context."""
-    return int(_call("cuModuleLoadData", cubin))
+    return int(call("cuModuleLoadData", cubin))
 
 
 def unload_module(module: int) -> None:
     """Unloads it; no kernel of it may be running."""
-    _call("cuModuleUnload", module)
+    call("cuModuleUnload", module)
 
 
 def get_function(module: int, name: str) -> int:
     """A kernel, loaded now: lazy loading may wait for a kernel that waits for us."""
-    function = int(_call("cuModuleGetFunction", module, name.encode()))
-    _call("cuFuncLoad", function)
+    function = int(call("cuModuleGetFunction", module, name.encode()))
+    call("cuFuncLoad", function)
     return function
 
 
@@ -208,7 +207,7 @@ class Launch:
     __slots__ = ("_config", "_function", "_launch", "_params", "_pointer", "_stream", "args")
 
     def __init__(self, function: int, grid: int, block: int, args: np.ndarray, *, programmatic: bool = False) -> None:
-        bindings = _load()
+        bindings = load()
         config = bindings.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
@@ -240,35 +239,35 @@ class Launch:
 # ---- streams, events, capture
 def create_event() -> int:
     """An event without timing."""
-    return int(_call("cuEventCreate", 2))
+    return int(call("cuEventCreate", 2))
 
 
 def destroy_event(event: int) -> None:
     """Destroys it; work that waits for it is not disturbed."""
-    _call("cuEventDestroy", event)
+    call("cuEventDestroy", event)
 
 
 def record_event(event: int, stream: int) -> None:
     """Records ``event`` on ``stream`` (in a capture: as a dependency, not a node)."""
-    _call("cuEventRecord", event, stream)
+    call("cuEventRecord", event, stream)
 
 
 def wait_event(stream: int, event: int) -> None:
     """Makes ``stream`` wait for the last record of ``event``."""
-    _call("cuStreamWaitEvent", stream, event, 0)
+    call("cuStreamWaitEvent", stream, event, 0)
 
 
 def synchronize_stream(stream: int) -> None:
     """Waits for everything on ``stream``."""
-    _call("cuStreamSynchronize", stream)
+    call("cuStreamSynchronize", stream)
 
 
 def capture_id(stream: int) -> int:
     """The id of the capture that ``stream`` is part of, which is never 0; 0 if it captures nothing."""
     name = (
         "cuStreamGetCaptureInfo_v3"
-        if hasattr(_bindings or _load(), "cuStreamGetCaptureInfo_v3")
+        if hasattr(_bindings or load(), "cuStreamGetCaptureInfo_v3")
         else "cuStreamGetCaptureInfo"
     )
-    status, identity, *_ = _call(name, stream)
+    status, identity, *_ = call(name, stream)
     return int(identity) if int(status) == 1 else 0

@@ -18,20 +18,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, report
-from ..numerics import DTYPE_NAMES, OPS
 
 HEAD_BYTES = 4096
 RING = 1024  # calls: as far as a host can run ahead of its GPU
-MAX_DIMS = 5  # of a shape in the recorder; more are counted, not named
 ACTIVE, CLOSED = 1, 2
 REFUSED, MISMATCH = 1, 2  # kinds of fault
 
 ABORT_OFFSET = 0
 
-_CALL = np.dtype([
-    ("key", "<u8"), ("stream", "<u8"), ("nbytes", "<u8"), ("dtype", "u1"), ("op", "u1"), ("ndim", "u1"), ("host", "u1"),
-    ("shape", "<u8", (MAX_DIMS,)),
-], align=True)  # fmt: skip
+_CALL = np.dtype([("key", "<u8"), ("stream", "<u8"), ("text", "S80")])
 _RANK = np.dtype([
     ("pid", "<i8"), ("started", "<u8"), ("namespace", "<u8"), ("state", "<u4"), ("fault", "<u4"), ("fault_call", "<u8"),
     ("text", "S1024"), ("call", "<u8"), ("ring", _CALL, (RING,)),
@@ -40,39 +35,30 @@ _RANK = np.dtype([
 
 @dataclass(frozen=True)
 class Signature:
-    """What every rank's call must agree on, and its form in the flight recorder (without key and stream)."""
+    """What every rank's call must agree on: a text for people, its checksum, and its form in the flight recorder."""
 
-    shape: tuple[int, ...]
-    dtype: str
-    op: str
-    host: bool
+    text: str
     crc: int
     record: bytes
 
+    @classmethod
+    def of(cls, text: str, checked: str | None = None) -> Signature:
+        """The signature of ``text``; the checksum is that of ``checked``, if it is given."""
+        record = text.encode()[: _CALL["text"].itemsize].ljust(_CALL["text"].itemsize, b"\0")
+        return cls(text, zlib.crc32((checked or text).encode()), record)
+
     def __str__(self) -> str:
-        return _describe(self.shape, self.dtype, self.op, self.host)
+        return self.text
 
 
-def signature(shape: tuple[int, ...], dtype: str, op: str, nbytes: int) -> Signature:
-    """The signature of an all-reduce of ``nbytes`` bytes on the device."""
-    return _signature(shape, dtype, op, nbytes, False, zlib.crc32(repr((shape, dtype, op)).encode()))
+def signature(shape: tuple[int, ...], dtype: str, op: str) -> Signature:
+    """The signature of an all-reduce on the device."""
+    return Signature.of(f"{op} of {dtype} {shape}")
 
 
-def host_signature(shape: tuple[int, ...], dtype: str, op: str, nbytes: int) -> Signature:
+def host_signature(shape: tuple[int, ...], dtype: str, op: str) -> Signature:
     """That of one on the host: all have the same checksum, since host.py compares them over MPI."""
-    return _signature(shape, dtype, op, nbytes, True, zlib.crc32(b"host"))
-
-
-def _signature(shape: tuple[int, ...], dtype: str, op: str, nbytes: int, host: bool, crc: int) -> Signature:
-    entry = np.zeros((), _CALL)
-    entry["nbytes"], entry["ndim"], entry["host"] = nbytes, len(shape), host
-    entry["dtype"], entry["op"] = DTYPE_NAMES.index(dtype), OPS.index(op)
-    entry["shape"][: min(len(shape), MAX_DIMS)] = shape[:MAX_DIMS]
-    return Signature(shape, dtype, op, host, crc, entry.tobytes()[_CALL.fields["nbytes"][1] :])  # type: ignore[index]
-
-
-def _describe(shape: tuple[int, ...], dtype: str, op: str, host: bool) -> str:
-    return f"{op} of {dtype} {shape}" + (" on the host" if host else "")
+    return Signature.of(f"{op} of {dtype} {shape} on the host", "on the host")
 
 
 class Page:
@@ -156,10 +142,7 @@ class Page:
         entry = self._ranks[rank]["ring"][call % RING]
         if not call or int(entry["key"]) >> 32 != call & 0xFFFFFFFF:
             return ""
-        ndim = int(entry["ndim"])
-        shape = tuple(int(length) for length in entry["shape"][: min(ndim, MAX_DIMS)])
-        text = _describe(shape, DTYPE_NAMES[entry["dtype"]], OPS[entry["op"]], bool(entry["host"]))
-        return text + (f" ({ndim} dimensions)" if ndim > MAX_DIMS else "")
+        return bytes(entry["text"]).decode(errors="replace")
 
     # ---- faults
     def post(self, kind: int, call: int, text: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cuda import compiler, driver
+from ..cuda import compiler, driver, graph
 from ..errors import CaptureError, CudaError
 from . import plan
 from .control import ABORT_OFFSET, HEAD_BYTES, Page, Signature, missing_offset, signature
@@ -65,6 +65,7 @@ class Engine:
         self._eager: int | None = None  # the stream of the last eager call
         self._capture = (0, 0)  # the last captured call: (capture id, stream)
         self._stream_owner: Any = None
+        self._recording_stream = 0
 
     def describe(self) -> list[str]:
         """Lines for people: GPU, workspace, packets."""
@@ -87,7 +88,7 @@ class Engine:
             self._prepared.clear()
         steps = plan.make_plan(nbytes, self.n, self.workspace.half_bytes, self._algorithm)
         launches = tuple((*self._launch(step, name, op), step.offset) for step in steps)
-        prepared = Prepared(signature(shape, name, op, nbytes), launches)
+        prepared = Prepared(signature(shape, name, op), launches)
         self._prepared[shape, dtype, op] = prepared
         return prepared
 
@@ -173,7 +174,7 @@ class Engine:
                         f"rank {self.rank}: an eager call on stream {stream:#x} has to follow an earlier one on stream "
                         f"{self._eager:#x}, which is now being captured. Call synchronize() before that capture begins."
                     )
-                self._order(self._eager, stream)
+                self.order(self._eager, stream)
             self._eager = self._fast = stream
             self._stream_owner = owner
             return
@@ -181,16 +182,34 @@ class Engine:
         if previous is None and self._fast != -1 and driver.capture_id(self._fast) == capture:
             previous = self._fast  # it began to capture since, and its calls took the quick way
         if previous is not None and previous != stream:
-            self._order(previous, stream)
+            self.order(previous, stream)
         self._capture, self._fast = (capture, stream), -1
 
-    def _order(self, before: int, after: int) -> None:
+    def order(self, before: int, after: int) -> None:
+        """What comes on stream ``after`` waits for what is on ``before``."""
         driver.record_event(self._event, before)
         driver.wait_event(after, self._event)
 
     def is_capturing(self, stream: int) -> bool:
         """Whether ``stream`` is part of a capture: its work does not run yet."""
         return driver.capture_id(stream) != 0
+
+    def launch_graph(self, executable: int, stream: int, owner: Any) -> None:
+        """Launches an executable graph on ``stream``, behind the last call. :raises CudaError: if that fails."""
+        previous = driver.current_context()
+        driver.set_context(self.context)
+        try:
+            if stream != self._fast:
+                self._follow(stream, owner)
+            graph.launch_graph(executable, stream)
+        finally:
+            driver.set_context(previous)
+
+    def recording_stream(self) -> int:
+        """The one stream of all recordings: CuPy's pools keep their memory apart by stream."""
+        if not self._recording_stream:
+            self._recording_stream = graph.create_stream()
+        return self._recording_stream
 
     def synchronize(self, stream: int | None = None) -> None:
         """Waits for the calls made so far: on ``stream``, or on the last one's."""
@@ -237,6 +256,8 @@ class Engine:
             self.watchdog.stop()
         driver.unregister_host(self.page.address)
         driver.destroy_event(self._event)
+        if self._recording_stream:
+            graph.destroy_stream(self._recording_stream)
         for module in self._modules:
             driver.unload_module(module)
         self._modules.clear()

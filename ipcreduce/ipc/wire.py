@@ -41,6 +41,8 @@ VOTE = struct(5)
 VERDICT = struct(8, ("halves", "<u4"))
 RESYNC = struct(6, ("call", "<u8"))
 CALL = struct(7, ("call", "<u8"))
+RECORDING = struct(9, ("call", "<u8"), ("count", "<u4"), ("crc", "<u4"))
+CHECKSUMS = struct(10, ("crcs", "<u4", (64,)))
 
 
 def message(dtype: np.dtype[Any], error: BaseException | str | None = None, **fields: Any) -> np.ndarray[Any, Any]:

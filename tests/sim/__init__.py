@@ -21,6 +21,7 @@ from types import ModuleType
 
 _STANDS_FOR = {
     "ipcreduce.cuda.driver": "tests.sim.driver",
+    "ipcreduce.cuda.graph": "tests.sim.graph",
     "ipcreduce.cuda.compiler": "tests.sim.compiler",
     "cupy": "tests.sim.cupy",
 }

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.sim import machine, streams
+from tests.sim import machine, pools, streams
 
 __version__ = "0 (simulated)"
 
@@ -127,7 +127,7 @@ Stream.null, Stream.ptds = ExternalStream(0), ExternalStream(2)
 
 
 class Event:
-    def __init__(self) -> None:
+    def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
         _require_context()
         self.ptr = streams.create_event()
 
@@ -187,6 +187,14 @@ class MemoryPointer:
     def __init__(self, mem: Memory | UnownedMemory, offset: int) -> None:
         self.mem, self.ptr, self.device_id = mem, mem.ptr + offset, mem.device_id
 
+    def __add__(self, offset: int) -> MemoryPointer:
+        return MemoryPointer(self.mem, self.ptr - self.mem.ptr + offset)
+
+
+def _allocate(nbytes: int) -> MemoryPointer:
+    allocator = pools.current_allocator()
+    return allocator(nbytes) if allocator and nbytes else MemoryPointer(Memory(nbytes), 0)
+
 
 def free_all_blocks() -> None:
     """Gives the pool's free blocks back to the driver."""
@@ -205,7 +213,7 @@ class ndarray:
     ) -> None:
         shape = (shape,) if np.ndim(shape) == 0 else tuple(shape)
         geometry = np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, strides)  # never read
-        memptr = memptr or MemoryPointer(Memory(geometry.nbytes), 0)
+        memptr = memptr or _allocate(geometry.nbytes)
         steps = [(length - 1) * step for length, step in zip(geometry.shape, geometry.strides, strict=True)]
         low, high = sum(step for step in steps if step < 0), sum(step for step in steps if step > 0)
         if geometry.size:
@@ -253,6 +261,30 @@ class ndarray:
 
     def fill(self, value: Any) -> None:
         self[...] = value
+
+    def __add__(self, other: Any) -> ndarray:
+        result = ndarray(self.shape, self.dtype)
+        value = other._view if isinstance(other, ndarray) else other
+        _on_stream(lambda: np.add(self._view, value, out=result._view, casting="unsafe"), self, other, result)
+        return result
+
+    def __mul__(self, other: Any) -> ndarray:
+        result = ndarray(self.shape, self.dtype)
+        value = other._view if isinstance(other, ndarray) else other
+        _on_stream(lambda: np.multiply(self._view, value, out=result._view, casting="unsafe"), self, other, result)
+        return result
+
+    def __iadd__(self, number: Any) -> ndarray:
+        _on_stream(lambda: np.add(self._view, number, out=self._view, casting="unsafe"), self)
+        return self
+
+    def __isub__(self, number: Any) -> ndarray:
+        return self.__iadd__(-number)
+
+    def astype(self, dtype: Any) -> ndarray:
+        result = ndarray(self.shape, dtype)
+        result[...] = self
+        return result
 
     def copy(self, order: str = "C") -> ndarray:
         result = ndarray(self.shape, self.dtype)
@@ -345,8 +377,8 @@ def arange(*args: Any, dtype: Any = None) -> ndarray:
     return asarray(np.arange(*args, dtype=dtype))
 
 
-def asnumpy(value: ndarray) -> np.ndarray:
-    return value.get()
+def asnumpy(value: ndarray | np.ndarray) -> np.ndarray:
+    return value.get() if isinstance(value, ndarray) else value
 
 
 class _Runtime:
@@ -359,8 +391,11 @@ cuda = SimpleNamespace(
     Event=Event,
     ExternalStream=ExternalStream,
     MemoryPointer=MemoryPointer,
+    MemoryPool=pools.MemoryPool,
+    PythonFunctionAllocator=pools.PythonFunctionAllocator,
     Stream=Stream,
     UnownedMemory=UnownedMemory,
     get_current_stream=get_current_stream,
     runtime=_Runtime,
+    using_allocator=pools.using_allocator,
 )

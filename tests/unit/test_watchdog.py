@@ -15,7 +15,7 @@ from ipcreduce.ipc import control
 from ipcreduce.ipc.control import Page, signature
 from ipcreduce.ipc.watchdog import Watchdog
 
-SUM = signature((10,), "float32", "sum", 40)
+SUM = signature((10,), "float32", "sum")
 
 
 class Ranks:

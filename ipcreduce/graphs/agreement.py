@@ -1,0 +1,79 @@
+"""The vote that ends a recording: every rank goes on with it, or every rank raises."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import PeerFailedError, RankMismatchError, report
+from ..ipc import wire
+from ..ipc.control import Signature
+
+_CHUNK = 64  # checksums a message, when the first call that differs is looked for
+
+
+def agree(
+    mpi: Any, calls: Sequence[Signature], error: BaseException | None, call: int, deadline: float
+) -> tuple[int, Exception | None]:
+    """Compares what the ranks have recorded. Collective.
+
+    :param calls: this rank's all-reduces, in order.
+    :param error: what went wrong here, if anything did.
+    :param call: this rank's call number.
+    :returns: the highest call number of all ranks, with which all have to go on; and the error that this rank has to
+        raise if another one has failed or recorded something else: :class:`PeerFailedError` or
+        :class:`RankMismatchError`.
+    :raises PeerTimeoutError: if a rank does not come.
+    """
+    rank = mpi.Get_rank()
+    everything = zlib.crc32(np.array([c.crc for c in calls], "<u4").tobytes())
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    record = wire.message(wire.RECORDING, text, call=call, count=len(calls), crc=everything)
+    everyone = wire.allgather(mpi, record, deadline, "the end of a recording", call=call)
+    highest = int(everyone["call"].max())
+    for other, theirs in enumerate(everyone):
+        if not theirs["ok"]:
+            return highest, PeerFailedError(
+                report(
+                    rank,
+                    call,
+                    expected="every rank to end its recording",
+                    found=f"that rank {other} failed in it ({wire.text_of(theirs)})",
+                    advice="The graph has failed; the communicator can be used again.",
+                )
+            )
+    if len(set(everyone["count"])) == 1 and len(set(everyone["crc"])) == 1:
+        return highest, None
+    index, texts = _first_difference(mpi, calls, int(everyone["count"].max()), call, deadline)
+    return highest, RankMismatchError(
+        report(
+            rank,
+            call,
+            expected=f"the same all-reduces in every rank's recording; number {index + 1} differs",
+            found="; ".join(f"rank {other}: {text}" for other, text in enumerate(texts)),
+            advice="Make the ranks' functions agree; the graph has failed, the communicator can be used again.",
+        )
+    )
+
+
+def _first_difference(
+    mpi: Any, calls: Sequence[Signature], most: int, call: int, deadline: float
+) -> tuple[int, list[str]]:
+    """The index of the first all-reduce that is not the same on every rank, and each rank's."""
+    checksums = np.zeros(-(-max(most, 1) // _CHUNK) * _CHUNK, np.uint32)
+    checksums[: len(calls)] = [c.crc for c in calls]
+    index = 0
+    for begin in range(0, len(checksums), _CHUNK):
+        record = wire.message(wire.CHECKSUMS, crcs=checksums[begin : begin + _CHUNK])
+        everyone = wire.allgather(mpi, record, deadline, "comparing recordings", call=call)["crcs"]
+        different = (everyone != everyone[0]).any(axis=0)
+        if different.any():
+            index = begin + int(different.argmax())
+            break
+    record = wire.message(wire.CALL, call=call)
+    record["text"] = (calls[index].text if index < len(calls) else f"none, it has {len(calls)}").encode()
+    everyone = wire.allgather(mpi, record, deadline, "comparing recordings", call=call)
+    return index, [wire.text_of(other) for other in everyone]

@@ -1,0 +1,236 @@
+"""``Graph``: a function's GPU work, all-reduces included, recorded once and replayed by one launch.
+
+A recording is a real run: what was captured is launched when the recording ends, so the outputs are filled as after an
+eager run. The kernels in it push into the peers' workspaces, never into memory of the graph, so nothing has to be
+exchanged before a replay and nothing can be missing.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from .. import arrays
+from ..cuda import driver
+from ..cuda import graph as cuda_graph
+from ..errors import ArgumentError, CaptureError, CudaError, GraphStateError
+from ..ipc.control import Signature
+from .pool import GraphPool
+
+if TYPE_CHECKING:
+    from ..communicator import Communicator
+
+_recording = threading.local()  # .graph: the one that this thread records
+
+_REFUSED_BY_CUPY = (
+    "While a stream captures, CuPy refuses cuBLAS (@, einsum) and copies from the host (cupy.array(list)). Make such "
+    "arrays before the recording, and matrix products by nvmath.linalg.advanced.Matmul: plan() before, execute() in it."
+)
+
+
+class Recording:
+    """What the communicator notes while a graph is recorded: the all-reduces, and what they read and write."""
+
+    def __init__(self, stream: int) -> None:
+        self.stream, self.capture = stream, driver.capture_id(stream)
+        self.calls: list[Signature] = []
+        self.held: list[Any] = []
+
+    def note(self, what: Signature, stream: int, *used: Any) -> None:
+        """Called after each launch on this communicator; those outside the capture are not part of the recording."""
+        if driver.capture_id(stream) == self.capture:
+            self.calls.append(what)
+            self.held += used
+
+
+class Graph:
+    """Records GPU work with all-reduces of one communicator, and replays it.
+
+    :param comm: None for the default communicator. Every rank makes, records, replays and closes its graphs in the
+        same order.
+    :param pool: ``other.pool`` shares that graph's memory: an output is then valid until the next replay of any graph
+        of that pool. None for memory of its own.
+
+    ``state`` is "empty", "recording", "staged" (recorded, ready for replay), "failed" or "closed". Arrays that
+    all-reduces read and write are kept alive; those that only other libraries' kernels touch are unknown here: name
+    them in ``record(inputs=...)``.
+    """
+
+    def __init__(self, comm: Communicator | None = None, *, pool: GraphPool | None = None) -> None:
+        if comm is None:
+            from ..communicator import get_communicator
+
+            comm = get_communicator()
+        if pool is not None and not isinstance(pool, GraphPool):
+            raise ArgumentError(f"pool must be another graph's .pool; found {type(pool).__qualname__}")
+        self._comm, self._pool = comm, pool
+        self._state = "empty"
+        self._calls: list[Signature] = []
+        self._nodes = cuda_graph.Nodes(0, 0, ())
+        self._what = Signature.of("")
+        self._executable = 0
+        self._held: list[Any] = []
+        self._finish: weakref.finalize[Any, Any] | None = None
+
+    @property
+    def state(self) -> str:
+        """See the class."""
+        return self._state
+
+    @property
+    def pool(self) -> GraphPool:
+        """The memory of this graph, to be shared by others. :raises GraphStateError: before a recording."""
+        if self._pool is None:
+            raise GraphStateError("a graph has a pool from its recording on; this one is empty. Record first")
+        return self._pool
+
+    def describe(self) -> str:
+        """State, nodes, all-reduces and memory, in several lines."""
+        lines = [f"graph: {self._state}, {self._nodes.kernels} kernel nodes, {self._nodes.others} other nodes"]
+        if self._pool is not None:
+            lines.append(f"pool: {self._pool.nbytes} bytes in {self._pool.slabs} slabs")
+        return "\n".join([*lines, *(f"all-reduce {i}: {call}" for i, call in enumerate(self._calls, 1))])
+
+    # ---- recording
+    @contextmanager
+    def record(self, inputs: Any = None) -> Iterator[Graph]:
+        """Captures what the block's body launches on the current stream, then runs it. Collective.
+
+        Within the block CuPy works on a stream of the communicator and allocates from the graph's pool. At its end the
+        ranks compare their all-reduces; the outputs are filled, in the caller's stream's order.
+
+        :param inputs: any nest of arrays that the body reads and that must live as long as the graph.
+        :raises GraphStateError: if the graph is not empty, or this thread is recording already.
+        :raises UnsupportedError: on a communicator without GPUs.
+        :raises CaptureError: if something in the body cannot be captured.
+        :raises RankMismatchError: if the ranks' all-reduces differ: the first that does, on all ranks.
+        :raises PeerFailedError: if another rank's body raised. An exception in the body passes unchanged.
+        """
+        self._expect("record()", "empty", "make a new Graph for another recording")
+        if getattr(_recording, "graph", None) is not None:
+            raise GraphStateError("record() within a recording of the same thread: end that one first")
+        engine = self._comm.require_engine("a Graph")
+        caller, _ = arrays.current_stream()
+        if driver.capture_id(caller):
+            raise CaptureError("record() while the current stream is being captured: end that capture first")
+        self._pool = self._pool or GraphPool(engine.context)
+        self._pool.retain()
+        self._finish = weakref.finalize(self, _release, self._pool, engine.context, executables := [])
+        stream = engine.recording_stream()
+        error: BaseException | None = None
+        captured = 0
+        engine.order(caller, stream)
+        cuda_graph.begin_capture(stream)
+        recording = self._comm.recording = Recording(stream)
+        self._state, _recording.graph = "recording", self
+        try:
+            with arrays.allocating(self._pool.allocator, stream):
+                yield self
+        except BaseException as caught:
+            error = caught
+        finally:
+            self._comm.recording, _recording.graph = None, None
+        try:
+            captured = cuda_graph.end_capture(stream)
+            if error is None:
+                self._nodes = cuda_graph.inspect_graph(captured)
+                self._executable = cuda_graph.instantiate(captured)
+                executables.append(self._executable)
+        except CudaError as caught:
+            if error is None:
+                error = CaptureError(f"the recording cannot be made into a graph: {caught}. {_REFUSED_BY_CUPY}")
+                error.__cause__ = caught
+        finally:
+            if captured:
+                with suppress(CudaError):
+                    cuda_graph.destroy_graph(captured)
+        if isinstance(error, NotImplementedError):
+            cause, error = error, CaptureError(f"{error}. {_REFUSED_BY_CUPY}")
+            error.__cause__ = cause
+        self._calls, self._held = recording.calls, [*recording.held, inputs]
+        self._what = Signature.of(f"replay of a graph of {len(self._calls)} all-reduces", repr(self._calls))
+        try:
+            self._comm.end_recording(self._calls, error)
+            self._launch(stream, None)
+            engine.order(stream, caller)
+        except BaseException:
+            self._end("failed")
+            raise
+        self._state = "staged"
+        self._warn()
+
+    def _warn(self) -> None:
+        copies = self._nodes.host_copies
+        if copies:
+            warnings.warn(
+                f"the graph has {len(copies)} copies from or to host memory ({sum(copies)} bytes): each replay uses "
+                "the same host addresses, whatever is there by then",
+                stacklevel=4,
+            )
+        if not self._calls and not self._nodes.kernels:
+            warnings.warn(
+                "the recording has no all-reduce and no kernel: was the work on another stream?", stacklevel=4
+            )
+
+    # ---- replay
+    def replay(self, *, stream: Any = None) -> None:
+        """Launches the recorded work on CuPy's current stream, or on ``stream``. Every rank has to.
+
+        Returns before the work is done. Replays and eager calls of a communicator run in the order in which they are
+        made, on whatever streams.
+
+        :raises GraphStateError: if the graph is not recorded, has failed or is closed, or within a recording.
+        :raises IpcReduceError: for the ranks' other calls, see :meth:`Communicator.allreduce`.
+        """
+        self._expect("replay()", "staged", "record it first, once, and do not close it")
+        if getattr(_recording, "graph", None) is not None:
+            raise GraphStateError("replay() within a recording: a graph cannot be part of another one")
+        if stream is None:
+            self._launch(*arrays.current_stream())
+        else:
+            self._launch(arrays.stream_handle(stream), stream)
+
+    def _launch(self, stream: int, owner: Any) -> None:
+        self._comm.launch_graph(self._executable, self._what, stream, owner)
+
+    # ---- ends
+    def close(self) -> None:
+        """Gives the graph back. Idempotent; arrays from its recording stay valid as long as they live."""
+        if self._state == "recording":
+            raise GraphStateError("close() within the recording: leave the with block first")
+        self._end("closed")
+
+    def __enter__(self) -> Graph:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _expect(self, what: str, state: str, advice: str) -> None:
+        if self._state != state:
+            raise GraphStateError(f"{what} needs a graph that is {state}; this one is {self._state}: {advice}")
+
+    def _end(self, state: str) -> None:
+        if self._finish is not None:
+            self._finish()
+        self._executable, self._held, self._state = 0, [], state
+
+
+def _release(pool: GraphPool, context: int, executables: list[int]) -> None:
+    """Once, at close() or when the graph is collected. An executable that still runs is freed at its end."""
+    with suppress(CudaError):  # at interpreter exit the context may be gone
+        previous = driver.current_context()
+        driver.set_context(context)
+        try:
+            while executables:
+                cuda_graph.destroy_executable(executables.pop())
+        finally:
+            driver.set_context(previous)
+    pool.release()

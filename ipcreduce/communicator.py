@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 from . import arguments, arrays, lifetime
 from .errors import (
     ArgumentError,
+    GraphStateError,
     IpcReduceError,
     PeerFailedError,
     PeerLostError,
@@ -21,7 +24,9 @@ from .errors import (
     UnsupportedError,
 )
 from .graphs.agreement import agree
-from .graphs.graph import Recording
+from .graphs.graph import Graph, Recording
+from .graphs.pool import GraphPool
+from .graphs.registration import register
 from .host import HostReducer
 from .ipc import control, plan, setup, wire
 from .ipc.engine import Engine, Prepared
@@ -75,6 +80,9 @@ class Communicator:
         self._call = 0  # attempts so far, refused ones included
         self._unusable: IpcReduceError | None = None
         self.recording: Recording | None = None  # of the graph that is being recorded
+        self.memory: GraphPool | None = None  # of empty()
+        self._recorded: list[Graph] = []  # not registered yet
+        self._capturing = 0  # depth of capture()
         self._timeout = float(timeout)
         self._sync = os.environ.get("IPCREDUCE_SYNC", "0") not in ("", "0")
         self._mpi, request = mpi_comm.Idup()  # our messages never meet the program's
@@ -171,11 +179,12 @@ class Communicator:
         if self._size == 1:
             arrays.copy_into(direct, source, handle)
         else:
-            engine.run(prepared, arrays.pointer(source), arrays.pointer(direct), handle, owner)
+            recorder = None if self.recording is None else self.recording.recorder(handle)
+            engine.run(prepared, arrays.pointer(source), arrays.pointer(direct), handle, owner, recorder)
         if direct is not target:
             arrays.copy_into(target, direct, handle)
-        if self.recording is not None:
-            self.recording.note(prepared.what, handle, source, direct, target)
+        if self.recording is not None and engine.is_capturing(handle):
+            self.recording.note(prepared.what, source, direct, target)
         if self._sync and not engine.is_capturing(handle):
             self.synchronize(handle)
         return result
@@ -260,6 +269,65 @@ class Communicator:
                     self._faults.raise_pending(self._call)  # the same trouble, told more exactly
                 raise theirs
 
+    def recorded(self, graph: Graph) -> None:
+        """A recording is complete: it is registered now, or at the end of :meth:`capture`. Collective."""
+        self._recorded.append(graph)
+        if not self._capturing:
+            self._register()
+
+    def _register(self) -> None:
+        graphs, self._recorded = self._recorded, []
+        with self._lock:
+            if self._engine is not None:
+                register(self._mpi, self._engine, graphs, self._timeout)
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Around several recordings: they are registered together, at the end of the outermost block. Collective.
+
+        Within it, graphs are "staged" and can be replayed. If a rank's block raises, they stay so.
+
+        :raises UnsupportedError: on a communicator without GPUs.
+        :raises GraphStateError: within a recording.
+        :raises PeerFailedError: if another rank's block raised. An exception in the block passes unchanged.
+        """
+        self.require_engine("capture()")
+        if self.recording is not None:
+            raise GraphStateError("capture() within a recording: record within capture(), not the other way round")
+        self._capturing += 1
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as caught:
+            error = caught
+        self._capturing -= 1
+        if self._capturing:
+            if error is not None:
+                raise error
+            return
+        try:
+            self.end_recording([call for graph in self._recorded for call in graph.calls], error)
+        except BaseException:
+            self._recorded = []
+            raise
+        self._register()
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> Any:
+        """A new C-contiguous array in memory that peers can map: outputs of recorded all-reduces in it can be direct.
+
+        CuPy, or NumPy with backend "mpi". Not collective. Valid as long as it lives, also after close().
+        """
+        with self._lock:
+            self._check_usable()
+            if self._engine is None:
+                return np.empty(shape, dtype)
+            if self.memory is None:
+                self.memory = GraphPool(self._engine.context)
+                self.memory.retain()
+            stream = arrays.current_stream()[0]
+            with arrays.allocating(self.memory.allocator, stream):
+                return arrays.empty((shape,) if isinstance(shape, int) else shape, np.dtype(dtype), stream)
+
     def launch_graph(self, executable: int, what: control.Signature, stream: int, owner: Any) -> None:
         """Launches a recorded graph as one call of this communicator, ordered and compared as all-reduces are."""
         with self._lock:
@@ -306,6 +374,8 @@ class Communicator:
             self._unusable = ArgumentError("the communicator is closed: make a new one")
             if engine is not None:
                 engine.close(0.0 if lost else _CLOSE_SECONDS)
+            if self.memory is not None:
+                self.memory.release()
             if not lost and not _require_mpi().Is_finalized():
                 self._mpi.Free()
 

@@ -16,6 +16,7 @@ struct Args {
   u64 missing;          // this rank's word there: bit r is set if a wait for rank r's data passed its deadline
   u64 timeout_ns;
   u64 trigger_early;    // let the next kernel's blocks come in before we wait for the one before us
+  u64 outs[8];          // direct.cu: the output of rank (kRank + i) % kRanks, as mapped here
 };
 
 constexpr u32 kEpochSlots = 512;  // so many blocks at most; the plan knows it too
@@ -163,3 +164,42 @@ DEVICE void clear(u64 rows, u32 packets, u32 index, bool active, const Wait& wai
 
 // What a wait that ended without data leaves in the output: NaN, or -1.
 DEVICE Packet poison() { return {{kEmpty, kEmpty, kEmpty, kEmpty}}; }
+
+// ---- the first hop of two_shot.cu and direct.cu: rank r's chunk is packets r * columns, ... of the message
+DEVICE void push_chunks(const Args& args, u64 rows, u32 columns, u32 column) {
+  const bool active = column < columns;
+  Packet chunk[kMaxRanks] = {};
+#pragma unroll
+  for (int i = 1; i < kRanks; ++i)
+    if (active) chunk[i] = load_message<kElementBytes>(args.in, (u64)source(i) * columns + column, args.bytes);
+#pragma unroll
+  for (int i = 1; i < kRanks; ++i)
+    put(args.peers[i] + rows + kRank * row_bytes(columns), columns, column, canonical(chunk[i]), active);
+}
+
+// The fold of a column of our own chunk, once the peers' packets are there; poison if the wait ended without them.
+DEVICE Packet fold_column(const Args& args, u64 rows, u32 columns, u32 column, Wait& wait) {
+  Packet v[kMaxRanks];
+  v[kRank] = canonical(load_message<kElementBytes>(args.in, (u64)kRank * columns + column, args.bytes));
+  get(v, args, args.peers[0] + rows, columns, column, wait);
+  return wait.alive ? fold(v) : poison();
+}
+
+// ---- flags (direct.cu)
+// Waits for a flag of every other rank, a packet at `index` of its row, and empties it: for one thread, whose block then
+// takes the fence (see direct.cu).
+DEVICE void get_flags(const Args& args, u64 rows, u64 stride, u32 index, Wait& wait) {
+  const u64 at = rows + (u64)kPacketBytes * index;
+  while (wait.alive) {
+    u32 missing = 0;
+#pragma unroll
+    for (int i = 1; i < kRanks; ++i)
+      if (!arrived(load_packet_sys(at + source(i) * stride))) missing |= 1u << source(i);
+    if (!missing) break;
+    wait.spin(args, missing);
+  }
+  if (!wait.alive) return;
+#pragma unroll
+  for (int i = 1; i < kRanks; ++i)
+    store_packet_local(at + source(i) * stride, {{kEmpty, kEmpty, kEmpty, kEmpty}});
+}

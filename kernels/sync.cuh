@@ -32,6 +32,7 @@ DEVICE u32 threads_in_block() { return blockDim.x; }
 DEVICE u32 block_in_grid() { return blockIdx.x; }
 DEVICE u32 blocks_in_grid() { return gridDim.x; }
 DEVICE void sync_block() { __syncthreads(); }
+DEVICE bool sync_block_or(bool mine) { return __syncthreads_or(mine) != 0; }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE u32 warp_ballot(bool mine) { return __ballot_sync(0xFFFFFFFFu, mine); }
 DEVICE void relax() {}  // a turn of a poll loop; the stand-in lets other threads run here
@@ -60,6 +61,9 @@ DEVICE void store_packet_sys(u64 at, const Packet& p) {
   asm volatile("{ .reg .b128 t; mov.b128 t, {%1, %2}; st.relaxed.sys.global.b128 [%0], t; }"
                :: "l"(at), "l"(low), "l"(high) : "memory");
 }
+
+// Makes plain stores that this thread has made or seen precede the next packet, and the packet before precede plain loads.
+DEVICE void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // ---- this rank's own memory, ordered by the stream
 DEVICE Packet load_packet_local(u64 at) {  // each packet is read once: it need not stay in L1

@@ -23,32 +23,14 @@ KERNEL(two_shot, 512)(KERNEL_ARGS args) {
   const u64 ours = args.peers[0];
   Wait wait;
 
-  const auto send = [&](u32 tile) {
-    const u32 column = tile * threads_in_grid() + thread_in_grid();
-    const bool active = column < columns;
-    Packet chunk[kMaxRanks] = {};
-#pragma unroll
-    for (int i = 1; i < kRanks; ++i)
-      if (active) chunk[i] = load_message<kElementBytes>(args.in, (u64)source(i) * columns + column, args.bytes);
-#pragma unroll
-    for (int i = 1; i < kRanks; ++i)
-      put(args.peers[i] + scatter + kRank * row, columns, column, canonical(chunk[i]), active);
-  };
-
   const auto reduce = [&](u32 tile) {
     const u32 column = tile * threads_in_grid() + thread_in_grid();
-    const u64 index = (u64)kRank * columns + column;
     const bool active = column < columns;
-    Packet v[kMaxRanks], result = poison();
-    if (active) {
-      v[kRank] = canonical(load_message<kElementBytes>(args.in, index, args.bytes));
-      get(v, args, ours + scatter, columns, column, wait);
-      if (wait.alive) result = fold(v);
-    }
+    const Packet result = active ? fold_column(args, scatter, columns, column, wait) : poison();
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
       put(args.peers[i] + gather + kRank * row, columns, column, result, active && wait.alive);
-    if (active) store_message<kElementBytes>(args.out, index, args.bytes, result);
+    if (active) store_message<kElementBytes>(args.out, (u64)kRank * columns + column, args.bytes, result);
     clear(ours + scatter, columns, column, active, wait);
   };
 
@@ -66,11 +48,11 @@ KERNEL(two_shot, 512)(KERNEL_ARGS args) {
     clear(ours + gather, columns, column, active, wait);
   };
 
-  send(0);
+  push_chunks(args, scatter, columns, thread_in_grid());
   if (!args.trigger_early) trigger_dependents();
   advance_epochs(args, epoch);
   for (u32 tile = 0; tile < tiles; ++tile) {
-    if (tile + 1 < tiles) send(tile + 1);
+    if (tile + 1 < tiles) push_chunks(args, scatter, columns, (tile + 1) * threads_in_grid() + thread_in_grid());
     reduce(tile);
     if (tile > 0) collect(tile - 1);
   }

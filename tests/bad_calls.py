@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,22 +21,6 @@ import ipcreduce
 from ipcreduce import ArgumentError, PeerFailedError, RankMismatchError, UnsupportedError
 
 Call = Callable[[Any, Any], Any]  # of the array module and the communicator
-
-
-@dataclass(frozen=True)
-class Row:
-    """A wrong call, made by all ranks and then by one of them, while the others make a right one."""
-
-    name: str
-    call: Call
-    words: tuple[str, ...]  # of the message, on the ranks that make the call and on the others
-    error: type[Exception] = ArgumentError
-    others: type[Exception] = PeerFailedError
-    who: tuple[str, ...] = ("all", "one")
-    right: Call | None = None  # what the others call, if not good()
-    on: str = "any"  # "host" or "device": only for arrays of that kind
-    placed: bool = True  # the message begins with rank and call
-    waits: bool = True  # False: a call on no elements, which waits for nobody; its error comes once all have called
 
 
 # ---- right calls
@@ -63,7 +48,31 @@ def eight_calls(module: Any, comm: Any, extra: int = 0, left_out: int = 0) -> No
             comm.allreduce(mine(module, comm, count))
 
 
-# ---- things that are no arrays, or not ours
+def after_nothing(module: Any, comm: Any, op: str, seconds: float = 0.0) -> None:
+    """Two calls on no elements, some time later, and then one on six."""
+    time.sleep(seconds)
+    comm.allreduce(mine(module, comm, 0))
+    comm.allreduce(mine(module, comm, 0))
+    comm.allreduce(mine(module, comm), op)
+
+
+# ---- wrong calls
+@dataclass(frozen=True)
+class Row:
+    """A wrong call, made by all ranks and then by one of them, while the others make a right one."""
+
+    name: str
+    call: Call
+    words: tuple[str, ...]  # of the message, on the ranks that make the call and on the others
+    error: type[Exception] = ArgumentError
+    others: type[Exception] = PeerFailedError
+    who: tuple[str, ...] = ("all", "one")
+    right: Call = good  # what the others call
+    on: str = "any"  # "host" or "device": only for arrays of that kind
+    placed: bool = True  # the message begins with rank and call
+    waits: bool = True  # False: a call on no elements, which waits for nobody; its error comes once all have called
+
+
 class OnDevice:
     """An array of another library; ``changes`` are made to what it shows."""
 
@@ -159,6 +168,9 @@ def bad_ops() -> Iterator[Row]:
     for name, op in NO_OPS.items():
         words = ("op must be one of sum, prod, min, max, avg", f"found {op!r}".partition(" object at")[0])
         yield Row(f"op: {name}", lambda m, c, op=op: c.allreduce(mine(m, c), op), words)
+    # Calls that wait for nobody let a rank be behind when another refuses a later call.
+    ahead, behind = (lambda m, c: after_nothing(m, c, "mean")), (lambda m, c: after_nothing(m, c, "sum", 0.05))
+    yield Row("op: after calls on nothing", ahead, ("op must be one of",), right=behind)
 
 
 def bad_outs() -> Iterator[Row]:
@@ -272,7 +284,7 @@ def run(module: Any, comm: Any) -> int:
 def check(module: Any, comm: Any, row: Row, one: int | None) -> None:
     """Rank ``one``, or every rank, makes the wrong call; the others the right one. All must get their errors."""
     is_wrong = one in (None, comm.rank)
-    call = row.call if is_wrong else row.right or good
+    call = row.call if is_wrong else row.right
     expected, words = row.error, list(row.words)
     if not is_wrong:
         expected = row.others

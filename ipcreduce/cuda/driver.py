@@ -226,6 +226,18 @@ class Launch:
         self._launch = bindings.cuLaunchKernelEx
         self._stream = -1
 
+    def set_node(self, node: int) -> None:
+        """Puts this launch, with its present arguments, in the place of a kernel node of a graph."""
+        params = _bindings.CUDA_KERNEL_NODE_PARAMS()
+        params.func = self._function
+        for axis in "XYZ":
+            setattr(params, f"gridDim{axis}", getattr(self._config, f"gridDim{axis}"))
+            setattr(params, f"blockDim{axis}", getattr(self._config, f"blockDim{axis}"))
+        params.sharedMemBytes = 0
+        params.kernelParams = self._params
+        params.extra = 0
+        call("cuGraphKernelNodeSetParams", node, params)
+
     def run(self, stream: int) -> None:
         """Launches on ``stream``. The arguments are read before this returns."""
         if stream != self._stream:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .driver import call, load
+from .driver import Launch, call, load
 
 
 def create_stream() -> int:
@@ -25,6 +25,20 @@ def begin_capture(stream: int) -> None:
 def end_capture(stream: int) -> int:
     """Ends the capture; the graph. :raises CudaError: if something in it could not be captured."""
     return int(call("cuStreamEndCapture", stream))
+
+
+def last_node(stream: int) -> int:
+    """The node that was captured last on ``stream``. It stays valid as long as its graph."""
+    bindings = load()
+    name = "cuStreamGetCaptureInfo_v3" if hasattr(bindings, "cuStreamGetCaptureInfo_v3") else "cuStreamGetCaptureInfo"
+    nodes, count = call(name, stream)[3], call(name, stream)[-1]
+    assert int(count) == 1, "a launch leaves one node for the next to follow"
+    return int(nodes[0])
+
+
+def set_kernel(node: int, launch: Launch) -> None:
+    """Makes a kernel node another launch, for executables that are instantiated from now on."""
+    launch.set_node(node)
 
 
 def instantiate(graph: int) -> int:

@@ -2,7 +2,7 @@
 
 A recording is a real run: what was captured is launched when the recording ends, so the outputs are filled as after an
 eager run. The kernels in it push into the peers' workspaces, never into memory of the graph, so nothing has to be
-exchanged before a replay and nothing can be missing.
+exchanged before a replay and nothing can be missing. Registration (registration.py) then makes large all-reduces direct.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from ..cuda import driver
 from ..cuda import graph as cuda_graph
 from ..errors import ArgumentError, CaptureError, CudaError, GraphStateError
 from ..ipc.control import Signature
-from .pool import GraphPool
+from ..ipc.engine import Prepared, Recorder
+from ..ipc.mappings import Key, Mappings
+from ..ipc.plan import Step
+from .pool import GraphPool, Slab
+from .registration import Launched
 
 if TYPE_CHECKING:
     from ..communicator import Communicator
@@ -34,18 +38,29 @@ _REFUSED_BY_CUPY = (
 
 
 class Recording:
-    """What the communicator notes while a graph is recorded: the all-reduces, and what they read and write."""
+    """What the communicator notes while a graph is recorded: the all-reduces, their launches, what they read and write."""
 
     def __init__(self, stream: int) -> None:
-        self.stream, self.capture = stream, driver.capture_id(stream)
+        self._capture = driver.capture_id(stream)
         self.calls: list[Signature] = []
+        self.launches: list[Launched] = []
         self.held: list[Any] = []
 
-    def note(self, what: Signature, stream: int, *used: Any) -> None:
-        """Called after each launch on this communicator; those outside the capture are not part of the recording."""
-        if driver.capture_id(stream) == self.capture:
-            self.calls.append(what)
-            self.held += used
+    def recorder(self, stream: int) -> Recorder | None:
+        """What to tell of every launch on ``stream``; None if that is not part of the capture."""
+        if driver.capture_id(stream) != self._capture:
+            return None
+
+        def note(call: Prepared, step: Step, source: int, target: int) -> None:
+            node = cuda_graph.last_node(stream)
+            self.launches.append(Launched(node, step, call.dtype, call.op, source, target))
+
+        return note
+
+    def note(self, what: Signature, *used: Any) -> None:
+        """One all-reduce, and the arrays that it uses."""
+        self.calls.append(what)
+        self.held += used
 
 
 class Graph:
@@ -56,7 +71,8 @@ class Graph:
     :param pool: ``other.pool`` shares that graph's memory: an output is then valid until the next replay of any graph
         of that pool. None for memory of its own.
 
-    ``state`` is "empty", "recording", "staged" (recorded, ready for replay), "failed" or "closed". Arrays that
+    ``state`` is "empty", "recording", "staged" (recorded, ready for replay), "registered" (the same, and its large
+    all-reduces write straight into the peers' outputs), "failed" or "closed". Arrays that
     all-reduces read and write are kept alive; those that only other libraries' kernels touch are unknown here: name
     them in ``record(inputs=...)``.
     """
@@ -73,9 +89,9 @@ class Graph:
         self._calls: list[Signature] = []
         self._nodes = cuda_graph.Nodes(0, 0, ())
         self._what = Signature.of("")
-        self._executable = 0
+        self.launches: list[Launched] = []  # of its all-reduces, for the registration
         self._held: list[Any] = []
-        self._finish: weakref.finalize[Any, Any] | None = None
+        self._resources: _Resources | None = None
 
     @property
     def state(self) -> str:
@@ -119,11 +135,10 @@ class Graph:
         if driver.capture_id(caller):
             raise CaptureError("record() while the current stream is being captured: end that capture first")
         self._pool = self._pool or GraphPool(engine.context)
-        self._pool.retain()
-        self._finish = weakref.finalize(self, _release, self._pool, engine.context, executables := [])
+        self._resources = resources = _Resources(self._pool, engine.context)
+        weakref.finalize(self, resources.release)
         stream = engine.recording_stream()
         error: BaseException | None = None
-        captured = 0
         engine.order(caller, stream)
         cuda_graph.begin_capture(stream)
         recording = self._comm.recording = Recording(stream)
@@ -136,23 +151,19 @@ class Graph:
         finally:
             self._comm.recording, _recording.graph = None, None
         try:
-            captured = cuda_graph.end_capture(stream)
+            resources.graph = cuda_graph.end_capture(stream)
             if error is None:
-                self._nodes = cuda_graph.inspect_graph(captured)
-                self._executable = cuda_graph.instantiate(captured)
-                executables.append(self._executable)
+                self._nodes = cuda_graph.inspect_graph(resources.graph)
+                resources.executable = cuda_graph.instantiate(resources.graph)
         except CudaError as caught:
             if error is None:
                 error = CaptureError(f"the recording cannot be made into a graph: {caught}. {_REFUSED_BY_CUPY}")
                 error.__cause__ = caught
-        finally:
-            if captured:
-                with suppress(CudaError):
-                    cuda_graph.destroy_graph(captured)
         if isinstance(error, NotImplementedError):
             cause, error = error, CaptureError(f"{error}. {_REFUSED_BY_CUPY}")
             error.__cause__ = cause
-        self._calls, self._held = recording.calls, [*recording.held, inputs]
+        self._calls, self.launches = recording.calls, recording.launches
+        self._held = [*recording.held, inputs]
         self._what = Signature.of(f"replay of a graph of {len(self._calls)} all-reduces", repr(self._calls))
         try:
             self._comm.end_recording(self._calls, error)
@@ -163,6 +174,7 @@ class Graph:
             raise
         self._state = "staged"
         self._warn()
+        self._comm.recorded(self)
 
     def _warn(self) -> None:
         copies = self._nodes.host_copies
@@ -187,7 +199,7 @@ class Graph:
         :raises GraphStateError: if the graph is not recorded, has failed or is closed, or within a recording.
         :raises IpcReduceError: for the ranks' other calls, see :meth:`Communicator.allreduce`.
         """
-        self._expect("replay()", "staged", "record it first, once, and do not close it")
+        self._expect("replay()", "staged", "record it first, once, and do not close it", "registered")
         if getattr(_recording, "graph", None) is not None:
             raise GraphStateError("replay() within a recording: a graph cannot be part of another one")
         if stream is None:
@@ -196,7 +208,33 @@ class Graph:
             self._launch(arrays.stream_handle(stream), stream)
 
     def _launch(self, stream: int, owner: Any) -> None:
-        self._comm.launch_graph(self._executable, self._what, stream, owner)
+        assert self._resources is not None
+        self._comm.launch_graph(self._resources.executable, self._what, stream, owner)
+
+    # ---- registration
+    @property
+    def calls(self) -> list[Signature]:
+        """The recorded all-reduces, in order."""
+        return self._calls
+
+    def find_slab(self, address: int, nbytes: int) -> Slab | None:
+        """The allocation of this graph's pool, or of ``comm.empty``, that holds these bytes."""
+        found = (pool.find(address, nbytes) for pool in self._pools())
+        return next((slab for slab in found if slab is not None), None)
+
+    def _pools(self) -> list[GraphPool]:
+        return [pool for pool in (self._pool, self._comm.memory) if pool is not None]
+
+    def instantiate(self) -> int:
+        """Another executable, of the graph as its nodes now are."""
+        assert self._resources is not None
+        return cuda_graph.instantiate(self._resources.graph)
+
+    def registered(self, executable: int, mappings: Mappings, keys: frozenset[Key]) -> None:
+        """Takes the executable whose large all-reduces are direct. Peers have our pools mapped from now on."""
+        assert self._resources is not None
+        self._resources.register(executable, mappings, keys, self._pools())
+        self._state = "registered"
 
     # ---- ends
     def close(self) -> None:
@@ -213,24 +251,56 @@ class Graph:
     ) -> None:
         self.close()
 
-    def _expect(self, what: str, state: str, advice: str) -> None:
-        if self._state != state:
+    def _expect(self, what: str, state: str, advice: str, *others: str) -> None:
+        if self._state not in (state, *others):
             raise GraphStateError(f"{what} needs a graph that is {state}; this one is {self._state}: {advice}")
 
     def _end(self, state: str) -> None:
-        if self._finish is not None:
-            self._finish()
-        self._executable, self._held, self._state = 0, [], state
+        if self._resources is not None:
+            self._resources.release()
+        self.launches, self._held, self._state = [], [], state
 
 
-def _release(pool: GraphPool, context: int, executables: list[int]) -> None:
-    """Once, at close() or when the graph is collected. An executable that still runs is freed at its end."""
-    with suppress(CudaError):  # at interpreter exit the context may be gone
-        previous = driver.current_context()
-        driver.set_context(context)
-        try:
-            while executables:
-                cuda_graph.destroy_executable(executables.pop())
-        finally:
-            driver.set_context(previous)
-    pool.release()
+class _Resources:
+    """What a graph holds of the driver. Released at close(), or when the graph is collected, whichever is first."""
+
+    def __init__(self, pool: GraphPool, context: int) -> None:
+        self._pool, self._context = pool, context
+        self.graph = self.executable = 0
+        self._mapped: tuple[Mappings, int, frozenset[Key]] | None = None
+        self._released = False
+        pool.retain()
+
+    def register(self, executable: int, mappings: Mappings, keys: frozenset[Key], pools: list[GraphPool]) -> None:
+        """Replaces the executable (the old one is freed once it has run), and keeps ``pools`` while peers map them."""
+        cuda_graph.destroy_executable(self.executable)
+        self.executable = executable
+        for pool in pools:
+            pool.retain()
+
+        def unpin() -> None:
+            for pool in pools:
+                pool.release()
+
+        self._mapped = (mappings, mappings.use(keys, unpin), keys)
+
+    def release(self) -> None:
+        """Idempotent. Of the direct kernels, a last replay is waited for: it writes to what is unmapped here."""
+        if self._released:
+            return
+        self._released = True
+        with suppress(CudaError):  # at interpreter exit the context may be gone
+            previous = driver.current_context()
+            driver.set_context(self._context)
+            try:
+                if self._mapped is not None:
+                    mappings, serial, keys = self._mapped
+                    driver.synchronize()
+                    mappings.drop(serial, keys)
+                if self.executable:
+                    cuda_graph.destroy_executable(self.executable)
+                if self.graph:
+                    cuda_graph.destroy_graph(self.graph)
+            finally:
+                driver.set_context(previous)
+        self._pool.release()

@@ -7,13 +7,26 @@ the driver gets it back when every graph of the pool is closed and CuPy has free
 
 from __future__ import annotations
 
+import itertools
 import threading
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from .. import arrays
 from ..cuda import driver
 from ..errors import CudaError
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Slab:
+    """An allocation. ``number`` tells it from one that comes to lie at its address later."""
+
+    address: int
+    nbytes: int
+    number: int
 
 
 class Slabs:
@@ -22,29 +35,37 @@ class Slabs:
     def __init__(self, context: int) -> None:
         self._context = context
         self._lock = threading.Lock()  # arrays are collected in any thread
-        self._sizes: dict[int, int] = {}
+        self._slabs: dict[int, Slab] = {}
         self._marked: set[int] = set()
         self.users = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes held from the driver."""
-        return sum(self._sizes.values())
+        return sum(slab.nbytes for slab in self._slabs.values())
 
     def __len__(self) -> int:
-        return len(self._sizes)
+        return len(self._slabs)
 
     def allocate(self, nbytes: int, device: int) -> int:
         """The address of ``nbytes`` bytes: the smallest marked slab that fits and is half used, or a new one."""
         with self._lock:
-            fitting = [a for a in self._marked if nbytes <= self._sizes[a] <= 2 * nbytes]
+            fitting = [self._slabs[a] for a in self._marked if nbytes <= self._slabs[a].nbytes <= 2 * nbytes]
             if fitting:
-                address = min(fitting, key=self._sizes.__getitem__)
-                self._marked.remove(address)
+                slab = min(fitting, key=lambda slab: slab.nbytes)
+                self._marked.remove(slab.address)
             else:
-                address = driver.allocate(nbytes)
-                self._sizes[address] = nbytes
-            return address
+                slab = Slab(driver.allocate(nbytes), nbytes, next(_numbers))
+                self._slabs[slab.address] = slab
+            return slab.address
+
+    def find(self, address: int, nbytes: int) -> Slab | None:
+        """The slab that holds these bytes, if one does."""
+        with self._lock:
+            for slab in self._slabs.values():
+                if slab.address <= address and address + nbytes <= slab.address + slab.nbytes:
+                    return slab
+        return None
 
     def free(self, address: int, device: int) -> None:
         """CuPy has no more use for a slab; captured nodes may have."""
@@ -68,7 +89,7 @@ class Slabs:
                 driver.synchronize()  # a last replay may be running
                 while self._marked:
                     driver.free(address := self._marked.pop())
-                    del self._sizes[address]
+                    del self._slabs[address]
             finally:
                 driver.set_context(previous)
 
@@ -98,8 +119,12 @@ class GraphPool:
         """What CuPy calls for memory."""
         return self._pool.malloc
 
+    def find(self, address: int, nbytes: int) -> Slab | None:
+        """The slab that holds these bytes, if one does."""
+        return self._slabs.find(address, nbytes)
+
     def retain(self) -> None:
-        """One graph more uses the pool."""
+        """One graph more uses the pool, or peers that have it mapped."""
         if self._pool is None:
             self._pool = arrays.make_pool(self._slabs.allocate, self._slabs.free)
         self._slabs.users += 1

@@ -21,6 +21,7 @@ from ..errors import PeerFailedError, PeerLostError, PeerTimeoutError, RankMisma
 
 HEAD_BYTES = 4096
 RING = 1024  # calls: as far as a host can run ahead of its GPU
+REGISTRATIONS = 1024  # registered graphs that may be waiting for a rank to drop them
 ACTIVE, CLOSED = 1, 2
 REFUSED, MISMATCH = 1, 2  # kinds of fault
 
@@ -29,7 +30,8 @@ ABORT_OFFSET = 0
 _CALL = np.dtype([("key", "<u8"), ("stream", "<u8"), ("text", "S80")])
 _RANK = np.dtype([
     ("pid", "<i8"), ("started", "<u8"), ("namespace", "<u8"), ("state", "<u4"), ("fault", "<u4"), ("fault_call", "<u8"),
-    ("text", "S1024"), ("call", "<u8"), ("ring", _CALL, (RING,)),
+    ("text", "S1024"), ("call", "<u8"), ("unmapped", "<u8", (REGISTRATIONS,)),
+    ("ring", _CALL, (RING,)),
 ], align=True)  # fmt: skip
 
 
@@ -206,6 +208,14 @@ class Page:
         """(pid, start time, pid namespace) of a rank."""
         entry = self._ranks[rank]
         return int(entry["pid"]), int(entry["started"]), int(entry["namespace"])
+
+    def mark_unmapped(self, serial: int) -> None:
+        """This rank has nothing of the peers mapped any more for the graph with this serial number."""
+        self._ranks[self.rank]["unmapped"][serial % REGISTRATIONS] = serial + 1
+
+    def all_unmapped(self, serial: int) -> bool:
+        """Whether every rank has marked it."""
+        return bool((self._ranks["unmapped"][:, serial % REGISTRATIONS] == serial + 1).all())
 
     def leave(self) -> None:
         """Says that this rank has unmapped its peers' memory and makes no further call."""

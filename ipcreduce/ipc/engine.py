@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,23 +13,15 @@ from ..cuda import compiler, driver, graph
 from ..errors import CaptureError, CudaError
 from . import plan
 from .control import ABORT_OFFSET, HEAD_BYTES, Page, Signature, missing_offset, signature
+from .mappings import Mappings
 from .watchdog import Watchdog
 from .workspace import Workspace
 
 # Words of struct Args (exchange.cuh)
-_IN, _OUT, _BYTES, _PEERS, _HALF, _EPOCHS, _ABORT, _MISSING, _TIMEOUT, _TRIGGER = (
-    0,
-    1,
-    2,
-    3,
-    11,
-    12,
-    13,
-    14,
-    15,
-    16,
-)
-_ARG_WORDS = 17
+_IN, _OUT, _BYTES, _PEERS, _HALF = 0, 1, 2, 3, 11
+_EPOCHS, _ABORT, _MISSING, _TIMEOUT, _TRIGGER = 12, 13, 14, 15, 16
+_OUTS = 17
+_ARG_WORDS = 25
 _MAX_PREPARED = 4096
 
 
@@ -37,7 +30,12 @@ class Prepared:
     """A call's launches, in order: each with its arguments and its offset in the message."""
 
     what: Signature
-    launches: tuple[tuple[driver.Launch, memoryview, int], ...]
+    dtype: str
+    op: str
+    launches: tuple[tuple[driver.Launch, memoryview, plan.Step], ...]
+
+
+Recorder = Callable[[Prepared, plan.Step, int, int], None]  # of a launch: its call, step, source and target
 
 
 class Engine:
@@ -55,7 +53,9 @@ class Engine:
         self.capability = capability
         self.whole_packets = True
         self.watchdog: Watchdog | None = None
-        self._timeout, self._algorithm = timeout, algorithm
+        self.mappings = Mappings(page)
+        self.algorithm = algorithm
+        self._timeout = timeout
         self._control = driver.register_host(page.address, HEAD_BYTES)
         self._event = driver.create_event()
         self._modules: list[int] = []
@@ -86,9 +86,9 @@ class Engine:
         """
         if len(self._prepared) >= _MAX_PREPARED:
             self._prepared.clear()
-        steps = plan.make_plan(nbytes, self.n, self.workspace.half_bytes, self._algorithm)
-        launches = tuple((*self._launch(step, name, op), step.offset) for step in steps)
-        prepared = Prepared(signature(shape, name, op), launches)
+        steps = plan.make_plan(nbytes, self.n, self.workspace.half_bytes, self.algorithm)
+        launches = tuple((*self._launch(step, name, op), step) for step in steps)
+        prepared = Prepared(signature(shape, name, op), name, op, launches)
         self._prepared[shape, dtype, op] = prepared
         return prepared
 
@@ -98,6 +98,13 @@ class Engine:
         programmatic = self.capability >= (9, 0)
         function = self._function(step.algorithm, dtype, op)
         return driver.Launch(function, step.grid, step.block, args, programmatic=programmatic), args.data
+
+    def direct(self, step: plan.Step, dtype: str, op: str, source: int, outputs: list[int]) -> driver.Launch:
+        """A direct launch: from address ``source`` to ``outputs``, by rank from this one's on, as mapped here."""
+        launch, words = self._launch(step, dtype, op)
+        words[_IN], words[_OUT] = source, outputs[0]
+        words[_OUTS : _OUTS + self.n] = memoryview(np.array(outputs, np.uint64).data)
+        return launch
 
     def _arguments(self, offset: int) -> np.ndarray[Any, Any]:
         args = np.zeros(_ARG_WORDS, np.uint64)
@@ -137,18 +144,23 @@ class Engine:
         return verdict
 
     # ---- running
-    def run(self, prepared: Prepared, source: int, target: int, stream: int, owner: Any) -> None:
+    def run(
+        self, prepared: Prepared, source: int, target: int, stream: int, owner: Any, recorder: Recorder | None = None
+    ) -> None:
         """Launches an all-reduce from address ``source`` to ``target`` (the same: in place) on ``stream``.
 
         :param owner: kept as long as the stream may have to be waited for.
+        :param recorder: is told of every launch.
         :raises CudaError: if a launch fails.
         """
         try:
             if stream != self._fast:
                 self._follow(stream, owner)
-            for launch, args, offset in prepared.launches:
-                args[_IN], args[_OUT] = source + offset, target + offset
+            for launch, words, step in prepared.launches:
+                words[_IN], words[_OUT] = source + step.offset, target + step.offset
                 launch.run(stream)
+                if recorder is not None:
+                    recorder(prepared, step, source, target)
         except CudaError as error:
             if error.code not in driver.INVALID_CONTEXT or driver.current_context() == self.context:
                 raise
@@ -156,7 +168,7 @@ class Engine:
             current = driver.current_context()
             driver.set_context(self.context)
             try:
-                self.run(prepared, source, target, stream, owner)
+                self.run(prepared, source, target, stream, owner, recorder)
             finally:
                 driver.set_context(current)
 
@@ -239,12 +251,14 @@ class Engine:
         driver.set_context(self.context)
         driver.synchronize()
         self.workspace.unmap_peers()
+        self.mappings.unmap_all()
         self.page.leave()
         others = [rank for rank in range(self.n) if rank != self.rank]
         deadline = time.monotonic() + wait
         while not (left := all(map(self.page.has_left, others))) and time.monotonic() < deadline:
             time.sleep(1e-3)
         if left:
+            self.mappings.release_all()
             self.workspace.free()
         self.release()
         driver.set_context(previous)

@@ -42,6 +42,7 @@ VERDICT = struct(8, ("halves", "<u4"))
 RESYNC = struct(6, ("call", "<u8"))
 CALL = struct(7, ("call", "<u8"))
 RECORDING = struct(9, ("call", "<u8"), ("count", "<u4"), ("crc", "<u4"))
+REGISTRATION = struct(11, ("slabs", "<u4"), ("spans", "<u4"))
 CHECKSUMS = struct(10, ("crcs", "<u4", (64,)))
 
 
@@ -127,6 +128,13 @@ def allgather(
                         advice="Run the same version of ipcreduce and the same program on every rank.",
                     )
                 )  # fmt: skip
+    return gathered
+
+
+def allgather_rows(mpi: Any, rows: np.ndarray[Any, Any], deadline: float, what: str) -> np.ndarray[Any, Any]:
+    """Every rank's structs, shape ``(n, len(rows))``; their number has been agreed on before."""
+    gathered = np.zeros((mpi.Get_size(), len(rows)), rows.dtype)
+    complete(mpi.Iallgather(rows.view(np.uint8), gathered.view(np.uint8)), mpi, deadline, what)
     return gathered
 
 

@@ -20,8 +20,16 @@ import numpy as np
 from mpi4py import MPI
 
 import ipcreduce
-from ipcreduce import ArgumentError, Communicator, PeerLostError, PeerTimeoutError, RankMismatchError, UnsupportedError
-from ipcreduce import host
+from ipcreduce import (
+    ArgumentError,
+    Communicator,
+    IpcReduceError,
+    PeerLostError,
+    PeerTimeoutError,
+    RankMismatchError,
+    UnsupportedError,
+    host,
+)
 from tests import bad_calls, reference, sweep
 
 WORLD = MPI.COMM_WORLD
@@ -73,42 +81,42 @@ LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "plain": lambda a: a.copy(),
     "fortran": lambda a: np.array(a, order="F"),
     "every second, backwards": lambda a: np.repeat(a, 2, axis=-1)[..., ::-2][..., ::-1] if a.ndim else a.copy(),
-    "between others": lambda a: np.pad(a, 3)[tuple(slice(3, 3 + length) for length in a.shape)],
+    "within a larger one": lambda a: np.pad(a, 3)[(..., *(slice(3, 3 + length) for length in a.shape))],
     "unaligned": lambda a: np.ndarray(a.shape, a.dtype, b"\0" + a.tobytes() + b"\0", 1),
 }
 OUTPUTS = ("new", "out", "strided out", "in place")
 SHAPES = [(), (0,), (3, 0, 2), (1,), (7,), (5, 3), (2, 3, 4), (701,)]
-# Bytes up to which one shot is made, and of a segment; None: as they are.
-SIZES = {"as it is": (None, None), "two shots": (16, None), "segments": (16, 1000), "one-shot segments": (None, 48)}
+# Bytes up to which one shot is made, and of a segment: each case goes as it is, and one of the other ways.
+WAYS = {"two shots": (16, 1 << 20), "segments of two shots": (16, 1000), "segments of one shot": (1 << 20, 48)}
 
 
 def every_kind(comm: Communicator) -> None:
-    """dtype x op x shape x layout x output, over each of the ways through host.py: right, and the same bits in all."""
+    """dtype x op x shape x layout x output: right, with the same bits from every way through host.py, on every rank."""
     as_it_is = host._ONE_SHOT_BYTES, host._SEGMENT_BYTES
     cases = list(itertools.product(reference.DTYPES, reference.OPS, SHAPES))
     cases += [(dtype, "sum", (70_001,)) for dtype in reference.DTYPES]  # two shots as it is, the last chunk shorter
+    checksums = []
     for number, (dtype, op, shape) in enumerate(cases):
+        special = number % 2 == 1
         values = [
-            reference.random_array(np.random.default_rng([number, rank]), shape, dtype, special=number % 2 == 1)
-            for rank in range(SIZE)
+            reference.random_array(np.random.default_rng([number, rank]), shape, dtype, special) for rank in range(SIZE)
         ]
-        with np.errstate(invalid="ignore"):
+        found = {}
+        with np.errstate(invalid="ignore"):  # as signalling NaN are widened to be compared
             expected = reference.reduce(values, op)
-        checksums = []
-        for turn, (name, sizes) in enumerate(SIZES.items()):
-            if name != "as it is" and np.prod(shape) > 1000:
-                continue
-            host._ONE_SHOT_BYTES, host._SEGMENT_BYTES = (new or old for new, old in zip(sizes, as_it_is, strict=True))
-            layout, output = list(LAYOUTS)[(number + turn + RANK) % len(LAYOUTS)], OUTPUTS[(number + turn) % 4]
-            found = reduce_one(comm, values[RANK], op, layout, output)
-            where = f"rank {RANK}: {op} of {dtype} {shape}, {layout}, {output}, {name}"
-            with np.errstate(invalid="ignore"):
-                assert reference.same(found, expected), f"{where}\nfound {found}\nexpected {expected}"
-            assert number % 2 or reference.close(found, values, op), where
-            checksums.append(zlib.crc32(found.tobytes()))
-        host._ONE_SHOT_BYTES, host._SEGMENT_BYTES = as_it_is
-        everyone = WORLD.allgather(checksums)
-        assert len({one for each in everyone for one in each}) == 1, f"bits differ: {op} of {dtype} {shape}: {everyone}"
+            for turn, name in enumerate(["as it is", list(WAYS)[number % 3]]):
+                host._ONE_SHOT_BYTES, host._SEGMENT_BYTES = WAYS.get(name, as_it_is)
+                layout, output = list(LAYOUTS)[(number + turn + RANK) % 5], OUTPUTS[(number + number // 4 + turn) % 4]
+                found[name] = reduce_one(comm, values[RANK], op, layout, output)
+                where = f"rank {RANK}: {op} of {dtype} {shape}, {layout}, {output}, {name}"
+                assert reference.same(found[name], expected), f"{where}\nfound {found[name]}\nexpected {expected}"
+                assert special or reference.close(found[name], values, op), where
+        bits = {name: zlib.crc32(array.tobytes()) for name, array in found.items()}
+        assert len(set(bits.values())) == 1, f"{op} of {dtype} {shape}: the bits differ, by their checksums {bits}"
+        checksums.append(bits["as it is"])
+    host._ONE_SHOT_BYTES, host._SEGMENT_BYTES = as_it_is
+    for case, of_ranks in zip(cases, zip(*WORLD.allgather(checksums), strict=True), strict=True):
+        assert len(set(of_ranks)) == 1, f"{case}: the bits differ between ranks, by their checksums {of_ranks}"
 
 
 def reduce_one(comm: Communicator, value: np.ndarray, op: str, layout: str, output: str) -> np.ndarray:
@@ -133,7 +141,7 @@ def reduce_one(comm: Communicator, value: np.ndarray, op: str, layout: str, outp
 
 def random_sweep(comm: Communicator) -> None:
     """tests/sweep.py's cases, alignments and late ranks among them."""
-    sweep.run(HostModule, {"planned": comm}, seed=3, cases=150, largest=200_000, late_seconds=0.01)
+    sweep.run(HostModule, {"planned": comm}, seed=3, cases=80, largest=200_000, late_seconds=0.01)
 
 
 def a_float_sum_starts_at_rank_0(comm: Communicator) -> None:
@@ -215,9 +223,8 @@ def interrupted(comm: Communicator) -> None:
     def ring(*_: object) -> None:
         raise Alarm
 
-    for count in (6, 600, 30_000):
-        array = np.full(count, RANK + 1.0, np.float32)
-        with Communicator(timeout=1.5) as brief:
+    for count in (6, 30_000):
+        with Communicator(timeout=1.0) as brief:
             right(brief)
             WORLD.Barrier()
             started = time.monotonic()
@@ -225,18 +232,17 @@ def interrupted(comm: Communicator) -> None:
                 signal.signal(signal.SIGALRM, ring)
                 signal.setitimer(signal.ITIMER_REAL, 0.2)
                 try:
-                    brief.allreduce(array)
+                    brief.allreduce(np.ones(count))
                 except Alarm:
                     pass
                 else:
                     raise AssertionError("no alarm")
                 assert time.monotonic() - started < 0.7, "the alarm had to wait"
-                error = error_of(lambda: brief.allreduce(array))
-                assert isinstance(error, PeerLostError), f"after the alarm: {error!r}"
+                raises(PeerLostError, "can only be closed", lambda brief=brief: right(brief))
             else:
                 time.sleep(0.5)
-                error = error_of(lambda: brief.allreduce(array))
-                assert isinstance(error, ipcreduce.IpcReduceError), f"rank {RANK} got no error but {error!r}"
+                error = error_of(lambda count=count, brief=brief: brief.allreduce(np.ones(count)))
+                assert isinstance(error, IpcReduceError), f"rank {RANK} got {error!r}, with rank 0 gone from the call"
             WORLD.Barrier()
     right(comm)
 
@@ -258,7 +264,7 @@ def out_of_memory(comm: Communicator) -> None:
             error_of(lambda: right(brief))  # may have all the data already
         for _ in range(2):
             error = error_of(lambda: right(brief))
-            assert error is None or isinstance(error, ipcreduce.IpcReduceError), f"rank {RANK}: {error!r}"
+            assert error is None or isinstance(error, IpcReduceError), f"rank {RANK}: {error!r}"
             assert not isinstance(error, RankMismatchError), f"rank {RANK}: {error!r}"
             WORLD.Barrier()
     right(comm)

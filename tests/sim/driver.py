@@ -299,13 +299,18 @@ class Launch:
         kernel = self._kernel
         if kernel.context is not streams.find(stream).context:
             raise Fault(400)
+        streams.submit(stream, self.work())
+
+    def work(self) -> Callable[[], None]:
+        """What a stream has to do, with the present arguments."""
+        kernel = self._kernel
         fits = self._grid >= 1 and 1 <= self._block <= kernel.most_threads
         if not fits or self.args.nbytes != kernel.argument_bytes:
             raise Fault(1)
         args = self.args.tobytes()  # read now
         run, rank, ranks = _runtime().sim_run, kernel.rank, kernel.ranks
         grid, block, programmatic = self._grid, self._block, self._programmatic
-        streams.submit(stream, lambda: run(kernel.entry, args, grid, block, rank, ranks, programmatic))
+        return lambda: run(kernel.entry, args, grid, block, rank, ranks, programmatic)
 
 
 # ---- streams, events, capture

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 
 from . import streams
-from .driver import _alive, _api
+from .driver import Launch, _alive, _api
 
 _graphs: dict[int, list[streams.Node]] = {}
 _executables: dict[int, list[streams.Node]] = {}
@@ -40,10 +40,28 @@ def end_capture(stream: int) -> int:
     return handle
 
 
+_nodes: dict[int, streams.Node] = {}
+
+
+@_api("cuStreamGetCaptureInfo")
+def last_node(stream: int) -> int:
+    found = streams.find(stream)
+    assert found.capture is not None
+    assert len(found.frontier) == 1
+    node = found.capture.nodes[next(iter(found.frontier))]
+    _nodes[id(node)] = node
+    return id(node)
+
+
+@_api("cuGraphKernelNodeSetParams")
+def set_kernel(node: int, launch: Launch) -> None:
+    _nodes[node].work = launch.work()
+
+
 @_api("cuGraphInstantiate")
 def instantiate(graph: int) -> int:
     handle = next(_handles)
-    _executables[handle] = list(_graphs[graph])
+    _executables[handle] = [streams.Node(node.work, node.after) for node in _graphs[graph]]
     _alive["executables"] += 1
     return handle
 
@@ -61,7 +79,8 @@ def destroy_executable(executable: int) -> None:
 
 @_api("cuGraphDestroy")
 def destroy_graph(graph: int) -> None:
-    del _graphs[graph]
+    for node in _graphs.pop(graph):
+        _nodes.pop(id(node), None)
     _alive["graphs"] -= 1
 
 

@@ -36,7 +36,7 @@ enum Finding { kValue = 3, kCanary, kTimeout, kUnequal, kNotAtRest, kHang, kVerd
 }
 
 struct Args {  // as in exchange.cuh
-  u64 in, out, bytes, peers[8], half_bytes, epochs, abort, missing, timeout_ns, trigger_early;
+  u64 in, out, bytes, peers[8], half_bytes, epochs, abort, missing, timeout_ns, trigger_early, outs[8];
 };
 
 static int ranks, operations;

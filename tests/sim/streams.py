@@ -70,7 +70,7 @@ class Event:
     captured: tuple[Capture, frozenset[int]] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Node:
     """What a capture recorded. ``after``: the nodes that it follows."""
 

@@ -1,0 +1,159 @@
+"""Registration: once, after recording, large all-reduces whose outputs lie in memory of ours become direct on all ranks.
+
+Until then, and wherever a rank's output cannot be mapped, they stay staged, which is right too. So nothing here can make
+a graph wrong, only quicker.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..cuda import driver
+from ..cuda import graph as cuda_graph
+from ..errors import CudaError, IpcReduceError, UnsupportedError
+from ..ipc import plan, wire
+from ..ipc.engine import Engine
+from ..ipc.mappings import Key
+
+if TYPE_CHECKING:
+    from .graph import Graph
+
+_SLAB = np.dtype([("number", "<i8"), ("nbytes", "<u8"), ("handle", "V64")])
+_SPAN = np.dtype([("slab", "<i8"), ("offset", "<u8")])  # slab -1: this output cannot be mapped
+
+
+@dataclass(frozen=True)
+class Launched:
+    """One launch of a recorded all-reduce: its node, and what it would take to make it another kernel."""
+
+    node: int
+    step: plan.Step
+    dtype: str
+    op: str
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    graph: Graph
+    launched: Launched
+    step: plan.Step  # the direct one
+
+
+def register(mpi: Any, engine: Engine, graphs: Sequence[Graph], seconds: float) -> None:
+    """Switches what is quicker direct, in graphs that every rank has recorded alike. Collective.
+
+    :raises PeerTimeoutError: if a rank does not come; other trouble leaves the graphs staged, on all ranks.
+    """
+    deadline = time.monotonic() + seconds
+    candidates = [
+        _Candidate(graph, launched, step)
+        for graph in graphs
+        for launched in graph.launches
+        if (step := plan.direct(launched.step, engine.n, engine.algorithm)) is not None
+    ]
+    if not candidates:  # the same on every rank, since the recordings are
+        return
+    with suppress(UnsupportedError):  # a vote: on every rank alike
+        chosen = _map(mpi, engine, candidates, deadline)
+        _switch(mpi, engine, chosen, deadline)
+
+
+def _map(
+    mpi: Any, engine: Engine, candidates: list[_Candidate], deadline: float
+) -> list[tuple[_Candidate, list[int], list[Key]]]:
+    """The candidates whose outputs lie in mapped memory on all ranks, with each rank's address here and its slab.
+
+    :raises UnsupportedError: if mapping fails on a rank.
+    """
+    error: IpcReduceError | None = None
+    slabs: dict[int, np.ndarray[Any, Any]] = {}
+    spans = np.zeros(len(candidates), _SPAN)
+    spans["slab"] = -1
+    try:
+        if not engine.mappings.room():
+            raise UnsupportedError("too many registered graphs have not been closed on every rank")
+        for index, candidate in enumerate(candidates):
+            target = candidate.launched.target + candidate.step.offset
+            slab = candidate.graph.find_slab(target, candidate.step.nbytes)
+            if slab is not None:
+                handle = np.void(driver.export_memory(slab.address))
+                slabs[slab.number] = np.array((slab.number, slab.nbytes, handle), _SLAB)
+                spans[index] = slab.number, target - slab.address
+    except (CudaError, UnsupportedError) as caught:
+        error = caught
+    record = wire.message(wire.REGISTRATION, error, slabs=len(slabs), spans=len(spans))
+    everyone = wire.allgather(mpi, record, deadline, "a registration")
+    wire.check(mpi, everyone, "exporting memory of graphs")
+    if (everyone["spans"] != len(spans)).any():
+        raise UnsupportedError("the ranks have different all-reduces to register")
+    own = np.zeros(max(1, int(everyone["slabs"].max())), _SLAB)
+    own[: len(slabs)] = list(slabs.values())
+    all_slabs = wire.allgather_rows(mpi, own, deadline, "a registration")
+    all_spans = wire.allgather_rows(mpi, spans, deadline, "a registration")
+
+    chosen = []
+    try:
+        known = [
+            {int(slab["number"]): slab for slab in all_slabs[rank][: int(everyone["slabs"][rank])]}
+            for rank in range(engine.n)
+        ]
+        for index, candidate in enumerate(candidates):
+            if (all_spans["slab"][:, index] < 0).any():
+                continue
+            addresses, keys = [], []
+            for i in range(engine.n):
+                rank = (engine.rank + i) % engine.n
+                number, offset = int(all_spans["slab"][rank, index]), int(all_spans["offset"][rank, index])
+                slab = known[rank][number]
+                if offset + candidate.step.nbytes > int(slab["nbytes"]):
+                    raise UnsupportedError(f"rank {rank}'s output does not fit its slab {number}")
+                if i == 0:
+                    addresses.append(candidate.launched.target + candidate.step.offset)
+                else:
+                    addresses.append(engine.mappings.open((rank, number), slab["handle"].tobytes()) + offset)
+                    keys.append((rank, number))
+            chosen.append((candidate, addresses, keys))
+    except (CudaError, UnsupportedError) as caught:
+        error = caught
+    try:
+        wire.vote(mpi, error, deadline, "mapping memory of graphs")
+    except UnsupportedError:
+        engine.mappings.unmap_unused()  # what was mapped just now
+        raise
+    return chosen
+
+
+def _switch(mpi: Any, engine: Engine, chosen: list[tuple[_Candidate, list[int], list[Key]]], deadline: float) -> None:
+    """Makes the nodes direct and the graphs executable again. :raises UnsupportedError: if that fails on a rank."""
+    graphs = list(dict.fromkeys(candidate.graph for candidate, _, _ in chosen))
+    error: IpcReduceError | None = None
+    executables: list[int] = []
+    try:
+        for candidate, addresses, _ in chosen:
+            launched = candidate.launched
+            launch = engine.direct(
+                candidate.step, launched.dtype, launched.op, launched.source + candidate.step.offset, addresses
+            )
+            cuda_graph.set_kernel(launched.node, launch)
+        executables = [graph.instantiate() for graph in graphs]
+    except IpcReduceError as caught:
+        error = caught
+    try:
+        wire.vote(mpi, error, deadline, "switching graphs to the direct kernel")
+    except UnsupportedError:
+        for executable in executables:
+            with suppress(CudaError):
+                cuda_graph.destroy_executable(executable)
+        engine.mappings.unmap_unused()
+        raise
+    for graph, executable in zip(graphs, executables, strict=True):
+        keys = [key for candidate, _, used in chosen if candidate.graph is graph for key in used]
+        graph.registered(executable, engine.mappings, frozenset(keys))

@@ -1,0 +1,77 @@
+"""Peers' memory mapped here, and ours mapped by peers, beyond the workspaces: what the direct kernel writes to.
+
+A slab is mapped once, however many graphs use it. Each registered graph has a serial number, the same on every rank; a
+rank marks on the control page when it has unmapped what a graph used, and a graph's own memory is kept until every peer has
+marked it. So closing a graph waits for nobody.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from ..cuda import driver
+from .control import REGISTRATIONS, Page
+
+Key = tuple[int, int]  # rank, and the number of the slab there
+
+
+class Mappings:
+    """The peers' slabs that one communicator has mapped, and what keeps our own."""
+
+    def __init__(self, page: Page) -> None:
+        self._page = page
+        self._mapped: dict[Key, int] = {}
+        self._uses: Counter[Key] = Counter()
+        self._serial = 0
+        self._pins: dict[int, Callable[[], None]] = {}  # by serial number: what frees our memory
+
+    def open(self, key: Key, handle: bytes) -> int:
+        """Where a peer's slab is mapped here. :raises CudaError: if it cannot be mapped."""
+        if key not in self._mapped:
+            self._mapped[key] = driver.open_memory(handle)
+        return self._mapped[key]
+
+    def room(self) -> bool:
+        """Whether one graph more can be registered: marks are kept for the last :data:`REGISTRATIONS`."""
+        self.collect()
+        return self._serial - min(self._pins, default=self._serial) < REGISTRATIONS
+
+    def use(self, keys: Iterable[Key], release: Callable[[], None]) -> int:
+        """One graph more writes to these slabs of peers, as theirs do to ours.
+
+        :param release: called once no peer has our slabs mapped for this graph.
+        :returns: the graph's serial number, for :meth:`drop`.
+        """
+        self._uses.update(keys)
+        serial, self._serial = self._serial, self._serial + 1
+        self._pins[serial] = release
+        return serial
+
+    def drop(self, serial: int, keys: Iterable[Key]) -> None:
+        """A graph is gone. No kernel of it may be running. Its slabs are unmapped, if no other graph uses them."""
+        self._uses.subtract(keys)
+        self.unmap_unused()
+        self._page.mark_unmapped(serial)
+        self.collect()
+
+    def unmap_unused(self) -> None:
+        """Unmaps the slabs that no graph uses."""
+        for key in [key for key in self._mapped if self._uses[key] <= 0]:
+            driver.close_memory(self._mapped.pop(key))
+            del self._uses[key]
+
+    def collect(self) -> None:
+        """Frees the memory of graphs that every rank has dropped."""
+        for serial in [serial for serial in self._pins if self._page.all_unmapped(serial)]:
+            self._pins.pop(serial)()
+
+    def unmap_all(self) -> None:
+        """Unmaps everything of the peers. Idempotent."""
+        self._uses.clear()
+        self.unmap_unused()
+
+    def release_all(self) -> None:
+        """Every peer has unmapped everything."""
+        while self._pins:
+            self._pins.popitem()[1]()

@@ -1,0 +1,136 @@
+"""Beginnings and ends of MPI: ``mpirun -n 2 python tests/mpi/lifecycle_worker.py scenario``, one a process.
+
+mpi4py initialises MPI when mpi4py.MPI is imported, so each scenario imports it by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import mpi4py
+import numpy as np
+
+import ipcreduce
+from ipcreduce import Communicator, UnsupportedError
+
+
+def right(comm: Any) -> None:
+    assert comm.allreduce(np.full(3, comm.rank + 1)).tolist() == [comm.size * (comm.size + 1) // 2] * 3
+
+
+def unsupported(words: str, *calls: Callable[[], Any]) -> None:
+    """Each call must raise UnsupportedError with these words."""
+    for call in calls:
+        found = None
+        try:
+            call()
+        except UnsupportedError as error:
+            found = str(error)
+        assert found is not None, f"no error where {words!r} was due"
+        assert words in found, found
+
+
+def not_initialised() -> None:
+    """rc.initialize = False: said so until MPI.Init(), and after MPI.Finalize()."""
+    mpi4py.rc.initialize = False
+    everything = (Communicator, ipcreduce.get_communicator, lambda: ipcreduce.allreduce(np.ones(3)))
+    unsupported("MPI is not initialised: call MPI.Init()", *everything)
+    from mpi4py import MPI
+
+    assert not MPI.Is_initialized(), "initialised behind the program's back"
+    MPI.Init()
+    with Communicator() as comm:
+        right(comm)
+    MPI.Finalize()
+    unsupported("MPI is finalised", *everything)
+
+
+def finalised_before_close() -> None:
+    """The program finalises MPI and closes afterwards, or never: no error, no noise, no hang."""
+    from mpi4py import MPI
+
+    closed, left, default = Communicator(), Communicator(), ipcreduce.get_communicator()
+    for comm in (closed, left, default):
+        right(comm)
+    MPI.Finalize()
+    unsupported("MPI is finalised", lambda: left.allreduce(np.ones(3)), lambda: ipcreduce.allreduce(np.ones(3)))
+    closed.close()
+    closed.close()
+
+
+def never_closed() -> None:
+    """The interpreter's exit closes what is open, in the same order on every rank, however late one of them is."""
+    from mpi4py import MPI
+
+    for comm in (Communicator(), Communicator(MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2)), Communicator()):
+        right(comm)
+    ipcreduce.allreduce(np.ones(3))
+    time.sleep(MPI.COMM_WORLD.rank)
+
+
+def used_until_the_end() -> None:
+    """A communicator in a cycle of objects; and a daemon thread that still waits in a call."""
+    from mpi4py import MPI
+
+    holder: dict[str, Any] = {"comm": Communicator()}
+    holder["self"] = holder
+    right(holder["comm"])
+    waiting = Communicator(timeout=1.0)
+    if MPI.COMM_WORLD.rank == 0 and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+
+        def wait() -> None:
+            with contextlib.suppress(ipcreduce.IpcReduceError):
+                waiting.allreduce(np.ones(3))
+
+        threading.Thread(target=wait, daemon=True).start()
+        time.sleep(0.2)
+
+
+def without_threads() -> None:
+    """MPI_THREAD_SINGLE."""
+    mpi4py.rc.thread_level = "single"
+    from mpi4py import MPI
+
+    assert MPI.Query_thread() in (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED), MPI.Query_thread()
+    with Communicator() as comm:
+        for count in (1, 100_000):
+            assert (comm.allreduce(np.ones(count)) == comm.size).all()
+        right(comm)
+
+
+def synchronously() -> None:
+    """IPCREDUCE_SYNC=1, as set by the test, changes nothing on the host."""
+    with Communicator() as comm:
+        right(comm)
+        comm.synchronize()
+
+
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (
+        not_initialised, finalised_before_close, never_closed, used_until_the_end, without_threads,
+        synchronously,
+    )
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    try:
+        SCENARIOS[sys.argv[1]]()
+        print(f"{sys.argv[1]}: right", flush=True)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        from mpi4py import MPI
+
+        if not MPI.Is_initialized():
+            MPI.Init()
+        if not MPI.Is_finalized():
+            MPI.COMM_WORLD.Abort(1)
+        sys.exit(1)

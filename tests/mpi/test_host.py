@@ -1,0 +1,58 @@
+"""The host backend: NumPy arrays on 1 to 4 ranks. What the ranks do is in host_worker.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+WORKER = "tests/mpi/host_worker.py"
+HOST = {"CUDA_VISIBLE_DEVICES": ""}  # on machines with GPUs too
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_results(mpirun: Callable, n: int):
+    scenarios = ["every_kind", "random_sweep", "a_float_sum_starts_at_rank_0"]
+    output = mpirun(WORKER, n, *scenarios, env=HOST).stdout
+    assert all(f"{scenario}: right" in output for scenario in scenarios), output
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_wrong_calls(mpirun: Callable, n: int):
+    output = mpirun(WORKER, n, "wrong_calls", env=HOST).stdout
+    assert "wrong_calls: right" in output
+    assert int(re.search(r"(\d+) wrong calls", output)[1]) >= 40
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "late",
+        "late_data_goes_nowhere",
+        "refused_while_another_is_late",
+        "interrupted",
+        "out_of_memory",
+        "a_call_after_another_rank_has_closed",
+    ],
+)
+def test_waits_end(mpirun: Callable, scenario: str, n: int):
+    assert f"{scenario}: right" in mpirun(WORKER, n, scenario, env=HOST, timeout=60).stdout
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_communicators(mpirun: Callable, n: int):
+    """All in one run, so that nothing that one of them leaves disturbs the next."""
+    scenarios = ["sub_communicators", "side_by_side", "threads", "closing", "default", "forked"]
+    output = mpirun(WORKER, n, *scenarios, env=HOST).stdout
+    assert all(f"{scenario}: right" in output for scenario in scenarios), output
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_arguments_that_differ(mpirun: Callable, n: int):
+    assert "arguments_differ: right" in mpirun(WORKER, n, "arguments_differ", env=HOST).stdout
+
+
+def test_nothing_is_used_up(mpirun: Callable):
+    assert "nothing_is_used_up: right" in mpirun(WORKER, 2, "nothing_is_used_up", env=HOST).stdout

@@ -1,0 +1,27 @@
+"""MPI not initialised, finalised, without threads; ranks that end without closing. See lifecycle_worker.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+WORKER = "tests/mpi/lifecycle_worker.py"
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "not_initialised",
+        "finalised_before_close",
+        "never_closed",
+        "used_until_the_end",
+        "without_threads",
+        "synchronously",
+    ],
+)
+@pytest.mark.parametrize("n", [1, 3])
+def test_lifecycle(mpirun: Callable, scenario: str, n: int):
+    """Right on every rank; and nothing is said at exit."""
+    output = mpirun(WORKER, n, scenario, env={"CUDA_VISIBLE_DEVICES": "", "IPCREDUCE_SYNC": "1"}, timeout=30).stdout
+    assert sorted(output.split("\n")) == sorted([f"{scenario}: right"] * n + [""]), output

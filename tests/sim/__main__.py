@@ -1,0 +1,13 @@
+"""``python -m tests.sim PROGRAM ARGUMENT...`` runs a program on the simulated device."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+from tests import sim
+
+sim.install()
+sys.modules["torch"] = None  # type: ignore[assignment]  # not to be found: it knows only real GPUs
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")

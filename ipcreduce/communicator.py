@@ -354,6 +354,7 @@ class Communicator:
             self._check_usable()
             if self._engine is not None and self._faults is not None:
                 self._engine.synchronize(None if stream is None else arrays.stream_handle(stream))
+                self._engine.mappings.collect()
                 try:
                     self._faults.raise_pending(self._call)
                 except PeerLostError as error:

@@ -1,7 +1,7 @@
 """The memory of graphs: slabs of ours under a CuPy pool, so that what captured nodes point to stays allocated.
 
 CuPy's pool alone does not give this: when memory is short, and at ``free_all_blocks()``, it frees blocks that the nodes
-of a graph still use. Here its ``free`` only marks a slab, which may serve a later request of a recording in this pool;
+of a graph still use. Here its ``free`` only marks a block, which may serve a later request of a recording in this pool;
 the driver gets it back when every graph of the pool is closed and CuPy has freed it, whichever comes last.
 """
 
@@ -18,15 +18,18 @@ from ..cuda import driver
 from ..errors import CudaError
 
 _numbers = itertools.count()
+_UNIT = 2 << 20  # bytes: smaller allocations share a block of the driver's, which IPC would export whole
 
 
-@dataclass(frozen=True)
+@dataclass
 class Slab:
-    """An allocation. ``number`` tells it from one that comes to lie at its address later."""
+    """An allocation, cut into blocks from its beginning. ``number`` tells it from a later one at its address."""
 
     address: int
     nbytes: int
     number: int
+    used: int = 0  # bytes that have been cut off
+    blocks: int = 0  # that CuPy has not given back
 
 
 class Slabs:
@@ -35,42 +38,52 @@ class Slabs:
     def __init__(self, context: int) -> None:
         self._context = context
         self._lock = threading.Lock()  # arrays are collected in any thread
-        self._slabs: dict[int, Slab] = {}
+        self._slabs: list[Slab] = []
+        self._blocks: dict[int, tuple[int, Slab]] = {}  # by address: bytes, and where they lie
         self._marked: set[int] = set()
         self.users = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes held from the driver."""
-        return sum(slab.nbytes for slab in self._slabs.values())
+        return sum(slab.nbytes for slab in self._slabs)
 
     def __len__(self) -> int:
         return len(self._slabs)
 
     def allocate(self, nbytes: int, device: int) -> int:
-        """The address of ``nbytes`` bytes: the smallest marked slab that fits and is half used, or a new one."""
+        """The address of ``nbytes`` bytes: the smallest marked block that fits and is half used, or a new one."""
         with self._lock:
-            fitting = [self._slabs[a] for a in self._marked if nbytes <= self._slabs[a].nbytes <= 2 * nbytes]
+            fitting = [a for a in self._marked if nbytes <= self._blocks[a][0] <= 2 * nbytes]
             if fitting:
-                slab = min(fitting, key=lambda slab: slab.nbytes)
-                self._marked.remove(slab.address)
-            else:
-                slab = Slab(driver.allocate(nbytes), nbytes, next(_numbers))
-                self._slabs[slab.address] = slab
-            return slab.address
+                address = min(fitting, key=lambda a: self._blocks[a][0])
+                self._marked.remove(address)
+                self._blocks[address][1].blocks += 1
+                return address
+            slab = next((slab for slab in self._slabs if nbytes <= slab.nbytes - slab.used), None)
+            if slab is None:
+                size = -(-nbytes // _UNIT) * _UNIT
+                slab = Slab(driver.allocate(size), size, next(_numbers))
+                self._slabs.append(slab)
+            address = slab.address + slab.used
+            slab.used += -(-nbytes // 512) * 512
+            slab.blocks += 1
+            self._blocks[address] = nbytes, slab
+            return address
 
     def find(self, address: int, nbytes: int) -> Slab | None:
         """The slab that holds these bytes, if one does."""
         with self._lock:
-            for slab in self._slabs.values():
+            for slab in self._slabs:
                 if slab.address <= address and address + nbytes <= slab.address + slab.nbytes:
                     return slab
         return None
 
     def free(self, address: int, device: int) -> None:
-        """CuPy has no more use for a slab; captured nodes may have."""
+        """CuPy has no more use for a block; captured nodes may have."""
         with self._lock:
             self._marked.add(address)
+            self._blocks[address][1].blocks -= 1
             if not self.users:
                 self._give_back()
 
@@ -82,14 +95,20 @@ class Slabs:
                 self._give_back()
 
     def _give_back(self) -> None:
+        unused = [slab for slab in self._slabs if not slab.blocks]
+        if not unused:
+            return
         with suppress(CudaError):  # at interpreter exit the context may be gone, and the memory with it
             previous = driver.current_context()
             driver.set_context(self._context)
             try:
                 driver.synchronize()  # a last replay may be running
-                while self._marked:
-                    driver.free(address := self._marked.pop())
-                    del self._slabs[address]
+                for slab in unused:
+                    self._slabs.remove(slab)
+                    for address in [a for a, (_, where) in self._blocks.items() if where is slab]:
+                        del self._blocks[address]
+                        self._marked.discard(address)
+                    driver.free(slab.address)
             finally:
                 driver.set_context(previous)
 

@@ -162,7 +162,16 @@ class Memory:
 
     def _new(self) -> int:
         streams.refuse_while_capturing()
-        return machine.allocate(self.size)
+        try:
+            return machine.allocate(self.size)
+        except machine.Fault as fault:
+            if fault.code != 2:
+                raise
+        free_all_blocks()
+        try:
+            return machine.allocate(self.size)
+        except machine.Fault:
+            raise pools.OutOfMemoryError(self.size) from None
 
     def __del__(self) -> None:
         if getattr(self, "ptr", 0) and _free is not None:  # it is None at the interpreter's end
@@ -197,8 +206,10 @@ def _allocate(nbytes: int) -> MemoryPointer:
 
 
 def free_all_blocks() -> None:
-    """Gives the pool's free blocks back to the driver."""
-    streams.synchronize_context()
+    """Gives the pool's free blocks back to the driver, which waits for what runs; a capture does not mind."""
+    for stream in list(machine.require().streams.values()):
+        if stream.done is not None:
+            stream.done.wait()
     for blocks in _free.values():
         while blocks:
             machine.free(blocks.pop())
@@ -256,30 +267,37 @@ class ndarray:
 
     # contents, on the current stream
     def __setitem__(self, key: Any, value: Any) -> None:
-        target, source = self[key], value._view if isinstance(value, ndarray) else np.array(value, self.dtype)
-        _on_stream(lambda: np.copyto(target._view, source, casting="unsafe"), target, value)
+        target, source = self[key]._view, value._view if isinstance(value, ndarray) else np.array(value, self.dtype)
+        _on_stream(lambda: np.copyto(target, source, casting="unsafe"), self, value)
 
     def fill(self, value: Any) -> None:
         self[...] = value
 
-    def __add__(self, other: Any) -> ndarray:
-        result = ndarray(self.shape, self.dtype)
-        value = other._view if isinstance(other, ndarray) else other
-        _on_stream(lambda: np.add(self._view, value, out=result._view, casting="unsafe"), self, other, result)
+    def _into(self, result: ndarray, function: Callable[..., Any], *others: Any, **options: Any) -> ndarray:
+        """``result`` filled with ``function(self, *others)``."""
+        values, target = [other._view if isinstance(other, ndarray) else other for other in (self, *others)], result._view
+        _on_stream(lambda: function(*values, out=target, **options), self, others, result)
         return result
+
+    def _with(self, other: Any, function: np.ufunc) -> ndarray:
+        shape = np.broadcast_shapes(self.shape, other.shape if isinstance(other, ndarray) else ())
+        return self._into(ndarray(shape, self.dtype), function, other, casting="unsafe")
+
+    def __add__(self, other: Any) -> ndarray:
+        return self._with(other, np.add)
 
     def __mul__(self, other: Any) -> ndarray:
-        result = ndarray(self.shape, self.dtype)
-        value = other._view if isinstance(other, ndarray) else other
-        _on_stream(lambda: np.multiply(self._view, value, out=result._view, casting="unsafe"), self, other, result)
-        return result
+        return self._with(other, np.multiply)
 
-    def __iadd__(self, number: Any) -> ndarray:
-        _on_stream(lambda: np.add(self._view, number, out=self._view, casting="unsafe"), self)
-        return self
+    def __iadd__(self, other: Any) -> ndarray:
+        return self._into(self, np.add, other, casting="unsafe")
 
-    def __isub__(self, number: Any) -> ndarray:
-        return self.__iadd__(-number)
+    def __isub__(self, other: Any) -> ndarray:
+        return self._into(self, np.subtract, other, casting="unsafe")
+
+    def sum(self, axis: int) -> ndarray:
+        shape = self.shape[:axis] + self.shape[axis:][1:]
+        return self._into(ndarray(shape, self.dtype), np.add.reduce, axis=axis)
 
     def astype(self, dtype: Any) -> ndarray:
         result = ndarray(self.shape, dtype)
@@ -293,8 +311,8 @@ class ndarray:
 
     def get(self) -> np.ndarray:
         """Waits for the current stream."""
-        result = np.empty(self.shape, self.dtype)
-        _on_stream(lambda: np.copyto(result, self._view), self)
+        result, source = np.empty(self.shape, self.dtype), self._view
+        _on_stream(lambda: np.copyto(result, source), self)
         get_current_stream().synchronize()
         return result
 
@@ -335,9 +353,10 @@ class ndarray:
 
 
 def _on_stream(work: Callable[[], Any], *used: object) -> None:
-    """``used`` lives until the work is done."""
+    """``used`` lives until the work is done; but in a capture nothing is kept: nodes know only addresses."""
     _require_context()
-    streams.submit(get_current_stream().ptr, lambda: (work(), used))
+    stream = get_current_stream().ptr
+    streams.submit(stream, work if streams.capture_id(stream) else lambda: (work(), used))
 
 
 def from_dlpack(array: Any) -> ndarray:
@@ -381,7 +400,12 @@ def asnumpy(value: ndarray | np.ndarray) -> np.ndarray:
     return value.get() if isinstance(value, ndarray) else value
 
 
+def get_default_memory_pool() -> SimpleNamespace:
+    return SimpleNamespace(free_all_blocks=free_all_blocks)
+
+
 class _Runtime:
+    CUDARuntimeError = pools.CUDARuntimeError
     getDevice = staticmethod(_device)
     getDeviceCount = staticmethod(lambda: len(machine.gpus()))
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import suppress
 from dataclasses import dataclass
+
+from ipcreduce.errors import CudaError
 
 from . import streams
 from .driver import Launch, _alive, _api
+from .machine import Fault
 
 _graphs: dict[int, list[streams.Node]] = {}
 _executables: dict[int, list[streams.Node]] = {}
@@ -31,8 +35,18 @@ def begin_capture(stream: int) -> None:
     streams.begin_capture(stream, "relaxed")
 
 
-@_api("cuStreamEndCapture")
 def end_capture(stream: int) -> int:
+    """A call that fails ends the capture too."""
+    try:
+        return _end_capture(stream)
+    except CudaError:
+        with suppress(Fault):
+            streams.end_capture(stream)
+        raise
+
+
+@_api("cuStreamEndCapture")
+def _end_capture(stream: int) -> int:
     nodes = streams.end_capture(stream)
     handle = next(_handles)
     _graphs[handle] = nodes

@@ -1,0 +1,31 @@
+"""The table of wrong calls on GPUs: ``mpirun -n 2 python tests/gpu/bad_calls.py`` (see tests/bad_calls.py)."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+import cupy
+from mpi4py import MPI
+
+import ipcreduce
+from tests import bad_calls
+from tests.gpu import cupy_module
+
+
+def main() -> None:
+    cupy.cuda.Device(MPI.COMM_WORLD.rank % cupy.cuda.runtime.getDeviceCount()).use()
+    with ipcreduce.Communicator(timeout=30) as comm:
+        assert comm.backend == "ipc", comm.describe()
+        count = bad_calls.run(cupy_module, comm) + bad_calls.run_constructors(device=True)
+    if MPI.COMM_WORLD.rank == 0:
+        print(f"{count} wrong calls, each refused as it should be", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(1)

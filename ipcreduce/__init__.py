@@ -7,7 +7,8 @@ Importing needs no GPU, no driver and no MPI; each is looked for when it is used
 
 from __future__ import annotations
 
-from .communicator import Communicator, allreduce, get_communicator
+from .communicator import Communicator
+from .default import allreduce, get_communicator
 from .errors import (
     ArgumentError,
     CaptureError,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -15,7 +13,6 @@ import numpy as np
 from . import arguments, arrays, lifetime
 from .errors import (
     ArgumentError,
-    GraphStateError,
     IpcReduceError,
     PeerFailedError,
     PeerLostError,
@@ -23,10 +20,7 @@ from .errors import (
     RankMismatchError,
     UnsupportedError,
 )
-from .graphs.agreement import agree
-from .graphs.graph import Graph, Recording
-from .graphs.pool import GraphPool
-from .graphs.registration import register
+from .graphs.support import GraphSupport
 from .host import HostReducer
 from .ipc import control, plan, setup, wire
 from .ipc.engine import Engine, Prepared
@@ -49,7 +43,7 @@ def _require_mpi() -> Any:
     return MPI
 
 
-class Communicator:
+class Communicator(GraphSupport):
     """All-reduce among the ranks of an MPI communicator. Making one is collective.
 
     :param mpi_comm: an mpi4py intracommunicator; None for ``MPI.COMM_WORLD``.
@@ -79,10 +73,7 @@ class Communicator:
         self._lock = threading.RLock()
         self._call = 0  # attempts so far, refused ones included
         self._unusable: IpcReduceError | None = None
-        self.recording: Recording | None = None  # of the graph that is being recorded
-        self.memory: GraphPool | None = None  # of empty()
-        self._recorded: list[Graph] = []  # not registered yet
-        self._capturing = 0  # depth of capture()
+        self._no_recording()
         self._timeout = float(timeout)
         self._sync = os.environ.get("IPCREDUCE_SYNC", "0") not in ("", "0")
         self._mpi, request = mpi_comm.Idup()  # our messages never meet the program's
@@ -242,92 +233,6 @@ class Communicator:
         else:
             self._faults.refuse(self._call, error)
 
-    # ---- what graphs need
-    def require_engine(self, what: str) -> Engine:
-        """The engine. :raises UnsupportedError: with no GPUs: ``what`` needs them."""
-        self._check_usable()
-        if self._engine is None:
-            raise UnsupportedError(f"{what} needs backend ipc: {self._reasons['ipc']}")
-        return self._engine
-
-    def end_recording(self, calls: list[control.Signature], error: BaseException | None) -> None:
-        """The vote at the end of a recording. Collective.
-
-        :raises BaseException: ``error``, or :class:`PeerFailedError` or :class:`RankMismatchError`: see agreement.py.
-        """
-        with self._lock:
-            deadline = time.monotonic() + self._timeout
-            try:
-                self._call, theirs = agree(self._mpi, calls, error, self._call, deadline)
-            except PeerTimeoutError as late:
-                self._unusable = PeerLostError(f"{late} An MPI call is pending: the communicator can only be closed.")
-                raise
-            if error is not None:
-                raise error
-            if theirs is not None:
-                if self._faults is not None:
-                    self._faults.raise_pending(self._call)  # the same trouble, told more exactly
-                raise theirs
-
-    def recorded(self, graph: Graph) -> None:
-        """A recording is complete: it is registered now, or at the end of :meth:`capture`. Collective."""
-        self._recorded.append(graph)
-        if not self._capturing:
-            self._register()
-
-    def _register(self) -> None:
-        graphs, self._recorded = self._recorded, []
-        with self._lock:
-            if self._engine is not None:
-                register(self._mpi, self._engine, graphs, self._timeout)
-
-    @contextmanager
-    def capture(self) -> Iterator[None]:
-        """Around several recordings: they are registered together, at the end of the outermost block. Collective.
-
-        Within it, graphs are "staged" and can be replayed. If a rank's block raises, they stay so.
-
-        :raises UnsupportedError: on a communicator without GPUs.
-        :raises GraphStateError: within a recording.
-        :raises PeerFailedError: if another rank's block raised. An exception in the block passes unchanged.
-        """
-        self.require_engine("capture()")
-        if self.recording is not None:
-            raise GraphStateError("capture() within a recording: record within capture(), not the other way round")
-        self._capturing += 1
-        error: BaseException | None = None
-        try:
-            yield
-        except BaseException as caught:
-            error = caught
-        self._capturing -= 1
-        if self._capturing:
-            if error is not None:
-                raise error
-            return
-        try:
-            self.end_recording([call for graph in self._recorded for call in graph.calls], error)
-        except BaseException:
-            self._recorded = []
-            raise
-        self._register()
-
-    def empty(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> Any:
-        """A new C-contiguous array in memory that peers can map: outputs of recorded all-reduces in it can be direct.
-
-        CuPy, or NumPy with backend "mpi". Not collective. Valid as long as it lives, also after close().
-        """
-        with self._lock:
-            self._check_usable()
-            if self._engine is None:
-                return np.empty(shape, dtype)
-            if self.memory is None:
-                self.memory = GraphPool(self._engine.context)
-                self.memory.retain()
-            stream = arrays.current_stream()[0]
-            with arrays.allocating(self.memory.allocator, stream):
-                return arrays.empty((shape,) if isinstance(shape, int) else shape, np.dtype(dtype), stream)
-
     def launch_graph(self, executable: int, what: control.Signature, stream: int, owner: Any) -> None:
         """Launches a recorded graph as one call of this communicator, ordered and compared as all-reduces are."""
         with self._lock:
@@ -388,10 +293,6 @@ class Communicator:
     ) -> None:
         self.close()
 
-    def _check_usable(self) -> None:
-        if self._unusable is not None:
-            raise type(self._unusable)(str(self._unusable))
-
     def forked(self) -> None:
         """In a child process: nothing of the parent's may be touched or closed."""
         self._lock = threading.RLock()
@@ -400,30 +301,3 @@ class Communicator:
             "this process was forked from one that used ipcreduce: neither CUDA nor MPI works in it. Start processes "
             "by spawn (multiprocessing.set_start_method('spawn'))"
         )
-
-
-_default: Communicator | None = None
-_default_lock = threading.Lock()
-
-
-def get_communicator() -> Communicator:
-    """The default communicator: over ``MPI.COMM_WORLD``, on CuPy's current device. The first call is collective."""
-    return _default_for(None)
-
-
-def _default_for(array: Any) -> Communicator:
-    global _default
-    with _default_lock:
-        if _default is None or _default not in lifetime.live:
-            device = None
-            if array is not None and not isinstance(array, np.ndarray) and arrays.is_device(array):
-                device = arrays.device_of(arrays.view(array, arrays.current_stream()[0]))
-            _default = Communicator(device=device)
-        return _default
-
-
-def allreduce(
-    array: Any, op: str = "sum", *, out: Any = None, comm: Communicator | None = None, stream: Any = None
-) -> Any:
-    """:meth:`Communicator.allreduce` on ``comm``, or on the default communicator, which takes the first array's GPU."""
-    return (comm or _default_for(array)).allreduce(array, op, out=out, stream=stream)

@@ -47,18 +47,20 @@ KERNEL(direct, 512)(KERNEL_ARGS args) {
     reduce(tile);
   }
 
-  // One thread speaks for its block: what the others have stored is behind the barrier.
-  const bool failed = sync_block_or(!wait.alive);
+  // One thread speaks for its block: what the others have stored is behind the barrier. Not for a block of which a wait
+  // has failed, nor for any other once that is so.
+  sync_block();
   if (thread_in_block() == 0) {
     fence_sys();
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
-      if (!failed)
+      if (!aborted(args))
         store_packet_sys(args.peers[i] + flags + kRank * flag_row + kPacketBytes * block_in_grid(), {{0, 0, 0, 0}});
     get_flags(args, ours + flags, flag_row, block_in_grid(), wait);
     fence_sys();
   }
-  if (!sync_block_or(!wait.alive)) return;
+  sync_block();
+  if (!aborted(args)) return;
 
   // Some peer's results did not all come: nothing of theirs in this block's columns is to be trusted.
   for (u32 tile = 0; tile < tiles; ++tile) {

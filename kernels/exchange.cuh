@@ -55,6 +55,7 @@ DEVICE_COLD u64 check_wait(u64 started, u32 missing, u64 epochs, u64 abort, u64 
   if (now - started > timeout_ns) {
     store_word_sys(report, load_word_sys(report) | missing);  // threads may miss different ranks
     store_word_sys(abort, 1);
+    store_word_gpu(aborted_here, 1);
     return 0;
   }
   if (microseconds - load_word_gpu(read_last) > kMicrosecondsBetweenReads) {
@@ -63,6 +64,9 @@ DEVICE_COLD u64 check_wait(u64 started, u32 missing, u64 epochs, u64 abort, u64 
   }
   return load_word_gpu(aborted_here) ? 0 : started;
 }
+
+// Whether a wait on this GPU has ended without data since the last reset: every wait that did is in it.
+DEVICE bool aborted(const Args& args) { return load_word_gpu(args.epochs + 4 * kEpochSlots) != 0; }
 
 // A thread's waits. By value in registers: only the cold function above may see memory.
 struct Wait {

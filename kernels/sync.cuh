@@ -32,12 +32,6 @@ DEVICE u32 threads_in_block() { return blockDim.x; }
 DEVICE u32 block_in_grid() { return blockIdx.x; }
 DEVICE u32 blocks_in_grid() { return gridDim.x; }
 DEVICE void sync_block() { __syncthreads(); }
-// The barrier that reduces takes a warp's arrival as one, and after a ragged tail its lanes are apart: without the first
-// line it hangs (seen on H100 with NVRTC 13.0).
-DEVICE bool sync_block_or(bool mine) {
-  __syncwarp();
-  return __syncthreads_or(mine) != 0;
-}
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE u32 warp_ballot(bool mine) { return __ballot_sync(0xFFFFFFFFu, mine); }
 DEVICE void relax() {}  // a turn of a poll loop; the stand-in lets other threads run here

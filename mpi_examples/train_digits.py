@@ -5,11 +5,14 @@ Every rank holds the network and a shard of the digits. The gradients of all lay
 the loss as its last element: one all-reduce in place sums them, and all ranks take the same step. Checked at
 the end: the accuracy on held-out digits, that all ranks hold the same weights bit for bit, and that the same
 training in one process arrives at these weights.
+
+With --graph (on GPUs) the work of a step, all-reduce included, is recorded once and then replayed by one launch.
 """
 
 from __future__ import annotations
 
 import argparse
+import operator
 import sys
 import time
 from collections.abc import Callable
@@ -30,6 +33,14 @@ TOLERANCE = 1e-4  # between the weights of many ranks and of one: float32 sums i
 xp: Any = np  # CuPy, if the ranks have GPUs
 
 
+def by_sums(a: Any, b: Any) -> Any:
+    """a @ b: CuPy does @ by cuBLAS, which it refuses while a stream captures."""
+    return (a[:, :, None] * b).sum(axis=1)
+
+
+product: Callable[[Any, Any], Any] = operator.matmul
+
+
 def layers(vector: Any) -> tuple[Any, Any, Any, Any]:
     """w1, b1, w2, b2 as views of a vector of parameters or gradients."""
     w1, b1, w2, b2 = xp.split(vector, np.cumsum([INPUTS * HIDDEN, HIDDEN, HIDDEN * OUTPUTS]).tolist())
@@ -43,20 +54,22 @@ def first_weights() -> Any:
     return xp.asarray(np.concatenate([w1, np.zeros(HIDDEN), w2, np.zeros(OUTPUTS)]), dtype=xp.float32)
 
 
-def gradients(weights: Any, images: Any, digits: Any, batch: int, out: Any) -> None:
-    """Fill out with this rank's part of the gradients and, last, of the loss: means over the whole batch."""
+def gradients(weights: Any, images: Any, wanted: Any, share: Any, out: Any) -> None:
+    """Fill out with this rank's part of the gradients and, last, of the loss: means over the whole batch.
+
+    wanted: a row of OUTPUTS for each image, 1 at its digit; share: its part of the mean, shape (images, 1).
+    """
     w1, b1, w2, b2 = layers(weights)
     to_w1, to_b1, to_w2, to_b2 = layers(out[:-1])
-    hidden = xp.maximum(images @ w1 + b1, 0)
-    scores = hidden @ w2 + b2
+    hidden = xp.maximum(product(images, w1) + b1, 0)
+    scores = product(hidden, w2) + b2
     scores -= scores.max(axis=1, keepdims=True)
     log_p = scores - xp.log(xp.exp(scores).sum(axis=1, keepdims=True))
-    wanted = xp.eye(OUTPUTS, dtype=xp.float32)[digits]
-    out[-1] = -(wanted * log_p).sum() / batch
-    to_scores = (xp.exp(log_p) - wanted) / batch
-    to_hidden = (to_scores @ w2.T) * (hidden > 0)
-    to_w1[...], to_b1[...] = images.T @ to_hidden, to_hidden.sum(axis=0)
-    to_w2[...], to_b2[...] = hidden.T @ to_scores, to_scores.sum(axis=0)
+    out[-1] = -(wanted * log_p * share).sum()
+    to_scores = (xp.exp(log_p) - wanted) * share
+    to_hidden = product(to_scores, w2.T) * (hidden > 0)
+    to_w1[...], to_b1[...] = product(images.T, to_hidden), to_hidden.sum(axis=0)
+    to_w2[...], to_b2[...] = product(hidden.T, to_scores), to_scores.sum(axis=0)
 
 
 def accuracy(weights: Any, images: Any, digits: Any) -> float:
@@ -73,25 +86,43 @@ def train(
     size: int,
     reduce: Callable[[Any], None],
     report: Callable[[int, Any, float], None],
+    graph: ipcreduce.Graph | None = None,
 ) -> Any:
     """The weights after some epochs over the digits, of which this rank keeps each size-th."""
-    shard, shard_digits = xp.asarray(images[rank::size]), xp.asarray(digits[rank::size])
+    shard, wanted = xp.asarray(images[rank::size]), xp.asarray(np.eye(OUTPUTS, dtype=np.float32)[digits[rank::size]])
     weights = first_weights()
     velocity = xp.zeros_like(weights)
     grads = xp.zeros(weights.size + 1, dtype=xp.float32)
+    loss, weight = xp.zeros((), dtype=xp.float32), xp.zeros((), dtype=xp.float32)
+    # A graph reads fixed arrays: rows beyond this rank's part of a batch have no share in the mean.
+    rows = [xp.zeros((BATCH, columns), dtype=xp.float32) for columns in (INPUTS, OUTPUTS, 1)]
+
+    def step(*batch: Any) -> None:
+        gradients(weights, *batch, out=grads)
+        reduce(grads)
+        velocity[...] = MOMENTUM * velocity - RATE * grads[:-1]
+        weights[...] += velocity
+        loss[...] += grads[-1] * weight
+
     order = np.random.default_rng(2)  # the same batches on every rank, and for every number of ranks
     for epoch in range(1, epochs + 1):
         shuffled = order.permutation(len(images))
-        loss = xp.zeros((), dtype=xp.float32)
+        loss.fill(0)
         for start in range(0, len(images), BATCH):
             batch = shuffled[start : start + BATCH]
             mine = xp.asarray(batch[batch % size == rank] // size)
-            gradients(weights, shard[mine], shard_digits[mine], len(batch), out=grads)
-            reduce(grads)
-            velocity *= MOMENTUM
-            velocity -= RATE * grads[:-1]
-            weights += velocity
-            loss += grads[-1] * (len(batch) / len(images))
+            part = [shard[mine], wanted[mine], xp.full((len(mine), 1), 1 / len(batch), dtype=xp.float32)]
+            weight.fill(len(batch) / len(images))
+            if graph is None:
+                step(*part)
+                continue
+            for fixed, values in zip(rows, part, strict=True):
+                fixed[: len(mine)], fixed[len(mine) :] = values, 0
+            if graph.state == "empty":
+                with graph.record((rows, weights, velocity, grads, loss, weight)):  # a real step
+                    step(*rows)
+            else:
+                graph.replay()
         report(epoch, weights, float(loss))
     return weights
 
@@ -104,10 +135,11 @@ def now() -> float:
 
 
 def main() -> int:
-    global xp
+    global xp, product
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--device", choices=["auto", "host", "gpu"], default="auto")
+    parser.add_argument("--graph", action="store_true", help="record a training step once, and replay it; on GPUs")
     args = parser.parse_args()
 
     world = MPI.COMM_WORLD
@@ -117,6 +149,11 @@ def main() -> int:
     elif args.device == "gpu":
         sys.exit("--device gpu: the ranks have no GPUs that they can use; python -m ipcreduce info says why")
     backend = "mpi" if xp is np else comm.backend
+    graph = None
+    if args.graph and xp is not np:
+        graph, product = ipcreduce.Graph(comm), by_sums
+    elif args.graph and comm.rank == 0:
+        print("--graph needs GPUs: going on without")
 
     data = load_digits()
     images, digits = (data.images.reshape(-1, INPUTS) / 16).astype(np.float32), data.target
@@ -128,6 +165,9 @@ def main() -> int:
 
     def reduce(grads: Any) -> None:
         nonlocal reducing
+        if graph is not None:  # nobody can wait for what is only being recorded
+            ipcreduce.allreduce(grads, out=grads, comm=comm)
+            return
         begin = now()
         ipcreduce.allreduce(grads, out=grads, comm=comm)
         reducing += now() - begin
@@ -140,7 +180,7 @@ def main() -> int:
     if comm.rank == 0:
         print(f"{comm.size} ranks, {xp.__name__}, backend {backend}: {len(rest)} digits and {HELD_OUT} held out")
     begin = now()
-    weights = train(images[rest], digits[rest], args.epochs, comm.rank, comm.size, reduce, report)
+    weights = train(images[rest], digits[rest], args.epochs, comm.rank, comm.size, reduce, report, graph)
     seconds = now() - begin
 
     right = accuracy(weights, held_images, held_digits)
@@ -154,9 +194,14 @@ def main() -> int:
         apart = float(abs(weights - alone).max())
         same = f"one process arrives within {apart:.1e} of these weights, at most {TOLERANCE:g}"
         checks[same] = apart <= TOLERANCE
-        print(f"{seconds:.2f} s, of which {reducing:.2f} s in all-reduce, waiting for slower ranks included")
+        if graph is None:
+            print(f"{seconds:.2f} s, of which {reducing:.2f} s in all-reduce, waiting for slower ranks included")
+        else:
+            print(f"{seconds:.2f} s; each step one {graph.describe().splitlines()[0]}")
         for check, passed in checks.items():
             print(f"{'ok  ' if passed else 'FAIL'} {check}", flush=True)
+    if graph is not None:
+        graph.close()
     comm.close()
     return 0 if world.allreduce(all(checks.values()), MPI.LAND) else 1
 

@@ -42,7 +42,10 @@ WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 LAST = SIZE - 1
 TOTAL = SIZE * (SIZE + 1) // 2
-GPUS = cupy.cuda.runtime.getDeviceCount()
+try:
+    GPUS = cupy.cuda.runtime.getDeviceCount()
+except RuntimeError:  # CuPy's, where no GPU is visible
+    GPUS = 0
 QUICK = GPUS >= SIZE and not SIM
 WIDTH = 65536 if QUICK else 96  # of the largest all-reduce: 64 MB, or 96 KB
 REPLAYS = 200 if QUICK else 24
@@ -91,9 +94,11 @@ def free_all_blocks() -> None:
     cupy.get_default_memory_pool().free_all_blocks()
 
 
-def held_by_library() -> Any:
-    """What would show a leak: on a GPU free memory, to 16 MB; file descriptors on both."""
+def held_by_library(comm: Any) -> Any:
+    """What would show a leak, once every rank is here: on a GPU free memory, to 16 MB; file descriptors on both."""
     gc.collect()
+    WORLD.Barrier()
+    comm.synchronize()
     cupy.cuda.Device().synchronize()
     free_all_blocks()
     descriptors = len(os.listdir("/proc/self/fd"))
@@ -103,10 +108,7 @@ def held_by_library() -> Any:
 
 
 def given_back(comm: Any, before: Any) -> None:
-    """Once every rank has closed its graphs."""
-    WORLD.Barrier()
-    comm.synchronize()
-    now = held_by_library()
+    now = held_by_library(comm)
     assert now == before, f"{now} is held, {before} before"
 
 
@@ -183,7 +185,7 @@ def separate_pools(comm: Any) -> None:
 
 
 def _model(comm: Any, shared: bool) -> None:
-    before = held_by_library()
+    before = held_by_library(comm)
     models, graphs = [Model(comm, batch) for batch in (8, 4, 2, 1)], []
     for model in models:
         model.new_inputs()
@@ -406,7 +408,7 @@ def collected_at_any_time(comm: Any) -> None:
 
 def out_of_memory(comm: Any) -> None:
     """CuPy's MemoryError passes unchanged, on one rank or all; caught, the recording goes on with what it has."""
-    before, source = held_by_library(), mine(4000)
+    before, source = held_by_library(comm), mine(4000)
     for who in (range(SIZE), [LAST]):
         with raises(MemoryError if RANK in who else PeerFailedError, "emory"):  # noqa: SIM117
             with Graph(comm).record():
@@ -431,16 +433,13 @@ def out_of_memory(comm: Any) -> None:
             graph.replay()
             right(total, TOTAL * 4 * turn)
             canaries.intact()
-    del total, source, canaries, array_of_error
+    del total, source, canaries
     given_back(comm, before)
-
-
-array_of_error = None
 
 
 def outputs_outlive(comm: Any) -> None:
     """A graph closed, dropped, or collected with a replay on its way: outputs stay as they are as long as they live."""
-    before = held_by_library()
+    before = held_by_library(comm)
     source, outputs = mine(4000), []
     for how in ("closed", "dropped", "in a cycle"):
         graph = Graph(comm)
@@ -463,14 +462,13 @@ def outputs_outlive(comm: Any) -> None:
         right(output, TOTAL + 1)
     canaries.intact()
     del output, pool, canaries, source
-    WORLD.Barrier()
     outputs.clear()
     given_back(comm, before)
 
 
 def pool_used_again(comm: Any) -> None:
     """Recording in the pool of a graph that was closed, while one of its outputs lives on."""
-    before, source = held_by_library(), mine(4000)
+    before, source = held_by_library(comm), mine(4000)
     first = Graph(comm)
     with first.record():
         kept = comm.allreduce(source) + 1
@@ -527,8 +525,7 @@ def many(comm: Any) -> None:
                 right(result, TOTAL + 1)
 
     one(0)
-    WORLD.Barrier()
-    before = held_by_library()
+    before = held_by_library(comm)
     for turn in range(200):
         one(turn)
     given_back(comm, before)
@@ -670,7 +667,7 @@ def two_threads(comm: Any) -> None:
 
 def exceptions(comm: Any) -> None:
     """In the body, on one rank or on all: unchanged there, named on the others; stream and allocator are as before."""
-    before, source = held_by_library(), mine()
+    before, source = held_by_library(comm), mine()
     for who in ([LAST], [0], range(SIZE)):
         for midway in (False, True):
             caller, graph = cupy.cuda.get_current_stream(), Graph(comm)
@@ -700,7 +697,7 @@ def exceptions(comm: Any) -> None:
 
 def disagreement(comm: Any) -> None:
     """Number, shape, dtype or op of the all-reduces differ: named on every rank, with both; then all works."""
-    before = held_by_library()
+    before = held_by_library(comm)
     plain, integers = mine(10), mine(10, np.int32)
     usual = (plain, "sum")
     for theirs, words in (
@@ -830,7 +827,7 @@ def refused_by_cupy(comm: Any) -> None:
 # ---- communicators
 def alone(comm: Any) -> None:
     """One rank: the same, with nobody to agree with."""
-    before = held_by_library()
+    before = held_by_library(comm)
     with Communicator(MPI.COMM_SELF) as single, single.capture(), Graph(single) as graph:
         source = mine(600)
         with graph.record():
@@ -852,7 +849,7 @@ def alone(comm: Any) -> None:
 
 def closed_first(comm: Any) -> None:
     """A communicator closed before its graphs: replay says so, outputs stay, close() still gives everything back."""
-    before, graphs, outputs = held_by_library(), [], []
+    before, graphs, outputs = held_by_library(comm), [], []
     brief = Communicator(algorithm=options.algorithm)
     for _ in range(3):
         graphs.append(Graph(brief))
@@ -872,6 +869,7 @@ def closed_first(comm: Any) -> None:
         right(output)
     del output
     outputs.clear()
+    graphs.clear()
     given_back(comm, before)
 
 
@@ -923,16 +921,12 @@ def faults(comm: Any) -> None:
         return
     problems: list[str] = []
     for phase in ("record", "replay", "close"):
-        k = 1
+        k = int(os.environ.get('K', 1))
         while not _fault(phase, k, problems):
             k += 1
         if RANK == LAST:
             print(f"faults: {phase} makes {k - 1} driver calls", flush=True)
     assert not problems, "\n".join(problems)
-
-
-class _Noted(IpcReduceError):
-    pass
 
 
 def _fault(phase: str, k: int, problems: list[str]) -> bool:
@@ -946,7 +940,7 @@ def _fault(phase: str, k: int, problems: list[str]) -> bool:
     comm = _fault.comm = getattr(_fault, "comm", None) or Communicator(timeout=3, algorithm=options.algorithm)
     source, graph, result, outcome = mine(3000), Graph(comm), None, None
     works(comm)
-    before = held_by_library()
+    before = held_by_library(comm)
 
     def record() -> Any:
         with graph.record(source):
@@ -1008,10 +1002,8 @@ def _fault(phase: str, k: int, problems: list[str]) -> bool:
         works(comm)
     except BaseException as error:
         say(f"afterwards: {error!r}")
-    WORLD.Barrier()
     try:
-        comm.synchronize()
-        now = held_by_library()
+        now = held_by_library(comm)
         refused = {"cuMemFree": "allocations", "cuGraphExecDestroy": "executables", "cuGraphDestroy": "graphs"}
         extra = {kind: count - before[0].get(kind, 0) for kind, count in now[0].items() if count != before[0].get(kind, 0)}
         if extra and extra != {refused.get(failed_call, ""): 1}:
@@ -1038,19 +1030,24 @@ SCENARIOS = [
 
 def main() -> None:
     if options.names == ["host_communicator"]:
-        return host_communicator()
+        run(host_communicator)
+        return
     cupy.cuda.Device(RANK % GPUS).use()
     with Communicator(timeout=20, algorithm=options.algorithm) as comm:
         assert comm.backend == "ipc", comm.describe()
         works(comm)
-        for scenario in SCENARIOS:
-            if options.names and scenario.__name__ not in options.names:
-                continue
-            started = time.monotonic()
-            scenario(comm)
-            WORLD.Barrier()
-            if RANK == 0:
-                print(f"{scenario.__name__}: right, {time.monotonic() - started:.1f} s", flush=True)
+        run(*[one for one in SCENARIOS if not options.names or one.__name__ in options.names], comm=comm)
+
+
+def run(*scenarios: Callable[..., None], **arguments: Any) -> None:
+    for scenario in scenarios:
+        started = time.monotonic()
+        scenario(**arguments)
+        WORLD.Barrier()
+        if RANK == 0:
+            print(f"{scenario.__name__}: right, {time.monotonic() - started:.1f} s", flush=True)
+    if RANK == 0:
+        print(f"{len(scenarios)} scenarios, all right", flush=True)
 
 
 if SIM:

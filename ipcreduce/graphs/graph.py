@@ -2,7 +2,7 @@
 
 A recording is a real run: what was captured is launched when the recording ends, so the outputs are filled as after an
 eager run. The kernels in it push into the peers' workspaces, never into memory of the graph, so nothing has to be
-exchanged before a replay and nothing can be missing. Registration (registration.py) then makes large all-reduces direct.
+exchanged before a replay and nothing can be missing. Registration (registration.py) may then make all-reduces direct.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from ..ipc.mappings import Key, Mappings
 from ..ipc.plan import Step
 from .pool import GraphPool, Slab
 from .registration import Launched
+from .resources import Resources
 
 if TYPE_CHECKING:
     from ..communicator import Communicator
@@ -38,7 +39,7 @@ _REFUSED_BY_CUPY = (
 
 
 class Recording:
-    """What the communicator notes while a graph is recorded: the all-reduces, their launches, what they read and write."""
+    """What the communicator notes while a graph is recorded: the all-reduces, their launches and their arrays."""
 
     def __init__(self, stream: int) -> None:
         self._capture = driver.capture_id(stream)
@@ -79,7 +80,7 @@ class Graph:
 
     def __init__(self, comm: Communicator | None = None, *, pool: GraphPool | None = None) -> None:
         if comm is None:
-            from ..communicator import get_communicator
+            from ..default import get_communicator
 
             comm = get_communicator()
         if pool is not None and not isinstance(pool, GraphPool):
@@ -91,7 +92,7 @@ class Graph:
         self._what = Signature.of("")
         self.launches: list[Launched] = []  # of its all-reduces, for the registration
         self._held: list[Any] = []
-        self._resources: _Resources | None = None
+        self._resources: Resources | None = None
 
     @property
     def state(self) -> str:
@@ -135,7 +136,7 @@ class Graph:
         if driver.capture_id(caller):
             raise CaptureError("record() while the current stream is being captured: end that capture first")
         self._pool = self._pool or GraphPool(engine.context)
-        self._resources = resources = _Resources(self._pool, engine.context)
+        self._resources = resources = Resources(self._pool, engine.context)
         weakref.finalize(self, resources.release)
         stream = engine.recording_stream()
         error: BaseException | None = None
@@ -259,48 +260,3 @@ class Graph:
         if self._resources is not None:
             self._resources.release()
         self.launches, self._held, self._state = [], [], state
-
-
-class _Resources:
-    """What a graph holds of the driver. Released at close(), or when the graph is collected, whichever is first."""
-
-    def __init__(self, pool: GraphPool, context: int) -> None:
-        self._pool, self._context = pool, context
-        self.graph = self.executable = 0
-        self._mapped: tuple[Mappings, int, frozenset[Key]] | None = None
-        self._released = False
-        pool.retain()
-
-    def register(self, executable: int, mappings: Mappings, keys: frozenset[Key], pools: list[GraphPool]) -> None:
-        """Replaces the executable (the old one is freed once it has run), and keeps ``pools`` while peers map them."""
-        cuda_graph.destroy_executable(self.executable)
-        self.executable = executable
-        for pool in pools:
-            pool.retain()
-
-        def unpin() -> None:
-            for pool in pools:
-                pool.release()
-
-        self._mapped = (mappings, mappings.use(keys, unpin), keys)
-
-    def release(self) -> None:
-        """Idempotent. Of the direct kernels, a last replay is waited for: it writes to what is unmapped here."""
-        if self._released:
-            return
-        self._released = True
-        with suppress(CudaError):  # at interpreter exit the context may be gone
-            previous = driver.current_context()
-            driver.set_context(self._context)
-            try:
-                if self._mapped is not None:
-                    mappings, serial, keys = self._mapped
-                    driver.synchronize()
-                    mappings.drop(serial, keys)
-                if self.executable:
-                    cuda_graph.destroy_executable(self.executable)
-                if self.graph:
-                    cuda_graph.destroy_graph(self.graph)
-            finally:
-                driver.set_context(previous)
-        self._pool.release()

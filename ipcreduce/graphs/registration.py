@@ -1,7 +1,7 @@
-"""Registration: once, after recording, large all-reduces whose outputs lie in memory of ours become direct on all ranks.
+"""Registration: once, after recording, all-reduces whose outputs lie in memory of ours may become direct on all ranks.
 
-Until then, and wherever a rank's output cannot be mapped, they stay staged, which is right too. So nothing here can make
-a graph wrong, only quicker.
+Until then, and wherever a rank's output cannot be mapped, they stay staged, which is right too. So nothing here can
+make a graph wrong, only quicker.
 """
 
 from __future__ import annotations

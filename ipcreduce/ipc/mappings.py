@@ -1,8 +1,8 @@
 """Peers' memory mapped here, and ours mapped by peers, beyond the workspaces: what the direct kernel writes to.
 
 A slab is mapped once, however many graphs use it. Each registered graph has a serial number, the same on every rank; a
-rank marks on the control page when it has unmapped what a graph used, and a graph's own memory is kept until every peer has
-marked it. So closing a graph waits for nobody.
+rank marks on the control page when it has unmapped what a graph used, and a graph's own memory is kept until every
+rank has marked it. So closing a graph waits for nobody.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ mpi4py initialises MPI when mpi4py.MPI is imported, so each scenario imports it 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import sys
 import threading
@@ -74,6 +75,21 @@ def never_closed() -> None:
     time.sleep(MPI.COMM_WORLD.rank)
 
 
+def exit_closes() -> None:
+    """What the interpreter does at its end, done while we can still look."""
+    open_ones = [Communicator(), ipcreduce.get_communicator()]
+    for comm in open_ones:
+        right(comm)
+    atexit._run_exitfuncs()
+    for comm in open_ones:
+        found = None
+        try:
+            right(comm)
+        except ipcreduce.ArgumentError as error:
+            found = error
+        assert "the communicator is closed" in str(found), found
+
+
 def used_until_the_end() -> None:
     """A communicator in a cycle of objects; and a daemon thread that still waits in a call."""
     from mpi4py import MPI
@@ -114,7 +130,7 @@ def synchronously() -> None:
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
-        not_initialised, finalised_before_close, never_closed, used_until_the_end, without_threads,
+        not_initialised, finalised_before_close, never_closed, exit_closes, used_until_the_end, without_threads,
         synchronously,
     )
 }  # fmt: skip

@@ -30,7 +30,7 @@ def test_wrong_calls(mpirun: Callable, n: int):
     "scenario",
     [
         "late",
-        "late_data_goes_nowhere",
+        "memory_outlives_a_wait",
         "refused_while_another_is_late",
         "interrupted",
         "out_of_memory",

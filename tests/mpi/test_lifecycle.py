@@ -15,6 +15,7 @@ WORKER = "tests/mpi/lifecycle_worker.py"
         "not_initialised",
         "finalised_before_close",
         "never_closed",
+        "exit_closes",
         "used_until_the_end",
         "without_threads",
         "synchronously",

@@ -231,7 +231,6 @@ void sim_disturb(uint64_t seed) {
 }
 
 void sim_sync_block() { meet(*self->block, false, true); }
-bool sim_sync_block_or(bool mine) { return meet(*self->block, mine, true) != 0; }
 void sim_sync_warp() { meet(*self->warp, false, true); }
 uint32_t sim_vote(bool mine) { return meet(*self->warp, mine, false); }
 void sim_relax() {

@@ -19,7 +19,6 @@ void sim_disturb(uint64_t seed);
 
 // For sync.cuh: places where one CUDA thread makes way for the others.
 void sim_sync_block();
-bool sim_sync_block_or(bool mine);
 void sim_sync_warp();
 uint32_t sim_vote(bool mine);
 void sim_relax();

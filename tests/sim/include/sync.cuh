@@ -36,7 +36,6 @@ DEVICE u32 threads_in_block() { return sim_thread->threads; }
 DEVICE u32 block_in_grid() { return sim_thread->block; }
 DEVICE u32 blocks_in_grid() { return sim_thread->blocks; }
 DEVICE void sync_block() { sim_sync_block(); }
-DEVICE bool sync_block_or(bool mine) { return sim_sync_block_or(mine); }
 DEVICE void fence_sys() {}  // stores of packets release and their loads acquire, here
 DEVICE void sync_warp() { sim_sync_warp(); }
 DEVICE u32 warp_ballot(bool mine) { return sim_vote(mine); }

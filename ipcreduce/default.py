@@ -1,0 +1,37 @@
+"""The default communicator, and the function that uses it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+
+from . import arrays, lifetime
+from .communicator import Communicator
+
+_default: Communicator | None = None
+_default_lock = threading.Lock()
+
+
+def get_communicator() -> Communicator:
+    """The default communicator: over ``MPI.COMM_WORLD``, on CuPy's current device. The first call is collective."""
+    return _default_for(None)
+
+
+def _default_for(array: Any) -> Communicator:
+    global _default
+    with _default_lock:
+        if _default is None or _default not in lifetime.live:
+            device = None
+            if array is not None and not isinstance(array, np.ndarray) and arrays.is_device(array):
+                device = arrays.device_of(arrays.view(array, arrays.current_stream()[0]))
+            _default = Communicator(device=device)
+        return _default
+
+
+def allreduce(
+    array: Any, op: str = "sum", *, out: Any = None, comm: Communicator | None = None, stream: Any = None
+) -> Any:
+    """:meth:`Communicator.allreduce` on ``comm``, or on the default communicator, which takes the first array's GPU."""
+    return (comm or _default_for(array)).allreduce(array, op, out=out, stream=stream)

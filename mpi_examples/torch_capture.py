@@ -1,0 +1,54 @@
+# mpirun -n 4 python mpi_examples/torch_capture.py
+"""Our all-reduce inside torch.cuda.graph: PyTorch captures, and may replay as often as it likes.
+
+Nothing has to be registered for it. Every rank replays the same graphs in the same order, and the communicator is closed
+after the last replay. Needs a GPU and PyTorch.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from mpi4py import MPI
+
+import ipcreduce
+
+REPLAYS, COUNT = 100, 5000
+
+comm = ipcreduce.Communicator(device="auto")  # takes a GPU for each rank, if there are any
+try:
+    import torch
+
+    missing = "" if comm.backend == "ipc" else "GPUs that the ranks can use"
+except ImportError:
+    missing = "PyTorch"
+if missing:
+    if comm.rank == 0:
+        print(f"this example needs {missing}: nothing to show here")
+    comm.close()
+    sys.exit(0)
+
+torch.cuda.set_device(comm.rank % torch.cuda.device_count())
+x, total = torch.ones(COUNT, device="cuda"), torch.empty(COUNT, device="cuda")
+comm.allreduce(x, out=total, stream=torch.cuda.current_stream())  # compiles, before the capture
+torch.cuda.synchronize()
+
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    doubled = x * 2
+    comm.allreduce(doubled, out=total, stream=torch.cuda.current_stream())
+    y = total + 1
+
+wrong = 0
+for turn in range(REPLAYS):
+    x.fill_((comm.rank + 1) * turn)
+    graph.replay()
+    expected = 2 * turn * sum(range(1, comm.size + 1)) + 1
+    wrong += not bool((y == expected).all())
+
+if comm.rank == 0:
+    print(f"{comm.size} ranks, backend {comm.backend}: {REPLAYS} replays of PyTorch's graph, {wrong} wrong", flush=True)
+comm.synchronize()
+del graph
+comm.close()
+sys.exit(0 if MPI.COMM_WORLD.allreduce(wrong) == 0 else 1)

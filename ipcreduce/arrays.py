@@ -79,8 +79,8 @@ def on_stream(stream: int) -> AbstractContextManager[Any]:
 
 
 # ---- arrays
-def is_device(array: Any) -> bool:
-    """Whether ``array`` lies on a GPU. :raises ArgumentError: if it is no array that ipcreduce takes."""
+def is_device(array: Any, what: str = "array") -> bool:
+    """Whether ``array``, argument ``what``, lies on a GPU. :raises ArgumentError: if it is no array that we take."""
     if isinstance(array, np.ndarray):
         return False
     if _cupy is not None and isinstance(array, _cupy.ndarray):
@@ -92,13 +92,13 @@ def is_device(array: Any) -> bool:
         if device_type in (2, 13):  # kDLCUDA, kDLCUDAManaged
             return True
         raise ArgumentError(
-            f"array must be a NumPy array or lie on an NVIDIA GPU; found a {name} on DLPack device type {device_type}. "
+            f"{what} must be a NumPy array or lie on an NVIDIA GPU; found {name} on DLPack device type {device_type}. "
             "Pass numpy.asarray(it), or move it to the GPU"
         )
     if hasattr(kind, "__cuda_array_interface__"):
         return True
     raise ArgumentError(
-        "array must be a NumPy array, or a device array with __dlpack__ or __cuda_array_interface__; found "
+        f"{what} must be a NumPy array, or a device array with __dlpack__ or __cuda_array_interface__; found "
         f"{name}. Pass numpy.asarray(it) or cupy.asarray(it)"
     )
 

@@ -185,7 +185,7 @@ class Communicator(GraphSupport):
 
     def _device_target(self, engine: Engine, source: Any, out: Any, stream: int) -> Any:
         """The CuPy array over ``out``. :raises ArgumentError: if it does not fit."""
-        if not arrays.is_device(out):
+        if not arrays.is_device(out, "out"):
             raise ArgumentError("out must lie on the device, as array does; found a NumPy array")
         target = arrays.view(out, stream)
         arguments.check_out(source, target)

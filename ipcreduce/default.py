@@ -9,6 +9,7 @@ import numpy as np
 
 from . import arrays, lifetime
 from .communicator import Communicator
+from .errors import ArgumentError
 
 _default: Communicator | None = None
 _default_lock = threading.Lock()
@@ -34,4 +35,10 @@ def allreduce(
     array: Any, op: str = "sum", *, out: Any = None, comm: Communicator | None = None, stream: Any = None
 ) -> Any:
     """:meth:`Communicator.allreduce` on ``comm``, or on the default communicator, which takes the first array's GPU."""
-    return (comm or _default_for(array)).allreduce(array, op, out=out, stream=stream)
+    if comm is None:
+        comm = _default_for(array)
+    elif not isinstance(comm, Communicator):
+        raise ArgumentError(
+            f"comm must be an ipcreduce.Communicator; found {type(comm).__qualname__}. Make one: Communicator(it)"
+        )
+    return comm.allreduce(array, op, out=out, stream=stream)

@@ -54,7 +54,8 @@ for turn in range(REPLAYS):
 comm.synchronize()
 if comm.rank == 0:
     print(f"{comm.size} ranks, backend {comm.backend}. {graph.describe()}")
-    print(f"{REPLAYS} runs, {wrong} wrong; the host spends {seconds / (REPLAYS - 1) * 1e6:.1f} us on a replay", flush=True)
+    each = seconds / (REPLAYS - 1) * 1e6
+    print(f"{REPLAYS} runs, {wrong} wrong; the host spends {each:.1f} us on a replay", flush=True)
 graph.close()
 comm.close()
 sys.exit(0 if MPI.COMM_WORLD.allreduce(wrong) == 0 else 1)

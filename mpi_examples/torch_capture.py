@@ -1,8 +1,8 @@
 # mpirun -n 4 python mpi_examples/torch_capture.py
 """Our all-reduce inside torch.cuda.graph: PyTorch captures, and may replay as often as it likes.
 
-Nothing has to be registered for it. Every rank replays the same graphs in the same order, and the communicator is closed
-after the last replay. Needs a GPU and PyTorch.
+Nothing has to be registered for it. Every rank replays the same graphs in the same order, and the communicator is
+closed after the last replay. Needs a GPU and PyTorch.
 """
 
 from __future__ import annotations

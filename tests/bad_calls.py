@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 import ipcreduce
-from ipcreduce import ArgumentError, PeerFailedError, RankMismatchError, UnsupportedError
+from ipcreduce import ArgumentError, IpcReduceError, PeerFailedError, RankMismatchError, UnsupportedError
 
 Call = Callable[[Any, Any], Any]  # of the array module and the communicator
 
@@ -359,4 +359,12 @@ def run_constructors(*, device: bool) -> int:
         else:
             raise AssertionError(f"Communicator({arguments}) is taken: {comm.describe()}")
         assert words in found, f"Communicator({arguments}): {words!r} is not in {found!r}"
+    if device and MPI.COMM_WORLD.size > 1:  # one rank's device is wrong: no other rank goes on without it
+        try:
+            comm = ipcreduce.Communicator(device=99 if MPI.COMM_WORLD.rank == 0 else None)
+        except IpcReduceError as error:
+            found = str(error)
+        else:
+            raise AssertionError(f"taken, though rank 0 has no such device: {comm.describe()}")
+        assert "found 99" in found, found
     return len(table)

@@ -33,7 +33,7 @@ class Case:
     late: int  # rank that comes late, or -1
 
     @classmethod
-    def draw(cls, seed: int, number: int, world: int, largest: int) -> Case:
+    def draw(cls, seed: int, number: int, world: int, sizes: tuple[int, int]) -> Case:
         rng = np.random.default_rng([seed, number])
         dtype = reference.DTYPES[int(rng.integers(len(reference.DTYPES)))]
         op = str(rng.choice(reference.OPS))
@@ -41,7 +41,8 @@ class Case:
         if kind < 0.06:
             shape: tuple[int, ...] = [(), (0,), (3, 0, 2), (1,)][int(rng.integers(4))]
         else:
-            count = int(2 ** rng.uniform(0, np.log2(largest / dtype.itemsize)))
+            low, high = (np.log2(max(1, size / dtype.itemsize)) for size in sizes)
+            count = int(2 ** rng.uniform(low, high))
             shape = (count,) if kind < 0.6 else (max(1, count // 7), 7) if kind < 0.8 else (max(1, count // 6), 2, 3)
         layout = str(rng.choice(["new", "out", "in place", "strided out", "shifted"], p=[0.3, 0.25, 0.25, 0.1, 0.1]))
         strided = bool(rng.random() < 0.15) and len(shape) == 2 and layout != "in place"
@@ -50,7 +51,7 @@ class Case:
 
 
 def run(
-    module: Any, communicators: dict[str, Any], seed: int, cases: int, largest: int, late_seconds: float
+    module: Any, communicators: dict[str, Any], seed: int, cases: int, sizes: tuple[int, int], late_seconds: float
 ) -> dict[str, Any]:
     """Runs the cases on each communicator, twice on the first. :raises AssertionError: at the first that is wrong."""
     import time
@@ -60,7 +61,7 @@ def run(
     rank, n = first.rank, first.size
     counted: Counter[str] = Counter()
     for number in range(cases):
-        case = Case.draw(seed, number, n, largest)
+        case = Case.draw(seed, number, n, sizes)
         values = [
             reference.random_array(np.random.default_rng([seed, number, r]), case.shape, case.dtype, case.special)
             for r in range(n)

@@ -23,7 +23,7 @@ from ..ipc.control import Signature
 from ..ipc.engine import Prepared, Recorder
 from ..ipc.mappings import Key, Mappings
 from ..ipc.plan import Step
-from .pool import GraphPool, Slab
+from .pool import GraphPool, Slab, nothing_is_freed
 from .registration import Launched
 from .resources import Resources
 
@@ -132,7 +132,9 @@ class Graph:
         if getattr(_recording, "graph", None) is not None:
             raise GraphStateError("record() within a recording of the same thread: end that one first")
         engine = self._comm.require_engine("a Graph")
-        caller, _ = arrays.current_stream()
+        if not driver.current_context():  # this thread's first use of CUDA
+            driver.set_context(engine.context)
+        caller, owner = arrays.current_stream()
         if driver.capture_id(caller):
             raise CaptureError("record() while the current stream is being captured: end that capture first")
         self._pool = self._pool or GraphPool(engine.context)
@@ -141,35 +143,36 @@ class Graph:
         stream = engine.recording_stream()
         error: BaseException | None = None
         engine.order(caller, stream)
-        cuda_graph.begin_capture(stream)
-        recording = self._comm.recording = Recording(stream)
-        self._state, _recording.graph = "recording", self
+        with nothing_is_freed():
+            cuda_graph.begin_capture(stream)
+            recording = self._comm.recording = Recording(stream)
+            self._state, _recording.graph = "recording", self
+            try:
+                with arrays.allocating(self._pool.allocator, stream):
+                    yield self
+            except BaseException as caught:
+                error = caught
+            finally:
+                self._comm.recording, _recording.graph = None, None
+            try:
+                resources.graph = cuda_graph.end_capture(stream)
+            except CudaError as caught:
+                error = error or _cannot_be_captured(caught)
         try:
-            with arrays.allocating(self._pool.allocator, stream):
-                yield self
-        except BaseException as caught:
-            error = caught
-        finally:
-            self._comm.recording, _recording.graph = None, None
-        try:
-            resources.graph = cuda_graph.end_capture(stream)
             if error is None:
                 self._nodes = cuda_graph.inspect_graph(resources.graph)
                 resources.executable = cuda_graph.instantiate(resources.graph)
         except CudaError as caught:
-            if error is None:
-                error = CaptureError(f"the recording cannot be made into a graph: {caught}. {_REFUSED_BY_CUPY}")
-                error.__cause__ = caught
+            error = _cannot_be_captured(caught)
         if isinstance(error, NotImplementedError):
-            cause, error = error, CaptureError(f"{error}. {_REFUSED_BY_CUPY}")
-            error.__cause__ = cause
+            error = _cannot_be_captured(error)
         self._calls, self.launches = recording.calls, recording.launches
         self._held = [*recording.held, inputs]
         self._what = Signature.of(f"replay of a graph of {len(self._calls)} all-reduces", repr(self._calls))
         try:
             self._comm.end_recording(self._calls, error)
             self._launch(stream, None)
-            engine.order(stream, caller)
+            engine.hand_over(stream, caller, owner)
         except BaseException:
             self._end("failed")
             raise
@@ -260,3 +263,9 @@ class Graph:
         if self._resources is not None:
             self._resources.release()
         self.launches, self._held, self._state = [], [], state
+
+
+def _cannot_be_captured(cause: Exception) -> CaptureError:
+    error = CaptureError(f"the recording cannot be made into a graph: {cause}. {_REFUSED_BY_CUPY}")
+    error.__cause__ = cause
+    return error

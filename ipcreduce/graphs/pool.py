@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,22 @@ from ..errors import CudaError
 
 _numbers = itertools.count()
 _UNIT = 2 << 20  # bytes: smaller allocations share a block of the driver's, which IPC would export whole
+
+
+_recordings: list[object] = []  # in progress, in any thread
+_deferred: list[Slabs] = []
+
+
+@contextmanager
+def nothing_is_freed() -> Iterator[None]:
+    """Around a capture: slabs that fall free within it go back to the driver at its end."""
+    _recordings.append(mark := object())
+    try:
+        yield
+    finally:
+        _recordings.remove(mark)
+        while _deferred and not _recordings:
+            _deferred.pop().give_back()
 
 
 @dataclass
@@ -94,7 +111,16 @@ class Slabs:
             if not self.users:
                 self._give_back()
 
+    def give_back(self) -> None:
+        """Gives unused slabs back to the driver, if no graph is left that may use them."""
+        with self._lock:
+            if not self.users:
+                self._give_back()
+
     def _give_back(self) -> None:
+        if _recordings:  # freeing waits for the device, which would spoil a capture; arrays are collected at any time
+            _deferred.append(self)
+            return
         unused = [slab for slab in self._slabs if not slab.blocks]
         if not unused:
             return
@@ -102,7 +128,7 @@ class Slabs:
             previous = driver.current_context()
             driver.set_context(self._context)
             try:
-                driver.synchronize()  # a last replay may be running
+                # A last replay may be running: cuMemFree waits for it.
                 for slab in unused:
                     self._slabs.remove(slab)
                     for address in [a for a, (_, where) in self._blocks.items() if where is slab]:

@@ -206,6 +206,17 @@ class Engine:
         """Whether ``stream`` is part of a capture: its work does not run yet."""
         return driver.capture_id(stream) != 0
 
+    def hand_over(self, before: int, after: int, owner: Any) -> None:
+        """Stream ``after`` waits for ``before`` and is now where the last call ran: it may capture again."""
+        self.order(before, after)
+        self._eager = self._fast = after
+        self._stream_owner = owner
+
+    def drain(self) -> None:
+        """Waits for the eager calls made so far, unless their stream is being captured, which that would spoil."""
+        if self._eager is not None and not driver.capture_id(self._eager):
+            self.synchronize()
+
     def launch_graph(self, executable: int, stream: int, owner: Any) -> None:
         """Launches an executable graph on ``stream``, behind the last call. :raises CudaError: if that fails."""
         previous = driver.current_context()

@@ -34,7 +34,10 @@ class Faults:
         page = self._page
         if page.aborted:
             self.raise_pending(call)
-            call = self._resynchronise(call)
+            if (
+                self._told
+            ):  # else it is about a later call, and this one, with no elements or captured, waits for nobody
+                call = self._resynchronise(call)
         other = page.enter(call, what, stream)
         if other is not None:
             theirs = page.describe(other, call)
@@ -63,17 +66,18 @@ class Faults:
 
         :raises IpcReduceError: a fault of an earlier call instead: what went wrong first is what has to be heard of.
         """
-        earlier = self._page.fault()
-        if self._page.aborted and (earlier is None or earlier[0] < call):
-            self.raise_pending(call)
-            call = self._resynchronise(call)
+        if self._page.aborted:  # and only now the fault: it is written before the word is raised
+            earlier = self._page.fault()
+            if earlier is None or earlier[0] < call:
+                self.raise_pending(call)
+                call = self._resynchronise(call)
         self._post(control.REFUSED, call, f"{type(error).__name__}: {error}")
         self._told = True
 
     def _post(self, kind: int, call: int, text: str) -> None:
         # Earlier calls are let through first: the abort word would end them too.
-        with contextlib.suppress(CudaError):  # in a capture nothing runs yet
-            self._engine.synchronize()
+        with contextlib.suppress(CudaError):  # the fault in hand is the one to tell of
+            self._engine.drain()
         self._page.post(kind, call, text)
 
     def _resynchronise(self, call: int) -> int:

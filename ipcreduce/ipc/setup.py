@@ -168,13 +168,14 @@ def _share_device(mpi: Any, device: Any, deadline: float) -> tuple[driver.Device
             raise UnsupportedError(f"{info.name} has compute capability {info.capability}; 8.0 is needed")
     except IpcReduceError as caught:
         error = caught
-    record = wire.message(wire.DEVICE, error)
+    record = wire.message(wire.DEVICE, error, wrong=isinstance(error, ArgumentError))
     if info is not None:
         record["uuid"], record["capability"] = np.void(info.uuid), info.capability
         record["visible"], record["name"] = driver.device_count(), info.name
     devices = wire.allgather(mpi, record, deadline, "choosing devices")
-    if isinstance(error, ArgumentError):
-        raise error
+    if devices["wrong"].any():
+        rank = int(devices["wrong"].argmax())
+        raise ArgumentError(f"rank {mpi.Get_rank()}, start-up: rank {rank}'s {wire.text_of(devices[rank])}")
     wire.check(mpi, devices, "choosing devices")
     assert info is not None
     return info, devices

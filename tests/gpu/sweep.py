@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--largest", type=int, default=1 << 20, help="bytes of the largest message")
+    parser.add_argument("--smallest", type=int, default=1, help="bytes of the smallest message that is not empty")
     parser.add_argument("--late", type=float, default=0.002, help="seconds that a late rank is late")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -31,7 +32,9 @@ def main() -> None:
     }
     assert communicators["planned"].backend == "ipc", communicators["planned"].describe()
     started = time.time()
-    result = sweep.run(cupy_module, communicators, options.seed, options.cases, options.largest, options.late)
+    result = sweep.run(
+        cupy_module, communicators, options.seed, options.cases, (options.smallest, options.largest), options.late
+    )
     for comm in communicators.values():
         comm.synchronize()
         comm.close()

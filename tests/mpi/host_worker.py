@@ -145,7 +145,7 @@ def reduce_one(comm: Communicator, value: np.ndarray, op: str, layout: str, outp
 
 def random_sweep(comm: Communicator) -> None:
     """tests/sweep.py's cases, alignments and late ranks among them."""
-    sweep.run(HostModule, {"planned": comm}, seed=3, cases=80, largest=200_000, late_seconds=0.01)
+    sweep.run(HostModule, {"planned": comm}, seed=3, cases=80, sizes=(1, 200_000), late_seconds=0.01)
 
 
 def a_float_sum_starts_at_rank_0(comm: Communicator) -> None:

@@ -275,7 +275,8 @@ class ndarray:
 
     def _into(self, result: ndarray, function: Callable[..., Any], *others: Any, **options: Any) -> ndarray:
         """``result`` filled with ``function(self, *others)``."""
-        values, target = [other._view if isinstance(other, ndarray) else other for other in (self, *others)], result._view
+        values = [self._view, *(other._view if isinstance(other, ndarray) else other for other in others)]
+        target = result._view
         _on_stream(lambda: function(*values, out=target, **options), self, others, result)
         return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -75,9 +76,19 @@ def set_kernel(node: int, launch: Launch) -> None:
 @_api("cuGraphInstantiate")
 def instantiate(graph: int) -> int:
     handle = next(_handles)
-    _executables[handle] = [streams.Node(node.work, node.after) for node in _graphs[graph]]
+    _executables[handle] = _in_some_order(_graphs[graph])
     _alive["executables"] += 1
     return handle
+
+
+def _in_some_order(nodes: list[streams.Node]) -> list[streams.Node]:
+    """Any that the edges allow, so that one which is missing shows."""
+    left, order = dict(enumerate(nodes)), []
+    while left:
+        index = random.choice([index for index, node in left.items() if not node.after & left.keys()])
+        node = left.pop(index)
+        order.append(streams.Node(node.work, node.after))
+    return order
 
 
 @_api("cuGraphLaunch")

@@ -1,0 +1,40 @@
+"""The workers for GPUs (tests/gpu) on the simulated device: sweep, scenarios, wrong calls."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def on_sim(mpirun: Run, worker: str, ranks: int, *arguments: object, **options: object) -> str:
+    return mpirun("tests/sim/on_sim.py", ranks, f"tests/gpu/{worker}.py", *arguments, **options).stdout
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(2, 60), (3, 60), (4, 60), (8, 15)])
+def test_sweep(mpirun: Run, ranks: int, cases: int) -> None:
+    output = on_sim(mpirun, "sweep", ranks, "--cases", cases, "--largest", 6000, "--seed", ranks)
+    assert f"{cases} cases, {4 * cases} calls on {ranks} ranks, all right" in output
+
+
+def test_sweep_where_packets_arrive_in_halves(mpirun: Run) -> None:
+    output = on_sim(mpirun, "sweep", 3, "--cases", 40, "--largest", 3000, env={"SIM_SPLIT_PACKETS": "1"})
+    assert "40 cases, 160 calls on 3 ranks, all right" in output
+
+
+def test_messages_larger_than_the_workspace(mpirun: Run) -> None:
+    output = on_sim(mpirun, "sweep", 4, "--cases", 3, "--largest", 400_000, "--smallest", 200_000)
+    assert "3 cases, 12 calls on 4 ranks, all right" in output
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_scenarios(mpirun: Run, ranks: int) -> None:
+    assert on_sim(mpirun, "scenarios", ranks).count(": right, ") == 10
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_wrong_calls(mpirun: Run, ranks: int) -> None:
+    assert "each refused as it should be" in on_sim(mpirun, "bad_calls", ranks)

@@ -54,7 +54,7 @@ class Slabs:
 
     def __init__(self, context: int) -> None:
         self._context = context
-        self._lock = threading.Lock()  # arrays are collected in any thread
+        self._lock = threading.RLock()  # arrays are collected in any thread, and while this one allocates
         self._slabs: list[Slab] = []
         self._blocks: dict[int, tuple[int, Slab]] = {}  # by address: bytes, and where they lie
         self._marked: set[int] = set()

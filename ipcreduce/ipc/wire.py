@@ -63,6 +63,9 @@ def text_of(record: Any) -> str:
     return bytes(record["text"]).rstrip(b"\0").decode(errors="replace")
 
 
+_abandoned: list[Any] = []  # requests that were given up, with their buffers: MPI may still write into them
+
+
 def complete(
     request: Any,
     mpi: Any,
@@ -77,22 +80,26 @@ def complete(
     :param deadline: on ``time.monotonic()``'s clock, in seconds.
     :raises PeerTimeoutError: when the deadline has passed. The request stays pending: its communicator is lost.
     """
-    pause = 0.0
-    while not request.Test():
-        now = time.monotonic()
-        if now > deadline:
-            raise PeerTimeoutError(
-                report(
-                    mpi.Get_rank(), call, expected=f"all {mpi.Get_size()} ranks at {what}",
-                    found="that some did not come in time",
-                    advice="Look for a rank that waits elsewhere or has stopped; the communicator can only be closed.",
-                )
-            )  # fmt: skip
-        if interrupt is not None:
-            interrupt()
-        if pause:
-            time.sleep(pause)
-        pause = min(1e-3, pause + 1e-6)  # quick at first, easy on the processor later
+    try:
+        pause = 0.0
+        while not request.Test():
+            now = time.monotonic()
+            if now > deadline:
+                raise PeerTimeoutError(
+                    report(
+                        mpi.Get_rank(), call, expected=f"all {mpi.Get_size()} ranks at {what}",
+                        found="that some did not come in time",
+                        advice="Look for a rank that waits elsewhere or has stopped; only close() is left.",
+                    )
+                )  # fmt: skip
+            if interrupt is not None:
+                interrupt()
+            if pause:
+                time.sleep(pause)
+            pause = min(1e-3, pause + 1e-6)  # quick at first, easy on the processor later
+    except BaseException:
+        _abandoned.append(request)
+        raise
 
 
 def allgather(

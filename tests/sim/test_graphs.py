@@ -12,9 +12,29 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 # Of the scenarios, those that hold today. The others (out_of_memory, after_a_fault, caught_in_the_body,
 # refused_on_one_rank, two_threads, different_graphs, faults; disagreement over 4 ranks) show what graphs still lack.
-SOUND = """shared_pool separate_pools replays_in_a_row filled_at_the_exit forked_streams eager_meanwhile recorded_elsewhere
-freed_in_the_body collected_in_the_body collected_at_any_time outputs_outlive pool_used_again arrays_are_held many states
-foreign_capture warned refused_by_cupy alone closed_first algorithms""".split()
+SOUND = [
+    "shared_pool",
+    "separate_pools",
+    "replays_in_a_row",
+    "filled_at_the_exit",
+    "forked_streams",
+    "eager_meanwhile",
+    "recorded_elsewhere",
+    "freed_in_the_body",
+    "collected_in_the_body",
+    "collected_at_any_time",
+    "outputs_outlive",
+    "pool_used_again",
+    "arrays_are_held",
+    "many",
+    "states",
+    "foreign_capture",
+    "warned",
+    "refused_by_cupy",
+    "alone",
+    "closed_first",
+    "algorithms",
+]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -47,7 +47,10 @@ def fold(values: Sequence[np.ndarray[Any, Any]], op: str) -> np.ndarray[Any, Any
                 result = np.where(keep, result, value)
         if op == "avg":
             result /= result.dtype.type(len(values))
-        return result.astype(dtype)
+        result = result.astype(dtype)
+        if dtype.kind not in "iu":  # one NaN: which payload survives depends on where an element lies in a vector
+            np.copyto(result, np.asarray(np.nan, dtype), where=np.isnan(result))
+        return result
 
 
 def _integer_average(values: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:

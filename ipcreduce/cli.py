@@ -14,7 +14,8 @@ from typing import Any
 from . import __version__
 from .cuda import compiler, driver
 from .errors import IpcReduceError
-from .ipc import plan, setup
+from .ipc import plan
+from .ipc.options import workspace_bytes
 
 _PACKAGES = (
     "numpy", "mpi4py", "cuda-core", "cuda-bindings", "cupy-cuda12x", "cupy-cuda13x", "nvidia-cuda-nvrtc",
@@ -46,7 +47,7 @@ def collect() -> dict[str, Any]:
         "packages": _versions(),
         "gpus": _gpus(),
         "cache": _attempt(lambda: str(compiler.cache_directory())),
-        "workspace_mb": _attempt(lambda: setup.workspace_bytes() // plan.MB),
+        "workspace_mb": _attempt(lambda: workspace_bytes() // plan.MB),
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("IPCREDUCE_")},
         "ranks": _ranks(),
     }

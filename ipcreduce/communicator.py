@@ -19,12 +19,14 @@ from .errors import (
     PeerTimeoutError,
     RankMismatchError,
     UnsupportedError,
+    report,
 )
 from .graphs.support import GraphSupport
 from .host import HostReducer
-from .ipc import control, plan, setup, wire
+from .ipc import control, setup, wire
 from .ipc.engine import Engine, Prepared
 from .ipc.faults import Faults
+from .ipc.options import Options
 
 _CLOSE_SECONDS = 5.0  # how long close() waits for the peers to unmap our memory before leaving it to the process's end
 _SHARED = (RankMismatchError, PeerFailedError, PeerTimeoutError, PeerLostError)  # every rank gets these by itself
@@ -36,8 +38,7 @@ def _require_mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # mpi4py's wheel raises RuntimeError where it finds no MPI library
         raise UnsupportedError(f"no MPI on this machine ({error}): pip install 'ipcreduce[mpi]'") from None
-    if MPI.Is_finalized():
-        raise UnsupportedError("MPI is finalised: make and use communicators before MPI.Finalize()")
+    wire.check_mpi_runs()
     if not MPI.Is_initialized():
         raise UnsupportedError("MPI is not initialised: call MPI.Init(), or leave mpi4py.rc.initialize at True")
     return MPI
@@ -62,27 +63,29 @@ class Communicator(GraphSupport):
     def __init__(
         self, mpi_comm: Any = None, *, device: Any = None, timeout: float = 120.0, algorithm: str | None = None
     ) -> None:
+        lifetime.check_not_forked()
         mpi = _require_mpi()
         mpi_comm = mpi.COMM_WORLD if mpi_comm is None else mpi_comm
         if not isinstance(mpi_comm, mpi.Intracomm) or mpi_comm == mpi.COMM_NULL:
             raise ArgumentError(f"mpi_comm must be an mpi4py Intracomm; found {mpi_comm!r}")
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
-            raise ArgumentError(f"timeout must be a positive number of seconds; found {timeout!r}")
-        if algorithm is not None and algorithm not in plan.ALGORITHMS:
-            raise ArgumentError(f"algorithm must be None or one of {plan.ALGORITHMS}; found {algorithm!r}")
+        options = Options.of(device, timeout, algorithm)
         self._lock = threading.RLock()
         self._call = 0  # attempts so far, refused ones included
         self._unusable: IpcReduceError | None = None
         self._no_recording()
-        self._timeout = float(timeout)
+        self._timeout = options.timeout
         self._sync = os.environ.get("IPCREDUCE_SYNC", "0") not in ("", "0")
         self._mpi, request = mpi_comm.Idup()  # our messages never meet the program's
-        wire.complete(request, mpi_comm, time.monotonic() + timeout, "start-up")
+        wire.complete(request, mpi_comm, time.monotonic() + options.timeout, "start-up")
         self._rank, self._size = int(self._mpi.Get_rank()), int(self._mpi.Get_size())
-        self._host = HostReducer(self._mpi, float(timeout))
-        self._engine, self._reasons = setup.start(self._mpi, device, float(timeout), algorithm)
-        self._faults = None if self._engine is None else Faults(self._engine, self._mpi, float(timeout))
-        lifetime.live.append(self)
+        self._host = HostReducer(self._mpi, options.timeout)
+        try:
+            self._engine, self._reasons = setup.start(self._mpi, options)
+        except ArgumentError:  # on every rank: there are some thousand MPI communicators
+            self._mpi.Free()
+            raise
+        self._faults = None if self._engine is None else Faults(self._engine, self._mpi, options.timeout)
+        lifetime.add(self)
 
     # ---- what it is
     @property
@@ -209,12 +212,7 @@ class Communicator(GraphSupport):
             faults, what = self._faults, control.host_signature(array.shape, dtype, op)
             call = self._call = faults.enter(self._call, what, 0)
             interrupt = lambda: faults.raise_pending(call)  # noqa: E731
-        try:
-            result = self._host.allreduce(array, op, self._call, interrupt)
-        except _SHARED as error:
-            if self._host.pending:
-                self._unusable = PeerLostError(f"{error} An MPI call is pending: the communicator can only be closed.")
-            raise
+        result = self._host.allreduce(array, op, self._call, interrupt)
         if out is None:
             return result
         out[...] = result
@@ -224,14 +222,19 @@ class Communicator(GraphSupport):
         """Tells the other ranks that this one does not make this call, and gives the error its place."""
         if isinstance(error, PeerLostError):
             self._unusable = error
-        if isinstance(error, _SHARED):
-            return
-        if isinstance(error, IpcReduceError) and not str(error).startswith("rank "):
-            error.args = (f"rank {self._rank}, call {self._call}: {error}",)
-        if self._faults is None or isinstance(array, np.ndarray):
-            self._host.refuse(error, self._call)
-        else:
-            self._faults.refuse(self._call, error)
+        elif not isinstance(error, _SHARED):
+            if isinstance(error, IpcReduceError) and not str(error).startswith("rank "):
+                error.args = (f"rank {self._rank}, call {self._call}: {error}",)
+            if self._faults is None or isinstance(array, np.ndarray):
+                self._host.refuse(error, self._call)
+            else:
+                self._faults.refuse(self._call, error)
+        if self._host.halfway:
+            self._unusable = PeerLostError(report(
+                self._rank, self._call, expected="every rank to go through this call together",
+                found=f"that this one left it halfway ({type(error).__name__}: {error})",
+                advice="The communicator can only be closed.",
+            ))  # fmt: skip
 
     def launch_graph(self, executable: int, what: control.Signature, stream: int, owner: Any) -> None:
         """Launches a recorded graph as one call of this communicator, ordered and compared as all-reduces are."""
@@ -282,7 +285,7 @@ class Communicator(GraphSupport):
                 engine.close(0.0 if lost else _CLOSE_SECONDS)
             if self.memory is not None:
                 self.memory.release()
-            if not lost and not _require_mpi().Is_finalized():
+            if not lost and not wire.mpi_is_finalised():
                 self._mpi.Free()
 
     def __enter__(self) -> Communicator:
@@ -297,7 +300,4 @@ class Communicator(GraphSupport):
         """In a child process: nothing of the parent's may be touched or closed."""
         self._lock = threading.RLock()
         self._engine = self._faults = None
-        self._unusable = UnsupportedError(
-            "this process was forked from one that used ipcreduce: neither CUDA nor MPI works in it. Start processes "
-            "by spawn (multiprocessing.set_start_method('spawn'))"
-        )
+        self._unusable = UnsupportedError(lifetime.FORKED)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from .errors import PeerFailedError, RankMismatchError, report
+from .errors import IpcReduceError, PeerFailedError, RankMismatchError, report
 from .ipc import wire
 from .numerics import DTYPES, fold
 
@@ -26,7 +27,7 @@ class HostReducer:
     def __init__(self, mpi: Any, timeout: float) -> None:
         self._mpi, self._timeout = mpi, timeout
         self._rank, self._n = mpi.Get_rank(), mpi.Get_size()
-        self.pending = False  # an MPI call was given up and will never be matched
+        self.halfway = False  # within a call, or left it there: its messages would be taken for the next one's
         self._deadline, self._call = 0.0, 0
         self._interrupt: Callable[[], None] | None = None
 
@@ -37,7 +38,10 @@ class HostReducer:
 
         :raises RankMismatchError: if shape, dtype, op or call number differ. :raises PeerFailedError: if a rank
             refused this call. :raises PeerTimeoutError: if a rank did not come.
+
+        After a timeout, or whatever else ends a call between its messages, ``halfway`` stays set: send no more.
         """
+        wire.check_mpi_runs()
         self._deadline, self._call, self._interrupt = time.monotonic() + self._timeout, call, interrupt
         self._agree(f"{op} of {DTYPES[array.dtype]} {array.shape}")
         flat = np.ascontiguousarray(array).reshape(-1)
@@ -48,25 +52,23 @@ class HostReducer:
                 part = flat[begin : begin + step]
                 reduce = self._one_shot if part.nbytes <= _ONE_SHOT_BYTES else self._two_shot
                 result[begin : begin + step] = reduce(part, op)
+        self.halfway = False
         return result.reshape(array.shape)
 
     def refuse(self, error: BaseException, call: int) -> None:
-        """Takes part in a call that this rank refuses, so that the others hear of it."""
+        """Takes part in a call that this rank refuses, so that the others hear of it, if they come in time."""
+        if self.halfway:
+            return
         self._deadline, self._call, self._interrupt = time.monotonic() + self._timeout, call, None
-        self._tell(wire.message(wire.CALL, f"{type(error).__name__}: {error}", call=call))
+        with suppress(IpcReduceError):  # ``error`` is the one to raise here
+            self._tell(wire.message(wire.CALL, f"{type(error).__name__}: {error}", call=call))
+            self.halfway = False
 
     def _tell(self, record: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        self.pending = True
-        everyone = wire.allgather(
-            self._mpi,
-            record,
-            self._deadline,
-            f"call {self._call}",
-            call=self._call,
-            interrupt=self._interrupt,
-        )
-        self.pending = False
-        return everyone
+        wire.check_mpi_runs()
+        self.halfway = True
+        what = f"call {self._call}"
+        return wire.allgather(self._mpi, record, self._deadline, what, call=self._call, interrupt=self._interrupt)
 
     def _agree(self, what: str) -> None:
         record = wire.message(wire.CALL, call=self._call)
@@ -74,12 +76,14 @@ class HostReducer:
         for rank, other in enumerate(self._tell(record)):
             text = wire.text_of(other)
             if not other["ok"]:
+                self.halfway = False  # on every rank alike
                 raise PeerFailedError(report(
                     self._rank, self._call, expected="every rank to make this call",
                     found=f"that rank {rank} refused it ({text})",
                     advice="The communicator can be used again.",
                 ))  # fmt: skip
             if text != wire.text_of(record[0]) or other["call"] != self._call:
+                self.halfway = False
                 raise RankMismatchError(report(
                     self._rank, self._call, expected="the same call on every rank",
                     found=f"{what} here and {text} in call {other['call']} of rank {rank}",
@@ -103,6 +107,4 @@ class HostReducer:
 
     def _wait(self, request: Any) -> None:
         what = f"the data of call {self._call}"
-        self.pending = True
         wire.complete(request, self._mpi, self._deadline, what, call=self._call, interrupt=self._interrupt)
-        self.pending = False

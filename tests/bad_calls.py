@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 import ipcreduce
-from ipcreduce import ArgumentError, IpcReduceError, PeerFailedError, RankMismatchError, UnsupportedError
+from ipcreduce import ArgumentError, PeerFailedError, RankMismatchError, UnsupportedError
 
 Call = Callable[[Any, Any], Any]  # of the array module and the communicator
 
@@ -359,12 +359,16 @@ def run_constructors(*, device: bool) -> int:
         else:
             raise AssertionError(f"Communicator({arguments}) is taken: {comm.describe()}")
         assert words in found, f"Communicator({arguments}): {words!r} is not in {found!r}"
-    if device and MPI.COMM_WORLD.size > 1:  # one rank's device is wrong: no other rank goes on without it
-        try:
-            comm = ipcreduce.Communicator(device=99 if MPI.COMM_WORLD.rank == 0 else None)
-        except IpcReduceError as error:
-            found = str(error)
-        else:
-            raise AssertionError(f"taken, though rank 0 has no such device: {comm.describe()}")
-        assert "found 99" in found, found
+    if MPI.COMM_WORLD.size > 1:  # wrong on one rank only: no other goes on without it
+        last = MPI.COMM_WORLD.size - 1
+        for name, value in [("timeout", 0), ("algorithm", "best")] + ([("device", 99)] if device else []):
+            here = MPI.COMM_WORLD.rank == last
+            try:
+                comm = ipcreduce.Communicator(**{name: value} if here else {})
+            except ArgumentError as error:
+                found = str(error)
+            else:
+                raise AssertionError(f"taken, though the last rank's {name} is wrong: {comm.describe()}")
+            where = f"rank {MPI.COMM_WORLD.rank}, start-up: " + ("" if here else f"rank {last}'s ")
+            assert found.startswith(f"{where}{name} must be"), found
     return len(table)

@@ -17,10 +17,10 @@ from ..errors import ArgumentError, CudaError, IpcReduceError, UnsupportedError
 from . import plan, wire
 from .control import Page, own_identity
 from .engine import Engine
+from .options import Options
 from .watchdog import Watchdog
 from .workspace import Workspace
 
-_DEFAULT_WORKSPACE_MB = 256
 _VERIFY_SECONDS = 10.0
 _VERIFY_ROUNDS = 200  # about 1 us each over NVLink
 _VERIFY_ROUNDS_SHARED = 2  # each is a time slice where two ranks share a GPU
@@ -28,33 +28,36 @@ _NOTHING, _WHOLE, _HALVES = 0, 1, 2  # verify.cu
 _MIN_CAPABILITY = (8, 0)
 
 
-def start(mpi: Any, device: Any, timeout: float, algorithm: str | None) -> tuple[Engine | None, dict[str, str]]:
+def start(mpi: Any, options: Options) -> tuple[Engine | None, dict[str, str]]:
     """Makes the IPC engine if every rank can use it. Collective.
 
     :param mpi: a communicator of our own.
-    :param device: an ordinal, "auto", or None for CuPy's current device.
     :returns: the engine, or None, and why each backend that was not chosen was not, by its name.
-    :raises ArgumentError: if the ranks' arguments differ or ``device`` is wrong.
+    :raises ArgumentError: if the ranks' options differ, or are wrong on one.
     """
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + options.timeout
     reasons = {"nccl": "not part of this version"}
-    everyone = _meet(mpi, timeout, algorithm, deadline)
+    everyone = _meet(mpi, options, deadline)
     reason = _refusal(everyone)
     if not reason:
         try:
-            return _build(mpi, device, timeout, algorithm, deadline), reasons
+            return _build(mpi, options, deadline), reasons
         except UnsupportedError as error:
             reason = str(error)
     return None, {"ipc": reason} | reasons
 
 
-def _meet(mpi: Any, timeout: float, algorithm: str | None, deadline: float) -> np.ndarray[Any, Any]:
-    """Every rank's wire.IDENTITY; not ok if it has no GPU to use. :raises ArgumentError: if the ranks do not agree."""
+def _meet(mpi: Any, options: Options, deadline: float) -> np.ndarray[Any, Any]:
+    """Every rank's wire.IDENTITY; not ok if it has no GPU to use.
+
+    :raises ArgumentError: if a rank's options are wrong, or not the same on every rank.
+    """
     record = wire.message(
-        wire.IDENTITY, _missing(), host=_host(), pid=os.getpid(), timeout=timeout, algorithm=algorithm or "",
-        workspace=workspace_bytes(),
+        wire.IDENTITY, options.wrong or _missing(), wrong=options.wrong is not None, host=_host(), pid=os.getpid(),
+        timeout=options.timeout, algorithm=options.algorithm or "", workspace=options.workspace,
     )  # fmt: skip
     everyone = wire.allgather(mpi, record, deadline, "start-up")
+    _raise_wrong(mpi.Get_rank(), everyone)
     for rank, other in enumerate(everyone):
         for field in ("timeout", "algorithm", "workspace"):
             if other[field] != record[0][field]:
@@ -63,6 +66,15 @@ def _meet(mpi: Any, timeout: float, algorithm: str | None, deadline: float) -> n
                     f"{record[0][field]} here and {other[field]} on rank {rank}. Pass (or set) the same everywhere."
                 )
     return everyone
+
+
+def _raise_wrong(own: int, everyone: np.ndarray[Any, Any]) -> None:
+    """:raises ArgumentError: with this rank's own mistake, or else with the first that made one."""
+    wrong = np.flatnonzero(everyone["wrong"])
+    if len(wrong):
+        rank = own if own in wrong else int(wrong[0])
+        where = "" if rank == own else f"rank {rank}'s "
+        raise ArgumentError(f"rank {own}, start-up: {where}{wire.text_of(everyone[rank])}")
 
 
 def _missing() -> str | None:
@@ -95,17 +107,6 @@ def _refusal(everyone: np.ndarray[Any, Any]) -> str:
     return ""
 
 
-def workspace_bytes() -> int:
-    """Bytes of workspace a rank: ``IPCREDUCE_WORKSPACE_MB``, or 256 MB.
-
-    :raises ArgumentError: if that is no whole number of at least 1.
-    """
-    text = os.environ.get("IPCREDUCE_WORKSPACE_MB", str(_DEFAULT_WORKSPACE_MB))
-    if not text.isdigit() or int(text) < 1:
-        raise ArgumentError(f"IPCREDUCE_WORKSPACE_MB must be a whole number of at least 1; found {text!r}")
-    return int(text) * plan.MB
-
-
 def choose_device(device: Any, rank: int) -> int:
     """The ordinal that ``device`` means here. :raises ArgumentError: if it means none."""
     count = driver.device_count()
@@ -121,21 +122,24 @@ def choose_device(device: Any, rank: int) -> int:
     return int(ordinal)
 
 
-def _build(mpi: Any, device: Any, timeout: float, algorithm: str | None, deadline: float) -> Engine:
+def _build(mpi: Any, options: Options, deadline: float) -> Engine:
     """The steps of start-up, each ended by a vote, so that all ranks go on or all give up."""
     rank, n = mpi.Get_rank(), mpi.Get_size()
-    info, devices = _share_device(mpi, device, deadline)
+    info, devices = _share_device(mpi, options.device, deadline)
     _advise_spreading(rank, devices)
     page = _share_page(mpi, rank, n, deadline)
     context = driver.retain_context(info.ordinal)
     workspace = engine = None
     try:
-        workspace = _share_workspace(mpi, rank, n, deadline)
+        workspace = _share_workspace(mpi, rank, n, options.workspace if n > 1 else plan.MB, deadline)
         _map_peers(mpi, workspace, devices, deadline)
         error = None
         try:
             capability = min((int(major), int(minor)) for major, minor in devices["capability"])
-            engine = Engine(info, context, workspace, page, capability=capability, timeout=timeout, algorithm=algorithm)
+            engine = Engine(
+                info, context, workspace, page,
+                capability=capability, timeout=options.timeout, algorithm=options.algorithm,
+            )  # fmt: skip
         except IpcReduceError as caught:
             error = caught
         wire.vote(mpi, error, deadline, "registering the control page")
@@ -173,9 +177,7 @@ def _share_device(mpi: Any, device: Any, deadline: float) -> tuple[driver.Device
         record["uuid"], record["capability"] = np.void(info.uuid), info.capability
         record["visible"], record["name"] = driver.device_count(), info.name
     devices = wire.allgather(mpi, record, deadline, "choosing devices")
-    if devices["wrong"].any():
-        rank = int(devices["wrong"].argmax())
-        raise ArgumentError(f"rank {mpi.Get_rank()}, start-up: rank {rank}'s {wire.text_of(devices[rank])}")
+    _raise_wrong(mpi.Get_rank(), devices)
     wire.check(mpi, devices, "choosing devices")
     assert info is not None
     return info, devices
@@ -215,10 +217,10 @@ def _share_page(mpi: Any, rank: int, n: int, deadline: float) -> Page:
     return page
 
 
-def _share_workspace(mpi: Any, rank: int, n: int, deadline: float) -> Workspace:
+def _share_workspace(mpi: Any, rank: int, n: int, nbytes: int, deadline: float) -> Workspace:
     workspace, error = None, None
     try:
-        workspace = Workspace(rank, n, workspace_bytes() if n > 1 else plan.MB)
+        workspace = Workspace(rank, n, nbytes)
     except CudaError as caught:
         error = caught
     wire.vote(mpi, error, deadline, "allocating workspaces")

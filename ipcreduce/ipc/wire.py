@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ def struct(kind: int, *fields: tuple[Any, ...]) -> np.dtype[Any]:
 # What a rank is and wants; the ranks must agree on timeout and algorithm.
 IDENTITY = struct(
     1,
+    ("wrong", "<u4"),
     ("host", "S64"),
     ("pid", "<i8"),
     ("timeout", "<f8"),
@@ -61,6 +63,18 @@ def message(dtype: np.dtype[Any], error: BaseException | str | None = None, **fi
 def text_of(record: Any) -> str:
     """The text of one record."""
     return bytes(record["text"]).rstrip(b"\0").decode(errors="replace")
+
+
+def mpi_is_finalised() -> bool:
+    """Whether no MPI call may be made any more."""
+    module = sys.modules.get("mpi4py.MPI")  # to import it would initialise MPI
+    return module is not None and module.Is_finalized()
+
+
+def check_mpi_runs() -> None:
+    """:raises UnsupportedError: if the program has finalised MPI."""
+    if mpi_is_finalised():
+        raise UnsupportedError("MPI is finalised: make and use communicators before MPI.Finalize()")
 
 
 _abandoned: list[Any] = []  # requests that were given up, with their buffers: MPI may still write into them
@@ -114,7 +128,9 @@ def allgather(
     """Every rank's record, shape ``(n,)``, checked to be of the same kind, version and length.
 
     :raises RankMismatchError: if a rank sends something else. :raises PeerTimeoutError: see :func:`complete`.
+    :raises UnsupportedError: if MPI is finalised.
     """
+    check_mpi_runs()
     n = mpi.Get_size()
     gathered = np.zeros(n, record.dtype)
     complete(

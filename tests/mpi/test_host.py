@@ -30,6 +30,9 @@ def test_wrong_calls(mpirun: Callable, n: int):
     "scenario",
     [
         "late",
+        "refused_while_another_is_late",
+        "interrupted",
+        "out_of_memory",
         "memory_outlives_a_wait",
         "a_call_after_another_rank_has_closed",
     ],
@@ -41,7 +44,7 @@ def test_waits_end(mpirun: Callable, scenario: str, n: int):
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_communicators(mpirun: Callable, n: int):
     """All in one run, so that nothing that one of them leaves disturbs the next."""
-    scenarios = ["sub_communicators", "side_by_side", "threads", "closing", "default"]
+    scenarios = ["sub_communicators", "side_by_side", "threads", "closing", "default", "forked"]
     output = mpirun(WORKER, n, *scenarios, env=HOST).stdout
     assert all(f"{scenario}: right" in output for scenario in scenarios), output
 

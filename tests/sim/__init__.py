@@ -11,6 +11,7 @@ SIM_SPLIT_PACKETS=1: packets arrive in two halves; SIM_MEMORY: bytes of each GPU
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from collections.abc import Sequence
@@ -50,3 +51,5 @@ def install() -> None:
             raise RuntimeError(f"{name} is imported already: call tests.sim.install() first")
     sys.meta_path.insert(0, _Substitutes())
     importlib.import_module("ipcreduce")
+    gc.disable()  # streams.py collects instead, and often
+    gc.freeze()

@@ -356,6 +356,7 @@ class ndarray:
 def _on_stream(work: Callable[[], Any], *used: object) -> None:
     """``used`` lives until the work is done; but in a capture nothing is kept: nodes know only addresses."""
     _require_context()
+    streams.collect()
     stream = get_current_stream().ptr
     streams.submit(stream, work if streams.capture_id(stream) else lambda: (work(), used))
 

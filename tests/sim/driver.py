@@ -68,6 +68,7 @@ def _api(name: str) -> Callable[[_F], _F]:
             global _calls
             if not machine.gpus():
                 raise UnsupportedError("the NVIDIA driver does not start (cuInit gave 100): is a GPU visible?")
+            streams.collect()
             _calls += 1
             try:
                 if _calls == _fault_at:

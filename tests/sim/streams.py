@@ -2,15 +2,21 @@
 
 A stream is an OS thread that works through a queue, made when the first work comes. An event, and all order between
 streams, is a fence: a threading.Event that is set when a piece of work and all before it on its stream are done.
+
+Real streams run no Python. So no object may end in a stream's thread, where its finaliser could wait for that very
+stream: :func:`collect`, on the way of every driver call, does it for them, and install() turns the collector's own
+runs off.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import queue
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,7 +66,9 @@ class Stream:
             except Exception:  # as a kernel that failed: nothing works in this context any more
                 traceback.print_exc(file=sys.stderr)
                 self.context.error = FAILED
+            _finished.append(work)
             done.set()
+            del item, work
 
 
 @dataclass(eq=False)
@@ -87,6 +95,19 @@ class Capture:
     nodes: list[Node] = field(default_factory=list)
     streams: set[Stream] = field(default_factory=set)
     valid: bool = True
+
+
+_COLLECT_EVERY = 100  # driver calls; each of them once a test has set the collector's threshold to 1
+_finished: deque[Work | None] = deque()
+_calls = itertools.count()
+
+
+def collect() -> None:
+    """Lets go of what finished work has used, and now and then of cycles."""
+    while _finished:
+        _finished.popleft()
+    if next(_calls) % _COLLECT_EVERY == 0 or gc.get_threshold()[0] == 1:
+        gc.collect()
 
 
 def create(blocking: bool = True) -> int:

@@ -13,8 +13,9 @@ import ml_dtypes
 import numpy as np
 
 from .cuda import driver
-from .errors import ArgumentError, UnsupportedError
+from .errors import ArgumentError, CudaError, UnsupportedError
 
+OUT_OF_MEMORY = 2  # both as a CUresult and as a cudaError_t
 _cupy: Any = None
 
 
@@ -215,7 +216,25 @@ def copy_into(target: Any, value: Any, stream: int) -> None:
 def make_pool(allocate: Callable[[int, int], int], free: Callable[[int, int], None]) -> Any:
     """A CuPy memory pool over two functions: ``allocate(nbytes, device)`` and ``free(address, device)``."""
     cupy = _load()
-    return cupy.cuda.MemoryPool(cupy.cuda.PythonFunctionAllocator(allocate, free).malloc)
+
+    def translated(nbytes: int, device: int) -> int:
+        try:
+            return allocate(nbytes, device)
+        except CudaError as error:
+            if error.code != OUT_OF_MEMORY:
+                raise
+            # What the pool looks for: it then frees what it can, tries again, and raises CuPy's OutOfMemoryError.
+            raise cupy.cuda.runtime.CUDARuntimeError(OUT_OF_MEMORY) from None
+
+    return cupy.cuda.MemoryPool(cupy.cuda.PythonFunctionAllocator(translated, free).malloc)
+
+
+def raised_by_cupy(error: BaseException) -> bool:
+    """Whether it comes from within CuPy."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and "cupy" in str(trace.tb_frame.f_globals.get("__name__"))
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import numpy as np
 from . import arguments, arrays, lifetime
 from .errors import (
     ArgumentError,
+    GraphStateError,
     IpcReduceError,
     PeerFailedError,
     PeerLostError,
@@ -169,17 +170,18 @@ class Communicator(GraphSupport):
             direct = arrays.empty(source.shape, source.dtype, handle)
         if not arrays.is_contiguous(source):
             source = arrays.contiguous_copy(source, handle)
-        self._call = faults.enter(self._call, prepared.what, handle)
+        recorder = None if self.recording is None else self.recording.recorder(handle)
+        if recorder is None:  # what is recorded is compared at the recording's end
+            self._call = faults.enter(self._call, prepared.what, handle)
         if self._size == 1:
             arrays.copy_into(direct, source, handle)
         else:
-            recorder = None if self.recording is None else self.recording.recorder(handle)
             engine.run(prepared, arrays.pointer(source), arrays.pointer(direct), handle, owner, recorder)
         if direct is not target:
             arrays.copy_into(target, direct, handle)
-        if self.recording is not None and engine.is_capturing(handle):
+        if self.recording is not None and recorder is not None:
             self.recording.note(prepared.what, source, direct, target)
-        if self._sync and not engine.is_capturing(handle):
+        elif self._sync and not engine.is_capturing(handle):
             self.synchronize(handle)
         return result
 
@@ -225,6 +227,10 @@ class Communicator(GraphSupport):
         elif not isinstance(error, _SHARED):
             if isinstance(error, IpcReduceError) and not str(error).startswith("rank "):
                 error.args = (f"rank {self._rank}, call {self._call}: {error}",)
+            if self.recording is not None and self.recording.here:
+                if isinstance(error, GraphStateError):
+                    return  # no rank can do this within a recording, so none waits for us
+                self.recording.error = self.recording.error or error
             if self._faults is None or isinstance(array, np.ndarray):
                 self._host.refuse(error, self._call)
             else:
@@ -235,22 +241,6 @@ class Communicator(GraphSupport):
                 found=f"that this one left it halfway ({type(error).__name__}: {error})",
                 advice="The communicator can only be closed.",
             ))  # fmt: skip
-
-    def launch_graph(self, executable: int, what: control.Signature, stream: int, owner: Any) -> None:
-        """Launches a recorded graph as one call of this communicator, ordered and compared as all-reduces are."""
-        with self._lock:
-            self._check_usable()
-            assert self._engine is not None
-            assert self._faults is not None
-            self._call += 1
-            try:
-                self._call = self._faults.enter(self._call, what, stream)
-                self._engine.launch_graph(executable, stream, owner)
-            except BaseException as error:
-                self._failed(error, None)
-                raise
-            if self._sync:
-                self.synchronize(stream)
 
     # ---- waiting and ending
     def synchronize(self, stream: Any = None) -> None:

@@ -10,53 +10,49 @@ import numpy as np
 
 from ..errors import PeerFailedError, RankMismatchError, report
 from ..ipc import wire
-from ..ipc.control import Signature
+from ..ipc.control import Signature, Vote
+from ..ipc.faults import Faults
 
 _CHUNK = 64  # checksums a message, when the first call that differs is looked for
 
 
 def agree(
-    mpi: Any, calls: Sequence[Signature], error: BaseException | None, call: int, deadline: float
-) -> tuple[int, Exception | None]:
+    faults: Faults, mpi: Any, number: int, calls: Sequence[Signature], error: BaseException | None, call: int,
+    deadline: float,
+) -> tuple[int, Exception | None]:  # fmt: skip
     """Compares what the ranks have recorded. Collective.
 
+    :param number: of the call that the recording is.
     :param calls: this rank's all-reduces, in order.
     :param error: what went wrong here, if anything did.
-    :param call: this rank's call number.
+    :param call: this rank's last call number by now.
     :returns: the highest call number of all ranks, with which all have to go on; and the error that this rank has to
         raise if another one has failed or recorded something else: :class:`PeerFailedError` or
         :class:`RankMismatchError`.
-    :raises PeerTimeoutError: if a rank does not come.
+    :raises IpcReduceError: if a rank does not come: see :meth:`Faults.vote`.
     """
     rank = mpi.Get_rank()
     everything = zlib.crc32(np.array([c.crc for c in calls], "<u4").tobytes())
-    text = None if error is None else f"{type(error).__name__}: {error}"
-    record = wire.message(wire.RECORDING, text, call=call, count=len(calls), crc=everything)
-    everyone = wire.allgather(mpi, record, deadline, "the end of a recording", call=call)
-    highest = int(everyone["call"].max())
-    for other, theirs in enumerate(everyone):
-        if not theirs["ok"]:
-            return highest, PeerFailedError(
-                report(
-                    rank,
-                    call,
-                    expected="every rank to end its recording",
-                    found=f"that rank {other} failed in it ({wire.text_of(theirs)})",
-                    advice="The graph has failed; the communicator can be used again.",
-                )
-            )
-    if len(set(everyone["count"])) == 1 and len(set(everyone["crc"])) == 1:
+    text = "" if error is None else f"{type(error).__name__}: {error}"
+    votes = faults.vote(number, Vote(call, error is None, len(calls), everything, text))
+    highest = max(vote.call for vote in votes)
+    for other, vote in enumerate(votes):
+        if not vote.ok:
+            return highest, PeerFailedError(report(
+                rank, number, expected="every rank to end its recording",
+                found=f"that rank {other} failed in it ({vote.text})",
+                advice="The graph has failed; the communicator can be used again.",
+            ))  # fmt: skip
+    if len({(vote.count, vote.crc) for vote in votes}) == 1:
         return highest, None
-    index, texts = _first_difference(mpi, calls, int(everyone["count"].max()), call, deadline)
-    return highest, RankMismatchError(
-        report(
-            rank,
-            call,
-            expected=f"the same all-reduces in every rank's recording; number {index + 1} differs",
-            found="; ".join(f"rank {other}: {text}" for other, text in enumerate(texts)),
-            advice="Make the ranks' functions agree; the graph has failed, the communicator can be used again.",
-        )
-    )
+    most = max(vote.count for vote in votes)
+    with wire.losing():
+        index, texts = _first_difference(mpi, calls, most, number, deadline)
+    return highest, RankMismatchError(report(
+        rank, number, expected=f"the same all-reduces in every rank's recording; number {index + 1} differs",
+        found="; ".join(f"rank {other}: {text}" for other, text in enumerate(texts)),
+        advice="Make the ranks' functions agree; the graph has failed, the communicator can be used again.",
+    ))  # fmt: skip
 
 
 def _first_difference(

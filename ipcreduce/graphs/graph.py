@@ -11,7 +11,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from ..cuda import driver
 from ..cuda import graph as cuda_graph
 from ..errors import ArgumentError, CaptureError, CudaError, GraphStateError
 from ..ipc.control import Signature
-from ..ipc.engine import Prepared, Recorder
+from ..ipc.engine import Engine, Prepared, Recorder
 from ..ipc.mappings import Key, Mappings
 from ..ipc.plan import Step
 from .pool import GraphPool, Slab, nothing_is_freed
@@ -36,16 +36,36 @@ _REFUSED_BY_CUPY = (
     "While a stream captures, CuPy refuses cuBLAS (@, einsum) and copies from the host (cupy.array(list)). Make such "
     "arrays before the recording, and matrix products by nvmath.linalg.advanced.Matmul: plan() before, execute() in it."
 )
+_ADVICE = {  # by CUresult
+    900: _REFUSED_BY_CUPY, 901: _REFUSED_BY_CUPY,
+    904: "Work on another stream has to be joined: wait for its event on the recording's stream before the block ends.",
+}  # fmt: skip
 
 
 class Recording:
-    """What the communicator notes while a graph is recorded: the all-reduces, their launches and their arrays."""
+    """What the communicator notes while a graph is recorded: the all-reduces, their launches and their arrays.
 
-    def __init__(self, stream: int) -> None:
-        self._capture = driver.capture_id(stream)
+    :param caller: the stream that was current, and ``owner``, which keeps it.
+    """
+
+    def __init__(self, caller: int, owner: Any) -> None:
+        self.caller, self.owner = caller, owner
+        self.number = 0  # of the call that the recording is
+        self.error: BaseException | None = None  # of an all-reduce that was refused
         self.calls: list[Signature] = []
         self.launches: list[Launched] = []
         self.held: list[Any] = []
+        self._thread = threading.get_ident()
+        self._capture = -1
+
+    @property
+    def here(self) -> bool:
+        """Whether it is this thread that records."""
+        return self._thread == threading.get_ident()
+
+    def begin(self, stream: int) -> None:
+        """``stream`` captures from now on."""
+        self._capture = driver.capture_id(stream)
 
     def recorder(self, stream: int) -> Recorder | None:
         """What to tell of every launch on ``stream``; None if that is not part of the capture."""
@@ -89,7 +109,7 @@ class Graph:
         self._state = "empty"
         self._calls: list[Signature] = []
         self._nodes = cuda_graph.Nodes(0, 0, ())
-        self._what = Signature.of("")
+        self.signature = _signature([])  # of a replay
         self.launches: list[Launched] = []  # of its all-reduces, for the registration
         self._held: list[Any] = []
         self._resources: Resources | None = None
@@ -128,57 +148,71 @@ class Graph:
         :raises RankMismatchError: if the ranks' all-reduces differ: the first that does, on all ranks.
         :raises PeerFailedError: if another rank's body raised. An exception in the body passes unchanged.
         """
-        self._expect("record()", "empty", "make a new Graph for another recording")
-        if getattr(_recording, "graph", None) is not None:
-            raise GraphStateError("record() within a recording of the same thread: end that one first")
-        engine = self._comm.require_engine("a Graph")
+        comm = self._comm
+        engine = comm.require_engine("a Graph")
         if not driver.current_context():  # this thread's first use of CUDA
             driver.set_context(engine.context)
-        caller, owner = arrays.current_stream()
-        if driver.capture_id(caller):
-            raise CaptureError("record() while the current stream is being captured: end that capture first")
-        self._pool = self._pool or GraphPool(engine.context)
-        self._resources = resources = Resources(self._pool, engine.context)
-        weakref.finalize(self, resources.release)
-        stream = engine.recording_stream()
+        recording = Recording(*arrays.current_stream())
+        comm.begin_recording(recording, lambda: self._check_record(recording.caller))
         error: BaseException | None = None
-        engine.order(caller, stream)
-        with nothing_is_freed():
-            cuda_graph.begin_capture(stream)
-            recording = self._comm.recording = Recording(stream)
-            self._state, _recording.graph = "recording", self
-            try:
-                with arrays.allocating(self._pool.allocator, stream):
-                    yield self
-            except BaseException as caught:
-                error = caught
-            finally:
-                self._comm.recording, _recording.graph = None, None
-            try:
-                resources.graph = cuda_graph.end_capture(stream)
-            except CudaError as caught:
-                error = error or _cannot_be_captured(caught)
+        self._state, _recording.graph = "recording", self
         try:
-            if error is None:
-                self._nodes = cuda_graph.inspect_graph(resources.graph)
-                resources.executable = cuda_graph.instantiate(resources.graph)
-        except CudaError as caught:
-            error = _cannot_be_captured(caught)
-        if isinstance(error, NotImplementedError):
-            error = _cannot_be_captured(error)
-        self._calls, self.launches = recording.calls, recording.launches
-        self._held = [*recording.held, inputs]
-        self._what = Signature.of(f"replay of a graph of {len(self._calls)} all-reduces", repr(self._calls))
+            with self._captured(engine, recording):
+                yield self
+        except BaseException as caught:
+            error = caught
+        finally:
+            _recording.graph = None
+        if isinstance(error, NotImplementedError) and arrays.raised_by_cupy(error):
+            error = _cannot_be_captured(error, _REFUSED_BY_CUPY)
         try:
-            self._comm.end_recording(self._calls, error)
-            self._launch(stream, None)
-            engine.hand_over(stream, caller, owner)
+            comm.end_recording(recording, error)
         except BaseException:
             self._end("failed")
             raise
+        self._calls, self.launches, self._held = recording.calls, recording.launches, [*recording.held, inputs]
+        self.signature = _signature(self._calls)
         self._state = "staged"
+        comm.recorded(self)
+        stream = engine.recording_stream()
+        comm.launch_graph(self, stream)
+        engine.hand_over(stream, recording.caller, recording.owner)
         self._warn()
-        self._comm.recorded(self)
+
+    def _check_record(self, stream: int) -> None:
+        self._expect("record()", "empty", "make a new Graph for another recording")
+        if getattr(_recording, "graph", None) is not None:
+            raise GraphStateError("record() within a recording of the same thread: end that one first")
+        if driver.capture_id(stream):
+            raise CaptureError("record() while the current stream is being captured: end that capture first")
+
+    @contextmanager
+    def _captured(self, engine: Engine, recording: Recording) -> Iterator[None]:
+        """Captures what the block launches, and makes it executable. :raises CaptureError: if that cannot be."""
+        self._pool = self._pool or GraphPool(engine.context)
+        resources = self._resources = Resources(self._pool, engine.context)
+        weakref.finalize(self, resources.release)
+        stream = engine.recording_stream()
+        engine.order(recording.caller, stream)
+        with nothing_is_freed():
+            cuda_graph.begin_capture(stream)
+            try:
+                recording.begin(stream)
+                with arrays.allocating(self._pool.allocator, stream):
+                    yield
+            except BaseException:
+                with suppress(CudaError):
+                    resources.graph = cuda_graph.end_capture(stream)
+                raise
+            try:
+                resources.graph = cuda_graph.end_capture(stream)
+            except CudaError as error:
+                raise _cannot_be_captured(error, _ADVICE.get(error.code, "")) from error
+        try:
+            self._nodes = cuda_graph.inspect_graph(resources.graph)
+            resources.executable = cuda_graph.instantiate(resources.graph)
+        except CudaError as error:
+            raise _cannot_be_captured(error) from error
 
     def _warn(self) -> None:
         copies = self._nodes.host_copies
@@ -203,17 +237,15 @@ class Graph:
         :raises GraphStateError: if the graph is not recorded, has failed or is closed, or within a recording.
         :raises IpcReduceError: for the ranks' other calls, see :meth:`Communicator.allreduce`.
         """
+        self._comm.launch_graph(self, stream)
+
+    def check_replay(self) -> int:
+        """The executable. :raises GraphStateError: if there is none, or within a recording."""
         self._expect("replay()", "staged", "record it first, once, and do not close it", "registered")
         if getattr(_recording, "graph", None) is not None:
             raise GraphStateError("replay() within a recording: a graph cannot be part of another one")
-        if stream is None:
-            self._launch(*arrays.current_stream())
-        else:
-            self._launch(arrays.stream_handle(stream), stream)
-
-    def _launch(self, stream: int, owner: Any) -> None:
         assert self._resources is not None
-        self._comm.launch_graph(self._resources.executable, self._what, stream, owner)
+        return self._resources.executable
 
     # ---- registration
     @property
@@ -265,7 +297,10 @@ class Graph:
         self.launches, self._held, self._state = [], [], state
 
 
-def _cannot_be_captured(cause: Exception) -> CaptureError:
-    error = CaptureError(f"the recording cannot be made into a graph: {cause}. {_REFUSED_BY_CUPY}")
-    error.__cause__ = cause
-    return error
+def _signature(calls: list[Signature]) -> Signature:
+    text = f"replay of a graph of {len(calls)} all-reduces" + (f", the first {calls[0]}" if calls else "")
+    return Signature.of(text, repr(calls))
+
+
+def _cannot_be_captured(cause: Exception, advice: str = "") -> CaptureError:
+    return CaptureError(f"the recording cannot be made into a graph: {cause}. {advice}".rstrip())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,25 +17,40 @@ from typing import Any
 from .. import arrays
 from ..cuda import driver
 from ..errors import CudaError
+from ..ipc import watchdog
 
 _numbers = itertools.count()
 _UNIT = 2 << 20  # bytes: smaller allocations share a block of the driver's, which IPC would export whole
 
 
 _recordings: list[object] = []  # in progress, in any thread
-_deferred: list[Slabs] = []
+_deferred: list[Callable[[], None]] = []
 
 
 @contextmanager
 def nothing_is_freed() -> Iterator[None]:
-    """Around a capture: slabs that fall free within it go back to the driver at its end."""
+    """Around a capture: what falls free within it goes back to the driver at its end."""
     _recordings.append(mark := object())
     try:
         yield
     finally:
         _recordings.remove(mark)
         while _deferred and not _recordings:
-            _deferred.pop().give_back()
+            _deferred.pop()()
+
+
+def give_back(work: Callable[[], None]) -> None:
+    """Runs ``work``, which frees something of the driver's, where that does no harm.
+
+    Freeing waits for the device. That would spoil a capture; and objects are collected in any thread, also in the
+    watchdog's, on which every wait relies.
+    """
+    if _recordings:
+        _deferred.append(work)
+    elif watchdog.is_watching():
+        threading.Thread(target=work, name="ipcreduce-finaliser").start()
+    else:
+        work()
 
 
 @dataclass
@@ -101,42 +116,32 @@ class Slabs:
         with self._lock:
             self._marked.add(address)
             self._blocks[address][1].blocks -= 1
-            if not self.users:
-                self._give_back()
+        if not self.users:
+            give_back(self._give_back)
 
     def release(self) -> None:
         """One graph less uses the slabs."""
         with self._lock:
             self.users -= 1
-            if not self.users:
-                self._give_back()
-
-    def give_back(self) -> None:
-        """Gives unused slabs back to the driver, if no graph is left that may use them."""
-        with self._lock:
-            if not self.users:
-                self._give_back()
+        if not self.users:
+            give_back(self._give_back)
 
     def _give_back(self) -> None:
-        if _recordings:  # freeing waits for the device, which would spoil a capture; arrays are collected at any time
-            _deferred.append(self)
-            return
-        unused = [slab for slab in self._slabs if not slab.blocks]
-        if not unused:
-            return
+        """Gives unused slabs back to the driver, if no graph is left that may use them."""
+        with self._lock:
+            unused = [slab for slab in self._slabs if not slab.blocks and not self.users]
+            for slab in unused:
+                self._slabs.remove(slab)
+                for address in [a for a, (_, where) in self._blocks.items() if where is slab]:
+                    del self._blocks[address]
+                    self._marked.discard(address)
         with suppress(CudaError):  # at interpreter exit the context may be gone, and the memory with it
             previous = driver.current_context()
             driver.set_context(self._context)
-            try:
-                # A last replay may be running: cuMemFree waits for it.
-                for slab in unused:
-                    self._slabs.remove(slab)
-                    for address in [a for a, (_, where) in self._blocks.items() if where is slab]:
-                        del self._blocks[address]
-                        self._marked.discard(address)
-                    driver.free(slab.address)
-            finally:
-                driver.set_context(previous)
+            for slab in unused:
+                with suppress(CudaError):  # the others still have to go
+                    driver.free(slab.address)  # waits for a last replay
+            driver.set_context(previous)
 
 
 class GraphPool:

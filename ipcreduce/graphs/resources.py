@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 
 from ..cuda import driver
 from ..cuda import graph as cuda_graph
 from ..errors import CudaError
 from ..ipc.mappings import Key, Mappings
-from .pool import GraphPool
+from .pool import GraphPool, give_back
 
 
 class Resources:
@@ -23,8 +24,7 @@ class Resources:
 
     def register(self, executable: int, mappings: Mappings, keys: frozenset[Key], pools: list[GraphPool]) -> None:
         """Replaces the executable (the old one is freed once it has run), and keeps ``pools`` while peers map them."""
-        cuda_graph.destroy_executable(self.executable)
-        self.executable = executable
+        old, self.executable = self.executable, executable
         for pool in pools:
             pool.retain()
 
@@ -33,24 +33,29 @@ class Resources:
                 pool.release()
 
         self._mapped = (mappings, mappings.use(keys, unpin), keys)
+        with suppress(CudaError):  # every rank has agreed to go on
+            cuda_graph.destroy_executable(old)
 
     def release(self) -> None:
         """Idempotent. Of the direct kernels, a last replay is waited for: it writes to what is unmapped here."""
-        if self._released:
-            return
-        self._released = True
+        if not self._released:
+            self._released = True
+            give_back(self._release)
+
+    def _release(self) -> None:
+        steps: list[Callable[[], None]] = []
+        if self._mapped is not None:
+            mappings, serial, keys = self._mapped
+            steps += [driver.synchronize, lambda: mappings.drop(serial, keys)]
+        if self.executable:
+            steps.append(lambda: cuda_graph.destroy_executable(self.executable))
+        if self.graph:
+            steps.append(lambda: cuda_graph.destroy_graph(self.graph))
         with suppress(CudaError):  # at interpreter exit the context may be gone
             previous = driver.current_context()
             driver.set_context(self._context)
-            try:
-                if self._mapped is not None:
-                    mappings, serial, keys = self._mapped
-                    driver.synchronize()
-                    mappings.drop(serial, keys)
-                if self.executable:
-                    cuda_graph.destroy_executable(self.executable)
-                if self.graph:
-                    cuda_graph.destroy_graph(self.graph)
-            finally:
-                driver.set_context(previous)
+            for step in steps:
+                with suppress(CudaError):  # the others still have to go
+                    step()
+            driver.set_context(previous)
         self._pool.release()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .. import arrays
-from ..errors import GraphStateError, IpcReduceError, PeerLostError, PeerTimeoutError, UnsupportedError
+from ..errors import ArgumentError, GraphStateError, IpcReduceError, PeerLostError, UnsupportedError
+from ..ipc import wire
 from ..ipc.control import Signature
 from ..ipc.engine import Engine
 from ..ipc.faults import Faults
@@ -21,6 +22,8 @@ from .registration import register
 
 if TYPE_CHECKING:
     from .graph import Graph, Recording
+
+_RECORDING, _CAPTURE = Signature.of("recording of a graph"), Signature.of("the end of capture()")
 
 
 class GraphSupport:
@@ -36,8 +39,15 @@ class GraphSupport:
     _faults: Faults | None
     _reasons: dict[str, str]
     _timeout: float
+    _sync: bool
     _call: int
     _unusable: IpcReduceError | None
+
+    def _failed(self, error: BaseException, array: Any) -> None:
+        raise NotImplementedError
+
+    def synchronize(self, stream: Any = None) -> None:
+        raise NotImplementedError
 
     def _no_recording(self) -> None:
         self.recording, self.memory, self._recorded, self._capturing = None, None, [], 0
@@ -53,24 +63,55 @@ class GraphSupport:
             raise UnsupportedError(f"{what} needs backend ipc: {self._reasons['ipc']}")
         return self._engine
 
-    def end_recording(self, calls: list[Signature], error: BaseException | None) -> None:
-        """The vote at the end of a recording. Collective.
+    @contextmanager
+    def _calling(self) -> Iterator[tuple[Engine, Faults]]:
+        """A call that every rank has to make: what it raises here is told to the others."""
+        with self._lock:
+            self._check_usable()
+            assert self._engine is not None
+            assert self._faults is not None
+            self._call += 1
+            try:
+                yield self._engine, self._faults
+            except BaseException as error:
+                self._failed(error, None)
+                raise
+
+    # ---- recording
+    def begin_recording(self, recording: Recording, check: Callable[[], None]) -> None:
+        """Opens a recording, as one call. ``check`` raises if this rank cannot. Collective."""
+        with self._calling() as (_, faults):
+            check()
+            if self.recording is not None:
+                raise GraphStateError("record() while another thread records on this communicator: let it end first")
+            self._call = recording.number = faults.enter(self._call, _RECORDING, recording.caller)
+            self.recording = recording
+
+    def end_recording(self, recording: Recording, error: BaseException | None) -> None:
+        """The vote at its end: every rank goes on with it, or every rank raises. Collective.
 
         :raises BaseException: ``error``, or :class:`PeerFailedError` or :class:`RankMismatchError`: see agreement.py.
         """
         with self._lock:
+            self.recording = None
+            self._agree(recording.number, recording.calls, error or recording.error)
+
+    def _agree(self, number: int, calls: list[Signature], error: BaseException | None) -> None:
+        if self._faults is None:  # closed in the meantime
+            raise error or ArgumentError("the communicator was closed during the recording")
+        theirs: Exception | None
+        try:
             deadline = time.monotonic() + self._timeout
+            self._call, theirs = agree(self._faults, self._mpi, number, calls, error, self._call, deadline)
+        except IpcReduceError as shared:
+            self._failed(shared, None)
+            theirs = shared
+        if error is not None or theirs is not None:
             try:
-                self._call, theirs = agree(self._mpi, calls, error, self._call, deadline)
-            except PeerTimeoutError as late:
-                self._unusable = PeerLostError(f"{late} An MPI call is pending: the communicator can only be closed.")
-                raise
-            if error is not None:
-                raise error
-            if theirs is not None:
-                if self._faults is not None:
-                    self._faults.raise_pending(self._call)  # the same trouble, told more exactly
-                raise theirs
+                self._faults.raise_pending(self._call)  # the same trouble, told more exactly
+            except IpcReduceError as exactly:
+                theirs = exactly
+            raise error or theirs  # type: ignore[misc]
 
     def recorded(self, graph: Graph) -> None:
         """A recording is complete: it is registered now, or at the end of :meth:`capture`. Collective."""
@@ -82,7 +123,34 @@ class GraphSupport:
         graphs, self._recorded = self._recorded, []
         with self._lock:
             if self._engine is not None:
-                register(self._mpi, self._engine, graphs, self._timeout)
+                try:
+                    with wire.losing():
+                        register(self._mpi, self._engine, graphs, self._timeout)
+                except PeerLostError as error:
+                    self._unusable = error
+                    raise
+
+    def launch_graph(self, graph: Graph, stream: Any) -> None:
+        """Launches a graph as one call, ordered and compared as all-reduces are. Collective."""
+        with self._lock:  # as _calling(), which would take 1 us more
+            self._check_usable()
+            self._call += 1
+            try:
+                engine, faults = self._engine, self._faults
+                assert engine is not None
+                assert faults is not None
+                executable = graph.check_replay()
+                if stream is None:
+                    handle, owner = arrays.current_stream()
+                else:
+                    handle, owner = arrays.stream_handle(stream), stream
+                self._call = faults.enter(self._call, graph.signature, handle)
+                engine.launch_graph(executable, handle, owner)
+            except BaseException as error:
+                self._failed(error, None)
+                raise
+            if self._sync:
+                self.synchronize(handle)
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -95,7 +163,7 @@ class GraphSupport:
         :raises PeerFailedError: if another rank's block raised. An exception in the block passes unchanged.
         """
         self.require_engine("capture()")
-        if self.recording is not None:
+        if self.recording is not None and self.recording.here:
             raise GraphStateError("capture() within a recording: record within capture(), not the other way round")
         self._capturing += 1
         error: BaseException | None = None
@@ -108,12 +176,19 @@ class GraphSupport:
             if error is not None:
                 raise error
             return
-        try:
-            self.end_recording([call for graph in self._recorded for call in graph.calls], error)
-        except BaseException:
-            self._recorded = []
-            raise
-        self._register()
+        with self._lock:
+            graphs, self._recorded = self._recorded, []
+            if error is not None:
+                if self._faults is not None and not self._faults.told:  # else the others have heard of it
+                    self._call += 1
+                    with suppress(IpcReduceError):
+                        self._faults.refuse(self._call, error)
+                raise error
+            with self._calling() as (_, faults):
+                self._call = number = faults.enter(self._call, _CAPTURE, 0)
+            self._agree(number, [call for graph in graphs for call in graph.calls], None)
+            self._recorded = graphs
+            self._register()
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> Any:
         """A new C-contiguous array in memory that peers can map: outputs of recorded all-reduces in it can be direct.

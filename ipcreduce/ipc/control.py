@@ -13,6 +13,7 @@ import mmap
 import os
 import tempfile
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,9 +29,13 @@ REFUSED, MISMATCH = 1, 2  # kinds of fault
 ABORT_OFFSET = 0
 
 _CALL = np.dtype([("key", "<u8"), ("stream", "<u8"), ("text", "S80")])
+_VOTE = np.dtype([
+    ("serial", "<u8"), ("call", "<u8"), ("ok", "<u4"), ("count", "<u4"), ("crc", "<u4"), ("text", "S512"),
+], align=True)  # fmt: skip
 _RANK = np.dtype([
     ("pid", "<i8"), ("started", "<u8"), ("namespace", "<u8"), ("state", "<u4"), ("fault", "<u4"), ("fault_call", "<u8"),
     ("text", "S1024"), ("call", "<u8"), ("unmapped", "<u8", (REGISTRATIONS,)),
+    ("votes", _VOTE, (2,)),  # by parity of the serial: nobody casts one before all have read the last but one
     ("ring", _CALL, (RING,)),
 ], align=True)  # fmt: skip
 
@@ -51,6 +56,17 @@ class Signature:
 
     def __str__(self) -> str:
         return self.text
+
+
+@dataclass(frozen=True)
+class Vote:
+    """How a recording ended on one rank: its last call number, its all-reduces, and what went wrong, if not ``ok``."""
+
+    call: int
+    ok: bool
+    count: int
+    crc: int
+    text: str
 
 
 def signature(shape: tuple[int, ...], dtype: str, op: str) -> Signature:
@@ -202,6 +218,31 @@ class Page:
         mine["fault"], mine["text"] = 0, b""
         self._words32[missing_offset(self.rank) // 4] = 0
         self._words32[ABORT_OFFSET // 4] = 0
+
+    # ---- votes, which leave nothing pending behind a rank that does not come
+    def cast(self, serial: int, vote: Vote) -> None:
+        """This rank's vote number ``serial``, from 1."""
+        mine = self._ranks[self.rank]["votes"][serial % 2]
+        for field, value in vars(vote).items():
+            mine[field] = value.encode()[:512] if field == "text" else value
+        mine["serial"] = serial  # last: now it counts
+
+    def absent(self, serial: int) -> list[int]:
+        """The ranks that have not cast this vote."""
+        return [rank for rank, votes in enumerate(self._ranks["votes"]) if votes[serial % 2]["serial"] != serial]
+
+    def votes(self, serial: int) -> list[Vote]:
+        """Every rank's vote, once nobody is absent."""
+        return [
+            Vote(int(v["call"]), bool(v["ok"]), int(v["count"]), int(v["crc"]), v["text"].decode(errors="replace"))
+            for v in self._ranks["votes"][:, serial % 2]
+        ]
+
+    def miss(self, ranks: Iterable[int]) -> None:
+        """This rank has waited for ``ranks`` in vain: ends every wait."""
+        for rank in ranks:
+            self._words32[missing_offset(self.rank) // 4] |= 1 << rank
+        self.abort()
 
     # ---- life
     def identity(self, rank: int) -> tuple[int, int, int]:

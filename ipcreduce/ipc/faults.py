@@ -11,7 +11,7 @@ import contextlib
 import time
 from typing import Any
 
-from ..errors import CudaError, IpcReduceError, PeerLostError, report
+from ..errors import CaptureError, CudaError, IpcReduceError, PeerLostError, report
 from . import control, wire
 from .engine import Engine
 
@@ -23,20 +23,26 @@ class Faults:
 
     def __init__(self, engine: Engine, mpi: Any, timeout: float) -> None:
         self._engine, self._page, self._mpi, self._timeout = engine, engine.page, mpi, timeout
-        self._told = False  # this rank has raised what the abort word stands for
+        self.told = False  # this rank has raised what the abort word stands for
+        self._serial = 0  # of the last vote
 
     def enter(self, call: int, what: control.Signature, stream: int) -> int:
         """Settles an earlier fault, then records this call and compares it with the peers' of the same number.
 
         :returns: the call's number, which a resynchronisation may have moved.
         :raises IpcReduceError: an earlier fault that was not raised yet; :class:`RankMismatchError` if calls differ.
+        :raises CaptureError: if there is something to settle and ``stream`` is being captured.
         """
         page = self._page
         if page.aborted:
             self.raise_pending(call)
-            if (
-                self._told
-            ):  # else it is about a later call, and this one, with no elements or captured, waits for nobody
+            # Not told: the fault is a later call's, and this one, with no elements or captured, waits for nobody.
+            if self.told:
+                if self._engine.is_capturing(stream):
+                    raise CaptureError(
+                        "expected no failed call before a capture; found one after which the ranks have not met yet. "
+                        "Make a call that is not captured on every rank, then capture again."
+                    )
                 call = self._resynchronise(call)
         other = page.enter(call, what, stream)
         if other is not None:
@@ -51,8 +57,8 @@ class Faults:
             return
         self.raise_lost(call)
         fault = self._page.fault()
-        if not self._told and (fault is None or fault[0] <= call):
-            self._told = True
+        if not self.told and (fault is None or fault[0] <= call):
+            self.told = True
             raise self._page.explain(call, self._timeout)
 
     def raise_lost(self, call: int) -> None:
@@ -66,19 +72,46 @@ class Faults:
 
         :raises IpcReduceError: a fault of an earlier call instead: what went wrong first is what has to be heard of.
         """
+        if isinstance(error, CaptureError) and self.told:
+            return  # of a fault that the others know of
         if self._page.aborted:  # and only now the fault: it is written before the word is raised
             earlier = self._page.fault()
             if earlier is None or earlier[0] < call:
                 self.raise_pending(call)
                 call = self._resynchronise(call)
         self._post(control.REFUSED, call, f"{type(error).__name__}: {error}")
-        self._told = True
+        self.told = True
 
     def _post(self, kind: int, call: int, text: str) -> None:
         # Earlier calls are let through first: the abort word would end them too.
         with contextlib.suppress(CudaError):  # the fault in hand is the one to tell of
             self._engine.drain()
         self._page.post(kind, call, text)
+
+    def vote(self, number: int, mine: control.Vote) -> list[control.Vote]:
+        """Tells the others how call ``number``, which this rank has entered, ended here; what they say, by rank.
+
+        :raises IpcReduceError: if a rank does not come to this call: it made another one, refused, or is late or lost.
+        """
+        page, deadline = self._page, time.monotonic() + self._timeout
+        self._serial += 1
+        page.cast(self._serial, mine)
+        while absent := page.absent(self._serial):
+            self.raise_lost(number)
+            late = time.monotonic() > deadline
+            if late:
+                page.miss(absent)
+            if late or (page.aborted and not self._all_come(number)):
+                self.told = True
+                raise page.explain(number, self._timeout)
+            time.sleep(1e-4)
+        return page.votes(self._serial)
+
+    def _all_come(self, number: int) -> bool:
+        """Whether every rank has entered this call, or will. One that has settled a fault before it has not."""
+        fault = self._page.fault()
+        entered = all(self._page.call_of(rank) >= number for rank in range(self._page.n))
+        return entered and (fault is None or fault[0] > number)
 
     def _resynchronise(self, call: int) -> int:
         """Empty slots, fresh epochs, no fault, one call number: collective, once every rank has raised.
@@ -88,7 +121,7 @@ class Faults:
         deadline = time.monotonic() + max(self._timeout, _PATIENCE_SECONDS)
         try:
             self._engine.quiesce()
-            record = wire.message(wire.RESYNC, call=call)
+            record = wire.message(wire.RESYNC, call=call, serial=self._serial)
             everyone = wire.allgather(
                 self._mpi, record, deadline, "the resynchronisation", call=call, interrupt=lambda: self.raise_lost(call)
             )
@@ -106,5 +139,6 @@ class Faults:
                     advice="The communicator can only be closed.",
                 )
             ) from error
-        self._told = False
+        self.told = False
+        self._serial = int(everyone["serial"].max())
         return int(everyone["call"].max())

@@ -10,6 +10,12 @@ import threading
 from .control import Page, own_identity, start_time
 
 _TICK_SECONDS = 0.1
+_NAME = "ipcreduce-watchdog"
+
+
+def is_watching() -> bool:
+    """Whether this thread is a watchdog's: a finaliser that runs in it must not wait for the device."""
+    return threading.current_thread().name == _NAME
 
 
 class Watchdog:
@@ -41,7 +47,7 @@ class Watchdog:
                     self._poll.register(descriptor, select.POLLIN)
                     if start_time(pid) != started:  # another process has its number by now
                         self.lost = (rank, "its process has ended")
-        self._thread = threading.Thread(target=self._run, name="ipcreduce-watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=_NAME, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from ..errors import PeerTimeoutError, RankMismatchError, UnsupportedError, report
+from ..errors import PeerLostError, PeerTimeoutError, RankMismatchError, UnsupportedError, report
 
 MAGIC = 0x1B_C4ED
 VERSION = 1
@@ -41,9 +42,8 @@ PAGE = struct(3, ("path", "S64"))
 MEMORY = struct(4, ("handle", "V64"), ("nbytes", "<u8"))
 VOTE = struct(5)
 VERDICT = struct(8, ("halves", "<u4"))
-RESYNC = struct(6, ("call", "<u8"))
+RESYNC = struct(6, ("call", "<u8"), ("serial", "<u8"))
 CALL = struct(7, ("call", "<u8"))
-RECORDING = struct(9, ("call", "<u8"), ("count", "<u4"), ("crc", "<u4"))
 REGISTRATION = struct(11, ("slabs", "<u4"), ("spans", "<u4"))
 CHECKSUMS = struct(10, ("crcs", "<u4", (64,)))
 
@@ -114,6 +114,15 @@ def complete(
     except BaseException:
         _abandoned.append(request)
         raise
+
+
+@contextmanager
+def losing() -> Iterator[None]:
+    """Around exchanges after which, once one was given up, no other can be made. :raises PeerLostError: for that."""
+    try:
+        yield
+    except PeerTimeoutError as late:
+        raise PeerLostError(str(late)) from late
 
 
 def allgather(

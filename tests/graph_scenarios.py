@@ -45,6 +45,7 @@ from ipcreduce import (  # noqa: E402
     PeerTimeoutError,
     RankMismatchError,
 )
+from ipcreduce.ipc import faults as faults_module  # noqa: E402
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -769,7 +770,7 @@ def different_graphs(comm: Any) -> None:
 
 
 def rank_missing(comm: Any) -> None:
-    """A rank that does not replay is named, and all goes on; one that does not record ends the communicator."""
+    """A rank that is late for a replay or a recording is named, and all goes on; one that never comes ends it."""
     source = mine()
     brief = Communicator(timeout=1.0)
     with Graph(brief) as graph:
@@ -783,14 +784,23 @@ def rank_missing(comm: Any) -> None:
         graph.replay()
         right(result)
         brief.synchronize()
-    late = Graph(brief)
+    for where in ("before", "within"):
+        late = Graph(brief)
+        if RANK == LAST and where == "before":
+            time.sleep(2)
+        with raises(PeerTimeoutError, f"rank {LAST} never came", "recording of a graph"), late.record():
+            brief.allreduce(source)
+            if RANK == LAST:
+                time.sleep(2)
+        assert late.state == ("empty" if RANK == LAST and where == "before" else "failed")
+        works(brief)
+    patience, faults_module._PATIENCE_SECONDS = faults_module._PATIENCE_SECONDS, 1.0
     if RANK != LAST:
-        with raises(PeerTimeoutError, "the end of a recording"), late.record():
+        with raises(PeerTimeoutError, f"rank {LAST} never came", "recording of a graph"), Graph(brief).record():
             brief.allreduce(source)
-        assert late.state == "failed"
-        with raises(ipcreduce.PeerLostError, "closed"):
+        with raises(ipcreduce.PeerLostError, "can only be closed"):
             brief.allreduce(source)
-    late.close()
+    faults_module._PATIENCE_SECONDS = patience
     WORLD.Barrier()
     brief.close()
     works(comm)

@@ -150,10 +150,8 @@ class Graph:
         """
         comm = self._comm
         engine = comm.require_engine("a Graph")
-        if not driver.current_context():  # this thread's first use of CUDA
-            driver.set_context(engine.context)
         recording = Recording(*arrays.current_stream())
-        comm.begin_recording(recording, lambda: self._check_record(recording.caller))
+        comm.begin_recording(recording, lambda: self._check_record(engine, recording.caller))
         error: BaseException | None = None
         self._state, _recording.graph = "recording", self
         try:
@@ -179,7 +177,9 @@ class Graph:
         engine.hand_over(stream, recording.caller, recording.owner)
         self._warn()
 
-    def _check_record(self, stream: int) -> None:
+    def _check_record(self, engine: Engine, stream: int) -> None:
+        if not driver.current_context():  # this thread's first use of CUDA
+            driver.set_context(engine.context)
         self._expect("record()", "empty", "make a new Graph for another recording")
         if getattr(_recording, "graph", None) is not None:
             raise GraphStateError("record() within a recording of the same thread: end that one first")

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from .. import arrays
@@ -51,6 +52,19 @@ def give_back(work: Callable[[], None]) -> None:
         threading.Thread(target=work, name="ipcreduce-finaliser").start()
     else:
         work()
+
+
+def give_up(context: int, steps: Iterable[Callable[[], None]]) -> None:
+    """Runs steps that free something, each whatever becomes of the others: at exit the context may be gone."""
+    previous = None
+    with suppress(CudaError):
+        previous = driver.current_context()
+        driver.set_context(context)
+    for step in steps:
+        with suppress(CudaError):
+            step()
+    with suppress(CudaError):
+        driver.set_context(previous or context)
 
 
 @dataclass
@@ -135,13 +149,9 @@ class Slabs:
                 for address in [a for a, (_, where) in self._blocks.items() if where is slab]:
                     del self._blocks[address]
                     self._marked.discard(address)
-        with suppress(CudaError):  # at interpreter exit the context may be gone, and the memory with it
-            previous = driver.current_context()
-            driver.set_context(self._context)
-            for slab in unused:
-                with suppress(CudaError):  # the others still have to go
-                    driver.free(slab.address)  # waits for a last replay
-            driver.set_context(previous)
+        if unused:
+            # cuMemFree waits for a last replay.
+            give_up(self._context, [partial(driver.free, slab.address) for slab in unused])
 
 
 class GraphPool:

@@ -9,7 +9,7 @@ from ..cuda import driver
 from ..cuda import graph as cuda_graph
 from ..errors import CudaError
 from ..ipc.mappings import Key, Mappings
-from .pool import GraphPool, give_back
+from .pool import GraphPool, give_back, give_up
 
 
 class Resources:
@@ -51,11 +51,5 @@ class Resources:
             steps.append(lambda: cuda_graph.destroy_executable(self.executable))
         if self.graph:
             steps.append(lambda: cuda_graph.destroy_graph(self.graph))
-        with suppress(CudaError):  # at interpreter exit the context may be gone
-            previous = driver.current_context()
-            driver.set_context(self._context)
-            for step in steps:
-                with suppress(CudaError):  # the others still have to go
-                    step()
-            driver.set_context(previous)
+        give_up(self._context, steps)
         self._pool.release()

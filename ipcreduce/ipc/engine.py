@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,6 +154,7 @@ class Engine:
         :param recorder: is told of every launch.
         :raises CudaError: if a launch fails.
         """
+
         try:
             if stream != self._fast:
                 self._follow(stream, owner)
@@ -162,14 +164,30 @@ class Engine:
                 if recorder is not None:
                     recorder(prepared, step, source, target)
         except CudaError as error:
-            if error.code not in driver.INVALID_CONTEXT or driver.current_context() == self.context:
-                raise
-            # Another context is current in this thread, or none: only then is it looked at, and put back.
-            current = driver.current_context()
-            driver.set_context(self.context)
-            try:
+            with self._own_context(error):
                 self.run(prepared, source, target, stream, owner, recorder)
-            finally:
+
+    def launch_graph(self, executable: int, stream: int, owner: Any) -> None:
+        """Launches an executable graph on ``stream``, behind the last call. :raises CudaError: if that fails."""
+        try:
+            if stream != self._fast:
+                self._follow(stream, owner)
+            graph.launch_graph(executable, stream)
+        except CudaError as error:
+            with self._own_context(error):
+                self.launch_graph(executable, stream, owner)
+
+    @contextmanager
+    def _own_context(self, error: CudaError) -> Iterator[None]:
+        """For another try, if ``error`` came because this thread has another context, or none. Else raises it."""
+        current = driver.current_context()
+        if error.code not in driver.INVALID_CONTEXT or current == self.context:
+            raise error
+        driver.set_context(self.context)
+        try:
+            yield
+        finally:
+            with suppress(CudaError):  # the work is launched
                 driver.set_context(current)
 
     def _follow(self, stream: int, owner: Any) -> None:
@@ -216,17 +234,6 @@ class Engine:
         """Waits for the eager calls made so far, unless their stream is being captured, which that would spoil."""
         if self._eager is not None and not driver.capture_id(self._eager):
             self.synchronize()
-
-    def launch_graph(self, executable: int, stream: int, owner: Any) -> None:
-        """Launches an executable graph on ``stream``, behind the last call. :raises CudaError: if that fails."""
-        previous = driver.current_context()
-        driver.set_context(self.context)
-        try:
-            if stream != self._fast:
-                self._follow(stream, owner)
-            graph.launch_graph(executable, stream)
-        finally:
-            driver.set_context(previous)
 
     def recording_stream(self) -> int:
         """The one stream of all recordings: CuPy's pools keep their memory apart by stream."""

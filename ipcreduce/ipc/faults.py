@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import replace
 from typing import Any
 
 from ..errors import CaptureError, CudaError, IpcReduceError, PeerLostError, report
@@ -96,15 +97,19 @@ class Faults:
         page, deadline = self._page, time.monotonic() + self._timeout
         self._serial += 1
         page.cast(self._serial, mine)
-        while absent := page.absent(self._serial):
-            self.raise_lost(number)
-            late = time.monotonic() > deadline
-            if late:
-                page.miss(absent)
-            if late or (page.aborted and not self._all_come(number)):
-                self.told = True
-                raise page.explain(number, self._timeout)
-            time.sleep(1e-4)
+        try:
+            while absent := page.absent(self._serial):
+                self.raise_lost(number)
+                late = time.monotonic() > deadline
+                if late:
+                    page.miss(absent)
+                if late or (page.aborted and not self._all_come(number)):
+                    self.told = True
+                    raise page.explain(number, self._timeout)
+                time.sleep(1e-4)
+        except BaseException as error:  # who comes later must not count on this rank
+            page.cast(self._serial, replace(mine, ok=False, text=f"{type(error).__name__}: {error}"))
+            raise
         return page.votes(self._serial)
 
     def _all_come(self, number: int) -> bool:

@@ -24,7 +24,7 @@ from .errors import (
 )
 from .graphs.support import GraphSupport
 from .host import HostReducer
-from .ipc import control, setup, wire
+from .ipc import control, release, setup, wire
 from .ipc.engine import Engine, Prepared
 from .ipc.faults import Faults
 from .ipc.options import Options
@@ -253,6 +253,7 @@ class Communicator(GraphSupport):
             if self._engine is not None and self._faults is not None:
                 self._engine.synchronize(None if stream is None else arrays.stream_handle(stream))
                 self._engine.mappings.collect()
+                release.flush()
                 try:
                     self._faults.raise_pending(self._call)
                 except PeerLostError as error:
@@ -275,6 +276,7 @@ class Communicator(GraphSupport):
                 engine.close(0.0 if lost else _CLOSE_SECONDS)
             if self.memory is not None:
                 self.memory.release()
+            release.flush()
             if not lost and not wire.mpi_is_finalised():
                 self._mpi.Free()
 

@@ -107,7 +107,8 @@ def held_by_library(comm: Any) -> tuple[dict[str, int], int]:
     """What would show a leak, once every rank is here: the simulator's list, or memory in use; file descriptors."""
     gc.collect()
     WORLD.Barrier()
-    comm.synchronize()
+    comm.synchronize()  # drops pools that the last rank has unmapped just now, ...
+    gc.collect()  # ... whose chunks refer to each other
     cupy.cuda.Device().synchronize()
     free_all_blocks()
     WORLD.Barrier()
@@ -947,11 +948,12 @@ def host_communicator() -> None:
 
 
 # ---- the driver fails
-REFUSED = {  # what stays behind, if the driver does not take it back
-    "cuMemFree": "allocations",
-    "cuGraphDestroy": "graphs",
-    "cuGraphExecDestroy": "executables",
-    "cuIpcCloseMemHandle": "mappings",
+REFUSED = {  # what may stay behind, if the driver does not take it back
+    "cuMemFree": [{"allocations": 1}],
+    "cuGraphDestroy": [{"graphs": 1}],
+    "cuGraphExecDestroy": [{"executables": 1}],
+    # A peer does not free what is still mapped here.
+    "cuIpcCloseMemHandle": [{"mappings": 1}, {"allocations": 1}, {"mappings": 1, "allocations": 1}],
 }
 
 
@@ -975,8 +977,7 @@ def faults(comm: Any) -> None:
                 with contextlib.suppress(IpcReduceError):
                     brief.close()
                 brief = None
-    if RANK == LAST:
-        print("\n".join(found), end="", flush=True)
+    print("".join(f"rank {RANK}: {problem}\n" for problem in found), end="", flush=True)
     assert not found, f"{len(found)} problems"
 
 
@@ -1014,7 +1015,7 @@ def _fault(comm: Any, phase: str, k: int) -> tuple[bool, list[str]]:
         works(comm)
         now, _ = held_by_library(comm)
         left = {kind: count - before.get(kind, 0) for kind, count in now.items() if count != before.get(kind, 0)}
-        if left and left != {REFUSED.get(failed, ""): 1}:
+        if left and left not in REFUSED.get(failed, []):
             problems.append(f"left behind: {left}")
     except (IpcReduceError, AssertionError) as late:
         problems.append(f"a recording afterwards: {late}")

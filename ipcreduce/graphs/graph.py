@@ -19,11 +19,12 @@ from .. import arrays
 from ..cuda import driver
 from ..cuda import graph as cuda_graph
 from ..errors import ArgumentError, CaptureError, CudaError, GraphStateError
+from ..ipc import release
 from ..ipc.control import Signature
 from ..ipc.engine import Engine, Prepared, Recorder
 from ..ipc.mappings import Key, Mappings
 from ..ipc.plan import Step
-from .pool import GraphPool, Slab, nothing_is_freed
+from .pool import GraphPool, Slab
 from .registration import Launched
 from .resources import Resources
 
@@ -65,6 +66,7 @@ class Recording:
 
     def begin(self, stream: int) -> None:
         """``stream`` captures from now on."""
+        release.hold(stream)
         self._capture = driver.capture_id(stream)
 
     def recorder(self, stream: int) -> Recorder | None:
@@ -163,6 +165,7 @@ class Graph:
             _recording.graph = None
         if isinstance(error, NotImplementedError) and arrays.raised_by_cupy(error):
             error = _cannot_be_captured(error, _REFUSED_BY_CUPY)
+        release.flush()
         try:
             comm.end_recording(recording, error)
         except BaseException:
@@ -178,8 +181,7 @@ class Graph:
         self._warn()
 
     def _check_record(self, engine: Engine, stream: int) -> None:
-        if not driver.current_context():  # this thread's first use of CUDA
-            driver.set_context(engine.context)
+        engine.use_context()
         self._expect("record()", "empty", "make a new Graph for another recording")
         if getattr(_recording, "graph", None) is not None:
             raise GraphStateError("record() within a recording of the same thread: end that one first")
@@ -190,24 +192,23 @@ class Graph:
     def _captured(self, engine: Engine, recording: Recording) -> Iterator[None]:
         """Captures what the block launches, and makes it executable. :raises CaptureError: if that cannot be."""
         self._pool = self._pool or GraphPool(engine.context)
-        resources = self._resources = Resources(self._pool, engine.context)
+        resources = self._resources = Resources(self._pool, engine)
         weakref.finalize(self, resources.release)
         stream = engine.recording_stream()
         engine.order(recording.caller, stream)
-        with nothing_is_freed():
-            cuda_graph.begin_capture(stream)
-            try:
-                recording.begin(stream)
-                with arrays.allocating(self._pool.allocator, stream):
-                    yield
-            except BaseException:
-                with suppress(CudaError):
-                    resources.graph = cuda_graph.end_capture(stream)
-                raise
-            try:
+        cuda_graph.begin_capture(stream)
+        try:
+            recording.begin(stream)
+            with arrays.allocating(self._pool.allocator, stream):
+                yield
+        except BaseException:
+            with suppress(CudaError):
                 resources.graph = cuda_graph.end_capture(stream)
-            except CudaError as error:
-                raise _cannot_be_captured(error, _ADVICE.get(error.code, "")) from error
+            raise
+        try:
+            resources.graph = cuda_graph.end_capture(stream)
+        except CudaError as error:
+            raise _cannot_be_captured(error, _ADVICE.get(error.code, "")) from error
         try:
             self._nodes = cuda_graph.inspect_graph(resources.graph)
             resources.executable = cuda_graph.instantiate(resources.graph)

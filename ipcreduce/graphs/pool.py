@@ -9,62 +9,16 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from .. import arrays
 from ..cuda import driver
-from ..errors import CudaError
-from ..ipc import watchdog
+from ..ipc.release import attempt, give_back
 
 _numbers = itertools.count()
 _UNIT = 2 << 20  # bytes: smaller allocations share a block of the driver's, which IPC would export whole
-
-
-_recordings: list[object] = []  # in progress, in any thread
-_deferred: list[Callable[[], None]] = []
-
-
-@contextmanager
-def nothing_is_freed() -> Iterator[None]:
-    """Around a capture: what falls free within it goes back to the driver at its end."""
-    _recordings.append(mark := object())
-    try:
-        yield
-    finally:
-        _recordings.remove(mark)
-        while _deferred and not _recordings:
-            _deferred.pop()()
-
-
-def give_back(work: Callable[[], None]) -> None:
-    """Runs ``work``, which frees something of the driver's, where that does no harm.
-
-    Freeing waits for the device. That would spoil a capture; and objects are collected in any thread, also in the
-    watchdog's, on which every wait relies.
-    """
-    if _recordings:
-        _deferred.append(work)
-    elif watchdog.is_watching():
-        threading.Thread(target=work, name="ipcreduce-finaliser").start()
-    else:
-        work()
-
-
-def give_up(context: int, steps: Iterable[Callable[[], None]]) -> None:
-    """Runs steps that free something, each whatever becomes of the others: at exit the context may be gone."""
-    previous = None
-    with suppress(CudaError):
-        previous = driver.current_context()
-        driver.set_context(context)
-    for step in steps:
-        with suppress(CudaError):
-            step()
-    with suppress(CudaError):
-        driver.set_context(previous or context)
 
 
 @dataclass
@@ -131,14 +85,14 @@ class Slabs:
             self._marked.add(address)
             self._blocks[address][1].blocks -= 1
         if not self.users:
-            give_back(self._give_back)
+            give_back(self._context, self._give_back)
 
     def release(self) -> None:
         """One graph less uses the slabs."""
         with self._lock:
             self.users -= 1
         if not self.users:
-            give_back(self._give_back)
+            give_back(self._context, self._give_back)
 
     def _give_back(self) -> None:
         """Gives unused slabs back to the driver, if no graph is left that may use them."""
@@ -149,9 +103,8 @@ class Slabs:
                 for address in [a for a, (_, where) in self._blocks.items() if where is slab]:
                     del self._blocks[address]
                     self._marked.discard(address)
-        if unused:
-            # cuMemFree waits for a last replay.
-            give_up(self._context, [partial(driver.free, slab.address) for slab in unused])
+        # Outside the lock, since cuMemFree waits for a last replay.
+        attempt(self._context, *(partial(driver.free, slab.address) for slab in unused))
 
 
 class GraphPool:

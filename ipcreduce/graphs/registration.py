@@ -126,7 +126,8 @@ def _map(
     try:
         wire.vote(mpi, error, deadline, "mapping memory of graphs")
     except UnsupportedError:
-        engine.mappings.unmap_unused()  # what was mapped just now
+        with suppress(CudaError):
+            engine.mappings.unmap_unused()  # what was mapped just now
         raise
     return chosen
 
@@ -152,7 +153,8 @@ def _switch(mpi: Any, engine: Engine, chosen: list[tuple[_Candidate, list[int], 
         for executable in executables:
             with suppress(CudaError):
                 cuda_graph.destroy_executable(executable)
-        engine.mappings.unmap_unused()
+        with suppress(CudaError):
+            engine.mappings.unmap_unused()
         raise
     for graph, executable in zip(graphs, executables, strict=True):
         keys = [key for candidate, _, used in chosen if candidate.graph is graph for key in used]

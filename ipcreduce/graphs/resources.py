@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from ..cuda import driver
 from ..cuda import graph as cuda_graph
 from ..errors import CudaError
+from ..ipc.engine import Engine
 from ..ipc.mappings import Key, Mappings
-from .pool import GraphPool, give_back, give_up
+from ..ipc.release import give_back
+from .pool import GraphPool
 
 
 class Resources:
     """What a graph holds of the driver. Released at close(), or when the graph is collected, whichever is first."""
 
-    def __init__(self, pool: GraphPool, context: int) -> None:
-        self._pool, self._context = pool, context
+    def __init__(self, pool: GraphPool, engine: Engine) -> None:
+        self._pool, self._engine = pool, engine
         self.graph = self.executable = 0
         self._mapped: tuple[Mappings, int, frozenset[Key]] | None = None
         self._released = False
@@ -40,16 +41,16 @@ class Resources:
         """Idempotent. Of the direct kernels, a last replay is waited for: it writes to what is unmapped here."""
         if not self._released:
             self._released = True
-            give_back(self._release)
+            if self._mapped is not None:
+                self._engine.hold_last()
+            give_back(self._engine.context, *self._steps(), self._pool.release)
 
-    def _release(self) -> None:
-        steps: list[Callable[[], None]] = []
+    def _steps(self) -> Iterator[Callable[[], None]]:
         if self._mapped is not None:
             mappings, serial, keys = self._mapped
-            steps += [driver.synchronize, lambda: mappings.drop(serial, keys)]
+            yield self._engine.drain
+            yield lambda: mappings.drop(serial, keys)
         if self.executable:
-            steps.append(lambda: cuda_graph.destroy_executable(self.executable))
+            yield lambda: cuda_graph.destroy_executable(self.executable)
         if self.graph:
-            steps.append(lambda: cuda_graph.destroy_graph(self.graph))
-        give_up(self._context, steps)
-        self._pool.release()
+            yield lambda: cuda_graph.destroy_graph(self.graph)

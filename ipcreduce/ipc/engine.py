@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from ..errors import CaptureError, CudaError
 from . import plan
 from .control import ABORT_OFFSET, HEAD_BYTES, Page, Signature, missing_offset, signature
 from .mappings import Mappings
+from .release import attempt, hold
 from .watchdog import Watchdog
 from .workspace import Workspace
 
@@ -208,6 +210,7 @@ class Engine:
             self._eager = self._fast = stream
             self._stream_owner = owner
             return
+        hold(stream)
         previous = self._capture[1] if self._capture[0] == capture else None
         if previous is None and self._fast != -1 and driver.capture_id(self._fast) == capture:
             previous = self._fast  # it began to capture since, and its calls took the quick way
@@ -230,10 +233,20 @@ class Engine:
         self._eager = self._fast = after
         self._stream_owner = owner
 
+    def hold_last(self) -> None:
+        """Nothing is freed while the stream of the last eager call captures: it cannot be waited for."""
+        if self._eager is not None:
+            hold(self._eager)
+
     def drain(self) -> None:
         """Waits for the eager calls made so far, unless their stream is being captured, which that would spoil."""
         if self._eager is not None and not driver.capture_id(self._eager):
             self.synchronize()
+
+    def use_context(self) -> None:
+        """Makes our context current in a thread that has none."""
+        if not driver.current_context():
+            driver.set_context(self.context)
 
     def recording_stream(self) -> int:
         """The one stream of all recordings: CuPy's pools keep their memory apart by stream."""
@@ -265,31 +278,29 @@ class Engine:
 
         Memory that a live peer still maps is not freed: it goes with the process.
         """
-        previous = driver.current_context()
-        driver.set_context(self.context)
-        driver.synchronize()
-        self.workspace.unmap_peers()
-        self.mappings.unmap_all()
+        attempt(self.context, self._stop, self.workspace.unmap_peers, self.mappings.unmap_all)
         self.page.leave()
         others = [rank for rank in range(self.n) if rank != self.rank]
         deadline = time.monotonic() + wait
         while not (left := all(map(self.page.has_left, others))) and time.monotonic() < deadline:
             time.sleep(1e-3)
         if left:
-            self.mappings.release_all()
-            self.workspace.free()
+            attempt(self.context, self.mappings.release_all, self.workspace.free)
         self.release()
-        driver.set_context(previous)
-        driver.release_context(self.device.ordinal)
+        attempt(self.context, partial(driver.release_context, self.device.ordinal))
+
+    def _stop(self) -> None:
+        try:
+            driver.synchronize()
+        except CudaError:  # while a stream captures, the device cannot be waited for
+            self.synchronize()
 
     def release(self) -> None:
-        """Gives back what only this process uses. The engine's context is current."""
+        """Gives back what only this process uses."""
         if self.watchdog is not None:
             self.watchdog.stop()
-        driver.unregister_host(self.page.address)
-        driver.destroy_event(self._event)
+        steps = [partial(driver.unregister_host, self.page.address), partial(driver.destroy_event, self._event)]
         if self._recording_stream:
-            graph.destroy_stream(self._recording_stream)
-        for module in self._modules:
-            driver.unload_module(module)
+            steps.append(partial(graph.destroy_stream, self._recording_stream))
+        attempt(self.context, *steps, *(partial(driver.unload_module, module) for module in self._modules))
         self._modules.clear()

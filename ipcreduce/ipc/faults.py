@@ -73,8 +73,8 @@ class Faults:
 
         :raises IpcReduceError: a fault of an earlier call instead: what went wrong first is what has to be heard of.
         """
-        if isinstance(error, CaptureError) and self.told:
-            return  # of a fault that the others know of
+        if isinstance(error, CaptureError):
+            return  # the abort word would spoil what the graph does that is being captured here
         if self._page.aborted:  # and only now the fault: it is written before the word is raised
             earlier = self._page.fault()
             if earlier is None or earlier[0] < call:
@@ -113,10 +113,11 @@ class Faults:
         return page.votes(self._serial)
 
     def _all_come(self, number: int) -> bool:
-        """Whether every rank has entered this call, or will. One that has settled a fault before it has not."""
+        """Whether every rank has entered this call, or will: see raise_pending() for what keeps one from it."""
         fault = self._page.fault()
-        entered = all(self._page.call_of(rank) >= number for rank in range(self._page.n))
-        return entered and (fault is None or fault[0] > number)
+        if fault is not None:
+            return fault[0] > number
+        return all(self._page.call_of(rank) >= number for rank in range(self._page.n))
 
     def _resynchronise(self, call: int) -> int:
         """Empty slots, fresh epochs, no fault, one call number: collective, once every rank has raised.

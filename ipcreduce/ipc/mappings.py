@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from ..cuda import driver
+from ..errors import CudaError
 from .control import REGISTRATIONS, Page
 
 Key = tuple[int, int]  # rank, and the number of the slab there
@@ -49,17 +50,26 @@ class Mappings:
         return serial
 
     def drop(self, serial: int, keys: Iterable[Key]) -> None:
-        """A graph is gone. No kernel of it may be running. Its slabs are unmapped, if no other graph uses them."""
+        """A graph is gone. No kernel of it may be running. Its slabs are unmapped, if no other graph uses them.
+
+        :raises CudaError: if that fails: the peers then keep their memory.
+        """
         self._uses.subtract(keys)
         self.unmap_unused()
         self._page.mark_unmapped(serial)
         self.collect()
 
     def unmap_unused(self) -> None:
-        """Unmaps the slabs that no graph uses."""
+        """Unmaps the slabs that no graph uses. :raises CudaError: the last failure, once the others are unmapped."""
+        failed = None
         for key in [key for key in self._mapped if self._uses[key] <= 0]:
-            driver.close_memory(self._mapped.pop(key))
             del self._uses[key]
+            try:
+                driver.close_memory(self._mapped.pop(key))
+            except CudaError as error:
+                failed = error
+        if failed is not None:
+            raise failed
 
     def collect(self) -> None:
         """Frees the memory of graphs that every rank has dropped."""

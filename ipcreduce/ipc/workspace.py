@@ -53,7 +53,10 @@ class Workspace:
     def unmap_peers(self) -> None:
         """Gives up the mappings of the peers' workspaces. No kernel of ours may be running. Idempotent."""
         while self._mapped:
-            driver.close_memory(self._mapped.pop())
+            try:
+                driver.close_memory(self._mapped.pop())
+            finally:
+                self.unmap_peers()  # the others, if this one fails
 
     def free(self) -> None:
         """Frees the memory, once every peer has unmapped it. Idempotent."""

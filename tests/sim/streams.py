@@ -66,9 +66,9 @@ class Stream:
             except Exception:  # as a kernel that failed: nothing works in this context any more
                 traceback.print_exc(file=sys.stderr)
                 self.context.error = FAILED
-            _finished.append(work)
+            _finished.append((done, work))
+            item = work = None  # before done says that collect() may drop the last reference
             done.set()
-            del item, work
 
 
 @dataclass(eq=False)
@@ -98,13 +98,13 @@ class Capture:
 
 
 _COLLECT_EVERY = 100  # driver calls; each of them once a test has set the collector's threshold to 1
-_finished: deque[Work | None] = deque()
+_finished: deque[tuple[threading.Event, Work | None]] = deque()
 _calls = itertools.count()
 
 
 def collect() -> None:
     """Lets go of what finished work has used, and now and then of cycles."""
-    while _finished:
+    while _finished and _finished[0][0].is_set():
         _finished.popleft()
     if next(_calls) % _COLLECT_EVERY == 0 or gc.get_threshold()[0] == 1:
         gc.collect()
@@ -170,6 +170,7 @@ def synchronize(handle: int) -> None:
     fence = submit(handle, None) if _is_legacy(stream) else stream.done
     if fence is not None:
         fence.wait()
+    collect()
     machine.require()
 
 
@@ -181,6 +182,7 @@ def synchronize_context() -> None:
     for stream in streams:
         if stream.done is not None:
             stream.done.wait()
+    collect()
     machine.require()
 
 

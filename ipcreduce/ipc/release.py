@@ -1,0 +1,66 @@
+"""How what the driver gave goes back to it: at any time, from any thread, and each thing whatever becomes of the rest.
+
+Freeing waits for the device, which would spoil a capture; objects are collected in any thread, also in the watchdog's,
+on which every wait relies; and at interpreter exit the context may be gone, and everything with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from ..cuda import driver
+from ..errors import CudaError
+from . import watchdog
+
+_held: set[int] = set()  # streams that may be capturing
+_deferred: deque[tuple[int, Callable[[], None]]] = deque()
+
+
+def hold(stream: int) -> None:
+    """``stream`` captures, or may: nothing is freed while it does."""
+    _held.add(stream)
+
+
+def give_back(context: int, *steps: Callable[[], None]) -> None:
+    """Runs steps that free something in ``context``, in their order, where and when that does no harm."""
+    _deferred.extend((context, step) for step in steps)
+    if watchdog.is_watching():
+        threading.Thread(target=flush, name="ipcreduce-finaliser").start()
+    else:
+        flush()
+
+
+def flush() -> None:
+    """Runs what was put off, unless a stream still captures."""
+    while _deferred:
+        context, step = _deferred.popleft()
+        attempt(context, _look)
+        if _held:
+            _deferred.appendleft((context, step))
+            return
+        attempt(context, step)
+
+
+def _look() -> None:
+    for stream in list(_held):
+        with suppress(CudaError):  # it has been destroyed
+            if driver.capture_id(stream):
+                continue
+        _held.discard(stream)
+
+
+def attempt(context: int, *steps: Callable[[], None]) -> None:
+    """Runs each step with ``context`` current, as far as that works; one that the driver refuses is given up."""
+    previous = None
+    with suppress(CudaError):
+        previous = driver.current_context()
+        driver.set_context(context)
+    for step in steps:
+        with suppress(CudaError):
+            step()
+    if previous is not None:
+        with suppress(CudaError):
+            driver.set_context(previous)

@@ -1,4 +1,4 @@
-"""Graphs on this machine's GPUs: tests/graph_scenarios.py, and the examples that capture."""
+"""Graphs on this machine's GPUs: tests/graphs, and the examples that capture."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_scenarios(mpirun: Run, ranks: int, algorithm: str | None) -> None:
     forced = ["--algorithm", algorithm] if algorithm else []
-    assert "scenarios, all right" in mpirun("tests/graph_scenarios.py", ranks, *forced, timeout=500).stdout
+    assert "scenarios, all right" in mpirun("tests.graphs", ranks, *forced, timeout=500).stdout
 
 
 def test_without_a_gpu(mpirun: Run) -> None:
-    output = mpirun("tests/graph_scenarios.py", 2, "host_communicator", env={"CUDA_VISIBLE_DEVICES": ""}).stdout
+    output = mpirun("tests.graphs", 2, "host_communicator", env={"CUDA_VISIBLE_DEVICES": ""}).stdout
     assert "1 scenarios, all right" in output
 
 

@@ -1,4 +1,4 @@
-"""Graphs on the simulated device: tests/graph_scenarios.py, and the example that records."""
+"""Graphs on the simulated device: tests/graphs, and the example that records."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_scenarios(mpirun: Run, ranks: int) -> None:
-    output = mpirun("tests/graph_scenarios.py", ranks, "--sim", timeout=300).stdout
+    output = mpirun("tests.graphs", ranks, "--sim", timeout=300).stdout
     count, right = re.search(r"(\d+) scenarios, all right", output)[1], len(re.findall(r"^\w+: right", output, re.M))
     assert int(count) == right >= 31, output
 
 
 def test_without_a_gpu(mpirun: Run) -> None:
-    output = mpirun("tests/graph_scenarios.py", 2, "--sim", "host_communicator", env={"SIM_DEVICES": "0"}).stdout
+    output = mpirun("tests.graphs", 2, "--sim", "host_communicator", env={"SIM_DEVICES": "0"}).stdout
     assert "1 scenarios, all right" in output
 
 

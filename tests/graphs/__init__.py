@@ -1,0 +1,18 @@
+"""Scenarios of graphs. The command line is read here, so that CuPy is the simulated one wherever it is imported."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+parser = argparse.ArgumentParser(prog="tests.graphs")
+parser.add_argument("--sim", action="store_true", help="on the simulated device")
+parser.add_argument("--algorithm")
+parser.add_argument("names", nargs="*")
+options = parser.parse_args()
+SIM: bool = options.sim
+if SIM:
+    from tests import sim
+
+    os.environ.setdefault("IPCREDUCE_WORKSPACE_MB", "4")
+    sim.install()

@@ -1,0 +1,174 @@
+"""What the scenarios use: small checks, what the library holds, and a function as a model's layers."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import cupy
+import numpy as np
+from mpi4py import MPI
+
+from ipcreduce import Graph
+from tests.graphs import SIM
+
+if SIM:
+    from tests.sim import driver, streams
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+LAST = SIZE - 1
+TOTAL = SIZE * (SIZE + 1) // 2
+try:
+    GPUS = cupy.cuda.runtime.getDeviceCount()
+except RuntimeError:  # CuPy's, where no GPU is visible
+    GPUS = 0
+QUICK = GPUS >= SIZE and not SIM
+WIDTH = 65536 if QUICK else 48  # of the largest all-reduce: 64 MB, or 48 KB
+REPLAYS = 200 if QUICK else 24
+HUGE = 1 << 45  # bytes: more than any GPU has
+
+
+# ---- what the scenarios use
+def mine(count: int = 1000, dtype: Any = np.float32) -> Any:
+    """This rank's array: RANK + 1 everywhere, so that sums are TOTAL."""
+    return cupy.full((count,), RANK + 1, dtype)
+
+
+def right(array: Any, expected: float = TOTAL) -> None:
+    values = cupy.asnumpy(array)
+    assert (values == expected).all(), f"{values.ravel()[:8]}... where {expected} was due"
+
+
+@contextlib.contextmanager
+def raises(kind: type[BaseException], *words: str) -> Iterator[None]:
+    """The block must raise this, with these words in the message."""
+    try:
+        yield
+    except kind as error:
+        for word in words:
+            if word not in str(error):
+                raise AssertionError(f"{word!r} is not in {error}") from error
+        return
+    raise AssertionError(f"no {kind.__name__} where {words} were due")
+
+
+def works(comm: Any) -> None:
+    """An eager call and a new recording are right."""
+    right(comm.allreduce(mine(10)))
+    comm.synchronize()
+    source = mine(300)
+    with Graph(comm) as graph:
+        with graph.record():
+            result = comm.allreduce(source)
+        right(result)
+        graph.replay()
+        right(result)
+    comm.synchronize()
+
+
+def free_all_blocks() -> None:
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+def held_by_library(comm: Any) -> tuple[dict[str, int], int]:
+    """What would show a leak, once every rank is here: the simulator's list, or memory in use; file descriptors."""
+    gc.collect()
+    WORLD.Barrier()
+    comm.synchronize()  # drops pools that the last rank has unmapped just now, ...
+    gc.collect()  # ... whose chunks refer to each other
+    cupy.cuda.Device().synchronize()
+    free_all_blocks()
+    WORLD.Barrier()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    if SIM:
+        return {kind: count for kind, count in driver.leaks().items() if kind != "modules"}, descriptors
+    free, total = cupy.cuda.runtime.memGetInfo()
+    return {"bytes": total - free}, descriptors
+
+
+def given_back(comm: Any, before: tuple[dict[str, int], int]) -> None:
+    """Once every rank has closed its graphs. The driver of a GPU may keep some MB for later."""
+    now = held_by_library(comm)
+    assert now[1] == before[1], f"{now[1]} file descriptors, {before[1]} before"
+    grown = {kind: count - before[0].get(kind, 0) for kind, count in now[0].items()}
+    assert all(count <= (0 if SIM else 64 << 20) for count in grown.values()), f"left behind: {grown}"
+
+
+def keep_busy(stream: Any) -> None:
+    """For longer than a recording takes."""
+    if SIM:
+        streams.submit(stream.ptr, lambda: time.sleep(0.05))
+    else:
+        with stream:
+            large = cupy.zeros(1 << 24, np.float32)
+            for _ in range(500):
+                large += 1
+
+
+class Canaries:
+    """Arrays in memory that was free: what a graph writes to memory that it no longer has, is seen here."""
+
+    def __init__(self, *counts: int) -> None:
+        free_all_blocks()
+        self.arrays = [cupy.full((count,), 0x5A, np.uint8) for count in counts]
+
+    def intact(self) -> None:
+        for array in self.arrays:
+            right(array, 0x5A)
+
+
+class Model:
+    """A function as a model's layers: element-wise work, four all-reduces from 2 bytes up, temporaries freed midway.
+
+    All numbers are small integers, so every order of a sum gives the same.
+    """
+
+    def __init__(self, comm: Any, batch: int) -> None:
+        self.comm, self.batch = comm, batch
+        self.inputs = {
+            "x": cupy.zeros((batch, 16), np.float32),
+            "w": cupy.zeros((16, 32), np.float32),
+            "v": cupy.zeros((32, WIDTH), np.float32),
+        }
+        self.sizes = [batch * 32 * WIDTH * 4, batch * 16 * 32 * 4, batch * 32 * 4]
+        self.seed = 0
+
+    def __call__(self) -> None:
+        x, w, v = self.inputs["x"], self.inputs["w"], self.inputs["v"]
+        products = x[:, :, None] * w
+        hidden = products.sum(axis=1)
+        del products
+        hidden = self.comm.allreduce(hidden)
+        first = self.comm.allreduce(x[:1, :1].astype(np.float16))
+        wide = hidden[:, :, None] * v
+        self.comm.allreduce(wide, out=wide)
+        ends = (wide[:, :, :8] + wide[:, :, -8:]).sum(axis=2)
+        del wide
+        ends += RANK
+        ends = self.comm.allreduce(ends, "max")
+        self.output, self.first = ends + hidden, first
+
+    def new_inputs(self) -> None:
+        """Others on every rank, the same in every process of a seed."""
+        self.seed += 1
+        draw = np.random.default_rng([self.seed, self.batch])
+        shapes = {name: array.shape for name, array in self.inputs.items()}
+        of_all = [
+            {name: draw.integers(0, 4, shape).astype(np.float32) for name, shape in shapes.items()} for _ in range(SIZE)
+        ]
+        for name, array in self.inputs.items():
+            array.set(of_all[RANK][name])
+        hidden = sum(one["x"] @ one["w"] for one in of_all)
+        wide = sum(hidden[:, :, None] * np.concatenate([one["v"][:, :8], one["v"][:, -8:]], 1) for one in of_all)
+        self.expected = wide.sum(axis=2) + LAST + hidden
+        self.expected_first = sum(one["x"][0, 0] for one in of_all)
+
+    def check(self) -> None:
+        found = cupy.asnumpy(self.output)
+        assert (found == self.expected).all(), f"batch {self.batch}: {found}, {self.expected} was due"
+        right(self.first, self.expected_first)

@@ -1,0 +1,347 @@
+"""States, exceptions, and ranks that do not do the same."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import cupy
+import numpy as np
+
+import ipcreduce
+from ipcreduce import (
+    CaptureError,
+    Communicator,
+    Graph,
+    GraphStateError,
+    IpcReduceError,
+    PeerFailedError,
+    PeerTimeoutError,
+    RankMismatchError,
+)
+from ipcreduce.ipc import faults as faults_module
+from tests.graphs.common import (
+    LAST,
+    RANK,
+    SIM,
+    SIZE,
+    TOTAL,
+    WORLD,
+    given_back,
+    held_by_library,
+    mine,
+    raises,
+    right,
+    works,
+)
+
+
+def states(comm: Any) -> None:
+    """Every wrong step is refused, and the error says the state and what to do."""
+    source, graph, other = mine(), Graph(comm), Graph(comm)
+    assert graph.state == "empty"
+    with raises(GraphStateError, "replay()", "empty", "record it first"):
+        graph.replay()
+    with raises(GraphStateError, "empty", "Record first"):
+        _ = graph.pool
+    with other.record():
+        again = comm.allreduce(source)
+    with graph.record() as recorded:
+        assert recorded is graph
+        assert graph.state == "recording"
+        first = comm.allreduce(source)
+        with raises(GraphStateError, "record()", "recording", "new Graph"):
+            graph.record().__enter__()
+        with raises(GraphStateError, "record()", "same thread", "end that one first"):
+            Graph(comm).record().__enter__()
+        with raises(GraphStateError, "replay()", "recording", "record it first"):
+            graph.replay()
+        with raises(GraphStateError, "replay()", "within a recording"):
+            other.replay()
+        with raises(GraphStateError, "close()", "leave the with block"):
+            graph.close()
+        with raises(GraphStateError, "capture()", "other way round"):
+            comm.capture().__enter__()
+        second = comm.allreduce(first)
+    assert graph.state in ("staged", "registered")
+    right(second, TOTAL * SIZE)
+    with raises(GraphStateError, "record()", graph.state, "new Graph"):
+        graph.record().__enter__()
+    graph.replay()
+    other.replay()
+    right(again)
+    right(second, TOTAL * SIZE)
+    text = graph.describe()
+    for word in (graph.state, "kernel nodes", "bytes in", "sum of float32 (1000,)"):
+        assert word in text, text
+    failed = Graph(comm)
+    with raises(ZeroDivisionError), failed.record():
+        _ = 1 // 0
+    assert failed.state == "failed"
+    for bad, state in ((failed, "failed"), (graph, "closed")):
+        if state == "closed":
+            graph.close()
+        with raises(GraphStateError, "replay()", state, "record it first"):
+            bad.replay()
+        with raises(GraphStateError, "record()", state, "new Graph"):
+            bad.record().__enter__()
+        bad.close()
+        bad.close()
+        assert bad.state == "closed"
+    unused = Graph(comm)
+    unused.close()
+    with raises(GraphStateError, "record()", "closed", "new Graph"):
+        unused.record().__enter__()
+    with raises(ipcreduce.ArgumentError, "pool"):
+        Graph(comm, pool=graph)  # type: ignore[arg-type]
+    other.close()
+    works(comm)
+
+
+def after_a_fault(comm: Any) -> None:
+    """A recording right after a call that was refused: the ranks start anew, and it is right."""
+    for call in (lambda: comm.allreduce(mine(), "mode"), lambda: comm.allreduce(mine(10 + RANK))):
+        with raises(IpcReduceError):
+            call()
+            comm.synchronize()
+        source = mine(300)
+        with Graph(comm) as graph:
+            with graph.record():
+                result = comm.allreduce(source)
+            right(result)
+            graph.replay()
+            right(result)
+    comm.synchronize()
+
+
+def caught_in_the_body(comm: Any) -> None:
+    """A refused call that the body catches: the recording fails by a typed error on every rank, and all goes on."""
+    source = mine()
+    for who in ([LAST], range(SIZE)):
+        with raises(IpcReduceError), Graph(comm).record():
+            comm.allreduce(source)
+            with contextlib.suppress(IpcReduceError):
+                comm.allreduce(source, "mode" if RANK in who else "sum")
+            comm.allreduce(source)
+        works(comm)
+
+
+def refused_on_one_rank(comm: Any) -> None:
+    """A replay that one rank cannot make: the others are told, and not left waiting."""
+    source, graph = mine(), Graph(comm)
+    with graph.record():
+        comm.allreduce(source)
+    if RANK == LAST:
+        graph.close()
+    started = time.monotonic()
+    with raises(GraphStateError if RANK == LAST else PeerFailedError, "closed"):
+        graph.replay()
+        comm.synchronize()
+    assert time.monotonic() - started < 5, "it waited"
+    works(comm)
+    graph.close()
+
+
+def two_threads(comm: Any) -> None:
+    """A second recording of the same communicator, in another thread, is refused; the first one goes on."""
+    source, found, device = mine(), [], cupy.cuda.Device()
+
+    def record() -> None:
+        with Graph(comm).record():
+            comm.allreduce(source)
+
+    def attempt() -> None:
+        try:
+            with device:
+                record()
+        except BaseException as error:
+            found.append(error)
+
+    with Graph(comm) as graph:
+        with graph.record():
+            first = comm.allreduce(source)
+            thread = threading.Thread(target=attempt)
+            thread.start()
+            thread.join()
+            second = comm.allreduce(first)
+        right(second, TOTAL * SIZE)
+    assert isinstance(found[0], GraphStateError), repr(found)
+    works(comm)
+
+
+def exceptions(comm: Any) -> None:
+    """In the body, on one rank or on all: unchanged there, named on the others; stream and allocator are as before."""
+    before, source = held_by_library(comm), mine()
+    for who in ([LAST], [0], range(SIZE)):
+        for midway in (False, True):
+            caller, graph = cupy.cuda.get_current_stream(), Graph(comm)
+            words = [] if RANK in who else [f"rank {who[0]}", "ValueError: spilled"]
+            with raises(ValueError if RANK in who else PeerFailedError, *words), graph.record():
+                cupy.zeros(5000, np.float32)
+                if midway:
+                    comm.allreduce(source)
+                if RANK in who:
+                    raise ValueError("spilled")
+                comm.allreduce(source)
+            assert graph.state == "failed"
+            assert cupy.cuda.get_current_stream().ptr == caller.ptr
+            held = graph.pool.nbytes
+            cupy.empty(3 << 20, np.uint8)
+            assert graph.pool.nbytes == held
+            works(comm)
+    for who in ([LAST], range(SIZE)):
+        error = ipcreduce.ArgumentError if RANK in who else PeerFailedError
+        with raises(error, "op must be"), Graph(comm).record():
+            comm.allreduce(source, "mode" if RANK in who else "sum")
+            comm.allreduce(source)
+        works(comm)
+    del graph, source
+    given_back(comm, before)
+
+
+def disagreement(comm: Any) -> None:
+    """Number, shape, dtype or op of the all-reduces differ: named on every rank, with both; then all works."""
+    before = held_by_library(comm)
+    plain, integers = mine(10), mine(10, np.int32)
+    usual = (plain, "sum")
+    for theirs, words in (
+        ([usual, (mine(20), "sum"), usual], ["sum of float32 (10,)", "sum of float32 (20,)"]),
+        ([usual, (integers, "sum"), usual], ["sum of float32 (10,)", "sum of int32 (10,)"]),
+        ([usual, (plain, "max"), usual], ["sum of float32 (10,)", "max of float32 (10,)"]),
+        ([usual, usual, usual, (plain, "min")], ["min of float32 (10,)", "none", "3", "number 4"]),
+        ([usual, (plain, "min"), usual, usual], ["sum of float32 (10,)", "min of float32 (10,)"]),
+        ([], ["sum of float32 (10,)", "none", "number 1"]),
+    ):
+        graph = Graph(comm)
+        with raises(RankMismatchError, *words), graph.record():
+            for array, op in theirs if RANK == LAST else [usual] * 3:
+                comm.allreduce(array, op)
+        assert graph.state == "failed"
+        works(comm)
+    del graph, plain, integers, usual, theirs, array
+    given_back(comm, before)
+
+
+def different_graphs(comm: Any) -> None:
+    """Replays of different graphs are named, with what they are."""
+    small, large = mine(10), mine(20)
+    graphs = [Graph(comm), Graph(comm)]
+    for graph, array in zip(graphs, (small, large), strict=True):
+        with graph.record():
+            result = comm.allreduce(array)
+    with raises(RankMismatchError, "float32 (10,)", "float32 (20,)"):
+        graphs[RANK == LAST].replay()
+        comm.synchronize()
+    with raises(RankMismatchError, "replay of a graph", "sum of float32 (20,)"):
+        if RANK == LAST:
+            graphs[1].replay()
+        else:
+            comm.allreduce(large)
+        comm.synchronize()
+    graphs[1].replay()
+    right(result)
+    for graph in graphs:
+        graph.close()
+    works(comm)
+
+
+def rank_missing(comm: Any) -> None:
+    """A rank that is late for a replay or a recording is named, and all goes on; one that never comes ends it."""
+    source = mine()
+    brief = Communicator(timeout=1.0)
+    with Graph(brief) as graph:
+        with graph.record():
+            result = brief.allreduce(source)
+        if RANK == LAST:
+            time.sleep(2)
+        with raises(PeerTimeoutError, f"rank {LAST}", "replay of a graph"):
+            graph.replay()
+            brief.synchronize()
+        graph.replay()
+        right(result)
+        brief.synchronize()
+    for where in ("before", "within"):
+        late = Graph(brief)
+        if RANK == LAST and where == "before":
+            time.sleep(2)
+        with raises(PeerTimeoutError, f"rank {LAST} never came", "recording of a graph"), late.record():
+            brief.allreduce(source)
+            if RANK == LAST:
+                time.sleep(2)
+        assert late.state == ("empty" if RANK == LAST and where == "before" else "failed")
+        works(brief)
+    patience, faults_module._PATIENCE_SECONDS = faults_module._PATIENCE_SECONDS, 1.0
+    if RANK != LAST:
+        with raises(PeerTimeoutError, f"rank {LAST} never came", "recording of a graph"), Graph(brief).record():
+            brief.allreduce(source)
+        with raises(ipcreduce.PeerLostError, "can only be closed"):
+            brief.allreduce(source)
+    faults_module._PATIENCE_SECONDS = patience
+    WORLD.Barrier()
+    brief.close()
+    works(comm)
+
+
+def foreign_capture(comm: Any) -> None:
+    """record() within somebody else's capture is refused, and that capture goes on."""
+    stream, source = cupy.cuda.Stream(non_blocking=True), mine()
+    comm.allreduce(source)
+    comm.synchronize()
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        result = comm.allreduce(source, out=source)
+        with raises(CaptureError, "end that capture first"):
+            Graph(comm).record().__enter__()
+        captured = stream.end_capture()
+        captured.launch(stream)
+        stream.synchronize()
+    right(result)
+    works(comm)
+
+
+def warned(comm: Any) -> None:
+    """A recording of nothing; on a GPU, copies from the host."""
+    source = mine()
+
+    def caught(body: Callable[[], Any]) -> list[str]:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            with Graph(comm) as graph, graph.record():
+                body()
+        assert all(warning.filename == __file__ for warning in found), found[0].filename
+        return [str(warning.message) for warning in found]
+
+    assert not caught(lambda: comm.allreduce(source))
+    assert ["no all-reduce and no kernel" in text for text in caught(lambda: None)] == [True]
+    if not SIM:
+        host = np.zeros(1000, np.float32)
+
+        def copy() -> None:
+            runtime, stream = cupy.cuda.runtime, cupy.cuda.get_current_stream().ptr
+            runtime.memcpyAsync(source.data.ptr, host.ctypes.data, 4000, runtime.memcpyHostToDevice, stream)
+            comm.allreduce(source)
+
+        assert ["1 copies" in text and "(4000 bytes)" in text for text in caught(copy)] == [True]
+
+
+def refused_by_cupy(comm: Any) -> None:
+    """On a GPU: what CuPy does not do while a stream captures is a CaptureError that says the way round."""
+    if SIM:
+        return
+    square = cupy.ones((64, 64), np.float32)
+    _ = square @ square
+    for body in (lambda: square @ square, lambda: cupy.array([1.0, 2.0])):
+        with raises(CaptureError, "nvmath", "before the recording"), Graph(comm).record():
+            body()
+        works(comm)
+
+
+SCENARIOS = [
+    states, after_a_fault, caught_in_the_body, refused_on_one_rank, two_threads, exceptions, disagreement,
+    different_graphs, rank_missing, foreign_capture, warned, refused_by_cupy,
+]  # fmt: skip

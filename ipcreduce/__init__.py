@@ -10,6 +10,7 @@ from __future__ import annotations
 from .communicator import Communicator
 from .default import allreduce, get_communicator
 from .errors import (
+    AddressChangedError,
     ArgumentError,
     CaptureError,
     CudaError,
@@ -21,16 +22,22 @@ from .errors import (
     RankMismatchError,
     UnsupportedError,
 )
+from .graphs.addresses import collect_addresses
+from .graphs.breaks import eager_break
+from .graphs.context import forward_context, get_forward_context
 from .graphs.graph import Graph
+from .graphs.runner import GraphRunner
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AddressChangedError",
     "ArgumentError",
     "CaptureError",
     "Communicator",
     "CudaError",
     "Graph",
+    "GraphRunner",
     "GraphStateError",
     "IpcReduceError",
     "PeerFailedError",
@@ -39,5 +46,9 @@ __all__ = [
     "RankMismatchError",
     "UnsupportedError",
     "allreduce",
+    "collect_addresses",
+    "eager_break",
+    "forward_context",
     "get_communicator",
+    "get_forward_context",
 ]

@@ -5,14 +5,15 @@ The only module that knows CuPy, which is imported when the first device array c
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from .cuda import driver
+from .cuda import driver, location
+from .cuda.location import Locate, Location
 from .errors import ArgumentError, CudaError, UnsupportedError
 
 OUT_OF_MEMORY = 2  # both as a CUresult and as a cudaError_t
@@ -129,11 +130,7 @@ def _from_interface(array: Any, stream: int) -> Any:
     """By ``__cuda_array_interface__`` (versions 2 and 3), whose typestr for bfloat16 says only two opaque bytes."""
     cupy = _load()
     interface = array.__cuda_array_interface__
-    typestr = interface["typestr"]
-    if typestr[1:] == "V2" and "bfloat16" in str(getattr(array, "dtype", "")):
-        dtype = np.dtype(ml_dtypes.bfloat16)
-    else:
-        dtype = np.dtype(typestr)
+    dtype = location.interface_dtype(array, interface)
     if interface.get("mask") is not None:
         raise ArgumentError("array must have no mask; found one in its __cuda_array_interface__")
     shape, strides = tuple(interface["shape"]), interface.get("strides")
@@ -212,7 +209,43 @@ def copy_into(target: Any, value: Any, stream: int) -> None:
         target[...] = value
 
 
+def is_cupy(array: Any) -> bool:
+    """Whether it is a CuPy array."""
+    return _cupy is not None and isinstance(array, _cupy.ndarray)
+
+
+def view_of(array: Any, owner: Any) -> Any:
+    """A CuPy array over the same memory that keeps ``owner`` alive, and not the block that the memory is."""
+    cupy = _load()
+    first, past = extent(array)
+    memory = cupy.cuda.UnownedMemory(first, past - first, owner, device_of(array))
+    place = cupy.cuda.MemoryPointer(memory, pointer(array) - first)
+    return cupy.ndarray(array.shape, array.dtype, place, strides=array.strides)
+
+
+def locator(kind: type) -> Locate | None:
+    """What tells where an object of this type lies, with no copy and no CUDA call; None if its objects are no arrays.
+
+    For each array that is the :data:`Location`, or None if it is not on a GPU.
+    """
+    cupy = _cupy or sys.modules.get("cupy")  # nobody has an array of it who has not imported it
+    if cupy is not None and issubclass(kind, cupy.ndarray):
+        return lambda array: (array.data.ptr, array.shape, location.dtype_name(array.dtype), array.strides)
+    return location.locator(kind)
+
+
+def locate(array: Any) -> Location | None:
+    """Where a device array lies; None for any other object. :raises ArgumentError: if it does not give its address."""
+    find = locator(type(array))
+    return None if find is None else find(array)
+
+
 # ---- recording
+def current_allocator() -> Any:
+    """What this thread's CuPy allocates by."""
+    return _load().cuda.get_allocator()
+
+
 def make_pool(allocate: Callable[[int, int], int], free: Callable[[int, int], None]) -> Any:
     """A CuPy memory pool over two functions: ``allocate(nbytes, device)`` and ``free(address, device)``."""
     cupy = _load()

@@ -132,7 +132,7 @@ class Communicator(GraphSupport):
         result then holds bytes 0xFF (NaN).
         """
         with self._lock:
-            self._check_usable()
+            self.check_usable()
             self._call += 1
             try:
                 if arrays.is_device(array):
@@ -171,16 +171,18 @@ class Communicator(GraphSupport):
         if not arrays.is_contiguous(source):
             source = arrays.contiguous_copy(source, handle)
         recorder = None if self.recording is None else self.recording.recorder(handle)
-        if recorder is None:  # what is recorded is compared at the recording's end
+        if recorder is None:
             self._call = faults.enter(self._call, prepared.what, handle)
+        elif self.recording is not None:
+            self.recording.note(prepared.what, source, direct, target)
         if self._size == 1:
             arrays.copy_into(direct, source, handle)
         else:
             engine.run(prepared, arrays.pointer(source), arrays.pointer(direct), handle, owner, recorder)
         if direct is not target:
             arrays.copy_into(target, direct, handle)
-        if self.recording is not None and recorder is not None:
-            self.recording.note(prepared.what, source, direct, target)
+        if recorder is not None:
+            self._call -= 1  # no call yet: its segment is one, whenever that is launched
         elif self._sync and not engine.is_capturing(handle):
             self.synchronize(handle)
         return result
@@ -230,7 +232,7 @@ class Communicator(GraphSupport):
             if self.recording is not None and self.recording.here:
                 if isinstance(error, GraphStateError):
                     return  # no rank can do this within a recording, so none waits for us
-                self.recording.error = self.recording.error or error
+                self.recording.error = self.recording.error or error  # however the body takes it
             if self._faults is None or isinstance(array, np.ndarray):
                 self._host.refuse(error, self._call)
             else:
@@ -249,7 +251,7 @@ class Communicator(GraphSupport):
         :raises IpcReduceError: see :meth:`allreduce`.
         """
         with self._lock:
-            self._check_usable()
+            self.check_usable()
             if self._engine is not None and self._faults is not None:
                 self._engine.synchronize(None if stream is None else arrays.stream_handle(stream))
                 self._engine.mappings.collect()

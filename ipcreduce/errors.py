@@ -6,6 +6,12 @@ to do.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .cuda.location import Location
+
 
 class IpcReduceError(RuntimeError):
     """Base class of ipcreduce's errors."""
@@ -41,6 +47,27 @@ class GraphStateError(IpcReduceError):
 
 class CaptureError(IpcReduceError):
     """A call cannot be part of a stream capture as it stands."""
+
+
+class AddressChangedError(IpcReduceError):
+    """A replay's device arrays are not where the recording's were; nothing has been launched.
+
+    ``missing`` and ``added`` are tuples of paths such as ``kwargs["x"].layers[3]``. ``changed`` maps a path to (old,
+    new), each (address, shape, name of the dtype, strides in bytes).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        missing: Iterable[str] = (),
+        added: Iterable[str] = (),
+        changed: Mapping[str, tuple[Location, Location]] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.missing, self.added, self.changed = tuple(missing), tuple(added), dict(changed or {})
+
+    def __reduce__(self) -> tuple[type[AddressChangedError], tuple[object, ...]]:
+        return type(self), (str(self), self.missing, self.added, self.changed)
 
 
 class CudaError(IpcReduceError):

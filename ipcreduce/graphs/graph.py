@@ -7,83 +7,28 @@ exchanged before a replay and nothing can be missing. Registration (registration
 
 from __future__ import annotations
 
-import threading
 import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .. import arrays
 from ..cuda import driver
-from ..cuda import graph as cuda_graph
-from ..errors import ArgumentError, CaptureError, CudaError, GraphStateError
+from ..errors import ArgumentError, CaptureError, GraphStateError
 from ..ipc import release
 from ..ipc.control import Signature
-from ..ipc.engine import Engine, Prepared, Recorder
+from ..ipc.engine import Engine
 from ..ipc.mappings import Key, Mappings
-from ..ipc.plan import Step
+from .breaks import Break, current
+from .inputs import InputCheck, Inputs, check_word
 from .pool import GraphPool, Slab
-from .registration import Launched
+from .recording import REFUSED_BY_CUPY, Recording, Segment, cannot_be_captured
 from .resources import Resources
 
 if TYPE_CHECKING:
     from ..communicator import Communicator
-
-_recording = threading.local()  # .graph: the one that this thread records
-
-_REFUSED_BY_CUPY = (
-    "While a stream captures, CuPy refuses cuBLAS (@, einsum) and copies from the host (cupy.array(list)). Make such "
-    "arrays before the recording, and matrix products by nvmath.linalg.advanced.Matmul: plan() before, execute() in it."
-)
-_ADVICE = {  # by CUresult
-    900: _REFUSED_BY_CUPY, 901: _REFUSED_BY_CUPY,
-    904: "Work on another stream has to be joined: wait for its event on the recording's stream before the block ends.",
-}  # fmt: skip
-
-
-class Recording:
-    """What the communicator notes while a graph is recorded: the all-reduces, their launches and their arrays.
-
-    :param caller: the stream that was current, and ``owner``, which keeps it.
-    """
-
-    def __init__(self, caller: int, owner: Any) -> None:
-        self.caller, self.owner = caller, owner
-        self.number = 0  # of the call that the recording is
-        self.error: BaseException | None = None  # of an all-reduce that was refused
-        self.calls: list[Signature] = []
-        self.launches: list[Launched] = []
-        self.held: list[Any] = []
-        self._thread = threading.get_ident()
-        self._capture = -1
-
-    @property
-    def here(self) -> bool:
-        """Whether it is this thread that records."""
-        return self._thread == threading.get_ident()
-
-    def begin(self, stream: int) -> None:
-        """``stream`` captures from now on."""
-        release.hold(stream)
-        self._capture = driver.capture_id(stream)
-
-    def recorder(self, stream: int) -> Recorder | None:
-        """What to tell of every launch on ``stream``; None if that is not part of the capture."""
-        if driver.capture_id(stream) != self._capture:
-            return None
-
-        def note(call: Prepared, step: Step, source: int, target: int) -> None:
-            node = cuda_graph.last_node(stream)
-            self.launches.append(Launched(node, step, call.dtype, call.op, source, target))
-
-        return note
-
-    def note(self, what: Signature, *used: Any) -> None:
-        """One all-reduce, and the arrays that it uses."""
-        self.calls.append(what)
-        self.held += used
 
 
 class Graph:
@@ -93,27 +38,36 @@ class Graph:
         same order.
     :param pool: ``other.pool`` shares that graph's memory: an output is then valid until the next replay of any graph
         of that pool. None for memory of its own.
+    :param check: whether the arrays in ``record(inputs)`` and ``replay(inputs)`` have to be the same: looked at in the
+        "first" replay that names them, "always", or "never".
+    :param breaks: whether functions decorated by :func:`ipcreduce.eager_break`, and those given to :meth:`add_eager`,
+        run between segments. If not, they are called within the capture.
+    :param name: for messages; the same on every rank.
 
     ``state`` is "empty", "recording", "staged" (recorded, ready for replay), "registered" (the same, and its large
-    all-reduces write straight into the peers' outputs), "failed" or "closed". Arrays that
-    all-reduces read and write are kept alive; those that only other libraries' kernels touch are unknown here: name
-    them in ``record(inputs=...)``.
+    all-reduces write straight into the peers' outputs), "failed" or "closed". Arrays that all-reduces read and write
+    are kept alive; those that only other libraries' kernels touch are unknown here: name them in
+    ``record(inputs=...)``.
     """
 
-    def __init__(self, comm: Communicator | None = None, *, pool: GraphPool | None = None) -> None:
+    def __init__(
+        self, comm: Communicator | None = None, *, pool: GraphPool | None = None, check: str = "first",
+        breaks: bool = True, name: str = "",
+    ) -> None:  # fmt: skip
         if comm is None:
             from ..default import get_communicator
 
             comm = get_communicator()
         if pool is not None and not isinstance(pool, GraphPool):
             raise ArgumentError(f"pool must be another graph's .pool; found {type(pool).__qualname__}")
-        self._comm, self._pool = comm, pool
+        check_word(check)
+        self._comm, self._pool, self._check, self._breaks, self._name = comm, pool, check, breaks, name
+        self._inputs: InputCheck | None = None
         self._state = "empty"
-        self._calls: list[Signature] = []
-        self._nodes = cuda_graph.Nodes(0, 0, ())
-        self.signature = _signature([])  # of a replay
-        self.launches: list[Launched] = []  # of its all-reduces, for the registration
+        self._steps: list[Segment | Break] = []
         self._held: list[Any] = []
+        self._recording: Recording | None = None
+        self._caller_allocator: Any = None
         self._resources: Resources | None = None
 
     @property
@@ -129,11 +83,17 @@ class Graph:
         return self._pool
 
     def describe(self) -> str:
-        """State, nodes, all-reduces and memory, in several lines."""
-        lines = [f"graph: {self._state}, {self._nodes.kernels} kernel nodes, {self._nodes.others} other nodes"]
+        """State, memory, and for each segment its nodes and all-reduces; several lines."""
+        lines = [f"graph {self._name}: {self._state}, {len(self.segments)} segments".replace(" :", ":")]
         if self._pool is not None:
             lines.append(f"pool: {self._pool.nbytes} bytes in {self._pool.slabs} slabs")
-        return "\n".join([*lines, *(f"all-reduce {i}: {call}" for i, call in enumerate(self._calls, 1))])
+        for step in self._steps:
+            if isinstance(step, Break):
+                lines.append(f"break: {step}")
+            else:
+                lines.append(f"segment: {step.nodes.kernels} kernel nodes, {step.nodes.others} other nodes")
+                lines += [f"  all-reduce: {call}" for call in step.calls]
+        return "\n".join(lines)
 
     # ---- recording
     @contextmanager
@@ -143,7 +103,8 @@ class Graph:
         Within the block CuPy works on a stream of the communicator and allocates from the graph's pool. At its end the
         ranks compare their all-reduces; the outputs are filled, in the caller's stream's order.
 
-        :param inputs: any nest of arrays that the body reads and that must live as long as the graph.
+        :param inputs: any nest of arrays that the body reads and that must live as long as the graph. See
+            :func:`ipcreduce.collect_addresses` for what is looked into.
         :raises GraphStateError: if the graph is not empty, or this thread is recording already.
         :raises UnsupportedError: on a communicator without GPUs.
         :raises CaptureError: if something in the body cannot be captured.
@@ -152,107 +113,162 @@ class Graph:
         """
         comm = self._comm
         engine = comm.require_engine("a Graph")
-        recording = Recording(*arrays.current_stream())
-        comm.begin_recording(recording, lambda: self._check_record(engine, recording.caller))
+        recording, inputs = Recording(engine, self._name, *arrays.current_stream()), Inputs.of(inputs)
+        comm.begin_recording(recording, lambda: self._check_record(engine, recording.caller, inputs))
         error: BaseException | None = None
-        self._state, _recording.graph = "recording", self
+        self._state, self._recording, current.graph = "recording", recording, self
         try:
-            with self._captured(engine, recording):
+            self._open(engine, recording)
+            with arrays.allocating(self.pool.allocator, recording.stream):
+                recording.begin_segment()
                 yield self
+                if recording.error is not None:  # the body has caught it
+                    raise recording.error
+                last = self._end_segment(recording)
         except BaseException as caught:
             error = caught
+            recording.abandon()
         finally:
-            _recording.graph = None
-        if isinstance(error, NotImplementedError) and arrays.raised_by_cupy(error):
-            error = _cannot_be_captured(error, _REFUSED_BY_CUPY)
+            self._recording = current.graph = None
         release.flush()
+        if isinstance(error, NotImplementedError) and arrays.raised_by_cupy(error):
+            error = cannot_be_captured(error, REFUSED_BY_CUPY)
         try:
             comm.end_recording(recording, error)
         except BaseException:
             self._end("failed")
             raise
-        self._calls, self.launches, self._held = recording.calls, recording.launches, [*recording.held, inputs]
-        self.signature = _signature(self._calls)
+        self._held = [*recording.held, inputs]
         self._state = "staged"
         comm.recorded(self)
-        stream = engine.recording_stream()
-        comm.launch_graph(self, stream)
-        engine.hand_over(stream, recording.caller, recording.owner)
+        if last is not None:
+            comm.launch(last, recording.stream, None)
+        engine.hand_over(recording.stream, recording.caller, recording.owner)
         self._warn()
 
-    def _check_record(self, engine: Engine, stream: int) -> None:
+    def _check_record(self, engine: Engine, stream: int, inputs: Inputs) -> None:
         engine.use_context()
         self._expect("record()", "empty", "make a new Graph for another recording")
-        if getattr(_recording, "graph", None) is not None:
+        if current.graph is not None:
             raise GraphStateError("record() within a recording of the same thread: end that one first")
         if driver.capture_id(stream):
             raise CaptureError("record() while the current stream is being captured: end that capture first")
+        self._inputs = InputCheck(self._check, inputs)
 
-    @contextmanager
-    def _captured(self, engine: Engine, recording: Recording) -> Iterator[None]:
-        """Captures what the block launches, and makes it executable. :raises CaptureError: if that cannot be."""
+    def _open(self, engine: Engine, recording: Recording) -> None:
         self._pool = self._pool or GraphPool(engine.context)
-        resources = self._resources = Resources(self._pool, engine)
-        weakref.finalize(self, resources.release)
-        stream = engine.recording_stream()
-        engine.order(recording.caller, stream)
-        cuda_graph.begin_capture(stream)
+        self._resources = Resources(self._pool, engine, recording.segments)
+        weakref.finalize(self, self._resources.release)
+        self._caller_allocator = arrays.current_allocator()
+        recording.open(self._pool)
+
+    def _end_segment(self, recording: Recording) -> Segment | None:
+        segment = recording.end_segment()
+        if not segment.executable:
+            return None
+        self._steps.append(segment)
+        return segment
+
+    def add_eager(self, function: Callable[[], Any]) -> Any:
+        """Within the recording of this graph: ends the segment, runs ``function``, keeps it, and goes on.
+
+        It runs with real data, on the recording's stream and with the caller's allocator; and again at each replay,
+        on the replay's. See :func:`ipcreduce.eager_break` for what it may return.
+
+        :returns: its result. With ``breaks=False``, that of a plain call within the capture.
+        :raises GraphStateError: outside of this graph's recording, in another thread, or within another break.
+        """
+        if current.graph is not self:
+            raise GraphStateError(
+                f"add_eager() needs this graph's recording, in its thread and not within a break; it is {self._state}"
+            )
+        return self.add_break(function, (), {})
+
+    def add_break(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """:meth:`add_eager` for a function with arguments."""
+        recording = self._recording
+        if not self._breaks or recording is None:
+            return function(*args, **kwargs)
         try:
-            recording.begin(stream)
-            with arrays.allocating(self._pool.allocator, stream):
-                yield
-        except BaseException:
-            with suppress(CudaError):
-                resources.graph = cuda_graph.end_capture(stream)
+            segment = self._end_segment(recording)
+            if segment is not None:
+                self._comm.launch(segment, recording.stream, None)
+            step = Break(function, args, kwargs, self.pool)
+            current.graph = None
+            try:
+                with arrays.allocating(self._caller_allocator, recording.stream):
+                    result = step.record(args, kwargs, recording.stream)
+            finally:
+                current.graph = self
+            self._steps.append(step)
+            recording.begin_segment()
+            return result
+        except BaseException as error:
+            recording.error = recording.error or error  # however the body takes it: nothing is captured any more
+            self._comm.refuse(error)
             raise
-        try:
-            resources.graph = cuda_graph.end_capture(stream)
-        except CudaError as error:
-            raise _cannot_be_captured(error, _ADVICE.get(error.code, "")) from error
-        try:
-            self._nodes = cuda_graph.inspect_graph(resources.graph)
-            resources.executable = cuda_graph.instantiate(resources.graph)
-        except CudaError as error:
-            raise _cannot_be_captured(error) from error
 
     def _warn(self) -> None:
-        copies = self._nodes.host_copies
+        copies = [nbytes for segment in self.segments for nbytes in segment.nodes.host_copies]
         if copies:
             warnings.warn(
                 f"the graph has {len(copies)} copies from or to host memory ({sum(copies)} bytes): each replay uses "
                 "the same host addresses, whatever is there by then",
                 stacklevel=4,
             )
-        if not self._calls and not self._nodes.kernels:
+        if not any(segment.calls or segment.nodes.kernels for segment in self.segments):
             warnings.warn(
                 "the recording has no all-reduce and no kernel: was the work on another stream?", stacklevel=4
             )
 
     # ---- replay
-    def replay(self, *, stream: Any = None) -> None:
-        """Launches the recorded work on CuPy's current stream, or on ``stream``. Every rank has to.
+    def replay(self, inputs: Any = None, *, stream: Any = None) -> None:
+        """Launches the recorded work on CuPy's current stream, or on ``stream``, and runs its breaks between.
 
-        Returns before the work is done. Replays and eager calls of a communicator run in the order in which they are
-        made, on whatever streams.
+        Every rank has to. Returns before the work is done. Replays and eager calls of a communicator run in the order
+        in which they are made, on whatever streams.
 
+        :param inputs: the same nest as at the recording, to be checked; None for no check.
+        :raises AddressChangedError: before anything is launched, if ``inputs`` are not those of the recording.
         :raises GraphStateError: if the graph is not recorded, has failed or is closed, or within a recording.
-        :raises IpcReduceError: for the ranks' other calls, see :meth:`Communicator.allreduce`.
+        :raises IpcReduceError: for the ranks' other calls, see :meth:`Communicator.allreduce`. An exception in a break
+            passes unchanged; the other ranks get :class:`PeerFailedError`.
         """
-        self._comm.launch_graph(self, stream)
-
-    def check_replay(self) -> int:
-        """The executable. :raises GraphStateError: if there is none, or within a recording."""
-        self._expect("replay()", "staged", "record it first, once, and do not close it", "registered")
-        if getattr(_recording, "graph", None) is not None:
-            raise GraphStateError("replay() within a recording: a graph cannot be part of another one")
-        assert self._resources is not None
-        return self._resources.executable
+        comm = self._comm
+        comm.check_usable()
+        try:
+            self._expect("replay()", "staged", "record it first, once, and do not close it", "registered")
+            if current.graph is not None:
+                raise GraphStateError("replay() within a recording: a graph cannot be part of another one")
+            if inputs is not None and self._inputs is not None:
+                self._inputs.verify(Inputs.of(inputs))
+            if stream is None:
+                handle, owner = arrays.current_stream()
+            else:
+                handle, owner = arrays.stream_handle(stream), stream
+        except BaseException as error:
+            comm.refuse(error)
+            raise
+        for step in self._steps:
+            if isinstance(step, Segment):
+                comm.launch(step, handle, owner)
+            else:
+                try:
+                    step.replay(handle)
+                except BaseException as error:
+                    comm.refuse(error)
+                    raise
 
     # ---- registration
     @property
-    def calls(self) -> list[Signature]:
-        """The recorded all-reduces, in order."""
-        return self._calls
+    def segments(self) -> list[Segment]:
+        """Its parts between breaks."""
+        return [step for step in self._steps if isinstance(step, Segment)]
+
+    @property
+    def signatures(self) -> list[Signature]:
+        """Of its all-reduces, in order."""
+        return [call.what for segment in self.segments for call in segment.calls]
 
     def find_slab(self, address: int, nbytes: int) -> Slab | None:
         """The allocation of this graph's pool, or of ``comm.empty``, that holds these bytes."""
@@ -262,15 +278,10 @@ class Graph:
     def _pools(self) -> list[GraphPool]:
         return [pool for pool in (self._pool, self._comm.memory) if pool is not None]
 
-    def instantiate(self) -> int:
-        """Another executable, of the graph as its nodes now are."""
+    def registered(self, executables: dict[Segment, int], mappings: Mappings, keys: frozenset[Key]) -> None:
+        """Takes executables whose large all-reduces are direct. Peers have our pools mapped from now on."""
         assert self._resources is not None
-        return cuda_graph.instantiate(self._resources.graph)
-
-    def registered(self, executable: int, mappings: Mappings, keys: frozenset[Key]) -> None:
-        """Takes the executable whose large all-reduces are direct. Peers have our pools mapped from now on."""
-        assert self._resources is not None
-        self._resources.register(executable, mappings, keys, self._pools())
+        self._resources.register(executables, mappings, keys, self._pools())
         self._state = "registered"
 
     # ---- ends
@@ -295,13 +306,4 @@ class Graph:
     def _end(self, state: str) -> None:
         if self._resources is not None:
             self._resources.release()
-        self.launches, self._held, self._state = [], [], state
-
-
-def _signature(calls: list[Signature]) -> Signature:
-    text = f"replay of a graph of {len(calls)} all-reduces" + (f", the first {calls[0]}" if calls else "")
-    return Signature.of(text, repr(calls))
-
-
-def _cannot_be_captured(cause: Exception, advice: str = "") -> CaptureError:
-    return CaptureError(f"the recording cannot be made into a graph: {cause}. {advice}".rstrip())
+        self._steps, self._held, self._state = [], [], state

@@ -20,6 +20,7 @@ from ..errors import CudaError, IpcReduceError, UnsupportedError
 from ..ipc import plan, wire
 from ..ipc.engine import Engine
 from ..ipc.mappings import Key
+from .recording import Launched, Segment
 
 if TYPE_CHECKING:
     from .graph import Graph
@@ -29,20 +30,9 @@ _SPAN = np.dtype([("slab", "<i8"), ("offset", "<u8")])  # slab -1: this output c
 
 
 @dataclass(frozen=True)
-class Launched:
-    """One launch of a recorded all-reduce: its node, and what it would take to make it another kernel."""
-
-    node: int
-    step: plan.Step
-    dtype: str
-    op: str
-    source: int
-    target: int
-
-
-@dataclass(frozen=True)
 class _Candidate:
     graph: Graph
+    segment: Segment
     launched: Launched
     step: plan.Step  # the direct one
 
@@ -54,9 +44,11 @@ def register(mpi: Any, engine: Engine, graphs: Sequence[Graph], seconds: float) 
     """
     deadline = time.monotonic() + seconds
     candidates = [
-        _Candidate(graph, launched, step)
+        _Candidate(graph, segment, launched, step)
         for graph in graphs
-        for launched in graph.launches
+        for segment in graph.segments
+        for call in segment.calls
+        for launched in call.launches
         if (step := plan.direct(launched.step, engine.n, engine.algorithm)) is not None
     ]
     if not candidates:  # the same on every rank, since the recordings are
@@ -133,10 +125,9 @@ def _map(
 
 
 def _switch(mpi: Any, engine: Engine, chosen: list[tuple[_Candidate, list[int], list[Key]]], deadline: float) -> None:
-    """Makes the nodes direct and the graphs executable again. :raises UnsupportedError: if that fails on a rank."""
-    graphs = list(dict.fromkeys(candidate.graph for candidate, _, _ in chosen))
+    """Makes the nodes direct and their segments executable again. :raises UnsupportedError: if that fails on a rank."""
     error: IpcReduceError | None = None
-    executables: list[int] = []
+    executables: dict[Segment, int] = {}
     try:
         for candidate, addresses, _ in chosen:
             launched = candidate.launched
@@ -144,18 +135,22 @@ def _switch(mpi: Any, engine: Engine, chosen: list[tuple[_Candidate, list[int], 
                 candidate.step, launched.dtype, launched.op, launched.source + candidate.step.offset, addresses
             )
             cuda_graph.set_kernel(launched.node, launch)
-        executables = [graph.instantiate() for graph in graphs]
+        for segment in dict.fromkeys(candidate.segment for candidate, _, _ in chosen):
+            executables[segment] = cuda_graph.instantiate(segment.graph)
     except IpcReduceError as caught:
         error = caught
     try:
         wire.vote(mpi, error, deadline, "switching graphs to the direct kernel")
     except UnsupportedError:
-        for executable in executables:
+        for executable in executables.values():
             with suppress(CudaError):
                 cuda_graph.destroy_executable(executable)
         with suppress(CudaError):
             engine.mappings.unmap_unused()
         raise
-    for graph, executable in zip(graphs, executables, strict=True):
-        keys = [key for candidate, _, used in chosen if candidate.graph is graph for key in used]
-        graph.registered(executable, engine.mappings, frozenset(keys))
+    for graph in dict.fromkeys(candidate.graph for candidate, _, _ in chosen):
+        own = [(candidate, keys) for candidate, _, keys in chosen if candidate.graph is graph]
+        for candidate, _ in own:
+            candidate.launched.direct = True
+        replaced = {candidate.segment: executables[candidate.segment] for candidate, _ in own}
+        graph.registered(replaced, engine.mappings, frozenset(key for _, keys in own for key in keys))

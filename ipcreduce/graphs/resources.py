@@ -11,21 +11,22 @@ from ..ipc.engine import Engine
 from ..ipc.mappings import Key, Mappings
 from ..ipc.release import give_back
 from .pool import GraphPool
+from .recording import Segment
 
 
 class Resources:
     """What a graph holds of the driver. Released at close(), or when the graph is collected, whichever is first."""
 
-    def __init__(self, pool: GraphPool, engine: Engine) -> None:
-        self._pool, self._engine = pool, engine
-        self.graph = self.executable = 0
+    def __init__(self, pool: GraphPool, engine: Engine, segments: list[Segment]) -> None:
+        self._pool, self._engine, self._segments = pool, engine, segments
         self._mapped: tuple[Mappings, int, frozenset[Key]] | None = None
         self._released = False
         pool.retain()
 
-    def register(self, executable: int, mappings: Mappings, keys: frozenset[Key], pools: list[GraphPool]) -> None:
-        """Replaces the executable (the old one is freed once it has run), and keeps ``pools`` while peers map them."""
-        old, self.executable = self.executable, executable
+    def register(
+        self, executables: dict[Segment, int], mappings: Mappings, keys: frozenset[Key], pools: list[GraphPool]
+    ) -> None:
+        """Takes executables with direct kernels, and keeps ``pools`` while peers map them."""
         for pool in pools:
             pool.retain()
 
@@ -34,8 +35,10 @@ class Resources:
                 pool.release()
 
         self._mapped = (mappings, mappings.use(keys, unpin), keys)
-        with suppress(CudaError):  # every rank has agreed to go on
-            cuda_graph.destroy_executable(old)
+        for segment, executable in executables.items():
+            old, segment.executable = segment.executable, executable
+            with suppress(CudaError):  # every rank has agreed to go on
+                cuda_graph.destroy_executable(old)  # once it has run
 
     def release(self) -> None:
         """Idempotent. Of the direct kernels, a last replay is waited for: it writes to what is unmapped here."""
@@ -50,7 +53,5 @@ class Resources:
             mappings, serial, keys = self._mapped
             yield self._engine.drain
             yield lambda: mappings.drop(serial, keys)
-        if self.executable:
-            yield lambda: cuda_graph.destroy_executable(self.executable)
-        if self.graph:
-            yield lambda: cuda_graph.destroy_graph(self.graph)
+        for segment in self._segments:
+            yield from segment.steps()

@@ -21,9 +21,10 @@ from .pool import GraphPool
 from .registration import register
 
 if TYPE_CHECKING:
-    from .graph import Graph, Recording
+    from .graph import Graph
+    from .recording import Recording, Segment
 
-_RECORDING, _CAPTURE = Signature.of("recording of a graph"), Signature.of("the end of capture()")
+_CAPTURE = Signature.of("the end of capture()")
 
 
 class GraphSupport:
@@ -52,13 +53,14 @@ class GraphSupport:
     def _no_recording(self) -> None:
         self.recording, self.memory, self._recorded, self._capturing = None, None, [], 0
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """:raises IpcReduceError: if the communicator is closed or lost."""
         if self._unusable is not None:
             raise type(self._unusable)(str(self._unusable))
 
     def require_engine(self, what: str) -> Engine:
         """The engine. :raises UnsupportedError: with no GPUs: ``what`` needs them."""
-        self._check_usable()
+        self.check_usable()
         if self._engine is None:
             raise UnsupportedError(f"{what} needs backend ipc: {self._reasons['ipc']}")
         return self._engine
@@ -67,7 +69,7 @@ class GraphSupport:
     def _calling(self) -> Iterator[tuple[Engine, Faults]]:
         """A call that every rank has to make: what it raises here is told to the others."""
         with self._lock:
-            self._check_usable()
+            self.check_usable()
             assert self._engine is not None
             assert self._faults is not None
             self._call += 1
@@ -77,14 +79,23 @@ class GraphSupport:
                 self._failed(error, None)
                 raise
 
+    def refuse(self, error: BaseException) -> None:
+        """Tells the others that this rank goes no further, unless they know. The caller raises ``error``."""
+        with self._lock, suppress(IpcReduceError):
+            if self._unusable is None and not (self._faults is not None and self._faults.told):
+                self._call += 1
+                self._failed(error, None)
+
     # ---- recording
     def begin_recording(self, recording: Recording, check: Callable[[], None]) -> None:
         """Opens a recording, as one call. ``check`` raises if this rank cannot. Collective."""
         with self._calling() as (_, faults):
             check()
             if self.recording is not None:
-                raise GraphStateError("record() while another thread records on this communicator: let it end first")
-            self._call = recording.number = faults.enter(self._call, _RECORDING, recording.caller)
+                raise GraphStateError("record() while this communicator is recording already: end that one first")
+            self._call = recording.number = faults.enter(
+                self._call, Signature.of(f"recording of {recording.name}"), recording.caller
+            )
             self.recording = recording
 
     def end_recording(self, recording: Recording, error: BaseException | None) -> None:
@@ -94,7 +105,9 @@ class GraphSupport:
         """
         with self._lock:
             self.recording = None
-            self._agree(recording.number, recording.calls, error or recording.error)
+            if error is not None:
+                self.refuse(error)  # a rank may wait in the body, in a break say
+            self._agree(recording.number, recording.signatures, error)
 
     def _agree(self, number: int, calls: list[Signature], error: BaseException | None) -> None:
         if self._faults is None:  # closed in the meantime
@@ -130,27 +143,23 @@ class GraphSupport:
                     self._unusable = error
                     raise
 
-    def launch_graph(self, graph: Graph, stream: Any) -> None:
-        """Launches a graph as one call, ordered and compared as all-reduces are. Collective."""
-        with self._lock:  # as _calling(), which would take 1 us more
-            self._check_usable()
-            self._call += 1
+    def launch(self, segment: Segment, stream: int, owner: Any) -> None:
+        """Launches a segment; as one call, ordered and compared as all-reduces are, if it has some. Collective."""
+        with self._lock:
+            self.check_usable()
+            engine, faults = self._engine, self._faults
+            assert engine is not None
+            assert faults is not None
+            self._call += bool(segment.calls)
             try:
-                engine, faults = self._engine, self._faults
-                assert engine is not None
-                assert faults is not None
-                executable = graph.check_replay()
-                if stream is None:
-                    handle, owner = arrays.current_stream()
-                else:
-                    handle, owner = arrays.stream_handle(stream), stream
-                self._call = faults.enter(self._call, graph.signature, handle)
-                engine.launch_graph(executable, handle, owner)
+                if segment.calls:
+                    self._call = faults.enter(self._call, segment.signature, stream)
+                engine.launch_graph(segment.executable, stream, owner)
             except BaseException as error:
                 self._failed(error, None)
                 raise
-            if self._sync:
-                self.synchronize(handle)
+            if self._sync and segment.calls:
+                self.synchronize(stream)
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -179,14 +188,11 @@ class GraphSupport:
         with self._lock:
             graphs, self._recorded = self._recorded, []
             if error is not None:
-                if self._faults is not None and not self._faults.told:  # else the others have heard of it
-                    self._call += 1
-                    with suppress(IpcReduceError):
-                        self._faults.refuse(self._call, error)
+                self.refuse(error)
                 raise error
             with self._calling() as (_, faults):
                 self._call = number = faults.enter(self._call, _CAPTURE, 0)
-            self._agree(number, [call for graph in graphs for call in graph.calls], None)
+            self._agree(number, [call for graph in graphs for call in graph.signatures], None)
             self._recorded = graphs
             self._register()
 
@@ -196,7 +202,7 @@ class GraphSupport:
         CuPy, or NumPy with backend "mpi". Not collective. Valid as long as it lives, also after close().
         """
         with self._lock:
-            self._check_usable()
+            self.check_usable()
             if self._engine is None:
                 return np.empty(shape, dtype)
             if self.memory is None:

@@ -15,10 +15,11 @@ from typing import Any
 import cupy
 
 from ipcreduce import Communicator
-from tests.graphs import communicators, driver_faults, errors, memory, options, replays
+from tests.graphs import breaks, communicators, driver_faults, errors, memory, options, pieces, replays, runners
 from tests.graphs.common import GPUS, RANK, WORLD, works
 
-SCENARIOS = [one for module in (replays, memory, errors, communicators, driver_faults) for one in module.SCENARIOS]
+MODULES = (replays, memory, pieces, breaks, runners, errors, communicators, driver_faults)
+SCENARIOS = [scenario for module in MODULES for scenario in module.SCENARIOS]
 
 
 def main() -> None:

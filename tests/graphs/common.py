@@ -44,15 +44,23 @@ def right(array: Any, expected: float = TOTAL) -> None:
     assert (values == expected).all(), f"{values.ravel()[:8]}... where {expected} was due"
 
 
+class Caught:
+    """The error that a block has raised."""
+
+    error: Any = None
+
+
 @contextlib.contextmanager
-def raises(kind: type[BaseException], *words: str) -> Iterator[None]:
+def raises(kind: type[BaseException], *words: str) -> Iterator[Caught]:
     """The block must raise this, with these words in the message."""
+    caught = Caught()
     try:
-        yield
+        yield caught
     except kind as error:
         for word in words:
             if word not in str(error):
                 raise AssertionError(f"{word!r} is not in {error}") from error
+        caught.error = error.with_traceback(None)  # which would keep arrays alive
         return
     raise AssertionError(f"no {kind.__name__} where {words} were due")
 

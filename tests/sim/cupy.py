@@ -421,6 +421,7 @@ cuda = SimpleNamespace(
     PythonFunctionAllocator=pools.PythonFunctionAllocator,
     Stream=Stream,
     UnownedMemory=UnownedMemory,
+    get_allocator=pools.current_allocator,
     get_current_stream=get_current_stream,
     runtime=_Runtime,
     using_allocator=pools.using_allocator,

@@ -1,0 +1,87 @@
+"""Where arrays lie, as they say by ``__cuda_array_interface__`` and DLPack, without a copy or a CUDA call.
+
+Attributes are read as ``object`` does it: an array's type may have a ``__getattribute__`` or a metaclass of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import inspect
+import math
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ..errors import ArgumentError
+
+Location = tuple[int, tuple[int, ...], str, tuple[int, ...]]  # address, shape, dtype's name, strides in bytes
+Locate = Callable[[Any], "Location | None"]
+_PROTOCOLS = "__cuda_array_interface__", "__dlpack__", "__dlpack_device__"
+
+
+def locator(kind: type) -> Locate | None:
+    """What tells where an object of this type lies; None if the type is no array's, or NumPy's.
+
+    It gives None for an array that is not on an NVIDIA GPU, and raises ``ArgumentError`` if one does not say where it
+    is. An array that has both protocols is asked by the interface, and by DLPack if that fails.
+    """
+    interface, *dlpack = (inspect.getattr_static(kind, name, None) is not None for name in _PROTOCOLS)
+    readers = [_by_interface] * interface + [_by_dlpack] * all(dlpack)
+    if issubclass(kind, np.ndarray) or not readers:
+        return None
+
+    def locate(array: Any) -> Location | None:
+        for read in readers:  # DLPack knows dtypes that have no typestr, such as float8
+            try:
+                return read(array)
+            except AttributeError:  # PyTorch's, of a tensor on the host
+                return None
+            except Exception as error:
+                refusal = error
+        raise ArgumentError(f"the {kind.__qualname__} does not give its address: {refusal}") from refusal
+
+    return locate
+
+
+def interface_dtype(array: Any, interface: dict[str, Any]) -> np.dtype[Any]:
+    """The dtype in an array's interface, where bfloat16 is only two opaque bytes."""
+    typestr = interface["typestr"]
+    bfloat16 = typestr[1:] == "V2" and "bfloat16" in str(getattr(array, "dtype", ""))
+    return np.dtype(ml_dtypes.bfloat16 if bfloat16 else typestr)
+
+
+@functools.cache
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """Its name, which NumPy takes 2 us to put together each time."""
+    return dtype.name
+
+
+def _by_interface(array: Any) -> Location:
+    interface = object.__getattribute__(array, "__cuda_array_interface__")
+    dtype, shape, strides = interface_dtype(array, interface), tuple(interface["shape"]), interface.get("strides")
+    strides = _dense(shape, dtype.itemsize) if strides is None else tuple(strides)
+    return interface["data"][0], shape, dtype_name(dtype), strides
+
+
+def _by_dlpack(array: Any) -> Location | None:
+    capsule, device = (object.__getattribute__(array, name) for name in _PROTOCOLS[1:])
+    if device()[0] not in (2, 13):  # kDLCUDA, kDLCUDAManaged
+        return None
+    prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    managed = capsule(stream=-1)  # -1: nothing is waited for
+    tensor = prototype(("PyCapsule_GetPointer", ctypes.pythonapi))(managed, b"dltensor")
+    # DLTensor: data, device type, device, dimensions, type's code, bits and lanes, shape, strides, offset in bytes
+    data, _, _, ndim, code, bits, lanes, *pointers, offset = struct.unpack("=Q3i2BH3Q", ctypes.string_at(tensor, 48))
+    shape, strides = (tuple((ctypes.c_int64 * ndim).from_address(at)) if at else () for at in pointers)
+    strides = tuple(n * bits * lanes // 8 for n in strides) or _dense(shape, bits * lanes // 8)
+    kind = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex"}.get(code, f"DLPack type {code}, bits ")
+    return data + offset, shape, "bool" if code == 6 else f"{kind}{bits}", strides
+
+
+@functools.lru_cache
+def _dense(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    return tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

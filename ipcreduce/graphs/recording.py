@@ -1,0 +1,173 @@
+"""What is noted while a graph is recorded: its segments, and in each the all-reduces, their launches, their arrays."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from .. import arrays
+from ..cuda import driver
+from ..cuda import graph as cuda_graph
+from ..errors import CaptureError, CudaError
+from ..ipc import release
+from ..ipc.control import Signature
+from ..ipc.engine import Engine, Prepared, Recorder
+from ..ipc.plan import Step
+from .pool import GraphPool
+
+REFUSED_BY_CUPY = (
+    "While a stream captures, CuPy refuses cuBLAS (@, einsum) and copies from the host (cupy.array(list)). Make such "
+    "arrays before the recording, and matrix products by nvmath.linalg.advanced.Matmul: plan() before, execute() in it."
+)
+_ADVICE = {  # by CUresult
+    900: REFUSED_BY_CUPY, 901: REFUSED_BY_CUPY,
+    904: "Work on another stream has to be joined, before the block or a break: wait for its event on the recording's "
+    "stream.",
+}  # fmt: skip
+
+
+@dataclass
+class Launched:
+    """One launch of a recorded all-reduce: its node, and what it would take to make it another kernel."""
+
+    node: int
+    step: Step
+    dtype: str
+    op: str
+    source: int
+    target: int
+    direct: bool = False
+
+
+@dataclass
+class Call:
+    """A recorded all-reduce."""
+
+    what: Signature
+    launches: list[Launched] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        kernels = dict.fromkeys("direct" if one.direct else one.step.algorithm for one in self.launches)
+        return f"{self.what} by {', '.join(kernels) or 'nothing'}"
+
+
+class Segment:
+    """A part of a recording without breaks: one CUDA graph."""
+
+    def __init__(self, graph: int, calls: list[Call], name: str) -> None:
+        self.graph, self.executable, self.calls = graph, 0, calls
+        self.nodes = cuda_graph.Nodes(0, 0, ())
+        text = f"replay of {name}: {len(calls)} all-reduces"
+        every = [call.what for call in calls]
+        self.signature = Signature.of(f"{text}, first {every[0]}" if every else text, f"{name} {every}")
+
+    def make_executable(self) -> None:
+        """:raises CaptureError: if that fails."""
+        try:
+            self.nodes = cuda_graph.inspect_graph(self.graph)
+            if self.nodes.kernels + self.nodes.others:
+                self.executable = cuda_graph.instantiate(self.graph)
+        except CudaError as error:
+            raise cannot_be_captured(error) from error
+
+    def steps(self) -> Iterator[Callable[[], None]]:
+        """What gives it back."""
+        if self.executable:
+            yield lambda: cuda_graph.destroy_executable(self.executable)
+        yield lambda: cuda_graph.destroy_graph(self.graph)
+
+
+class Recording:
+    """A graph's recording in progress.
+
+    :param name: the graph's; "" for none.
+    :param caller: the stream that was current, and ``owner``, which keeps it.
+    """
+
+    def __init__(self, engine: Engine, name: str, caller: int, owner: Any) -> None:
+        self.name = f"graph {name}" if name else "a graph"
+        self.caller, self.owner = caller, owner
+        self.number = 0  # of the call that the recording is
+        self.error: BaseException | None = None  # of something in the body that the body may have caught
+        self.segments: list[Segment] = []
+        self.held: list[Any] = []
+        self.stream = 0
+        self.pool: GraphPool | None = None
+        self._engine = engine
+        self._thread = threading.get_ident()
+        self._capture = -1
+        self._calls: list[Call] = []
+
+    @property
+    def here(self) -> bool:
+        """Whether it is this thread that records."""
+        return self._thread == threading.get_ident()
+
+    @property
+    def signatures(self) -> list[Signature]:
+        """Of all its all-reduces."""
+        return [call.what for segment in self.segments for call in segment.calls]
+
+    def open(self, pool: GraphPool) -> None:
+        """After what the caller has launched; memory comes from ``pool``."""
+        self.pool, self.stream = pool, self._engine.recording_stream()
+        self._engine.order(self.caller, self.stream)
+
+    # ---- segments
+    def begin_segment(self) -> None:
+        """The stream captures from now on."""
+        cuda_graph.begin_capture(self.stream)
+        self._capture, self._calls = 0, []
+        release.hold(self.stream)
+        self._capture = driver.capture_id(self.stream)
+
+    def end_segment(self) -> Segment:
+        """What was captured since. :raises CaptureError: if that cannot be made into a graph."""
+        self._capture = -1
+        try:
+            name = f"{self.name}, segment {len(self.segments) + 1}"
+            segment = Segment(cuda_graph.end_capture(self.stream), self._calls, name)
+        except CudaError as error:
+            raise cannot_be_captured(error, _ADVICE.get(error.code, "")) from error
+        self.segments.append(segment)
+        segment.make_executable()
+        return segment
+
+    def abandon(self) -> None:
+        """Ends a capture that an exception has left open."""
+        if self._capture != -1:
+            self._capture = -1
+            with suppress(CudaError):
+                cuda_graph.destroy_graph(cuda_graph.end_capture(self.stream))
+
+    # ---- all-reduces
+    def recorder(self, stream: int) -> Recorder | None:
+        """What to tell of every launch on ``stream``; None if that is not part of the capture."""
+        if self._capture == -1 or driver.capture_id(stream) != self._capture:
+            return None
+
+        def note(call: Prepared, step: Step, source: int, target: int) -> None:
+            launched = Launched(cuda_graph.last_node(stream), step, call.dtype, call.op, source, target)
+            self._calls[-1].launches.append(launched)
+
+        return note
+
+    def note(self, what: Signature, *used: Any) -> None:
+        """An all-reduce follows, and the arrays that it uses. Those of the pool may be used again in the body."""
+        self._calls.append(Call(what))
+        assert self.pool is not None
+        self.held += [array for array in used if not in_pool(array, self.pool)]
+
+
+def in_pool(array: Any, pool: GraphPool) -> bool:
+    """Whether a CuPy array lies in the pool's memory."""
+    first, past = arrays.extent(array)
+    return pool.find(first, past - first) is not None
+
+
+def cannot_be_captured(cause: Exception, advice: str = "") -> CaptureError:
+    """The error for work that does not go into a graph."""
+    return CaptureError(f"the recording cannot be made into a graph: {cause}. {advice}".rstrip())

@@ -1,0 +1,163 @@
+"""``GraphRunner``: a function with one recording for each batch descriptor, made at its first call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from .. import arrays
+from ..errors import ArgumentError
+from .breaks import without_blocks
+from .context import ForwardContext, check_mode, get_forward_context
+from .graph import Graph
+from .inputs import Inputs, check_word
+
+if TYPE_CHECKING:
+    from ..communicator import Communicator
+    from .pool import GraphPool
+
+
+class GraphRunner:
+    """Calls ``function`` by replays of its recordings.
+
+    A call in a :func:`ipcreduce.forward_context` of the runner's mode replays the recording for that context's batch
+    descriptor; the first such call records it, which is a real run. Any other call, and every call on a communicator
+    without GPUs, calls the function. The recordings share one pool: record the largest first. What a call returns is
+    valid until the runner's next call.
+
+    :param comm: None for the default communicator.
+    :param mode: "piecewise", with breaks, or "full": one graph, in which decorated functions are called plainly.
+    :param check: whether the arrays among the arguments (and in mode "full" in ``attn_metadata``) have to be where they
+        were at the recording: looked at in the "first" replay of each recording, "always", or "never".
+    :param record_new: whether descriptors that have no recording get one; if not, the function is called.
+    :param copy_inputs: whether device arrays among the arguments, in lists, tuples and dicts too, are copied into those
+        of the recording. If not, the caller keeps to the same arrays.
+    :raises ArgumentError: if an argument is none of these.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], comm: Communicator | None = None, *, mode: str = "piecewise",
+        check: str = "first", record_new: bool = True, copy_inputs: bool = False,
+    ) -> None:  # fmt: skip
+        check_mode(mode)
+        if mode == "none":
+            raise ArgumentError("mode must be 'piecewise' or 'full'; found 'none': call the function")
+        check_word(check)
+        self._function, self._comm, self._mode, self._check = function, comm, mode, check
+        self._record_new, self._copy_inputs = record_new, copy_inputs
+        self._pool: GraphPool | None = None
+        self._recorded: dict[Hashable, _Recorded] = {}
+
+    @property
+    def recordings(self) -> Mapping[Hashable, Graph]:
+        """The graphs by batch descriptor, in the order in which they were recorded."""
+        return MappingProxyType({descriptor: one.graph for descriptor, one in self._recorded.items()})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's result. See the class, :meth:`Graph.record` and :meth:`Graph.replay` for what is raised.
+
+        :raises AddressChangedError: before anything is launched, if arrays are elsewhere than at the recording.
+        """
+        context = get_forward_context()
+        if context is None or context.mode != self._mode:
+            return self._function(*args, **kwargs)
+        recorded = self._recorded.get(context.batch_descriptor)
+        if recorded is not None:
+            if self._copy_inputs:
+                try:
+                    _copy([args, kwargs], recorded.arguments, "")
+                except BaseException as error:
+                    self._communicator().refuse(error)
+                    raise
+            recorded.graph.replay(self._inputs(context, args, kwargs))
+            return recorded.outputs
+        comm = self._communicator()
+        if not self._record_new or comm.backend != "ipc":
+            return self._function(*args, **kwargs)
+        return self._record(comm, context, args, kwargs)
+
+    def _record(
+        self, comm: Communicator, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        graph = Graph(
+            comm, pool=self._pool, check=self._check, breaks=self._mode == "piecewise",
+            name=str(context.batch_descriptor),
+        )  # fmt: skip
+        with graph.record(self._inputs(context, args, kwargs)):
+            outputs = self._function(*args, **kwargs)
+        self._pool = graph.pool
+        outputs = without_blocks(outputs, graph.pool)
+        self._recorded[context.batch_descriptor] = _Recorded(graph, outputs, [args, kwargs])
+        return outputs
+
+    def _inputs(self, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        roots: list[tuple[str, Any]] = []
+        if not self._copy_inputs:
+            roots += [(f"args[{index}]", value) for index, value in enumerate(args)]
+            roots += [(f'kwargs["{name}"]', value) for name, value in kwargs.items()]
+        if self._mode == "full":
+            roots.append(("attn_metadata", context.attn_metadata))
+        return Inputs(roots)
+
+    def _communicator(self) -> Communicator:
+        if self._comm is None:
+            from ..default import get_communicator
+
+            self._comm = get_communicator()
+        return self._comm
+
+    def close(self) -> None:
+        """Closes the recordings; further calls record anew. Outputs of earlier calls are no longer valid."""
+        while self._recorded:
+            self._recorded.popitem()[1].graph.close()
+        self._pool = None
+
+    def __enter__(self) -> GraphRunner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Recorded:
+    """A recording, what the function returned, and what it was called with."""
+
+    def __init__(self, graph: Graph, outputs: Any, arguments: Any) -> None:
+        self.graph, self.outputs, self.arguments = graph, outputs, arguments
+
+
+def _copy(new: Any, recorded: Any, path: str) -> None:
+    """Copies device arrays into those of the recording. :raises ArgumentError: where the two do not correspond."""
+    for name, source, target in _pairs(new, recorded, path):
+        stream = arrays.current_stream()[0]
+        there, here = arrays.view(target, stream), arrays.view(source, stream)
+        if here.shape != there.shape or here.dtype != there.dtype:
+            raise ArgumentError(
+                f"{name} must be {there.dtype} {there.shape}, as at the recording; found {here.dtype} {here.shape}"
+            )
+        if arrays.pointer(here) != arrays.pointer(there):
+            arrays.copy_into(there, here, stream)
+
+
+def _pairs(new: Any, recorded: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    """(path, array, the recorded one) for each device array, in the order of the arguments."""
+    if type(recorded) in (list, tuple, dict):
+        same = type(new) is type(recorded) and len(new) == len(recorded)
+        if not same or (type(new) is dict and new.keys() != recorded.keys()):
+            raise ArgumentError(f"{path or 'the arguments'} must have the recording's {len(recorded)} entries")
+        for key in recorded if type(recorded) is dict else range(len(recorded)):
+            name = f"{path}[{json.dumps(key, default=repr)}]" if path else ("args", "kwargs")[key]
+            yield from _pairs(new[key], recorded[key], name)
+    elif _is_array(recorded):
+        if not _is_array(new):
+            raise ArgumentError(f"{path} must be a device array, as at the recording; found {type(new).__qualname__}")
+        yield path, new, recorded
+
+
+def _is_array(value: Any) -> bool:
+    locate = arrays.locator(type(value))
+    return locate is not None and locate(value) is not None

@@ -1,0 +1,348 @@
+"""Runners: a recording for each batch descriptor, the forward context, and the check of addresses."""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import cupy
+import numpy as np
+
+from ipcreduce import (
+    AddressChangedError,
+    ArgumentError,
+    CudaError,
+    Graph,
+    GraphRunner,
+    PeerFailedError,
+    RankMismatchError,
+    eager_break,
+    forward_context,
+    get_forward_context,
+)
+from tests.graphs.common import LAST, RANK, SIZE, TOTAL, given_back, held_by_library, mine, raises, right, works
+
+
+@dataclass(frozen=True)
+class Batch:
+    """As engines describe one."""
+
+    tokens: int
+
+
+@dataclass
+class Metadata:
+    """What attention reads."""
+
+    bias: Any
+    lengths: list[Any]
+
+
+class Net:
+    """A model with attention as its break, which reads the forward context. Static inputs for each batch size."""
+
+    def __init__(self, comm: Any) -> None:
+        self.comm, self.runs = comm, 0
+        self.inputs = {tokens: mine(16 * tokens) for tokens in (8, 6, 4, 3, 2, 1)}
+
+    def __call__(self, x: Any) -> Any:
+        self.runs += 1
+        total = self.comm.allreduce(x)
+        attended = cupy.zeros(total.shape, total.dtype)
+        attend(total, out=attended)
+        return {"out": self.comm.allreduce(attended + x, "max"), "total": total}
+
+    def check(self, found: Any, x: Any, bias: float) -> None:
+        """Bit for bit what an eager run gives."""
+        with forward_context(None, "none", Metadata(bias, [])):
+            expected = self(x)
+        for name, array in expected.items():
+            assert cupy.asnumpy(found[name]).tobytes() == cupy.asnumpy(array).tobytes(), name
+
+
+@eager_break
+def attend(array: Any, *, out: Any) -> None:
+    context = get_forward_context()
+    assert context is not None, "a break has the context of its call"
+    out[...] = array
+    out += context.attn_metadata.bias
+
+
+def one_for_each_batch(comm: Any) -> None:
+    """Six batch sizes, 0, 1 or 3 passes of warm-up, in and out of capture(): the results of an eager run."""
+    for passes in (0, 1, 3):
+        for captured in (False, True):
+            net = Net(comm)
+            with GraphRunner(net, comm) as runner:
+
+                def call(tokens: int, bias: float, runner: Any = runner, net: Any = net) -> None:
+                    with forward_context(Batch(tokens), "piecewise", Metadata(bias, [])):
+                        found = runner(net.inputs[tokens])
+                    net.check(found, net.inputs[tokens], bias)
+
+                def record(net: Any = net, passes: int = passes, call: Any = call) -> None:
+                    for tokens in net.inputs:
+                        for turn in range(1 + passes):
+                            call(tokens, turn)
+
+                if captured:
+                    with comm.capture():
+                        record()
+                else:
+                    record()
+                assert list(runner.recordings) == [Batch(tokens) for tokens in net.inputs]
+                assert len({id(graph.pool) for graph in runner.recordings.values()}) == 1
+                eager, order = net.runs, random.Random(3)
+                for turn in range(12):
+                    tokens = order.choice(list(net.inputs))
+                    net.inputs[tokens].fill((RANK + 1) * turn)
+                    call(tokens, turn)
+                assert net.runs == eager + 12, "the function ran for a replay"
+            assert not runner.recordings
+    works(comm)
+
+
+def which_calls_replay(comm: Any) -> None:
+    """No context, mode "none", another mode, a new descriptor with record_new=False: the function runs."""
+    net = Net(comm)
+    x = net.inputs[2]
+    with forward_context("inner", "none", Metadata(1, [])), GraphRunner(net, comm) as runner:
+        for context in (None, ("a", "none"), ("a", "full")):
+            if context is None:
+                runner(x)
+            else:
+                with forward_context(*context, Metadata(1, [])):
+                    runner(x)
+        assert (net.runs, len(runner.recordings)) == (3, 0)
+        with forward_context("a", "piecewise", Metadata(1, [])):
+            runner(x)
+            runner(x)
+        assert (net.runs, list(runner.recordings)) == (4, ["a"])
+    with GraphRunner(net, comm, record_new=False) as runner, forward_context("a", attn_metadata=Metadata(1, [])):
+        runner(x)
+        runner(x)
+        assert (net.runs, len(runner.recordings)) == (6, 0)
+    assert get_forward_context() is None
+    for wrong in (lambda: forward_context("a", "fast").__enter__(), lambda: GraphRunner(net, comm, mode="none")):
+        with raises(ArgumentError, "mode must be"):
+            wrong()
+    with raises(ArgumentError, "check must be"):
+        GraphRunner(net, comm, check="sometimes")
+    with raises(ArgumentError, "hashable"):
+        forward_context([1]).__enter__()
+    works(comm)
+
+
+def full_around_piecewise(comm: Any) -> None:
+    """A runner for the whole model around those of its layers: the mode of the call says which records."""
+    layer = GraphRunner(lambda x: comm.allreduce(x) + 1, comm)
+    model = GraphRunner(lambda x: layer(layer(x)), comm, mode="full")
+    source = mine(60)
+    for mode, recorded in (("piecewise", (1, 0)), ("full", (1, 1)), ("none", (1, 1))):
+        for turn in range(3):
+            source.fill((RANK + 1) * (turn + 1))
+            with forward_context("only", mode):
+                if mode == "piecewise":  # one recording has one input
+                    found = layer(source)
+                    right(found, TOTAL * (turn + 1) + 1)
+                else:
+                    right(model(source), (TOTAL * (turn + 1) + 1) * SIZE + 1)
+        assert (len(layer.recordings), len(model.recordings)) == recorded
+    text = model.recordings["only"].describe()
+    assert "graph only: " in text, text
+    assert text.count("segment:") == 1
+    model.close()
+    layer.close()
+    works(comm)
+
+
+def contexts(comm: Any) -> None:
+    """One a thread; nested ones; a break sees that of its own call."""
+    seen: list[Any] = []
+    source = mine(30)
+
+    @eager_break
+    def look() -> None:
+        seen.append(get_forward_context())
+
+    def body() -> Any:
+        total = comm.allreduce(source)
+        look()
+        return total + 1
+
+    runner = GraphRunner(body, comm)
+    for number in range(3):
+        with forward_context("a", "piecewise", number) as context:
+            runner()
+            assert seen.pop() is context
+            with forward_context("b", "none", number) as inner:
+                assert get_forward_context() is inner
+            assert get_forward_context() is context
+            thread = threading.Thread(target=lambda: seen.append(get_forward_context()))
+            thread.start()
+            thread.join()
+            assert seen.pop() is None
+    runner.close()
+    works(comm)
+
+
+def addresses(comm: Any) -> None:
+    """Arrays that are elsewhere at a replay: named, before anything is launched; "first", "always" and "never"."""
+    net = Net(comm)
+    for mode in ("piecewise", "full"):
+        for check in ("first", "always", "never"):
+            data = {"x": mine(40), "more": [mine(8)]}
+            metadata = Metadata(cupy.zeros(40, np.float32), [mine(4), mine(5)])
+
+            def body(data: Any, *, scale: Any) -> Any:
+                total = comm.allreduce(data["x"]) + scale
+                out = cupy.zeros(40, np.float32)
+                attend(total, out=out)
+                return out
+
+            scale = mine(1)
+            with GraphRunner(body, comm, mode=mode, check=check) as runner:
+
+                def call(data: Any = data, scale: Any = scale, metadata: Any = metadata, **how: Any) -> Any:
+                    with forward_context("a", how["mode"], metadata):
+                        return how["runner"](data, scale=scale)
+
+                how = {"mode": mode, "runner": runner}
+                first = call(**how)
+                moved = {"x": mine(40), "more": [mine(8), mine(9)]}
+                if check == "never":
+                    assert call(moved, **how) is first
+                    continue
+                launched = comm._call
+                with raises(AddressChangedError, 'args[0]["x"]: 0x', 'args[0]["more"][1]') as caught:
+                    call(moved, **how)
+                error = caught.error
+                assert set(error.changed) == {'args[0]["x"]', 'args[0]["more"][0]'}, error.changed
+                assert set(error.added) == {'args[0]["more"][1]'}
+                assert comm._call <= launched + 1, "something was launched"
+                works(comm)
+                with raises(AddressChangedError, 'kwargs["scale"]'):
+                    call(scale=mine(1), **how)
+                works(comm)
+                other = Metadata(metadata.bias, [metadata.lengths[0], mine(6)])
+                if mode == "full":
+                    with raises(AddressChangedError, "attn_metadata.lengths[1]", "shape"):
+                        call(metadata=other, **how)
+                    works(comm)
+                else:  # attention runs in the break, and reads what is there
+                    call(metadata=other, **how)
+                assert call(**how) is first
+                if check == "first":
+                    assert call(moved, **how) is first
+                else:
+                    with raises(AddressChangedError, 'args[0]["x"]'):
+                        call(moved, **how)
+                    works(comm)
+    source, named = mine(30), {"a": mine(10)}
+    with Graph(comm, check="always") as graph:
+        with graph.record(named):
+            total = comm.allreduce(source)
+        graph.replay(named)
+        graph.replay()
+        with raises(AddressChangedError, 'inputs["a"]'):
+            graph.replay({"a": mine(10)})
+        works(comm)
+        right(total)
+    del net
+    works(comm)
+
+
+def elsewhere_on_one_rank(comm: Any) -> None:
+    """The others hear of it, and do not wait."""
+    source = mine(30)
+    with Graph(comm) as graph:
+        with graph.record([source]):
+            total = comm.allreduce(source)
+        error = AddressChangedError if RANK == LAST else PeerFailedError
+        with raises(error, "inputs[0]"):
+            graph.replay([mine(30) if RANK == LAST else source])
+            comm.synchronize()
+        works(comm)
+        graph.replay([source])
+        right(total)
+    works(comm)
+
+
+def copied_inputs(comm: Any) -> None:
+    """copy_inputs=True: new arrays are copied into the recorded ones; shapes and dtypes must stay."""
+    before = held_by_library(comm)
+    with GraphRunner(lambda x, more: comm.allreduce(x + more["y"][0]) + 1, comm, copy_inputs=True) as runner:
+        for turn in range(1, 5):
+            with forward_context("a"):
+                result = runner(mine(50) * turn, {"y": (mine(50),)})
+            right(result, TOTAL * (turn + 1) + 1)
+        for args, words in (
+            ((mine(51), {"y": (mine(50),)}), ["args[0]", "float32 (50,)", "float32 (51,)"]),
+            ((mine(50), {"y": (mine(50, np.int32),)}), ['args[1]["y"][0]', "float32", "int32"]),
+            ((mine(50), {"y": (7,)}), ['args[1]["y"][0]', "a device array", "int"]),
+            ((mine(50), {"z": (mine(50),)}), ["args[1]", "1 entries"]),
+        ):
+            with raises(ArgumentError, *words), forward_context("a"):
+                runner(*args)
+            works(comm)
+        del args, result
+    given_back(comm, before)
+
+
+def descriptors_differ(comm: Any) -> None:
+    """Ranks with different descriptors: an error that names both, at recording and at replay."""
+    net = Net(comm)
+    with GraphRunner(net, comm) as runner:
+
+        def call(tokens: int) -> None:
+            with forward_context(Batch(tokens), "piecewise", Metadata(0, [])):
+                runner(net.inputs[tokens])
+            comm.synchronize()
+
+        with raises(RankMismatchError, "Batch(tokens=2)", "Batch(tokens=4)"):
+            call(4 if RANK == LAST else 2)
+        assert not runner.recordings
+        works(comm)
+        call(4)
+        call(2)
+        with raises(RankMismatchError, "Batch(tokens=2)", "Batch(tokens=4)"):
+            call(4 if RANK == LAST else 2)
+        works(comm)
+        with raises(RankMismatchError, "Batch(tokens=1)", "Batch(tokens=4)"):  # one records, the others replay
+            call(1 if RANK == LAST else 4)
+        works(comm)
+        assert list(runner.recordings) == [Batch(4), Batch(2)]
+        call(2)
+    works(comm)
+
+
+def fails_while_recording(comm: Any) -> None:
+    """An exception leaves no recording behind; the next call records."""
+    fail = [True]
+
+    def body() -> Any:
+        total = comm.allreduce(source)
+        if fail[0] and RANK == LAST:
+            raise LookupError("lost it")
+        return total
+
+    source = mine(20)
+    with GraphRunner(body, comm) as runner, forward_context("a"):
+        with raises(LookupError if RANK == LAST else PeerFailedError, "lost it"):
+            runner()
+        assert not runner.recordings
+        works(comm)
+        fail[0] = False
+        right(runner())
+        right(runner())
+        assert list(runner.recordings) == ["a"]
+    assert issubclass(CudaError, RuntimeError)
+    works(comm)
+
+
+SCENARIOS = [
+    one_for_each_batch, which_calls_replay, full_around_piecewise, contexts, addresses, elsewhere_on_one_rank,
+    copied_inputs, descriptors_differ, fails_while_recording,
+]  # fmt: skip

@@ -36,6 +36,28 @@ def check_device(ordinal: int, array: Any, name: str) -> None:
         )
 
 
+def device_out(ordinal: int, source: Any, out: Any, stream: int) -> Any:
+    """The CuPy array over ``out``, ready on ``stream``. :raises ArgumentError: if it does not fit ``source``."""
+    if not arrays.is_device(out, "out"):
+        raise ArgumentError("out must lie on the device, as array does; found a NumPy array")
+    target = arrays.view(out, stream)
+    check_out(source, target)
+    check_device(ordinal, target, "out")
+    if target is not out and arrays.is_readonly(out):
+        raise ArgumentError("out must be writable; found a read-only array")
+    return target
+
+
+def check_aligned(*used: Any) -> None:
+    """:raises ArgumentError: if an array's address is no multiple of its itemsize, which a GPU cannot read."""
+    for array in used:
+        if arrays.pointer(array) % array.itemsize:
+            raise ArgumentError(
+                f"array and out must lie at multiples of their itemsize, {array.itemsize}; found address "
+                f"{arrays.pointer(array):#x}. Copy it to a new array first"
+            )
+
+
 def overlap_in_part(source: Any, target: Any) -> bool:
     """Whether writing ``target`` could change parts of ``source`` that are not read yet. In place is safe."""
     first, other = arrays.pointer(source), arrays.pointer(target)

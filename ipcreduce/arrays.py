@@ -41,8 +41,11 @@ def available() -> None:
 
 # ---- devices and streams
 def current_device() -> int:
-    """CuPy's current device."""
-    return int(_load().cuda.runtime.getDevice())
+    """CuPy's current device. :raises UnsupportedError: if CuPy cannot use this machine's driver."""
+    try:
+        return int(_load().cuda.runtime.getDevice())
+    except RuntimeError as error:
+        raise UnsupportedError(f"CuPy does not work here: {error}") from error
 
 
 def use_device(ordinal: int) -> None:
@@ -186,26 +189,31 @@ def extent(array: Any) -> tuple[int, int]:
     return start + first, start + past
 
 
-def empty(shape: tuple[int, ...], dtype: np.dtype[Any], stream: int) -> Any:
-    """A new device array, from CuPy's allocator, for use on ``stream``."""
+def empty(shape: tuple[int, ...], dtype: np.dtype[Any], stream: int, device: int) -> Any:
+    """A new array on ``device``, from CuPy's allocator, for use on ``stream``."""
     cupy = _load()
     if stream == current_stream()[0]:
-        return cupy.empty(shape, dtype)
-    with cupy.cuda.ExternalStream(stream):
-        return cupy.empty(shape, dtype)
+        array = cupy.empty(shape, dtype)
+    else:
+        with cupy.cuda.ExternalStream(stream):
+            array = cupy.empty(shape, dtype)
+    if array.data.device_id != device:  # this thread's current device is another one: looked at only now, for speed
+        with cupy.cuda.Device(device), cupy.cuda.ExternalStream(stream):
+            array = cupy.empty(shape, dtype)
+    return array
 
 
 def contiguous_copy(array: Any, stream: int) -> Any:
     """A C-contiguous copy of a device array, made on ``stream``."""
     cupy = _load()
-    with cupy.cuda.ExternalStream(stream):
+    with cupy.cuda.Device(device_of(array)), cupy.cuda.ExternalStream(stream):
         return array.copy(order="C")
 
 
 def copy_into(target: Any, value: Any, stream: int) -> None:
     """``target[...] = value``, both device arrays of one shape and dtype, on ``stream``."""
     cupy = _load()
-    with cupy.cuda.ExternalStream(stream):
+    with cupy.cuda.Device(device_of(target)), cupy.cuda.ExternalStream(stream):
         target[...] = value
 
 

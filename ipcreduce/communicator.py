@@ -13,6 +13,7 @@ import numpy as np
 from . import arguments, arrays, lifetime
 from .errors import (
     ArgumentError,
+    CaptureError,
     GraphStateError,
     IpcReduceError,
     PeerFailedError,
@@ -139,7 +140,7 @@ class Communicator(GraphSupport):
                     return self._reduce_device(array, op, out, stream)
                 return self._reduce_host(array, op, out)
             except BaseException as error:
-                self._failed(error, array)
+                self._failed(error)
                 raise
 
     def _reduce_device(self, array: Any, op: str, out: Any, stream: Any) -> Any:
@@ -154,22 +155,26 @@ class Communicator(GraphSupport):
         if type(op) is not str:
             arguments.check_kind(source, op)
         prepared = engine.find(source.shape, source.dtype, op) or self._prepare(engine, source, op)
-        arguments.check_device(engine.device.ordinal, source, "array")
+        device = engine.device.ordinal
+        arguments.check_device(device, source, "array")
         if out is None:
-            target = result = arrays.empty(source.shape, source.dtype, handle)
+            target = result = arrays.empty(source.shape, source.dtype, handle, device)
         elif out is array:
             target, result = source, out
             if source is not array and arrays.is_readonly(out):
                 raise ArgumentError("out must be writable; found a read-only array")
         else:
-            target, result = self._device_target(engine, source, out, handle), out
+            target, result = arguments.device_out(device, source, out, handle), out
             if arguments.overlap_in_part(source, target):
                 source = arrays.contiguous_copy(source, handle)
         direct = target
         if not arrays.is_contiguous(target):
-            direct = arrays.empty(source.shape, source.dtype, handle)
+            direct = arrays.empty(source.shape, source.dtype, handle, device)
         if not arrays.is_contiguous(source):
             source = arrays.contiguous_copy(source, handle)
+        source_at, direct_at = arrays.pointer(source), arrays.pointer(direct)
+        if (source_at | direct_at) & (source.itemsize - 1):
+            arguments.check_aligned(source, direct)
         recorder = None if self.recording is None else self.recording.recorder(handle)
         if recorder is None:
             self._call = faults.enter(self._call, prepared.what, handle)
@@ -178,7 +183,7 @@ class Communicator(GraphSupport):
         if self._size == 1:
             arrays.copy_into(direct, source, handle)
         else:
-            engine.run(prepared, arrays.pointer(source), arrays.pointer(direct), handle, owner, recorder)
+            engine.run(prepared, source_at, direct_at, handle, owner, recorder)
         if direct is not target:
             arrays.copy_into(target, direct, handle)
         if recorder is not None:
@@ -190,17 +195,6 @@ class Communicator(GraphSupport):
     def _prepare(self, engine: Engine, source: Any, op: str) -> Prepared:
         return engine.prepare(source.shape, source.dtype, arguments.check_kind(source, op), op, source.nbytes)
 
-    def _device_target(self, engine: Engine, source: Any, out: Any, stream: int) -> Any:
-        """The CuPy array over ``out``. :raises ArgumentError: if it does not fit."""
-        if not arrays.is_device(out, "out"):
-            raise ArgumentError("out must lie on the device, as array does; found a NumPy array")
-        target = arrays.view(out, stream)
-        arguments.check_out(source, target)
-        arguments.check_device(engine.device.ordinal, target, "out")
-        if target is not out and arrays.is_readonly(out):
-            raise ArgumentError("out must be writable; found a read-only array")
-        return target
-
     def _reduce_host(self, array: np.ndarray[Any, Any], op: str, out: Any) -> np.ndarray[Any, Any]:
         dtype = arguments.check_kind(array, op)
         if isinstance(array, np.ma.MaskedArray):
@@ -211,19 +205,21 @@ class Communicator(GraphSupport):
             arguments.check_out(array, out)
             if arrays.is_readonly(out):
                 raise ArgumentError("out must be writable; found a read-only array")
-        interrupt = None
-        if self._faults is not None:  # a rank that reduces a device array in this call will be noticed there
-            faults, what = self._faults, control.host_signature(array.shape, dtype, op)
+        text = f"{op} of {dtype} {array.shape}"
+        if self._engine is None or self._faults is None:
+            result = self._host.allreduce(array, op, self._call, text)
+        else:  # agreed on through the control page, where a rank that reduces a device array is noticed too
+            faults, what = self._faults, control.Signature.of(f"{text} on the host")
             call = self._call = faults.enter(self._call, what, 0)
-            interrupt = lambda: faults.raise_pending(call)  # noqa: E731
-        result = self._host.allreduce(array, op, self._call, interrupt)
+            faults.vote(call, control.Vote(call, True, 0, 0, ""))
+            result = self._host.allreduce(array, op, call, None, interrupt=lambda: faults.raise_lost(call))
         if out is None:
             return result
         out[...] = result
         return out
 
-    def _failed(self, error: BaseException, array: Any) -> None:
-        """Tells the other ranks that this one does not make this call, and gives the error its place."""
+    def _failed(self, error: BaseException) -> None:
+        """Gives the error its place, and tells the other ranks that this one does not make this call."""
         if isinstance(error, PeerLostError):
             self._unusable = error
         elif not isinstance(error, _SHARED):
@@ -233,16 +229,23 @@ class Communicator(GraphSupport):
                 if isinstance(error, GraphStateError):
                     return  # no rank can do this within a recording, so none waits for us
                 self.recording.error = self.recording.error or error  # however the body takes it
-            if self._faults is None or isinstance(array, np.ndarray):
-                self._host.refuse(error, self._call)
-            else:
-                self._faults.refuse(self._call, error)
+            try:
+                self._refuse(error)
+            except PeerLostError as lost:
+                self._unusable = lost
+                raise
         if self._host.halfway:
             self._unusable = PeerLostError(report(
                 self._rank, self._call, expected="every rank to go through this call together",
                 found=f"that this one left it halfway ({type(error).__name__}: {error})",
                 advice="The communicator can only be closed.",
             ))  # fmt: skip
+
+    def _refuse(self, error: BaseException) -> None:
+        if self._engine is None or self._faults is None:
+            self._host.refuse(error, self._call)
+        elif not (isinstance(error, CaptureError) and self._engine.is_capturing(arrays.current_stream()[0])):
+            self._faults.refuse(self._call, error)  # else the abort word would spoil what is being captured
 
     # ---- waiting and ending
     def synchronize(self, stream: Any = None) -> None:
@@ -253,7 +256,7 @@ class Communicator(GraphSupport):
         with self._lock:
             self.check_usable()
             if self._engine is not None and self._faults is not None:
-                self._engine.synchronize(None if stream is None else arrays.stream_handle(stream))
+                self._engine.order.synchronize(None if stream is None else arrays.stream_handle(stream))
                 self._engine.mappings.collect()
                 release.flush()
                 try:
@@ -270,6 +273,8 @@ class Communicator(GraphSupport):
         with self._lock:
             if self not in lifetime.live:
                 return
+            if self.recording is not None and self.recording.here:
+                raise GraphStateError("close() within a recording: leave the with block first")
             lifetime.live.remove(self)
             engine, self._engine, self._faults = self._engine, None, None
             lost = isinstance(self._unusable, PeerLostError)

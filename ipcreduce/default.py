@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from . import arrays, lifetime
 from .communicator import Communicator
-from .errors import ArgumentError
+from .errors import ArgumentError, IpcReduceError
 
 _default: Communicator | None = None
 _default_lock = threading.Lock()
@@ -25,8 +26,9 @@ def _default_for(array: Any) -> Communicator:
     with _default_lock:
         if _default is None or _default not in lifetime.live:
             device = None
-            if array is not None and not isinstance(array, np.ndarray) and arrays.is_device(array):
-                device = arrays.device_of(arrays.view(array, arrays.current_stream()[0]))
+            with suppress(IpcReduceError):  # the call itself is refused, once there is somebody to tell
+                if array is not None and not isinstance(array, np.ndarray) and arrays.is_device(array):
+                    device = arrays.device_of(arrays.view(array, arrays.current_stream()[0]))
             _default = Communicator(device=device)
         return _default
 

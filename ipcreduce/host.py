@@ -15,7 +15,7 @@ import numpy as np
 
 from .errors import IpcReduceError, PeerFailedError, RankMismatchError, report
 from .ipc import wire
-from .numerics import DTYPES, fold
+from .numerics import fold
 
 _ONE_SHOT_BYTES = 64 << 10  # up to here every rank gets and folds everything; above, a chunk each
 _SEGMENT_BYTES = 64 << 20  # bounds the temporary memory, and MPI's 32-bit counts
@@ -32,10 +32,12 @@ class HostReducer:
         self._interrupt: Callable[[], None] | None = None
 
     def allreduce(
-        self, array: np.ndarray[Any, Any], op: str, call: int, interrupt: Callable[[], None] | None = None
-    ) -> np.ndarray[Any, Any]:
+        self, array: np.ndarray[Any, Any], op: str, call: int, what: str | None,
+        interrupt: Callable[[], None] | None = None,
+    ) -> np.ndarray[Any, Any]:  # fmt: skip
         """The reduction of every rank's ``array``: a new C-contiguous array of its shape and dtype.
 
+        :param what: the call in words, which are compared; None if the ranks have agreed on it already.
         :raises RankMismatchError: if shape, dtype, op or call number differ. :raises PeerFailedError: if a rank
             refused this call. :raises PeerTimeoutError: if a rank did not come.
 
@@ -43,7 +45,9 @@ class HostReducer:
         """
         wire.check_mpi_runs()
         self._deadline, self._call, self._interrupt = time.monotonic() + self._timeout, call, interrupt
-        self._agree(f"{op} of {DTYPES[array.dtype]} {array.shape}")
+        if what is not None:
+            self._agree(what)
+        self.halfway = True
         flat = np.ascontiguousarray(array).reshape(-1)
         result = flat.copy()
         if self._n > 1:

@@ -14,6 +14,8 @@ import numpy as np
 from ..errors import CudaError, UnsupportedError
 
 IPC_HANDLE_BYTES = 64
+PER_THREAD_STREAM = 2  # CU_STREAM_PER_THREAD: another stream in every thread
+NOT_READY = 600
 INVALID_CONTEXT = (201, 400, 709)  # CUDA_ERROR_INVALID_CONTEXT, _INVALID_HANDLE, _CONTEXT_IS_DESTROYED
 
 _bindings: Any = None
@@ -55,11 +57,12 @@ def call(name: str, *arguments: Any) -> Any:
     bindings = _bindings or load()
     result = getattr(bindings, name)(*arguments)
     if result[0]:
-        _fail(name, result[0])
+        fail(name, result[0])
     return result[1] if len(result) == 2 else result[1:]
 
 
-def _fail(name: str, code: Any) -> None:
+def fail(name: str, code: Any) -> None:
+    """:raises CudaError: for a call that gave ``code``."""
     text = _bindings.cuGetErrorString(code)[1]
     raise CudaError(name, int(code), f"{getattr(code, 'name', code)}, {text.decode() if text else 'unknown error'}")
 
@@ -137,9 +140,14 @@ def memory_info() -> tuple[int, int]:
 
 
 def fill(address: int, byte: int, nbytes: int) -> None:
-    """Sets bytes of device memory; done when it returns."""
-    call("cuMemsetD8", address, byte, nbytes)
-    call("cuStreamSynchronize", 0)
+    """Sets bytes of device memory; done when it returns. On a stream of its own: the default one may not be used by
+    anybody while a stream that blocks it captures."""
+    stream = call("cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING
+    try:
+        call("cuMemsetD8Async", address, byte, nbytes, stream)
+        call("cuStreamSynchronize", stream)
+    finally:
+        call("cuStreamDestroy", stream)
 
 
 def copy_to_device(address: int, data: np.ndarray) -> None:
@@ -245,7 +253,7 @@ class Launch:
             self._stream = stream
         (code,) = self._launch(self._config, self._function, self._params, 0)
         if code:
-            _fail("cuLaunchKernelEx", code)
+            fail("cuLaunchKernelEx", code)
 
 
 # ---- streams, events, capture
@@ -272,6 +280,19 @@ def wait_event(stream: int, event: int) -> None:
 def synchronize_stream(stream: int) -> None:
     """Waits for everything on ``stream``."""
     call("cuStreamSynchronize", stream)
+
+
+def is_idle(stream: int) -> bool:
+    """Whether everything on ``stream`` is done."""
+    (code,) = load().cuStreamQuery(stream)
+    if code and int(code) != NOT_READY:
+        fail("cuStreamQuery", code)
+    return not code
+
+
+def synchronize_event(event: int) -> None:
+    """Waits for the last record of ``event``."""
+    call("cuEventSynchronize", event)
 
 
 def capture_id(stream: int) -> int:

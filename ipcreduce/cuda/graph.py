@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from .driver import Launch, call, load
+from .driver import Launch, call, fail, load
 
 
 def create_stream() -> int:
@@ -41,19 +42,29 @@ def set_kernel(node: int, launch: Launch) -> None:
     launch.set_node(node)
 
 
-def instantiate(graph: int) -> int:
-    """An executable graph, which :func:`launch_graph` launches."""
-    return int(call("cuGraphInstantiate", graph, 0))
+class Executable:
+    """A graph made ready to be launched. Handles are kept as the bindings' objects: making them takes 0.3 us each."""
 
+    __slots__ = ("_handle", "_launch", "_stream", "_stream_handle")
 
-def launch_graph(executable: int, stream: int) -> None:
-    """Launches it on ``stream``."""
-    call("cuGraphLaunch", executable, stream)
+    def __init__(self, graph: int) -> None:
+        """:raises CudaError: if it cannot be made of ``graph``, which stays as it is."""
+        self._handle = call("cuGraphInstantiate", graph, 0)
+        self._launch = load().cuGraphLaunch
+        self._stream: int = -1
+        self._stream_handle: Any = None
 
+    def launch(self, stream: int) -> None:
+        """Launches it on ``stream``."""
+        if stream != self._stream:
+            self._stream_handle, self._stream = load().CUstream(stream), stream
+        (code,) = self._launch(self._handle, self._stream_handle)
+        if code:
+            fail("cuGraphLaunch", code)
 
-def destroy_executable(executable: int) -> None:
-    """Destroys an executable graph, once it has run to its end."""
-    call("cuGraphExecDestroy", executable)
+    def destroy(self) -> None:
+        """Gives it back, once it has run to its end."""
+        call("cuGraphExecDestroy", self._handle)
 
 
 def destroy_graph(graph: int) -> None:

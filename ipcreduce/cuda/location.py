@@ -1,16 +1,15 @@
 """Where arrays lie, as they say by ``__cuda_array_interface__`` and DLPack, without a copy or a CUDA call.
 
-Attributes are read as ``object`` does it: an array's type may have a ``__getattribute__`` or a metaclass of its own.
+Attributes are read as ``object`` and ``type`` do it, whatever ``__getattribute__`` a type or its metaclass has.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import inspect
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -23,13 +22,20 @@ Locate = Callable[[Any], "Location | None"]
 _PROTOCOLS = "__cuda_array_interface__", "__dlpack__", "__dlpack_device__"
 
 
+def namespaces(kind: type) -> list[Mapping[str, Any]]:
+    """The ``__dict__`` of a class and of those that it inherits from, in the order of resolution."""
+    mro, namespace = (type.__dict__[name].__get__ for name in ("__mro__", "__dict__"))
+    return [namespace(base) for base in mro(kind)]
+
+
 def locator(kind: type) -> Locate | None:
     """What tells where an object of this type lies; None if the type is no array's, or NumPy's.
 
     It gives None for an array that is not on an NVIDIA GPU, and raises ``ArgumentError`` if one does not say where it
     is. An array that has both protocols is asked by the interface, and by DLPack if that fails.
     """
-    interface, *dlpack = (inspect.getattr_static(kind, name, None) is not None for name in _PROTOCOLS)
+    found = namespaces(kind)
+    interface, *dlpack = (any(name in namespace for namespace in found) for name in _PROTOCOLS)
     readers = [_by_interface] * interface + [_by_dlpack] * all(dlpack)
     if issubclass(kind, np.ndarray) or not readers:
         return None

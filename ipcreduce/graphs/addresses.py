@@ -15,15 +15,13 @@ from operator import is_
 from typing import Any, NamedTuple
 
 from .. import arrays
+from ..cuda import location
 from ..cuda.location import Locate, Location
 from ..errors import AddressChangedError, ArgumentError
 
 LIMIT = 10**5  # objects
 SHOWN = 20  # differences in a message
 _SKIPPED = type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType
-# By the descriptors of type itself: a metaclass may have a __getattribute__, or attributes of these names.
-_mro: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
-_namespace: Callable[[type], Any] = type.__dict__["__dict__"].__get__
 
 Roots = Sequence[tuple[str, Any]]
 Suffix = Callable[[Any], str]  # what a key adds to a path
@@ -41,7 +39,7 @@ def collect_addresses(obj: Any) -> dict[str, int]:
     :raises ArgumentError: if there are more than 100,000 objects, each counted once for every path to it; if a device
         array does not give its address.
     """
-    return {path: location[0] for path, location in _Walk([("", obj)]).locations().items()}
+    return {path: place[0] for path, place in _Walk([("", obj)]).locations().items()}
 
 
 class AddressCheck:
@@ -87,7 +85,7 @@ class _Layout(NamedTuple):
 def _layout(kind: type) -> _Layout:
     if issubclass(kind, _SKIPPED):
         return _Layout(None, ())
-    namespaces = [_namespace(base) for base in _mro(kind)]
+    namespaces = location.namespaces(kind)
     parts = []
     if issubclass(kind, dict):
         parts.append(_ITEMS)
@@ -97,10 +95,10 @@ def _layout(kind: type) -> _Layout:
         fields = next((namespace["_fields"] for namespace in namespaces if "_fields" in namespace), ())
         parts.append(_Part(_elements(tuple.__iter__, fields), (".{}" if fields else "[{}]").format))
     slots: dict[str, Any] = {}
-    for namespace in namespaces:
+    for namespace in reversed(namespaces):
         for name, member in namespace.items() if "__slots__" in namespace else ():
             if type(member) is types.MemberDescriptorType and not name.startswith("_"):
-                slots.setdefault(name, member.__get__)
+                slots[name] = member.__get__
     if slots:
         parts.append(_Part(_slots(slots), ".{}".format))
     for namespace in namespaces:
@@ -208,12 +206,12 @@ class _Walk:
                 layout = self._layout(type(value))
                 if layout.locate is not None:
                     try:
-                        location = layout.locate(value)
+                        place = layout.locate(value)
                     except ArgumentError as error:
                         raise ArgumentError(f"{_short(self._path(number) + suffix(key))}: {error}") from error
-                    step.arrays.append((position, layout.locate, location))
-                    if location is not None:
-                        inside.append((suffix, key, location))
+                    step.arrays.append((position, layout.locate, place))
+                    if place is not None:
+                        inside.append((suffix, key, place))
                         continue
                 if not layout.parts:
                     continue
@@ -242,8 +240,8 @@ class _Walk:
             found, values = read(met[container])
             if len(values) != len(kinds) or found != keys or not all(map(is_, map(type, values), kinds)):
                 return False
-            for position, locate, location in located:
-                if locate(values[position]) != location:
+            for position, locate, place in located:
+                if locate(values[position]) != place:
                     return False
             for position, number in containers:
                 if number == len(met):
@@ -255,11 +253,11 @@ class _Walk:
     def locations(self) -> dict[str, Location]:
         """Where each array lies, by path."""
         found: dict[str, Location] = {}
-        for number, suffix, key, location in self._arrays:
+        for number, suffix, key, place in self._arrays:
             path = self._path(number) + suffix(key)
             while path in found:  # keys whose texts are the same
                 path += "'"
-            found[path] = location
+            found[path] = place
         return found
 
     def _path(self, number: int) -> str:

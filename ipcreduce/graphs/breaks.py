@@ -81,7 +81,7 @@ class Break:
             output = result
         else:
             with arrays.allocating(self._pool.allocator, stream):
-                output = arrays.empty(fresh.shape, fresh.dtype, stream)
+                output = arrays.empty(fresh.shape, fresh.dtype, stream, arrays.device_of(fresh))
             arrays.copy_into(output, fresh, stream)
         self._output = without_blocks(arrays.view(output, stream), self._pool)
         return output

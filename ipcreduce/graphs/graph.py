@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import arrays
 from ..cuda import driver
+from ..cuda.graph import Executable
 from ..errors import ArgumentError, CaptureError, GraphStateError
 from ..ipc import release
 from ..ipc.control import Signature
@@ -113,7 +114,7 @@ class Graph:
         """
         comm = self._comm
         engine = comm.require_engine("a Graph")
-        recording, inputs = Recording(engine, self._name, *arrays.current_stream()), Inputs.of(inputs)
+        recording, inputs = Recording(self._name, *arrays.current_stream()), Inputs.of(inputs)
         comm.begin_recording(recording, lambda: self._check_record(engine, recording.caller, inputs))
         error: BaseException | None = None
         self._state, self._recording, current.graph = "recording", recording, self
@@ -141,9 +142,7 @@ class Graph:
         self._held = [*recording.held, inputs]
         self._state = "staged"
         comm.recorded(self)
-        if last is not None:
-            comm.launch(last, recording.stream, None)
-        engine.hand_over(recording.stream, recording.caller, recording.owner)
+        comm.run_recording(last, recording)
         self._warn()
 
     def _check_record(self, engine: Engine, stream: int, inputs: Inputs) -> None:
@@ -160,11 +159,12 @@ class Graph:
         self._resources = Resources(self._pool, engine, recording.segments)
         weakref.finalize(self, self._resources.release)
         self._caller_allocator = arrays.current_allocator()
-        recording.open(self._pool)
+        recording.pool, recording.stream = self._pool, engine.recording_stream()
+        self._comm.order(recording.caller, recording.stream)
 
     def _end_segment(self, recording: Recording) -> Segment | None:
         segment = recording.end_segment()
-        if not segment.executable:
+        if segment.executable is None:
             return None
         self._steps.append(segment)
         return segment
@@ -205,7 +205,7 @@ class Graph:
             return result
         except BaseException as error:
             recording.error = recording.error or error  # however the body takes it: nothing is captured any more
-            self._comm.refuse(error)
+            self._comm.leave(error)
             raise
 
     def _warn(self) -> None:
@@ -235,7 +235,6 @@ class Graph:
             passes unchanged; the other ranks get :class:`PeerFailedError`.
         """
         comm = self._comm
-        comm.check_usable()
         try:
             self._expect("replay()", "staged", "record it first, once, and do not close it", "registered")
             if current.graph is not None:
@@ -256,7 +255,7 @@ class Graph:
                 try:
                     step.replay(handle)
                 except BaseException as error:
-                    comm.refuse(error)
+                    comm.leave(error)
                     raise
 
     # ---- registration
@@ -278,7 +277,7 @@ class Graph:
     def _pools(self) -> list[GraphPool]:
         return [pool for pool in (self._pool, self._comm.memory) if pool is not None]
 
-    def registered(self, executables: dict[Segment, int], mappings: Mappings, keys: frozenset[Key]) -> None:
+    def registered(self, executables: dict[Segment, Executable], mappings: Mappings, keys: frozenset[Key]) -> None:
         """Takes executables whose large all-reduces are direct. Peers have our pools mapped from now on."""
         assert self._resources is not None
         self._resources.register(executables, mappings, keys, self._pools())

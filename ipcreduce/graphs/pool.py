@@ -18,6 +18,7 @@ from ..cuda import driver
 from ..ipc.release import attempt, give_back
 
 _numbers = itertools.count()
+_lock = threading.RLock()  # one for all: arrays of any pool are collected in any thread, also while another allocates
 _UNIT = 2 << 20  # bytes: smaller allocations share a block of the driver's, which IPC would export whole
 
 
@@ -37,7 +38,6 @@ class Slabs:
 
     def __init__(self, context: int) -> None:
         self._context = context
-        self._lock = threading.RLock()  # arrays are collected in any thread, and while this one allocates
         self._slabs: list[Slab] = []
         self._blocks: dict[int, tuple[int, Slab]] = {}  # by address: bytes, and where they lie
         self._marked: set[int] = set()
@@ -53,7 +53,7 @@ class Slabs:
 
     def allocate(self, nbytes: int, device: int) -> int:
         """The address of ``nbytes`` bytes: the smallest marked block that fits and is half used, or a new one."""
-        with self._lock:
+        with _lock:
             fitting = [a for a in self._marked if nbytes <= self._blocks[a][0] <= 2 * nbytes]
             if fitting:
                 address = min(fitting, key=lambda a: self._blocks[a][0])
@@ -73,7 +73,7 @@ class Slabs:
 
     def find(self, address: int, nbytes: int) -> Slab | None:
         """The slab that holds these bytes, if one does."""
-        with self._lock:
+        with _lock:
             for slab in self._slabs:
                 if slab.address <= address and address + nbytes <= slab.address + slab.nbytes:
                     return slab
@@ -81,7 +81,7 @@ class Slabs:
 
     def free(self, address: int, device: int) -> None:
         """CuPy has no more use for a block; captured nodes may have."""
-        with self._lock:
+        with _lock:
             self._marked.add(address)
             self._blocks[address][1].blocks -= 1
         if not self.users:
@@ -89,14 +89,14 @@ class Slabs:
 
     def release(self) -> None:
         """One graph less uses the slabs."""
-        with self._lock:
+        with _lock:
             self.users -= 1
         if not self.users:
             give_back(self._context, self._give_back)
 
     def _give_back(self) -> None:
         """Gives unused slabs back to the driver, if no graph is left that may use them."""
-        with self._lock:
+        with _lock:
             unused = [slab for slab in self._slabs if not slab.blocks and not self.users]
             for slab in unused:
                 self._slabs.remove(slab)

@@ -14,7 +14,7 @@ from ..cuda import graph as cuda_graph
 from ..errors import CaptureError, CudaError
 from ..ipc import release
 from ..ipc.control import Signature
-from ..ipc.engine import Engine, Prepared, Recorder
+from ..ipc.engine import Prepared, Recorder
 from ..ipc.plan import Step
 from .pool import GraphPool
 
@@ -58,7 +58,8 @@ class Segment:
     """A part of a recording without breaks: one CUDA graph."""
 
     def __init__(self, graph: int, calls: list[Call], name: str) -> None:
-        self.graph, self.executable, self.calls = graph, 0, calls
+        self.graph, self.calls = graph, calls
+        self.executable: cuda_graph.Executable | None = None  # None: nothing was captured
         self.nodes = cuda_graph.Nodes(0, 0, ())
         text = f"replay of {name}: {len(calls)} all-reduces"
         every = [call.what for call in calls]
@@ -69,14 +70,14 @@ class Segment:
         try:
             self.nodes = cuda_graph.inspect_graph(self.graph)
             if self.nodes.kernels + self.nodes.others:
-                self.executable = cuda_graph.instantiate(self.graph)
+                self.executable = cuda_graph.Executable(self.graph)
         except CudaError as error:
             raise cannot_be_captured(error) from error
 
     def steps(self) -> Iterator[Callable[[], None]]:
         """What gives it back."""
-        if self.executable:
-            yield lambda: cuda_graph.destroy_executable(self.executable)
+        if self.executable is not None:
+            yield self.executable.destroy
         yield lambda: cuda_graph.destroy_graph(self.graph)
 
 
@@ -87,7 +88,7 @@ class Recording:
     :param caller: the stream that was current, and ``owner``, which keeps it.
     """
 
-    def __init__(self, engine: Engine, name: str, caller: int, owner: Any) -> None:
+    def __init__(self, name: str, caller: int, owner: Any) -> None:
         self.name = f"graph {name}" if name else "a graph"
         self.caller, self.owner = caller, owner
         self.number = 0  # of the call that the recording is
@@ -96,7 +97,6 @@ class Recording:
         self.held: list[Any] = []
         self.stream = 0
         self.pool: GraphPool | None = None
-        self._engine = engine
         self._thread = threading.get_ident()
         self._capture = -1
         self._calls: list[Call] = []
@@ -110,11 +110,6 @@ class Recording:
     def signatures(self) -> list[Signature]:
         """Of all its all-reduces."""
         return [call.what for segment in self.segments for call in segment.calls]
-
-    def open(self, pool: GraphPool) -> None:
-        """After what the caller has launched; memory comes from ``pool``."""
-        self.pool, self.stream = pool, self._engine.recording_stream()
-        self._engine.order(self.caller, self.stream)
 
     # ---- segments
     def begin_segment(self) -> None:
@@ -146,7 +141,10 @@ class Recording:
     # ---- all-reduces
     def recorder(self, stream: int) -> Recorder | None:
         """What to tell of every launch on ``stream``; None if that is not part of the capture."""
-        if self._capture == -1 or driver.capture_id(stream) != self._capture:
+        try:
+            if self._capture == -1 or driver.capture_id(stream) != self._capture:
+                return None
+        except CudaError:  # a thread without a context, which does not record
             return None
 
         def note(call: Prepared, step: Step, source: int, target: int) -> None:

@@ -127,7 +127,7 @@ def _map(
 def _switch(mpi: Any, engine: Engine, chosen: list[tuple[_Candidate, list[int], list[Key]]], deadline: float) -> None:
     """Makes the nodes direct and their segments executable again. :raises UnsupportedError: if that fails on a rank."""
     error: IpcReduceError | None = None
-    executables: dict[Segment, int] = {}
+    executables: dict[Segment, cuda_graph.Executable] = {}
     try:
         for candidate, addresses, _ in chosen:
             launched = candidate.launched
@@ -136,7 +136,7 @@ def _switch(mpi: Any, engine: Engine, chosen: list[tuple[_Candidate, list[int], 
             )
             cuda_graph.set_kernel(launched.node, launch)
         for segment in dict.fromkeys(candidate.segment for candidate, _, _ in chosen):
-            executables[segment] = cuda_graph.instantiate(segment.graph)
+            executables[segment] = cuda_graph.Executable(segment.graph)
     except IpcReduceError as caught:
         error = caught
     try:
@@ -144,7 +144,7 @@ def _switch(mpi: Any, engine: Engine, chosen: list[tuple[_Candidate, list[int], 
     except UnsupportedError:
         for executable in executables.values():
             with suppress(CudaError):
-                cuda_graph.destroy_executable(executable)
+                executable.destroy()
         with suppress(CudaError):
             engine.mappings.unmap_unused()
         raise

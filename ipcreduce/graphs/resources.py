@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from ..cuda import graph as cuda_graph
+from ..cuda.graph import Executable
 from ..errors import CudaError
 from ..ipc.engine import Engine
 from ..ipc.mappings import Key, Mappings
@@ -24,7 +24,7 @@ class Resources:
         pool.retain()
 
     def register(
-        self, executables: dict[Segment, int], mappings: Mappings, keys: frozenset[Key], pools: list[GraphPool]
+        self, executables: dict[Segment, Executable], mappings: Mappings, keys: frozenset[Key], pools: list[GraphPool]
     ) -> None:
         """Takes executables with direct kernels, and keeps ``pools`` while peers map them."""
         for pool in pools:
@@ -38,20 +38,20 @@ class Resources:
         for segment, executable in executables.items():
             old, segment.executable = segment.executable, executable
             with suppress(CudaError):  # every rank has agreed to go on
-                cuda_graph.destroy_executable(old)  # once it has run
+                if old is not None:
+                    old.destroy()  # once it has run
 
     def release(self) -> None:
         """Idempotent. Of the direct kernels, a last replay is waited for: it writes to what is unmapped here."""
         if not self._released:
             self._released = True
-            if self._mapped is not None:
-                self._engine.hold_last()
+            self._engine.order.hold_last()
             give_back(self._engine.context, *self._steps(), self._pool.release)
 
     def _steps(self) -> Iterator[Callable[[], None]]:
         if self._mapped is not None:
             mappings, serial, keys = self._mapped
-            yield self._engine.drain
+            yield self._engine.order.drain
             yield lambda: mappings.drop(serial, keys)
         for segment in self._segments:
             yield from segment.steps()

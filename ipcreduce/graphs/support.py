@@ -44,7 +44,7 @@ class GraphSupport:
     _call: int
     _unusable: IpcReduceError | None
 
-    def _failed(self, error: BaseException, array: Any) -> None:
+    def _failed(self, error: BaseException) -> None:
         raise NotImplementedError
 
     def synchronize(self, stream: Any = None) -> None:
@@ -76,15 +76,23 @@ class GraphSupport:
             try:
                 yield self._engine, self._faults
             except BaseException as error:
-                self._failed(error, None)
+                self._failed(error)
                 raise
 
     def refuse(self, error: BaseException) -> None:
-        """Tells the others that this rank goes no further, unless they know. The caller raises ``error``."""
+        """Tells the others that this rank does not make a call. The caller raises ``error``."""
         with self._lock, suppress(IpcReduceError):
-            if self._unusable is None and not (self._faults is not None and self._faults.told):
+            if self._unusable is None:
                 self._call += 1
-                self._failed(error, None)
+                self._failed(error)
+
+    def leave(self, error: BaseException) -> None:
+        """Tells the others that this rank goes no further, unless they know that something went wrong.
+
+        Then it must not meet them in a resynchronisation: they may be waiting for its vote.
+        """
+        if self._faults is not None and not self._faults.told:
+            self.refuse(error)
 
     # ---- recording
     def begin_recording(self, recording: Recording, check: Callable[[], None]) -> None:
@@ -106,7 +114,7 @@ class GraphSupport:
         with self._lock:
             self.recording = None
             if error is not None:
-                self.refuse(error)  # a rank may wait in the body, in a break say
+                self.leave(error)  # a rank may wait in the body, in a break say
             self._agree(recording.number, recording.signatures, error)
 
     def _agree(self, number: int, calls: list[Signature], error: BaseException | None) -> None:
@@ -117,7 +125,7 @@ class GraphSupport:
             deadline = time.monotonic() + self._timeout
             self._call, theirs = agree(self._faults, self._mpi, number, calls, error, self._call, deadline)
         except IpcReduceError as shared:
-            self._failed(shared, None)
+            self._failed(shared)
             theirs = shared
         if error is not None or theirs is not None:
             try:
@@ -143,20 +151,34 @@ class GraphSupport:
                     self._unusable = error
                     raise
 
+    def order(self, before: int, after: int) -> None:
+        """What comes on stream ``after`` waits for what is on ``before``."""
+        with self._lock:
+            if self._engine is not None:
+                self._engine.order.chain(before, after)
+
+    def run_recording(self, last: Segment | None, recording: Recording) -> None:
+        """Launches the last segment, and lets the caller's stream wait for it."""
+        with self._lock:
+            if last is not None:
+                self.launch(last, recording.stream, None)
+            if self._engine is not None:
+                self._engine.order.hand_over(recording.stream, recording.caller, recording.owner)
+
     def launch(self, segment: Segment, stream: int, owner: Any) -> None:
         """Launches a segment; as one call, ordered and compared as all-reduces are, if it has some. Collective."""
         with self._lock:
-            self.check_usable()
-            engine, faults = self._engine, self._faults
-            assert engine is not None
-            assert faults is not None
-            self._call += bool(segment.calls)
+            if self._unusable is not None:
+                self.check_usable()
+            engine, faults, executable = self._engine, self._faults, segment.executable
+            assert engine is not None and faults is not None and executable is not None  # noqa: PT018
             try:
                 if segment.calls:
+                    self._call += 1
                     self._call = faults.enter(self._call, segment.signature, stream)
-                engine.launch_graph(segment.executable, stream, owner)
+                engine.launch_graph(executable, stream, owner)
             except BaseException as error:
-                self._failed(error, None)
+                self._failed(error)
                 raise
             if self._sync and segment.calls:
                 self.synchronize(stream)
@@ -188,7 +210,7 @@ class GraphSupport:
         with self._lock:
             graphs, self._recorded = self._recorded, []
             if error is not None:
-                self.refuse(error)
+                self.leave(error)
                 raise error
             with self._calling() as (_, faults):
                 self._call = number = faults.enter(self._call, _CAPTURE, 0)
@@ -208,6 +230,7 @@ class GraphSupport:
             if self.memory is None:
                 self.memory = GraphPool(self._engine.context)
                 self.memory.retain()
-            stream = arrays.current_stream()[0]
+            stream, device = arrays.current_stream()[0], self._engine.device.ordinal
+            shape = (shape,) if isinstance(shape, int) else shape
             with arrays.allocating(self.memory.allocator, stream):
-                return arrays.empty((shape,) if isinstance(shape, int) else shape, np.dtype(dtype), stream)
+                return arrays.empty(shape, np.dtype(dtype), stream, device)

@@ -32,6 +32,7 @@ _CALL = np.dtype([("key", "<u8"), ("stream", "<u8"), ("text", "S80")])
 _VOTE = np.dtype([
     ("serial", "<u8"), ("call", "<u8"), ("ok", "<u4"), ("count", "<u4"), ("crc", "<u4"), ("text", "S512"),
 ], align=True)  # fmt: skip
+_CALL_WORDS = _CALL.itemsize // 8
 _RANK = np.dtype([
     ("pid", "<i8"), ("started", "<u8"), ("namespace", "<u8"), ("state", "<u4"), ("fault", "<u4"), ("fault_call", "<u8"),
     ("text", "S1024"), ("call", "<u8"), ("unmapped", "<u8", (REGISTRATIONS,)),
@@ -74,11 +75,6 @@ def signature(shape: tuple[int, ...], dtype: str, op: str) -> Signature:
     return Signature.of(f"{op} of {dtype} {shape}")
 
 
-def host_signature(shape: tuple[int, ...], dtype: str, op: str) -> Signature:
-    """That of one on the host: all have the same checksum, since host.py compares them over MPI."""
-    return Signature.of(f"{op} of {dtype} {shape} on the host", "on the host")
-
-
 class Page:
     """The mapped control page. One rank calls :meth:`create`, the others :meth:`open`; then all :meth:`join`."""
 
@@ -98,13 +94,20 @@ class Page:
         self._bytes = words.cast("B")
         self._call_word = (HEAD_BYTES + rank * _RANK.itemsize + _RANK.fields["call"][1]) // 8  # type: ignore[index]
         self._peer_words = [self._rings[r] // 8 for r in range(n) if r != rank]
-        self._own_ring = self._rings[rank]
+        self._own_word = self._rings[rank] // 8
+        self._texts: list[Signature | None] = [None] * RING
+        self.abort_word = self._words32[ABORT_OFFSET // 4 : ABORT_OFFSET // 4 + 1]
 
     @classmethod
     def create(cls, rank: int, n: int) -> Page:
         """A new page, in a file that only this user can open and nobody else made."""
         descriptor, path = tempfile.mkstemp(prefix="ipcreduce-", dir="/dev/shm")
-        os.ftruncate(descriptor, page_bytes(n))
+        try:
+            os.posix_fallocate(descriptor, 0, page_bytes(n))  # no room: an error now, and not a signal later
+        except OSError:
+            os.close(descriptor)
+            os.unlink(path)
+            raise
         return cls(descriptor, path, rank, n)
 
     @classmethod
@@ -138,13 +141,15 @@ class Page:
         :returns: a rank whose call differs, or None. A peer that comes later compares with this one.
         """
         words, slot = self._words64, call % RING
-        at = self._own_ring + slot * _CALL.itemsize
         key = (call & 0xFFFFFFFF) << 32 | what.crc
-        self._bytes[at + 16 : at + _CALL.itemsize] = what.record
-        words[at // 8 + 1] = stream
-        words[at // 8] = key
+        step = slot * _CALL_WORDS
+        at = self._own_word + step
+        if self._texts[slot] is not what:  # else it is there from RING calls ago
+            self._bytes[8 * at + 16 : 8 * at + _CALL.itemsize] = what.record
+            self._texts[slot] = what
+        words[at + 1] = stream
+        words[at] = key
         words[self._call_word] = call
-        step = slot * (_CALL.itemsize // 8)
         for word in self._peer_words:
             other = words[word + step]
             if other != key and other >> 32 == key >> 32:
@@ -194,7 +199,8 @@ class Page:
             ))  # fmt: skip
         return PeerTimeoutError(report(
             self.rank, call, expected=f"every rank within {timeout:g} s", found=self._who_is_where(),
-            advice="Look for a rank that waits elsewhere (a transfer, a lock, another collective), or raise timeout=.",
+            advice="Look for a rank that waits elsewhere (a transfer, a lock, another collective, a decorator outside"
+            " of eager_break), or raise timeout=.",
         ))  # fmt: skip
 
     def _who_is_where(self) -> str:

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from ..cuda import compiler, driver, graph
-from ..errors import CaptureError, CudaError
+from ..errors import ArgumentError, CudaError
 from . import plan
-from .control import ABORT_OFFSET, HEAD_BYTES, Page, Signature, missing_offset, signature
+from .control import ABORT_OFFSET, HEAD_BYTES, REFUSED, Page, Signature, missing_offset, signature
 from .mappings import Mappings
-from .release import attempt, hold
+from .order import CallOrder
+from .release import attempt, captures, drop
 from .watchdog import Watchdog
 from .workspace import Workspace
 
@@ -60,14 +61,10 @@ class Engine:
         self.algorithm = algorithm
         self._timeout = timeout
         self._control = driver.register_host(page.address, HEAD_BYTES)
-        self._event = driver.create_event()
+        self.order = CallOrder()
         self._modules: list[int] = []
         self._functions: dict[tuple[str, str, str], int] = {}
         self._prepared: dict[tuple[Any, ...], Prepared] = {}
-        self._fast = -1  # the stream on which the last eager call ran, if nothing has to be looked at there
-        self._eager: int | None = None  # the stream of the last eager call
-        self._capture = (0, 0)  # the last captured call: (capture id, stream)
-        self._stream_owner: Any = None
         self._recording_stream = 0
 
     def describe(self) -> list[str]:
@@ -158,23 +155,27 @@ class Engine:
         """
 
         try:
-            if stream != self._fast:
-                self._follow(stream, owner)
+            if stream != self.order.fast:
+                self.order.follow(stream, owner)
             for launch, words, step in prepared.launches:
                 words[_IN], words[_OUT] = source + step.offset, target + step.offset
                 launch.run(stream)
                 if recorder is not None:
                     recorder(prepared, step, source, target)
+            if stream == driver.PER_THREAD_STREAM:
+                self.order.launched(stream)
         except CudaError as error:
             with self._own_context(error):
                 self.run(prepared, source, target, stream, owner, recorder)
 
-    def launch_graph(self, executable: int, stream: int, owner: Any) -> None:
+    def launch_graph(self, executable: graph.Executable, stream: int, owner: Any) -> None:
         """Launches an executable graph on ``stream``, behind the last call. :raises CudaError: if that fails."""
         try:
-            if stream != self._fast:
-                self._follow(stream, owner)
-            graph.launch_graph(executable, stream)
+            if stream != self.order.fast:
+                self.order.follow(stream, owner)
+            executable.launch(stream)
+            if stream == driver.PER_THREAD_STREAM:
+                self.order.launched(stream)
         except CudaError as error:
             with self._own_context(error):
                 self.launch_graph(executable, stream, owner)
@@ -192,61 +193,16 @@ class Engine:
             with suppress(CudaError):  # the work is launched
                 driver.set_context(current)
 
-    def _follow(self, stream: int, owner: Any) -> None:
-        """Orders ``stream`` behind the last call, which was on another stream: two of our kernels never overlap.
-
-        Eager calls follow the last eager call, by an event; captured calls the last one of the same capture, which
-        becomes an edge of the graph. Between an eager call and a captured one there is nothing to order.
-        """
-        capture = driver.capture_id(stream)
-        if not capture:
-            if self._eager is not None and self._eager != stream:
-                if driver.capture_id(self._eager):
-                    raise CaptureError(
-                        f"rank {self.rank}: an eager call on stream {stream:#x} has to follow an earlier one on stream "
-                        f"{self._eager:#x}, which is now being captured. Call synchronize() before that capture begins."
-                    )
-                self.order(self._eager, stream)
-            self._eager = self._fast = stream
-            self._stream_owner = owner
-            return
-        hold(stream)
-        previous = self._capture[1] if self._capture[0] == capture else None
-        if previous is None and self._fast != -1 and driver.capture_id(self._fast) == capture:
-            previous = self._fast  # it began to capture since, and its calls took the quick way
-        if previous is not None and previous != stream:
-            self.order(previous, stream)
-        self._capture, self._fast = (capture, stream), -1
-
-    def order(self, before: int, after: int) -> None:
-        """What comes on stream ``after`` waits for what is on ``before``."""
-        driver.record_event(self._event, before)
-        driver.wait_event(after, self._event)
-
     def is_capturing(self, stream: int) -> bool:
         """Whether ``stream`` is part of a capture: its work does not run yet."""
         return driver.capture_id(stream) != 0
 
-    def hand_over(self, before: int, after: int, owner: Any) -> None:
-        """Stream ``after`` waits for ``before`` and is now where the last call ran: it may capture again."""
-        self.order(before, after)
-        self._eager = self._fast = after
-        self._stream_owner = owner
-
-    def hold_last(self) -> None:
-        """Nothing is freed while the stream of the last eager call captures: it cannot be waited for."""
-        if self._eager is not None:
-            hold(self._eager)
-
-    def drain(self) -> None:
-        """Waits for the eager calls made so far, unless their stream is being captured, which that would spoil."""
-        if self._eager is not None and not driver.capture_id(self._eager):
-            self.synchronize()
-
     def use_context(self) -> None:
-        """Makes our context current in a thread that has none."""
+        """Makes our context current in a thread that has none. :raises ArgumentError: if it has another one."""
         if not driver.current_context():
             driver.set_context(self.context)
+        elif driver.current_context() != self.context:
+            raise ArgumentError(f"record() needs the communicator's GPU {self.device.ordinal} to be the current one")
 
     def recording_stream(self) -> int:
         """The one stream of all recordings: CuPy's pools keep their memory apart by stream."""
@@ -254,19 +210,17 @@ class Engine:
             self._recording_stream = graph.create_stream()
         return self._recording_stream
 
-    def synchronize(self, stream: int | None = None) -> None:
-        """Waits for the calls made so far: on ``stream``, or on the last one's."""
-        chosen = self._eager if stream is None else stream
-        if chosen is not None:
-            driver.synchronize_stream(chosen)
-        if stream is None or stream == self._eager:
-            self._eager, self._fast, self._stream_owner = None, -1, None
-
     # ---- ends
     def quiesce(self) -> None:
-        """Waits until no kernel of ours runs, on whatever stream. The abort word is up, so it takes microseconds."""
+        """Waits until no kernel of ours runs, on whatever stream. The abort word is up, so it takes microseconds.
+
+        While a stream captures, the device cannot be waited for: then only for what this communicator has launched.
+        """
         driver.set_context(self.context)
-        driver.synchronize()
+        if captures(self.context):
+            self.order.drain()
+        else:
+            driver.synchronize()
 
     def reset(self) -> None:
         """After every rank's :meth:`quiesce`: empty slots, fresh epochs, no fault."""
@@ -278,10 +232,11 @@ class Engine:
 
         Memory that a live peer still maps is not freed: it goes with the process.
         """
-        attempt(self.context, self._stop, self.workspace.unmap_peers, self.mappings.unmap_all)
+        deadline = time.monotonic() + wait
+        attempt(self.context, lambda: self._stop(deadline))
+        attempt(self.context, self.workspace.unmap_peers, self.mappings.unmap_all)
         self.page.leave()
         others = [rank for rank in range(self.n) if rank != self.rank]
-        deadline = time.monotonic() + wait
         while not (left := all(map(self.page.has_left, others))) and time.monotonic() < deadline:
             time.sleep(1e-3)
         if left:
@@ -289,18 +244,19 @@ class Engine:
         self.release()
         attempt(self.context, partial(driver.release_context, self.device.ordinal))
 
-    def _stop(self) -> None:
-        try:
-            driver.synchronize()
-        except CudaError:  # while a stream captures, the device cannot be waited for
-            self.synchronize()
+    def _stop(self, deadline: float) -> None:
+        """Waits for our kernels; those that wait for a peer beyond the deadline are ended."""
+        if not self.order.is_done(deadline):
+            self.page.post(REFUSED, self.page.call_of(self.rank), "it closed the communicator")
+        self.quiesce()
 
     def release(self) -> None:
         """Gives back what only this process uses."""
         if self.watchdog is not None:
             self.watchdog.stop()
-        steps = [partial(driver.unregister_host, self.page.address), partial(driver.destroy_event, self._event)]
+        steps: list[Callable[[], None]] = [partial(driver.unregister_host, self.page.address), self.order.release]
         if self._recording_stream:
+            drop(self._recording_stream)
             steps.append(partial(graph.destroy_stream, self._recording_stream))
         attempt(self.context, *steps, *(partial(driver.unload_module, module) for module in self._modules))
         self._modules.clear()

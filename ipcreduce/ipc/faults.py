@@ -24,6 +24,7 @@ class Faults:
 
     def __init__(self, engine: Engine, mpi: Any, timeout: float) -> None:
         self._engine, self._page, self._mpi, self._timeout = engine, engine.page, mpi, timeout
+        self._abort_word = engine.page.abort_word
         self.told = False  # this rank has raised what the abort word stands for
         self._serial = 0  # of the last vote
 
@@ -35,7 +36,7 @@ class Faults:
         :raises CaptureError: if there is something to settle and ``stream`` is being captured.
         """
         page = self._page
-        if page.aborted:
+        if self._abort_word[0]:
             self.raise_pending(call)
             # Not told: the fault is a later call's, and this one, with no elements or captured, waits for nobody.
             if self.told:
@@ -56,25 +57,27 @@ class Faults:
         """Raises what the abort word stands for, if this rank has not done so, and if it is about its calls so far."""
         if not self._page.aborted:
             return
-        self.raise_lost(call)
         fault = self._page.fault()
-        if not self.told and (fault is None or fault[0] <= call):
+        if fault is None:
+            self.raise_lost(call)
+        if not self.told and (fault is None or fault[0] <= call):  # a rank may have gone since, but that is why
             self.told = True
             raise self._page.explain(call, self._timeout)
+        self.raise_lost(call)
 
     def raise_lost(self, call: int) -> None:
-        """:raises PeerLostError: if a rank has gone."""
-        lost = self._engine.watchdog.lost if self._engine.watchdog is not None else None
-        if lost is not None:
-            raise self._page.lost(call, *lost)
+        """For waits for the other ranks. :raises PeerLostError: if one has gone."""
+        if self._engine.watchdog is not None and self._engine.watchdog.lost is not None:
+            raise self._page.lost(call, *self._engine.watchdog.lost)
+        for rank in range(self._page.n):
+            if self._page.has_left(rank):
+                raise self._page.lost(call, rank, "it closed the communicator")
 
     def refuse(self, call: int, error: BaseException) -> None:
         """Ends a call that this rank does not make, on every rank; the caller raises ``error`` here.
 
         :raises IpcReduceError: a fault of an earlier call instead: what went wrong first is what has to be heard of.
         """
-        if isinstance(error, CaptureError):
-            return  # the abort word would spoil what the graph does that is being captured here
         if self._page.aborted:  # and only now the fault: it is written before the word is raised
             earlier = self._page.fault()
             if earlier is None or earlier[0] < call:
@@ -86,7 +89,7 @@ class Faults:
     def _post(self, kind: int, call: int, text: str) -> None:
         # Earlier calls are let through first: the abort word would end them too.
         with contextlib.suppress(CudaError):  # the fault in hand is the one to tell of
-            self._engine.drain()
+            self._engine.order.drain()
         self._page.post(kind, call, text)
 
     def vote(self, number: int, mine: control.Vote) -> list[control.Vote]:
@@ -132,7 +135,7 @@ class Faults:
                 self._mpi, record, deadline, "the resynchronisation", call=call, interrupt=lambda: self.raise_lost(call)
             )
             self._engine.reset()
-            wire.vote(self._mpi, None, deadline, "the resynchronisation")
+            wire.vote(self._mpi, None, deadline, "the resynchronisation", interrupt=lambda: self.raise_lost(call))
         except PeerLostError:
             raise
         except IpcReduceError as error:

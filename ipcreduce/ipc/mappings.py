@@ -7,6 +7,7 @@ rank has marked it. So closing a graph waits for nobody.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -25,13 +26,15 @@ class Mappings:
         self._mapped: dict[Key, int] = {}
         self._uses: Counter[Key] = Counter()
         self._serial = 0
+        self._lock = threading.RLock()  # graphs are collected in any thread
         self._pins: dict[int, Callable[[], None]] = {}  # by serial number: what frees our memory
 
     def open(self, key: Key, handle: bytes) -> int:
         """Where a peer's slab is mapped here. :raises CudaError: if it cannot be mapped."""
-        if key not in self._mapped:
-            self._mapped[key] = driver.open_memory(handle)
-        return self._mapped[key]
+        with self._lock:
+            if key not in self._mapped:
+                self._mapped[key] = driver.open_memory(handle)
+            return self._mapped[key]
 
     def room(self) -> bool:
         """Whether one graph more can be registered: marks are kept for the last :data:`REGISTRATIONS`."""
@@ -44,37 +47,42 @@ class Mappings:
         :param release: called once no peer has our slabs mapped for this graph.
         :returns: the graph's serial number, for :meth:`drop`.
         """
-        self._uses.update(keys)
-        serial, self._serial = self._serial, self._serial + 1
-        self._pins[serial] = release
-        return serial
+        with self._lock:
+            self._uses.update(keys)
+            serial, self._serial = self._serial, self._serial + 1
+            self._pins[serial] = release
+            return serial
 
     def drop(self, serial: int, keys: Iterable[Key]) -> None:
         """A graph is gone. No kernel of it may be running. Its slabs are unmapped, if no other graph uses them.
 
         :raises CudaError: if that fails: the peers then keep their memory.
         """
-        self._uses.subtract(keys)
-        self.unmap_unused()
+        with self._lock:
+            self._uses.subtract(keys)
+            self.unmap_unused()
         self._page.mark_unmapped(serial)
         self.collect()
 
     def unmap_unused(self) -> None:
         """Unmaps the slabs that no graph uses. :raises CudaError: the last failure, once the others are unmapped."""
         failed = None
-        for key in [key for key in self._mapped if self._uses[key] <= 0]:
-            del self._uses[key]
-            try:
-                driver.close_memory(self._mapped.pop(key))
-            except CudaError as error:
-                failed = error
+        with self._lock:
+            for key in [key for key in self._mapped if self._uses[key] <= 0]:
+                del self._uses[key]
+                try:
+                    driver.close_memory(self._mapped.pop(key))
+                except CudaError as error:
+                    failed = error
         if failed is not None:
             raise failed
 
     def collect(self) -> None:
         """Frees the memory of graphs that every rank has dropped."""
-        for serial in [serial for serial in self._pins if self._page.all_unmapped(serial)]:
-            self._pins.pop(serial)()
+        with self._lock:
+            free = [self._pins.pop(serial) for serial in list(self._pins) if self._page.all_unmapped(serial)]
+        for release in free:
+            release()
 
     def unmap_all(self) -> None:
         """Unmaps everything of the peers. Idempotent."""

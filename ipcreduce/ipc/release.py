@@ -17,6 +17,7 @@ from . import watchdog
 
 _held: set[int] = set()  # streams that may be capturing
 _deferred: deque[tuple[int, Callable[[], None]]] = deque()
+_flushing = threading.Lock()
 
 
 def hold(stream: int) -> None:
@@ -33,15 +34,27 @@ def give_back(context: int, *steps: Callable[[], None]) -> None:
         flush()
 
 
+def drop(stream: int) -> None:
+    """``stream`` is about to be destroyed."""
+    _held.discard(stream)
+
+
 def flush() -> None:
-    """Runs what was put off, unless a stream still captures."""
-    while _deferred:
-        context, step = _deferred.popleft()
-        attempt(context, _look)
-        if _held:
-            _deferred.appendleft((context, step))
-            return
-        attempt(context, step)
+    """Runs what was put off, in order, unless a stream still captures, or a thread is at it: that one goes on."""
+    while _deferred and _flushing.acquire(blocking=False):
+        try:
+            while _deferred:
+                if captures(_deferred[0][0]):
+                    return
+                attempt(*_deferred.popleft())
+        finally:
+            _flushing.release()
+
+
+def captures(context: int) -> bool:
+    """Whether a stream that we know of is being captured."""
+    attempt(context, _look)
+    return bool(_held)
 
 
 def _look() -> None:

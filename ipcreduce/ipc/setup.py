@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-import warnings
 from contextlib import suppress
 from typing import Any
 
@@ -16,6 +15,7 @@ from ..cuda import driver
 from ..errors import ArgumentError, CudaError, IpcReduceError, UnsupportedError
 from . import plan, wire
 from .control import Page, own_identity
+from .devices import advise_spreading, raise_wrong, share_device
 from .engine import Engine
 from .options import Options
 from .watchdog import Watchdog
@@ -25,7 +25,6 @@ _VERIFY_SECONDS = 10.0
 _VERIFY_ROUNDS = 200  # about 1 us each over NVLink
 _VERIFY_ROUNDS_SHARED = 2  # each is a time slice where two ranks share a GPU
 _NOTHING, _WHOLE, _HALVES = 0, 1, 2  # verify.cu
-_MIN_CAPABILITY = (8, 0)
 
 
 def start(mpi: Any, options: Options) -> tuple[Engine | None, dict[str, str]]:
@@ -57,7 +56,7 @@ def _meet(mpi: Any, options: Options, deadline: float) -> np.ndarray[Any, Any]:
         timeout=options.timeout, algorithm=options.algorithm or "", workspace=options.workspace,
     )  # fmt: skip
     everyone = wire.allgather(mpi, record, deadline, "start-up")
-    _raise_wrong(mpi.Get_rank(), everyone)
+    raise_wrong(mpi.Get_rank(), everyone)
     for rank, other in enumerate(everyone):
         for field in ("timeout", "algorithm", "workspace"):
             if other[field] != record[0][field]:
@@ -66,15 +65,6 @@ def _meet(mpi: Any, options: Options, deadline: float) -> np.ndarray[Any, Any]:
                     f"{record[0][field]} here and {other[field]} on rank {rank}. Pass (or set) the same everywhere."
                 )
     return everyone
-
-
-def _raise_wrong(own: int, everyone: np.ndarray[Any, Any]) -> None:
-    """:raises ArgumentError: with this rank's own mistake, or else with the first that made one."""
-    wrong = np.flatnonzero(everyone["wrong"])
-    if len(wrong):
-        rank = own if own in wrong else int(wrong[0])
-        where = "" if rank == own else f"rank {rank}'s "
-        raise ArgumentError(f"rank {own}, start-up: {where}{wire.text_of(everyone[rank])}")
 
 
 def _missing() -> str | None:
@@ -107,31 +97,15 @@ def _refusal(everyone: np.ndarray[Any, Any]) -> str:
     return ""
 
 
-def choose_device(device: Any, rank: int) -> int:
-    """The ordinal that ``device`` means here. :raises ArgumentError: if it means none."""
-    count = driver.device_count()
-    if device is None:
-        return arrays.current_device()
-    if device == "auto":
-        return rank % count  # all ranks are on one host
-    ordinal = getattr(device, "id", device)
-    if isinstance(ordinal, bool) or not isinstance(ordinal, (int, np.integer)) or not 0 <= ordinal < count:
-        raise ArgumentError(
-            f"device must be None, 'auto' or the ordinal of one of the {count} visible GPUs; found {device!r}"
-        )
-    return int(ordinal)
-
-
 def _build(mpi: Any, options: Options, deadline: float) -> Engine:
     """The steps of start-up, each ended by a vote, so that all ranks go on or all give up."""
     rank, n = mpi.Get_rank(), mpi.Get_size()
-    info, devices = _share_device(mpi, options.device, deadline)
-    _advise_spreading(rank, devices)
+    info, devices = share_device(mpi, options.device, deadline)
+    advise_spreading(rank, devices)
     page = _share_page(mpi, rank, n, deadline)
-    context = driver.retain_context(info.ordinal)
-    workspace = engine = None
+    context, workspace = _share_workspace(mpi, rank, n, info, options, deadline)
+    engine = None
     try:
-        workspace = _share_workspace(mpi, rank, n, options.workspace if n > 1 else plan.MB, deadline)
         _map_peers(mpi, workspace, devices, deadline)
         error = None
         try:
@@ -150,48 +124,13 @@ def _build(mpi: Any, options: Options, deadline: float) -> Engine:
         return engine
     except IpcReduceError:
         with suppress(IpcReduceError):
-            if workspace is not None:
-                workspace.unmap_peers()
+            workspace.unmap_peers()
             wire.vote(mpi, None, deadline, "giving up")  # before anyone frees what another may still map
             if engine is not None:
                 engine.release()
-            if workspace is not None:
-                workspace.free()
+            workspace.free()
             driver.release_context(info.ordinal)
         raise
-
-
-def _share_device(mpi: Any, device: Any, deadline: float) -> tuple[driver.DeviceInfo, np.ndarray[Any, Any]]:
-    """This rank's GPU and every rank's wire.DEVICE. :raises ArgumentError: where ``device`` is wrong."""
-    info, error = None, None
-    try:
-        info = driver.device_info(choose_device(device, mpi.Get_rank()))
-        if device == "auto":
-            arrays.use_device(info.ordinal)
-        if info.capability < _MIN_CAPABILITY:
-            raise UnsupportedError(f"{info.name} has compute capability {info.capability}; 8.0 is needed")
-    except IpcReduceError as caught:
-        error = caught
-    record = wire.message(wire.DEVICE, error, wrong=isinstance(error, ArgumentError))
-    if info is not None:
-        record["uuid"], record["capability"] = np.void(info.uuid), info.capability
-        record["visible"], record["name"] = driver.device_count(), info.name
-    devices = wire.allgather(mpi, record, deadline, "choosing devices")
-    _raise_wrong(mpi.Get_rank(), devices)
-    wire.check(mpi, devices, "choosing devices")
-    assert info is not None
-    return info, devices
-
-
-def _advise_spreading(rank: int, devices: np.ndarray[Any, Any]) -> None:
-    used = [uuid.tobytes() for uuid in devices["uuid"]]
-    if rank == 0 and len(set(used)) < min(len(used), int(devices["visible"].max())):
-        warnings.warn(
-            f"{len(used)} ranks share {len(set(used))} GPU(s) while others are idle: kernels of one GPU take turns, "
-            "about 5 ms each. Make a device current on each rank, or pass Communicator(device='auto')",
-            RuntimeWarning,
-            stacklevel=6,
-        )
 
 
 def _share_page(mpi: Any, rank: int, n: int, deadline: float) -> Page:
@@ -200,15 +139,15 @@ def _share_page(mpi: Any, rank: int, n: int, deadline: float) -> Page:
         page = Page.create(rank, n) if rank == 0 else None
     except OSError as caught:
         error = caught
-    record = wire.message(wire.PAGE, error, path=page.path if page else "")
-    pages = wire.allgather(mpi, record, deadline, "creating the control page")
-    wire.check(mpi, pages, "creating the control page")
     try:
-        page = page or Page.open(bytes(pages[0]["path"]).decode(), rank, n)
-        page.join(*own_identity())
-    except OSError as caught:
-        error = caught
-    try:
+        record = wire.message(wire.PAGE, error, path=page.path if page else "")
+        pages = wire.allgather(mpi, record, deadline, "creating the control page")
+        wire.check(mpi, pages, "creating the control page")
+        try:
+            page = page or Page.open(bytes(pages[0]["path"]).decode(), rank, n)
+            page.join(*own_identity())
+        except OSError as caught:
+            error = caught
         wire.vote(mpi, error, deadline, "opening the control page (is /dev/shm shared between the ranks?)")
     finally:
         if page is not None and rank == 0:
@@ -217,15 +156,27 @@ def _share_page(mpi: Any, rank: int, n: int, deadline: float) -> Page:
     return page
 
 
-def _share_workspace(mpi: Any, rank: int, n: int, nbytes: int, deadline: float) -> Workspace:
-    workspace, error = None, None
+def _share_workspace(
+    mpi: Any, rank: int, n: int, info: driver.DeviceInfo, options: Options, deadline: float
+) -> tuple[int, Workspace]:
+    """The GPU's context, and this rank's workspace in it."""
+    context, workspace, error = 0, None, None
     try:
-        workspace = Workspace(rank, n, nbytes)
+        context = driver.retain_context(info.ordinal)
+        workspace = Workspace(rank, n, options.workspace if n > 1 else plan.MB)
     except CudaError as caught:
         error = caught
-    wire.vote(mpi, error, deadline, "allocating workspaces")
+    try:
+        wire.vote(mpi, error, deadline, "allocating workspaces")
+    except UnsupportedError:
+        with suppress(CudaError):
+            if workspace is not None:
+                workspace.free()
+            if context:
+                driver.release_context(info.ordinal)
+        raise
     assert workspace is not None
-    return workspace
+    return context, workspace
 
 
 def _map_peers(mpi: Any, workspace: Workspace, devices: np.ndarray[Any, Any], deadline: float) -> None:

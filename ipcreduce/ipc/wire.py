@@ -170,12 +170,14 @@ def allgather_rows(mpi: Any, rows: np.ndarray[Any, Any], deadline: float, what: 
     return gathered
 
 
-def vote(mpi: Any, error: BaseException | None, deadline: float, what: str) -> None:
+def vote(
+    mpi: Any, error: BaseException | None, deadline: float, what: str, interrupt: Callable[[], None] | None = None
+) -> None:
     """Ends a step of start-up on all ranks alike: if any rank met an error, every rank raises.
 
     :raises UnsupportedError: naming the ranks that failed and why.
     """
-    check(mpi, allgather(mpi, message(VOTE, error), deadline, what), what)
+    check(mpi, allgather(mpi, message(VOTE, error), deadline, what, interrupt=interrupt), what)
 
 
 def check(mpi: Any, gathered: np.ndarray[Any, Any], what: str) -> None:

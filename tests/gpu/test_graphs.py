@@ -27,6 +27,9 @@ def test_without_a_gpu(mpirun: Run) -> None:
     [
         (["graph_replay.py"], "1000 runs, 0 wrong"),
         (["train_digits.py", "--graph"], "each step one graph: "),
+        (["piecewise.py"], "200 runs in random order, 0 wrong"),
+        (["breakable.py", "--steps", "1000"], "full graph"),
+        (["decorator_order.py"], "step 4: 16, 16 is due"),
         (["torch_capture.py"], "100 replays of PyTorch's graph, 0 wrong"),
     ],
 )

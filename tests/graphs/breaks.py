@@ -20,7 +20,20 @@ from ipcreduce import (
     PeerFailedError,
     eager_break,
 )
-from tests.graphs.common import LAST, RANK, SIZE, TOTAL, WORLD, given_back, held_by_library, mine, raises, right, works
+from tests.graphs.common import (
+    LAST,
+    RANK,
+    SIZE,
+    TOTAL,
+    WORLD,
+    Canaries,
+    given_back,
+    held_by_library,
+    mine,
+    raises,
+    right,
+    works,
+)
 
 
 def real_data(comm: Any) -> None:
@@ -250,6 +263,29 @@ def views_of_arguments(comm: Any) -> None:
     works(comm)
 
 
+def held_arguments(comm: Any) -> None:
+    """What a break gets from elsewhere is kept by the graph, and goes with it."""
+    before = held_by_library(comm)
+    source, outside = mine(4000), cupy.full((4000,), 5, np.float32)
+
+    @eager_break
+    def add(array: Any, more: list[Any]) -> None:
+        array += more[0]
+
+    graph = Graph(comm)
+    with graph.record():
+        total = comm.allreduce(source)
+        add(total, [outside])
+    del outside
+    canaries = Canaries(*[16_000] * 6)
+    graph.replay()
+    right(total, TOTAL + 5)
+    canaries.intact()
+    graph.close()
+    del graph, total, source, canaries
+    given_back(comm, before)
+
+
 def side_streams(comm: Any) -> None:
     """Joined before a break they are fine; if not, the error says so, on every rank."""
     source, side = mine(200), cupy.cuda.Stream(non_blocking=True)
@@ -436,6 +472,6 @@ def unnoticed(comm: Any) -> None:
 
 
 SCENARIOS = [
-    real_data, add_eager, nested, reduces_inside, surroundings, returned, views_of_arguments, side_streams,
-    exceptions_in_breaks, caught_break, broken_pieces, two_communicators, unnoticed,
+    real_data, add_eager, nested, reduces_inside, surroundings, returned, views_of_arguments, held_arguments,
+    side_streams, exceptions_in_breaks, caught_break, broken_pieces, two_communicators, unnoticed,
 ]  # fmt: skip

@@ -309,6 +309,28 @@ def nothing_is_used_up(comm: Communicator) -> None:
     right(comm)
 
 
+def runners(comm: Communicator) -> None:
+    """Without GPUs a runner calls its function, whatever the context; breaks are plain calls."""
+    seen = []
+
+    @ipcreduce.eager_break
+    def look() -> None:
+        seen.append(ipcreduce.get_forward_context())
+
+    def body(array: np.ndarray) -> np.ndarray:
+        look()
+        return comm.allreduce(array) + 1
+
+    with ipcreduce.GraphRunner(body, comm) as runner:
+        for mode in ("piecewise", "full", "none"):
+            with ipcreduce.forward_context("a", mode, 7) as context:
+                assert runner(np.full(3, RANK)).tolist() == [SIZE * LAST / 2 + 1] * 3
+                assert seen.pop() is context
+        assert not runner.recordings
+    assert ipcreduce.get_forward_context() is None
+    assert ipcreduce.collect_addresses({"a": np.ones(3), "b": [comm]}) == {}
+
+
 # ---- several communicators, and their ends
 def sub_communicators(comm: Communicator) -> None:
     """Parts of the world, in another order, one rank alone; calls of different parts do not wait for each other."""
@@ -458,7 +480,7 @@ SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
         every_kind, random_sweep, a_float_sum_starts_at_rank_0, wrong_calls, late, memory_outlives_a_wait,
-        refused_while_another_is_late, interrupted, out_of_memory, arguments_differ, nothing_is_used_up,
+        refused_while_another_is_late, interrupted, out_of_memory, arguments_differ, nothing_is_used_up, runners,
         sub_communicators, side_by_side, threads, closing, a_call_after_another_rank_has_closed, default, forked,
     )
 }  # fmt: skip

@@ -44,7 +44,7 @@ def test_waits_end(mpirun: Callable, scenario: str, n: int):
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_communicators(mpirun: Callable, n: int):
     """All in one run, so that nothing that one of them leaves disturbs the next."""
-    scenarios = ["sub_communicators", "side_by_side", "threads", "closing", "default", "forked"]
+    scenarios = ["sub_communicators", "side_by_side", "threads", "closing", "default", "runners", "forked"]
     output = mpirun(WORKER, n, *scenarios, env=HOST).stdout
     assert all(f"{scenario}: right" in output for scenario in scenarios), output
 

@@ -152,6 +152,8 @@ _free: dict[tuple[int, int, int], list[int]] = defaultdict(list)  # by device, s
 class Memory:
     """From the pool: blocks of 512 bytes, kept for the stream that was current. All of them go back at once."""
 
+    used = 0  # bytes, by all
+
     def __init__(self, nbytes: int) -> None:
         self.device_id = _require_context()
         self.size = -(-nbytes // 512) * 512
@@ -159,6 +161,7 @@ class Memory:
         self.ptr = 0
         if self.size:
             self.ptr = _free[self._key].pop() if _free[self._key] else self._new()
+            Memory.used += self.size
 
     def _new(self) -> int:
         streams.refuse_while_capturing()
@@ -176,6 +179,7 @@ class Memory:
     def __del__(self) -> None:
         if getattr(self, "ptr", 0) and _free is not None:  # it is None at the interpreter's end
             _free[self._key].append(self.ptr)
+            Memory.used -= self.size
 
 
 class UnownedMemory:
@@ -280,15 +284,35 @@ class ndarray:
         _on_stream(lambda: function(*values, out=target, **options), self, others, result)
         return result
 
-    def _with(self, other: Any, function: np.ufunc) -> ndarray:
-        shape = np.broadcast_shapes(self.shape, other.shape if isinstance(other, ndarray) else ())
-        return self._into(ndarray(shape, self.dtype), function, other, casting="unsafe")
+    def _with(self, function: Callable[..., Any], *others: Any) -> ndarray:
+        """A new array, of the shape and dtype that NumPy's function gives."""
+        every = [self, *others]
+        shape = np.broadcast_shapes(*(one.shape for one in every if isinstance(one, ndarray)))
+        dtype = function(*(np.ones((), one.dtype) if isinstance(one, ndarray) else one for one in every)).dtype
+        return self._into(ndarray(shape, dtype), function, *others)
 
     def __add__(self, other: Any) -> ndarray:
-        return self._with(other, np.add)
+        return self._with(np.add, other)
+
+    def __sub__(self, other: Any) -> ndarray:
+        return self._with(np.subtract, other)
 
     def __mul__(self, other: Any) -> ndarray:
-        return self._with(other, np.multiply)
+        return self._with(np.multiply, other)
+
+    def __truediv__(self, other: Any) -> ndarray:
+        return self._with(np.true_divide, other)
+
+    def __pow__(self, other: Any) -> ndarray:
+        return self._with(np.power, other)
+
+    def __le__(self, other: Any) -> ndarray:
+        return self._with(np.less_equal, other)
+
+    def __eq__(self, other: Any) -> ndarray:  # type: ignore[override]
+        return self._with(np.equal, other)
+
+    __hash__ = None  # type: ignore[assignment]
 
     def __iadd__(self, other: Any) -> ndarray:
         return self._into(self, np.add, other, casting="unsafe")
@@ -296,9 +320,16 @@ class ndarray:
     def __isub__(self, other: Any) -> ndarray:
         return self._into(self, np.subtract, other, casting="unsafe")
 
-    def sum(self, axis: int) -> ndarray:
-        shape = self.shape[:axis] + self.shape[axis:][1:]
-        return self._into(ndarray(shape, self.dtype), np.add.reduce, axis=axis)
+    def _reduced(self, function: np.ufunc, axis: int, keepdims: bool) -> ndarray:
+        axis %= self.ndim
+        shape = self.shape[:axis] + (1,) * keepdims + self.shape[axis + 1 :]
+        return self._into(ndarray(shape, self.dtype), function.reduce, axis=axis, keepdims=keepdims)
+
+    def sum(self, axis: int, keepdims: bool = False) -> ndarray:
+        return self._reduced(np.add, axis, keepdims)
+
+    def max(self, axis: int, keepdims: bool = False) -> ndarray:
+        return self._reduced(np.maximum, axis, keepdims)
 
     def astype(self, dtype: Any) -> ndarray:
         result = ndarray(self.shape, dtype)
@@ -398,12 +429,34 @@ def arange(*args: Any, dtype: Any = None) -> ndarray:
     return asarray(np.arange(*args, dtype=dtype))
 
 
+def exp(array: ndarray) -> ndarray:
+    return array._with(np.exp)
+
+
+def maximum(array: ndarray, other: Any) -> ndarray:
+    return array._with(np.maximum, other)
+
+
+def minimum(array: ndarray, other: Any) -> ndarray:
+    return array._with(np.minimum, other)
+
+
+def where(condition: ndarray, array: Any, other: Any) -> ndarray:
+    def choose(*values: Any, out: Any = None) -> Any:
+        chosen = np.where(*values)
+        if out is not None:
+            out[...] = chosen
+        return chosen
+
+    return condition._with(choose, array, other)
+
+
 def asnumpy(value: ndarray | np.ndarray) -> np.ndarray:
     return value.get() if isinstance(value, ndarray) else value
 
 
 def get_default_memory_pool() -> SimpleNamespace:
-    return SimpleNamespace(free_all_blocks=free_all_blocks)
+    return SimpleNamespace(free_all_blocks=free_all_blocks, used_bytes=lambda: Memory.used)
 
 
 class _Runtime:

@@ -21,6 +21,7 @@ from tests.sim import compiler, machine, streams
 from tests.sim.machine import ERRORS, Fault
 
 IPC_HANDLE_BYTES = machine.HANDLE_BYTES
+PER_THREAD_STREAM = streams.PER_THREAD
 INVALID_CONTEXT = (201, 400, 709)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -158,11 +159,13 @@ def memory_info() -> tuple[int, int]:
     return machine.memory_info()
 
 
-@_api("cuMemsetD8")
+@_api("cuMemsetD8Async")
 def fill(address: int, byte: int, nbytes: int) -> None:
     machine.block_at(address, nbytes)
-    streams.submit(0, lambda: ctypes.memset(address, byte, nbytes))
-    streams.synchronize(0)
+    stream = streams.create(blocking=False)
+    streams.submit(stream, lambda: ctypes.memset(address, byte, nbytes))
+    streams.synchronize(stream)
+    streams.destroy(stream)
 
 
 @_api("cuMemcpyHtoD")
@@ -341,6 +344,16 @@ def wait_event(stream: int, event: int) -> None:
 @_api("cuStreamSynchronize")
 def synchronize_stream(stream: int) -> None:
     streams.synchronize(stream)
+
+
+@_api("cuStreamQuery")
+def is_idle(stream: int) -> bool:
+    return streams.is_idle(stream)
+
+
+@_api("cuEventSynchronize")
+def synchronize_event(event: int) -> None:
+    streams.synchronize_event(event)
 
 
 @_api("cuStreamGetCaptureInfo")

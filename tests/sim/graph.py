@@ -14,7 +14,6 @@ from .driver import Launch, _alive, _api
 from .machine import Fault
 
 _graphs: dict[int, list[streams.Node]] = {}
-_executables: dict[int, list[streams.Node]] = {}
 _handles = itertools.count(0x61000000, 0x40)
 
 
@@ -73,12 +72,21 @@ def set_kernel(node: int, launch: Launch) -> None:
     _nodes[node].work = launch.work()
 
 
-@_api("cuGraphInstantiate")
-def instantiate(graph: int) -> int:
-    handle = next(_handles)
-    _executables[handle] = _in_some_order(_graphs[graph])
-    _alive["executables"] += 1
-    return handle
+class Executable:
+    """As in ipcreduce/cuda/graph.py."""
+
+    @_api("cuGraphInstantiate")
+    def __init__(self, graph: int) -> None:
+        self._nodes = _in_some_order(_graphs[graph])
+        _alive["executables"] += 1
+
+    @_api("cuGraphLaunch")
+    def launch(self, stream: int) -> None:
+        streams.launch(self._nodes, stream)
+
+    @_api("cuGraphExecDestroy")
+    def destroy(self) -> None:
+        _alive["executables"] -= 1
 
 
 def _in_some_order(nodes: list[streams.Node]) -> list[streams.Node]:
@@ -89,17 +97,6 @@ def _in_some_order(nodes: list[streams.Node]) -> list[streams.Node]:
         node = left.pop(index)
         order.append(streams.Node(node.work, node.after))
     return order
-
-
-@_api("cuGraphLaunch")
-def launch_graph(executable: int, stream: int) -> None:
-    streams.launch(_executables[executable], stream)
-
-
-@_api("cuGraphExecDestroy")
-def destroy_executable(executable: int) -> None:
-    del _executables[executable]
-    _alive["executables"] -= 1
 
 
 @_api("cuGraphDestroy")

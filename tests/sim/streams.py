@@ -186,6 +186,12 @@ def synchronize_context() -> None:
     machine.require()
 
 
+def is_idle(handle: int) -> bool:
+    stream = find(handle)
+    _refuse_unsafe(stream.context, [stream])
+    return stream.done is None or stream.done.is_set()
+
+
 # ---- events
 def create_event() -> int:
     context = machine.require()
@@ -205,6 +211,15 @@ def _event(handle: int) -> Event:
 def destroy_event(handle: int) -> None:
     _event(handle)
     del _events[handle]
+
+
+def synchronize_event(handle: int) -> None:
+    event = _event(handle)
+    if event.captured is not None:
+        raise Fault(907)
+    if event.fence is not None:
+        event.fence.wait()
+    collect()
 
 
 def record_event(handle: int, stream_handle: int) -> None:

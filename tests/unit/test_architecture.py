@@ -27,8 +27,8 @@ LAYERS = (
     ("ipcreduce.graphs",),
     ("ipcreduce",),
 )
-# But for these, within a function: a graph with no comm= takes the default communicator.
-EXCEPTIONS = {("ipcreduce.graphs.graph", "ipcreduce.default")}
+# But for these, within a function: with no comm= they take the default communicator.
+EXCEPTIONS = {(f"ipcreduce.graphs.{module}", "ipcreduce.default") for module in ("graph", "runner")}
 LONGEST = 310
 
 

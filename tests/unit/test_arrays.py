@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
 import sys
 import types
 from typing import Any
@@ -40,6 +42,115 @@ def test_where_an_array_lies():
     for wrong in ([1.0], None, "text", 3, 3.0, np.float32(3), {}, memoryview(b"1234"), OnDevice, np.ndarray):
         with pytest.raises(ArgumentError, match="array must be a NumPy array, or a device array with"):
             arrays.is_device(wrong)
+
+
+class Tensor:
+    """As PyTorch's: both protocols, of which the interface fails in ways of its own."""
+
+    def __init__(self, interface: Any, capsule: Any = None) -> None:
+        self.interface, self.capsule, self.dtype = interface, capsule, "torch.bfloat16"
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        if isinstance(self.interface, Exception):
+            raise self.interface
+        return self.interface
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+    def __dlpack__(self, *, stream: int) -> Any:
+        assert stream == -1  # no CUDA call
+        if self.capsule is None:
+            raise BufferError("requires grad")
+        return self.capsule
+
+
+class Exported:
+    """DLPack only: of a NumPy array's memory, said to be on a device."""
+
+    def __init__(self, array: np.ndarray, device_type: int = 2) -> None:
+        self.array, self.device_type = array, device_type
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device_type, 0
+
+    def __dlpack__(self, *, stream: int) -> Any:
+        assert stream == -1
+        return self.array.__dlpack__()
+
+
+def interface(shape: tuple[int, ...], typestr: str, strides: tuple[int, ...] | None = None) -> dict[str, Any]:
+    return {"shape": shape, "typestr": typestr, "data": (0x1000, False), "strides": strides, "version": 3}
+
+
+def test_the_location_by_interface():
+    assert arrays.locate(OnDevice()) == (0, (3,), "float32", (4,))
+    assert arrays.locate(Tensor(interface((2, 3), "<f2"))) == (0x1000, (2, 3), "float16", (6, 2))
+    assert arrays.locate(Tensor(interface((2, 3), "<f8", (8, 16)))) == (0x1000, (2, 3), "float64", (8, 16))
+    assert arrays.locate(Tensor(interface((), "<i4"))) == (0x1000, (), "int32", ())
+    assert arrays.locate(Tensor(interface((4,), "<V2"))) == (0x1000, (4,), "bfloat16", (2,))
+    assert arrays.locate(Tensor(interface((4,), "|b1"))) == (0x1000, (4,), "bool", (1,))
+
+
+@pytest.mark.parametrize("dtype", ["i1", "i8", "u2", "f2", "f4", "f8", "c8", "?"])
+def test_the_location_by_dlpack(dtype: str):
+    base = np.zeros((6, 8), dtype)
+    for array in (base, base[1:, 2:], base[:, ::-2].T, base[2, 3:4].reshape(()), base[:0]):
+        expected = array.ctypes.data, array.shape, array.dtype.name, array.strides
+        assert arrays.locate(Exported(array)) == expected
+        assert arrays.locate(Exported(array, 13)) == expected  # kDLCUDAManaged
+        assert arrays.locate(Exported(array, 1)) is None
+
+
+@pytest.mark.parametrize(
+    ("code", "bits", "name"), [(4, 16, "bfloat16"), (10, 8, "DLPack type 10, bits 8"), (2, 32, "float32")]
+)
+def test_dlpack_with_an_offset_and_no_strides(code: int, bits: int, name: str):
+    shape = (ctypes.c_int64 * 2)(2, 3)
+    head = struct.pack("=Q3i2BH3Q", 0x1000, 2, 0, 2, code, bits, 1, ctypes.addressof(shape), 0, 0x20)
+    tensor = ctypes.create_string_buffer(head + bytes(16))  # a DLManagedTensor with no deleter
+    new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    capsule = new(("PyCapsule_New", ctypes.pythonapi))(ctypes.addressof(tensor), b"dltensor", None)
+    size = bits // 8
+    assert arrays.locate(Tensor(KeyError(), capsule)) == (0x1020, (2, 3), name, (3 * size, size))
+
+
+def test_the_location_by_dlpack_when_the_interface_fails():
+    array = np.arange(3.0)
+    assert arrays.locate(Tensor(KeyError("float8"), array.__dlpack__())) == arrays.locate(Exported(array))
+    with pytest.raises(ArgumentError, match="Tensor does not give its address: requires grad"):
+        arrays.locate(Tensor(RuntimeError("no")))
+
+
+def test_what_has_no_location():
+    class Instance:
+        def __init__(self) -> None:
+            self.__cuda_array_interface__ = interface((1,), "<f4")
+
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(name)
+
+    assert arrays.locate(Tensor(AttributeError("on the host"), np.ones(1).__dlpack__())) is None
+    for wrong in (np.ones(3), np.float32(3), [OnDevice()], None, "text", OnDevice, Instance(), memoryview(b"1")):
+        assert arrays.locate(wrong) is None
+
+
+def test_the_location_of_a_cupy_array(monkeypatch: pytest.MonkeyPatch):
+    """By its own attributes: its interface would look at the stream."""
+
+    class Array:
+        data, shape, dtype, strides = types.SimpleNamespace(ptr=0x1000), (2, 2), np.dtype("f2"), (4, 2)
+
+        @property
+        def __cuda_array_interface__(self) -> Any:
+            raise AssertionError
+
+    monkeypatch.setattr(arrays, "_cupy", None)
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(ndarray=Array))  # by the user, not by us
+    assert arrays.locate(Array()) == (0x1000, (2, 2), "float16", (4, 2))
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert arrays.locate(OnDevice()) == (0, (3,), "float32", (4,))
 
 
 def test_cupy_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch):

@@ -13,10 +13,11 @@ import pytest
 
 from ipcreduce.errors import PeerFailedError, PeerTimeoutError, RankMismatchError
 from ipcreduce.ipc import control
-from ipcreduce.ipc.control import Page, host_signature, signature
+from ipcreduce.ipc.control import Page, Signature, Vote, signature
 from ipcreduce.numerics import DTYPE_NAMES, OPS
 
 SUM = signature((10,), "float32", "sum")
+ON_HOST = Signature.of(f"{SUM} on the host")
 
 
 def make_pages(n: int) -> list[Page]:
@@ -110,7 +111,7 @@ def test_signatures_differ_in_all_that_matters():
         signature((0, 3), "float32", "sum"),
         signature((1, 2, 3, 4, 5, 6), "float32", "sum"),
         signature((1, 2, 3, 4, 5, 7), "float32", "sum"),
-        host_signature((10,), "float32", "sum"),
+        ON_HOST,
     ]
     assert len({one.crc for one in different}) == len(different)
     assert len({one.record for one in different}) == len(different)
@@ -121,9 +122,28 @@ def test_every_pair_of_dtype_and_op_differs():
     assert len({signature((8,), dtype, op).crc for dtype in DTYPE_NAMES for op in OPS}) == 60
 
 
-def test_host_calls_all_look_alike():
-    """MPI compares those; here they differ only from device calls."""
-    assert host_signature((3,), "int8", "max").crc == host_signature((4,), "float64", "sum").crc
+def test_votes(pages: list[Page]):
+    """Nobody is absent once all have cast; two votes do not disturb each other; one can be taken back."""
+    for serial in (1, 2, 3):
+        for page in pages:
+            assert page.absent(serial) == [other.rank for other in pages[page.rank :]]
+            page.cast(serial, Vote(7 + serial, True, page.rank, 5, ""))
+        if serial > 1:
+            assert not pages[0].absent(serial - 1), "gone while a slow rank may still read it"
+    assert pages[1].votes(3) == [Vote(10, True, rank, 5, "") for rank in range(len(pages))]
+    pages[2].cast(3, Vote(10, False, 2, 5, "ValueError: " + "é" * 1000))
+    late = pages[0].votes(3)[2]
+    assert (late.ok, late.text[:14], len(late.text.encode()) <= 512) == (False, "ValueError: éé", True)
+
+
+def test_waiting_in_vain(pages: list[Page]):
+    """A rank that did not come to a vote is named on every rank, and every wait ends."""
+    for page in pages[:-1]:
+        page.enter(3, Signature.of("recording of a graph"), 0)
+    pages[0].miss([len(pages) - 1])
+    for page in pages:
+        assert page.aborted
+        assert f"rank {len(pages) - 1} never came" in str(page.explain(3, 5.0))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +152,7 @@ def test_host_calls_all_look_alike():
         (SUM, "sum of float32 (10,)"),
         (signature((), "bfloat16", "avg"), "avg of bfloat16 ()"),
         (signature((2, 3, 4), "uint64", "prod"), "prod of uint64 (2, 3, 4)"),
-        (host_signature((7,), "int8", "max"), "max of int8 (7,) on the host"),
+        (ON_HOST, "sum of float32 (10,) on the host"),
     ],
 )
 def test_described_alike_here_and_there(pages: list[Page], what: control.Signature, text: str):
@@ -164,7 +184,7 @@ def test_equal_calls_pass(pages: list[Page]):
         signature((10,), "int32", "sum"),
         signature((10,), "float32", "min"),
         signature((5, 2), "float32", "sum"),
-        host_signature((10,), "float32", "sum"),
+        ON_HOST,
     ],
     ids=str,
 )

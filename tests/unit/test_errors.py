@@ -37,6 +37,14 @@ def test_a_cuda_error_says_which_call_and_code():
     assert str(error) == "cuMemAlloc failed: CUDA_ERROR_OUT_OF_MEMORY, out of memory (2)"
 
 
+def test_changed_addresses_keep_their_paths():
+    old, new = (0x1000, (2,), "float32", (4,)), (0x2000, (2,), "float32", (4,))
+    error = ipcreduce.AddressChangedError("moved", ["a", "b"], ["c"], {"d": (old, new)})
+    copy = pickle.loads(pickle.dumps(error))
+    for one in (error, copy):
+        assert (one.missing, one.added, one.changed) == (("a", "b"), ("c",), {"d": (old, new)})
+
+
 @pytest.mark.parametrize("name", sorted(TYPES))
 def test_errors_pass_between_processes(name: str):
     """Through multiprocessing and concurrent.futures, which pickle them."""

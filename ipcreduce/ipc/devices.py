@@ -1,0 +1,84 @@
+"""Which GPU each rank takes, and what the ranks tell each other about it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from typing import Any
+
+import numpy as np
+
+from .. import arrays
+from ..cuda import driver
+from ..errors import ArgumentError, IpcReduceError, UnsupportedError
+from . import wire
+
+_MIN_CAPABILITY = (8, 0)
+
+
+def share_device(mpi: Any, device: Any, deadline: float) -> tuple[driver.DeviceInfo, np.ndarray[Any, Any]]:
+    """This rank's GPU and every rank's wire.DEVICE. :raises ArgumentError: where ``device`` is wrong."""
+    info, error = None, None
+    try:
+        info = driver.device_info(choose_device(device, mpi.Get_rank()))
+        if device == "auto":
+            arrays.use_device(info.ordinal)
+        if info.capability < _MIN_CAPABILITY:
+            raise UnsupportedError(f"{info.name} has compute capability {info.capability}; 8.0 is needed")
+    except IpcReduceError as caught:
+        error = caught
+    record = wire.message(wire.DEVICE, error, wrong=isinstance(error, ArgumentError))
+    if info is not None:
+        record["uuid"], record["capability"] = np.void(info.uuid), info.capability
+        record["visible"], record["name"] = driver.device_count(), info.name
+    devices = wire.allgather(mpi, record, deadline, "choosing devices")
+    raise_wrong(mpi.Get_rank(), devices)
+    wire.check(mpi, devices, "choosing devices")
+    assert info is not None
+    return info, devices
+
+
+def choose_device(device: Any, rank: int) -> int:
+    """The ordinal that ``device`` means here. :raises ArgumentError: if it means none."""
+    count = driver.device_count()
+    if device is None:
+        return arrays.current_device()
+    if device == "auto":
+        return _local_rank(rank) % count
+    ordinal = getattr(device, "id", device)
+    if isinstance(ordinal, bool) or not isinstance(ordinal, (int, np.integer)) or not 0 <= ordinal < count:
+        raise ArgumentError(
+            f"device must be None, 'auto' or the ordinal of one of the {count} visible GPUs; found {device!r}"
+        )
+    return int(ordinal)
+
+
+def _local_rank(rank: int) -> int:
+    """This process's number on its host: as the launcher says, or else in MPI.COMM_WORLD."""
+    for variable in ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
+        if os.environ.get(variable, "").isdigit():
+            return int(os.environ[variable])
+    world = sys.modules.get("mpi4py.MPI")
+    return rank if world is None else int(world.COMM_WORLD.Get_rank())
+
+
+def advise_spreading(rank: int, devices: np.ndarray[Any, Any]) -> None:
+    """Warns once, on rank 0, if ranks share a GPU while another is idle."""
+    used = [uuid.tobytes() for uuid in devices["uuid"]]
+    if rank == 0 and len(set(used)) < min(len(used), int(devices["visible"].max())):
+        warnings.warn(
+            f"{len(used)} ranks share {len(set(used))} GPU(s) while others are idle: kernels of one GPU take turns, "
+            "about 5 ms each. Make a device current on each rank, or pass Communicator(device='auto')",
+            RuntimeWarning,
+            stacklevel=6,
+        )
+
+
+def raise_wrong(own: int, everyone: np.ndarray[Any, Any]) -> None:
+    """:raises ArgumentError: with this rank's own mistake, or else with the first that made one."""
+    wrong = np.flatnonzero(everyone["wrong"])
+    if len(wrong):
+        rank = own if own in wrong else int(wrong[0])
+        where = "" if rank == own else f"rank {rank}'s "
+        raise ArgumentError(f"rank {own}, start-up: {where}{wire.text_of(everyone[rank])}")

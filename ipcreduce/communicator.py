@@ -14,6 +14,7 @@ from . import arguments, arrays, lifetime
 from .errors import (
     ArgumentError,
     CaptureError,
+    CudaError,
     GraphStateError,
     IpcReduceError,
     PeerFailedError,
@@ -25,10 +26,11 @@ from .errors import (
 )
 from .graphs.support import GraphSupport
 from .host import HostReducer
-from .ipc import control, release, setup, wire
+from .ipc import release, setup, wire
 from .ipc.engine import Engine, Prepared
 from .ipc.faults import Faults
 from .ipc.options import Options
+from .ipc.signature import Signature, Vote
 
 _CLOSE_SECONDS = 5.0  # how long close() waits for the peers to unmap our memory before leaving it to the process's end
 _SHARED = (RankMismatchError, PeerFailedError, PeerTimeoutError, PeerLostError)  # every rank gets these by itself
@@ -83,7 +85,7 @@ class Communicator(GraphSupport):
         self._host = HostReducer(self._mpi, options.timeout)
         try:
             self._engine, self._reasons = setup.start(self._mpi, options)
-        except ArgumentError:  # on every rank: there are some thousand MPI communicators
+        except (ArgumentError, CudaError):  # there are some thousand MPI communicators
             self._mpi.Free()
             raise
         self._faults = None if self._engine is None else Faults(self._engine, self._mpi, options.timeout)
@@ -209,9 +211,9 @@ class Communicator(GraphSupport):
         if self._engine is None or self._faults is None:
             result = self._host.allreduce(array, op, self._call, text)
         else:  # agreed on through the control page, where a rank that reduces a device array is noticed too
-            faults, what = self._faults, control.Signature.of(f"{text} on the host")
+            faults, what = self._faults, Signature.of(f"{text} on the host")
             call = self._call = faults.enter(self._call, what, 0)
-            faults.vote(call, control.Vote(call, True, 0, 0, ""))
+            faults.vote(call, Vote(call, True, 0, 0, ""))
             result = self._host.allreduce(array, op, call, None, interrupt=lambda: faults.raise_lost(call))
         if out is None:
             return result
@@ -244,8 +246,8 @@ class Communicator(GraphSupport):
     def _refuse(self, error: BaseException) -> None:
         if self._engine is None or self._faults is None:
             self._host.refuse(error, self._call)
-        elif not (isinstance(error, CaptureError) and self._engine.is_capturing(arrays.current_stream()[0])):
-            self._faults.refuse(self._call, error)  # else the abort word would spoil what is being captured
+        elif not (isinstance(error, CaptureError) and error.within):
+            self._faults.refuse(self._call, error)
 
     # ---- waiting and ending
     def synchronize(self, stream: Any = None) -> None:

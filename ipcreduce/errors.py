@@ -47,7 +47,15 @@ class GraphStateError(IpcReduceError):
 
 
 class CaptureError(IpcReduceError):
-    """A call cannot be part of a stream capture as it stands."""
+    """A call cannot be part of a stream capture as it stands.
+
+    ``within`` says that it was made on a stream that is being captured. Such a call is not refused on the other ranks,
+    since what ends their waits would also spoil the work that is captured here.
+    """
+
+    def __init__(self, text: str, *, within: bool = False) -> None:
+        super().__init__(text)
+        self.within = within
 
 
 class AddressChangedError(IpcReduceError):

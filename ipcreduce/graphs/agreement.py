@@ -10,8 +10,8 @@ import numpy as np
 
 from ..errors import PeerFailedError, RankMismatchError, report
 from ..ipc import wire
-from ..ipc.control import Signature, Vote
 from ..ipc.faults import Faults
+from ..ipc.signature import Signature, Vote
 
 _CHUNK = 64  # checksums a message, when the first call that differs is looked for
 

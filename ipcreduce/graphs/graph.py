@@ -19,9 +19,9 @@ from ..cuda import driver
 from ..cuda.graph import Executable
 from ..errors import ArgumentError, CaptureError, GraphStateError
 from ..ipc import release
-from ..ipc.control import Signature
 from ..ipc.engine import Engine
 from ..ipc.mappings import Key, Mappings
+from ..ipc.signature import Signature
 from .breaks import Break, current
 from .inputs import InputCheck, Inputs, check_word
 from .pool import GraphPool, Slab
@@ -151,7 +151,8 @@ class Graph:
         if current.graph is not None:
             raise GraphStateError("record() within a recording of the same thread: end that one first")
         if driver.capture_id(stream):
-            raise CaptureError("record() while the current stream is being captured: end that capture first")
+            text = "record() while the current stream is being captured: end that capture first"
+            raise CaptureError(text, within=True)
         self._inputs = InputCheck(self._check, inputs)
 
     def _open(self, engine: Engine, recording: Recording) -> None:

@@ -13,9 +13,9 @@ from ..cuda import driver
 from ..cuda import graph as cuda_graph
 from ..errors import CaptureError, CudaError
 from ..ipc import release
-from ..ipc.control import Signature
 from ..ipc.engine import Prepared, Recorder
 from ..ipc.plan import Step
+from ..ipc.signature import Signature
 from .pool import GraphPool
 
 REFUSED_BY_CUPY = (
@@ -24,6 +24,7 @@ REFUSED_BY_CUPY = (
 )
 _ADVICE = {  # by CUresult
     900: REFUSED_BY_CUPY, 901: REFUSED_BY_CUPY,
+    905: "A wait for work outside of the recording belongs before it, or into a break.",
     904: "Work on another stream has to be joined, before the block or a break: wait for its event on the recording's "
     "stream.",
 }  # fmt: skip

@@ -13,9 +13,9 @@ import numpy as np
 from .. import arrays
 from ..errors import ArgumentError, GraphStateError, IpcReduceError, PeerLostError, UnsupportedError
 from ..ipc import wire
-from ..ipc.control import Signature
 from ..ipc.engine import Engine
 from ..ipc.faults import Faults
+from ..ipc.signature import Signature
 from .agreement import agree
 from .pool import GraphPool
 from .registration import register

@@ -12,13 +12,12 @@ import ctypes
 import mmap
 import os
 import tempfile
-import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
 from ..errors import PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, report
+from .signature import TEXT_BYTES, Signature, Vote
 
 HEAD_BYTES = 4096
 RING = 1024  # calls: as far as a host can run ahead of its GPU
@@ -28,51 +27,18 @@ REFUSED, MISMATCH = 1, 2  # kinds of fault
 
 ABORT_OFFSET = 0
 
-_CALL = np.dtype([("key", "<u8"), ("stream", "<u8"), ("text", "S80")])
+_CALL = np.dtype([("key", "<u8"), ("stream", "<u8"), ("text", f"S{TEXT_BYTES}")])
 _VOTE = np.dtype([
     ("serial", "<u8"), ("call", "<u8"), ("ok", "<u4"), ("count", "<u4"), ("crc", "<u4"), ("text", "S512"),
 ], align=True)  # fmt: skip
 _CALL_WORDS = _CALL.itemsize // 8
 _RANK = np.dtype([
     ("pid", "<i8"), ("started", "<u8"), ("namespace", "<u8"), ("state", "<u4"), ("fault", "<u4"), ("fault_call", "<u8"),
-    ("text", "S1024"), ("call", "<u8"), ("unmapped", "<u8", (REGISTRATIONS,)),
+    ("text", "S1024"), ("lost", "<u4"), ("dead", "<u4"), ("why", "S56"), ("call", "<u8"),
+    ("unmapped", "<u8", (REGISTRATIONS,)),
     ("votes", _VOTE, (2,)),  # by parity of the serial: nobody casts one before all have read the last but one
     ("ring", _CALL, (RING,)),
 ], align=True)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Signature:
-    """What every rank's call must agree on: a text for people, its checksum, and its form in the flight recorder."""
-
-    text: str
-    crc: int
-    record: bytes
-
-    @classmethod
-    def of(cls, text: str, checked: str | None = None) -> Signature:
-        """The signature of ``text``; the checksum is that of ``checked``, if it is given."""
-        record = text.encode()[: _CALL["text"].itemsize].ljust(_CALL["text"].itemsize, b"\0")
-        return cls(text, zlib.crc32((checked or text).encode()), record)
-
-    def __str__(self) -> str:
-        return self.text
-
-
-@dataclass(frozen=True)
-class Vote:
-    """How a recording ended on one rank: its last call number, its all-reduces, and what went wrong, if not ``ok``."""
-
-    call: int
-    ok: bool
-    count: int
-    crc: int
-    text: str
-
-
-def signature(shape: tuple[int, ...], dtype: str, op: str) -> Signature:
-    """The signature of an all-reduce on the device."""
-    return Signature.of(f"{op} of {dtype} {shape}")
 
 
 class Page:
@@ -218,6 +184,27 @@ class Page:
         waited = self.describe(others[0], max(calls))
         return f"{'; '.join(parts)}; ranks {others} are at call {max(calls)} ({waited})"
 
+    def lose(self, rank: int, why: str) -> None:
+        """This rank has seen that ``rank`` has gone: for good, every wait of every rank ends."""
+        mine = self._ranks[self.rank]
+        mine["why"], mine["lost"] = why.encode(), rank + 1
+        self.abort()
+
+    def loss(self) -> tuple[int, str] | None:
+        """(rank, why) of a rank that has gone, whoever saw it first."""
+        for entry in self._ranks:
+            if entry["lost"]:
+                return int(entry["lost"]) - 1, bytes(entry["why"]).decode()
+        return None
+
+    def bury(self, rank: int) -> None:
+        """This rank has seen that the process of ``rank`` has ended."""
+        self._ranks[self.rank]["dead"] |= 1 << rank
+
+    def has_unmapped(self, rank: int) -> bool:
+        """Whether ``rank`` cannot reach its peers' memory any more."""
+        return self.has_left(rank) or any(entry["dead"] >> rank & 1 for entry in self._ranks)
+
     def clear(self) -> None:
         """Takes back this rank's fault and the abort word: after every kernel has ended, before anyone goes on."""
         mine = self._ranks[self.rank]
@@ -289,17 +276,3 @@ def page_bytes(n: int) -> int:
     """Size of the page of ``n`` ranks: whole pages."""
     size = HEAD_BYTES + n * _RANK.itemsize
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def own_identity() -> tuple[int, int, int]:
-    """(pid, start time, pid namespace) of this process: what tells it from a later one with the same pid."""
-    return os.getpid(), start_time(os.getpid()), os.stat("/proc/self/ns/pid").st_ino
-
-
-def start_time(pid: int) -> int:
-    """When a process of this pid namespace started, in clock ticks since boot; 0 if there is none."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return int(file.read().rpartition(")")[2].split()[19])
-    except OSError:
-        return 0

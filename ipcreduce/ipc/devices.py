@@ -19,10 +19,11 @@ _MIN_CAPABILITY = (8, 0)
 
 def share_device(mpi: Any, device: Any, deadline: float) -> tuple[driver.DeviceInfo, np.ndarray[Any, Any]]:
     """This rank's GPU and every rank's wire.DEVICE. :raises ArgumentError: where ``device`` is wrong."""
-    info, error = None, None
+    info, error, count = None, None, 0
     try:
+        count = driver.device_count()
         info = driver.device_info(choose_device(device, mpi.Get_rank()))
-        if device == "auto":
+        if isinstance(device, str) and device == "auto":
             arrays.use_device(info.ordinal)
         if info.capability < _MIN_CAPABILITY:
             raise UnsupportedError(f"{info.name} has compute capability {info.capability}; 8.0 is needed")
@@ -31,7 +32,7 @@ def share_device(mpi: Any, device: Any, deadline: float) -> tuple[driver.DeviceI
     record = wire.message(wire.DEVICE, error, wrong=isinstance(error, ArgumentError))
     if info is not None:
         record["uuid"], record["capability"] = np.void(info.uuid), info.capability
-        record["visible"], record["name"] = driver.device_count(), info.name
+        record["visible"], record["name"] = count, info.name
     devices = wire.allgather(mpi, record, deadline, "choosing devices")
     raise_wrong(mpi.Get_rank(), devices)
     wire.check(mpi, devices, "choosing devices")
@@ -44,7 +45,7 @@ def choose_device(device: Any, rank: int) -> int:
     count = driver.device_count()
     if device is None:
         return arrays.current_device()
-    if device == "auto":
+    if isinstance(device, str) and device == "auto":
         return _local_rank(rank) % count
     ordinal = getattr(device, "id", device)
     if isinstance(ordinal, bool) or not isinstance(ordinal, (int, np.integer)) or not 0 <= ordinal < count:
@@ -71,7 +72,7 @@ def advise_spreading(rank: int, devices: np.ndarray[Any, Any]) -> None:
             f"{len(used)} ranks share {len(set(used))} GPU(s) while others are idle: kernels of one GPU take turns, "
             "about 5 ms each. Make a device current on each rank, or pass Communicator(device='auto')",
             RuntimeWarning,
-            stacklevel=6,
+            stacklevel=5,
         )
 
 

@@ -14,10 +14,11 @@ import numpy as np
 from ..cuda import compiler, driver, graph
 from ..errors import ArgumentError, CudaError
 from . import plan
-from .control import ABORT_OFFSET, HEAD_BYTES, REFUSED, Page, Signature, missing_offset, signature
+from .control import ABORT_OFFSET, HEAD_BYTES, REFUSED, Page, missing_offset
 from .mappings import Mappings
 from .order import CallOrder
-from .release import attempt, captures, drop
+from .release import attempt, captures, drop, give_back_after
+from .signature import Signature, signature
 from .watchdog import Watchdog
 from .workspace import Workspace
 
@@ -27,6 +28,8 @@ _EPOCHS, _ABORT, _MISSING, _TIMEOUT, _TRIGGER = 12, 13, 14, 15, 16
 _OUTS = 17
 _ARG_WORDS = 25
 _MAX_PREPARED = 4096
+
+_registered_for_good: list[Page] = []  # still mapped: no later page may get addresses that cannot be registered
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,11 @@ class Engine:
         self.algorithm = algorithm
         self._timeout = timeout
         self._control = driver.register_host(page.address, HEAD_BYTES)
-        self.order = CallOrder()
+        try:
+            self.order = CallOrder()
+        except CudaError:
+            self._unregister()
+            raise
         self._modules: list[int] = []
         self._functions: dict[tuple[str, str, str], int] = {}
         self._prepared: dict[tuple[Any, ...], Prepared] = {}
@@ -230,19 +237,21 @@ class Engine:
     def close(self, wait: float) -> None:
         """Unmaps the peers, waits up to ``wait`` seconds until they have unmapped us, and frees everything.
 
-        Memory that a live peer still maps is not freed: it goes with the process.
+        Memory that a live peer still maps is freed later: see release.py.
         """
         deadline = time.monotonic() + wait
         attempt(self.context, lambda: self._stop(deadline))
         attempt(self.context, self.workspace.unmap_peers, self.mappings.unmap_all)
         self.page.leave()
-        others = [rank for rank in range(self.n) if rank != self.rank]
-        while not (left := all(map(self.page.has_left, others))) and time.monotonic() < deadline:
+        while not self._unmapped() and time.monotonic() < deadline:
             time.sleep(1e-3)
-        if left:
-            attempt(self.context, self.mappings.release_all, self.workspace.free)
         self.release()
-        attempt(self.context, partial(driver.release_context, self.device.ordinal))
+        leave = partial(driver.release_context, self.device.ordinal)
+        give_back_after(self._unmapped, self.context, self.mappings.release_all, self.workspace.free, leave)
+
+    def _unmapped(self) -> bool:
+        """Whether no other process can reach our memory any more."""
+        return all(self.page.has_unmapped(rank) for rank in range(self.n) if rank != self.rank)
 
     def _stop(self, deadline: float) -> None:
         """Waits for our kernels; those that wait for a peer beyond the deadline are ended."""
@@ -254,9 +263,16 @@ class Engine:
         """Gives back what only this process uses."""
         if self.watchdog is not None:
             self.watchdog.stop()
-        steps: list[Callable[[], None]] = [partial(driver.unregister_host, self.page.address), self.order.release]
+        steps: list[Callable[[], None]] = [self._unregister, self.order.release]
         if self._recording_stream:
             drop(self._recording_stream)
             steps.append(partial(graph.destroy_stream, self._recording_stream))
         attempt(self.context, *steps, *(partial(driver.unload_module, module) for module in self._modules))
         self._modules.clear()
+
+    def _unregister(self) -> None:
+        try:
+            driver.unregister_host(self.page.address)
+        except CudaError:
+            _registered_for_good.append(self.page)
+            raise

@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..errors import CaptureError, CudaError, IpcReduceError, PeerLostError, report
 from . import control, wire
 from .engine import Engine
+from .signature import Signature, Vote
 
 _PATIENCE_SECONDS = 30.0  # a rank that came too late for a call may still be on its way
 
@@ -28,7 +30,7 @@ class Faults:
         self.told = False  # this rank has raised what the abort word stands for
         self._serial = 0  # of the last vote
 
-    def enter(self, call: int, what: control.Signature, stream: int) -> int:
+    def enter(self, call: int, what: Signature, stream: int) -> int:
         """Settles an earlier fault, then records this call and compares it with the peers' of the same number.
 
         :returns: the call's number, which a resynchronisation may have moved.
@@ -43,7 +45,8 @@ class Faults:
                 if self._engine.is_capturing(stream):
                     raise CaptureError(
                         "expected no failed call before a capture; found one after which the ranks have not met yet. "
-                        "Make a call that is not captured on every rank, then capture again."
+                        "Make a call that is not captured on every rank, then capture again.",
+                        within=True,
                     )
                 call = self._resynchronise(call)
         other = page.enter(call, what, stream)
@@ -66,11 +69,12 @@ class Faults:
         self.raise_lost(call)
 
     def raise_lost(self, call: int) -> None:
-        """For waits for the other ranks. :raises PeerLostError: if one has gone."""
-        if self._engine.watchdog is not None and self._engine.watchdog.lost is not None:
-            raise self._page.lost(call, *self._engine.watchdog.lost)
+        """For waits for the other ranks in ``call``. :raises PeerLostError: if one has gone, and has not made it."""
+        loss = self._page.loss()
+        if loss is not None:
+            raise self._page.lost(call, *loss)
         for rank in range(self._page.n):
-            if self._page.has_left(rank):
+            if self._page.has_left(rank) and self._page.call_of(rank) < call:
                 raise self._page.lost(call, rank, "it closed the communicator")
 
     def refuse(self, call: int, error: BaseException) -> None:
@@ -92,7 +96,7 @@ class Faults:
             self._engine.order.drain()
         self._page.post(kind, call, text)
 
-    def vote(self, number: int, mine: control.Vote) -> list[control.Vote]:
+    def vote(self, number: int, mine: Vote) -> list[Vote]:
         """Tells the others how call ``number``, which this rank has entered, ended here; what they say, by rank.
 
         :raises IpcReduceError: if a rank does not come to this call: it made another one, refused, or is late or lost.
@@ -131,11 +135,12 @@ class Faults:
         try:
             self._engine.quiesce()
             record = wire.message(wire.RESYNC, call=call, serial=self._serial)
+            interrupt = partial(self.raise_lost, 1 << 64)  # whoever has left will not come
             everyone = wire.allgather(
-                self._mpi, record, deadline, "the resynchronisation", call=call, interrupt=lambda: self.raise_lost(call)
+                self._mpi, record, deadline, "the resynchronisation", call=call, interrupt=interrupt
             )
             self._engine.reset()
-            wire.vote(self._mpi, None, deadline, "the resynchronisation", interrupt=lambda: self.raise_lost(call))
+            wire.vote(self._mpi, None, deadline, "the resynchronisation", interrupt=interrupt)
         except PeerLostError:
             raise
         except IpcReduceError as error:

@@ -10,6 +10,7 @@ from ..errors import ArgumentError
 from . import plan
 
 _DEFAULT_WORKSPACE_MB = 256
+_MOST_MB = 1 << 20  # more than a GPU has
 _DEFAULT_SECONDS = 120.0
 
 
@@ -31,7 +32,7 @@ class Options:
             workspace = workspace_bytes()
         except ArgumentError as error:
             wrong = str(error)
-        if algorithm is not None and algorithm not in plan.ALGORITHMS:
+        if algorithm is not None and not (isinstance(algorithm, str) and algorithm in plan.ALGORITHMS):
             wrong = f"algorithm must be None or one of {plan.ALGORITHMS}; found {algorithm!r}"
             algorithm = None
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
@@ -46,6 +47,6 @@ def workspace_bytes() -> int:
     :raises ArgumentError: if that is no whole number of at least 1.
     """
     text = os.environ.get("IPCREDUCE_WORKSPACE_MB", str(_DEFAULT_WORKSPACE_MB))
-    if not text.isdigit() or int(text) < 1:
-        raise ArgumentError(f"IPCREDUCE_WORKSPACE_MB must be a whole number of at least 1; found {text!r}")
+    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= _MOST_MB:
+        raise ArgumentError(f"IPCREDUCE_WORKSPACE_MB must be a whole number from 1 to {_MOST_MB}; found {text!r}")
     return int(text) * plan.MB

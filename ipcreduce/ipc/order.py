@@ -26,7 +26,11 @@ class CallOrder:
         self._owner: Any = None  # keeps it
         self._captured = (0, 0)  # the last captured call: (capture id, stream)
         self._event = driver.create_event()
-        self._end = driver.create_event()  # of the last eager call, if it is _ENDED
+        try:
+            self._end = driver.create_event()  # of the last eager call, if it is _ENDED
+        except CudaError:
+            driver.destroy_event(self._event)
+            raise
 
     def follow(self, stream: int, owner: Any) -> None:
         """Before a call on ``stream``, unless that is ``fast``.

@@ -17,6 +17,7 @@ from . import watchdog
 
 _held: set[int] = set()  # streams that may be capturing
 _deferred: deque[tuple[int, Callable[[], None]]] = deque()
+_awaited: list[tuple[Callable[[], bool], int, tuple[Callable[[], None], ...]]] = []
 _flushing = threading.Lock()
 
 
@@ -34,6 +35,12 @@ def give_back(context: int, *steps: Callable[[], None]) -> None:
         flush()
 
 
+def give_back_after(ready: Callable[[], bool], context: int, *steps: Callable[[], None]) -> None:
+    """As :func:`give_back`, once ``ready()``, which is asked now and at every :func:`flush`."""
+    _awaited.append((ready, context, steps))
+    flush()
+
+
 def drop(stream: int) -> None:
     """``stream`` is about to be destroyed."""
     _held.discard(stream)
@@ -41,6 +48,10 @@ def drop(stream: int) -> None:
 
 def flush() -> None:
     """Runs what was put off, in order, unless a stream still captures, or a thread is at it: that one goes on."""
+    for item in [item for item in _awaited if item[0]()]:
+        with suppress(ValueError):  # another thread has found it too
+            _awaited.remove(item)
+            _deferred.extend((item[1], step) for step in item[2])
     while _deferred and _flushing.acquire(blocking=False):
         try:
             while _deferred:

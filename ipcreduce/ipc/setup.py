@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,12 @@ from .. import arrays
 from ..cuda import driver
 from ..errors import ArgumentError, CudaError, IpcReduceError, UnsupportedError
 from . import plan, wire
-from .control import Page, own_identity
+from .control import Page
 from .devices import advise_spreading, raise_wrong, share_device
 from .engine import Engine
 from .options import Options
-from .watchdog import Watchdog
+from .release import attempt
+from .watchdog import Watchdog, own_identity
 from .workspace import Workspace
 
 _VERIFY_SECONDS = 10.0
@@ -103,34 +106,57 @@ def _build(mpi: Any, options: Options, deadline: float) -> Engine:
     info, devices = share_device(mpi, options.device, deadline)
     advise_spreading(rank, devices)
     page = _share_page(mpi, rank, n, deadline)
-    context, workspace = _share_workspace(mpi, rank, n, info, options, deadline)
-    engine = None
+    made = _Made()
     try:
-        _map_peers(mpi, workspace, devices, deadline)
-        error = None
-        try:
+        with _step(mpi, deadline, "starting CUDA"):
+            made.context = driver.retain_context(info.ordinal)
+        with _step(mpi, deadline, "allocating workspaces"):
+            made.workspace = Workspace(rank, n, options.workspace if n > 1 else plan.MB)
+        assert made.workspace is not None
+        _map_peers(mpi, made.workspace, devices, deadline)
+        with _step(mpi, deadline, "registering the control page"):
             capability = min((int(major), int(minor)) for major, minor in devices["capability"])
-            engine = Engine(
-                info, context, workspace, page,
+            made.engine = Engine(
+                info, made.context, made.workspace, page,
                 capability=capability, timeout=options.timeout, algorithm=options.algorithm,
             )  # fmt: skip
-        except IpcReduceError as caught:
-            error = caught
-        wire.vote(mpi, error, deadline, "registering the control page")
-        assert engine is not None
-        _verify(mpi, engine, devices, deadline)
-        engine.watchdog = Watchdog(page)
-        wire.vote(mpi, None, deadline, "start-up")
-        return engine
+        assert made.engine is not None
+        _verify(mpi, made.engine, devices, deadline)
+        with _step(mpi, deadline, "start-up"):
+            made.engine.watchdog = Watchdog(page)
+        return made.engine
     except IpcReduceError:
         with suppress(IpcReduceError):
-            workspace.unmap_peers()
+            if made.workspace is not None:
+                attempt(made.context, made.workspace.unmap_peers)
             wire.vote(mpi, None, deadline, "giving up")  # before anyone frees what another may still map
-            if engine is not None:
-                engine.release()
-            workspace.free()
-            driver.release_context(info.ordinal)
+            if made.engine is not None:
+                made.engine.release()
+            if made.workspace is not None:
+                attempt(made.context, made.workspace.free)
+            if made.context:
+                driver.release_context(info.ordinal)
         raise
+
+
+@dataclass
+class _Made:
+    """What start-up has made so far."""
+
+    context: int = 0
+    workspace: Workspace | None = None
+    engine: Engine | None = None
+
+
+@contextmanager
+def _step(mpi: Any, deadline: float, what: str) -> Iterator[None]:
+    """The block, then a vote: all ranks go on or all give up. :raises UnsupportedError: with every rank's reason."""
+    error: Exception | None = None
+    try:
+        yield
+    except (IpcReduceError, OSError) as caught:
+        error = caught
+    wire.vote(mpi, error, deadline, what)
 
 
 def _share_page(mpi: Any, rank: int, n: int, deadline: float) -> Page:
@@ -154,29 +180,6 @@ def _share_page(mpi: Any, rank: int, n: int, deadline: float) -> Page:
             page.unlink()
     assert page is not None
     return page
-
-
-def _share_workspace(
-    mpi: Any, rank: int, n: int, info: driver.DeviceInfo, options: Options, deadline: float
-) -> tuple[int, Workspace]:
-    """The GPU's context, and this rank's workspace in it."""
-    context, workspace, error = 0, None, None
-    try:
-        context = driver.retain_context(info.ordinal)
-        workspace = Workspace(rank, n, options.workspace if n > 1 else plan.MB)
-    except CudaError as caught:
-        error = caught
-    try:
-        wire.vote(mpi, error, deadline, "allocating workspaces")
-    except UnsupportedError:
-        with suppress(CudaError):
-            if workspace is not None:
-                workspace.free()
-            if context:
-                driver.release_context(info.ordinal)
-        raise
-    assert workspace is not None
-    return context, workspace
 
 
 def _map_peers(mpi: Any, workspace: Workspace, devices: np.ndarray[Any, Any], deadline: float) -> None:
@@ -222,9 +225,10 @@ def _verify(mpi: Any, engine: Engine, devices: np.ndarray[Any, Any], deadline: f
     """
     rank, n = engine.rank, engine.n
     error, verdict = None, np.zeros(plan.MAX_RANKS, np.uint32)
+    seconds = max(0.0, min(_VERIFY_SECONDS, (deadline - time.monotonic()) / 2))  # so that the verdicts still meet
     shared = len({uuid.tobytes() for uuid in devices["uuid"]}) < n
     try:
-        verdict = engine.verify(_VERIFY_ROUNDS_SHARED if shared else _VERIFY_ROUNDS, _VERIFY_SECONDS)
+        verdict = engine.verify(_VERIFY_ROUNDS_SHARED if shared else _VERIFY_ROUNDS, seconds)
         failed = [peer for peer in range(n) if peer != rank and verdict[peer] not in (_WHOLE, _HALVES)]
         if failed:
             what = "no data" if verdict[failed[0]] == _NOTHING else "wrong data"
@@ -238,8 +242,8 @@ def _verify(mpi: Any, engine: Engine, devices: np.ndarray[Any, Any], deadline: f
     everyone = wire.allgather(mpi, record, deadline, "trying the links")
     wire.check(mpi, everyone, "trying the links")
     engine.whole_packets = not everyone["halves"].any()
-    engine.workspace.reset()
-    wire.vote(mpi, None, deadline, "emptying the workspaces")
+    with _step(mpi, deadline, "emptying the workspaces"):
+        engine.workspace.reset()
 
 
 def _name(devices: np.ndarray[Any, Any], rank: int) -> str:

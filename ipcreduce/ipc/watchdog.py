@@ -7,7 +7,7 @@ import os
 import select
 import threading
 
-from .control import Page, own_identity, start_time
+from .control import Page
 
 _TICK_SECONDS = 0.1
 _NAME = "ipcreduce-watchdog"
@@ -22,7 +22,7 @@ class Watchdog:
     """Watches the processes of the other ranks.
 
     ``lost`` becomes (rank, why) once a rank is dead, or has closed the communicator while others still call. The
-    abort word is then kept up, so that every wait ends on every survivor.
+    other survivors are told, and the abort word is kept up, so that every wait ends.
     """
 
     def __init__(self, page: Page) -> None:
@@ -39,14 +39,14 @@ class Watchdog:
                 try:
                     descriptor = os.pidfd_open(pid)
                 except ProcessLookupError:
-                    self.lost = (rank, "its process has ended")
+                    self._died(rank)
                 except OSError:  # not permitted here: its death is then seen at the deadline
                     continue
                 else:
                     self._processes[descriptor] = rank
                     self._poll.register(descriptor, select.POLLIN)
                     if start_time(pid) != started:  # another process has its number by now
-                        self.lost = (rank, "its process has ended")
+                        self._died(rank)
         self._thread = threading.Thread(target=self._run, name=_NAME, daemon=True)
         self._thread.start()
 
@@ -57,14 +57,18 @@ class Watchdog:
                     return
                 self._poll.unregister(descriptor)
                 rank = self._processes[descriptor]
-                if not self._page.has_left(rank):
-                    self.lost = self.lost or (rank, "its process has ended")
+                self._died(rank)
             own = self._page.call_of(self._page.rank)
             for rank in range(self._page.n):
                 if self._page.has_left(rank) and own > self._page.call_of(rank):
                     self.lost = self.lost or (rank, "it closed the communicator")
             if self.lost is not None:
-                self._page.abort()
+                self._page.lose(*self.lost)
+
+    def _died(self, rank: int) -> None:
+        self._page.bury(rank)
+        if not self._page.has_left(rank):
+            self.lost = self.lost or (rank, "its process has ended")
 
     def stop(self) -> None:
         """Ends the thread. Idempotent."""
@@ -75,3 +79,17 @@ class Watchdog:
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
             self._stop_write = -1
+
+
+def own_identity() -> tuple[int, int, int]:
+    """(pid, start time, pid namespace) of this process: what tells it from a later one with the same pid."""
+    return os.getpid(), start_time(os.getpid()), os.stat("/proc/self/ns/pid").st_ino
+
+
+def start_time(pid: int) -> int:
+    """When a process of this pid namespace started, in clock ticks since boot; 0 if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[19])
+    except OSError:
+        return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..cuda import driver
+from ..errors import CudaError
 from . import plan
 
 _EPOCHS_BYTES = 4096  # plan.EPOCH_SLOTS words, and room to the next page
@@ -24,7 +25,11 @@ class Workspace:
         self.address = driver.allocate(nbytes)
         self._mapped: list[int] = []
         self.peers = [self.address + _EPOCHS_BYTES]
-        self.reset()
+        try:
+            self.reset()
+        except CudaError:
+            self.free()
+            raise
 
     @property
     def epochs(self) -> int:

@@ -161,7 +161,7 @@ def test_cupy_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch):
         arrays.current_device,
         arrays.current_stream,
         lambda: arrays.view(OnDevice(), 0),
-        lambda: arrays.empty((3,), np.dtype("f4"), 0),
+        lambda: arrays.empty((3,), np.dtype("f4"), 0, 0),
     ):
         with pytest.raises(UnsupportedError, match=r"CuPy is not installed .*pip install 'ipcreduce\[cuda13\]'"):
             call()

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from ipcreduce.errors import PeerFailedError, PeerTimeoutError, RankMismatchError
-from ipcreduce.ipc import control
-from ipcreduce.ipc.control import Page, Signature, Vote, signature
+from ipcreduce.ipc import control, watchdog
+from ipcreduce.ipc.control import Page
+from ipcreduce.ipc.signature import Signature, Vote, signature
 from ipcreduce.numerics import DTYPE_NAMES, OPS
 
 SUM = signature((10,), "float32", "sum")
@@ -24,7 +25,7 @@ def make_pages(n: int) -> list[Page]:
     first = Page.create(0, n)
     pages = [first, *(Page.open(first.path, rank, n) for rank in range(1, n))]
     for page in pages:
-        page.join(*control.own_identity())
+        page.join(*watchdog.own_identity())
     first.unlink()
     return pages
 
@@ -85,7 +86,7 @@ def test_whole_pages_and_aligned_words(n: int):
 
 
 def test_ranks_see_each_other(pages: list[Page]):
-    pid, started, namespace = control.own_identity()
+    pid, started, namespace = watchdog.own_identity()
     assert pid == os.getpid()
     assert started > 0
     assert namespace == os.stat("/proc/self/ns/pid").st_ino
@@ -155,7 +156,7 @@ def test_waiting_in_vain(pages: list[Page]):
         (ON_HOST, "sum of float32 (10,) on the host"),
     ],
 )
-def test_described_alike_here_and_there(pages: list[Page], what: control.Signature, text: str):
+def test_described_alike_here_and_there(pages: list[Page], what: Signature, text: str):
     assert str(what) == text
     pages[0].enter(1, what, stream=0)
     assert pages[1].describe(0, 1) == text
@@ -189,7 +190,7 @@ def test_equal_calls_pass(pages: list[Page]):
     ids=str,
 )
 @pytest.mark.parametrize("call", [1, 7, control.RING, control.RING + 1, 5 * control.RING - 1, (1 << 32) + 3])
-def test_whoever_comes_second_sees_the_difference(pages: list[Page], other: control.Signature, call: int):
+def test_whoever_comes_second_sees_the_difference(pages: list[Page], other: Signature, call: int):
     assert pages[0].enter(call, SUM, 0) is None
     assert pages[2].enter(call, other, 0) == 0
     assert pages[1].enter(call, SUM, 0) == 2
@@ -287,7 +288,7 @@ def test_a_timeout_says_who_never_came_and_what_it_did_last(pages: list[Page]):
     assert str(error) == (
         "rank 0, call 2: expected every rank within 1.5 s; found rank 1 never came: its last call was 1 "
         "(sum of float32 (10,)); ranks [0, 2] are at call 2 (max of int64 (6,)). Look for a rank that waits elsewhere "
-        "(a transfer, a lock, another collective), or raise timeout=."
+        "(a transfer, a lock, another collective, a decorator outside of eager_break), or raise timeout=."
     )
 
 

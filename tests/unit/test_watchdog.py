@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ipcreduce.errors import PeerLostError
-from ipcreduce.ipc import control
-from ipcreduce.ipc.control import Page, signature
-from ipcreduce.ipc.watchdog import Watchdog
+from ipcreduce.ipc.control import Page
+from ipcreduce.ipc.signature import signature
+from ipcreduce.ipc.watchdog import Watchdog, own_identity
 
 SUM = signature((10,), "float32", "sum")
 
@@ -23,7 +23,7 @@ class Ranks:
 
     def __init__(self, n: int) -> None:
         self.page = Page.create(0, n)
-        self.page.join(*control.own_identity())
+        self.page.join(*own_identity())
         self.pages, self.processes = {0: self.page}, {}
         for rank in range(1, n):
             self.processes[rank] = subprocess.Popen(["sleep", "60"])

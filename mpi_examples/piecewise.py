@@ -1,0 +1,116 @@
+# mpirun -n 4 python mpi_examples/piecewise.py
+"""A model in pieces: each layer is a graph, and between layers the host decides whether another one is needed.
+
+A graph cannot hold such a decision. All-reduce gives every rank the same bits, so all ranks decide alike and replay
+the same graphs. There is a set of graphs for each batch size, all in one pool of memory, registered together at the
+end of ``comm.capture()``. Every result is checked against NumPy. Needs a GPU and CuPy.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import ipcreduce
+
+RUNS, LAYERS, HIDDEN, INNER = 200, 4, 16, 32
+BATCHES = (8, 4, 2, 1)  # the largest first: the others then find their memory in the pool
+LIMIT = 8  # activations are whole numbers up to this, so that every sum is exact, in any order
+
+comm = ipcreduce.Communicator(device="auto")  # takes a GPU for each rank, if there are any
+if comm.backend == "mpi":
+    if comm.rank == 0:
+        print("graphs need GPUs, and CuPy to use them: nothing to show here (python -m ipcreduce info says why)")
+    comm.close()
+    sys.exit(0)
+import cupy  # noqa: E402
+
+draw = np.random.default_rng(1)
+every_up = draw.integers(-1, 2, (LAYERS, HIDDEN, INNER)).astype(np.float32)
+every_down = draw.integers(-1, 2, (LAYERS, INNER, HIDDEN)).astype(np.float32)
+inner = np.array_split(np.arange(INNER), comm.size)[comm.rank]  # this rank's part of every layer
+weights = [(cupy.asarray(every_up[i][:, inner]), cupy.asarray(every_down[i][inner])) for i in range(LAYERS)]
+
+
+def product(a: Any, b: Any) -> Any:
+    """a @ b: CuPy does @ by cuBLAS, which it refuses while a stream captures."""
+    return (a[:, :, None] * b).sum(axis=1)
+
+
+def layer(x: Any, up: Any, down: Any) -> Any:
+    part = product(cupy.maximum(product(x, up), 0), down)
+    return cupy.maximum(cupy.minimum(x + comm.allreduce(part), LIMIT), -LIMIT)
+
+
+def enough(x: np.ndarray) -> bool:
+    """Whether further layers would change little: nine tenths of the activations are at the limit."""
+    return bool((abs(x) == LIMIT).mean() >= 0.9)
+
+
+class Pieces:
+    """The graphs for one batch size. Each reads what the one before it has written."""
+
+    def __init__(self, batch: int, pool: Any) -> None:
+        self.x = cupy.zeros((batch, HIDDEN), np.float32)
+        self.graphs: list[ipcreduce.Graph] = []
+        self.outputs: list[Any] = []
+        for up, down in weights:
+            source = self.outputs[-1] if self.outputs else self.x
+            graph = ipcreduce.Graph(comm, pool=pool)
+            with graph.record([source, up, down]):  # named, so that they live as long as the graph
+                self.outputs.append(layer(source, up, down))
+            pool = graph.pool
+            self.graphs.append(graph)
+
+    def __call__(self, x: np.ndarray) -> tuple[np.ndarray, int]:
+        """The result, and how many layers it took."""
+        self.x.set(x)
+        layers = 0
+        while layers < LAYERS and not enough(x):
+            self.graphs[layers].replay()
+            x = cupy.asnumpy(self.outputs[layers])
+            layers += 1
+        return x, layers
+
+
+def expected(x: np.ndarray) -> tuple[np.ndarray, int]:
+    """The same by NumPy, with all weights on one rank."""
+    layers = 0
+    while layers < LAYERS and not enough(x):
+        x = np.clip(x + np.maximum(x @ every_up[layers], 0) @ every_down[layers], -LIMIT, LIMIT)
+        layers += 1
+    return x, layers
+
+
+models: dict[int, Pieces] = {}
+pool = None
+with comm.capture():  # one registration for all graphs, at its end; they can be replayed before, too
+    for batch in BATCHES:
+        models[batch] = Pieces(batch, pool)
+        pool = models[batch].graphs[0].pool
+
+order = random.Random(2)  # the same on every rank
+wrong, depths = 0, Counter[int]()
+for _ in range(RUNS):
+    batch = order.choice(BATCHES)
+    x = draw.integers(-2, 3, (batch, HIDDEN)).astype(np.float32)
+    (result, layers), (right, due) = models[batch](x), expected(x)
+    wrong += not (np.array_equal(result, right) and layers == due)
+    depths[layers] += 1
+
+comm.synchronize()
+graphs = [graph for model in models.values() for graph in model.graphs]
+if comm.rank == 0:
+    states = ", ".join(sorted({graph.state for graph in graphs}))
+    print(f"{comm.size} ranks, backend {comm.backend}: {len(graphs)} graphs ({states}), pool of {pool.nbytes} bytes")
+    print(f"layers that were needed: {', '.join(f'{depth} in {depths[depth]} runs' for depth in sorted(depths))}")
+    print(f"{RUNS} runs in random order, {wrong} wrong", flush=True)
+for graph in graphs:
+    graph.close()
+comm.close()
+sys.exit(0 if MPI.COMM_WORLD.allreduce(wrong) == 0 else 1)

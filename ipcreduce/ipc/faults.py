@@ -68,13 +68,16 @@ class Faults:
             raise self._page.explain(call, self._timeout)
         self.raise_lost(call)
 
-    def raise_lost(self, call: int) -> None:
-        """For waits for the other ranks in ``call``. :raises PeerLostError: if one has gone, and has not made it."""
+    def raise_lost(self, call: int, whoever: bool = False) -> None:
+        """For waits for the other ranks in ``call``.
+
+        :raises PeerLostError: if one has gone and has not made this call; with ``whoever``, if one has gone.
+        """
         loss = self._page.loss()
         if loss is not None:
             raise self._page.lost(call, *loss)
         for rank in range(self._page.n):
-            if self._page.has_left(rank) and self._page.call_of(rank) < call:
+            if self._page.has_left(rank) and (whoever or self._page.call_of(rank) < call):
                 raise self._page.lost(call, rank, "it closed the communicator")
 
     def refuse(self, call: int, error: BaseException) -> None:
@@ -135,7 +138,7 @@ class Faults:
         try:
             self._engine.quiesce()
             record = wire.message(wire.RESYNC, call=call, serial=self._serial)
-            interrupt = partial(self.raise_lost, 1 << 64)  # whoever has left will not come
+            interrupt = partial(self.raise_lost, call, whoever=True)  # who has left will not come
             everyone = wire.allgather(
                 self._mpi, record, deadline, "the resynchronisation", call=call, interrupt=interrupt
             )

@@ -270,6 +270,11 @@ def make_pool(allocate: Callable[[int, int], int], free: Callable[[int, int], No
     return cupy.cuda.MemoryPool(cupy.cuda.PythonFunctionAllocator(translated, free).malloc)
 
 
+def runtime_status(error: BaseException) -> int:
+    """The cudaError_t of a call of CuPy's that failed; 0 for any other error."""
+    return int(error.status) if _cupy is not None and isinstance(error, _cupy.cuda.runtime.CUDARuntimeError) else 0
+
+
 def raised_by_cupy(error: BaseException) -> bool:
     """Whether it comes from within CuPy."""
     trace = error.__traceback__

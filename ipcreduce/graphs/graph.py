@@ -25,7 +25,7 @@ from ..ipc.signature import Signature
 from .breaks import Break, current
 from .inputs import InputCheck, Inputs, check_word
 from .pool import GraphPool, Slab
-from .recording import REFUSED_BY_CUPY, Recording, Segment, cannot_be_captured
+from .recording import Recording, Segment, explained
 from .resources import Resources
 
 if TYPE_CHECKING:
@@ -132,8 +132,8 @@ class Graph:
         finally:
             self._recording = current.graph = None
         release.flush()
-        if isinstance(error, NotImplementedError) and arrays.raised_by_cupy(error):
-            error = cannot_be_captured(error, REFUSED_BY_CUPY)
+        if error is not None:
+            error = explained(error)
         try:
             comm.end_recording(recording, error)
         except BaseException:

@@ -18,13 +18,13 @@ from ..ipc.plan import Step
 from ..ipc.signature import Signature
 from .pool import GraphPool
 
-REFUSED_BY_CUPY = (
+_REFUSED_BY_CUPY = (
     "While a stream captures, CuPy refuses cuBLAS (@, einsum) and copies from the host (cupy.array(list)). Make such "
     "arrays before the recording, and matrix products by nvmath.linalg.advanced.Matmul: plan() before, execute() in it."
 )
-_ADVICE = {  # by CUresult
-    900: REFUSED_BY_CUPY, 901: REFUSED_BY_CUPY,
-    905: "A wait for work outside of the recording belongs before it, or into a break.",
+_ADVICE = {  # by CUresult, which is also the cudaError_t
+    900: _REFUSED_BY_CUPY, 901: _REFUSED_BY_CUPY,
+    905: "A wait for work outside of the recording belongs before it, or into a break (eager_break outermost).",
     904: "Work on another stream has to be joined, before the block or a break: wait for its event on the recording's "
     "stream.",
 }  # fmt: skip
@@ -167,6 +167,18 @@ def in_pool(array: Any, pool: GraphPool) -> bool:
     return pool.find(first, past - first) is not None
 
 
-def cannot_be_captured(cause: Exception, advice: str = "") -> CaptureError:
+def cannot_be_captured(cause: BaseException, advice: str = "") -> CaptureError:
     """The error for work that does not go into a graph."""
     return CaptureError(f"the recording cannot be made into a graph: {cause}. {advice}".rstrip())
+
+
+def explained(error: BaseException) -> BaseException:
+    """CaptureError for what CuPy raises where a stream captures; any other exception as it is."""
+    advice = _ADVICE.get(arrays.runtime_status(error), "")
+    if isinstance(error, NotImplementedError) and arrays.raised_by_cupy(error):
+        advice = _REFUSED_BY_CUPY
+    if not advice:
+        return error
+    capture_error = cannot_be_captured(error, advice)
+    capture_error.__cause__ = error
+    return capture_error

@@ -329,6 +329,20 @@ def warned(comm: Any) -> None:
         assert ["1 copies" in text and "(4000 bytes)" in text for text in caught(copy)] == [True]
 
 
+def waits_in_the_body(comm: Any) -> None:
+    """On the host, or for what is outside of the recording: a CaptureError that says where waits belong."""
+    source, side = mine(), cupy.cuda.Stream(non_blocking=True)
+    earlier = side.record()
+    for wait, words in (
+        (lambda: cupy.cuda.get_current_stream().synchronize(), ["before the recording"]),
+        (lambda: cupy.cuda.get_current_stream().wait_event(earlier), ["into a break", "eager_break outermost"]),
+    ):
+        with raises(CaptureError, *words), Graph(comm).record():
+            comm.allreduce(source)
+            wait()
+        works(comm)
+
+
 def refused_by_cupy(comm: Any) -> None:
     """On a GPU: what CuPy does not do while a stream captures is a CaptureError that says the way round."""
     if SIM:
@@ -343,5 +357,6 @@ def refused_by_cupy(comm: Any) -> None:
 
 SCENARIOS = [
     states, after_a_fault, caught_in_the_body, refused_on_one_rank, two_threads, exceptions, disagreement,
-    different_graphs, rank_missing, foreign_capture, warned, refused_by_cupy,
+    different_graphs, rank_missing, foreign_capture, warned, waits_in_the_body,
+    refused_by_cupy,
 ]  # fmt: skip

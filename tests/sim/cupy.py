@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,6 +72,14 @@ class Graph:
         streams.launch(self.nodes, (stream or get_current_stream()).ptr)
 
 
+@contextmanager
+def _its_errors() -> Iterator[None]:
+    try:
+        yield
+    except machine.Fault as fault:
+        raise pools.CUDARuntimeError(fault.code) from None
+
+
 class ExternalStream:
     """A stream that others made. ``with`` makes it current in this thread; it can be entered more than once."""
 
@@ -89,7 +98,8 @@ class ExternalStream:
         return self
 
     def synchronize(self) -> None:
-        streams.synchronize(self.ptr)
+        with _its_errors():
+            streams.synchronize(self.ptr)
 
     def record(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -97,7 +107,8 @@ class ExternalStream:
         return event
 
     def wait_event(self, event: Event) -> None:
-        streams.wait_event(self.ptr, event.ptr)
+        with _its_errors():
+            streams.wait_event(self.ptr, event.ptr)
 
     def begin_capture(self, mode: str = "relaxed") -> None:
         """``mode`` is a word here: "relaxed", "global", "thread_local"."""

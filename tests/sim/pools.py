@@ -28,9 +28,9 @@ class _Raw:
             self._give_back(self.ptr, self.device_id)
 
 
-class CUDARuntimeError(RuntimeError):
+class CUDARuntimeError(machine.Fault, RuntimeError):
     def __init__(self, status: int) -> None:
-        super().__init__(f"simulated CuPy: {machine.ERRORS[status]}")
+        super().__init__(status)
         self.status = status
 
 

@@ -7,7 +7,6 @@ exchanged before a replay and nothing can be missing. Registration (registration
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,11 +24,14 @@ from ..ipc.signature import Signature
 from .breaks import Break, current
 from .inputs import InputCheck, Inputs, check_word
 from .pool import GraphPool, Slab
-from .recording import Recording, Segment, explained
+from .recording import Recording, Segment, explained, warn_about
 from .resources import Resources
 
 if TYPE_CHECKING:
     from ..communicator import Communicator
+
+
+_READY = frozenset(("staged", "registered"))
 
 
 class Graph:
@@ -143,7 +145,7 @@ class Graph:
         self._state = "staged"
         comm.recorded(self)
         comm.run_recording(last, recording)
-        self._warn()
+        warn_about(self.segments)
 
     def _check_record(self, engine: Engine, stream: int, inputs: Inputs) -> None:
         engine.use_context()
@@ -209,19 +211,6 @@ class Graph:
             self._comm.leave(error)
             raise
 
-    def _warn(self) -> None:
-        copies = [nbytes for segment in self.segments for nbytes in segment.nodes.host_copies]
-        if copies:
-            warnings.warn(
-                f"the graph has {len(copies)} copies from or to host memory ({sum(copies)} bytes): each replay uses "
-                "the same host addresses, whatever is there by then",
-                stacklevel=4,
-            )
-        if not any(segment.calls or segment.nodes.kernels for segment in self.segments):
-            warnings.warn(
-                "the recording has no all-reduce and no kernel: was the work on another stream?", stacklevel=4
-            )
-
     # ---- replay
     def replay(self, inputs: Any = None, *, stream: Any = None) -> None:
         """Launches the recorded work on CuPy's current stream, or on ``stream``, and runs its breaks between.
@@ -237,11 +226,8 @@ class Graph:
         """
         comm = self._comm
         try:
-            self._expect("replay()", "staged", "record it first, once, and do not close it", "registered")
-            if current.graph is not None:
-                raise GraphStateError("replay() within a recording: a graph cannot be part of another one")
-            if inputs is not None and self._inputs is not None:
-                self._inputs.verify(Inputs.of(inputs))
+            if self._state not in _READY or current.graph is not None or inputs is not None:
+                self._check_replay(inputs)
             if stream is None:
                 handle, owner = arrays.current_stream()
             else:
@@ -250,14 +236,21 @@ class Graph:
             comm.refuse(error)
             raise
         for step in self._steps:
-            if isinstance(step, Segment):
+            if type(step) is Segment:
                 comm.launch(step, handle, owner)
-            else:
+            elif type(step) is Break:
                 try:
                     step.replay(handle)
                 except BaseException as error:
                     comm.leave(error)
                     raise
+
+    def _check_replay(self, inputs: Any) -> None:
+        self._expect("replay()", "staged", "record it first, once, and do not close it", "registered")
+        if current.graph is not None:
+            raise GraphStateError("replay() within a recording: a graph cannot be part of another one")
+        if inputs is not None and self._inputs is not None:
+            self._inputs.verify(Inputs.of(inputs))
 
     # ---- registration
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -165,6 +166,19 @@ def in_pool(array: Any, pool: GraphPool) -> bool:
     """Whether a CuPy array lies in the pool's memory."""
     first, past = arrays.extent(array)
     return pool.find(first, past - first) is not None
+
+
+def warn_about(segments: list[Segment]) -> None:
+    """Warns the caller of the recording's caller about what is recorded, but hardly meant."""
+    copies = [nbytes for segment in segments for nbytes in segment.nodes.host_copies]
+    if copies:
+        warnings.warn(
+            f"the graph has {len(copies)} copies from or to host memory ({sum(copies)} bytes): each replay uses the "
+            "same host addresses, whatever is there by then",
+            stacklevel=4,
+        )
+    if not any(segment.calls or segment.nodes.kernels for segment in segments):
+        warnings.warn("the recording has no all-reduce and no kernel: was the work on another stream?", stacklevel=4)
 
 
 def cannot_be_captured(cause: BaseException, advice: str = "") -> CaptureError:

@@ -6,19 +6,33 @@ it runs on the simulated device.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import cupy
 
 from ipcreduce import Communicator
-from tests.graphs import breaks, communicators, driver_faults, errors, memory, options, pieces, replays, runners
-from tests.graphs.common import GPUS, RANK, WORLD, works
+from tests.gpu import record
+from tests.graphs import (
+    breaks,
+    communicators,
+    driver_faults,
+    endurance,
+    errors,
+    memory,
+    options,
+    pieces,
+    replays,
+    runners,
+)
+from tests.graphs.common import FIGURES, GPUS, RANK, WORLD, works
 
-MODULES = (replays, memory, pieces, breaks, runners, errors, communicators, driver_faults)
+MODULES = (replays, memory, pieces, breaks, runners, errors, communicators, driver_faults, endurance)
 SCENARIOS = [scenario for module in MODULES for scenario in module.SCENARIOS]
 
 
@@ -41,7 +55,13 @@ def run(*scenarios: Callable[..., None], **arguments: Any) -> None:
         if RANK == 0:
             print(f"{scenario.__name__}: right, {time.monotonic() - started:.1f} s", flush=True)
     if RANK == 0:
+        for name, figure in FIGURES.items():
+            print(f"{name}: {figure}")
         print(f"{len(scenarios)} scenarios, all right", flush=True)
+        if options.json:
+            names = [scenario.__name__ for scenario in scenarios]
+            content = record.header(["-m", "tests.graphs", *sys.argv[1:]]) | {"right": names} | FIGURES
+            Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ except RuntimeError:  # CuPy's, where no GPU is visible
 QUICK = GPUS >= SIZE and not SIM
 WIDTH = 65536 if QUICK else 48  # of the largest all-reduce: 64 MB, or 48 KB
 REPLAYS = 200 if QUICK else 24
+FIGURES: dict[str, Any] = {}  # what scenarios have measured
 HUGE = 1 << 45  # bytes: more than any GPU has
 
 

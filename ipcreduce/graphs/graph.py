@@ -225,6 +225,7 @@ class Graph:
             passes unchanged; the other ranks get :class:`PeerFailedError`.
         """
         comm = self._comm
+        comm.check_usable()
         try:
             if self._state not in _READY or current.graph is not None or inputs is not None:
                 self._check_replay(inputs)

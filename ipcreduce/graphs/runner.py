@@ -25,7 +25,7 @@ class GraphRunner:
     A call in a :func:`ipcreduce.forward_context` of the runner's mode replays the recording for that context's batch
     descriptor; the first such call records it, which is a real run. Any other call, and every call on a communicator
     without GPUs, calls the function. The recordings share one pool: record the largest first. What a call returns is
-    valid until the runner's next call.
+    valid until the runner's next call. What the function refers to (weights, caches) lives as long as the function.
 
     :param comm: None for the default communicator.
     :param mode: "piecewise", with breaks, or "full": one graph, in which decorated functions are called plainly.

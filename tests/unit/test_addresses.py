@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import re
 import statistics
+import sys
 import time
 import types
 import weakref
@@ -440,12 +441,13 @@ def test_512_arrays_take_a_millisecond(monkeypatch: pytest.MonkeyPatch):
     roots = [("attn_metadata", layers)]
     made = AddressCheck(roots)
     assert len(collect_addresses(layers)) == 512
+    most = 5e-3 if "coverage" in sys.modules else 1e-3  # which counts every line
     taken, end = [1.0], time.perf_counter() + 10  # for a moment in which the machine does nothing else
-    while min(taken) > 1e-3 and time.perf_counter() < end:
+    while min(taken) > most and time.perf_counter() < end:
         start = time.perf_counter()
         made.verify(roots)
         taken.append(time.perf_counter() - start)
-    assert min(taken) < 1e-3, f"median {statistics.median(taken) * 1e6:.0f} us"
+    assert min(taken) < most, f"median {statistics.median(taken) * 1e6:.0f} us"
     layers[14].x.z[1] = next(fresh)
     with pytest.raises(AddressChangedError) as caught:
         made.verify(roots)

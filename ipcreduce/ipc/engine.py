@@ -228,6 +228,7 @@ class Engine:
             self.order.drain()
         else:
             driver.synchronize()
+            self.order.forget()
 
     def reset(self) -> None:
         """After every rank's :meth:`quiesce`: empty slots, fresh epochs, no fault."""

@@ -87,7 +87,11 @@ class CallOrder:
         elif self._eager is not None:
             driver.synchronize_stream(self._eager)
         if stream is None or stream == self._eager:
-            self._eager, self.fast, self._owner = None, -1, None
+            self.forget()
+
+    def forget(self) -> None:
+        """No eager call runs any more: the next one follows none, nor a stream on which a launch failed."""
+        self._eager, self.fast, self._owner = None, -1, None
 
     def drain(self) -> None:
         """Waits for the eager calls made so far, unless their stream is being captured, which that would spoil.

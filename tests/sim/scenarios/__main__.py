@@ -1,0 +1,53 @@
+"""``mpirun -n 2 python -m tests.sim.scenarios name ...`` runs scenarios of the library on the simulated device.
+
+Each function of a module's SCENARIOS is one; it runs on every rank and asserts, and must leave nothing behind.
+``--visible 0,1/1,0`` sets CUDA_VISIBLE_DEVICES, rank by rank. ``--among directory rank size`` makes this process a rank
+without MPI: one that is killed or ends, ends only itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+import traceback
+
+import cupy
+
+from ipcreduce import Communicator
+from tests.sim.scenarios import captures, devices, driver_faults, ends, options, peers, startup, threads
+from tests.sim.scenarios.common import GPUS, RANK, WORLD, grown, held, host_works
+
+MODULES = (startup, driver_faults, ends, peers, threads, captures, devices)
+SCENARIOS = {scenario.__name__: scenario for module in MODULES for scenario in module.SCENARIOS}
+
+
+def main() -> None:
+    if options.among:
+        for name in options.names:
+            SCENARIOS[name]()
+            print(f"{name}: right on rank {RANK}", flush=True)
+        return
+    if GPUS:
+        cupy.cuda.Device(RANK % GPUS).use()
+    with contextlib.closing(Communicator(timeout=20)) as comm:  # opens what stays open
+        host_works(comm)
+    for name in options.names:
+        before, started = held(), time.monotonic()
+        SCENARIOS[name]()
+        WORLD.Barrier()
+        left = grown(before)
+        assert not left or name == "driver_faults", f"rank {RANK}, {name}: left behind: {left}"
+        if RANK == 0:
+            print(f"{name}: right, {time.monotonic() - started:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        if options.among:
+            sys.exit(1)
+        WORLD.Abort(1)

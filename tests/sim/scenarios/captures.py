@@ -1,0 +1,169 @@
+"""Captures, recordings and others', and what happens beside them: faults, graphs that are collected, eager calls."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import cupy
+import numpy as np
+
+from ipcreduce import Communicator, Graph, errors
+from tests.sim.scenarios.common import LAST, RANK, WORLD, error_of, fault, mine, raises, right, works
+
+
+def captured_after_a_fault() -> None:
+    """A foreign capture begins with a fault to settle: refused, and whole; one call later it works."""
+    comm, stream = Communicator(timeout=20), cupy.cuda.Stream(non_blocking=True)
+    source, target, other = mine(), cupy.zeros(1000, np.float32), cupy.zeros(1000, np.float32)
+    for heard in (True, False):
+        for mode in ("relaxed", "thread_local", "global"):
+            works(comm, 1000)
+            cupy.cuda.Device().synchronize()
+            if not heard and RANK != 0:
+                comm.allreduce(source, out=target)  # ends without the data of rank 0
+            WORLD.Barrier()
+            if heard or RANK == 0:
+                fault(comm)
+            WORLD.Barrier()
+            stream.begin_capture(mode)
+            if not heard and RANK != 0:
+                with raises(errors.PeerFailedError, "rank 0 refused"):
+                    comm.allreduce(source, out=target, stream=stream)
+            with raises(errors.CaptureError, f"rank {RANK}, call", "not captured on every rank, then capture again"):
+                comm.allreduce(source, out=target, stream=stream)
+            with stream:
+                other += source
+            graph = stream.end_capture()
+            other.fill(0)
+            cupy.cuda.Device().synchronize()
+            graph.launch(stream)
+            stream.synchronize()
+            assert (cupy.asnumpy(other) == RANK + 1).all(), "what else was captured"
+            works(comm)
+            stream.begin_capture(mode)
+            comm.allreduce(source, out=target, stream=stream)
+            graph = stream.end_capture()
+            for factor in (1, 2, 3):
+                source.fill((RANK + 1) * factor)
+                cupy.cuda.Device().synchronize()
+                graph.launch(stream)
+                stream.synchronize()
+                right(target, factor)
+            source.fill(RANK + 1)
+    comm.close()
+
+
+def fault_within_a_recording() -> None:
+    """A call beside the recording is refused, which the body catches: later calls in the body work, the recording not.
+
+    The fault is settled while the recording's stream captures.
+    """
+    stream, source = cupy.cuda.Stream(non_blocking=True), mine()
+
+    def body(comm: Communicator) -> None:
+        comm.allreduce(source)
+        if RANK == LAST:
+            with raises(errors.ArgumentError, "op must be"):
+                comm.allreduce(source, "mode", stream=stream)
+        else:
+            with raises(errors.PeerFailedError, f"rank {LAST} refused"):
+                comm.allreduce(source, stream=stream)
+                comm.synchronize(stream)
+        for _ in range(2):
+            with stream:
+                result = comm.allreduce(mine())
+                comm.synchronize(stream)
+                right(result)
+
+    with Communicator(timeout=5) as comm:
+        works(comm)
+        kind = errors.ArgumentError if RANK == LAST else errors.PeerFailedError
+        with Graph(comm) as graph:
+            with raises(kind, "op must be"), graph.record():
+                body(comm)
+            assert graph.state == "failed", graph.state
+        works(comm)
+
+
+def fault_beside_a_recording() -> None:
+    """A fault of one thread's call is settled while another thread records: the recording becomes a graph."""
+    in_body, settled, found = threading.Event(), threading.Event(), []
+    with Communicator(timeout=5) as comm:
+        works(comm)
+        source = mine()
+
+        def record() -> None:
+            with cupy.cuda.Device(RANK), Graph(comm) as graph:
+                with graph.record():
+                    result = comm.allreduce(source)
+                    in_body.set()
+                    settled.wait(10)
+                right(result)
+                graph.replay()
+                right(result)
+
+        thread = threading.Thread(target=lambda: found.append(error_of(record)), daemon=True)
+        thread.start()
+        in_body.wait(5)
+        try:
+            fault(comm)
+            works(comm)
+        finally:
+            settled.set()
+            thread.join(10)
+        assert found == [""], f"rank {RANK}: {found}"
+        works(comm)
+
+
+def graph_dropped_within_a_capture() -> None:
+    """A graph is collected while a foreign stream captures, in the mode that spares no other call: it stays whole."""
+    source, out = mine(), cupy.zeros(1000, np.float32)
+    with Communicator(timeout=5) as comm:
+        works(comm)
+        for calls_before in (0, 1, 2):
+            stream = cupy.cuda.Stream(non_blocking=True)
+            graphs = [Graph(comm)]
+            with graphs[0].record():
+                comm.allreduce(source)
+            comm.synchronize()
+            with stream:
+                for _ in range(calls_before):
+                    comm.allreduce(source, out=out)
+                stream.begin_capture("global")
+                comm.allreduce(source, out=out)
+                graphs.clear()
+                gc.collect()
+                captured = stream.end_capture()
+                for factor in (2, 3):
+                    source.fill((RANK + 1) * factor)
+                    captured.launch(stream)
+                    right(out, factor)
+                source.fill(RANK + 1)
+                comm.synchronize(stream)
+            works(comm)
+
+
+def eager_call_behind_a_capture() -> None:
+    """An eager call that has to follow one on a stream that captures now is refused, and the others hear of it."""
+    stream, other, source = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True), mine()
+    with Communicator(timeout=5) as comm:
+        for _ in range(2):
+            comm.allreduce(source, stream=stream)
+            WORLD.Barrier()
+            if RANK == LAST:
+                stream.begin_capture()
+                with raises(errors.CaptureError, "is now being captured", "Call synchronize() before"):
+                    comm.allreduce(source, stream=other)
+                stream.end_capture()
+            else:
+                with raises(errors.PeerFailedError, f"rank {LAST} refused", "is now being captured"):
+                    comm.allreduce(source, stream=other)
+                    comm.synchronize()
+            works(comm)
+
+
+SCENARIOS = [
+    captured_after_a_fault, fault_within_a_recording, fault_beside_a_recording, graph_dropped_within_a_capture,
+    eager_call_behind_a_capture,
+]  # fmt: skip

@@ -1,0 +1,150 @@
+"""What the scenarios use: small checks, and what the library holds."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cupy
+import numpy as np
+
+from ipcreduce import Communicator, errors
+from ipcreduce.ipc import control
+from tests.sim import driver, machine
+from tests.sim.scenarios import WORLD
+
+RANK, SIZE = WORLD.Get_rank(), WORLD.Get_size()
+LAST = SIZE - 1
+TOTAL = SIZE * (SIZE + 1) // 2
+GPUS = len(machine.gpus())
+OWN = RANK % GPUS if GPUS else 0  # the communicators' GPU
+OTHER = (RANK + 1) % GPUS if GPUS else 0
+SOON = 2.5  # seconds
+
+
+def mine(count: int = 1000) -> Any:
+    """This rank's array: RANK + 1 everywhere, so that sums are TOTAL."""
+    return cupy.full((count,), RANK + 1, np.float32)
+
+
+def right(array: Any, factor: int = 1) -> None:
+    values = cupy.asnumpy(array)
+    assert (values == TOTAL * factor).all(), f"rank {RANK}: {values[:8]}... where {TOTAL * factor} was due"
+
+
+def works(comm: Any, count: int = 10) -> None:
+    result = comm.allreduce(mine(count))
+    comm.synchronize()  # raises what would have spoilt it
+    right(result)
+
+
+def host_works(comm: Any) -> None:
+    right(comm.allreduce(np.full(7, RANK + 1.0)))
+
+
+def good_communicator() -> None:
+    with Communicator(timeout=20) as comm:
+        assert comm.backend == "ipc", comm.describe()
+        works(comm)
+
+
+@contextlib.contextmanager
+def raises(kind: type[Exception], *words: str) -> Iterator[None]:
+    """The block must raise this very class, soon, with these words in the message."""
+    started, found = time.monotonic(), None
+    try:
+        yield
+    except Exception as error:
+        found = error
+    if type(found) is not kind or not all(word in str(found) for word in words):
+        raise AssertionError(f"rank {RANK}: {found!r} where {kind.__name__} with {words} was due") from found
+    assert time.monotonic() - started < SOON, f"rank {RANK}: {time.monotonic() - started:.1f} s, {found}"
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    """What a call raised, as a text, since an exception keeps arrays alive; "ours: ..." if it is one of ours."""
+    try:
+        call()
+        return ""
+    except errors.IpcReduceError as error:
+        return f"ours: {error!r}"
+    except Exception as error:
+        return repr(error)
+
+
+def in_threads(*calls: Callable[[], Any], device: int | None = OWN) -> None:
+    """Each call in a thread of its own, with this GPU current, or none; what one raises is raised here."""
+    found: list[str] = []
+
+    def run(call: Callable[[], Any]) -> None:
+        with contextlib.nullcontext() if device is None else cupy.cuda.Device(device):
+            found.append(error_of(call))
+
+    threads = [threading.Thread(target=run, args=[call], daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive(), f"rank {RANK}: a thread hangs"
+    assert found == [""] * len(calls), f"rank {RANK}: {found}"
+
+
+@contextlib.contextmanager
+def environment(rank: int | None = None, **variables: str) -> Iterator[None]:
+    """Environment variables for a while, on one rank or on all."""
+    before = dict(os.environ)
+    os.environ.update(variables if rank in (None, RANK) else {})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def fault(comm: Any) -> None:
+    """A call that rank 0 refuses, and of which every rank has heard."""
+    if RANK == 0:
+        with raises(errors.ArgumentError, "op must be"):
+            comm.allreduce(mine(), "mode")
+    else:
+        with raises(errors.PeerFailedError, "rank 0 refused"):
+            works(comm)
+
+
+pages: list[str] = []  # the files of control pages that this rank has made
+
+
+def _noted(**arguments: Any) -> tuple[int, str]:
+    descriptor, path = tempfile.mkstemp(**arguments)
+    pages.append(path)
+    return descriptor, path
+
+
+control.tempfile = types.SimpleNamespace(mkstemp=_noted)  # type: ignore[assignment]
+
+
+def held() -> dict[str, int]:
+    """What the library has taken: from the driver, from the system."""
+    gc.collect()
+    if GPUS:
+        cupy.cuda.Device().synchronize()
+        cupy.get_default_memory_pool().free_all_blocks()
+    return driver.leaks() | {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "page files": sum(map(os.path.exists, pages)),
+        "mapped pages": Path("/proc/self/maps").read_text().count("/dev/shm/ipcreduce-"),
+        "threads": sum(thread.name.startswith("ipcreduce") for thread in threading.enumerate()),
+    }
+
+
+def grown(before: dict[str, int]) -> dict[str, int]:
+    now = held()
+    return {kind: now.get(kind, 0) - before.get(kind, 0) for kind in now | before if now.get(kind) != before.get(kind)}

@@ -1,0 +1,119 @@
+"""A driver that fails, at every call of a communicator's life."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ipcreduce import Communicator
+from ipcreduce.ipc import setup
+from tests.sim import driver
+from tests.sim.scenarios.common import (
+    LAST,
+    RANK,
+    SOON,
+    WORLD,
+    error_of,
+    good_communicator,
+    grown,
+    held,
+    host_works,
+    mine,
+    right,
+    works,
+)
+
+REFUSED = {  # what may stay behind, if the driver does not take it back
+    "cuDevicePrimaryCtxRelease": {"contexts": 1},
+    "cuEventDestroy": {"events": 1},
+    "cuIpcCloseMemHandle": {"mappings": 1},
+    "cuMemFree": {"allocations": 1, "descriptors": 1},
+    "cuMemHostUnregister": {"registered host ranges": 1, "mapped pages": 1, "descriptors": 1},
+    "cuModuleUnload": {"modules": 1},
+}
+failed_calls: list[str] = []  # the names of those that were made to fail
+
+
+class Noted(driver.CudaError):
+    """Keeps the name of the call."""
+
+    def __init__(self, call: str, code: int, text: str) -> None:
+        super().__init__(call, code, text)
+        if code == 999:
+            failed_calls.append(call)
+
+
+def driver_faults() -> None:
+    """Each driver call in turn, from start-up to close(), fails on one rank.
+
+    All ranks work, or fall back, or have an error of ours, alike and soon; later all is well; and nothing is left
+    behind but what the driver refused to take back.
+    """
+    driver.CudaError = Noted  # type: ignore[misc]
+    found: list[str] = []
+    setup._VERIFY_ROUNDS = 5
+    for rank in (0, LAST):
+        for k in itertools.count(1):
+            failed, problems = _life(rank, k)
+            found += [f"call {k} of rank {rank}, {failed}: {problem}" for problem in problems]
+            if not failed:
+                break
+        found += [f"a whole life in {k} driver calls"] * (k < 50)
+    print("".join(f"rank {RANK}: {problem}\n" for problem in found), end="", flush=True)
+    assert not found, f"{len(found)} problems"
+
+
+def _life(rank: int, k: int) -> tuple[str, list[str]]:
+    """Of a communicator whose ``k``-th driver call on ``rank`` fails.
+
+    :returns: which call it was, "" if it was over before; and what went wrong that must not.
+    """
+    before, problems, made, calls = held(), [], [], driver.calls()
+    failed_calls.clear()
+    WORLD.Barrier()
+    driver.fault_at(k if rank == RANK else 0)
+
+    def step(call: Callable[[], Any], *, may_fail: bool = True, within: float = SOON) -> str:
+        started = time.monotonic()
+        error = error_of(call)
+        if time.monotonic() - started > within:
+            problems.append(f"{time.monotonic() - started:.1f} s for {error}")
+        if error and not (may_fail and error.startswith("ours: ")):
+            problems.append(error)
+        return error
+
+    error = step(lambda: made.append(Communicator(timeout=3.0)))
+    ends = WORLD.allgather(made[0].backend if made else "error")
+    if len(set(ends)) > 1:
+        problems.append(f"start-up ended in {ends}; here {error}")
+    elif ends[0] == "mpi":
+        step(lambda: host_works(made[0]), may_fail=False)
+        if "CUDA_ERROR_UNKNOWN" not in made[0].describe():
+            problems.append(made[0].describe())
+    elif ends[0] == "ipc":
+        results: list[Any] = []
+        todo = [lambda count=count: results.append(made[0].allreduce(mine(count))) for count in (10, 3000)]
+        if not any(map(step, [*todo, made[0].synchronize])):  # the first that fails is the last
+            step(lambda: [right(result) for result in results], may_fail=False)
+        results.clear()
+        driver.fault_at(0)
+        if WORLD.bcast(bool(failed_calls), root=rank):
+            for _ in range(2):
+                step(lambda: works(made[0]), may_fail=False)
+        elif rank == RANK:
+            driver.fault_at(calls + k - driver.calls())
+    for comm in made:
+        step(comm.close, may_fail=False)
+    driver.fault_at(0)
+    made.clear()
+    where = WORLD.bcast(failed_calls[0] if failed_calls else "", root=rank)
+    step(good_communicator, may_fail=False)
+    left = grown(before)
+    if left and left != (REFUSED.get(where) if rank == RANK else None):
+        problems.append(f"left behind: {left}")
+    return where, problems
+
+
+SCENARIOS = [driver_faults]

@@ -1,0 +1,193 @@
+"""What one rank does, and how the others hear of it: soon, and with the reason first."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import cupy
+import numpy as np
+
+import ipcreduce
+from ipcreduce import Communicator, Graph, communicator, errors
+from ipcreduce.ipc import faults
+from tests.sim.scenarios.common import (
+    LAST,
+    RANK,
+    SOON,
+    WORLD,
+    fault,
+    good_communicator,
+    host_works,
+    mine,
+    raises,
+    right,
+    works,
+)
+
+
+def _closes_soon(comm: Any) -> None:
+    started = time.monotonic()
+    comm.close()
+    assert time.monotonic() - started < SOON, f"rank {RANK}: close() took {time.monotonic() - started:.1f} s"
+
+
+# ---- it refuses a call and ends
+def refused_and_ended() -> None:
+    """With --among: rank 0 refuses a call and its program ends, of which the others hear in this order."""
+    comm = Communicator(WORLD, timeout=20, device=RANK)
+    with cupy.cuda.Device(RANK):
+        works(comm)
+        fault(comm)
+        if RANK != 0:  # rank 0 closes at exit
+            with raises(errors.PeerLostError, "rank 0 to take part", "can only be closed"):
+                works(comm)
+            _closes_soon(comm)
+
+
+def refused_and_closed() -> None:
+    """Rank 0 refuses a call and closes: the others hear of the call first, whether they wait in it or come later."""
+    for others_come in ("before", "later"):
+        comm = Communicator(timeout=20)
+        works(comm)
+        WORLD.Barrier()
+        time.sleep(0.3 if (RANK == 0) == (others_come == "before") else 0)
+        if RANK == 0:
+            with raises(errors.ArgumentError, "op must be"):
+                comm.allreduce(mine(), "mode")
+        else:
+            with raises(errors.PeerFailedError, "rank 0 refused", "op must be"):
+                comm.allreduce(mine())
+                time.sleep(0.6)  # the watchdog has seen it leave
+                comm.synchronize()
+            with raises(errors.PeerLostError, "rank 0", "it closed the communicator"):
+                works(comm)
+        _closes_soon(comm)
+        WORLD.Barrier()
+    good_communicator()
+
+
+def refused_again_alone() -> None:
+    """Rank 0 refuses call after call while the others are elsewhere: it gives up, and the others hear that it has."""
+    faults._PATIENCE_SECONDS = 0.5
+    comm = Communicator(timeout=0.5)
+    works(comm)
+    fault(comm)
+    if RANK == 0:
+        for op in ("mode", "sum"):
+            with raises(errors.PeerLostError, "every rank to go on after a fault", "can only be closed"):
+                comm.allreduce(mine(), op)
+    else:
+        time.sleep(1.5)
+        with raises(errors.PeerLostError, "can only be closed"):
+            works(comm)
+    _closes_soon(comm)
+    faults._PATIENCE_SECONDS = 30.0
+    WORLD.Barrier()
+    good_communicator()
+
+
+# ---- it closes
+def closed_where_others_meet() -> None:
+    """Rank 0 closes after a fault, while the others already wait for it to go on: they need not wait for long."""
+    comm = Communicator(timeout=20)
+    works(comm)
+    fault(comm)
+    if RANK == 0:
+        time.sleep(0.5)
+    else:
+        with raises(errors.PeerLostError, "rank 0 to take part", "it closed the communicator"):
+            works(comm)
+    _closes_soon(comm)
+    WORLD.Barrier()
+    good_communicator()
+
+
+def closed_within_a_recording() -> None:
+    """Rank 0 may not: no recording becomes a graph, on any rank, and all go on."""
+    with Communicator(timeout=20) as comm:
+        works(comm)
+        with Graph(comm) as graph:
+            kind = errors.GraphStateError if RANK == 0 else errors.PeerFailedError
+            with raises(kind, "close() within a recording"), graph.record():
+                comm.allreduce(mine())
+                if RANK == 0:
+                    comm.close()
+            assert graph.state == "failed", graph.state
+        works(comm)
+
+
+def closed_with_a_call_under_way() -> None:
+    """Rank 0 closes while its kernel waits for ranks that are elsewhere: the kernel is ended after some time."""
+    comm = Communicator(timeout=20)
+    works(comm)
+    WORLD.Barrier()
+    communicator._CLOSE_SECONDS = 0.5
+    if RANK == 0:
+        comm.allreduce(mine())
+        _closes_soon(comm)
+    WORLD.Barrier()
+    if RANK != 0:
+        with raises(errors.PeerFailedError, "rank 0", "it closed the communicator"):
+            works(comm)
+    _closes_soon(comm)
+    communicator._CLOSE_SECONDS = 5.0
+    WORLD.Barrier()
+    good_communicator()
+
+
+# ---- what it passes
+def first_call_refused() -> None:
+    """The call that would have made the default communicator: it is made all the same, so that the others hear."""
+    for array in (np.full(7, RANK + 1.0), mine()):
+        if RANK == LAST:
+            with raises(errors.ArgumentError, "array must be a NumPy array", "found builtins.list"):
+                ipcreduce.allreduce([1.0, 2.0])
+        else:
+            with raises(errors.PeerFailedError, f"rank {LAST} refused", "found builtins.list"):
+                ipcreduce.allreduce(array)
+                ipcreduce.get_communicator().synchronize()
+        right(ipcreduce.allreduce(array))
+        ipcreduce.get_communicator().close()
+        WORLD.Barrier()
+
+
+def list_among_host_arrays() -> None:
+    """A list on one rank, which comes late, where the others reduce NumPy arrays."""
+    with Communicator(timeout=20) as comm:
+        assert comm.backend == "ipc", comm.describe()
+        for rank in (0, LAST):
+            if rank == RANK:
+                time.sleep(0.3)
+                with raises(errors.ArgumentError, "array must be a NumPy array", "found builtins.list"):
+                    comm.allreduce([1.0] * 7)
+            else:
+                with raises(errors.PeerFailedError, f"rank {rank} refused", "found builtins.list"):
+                    host_works(comm)
+            host_works(comm)
+            works(comm)
+
+
+def misaligned_arrays() -> None:
+    """An address that is no multiple of the itemsize, which no kernel can read, as array and as out."""
+    memory = cupy.zeros(4096, np.uint8)
+    odd = cupy.ndarray((1000,), np.float32, memory.data + 1)
+    with Communicator(timeout=20) as comm:
+        for array, out in ((odd, None), (mine(), odd), (odd, odd)):
+            if RANK == LAST:
+                with raises(errors.ArgumentError, "multiples of their itemsize, 4", f"found address {odd.data.ptr:#x}"):
+                    comm.allreduce(array, out=out)
+            else:
+                with raises(errors.PeerFailedError, f"rank {LAST} refused", "multiples of their itemsize"):
+                    works(comm, 1000)
+            works(comm)
+        aligned = cupy.ndarray((1000,), np.float32, memory.data + 4)
+        aligned[...] = mine()
+        right(comm.allreduce(aligned, out=aligned))
+        comm.synchronize()
+
+
+SCENARIOS = [
+    refused_and_ended, refused_and_closed, refused_again_alone, closed_where_others_meet, closed_within_a_recording,
+    closed_with_a_call_under_way, first_call_refused, list_among_host_arrays, misaligned_arrays,
+]  # fmt: skip

@@ -1,0 +1,166 @@
+"""Start-up that fails, alike on every rank, and devices."""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import time
+import warnings
+from typing import Any
+
+import cupy
+import numpy as np
+from mpi4py import MPI
+
+from ipcreduce import Communicator, errors
+from ipcreduce.ipc import setup
+from tests.sim import machine
+from tests.sim.scenarios.common import (
+    GPUS,
+    LAST,
+    RANK,
+    SIZE,
+    SOON,
+    WORLD,
+    environment,
+    good_communicator,
+    host_works,
+    mine,
+    raises,
+    works,
+)
+
+
+# ---- start-up
+def falls_back(*words: str, timeout: float = 20, device: Any = None) -> None:
+    """Start-up fails, alike on every rank and for the same reason, and host arrays work."""
+    started = time.monotonic()
+    with Communicator(timeout=timeout, device=device) as comm:
+        assert time.monotonic() - started < SOON, f"rank {RANK}: {time.monotonic() - started:.1f} s"
+        reasons = set(WORLD.allgather((comm.backend, comm._reasons.get("ipc"))))
+        assert len(reasons) == 1, reasons
+        for word in ("backend mpi", *words):
+            assert word in comm.describe(), f"{word!r} is not in {comm.describe()}"
+        host_works(comm)
+        if GPUS:
+            with raises(errors.UnsupportedError, "device arrays need backend ipc", *words):
+                comm.allreduce(mine())
+        else:  # but it can hear of it
+            with raises(errors.PeerFailedError, "UnsupportedError", *words):
+                host_works(comm)
+        comm.synchronize()
+        host_works(comm)
+
+
+def no_peer_access() -> None:
+    """One pair without it, of which one rank may hear only from the others."""
+    for a, b in sorted({(0, 1), (0, LAST), (LAST - 1, LAST)}):
+        with environment(SIM_NO_P2P=f"{a}-{b}"):
+            falls_back(f"no P2P access between GPU {a} of rank {a} and GPU {b} of rank {b}")
+    good_communicator()
+
+
+def peers_not_visible() -> None:
+    """Each rank sees its own GPU only: fine; and without P2P it is found out when the memory is mapped."""
+    assert [gpu.index for gpu in machine.gpus()] == [RANK]
+    good_communicator()
+    with environment(SIM_NO_P2P=f"0-{LAST}"):
+        falls_back("mapping the peers' workspaces failed", f"rank {LAST}: cuIpcOpenMemHandle", "peer access")
+    good_communicator()
+
+
+def link_loses_data() -> None:
+    setup._VERIFY_SECONDS = 0.5
+    for a, b in sorted({(0, 1), (0, LAST)}):
+        with environment(SIM_BROKEN_P2P=f"{a}-{b}"):
+            falls_back("no data arrived", f"from rank {b} (Simulated GPU, GPU-{machine.gpu(b).uuid_text[4:12]})")
+    good_communicator()
+
+
+def link_loses_data_with_a_short_timeout() -> None:
+    """A timeout below the time for which links are tried."""
+    with environment(SIM_BROKEN_P2P="0-1"):
+        falls_back("no data arrived", timeout=1.0)
+    good_communicator()
+
+
+def no_gpu() -> None:
+    """The last rank sees none."""
+    assert bool(GPUS) == (RANK != LAST)
+    for device in (None, "auto"):
+        falls_back(f"rank {LAST} has no GPU to use", "is a GPU visible?", device=device)
+
+
+def too_little_memory() -> None:
+    for rank in range(SIZE):
+        with environment(rank, SIM_MEMORY="1000000"):
+            falls_back("allocating workspaces failed on 1 of", f"rank {rank}: cuMemAlloc", "out of memory")
+    good_communicator()
+
+
+def wrong_options() -> None:
+    """Wrong on one rank, or not the same on all: an error on every rank, which names that one."""
+    wrong: list[tuple[str, Any]] = [("IPCREDUCE_WORKSPACE_MB", text) for text in ("0", "x", "", "1.5", "-1")]
+    wrong += [("device", value) for value in (GPUS, -1, "cuda:0", True, 1.0, cupy.cuda.Device(77))]
+    wrong += [("timeout", 0), ("timeout", None), ("algorithm", "three_shot")]
+    for rank, (name, value) in itertools.product(range(SIZE), wrong):
+        _all_refuse(rank, name, value, f"rank {rank}'s {name} must be" if rank != RANK else f"{name} must be")
+    for rank, other in enumerate([1, *[0] * LAST]):
+        named = f"on rank {other if rank == RANK else rank}"
+        _all_refuse(rank, "IPCREDUCE_WORKSPACE_MB", "2", "the same workspace", named)
+        _all_refuse(rank, "timeout", 7.0, "the same timeout", named, "7.0", "120.0")
+        _all_refuse(rank, "algorithm", "two_shot", "the same algorithm", named, "two_shot")
+    good_communicator()
+
+
+def odd_options() -> None:
+    """Those on which a careless check trips."""
+    odd = [("device", np.array([0, 1])), ("algorithm", np.array(["one_shot", "two_shot"]))]
+    for name, value in [("IPCREDUCE_WORKSPACE_MB", "²"), ("IPCREDUCE_WORKSPACE_MB", "9" * 17), *odd]:
+        _all_refuse(LAST, name, value, f"{name} must be")
+    good_communicator()
+
+
+def _all_refuse(rank: int, name: str, value: Any, *words: str) -> None:
+    """An option, or a variable, with this value on one rank: each rank has an ArgumentError with these words."""
+    variables, arguments = ({name: value}, {}) if name.isupper() else ({}, {name: value})
+    where = f"rank {RANK}, start-up: "
+    with environment(rank, **variables), raises(errors.ArgumentError, where, *words):
+        Communicator(**(arguments if rank == RANK else {}))
+
+
+# ---- devices
+def devices() -> None:
+    """Every form of device=; --visible says what each rank sees. Ranks that share a GPU say so once."""
+    _uses(RANK % GPUS, "auto")
+    assert cupy.cuda.Device().id == RANK % GPUS
+    for ordinal in (0, RANK % GPUS, GPUS - 1):
+        cupy.cuda.Device(ordinal).use()
+        for form in (None, ordinal, np.int64(ordinal), cupy.cuda.Device(ordinal)):
+            _uses(ordinal, form)
+
+
+def _uses(ordinal: int, device: Any) -> None:
+    """Works on the GPU with this ordinal here; rank 0 alone is told, for the line below, if the ranks could spread."""
+    used, seen = len(set(WORLD.allgather(machine.gpu(ordinal).index))), WORLD.allreduce(GPUS, MPI.MAX)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        comm = Communicator(device=device, timeout=20)
+    with comm, cupy.cuda.Device(ordinal):
+        assert comm.backend == "ipc", comm.describe()
+        assert comm._engine.device.uuid == machine.gpu(ordinal).uuid, comm.describe()
+        assert f"GPU {ordinal}: " in comm.describe(), comm.describe()
+        works(comm)
+    told = [str(warning.message) for warning in caught]
+    assert len(told) == (RANK == 0 and used < min(SIZE, seen)), f"rank {RANK}, {used} GPUs used: {told}"
+    for warning, text in zip(caught, told, strict=True):
+        assert f"{SIZE} ranks share {used} GPU(s) while others are idle" in text, text
+        assert "Communicator(device='auto')" in text, text
+        line = linecache.getline(warning.filename, warning.lineno)
+        assert "Communicator(device=device" in line, f"the warning is about {warning.filename}: {line}"
+
+
+SCENARIOS = [
+    no_peer_access, peers_not_visible, link_loses_data, link_loses_data_with_a_short_timeout, no_gpu,
+    too_little_memory, wrong_options, odd_options, devices,
+]  # fmt: skip

@@ -1,0 +1,235 @@
+"""Threads that share a communicator: one order of calls, whatever comes between, and what goes back to the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cupy
+import numpy as np
+
+from ipcreduce import Communicator, Graph
+from ipcreduce.ipc import release
+from tests.sim import driver, streams
+from tests.sim.scenarios.common import (
+    OWN,
+    RANK,
+    WORLD,
+    error_of,
+    fault,
+    in_threads,
+    mine,
+    right,
+    works,
+)
+
+
+def delay(stream: int) -> None:
+    """On rank 0 what comes next on a stream starts late, so that a call that does not wait for it overtakes it."""
+    if RANK == 0:
+        streams.submit(stream, lambda: time.sleep(0.3))
+
+
+# ---- one order of calls
+def threads_after_a_fault() -> None:
+    """Two threads call after a fault; either may be the one that meets the other ranks."""
+    with Communicator(timeout=20) as comm:
+        for _ in range(5):
+            fault(comm)
+            in_threads(*[lambda: [works(comm) for _ in range(10)]] * 2)
+
+
+def per_thread_default_streams() -> None:
+    """The same handle is another stream in each thread: a call, or a recording, waits for the other thread's."""
+    ptds = cupy.cuda.Stream.ptds
+    with Communicator(timeout=5) as comm:
+        works(comm)
+        source, larger = mine(), mine() * 10
+        for recorded in (False, True):
+            results: list[Any] = []
+            first, second = threading.Event(), threading.Event()
+
+            def one(results: list[Any] = results, recorded: bool = recorded, first: Any = first, second: Any = second):
+                try:
+                    with ptds:
+                        delay(ptds.ptr)
+                        if recorded:
+                            graph = Graph(comm)
+                            with graph.record():
+                                results.append(comm.allreduce(source))
+                        else:
+                            results.append(comm.allreduce(source))
+                finally:
+                    first.set()
+                second.wait(5)  # the stream ends with its thread
+                with ptds:
+                    right(results[0])
+
+            def other(results: list[Any] = results, first: Any = first, second: Any = second) -> None:
+                first.wait(5)
+                with ptds:
+                    results.append(comm.allreduce(larger))
+                    second.set()
+                    right(results[1], 10)
+
+            in_threads(one, other)
+            comm.synchronize()
+            results.clear()
+            WORLD.Barrier()
+
+
+def called_as_a_recording_ends() -> None:
+    """Another thread's call, just as the recorded work is handed over to the caller's stream, comes behind it."""
+    caller, stream = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+    with Communicator(timeout=5) as comm:
+        works(comm)
+        source, larger, outs = mine(), mine() * 10, [cupy.zeros(1000, np.float32) for _ in range(2)]
+        order, found = comm._engine.order, []
+        hand_over = order.hand_over
+
+        def call() -> None:
+            with cupy.cuda.Device(OWN):
+                delay(stream.ptr)
+                found.append(error_of(lambda: comm.allreduce(larger, out=outs[0], stream=stream)))
+
+        thread = threading.Thread(target=call, daemon=True)
+
+        def late(*arguments: Any) -> None:
+            thread.start()
+            thread.join(0.2)
+            hand_over(*arguments)
+
+        order.hand_over = late
+        with Graph(comm) as graph:
+            with caller, graph.record():
+                result = comm.allreduce(source)
+            thread.join(5)
+            del order.hand_over
+            with caller:
+                comm.allreduce(source, out=outs[1])
+            cupy.cuda.Device().synchronize()
+            comm.synchronize()
+            right(result)
+            right(outs[0], 10)
+            right(outs[1])
+            assert found == [""], found
+
+
+def called_during_a_recording() -> None:
+    """Another thread's call on a stream that does not capture is made at once, and is no part of the graph."""
+    stream, source = cupy.cuda.Stream(non_blocking=True), mine()
+    with Communicator(timeout=5) as comm:
+        out = cupy.zeros(1000, np.float32)
+        works(comm)
+        with Graph(comm) as graph:
+            with graph.record():
+                result = comm.allreduce(source)
+                in_threads(lambda: comm.allreduce(source, out=out, stream=stream))
+            stream.synchronize()
+            right(out)
+            out.fill(0)
+            for _ in range(3):
+                graph.replay()
+            right(result)
+            right(out, 0)
+        works(comm)
+
+
+def finaliser_within_a_call() -> None:
+    """A graph with direct kernels is collected between a call's look at the last stream and its launch."""
+    first, second = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+    with Communicator(timeout=5, algorithm="direct") as comm:
+        works(comm)
+        source, larger, outs = mine(), mine() * 10, [cupy.zeros(1000, np.float32) for _ in range(2)]
+        graphs = [Graph(comm)]
+        with first, graphs[0].record():
+            comm.allreduce(source)
+        assert graphs[0].state == "registered", graphs[0].describe()
+        comm.synchronize()
+        WORLD.Barrier()
+        comm.allreduce(source, out=outs[0], stream=first)
+        with _before_the_next_launch(lambda stream: (graphs.clear(), gc.collect(), delay(stream))):
+            comm.allreduce(source, out=outs[0], stream=first)
+        assert not graphs, "the graph is there still"
+        comm.allreduce(larger, out=outs[1], stream=second)
+        second.synchronize()
+        first.synchronize()
+        right(outs[0])
+        right(outs[1], 10)
+        comm.synchronize()
+
+
+@contextlib.contextmanager
+def _before_the_next_launch(action: Callable[[int], Any]) -> Iterator[None]:
+    """Runs ``action(stream)`` as the next kernel is about to be launched."""
+    run = driver.Launch.run
+
+    def acting(launch: Any, stream: int) -> None:
+        driver.Launch.run = run  # type: ignore[method-assign]
+        action(stream)
+        run(launch, stream)
+
+    driver.Launch.run = acting  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        driver.Launch.run = run  # type: ignore[method-assign]
+
+
+# ---- what goes back to the driver
+def given_back_in_several_threads() -> None:
+    """Every step runs, once, one at a time and each thread's in their order."""
+    with Communicator(timeout=20) as comm:
+        context, running, done = comm._engine.context, threading.Lock(), []
+
+        def step(*which: int) -> None:
+            assert running.acquire(blocking=False), "two steps at once"
+            done.append(which)
+            running.release()
+
+        def give_back(thread: int) -> None:
+            for turn in range(500):
+                release.give_back(context, *(lambda t=turn, k=k: step(thread, t, k) for k in range(3)))
+
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            in_threads(*(lambda thread=thread: give_back(thread) for thread in range(3)))
+        finally:
+            sys.setswitchinterval(interval)
+        release.flush()
+        for thread in range(3):
+            due = [(thread, turn, k) for turn in range(500) for k in range(3)]
+            assert [which for which in done if which[0] == thread] == due, f"rank {RANK}: thread {thread}"
+
+
+def given_back_while_a_step_waits() -> None:
+    """What a graph unmaps is unmapped once its kernels have ended, though another thread gives back meanwhile."""
+    with Communicator(timeout=20) as comm:
+        context, done, begun, ended = comm._engine.context, [], threading.Event(), threading.Event()
+
+        def wait() -> None:
+            begun.set()
+            done.append(ended.wait(5))
+
+        def meanwhile() -> None:
+            begun.wait(5)
+            release.give_back(context, lambda: done.append("of another"))
+            release.flush()
+            assert done == [], f"rank {RANK}: {done}"
+            ended.set()
+
+        in_threads(lambda: release.give_back(context, wait, lambda: done.append("unmapped")), meanwhile)
+        release.flush()
+        assert done == [True, "unmapped", "of another"], f"rank {RANK}: {done}"
+
+
+SCENARIOS = [
+    threads_after_a_fault, per_thread_default_streams, called_as_a_recording_ends, called_during_a_recording,
+    finaliser_within_a_call, given_back_in_several_threads, given_back_while_a_step_waits,
+]  # fmt: skip

@@ -1,0 +1,66 @@
+"""Ranks that close, refuse, are killed or fork, and how the others hear of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import machine
+
+Hold = Callable[..., None]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_errors_in_place_and_fork(hold: Hold, ranks: int) -> None:
+    hold(ranks, "synchronous", "forked")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ends(hold: Hold, ranks: int) -> None:
+    hold(ranks, "closed_early", "crosswise", *(["never_closed"] if ranks == 3 else []))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_that_refuses_or_closes(hold: Hold, ranks: int) -> None:
+    hold(ranks, "refused_and_closed", "refused_again_alone", "closed_where_others_meet")
+    hold(ranks, "closed_within_a_recording", "closed_with_a_call_under_way")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_one_rank_passes(hold: Hold, ranks: int) -> None:
+    hold(ranks, "first_call_refused", "list_among_host_arrays", "misaligned_arrays")
+
+
+def among_plain_processes(name: str, ranks: int, directory: Path) -> list[str]:
+    """What each rank prints. Not under mpirun, which ends them all if one is killed."""
+    environ = {**machine.environment(), "SIM_DEVICES": str(ranks)}
+    command = [sys.executable, "-m", "tests.sim.scenarios", "--among", str(directory)]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(ranks), name],
+            cwd=machine.ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    try:
+        return [process.communicate(timeout=30)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("name", ["killed", "killed_in_a_host_call"])
+def test_a_rank_that_is_killed(tmp_path: Path, name: str) -> None:
+    outputs = among_plain_processes(name, 3, tmp_path)
+    assert outputs == [f"{name}: right on rank 0\n", f"{name}: right on rank 1\n", ""]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_whose_program_ends(tmp_path: Path, ranks: int) -> None:
+    outputs = among_plain_processes("refused_and_ended", ranks, tmp_path)
+    assert outputs == [f"refused_and_ended: right on rank {rank}\n" for rank in range(ranks)]

@@ -1,0 +1,28 @@
+"""Threads, their streams and devices, captures, and what runs in between: see tests/sim/scenarios."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+Hold = Callable[..., None]
+pytestmark = pytest.mark.parametrize("ranks", [2, 3])
+
+
+def test_order_of_calls(hold: Hold, ranks: int) -> None:
+    hold(ranks, "threads_after_a_fault", "per_thread_default_streams", "called_as_a_recording_ends")
+    hold(ranks, "called_during_a_recording", "finaliser_within_a_call")
+
+
+def test_what_is_given_back(hold: Hold, ranks: int) -> None:
+    hold(ranks, "given_back_in_several_threads", "given_back_while_a_step_waits")
+
+
+def test_another_device(hold: Hold, ranks: int) -> None:
+    hold(ranks, "threads_with_another_device", "stream_of_another_device", "recordings_with_another_device")
+
+
+def test_captures(hold: Hold, ranks: int) -> None:
+    hold(ranks, "captured_after_a_fault", "fault_within_a_recording", "fault_beside_a_recording")
+    hold(ranks, "graph_dropped_within_a_capture", "eager_call_behind_a_capture")

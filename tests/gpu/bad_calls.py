@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
-
 import cupy
 from mpi4py import MPI
 
 import ipcreduce
-from tests import bad_calls
+from tests import bad_calls, worker
 from tests.gpu import cupy_module
 
 
@@ -23,9 +20,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        MPI.COMM_WORLD.Abort(1)
+    worker.run(main)

@@ -12,7 +12,7 @@ import cupy
 from mpi4py import MPI
 
 import ipcreduce
-from tests import sweep
+from tests import sweep, worker
 from tests.gpu import cupy_module, record
 
 
@@ -48,10 +48,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        MPI.COMM_WORLD.Abort(1)
+    worker.run(main)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import cupy
 
 from ipcreduce import Communicator
+from tests import worker
 from tests.gpu import record
 from tests.graphs import (
     breaks,
@@ -65,9 +65,4 @@ def run(*scenarios: Callable[..., None], **arguments: Any) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        WORLD.Abort(1)
+    worker.run(main)

@@ -34,7 +34,7 @@ from ipcreduce import (
     host,
 )
 from ipcreduce.ipc import wire
-from tests import bad_calls, reference, sweep
+from tests import bad_calls, reference, sweep, worker
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -380,11 +380,11 @@ def threads(comm: Communicator) -> None:
             failed.append(error)
 
     workers = [threading.Thread(target=work, args=(on,), daemon=True) for on in (comm, comm, *others)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-        assert not worker.is_alive(), "a thread hangs"
+    for thread in workers:
+        thread.start()
+    for thread in workers:
+        thread.join(60)
+        assert not thread.is_alive(), "a thread hangs"
     assert not failed, failed
     for other in others:
         other.close()
@@ -498,9 +498,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        WORLD.Abort(1)
+    worker.run(main)

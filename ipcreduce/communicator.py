@@ -55,7 +55,8 @@ class Communicator(GraphSupport):
     :param device: this rank's GPU: an ordinal, "auto" for the local rank modulo the visible GPUs (it is made
         current), or None for CuPy's current device.
     :param timeout: seconds after which a wait for another rank ends in an error; the same on every rank.
-    :param algorithm: "one_shot" or "two_shot" forces one at every size, for tests; the same on every rank.
+    :param algorithm: "one_shot" or "two_shot" forces one at every size, for tests; "direct" too, in registered graphs
+        (elsewhere that is "two_shot"). The same on every rank.
     :raises ArgumentError: if an argument is wrong or differs between ranks.
     :raises UnsupportedError: if MPI is not usable. Missing GPUs are no error: ``backend`` is then "mpi".
     :raises PeerTimeoutError: if a rank does not come.

@@ -1,7 +1,9 @@
-"""What every program that a test runs on several ranks ends with."""
+"""What the programs that tests run on several ranks share: their end, and a forked child."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -17,3 +19,20 @@ def run(main: Callable[[], object]) -> None:
         from mpi4py import MPI
 
         MPI.COMM_WORLD.Abort(1)
+
+
+def in_a_fork(check: Callable[[], object]) -> None:
+    """``check()`` in a forked child. :raises AssertionError: if it raises there, or takes more than 20 s."""
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        status = 1
+        try:
+            check()
+            status = 0
+        finally:
+            if status:
+                traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0, "the child"

@@ -133,12 +133,6 @@ def free(address: int) -> None:
     call("cuMemFree", address)
 
 
-def memory_info() -> tuple[int, int]:
-    """(free, total) bytes of the current device."""
-    free_bytes, total = call("cuMemGetInfo")
-    return int(free_bytes), int(total)
-
-
 def fill(address: int, byte: int, nbytes: int) -> None:
     """Sets bytes of device memory; done when it returns. On a stream of its own: the default one may not be used by
     anybody while a stream that blocks it captures."""

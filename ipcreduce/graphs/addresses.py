@@ -108,7 +108,8 @@ def _layout(kind: type) -> _Layout:
     return _Layout(arrays.locator(kind), tuple(parts))
 
 
-def _item(key: Any) -> str:
+def item(key: Any) -> str:
+    """What a dict's key, or a position, adds to a path."""
     if type(key) is str:
         return f"[{json.dumps(key, ensure_ascii=False)}]"
     try:
@@ -117,7 +118,7 @@ def _item(key: Any) -> str:
         return f"[{object.__repr__(key)}]"
 
 
-_ITEMS = _Part(lambda container: ([*dict.keys(container)], [*dict.values(container)]), _item)
+_ITEMS = _Part(lambda container: ([*dict.keys(container)], [*dict.values(container)]), item)
 
 
 def _elements(iterate: Callable[[Any], Iterator[Any]], fields: tuple[str, ...] = ()) -> Read:

@@ -90,6 +90,7 @@ class Break:
         """Another call, with ``stream`` current.
 
         :raises ArgumentError: if its result has not the shape and dtype of the recording's.
+        :raises CaptureError: if it is no device array any more.
         """
         with arrays.on_stream(stream):
             result = self._function(*self._args, **self._kwargs)

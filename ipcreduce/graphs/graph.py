@@ -20,7 +20,6 @@ from ..errors import ArgumentError, CaptureError, GraphStateError
 from ..ipc import release
 from ..ipc.engine import Engine
 from ..ipc.mappings import Key, Mappings
-from ..ipc.signature import Signature
 from .breaks import Break, current
 from .inputs import InputCheck, Inputs, check_word
 from .pool import GraphPool, Slab
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from ..communicator import Communicator
 
 
-_READY = frozenset(("staged", "registered"))
+_READY = ("staged", "registered")
 
 
 class Graph:
@@ -77,6 +76,11 @@ class Graph:
     def state(self) -> str:
         """See the class."""
         return self._state
+
+    @property
+    def checks_inputs(self) -> bool:
+        """Whether a replay still compares its inputs with the recording's."""
+        return self._inputs is not None and self._inputs.due
 
     @property
     def pool(self) -> GraphPool:
@@ -149,7 +153,7 @@ class Graph:
 
     def _check_record(self, engine: Engine, stream: int, inputs: Inputs) -> None:
         engine.use_context()
-        self._expect("record()", "empty", "make a new Graph for another recording")
+        self._expect("record()", ("empty",), "make a new Graph for another recording")
         if current.graph is not None:
             raise GraphStateError("record() within a recording of the same thread: end that one first")
         if driver.capture_id(stream):
@@ -237,9 +241,9 @@ class Graph:
             comm.refuse(error)
             raise
         for step in self._steps:
-            if type(step) is Segment:
+            if isinstance(step, Segment):
                 comm.launch(step, handle, owner)
-            elif type(step) is Break:
+            else:
                 try:
                     step.replay(handle)
                 except BaseException as error:
@@ -247,7 +251,7 @@ class Graph:
                     raise
 
     def _check_replay(self, inputs: Any) -> None:
-        self._expect("replay()", "staged", "record it first, once, and do not close it", "registered")
+        self._expect("replay()", _READY, "record it first, once, and do not close it")
         if current.graph is not None:
             raise GraphStateError("replay() within a recording: a graph cannot be part of another one")
         if inputs is not None and self._inputs is not None:
@@ -258,11 +262,6 @@ class Graph:
     def segments(self) -> list[Segment]:
         """Its parts between breaks."""
         return [step for step in self._steps if isinstance(step, Segment)]
-
-    @property
-    def signatures(self) -> list[Signature]:
-        """Of its all-reduces, in order."""
-        return [call.what for segment in self.segments for call in segment.calls]
 
     def find_slab(self, address: int, nbytes: int) -> Slab | None:
         """The allocation of this graph's pool, or of ``comm.empty``, that holds these bytes."""
@@ -293,9 +292,9 @@ class Graph:
     ) -> None:
         self.close()
 
-    def _expect(self, what: str, state: str, advice: str, *others: str) -> None:
-        if self._state not in (state, *others):
-            raise GraphStateError(f"{what} needs a graph that is {state}; this one is {self._state}: {advice}")
+    def _expect(self, what: str, states: tuple[str, ...], advice: str) -> None:
+        if self._state not in states:
+            raise GraphStateError(f"{what} needs a graph that is {states[0]}; this one is {self._state}: {advice}")
 
     def _end(self, state: str) -> None:
         if self._resources is not None:

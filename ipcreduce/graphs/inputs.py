@@ -34,6 +34,11 @@ class InputCheck:
         self._always = when == "always"
         self._check = None if when == "never" else AddressCheck(inputs.roots)
 
+    @property
+    def due(self) -> bool:
+        """Whether :meth:`verify` still looks at anything."""
+        return self._check is not None
+
     def verify(self, inputs: Inputs) -> None:
         """Before a replay. :raises AddressChangedError: if an array is elsewhere."""
         if self._check is not None:

@@ -108,11 +108,6 @@ class Recording:
         """Whether it is this thread that records."""
         return self._thread == threading.get_ident()
 
-    @property
-    def signatures(self) -> list[Signature]:
-        """Of all its all-reduces."""
-        return [call.what for segment in self.segments for call in segment.calls]
-
     # ---- segments
     def begin_segment(self) -> None:
         """The stream captures from now on."""

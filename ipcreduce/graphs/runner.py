@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .. import arrays
 from ..errors import ArgumentError
+from .addresses import item
 from .breaks import without_blocks
 from .context import ForwardContext, check_mode, get_forward_context
 from .graph import Graph
@@ -71,7 +72,8 @@ class GraphRunner:
                 except BaseException as error:
                     self._communicator().refuse(error)
                     raise
-            recorded.graph.replay(self._inputs(context, args, kwargs))
+            graph = recorded.graph
+            graph.replay(self._inputs(context, args, kwargs) if graph.checks_inputs else None)
             return recorded.outputs
         comm = self._communicator()
         if not self._record_new or comm.backend != "ipc":
@@ -96,7 +98,7 @@ class GraphRunner:
         roots: list[tuple[str, Any]] = []
         if not self._copy_inputs:
             roots += [(f"args[{index}]", value) for index, value in enumerate(args)]
-            roots += [(f'kwargs["{name}"]', value) for name, value in kwargs.items()]
+            roots += [(f"kwargs{item(name)}", value) for name, value in kwargs.items()]
         if self._mode == "full":
             roots.append(("attn_metadata", context.attn_metadata))
         return Inputs(roots)
@@ -123,11 +125,13 @@ class GraphRunner:
         self.close()
 
 
+@dataclass(frozen=True)
 class _Recorded:
     """A recording, what the function returned, and what it was called with."""
 
-    def __init__(self, graph: Graph, outputs: Any, arguments: Any) -> None:
-        self.graph, self.outputs, self.arguments = graph, outputs, arguments
+    graph: Graph
+    outputs: Any
+    arguments: Any
 
 
 def _copy(new: Any, recorded: Any, path: str) -> None:
@@ -150,14 +154,9 @@ def _pairs(new: Any, recorded: Any, path: str) -> Iterator[tuple[str, Any, Any]]
         if not same or (type(new) is dict and new.keys() != recorded.keys()):
             raise ArgumentError(f"{path or 'the arguments'} must have the recording's {len(recorded)} entries")
         for key in recorded if type(recorded) is dict else range(len(recorded)):
-            name = f"{path}[{json.dumps(key, default=repr)}]" if path else ("args", "kwargs")[key]
+            name = path + item(key) if path else ("args", "kwargs")[key]
             yield from _pairs(new[key], recorded[key], name)
-    elif _is_array(recorded):
-        if not _is_array(new):
+    elif arrays.locate(recorded) is not None:
+        if arrays.locate(new) is None:
             raise ArgumentError(f"{path} must be a device array, as at the recording; found {type(new).__qualname__}")
         yield path, new, recorded
-
-
-def _is_array(value: Any) -> bool:
-    locate = arrays.locator(type(value))
-    return locate is not None and locate(value) is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 _CAPTURE = Signature.of("the end of capture()")
 
 
-class GraphSupport:
+class GraphSupport(ABC):
     """Recordings, their registration, and memory that peers can map. A base of ``Communicator``, which has the rest."""
 
     recording: Recording | None  # of the graph that is being recorded
@@ -44,11 +45,11 @@ class GraphSupport:
     _call: int
     _unusable: IpcReduceError | None
 
-    def _failed(self, error: BaseException) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _failed(self, error: BaseException) -> None: ...
 
-    def synchronize(self, stream: Any = None) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def synchronize(self, stream: Any = None) -> None: ...
 
     def _no_recording(self) -> None:
         self.recording, self.memory, self._recorded, self._capturing = None, None, [], 0
@@ -115,9 +116,10 @@ class GraphSupport:
             self.recording = None
             if error is not None:
                 self.leave(error)  # a rank may wait in the body, in a break say
-            self._agree(recording.number, recording.signatures, error)
+            self._agree(recording.number, recording.segments, error)
 
-    def _agree(self, number: int, calls: list[Signature], error: BaseException | None) -> None:
+    def _agree(self, number: int, segments: list[Segment], error: BaseException | None) -> None:
+        calls = [call.what for segment in segments for call in segment.calls]
         if self._faults is None:  # closed in the meantime
             raise error or ArgumentError("the communicator was closed during the recording")
         theirs: Exception | None
@@ -214,7 +216,7 @@ class GraphSupport:
                 raise error
             with self._calling() as (_, faults):
                 self._call = number = faults.enter(self._call, _CAPTURE, 0)
-            self._agree(number, [call for graph in graphs for call in graph.signatures], None)
+            self._agree(number, [segment for graph in graphs for segment in graph.segments], None)
             self._recorded = graphs
             self._register()
 

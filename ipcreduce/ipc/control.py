@@ -98,7 +98,7 @@ class Page:
 
     @property
     def aborted(self) -> bool:
-        return self._words32[ABORT_OFFSET // 4] != 0
+        return self.abort_word[0] != 0
 
     # ---- the flight recorder, on the way of every call
     def enter(self, call: int, what: Signature, stream: int) -> int | None:

@@ -160,16 +160,16 @@ class Engine:
         :param recorder: is told of every launch.
         :raises CudaError: if a launch fails.
         """
-
         try:
-            if stream != self.order.fast:
+            other = stream != self.order.fast
+            if other:
                 self.order.follow(stream, owner)
             for launch, words, step in prepared.launches:
                 words[_IN], words[_OUT] = source + step.offset, target + step.offset
                 launch.run(stream)
                 if recorder is not None:
                     recorder(prepared, step, source, target)
-            if stream == driver.PER_THREAD_STREAM:
+            if other:
                 self.order.launched(stream)
         except CudaError as error:
             with self._own_context(error):
@@ -178,10 +178,11 @@ class Engine:
     def launch_graph(self, executable: graph.Executable, stream: int, owner: Any) -> None:
         """Launches an executable graph on ``stream``, behind the last call. :raises CudaError: if that fails."""
         try:
-            if stream != self.order.fast:
+            other = stream != self.order.fast
+            if other:
                 self.order.follow(stream, owner)
             executable.launch(stream)
-            if stream == driver.PER_THREAD_STREAM:
+            if other:
                 self.order.launched(stream)
         except CudaError as error:
             with self._own_context(error):
@@ -256,7 +257,7 @@ class Engine:
 
     def _stop(self, deadline: float) -> None:
         """Waits for our kernels; those that wait for a peer beyond the deadline are ended."""
-        if not self.order.is_done(deadline):
+        if not self.order.ends_by(deadline):
             self.page.post(REFUSED, self.page.call_of(self.rank), "it closed the communicator")
         self.quiesce()
 

@@ -60,8 +60,8 @@ class CallOrder:
         self._captured, self.fast = (capture, stream), -1
 
     def launched(self, stream: int) -> None:
-        """After a call on the stream that is another one in each thread."""
-        if self._eager == stream:
+        """After a call that has followed: the stream that is another one in each thread cannot be asked later."""
+        if self._eager == stream == driver.PER_THREAD_STREAM:
             driver.record_event(self._end, stream)
             self._eager = _ENDED
 
@@ -74,8 +74,7 @@ class CallOrder:
         """Stream ``after`` waits for ``before`` and is now where the last call ran: ``before`` may capture again."""
         self.chain(before, after)
         self._eager, self.fast, self._owner = after, -1, owner
-        if after == driver.PER_THREAD_STREAM:
-            self.launched(after)
+        self.launched(after)
 
     # ---- waiting
     def synchronize(self, stream: int | None) -> None:
@@ -109,8 +108,8 @@ class CallOrder:
         if self._eager is not None and self._eager != _ENDED:
             hold(self._eager)
 
-    def is_done(self, deadline: float) -> bool:
-        """Waits until ``deadline``, on ``time.monotonic()``'s clock, whether the eager calls come to their end."""
+    def ends_by(self, deadline: float) -> bool:
+        """Waits for the eager calls, at most until ``deadline`` on ``time.monotonic()``'s clock; whether they ended."""
         with suppress(CudaError):  # a stream that captures cannot be asked
             while self._eager is not None and self._eager != _ENDED and not driver.is_idle(self._eager):
                 if time.monotonic() > deadline:

@@ -169,12 +169,9 @@ def _share_page(mpi: Any, rank: int, n: int, deadline: float) -> Page:
         record = wire.message(wire.PAGE, error, path=page.path if page else "")
         pages = wire.allgather(mpi, record, deadline, "creating the control page")
         wire.check(mpi, pages, "creating the control page")
-        try:
+        with _step(mpi, deadline, "opening the control page (is /dev/shm shared between the ranks?)"):
             page = page or Page.open(bytes(pages[0]["path"]).decode(), rank, n)
             page.join(*own_identity())
-        except OSError as caught:
-            error = caught
-        wire.vote(mpi, error, deadline, "opening the control page (is /dev/shm shared between the ranks?)")
     finally:
         if page is not None and rank == 0:
             page.unlink()
@@ -192,14 +189,11 @@ def _map_peers(mpi: Any, workspace: Workspace, devices: np.ndarray[Any, Any], de
     record = wire.message(wire.MEMORY, error, handle=np.void(handle), nbytes=workspace.nbytes)
     memory = wire.allgather(mpi, record, deadline, "exporting workspaces")
     wire.check(mpi, memory, "exporting workspaces")
-    try:
+    with _step(mpi, deadline, "mapping the peers' workspaces"):
         if (memory["nbytes"] != workspace.nbytes).any():
             raise UnsupportedError(f"the workspaces differ in size: {memory['nbytes'].tolist()} bytes")
         _check_access(workspace.rank, devices)
         workspace.map_peers([entry["handle"].tobytes() for entry in memory])
-    except IpcReduceError as caught:
-        error = caught
-    wire.vote(mpi, error, deadline, "mapping the peers' workspaces")
 
 
 def _check_access(rank: int, devices: np.ndarray[Any, Any]) -> None:

@@ -6,6 +6,7 @@ it runs on the simulated device.
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import time
@@ -36,7 +37,19 @@ MODULES = (replays, memory, pieces, breaks, runners, errors, communicators, driv
 SCENARIOS = [scenario for module in MODULES for scenario in module.SCENARIOS]
 
 
+def left_out() -> set[str]:
+    """Scenarios, by what they look like, that are in no list."""
+    found = {
+        name
+        for module in MODULES
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__ and [*inspect.signature(function).parameters] == ["comm"]
+    }
+    return found - {scenario.__name__ for scenario in SCENARIOS}
+
+
 def main() -> None:
+    assert not left_out(), f"in no list of scenarios: {left_out()}"
     if options.names == ["host_communicator"]:
         run(communicators.host_communicator)
         return

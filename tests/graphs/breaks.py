@@ -370,6 +370,30 @@ def exceptions_in_breaks(comm: Any) -> None:
     given_back(comm, before)
 
 
+def exception_between_breaks(comm: Any) -> None:
+    """One rank's body raises while the others wait on the host, in a later break, for an all-reduce of its."""
+    source = mine(100)
+
+    @eager_break
+    def total_of(array: Any) -> None:
+        cupy.asnumpy(comm.allreduce(array))
+
+    def body(who: Any) -> None:
+        part = source * 2
+        total_of(part)
+        if RANK in who:
+            raise LookupError("lost it")
+        total_of(part)
+
+    for who in ([LAST], [0]):
+        error, words = (LookupError, []) if RANK in who else (PeerFailedError, [f"rank {who[0]}"])
+        started = time.monotonic()
+        with raises(error, "lost it", *words), Graph(comm).record():
+            body(who)
+        assert time.monotonic() - started < 1, "it waited"
+        works(comm)
+
+
 def caught_break(comm: Any) -> None:
     """A body that catches what a break raises: nothing is captured any more, so the recording fails, by that error."""
     source = mine(100)
@@ -473,5 +497,6 @@ def unnoticed(comm: Any) -> None:
 
 SCENARIOS = [
     real_data, add_eager, nested, reduces_inside, surroundings, returned, views_of_arguments, held_arguments,
-    side_streams, exceptions_in_breaks, caught_break, broken_pieces, two_communicators, unnoticed,
+    side_streams, exceptions_in_breaks, exception_between_breaks, caught_break, broken_pieces, two_communicators,
+    unnoticed,
 ]  # fmt: skip

@@ -32,18 +32,6 @@ from tests.graphs.common import (
 if SIM:
     from tests.sim import driver
 
-    failed_calls: list[str] = []  # the names of those that were made to fail
-
-    class Noted(driver.CudaError):
-        """Keeps the name of the call."""
-
-        def __init__(self, call: str, code: int, text: str) -> None:
-            super().__init__(call, code, text)
-            if code == 999:
-                failed_calls.append(call)
-
-    driver.CudaError = Noted  # type: ignore[misc]
-
 REFUSED = {  # what may stay behind, if the driver does not take it back
     "cuMemFree": [{"allocations": 1}],
     "cuGraphDestroy": [{"graphs": 1}],
@@ -90,7 +78,7 @@ def _fault(comm: Any, phase: str, k: int) -> tuple[bool, list[str]]:
     error = _attempt(comm, graph, source, phase)
     driver.fault_at(0)
     over = driver.calls() - calls < k
-    over, failed = WORLD.bcast((over, failed_calls[-1] if failed_calls else ""), root=LAST)
+    over, failed = WORLD.bcast((over, driver.failed[-1] if driver.failed else ""), root=LAST)
     if time.monotonic() - started > 2.5:
         problems.append(f"{time.monotonic() - started:.1f} s")
     if error and not error.startswith("ipcreduce: "):

@@ -35,6 +35,7 @@ from tests.graphs.common import (
     held_by_library,
     mine,
     raises,
+    records,
     right,
     works,
 )
@@ -108,14 +109,7 @@ def after_a_fault(comm: Any) -> None:
         with raises(IpcReduceError):
             call()
             comm.synchronize()
-        source = mine(300)
-        with Graph(comm) as graph:
-            with graph.record():
-                result = comm.allreduce(source)
-            right(result)
-            graph.replay()
-            right(result)
-    comm.synchronize()
+        records(comm)
 
 
 def caught_in_the_body(comm: Any) -> None:

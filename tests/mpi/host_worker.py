@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 import types
 import weakref
 import zlib
@@ -451,27 +450,19 @@ def default(comm: Communicator) -> None:
 def forked(comm: Communicator) -> None:
     """In a forked child everything says what to do instead, and nothing of the parent's is touched."""
     ipcreduce.get_communicator()
-    child = os.fork()
-    if not child:
-        signal.alarm(20)
-        status = 1
-        try:
-            for call in (
-                lambda: comm.allreduce(np.ones(3)),
-                comm.synchronize,
-                lambda: ipcreduce.allreduce(np.ones(3)),
-                ipcreduce.get_communicator,
-                Communicator,
-            ):
-                raises(UnsupportedError, "Start processes by spawn", call)
-            comm.close()
-            status = 0
-        finally:
-            if status:
-                traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0, "the child"
+
+    def check() -> None:
+        for call in (
+            lambda: comm.allreduce(np.ones(3)),
+            comm.synchronize,
+            lambda: ipcreduce.allreduce(np.ones(3)),
+            ipcreduce.get_communicator,
+            Communicator,
+        ):
+            raises(UnsupportedError, "Start processes by spawn", call)
+        comm.close()
+
+    worker.in_a_fork(check)
     right(comm)
     assert ipcreduce.allreduce(np.ones(2)).tolist() == [SIZE] * 2
 

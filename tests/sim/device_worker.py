@@ -102,7 +102,7 @@ def memory() -> None:
     assert code(driver.export_memory, b + 5000) == 1
     assert code(driver.fill, a, 0, 101) == 1
     assert code(driver.allocate, 0) == 1
-    assert code(driver.allocate, driver.memory_info()[0] + 1) == 2
+    assert code(driver.allocate, machine.memory_info()[0] + 1) == 2
     assert code(driver.free, a + 1) == 1
     driver.free(a)
     assert code(driver.free, a) == 1

@@ -33,5 +33,9 @@ def test_devices(hold: Hold, visible: str) -> None:
     hold(visible.count("/") + 1, "devices", visible=visible)
 
 
+def test_a_part_of_the_ranks(hold: Hold) -> None:
+    hold(4, "auto_in_a_part")
+
+
 def test_a_driver_that_fails(hold: Hold) -> None:
     hold(2, "driver_faults")

@@ -42,7 +42,6 @@ CALLS = [
     driver.device_count,
     driver.driver_version,
     driver.current_context,
-    driver.memory_info,
     driver.synchronize,
     driver.create_event,
     lambda: driver.allocate(1 << 20),

@@ -33,16 +33,6 @@ REFUSED = {  # what may stay behind, if the driver does not take it back
     "cuMemHostUnregister": {"registered host ranges": 1, "mapped pages": 1, "descriptors": 1},
     "cuModuleUnload": {"modules": 1},
 }
-failed_calls: list[str] = []  # the names of those that were made to fail
-
-
-class Noted(driver.CudaError):
-    """Keeps the name of the call."""
-
-    def __init__(self, call: str, code: int, text: str) -> None:
-        super().__init__(call, code, text)
-        if code == 999:
-            failed_calls.append(call)
 
 
 def driver_faults() -> None:
@@ -51,7 +41,6 @@ def driver_faults() -> None:
     All ranks work, or fall back, or have an error of ours, alike and soon; later all is well; and nothing is left
     behind but what the driver refused to take back.
     """
-    driver.CudaError = Noted  # type: ignore[misc]
     found: list[str] = []
     setup._VERIFY_ROUNDS = 5
     for rank in (0, LAST):
@@ -71,7 +60,7 @@ def _life(rank: int, k: int) -> tuple[str, list[str]]:
     :returns: which call it was, "" if it was over before; and what went wrong that must not.
     """
     before, problems, made, calls = held(), [], [], driver.calls()
-    failed_calls.clear()
+    driver.failed.clear()
     WORLD.Barrier()
     driver.fault_at(k if rank == RANK else 0)
 
@@ -99,7 +88,7 @@ def _life(rank: int, k: int) -> tuple[str, list[str]]:
             step(lambda: [right(result) for result in results], may_fail=False)
         results.clear()
         driver.fault_at(0)
-        if WORLD.bcast(bool(failed_calls), root=rank):
+        if WORLD.bcast(bool(driver.failed), root=rank):
             for _ in range(2):
                 step(lambda: works(made[0]), may_fail=False)
         elif rank == RANK:
@@ -108,7 +97,7 @@ def _life(rank: int, k: int) -> tuple[str, list[str]]:
         step(comm.close, may_fail=False)
     driver.fault_at(0)
     made.clear()
-    where = WORLD.bcast(failed_calls[0] if failed_calls else "", root=rank)
+    where = WORLD.bcast(driver.failed[0] if driver.failed else "", root=rank)
     step(good_communicator, may_fail=False)
     left = grown(before)
     if left and left != (REFUSED.get(where) if rank == RANK else None):

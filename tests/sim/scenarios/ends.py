@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +14,7 @@ from mpi4py import MPI
 
 import ipcreduce
 from ipcreduce import Communicator, Graph, communicator, errors
+from tests import worker
 from tests.sim.scenarios.common import (
     LAST,
     RANK,
@@ -156,28 +155,20 @@ def forked() -> None:
     with graph.record():
         result = comm.allreduce(source)
     comm.synchronize()
-    child = os.fork()
-    if not child:
-        signal.alarm(20)
-        status = 1
-        try:
-            for call in (
-                lambda: comm.allreduce(source), lambda: comm.allreduce(np.ones(3)), comm.synchronize,
-                lambda: comm.allreduce(source, "mode"), lambda: ipcreduce.allreduce(source),
-                ipcreduce.get_communicator, Communicator, graph.replay, lambda: Graph(comm).record().__enter__(),
-                lambda: comm.capture().__enter__(),
-            ):  # fmt: skip
-                with raises(errors.UnsupportedError, "Start processes by spawn"):
-                    call()
-            graph.close()
-            comm.close()
-            status = 0
-        finally:
-            if status:
-                traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0, "the child"
+
+    def check() -> None:
+        for call in (
+            lambda: comm.allreduce(source), lambda: comm.allreduce(np.ones(3)), comm.synchronize,
+            lambda: comm.allreduce(source, "mode"), lambda: ipcreduce.allreduce(source),
+            ipcreduce.get_communicator, Communicator, graph.replay, lambda: Graph(comm).record().__enter__(),
+            lambda: comm.capture().__enter__(),
+        ):  # fmt: skip
+            with raises(errors.UnsupportedError, "Start processes by spawn"):
+                call()
+        graph.close()
+        comm.close()
+
+    worker.in_a_fork(check)
     graph.replay()
     right(result)
     works(comm)

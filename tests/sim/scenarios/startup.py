@@ -140,6 +140,14 @@ def devices() -> None:
             _uses(ordinal, form)
 
 
+def auto_in_a_part() -> None:
+    """A communicator of a part of the ranks: "auto" still takes a GPU for each rank of the host."""
+    part = WORLD.Split(RANK * 2 // SIZE)
+    with Communicator(part, device="auto", timeout=20) as comm:
+        assert comm._engine.device.ordinal == RANK % GPUS, comm.describe()
+    part.Free()
+
+
 def _uses(ordinal: int, device: Any) -> None:
     """Works on the GPU with this ordinal here; rank 0 alone is told, for the line below, if the ranks could spread."""
     used, seen = len(set(WORLD.allgather(machine.gpu(ordinal).index))), WORLD.allreduce(GPUS, MPI.MAX)
@@ -162,5 +170,5 @@ def _uses(ordinal: int, device: Any) -> None:
 
 SCENARIOS = [
     no_peer_access, peers_not_visible, link_loses_data, link_loses_data_with_a_short_timeout, no_gpu,
-    too_little_memory, wrong_options, odd_options, devices,
+    too_little_memory, wrong_options, odd_options, devices, auto_in_a_part,
 ]  # fmt: skip

@@ -1,94 +1,24 @@
-"""Arrays of every kind as the two kinds that ipcreduce works on: CuPy's on the device, NumPy's on the host.
-
-The only module that knows CuPy, which is imported when the first device array comes.
-"""
+"""Arrays of every kind as the two kinds that ipcreduce works on: CuPy's on the device, NumPy's on the host."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 
-from .cuda import driver, location
+from . import surroundings
+from .cuda import location, streams
 from .cuda.location import Locate, Location
-from .errors import ArgumentError, CudaError, UnsupportedError
-
-OUT_OF_MEMORY = 2  # both as a CUresult and as a cudaError_t
-_cupy: Any = None
+from .errors import ArgumentError
+from .surroundings import current_device, load, on_stream, stream_of
 
 
-def _load() -> Any:
-    """CuPy. :raises UnsupportedError: if it is missing."""
-    global _cupy
-    if _cupy is None:
-        try:
-            import cupy
-        except ImportError as error:
-            raise UnsupportedError(
-                f"CuPy is not installed ({error}): pip install 'ipcreduce[cuda13]', or [cuda12] for a driver of CUDA 12"
-            ) from None
-        _cupy = cupy
-    return _cupy
-
-
-def available() -> None:
-    """:raises UnsupportedError: if CuPy is missing."""
-    _load()
-
-
-# ---- devices and streams
-def current_device() -> int:
-    """CuPy's current device. :raises UnsupportedError: if CuPy cannot use this machine's driver."""
-    try:
-        return int(_load().cuda.runtime.getDevice())
-    except RuntimeError as error:
-        raise UnsupportedError(f"CuPy does not work here: {error}") from error
-
-
-def use_device(ordinal: int) -> None:
-    """Makes a device CuPy's current one in this thread."""
-    _load().cuda.Device(ordinal).use()
-
-
-def current_stream() -> tuple[int, Any]:
-    """CuPy's current stream in this thread: its handle, and the object that keeps the handle valid."""
-    stream = (_cupy or _load()).cuda.get_current_stream()
-    return stream.ptr, stream
-
-
-def stream_handle(stream: Any) -> int:
-    """The handle of an int, a CuPy stream, a PyTorch stream or an object with ``__cuda_stream__``.
-
-    :raises ArgumentError: if it is none of these.
-    """
-    if isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
-        return stream
-    if hasattr(stream, "__cuda_stream__"):
-        protocol = stream.__cuda_stream__
-        return int((protocol() if callable(protocol) else protocol)[1])
-    for attribute in ("ptr", "cuda_stream"):
-        if isinstance(getattr(stream, attribute, None), int):
-            return int(getattr(stream, attribute))
-    raise ArgumentError(
-        f"stream must be an int, a CuPy stream or an object with __cuda_stream__; found {type(stream).__name__}"
-    )
-
-
-def on_stream(stream: int) -> AbstractContextManager[Any]:
-    """Makes CuPy work on this stream within a ``with`` block."""
-    context: AbstractContextManager[Any] = _load().cuda.ExternalStream(stream)
-    return context
-
-
-# ---- arrays
 def is_device(array: Any, what: str = "array") -> bool:
     """Whether ``array``, argument ``what``, lies on a GPU. :raises ArgumentError: if it is no array that we take."""
     if isinstance(array, np.ndarray):
         return False
-    if _cupy is not None and isinstance(array, _cupy.ndarray):
+    if surroundings.cupy is not None and isinstance(array, surroundings.cupy.ndarray):
         return True
     kind = type(array)
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -115,12 +45,12 @@ def view(array: Any, stream: int) -> Any:
 
     :raises ArgumentError: if the exporter refuses, or the type is unknown.
     """
-    cupy = _load()
+    cupy = load()
     if isinstance(array, cupy.ndarray):
         return array
     try:
         if hasattr(type(array), "__dlpack__"):
-            with cupy.cuda.ExternalStream(stream):
+            with on_stream(stream):
                 return cupy.from_dlpack(array)
         return _from_interface(array, stream)
     except ArgumentError:
@@ -131,7 +61,7 @@ def view(array: Any, stream: int) -> Any:
 
 def _from_interface(array: Any, stream: int) -> Any:
     """By ``__cuda_array_interface__`` (versions 2 and 3), whose typestr for bfloat16 says only two opaque bytes."""
-    cupy = _load()
+    cupy = load()
     interface = array.__cuda_array_interface__
     dtype = location.interface_dtype(array, interface)
     if interface.get("mask") is not None:
@@ -141,10 +71,10 @@ def _from_interface(array: Any, stream: int) -> Any:
     low, past = _reach(shape, strides, dtype.itemsize)
     producer = interface.get("stream")
     if producer is not None and producer != stream and not (producer == 1 and stream == 0):
-        event = driver.create_event()
-        driver.record_event(event, producer)
-        driver.wait_event(stream, event)
-        driver.destroy_event(event)
+        event = streams.create_event()
+        streams.record_event(event, producer)
+        streams.wait_event(stream, event)
+        streams.destroy_event(event)
     memory = cupy.cuda.UnownedMemory(address + low, past - low, array, current_device() if not address else -1)
     return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, -low), strides=strides)
 
@@ -163,7 +93,7 @@ def is_readonly(array: Any) -> bool:
     """Whether the owner of the memory forbids writing."""
     if isinstance(array, np.ndarray):
         return not array.flags.writeable
-    interface = None if isinstance(array, _load().ndarray) else getattr(array, "__cuda_array_interface__", None)
+    interface = None if isinstance(array, load().ndarray) else getattr(array, "__cuda_array_interface__", None)
     return bool(interface and interface["data"][1])
 
 
@@ -191,40 +121,40 @@ def extent(array: Any) -> tuple[int, int]:
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any], stream: int, device: int) -> Any:
     """A new array on ``device``, from CuPy's allocator, for use on ``stream``."""
-    cupy = _load()
-    if stream == current_stream()[0]:
+    cupy = load()
+    if stream == stream_of()[0]:
         array = cupy.empty(shape, dtype)
     else:
-        with cupy.cuda.ExternalStream(stream):
+        with on_stream(stream):
             array = cupy.empty(shape, dtype)
     if array.data.device_id != device:  # this thread's current device is another one: looked at only now, for speed
-        with cupy.cuda.Device(device), cupy.cuda.ExternalStream(stream):
+        with cupy.cuda.Device(device), on_stream(stream):
             array = cupy.empty(shape, dtype)
     return array
 
 
 def contiguous_copy(array: Any, stream: int) -> Any:
     """A C-contiguous copy of a device array, made on ``stream``."""
-    cupy = _load()
-    with cupy.cuda.Device(device_of(array)), cupy.cuda.ExternalStream(stream):
+    cupy = load()
+    with cupy.cuda.Device(device_of(array)), on_stream(stream):
         return array.copy(order="C")
 
 
 def copy_into(target: Any, value: Any, stream: int) -> None:
     """``target[...] = value``, both device arrays of one shape and dtype, on ``stream``."""
-    cupy = _load()
-    with cupy.cuda.Device(device_of(target)), cupy.cuda.ExternalStream(stream):
+    cupy = load()
+    with cupy.cuda.Device(device_of(target)), on_stream(stream):
         target[...] = value
 
 
 def is_cupy(array: Any) -> bool:
     """Whether it is a CuPy array."""
-    return _cupy is not None and isinstance(array, _cupy.ndarray)
+    return surroundings.cupy is not None and isinstance(array, surroundings.cupy.ndarray)
 
 
 def view_of(array: Any, owner: Any) -> Any:
     """A CuPy array over the same memory that keeps ``owner`` alive, and not the block that the memory is."""
-    cupy = _load()
+    cupy = load()
     first, past = extent(array)
     memory = cupy.cuda.UnownedMemory(first, past - first, owner, device_of(array))
     place = cupy.cuda.MemoryPointer(memory, pointer(array) - first)
@@ -236,7 +166,7 @@ def locator(kind: type) -> Locate | None:
 
     For each array that is the :data:`Location`, or None if it is not on a GPU.
     """
-    cupy = _cupy or sys.modules.get("cupy")  # nobody has an array of it who has not imported it
+    cupy = surroundings.cupy or sys.modules.get("cupy")  # nobody has an array of it who has not imported it
     if cupy is not None and issubclass(kind, cupy.ndarray):
         return lambda array: (array.data.ptr, array.shape, location.dtype_name(array.dtype), array.strides)
     return location.locator(kind)
@@ -246,46 +176,3 @@ def locate(array: Any) -> Location | None:
     """Where a device array lies; None for any other object. :raises ArgumentError: if it does not give its address."""
     find = locator(type(array))
     return None if find is None else find(array)
-
-
-# ---- recording
-def current_allocator() -> Any:
-    """What this thread's CuPy allocates by."""
-    return _load().cuda.get_allocator()
-
-
-def make_pool(allocate: Callable[[int, int], int], free: Callable[[int, int], None]) -> Any:
-    """A CuPy memory pool over two functions: ``allocate(nbytes, device)`` and ``free(address, device)``."""
-    cupy = _load()
-
-    def translated(nbytes: int, device: int) -> int:
-        try:
-            return allocate(nbytes, device)
-        except CudaError as error:
-            if error.code != OUT_OF_MEMORY:
-                raise
-            # What the pool looks for: it then frees what it can, tries again, and raises CuPy's OutOfMemoryError.
-            raise cupy.cuda.runtime.CUDARuntimeError(OUT_OF_MEMORY) from None
-
-    return cupy.cuda.MemoryPool(cupy.cuda.PythonFunctionAllocator(translated, free).malloc)
-
-
-def runtime_status(error: BaseException) -> int:
-    """The cudaError_t of a call of CuPy's that failed; 0 for any other error."""
-    return int(error.status) if _cupy is not None and isinstance(error, _cupy.cuda.runtime.CUDARuntimeError) else 0
-
-
-def raised_by_cupy(error: BaseException) -> bool:
-    """Whether it comes from within CuPy."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and "cupy" in str(trace.tb_frame.f_globals.get("__name__"))
-
-
-@contextmanager
-def allocating(allocator: Any, stream: int) -> Iterator[None]:
-    """Within the block this thread's CuPy allocates by ``allocator`` and works on ``stream``."""
-    cupy = _load()
-    with cupy.cuda.using_allocator(allocator), cupy.cuda.ExternalStream(stream):
-        yield

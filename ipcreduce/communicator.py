@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from . import arguments, arrays, lifetime
+from . import arguments, arrays, lifetime, surroundings
 from .errors import (
     ArgumentError,
     CaptureError,
@@ -150,10 +150,7 @@ class Communicator(GraphSupport):
         engine, faults = self._engine, self._faults
         if engine is None or faults is None:
             raise UnsupportedError(f"device arrays need backend ipc: {self._reasons['ipc']}")
-        if stream is None:
-            handle, owner = arrays.current_stream()
-        else:
-            handle, owner = arrays.stream_handle(stream), stream
+        handle, owner = surroundings.stream_of(stream)
         source = arrays.view(array, handle)
         if type(op) is not str:
             arguments.check_kind(source, op)
@@ -189,6 +186,7 @@ class Communicator(GraphSupport):
             engine.run(prepared, source_at, direct_at, handle, owner, recorder)
         if direct is not target:
             arrays.copy_into(target, direct, handle)
+            engine.order.extend(handle)
         if recorder is not None:
             self._call -= 1  # no call yet: its segment is one, whenever that is launched
         elif self._sync and not engine.is_capturing(handle):
@@ -259,7 +257,7 @@ class Communicator(GraphSupport):
         with self._lock:
             self.check_usable()
             if self._engine is not None and self._faults is not None:
-                self._engine.order.synchronize(None if stream is None else arrays.stream_handle(stream))
+                self._engine.order.synchronize(None if stream is None else surroundings.stream_of(stream)[0])
                 self._engine.mappings.collect()
                 release.flush()
                 try:

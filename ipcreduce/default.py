@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays, lifetime
+from . import arrays, lifetime, surroundings
 from .communicator import Communicator
 from .errors import ArgumentError, IpcReduceError
 
@@ -28,7 +28,7 @@ def _default_for(array: Any) -> Communicator:
             device = None
             with suppress(IpcReduceError):  # the call itself is refused, once there is somebody to tell
                 if array is not None and not isinstance(array, np.ndarray) and arrays.is_device(array):
-                    device = arrays.device_of(arrays.view(array, arrays.current_stream()[0]))
+                    device = arrays.device_of(arrays.view(array, surroundings.stream_of()[0]))
             _default = Communicator(device=device)
         return _default
 

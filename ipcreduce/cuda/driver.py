@@ -6,6 +6,8 @@ tests replace this module by a simulated device (tests/sim), so nothing else may
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +16,7 @@ import numpy as np
 from ..errors import CudaError, UnsupportedError
 
 IPC_HANDLE_BYTES = 64
-PER_THREAD_STREAM = 2  # CU_STREAM_PER_THREAD: another stream in every thread
-NOT_READY = 600
+OUT_OF_MEMORY = 2
 INVALID_CONTEXT = (201, 400, 709)  # CUDA_ERROR_INVALID_CONTEXT, _INVALID_HANDLE, _CONTEXT_IS_DESTROYED
 
 _bindings: Any = None
@@ -118,8 +119,33 @@ def set_context(context: int) -> None:
 
 
 def synchronize() -> None:
-    """Waits for everything in the current context."""
-    call("cuCtxSynchronize")
+    """Waits for everything in the current context.
+
+    By cuMemFree, which a capture bears: cuCtxSynchronize ends all captures in the context (both seen, H100, CUDA 13).
+    """
+    with relaxed():
+        try:
+            address = allocate(1)
+        except CudaError as error:
+            if error.code != OUT_OF_MEMORY:
+                raise
+            call("cuCtxSynchronize")
+        else:
+            free(address)
+
+
+@contextmanager
+def relaxed() -> Iterator[None]:
+    """Within the block this thread may wait, allocate and free while anybody captures, and does no harm to that."""
+    mode = None
+    with suppress(CudaError):
+        mode = call("cuThreadExchangeStreamCaptureMode", load().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+    try:
+        yield
+    finally:
+        if mode is not None:
+            with suppress(CudaError):
+                call("cuThreadExchangeStreamCaptureMode", mode)
 
 
 # ---- memory
@@ -129,7 +155,7 @@ def allocate(nbytes: int) -> int:
 
 
 def free(address: int) -> None:
-    """Frees what :func:`allocate` gave. Peers must have unmapped it."""
+    """Frees what :func:`allocate` gave, once everything in the context is done. Peers must have unmapped it."""
     call("cuMemFree", address)
 
 
@@ -167,7 +193,7 @@ def open_memory(handle: bytes) -> int:
 
 
 def close_memory(address: int) -> None:
-    """Unmaps what :func:`open_memory` mapped."""
+    """Unmaps what :func:`open_memory` mapped, once everything in the context is done (measured, H100)."""
     call("cuIpcCloseMemHandle", address)
 
 
@@ -248,53 +274,3 @@ class Launch:
         (code,) = self._launch(self._config, self._function, self._params, 0)
         if code:
             fail("cuLaunchKernelEx", code)
-
-
-# ---- streams, events, capture
-def create_event() -> int:
-    """An event without timing."""
-    return int(call("cuEventCreate", 2))
-
-
-def destroy_event(event: int) -> None:
-    """Destroys it; work that waits for it is not disturbed."""
-    call("cuEventDestroy", event)
-
-
-def record_event(event: int, stream: int) -> None:
-    """Records ``event`` on ``stream`` (in a capture: as a dependency, not a node)."""
-    call("cuEventRecord", event, stream)
-
-
-def wait_event(stream: int, event: int) -> None:
-    """Makes ``stream`` wait for the last record of ``event``."""
-    call("cuStreamWaitEvent", stream, event, 0)
-
-
-def synchronize_stream(stream: int) -> None:
-    """Waits for everything on ``stream``."""
-    call("cuStreamSynchronize", stream)
-
-
-def is_idle(stream: int) -> bool:
-    """Whether everything on ``stream`` is done."""
-    (code,) = load().cuStreamQuery(stream)
-    if code and int(code) != NOT_READY:
-        fail("cuStreamQuery", code)
-    return not code
-
-
-def synchronize_event(event: int) -> None:
-    """Waits for the last record of ``event``."""
-    call("cuEventSynchronize", event)
-
-
-def capture_id(stream: int) -> int:
-    """The id of the capture that ``stream`` is part of, which is never 0; 0 if it captures nothing."""
-    name = (
-        "cuStreamGetCaptureInfo_v3"
-        if hasattr(_bindings or load(), "cuStreamGetCaptureInfo_v3")
-        else "cuStreamGetCaptureInfo"
-    )
-    status, identity, *_ = call(name, stream)
-    return int(identity) if int(status) == 1 else 0

@@ -1,4 +1,4 @@
-"""Streams of our own, stream capture and CUDA graphs, through the driver. Handles are plain ints."""
+"""CUDA graphs, through the driver. Handles are plain ints."""
 
 from __future__ import annotations
 
@@ -6,26 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from .driver import Launch, call, fail, load
-
-
-def create_stream() -> int:
-    """A stream that does not synchronise with the legacy default stream."""
-    return int(call("cuStreamCreate", 1))
-
-
-def destroy_stream(stream: int) -> None:
-    """Destroys it; its work is still done."""
-    call("cuStreamDestroy", stream)
-
-
-def begin_capture(stream: int) -> None:
-    """Starts to capture, in relaxed mode: in the others, an allocation by anybody would end the capture."""
-    call("cuStreamBeginCapture", stream, load().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
-
-
-def end_capture(stream: int) -> int:
-    """Ends the capture; the graph. :raises CudaError: if something in it could not be captured."""
-    return int(call("cuStreamEndCapture", stream))
 
 
 def last_node(stream: int) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from .. import arrays
+from .. import arrays, surroundings
 from ..errors import ArgumentError, CaptureError
 from .pool import GraphPool
 from .recording import in_pool
@@ -80,7 +80,7 @@ class Break:
         if _is_in(result, [args, kwargs]) or in_pool(fresh, self._pool):  # its place stays as it is
             output = result
         else:
-            with arrays.allocating(self._pool.allocator, stream):
+            with surroundings.allocating(self._pool.allocator, stream):
                 output = arrays.empty(fresh.shape, fresh.dtype, stream, arrays.device_of(fresh))
             arrays.copy_into(output, fresh, stream)
         self._output = without_blocks(arrays.view(output, stream), self._pool)
@@ -92,7 +92,7 @@ class Break:
         :raises ArgumentError: if its result has not the shape and dtype of the recording's.
         :raises CaptureError: if it is no device array any more.
         """
-        with arrays.on_stream(stream):
+        with surroundings.on_stream(stream):
             result = self._function(*self._args, **self._kwargs)
             if self._output is None:
                 return

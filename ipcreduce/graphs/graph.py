@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .. import arrays
-from ..cuda import driver
+from .. import surroundings
+from ..cuda import streams
 from ..cuda.graph import Executable
 from ..errors import ArgumentError, CaptureError, GraphStateError
 from ..ipc import release
@@ -120,13 +120,13 @@ class Graph:
         """
         comm = self._comm
         engine = comm.require_engine("a Graph")
-        recording, inputs = Recording(self._name, *arrays.current_stream()), Inputs.of(inputs)
+        recording, inputs = Recording(self._name, *surroundings.stream_of()), Inputs.of(inputs)
         comm.begin_recording(recording, lambda: self._check_record(engine, recording.caller, inputs))
         error: BaseException | None = None
         self._state, self._recording, current.graph = "recording", recording, self
         try:
             self._open(engine, recording)
-            with arrays.allocating(self.pool.allocator, recording.stream):
+            with surroundings.allocating(self.pool.allocator, recording.stream):
                 recording.begin_segment()
                 yield self
                 if recording.error is not None:  # the body has caught it
@@ -156,7 +156,7 @@ class Graph:
         self._expect("record()", ("empty",), "make a new Graph for another recording")
         if current.graph is not None:
             raise GraphStateError("record() within a recording of the same thread: end that one first")
-        if driver.capture_id(stream):
+        if streams.capture_id(stream):
             text = "record() while the current stream is being captured: end that capture first"
             raise CaptureError(text, within=True)
         self._inputs = InputCheck(self._check, inputs)
@@ -165,7 +165,7 @@ class Graph:
         self._pool = self._pool or GraphPool(engine.context)
         self._resources = Resources(self._pool, engine, recording.segments)
         weakref.finalize(self, self._resources.release)
-        self._caller_allocator = arrays.current_allocator()
+        self._caller_allocator = surroundings.current_allocator()
         recording.pool, recording.stream = self._pool, engine.recording_stream()
         self._comm.order(recording.caller, recording.stream)
 
@@ -203,7 +203,7 @@ class Graph:
             step = Break(function, args, kwargs, self.pool)
             current.graph = None
             try:
-                with arrays.allocating(self._caller_allocator, recording.stream):
+                with surroundings.allocating(self._caller_allocator, recording.stream):
                     result = step.record(args, kwargs, recording.stream)
             finally:
                 current.graph = self
@@ -233,10 +233,7 @@ class Graph:
         try:
             if self._state not in _READY or current.graph is not None or inputs is not None:
                 self._check_replay(inputs)
-            if stream is None:
-                handle, owner = arrays.current_stream()
-            else:
-                handle, owner = arrays.stream_handle(stream), stream
+            handle, owner = surroundings.stream_of(stream)
         except BaseException as error:
             comm.refuse(error)
             raise

@@ -1,110 +1,67 @@
-"""The memory of graphs: slabs of ours under a CuPy pool, so that what captured nodes point to stays allocated.
+"""The memory of graphs: slabs of ours, cut into blocks, so that what captured nodes point to stays allocated.
 
-CuPy's pool alone does not give this: when memory is short, and at ``free_all_blocks()``, it frees blocks that the nodes
-of a graph still use. Here its ``free`` only marks a block, which may serve a later request of a recording in this pool;
-the driver gets it back when every graph of the pool is closed and CuPy has freed it, whichever comes last.
+CuPy's pool does not give this: when memory is short, and at ``free_all_blocks()``, it frees blocks that the nodes of a
+graph still use. Here a block that CuPy frees may serve a later request of a recording in this pool; the driver gets a
+slab back when every graph of the pool is closed and CuPy has freed all in it, whichever comes last. (A CuPy pool over
+our slabs never frees them if an array outlives it: its chunks refer to each other, and are not collected; CuPy 14.2.)
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
+from bisect import bisect
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from .. import arrays
+from .. import surroundings
 from ..cuda import driver
 from ..ipc.release import attempt, give_back
 
 _numbers = itertools.count()
-_lock = threading.RLock()  # one for all: arrays of any pool are collected in any thread, also while another allocates
 _UNIT = 2 << 20  # bytes: smaller allocations share a block of the driver's, which IPC would export whole
+_ALIGNMENT = 512  # bytes, as CuPy's pool
 
 
-@dataclass
+@dataclass(eq=False)
 class Slab:
-    """An allocation, cut into blocks from its beginning. ``number`` tells it from a later one at its address."""
+    """An allocation. ``number`` tells it from a later one at its address.
+
+    ``stream`` is the one that its blocks are for, as in CuPy's pool: what is free for the next work there may still be
+    in use on another. ``free`` are the (address, bytes) that are in no block, in their order.
+    """
 
     address: int
     nbytes: int
+    stream: int
     number: int
-    used: int = 0  # bytes that have been cut off
-    blocks: int = 0  # that CuPy has not given back
+    free: list[tuple[int, int]]
 
+    def take(self, address: int, nbytes: int) -> None:
+        """Cuts ``nbytes`` off the free range at ``address``."""
+        index = bisect(self.free, (address, 0))
+        size = self.free[index][1] - nbytes
+        self.free[index : index + 1] = [(address + nbytes, size)] if size else []
 
-class Slabs:
-    """Allocations of one device, with the two functions of a CuPy allocator. ``users`` graphs keep them alive."""
-
-    def __init__(self, context: int) -> None:
-        self._context = context
-        self._slabs: list[Slab] = []
-        self._blocks: dict[int, tuple[int, Slab]] = {}  # by address: bytes, and where they lie
-        self._marked: set[int] = set()
-        self.users = 0
+    def put(self, address: int, nbytes: int) -> None:
+        """Makes a block free, one range with the free ones beside it."""
+        index = bisect(self.free, (address, 0))
+        first = last = index
+        if index and sum(self.free[index - 1]) == address:
+            first -= 1
+            address, nbytes = self.free[first][0], self.free[first][1] + nbytes
+        if last < len(self.free) and self.free[last][0] == address + nbytes:
+            nbytes += self.free[last][1]
+            last += 1
+        self.free[first:last] = [(address, nbytes)]
 
     @property
-    def nbytes(self) -> int:
-        """Bytes held from the driver."""
-        return sum(slab.nbytes for slab in self._slabs)
-
-    def __len__(self) -> int:
-        return len(self._slabs)
-
-    def allocate(self, nbytes: int, device: int) -> int:
-        """The address of ``nbytes`` bytes: the smallest marked block that fits and is half used, or a new one."""
-        with _lock:
-            fitting = [a for a in self._marked if nbytes <= self._blocks[a][0] <= 2 * nbytes]
-            if fitting:
-                address = min(fitting, key=lambda a: self._blocks[a][0])
-                self._marked.remove(address)
-                self._blocks[address][1].blocks += 1
-                return address
-            slab = next((slab for slab in self._slabs if nbytes <= slab.nbytes - slab.used), None)
-            if slab is None:
-                size = -(-nbytes // _UNIT) * _UNIT
-                slab = Slab(driver.allocate(size), size, next(_numbers))
-                self._slabs.append(slab)
-            address = slab.address + slab.used
-            slab.used += -(-nbytes // 512) * 512
-            slab.blocks += 1
-            self._blocks[address] = nbytes, slab
-            return address
-
-    def find(self, address: int, nbytes: int) -> Slab | None:
-        """The slab that holds these bytes, if one does."""
-        with _lock:
-            for slab in self._slabs:
-                if slab.address <= address and address + nbytes <= slab.address + slab.nbytes:
-                    return slab
-        return None
-
-    def free(self, address: int, device: int) -> None:
-        """CuPy has no more use for a block; captured nodes may have."""
-        with _lock:
-            self._marked.add(address)
-            self._blocks[address][1].blocks -= 1
-        if not self.users:
-            give_back(self._context, self._give_back)
-
-    def release(self) -> None:
-        """One graph less uses the slabs."""
-        with _lock:
-            self.users -= 1
-        if not self.users:
-            give_back(self._context, self._give_back)
-
-    def _give_back(self) -> None:
-        """Gives unused slabs back to the driver, if no graph is left that may use them."""
-        with _lock:
-            unused = [slab for slab in self._slabs if not slab.blocks and not self.users]
-            for slab in unused:
-                self._slabs.remove(slab)
-                for address in [a for a, (_, where) in self._blocks.items() if where is slab]:
-                    del self._blocks[address]
-                    self._marked.discard(address)
-        # Outside the lock, since cuMemFree waits for a last replay.
-        attempt(self._context, *(partial(driver.free, slab.address) for slab in unused))
+    def unused(self) -> bool:
+        """Whether there is no block in it."""
+        return self.free == [(self.address, self.nbytes)]
 
 
 class GraphPool:
@@ -114,13 +71,18 @@ class GraphPool:
     """
 
     def __init__(self, context: int) -> None:
-        self._slabs = Slabs(context)
-        self._pool: Any = None
+        self._context = context
+        self._users = 0  # graphs, and registrations with peers that have it mapped
+        self._slabs: list[Slab] = []
+        self._blocks: dict[int, tuple[int, Slab]] = {}  # by address: bytes, and where they lie
+        self._freed: deque[int] = deque()  # blocks that arrays left, in any thread, also within the lock
+        self._lock = threading.RLock()
 
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that the pool holds."""
-        return self._slabs.nbytes
+        with self._lock:
+            return sum(slab.nbytes for slab in self._slabs)
 
     @property
     def slabs(self) -> int:
@@ -128,22 +90,73 @@ class GraphPool:
         return len(self._slabs)
 
     @property
-    def allocator(self) -> Any:
+    def allocator(self) -> Callable[[int], Any]:
         """What CuPy calls for memory."""
-        return self._pool.malloc
+        return surroundings.make_allocator(self._allocate, self._free, lambda: self.nbytes)
 
     def find(self, address: int, nbytes: int) -> Slab | None:
         """The slab that holds these bytes, if one does."""
-        return self._slabs.find(address, nbytes)
+        with self._lock:
+            for slab in self._slabs:
+                if slab.address <= address and address + nbytes <= slab.address + slab.nbytes:
+                    return slab
+        return None
 
     def retain(self) -> None:
         """One graph more uses the pool, or peers that have it mapped."""
-        if self._pool is None:
-            self._pool = arrays.make_pool(self._slabs.allocate, self._slabs.free)
-        self._slabs.users += 1
+        with self._lock:
+            self._users += 1
 
     def release(self) -> None:
         """One graph less uses it. With the last, memory goes back to the driver as soon as no array is in it."""
-        if self._slabs.users == 1:
-            self._pool = None  # blocks that arrays still use then go back one by one, past CuPy's free lists
-        self._slabs.release()
+        with self._lock:
+            self._users -= 1
+        self._give_back()
+
+    # ---- blocks
+    def _allocate(self, nbytes: int, stream: int) -> int:
+        """The address of a block: in the smallest free range that fits. :raises CudaError: if there is no memory."""
+        nbytes = -(-max(1, nbytes) // _ALIGNMENT) * _ALIGNMENT
+        with self._lock:
+            self._take_back()
+            fitting = [
+                (size, address, slab)
+                for slab in self._slabs
+                if slab.stream == stream
+                for address, size in slab.free
+                if size >= nbytes
+            ]
+            if fitting:
+                _, address, slab = min(fitting, key=lambda one: one[0])
+            else:
+                size = -(-nbytes // _UNIT) * _UNIT
+                address = driver.allocate(size)
+                slab = Slab(address, size, stream, next(_numbers), [(address, size)])
+                self._slabs.append(slab)
+            slab.take(address, nbytes)
+            self._blocks[address] = nbytes, slab
+            return address
+
+    def _free(self, address: int) -> None:
+        """CuPy has no more use for a block; captured nodes may have."""
+        self._freed.append(address)
+        self._give_back()
+
+    def _take_back(self) -> None:
+        while self._freed:
+            address = self._freed.popleft()
+            nbytes, slab = self._blocks.pop(address)
+            slab.put(address, nbytes)
+
+    def _give_back(self) -> None:
+        if not self._users:
+            give_back(self._context, self._shrink)
+
+    def _shrink(self) -> None:
+        """Gives unused slabs back to the driver, if no graph is left that may use them."""
+        with self._lock:
+            self._take_back()
+            unused = [] if self._users else [slab for slab in self._slabs if slab.unused]
+            self._slabs = [slab for slab in self._slabs if slab not in unused]
+        # Outside the lock, since cuMemFree waits for a last replay.
+        attempt(self._context, *(partial(driver.free, slab.address) for slab in unused))

@@ -9,11 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from .. import arrays
-from ..cuda import driver
+from .. import arrays, surroundings
 from ..cuda import graph as cuda_graph
+from ..cuda import streams
 from ..errors import CaptureError, CudaError
-from ..ipc import release
 from ..ipc.engine import Prepared, Recorder
 from ..ipc.plan import Step
 from ..ipc.signature import Signature
@@ -111,17 +110,16 @@ class Recording:
     # ---- segments
     def begin_segment(self) -> None:
         """The stream captures from now on."""
-        cuda_graph.begin_capture(self.stream)
+        streams.begin_capture(self.stream)
         self._capture, self._calls = 0, []
-        release.hold(self.stream)
-        self._capture = driver.capture_id(self.stream)
+        self._capture = streams.capture_id(self.stream)
 
     def end_segment(self) -> Segment:
         """What was captured since. :raises CaptureError: if that cannot be made into a graph."""
         self._capture = -1
         try:
             name = f"{self.name}, segment {len(self.segments) + 1}"
-            segment = Segment(cuda_graph.end_capture(self.stream), self._calls, name)
+            segment = Segment(streams.end_capture(self.stream), self._calls, name)
         except CudaError as error:
             raise cannot_be_captured(error, _ADVICE.get(error.code, "")) from error
         self.segments.append(segment)
@@ -133,13 +131,13 @@ class Recording:
         if self._capture != -1:
             self._capture = -1
             with suppress(CudaError):
-                cuda_graph.destroy_graph(cuda_graph.end_capture(self.stream))
+                cuda_graph.destroy_graph(streams.end_capture(self.stream))
 
     # ---- all-reduces
     def recorder(self, stream: int) -> Recorder | None:
         """What to tell of every launch on ``stream``; None if that is not part of the capture."""
         try:
-            if self._capture == -1 or driver.capture_id(stream) != self._capture:
+            if self._capture == -1 or streams.capture_id(stream) != self._capture:
                 return None
         except CudaError:  # a thread without a context, which does not record
             return None
@@ -183,8 +181,8 @@ def cannot_be_captured(cause: BaseException, advice: str = "") -> CaptureError:
 
 def explained(error: BaseException) -> BaseException:
     """CaptureError for what CuPy raises where a stream captures; any other exception as it is."""
-    advice = _ADVICE.get(arrays.runtime_status(error), "")
-    if isinstance(error, NotImplementedError) and arrays.raised_by_cupy(error):
+    advice = _ADVICE.get(surroundings.runtime_status(error), "")
+    if isinstance(error, NotImplementedError) and surroundings.raised_by_cupy(error):
         advice = _REFUSED_BY_CUPY
     if not advice:
         return error

@@ -42,16 +42,14 @@ class Resources:
                     old.destroy()  # once it has run
 
     def release(self) -> None:
-        """Idempotent. Of the direct kernels, a last replay is waited for: it writes to what is unmapped here."""
+        """Idempotent."""
         if not self._released:
             self._released = True
-            self._engine.order.hold_last()
             give_back(self._engine.context, *self._steps(), self._pool.release)
 
     def _steps(self) -> Iterator[Callable[[], None]]:
         if self._mapped is not None:
             mappings, serial, keys = self._mapped
-            yield self._engine.order.drain
             yield lambda: mappings.drop(serial, keys)
         for segment in self._segments:
             yield from segment.steps()

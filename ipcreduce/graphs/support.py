@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import arrays
+from .. import arrays, surroundings
 from ..errors import ArgumentError, GraphStateError, IpcReduceError, PeerLostError, UnsupportedError
 from ..ipc import wire
 from ..ipc.engine import Engine
@@ -164,8 +164,7 @@ class GraphSupport(ABC):
         with self._lock:
             if last is not None:
                 self.launch(last, recording.stream, None)
-            if self._engine is not None:
-                self._engine.order.hand_over(recording.stream, recording.caller, recording.owner)
+            self.order(recording.stream, recording.caller)
 
     def launch(self, segment: Segment, stream: int, owner: Any) -> None:
         """Launches a segment; as one call, ordered and compared as all-reduces are, if it has some. Collective."""
@@ -232,7 +231,7 @@ class GraphSupport(ABC):
             if self.memory is None:
                 self.memory = GraphPool(self._engine.context)
                 self.memory.retain()
-            stream, device = arrays.current_stream()[0], self._engine.device.ordinal
+            stream, device = surroundings.stream_of()[0], self._engine.device.ordinal
             shape = (shape,) if isinstance(shape, int) else shape
-            with arrays.allocating(self.memory.allocator, stream):
+            with surroundings.allocating(self.memory.allocator, stream):
                 return arrays.empty(shape, np.dtype(dtype), stream, device)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import arrays
+from .. import surroundings
 from ..cuda import driver
 from ..errors import ArgumentError, IpcReduceError, UnsupportedError
 from . import wire
@@ -24,7 +24,7 @@ def share_device(mpi: Any, device: Any, deadline: float) -> tuple[driver.DeviceI
         count = driver.device_count()
         info = driver.device_info(choose_device(device, mpi.Get_rank()))
         if isinstance(device, str) and device == "auto":
-            arrays.use_device(info.ordinal)
+            surroundings.use_device(info.ordinal)
         if info.capability < _MIN_CAPABILITY:
             raise UnsupportedError(f"{info.name} has compute capability {info.capability}; 8.0 is needed")
     except IpcReduceError as caught:
@@ -44,7 +44,7 @@ def choose_device(device: Any, rank: int) -> int:
     """The ordinal that ``device`` means here. :raises ArgumentError: if it means none."""
     count = driver.device_count()
     if device is None:
-        return arrays.current_device()
+        return surroundings.current_device()
     if isinstance(device, str) and device == "auto":
         return _local_rank(rank) % count
     ordinal = getattr(device, "id", device)

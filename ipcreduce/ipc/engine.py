@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from ..cuda import compiler, driver, graph
+from ..cuda import compiler, driver, graph, streams
 from ..errors import ArgumentError, CudaError
 from . import plan
 from .control import ABORT_OFFSET, HEAD_BYTES, REFUSED, Page, missing_offset
 from .mappings import Mappings
 from .order import CallOrder
-from .release import attempt, captures, drop, give_back_after
+from .release import attempt, give_back_after
 from .signature import Signature, signature
 from .watchdog import Watchdog
 from .workspace import Workspace
@@ -156,21 +156,19 @@ class Engine:
     ) -> None:
         """Launches an all-reduce from address ``source`` to ``target`` (the same: in place) on ``stream``.
 
-        :param owner: kept as long as the stream may have to be waited for.
+        :param owner: see :meth:`CallOrder.follow`.
         :param recorder: is told of every launch.
         :raises CudaError: if a launch fails.
         """
         try:
-            other = stream != self.order.fast
-            if other:
-                self.order.follow(stream, owner)
+            end = self.order.follow(stream, owner) if stream != self.order.fast else 0
             for launch, words, step in prepared.launches:
                 words[_IN], words[_OUT] = source + step.offset, target + step.offset
                 launch.run(stream)
                 if recorder is not None:
                     recorder(prepared, step, source, target)
-            if other:
-                self.order.launched(stream)
+            if end:
+                streams.record_event(end, stream)
         except CudaError as error:
             with self._own_context(error):
                 self.run(prepared, source, target, stream, owner, recorder)
@@ -178,12 +176,10 @@ class Engine:
     def launch_graph(self, executable: graph.Executable, stream: int, owner: Any) -> None:
         """Launches an executable graph on ``stream``, behind the last call. :raises CudaError: if that fails."""
         try:
-            other = stream != self.order.fast
-            if other:
-                self.order.follow(stream, owner)
+            end = self.order.follow(stream, owner) if stream != self.order.fast else 0
             executable.launch(stream)
-            if other:
-                self.order.launched(stream)
+            if end:
+                streams.record_event(end, stream)
         except CudaError as error:
             with self._own_context(error):
                 self.launch_graph(executable, stream, owner)
@@ -203,7 +199,7 @@ class Engine:
 
     def is_capturing(self, stream: int) -> bool:
         """Whether ``stream`` is part of a capture: its work does not run yet."""
-        return driver.capture_id(stream) != 0
+        return streams.capture_id(stream) != 0
 
     def use_context(self) -> None:
         """Makes our context current in a thread that has none. :raises ArgumentError: if it has another one."""
@@ -215,25 +211,20 @@ class Engine:
     def recording_stream(self) -> int:
         """The one stream of all recordings: CuPy's pools keep their memory apart by stream."""
         if not self._recording_stream:
-            self._recording_stream = graph.create_stream()
+            self._recording_stream = streams.create_stream()
         return self._recording_stream
 
     # ---- ends
     def quiesce(self) -> None:
-        """Waits until no kernel of ours runs, on whatever stream. The abort word is up, so it takes microseconds.
-
-        While a stream captures, the device cannot be waited for: then only for what this communicator has launched.
-        """
+        """Waits until no kernel of ours runs, on whatever stream. The abort word is up, so it takes microseconds."""
         driver.set_context(self.context)
-        if captures(self.context):
-            self.order.drain()
-        else:
-            driver.synchronize()
-            self.order.forget()
+        driver.synchronize()
+        self.order.forget()
 
     def reset(self) -> None:
         """After every rank's :meth:`quiesce`: empty slots, fresh epochs, no fault."""
-        self.workspace.reset()
+        with driver.relaxed():
+            self.workspace.reset()
         self.page.clear()
 
     def close(self, wait: float) -> None:
@@ -267,8 +258,7 @@ class Engine:
             self.watchdog.stop()
         steps: list[Callable[[], None]] = [self._unregister, self.order.release]
         if self._recording_stream:
-            drop(self._recording_stream)
-            steps.append(partial(graph.destroy_stream, self._recording_stream))
+            steps.append(partial(streams.destroy_stream, self._recording_stream))
         attempt(self.context, *steps, *(partial(driver.unload_module, module) for module in self._modules))
         self._modules.clear()
 

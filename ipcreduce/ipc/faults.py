@@ -8,6 +8,7 @@ which the communicator can only be closed.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from dataclasses import replace
 from functools import partial
@@ -96,7 +97,7 @@ class Faults:
     def _post(self, kind: int, call: int, text: str) -> None:
         # Earlier calls are let through first: the abort word would end them too.
         with contextlib.suppress(CudaError):  # the fault in hand is the one to tell of
-            self._engine.order.drain()
+            self._engine.order.ends_by(math.inf)
         self._page.post(kind, call, text)
 
     def vote(self, number: int, mine: Vote) -> list[Vote]:

@@ -54,7 +54,7 @@ class Mappings:
             return serial
 
     def drop(self, serial: int, keys: Iterable[Key]) -> None:
-        """A graph is gone. No kernel of it may be running. Its slabs are unmapped, if no other graph uses them.
+        """A graph is gone. Its slabs are unmapped, if no other graph uses them, once its last replay is over.
 
         :raises CudaError: if that fails: the peers then keep their memory.
         """

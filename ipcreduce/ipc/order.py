@@ -2,6 +2,9 @@
 
 Eager calls follow the last eager call, by an event; captured calls the last one of the same capture, which becomes an
 edge of the graph. Between an eager call and a captured one there is nothing to order.
+
+The driver crashes on the handle of a stream that was destroyed. So a stream is looked at after a call only if we hold
+the object that keeps it; else the call's end is recorded at once, in an event of ours.
 """
 
 from __future__ import annotations
@@ -10,81 +13,79 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from ..cuda import driver
+from ..cuda import driver, streams
 from ..errors import CaptureError, CudaError
-from .release import hold
 
-_ENDED = -2  # after a stream that means another one in each thread: the call's end was recorded at once
+_RECORDED = -2  # in the place of a stream: the end of the last eager call is in an event
 
 
 class CallOrder:
-    """Where the last call ran. The communicator's lock is held around every method but :meth:`drain` and hold_last."""
+    """Where the last call ran. The communicator's lock is held around every method."""
 
     def __init__(self) -> None:
         self.fast = -1  # the stream on which the last eager call ran, if nothing has to be looked at there
-        self._eager: int | None = None  # the stream of the last eager call, or _ENDED
+        self._eager: int | None = None  # the stream of the last eager call, or _RECORDED
         self._owner: Any = None  # keeps it
-        self._captured = (0, 0)  # the last captured call: (capture id, stream)
-        self._event = driver.create_event()
+        self._capture = 0  # the id of the last captured call's capture
+        self._events: list[int] = []
         try:
-            self._end = driver.create_event()  # of the last eager call, if it is _ENDED
+            while len(self._events) < 3:
+                self._events.append(streams.create_event())
         except CudaError:
-            driver.destroy_event(self._event)
+            self.release()
             raise
+        self._between, self._end, self._captured_end = self._events
 
-    def follow(self, stream: int, owner: Any) -> None:
+    def follow(self, stream: int, owner: Any) -> int:
         """Before a call on ``stream``, unless that is ``fast``.
 
+        :param owner: keeps ``stream``; None: nothing does, or the handle means another stream in each thread.
+        :returns: the event to be recorded on ``stream`` after the call; 0 for none.
         :raises CaptureError: if an eager call would have to follow one on a stream that is being captured now.
         """
-        capture = driver.capture_id(stream)
-        if not capture:
-            if self._eager == _ENDED:
-                driver.wait_event(stream, self._end)
-            elif self._eager is not None and self._eager != stream:
-                if driver.capture_id(self._eager):
-                    raise CaptureError(
-                        f"an eager call on stream {stream:#x} has to follow an earlier one on stream {self._eager:#x}, "
-                        "which is now being captured. Call synchronize() before that capture begins."
-                    )
-                self.chain(self._eager, stream)
-            self._eager, self._owner = stream, owner
-            self.fast = -1 if stream == driver.PER_THREAD_STREAM else stream
-            return
-        hold(stream)
-        previous = self._captured[1] if self._captured[0] == capture else None
-        if previous is None and self.fast != -1 and driver.capture_id(self.fast) == capture:
-            previous = self.fast  # it began to capture since, and its calls took the quick way
-        if previous is not None and previous != stream:
-            self.chain(previous, stream)
-        self._captured, self.fast = (capture, stream), -1
+        capture = streams.capture_id(stream)
+        if capture:
+            if capture == self._capture:
+                streams.wait_event(stream, self._captured_end)
+            elif self.fast != -1 and streams.capture_id(self.fast) == capture:
+                self.chain(self.fast, stream)  # it began to capture since, and its calls took the quick way
+            self._capture, self.fast = capture, -1
+            return self._captured_end
+        if self._eager == _RECORDED:
+            streams.wait_event(stream, self._end)
+        elif self._eager is not None and self._eager != stream:
+            if streams.capture_id(self._eager):
+                raise CaptureError(
+                    f"an eager call on stream {stream:#x} has to follow an earlier one on stream {self._eager:#x}, "
+                    "which is now being captured. Call synchronize() before that capture begins."
+                )
+            self.chain(self._eager, stream)
+        self._owner = owner
+        if owner is None:
+            self._eager, self.fast = _RECORDED, -1
+            return self._end
+        self._eager = self.fast = stream
+        return 0
 
-    def launched(self, stream: int) -> None:
-        """After a call that has followed: the stream that is another one in each thread cannot be asked later."""
-        if self._eager == stream == driver.PER_THREAD_STREAM:
-            driver.record_event(self._end, stream)
-            self._eager = _ENDED
+    def extend(self, stream: int) -> None:
+        """What was put on ``stream`` since belongs to the last call too."""
+        if self._eager == _RECORDED and not streams.capture_id(stream):
+            streams.record_event(self._end, stream)
 
     def chain(self, before: int, after: int) -> None:
         """What comes on stream ``after`` waits for what is on ``before``."""
-        driver.record_event(self._event, before)
-        driver.wait_event(after, self._event)
-
-    def hand_over(self, before: int, after: int, owner: Any) -> None:
-        """Stream ``after`` waits for ``before`` and is now where the last call ran: ``before`` may capture again."""
-        self.chain(before, after)
-        self._eager, self.fast, self._owner = after, -1, owner
-        self.launched(after)
+        streams.record_event(self._between, before)
+        streams.wait_event(after, self._between)
 
     # ---- waiting
     def synchronize(self, stream: int | None) -> None:
         """Waits for the calls made so far: on ``stream``, or on the last one's."""
         if stream is not None:
-            driver.synchronize_stream(stream)
-        elif self._eager == _ENDED:
-            driver.synchronize_event(self._end)
+            streams.synchronize_stream(stream)
+        elif self._eager == _RECORDED:
+            streams.synchronize_event(self._end)
         elif self._eager is not None:
-            driver.synchronize_stream(self._eager)
+            streams.synchronize_stream(self._eager)
         if stream is None or stream == self._eager:
             self.forget()
 
@@ -92,33 +93,25 @@ class CallOrder:
         """No eager call runs any more: the next one follows none, nor a stream on which a launch failed."""
         self._eager, self.fast, self._owner = None, -1, None
 
-    def drain(self) -> None:
-        """Waits for the eager calls made so far, unless their stream is being captured, which that would spoil.
-
-        Changes nothing: finalisers call it, in any thread.
-        """
-        eager = self._eager
-        if eager == _ENDED:
-            driver.synchronize_event(self._end)
-        elif eager is not None and not driver.capture_id(eager):
-            driver.synchronize_stream(eager)
-
-    def hold_last(self) -> None:
-        """Nothing is freed while the stream of the last eager call captures: it cannot be waited for."""
-        if self._eager is not None and self._eager != _ENDED:
-            hold(self._eager)
-
     def ends_by(self, deadline: float) -> bool:
-        """Waits for the eager calls, at most until ``deadline`` on ``time.monotonic()``'s clock; whether they ended."""
-        with suppress(CudaError):  # a stream that captures cannot be asked
-            while self._eager is not None and self._eager != _ENDED and not driver.is_idle(self._eager):
+        """Waits for the eager calls, at most until ``deadline`` on ``time.monotonic()``'s clock; whether they ended.
+
+        Those on a stream that is being captured since cannot be waited for and count as ended.
+        """
+        with driver.relaxed(), suppress(CudaError):
+            while not self._is_over():
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(1e-4)
         return True
 
+    def _is_over(self) -> bool:
+        if self._eager == _RECORDED:
+            return streams.is_over(self._end)
+        return self._eager is None or bool(streams.capture_id(self._eager)) or streams.is_idle(self._eager)
+
     def release(self) -> None:
         """Gives the events back."""
-        for event in (self._event, self._end):
+        for event in self._events:
             with suppress(CudaError):
-                driver.destroy_event(event)
+                streams.destroy_event(event)

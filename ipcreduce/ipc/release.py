@@ -1,7 +1,8 @@
 """How what the driver gave goes back to it: at any time, from any thread, and each thing whatever becomes of the rest.
 
-Freeing waits for the device, which would spoil a capture; objects are collected in any thread, also in the watchdog's,
-on which every wait relies; and at interpreter exit the context may be gone, and everything with it.
+Freeing waits for the device. Objects are collected in any thread, also in one that captures, which does not let the
+driver free by itself, and in the watchdog's, on which every wait relies. At interpreter exit the context may be gone,
+and everything with it.
 """
 
 from __future__ import annotations
@@ -15,15 +16,9 @@ from ..cuda import driver
 from ..errors import CudaError
 from . import watchdog
 
-_held: set[int] = set()  # streams that may be capturing
 _deferred: deque[tuple[int, Callable[[], None]]] = deque()
 _awaited: list[tuple[Callable[[], bool], int, tuple[Callable[[], None], ...]]] = []
 _flushing = threading.Lock()
-
-
-def hold(stream: int) -> None:
-    """``stream`` captures, or may: nothing is freed while it does."""
-    _held.add(stream)
 
 
 def give_back(context: int, *steps: Callable[[], None]) -> None:
@@ -41,13 +36,8 @@ def give_back_after(ready: Callable[[], bool], context: int, *steps: Callable[[]
     flush()
 
 
-def drop(stream: int) -> None:
-    """``stream`` is about to be destroyed."""
-    _held.discard(stream)
-
-
 def flush() -> None:
-    """Runs what was put off, in order, unless a stream still captures, or a thread is at it: that one goes on."""
+    """Runs what was put off, in order, unless a thread is at it: that one goes on."""
     for item in [item for item in _awaited if item[0]()]:
         with suppress(ValueError):  # another thread has found it too
             _awaited.remove(item)
@@ -55,25 +45,9 @@ def flush() -> None:
     while _deferred and _flushing.acquire(blocking=False):
         try:
             while _deferred:
-                if captures(_deferred[0][0]):
-                    return
                 attempt(*_deferred.popleft())
         finally:
             _flushing.release()
-
-
-def captures(context: int) -> bool:
-    """Whether a stream that we know of is being captured."""
-    attempt(context, _look)
-    return bool(_held)
-
-
-def _look() -> None:
-    for stream in list(_held):
-        with suppress(CudaError):  # it has been destroyed
-            if driver.capture_id(stream):
-                continue
-        _held.discard(stream)
 
 
 def attempt(context: int, *steps: Callable[[], None]) -> None:
@@ -82,9 +56,10 @@ def attempt(context: int, *steps: Callable[[], None]) -> None:
     with suppress(CudaError):
         previous = driver.current_context()
         driver.set_context(context)
-    for step in steps:
-        with suppress(CudaError):
-            step()
+    with driver.relaxed():
+        for step in steps:
+            with suppress(CudaError):
+                step()
     if previous is not None:
         with suppress(CudaError):
             driver.set_context(previous)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import arrays
+from .. import surroundings
 from ..cuda import driver
 from ..errors import ArgumentError, CudaError, IpcReduceError, UnsupportedError
 from . import plan, wire
@@ -75,7 +75,7 @@ def _missing() -> str | None:
     try:
         if not driver.device_count():
             return "no GPU is visible (CUDA_VISIBLE_DEVICES?)"
-        arrays.available()
+        surroundings.load()
         return None
     except IpcReduceError as error:
         return str(error)

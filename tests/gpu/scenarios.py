@@ -88,6 +88,67 @@ def foreign_capture(comm: Any) -> None:
         comm.synchronize()
 
 
+def destroyed_streams(comm: Any) -> None:
+    """The driver crashes on the handle of a stream that is gone: raw handles, forked captures, then a fault."""
+    main, array, out = cupy.cuda.Stream(non_blocking=True), mine(), cupy.zeros(1000, np.float32)
+    comm.allreduce(array, out=out)
+    cupy.cuda.Device().synchronize()
+    for turn in range(12):
+        stream = cupy.cuda.Stream(non_blocking=True)
+        if turn % 3 == 0:
+            comm.allreduce(array, out=out, stream=stream.ptr)
+        elif turn % 3 == 1:
+            with cupy.cuda.ExternalStream(stream.ptr):
+                comm.allreduce(array, out=out)
+        else:
+            source, fork, join = cupy.zeros(1000, np.float32), main.record(), cupy.cuda.Event()
+            with main:
+                main.begin_capture()
+                comm.allreduce(array, out=source)
+                fork.record(main)
+                stream.wait_event(fork)
+                comm.allreduce(source, out=out, stream=stream)
+                join.record(stream)
+                main.wait_event(join)
+                del stream
+                comm.allreduce(out, out=out)
+                graph = main.end_capture()
+            graph.launch(main)
+            main.synchronize()
+            right(out, SIZE * SIZE)
+            continue
+        stream.synchronize()
+        del stream
+        right(out)
+    refused(comm, lambda: comm.allreduce(array, "mode"), "op must be")
+
+
+def captured_meanwhile(comm: Any) -> None:
+    """A graph is closed and a fault settled while a stream captures in the strictest mode, which stays valid."""
+    stream, array, out = cupy.cuda.Stream(non_blocking=True), mine(), cupy.zeros(1000, np.float32)
+    with ipcreduce.Graph(comm) as graph, graph.record():
+        recorded = comm.allreduce(array)
+    comm.allreduce(array, out=out)
+    cupy.cuda.Device().synchronize()
+    again = ipcreduce.Graph(comm, pool=graph.pool)
+    with again.record():
+        comm.allreduce(array, out=out)
+    cupy.cuda.Device().synchronize()
+    stream.begin_capture("global" if SIMULATED else cupy.cuda.runtime.streamCaptureModeGlobal)
+    comm.allreduce(array, out=out, stream=stream)
+    again.close()
+    del recorded
+    raises(ipcreduce.ArgumentError, "op must be", comm.allreduce, array, "mode")
+    comm.allreduce(array, out=array)
+    comm.allreduce(out, out=out, stream=stream)
+    captured = stream.end_capture()
+    comm.synchronize()
+    right(array)
+    captured.launch(stream)
+    stream.synchronize()
+    right(out, SIZE * SIZE)
+
+
 def threads(comm: Any) -> None:
     """A call from a thread that has no CUDA context, and one while another context is current."""
     found = []
@@ -273,8 +334,8 @@ def refused(comm: Any, call: Callable[[], Any], words: str) -> None:
 
 
 SCENARIOS = [
-    streams, foreign_capture, threads, interfaces, torch_capture, communicators, host_arrays, late_and_recover,
-    abort_is_quick, epoch_wrap,
+    streams, foreign_capture, destroyed_streams, captured_meanwhile, threads, interfaces, torch_capture,
+    communicators, host_arrays, late_and_recover, abort_is_quick, epoch_wrap,
 ]  # fmt: skip
 
 

@@ -45,14 +45,13 @@ def freed_in_the_body(comm: Any) -> None:
                 del cycle
                 gc.collect()
                 free_all_blocks()
-                graph.pool.allocator.__self__.free_all_blocks()
         canaries = Canaries(*[1 << 22] * 2, *[16_000] * 20, *[512] * 8)
         for turn in range(1, 9):
             right(total, TOTAL * 7 * max(1, turn - 1) + 30)
             canaries.intact()
             source.fill((RANK + 1) * turn)
             graph.replay()
-            graph.pool.allocator.__self__.free_all_blocks()
+            free_all_blocks()
 
 
 def collected_in_the_body(comm: Any) -> None:

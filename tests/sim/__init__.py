@@ -22,6 +22,7 @@ from types import ModuleType
 
 _STANDS_FOR = {
     "ipcreduce.cuda.driver": "tests.sim.driver",
+    "ipcreduce.cuda.streams": "tests.sim.driver_streams",
     "ipcreduce.cuda.graph": "tests.sim.graph",
     "ipcreduce.cuda.compiler": "tests.sim.compiler",
     "cupy": "tests.sim.cupy",

@@ -129,6 +129,12 @@ class Stream(ExternalStream):
         self._own = not (null or ptds)
         super().__init__(streams.create(not non_blocking) if self._own else 2 if ptds else 0, _device())
 
+    @classmethod
+    def from_external(cls, stream: Any) -> Stream:
+        found = cls.__new__(cls)
+        found.ptr, found.device_id, found._foreign_stream_ref = stream.__cuda_stream__()[1], -1, stream
+        return found
+
     def __del__(self) -> None:
         if getattr(self, "_own", False):
             streams.destroy(self.ptr)
@@ -222,9 +228,7 @@ def _allocate(nbytes: int) -> MemoryPointer:
 
 def free_all_blocks() -> None:
     """Gives the pool's free blocks back to the driver, which waits for what runs; a capture does not mind."""
-    for stream in list(machine.require().streams.values()):
-        if stream.done is not None:
-            stream.done.wait()
+    streams.wait_for_all()
     for blocks in _free.values():
         while blocks:
             machine.free(blocks.pop())
@@ -481,12 +485,11 @@ cuda = SimpleNamespace(
     Event=Event,
     ExternalStream=ExternalStream,
     MemoryPointer=MemoryPointer,
-    MemoryPool=pools.MemoryPool,
-    PythonFunctionAllocator=pools.PythonFunctionAllocator,
     Stream=Stream,
     UnownedMemory=UnownedMemory,
     get_allocator=pools.current_allocator,
     get_current_stream=get_current_stream,
+    memory=SimpleNamespace(OutOfMemoryError=pools.OutOfMemoryError),
     runtime=_Runtime,
     using_allocator=pools.using_allocator,
 )

@@ -20,7 +20,7 @@ import cupy  # noqa: E402
 
 from ipcreduce.cuda import compiler  # noqa: E402
 from ipcreduce.errors import CudaError, UnsupportedError  # noqa: E402
-from tests.sim import driver, machine, streams  # noqa: E402
+from tests.sim import driver, driver_streams, machine, streams  # noqa: E402
 
 
 def code(call: Callable[..., Any], *args: Any) -> int:
@@ -76,7 +76,9 @@ def contexts() -> None:
 
     def elsewhere() -> None:
         assert driver.current_context() == 0
-        codes.extend([code(driver.allocate, 64), code(driver.create_event), code(driver.synchronize_stream, 0)])
+        codes.extend(
+            [code(driver.allocate, 64), code(driver_streams.create_event), code(driver_streams.synchronize_stream, 0)]
+        )
         driver.set_context(context)
         codes.append(code(driver.synchronize))
 
@@ -174,21 +176,21 @@ def order() -> None:
     seen: list[str] = []
     gate = threading.Event()
     first, second, apart = (cupy.cuda.Stream(non_blocking=free) for free in (False, False, True))
-    event = driver.create_event()
+    event = driver_streams.create_event()
     streams.submit(first.ptr, gate.wait)
     streams.submit(first.ptr, lambda: seen.append("first"))
-    driver.record_event(event, first.ptr)
-    driver.wait_event(second.ptr, event)
+    driver_streams.record_event(event, first.ptr)
+    driver_streams.wait_event(second.ptr, event)
     streams.submit(second.ptr, lambda: seen.append("second"))
     streams.submit(0, lambda: seen.append("legacy"))
     streams.submit(first.ptr, lambda: seen.append("after legacy"))
     streams.submit(apart.ptr, lambda: seen.append("apart"))
-    driver.synchronize_stream(apart.ptr)
+    driver_streams.synchronize_stream(apart.ptr)
     assert seen == ["apart"]
     gate.set()
     driver.synchronize()
     assert seen == ["apart", "first", "second", "legacy", "after legacy"]
-    driver.destroy_event(event)
+    driver_streams.destroy_event(event)
 
 
 def captures() -> None:
@@ -196,20 +198,20 @@ def captures() -> None:
     values = cupy.zeros(4, np.int32)
     event = cupy.cuda.Event()
 
-    assert driver.capture_id(stream.ptr) == 0
+    assert driver_streams.capture_id(stream.ptr) == 0
     stream.begin_capture()
-    assert driver.capture_id(stream.ptr) != 0 == driver.capture_id(side.ptr)
+    assert driver_streams.capture_id(stream.ptr) != 0 == driver_streams.capture_id(side.ptr)
     with stream:
         values[:1] = 5
         event.record(stream)
         side.wait_event(event)
-        assert driver.capture_id(side.ptr) == driver.capture_id(stream.ptr)
+        assert driver_streams.capture_id(side.ptr) == driver_streams.capture_id(stream.ptr)
         with side:
             values[1:2] = values[:1]
         stream.wait_event(side.record())
         values[2:3] = values[1:2]
     graph = stream.end_capture()
-    assert driver.capture_id(stream.ptr) == driver.capture_id(side.ptr) == 0
+    assert driver_streams.capture_id(stream.ptr) == driver_streams.capture_id(side.ptr) == 0
     assert values.get().tolist() == [0, 0, 0, 0]
     graph.launch(stream)
     stream.synchronize()
@@ -233,7 +235,13 @@ def captures() -> None:
     assert failing("global", lambda: driver.allocate(64)) == (900, 901)
     assert failing("relaxed", lambda: driver.fill(address, 0, 64)) == (0, 0)
     assert failing("relaxed", stream.synchronize) == (900, 901)
-    assert failing("relaxed", driver.synchronize) == (900, 901)
+    assert failing("global", lambda: driver.free(driver.allocate(64))) == (900, 901)
+    assert failing("global", driver.synchronize) == (0, 0)  # it says that it is relaxed
+    spare = driver.allocate(64)
+    assert failing("thread_local", lambda: driver.free(spare)) == (900, 901)
+    with driver.relaxed():
+        assert failing("global", lambda: driver.free(spare)) == (0, 0)
+        assert failing("global", stream.synchronize) == (900, 901)
     assert failing("relaxed", outside) == (905, 901)
     assert failing("relaxed", fork) == (0, 904)
     stream = cupy.cuda.Stream()
@@ -280,10 +288,10 @@ def faults() -> None:
     assert driver.device_count() == 3
     assert driver.calls() == before + 3
     assert driver.leaks() == {"contexts": 1}
-    address, event = driver.allocate(1), driver.create_event()
+    address, event = driver.allocate(1), driver_streams.create_event()
     assert driver.leaks() == {"contexts": 1, "allocations": 1, "events": 1}
     driver.free(address)
-    driver.destroy_event(event)
+    driver_streams.destroy_event(event)
 
 
 def arrays() -> None:

@@ -1,6 +1,6 @@
 """Stands for ``ipcreduce.cuda.driver``, over the simulated machine.
 
-For tests: :func:`fault_at`, :func:`calls`, :func:`leaks`, and streams and captures until the library has its own.
+For tests: :func:`fault_at`, :func:`calls`, :func:`leaks`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import functools
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from tests.sim import compiler, machine, streams
 from tests.sim.machine import ERRORS, Fault
 
 IPC_HANDLE_BYTES = machine.HANDLE_BYTES
-PER_THREAD_STREAM = streams.PER_THREAD
+OUT_OF_MEMORY = 2
 INVALID_CONTEXT = (201, 400, 709)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -42,7 +43,7 @@ class DeviceInfo:
 _calls = 0
 _fault_at = 0
 failed: list[str] = []  # the names of the calls that fault_at() made fail
-_alive: Counter[str] = Counter()  # what this module has handed out and not got back, by kind
+alive: Counter[str] = Counter()  # what this module has handed out and not got back, by kind
 
 
 def fault_at(k: int) -> None:
@@ -58,10 +59,10 @@ def calls() -> int:
 
 def leaks() -> dict[str, int]:
     """How many contexts, allocations, mappings, ... the library has taken and not given back; {} is none."""
-    return {kind: count for kind, count in _alive.items() if count}
+    return {kind: count for kind, count in alive.items() if count}
 
 
-def _api(name: str) -> Callable[[_F], _F]:
+def api(name: str) -> Callable[[_F], _F]:
     """A driver call: counted, made to fail by :func:`fault_at`, its failures raised as CudaError."""
 
     def wrap(function: _F) -> _F:
@@ -86,77 +87,85 @@ def _api(name: str) -> Callable[[_F], _F]:
 
 
 # ---- devices and contexts
-@_api("cuDriverGetVersion")
+@api("cuDriverGetVersion")
 def driver_version() -> tuple[int, int]:
     return 13, 0
 
 
-@_api("cuDeviceGetCount")
+@api("cuDeviceGetCount")
 def device_count() -> int:
     return len(machine.gpus())
 
 
-@_api("cuDeviceGet")
+@api("cuDeviceGet")
 def device_info(ordinal: int) -> DeviceInfo:
     gpu = machine.gpu(ordinal)
     return DeviceInfo(ordinal, gpu.uuid, "Simulated GPU", machine.CAPABILITY, machine.memory_bytes())
 
 
-@_api("cuDeviceCanAccessPeer")
+@api("cuDeviceCanAccessPeer")
 def can_access_peer(ordinal: int, peer: int) -> bool:
     """False for a GPU and itself, as the driver says."""
     a, b = machine.gpu(ordinal).index, machine.gpu(peer).index
     return a != b and not machine.listed("SIM_NO_P2P", a, b)
 
 
-@_api("cuDevicePrimaryCtxRetain")
+@api("cuDevicePrimaryCtxRetain")
 def retain_context(ordinal: int) -> int:
     context = machine.retain(ordinal)
     machine.make_current(context.handle)
-    _alive["contexts"] += 1
+    alive["contexts"] += 1
     return context.handle
 
 
-@_api("cuDevicePrimaryCtxRelease")
+@api("cuDevicePrimaryCtxRelease")
 def release_context(ordinal: int) -> None:
     machine.release(ordinal)
-    _alive["contexts"] -= 1
+    alive["contexts"] -= 1
 
 
-@_api("cuCtxGetCurrent")
+@api("cuCtxGetCurrent")
 def current_context() -> int:
     context = machine.current()
     return context.handle if context is not None else 0
 
 
-@_api("cuCtxSetCurrent")
+@api("cuCtxSetCurrent")
 def set_context(context: int) -> None:
     machine.make_current(context)
 
 
-@_api("cuCtxSynchronize")
 def synchronize() -> None:
-    streams.synchronize_context()
+    with relaxed():
+        free(allocate(1))
+
+
+@contextmanager
+def relaxed() -> Iterator[None]:
+    """cuThreadExchangeStreamCaptureMode, which cannot fail."""
+    with streams.relaxed():
+        yield
 
 
 # ---- memory
-@_api("cuMemAlloc")
+@api("cuMemAlloc")
 def allocate(nbytes: int) -> int:
     streams.refuse_while_capturing()
     address = machine.allocate(nbytes)
-    _alive["allocations"] += 1
+    alive["allocations"] += 1
     return address
 
 
-@_api("cuMemFree")
+@api("cuMemFree")
 def free(address: int) -> None:
     """Waits for everything in the context, as the driver does."""
-    streams.synchronize_context()
+    streams.refuse_while_capturing()
+    streams.wait_for_all()
     machine.free(address)
-    _alive["allocations"] -= 1
+    alive["allocations"] -= 1
 
 
-@_api("cuMemsetD8Async")
+@api("cuMemsetD8Async")
 def fill(address: int, byte: int, nbytes: int) -> None:
     machine.block_at(address, nbytes)
     stream = streams.create(blocking=False)
@@ -165,42 +174,44 @@ def fill(address: int, byte: int, nbytes: int) -> None:
     streams.destroy(stream)
 
 
-@_api("cuMemcpyHtoD")
+@api("cuMemcpyHtoD")
 def copy_to_device(address: int, data: np.ndarray) -> None:
     machine.block_at(address, data.nbytes)
     streams.submit(0, lambda: ctypes.memmove(address, data.ctypes.data, data.nbytes))
     streams.synchronize(0)
 
 
-@_api("cuMemcpyDtoH")
+@api("cuMemcpyDtoH")
 def copy_to_host(data: np.ndarray, address: int) -> None:
     machine.block_at(address, data.nbytes)
     streams.submit(0, lambda: ctypes.memmove(data.ctypes.data, address, data.nbytes))
     streams.synchronize(0)
 
 
-@_api("cuIpcGetMemHandle")
+@api("cuIpcGetMemHandle")
 def export_memory(address: int) -> bytes:
     return machine.export(address)
 
 
-@_api("cuIpcOpenMemHandle")
+@api("cuIpcOpenMemHandle")
 def open_memory(handle: bytes) -> int:
     address = machine.open_handle(handle)
-    _alive["mappings"] += 1
+    alive["mappings"] += 1
     return address
 
 
-@_api("cuIpcCloseMemHandle")
+@api("cuIpcCloseMemHandle")
 def close_memory(address: int) -> None:
+    """Waits for everything in the context, as the driver does."""
+    streams.wait_for_all()
     machine.close_handle(address)
-    _alive["mappings"] -= 1
+    alive["mappings"] -= 1
 
 
 _registered: dict[int, int] = {}
 
 
-@_api("cuMemHostRegister")
+@api("cuMemHostRegister")
 def register_host(address: int, nbytes: int) -> int:
     machine.require()
     if address % machine.PAGE or nbytes % machine.PAGE or nbytes <= 0:
@@ -208,16 +219,17 @@ def register_host(address: int, nbytes: int) -> int:
     if any(address < start + length and start < address + nbytes for start, length in _registered.items()):
         raise Fault(712)
     _registered[address] = nbytes
-    _alive["registered host ranges"] += 1
+    alive["registered host ranges"] += 1
     return address
 
 
-@_api("cuMemHostUnregister")
+@api("cuMemHostUnregister")
 def unregister_host(address: int) -> None:
-    machine.require()
+    streams.refuse_while_capturing()
+    streams.wait_for_all()
     if _registered.pop(address, None) is None:
         raise Fault(713)
-    _alive["registered host ranges"] -= 1
+    alive["registered host ranges"] -= 1
 
 
 # ---- kernels
@@ -246,7 +258,7 @@ def _runtime() -> ctypes.CDLL:
     return runtime
 
 
-@_api("cuModuleLoadData")
+@api("cuModuleLoadData")
 def load_module(cubin: bytes) -> int:
     context = machine.require()
     try:
@@ -255,19 +267,19 @@ def load_module(cubin: bytes) -> int:
         raise Fault(200) from None
     module = next(_next_handle)
     _modules[module] = context, content
-    _alive["modules"] += 1
+    alive["modules"] += 1
     return module
 
 
-@_api("cuModuleUnload")
+@api("cuModuleUnload")
 def unload_module(module: int) -> None:
-    machine.require()
+    streams.refuse_while_capturing()
     if _modules.pop(module, None) is None:
         raise Fault(400)
-    _alive["modules"] -= 1
+    alive["modules"] -= 1
 
 
-@_api("cuModuleGetFunction")
+@api("cuModuleGetFunction")
 def get_function(module: int, name: str) -> int:
     machine.require()
     if module not in _modules:
@@ -295,7 +307,7 @@ class Launch:
         self._kernel, self._grid, self._block, self._programmatic = _kernels[function], grid, block, programmatic
         self.args = args
 
-    @_api("cuLaunchKernelEx")
+    @api("cuLaunchKernelEx")
     def run(self, stream: int) -> None:
         kernel = self._kernel
         if kernel.context is not streams.find(stream).context:
@@ -312,47 +324,3 @@ class Launch:
         run, rank, ranks = _runtime().sim_run, kernel.rank, kernel.ranks
         grid, block, programmatic = self._grid, self._block, self._programmatic
         return lambda: run(kernel.entry, args, grid, block, rank, ranks, programmatic)
-
-
-# ---- streams, events, capture
-@_api("cuEventCreate")
-def create_event() -> int:
-    event = streams.create_event()
-    _alive["events"] += 1
-    return event
-
-
-@_api("cuEventDestroy")
-def destroy_event(event: int) -> None:
-    streams.destroy_event(event)
-    _alive["events"] -= 1
-
-
-@_api("cuEventRecord")
-def record_event(event: int, stream: int) -> None:
-    streams.record_event(event, stream)
-
-
-@_api("cuStreamWaitEvent")
-def wait_event(stream: int, event: int) -> None:
-    streams.wait_event(stream, event)
-
-
-@_api("cuStreamSynchronize")
-def synchronize_stream(stream: int) -> None:
-    streams.synchronize(stream)
-
-
-@_api("cuStreamQuery")
-def is_idle(stream: int) -> bool:
-    return streams.is_idle(stream)
-
-
-@_api("cuEventSynchronize")
-def synchronize_event(event: int) -> None:
-    streams.synchronize_event(event)
-
-
-@_api("cuStreamGetCaptureInfo")
-def capture_id(stream: int) -> int:
-    return streams.capture_id(stream)

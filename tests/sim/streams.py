@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import queue
 import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,8 +32,10 @@ FAILED = 719
 
 _handles = itertools.count(0x51000000, 0x40)
 _streams: dict[int, Stream] = {}
+_destroyed: set[int] = set()
 _events: dict[int, Event] = {}
 _captures: list[Capture] = []  # those that are open
+_thread = threading.local()
 _capture_ids = itertools.count(1)
 
 
@@ -124,13 +128,19 @@ def destroy(handle: int) -> None:
         stream = _streams.pop(handle, None)
         if stream is None:
             raise Fault(400)
+        _destroyed.add(handle)
         del stream.context.streams[handle]
         if stream.queue is not None:
             stream.queue.put(None)
 
 
 def find(handle: int) -> Stream:
+    """:raises Fault: for a handle that never was one. For one that was destroyed the driver crashes, and so do we."""
     context = machine.require()
+    if handle in _destroyed:
+        traceback.print_stack()
+        print(f"simulated SIGSEGV: stream {handle:#x} has been destroyed", file=sys.stderr, flush=True)
+        os._exit(139)
     if handle > PER_THREAD:
         if handle not in _streams:
             raise Fault(400)
@@ -166,6 +176,7 @@ def submit(handle: int, work: Work | None, fences: Iterable[threading.Event] = (
 
 def synchronize(handle: int) -> None:
     stream = find(handle)
+    refuse_while_capturing()
     _refuse_unsafe(stream.context, [stream])
     fence = submit(handle, None) if _is_legacy(stream) else stream.done
     if fence is not None:
@@ -186,8 +197,18 @@ def synchronize_context() -> None:
     machine.require()
 
 
+def wait_for_all() -> None:
+    """As several calls do on their way, which leaves captures alone."""
+    for stream in list(machine.require().streams.values()):
+        if stream.done is not None:
+            stream.done.wait()
+    collect()
+    machine.require()
+
+
 def is_idle(handle: int) -> bool:
     stream = find(handle)
+    refuse_while_capturing()
     _refuse_unsafe(stream.context, [stream])
     return stream.done is None or stream.done.is_set()
 
@@ -214,12 +235,23 @@ def destroy_event(handle: int) -> None:
 
 
 def synchronize_event(handle: int) -> None:
+    fence = _fence(handle)
+    if fence is not None:
+        fence.wait()
+    collect()
+
+
+def is_over(handle: int) -> bool:
+    fence = _fence(handle)
+    return fence is None or fence.is_set()
+
+
+def _fence(handle: int) -> threading.Event | None:
     event = _event(handle)
+    refuse_while_capturing()
     if event.captured is not None:
         raise Fault(907)
-    if event.fence is not None:
-        event.fence.wait()
-    collect()
+    return event.fence
 
 
 def record_event(handle: int, stream_handle: int) -> None:
@@ -301,8 +333,21 @@ def launch(graph: list[Node], handle: int) -> None:
         submit(handle, node.work)
 
 
+@contextmanager
+def relaxed() -> Iterator[None]:
+    """This thread's calls are not refused, whoever captures: cuThreadExchangeStreamCaptureMode."""
+    previous, _thread.relaxed = getattr(_thread, "relaxed", False), True
+    try:
+        yield
+    finally:
+        _thread.relaxed = previous
+
+
 def refuse_while_capturing() -> None:
-    """For calls that a capture in a mode other than relaxed does not bear, such as an allocation."""
+    """For calls that a capture in a mode other than relaxed does not bear: those that wait, allocate or free."""
+    machine.require()
+    if getattr(_thread, "relaxed", False):
+        return
     with machine.lock:
         for capture in _captures:
             if capture.mode == "global" or (capture.mode == "thread_local" and capture.thread == threading.get_ident()):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce import arrays
+from ipcreduce import arrays, surroundings
 from ipcreduce.errors import ArgumentError, UnsupportedError
 
 
@@ -146,7 +146,7 @@ def test_the_location_of_a_cupy_array(monkeypatch: pytest.MonkeyPatch):
         def __cuda_array_interface__(self) -> Any:
             raise AssertionError
 
-    monkeypatch.setattr(arrays, "_cupy", None)
+    monkeypatch.setattr(surroundings, "cupy", None)
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(ndarray=Array))  # by the user, not by us
     assert arrays.locate(Array()) == (0x1000, (2, 2), "float16", (4, 2))
     monkeypatch.setitem(sys.modules, "cupy", None)
@@ -154,12 +154,12 @@ def test_the_location_of_a_cupy_array(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_cupy_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(arrays, "_cupy", None)
+    monkeypatch.setattr(surroundings, "cupy", None)
     monkeypatch.setitem(sys.modules, "cupy", None)
     for call in (
-        arrays.available,
-        arrays.current_device,
-        arrays.current_stream,
+        surroundings.load,
+        surroundings.current_device,
+        surroundings.stream_of,
         lambda: arrays.view(OnDevice(), 0),
         lambda: arrays.empty((3,), np.dtype("f4"), 0, 0),
     ):
@@ -167,7 +167,14 @@ def test_cupy_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch):
             call()
 
 
-def test_streams_of_every_kind():
+def test_streams_of_every_kind(monkeypatch: pytest.MonkeyPatch):
+    class Stream:
+        def __init__(self, ptr: int) -> None:
+            self.ptr = ptr
+
+    class ExternalStream(Stream):
+        pass
+
     class Protocol:
         def __cuda_stream__(self) -> tuple[int, int]:
             return 0, 77
@@ -175,15 +182,21 @@ def test_streams_of_every_kind():
     class Property:
         __cuda_stream__ = (0, 78)
 
-    assert arrays.stream_handle(0) == 0
-    assert arrays.stream_handle(1 << 47) == 1 << 47
-    assert arrays.stream_handle(Protocol()) == 77
-    assert arrays.stream_handle(Property()) == 78
-    assert arrays.stream_handle(types.SimpleNamespace(ptr=79)) == 79  # CuPy's
-    assert arrays.stream_handle(types.SimpleNamespace(cuda_stream=80)) == 80  # PyTorch's
+    current = Stream(76)
+    cuda = types.SimpleNamespace(Stream=Stream, get_current_stream=lambda: current)
+    monkeypatch.setattr(surroundings, "cupy", types.SimpleNamespace(cuda=cuda))
+    assert surroundings.stream_of() == (76, current)  # kept by its object
+    assert surroundings.stream_of(Stream(2)) == (2, None)  # another one in each thread
+    assert surroundings.stream_of(ExternalStream(75)) == (75, None)
+    assert surroundings.stream_of(1 << 47) == (1 << 47, None)
+    assert surroundings.stream_of(0)[1] is not None  # it lives as long as the context
+    assert surroundings.stream_of(Protocol()) == (77, None)
+    assert surroundings.stream_of(Property()) == (78, None)
+    assert surroundings.stream_of(types.SimpleNamespace(ptr=79)) == (79, None)
+    assert surroundings.stream_of(types.SimpleNamespace(cuda_stream=80)) == (80, None)  # PyTorch's
     for wrong in (-1, True, 1.5, "0", b"0", [0], object(), types.SimpleNamespace(ptr="79")):
         with pytest.raises(ArgumentError, match="stream must be an int, a CuPy stream or an object with"):
-            arrays.stream_handle(wrong)
+            surroundings.stream_of(wrong)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce.cuda import driver
+from ipcreduce.cuda import driver, streams
 from ipcreduce.errors import CudaError, UnsupportedError
 
 
@@ -43,11 +43,11 @@ CALLS = [
     driver.driver_version,
     driver.current_context,
     driver.synchronize,
-    driver.create_event,
+    streams.create_event,
     lambda: driver.allocate(1 << 20),
     lambda: driver.device_info(0),
     lambda: driver.open_memory(bytes(64)),
-    lambda: driver.capture_id(0),
+    lambda: streams.capture_id(0),
     lambda: driver.Launch(1, 1, 32, np.zeros(17, np.uint64)),
 ]
 

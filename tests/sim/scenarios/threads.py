@@ -90,7 +90,7 @@ def called_as_a_recording_ends() -> None:
         works(comm)
         source, larger, outs = mine(), mine() * 10, [cupy.zeros(1000, np.float32) for _ in range(2)]
         order, found = comm._engine.order, []
-        hand_over = order.hand_over
+        chain = order.chain
 
         def call() -> None:
             with cupy.cuda.Device(OWN):
@@ -99,17 +99,18 @@ def called_as_a_recording_ends() -> None:
 
         thread = threading.Thread(target=call, daemon=True)
 
-        def late(*arguments: Any) -> None:
-            thread.start()
-            thread.join(0.2)
-            hand_over(*arguments)
+        def late(before: int, after: int) -> None:
+            if after == caller.ptr:
+                thread.start()
+                thread.join(0.2)
+            chain(before, after)
 
-        order.hand_over = late
+        order.chain = late
         with Graph(comm) as graph:
             with caller, graph.record():
                 result = comm.allreduce(source)
             thread.join(5)
-            del order.hand_over
+            del order.chain
             with caller:
                 comm.allreduce(source, out=outs[1])
             cupy.cuda.Device().synchronize()

@@ -1,0 +1,84 @@
+"""Streams, events and stream capture, through the driver. Handles are plain ints.
+
+A handle that is not valid any more is no error of the driver's: it crashes, or takes the handle for another stream's.
+"""
+
+from __future__ import annotations
+
+from .driver import call, fail, load
+
+_NOT_READY = 600
+
+
+def create_stream() -> int:
+    """A stream that does not synchronise with the legacy default stream."""
+    return int(call("cuStreamCreate", 1))
+
+
+def destroy_stream(stream: int) -> None:
+    """Destroys it; its work is still done."""
+    call("cuStreamDestroy", stream)
+
+
+def begin_capture(stream: int) -> None:
+    """Starts to capture, in relaxed mode: in the others, an allocation by anybody would end the capture."""
+    call("cuStreamBeginCapture", stream, load().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+
+
+def end_capture(stream: int) -> int:
+    """Ends the capture; the graph. :raises CudaError: if something in it could not be captured."""
+    return int(call("cuStreamEndCapture", stream))
+
+
+def create_event() -> int:
+    """An event without timing."""
+    return int(call("cuEventCreate", 2))
+
+
+def destroy_event(event: int) -> None:
+    """Destroys it; work that waits for it is not disturbed."""
+    call("cuEventDestroy", event)
+
+
+def record_event(event: int, stream: int) -> None:
+    """Records ``event`` on ``stream`` (in a capture: as a dependency, not a node)."""
+    call("cuEventRecord", event, stream)
+
+
+def wait_event(stream: int, event: int) -> None:
+    """Makes ``stream`` wait for the last record of ``event``."""
+    call("cuStreamWaitEvent", stream, event, 0)
+
+
+def synchronize_stream(stream: int) -> None:
+    """Waits for everything on ``stream``."""
+    call("cuStreamSynchronize", stream)
+
+
+def is_idle(stream: int) -> bool:
+    """Whether everything on ``stream`` is done."""
+    return _is_done("cuStreamQuery", stream)
+
+
+def synchronize_event(event: int) -> None:
+    """Waits for the last record of ``event``."""
+    call("cuEventSynchronize", event)
+
+
+def is_over(event: int) -> bool:
+    """Whether what came before the last record of ``event`` is done."""
+    return _is_done("cuEventQuery", event)
+
+
+def _is_done(name: str, handle: int) -> bool:
+    (code,) = getattr(load(), name)(handle)
+    if code and int(code) != _NOT_READY:
+        fail(name, code)
+    return not code
+
+
+def capture_id(stream: int) -> int:
+    """The id of the capture that ``stream`` is part of, which is never 0; 0 if it captures nothing."""
+    name = "cuStreamGetCaptureInfo_v3" if hasattr(load(), "cuStreamGetCaptureInfo_v3") else "cuStreamGetCaptureInfo"
+    status, identity, *_ = call(name, stream)
+    return int(identity) if int(status) == 1 else 0

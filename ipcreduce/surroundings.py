@@ -1,0 +1,160 @@
+"""What CuPy works with in a thread: its device, its stream, its allocator.
+
+The only importer of CuPy, which takes place when the first device array comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import Any
+
+from .cuda import driver
+from .errors import ArgumentError, CudaError, UnsupportedError
+
+_LEGACY_STREAM = (0, 1)  # the default stream of a context, which lives as long as that
+_PER_THREAD_STREAM = 2  # another one in every thread
+cupy: Any = None  # once it is imported
+
+
+def load() -> Any:
+    """CuPy. :raises UnsupportedError: if it is missing."""
+    global cupy
+    if cupy is None:
+        try:
+            import cupy as found
+        except ImportError as error:
+            raise UnsupportedError(
+                f"CuPy is not installed ({error}): pip install 'ipcreduce[cuda13]', or [cuda12] for a driver of CUDA 12"
+            ) from None
+        cupy = found
+    return cupy
+
+
+# ---- devices and streams
+def current_device() -> int:
+    """CuPy's current device. :raises UnsupportedError: if CuPy cannot use this machine's driver."""
+    try:
+        return int(load().cuda.runtime.getDevice())
+    except RuntimeError as error:
+        raise UnsupportedError(f"CuPy does not work here: {error}") from error
+
+
+def use_device(ordinal: int) -> None:
+    """Makes a device CuPy's current one in this thread."""
+    load().cuda.Device(ordinal).use()
+
+
+def stream_of(stream: Any = None) -> tuple[int, Any]:
+    """The handle of a CuPy or PyTorch stream, one with ``__cuda_stream__``, or an int; None: CuPy's current stream.
+
+    :returns: also the object that keeps the handle valid, or None if it may become invalid, or mean another stream.
+    :raises ArgumentError: if it is none of these.
+    """
+    cuda = (cupy or load()).cuda
+    if stream is None:
+        stream = cuda.get_current_stream()
+    if type(stream) is cuda.Stream and getattr(stream, "_foreign_stream_ref", None) is None:
+        handle: int = stream.ptr
+        return handle, stream if handle != _PER_THREAD_STREAM else None
+    handle = _handle(stream)
+    return handle, "the default stream" if handle in _LEGACY_STREAM else None
+
+
+def _handle(stream: Any) -> int:
+    if isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
+        return stream
+    if hasattr(stream, "__cuda_stream__"):
+        protocol = stream.__cuda_stream__
+        return int((protocol() if callable(protocol) else protocol)[1])
+    for attribute in ("ptr", "cuda_stream"):
+        if isinstance(getattr(stream, attribute, None), int):
+            return int(getattr(stream, attribute))
+    raise ArgumentError(
+        f"stream must be an int, a CuPy stream or an object with __cuda_stream__; found {type(stream).__name__}"
+    )
+
+
+class _Foreign:
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
+@cache
+def _borrowed() -> Any:
+    """A type of its own, since :func:`stream_of` takes a cupy.cuda.Stream for the owner of its stream."""
+    return type("BorrowedStream", (load().cuda.Stream,), {})
+
+
+def on_stream(stream: int) -> AbstractContextManager[Any]:
+    """Makes CuPy work on this stream within a ``with`` block."""
+    context: AbstractContextManager[Any] = _borrowed().from_external(_Foreign(stream))
+    return context
+
+
+# ---- allocators
+def current_allocator() -> Any:
+    """What this thread's CuPy allocates by."""
+    return load().cuda.get_allocator()
+
+
+class _Block:
+    """Gives memory back with the last array in it."""
+
+    def __init__(self, address: int, free: Callable[[int], None]) -> None:
+        self._address, self._free = address, free
+
+    def __del__(self) -> None:
+        self._free(self._address)
+
+
+def make_allocator(
+    allocate: Callable[[int, int], int], free: Callable[[int], None], held: Callable[[], int]
+) -> Callable[[int], Any]:
+    """A CuPy allocator over functions: ``allocate(nbytes, stream)``, ``free(address)``, ``held()`` bytes so far.
+
+    Not a cupy.cuda.PythonFunctionAllocator: that crashes when an array is collected in a cycle (CuPy 14.2).
+    """
+    cuda = load().cuda
+
+    def malloc(nbytes: int) -> Any:
+        stream = stream_of()[0]
+        try:
+            address = allocate(nbytes, stream)
+        except CudaError as error:
+            if error.code != driver.OUT_OF_MEMORY:
+                raise
+            load().get_default_memory_pool().free_all_blocks()
+            try:
+                address = allocate(nbytes, stream)
+            except CudaError:
+                raise cuda.memory.OutOfMemoryError(nbytes, held()) from None
+        memory = cuda.UnownedMemory(address, nbytes, _Block(address, free), current_device())
+        return cuda.MemoryPointer(memory, 0)
+
+    return malloc
+
+
+@contextmanager
+def allocating(allocator: Any, stream: int) -> Iterator[None]:
+    """Within the block this thread's CuPy allocates by ``allocator`` and works on ``stream``."""
+    with load().cuda.using_allocator(allocator), on_stream(stream):
+        yield
+
+
+# ---- errors
+def runtime_status(error: BaseException) -> int:
+    """The cudaError_t of a call of CuPy's that failed; 0 for any other error."""
+    return int(error.status) if cupy is not None and isinstance(error, cupy.cuda.runtime.CUDARuntimeError) else 0
+
+
+def raised_by_cupy(error: BaseException) -> bool:
+    """Whether it comes from within CuPy."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and "cupy" in str(trace.tb_frame.f_globals.get("__name__"))

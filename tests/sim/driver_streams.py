@@ -1,0 +1,100 @@
+"""Stands for ``ipcreduce.cuda.streams``: streams, events and captures of the simulated machine."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import suppress
+
+from ipcreduce.errors import CudaError
+
+from . import streams
+from .driver import alive, api
+from .machine import Fault
+
+graphs: dict[int, list[streams.Node]] = {}
+_handles = itertools.count(0x61000000, 0x40)
+
+
+@api("cuStreamCreate")
+def create_stream() -> int:
+    stream = streams.create(blocking=False)
+    alive["streams"] += 1
+    return stream
+
+
+@api("cuStreamDestroy")
+def destroy_stream(stream: int) -> None:
+    streams.destroy(stream)
+    alive["streams"] -= 1
+
+
+@api("cuStreamBeginCapture")
+def begin_capture(stream: int) -> None:
+    streams.begin_capture(stream, "relaxed")
+
+
+def end_capture(stream: int) -> int:
+    """A call that fails ends the capture too."""
+    try:
+        return _end_capture(stream)
+    except CudaError:
+        with suppress(Fault):
+            streams.end_capture(stream)
+        raise
+
+
+@api("cuStreamEndCapture")
+def _end_capture(stream: int) -> int:
+    nodes = streams.end_capture(stream)
+    handle = next(_handles)
+    graphs[handle] = nodes
+    alive["graphs"] += 1
+    return handle
+
+
+@api("cuEventCreate")
+def create_event() -> int:
+    event = streams.create_event()
+    alive["events"] += 1
+    return event
+
+
+@api("cuEventDestroy")
+def destroy_event(event: int) -> None:
+    streams.destroy_event(event)
+    alive["events"] -= 1
+
+
+@api("cuEventRecord")
+def record_event(event: int, stream: int) -> None:
+    streams.record_event(event, stream)
+
+
+@api("cuStreamWaitEvent")
+def wait_event(stream: int, event: int) -> None:
+    streams.wait_event(stream, event)
+
+
+@api("cuStreamSynchronize")
+def synchronize_stream(stream: int) -> None:
+    streams.synchronize(stream)
+
+
+@api("cuStreamQuery")
+def is_idle(stream: int) -> bool:
+    return streams.is_idle(stream)
+
+
+@api("cuEventSynchronize")
+def synchronize_event(event: int) -> None:
+    streams.synchronize_event(event)
+
+
+@api("cuEventQuery")
+def is_over(event: int) -> bool:
+    return streams.is_over(event)
+
+
+@api("cuStreamGetCaptureInfo")
+def capture_id(stream: int) -> int:
+    return streams.capture_id(stream)

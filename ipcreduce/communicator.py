@@ -89,7 +89,10 @@ class Communicator(GraphSupport):
         except (ArgumentError, CudaError):  # there are some thousand MPI communicators
             self._mpi.Free()
             raise
-        self._faults = None if self._engine is None else Faults(self._engine, self._mpi, options.timeout)
+        self._faults = None
+        if self._engine is not None:
+            self._faults = Faults(self._engine, self._mpi, options.timeout)
+            release.mind(self._engine.order, self._lock)
         lifetime.add(self)
 
     # ---- what it is

@@ -122,6 +122,7 @@ class Graph:
         engine = comm.require_engine("a Graph")
         recording, inputs = Recording(self._name, *surroundings.stream_of()), Inputs.of(inputs)
         comm.begin_recording(recording, lambda: self._check_record(engine, recording.caller, inputs))
+        release.flush()
         error: BaseException | None = None
         self._state, self._recording, current.graph = "recording", recording, self
         try:
@@ -137,11 +138,8 @@ class Graph:
             recording.abandon()
         finally:
             self._recording = current.graph = None
-        release.flush()
-        if error is not None:
-            error = explained(error)
         try:
-            comm.end_recording(recording, error)
+            comm.end_recording(recording, None if error is None else explained(error))
         except BaseException:
             self._end("failed")
             raise

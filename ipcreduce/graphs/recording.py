@@ -181,8 +181,9 @@ def cannot_be_captured(cause: BaseException, advice: str = "") -> CaptureError:
 
 def explained(error: BaseException) -> BaseException:
     """CaptureError for what CuPy raises where a stream captures; any other exception as it is."""
-    advice = _ADVICE.get(surroundings.runtime_status(error), "")
-    if isinstance(error, NotImplementedError) and surroundings.raised_by_cupy(error):
+    status = surroundings.runtime_status(error)
+    advice = _ADVICE.get(status, "")
+    if not status and isinstance(error, RuntimeError) and "captur" in str(error) and surroundings.raised_by_cupy(error):
         advice = _REFUSED_BY_CUPY
     if not advice:
         return error

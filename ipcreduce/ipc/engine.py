@@ -17,7 +17,7 @@ from . import plan
 from .control import ABORT_OFFSET, HEAD_BYTES, REFUSED, Page, missing_offset
 from .mappings import Mappings
 from .order import CallOrder
-from .release import attempt, give_back_after
+from .release import attempt, forget, give_back_after
 from .signature import Signature, signature
 from .watchdog import Watchdog
 from .workspace import Workspace
@@ -234,6 +234,7 @@ class Engine:
         """
         deadline = time.monotonic() + wait
         attempt(self.context, lambda: self._stop(deadline))
+        forget(self.order)
         attempt(self.context, self.workspace.unmap_peers, self.mappings.unmap_all)
         self.page.leave()
         while not self._unmapped() and time.monotonic() < deadline:

@@ -98,17 +98,21 @@ class CallOrder:
 
         Those on a stream that is being captured since cannot be waited for and count as ended.
         """
-        with driver.relaxed(), suppress(CudaError):
-            while not self._is_over():
+        with driver.relaxed():
+            while not self.is_over():
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(1e-4)
         return True
 
-    def _is_over(self) -> bool:
-        if self._eager == _RECORDED:
-            return streams.is_over(self._end)
-        return self._eager is None or bool(streams.capture_id(self._eager)) or streams.is_idle(self._eager)
+    def is_over(self) -> bool:
+        """Whether no eager call runs any more. This thread is in relaxed mode."""
+        try:
+            if self._eager == _RECORDED:
+                return streams.is_over(self._end)
+            return self._eager is None or bool(streams.capture_id(self._eager)) or streams.is_idle(self._eager)
+        except CudaError:  # nothing runs in this context
+            return True
 
     def release(self) -> None:
         """Gives the events back."""

@@ -1,24 +1,38 @@
 """How what the driver gave goes back to it: at any time, from any thread, and each thing whatever becomes of the rest.
 
-Freeing waits for the device. Objects are collected in any thread, also in one that captures, which does not let the
-driver free by itself, and in the watchdog's, on which every wait relies. At interpreter exit the context may be gone,
-and everything with it.
+Freeing waits for all that runs on the device. So nothing is freed while a call of a communicator runs: that waits for
+the peers, which may wait for this thread, or free something themselves. Objects are collected in any thread: in one
+that captures, where the driver refuses to free, or the watchdog's, on which every wait relies. At interpreter exit the
+context may be gone, and everything with it.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 from ..cuda import driver
 from ..errors import CudaError
 from . import watchdog
+from .order import CallOrder
 
+_orders: dict[CallOrder, Any] = {}  # of the open communicators, with their locks
 _deferred: deque[tuple[int, Callable[[], None]]] = deque()
 _awaited: list[tuple[Callable[[], bool], int, tuple[Callable[[], None], ...]]] = []
 _flushing = threading.Lock()
+
+
+def mind(order: CallOrder, lock: Any) -> None:
+    """Nothing is freed while calls in this order run, or a thread holds ``lock`` to make one."""
+    _orders[order] = lock
+
+
+def forget(order: CallOrder) -> None:
+    """There will be no more calls in it."""
+    _orders.pop(order, None)
 
 
 def give_back(context: int, *steps: Callable[[], None]) -> None:
@@ -37,29 +51,52 @@ def give_back_after(ready: Callable[[], bool], context: int, *steps: Callable[[]
 
 
 def flush() -> None:
-    """Runs what was put off, in order, unless a thread is at it: that one goes on."""
+    """Runs what was put off, in order, unless a call runs, or a thread is at it: that one goes on."""
     for item in [item for item in _awaited if item[0]()]:
         with suppress(ValueError):  # another thread has found it too
             _awaited.remove(item)
             _deferred.extend((item[1], step) for step in item[2])
     while _deferred and _flushing.acquire(blocking=False):
         try:
-            while _deferred:
-                attempt(*_deferred.popleft())
+            with ExitStack() as held:
+                if not _no_call_runs(held, _deferred[0][0]):
+                    return
+                while _deferred:
+                    attempt(*_deferred.popleft())
         finally:
             _flushing.release()
 
 
+def _no_call_runs(held: ExitStack, context: int) -> bool:
+    """Whether no call of any communicator runs. It stays so until ``held``, which takes their locks, is left."""
+    for order, lock in list(_orders.items()):
+        if not lock.acquire(blocking=False):
+            return False
+        held.callback(lock.release)
+        with _within(context):
+            if not order.is_over():
+                return False
+    return True
+
+
 def attempt(context: int, *steps: Callable[[], None]) -> None:
     """Runs each step with ``context`` current, as far as that works; one that the driver refuses is given up."""
+    with _within(context):
+        for step in steps:
+            with suppress(CudaError):
+                step()
+
+
+@contextmanager
+def _within(context: int) -> Iterator[None]:
     previous = None
     with suppress(CudaError):
         previous = driver.current_context()
         driver.set_context(context)
-    with driver.relaxed():
-        for step in steps:
+    try:
+        with driver.relaxed():
+            yield
+    finally:
+        if previous is not None:
             with suppress(CudaError):
-                step()
-    if previous is not None:
-        with suppress(CudaError):
-            driver.set_context(previous)
+                driver.set_context(previous)

@@ -49,17 +49,25 @@ def use_device(ordinal: int) -> None:
 def stream_of(stream: Any = None) -> tuple[int, Any]:
     """The handle of a CuPy or PyTorch stream, one with ``__cuda_stream__``, or an int; None: CuPy's current stream.
 
-    :returns: also the object that keeps the handle valid, or None if it may become invalid, or mean another stream.
+    :returns: also the object that it is the handle of.
     :raises ArgumentError: if it is none of these.
     """
-    cuda = (cupy or load()).cuda
     if stream is None:
-        stream = cuda.get_current_stream()
-    if type(stream) is cuda.Stream and getattr(stream, "_foreign_stream_ref", None) is None:
-        handle: int = stream.ptr
-        return handle, stream if handle != _PER_THREAD_STREAM else None
-    handle = _handle(stream)
-    return handle, "the default stream" if handle in _LEGACY_STREAM else None
+        stream = (cupy or load()).cuda.get_current_stream()
+        return stream.ptr, stream
+    return _handle(stream), stream
+
+
+def keeps(owner: Any, handle: int) -> bool:
+    """Whether ``handle`` stays valid, and means the same stream, as long as ``owner`` lives.
+
+    CuPy's own streams are the only ones of which we know that, and the default stream.
+    """
+    if handle in _LEGACY_STREAM:
+        return True
+    if type(owner) is not load().cuda.Stream or getattr(owner, "_foreign_stream_ref", None) is not None:
+        return False
+    return handle != _PER_THREAD_STREAM
 
 
 def _handle(stream: Any) -> int:
@@ -86,7 +94,7 @@ class _Foreign:
 
 @cache
 def _borrowed() -> Any:
-    """A type of its own, since :func:`stream_of` takes a cupy.cuda.Stream for the owner of its stream."""
+    """A type of its own, since :func:`keeps` takes a cupy.cuda.Stream for the owner of its stream."""
     return type("BorrowedStream", (load().cuda.Stream,), {})
 
 

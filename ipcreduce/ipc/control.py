@@ -56,11 +56,14 @@ class Page:
         self._words32, self._words64 = words.cast("I"), words.cast("Q")
         self._ranks = np.frombuffer(self._map, _RANK, n, HEAD_BYTES)
         offset = _RANK.fields["ring"][1]  # type: ignore[index]
-        self._rings = [HEAD_BYTES + r * _RANK.itemsize + offset for r in range(n)]
+        rings = [(HEAD_BYTES + r * _RANK.itemsize + offset) // 8 for r in range(n)]
         self._bytes = words.cast("B")
         self._call_word = (HEAD_BYTES + rank * _RANK.itemsize + _RANK.fields["call"][1]) // 8  # type: ignore[index]
-        self._peer_words = [self._rings[r] // 8 for r in range(n) if r != rank]
-        self._own_word = self._rings[rank] // 8
+        self._peers = [r for r in range(n) if r != rank]
+        self._slots = [  # of the rings: where this rank's call is, and where the peers' are, in words
+            (rings[rank] + step, [rings[r] + step for r in self._peers])
+            for step in range(0, RING * _CALL_WORDS, _CALL_WORDS)
+        ]
         self._texts: list[Signature | None] = [None] * RING
         self.abort_word = self._words32[ABORT_OFFSET // 4 : ABORT_OFFSET // 4 + 1]
 
@@ -106,20 +109,18 @@ class Page:
 
         :returns: a rank whose call differs, or None. A peer that comes later compares with this one.
         """
-        words, slot = self._words64, call % RING
-        key = (call & 0xFFFFFFFF) << 32 | what.crc
-        step = slot * _CALL_WORDS
-        at = self._own_word + step
+        words, slot, number = self._words64, call % RING, call & 0xFFFFFFFF
+        at, others = self._slots[slot]
         if self._texts[slot] is not what:  # else it is there from RING calls ago
             self._bytes[8 * at + 16 : 8 * at + _CALL.itemsize] = what.record
             self._texts[slot] = what
         words[at + 1] = stream
-        words[at] = key
+        words[at] = key = number << 32 | what.crc
         words[self._call_word] = call
-        for word in self._peer_words:
-            other = words[word + step]
-            if other != key and other >> 32 == key >> 32:
-                return (word * 8 - self._rings[0]) // _RANK.itemsize
+        for word in others:
+            other = words[word]
+            if other >> 32 == number and other != key:
+                return self._peers[others.index(word)]
         return None
 
     def call_of(self, rank: int) -> int:

@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from .. import surroundings
 from ..cuda import driver, streams
 from ..errors import CaptureError, CudaError
 
@@ -39,7 +40,7 @@ class CallOrder:
     def follow(self, stream: int, owner: Any) -> int:
         """Before a call on ``stream``, unless that is ``fast``.
 
-        :param owner: keeps ``stream``; None: nothing does, or the handle means another stream in each thread.
+        :param owner: the object that ``stream`` is the handle of, if there is one.
         :returns: the event to be recorded on ``stream`` after the call; 0 for none.
         :raises CaptureError: if an eager call would have to follow one on a stream that is being captured now.
         """
@@ -60,11 +61,10 @@ class CallOrder:
                     "which is now being captured. Call synchronize() before that capture begins."
                 )
             self.chain(self._eager, stream)
-        self._owner = owner
-        if owner is None:
-            self._eager, self.fast = _RECORDED, -1
+        if not surroundings.keeps(owner, stream):
+            self._eager, self.fast, self._owner = _RECORDED, -1, None
             return self._end
-        self._eager = self.fast = stream
+        self._eager, self.fast, self._owner = stream, stream, owner
         return 0
 
     def extend(self, stream: int) -> None:

@@ -73,7 +73,7 @@ def layer(name: str) -> int:
 def test_every_import_is_understood():
     """The tests below see through relative imports: known ones are found."""
     assert {"ipcreduce.cuda.driver", "ipcreduce.errors", "ipcreduce.ipc.wire"} <= own("ipcreduce.ipc.setup")
-    assert "cupy" in set(imports("ipcreduce.arrays"))
+    assert "cupy" in set(imports("ipcreduce.surroundings"))
     assert "cuda.bindings.driver" in set(imports("ipcreduce.cuda.driver"))
 
 

@@ -182,18 +182,24 @@ def test_streams_of_every_kind(monkeypatch: pytest.MonkeyPatch):
     class Property:
         __cuda_stream__ = (0, 78)
 
-    current = Stream(76)
+    current, foreign = Stream(76), Stream(75)
+    foreign._foreign_stream_ref = Protocol()  # as CuPy's from_external does
     cuda = types.SimpleNamespace(Stream=Stream, get_current_stream=lambda: current)
     monkeypatch.setattr(surroundings, "cupy", types.SimpleNamespace(cuda=cuda))
-    assert surroundings.stream_of() == (76, current)  # kept by its object
-    assert surroundings.stream_of(Stream(2)) == (2, None)  # another one in each thread
-    assert surroundings.stream_of(ExternalStream(75)) == (75, None)
-    assert surroundings.stream_of(1 << 47) == (1 << 47, None)
-    assert surroundings.stream_of(0)[1] is not None  # it lives as long as the context
-    assert surroundings.stream_of(Protocol()) == (77, None)
-    assert surroundings.stream_of(Property()) == (78, None)
-    assert surroundings.stream_of(types.SimpleNamespace(ptr=79)) == (79, None)
-    assert surroundings.stream_of(types.SimpleNamespace(cuda_stream=80)) == (80, None)  # PyTorch's
+    for stream, handle, kept in (
+        (None, 76, True),
+        (current, 76, True),
+        (Stream(2), 2, False),  # another one in each thread
+        (foreign, 75, False),
+        (ExternalStream(75), 75, False),
+        (1 << 47, 1 << 47, False),
+        (0, 0, True),  # as long as the context
+        (Protocol(), 77, False),
+        (Property(), 78, False),
+        (types.SimpleNamespace(cuda_stream=80), 80, False),  # PyTorch's
+    ):
+        found, owner = surroundings.stream_of(stream)
+        assert (found, surroundings.keeps(owner, found)) == (handle, kept)
     for wrong in (-1, True, 1.5, "0", b"0", [0], object(), types.SimpleNamespace(ptr="79")):
         with pytest.raises(ArgumentError, match="stream must be an int, a CuPy stream or an object with"):
             surroundings.stream_of(wrong)

@@ -11,7 +11,7 @@ struct Args {
   u64 bytes;            // of the message, the same on every rank
   u64 peers[8];         // workspace of rank (kRank + i) % kRanks, as mapped here; peers[0] is our own
   u64 half_bytes;       // from one half of a workspace to the other
-  u64 epochs;           // kEpochSlots words on this GPU, then two of check_wait
+  u64 epochs;           // kEpochSlots words on this GPU, then three of check_wait
   u64 abort;            // word in the control page (host memory, shared by all ranks): non-zero ends every wait
   u64 missing;          // this rank's word there: bit r is set if a wait for rank r's data passed its deadline
   u64 timeout_ns;
@@ -45,10 +45,13 @@ DEVICE void advance_epochs(const Args& args, u32 epoch) {
 // abort word: if every waiting warp read host memory itself, the reads would queue for milliseconds.
 constexpr u32 kSpinsBetweenChecks = 256;
 constexpr u32 kMicrosecondsBetweenReads = 16;  // of the abort word, by the whole GPU
+// Once it is up, waits go on for so long: it is about a later call than the one whose packets are under way to a rank
+// that is slower than the one that raised it, or has no time slice of a shared GPU just now.
+constexpr u32 kGraceMicroseconds = 100000;
 
 // Returns when the wait began, or 0 if it is over without data.
 DEVICE_COLD u64 check_wait(u64 started, u32 missing, u64 epochs, u64 abort, u64 report, u64 timeout_ns) {
-  const u64 aborted_here = epochs + 4 * kEpochSlots, read_last = aborted_here + 4;
+  const u64 aborted_here = epochs + 4 * kEpochSlots, read_last = aborted_here + 4, seen_up = aborted_here + 8;
   const u64 now = nanoseconds();
   const u32 microseconds = (u32)(now >> 10);
   if (!started) started = now;
@@ -58,9 +61,11 @@ DEVICE_COLD u64 check_wait(u64 started, u32 missing, u64 epochs, u64 abort, u64 
     store_word_gpu(aborted_here, 1);
     return 0;
   }
-  if (microseconds - load_word_gpu(read_last) > kMicrosecondsBetweenReads) {
+  const u32 seen = load_word_gpu(seen_up);  // when, or 0; another thread's clock may be ahead of ours
+  if (seen && (int)(microseconds - seen) > (int)kGraceMicroseconds) store_word_gpu(aborted_here, 1);
+  if (!seen && microseconds - load_word_gpu(read_last) > kMicrosecondsBetweenReads) {
     store_word_gpu(read_last, microseconds);
-    if (load_word_sys(abort)) store_word_gpu(aborted_here, 1);
+    if (load_word_sys(abort)) store_word_gpu(seen_up, microseconds | 1);
   }
   return load_word_gpu(aborted_here) ? 0 : started;
 }

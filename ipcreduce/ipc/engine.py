@@ -249,7 +249,7 @@ class Engine:
 
     # ---- ends
     def quiesce(self) -> None:
-        """Waits until no kernel of ours runs, on whatever stream. The abort word is up, so it takes microseconds."""
+        """Waits until no kernel of ours runs, on whatever stream. The abort word is up, so it takes 0.1 s at most."""
         driver.set_context(self.context)
         driver.synchronize()
         self.order.forget()

@@ -287,6 +287,16 @@ def late_and_recover(comm: Any) -> None:
         brief.synchronize()
 
 
+def refused_right_behind(comm: Any) -> None:
+    """A call that every rank has made is right, though the next one is refused while it still runs somewhere."""
+    for algorithm in ("one_shot", "two_shot"):
+        with ipcreduce.Communicator(algorithm=algorithm) as forced:
+            for turn in range(10):
+                result = forced.allreduce(mine(2000 + 2000 * turn))
+                raises(ipcreduce.ArgumentError, "op must be", forced.allreduce, result, "mode")
+                right(result)
+
+
 def abort_is_quick(comm: Any) -> None:
     """From a refusal on one rank to the error on the others: well under a second, with every size of grid."""
     for count in (10, 40000, 4 << 20) if not SIMULATED else (10, 2000):
@@ -335,7 +345,7 @@ def refused(comm: Any, call: Callable[[], Any], words: str) -> None:
 
 SCENARIOS = [
     streams, foreign_capture, destroyed_streams, captured_meanwhile, threads, interfaces, torch_capture,
-    communicators, host_arrays, late_and_recover, abort_is_quick, epoch_wrap,
+    communicators, host_arrays, late_and_recover, refused_right_behind, abort_is_quick, epoch_wrap,
 ]  # fmt: skip
 
 

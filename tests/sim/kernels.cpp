@@ -43,7 +43,7 @@ static int ranks, operations;
 static u32 most_packets;
 static u64 seed, timeout_ns;
 constexpr u32 kEpochSlots = 512, kFirstEpoch = 0xFFFFFFF0u;  // it wraps after 16 operations
-constexpr u32 kEpochWords = kEpochSlots + 2;
+constexpr u32 kEpochWords = kEpochSlots + 3;
 constexpr size_t kRoom = 64;                                 // canaries on each side of an array
 constexpr u8 kFiller = 0x5C;
 

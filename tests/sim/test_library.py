@@ -32,7 +32,7 @@ def test_messages_larger_than_the_workspace(mpirun: Run) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_scenarios(mpirun: Run, ranks: int) -> None:
-    assert on_sim(mpirun, "scenarios", ranks).count(": right, ") == 12
+    assert on_sim(mpirun, "scenarios", ranks).count(": right, ") == 13
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -67,6 +67,7 @@ class Graph:
         self._inputs: InputCheck | None = None
         self._state = "empty"
         self._steps: list[Segment | Break] = []
+        self._whole: Segment | None = None  # the one segment with all-reduces that a graph ready for replay consists of
         self._held: list[Any] = []
         self._recording: Recording | None = None
         self._caller_allocator: Any = None
@@ -147,6 +148,8 @@ class Graph:
         self._state = "staged"
         comm.recorded(self)
         comm.run_recording(last, recording)
+        if last is not None and last.calls and len(self._steps) == 1:
+            self._whole = last
         warn_about(self.segments)
 
     def _check_record(self, engine: Engine, stream: int, inputs: Inputs) -> None:
@@ -226,7 +229,9 @@ class Graph:
         :raises IpcReduceError: for the ranks' other calls, see :meth:`Communicator.allreduce`. An exception in a break
             passes unchanged; the other ranks get :class:`PeerFailedError`.
         """
-        comm = self._comm
+        comm, whole = self._comm, self._whole
+        if whole is not None and inputs is None and stream is None and comm.launch_again(whole):
+            return
         comm.check_usable()
         try:
             if self._state not in _READY or current.graph is not None or inputs is not None:
@@ -294,4 +299,4 @@ class Graph:
     def _end(self, state: str) -> None:
         if self._resources is not None:
             self._resources.release()
-        self._steps, self._held, self._state = [], [], state
+        self._steps, self._held, self._whole, self._state = [], [], None, state

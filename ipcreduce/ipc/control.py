@@ -60,8 +60,8 @@ class Page:
         self._bytes = words.cast("B")
         self._call_word = (HEAD_BYTES + rank * _RANK.itemsize + _RANK.fields["call"][1]) // 8  # type: ignore[index]
         self._peers = [r for r in range(n) if r != rank]
-        self._slots = [  # of the rings: where this rank's call is, and where the peers' are, in words
-            (rings[rank] + step, [rings[r] + step for r in self._peers])
+        self._slots = [  # of the rings: where this rank's call is, in words, and the peers' are, in half words
+            (rings[rank] + step, [2 * (rings[r] + step) for r in self._peers])
             for step in range(0, RING * _CALL_WORDS, _CALL_WORDS)
         ]
         self._texts: list[Signature | None] = [None] * RING
@@ -109,18 +109,19 @@ class Page:
 
         :returns: a rank whose call differs, or None. A peer that comes later compares with this one.
         """
-        words, slot, number = self._words64, call % RING, call & 0xFFFFFFFF
+        words, halves, slot, number, crc = self._words64, self._words32, call % RING, call & 0xFFFFFFFF, what.crc
         at, others = self._slots[slot]
         if self._texts[slot] is not what:  # else it is there from RING calls ago
             self._bytes[8 * at + 16 : 8 * at + _CALL.itemsize] = what.record
             self._texts[slot] = what
         words[at + 1] = stream
-        words[at] = key = number << 32 | what.crc
+        words[at] = number << 32 | crc
         words[self._call_word] = call
-        for word in others:
-            other = words[word]
-            if other >> 32 == number and other != key:
-                return self._peers[others.index(word)]
+        for word in others:  # by halves, which is quicker; then the key as a whole
+            if halves[word + 1] == number and halves[word] != crc:
+                key = words[word // 2]
+                if key >> 32 == number and key & 0xFFFFFFFF != crc:
+                    return self._peers[others.index(word)]
         return None
 
     def call_of(self, rank: int) -> int:

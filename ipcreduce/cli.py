@@ -1,4 +1,4 @@
-"""The command line: ``python -m ipcreduce info``, alone or under mpirun, says what this machine can do and why."""
+"""The command line: ``python -m ipcreduce info`` says what this machine can do and why, ``bench`` how fast."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from importlib import metadata
 from typing import Any
 
 from . import __version__
+from .bench import command as bench
 from .cuda import compiler, driver
 from .errors import IpcReduceError
 from .ipc import plan
@@ -29,7 +30,12 @@ def main(arguments: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="versions, GPUs, P2P, backend and why (also under mpirun)")
     info.add_argument("--json", action="store_true", help="for programs")
+    timed = commands.add_parser("bench", help="times beside peers and the machine's limit (under mpirun)")
+    bench.add_arguments(timed)
     options = parser.parse_args(arguments)
+    if options.command == "bench":
+        _bench(options)
+        return
     found = collect()
     if found["ranks"] and found["ranks"]["rank"] != 0:
         return
@@ -37,6 +43,13 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(found, indent=1))
     else:
         _show(found)
+
+
+def _bench(options: argparse.Namespace) -> None:
+    try:
+        bench.main(options)
+    except IpcReduceError as error:
+        sys.exit(f"ipcreduce: {error}")
 
 
 def collect() -> dict[str, Any]:

@@ -27,7 +27,6 @@ from .errors import (
 from .graphs.support import GraphSupport
 from .host import HostReducer
 from .ipc import release, setup, wire
-from .ipc.engine import Engine, Prepared
 from .ipc.faults import Faults
 from .ipc.options import Options
 from .ipc.signature import Signature, Vote
@@ -161,7 +160,10 @@ class Communicator(GraphSupport):
         source = arrays.view(array, handle)
         if type(op) is not str:
             arguments.check_kind(source, op)
-        prepared = engine.find(source.shape, source.dtype, op) or self._prepare(engine, source, op)
+        launches, shape, dtype = engine.launches, source.shape, source.dtype
+        prepared = launches.find(shape, dtype, op)
+        if prepared is None:
+            prepared = launches.prepare(shape, dtype, arguments.check_kind(source, op), op, source.nbytes)
         device = engine.device.ordinal
         arguments.check_device(device, source, "array")
         if out is None:
@@ -199,9 +201,6 @@ class Communicator(GraphSupport):
         elif self._sync and not engine.is_capturing(handle):
             self.synchronize(handle)
         return result
-
-    def _prepare(self, engine: Engine, source: Any, op: str) -> Prepared:
-        return engine.prepare(source.shape, source.dtype, arguments.check_kind(source, op), op, source.nbytes)
 
     def _reduce_host(self, array: np.ndarray[Any, Any], op: str, out: Any) -> np.ndarray[Any, Any]:
         dtype = arguments.check_kind(array, op)

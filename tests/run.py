@@ -17,7 +17,7 @@ from tests import machine
 DEMO = ["mpi_examples/train_digits.py"]
 LEAST_COVERAGE = 85
 # Their branches are reached on a GPU only: they are counted apart.
-GPU_MODULES = "ipcreduce/cuda/driver.py,ipcreduce/arrays.py"
+GPU_MODULES = "ipcreduce/cuda/driver.py,ipcreduce/cuda/streams.py,ipcreduce/arrays.py"
 
 
 def main() -> int:

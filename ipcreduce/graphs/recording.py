@@ -13,7 +13,8 @@ from .. import arrays, surroundings
 from ..cuda import graph as cuda_graph
 from ..cuda import streams
 from ..errors import CaptureError, CudaError
-from ..ipc.engine import Prepared, Recorder
+from ..ipc.engine import Recorder
+from ..ipc.launches import Prepared
 from ..ipc.plan import Step
 from ..ipc.signature import Signature
 from .pool import GraphPool

@@ -49,7 +49,7 @@ def register(mpi: Any, engine: Engine, graphs: Sequence[Graph], seconds: float) 
         for segment in graph.segments
         for call in segment.calls
         for launched in call.launches
-        if (step := plan.direct(launched.step, engine.n, engine.algorithm)) is not None
+        if (step := plan.direct(launched.step, engine.n, engine.launches.algorithm)) is not None
     ]
     if not candidates:  # the same on every rank, since the recordings are
         return
@@ -131,7 +131,7 @@ def _switch(mpi: Any, engine: Engine, chosen: list[tuple[_Candidate, list[int], 
     try:
         for candidate, addresses, _ in chosen:
             launched = candidate.launched
-            launch = engine.direct(
+            launch = engine.launches.direct(
                 candidate.step, launched.dtype, launched.op, launched.source + candidate.step.offset, addresses
             )
             cuda_graph.set_kernel(launched.node, launch)

@@ -222,7 +222,7 @@ def _verify(mpi: Any, engine: Engine, devices: np.ndarray[Any, Any], deadline: f
     seconds = max(0.0, min(_VERIFY_SECONDS, (deadline - time.monotonic()) / 2))  # so that the verdicts still meet
     shared = len({uuid.tobytes() for uuid in devices["uuid"]}) < n
     try:
-        verdict = engine.verify(_VERIFY_ROUNDS_SHARED if shared else _VERIFY_ROUNDS, seconds)
+        verdict = engine.launches.verify(_VERIFY_ROUNDS_SHARED if shared else _VERIFY_ROUNDS, seconds)
         failed = [peer for peer in range(n) if peer != rank and verdict[peer] not in (_WHOLE, _HALVES)]
         if failed:
             what = "no data" if verdict[failed[0]] == _NOTHING else "wrong data"
@@ -235,7 +235,7 @@ def _verify(mpi: Any, engine: Engine, devices: np.ndarray[Any, Any], deadline: f
     record = wire.message(wire.VERDICT, error, halves=bool((verdict == _HALVES).any()))
     everyone = wire.allgather(mpi, record, deadline, "trying the links")
     wire.check(mpi, everyone, "trying the links")
-    engine.whole_packets = not everyone["halves"].any()
+    engine.launches.whole_packets = not everyone["halves"].any()
     with _step(mpi, deadline, "emptying the workspaces"):
         engine.workspace.reset()
 

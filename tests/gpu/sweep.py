@@ -12,8 +12,9 @@ import cupy
 from mpi4py import MPI
 
 import ipcreduce
+from ipcreduce.bench import report
 from tests import sweep, worker
-from tests.gpu import cupy_module, record
+from tests.gpu import cupy_module
 
 
 def main() -> None:
@@ -44,7 +45,7 @@ def main() -> None:
             f"{result['cases']} cases, {result['calls']} calls on {world.size} ranks, all right, {result['seconds']} s"
         )
         if options.json:
-            options.json.write_text(json.dumps(record.header(sys.argv) | result, indent=1) + "\n")
+            options.json.write_text(json.dumps(report.header(sys.argv) | result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from typing import Any
 import cupy
 
 from ipcreduce import Communicator
+from ipcreduce.bench import report
 from tests import worker
-from tests.gpu import record
 from tests.graphs import (
     breaks,
     communicators,
@@ -73,7 +73,7 @@ def run(*scenarios: Callable[..., None], **arguments: Any) -> None:
         print(f"{len(scenarios)} scenarios, all right", flush=True)
         if options.json:
             names = [scenario.__name__ for scenario in scenarios]
-            content = record.header(["-m", "tests.graphs", *sys.argv[1:]]) | {"right": names} | FIGURES
+            content = report.header(["-m", "tests.graphs", *sys.argv[1:]]) | {"right": names} | FIGURES
             Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
 
 

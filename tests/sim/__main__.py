@@ -1,4 +1,4 @@
-"""``python -m tests.sim PROGRAM ARGUMENT...`` runs a program on the simulated device."""
+"""``python -m tests.sim PROGRAM ARGUMENT...``, or ``-m MODULE ARGUMENT...``, runs it on the simulated device."""
 
 from __future__ import annotations
 
@@ -10,4 +10,8 @@ from tests import sim
 sim.install()
 sys.modules["torch"] = None  # type: ignore[assignment]  # not to be found: it knows only real GPUs
 del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
+if sys.argv[0] == "-m":
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+else:
+    runpy.run_path(sys.argv[0], run_name="__main__")

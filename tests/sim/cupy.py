@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -146,10 +147,18 @@ Stream.null, Stream.ptds = ExternalStream(0), ExternalStream(2)
 class Event:
     def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
         _require_context()
-        self.ptr = streams.create_event()
+        self.ptr, self.seconds, self._timed = streams.create_event(), 0.0, not disable_timing
 
     def record(self, stream: ExternalStream | None = None) -> None:
-        streams.record_event(self.ptr, (stream or get_current_stream()).ptr)
+        handle = (stream or get_current_stream()).ptr
+        if self._timed and not streams.capture_id(handle):
+            streams.submit(handle, lambda: setattr(self, "seconds", time.perf_counter()))
+        streams.record_event(self.ptr, handle)
+
+
+def get_elapsed_time(start: Event, end: Event) -> float:
+    """Milliseconds."""
+    return (end.seconds - start.seconds) * 1e3
 
 
 def _stack() -> list[ExternalStream]:
@@ -489,6 +498,7 @@ cuda = SimpleNamespace(
     UnownedMemory=UnownedMemory,
     get_allocator=pools.current_allocator,
     get_current_stream=get_current_stream,
+    get_elapsed_time=get_elapsed_time,
     memory=SimpleNamespace(OutOfMemoryError=pools.OutOfMemoryError),
     runtime=_Runtime,
     using_allocator=pools.using_allocator,

@@ -1,0 +1,147 @@
+"""The command itself: which sizes, which contenders, checked first, then timed."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import surroundings
+from ..communicator import Communicator
+from ..errors import ArgumentError, IpcReduceError, UnsupportedError
+from ..ipc import plan
+from ..numerics import DTYPES
+from . import contenders, report, timing
+from .data import Message
+from .limit import Limit
+
+_CHECKS = 4  # times that new data is reduced before a size is timed
+_LATE_SECONDS = 2e-3  # at most: how late a rank comes to a check
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("--smallest", type=size, default=4, metavar="BYTES", help="4, 64K, 1M, ... (default 4)")
+    parser.add_argument("--largest", type=size, default=1 << 30, metavar="BYTES", help="(default 1G)")
+    parser.add_argument("--between", action="store_true", help="also 3 * 2**k bytes, not only powers of two")
+    parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES.values()))
+    parser.add_argument("--mode", default="graph,eager", help="graph, eager, or both (the default)")
+    parser.add_argument("--peers", default=",".join(contenders.PEERS), help="which to time too, if they are installed")
+    parser.add_argument("--replays", type=int, default=30, help="timed replays of a graph, or rounds (default 30)")
+    parser.add_argument("--algorithm", choices=plan.ALGORITHMS, help="instead of the planned one")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="needs matplotlib")
+
+
+def size(text: str) -> int:
+    """Bytes, from "64K" and the like."""
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    return int(text[:-1]) * units[text[-1].upper()] if text[-1:].upper() in units else int(text)
+
+
+def sizes(smallest: int, largest: int, between: bool) -> list[int]:
+    """The powers of two from ``smallest`` to ``largest``, and with ``between`` 3 * 2**k."""
+    found = [1 << k for k in range(41)] + ([3 << k for k in range(40)] if between else [])
+    return sorted(nbytes for nbytes in found if smallest <= nbytes <= largest)
+
+
+def main(options: argparse.Namespace) -> None:
+    """Runs it. Collective. :raises IpcReduceError: what keeps it from that, on every rank."""
+    modes = [mode for mode in ("graph", "eager") if mode in options.mode.split(",")]
+    unknown = {*options.mode.split(",")} - {*modes} | {*filter(None, options.peers.split(","))} - {*contenders.PEERS}
+    if unknown:
+        raise ArgumentError(f"--mode takes graph and eager, --peers {', '.join(contenders.PEERS)}; found {unknown}")
+    if options.plot:
+        report.require_matplotlib()
+    with Communicator(device="auto", algorithm=options.algorithm) as comm:
+        if comm.backend != "ipc" or comm.size == 1:
+            raise UnsupportedError(f"bench needs GPUs and at least 2 ranks under mpirun; found:\n{comm.describe()}")
+        result = _measure(comm, modes, options)
+        if comm.rank == 0:
+            for mode in modes:
+                rows = [row for row in result["rows"] if row["mode"] == mode]
+                report.show(rows, f"{mode}, {comm.size} ranks, sum of {options.dtype}")
+            if options.json:
+                report.write_json(options.json, result)
+            if options.plot:
+                report.plot(options.plot, result)
+
+
+def _measure(comm: Communicator, modes: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    from mpi4py import MPI
+    from rich.progress import track
+
+    mpi = MPI.COMM_WORLD
+    peers, left_out = contenders.find([name for name in options.peers.split(",") if name], mpi)
+    if comm.rank == 0:
+        for name, reason in left_out.items():
+            print(f"without {name}: {reason.splitlines()[0]}")
+    ours = contenders.Ours(comm)
+    dtype = next(one for one, name in DTYPES.items() if name == options.dtype)
+    work = sizes(max(options.smallest, dtype.itemsize), options.largest, options.between)
+    rows = []
+    with surroundings.load().cuda.Stream(non_blocking=True):
+        limit = Limit.measure(comm, mpi, options.replays)
+        for nbytes in track(work, "sizes", disable=comm.rank != 0, transient=True):
+            message = Message(nbytes, dtype, comm.rank, comm.size)
+            algorithm = plan.make_plan(nbytes, comm.size, comm.require_engine("bench").workspace.half_bytes,
+                                       options.algorithm)[0].algorithm  # fmt: skip
+            _check(ours, message, comm)
+            usable = [peer for peer in peers if _check(peer, message, comm)]
+            for mode in modes:
+                found, host = _time(ours, message, mode, nbytes, options.replays, mpi)
+                rows.append({
+                    "ranks": comm.size, "bytes": nbytes, "dtype": options.dtype, "op": "sum", "mode": mode,
+                    "ours_us": found.median, "ours_min_us": found.least, "ours_p99_us": found.p99,
+                    "host_us": host and host.median, "bus_GBps": report.bus_gbps(nbytes, found.median, comm.size),
+                    "algorithm": algorithm, "limit_us": limit.microseconds(nbytes),
+                    "peers_us": {
+                        peer.name: _time(peer, message, mode, nbytes, options.replays, mpi)[0].median
+                        for peer in usable
+                    },
+                })  # fmt: skip
+    comm.synchronize()
+    return {
+        **report.header(["-m", "ipcreduce", *sys.argv[1:]]),
+        "limit": {"barrier_us": limit.barrier_us, "push_GBps": limit.push_gbps},
+        "left_out": left_out,
+        "rows": rows,
+    }
+
+
+def _check(one: contenders.Contender, message: Message, comm: Communicator) -> bool:
+    """Whether it takes this message. :raises IpcReduceError: if a result of ours is wrong."""
+    stream = surroundings.load().cuda.get_current_stream()
+    for _ in range(_CHECKS):
+        message.renew()
+        call = one.prepare(message.source, message.target)
+        if call is None:
+            return False
+        time.sleep(random.random() * _LATE_SECONDS)
+        call()
+        stream.synchronize()
+        right = bool(comm.allreduce(np.array([message.is_right()], np.int8), "min")[0])
+        if not right and isinstance(one, contenders.Ours):
+            raise IpcReduceError(f"the sum of {message.source.nbytes} bytes is wrong; nothing was timed")
+        if not right:
+            return False
+    return True
+
+
+def _time(
+    one: contenders.Contender, message: Message, mode: str, nbytes: int, replays: int, mpi: Any
+) -> tuple[timing.Times, timing.Times | None]:
+    """(of a call, on the host alone)."""
+    call = one.prepare(message.source, message.target)
+    assert call is not None
+    calls = max(4, min(200, (64 << 20) // nbytes))
+    if mode == "eager":
+        return timing.eagerly(call, calls, replays, mpi)
+    call()  # what is made at the first call is not made within the capture
+    surroundings.load().cuda.get_current_stream().synchronize()
+    return timing.in_graph(one.captured(call, calls), calls, replays, mpi), None

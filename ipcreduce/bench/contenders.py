@@ -1,0 +1,171 @@
+"""What is timed: our all-reduce, and whichever of CuPy's and PyTorch's are installed. All on CuPy's current stream.
+
+Each contender all-reduces ``source`` into ``target``, CuPy arrays of one dtype, by sum. PyTorch is imported here only,
+when asked for.
+"""
+
+from __future__ import annotations
+
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from .. import surroundings
+from ..communicator import Communicator
+from . import timing
+
+_NCCL_TYPES = {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9, "int8": 0, "int32": 2, "int64": 4, "uint8": 1}
+_NCCL_SUM = 0
+
+
+class Contender(ABC):
+    """One way to all-reduce."""
+
+    name: str
+
+    @abstractmethod
+    def prepare(self, source: Any, target: Any) -> Callable[[], Any] | None:
+        """What makes one call; None if it does not take such arrays."""
+
+    def captured(self, call: Callable[[], Any], calls: int) -> Callable[[], None]:
+        """A launch of a graph of so many calls."""
+        return timing.captured(call, calls)
+
+
+class Ours(Contender):
+    """ipcreduce."""
+
+    name = "ours"
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def prepare(self, source: Any, target: Any) -> Callable[[], Any]:
+        return lambda: self._comm.allreduce(source, out=target)
+
+
+class CupyNccl(Contender):
+    """NCCL as CuPy binds it."""
+
+    name = "nccl"
+
+    def __init__(self, mpi: Any) -> None:
+        nccl = surroundings.load().cuda.nccl
+        identity = mpi.bcast(nccl.get_unique_id() if mpi.Get_rank() == 0 else None)
+        self._comm = nccl.NcclCommunicator(mpi.Get_size(), identity, mpi.Get_rank())
+
+    def prepare(self, source: Any, target: Any) -> Callable[[], Any] | None:
+        kind = _NCCL_TYPES.get(source.dtype.name)
+        if kind is None:
+            return None
+        arguments = source.data.ptr, target.data.ptr, source.size, kind, _NCCL_SUM
+        stream = surroundings.stream_of()[0]
+        return lambda: self._comm.allReduce(*arguments, stream)
+
+
+class _Torch(Contender):
+    def __init__(self, mpi: Any) -> None:
+        import torch
+        import torch.distributed
+
+        self._torch = torch
+        torch.cuda.set_device(surroundings.current_device())
+        if not torch.distributed.is_initialized():
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                address = mpi.bcast(f"tcp://127.0.0.1:{probe.getsockname()[1]}")
+            torch.distributed.init_process_group(
+                "nccl", init_method=address, rank=mpi.Get_rank(), world_size=mpi.Get_size()
+            )
+
+    def _tensor(self, array: Any) -> Any:
+        """PyTorch's view of an array. CuPy's bfloat16 is not taken by DLPack everywhere: as 16-bit integers."""
+        if array.dtype.name == "bfloat16":
+            return self._torch.from_dlpack(array.view("int16")).view(self._torch.bfloat16)
+        return self._torch.from_dlpack(array)
+
+    def captured(self, call: Callable[[], Any], calls: int) -> Callable[[], None]:
+        torch, graph = self._torch, self._torch.cuda.CUDAGraph()
+        stream = torch.cuda.ExternalStream(surroundings.stream_of()[0])
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(calls):
+                call()
+
+        def launch() -> None:
+            with torch.cuda.stream(stream):
+                graph.replay()
+
+        return launch
+
+    def _here(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        torch, stream = self._torch, self._torch.cuda.ExternalStream(surroundings.stream_of()[0])
+
+        def on_stream() -> None:
+            if torch.cuda.current_stream() == stream:  # as within a capture
+                call()
+            else:
+                with torch.cuda.stream(stream):
+                    call()
+
+        return on_stream
+
+
+class TorchNccl(_Torch):
+    """torch.distributed.all_reduce, in place on a copy: it has no other form."""
+
+    name = "torch_nccl"
+
+    def prepare(self, source: Any, target: Any) -> Callable[[], Any] | None:
+        target[...] = source
+        tensor = self._tensor(target)
+        return self._here(lambda: self._torch.distributed.all_reduce(tensor))
+
+
+class TorchSymmetric(_Torch):
+    """PyTorch's kernels on symmetric memory; out of place for one shot, in place for two."""
+
+    def __init__(self, mpi: Any, shots: str) -> None:
+        super().__init__(mpi)
+        import torch.distributed._symmetric_memory as symmetric
+
+        self.name = f"torch_symm_{shots}"
+        self._shots, self._symmetric = shots, symmetric
+        self._group = self._torch.distributed.group.WORLD.group_name
+
+    def prepare(self, source: Any, target: Any) -> Callable[[], Any] | None:
+        given = self._tensor(source)
+        if given.dtype not in (self._torch.bfloat16, self._torch.float32) or source.nbytes % 16:
+            return None
+        buffer = self._symmetric.empty(given.shape, dtype=given.dtype, device=given.device)
+        self._symmetric.rendezvous(buffer, self._group)
+        buffer.copy_(given)
+        ops, output = self._torch.ops.symm_mem, self._tensor(target)
+        if self._shots == "one_shot":
+            return self._here(lambda: ops.one_shot_all_reduce_out(buffer, "sum", self._group, output))
+        return self._here(lambda: ops.two_shot_all_reduce_(buffer, "sum", self._group))
+
+
+PEERS: dict[str, Callable[[Any], Contender]] = {
+    "nccl": CupyNccl,
+    "torch_nccl": TorchNccl,
+    "torch_symm_one_shot": lambda mpi: TorchSymmetric(mpi, "one_shot"),
+    "torch_symm_two_shot": lambda mpi: TorchSymmetric(mpi, "two_shot"),
+}
+
+
+def find(names: list[str], mpi: Any) -> tuple[list[Contender], dict[str, str]]:
+    """Those of the named peers that work on every rank, and why the others do not."""
+    found, left_out = [], {}
+    for name in names:
+        peer, reason = None, ""
+        try:
+            peer = PEERS[name](mpi)
+        except Exception as error:  # whatever is missing there
+            reason = f"{type(error).__name__}: {error}"
+        reasons = [one for one in mpi.allgather(reason) if one]
+        if peer is None or reasons:
+            left_out[name] = reasons[0]
+        else:
+            found.append(peer)
+    return found, left_out

@@ -1,0 +1,49 @@
+"""What no all-reduce can beat on a machine: L(n, S) = a barrier of flags + wire bytes / push bandwidth.
+
+Wire bytes are what leaves each rank: the smaller of (n-1) S, in one hop, and 2 (n-1)/n S, in two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .. import surroundings
+from ..communicator import Communicator
+from ..ipc import plan
+from . import timing
+
+_PUSH_BYTES = 16 << 20  # to each peer
+_BLOCKS, _THREADS = 132, 256  # one a multiprocessor; at least 8 packets a thread
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Measured over the ranks of a run. ``push_gbps``: 1e9 bytes a second that leave a rank, to all peers at once."""
+
+    ranks: int
+    barrier_us: float
+    push_gbps: float
+
+    def microseconds(self, nbytes: int) -> float:
+        """The limit for a message of ``nbytes`` bytes."""
+        n = self.ranks
+        wire = min((n - 1) * nbytes, 2 * (n - 1) * nbytes / n)
+        return self.barrier_us + wire / self.push_gbps / 1e3
+
+    @classmethod
+    def measure(cls, comm: Communicator, mpi: Any, replays: int) -> Limit:
+        """By kernels/limit.cu, in CUDA graphs. Collective."""
+        engine = comm.require_engine("bench")
+        room = engine.workspace.half_bytes - comm.size * plan.row_bytes(1)
+        nbytes = min(_PUSH_BYTES, room // plan.PACKET_BYTES * plan.PACKET_BYTES)
+
+        def median(size: int, shape: tuple[int, int], calls: int) -> float:
+            launch, (stream, owner) = engine.launches.limit(size, *shape), surroundings.stream_of()
+            engine.order.follow(stream, owner)  # behind the all-reduces so far
+            graph = timing.captured(lambda: launch.run(stream), calls)
+            return timing.in_graph(graph, calls, replays, mpi).median
+
+        blocks = max(1, min(_BLOCKS, nbytes // plan.PACKET_BYTES // (8 * _THREADS)))
+        barrier, push = median(0, (1, 32), 200), median(nbytes, (blocks, _THREADS), 4)
+        return cls(comm.size, barrier, (comm.size - 1) * nbytes / push / 1e3)

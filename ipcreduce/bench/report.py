@@ -1,0 +1,116 @@
+"""What a bench prints and keeps: a table, JSON, a plot."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ..cuda import driver
+from ..errors import UnsupportedError
+
+_PACKAGES = ("cuda-bindings", "cuda-core", "cupy-cuda13x", "cupy-cuda12x", "mpi4py", "numpy", "torch")
+
+
+def header(command: list[str]) -> dict[str, Any]:
+    """Machine, versions, date and command: what every result kept begins with."""
+    gpus = [driver.device_info(ordinal).name for ordinal in range(driver.device_count())]
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "machine": {"gpus": gpus, "driver_cuda": "{}.{}".format(*driver.driver_version())},
+        "versions": versions,
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(command),
+    }
+
+
+def bus_gbps(nbytes: int, microseconds: float, ranks: int) -> float:
+    """Bus bandwidth in 1e9 bytes a second: S/t * 2(n-1)/n (nccl-tests, doc/PERFORMANCE.md)."""
+    return nbytes / microseconds / 1e3 * 2 * (ranks - 1) / ranks
+
+
+def size_text(nbytes: int) -> str:
+    """As "384 KB"."""
+    for unit, name in ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB")):
+        if nbytes >= unit and nbytes % unit == 0:
+            return f"{nbytes // unit} {name}"
+    return f"{nbytes} B"
+
+
+def show(rows: list[dict[str, Any]], title: str) -> None:
+    """A table of the rows of one mode, on the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    peers = sorted({name for row in rows for name in row["peers_us"]})
+    table = Table(title=title, title_justify="left")
+    for column in (
+        "bytes",
+        "algorithm",
+        "us",
+        "min",
+        "p99",
+        "bus GB/s",
+        "host us",
+        "limit us",
+        *peers,
+        "best peer / us",
+    ):
+        table.add_column(column, justify="right")
+    for row in rows:
+        best = min(row["peers_us"].values(), default=None)
+        table.add_row(
+            size_text(row["bytes"]), row["algorithm"], f"{row['ours_us']:.2f}", f"{row['ours_min_us']:.2f}",
+            f"{row['ours_p99_us']:.2f}", f"{row['bus_GBps']:.1f}",
+            "" if row["host_us"] is None else f"{row['host_us']:.2f}", f"{row['limit_us']:.2f}",
+            *(f"{row['peers_us'][name]:.2f}" if name in row["peers_us"] else "" for name in peers),
+            "" if best is None else f"{best / row['ours_us']:.2f}",
+        )  # fmt: skip
+    Console(width=None if sys.stdout.isatty() else 240).print(table)
+
+
+def write_json(path: Path, result: dict[str, Any]) -> None:
+    """Keeps a result."""
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def require_matplotlib() -> Any:
+    """:raises UnsupportedError: if it is missing."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise UnsupportedError(f"--plot needs matplotlib ({error}): pip install 'ipcreduce[plot]'") from None
+    return pyplot
+
+
+def plot(path: Path, result: dict[str, Any]) -> None:
+    """Microseconds over bytes, log-log: ours, the peers, the limit; a panel a mode."""
+    pyplot = require_matplotlib()
+    modes = sorted({row["mode"] for row in result["rows"]}, reverse=True)
+    figure, panels = pyplot.subplots(1, len(modes), figsize=(7 * len(modes), 5), squeeze=False)
+    for panel, mode in zip(panels[0], modes, strict=True):
+        rows = [row for row in result["rows"] if row["mode"] == mode]
+        for name in sorted({name for row in rows for name in row["peers_us"]}):
+            points = [(row["bytes"], row["peers_us"][name]) for row in rows if name in row["peers_us"]]
+            panel.plot(*zip(*points, strict=True), marker=".", linewidth=1, label=name)
+        sizes = [row["bytes"] for row in rows]
+        panel.plot(sizes, [row["ours_us"] for row in rows], marker="o", linewidth=2, color="black", label="ipcreduce")
+        panel.plot(sizes, [row["limit_us"] for row in rows], linestyle="--", color="gray", label="limit")
+        panel.set(xscale="log", yscale="log", xlabel="bytes", ylabel="us", title=f"{mode}, {rows[0]['ranks']} ranks")
+        panel.grid(alpha=0.3, which="both")
+        panel.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)

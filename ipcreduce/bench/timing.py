@@ -1,0 +1,79 @@
+"""How long a call takes: in a CUDA graph of many, and eagerly. Times of the slowest rank."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .. import surroundings
+
+_WARM = 3  # replays or rounds that are not timed
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds a call: over the replays of a graph, or rounds of eager calls."""
+
+    least: float
+    median: float
+    p99: float
+
+    @classmethod
+    def of(cls, samples: list[float], mpi: Any) -> Times:
+        """Of samples in seconds a call: each rank's figures, and of those the largest."""
+        found = sorted(sample * 1e6 for sample in samples)
+        own = (found[0], statistics.median(found), found[min(len(found) - 1, int(0.99 * len(found)))])
+        return cls(*(max(one) for one in zip(*mpi.allgather(own), strict=True)))
+
+
+def captured(call: Callable[[], Any], calls: int) -> Callable[[], None]:
+    """A launch, on CuPy's current stream, of a graph of so many calls."""
+    stream = surroundings.load().cuda.get_current_stream()
+    stream.begin_capture()
+    try:
+        for _ in range(calls):
+            call()
+    finally:
+        graph = stream.end_capture()
+    return lambda: graph.launch(stream)
+
+
+def in_graph(launch: Callable[[], None], calls: int, replays: int, mpi: Any) -> Times:
+    """Of one call in a graph of ``calls``, by events around each of ``replays`` launches."""
+    cuda = surroundings.load().cuda
+    stream = cuda.get_current_stream()
+    events = [cuda.Event() for _ in range(replays + 1)]
+    for _ in range(_WARM):
+        launch()
+    stream.synchronize()
+    mpi.Barrier()
+    launch()  # ranks leave a barrier at different times: this one takes that up
+    events[0].record(stream)
+    for event in events[1:]:
+        launch()
+        event.record(stream)
+    stream.synchronize()
+    pairs = itertools.pairwise(events)
+    return Times.of([cuda.get_elapsed_time(a, b) / 1e3 / calls for a, b in pairs], mpi)
+
+
+def eagerly(call: Callable[[], Any], calls: int, rounds: int, mpi: Any) -> tuple[Times, Times]:
+    """(end to end, host alone) of one of ``calls`` calls made in a row."""
+    stream = surroundings.load().cuda.get_current_stream()
+    ends, hosts = [], []
+    for turn in range(_WARM + rounds):
+        stream.synchronize()
+        mpi.Barrier()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        host = time.perf_counter()
+        stream.synchronize()
+        if turn >= _WARM:
+            hosts.append((host - begin) / calls)
+            ends.append((time.perf_counter() - begin) / calls)
+    return Times.of(ends, mpi), Times.of(hosts, mpi)

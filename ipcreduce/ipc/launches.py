@@ -1,0 +1,131 @@
+"""The kernel launches of calls: planned, compiled and filled in once, but for the two addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..cuda import compiler, driver
+from . import plan
+from .control import ABORT_OFFSET, missing_offset
+from .signature import Signature, signature
+from .workspace import Workspace
+
+# Words of struct Args (exchange.cuh)
+IN, OUT, _BYTES, _PEERS, _HALF = 0, 1, 2, 3, 11
+_EPOCHS, _ABORT, _MISSING, _TIMEOUT, _TRIGGER = 12, 13, 14, 15, 16
+_OUTS = 17
+_ARG_WORDS = 25
+_MAX_PREPARED = 4096
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call's launches, in order: each with its arguments and its offset in the message."""
+
+    what: Signature
+    dtype: str
+    op: str
+    launches: tuple[tuple[driver.Launch, memoryview, plan.Step], ...]
+    nbytes: int
+
+
+class Launches:
+    """Those of one communicator. Not thread-safe.
+
+    :param control: where the control page begins for this GPU.
+    """
+
+    def __init__(
+        self, workspace: Workspace, control: int, *, capability: tuple[int, int], timeout: float, algorithm: str | None
+    ) -> None:
+        self.algorithm = algorithm
+        self.whole_packets = True  # until the start-up check says otherwise
+        self._workspace, self._control, self._capability, self._timeout = workspace, control, capability, timeout
+        self._modules: list[int] = []
+        self._functions: dict[tuple[str, str, str], int] = {}
+        self._prepared: dict[tuple[Any, ...], Prepared] = {}
+
+    def find(self, shape: tuple[int, ...], dtype: np.dtype[Any], op: str) -> Prepared | None:
+        """The launches of a call that :meth:`prepare` has seen."""
+        return self._prepared.get((shape, dtype, op))
+
+    def prepare(self, shape: tuple[int, ...], dtype: np.dtype[Any], name: str, op: str, nbytes: int) -> Prepared:
+        """The launches of an all-reduce of ``nbytes`` bytes of ``dtype`` (called ``name``), compiled if need be.
+
+        :raises IpcReduceError: if a kernel does not compile. :raises CudaError: if it does not load.
+        """
+        if len(self._prepared) >= _MAX_PREPARED:
+            self._prepared.clear()
+        steps = plan.make_plan(nbytes, self._workspace.n, self._workspace.half_bytes, self.algorithm)
+        launches = tuple((*self._launch(step, name, op), step) for step in steps)
+        prepared = Prepared(signature(shape, name, op), name, op, launches, nbytes)
+        self._prepared[shape, dtype, op] = prepared
+        return prepared
+
+    def _launch(self, step: plan.Step, dtype: str, op: str) -> tuple[driver.Launch, memoryview]:
+        args = self._arguments(plan.code_offset(dtype, op))
+        args[_BYTES], args[_TRIGGER] = step.nbytes, step.trigger_early
+        programmatic = self._capability >= (9, 0)
+        function = self._function(step.algorithm, dtype, op)
+        return driver.Launch(function, step.grid, step.block, args, programmatic=programmatic), args.data
+
+    def direct(self, step: plan.Step, dtype: str, op: str, source: int, outputs: list[int]) -> driver.Launch:
+        """A direct launch: from address ``source`` to ``outputs``, by rank from this one's on, as mapped here."""
+        launch, words = self._launch(step, dtype, op)
+        words[IN], words[OUT] = source, outputs[0]
+        words[_OUTS : _OUTS + self._workspace.n] = memoryview(np.array(outputs, np.uint64).data)
+        return launch
+
+    def _arguments(self, offset: int) -> np.ndarray[Any, Any]:
+        args, workspace, control = np.zeros(_ARG_WORDS, np.uint64), self._workspace, self._control
+        args[_PEERS : _PEERS + workspace.n] = [peer + offset for peer in workspace.peers]
+        args[_HALF], args[_EPOCHS] = workspace.half_bytes, workspace.epochs
+        args[_ABORT], args[_MISSING] = control + ABORT_OFFSET, control + missing_offset(workspace.rank)
+        args[_TIMEOUT] = int(self._timeout * 1e9)
+        return args
+
+    def _function(self, kernel: str, dtype: str, op: str) -> int:
+        key = (kernel, dtype, op)
+        if key not in self._functions:
+            macros = {
+                "IPCREDUCE_RANKS": str(self._workspace.n),
+                "IPCREDUCE_RANK": str(self._workspace.rank),
+                "IPCREDUCE_DTYPE": dtype,
+                "IPCREDUCE_OP": op,
+                "IPCREDUCE_WHOLE_PACKETS": str(int(self.whole_packets)),
+            }
+            cubin = compiler.compile_kernel(kernel, macros, self._capability)
+            module = driver.load_module(cubin)
+            self._modules.append(module)
+            self._functions[key] = driver.get_function(module, kernel)
+        return self._functions[key]
+
+    def verify(self, rounds: int, seconds: float) -> np.ndarray[Any, Any]:
+        """What arrived from each rank in ``rounds`` exchanges: verify.cu's verdicts, shape ``(8,)``, uint32."""
+        verdict = np.zeros(plan.MAX_RANKS, np.uint32)
+        if self._workspace.n > 1:
+            args = self._arguments(0)
+            args[OUT] = self._workspace.epochs  # not in use yet
+            args[_BYTES], args[_TIMEOUT] = rounds, int(seconds * 1e9)
+            function = self._function("verify", "int32", "sum")
+            driver.Launch(function, self._workspace.n - 1, 32, args).run(0)
+            driver.synchronize()
+            driver.copy_to_host(verdict, self._workspace.epochs)
+        return verdict
+
+    def limit(self, nbytes: int, grid: int, block: int) -> driver.Launch:
+        """A launch of limit.cu: ``nbytes`` bytes to each peer, of which the workspace has to have room. For bench."""
+        args = self._arguments(0)
+        args[_BYTES], args[_TRIGGER] = nbytes, nbytes > 0
+        programmatic = self._capability >= (9, 0)
+        return driver.Launch(self._function("limit", "int32", "sum"), grid, block, args, programmatic=programmatic)
+
+    def unload_steps(self) -> Iterator[Callable[[], None]]:
+        """What gives the kernels back."""
+        while self._modules:
+            yield partial(driver.unload_module, self._modules.pop())

@@ -1,0 +1,46 @@
+"""``python -m ipcreduce bench`` on the simulated device: what it prints and keeps; the times mean nothing there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+SMALL = {"IPCREDUCE_WORKSPACE_MB": "1"}
+QUICK = ("--replays", 2, "--peers", "")
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, "bfloat16"), (3, "int8")])
+def test_rows(mpirun: Run, tmp_path: Path, ranks: int, dtype: str) -> None:
+    kept = tmp_path / "bench.json"
+    wanted = ("--smallest", "1K", "--largest", "4K", "--between", "--dtype", dtype, "--json", kept)
+    output = mpirun("tests.sim", ranks, "-m", "ipcreduce", "bench", *wanted, *QUICK, env=SMALL).stdout
+    assert f"graph, {ranks} ranks, sum of {dtype}" in output
+    assert f"eager, {ranks} ranks, sum of {dtype}" in output
+    result = json.loads(kept.read_text())
+    assert [(row["mode"], row["bytes"]) for row in result["rows"]] == [
+        (mode, nbytes) for nbytes in (1024, 1536, 2048, 3072, 4096) for mode in ("graph", "eager")
+    ]
+    for row in result["rows"]:
+        assert (row["ranks"], row["dtype"], row["op"], row["algorithm"]) == (ranks, dtype, "sum", "one_shot")
+        assert 0 < row["ours_min_us"] <= row["ours_us"] <= row["ours_p99_us"]
+        assert (row["host_us"] is None) == (row["mode"] == "graph")
+        assert row["peers_us"] == {}
+        wire = min((ranks - 1) * row["bytes"], 2 * (ranks - 1) * row["bytes"] / ranks)
+        limit = result["limit"]["barrier_us"] + wire / result["limit"]["push_GBps"] / 1e3
+        assert row["limit_us"] == pytest.approx(limit)
+    assert {"machine", "versions", "date", "command"} <= result.keys()
+
+
+def test_one_mode_and_a_forced_algorithm(mpirun: Run, tmp_path: Path) -> None:
+    kept = tmp_path / "bench.json"
+    wanted = ("--smallest", 64, "--largest", 64, "--mode", "eager", "--algorithm", "two_shot", "--json", kept)
+    output = mpirun("tests.sim", 2, "-m", "ipcreduce", "bench", *wanted, "--replays", 2, env=SMALL).stdout
+    assert "without nccl: " in output
+    assert "without torch_symm_one_shot: ModuleNotFoundError" in output
+    (row,) = json.loads(kept.read_text())["rows"]
+    assert (row["mode"], row["algorithm"]) == ("eager", "two_shot")

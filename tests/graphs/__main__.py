@@ -28,12 +28,13 @@ from tests.graphs import (
     memory,
     options,
     pieces,
+    quick,
     replays,
     runners,
 )
 from tests.graphs.common import FIGURES, GPUS, RANK, WORLD, works
 
-MODULES = (replays, memory, pieces, breaks, runners, errors, communicators, driver_faults, endurance)
+MODULES = (replays, memory, pieces, breaks, runners, errors, quick, communicators, driver_faults, endurance)
 SCENARIOS = [scenario for module in MODULES for scenario in module.SCENARIOS]
 
 

@@ -11,7 +11,8 @@ pytestmark = pytest.mark.parametrize("ranks", [2, 3])
 
 
 def test_order_of_calls(hold: Hold, ranks: int) -> None:
-    hold(ranks, "threads_after_a_fault", "per_thread_default_streams", "called_as_a_recording_ends")
+    hold(ranks, "threads_after_a_fault", "per_thread_default_streams", "copied_out_on_a_raw_stream")
+    hold(ranks, "called_as_a_recording_ends")
     hold(ranks, "called_during_a_recording", "finaliser_within_a_call")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ipcreduce import Communicator, Graph
+from ipcreduce import Communicator, Graph, arrays
 from ipcreduce.ipc import release
 from tests.sim import driver, streams
 from tests.sim.scenarios.common import (
@@ -81,6 +81,27 @@ def per_thread_default_streams() -> None:
             comm.synchronize()
             results.clear()
             WORLD.Barrier()
+
+
+def copied_out_on_a_raw_stream() -> None:
+    """synchronize() waits for all of a call on a stream that nobody keeps: also for the copy into a strided ``out``."""
+    stream, wide = cupy.cuda.Stream(non_blocking=True), cupy.zeros(2000, np.float32)
+    copy_into = arrays.copy_into
+
+    def late(target: Any, value: Any, handle: int) -> None:
+        delay(handle)
+        copy_into(target, value, handle)
+
+    with Communicator(timeout=20) as comm:
+        cupy.cuda.Device(OWN).synchronize()
+        arrays.copy_into = late
+        try:
+            comm.allreduce(mine(), out=wide[::2], stream=stream.ptr)
+        finally:
+            arrays.copy_into = copy_into
+        comm.synchronize()
+        right(wide[::2])
+        works(comm)
 
 
 def called_as_a_recording_ends() -> None:
@@ -231,6 +252,6 @@ def given_back_while_a_step_waits() -> None:
 
 
 SCENARIOS = [
-    threads_after_a_fault, per_thread_default_streams, called_as_a_recording_ends, called_during_a_recording,
+    threads_after_a_fault, per_thread_default_streams, copied_out_on_a_raw_stream, called_as_a_recording_ends, called_during_a_recording,
     finaliser_within_a_call, given_back_in_several_threads, given_back_while_a_step_waits,
 ]  # fmt: skip

@@ -1,0 +1,125 @@
+"""Repeated calls and replays take a quicker way: it refuses, notices and orders what the long one does."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import cupy
+import numpy as np
+
+from ipcreduce import ArgumentError, Graph, GraphStateError, PeerFailedError, RankMismatchError
+from tests.graphs.common import GPUS, LAST, RANK, SIZE, TOTAL, WORLD, mine, raises, right, works
+
+
+def wrong_outputs(comm: Any) -> None:
+    """Right behind a call that is right, the same with an ``out`` that is not."""
+    memory = cupy.zeros(4004, np.uint8)
+    array, misaligned, wide = mine(), memory[1:4001].view(np.float32), cupy.zeros(1500, np.float32)
+    wrong = [
+        (cupy.zeros(999, np.float32), "shape"),
+        (cupy.zeros((10, 100), np.float32), "shape"),
+        (cupy.zeros(1000, np.int32), "dtype"),
+        (misaligned, "multiples of their itemsize"),
+        (np.zeros(1000, np.float32), "found a NumPy array"),
+    ]
+    if GPUS > 1:
+        with cupy.cuda.Device((cupy.cuda.Device().id + 1) % GPUS):
+            wrong.append((cupy.zeros(1000, np.float32), "GPU"))
+    for out, words in wrong:
+        for _ in range(2):
+            right(comm.allreduce(array, out=wide[:1000]))
+        with raises(ArgumentError, words):
+            comm.allreduce(array, out=out)
+    wide[:1000] = array
+    for _ in range(2):
+        right(comm.allreduce(array))
+    right(comm.allreduce(wide[:1000], out=wide[500:]))  # which overlap
+    with raises(ArgumentError, "op must be"):
+        comm.allreduce(array, ["sum"])
+    works(comm)
+
+
+def faults_are_noticed(comm: Any) -> None:
+    """A rank's refusal, once it is known, ends the others' next call at once, and not only later ones."""
+    source, out = mine(), cupy.zeros(1000, np.float32)
+    with Graph(comm) as graph:
+        with graph.record():
+            total = comm.allreduce(source)
+        for call, result in ((graph.replay, total), (lambda: comm.allreduce(source, out=out), out)):
+            for _ in range(2):
+                call()
+            WORLD.Barrier()
+            if RANK == LAST:
+                with raises(ArgumentError, "op must be"):
+                    comm.allreduce(source, "mode")
+            WORLD.Barrier()
+            if RANK != LAST:
+                with raises(PeerFailedError, f"rank {LAST}", "op must be"):
+                    call()
+            result.fill(-1)
+            call()
+            right(result)
+    works(comm)
+
+
+def differences_are_noticed(comm: Any) -> None:
+    """Other arrays, and other graphs, on one rank, behind calls that agree."""
+    source, larger = mine(), mine(2000)
+    with Graph(comm) as graph, Graph(comm) as other:
+        with graph.record():
+            total = comm.allreduce(source)
+        with other.record():
+            comm.allreduce(larger)
+        outs = cupy.zeros(1000, np.float32), cupy.zeros(2000, np.float32)
+        for _ in range(2):
+            comm.allreduce(larger, out=outs[1])
+            comm.allreduce(source, out=outs[0])
+        with raises(RankMismatchError, "(1000,)", "(2000,)"):
+            comm.allreduce(larger if RANK == LAST else source, out=outs[RANK == LAST])
+            comm.synchronize()
+        for _ in range(2):
+            graph.replay()
+        with raises(RankMismatchError, "(1000,)", "(2000,)"):
+            (other if RANK == LAST else graph).replay()
+            comm.synchronize()
+        graph.replay()
+        right(total)
+        graph.replay()
+        graph.close()
+        with raises(GraphStateError, "replay()", "closed"):
+            graph.replay()
+    works(comm)
+
+
+def nothing_waits_for_a_late_rank(comm: Any) -> None:
+    """While a call waits for a rank: not a call, a replay, close(), or the end of an array. Memory goes back later."""
+    source, out = mine(), cupy.zeros(1000, np.float32)
+    with Graph(comm) as graph:
+        with graph.record():
+            total = comm.allreduce(source)
+        closed = Graph(comm)
+        with closed.record():
+            last = comm.allreduce(source)
+        for _ in range(2):
+            graph.replay()
+        comm.synchronize()
+        WORLD.Barrier()
+        if RANK == LAST:
+            time.sleep(1)
+        begin = time.monotonic()
+        comm.allreduce(source, out=out)
+        comm.allreduce(out, out=out)
+        graph.replay()
+        closed.close()
+        del last
+        if RANK != LAST:
+            assert time.monotonic() - begin < 0.6, "something waits"
+        right(out, TOTAL * SIZE)
+        right(total)
+        comm.synchronize()
+        assert closed.pool.nbytes == 0, closed.describe()
+    works(comm)
+
+
+SCENARIOS = [wrong_outputs, faults_are_noticed, differences_are_noticed, nothing_waits_for_a_late_rank]

@@ -190,7 +190,8 @@ class Communicator(GraphSupport):
         elif self.recording is not None:
             self.recording.note(prepared.what, source, direct, target)
         if self._size == 1:
-            arrays.copy_into(direct, source, handle)
+            with engine.order.behind(handle, owner):
+                arrays.copy_into(direct, source, handle)
         else:
             engine.run(prepared, source_at, direct_at, handle, owner, recorder)
         if direct is not target:

@@ -121,9 +121,13 @@ class _Block:
 
 
 def make_allocator(
-    allocate: Callable[[int, int], int], free: Callable[[int], None], held: Callable[[], int]
-) -> Callable[[int], Any]:
-    """A CuPy allocator over functions: ``allocate(nbytes, stream)``, ``free(address)``, ``held()`` bytes so far.
+    device: int, allocate: Callable[[int, int], int], free: Callable[[int], None], held: Callable[[], int],
+    reclaim: Callable[[], None],
+) -> Callable[[int], Any]:  # fmt: skip
+    """A CuPy allocator of memory on ``device``, whatever device is current.
+
+    Over ``allocate(nbytes, stream)``, ``free(address)``, ``held()``, the bytes so far, and ``reclaim()``, which gives
+    the driver what it can when memory is short.
 
     Not a cupy.cuda.PythonFunctionAllocator: that crashes when an array is collected in a cycle (CuPy 14.2).
     """
@@ -136,12 +140,14 @@ def make_allocator(
         except CudaError as error:
             if error.code != driver.OUT_OF_MEMORY:
                 raise
-            load().get_default_memory_pool().free_all_blocks()
+            reclaim()
+            with cuda.Device(device):
+                load().get_default_memory_pool().free_all_blocks()
             try:
                 address = allocate(nbytes, stream)
             except CudaError:
                 raise cuda.memory.OutOfMemoryError(nbytes, held()) from None
-        memory = cuda.UnownedMemory(address, nbytes, _Block(address, free), current_device())
+        memory = cuda.UnownedMemory(address, nbytes, _Block(address, free), device)
         return cuda.MemoryPointer(memory, 0)
 
     return malloc

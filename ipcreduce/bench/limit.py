@@ -40,7 +40,8 @@ class Limit:
 
         def median(size: int, shape: tuple[int, int], calls: int) -> float:
             launch, (stream, owner) = engine.launches.limit(size, *shape), surroundings.stream_of()
-            engine.order.follow(stream, owner)  # behind the all-reduces so far
+            with engine.order.behind(stream, owner):  # the launches below, which nothing else comes between
+                pass
             graph = timing.captured(lambda: launch.run(stream), calls)
             return timing.in_graph(graph, calls, replays, mpi).median
 

@@ -122,8 +122,8 @@ class Graph:
         comm = self._comm
         engine = comm.require_engine("a Graph")
         recording, inputs = Recording(self._name, *surroundings.stream_of()), Inputs.of(inputs)
-        comm.begin_recording(recording, lambda: self._check_record(engine, recording.caller, inputs))
         release.flush()
+        comm.begin_recording(recording, lambda: self._check_record(engine, recording.caller, inputs))
         error: BaseException | None = None
         self._state, self._recording, current.graph = "recording", recording, self
         try:
@@ -163,7 +163,7 @@ class Graph:
         self._inputs = InputCheck(self._check, inputs)
 
     def _open(self, engine: Engine, recording: Recording) -> None:
-        self._pool = self._pool or GraphPool(engine.context)
+        self._pool = self._pool or GraphPool(engine.context, engine.device.ordinal)
         self._resources = Resources(self._pool, engine, recording.segments)
         weakref.finalize(self, self._resources.release)
         self._caller_allocator = surroundings.current_allocator()
@@ -230,7 +230,8 @@ class Graph:
             passes unchanged; the other ranks get :class:`PeerFailedError`.
         """
         comm, whole = self._comm, self._whole
-        if whole is not None and inputs is None and stream is None and comm.launch_again(whole):
+        simple = whole is not None and inputs is None and stream is None and current.graph is None
+        if simple and comm.launch_again(whole):  # type: ignore[arg-type]
             return
         comm.check_usable()
         try:

@@ -19,7 +19,8 @@ from typing import Any
 
 from .. import surroundings
 from ..cuda import driver
-from ..ipc.release import attempt, give_back
+from ..cuda.within import within
+from ..ipc.release import attempt, give_back, reclaim
 
 _numbers = itertools.count()
 _UNIT = 2 << 20  # bytes: smaller allocations share a block of the driver's, which IPC would export whole
@@ -70,8 +71,8 @@ class GraphPool:
     Graphs that share a pool reuse each other's memory: an output is then valid until the next replay of any of them.
     """
 
-    def __init__(self, context: int) -> None:
-        self._context = context
+    def __init__(self, context: int, device: int) -> None:
+        self._context, self._device = context, device
         self._users = 0  # graphs, and registrations with peers that have it mapped
         self._slabs: list[Slab] = []
         self._blocks: dict[int, tuple[int, Slab]] = {}  # by address: bytes, and where they lie
@@ -92,7 +93,7 @@ class GraphPool:
     @property
     def allocator(self) -> Callable[[int], Any]:
         """What CuPy calls for memory."""
-        return surroundings.make_allocator(self._allocate, self._free, lambda: self.nbytes)
+        return surroundings.make_allocator(self._device, self._allocate, self._free, lambda: self.nbytes, reclaim)
 
     def find(self, address: int, nbytes: int) -> Slab | None:
         """The slab that holds these bytes, if one does."""
@@ -130,7 +131,8 @@ class GraphPool:
                 _, address, slab = min(fitting, key=lambda one: one[0])
             else:
                 size = -(-nbytes // _UNIT) * _UNIT
-                address = driver.allocate(size)
+                with within(self._context):
+                    address = driver.allocate(size)
                 slab = Slab(address, size, stream, next(_numbers), [(address, size)])
                 self._slabs.append(slab)
             slab.take(address, nbytes)

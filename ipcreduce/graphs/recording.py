@@ -76,10 +76,14 @@ class Segment:
         except CudaError as error:
             raise cannot_be_captured(error) from error
 
+    def _destroy(self) -> None:
+        executable, self.executable = self.executable, None  # no other thread may launch it from now on
+        if executable is not None:
+            executable.destroy()
+
     def steps(self) -> Iterator[Callable[[], None]]:
         """What gives it back."""
-        if self.executable is not None:
-            yield self.executable.destroy
+        yield self._destroy
         yield lambda: cuda_graph.destroy_graph(self.graph)
 
 

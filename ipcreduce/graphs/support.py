@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import arrays, surroundings
-from ..errors import ArgumentError, CudaError, GraphStateError, IpcReduceError, PeerLostError, UnsupportedError
+from ..errors import ArgumentError, GraphStateError, IpcReduceError, PeerLostError, UnsupportedError
 from ..ipc import wire
 from ..ipc.engine import Engine
 from ..ipc.faults import Faults
@@ -169,21 +169,22 @@ class GraphSupport(ABC):
     def launch_again(self, segment: Segment) -> bool:
         """:meth:`launch` on CuPy's current stream, if that is where the last call ran and there is nothing to settle.
 
-        False, and nothing done, if it is not so: this is only quicker.
+        False, with no effect, if it is not so: this is only quicker.
         """
         engine = self._engine
         stream = surroundings.cupy.cuda.get_current_stream().ptr
         with self._lock:
-            if self._unusable is not None or engine is None or stream != engine.order.fast or self._sync:
+            executable = segment.executable
+            if self._unusable is not None or engine is None or executable is None or self._sync:
                 return False
-            page, call = engine.page, self._call + 1
-            if page.abort_word[0] or page.enter(call, segment.signature, stream) is not None:
+            if not engine.can_launch_at_once(stream) or engine.page.abort_word[0]:
                 return False
-            self._call = call
+            self._call += 1
             try:
-                segment.executable.launch(stream)  # type: ignore[union-attr]
-            except CudaError:
-                self._launch(engine, segment, stream, None)
+                if engine.page.enter(self._call, segment.signature, stream) is not None:
+                    self._call -= 1
+                    return False
+                executable.launch(stream)
             except BaseException as error:
                 self._failed(error)
                 raise
@@ -198,23 +199,18 @@ class GraphSupport(ABC):
             assert engine is not None
             assert faults is not None
             try:
+                if segment.executable is None:
+                    self._call += 1
+                    raise GraphStateError("replay() of a graph that another thread has closed meanwhile")
                 if segment.calls:
                     self._call += 1
                     self._call = faults.enter(self._call, segment.signature, stream)
+                engine.launch_graph(segment.executable, stream, owner)
             except BaseException as error:
                 self._failed(error)
                 raise
-            self._launch(engine, segment, stream, owner)
             if self._sync and segment.calls:
                 self.synchronize(stream)
-
-    def _launch(self, engine: Engine, segment: Segment, stream: int, owner: Any) -> None:
-        assert segment.executable is not None
-        try:
-            engine.launch_graph(segment.executable, stream, owner)
-        except BaseException as error:
-            self._failed(error)
-            raise
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -261,7 +257,7 @@ class GraphSupport(ABC):
             if self._engine is None:
                 return np.empty(shape, dtype)
             if self.memory is None:
-                self.memory = GraphPool(self._engine.context)
+                self.memory = GraphPool(self._engine.context, self._engine.device.ordinal)
                 self.memory.retain()
             stream, device = surroundings.stream_of()[0], self._engine.device.ordinal
             shape = (shape,) if isinstance(shape, int) else shape

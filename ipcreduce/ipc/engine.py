@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from .. import surroundings
 from ..cuda import driver, graph, streams
+from ..cuda.within import within
 from ..errors import ArgumentError, CudaError
 from . import plan
 from .control import HEAD_BYTES, REFUSED, Page
@@ -43,7 +43,7 @@ class Engine:
         control = driver.register_host(page.address, HEAD_BYTES)
         self.launches = Launches(workspace, control, capability=capability, timeout=timeout, algorithm=algorithm)
         try:
-            self.order = CallOrder()
+            self.order = CallOrder(context)
         except CudaError:
             self._unregister()
             raise
@@ -60,8 +60,8 @@ class Engine:
     def repeat(self, call: int, array: Any, op: Any, out: Any) -> Any:
         """A call like an earlier one, on the stream of the last one, with contiguous CuPy arrays; its result.
 
-        Only quicker than the way that every call can take (:meth:`Communicator.allreduce`): for that, None and nothing
-        done. So the arrays' attributes are read here, and not through arrays.py.
+        Only quicker than the way that every call can take (:meth:`Communicator.allreduce`): for that, None, with no
+        effect. So the arrays' attributes are read here, and not through arrays.py.
         """
         cupy = surroundings.cupy
         if cupy is None or type(array) is not cupy.ndarray or type(op) is not str or not array._c_contiguous:
@@ -93,46 +93,43 @@ class Engine:
     ) -> None:
         """Launches an all-reduce from address ``source`` to ``target`` (the same: in place) on ``stream``.
 
-        :param owner: see :meth:`CallOrder.follow`.
+        :param owner: see :meth:`CallOrder.behind`.
         :param recorder: is told of every launch.
         :raises CudaError: if a launch fails.
         """
+        if stream != self.order.fast:
+            with self.order.behind(stream, owner):
+                self._run(prepared, source, target, stream, recorder)
+            return
         try:
-            end = self.order.follow(stream, owner) if stream != self.order.fast else 0
-            for launch, words, step in prepared.launches:
-                words[IN], words[OUT] = source + step.offset, target + step.offset
-                launch.run(stream)
-                if recorder is not None:
-                    recorder(prepared, step, source, target)
-            if end:
-                streams.record_event(end, stream)
-        except CudaError as error:
-            with self._own_context(error):
-                self.run(prepared, source, target, stream, owner, recorder)
+            self._run(prepared, source, target, stream, recorder)
+        except CudaError as error:  # the first launch, if this thread has another context, or none
+            if error.code not in driver.INVALID_CONTEXT or driver.current_context() == self.context:
+                raise
+            with within(self.context):
+                self._run(prepared, source, target, stream, recorder)
+
+    def _run(self, prepared: Prepared, source: int, target: int, stream: int, recorder: Recorder | None) -> None:
+        for launch, words, step in prepared.launches:
+            words[IN], words[OUT] = source + step.offset, target + step.offset
+            launch.run(stream)
+            if recorder is not None:
+                recorder(prepared, step, source, target)
+
+    def can_launch_at_once(self, stream: int) -> bool:
+        """Whether a graph launched on ``stream`` now comes behind the last call, with nothing else to do.
+
+        On the default stream only in our context: in another one the handle is that of another GPU's stream.
+        """
+        return stream == self.order.fast and (stream > 1 or driver.current_context() == self.context)
 
     def launch_graph(self, executable: graph.Executable, stream: int, owner: Any) -> None:
         """Launches an executable graph on ``stream``, behind the last call. :raises CudaError: if that fails."""
-        try:
-            end = self.order.follow(stream, owner) if stream != self.order.fast else 0
+        if self.can_launch_at_once(stream):
             executable.launch(stream)
-            if end:
-                streams.record_event(end, stream)
-        except CudaError as error:
-            with self._own_context(error):
-                self.launch_graph(executable, stream, owner)
-
-    @contextmanager
-    def _own_context(self, error: CudaError) -> Iterator[None]:
-        """For another try, if ``error`` came because this thread has another context, or none. Else raises it."""
-        current = driver.current_context()
-        if error.code not in driver.INVALID_CONTEXT or current == self.context:
-            raise error
-        driver.set_context(self.context)
-        try:
-            yield
-        finally:
-            with suppress(CudaError):  # the work is launched
-                driver.set_context(current)
+        else:
+            with self.order.behind(stream, owner):
+                executable.launch(stream)
 
     def is_capturing(self, stream: int) -> bool:
         """Whether ``stream`` is part of a capture: its work does not run yet."""
@@ -146,14 +143,14 @@ class Engine:
             raise ArgumentError(f"record() needs the communicator's GPU {self.device.ordinal} to be the current one")
 
     def recording_stream(self) -> int:
-        """The one stream of all recordings: CuPy's pools keep their memory apart by stream."""
+        """The one stream of all recordings: graphs' pools keep their memory apart by stream."""
         if not self._recording_stream:
             self._recording_stream = streams.create_stream()
         return self._recording_stream
 
     # ---- ends
     def quiesce(self) -> None:
-        """Waits until no kernel of ours runs, on whatever stream. The abort word is up, so it takes 0.1 s at most."""
+        """Waits until no kernel of ours runs, on whatever stream: with the abort word up, ours end within 0.1 s."""
         driver.set_context(self.context)
         driver.synchronize()
         self.order.forget()

@@ -68,7 +68,7 @@ class Mappings:
         """Unmaps the slabs that no graph uses. :raises CudaError: the last failure, once the others are unmapped."""
         failed = None
         with self._lock:
-            for key in [key for key in self._mapped if self._uses[key] <= 0]:
+            for key in [key for key in list(self._mapped) if self._uses[key] <= 0]:
                 del self._uses[key]
                 try:
                     driver.close_memory(self._mapped.pop(key))
@@ -80,9 +80,11 @@ class Mappings:
     def collect(self) -> None:
         """Frees the memory of graphs that every rank has dropped."""
         with self._lock:
-            free = [self._pins.pop(serial) for serial in list(self._pins) if self._page.all_unmapped(serial)]
+            over = [serial for serial in list(self._pins) if self._page.all_unmapped(serial)]
+            free = [self._pins.pop(serial, None) for serial in over]  # a finaliser may have come in between
         for release in free:
-            release()
+            if release is not None:
+                release()
 
     def unmap_all(self) -> None:
         """Unmaps everything of the peers. Idempotent."""

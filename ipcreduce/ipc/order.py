@@ -10,20 +10,27 @@ the object that keeps it; else the call's end is recorded at once, in an event o
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from .. import surroundings
-from ..cuda import driver, streams
+from ..cuda import streams
+from ..cuda.within import within
 from ..errors import CaptureError, CudaError
 
 _RECORDED = -2  # in the place of a stream: the end of the last eager call is in an event
 
 
 class CallOrder:
-    """Where the last call ran. The communicator's lock is held around every method."""
+    """Where the last call ran. The communicator's lock is held around every method.
 
-    def __init__(self) -> None:
+    :param context: of the GPU: the default stream's handle means another stream in each.
+    """
+
+    def __init__(self, context: int) -> None:
+        self._context = context
+        self._open = False  # a call is being launched
         self.fast = -1  # the stream on which the last eager call ran, if nothing has to be looked at there
         self._eager: int | None = None  # the stream of the last eager call, or _RECORDED
         self._owner: Any = None  # keeps it
@@ -37,13 +44,29 @@ class CallOrder:
             raise
         self._between, self._end, self._captured_end = self._events
 
-    def follow(self, stream: int, owner: Any) -> int:
-        """Before a call on ``stream``, unless that is ``fast``.
+    @contextmanager
+    def behind(self, stream: int, owner: Any) -> Iterator[None]:
+        """The block launches a call on ``stream``, behind the last one. Not needed where ``fast`` is ``stream``.
 
         :param owner: the object that ``stream`` is the handle of, if there is one.
-        :returns: the event to be recorded on ``stream`` after the call; 0 for none.
         :raises CaptureError: if an eager call would have to follow one on a stream that is being captured now.
         """
+        with within(self._context):
+            end = self._follow(stream, owner)
+            self._open = True
+            try:
+                yield
+            except BaseException:  # what came before the call still has its end
+                with suppress(CudaError):
+                    self._record(end, stream)
+                raise
+            else:
+                self._record(end, stream)
+            finally:
+                self._open = False
+
+    def _follow(self, stream: int, owner: Any) -> int:
+        """The event to be recorded after the call; 0 for none."""
         capture = streams.capture_id(stream)
         if capture:
             if capture == self._capture:
@@ -67,6 +90,11 @@ class CallOrder:
         self._eager, self.fast, self._owner = stream, stream, owner
         return 0
 
+    @staticmethod
+    def _record(event: int, stream: int) -> None:
+        if event:
+            streams.record_event(event, stream)
+
     def extend(self, stream: int) -> None:
         """What was put on ``stream`` since belongs to the last call too."""
         if self._eager == _RECORDED and not streams.capture_id(stream):
@@ -80,12 +108,13 @@ class CallOrder:
     # ---- waiting
     def synchronize(self, stream: int | None) -> None:
         """Waits for the calls made so far: on ``stream``, or on the last one's."""
-        if stream is not None:
-            streams.synchronize_stream(stream)
-        elif self._eager == _RECORDED:
-            streams.synchronize_event(self._end)
-        elif self._eager is not None:
-            streams.synchronize_stream(self._eager)
+        with within(self._context):
+            if stream is not None:
+                streams.synchronize_stream(stream)
+            elif self._eager == _RECORDED:
+                streams.synchronize_event(self._end)
+            elif self._eager is not None:
+                streams.synchronize_stream(self._eager)
         if stream is None or stream == self._eager:
             self.forget()
 
@@ -96,23 +125,27 @@ class CallOrder:
     def ends_by(self, deadline: float) -> bool:
         """Waits for the eager calls, at most until ``deadline`` on ``time.monotonic()``'s clock; whether they ended.
 
-        Those on a stream that is being captured since cannot be waited for and count as ended.
+        Those of which that cannot be known count as ended.
         """
-        with driver.relaxed():
-            while not self.is_over():
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(1e-4)
+        while not self.is_over(unknown=True):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(1e-4)
         return True
 
-    def is_over(self) -> bool:
-        """Whether no eager call runs any more. This thread is in relaxed mode."""
-        try:
-            if self._eager == _RECORDED:
-                return streams.is_over(self._end)
-            return self._eager is None or bool(streams.capture_id(self._eager)) or streams.is_idle(self._eager)
-        except CudaError:  # nothing runs in this context
-            return True
+    def is_over(self, unknown: bool = False) -> bool:
+        """Whether no eager call runs any more; ``unknown`` if their stream captures by now and cannot be asked."""
+        if self._open:
+            return False
+        with within(self._context):
+            try:
+                if self._eager is None:
+                    return True
+                if self._eager == _RECORDED:
+                    return streams.is_over(self._end)
+                return unknown if streams.capture_id(self._eager) else streams.is_idle(self._eager)
+            except CudaError:
+                return unknown
 
     def release(self) -> None:
         """Gives the events back."""

@@ -9,15 +9,18 @@ context may be gone, and everything with it.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import Any
 
-from ..cuda import driver
+from ..cuda.within import within
 from ..errors import CudaError
 from . import watchdog
 from .order import CallOrder
+
+_RECLAIM_SECONDS = 5.0
 
 _orders: dict[CallOrder, Any] = {}  # of the open communicators, with their locks
 _deferred: deque[tuple[int, Callable[[], None]]] = deque()
@@ -59,44 +62,40 @@ def flush() -> None:
     while _deferred and _flushing.acquire(blocking=False):
         try:
             with ExitStack() as held:
-                if not _no_call_runs(held, _deferred[0][0]):
+                if not _no_call_runs(held):
                     return
-                while _deferred:
+                while _deferred:  # only here is something taken out
                     attempt(*_deferred.popleft())
         finally:
             _flushing.release()
 
 
-def _no_call_runs(held: ExitStack, context: int) -> bool:
+def reclaim() -> None:
+    """:func:`flush`, once the calls that run are over, if they are soon: memory is short."""
+    deadline = time.monotonic() + _RECLAIM_SECONDS
+    for order, lock in list(_orders.items()):
+        if lock.acquire(timeout=_RECLAIM_SECONDS):
+            try:
+                order.ends_by(deadline)
+            finally:
+                lock.release()
+    flush()
+
+
+def _no_call_runs(held: ExitStack) -> bool:
     """Whether no call of any communicator runs. It stays so until ``held``, which takes their locks, is left."""
     for order, lock in list(_orders.items()):
         if not lock.acquire(blocking=False):
             return False
         held.callback(lock.release)
-        with _within(context):
-            if not order.is_over():
-                return False
+        if not order.is_over():
+            return False
     return True
 
 
 def attempt(context: int, *steps: Callable[[], None]) -> None:
     """Runs each step with ``context`` current, as far as that works; one that the driver refuses is given up."""
-    with _within(context):
+    with within(context):
         for step in steps:
             with suppress(CudaError):
                 step()
-
-
-@contextmanager
-def _within(context: int) -> Iterator[None]:
-    previous = None
-    with suppress(CudaError):
-        previous = driver.current_context()
-        driver.set_context(context)
-    try:
-        with driver.relaxed():
-            yield
-    finally:
-        if previous is not None:
-            with suppress(CudaError):
-                driver.set_context(previous)

@@ -122,4 +122,44 @@ def nothing_waits_for_a_late_rank(comm: Any) -> None:
     works(comm)
 
 
-SCENARIOS = [wrong_outputs, faults_are_noticed, differences_are_noticed, nothing_waits_for_a_late_rank]
+def not_within_a_recording(comm: Any) -> None:
+    """A replay on the stream of the last call, within another graph's recording, is refused as any other there."""
+    stream, source = cupy.cuda.Stream(non_blocking=True), mine()
+    with Graph(comm) as graph, Graph(comm) as other:
+        with graph.record():
+            comm.allreduce(source)
+        with stream:
+            for _ in range(2):
+                graph.replay()
+        with other.record():
+            with stream, raises(GraphStateError, "within a recording"):
+                graph.replay()
+            total = comm.allreduce(source)
+        right(total)
+    works(comm)
+
+
+def closed_by_another_thread(comm: Any) -> None:
+    """Just before the launch: nothing that is gone is launched."""
+    source = mine()
+    with Graph(comm) as graph:
+        with graph.record():
+            comm.allreduce(source)
+        (segment,) = graph.segments
+        graph.replay()
+        comm.synchronize()
+    comm.synchronize()
+    assert not comm.launch_again(segment)
+    with raises(GraphStateError, "another thread"):
+        comm.launch(segment, 0, None)
+    works(comm)
+
+
+SCENARIOS = [
+    wrong_outputs,
+    faults_are_noticed,
+    differences_are_noticed,
+    nothing_waits_for_a_late_rank,
+    not_within_a_recording,
+    closed_by_another_thread,
+]

@@ -17,11 +17,13 @@ def test_order_of_calls(hold: Hold, ranks: int) -> None:
 
 
 def test_what_is_given_back(hold: Hold, ranks: int) -> None:
-    hold(ranks, "given_back_in_several_threads", "given_back_while_a_step_waits")
+    hold(ranks, "given_back_in_several_threads", "given_back_while_a_step_waits", "unknown_is_no_end", "alone")
+    hold(ranks, "memory_is_short", SIM_MEMORY=str(64 << 20), IPCREDUCE_WORKSPACE_MB="1")
 
 
 def test_another_device(hold: Hold, ranks: int) -> None:
     hold(ranks, "threads_with_another_device", "stream_of_another_device", "recordings_with_another_device")
+    hold(ranks, "memory_with_another_device", "default_streams_of_two_devices")
 
 
 def test_captures(hold: Hold, ranks: int) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from ipcreduce import Communicator, errors
 from ipcreduce.ipc import control
-from tests.sim import driver, machine
+from tests.sim import driver, machine, streams
 from tests.sim.scenarios import WORLD
 
 RANK, SIZE = WORLD.Get_rank(), WORLD.Get_size()
@@ -38,6 +38,12 @@ def mine(count: int = 1000) -> Any:
 def right(array: Any, factor: int = 1) -> None:
     values = cupy.asnumpy(array)
     assert (values == TOTAL * factor).all(), f"rank {RANK}: {values[:8]}... where {TOTAL * factor} was due"
+
+
+def delay(stream: int) -> None:
+    """On rank 0 what comes next on a stream starts late, so that a call that does not wait for it overtakes it."""
+    if RANK == 0:
+        streams.submit(stream, lambda: time.sleep(0.3))
 
 
 def works(comm: Any, count: int = 10) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import cupy
 
 from ipcreduce import Communicator, Graph, errors
-from tests.sim.scenarios.common import LAST, OTHER, OWN, RANK, SIZE, in_threads, mine, raises, right, works
+from tests.sim import machine
+from tests.sim.scenarios.common import LAST, OTHER, OWN, RANK, SIZE, delay, in_threads, mine, raises, right, works
 
 
 def threads_with_another_device() -> None:
@@ -69,4 +70,41 @@ def recordings_with_another_device() -> None:
         in_threads(lambda: record(comm), device=None)
 
 
-SCENARIOS = [threads_with_another_device, stream_of_another_device, recordings_with_another_device]
+def memory_with_another_device() -> None:
+    """comm.empty() gives memory of the communicator's GPU, whichever is current."""
+    with Communicator(timeout=5) as comm:
+        for current in (OTHER, OWN, OTHER):
+            with cupy.cuda.Device(current):
+                array = comm.empty(16)
+            where = machine.block_at(array.data.ptr).gpu
+            assert (array.data.device_id, where) == (OWN, machine.gpu(OWN).index), f"rank {RANK}: on GPU {where}"
+        works(comm)
+
+
+def default_streams_of_two_devices() -> None:
+    """Their handle is the same: calls, replays and waits mean the communicator's, and keep their order."""
+    stream, array = cupy.cuda.Stream(non_blocking=True), mine()
+    with Communicator(timeout=20) as comm:
+        works(comm)
+        with Graph(comm) as graph:
+            with graph.record():
+                total = comm.allreduce(array)
+            cupy.cuda.Device(OWN).synchronize()
+            delay(stream.ptr)
+            comm.allreduce(array, out=array, stream=stream.ptr)
+            in_threads(lambda: comm.allreduce(array, out=array), device=OTHER)
+            in_threads(comm.synchronize, device=OTHER)
+            right(array, SIZE)
+            delay(0)
+            comm.allreduce(array, out=array)
+            in_threads(graph.replay, device=OTHER)
+            in_threads(comm.synchronize, device=OTHER)
+            right(array, SIZE**2)
+            right(total, SIZE**3)
+        works(comm)
+
+
+SCENARIOS = [
+    threads_with_another_device, stream_of_another_device, recordings_with_another_device, memory_with_another_device,
+    default_streams_of_two_devices,
+]  # fmt: skip

@@ -20,6 +20,7 @@ from tests.sim.scenarios.common import (
     OWN,
     RANK,
     WORLD,
+    delay,
     error_of,
     fault,
     in_threads,
@@ -27,12 +28,6 @@ from tests.sim.scenarios.common import (
     right,
     works,
 )
-
-
-def delay(stream: int) -> None:
-    """On rank 0 what comes next on a stream starts late, so that a call that does not wait for it overtakes it."""
-    if RANK == 0:
-        streams.submit(stream, lambda: time.sleep(0.3))
 
 
 # ---- one order of calls
@@ -162,6 +157,18 @@ def called_during_a_recording() -> None:
         works(comm)
 
 
+def alone() -> None:
+    """With one rank a call is a copy, for which synchronize() waits too."""
+    stream, array = cupy.cuda.Stream(non_blocking=True), mine()
+    with Communicator(WORLD.Split(RANK, 0), timeout=5) as comm:
+        cupy.cuda.Device(OWN).synchronize()
+        for given in (stream, stream.ptr):
+            streams.submit(stream.ptr, lambda: time.sleep(0.2))
+            comm.allreduce(array, out=array, stream=given)
+            comm.synchronize()
+            assert streams.is_idle(stream.ptr)
+
+
 def finaliser_within_a_call() -> None:
     """A graph with direct kernels is collected between a call's look at the last stream and its launch."""
     first, second = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
@@ -251,7 +258,48 @@ def given_back_while_a_step_waits() -> None:
         assert done == [True, "unmapped", "of another"], f"rank {RANK}: {done}"
 
 
+def memory_is_short() -> None:
+    """Memory of a closed graph that was put off, since the stream was busy, is there for the next recording."""
+    stream, source = cupy.cuda.Stream(non_blocking=True), mine()
+
+    def recorded(comm: Any) -> Graph:
+        graph = Graph(comm)
+        with graph.record():
+            cupy.zeros(10 << 20, np.float32)  # 40 of 64 MB
+            comm.allreduce(source)
+        return graph
+
+    with Communicator(timeout=20) as comm:
+        first = recorded(comm)
+        with stream:
+            first.replay()
+            streams.submit(stream.ptr, lambda: time.sleep(0.3))
+        first.close()
+        assert first.pool.nbytes, "nothing was put off"
+        second = recorded(comm)
+        assert not first.pool.nbytes
+        second.close()
+        works(comm)
+
+
+def unknown_is_no_end() -> None:
+    """While somebody captures a stream that blocks the default one, that cannot be asked whether calls still run."""
+    blocking, order = cupy.cuda.Stream(), None
+    with Communicator(timeout=20) as comm:
+        works(comm)
+        right(comm.allreduce(mine()))
+        order = comm._engine.order
+        streams.submit(0, lambda: time.sleep(0.2))
+        blocking.begin_capture()
+        assert (order.is_over(), order.is_over(unknown=True)) == (False, True)
+        blocking.end_capture()
+        assert not order.is_over()
+        comm.synchronize()
+        assert order.is_over()
+
+
 SCENARIOS = [
-    threads_after_a_fault, per_thread_default_streams, copied_out_on_a_raw_stream, called_as_a_recording_ends, called_during_a_recording,
-    finaliser_within_a_call, given_back_in_several_threads, given_back_while_a_step_waits,
+    threads_after_a_fault, per_thread_default_streams, copied_out_on_a_raw_stream, called_as_a_recording_ends,
+    called_during_a_recording, finaliser_within_a_call, given_back_in_several_threads, given_back_while_a_step_waits,
+    alone, memory_is_short, unknown_is_no_end,
 ]  # fmt: skip

@@ -283,19 +283,22 @@ def memory_is_short() -> None:
 
 
 def unknown_is_no_end() -> None:
-    """While somebody captures a stream that blocks the default one, that cannot be asked whether calls still run."""
-    blocking, order = cupy.cuda.Stream(), None
+    """A stream that captures by now, or that one which does would block, cannot be asked whether calls still run."""
+    blocking, apart = cupy.cuda.Stream(), cupy.cuda.Stream(non_blocking=True)
     with Communicator(timeout=20) as comm:
-        works(comm)
-        right(comm.allreduce(mine()))
         order = comm._engine.order
-        streams.submit(0, lambda: time.sleep(0.2))
-        blocking.begin_capture()
-        assert (order.is_over(), order.is_over(unknown=True)) == (False, True)
-        blocking.end_capture()
-        assert not order.is_over()
-        comm.synchronize()
-        assert order.is_over()
+        for used, captured in ((cupy.cuda.Stream.null, blocking), (apart, apart)):
+            array = mine()
+            cupy.cuda.Device(OWN).synchronize()
+            comm.allreduce(array, stream=used)
+            streams.submit(used.ptr, lambda: time.sleep(0.2))
+            captured.begin_capture()
+            assert (order.is_over(), order.is_over(unknown=True)) == (False, True)
+            captured.end_capture()
+            assert not order.is_over()
+            comm.synchronize()
+            assert order.is_over()
+        works(comm)
 
 
 SCENARIOS = [

@@ -1,4 +1,5 @@
-"""The command line: ``python -m ipcreduce info`` says what this machine can do and why, ``bench`` how fast."""
+"""The command line: ``python -m ipcreduce info`` says what this machine can do and why, ``bench`` how
+fast, and ``tune`` measures how to be fastest."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ import os
 import platform
 import sys
 import uuid
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
 from . import __version__
 from .bench import command as bench
+from .bench import tune
 from .cuda import compiler, driver
 from .errors import IpcReduceError
 from .ipc import plan
@@ -32,9 +35,11 @@ def main(arguments: list[str] | None = None) -> None:
     info.add_argument("--json", action="store_true", help="for programs")
     timed = commands.add_parser("bench", help="times beside peers and the machine's limit (under mpirun)")
     bench.add_arguments(timed)
+    tuned = commands.add_parser("tune", help="measures what is quickest on this machine, and keeps it (under mpirun)")
+    tune.add_arguments(tuned)
     options = parser.parse_args(arguments)
-    if options.command == "bench":
-        _bench(options)
+    if options.command in ("bench", "tune"):
+        _run(bench.main if options.command == "bench" else tune.main, options)
         return
     found = collect()
     if found["ranks"] and found["ranks"]["rank"] != 0:
@@ -45,9 +50,9 @@ def main(arguments: list[str] | None = None) -> None:
         _show(found)
 
 
-def _bench(options: argparse.Namespace) -> None:
+def _run(command: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> None:
     try:
-        bench.main(options)
+        command(options)
     except IpcReduceError as error:
         sys.exit(f"ipcreduce: {error}")
 

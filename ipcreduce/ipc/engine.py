@@ -54,6 +54,7 @@ class Engine:
         return [
             f"GPU {self.device.ordinal}: {self.device.name}, {self.workspace.nbytes >> 20} MB of workspace",
             "packets arrive " + ("whole" if self.launches.whole_packets else "in halves of 8 bytes"),
+            f"plan: tuned, {len(table)} choices" if (table := self.launches.table) else "plan: default, not tuned",
         ]
 
     # ---- running

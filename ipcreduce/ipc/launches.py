@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -45,6 +45,7 @@ class Launches:
     ) -> None:
         self.algorithm = algorithm
         self.whole_packets = True  # until the start-up check says otherwise
+        self.table: plan.Table = ()  # until the ranks have agreed on one
         self._workspace, self._control, self._capability, self._timeout = workspace, control, capability, timeout
         self._modules: list[int] = []
         self._functions: dict[tuple[str, str, str], int] = {}
@@ -61,11 +62,16 @@ class Launches:
         """
         if len(self._prepared) >= _MAX_PREPARED:
             self._prepared.clear()
-        steps = plan.make_plan(nbytes, self._workspace.n, self._workspace.half_bytes, self.algorithm)
-        launches = tuple((*self._launch(step, name, op), step) for step in steps)
-        prepared = Prepared(signature(shape, name, op), name, op, launches, nbytes)
-        self._prepared[shape, dtype, op] = prepared
+        steps = plan.make_plan(nbytes, self._workspace.n, self._workspace.half_bytes, self.algorithm, self.table)
+        prepared = self._prepared[shape, dtype, op] = self.by_steps(steps, shape, name, op, nbytes)
         return prepared
+
+    def by_steps(
+        self, steps: Iterable[plan.Step], shape: tuple[int, ...], dtype: str, op: str, nbytes: int
+    ) -> Prepared:
+        """:meth:`prepare` by other steps than the planned ones, and not kept."""
+        launches = tuple((*self._launch(step, dtype, op), step) for step in steps)
+        return Prepared(signature(shape, dtype, op), dtype, op, launches, nbytes)
 
     def _launch(self, step: plan.Step, dtype: str, op: str) -> tuple[driver.Launch, memoryview]:
         args = self._arguments(plan.code_offset(dtype, op))

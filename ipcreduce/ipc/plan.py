@@ -6,6 +6,7 @@ figures are from 2 to 4 H200 (benchmarks/); other GPUs and world sizes use them 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,6 +25,36 @@ KB, MB = 1 << 10, 1 << 20
 _ONE_SHOT_BYTES = {1: 0, 2: 8 * MB, 3: 192 * KB, 4: 192 * KB, 5: 128 * KB, 6: 96 * KB, 7: 64 * KB, 8: 64 * KB}
 _LAUNCH_BYTES = 1 << 30  # at most: the kernels count packets and bytes of one launch in 32 bits
 _TRIGGER_LATE_BYTES = 4 * KB  # up to here the next kernel comes in only after our sends: it would delay them
+
+
+MOST_CHOICES = 24  # in a table
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How messages of up to ``up_to`` bytes are reduced, as ``python -m ipcreduce tune`` has found it."""
+
+    up_to: int
+    algorithm: str
+    block: int  # threads
+    blocks: int  # at most
+    trigger_early: bool
+
+
+Table = tuple[Choice, ...]  # by size; the last one also takes all larger messages. Empty: the defaults below
+
+
+def checked_table(choices: Iterable[Choice]) -> Table:
+    """:raises ValueError: if a kernel cannot run so."""
+    table = tuple(choices)
+    for choice in table:
+        threads = {"one_shot": 1024, "two_shot": 512}.get(choice.algorithm, 0)
+        if not (0 < choice.block <= threads and choice.block % 32 == 0 and 0 < choice.blocks <= EPOCH_SLOTS):
+            raise ValueError(f"no kernel runs by {choice}")
+    sizes = [choice.up_to for choice in table]
+    if len(table) > MOST_CHOICES or sizes != sorted({*sizes}):
+        raise ValueError(f"expected up to {MOST_CHOICES} choices by size; found sizes {sizes}")
+    return table
 
 
 @dataclass(frozen=True)
@@ -62,23 +93,29 @@ def staging_bytes(algorithm: str, nbytes: int, n: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def make_plan(nbytes: int, n: int, half_bytes: int, forced: str | None = None) -> tuple[Step, ...]:
+def make_plan(nbytes: int, n: int, half_bytes: int, forced: str | None = None, table: Table = ()) -> tuple[Step, ...]:
     """The launches for a message of ``nbytes`` bytes over ``n`` ranks, in order.
 
     :param half_bytes: size of each half of the workspace, the same on every rank.
     :param forced: one of :data:`ALGORITHMS` at any size; None for the quickest staged one. "direct" is staged too until
         a graph is registered, by two_shot.
+    :param table: measured choices, the same on every rank.
     """
     if not nbytes or n == 1:
         return ()
     if forced == "direct":
         forced = "two_shot"
-    algorithm = forced or ("one_shot" if nbytes <= _ONE_SHOT_BYTES[n] else "two_shot")
+    choice = None if forced or not table else next((one for one in table if nbytes <= one.up_to), table[-1])
+    if choice is not None:
+        algorithm = choice.algorithm
+    else:
+        algorithm = forced or ("one_shot" if nbytes <= _ONE_SHOT_BYTES[n] else "two_shot")
     segment = _segment_bytes(algorithm, n, half_bytes)
     if algorithm == "one_shot" and not forced and nbytes > segment:  # a small workspace: two shots stage less
         algorithm = "two_shot"
         segment = _segment_bytes(algorithm, n, half_bytes)
-    return tuple(_step(algorithm, offset, min(segment, nbytes - offset), n) for offset in range(0, nbytes, segment))
+    offsets = range(0, nbytes, segment)
+    return tuple(step(algorithm, offset, min(segment, nbytes - offset), n, choice) for offset in offsets)
 
 
 def direct(step: Step, n: int, forced: str | None) -> Step | None:
@@ -108,8 +145,15 @@ def _segment_bytes(algorithm: str, n: int, half_bytes: int) -> int:
     return nbytes
 
 
-def _step(algorithm: str, offset: int, nbytes: int, n: int) -> Step:
+def step(algorithm: str, offset: int, nbytes: int, n: int, choice: Choice | None = None) -> Step:
+    """One launch, by a choice if that is of this algorithm and its grid can hold the message, else by default."""
     packets = -(-nbytes // PACKET_BYTES)
+    if choice is not None and choice.algorithm == algorithm:
+        threads = packets if algorithm == "one_shot" else -(-packets // n)
+        grid = -(-threads // choice.block)
+        if algorithm == "two_shot" or grid <= EPOCH_SLOTS:
+            grid = min(grid, choice.blocks) if algorithm == "two_shot" else grid
+            return Step(algorithm, offset, nbytes, grid, choice.block, choice.trigger_early)
     if algorithm == "one_shot":
         grid, block = _one_shot_shape(packets)
     else:

@@ -15,7 +15,7 @@ import numpy as np
 from .. import surroundings
 from ..cuda import driver
 from ..errors import ArgumentError, CudaError, IpcReduceError, UnsupportedError
-from . import plan, wire
+from . import plan, tuning, wire
 from .control import Page
 from .devices import advise_spreading, raise_wrong, share_device
 from .engine import Engine
@@ -122,6 +122,7 @@ def _build(mpi: Any, options: Options, deadline: float) -> Engine:
             )  # fmt: skip
         assert made.engine is not None
         _verify(mpi, made.engine, devices, deadline)
+        made.engine.launches.table = _share_table(mpi, devices, deadline)
         with _step(mpi, deadline, "start-up"):
             made.engine.watchdog = Watchdog(page)
         return made.engine
@@ -137,6 +138,21 @@ def _build(mpi: Any, options: Options, deadline: float) -> Engine:
             if made.context:
                 driver.release_context(info.ordinal)
         raise
+
+
+def _share_table(mpi: Any, devices: np.ndarray[Any, Any], deadline: float) -> plan.Table:
+    """Rank 0's tuned table, on every rank; empty if it has none, or the GPUs are of several kinds."""
+    table: plan.Table = ()
+    names = {bytes(device["name"]) for device in devices}
+    if mpi.Get_rank() == 0 and len(names) == 1:
+        with suppress(UnsupportedError):  # no cache: then there is no table either
+            table = tuning.load(names.pop().decode(errors="replace"), mpi.Get_size())
+    everyone = wire.allgather(mpi, tuning.message(table), deadline, "sharing the tuned table")
+    with _step(mpi, deadline, "sharing the tuned table"):
+        try:
+            return tuning.received(everyone[0])
+        except (ValueError, IndexError) as error:
+            raise UnsupportedError(str(error)) from error
 
 
 @dataclass

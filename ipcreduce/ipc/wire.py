@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import PeerLostError, PeerTimeoutError, RankMismatchError, UnsupportedError, report
+from .plan import MOST_CHOICES
 
 MAGIC = 0x1B_C4ED
 VERSION = 1
@@ -46,6 +47,9 @@ RESYNC = struct(6, ("call", "<u8"), ("serial", "<u8"))
 CALL = struct(7, ("call", "<u8"))
 REGISTRATION = struct(11, ("slabs", "<u4"), ("spans", "<u4"))
 CHECKSUMS = struct(10, ("crcs", "<u4", (64,)))
+TUNING = struct(
+    12, ("count", "<u4"), ("crc", "<u4"), ("up_to", "<u8", (MOST_CHOICES,)), ("shape", "<u2", (MOST_CHOICES, 4))
+)
 
 
 def message(dtype: np.dtype[Any], error: BaseException | str | None = None, **fields: Any) -> np.ndarray[Any, Any]:

@@ -30,7 +30,7 @@ def kernel_directory() -> Path:
 
 
 @functools.cache
-def cache_directory() -> Path:
+def builds_directory() -> Path:
     """Builds of all ranks and runs, one directory for each state of the sources; this user's own, mode 0700."""
     path = Path(tempfile.gettempdir(), f"ipcreduce-sim-{os.getuid()}")
     path.mkdir(mode=0o700, exist_ok=True)
@@ -43,6 +43,12 @@ def cache_directory() -> Path:
     path /= digest.hexdigest()[:16]
     path.mkdir(mode=0o700, exist_ok=True)
     return path
+
+
+def cache_directory() -> Path:
+    """Where the library keeps what is not built."""
+    chosen = os.environ.get("IPCREDUCE_CACHE_DIR")
+    return Path(chosen) if chosen else builds_directory()
 
 
 def gxx(
@@ -82,12 +88,12 @@ def build_kernel(
     flags = ["-shared", *(TSAN if tsan else ()), *(f"-DIPCREDUCE_{key}={value}" for key, value in macros.items())]
     target = "-".join([name, dtype, op, "whole" if whole else "halves", *(["tsan"] if tsan else [])]) + ".so"
     kernels = where.get("kernels", KERNELS)
-    return gxx((directory or cache_directory()) / target, ["-xc++", kernels / f"{name}.cu"], *flags, **where)
+    return gxx((directory or builds_directory()) / target, ["-xc++", kernels / f"{name}.cu"], *flags, **where)
 
 
 def build_runtime() -> Path:
     """The shared object that runs kernels."""
-    return gxx(cache_directory() / "runtime.so", [SIM / "runtime.cpp"], "-shared", "-pthread")
+    return gxx(builds_directory() / "runtime.so", [SIM / "runtime.cpp"], "-shared", "-pthread")
 
 
 def compile_kernel(name: str, macros: dict[str, str], capability: tuple[int, int]) -> bytes:

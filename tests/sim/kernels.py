@@ -45,7 +45,7 @@ class Sources(NamedTuple):
 @functools.cache
 def program(tsan: bool) -> Path:
     """The executable; the runtime in it is never instrumented (see runtime.cpp)."""
-    builds, name = compiler.cache_directory(), "tsan" if tsan else "plain"
+    builds, name = compiler.builds_directory(), "tsan" if tsan else "plain"
     source, macro = compiler.SIM / "runtime.cpp", ["-DSIM_TSAN"] if tsan else []
     runtime = compiler.gxx(builds / f"runtime-{name}.o", [source], "-c", *macro)
     flags = compiler.TSAN if tsan else ()

@@ -153,7 +153,73 @@ def test_pure(nbytes: int, n: int, half: int, force: str | None):
 def test_reads_nothing_but_its_arguments():
     """No import through which a plan could come to know one rank's machine."""
     imported = set(re.findall(r"^(?:from|import) (\S+)", Path(plan.__file__).read_text(), re.M))
-    assert imported == {"__future__", "dataclasses", "functools", "..numerics"}
+    assert imported == {"__future__", "collections.abc", "dataclasses", "functools", "..numerics"}
+
+
+choices = st.builds(
+    plan.Choice,
+    up_to=st.integers(1, 64 * MB),
+    algorithm=st.sampled_from(["one_shot", "two_shot"]),
+    block=st.integers(1, 16).map(lambda warps: 32 * warps),
+    blocks=st.integers(1, plan.EPOCH_SLOTS),
+    trigger_early=st.booleans(),
+)
+tables = st.lists(choices, max_size=6, unique_by=lambda choice: choice.up_to).map(
+    lambda found: plan.checked_table(sorted(found, key=lambda choice: choice.up_to))
+)
+
+
+@given(sizes, worlds, halves, tables)
+@settings(max_examples=300)
+def test_any_table_gives_launches_that_run(nbytes: int, n: int, half: int, table: plan.Table):
+    steps = plan.make_plan(nbytes, n, half, None, table)
+    assert sum(step.nbytes for step in steps) == nbytes
+    assert [step.offset for step in steps] == [sum(other.nbytes for other in steps[:i]) for i in range(len(steps))]
+    for step in steps:
+        packets = -(-step.nbytes // plan.PACKET_BYTES)
+        assert 1 <= step.grid <= plan.EPOCH_SLOTS
+        assert step.block <= launch_bound(step.algorithm)
+        assert step.block % 32 == 0
+        assert step.algorithm == "two_shot" or step.grid * step.block >= packets  # a thread a packet
+        assert plan.staging_bytes(step.algorithm, step.nbytes, n) + plan.CODES_BYTES <= half
+    assert plan.make_plan(nbytes, n, half, "two_shot", table) == plan.make_plan(nbytes, n, half, "two_shot")
+
+
+def test_a_table_decides():
+    half = workspace.half_bytes(256 * MB)
+    small, large = plan.Choice(1000, "two_shot", 64, 3, True), plan.Choice(5000, "one_shot", 96, 512, False)
+    table = plan.checked_table([small, large])
+    assert plan.make_plan(1000, 2, half, None, table) == (plan.Step("two_shot", 0, 1000, 1, 64, True),)
+    assert plan.make_plan(1001, 2, half, None, table) == (plan.Step("one_shot", 0, 1001, 1, 96, False),)
+    assert plan.make_plan(16 * 960, 2, half, None, table) == (plan.Step("one_shot", 0, 16 * 960, 10, 96, False),)
+    assert plan.make_plan(2 * 16 * 640, 2, half, None, table[:1])[0].grid == 3  # at most, in a loop
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        plan.Choice(1000, "direct", 64, 3, True),
+        plan.Choice(1000, "one_shot", 0, 3, True),
+        plan.Choice(1000, "one_shot", 1056, 3, True),
+        plan.Choice(1000, "two_shot", 544, 3, True),
+        plan.Choice(1000, "two_shot", 33, 3, True),
+        plan.Choice(1000, "two_shot", 64, 513, True),
+        plan.Choice(1000, "two_shot", 64, 0, True),
+    ],
+)
+def test_a_choice_that_no_kernel_runs_by_is_refused(wrong: plan.Choice):
+    with pytest.raises(ValueError, match="no kernel runs by"):
+        plan.checked_table([wrong])
+
+
+def test_tables_are_in_order_and_short():
+    choice = plan.Choice(1000, "two_shot", 64, 3, True)
+    with pytest.raises(ValueError, match="choices by size"):
+        plan.checked_table([choice, choice])
+    many = [plan.Choice(size, "two_shot", 64, 3, True) for size in range(1, plan.MOST_CHOICES + 2)]
+    assert plan.checked_table(many[:-1])
+    with pytest.raises(ValueError, match="up to 24 choices"):
+        plan.checked_table(many)
 
 
 def test_codes_are_apart():

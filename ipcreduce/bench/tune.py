@@ -1,0 +1,125 @@
+"""``python -m ipcreduce tune``: measures which kernel and grid is quickest for which size, and keeps the table.
+
+Every rank measures the same, in CUDA graphs, and takes the slowest rank's time; the next communicators use the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from .. import surroundings
+from ..communicator import Communicator
+from ..errors import IpcReduceError, UnsupportedError
+from ..ipc import plan, tuning
+from ..numerics import DTYPES
+from . import command, report, timing
+from .data import Message
+
+_SMALLEST, _DTYPE, _OP = 1 << 10, "float16", "sum"
+_GAIN = 0.02  # a choice changes only for more than this: times vary by about as much
+_BLOCKS = {"one_shot": (32, 64, 96, 128, 256, 512, 1024), "two_shot": (32, 64, 128, 256, 512)}
+_GRIDS = (132, 264, plan.EPOCH_SLOTS)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("--largest", type=command.size, default=64 << 20, metavar="BYTES", help="(default 64M)")
+    parser.add_argument("--replays", type=int, default=7, help="timed replays of each (default 7)")
+    parser.add_argument("--dry-run", action="store_true", help="show the table, and do not keep it")
+
+
+def main(options: argparse.Namespace) -> None:
+    """Runs it. Collective. :raises IpcReduceError: what keeps it from that, on every rank."""
+    with Communicator(device="auto") as comm:
+        if comm.backend != "ipc" or comm.size == 1:
+            raise UnsupportedError(f"tune needs GPUs and at least 2 ranks under mpirun; found:\n{comm.describe()}")
+        table = _measure(comm, options)
+        if comm.rank == 0:
+            for choice in table:
+                print(
+                    f"up to {report.size_text(choice.up_to):>7}: {choice.algorithm}, blocks of {choice.block}, at most "
+                    f"{choice.blocks} of them, trigger {'early' if choice.trigger_early else 'late'}"
+                )
+            if not options.dry_run:
+                gpu = comm.require_engine("tune").device.name
+                print(f"kept in {tuning.save(gpu, comm.size, table)}")
+
+
+def _measure(comm: Communicator, options: argparse.Namespace) -> plan.Table:
+    from mpi4py import MPI
+    from rich.progress import track
+
+    table: list[plan.Choice] = []
+    work = command.sizes(_SMALLEST, max(_SMALLEST, options.largest), between=True)
+    with surroundings.load().cuda.Stream(non_blocking=True):
+        for nbytes in track(work, "sizes", disable=comm.rank != 0, transient=True):
+            message = Message(nbytes, next(one for one, name in DTYPES.items() if name == _DTYPE), comm.rank, comm.size)
+            times = {
+                choice: _time(comm, message, choice, options.replays, MPI.COMM_WORLD)
+                for choice in _candidates(nbytes, comm, table[-1:])
+            }
+            best = min(times, key=lambda choice: times[choice])
+            before = replace(table[-1], up_to=nbytes) if table else best
+            if table and times.get(before, float("inf")) <= times[best] * (1 + _GAIN):
+                table[-1] = before
+            else:
+                table.append(best)
+    comm.synchronize()
+    return plan.checked_table(_fewest(table))
+
+
+def _candidates(nbytes: int, comm: Communicator, before: list[plan.Choice]) -> Iterator[plan.Choice]:
+    """What could be quickest: each kernel that is not far from its range, with every block and grid that differs."""
+    n, half = comm.size, comm.require_engine("tune").workspace.half_bytes
+    usual = plan.make_plan(nbytes, n, half)[0].algorithm
+    seen = set()
+    for algorithm, blocks in _BLOCKS.items():
+        if algorithm != usual and not _near(nbytes, n, half):
+            continue
+        threads = -(-nbytes // plan.PACKET_BYTES // (1 if algorithm == "one_shot" else n))
+        for block in blocks:
+            for grid in _GRIDS if algorithm == "two_shot" else (plan.EPOCH_SLOTS,):
+                needed = -(-threads // block)
+                if algorithm == "one_shot" and needed > plan.EPOCH_SLOTS:
+                    continue
+                for early in (False, True):
+                    shape = algorithm, block, min(needed, grid), early
+                    if shape not in seen and len(plan.make_plan(nbytes, n, half, algorithm)) == 1:
+                        seen.add(shape)
+                        yield plan.Choice(nbytes, algorithm, block, grid, early)
+    for choice in before:
+        yield replace(choice, up_to=nbytes)
+
+
+def _near(nbytes: int, n: int, half: int) -> bool:
+    """Whether the planned kernel is another one at an eighth or at 8 times of this size."""
+    around = {plan.make_plan(max(1, size), n, half)[0].algorithm for size in (nbytes // 8, nbytes * 8)}
+    return len(around) > 1
+
+
+def _time(comm: Communicator, message: Message, choice: plan.Choice, replays: int, mpi: Any) -> float:
+    """Microseconds; infinite if it is not right."""
+    engine, nbytes = comm.require_engine("tune"), message.source.nbytes
+    step = plan.step(choice.algorithm, 0, nbytes, comm.size, choice)
+    prepared = engine.launches.by_steps([step], message.source.shape, _DTYPE, _OP, nbytes)
+    stream, owner = surroundings.stream_of()
+    source, target = message.source.data.ptr, message.target.data.ptr
+    calls = max(4, min(100, (16 << 20) // nbytes))
+    message.renew()
+    graph = timing.captured(lambda: engine.run(prepared, source, target, stream, owner), calls)
+    found = timing.in_graph(graph, calls, replays, mpi).median
+    if not all(mpi.allgather(message.is_right())):
+        raise IpcReduceError(f"the sum of {nbytes} bytes by {choice} is wrong; nothing is kept")
+    return found
+
+
+def _fewest(table: list[plan.Choice]) -> list[plan.Choice]:
+    """At most so many as a table holds: of neighbours with one algorithm, the smaller message's choice goes."""
+    table = list(table)
+    while len(table) > plan.MOST_CHOICES:
+        alike = (i for i in range(len(table) - 1) if table[i].algorithm == table[i + 1].algorithm)
+        del table[next(alike)]
+    return table

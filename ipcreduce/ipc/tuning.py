@@ -1,0 +1,79 @@
+"""Tables of measured choices, kept in the user's cache: which kernel and grid for which size, by GPU and world size.
+
+Rank 0's table goes to all ranks at start-up, since grids that differ between ranks hang.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+import zlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..cuda.compiler import cache_directory
+from . import plan, wire
+
+_VERSION = 1  # of the kernels' meaning of a table
+
+
+def path_of(gpu: str, n: int) -> Path:
+    """Where the table for ``n`` ranks on GPUs of this name is. :raises UnsupportedError: with no usable cache."""
+    return cache_directory() / f"tuned-{re.sub('[^A-Za-z0-9]+', '-', gpu)}-{n}.json"
+
+
+def save(gpu: str, n: int, table: plan.Table) -> Path:
+    """Keeps a table; where it is. :raises OSError: if that fails."""
+    path = path_of(gpu, n)
+    content = {"version": _VERSION, "gpu": gpu, "ranks": n, "choices": [asdict(choice) for choice in table]}
+    spare = path.with_suffix(".new")
+    spare.write_text(json.dumps(content, indent=1) + "\n")
+    spare.replace(path)
+    return path
+
+
+def load(gpu: str, n: int) -> plan.Table:
+    """The table for such GPUs; empty if there is none, or (with a warning) if it is not usable."""
+    path = path_of(gpu, n)
+    try:
+        content = json.loads(path.read_text())
+        if content["version"] != _VERSION:
+            return ()
+        return plan.checked_table(plan.Choice(**choice) for choice in content["choices"])
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        warnings.warn(f"the table {path} is not used ({error}): tune again, or remove it", stacklevel=2)
+        return ()
+
+
+def checksum(table: plan.Table) -> int:
+    """The same for the same table."""
+    return zlib.crc32(repr(table).encode())
+
+
+def message(table: plan.Table) -> np.ndarray[Any, Any]:
+    """A table as wire.TUNING."""
+    record = wire.message(wire.TUNING, count=len(table), crc=checksum(table))
+    for index, choice in enumerate(table):
+        kind = plan.ALGORITHMS.index(choice.algorithm)
+        record[0]["up_to"][index] = choice.up_to
+        record[0]["shape"][index] = kind, choice.block, choice.blocks, choice.trigger_early
+    return record
+
+
+def received(record: Any) -> plan.Table:
+    """The table in a wire.TUNING. :raises ValueError: if it is none that can be used, or not what was sent."""
+    rows = zip(record["up_to"].tolist(), record["shape"].tolist(), strict=True)
+    choices = [
+        plan.Choice(up_to, plan.ALGORITHMS[kind], block, blocks, bool(trigger))
+        for up_to, (kind, block, blocks, trigger) in list(rows)[: int(record["count"])]
+    ]
+    table = plan.checked_table(choices)
+    if checksum(table) != int(record["crc"]):
+        raise ValueError("the table differs from rank 0's")
+    return table

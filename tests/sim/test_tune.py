@@ -1,0 +1,55 @@
+"""``python -m ipcreduce tune`` on the simulated device: the table is kept, and every rank's next launches follow it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+TABLE = "tuned-Simulated-GPU-{}.json"
+
+
+def environment(path: Path) -> dict[str, str]:
+    path.chmod(0o700)
+    return {"IPCREDUCE_WORKSPACE_MB": "1", "IPCREDUCE_CACHE_DIR": str(path)}
+
+
+def test_measured_kept_and_used(mpirun: Run, tmp_path: Path) -> None:
+    env = environment(tmp_path)
+    quick = ("tune", "--largest", "2K", "--replays", 2)
+    dry = mpirun("tests.sim", 2, "-m", "ipcreduce", *quick, "--dry-run", env=env).stdout
+    assert "up to    2 KB: one_shot, blocks of " in dry
+    assert not [*tmp_path.iterdir()]
+    output = mpirun("tests.sim", 2, "-m", "ipcreduce", *quick, env=env).stdout
+    path = tmp_path / TABLE.format(2)
+    assert f"kept in {path}" in output
+    choices = json.loads(path.read_text())["choices"]
+    assert choices[-1]["up_to"] == 2048
+    info = mpirun("tests.sim", 2, "-m", "ipcreduce", "info", env=env).stdout
+    assert f"plan: tuned, {len(choices)} choices" in info
+    assert "plan: default, not tuned" in mpirun("tests.sim", 3, "-m", "ipcreduce", "info", env=env).stdout
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_odd_tables_are_right_too(mpirun: Run, tmp_path: Path, ranks: int) -> None:
+    """Few and small blocks, each kernel where the other is the usual one."""
+    shapes = [(100, "two_shot", 32, 1), (1000, "one_shot", 1024, 512), (5000, "one_shot", 32, 512)]
+    shapes += [(9000, "two_shot", 512, 1), (30000, "two_shot", 32, 3), (40000, "one_shot", 64, 512)]
+    names = ("up_to", "algorithm", "block", "blocks")
+    choices = [dict(zip(names, shape, strict=True)) | {"trigger_early": shape[0] > 500} for shape in shapes]
+    env = environment(tmp_path)
+    (tmp_path / TABLE.format(ranks)).write_text(json.dumps({"version": 1, "choices": choices}))
+    arguments = ("tests/gpu/sweep.py", "--cases", 25, "--largest", 50_000, "--seed", 5)
+    assert f"25 cases, 100 calls on {ranks} ranks, all right" in mpirun("tests.sim", ranks, *arguments, env=env).stdout
+
+
+def test_a_spoilt_table_is_not_used(mpirun: Run, tmp_path: Path) -> None:
+    env = environment(tmp_path)
+    (tmp_path / TABLE.format(2)).write_text("{")
+    done = mpirun("tests.sim", 2, "-m", "ipcreduce", "info", env=env)
+    assert "plan: default, not tuned" in done.stdout
+    assert done.stdout.count("is not used (") == 1  # rank 0 reads it, for all

@@ -1,0 +1,66 @@
+"""Tuned tables: kept and found again, sent and received, and never used if anything about them is odd."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ipcreduce.ipc import plan, tuning
+
+TABLE = plan.checked_table([
+    plan.Choice(1536, "one_shot", 96, 512, False), plan.Choice(1 << 33, "two_shot", 512, 264, True),
+])  # fmt: skip
+GPU = "NVIDIA H200"
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("IPCREDUCE_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_kept_and_found_again(cache: Path):
+    assert tuning.load(GPU, 4) == ()
+    path = tuning.save(GPU, 4, TABLE)
+    assert path == cache / "tuned-NVIDIA-H200-4.json"
+    assert tuning.load(GPU, 4) == TABLE
+    assert tuning.load(GPU, 2) == tuning.load("NVIDIA H100", 4) == ()
+    tuning.save(GPU, 4, TABLE[:1])
+    assert tuning.load(GPU, 4) == TABLE[:1]
+    assert [*cache.iterdir()] == [path]
+
+
+def test_of_another_version():
+    path = tuning.save(GPU, 4, TABLE)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 0}))
+    assert tuning.load(GPU, 4) == ()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"version": 1, "choices": [{"up_to": 4}]}', None])
+def test_not_usable(text: str | None):
+    path = tuning.save(GPU, 4, TABLE)
+    if text is None:
+        text = path.read_text().replace("512", "513")
+    path.write_text(text)
+    with pytest.warns(UserWarning, match=f"the table {path} is not used"):
+        assert tuning.load(GPU, 4) == ()
+
+
+@pytest.mark.parametrize("table", [(), TABLE, tuple(
+    plan.Choice(size, "two_shot", 64, 3, True) for size in range(1, plan.MOST_CHOICES + 1)
+)])  # fmt: skip
+def test_sent_and_received(table: plan.Table):
+    assert tuning.received(tuning.message(table)[0]) == table
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("count", 1), ("crc", 5), ("up_to", 7), ("shape", 1), ("count", 99), ("shape", 64)]
+)
+def test_spoilt_on_the_way(field: str, value: int):
+    record = tuning.message(TABLE)
+    record[field] = value
+    with pytest.raises((ValueError, IndexError)):
+        tuning.received(record[0])

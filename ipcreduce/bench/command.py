@@ -124,6 +124,7 @@ def _check(one: contenders.Contender, message: Message, comm: Communicator) -> b
             return False
         time.sleep(random.random() * _LATE_SECONDS)
         call()
+        one.collect()
         stream.synchronize()
         right = bool(comm.allreduce(np.array([message.is_right()], np.int8), "min")[0])
         if not right and isinstance(one, contenders.Ours):

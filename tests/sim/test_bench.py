@@ -44,3 +44,14 @@ def test_one_mode_and_a_forced_algorithm(mpirun: Run, tmp_path: Path) -> None:
     assert "without torch_symm_one_shot: ModuleNotFoundError" in output
     (row,) = json.loads(kept.read_text())["rows"]
     assert (row["mode"], row["algorithm"]) == ("eager", "two_shot")
+
+
+def test_a_wrong_peer_is_left_out(mpirun: Run, tmp_path: Path) -> None:
+    output = mpirun("tests.sim", 2, "tests/sim/bench_worker.py", tmp_path / "kept.json", env=SMALL).stdout
+    assert "peers [['elsewhere'], ['elsewhere']]" in output
+
+
+def test_nothing_of_ours_is_timed_that_is_wrong(mpirun: Run, tmp_path: Path) -> None:
+    output = mpirun("tests.sim", 2, "tests/sim/bench_worker.py", tmp_path / "kept.json", "ours", env=SMALL).stdout
+    for rank in range(2):
+        assert f"{rank}: the sum of 64 bytes is wrong; nothing was timed" in output

@@ -92,9 +92,9 @@ def free_all_blocks() -> None:
 def held_by_library(comm: Any) -> tuple[dict[str, int], int]:
     """What would show a leak, once every rank is here: the simulator's list, or memory in use; file descriptors."""
     gc.collect()
+    comm.synchronize()  # unmaps what closed graphs had of the peers' memory, ...
     WORLD.Barrier()
-    comm.synchronize()  # drops pools that the last rank has unmapped just now, ...
-    gc.collect()  # ... whose chunks refer to each other
+    comm.synchronize()  # ... and gives back what no peer has mapped any more
     cupy.cuda.Device().synchronize()
     free_all_blocks()
     WORLD.Barrier()

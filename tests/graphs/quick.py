@@ -118,6 +118,8 @@ def nothing_waits_for_a_late_rank(comm: Any) -> None:
         right(out, TOTAL * SIZE)
         right(total)
         comm.synchronize()
+        WORLD.Barrier()
+        comm.synchronize()  # no peer has it mapped any more, if any had
         assert closed.pool.nbytes == 0, closed.describe()
     works(comm)
 

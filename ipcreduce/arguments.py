@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from . import arrays
 from .errors import ArgumentError
 from .numerics import DTYPES, OPS
@@ -25,6 +27,15 @@ def check_out(array: Any, out: Any) -> None:
         raise ArgumentError(
             f"out must have array's shape {array.shape} and dtype {array.dtype}; found {out.shape} and {out.dtype}"
         )
+
+
+def check_host_out(array: Any, out: Any) -> None:
+    """:raises ArgumentError: if ``out`` cannot take the result for a NumPy array."""
+    if not isinstance(out, np.ndarray):
+        raise ArgumentError(f"out must be a NumPy array, as array is; found {type(out).__qualname__}")
+    check_out(array, out)
+    if arrays.is_readonly(out):
+        raise ArgumentError("out must be writable; found a read-only array")
 
 
 def check_device(ordinal: int, array: Any, name: str) -> None:

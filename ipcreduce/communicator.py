@@ -208,11 +208,7 @@ class Communicator(GraphSupport):
         if isinstance(array, np.ma.MaskedArray):
             raise ArgumentError("array must have no mask; found a masked array. Fill it first")
         if out is not None:
-            if not isinstance(out, np.ndarray):
-                raise ArgumentError(f"out must be a NumPy array, as array is; found {type(out).__qualname__}")
-            arguments.check_out(array, out)
-            if arrays.is_readonly(out):
-                raise ArgumentError("out must be writable; found a read-only array")
+            arguments.check_host_out(array, out)
         text = f"{op} of {dtype} {array.shape}"
         if self._engine is None or self._faults is None:
             result = self._host.allreduce(array, op, self._call, text)

@@ -84,14 +84,15 @@ def _measure(comm: Communicator, modes: list[str], options: argparse.Namespace) 
     ours = contenders.Ours(comm)
     dtype = next(one for one, name in DTYPES.items() if name == options.dtype)
     work = sizes(max(options.smallest, dtype.itemsize), options.largest, options.between)
-    rows = []
+    rows, launches = [], comm.require_engine("bench").launches
     with surroundings.load().cuda.Stream(non_blocking=True):
         limit = Limit.measure(comm, mpi, options.replays)
         for nbytes in track(work, "sizes", disable=comm.rank != 0, transient=True):
             message = Message(nbytes, dtype, comm.rank, comm.size)
-            algorithm = plan.make_plan(nbytes, comm.size, comm.require_engine("bench").workspace.half_bytes,
-                                       options.algorithm)[0].algorithm  # fmt: skip
             _check(ours, message, comm)
+            prepared = launches.find(message.source.shape, message.source.dtype, "sum")
+            assert prepared is not None
+            algorithm = prepared.launches[0][-1].algorithm
             usable = [peer for peer in peers if _check(peer, message, comm)]
             for mode in modes:
                 found, host = _time(ours, message, mode, nbytes, options.replays, mpi)

@@ -34,11 +34,9 @@ def captured(call: Callable[[], Any], calls: int) -> Callable[[], None]:
     """A launch, on CuPy's current stream, of a graph of so many calls."""
     stream = surroundings.load().cuda.get_current_stream()
     stream.begin_capture()
-    try:
-        for _ in range(calls):
-            call()
-    finally:
-        graph = stream.end_capture()
+    for _ in range(calls):
+        call()
+    graph = stream.end_capture()
     return lambda: graph.launch(stream)
 
 

@@ -91,7 +91,8 @@ def _candidates(nbytes: int, comm: Communicator, before: list[plan.Choice]) -> I
                         seen.add(shape)
                         yield plan.Choice(nbytes, algorithm, block, grid, early)
     for choice in before:
-        yield replace(choice, up_to=nbytes)
+        if plan.step(choice.algorithm, 0, nbytes, n, choice).block == choice.block:  # its grid can hold this, too
+            yield replace(choice, up_to=nbytes)
 
 
 def _near(nbytes: int, n: int, half: int) -> bool:
@@ -101,7 +102,7 @@ def _near(nbytes: int, n: int, half: int) -> bool:
 
 
 def _time(comm: Communicator, message: Message, choice: plan.Choice, replays: int, mpi: Any) -> float:
-    """Microseconds; infinite if it is not right."""
+    """Microseconds. :raises IpcReduceError: if the result is wrong."""
     engine, nbytes = comm.require_engine("tune"), message.source.nbytes
     step = plan.step(choice.algorithm, 0, nbytes, comm.size, choice)
     prepared = engine.launches.by_steps([step], message.source.shape, _DTYPE, _OP, nbytes)

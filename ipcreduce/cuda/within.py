@@ -1,4 +1,4 @@
-"""A context for a while, and no harm to captures: what may run in any thread runs within this."""
+"""A context for a while: what may run in any thread runs within one of these."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from . import driver
 
 
 @contextmanager
-def within(context: int) -> Iterator[None]:
-    """Makes ``context`` this thread's current one, in which it may wait, allocate and free while anybody captures.
-
-    As far as that works: at interpreter exit the context may be gone.
-    """
-    previous = None
+def using(context: int) -> Iterator[None]:
+    """Makes ``context`` this thread's current one. As far as that works: at interpreter exit it may be gone."""
+    previous = context
     with suppress(CudaError):
         previous = driver.current_context()
-        driver.set_context(context)
+        if previous != context:
+            driver.set_context(context)
     try:
-        with driver.relaxed():
-            yield
+        yield
     finally:
-        if previous is not None:
+        if previous != context:
             with suppress(CudaError):
                 driver.set_context(previous)
+
+
+@contextmanager
+def within(context: int) -> Iterator[None]:
+    """:func:`using` it, this thread may also wait, allocate and free while anybody captures, and harms no capture."""
+    with using(context), driver.relaxed():
+        yield

@@ -229,9 +229,9 @@ class Graph:
         :raises IpcReduceError: for the ranks' other calls, see :meth:`Communicator.allreduce`. An exception in a break
             passes unchanged; the other ranks get :class:`PeerFailedError`.
         """
-        comm, whole = self._comm, self._whole
-        simple = whole is not None and inputs is None and stream is None and current.graph is None
-        if simple and comm.launch_again(whole):  # type: ignore[arg-type]
+        comm = self._comm
+        plain = inputs is None and stream is None and current.graph is None
+        if plain and self._whole is not None and comm.launch_again(self._whole):
             return
         comm.check_usable()
         try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import surroundings
 from ..cuda import driver, graph, streams
-from ..cuda.within import within
+from ..cuda.within import using, within
 from ..errors import ArgumentError, CudaError
 from . import plan
 from .control import HEAD_BYTES, REFUSED, Page
@@ -107,7 +107,7 @@ class Engine:
         except CudaError as error:  # the first launch, if this thread has another context, or none
             if error.code not in driver.INVALID_CONTEXT or driver.current_context() == self.context:
                 raise
-            with within(self.context):
+            with using(self.context):
                 self._run(prepared, source, target, stream, recorder)
 
     def _run(self, prepared: Prepared, source: int, target: int, stream: int, recorder: Recorder | None) -> None:
@@ -152,13 +152,13 @@ class Engine:
     # ---- ends
     def quiesce(self) -> None:
         """Waits until no kernel of ours runs, on whatever stream: with the abort word up, ours end within 0.1 s."""
-        driver.set_context(self.context)
-        driver.synchronize()
+        with within(self.context):
+            driver.synchronize()
         self.order.forget()
 
     def reset(self) -> None:
         """After every rank's :meth:`quiesce`: empty slots, fresh epochs, no fault."""
-        with driver.relaxed():
+        with within(self.context):
             self.workspace.reset()
         self.page.clear()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from .. import surroundings
 from ..cuda import streams
-from ..cuda.within import within
+from ..cuda.within import using, within
 from ..errors import CaptureError, CudaError
 
 _RECORDED = -2  # in the place of a stream: the end of the last eager call is in an event
@@ -51,7 +51,7 @@ class CallOrder:
         :param owner: the object that ``stream`` is the handle of, if there is one.
         :raises CaptureError: if an eager call would have to follow one on a stream that is being captured now.
         """
-        with within(self._context):
+        with using(self._context):
             end = self._follow(stream, owner)
             self._open = True
             try:

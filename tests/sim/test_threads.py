@@ -12,7 +12,7 @@ pytestmark = pytest.mark.parametrize("ranks", [2, 3])
 
 def test_order_of_calls(hold: Hold, ranks: int) -> None:
     hold(ranks, "threads_after_a_fault", "per_thread_default_streams", "copied_out_on_a_raw_stream")
-    hold(ranks, "called_as_a_recording_ends")
+    hold(ranks, "called_as_a_recording_ends", "packets_under_way", "launches_that_fail")
     hold(ranks, "called_during_a_recording", "finaliser_within_a_call")
 
 
@@ -23,7 +23,7 @@ def test_what_is_given_back(hold: Hold, ranks: int) -> None:
 
 def test_another_device(hold: Hold, ranks: int) -> None:
     hold(ranks, "threads_with_another_device", "stream_of_another_device", "recordings_with_another_device")
-    hold(ranks, "memory_with_another_device", "default_streams_of_two_devices")
+    hold(ranks, "memory_with_another_device", "default_streams_of_two_devices", "faults_with_another_device")
 
 
 def test_captures(hold: Hold, ranks: int) -> None:

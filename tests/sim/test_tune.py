@@ -45,6 +45,10 @@ def test_odd_tables_are_right_too(mpirun: Run, tmp_path: Path, ranks: int) -> No
     (tmp_path / TABLE.format(ranks)).write_text(json.dumps({"version": 1, "choices": choices}))
     arguments = ("tests/gpu/sweep.py", "--cases", 25, "--largest", 50_000, "--seed", 5)
     assert f"25 cases, 100 calls on {ranks} ranks, all right" in mpirun("tests.sim", ranks, *arguments, env=env).stdout
+    quick = ("--largest", 128, "--replays", 2, "--mode", "eager", "--peers", "", "--json", tmp_path / "bench.json")
+    mpirun("tests.sim", ranks, "-m", "ipcreduce", "bench", "--smallest", 64, *quick, env=env)
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert [row["algorithm"] for row in rows] == ["two_shot", "one_shot"]
 
 
 def test_a_spoilt_table_is_not_used(mpirun: Run, tmp_path: Path) -> None:

@@ -78,7 +78,26 @@ def memory_with_another_device() -> None:
                 array = comm.empty(16)
             where = machine.block_at(array.data.ptr).gpu
             assert (array.data.device_id, where) == (OWN, machine.gpu(OWN).index), f"rank {RANK}: on GPU {where}"
+        with cupy.cuda.Device(OTHER):  # what is allocated says so by itself
+            assert comm.memory.allocator(512).device_id == OWN
         works(comm)
+
+
+def faults_with_another_device() -> None:
+    """The call that settles a fault leaves this thread's current GPU as it is."""
+    source, out = mine(), mine()
+    with Communicator(timeout=5) as comm:
+        works(comm)
+
+        def settle() -> None:
+            with raises(errors.ArgumentError, "op must be"):
+                comm.allreduce(source, "mode")
+            comm.allreduce(source, out=out)
+            assert cupy.cuda.Device().id == OTHER, f"rank {RANK}: GPU {cupy.cuda.Device().id} has become current"
+
+        in_threads(settle, device=OTHER)
+        comm.synchronize()
+        right(out)
 
 
 def default_streams_of_two_devices() -> None:
@@ -107,5 +126,5 @@ def default_streams_of_two_devices() -> None:
 
 SCENARIOS = [
     threads_with_another_device, stream_of_another_device, recordings_with_another_device, memory_with_another_device,
-    default_streams_of_two_devices,
+    default_streams_of_two_devices, faults_with_another_device,
 ]  # fmt: skip

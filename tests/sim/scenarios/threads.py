@@ -258,6 +258,47 @@ def given_back_while_a_step_waits() -> None:
         assert done == [True, "unmapped", "of another"], f"rank {RANK}: {done}"
 
 
+def packets_under_way() -> None:
+    """The abort word ends no wait for what comes within a moment: it may be about a later call than this one."""
+    stream, array = cupy.cuda.Stream(non_blocking=True), mine()
+    cupy.cuda.Device(OWN).synchronize()
+    with Communicator(timeout=20) as comm:
+        works(comm)
+        engine = comm._engine
+        WORLD.Barrier()
+        if RANK == 0:
+            streams.submit(stream.ptr, lambda: time.sleep(0.03))
+            engine.page.abort()
+        with stream:
+            result = cupy.zeros(1000, np.float32)
+            prepared = engine.launches.prepare(array.shape, array.dtype, "float32", "sum", array.nbytes)
+            engine.run(prepared, array.data.ptr, result.data.ptr, stream.ptr, stream)
+            right(result)
+        WORLD.Barrier()
+        engine.reset()
+        WORLD.Barrier()
+        works(comm)
+
+
+def launches_that_fail() -> None:
+    """While one is made, and after it has failed, the calls before it count as running until they are over."""
+    kept, raw = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+    with Communicator(timeout=20) as comm:
+        works(comm)
+        order = comm._engine.order
+        streams.submit(kept.ptr, lambda: time.sleep(0.2))
+        comm.allreduce(mine(), stream=kept)
+        with contextlib.suppress(KeyError), order.behind(raw.ptr, None):
+            assert not order.is_over()
+            raise KeyError
+        assert not order.is_over()
+        comm.synchronize()
+        with order.behind(raw.ptr, None):
+            assert not order.is_over()
+        comm.synchronize()
+        works(comm)
+
+
 def memory_is_short() -> None:
     """Memory of a closed graph that was put off, since the stream was busy, is there for the next recording."""
     stream, source = cupy.cuda.Stream(non_blocking=True), mine()
@@ -304,5 +345,5 @@ def unknown_is_no_end() -> None:
 SCENARIOS = [
     threads_after_a_fault, per_thread_default_streams, copied_out_on_a_raw_stream, called_as_a_recording_ends,
     called_during_a_recording, finaliser_within_a_call, given_back_in_several_threads, given_back_while_a_step_waits,
-    alone, memory_is_short, unknown_is_no_end,
+    alone, memory_is_short, unknown_is_no_end, packets_under_way, launches_that_fail,
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ipcreduce.bench import command, report
+from ipcreduce.bench import command, report, timing
 from ipcreduce.bench.limit import Limit
 
 
@@ -50,3 +50,12 @@ def test_plot(tmp_path: Path):
     path = tmp_path / "plot.png"
     report.plot(path, {"rows": [row(mode, nbytes) for mode in ("graph", "eager") for nbytes in (4, 1024)]})
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_times_are_those_of_the_slowest_rank():
+    class World:
+        def allgather(self, own: tuple[float, ...]) -> list[tuple[float, ...]]:
+            return [own, (0.5, 9.0, 10.0)]
+
+    times = timing.Times.of([4e-6, 1e-6, 3e-6, 2e-6, 99e-6], World())
+    assert (times.least, times.median, times.p99) == pytest.approx((1.0, 9.0, 99.0))

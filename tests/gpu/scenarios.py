@@ -37,16 +37,17 @@ def right(array: Any, factor: int = 1) -> None:
 
 def streams(comm: Any) -> None:
     """Calls on several streams are ordered; streams may be dropped right after; every form of stream= works."""
-    raw = cupy.cuda.Stream(non_blocking=True)
+    raw, ready = cupy.cuda.Stream(non_blocking=True), mine()
+    cupy.cuda.Device().synchronize()
     results = []
     for turn in range(30):
         stream = cupy.cuda.Stream(non_blocking=True)
         with stream:
             results.append((comm.allreduce(mine(200 + turn)), stream))
         if turn % 3 == 0:
-            results.append((comm.allreduce(mine(), stream=raw), raw))
+            results.append((comm.allreduce(ready, stream=raw), raw))
         if turn % 3 == 1:
-            results.append((comm.allreduce(mine(), stream=raw.ptr), raw))
+            results.append((comm.allreduce(ready, stream=raw.ptr), raw))
     comm.synchronize()
     for array, stream in results:
         stream.synchronize()
@@ -101,8 +102,9 @@ def destroyed_streams(comm: Any) -> None:
             with cupy.cuda.ExternalStream(stream.ptr):
                 comm.allreduce(array, out=out)
         else:
-            source, fork, join = cupy.zeros(1000, np.float32), main.record(), cupy.cuda.Event()
+            fork, join = cupy.cuda.Event(), cupy.cuda.Event()
             with main:
+                source = cupy.zeros(1000, np.float32)
                 main.begin_capture()
                 comm.allreduce(array, out=source)
                 fork.record(main)

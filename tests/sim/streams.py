@@ -14,8 +14,10 @@ import gc
 import itertools
 import os
 import queue
+import random
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +31,7 @@ from .machine import Context, Fault
 Work = Callable[[], Any]
 LEGACY, PER_THREAD = 1, 2  # and 0, which is LEGACY
 FAILED = 719
+LATE = float(os.environ.get("SIM_LATE", "0"))  # seconds, at most, by which each piece of work begins late
 
 _handles = itertools.count(0x51000000, 0x40)
 _streams: dict[int, Stream] = {}
@@ -64,6 +67,8 @@ class Stream:
             work, fences, done = item
             for fence in fences:
                 fence.wait()
+            if work is not None and LATE:
+                time.sleep(random.random() * LATE)
             try:
                 if work is not None and not self.context.error:
                     work()

@@ -80,7 +80,7 @@ def per_thread_default_streams() -> None:
 
 def copied_out_on_a_raw_stream() -> None:
     """synchronize() waits for all of a call on a stream that nobody keeps: also for the copy into a strided ``out``."""
-    stream, wide = cupy.cuda.Stream(non_blocking=True), cupy.zeros(2000, np.float32)
+    stream, array, wide = cupy.cuda.Stream(non_blocking=True), mine(), cupy.zeros(2000, np.float32)
     copy_into = arrays.copy_into
 
     def late(target: Any, value: Any, handle: int) -> None:
@@ -91,7 +91,7 @@ def copied_out_on_a_raw_stream() -> None:
         cupy.cuda.Device(OWN).synchronize()
         arrays.copy_into = late
         try:
-            comm.allreduce(mine(), out=wide[::2], stream=stream.ptr)
+            comm.allreduce(array, out=wide[::2], stream=stream.ptr)
         finally:
             arrays.copy_into = copy_into
         comm.synchronize()

@@ -14,6 +14,8 @@
 //   emptied by its reader, so the same rotation holds for it, also in blocks that have no column.
 #include <exchange.cuh>
 
+constexpr int kDepth = IPCREDUCE_DEPTH;
+
 KERNEL(direct, 512)(KERNEL_ARGS args) {
   if (args.trigger_early) trigger_dependents();
   await_predecessor();
@@ -21,30 +23,32 @@ KERNEL(direct, 512)(KERNEL_ARGS args) {
   const u64 half = (epoch & 1) * args.half_bytes;
 
   const u32 columns = divide_up((u32)divide_up(args.bytes, kPacketBytes), kRanks);
-  const u32 tiles = divide_up(columns, threads_in_grid());
+  const u32 columns_a_tile = kDepth * threads_in_grid(), tiles = divide_up(columns, columns_a_tile);
   const u64 row = row_bytes(columns), flag_row = row_bytes(blocks_in_grid());
   const u64 scatter = half, flags = half + kRanks * row, ours = args.peers[0];
   Wait wait;
 
-  const auto reduce = [&](u32 tile) {
-    const u32 column = tile * threads_in_grid() + thread_in_grid();
-    const bool active = column < columns;
-    if (active) {
-      const Packet result = fold_column(args, scatter, columns, column, wait);
+  const auto reduce = [&](u32 column) {
+    Packet results[kDepth];
+    fold_columns(results, args, scatter, columns, column, wait);
+#pragma unroll
+    for (int d = 0; d < kDepth; ++d) {
+      const bool active = nth(column, d) < columns;
 #pragma unroll
       for (int i = 0; i < kRanks; ++i)
-        if (i == 0 || wait.alive)
-          store_message<kElementBytes>(args.outs[i], (u64)kRank * columns + column, args.bytes, result);
+        if (active && (i == 0 || wait.alive))
+          store_message<kElementBytes>(args.outs[i], (u64)kRank * columns + nth(column, d), args.bytes, results[d]);
+      clear(ours + scatter, columns, nth(column, d), active, wait);
     }
-    clear(ours + scatter, columns, column, active, wait);
   };
 
-  push_chunks(args, scatter, columns, thread_in_grid());
+  u32 column = thread_in_grid();
+  push_chunks<kDepth>(args, scatter, columns, column);
   if (!args.trigger_early) trigger_dependents();
   advance_epochs(args, epoch);
-  for (u32 tile = 0; tile < tiles; ++tile) {
-    if (tile + 1 < tiles) push_chunks(args, scatter, columns, (tile + 1) * threads_in_grid() + thread_in_grid());
-    reduce(tile);
+  for (u32 tile = 0; tile < tiles; ++tile, column += columns_a_tile) {
+    if (tile + 1 < tiles) push_chunks<kDepth>(args, scatter, columns, column + columns_a_tile);
+    reduce(column);
   }
 
   // One thread speaks for its block: what the others have stored is behind the barrier. Not for a block of which a wait
@@ -63,11 +67,8 @@ KERNEL(direct, 512)(KERNEL_ARGS args) {
   if (!aborted(args)) return;
 
   // Some peer's results did not all come: nothing of theirs in this block's columns is to be trusted.
-  for (u32 tile = 0; tile < tiles; ++tile) {
-    const u32 column = tile * threads_in_grid() + thread_in_grid();
-    if (column < columns)
+  for (column = thread_in_grid(); column < columns; column += threads_in_grid())
 #pragma unroll
-      for (int i = 1; i < kRanks; ++i)
-        store_message<kElementBytes>(args.outs[0], (u64)source(i) * columns + column, args.bytes, poison());
-  }
+    for (int i = 1; i < kRanks; ++i)
+      store_message<kElementBytes>(args.outs[0], (u64)source(i) * columns + column, args.bytes, poison());
 }

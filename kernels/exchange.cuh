@@ -123,24 +123,35 @@ DEVICE void put(u64 row, u32 packets, u32 index, Packet p, bool active) {
   if (active) store_packet_sys(row + (u64)kPacketBytes * index, p);
 }
 
-// Waits for packet `index` of the row of every other rank; rows lie row_bytes(packets) apart from `rows` on, by rank.
-// All loads of a turn are issued before the first is tested. v[kRank] is left alone. If the wait ends without data,
-// wait.alive is false and v is not to be used.
-DEVICE void get(Packet (&v)[kMaxRanks], const Args& args, u64 rows, u32 packets, u32 index, Wait& wait) {
-  const u64 stride = row_bytes(packets), at = rows + (u64)kPacketBytes * index;
-  Packet escape[kMaxRanks];
+// What a thread takes at a time: packets index, index + threads_in_grid(), ... of a row, those that exist.
+DEVICE u32 nth(u32 index, int d) { return index + d * threads_in_grid(); }
+
+// Waits for kDepth packets of the row of every other rank, v[d][rank]; rows lie row_bytes(packets) apart from `rows` on,
+// by rank. All loads of a turn are issued before the first is tested. v[d][kRank] is left alone. If the wait ends without
+// data, wait.alive is false and v is not to be used.
+template <int kDepth>
+DEVICE void get(Packet (&v)[kDepth][kMaxRanks], const Args& args, u64 rows, u32 packets, u32 index, Wait& wait) {
+  const u64 stride = row_bytes(packets);
+  Packet escape[kDepth][kMaxRanks];
   while (wait.alive) {
 #pragma unroll
-    for (int i = 1; i < kRanks; ++i) v[source(i)] = load_packet_sys(at + source(i) * stride);
-    if constexpr (!kFloat) {
+    for (int d = 0; d < kDepth; ++d)
+      if (nth(index, d) < packets) {
 #pragma unroll
-      for (int i = 1; i < kRanks; ++i)
-        escape[source(i)] = load_packet_sys(escape_at(rows + source(i) * stride, packets, index));
-    }
+        for (int i = 1; i < kRanks; ++i) {
+          const u64 row = rows + source(i) * stride;
+          v[d][source(i)] = load_packet_sys(row + (u64)kPacketBytes * nth(index, d));
+          if (!kFloat) escape[d][source(i)] = load_packet_sys(escape_at(row, packets, nth(index, d)));
+        }
+      }
     u32 missing = 0;
 #pragma unroll
-    for (int i = 1; i < kRanks; ++i)
-      if (!arrived(v[source(i)]) || (!kFloat && !arrived(escape[source(i)]))) missing |= 1u << source(i);
+    for (int d = 0; d < kDepth; ++d)
+      if (nth(index, d) < packets) {
+#pragma unroll
+        for (int i = 1; i < kRanks; ++i)
+          if (!arrived(v[d][source(i)]) || (!kFloat && !arrived(escape[d][source(i)]))) missing |= 1u << source(i);
+      }
     if (!missing) {
       wait.started = 0;  // the deadline is for a single wait
       break;
@@ -149,11 +160,16 @@ DEVICE void get(Packet (&v)[kMaxRanks], const Args& args, u64 rows, u32 packets,
   }
   if (!kFloat && wait.alive) {
 #pragma unroll
-    for (int i = 1; i < kRanks; ++i) {
-      const int s = source(i);
-      if (escape[s].word[0] >> (index % 32) & 1) v[s].word[3] = kEmpty;
-      if (!kWholePackets && (escape[s].word[2] >> (index % 32) & 1)) v[s].word[1] = kEmpty;
-    }
+    for (int d = 0; d < kDepth; ++d)
+      if (nth(index, d) < packets) {
+#pragma unroll
+        for (int i = 1; i < kRanks; ++i) {
+          const Packet &mark = escape[d][source(i)];
+          const u32 bit = nth(index, d) % 32;
+          if (mark.word[0] >> bit & 1) v[d][source(i)].word[3] = kEmpty;
+          if (!kWholePackets && (mark.word[2] >> bit & 1)) v[d][source(i)].word[1] = kEmpty;
+        }
+      }
   }
 }
 
@@ -175,23 +191,36 @@ DEVICE void clear(u64 rows, u32 packets, u32 index, bool active, const Wait& wai
 DEVICE Packet poison() { return {{kEmpty, kEmpty, kEmpty, kEmpty}}; }
 
 // ---- the first hop of two_shot.cu and direct.cu: rank r's chunk is packets r * columns, ... of the message
-DEVICE void push_chunks(const Args& args, u64 rows, u32 columns, u32 column) {
-  const bool active = column < columns;
-  Packet chunk[kMaxRanks] = {};
+template <int kDepth> DEVICE void push_chunks(const Args& args, u64 rows, u32 columns, u32 column) {
+  Packet chunk[kDepth][kMaxRanks] = {};
 #pragma unroll
-  for (int i = 1; i < kRanks; ++i)
-    if (active) chunk[i] = load_message<kElementBytes>(args.in, (u64)source(i) * columns + column, args.bytes);
+  for (int d = 0; d < kDepth; ++d)
+    if (nth(column, d) < columns) {
 #pragma unroll
-  for (int i = 1; i < kRanks; ++i)
-    put(args.peers[i] + rows + kRank * row_bytes(columns), columns, column, canonical(chunk[i]), active);
+      for (int i = 1; i < kRanks; ++i)
+        chunk[d][i] = load_message<kElementBytes>(args.in, (u64)source(i) * columns + nth(column, d), args.bytes);
+    }
+#pragma unroll
+  for (int d = 0; d < kDepth; ++d)
+#pragma unroll
+    for (int i = 1; i < kRanks; ++i)
+      put(args.peers[i] + rows + kRank * row_bytes(columns), columns, nth(column, d), canonical(chunk[d][i]),
+          nth(column, d) < columns);
 }
 
-// The fold of a column of our own chunk, once the peers' packets are there; poison if the wait ended without them.
-DEVICE Packet fold_column(const Args& args, u64 rows, u32 columns, u32 column, Wait& wait) {
-  Packet v[kMaxRanks];
-  v[kRank] = canonical(load_message<kElementBytes>(args.in, (u64)kRank * columns + column, args.bytes));
+// The folds of columns of our own chunk, once the peers' packets are there; poison if the wait ended without them.
+template <int kDepth>
+DEVICE void fold_columns(Packet (&results)[kDepth], const Args& args, u64 rows, u32 columns, u32 column, Wait& wait) {
+  Packet v[kDepth][kMaxRanks];
+#pragma unroll
+  for (int d = 0; d < kDepth; ++d)
+    if (nth(column, d) < columns)
+      v[d][kRank] =
+          canonical(load_message<kElementBytes>(args.in, (u64)kRank * columns + nth(column, d), args.bytes));
   get(v, args, args.peers[0] + rows, columns, column, wait);
-  return wait.alive ? fold(v) : poison();
+#pragma unroll
+  for (int d = 0; d < kDepth; ++d)
+    results[d] = wait.alive && nth(column, d) < columns ? fold(v[d]) : poison();
 }
 
 // ---- flags (direct.cu)

@@ -30,12 +30,12 @@ KERNEL(one_shot, 1024)(KERNEL_ARGS args) {
   const u32 index = thread_in_grid();
   const bool active = index < packets;
 
-  Packet v[kMaxRanks];
-  v[kRank] = {};
-  if (active) v[kRank] = canonical(load_message<kElementBytes>(args.in, index, args.bytes));
+  Packet v[1][kMaxRanks];
+  v[0][kRank] = {};
+  if (active) v[0][kRank] = canonical(load_message<kElementBytes>(args.in, index, args.bytes));
 #pragma unroll
   for (int i = 1; i < kRanks; ++i)
-    put(args.peers[i] + half + kRank * row_bytes(packets), packets, index, v[kRank], active);
+    put(args.peers[i] + half + kRank * row_bytes(packets), packets, index, v[0][kRank], active);
 
   if (!args.trigger_early) trigger_dependents();
   advance_epochs(args, epoch);
@@ -44,7 +44,7 @@ KERNEL(one_shot, 1024)(KERNEL_ARGS args) {
   Wait wait;
   if (active) {
     get(v, args, rows, packets, index, wait);
-    const Packet result = wait.alive ? fold(v) : poison();
+    const Packet result = wait.alive ? fold(v[0]) : poison();
     store_message<kElementBytes>(args.out, index, args.bytes, result);
   }
   clear(rows, packets, index, active, wait);

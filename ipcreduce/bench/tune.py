@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from .. import surroundings
@@ -22,6 +23,8 @@ _SMALLEST, _DTYPE, _OP = 1 << 10, "float16", "sum"
 _GAIN = 0.02  # a choice changes only for more than this: times vary by about as much
 _BLOCKS = {"one_shot": (32, 64, 96, 128, 256, 512, 1024), "two_shot": (32, 64, 128, 256, 512)}
 _GRIDS = (132, 264, plan.EPOCH_SLOTS)
+_DEPTHS = (1, 2, 4)
+_TRIGGER_BYTES = 64 << 10  # beyond, an early trigger has never been slower
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +44,8 @@ def main(options: argparse.Namespace) -> None:
             for choice in table:
                 print(
                     f"up to {report.size_text(choice.up_to):>7}: {choice.algorithm}, blocks of {choice.block}, at most "
-                    f"{choice.blocks} of them, trigger {'early' if choice.trigger_early else 'late'}"
+                    f"{choice.blocks} of them, {choice.depth} packets a thread, trigger "
+                    f"{'early' if choice.trigger_early else 'late'}"
                 )
             if not options.dry_run:
                 gpu = comm.require_engine("tune").device.name
@@ -75,21 +79,21 @@ def _candidates(nbytes: int, comm: Communicator, before: list[plan.Choice]) -> I
     """What could be quickest: each kernel that is not far from its range, with every block and grid that differs."""
     n, half = comm.size, comm.require_engine("tune").workspace.half_bytes
     usual = plan.make_plan(nbytes, n, half)[0].algorithm
-    seen = set()
+    triggers = (False, True) if nbytes <= _TRIGGER_BYTES else (True,)
+    found: dict[tuple[Any, ...], plan.Choice] = {}  # by what differs at this size
     for algorithm, blocks in _BLOCKS.items():
-        if algorithm != usual and not _near(nbytes, n, half):
+        if (algorithm != usual and not _near(nbytes, n, half)) or len(plan.make_plan(nbytes, n, half, algorithm)) > 1:
             continue
-        threads = -(-nbytes // plan.PACKET_BYTES // (1 if algorithm == "one_shot" else n))
-        for block in blocks:
-            for grid in _GRIDS if algorithm == "two_shot" else (plan.EPOCH_SLOTS,):
-                needed = -(-threads // block)
-                if algorithm == "one_shot" and needed > plan.EPOCH_SLOTS:
-                    continue
-                for early in (False, True):
-                    shape = algorithm, block, min(needed, grid), early
-                    if shape not in seen and len(plan.make_plan(nbytes, n, half, algorithm)) == 1:
-                        seen.add(shape)
-                        yield plan.Choice(nbytes, algorithm, block, grid, early)
+        packets = -(-nbytes // plan.PACKET_BYTES)
+        threads, grids = (packets, _GRIDS[-1:]) if algorithm == "one_shot" else (-(-packets // n), _GRIDS)
+        for block, grid, early in product(blocks, grids, triggers):
+            needed = -(-threads // block)
+            if algorithm == "one_shot" and needed > grid:
+                continue
+            for depth in _DEPTHS if needed > grid else (1,):  # only a loop has more to take
+                choice = plan.Choice(nbytes, algorithm, block, grid, depth, early)
+                found.setdefault((algorithm, block, min(needed, grid), depth, early), choice)
+    yield from found.values()
     for choice in before:
         if plan.step(choice.algorithm, 0, nbytes, n, choice).block == choice.block:  # its grid can hold this, too
             yield replace(choice, up_to=nbytes)

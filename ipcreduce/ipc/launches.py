@@ -48,7 +48,7 @@ class Launches:
         self.table: plan.Table = ()  # until the ranks have agreed on one
         self._workspace, self._control, self._capability, self._timeout = workspace, control, capability, timeout
         self._modules: list[int] = []
-        self._functions: dict[tuple[str, str, str], int] = {}
+        self._functions: dict[tuple[str, str, str, int], int] = {}
         self._prepared: dict[tuple[Any, ...], Prepared] = {}
 
     def find(self, shape: tuple[int, ...], dtype: np.dtype[Any], op: str) -> Prepared | None:
@@ -77,7 +77,7 @@ class Launches:
         args = self._arguments(plan.code_offset(dtype, op))
         args[_BYTES], args[_TRIGGER] = step.nbytes, step.trigger_early
         programmatic = self._capability >= (9, 0)
-        function = self._function(step.algorithm, dtype, op)
+        function = self._function(step.algorithm, dtype, op, step.depth)
         return driver.Launch(function, step.grid, step.block, args, programmatic=programmatic), args.data
 
     def direct(self, step: plan.Step, dtype: str, op: str, source: int, outputs: list[int]) -> driver.Launch:
@@ -95,14 +95,15 @@ class Launches:
         args[_TIMEOUT] = int(self._timeout * 1e9)
         return args
 
-    def _function(self, kernel: str, dtype: str, op: str) -> int:
-        key = (kernel, dtype, op)
+    def _function(self, kernel: str, dtype: str, op: str, depth: int = 1) -> int:
+        key = (kernel, dtype, op, depth)
         if key not in self._functions:
             macros = {
                 "IPCREDUCE_RANKS": str(self._workspace.n),
                 "IPCREDUCE_RANK": str(self._workspace.rank),
                 "IPCREDUCE_DTYPE": dtype,
                 "IPCREDUCE_OP": op,
+                "IPCREDUCE_DEPTH": str(depth),
                 "IPCREDUCE_WHOLE_PACKETS": str(int(self.whole_packets)),
             }
             cubin = compiler.compile_kernel(kernel, macros, self._capability)

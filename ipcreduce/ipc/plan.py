@@ -23,11 +23,13 @@ KB, MB = 1 << 10, 1 << 20
 
 # Up to here one hop of (n-1) S bytes beats two of 2 (n-1)/n S. For n above 4 not measured: the traffic grows with n.
 _ONE_SHOT_BYTES = {1: 0, 2: 8 * MB, 3: 192 * KB, 4: 192 * KB, 5: 128 * KB, 6: 96 * KB, 7: 64 * KB, 8: 64 * KB}
+_DIRECT_BYTES = 16 * MB  # from here on direct launches beat staged ones: 5 % at 16 MB, 2 to 6 % above (4 H200)
 _LAUNCH_BYTES = 1 << 30  # at most: the kernels count packets and bytes of one launch in 32 bits
 _TRIGGER_LATE_BYTES = 4 * KB  # up to here the next kernel comes in only after our sends: it would delay them
 
 
 MOST_CHOICES = 24  # in a table
+_BOUNDS = {"one_shot": (1024, (1,)), "two_shot": (512, (1, 2, 4))}  # of a choice: threads a block, depths
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Choice:
     algorithm: str
     block: int  # threads
     blocks: int  # at most
+    depth: int
     trigger_early: bool
 
 
@@ -48,8 +51,9 @@ def checked_table(choices: Iterable[Choice]) -> Table:
     """:raises ValueError: if a kernel cannot run so."""
     table = tuple(choices)
     for choice in table:
-        threads = {"one_shot": 1024, "two_shot": 512}.get(choice.algorithm, 0)
-        if not (0 < choice.block <= threads and choice.block % 32 == 0 and 0 < choice.blocks <= EPOCH_SLOTS):
+        threads, depths = _BOUNDS.get(choice.algorithm, (0, ()))
+        shaped = 0 < choice.block <= threads and choice.block % 32 == 0 and 0 < choice.blocks <= EPOCH_SLOTS
+        if not shaped or choice.depth not in depths:
             raise ValueError(f"no kernel runs by {choice}")
     sizes = [choice.up_to for choice in table]
     if len(table) > MOST_CHOICES or sizes != sorted({*sizes}):
@@ -66,6 +70,7 @@ class Step:
     nbytes: int
     grid: int
     block: int
+    depth: int  # packets that a thread takes at a time
     trigger_early: bool
 
 
@@ -121,12 +126,11 @@ def make_plan(nbytes: int, n: int, half_bytes: int, forced: str | None = None, t
 def direct(step: Step, n: int, forced: str | None) -> Step | None:
     """The direct launch that takes a staged one's place where the peers have mapped its output; None for none.
 
-    Only when it is forced: with these kernels it brought 0.5 % at 64 MB over 2 H200, and nothing below.
+    For large messages, unless ``forced`` says otherwise.
     """
-    if forced != "direct":
+    if forced != "direct" and (forced or step.nbytes < _DIRECT_BYTES):
         return None
-    grid, block = _two_shot_shape(-(-step.nbytes // PACKET_BYTES // n))
-    return Step("direct", step.offset, step.nbytes, grid, block, True)
+    return Step("direct", step.offset, step.nbytes, *_direct_shape(-(-step.nbytes // PACKET_BYTES // n), n), True)
 
 
 def _segment_bytes(algorithm: str, n: int, half_bytes: int) -> int:
@@ -153,16 +157,13 @@ def step(algorithm: str, offset: int, nbytes: int, n: int, choice: Choice | None
         grid = -(-threads // choice.block)
         if algorithm == "two_shot" or grid <= EPOCH_SLOTS:
             grid = min(grid, choice.blocks) if algorithm == "two_shot" else grid
-            return Step(algorithm, offset, nbytes, grid, choice.block, choice.trigger_early)
-    if algorithm == "one_shot":
-        grid, block = _one_shot_shape(packets)
-    else:
-        grid, block = _two_shot_shape(-(-packets // n))
-    return Step(algorithm, offset, nbytes, grid, block, nbytes > _TRIGGER_LATE_BYTES)
+            return Step(algorithm, offset, nbytes, grid, choice.block, choice.depth, choice.trigger_early)
+    shape = _one_shot_shape(packets) if algorithm == "one_shot" else _two_shot_shape(-(-packets // n))
+    return Step(algorithm, offset, nbytes, *shape, nbytes > _TRIGGER_LATE_BYTES)
 
 
-def _one_shot_shape(packets: int) -> tuple[int, int]:
-    """(grid, block): a thread a packet, spread over the multiprocessors as soon as there is enough."""
+def _one_shot_shape(packets: int) -> tuple[int, int, int]:
+    """(grid, block, depth): a thread a packet, spread over the multiprocessors as soon as there is enough."""
     if packets <= 256:
         block = 128
     elif packets <= 512:
@@ -171,12 +172,19 @@ def _one_shot_shape(packets: int) -> tuple[int, int]:
         block = 32 * -(-packets // (128 * 32))
     else:
         block = 512 if packets <= EPOCH_SLOTS * 512 else 1024
-    return -(-packets // block), block
+    return -(-packets // block), block, 1
 
 
-def _two_shot_shape(columns: int) -> tuple[int, int]:
-    """(grid, block): a thread a column up to 2 MB (n=4), then a loop over tiles on two blocks a multiprocessor."""
-    if columns <= 32 * KB:
-        block = 32 if columns <= 4 * KB else 64 if columns <= 16 * KB else 256
-        return -(-columns // block), block
-    return min(264, -(-columns // 256)), 256
+def _two_shot_shape(columns: int) -> tuple[int, int, int]:
+    """(grid, block, depth): a thread a column up to 8 MB (n=4), then tiles of two, on two blocks a multiprocessor."""
+    if columns <= 128 * KB:
+        block = 32 if columns <= 4 * KB else 64 if columns <= 16 * KB else 256 if columns <= 64 * KB else 512
+        return -(-columns // block), block, 1
+    return 264, 256, 2
+
+
+def _direct_shape(columns: int, n: int) -> tuple[int, int, int]:
+    """(grid, block, depth): tiles of as many columns a thread as leave two blocks' registers to a multiprocessor."""
+    depth = 4 if n == 2 else 2 if n <= 4 else 1
+    grid, block = (132, 256) if columns <= 256 * KB else (264, 512)
+    return min(grid, -(-columns // block)), block, depth

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from typing import Any
+from unittest import mock
 
 import cupy
 import numpy as np
@@ -14,6 +15,7 @@ from ipcreduce import (
     Communicator,
     Graph,
 )
+from ipcreduce.ipc import plan
 from tests.graphs import options
 from tests.graphs.common import (
     RANK,
@@ -80,8 +82,12 @@ def algorithms(comm: Any) -> None:
     counts = (1, 9, 1000, 9001)
     sources = [cupy.asarray(np.random.default_rng([RANK, n]).standard_normal(n).astype(np.float32)) for n in counts]
     found = []
-    for algorithm in (None, "one_shot", "two_shot", "direct"):
-        with Communicator(algorithm=algorithm) as forced:
+    for algorithm in (None, "one_shot", "two_shot", "direct", "by size"):
+        by_size = algorithm == "by size"
+        with (
+            mock.patch.object(plan, "_DIRECT_BYTES", 4000 if by_size else plan._DIRECT_BYTES),
+            Communicator(algorithm=None if by_size else algorithm) as forced,
+        ):
             graph = Graph(forced)
             with forced.capture():
                 with graph.record():
@@ -93,7 +99,9 @@ def algorithms(comm: Any) -> None:
                     array.fill(-1)
                 graph.replay()
                 found.append([array.get().tobytes() for array in results])
-            assert (graph.state == "registered") == (algorithm == "direct" and SIZE > 1), graph.state
+            direct = 0 if SIZE == 1 else {"direct": 4, "by size": 2}.get(str(algorithm), 0)
+            assert graph.state == ("registered" if direct else "staged"), graph.state
+            assert graph.describe().count(" direct") == direct, graph.describe()
             graph.close()
     for count, values in zip(counts, found[0], strict=True):
         draws = [np.random.default_rng([rank, count]).standard_normal(count) for rank in range(SIZE)]

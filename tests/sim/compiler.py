@@ -79,14 +79,17 @@ def build_kernel(
     op: str,
     *,
     whole: bool = True,
+    depth: int = 1,
     tsan: bool = False,
     directory: Path | None = None,
     **where: Path,
 ) -> Path:
     """The shared object of one kernel; it needs the functions of the runtime. ``where``: other sources, see gxx."""
-    macros = {"DTYPE": dtype, "OP": op, "WHOLE_PACKETS": str(int(whole))}
+    macros = {"DTYPE": dtype, "OP": op, "WHOLE_PACKETS": str(int(whole)), "DEPTH": str(depth)}
     flags = ["-shared", *(TSAN if tsan else ()), *(f"-DIPCREDUCE_{key}={value}" for key, value in macros.items())]
-    target = "-".join([name, dtype, op, "whole" if whole else "halves", *(["tsan"] if tsan else [])]) + ".so"
+    target = (
+        "-".join([name, dtype, op, "whole" if whole else "halves", str(depth), *(["tsan"] if tsan else [])]) + ".so"
+    )
     kernels = where.get("kernels", KERNELS)
     return gxx((directory or builds_directory()) / target, ["-xc++", kernels / f"{name}.cu"], *flags, **where)
 
@@ -101,7 +104,8 @@ def compile_kernel(name: str, macros: dict[str, str], capability: tuple[int, int
     given = {key.removeprefix("IPCREDUCE_"): value for key, value in macros.items()}
     rank, ranks = int(given.pop("RANK")), int(given.pop("RANKS"))
     dtype, op, whole = given.pop("DTYPE"), given.pop("OP"), bool(int(given.pop("WHOLE_PACKETS")))
+    depth = int(given.pop("DEPTH"))
     if given:
         raise IpcReduceError(f"{name}.cu: the simulated compiler does not know {given}")
-    path = build_kernel(name, dtype, op, whole=whole)
+    path = build_kernel(name, dtype, op, whole=whole, depth=depth)
     return json.dumps({"path": str(path), "kernel": name, "rank": rank, "ranks": ranks}).encode()

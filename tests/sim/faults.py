@@ -119,10 +119,26 @@ FAULTS = [
     Fault(
         "a grid too small: part of the output is not written",
         "two_shot.cu",
-        "tiles = divide_up(columns, threads_in_grid());",
+        "tiles = divide_up(columns, columns_a_tile);",
         "tiles = 1;",
         ("value",),
         [TWO_SHOT],
+    ),
+    Fault(
+        "only the first of a thread's columns is waited for",
+        "exchange.cuh",
+        "          if (!arrived(v[d]",
+        "          if (d == 0 && !arrived(v[d]",
+        ("value",),
+        [Library("two_shot", "float32", depth=2)],
+    ),
+    Fault(
+        "a tile takes one column a thread where it has two",
+        "two_shot.cu",
+        "column += columns_a_tile",
+        "column += threads_in_grid()",
+        ("value", "timeout", "not at rest"),
+        [Library("two_shot", "float32", depth=2)],
     ),
     Fault(
         "what is sent is not canonical",
@@ -164,7 +180,7 @@ FAULTS = [
     Fault(
         "escaped integers are not put back",
         "exchange.cuh",
-        "if (escape[s].word[0] >> (index % 32) & 1) v[s].word[3] = kEmpty;",
+        "if (mark.word[0] >> bit & 1) v[d][source(i)].word[3] = kEmpty;",
         "",
         ("value",),
         [ONE_SHOT_INT, TWO_SHOT_INT],
@@ -190,8 +206,8 @@ FAULTS = [
     Fault(
         "what did not come is not poisoned",
         "one_shot.cu",
-        "wait.alive ? fold(v) : poison()",
-        "fold(v)",
+        "wait.alive ? fold(v[0]) : poison()",
+        "fold(v[0])",
         ("value",),
         [ONE_SHOT],
         "absent",

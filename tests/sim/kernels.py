@@ -32,6 +32,7 @@ class Library(NamedTuple):
     kernel: str
     dtype: str
     whole: bool = True
+    depth: int = 1
 
 
 class Sources(NamedTuple):
@@ -90,6 +91,7 @@ def run(
             library.dtype,
             "sum",
             whole=library.whole,
+            depth=library.depth,
             tsan=tsan,
             directory=sources.builds,
             kernels=sources.kernels,

@@ -10,6 +10,7 @@ from tests.sim import faults, kernels
 from tests.sim.kernels import Library
 
 WHOLE = [Library(kernel, dtype) for kernel in ("one_shot", "two_shot") for dtype in kernels.DTYPES]
+WHOLE += [Library("two_shot", dtype, depth=depth) for dtype in ("float32", "int8") for depth in (2, 4)]
 HALVES = [library._replace(whole=False) for library in WHOLE]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,7 @@ def check_step(step: plan.Step, n: int, half: int) -> None:
     assert 1 <= step.grid <= plan.EPOCH_SLOTS
     assert step.block % 32 == 0
     assert 32 <= step.block <= launch_bound(step.algorithm)
+    assert step.depth in ((1,) if step.algorithm == "one_shot" else (1, 2, 4))
     packets = -(-step.nbytes // 16)
     if step.algorithm == "one_shot":  # a thread a packet
         work = packets
@@ -116,6 +118,21 @@ def test_one_shot_for_small_two_shot_for_large(n: int):
     assert 64 * KB <= 1 << last <= 128 * KB if largest is None else 1 << last == largest
 
 
+def test_direct_for_large_messages_or_where_it_is_forced():
+    half = workspace.half_bytes(256 * MB)
+    for n in range(2, 9):
+        for nbytes, force, direct in [
+            (16 * MB, None, True), (100 * MB + 6, None, True), (16 * MB - 1, None, False), (3, None, False),
+            (3, "direct", True), (MB + 1, "direct", True), (64 * MB, "two_shot", False),
+        ]:  # fmt: skip
+            for staged in plan.make_plan(nbytes, n, half, force):
+                step = plan.direct(staged, n, force)
+                assert (step is not None) == direct, (n, nbytes, force)
+                if step is not None:
+                    assert (step.algorithm, step.offset, step.nbytes) == ("direct", staged.offset, staged.nbytes)
+                    check_step(step, n, half)
+
+
 def test_crossings_are_exact():
     half = workspace.half_bytes(256 * MB)
     for n, crossing in {2: 8 * MB, 4: 192 * KB, 8: 64 * KB}.items():
@@ -162,8 +179,10 @@ choices = st.builds(
     algorithm=st.sampled_from(["one_shot", "two_shot"]),
     block=st.integers(1, 16).map(lambda warps: 32 * warps),
     blocks=st.integers(1, plan.EPOCH_SLOTS),
+    depth=st.just(1),
     trigger_early=st.booleans(),
 )
+choices |= st.builds(replace, choices, algorithm=st.just("two_shot"), depth=st.sampled_from([2, 4]))
 tables = st.lists(choices, max_size=6, unique_by=lambda choice: choice.up_to).map(
     lambda found: plan.checked_table(sorted(found, key=lambda choice: choice.up_to))
 )
@@ -187,24 +206,27 @@ def test_any_table_gives_launches_that_run(nbytes: int, n: int, half: int, table
 
 def test_a_table_decides():
     half = workspace.half_bytes(256 * MB)
-    small, large = plan.Choice(1000, "two_shot", 64, 3, True), plan.Choice(5000, "one_shot", 96, 512, False)
+    small, large = plan.Choice(1000, "two_shot", 64, 3, 1, True), plan.Choice(5000, "one_shot", 96, 512, 1, False)
     table = plan.checked_table([small, large])
-    assert plan.make_plan(1000, 2, half, None, table) == (plan.Step("two_shot", 0, 1000, 1, 64, True),)
-    assert plan.make_plan(1001, 2, half, None, table) == (plan.Step("one_shot", 0, 1001, 1, 96, False),)
-    assert plan.make_plan(16 * 960, 2, half, None, table) == (plan.Step("one_shot", 0, 16 * 960, 10, 96, False),)
+    assert plan.make_plan(1000, 2, half, None, table) == (plan.Step("two_shot", 0, 1000, 1, 64, 1, True),)
+    assert plan.make_plan(1001, 2, half, None, table) == (plan.Step("one_shot", 0, 1001, 1, 96, 1, False),)
+    assert plan.make_plan(16 * 960, 2, half, None, table) == (plan.Step("one_shot", 0, 16 * 960, 10, 96, 1, False),)
     assert plan.make_plan(2 * 16 * 640, 2, half, None, table[:1])[0].grid == 3  # at most, in a loop
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        plan.Choice(1000, "direct", 64, 3, True),
-        plan.Choice(1000, "one_shot", 0, 3, True),
-        plan.Choice(1000, "one_shot", 1056, 3, True),
-        plan.Choice(1000, "two_shot", 544, 3, True),
-        plan.Choice(1000, "two_shot", 33, 3, True),
-        plan.Choice(1000, "two_shot", 64, 513, True),
-        plan.Choice(1000, "two_shot", 64, 0, True),
+        plan.Choice(1000, "direct", 64, 3, 1, True),
+        plan.Choice(1000, "one_shot", 0, 3, 1, True),
+        plan.Choice(1000, "one_shot", 1056, 3, 1, True),
+        plan.Choice(1000, "two_shot", 544, 3, 1, True),
+        plan.Choice(1000, "two_shot", 33, 3, 1, True),
+        plan.Choice(1000, "two_shot", 64, 513, 1, True),
+        plan.Choice(1000, "two_shot", 64, 0, 1, True),
+        plan.Choice(1000, "two_shot", 64, 3, 3, True),
+        plan.Choice(1000, "two_shot", 64, 3, 0, True),
+        plan.Choice(1000, "one_shot", 64, 3, 2, True),
     ],
 )
 def test_a_choice_that_no_kernel_runs_by_is_refused(wrong: plan.Choice):
@@ -213,10 +235,10 @@ def test_a_choice_that_no_kernel_runs_by_is_refused(wrong: plan.Choice):
 
 
 def test_tables_are_in_order_and_short():
-    choice = plan.Choice(1000, "two_shot", 64, 3, True)
+    choice = plan.Choice(1000, "two_shot", 64, 3, 1, True)
     with pytest.raises(ValueError, match="choices by size"):
         plan.checked_table([choice, choice])
-    many = [plan.Choice(size, "two_shot", 64, 3, True) for size in range(1, plan.MOST_CHOICES + 2)]
+    many = [plan.Choice(size, "two_shot", 64, 3, 1, True) for size in range(1, plan.MOST_CHOICES + 2)]
     assert plan.checked_table(many[:-1])
     with pytest.raises(ValueError, match="up to 24 choices"):
         plan.checked_table(many)

@@ -10,7 +10,7 @@ import pytest
 from ipcreduce.ipc import plan, tuning
 
 TABLE = plan.checked_table([
-    plan.Choice(1536, "one_shot", 96, 512, False), plan.Choice(1 << 33, "two_shot", 512, 264, True),
+    plan.Choice(1536, "one_shot", 96, 512, 1, False), plan.Choice(1 << 33, "two_shot", 512, 264, 4, True),
 ])  # fmt: skip
 GPU = "NVIDIA H200"
 
@@ -39,7 +39,7 @@ def test_of_another_version():
     assert tuning.load(GPU, 4) == ()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"version": 1, "choices": [{"up_to": 4}]}', None])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"version": 2, "choices": [{"up_to": 4}]}', None])
 def test_not_usable(text: str | None):
     path = tuning.save(GPU, 4, TABLE)
     if text is None:
@@ -50,7 +50,7 @@ def test_not_usable(text: str | None):
 
 
 @pytest.mark.parametrize("table", [(), TABLE, tuple(
-    plan.Choice(size, "two_shot", 64, 3, True) for size in range(1, plan.MOST_CHOICES + 1)
+    plan.Choice(size, "two_shot", 64, 3, 1, True) for size in range(1, plan.MOST_CHOICES + 1)
 )])  # fmt: skip
 def test_sent_and_received(table: plan.Table):
     assert tuning.received(tuning.message(table)[0]) == table

@@ -84,15 +84,12 @@ def _measure(comm: Communicator, modes: list[str], options: argparse.Namespace) 
     ours = contenders.Ours(comm)
     dtype = next(one for one, name in DTYPES.items() if name == options.dtype)
     work = sizes(max(options.smallest, dtype.itemsize), options.largest, options.between)
-    rows, launches = [], comm.require_engine("bench").launches
+    rows = []
     with surroundings.load().cuda.Stream(non_blocking=True):
         limit = Limit.measure(comm, mpi, options.replays)
         for nbytes in track(work, "sizes", disable=comm.rank != 0, transient=True):
-            message = Message(nbytes, dtype, comm.rank, comm.size)
+            message = Message(nbytes, dtype, comm)
             _check(ours, message, comm)
-            prepared = launches.find(message.source.shape, message.source.dtype, "sum")
-            assert prepared is not None
-            algorithm = prepared.launches[0][-1].algorithm
             usable = [peer for peer in peers if _check(peer, message, comm)]
             for mode in modes:
                 found, host = _time(ours, message, mode, nbytes, options.replays, mpi)
@@ -100,13 +97,15 @@ def _measure(comm: Communicator, modes: list[str], options: argparse.Namespace) 
                     "ranks": comm.size, "bytes": nbytes, "dtype": options.dtype, "op": "sum", "mode": mode,
                     "ours_us": found.median, "ours_min_us": found.least, "ours_p99_us": found.p99,
                     "host_us": host and host.median, "bus_GBps": report.bus_gbps(nbytes, found.median, comm.size),
-                    "algorithm": algorithm, "limit_us": limit.microseconds(nbytes),
+                    "algorithm": ours.algorithm(mode, message.source), "limit_us": limit.microseconds(nbytes),
                     "peers_us": {
                         peer.name: _time(peer, message, mode, nbytes, options.replays, mpi)[0].median
                         for peer in usable
                     },
                 })  # fmt: skip
     comm.synchronize()
+    for one in (ours, *peers):
+        one.close()
     return {
         **report.header(["-m", "ipcreduce", *sys.argv[1:]]),
         "limit": {"barrier_us": limit.barrier_us, "push_GBps": limit.push_gbps},

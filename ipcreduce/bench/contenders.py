@@ -13,6 +13,7 @@ from typing import Any
 
 from .. import surroundings
 from ..communicator import Communicator
+from ..graphs.graph import Graph
 from . import timing
 
 _NCCL_TYPES = {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9, "int8": 0, "int32": 2, "int64": 4, "uint8": 1}
@@ -35,17 +36,41 @@ class Contender(ABC):
     def collect(self) -> None:  # noqa: B027
         """Puts the result of a call into ``target``, for those that leave it elsewhere. Not timed."""
 
+    def close(self) -> None:  # noqa: B027
+        """Gives back what it holds. Collective."""
+
 
 class Ours(Contender):
-    """ipcreduce."""
+    """ipcreduce, in graphs of its own: where ``target`` is of ``comm.empty``, large calls become direct."""
 
     name = "ours"
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
+        self._graph: Graph | None = None
 
     def prepare(self, source: Any, target: Any) -> Callable[[], Any]:
         return lambda: self._comm.allreduce(source, out=target)
+
+    def captured(self, call: Callable[[], Any], calls: int) -> Callable[[], None]:
+        self.close()
+        graph = self._graph = Graph(self._comm)
+        with graph.record():
+            for _ in range(calls):
+                call()
+        return graph.replay
+
+    def algorithm(self, mode: str, source: Any) -> str:
+        """The kernel that the last call of this mode took."""
+        if mode == "graph" and self._graph is not None:
+            return str(self._graph.segments[0].calls[0]).rpartition(" by ")[2]
+        prepared = self._comm.require_engine("bench").launches.find(source.shape, source.dtype, "sum")
+        assert prepared is not None
+        return prepared.launches[0][-1].algorithm
+
+    def close(self) -> None:
+        if self._graph is not None:
+            self._graph.close()
 
 
 class CupyNccl(Contender):
@@ -74,7 +99,7 @@ class _Torch(Contender):
 
         self._torch = torch
         torch.cuda.set_device(surroundings.current_device())
-        if not torch.distributed.is_initialized():
+        if not torch.distributed.is_initialized():  # by the first of these classes, for all
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 address = mpi.bcast(f"tcp://127.0.0.1:{probe.getsockname()[1]}")
@@ -100,6 +125,11 @@ class _Torch(Contender):
                 graph.replay()
 
         return launch
+
+    def close(self) -> None:
+        if self._torch.distributed.is_initialized():
+            self._torch.cuda.synchronize()
+            self._torch.distributed.destroy_process_group()
 
     def _here(self, call: Callable[[], Any]) -> Callable[[], Any]:
         torch, stream = self._torch, self._torch.cuda.ExternalStream(surroundings.stream_of()[0])
@@ -136,13 +166,16 @@ class TorchSymmetric(_Torch):
         self._shots, self._symmetric = shots, symmetric
         self._group = self._torch.distributed.group.WORLD.group_name
         self._collect: Callable[[], Any] = lambda: None
+        self._buffer: Any = None  # of the last size: getting one is collective and slow
 
     def prepare(self, source: Any, target: Any) -> Callable[[], Any] | None:
         given = self._tensor(source)
         if given.dtype not in (self._torch.bfloat16, self._torch.float32) or source.nbytes % 16:
             return None
-        buffer = self._symmetric.empty(given.shape, dtype=given.dtype, device=given.device)
-        self._symmetric.rendezvous(buffer, self._group)
+        if self._buffer is None or (self._buffer.shape, self._buffer.dtype) != (given.shape, given.dtype):
+            self._buffer = self._symmetric.empty(given.shape, dtype=given.dtype, device=given.device)
+            self._symmetric.rendezvous(self._buffer, self._group)
+        buffer = self._buffer
         buffer.copy_(given)
         ops, output = self._torch.ops.symm_mem, self._tensor(target)
         if self._shots == "one_shot":
@@ -153,6 +186,10 @@ class TorchSymmetric(_Torch):
     def collect(self) -> None:
         if self._shots == "two_shot":
             self._collect()
+
+    def close(self) -> None:
+        self._buffer = None
+        super().close()
 
 
 PEERS: dict[str, Callable[[Any], Contender]] = {

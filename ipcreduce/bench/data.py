@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from .. import surroundings
+from ..communicator import Communicator
 
 _MOST = 1 << 16  # elements that are drawn; longer messages repeat them
 _LARGEST = 8  # in magnitude: the sum over 8 ranks is exact in every dtype
@@ -15,13 +16,17 @@ _LARGEST = 8  # in magnitude: the sum over 8 ranks is exact in every dtype
 class Message:
     """``source`` and ``target`` of one size, on this rank."""
 
-    def __init__(self, nbytes: int, dtype: np.dtype[Any], rank: int, ranks: int) -> None:
-        self._count, self._dtype, self._rank, self._ranks = max(1, nbytes // dtype.itemsize), dtype, rank, ranks
+    def __init__(self, nbytes: int, dtype: np.dtype[Any], comm: Communicator) -> None:
+        self._count, self._dtype, self._rank, self._ranks = (
+            max(1, nbytes // dtype.itemsize),
+            dtype,
+            comm.rank,
+            comm.size,
+        )
         self._period = self._count
         while self._period > _MOST:
             self._period = -(-self._period // 2)
-        cupy = surroundings.load()
-        self.source, self.target = cupy.empty(self._count, dtype), cupy.empty(self._count, dtype)
+        self.source, self.target = surroundings.load().empty(self._count, dtype), comm.empty(self._count, dtype)
         self._turn = 0
 
     def renew(self) -> None:

@@ -251,7 +251,7 @@ def captures() -> None:
 
 def kernels() -> None:
     """A world of one, so that nothing is exchanged: what comes out is what went in."""
-    macros = {"RANKS": "1", "RANK": "0", "DTYPE": "float32", "OP": "sum", "WHOLE_PACKETS": "1"}
+    macros = {"RANKS": "1", "RANK": "0", "DTYPE": "float32", "OP": "sum", "DEPTH": "1", "WHOLE_PACKETS": "1"}
     cubin = compiler.compile_kernel("one_shot", {f"IPCREDUCE_{key}": value for key, value in macros.items()}, (9, 0))
     assert code(driver.load_module, b"\x7fELF") == 200
     module = driver.load_module(cubin)

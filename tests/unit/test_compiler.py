@@ -26,12 +26,15 @@ KERNELS = sorted(path.stem for path in (machine.ROOT / "kernels").glob("*.cu"))
 ARCHITECTURES = [(8, 0), (9, 0), (10, 0), (12, 0)]
 
 
-def macros(dtype: str = "float32", op: str = "sum", *, n: int = 2, rank: int = 0, whole: int = 1) -> dict[str, str]:
+def macros(
+    dtype: str = "float32", op: str = "sum", *, n: int = 2, rank: int = 0, whole: int = 1, depth: int = 1
+) -> dict[str, str]:
     return {
         "IPCREDUCE_RANKS": str(n),
         "IPCREDUCE_RANK": str(rank),
         "IPCREDUCE_DTYPE": dtype,
         "IPCREDUCE_OP": op,
+        "IPCREDUCE_DEPTH": str(depth),
         "IPCREDUCE_WHOLE_PACKETS": str(whole),
     }
 
@@ -76,13 +79,13 @@ def fresh_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pat
 # ---- kernels
 @pytest.mark.parametrize("capability", ARCHITECTURES, ids="sm_{0[0]}{0[1]}".format)
 def test_every_kernel_compiles(capability: tuple[int, int]):
-    """Each dtype and each op with each kernel, in turn with the ranks and worlds."""
+    """Each dtype and each op with each kernel, in turn with the ranks, worlds and depths."""
     turn = ARCHITECTURES.index(capability)
     for kernel in KERNELS:
         for index, dtype in enumerate(DTYPE_NAMES if kernel != "verify" else ["int32"]):
             n = 1 + (index + turn) % 8
             op = OPS[(index + turn) % len(OPS)] if kernel != "verify" else "sum"
-            given = macros(dtype, op, n=max(2, n), rank=n // 2, whole=index % 2)
+            given = macros(dtype, op, n=max(2, n), rank=n // 2, whole=index % 2, depth=(1, 2, 4)[index % 3])
             cubin = compiler.compile_kernel(kernel, given, capability)
             assert cubin.startswith(b"\x7fELF")
             assert f".text.{kernel}\0".encode() in cubin, "no such kernel in the binary"

@@ -55,3 +55,12 @@ def test_nothing_of_ours_is_timed_that_is_wrong(mpirun: Run, tmp_path: Path) -> 
     output = mpirun("tests.sim", 2, "tests/sim/bench_worker.py", tmp_path / "kept.json", "ours", env=SMALL).stdout
     for rank in range(2):
         assert f"{rank}: the sum of 64 bytes is wrong; nothing was timed" in output
+
+
+def test_figures(mpirun: Run, tmp_path: Path) -> None:
+    kept = tmp_path / "figures.json"
+    wanted = ("--only", "dtypes,shapes,eager,block", "--largest", "16K", "--replays", 2, "--json", kept)
+    mpirun("tests.sim", 2, "-m", "benchmarks.figures", *wanted, env=SMALL)
+    rows = json.loads(kept.read_text())["rows"]
+    assert {"sum of float64", "max of uint8", "ragged", "in place"} <= {row["what"] for row in rows}
+    assert all(row["ratio"] == row["us"] / row["base_us"] > 0 for row in rows)

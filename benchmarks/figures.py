@@ -1,0 +1,269 @@
+"""Ratios that ``python -m ipcreduce bench`` does not show, each of two times of one run.
+
+    mpirun -n 4 python -m benchmarks.figures --json FILE [--only dtypes,shapes,...] [--largest BYTES]
+
+dtypes and ops against bfloat16 sum; ragged, misaligned and in-place against plain messages; the longest messages
+against the wire; eager calls against a bare launch; a transformer's block with and without programmatic launch; what
+the ends of waits cost; start-up. Prints "what, bytes: us, ratio (wanted: at most ...)"; times are the slowest rank's
+medians. Results are not checked here: tests/gpu does that, and bench before it times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import cupy
+import ml_dtypes
+import numpy as np
+from mpi4py import MPI
+
+import ipcreduce
+from ipcreduce import surroundings
+from ipcreduce.bench import command, contenders, report, timing
+from ipcreduce.bench.limit import Limit
+from ipcreduce.cuda import compiler
+from ipcreduce.ipc import launches as launching
+from ipcreduce.numerics import DTYPES, OPS
+
+WORLD = MPI.COMM_WORLD
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+SIZES = [1 << 10, 64 << 10, 256 << 10, 1 << 20, 16 << 20]
+HIDDEN = 8192  # of the transformer's block, bfloat16
+Call = Callable[[], Any]
+
+
+class Run:
+    """What the measurements share."""
+
+    def __init__(self, comm: ipcreduce.Communicator, options: argparse.Namespace) -> None:
+        self.comm, self.replays, self.largest = comm, options.replays, options.largest
+        self.engine = comm.require_engine("figures")
+        self.rows: list[dict[str, Any]] = []
+
+    def sizes(self) -> list[int]:
+        return [nbytes for nbytes in SIZES if nbytes <= self.largest]
+
+    def in_graph(self, call: Call, nbytes: int) -> float:
+        """Microseconds of a call in a graph of many."""
+        call()
+        surroundings.load().cuda.get_current_stream().synchronize()
+        calls = max(4, min(200, (64 << 20) // max(1, nbytes)))
+        return timing.in_graph(timing.captured(call, calls), calls, self.replays, WORLD).median
+
+    def keep(self, what: str, nbytes: int, us: float, base: float, wanted: float) -> None:
+        row = {"what": what, "bytes": nbytes, "us": us, "base_us": base, "ratio": us / base, "wanted": wanted}
+        self.rows.append(row)
+        if self.comm.rank == 0:
+            late = "" if us <= base * wanted else "   MORE"
+            print(f"{what}, {nbytes}: {us:.2f}, {us / base:.3f} (wanted: at most {wanted}){late}", flush=True)
+
+
+def arrays_of(nbytes: int, dtype: np.dtype[Any] = BFLOAT16, spare: int = 0) -> tuple[Any, Any]:
+    count = max(1, nbytes // dtype.itemsize) + spare
+    return cupy.full(count, 1, dtype), cupy.full(count, 1, dtype)
+
+
+def dtypes(run: Run) -> None:
+    """Floats within 1.05 of bfloat16 sum (float64 1.1), integers within 1.4."""
+    for nbytes in run.sizes():
+        source, target = arrays_of(nbytes)
+        base = run.in_graph(functools.partial(run.comm.allreduce, source, out=target), nbytes)
+        for dtype, name in DTYPES.items():
+            for op in OPS if name in ("bfloat16", "float32", "int32") else ("sum", "max"):
+                source, target = arrays_of(nbytes, dtype)
+                us = run.in_graph(functools.partial(run.comm.allreduce, source, op, out=target), nbytes)
+                wanted = 1.4 if dtype.kind in "iu" else 1.1 if name == "float64" else 1.05
+                run.keep(f"{op} of {name}", nbytes, us, base, wanted)
+
+
+def shapes(run: Run) -> None:
+    """Ragged within 1.1, misaligned by one element within 1.5, in place within 3 % of plain messages."""
+    for nbytes in run.sizes():
+        source, target = arrays_of(nbytes, spare=8)
+        count = nbytes // 2
+        plain, off = slice(count), slice(1, count + 1)
+        cases = [
+            ("plain", source[plain], target[plain], 1.0),
+            ("ragged", source[: count - 1], target[: count - 1], 1.1),
+            ("misaligned", source[off], target[off], 1.5),
+            ("misaligned input", source[off], target[plain], 1.5),
+            ("in place", source[plain], source[plain], 1.03),
+        ]
+        times = [run.in_graph(functools.partial(run.comm.allreduce, a, out=b), nbytes) for _, a, b, _ in cases]
+        for (what, _, _, wanted), us in zip(cases, times, strict=True):
+            run.keep(what, nbytes, us, times[0], wanted)
+
+
+def long(run: Run) -> None:
+    """512 MB and 1 GiB within 1.1 of the wire's time, in a registered graph and staged."""
+    limit = Limit.measure(run.comm, WORLD, run.replays)
+    for nbytes in (512 << 20, 1 << 30):
+        if nbytes > run.largest:
+            continue
+        source, target = arrays_of(nbytes)[0], run.comm.empty(nbytes // 2, BFLOAT16)
+        call = functools.partial(run.comm.allreduce, source, out=target)
+        wire = limit.microseconds(nbytes) - limit.barrier_us
+        run.keep("staged", nbytes, run.in_graph(call, nbytes), wire, 1.1)
+        ours = contenders.Ours(run.comm)
+        replay = ours.captured(call, 4)
+        us = timing.in_graph(replay, 4, run.replays, WORLD).median
+        run.keep(ours.algorithm("graph", source), nbytes, us, wire, 1.1)
+        ours.close()
+
+
+def eager(run: Run) -> None:
+    """Host time of a cached call within a bare launch + 1 us; end to end at most 5 us. And a replay: + 1 us."""
+    source, target = arrays_of(1024)
+    call = functools.partial(run.comm.allreduce, source, out=target)
+    call()
+    run.comm.synchronize()
+    prepared = run.engine.launches.find(source.shape, source.dtype, "sum")
+    assert prepared is not None
+    launch, stream = prepared.launches[0][0], surroundings.stream_of()[0]
+    bare = timing.eagerly(lambda: launch.run(stream), 100, run.replays, WORLD)[1].median
+    ends, host = timing.eagerly(call, 100, run.replays, WORLD)
+    run.keep("eager call, host (bare launch + 1)", 1024, host.median, bare + 1, 1.0)
+    run.keep("eager call, end to end (5 us)", 1024, ends.median, 5.0, 1.0)
+    graph = ipcreduce.Graph(run.comm)
+    with graph.record():
+        call()
+    executable = graph.segments[0].executable
+    assert executable is not None
+    bare = timing.eagerly(lambda: executable.launch(stream), 50, run.replays, WORLD)[1].median
+    host = timing.eagerly(graph.replay, 50, run.replays, WORLD)[1]
+    run.keep("replay, host (bare launch + 1)", 1024, host.median, bare + 1, 1.0)
+    graph.close()
+
+
+def block(run: Run) -> None:
+    """Three all-reduces between ordinary kernels: no slower than with programmatic launch off; NCCL beside it."""
+    found, _ = contenders.find(["nccl"], WORLD)
+    nccl = found[0] if found else None
+    for batch in (1, 2, 4, 8, 16, 32, 64):
+        nbytes = batch * HIDDEN * 2
+        if nbytes > run.largest:
+            continue
+        source, target = arrays_of(nbytes)
+
+        run.comm.allreduce(source, out=target)
+        run.comm.synchronize()
+        on = run.in_graph(functools.partial(three, source, launch_of(run, source, target)), nbytes)
+        with plain_launches():
+            off = run.in_graph(functools.partial(three, source, launch_of(run, source, target)), nbytes)
+        run.keep("block, programmatic against plain", nbytes, on, off, 1.0)
+        call = nccl.prepare(source, target) if nccl else None
+        if call is not None:
+            run.keep(
+                "block against NCCL", nbytes, on, run.in_graph(functools.partial(three, source, call), nbytes), 1.0
+            )
+
+
+def three(array: Any, call: Call) -> None:
+    """A block: ordinary kernels that write what is reduced next."""
+    for _ in range(3):
+        array.fill(1)
+        call()
+
+
+def launch_of(run: Run, source: Any, target: Any) -> Call:
+    """A call that has been made before, prepared anew."""
+    launches, (stream, owner) = run.engine.launches, surroundings.stream_of()
+    planned = launches.find(source.shape, source.dtype, "sum")
+    assert planned is not None
+    steps = [step for _, _, step in planned.launches]
+    prepared = launches.by_steps(steps, source.shape, "bfloat16", "sum", source.nbytes)
+    return lambda: run.engine.run(prepared, source.data.ptr, target.data.ptr, stream, owner)
+
+
+@contextmanager
+def plain_launches() -> Iterator[None]:
+    """Launches made within are not programmatic."""
+    made = launching.driver.Launch
+
+    def plain(*arguments: Any, programmatic: bool = False) -> Any:
+        return made(*arguments)
+
+    with mock.patch.object(launching.driver, "Launch", plain):
+        yield
+
+
+def ends_of_waits(run: Run) -> None:
+    """The abort word and the deadline within 1 % of the same kernels without."""
+    for nbytes in run.sizes():
+        source, target = arrays_of(nbytes)
+        call = functools.partial(run.comm.allreduce, source, out=target)
+        with_ends = run.in_graph(call, nbytes)
+        with endless_waits(run):
+            run.keep("waits that end", nbytes, with_ends, run.in_graph(call, nbytes), 1.01)
+
+
+@contextmanager
+def endless_waits(run: Run) -> Iterator[None]:
+    """Kernels that are compiled within look at neither the clock nor the abort word."""
+    launches = run.engine.launches
+    with tempfile.TemporaryDirectory() as directory:
+        sources = Path(directory, "kernels")
+        shutil.copytree(compiler.kernel_directory(), sources)
+        header = sources / "exchange.cuh"
+        text = header.read_text()
+        assert text.count("wait.spin(args, missing);") == 2
+        header.write_text(text.replace("wait.spin(args, missing);", "relax();"))
+        kept = launches._functions, launches._prepared
+        launches._functions, launches._prepared = {}, {}
+        compiler._headers_digest.cache_clear()
+        try:
+            with mock.patch.object(compiler, "kernel_directory", return_value=sources):
+                yield
+        finally:
+            launches._functions, launches._prepared = kept
+            compiler._headers_digest.cache_clear()
+
+
+PARTS = {part.__name__: part for part in (dtypes, shapes, long, eager, block, ends_of_waits)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, by name")
+    parser.add_argument("--largest", type=command.size, default=1 << 30)
+    parser.add_argument("--replays", type=int, default=15)
+    options = parser.parse_args()
+    cupy.cuda.Device(WORLD.rank % cupy.cuda.runtime.getDeviceCount()).use()
+    warm = cupy.full(512, 1, BFLOAT16)
+    cupy.cuda.get_current_stream().synchronize()
+    WORLD.Barrier()
+    started = time.perf_counter()
+    with ipcreduce.Communicator() as comm:
+        made = time.perf_counter() - started
+        comm.allreduce(warm, out=warm)
+        comm.synchronize()
+        first = time.perf_counter() - started - made
+        run = Run(comm, options)
+        cold = max(WORLD.allgather(made + first))
+        if comm.rank == 0:
+            print(
+                f"start-up {made:.2f} s, first call {first * 1e3:.1f} ms; slowest rank, both {cold:.2f} s", flush=True
+            )
+        with cupy.cuda.Stream(non_blocking=True):
+            for name in options.only.split(","):
+                PARTS[name](run)
+        comm.synchronize()
+        if comm.rank == 0 and options.json:
+            startup = {"communicator_s": made, "first_call_s": first, "slowest_s": cold}
+            result = {**report.header(["-m", "benchmarks.figures", *sys.argv[1:]]), "ranks": comm.size}
+            report.write_json(options.json, {**result, "startup": startup, "rows": run.rows})
+
+
+if __name__ == "__main__":
+    main()

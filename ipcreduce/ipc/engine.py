@@ -146,7 +146,7 @@ class Engine:
     def recording_stream(self) -> int:
         """The one stream of all recordings: graphs' pools keep their memory apart by stream."""
         if not self._recording_stream:
-            self._recording_stream = streams.create_stream()
+            self._recording_stream = self.order.own_stream = streams.create_stream()
         return self._recording_stream
 
     # ---- ends

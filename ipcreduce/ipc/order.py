@@ -35,6 +35,8 @@ class CallOrder:
         self._eager: int | None = None  # the stream of the last eager call, or _RECORDED
         self._owner: Any = None  # keeps it
         self._capture = 0  # the id of the last captured call's capture
+        self._captured_on: tuple[int, Any] = (-1, None)  # its stream, if something keeps that, and what
+        self.own_stream = -1  # one that lives as long as this object
         self._events: list[int] = []
         try:
             while len(self._events) < 3:
@@ -70,10 +72,13 @@ class CallOrder:
         capture = streams.capture_id(stream)
         if capture:
             if capture == self._capture:
-                streams.wait_event(stream, self._captured_end)
+                if stream != self._captured_on[0]:  # there the edge would be a second one, around what lies between
+                    streams.wait_event(stream, self._captured_end)
             elif self.fast != -1 and streams.capture_id(self.fast) == capture:
                 self.chain(self.fast, stream)  # it began to capture since, and its calls took the quick way
             self._capture, self.fast = capture, -1
+            kept = stream == self.own_stream or surroundings.keeps(owner, stream)
+            self._captured_on = (stream, owner) if kept else (-1, None)
             return self._captured_end
         if self._eager == _RECORDED:
             streams.wait_event(stream, self._end)

@@ -9,7 +9,8 @@ import cupy
 import numpy as np
 
 from ipcreduce import Communicator, Graph, errors
-from tests.sim.scenarios.common import LAST, RANK, WORLD, error_of, fault, mine, raises, right, works
+from tests.sim import driver_streams
+from tests.sim.scenarios.common import LAST, RANK, SIZE, WORLD, error_of, fault, mine, raises, right, works
 
 
 def captured_after_a_fault() -> None:
@@ -52,6 +53,33 @@ def captured_after_a_fault() -> None:
                 right(target, factor)
             source.fill(RANK + 1)
     comm.close()
+
+
+def chains_stay_chains() -> None:
+    """All-reduces between kernels on one stream add no edge around those: what is a chain stays one."""
+    stream, source, target = cupy.cuda.Stream(non_blocking=True), mine(), cupy.zeros(1000, np.float32)
+
+    def body(comm: Communicator) -> None:
+        nonlocal source
+        for _ in range(3):
+            source += 1
+            comm.allreduce(source, out=target)
+
+    with Communicator(timeout=20) as comm, Graph(comm) as graph:
+        body(comm)
+        cupy.cuda.Device().synchronize()
+        with graph.record():
+            body(comm)
+        with stream:
+            stream.begin_capture()
+            body(comm)
+            captured = stream.end_capture()
+        for nodes in (driver_streams.graphs[graph.segments[0].graph], captured.nodes):
+            assert [len(node.after) for node in nodes] == [0, *[1] * 5]
+        cupy.cuda.Device().synchronize()
+        captured.launch(stream)
+        stream.synchronize()
+        right(target - 9 * SIZE)
 
 
 def fault_within_a_recording() -> None:
@@ -165,5 +193,5 @@ def eager_call_behind_a_capture() -> None:
 
 SCENARIOS = [
     captured_after_a_fault, fault_within_a_recording, fault_beside_a_recording, graph_dropped_within_a_capture,
-    eager_call_behind_a_capture,
+    eager_call_behind_a_capture, chains_stay_chains,
 ]  # fmt: skip

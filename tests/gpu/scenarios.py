@@ -89,6 +89,24 @@ def foreign_capture(comm: Any) -> None:
         comm.synchronize()
 
 
+def programmatic_edges(comm: Any) -> None:
+    """All-reduces in a row keep, in graphs, the edges that let each come in before the one before it has ended."""
+    if SIMULATED or int(cupy.cuda.Device().compute_capability) < 90:
+        return
+    from cuda.bindings import driver
+
+    array = mine()
+    with ipcreduce.Graph(comm) as graph:
+        with graph.record():
+            for _ in range(5):
+                comm.allreduce(array, out=array)
+        handle = driver.CUgraph(graph.segments[0].graph)
+        code, *_, count = driver.cuGraphGetEdges(handle)
+        assert (int(code), count) == (0, 4)
+        kinds = [int(edge.type) for edge in driver.cuGraphGetEdges(handle, count)[3]]
+        assert kinds == [int(driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC)] * 4, kinds
+
+
 def destroyed_streams(comm: Any) -> None:
     """The driver crashes on the handle of a stream that is gone: raw handles, forked captures, then a fault."""
     main, array, out = cupy.cuda.Stream(non_blocking=True), mine(), cupy.zeros(1000, np.float32)
@@ -346,8 +364,8 @@ def refused(comm: Any, call: Callable[[], Any], words: str) -> None:
 
 
 SCENARIOS = [
-    streams, foreign_capture, destroyed_streams, captured_meanwhile, threads, interfaces, torch_capture,
-    communicators, host_arrays, late_and_recover, refused_right_behind, abort_is_quick, epoch_wrap,
+    streams, foreign_capture, programmatic_edges, destroyed_streams, captured_meanwhile, threads, interfaces,
+    torch_capture, communicators, host_arrays, late_and_recover, refused_right_behind, abort_is_quick, epoch_wrap,
 ]  # fmt: skip
 
 

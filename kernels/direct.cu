@@ -5,7 +5,8 @@
 //
 // * Entry. I write column p of my chunk into a peer's output only after that peer's column p came, which its kernel sent
 //   after everything before it in its stream: so nothing there still uses the output. In place is safe too: the peer read
-//   what I overwrite, its column p of my chunk, in order to send it.
+//   what I overwrite, its column p of my chunk, in order to send it. (The packet is seen by a relaxed load, and my stores
+//   depend on it; an acquire between them would cost as much as the exit's fence, for every packet.)
 //
 // * Exit. The results are plain stores, so a flag guards them: after a block's stores, a barrier and a system fence, one
 //   packet a peer into that peer's row of flags, at the block's number; and a kernel ends only when the flag of the same
@@ -16,9 +17,10 @@
 
 constexpr int kDepth = IPCREDUCE_DEPTH;
 
-KERNEL(direct, 512)(KERNEL_ARGS args) {
+KERNEL(direct, 512, 2)(KERNEL_ARGS args) {
   if (args.trigger_early) trigger_dependents();
   await_predecessor();
+  Wait wait(args);
   const u32 epoch = read_epoch(args);
   const u64 half = (epoch & 1) * args.half_bytes;
 
@@ -26,7 +28,6 @@ KERNEL(direct, 512)(KERNEL_ARGS args) {
   const u32 columns_a_tile = kDepth * threads_in_grid(), tiles = divide_up(columns, columns_a_tile);
   const u64 row = row_bytes(columns), flag_row = row_bytes(blocks_in_grid());
   const u64 scatter = half, flags = half + kRanks * row, ours = args.peers[0];
-  Wait wait;
 
   const auto reduce = [&](u32 column) {
     Packet results[kDepth];
@@ -43,11 +44,11 @@ KERNEL(direct, 512)(KERNEL_ARGS args) {
   };
 
   u32 column = thread_in_grid();
-  push_chunks<kDepth>(args, scatter, columns, column);
+  push_chunks<kDepth>(args, scatter, columns, column, wait);
   if (!args.trigger_early) trigger_dependents();
   advance_epochs(args, epoch);
   for (u32 tile = 0; tile < tiles; ++tile, column += columns_a_tile) {
-    if (tile + 1 < tiles) push_chunks<kDepth>(args, scatter, columns, column + columns_a_tile);
+    if (tile + 1 < tiles) push_chunks<kDepth>(args, scatter, columns, column + columns_a_tile, wait);
     reduce(column);
   }
 

@@ -75,9 +75,13 @@ DEVICE bool aborted(const Args& args) { return load_word_gpu(args.epochs + 4 * k
 
 // A thread's waits. By value in registers: only the cold function above may see memory.
 struct Wait {
-  u64 started = 0;    // of the present wait; 0 before its first check
+  u64 started = 0;  // of the present wait; 0 before its first check
   u32 spins = 0;
-  bool alive = true;  // false: give up here and in every later wait of this thread
+  bool alive;       // false: give up here and in every later wait of this thread
+
+  // Kernels that are queued behind one that gave up send nothing: a slower rank may still be in that operation, and two
+  // operations later their packets would come into the same half.
+  DEVICE explicit Wait(const Args& args) : alive(!aborted(args)) {}
 
   DEVICE void spin(const Args& args, u32 missing) {
     relax();
@@ -191,7 +195,8 @@ DEVICE void clear(u64 rows, u32 packets, u32 index, bool active, const Wait& wai
 DEVICE Packet poison() { return {{kEmpty, kEmpty, kEmpty, kEmpty}}; }
 
 // ---- the first hop of two_shot.cu and direct.cu: rank r's chunk is packets r * columns, ... of the message
-template <int kDepth> DEVICE void push_chunks(const Args& args, u64 rows, u32 columns, u32 column) {
+template <int kDepth>
+DEVICE void push_chunks(const Args& args, u64 rows, u32 columns, u32 column, const Wait& wait) {
   Packet chunk[kDepth][kMaxRanks] = {};
 #pragma unroll
   for (int d = 0; d < kDepth; ++d)
@@ -205,7 +210,7 @@ template <int kDepth> DEVICE void push_chunks(const Args& args, u64 rows, u32 co
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
       put(args.peers[i] + rows + kRank * row_bytes(columns), columns, nth(column, d), canonical(chunk[d][i]),
-          nth(column, d) < columns);
+          nth(column, d) < columns && wait.alive);
 }
 
 // The folds of columns of our own chunk, once the peers' packets are there; poison if the wait ended without them.

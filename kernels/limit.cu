@@ -6,14 +6,15 @@
 // with args.bytes == 0, are the barrier.
 #include <exchange.cuh>
 
-KERNEL(limit, 1024)(KERNEL_ARGS args) {
+KERNEL(limit, 1024, 1)(KERNEL_ARGS args) {
   if (args.trigger_early) trigger_dependents();
   await_predecessor();
+  Wait wait(args);
   const u32 epoch = read_epoch(args);
   const u64 half = (epoch & 1) * args.half_bytes, row = row_bytes(1);
   const bool first = thread_in_grid() == 0;
 
-  if (first)
+  if (first && wait.alive)
 #pragma unroll
     for (int i = 1; i < kRanks; ++i) store_packet_sys(args.peers[i] + half + kRank * row, {{0, 0, 0, 0}});
   const u32 packets = (u32)(args.bytes / kPacketBytes);
@@ -24,6 +25,5 @@ KERNEL(limit, 1024)(KERNEL_ARGS args) {
 
   if (!args.trigger_early) trigger_dependents();
   advance_epochs(args, epoch);
-  Wait wait;
   if (first) get_flags(args, args.peers[0] + half, row, 0, wait);
 }

@@ -20,9 +20,10 @@
 // * Progress. Block b waits for the peers' blocks b only, after it has sent all its own packets.
 #include <exchange.cuh>
 
-KERNEL(one_shot, 1024)(KERNEL_ARGS args) {
+KERNEL(one_shot, 1024, 1)(KERNEL_ARGS args) {
   if (args.trigger_early) trigger_dependents();
   await_predecessor();
+  Wait wait(args);
   const u32 epoch = read_epoch(args);
   const u64 half = (epoch & 1) * args.half_bytes;
 
@@ -35,13 +36,12 @@ KERNEL(one_shot, 1024)(KERNEL_ARGS args) {
   if (active) v[0][kRank] = canonical(load_message<kElementBytes>(args.in, index, args.bytes));
 #pragma unroll
   for (int i = 1; i < kRanks; ++i)
-    put(args.peers[i] + half + kRank * row_bytes(packets), packets, index, v[0][kRank], active);
+    put(args.peers[i] + half + kRank * row_bytes(packets), packets, index, v[0][kRank], active && wait.alive);
 
   if (!args.trigger_early) trigger_dependents();
   advance_epochs(args, epoch);
 
   const u64 rows = args.peers[0] + half;
-  Wait wait;
   if (active) {
     get(v, args, rows, packets, index, wait);
     const Packet result = wait.alive ? fold(v[0]) : poison();

@@ -14,7 +14,9 @@ constexpr int kRanks = IPCREDUCE_RANKS;
 constexpr int kRank = IPCREDUCE_RANK;
 constexpr int kMaxRanks = IPCREDUCE_RANKS;  // array bound; the stand-in has kRanks at run time
 
-#define KERNEL(name, max_threads) extern "C" __global__ void __launch_bounds__(max_threads) name
+// At most so many threads a block; and registers are kept few enough for so many of such blocks a multiprocessor, which
+// is what the plan counts on for grids that are resident at once.
+#define KERNEL(name, max_threads, blocks) extern "C" __global__ void __launch_bounds__(max_threads, blocks) name
 #define KERNEL_ARGS const __grid_constant__ Args
 #define DEVICE __device__ __forceinline__
 #define DEVICE_COLD __device__ __noinline__

@@ -3,9 +3,9 @@
 //
 // Thread p owns column p of every chunk, from the first load to the last store, so the hops need no barrier between
 // them, and in place is safe. Columns beyond the threads of the grid are further tiles of the same threads: tile t+1
-// is sent before tile t is folded, and tile t-1 is gathered after, so the links never idle while a thread waits. Local
-// stores come after a tile's last poll, where nobody waits for them. A thread takes kDepth columns of a tile: one where
-// a message has no more than the grid, several where the links are to be kept full by few threads.
+// is sent before tile t is folded, and tile t-1 is gathered after, so the links never idle while a thread waits. A tile's
+// local stores come after its last poll: in a single tile, nobody waits for them there. A thread takes kDepth columns of
+// a tile: one where the grid has a thread a column, several where few threads are to keep the links full.
 //
 // Arrival, rotation and visibility are as in one_shot.cu, for two groups of rows in a half: `scatter`, into which
 // chunks come, and `gather`, into which results come. Chunks are padded to the same number of packets, so there is at
@@ -15,9 +15,10 @@
 
 constexpr int kDepth = IPCREDUCE_DEPTH;
 
-KERNEL(two_shot, 512)(KERNEL_ARGS args) {
+KERNEL(two_shot, kDepth * kRanks <= 4 ? 512 : 256, 2)(KERNEL_ARGS args) {
   if (args.trigger_early) trigger_dependents();
   await_predecessor();
+  Wait wait(args);
   const u32 epoch = read_epoch(args);
   const u64 half = (epoch & 1) * args.half_bytes;
 
@@ -25,7 +26,6 @@ KERNEL(two_shot, 512)(KERNEL_ARGS args) {
   const u32 columns_a_tile = kDepth * threads_in_grid(), tiles = divide_up(columns, columns_a_tile);
   const u64 row = row_bytes(columns), scatter = half, gather = half + kRanks * row;
   const u64 ours = args.peers[0];
-  Wait wait;
 
   const auto reduce = [&](u32 column, Packet (&results)[kDepth]) {
     fold_columns(results, args, scatter, columns, column, wait);
@@ -56,12 +56,12 @@ KERNEL(two_shot, 512)(KERNEL_ARGS args) {
   };
 
   u32 column = thread_in_grid();
-  push_chunks<kDepth>(args, scatter, columns, column);
+  push_chunks<kDepth>(args, scatter, columns, column, wait);
   if (!args.trigger_early) trigger_dependents();
   advance_epochs(args, epoch);
   Packet results[kDepth], before[kDepth];
   for (u32 tile = 0; tile < tiles; ++tile, column += columns_a_tile) {
-    if (tile + 1 < tiles) push_chunks<kDepth>(args, scatter, columns, column + columns_a_tile);
+    if (tile + 1 < tiles) push_chunks<kDepth>(args, scatter, columns, column + columns_a_tile, wait);
     reduce(column, results);
     if (tile > 0) collect(column - columns_a_tile, before);
 #pragma unroll

@@ -5,7 +5,7 @@
 
 constexpr u32 kNothing = 0, kWhole = 1, kHalves = 2, kWrong = 3;  // setup.py knows them
 
-KERNEL(verify, 32)(KERNEL_ARGS args) {
+KERNEL(verify, 32, 1)(KERNEL_ARGS args) {
   const int i = (int)block_in_grid() + 1;
   const u32 lane = thread_in_block(), peer = source(i);
   const auto slot = [&](u32 from, u32 round) { return (u64)kPacketBytes * ((from * 2 + (round & 1)) * 32 + lane); };

@@ -15,6 +15,7 @@ from .. import surroundings
 from ..communicator import Communicator
 from ..errors import IpcReduceError, UnsupportedError
 from ..ipc import plan, tuning
+from ..ipc.launches import Launches
 from ..numerics import DTYPES
 from . import command, report, timing
 from .data import Message
@@ -22,7 +23,6 @@ from .data import Message
 _SMALLEST, _DTYPE, _OP = 1 << 10, "float16", "sum"
 _GAIN = 0.02  # a choice changes only for more than this: times vary by about as much
 _BLOCKS = {"one_shot": (32, 64, 96, 128, 256, 512, 1024), "two_shot": (32, 64, 128, 256, 512)}
-_GRIDS = (132, 264, plan.EPOCH_SLOTS)
 _DEPTHS = (1, 2, 4)
 _TRIGGER_BYTES = 64 << 10  # beyond, an early trigger has never been slower
 
@@ -72,25 +72,28 @@ def _measure(comm: Communicator, options: argparse.Namespace) -> plan.Table:
             else:
                 table.append(best)
     comm.synchronize()
-    return plan.checked_table(_fewest(table))
+    return plan.checked_table(_fewest(table), comm.size)
 
 
 def _candidates(nbytes: int, comm: Communicator, before: list[plan.Choice]) -> Iterator[plan.Choice]:
     """What could be quickest: each kernel that is not far from its range, with every block and grid that differs."""
-    n, half = comm.size, comm.require_engine("tune").workspace.half_bytes
-    usual = plan.make_plan(nbytes, n, half)[0].algorithm
+    n, launches = comm.size, comm.require_engine("tune").launches
+    usual = launches.planned(nbytes)[0].algorithm
     triggers = (False, True) if nbytes <= _TRIGGER_BYTES else (True,)
     found: dict[tuple[Any, ...], plan.Choice] = {}  # by what differs at this size
     for algorithm, blocks in _BLOCKS.items():
-        if (algorithm != usual and not _near(nbytes, n, half)) or len(plan.make_plan(nbytes, n, half, algorithm)) > 1:
+        if (algorithm != usual and not _near(nbytes, launches)) or len(launches.planned(nbytes, algorithm)) > 1:
             continue
         packets = -(-nbytes // plan.PACKET_BYTES)
-        threads, grids = (packets, _GRIDS[-1:]) if algorithm == "one_shot" else (-(-packets // n), _GRIDS)
+        threads = packets if algorithm == "one_shot" else -(-packets // n)
+        grids = [plan.EPOCH_SLOTS] if algorithm == "one_shot" else [launches.resident // 2, launches.resident]
         for block, grid, early in product(blocks, grids, triggers):
             needed = -(-threads // block)
             if algorithm == "one_shot" and needed > grid:
                 continue
             for depth in _DEPTHS if needed > grid else (1,):  # only a loop has more to take
+                if block > plan.most_threads(algorithm, depth, n):
+                    continue
                 choice = plan.Choice(nbytes, algorithm, block, grid, depth, early)
                 found.setdefault((algorithm, block, min(needed, grid), depth, early), choice)
     yield from found.values()
@@ -99,9 +102,9 @@ def _candidates(nbytes: int, comm: Communicator, before: list[plan.Choice]) -> I
             yield replace(choice, up_to=nbytes)
 
 
-def _near(nbytes: int, n: int, half: int) -> bool:
+def _near(nbytes: int, launches: Launches) -> bool:
     """Whether the planned kernel is another one at an eighth or at 8 times of this size."""
-    around = {plan.make_plan(max(1, size), n, half)[0].algorithm for size in (nbytes // 8, nbytes * 8)}
+    around = {launches.planned(max(1, size))[0].algorithm for size in (nbytes // 8, nbytes * 8)}
     return len(around) > 1
 
 

@@ -30,6 +30,7 @@ class DeviceInfo:
     uuid: bytes
     name: str
     capability: tuple[int, int]
+    multiprocessors: int
     memory_bytes: int
 
 
@@ -86,9 +87,11 @@ def device_info(ordinal: int) -> DeviceInfo:
     attribute = load().CUdevice_attribute
     major = call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
     minor = call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
+    multiprocessors = call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device)
     name = call("cuDeviceGetName", 128, device).split(b"\0")[0].decode()
     uuid = bytes(call("cuDeviceGetUuid" if hasattr(load(), "cuDeviceGetUuid") else "cuDeviceGetUuid_v2", device).bytes)
-    return DeviceInfo(ordinal, uuid, name, (int(major), int(minor)), int(call("cuDeviceTotalMem", device)))
+    memory_bytes = int(call("cuDeviceTotalMem", device))
+    return DeviceInfo(ordinal, uuid, name, (int(major), int(minor)), int(multiprocessors), memory_bytes)
 
 
 def can_access_peer(ordinal: int, peer: int) -> bool:

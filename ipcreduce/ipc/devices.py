@@ -32,7 +32,7 @@ def share_device(mpi: Any, device: Any, deadline: float) -> tuple[driver.DeviceI
     record = wire.message(wire.DEVICE, error, wrong=isinstance(error, ArgumentError))
     if info is not None:
         record["uuid"], record["capability"] = np.void(info.uuid), info.capability
-        record["visible"], record["name"] = count, info.name
+        record["multiprocessors"], record["visible"], record["name"] = info.multiprocessors, count, info.name
     devices = wire.allgather(mpi, record, deadline, "choosing devices")
     raise_wrong(mpi.Get_rank(), devices)
     wire.check(mpi, devices, "choosing devices")

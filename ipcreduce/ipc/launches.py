@@ -46,6 +46,7 @@ class Launches:
         self.algorithm = algorithm
         self.whole_packets = True  # until the start-up check says otherwise
         self.table: plan.Table = ()  # until the ranks have agreed on one
+        self.resident = plan.RESIDENT  # until they have compared their GPUs
         self._workspace, self._control, self._capability, self._timeout = workspace, control, capability, timeout
         self._modules: list[int] = []
         self._functions: dict[tuple[str, str, str, int], int] = {}
@@ -62,9 +63,13 @@ class Launches:
         """
         if len(self._prepared) >= _MAX_PREPARED:
             self._prepared.clear()
-        steps = plan.make_plan(nbytes, self._workspace.n, self._workspace.half_bytes, self.algorithm, self.table)
+        steps = self.planned(nbytes, self.algorithm, self.table)
         prepared = self._prepared[shape, dtype, op] = self.by_steps(steps, shape, name, op, nbytes)
         return prepared
+
+    def planned(self, nbytes: int, forced: str | None = None, table: plan.Table = ()) -> tuple[plan.Step, ...]:
+        """:func:`plan.make_plan` for this communicator."""
+        return plan.make_plan(nbytes, self._workspace.n, self._workspace.half_bytes, forced, table, self.resident)
 
     def by_steps(
         self, steps: Iterable[plan.Step], shape: tuple[int, ...], dtype: str, op: str, nbytes: int

@@ -16,6 +16,7 @@ ALGORITHMS = ("one_shot", "two_shot", "direct")
 MAX_RANKS = 8
 PACKET_BYTES = 16
 EPOCH_SLOTS = 512  # as in exchange.cuh: no grid may be larger
+RESIDENT = 264  # blocks of a looped kernel that an H200 holds at once, two a multiprocessor: see KERNEL in sync.cuh
 CODE_BYTES = 128  # the slots of a (dtype, op) begin so much further than those of the one before it
 CODES_BYTES = CODE_BYTES * len(DTYPE_NAMES) * len(OPS)
 
@@ -29,7 +30,6 @@ _TRIGGER_LATE_BYTES = 4 * KB  # up to here the next kernel comes in only after o
 
 
 MOST_CHOICES = 24  # in a table
-_BOUNDS = {"one_shot": (1024, (1,)), "two_shot": (512, (1, 2, 4))}  # of a choice: threads a block, depths
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,21 @@ class Choice:
 Table = tuple[Choice, ...]  # by size; the last one also takes all larger messages. Empty: the defaults below
 
 
-def checked_table(choices: Iterable[Choice]) -> Table:
-    """:raises ValueError: if a kernel cannot run so."""
+def most_threads(algorithm: str, depth: int, n: int) -> int:
+    """The kernels' own limits of threads a block; 0 if there is no such kernel."""
+    if algorithm == "one_shot":
+        return 1024 if depth == 1 else 0
+    if algorithm not in ALGORITHMS or depth not in (1, 2, 4):
+        return 0
+    return 512 if algorithm == "direct" or depth * n <= 4 else 256
+
+
+def checked_table(choices: Iterable[Choice], n: int) -> Table:
+    """:raises ValueError: if a kernel cannot run so over ``n`` ranks."""
     table = tuple(choices)
     for choice in table:
-        threads, depths = _BOUNDS.get(choice.algorithm, (0, ()))
-        shaped = 0 < choice.block <= threads and choice.block % 32 == 0 and 0 < choice.blocks <= EPOCH_SLOTS
-        if not shaped or choice.depth not in depths:
+        threads = most_threads(choice.algorithm, choice.depth, n) if choice.algorithm != "direct" else 0
+        if not (0 < choice.block <= threads and choice.block % 32 == 0 and 0 < choice.blocks <= EPOCH_SLOTS):
             raise ValueError(f"no kernel runs by {choice}")
     sizes = [choice.up_to for choice in table]
     if len(table) > MOST_CHOICES or sizes != sorted({*sizes}):
@@ -98,13 +106,16 @@ def staging_bytes(algorithm: str, nbytes: int, n: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def make_plan(nbytes: int, n: int, half_bytes: int, forced: str | None = None, table: Table = ()) -> tuple[Step, ...]:
+def make_plan(
+    nbytes: int, n: int, half_bytes: int, forced: str | None = None, table: Table = (), resident: int = RESIDENT
+) -> tuple[Step, ...]:
     """The launches for a message of ``nbytes`` bytes over ``n`` ranks, in order.
 
     :param half_bytes: size of each half of the workspace, the same on every rank.
     :param forced: one of :data:`ALGORITHMS` at any size; None for the quickest staged one. "direct" is staged too until
         a graph is registered, by two_shot.
     :param table: measured choices, the same on every rank.
+    :param resident: blocks that every rank's GPU holds at once, as :data:`RESIDENT`.
     """
     if not nbytes or n == 1:
         return ()
@@ -120,17 +131,18 @@ def make_plan(nbytes: int, n: int, half_bytes: int, forced: str | None = None, t
         algorithm = "two_shot"
         segment = _segment_bytes(algorithm, n, half_bytes)
     offsets = range(0, nbytes, segment)
-    return tuple(step(algorithm, offset, min(segment, nbytes - offset), n, choice) for offset in offsets)
+    return tuple(step(algorithm, at, min(segment, nbytes - at), n, choice, resident) for at in offsets)
 
 
-def direct(step: Step, n: int, forced: str | None) -> Step | None:
+def direct(step: Step, n: int, forced: str | None, resident: int = RESIDENT) -> Step | None:
     """The direct launch that takes a staged one's place where the peers have mapped its output; None for none.
 
     For large messages, unless ``forced`` says otherwise.
     """
     if forced != "direct" and (forced or step.nbytes < _DIRECT_BYTES):
         return None
-    return Step("direct", step.offset, step.nbytes, *_direct_shape(-(-step.nbytes // PACKET_BYTES // n), n), True)
+    shape = _direct_shape(-(-step.nbytes // PACKET_BYTES // n), n, resident)
+    return Step("direct", step.offset, step.nbytes, *shape, True)
 
 
 def _segment_bytes(algorithm: str, n: int, half_bytes: int) -> int:
@@ -149,7 +161,9 @@ def _segment_bytes(algorithm: str, n: int, half_bytes: int) -> int:
     return nbytes
 
 
-def step(algorithm: str, offset: int, nbytes: int, n: int, choice: Choice | None = None) -> Step:
+def step(
+    algorithm: str, offset: int, nbytes: int, n: int, choice: Choice | None = None, resident: int = RESIDENT
+) -> Step:
     """One launch, by a choice if that is of this algorithm and its grid can hold the message, else by default."""
     packets = -(-nbytes // PACKET_BYTES)
     if choice is not None and choice.algorithm == algorithm:
@@ -158,7 +172,7 @@ def step(algorithm: str, offset: int, nbytes: int, n: int, choice: Choice | None
         if algorithm == "two_shot" or grid <= EPOCH_SLOTS:
             grid = min(grid, choice.blocks) if algorithm == "two_shot" else grid
             return Step(algorithm, offset, nbytes, grid, choice.block, choice.depth, choice.trigger_early)
-    shape = _one_shot_shape(packets) if algorithm == "one_shot" else _two_shot_shape(-(-packets // n))
+    shape = _one_shot_shape(packets) if algorithm == "one_shot" else _two_shot_shape(-(-packets // n), n, resident)
     return Step(algorithm, offset, nbytes, *shape, nbytes > _TRIGGER_LATE_BYTES)
 
 
@@ -175,16 +189,17 @@ def _one_shot_shape(packets: int) -> tuple[int, int, int]:
     return -(-packets // block), block, 1
 
 
-def _two_shot_shape(columns: int) -> tuple[int, int, int]:
-    """(grid, block, depth): a thread a column up to 8 MB (n=4), then tiles of two, on two blocks a multiprocessor."""
-    if columns <= 128 * KB:
-        block = 32 if columns <= 4 * KB else 64 if columns <= 16 * KB else 256 if columns <= 64 * KB else 512
+def _two_shot_shape(columns: int, n: int, resident: int) -> tuple[int, int, int]:
+    """(grid, block, depth): a thread a column while all are resident at once (8 MB at n=4), then tiles of two."""
+    most = most_threads("two_shot", 1, n)
+    if columns <= most * resident:
+        block = 32 if columns <= 4 * KB else 64 if columns <= 16 * KB else 256 if columns <= 64 * KB else most
         return -(-columns // block), block, 1
-    return 264, 256, 2
+    return resident, 256, 2 if n <= 4 else 1
 
 
-def _direct_shape(columns: int, n: int) -> tuple[int, int, int]:
-    """(grid, block, depth): tiles of as many columns a thread as leave two blocks' registers to a multiprocessor."""
+def _direct_shape(columns: int, n: int, resident: int) -> tuple[int, int, int]:
+    """(grid, block, depth): tiles of several columns a thread, as many as its registers hold."""
     depth = 4 if n == 2 else 2 if n <= 4 else 1
-    grid, block = (132, 256) if columns <= 256 * KB else (264, 512)
+    grid, block = (resident // 2, 256) if columns <= 256 * KB else (resident, 512)
     return min(grid, -(-columns // block)), block, depth

@@ -123,6 +123,7 @@ def _build(mpi: Any, options: Options, deadline: float) -> Engine:
         assert made.engine is not None
         _verify(mpi, made.engine, devices, deadline)
         made.engine.launches.table = _share_table(mpi, devices, deadline)
+        made.engine.launches.resident = min(plan.EPOCH_SLOTS, 2 * int(devices["multiprocessors"].min()))
         with _step(mpi, deadline, "start-up"):
             made.engine.watchdog = Watchdog(page)
         return made.engine
@@ -150,7 +151,7 @@ def _share_table(mpi: Any, devices: np.ndarray[Any, Any], deadline: float) -> pl
     everyone = wire.allgather(mpi, tuning.message(table), deadline, "sharing the tuned table")
     with _step(mpi, deadline, "sharing the tuned table"):
         try:
-            return tuning.received(everyone[0])
+            return tuning.received(everyone[0], mpi.Get_size())
         except (ValueError, IndexError) as error:
             raise UnsupportedError(str(error)) from error
 

@@ -43,7 +43,7 @@ def load(gpu: str, n: int) -> plan.Table:
         content = json.loads(path.read_text())
         if content["version"] != _VERSION:
             return ()
-        return plan.checked_table(plan.Choice(**choice) for choice in content["choices"])
+        return plan.checked_table((plan.Choice(**choice) for choice in content["choices"]), n)
     except FileNotFoundError:
         return ()
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -66,14 +66,14 @@ def message(table: plan.Table) -> np.ndarray[Any, Any]:
     return record
 
 
-def received(record: Any) -> plan.Table:
+def received(record: Any, n: int) -> plan.Table:
     """The table in a wire.TUNING. :raises ValueError: if it is none that can be used, or not what was sent."""
     rows = zip(record["up_to"].tolist(), record["shape"].tolist(), strict=True)
     choices = [
         plan.Choice(up_to, plan.ALGORITHMS[kind], block, blocks, depth, bool(trigger))
         for up_to, (kind, block, blocks, depth, trigger) in list(rows)[: int(record["count"])]
     ]
-    table = plan.checked_table(choices)
+    table = plan.checked_table(choices, n)
     if checksum(table) != int(record["crc"]):
         raise ValueError("the table differs from rank 0's")
     return table

@@ -38,7 +38,15 @@ IDENTITY = struct(
     ("algorithm", "S16"),
     ("workspace", "<u8"),
 )
-DEVICE = struct(2, ("wrong", "<u4"), ("uuid", "V16"), ("capability", "<u4", (2,)), ("visible", "<u4"), ("name", "S64"))
+DEVICE = struct(
+    2,
+    ("wrong", "<u4"),
+    ("uuid", "V16"),
+    ("capability", "<u4", (2,)),
+    ("multiprocessors", "<u4"),
+    ("visible", "<u4"),
+    ("name", "S64"),
+)
 PAGE = struct(3, ("path", "S64"))
 MEMORY = struct(4, ("handle", "V64"), ("nbytes", "<u8"))
 VOTE = struct(5)

@@ -36,6 +36,7 @@ class DeviceInfo:
     uuid: bytes
     name: str
     capability: tuple[int, int]
+    multiprocessors: int
     memory_bytes: int
 
 
@@ -100,7 +101,7 @@ def device_count() -> int:
 @api("cuDeviceGet")
 def device_info(ordinal: int) -> DeviceInfo:
     gpu = machine.gpu(ordinal)
-    return DeviceInfo(ordinal, gpu.uuid, "Simulated GPU", machine.CAPABILITY, machine.memory_bytes())
+    return DeviceInfo(ordinal, gpu.uuid, "Simulated GPU", machine.CAPABILITY, 132, machine.memory_bytes())
 
 
 @api("cuDeviceCanAccessPeer")

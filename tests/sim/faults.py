@@ -41,7 +41,7 @@ class Fault:
 
     @property
     def arguments(self) -> dict[str, object]:
-        operations, seconds = {"sweep": (120, 2), "absent": (4, 1)}[self.mode]
+        operations, seconds = {"sweep": (120, 2), "absent": (4, 1), "late": (16, 2)}[self.mode]
         return {"ranks": 3, "operations": operations, "seconds": seconds, "tsan": TSAN in self.caught_by}
 
 
@@ -213,6 +213,14 @@ FAULTS = [
         "absent",
     ),
     Fault(
+        "kernels behind one that gave up send all the same",
+        "exchange.cuh",
+        "alive(!aborted(args))",
+        "alive(true)",
+        ("value",),
+        mode="late",
+    ),
+    Fault(
         "the absent rank is not named",
         "exchange.cuh",
         "store_word_sys(report, load_word_sys(report) | missing);",
@@ -223,8 +231,8 @@ FAULTS = [
     Fault(
         "memory is touched before the predecessor has ended",
         "one_shot.cu",
-        "  await_predecessor();\n  const u32 epoch = read_epoch(args);\n",
-        "  const u32 epoch = read_epoch(args);\n  await_predecessor();\n",
+        "  await_predecessor();\n  Wait wait(args);\n",
+        "  Wait wait(args);\n  await_predecessor();\n",
         ("simulator",),
         [ONE_SHOT],
     ),

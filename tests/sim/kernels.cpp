@@ -2,6 +2,7 @@
 //
 //     kernels sweep RANKS OPERATIONS PACKETS SEED SECONDS LIBRARY...    random operations; rows of up to PACKETS packets
 //     kernels absent RANKS OPERATIONS PACKETS SEED SECONDS LIBRARY...   the last rank stays away: the others get out
+//     kernels late RANKS OPERATIONS PACKETS SEED SECONDS LIBRARY...     it comes when the others have given up: no wrong value
 //     kernels verify RANKS ROUNDS PACKETS SEED SECONDS LIBRARY          the start-up check
 //
 // SECONDS is the deadline of a wait; three times as much, and it is a hang.
@@ -121,6 +122,15 @@ struct Operation {
   u32 in_offset, out_offset;  // elements
 };
 
+template <class F> auto typed(const std::string& dtype, F f) {  // f(a zero of the type)
+  if (dtype == "float32") return f(float{});
+  if (dtype == "float64") return f(double{});
+  if (dtype == "int8") return f((signed char)0);
+  if (dtype == "int32") return f(int{});
+  if (dtype == "int64") return f(0ll);
+  std::abort();
+}
+
 static u32 element_bytes(const std::string& dtype) {
   return dtype == "int8" ? 1 : dtype == "float64" || dtype == "int64" ? 8 : 4;
 }
@@ -158,19 +168,45 @@ static u64 hash(const u8* bytes, size_t count) {
   return h;
 }
 
-// Runs one operation on one rank; the bytes of its result. `absent`: the result has to be that of a wait that ended.
-template <class T> u64 run(u64 number, int rank, const Operation& op, bool absent, u64 deadline) {
-  const size_t bytes = op.count * sizeof(T);
-  std::vector<u8> in(2 * kRoom + 16 * sizeof(T) + bytes, kFiller), out = in;
-  u8* const source = in.data() + kRoom + op.in_offset * sizeof(T);
-  u8* const target = (op.in_place ? in.data() : out.data()) + kRoom + op.out_offset * sizeof(T);
+// The arrays of every operation and rank, made beforehand: the direct kernel writes into the peers'.
+struct Arrays {
+  std::vector<u8> in, out;
+  u8* target;
+};
+static std::vector<Arrays> arrays;
+
+template <class T> void fill(Arrays& a, u64 number, int rank, const Operation& op) {
+  a.in.assign(2 * kRoom + 16 * sizeof(T) + op.count * sizeof(T), kFiller);
+  a.out = a.in;
+  u8* const source = a.in.data() + kRoom + op.in_offset * sizeof(T);
   for (u32 i = 0; i < op.count; ++i) {
     const T value = element<T>(number, rank, i);
     std::memcpy(source + i * sizeof(T), &value, sizeof value);
   }
+  a.target = (op.in_place ? a.in : a.out).data() + kRoom + op.out_offset * sizeof(T);
+}
+
+static void make_arrays(int count) {
+  arrays.resize((size_t)count * ranks);
+  for (size_t i = 0; i < arrays.size(); ++i) {
+    const u64 number = i / ranks;
+    const int rank = (int)(i % ranks);
+    const Operation op = choose(number, rank);
+    typed(op.library->dtype, [&](auto zero) { fill<decltype(zero)>(arrays[i], number, rank, op); });
+  }
+}
+
+enum Expected { kRight, kPoisoned, kEither };  // of each element
+
+// Runs one operation on one rank; the bytes of its result. Poisoned: the result of a wait that ended.
+template <class T> u64 run(u64 number, int rank, const Operation& op, Expected wanted, u64 deadline) {
+  const size_t bytes = op.count * sizeof(T);
+  const auto& [in, out, target] = arrays[number * ranks + rank];
+  const u8* const source = in.data() + kRoom + op.in_offset * sizeof(T);
   const std::vector<u8> before = in;
 
   Args args = arguments(rank);
+  for (int i = 0; i < ranks; ++i) args.outs[i] = (u64)arrays[number * ranks + (rank + i) % ranks].target;
   args.timeout_ns = deadline;
   args.in = (u64)source, args.out = (u64)target, args.bytes = bytes, args.trigger_early = number & 1;
   sim_run(op.library->run, &args, op.grid, op.block, rank, ranks, true);
@@ -185,18 +221,20 @@ template <class T> u64 run(u64 number, int rank, const Operation& op, bool absen
   }
   if (!op.in_place && in != before)
     found(kCanary, "%s, operation %llu, rank %d: wrote into its input", where.c_str(), number, rank);
-  if (absent) {
+  if (wanted == kPoisoned) {
     for (size_t i = 0; i < bytes; ++i)
       if (target[i] != 0xFF)
         found(kValue, "%s, rank %d: byte %zu of %zu is not poisoned", where.c_str(), rank, i, bytes);
     return 0;
   }
-  if (__atomic_load_n(&abort_word, __ATOMIC_RELAXED))
+  if (wanted == kRight && __atomic_load_n(&abort_word, __ATOMIC_RELAXED))
     found(kTimeout, "%s, operation %llu, rank %d: timed out, missing 0x%x", where.c_str(), number, rank,
           __atomic_load_n(&world[rank].missing, __ATOMIC_RELAXED));
   for (u32 i = 0; i < op.count; ++i) {
     T value, right = expected<T>(number, i);
     std::memcpy(&value, target + i * sizeof(T), sizeof value);
+    const u8* at = target + i * sizeof(T);
+    if (wanted == kEither && std::all_of(at, at + sizeof(T), [](u8 byte) { return byte == 0xFF; })) continue;
     if (std::memcmp(&value, &right, sizeof value) && !(value != value && right != right))
       found(kValue, "%s, operation %llu, rank %d: element %u of %u is %.17g, not %.17g", where.c_str(), number, rank, i,
             op.count, (double)value, (double)right);
@@ -204,15 +242,9 @@ template <class T> u64 run(u64 number, int rank, const Operation& op, bool absen
   return hash(target, bytes);
 }
 
-static u64 run(u64 number, int rank, bool absent = false, u64 deadline = timeout_ns) {
+static u64 run(u64 number, int rank, Expected wanted = kRight, u64 deadline = timeout_ns) {
   const Operation op = choose(number, rank);
-  const std::string& dtype = op.library->dtype;
-  if (dtype == "float32") return run<float>(number, rank, op, absent, deadline);
-  if (dtype == "float64") return run<double>(number, rank, op, absent, deadline);
-  if (dtype == "int8") return run<signed char>(number, rank, op, absent, deadline);
-  if (dtype == "int32") return run<int>(number, rank, op, absent, deadline);
-  if (dtype == "int64") return run<long long>(number, rank, op, absent, deadline);
-  std::abort();
+  return typed(op.library->dtype, [&](auto zero) { return run<decltype(zero)>(number, rank, op, wanted, deadline); });
 }
 
 // f(rank) on every rank at once. It is a hang if that takes too long.
@@ -245,6 +277,7 @@ static void check_rest(u32 epoch) {
 
 static void sweep() {
   std::vector<u64> hashes((size_t)operations * ranks);
+  make_arrays(operations);
   on_all_ranks([&](int rank) {
     Random random{mix(seed + rank)};
     sim_disturb(mix(seed ^ 0xD15 ^ rank) | 1);
@@ -264,9 +297,10 @@ static void absent() {
   const int away = ranks - 1;
   for (int number = 0; number < operations; ++number) {
     const bool by_deadline = number % 2;
+    make_arrays(operations);
     on_all_ranks([=](int rank) {
       if (rank != away) {
-        run(number, rank, true, by_deadline ? 30'000'000 : ~0ull);
+        run(number, rank, kPoisoned, by_deadline ? 30'000'000 : ~0ull);
       } else if (!by_deadline) {
         usleep(30'000);
         __atomic_store_n(&abort_word, 1, __ATOMIC_RELAXED);
@@ -276,8 +310,21 @@ static void absent() {
     for (int rank = 0; rank < away; ++rank) named |= world[rank].missing;
     if (named != (by_deadline ? 1u << away : 0)) found(kVerdict, "missing are 0x%x; absent was rank %d", named, away);
     reset();
+    make_arrays(operations);
     on_all_ranks([=](int rank) { run(number, rank); });
     check_rest(kFirstEpoch + 1);
+    reset();
+  }
+}
+
+static void late() {
+  constexpr int kQueued = 4;  // operations: the third goes into the half of the first
+  for (int number = 0; number + kQueued <= operations; number += kQueued) {
+    make_arrays(operations);
+    on_all_ranks([=](int rank) {
+      if (rank == ranks - 1) usleep(300'000);
+      for (int i = 0; i < kQueued; ++i) run(number + i, rank, rank == ranks - 1 ? kEither : kPoisoned, 60'000'000);
+    });
     reset();
   }
 }
@@ -324,6 +371,7 @@ int main(int count, char** words) {
   const std::string mode = words[1];
   if (mode == "sweep") sweep();
   else if (mode == "absent") absent();
+  else if (mode == "late") late();
   else if (mode == "verify") verify();
   else return 2;
   std::printf("ok\n");

@@ -11,6 +11,7 @@ from tests.sim.kernels import Library
 
 WHOLE = [Library(kernel, dtype) for kernel in ("one_shot", "two_shot") for dtype in kernels.DTYPES]
 WHOLE += [Library("two_shot", dtype, depth=depth) for dtype in ("float32", "int8") for depth in (2, 4)]
+WHOLE += [Library("direct", dtype, depth=depth) for dtype, depth in (("float32", 1), ("int32", 2), ("float64", 4))]
 HALVES = [library._replace(whole=False) for library in WHOLE]
 
 
@@ -25,6 +26,13 @@ def tsan() -> None:
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_sums_are_exact(ranks: int) -> None:
     assert kernels.run("sweep", WHOLE + HALVES, ranks=ranks, operations=150, seed=ranks) == ("nothing", "ok\n")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_many_tiles(ranks: int) -> None:
+    deep = [library for library in WHOLE if library.depth > 1]
+    result = kernels.run("sweep", deep, ranks=ranks, operations=60, packets=900, seed=ranks)
+    assert result == ("nothing", "ok\n")
 
 
 def test_4096_threads() -> None:
@@ -42,6 +50,11 @@ def test_order_between_and_within_ranks(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_every_wait_for_an_absent_rank_ends(ranks: int) -> None:
     assert kernels.run("absent", WHOLE + HALVES, ranks=ranks, operations=20) == ("nothing", "ok\n")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_late_rank_gets_no_wrong_values(ranks: int) -> None:
+    assert kernels.run("late", WHOLE, ranks=ranks, operations=40) == ("nothing", "ok\n")
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "halves"])

@@ -38,7 +38,7 @@ def test_measured_kept_and_used(mpirun: Run, tmp_path: Path) -> None:
 def test_odd_tables_are_right_too(mpirun: Run, tmp_path: Path, ranks: int) -> None:
     """Few and small blocks, each kernel where the other is the usual one."""
     shapes = [(100, "two_shot", 32, 1, 4), (1000, "one_shot", 1024, 512, 1), (5000, "one_shot", 32, 512, 1)]
-    shapes += [(9000, "two_shot", 512, 1, 1), (30000, "two_shot", 32, 3, 2), (40000, "one_shot", 64, 512, 1)]
+    shapes += [(9000, "two_shot", 256, 1, 1), (30000, "two_shot", 32, 3, 2), (40000, "one_shot", 64, 512, 1)]
     names = ("up_to", "algorithm", "block", "blocks", "depth")
     choices = [dict(zip(names, shape, strict=True)) | {"trigger_early": shape[0] > 500} for shape in shapes]
     env = environment(tmp_path)

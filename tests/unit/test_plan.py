@@ -35,10 +35,14 @@ def constant(name: str) -> int:
     return int(value)
 
 
-def launch_bound(kernel: str) -> int:
-    """The most threads a block, from ``KERNEL(name, threads)``."""
-    [threads] = re.findall(rf"KERNEL\({kernel}, (\d+)\)", (KERNELS / f"{kernel}.cu").read_text())
-    return int(threads)
+def launch_bound(kernel: str, depth: int, n: int) -> int:
+    """The most threads a block, from ``KERNEL(name, threads, blocks)``."""
+    source = (KERNELS / f"{kernel}.cu").read_text()
+    [threads] = re.findall(rf"KERNEL\({kernel}, (.+), \d\)", source)
+    if threads.isdecimal():
+        return int(threads)
+    [(most, fewer, otherwise)] = re.findall(r"kDepth \* kRanks <= (\d+) \? (\d+) : (\d+)", threads)
+    return int(fewer) if depth * n <= int(most) else int(otherwise)
 
 
 @given(sizes, worlds, halves, forced)
@@ -64,7 +68,7 @@ def check_step(step: plan.Step, n: int, half: int) -> None:
     assert plan.staging_bytes(step.algorithm, step.nbytes, n) + plan.CODES_BYTES <= half
     assert 1 <= step.grid <= plan.EPOCH_SLOTS
     assert step.block % 32 == 0
-    assert 32 <= step.block <= launch_bound(step.algorithm)
+    assert 32 <= step.block <= launch_bound(step.algorithm, step.depth, n)
     assert step.depth in ((1,) if step.algorithm == "one_shot" else (1, 2, 4))
     packets = -(-step.nbytes // 16)
     if step.algorithm == "one_shot":  # a thread a packet
@@ -116,6 +120,20 @@ def test_one_shot_for_small_two_shot_for_large(n: int):
     last = order.index("two_shot") - 1
     largest = {2: 8 * MB, 3: 128 * KB, 4: 128 * KB}.get(n)  # measured; the powers of two next to the crossings
     assert 64 * KB <= 1 << last <= 128 * KB if largest is None else 1 << last == largest
+
+
+@given(sizes, worlds, st.integers(1, 256), st.booleans())
+def test_looped_grids_are_resident_at_once(nbytes: int, n: int, multiprocessors: int, direct: bool):
+    """Two blocks of the largest size a multiprocessor, which KERNEL(..., 2) keeps the registers for."""
+    resident, half = min(plan.EPOCH_SLOTS, 2 * multiprocessors), workspace.half_bytes(256 * MB)
+    for step in plan.make_plan(nbytes, n, half, "two_shot", (), resident):
+        found = plan.direct(step, n, "direct", resident) if direct else step
+        assert found is not None
+        check_step(found, n, half)
+        most = launch_bound(found.algorithm, found.depth, n)
+        assert plan.most_threads(found.algorithm, found.depth, n) == most
+        assert found.grid * found.block <= resident * most
+        assert re.search(rf"KERNEL\({found.algorithm}, .+, 2\)", (KERNELS / f"{found.algorithm}.cu").read_text())
 
 
 def test_direct_for_large_messages_or_where_it_is_forced():
@@ -177,14 +195,14 @@ choices = st.builds(
     plan.Choice,
     up_to=st.integers(1, 64 * MB),
     algorithm=st.sampled_from(["one_shot", "two_shot"]),
-    block=st.integers(1, 16).map(lambda warps: 32 * warps),
+    block=st.integers(1, 8).map(lambda warps: 32 * warps),
     blocks=st.integers(1, plan.EPOCH_SLOTS),
     depth=st.just(1),
     trigger_early=st.booleans(),
 )
 choices |= st.builds(replace, choices, algorithm=st.just("two_shot"), depth=st.sampled_from([2, 4]))
 tables = st.lists(choices, max_size=6, unique_by=lambda choice: choice.up_to).map(
-    lambda found: plan.checked_table(sorted(found, key=lambda choice: choice.up_to))
+    lambda found: plan.checked_table(sorted(found, key=lambda choice: choice.up_to), 8)
 )
 
 
@@ -197,7 +215,7 @@ def test_any_table_gives_launches_that_run(nbytes: int, n: int, half: int, table
     for step in steps:
         packets = -(-step.nbytes // plan.PACKET_BYTES)
         assert 1 <= step.grid <= plan.EPOCH_SLOTS
-        assert step.block <= launch_bound(step.algorithm)
+        assert step.block <= launch_bound(step.algorithm, step.depth, n)
         assert step.block % 32 == 0
         assert step.algorithm == "two_shot" or step.grid * step.block >= packets  # a thread a packet
         assert plan.staging_bytes(step.algorithm, step.nbytes, n) + plan.CODES_BYTES <= half
@@ -207,7 +225,7 @@ def test_any_table_gives_launches_that_run(nbytes: int, n: int, half: int, table
 def test_a_table_decides():
     half = workspace.half_bytes(256 * MB)
     small, large = plan.Choice(1000, "two_shot", 64, 3, 1, True), plan.Choice(5000, "one_shot", 96, 512, 1, False)
-    table = plan.checked_table([small, large])
+    table = plan.checked_table([small, large], 2)
     assert plan.make_plan(1000, 2, half, None, table) == (plan.Step("two_shot", 0, 1000, 1, 64, 1, True),)
     assert plan.make_plan(1001, 2, half, None, table) == (plan.Step("one_shot", 0, 1001, 1, 96, 1, False),)
     assert plan.make_plan(16 * 960, 2, half, None, table) == (plan.Step("one_shot", 0, 16 * 960, 10, 96, 1, False),)
@@ -227,21 +245,22 @@ def test_a_table_decides():
         plan.Choice(1000, "two_shot", 64, 3, 3, True),
         plan.Choice(1000, "two_shot", 64, 3, 0, True),
         plan.Choice(1000, "one_shot", 64, 3, 2, True),
+        plan.Choice(1000, "two_shot", 512, 3, 4, True),
     ],
 )
 def test_a_choice_that_no_kernel_runs_by_is_refused(wrong: plan.Choice):
     with pytest.raises(ValueError, match="no kernel runs by"):
-        plan.checked_table([wrong])
+        plan.checked_table([wrong], 2)
 
 
 def test_tables_are_in_order_and_short():
     choice = plan.Choice(1000, "two_shot", 64, 3, 1, True)
     with pytest.raises(ValueError, match="choices by size"):
-        plan.checked_table([choice, choice])
+        plan.checked_table([choice, choice], 2)
     many = [plan.Choice(size, "two_shot", 64, 3, 1, True) for size in range(1, plan.MOST_CHOICES + 2)]
-    assert plan.checked_table(many[:-1])
+    assert plan.checked_table(many[:-1], 2)
     with pytest.raises(ValueError, match="up to 24 choices"):
-        plan.checked_table(many)
+        plan.checked_table(many, 2)
 
 
 def test_codes_are_apart():

@@ -9,9 +9,9 @@ import pytest
 
 from ipcreduce.ipc import plan, tuning
 
-TABLE = plan.checked_table([
-    plan.Choice(1536, "one_shot", 96, 512, 1, False), plan.Choice(1 << 33, "two_shot", 512, 264, 4, True),
-])  # fmt: skip
+TABLE = plan.checked_table(
+    [plan.Choice(1536, "one_shot", 96, 512, 1, False), plan.Choice(1 << 33, "two_shot", 256, 264, 4, True)], 4
+)
 GPU = "NVIDIA H200"
 
 
@@ -43,7 +43,7 @@ def test_of_another_version():
 def test_not_usable(text: str | None):
     path = tuning.save(GPU, 4, TABLE)
     if text is None:
-        text = path.read_text().replace("512", "513")
+        text = path.read_text().replace("96", "97")
     path.write_text(text)
     with pytest.warns(UserWarning, match=f"the table {path} is not used"):
         assert tuning.load(GPU, 4) == ()
@@ -53,7 +53,7 @@ def test_not_usable(text: str | None):
     plan.Choice(size, "two_shot", 64, 3, 1, True) for size in range(1, plan.MOST_CHOICES + 1)
 )])  # fmt: skip
 def test_sent_and_received(table: plan.Table):
-    assert tuning.received(tuning.message(table)[0]) == table
+    assert tuning.received(tuning.message(table)[0], 4) == table
 
 
 @pytest.mark.parametrize(
@@ -63,4 +63,4 @@ def test_spoilt_on_the_way(field: str, value: int):
     record = tuning.message(TABLE)
     record[field] = value
     with pytest.raises((ValueError, IndexError)):
-        tuning.received(record[0])
+        tuning.received(record[0], 4)

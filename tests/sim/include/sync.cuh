@@ -15,7 +15,7 @@ using u64 = unsigned long long;
 constexpr int kMaxRanks = 8;  // kRanks and kRank are run-time values here: one build serves every rank of every world
 
 // Beside a kernel, its limit of threads and the bytes of its arguments, for the launch to check.
-#define KERNEL(name, max_threads)                                  \
+#define KERNEL(name, max_threads, blocks)                          \
   extern "C" {                                                     \
   extern const u32 name##_limits[2];                               \
   const u32 name##_limits[2] = {max_threads, (u32)sizeof(Args)};   \

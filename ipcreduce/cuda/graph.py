@@ -8,15 +8,6 @@ from typing import Any
 from .driver import Launch, call, fail, load
 
 
-def last_node(stream: int) -> int:
-    """The node that was captured last on ``stream``. It stays valid as long as its graph."""
-    bindings = load()
-    name = "cuStreamGetCaptureInfo_v3" if hasattr(bindings, "cuStreamGetCaptureInfo_v3") else "cuStreamGetCaptureInfo"
-    nodes, count = call(name, stream)[3], call(name, stream)[-1]
-    assert int(count) == 1, "a launch leaves one node for the next to follow"
-    return int(nodes[0])
-
-
 def set_kernel(node: int, launch: Launch) -> None:
     """Makes a kernel node another launch, for executables that are instantiated from now on."""
     launch.set_node(node)

@@ -5,6 +5,8 @@ A handle that is not valid any more is no error of the driver's: it crashes, or 
 
 from __future__ import annotations
 
+from typing import Any
+
 from .driver import call, fail, load
 
 _NOT_READY = 600
@@ -79,6 +81,15 @@ def _is_done(name: str, handle: int) -> bool:
 
 def capture_id(stream: int) -> int:
     """The id of the capture that ``stream`` is part of, which is never 0; 0 if it captures nothing."""
-    name = "cuStreamGetCaptureInfo_v3" if hasattr(load(), "cuStreamGetCaptureInfo_v3") else "cuStreamGetCaptureInfo"
-    status, identity, *_ = call(name, stream)
+    status, identity, *_ = _capture_info(stream)
     return int(identity) if int(status) == 1 else 0
+
+
+def capture_nodes(stream: int) -> tuple[int, ...]:
+    """The nodes that the next one captured on ``stream`` follows. They stay valid as long as their graph."""
+    return tuple(int(node) for node in _capture_info(stream)[3] or ())
+
+
+def _capture_info(stream: int) -> Any:
+    name = "cuStreamGetCaptureInfo_v3" if hasattr(load(), "cuStreamGetCaptureInfo_v3") else "cuStreamGetCaptureInfo"
+    return call(name, stream)

@@ -148,7 +148,8 @@ class Recording:
             return None
 
         def note(call: Prepared, step: Step, source: int, target: int) -> None:
-            launched = Launched(cuda_graph.last_node(stream), step, call.dtype, call.op, source, target)
+            (node,) = streams.capture_nodes(stream)  # a launch leaves one node for the next to follow
+            launched = Launched(node, step, call.dtype, call.op, source, target)
             self._calls[-1].launches.append(launched)
 
         return note

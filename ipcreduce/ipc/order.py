@@ -34,9 +34,10 @@ class CallOrder:
         self.fast = -1  # the stream on which the last eager call ran, if nothing has to be looked at there
         self._eager: int | None = None  # the stream of the last eager call, or _RECORDED
         self._owner: Any = None  # keeps it
+        self.own_stream = -1  # one that lives as long as this object
         self._capture = 0  # the id of the last captured call's capture
         self._captured_on: tuple[int, Any] = (-1, None)  # its stream, if something keeps that, and what
-        self.own_stream = -1  # one that lives as long as this object
+        self._captured_last: tuple[int, ...] = ()  # its node
         self._events: list[int] = []
         try:
             while len(self._events) < 3:
@@ -71,10 +72,10 @@ class CallOrder:
         """The event to be recorded after the call; 0 for none."""
         capture = streams.capture_id(stream)
         if capture:
-            if capture == self._capture:
-                if stream != self._captured_on[0]:  # there the edge would be a second one, around what lies between
-                    streams.wait_event(stream, self._captured_end)
-            elif self.fast != -1 and streams.capture_id(self.fast) == capture:
+            # An edge that is there needs no second one, which is not programmatic.
+            if capture == self._capture and streams.capture_nodes(stream) != self._captured_last:
+                streams.wait_event(stream, self._captured_end)
+            if self.fast not in (-1, stream) and streams.capture_id(self.fast) == capture:
                 self.chain(self.fast, stream)  # it began to capture since, and its calls took the quick way
             self._capture, self.fast = capture, -1
             kept = stream == self.own_stream or surroundings.keeps(owner, stream)
@@ -92,13 +93,22 @@ class CallOrder:
         if not surroundings.keeps(owner, stream):
             self._eager, self.fast, self._owner = _RECORDED, -1, None
             return self._end
-        self._eager, self.fast, self._owner = stream, stream, owner
+        # While a capture with calls is open, this stream may join it: then its calls have to be looked at.
+        self._eager, self.fast, self._owner = stream, -1 if self._captures_still() else stream, owner
         return 0
 
-    @staticmethod
-    def _record(event: int, stream: int) -> None:
+    def _captures_still(self) -> bool:
+        """Whether the capture of the last captured call is known to go on."""
+        if self._captured_on[0] == -1 or streams.capture_id(self._captured_on[0]) == self._capture:
+            return self._captured_on[0] != -1
+        self._captured_on = (-1, None)
+        return False
+
+    def _record(self, event: int, stream: int) -> None:
         if event:
             streams.record_event(event, stream)
+        if event == self._captured_end:
+            self._captured_last = streams.capture_nodes(stream)
 
     def extend(self, stream: int) -> None:
         """What was put on ``stream`` since belongs to the last call too."""

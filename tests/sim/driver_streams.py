@@ -12,6 +12,7 @@ from .driver import alive, api
 from .machine import Fault
 
 graphs: dict[int, list[streams.Node]] = {}
+captured_nodes: dict[int, streams.Node] = {}  # by handle
 _handles = itertools.count(0x61000000, 0x40)
 
 
@@ -93,6 +94,14 @@ def synchronize_event(event: int) -> None:
 @api("cuEventQuery")
 def is_over(event: int) -> bool:
     return streams.is_over(event)
+
+
+@api("cuStreamGetCaptureInfo")
+def capture_nodes(stream: int) -> tuple[int, ...]:
+    found = streams.find(stream)
+    nodes = [found.capture.nodes[index] for index in sorted(found.frontier)] if found.capture is not None else []
+    captured_nodes.update((id(node), node) for node in nodes)
+    return tuple(map(id, nodes))
 
 
 @api("cuStreamGetCaptureInfo")

@@ -7,24 +7,12 @@ from dataclasses import dataclass
 
 from . import streams
 from .driver import Launch, alive, api
-from .driver_streams import graphs
-
-_nodes: dict[int, streams.Node] = {}
-
-
-@api("cuStreamGetCaptureInfo")
-def last_node(stream: int) -> int:
-    found = streams.find(stream)
-    assert found.capture is not None
-    assert len(found.frontier) == 1
-    node = found.capture.nodes[next(iter(found.frontier))]
-    _nodes[id(node)] = node
-    return id(node)
+from .driver_streams import captured_nodes, graphs
 
 
 @api("cuGraphKernelNodeSetParams")
 def set_kernel(node: int, launch: Launch) -> None:
-    _nodes[node].work = launch.work()
+    captured_nodes[node].work = launch.work()
 
 
 class Executable:
@@ -58,7 +46,7 @@ def _in_some_order(nodes: list[streams.Node]) -> list[streams.Node]:
 @api("cuGraphDestroy")
 def destroy_graph(graph: int) -> None:
     for node in graphs.pop(graph):
-        _nodes.pop(id(node), None)
+        captured_nodes.pop(id(node), None)
     alive["graphs"] -= 1
 
 

@@ -53,6 +53,7 @@ class Stream:
     queue: queue.SimpleQueue[Any] | None = None
     capture: Capture | None = None
     frontier: frozenset[int] = frozenset()  # of the capture: the nodes that the next one follows
+    waits: int = 0  # for events, since the last node
 
     def put(self, work: Work | None, fences: Iterable[threading.Event]) -> threading.Event:
         if self.queue is None:
@@ -89,10 +90,11 @@ class Event:
 
 @dataclass(eq=False)
 class Node:
-    """What a capture recorded. ``after``: the nodes that it follows."""
+    """What a capture recorded. ``after``: the nodes that it follows; ``waits``: by so many events too."""
 
     work: Work
     after: frozenset[int]
+    waits: int = 0
 
 
 @dataclass(eq=False)
@@ -170,8 +172,8 @@ def submit(handle: int, work: Work | None, fences: Iterable[threading.Event] = (
         if stream.capture is not None:
             capture = _valid(stream.capture)
             if work is not None:
-                capture.nodes.append(Node(work, stream.frontier))
-                stream.frontier = frozenset([len(capture.nodes) - 1])
+                capture.nodes.append(Node(work, stream.frontier, stream.waits))
+                stream.frontier, stream.waits = frozenset([len(capture.nodes) - 1]), 0
             return None
         _refuse_implicit(stream)
         legacy = stream.context.streams.get(LEGACY)
@@ -281,6 +283,7 @@ def wait_event(stream_handle: int, handle: int) -> None:
                 raise _invalidated(stream.capture, 905)
             stream.capture = capture  # which the stream joins, if it is not in it
             stream.frontier |= frontier
+            stream.waits += 1
             capture.streams.add(stream)
         elif stream.capture is not None:
             if event.fence is not None:

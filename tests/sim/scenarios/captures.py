@@ -10,7 +10,7 @@ import numpy as np
 
 from ipcreduce import Communicator, Graph, errors
 from tests.sim import driver_streams
-from tests.sim.scenarios.common import LAST, RANK, SIZE, WORLD, error_of, fault, mine, raises, right, works
+from tests.sim.scenarios.common import LAST, RANK, WORLD, error_of, fault, mine, raises, right, works
 
 
 def captured_after_a_fault() -> None:
@@ -55,31 +55,52 @@ def captured_after_a_fault() -> None:
     comm.close()
 
 
-def chains_stay_chains() -> None:
-    """All-reduces between kernels on one stream add no edge around those: what is a chain stays one."""
+def one_edge_is_enough() -> None:
+    """All-reduces in a row on one stream, however it is given, follow each other by one edge: a second is ordinary."""
     stream, source, target = cupy.cuda.Stream(non_blocking=True), mine(), cupy.zeros(1000, np.float32)
 
-    def body(comm: Communicator) -> None:
-        nonlocal source
-        for _ in range(3):
-            source += 1
-            comm.allreduce(source, out=target)
+    def body(comm: Communicator, given: object) -> None:
+        for _ in range(4):
+            comm.allreduce(source, out=target, stream=given)
 
     with Communicator(timeout=20) as comm, Graph(comm) as graph:
-        body(comm)
         cupy.cuda.Device().synchronize()
+        body(comm, stream)
         with graph.record():
-            body(comm)
-        with stream:
+            body(comm, None)
+        captured = [driver_streams.graphs[graph.segments[0].graph]]
+        for given in (stream, stream.ptr):
             stream.begin_capture()
-            body(comm)
-            captured = stream.end_capture()
-        for nodes in (driver_streams.graphs[graph.segments[0].graph], captured.nodes):
-            assert [len(node.after) for node in nodes] == [0, *[1] * 5]
+            body(comm, given)
+            captured.append(stream.end_capture().nodes)
+        for nodes in captured:
+            assert [(len(node.after), node.waits) for node in nodes] == [(0, 0), (1, 0), (1, 0), (1, 0)]
+        works(comm)
+
+
+def joins_an_open_capture() -> None:
+    """A stream whose eager calls took the quick way joins a capture that has calls: edges to them and from them."""
+    first, other = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+    with Communicator(timeout=20) as comm:
+        source, larger, outs = mine(), mine() * 10, [cupy.zeros(1000, np.float32) for _ in range(3)]
         cupy.cuda.Device().synchronize()
-        captured.launch(stream)
-        stream.synchronize()
-        right(target - 9 * SIZE)
+        for late in (False, True):
+            first.begin_capture()
+            fork = first.record()
+            comm.allreduce(source, out=outs[0], stream=first)
+            with other:
+                for _ in range(3):
+                    comm.allreduce(source, out=outs[1])
+            other.wait_event(first.record() if late else fork)
+            with other:
+                comm.allreduce(larger, out=outs[1])
+            comm.allreduce(source, out=outs[2], stream=first)
+            first.wait_event(other.record())
+            nodes = first.end_capture().nodes
+            assert nodes[1].after >= {0}, "from the capture's call to that of the stream that has joined"
+            assert nodes[2].after >= {1}, "and back"
+            comm.synchronize()
+        works(comm)
 
 
 def fault_within_a_recording() -> None:
@@ -193,5 +214,5 @@ def eager_call_behind_a_capture() -> None:
 
 SCENARIOS = [
     captured_after_a_fault, fault_within_a_recording, fault_beside_a_recording, graph_dropped_within_a_capture,
-    eager_call_behind_a_capture, chains_stay_chains,
+    eager_call_behind_a_capture, one_edge_is_enough, joins_an_open_capture,
 ]  # fmt: skip

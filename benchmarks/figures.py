@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -147,8 +148,10 @@ def eager(run: Run) -> None:
 
 def block(run: Run) -> None:
     """Three all-reduces between ordinary kernels: no slower than with programmatic launch off; NCCL beside it."""
-    found, _ = contenders.find(["nccl"], WORLD)
+    found, left_out = contenders.find(["nccl"], WORLD)
     nccl = found[0] if found else None
+    if run.comm.rank == 0 and left_out:
+        print(f"without NCCL: {left_out['nccl']}", flush=True)
     for batch in (1, 2, 4, 8, 16, 32, 64):
         nbytes = batch * HIDDEN * 2
         if nbytes > run.largest:
@@ -258,12 +261,17 @@ def main() -> None:
         with cupy.cuda.Stream(non_blocking=True):
             for name in options.only.split(","):
                 PARTS[name](run)
+                if comm.rank == 0 and options.json:  # what there is, if something stops this later
+                    startup = {"communicator_s": made, "first_call_s": first, "slowest_s": cold}
+                    result = {**report.header(["-m", "benchmarks.figures", *sys.argv[1:]]), "ranks": comm.size}
+                    report.write_json(options.json, {**result, "startup": startup, "rows": run.rows})
         comm.synchronize()
-        if comm.rank == 0 and options.json:
-            startup = {"communicator_s": made, "first_call_s": first, "slowest_s": cold}
-            result = {**report.header(["-m", "benchmarks.figures", *sys.argv[1:]]), "ranks": comm.size}
-            report.write_json(options.json, {**result, "startup": startup, "rows": run.rows})
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Exception:  # on this rank alone, perhaps: the others would wait
+        traceback.print_exc()
+        sys.stderr.flush()
+        WORLD.Abort(1)

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import sys
+import traceback
 import uuid
 from collections.abc import Callable
 from importlib import metadata
@@ -55,6 +56,12 @@ def _run(command: Callable[[argparse.Namespace], None], options: argparse.Namesp
         command(options)
     except IpcReduceError as error:
         sys.exit(f"ipcreduce: {error}")
+    except Exception:  # on this rank alone, perhaps: the others would wait for it until the timeout
+        traceback.print_exc()
+        sys.stderr.flush()
+        from mpi4py import MPI
+
+        MPI.COMM_WORLD.Abort(1)
 
 
 def collect() -> dict[str, Any]:

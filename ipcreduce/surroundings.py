@@ -32,6 +32,18 @@ def load() -> Any:
     return cupy
 
 
+def nccl() -> Any:
+    """CuPy's NCCL, for bench. :raises UnsupportedError: if it is missing."""
+    load()
+    try:
+        from cupy.cuda import nccl as found
+    except ImportError as error:
+        raise UnsupportedError(f"no NCCL in CuPy ({error})") from None
+    if not found.available:
+        raise UnsupportedError("CuPy finds no libnccl.so: pip install nvidia-nccl-cu13, or -cu12")
+    return found
+
+
 # ---- devices and streams
 def current_device() -> int:
     """CuPy's current device. :raises UnsupportedError: if CuPy cannot use this machine's driver."""

@@ -6,10 +6,10 @@ import argparse
 import random
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from .. import surroundings
 from ..communicator import Communicator
@@ -22,6 +22,7 @@ from .limit import Limit
 
 _CHECKS = 4  # times that new data is reduced before a size is timed
 _LATE_SECONDS = 2e-3  # at most: how late a rank comes to a check
+_LARGE = 64 << 20  # bytes; more are checked once, and timed in fewer calls
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,11 +64,11 @@ def main(options: argparse.Namespace) -> None:
             raise UnsupportedError(f"bench needs GPUs and at least 2 ranks under mpirun; found:\n{comm.describe()}")
         result = _measure(comm, modes, options)
         if comm.rank == 0:
+            for name, reason in result["left_out"].items():
+                print(f"without {name}: {reason}")
             for mode in modes:
                 rows = [row for row in result["rows"] if row["mode"] == mode]
                 report.show(rows, f"{mode}, {comm.size} ranks, sum of {options.dtype}")
-            if options.json:
-                report.write_json(options.json, result)
             if options.plot:
                 report.plot(options.plot, result)
 
@@ -78,71 +79,94 @@ def _measure(comm: Communicator, modes: list[str], options: argparse.Namespace) 
 
     mpi = MPI.COMM_WORLD
     peers, left_out = contenders.find([name for name in options.peers.split(",") if name], mpi)
-    if comm.rank == 0:
-        for name, reason in left_out.items():
-            print(f"without {name}: {reason.splitlines()[0]}")
     ours = contenders.Ours(comm)
     dtype = next(one for one, name in DTYPES.items() if name == options.dtype)
     work = sizes(max(options.smallest, dtype.itemsize), options.largest, options.between)
-    rows = []
+    result: dict[str, Any] = {**report.header(["-m", "ipcreduce", *sys.argv[1:]]), "left_out": left_out, "rows": []}
     with surroundings.load().cuda.Stream(non_blocking=True):
         limit = Limit.measure(comm, mpi, options.replays)
-        for nbytes in track(work, "sizes", disable=comm.rank != 0, transient=True):
+        result["limit"] = {"barrier_us": limit.barrier_us, "push_GBps": limit.push_gbps}
+        for nbytes in track(work, "sizes", disable=comm.rank != 0, transient=True, auto_refresh=False):
             message = Message(nbytes, dtype, comm)
-            _check(ours, message, comm)
-            usable = [peer for peer in peers if _check(peer, message, comm)]
+            if reason := _trouble(partial(_check, ours, message), mpi):
+                raise IpcReduceError(f"the sum of {nbytes} bytes, before it was timed: {reason}")
+            for peer in peers:
+                if peer.name not in left_out and (reason := _trouble(partial(_check, peer, message), mpi)):
+                    left_out[peer.name] = f"{reason}, at {nbytes} bytes"
             for mode in modes:
-                found, host = _time(ours, message, mode, nbytes, options.replays, mpi)
-                rows.append({
+                message.renew()
+                found, host = _time(ours, message, mode, options.replays, mpi)
+                if _trouble(partial(_expect, message), mpi):
+                    raise IpcReduceError(f"the sum of {nbytes} bytes is wrong ({mode}, when timed)")
+                times: dict[str, float] = {}
+                for peer in peers:
+                    if peer.name not in left_out and peer.prepare(message.source, message.target) is not None:
+                        times[peer.name] = _time(peer, message, mode, options.replays, mpi)[0].median
+                result["rows"].append({
                     "ranks": comm.size, "bytes": nbytes, "dtype": options.dtype, "op": "sum", "mode": mode,
                     "ours_us": found.median, "ours_min_us": found.least, "ours_p99_us": found.p99,
                     "host_us": host and host.median, "bus_GBps": report.bus_gbps(nbytes, found.median, comm.size),
                     "algorithm": ours.algorithm(mode, message.source), "limit_us": limit.microseconds(nbytes),
-                    "peers_us": {
-                        peer.name: _time(peer, message, mode, nbytes, options.replays, mpi)[0].median
-                        for peer in usable
-                    },
+                    "peers_us": times,
                 })  # fmt: skip
+            if comm.rank == 0 and options.json:  # what there is, if something stops this later
+                report.write_json(options.json, result)
     comm.synchronize()
     for one in (ours, *peers):
         one.close()
-    return {
-        **report.header(["-m", "ipcreduce", *sys.argv[1:]]),
-        "limit": {"barrier_us": limit.barrier_us, "push_GBps": limit.push_gbps},
-        "left_out": left_out,
-        "rows": rows,
-    }
+    return result
 
 
-def _check(one: contenders.Contender, message: Message, comm: Communicator) -> bool:
-    """Whether it takes this message. :raises IpcReduceError: if a result of ours is wrong."""
-    stream = surroundings.load().cuda.get_current_stream()
-    for _ in range(_CHECKS):
+def _trouble(action: Callable[[], None], mpi: Any) -> str:
+    """What went wrong in an action of every rank, on the first rank where something did; "" for nothing."""
+    reason = ""
+    try:
+        action()
+    except Exception as error:  # peers raise all kinds
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    return next((one for one in mpi.allgather(reason) if one), "")
+
+
+def _check(one: contenders.Contender, message: Message) -> None:
+    """Nothing for arrays that it does not take. :raises ArithmeticError: if its results are wrong."""
+    stream, right = surroundings.load().cuda.get_current_stream(), True
+    for _ in range(_CHECKS if message.source.nbytes <= _LARGE else 1):
         message.renew()
         call = one.prepare(message.source, message.target)
         if call is None:
-            return False
+            return
         time.sleep(random.random() * _LATE_SECONDS)
-        call()
-        one.collect()
+        with one.running():
+            call()
+            one.collect()
         stream.synchronize()
-        right = bool(comm.allreduce(np.array([message.is_right()], np.int8), "min")[0])
-        if not right and isinstance(one, contenders.Ours):
-            raise IpcReduceError(f"the sum of {message.source.nbytes} bytes is wrong; nothing was timed")
-        if not right:
-            return False
-    return True
+        right &= message.is_right()  # told at the end: who raises earlier leaves the others in the next call
+    if not right:
+        raise ArithmeticError("its result is wrong")
+
+
+def _expect(message: Message) -> None:
+    """:raises ArithmeticError: if the result is wrong."""
+    if not message.is_right():
+        raise ArithmeticError("its result is wrong")
 
 
 def _time(
-    one: contenders.Contender, message: Message, mode: str, nbytes: int, replays: int, mpi: Any
+    one: contenders.Contender, message: Message, mode: str, replays: int, mpi: Any
 ) -> tuple[timing.Times, timing.Times | None]:
     """(of a call, on the host alone)."""
-    call = one.prepare(message.source, message.target)
+    call, nbytes = one.prepare(message.source, message.target), message.source.nbytes
     assert call is not None
-    calls = max(4, min(200, (64 << 20) // nbytes))
-    if mode == "eager":
-        return timing.eagerly(call, calls, replays, mpi)
-    call()  # what is made at the first call is not made within the capture
-    surroundings.load().cuda.get_current_stream().synchronize()
-    return timing.in_graph(one.captured(call, calls), calls, replays, mpi), None
+    calls = max(4, min(200, _LARGE // nbytes))
+    with one.running():
+        call()  # what is made at the first call is not made within the capture, nor timed
+        surroundings.load().cuda.get_current_stream().synchronize()
+        if mode == "eager":  # more of them: the wait at the end is part of the time
+            return timing.eagerly(call, max(calls, 20) if nbytes <= _LARGE else calls, replays, mpi)
+    launch = one.captured(call, calls)
+    found = timing.in_graph(launch, calls, replays, mpi)
+    if isinstance(one, contenders.Ours):  # other kernels than those of the eager calls that were checked, perhaps
+        message.renew()
+        launch()
+        surroundings.load().cuda.get_current_stream().synchronize()
+    return found, None

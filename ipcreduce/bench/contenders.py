@@ -6,9 +6,11 @@ when asked for.
 
 from __future__ import annotations
 
+import datetime
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from .. import surroundings
@@ -18,6 +20,7 @@ from . import timing
 
 _NCCL_TYPES = {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9, "int8": 0, "int32": 2, "int64": 4, "uint8": 1}
 _NCCL_SUM = 0
+_PATIENCE = datetime.timedelta(seconds=60)  # of PyTorch's ranks for each other
 
 
 class Contender(ABC):
@@ -27,7 +30,11 @@ class Contender(ABC):
 
     @abstractmethod
     def prepare(self, source: Any, target: Any) -> Callable[[], Any] | None:
-        """What makes one call; None if it does not take such arrays."""
+        """What makes one call, within :meth:`running`; None if it does not take such arrays."""
+
+    def running(self) -> AbstractContextManager[Any]:
+        """Around calls that are not captured."""
+        return nullcontext()
 
     def captured(self, call: Callable[[], Any], calls: int) -> Callable[[], None]:
         """A launch of a graph of so many calls."""
@@ -79,7 +86,7 @@ class CupyNccl(Contender):
     name = "nccl"
 
     def __init__(self, mpi: Any) -> None:
-        nccl = surroundings.load().cuda.nccl
+        nccl = surroundings.nccl()
         identity = mpi.bcast(nccl.get_unique_id() if mpi.Get_rank() == 0 else None)
         self._comm = nccl.NcclCommunicator(mpi.Get_size(), identity, mpi.Get_rank())
 
@@ -104,7 +111,7 @@ class _Torch(Contender):
                 probe.bind(("127.0.0.1", 0))
                 address = mpi.bcast(f"tcp://127.0.0.1:{probe.getsockname()[1]}")
             torch.distributed.init_process_group(
-                "nccl", init_method=address, rank=mpi.Get_rank(), world_size=mpi.Get_size()
+                "nccl", init_method=address, rank=mpi.Get_rank(), world_size=mpi.Get_size(), timeout=_PATIENCE
             )
 
     def _tensor(self, array: Any) -> Any:
@@ -113,9 +120,15 @@ class _Torch(Contender):
             return self._torch.from_dlpack(array.view("int16")).view(self._torch.bfloat16)
         return self._torch.from_dlpack(array)
 
+    def running(self) -> AbstractContextManager[Any]:
+        return self._torch.cuda.stream(self._stream())
+
+    def _stream(self) -> Any:
+        """CuPy's current stream, as PyTorch's."""
+        return self._torch.cuda.ExternalStream(surroundings.stream_of()[0])
+
     def captured(self, call: Callable[[], Any], calls: int) -> Callable[[], None]:
-        torch, graph = self._torch, self._torch.cuda.CUDAGraph()
-        stream = torch.cuda.ExternalStream(surroundings.stream_of()[0])
+        torch, graph, stream = self._torch, self._torch.cuda.CUDAGraph(), self._stream()
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(calls):
                 call()
@@ -131,18 +144,6 @@ class _Torch(Contender):
             self._torch.cuda.synchronize()
             self._torch.distributed.destroy_process_group()
 
-    def _here(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        torch, stream = self._torch, self._torch.cuda.ExternalStream(surroundings.stream_of()[0])
-
-        def on_stream() -> None:
-            if torch.cuda.current_stream() == stream:  # as within a capture
-                call()
-            else:
-                with torch.cuda.stream(stream):
-                    call()
-
-        return on_stream
-
 
 class TorchNccl(_Torch):
     """torch.distributed.all_reduce, in place on a copy: it has no other form."""
@@ -152,7 +153,7 @@ class TorchNccl(_Torch):
     def prepare(self, source: Any, target: Any) -> Callable[[], Any] | None:
         target[...] = source
         tensor = self._tensor(target)
-        return self._here(lambda: self._torch.distributed.all_reduce(tensor))
+        return lambda: self._torch.distributed.all_reduce(tensor)
 
 
 class TorchSymmetric(_Torch):
@@ -177,11 +178,12 @@ class TorchSymmetric(_Torch):
             self._symmetric.rendezvous(self._buffer, self._group)
         buffer = self._buffer
         buffer.copy_(given)
+        self._torch.cuda.current_stream().synchronize()  # calls run on another stream
         ops, output = self._torch.ops.symm_mem, self._tensor(target)
         if self._shots == "one_shot":
-            return self._here(lambda: ops.one_shot_all_reduce_out(buffer, "sum", self._group, output))
-        self._collect = self._here(lambda: output.copy_(buffer))
-        return self._here(lambda: ops.two_shot_all_reduce_(buffer, "sum", self._group))
+            return lambda: ops.one_shot_all_reduce_out(buffer, "sum", self._group, output)
+        self._collect = lambda: output.copy_(buffer)
+        return lambda: ops.two_shot_all_reduce_(buffer, "sum", self._group)
 
     def collect(self) -> None:
         if self._shots == "two_shot":

@@ -13,7 +13,7 @@ from ..communicator import Communicator
 from ..ipc import plan
 from . import timing
 
-_PUSH_BYTES = 16 << 20  # to each peer
+_PUSH_BYTES = 64 << 20  # to each peer
 _BLOCKS, _THREADS = 132, 256  # one a multiprocessor; at least 8 packets a thread
 
 
@@ -46,5 +46,6 @@ class Limit:
             return timing.in_graph(graph, calls, replays, mpi).median
 
         blocks = max(1, min(_BLOCKS, nbytes // plan.PACKET_BYTES // (8 * _THREADS)))
+        median(nbytes, (blocks, _THREADS), 4)  # clocks rise
         barrier, push = median(0, (1, 32), 200), median(nbytes, (blocks, _THREADS), 4)
         return cls(comm.size, barrier, (comm.size - 1) * nbytes / push / 1e3)

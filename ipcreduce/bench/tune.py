@@ -59,7 +59,7 @@ def _measure(comm: Communicator, options: argparse.Namespace) -> plan.Table:
     table: list[plan.Choice] = []
     work = command.sizes(_SMALLEST, max(_SMALLEST, options.largest), between=True)
     with surroundings.load().cuda.Stream(non_blocking=True):
-        for nbytes in track(work, "sizes", disable=comm.rank != 0, transient=True):
+        for nbytes in track(work, "sizes", disable=comm.rank != 0, transient=True, auto_refresh=False):
             message = Message(nbytes, next(one for one, name in DTYPES.items() if name == _DTYPE), comm)
             times = {
                 choice: _time(comm, message, choice, options.replays, MPI.COMM_WORLD)

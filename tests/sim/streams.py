@@ -318,7 +318,7 @@ def end_capture(handle: int) -> list[Node]:
                 joined |= capture.nodes[index].after
         unjoined = any(not member.frontier <= joined for member in capture.streams)
         for member in capture.streams:
-            member.capture, member.frontier = None, frozenset()
+            member.capture, member.frontier, member.waits = None, frozenset(), 0
         _captures.remove(capture)
         if not capture.valid or unjoined:
             raise Fault(904 if capture.valid else 901)

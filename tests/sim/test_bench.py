@@ -49,12 +49,19 @@ def test_one_mode_and_a_forced_algorithm(mpirun: Run, tmp_path: Path) -> None:
 def test_a_wrong_peer_is_left_out(mpirun: Run, tmp_path: Path) -> None:
     output = mpirun("tests.sim", 2, "tests/sim/bench_worker.py", tmp_path / "kept.json", env=SMALL).stdout
     assert "peers [['elsewhere'], ['elsewhere']]" in output
+    assert "without wrong: ArithmeticError: its result is wrong, at 64 bytes" in output
 
 
 def test_nothing_of_ours_is_timed_that_is_wrong(mpirun: Run, tmp_path: Path) -> None:
     output = mpirun("tests.sim", 2, "tests/sim/bench_worker.py", tmp_path / "kept.json", "ours", env=SMALL).stdout
     for rank in range(2):
-        assert f"{rank}: the sum of 64 bytes is wrong; nothing was timed" in output
+        assert f"{rank}: the sum of 64 bytes, before it was timed: ArithmeticError: its result is wrong" in output
+
+
+def test_graphs_of_ours_are_checked_too(mpirun: Run, tmp_path: Path) -> None:
+    output = mpirun("tests.sim", 2, "tests/sim/bench_worker.py", tmp_path / "kept.json", "graph", env=SMALL).stdout
+    for rank in range(2):
+        assert f"{rank}: the sum of 64 bytes is wrong (graph, when timed)" in output
 
 
 def test_figures(mpirun: Run, tmp_path: Path) -> None:

@@ -17,12 +17,8 @@ class Message:
     """``source`` and ``target`` of one size, on this rank."""
 
     def __init__(self, nbytes: int, dtype: np.dtype[Any], comm: Communicator) -> None:
-        self._count, self._dtype, self._rank, self._ranks = (
-            max(1, nbytes // dtype.itemsize),
-            dtype,
-            comm.rank,
-            comm.size,
-        )
+        self._dtype, self._rank, self._ranks = dtype, comm.rank, comm.size
+        self._count = max(1, nbytes // dtype.itemsize)
         self._period = min(self._count, _MOST)
         self.source, self.target = surroundings.load().empty(self._count, dtype), comm.empty(self._count, dtype)
         self._turn = 0

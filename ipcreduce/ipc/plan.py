@@ -40,7 +40,7 @@ class Choice:
     algorithm: str
     block: int  # threads
     blocks: int  # at most
-    depth: int
+    depth: int  # packets that a thread takes at a time
     trigger_early: bool
 
 

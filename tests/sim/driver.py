@@ -101,7 +101,9 @@ def device_count() -> int:
 @api("cuDeviceGet")
 def device_info(ordinal: int) -> DeviceInfo:
     gpu = machine.gpu(ordinal)
-    return DeviceInfo(ordinal, gpu.uuid, "Simulated GPU", machine.CAPABILITY, 132, machine.memory_bytes())
+    return DeviceInfo(
+        ordinal, gpu.uuid, "Simulated GPU", machine.CAPABILITY, machine.multiprocessors(), machine.memory_bytes()
+    )
 
 
 @api("cuDeviceCanAccessPeer")

@@ -104,6 +104,11 @@ def listed(variable: str, a: int, b: int) -> bool:
     return {a, b} in [set(map(int, pair.split("-"))) for pair in os.environ.get(variable, "").split(",") if pair]
 
 
+def multiprocessors() -> int:
+    """Of each GPU, for this process."""
+    return int(os.environ.get("SIM_MULTIPROCESSORS", 132))
+
+
 def memory_bytes() -> int:
     """Of each GPU, for this process."""
     return int(os.environ.get("SIM_MEMORY", 1 << 30))

@@ -168,7 +168,17 @@ def _uses(ordinal: int, device: Any) -> None:
         assert "Communicator(device=device" in line, f"the warning is about {warning.filename}: {line}"
 
 
+def one_smaller_gpu() -> None:
+    """Grids are what the smallest GPU of all ranks holds at once, on every rank."""
+    for rank in range(SIZE):
+        with environment(rank, SIM_MULTIPROCESSORS="8"), Communicator(timeout=20) as comm:
+            works(comm, 120_000)
+            for steps in (comm._engine.launches.planned(64 << 20), comm._engine.launches.planned(1 << 20, "two_shot")):
+                assert {step.grid for step in steps} == {16}
+    good_communicator()
+
+
 SCENARIOS = [
     no_peer_access, peers_not_visible, link_loses_data, link_loses_data_with_a_short_timeout, no_gpu,
-    too_little_memory, wrong_options, odd_options, devices, auto_in_a_part,
+    too_little_memory, one_smaller_gpu, wrong_options, odd_options, devices, auto_in_a_part,
 ]  # fmt: skip

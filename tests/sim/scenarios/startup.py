@@ -171,10 +171,10 @@ def _uses(ordinal: int, device: Any) -> None:
 def one_smaller_gpu() -> None:
     """Grids are what the smallest GPU of all ranks holds at once, on every rank."""
     for rank in range(SIZE):
-        with environment(rank, SIM_MULTIPROCESSORS="8"), Communicator(timeout=20) as comm:
+        with environment(rank, SIM_MULTIPROCESSORS="2"), Communicator(timeout=20) as comm:
             works(comm, 120_000)
-            for steps in (comm._engine.launches.planned(64 << 20), comm._engine.launches.planned(1 << 20, "two_shot")):
-                assert {step.grid for step in steps} == {16}
+            first = comm._engine.launches.planned(120_000 * 4)[0]
+            assert (first.algorithm, first.grid) == ("two_shot", 4), first
     good_communicator()
 
 

@@ -35,18 +35,6 @@ _CLOSE_SECONDS = 5.0  # how long close() waits for the peers to unmap our memory
 _SHARED = (RankMismatchError, PeerFailedError, PeerTimeoutError, PeerLostError)  # every rank gets these by itself
 
 
-def _require_mpi() -> Any:
-    """The MPI module, initialised. :raises UnsupportedError: if MPI is missing, not initialised or finalised."""
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # mpi4py's wheel raises RuntimeError where it finds no MPI library
-        raise UnsupportedError(f"no MPI on this machine ({error}): pip install 'ipcreduce[mpi]'") from None
-    wire.check_mpi_runs()
-    if not MPI.Is_initialized():
-        raise UnsupportedError("MPI is not initialised: call MPI.Init(), or leave mpi4py.rc.initialize at True")
-    return MPI
-
-
 class Communicator(GraphSupport):
     """All-reduce among the ranks of an MPI communicator. Making one is collective.
 
@@ -68,7 +56,7 @@ class Communicator(GraphSupport):
         self, mpi_comm: Any = None, *, device: Any = None, timeout: float = 120.0, algorithm: str | None = None
     ) -> None:
         lifetime.check_not_forked()
-        mpi = _require_mpi()
+        mpi = wire.require_mpi()
         mpi_comm = mpi.COMM_WORLD if mpi_comm is None else mpi_comm
         if not isinstance(mpi_comm, mpi.Intracomm) or mpi_comm == mpi.COMM_NULL:
             raise ArgumentError(f"mpi_comm must be an mpi4py Intracomm; found {mpi_comm!r}")

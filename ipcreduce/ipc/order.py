@@ -20,6 +20,11 @@ from ..cuda.within import using, within
 from ..errors import CaptureError, CudaError
 
 _RECORDED = -2  # in the place of a stream: the end of the last eager call is in an event
+_NEVER_CAPTURE = (
+    -1,
+    0,
+    1,
+)  # none, and the default stream, which cannot be asked while a stream that blocks it captures
 
 
 class CallOrder:
@@ -75,7 +80,7 @@ class CallOrder:
             # An edge that is there needs no second one, which is not programmatic.
             if capture == self._capture and streams.capture_nodes(stream) != self._captured_last:
                 streams.wait_event(stream, self._captured_end)
-            if self.fast not in (-1, stream) and streams.capture_id(self.fast) == capture:
+            if self.fast not in (*_NEVER_CAPTURE, stream) and streams.capture_id(self.fast) == capture:
                 self.chain(self.fast, stream)  # it began to capture since, and its calls took the quick way
             self._capture, self.fast = capture, -1
             kept = stream == self.own_stream or surroundings.keeps(owner, stream)

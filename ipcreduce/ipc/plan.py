@@ -1,7 +1,8 @@
 """Which kernels an all-reduce launches: a pure function of what every rank knows to be the same.
 
 Nothing here may depend on one rank's pointers, GPU load or environment: grids that differ between ranks hang. The
-figures are from 2 to 4 H200 (benchmarks/); other GPUs and world sizes use them as reasoned defaults.
+figures are from 2 to 4 H200; other GPUs and world sizes use them as reasoned defaults. From 2 MB on the shapes are
+those of prototypes that were measured there, these kernels not yet (benchmarks/NOTES.md).
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ KB, MB = 1 << 10, 1 << 20
 
 # Up to here one hop of (n-1) S bytes beats two of 2 (n-1)/n S. For n above 4 not measured: the traffic grows with n.
 _ONE_SHOT_BYTES = {1: 0, 2: 8 * MB, 3: 192 * KB, 4: 192 * KB, 5: 128 * KB, 6: 96 * KB, 7: 64 * KB, 8: 64 * KB}
-_DIRECT_BYTES = 16 * MB  # from here on direct launches beat staged ones: 5 % at 16 MB, 2 to 6 % above (4 H200)
+# From here on direct launches beat staged ones: by 1 to 6 % over 4 H200, by 0.5 % at 64 MB over 2, before both took
+# several packets a thread.
+_DIRECT_BYTES = 16 * MB
 _LAUNCH_BYTES = 1 << 30  # at most: the kernels count packets and bytes of one launch in 32 bits
 _TRIGGER_LATE_BYTES = 4 * KB  # up to here the next kernel comes in only after our sends: it would delay them
-
 
 MOST_CHOICES = 24  # in a table
 
@@ -48,19 +50,19 @@ Table = tuple[Choice, ...]  # by size; the last one also takes all larger messag
 
 
 def most_threads(algorithm: str, depth: int, n: int) -> int:
-    """The kernels' own limits of threads a block; 0 if there is no such kernel."""
+    """The staged kernels' own limits of threads a block; 0 if there is no such kernel."""
     if algorithm == "one_shot":
         return 1024 if depth == 1 else 0
-    if algorithm not in ALGORITHMS or depth not in (1, 2, 4):
-        return 0
-    return 512 if algorithm == "direct" or depth * n <= 4 else 256
+    if algorithm == "two_shot" and depth in (1, 2, 4):
+        return 512 if depth * n <= 4 else 256
+    return 0
 
 
 def checked_table(choices: Iterable[Choice], n: int) -> Table:
     """:raises ValueError: if a kernel cannot run so over ``n`` ranks."""
     table = tuple(choices)
     for choice in table:
-        threads = most_threads(choice.algorithm, choice.depth, n) if choice.algorithm != "direct" else 0
+        threads = most_threads(choice.algorithm, choice.depth, n)
         if not (0 < choice.block <= threads and choice.block % 32 == 0 and 0 < choice.blocks <= EPOCH_SLOTS):
             raise ValueError(f"no kernel runs by {choice}")
     sizes = [choice.up_to for choice in table]
@@ -121,17 +123,18 @@ def make_plan(
         return ()
     if forced == "direct":
         forced = "two_shot"
-    choice = None if forced or not table else next((one for one in table if nbytes <= one.up_to), table[-1])
-    if choice is not None:
+    choice, algorithm = None, forced or ("one_shot" if nbytes <= _ONE_SHOT_BYTES[n] else "two_shot")
+    if table and not forced:
+        choice = next((one for one in table if nbytes <= one.up_to), table[-1])
         algorithm = choice.algorithm
-    else:
-        algorithm = forced or ("one_shot" if nbytes <= _ONE_SHOT_BYTES[n] else "two_shot")
     segment = _segment_bytes(algorithm, n, half_bytes)
     if algorithm == "one_shot" and not forced and nbytes > segment:  # a small workspace: two shots stage less
         algorithm = "two_shot"
         segment = _segment_bytes(algorithm, n, half_bytes)
-    offsets = range(0, nbytes, segment)
-    return tuple(step(algorithm, at, min(segment, nbytes - at), n, choice, resident) for at in offsets)
+    even = -(-nbytes // -(-nbytes // segment))  # rather than a small one at the end, which costs as much to start
+    unit = _unit(segment)
+    even = -(-even // unit) * unit
+    return tuple(step(algorithm, at, min(even, nbytes - at), n, choice, resident) for at in range(0, nbytes, even))
 
 
 def direct(step: Step, n: int, forced: str | None, resident: int = RESIDENT) -> Step | None:
@@ -145,8 +148,13 @@ def direct(step: Step, n: int, forced: str | None, resident: int = RESIDENT) -> 
     return Step("direct", step.offset, step.nbytes, *shape, True)
 
 
+def _unit(nbytes: int) -> int:
+    """What launches of about ``nbytes`` bytes are multiples of."""
+    return 16 * KB if nbytes > 16 * KB else PACKET_BYTES
+
+
 def _segment_bytes(algorithm: str, n: int, half_bytes: int) -> int:
-    """The largest message of one launch: a multiple of 16 KB, or of 16 bytes in a tiny workspace."""
+    """The largest message of one launch."""
     room = half_bytes - CODES_BYTES
     rows = n if algorithm == "one_shot" else 2 * n
     packets = max(32, room // rows // PACKET_BYTES * 32 // 33 - 8 - 32)  # 33 packets a warp, rounded up to lines
@@ -155,7 +163,7 @@ def _segment_bytes(algorithm: str, n: int, half_bytes: int) -> int:
     else:
         packets *= n
     nbytes = min(packets * PACKET_BYTES, _LAUNCH_BYTES)
-    nbytes -= nbytes % (16 * KB) if nbytes > 16 * KB else 0
+    nbytes -= nbytes % _unit(nbytes)
     if staging_bytes(algorithm, nbytes, n) > room:
         raise ValueError(f"a half of {half_bytes} bytes is too small for {n} ranks")
     return nbytes
@@ -166,13 +174,14 @@ def step(
 ) -> Step:
     """One launch, by a choice if that is of this algorithm and its grid can hold the message, else by default."""
     packets = -(-nbytes // PACKET_BYTES)
+    threads = packets if algorithm == "one_shot" else -(-packets // n)
     if choice is not None and choice.algorithm == algorithm:
-        threads = packets if algorithm == "one_shot" else -(-packets // n)
         grid = -(-threads // choice.block)
-        if algorithm == "two_shot" or grid <= EPOCH_SLOTS:
-            grid = min(grid, choice.blocks) if algorithm == "two_shot" else grid
+        if algorithm == "two_shot":
+            grid = min(grid, choice.blocks)
+        if grid <= EPOCH_SLOTS:
             return Step(algorithm, offset, nbytes, grid, choice.block, choice.depth, choice.trigger_early)
-    shape = _one_shot_shape(packets) if algorithm == "one_shot" else _two_shot_shape(-(-packets // n), n, resident)
+    shape = _one_shot_shape(threads) if algorithm == "one_shot" else _two_shot_shape(threads, n, resident)
     return Step(algorithm, offset, nbytes, *shape, nbytes > _TRIGGER_LATE_BYTES)
 
 

@@ -89,6 +89,18 @@ def check_mpi_runs() -> None:
         raise UnsupportedError("MPI is finalised: make and use communicators before MPI.Finalize()")
 
 
+def require_mpi() -> Any:
+    """The MPI module, initialised. :raises UnsupportedError: if MPI is missing, not initialised or finalised."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # mpi4py's wheel raises RuntimeError where it finds no MPI library
+        raise UnsupportedError(f"no MPI on this machine ({error}): pip install 'ipcreduce[mpi]'") from None
+    check_mpi_runs()
+    if not MPI.Is_initialized():
+        raise UnsupportedError("MPI is not initialised: call MPI.Init(), or leave mpi4py.rc.initialize at True")
+    return MPI
+
+
 _abandoned: list[Any] = []  # requests that were given up, with their buffers: MPI may still write into them
 
 

@@ -1,4 +1,4 @@
-"""Contenders that are wrong, or leave their result elsewhere: ``... THIS_FILE RESULT.json [ours | graph]``."""
+"""Odd contenders: ``... THIS_FILE RESULT.json [ours | graph | misplaced | breaks]``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from typing import Any
 from mpi4py import MPI
 
 import ipcreduce
+from ipcreduce import cli
 from ipcreduce.bench import command, contenders
+
+COMMAND = ["bench", "--mode", "graph", "--replays", "2", "--dtype", "float32"]
 
 
 class Wrong(contenders.Contender):
@@ -41,8 +44,39 @@ class Elsewhere(contenders.Contender):
         self._target[...] = self._own
 
 
+class Misplaced(Elsewhere):
+    """Right, but for the two halves of the result, which change places."""
+
+    name = "misplaced"
+
+    def collect(self) -> None:
+        half = self._own.size // 2
+        self._target[:half] = self._own[half:]
+        self._target[half:] = self._own[:half]
+
+
+class Breaks(Elsewhere):
+    """Cannot be captured on the last rank from the second size on."""
+
+    name = "breaks"
+    captures = 0
+
+    def captured(self, call: Callable[[], Any], calls: int) -> Callable[[], None]:
+        self.captures += 1
+        if self.captures > 1 and MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1:
+            raise ValueError("not today")
+        return super().captured(call, calls)
+
+
 def main() -> None:
     contenders.PEERS.update({"wrong": lambda mpi: Wrong(), "elsewhere": lambda mpi: Elsewhere()})
+    contenders.PEERS.update({"misplaced": lambda mpi: Misplaced(), "breaks": lambda mpi: Breaks()})
+    if sys.argv[2:] == ["misplaced"]:  # chunks of a power of two elements
+        cli.main([*COMMAND, "--peers", "misplaced", "--smallest", "512K", "--largest", "512K", "--json", sys.argv[1]])
+        return
+    if sys.argv[2:] == ["breaks"]:
+        cli.main([*COMMAND, "--peers", "breaks", "--smallest", "64", "--largest", "128", "--json", sys.argv[1]])
+        return
     if sys.argv[2:] == ["ours"]:
         contenders.Ours.prepare = Wrong.prepare
     if sys.argv[2:] == ["graph"]:

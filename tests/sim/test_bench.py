@@ -52,6 +52,20 @@ def test_a_wrong_peer_is_left_out(mpirun: Run, tmp_path: Path) -> None:
     assert "without wrong: ArithmeticError: its result is wrong, at 64 bytes" in output
 
 
+def test_what_is_misplaced_is_wrong(mpirun: Run, tmp_path: Path) -> None:
+    """Data that repeat every power of two would not show it."""
+    output = mpirun("tests.sim", 2, "tests/sim/bench_worker.py", tmp_path / "kept.json", "misplaced", env=SMALL).stdout
+    assert "without misplaced: ArithmeticError: its result is wrong, at 524288 bytes" in output
+
+
+def test_an_exception_on_one_rank_ends_all_and_leaves_what_there_is(mpirun: Run, tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    done = mpirun("tests.sim", 2, "tests/sim/bench_worker.py", kept, "breaks", env=SMALL, check=False, timeout=60)
+    assert done.returncode
+    assert "ValueError: not today" in done.stdout
+    assert [row["bytes"] for row in json.loads(kept.read_text())["rows"]] == [64]
+
+
 def test_nothing_of_ours_is_timed_that_is_wrong(mpirun: Run, tmp_path: Path) -> None:
     output = mpirun("tests.sim", 2, "tests/sim/bench_worker.py", tmp_path / "kept.json", "ours", env=SMALL).stdout
     for rank in range(2):

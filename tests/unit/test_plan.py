@@ -97,6 +97,15 @@ def test_the_smallest_workspace_makes_progress(algorithm: str, n: int):
     assert len(steps) <= 64 * MB // (16 * KB)
 
 
+@given(sizes, worlds, halves, forced)
+def test_launches_are_even(nbytes: int, n: int, half: int, force: str | None):
+    """64 MB do not quite fit the default workspace: two launches of 32, not of 62 and 2."""
+    steps = plan.make_plan(nbytes, n, half, force)
+    assert all(step.nbytes == steps[0].nbytes for step in steps[:-1])
+    assert steps[0].nbytes - nbytes / len(steps) < 16 * KB
+    assert [step.nbytes for step in plan.make_plan(64 * MB, 4, workspace.half_bytes(256 * MB))] == [32 * MB] * 2
+
+
 def test_a_half_without_room_for_a_warp_is_refused():
     with pytest.raises(ValueError, match="too small for 8 ranks"):
         plan.make_plan(MB, 8, plan.CODES_BYTES + 8 * KB)
@@ -131,7 +140,7 @@ def test_looped_grids_are_resident_at_once(nbytes: int, n: int, multiprocessors:
         assert found is not None
         check_step(found, n, half)
         most = launch_bound(found.algorithm, found.depth, n)
-        assert plan.most_threads(found.algorithm, found.depth, n) == most
+        assert direct or plan.most_threads(found.algorithm, found.depth, n) == most
         assert found.grid * found.block <= resident * most
         assert re.search(rf"KERNEL\({found.algorithm}, .+, 2\)", (KERNELS / f"{found.algorithm}.cu").read_text())
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ipcreduce import Communicator, Graph, errors
 from tests.sim import driver_streams
-from tests.sim.scenarios.common import LAST, RANK, WORLD, error_of, fault, mine, raises, right, works
+from tests.sim.scenarios.common import LAST, RANK, SIZE, WORLD, error_of, fault, mine, raises, right, works
 
 
 def captured_after_a_fault() -> None:
@@ -75,6 +75,45 @@ def one_edge_is_enough() -> None:
             captured.append(stream.end_capture().nodes)
         for nodes in captured:
             assert [(len(node.after), node.waits) for node in nodes] == [(0, 0), (1, 0), (1, 0), (1, 0)]
+        works(comm)
+
+
+def captured_on_a_blocking_stream() -> None:
+    """As CuPy's streams are by default, after an eager call on the default stream: that cannot be asked meanwhile."""
+    stream, source, target = cupy.cuda.Stream(), mine(), cupy.zeros(1000, np.float32)
+    with Communicator(timeout=20) as comm:
+        comm.allreduce(source, out=target)
+        cupy.cuda.Device().synchronize()
+        with stream:
+            stream.begin_capture()
+            comm.allreduce(source, out=target)
+            comm.allreduce(target, out=target)
+            graph = stream.end_capture()
+        graph.launch(stream)
+        right(target, SIZE)
+        works(comm)
+
+
+def joined_within_a_recording() -> None:
+    """As joins_an_open_capture, in a recording's body."""
+    other = cupy.cuda.Stream(non_blocking=True)
+    with Communicator(timeout=20) as comm, Graph(comm) as graph:
+        source, outs = mine(), [cupy.zeros(1000, np.float32) for _ in range(3)]
+        cupy.cuda.Device().synchronize()
+        with graph.record():
+            here = cupy.cuda.get_current_stream()
+            fork = here.record()
+            comm.allreduce(source, out=outs[0])
+            with other:
+                for _ in range(2):
+                    comm.allreduce(source, out=outs[1])
+                other.wait_event(fork)
+                comm.allreduce(source, out=outs[1])
+            comm.allreduce(source, out=outs[2])
+            here.wait_event(other.record())
+        nodes = driver_streams.graphs[graph.segments[0].graph]
+        assert nodes[1].after >= {0}
+        assert nodes[2].after >= {1}
         works(comm)
 
 
@@ -214,5 +253,6 @@ def eager_call_behind_a_capture() -> None:
 
 SCENARIOS = [
     captured_after_a_fault, fault_within_a_recording, fault_beside_a_recording, graph_dropped_within_a_capture,
-    eager_call_behind_a_capture, one_edge_is_enough, joins_an_open_capture,
+    eager_call_behind_a_capture, one_edge_is_enough, joins_an_open_capture, joined_within_a_recording,
+    captured_on_a_blocking_stream,
 ]  # fmt: skip

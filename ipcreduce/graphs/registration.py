@@ -49,8 +49,7 @@ def register(mpi: Any, engine: Engine, graphs: Sequence[Graph], seconds: float) 
         for segment in graph.segments
         for call in segment.calls
         for launched in call.launches
-        if (step := plan.direct(launched.step, engine.n, engine.launches.algorithm, engine.launches.resident))
-        is not None
+        if (step := engine.launches.planned_direct(launched.step)) is not None
     ]
     if not candidates:  # the same on every rank, since the recordings are
         return

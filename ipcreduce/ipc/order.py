@@ -20,11 +20,8 @@ from ..cuda.within import using, within
 from ..errors import CaptureError, CudaError
 
 _RECORDED = -2  # in the place of a stream: the end of the last eager call is in an event
-_NEVER_CAPTURE = (
-    -1,
-    0,
-    1,
-)  # none, and the default stream, which cannot be asked while a stream that blocks it captures
+# No stream, and the default one, which cannot even be asked while a stream that blocks it captures.
+_NEVER_CAPTURE = (-1, 0, 1)
 
 
 class CallOrder:

@@ -59,10 +59,14 @@ def streams(comm: Any) -> None:
 
 def foreign_capture(comm: Any) -> None:
     """CuPy's begin_capture, with forked streams, replayed with new inputs, mixed with eager calls."""
-    stream, other = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+    for non_blocking in (True, False):
+        captured_on(comm, *(cupy.cuda.Stream(non_blocking=non_blocking) for _ in range(2)))
+
+
+def captured_on(comm: Any, stream: Any, other: Any) -> None:
     source, first, second, third = mine(), mine(), mine(50000), cupy.zeros(1000, np.float32)
-    comm.allreduce(source, out=first)  # compiled before the capture
-    comm.synchronize()
+    comm.allreduce(source, out=first)  # compiled before the capture, and the last call is on the default stream
+    cupy.cuda.Device().synchronize()
     fork, join = cupy.cuda.Event(disable_timing=True), cupy.cuda.Event(disable_timing=True)
     with stream:
         stream.begin_capture()

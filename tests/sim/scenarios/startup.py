@@ -12,7 +12,7 @@ import cupy
 import numpy as np
 from mpi4py import MPI
 
-from ipcreduce import Communicator, errors
+from ipcreduce import Communicator, Graph, errors
 from ipcreduce.ipc import setup
 from tests.sim import machine
 from tests.sim.scenarios.common import (
@@ -27,6 +27,7 @@ from tests.sim.scenarios.common import (
     host_works,
     mine,
     raises,
+    right,
     works,
 )
 
@@ -175,6 +176,15 @@ def one_smaller_gpu() -> None:
             works(comm, 120_000)
             first = comm._engine.launches.planned(120_000 * 4)[0]
             assert (first.algorithm, first.grid) == ("two_shot", 4), first
+        small = environment(rank, SIM_MULTIPROCESSORS="2")
+        with small, Communicator(timeout=20, algorithm="direct") as comm, Graph(comm) as graph:
+            source = mine(120_000)
+            with graph.record():
+                result = comm.allreduce(source)
+            right(result)
+            assert graph.state == "registered"
+            direct = comm._engine.launches.planned_direct(graph.segments[0].calls[0].launches[0].step)
+            assert (direct.algorithm, direct.grid) == ("direct", 2), direct
     good_communicator()
 
 

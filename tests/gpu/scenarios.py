@@ -59,12 +59,12 @@ def streams(comm: Any) -> None:
 
 def foreign_capture(comm: Any) -> None:
     """CuPy's begin_capture, with forked streams, replayed with new inputs, mixed with eager calls."""
-    for non_blocking in (True, False):
-        captured_on(comm, *(cupy.cuda.Stream(non_blocking=non_blocking) for _ in range(2)))
+    for non_blocking, count in ((True, 50000), (False, 2000)):
+        captured_on(comm, count, *(cupy.cuda.Stream(non_blocking=non_blocking) for _ in range(2)))
 
 
-def captured_on(comm: Any, stream: Any, other: Any) -> None:
-    source, first, second, third = mine(), mine(), mine(50000), cupy.zeros(1000, np.float32)
+def captured_on(comm: Any, count: int, stream: Any, other: Any) -> None:
+    source, first, second, third = mine(), mine(), mine(count), cupy.zeros(1000, np.float32)
     comm.allreduce(source, out=first)  # compiled before the capture, and the last call is on the default stream
     cupy.cuda.Device().synchronize()
     fork, join = cupy.cuda.Event(disable_timing=True), cupy.cuda.Event(disable_timing=True)

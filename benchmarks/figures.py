@@ -158,11 +158,10 @@ def block(run: Run) -> None:
             continue
         source, target = arrays_of(nbytes)
 
-        run.comm.allreduce(source, out=target)
-        run.comm.synchronize()
-        on = run.in_graph(functools.partial(three, source, launch_of(run, source, target)), nbytes)
-        with plain_launches():
-            off = run.in_graph(functools.partial(three, source, launch_of(run, source, target)), nbytes)
+        ours = functools.partial(three, source, functools.partial(run.comm.allreduce, source, out=target))
+        on = run.in_graph(ours, nbytes)
+        with plain_launches(run):
+            off = run.in_graph(ours, nbytes)
         run.keep("block, programmatic against plain", nbytes, on, off, 1.0)
         call = nccl.prepare(source, target) if nccl else None
         if call is not None:
@@ -178,26 +177,20 @@ def three(array: Any, call: Call) -> None:
         call()
 
 
-def launch_of(run: Run, source: Any, target: Any) -> Call:
-    """A call that has been made before, prepared anew."""
-    launches, (stream, owner) = run.engine.launches, surroundings.stream_of()
-    planned = launches.find(source.shape, source.dtype, "sum")
-    assert planned is not None
-    steps = [step for _, _, step in planned.launches]
-    prepared = launches.by_steps(steps, source.shape, "bfloat16", "sum", source.nbytes)
-    return lambda: run.engine.run(prepared, source.data.ptr, target.data.ptr, stream, owner)
-
-
 @contextmanager
-def plain_launches() -> Iterator[None]:
-    """Launches made within are not programmatic."""
-    made = launching.driver.Launch
+def plain_launches(run: Run) -> Iterator[None]:
+    """Launches prepared within are not programmatic."""
+    made, launches = launching.driver.Launch, run.engine.launches
+    kept, launches._prepared = launches._prepared, {}
 
     def plain(*arguments: Any, programmatic: bool = False) -> Any:
         return made(*arguments)
 
-    with mock.patch.object(launching.driver, "Launch", plain):
-        yield
+    try:
+        with mock.patch.object(launching.driver, "Launch", plain):
+            yield
+    finally:
+        launches._prepared = kept
 
 
 def ends_of_waits(run: Run) -> None:
@@ -219,8 +212,8 @@ def endless_waits(run: Run) -> Iterator[None]:
         shutil.copytree(compiler.kernel_directory(), sources)
         header = sources / "exchange.cuh"
         text = header.read_text()
-        assert text.count("wait.spin(args, missing);") == 2
-        header.write_text(text.replace("wait.spin(args, missing);", "relax();"))
+        assert text.count("spins < kSpinsBetweenChecks") == 1
+        header.write_text(text.replace("spins < kSpinsBetweenChecks", "true"))
         kept = launches._functions, launches._prepared
         launches._functions, launches._prepared = {}, {}
         compiler._headers_digest.cache_clear()

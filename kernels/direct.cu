@@ -1,5 +1,6 @@
 // Direct all-reduce: two-shot whose results go straight into the peers' outputs. It stages half as much and writes the
-// gathered part once, but the outputs must lie in memory that the peers have mapped: the graphs' (ipcreduce/graphs).
+// gathered part once, but the outputs must lie in memory that the peers have mapped: the graphs' (ipcreduce/graphs). Whole
+// and aligned messages only: the registers of a thread hold no more.
 //
 // The first hop is two_shot.cu's, with the same columns, tiles and arguments for arrival, rotation and progress.
 //
@@ -20,36 +21,41 @@ constexpr int kDepth = IPCREDUCE_DEPTH;
 KERNEL(direct, 512, 2)(KERNEL_ARGS args) {
   if (args.trigger_early) trigger_dependents();
   await_predecessor();
-  Wait wait(args);
-  const u32 epoch = read_epoch(args);
-  const u64 half = (epoch & 1) * args.half_bytes;
+  const Epoch epoch = read_epoch(args);
+  bool alive = epoch.alive;
 
-  const u32 columns = divide_up((u32)divide_up(args.bytes, kPacketBytes), kRanks);
-  const u32 columns_a_tile = kDepth * threads_in_grid(), tiles = divide_up(columns, columns_a_tile);
-  const u64 row = row_bytes(columns), flag_row = row_bytes(blocks_in_grid());
-  const u64 scatter = half, flags = half + kRanks * row, ours = args.peers[0];
+  const Message in = message_at(args.in, args.bytes);
+  const u32 columns = columns_of(args), tile = kDepth * threads_in_grid(), tiles = divide_up(columns, tile);
+  const u64 row = row_bytes(columns), flag_row = row_bytes(blocks_in_grid()), ours = args.peers[0];
+  const u64 scatter = half_of_epoch(args, epoch), flags = scatter + (kRanks - 1) * row;
+
+  const auto push = [&](u32 column) {
+    Packet chunks[kDepth][kMaxRanks];
+    load_chunks<true>(chunks, in, columns, column);
+    push_chunks(chunks, args, scatter, columns, column, alive);
+  };
 
   const auto reduce = [&](u32 column) {
     Packet results[kDepth];
-    fold_columns(results, args, scatter, columns, column, wait);
+    fold_columns<true>(results, args, in, scatter, columns, column, alive);
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
       const bool active = nth(column, d) < columns;
 #pragma unroll
       for (int i = 0; i < kRanks; ++i)
-        if (active && (i == 0 || wait.alive))
-          store_message<kElementBytes>(args.outs[i], (u64)kRank * columns + nth(column, d), args.bytes, results[d]);
-      clear(ours + scatter, columns, nth(column, d), active, wait);
+        store_message<kElementBytes, true>(message_at(args.outs[i], args.bytes), kRank * columns + nth(column, d),
+                                           results[d], active && (i == 0 || alive));
+      clear(ours + scatter, columns, nth(column, d), active, alive);
     }
   };
 
   u32 column = thread_in_grid();
-  push_chunks<kDepth>(args, scatter, columns, column, wait);
+  push(column);
   if (!args.trigger_early) trigger_dependents();
   advance_epochs(args, epoch);
-  for (u32 tile = 0; tile < tiles; ++tile, column += columns_a_tile) {
-    if (tile + 1 < tiles) push_chunks<kDepth>(args, scatter, columns, column + columns_a_tile, wait);
-    reduce(column);
+  for (u32 t = 0; t < tiles; ++t, column += tile) {
+    if (t + 1 < tiles) push(column + tile);
+    if (warp_has_some(column, columns)) reduce(column);
   }
 
   // One thread speaks for its block: what the others have stored is behind the barrier. Not for a block of which a wait
@@ -59,17 +65,17 @@ KERNEL(direct, 512, 2)(KERNEL_ARGS args) {
     fence_sys();
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
-      if (!aborted(args))
-        store_packet_sys(args.peers[i] + flags + kRank * flag_row + kPacketBytes * block_in_grid(), {{0, 0, 0, 0}});
-    get_flags(args, ours + flags, flag_row, block_in_grid(), wait);
+      if (!gave_up(args))
+        store_packet_sys(args.peers[i] + flags + row_at_peer(i, flag_row) + kPacketBytes * block_in_grid(), {{0, 0, 0, 0}});
+    get_flags(args, ours + flags, flag_row, block_in_grid(), alive);
     fence_sys();
   }
   sync_block();
-  if (!aborted(args)) return;
+  if (!gave_up(args)) return;
 
   // Some peer's results did not all come: nothing of theirs in this block's columns is to be trusted.
   for (column = thread_in_grid(); column < columns; column += threads_in_grid())
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
-      store_message<kElementBytes>(args.outs[0], (u64)source(i) * columns + column, args.bytes, poison());
+      store_message<kElementBytes, true>(message_at(args.out, args.bytes), source(i) * columns + column, poison(), true);
 }

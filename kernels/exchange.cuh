@@ -1,8 +1,8 @@
 // Packets between ranks: where they lie, how a reader knows that one has arrived, and how every wait ends.
 //
-// A rank's workspace has two halves, used in turn by the parity of the epoch. In a half, each source has a row of
-// slots (row_packets() apart). A slot at rest is empty: its mark words are all ones. The reader puts the mark back
-// once it has read, so the invariant holds again when its kernel ends.
+// A rank's workspace has two halves, used in turn by the parity of the epoch. In a half there are groups of rows of slots,
+// a row for each other rank, row_bytes() apart: row i - 1 is that of source(i). A slot at rest is empty: its mark words are
+// all ones. The reader puts the mark back once it has read, so the invariant holds again when its kernel ends.
 #pragma once
 #include <reduce.cuh>
 
@@ -11,7 +11,7 @@ struct Args {
   u64 bytes;            // of the message, the same on every rank
   u64 peers[8];         // workspace of rank (kRank + i) % kRanks, as mapped here; peers[0] is our own
   u64 half_bytes;       // from one half of a workspace to the other
-  u64 epochs;           // kEpochSlots words on this GPU, then three of check_wait
+  u64 epochs;           // on this GPU: kEpochSlots pairs of words (epoch, given up), then three words of check_wait
   u64 abort;            // word in the control page (host memory, shared by all ranks): non-zero ends every wait
   u64 missing;          // this rank's word there: bit r is set if a wait for rank r's data passed its deadline
   u64 timeout_ns;
@@ -28,17 +28,27 @@ constexpr u32 kOtherNan = 0x7FFF7FFFu;  // a NaN in every float type, whichever 
 constexpr bool kWholePackets = IPCREDUCE_WHOLE_PACKETS;
 
 DEVICE u32 source(int i) { return (kRank + i) % kRanks; }
+DEVICE u64 row_of(int i, u64 stride) { return (i - 1) * stride; }                   // of source(i), in our groups
+DEVICE u64 row_at_peer(int i, u64 stride) { return row_of(kRanks - i, stride); }  // ours in the groups of peer i
 DEVICE u32 divide_up(u32 a, u32 b) { return (a + b - 1) / b; }
 
 // ---- epochs: every launch advances every slot by one, on every rank alike, so each block needs only its own slot.
-DEVICE u32 read_epoch(const Args& args) { return load_word_gpu(args.epochs + 4 * block_in_grid()); }
+struct Epoch {
+  u32 number;
+  bool alive;  // false: see await()
+};
+DEVICE Epoch read_epoch(const Args& args) {  // both by one load: a second one cost 0.1 to 0.4 us (H200)
+  const u64 slot = load_words_gpu(args.epochs + 8 * block_in_grid());
+  return {(u32)slot, slot >> 32 == 0};
+}
+DEVICE u64 half_of_epoch(const Args& args, Epoch epoch) { return epoch.number & 1 ? args.half_bytes : 0; }
 
 // After the block's sends and before its polls: the barrier is what lets the slot change.
-DEVICE void advance_epochs(const Args& args, u32 epoch) {
+DEVICE void advance_epochs(const Args& args, Epoch epoch) {
   sync_block();
   for (u32 j = block_in_grid() + thread_in_block() * blocks_in_grid(); j < kEpochSlots;
        j += blocks_in_grid() * threads_in_block())
-    store_word_gpu(args.epochs + 4 * j, epoch + 1);
+    store_word_gpu(args.epochs + 8 * j, epoch.number + 1);
 }
 
 // ---- waits: a poll looks at data. Now and then it looks at the clock and, through a copy in this GPU's memory, at the
@@ -49,47 +59,57 @@ constexpr u32 kMicrosecondsBetweenReads = 16;  // of the abort word, by the whol
 // that is slower than the one that raised it, or has no time slice of a shared GPU just now.
 constexpr u32 kGraceMicroseconds = 100000;
 
-// Returns when the wait began, or 0 if it is over without data.
-DEVICE_COLD u64 check_wait(u64 started, u32 missing, u64 epochs, u64 abort, u64 report, u64 timeout_ns) {
-  const u64 aborted_here = epochs + 4 * kEpochSlots, read_last = aborted_here + 4, seen_up = aborted_here + 8;
+// Returns when the wait began, or 0 if it is over without data: then so are all others on this GPU, until a reset.
+DEVICE_COLD u64 check_wait(u64 started, u32 missing, const Args& args) {
+  const u64 epochs = args.epochs, given_up = epochs + 8 * kEpochSlots, read_last = given_up + 4, seen_up = given_up + 8;
   const u64 now = nanoseconds();
   const u32 microseconds = (u32)(now >> 10);
   if (!started) started = now;
-  if (now - started > timeout_ns) {
-    store_word_sys(report, load_word_sys(report) | missing);  // threads may miss different ranks
-    store_word_sys(abort, 1);
-    store_word_gpu(aborted_here, 1);
-    return 0;
+  const bool late = now - started > args.timeout_ns;
+  if (late) {
+    store_word_sys(args.missing, load_word_sys(args.missing) | missing);  // threads may miss different ranks
+    store_word_sys(args.abort, 1);
   }
   const u32 seen = load_word_gpu(seen_up);  // when, or 0; another thread's clock may be ahead of ours
-  if (seen && (int)(microseconds - seen) > (int)kGraceMicroseconds) store_word_gpu(aborted_here, 1);
   if (!seen && microseconds - load_word_gpu(read_last) > kMicrosecondsBetweenReads) {
     store_word_gpu(read_last, microseconds);
-    if (load_word_sys(abort)) store_word_gpu(seen_up, microseconds | 1);
+    if (load_word_sys(args.abort)) store_word_gpu(seen_up, microseconds | 1);
   }
-  return load_word_gpu(aborted_here) ? 0 : started;
+  const bool known = load_word_gpu(given_up);
+  if (!late && !known && !(seen && (int)(microseconds - seen) > (int)kGraceMicroseconds)) return started;
+  store_word_gpu(epochs + 8 * block_in_grid() + 4, 1);  // before this block's next barrier
+  if (!known) {
+    store_word_gpu(given_up, 1);
+#pragma unroll 1
+    for (u32 j = 0; j < kEpochSlots; ++j) store_word_gpu(epochs + 8 * j + 4, 1);
+  }
+  return 0;
 }
 
-// Whether a wait on this GPU has ended without data since the last reset: every wait that did is in it.
-DEVICE bool aborted(const Args& args) { return load_word_gpu(args.epochs + 4 * kEpochSlots) != 0; }
+// Whether a wait of this block, or of an earlier kernel on this GPU, has ended without data.
+DEVICE bool gave_up(const Args& args) { return load_word_gpu(args.epochs + 8 * block_in_grid() + 4) != 0; }
 
-// A thread's waits. By value in registers: only the cold function above may see memory.
-struct Wait {
-  u64 started = 0;  // of the present wait; 0 before its first check
-  u32 spins = 0;
-  bool alive;       // false: give up here and in every later wait of this thread
-
-  // Kernels that are queued behind one that gave up send nothing: a slower rank may still be in that operation, and two
-  // operations later their packets would come into the same half.
-  DEVICE explicit Wait(const Args& args) : alive(!aborted(args)) {}
-
-  DEVICE void spin(const Args& args, u32 missing) {
-    relax();
-    if (++spins % kSpinsBetweenChecks) return;
-    started = check_wait(started, missing, args.epochs, args.abort, args.missing, args.timeout_ns);
-    alive = started != 0;
+// Polls until no rank is missing (a bit each). `alive` is false once a wait on this GPU has ended without data: then
+// nothing is waited for, and nothing sent. Kernels that are queued behind one that gave up must not send either: a slower
+// rank may still be in that operation, and two operations later their packets would come into the same half.
+//
+// kWarp: the lanes of a warp wait together. If each went on by itself as its packet came, those that are late would poll
+// again only after the early ones have folded and stored theirs: 0.1 us of 2 (H200).
+template <bool kWarp, class Poll> DEVICE void await(bool& alive, const Args& args, const Poll& missing_ranks) {
+  const auto any = [](bool mine) { return kWarp ? warp_any(mine) : mine; };
+  u64 started = 0;
+  while (alive) {
+    u32 missing = 0;
+#pragma unroll 1
+    for (u32 spins = 0; spins < kSpinsBetweenChecks; ++spins) {
+      missing = missing_ranks();
+      if (!any(missing)) return;
+      relax();
+    }
+    started = check_wait(started, missing, args);
+    alive = !any(!started);
   }
-};
+}
 
 // ---- rows of slots
 // After the packets of a row come its escapes, one a warp (see put). Rows begin at 128-byte lines.
@@ -99,6 +119,13 @@ DEVICE u64 escape_at(u64 row, u32 packets, u32 index) {
 DEVICE u64 row_bytes(u32 packets) {
   const u32 warps = divide_up(packets, 32);
   return kPacketBytes * (u64)(warps * 32 + divide_up(warps, 8) * 8);
+}
+
+// Which words of a warp's packets were equal to the mark, a bit a lane: the last words of lanes 0 to 15 and 16 to 31, then
+// the second ones. Half words, so that none looks like the mark and each arrives by itself: a compiler may narrow a load
+// to the words that are used, and two loads see different moments.
+DEVICE Packet escape_of(u32 last, u32 second) {
+  return {{last & 0xFFFF, last >> 16, second & 0xFFFF, second >> 16}};
 }
 
 DEVICE bool arrived(const Packet& p) { return p.word[3] != kEmpty && (kWholePackets || p.word[1] != kEmpty); }
@@ -115,134 +142,135 @@ DEVICE Packet canonical(Packet p) {
 
 // Stores packet `index` of a row of `packets` in a peer's workspace. All lanes of a warp call it, those with nothing
 // to send with active == false. Integers have no spare value, so a word equal to the mark is sent as zero, and one
-// extra packet a warp, always sent, tells by a bit a lane which words were: 1/32 more on the wire, no epoch in the data.
+// extra packet a warp, always sent, tells which words were: 1/32 more on the wire, no epoch in the data.
 DEVICE void put(u64 row, u32 packets, u32 index, Packet p, bool active) {
   if constexpr (!kFloat) {
     const u32 last = warp_ballot(active && p.word[3] == kEmpty);
-    const u32 middle = kWholePackets ? 0 : warp_ballot(active && p.word[1] == kEmpty);
+    const u32 second = kWholePackets ? 0 : warp_ballot(active && p.word[1] == kEmpty);
     if (p.word[3] == kEmpty) p.word[3] = 0;
     if (!kWholePackets && p.word[1] == kEmpty) p.word[1] = 0;
-    if (active && index % 32 == 0) store_packet_sys(escape_at(row, packets, index), {{last, 0, middle, 0}});
+    store_packet_sys(escape_at(row, packets, index), escape_of(last, second), active && index % 32 == 0);
   }
-  if (active) store_packet_sys(row + (u64)kPacketBytes * index, p);
+  store_packet_sys(row + (u64)kPacketBytes * index, p, active);
 }
 
 // What a thread takes at a time: packets index, index + threads_in_grid(), ... of a row, those that exist.
 DEVICE u32 nth(u32 index, int d) { return index + d * threads_in_grid(); }
+DEVICE bool warp_has_some(u32 index, u32 packets) { return index - index % 32 < packets; }
 
-// Waits for kDepth packets of the row of every other rank, v[d][rank]; rows lie row_bytes(packets) apart from `rows` on,
-// by rank. All loads of a turn are issued before the first is tested. v[d][kRank] is left alone. If the wait ends without
-// data, wait.alive is false and v is not to be used.
+// What a wait that ended without data leaves: NaN, or -1.
+DEVICE Packet poison() { return {{kEmpty, kEmpty, kEmpty, kEmpty}}; }
+
+// Waits for kDepth packets of the row of every other rank, v[d][rank]; the group begins at `rows`. All loads of a turn are issued before the first is tested. v[d][kRank] is left alone. If the wait ends without
+// data, alive is false and v is poison. All lanes of a warp call it, if that has some packet to wait for.
 template <int kDepth>
-DEVICE void get(Packet (&v)[kDepth][kMaxRanks], const Args& args, u64 rows, u32 packets, u32 index, Wait& wait) {
+DEVICE void get(Packet (&v)[kDepth][kMaxRanks], const Args& args, u64 rows, u32 packets, u32 index, bool& alive) {
   const u64 stride = row_bytes(packets);
-  Packet escape[kDepth][kMaxRanks];
-  while (wait.alive) {
+  const u32 lane = index % 32;
+  u32 last[kDepth][kMaxRanks], second[kDepth][kMaxRanks];  // of the escapes: this lane's words
+  const u32 spare = index < packets ? index : index - lane;  // for what waits for none: a packet of this warp
+  await<true>(alive, args, [&] {
 #pragma unroll
-    for (int d = 0; d < kDepth; ++d)
-      if (nth(index, d) < packets) {
+    for (int d = 0; d < kDepth; ++d) {
+      const u32 slot = nth(index, d) < packets ? nth(index, d) : spare;
 #pragma unroll
-        for (int i = 1; i < kRanks; ++i) {
-          const u64 row = rows + source(i) * stride;
-          v[d][source(i)] = load_packet_sys(row + (u64)kPacketBytes * nth(index, d));
-          if (!kFloat) escape[d][source(i)] = load_packet_sys(escape_at(row, packets, nth(index, d)));
-        }
+      for (int i = 1; i < kRanks; ++i) {
+        const u64 row = rows + row_of(i, stride);
+        v[d][source(i)] = load_packet_sys(row + (u64)kPacketBytes * slot);
+        if (kFloat) continue;
+        const u64 escape = escape_at(row, packets, slot) + lane / 16 * 4;
+        last[d][source(i)] = load_word_sys(escape);
+        if (!kWholePackets) second[d][source(i)] = load_word_sys(escape + 8);
       }
+    }
     u32 missing = 0;
 #pragma unroll
     for (int d = 0; d < kDepth; ++d)
-      if (nth(index, d) < packets) {
 #pragma unroll
-        for (int i = 1; i < kRanks; ++i)
-          if (!arrived(v[d][source(i)]) || (!kFloat && !arrived(escape[d][source(i)]))) missing |= 1u << source(i);
+      for (int i = 1; i < kRanks; ++i)
+        if (!arrived(v[d][source(i)]) || (!kFloat && last[d][source(i)] == kEmpty) ||
+            (!kFloat && !kWholePackets && second[d][source(i)] == kEmpty))
+          missing |= nth(index, d) < packets ? 1u << source(i) : 0;
+    return missing;
+  });
+#pragma unroll
+  for (int d = 0; d < kDepth; ++d)
+#pragma unroll
+    for (int i = 1; i < kRanks; ++i) {
+      if (!alive) [[unlikely]] {
+        v[d][source(i)] = poison();
+      } else if (!kFloat) {
+        if (last[d][source(i)] >> lane % 16 & 1) v[d][source(i)].word[3] = kEmpty;
+        if (!kWholePackets && (second[d][source(i)] >> lane % 16 & 1)) v[d][source(i)].word[1] = kEmpty;
       }
-    if (!missing) {
-      wait.started = 0;  // the deadline is for a single wait
-      break;
     }
-    wait.spin(args, missing);
-  }
-  if (!kFloat && wait.alive) {
-#pragma unroll
-    for (int d = 0; d < kDepth; ++d)
-      if (nth(index, d) < packets) {
-#pragma unroll
-        for (int i = 1; i < kRanks; ++i) {
-          const Packet &mark = escape[d][source(i)];
-          const u32 bit = nth(index, d) % 32;
-          if (mark.word[0] >> bit & 1) v[d][source(i)].word[3] = kEmpty;
-          if (!kWholePackets && (mark.word[2] >> bit & 1)) v[d][source(i)].word[1] = kEmpty;
-        }
-      }
-  }
 }
 
 // Empties what get() read. All lanes of a warp call it. Nothing is emptied after a wait that failed: a late packet
 // would fill the slot again, so the host does it when every kernel has ended (workspace.py, resync).
-DEVICE void clear(u64 rows, u32 packets, u32 index, bool active, const Wait& wait) {
+DEVICE void clear(u64 rows, u32 packets, u32 index, bool active, bool alive) {
   const Packet empty = {{kEmpty, kEmpty, kEmpty, kEmpty}};
   const u64 stride = row_bytes(packets), at = rows + (u64)kPacketBytes * index;
-  if constexpr (!kFloat) sync_warp();  // every lane has read the escape before lane 0 empties it
-  if (!active || !wait.alive) return;
+  sync_warp();  // other lanes have read this packet (see get), and all the escape
 #pragma unroll
   for (int i = 1; i < kRanks; ++i) {
-    store_packet_local(at + source(i) * stride, empty);
-    if (!kFloat && index % 32 == 0) store_packet_local(escape_at(rows + source(i) * stride, packets, index), empty);
+    store_packet_local(at + row_of(i, stride), empty, active && alive);
+    if (!kFloat)
+      store_packet_local(escape_at(rows + row_of(i, stride), packets, index), empty, active && alive && index % 32 == 0);
   }
 }
 
-// What a wait that ended without data leaves in the output: NaN, or -1.
-DEVICE Packet poison() { return {{kEmpty, kEmpty, kEmpty, kEmpty}}; }
-
 // ---- the first hop of two_shot.cu and direct.cu: rank r's chunk is packets r * columns, ... of the message
-template <int kDepth>
-DEVICE void push_chunks(const Args& args, u64 rows, u32 columns, u32 column, const Wait& wait) {
-  Packet chunk[kDepth][kMaxRanks] = {};
-#pragma unroll
-  for (int d = 0; d < kDepth; ++d)
-    if (nth(column, d) < columns) {
-#pragma unroll
-      for (int i = 1; i < kRanks; ++i)
-        chunk[d][i] = load_message<kElementBytes>(args.in, (u64)source(i) * columns + nth(column, d), args.bytes);
-    }
+DEVICE u32 columns_of(const Args& args) { return divide_up(divide_up((u32)args.bytes, kPacketBytes), kRanks); }
+
+template <bool kPlain, int kDepth>
+DEVICE void load_chunks(Packet (&chunk)[kDepth][kMaxRanks], const Message& in, u32 columns, u32 column) {
 #pragma unroll
   for (int d = 0; d < kDepth; ++d)
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
-      put(args.peers[i] + rows + kRank * row_bytes(columns), columns, nth(column, d), canonical(chunk[d][i]),
-          nth(column, d) < columns && wait.alive);
+      chunk[d][i] = load_message<kElementBytes, kPlain>(in, source(i) * columns + nth(column, d), nth(column, d) < columns);
+}
+template <int kDepth>
+DEVICE void push_chunks(const Packet (&chunk)[kDepth][kMaxRanks], const Args& args, u64 rows, u32 columns, u32 column,
+                        bool alive) {
+#pragma unroll
+  for (int d = 0; d < kDepth; ++d)
+#pragma unroll
+    for (int i = 1; i < kRanks; ++i)
+      put(args.peers[i] + rows + row_at_peer(i, row_bytes(columns)), columns, nth(column, d), canonical(chunk[d][i]),
+          nth(column, d) < columns && alive);
 }
 
 // The folds of columns of our own chunk, once the peers' packets are there; poison if the wait ended without them.
-template <int kDepth>
-DEVICE void fold_columns(Packet (&results)[kDepth], const Args& args, u64 rows, u32 columns, u32 column, Wait& wait) {
+template <bool kPlain, int kDepth>
+DEVICE void fold_columns(Packet (&results)[kDepth], const Args& args, const Message& in, u64 rows, u32 columns, u32 column,
+                         bool& alive) {
   Packet v[kDepth][kMaxRanks];
 #pragma unroll
   for (int d = 0; d < kDepth; ++d)
-    if (nth(column, d) < columns)
-      v[d][kRank] =
-          canonical(load_message<kElementBytes>(args.in, (u64)kRank * columns + nth(column, d), args.bytes));
-  get(v, args, args.peers[0] + rows, columns, column, wait);
+    v[d][kRank] =
+        canonical(load_message<kElementBytes, kPlain>(in, kRank * columns + nth(column, d), nth(column, d) < columns));
+  get(v, args, args.peers[0] + rows, columns, column, alive);
 #pragma unroll
   for (int d = 0; d < kDepth; ++d)
-    results[d] = wait.alive && nth(column, d) < columns ? fold(v[d]) : poison();
+    results[d] = alive ? fold(v[d]) : poison();
 }
 
 // ---- flags (direct.cu)
 // Waits for a flag of every other rank, a packet at `index` of its row, and empties it: for one thread, whose block then
 // takes the fence (see direct.cu).
-DEVICE void get_flags(const Args& args, u64 rows, u64 stride, u32 index, Wait& wait) {
+DEVICE void get_flags(const Args& args, u64 rows, u64 stride, u32 index, bool& alive) {
   const u64 at = rows + (u64)kPacketBytes * index;
-  while (wait.alive) {
+  await<false>(alive, args, [&] {
     u32 missing = 0;
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
-      if (!arrived(load_packet_sys(at + source(i) * stride))) missing |= 1u << source(i);
-    if (!missing) break;
-    wait.spin(args, missing);
-  }
-  if (!wait.alive) return;
+      if (!arrived(load_packet_sys(at + row_of(i, stride)))) missing |= 1u << source(i);
+    return missing;
+  });
+  if (!alive) return;
 #pragma unroll
   for (int i = 1; i < kRanks; ++i)
-    store_packet_local(at + source(i) * stride, {{kEmpty, kEmpty, kEmpty, kEmpty}});
+    store_packet_local(at + row_of(i, stride), {{kEmpty, kEmpty, kEmpty, kEmpty}}, true);
 }

@@ -9,21 +9,21 @@
 KERNEL(limit, 1024, 1)(KERNEL_ARGS args) {
   if (args.trigger_early) trigger_dependents();
   await_predecessor();
-  Wait wait(args);
-  const u32 epoch = read_epoch(args);
-  const u64 half = (epoch & 1) * args.half_bytes, row = row_bytes(1);
+    const Epoch epoch = read_epoch(args);
+  bool alive = epoch.alive;
+  const u64 half = half_of_epoch(args, epoch), row = row_bytes(1);
   const bool first = thread_in_grid() == 0;
 
-  if (first && wait.alive)
+  if (first && alive)
 #pragma unroll
-    for (int i = 1; i < kRanks; ++i) store_packet_sys(args.peers[i] + half + kRank * row, {{0, 0, 0, 0}});
+    for (int i = 1; i < kRanks; ++i) store_packet_sys(args.peers[i] + half + row_at_peer(i, row), {{0, 0, 0, 0}});
   const u32 packets = (u32)(args.bytes / kPacketBytes);
   for (u32 index = thread_in_grid(); index < packets; index += threads_in_grid())
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
-      store_packet_sys(args.peers[i] + half + kRanks * row + (u64)kPacketBytes * index, {{kEmpty, kEmpty, kEmpty, kEmpty}});
+      store_packet_sys(args.peers[i] + half + (kRanks - 1) * row + (u64)kPacketBytes * index, {{kEmpty, kEmpty, kEmpty, kEmpty}});
 
   if (!args.trigger_early) trigger_dependents();
   advance_epochs(args, epoch);
-  if (first) get_flags(args, args.peers[0] + half, row, 0, wait);
+  if (first) get_flags(args, args.peers[0] + half, row, 0, alive);
 }

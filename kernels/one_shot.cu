@@ -20,32 +20,35 @@
 // * Progress. Block b waits for the peers' blocks b only, after it has sent all its own packets.
 #include <exchange.cuh>
 
-KERNEL(one_shot, 1024, 1)(KERNEL_ARGS args) {
-  if (args.trigger_early) trigger_dependents();
-  await_predecessor();
-  Wait wait(args);
-  const u32 epoch = read_epoch(args);
-  const u64 half = (epoch & 1) * args.half_bytes;
-
-  const u32 packets = (u32)divide_up(args.bytes, kPacketBytes);
-  const u32 index = thread_in_grid();
+template <bool kPlain> DEVICE void run(const Args& args) {
+  const Epoch epoch = read_epoch(args);  // not used before the message is on its way too: one latency for both
+  bool alive = epoch.alive;
+  const Message in = message_at(args.in, args.bytes), out = message_at(args.out, args.bytes);
+  const u32 packets = divide_up(in.bytes, kPacketBytes), index = thread_in_grid();
   const bool active = index < packets;
-
   Packet v[1][kMaxRanks];
-  v[0][kRank] = {};
-  if (active) v[0][kRank] = canonical(load_message<kElementBytes>(args.in, index, args.bytes));
+  v[0][kRank] = load_message<kElementBytes, kPlain>(in, index, active);
+
+  const u64 half = half_of_epoch(args, epoch), rows = args.peers[0] + half;
+  v[0][kRank] = canonical(v[0][kRank]);
 #pragma unroll
   for (int i = 1; i < kRanks; ++i)
-    put(args.peers[i] + half + kRank * row_bytes(packets), packets, index, v[0][kRank], active && wait.alive);
+    put(args.peers[i] + half + row_at_peer(i, row_bytes(packets)), packets, index, v[0][kRank], active && alive);
 
   if (!args.trigger_early) trigger_dependents();
   advance_epochs(args, epoch);
+  if (!warp_has_some(index, packets)) return;
 
-  const u64 rows = args.peers[0] + half;
-  if (active) {
-    get(v, args, rows, packets, index, wait);
-    const Packet result = wait.alive ? fold(v[0]) : poison();
-    store_message<kElementBytes>(args.out, index, args.bytes, result);
-  }
-  clear(rows, packets, index, active, wait);
+  get(v, args, rows, packets, index, alive);
+  store_message<kElementBytes, kPlain>(out, index, alive ? fold(v[0]) : poison(), active);
+  clear(rows, packets, index, active, alive);
+}
+
+// Over 2 GPUs it takes messages of as many threads as two blocks a multiprocessor have.
+KERNEL(one_shot, 1024, kRanks == 2 ? 2 : 1)(KERNEL_ARGS args) {
+  if (args.trigger_early) trigger_dependents();
+  const bool plain = is_plain(args.in, args.out, args.bytes);
+  await_predecessor();
+  if (plain) [[likely]] run<true>(args);
+  else run<false>(args);
 }

@@ -35,6 +35,7 @@ DEVICE u32 block_in_grid() { return blockIdx.x; }
 DEVICE u32 blocks_in_grid() { return gridDim.x; }
 DEVICE void sync_block() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
+DEVICE bool warp_any(bool mine) { return __any_sync(0xFFFFFFFFu, mine); }
 DEVICE u32 warp_ballot(bool mine) { return __ballot_sync(0xFFFFFFFFu, mine); }
 DEVICE void relax() {}  // a turn of a poll loop; the stand-in lets other threads run here
 
@@ -52,30 +53,35 @@ DEVICE void trigger_dependents() {
 
 // ---- packets: relaxed, system scope. Kernel boundaries are the fences (see one_shot.cu).
 DEVICE Packet load_packet_sys(u64 at) {
-  u64 low, high;
-  asm volatile("{ .reg .b128 t; ld.relaxed.sys.global.b128 t, [%2]; mov.b128 {%0, %1}, t; }"
-               : "=l"(low), "=l"(high) : "l"(at) : "memory");
-  return {{(u32)low, (u32)(low >> 32), (u32)high, (u32)(high >> 32)}};
+  Packet p;
+  asm volatile("{ .reg .b128 t; .reg .b64 low, high; ld.relaxed.sys.global.b128 t, [%4]; mov.b128 {low, high}, t;"
+               " mov.b64 {%0, %1}, low; mov.b64 {%2, %3}, high; }"
+               : "=r"(p.word[0]), "=r"(p.word[1]), "=r"(p.word[2]), "=r"(p.word[3]) : "l"(at) : "memory");
+  return p;
 }
-DEVICE void store_packet_sys(u64 at, const Packet& p) {
+// By predicate, not by branch: the address is then ready when the data come.
+DEVICE void store_packet_sys(u64 at, const Packet& p, bool active = true) {
   const u64 low = (u64)p.word[1] << 32 | p.word[0], high = (u64)p.word[3] << 32 | p.word[2];
-  asm volatile("{ .reg .b128 t; mov.b128 t, {%1, %2}; st.relaxed.sys.global.b128 [%0], t; }"
-               :: "l"(at), "l"(low), "l"(high) : "memory");
+  asm volatile("{ .reg .b128 t; .reg .pred p; setp.ne.u32 p, %3, 0;"
+               " mov.b128 t, {%1, %2}; @p st.relaxed.sys.global.b128 [%0], t; }"
+               :: "l"(at), "l"(low), "l"(high), "r"((u32)active) : "memory");
 }
 
 // Makes plain stores that this thread has made or seen precede the next packet, and the packet before precede plain loads.
 DEVICE void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // ---- this rank's own memory, ordered by the stream
-DEVICE Packet load_packet_local(u64 at) {  // each packet is read once: it need not stay in L1
-  Packet p;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(p.word[0]), "=r"(p.word[1]), "=r"(p.word[2]), "=r"(p.word[3]) : "l"(at) : "memory");
+DEVICE Packet load_packet_local(u64 at, bool active) {  // each packet is read once: it need not stay in L1
+  Packet p = {};
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0;"
+               " @p ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+               : "+r"(p.word[0]), "+r"(p.word[1]), "+r"(p.word[2]), "+r"(p.word[3])
+               : "l"(at), "r"((u32)active) : "memory");
   return p;
 }
-DEVICE void store_packet_local(u64 at, const Packet& p) {
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
-               :: "l"(at), "r"(p.word[0]), "r"(p.word[1]), "r"(p.word[2]), "r"(p.word[3]) : "memory");
+DEVICE void store_packet_local(u64 at, const Packet& p, bool active) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p st.global.v4.u32 [%0], {%1, %2, %3, %4}; }"
+               :: "l"(at), "r"(p.word[0]), "r"(p.word[1]), "r"(p.word[2]), "r"(p.word[3]), "r"((u32)active) : "memory");
 }
 template <class T> DEVICE T load_local(u64 at) { return *(const T*)at; }
 template <class T> DEVICE void store_local(u64 at, T value) { *(T*)at = value; }
@@ -84,6 +90,11 @@ template <class T> DEVICE void store_local(u64 at, T value) { *(T*)at = value; }
 DEVICE u32 load_word_gpu(u64 at) {
   u32 v;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  return v;
+}
+DEVICE u64 load_words_gpu(u64 at) {  // two, aligned
+  u64 v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(at) : "memory");
   return v;
 }
 DEVICE void store_word_gpu(u64 at, u32 v) {

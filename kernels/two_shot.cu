@@ -15,57 +15,67 @@
 
 constexpr int kDepth = IPCREDUCE_DEPTH;
 
-KERNEL(two_shot, kDepth * kRanks <= 4 ? 512 : 256, 2)(KERNEL_ARGS args) {
-  if (args.trigger_early) trigger_dependents();
-  await_predecessor();
-  Wait wait(args);
-  const u32 epoch = read_epoch(args);
-  const u64 half = (epoch & 1) * args.half_bytes;
+// kTiled: there are more columns than `tile` takes. A single tile is a kernel of its own, a third as long (see vec.cuh).
+template <bool kTiled, bool kPlain> DEVICE void run(const Args& args, u32 columns, u32 tile) {
+  const Epoch epoch = read_epoch(args);  // not used before the message is on its way too: one latency for both
+  bool alive = epoch.alive;
+  const Message in = message_at(args.in, args.bytes), out = message_at(args.out, args.bytes);
+  u32 column = thread_in_grid();
+  Packet chunks[kDepth][kMaxRanks];
+  load_chunks<kPlain>(chunks, in, columns, column);
 
-  const u32 columns = divide_up((u32)divide_up(args.bytes, kPacketBytes), kRanks);
-  const u32 columns_a_tile = kDepth * threads_in_grid(), tiles = divide_up(columns, columns_a_tile);
-  const u64 row = row_bytes(columns), scatter = half, gather = half + kRanks * row;
+  const u64 row = row_bytes(columns), scatter = half_of_epoch(args, epoch), gather = scatter + (kRanks - 1) * row;
   const u64 ours = args.peers[0];
 
   const auto reduce = [&](u32 column, Packet (&results)[kDepth]) {
-    fold_columns(results, args, scatter, columns, column, wait);
+    fold_columns<kPlain>(results, args, in, scatter, columns, column, alive);
 #pragma unroll
     for (int d = 0; d < kDepth; ++d)
 #pragma unroll
       for (int i = 1; i < kRanks; ++i)
-        put(args.peers[i] + gather + kRank * row, columns, nth(column, d), results[d],
-            nth(column, d) < columns && wait.alive);
+        put(args.peers[i] + gather + row_at_peer(i, row), columns, nth(column, d), results[d],
+            nth(column, d) < columns && alive);
   };
 
   const auto collect = [&](u32 column, const Packet (&results)[kDepth]) {
     Packet v[kDepth][kMaxRanks];
-    get(v, args, ours + gather, columns, column, wait);
+    get(v, args, ours + gather, columns, column, alive);
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
       const bool active = nth(column, d) < columns;
-      if (active) {
-        v[d][kRank] = results[d];
+      v[d][kRank] = alive ? results[d] : poison();
 #pragma unroll
-        for (int i = 0; i < kRanks; ++i)
-          store_message<kElementBytes>(args.out, (u64)source(i) * columns + nth(column, d), args.bytes,
-                                       wait.alive ? v[d][source(i)] : poison());
-      }
-      clear(ours + scatter, columns, nth(column, d), active, wait);
-      clear(ours + gather, columns, nth(column, d), active, wait);
+      for (int i = 0; i < kRanks; ++i)
+        store_message<kElementBytes, kPlain>(out, source(i) * columns + nth(column, d), v[d][source(i)], active);
+      clear(ours + scatter, columns, nth(column, d), active, alive);
+      clear(ours + gather, columns, nth(column, d), active, alive);
     }
   };
 
-  u32 column = thread_in_grid();
-  push_chunks<kDepth>(args, scatter, columns, column, wait);
+  push_chunks(chunks, args, scatter, columns, column, alive);
   if (!args.trigger_early) trigger_dependents();
   advance_epochs(args, epoch);
   Packet results[kDepth], before[kDepth];
-  for (u32 tile = 0; tile < tiles; ++tile, column += columns_a_tile) {
-    if (tile + 1 < tiles) push_chunks<kDepth>(args, scatter, columns, column + columns_a_tile, wait);
-    reduce(column, results);
-    if (tile > 0) collect(column - columns_a_tile, before);
+  const u32 tiles = kTiled ? divide_up(columns, tile) : 1;
+  for (u32 t = 0; t < tiles; ++t, column += tile) {
+    if (t + 1 < tiles) {
+      load_chunks<kPlain>(chunks, in, columns, column + tile);
+      push_chunks(chunks, args, scatter, columns, column + tile, alive);
+    }
+    if (warp_has_some(column, columns)) reduce(column, results);
+    if (t > 0) collect(column - tile, before);
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) before[d] = results[d];
   }
-  collect(column - columns_a_tile, before);
+  if (warp_has_some(column - tile, columns)) collect(column - tile, before);
+}
+
+KERNEL(two_shot, kDepth * kRanks <= 4 ? 512 : 256, 2)(KERNEL_ARGS args) {
+  if (args.trigger_early) trigger_dependents();
+  const bool plain = is_plain(args.in, args.out, args.bytes);
+  const u32 columns = columns_of(args), tile = kDepth * threads_in_grid();
+  await_predecessor();
+  if (columns > tile) run<true, false>(args, columns, tile);
+  else if (plain) run<false, true>(args, columns, tile);
+  else run<false, false>(args, columns, tile);
 }

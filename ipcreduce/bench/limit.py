@@ -35,7 +35,7 @@ class Limit:
     def measure(cls, comm: Communicator, mpi: Any, replays: int) -> Limit:
         """By kernels/limit.cu, in CUDA graphs. Collective."""
         engine = comm.require_engine("bench")
-        room = engine.workspace.half_bytes - comm.size * plan.row_bytes(1)
+        room = engine.workspace.half_bytes - (comm.size - 1) * plan.row_bytes(1)
         nbytes = min(_PUSH_BYTES, room // plan.PACKET_BYTES * plan.PACKET_BYTES)
 
         def median(size: int, shape: tuple[int, int], calls: int) -> float:

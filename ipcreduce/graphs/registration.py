@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .graph import Graph
 
 _SLAB = np.dtype([("number", "<i8"), ("nbytes", "<u8"), ("handle", "V64")])
-_SPAN = np.dtype([("slab", "<i8"), ("offset", "<u8")])  # slab -1: this output cannot be mapped
+_SPAN = np.dtype([("slab", "<i8"), ("offset", "<u8")])  # slab -1: this all-reduce cannot be direct
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def register(mpi: Any, engine: Engine, graphs: Sequence[Graph], seconds: float) 
 def _map(
     mpi: Any, engine: Engine, candidates: list[_Candidate], deadline: float
 ) -> list[tuple[_Candidate, list[int], list[Key]]]:
-    """The candidates whose outputs lie in mapped memory on all ranks, with each rank's address here and its slab.
+    """The candidates that direct.cu can take on all ranks, with each rank's address here and its slab.
 
     :raises UnsupportedError: if mapping fails on a rank.
     """
@@ -73,9 +73,10 @@ def _map(
         if not engine.mappings.room():
             raise UnsupportedError("too many registered graphs have not been closed on every rank")
         for index, candidate in enumerate(candidates):
-            target = candidate.launched.target + candidate.step.offset
-            slab = candidate.graph.find_slab(target, candidate.step.nbytes)
-            if slab is not None:
+            launched, step = candidate.launched, candidate.step
+            target = launched.target + step.offset
+            slab = candidate.graph.find_slab(target, step.nbytes)
+            if slab is not None and (launched.source | launched.target | step.nbytes) % plan.PACKET_BYTES == 0:
                 handle = np.void(driver.export_memory(slab.address))
                 slabs[slab.number] = np.array((slab.number, slab.nbytes, handle), _SLAB)
                 spans[index] = slab.number, target - slab.address

@@ -1,8 +1,8 @@
 """Which kernels an all-reduce launches: a pure function of what every rank knows to be the same.
 
-Nothing here may depend on one rank's pointers, GPU load or environment: grids that differ between ranks hang. The
-figures are from 2 to 4 H200; other GPUs and world sizes use them as reasoned defaults. From 2 MB on the shapes are
-those of prototypes that were measured there, these kernels not yet (benchmarks/NOTES.md).
+Nothing here may depend on one rank's pointers, GPU load or environment: grids that differ between ranks hang. Shapes
+and limits are what was quickest over 2 H200 with these kernels, over 4 with prototypes of them (benchmarks/NOTES.md);
+other GPUs and world sizes use them as reasoned defaults.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ KB, MB = 1 << 10, 1 << 20
 
 # Up to here one hop of (n-1) S bytes beats two of 2 (n-1)/n S. For n above 4 not measured: the traffic grows with n.
 _ONE_SHOT_BYTES = {1: 0, 2: 8 * MB, 3: 192 * KB, 4: 192 * KB, 5: 128 * KB, 6: 96 * KB, 7: 64 * KB, 8: 64 * KB}
-# From here on direct launches beat staged ones: by 1 to 6 % over 4 H200, by 0.5 % at 64 MB over 2, before both took
-# several packets a thread.
+# From here on, over more than 2 ranks, direct launches beat staged ones: by 1 to 6 % over 4 H200, before both were made
+# quicker. Over 2 they do not, up to 512 MB: 5 % behind at 16 MB, 1 % at 64 MB.
 _DIRECT_BYTES = 16 * MB
 _LAUNCH_BYTES = 1 << 30  # at most: the kernels count packets and bytes of one launch in 32 bits
 _TRIGGER_LATE_BYTES = 4 * KB  # up to here the next kernel comes in only after our sends: it would delay them
@@ -102,9 +102,9 @@ def staging_bytes(algorithm: str, nbytes: int, n: int) -> int:
     """What one launch needs in each half of every workspace, in bytes."""
     packets = -(-nbytes // PACKET_BYTES)
     if algorithm == "one_shot":
-        return n * row_bytes(packets)
+        return (n - 1) * row_bytes(packets)
     columns = row_bytes(-(-packets // n))
-    return n * (columns + row_bytes(EPOCH_SLOTS)) if algorithm == "direct" else 2 * n * columns
+    return (n - 1) * (columns + row_bytes(EPOCH_SLOTS) if algorithm == "direct" else 2 * columns)
 
 
 @lru_cache(maxsize=4096)
@@ -142,7 +142,7 @@ def direct(step: Step, n: int, forced: str | None, resident: int = RESIDENT) -> 
 
     For large messages, unless ``forced`` says otherwise.
     """
-    if forced != "direct" and (forced or step.nbytes < _DIRECT_BYTES):
+    if forced != "direct" and (forced or n == 2 or step.nbytes < _DIRECT_BYTES):
         return None
     shape = _direct_shape(-(-step.nbytes // PACKET_BYTES // n), n, resident)
     return Step("direct", step.offset, step.nbytes, *shape, True)
@@ -156,7 +156,7 @@ def _unit(nbytes: int) -> int:
 def _segment_bytes(algorithm: str, n: int, half_bytes: int) -> int:
     """The largest message of one launch."""
     room = half_bytes - CODES_BYTES
-    rows = n if algorithm == "one_shot" else 2 * n
+    rows = (n - 1) * (1 if algorithm == "one_shot" else 2)
     packets = max(32, room // rows // PACKET_BYTES * 32 // 33 - 8 - 32)  # 33 packets a warp, rounded up to lines
     if algorithm == "one_shot":
         packets = min(packets, EPOCH_SLOTS * 1024)  # one packet a thread
@@ -191,20 +191,17 @@ def _one_shot_shape(packets: int) -> tuple[int, int, int]:
         block = 128
     elif packets <= 512:
         block = 64
-    elif packets <= 128 * 1024:
-        block = 32 * -(-packets // (128 * 32))
     else:
-        block = 512 if packets <= EPOCH_SLOTS * 512 else 1024
+        blocks = 128 if packets <= 32 * 1024 else EPOCH_SLOTS
+        block = 32 * -(-packets // (blocks * 32))
     return -(-packets // block), block, 1
 
 
 def _two_shot_shape(columns: int, n: int, resident: int) -> tuple[int, int, int]:
-    """(grid, block, depth): a thread a column while all are resident at once (8 MB at n=4), then tiles of two."""
+    """(grid, block, depth): a thread a column while all are resident at once (8 MB at n=4), then in tiles."""
     most = most_threads("two_shot", 1, n)
-    if columns <= most * resident:
-        block = 32 if columns <= 4 * KB else 64 if columns <= 16 * KB else 256 if columns <= 64 * KB else most
-        return -(-columns // block), block, 1
-    return resident, 256, 2 if n <= 4 else 1
+    block = 32 if columns <= 4 * KB else 64 if columns <= 16 * KB else 256 if columns <= 64 * KB else most
+    return min(resident, -(-columns // block)), block, 1
 
 
 def _direct_shape(columns: int, n: int, resident: int) -> tuple[int, int, int]:

@@ -8,7 +8,7 @@ from ..cuda import driver
 from ..errors import CudaError
 from . import plan
 
-_EPOCHS_BYTES = 4096  # plan.EPOCH_SLOTS words, and room to the next page
+_EPOCHS_BYTES = 8192  # plan.EPOCH_SLOTS pairs of words, and room to the next page
 EMPTY = 0xFF  # every byte of a slot at rest
 
 
@@ -53,7 +53,7 @@ class Workspace:
 
     def set_epochs(self, epoch: int) -> None:
         """Sets all epochs, for tests of the wrap. No kernel may be running."""
-        driver.copy_to_device(self.address, np.full(plan.EPOCH_SLOTS, epoch, np.uint32))
+        driver.copy_to_device(self.address, np.array([[epoch, 0]] * plan.EPOCH_SLOTS, np.uint32))
 
     def unmap_peers(self) -> None:
         """Gives up the mappings of the peers' workspaces. No kernel of ours may be running. Idempotent."""

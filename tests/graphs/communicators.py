@@ -79,7 +79,7 @@ def closed_first(comm: Any) -> None:
 
 def algorithms(comm: Any) -> None:
     """Every algorithm at small and large sizes, staged within capture() and after its exit: the same bits."""
-    counts = (1, 9, 1000, 9001)
+    counts = (4, 12, 1000, 9004, 9001)  # whole packets, which direct takes, and others, which stay staged
     sources = [cupy.asarray(np.random.default_rng([RANK, n]).standard_normal(n).astype(np.float32)) for n in counts]
     found = []
     for algorithm in (None, "one_shot", "two_shot", "direct", "by size"):
@@ -99,7 +99,8 @@ def algorithms(comm: Any) -> None:
                     array.fill(-1)
                 graph.replay()
                 found.append([array.get().tobytes() for array in results])
-            direct = 0 if SIZE == 1 else {"direct": 4, "by size": 2}.get(str(algorithm), 0)
+            usual = 0 if SIZE == 2 else 2  # over 2 ranks it is not quicker
+            direct = 0 if SIZE == 1 else {"direct": 4, "by size": usual}.get(str(algorithm), 0)
             assert graph.state == ("registered" if direct else "staged"), graph.state
             assert graph.describe().count(" direct") == direct, graph.describe()
             graph.close()

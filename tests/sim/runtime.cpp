@@ -48,6 +48,7 @@ bool sim_split_packets = [] {
 
 namespace {
 constexpr size_t kStackBytes = 64 << 10, kGuardBytes = 4 << 10;
+constexpr size_t kGuarded = 2048;  // fibers of a grid
 constexpr uint32_t kWarp = 32;
 constexpr int kIdleRoundsBeforeSleep = 256;
 
@@ -131,7 +132,9 @@ void make_fibers(size_t count) {
   for (size_t i = grid->fibers.size(); i < count; ++i) {
     Fiber& fiber = grid->fibers.emplace_back();
     void* stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (stack == MAP_FAILED || mprotect(stack, kGuardBytes, PROT_NONE)) fatal("no memory for the stack of a fiber");
+    if (stack == MAP_FAILED) fatal("no memory for the stack of a fiber");
+    // All run the same kernel, so some guards do; each takes two of the mappings that a process may have.
+    if (i < kGuarded && mprotect(stack, kGuardBytes, PROT_NONE)) fatal("no guard for the stack of a fiber");
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = stack;
     fiber.context.uc_stack.ss_size = kStackBytes - i % 64 * 64;  // else all tops share a few sets of the cache

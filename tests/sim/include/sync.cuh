@@ -38,6 +38,7 @@ DEVICE u32 blocks_in_grid() { return sim_thread->blocks; }
 DEVICE void sync_block() { sim_sync_block(); }
 DEVICE void fence_sys() {}  // stores of packets release and their loads acquire, here
 DEVICE void sync_warp() { sim_sync_warp(); }
+DEVICE bool warp_any(bool mine) { return sim_vote(mine) != 0; }
 DEVICE u32 warp_ballot(bool mine) { return sim_vote(mine); }
 DEVICE void relax() { sim_relax(); }
 DEVICE void await_predecessor() { sim_await_predecessor(); }
@@ -63,7 +64,8 @@ DEVICE Packet load_packet_sys(u64 at) {
 #endif
   return p;
 }
-DEVICE void store_packet_sys(u64 at, const Packet& p) {
+DEVICE void store_packet_sys(u64 at, const Packet& p, bool active = true) {
+  if (!active) return;
   sim_touch();
   if (split_packets()) {  // the half with the mark first: who takes it for all, takes an old half
     __atomic_store_n((u64*)at + 1, (u64)p.word[3] << 32 | p.word[2], __ATOMIC_RELEASE);
@@ -89,8 +91,10 @@ template <class T> DEVICE void store_local(u64 at, T value) {
   sim_touch();
   *(T*)at = value;
 }
-DEVICE Packet load_packet_local(u64 at) { return load_local<Packet>(at); }
-DEVICE void store_packet_local(u64 at, const Packet& p) { store_local(at, p); }
+DEVICE Packet load_packet_local(u64 at, bool active) { return active ? load_local<Packet>(at) : Packet{}; }
+DEVICE void store_packet_local(u64 at, const Packet& p, bool active) {
+  if (active) store_local(at, p);
+}
 
 // ---- single words
 DEVICE u32 load_word_sys(u64 at) {
@@ -102,6 +106,10 @@ DEVICE void store_word_sys(u64 at, u32 v) {
   __atomic_store_n((u32*)at, v, __ATOMIC_RELAXED);
 }
 DEVICE u32 load_word_gpu(u64 at) { return load_word_sys(at); }
+DEVICE u64 load_words_gpu(u64 at) {
+  sim_touch();
+  return __atomic_load_n((const u64*)at, __ATOMIC_RELAXED);
+}
 DEVICE void store_word_gpu(u64 at, u32 v) { store_word_sys(at, v); }
 DEVICE u64 nanoseconds() {
   timespec t;

@@ -172,9 +172,10 @@ def _uses(ordinal: int, device: Any) -> None:
 def one_smaller_gpu() -> None:
     """Grids are what the smallest GPU of all ranks holds at once, on every rank."""
     for rank in range(SIZE):
-        with environment(rank, SIM_MULTIPROCESSORS="2"), Communicator(timeout=20) as comm:
+        small = environment(rank, SIM_MULTIPROCESSORS="2")
+        with small, Communicator(timeout=20, algorithm="two_shot") as comm:
             works(comm, 120_000)
-            first = comm._engine.launches.planned(120_000 * 4)[0]
+            first = comm._engine.launches.planned(120_000 * 4, "two_shot")[0]
             assert (first.algorithm, first.grid) == ("two_shot", 4), first
         small = environment(rank, SIM_MULTIPROCESSORS="2")
         with small, Communicator(timeout=20, algorithm="direct") as comm, Graph(comm) as graph:

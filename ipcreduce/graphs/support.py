@@ -172,12 +172,12 @@ class GraphSupport(ABC):
         False, with no effect, if it is not so: this is only quicker.
         """
         engine = self._engine
-        stream = surroundings.cupy.cuda.get_current_stream().ptr
         with self._lock:
             executable = segment.executable
             if self._unusable is not None or engine is None or executable is None or self._sync:
                 return False
-            if not engine.can_launch_at_once(stream) or engine.page.abort_word[0]:
+            stream = engine.quick_stream()
+            if stream < 0 or (stream < 2 and not engine.has_context()) or engine.page.abort_word[0]:
                 return False
             self._call += 1
             try:

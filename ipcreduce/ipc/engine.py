@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -58,6 +59,17 @@ class Engine:
         ]
 
     # ---- running
+    def quick_stream(self) -> int:
+        """CuPy's current stream, if a launch there is behind the last eager call with nothing else to do; else -1."""
+        current = surroundings.cupy.cuda.get_current_stream()
+        stream: int = current.ptr
+        if stream != self.order.fast:
+            return -1
+        try:  # the default stream captures nothing, and cannot even be asked while one that blocks it does
+            return -1 if stream > 1 and current.is_capturing() else stream
+        except RuntimeError:  # a capture that has failed
+            return -1
+
     def repeat(self, call: int, array: Any, op: Any, out: Any) -> Any:
         """A call like an earlier one, on the stream of the last one, with contiguous CuPy arrays; its result.
 
@@ -69,8 +81,8 @@ class Engine:
             return None
         shape, dtype, place, device = array.shape, array.dtype, array.data, self.device.ordinal
         prepared = self.launches.find(shape, dtype, op)
-        stream = cupy.cuda.get_current_stream().ptr
-        if prepared is None or not prepared.launches or stream != self.order.fast or place.device_id != device:
+        stream = self.quick_stream()
+        if prepared is None or not prepared.launches or stream < 0 or place.device_id != device:
             return None
         source = target = place.ptr
         if out is not array:
@@ -86,7 +98,13 @@ class Engine:
             return None
         if self.page.enter(call, prepared.what, stream) is not None:
             return None
-        self.run(prepared, source, target, stream, None)
+        try:
+            self._run(prepared, source, target, stream, None)
+        except CudaError as error:  # the first launch, if this thread has another context, or none
+            if error.code not in driver.INVALID_CONTEXT or self.has_context():
+                raise
+            with using(self.context):
+                self._run(prepared, source, target, stream, None)
         return out
 
     def run(
@@ -98,17 +116,8 @@ class Engine:
         :param recorder: is told of every launch.
         :raises CudaError: if a launch fails.
         """
-        if stream != self.order.fast:
-            with self.order.behind(stream, owner):
-                self._run(prepared, source, target, stream, recorder)
-            return
-        try:
+        with nullcontext() if self._follows(stream) else self.order.behind(stream, owner):
             self._run(prepared, source, target, stream, recorder)
-        except CudaError as error:  # the first launch, if this thread has another context, or none
-            if error.code not in driver.INVALID_CONTEXT or driver.current_context() == self.context:
-                raise
-            with using(self.context):
-                self._run(prepared, source, target, stream, recorder)
 
     def _run(self, prepared: Prepared, source: int, target: int, stream: int, recorder: Recorder | None) -> None:
         for launch, words, step in prepared.launches:
@@ -117,24 +126,24 @@ class Engine:
             if recorder is not None:
                 recorder(prepared, step, source, target)
 
-    def can_launch_at_once(self, stream: int) -> bool:
-        """Whether a graph launched on ``stream`` now comes behind the last call, with nothing else to do.
-
-        On the default stream only in our context: in another one the handle is that of another GPU's stream.
-        """
-        return stream == self.order.fast and (stream > 1 or driver.current_context() == self.context)
-
     def launch_graph(self, executable: graph.Executable, stream: int, owner: Any) -> None:
         """Launches an executable graph on ``stream``, behind the last call. :raises CudaError: if that fails."""
-        if self.can_launch_at_once(stream):
+        with nullcontext() if self._follows(stream) else self.order.behind(stream, owner):
             executable.launch(stream)
-        else:
-            with self.order.behind(stream, owner):
-                executable.launch(stream)
+
+    def _follows(self, stream: int) -> bool:
+        """Whether a launch on ``stream`` comes behind the last eager call, with nothing else to do."""
+        if stream != self.order.fast:
+            return False
+        return self.has_context() if stream < 2 else not self.is_capturing(stream)
 
     def is_capturing(self, stream: int) -> bool:
         """Whether ``stream`` is part of a capture: its work does not run yet."""
         return streams.capture_id(stream) != 0
+
+    def has_context(self) -> bool:
+        """Whether ours is current: in another one the default stream's handle is that of another GPU's stream."""
+        return driver.current_context() == self.context
 
     def use_context(self) -> None:
         """Makes our context current in a thread that has none. :raises ArgumentError: if it has another one."""
@@ -146,7 +155,7 @@ class Engine:
     def recording_stream(self) -> int:
         """The one stream of all recordings: graphs' pools keep their memory apart by stream."""
         if not self._recording_stream:
-            self._recording_stream = self.order.own_stream = streams.create_stream()
+            self._recording_stream = streams.create_stream()
         return self._recording_stream
 
     # ---- ends

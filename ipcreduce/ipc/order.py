@@ -20,8 +20,6 @@ from ..cuda.within import using, within
 from ..errors import CaptureError, CudaError
 
 _RECORDED = -2  # in the place of a stream: the end of the last eager call is in an event
-# No stream, and the default one, which cannot even be asked while a stream that blocks it captures.
-_NEVER_CAPTURE = (-1, 0, 1)
 
 
 class CallOrder:
@@ -33,12 +31,10 @@ class CallOrder:
     def __init__(self, context: int) -> None:
         self._context = context
         self._open = False  # a call is being launched
-        self.fast = -1  # the stream on which the last eager call ran, if nothing has to be looked at there
+        self.fast = -1  # the stream on which the last eager call ran, if all that can have changed is that it captures
         self._eager: int | None = None  # the stream of the last eager call, or _RECORDED
         self._owner: Any = None  # keeps it
-        self.own_stream = -1  # one that lives as long as this object
         self._capture = 0  # the id of the last captured call's capture
-        self._captured_on: tuple[int, Any] = (-1, None)  # its stream, if something keeps that, and what
         self._captured_last: tuple[int, ...] = ()  # its node
         self._events: list[int] = []
         try:
@@ -74,14 +70,10 @@ class CallOrder:
         """The event to be recorded after the call; 0 for none."""
         capture = streams.capture_id(stream)
         if capture:
-            # An edge that is there needs no second one, which is not programmatic.
+            # Right behind the last call there is an edge. With others between, ours costs nothing (NOTES.md).
             if capture == self._capture and streams.capture_nodes(stream) != self._captured_last:
                 streams.wait_event(stream, self._captured_end)
-            if self.fast not in (*_NEVER_CAPTURE, stream) and streams.capture_id(self.fast) == capture:
-                self.chain(self.fast, stream)  # it began to capture since, and its calls took the quick way
             self._capture, self.fast = capture, -1
-            kept = stream == self.own_stream or surroundings.keeps(owner, stream)
-            self._captured_on = (stream, owner) if kept else (-1, None)
             return self._captured_end
         if self._eager == _RECORDED:
             streams.wait_event(stream, self._end)
@@ -95,16 +87,8 @@ class CallOrder:
         if not surroundings.keeps(owner, stream):
             self._eager, self.fast, self._owner = _RECORDED, -1, None
             return self._end
-        # While a capture with calls is open, this stream may join it: then its calls have to be looked at.
-        self._eager, self.fast, self._owner = stream, -1 if self._captures_still() else stream, owner
+        self._eager, self.fast, self._owner = stream, stream, owner
         return 0
-
-    def _captures_still(self) -> bool:
-        """Whether the capture of the last captured call is known to go on."""
-        if self._captured_on[0] == -1 or streams.capture_id(self._captured_on[0]) == self._capture:
-            return self._captured_on[0] != -1
-        self._captured_on = (-1, None)
-        return False
 
     def _record(self, event: int, stream: int) -> None:
         if event:

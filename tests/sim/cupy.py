@@ -111,6 +111,10 @@ class ExternalStream:
         with _its_errors():
             streams.wait_event(self.ptr, event.ptr)
 
+    def is_capturing(self) -> bool:
+        with _its_errors():
+            return streams.capture_id(self.ptr) != 0
+
     def begin_capture(self, mode: str = "relaxed") -> None:
         """``mode`` is a word here: "relaxed", "global", "thread_local"."""
         streams.begin_capture(self.ptr, mode)

@@ -37,7 +37,7 @@ struct Epoch {
   u32 number;
   bool alive;  // false: see await()
 };
-DEVICE Epoch read_epoch(const Args& args) {  // both by one load: a second one cost 0.1 to 0.4 us (H200)
+DEVICE Epoch read_epoch(const Args& args) {  // both by one load, which the lanes of a warp share: alive is theirs together
   const u64 slot = load_words_gpu(args.epochs + 8 * block_in_grid());
   return {(u32)slot, slot >> 32 == 0};
 }
@@ -67,7 +67,7 @@ DEVICE_COLD u64 check_wait(u64 started, u32 missing, const Args& args) {
   if (!started) started = now;
   const bool late = now - started > args.timeout_ns;
   if (late) {
-    store_word_sys(args.missing, load_word_sys(args.missing) | missing);  // threads may miss different ranks
+    store_word_sys(args.missing, load_word_sys(args.missing) | missing);  // warps may miss different ranks
     store_word_sys(args.abort, 1);
   }
   const u32 seen = load_word_gpu(seen_up);  // when, or 0; another thread's clock may be ahead of ours
@@ -86,7 +86,7 @@ DEVICE_COLD u64 check_wait(u64 started, u32 missing, const Args& args) {
   return 0;
 }
 
-// Whether a wait of this block, or of an earlier kernel on this GPU, has ended without data.
+// Whether a wait of this block has ended without data, or one of another block or kernel on this GPU, as far as is known.
 DEVICE bool gave_up(const Args& args) { return load_word_gpu(args.epochs + 8 * block_in_grid() + 4) != 0; }
 
 // Polls until no rank is missing (a bit each). `alive` is false once a wait on this GPU has ended without data: then
@@ -106,7 +106,7 @@ template <bool kWarp, class Poll> DEVICE void await(bool& alive, const Args& arg
       if (!any(missing)) return;
       relax();
     }
-    started = check_wait(started, missing, args);
+    started = check_wait(started, kWarp ? warp_or(missing) : missing, args);  // stores of lanes are in no order
     alive = !any(!started);
   }
 }
@@ -161,8 +161,9 @@ DEVICE bool warp_has_some(u32 index, u32 packets) { return index - index % 32 < 
 // What a wait that ended without data leaves: NaN, or -1.
 DEVICE Packet poison() { return {{kEmpty, kEmpty, kEmpty, kEmpty}}; }
 
-// Waits for kDepth packets of the row of every other rank, v[d][rank]; the group begins at `rows`. All loads of a turn are issued before the first is tested. v[d][kRank] is left alone. If the wait ends without
-// data, alive is false and v is poison. All lanes of a warp call it, if that has some packet to wait for.
+// Waits for kDepth packets of the row of every other rank, v[d][rank]; the group begins at `rows`. All loads of a turn are
+// issued before the first is tested. v[d][kRank] is left alone. If the wait ends without data, alive is false and v is
+// poison. All lanes of a warp call it, if that has some packet to wait for.
 template <int kDepth>
 DEVICE void get(Packet (&v)[kDepth][kMaxRanks], const Args& args, u64 rows, u32 packets, u32 index, bool& alive) {
   const u64 stride = row_bytes(packets);

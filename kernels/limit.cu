@@ -9,7 +9,7 @@
 KERNEL(limit, 1024, 1)(KERNEL_ARGS args) {
   if (args.trigger_early) trigger_dependents();
   await_predecessor();
-    const Epoch epoch = read_epoch(args);
+  const Epoch epoch = read_epoch(args);
   bool alive = epoch.alive;
   const u64 half = half_of_epoch(args, epoch), row = row_bytes(1);
   const bool first = thread_in_grid() == 0;

@@ -36,6 +36,7 @@ DEVICE u32 blocks_in_grid() { return gridDim.x; }
 DEVICE void sync_block() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE bool warp_any(bool mine) { return __any_sync(0xFFFFFFFFu, mine); }
+DEVICE u32 warp_or(u32 mine) { return __reduce_or_sync(0xFFFFFFFFu, mine); }
 DEVICE u32 warp_ballot(bool mine) { return __ballot_sync(0xFFFFFFFFu, mine); }
 DEVICE void relax() {}  // a turn of a poll loop; the stand-in lets other threads run here
 

@@ -39,6 +39,11 @@ DEVICE void sync_block() { sim_sync_block(); }
 DEVICE void fence_sys() {}  // stores of packets release and their loads acquire, here
 DEVICE void sync_warp() { sim_sync_warp(); }
 DEVICE bool warp_any(bool mine) { return sim_vote(mine) != 0; }
+DEVICE u32 warp_or(u32 mine) {
+  u32 all = 0;
+  for (int bit = 0; bit < 32; ++bit) all |= sim_vote(mine >> bit & 1) ? 1u << bit : 0;
+  return all;
+}
 DEVICE u32 warp_ballot(bool mine) { return sim_vote(mine); }
 DEVICE void relax() { sim_relax(); }
 DEVICE void await_predecessor() { sim_await_predecessor(); }

@@ -311,6 +311,20 @@ def late_and_recover(comm: Any) -> None:
         brief.synchronize()
 
 
+def late_on_the_device(comm: Any) -> None:
+    """Every rank has made the call, but one's stream comes to it later than the timeout: that rank is named."""
+    with ipcreduce.Communicator(timeout=1.0) as brief, cupy.cuda.Stream(non_blocking=True) as stream:
+        array = mine(33)  # a warp most of whose lanes wait for nothing
+        right(brief.allreduce(array))
+        brief.synchronize()
+        WORLD.Barrier()
+        if RANK == 1:
+            stream.launch_host_func(lambda _: time.sleep(2.5), None)
+        raises(ipcreduce.PeerTimeoutError, "rank 1 never came", lambda: (brief.allreduce(array), brief.synchronize()))
+        right(brief.allreduce(array))
+        brief.synchronize()
+
+
 def refused_right_behind(comm: Any) -> None:
     """A call that every rank has made is right, though the next one is refused while it still runs somewhere."""
     for algorithm in ("one_shot", "two_shot"):
@@ -369,7 +383,8 @@ def refused(comm: Any, call: Callable[[], Any], words: str) -> None:
 
 SCENARIOS = [
     streams, foreign_capture, programmatic_edges, destroyed_streams, captured_meanwhile, threads, interfaces,
-    torch_capture, communicators, host_arrays, late_and_recover, refused_right_behind, abort_is_quick, epoch_wrap,
+    torch_capture, communicators, host_arrays, late_and_recover, late_on_the_device, refused_right_behind,
+    abort_is_quick, epoch_wrap,
 ]  # fmt: skip
 
 

@@ -115,6 +115,9 @@ class ExternalStream:
         with _its_errors():
             return streams.capture_id(self.ptr) != 0
 
+    def launch_host_func(self, callback: Callable[[Any], None], arg: Any) -> None:
+        streams.submit(self.ptr, lambda: callback(arg))
+
     def begin_capture(self, mode: str = "relaxed") -> None:
         """``mode`` is a word here: "relaxed", "global", "thread_local"."""
         streams.begin_capture(self.ptr, mode)

@@ -5,7 +5,7 @@
 // them, and in place is safe. Columns beyond the threads of the grid are further tiles of the same threads: tile t+1
 // is sent before tile t is folded, and tile t-1 is gathered after, so the links never idle while a thread waits. A tile's
 // local stores come after its last poll: in a single tile, nobody waits for them there. A thread takes kDepth columns of
-// a tile: one where the grid has a thread a column, several where few threads are to keep the links full.
+// a tile: one, unless `tune` has found several to be quicker.
 //
 // Arrival, rotation and visibility are as in one_shot.cu, for two groups of rows in a half: `scatter`, into which
 // chunks come, and `gather`, into which results come. Chunks are padded to the same number of packets, so there is at

@@ -21,7 +21,8 @@ KERNEL(limit, 1024, 1)(KERNEL_ARGS args) {
   for (u32 index = thread_in_grid(); index < packets; index += threads_in_grid())
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
-      store_packet_sys(args.peers[i] + half + (kRanks - 1) * row + (u64)kPacketBytes * index, {{kEmpty, kEmpty, kEmpty, kEmpty}});
+      store_packet_sys(args.peers[i] + half + (kRanks - 1) * row + (u64)kPacketBytes * index,
+                       {{kEmpty, kEmpty, kEmpty, kEmpty}});
 
   if (!args.trigger_early) trigger_dependents();
   advance_epochs(args, epoch);

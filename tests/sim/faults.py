@@ -38,10 +38,13 @@ class Fault:
     libraries: Sequence[Library] = BOTH
     mode: str = "sweep"
     also: tuple[str, str, str] | None = None  # file, old, new
+    rare: bool = False  # shows only if a packet is late: found on a busy machine by many operations
 
     @property
     def arguments(self) -> dict[str, object]:
         operations, seconds = {"sweep": (120, 2), "absent": (4, 1), "late": (16, 2)}[self.mode]
+        if self.rare:
+            operations, seconds = 4000, 6
         return {"ranks": 3, "operations": operations, "seconds": seconds, "tsan": TSAN in self.caught_by}
 
 
@@ -131,6 +134,7 @@ FAULTS = [
         "        if (d == 0 && !arrived(v[d]",
         ("value",),
         [Library("two_shot", "float32", depth=2)],
+        rare=True,
     ),
     Fault(
         "a tile takes one column a thread where it has two",
@@ -184,6 +188,22 @@ FAULTS = [
         "false",
         ("value", "not at rest"),
         [ONE_SHOT_INT, TWO_SHOT_INT],
+        rare=True,
+    ),
+    Fault(
+        "every lane reads the escapes of the first half",
+        "exchange.cuh",
+        "+ lane / 16 * 4",
+        "",
+        ("value",),
+        [ONE_SHOT_INT, TWO_SHOT_INT],
+    ),
+    Fault(
+        "lanes that wait for nothing look at another warp's packet",
+        "exchange.cuh",
+        "index : index - lane;",
+        "index : 0;",
+        (TSAN,),
     ),
     Fault(
         "escaped integers are not put back",
@@ -230,6 +250,14 @@ FAULTS = [
         "exchange.cuh",
         "slot >> 32 == 0",
         "true",
+        ("value",),
+        mode="late",
+    ),
+    Fault(
+        "only the block that gave up knows it",
+        "exchange.cuh",
+        "for (u32 j = 0; j < kEpochSlots; ++j) store_word_gpu(epochs + 8 * j + 4, 1);",
+        "",
         ("value",),
         mode="late",
     ),

@@ -6,7 +6,7 @@ The only importer of CuPy, which takes place when the first device array comes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -16,11 +16,12 @@ from .errors import ArgumentError, CudaError, UnsupportedError
 _LEGACY_STREAM = (0, 1)  # the default stream of a context, which lives as long as that
 _PER_THREAD_STREAM = 2  # another one in every thread
 cupy: Any = None  # once it is imported
+get_current_stream: Any = None  # CuPy's, for speed
 
 
 def load() -> Any:
     """CuPy. :raises UnsupportedError: if it is missing."""
-    global cupy
+    global cupy, get_current_stream
     if cupy is None:
         try:
             import cupy as found
@@ -28,7 +29,7 @@ def load() -> Any:
             raise UnsupportedError(
                 f"CuPy is not installed ({error}): pip install 'ipcreduce[cuda13]', or [cuda12] for a driver of CUDA 12"
             ) from None
-        cupy = found
+        cupy, get_current_stream = found, found.cuda.get_current_stream
     return cupy
 
 
@@ -110,10 +111,18 @@ def _borrowed() -> Any:
     return type("BorrowedStream", (load().cuda.Stream,), {})
 
 
-def on_stream(stream: int) -> AbstractContextManager[Any]:
+@contextmanager
+def on_stream(stream: int) -> Iterator[None]:
     """Makes CuPy work on this stream within a ``with`` block."""
-    context: AbstractContextManager[Any] = _borrowed().from_external(_Foreign(stream))
-    return context
+    cuda, device = load().cuda, current_device()
+    before = cuda.get_current_stream()
+    try:
+        with _borrowed().from_external(_Foreign(stream)):
+            yield
+    finally:  # CuPy goes back to the stream of the with block around, not to one that use() has made current
+        if cuda.get_current_stream(device) is not before:
+            with cuda.Device(device):
+                before.use()
 
 
 # ---- allocators

@@ -113,7 +113,10 @@ def release_context(ordinal: int) -> None:
 
 def current_context() -> int:
     """This thread's current context; 0 for none."""
-    return int(call("cuCtxGetCurrent"))
+    code, context = (_bindings or load()).cuCtxGetCurrent()  # not by call(): it is on the way of quick calls
+    if code:
+        fail("cuCtxGetCurrent", code)
+    return int(context)
 
 
 def set_context(context: int) -> None:
@@ -257,8 +260,8 @@ class Launch:
         self._launch = bindings.cuLaunchKernelEx
         self._stream = -1
 
-    def set_node(self, node: int) -> None:
-        """Puts this launch, with its present arguments, in the place of a kernel node of a graph."""
+    def node_params(self) -> Any:
+        """This launch as a node of a graph. The arguments are read whenever the driver is given it."""
         params = _bindings.CUDA_KERNEL_NODE_PARAMS()
         params.func = self._function
         for axis in "XYZ":
@@ -267,7 +270,7 @@ class Launch:
         params.sharedMemBytes = 0
         params.kernelParams = self._params
         params.extra = 0
-        call("cuGraphKernelNodeSetParams", node, params)
+        return params
 
     def run(self, stream: int) -> None:
         """Launches on ``stream``. The arguments are read before this returns."""

@@ -10,7 +10,7 @@ from .driver import Launch, call, fail, load
 
 def set_kernel(node: int, launch: Launch) -> None:
     """Makes a kernel node another launch, for executables that are instantiated from now on."""
-    launch.set_node(node)
+    call("cuGraphKernelNodeSetParams", node, launch.node_params())
 
 
 class Executable:
@@ -34,8 +34,22 @@ class Executable:
             fail("cuGraphLaunch", code)
 
     def destroy(self) -> None:
-        """Gives it back, once it has run to its end."""
-        call("cuGraphExecDestroy", self._handle)
+        """Gives it back, once it has run to its end. A launch is an error from now on."""
+        handle, self._handle = self._handle, None
+        call("cuGraphExecDestroy", handle)
+
+
+def executable_of(launch: Launch) -> Executable:
+    """A graph of this launch alone, with its present arguments. :raises CudaError: if it cannot be made.
+
+    These cannot be changed: in a thread without a context cuGraphExecKernelNodeSetParams crashes (driver of CUDA 13).
+    """
+    graph = call("cuGraphCreate", 0)
+    try:
+        call("cuGraphAddKernelNode", graph, None, 0, launch.node_params())
+        return Executable(graph)
+    finally:
+        destroy_graph(graph)
 
 
 def destroy_graph(graph: int) -> None:

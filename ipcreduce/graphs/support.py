@@ -16,6 +16,7 @@ from ..errors import ArgumentError, GraphStateError, IpcReduceError, PeerLostErr
 from ..ipc import wire
 from ..ipc.engine import Engine
 from ..ipc.faults import Faults
+from ..ipc.repeats import Again
 from ..ipc.signature import Signature
 from .agreement import agree
 from .pool import GraphPool
@@ -33,6 +34,7 @@ class GraphSupport(ABC):
 
     recording: Recording | None  # of the graph that is being recorded
     memory: GraphPool | None  # of empty()
+    again: Again | None  # makes a call again; None where every call takes the long way
     _recorded: list[Graph]  # not registered yet
     _capturing: int  # depth of capture()
     _lock: threading.RLock
@@ -52,7 +54,7 @@ class GraphSupport(ABC):
     def synchronize(self, stream: Any = None) -> None: ...
 
     def _no_recording(self) -> None:
-        self.recording, self.memory, self._recorded, self._capturing = None, None, [], 0
+        self.recording, self.memory, self._recorded, self._capturing, self.again = None, None, [], 0, None
 
     def check_usable(self) -> None:
         """:raises IpcReduceError: if the communicator is closed or lost."""
@@ -165,30 +167,6 @@ class GraphSupport(ABC):
             if last is not None:
                 self.launch(last, recording.stream, None)
             self.order(recording.stream, recording.caller)
-
-    def launch_again(self, segment: Segment) -> bool:
-        """:meth:`launch` on CuPy's current stream, if that is where the last call ran and there is nothing to settle.
-
-        False, with no effect, if it is not so: this is only quicker.
-        """
-        engine = self._engine
-        with self._lock:
-            executable = segment.executable
-            if self._unusable is not None or engine is None or executable is None or self._sync:
-                return False
-            stream = engine.quick_stream()
-            if stream < 0 or (stream < 2 and not engine.has_context()) or engine.page.abort_word[0]:
-                return False
-            self._call += 1
-            try:
-                if engine.page.enter(self._call, segment.signature, stream) is not None:
-                    self._call -= 1
-                    return False
-                executable.launch(stream)
-            except BaseException as error:
-                self._failed(error)
-                raise
-            return True
 
     def launch(self, segment: Segment, stream: int, owner: Any) -> None:
         """Launches a segment; as one call, ordered and compared as all-reduces are, if it has some. Collective."""

@@ -27,17 +27,15 @@ REFUSED, MISMATCH = 1, 2  # kinds of fault
 
 ABORT_OFFSET = 0
 
-_CALL = np.dtype([("key", "<u8"), ("stream", "<u8"), ("text", f"S{TEXT_BYTES}")])
 _VOTE = np.dtype([
     ("serial", "<u8"), ("call", "<u8"), ("ok", "<u4"), ("count", "<u4"), ("crc", "<u4"), ("text", "S512"),
 ], align=True)  # fmt: skip
-_CALL_WORDS = _CALL.itemsize // 8
 _RANK = np.dtype([
     ("pid", "<i8"), ("started", "<u8"), ("namespace", "<u8"), ("state", "<u4"), ("fault", "<u4"), ("fault_call", "<u8"),
     ("text", "S1024"), ("lost", "<u4"), ("dead", "<u4"), ("why", "S56"), ("call", "<u8"),
     ("unmapped", "<u8", (REGISTRATIONS,)),
     ("votes", _VOTE, (2,)),  # by parity of the serial: nobody casts one before all have read the last but one
-    ("ring", _CALL, (RING,)),
+    ("keys", "<u8", (RING,)), ("texts", f"S{TEXT_BYTES}", (RING,)),  # the flight recorder
 ], align=True)  # fmt: skip
 
 
@@ -53,18 +51,12 @@ class Page:
             os.close(descriptor)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         words = memoryview(self._map)
-        self._words32, self._words64 = words.cast("I"), words.cast("Q")
+        self._words32 = words.cast("I")
         self._ranks = np.frombuffer(self._map, _RANK, n, HEAD_BYTES)
-        offset = _RANK.fields["ring"][1]  # type: ignore[index]
-        rings = [(HEAD_BYTES + r * _RANK.itemsize + offset) // 8 for r in range(n)]
-        self._bytes = words.cast("B")
-        self._call_word = (HEAD_BYTES + rank * _RANK.itemsize + _RANK.fields["call"][1]) // 8  # type: ignore[index]
-        self._peers = [r for r in range(n) if r != rank]
-        self._slots = [  # of the rings: where this rank's call is, in words, and the peers' are, in half words
-            (rings[rank] + step, [2 * (rings[r] + step) for r in self._peers])
-            for step in range(0, RING * _CALL_WORDS, _CALL_WORDS)
-        ]
-        self._texts: list[Signature | None] = [None] * RING
+        self._keys = _part(words, rank, "keys").cast("Q")
+        self._theirs = [(other, _part(words, other, "keys").cast("Q")) for other in range(n) if other != rank]
+        self._call, self._texts = _part(words, rank, "call").cast("Q"), _part(words, rank, "texts")
+        self._recorded: list[Signature | None] = [None] * RING  # whose texts those are
         self.abort_word = self._words32[ABORT_OFFSET // 4 : ABORT_OFFSET // 4 + 1]
 
     @classmethod
@@ -104,24 +96,21 @@ class Page:
         return self.abort_word[0] != 0
 
     # ---- the flight recorder, on the way of every call
-    def enter(self, call: int, what: Signature, stream: int) -> int | None:
+    def enter(self, call: int, what: Signature) -> int | None:
         """Records a call and compares it with the peers' call of the same number.
 
         :returns: a rank whose call differs, or None. A peer that comes later compares with this one.
         """
-        words, halves, slot, number, crc = self._words64, self._words32, call % RING, call & 0xFFFFFFFF, what.crc
-        at, others = self._slots[slot]
-        if self._texts[slot] is not what:  # else it is there from RING calls ago
-            self._bytes[8 * at + 16 : 8 * at + _CALL.itemsize] = what.record
-            self._texts[slot] = what
-        words[at + 1] = stream
-        words[at] = number << 32 | crc
-        words[self._call_word] = call
-        for word in others:  # by halves, which is quicker; then the key as a whole
-            if halves[word + 1] == number and halves[word] != crc:
-                key = words[word // 2]
-                if key >> 32 == number and key & 0xFFFFFFFF != crc:
-                    return self._peers[others.index(word)]
+        slot, number = call % RING, (call & 0xFFFFFFFF) << 32
+        if self._recorded[slot] is not what:  # else its text is there from RING calls ago
+            self._texts[TEXT_BYTES * slot : TEXT_BYTES * (slot + 1)] = what.record
+            self._recorded[slot] = what
+        self._keys[slot] = key = number | what.crc
+        self._call[0] = call
+        for rank, keys in self._theirs:
+            theirs = keys[slot]
+            if theirs != key and theirs >= number and theirs >> 32 == number >> 32:  # else of an earlier call
+                return rank
         return None
 
     def call_of(self, rank: int) -> int:
@@ -130,10 +119,10 @@ class Page:
 
     def describe(self, rank: int, call: int) -> str:
         """What a rank did in a call, for people; "" if it has not come so far, or that call is long gone."""
-        entry = self._ranks[rank]["ring"][call % RING]
-        if not call or int(entry["key"]) >> 32 != call & 0xFFFFFFFF:
+        entry, slot = self._ranks[rank], call % RING
+        if not call or int(entry["keys"][slot]) >> 32 != call & 0xFFFFFFFF:
             return ""
-        return bytes(entry["text"]).decode(errors="replace")
+        return bytes(entry["texts"][slot]).decode(errors="replace")
 
     # ---- faults
     def post(self, kind: int, call: int, text: str) -> None:
@@ -267,6 +256,13 @@ class Page:
             self.rank, call, expected=f"rank {rank} to take part", found=f"that {why}, after its call {last}",
             advice="The communicator can only be closed.",
         ))  # fmt: skip
+
+
+def _part(page: memoryview, rank: int, field: str) -> memoryview:
+    """The bytes of a field of a rank's block."""
+    dtype, offset = _RANK.fields[field][:2]  # type: ignore[index]
+    start = HEAD_BYTES + rank * _RANK.itemsize + offset
+    return page[start : start + dtype.itemsize]
 
 
 def missing_offset(rank: int) -> int:

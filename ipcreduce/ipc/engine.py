@@ -8,9 +8,8 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from .. import surroundings
 from ..cuda import driver, graph, streams
-from ..cuda.within import using, within
+from ..cuda.within import within
 from ..errors import ArgumentError, CudaError
 from . import plan
 from .control import HEAD_BYTES, REFUSED, Page
@@ -59,54 +58,6 @@ class Engine:
         ]
 
     # ---- running
-    def quick_stream(self) -> int:
-        """CuPy's current stream, if a launch there is behind the last eager call with nothing else to do; else -1."""
-        current = surroundings.cupy.cuda.get_current_stream()
-        stream: int = current.ptr
-        if stream != self.order.fast:
-            return -1
-        try:  # the default stream captures nothing, and cannot even be asked while one that blocks it does
-            return -1 if stream > 1 and current.is_capturing() else stream
-        except RuntimeError:  # a capture that has failed
-            return -1
-
-    def repeat(self, call: int, array: Any, op: Any, out: Any) -> Any:
-        """A call like an earlier one, on the stream of the last one, with contiguous CuPy arrays; its result.
-
-        Only quicker than the way that every call can take (:meth:`Communicator.allreduce`): for that, None, with no
-        effect. So the arrays' attributes are read here, and not through arrays.py.
-        """
-        cupy = surroundings.cupy
-        if cupy is None or type(array) is not cupy.ndarray or type(op) is not str or not array._c_contiguous:
-            return None
-        shape, dtype, place, device = array.shape, array.dtype, array.data, self.device.ordinal
-        prepared = self.launches.find(shape, dtype, op)
-        stream = self.quick_stream()
-        if prepared is None or not prepared.launches or stream < 0 or place.device_id != device:
-            return None
-        source = target = place.ptr
-        if out is not array:
-            if out is None:
-                out = cupy.empty(shape, dtype)
-            elif type(out) is not cupy.ndarray or out.shape != shape or out.dtype != dtype or not out._c_contiguous:
-                return None
-            place = out.data
-            target = place.ptr
-            if place.device_id != device or abs(target - source) < prepared.nbytes:
-                return None
-        if (source | target) % dtype.itemsize or self.page.abort_word[0]:
-            return None
-        if self.page.enter(call, prepared.what, stream) is not None:
-            return None
-        try:
-            self._run(prepared, source, target, stream, None)
-        except CudaError as error:  # the first launch, if this thread has another context, or none
-            if error.code not in driver.INVALID_CONTEXT or self.has_context():
-                raise
-            with using(self.context):
-                self._run(prepared, source, target, stream, None)
-        return out
-
     def run(
         self, prepared: Prepared, source: int, target: int, stream: int, owner: Any, recorder: Recorder | None = None
     ) -> None:
@@ -127,15 +78,21 @@ class Engine:
                 recorder(prepared, step, source, target)
 
     def launch_graph(self, executable: graph.Executable, stream: int, owner: Any) -> None:
-        """Launches an executable graph on ``stream``, behind the last call. :raises CudaError: if that fails."""
-        with nullcontext() if self._follows(stream) else self.order.behind(stream, owner):
+        """Launches an executable graph on ``stream``, behind the last call.
+
+        :raises CaptureError: if ``stream`` is being captured. :raises CudaError: if the launch fails.
+        """
+        with nullcontext() if self._follows(stream) else self.order.behind(stream, owner, capturable=False):
             executable.launch(stream)
 
     def _follows(self, stream: int) -> bool:
         """Whether a launch on ``stream`` comes behind the last eager call, with nothing else to do."""
         if stream != self.order.fast:
             return False
-        return self.has_context() if stream < 2 else not self.is_capturing(stream)
+        try:
+            return self.has_context() if stream < 2 else not self.is_capturing(stream)
+        except CudaError:  # this thread has no context
+            return False
 
     def is_capturing(self, stream: int) -> bool:
         """Whether ``stream`` is part of a capture: its work does not run yet."""

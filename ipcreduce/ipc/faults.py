@@ -50,7 +50,7 @@ class Faults:
                         within=True,
                     )
                 call = self._resynchronise(call)
-        other = page.enter(call, what, stream)
+        other = page.enter(call, what)
         if other is not None:
             theirs = page.describe(other, call)
             self._post(control.MISMATCH, call, f"{what} on rank {page.rank} and {theirs} on rank {other}")

@@ -46,14 +46,16 @@ class CallOrder:
         self._between, self._end, self._captured_end = self._events
 
     @contextmanager
-    def behind(self, stream: int, owner: Any) -> Iterator[None]:
+    def behind(self, stream: int, owner: Any, capturable: bool = True) -> Iterator[None]:
         """The block launches a call on ``stream``, behind the last one. Not needed where ``fast`` is ``stream``.
 
         :param owner: the object that ``stream`` is the handle of, if there is one.
-        :raises CaptureError: if an eager call would have to follow one on a stream that is being captured now.
+        :param capturable: whether such a call can be part of a capture.
+        :raises CaptureError: if it cannot, and ``stream`` captures; or if an eager call would have to follow one on a
+            stream that is being captured now.
         """
         with using(self._context):
-            end = self._follow(stream, owner)
+            end = self._follow(stream, owner, capturable)
             self._open = True
             try:
                 yield
@@ -66,10 +68,12 @@ class CallOrder:
             finally:
                 self._open = False
 
-    def _follow(self, stream: int, owner: Any) -> int:
+    def _follow(self, stream: int, owner: Any, capturable: bool) -> int:
         """The event to be recorded after the call; 0 for none."""
         capture = streams.capture_id(stream)
         if capture:
+            if not capturable:
+                raise CaptureError("replay() on a stream that is being captured: a graph cannot be part of another one")
             # Right behind the last call there is an edge. With others between, ours costs nothing (NOTES.md).
             if capture == self._capture and streams.capture_nodes(stream) != self._captured_last:
                 streams.wait_event(stream, self._captured_end)

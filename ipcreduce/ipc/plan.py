@@ -29,6 +29,7 @@ _ONE_SHOT_BYTES = {1: 0, 2: 8 * MB, 3: 192 * KB, 4: 192 * KB, 5: 128 * KB, 6: 96
 # quicker. Over 2 they do not, up to 512 MB: 5 % behind at 16 MB, 1 % at 64 MB.
 _DIRECT_BYTES = 16 * MB
 _LAUNCH_BYTES = 1 << 30  # at most: the kernels count packets and bytes of one launch in 32 bits
+_GRAPH_BYTES = 256 * KB  # up to here the host takes longer to launch an eager call than the GPU takes for it
 _TRIGGER_LATE_BYTES = 4 * KB  # up to here the next kernel comes in only after our sends: it would delay them
 
 MOST_CHOICES = 24  # in a table
@@ -146,6 +147,14 @@ def direct(step: Step, n: int, forced: str | None, resident: int = RESIDENT) -> 
         return None
     shape = _direct_shape(-(-step.nbytes // PACKET_BYTES // n), n, resident)
     return Step("direct", step.offset, step.nbytes, *shape, True)
+
+
+def eager_as_graph(step: Step) -> bool:
+    """Whether an eager call is launched as a graph of one kernel.
+
+    That costs the host 2 us less and the GPU 1 us more, where it is not waited for: it cannot overlap (NOTES.md).
+    """
+    return step.nbytes <= _GRAPH_BYTES
 
 
 def _unit(nbytes: int) -> int:

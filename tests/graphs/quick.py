@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import random
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import cupy
 import numpy as np
 
-from ipcreduce import ArgumentError, Graph, GraphStateError, PeerFailedError, RankMismatchError
+from ipcreduce import ArgumentError, CaptureError, Graph, GraphStateError, PeerFailedError, RankMismatchError
+from ipcreduce.ipc import repeats
 from tests.graphs.common import GPUS, LAST, RANK, SIZE, TOTAL, WORLD, mine, raises, right, works
 
 
@@ -38,6 +44,123 @@ def wrong_outputs(comm: Any) -> None:
     with raises(ArgumentError, "op must be"):
         comm.allreduce(array, ["sum"])
     works(comm)
+
+
+def the_same_arrays(comm: Any) -> None:
+    """Again and again: new contents, in place, another shape, arrays that take the place of others, many of them."""
+    source, out = cupy.zeros((10, 100), np.float32), cupy.zeros((10, 100), np.float32)
+    for turn in range(6):
+        source.fill(RANK + turn)
+        out.fill(-1)
+        assert comm.allreduce(source, out=out) is out
+        right(out, TOTAL - SIZE + SIZE * turn)
+        comm.allreduce(source, "max", out=source)
+        right(source, LAST + turn)
+    source.fill(RANK + 1)
+    for shape in ((1000,), (100, 10)):
+        source.shape = out.shape = shape
+        for _ in range(3):
+            out.fill(-1)
+            right(comm.allreduce(source, out=out))
+    source.shape = (5, 200) if RANK == LAST else (200, 5)
+    out.shape = source.shape
+    with raises(RankMismatchError, "(5, 200)", "(200, 5)"):
+        comm.allreduce(source, out=out)
+        comm.synchronize()
+    for turn in range(20):  # ids and addresses come again
+        array = cupy.full((300,), turn * (RANK + 1), np.int32)
+        comm.allreduce(array, out=array)
+        right(array, turn * TOTAL)
+    with mock.patch.multiple(repeats, _MOST=6, _MOST_GRAPHS=len(comm._repeats._graphs) + 2):
+        pairs = [(cupy.full((64,), RANK + i, np.float32), cupy.zeros(64, np.float32)) for i in range(5)]
+        for _ in range(4):
+            for i, (array, result) in enumerate(pairs):
+                result.fill(-1)
+                comm.allreduce(array, out=result)
+                right(result, TOTAL - SIZE + SIZE * i)
+    works(comm)
+
+
+def each_rank_its_own_way(comm: Any) -> None:
+    """The same arrays on one rank, views of them, new results or another stream's handle on others."""
+    source, out, draw = cupy.zeros(1000, np.float32), cupy.zeros(1000, np.float32), random.Random(RANK)
+    ways = [
+        lambda: comm.allreduce(source, out=out),
+        lambda: comm.allreduce(source[:], out=out[:]),
+        lambda: comm.allreduce(source),
+        lambda: comm.allreduce(source, out=out, stream=cupy.cuda.get_current_stream()),
+    ]
+    for turn in range(40):
+        source.fill(RANK + turn)
+        results = [draw.choice(ways)() for _ in range(3)]
+        for result in results:
+            right(result, TOTAL - SIZE + SIZE * turn)
+    works(comm)
+
+
+def quick_in_a_thread_and_in_captures(comm: Any) -> None:
+    """Calls that are quick by now: from a thread that has no context, and captured, by us and by others."""
+    source, out = mine(), cupy.zeros(1000, np.float32)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        for _ in range(4):
+            right(comm.allreduce(source, out=out))
+        out.fill(-1)
+        stream.begin_capture()
+        comm.allreduce(source, out=out)
+        captured = stream.end_capture()
+        right(out, -1)
+        captured.launch(stream)
+        right(out)
+        with Graph(comm) as graph:
+            with graph.record():
+                comm.allreduce(source, out=out)
+            assert "sum of float32 (1000,)" in graph.describe()
+            for call in (graph.replay, lambda: comm.allreduce(source, out=out)):
+                for _ in range(3):
+                    call()
+                out.fill(-1)
+                stream.synchronize()
+                thread = threading.Thread(target=on(stream, call))
+                thread.start()
+                thread.join()
+                right(out)
+    works(comm)
+
+
+def on(stream: Any, call: Callable[[], Any]) -> Callable[[], None]:
+    """The call with ``stream`` current."""
+
+    def run() -> None:
+        with stream:
+            call()
+
+    return run
+
+
+def a_replay_is_not_captured(comm: Any) -> None:
+    """On the stream of the last call and on another one: the driver has no such thing."""
+    source, streams = mine(), [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    with Graph(comm) as graph:
+        with graph.record():
+            total = comm.allreduce(source)
+        for captures in streams:
+            with streams[0]:
+                for _ in range(3):
+                    graph.replay()
+                streams[0].synchronize()
+            with captures:
+                captures.begin_capture()
+                with raises((CaptureError, PeerFailedError), "part of another one"):  # its own, or one of another rank
+                    graph.replay()
+                with suppress(RuntimeError):  # the capture has ended, if this rank came so far
+                    captures.end_capture()
+            WORLD.Barrier()
+            with streams[0]:
+                works(comm)
+                total.fill(-1)
+                graph.replay()
+                right(total)
 
 
 def faults_are_noticed(comm: Any) -> None:
@@ -151,7 +274,7 @@ def closed_by_another_thread(comm: Any) -> None:
         graph.replay()
         comm.synchronize()
     comm.synchronize()
-    assert not comm.launch_again(segment)
+    assert segment.executable is None
     with raises(GraphStateError, "another thread"):
         comm.launch(segment, 0, None)
     works(comm)
@@ -159,6 +282,10 @@ def closed_by_another_thread(comm: Any) -> None:
 
 SCENARIOS = [
     wrong_outputs,
+    the_same_arrays,
+    each_rank_its_own_way,
+    quick_in_a_thread_and_in_captures,
+    a_replay_is_not_captured,
     faults_are_noticed,
     differences_are_noticed,
     nothing_waits_for_a_late_rank,

@@ -181,7 +181,38 @@ def recorded_elsewhere(comm: Any) -> None:
     right(source, TOTAL * SIZE)
 
 
+def the_stream_in_use_stays(comm: Any) -> None:
+    """One that use() has made current, whatever works on another stream meanwhile. CuPy's ``with`` forgets it."""
+    before, other = cupy.cuda.get_current_stream(), cupy.cuda.Stream(non_blocking=True)
+    stream = cupy.cuda.Stream(non_blocking=True).use()
+    try:
+        total = cupy.zeros(2000, np.float32)
+        comm.allreduce(mine(2000)[::2], out=total[::2])
+        assert cupy.cuda.get_current_stream() is stream, "not after copies"
+        result = comm.allreduce(mine(), stream=other)
+        comm.synchronize(other)
+        assert cupy.cuda.get_current_stream() is stream, "not after an allocation for another stream"
+        comm.empty(5)
+        assert cupy.cuda.get_current_stream() is stream, "not after empty()"
+        with Graph(comm) as graph:
+            with graph.record():
+                graph.add_eager(lambda: total.fill(0))
+                comm.allreduce(result, out=result)
+            assert cupy.cuda.get_current_stream() is stream, "not after a recording"
+            graph.replay()
+            graph.replay(stream=other)
+            assert cupy.cuda.get_current_stream() is stream, "not after replays"
+            comm.synchronize()
+            right(result, TOTAL * SIZE**3)
+        with raises(ZeroDivisionError, ""), Graph(comm) as graph, graph.record():
+            _ = 1 // 0
+        assert cupy.cuda.get_current_stream() is stream, "not after a recording that failed"
+    finally:
+        before.use()
+    works(comm)
+
+
 SCENARIOS = [
     shared_pool, separate_pools, replays_in_a_row, filled_at_the_exit, forked_streams, eager_meanwhile,
-    recorded_elsewhere,
+    recorded_elsewhere, the_stream_in_use_stays,
 ]  # fmt: skip

@@ -89,13 +89,15 @@ class ExternalStream:
 
     def __enter__(self) -> ExternalStream:
         _stack().append(self)
-        return self
+        return self.use()
 
     def __exit__(self, *_: object) -> None:
         _stack().pop()
+        _stack()[-1].use()  # and not the one of an earlier use(): so it is in CuPy
 
     def use(self) -> ExternalStream:
-        _stack()[-1] = self
+        _stack()
+        _thread.current = self
         return self
 
     def synchronize(self) -> None:
@@ -123,7 +125,8 @@ class ExternalStream:
         streams.begin_capture(self.ptr, mode)
 
     def end_capture(self) -> Graph:
-        return Graph(streams.end_capture(self.ptr))
+        with _its_errors():
+            return Graph(streams.end_capture(self.ptr))
 
 
 class Stream(ExternalStream):
@@ -170,12 +173,13 @@ def get_elapsed_time(start: Event, end: Event) -> float:
 
 def _stack() -> list[ExternalStream]:
     if not hasattr(_thread, "stack"):
-        _thread.stack = [Stream.null]
+        _thread.stack, _thread.current = [Stream.null], Stream.null
     return _thread.stack
 
 
-def get_current_stream() -> ExternalStream:
-    return _stack()[-1]
+def get_current_stream(device_id: int = -1) -> ExternalStream:
+    _stack()
+    return _thread.current
 
 
 # ---- memory
@@ -269,7 +273,7 @@ class ndarray:
 
     def _take(self, view: np.ndarray, mem: Memory | UnownedMemory) -> ndarray:
         self._view, self._mem = view, mem
-        self.shape, self.dtype, self.strides = view.shape, view.dtype, view.strides
+        self.dtype, self.strides = view.dtype, view.strides
         self.size, self.ndim, self.itemsize, self.nbytes = view.size, view.ndim, view.itemsize, view.nbytes
         self._c_contiguous = view.flags.c_contiguous  # which arrays.py reads, as it is quicker in the real one
         self.flags = SimpleNamespace(c_contiguous=view.flags.c_contiguous, f_contiguous=view.flags.f_contiguous)
@@ -278,6 +282,14 @@ class ndarray:
 
     def _wrap(self, view: np.ndarray) -> ndarray:
         return ndarray.__new__(ndarray)._take(view, self._mem)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._view.shape
+
+    @shape.setter
+    def shape(self, shape: tuple[int, ...]) -> None:
+        self._take(self._view.reshape(shape), self._mem)
 
     # views
     def __getitem__(self, key: Any) -> ndarray:

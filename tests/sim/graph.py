@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from . import streams
 from .driver import Launch, alive, api
 from .driver_streams import captured_nodes, graphs
+from .machine import Fault
 
 
 @api("cuGraphKernelNodeSetParams")
@@ -20,17 +21,29 @@ class Executable:
 
     @api("cuGraphInstantiate")
     def __init__(self, graph: int) -> None:
-        self._nodes = _in_some_order(graphs[graph])
+        self._nodes: list[streams.Node] | None = _in_some_order(graphs[graph])
         alive["executables"] += 1
 
     @api("cuGraphLaunch")
     def launch(self, stream: int) -> None:
+        if self._nodes is None:
+            raise Fault(1)
         streams.launch(self._nodes, stream)
 
     @api("cuGraphExecDestroy")
     def destroy(self) -> None:
         streams.refuse_while_capturing()
+        self._nodes = None
         alive["executables"] -= 1
+
+
+@api("cuGraphAddKernelNode")
+def executable_of(launch: Launch) -> Executable:
+    graphs[-1] = [streams.Node(launch.work(), frozenset())]
+    try:
+        return Executable(-1)
+    finally:
+        del graphs[-1]
 
 
 def _in_some_order(nodes: list[streams.Node]) -> list[streams.Node]:

@@ -336,7 +336,10 @@ def capture_id(handle: int) -> int:
 
 
 def launch(graph: list[Node], handle: int) -> None:
-    """Runs the nodes of a graph in the order of their recording."""
+    """Runs the nodes of a graph in the order of their recording. Not in a capture, which that ends."""
+    capture = find(handle).capture
+    if capture is not None:
+        raise _invalidated(capture, 900)
     for node in graph:
         submit(handle, node.work)
 

@@ -78,7 +78,8 @@ def test_a_page_that_has_gone_is_an_error():
 def test_whole_pages_and_aligned_words(n: int):
     assert control.page_bytes(n) % mmap.PAGESIZE == 0
     assert control.page_bytes(n) >= control.HEAD_BYTES + n * control._RANK.itemsize
-    assert control._RANK.itemsize % 8 == control._CALL.itemsize % 8 == 0, "words are read as 8 aligned bytes"
+    offsets = [control._RANK.fields[name][1] for name in ("keys", "call")]
+    assert not any(offset % 8 for offset in (control._RANK.itemsize, *offsets)), "words are read as 8 aligned bytes"
     assert control.HEAD_BYTES % mmap.PAGESIZE == 0, "the GPUs get whole pages"
     lines = [control.ABORT_OFFSET, *(control.missing_offset(rank) for rank in range(n))]
     assert len({offset // 64 for offset in lines}) == n + 1, "a cache line each"
@@ -140,7 +141,7 @@ def test_votes(pages: list[Page]):
 def test_waiting_in_vain(pages: list[Page]):
     """A rank that did not come to a vote is named on every rank, and every wait ends."""
     for page in pages[:-1]:
-        page.enter(3, Signature.of("recording of a graph"), 0)
+        page.enter(3, Signature.of("recording of a graph"))
     pages[0].miss([len(pages) - 1])
     for page in pages:
         assert page.aborted
@@ -158,24 +159,24 @@ def test_waiting_in_vain(pages: list[Page]):
 )
 def test_described_alike_here_and_there(pages: list[Page], what: Signature, text: str):
     assert str(what) == text
-    pages[0].enter(1, what, stream=0)
+    pages[0].enter(1, what)
     assert pages[1].describe(0, 1) == text
 
 
 def test_a_long_description_is_cut_but_compared_whole(pages: list[Page]):
     many, other = (signature((1,) * 50 + (last,), "int8", "sum") for last in (2, 3))
-    pages[0].enter(1, many, 0)
+    pages[0].enter(1, many)
     text = pages[1].describe(0, 1)
     assert len(text) >= 80
     assert str(many).startswith(text)
-    assert pages[1].enter(1, other, 0) == 0
+    assert pages[1].enter(1, other) == 0
 
 
 # ---- the flight recorder
 def test_equal_calls_pass(pages: list[Page]):
     for call in range(1, 3 * control.RING):  # round the ring, and on
         for page in pages:
-            assert page.enter(call, SUM, stream=call) is None
+            assert page.enter(call, SUM) is None
     assert [page.call_of(1) for page in pages] == [3 * control.RING - 1] * 3
 
 
@@ -191,9 +192,9 @@ def test_equal_calls_pass(pages: list[Page]):
 )
 @pytest.mark.parametrize("call", [1, 7, control.RING, control.RING + 1, 5 * control.RING - 1, (1 << 32) + 3])
 def test_whoever_comes_second_sees_the_difference(pages: list[Page], other: Signature, call: int):
-    assert pages[0].enter(call, SUM, 0) is None
-    assert pages[2].enter(call, other, 0) == 0
-    assert pages[1].enter(call, SUM, 0) == 2
+    assert pages[0].enter(call, SUM) is None
+    assert pages[2].enter(call, other) == 0
+    assert pages[1].enter(call, SUM) == 2
     assert pages[1].describe(2, call) == str(other)
 
 
@@ -201,14 +202,14 @@ def test_ranks_may_be_apart(pages: list[Page]):
     """One that runs ahead is compared when the other comes to that call, not before."""
     different = signature((3,), "int8", "sum")
     for call in range(1, 6):
-        assert pages[0].enter(call, different if call == 4 else SUM, 0) is None
-    assert [pages[1].enter(call, SUM, 0) for call in range(1, 6)] == [None, None, None, 0, None]
+        assert pages[0].enter(call, different if call == 4 else SUM) is None
+    assert [pages[1].enter(call, SUM) for call in range(1, 6)] == [None, None, None, 0, None]
 
 
 def test_a_call_that_the_ring_has_overwritten_is_not_compared(pages: list[Page]):
-    pages[0].enter(1, signature((3,), "int8", "sum"), 0)
-    pages[0].enter(1 + control.RING, SUM, 0)
-    assert pages[1].enter(1, SUM, 0) is None
+    pages[0].enter(1, signature((3,), "int8", "sum"))
+    pages[0].enter(1 + control.RING, SUM)
+    assert pages[1].enter(1, SUM) is None
     assert pages[1].describe(0, 1) == ""
     assert pages[1].describe(0, 1 + control.RING) == str(SUM)
 
@@ -222,7 +223,7 @@ def test_a_rank_writes_only_its_own_block(pages: list[Page]):
     blocks = slice(control.HEAD_BYTES, control.HEAD_BYTES + 3 * control._RANK.itemsize)
     before = np.frombuffer(pages[0]._map, np.uint8)[blocks].reshape(3, -1).copy()
     for call in (1, 500, control.RING - 1):
-        pages[1].enter(call, SUM, stream=0xFFFF_FFFF_FFFF_FFFF)
+        pages[1].enter(call, SUM)
     pages[1].post(control.REFUSED, 1, "x" * 5000)
     pages[1].leave()
     after = np.frombuffer(pages[0]._map, np.uint8)[blocks].reshape(3, -1)
@@ -278,9 +279,9 @@ def miss(page: Page, *ranks: int) -> None:
 
 def test_a_timeout_says_who_never_came_and_what_it_did_last(pages: list[Page]):
     for page in pages:
-        page.enter(1, SUM, 0)
+        page.enter(1, SUM)
     for rank in (0, 2):
-        pages[rank].enter(2, signature((6,), "int64", "max"), 0)
+        pages[rank].enter(2, signature((6,), "int64", "max"))
         miss(pages[rank], 1)
     pages[0].abort()
     error = pages[0].explain(2, 1.5)
@@ -293,7 +294,7 @@ def test_a_timeout_says_who_never_came_and_what_it_did_last(pages: list[Page]):
 
 
 def test_a_rank_that_never_called(pages: list[Page]):
-    pages[0].enter(1, SUM, 0)
+    pages[0].enter(1, SUM)
     miss(pages[0], 1, 2)
     text = str(pages[0].explain(1, 1.0))
     assert "rank 1 never came: its last call was 0; rank 2 never came: its last call was 0; ranks [0] are at" in text
@@ -302,7 +303,7 @@ def test_a_rank_that_never_called(pages: list[Page]):
 def test_a_chain_of_waits_ends_at_the_rank_that_is_behind(pages: list[Page]):
     """Rank 0 waits for 1, which is at the same call and waits for 2, the one to look for."""
     for rank in (0, 1):
-        pages[rank].enter(1, SUM, 0)
+        pages[rank].enter(1, SUM)
         miss(pages[rank], rank + 1)
     text = str(pages[0].explain(1, 1.0))
     assert "rank 2 never came" in text
@@ -312,7 +313,7 @@ def test_a_chain_of_waits_ends_at_the_rank_that_is_behind(pages: list[Page]):
 def test_the_late_rank_itself_can_explain(pages: list[Page]):
     """It comes after the others gave up: it is at their call by now, so the missing bits alone name it."""
     for page in pages:
-        page.enter(1, SUM, 0)
+        page.enter(1, SUM)
     miss(pages[0], 2)
     assert "rank 2 never came" in str(pages[2].explain(1, 1.0))
 
@@ -338,15 +339,8 @@ def test_long_and_foreign_texts(pages: list[Page]):
 
 
 def test_a_lost_rank(pages: list[Page]):
-    pages[1].enter(3, SUM, 0)
+    pages[1].enter(3, SUM)
     assert str(pages[0].lost(4, 1, "its process has ended")) == (
         "rank 0, call 4: expected rank 1 to take part; found that its process has ended, after its call 3. The "
         "communicator can only be closed."
     )
-
-
-def test_the_record_is_where_enter_writes_it():
-    """A signature's record fills an entry behind two words, the key and the stream."""
-    fields = control._CALL.fields
-    assert (fields["key"][1], fields["stream"][1], fields["text"][1]) == (0, 8, 16)
-    assert len(SUM.record) == control._CALL.itemsize - 16

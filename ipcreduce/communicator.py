@@ -298,5 +298,5 @@ class Communicator(GraphSupport):
     def forked(self) -> None:
         """In a child process: nothing of the parent's may be touched or closed."""
         self._lock = threading.RLock()
-        self._engine = self._faults = None
+        self._engine = self._faults = self._repeats = self.again = None
         self._unusable = UnsupportedError(lifetime.FORKED)

@@ -68,19 +68,20 @@ def make_again(comm: Caller, engine: Engine) -> Again:
             comm._call = call
             try:
                 start(stream)
-            except CudaError as error:
+            except BaseException as error:
                 _start_otherwise(comm, engine, start, stream, error)
         return True
 
     return again
 
 
-def _start_otherwise(comm: Caller, engine: Engine, start: Start, stream: int, error: CudaError) -> None:
+def _start_otherwise(comm: Caller, engine: Engine, start: Start, stream: int, error: BaseException) -> None:
     """After ``error``: in our context, if this thread has another one, or none."""
     try:
-        if error.code == _CAPTURING:
+        code = error.code if isinstance(error, CudaError) else 0
+        if code == _CAPTURING:
             raise CaptureError("replay() on a stream that was being captured: a graph cannot be part of another one")
-        if error.code not in driver.INVALID_CONTEXT or engine.has_context():
+        if code not in driver.INVALID_CONTEXT or engine.has_context():
             raise error
         with using(engine.context):
             start(stream)

@@ -131,7 +131,11 @@ def quick_in_a_thread_and_in_captures(comm: Any) -> None:
 def on(stream: Any, call: Callable[[], Any]) -> Callable[[], None]:
     """The call with ``stream`` current."""
 
+    device = cupy.cuda.Device().id
+
     def run() -> None:
+        if device:
+            cupy.cuda.Device(device).use()
         with stream:
             call()
 

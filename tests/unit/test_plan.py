@@ -177,8 +177,16 @@ def test_a_small_workspace_turns_to_two_shots():
 
 def test_the_next_kernel_comes_in_late_for_small_messages_only():
     half = workspace.half_bytes(256 * MB)
-    early = [plan.make_plan(nbytes, 4, half)[0].trigger_early for nbytes in (16, 4 * KB, 4 * KB + 1, MB)]
-    assert early == [False, False, True, True]
+    for n, late in ((2, 512 * KB), (4, 4 * KB), (8, 4 * KB)):
+        early = [plan.make_plan(nbytes, n, half)[0].trigger_early for nbytes in (16, late, late + 1, MB)]
+        assert early == [False, False, True, True]
+
+
+def test_short_eager_calls_only_are_graphs():
+    half = workspace.half_bytes(256 * MB)
+    for n in (2, 4):
+        graphs = [plan.eager_as_graph(plan.make_plan(nbytes, n, half)[0]) for nbytes in (1, 256 * KB, 256 * KB + 1)]
+        assert graphs == [True, True, False]
 
 
 @given(sizes, worlds, halves, forced)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import cupy
@@ -155,10 +157,16 @@ def forked() -> None:
     with graph.record():
         result = comm.allreduce(source)
     comm.synchronize()
+    quick, out = mine(), mine()
+    for _ in range(3):
+        comm.allreduce(quick, out=out)
+    graph.replay()  # both take the quick way by now
+    comm.synchronize()
 
     def check() -> None:
         for call in (
-            lambda: comm.allreduce(source), lambda: comm.allreduce(np.ones(3)), comm.synchronize,
+            lambda: comm.allreduce(quick, out=out), lambda: comm.allreduce(source),
+            lambda: comm.allreduce(np.ones(3)), comm.synchronize,
             lambda: comm.allreduce(source, "mode"), lambda: ipcreduce.allreduce(source),
             ipcreduce.get_communicator, Communicator, graph.replay, lambda: Graph(comm).record().__enter__(),
             lambda: comm.capture().__enter__(),
@@ -168,7 +176,8 @@ def forked() -> None:
         graph.close()
         comm.close()
 
-    worker.in_a_fork(check)
+    with held_by_another_thread(comm._lock):
+        worker.in_a_fork(check)
     graph.replay()
     right(result)
     works(comm)
@@ -176,6 +185,26 @@ def forked() -> None:
     graph.close()
     comm.close()
     default.close()
+
+
+@contextmanager
+def held_by_another_thread(lock: Any) -> Iterator[None]:
+    """As it may be when a process forks: in the child nobody ever gives it back."""
+    held_now, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held_now.set()
+            over.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held_now.wait()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 SCENARIOS = [closed_early, never_closed, crosswise, killed, killed_in_a_host_call, synchronous, forked]

@@ -67,17 +67,41 @@ def the_same_arrays(comm: Any) -> None:
     with raises(RankMismatchError, "(5, 200)", "(200, 5)"):
         comm.allreduce(source, out=out)
         comm.synchronize()
-    for turn in range(20):  # ids and addresses come again
-        array = cupy.full((300,), turn * (RANK + 1), np.int32)
-        comm.allreduce(array, out=array)
-        right(array, turn * TOTAL)
-    with mock.patch.multiple(repeats, _MOST=6, _MOST_GRAPHS=len(comm._repeats._graphs) + 2):
-        pairs = [(cupy.full((64,), RANK + i, np.float32), cupy.zeros(64, np.float32)) for i in range(5)]
-        for _ in range(4):
-            for i, (array, result) in enumerate(pairs):
-                result.fill(-1)
-                comm.allreduce(array, out=result)
-                right(result, TOTAL - SIZE + SIZE * i)
+    for held in ([], None):  # ids come again, with other addresses and with the same
+        ids = set()
+        for turn in range(20):
+            array = cupy.full((300,), turn * (RANK + 1), np.int32)
+            ids.add(id(array))
+            comm.allreduce(array, out=array)
+            right(array, turn * TOTAL)
+            if held is not None:
+                held.append(array[:])
+            del array
+        assert len(ids) < 20
+    most = len(comm._repeats._graphs) + 2
+    for limits in ({"_MOST_GRAPHS": most}, {"_MOST": 6}):
+        with mock.patch.multiple(repeats, **limits):
+            pairs = [(cupy.full((64,), RANK + i, np.float32), cupy.zeros(64, np.float32)) for i in range(5)]
+            for _ in range(4):
+                for i, (array, result) in enumerate(pairs):
+                    result.fill(-1)
+                    comm.allreduce(array, out=result)
+                    right(result, TOTAL - SIZE + SIZE * i)
+    assert len(comm._repeats._graphs) == most
+    works(comm)
+
+
+def not_as_quick(comm: Any) -> None:
+    """Arrays of a known shape that need more than a launch: strided ones, and ones that overlap in part."""
+    memory, wide = cupy.zeros(40000, np.float32), cupy.zeros(20008, np.float32)
+    strided, plain, out = memory[::2], cupy.zeros(20000, np.float32), cupy.zeros(20000, np.float32)
+    overlapping = wide[:20000], wide[8:]
+    for _ in range(3):
+        for array, result in ((plain, out), (strided, out), (plain, strided), overlapping):
+            array.fill(RANK + 1)
+            right(comm.allreduce(array, out=result))
+        right(memory[1::2], 0)
+    assert (id(overlapping[0]), id(overlapping[1]), "sum") not in comm._repeats._known
     works(comm)
 
 
@@ -287,6 +311,7 @@ def closed_by_another_thread(comm: Any) -> None:
 SCENARIOS = [
     wrong_outputs,
     the_same_arrays,
+    not_as_quick,
     each_rank_its_own_way,
     quick_in_a_thread_and_in_captures,
     a_replay_is_not_captured,

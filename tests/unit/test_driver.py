@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import types
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce.cuda import driver, streams
+from ipcreduce.cuda import driver, graph, streams
 from ipcreduce.errors import CudaError, UnsupportedError
 
 
@@ -88,3 +89,51 @@ def test_an_error_that_the_driver_does_not_know(bindings: Any):
     bindings(Bindings(cuMemFree=lambda address: (9999,), cuGetErrorString=lambda code: (1, None)))
     with pytest.raises(CudaError, match="unknown error"):
         driver.free(1)
+
+
+@pytest.mark.parametrize("failing", ["", "cuGraphAddKernelNode", "cuGraphInstantiate"])
+def test_a_launch_as_a_graph_of_its_own(bindings: Any, failing: str):
+    """With the launch's shape and arguments; its template is given back in any case; once destroyed it is an error."""
+    calls: list[tuple[Any, ...]] = []
+
+    def answer(name: str, *results: Any) -> Any:
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            calls.append((name, *arguments))
+            return (999, *[None] * len(results)) if name == failing else (0, *results)
+
+        return call
+
+    def launch_graph(handle: Any, stream: int) -> tuple[int]:
+        calls.append(("cuGraphLaunch", handle, stream))
+        return (1 if handle is None else 0,)
+
+    bindings(
+        Bindings(
+            CUlaunchConfig=types.SimpleNamespace, CUfunction=int, CUstream=int, cuLaunchKernelEx=None,
+            CUDA_KERNEL_NODE_PARAMS=types.SimpleNamespace, cuGraphLaunch=launch_graph,
+            cuGetErrorString=lambda code: (0, b"why"), cuGraphCreate=answer("cuGraphCreate", 5),
+            cuGraphAddKernelNode=answer("cuGraphAddKernelNode", 6), cuGraphInstantiate=answer("cuGraphInstantiate", 7),
+            cuGraphDestroy=answer("cuGraphDestroy"), cuGraphExecDestroy=answer("cuGraphExecDestroy"),
+        )
+    )  # fmt: skip
+    args = np.arange(25, dtype=np.uint64)
+    launch = driver.Launch(77, 3, 64, args)
+    if failing:
+        with pytest.raises(CudaError, match=failing):
+            graph.executable_of(launch)
+        assert calls[-1] == ("cuGraphDestroy", 5)
+        return
+    executable = graph.executable_of(launch)
+    assert [name for name, *_ in calls] == [
+        "cuGraphCreate", "cuGraphAddKernelNode", "cuGraphInstantiate", "cuGraphDestroy",
+    ]  # fmt: skip
+    params = calls[1][-1]
+    assert (params.func, params.gridDimX, params.gridDimY, params.blockDimX, params.blockDimZ) == (77, 3, 1, 64, 1)
+    pointer = ctypes.cast(params.kernelParams, ctypes.POINTER(ctypes.c_uint64))[0]
+    assert np.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(ctypes.c_uint64)), (25,)).tolist() == args.tolist()
+    executable.launch(9)
+    assert calls[-1] == ("cuGraphLaunch", 7, 9)
+    executable.destroy()
+    assert calls[-1] == ("cuGraphExecDestroy", 7)
+    with pytest.raises(CudaError, match="cuGraphLaunch failed"):
+        executable.launch(9)

@@ -29,7 +29,6 @@ from .host import HostReducer
 from .ipc import release, setup, wire
 from .ipc.faults import Faults
 from .ipc.options import Options
-from .ipc.repeats import Repeats, make_again
 from .ipc.signature import Signature, Vote
 
 _CLOSE_SECONDS = 5.0  # how long close() waits for the peers to unmap our memory before leaving it to the process's end
@@ -66,7 +65,6 @@ class Communicator(GraphSupport):
         self._call = 0  # attempts so far, refused ones included
         self._unusable: IpcReduceError | None = None
         self._no_recording()
-        self._repeats: Repeats | None = None
         self._timeout = options.timeout
         self._sync = os.environ.get("IPCREDUCE_SYNC", "0") not in ("", "0")
         self._mpi, request = mpi_comm.Idup()  # our messages never meet the program's
@@ -82,9 +80,6 @@ class Communicator(GraphSupport):
         if self._engine is not None:
             self._faults = Faults(self._engine, self._mpi, options.timeout)
             release.mind(self._engine.order, self._lock)
-            if not self._sync:
-                self.again = make_again(self, self._engine)
-                self._repeats = Repeats(self._engine, self.again, self._lock)
         lifetime.add(self)
 
     # ---- what it is
@@ -130,14 +125,15 @@ class Communicator(GraphSupport):
         For device arrays these last may come with a later call or :meth:`synchronize`; where data is missing, the
         result then holds bytes 0xFF (NaN).
         """
-        if stream is None and self._repeats is not None:
-            result = self._repeats.make(array, op, out)
-            if result is not None:
-                return result
         with self._lock:
-            self.check_usable()
+            if self._unusable is not None:
+                self.check_usable()
             self._call += 1
             try:
+                if stream is None and self.recording is None and self._engine is not None and not self._sync:
+                    result = self._engine.repeats.make(self._call, array, op, out)
+                    if result is not None:
+                        return result
                 if arrays.is_device(array):
                     return self._reduce_device(array, op, out, stream)
                 return self._reduce_host(array, op, out)
@@ -274,11 +270,8 @@ class Communicator(GraphSupport):
                 raise GraphStateError("close() within a recording: leave the with block first")
             lifetime.live.remove(self)
             engine, self._engine, self._faults = self._engine, None, None
-            repeats, self.again, self._repeats = self._repeats, None, None
             lost = isinstance(self._unusable, PeerLostError)
             self._unusable = ArgumentError("the communicator is closed: make a new one")
-            if repeats is not None:
-                repeats.close()
             if engine is not None:
                 engine.close(0.0 if lost else _CLOSE_SECONDS)
             if self.memory is not None:
@@ -298,5 +291,5 @@ class Communicator(GraphSupport):
     def forked(self) -> None:
         """In a child process: nothing of the parent's may be touched or closed."""
         self._lock = threading.RLock()
-        self._engine = self._faults = self._repeats = self.again = None
+        self._engine = self._faults = None
         self._unusable = UnsupportedError(lifetime.FORKED)

@@ -229,11 +229,9 @@ class Graph:
         :raises IpcReduceError: for the ranks' other calls, see :meth:`Communicator.allreduce`. An exception in a break
             passes unchanged; the other ranks get :class:`PeerFailedError`.
         """
-        comm, whole = self._comm, self._whole
-        if inputs is None and stream is None and whole is not None and comm.again is not None:
-            executable = whole.executable
-            if executable is not None and comm.again(whole.signature, executable.launch, False):
-                return
+        comm, plain = self._comm, inputs is None and stream is None and current.graph is None
+        if plain and self._whole is not None and comm.launch_again(self._whole):
+            return
         comm.check_usable()
         try:
             if self._state not in _READY or current.graph is not None or inputs is not None:

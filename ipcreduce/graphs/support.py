@@ -16,7 +16,6 @@ from ..errors import ArgumentError, GraphStateError, IpcReduceError, PeerLostErr
 from ..ipc import wire
 from ..ipc.engine import Engine
 from ..ipc.faults import Faults
-from ..ipc.repeats import Again
 from ..ipc.signature import Signature
 from .agreement import agree
 from .pool import GraphPool
@@ -34,7 +33,6 @@ class GraphSupport(ABC):
 
     recording: Recording | None  # of the graph that is being recorded
     memory: GraphPool | None  # of empty()
-    again: Again | None  # makes a call again; None where every call takes the long way
     _recorded: list[Graph]  # not registered yet
     _capturing: int  # depth of capture()
     _lock: threading.RLock
@@ -54,7 +52,7 @@ class GraphSupport(ABC):
     def synchronize(self, stream: Any = None) -> None: ...
 
     def _no_recording(self) -> None:
-        self.recording, self.memory, self._recorded, self._capturing, self.again = None, None, [], 0, None
+        self.recording, self.memory, self._recorded, self._capturing = None, None, [], 0
 
     def check_usable(self) -> None:
         """:raises IpcReduceError: if the communicator is closed or lost."""
@@ -167,6 +165,22 @@ class GraphSupport(ABC):
             if last is not None:
                 self.launch(last, recording.stream, None)
             self.order(recording.stream, recording.caller)
+
+    def launch_again(self, segment: Segment) -> bool:
+        """:meth:`launch` on CuPy's current stream, if nothing has to be settled before; whether it did."""
+        with self._lock:
+            engine, executable = self._engine, segment.executable
+            if engine is None or executable is None or self._unusable is not None or self._sync:
+                return False
+            self._call += 1
+            try:
+                if engine.repeats.again(self._call, segment.signature, executable.launch, False):
+                    return True
+            except BaseException as error:
+                self._failed(error)
+                raise
+            self._call -= 1
+            return False
 
     def launch(self, segment: Segment, stream: int, owner: Any) -> None:
         """Launches a segment; as one call, ordered and compared as all-reduces are, if it has some. Collective."""

@@ -17,6 +17,7 @@ from .launches import IN, OUT, Launches, Prepared
 from .mappings import Mappings
 from .order import CallOrder
 from .release import attempt, forget, give_back_after
+from .repeats import Repeats
 from .watchdog import Watchdog
 from .workspace import Workspace
 
@@ -47,6 +48,7 @@ class Engine:
         except CudaError:
             self._unregister()
             raise
+        self.repeats = Repeats(self)
         self._recording_stream = 0
 
     def describe(self) -> list[str]:
@@ -161,7 +163,7 @@ class Engine:
         steps: list[Callable[[], None]] = [self._unregister, self.order.release]
         if self._recording_stream:
             steps.append(partial(streams.destroy_stream, self._recording_stream))
-        attempt(self.context, *steps, *self.launches.unload_steps())
+        attempt(self.context, *steps, *self.repeats.destroy_steps(), *self.launches.unload_steps())
 
     def _unregister(self) -> None:
         try:

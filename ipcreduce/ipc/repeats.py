@@ -1,4 +1,4 @@
-"""Calls that are made again: all that is left to do is to number, compare and start them.
+"""Calls that are made again: all that is left to do is to compare and start them.
 
 What takes more than that (another stream, a fault to settle, arrays of another kind) takes the way that every call can
 take: ``Communicator.allreduce``, ``Graph.replay``. For that the quick way has no effect.
@@ -6,88 +6,28 @@ take: ``Communicator.allreduce``, ``Graph.replay``. For that the quick way has n
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from .. import surroundings
 from ..cuda import driver, graph
 from ..cuda.within import using, within
-from ..errors import CaptureError, CudaError, IpcReduceError
-from . import plan, release
-from .engine import Engine
+from ..errors import CaptureError, CudaError
+from . import plan
 from .launches import IN, OUT, Prepared
 from .signature import Signature
 
+if TYPE_CHECKING:
+    from .engine import Engine
+
 Start = Callable[[int], None]  # launches on a stream
-Again = Callable[[Signature, Start, bool], bool]
 
 _MOST = 4096  # pairs of arrays, and of addresses, that are remembered
-_MOST_GRAPHS = 256  # of 0.1 MB each
+_MOST_GRAPHS = 256  # of 0.1 MB each, the first ones
 _CAPTURING = 900  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
-
-
-class Caller(Protocol):
-    """The communicator, as far as it is needed here."""
-
-    recording: Any
-    _lock: threading.RLock
-    _call: int
-    _unusable: IpcReduceError | None
-
-    def _failed(self, error: BaseException) -> None: ...
-
-
-def make_again(comm: Caller, engine: Engine) -> Again:
-    """``again(what, start, capturable)`` makes the call ``what`` by ``start(stream)`` on CuPy's current stream.
-
-    It does so only if that is the stream of the last eager call, and says whether it did. ``capturable``: whether such
-    a call may be captured. A graph's launch may not, says the driver: not to look for that saves 0.2 us.
-    """
-    lock, order, abort_word, enter = comm._lock, engine.order, engine.page.abort_word, engine.page.enter
-
-    def again(what: Signature, start: Start, capturable: bool) -> bool:
-        with lock:
-            current = surroundings.get_current_stream()
-            stream = current.ptr
-            if stream != order.fast or abort_word[0] or comm.recording is not None or comm._unusable is not None:
-                return False
-            try:
-                if stream < 2:  # the default stream: it captures nothing, and each context has its own
-                    if not engine.has_context():
-                        return False
-                elif capturable and current.is_capturing():
-                    return False
-            except RuntimeError:  # a capture that has failed
-                return False
-            call = comm._call + 1
-            if enter(call, what) is not None:
-                return False
-            comm._call = call
-            try:
-                start(stream)
-            except BaseException as error:
-                _start_otherwise(comm, engine, start, stream, error)
-        return True
-
-    return again
-
-
-def _start_otherwise(comm: Caller, engine: Engine, start: Start, stream: int, error: BaseException) -> None:
-    """After ``error``: in our context, if this thread has another one, or none."""
-    try:
-        code = error.code if isinstance(error, CudaError) else 0
-        if code == _CAPTURING:
-            raise CaptureError("replay() on a stream that was being captured: a graph cannot be part of another one")
-        if code not in driver.INVALID_CONTEXT or engine.has_context():
-            raise error
-        with using(engine.context):
-            start(stream)
-    except BaseException as final:
-        comm._failed(final)
-        raise
+_UNSEEN = object()
 
 
 class Repeat:
@@ -102,26 +42,57 @@ class Repeat:
         self.start: Start | None = None
 
 
-_UNSEEN = object()
-
-
 class Repeats:
-    """The eager calls of a communicator that are made again, with contiguous CuPy arrays, on CuPy's current stream.
+    """The calls on an engine that are made again. Not thread-safe.
 
-    A shape, dtype and op that came before are launched; with the same addresses again, short messages are a graph of
-    one kernel (:func:`plan.eager_as_graph`); with the same two array objects, nothing of these is looked at.
+    Eager calls of contiguous CuPy arrays, of a shape, dtype and op that came before, are launched; with the same
+    addresses again, short messages are a graph of one kernel (:func:`plan.eager_as_graph`); with the same two array
+    objects, nothing of these is looked at but their shapes.
     """
 
-    def __init__(self, engine: Engine, again: Again, lock: threading.RLock) -> None:
-        self._launches, self._device, self._context = engine.launches, engine.device.ordinal, engine.context
-        self._again, self._lock = again, lock
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._order, self._page = engine, engine.order, engine.page
+        self._abort_word, self._find = engine.page.abort_word, engine.launches.find
         # By the ids of array and out, and op. None: other arrays have these ids each time.
         self._known: dict[tuple[int, int, str], Repeat | None] = {}
-        self._places = 0  # pairs of addresses that are remembered
+        self._marked: dict[int, dict[tuple[int, int], Start | None]] = {}  # by id: where addresses were marked as seen
+        self._marks = 0
         self._graphs: list[graph.Executable] = []
 
-    def make(self, array: Any, op: Any, out: Any) -> Any:
-        """Makes a call; its result. None, with no effect, if it has to go the long way.
+    def again(self, call: int, what: Signature, start: Start, capturable: bool) -> bool:
+        """Makes a call by ``start(stream)`` on CuPy's current stream, if that is the last eager call's; whether it did.
+
+        :param capturable: whether such a call may be captured. A graph's launch may not, says the driver: not to look
+            for that saves 0.2 us.
+        """
+        current = surroundings.get_current_stream()
+        stream = current.ptr
+        if stream != self._order.fast or self._abort_word[0]:
+            return False
+        try:
+            if stream < 2:  # the default stream: it captures nothing, and each context has its own
+                if not self._engine.has_context():
+                    return False
+            elif capturable and current.is_capturing():
+                return False
+        except RuntimeError:  # a capture that has failed
+            return False
+        if self._page.enter(call, what) is not None:
+            return False
+        try:
+            start(stream)
+        except CudaError as error:
+            if error.code == _CAPTURING:
+                text = "replay() on a stream that was being captured: a graph cannot be part of another one"
+                raise CaptureError(text) from error
+            if error.code not in driver.INVALID_CONTEXT or self._engine.has_context():
+                raise
+            with using(self._engine.context):  # this thread has another one, or none
+                start(stream)
+        return True
+
+    def make(self, call: int, array: Any, op: Any, out: Any) -> Any:
+        """Makes an eager call; its result. None, with no effect, if it has to go the long way.
 
         Only quicker than that: so the arrays' attributes are read here, and not through arrays.py.
         """
@@ -132,13 +103,15 @@ class Repeats:
         known: Any = self._known.get(key, _UNSEEN)
         if known is not _UNSEEN and known is not None:
             if known.array() is array and known.out() is out and known.shape == shape:
+                if out is not array and out.shape != shape:
+                    return None
                 start = known.start
                 if start is None:
                     start = known.start = self._starter(known.prepared, *known.place)
-                return out if self._again(known.prepared.what, start, True) else None
+                return out if self.again(call, known.prepared.what, start, True) else None
             self._known[key] = None
-        dtype, place, device = array.dtype, array.data, self._device
-        prepared = self._launches.find(shape, dtype, op)
+        dtype, place, device = array.dtype, array.data, self._engine.device.ordinal
+        prepared = self._find(shape, dtype, op)
         if prepared is None or len(prepared.launches) != 1 or not array._c_contiguous or place.device_id != device:
             return None
         source = target = place.ptr
@@ -156,7 +129,7 @@ class Repeats:
             if len(self._known) >= _MOST:
                 self._known.clear()
             self._known[key] = Repeat(array, out, prepared, (source, target))
-        return result if self._again(prepared.what, self._starter(prepared, source, target), True) else None
+        return result if self.again(call, prepared.what, self._starter(prepared, source, target), True) else None
 
     def _starter(self, prepared: Prepared, source: int, target: int) -> Start:
         """What starts a call of one launch, from address ``source`` to ``target``: a graph from the second time on."""
@@ -165,26 +138,35 @@ class Repeats:
         if known is not None:
             return known
         ((launch, words, step),) = prepared.launches
+        if plan.eager_as_graph(step):
+            if place not in starts:
+                self._mark(starts, place)
+            elif len(self._graphs) < _MOST_GRAPHS:
+                with within(self._engine.context), suppress(CudaError):  # it is only quicker
+                    words[IN], words[OUT] = source, target
+                    executable = graph.executable_of(launch)
+                    self._graphs.append(executable)
+                    starts[place] = executable.launch
+                    return executable.launch
 
         def start(stream: int) -> None:
             words[IN], words[OUT] = source, target
             launch.run(stream)
 
-        if place in starts:
-            starts[place] = start
-            if plan.eager_as_graph(step) and len(self._graphs) < _MOST_GRAPHS:
-                with self._lock, within(self._context), suppress(CudaError):  # it is only quicker
-                    words[IN], words[OUT] = source, target
-                    self._graphs.append(graph.executable_of(launch))
-                    starts[place] = self._graphs[-1].launch
-            return starts[place] or start
-        if self._places < _MOST:
-            self._places += 1
-            starts[place] = None
         return start
 
-    def close(self) -> None:
-        """Gives the graphs back: before the kernels in them."""
-        self._known.clear()
-        graphs, self._graphs = self._graphs, []
-        release.attempt(self._context, *(executable.destroy for executable in graphs))
+    def _mark(self, starts: dict[tuple[int, int], Start | None], place: tuple[int, int]) -> None:
+        """Remembers that addresses were seen. They may be many: then all but those with a graph are forgotten."""
+        if self._marks >= _MOST:
+            for marked in self._marked.values():
+                for one in [one for one, start in marked.items() if start is None]:
+                    del marked[one]
+            self._marked, self._marks = {}, 0
+        self._marks += 1
+        self._marked[id(starts)] = starts
+        starts[place] = None
+
+    def destroy_steps(self) -> Iterator[Callable[[], None]]:
+        """What gives the graphs back: before the kernels in them, and after these have run."""
+        while self._graphs:
+            yield self._graphs.pop().destroy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 import time
@@ -13,9 +14,18 @@ from unittest import mock
 import cupy
 import numpy as np
 
-from ipcreduce import ArgumentError, CaptureError, Graph, GraphStateError, PeerFailedError, RankMismatchError
+from ipcreduce import (
+    ArgumentError,
+    CaptureError,
+    Communicator,
+    Graph,
+    GraphStateError,
+    PeerFailedError,
+    RankMismatchError,
+    surroundings,
+)  # fmt: skip
 from ipcreduce.ipc import repeats
-from tests.graphs.common import GPUS, LAST, RANK, SIZE, TOTAL, WORLD, mine, raises, right, works
+from tests.graphs.common import GPUS, LAST, RANK, SIZE, TOTAL, WORLD, keep_busy, mine, raises, right, works
 
 
 def wrong_outputs(comm: Any) -> None:
@@ -67,18 +77,20 @@ def the_same_arrays(comm: Any) -> None:
     with raises(RankMismatchError, "(5, 200)", "(200, 5)"):
         comm.allreduce(source, out=out)
         comm.synchronize()
+    total = cupy.zeros(300, np.int32)
     for held in ([], None):  # ids come again, with other addresses and with the same
         ids = set()
         for turn in range(20):
             array = cupy.full((300,), turn * (RANK + 1), np.int32)
             ids.add(id(array))
+            right(comm.allreduce(array, out=total), turn * TOTAL)
             comm.allreduce(array, out=array)
             right(array, turn * TOTAL)
             if held is not None:
                 held.append(array[:])
             del array
         assert len(ids) < 20
-    most = len(comm._repeats._graphs) + 2
+    most = len(comm._engine.repeats._graphs) + 2
     for limits in ({"_MOST_GRAPHS": most}, {"_MOST": 6}):
         with mock.patch.multiple(repeats, **limits):
             pairs = [(cupy.full((64,), RANK + i, np.float32), cupy.zeros(64, np.float32)) for i in range(5)]
@@ -87,7 +99,7 @@ def the_same_arrays(comm: Any) -> None:
                     result.fill(-1)
                     comm.allreduce(array, out=result)
                     right(result, TOTAL - SIZE + SIZE * i)
-    assert len(comm._repeats._graphs) == most
+        assert len(comm._engine.repeats._graphs) == most or "_MOST" in limits
     works(comm)
 
 
@@ -101,7 +113,121 @@ def not_as_quick(comm: Any) -> None:
             array.fill(RANK + 1)
             right(comm.allreduce(array, out=result))
         right(memory[1::2], 0)
-    assert (id(overlapping[0]), id(overlapping[1]), "sum") not in comm._repeats._known
+    assert (id(overlapping[0]), id(overlapping[1]), "sum") not in comm._engine.repeats._known
+    works(comm)
+
+
+def errors_are_told(comm: Any) -> None:
+    """Memory that is short, and an interrupt, within a call that is quick by now: the others hear of it at once."""
+    source, graph = mine(3000), Graph(comm)
+    with graph.record():
+        comm.allreduce(source)
+    eager = functools.partial(comm.allreduce, source)
+    no_memory = mock.patch.object(cupy, "empty", side_effect=cupy.cuda.memory.OutOfMemoryError(1, 2))
+    interrupt = mock.patch.object(surroundings, "get_current_stream", side_effect=KeyboardInterrupt())
+    for call, fault, kind in (
+        (eager, no_memory, MemoryError),
+        (eager, interrupt, KeyboardInterrupt),
+        (graph.replay, interrupt, KeyboardInterrupt),
+    ):
+        for _ in range(3):
+            call()
+        WORLD.Barrier()
+        begin = time.monotonic()
+        if RANK == LAST:
+            with fault, raises(kind):
+                call()
+        else:
+            with raises(PeerFailedError, f"rank {LAST}"):
+                call()
+                comm.synchronize()
+        assert time.monotonic() - begin < 5, "something waits"
+        works(comm)
+    graph.close()
+
+
+def quick_on_two_streams(comm: Any) -> None:
+    """A call on another stream than the last one still comes behind it."""
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    source, middle, out = mine(), cupy.zeros(1000, np.float32), cupy.zeros(1000, np.float32)
+    cupy.cuda.Device().synchronize()
+    with Graph(comm) as graph:
+        with graph.record():
+            comm.allreduce(middle, out=out)
+        comm.synchronize()
+        for last in (lambda: comm.allreduce(middle, out=out), graph.replay):
+            for stream, call in zip(streams, (lambda: comm.allreduce(source, out=middle), last), strict=True):
+                with stream:
+                    for _ in range(4):
+                        call()
+                    stream.synchronize()
+            with streams[0]:
+                comm.allreduce(source, out=middle)
+                middle.fill(-1)
+                out.fill(-1)
+                keep_busy(streams[0])
+                comm.allreduce(source, out=middle)
+            with streams[1]:
+                last()
+                right(out, TOTAL * SIZE)
+    works(comm)
+
+
+def outs_shape(comm: Any) -> None:
+    """Assigned to once the arrays are known: refused as at first."""
+    source, out = mine(), cupy.zeros(1000, np.float32)
+    for _ in range(4):
+        right(comm.allreduce(source, out=out))
+    out.shape = (10, 100)
+    with raises(ArgumentError, "shape"):
+        comm.allreduce(source, out=out)
+    works(comm)
+
+
+def replaced_meanwhile(comm: Any) -> None:
+    """Another thread's registration swaps what a replay is about to launch, which waits for the lock."""
+    with Communicator(timeout=20, algorithm="direct") as direct:
+        graph, stream = Graph(direct), cupy.cuda.Stream(non_blocking=True)
+        source, total = mine(20000), direct.empty(20000)
+        cupy.cuda.Device().synchronize()
+        with stream, direct.capture():
+            with graph.record():
+                direct.allreduce(source, out=total)
+            for _ in range(2):
+                graph.replay()
+            stream.synchronize()
+            thread = threading.Thread(target=on(stream, graph.replay))
+            executable = graph.segments[0].executable
+            direct._lock.acquire()
+            thread.start()
+            time.sleep(0.2)  # it waits for the lock now
+        replaced = graph.segments[0].executable is not executable
+        WORLD.Barrier()
+        direct._lock.release()
+        thread.join()
+        total.fill(-1)
+        with stream:
+            graph.replay()
+            right(total)
+        assert replaced or SIZE > 2 or graph.state == "staged"
+        graph.close()
+
+
+def within_anothers_recording(comm: Any) -> None:
+    """A replay within the recording of another communicator is refused too, also on the stream of its last call."""
+    stream, source = cupy.cuda.Stream(non_blocking=True), mine()
+    with Communicator(timeout=20) as other, Graph(comm) as graph, Graph(other) as outer:
+        with graph.record():
+            comm.allreduce(source)
+        with stream:
+            for _ in range(2):
+                graph.replay()
+            stream.synchronize()
+        with outer.record():
+            with stream, raises(GraphStateError, "within a recording"):
+                graph.replay()
+            total = other.allreduce(source)
+        right(total)
     works(comm)
 
 
@@ -126,6 +252,7 @@ def quick_in_a_thread_and_in_captures(comm: Any) -> None:
     """Calls that are quick by now: from a thread that has no context, and captured, by us and by others."""
     source, out = mine(), cupy.zeros(1000, np.float32)
     stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
     with stream:
         for _ in range(4):
             right(comm.allreduce(source, out=out))
@@ -312,6 +439,11 @@ SCENARIOS = [
     wrong_outputs,
     the_same_arrays,
     not_as_quick,
+    errors_are_told,
+    quick_on_two_streams,
+    outs_shape,
+    replaced_meanwhile,
+    within_anothers_recording,
     each_rank_its_own_way,
     quick_in_a_thread_and_in_captures,
     a_replay_is_not_captured,

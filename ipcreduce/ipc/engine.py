@@ -48,7 +48,7 @@ class Engine:
         except CudaError:
             self._unregister()
             raise
-        self.repeats = Repeats(self)
+        self.repeats = Repeats(device.ordinal, context, self.launches, self.order, page)
         self._recording_stream = 0
 
     def describe(self) -> list[str]:

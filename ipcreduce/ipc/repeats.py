@@ -9,18 +9,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import surroundings
 from ..cuda import driver, graph
 from ..cuda.within import using, within
 from ..errors import CaptureError, CudaError
 from . import plan
-from .launches import IN, OUT, Prepared
+from .control import Page
+from .launches import IN, OUT, Launches, Prepared
+from .order import CallOrder
 from .signature import Signature
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 Start = Callable[[int], None]  # launches on a stream
 
@@ -50,9 +49,9 @@ class Repeats:
     objects, nothing of these is looked at but their shapes.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._order, self._page = engine, engine.order, engine.page
-        self._abort_word, self._find = engine.page.abort_word, engine.launches.find
+    def __init__(self, device: int, context: int, launches: Launches, order: CallOrder, page: Page) -> None:
+        self._device, self._context, self._order, self._page = device, context, order, page
+        self._abort_word, self._find = page.abort_word, launches.find
         # By the ids of array and out, and op. None: other arrays have these ids each time.
         self._known: dict[tuple[int, int, str], Repeat | None] = {}
         self._marked: dict[int, dict[tuple[int, int], Start | None]] = {}  # by id: where addresses were marked as seen
@@ -71,7 +70,7 @@ class Repeats:
             return False
         try:
             if stream < 2:  # the default stream: it captures nothing, and each context has its own
-                if not self._engine.has_context():
+                if driver.current_context() != self._context:
                     return False
             elif capturable and current.is_capturing():
                 return False
@@ -85,9 +84,9 @@ class Repeats:
             if error.code == _CAPTURING:
                 text = "replay() on a stream that was being captured: a graph cannot be part of another one"
                 raise CaptureError(text) from error
-            if error.code not in driver.INVALID_CONTEXT or self._engine.has_context():
+            if error.code not in driver.INVALID_CONTEXT or driver.current_context() == self._context:
                 raise
-            with using(self._engine.context):  # this thread has another one, or none
+            with using(self._context):  # this thread has another one, or none
                 start(stream)
         return True
 
@@ -110,7 +109,7 @@ class Repeats:
                     start = known.start = self._starter(known.prepared, *known.place)
                 return out if self.again(call, known.prepared.what, start, True) else None
             self._known[key] = None
-        dtype, place, device = array.dtype, array.data, self._engine.device.ordinal
+        dtype, place, device = array.dtype, array.data, self._device
         prepared = self._find(shape, dtype, op)
         if prepared is None or len(prepared.launches) != 1 or not array._c_contiguous or place.device_id != device:
             return None
@@ -142,7 +141,7 @@ class Repeats:
             if place not in starts:
                 self._mark(starts, place)
             elif len(self._graphs) < _MOST_GRAPHS:
-                with within(self._engine.context), suppress(CudaError):  # it is only quicker
+                with within(self._context), suppress(CudaError):  # it is only quicker
                     words[IN], words[OUT] = source, target
                     executable = graph.executable_of(launch)
                     self._graphs.append(executable)

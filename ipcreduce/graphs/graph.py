@@ -226,6 +226,7 @@ class Graph:
         :param inputs: the same nest as at the recording, to be checked; None for no check.
         :raises AddressChangedError: before anything is launched, if ``inputs`` are not those of the recording.
         :raises GraphStateError: if the graph is not recorded, has failed or is closed, or within a recording.
+        :raises CaptureError: on a stream that is being captured: that capture may have ended by this.
         :raises IpcReduceError: for the ranks' other calls, see :meth:`Communicator.allreduce`. An exception in a break
             passes unchanged; the other ranks get :class:`PeerFailedError`.
         """

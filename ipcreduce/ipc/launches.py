@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,8 +32,6 @@ class Prepared:
     op: str
     launches: tuple[tuple[driver.Launch, memoryview, plan.Step], ...]
     nbytes: int
-    # What starts its one launch on a stream, by addresses of source and target: see Repeats
-    starts: dict[tuple[int, int], Callable[[int], None] | None] = field(default_factory=dict)
 
 
 class Launches:

@@ -19,6 +19,7 @@ from ..cuda import streams
 from ..cuda.within import using, within
 from ..errors import CaptureError, CudaError
 
+IN_A_CAPTURE = "replay() on a stream that is being captured: a graph cannot be part of another one"
 _RECORDED = -2  # in the place of a stream: the end of the last eager call is in an event
 
 
@@ -73,7 +74,7 @@ class CallOrder:
         capture = streams.capture_id(stream)
         if capture:
             if not capturable:
-                raise CaptureError("replay() on a stream that is being captured: a graph cannot be part of another one")
+                raise CaptureError(IN_A_CAPTURE)
             # Right behind the last call there is an edge. With others between, ours costs nothing (NOTES.md).
             if capture == self._capture and streams.capture_nodes(stream) != self._captured_last:
                 streams.wait_event(stream, self._captured_end)

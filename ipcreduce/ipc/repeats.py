@@ -18,7 +18,7 @@ from ..errors import CaptureError, CudaError
 from . import plan
 from .control import Page
 from .launches import IN, OUT, Launches, Prepared
-from .order import CallOrder
+from .order import IN_A_CAPTURE, CallOrder
 from .signature import Signature
 
 Start = Callable[[int], None]  # launches on a stream
@@ -54,8 +54,7 @@ class Repeats:
         self._abort_word, self._find = page.abort_word, launches.find
         # By the ids of array and out, and op. None: other arrays have these ids each time.
         self._known: dict[tuple[int, int, str], Repeat | None] = {}
-        self._marked: dict[int, dict[tuple[int, int], Start | None]] = {}  # by id: where addresses were marked as seen
-        self._marks = 0
+        self._starts: dict[tuple[driver.Launch, int, int], Start | None] = {}  # by addresses. None: seen once
         self._graphs: list[graph.Executable] = []
 
     def again(self, call: int, what: Signature, start: Start, capturable: bool) -> bool:
@@ -82,8 +81,7 @@ class Repeats:
             start(stream)
         except CudaError as error:
             if error.code == _CAPTURING:
-                text = "replay() on a stream that was being captured: a graph cannot be part of another one"
-                raise CaptureError(text) from error
+                raise CaptureError(IN_A_CAPTURE) from error
             if error.code not in driver.INVALID_CONTEXT or driver.current_context() == self._context:
                 raise
             with using(self._context):  # this thread has another one, or none
@@ -132,20 +130,22 @@ class Repeats:
 
     def _starter(self, prepared: Prepared, source: int, target: int) -> Start:
         """What starts a call of one launch, from address ``source`` to ``target``: a graph from the second time on."""
-        place, starts = (source, target), prepared.starts
-        known = starts.get(place)
+        ((launch, words, step),) = prepared.launches
+        place = launch, source, target
+        known = self._starts.get(place)
         if known is not None:
             return known
-        ((launch, words, step),) = prepared.launches
         if plan.eager_as_graph(step):
-            if place not in starts:
-                self._mark(starts, place)
+            if place not in self._starts:
+                if len(self._starts) - len(self._graphs) >= _MOST:
+                    self._starts = {one: start for one, start in self._starts.items() if start is not None}
+                self._starts[place] = None
             elif len(self._graphs) < _MOST_GRAPHS:
                 with within(self._context), suppress(CudaError):  # it is only quicker
                     words[IN], words[OUT] = source, target
                     executable = graph.executable_of(launch)
                     self._graphs.append(executable)
-                    starts[place] = executable.launch
+                    self._starts[place] = executable.launch
                     return executable.launch
 
         def start(stream: int) -> None:
@@ -153,17 +153,6 @@ class Repeats:
             launch.run(stream)
 
         return start
-
-    def _mark(self, starts: dict[tuple[int, int], Start | None], place: tuple[int, int]) -> None:
-        """Remembers that addresses were seen. They may be many: then all but those with a graph are forgotten."""
-        if self._marks >= _MOST:
-            for marked in self._marked.values():
-                for one in [one for one, start in marked.items() if start is None]:
-                    del marked[one]
-            self._marked, self._marks = {}, 0
-        self._marks += 1
-        self._marked[id(starts)] = starts
-        starts[place] = None
 
     def destroy_steps(self) -> Iterator[Callable[[], None]]:
         """What gives the graphs back: before the kernels in them, and after these have run."""

@@ -110,13 +110,18 @@ class Capture:
 
 _COLLECT_EVERY = 100  # driver calls; each of them once a test has set the collector's threshold to 1
 _finished: deque[tuple[threading.Event, Work | None]] = deque()
+_collecting = threading.Lock()
 _calls = itertools.count()
 
 
 def collect() -> None:
     """Lets go of what finished work has used, and now and then of cycles."""
-    while _finished and _finished[0][0].is_set():
-        _finished.popleft()
+    if _collecting.acquire(blocking=False):  # one thread at a time: another one would take what has not finished
+        try:
+            while _finished and _finished[0][0].is_set():
+                _finished.popleft()
+        finally:
+            _collecting.release()
     if next(_calls) % _COLLECT_EVERY == 0 or gc.get_threshold()[0] == 1:
         gc.collect()
 

@@ -19,7 +19,6 @@
 constexpr int kDepth = IPCREDUCE_DEPTH;
 
 KERNEL(direct, 512, 2)(KERNEL_ARGS args) {
-  if (args.trigger_early) trigger_dependents();
   await_predecessor();
   const Epoch epoch = read_epoch(args);
   bool alive = epoch.alive;
@@ -51,7 +50,7 @@ KERNEL(direct, 512, 2)(KERNEL_ARGS args) {
 
   u32 column = thread_in_grid();
   push(column);
-  if (!args.trigger_early) trigger_dependents();
+  trigger_dependents();
   advance_epochs(args, epoch);
   for (u32 t = 0; t < tiles; ++t, column += tile) {
     if (t + 1 < tiles) push(column + tile);

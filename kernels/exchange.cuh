@@ -15,7 +15,6 @@ struct Args {
   u64 abort;            // word in the control page (host memory, shared by all ranks): non-zero ends every wait
   u64 missing;          // this rank's word there: bit r is set if a wait for rank r's data passed its deadline
   u64 timeout_ns;
-  u64 trigger_early;    // let the next kernel's blocks come in before we wait for the one before us
   u64 outs[8];          // direct.cu: the output of rank (kRank + i) % kRanks, as mapped here
 };
 

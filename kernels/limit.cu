@@ -7,7 +7,6 @@
 #include <exchange.cuh>
 
 KERNEL(limit, 1024, 1)(KERNEL_ARGS args) {
-  if (args.trigger_early) trigger_dependents();
   await_predecessor();
   const Epoch epoch = read_epoch(args);
   bool alive = epoch.alive;
@@ -24,7 +23,7 @@ KERNEL(limit, 1024, 1)(KERNEL_ARGS args) {
       store_packet_sys(args.peers[i] + half + (kRanks - 1) * row + (u64)kPacketBytes * index,
                        {{kEmpty, kEmpty, kEmpty, kEmpty}});
 
-  if (!args.trigger_early) trigger_dependents();
+  trigger_dependents();
   advance_epochs(args, epoch);
   if (first) get_flags(args, args.peers[0] + half, row, 0, alive);
 }

@@ -35,7 +35,7 @@ template <bool kPlain> DEVICE void run(const Args& args) {
   for (int i = 1; i < kRanks; ++i)
     put(args.peers[i] + half + row_at_peer(i, row_bytes(packets)), packets, index, v[0][kRank], active && alive);
 
-  if (!args.trigger_early) trigger_dependents();
+  trigger_dependents();
   advance_epochs(args, epoch);
   if (!warp_has_some(index, packets)) return;
 
@@ -46,7 +46,6 @@ template <bool kPlain> DEVICE void run(const Args& args) {
 
 // Over 2 GPUs it is the quickest for messages of more threads than the GPU holds: the more of them the better.
 KERNEL(one_shot, 1024, kRanks == 2 ? 2 : 1)(KERNEL_ARGS args) {
-  if (args.trigger_early) trigger_dependents();
   const bool plain = is_plain(args.in, args.out, args.bytes);
   await_predecessor();
   if (plain) [[likely]] run<true>(args);

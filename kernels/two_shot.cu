@@ -53,7 +53,7 @@ template <bool kTiled, bool kPlain> DEVICE void run(const Args& args, u32 column
   };
 
   push_chunks(chunks, args, scatter, columns, column, alive);
-  if (!args.trigger_early) trigger_dependents();
+  trigger_dependents();
   advance_epochs(args, epoch);
   Packet results[kDepth], before[kDepth];
   const u32 tiles = kTiled ? divide_up(columns, tile) : 1;
@@ -71,7 +71,6 @@ template <bool kTiled, bool kPlain> DEVICE void run(const Args& args, u32 column
 }
 
 KERNEL(two_shot, kDepth * kRanks <= 4 ? 512 : 256, 2)(KERNEL_ARGS args) {
-  if (args.trigger_early) trigger_dependents();
   const bool plain = is_plain(args.in, args.out, args.bytes);
   const u32 columns = columns_of(args), tile = kDepth * threads_in_grid();
   await_predecessor();

@@ -24,7 +24,6 @@ _SMALLEST, _DTYPE, _OP = 1 << 10, "float16", "sum"
 _GAIN = 0.02  # a choice changes only for more than this: times vary by about as much
 _BLOCKS = {"one_shot": (32, 64, 96, 128, 256, 512, 1024), "two_shot": (32, 64, 128, 256, 512)}
 _DEPTHS = (1, 2, 4)
-_TRIGGER_BYTES = 4 << 20  # beyond, programmatic launch as a whole brought less than 2 % (prototypes, 4 H200)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,8 +43,7 @@ def main(options: argparse.Namespace) -> None:
             for choice in table:
                 print(
                     f"up to {report.size_text(choice.up_to):>7}: {choice.algorithm}, blocks of {choice.block}, at most "
-                    f"{choice.blocks} of them, {choice.depth} packets a thread, trigger "
-                    f"{'early' if choice.trigger_early else 'late'}"
+                    f"{choice.blocks} of them, {choice.depth} packets a thread"
                 )
             if not options.dry_run:
                 gpu = comm.require_engine("tune").device.name
@@ -79,23 +77,22 @@ def _candidates(nbytes: int, comm: Communicator, before: list[plan.Choice]) -> I
     """What could be quickest: each kernel that is not far from its range, with every block and grid that differs."""
     n, launches = comm.size, comm.require_engine("tune").launches
     usual = launches.planned(nbytes)[0].algorithm
-    triggers = (False, True) if nbytes <= _TRIGGER_BYTES else (True,)
     found: dict[tuple[Any, ...], plan.Choice] = {}  # by what differs at this size
     for algorithm, blocks in _BLOCKS.items():
         if (algorithm != usual and not _near(nbytes, launches)) or len(launches.planned(nbytes, algorithm)) > 1:
             continue
         packets = -(-nbytes // plan.PACKET_BYTES)
         threads = packets if algorithm == "one_shot" else -(-packets // n)
-        grids = [plan.EPOCH_SLOTS] if algorithm == "one_shot" else [launches.resident // 2, launches.resident]
-        for block, grid, early in product(blocks, grids, triggers):
-            needed = -(-threads // block)
-            if algorithm == "one_shot" and needed > grid:
+        for block, depth in product(blocks, _DEPTHS):
+            if block > plan.most_threads(algorithm, depth, n):
                 continue
-            for depth in _DEPTHS if needed > grid else (1,):  # only a loop has more to take
-                if block > plan.most_threads(algorithm, depth, n):
+            needed, resident = -(-threads // block), launches.resident
+            grids = {resident // 2, resident, plan.resident_blocks(block, depth, n, resident)}
+            for grid in [plan.EPOCH_SLOTS] if algorithm == "one_shot" else sorted(grids):
+                if needed > grid if algorithm == "one_shot" else depth > 1 and needed <= grid:  # only a loop takes more
                     continue
-                choice = plan.Choice(nbytes, algorithm, block, grid, depth, early)
-                found.setdefault((algorithm, block, min(needed, grid), depth, early), choice)
+                choice = plan.Choice(nbytes, algorithm, block, grid, depth)
+                found.setdefault((algorithm, block, min(needed, grid), depth), choice)
     yield from found.values()
     for choice in before:
         if plan.step(choice.algorithm, 0, nbytes, n, choice).block == choice.block:  # its grid can hold this, too

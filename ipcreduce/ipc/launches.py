@@ -17,9 +17,9 @@ from .workspace import Workspace
 
 # Words of struct Args (exchange.cuh)
 IN, OUT, _BYTES, _PEERS, _HALF = 0, 1, 2, 3, 11
-_EPOCHS, _ABORT, _MISSING, _TIMEOUT, _TRIGGER = 12, 13, 14, 15, 16
-_OUTS = 17
-_ARG_WORDS = 25
+_EPOCHS, _ABORT, _MISSING, _TIMEOUT = 12, 13, 14, 15
+_OUTS = 16
+_ARG_WORDS = 24
 _MAX_PREPARED = 4096
 
 
@@ -84,7 +84,7 @@ class Launches:
 
     def _launch(self, step: plan.Step, dtype: str, op: str) -> tuple[driver.Launch, memoryview]:
         args = self._arguments(plan.code_offset(dtype, op))
-        args[_BYTES], args[_TRIGGER] = step.nbytes, step.trigger_early
+        args[_BYTES] = step.nbytes
         programmatic = self._capability >= (9, 0)
         function = self._function(step.algorithm, dtype, op, step.depth)
         return driver.Launch(function, step.grid, step.block, args, programmatic=programmatic), args.data
@@ -137,7 +137,7 @@ class Launches:
     def limit(self, nbytes: int, grid: int, block: int) -> driver.Launch:
         """A launch of limit.cu: ``nbytes`` bytes to each peer, of which the workspace has to have room. For bench."""
         args = self._arguments(0)
-        args[_BYTES], args[_TRIGGER] = nbytes, nbytes > 0
+        args[_BYTES] = nbytes
         programmatic = self._capability >= (9, 0)
         return driver.Launch(self._function("limit", "int32", "sum"), grid, block, args, programmatic=programmatic)
 

@@ -1,8 +1,8 @@
 """Which kernels an all-reduce launches: a pure function of what every rank knows to be the same.
 
 Nothing here may depend on one rank's pointers, GPU load or environment: grids that differ between ranks hang. Shapes
-and limits are what was quickest over 2 H200 with these kernels, over 4 with prototypes of them (benchmarks/NOTES.md);
-other GPUs and world sizes use them as reasoned defaults.
+and limits are what was quickest over 2 and 4 H200 (benchmarks/NOTES.md); other GPUs and world sizes use them as
+reasoned defaults.
 """
 
 from __future__ import annotations
@@ -30,10 +30,6 @@ _ONE_SHOT_BYTES = {1: 0, 2: 8 * MB, 3: 192 * KB, 4: 192 * KB, 5: 128 * KB, 6: 96
 _DIRECT_BYTES = 16 * MB
 _LAUNCH_BYTES = 1 << 30  # at most: the kernels count packets and bytes of one launch in 32 bits
 _GRAPH_BYTES = 256 * KB  # up to here the host takes longer to launch an eager call than the GPU takes for it
-# Up to here the next kernel comes in only after our sends: it would delay them. Over 2 H200 that brings 5 % at 4 KB,
-# up to 3 % at 256 to 512 KB, and costs nothing between; over 4 it did up to 4 KB.
-_TRIGGER_LATE_BYTES = {2: 512 * KB}
-_TRIGGER_LATE_ELSE = 4 * KB
 
 MOST_CHOICES = 24  # in a table
 
@@ -47,7 +43,6 @@ class Choice:
     block: int  # threads
     blocks: int  # at most
     depth: int  # packets that a thread takes at a time
-    trigger_early: bool
 
 
 Table = tuple[Choice, ...]  # by size; the last one also takes all larger messages. Empty: the defaults below
@@ -60,6 +55,11 @@ def most_threads(algorithm: str, depth: int, n: int) -> int:
     if algorithm == "two_shot" and depth in (1, 2, 4):
         return 512 if depth * n <= 4 else 256
     return 0
+
+
+def resident_blocks(block: int, depth: int, n: int, resident: int) -> int:
+    """Blocks of two_shot that every rank's GPU holds at once, of those that a launch may have."""
+    return min(EPOCH_SLOTS, resident * most_threads("two_shot", depth, n) // block)
 
 
 def checked_table(choices: Iterable[Choice], n: int) -> Table:
@@ -85,7 +85,6 @@ class Step:
     grid: int
     block: int
     depth: int  # packets that a thread takes at a time
-    trigger_early: bool
 
 
 def code_offset(dtype: str, op: str) -> int:
@@ -149,7 +148,7 @@ def direct(step: Step, n: int, forced: str | None, resident: int = RESIDENT) -> 
     if forced != "direct" and (forced or n == 2 or step.nbytes < _DIRECT_BYTES):
         return None
     shape = _direct_shape(-(-step.nbytes // PACKET_BYTES // n), n, resident)
-    return Step("direct", step.offset, step.nbytes, *shape, True)
+    return Step("direct", step.offset, step.nbytes, *shape)
 
 
 def eager_as_graph(step: Step) -> bool:
@@ -192,9 +191,9 @@ def step(
         if algorithm == "two_shot":
             grid = min(grid, choice.blocks)
         if grid <= EPOCH_SLOTS:
-            return Step(algorithm, offset, nbytes, grid, choice.block, choice.depth, choice.trigger_early)
+            return Step(algorithm, offset, nbytes, grid, choice.block, choice.depth)
     shape = _one_shot_shape(threads) if algorithm == "one_shot" else _two_shot_shape(threads, n, resident)
-    return Step(algorithm, offset, nbytes, *shape, nbytes > _TRIGGER_LATE_BYTES.get(n, _TRIGGER_LATE_ELSE))
+    return Step(algorithm, offset, nbytes, *shape)
 
 
 def _one_shot_shape(packets: int) -> tuple[int, int, int]:
@@ -210,10 +209,11 @@ def _one_shot_shape(packets: int) -> tuple[int, int, int]:
 
 
 def _two_shot_shape(columns: int, n: int, resident: int) -> tuple[int, int, int]:
-    """(grid, block, depth): a thread a column while all are resident at once (8 MB at n=4), then in tiles."""
-    most = most_threads("two_shot", 1, n)
-    block = 32 if columns <= 4 * KB else 64 if columns <= 16 * KB else 256 if columns <= 64 * KB else most
-    return min(resident, -(-columns // block)), block, 1
+    """(grid, block, depth): a thread a column, spread over the multiprocessors, up to 4 MB at n=4; then in tiles."""
+    if columns > 64 * KB:
+        return (resident, most_threads("two_shot", 1, n), 1) if n == 2 else (-(-resident // 2), 256, 1)
+    block = 32 if columns <= 4 * KB else 64 if columns <= 32 * KB else 128
+    return min(resident_blocks(block, 1, n, resident), -(-columns // block)), block, 1
 
 
 def _direct_shape(columns: int, n: int, resident: int) -> tuple[int, int, int]:

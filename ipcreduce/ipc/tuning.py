@@ -18,7 +18,7 @@ import numpy as np
 from ..cuda.compiler import cache_directory
 from . import plan, wire
 
-_VERSION = 2  # of the kernels' meaning of a table
+_VERSION = 3  # of the kernels' meaning of a table
 
 
 def path_of(gpu: str, n: int) -> Path:
@@ -62,7 +62,7 @@ def message(table: plan.Table) -> np.ndarray[Any, Any]:
     for index, choice in enumerate(table):
         kind = plan.ALGORITHMS.index(choice.algorithm)
         record[0]["up_to"][index] = choice.up_to
-        record[0]["shape"][index] = kind, choice.block, choice.blocks, choice.depth, choice.trigger_early
+        record[0]["shape"][index] = kind, choice.block, choice.blocks, choice.depth
     return record
 
 
@@ -70,8 +70,8 @@ def received(record: Any, n: int) -> plan.Table:
     """The table in a wire.TUNING. :raises ValueError: if it is none that can be used, or not what was sent."""
     rows = zip(record["up_to"].tolist(), record["shape"].tolist(), strict=True)
     choices = [
-        plan.Choice(up_to, plan.ALGORITHMS[kind], block, blocks, depth, bool(trigger))
-        for up_to, (kind, block, blocks, depth, trigger) in list(rows)[: int(record["count"])]
+        plan.Choice(up_to, plan.ALGORITHMS[kind], block, blocks, depth)
+        for up_to, (kind, block, blocks, depth) in list(rows)[: int(record["count"])]
     ]
     table = plan.checked_table(choices, n)
     if checksum(table) != int(record["crc"]):

@@ -56,7 +56,7 @@ CALL = struct(7, ("call", "<u8"))
 REGISTRATION = struct(11, ("slabs", "<u4"), ("spans", "<u4"))
 CHECKSUMS = struct(10, ("crcs", "<u4", (64,)))
 TUNING = struct(
-    12, ("count", "<u4"), ("crc", "<u4"), ("up_to", "<u8", (MOST_CHOICES,)), ("shape", "<u2", (MOST_CHOICES, 5))
+    12, ("count", "<u4"), ("crc", "<u4"), ("up_to", "<u8", (MOST_CHOICES,)), ("shape", "<u2", (MOST_CHOICES, 4))
 )
 
 

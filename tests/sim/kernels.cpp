@@ -37,7 +37,7 @@ enum Finding { kValue = 3, kCanary, kTimeout, kUnequal, kNotAtRest, kHang, kVerd
 }
 
 struct Args {  // as in exchange.cuh
-  u64 in, out, bytes, peers[8], half_bytes, epochs, abort, missing, timeout_ns, trigger_early, outs[8];
+  u64 in, out, bytes, peers[8], half_bytes, epochs, abort, missing, timeout_ns, outs[8];
 };
 
 static int ranks, operations;
@@ -212,7 +212,7 @@ template <class T> u64 run(u64 number, int rank, const Operation& op, Expected w
   Args args = arguments(rank);
   for (int i = 0; i < ranks; ++i) args.outs[i] = (u64)arrays[number * ranks + (rank + i) % ranks].target;
   args.timeout_ns = deadline;
-  args.in = (u64)source, args.out = (u64)target, args.bytes = bytes, args.trigger_early = number & 1;
+  args.in = (u64)source, args.out = (u64)target, args.bytes = bytes;
   sim_run(op.library->run, &args, op.grid, op.block, rank, ranks, true);
 
   const auto where = op.library->kernel + " " + op.library->dtype;

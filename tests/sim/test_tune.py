@@ -40,9 +40,9 @@ def test_odd_tables_are_right_too(mpirun: Run, tmp_path: Path, ranks: int) -> No
     shapes = [(100, "two_shot", 32, 1, 4), (1000, "one_shot", 1024, 512, 1), (5000, "one_shot", 32, 512, 1)]
     shapes += [(9000, "two_shot", 256, 1, 1), (30000, "two_shot", 32, 3, 2), (40000, "one_shot", 64, 512, 1)]
     names = ("up_to", "algorithm", "block", "blocks", "depth")
-    choices = [dict(zip(names, shape, strict=True)) | {"trigger_early": shape[0] > 500} for shape in shapes]
+    choices = [dict(zip(names, shape, strict=True)) for shape in shapes]
     env = environment(tmp_path)
-    (tmp_path / TABLE.format(ranks)).write_text(json.dumps({"version": 2, "choices": choices}))
+    (tmp_path / TABLE.format(ranks)).write_text(json.dumps({"version": 3, "choices": choices}))
     arguments = ("tests/gpu/sweep.py", "--cases", 25, "--largest", 50_000, "--seed", 5)
     assert f"25 cases, 100 calls on {ranks} ranks, all right" in mpirun("tests.sim", ranks, *arguments, env=env).stdout
     quick = ("--largest", 128, "--replays", 2, "--mode", "eager", "--peers", "", "--json", tmp_path / "bench.json")

@@ -175,13 +175,6 @@ def test_a_small_workspace_turns_to_two_shots():
     assert {step.algorithm for step in small} == {"two_shot"}
 
 
-def test_the_next_kernel_comes_in_late_for_small_messages_only():
-    half = workspace.half_bytes(256 * MB)
-    for n, late in ((2, 512 * KB), (4, 4 * KB), (8, 4 * KB)):
-        early = [plan.make_plan(nbytes, n, half)[0].trigger_early for nbytes in (16, late, late + 1, MB)]
-        assert early == [False, False, True, True]
-
-
 def test_short_eager_calls_only_are_graphs():
     half = workspace.half_bytes(256 * MB)
     for n in (2, 4):
@@ -215,7 +208,6 @@ choices = st.builds(
     block=st.integers(1, 8).map(lambda warps: 32 * warps),
     blocks=st.integers(1, plan.EPOCH_SLOTS),
     depth=st.just(1),
-    trigger_early=st.booleans(),
 )
 choices |= st.builds(replace, choices, algorithm=st.just("two_shot"), depth=st.sampled_from([2, 4]))
 tables = st.lists(choices, max_size=6, unique_by=lambda choice: choice.up_to).map(
@@ -241,28 +233,28 @@ def test_any_table_gives_launches_that_run(nbytes: int, n: int, half: int, table
 
 def test_a_table_decides():
     half = workspace.half_bytes(256 * MB)
-    small, large = plan.Choice(1000, "two_shot", 64, 3, 1, True), plan.Choice(5000, "one_shot", 96, 512, 1, False)
+    small, large = plan.Choice(1000, "two_shot", 64, 3, 1), plan.Choice(5000, "one_shot", 96, 512, 1)
     table = plan.checked_table([small, large], 2)
-    assert plan.make_plan(1000, 2, half, None, table) == (plan.Step("two_shot", 0, 1000, 1, 64, 1, True),)
-    assert plan.make_plan(1001, 2, half, None, table) == (plan.Step("one_shot", 0, 1001, 1, 96, 1, False),)
-    assert plan.make_plan(16 * 960, 2, half, None, table) == (plan.Step("one_shot", 0, 16 * 960, 10, 96, 1, False),)
+    assert plan.make_plan(1000, 2, half, None, table) == (plan.Step("two_shot", 0, 1000, 1, 64, 1),)
+    assert plan.make_plan(1001, 2, half, None, table) == (plan.Step("one_shot", 0, 1001, 1, 96, 1),)
+    assert plan.make_plan(16 * 960, 2, half, None, table) == (plan.Step("one_shot", 0, 16 * 960, 10, 96, 1),)
     assert plan.make_plan(2 * 16 * 640, 2, half, None, table[:1])[0].grid == 3  # at most, in a loop
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        plan.Choice(1000, "direct", 64, 3, 1, True),
-        plan.Choice(1000, "one_shot", 0, 3, 1, True),
-        plan.Choice(1000, "one_shot", 1056, 3, 1, True),
-        plan.Choice(1000, "two_shot", 544, 3, 1, True),
-        plan.Choice(1000, "two_shot", 33, 3, 1, True),
-        plan.Choice(1000, "two_shot", 64, 513, 1, True),
-        plan.Choice(1000, "two_shot", 64, 0, 1, True),
-        plan.Choice(1000, "two_shot", 64, 3, 3, True),
-        plan.Choice(1000, "two_shot", 64, 3, 0, True),
-        plan.Choice(1000, "one_shot", 64, 3, 2, True),
-        plan.Choice(1000, "two_shot", 512, 3, 4, True),
+        plan.Choice(1000, "direct", 64, 3, 1),
+        plan.Choice(1000, "one_shot", 0, 3, 1),
+        plan.Choice(1000, "one_shot", 1056, 3, 1),
+        plan.Choice(1000, "two_shot", 544, 3, 1),
+        plan.Choice(1000, "two_shot", 33, 3, 1),
+        plan.Choice(1000, "two_shot", 64, 513, 1),
+        plan.Choice(1000, "two_shot", 64, 0, 1),
+        plan.Choice(1000, "two_shot", 64, 3, 3),
+        plan.Choice(1000, "two_shot", 64, 3, 0),
+        plan.Choice(1000, "one_shot", 64, 3, 2),
+        plan.Choice(1000, "two_shot", 512, 3, 4),
     ],
 )
 def test_a_choice_that_no_kernel_runs_by_is_refused(wrong: plan.Choice):
@@ -271,10 +263,10 @@ def test_a_choice_that_no_kernel_runs_by_is_refused(wrong: plan.Choice):
 
 
 def test_tables_are_in_order_and_short():
-    choice = plan.Choice(1000, "two_shot", 64, 3, 1, True)
+    choice = plan.Choice(1000, "two_shot", 64, 3, 1)
     with pytest.raises(ValueError, match="choices by size"):
         plan.checked_table([choice, choice], 2)
-    many = [plan.Choice(size, "two_shot", 64, 3, 1, True) for size in range(1, plan.MOST_CHOICES + 2)]
+    many = [plan.Choice(size, "two_shot", 64, 3, 1) for size in range(1, plan.MOST_CHOICES + 2)]
     assert plan.checked_table(many[:-1], 2)
     with pytest.raises(ValueError, match="up to 24 choices"):
         plan.checked_table(many, 2)

@@ -44,9 +44,9 @@ def test_both_kernels_only_near_the_crossing():
 def test_depths_where_there_is_a_loop_and_grids_that_are_resident():
     assert {choice.depth for choice in candidates(48 * MB, 4)} == {1, 2, 4}
     assert {choice.depth for choice in candidates(MB, 4) if choice.block == 512} == {1}
-    assert {choice.blocks for choice in candidates(48 * MB, 4, resident=100)} == {50, 100}
+    assert {choice.blocks for choice in candidates(48 * MB, 4, resident=100)} == {50, 100, 200, 400, plan.EPOCH_SLOTS}
 
 
 def test_the_choice_of_the_size_before_is_among_them():
-    before = plan.Choice(32 * MB, "two_shot", 96, 200, 2, True)
-    assert plan.Choice(64 * MB, "two_shot", 96, 200, 2, True) in candidates(64 * MB, 4, before=[before])
+    before = plan.Choice(32 * MB, "two_shot", 96, 200, 2)
+    assert plan.Choice(64 * MB, "two_shot", 96, 200, 2) in candidates(64 * MB, 4, before=[before])

@@ -10,7 +10,7 @@ import pytest
 from ipcreduce.ipc import plan, tuning
 
 TABLE = plan.checked_table(
-    [plan.Choice(1536, "one_shot", 96, 512, 1, False), plan.Choice(1 << 33, "two_shot", 256, 264, 4, True)], 4
+    [plan.Choice(1536, "one_shot", 96, 512, 1), plan.Choice(1 << 33, "two_shot", 256, 264, 4)], 4
 )
 GPU = "NVIDIA H200"
 
@@ -50,7 +50,7 @@ def test_not_usable(text: str | None):
 
 
 @pytest.mark.parametrize("table", [(), TABLE, tuple(
-    plan.Choice(size, "two_shot", 64, 3, 1, True) for size in range(1, plan.MOST_CHOICES + 1)
+    plan.Choice(size, "two_shot", 64, 3, 1) for size in range(1, plan.MOST_CHOICES + 1)
 )])  # fmt: skip
 def test_sent_and_received(table: plan.Table):
     assert tuning.received(tuning.message(table)[0], 4) == table

@@ -41,6 +41,7 @@ WORLD = MPI.COMM_WORLD
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 SIZES = [1 << 10, 64 << 10, 256 << 10, 1 << 20, 16 << 20]
 HIDDEN = 8192  # of the transformer's block, bfloat16
+_TURNS = 7
 Call = Callable[[], Any]
 
 
@@ -55,12 +56,21 @@ class Run:
     def sizes(self) -> list[int]:
         return [nbytes for nbytes in SIZES if nbytes <= self.largest]
 
-    def in_graph(self, call: Call, nbytes: int) -> float:
-        """Microseconds of a call in a graph of many."""
+    def captured(self, call: Call, nbytes: int) -> tuple[Call, int]:
+        """A graph of many calls of so many bytes, and of how many."""
         call()
         surroundings.load().cuda.get_current_stream().synchronize()
         calls = max(4, min(200, (64 << 20) // max(1, nbytes)))
-        return timing.in_graph(timing.captured(call, calls), calls, self.replays, WORLD).median
+        return timing.captured(call, calls), calls
+
+    def in_turns(self, *graphs: tuple[Call, int]) -> list[float]:
+        """Microseconds of a call in each of these graphs, which take turns."""
+        turns = [[timing.in_graph(*graph, self.replays, WORLD).median for graph in graphs] for _ in range(_TURNS)]
+        return [statistics.median(times) for times in zip(*turns, strict=True)]
+
+    def in_graph(self, call: Call, nbytes: int) -> float:
+        """Microseconds of a call in a graph of many."""
+        return timing.in_graph(*self.captured(call, nbytes), self.replays, WORLD).median
 
     def keep(self, what: str, nbytes: int, us: float, base: float, wanted: float) -> None:
         row = {"what": what, "bytes": nbytes, "us": us, "base_us": base, "ratio": us / base, "wanted": wanted}
@@ -101,26 +111,31 @@ def shapes(run: Run) -> None:
             ("misaligned input", source[off], target[plain], 1.5),
             ("in place", source[plain], source[plain], 1.03),
         ]
-        times = [run.in_graph(functools.partial(run.comm.allreduce, a, out=b), nbytes) for _, a, b, _ in cases]
+        times = run.in_turns(
+            *(run.captured(functools.partial(run.comm.allreduce, a, out=b), nbytes) for _, a, b, _ in cases)
+        )
         for (what, _, _, wanted), us in zip(cases, times, strict=True):
             run.keep(what, nbytes, us, times[0], wanted)
 
 
 def long(run: Run) -> None:
-    """512 MB and 1 GiB within 1.1 of the wire's time, in a registered graph and staged."""
+    """512 MB and 1 GiB within 1.1 of the wire's time; and what direct launches, which no plan has, would bring."""
     limit = Limit.measure(run.comm, WORLD, run.replays)
-    for nbytes in (512 << 20, 1 << 30):
-        if nbytes > run.largest:
-            continue
-        source, target = arrays_of(nbytes)[0], run.comm.empty(nbytes // 2, BFLOAT16)
-        call = functools.partial(run.comm.allreduce, source, out=target)
-        wire = limit.microseconds(nbytes) - limit.barrier_us
-        run.keep("staged", nbytes, run.in_graph(call, nbytes), wire, 1.1)
-        ours = contenders.Ours(run.comm)
-        replay = ours.captured(call, 4)
-        us = timing.in_graph(replay, 4, run.replays, WORLD).median
-        run.keep(ours.algorithm("graph", source), nbytes, us, wire, 1.1)
-        ours.close()
+    with ipcreduce.Communicator(algorithm="direct") as forced:
+        for nbytes in (1 << 20, 16 << 20, 64 << 20, 256 << 20, 512 << 20, 1 << 30):
+            if nbytes > run.largest:
+                continue
+            source, target = arrays_of(nbytes)[0], forced.empty(nbytes // 2, BFLOAT16)
+            us = run.in_graph(functools.partial(run.comm.allreduce, source, out=target), nbytes)
+            if nbytes >= 512 << 20:
+                run.keep("against the wire", nbytes, us, limit.microseconds(nbytes) - limit.barrier_us, 1.1)
+            direct, calls = contenders.Ours(forced), max(4, (64 << 20) // nbytes)
+            replay = direct.captured(functools.partial(forced.allreduce, source, out=target), calls)
+            assert direct.algorithm("graph", source) == "direct" or forced.size == 1
+            run.keep(
+                "direct against staged", nbytes, timing.in_graph(replay, calls, run.replays, WORLD).median, us, 1.1
+            )
+            direct.close()
 
 
 def eager(run: Run) -> None:
@@ -150,7 +165,7 @@ def eager(run: Run) -> None:
 
 def alternately(run: Run, *calls: Call) -> tuple[list[float], list[float]]:
     """End to end and host times of calls that take turns: the pace of a host changes within seconds."""
-    turns = [[timing.eagerly(call, 100, run.replays, WORLD) for call in calls] for _ in range(7)]
+    turns = [[timing.eagerly(call, 100, run.replays, WORLD) for call in calls] for _ in range(_TURNS)]
     ends, hosts = (
         [statistics.median(turn[i][part].median for turn in turns) for i in range(len(calls))] for part in (0, 1)
     )
@@ -170,15 +185,16 @@ def block(run: Run) -> None:
         source, target = arrays_of(nbytes)
 
         ours = functools.partial(three, source, functools.partial(run.comm.allreduce, source, out=target))
-        on = run.in_graph(ours, nbytes)
+        graphs = [run.captured(ours, nbytes)]
         with plain_launches(run):
-            off = run.in_graph(ours, nbytes)
-        run.keep("block, programmatic against plain", nbytes, on, off, 1.0)
+            graphs.append(run.captured(ours, nbytes))
         call = nccl.prepare(source, target) if nccl else None
         if call is not None:
-            run.keep(
-                "block against NCCL", nbytes, on, run.in_graph(functools.partial(three, source, call), nbytes), 1.0
-            )
+            graphs.append(run.captured(functools.partial(three, source, call), nbytes))
+        on, off, *peer = run.in_turns(*graphs)
+        run.keep("block, programmatic against plain", nbytes, on, off, 1.0)
+        for us in peer:
+            run.keep("block against NCCL", nbytes, on, us, 1.0)
 
 
 def three(array: Any, call: Call) -> None:
@@ -209,9 +225,11 @@ def ends_of_waits(run: Run) -> None:
     for nbytes in run.sizes():
         source, target = arrays_of(nbytes)
         call = functools.partial(run.comm.allreduce, source, out=target)
-        with_ends = run.in_graph(call, nbytes)
+        graphs = [run.captured(call, nbytes)]
         with endless_waits(run):
-            run.keep("waits that end", nbytes, with_ends, run.in_graph(call, nbytes), 1.01)
+            graphs.append(run.captured(call, nbytes))
+        with_ends, endless = run.in_turns(*graphs)
+        run.keep("waits that end", nbytes, with_ends, endless, 1.01)
 
 
 @contextmanager

@@ -229,7 +229,8 @@ DEVICE void load_chunks(Packet (&chunk)[kDepth][kMaxRanks], const Message& in, u
   for (int d = 0; d < kDepth; ++d)
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
-      chunk[d][i] = load_message<kElementBytes, kPlain>(in, source(i) * columns + nth(column, d), nth(column, d) < columns);
+      chunk[d][i] = load_message<kElementBytes, kPlain, true>(in, source(i) * columns + nth(column, d),
+                                                              nth(column, d) < columns);
 }
 template <int kDepth>
 DEVICE void push_chunks(const Packet (&chunk)[kDepth][kMaxRanks], const Args& args, u64 rows, u32 columns, u32 column,
@@ -249,8 +250,8 @@ DEVICE void fold_columns(Packet (&results)[kDepth], const Args& args, const Mess
   Packet v[kDepth][kMaxRanks];
 #pragma unroll
   for (int d = 0; d < kDepth; ++d)
-    v[d][kRank] =
-        canonical(load_message<kElementBytes, kPlain>(in, kRank * columns + nth(column, d), nth(column, d) < columns));
+    v[d][kRank] = canonical(
+        load_message<kElementBytes, kPlain, true>(in, kRank * columns + nth(column, d), nth(column, d) < columns));
   get(v, args, args.peers[0] + rows, columns, column, alive);
 #pragma unroll
   for (int d = 0; d < kDepth; ++d)

@@ -27,7 +27,7 @@ template <bool kPlain> DEVICE void run(const Args& args) {
   const u32 packets = divide_up(in.bytes, kPacketBytes), index = thread_in_grid();
   const bool active = index < packets;
   Packet v[1][kMaxRanks];
-  v[0][kRank] = load_message<kElementBytes, kPlain>(in, index, active);
+  v[0][kRank] = load_message<kElementBytes, kPlain, false>(in, index, active);
 
   const u64 half = half_of_epoch(args, epoch), rows = args.peers[0] + half;
   v[0][kRank] = canonical(v[0][kRank]);

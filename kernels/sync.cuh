@@ -84,7 +84,23 @@ DEVICE void store_packet_local(u64 at, const Packet& p, bool active) {
   asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p st.global.v4.u32 [%0], {%1, %2, %3, %4}; }"
                :: "l"(at), "r"(p.word[0]), "r"(p.word[1]), "r"(p.word[2]), "r"(p.word[3]), "r"((u32)active) : "memory");
 }
-template <class T> DEVICE T load_local(u64 at) { return *(const T*)at; }
+template <int kBytes> DEVICE u64 load_element_local(u64 at, bool active) {  // zero-extended; 0 where active is false
+  u64 wide = 0;
+  u32 bits = 0;
+  if constexpr (kBytes == 8)
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.u64 %0, [%1]; }"
+                 : "+l"(wide) : "l"(at), "r"((u32)active) : "memory");
+  else if constexpr (kBytes == 4)
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.u32 %0, [%1]; }"
+                 : "+r"(bits) : "l"(at), "r"((u32)active) : "memory");
+  else if constexpr (kBytes == 2)
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.u16 %0, [%1]; }"
+                 : "+r"(bits) : "l"(at), "r"((u32)active) : "memory");
+  else
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.u8 %0, [%1]; }"
+                 : "+r"(bits) : "l"(at), "r"((u32)active) : "memory");
+  return kBytes == 8 ? wide : bits;
+}
 template <class T> DEVICE void store_local(u64 at, T value) { *(T*)at = value; }
 
 // ---- single words: epochs (this GPU), the control page in host memory (every processor)

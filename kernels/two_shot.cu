@@ -56,7 +56,13 @@ template <bool kTiled, bool kPlain> DEVICE void run(const Args& args, u32 column
   trigger_dependents();
   advance_epochs(args, epoch);
   Packet results[kDepth], before[kDepth];
-  const u32 tiles = kTiled ? divide_up(columns, tile) : 1;
+  if (!kTiled) {
+    if (!warp_has_some(column, columns)) return;  // around it, the compiler would not know that warps stay together
+    reduce(column, results);
+    collect(column, results);
+    return;
+  }
+  const u32 tiles = divide_up(columns, tile);
   for (u32 t = 0; t < tiles; ++t, column += tile) {
     if (t + 1 < tiles) {
       load_chunks<kPlain>(chunks, in, columns, column + tile);

@@ -12,10 +12,10 @@ template <int kBytes> DEVICE u64 get_bits(const Packet& p, int j) {
 }
 template <int kBytes> DEVICE void set_bits(Packet& p, int j, u64 bits) {  // into a packet that was zero there
   if constexpr (kBytes == 8) {
-    p.word[2 * j] = (u32)bits;
-    p.word[2 * j + 1] = (u32)(bits >> 32);
+    p.word[2 * j] |= (u32)bits;
+    p.word[2 * j + 1] |= (u32)(bits >> 32);
   } else if constexpr (kBytes == 4) {
-    p.word[j] = (u32)bits;
+    p.word[j] |= (u32)bits;
   } else {
     p.word[j * kBytes / 4] |= (u32)bits << (8 * (j * kBytes % 4));
   }
@@ -41,13 +41,10 @@ DEVICE bool is_plain(u64 in, u64 out, u64 bytes) { return (in | out | bytes) % k
 
 // The other packets, of which `left` bytes are the message's: what lies beyond its end reads as zero, and is not written.
 // Elements smaller than a word are stored by words as far as they can be: three lie within any whole packet.
-template <int kElementBytes> DEVICE Packet load_elements(u64 at, int left) {
-  using Bits = typename Unsigned<kElementBytes>::type;
-  Packet p = {};
+template <int kElementBytes> DEVICE void load_elements(Packet& p, u64 at, int left) {
 #pragma unroll
   for (int j = 0; j < (int)kPacketBytes / kElementBytes; ++j)
-    if ((j + 1) * kElementBytes <= left) set_bits<kElementBytes>(p, j, load_local<Bits>(at + j * kElementBytes));
-  return p;
+    set_bits<kElementBytes>(p, j, load_element_local<kElementBytes>(at + j * kElementBytes, (j + 1) * kElementBytes <= left));
 }
 template <int kElementBytes> DEVICE void store_elements(u64 at, int left, Packet p) {
   using Bits = typename Unsigned<kElementBytes>::type;
@@ -65,11 +62,15 @@ template <int kElementBytes> DEVICE void store_elements(u64 at, int left, Packet
       store_local<u32>(at + lead + 4 * k, (u32)(((u64)p.word[k + 1] << 32 | p.word[k]) >> 8 * lead));
 }
 
-// Packet `index`; zero where active is false.
-template <int kElementBytes, bool kPlain> DEVICE Packet load_message(const Message& m, u32 index, bool active) {
+// Packet `index`; zero where active is false. kBranch: warps that have no packet of elements go round these loads. That is
+// for threads of several packets; for those of one, all loads are to be under way before anything waits, at a branch too.
+template <int kElementBytes, bool kPlain, bool kBranch>
+DEVICE Packet load_message(const Message& m, u32 index, bool active) {
   const u64 at = m.base + (u64)kPacketBytes * index;
   Packet p = load_packet_local(at, active && index < m.whole);
-  if (!kPlain && active && index >= m.whole) p = load_elements<kElementBytes>(at, (int)(m.bytes - kPacketBytes * index));
+  const bool elements = active && index >= m.whole;
+  if (!kPlain && (!kBranch || elements))
+    load_elements<kElementBytes>(p, at, elements ? (int)(m.bytes - kPacketBytes * index) : 0);
   return p;
 }
 

@@ -48,7 +48,7 @@ class Contender(ABC):
 
 
 class Ours(Contender):
-    """ipcreduce, in graphs of its own: where ``target`` is of ``comm.empty``, large calls become direct."""
+    """ipcreduce, in graphs of its own."""
 
     name = "ours"
 

@@ -46,10 +46,10 @@ class Graph:
         run between segments. If not, they are called within the capture.
     :param name: for messages; the same on every rank.
 
-    ``state`` is "empty", "recording", "staged" (recorded, ready for replay), "registered" (the same, and its large
-    all-reduces write straight into the peers' outputs), "failed" or "closed". Arrays that all-reduces read and write
-    are kept alive; those that only other libraries' kernels touch are unknown here: name them in
-    ``record(inputs=...)``.
+    ``state`` is "empty", "recording", "staged" (recorded, ready for replay), "registered" (the same, and all-reduces
+    write straight into the peers' outputs: ``Communicator(algorithm="direct")``), "failed" or "closed". Arrays that
+    all-reduces read and write are kept alive; those that only other libraries' kernels touch are unknown here: name
+    them in ``record(inputs=...)``.
     """
 
     def __init__(

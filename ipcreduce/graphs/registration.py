@@ -1,7 +1,7 @@
-"""Registration: once, after recording, all-reduces whose outputs lie in memory of ours may become direct on all ranks.
+"""Registration: once, after recording, all-reduces whose outputs lie in memory of ours become direct on all ranks.
 
-Until then, and wherever a rank's output cannot be mapped, they stay staged, which is right too. So nothing here can
-make a graph wrong, only quicker.
+Where the communicator asks for that (plan.direct says why not by default). Until then, and wherever a rank's output
+cannot be mapped, they stay staged, which is right too. So nothing here can make a graph wrong.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Candidate:
 
 
 def register(mpi: Any, engine: Engine, graphs: Sequence[Graph], seconds: float) -> None:
-    """Switches what is quicker direct, in graphs that every rank has recorded alike. Collective.
+    """Switches what is to be direct, in graphs that every rank has recorded alike. Collective.
 
     :raises PeerTimeoutError: if a rank does not come; other trouble leaves the graphs staged, on all ranks.
     """

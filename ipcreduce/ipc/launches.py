@@ -72,8 +72,8 @@ class Launches:
         return plan.make_plan(nbytes, self._workspace.n, self._workspace.half_bytes, forced, table, self.resident)
 
     def planned_direct(self, staged: plan.Step) -> plan.Step | None:
-        """:func:`plan.direct` for this communicator."""
-        return plan.direct(staged, self._workspace.n, self.algorithm, self.resident)
+        """:func:`plan.direct` for this communicator; None unless it forces that."""
+        return plan.direct(staged, self._workspace.n, self.resident) if self.algorithm == "direct" else None
 
     def by_steps(
         self, steps: Iterable[plan.Step], shape: tuple[int, ...], dtype: str, op: str, nbytes: int

@@ -25,9 +25,6 @@ KB, MB = 1 << 10, 1 << 20
 
 # Up to here one hop of (n-1) S bytes beats two of 2 (n-1)/n S. For n above 4 not measured: the traffic grows with n.
 _ONE_SHOT_BYTES = {1: 0, 2: 8 * MB, 3: 192 * KB, 4: 192 * KB, 5: 128 * KB, 6: 96 * KB, 7: 64 * KB, 8: 64 * KB}
-# From here on, over more than 2 ranks, direct launches beat staged ones: by 1 to 6 % over 4 H200, before both were made
-# quicker. Over 2 they do not, up to 512 MB: 5 % behind at 16 MB, 1 % at 64 MB.
-_DIRECT_BYTES = 16 * MB
 _LAUNCH_BYTES = 1 << 30  # at most: the kernels count packets and bytes of one launch in 32 bits
 _GRAPH_BYTES = 256 * KB  # up to here the host takes longer to launch an eager call than the GPU takes for it
 
@@ -140,13 +137,11 @@ def make_plan(
     return tuple(step(algorithm, at, min(even, nbytes - at), n, choice, resident) for at in range(0, nbytes, even))
 
 
-def direct(step: Step, n: int, forced: str | None, resident: int = RESIDENT) -> Step | None:
-    """The direct launch that takes a staged one's place where the peers have mapped its output; None for none.
+def direct(step: Step, n: int, resident: int = RESIDENT) -> Step:
+    """The direct launch that takes a staged one's place where that is forced and the peers have mapped its output.
 
-    For large messages, unless ``forced`` says otherwise.
+    It is nowhere the default: over 2 and 4 H200 staged ones are 1 to 4 % ahead at every size (NOTES.md).
     """
-    if forced != "direct" and (forced or n == 2 or step.nbytes < _DIRECT_BYTES):
-        return None
     shape = _direct_shape(-(-step.nbytes // PACKET_BYTES // n), n, resident)
     return Step("direct", step.offset, step.nbytes, *shape)
 
@@ -209,15 +204,17 @@ def _one_shot_shape(packets: int) -> tuple[int, int, int]:
 
 
 def _two_shot_shape(columns: int, n: int, resident: int) -> tuple[int, int, int]:
-    """(grid, block, depth): a thread a column, spread over the multiprocessors, up to 4 MB at n=4; then in tiles."""
-    if columns > 64 * KB:
-        return (resident, most_threads("two_shot", 1, n), 1) if n == 2 else (-(-resident // 2), 256, 1)
-    block = 32 if columns <= 4 * KB else 64 if columns <= 32 * KB else 128
-    return min(resident_blocks(block, 1, n, resident), -(-columns // block)), block, 1
+    """(grid, block, depth): a thread a column, spread over the multiprocessors, up to 3 MB at n=4; then in tiles."""
+    if columns <= 48 * KB:
+        block = 32 if columns <= 4 * KB else 64 if columns <= 32 * KB else 128
+        most = resident_blocks(block, 1, n, resident)
+    else:
+        block = most_threads("two_shot", 1, n) if n == 2 else 256
+        most = resident if n == 2 else -(-resident // 2)
+    return min(most, -(-columns // block)), block, 1
 
 
 def _direct_shape(columns: int, n: int, resident: int) -> tuple[int, int, int]:
-    """(grid, block, depth): tiles of several columns a thread, as many as its registers hold."""
-    depth = 4 if n == 2 else 2 if n <= 4 else 1
-    grid, block = (resident // 2, 256) if columns <= 256 * KB else (resident, 512)
-    return min(grid, -(-columns // block)), block, depth
+    """(grid, block, depth): tiles, over 2 ranks of several columns a thread."""
+    grid, block = (resident, 512) if n == 2 and columns > 256 * KB else (-(-resident // 2), 256)
+    return min(grid, -(-columns // block)), block, 4 if n == 2 else 1

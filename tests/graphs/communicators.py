@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from typing import Any
-from unittest import mock
 
 import cupy
 import numpy as np
@@ -15,7 +14,6 @@ from ipcreduce import (
     Communicator,
     Graph,
 )
-from ipcreduce.ipc import plan
 from tests.graphs import options
 from tests.graphs.common import (
     RANK,
@@ -82,12 +80,8 @@ def algorithms(comm: Any) -> None:
     counts = (4, 12, 1000, 9004, 9001)  # whole packets, which direct takes, and others, which stay staged
     sources = [cupy.asarray(np.random.default_rng([RANK, n]).standard_normal(n).astype(np.float32)) for n in counts]
     found = []
-    for algorithm in (None, "one_shot", "two_shot", "direct", "by size"):
-        by_size = algorithm == "by size"
-        with (
-            mock.patch.object(plan, "_DIRECT_BYTES", 4000 if by_size else plan._DIRECT_BYTES),
-            Communicator(algorithm=None if by_size else algorithm) as forced,
-        ):
+    for algorithm in (None, "one_shot", "two_shot", "direct"):
+        with Communicator(algorithm=algorithm) as forced:
             graph = Graph(forced)
             with forced.capture():
                 with graph.record():
@@ -99,8 +93,7 @@ def algorithms(comm: Any) -> None:
                     array.fill(-1)
                 graph.replay()
                 found.append([array.get().tobytes() for array in results])
-            usual = 0 if SIZE == 2 else 2  # over 2 ranks it is not quicker
-            direct = 0 if SIZE == 1 else {"direct": 4, "by size": usual}.get(str(algorithm), 0)
+            direct = 4 if algorithm == "direct" and SIZE > 1 else 0
             assert graph.state == ("registered" if direct else "staged"), graph.state
             assert graph.describe().count(" direct") == direct, graph.describe()
             graph.close()

@@ -122,8 +122,8 @@ FAULTS = [
     Fault(
         "a grid too small: part of the output is not written",
         "two_shot.cu",
-        "kTiled ? divide_up(columns, tile) : 1;",
-        "1;",
+        "tiles = divide_up(columns, tile);",
+        "tiles = 1;",
         ("value",),
         [TWO_SHOT],
     ),
@@ -139,8 +139,8 @@ FAULTS = [
     Fault(
         "a tile takes one column a thread where it has two",
         "two_shot.cu",
-        "column += tile",
-        "column += threads_in_grid()",
+        "tile = kDepth * threads_in_grid();",
+        "tile = threads_in_grid();",
         ("value", "timeout", "not at rest"),
         [Library("two_shot", "float32", depth=2)],
     ),

@@ -136,8 +136,7 @@ def test_looped_grids_are_resident_at_once(nbytes: int, n: int, multiprocessors:
     """Two blocks of the largest size a multiprocessor, which KERNEL(..., 2) keeps the registers for."""
     resident, half = min(plan.EPOCH_SLOTS, 2 * multiprocessors), workspace.half_bytes(256 * MB)
     for step in plan.make_plan(nbytes, n, half, "two_shot", (), resident):
-        found = plan.direct(step, n, "direct", resident) if direct else step
-        assert found is not None
+        found = plan.direct(step, n, resident) if direct else step
         check_step(found, n, half)
         most = launch_bound(found.algorithm, found.depth, n)
         assert direct or plan.most_threads(found.algorithm, found.depth, n) == most
@@ -145,19 +144,13 @@ def test_looped_grids_are_resident_at_once(nbytes: int, n: int, multiprocessors:
         assert re.search(rf"KERNEL\({found.algorithm}, .+, 2\)", (KERNELS / f"{found.algorithm}.cu").read_text())
 
 
-def test_direct_for_large_messages_or_where_it_is_forced():
+@given(sizes, worlds)
+def test_direct_does_what_the_staged_launch_did(nbytes: int, n: int):
     half = workspace.half_bytes(256 * MB)
-    for n in range(2, 9):
-        for nbytes, force, direct in [
-            (16 * MB, None, n > 2), (100 * MB + 6, None, n > 2), (16 * MB - 1, None, False), (3, None, False),
-            (3, "direct", True), (MB + 1, "direct", True), (64 * MB, "two_shot", False),
-        ]:  # fmt: skip
-            for staged in plan.make_plan(nbytes, n, half, force):
-                step = plan.direct(staged, n, force)
-                assert (step is not None) == direct, (n, nbytes, force)
-                if step is not None:
-                    assert (step.algorithm, step.offset, step.nbytes) == ("direct", staged.offset, staged.nbytes)
-                    check_step(step, n, half)
+    for staged in plan.make_plan(nbytes, n, half, "direct"):
+        step = plan.direct(staged, n)
+        assert (step.algorithm, step.offset, step.nbytes) == ("direct", staged.offset, staged.nbytes)
+        check_step(step, n, half)
 
 
 def test_crossings_are_exact():

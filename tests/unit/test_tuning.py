@@ -39,7 +39,7 @@ def test_of_another_version():
     assert tuning.load(GPU, 4) == ()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"version": 2, "choices": [{"up_to": 4}]}', None])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"version": 3, "choices": [{"up_to": 4}]}', None])
 def test_not_usable(text: str | None):
     path = tuning.save(GPU, 4, TABLE)
     if text is None:

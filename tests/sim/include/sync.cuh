@@ -88,9 +88,16 @@ DEVICE void store_packet_sys(u64 at, const Packet& p, bool active = true) {
 }
 
 // ---- this rank's own memory
-template <class T> DEVICE T load_local(u64 at) {
+template <class T> T load_local(u64 at) {
   sim_touch();
   return *(const T*)at;
+}
+template <int kBytes> DEVICE u64 load_element_local(u64 at, bool active) {
+  if (!active) return 0;
+  if constexpr (kBytes == 8) return load_local<u64>(at);
+  else if constexpr (kBytes == 4) return load_local<u32>(at);
+  else if constexpr (kBytes == 2) return load_local<u16>(at);
+  else return load_local<u8>(at);
 }
 template <class T> DEVICE void store_local(u64 at, T value) {
   sim_touch();

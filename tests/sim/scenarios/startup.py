@@ -176,7 +176,7 @@ def one_smaller_gpu() -> None:
         with small, Communicator(timeout=20, algorithm="two_shot") as comm:
             works(comm, 120_000)
             first = comm._engine.launches.planned(120_000 * 4, "two_shot")[0]
-            assert (first.algorithm, first.grid) == ("two_shot", 4), first
+            assert (first.algorithm, first.grid * first.block) == ("two_shot", 4 * 512), first
         small = environment(rank, SIM_MULTIPROCESSORS="2")
         with small, Communicator(timeout=20, algorithm="direct") as comm, Graph(comm) as graph:
             source = mine(120_000)

@@ -125,13 +125,14 @@ class Communicator(GraphSupport):
         For device arrays these last may come with a later call or :meth:`synchronize`; where data is missing, the
         result then holds bytes 0xFF (NaN).
         """
-        with self._lock:
+        try:
+            self._lock.acquire()  # not by with: 0.13 us more. And here: an interrupt right behind it must not keep it
             if self._unusable is not None:
                 self.check_usable()
-            self._call += 1
+            self._call = call = self._call + 1
             try:
                 if stream is None and self.recording is None and self._engine is not None and not self._sync:
-                    result = self._engine.repeats.make(self._call, array, op, out)
+                    result = self._engine.repeats.make(call, array, op, out)
                     if result is not None:
                         return result
                 if arrays.is_device(array):
@@ -140,6 +141,8 @@ class Communicator(GraphSupport):
             except BaseException as error:
                 self._failed(error)
                 raise
+        finally:
+            self._lock.release()
 
     def _reduce_device(self, array: Any, op: str, out: Any, stream: Any) -> Any:
         engine, faults = self._engine, self._faults

@@ -230,8 +230,14 @@ class Graph:
         :raises IpcReduceError: for the ranks' other calls, see :meth:`Communicator.allreduce`. An exception in a break
             passes unchanged; the other ranks get :class:`PeerFailedError`.
         """
-        comm, plain = self._comm, inputs is None and stream is None and current.graph is None
-        if plain and self._whole is not None and comm.launch_again(self._whole):
+        comm, whole = self._comm, self._whole
+        if (
+            whole is not None
+            and inputs is None
+            and stream is None
+            and current.graph is None
+            and comm.launch_again(whole)
+        ):
             return
         comm.check_usable()
         try:

@@ -168,19 +168,22 @@ class GraphSupport(ABC):
 
     def launch_again(self, segment: Segment) -> bool:
         """:meth:`launch` on CuPy's current stream, if nothing has to be settled before; whether it did."""
-        with self._lock:
+        try:
+            self._lock.acquire()  # as in allreduce()
             engine, executable = self._engine, segment.executable
             if engine is None or executable is None or self._unusable is not None or self._sync:
                 return False
-            self._call += 1
+            self._call = call = self._call + 1
             try:
-                if engine.repeats.again(self._call, segment.signature, executable.launch, False):
+                if engine.repeats.again(call, segment.signature, executable.launch, False):
                     return True
             except BaseException as error:
                 self._failed(error)
                 raise
             self._call -= 1
             return False
+        finally:
+            self._lock.release()
 
     def launch(self, segment: Segment, stream: int, owner: Any) -> None:
         """Launches a segment; as one call, ordered and compared as all-reduces are, if it has some. Collective."""

@@ -12,6 +12,7 @@ import ctypes
 import mmap
 import os
 import tempfile
+import time
 from collections.abc import Iterable
 
 import numpy as np
@@ -20,7 +21,9 @@ from ..errors import PeerFailedError, PeerLostError, PeerTimeoutError, RankMisma
 from .signature import TEXT_BYTES, Signature, Vote
 
 HEAD_BYTES = 4096
-RING = 1024  # calls: as far as a host can run ahead of its GPU
+# Calls in a flight recorder: more than a host can run ahead of its GPU. Those that repeat in cycles of up to 10 find in
+# their slots what they would write there, so that the ranks' processors keep sharing these.
+RING = 2520
 REGISTRATIONS = 1024  # registered graphs that may be waiting for a rank to drop them
 ACTIVE, CLOSED = 1, 2
 REFUSED, MISMATCH = 1, 2  # kinds of fault
@@ -35,7 +38,7 @@ _RANK = np.dtype([
     ("text", "S1024"), ("lost", "<u4"), ("dead", "<u4"), ("why", "S56"), ("call", "<u8"),
     ("unmapped", "<u8", (REGISTRATIONS,)),
     ("votes", _VOTE, (2,)),  # by parity of the serial: nobody casts one before all have read the last but one
-    ("keys", "<u8", (RING,)), ("texts", f"S{TEXT_BYTES}", (RING,)),  # the flight recorder
+    ("keys", "<u4", (RING,)), ("texts", f"S{TEXT_BYTES}", (RING,)),  # the flight recorder, by call % RING
 ], align=True)  # fmt: skip
 
 
@@ -53,10 +56,13 @@ class Page:
         words = memoryview(self._map)
         self._words32 = words.cast("I")
         self._ranks = np.frombuffer(self._map, _RANK, n, HEAD_BYTES)
-        self._keys = _part(words, rank, "keys").cast("Q")
-        self._theirs = [(other, _part(words, other, "keys").cast("Q")) for other in range(n) if other != rank]
+        self._keys = _part(words, rank, "keys").cast("I")
+        neighbours = {(rank - 1) % n, (rank + 1) % n} - {rank}
+        self._theirs = [
+            (_part(words, other, "keys").cast("I"), _part(words, other, "call").cast("Q")) for other in neighbours
+        ]
         self._call, self._texts = _part(words, rank, "call").cast("Q"), _part(words, rank, "texts")
-        self._recorded: list[Signature | None] = [None] * RING  # whose texts those are
+        self._recorded: list[Signature | None] = [None] * RING  # whose keys and texts those are
         self.abort_word = self._words32[ABORT_OFFSET // 4 : ABORT_OFFSET // 4 + 1]
 
     @classmethod
@@ -99,19 +105,33 @@ class Page:
     def enter(self, call: int, what: Signature) -> int | None:
         """Records a call and compares it with the peers' call of the same number.
 
-        :returns: a rank whose call differs, or None. A peer that comes later compares with this one.
+        :returns: a rank whose call differs, or None. A peer that comes later compares with this one. Only with the next
+            ranks on both sides: if any two differ, so do two such.
         """
-        slot, number = call % RING, (call & 0xFFFFFFFF) << 32
-        if self._recorded[slot] is not what:  # else its text is there from RING calls ago
+        slot, key = call % RING, what.crc
+        if self._recorded[slot] is not what:  # else they are there from RING calls ago
             self._texts[TEXT_BYTES * slot : TEXT_BYTES * (slot + 1)] = what.record
-            self._recorded[slot] = what
-        self._keys[slot] = key = number | what.crc
+            self._keys[slot], self._recorded[slot] = key, what
         self._call[0] = call
-        for rank, keys in self._theirs:
-            theirs = keys[slot]
-            if theirs != key and theirs >= number and theirs >> 32 == number >> 32:  # else of an earlier call
-                return rank
+        for keys, calls in self._theirs:
+            if keys[slot] != key and calls[0] >= call:  # else of an earlier call
+                return self._differing(call)
         return None
+
+    def _differing(self, call: int) -> int | None:
+        for rank in range(self.n):
+            if self._differs(rank, call):
+                time.sleep(1e-3)  # some processors show another's key after the number that it wrote behind
+                if self._differs(rank, call):
+                    return rank
+        return None
+
+    def _differs(self, rank: int, call: int) -> bool:
+        return self._holds(rank, call) and self._ranks[rank]["keys"][call % RING] != self._keys[call % RING]
+
+    def _holds(self, rank: int, call: int) -> bool:
+        """Whether what a rank did in a call is still in its flight recorder."""
+        return call <= self.call_of(rank) < call + RING
 
     def call_of(self, rank: int) -> int:
         """The number of a rank's last call."""
@@ -119,10 +139,9 @@ class Page:
 
     def describe(self, rank: int, call: int) -> str:
         """What a rank did in a call, for people; "" if it has not come so far, or that call is long gone."""
-        entry, slot = self._ranks[rank], call % RING
-        if not call or int(entry["keys"][slot]) >> 32 != call & 0xFFFFFFFF:
+        if not call or not self._holds(rank, call):
             return ""
-        return bytes(entry["texts"][slot]).decode(errors="replace")
+        return bytes(self._ranks[rank]["texts"][call % RING]).decode(errors="replace")
 
     # ---- faults
     def post(self, kind: int, call: int, text: str) -> None:

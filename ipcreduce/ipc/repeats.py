@@ -26,7 +26,6 @@ Start = Callable[[int], None]  # launches on a stream
 _MOST = 4096  # pairs of arrays, and of addresses, that are remembered
 _MOST_GRAPHS = 256  # of 0.1 MB each, the first ones
 _CAPTURING = 900  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
-_UNSEEN = object()
 
 
 class Repeat:
@@ -35,7 +34,8 @@ class Repeat:
     __slots__ = ("array", "out", "place", "prepared", "shape", "start")
 
     def __init__(self, array: Any, out: Any, prepared: Prepared, place: tuple[int, int]) -> None:
-        self.array, self.out = weakref.ref(array), weakref.ref(out)
+        self.array: Callable[[], Any] = weakref.ref(array)
+        self.out: Callable[[], Any] = weakref.ref(out)
         self.shape: tuple[int, ...] = array.shape  # which can be assigned to
         self.prepared, self.place = prepared, place
         self.start: Start | None = None
@@ -50,8 +50,8 @@ class Repeats:
     """
 
     def __init__(self, device: int, context: int, launches: Launches, order: CallOrder, page: Page) -> None:
-        self._device, self._context, self._order, self._page = device, context, order, page
-        self._abort_word, self._find = page.abort_word, launches.find
+        self._device, self._context, self._order = device, context, order
+        self._abort_word, self._enter, self._find = page.abort_word, page.enter, launches.find
         # By the ids of array and out, and op. None: other arrays have these ids each time.
         self._known: dict[tuple[int, int, str], Repeat | None] = {}
         self._starts: dict[tuple[driver.Launch, int, int], Start | None] = {}  # by addresses. None: seen once
@@ -75,7 +75,7 @@ class Repeats:
                 return False
         except RuntimeError:  # a capture that has failed
             return False
-        if self._page.enter(call, what) is not None:
+        if self._enter(call, what) is not None:
             return False
         try:
             start(stream)
@@ -93,13 +93,13 @@ class Repeats:
 
         Only quicker than that: so the arrays' attributes are read here, and not through arrays.py.
         """
-        cupy = surroundings.cupy
-        if cupy is None or type(array) is not cupy.ndarray or type(op) is not str:
+        if type(op) is not str:
             return None
-        shape, key = array.shape, (id(array), id(out), op)
-        known: Any = self._known.get(key, _UNSEEN)
-        if known is not _UNSEEN and known is not None:
-            if known.array() is array and known.out() is out and known.shape == shape:
+        key = id(array), id(out), op
+        known = self._known.get(key)
+        if known is not None:
+            shape = known.shape
+            if known.array() is array and known.out() is out and array.shape == shape:
                 if out is not array and out.shape != shape:
                     return None
                 start = known.start
@@ -107,7 +107,10 @@ class Repeats:
                     start = known.start = self._starter(known.prepared, *known.place)
                 return out if self.again(call, known.prepared.what, start, True) else None
             self._known[key] = None
-        dtype, place, device = array.dtype, array.data, self._device
+        cupy = surroundings.cupy
+        if cupy is None or type(array) is not cupy.ndarray:
+            return None
+        shape, dtype, place, device = array.shape, array.dtype, array.data, self._device
         prepared = self._find(shape, dtype, op)
         if prepared is None or len(prepared.launches) != 1 or not array._c_contiguous or place.device_id != device:
             return None
@@ -122,7 +125,7 @@ class Repeats:
                 return None
         if (source | target) % dtype.itemsize:
             return None
-        if known is _UNSEEN and out is not None:
+        if out is not None and key not in self._known:
             if len(self._known) >= _MOST:
                 self._known.clear()
             self._known[key] = Repeat(array, out, prepared, (source, target))

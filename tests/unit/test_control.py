@@ -79,7 +79,7 @@ def test_whole_pages_and_aligned_words(n: int):
     assert control.page_bytes(n) % mmap.PAGESIZE == 0
     assert control.page_bytes(n) >= control.HEAD_BYTES + n * control._RANK.itemsize
     offsets = [control._RANK.fields[name][1] for name in ("keys", "call")]
-    assert not any(offset % 8 for offset in (control._RANK.itemsize, *offsets)), "words are read as 8 aligned bytes"
+    assert not any(offset % 8 for offset in (control._RANK.itemsize, *offsets)), "words are read by aligned accesses"
     assert control.HEAD_BYTES % mmap.PAGESIZE == 0, "the GPUs get whole pages"
     lines = [control.ABORT_OFFSET, *(control.missing_offset(rank) for rank in range(n))]
     assert len({offset // 64 for offset in lines}) == n + 1, "a cache line each"

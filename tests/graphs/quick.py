@@ -94,9 +94,8 @@ def the_same_arrays(comm: Any) -> None:
         comm.allreduce(source, out=out)
         comm.synchronize()
     total = cupy.zeros(300, np.int32)
-    known = comm._engine.repeats._known
+    known, stale = comm._engine.repeats._known, None
     for held in ([], None):  # ids come again, with other addresses and with the same
-        stale = None
         for turn in range(20):
             array = cupy.full((300,), turn * (RANK + 1), np.int32)
             if stale is not None:

@@ -67,7 +67,7 @@ class Graph:
         self._inputs: InputCheck | None = None
         self._state = "empty"
         self._steps: list[Segment | Break] = []
-        self._whole: Segment | None = None  # the one segment with all-reduces that a graph ready for replay consists of
+        self._again: Callable[[], bool] | None = None  # for a graph that consists of one segment, with all-reduces
         self._held: list[Any] = []
         self._recording: Recording | None = None
         self._caller_allocator: Any = None
@@ -149,7 +149,7 @@ class Graph:
         comm.recorded(self)
         comm.run_recording(last, recording)
         if last is not None and last.calls and len(self._steps) == 1:
-            self._whole = last
+            self._again = comm.replayer(last)
         warn_about(self.segments)
 
     def _check_record(self, engine: Engine, stream: int, inputs: Inputs) -> None:
@@ -230,14 +230,8 @@ class Graph:
         :raises IpcReduceError: for the ranks' other calls, see :meth:`Communicator.allreduce`. An exception in a break
             passes unchanged; the other ranks get :class:`PeerFailedError`.
         """
-        comm, whole = self._comm, self._whole
-        if (
-            whole is not None
-            and inputs is None
-            and stream is None
-            and current.graph is None
-            and comm.launch_again(whole)
-        ):
+        comm, again = self._comm, self._again
+        if again is not None and inputs is None and stream is None and current.graph is None and again():
             return
         comm.check_usable()
         try:
@@ -306,4 +300,4 @@ class Graph:
     def _end(self, state: str) -> None:
         if self._resources is not None:
             self._resources.release()
-        self._steps, self._held, self._whole, self._state = [], [], None, state
+        self._steps, self._held, self._again, self._state = [], [], None, state

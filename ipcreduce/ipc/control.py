@@ -56,13 +56,13 @@ class Page:
         words = memoryview(self._map)
         self._words32 = words.cast("I")
         self._ranks = np.frombuffer(self._map, _RANK, n, HEAD_BYTES)
-        self._keys = _part(words, rank, "keys").cast("I")
         neighbours = {(rank - 1) % n, (rank + 1) % n} - {rank}
-        self._theirs = [
+        self.neighbours = [
             (_part(words, other, "keys").cast("I"), _part(words, other, "call").cast("Q")) for other in neighbours
         ]
-        self._call, self._texts = _part(words, rank, "call").cast("Q"), _part(words, rank, "texts")
-        self._recorded: list[Signature | None] = [None] * RING  # whose keys and texts those are
+        self.call_word = _part(words, rank, "call").cast("Q")
+        self._keys, self._texts = _part(words, rank, "keys").cast("I"), _part(words, rank, "texts")
+        self.recorded: list[Signature | None] = [None] * RING  # whose keys and texts those are
         self.abort_word = self._words32[ABORT_OFFSET // 4 : ABORT_OFFSET // 4 + 1]
 
     @classmethod
@@ -109,14 +109,18 @@ class Page:
             ranks on both sides: if any two differ, so do two such.
         """
         slot, key = call % RING, what.crc
-        if self._recorded[slot] is not what:  # else they are there from RING calls ago
-            self._texts[TEXT_BYTES * slot : TEXT_BYTES * (slot + 1)] = what.record
-            self._keys[slot], self._recorded[slot] = key, what
-        self._call[0] = call
-        for keys, calls in self._theirs:
+        if self.recorded[slot] is not what:  # else it is there from RING calls ago
+            self.write(slot, what)
+        self.call_word[0] = call
+        for keys, calls in self.neighbours:
             if keys[slot] != key and calls[0] >= call:  # else of an earlier call
                 return self._differing(call)
         return None
+
+    def write(self, slot: int, what: Signature) -> None:
+        """Puts what a call is into a slot."""
+        self._texts[TEXT_BYTES * slot : TEXT_BYTES * (slot + 1)] = what.record
+        self._keys[slot], self.recorded[slot] = what.crc, what
 
     def _differing(self, call: int) -> int | None:
         for rank in range(self.n):

@@ -57,12 +57,8 @@ class Repeats:
         self._starts: dict[tuple[driver.Launch, int, int], Start | None] = {}  # by addresses. None: seen once
         self._graphs: list[graph.Executable] = []
 
-    def again(self, call: int, what: Signature, start: Start, capturable: bool) -> bool:
-        """Makes a call by ``start(stream)`` on CuPy's current stream, if that is the last eager call's; whether it did.
-
-        :param capturable: whether such a call may be captured. A graph's launch may not, says the driver: not to look
-            for that saves 0.2 us.
-        """
+    def _again(self, call: int, what: Signature, start: Start) -> bool:
+        """Makes a call by ``start(stream)`` on CuPy's current stream, if that is the last one's; whether it did."""
         current = surroundings.get_current_stream()
         stream = current.ptr
         if stream != self._order.fast or self._abort_word[0]:
@@ -71,7 +67,7 @@ class Repeats:
             if stream < 2:  # the default stream: it captures nothing, and each context has its own
                 if driver.current_context() != self._context:
                     return False
-            elif capturable and current.is_capturing():
+            elif current.is_capturing():
                 return False
         except RuntimeError:  # a capture that has failed
             return False
@@ -80,13 +76,17 @@ class Repeats:
         try:
             start(stream)
         except CudaError as error:
-            if error.code == _CAPTURING:
-                raise CaptureError(IN_A_CAPTURE) from error
-            if error.code not in driver.INVALID_CONTEXT or driver.current_context() == self._context:
-                raise
-            with using(self._context):  # this thread has another one, or none
-                start(stream)
+            self.start_anyway(start, stream, error)
         return True
+
+    def start_anyway(self, start: Start, stream: int, error: CudaError) -> None:
+        """In our context, if the error was for want of that. :raises CudaError: if not, or CaptureError."""
+        if error.code == _CAPTURING:
+            raise CaptureError(IN_A_CAPTURE) from error
+        if error.code not in driver.INVALID_CONTEXT or driver.current_context() == self._context:
+            raise error
+        with using(self._context):  # this thread has another one, or none
+            start(stream)
 
     def make(self, call: int, array: Any, op: Any, out: Any) -> Any:
         """Makes an eager call; its result. None, with no effect, if it has to go the long way.
@@ -105,7 +105,7 @@ class Repeats:
                 start = known.start
                 if start is None:
                     start = known.start = self._starter(known.prepared, *known.place)
-                return out if self.again(call, known.prepared.what, start, True) else None
+                return out if self._again(call, known.prepared.what, start) else None
             self._known[key] = None
         cupy = surroundings.cupy
         if cupy is None or type(array) is not cupy.ndarray:
@@ -129,7 +129,7 @@ class Repeats:
             if len(self._known) >= _MOST:
                 self._known.clear()
             self._known[key] = Repeat(array, out, prepared, (source, target))
-        return result if self.again(call, prepared.what, self._starter(prepared, source, target), True) else None
+        return result if self._again(call, prepared.what, self._starter(prepared, source, target)) else None
 
     def _starter(self, prepared: Prepared, source: int, target: int) -> Start:
         """What starts a call of one launch, from address ``source`` to ``target``: a graph from the second time on."""

@@ -148,10 +148,12 @@ def errors_are_told(comm: Any) -> None:
     eager = functools.partial(comm.allreduce, source)
     no_memory = mock.patch.object(cupy, "empty", side_effect=cupy.cuda.memory.OutOfMemoryError(1, 2))
     interrupt = mock.patch.object(surroundings, "get_current_stream", side_effect=KeyboardInterrupt())
+    executable = type(graph.segments[0].executable)
+    interrupted_launch = mock.patch.object(executable, "launch", side_effect=KeyboardInterrupt())
     for call, fault, kind in (
         (eager, no_memory, MemoryError),
         (eager, interrupt, KeyboardInterrupt),
-        (graph.replay, interrupt, KeyboardInterrupt),
+        (graph.replay, interrupted_launch, KeyboardInterrupt),
     ):
         for _ in range(3):
             call()

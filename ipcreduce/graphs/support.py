@@ -186,11 +186,11 @@ class GraphSupport(ABC):
         engine, what = self.require_engine("replay()"), segment.signature
         order, context, repeats, page, key = engine.order, engine.context, engine.repeats, engine.page, what.crc
         abort_word, recorded, call_word, neighbours = page.abort_word, page.recorded, page.call_word, page.neighbours
-        acquire, release, get_current_stream = self._lock.acquire, self._lock.release, surroundings.get_current_stream
+        get_current_stream = surroundings.get_current_stream
 
         def again() -> bool:
             try:
-                acquire()  # as in allreduce()
+                self._lock.acquire()  # as in allreduce()
                 executable, stream = segment.executable, get_current_stream().ptr
                 if stream != order.fast or executable is None or abort_word[0] or self._unusable is not None:
                     return False
@@ -215,7 +215,7 @@ class GraphSupport(ABC):
                     raise
                 return True
             finally:
-                release()
+                self._lock.release()
 
         return again
 

@@ -140,7 +140,7 @@ def make_plan(
 def direct(step: Step, n: int, resident: int = RESIDENT) -> Step:
     """The direct launch that takes a staged one's place where that is forced and the peers have mapped its output.
 
-    It is nowhere the default: over 2 and 4 H200 staged ones are 1 to 4 % ahead at every size (NOTES.md).
+    It is nowhere the default: over 2 and 4 H200 staged ones are ahead, or level, at every size (NOTES.md).
     """
     shape = _direct_shape(-(-step.nbytes // PACKET_BYTES // n), n, resident)
     return Step("direct", step.offset, step.nbytes, *shape)

@@ -46,7 +46,7 @@ DEVICE void await_predecessor() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-DEVICE void trigger_dependents() {
+DEVICE void trigger_dependents() {  // after the first sends: before, the next kernel's blocks hold these up (NOTES.md)
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif

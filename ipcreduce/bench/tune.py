@@ -89,8 +89,8 @@ def _candidates(nbytes: int, comm: Communicator, before: list[plan.Choice]) -> I
             needed, resident = -(-threads // block), launches.resident
             grids = {resident // 2, resident, plan.resident_blocks(block, depth, n, resident)}
             for grid in [plan.EPOCH_SLOTS] if algorithm == "one_shot" else sorted(grids):
-                if needed > grid if algorithm == "one_shot" else depth > 1 and needed <= grid:  # only a loop takes more
-                    continue
+                if (algorithm == "one_shot" and needed > grid) or (depth > 1 and needed <= grid):
+                    continue  # too small; only a loop takes several packets
                 choice = plan.Choice(nbytes, algorithm, block, grid, depth)
                 found.setdefault((algorithm, block, min(needed, grid), depth), choice)
     yield from found.values()

@@ -13,14 +13,7 @@ import numpy as np
 
 from .. import arrays, surroundings
 from ..cuda import driver
-from ..errors import (
-    ArgumentError,
-    CudaError,
-    GraphStateError,
-    IpcReduceError,
-    PeerLostError,
-    UnsupportedError,
-)
+from ..errors import ArgumentError, CudaError, GraphStateError, IpcReduceError, PeerLostError, UnsupportedError
 from ..ipc import wire
 from ..ipc.control import RING
 from ..ipc.engine import Engine
@@ -176,9 +169,11 @@ class GraphSupport(ABC):
             self.order(recording.stream, recording.caller)
 
     def replayer(self, segment: Segment) -> Callable[[], bool] | None:
-        """What makes :meth:`launch` on CuPy's current stream, if nothing has to be settled before; whether it did.
+        """A function that launches a segment with all-reduces on CuPy's current stream, unless there is more to do.
 
-        In one function, with what it needs at hand: a replay may take 1 us beside its launch, and each of Python's
+        It returns whether it did; if not, with no effect, :meth:`launch` has to. None where each call is waited for.
+
+        One function, with what it needs at hand: a replay should take 1 us beside its launch, and each of Python's
         calls takes 0.1. It does not look for a capture, 0.2 more: the driver refuses a graph's launch there.
         """
         if self._sync:

@@ -90,9 +90,14 @@ def the_same_arrays(comm: Any) -> None:
             right(comm.allreduce(source, out=out))
     source.shape = (5, 200) if RANK == LAST else (200, 5)
     out.shape = source.shape
-    with raises(RankMismatchError, "(5, 200)", "(200, 5)"):
-        comm.allreduce(source, out=out)
-        comm.synchronize()
+    for result in (out, source):
+        with raises(RankMismatchError, "(5, 200)", "(200, 5)"):
+            comm.allreduce(source, out=result)
+            comm.synchronize()
+        for _ in range(3):  # known in place too, as it was
+            source.shape = (20, 50)
+            comm.allreduce(source, out=source)
+        source.shape = (5, 200) if RANK == LAST else (200, 5)
     total = cupy.zeros(300, np.int32)
     known, stale = comm._engine.repeats._known, None
     for held in ([], None):  # ids come again, with other addresses and with the same

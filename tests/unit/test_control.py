@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ipcreduce.errors import PeerFailedError, PeerTimeoutError, RankMismatchError
 from ipcreduce.ipc import control, watchdog
@@ -207,11 +209,28 @@ def test_ranks_may_be_apart(pages: list[Page]):
 
 
 def test_a_call_that_the_ring_has_overwritten_is_not_compared(pages: list[Page]):
-    pages[0].enter(1, signature((3,), "int8", "sum"))
-    pages[0].enter(1 + control.RING, SUM)
+    other = signature((3,), "int8", "sum")
+    pages[0].enter(1, SUM)
+    pages[0].enter(1 + control.RING, other)
     assert pages[1].enter(1, SUM) is None
     assert pages[1].describe(0, 1) == ""
-    assert pages[1].describe(0, 1 + control.RING) == str(SUM)
+    assert pages[1].describe(0, 1 + control.RING) == str(other)
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_some_rank_sees_any_difference(data: st.DataObject):
+    """Though each looks at two others only, and whatever order they come in."""
+    n = data.draw(st.integers(2, 8))
+    odd = data.draw(st.sets(st.integers(0, n - 1), min_size=1, max_size=n - 1))
+    ranks, other, found = make_pages(n), signature((3,), "int8", "sum"), {}
+    for call in (1, 2):  # alike, then not
+        for rank in data.draw(st.permutations(range(n))):
+            found[call, rank] = ranks[rank].enter(call, other if call == 2 and rank in odd else SUM)
+    assert {found[1, rank] for rank in range(n)} == {None}
+    seen = {rank: by for (call, rank), by in found.items() if call == 2 and by is not None}
+    assert seen
+    assert all((rank in odd) != (by in odd) for rank, by in seen.items())
 
 
 def test_nothing_to_describe_yet(pages: list[Page]):

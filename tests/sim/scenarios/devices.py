@@ -13,15 +13,21 @@ from tests.sim.scenarios.common import LAST, OTHER, OWN, RANK, SIZE, delay, in_t
 
 def threads_with_another_device() -> None:
     """Threads with no device current, or another one: results lie on the communicator's GPU, and nothing changes."""
-    with Communicator(timeout=5) as comm:
+    with Communicator(timeout=5) as comm, Graph(comm) as graph:
         source = mine()
+        with graph.record():
+            total = comm.allreduce(source)
 
         def call(current: int) -> None:
             result = comm.allreduce(source)
             assert result.data.device_id == OWN, f"rank {RANK}: on GPU {result.data.device_id}"
+            for _ in range(3):
+                graph.replay()
             comm.synchronize()
             with cupy.cuda.Device(OWN):
                 right(result)
+                right(total)
+                total.fill(-1)
             assert cupy.cuda.Device().id == current, f"rank {RANK}: GPU {cupy.cuda.Device().id} has become current"
 
         works(comm)

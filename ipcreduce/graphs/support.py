@@ -186,31 +186,35 @@ class GraphSupport(ABC):
         def again() -> bool:
             try:
                 self._lock.acquire()  # as in allreduce()
-                executable, stream = segment.executable, get_current_stream().ptr
-                if stream != order.fast or executable is None or abort_word[0] or self._unusable is not None:
+                if self._unusable is not None:
                     return False
-                if stream < 2 and driver.current_context() != context:  # each context has a default stream
-                    return False
-                call = self._call + 1
-                slot = call % RING
-                if recorded[slot] is not what:
-                    page.write(slot, what)
-                self._call = call_word[0] = call
+                self._call = call = self._call + 1
                 try:
-                    for keys, calls in neighbours:
-                        if keys[slot] != key and calls[0] >= call:  # a difference, perhaps: see Page.enter()
-                            self._call -= 1
-                            return False
-                    try:
-                        executable.launch(stream)
-                    except CudaError as error:
-                        repeats.start_anyway(executable.launch, stream, error)
+                    executable, stream, slot = segment.executable, get_current_stream().ptr, call % RING
+                    ours = stream > 1 or driver.current_context() == context  # each has a default stream
+                    if stream == order.fast and ours and executable is not None and not abort_word[0]:
+                        if recorded[slot] is not what:
+                            page.write(slot, what)
+                        call_word[0] = call
+                        for keys, calls in neighbours:
+                            if keys[slot] != key and calls[0] >= call:  # a difference, perhaps: see Page.enter()
+                                break
+                        else:
+                            try:
+                                executable.launch(stream)
+                            except CudaError as error:
+                                repeats.start_anyway(executable.launch, stream, error)
+                            return True
                 except BaseException as error:
                     self._failed(error)
                     raise
-                return True
+                self._call -= 1
+                return False
             finally:
-                self._lock.release()
+                try:  # noqa: SIM105  (0.3 us)
+                    self._lock.release()
+                except RuntimeError:
+                    pass
 
         return again
 

@@ -103,10 +103,10 @@ class Page:
 
     # ---- the flight recorder, on the way of every call
     def enter(self, call: int, what: Signature) -> int | None:
-        """Records a call and compares it with the peers' call of the same number.
+        """Records a call and compares it with that of the same number of the next ranks on both sides.
 
-        :returns: a rank whose call differs, or None. A peer that comes later compares with this one. Only with the next
-            ranks on both sides: if any two differ, so do two such.
+        :returns: a rank whose call differs, or None. A peer that comes later compares with this one; and once all have
+            come, two such ranks differ if any two do.
         """
         slot, key = call % RING, what.crc
         if self.recorded[slot] is not what:  # else it is there from RING calls ago
@@ -114,7 +114,7 @@ class Page:
         self.call_word[0] = call
         for keys, calls in self.neighbours:
             if keys[slot] != key and calls[0] >= call:  # else of an earlier call
-                return self._differing(call)
+                return self.differing(call)
         return None
 
     def write(self, slot: int, what: Signature) -> None:
@@ -122,7 +122,8 @@ class Page:
         self._texts[TEXT_BYTES * slot : TEXT_BYTES * (slot + 1)] = what.record
         self._keys[slot], self.recorded[slot] = what.crc, what
 
-    def _differing(self, call: int) -> int | None:
+    def differing(self, call: int) -> int | None:
+        """A rank whose call of this number, which this rank has entered, differs from ours; None if none has so far."""
         for rank in range(self.n):
             if self._differs(rank, call):
                 time.sleep(1e-3)  # some processors show another's key after the number that it wrote behind
@@ -134,8 +135,8 @@ class Page:
         return self._holds(rank, call) and self._ranks[rank]["keys"][call % RING] != self._keys[call % RING]
 
     def _holds(self, rank: int, call: int) -> bool:
-        """Whether what a rank did in a call is still in its flight recorder."""
-        return call <= self.call_of(rank) < call + RING
+        """Whether what a rank did in a call is still in its flight recorder: it writes a slot before the number."""
+        return call <= self.call_of(rank) < call + RING - 1
 
     def call_of(self, rank: int) -> int:
         """The number of a rank's last call."""
@@ -194,9 +195,12 @@ class Page:
         for rank in sorted(missing & behind or behind or missing):
             last = self.describe(rank, calls[rank])
             parts.append(f"rank {rank} never came: its last call was {calls[rank]}" + (f" ({last})" if last else ""))
-        others = [rank for rank in range(self.n) if calls[rank] == max(calls)]
-        waited = self.describe(others[0], max(calls))
-        return f"{'; '.join(parts)}; ranks {others} are at call {max(calls)} ({waited})"
+        others: dict[str, list[int]] = {}
+        for rank in range(self.n):
+            if calls[rank] == max(calls):
+                others.setdefault(self.describe(rank, max(calls)), []).append(rank)
+        parts += [f"ranks {ranks} are at call {max(calls)} ({what})" for what, ranks in others.items()]
+        return "; ".join(parts)
 
     def lose(self, rank: int, why: str) -> None:
         """This rank has seen that ``rank`` has gone: for good, every wait of every rank ends."""

@@ -51,6 +51,8 @@ class Faults:
                     )
                 call = self._resynchronise(call)
         other = page.enter(call, what)
+        if other is None:
+            other = page.differing(call)
         if other is not None:
             theirs = page.describe(other, call)
             self._post(control.MISMATCH, call, f"{what} on rank {page.rank} and {theirs} on rank {other}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import random
+import signal
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -149,16 +151,25 @@ def not_as_quick(comm: Any) -> None:
 def errors_are_told(comm: Any) -> None:
     """Memory that is short, and an interrupt, within a call that is quick by now: the others hear of it at once."""
     source, graph = mine(3000), Graph(comm)
-    with graph.record():
+    raised: dict[str, BaseException] = {}
+
+    def get_current_stream(before: Callable[[], Any] = surroundings.get_current_stream) -> Any:
+        for error in raised.values():
+            raise error
+        return before()
+
+    with mock.patch.object(surroundings, "get_current_stream", get_current_stream), graph.record():
         comm.allreduce(source)
     eager = functools.partial(comm.allreduce, source)
     no_memory = mock.patch.object(cupy, "empty", side_effect=cupy.cuda.memory.OutOfMemoryError(1, 2))
     interrupt = mock.patch.object(surroundings, "get_current_stream", side_effect=KeyboardInterrupt())
+    interrupted = mock.patch.dict(raised, {"now": KeyboardInterrupt()})
     executable = type(graph.segments[0].executable)
     interrupted_launch = mock.patch.object(executable, "launch", side_effect=KeyboardInterrupt())
     for call, fault, kind in (
         (eager, no_memory, MemoryError),
         (eager, interrupt, KeyboardInterrupt),
+        (graph.replay, interrupted, KeyboardInterrupt),
         (graph.replay, interrupted_launch, KeyboardInterrupt),
     ):
         for _ in range(3):
@@ -175,6 +186,67 @@ def errors_are_told(comm: Any) -> None:
         assert time.monotonic() - begin < 5, "something waits"
         works(comm)
     graph.close()
+
+
+def interrupted_while_waiting(comm: Any) -> None:
+    """For the lock, which another thread holds: the interrupt comes as itself, and nothing else is changed."""
+    source, out = mine(), cupy.zeros(1000, np.float32)
+    with Graph(comm) as graph:
+        with graph.record():
+            total = comm.allreduce(source)
+        for call, result in ((graph.replay, total), (lambda: comm.allreduce(source, out=out), out)):
+            for _ in range(3):
+                call()
+            locked, done = threading.Event(), threading.Event()
+
+            def hold(locked: threading.Event = locked, done: threading.Event = done) -> None:
+                with comm._lock:
+                    locked.set()
+                    done.wait(20)
+
+            holder = OTHER_THREAD.submit(hold)
+            locked.wait(20)
+            before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with raises(KeyboardInterrupt):
+                call()
+            signal.signal(signal.SIGALRM, before)
+            done.set()
+            holder.result()
+            result.fill(-1)
+            call()
+            right(result)
+    works(comm)
+
+
+def not_counted(comm: Any) -> None:
+    """What a rank cannot do at all, and no other waits for, is no call: the ranks' next ones meet."""
+    stream, source, other = cupy.cuda.Stream(non_blocking=True), mine(), mine(2000)
+    cupy.cuda.Device().synchronize()
+    works(comm)
+    comm.synchronize()
+    if RANK == LAST:
+        with stream:
+            stream.begin_capture()
+            with Graph(comm) as graph, raises(CaptureError, "being captured"):
+                graph.record().__enter__()
+            stream.end_capture()
+    for array in (source, other, source):
+        right(comm.allreduce(array))
+    with Graph(comm) as graph, Graph(comm) as recorded:
+        with recorded.record():
+            comm.allreduce(source)
+        with graph.record():
+            total = comm.allreduce(source)
+            if RANK == LAST:
+                with raises(GraphStateError, "within a recording"):
+                    recorded.replay()
+            graph.add_eager(lambda: right(comm.allreduce(other)))
+            last = comm.allreduce(total)
+        right(last, TOTAL * SIZE)
+        graph.replay()
+        right(last, TOTAL * SIZE)
+    works(comm)
 
 
 def quick_on_two_streams(comm: Any) -> None:
@@ -379,6 +451,21 @@ def differences_are_noticed(comm: Any) -> None:
     works(comm)
 
 
+def differences_of_ranks_apart(comm: Any) -> None:
+    """Of two that are no neighbours, while those between have not come: told by both, before any of these comes."""
+    between = RANK % 2 == 1 or RANK > 2
+    WORLD.Barrier()
+    begin = time.monotonic()
+    while SIZE > 3 and between and not comm._engine.page.aborted:
+        assert time.monotonic() - begin < 10, "no difference is seen"
+        time.sleep(0.01)
+    if SIZE > 3:
+        with raises(RankMismatchError, "(50,)", "(51,)"):
+            comm.allreduce(mine(51 if RANK == 2 else 50))
+            comm.synchronize()
+    works(comm)
+
+
 def nothing_waits_for_a_late_rank(comm: Any) -> None:
     """While a call waits for a rank: not a call, a replay, close(), or the end of an array. Memory goes back later."""
     source, out = mine(), cupy.zeros(1000, np.float32)
@@ -462,6 +549,8 @@ SCENARIOS = [
     the_same_arrays,
     not_as_quick,
     errors_are_told,
+    interrupted_while_waiting,
+    not_counted,
     quick_on_two_streams,
     outs_shape,
     replaced_meanwhile,
@@ -470,6 +559,7 @@ SCENARIOS = [
     a_replay_is_not_captured,
     faults_are_noticed,
     differences_are_noticed,
+    differences_of_ranks_apart,
     nothing_waits_for_a_late_rank,
     not_within_a_recording,
     closing_gives_back,

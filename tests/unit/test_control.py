@@ -233,6 +233,20 @@ def test_some_rank_sees_any_difference(data: st.DataObject):
     assert all((rank in odd) != (by in odd) for rank, by in seen.items())
 
 
+def test_a_difference_of_ranks_apart():
+    """Those between have not come: only the look at all sees it, and a timeout names both calls."""
+    ranks, other = make_pages(5), signature((3,), "int8", "sum")
+    assert ranks[0].enter(1, SUM) is None
+    assert ranks[2].enter(1, other) is None
+    assert [ranks[0].differing(1), ranks[2].differing(1)] == [2, 0]
+    miss(ranks[0], 1)
+    text = str(ranks[0].explain(1, 1.0))
+    assert (
+        "rank 1 never came: its last call was 0; ranks [0] are at call 1 (sum of float32 (10,)); ranks [2] are" in text
+    )
+    assert f"ranks [2] are at call 1 ({other})" in text
+
+
 def test_nothing_to_describe_yet(pages: list[Page]):
     assert pages[0].describe(1, 0) == pages[0].describe(1, 1) == ""
     assert pages[0].call_of(1) == 0

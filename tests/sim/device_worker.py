@@ -261,7 +261,7 @@ def kernels() -> None:
     with stream:
         source, target = cupy.arange(8, dtype=np.float32), cupy.zeros(8, np.float32)
         workspace = cupy.full(1 << 14, 0, np.uint8)
-    args = np.zeros(25, np.uint64)
+    args = np.zeros(24, np.uint64)
     args[:4] = source.data.ptr, target.data.ptr, 32, workspace.data.ptr + 8192
     args[12], args[13] = workspace.data.ptr, workspace.data.ptr + 8000
     launch = driver.Launch(function, 1, 32, args, programmatic=True)

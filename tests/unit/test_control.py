@@ -217,6 +217,13 @@ def test_a_call_that_the_ring_has_overwritten_is_not_compared(pages: list[Page])
     assert pages[1].describe(0, 1 + control.RING) == str(other)
 
 
+def test_a_slot_that_is_being_overwritten_is_not_compared(pages: list[Page]):
+    for call in range(1, control.RING + 1):
+        pages[0].enter(call, SUM)
+    pages[0].write(1, signature((3,), "int8", "sum"))  # of call RING + 1, whose number is not there yet
+    assert pages[1].enter(1, SUM) is None
+
+
 @given(st.data())
 @settings(deadline=None)
 def test_some_rank_sees_any_difference(data: st.DataObject):

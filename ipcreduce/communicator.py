@@ -224,14 +224,12 @@ class Communicator(GraphSupport):
         elif not isinstance(error, _SHARED):
             if isinstance(error, IpcReduceError) and not str(error).startswith("rank "):
                 error.args = (f"rank {self._rank}, call {self._call}: {error}",)
-            if isinstance(error, CaptureError) and error.within:
-                self._call -= 1  # no call, and none that a peer waits for
+            recording = self.recording if self.recording is not None and self.recording.here else None
+            if (isinstance(error, CaptureError) and error.within) or (recording and isinstance(error, GraphStateError)):
+                self._call -= 1  # no rank can do this there: it is no call, and none waits for us
                 return
-            if self.recording is not None and self.recording.here:
-                if isinstance(error, GraphStateError):
-                    self._call -= 1  # likewise: no rank can do this within a recording
-                    return
-                self.recording.error = self.recording.error or error  # however the body takes it
+            if recording:
+                recording.error = recording.error or error  # however the body takes it
             try:
                 self._refuse(error)
             except PeerLostError as lost:

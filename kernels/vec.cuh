@@ -44,7 +44,8 @@ DEVICE bool is_plain(u64 in, u64 out, u64 bytes) { return (in | out | bytes) % k
 template <int kElementBytes> DEVICE void load_elements(Packet& p, u64 at, int left) {
 #pragma unroll
   for (int j = 0; j < (int)kPacketBytes / kElementBytes; ++j)
-    set_bits<kElementBytes>(p, j, load_element_local<kElementBytes>(at + j * kElementBytes, (j + 1) * kElementBytes <= left));
+    set_bits<kElementBytes>(
+        p, j, load_element_local<kElementBytes>(at + j * kElementBytes, (j + 1) * kElementBytes <= left));
 }
 template <int kElementBytes> DEVICE void store_elements(u64 at, int left, Packet p) {
   using Bits = typename Unsigned<kElementBytes>::type;

@@ -50,9 +50,8 @@ class Faults:
                         within=True,
                     )
                 call = self._resynchronise(call)
-        other = page.enter(call, what)
-        if other is None:
-            other = page.differing(call)
+        page.enter(call, what)
+        other = page.differing(call)
         if other is not None:
             theirs = page.describe(other, call)
             self._post(control.MISMATCH, call, f"{what} on rank {page.rank} and {theirs} on rank {other}")

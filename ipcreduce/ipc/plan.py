@@ -208,9 +208,10 @@ def _two_shot_shape(columns: int, n: int, resident: int) -> tuple[int, int, int]
     if columns <= 48 * KB:
         block = 32 if columns <= 4 * KB else 64 if columns <= 32 * KB else 128
         most = resident_blocks(block, 1, n, resident)
+    elif n == 2:
+        block, most = most_threads("two_shot", 1, n), resident
     else:
-        block = most_threads("two_shot", 1, n) if n == 2 else 256
-        most = resident if n == 2 else -(-resident // 2)
+        block, most = 256, -(-resident // 2)
     return min(most, -(-columns // block)), block, 1
 
 

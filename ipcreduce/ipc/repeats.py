@@ -1,7 +1,7 @@
-"""Calls that are made again: all that is left to do is to compare and start them.
+"""Eager calls that are made again: all that is left to do is to compare and start them.
 
 What takes more than that (another stream, a fault to settle, arrays of another kind) takes the way that every call can
-take: ``Communicator.allreduce``, ``Graph.replay``. For that the quick way has no effect.
+take: the rest of ``Communicator.allreduce``. For that the quick way has no effect. Replays: ``GraphSupport.replayer``.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Repeat:
 
 
 class Repeats:
-    """The calls on an engine that are made again. Not thread-safe.
+    """The eager calls on an engine that are made again. Not thread-safe.
 
-    Eager calls of contiguous CuPy arrays, of a shape, dtype and op that came before, are launched; with the same
+    Those of contiguous CuPy arrays, of a shape, dtype and op that came before, are launched; with the same
     addresses again, short messages are a graph of one kernel (:func:`plan.eager_as_graph`); with the same two array
     objects, nothing of these is looked at but their shapes.
     """

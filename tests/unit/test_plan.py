@@ -168,6 +168,21 @@ def test_a_small_workspace_turns_to_two_shots():
     assert {step.algorithm for step in small} == {"two_shot"}
 
 
+@pytest.mark.parametrize(
+    ("n", "nbytes", "shape"),
+    [
+        (4, 64 * KB, ("one_shot", 128, 32)), (4, 192 * KB, ("one_shot", 128, 96)), (4, 256 * KB, ("two_shot", 128, 32)),
+        (4, MB, ("two_shot", 256, 64)), (4, 2 * MB, ("two_shot", 512, 64)), (4, 3 * MB, ("two_shot", 384, 128)),
+        (4, 4 * MB, ("two_shot", 132, 256)), (4, 64 * MB, ("two_shot", 132, 256)), (2, 64 * KB, ("one_shot", 128, 32)),
+        (2, 8 * MB, ("one_shot", 512, 1024)), (2, 16 * MB, ("two_shot", 264, 512)),
+    ],
+)  # fmt: skip
+def test_shapes_that_were_quickest(n: int, nbytes: int, shape: tuple[str, int, int]):
+    """Over H200: see prototypes-h200-x*.json, which was measured with them."""
+    [step] = plan.make_plan(nbytes, n, workspace.half_bytes(256 * MB))
+    assert (step.algorithm, step.grid, step.block) == shape
+
+
 def test_short_eager_calls_only_are_graphs():
     half = workspace.half_bytes(256 * MB)
     for n in (2, 4):

@@ -33,7 +33,7 @@ import ipcreduce
 from ipcreduce import surroundings
 from ipcreduce.bench import command, contenders, report, timing
 from ipcreduce.bench.limit import Limit
-from ipcreduce.cuda import compiler
+from ipcreduce.cuda import compiler, driver
 from ipcreduce.ipc import launches as launching
 from ipcreduce.numerics import DTYPES, OPS
 
@@ -152,14 +152,18 @@ def eager(run: Run) -> None:
     with graph.record():
         call()
     run.comm.synchronize()
-    executable = graph.segments[0].executable
+    executable, bindings = graph.segments[0].executable, driver.load()
     assert executable is not None
     call()
-    bare, bare_graph = functools.partial(launch.run, stream), functools.partial(executable.launch, stream)
-    ends, hosts = alternately(run, bare, call, bare_graph, graph.replay)
+    bare = functools.partial(launch.run, stream)
+    handles = bindings.CUgraphExec(executable.handle), bindings.CUstream(stream)  # made once: 0.3 us each
+    bare_graph = functools.partial(bindings.cuGraphLaunch, *handles)
+    of_cupy = functools.partial(surroundings.launch_graph, executable.handle, stream)
+    ends, hosts = alternately(run, bare, call, bare_graph, graph.replay, of_cupy)
     run.keep("eager call, host (bare launch + 1)", 1024, hosts[1], hosts[0] + 1, 1.0)
     run.keep("eager call, end to end (5 us)", 1024, ends[1], 5.0, 1.0)
     run.keep("replay, host (bare launch + 1)", 1024, hosts[3], hosts[2] + 1, 1.0)
+    run.keep("cuGraphLaunch, host, by CuPy (bindings)", 1024, hosts[4], hosts[2], 1.0)
     graph.close()
 
 

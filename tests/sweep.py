@@ -17,6 +17,7 @@ from mpi4py import MPI
 from tests import reference
 
 GUARD = 256  # canary bytes on either side of every array
+PAGE = 4096
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,14 @@ class Case:
 
 
 def run(
-    module: Any, communicators: dict[str, Any], seed: int, cases: int, sizes: tuple[int, int], late_seconds: float
-) -> dict[str, Any]:
-    """Runs the cases on each communicator, twice on the first. :raises AssertionError: at the first that is wrong."""
+    module: Any, communicators: dict[str, Any], seed: int, cases: int, sizes: tuple[int, int], late_seconds: float,
+    tight: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Runs the cases on each communicator, twice on the first. :raises AssertionError: at the first that is wrong.
+
+    :param tight: arrays end where their memory does, so that an access behind them is a fault: under memcheck with no
+        pool on a GPU, and at once on the simulated device, whose memory consists of pages.
+    """
     import time
 
     world = MPI.COMM_WORLD
@@ -71,7 +77,7 @@ def run(
         for name, comm in [*communicators.items(), *list(communicators.items())[:1]]:
             if case.late == rank:
                 time.sleep(late_seconds)
-            found = _one(module, comm, case, values[rank], np.random.default_rng([seed, number, rank, 1]))
+            found = _one(module, comm, case, values[rank], np.random.default_rng([seed, number, rank, 1]), tight)
             where = f"rank {rank}, {name}: {case}"
             assert reference.same(found, expected), f"{where}\nfound {found}\nexpected {expected}"
             assert case.special or reference.close(found, values, case.op), f"{where}: too far from the float64 result"
@@ -84,48 +90,44 @@ def run(
     return {"cases": cases, "calls": cases * (len(communicators) + 1), "counted": dict(counted)}
 
 
-def _one(module: Any, comm: Any, case: Case, value: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def _one(module: Any, comm: Any, case: Case, value: np.ndarray, rng: np.random.Generator, tight: bool) -> np.ndarray:
     size = case.dtype.itemsize
     shift = int(rng.integers(0, 16)) if size == 1 else int(rng.integers(0, 16 // size)) * size
     strides = None
     span = value.nbytes
     if case.strided_input:  # every second element of each row, rows backwards
         strides, span = (-2 * case.shape[1] * size, 2 * size), 2 * value.nbytes
-    source, source_bytes = _guarded(module, case, value, shift, span, strides, rng)
+    shifted = case.layout == "shifted" and not case.strided_input  # out begins one element after the input
+    behind = (0 if tight else GUARD) + (size if shifted else 0)
+    front = -(span + behind) % PAGE if tight else GUARD + shift
+    source, source_bytes = _guarded(module, case, value, front, span, behind, strides, rng)
     before = module.read(source_bytes).copy()
     if case.layout == "new":
         result = comm.allreduce(source, case.op)
         found = module.read(result)
-    elif case.layout == "in place":
-        assert comm.allreduce(source, case.op, out=source) is source
-        found = module.read(source)
+    elif case.layout == "in place" or shifted:
+        begin = front + (size if shifted else 0)
+        out = module.view(source_bytes, begin, case.shape, case.dtype, None) if shifted else source
+        assert comm.allreduce(source, case.op, out=out) is out
+        found = module.read(out)
         after = module.read(source_bytes)
-        begin = GUARD + shift
         assert (after[:begin] == before[:begin]).all(), f"{case}: wrote before the array"
         assert (after[begin + span :] == before[begin + span :]).all(), f"{case}: wrote after the array"
         return found
-    elif case.layout == "shifted" and not case.strided_input:  # out begins one element after the input
-        out = module.view(source_bytes, GUARD + shift + size, case.shape, case.dtype, None)
-        comm.allreduce(source, case.op, out=out)
-        found = module.read(out)
-        begin, end = GUARD + shift + size, GUARD + shift + size + value.nbytes
-        after = module.read(source_bytes)
-        assert (after[:begin] == before[:begin]).all(), f"{case}: wrote before the output"
-        assert (after[end:] == before[end:]).all(), f"{case}: wrote after the output"
-        return found
     else:
         strided = case.layout == "strided out" and len(case.shape) == 1
-        other = int(rng.integers(0, 16 // size)) * size
         poison = np.full(case.shape, 0xA5, np.uint8) if size == 1 else np.zeros(case.shape, case.dtype)
         poison = poison.view(case.dtype) if size == 1 else poison
         out_span = value.nbytes * (2 if strided else 1)
-        out, out_bytes = _guarded(module, case, poison, other, out_span, (2 * size,) if strided else None, rng)
+        front = -out_span % PAGE if tight else GUARD + int(rng.integers(0, 16 // size)) * size
+        out_strides = (2 * size,) if strided else None
+        out, out_bytes = _guarded(module, case, poison, front, out_span, 0 if tight else GUARD, out_strides, rng)
         guard = module.read(out_bytes).copy()
         assert comm.allreduce(source, case.op, out=out) is out
         found = module.read(out)
         after, mask = module.read(out_bytes), np.ones(len(guard), bool)
         for element in range(int(np.prod(case.shape)) if strided else 1):
-            begin = GUARD + other + element * 2 * size
+            begin = front + element * 2 * size
             mask[begin : begin + (size if strided else out_span)] = False
         assert (after == guard)[mask].all(), f"{case}: wrote beside the output"
     assert (module.read(source_bytes) == before).all(), f"{case}: changed its input"
@@ -133,16 +135,15 @@ def _one(module: Any, comm: Any, case: Case, value: np.ndarray, rng: np.random.G
 
 
 def _guarded(
-    module: Any, case: Case, value: np.ndarray, shift: int, span: int, strides: tuple[int, ...] | None,
+    module: Any, case: Case, value: np.ndarray, front: int, span: int, behind: int, strides: tuple[int, ...] | None,
     rng: np.random.Generator,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """A device array with these values within a buffer of random bytes, and the buffer."""
-    raw = rng.integers(0, 256, GUARD + shift + span + case.dtype.itemsize + GUARD, np.uint8)
-    start = GUARD + shift
+    """A device array with these values, so many random bytes before and behind it, and the buffer of all."""
+    raw = rng.integers(0, 256, max(1, front + span + behind), np.uint8)
     if strides is not None and len(strides) == 2 and value.size:
-        start += (case.shape[0] - 1) * -strides[0]
+        front += (case.shape[0] - 1) * -strides[0]
     if value.size:
-        host = np.ndarray(case.shape, case.dtype, raw.data, start, strides)
+        host = np.ndarray(case.shape, case.dtype, raw.data, front, strides)
         host[...] = value
     buffer = module.buffer(raw)
-    return module.view(buffer, start, case.shape, case.dtype, strides), buffer
+    return module.view(buffer, front, case.shape, case.dtype, strides), buffer

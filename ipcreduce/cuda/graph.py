@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from .driver import Launch, call, fail, load
+from .driver import Launch, call, load
 
 
 def set_kernel(node: int, launch: Launch) -> None:
@@ -14,28 +13,21 @@ def set_kernel(node: int, launch: Launch) -> None:
 
 
 class Executable:
-    """A graph made ready to be launched. Handles are kept as the bindings' objects: making them takes 0.3 us each."""
+    """A graph made ready to be launched. ``handle``: 0 once it is destroyed."""
 
-    __slots__ = ("_handle", "_launch", "_stream", "_stream_handle")
+    __slots__ = ("handle",)
 
     def __init__(self, graph: int) -> None:
         """:raises CudaError: if it cannot be made of ``graph``, which stays as it is."""
-        self._handle = call("cuGraphInstantiate", graph, 0)
-        self._launch = load().cuGraphLaunch
-        self._stream: int = -1
-        self._stream_handle: Any = None
+        self.handle = int(call("cuGraphInstantiate", graph, 0))
 
     def launch(self, stream: int) -> None:
-        """Launches it on ``stream``."""
-        if stream != self._stream:
-            self._stream_handle, self._stream = load().CUstream(stream), stream
-        (code,) = self._launch(self._handle, self._stream_handle)
-        if code:
-            fail("cuGraphLaunch", code)
+        """Launches it on ``stream``. Quicker: ``surroundings.launch_graph``."""
+        call("cuGraphLaunch", self.handle, stream)
 
     def destroy(self) -> None:
         """Gives it back, once it has run to its end. A launch is an error from now on."""
-        handle, self._handle = self._handle, None
+        handle, self.handle = self.handle, 0
         call("cuGraphExecDestroy", handle)
 
 

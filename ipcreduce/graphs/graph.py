@@ -20,7 +20,7 @@ from ..errors import ArgumentError, CaptureError, GraphStateError
 from ..ipc import release
 from ..ipc.engine import Engine
 from ..ipc.mappings import Key, Mappings
-from .breaks import Break, current
+from .breaks import Break, current, open_recordings
 from .inputs import InputCheck, Inputs, check_word
 from .pool import GraphPool, Slab
 from .recording import Recording, Segment, explained, warn_about
@@ -126,6 +126,7 @@ class Graph:
         comm.begin_recording(recording, lambda: self._check_record(engine, recording.caller, inputs))
         error: BaseException | None = None
         self._state, self._recording, current.graph = "recording", recording, self
+        open_recordings.append(self)
         try:
             self._open(engine, recording)
             with surroundings.allocating(self.pool.allocator, recording.stream):
@@ -139,6 +140,7 @@ class Graph:
             recording.abandon()
         finally:
             self._recording = current.graph = None
+            open_recordings.remove(self)
         try:
             comm.end_recording(recording, None if error is None else explained(error))
         except BaseException:
@@ -231,7 +233,7 @@ class Graph:
             passes unchanged; the other ranks get :class:`PeerFailedError`.
         """
         comm, again = self._comm, self._again
-        if again is not None and inputs is None and stream is None and current.graph is None and again():
+        if again is not None and inputs is None and stream is None and not open_recordings and again():
             return
         comm.check_usable()
         try:

@@ -7,17 +7,18 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .. import arrays, surroundings
 from ..cuda import driver
-from ..errors import ArgumentError, CudaError, GraphStateError, IpcReduceError, PeerLostError, UnsupportedError
+from ..errors import ArgumentError, GraphStateError, IpcReduceError, PeerLostError, UnsupportedError
 from ..ipc import wire
-from ..ipc.control import RING
 from ..ipc.engine import Engine
 from ..ipc.faults import Faults
+from ..ipc.flight_recorder import RING, SLOT_BYTES
 from ..ipc.signature import Signature
 from .agreement import agree
 from .pool import GraphPool
@@ -179,9 +180,10 @@ class GraphSupport(ABC):
         if self._sync:
             return None
         engine, what = self.require_engine("replay()"), segment.signature
-        order, context, repeats, page, key = engine.order, engine.context, engine.repeats, engine.page, what.crc
-        abort_word, recorded, call_word, neighbours = page.abort_word, page.recorded, page.call_word, page.neighbours
-        get_current_stream = surroundings.get_current_stream
+        order, context, recorder, keys = engine.order, engine.context, engine.page.recorder, what.keys
+        page, keys_offset, number, recorded = recorder.page, recorder.keys_offset, recorder.number, recorder.recorded
+        get_current_stream, launch_graph = surroundings.get_current_stream, surroundings.launch_graph
+        abort_word = engine.page.abort_word
 
         def again() -> bool:
             try:
@@ -190,20 +192,20 @@ class GraphSupport(ABC):
                     return False
                 self._call = call = self._call + 1
                 try:
-                    executable, stream, slot = segment.executable, get_current_stream().ptr, call % RING
+                    executable, stream = segment.executable, get_current_stream().ptr
                     ours = stream > 1 or driver.current_context() == context  # each has a default stream
                     if stream == order.fast and ours and executable is not None and not abort_word[0]:
+                        slot = call % RING  # as FlightRecorder.enter()
                         if recorded[slot] is not what:
-                            page.write(slot, what)
-                        call_word[0] = call
-                        for keys, calls in neighbours:
-                            if keys[slot] != key and calls[0] >= call:  # a difference, perhaps: see Page.enter()
-                                break
-                        else:
+                            recorder.write(slot, what)
+                        number[0] = call
+                        at = keys_offset + slot * SLOT_BYTES
+                        if page[at : at + SLOT_BYTES] == keys or recorder.differing(call) is None:
                             try:
-                                executable.launch(stream)
-                            except CudaError as error:
-                                repeats.start_anyway(executable.launch, stream, error)
+                                launch_graph(executable.handle, stream)
+                            except Exception as error:
+                                start = partial(launch_graph, executable.handle)
+                                engine.repeats.start_anyway(start, stream, error)
                             return True
                 except BaseException as error:
                     self._failed(error)

@@ -1,8 +1,8 @@
 """The control page: a file in shared memory through which the ranks of one host see each other without MPI.
 
 Its first 4 KB, which the GPUs can reach too, hold the abort word that ends every wait of every rank, and for each
-rank the word in which its kernels say whom they waited for in vain. Then comes a block a rank: who it is, what it has
-refused, and its flight recorder: a ring of its last calls, which the others compare with their own.
+rank the word in which its kernels say whom they waited for in vain. Then come the flight recorder, and a block a rank:
+who it is, what it has refused, how it votes.
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ import ctypes
 import mmap
 import os
 import tempfile
-import time
 from collections.abc import Iterable
 
 import numpy as np
 
 from ..errors import PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, report
-from .signature import TEXT_BYTES, Signature, Vote
+from . import flight_recorder
+from .flight_recorder import FlightRecorder
+from .signature import Vote
 
 HEAD_BYTES = 4096
-# Calls in a flight recorder: more than a host can run ahead of its GPU. Those that repeat in cycles of up to 10 find in
-# their slots what they would write there, so that the ranks' processors keep sharing these.
-RING = 2520
 REGISTRATIONS = 1024  # registered graphs that may be waiting for a rank to drop them
 ACTIVE, CLOSED = 1, 2
 REFUSED, MISMATCH = 1, 2  # kinds of fault
@@ -35,10 +33,9 @@ _VOTE = np.dtype([
 ], align=True)  # fmt: skip
 _RANK = np.dtype([
     ("pid", "<i8"), ("started", "<u8"), ("namespace", "<u8"), ("state", "<u4"), ("fault", "<u4"), ("fault_call", "<u8"),
-    ("text", "S1024"), ("lost", "<u4"), ("dead", "<u4"), ("why", "S56"), ("call", "<u8"),
+    ("text", "S1024"), ("lost", "<u4"), ("dead", "<u4"), ("why", "S56"),
     ("unmapped", "<u8", (REGISTRATIONS,)),
     ("votes", _VOTE, (2,)),  # by parity of the serial: nobody casts one before all have read the last but one
-    ("keys", "<u4", (RING,)), ("texts", f"S{TEXT_BYTES}", (RING,)),  # the flight recorder, by call % RING
 ], align=True)  # fmt: skip
 
 
@@ -53,16 +50,9 @@ class Page:
         finally:
             os.close(descriptor)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        words = memoryview(self._map)
-        self._words32 = words.cast("I")
-        self._ranks = np.frombuffer(self._map, _RANK, n, HEAD_BYTES)
-        neighbours = {(rank - 1) % n, (rank + 1) % n} - {rank}
-        self.neighbours = [
-            (_part(words, other, "keys").cast("I"), _part(words, other, "call").cast("Q")) for other in neighbours
-        ]
-        self.call_word = _part(words, rank, "call").cast("Q")
-        self._keys, self._texts = _part(words, rank, "keys").cast("I"), _part(words, rank, "texts")
-        self.recorded: list[Signature | None] = [None] * RING  # whose keys and texts those are
+        self._words32 = memoryview(self._map).cast("I")
+        self._ranks = np.frombuffer(self._map, _RANK, n, _ranks_offset(n))
+        self.recorder = FlightRecorder(self._map, HEAD_BYTES, rank, n)
         self.abort_word = self._words32[ABORT_OFFSET // 4 : ABORT_OFFSET // 4 + 1]
 
     @classmethod
@@ -100,53 +90,6 @@ class Page:
     @property
     def aborted(self) -> bool:
         return self.abort_word[0] != 0
-
-    # ---- the flight recorder, on the way of every call
-    def enter(self, call: int, what: Signature) -> int | None:
-        """Records a call and compares it with that of the same number of the next ranks on both sides.
-
-        :returns: a rank whose call differs, or None. A peer that comes later compares with this one; and once all have
-            come, two such ranks differ if any two do.
-        """
-        slot, key = call % RING, what.crc
-        if self.recorded[slot] is not what:  # else it is there from RING calls ago
-            self.write(slot, what)
-        self.call_word[0] = call
-        for keys, calls in self.neighbours:
-            if keys[slot] != key and calls[0] >= call:  # else of an earlier call
-                return self.differing(call)
-        return None
-
-    def write(self, slot: int, what: Signature) -> None:
-        """Puts what a call is into a slot."""
-        self._texts[TEXT_BYTES * slot : TEXT_BYTES * (slot + 1)] = what.record
-        self._keys[slot], self.recorded[slot] = what.crc, what
-
-    def differing(self, call: int) -> int | None:
-        """A rank whose call of this number, which this rank has entered, differs from ours; None if none has so far."""
-        for rank in range(self.n):
-            if self._differs(rank, call):
-                time.sleep(1e-3)  # some processors show another's key after the number that it wrote behind
-                if self._differs(rank, call):
-                    return rank
-        return None
-
-    def _differs(self, rank: int, call: int) -> bool:
-        return self._holds(rank, call) and self._ranks[rank]["keys"][call % RING] != self._keys[call % RING]
-
-    def _holds(self, rank: int, call: int) -> bool:
-        """Whether what a rank did in a call is still in its flight recorder: it writes a slot before the number."""
-        return call <= self.call_of(rank) < call + RING - 1
-
-    def call_of(self, rank: int) -> int:
-        """The number of a rank's last call."""
-        return int(self._ranks[rank]["call"])
-
-    def describe(self, rank: int, call: int) -> str:
-        """What a rank did in a call, for people; "" if it has not come so far, or that call is long gone."""
-        if not call or not self._holds(rank, call):
-            return ""
-        return bytes(self._ranks[rank]["texts"][call % RING]).decode(errors="replace")
 
     # ---- faults
     def post(self, kind: int, call: int, text: str) -> None:
@@ -189,16 +132,17 @@ class Page:
         for rank in range(self.n):
             bits = self._words32[missing_offset(rank) // 4]
             missing |= {other for other in range(self.n) if bits >> other & 1}
-        calls = [self.call_of(rank) for rank in range(self.n)]
+        describe = self.recorder.describe
+        calls = [self.recorder.call_of(rank) for rank in range(self.n)]
         behind = {rank for rank in range(self.n) if calls[rank] < max(calls)}
         parts = []
         for rank in sorted(missing & behind or behind or missing):
-            last = self.describe(rank, calls[rank])
+            last = describe(rank, calls[rank])
             parts.append(f"rank {rank} never came: its last call was {calls[rank]}" + (f" ({last})" if last else ""))
         others: dict[str, list[int]] = {}
         for rank in range(self.n):
             if calls[rank] == max(calls):
-                others.setdefault(self.describe(rank, max(calls)), []).append(rank)
+                others.setdefault(describe(rank, max(calls)), []).append(rank)
         parts += [f"ranks {ranks} are at call {max(calls)} ({what})" for what, ranks in others.items()]
         return "; ".join(parts)
 
@@ -278,18 +222,16 @@ class Page:
 
     def lost(self, call: int, rank: int, why: str) -> PeerLostError:
         """The error for a rank that has gone."""
-        last = self.call_of(rank)
+        last = self.recorder.call_of(rank)
         return PeerLostError(report(
             self.rank, call, expected=f"rank {rank} to take part", found=f"that {why}, after its call {last}",
             advice="The communicator can only be closed.",
         ))  # fmt: skip
 
 
-def _part(page: memoryview, rank: int, field: str) -> memoryview:
-    """The bytes of a field of a rank's block."""
-    dtype, offset = _RANK.fields[field][:2]  # type: ignore[index]
-    start = HEAD_BYTES + rank * _RANK.itemsize + offset
-    return page[start : start + dtype.itemsize]
+def _ranks_offset(n: int) -> int:
+    """Where in the page the ranks' blocks begin: behind the flight recorder."""
+    return HEAD_BYTES + flight_recorder.nbytes(n)
 
 
 def missing_offset(rank: int) -> int:
@@ -299,5 +241,5 @@ def missing_offset(rank: int) -> int:
 
 def page_bytes(n: int) -> int:
     """Size of the page of ``n`` ranks: whole pages."""
-    size = HEAD_BYTES + n * _RANK.itemsize
+    size = _ranks_offset(n) + n * _RANK.itemsize
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from .. import surroundings
@@ -51,7 +52,7 @@ class Repeats:
 
     def __init__(self, device: int, context: int, launches: Launches, order: CallOrder, page: Page) -> None:
         self._device, self._context, self._order = device, context, order
-        self._abort_word, self._enter, self._find = page.abort_word, page.enter, launches.find
+        self._abort_word, self._enter, self._find = page.abort_word, page.recorder.enter, launches.find
         # By the ids of array and out, and op. None: other arrays have these ids each time.
         self._known: dict[tuple[int, int, str], Repeat | None] = {}
         self._starts: dict[tuple[driver.Launch, int, int], Start | None] = {}  # by addresses. None: seen once
@@ -75,12 +76,15 @@ class Repeats:
             return False
         try:
             start(stream)
-        except CudaError as error:
+        except Exception as error:
             self.start_anyway(start, stream, error)
         return True
 
-    def start_anyway(self, start: Start, stream: int, error: CudaError) -> None:
+    def start_anyway(self, start: Start, stream: int, error: Exception) -> None:
         """In our context, if the error was for want of that. :raises CudaError: if not, or CaptureError."""
+        error = surroundings.launch_error(error)
+        if not isinstance(error, CudaError):
+            raise error
         if error.code == _CAPTURING:
             raise CaptureError(IN_A_CAPTURE) from error
         if error.code not in driver.INVALID_CONTEXT or driver.current_context() == self._context:
@@ -148,8 +152,8 @@ class Repeats:
                     words[IN], words[OUT] = source, target
                     executable = graph.executable_of(launch)
                     self._graphs.append(executable)
-                    self._starts[place] = executable.launch
-                    return executable.launch
+                    self._starts[place] = begin = partial(surroundings.launch_graph, executable.handle)
+                    return begin
 
         def start(stream: int) -> None:
             words[IN], words[OUT] = source, target

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from dataclasses import dataclass
 
-TEXT_BYTES = 80  # of a call's text on the control page
+from .plan import MAX_RANKS
+
+TEXT_BYTES, KEY_BYTES = 80, 4  # of a call, in the flight recorder
 
 
 @dataclass(frozen=True)
 class Signature:
-    """What every rank's call must agree on: a text for people, its checksum, and its form in the flight recorder."""
+    """What every rank's call must agree on: a text for people, its checksum, and their forms in the flight recorder."""
 
     text: str
     crc: int
     record: bytes
+    keys: bytes  # a slot in which all ranks agree on it
 
     @classmethod
     def of(cls, text: str, checked: str | None = None) -> Signature:
         """The signature of ``text``; the checksum is that of ``checked``, if it is given."""
         record = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-        return cls(text, zlib.crc32((checked or text).encode()), record)
+        crc = zlib.crc32((checked or text).encode())
+        return cls(text, crc, record, crc.to_bytes(KEY_BYTES, sys.byteorder) * MAX_RANKS)
 
     def __str__(self) -> str:
         return self.text

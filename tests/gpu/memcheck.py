@@ -10,5 +10,5 @@ tool = shutil.which("compute-sanitizer")
 if tool is None:
     print("compute-sanitizer is not installed", flush=True)
 else:
-    sweep = [sys.executable, "tests/gpu/sweep.py", "--cases", "12", "--largest", "20000"]
+    sweep = [sys.executable, "tests/gpu/sweep.py", "--cases", "40", "--largest", "20000", "--tight"]
     os.execv(tool, [tool, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9", *sweep])

@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=1 << 20, help="bytes of the largest message")
     parser.add_argument("--smallest", type=int, default=1, help="bytes of the smallest message that is not empty")
     parser.add_argument("--late", type=float, default=0.002, help="seconds that a late rank is late")
+    parser.add_argument("--tight", action="store_true", help="no memory behind an array: for memcheck")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     world = MPI.COMM_WORLD
@@ -32,10 +33,10 @@ def main() -> None:
         name or "planned": ipcreduce.Communicator(algorithm=name) for name in (None, "one_shot", "two_shot")
     }
     assert communicators["planned"].backend == "ipc", communicators["planned"].describe()
-    started = time.time()
-    result = sweep.run(
-        cupy_module, communicators, options.seed, options.cases, (options.smallest, options.largest), options.late
-    )
+    if options.tight:
+        cupy.cuda.set_allocator(None)  # no pool, which would give more than was asked for
+    started, sizes = time.time(), (options.smallest, options.largest)
+    result = sweep.run(cupy_module, communicators, options.seed, options.cases, sizes, options.late, options.tight)
     for comm in communicators.values():
         comm.synchronize()
         comm.close()

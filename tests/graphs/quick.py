@@ -153,19 +153,23 @@ def errors_are_told(comm: Any) -> None:
     source, graph = mine(3000), Graph(comm)
     raised: dict[str, BaseException] = {}
 
-    def get_current_stream(before: Callable[[], Any] = surroundings.get_current_stream) -> Any:
-        for error in raised.values():
-            raise error
-        return before()
+    def raising(name: str) -> Any:
+        before = getattr(surroundings, name)
 
-    with mock.patch.object(surroundings, "get_current_stream", get_current_stream), graph.record():
+        def function(*arguments: Any) -> Any:
+            if name in raised:
+                raise raised[name]
+            return before(*arguments)
+
+        return mock.patch.object(surroundings, name, function)
+
+    with raising("get_current_stream"), raising("launch_graph"), graph.record():
         comm.allreduce(source)
     eager = functools.partial(comm.allreduce, source)
     no_memory = mock.patch.object(cupy, "empty", side_effect=cupy.cuda.memory.OutOfMemoryError(1, 2))
     interrupt = mock.patch.object(surroundings, "get_current_stream", side_effect=KeyboardInterrupt())
-    interrupted = mock.patch.dict(raised, {"now": KeyboardInterrupt()})
-    executable = type(graph.segments[0].executable)
-    interrupted_launch = mock.patch.object(executable, "launch", side_effect=KeyboardInterrupt())
+    interrupted = mock.patch.dict(raised, get_current_stream=KeyboardInterrupt())
+    interrupted_launch = mock.patch.dict(raised, launch_graph=KeyboardInterrupt())
     for call, fault, kind in (
         (eager, no_memory, MemoryError),
         (eager, interrupt, KeyboardInterrupt),

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.sim import machine, pools, streams
+from tests.sim import graph, machine, pools, streams
 
 __version__ = "0 (simulated)"
 
@@ -506,6 +506,7 @@ class _Runtime:
     CUDARuntimeError = pools.CUDARuntimeError
     getDevice = staticmethod(_device)
     getDeviceCount = staticmethod(lambda: len(machine.gpus()))
+    graphLaunch = staticmethod(graph.launch_through_the_runtime)
 
 
 cuda = SimpleNamespace(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 
-from . import streams
+from ipcreduce.errors import CudaError
+
+from . import pools, streams
 from .driver import Launch, alive, api
 from .driver_streams import captured_nodes, graphs
 from .machine import Fault
@@ -16,25 +19,44 @@ def set_kernel(node: int, launch: Launch) -> None:
     captured_nodes[node].work = launch.work()
 
 
+_handles = itertools.count(1)
+_executables: dict[int, list[streams.Node]] = {}
+
+
 class Executable:
     """As in ipcreduce/cuda/graph.py."""
 
     @api("cuGraphInstantiate")
     def __init__(self, graph: int) -> None:
-        self._nodes: list[streams.Node] | None = _in_some_order(graphs[graph])
+        nodes = _in_some_order(graphs[graph])
+        self.handle = next(_handles)
+        _executables[self.handle] = nodes
         alive["executables"] += 1
 
-    @api("cuGraphLaunch")
     def launch(self, stream: int) -> None:
-        if self._nodes is None:
-            raise Fault(1)
-        streams.launch(self._nodes, stream)
+        _launch(self.handle, stream)
 
     @api("cuGraphExecDestroy")
     def destroy(self) -> None:
         streams.refuse_while_capturing()
-        self._nodes = None
+        del _executables[self.handle]
+        self.handle = 0
         alive["executables"] -= 1
+
+
+@api("cuGraphLaunch")
+def _launch(executable: int, stream: int) -> None:
+    if executable not in _executables:
+        raise Fault(1)
+    streams.launch(_executables[executable], stream)
+
+
+def launch_through_the_runtime(executable: int, stream: int) -> None:
+    """As CuPy does it, with its error."""
+    try:
+        _launch(executable, stream)
+    except CudaError as error:
+        raise pools.CUDARuntimeError(error.code) from None
 
 
 @api("cuGraphAddKernelNode")

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ipcreduce.errors import PeerFailedError, PeerTimeoutError, RankMismatchError
-from ipcreduce.ipc import control, watchdog
+from ipcreduce.ipc import control, flight_recorder, watchdog
 from ipcreduce.ipc.control import Page
+from ipcreduce.ipc.flight_recorder import RING
 from ipcreduce.ipc.signature import Signature, Vote, signature
 from ipcreduce.numerics import DTYPE_NAMES, OPS
 
@@ -79,9 +78,11 @@ def test_a_page_that_has_gone_is_an_error():
 @pytest.mark.parametrize("n", range(1, 9))
 def test_whole_pages_and_aligned_words(n: int):
     assert control.page_bytes(n) % mmap.PAGESIZE == 0
-    assert control.page_bytes(n) >= control.HEAD_BYTES + n * control._RANK.itemsize
-    offsets = [control._RANK.fields[name][1] for name in ("keys", "call")]
-    assert not any(offset % 8 for offset in (control._RANK.itemsize, *offsets)), "words are read by aligned accesses"
+    recorder = flight_recorder.nbytes(n)
+    assert control.page_bytes(n) >= control.HEAD_BYTES + recorder + n * control._RANK.itemsize
+    assert not any(size % 8 for size in (recorder, control._RANK.itemsize)), "words are read by aligned accesses"
+    lines = [control.HEAD_BYTES, flight_recorder._KEYS_BYTES, flight_recorder._RANK.itemsize]
+    assert not any(size % 64 for size in lines), "a slot, or the number of a rank, lies in one cache line"
     assert control.HEAD_BYTES % mmap.PAGESIZE == 0, "the GPUs get whole pages"
     lines = [control.ABORT_OFFSET, *(control.missing_offset(rank) for rank in range(n))]
     assert len({offset // 64 for offset in lines}) == n + 1, "a cache line each"
@@ -143,127 +144,19 @@ def test_votes(pages: list[Page]):
 def test_waiting_in_vain(pages: list[Page]):
     """A rank that did not come to a vote is named on every rank, and every wait ends."""
     for page in pages[:-1]:
-        page.enter(3, Signature.of("recording of a graph"))
+        page.recorder.enter(3, Signature.of("recording of a graph"))
     pages[0].miss([len(pages) - 1])
     for page in pages:
         assert page.aborted
         assert f"rank {len(pages) - 1} never came" in str(page.explain(3, 5.0))
 
 
-@pytest.mark.parametrize(
-    ("what", "text"),
-    [
-        (SUM, "sum of float32 (10,)"),
-        (signature((), "bfloat16", "avg"), "avg of bfloat16 ()"),
-        (signature((2, 3, 4), "uint64", "prod"), "prod of uint64 (2, 3, 4)"),
-        (ON_HOST, "sum of float32 (10,) on the host"),
-    ],
-)
-def test_described_alike_here_and_there(pages: list[Page], what: Signature, text: str):
-    assert str(what) == text
-    pages[0].enter(1, what)
-    assert pages[1].describe(0, 1) == text
-
-
-def test_a_long_description_is_cut_but_compared_whole(pages: list[Page]):
-    many, other = (signature((1,) * 50 + (last,), "int8", "sum") for last in (2, 3))
-    pages[0].enter(1, many)
-    text = pages[1].describe(0, 1)
-    assert len(text) >= 80
-    assert str(many).startswith(text)
-    assert pages[1].enter(1, other) == 0
-
-
-# ---- the flight recorder
-def test_equal_calls_pass(pages: list[Page]):
-    for call in range(1, 3 * control.RING):  # round the ring, and on
-        for page in pages:
-            assert page.enter(call, SUM) is None
-    assert [page.call_of(1) for page in pages] == [3 * control.RING - 1] * 3
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        signature((10,), "int32", "sum"),
-        signature((10,), "float32", "min"),
-        signature((5, 2), "float32", "sum"),
-        ON_HOST,
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("call", [1, 7, control.RING, control.RING + 1, 5 * control.RING - 1, (1 << 32) + 3])
-def test_whoever_comes_second_sees_the_difference(pages: list[Page], other: Signature, call: int):
-    assert pages[0].enter(call, SUM) is None
-    assert pages[2].enter(call, other) == 0
-    assert pages[1].enter(call, SUM) == 2
-    assert pages[1].describe(2, call) == str(other)
-
-
-def test_ranks_may_be_apart(pages: list[Page]):
-    """One that runs ahead is compared when the other comes to that call, not before."""
-    different = signature((3,), "int8", "sum")
-    for call in range(1, 6):
-        assert pages[0].enter(call, different if call == 4 else SUM) is None
-    assert [pages[1].enter(call, SUM) for call in range(1, 6)] == [None, None, None, 0, None]
-
-
-def test_a_call_that_the_ring_has_overwritten_is_not_compared(pages: list[Page]):
-    other = signature((3,), "int8", "sum")
-    pages[0].enter(1, SUM)
-    pages[0].enter(1 + control.RING, other)
-    assert pages[1].enter(1, SUM) is None
-    assert pages[1].describe(0, 1) == ""
-    assert pages[1].describe(0, 1 + control.RING) == str(other)
-
-
-def test_a_slot_that_is_being_overwritten_is_not_compared(pages: list[Page]):
-    for call in range(1, control.RING + 1):
-        pages[0].enter(call, SUM)
-    pages[0].write(1, signature((3,), "int8", "sum"))  # of call RING + 1, whose number is not there yet
-    assert pages[1].enter(1, SUM) is None
-
-
-@given(st.data())
-@settings(deadline=None)
-def test_some_rank_sees_any_difference(data: st.DataObject):
-    """Though each looks at two others only, and whatever order they come in."""
-    n = data.draw(st.integers(2, 8))
-    odd = data.draw(st.sets(st.integers(0, n - 1), min_size=1, max_size=n - 1))
-    ranks, other, found = make_pages(n), signature((3,), "int8", "sum"), {}
-    for call in (1, 2):  # alike, then not
-        for rank in data.draw(st.permutations(range(n))):
-            found[call, rank] = ranks[rank].enter(call, other if call == 2 and rank in odd else SUM)
-    assert {found[1, rank] for rank in range(n)} == {None}
-    seen = {rank: by for (call, rank), by in found.items() if call == 2 and by is not None}
-    assert seen
-    assert all((rank in odd) != (by in odd) for rank, by in seen.items())
-
-
-def test_a_difference_of_ranks_apart():
-    """Those between have not come: only the look at all sees it, and a timeout names both calls."""
-    ranks, other = make_pages(5), signature((3,), "int8", "sum")
-    assert ranks[0].enter(1, SUM) is None
-    assert ranks[2].enter(1, other) is None
-    assert [ranks[0].differing(1), ranks[2].differing(1)] == [2, 0]
-    miss(ranks[0], 1)
-    text = str(ranks[0].explain(1, 1.0))
-    assert (
-        "rank 1 never came: its last call was 0; ranks [0] are at call 1 (sum of float32 (10,)); ranks [2] are" in text
-    )
-    assert f"ranks [2] are at call 1 ({other})" in text
-
-
-def test_nothing_to_describe_yet(pages: list[Page]):
-    assert pages[0].describe(1, 0) == pages[0].describe(1, 1) == ""
-    assert pages[0].call_of(1) == 0
-
-
 def test_a_rank_writes_only_its_own_block(pages: list[Page]):
-    blocks = slice(control.HEAD_BYTES, control.HEAD_BYTES + 3 * control._RANK.itemsize)
+    begin = control._ranks_offset(3)
+    blocks = slice(begin, begin + 3 * control._RANK.itemsize)
     before = np.frombuffer(pages[0]._map, np.uint8)[blocks].reshape(3, -1).copy()
-    for call in (1, 500, control.RING - 1):
-        pages[1].enter(call, SUM)
+    pages[1].recorder.enter(RING - 1, SUM)
+    assert (np.frombuffer(pages[0]._map, np.uint8)[blocks].reshape(3, -1) == before).all(), "the recorder has its own"
     pages[1].post(control.REFUSED, 1, "x" * 5000)
     pages[1].leave()
     after = np.frombuffer(pages[0]._map, np.uint8)[blocks].reshape(3, -1)
@@ -319,9 +212,9 @@ def miss(page: Page, *ranks: int) -> None:
 
 def test_a_timeout_says_who_never_came_and_what_it_did_last(pages: list[Page]):
     for page in pages:
-        page.enter(1, SUM)
+        page.recorder.enter(1, SUM)
     for rank in (0, 2):
-        pages[rank].enter(2, signature((6,), "int64", "max"))
+        pages[rank].recorder.enter(2, signature((6,), "int64", "max"))
         miss(pages[rank], 1)
     pages[0].abort()
     error = pages[0].explain(2, 1.5)
@@ -334,7 +227,7 @@ def test_a_timeout_says_who_never_came_and_what_it_did_last(pages: list[Page]):
 
 
 def test_a_rank_that_never_called(pages: list[Page]):
-    pages[0].enter(1, SUM)
+    pages[0].recorder.enter(1, SUM)
     miss(pages[0], 1, 2)
     text = str(pages[0].explain(1, 1.0))
     assert "rank 1 never came: its last call was 0; rank 2 never came: its last call was 0; ranks [0] are at" in text
@@ -343,17 +236,27 @@ def test_a_rank_that_never_called(pages: list[Page]):
 def test_a_chain_of_waits_ends_at_the_rank_that_is_behind(pages: list[Page]):
     """Rank 0 waits for 1, which is at the same call and waits for 2, the one to look for."""
     for rank in (0, 1):
-        pages[rank].enter(1, SUM)
+        pages[rank].recorder.enter(1, SUM)
         miss(pages[rank], rank + 1)
     text = str(pages[0].explain(1, 1.0))
     assert "rank 2 never came" in text
     assert "rank 1 never came" not in text
 
 
+def test_every_call_is_named_where_ranks_between_have_not_come():
+    ranks, other = make_pages(5), signature((3,), "int8", "sum")
+    ranks[0].recorder.enter(1, SUM)
+    ranks[2].recorder.enter(1, other)
+    miss(ranks[0], 1)
+    text = str(ranks[0].explain(1, 1.0))
+    assert "rank 1 never came: its last call was 0; ranks [0] are at call 1 (sum of float32 (10,)); ranks [2]" in text
+    assert f"ranks [2] are at call 1 ({other})" in text
+
+
 def test_the_late_rank_itself_can_explain(pages: list[Page]):
     """It comes after the others gave up: it is at their call by now, so the missing bits alone name it."""
     for page in pages:
-        page.enter(1, SUM)
+        page.recorder.enter(1, SUM)
     miss(pages[0], 2)
     assert "rank 2 never came" in str(pages[2].explain(1, 1.0))
 
@@ -379,7 +282,7 @@ def test_long_and_foreign_texts(pages: list[Page]):
 
 
 def test_a_lost_rank(pages: list[Page]):
-    pages[1].enter(3, SUM)
+    pages[1].recorder.enter(3, SUM)
     assert str(pages[0].lost(4, 1, "its process has ended")) == (
         "rank 0, call 4: expected rank 1 to take part; found that its process has ended, after its call 3. The "
         "communicator can only be closed."

@@ -105,7 +105,7 @@ def test_a_launch_as_a_graph_of_its_own(bindings: Any, failing: str):
 
     def launch_graph(handle: Any, stream: int) -> tuple[int]:
         calls.append(("cuGraphLaunch", handle, stream))
-        return (1 if handle is None else 0,)
+        return (0 if handle else 1,)
 
     bindings(
         Bindings(

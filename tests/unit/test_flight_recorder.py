@@ -1,0 +1,144 @@
+"""The flight recorder, with the ranks as several views of one memory in this process."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ipcreduce.ipc import flight_recorder
+from ipcreduce.ipc.flight_recorder import RING, FlightRecorder
+from ipcreduce.ipc.signature import Signature, signature
+
+SUM = signature((10,), "float32", "sum")
+ON_HOST = Signature.of(f"{SUM} on the host")
+OFFSET = 4096
+
+
+def recorders(n: int) -> list[FlightRecorder]:
+    page = mmap.mmap(-1, OFFSET + flight_recorder.nbytes(n) + 64)
+    return [FlightRecorder(page, OFFSET, rank, n) for rank in range(n)]
+
+
+@pytest.fixture
+def ranks() -> list[FlightRecorder]:
+    return recorders(3)
+
+
+def test_equal_calls_pass(ranks: list[FlightRecorder]):
+    for call in range(1, 3 * RING):  # round the ring, and on
+        for rank in ranks:
+            assert rank.enter(call, SUM) is None
+    assert [rank.call_of(1) for rank in ranks] == [3 * RING - 1] * 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        signature((10,), "int32", "sum"),
+        signature((10,), "float32", "min"),
+        signature((5, 2), "float32", "sum"),
+        ON_HOST,
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("call", [1, 7, RING, RING + 1, 5 * RING - 1, (1 << 32) + 3])
+def test_whoever_comes_second_sees_the_difference(ranks: list[FlightRecorder], other: Signature, call: int):
+    assert ranks[0].enter(call, SUM) is None
+    assert ranks[2].enter(call, other) == 0
+    assert ranks[1].enter(call, SUM) == 2
+    assert ranks[1].describe(2, call) == str(other)
+
+
+def test_ranks_may_be_apart(ranks: list[FlightRecorder]):
+    """One that runs ahead is compared when the other comes to that call, not before."""
+    different = signature((3,), "int8", "sum")
+    for call in range(1, 6):
+        assert ranks[0].enter(call, different if call == 4 else SUM) is None
+    assert [ranks[1].enter(call, SUM) for call in range(1, 6)] == [None, None, None, 0, None]
+
+
+def test_a_call_that_the_ring_has_overwritten_is_not_compared(ranks: list[FlightRecorder]):
+    other = signature((3,), "int8", "sum")
+    ranks[0].enter(1, SUM)
+    ranks[0].enter(1 + RING, other)
+    assert ranks[1].enter(1, SUM) is None
+    assert ranks[1].describe(0, 1) == ""
+    assert ranks[1].describe(0, 1 + RING) == str(other)
+
+
+def test_a_slot_that_is_being_overwritten_is_not_compared(ranks: list[FlightRecorder]):
+    for call in range(1, RING + 1):
+        ranks[0].enter(call, SUM)
+    ranks[0].write(1, signature((3,), "int8", "sum"))  # of call RING + 1, whose number is not there yet
+    assert ranks[1].enter(1, SUM) is None
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_any_difference_from_who_came_before_is_seen(data: st.DataObject):
+    n = data.draw(st.integers(2, 8))
+    odd = data.draw(st.sets(st.integers(0, n - 1), min_size=1, max_size=n - 1))
+    ranks, other = recorders(n), signature((3,), "int8", "sum")
+    for rank in data.draw(st.permutations(range(n))):
+        assert ranks[rank].enter(1, SUM) is None
+    came: list[int] = []
+    for rank in data.draw(st.permutations(range(n))):
+        differ = [one for one in came if (one in odd) != (rank in odd)]
+        assert ranks[rank].enter(2, other if rank in odd else SUM) == min(differ, default=None)
+        came.append(rank)
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_that_all_agree_is_seen_at_one_look(n: int, monkeypatch: pytest.MonkeyPatch):
+    ranks = recorders(n)
+    for rank in ranks:
+        rank.enter(1, SUM)
+    monkeypatch.setattr(FlightRecorder, "differing", lambda *_: pytest.fail("a second look"))
+    for call in (1, 1 + RING):
+        assert [rank.enter(call, SUM) for rank in ranks] == [None] * n
+
+
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_ranks_write_side_by_side_and_nowhere_else(n: int):
+    ranks = recorders(n)
+    page = np.frombuffer(ranks[0].page, np.uint8)
+    changed = []
+    for rank in ranks:
+        before = page.copy()
+        rank.enter(RING - 1, SUM)
+        changed.append(set(np.flatnonzero(page != before)))
+    assert sum(map(len, changed)) == len(set().union(*changed)), "two ranks write the same byte"
+    assert all(OFFSET <= byte < OFFSET + flight_recorder.nbytes(n) for one in changed for byte in one)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        (SUM, "sum of float32 (10,)"),
+        (signature((), "bfloat16", "avg"), "avg of bfloat16 ()"),
+        (signature((2, 3, 4), "uint64", "prod"), "prod of uint64 (2, 3, 4)"),
+        (ON_HOST, "sum of float32 (10,) on the host"),
+    ],
+)
+def test_described_alike_here_and_there(ranks: list[FlightRecorder], what: Signature, text: str):
+    assert str(what) == text
+    ranks[0].enter(1, what)
+    assert ranks[1].describe(0, 1) == text
+
+
+def test_a_long_description_is_cut_but_compared_whole(ranks: list[FlightRecorder]):
+    many, other = (signature((1,) * 50 + (last,), "int8", "sum") for last in (2, 3))
+    ranks[0].enter(1, many)
+    text = ranks[1].describe(0, 1)
+    assert len(text) >= 80
+    assert str(many).startswith(text)
+    assert ranks[1].enter(1, other) == 0
+
+
+def test_nothing_to_describe_yet(ranks: list[FlightRecorder]):
+    assert ranks[0].describe(1, 0) == ranks[0].describe(1, 1) == ""
+    assert ranks[0].call_of(1) == 0

@@ -35,6 +35,7 @@ from ipcreduce.bench import command, contenders, report, timing
 from ipcreduce.bench.limit import Limit
 from ipcreduce.cuda import compiler, driver
 from ipcreduce.ipc import launches as launching
+from ipcreduce.ipc.flight_recorder import RING
 from ipcreduce.numerics import DTYPES, OPS
 
 WORLD = MPI.COMM_WORLD
@@ -159,17 +160,27 @@ def eager(run: Run) -> None:
     handles = bindings.CUgraphExec(executable.handle), bindings.CUstream(stream)  # made once: 0.3 us each
     bare_graph = functools.partial(bindings.cuGraphLaunch, *handles)
     of_cupy = functools.partial(surroundings.launch_graph, executable.handle, stream)
-    ends, hosts = alternately(run, bare, call, bare_graph, graph.replay, of_cupy)
-    run.keep("eager call, host (bare launch + 1)", 1024, hosts[1], hosts[0] + 1, 1.0)
-    run.keep("eager call, end to end (5 us)", 1024, ends[1], 5.0, 1.0)
-    run.keep("replay, host (bare launch + 1)", 1024, hosts[3], hosts[2] + 1, 1.0)
-    run.keep("cuGraphLaunch, host, by CuPy (bindings)", 1024, hosts[4], hosts[2], 1.0)
+    for which, before in (("", RING), (" behind others", 0)):  # behind others the flight recorder's slots are rewritten
+        ends, hosts = alternately(run, before, bare, call, bare_graph, graph.replay, of_cupy)
+        run.keep(f"eager call{which}, host (bare launch + 1)", 1024, hosts[1], hosts[0] + 1, 1.0)
+        run.keep(f"eager call{which}, end to end (5 us)", 1024, ends[1], 5.0, 1.0)
+        run.keep(f"replay{which}, host (bare launch + 1)", 1024, hosts[3], hosts[2] + 1, 1.0)
+    run.keep("cuGraphLaunch, host, by CuPy (by the bindings)", 1024, hosts[4], hosts[2], 1.0)
     graph.close()
 
 
-def alternately(run: Run, *calls: Call) -> tuple[list[float], list[float]]:
-    """End to end and host times of calls that take turns: the pace of a host changes within seconds."""
-    turns = [[timing.eagerly(call, 100, run.replays, WORLD) for call in calls] for _ in range(_TURNS)]
+def alternately(run: Run, before: int, *calls: Call) -> tuple[list[float], list[float]]:
+    """End to end and host times of calls that take turns: the pace of a host changes within seconds.
+
+    :param before: calls that are made at the beginning of each turn and not timed.
+    """
+
+    def turn(call: Call) -> tuple[timing.Times, timing.Times]:
+        for _ in range(before):
+            call()
+        return timing.eagerly(call, 100, run.replays, WORLD)
+
+    turns = [[turn(call) for call in calls] for _ in range(_TURNS)]
     ends, hosts = (
         [statistics.median(turn[i][part].median for turn in turns) for i in range(len(calls))] for part in (0, 1)
     )

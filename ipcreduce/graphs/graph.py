@@ -232,9 +232,10 @@ class Graph:
         :raises IpcReduceError: for the ranks' other calls, see :meth:`Communicator.allreduce`. An exception in a break
             passes unchanged; the other ranks get :class:`PeerFailedError`.
         """
-        comm, again = self._comm, self._again
+        again = self._again
         if again is not None and inputs is None and stream is None and not open_recordings and again():
             return
+        comm = self._comm
         comm.check_usable()
         try:
             if self._state not in _READY or current.graph is not None or inputs is not None:

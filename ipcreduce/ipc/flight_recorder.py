@@ -1,14 +1,13 @@
 """The flight recorder: each rank's last calls, in memory that all see, for every rank to compare with its own.
 
 A ring of slots, by call number. In a slot the ranks' keys stand side by side, checksums of what they did: that all of
-them agree is seen at one look. The texts, for people, lie apart.
+them agree is seen at one look. What a key stands for, in words, each rank has in a table.
 """
 
 from __future__ import annotations
 
 import mmap
 import time
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,9 @@ from .signature import KEY_BYTES, TEXT_BYTES, Signature
 RING = 2520
 SLOT_BYTES = KEY_BYTES * MAX_RANKS
 _KEYS_BYTES = RING * SLOT_BYTES
-_RANK = np.dtype([("number", "<u8", (8,)), ("texts", f"S{TEXT_BYTES}", (RING,))])  # number: of its last call, a line
+TEXTS = 1008
+_TEXT = np.dtype([("key", "<u4"), ("text", f"S{TEXT_BYTES}")])
+_RANK = np.dtype([("number", "<u8", (8,)), ("texts", _TEXT, (TEXTS,))])  # number: of its last call, a cache line
 
 
 class FlightRecorder:
@@ -31,13 +32,13 @@ class FlightRecorder:
         self.page, self.keys_offset = page, offset
         self._rank = rank
         words, ranks = memoryview(page), offset + _KEYS_BYTES
-        blocks = [words[at : at + _RANK.itemsize] for at in range(ranks, ranks + n * _RANK.itemsize, _RANK.itemsize)]
         self._keys = words[offset:ranks].cast("I")
-        self._numbers = [block[:8].cast("Q") for block in blocks]
-        self._texts = [block[_RANK.fields["texts"][1] :] for block in blocks]  # type: ignore[index]
+        self._numbers = [words[at : at + 8].cast("Q") for at in range(ranks, offset + nbytes(n), _RANK.itemsize)]
+        self._texts = np.frombuffer(page, _RANK, n, ranks)["texts"]
+        self._told: set[int] = set()  # keys in our table of texts
         self.number = self._numbers[rank]
         self._others = [(other, number) for other, number in enumerate(self._numbers) if other != rank]
-        self.recorded: list[Signature | None] = [None] * RING  # whose keys and texts are in our slots
+        self.recorded: list[Signature | None] = [None] * RING  # whose keys are in our slots
         self._places = range(rank, MAX_RANKS if rank == n - 1 else rank + 1)  # the last one stands for the missing
 
     def enter(self, call: int, what: Signature) -> int | None:
@@ -56,10 +57,19 @@ class FlightRecorder:
 
     def write(self, slot: int, what: Signature) -> None:
         """Puts what a call is into a slot: before its number."""
-        self._texts[self._rank][TEXT_BYTES * slot : TEXT_BYTES * (slot + 1)] = what.record
+        if what.crc not in self._told:
+            self._tell(what)
         for place in self._places:
             self._keys[slot * MAX_RANKS + place] = what.crc
         self.recorded[slot] = what
+
+    def _tell(self, what: Signature) -> None:
+        if len(self._told) == TEXTS:  # begins anew, and with it every slot
+            self._told.clear()
+            self.recorded[:] = [None] * RING
+        entry = self._texts[self._rank, len(self._told)]
+        entry["text"], entry["key"] = what.text.encode()[:TEXT_BYTES], what.crc
+        self._told.add(what.crc)
 
     def differing(self, call: int) -> int | None:
         """A rank whose call of this number, which this rank has entered, differs from ours; None if none has so far."""
@@ -86,11 +96,12 @@ class FlightRecorder:
         """What a rank did in a call, for people; "" if it has not come so far, or that call is long gone."""
         if not call or not self._holds(rank, call):
             return ""
-        slot = TEXT_BYTES * (call % RING)
-        return bytes(self._texts[rank][slot : slot + TEXT_BYTES]).rstrip(b"\0").decode(errors="replace")
+        texts = self._texts[rank]
+        found = texts["text"][texts["key"] == self._keys[call % RING * MAX_RANKS + rank]]
+        return bytes(found[0]).decode(errors="replace") if len(found) else "another call"
 
 
 def nbytes(n: int) -> int:
     """Its size for ``n`` ranks: whole cache lines."""
-    size: Any = _KEYS_BYTES + n * _RANK.itemsize
+    size = _KEYS_BYTES + n * _RANK.itemsize
     return int(size)

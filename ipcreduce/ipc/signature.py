@@ -13,19 +13,17 @@ TEXT_BYTES, KEY_BYTES = 80, 4  # of a call, in the flight recorder
 
 @dataclass(frozen=True)
 class Signature:
-    """What every rank's call must agree on: a text for people, its checksum, and their forms in the flight recorder."""
+    """What every rank's call must agree on: a text for people, and its checksum."""
 
     text: str
     crc: int
-    record: bytes
-    keys: bytes  # a slot in which all ranks agree on it
+    keys: bytes  # a slot of the flight recorder in which all ranks agree on it
 
     @classmethod
     def of(cls, text: str, checked: str | None = None) -> Signature:
         """The signature of ``text``; the checksum is that of ``checked``, if it is given."""
-        record = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
         crc = zlib.crc32((checked or text).encode())
-        return cls(text, crc, record, crc.to_bytes(KEY_BYTES, sys.byteorder) * MAX_RANKS)
+        return cls(text, crc, crc.to_bytes(KEY_BYTES, sys.byteorder) * MAX_RANKS)
 
     def __str__(self) -> str:
         return self.text

@@ -171,6 +171,8 @@ def test_a_small_workspace_turns_to_two_shots():
 @pytest.mark.parametrize(
     ("n", "nbytes", "shape"),
     [
+        (4, 512, ("one_shot", 1, 32)), (4, KB, ("one_shot", 2, 32)), (2, 1536, ("one_shot", 2, 64)),
+        (2, 4 * KB, ("one_shot", 2, 128)), (4, 8 * KB, ("one_shot", 8, 64)), (2, 16 * KB, ("one_shot", 32, 32)),
         (4, 64 * KB, ("one_shot", 128, 32)), (4, 192 * KB, ("one_shot", 128, 96)), (4, 256 * KB, ("two_shot", 128, 32)),
         (4, MB, ("two_shot", 256, 64)), (4, 2 * MB, ("two_shot", 512, 64)), (4, 3 * MB, ("two_shot", 384, 128)),
         (4, 4 * MB, ("two_shot", 132, 256)), (4, 64 * MB, ("two_shot", 132, 256)), (2, 64 * KB, ("one_shot", 128, 32)),
@@ -186,7 +188,7 @@ def test_shapes_that_were_quickest(n: int, nbytes: int, shape: tuple[str, int, i
 def test_short_eager_calls_only_are_graphs():
     half = workspace.half_bytes(256 * MB)
     for n in (2, 4):
-        graphs = [plan.eager_as_graph(plan.make_plan(nbytes, n, half)[0]) for nbytes in (1, 256 * KB, 256 * KB + 1)]
+        graphs = [plan.eager_as_graph(plan.make_plan(nbytes, n, half)[0]) for nbytes in (1, 512 * KB, 512 * KB + 1)]
         assert graphs == [True, True, False]
 
 

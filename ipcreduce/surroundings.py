@@ -16,13 +16,15 @@ from .errors import ArgumentError, CudaError, UnsupportedError
 _LEGACY_STREAM = (0, 1)  # the default stream of a context, which lives as long as that
 _PER_THREAD_STREAM = 2  # another one in every thread
 cupy: Any = None  # once it is imported
-get_current_stream: Any = None  # CuPy's, for speed
-launch_graph: Any = None  # CuPy's, of an executable on a stream: 0.2 to 0.4 us less than by the bindings (NOTES.md)
+# CuPy's, for speed: as calls of the driver they take 0.2 to 0.4 us less than by the bindings (NOTES.md).
+get_current_stream: Any = None
+current_context: Any = None  # this thread's
+launch_graph: Any = None  # an executable, on a stream
 
 
 def load() -> Any:
     """CuPy. :raises UnsupportedError: if it is missing."""
-    global cupy, get_current_stream, launch_graph
+    global cupy, get_current_stream, current_context, launch_graph
     if cupy is None:
         try:
             import cupy as found
@@ -30,7 +32,8 @@ def load() -> Any:
             raise UnsupportedError(
                 f"CuPy is not installed ({error}): pip install 'ipcreduce[cuda13]', or [cuda12] for a driver of CUDA 12"
             ) from None
-        cupy, get_current_stream, launch_graph = found, found.cuda.get_current_stream, found.cuda.runtime.graphLaunch
+        get_current_stream, current_context = found.cuda.get_current_stream, found.cuda.driver.ctxGetCurrent
+        cupy, launch_graph = found, found.cuda.runtime.graphLaunch
     return cupy
 
 

@@ -113,10 +113,7 @@ def release_context(ordinal: int) -> None:
 
 def current_context() -> int:
     """This thread's current context; 0 for none."""
-    code, context = (_bindings or load()).cuCtxGetCurrent()  # not by call(): it is on the way of quick calls
-    if code:
-        fail("cuCtxGetCurrent", code)
-    return int(context)
+    return int(call("cuCtxGetCurrent"))
 
 
 def set_context(context: int) -> None:

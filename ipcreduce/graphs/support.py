@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import arrays, surroundings
-from ..cuda import driver
 from ..errors import ArgumentError, GraphStateError, IpcReduceError, PeerLostError, UnsupportedError
 from ..ipc import wire
 from ..ipc.engine import Engine
@@ -183,7 +182,7 @@ class GraphSupport(ABC):
         order, context, recorder, keys = engine.order, engine.context, engine.page.recorder, what.keys
         page, keys_offset, number, recorded = recorder.page, recorder.keys_offset, recorder.number, recorder.recorded
         get_current_stream, launch_graph = surroundings.get_current_stream, surroundings.launch_graph
-        abort_word = engine.page.abort_word
+        current_context, abort_word = surroundings.current_context, engine.page.abort_word
 
         def again() -> bool:
             try:
@@ -193,7 +192,7 @@ class GraphSupport(ABC):
                 self._call = call = self._call + 1
                 try:
                     executable, stream = segment.executable, get_current_stream().ptr
-                    ours = stream > 1 or driver.current_context() == context  # each has a default stream
+                    ours = stream > 1 or current_context() == context  # each has a default stream
                     if stream == order.fast and ours and executable is not None and not abort_word[0]:
                         slot = call % RING  # as FlightRecorder.enter()
                         if recorded[slot] is not what:

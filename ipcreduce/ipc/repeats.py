@@ -66,7 +66,7 @@ class Repeats:
             return False
         try:
             if stream < 2:  # the default stream: it captures nothing, and each context has its own
-                if driver.current_context() != self._context:
+                if surroundings.current_context() != self._context:
                     return False
             elif current.is_capturing():
                 return False

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.sim import graph, machine, pools, streams
+from tests.sim import driver, graph, machine, pools, streams
 
 __version__ = "0 (simulated)"
 
@@ -509,6 +509,10 @@ class _Runtime:
     graphLaunch = staticmethod(graph.launch_through_the_runtime)
 
 
+class _Driver:
+    ctxGetCurrent = staticmethod(driver.current_context)
+
+
 cuda = SimpleNamespace(
     Device=Device,
     Event=Event,
@@ -520,6 +524,7 @@ cuda = SimpleNamespace(
     get_current_stream=get_current_stream,
     get_elapsed_time=get_elapsed_time,
     memory=SimpleNamespace(OutOfMemoryError=pools.OutOfMemoryError),
+    driver=_Driver,
     runtime=_Runtime,
     using_allocator=pools.using_allocator,
 )

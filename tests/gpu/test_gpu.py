@@ -39,8 +39,9 @@ def test_examples(mpirun: Run, example: str) -> None:
 
 
 def test_memcheck_finds_nothing(mpirun: Run) -> None:
-    """compute-sanitizer, where it is installed, over a few cases of every kind on two ranks of one GPU."""
+    """compute-sanitizer, where it is installed, over a sweep and small graphs on two ranks of one GPU."""
     result = mpirun("tests/gpu/memcheck.py", 2, timeout=500)
     if "compute-sanitizer is not installed" in result.stdout:
         pytest.skip("compute-sanitizer is not installed")
-    assert "ERROR SUMMARY: 0 errors" in result.stdout
+    assert result.stdout.count("ERROR SUMMARY: 0 errors") == 2
+    assert result.stdout.count("a small graph, ") == 4

@@ -25,6 +25,13 @@ def test_sweep_where_packets_arrive_in_halves(mpirun: Run) -> None:
     assert "40 cases, 160 calls on 3 ranks, all right" in output
 
 
+def test_no_access_behind_an_array(mpirun: Run) -> None:
+    """What memcheck is for on a GPU: here there is nothing mapped behind the arrays."""
+    output = on_sim(mpirun, "memcheck", 2, "--inside", "--cases", 40, "--largest", 20_000, "--tight")
+    assert "40 cases, 160 calls on 2 ranks, all right" in output
+    assert output.count("a small graph, ") == 4
+
+
 def test_messages_larger_than_the_workspace(mpirun: Run) -> None:
     output = on_sim(mpirun, "sweep", 4, "--cases", 3, "--largest", 400_000, "--smallest", 200_000)
     assert "3 cases, 12 calls on 4 ranks, all right" in output

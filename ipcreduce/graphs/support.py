@@ -17,7 +17,7 @@ from ..errors import ArgumentError, GraphStateError, IpcReduceError, PeerLostErr
 from ..ipc import wire
 from ..ipc.engine import Engine
 from ..ipc.faults import Faults
-from ..ipc.flight_recorder import RING, SLOT_BYTES
+from ..ipc.flight_recorder import RING
 from ..ipc.signature import Signature
 from .agreement import agree
 from .pool import GraphPool
@@ -179,8 +179,9 @@ class GraphSupport(ABC):
         if self._sync:
             return None
         engine, what = self.require_engine("replay()"), segment.signature
-        order, context, recorder, keys = engine.order, engine.context, engine.page.recorder, what.keys
-        page, keys_offset, number, recorded = recorder.page, recorder.keys_offset, recorder.number, recorder.recorded
+        order, context, recorder, keys = engine.order, engine.context, engine.page.recorder, what.key * engine.n
+        page, keys_offset, slot_bytes = recorder.page, recorder.keys_offset, recorder.slot_bytes
+        number, recorded = recorder.number, recorder.recorded
         get_current_stream, launch_graph = surroundings.get_current_stream, surroundings.launch_graph
         current_context, abort_word = surroundings.current_context, engine.page.abort_word
 
@@ -198,8 +199,8 @@ class GraphSupport(ABC):
                         if recorded[slot] is not what:
                             recorder.write(slot, what)
                         number[0] = call
-                        at = keys_offset + slot * SLOT_BYTES
-                        if page[at : at + SLOT_BYTES] == keys or recorder.differing(call) is None:
+                        at = keys_offset + slot * slot_bytes
+                        if page[at : at + slot_bytes] == keys or recorder.differing(call) is None:
                             try:
                                 launch_graph(executable.handle, stream)
                             except Exception as error:

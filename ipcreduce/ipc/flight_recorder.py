@@ -11,14 +11,11 @@ import time
 
 import numpy as np
 
-from .plan import MAX_RANKS
 from .signature import KEY_BYTES, TEXT_BYTES, Signature
 
 # Calls in the ring: more than a host can run ahead of its GPU. Those that repeat in cycles of up to 10 find in their
 # slots what they would write there, so that the ranks' processors keep sharing these.
 RING = 2520
-SLOT_BYTES = KEY_BYTES * MAX_RANKS
-_KEYS_BYTES = RING * SLOT_BYTES
 TEXTS = 1008
 _TEXT = np.dtype([("key", "<u4"), ("text", f"S{TEXT_BYTES}")])
 _RANK = np.dtype([("number", "<u8", (8,)), ("texts", _TEXT, (TEXTS,))])  # number: of its last call, a cache line
@@ -29,9 +26,9 @@ class FlightRecorder:
 
     def __init__(self, page: mmap.mmap, offset: int, rank: int, n: int) -> None:
         """:param offset: where in the page it begins; it has :func:`nbytes` there."""
-        self.page, self.keys_offset = page, offset
-        self._rank = rank
-        words, ranks = memoryview(page), offset + _KEYS_BYTES
+        self.page, self.keys_offset, self.slot_bytes = page, offset, KEY_BYTES * n
+        self._rank, self._n = rank, n
+        words, ranks = memoryview(page), offset + _keys_bytes(n)
         self._keys = words[offset:ranks].cast("I")
         self._numbers = [words[at : at + 8].cast("Q") for at in range(ranks, offset + nbytes(n), _RANK.itemsize)]
         self._texts = np.frombuffer(page, _RANK, n, ranks)["texts"]
@@ -39,7 +36,6 @@ class FlightRecorder:
         self.number = self._numbers[rank]
         self._others = [(other, number) for other, number in enumerate(self._numbers) if other != rank]
         self.recorded: list[Signature | None] = [None] * RING  # whose keys are in our slots
-        self._places = range(rank, MAX_RANKS if rank == n - 1 else rank + 1)  # the last one stands for the missing
 
     def enter(self, call: int, what: Signature) -> int | None:
         """Records a call and compares it with that of the same number of every rank that has come.
@@ -52,15 +48,14 @@ class FlightRecorder:
         if self.recorded[slot] is not what:  # else it is there from RING calls ago
             self.write(slot, what)
         self.number[0] = call
-        at = self.keys_offset + slot * SLOT_BYTES
-        return None if self.page[at : at + SLOT_BYTES] == what.keys else self.differing(call)
+        at = self.keys_offset + slot * self.slot_bytes
+        return None if self.page[at : at + self.slot_bytes] == what.key * self._n else self.differing(call)
 
     def write(self, slot: int, what: Signature) -> None:
         """Puts what a call is into a slot: before its number."""
         if what.crc not in self._told:
             self._tell(what)
-        for place in self._places:
-            self._keys[slot * MAX_RANKS + place] = what.crc
+        self._keys[slot * self._n + self._rank] = what.crc
         self.recorded[slot] = what
 
     def _tell(self, what: Signature) -> None:
@@ -81,7 +76,7 @@ class FlightRecorder:
         return None
 
     def _differs(self, rank: int, call: int) -> bool:
-        slot = call % RING * MAX_RANKS
+        slot = call % RING * self._n
         return self._keys[slot + rank] != self._keys[slot + self._rank] and self._holds(rank, call)
 
     def _holds(self, rank: int, call: int) -> bool:
@@ -97,11 +92,15 @@ class FlightRecorder:
         if not call or not self._holds(rank, call):
             return ""
         texts = self._texts[rank]
-        found = texts["text"][texts["key"] == self._keys[call % RING * MAX_RANKS + rank]]
+        found = texts["text"][texts["key"] == self._keys[call % RING * self._n + rank]]
         return bytes(found[0]).decode(errors="replace") if len(found) else "another call"
 
 
+def _keys_bytes(n: int) -> int:
+    """Of all slots: whole cache lines."""
+    return -(-RING * KEY_BYTES * n // 64) * 64
+
+
 def nbytes(n: int) -> int:
-    """Its size for ``n`` ranks: whole cache lines."""
-    size = _KEYS_BYTES + n * _RANK.itemsize
-    return int(size)
+    """Its size for ``n`` ranks."""
+    return _keys_bytes(n) + n * int(_RANK.itemsize)

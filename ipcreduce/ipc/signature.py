@@ -6,8 +6,6 @@ import sys
 import zlib
 from dataclasses import dataclass
 
-from .plan import MAX_RANKS
-
 TEXT_BYTES, KEY_BYTES = 80, 4  # of a call, in the flight recorder
 
 
@@ -17,13 +15,13 @@ class Signature:
 
     text: str
     crc: int
-    keys: bytes  # a slot of the flight recorder in which all ranks agree on it
+    key: bytes  # the checksum, as the flight recorder has it
 
     @classmethod
     def of(cls, text: str, checked: str | None = None) -> Signature:
         """The signature of ``text``; the checksum is that of ``checked``, if it is given."""
         crc = zlib.crc32((checked or text).encode())
-        return cls(text, crc, crc.to_bytes(KEY_BYTES, sys.byteorder) * MAX_RANKS)
+        return cls(text, crc, crc.to_bytes(KEY_BYTES, sys.byteorder))
 
     def __str__(self) -> str:
         return self.text

@@ -81,8 +81,8 @@ def test_whole_pages_and_aligned_words(n: int):
     recorder = flight_recorder.nbytes(n)
     assert control.page_bytes(n) >= control.HEAD_BYTES + recorder + n * control._RANK.itemsize
     assert not any(size % 8 for size in (recorder, control._RANK.itemsize)), "words are read by aligned accesses"
-    lines = [control.HEAD_BYTES, flight_recorder._KEYS_BYTES, flight_recorder._RANK.itemsize]
-    assert not any(size % 64 for size in lines), "a slot, or the number of a rank, lies in one cache line"
+    lines = [control.HEAD_BYTES, flight_recorder._keys_bytes(n), flight_recorder._RANK.itemsize]
+    assert not any(size % 64 for size in lines), "a rank's number has a cache line"
     assert control.HEAD_BYTES % mmap.PAGESIZE == 0, "the GPUs get whole pages"
     lines = [control.ABORT_OFFSET, *(control.missing_offset(rank) for rank in range(n))]
     assert len({offset // 64 for offset in lines}) == n + 1, "a cache line each"

@@ -142,3 +142,22 @@ def test_a_long_description_is_cut_but_compared_whole(ranks: list[FlightRecorder
 def test_nothing_to_describe_yet(ranks: list[FlightRecorder]):
     assert ranks[0].describe(1, 0) == ranks[0].describe(1, 1) == ""
     assert ranks[0].call_of(1) == 0
+    ranks[1].enter(1, SUM)
+    assert ranks[0].describe(1, 1 + RING) == "", "what is in that slot is an earlier call"
+
+
+def test_more_calls_than_the_table_has_texts():
+    """It begins anew, and what comes again is told again."""
+    ahead, behind = recorders(2)
+    many = [signature((count,), "int8", "sum") for count in range(flight_recorder.TEXTS + 10)]
+    calls = [*enumerate(many, 1), (1 + RING, many[0]), (2 + RING, many[-1]), (3 + RING, many[500])]
+    for call, what in calls:
+        ahead.enter(call, what)
+        assert behind.describe(0, call) == str(what)
+
+
+def test_a_text_that_has_gone():
+    ahead, behind = recorders(2)
+    for count in range(flight_recorder.TEXTS + 2):
+        ahead.enter(1 + count, signature((count,), "int8", "sum"))
+    assert [behind.describe(0, call) for call in (1, 2, 3)] == ["another call", "another call", "sum of int8 (2,)"]

@@ -42,7 +42,6 @@ WORLD = MPI.COMM_WORLD
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 SIZES = [1 << 10, 64 << 10, 256 << 10, 1 << 20, 16 << 20]
 HIDDEN = 8192  # of the transformer's block, bfloat16
-_TURNS = 7
 Call = Callable[[], Any]
 
 
@@ -50,7 +49,8 @@ class Run:
     """What the measurements share."""
 
     def __init__(self, comm: ipcreduce.Communicator, options: argparse.Namespace) -> None:
-        self.comm, self.replays, self.largest = comm, options.replays, options.largest
+        self.comm, self.largest = comm, options.largest
+        self.replays, self.turns, self.before = options.replays, options.turns, options.before
         self.engine = comm.require_engine("figures")
         self.rows: list[dict[str, Any]] = []
 
@@ -66,7 +66,7 @@ class Run:
 
     def in_turns(self, *graphs: tuple[Call, int]) -> list[float]:
         """Microseconds of a call in each of these graphs, which take turns."""
-        turns = [[timing.in_graph(*graph, self.replays, WORLD).median for graph in graphs] for _ in range(_TURNS)]
+        turns = [[timing.in_graph(*graph, self.replays, WORLD).median for graph in graphs] for _ in range(self.turns)]
         return [statistics.median(times) for times in zip(*turns, strict=True)]
 
     def in_graph(self, call: Call, nbytes: int) -> float:
@@ -153,14 +153,16 @@ def eager(run: Run) -> None:
     with graph.record():
         call()
     run.comm.synchronize()
-    executable, bindings = graph.segments[0].executable, driver.load()
+    executable = graph.segments[0].executable
     assert executable is not None
     call()
-    bare = functools.partial(launch.run, stream)
-    handles = bindings.CUgraphExec(executable.handle), bindings.CUstream(stream)  # made once: 0.3 us each
-    bare_graph = functools.partial(bindings.cuGraphLaunch, *handles)
+    bare, bare_graph = functools.partial(launch.run, stream), functools.partial(executable.launch, stream)
+    if hasattr(driver, "load"):  # not on the simulated device: without the checks around it, and handles made once
+        bindings = driver.load()
+        handles = bindings.CUgraphExec(executable.handle), bindings.CUstream(stream)
+        bare_graph = functools.partial(bindings.cuGraphLaunch, *handles)
     of_cupy = functools.partial(surroundings.launch_graph, executable.handle, stream)
-    for which, before in (("", RING), (" behind others", 0)):  # behind others the flight recorder's slots are rewritten
+    for which, before in (("", run.before), (" behind others", 0)):  # then the flight recorder's slots are rewritten
         ends, hosts = alternately(run, before, bare, call, bare_graph, graph.replay, of_cupy)
         run.keep(f"eager call{which}, host (bare launch + 1)", 1024, hosts[1], hosts[0] + 1, 1.0)
         run.keep(f"eager call{which}, end to end (5 us)", 1024, ends[1], 5.0, 1.0)
@@ -180,7 +182,7 @@ def alternately(run: Run, before: int, *calls: Call) -> tuple[list[float], list[
             call()
         return timing.eagerly(call, 100, run.replays, WORLD)
 
-    turns = [[turn(call) for call in calls] for _ in range(_TURNS)]
+    turns = [[turn(call) for call in calls] for _ in range(run.turns)]
     ends, hosts = (
         [statistics.median(turn[i][part].median for turn in turns) for i in range(len(calls))] for part in (0, 1)
     )
@@ -278,6 +280,8 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PARTS), help="parts, by name")
     parser.add_argument("--largest", type=command.size, default=1 << 30)
     parser.add_argument("--replays", type=int, default=15)
+    parser.add_argument("--turns", type=int, default=7, help="of the contenders of a figure")
+    parser.add_argument("--before", type=int, default=RING, help="calls before each turn of which the host is timed")
     options = parser.parse_args()
     cupy.cuda.Device(WORLD.rank % cupy.cuda.runtime.getDeviceCount()).use()
     warm = cupy.full(512, 1, BFLOAT16)

@@ -80,7 +80,7 @@ class AddressChangedError(IpcReduceError):
 
 
 class CudaError(IpcReduceError):
-    """A CUDA call failed. ``call`` is its name, ``code`` the CUresult as an int."""
+    """A CUDA call failed. ``call`` is its name, ``code`` the CUresult, or the runtime's cudaError_t, as an int."""
 
     def __init__(self, call: str, code: int, text: str) -> None:
         super().__init__(f"{call} failed: {text} ({code})")

@@ -33,7 +33,7 @@ def load() -> Any:
                 f"CuPy is not installed ({error}): pip install 'ipcreduce[cuda13]', or [cuda12] for a driver of CUDA 12"
             ) from None
         get_current_stream, current_context = found.cuda.get_current_stream, found.cuda.driver.ctxGetCurrent
-        cupy, launch_graph = found, found.cuda.runtime.graphLaunch
+        launch_graph, cupy = found.cuda.runtime.graphLaunch, found  # cupy last: then other threads use all of them
     return cupy
 
 
@@ -47,12 +47,6 @@ def nccl() -> Any:
     if not found.available:
         raise UnsupportedError("CuPy finds no libnccl.so: pip install nvidia-nccl-cu13, or -cu12")
     return found
-
-
-def launch_error(error: Exception) -> Exception:
-    """What :func:`launch_graph` raised, as a CudaError; another exception as it is."""
-    code = getattr(error, "status", None)
-    return error if code is None else CudaError("cudaGraphLaunch", code, str(error))
 
 
 # ---- devices and streams

@@ -96,7 +96,7 @@ def _one(module: Any, comm: Any, case: Case, value: np.ndarray, rng: np.random.G
     strides = None
     span = value.nbytes
     if case.strided_input:  # every second element of each row, rows backwards
-        strides, span = (-2 * case.shape[1] * size, 2 * size), 2 * value.nbytes
+        strides, span = (-2 * case.shape[1] * size, 2 * size), max(0, 2 * value.nbytes - size)
     shifted = case.layout == "shifted" and not case.strided_input  # out begins one element after the input
     behind = (0 if tight else GUARD) + (size if shifted else 0)
     front = -(span + behind) % PAGE if tight else GUARD + shift
@@ -118,7 +118,7 @@ def _one(module: Any, comm: Any, case: Case, value: np.ndarray, rng: np.random.G
         strided = case.layout == "strided out" and len(case.shape) == 1
         poison = np.full(case.shape, 0xA5, np.uint8) if size == 1 else np.zeros(case.shape, case.dtype)
         poison = poison.view(case.dtype) if size == 1 else poison
-        out_span = value.nbytes * (2 if strided else 1)
+        out_span = max(0, 2 * value.nbytes - size) if strided else value.nbytes
         front = -out_span % PAGE if tight else GUARD + int(rng.integers(0, 16 // size)) * size
         out_strides = (2 * size,) if strided else None
         out, out_bytes = _guarded(module, case, poison, front, out_span, 0 if tight else GUARD, out_strides, rng)

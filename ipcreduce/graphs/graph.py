@@ -126,8 +126,8 @@ class Graph:
         comm.begin_recording(recording, lambda: self._check_record(engine, recording.caller, inputs))
         error: BaseException | None = None
         self._state, self._recording, current.graph = "recording", recording, self
-        open_recordings.append(self)
         try:
+            open_recordings.append(self)
             self._open(engine, recording)
             with surroundings.allocating(self.pool.allocator, recording.stream):
                 recording.begin_segment()
@@ -140,7 +140,8 @@ class Graph:
             recording.abandon()
         finally:
             self._recording = current.graph = None
-            open_recordings.remove(self)
+            if self in open_recordings:
+                open_recordings.remove(self)
         try:
             comm.end_recording(recording, None if error is None else explained(error))
         except BaseException:

@@ -7,7 +7,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -185,6 +184,12 @@ class GraphSupport(ABC):
         get_current_stream, launch_graph = surroundings.get_current_stream, surroundings.launch_graph
         current_context, abort_word = surroundings.current_context, engine.page.abort_word
 
+        def default_is_ours() -> bool:  # each context has a default stream
+            try:
+                return bool(current_context() == context)
+            except RuntimeError:  # CuPy's, of the driver: launch() asks it too
+                return False
+
         def again() -> bool:
             try:
                 self._lock.acquire()  # as in allreduce()
@@ -193,7 +198,7 @@ class GraphSupport(ABC):
                 self._call = call = self._call + 1
                 try:
                     executable, stream = segment.executable, get_current_stream().ptr
-                    ours = stream > 1 or current_context() == context  # each has a default stream
+                    ours = stream > 1 or default_is_ours()
                     if stream == order.fast and ours and executable is not None and not abort_word[0]:
                         slot = call % RING  # as FlightRecorder.enter()
                         if recorded[slot] is not what:
@@ -204,8 +209,7 @@ class GraphSupport(ABC):
                             try:
                                 launch_graph(executable.handle, stream)
                             except Exception as error:
-                                start = partial(launch_graph, executable.handle)
-                                engine.repeats.start_anyway(start, stream, error)
+                                engine.repeats.start_anyway(executable.launch, stream, error)
                             return True
                 except BaseException as error:
                     self._failed(error)

@@ -55,14 +55,16 @@ class FlightRecorder:
         """Puts what a call is into a slot: before its number."""
         if what.crc not in self._told:
             self._tell(what)
+        self.recorded[slot] = None  # if we are interrupted here
         self._keys[slot * self._n + self._rank] = what.crc
         self.recorded[slot] = what
 
     def _tell(self, what: Signature) -> None:
-        if len(self._told) == TEXTS:  # begins anew, and with it every slot
-            self._told.clear()
+        if len(self._told) == TEXTS:  # the table begins anew: whatever comes again is told again
             self.recorded[:] = [None] * RING
+            self._told.clear()
         entry = self._texts[self._rank, len(self._told)]
+        entry["key"] = 0  # while it has another one's text
         entry["text"], entry["key"] = what.text.encode()[:TEXT_BYTES], what.crc
         self._told.add(what.crc)
 
@@ -88,7 +90,10 @@ class FlightRecorder:
         return self._numbers[rank][0]
 
     def describe(self, rank: int, call: int) -> str:
-        """What a rank did in a call, for people; "" if it has not come so far, or that call is long gone."""
+        """What a rank did in a call, for people; "" if it has not come so far, or that call is long gone.
+
+        "another call" if its text has gone: the rank has made over 1,000 different ones since.
+        """
         if not call or not self._holds(rank, call):
             return ""
         texts = self._texts[rank]

@@ -192,7 +192,7 @@ def step(
 
 
 def _one_shot_shape(packets: int) -> tuple[int, int, int]:
-    """(grid, block, depth): a thread a packet, in two blocks up to 4 KB, then spread over the multiprocessors."""
+    """(grid, block, depth): a thread a packet; up to 4 KB at most two blocks, then spread over the multiprocessors."""
     if packets <= 256:
         block = 32 * -(-packets // 64)
     elif packets <= 512:

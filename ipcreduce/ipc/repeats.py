@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from .. import surroundings
@@ -22,7 +21,7 @@ from .launches import IN, OUT, Launches, Prepared
 from .order import IN_A_CAPTURE, CallOrder
 from .signature import Signature
 
-Start = Callable[[int], None]  # launches on a stream
+Start = Callable[[int], None]  # launches on a stream; it may raise CuPy's errors
 
 _MOST = 4096  # pairs of arrays, and of addresses, that are remembered
 _MOST_GRAPHS = 256  # of 0.1 MB each, the first ones
@@ -82,15 +81,15 @@ class Repeats:
 
     def start_anyway(self, start: Start, stream: int, error: Exception) -> None:
         """In our context, if the error was for want of that. :raises CudaError: if not, or CaptureError."""
-        error = surroundings.launch_error(error)
-        if not isinstance(error, CudaError):
+        error = _named(error)
+        wants_ours = isinstance(error, CudaError) and error.code in driver.INVALID_CONTEXT
+        if not wants_ours or driver.current_context() == self._context:
             raise error
-        if error.code == _CAPTURING:
-            raise CaptureError(IN_A_CAPTURE) from error
-        if error.code not in driver.INVALID_CONTEXT or driver.current_context() == self._context:
-            raise error
-        with using(self._context):  # this thread has another one, or none
-            start(stream)
+        try:
+            with using(self._context):  # this thread has another one, or none
+                start(stream)
+        except Exception as again:
+            raise _named(again) from None
 
     def make(self, call: int, array: Any, op: Any, out: Any) -> Any:
         """Makes an eager call; its result. None, with no effect, if it has to go the long way.
@@ -152,16 +151,32 @@ class Repeats:
                     words[IN], words[OUT] = source, target
                     executable = graph.executable_of(launch)
                     self._graphs.append(executable)
-                    self._starts[place] = begin = partial(surroundings.launch_graph, executable.handle)
-                    return begin
+                    self._starts[place] = start = _starter_of(executable)
+                    return start
 
-        def start(stream: int) -> None:
+        def run(stream: int) -> None:
             words[IN], words[OUT] = source, target
             launch.run(stream)
 
-        return start
+        return run
 
     def destroy_steps(self) -> Iterator[Callable[[], None]]:
         """What gives the graphs back: before the kernels in them, and after these have run."""
         while self._graphs:
             yield self._graphs.pop().destroy
+
+
+def _starter_of(executable: graph.Executable) -> Start:
+    launch_graph = surroundings.launch_graph
+
+    def start(stream: int) -> None:
+        launch_graph(executable.handle, stream)  # 0, an error, once it is destroyed
+
+    return start
+
+
+def _named(error: Exception) -> Exception:
+    """A failed launch as what it means to the caller; any other exception as it is."""
+    status = surroundings.runtime_status(error)
+    named = CudaError("cudaGraphLaunch", status, str(error)) if status else error
+    return CaptureError(IN_A_CAPTURE) if isinstance(named, CudaError) and named.code == _CAPTURING else named

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from ipcreduce.errors import CudaError
 from tests.sim import driver, graph, machine, pools, streams
 
 __version__ = "0 (simulated)"
@@ -506,11 +507,23 @@ class _Runtime:
     CUDARuntimeError = pools.CUDARuntimeError
     getDevice = staticmethod(_device)
     getDeviceCount = staticmethod(lambda: len(machine.gpus()))
-    graphLaunch = staticmethod(graph.launch_through_the_runtime)
+
+    @staticmethod
+    def graphLaunch(executable: int, stream: int) -> None:
+        _require_context()
+        graph.launch_through_the_runtime(executable, stream)
 
 
 class _Driver:
-    ctxGetCurrent = staticmethod(driver.current_context)
+    class CUDADriverError(RuntimeError):
+        pass
+
+    @classmethod
+    def ctxGetCurrent(cls) -> int:
+        try:
+            return driver.current_context()
+        except CudaError as error:
+            raise cls.CUDADriverError(error) from None
 
 
 cuda = SimpleNamespace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from typing import Any
 
 import numpy as np
 import pytest
@@ -161,3 +162,71 @@ def test_a_text_that_has_gone():
     for count in range(flight_recorder.TEXTS + 2):
         ahead.enter(1 + count, signature((count,), "int8", "sum"))
     assert [behind.describe(0, call) for call in (1, 2, 3)] == ["another call", "another call", "sum of int8 (2,)"]
+
+
+def test_a_slot_is_written_before_its_number_and_compared_behind_it(
+    ranks: list[FlightRecorder], monkeypatch: pytest.MonkeyPatch
+):
+    """So that of two ranks the later one sees the other's key with the number, and does look."""
+    seen = []
+
+    def write(self: FlightRecorder, slot: int, what: Signature, before: Any = FlightRecorder.write) -> None:
+        seen.append(("write", self.number[0]))
+        before(self, slot, what)
+
+    def differing(self: FlightRecorder, call: int) -> None:
+        seen.append(("look", self.number[0]))
+
+    monkeypatch.setattr(FlightRecorder, "write", write)
+    monkeypatch.setattr(FlightRecorder, "differing", differing)
+    ranks[0].enter(5, SUM)
+    assert seen == [("write", 0), ("look", 5)]
+    ranks[0].enter(5 + RING, SUM)
+    assert seen[2:] == [("look", 5 + RING)], "written only where it changes"
+
+
+def test_a_key_that_comes_late_is_no_difference(ranks: list[FlightRecorder], monkeypatch: pytest.MonkeyPatch):
+    """Some processors show another's number before the key that it wrote first."""
+    other = signature((3,), "int8", "sum")
+    for rank in ranks[:2]:
+        rank.enter(1, other)
+    ranks[1].number[0] = 1 + RING
+    monkeypatch.setattr(flight_recorder.time, "sleep", lambda seconds: ranks[1].write((1 + RING) % RING, SUM))
+    assert ranks[0].enter(1 + RING, SUM) is None
+
+
+@pytest.mark.parametrize("part", ["key", "table"])
+def test_an_interrupt_leaves_nothing_wrong(part: str, monkeypatch: pytest.MonkeyPatch):
+    ahead, behind = recorders(2)
+    other = signature((3,), "int8", "sum")
+
+    class Interrupts(dict[Any, Any]):
+        def __setitem__(self, key: Any, value: Any) -> None:
+            raise KeyboardInterrupt
+
+    ahead.enter(1, SUM)
+    if part == "key":
+        keys, ahead._keys = ahead._keys, Interrupts()  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            ahead.enter(1 + RING, other)
+        ahead._keys = keys
+        keys[2 * ((1 + RING) % RING)] = other.crc
+    else:
+        monkeypatch.setattr(flight_recorder, "TEXTS", 1)
+        ahead._told = Told(ahead._told)
+        with pytest.raises(KeyboardInterrupt):
+            ahead.enter(2, other)
+        ahead._told = set(ahead._told)
+        ahead.enter(2, other)
+    ahead.enter(1 + 2 * RING, SUM)
+    behind.enter(1 + 2 * RING, SUM)
+    assert behind.differing(1 + 2 * RING) is None
+    assert behind.describe(0, 1 + 2 * RING) == str(SUM)
+
+
+class Told(set[int]):
+    """Is interrupted right behind its clearing."""
+
+    def clear(self) -> None:
+        super().clear()
+        raise KeyboardInterrupt

@@ -121,6 +121,14 @@ def default_streams_of_two_devices() -> None:
             in_threads(comm.synchronize, device=OTHER)
             assert streams.is_idle(0)
             right(array, SIZE)
+            ones = mine()
+            ones.fill(1)
+            for _ in range(3):
+                comm.allreduce(ones, out=ones)  # quick by now
+            delay(0)
+            in_threads(lambda: comm.allreduce(ones, out=ones), device=OTHER)
+            in_threads(comm.synchronize, device=OTHER)
+            assert (ones.get() == SIZE**4).all(), "behind the calls on our default stream"
             delay(0)
             comm.allreduce(array, out=array)
             in_threads(graph.replay, device=OTHER)

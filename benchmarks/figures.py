@@ -156,12 +156,12 @@ def eager(run: Run) -> None:
     executable = graph.segments[0].executable
     assert executable is not None
     call()
-    bare, bare_graph = functools.partial(launch.run, stream), functools.partial(executable.launch, stream)
-    if hasattr(driver, "load"):  # not on the simulated device: without the checks around it, and handles made once
+    bare = functools.partial(launch.run, stream)
+    bare_graph = of_cupy = functools.partial(surroundings.launch_graph, executable.handle, stream)
+    if hasattr(driver, "load"):  # not on the simulated device
         bindings = driver.load()
         handles = bindings.CUgraphExec(executable.handle), bindings.CUstream(stream)
         bare_graph = functools.partial(bindings.cuGraphLaunch, *handles)
-    of_cupy = functools.partial(surroundings.launch_graph, executable.handle, stream)
     for which, before in (("", run.before), (" behind others", 0)):  # then the flight recorder's slots are rewritten
         ends, hosts = alternately(run, before, bare, call, bare_graph, graph.replay, of_cupy)
         run.keep(f"eager call{which}, host (bare launch + 1)", 1024, hosts[1], hosts[0] + 1, 1.0)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from .cuda import driver
+from .cuda import driver, graph
 from .errors import ArgumentError, CudaError, UnsupportedError
 
 _LEGACY_STREAM = (0, 1)  # the default stream of a context, which lives as long as that
@@ -47,6 +47,20 @@ def nccl() -> Any:
     if not found.available:
         raise UnsupportedError("CuPy finds no libnccl.so: pip install nvidia-nccl-cu13, or -cu12")
     return found
+
+
+def launch(executable: graph.Executable, stream: int) -> None:
+    """Launches a graph on a stream. :raises CudaError: if it fails."""
+    try:
+        launch_graph(executable.handle, stream)
+    except RuntimeError as error:
+        raise launch_error(error) from None
+
+
+def launch_error(error: Exception) -> Exception:
+    """What :func:`launch_graph` raised, as a CudaError; any other exception as it is."""
+    status = runtime_status(error)
+    return CudaError("cudaGraphLaunch", status, str(error)) if status else error
 
 
 # ---- devices and streams

@@ -13,17 +13,13 @@ def set_kernel(node: int, launch: Launch) -> None:
 
 
 class Executable:
-    """A graph made ready to be launched. ``handle``: 0 once it is destroyed."""
+    """A graph made ready to be launched, by ``surroundings.launch``. ``handle``: 0 once it is destroyed."""
 
     __slots__ = ("handle",)
 
     def __init__(self, graph: int) -> None:
         """:raises CudaError: if it cannot be made of ``graph``, which stays as it is."""
         self.handle = int(call("cuGraphInstantiate", graph, 0))
-
-    def launch(self, stream: int) -> None:
-        """Launches it on ``stream``. Quicker: ``surroundings.launch_graph``."""
-        call("cuGraphLaunch", self.handle, stream)
 
     def destroy(self) -> None:
         """Gives it back, once it has run to its end. A launch is an error from now on."""

@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -208,8 +209,9 @@ class GraphSupport(ABC):
                         if page[at : at + slot_bytes] == keys or recorder.differing(call) is None:
                             try:
                                 launch_graph(executable.handle, stream)
-                            except Exception as error:
-                                engine.repeats.start_anyway(executable.launch, stream, error)
+                            except RuntimeError as error:
+                                start = partial(surroundings.launch, executable)
+                                engine.repeats.start_anyway(start, stream, surroundings.launch_error(error))
                             return True
                 except BaseException as error:
                     self._failed(error)

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+from .. import surroundings
 from ..cuda import driver, graph, streams
 from ..cuda.within import within
 from ..errors import ArgumentError, CudaError
@@ -85,7 +86,7 @@ class Engine:
         :raises CaptureError: if ``stream`` is being captured. :raises CudaError: if the launch fails.
         """
         with nullcontext() if self._follows(stream) else self.order.behind(stream, owner, capturable=False):
-            executable.launch(stream)
+            surroundings.launch(executable, stream)
 
     def _follows(self, stream: int) -> bool:
         """Whether a launch on ``stream`` comes behind the last eager call, with nothing else to do."""

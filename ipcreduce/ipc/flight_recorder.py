@@ -16,7 +16,7 @@ from .signature import KEY_BYTES, TEXT_BYTES, Signature
 # Calls in the ring: more than a host can run ahead of its GPU. Those that repeat in cycles of up to 10 find in their
 # slots what they would write there, so that the ranks' processors keep sharing these.
 RING = 2520
-TEXTS = 1008
+TEXTS = 1008  # in a rank's table
 _TEXT = np.dtype([("key", "<u4"), ("text", f"S{TEXT_BYTES}")])
 _RANK = np.dtype([("number", "<u8", (8,)), ("texts", _TEXT, (TEXTS,))])  # number: of its last call, a cache line
 

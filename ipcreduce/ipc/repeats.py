@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from .. import surroundings
@@ -21,7 +22,7 @@ from .launches import IN, OUT, Launches, Prepared
 from .order import IN_A_CAPTURE, CallOrder
 from .signature import Signature
 
-Start = Callable[[int], None]  # launches on a stream; it may raise CuPy's errors
+Start = Callable[[int], None]  # launches on a stream
 
 _MOST = 4096  # pairs of arrays, and of addresses, that are remembered
 _MOST_GRAPHS = 256  # of 0.1 MB each, the first ones
@@ -75,21 +76,22 @@ class Repeats:
             return False
         try:
             start(stream)
-        except Exception as error:
+        except CudaError as error:
             self.start_anyway(start, stream, error)
         return True
 
     def start_anyway(self, start: Start, stream: int, error: Exception) -> None:
         """In our context, if the error was for want of that. :raises CudaError: if not, or CaptureError."""
-        error = _named(error)
-        wants_ours = isinstance(error, CudaError) and error.code in driver.INVALID_CONTEXT
-        if not wants_ours or driver.current_context() == self._context:
-            raise error
         try:
+            wants_ours = isinstance(error, CudaError) and error.code in driver.INVALID_CONTEXT
+            if not wants_ours or driver.current_context() == self._context:
+                raise error
             with using(self._context):  # this thread has another one, or none
                 start(stream)
-        except Exception as again:
-            raise _named(again) from None
+        except CudaError as final:
+            if final.code == _CAPTURING:
+                raise CaptureError(IN_A_CAPTURE) from final
+            raise
 
     def make(self, call: int, array: Any, op: Any, out: Any) -> Any:
         """Makes an eager call; its result. None, with no effect, if it has to go the long way.
@@ -151,32 +153,16 @@ class Repeats:
                     words[IN], words[OUT] = source, target
                     executable = graph.executable_of(launch)
                     self._graphs.append(executable)
-                    self._starts[place] = start = _starter_of(executable)
-                    return start
+                    self._starts[place] = begin = partial(surroundings.launch, executable)
+                    return begin
 
-        def run(stream: int) -> None:
+        def start(stream: int) -> None:
             words[IN], words[OUT] = source, target
             launch.run(stream)
 
-        return run
+        return start
 
     def destroy_steps(self) -> Iterator[Callable[[], None]]:
         """What gives the graphs back: before the kernels in them, and after these have run."""
         while self._graphs:
             yield self._graphs.pop().destroy
-
-
-def _starter_of(executable: graph.Executable) -> Start:
-    launch_graph = surroundings.launch_graph
-
-    def start(stream: int) -> None:
-        launch_graph(executable.handle, stream)  # 0, an error, once it is destroyed
-
-    return start
-
-
-def _named(error: Exception) -> Exception:
-    """A failed launch as what it means to the caller; any other exception as it is."""
-    status = surroundings.runtime_status(error)
-    named = CudaError("cudaGraphLaunch", status, str(error)) if status else error
-    return CaptureError(IN_A_CAPTURE) if isinstance(named, CudaError) and named.code == _CAPTURING else named

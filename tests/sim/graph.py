@@ -33,9 +33,6 @@ class Executable:
         _executables[self.handle] = nodes
         alive["executables"] += 1
 
-    def launch(self, stream: int) -> None:
-        _launch(self.handle, stream)
-
     @api("cuGraphExecDestroy")
     def destroy(self) -> None:
         streams.refuse_while_capturing()

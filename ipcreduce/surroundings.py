@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _LEGACY_STREAM = (0, 1)  # the default stream of a context, which lives as long as that
 _PER_THREAD_STREAM = 2  # another one in every thread
 cupy: Any = None  # once it is imported
-# CuPy's, for speed: by the bindings they take 0.2 to 0.5 us more (NOTES.md).
+# CuPy's, for speed: by the bindings a graph's launch takes 0.2 to 0.5 us more (NOTES.md).
 get_current_stream: Any = None
 current_context: Any = None  # this thread's
 launch_graph: Any = None  # an executable, on a stream

@@ -179,7 +179,7 @@ class GraphSupport(ABC):
         if self._sync:
             return None
         engine, what = self.require_engine("replay()"), segment.signature
-        order, context, recorder, keys = engine.order, engine.context, engine.page.recorder, what.key * engine.n
+        order, context, recorder, keys = engine.order, engine.context, engine.page.calls, engine.page.calls.agreed(what)
         page, keys_offset, slot_bytes = recorder.page, recorder.keys_offset, recorder.slot_bytes
         number, recorded = recorder.number, recorder.recorded
         get_current_stream, launch_graph = surroundings.get_current_stream, surroundings.launch_graph
@@ -199,8 +199,8 @@ class GraphSupport(ABC):
                 self._call = call = self._call + 1
                 try:
                     executable, stream = segment.executable, get_current_stream().ptr
-                    ours = stream > 1 or default_is_ours()
-                    if stream == order.fast and ours and executable is not None and not abort_word[0]:
+                    ready = stream == order.fast and not abort_word[0]
+                    if ready and executable is not None and (stream > 1 or default_is_ours()):
                         slot = call % RING  # as FlightRecorder.enter()
                         if recorded[slot] is not what:
                             recorder.write(slot, what)

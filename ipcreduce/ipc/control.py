@@ -52,7 +52,7 @@ class Page:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._words32 = memoryview(self._map).cast("I")
         self._ranks = np.frombuffer(self._map, _RANK, n, _ranks_offset(n))
-        self.recorder = FlightRecorder(self._map, HEAD_BYTES, rank, n)
+        self.calls = FlightRecorder(self._map, HEAD_BYTES, rank, n)
         self.abort_word = self._words32[ABORT_OFFSET // 4 : ABORT_OFFSET // 4 + 1]
 
     @classmethod
@@ -132,8 +132,8 @@ class Page:
         for rank in range(self.n):
             bits = self._words32[missing_offset(rank) // 4]
             missing |= {other for other in range(self.n) if bits >> other & 1}
-        describe = self.recorder.describe
-        calls = [self.recorder.call_of(rank) for rank in range(self.n)]
+        describe = self.calls.describe
+        calls = [self.calls.call_of(rank) for rank in range(self.n)]
         behind = {rank for rank in range(self.n) if calls[rank] < max(calls)}
         parts = []
         for rank in sorted(missing & behind or behind or missing):
@@ -222,7 +222,7 @@ class Page:
 
     def lost(self, call: int, rank: int, why: str) -> PeerLostError:
         """The error for a rank that has gone."""
-        last = self.recorder.call_of(rank)
+        last = self.calls.call_of(rank)
         return PeerLostError(report(
             self.rank, call, expected=f"rank {rank} to take part", found=f"that {why}, after its call {last}",
             advice="The communicator can only be closed.",

@@ -154,7 +154,7 @@ class Engine:
     def _stop(self, deadline: float) -> None:
         """Waits for our kernels; those that wait for a peer beyond the deadline are ended."""
         if not self.order.ends_by(deadline):
-            self.page.post(REFUSED, self.page.recorder.call_of(self.rank), "it closed the communicator")
+            self.page.post(REFUSED, self.page.calls.call_of(self.rank), "it closed the communicator")
         self.quiesce()
 
     def release(self) -> None:

@@ -50,9 +50,9 @@ class Faults:
                         within=True,
                     )
                 call = self._resynchronise(call)
-        other = page.recorder.enter(call, what)
+        other = page.calls.enter(call, what)
         if other is not None:
-            theirs = page.recorder.describe(other, call)
+            theirs = page.calls.describe(other, call)
             self._post(control.MISMATCH, call, f"{what} on rank {page.rank} and {theirs} on rank {other}")
             self.raise_pending(call)
         return call
@@ -78,7 +78,7 @@ class Faults:
         if loss is not None:
             raise self._page.lost(call, *loss)
         for rank in range(self._page.n):
-            if self._page.has_left(rank) and (whoever or self._page.recorder.call_of(rank) < call):
+            if self._page.has_left(rank) and (whoever or self._page.calls.call_of(rank) < call):
                 raise self._page.lost(call, rank, "it closed the communicator")
 
     def refuse(self, call: int, error: BaseException) -> None:
@@ -128,7 +128,7 @@ class Faults:
         fault = self._page.fault()
         if fault is not None:
             return fault[0] > number
-        return all(self._page.recorder.call_of(rank) >= number for rank in range(self._page.n))
+        return all(self._page.calls.call_of(rank) >= number for rank in range(self._page.n))
 
     def _resynchronise(self, call: int) -> int:
         """Empty slots, fresh epochs, no fault, one call number: collective, once every rank has raised.

@@ -7,16 +7,18 @@ them agree is seen at one look. What a key stands for, in words, each rank has i
 from __future__ import annotations
 
 import mmap
+import sys
 import time
 
 import numpy as np
 
-from .signature import KEY_BYTES, TEXT_BYTES, Signature
+from .signature import Signature
 
 # Calls in the ring: more than a host can run ahead of its GPU. Those that repeat in cycles of up to 10 find in their
 # slots what they would write there, so that the ranks' processors keep sharing these.
 RING = 2520
-TEXTS = 1008  # in a rank's table
+_KEY_BYTES = 4
+TEXTS, TEXT_BYTES = 1008, 80  # in a rank's table
 _TEXT = np.dtype([("key", "<u4"), ("text", f"S{TEXT_BYTES}")])
 _RANK = np.dtype([("number", "<u8", (8,)), ("texts", _TEXT, (TEXTS,))])  # number: of its last call, a cache line
 
@@ -26,13 +28,13 @@ class FlightRecorder:
 
     def __init__(self, page: mmap.mmap, offset: int, rank: int, n: int) -> None:
         """:param offset: where in the page it begins; it has :func:`nbytes` there."""
-        self.page, self.keys_offset, self.slot_bytes = page, offset, KEY_BYTES * n
+        self.page, self.keys_offset, self.slot_bytes = page, offset, _KEY_BYTES * n
         self._rank, self._n = rank, n
         words, ranks = memoryview(page), offset + _keys_bytes(n)
         self._keys = words[offset:ranks].cast("I")
         self._numbers = [words[at : at + 8].cast("Q") for at in range(ranks, offset + nbytes(n), _RANK.itemsize)]
         self._texts = np.frombuffer(page, _RANK, n, ranks)["texts"]
-        self._told: set[int] = set()  # keys in our table of texts
+        self._told: dict[int, bytes] = {}  # by the keys in our table of texts: agreed()
         self.number = self._numbers[rank]
         self._others = [(other, number) for other, number in enumerate(self._numbers) if other != rank]
         self.recorded: list[Signature | None] = [None] * RING  # whose keys are in our slots
@@ -49,7 +51,7 @@ class FlightRecorder:
             self.write(slot, what)
         self.number[0] = call
         at = self.keys_offset + slot * self.slot_bytes
-        return None if self.page[at : at + self.slot_bytes] == what.key * self._n else self.differing(call)
+        return None if self.page[at : at + self.slot_bytes] == self._told[what.crc] else self.differing(call)
 
     def write(self, slot: int, what: Signature) -> None:
         """Puts what a call is into a slot: before its number."""
@@ -66,12 +68,16 @@ class FlightRecorder:
         entry = self._texts[self._rank, len(self._told)]
         entry["key"] = 0  # while it has another one's text
         entry["text"], entry["key"] = what.text.encode()[:TEXT_BYTES], what.crc
-        self._told.add(what.crc)
+        self._told[what.crc] = self.agreed(what)
+
+    def agreed(self, what: Signature) -> bytes:
+        """A slot in which all ranks have this."""
+        return what.crc.to_bytes(_KEY_BYTES, sys.byteorder) * self._n
 
     def differing(self, call: int) -> int | None:
         """A rank whose call of this number, which this rank has entered, differs from ours; None if none has so far."""
         for rank, number in self._others:
-            if number[0] >= call and self._differs(rank, call):
+            if number[0] >= call and self._differs(rank, call):  # where calls change, most have not come
                 time.sleep(1e-3)  # some processors show another's key after the number that it wrote behind
                 if self._differs(rank, call):
                     return rank
@@ -103,7 +109,7 @@ class FlightRecorder:
 
 def _keys_bytes(n: int) -> int:
     """Of all slots: whole cache lines."""
-    return -(-RING * KEY_BYTES * n // 64) * 64
+    return -(-RING * _KEY_BYTES * n // 64) * 64
 
 
 def nbytes(n: int) -> int:

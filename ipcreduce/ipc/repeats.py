@@ -52,7 +52,7 @@ class Repeats:
 
     def __init__(self, device: int, context: int, launches: Launches, order: CallOrder, page: Page) -> None:
         self._device, self._context, self._order = device, context, order
-        self._abort_word, self._enter, self._find = page.abort_word, page.recorder.enter, launches.find
+        self._abort_word, self._enter, self._find = page.abort_word, page.calls.enter, launches.find
         # By the ids of array and out, and op. None: other arrays have these ids each time.
         self._known: dict[tuple[int, int, str], Repeat | None] = {}
         self._starts: dict[tuple[driver.Launch, int, int], Start | None] = {}  # by addresses. None: seen once
@@ -82,16 +82,17 @@ class Repeats:
 
     def start_anyway(self, start: Start, stream: int, error: Exception) -> None:
         """In our context, if the error was for want of that. :raises CudaError: if not, or CaptureError."""
-        try:
-            wants_ours = isinstance(error, CudaError) and error.code in driver.INVALID_CONTEXT
-            if not wants_ours or driver.current_context() == self._context:
-                raise error
-            with using(self._context):  # this thread has another one, or none
-                start(stream)
-        except CudaError as final:
-            if final.code == _CAPTURING:
-                raise CaptureError(IN_A_CAPTURE) from final
-            raise
+        wants_ours = isinstance(error, CudaError) and error.code in driver.INVALID_CONTEXT
+        if wants_ours and driver.current_context() != self._context:
+            try:
+                with using(self._context):  # this thread has another one, or none
+                    start(stream)
+                return
+            except CudaError as again:
+                error = again
+        if isinstance(error, CudaError) and error.code == _CAPTURING:
+            raise CaptureError(IN_A_CAPTURE) from error
+        raise error
 
     def make(self, call: int, array: Any, op: Any, out: Any) -> Any:
         """Makes an eager call; its result. None, with no effect, if it has to go the long way.

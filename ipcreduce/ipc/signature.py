@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import zlib
 from dataclasses import dataclass
-
-TEXT_BYTES, KEY_BYTES = 80, 4  # of a call, in the flight recorder
 
 
 @dataclass(frozen=True)
@@ -15,13 +12,11 @@ class Signature:
 
     text: str
     crc: int
-    key: bytes  # the checksum, as the flight recorder has it
 
     @classmethod
     def of(cls, text: str, checked: str | None = None) -> Signature:
         """The signature of ``text``; the checksum is that of ``checked``, if it is given."""
-        crc = zlib.crc32((checked or text).encode())
-        return cls(text, crc, crc.to_bytes(KEY_BYTES, sys.byteorder))
+        return cls(text, zlib.crc32((checked or text).encode()))
 
     def __str__(self) -> str:
         return self.text

@@ -58,9 +58,9 @@ class Watchdog:
                 self._poll.unregister(descriptor)
                 rank = self._processes[descriptor]
                 self._died(rank)
-            own = self._page.recorder.call_of(self._page.rank)
+            own = self._page.calls.call_of(self._page.rank)
             for rank in range(self._page.n):
-                if self._page.has_left(rank) and own > self._page.recorder.call_of(rank):
+                if self._page.has_left(rank) and own > self._page.calls.call_of(rank):
                     self.lost = self.lost or (rank, "it closed the communicator")
             if self.lost is not None:
                 self._page.lose(*self.lost)

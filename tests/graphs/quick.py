@@ -163,8 +163,8 @@ def errors_are_told(comm: Any) -> None:
 
         return mock.patch.object(surroundings, name, function)
 
-    with raising("get_current_stream"), raising("launch_graph"), graph.record():
-        comm.allreduce(source)
+    with raising("get_current_stream"), raising("launch_graph"), raising("current_context"), graph.record():
+        total = comm.allreduce(source)
     eager = functools.partial(comm.allreduce, source)
     no_memory = mock.patch.object(cupy, "empty", side_effect=cupy.cuda.memory.OutOfMemoryError(1, 2))
     interrupt = mock.patch.object(surroundings, "get_current_stream", side_effect=KeyboardInterrupt())
@@ -189,6 +189,10 @@ def errors_are_told(comm: Any) -> None:
                 comm.synchronize()
         assert time.monotonic() - begin < 5, "something waits"
         works(comm)
+    graph.replay()
+    with mock.patch.dict(raised, current_context=RuntimeError("the driver does not say")):
+        graph.replay()  # the way that every replay can take
+    right(total)
     graph.close()
 
 
@@ -240,7 +244,13 @@ def not_counted(comm: Any) -> None:
     with Graph(comm) as graph, Graph(comm) as recorded:
         with recorded.record():
             comm.allreduce(source)
+        for _ in range(2):
+            recorded.replay()
+        caller = cupy.cuda.get_current_stream()
         with graph.record():
+            if RANK == LAST:
+                with caller, raises(GraphStateError, "within a recording"):  # where a replay is quick by now
+                    recorded.replay()
             total = comm.allreduce(source)
             if RANK == LAST:
                 with raises(GraphStateError, "within a recording"):

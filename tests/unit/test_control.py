@@ -143,7 +143,7 @@ def test_votes(pages: list[Page]):
 def test_waiting_in_vain(pages: list[Page]):
     """A rank that did not come to a vote is named on every rank, and every wait ends."""
     for page in pages[:-1]:
-        page.recorder.enter(3, Signature.of("recording of a graph"))
+        page.calls.enter(3, Signature.of("recording of a graph"))
     pages[0].miss([len(pages) - 1])
     for page in pages:
         assert page.aborted
@@ -154,7 +154,7 @@ def test_a_rank_writes_only_its_own_block(pages: list[Page]):
     begin = control._ranks_offset(3)
     blocks = slice(begin, begin + 3 * control._RANK.itemsize)
     before = np.frombuffer(pages[0]._map, np.uint8)[blocks].reshape(3, -1).copy()
-    pages[1].recorder.enter(RING - 1, SUM)
+    pages[1].calls.enter(RING - 1, SUM)
     assert (np.frombuffer(pages[0]._map, np.uint8)[blocks].reshape(3, -1) == before).all(), "the recorder has its own"
     pages[1].post(control.REFUSED, 1, "x" * 5000)
     pages[1].leave()
@@ -211,9 +211,9 @@ def miss(page: Page, *ranks: int) -> None:
 
 def test_a_timeout_says_who_never_came_and_what_it_did_last(pages: list[Page]):
     for page in pages:
-        page.recorder.enter(1, SUM)
+        page.calls.enter(1, SUM)
     for rank in (0, 2):
-        pages[rank].recorder.enter(2, signature((6,), "int64", "max"))
+        pages[rank].calls.enter(2, signature((6,), "int64", "max"))
         miss(pages[rank], 1)
     pages[0].abort()
     error = pages[0].explain(2, 1.5)
@@ -226,7 +226,7 @@ def test_a_timeout_says_who_never_came_and_what_it_did_last(pages: list[Page]):
 
 
 def test_a_rank_that_never_called(pages: list[Page]):
-    pages[0].recorder.enter(1, SUM)
+    pages[0].calls.enter(1, SUM)
     miss(pages[0], 1, 2)
     text = str(pages[0].explain(1, 1.0))
     assert "rank 1 never came: its last call was 0; rank 2 never came: its last call was 0; ranks [0] are at" in text
@@ -235,7 +235,7 @@ def test_a_rank_that_never_called(pages: list[Page]):
 def test_a_chain_of_waits_ends_at_the_rank_that_is_behind(pages: list[Page]):
     """Rank 0 waits for 1, which is at the same call and waits for 2, the one to look for."""
     for rank in (0, 1):
-        pages[rank].recorder.enter(1, SUM)
+        pages[rank].calls.enter(1, SUM)
         miss(pages[rank], rank + 1)
     text = str(pages[0].explain(1, 1.0))
     assert "rank 2 never came" in text
@@ -244,8 +244,8 @@ def test_a_chain_of_waits_ends_at_the_rank_that_is_behind(pages: list[Page]):
 
 def test_every_call_is_named_where_ranks_between_have_not_come():
     ranks, other = make_pages(5), signature((3,), "int8", "sum")
-    ranks[0].recorder.enter(1, SUM)
-    ranks[2].recorder.enter(1, other)
+    ranks[0].calls.enter(1, SUM)
+    ranks[2].calls.enter(1, other)
     miss(ranks[0], 1)
     text = str(ranks[0].explain(1, 1.0))
     assert "rank 1 never came: its last call was 0; ranks [0] are at call 1 (sum of float32 (10,)); ranks [2]" in text
@@ -255,7 +255,7 @@ def test_every_call_is_named_where_ranks_between_have_not_come():
 def test_the_late_rank_itself_can_explain(pages: list[Page]):
     """It comes after the others gave up: it is at their call by now, so the missing bits alone name it."""
     for page in pages:
-        page.recorder.enter(1, SUM)
+        page.calls.enter(1, SUM)
     miss(pages[0], 2)
     assert "rank 2 never came" in str(pages[2].explain(1, 1.0))
 
@@ -281,7 +281,7 @@ def test_long_and_foreign_texts(pages: list[Page]):
 
 
 def test_a_lost_rank(pages: list[Page]):
-    pages[1].recorder.enter(3, SUM)
+    pages[1].calls.enter(3, SUM)
     assert str(pages[0].lost(4, 1, "its process has ended")) == (
         "rank 0, call 4: expected rank 1 to take part; found that its process has ended, after its call 3. The "
         "communicator can only be closed."

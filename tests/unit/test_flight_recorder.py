@@ -216,7 +216,7 @@ def test_an_interrupt_leaves_nothing_wrong(part: str, monkeypatch: pytest.Monkey
         ahead._told = Told(ahead._told)
         with pytest.raises(KeyboardInterrupt):
             ahead.enter(2, other)
-        ahead._told = set(ahead._told)
+        ahead._told = dict(ahead._told)
         ahead.enter(2, other)
     ahead.enter(1 + 2 * RING, SUM)
     behind.enter(1 + 2 * RING, SUM)
@@ -224,9 +224,22 @@ def test_an_interrupt_leaves_nothing_wrong(part: str, monkeypatch: pytest.Monkey
     assert behind.describe(0, 1 + 2 * RING) == str(SUM)
 
 
-class Told(set[int]):
+class Told(dict[int, bytes]):
     """Is interrupted right behind its clearing."""
 
     def clear(self) -> None:
         super().clear()
         raise KeyboardInterrupt
+
+
+def test_no_key_stands_beside_the_text_of_another(ranks: list[FlightRecorder]):
+    """Not even while the table begins anew and a rank reads it."""
+    log = []
+
+    class Entry:
+        def __setitem__(self, field: str, value: Any) -> None:
+            log.append((field, value))
+
+    ranks[0]._texts = {(0, 0): Entry()}  # type: ignore[assignment]
+    ranks[0].enter(1, SUM)
+    assert log == [("key", 0), ("text", str(SUM).encode()), ("key", SUM.crc)]

@@ -28,7 +28,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> repeats.Repeats:
     monkeypatch.setattr(surroundings, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
     monkeypatch.setattr(repeats, "using", lambda context: nullcontext())
     monkeypatch.setattr(repeats.driver, "current_context", lambda: OTHER)
-    page: Any = SimpleNamespace(abort_word=[0], recorder=SimpleNamespace(enter=None))
+    page: Any = SimpleNamespace(abort_word=[0], calls=SimpleNamespace(enter=None))
     return repeats.Repeats(0, OURS, SimpleNamespace(find=None), None, page)  # type: ignore[arg-type]
 
 

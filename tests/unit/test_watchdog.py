@@ -131,7 +131,7 @@ def test_a_rank_that_closed_may_end(ranks: Callable[[int], Ranks]):
     world = ranks(2)
     watchdog = world.watch()
     for page in world.pages.values():
-        page.recorder.enter(1, SUM)
+        page.calls.enter(1, SUM)
     world.pages[1].leave()
     world.end(1)
     assert not within(0.5, lambda: watchdog.lost or world.page.aborted)
@@ -140,11 +140,11 @@ def test_a_rank_that_closed_may_end(ranks: Callable[[int], Ranks]):
 def test_a_call_after_another_rank_has_closed_is_lost(ranks: Callable[[int], Ranks]):
     world = ranks(2)
     watchdog = world.watch()
-    world.page.recorder.enter(1, SUM)
-    world.pages[1].recorder.enter(1, SUM)
+    world.page.calls.enter(1, SUM)
+    world.pages[1].calls.enter(1, SUM)
     world.pages[1].leave()
     assert not within(0.3, lambda: watchdog.lost), "both made the same calls"
-    world.page.recorder.enter(2, SUM)
+    world.page.calls.enter(2, SUM)
     assert within(1.0, lambda: watchdog.lost)
     assert watchdog.lost == (1, "it closed the communicator")
     assert within(1.0, lambda: world.page.aborted)

@@ -83,7 +83,8 @@ def _fault(comm: Any, phase: str, k: int) -> tuple[bool, list[str]]:
         problems.append(f"{time.monotonic() - started:.1f} s")
     if error and not error.startswith("ipcreduce: "):
         problems.append(f"not an error of ours: {error}")
-    trouble = [_attempt(comm, graph, source, "eager") for _ in range(3)]  # what this rank has not heard of comes first
+    _attempt(comm, graph, source, "hear")  # or this rank might hear of it in an eager call, where the others reduce
+    trouble = [_attempt(comm, graph, source, "eager") for _ in range(3)]
     if trouble[-1]:
         problems.append(f"an all-reduce afterwards: {trouble[-1]}")
     ready = set(WORLD.allgather(graph.state))
@@ -118,6 +119,8 @@ def _attempt(comm: Any, graph: Graph, source: Any, phase: str) -> str:
             right(result, (TOTAL + 1) * SIZE)
         elif phase == "replay":
             graph.replay()
+            comm.synchronize()
+        elif phase == "hear":
             comm.synchronize()
         elif phase == "close":
             graph.close()

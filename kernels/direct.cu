@@ -19,13 +19,13 @@
 constexpr int kDepth = IPCREDUCE_DEPTH;
 
 KERNEL(direct, 512, 2)(KERNEL_ARGS args) {
-  await_predecessor();
-  const Epoch epoch = read_epoch(args);
-  bool alive = epoch.alive;
-
   const Message in = message_at(args.in, args.bytes);
   const u32 columns = columns_of(args), tile = kDepth * threads_in_grid(), tiles = divide_up(columns, tile);
   const u64 row = row_bytes(columns), flag_row = row_bytes(blocks_in_grid()), ours = args.peers[0];
+  await_predecessor();
+
+  const Epoch epoch = read_epoch(args);
+  bool alive = epoch.alive;
   const u64 scatter = half_of_epoch(args, epoch), flags = scatter + (kRanks - 1) * row;
 
   const auto push = [&](u32 column) {

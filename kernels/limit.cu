@@ -7,11 +7,13 @@
 #include <exchange.cuh>
 
 KERNEL(limit, 1024, 1)(KERNEL_ARGS args) {
+  const u64 row = row_bytes(1);
+  const bool first = thread_in_grid() == 0;
   await_predecessor();
+
   const Epoch epoch = read_epoch(args);
   bool alive = epoch.alive;
-  const u64 half = half_of_epoch(args, epoch), row = row_bytes(1);
-  const bool first = thread_in_grid() == 0;
+  const u64 half = half_of_epoch(args, epoch);
 
   if (first && alive)
 #pragma unroll

@@ -21,11 +21,13 @@
 #include <exchange.cuh>
 
 template <bool kPlain> DEVICE void run(const Args& args) {
-  const Epoch epoch = read_epoch(args);  // not used before the message is on its way too: one latency for both
-  bool alive = epoch.alive;
   const Message in = message_at(args.in, args.bytes), out = message_at(args.out, args.bytes);
   const u32 packets = divide_up(in.bytes, kPacketBytes), index = thread_in_grid();
   const bool active = index < packets;
+  await_predecessor();
+
+  const Epoch epoch = read_epoch(args);  // not used before the message is on its way too: one latency for both
+  bool alive = epoch.alive;
   Packet v[1][kMaxRanks];
   v[0][kRank] = load_message<kElementBytes, kPlain, false>(in, index, active);
 
@@ -46,8 +48,6 @@ template <bool kPlain> DEVICE void run(const Args& args) {
 
 // Over 2 GPUs it is the quickest for messages of more threads than the GPU holds: the more of them the better.
 KERNEL(one_shot, 1024, kRanks == 2 ? 2 : 1)(KERNEL_ARGS args) {
-  const bool plain = is_plain(args.in, args.out, args.bytes);
-  await_predecessor();
-  if (plain) [[likely]] run<true>(args);
+  if (is_plain(args.in, args.out, args.bytes)) [[likely]] run<true>(args);
   else run<false>(args);
 }

@@ -17,10 +17,12 @@ constexpr int kDepth = IPCREDUCE_DEPTH;
 
 // kTiled: there are more columns than `tile` takes. A single tile is a kernel of its own, a third as long (see vec.cuh).
 template <bool kTiled, bool kPlain> DEVICE void run(const Args& args, u32 columns, u32 tile) {
-  const Epoch epoch = read_epoch(args);  // not used before the message is on its way too: one latency for both
-  bool alive = epoch.alive;
   const Message in = message_at(args.in, args.bytes), out = message_at(args.out, args.bytes);
   u32 column = thread_in_grid();
+  await_predecessor();
+
+  const Epoch epoch = read_epoch(args);  // not used before the message is on its way too: one latency for both
+  bool alive = epoch.alive;
   Packet chunks[kDepth][kMaxRanks];
   load_chunks<kPlain>(chunks, in, columns, column);
 
@@ -77,10 +79,8 @@ template <bool kTiled, bool kPlain> DEVICE void run(const Args& args, u32 column
 }
 
 KERNEL(two_shot, kDepth * kRanks <= 4 ? 512 : 256, 2)(KERNEL_ARGS args) {
-  const bool plain = is_plain(args.in, args.out, args.bytes);
   const u32 columns = columns_of(args), tile = kDepth * threads_in_grid();
-  await_predecessor();
   if (columns > tile) run<true, false>(args, columns, tile);
-  else if (plain) run<false, true>(args, columns, tile);
+  else if (is_plain(args.in, args.out, args.bytes)) run<false, true>(args, columns, tile);
   else run<false, false>(args, columns, tile);
 }

@@ -19,7 +19,7 @@
 constexpr int kDepth = IPCREDUCE_DEPTH;
 
 KERNEL(direct, 512, 2)(KERNEL_ARGS args) {
-  const Message in = message_at(args.in, args.bytes);
+  const Message in = message_at<true>(args.in, args.bytes);
   const u32 columns = columns_of(args), tile = kDepth * threads_in_grid(), tiles = divide_up(columns, tile);
   const u64 row = row_bytes(columns), flag_row = row_bytes(blocks_in_grid()), ours = args.peers[0];
   await_predecessor();
@@ -42,7 +42,7 @@ KERNEL(direct, 512, 2)(KERNEL_ARGS args) {
       const bool active = nth(column, d) < columns;
 #pragma unroll
       for (int i = 0; i < kRanks; ++i)
-        store_message<kElementBytes, true>(message_at(args.outs[i], args.bytes), kRank * columns + nth(column, d),
+        store_message<kElementBytes, true>(message_at<true>(args.outs[i], args.bytes), kRank * columns + nth(column, d),
                                            results[d], active && (i == 0 || alive));
       clear(ours + scatter, columns, nth(column, d), active, alive);
     }
@@ -76,5 +76,5 @@ KERNEL(direct, 512, 2)(KERNEL_ARGS args) {
   for (column = thread_in_grid(); column < columns; column += threads_in_grid())
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
-      store_message<kElementBytes, true>(message_at(args.out, args.bytes), source(i) * columns + column, poison(), true);
+      store_message<kElementBytes, true>(message_at<true>(args.out, args.bytes), source(i) * columns + column, poison(), true);
 }

@@ -163,7 +163,7 @@ DEVICE Packet poison() { return {{kEmpty, kEmpty, kEmpty, kEmpty}}; }
 
 // Waits for kDepth packets of the row of every other rank, v[d][rank]; the group begins at `rows`. All loads of a turn are
 // issued before the first is tested. v[d][kRank] is left alone. If the wait ends without data, alive is false and v is
-// poison. All lanes of a warp call it, if that has some packet to wait for.
+// not to be used. All lanes of a warp call it, if that has some packet to wait for.
 template <int kDepth>
 DEVICE void get(Packet (&v)[kDepth][kMaxRanks], const Args& args, u64 rows, u32 packets, u32 index, bool& alive) {
   const u64 stride = row_bytes(packets);
@@ -194,16 +194,13 @@ DEVICE void get(Packet (&v)[kDepth][kMaxRanks], const Args& args, u64 rows, u32 
           missing |= nth(index, d) < packets ? 1u << source(i) : 0;
     return missing;
   });
+  if (kFloat) return;
 #pragma unroll
   for (int d = 0; d < kDepth; ++d)
 #pragma unroll
     for (int i = 1; i < kRanks; ++i) {
-      if (!alive) [[unlikely]] {
-        v[d][source(i)] = poison();
-      } else if (!kFloat) {
-        if (last[d][source(i)] >> lane % 16 & 1) v[d][source(i)].word[3] = kEmpty;
-        if (!kWholePackets && (second[d][source(i)] >> lane % 16 & 1)) v[d][source(i)].word[1] = kEmpty;
-      }
+      if (last[d][source(i)] >> lane % 16 & 1) v[d][source(i)].word[3] = kEmpty;
+      if (!kWholePackets && (second[d][source(i)] >> lane % 16 & 1)) v[d][source(i)].word[1] = kEmpty;
     }
 }
 

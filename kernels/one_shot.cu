@@ -21,7 +21,7 @@
 #include <exchange.cuh>
 
 template <bool kPlain> DEVICE void run(const Args& args) {
-  const Message in = message_at(args.in, args.bytes), out = message_at(args.out, args.bytes);
+  const Message in = message_at<kPlain>(args.in, args.bytes), out = message_at<kPlain>(args.out, args.bytes);
   const u32 packets = divide_up(in.bytes, kPacketBytes), index = thread_in_grid();
   const bool active = index < packets;
   await_predecessor();
@@ -42,7 +42,8 @@ template <bool kPlain> DEVICE void run(const Args& args) {
   if (!warp_has_some(index, packets)) return;
 
   get(v, args, rows, packets, index, alive);
-  store_message<kElementBytes, kPlain>(out, index, alive ? fold(v[0]) : poison(), active);
+  if (!alive) [[unlikely]] return store_message<kElementBytes, kPlain>(out, index, poison(), active);
+  store_message<kElementBytes, kPlain>(out, index, fold(v[0]), active);
   clear(rows, packets, index, active, alive);
 }
 

@@ -17,7 +17,7 @@ constexpr int kDepth = IPCREDUCE_DEPTH;
 
 // kTiled: there are more columns than `tile` takes. A single tile is a kernel of its own, a third as long (see vec.cuh).
 template <bool kTiled, bool kPlain> DEVICE void run(const Args& args, u32 columns, u32 tile) {
-  const Message in = message_at(args.in, args.bytes), out = message_at(args.out, args.bytes);
+  const Message in = message_at<kPlain>(args.in, args.bytes), out = message_at<kPlain>(args.out, args.bytes);
   u32 column = thread_in_grid();
   await_predecessor();
 
@@ -45,10 +45,17 @@ template <bool kTiled, bool kPlain> DEVICE void run(const Args& args, u32 column
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
       const bool active = nth(column, d) < columns;
-      v[d][kRank] = alive ? results[d] : poison();
+      const auto store = [&](int i, const Packet& p) {
+        store_message<kElementBytes, kPlain>(out, source(i) * columns + nth(column, d), p, active);
+      };
+      if (!alive) [[unlikely]] {
+#pragma unroll 1
+        for (int i = 0; i < kRanks; ++i) store(i, poison());
+        continue;
+      }
+      store(0, results[d]);
 #pragma unroll
-      for (int i = 0; i < kRanks; ++i)
-        store_message<kElementBytes, kPlain>(out, source(i) * columns + nth(column, d), v[d][source(i)], active);
+      for (int i = 1; i < kRanks; ++i) store(i, v[d][source(i)]);
       clear(ours + scatter, columns, nth(column, d), active, alive);
       clear(ours + gather, columns, nth(column, d), active, alive);
     }

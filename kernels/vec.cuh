@@ -34,8 +34,8 @@ struct Message {
   u64 base;
   u32 bytes, whole;
 };
-DEVICE Message message_at(u64 base, u64 bytes) {
-  return {base, (u32)bytes, base % kPacketBytes == 0 ? (u32)bytes / kPacketBytes : 0};
+template <bool kPlain> DEVICE Message message_at(u64 base, u64 bytes) {
+  return {base, (u32)bytes, kPlain || base % kPacketBytes == 0 ? (u32)bytes / kPacketBytes : 0};
 }
 DEVICE bool is_plain(u64 in, u64 out, u64 bytes) { return (in | out | bytes) % kPacketBytes == 0; }
 

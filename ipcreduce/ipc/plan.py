@@ -26,7 +26,7 @@ KB, MB = 1 << 10, 1 << 20
 # Up to here one hop of (n-1) S bytes beats two of 2 (n-1)/n S. For n above 4 not measured: the traffic grows with n.
 _ONE_SHOT_BYTES = {1: 0, 2: 8 * MB, 3: 192 * KB, 4: 192 * KB, 5: 128 * KB, 6: 96 * KB, 7: 64 * KB, 8: 64 * KB}
 _LAUNCH_BYTES = 1 << 30  # at most: the kernels count packets and bytes of one launch in 32 bits
-_GRAPH_BYTES = 512 * KB  # up to here most hosts take longer to launch an eager call than the GPU takes for it
+_GRAPH_BYTES = 1 * MB  # up to here most hosts take longer to launch an eager call than the GPU takes for it
 
 MOST_CHOICES = 24  # in a table
 

@@ -239,10 +239,19 @@ FAULTS = [
     Fault(
         "what did not come is not poisoned",
         "one_shot.cu",
-        "alive ? fold(v[0]) : poison()",
-        "fold(v[0])",
+        "poison(), active)",
+        "fold(v[0]), active)",
         ("value",),
         [ONE_SHOT],
+        "absent",
+    ),
+    Fault(
+        "what did not come in two hops is not poisoned",
+        "two_shot.cu",
+        "store(i, poison())",
+        "",
+        ("value",),
+        [TWO_SHOT],
         "absent",
     ),
     Fault(

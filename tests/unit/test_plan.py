@@ -188,7 +188,7 @@ def test_shapes_that_were_quickest(n: int, nbytes: int, shape: tuple[str, int, i
 def test_short_eager_calls_only_are_graphs():
     half = workspace.half_bytes(256 * MB)
     for n in (2, 4):
-        graphs = [plan.eager_as_graph(plan.make_plan(nbytes, n, half)[0]) for nbytes in (1, 512 * KB, 512 * KB + 1)]
+        graphs = [plan.eager_as_graph(plan.make_plan(nbytes, n, half)[0]) for nbytes in (1, MB, MB + 1)]
         assert graphs == [True, True, False]
 
 

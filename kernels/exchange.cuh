@@ -59,8 +59,7 @@ constexpr u32 kMicrosecondsBetweenReads = 16;  // of the abort word, by the whol
 constexpr u32 kGraceMicroseconds = 100000;
 
 // Returns when the wait began, or 0 if it is over without data: then so are all others on this GPU, until a reset.
-// Inlined: around a call, one_shot over 2 GPUs has too few registers for its own packet.
-DEVICE u64 check_wait(u64 started, u32 missing, const Args& args) {
+DEVICE_COLD u64 check_wait(u64 started, u32 missing, const Args& args) {
   const u64 epochs = args.epochs, given_up = epochs + 8 * kEpochSlots, read_last = given_up + 4, seen_up = given_up + 8;
   const u64 now = nanoseconds();
   const u32 microseconds = (u32)(now >> 10);

@@ -19,6 +19,7 @@ constexpr int kMaxRanks = IPCREDUCE_RANKS;  // array bound; the stand-in has kRa
 #define KERNEL(name, max_threads, blocks) extern "C" __global__ void __launch_bounds__(max_threads, blocks) name
 #define KERNEL_ARGS const __grid_constant__ Args
 #define DEVICE __device__ __forceinline__
+#define DEVICE_COLD __device__ __noinline__
 
 // The unit of everything that crosses a link: one 128-bit access, which PTX keeps whole (memory consistency model,
 // "scalar data-types ... with a maximum size and alignment of 128 bits"), so its data and its mark arrive together.

@@ -23,6 +23,7 @@ constexpr int kMaxRanks = 8;  // kRanks and kRank are run-time values here: one 
   extern "C" void name
 #define KERNEL_ARGS const Args&
 #define DEVICE inline
+#define DEVICE_COLD
 
 struct alignas(16) Packet {
   u32 word[4];

@@ -44,7 +44,7 @@ KERNEL(direct, 512, 2)(KERNEL_ARGS args) {
       for (int i = 0; i < kRanks; ++i)
         store_message<kElementBytes, true>(message_at<true>(args.outs[i], args.bytes), kRank * columns + nth(column, d),
                                            results[d], active && (i == 0 || alive));
-      clear(ours + scatter, columns, nth(column, d), active, alive);
+      clear(ours + scatter, columns, nth(column, d), active && alive);
     }
   };
 
@@ -76,5 +76,6 @@ KERNEL(direct, 512, 2)(KERNEL_ARGS args) {
   for (column = thread_in_grid(); column < columns; column += threads_in_grid())
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
-      store_message<kElementBytes, true>(message_at<true>(args.out, args.bytes), source(i) * columns + column, poison(), true);
+      store_message<kElementBytes, true>(message_at<true>(args.out, args.bytes), source(i) * columns + column, poison(),
+                                         true);
 }

@@ -193,7 +193,7 @@ DEVICE void get(Packet (&v)[kDepth][kMaxRanks], const Args& args, u64 rows, u32 
           missing |= nth(index, d) < packets ? 1u << source(i) : 0;
     return missing;
   });
-  if (kFloat || !alive) return;
+  if (kFloat || !alive) return;  // v outlives no failed wait: else the polls would move it
 #pragma unroll
   for (int d = 0; d < kDepth; ++d)
 #pragma unroll
@@ -203,17 +203,17 @@ DEVICE void get(Packet (&v)[kDepth][kMaxRanks], const Args& args, u64 rows, u32 
     }
 }
 
-// Empties what get() read. All lanes of a warp call it. Nothing is emptied after a wait that failed: a late packet
-// would fill the slot again, so the host does it when every kernel has ended (workspace.py, resync).
-DEVICE void clear(u64 rows, u32 packets, u32 index, bool active, bool alive) {
+// Empties what get() read. All lanes of a warp call it; none after a wait that failed: a late packet would fill the slot
+// again, so the host does it when every kernel has ended (workspace.py, resync).
+DEVICE void clear(u64 rows, u32 packets, u32 index, bool active) {
   const Packet empty = {{kEmpty, kEmpty, kEmpty, kEmpty}};
   const u64 stride = row_bytes(packets), at = rows + (u64)kPacketBytes * index;
   sync_warp();  // other lanes have read this packet (see get), and all the escape
 #pragma unroll
   for (int i = 1; i < kRanks; ++i) {
-    store_packet_local(at + row_of(i, stride), empty, active && alive);
+    store_packet_local(at + row_of(i, stride), empty, active);
     if (!kFloat)
-      store_packet_local(escape_at(rows + row_of(i, stride), packets, index), empty, active && alive && index % 32 == 0);
+      store_packet_local(escape_at(rows + row_of(i, stride), packets, index), empty, active && index % 32 == 0);
   }
 }
 

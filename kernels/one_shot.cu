@@ -42,9 +42,10 @@ template <bool kPlain> DEVICE void run(const Args& args) {
   if (!warp_has_some(index, packets)) return;
 
   get(v, args, rows, packets, index, alive);
+  // By a way of its own: nothing then lies between the last poll and the fold.
   if (!alive) [[unlikely]] return store_message<kElementBytes, kPlain>(out, index, poison(), active);
   store_message<kElementBytes, kPlain>(out, index, fold(v[0]), active);
-  clear(rows, packets, index, active, alive);
+  clear(rows, packets, index, active);
 }
 
 // Over 2 GPUs it is the quickest for messages of more threads than the GPU holds: the more of them the better.

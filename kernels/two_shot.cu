@@ -48,7 +48,7 @@ template <bool kTiled, bool kPlain> DEVICE void run(const Args& args, u32 column
       const auto store = [&](int i, const Packet& p) {
         store_message<kElementBytes, kPlain>(out, source(i) * columns + nth(column, d), p, active);
       };
-      if (!alive) [[unlikely]] {
+      if (!alive) [[unlikely]] {  // as in one_shot.cu
 #pragma unroll 1
         for (int i = 0; i < kRanks; ++i) store(i, poison());
         continue;
@@ -56,8 +56,8 @@ template <bool kTiled, bool kPlain> DEVICE void run(const Args& args, u32 column
       store(0, results[d]);
 #pragma unroll
       for (int i = 1; i < kRanks; ++i) store(i, v[d][source(i)]);
-      clear(ours + scatter, columns, nth(column, d), active, alive);
-      clear(ours + gather, columns, nth(column, d), active, alive);
+      clear(ours + scatter, columns, nth(column, d), active);
+      clear(ours + gather, columns, nth(column, d), active);
     }
   };
 

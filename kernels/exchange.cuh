@@ -193,7 +193,7 @@ DEVICE void get(Packet (&v)[kDepth][kMaxRanks], const Args& args, u64 rows, u32 
           missing |= nth(index, d) < packets ? 1u << source(i) : 0;
     return missing;
   });
-  if (kFloat || !alive) return;  // v outlives no failed wait: else the polls would move it
+  if (kFloat || !alive) return;  // undone after a failed wait too, packets are moved in every poll
 #pragma unroll
   for (int d = 0; d < kDepth; ++d)
 #pragma unroll

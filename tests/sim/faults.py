@@ -61,15 +61,15 @@ FAULTS = [
     Fault(
         "slots are not cleared",
         "exchange.cuh",
-        "store_packet_local(at + row_of(i, stride), empty, active && alive);",
+        "store_packet_local(at + row_of(i, stride), empty, active);",
         "",
         ("value", "not at rest"),
     ),
     Fault(
         "escapes are not cleared",
         "exchange.cuh",
-        "active && alive && index % 32 == 0",
-        "false",
+        "empty, active && index % 32 == 0",
+        "empty, false",
         ("value", "not at rest", "timeout"),
         [ONE_SHOT_INT, TWO_SHOT_INT],
     ),

@@ -203,8 +203,8 @@ DEVICE void get(Packet (&v)[kDepth][kMaxRanks], const Args& args, u64 rows, u32 
     }
 }
 
-// Empties what get() read. All lanes of a warp call it; none after a wait that failed: a late packet would fill the slot
-// again, so the host does it when every kernel has ended (workspace.py, resync).
+// Empties what get() read, where active; all lanes of a warp call it. Never after a wait that failed: a late packet would
+// fill the slot again, so the host does it when every kernel has ended (workspace.py, resync).
 DEVICE void clear(u64 rows, u32 packets, u32 index, bool active) {
   const Packet empty = {{kEmpty, kEmpty, kEmpty, kEmpty}};
   const u64 stride = row_bytes(packets), at = rows + (u64)kPacketBytes * index;

@@ -19,7 +19,7 @@
 constexpr int kDepth = IPCREDUCE_DEPTH;
 
 KERNEL(direct, 512, 2)(KERNEL_ARGS args) {
-  const Message in = message_at<true>(args.in, args.bytes);
+  const auto in = message_at<true>(args.in, args.bytes);
   const u32 columns = columns_of(args), tile = kDepth * threads_in_grid(), tiles = divide_up(columns, tile);
   const u64 row = row_bytes(columns), flag_row = row_bytes(blocks_in_grid()), ours = args.peers[0];
   await_predecessor();
@@ -30,20 +30,20 @@ KERNEL(direct, 512, 2)(KERNEL_ARGS args) {
 
   const auto push = [&](u32 column) {
     Packet chunks[kDepth][kMaxRanks];
-    load_chunks<true>(chunks, in, columns, column);
+    load_chunks(chunks, in, columns, column);
     push_chunks(chunks, args, scatter, columns, column, alive);
   };
 
   const auto reduce = [&](u32 column) {
     Packet results[kDepth];
-    fold_columns<true>(results, args, in, scatter, columns, column, alive);
+    fold_columns(results, args, in, scatter, columns, column, alive);
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
       const bool active = nth(column, d) < columns;
 #pragma unroll
       for (int i = 0; i < kRanks; ++i)
-        store_message<kElementBytes, true>(message_at<true>(args.outs[i], args.bytes), kRank * columns + nth(column, d),
-                                           results[d], active && (i == 0 || alive));
+        store_message<kElementBytes>(message_at<true>(args.outs[i], args.bytes), kRank * columns + nth(column, d),
+                                     results[d], active && (i == 0 || alive));
       clear(ours + scatter, columns, nth(column, d), active && alive);
     }
   };
@@ -76,6 +76,5 @@ KERNEL(direct, 512, 2)(KERNEL_ARGS args) {
   for (column = thread_in_grid(); column < columns; column += threads_in_grid())
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
-      store_message<kElementBytes, true>(message_at<true>(args.out, args.bytes), source(i) * columns + column, poison(),
-                                         true);
+      store_message<kElementBytes>(message_at<true>(args.out, args.bytes), source(i) * columns + column, poison(), true);
 }

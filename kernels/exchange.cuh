@@ -221,13 +221,12 @@ DEVICE void clear(u64 rows, u32 packets, u32 index, bool active) {
 DEVICE u32 columns_of(const Args& args) { return divide_up(divide_up((u32)args.bytes, kPacketBytes), kRanks); }
 
 template <bool kPlain, int kDepth>
-DEVICE void load_chunks(Packet (&chunk)[kDepth][kMaxRanks], const Message& in, u32 columns, u32 column) {
+DEVICE void load_chunks(Packet (&chunk)[kDepth][kMaxRanks], const Message<kPlain>& in, u32 columns, u32 column) {
 #pragma unroll
   for (int d = 0; d < kDepth; ++d)
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
-      chunk[d][i] = load_message<kElementBytes, kPlain, true>(in, source(i) * columns + nth(column, d),
-                                                              nth(column, d) < columns);
+      chunk[d][i] = load_message<kElementBytes, true>(in, source(i) * columns + nth(column, d), nth(column, d) < columns);
 }
 template <int kDepth>
 DEVICE void push_chunks(const Packet (&chunk)[kDepth][kMaxRanks], const Args& args, u64 rows, u32 columns, u32 column,
@@ -242,13 +241,13 @@ DEVICE void push_chunks(const Packet (&chunk)[kDepth][kMaxRanks], const Args& ar
 
 // The folds of columns of our own chunk, once the peers' packets are there; poison if the wait ended without them.
 template <bool kPlain, int kDepth>
-DEVICE void fold_columns(Packet (&results)[kDepth], const Args& args, const Message& in, u64 rows, u32 columns, u32 column,
-                         bool& alive) {
+DEVICE void fold_columns(Packet (&results)[kDepth], const Args& args, const Message<kPlain>& in, u64 rows, u32 columns,
+                         u32 column, bool& alive) {
   Packet v[kDepth][kMaxRanks];
 #pragma unroll
   for (int d = 0; d < kDepth; ++d)
     v[d][kRank] = canonical(
-        load_message<kElementBytes, kPlain, true>(in, kRank * columns + nth(column, d), nth(column, d) < columns));
+        load_message<kElementBytes, true>(in, kRank * columns + nth(column, d), nth(column, d) < columns));
   get(v, args, args.peers[0] + rows, columns, column, alive);
 #pragma unroll
   for (int d = 0; d < kDepth; ++d)

@@ -21,7 +21,7 @@
 #include <exchange.cuh>
 
 template <bool kPlain> DEVICE void run(const Args& args) {
-  const Message in = message_at<kPlain>(args.in, args.bytes), out = message_at<kPlain>(args.out, args.bytes);
+  const auto in = message_at<kPlain>(args.in, args.bytes), out = message_at<kPlain>(args.out, args.bytes);
   const u32 packets = divide_up(in.bytes, kPacketBytes), index = thread_in_grid();
   const bool active = index < packets;
   await_predecessor();
@@ -29,7 +29,7 @@ template <bool kPlain> DEVICE void run(const Args& args) {
   const Epoch epoch = read_epoch(args);  // not used before the message is on its way too: one latency for both
   bool alive = epoch.alive;
   Packet v[1][kMaxRanks];
-  v[0][kRank] = load_message<kElementBytes, kPlain, false>(in, index, active);
+  v[0][kRank] = load_message<kElementBytes, false>(in, index, active);
 
   const u64 half = half_of_epoch(args, epoch), rows = args.peers[0] + half;
   v[0][kRank] = canonical(v[0][kRank]);
@@ -43,8 +43,8 @@ template <bool kPlain> DEVICE void run(const Args& args) {
 
   get(v, args, rows, packets, index, alive);
   // By a way of its own: nothing then lies between the last poll and the fold.
-  if (!alive) [[unlikely]] return store_message<kElementBytes, kPlain>(out, index, poison(), active);
-  store_message<kElementBytes, kPlain>(out, index, fold(v[0]), active);
+  if (!alive) [[unlikely]] return store_message<kElementBytes>(out, index, poison(), active);
+  store_message<kElementBytes>(out, index, fold(v[0]), active);
   clear(rows, packets, index, active);
 }
 

@@ -17,20 +17,20 @@ constexpr int kDepth = IPCREDUCE_DEPTH;
 
 // kTiled: there are more columns than `tile` takes. A single tile is a kernel of its own, a third as long (see vec.cuh).
 template <bool kTiled, bool kPlain> DEVICE void run(const Args& args, u32 columns, u32 tile) {
-  const Message in = message_at<kPlain>(args.in, args.bytes), out = message_at<kPlain>(args.out, args.bytes);
+  const auto in = message_at<kPlain>(args.in, args.bytes), out = message_at<kPlain>(args.out, args.bytes);
   u32 column = thread_in_grid();
   await_predecessor();
 
   const Epoch epoch = read_epoch(args);  // not used before the message is on its way too: one latency for both
   bool alive = epoch.alive;
   Packet chunks[kDepth][kMaxRanks];
-  load_chunks<kPlain>(chunks, in, columns, column);
+  load_chunks(chunks, in, columns, column);
 
   const u64 row = row_bytes(columns), scatter = half_of_epoch(args, epoch), gather = scatter + (kRanks - 1) * row;
   const u64 ours = args.peers[0];
 
   const auto reduce = [&](u32 column, Packet (&results)[kDepth]) {
-    fold_columns<kPlain>(results, args, in, scatter, columns, column, alive);
+    fold_columns(results, args, in, scatter, columns, column, alive);
 #pragma unroll
     for (int d = 0; d < kDepth; ++d)
 #pragma unroll
@@ -46,7 +46,7 @@ template <bool kTiled, bool kPlain> DEVICE void run(const Args& args, u32 column
     for (int d = 0; d < kDepth; ++d) {
       const bool active = nth(column, d) < columns;
       const auto store = [&](int i, const Packet& p) {
-        store_message<kElementBytes, kPlain>(out, source(i) * columns + nth(column, d), p, active);
+        store_message<kElementBytes>(out, source(i) * columns + nth(column, d), p, active);
       };
       if (!alive) [[unlikely]] {  // as in one_shot.cu
 #pragma unroll 1
@@ -74,7 +74,7 @@ template <bool kTiled, bool kPlain> DEVICE void run(const Args& args, u32 column
   const u32 tiles = divide_up(columns, tile);
   for (u32 t = 0; t < tiles; ++t, column += tile) {
     if (t + 1 < tiles) {
-      load_chunks<kPlain>(chunks, in, columns, column + tile);
+      load_chunks(chunks, in, columns, column + tile);
       push_chunks(chunks, args, scatter, columns, column + tile, alive);
     }
     if (warp_has_some(column, columns)) reduce(column, results);

@@ -30,11 +30,11 @@ template <> struct Unsigned<8> { using type = u64; };
 // An array in this rank's memory: where it is aligned, its first `whole` packets are loaded and stored as such. In a plain
 // one all packets are. Kernels are compiled for both: they are 100 to 300 instructions long, and each one that is jumped
 // over takes its part of the 1.5 us of a small message (0.1 us for those below).
-struct Message {
+template <bool kPlain> struct Message {
   u64 base;
   u32 bytes, whole;
 };
-template <bool kPlain> DEVICE Message message_at(u64 base, u64 bytes) {
+template <bool kPlain> DEVICE Message<kPlain> message_at(u64 base, u64 bytes) {
   return {base, (u32)bytes, kPlain || base % kPacketBytes == 0 ? (u32)bytes / kPacketBytes : 0};
 }
 DEVICE bool is_plain(u64 in, u64 out, u64 bytes) { return (in | out | bytes) % kPacketBytes == 0; }
@@ -65,8 +65,8 @@ template <int kElementBytes> DEVICE void store_elements(u64 at, int left, Packet
 
 // Packet `index`; zero where active is false. kBranch: warps that have no packet of elements go round these loads. That is
 // for threads of several packets; for those of one, all loads are to be under way before anything waits, at a branch too.
-template <int kElementBytes, bool kPlain, bool kBranch>
-DEVICE Packet load_message(const Message& m, u32 index, bool active) {
+template <int kElementBytes, bool kBranch, bool kPlain>
+DEVICE Packet load_message(const Message<kPlain>& m, u32 index, bool active) {
   const u64 at = m.base + (u64)kPacketBytes * index;
   Packet p = load_packet_local(at, active && index < m.whole);
   const bool elements = active && index >= m.whole;
@@ -76,7 +76,7 @@ DEVICE Packet load_message(const Message& m, u32 index, bool active) {
 }
 
 template <int kElementBytes, bool kPlain>
-DEVICE void store_message(const Message& m, u32 index, const Packet& p, bool active) {
+DEVICE void store_message(const Message<kPlain>& m, u32 index, const Packet& p, bool active) {
   const u64 at = m.base + (u64)kPacketBytes * index;
   store_packet_local(at, p, active && index < m.whole);
   if (!kPlain && active && index >= m.whole) store_elements<kElementBytes>(at, (int)(m.bytes - kPacketBytes * index), p);

@@ -35,15 +35,16 @@ KERNEL(direct, 512, 2)(KERNEL_ARGS args) {
   };
 
   const auto reduce = [&](u32 column) {
-    Packet results[kDepth];
-    fold_columns(results, args, in, scatter, columns, column, alive);
+    Packet v[kDepth][kMaxRanks];
+    get_columns(v, args, in, scatter, columns, column, alive);
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
       const bool active = nth(column, d) < columns;
+      const Packet result = alive ? fold(v[d]) : poison();
 #pragma unroll
       for (int i = 0; i < kRanks; ++i)
         store_message<kElementBytes>(message_at<true>(args.outs[i], args.bytes), kRank * columns + nth(column, d),
-                                     results[d], active && (i == 0 || alive));
+                                     result, active && (i == 0 || alive));
       clear(ours + scatter, columns, nth(column, d), active && alive);
     }
   };

@@ -88,23 +88,32 @@ DEVICE_COLD u64 check_wait(u64 started, u32 missing, const Args& args) {
 // Whether a wait of this block has ended without data, or one of another block or kernel on this GPU, as far as is known.
 DEVICE bool gave_up(const Args& args) { return load_word_gpu(args.epochs + 8 * block_in_grid() + 4) != 0; }
 
-// Polls until no rank is missing (a bit each). `alive` is false once a wait on this GPU has ended without data: then
+// Polls until every other rank's data have come. `alive` is false once a wait on this GPU has ended without data: then
 // nothing is waited for, and nothing sent. Kernels that are queued behind one that gave up must not send either: a slower
 // rank may still be in that operation, and two operations later their packets would come into the same half.
 //
+// look() loads, came(i) says whether all of source(i)'s data were in what it has loaded. Which ranks are missing is found
+// out for check_wait only: in every turn, it would double the instructions between the loads and the fold.
+//
 // kWarp: the lanes of a warp wait together. If each went on by itself as its packet came, those that are late would poll
 // again only after the early ones have folded and stored theirs: 0.1 us of 2 (H200).
-template <bool kWarp, class Poll> DEVICE void await(bool& alive, const Args& args, const Poll& missing_ranks) {
+template <bool kWarp, class Look, class Came>
+DEVICE void await(bool& alive, const Args& args, const Look& look, const Came& came) {
   const auto any = [](bool mine) { return kWarp ? warp_any(mine) : mine; };
   u64 started = 0;
   while (alive) {
-    u32 missing = 0;
 #pragma unroll 1
     for (u32 spins = 0; spins < kSpinsBetweenChecks; ++spins) {
-      missing = missing_ranks();
-      if (!any(missing)) return;
+      look();
+      bool waiting = false;
+#pragma unroll
+      for (int i = 1; i < kRanks; ++i) waiting |= !came(i);
+      if (!any(waiting)) return;
       relax();
     }
+    u32 missing = 0;
+#pragma unroll
+    for (int i = 1; i < kRanks; ++i) missing |= came(i) ? 0 : 1u << source(i);
     started = check_wait(started, kWarp ? warp_or(missing) : missing, args);  // stores of lanes are in no order
     alive = !any(!started);
   }
@@ -168,8 +177,9 @@ DEVICE void get(Packet (&v)[kDepth][kMaxRanks], const Args& args, u64 rows, u32 
   const u64 stride = row_bytes(packets);
   const u32 lane = index % 32;
   u32 last[kDepth][kMaxRanks], second[kDepth][kMaxRanks];  // of the escapes: this lane's words
-  const u32 spare = index < packets ? index : index - lane;  // for what waits for none: a packet of this warp
-  await<true>(alive, args, [&] {
+  // Where there is no packet, one that this warp waits for is looked at once more.
+  const u32 spare = index < packets ? index : index - lane;
+  const auto look = [&] {
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
       const u32 slot = nth(index, d) < packets ? nth(index, d) : spare;
@@ -183,17 +193,17 @@ DEVICE void get(Packet (&v)[kDepth][kMaxRanks], const Args& args, u64 rows, u32 
         if (!kWholePackets) second[d][source(i)] = load_word_sys(escape + 8);
       }
     }
-    u32 missing = 0;
+  };
+  const auto came = [&](int i) {
+    bool all = true;
 #pragma unroll
     for (int d = 0; d < kDepth; ++d)
-#pragma unroll
-      for (int i = 1; i < kRanks; ++i)
-        if (!arrived(v[d][source(i)]) || (!kFloat && last[d][source(i)] == kEmpty) ||
-            (!kFloat && !kWholePackets && second[d][source(i)] == kEmpty))
-          missing |= nth(index, d) < packets ? 1u << source(i) : 0;
-    return missing;
-  });
-  if (kFloat || !alive) return;  // undone after a failed wait too, packets are moved in every poll
+      all &= arrived(v[d][source(i)]) &&
+             (kFloat || (last[d][source(i)] != kEmpty && (kWholePackets || second[d][source(i)] != kEmpty)));
+    return all;
+  };
+  await<true>(alive, args, look, came);
+  if (kFloat || !alive) return;  // nobody uses v after a failed wait: if one did, each poll would copy it
 #pragma unroll
   for (int d = 0; d < kDepth; ++d)
 #pragma unroll
@@ -239,19 +249,15 @@ DEVICE void push_chunks(const Packet (&chunk)[kDepth][kMaxRanks], const Args& ar
           nth(column, d) < columns && alive);
 }
 
-// The folds of columns of our own chunk, once the peers' packets are there; poison if the wait ended without them.
+// Columns of our own chunk, of every rank. As for get(): v is not to be used after a failed wait.
 template <bool kPlain, int kDepth>
-DEVICE void fold_columns(Packet (&results)[kDepth], const Args& args, const Message<kPlain>& in, u64 rows, u32 columns,
-                         u32 column, bool& alive) {
-  Packet v[kDepth][kMaxRanks];
+DEVICE void get_columns(Packet (&v)[kDepth][kMaxRanks], const Args& args, const Message<kPlain>& in, u64 rows, u32 columns,
+                        u32 column, bool& alive) {
 #pragma unroll
   for (int d = 0; d < kDepth; ++d)
     v[d][kRank] = canonical(
         load_message<kElementBytes, true>(in, kRank * columns + nth(column, d), nth(column, d) < columns));
   get(v, args, args.peers[0] + rows, columns, column, alive);
-#pragma unroll
-  for (int d = 0; d < kDepth; ++d)
-    results[d] = alive ? fold(v[d]) : poison();
 }
 
 // ---- flags (direct.cu)
@@ -259,13 +265,12 @@ DEVICE void fold_columns(Packet (&results)[kDepth], const Args& args, const Mess
 // takes the fence (see direct.cu).
 DEVICE void get_flags(const Args& args, u64 rows, u64 stride, u32 index, bool& alive) {
   const u64 at = rows + (u64)kPacketBytes * index;
-  await<false>(alive, args, [&] {
-    u32 missing = 0;
+  Packet flag[kMaxRanks];
+  const auto look = [&] {
 #pragma unroll
-    for (int i = 1; i < kRanks; ++i)
-      if (!arrived(load_packet_sys(at + row_of(i, stride)))) missing |= 1u << source(i);
-    return missing;
-  });
+    for (int i = 1; i < kRanks; ++i) flag[i] = load_packet_sys(at + row_of(i, stride));
+  };
+  await<false>(alive, args, look, [&](int i) { return arrived(flag[i]); });
   if (!alive) return;
 #pragma unroll
   for (int i = 1; i < kRanks; ++i)

@@ -30,32 +30,39 @@ template <bool kTiled, bool kPlain> DEVICE void run(const Args& args, u32 column
   const u64 ours = args.peers[0];
 
   const auto reduce = [&](u32 column, Packet (&results)[kDepth]) {
-    fold_columns(results, args, in, scatter, columns, column, alive);
+    Packet v[kDepth][kMaxRanks];
+    get_columns(v, args, in, scatter, columns, column, alive);
+    if (!alive) [[unlikely]] return;  // by a way of its own, as in one_shot.cu; here and below
 #pragma unroll
-    for (int d = 0; d < kDepth; ++d)
+    for (int d = 0; d < kDepth; ++d) {
+      results[d] = fold(v[d]);
 #pragma unroll
       for (int i = 1; i < kRanks; ++i)
         put(args.peers[i] + gather + row_at_peer(i, row), columns, nth(column, d), results[d],
-            nth(column, d) < columns && alive);
+            nth(column, d) < columns);
+    }
+  };
+
+  const auto store = [&](u32 column, int i, const Packet& p) {
+    store_message<kElementBytes>(out, source(i) * columns + column, p, column < columns);
+  };
+  const auto spoil = [&](u32 column) {
+#pragma unroll 1
+    for (int d = 0; d < kDepth; ++d)
+#pragma unroll 1
+      for (int i = 0; i < kRanks; ++i) store(nth(column, d), i, poison());
   };
 
   const auto collect = [&](u32 column, const Packet (&results)[kDepth]) {
     Packet v[kDepth][kMaxRanks];
     get(v, args, ours + gather, columns, column, alive);
+    if (!alive) [[unlikely]] return spoil(column);
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
       const bool active = nth(column, d) < columns;
-      const auto store = [&](int i, const Packet& p) {
-        store_message<kElementBytes>(out, source(i) * columns + nth(column, d), p, active);
-      };
-      if (!alive) [[unlikely]] {  // as in one_shot.cu
-#pragma unroll 1
-        for (int i = 0; i < kRanks; ++i) store(i, poison());
-        continue;
-      }
-      store(0, results[d]);
+      store(nth(column, d), 0, results[d]);
 #pragma unroll
-      for (int i = 1; i < kRanks; ++i) store(i, v[d][source(i)]);
+      for (int i = 1; i < kRanks; ++i) store(nth(column, d), i, v[d][source(i)]);
       clear(ours + scatter, columns, nth(column, d), active);
       clear(ours + gather, columns, nth(column, d), active);
     }
@@ -68,8 +75,8 @@ template <bool kTiled, bool kPlain> DEVICE void run(const Args& args, u32 column
   if (!kTiled) {
     if (!warp_has_some(column, columns)) return;  // around it, the compiler would not know that warps stay together
     reduce(column, results);
-    collect(column, results);
-    return;
+    if (!alive) [[unlikely]] return spoil(column);
+    return collect(column, results);
   }
   const u32 tiles = divide_up(columns, tile);
   for (u32 t = 0; t < tiles; ++t, column += tile) {

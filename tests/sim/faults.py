@@ -57,7 +57,7 @@ FAULTS = [
         ("value", "timeout"),
         [ONE_SHOT],
     ),
-    Fault("no wait: get returns at once", "exchange.cuh", "if (!any(missing)) return;", "return;", ("value",)),
+    Fault("no wait: get returns at once", "exchange.cuh", "if (!any(waiting)) return;", "return;", ("value",)),
     Fault(
         "slots are not cleared",
         "exchange.cuh",
@@ -130,8 +130,8 @@ FAULTS = [
     Fault(
         "only the first of a thread's columns is waited for",
         "exchange.cuh",
-        "        if (!arrived(v[d]",
-        "        if (d == 0 && !arrived(v[d]",
+        "      all &= arrived(",
+        "      all &= d > 0 || arrived(",
         ("value",),
         [Library("two_shot", "float32", depth=2)],
         rare=True,
@@ -184,8 +184,8 @@ FAULTS = [
     Fault(
         "escapes are not waited for",
         "exchange.cuh",
-        "(!kFloat && last[d][source(i)] == kEmpty)",
-        "false",
+        "last[d][source(i)] != kEmpty",
+        "true",
         ("value", "not at rest"),
         [ONE_SHOT_INT, TWO_SHOT_INT],
         rare=True,
@@ -199,7 +199,7 @@ FAULTS = [
         [ONE_SHOT_INT, TWO_SHOT_INT],
     ),
     Fault(
-        "lanes that wait for nothing look at another warp's packet",
+        "lanes without a packet look at another warp's packet",
         "exchange.cuh",
         "index : index - lane;",
         "index : 0;",
@@ -248,7 +248,7 @@ FAULTS = [
     Fault(
         "what did not come in two hops is not poisoned",
         "two_shot.cu",
-        "store(i, poison())",
+        "store(nth(column, d), i, poison())",
         "",
         ("value",),
         [TWO_SHOT],

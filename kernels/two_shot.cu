@@ -75,7 +75,7 @@ template <bool kTiled, bool kPlain> DEVICE void run(const Args& args, u32 column
   if (!kTiled) {
     if (!warp_has_some(column, columns)) return;  // around it, the compiler would not know that warps stay together
     reduce(column, results);
-    if (!alive) [[unlikely]] return spoil(column);
+    if (!alive) [[unlikely]] return spoil(column);  // collect() would, too: its wait begins without asking so
     return collect(column, results);
   }
   const u32 tiles = divide_up(columns, tile);

@@ -321,8 +321,8 @@ def replaced_meanwhile(comm: Any) -> None:
         WORLD.Barrier()
         direct._lock.release()
         replay.result()
-        total.fill(-1)
-        with stream:
+        with stream:  # which nothing else orders behind the default one
+            total.fill(-1)
             graph.replay()
             right(total)
         graph.close()

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import sys
+import time
 import traceback
 import uuid
 from collections.abc import Callable
@@ -59,6 +60,7 @@ def _run(command: Callable[[argparse.Namespace], None], options: argparse.Namesp
     except Exception:  # on this rank alone, perhaps: the others would wait for it until the timeout
         traceback.print_exc()
         sys.stderr.flush()
+        time.sleep(0.3)  # MPICH's launcher loses what it has not read when a rank aborts
         from mpi4py import MPI
 
         MPI.COMM_WORLD.Abort(1)

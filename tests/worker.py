@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 
@@ -14,11 +15,17 @@ def run(main: Callable[[], object]) -> None:
     try:
         main()
     except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
+        show()
         from mpi4py import MPI
 
         MPI.COMM_WORLD.Abort(1)
+
+
+def show() -> None:
+    """The exception on stderr, and a moment for the launcher to read it: MPICH's loses what it has not at an abort."""
+    traceback.print_exc()
+    sys.stderr.flush()
+    time.sleep(0.3)
 
 
 def in_a_fork(check: Callable[[], object]) -> None:

@@ -24,6 +24,7 @@ from tests.graphs.common import (
     LAST,
     RANK,
     SIZE,
+    SOON,
     TOTAL,
     WORLD,
     Canaries,
@@ -343,7 +344,7 @@ def exceptions_in_breaks(comm: Any) -> None:
         started = time.monotonic()
         with raises(error, *words), graph.record():
             body(source)
-        assert time.monotonic() - started < 1, "it waited"
+        assert time.monotonic() - started < SOON, "it waited"
         assert graph.state == "failed"
         assert cupy.cuda.get_current_stream().ptr == caller
         fail[0] = False
@@ -358,7 +359,7 @@ def exceptions_in_breaks(comm: Any) -> None:
             with raises(error, *words):
                 graph.replay()
                 comm.synchronize()
-            assert time.monotonic() - started < 1, "it waited"
+            assert time.monotonic() - started < SOON, "it waited"
             assert not (ran and RANK in who), "a later segment ran"
             fail[0] = False
             WORLD.Barrier()
@@ -390,7 +391,7 @@ def exception_between_breaks(comm: Any) -> None:
         started = time.monotonic()
         with raises(error, "lost it", *words), Graph(comm).record():
             body(who)
-        assert time.monotonic() - started < 1, "it waited"
+        assert time.monotonic() - started < SOON, "it waited"
         works(comm)
 
 

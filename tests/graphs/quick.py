@@ -32,6 +32,7 @@ from tests.graphs.common import (
     LAST,
     RANK,
     SIZE,
+    SOON,
     TOTAL,
     WORLD,
     given_back,
@@ -187,7 +188,7 @@ def errors_are_told(comm: Any) -> None:
             with raises(PeerFailedError, f"rank {LAST}"):
                 call()
                 comm.synchronize()
-        assert time.monotonic() - begin < 5, "something waits"
+        assert time.monotonic() - begin < SOON, "something waits"
         works(comm)
     graph.replay()
     with mock.patch.dict(raised, current_context=RuntimeError("the driver does not say")):
@@ -494,15 +495,14 @@ def nothing_waits_for_a_late_rank(comm: Any) -> None:
         comm.synchronize()
         WORLD.Barrier()
         if RANK == LAST:
-            time.sleep(1)
-        begin = time.monotonic()
+            WORLD.Barrier()  # which the others come to when they have made all of these, or never
         comm.allreduce(source, out=out)
         comm.allreduce(out, out=out)
         graph.replay()
         closed.close()
         del last
         if RANK != LAST:
-            assert time.monotonic() - begin < 0.6, "something waits"
+            WORLD.Barrier()
         right(out, TOTAL * SIZE)
         right(total)
         comm.synchronize()

@@ -10,7 +10,6 @@ import contextlib
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 
 import ipcreduce
 from ipcreduce import Communicator, UnsupportedError
+from tests import worker
 
 
 def right(comm: Any) -> None:
@@ -141,8 +141,7 @@ if __name__ == "__main__":
         SCENARIOS[sys.argv[1]]()
         print(f"{sys.argv[1]}: right", flush=True)
     except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
+        worker.show()
         from mpi4py import MPI
 
         if not MPI.Is_initialized():

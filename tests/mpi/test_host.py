@@ -38,7 +38,7 @@ def test_wrong_calls(mpirun: Callable, n: int):
     ],
 )
 def test_waits_end(mpirun: Callable, scenario: str, n: int):
-    assert f"{scenario}: right" in mpirun(WORKER, n, scenario, env=HOST, timeout=60).stdout
+    assert f"{scenario}: right" in mpirun(WORKER, n, scenario, env=HOST).stdout
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])

@@ -17,7 +17,7 @@ def hold(mpirun: Callable[..., subprocess.CompletedProcess[str]]) -> Callable[..
 
     def scenarios_hold(ranks: int, *names: str, visible: str | None = None, **environ: str) -> None:
         options = [] if visible is None else [f"--visible={visible}"]
-        output = mpirun("tests.sim.scenarios", ranks, *options, *names, env=environ, timeout=60).stdout
+        output = mpirun("tests.sim.scenarios", ranks, *options, *names, env=environ).stdout
         assert [name for name in names if f"{name}: right" in output] == list(names), output
 
     return scenarios_hold

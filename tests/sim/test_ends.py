@@ -47,7 +47,7 @@ def among_plain_processes(name: str, ranks: int, directory: Path) -> list[str]:
         for rank in range(ranks)
     ]  # fmt: skip
     try:
-        return [process.communicate(timeout=30)[0] for process in processes]
+        return [process.communicate(timeout=120)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

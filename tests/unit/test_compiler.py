@@ -8,7 +8,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -159,12 +158,11 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch):
 
 
 # ---- the cache
-def test_the_second_time_is_quick_and_the_same(fresh_cache: Path):
+def test_the_second_time_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch, fresh_cache: Path):
     first = compiler.compile_kernel("two_shot", macros("int8", "avg", n=4), (9, 0))
     compiler._cache.cache_clear()
-    started = time.perf_counter()
+    monkeypatch.setattr("cuda.core.Program", None)
     second = compiler.compile_kernel("two_shot", macros("int8", "avg", n=4), (9, 0))
-    assert time.perf_counter() - started < 0.05
     assert second == first
     assert len(list(fresh_cache.rglob("*"))) > 0
 

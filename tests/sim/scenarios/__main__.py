@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-import traceback
 
 import cupy
 
 from ipcreduce import Communicator
+from tests import worker
 from tests.sim.scenarios import captures, devices, driver_faults, ends, options, peers, startup, threads
 from tests.sim.scenarios.common import GPUS, RANK, WORLD, grown, held, host_works
 
@@ -46,8 +46,7 @@ if __name__ == "__main__":
     try:
         main()
     except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
+        worker.show()
         if options.among:
             sys.exit(1)
         WORLD.Abort(1)

@@ -164,7 +164,7 @@ def fault_within_a_recording() -> None:
                 comm.synchronize(stream)
                 right(result)
 
-    with Communicator(timeout=5) as comm:
+    with Communicator(timeout=20) as comm:
         works(comm)
         kind = errors.ArgumentError if RANK == LAST else errors.PeerFailedError
         with Graph(comm) as graph:
@@ -177,7 +177,7 @@ def fault_within_a_recording() -> None:
 def fault_beside_a_recording() -> None:
     """A fault of one thread's call is settled while another thread records: the recording becomes a graph."""
     in_body, settled, found = threading.Event(), threading.Event(), []
-    with Communicator(timeout=5) as comm:
+    with Communicator(timeout=20) as comm:
         works(comm)
         source = mine()
 
@@ -186,20 +186,20 @@ def fault_beside_a_recording() -> None:
                 with graph.record():
                     result = comm.allreduce(source)
                     in_body.set()
-                    settled.wait(10)
+                    settled.wait(20)
                 right(result)
                 graph.replay()
                 right(result)
 
         thread = threading.Thread(target=lambda: found.append(error_of(record)), daemon=True)
         thread.start()
-        in_body.wait(5)
+        in_body.wait(20)
         try:
             fault(comm)
             works(comm)
         finally:
             settled.set()
-            thread.join(10)
+            thread.join(20)
         assert found == [""], f"rank {RANK}: {found}"
         works(comm)
 
@@ -207,7 +207,7 @@ def fault_beside_a_recording() -> None:
 def graph_dropped_within_a_capture() -> None:
     """A graph is collected while a foreign stream captures, in the mode that spares no other call: it stays whole."""
     source, out = mine(), cupy.zeros(1000, np.float32)
-    with Communicator(timeout=5) as comm:
+    with Communicator(timeout=20) as comm:
         works(comm)
         for calls_before in (0, 1, 2):
             stream = cupy.cuda.Stream(non_blocking=True)
@@ -235,7 +235,7 @@ def graph_dropped_within_a_capture() -> None:
 def eager_call_behind_a_capture() -> None:
     """An eager call that has to follow one on a stream that captures now is refused, and the others hear of it."""
     stream, other, source = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True), mine()
-    with Communicator(timeout=5) as comm:
+    with Communicator(timeout=20) as comm:
         for _ in range(2):
             comm.allreduce(source, stream=stream)
             WORLD.Barrier()

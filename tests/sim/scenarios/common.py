@@ -12,11 +12,12 @@ import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import cupy
 import numpy as np
 
-from ipcreduce import Communicator, errors
+from ipcreduce import Communicator, communicator, errors
 from ipcreduce.ipc import control
 from tests.sim import driver, machine, streams
 from tests.sim.scenarios import WORLD
@@ -27,7 +28,7 @@ TOTAL = SIZE * (SIZE + 1) // 2
 GPUS = len(machine.gpus())
 OWN = RANK % GPUS if GPUS else 0  # the communicators' GPU
 OTHER = (RANK + 1) % GPUS if GPUS else 0
-SOON = 2.5  # seconds
+SOON = 10  # seconds: half of what any wait of the scenarios may last, and more than a machine's pause
 
 
 def mine(count: int = 1000) -> Any:
@@ -113,6 +114,11 @@ def environment(rank: int | None = None, **variables: str) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def close_seconds(seconds: float) -> Any:
+    """For a while, how long close() waits for the peers."""
+    return mock.patch.object(communicator, "_CLOSE_SECONDS", seconds)
 
 
 def fault(comm: Any) -> None:

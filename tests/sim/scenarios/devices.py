@@ -13,7 +13,7 @@ from tests.sim.scenarios.common import LAST, OTHER, OWN, RANK, SIZE, delay, in_t
 
 def threads_with_another_device() -> None:
     """Threads with no device current, or another one: results lie on the communicator's GPU, and nothing changes."""
-    with Communicator(timeout=5) as comm, Graph(comm) as graph:
+    with Communicator(timeout=20) as comm, Graph(comm) as graph:
         source = mine()
         with graph.record():
             total = comm.allreduce(source)
@@ -40,7 +40,7 @@ def stream_of_another_device() -> None:
     """It cannot be used at all, which the driver says; the others hear of it, and all go on."""
     with cupy.cuda.Device(OTHER):
         foreign = cupy.cuda.Stream(non_blocking=True)
-    with Communicator(timeout=5) as comm:
+    with Communicator(timeout=20) as comm:
         works(comm)
         if RANK == LAST:
             with raises(errors.CudaError, "INVALID_HANDLE"):
@@ -62,7 +62,7 @@ def recordings_with_another_device() -> None:
             assert result.data.device_id == OWN, f"rank {RANK}: on GPU {result.data.device_id}"
             right(result)
 
-    with Communicator(timeout=5) as comm:
+    with Communicator(timeout=20) as comm:
         works(comm)
         for wrong in ([LAST], range(SIZE)):
             if RANK in wrong:
@@ -78,7 +78,7 @@ def recordings_with_another_device() -> None:
 
 def memory_with_another_device() -> None:
     """comm.empty() gives memory of the communicator's GPU, whichever is current."""
-    with Communicator(timeout=5) as comm:
+    with Communicator(timeout=20) as comm:
         for current in (OTHER, OWN, OTHER):
             with cupy.cuda.Device(current):
                 array = comm.empty(16)
@@ -92,7 +92,7 @@ def memory_with_another_device() -> None:
 def faults_with_another_device() -> None:
     """The call that settles a fault leaves this thread's current GPU as it is."""
     source, out = mine(), mine()
-    with Communicator(timeout=5) as comm:
+    with Communicator(timeout=20) as comm:
         works(comm)
 
         def settle() -> None:

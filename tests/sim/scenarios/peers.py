@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest import mock
 
 import cupy
 import numpy as np
 
 import ipcreduce
-from ipcreduce import Communicator, Graph, communicator, errors
+from ipcreduce import Communicator, Graph, errors
 from ipcreduce.ipc import faults
 from tests.sim.scenarios.common import (
     LAST,
     RANK,
     SOON,
     WORLD,
+    close_seconds,
     fault,
     good_communicator,
     host_works,
@@ -26,9 +28,10 @@ from tests.sim.scenarios.common import (
 )
 
 
-def _closes_soon(comm: Any) -> None:
+def _closes_soon(comm: Any, seconds: float = 20) -> None:
     started = time.monotonic()
-    comm.close()
+    with close_seconds(seconds):
+        comm.close()
     assert time.monotonic() - started < SOON, f"rank {RANK}: close() took {time.monotonic() - started:.1f} s"
 
 
@@ -69,20 +72,19 @@ def refused_and_closed() -> None:
 
 def refused_again_alone() -> None:
     """Rank 0 refuses call after call while the others are elsewhere: it gives up, and the others hear that it has."""
-    faults._PATIENCE_SECONDS = 0.5
-    comm = Communicator(timeout=0.5)
+    comm = Communicator(timeout=2.0)
     works(comm)
     fault(comm)
     if RANK == 0:
-        for op in ("mode", "sum"):
-            with raises(errors.PeerLostError, "every rank to go on after a fault", "can only be closed"):
-                comm.allreduce(mine(), op)
-    else:
-        time.sleep(1.5)
+        with mock.patch.object(faults, "_PATIENCE_SECONDS", 0.5):
+            for op in ("mode", "sum"):
+                with raises(errors.PeerLostError, "every rank to go on after a fault", "can only be closed"):
+                    comm.allreduce(mine(), op)
+    WORLD.Barrier()
+    if RANK != 0:
         with raises(errors.PeerLostError, "can only be closed"):
             works(comm)
     _closes_soon(comm)
-    faults._PATIENCE_SECONDS = 30.0
     WORLD.Barrier()
     good_communicator()
 
@@ -122,16 +124,14 @@ def closed_with_a_call_under_way() -> None:
     comm = Communicator(timeout=20)
     works(comm)
     WORLD.Barrier()
-    communicator._CLOSE_SECONDS = 0.5
     if RANK == 0:
         comm.allreduce(mine())
-        _closes_soon(comm)
+        _closes_soon(comm, 0.5)
     WORLD.Barrier()
     if RANK != 0:
         with raises(errors.PeerFailedError, "rank 0", "it closed the communicator"):
             works(comm)
     _closes_soon(comm)
-    communicator._CLOSE_SECONDS = 5.0
     WORLD.Barrier()
     good_communicator()
 

@@ -7,6 +7,7 @@ import linecache
 import time
 import warnings
 from typing import Any
+from unittest import mock
 
 import cupy
 import numpy as np
@@ -71,17 +72,16 @@ def peers_not_visible() -> None:
 
 
 def link_loses_data() -> None:
-    setup._VERIFY_SECONDS = 0.5
     for a, b in sorted({(0, 1), (0, LAST)}):
-        with environment(SIM_BROKEN_P2P=f"{a}-{b}"):
+        with environment(SIM_BROKEN_P2P=f"{a}-{b}"), mock.patch.object(setup, "_VERIFY_SECONDS", 0.5):
             falls_back("no data arrived", f"from rank {b} (Simulated GPU, GPU-{machine.gpu(b).uuid_text[4:12]})")
     good_communicator()
 
 
 def link_loses_data_with_a_short_timeout() -> None:
     """A timeout below the time for which links are tried."""
-    with environment(SIM_BROKEN_P2P="0-1"):
-        falls_back("no data arrived", timeout=1.0)
+    with environment(SIM_BROKEN_P2P="0-1"), mock.patch.object(setup, "_VERIFY_SECONDS", 20.0):
+        falls_back("no data arrived", timeout=2.0)
     good_communicator()
 
 

@@ -42,7 +42,7 @@ def threads_after_a_fault() -> None:
 def per_thread_default_streams() -> None:
     """The same handle is another stream in each thread: a call, or a recording, waits for the other thread's."""
     ptds = cupy.cuda.Stream.ptds
-    with Communicator(timeout=5) as comm:
+    with Communicator(timeout=20) as comm:
         works(comm)
         source, larger = mine(), mine() * 10
         for recorded in (False, True):
@@ -61,12 +61,12 @@ def per_thread_default_streams() -> None:
                             results.append(comm.allreduce(source))
                 finally:
                     first.set()
-                second.wait(5)  # the stream ends with its thread
+                second.wait(20)  # the stream ends with its thread
                 with ptds:
                     right(results[0])
 
             def other(results: list[Any] = results, first: Any = first, second: Any = second) -> None:
-                first.wait(5)
+                first.wait(20)
                 with ptds:
                     results.append(comm.allreduce(larger))
                     second.set()
@@ -102,7 +102,7 @@ def copied_out_on_a_raw_stream() -> None:
 def called_as_a_recording_ends() -> None:
     """Another thread's call, just as the recorded work is handed over to the caller's stream, comes behind it."""
     caller, stream = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
-    with Communicator(timeout=5) as comm:
+    with Communicator(timeout=20) as comm:
         works(comm)
         source, larger, outs = mine(), mine() * 10, [cupy.zeros(1000, np.float32) for _ in range(2)]
         order, found = comm._engine.order, []
@@ -125,7 +125,7 @@ def called_as_a_recording_ends() -> None:
         with Graph(comm) as graph:
             with caller, graph.record():
                 result = comm.allreduce(source)
-            thread.join(5)
+            thread.join(20)
             del order.chain
             with caller:
                 comm.allreduce(source, out=outs[1])
@@ -140,7 +140,7 @@ def called_as_a_recording_ends() -> None:
 def called_during_a_recording() -> None:
     """Another thread's call on a stream that does not capture is made at once, and is no part of the graph."""
     stream, source = cupy.cuda.Stream(non_blocking=True), mine()
-    with Communicator(timeout=5) as comm:
+    with Communicator(timeout=20) as comm:
         out = cupy.zeros(1000, np.float32)
         works(comm)
         with Graph(comm) as graph:
@@ -160,7 +160,7 @@ def called_during_a_recording() -> None:
 def alone() -> None:
     """With one rank a call is a copy, for which synchronize() waits too."""
     stream, array = cupy.cuda.Stream(non_blocking=True), mine()
-    with Communicator(WORLD.Split(RANK, 0), timeout=5) as comm:
+    with Communicator(WORLD.Split(RANK, 0), timeout=20) as comm:
         cupy.cuda.Device(OWN).synchronize()
         for given in (stream, stream.ptr):
             streams.submit(stream.ptr, lambda: time.sleep(0.2))
@@ -172,7 +172,7 @@ def alone() -> None:
 def finaliser_within_a_call() -> None:
     """A graph with direct kernels is collected between a call's look at the last stream and its launch."""
     first, second = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
-    with Communicator(timeout=5, algorithm="direct") as comm:
+    with Communicator(timeout=20, algorithm="direct") as comm:
         works(comm)
         source, larger, outs = mine(), mine() * 10, [cupy.zeros(1000, np.float32) for _ in range(2)]
         graphs = [Graph(comm)]
@@ -244,10 +244,10 @@ def given_back_while_a_step_waits() -> None:
 
         def wait() -> None:
             begun.set()
-            done.append(ended.wait(5))
+            done.append(ended.wait(20))
 
         def meanwhile() -> None:
-            begun.wait(5)
+            begun.wait(20)
             release.give_back(context, lambda: done.append("of another"))
             release.flush()
             assert done == [], f"rank {RANK}: {done}"

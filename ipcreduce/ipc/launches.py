@@ -21,6 +21,7 @@ _EPOCHS, _ABORT, _MISSING, _TIMEOUT = 12, 13, 14, 15
 _OUTS = 16
 _ARG_WORDS = 24
 _MAX_PREPARED = 4096
+_VERIFY = "verify", "int32", "sum"
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,11 @@ class Launches:
             self._functions[key] = driver.get_function(module, kernel)
         return self._functions[key]
 
+    def load_verify(self) -> None:
+        """Compiles and loads what :meth:`verify` launches."""
+        if self._workspace.n > 1:
+            self._function(*_VERIFY)
+
     def verify(self, rounds: int, seconds: float) -> np.ndarray[Any, Any]:
         """What arrived from each rank in ``rounds`` exchanges: verify.cu's verdicts, shape ``(8,)``, uint32."""
         verdict = np.zeros(plan.MAX_RANKS, np.uint32)
@@ -128,8 +134,7 @@ class Launches:
             args = self._arguments(0)
             args[OUT] = self._workspace.epochs  # not in use yet
             args[_BYTES], args[_TIMEOUT] = rounds, int(seconds * 1e9)
-            function = self._function("verify", "int32", "sum")
-            driver.Launch(function, self._workspace.n - 1, 32, args).run(0)
+            driver.Launch(self._function(*_VERIFY), self._workspace.n - 1, 32, args).run(0)
             driver.synchronize()
             driver.copy_to_host(verdict, self._workspace.epochs)
         return verdict

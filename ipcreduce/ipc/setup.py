@@ -234,6 +234,8 @@ def _verify(mpi: Any, engine: Engine, devices: np.ndarray[Any, Any], deadline: f
 
     :raises UnsupportedError: naming the pairs that fail. Where packets arrive in halves, the engine is told.
     """
+    with _step(mpi, deadline, "loading the first kernel"):  # or a peer's would wait for our compiler
+        engine.launches.load_verify()
     rank, n = engine.rank, engine.n
     error, verdict = None, np.zeros(plan.MAX_RANKS, np.uint32)
     seconds = max(0.0, min(_VERIFY_SECONDS, (deadline - time.monotonic()) / 2))  # so that the verdicts still meet

@@ -14,7 +14,7 @@ A, B, C = (Gpu(index, index).uuid_text for index in range(3))
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_fails_to_start(hold: Hold, ranks: int) -> None:
-    hold(ranks, "no_peer_access", "link_loses_data", "link_loses_data_with_a_short_timeout")
+    hold(ranks, "no_peer_access", "link_loses_data", "link_loses_data_with_a_short_timeout", "slow_compiler")
     hold(ranks, "too_little_memory", "wrong_options", "odd_options", "one_smaller_gpu")
 
 

@@ -43,7 +43,7 @@ def driver_faults() -> None:
     """
     found: list[str] = []
     setup._VERIFY_ROUNDS = 5
-    setup._VERIFY_SECONDS = 2.0  # for which the other ranks' kernels wait where one has none
+    setup._VERIFY_SECONDS = 2.0  # for which the others' kernels wait if one is not launched
     for rank in (0, LAST):
         for k in itertools.count(1):
             failed, problems = _life(rank, k)

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from ipcreduce import Communicator, Graph, errors
 from ipcreduce.ipc import setup
-from tests.sim import machine
+from tests.sim import compiler, machine
 from tests.sim.scenarios.common import (
     GPUS,
     LAST,
@@ -83,6 +83,18 @@ def link_loses_data_with_a_short_timeout() -> None:
     with environment(SIM_BROKEN_P2P="0-1"), mock.patch.object(setup, "_VERIFY_SECONDS", 20.0):
         falls_back("no data arrived", timeout=2.0)
     good_communicator()
+
+
+def slow_compiler() -> None:
+    """A rank whose kernel comes later than the time for which links are tried: they are none the worse for it."""
+    compile_kernel = compiler.compile_kernel
+
+    def slow(*arguments: Any) -> bytes:
+        time.sleep(3 * (RANK == LAST and arguments[0] == "verify"))
+        return compile_kernel(*arguments)
+
+    with mock.patch.object(setup, "_VERIFY_SECONDS", 2.0), mock.patch.object(compiler, "compile_kernel", slow):
+        good_communicator()
 
 
 def no_gpu() -> None:
@@ -190,6 +202,6 @@ def one_smaller_gpu() -> None:
 
 
 SCENARIOS = [
-    no_peer_access, peers_not_visible, link_loses_data, link_loses_data_with_a_short_timeout, no_gpu,
+    no_peer_access, peers_not_visible, link_loses_data, link_loses_data_with_a_short_timeout, slow_compiler, no_gpu,
     too_little_memory, one_smaller_gpu, wrong_options, odd_options, devices, auto_in_a_part,
 ]  # fmt: skip

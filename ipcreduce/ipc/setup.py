@@ -232,7 +232,8 @@ def _check_access(rank: int, devices: np.ndarray[Any, Any]) -> None:
 def _verify(mpi: Any, engine: Engine, devices: np.ndarray[Any, Any], deadline: float) -> None:
     """Sends real data between every two ranks through the mappings.
 
-    :raises UnsupportedError: naming the pairs that fail. Where packets arrive in halves, the engine is told.
+    :raises UnsupportedError: naming the pairs that fail, or why a rank has no kernel for it. Where packets arrive in
+        halves, the engine is told.
     """
     with _step(mpi, deadline, "loading the first kernel"):  # or a peer's would wait for our compiler
         engine.launches.load_verify()

@@ -32,7 +32,7 @@ WIDTH = 65536 if QUICK else 48  # of the largest all-reduce: 64 MB, or 48 KB
 REPLAYS = 200 if QUICK else 24
 FIGURES: dict[str, Any] = {}  # what scenarios have measured
 HUGE = 1 << 45  # bytes: more than any GPU has
-SOON = 1 if QUICK else 10  # seconds; elsewhere a machine at a slow pace is no fault, a wait to the timeout, 20, is
+SOON = 1 if QUICK else 4  # seconds: our waits for what does not come are of 5 or more, a machine's pauses less
 
 
 # ---- what the scenarios use

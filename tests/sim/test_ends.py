@@ -27,7 +27,7 @@ def test_ends(hold: Hold, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_that_refuses_or_closes(hold: Hold, ranks: int) -> None:
     hold(ranks, "refused_and_closed", "refused_again_alone", "closed_where_others_meet")
-    hold(ranks, "closed_within_a_recording", "closed_with_a_call_under_way")
+    hold(ranks, "closed_within_a_recording", "closed_with_a_call_under_way", "closed_ahead_of_a_fault")
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

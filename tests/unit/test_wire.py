@@ -134,7 +134,7 @@ def test_the_deadline_ends_a_wait():
     started = time.monotonic()
     with pytest.raises(PeerTimeoutError, match=r"rank 1, call 9: expected all 3 ranks at a test") as caught:
         World(at=None).allgather(wire.message(wire.CALL), seconds=0.2, call=9)
-    assert 0.2 <= time.monotonic() - started < 5
+    assert 0.2 <= time.monotonic() - started < 2
     assert "close" in str(caught.value), "what is left to do"
 
 

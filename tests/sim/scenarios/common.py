@@ -28,7 +28,7 @@ TOTAL = SIZE * (SIZE + 1) // 2
 GPUS = len(machine.gpus())
 OWN = RANK % GPUS if GPUS else 0  # the communicators' GPU
 OTHER = (RANK + 1) % GPUS if GPUS else 0
-SOON = 10  # seconds: half of what any wait of the scenarios may last, and more than a machine's pause
+SOON = 4  # seconds: the library's waits for what does not come are of 5 or more, a machine's pauses less
 
 
 def mine(count: int = 1000) -> Any:

@@ -45,8 +45,7 @@ def closed_early() -> None:
     WORLD.Barrier()
     if RANK == 0:
         started = time.monotonic()
-        with close_seconds(20):
-            comm.close()
+        comm.close()
         assert time.monotonic() - started < SOON
     else:
         with raises(errors.PeerLostError, "rank 0", "it closed the communicator"):
@@ -66,7 +65,7 @@ def never_closed() -> None:
     if RANK != LAST:
         started = time.monotonic()
         comm.close()
-        assert 4 < time.monotonic() - started < SOON
+        assert 4 < time.monotonic() - started < 8
     WORLD.Barrier()
     comm.close()
     good_communicator()

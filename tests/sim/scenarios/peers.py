@@ -28,10 +28,9 @@ from tests.sim.scenarios.common import (
 )
 
 
-def _closes_soon(comm: Any, seconds: float = 20) -> None:
+def _closes_soon(comm: Any) -> None:
     started = time.monotonic()
-    with close_seconds(seconds):
-        comm.close()
+    comm.close()
     assert time.monotonic() - started < SOON, f"rank {RANK}: close() took {time.monotonic() - started:.1f} s"
 
 
@@ -75,15 +74,19 @@ def refused_again_alone() -> None:
     comm = Communicator(timeout=2.0)
     works(comm)
     fault(comm)
-    if RANK == 0:
-        with mock.patch.object(faults, "_PATIENCE_SECONDS", 0.5):
+    with mock.patch.object(faults, "_PATIENCE_SECONDS", 0.5):
+        if RANK == 0:
             for op in ("mode", "sum"):
                 with raises(errors.PeerLostError, "every rank to go on after a fault", "can only be closed"):
                     comm.allreduce(mine(), op)
+        WORLD.Barrier()
+        if RANK != 0:
+            with raises(errors.PeerLostError, "every rank to go on after a fault", "can only be closed"):
+                works(comm)
+        WORLD.Barrier()
+    if RANK == 0:
+        _closes_soon(comm)  # before the others
     WORLD.Barrier()
-    if RANK != 0:
-        with raises(errors.PeerLostError, "can only be closed"):
-            works(comm)
     _closes_soon(comm)
     WORLD.Barrier()
     good_communicator()
@@ -100,6 +103,32 @@ def closed_where_others_meet() -> None:
     else:
         with raises(errors.PeerLostError, "rank 0 to take part", "it closed the communicator"):
             works(comm)
+    _closes_soon(comm)
+    WORLD.Barrier()
+    good_communicator()
+
+
+def closed_ahead_of_a_fault() -> None:
+    """Rank 0 has made the call that another refuses, and one more, and closes: nobody waits for it to settle this."""
+    comm = Communicator(timeout=20)
+    works(comm)
+    if RANK == 0:
+        comm.allreduce(mine(10))
+        comm.allreduce(mine(10))
+    WORLD.Barrier()
+    if RANK == 0:
+        with close_seconds(0.5):
+            comm.close()
+    elif RANK == LAST:
+        with raises(errors.ArgumentError, "op must be"):
+            comm.allreduce(mine(), "mode")
+    else:
+        with raises(errors.PeerFailedError, f"rank {LAST} refused"):
+            works(comm)
+    if RANK != 0:
+        with raises(errors.PeerLostError, "rank 0 to take part", "it closed the communicator"):
+            works(comm)
+    WORLD.Barrier()
     _closes_soon(comm)
     WORLD.Barrier()
     good_communicator()
@@ -126,7 +155,8 @@ def closed_with_a_call_under_way() -> None:
     WORLD.Barrier()
     if RANK == 0:
         comm.allreduce(mine())
-        _closes_soon(comm, 0.5)
+        with close_seconds(0.5):
+            _closes_soon(comm)
     WORLD.Barrier()
     if RANK != 0:
         with raises(errors.PeerFailedError, "rank 0", "it closed the communicator"):
@@ -189,5 +219,6 @@ def misaligned_arrays() -> None:
 
 SCENARIOS = [
     refused_and_ended, refused_and_closed, refused_again_alone, closed_where_others_meet, closed_within_a_recording,
-    closed_with_a_call_under_way, first_call_refused, list_among_host_arrays, misaligned_arrays,
+    closed_ahead_of_a_fault, closed_with_a_call_under_way, first_call_refused, list_among_host_arrays,
+    misaligned_arrays,
 ]  # fmt: skip

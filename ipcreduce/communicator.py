@@ -161,8 +161,10 @@ class Communicator(GraphSupport):
             prepared = launches.prepare(shape, dtype, arguments.check_kind(source, op), op, source.nbytes)
         device = engine.device.ordinal
         arguments.check_device(device, source, "array")
+        recorder = None if self.recording is None else self.recording.recorder(handle)
         if out is None:
-            target = result = arrays.empty(source.shape, source.dtype, handle, device)
+            with self._memory(handle, recorder):
+                target = result = arrays.empty(source.shape, source.dtype, handle, device)
         elif out is array:
             target, result = source, out
             if source is not array and arrays.is_readonly(out):
@@ -170,22 +172,24 @@ class Communicator(GraphSupport):
         else:
             target, result = arguments.device_out(device, source, out, handle), out
             if arguments.overlap_in_part(source, target):
-                source = arrays.contiguous_copy(source, handle)
+                with self._memory(handle, recorder):
+                    source = arrays.contiguous_copy(source, handle)
         direct = target
         if not arrays.is_contiguous(target):
-            direct = arrays.empty(source.shape, source.dtype, handle, device)
+            with self._memory(handle, recorder):
+                direct = arrays.empty(source.shape, source.dtype, handle, device)
         if not arrays.is_contiguous(source):
-            source = arrays.contiguous_copy(source, handle)
+            with self._memory(handle, recorder):
+                source = arrays.contiguous_copy(source, handle)
         source_at, direct_at = arrays.pointer(source), arrays.pointer(direct)
         if (source_at | direct_at) & (source.itemsize - 1):
             arguments.check_aligned(source, direct)
-        recorder = None if self.recording is None else self.recording.recorder(handle)
         if recorder is None:
             self._call = faults.enter(self._call, prepared.what, handle)
         elif self.recording is not None:
             self.recording.note(prepared.what, source, direct, target)
         if self._size == 1:
-            with engine.order.behind(handle, owner):
+            with engine.order.behind(handle, owner, recorded=recorder is not None):
                 arrays.copy_into(direct, source, handle)
         else:
             engine.run(prepared, source_at, direct_at, handle, owner, recorder)
@@ -252,7 +256,10 @@ class Communicator(GraphSupport):
     def synchronize(self, stream: Any = None) -> None:
         """Waits for the calls made so far on ``stream`` (None: the last one's), and raises what went wrong in them.
 
-        :raises IpcReduceError: see :meth:`allreduce`.
+        Replays of graphs that others have captured count as calls: None waits for the last launched one too.
+
+        :raises IpcReduceError: see :meth:`allreduce`. Again and again until every rank has gone on with a call that is
+            not captured, if a kernel of this rank has ended without data.
         """
         with self._lock:
             self.check_usable()
@@ -265,6 +272,7 @@ class Communicator(GraphSupport):
                 except PeerLostError as error:
                     self._unusable = error
                     raise
+                self._faults.raise_ended(self._call)
 
     def close(self) -> None:
         """Gives everything back. Every rank has to, but none waits more than some seconds for another.

@@ -13,7 +13,8 @@ struct Args {
   u64 half_bytes;       // from one half of a workspace to the other
   u64 epochs;           // on this GPU: kEpochSlots pairs of words (epoch, given up), then three words of check_wait
   u64 abort;            // word in the control page (host memory, shared by all ranks): non-zero ends every wait
-  u64 missing;          // this rank's word there: bit r is set if a wait for rank r's data passed its deadline
+  u64 missing;          // this rank's word there: bit r is set if a wait for rank r's data passed its deadline. The word
+                        // behind it is set if a wait of this rank has ended without data
   u64 timeout_ns;
   u64 outs[8];          // direct.cu: the output of rank (kRank + i) % kRanks, as mapped here
 };
@@ -77,6 +78,7 @@ DEVICE_COLD u64 check_wait(u64 started, u32 missing, const Args& args) {
   const bool known = load_word_gpu(given_up);
   if (!late && !known && !(seen && (int)(microseconds - seen) > (int)kGraceMicroseconds)) return started;
   store_word_gpu(epochs + 8 * block_in_grid() + 4, 1);  // before this block's next barrier
+  store_word_sys(args.missing + 4, 1);
   if (!known) {
     store_word_gpu(given_up, 1);
 #pragma unroll 1

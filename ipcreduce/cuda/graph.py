@@ -4,12 +4,45 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .driver import Launch, call, load
+from .driver import Launch, call, load, with_edge_data
 
 
 def set_kernel(node: int, launch: Launch) -> None:
     """Makes a kernel node another launch, for executables that are instantiated from now on."""
     call("cuGraphKernelNodeSetParams", node, launch.node_params())
+
+
+def add_event_record(graph: int, event: int) -> int:
+    """Adds a node that records ``event`` at each launch, for the host and other graphs too; the node."""
+    return int(call("cuGraphAddEventRecordNode", graph, None, 0, event))
+
+
+def add_edges(graph: int, before: tuple[int, ...], node: int) -> None:
+    """Makes ``node`` follow the nodes ``before``. In a capture in progress, too."""
+    _edges("cuGraphAddDependencies", graph, before, node)
+
+
+def remove_edges(graph: int, before: tuple[int, ...], node: int) -> None:
+    """Undoes :func:`add_edges`."""
+    _edges("cuGraphRemoveDependencies", graph, before, node)
+
+
+def _edges(name: str, graph: int, before: tuple[int, ...], node: int) -> None:
+    kind = load().CUgraphNode
+    sources = [kind(one) for one in before]
+    call(with_edge_data(name), graph, sources, [kind(node)] * len(sources), None, len(sources))
+
+
+def notify_destroyed(graph: int, function: int, argument: int) -> None:
+    """Calls a C function, given by its address, once ``graph`` and all executables made of it have been destroyed.
+
+    On a thread of the driver's, which must not wait: so no Python, which would need the GIL there.
+    """
+    bindings = load()
+    no_wait = bindings.CUuserObject_flags.CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
+    move = bindings.CUuserObjectRetain_flags.CU_GRAPH_USER_OBJECT_MOVE
+    user_object = call("cuUserObjectCreate", argument, bindings.CUhostFn(function), 1, no_wait)
+    call("cuGraphRetainUserObject", graph, user_object, 1, move)
 
 
 class Executable:

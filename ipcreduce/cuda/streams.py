@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .driver import call, fail, load
+from .driver import call, fail, load, with_edge_data
 
 _NOT_READY = 600
 
@@ -52,6 +52,11 @@ def wait_event(stream: int, event: int) -> None:
     call("cuStreamWaitEvent", stream, event, 0)
 
 
+def wait_external_event(stream: int, event: int) -> None:
+    """Makes what is captured next on ``stream`` wait, at each launch, for the last record of ``event`` before that."""
+    call("cuStreamWaitEvent", stream, event, 1)  # CU_EVENT_WAIT_EXTERNAL
+
+
 def synchronize_stream(stream: int) -> None:
     """Waits for everything on ``stream``."""
     call("cuStreamSynchronize", stream)
@@ -88,6 +93,17 @@ def capture_id(stream: int) -> int:
 def capture_nodes(stream: int) -> tuple[int, ...]:
     """The nodes that the next one captured on ``stream`` follows. They stay valid as long as their graph."""
     return tuple(int(node) for node in _capture_info(stream)[3] or ())
+
+
+def captured_graph(stream: int) -> int:
+    """The graph that ``stream`` captures into. It can be added to meanwhile."""
+    return int(_capture_info(stream)[2])
+
+
+def follow_nodes(stream: int, nodes: tuple[int, ...]) -> None:
+    """The next node captured on ``stream`` follows these too."""
+    handles = [load().CUgraphNode(node) for node in nodes]
+    call(with_edge_data("cuStreamUpdateCaptureDependencies"), stream, handles, None, len(handles), 0)  # 0: ADD
 
 
 def _capture_info(stream: int) -> Any:

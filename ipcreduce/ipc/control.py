@@ -1,8 +1,8 @@
 """The control page: a file in shared memory through which the ranks of one host see each other without MPI.
 
 Its first 4 KB, which the GPUs can reach too, hold the abort word that ends every wait of every rank, and for each
-rank the word in which its kernels say whom they waited for in vain. Then come the flight recorder, and a block a rank:
-who it is, what it has refused, how it votes.
+rank the words in which its kernels say whom they waited for in vain, and that one has ended without data. Then come the
+flight recorder, and a block a rank: who it is, what it has refused, how it votes.
 """
 
 from __future__ import annotations
@@ -91,6 +91,11 @@ class Page:
     def aborted(self) -> bool:
         return self.abort_word[0] != 0
 
+    @property
+    def ended_without_data(self) -> bool:
+        """Whether a kernel of this rank has, since the last :meth:`clear`: what later ones wrote is not to be used."""
+        return self._words32[missing_offset(self.rank) // 4 + 1] != 0
+
     # ---- faults
     def post(self, kind: int, call: int, text: str) -> None:
         """Writes down why this rank ends a call for all, then raises the abort word."""
@@ -171,7 +176,8 @@ class Page:
         """Takes back this rank's fault and the abort word: after every kernel has ended, before anyone goes on."""
         mine = self._ranks[self.rank]
         mine["fault"], mine["text"] = 0, b""
-        self._words32[missing_offset(self.rank) // 4] = 0
+        for word in (0, 1):
+            self._words32[missing_offset(self.rank) // 4 + word] = 0
         self._words32[ABORT_OFFSET // 4] = 0
 
     # ---- votes, which leave nothing pending behind a rank that does not come
@@ -235,7 +241,7 @@ def _ranks_offset(n: int) -> int:
 
 
 def missing_offset(rank: int) -> int:
-    """Where in the page a rank's kernels say whom they waited for in vain: a cache line a rank."""
+    """Where in the page a rank's kernels say whom they waited for in vain: two words, in a cache line of the rank's."""
     return 64 * (rank + 1)
 
 

@@ -70,7 +70,8 @@ class Engine:
         :param recorder: is told of every launch.
         :raises CudaError: if a launch fails.
         """
-        with nullcontext() if self._follows(stream) else self.order.behind(stream, owner):
+        recorded = recorder is not None
+        with nullcontext() if self._follows(stream) else self.order.behind(stream, owner, recorded=recorded):
             self._run(prepared, source, target, stream, recorder)
 
     def _run(self, prepared: Prepared, source: int, target: int, stream: int, recorder: Recorder | None) -> None:

@@ -21,6 +21,11 @@ from .signature import Signature, Vote
 
 _PATIENCE_SECONDS = 30.0  # a rank that came too late for a call may still be on its way
 
+_GO_ON = (
+    "What has been reduced on this rank since then is not to be used. Graphs captured by others work again once every "
+    "rank has made a call that is not captured: an all-reduce, or a replay of an ipcreduce.Graph."
+)
+
 
 class Faults:
     """The faults of one communicator with an engine. The communicator's lock is held around every method."""
@@ -68,6 +73,14 @@ class Faults:
             self.told = True
             raise self._page.explain(call, self._timeout)
         self.raise_lost(call)
+
+    def raise_ended(self, call: int) -> None:
+        """Raises what has ended a kernel of this rank without data, raised before or not: replays of graphs that others
+        have captured are no calls, and go on to end so until the ranks have met."""
+        if self._page.ended_without_data:
+            error = self._page.explain(call, self._timeout)
+            error.args = (f"{error} {_GO_ON}",)
+            raise error
 
     def raise_lost(self, call: int, whoever: bool = False) -> None:
         """For waits for the other ranks in ``call``.

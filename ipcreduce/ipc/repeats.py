@@ -26,7 +26,7 @@ Start = Callable[[int], None]  # launches on a stream
 
 _MOST = 4096  # pairs of arrays, and of addresses, that are remembered
 _MOST_GRAPHS = 256  # of 0.1 MB each, the first ones
-_CAPTURING = 900  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+_CAPTURING = (900, 905)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, _ISOLATION: of an event from outside
 
 
 class Repeat:
@@ -59,10 +59,11 @@ class Repeats:
         self._graphs: list[graph.Executable] = []
 
     def _again(self, call: int, what: Signature, start: Start) -> bool:
-        """Makes a call by ``start(stream)`` on CuPy's current stream, if that is the last one's; whether it did."""
-        current = surroundings.get_current_stream()
+        """Makes a call by ``start(stream)`` on CuPy's current stream, if nothing else is to be done; whether it did."""
+        current, order = surroundings.get_current_stream(), self._order
         stream = current.ptr
-        if stream != self._order.fast or self._abort_word[0]:
+        follows = stream == order.fast
+        if not (follows or order.shared) or self._abort_word[0]:
             return False
         try:
             if stream < 2:  # the default stream: it captures nothing, and each context has its own
@@ -75,7 +76,10 @@ class Repeats:
         if self._enter(call, what) is not None:
             return False
         try:
-            start(stream)
+            if follows:
+                start(stream)
+            else:
+                order.launch_shared(start, stream)
         except CudaError as error:
             self.start_anyway(start, stream, error)
         return True
@@ -86,11 +90,14 @@ class Repeats:
         if wants_ours and driver.current_context() != self._context:
             try:
                 with using(self._context):  # this thread has another one, or none
-                    start(stream)
+                    if self._order.shared:
+                        self._order.launch_shared(start, stream)
+                    else:
+                        start(stream)
                 return
             except CudaError as again:
                 error = again
-        if isinstance(error, CudaError) and error.code == _CAPTURING:
+        if isinstance(error, CudaError) and error.code in _CAPTURING:
             raise CaptureError(IN_A_CAPTURE) from error
         raise error
 

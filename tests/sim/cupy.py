@@ -67,11 +67,16 @@ class Device:
 
 # ---- streams and events
 class Graph:
-    def __init__(self, nodes: list[streams.Node]) -> None:
-        self.nodes = nodes
+    def __init__(self, nodes: streams.Nodes) -> None:
+        self._nodes, self._executable = nodes, streams.in_some_order(nodes)
+
+    @property
+    def nodes(self) -> list[streams.Node]:
+        """Those that work, each after those that it follows, directly or through nodes of events."""
+        return streams.without_events(self._nodes)
 
     def launch(self, stream: Stream | None = None) -> None:
-        streams.launch(self.nodes, (stream or get_current_stream()).ptr)
+        streams.launch(self._executable, (stream or get_current_stream()).ptr)
 
 
 @contextmanager
@@ -507,6 +512,16 @@ class _Runtime:
     CUDARuntimeError = pools.CUDARuntimeError
     getDevice = staticmethod(_device)
     getDeviceCount = staticmethod(lambda: len(machine.gpus()))
+
+    @staticmethod
+    def eventRecord(event: int, stream: int) -> None:
+        with _its_errors():
+            streams.record_event(event, stream)
+
+    @staticmethod
+    def streamWaitEvent(stream: int, event: int, flags: int = 0) -> None:
+        with _its_errors():
+            streams.wait_event(stream, event)
 
     @staticmethod
     def graphLaunch(executable: int, stream: int) -> None:

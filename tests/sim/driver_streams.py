@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from contextlib import suppress
 
 from ipcreduce.errors import CudaError
@@ -11,7 +12,8 @@ from . import streams
 from .driver import alive, api
 from .machine import Fault
 
-graphs: dict[int, list[streams.Node]] = {}
+graphs: dict[int, streams.Nodes] = {}
+capturing: weakref.WeakValueDictionary[int, streams.Nodes] = weakref.WeakValueDictionary()  # by the capture's id
 captured_nodes: dict[int, streams.Node] = {}  # by handle
 _handles = itertools.count(0x61000000, 0x40)
 
@@ -76,6 +78,11 @@ def wait_event(stream: int, event: int) -> None:
     streams.wait_event(stream, event)
 
 
+@api("cuStreamWaitEvent")
+def wait_external_event(stream: int, event: int) -> None:
+    streams.wait_external_event(stream, event)
+
+
 @api("cuStreamSynchronize")
 def synchronize_stream(stream: int) -> None:
     streams.synchronize(stream)
@@ -107,3 +114,22 @@ def capture_nodes(stream: int) -> tuple[int, ...]:
 @api("cuStreamGetCaptureInfo")
 def capture_id(stream: int) -> int:
     return streams.capture_id(stream)
+
+
+@api("cuStreamGetCaptureInfo")
+def captured_graph(stream: int) -> int:
+    capture = streams.find(stream).capture
+    if capture is None:
+        raise Fault(1)
+    capturing[capture.identity] = capture.nodes
+    return -capture.identity  # no graph's handle
+
+
+@api("cuStreamUpdateCaptureDependencies")
+def follow_nodes(stream: int, nodes: tuple[int, ...]) -> None:
+    streams.follow(stream, [captured_nodes[node] for node in nodes])
+
+
+def nodes_of(graph: int) -> streams.Nodes:
+    """Those of a graph, or of one that is being captured."""
+    return graphs[graph] if graph >= 0 else capturing[-graph]

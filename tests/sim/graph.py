@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import random
 from dataclasses import dataclass
 
 from ipcreduce.errors import CudaError
 
 from . import pools, streams
 from .driver import Launch, alive, api
-from .driver_streams import captured_nodes, graphs
+from .driver_streams import captured_nodes, graphs, nodes_of
 from .machine import Fault
 
 
@@ -20,7 +19,35 @@ def set_kernel(node: int, launch: Launch) -> None:
 
 
 _handles = itertools.count(1)
-_executables: dict[int, list[streams.Node]] = {}
+_executables: dict[int, streams.Nodes] = {}
+
+
+@api("cuGraphAddEventRecordNode")
+def add_event_record(graph: int, event: int) -> int:
+    node = streams.add_event_record(nodes_of(graph), event)
+    captured_nodes[id(node)] = node
+    return id(node)
+
+
+@api("cuGraphAddDependencies")
+def add_edges(graph: int, before: tuple[int, ...], node: int) -> None:
+    captured_nodes[node].after |= _indices(graph, before)
+
+
+@api("cuGraphRemoveDependencies")
+def remove_edges(graph: int, before: tuple[int, ...], node: int) -> None:
+    if not captured_nodes[node].after >= _indices(graph, before):
+        raise Fault(1)
+    captured_nodes[node].after -= _indices(graph, before)
+
+
+def _indices(graph: int, nodes: tuple[int, ...]) -> frozenset[int]:
+    return frozenset(nodes_of(graph).index(captured_nodes[node]) for node in nodes)
+
+
+@api("cuGraphRetainUserObject")
+def notify_destroyed(graph: int, function: int, argument: int) -> None:
+    nodes_of(graph).last_words.append(streams.LastWords(function, argument))
 
 
 class Executable:
@@ -28,7 +55,7 @@ class Executable:
 
     @api("cuGraphInstantiate")
     def __init__(self, graph: int) -> None:
-        nodes = _in_some_order(graphs[graph])
+        nodes = streams.in_some_order(graphs[graph])
         self.handle = next(_handles)
         _executables[self.handle] = nodes
         alive["executables"] += 1
@@ -58,21 +85,11 @@ def launch_through_the_runtime(executable: int, stream: int) -> None:
 
 @api("cuGraphAddKernelNode")
 def executable_of(launch: Launch) -> Executable:
-    graphs[-1] = [streams.Node(launch.work(), frozenset())]
+    graphs[0] = streams.Nodes([streams.Node(launch.work(), frozenset())])
     try:
-        return Executable(-1)
+        return Executable(0)
     finally:
-        del graphs[-1]
-
-
-def _in_some_order(nodes: list[streams.Node]) -> list[streams.Node]:
-    """Any that the edges allow, so that one which is missing shows."""
-    left, order = dict(enumerate(nodes)), []
-    while left:
-        index = random.choice([index for index, node in left.items() if not node.after & left.keys()])
-        node = left.pop(index)
-        order.append(streams.Node(node.work, node.after))
-    return order
+        del graphs[0]
 
 
 @api("cuGraphDestroy")

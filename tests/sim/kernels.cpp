@@ -58,7 +58,7 @@ static std::vector<Library> libraries;
 struct Rank {
   std::vector<u32> epochs;
   u8* workspace;  // two halves
-  u32 missing;
+  u32 missing, ended;
 };
 static std::vector<Rank> world;
 static size_t half_bytes;
@@ -70,7 +70,7 @@ static void reset() {  // as Engine.reset does, when every kernel has ended
     std::memset(rank.workspace, 0xFF, 2 * half_bytes);
     rank.epochs.assign(kEpochWords, 0);
     for (u32 j = 0; j < kEpochSlots; ++j) rank.epochs[2 * j] = kFirstEpoch;
-    rank.missing = 0;
+    rank.missing = rank.ended = 0;
   }
   abort_word = 0;
 }

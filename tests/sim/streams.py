@@ -10,6 +10,7 @@ runs off.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import os
@@ -19,10 +20,11 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from . import machine
@@ -90,11 +92,29 @@ class Event:
 
 @dataclass(eq=False)
 class Node:
-    """What a capture recorded. ``after``: the nodes that it follows; ``waits``: by so many events too."""
+    """What a graph holds. ``after``: the nodes that it follows; ``waits``: by so many events too."""
 
-    work: Work
+    work: Work | None
     after: frozenset[int]
     waits: int = 0
+    waits_for: Event | None = None  # at each launch, for its last record before that
+    records: Event | None = None
+
+
+class Nodes(list[Node]):
+    """A graph. Its ``last_words`` are spoken when no graph or executable with them is left."""
+
+    def __init__(self, nodes: Iterable[Node] = (), last_words: Iterable[LastWords] = ()) -> None:
+        super().__init__(nodes)
+        self.last_words = list(last_words)
+
+
+class LastWords:
+    """A user object, which graph and executables share: a C function that is called when all of them are gone."""
+
+    def __init__(self, function: int, argument: int) -> None:
+        call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
+        weakref.finalize(self, call, argument)
 
 
 @dataclass(eq=False)
@@ -103,7 +123,7 @@ class Capture:
     origin: Stream
     mode: str  # "global", "thread_local", "relaxed"
     thread: int
-    nodes: list[Node] = field(default_factory=list)
+    nodes: Nodes = field(default_factory=Nodes)
     streams: set[Stream] = field(default_factory=set)
     valid: bool = True
 
@@ -177,13 +197,17 @@ def submit(handle: int, work: Work | None, fences: Iterable[threading.Event] = (
         if stream.capture is not None:
             capture = _valid(stream.capture)
             if work is not None:
-                capture.nodes.append(Node(work, stream.frontier, stream.waits))
-                stream.frontier, stream.waits = frozenset([len(capture.nodes) - 1]), 0
+                _append(capture, stream, Node(work, stream.frontier, stream.waits))
             return None
         _refuse_implicit(stream)
         legacy = stream.context.streams.get(LEGACY)
         others = _blocking(stream.context) if _is_legacy(stream) else [legacy] if stream.blocking and legacy else []
         return stream.put(work, [*fences, *(other.done for other in others if other.done is not None)])
+
+
+def _append(capture: Capture, stream: Stream, node: Node) -> None:
+    capture.nodes.append(node)
+    stream.frontier, stream.waits = frozenset([len(capture.nodes) - 1]), 0
 
 
 def synchronize(handle: int) -> None:
@@ -297,6 +321,31 @@ def wait_event(stream_handle: int, handle: int) -> None:
             submit(stream_handle, None, [event.fence] if event.fence is not None else [])
 
 
+def wait_external_event(stream_handle: int, handle: int) -> None:
+    """A node of the capture that the stream is part of."""
+    with machine.lock:
+        event, stream = _event(handle), find(stream_handle)
+        if stream.capture is None:
+            raise Fault(1)
+        node = Node(None, stream.frontier, stream.waits, waits_for=event)
+        _append(_valid(stream.capture), stream, node)
+
+
+def add_event_record(nodes: Nodes, handle: int) -> Node:
+    """A node that follows none, of a graph or of a capture in progress."""
+    nodes.append(Node(None, frozenset(), records=_event(handle)))
+    return nodes[-1]
+
+
+def follow(handle: int, nodes: Iterable[Node]) -> None:
+    """The next node captured on the stream follows these too."""
+    with machine.lock:
+        stream = find(handle)
+        if stream.capture is None:
+            raise Fault(1)
+        stream.frontier |= {_valid(stream.capture).nodes.index(node) for node in nodes}
+
+
 # ---- captures
 def begin_capture(handle: int, mode: str = "relaxed") -> None:
     with machine.lock:
@@ -310,7 +359,7 @@ def begin_capture(handle: int, mode: str = "relaxed") -> None:
         _captures.append(stream.capture)
 
 
-def end_capture(handle: int) -> list[Node]:
+def end_capture(handle: int) -> Nodes:
     """The graph: its nodes, each after those that it follows."""
     with machine.lock:
         stream = find(handle)
@@ -340,13 +389,37 @@ def capture_id(handle: int) -> int:
         return stream.capture.identity if stream.capture.valid else 0
 
 
-def launch(graph: list[Node], handle: int) -> None:
-    """Runs the nodes of a graph in the order of their recording. Not in a capture, which that ends."""
-    capture = find(handle).capture
-    if capture is not None:
-        raise _invalidated(capture, 900)
-    for node in graph:
-        submit(handle, node.work)
+def launch(graph: Nodes, handle: int) -> None:
+    """Runs the nodes of a graph, in their order. Not in a capture, which that ends."""
+    with machine.lock:
+        capture = find(handle).capture
+        if capture is not None:
+            raise _invalidated(capture, 900)
+        before = {node.waits_for: node.waits_for.fence for node in graph if node.waits_for is not None}
+        for node in graph:
+            awaited = before[node.waits_for] if node.waits_for is not None else None
+            fence = submit(handle, node.work, [awaited] if awaited is not None else [])
+            if node.records is not None:
+                node.records.fence, node.records.captured = fence, None
+
+
+def in_some_order(nodes: Nodes) -> Nodes:
+    """The nodes of an executable: in any order that the edges allow, so that an edge which is missing shows."""
+    left, order = dict(enumerate(nodes)), Nodes(last_words=nodes.last_words)
+    while left:
+        index = random.choice([index for index, node in left.items() if not node.after & left.keys()])
+        order.append(replace(left.pop(index)))
+    return order
+
+
+def without_events(nodes: Nodes) -> list[Node]:
+    """The nodes that work, each after those that it follows, directly or through nodes of events."""
+    numbers = {index: number for number, index in enumerate(i for i, node in enumerate(nodes) if node.work is not None)}
+
+    def followed(node: Node) -> frozenset[int]:
+        return frozenset().union(*({numbers[i]} if i in numbers else followed(nodes[i]) for i in node.after))
+
+    return [replace(nodes[index], after=followed(nodes[index])) for index in numbers]
 
 
 @contextmanager

@@ -49,6 +49,7 @@ class Engine:
         except CudaError:
             self._unregister()
             raise
+        self.launches.before_loading = lambda: self.order.ends_by(time.monotonic() + timeout)
         self.repeats = Repeats(device.ordinal, context, self.launches, self.order, page)
         self._recording_stream = 0
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..cuda import compiler, driver
+from ..numerics import OPS
 from . import plan
 from .control import ABORT_OFFSET, missing_offset
 from .signature import Signature, signature
@@ -22,6 +25,7 @@ _OUTS = 16
 _ARG_WORDS = 24
 _MAX_PREPARED = 4096
 _VERIFY = "verify", "int32", "sum"
+_Kernel = tuple[str, str, str, int]  # name, dtype, op, depth
 
 
 @dataclass(frozen=True)
@@ -48,9 +52,10 @@ class Launches:
         self.whole_packets = True  # until the start-up check says otherwise
         self.table: plan.Table = ()  # until the ranks have agreed on one
         self.resident = plan.RESIDENT  # until they have compared their GPUs
+        self.before_loading: Callable[[], object] = lambda: None  # waits for the calls in flight
         self._workspace, self._control, self._capability, self._timeout = workspace, control, capability, timeout
         self._modules: list[int] = []
-        self._functions: dict[tuple[str, str, str, int], int] = {}
+        self._functions: dict[_Kernel, int] = {}
         self._prepared: dict[tuple[Any, ...], Prepared] = {}
 
     def find(self, shape: tuple[int, ...], dtype: np.dtype[Any], op: str) -> Prepared | None:
@@ -64,6 +69,8 @@ class Launches:
         """
         if len(self._prepared) >= _MAX_PREPARED:
             self._prepared.clear()
+        kernels = plan.kernels(self._workspace.n, self.algorithm, self.table)
+        self._load((kernel, name, other, depth) for kernel, depth in kernels for other in OPS)
         steps = self.planned(nbytes, self.algorithm, self.table)
         prepared = self._prepared[shape, dtype, op] = self.by_steps(steps, shape, name, op, nbytes)
         return prepared
@@ -106,21 +113,40 @@ class Launches:
         return args
 
     def _function(self, kernel: str, dtype: str, op: str, depth: int = 1) -> int:
-        key = (kernel, dtype, op, depth)
-        if key not in self._functions:
-            macros = {
-                "IPCREDUCE_RANKS": str(self._workspace.n),
-                "IPCREDUCE_RANK": str(self._workspace.rank),
-                "IPCREDUCE_DTYPE": dtype,
-                "IPCREDUCE_OP": op,
-                "IPCREDUCE_DEPTH": str(depth),
-                "IPCREDUCE_WHOLE_PACKETS": str(int(self.whole_packets)),
-            }
-            cubin = compiler.compile_kernel(kernel, macros, self._capability)
-            module = driver.load_module(cubin)
-            self._modules.append(module)
-            self._functions[key] = driver.get_function(module, kernel)
+        key = kernel, dtype, op, depth
+        self._load([key])
         return self._functions[key]
+
+    def _load(self, kernels: Iterable[_Kernel]) -> None:
+        """Compiles and loads those that are not loaded yet.
+
+        Loading waits for all that runs on the device: 0.7 s behind a kernel of 0.7 s, whatever the size of the module
+        and the loading mode (H200, driver 580). If that is a call of ours, a peer may be waiting for this process. So
+        kernels are loaded for every op and size as soon as a dtype is used, and else with no call of ours in flight.
+        """
+        missing = [key for key in kernels if key not in self._functions]
+        if not missing:
+            return
+        with ThreadPoolExecutor(max(1, min(len(missing), (os.cpu_count() or 1) // self._workspace.n))) as pool:
+            cubins = list(pool.map(self._compile, missing))
+        self.before_loading()
+        with driver.relaxed():
+            for key, cubin in zip(missing, cubins, strict=True):
+                module = driver.load_module(cubin)
+                self._modules.append(module)
+                self._functions[key] = driver.get_function(module, key[0])
+
+    def _compile(self, key: _Kernel) -> bytes:
+        kernel, dtype, op, depth = key
+        macros = {
+            "IPCREDUCE_RANKS": str(self._workspace.n),
+            "IPCREDUCE_RANK": str(self._workspace.rank),
+            "IPCREDUCE_DTYPE": dtype,
+            "IPCREDUCE_OP": op,
+            "IPCREDUCE_DEPTH": str(depth),
+            "IPCREDUCE_WHOLE_PACKETS": str(int(self.whole_packets)),
+        }
+        return compiler.compile_kernel(kernel, macros, self._capability)
 
     def load_verify(self) -> None:
         """Compiles and loads what :meth:`verify` launches."""

@@ -146,6 +146,17 @@ def direct(step: Step, n: int, resident: int = RESIDENT) -> Step:
     return Step("direct", step.offset, step.nbytes, *shape)
 
 
+def kernels(n: int, forced: str | None = None, table: Table = ()) -> set[tuple[str, int]]:
+    """(algorithm, depth) of every kernel that :func:`make_plan` and :func:`direct` have a launch for, at any size."""
+    if n == 1:
+        return set()
+    if forced == "direct":
+        return {("two_shot", 1), ("direct", _direct_shape(1, n, RESIDENT)[2])}
+    if forced:
+        return {(forced, 1)}
+    return {("one_shot", 1), ("two_shot", 1)} | {(choice.algorithm, choice.depth) for choice in table}
+
+
 def eager_as_graph(step: Step) -> bool:
     """Whether an eager call is launched as a graph of one kernel.
 

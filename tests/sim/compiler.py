@@ -100,12 +100,18 @@ def build_runtime() -> Path:
 
 
 def compile_kernel(name: str, macros: dict[str, str], capability: tuple[int, int]) -> bytes:
-    """As ``ipcreduce.cuda.compiler.compile_kernel``; what the simulated driver's ``load_module`` takes."""
+    """As ``ipcreduce.cuda.compiler.compile_kernel``; what the simulated driver's ``load_module`` takes.
+
+    That is what to build: g++ takes a second a kernel, and most are loaded but never launched.
+    """
     given = {key.removeprefix("IPCREDUCE_"): value for key, value in macros.items()}
-    rank, ranks = int(given.pop("RANK")), int(given.pop("RANKS"))
-    dtype, op, whole = given.pop("DTYPE"), given.pop("OP"), bool(int(given.pop("WHOLE_PACKETS")))
-    depth = int(given.pop("DEPTH"))
-    if given:
-        raise IpcReduceError(f"{name}.cu: the simulated compiler does not know {given}")
-    path = build_kernel(name, dtype, op, whole=whole, depth=depth)
-    return json.dumps({"path": str(path), "kernel": name, "rank": rank, "ranks": ranks}).encode()
+    known = ("RANK", "RANKS", "DTYPE", "OP", "WHOLE_PACKETS", "DEPTH")
+    if given.keys() != {*known}:
+        raise IpcReduceError(f"{name}.cu: the simulated compiler knows {known}, not {[*given]}")
+    return json.dumps({"kernel": name, **given}).encode()
+
+
+def build_compiled(content: dict[str, str]) -> Path:
+    """The shared object of what :func:`compile_kernel` has made."""
+    whole, depth = content["WHOLE_PACKETS"] == "1", int(content["DEPTH"])
+    return build_kernel(content["kernel"], content["DTYPE"], content["OP"], whole=whole, depth=depth)

@@ -239,11 +239,17 @@ def unregister_host(address: int) -> None:
 @dataclass(frozen=True)
 class _Kernel:
     context: machine.Context
-    entry: int
-    most_threads: int
-    argument_bytes: int
-    rank: int
-    ranks: int
+    content: dict[str, str]  # of the module
+
+    @functools.cached_property
+    def limits(self) -> tuple[int, int, int]:
+        """(entry, most threads a block, bytes of arguments). Built when it is first asked for."""
+        _runtime()
+        library, name = ctypes.CDLL(str(compiler.build_compiled(self.content))), self.content["kernel"]
+        entry = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+        threads, argument_bytes = (ctypes.c_uint32 * 2).in_dll(library, f"{name}_limits")
+        assert entry is not None
+        return entry, threads, argument_bytes
 
 
 _next_handle = itertools.count(0x77000000, 0x40)
@@ -288,16 +294,10 @@ def get_function(module: int, name: str) -> int:
     if module not in _modules:
         raise Fault(400)
     context, content = _modules[module]
-    _runtime()
-    library = ctypes.CDLL(content["path"])
-    try:
-        entry = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-        threads, argument_bytes = (ctypes.c_uint32 * 2).in_dll(library, f"{name}_limits")
-    except (AttributeError, ValueError):
-        raise Fault(500) from None
-    assert entry is not None
+    if name != content["kernel"]:
+        raise Fault(500)
     function = next(_next_handle)
-    _kernels[function] = _Kernel(context, entry, threads, argument_bytes, content["rank"], content["ranks"])
+    _kernels[function] = _Kernel(context, content)
     return function
 
 
@@ -308,6 +308,7 @@ class Launch:
 
     def __init__(self, function: int, grid: int, block: int, args: np.ndarray, *, programmatic: bool = False) -> None:
         self._kernel, self._grid, self._block, self._programmatic = _kernels[function], grid, block, programmatic
+        assert self._kernel.limits  # it is built here, and not while a peer waits
         self.args = args
 
     @api("cuLaunchKernelEx")
@@ -320,10 +321,11 @@ class Launch:
     def work(self) -> Callable[[], None]:
         """What a stream has to do, with the present arguments."""
         kernel = self._kernel
-        fits = self._grid >= 1 and 1 <= self._block <= kernel.most_threads
-        if not fits or self.args.nbytes != kernel.argument_bytes:
+        entry, most_threads, argument_bytes = kernel.limits
+        fits = self._grid >= 1 and 1 <= self._block <= most_threads
+        if not fits or self.args.nbytes != argument_bytes:
             raise Fault(1)
         args = self.args.tobytes()  # read now
-        run, rank, ranks = _runtime().sim_run, kernel.rank, kernel.ranks
+        run, rank, ranks = _runtime().sim_run, int(kernel.content["RANK"]), int(kernel.content["RANKS"])
         grid, block, programmatic = self._grid, self._block, self._programmatic
-        return lambda: run(kernel.entry, args, grid, block, rank, ranks, programmatic)
+        return lambda: run(entry, args, grid, block, rank, ranks, programmatic)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -22,8 +24,8 @@ from .errors import (
     PeerTimeoutError,
     RankMismatchError,
     UnsupportedError,
-    report,
 )
+from .graphs.pool import CapturedMemory
 from .graphs.support import GraphSupport
 from .host import HostReducer
 from .ipc import release, setup, wire
@@ -79,6 +81,7 @@ class Communicator(GraphSupport):
         self._faults = None
         if self._engine is not None:
             self._faults = Faults(self._engine, self._mpi, options.timeout)
+            self._captured_memory = CapturedMemory(self._engine.context, self._engine.device.ordinal)
             release.mind(self._engine.order, self._lock)
         lifetime.add(self)
 
@@ -162,8 +165,9 @@ class Communicator(GraphSupport):
         device = engine.device.ordinal
         arguments.check_device(device, source, "array")
         recorder = None if self.recording is None else self.recording.recorder(handle)
+        memory = nullcontext if recorder is not None else partial(self._captured_memory.allocating, handle)
         if out is None:
-            with self._memory(handle, recorder):
+            with memory():
                 target = result = arrays.empty(source.shape, source.dtype, handle, device)
         elif out is array:
             target, result = source, out
@@ -171,15 +175,13 @@ class Communicator(GraphSupport):
                 raise ArgumentError("out must be writable; found a read-only array")
         else:
             target, result = arguments.device_out(device, source, out, handle), out
-            if arguments.overlap_in_part(source, target):
-                with self._memory(handle, recorder):
-                    source = arrays.contiguous_copy(source, handle)
+        overlap = out is not None and target is not source and arguments.overlap_in_part(source, target)
         direct = target
         if not arrays.is_contiguous(target):
-            with self._memory(handle, recorder):
+            with memory():
                 direct = arrays.empty(source.shape, source.dtype, handle, device)
-        if not arrays.is_contiguous(source):
-            with self._memory(handle, recorder):
+        if overlap or not arrays.is_contiguous(source):
+            with memory():
                 source = arrays.contiguous_copy(source, handle)
         source_at, direct_at = arrays.pointer(source), arrays.pointer(direct)
         if (source_at | direct_at) & (source.itemsize - 1):
@@ -240,11 +242,7 @@ class Communicator(GraphSupport):
                 self._unusable = lost
                 raise
         if self._host.halfway:
-            self._unusable = PeerLostError(report(
-                self._rank, self._call, expected="every rank to go through this call together",
-                found=f"that this one left it halfway ({type(error).__name__}: {error})",
-                advice="The communicator can only be closed.",
-            ))  # fmt: skip
+            self._unusable = self._host.left_halfway(self._call, error)
 
     def _refuse(self, error: BaseException) -> None:
         if self._engine is None or self._faults is None:
@@ -256,10 +254,10 @@ class Communicator(GraphSupport):
     def synchronize(self, stream: Any = None) -> None:
         """Waits for the calls made so far on ``stream`` (None: the last one's), and raises what went wrong in them.
 
-        Replays of graphs that others have captured count as calls: None waits for the last launched one too.
+        Replays of graphs of others count. It raises each time once a kernel of this rank has ended without data, until
+        every rank has made another call that is not captured.
 
-        :raises IpcReduceError: see :meth:`allreduce`. Again and again until every rank has gone on with a call that is
-            not captured, if a kernel of this rank has ended without data.
+        :raises IpcReduceError: see :meth:`allreduce`.
         """
         with self._lock:
             self.check_usable()
@@ -290,6 +288,7 @@ class Communicator(GraphSupport):
             self._unusable = ArgumentError("the communicator is closed: make a new one")
             if engine is not None:
                 engine.close(0.0 if lost else _CLOSE_SECONDS)
+                self._captured_memory.release()
             if self.memory is not None:
                 self.memory.release()
             release.flush()

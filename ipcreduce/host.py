@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import IpcReduceError, PeerFailedError, RankMismatchError, report
+from .errors import IpcReduceError, PeerFailedError, PeerLostError, RankMismatchError, report
 from .ipc import wire
 from .numerics import fold
 
@@ -58,6 +58,14 @@ class HostReducer:
                 result[begin : begin + step] = reduce(part, op)
         self.halfway = False
         return result.reshape(array.shape)
+
+    def left_halfway(self, call: int, error: BaseException) -> PeerLostError:
+        """What is the matter with the communicator once ``error`` has ended a call while ``halfway``."""
+        return PeerLostError(report(
+            self._rank, call, expected="every rank to go through this call together",
+            found=f"that this one left it halfway ({type(error).__name__}: {error})",
+            advice="The communicator can only be closed.",
+        ))  # fmt: skip
 
     def refuse(self, error: BaseException, call: int) -> None:
         """Takes part in a call that this rank refuses, so that the others hear of it, if they come in time."""

@@ -12,37 +12,25 @@ def set_kernel(node: int, launch: Launch) -> None:
     call("cuGraphKernelNodeSetParams", node, launch.node_params())
 
 
+def add_event_wait(graph: int, event: int) -> int:
+    """Adds a node that waits, at each launch, for the last record of ``event`` before that; the node."""
+    return int(call("cuGraphAddEventWaitNode", graph, None, 0, event))
+
+
 def add_event_record(graph: int, event: int) -> int:
-    """Adds a node that records ``event`` at each launch, for the host and other graphs too; the node."""
+    """Adds a node that records ``event`` at each launch, for streams and for other graphs; the node."""
     return int(call("cuGraphAddEventRecordNode", graph, None, 0, event))
 
 
-def add_edges(graph: int, before: tuple[int, ...], node: int) -> None:
-    """Makes ``node`` follow the nodes ``before``. In a capture in progress, too."""
-    _edges("cuGraphAddDependencies", graph, before, node)
-
-
-def remove_edges(graph: int, before: tuple[int, ...], node: int) -> None:
-    """Undoes :func:`add_edges`."""
-    _edges("cuGraphRemoveDependencies", graph, before, node)
-
-
-def _edges(name: str, graph: int, before: tuple[int, ...], node: int) -> None:
-    kind = load().CUgraphNode
-    sources = [kind(one) for one in before]
-    call(with_edge_data(name), graph, sources, [kind(node)] * len(sources), None, len(sources))
-
-
-def notify_destroyed(graph: int, function: int, argument: int) -> None:
-    """Calls a C function, given by its address, once ``graph`` and all executables made of it have been destroyed.
-
-    On a thread of the driver's, which must not wait: so no Python, which would need the GIL there.
-    """
-    bindings = load()
-    no_wait = bindings.CUuserObject_flags.CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
-    move = bindings.CUuserObjectRetain_flags.CU_GRAPH_USER_OBJECT_MOVE
-    user_object = call("cuUserObjectCreate", argument, bindings.CUhostFn(function), 1, no_wait)
-    call("cuGraphRetainUserObject", graph, user_object, 1, move)
+def move_edges(graph: int, old: tuple[int, ...], new: tuple[int, ...], node: int) -> None:
+    """Makes ``node`` follow the nodes ``new`` and no more those in ``old``. In a capture in progress, too."""
+    for name, nodes in (
+        ("cuGraphAddDependencies", [one for one in new if one not in old]),
+        ("cuGraphRemoveDependencies", [one for one in old if one not in new]),
+    ):
+        if nodes:
+            kind, count = load().CUgraphNode, len(nodes)
+            call(with_edge_data(name), graph, [kind(one) for one in nodes], [kind(node)] * count, None, count)
 
 
 class Executable:

@@ -52,11 +52,6 @@ def wait_event(stream: int, event: int) -> None:
     call("cuStreamWaitEvent", stream, event, 0)
 
 
-def wait_external_event(stream: int, event: int) -> None:
-    """Makes what is captured next on ``stream`` wait, at each launch, for the last record of ``event`` before that."""
-    call("cuStreamWaitEvent", stream, event, 1)  # CU_EVENT_WAIT_EXTERNAL
-
-
 def synchronize_stream(stream: int) -> None:
     """Waits for everything on ``stream``."""
     call("cuStreamSynchronize", stream)

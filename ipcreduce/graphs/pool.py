@@ -13,13 +13,14 @@ import threading
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from .. import surroundings
-from ..cuda import driver
-from ..cuda.within import within
+from ..cuda import driver, streams
+from ..cuda.within import using, within
 from ..ipc.release import attempt, give_back, reclaim
 
 _numbers = itertools.count()
@@ -69,10 +70,12 @@ class GraphPool:
     """Memory that one or several graphs allocate from while they are recorded. ``graph.pool`` is one.
 
     Graphs that share a pool reuse each other's memory: an output is then valid until the next replay of any of them.
+
+    :param unit: bytes of which allocations are multiples.
     """
 
-    def __init__(self, context: int, device: int) -> None:
-        self._context, self._device = context, device
+    def __init__(self, context: int, device: int, unit: int = _UNIT) -> None:
+        self._context, self._device, self._unit = context, device, unit
         self._users = 0  # graphs, and registrations with peers that have it mapped
         self._slabs: list[Slab] = []
         self._blocks: dict[int, tuple[int, Slab]] = {}  # by address: bytes, and where they lie
@@ -130,7 +133,7 @@ class GraphPool:
             if fitting:
                 _, address, slab = min(fitting, key=lambda one: one[0])
             else:
-                size = -(-nbytes // _UNIT) * _UNIT
+                size = -(-nbytes // self._unit) * self._unit
                 with within(self._context):
                     address = driver.allocate(size)
                 slab = Slab(address, size, stream, next(_numbers), [(address, size)])
@@ -162,3 +165,31 @@ class GraphPool:
             self._slabs = [slab for slab in self._slabs if slab not in unused]
         # Outside the lock, since cuMemFree waits for a last replay.
         attempt(self._context, *(partial(driver.free, slab.address) for slab in unused))
+
+
+class CapturedMemory:
+    """Memory of calls in captures of others: for each capture its own, kept until :meth:`release`.
+
+    CuPy's pool would give what a call lets go of to the next one who asks, while replays go on to use it.
+    """
+
+    def __init__(self, context: int, device: int) -> None:
+        self._context, self._device = context, device
+        self._pools: dict[int, GraphPool] = {}  # by the captures' ids
+
+    def allocating(self, stream: int) -> AbstractContextManager[None]:
+        """Within the block this thread's CuPy allocates so, if others capture ``stream``."""
+        with using(self._context):
+            capture = streams.capture_id(stream)
+        if not capture:
+            return nullcontext()
+        pool = self._pools.get(capture)
+        if pool is None:
+            pool = self._pools[capture] = GraphPool(self._context, self._device, unit=_ALIGNMENT)
+            pool.retain()
+        return surroundings.allocating(pool.allocator, stream)
+
+    def release(self) -> None:
+        """No graph is launched any more. Arrays that live on stay valid."""
+        while self._pools:
+            self._pools.popitem()[1].release()

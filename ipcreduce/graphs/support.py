@@ -6,7 +6,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from .. import arrays, surroundings
 from ..errors import ArgumentError, GraphStateError, IpcReduceError, PeerLostError, UnsupportedError
 from ..ipc import wire
-from ..ipc.engine import Engine, Recorder
+from ..ipc.engine import Engine
 from ..ipc.faults import Faults
 from ..ipc.flight_recorder import RING
 from ..ipc.signature import Signature
@@ -214,7 +214,8 @@ class GraphSupport(ABC):
                                 else:
                                     order.launch_shared(partial(launch_graph, executable.handle), stream)
                             except RuntimeError as error:
-                                start = partial(surroundings.launch, executable)
+                                start: Callable[[int], None] = partial(surroundings.launch, executable)
+                                start = start if follows else partial(order.launch_shared, start)
                                 engine.repeats.start_anyway(start, stream, surroundings.launch_error(error))
                             return True
                 except BaseException as error:
@@ -286,20 +287,6 @@ class GraphSupport(ABC):
             self._agree(number, [segment for graph in graphs for segment in graph.segments], None)
             self._recorded = graphs
             self._register()
-
-    def _memory(self, stream: int, recorder: Recorder | None) -> AbstractContextManager[None]:
-        """Within it CuPy allocates for a call on ``stream``: memory that the graph keeps, if others capture there.
-
-        CuPy's pool would give what the call lets go of to the next one who asks, while replays go on to use it.
-        """
-        engine = self.require_engine("a call")
-        graph = None if recorder is not None else engine.order.captured_by_others(stream)
-        if graph is None:
-            return nullcontext()
-        if graph.memory is None:
-            graph.memory = pool = GraphPool(engine.context, engine.device.ordinal)
-            pool.retain()
-        return surroundings.allocating(graph.memory.allocator, stream)
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> Any:
         """A new C-contiguous array in memory that peers can map: outputs of recorded all-reduces in it can be direct.

@@ -75,11 +75,10 @@ class Repeats:
             return False
         if self._enter(call, what) is not None:
             return False
+        if not follows:
+            start = partial(order.launch_shared, start)
         try:
-            if follows:
-                start(stream)
-            else:
-                order.launch_shared(start, stream)
+            start(stream)
         except CudaError as error:
             self.start_anyway(start, stream, error)
         return True
@@ -90,10 +89,7 @@ class Repeats:
         if wants_ours and driver.current_context() != self._context:
             try:
                 with using(self._context):  # this thread has another one, or none
-                    if self._order.shared:
-                        self._order.launch_shared(start, stream)
-                    else:
-                        start(stream)
+                    start(stream)
                 return
             except CudaError as again:
                 error = again

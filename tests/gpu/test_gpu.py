@@ -33,6 +33,14 @@ def test_scenarios(mpirun: Run, ranks: int) -> None:
     assert result.stdout.count(": right, ") == len(SCENARIOS)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_captures_of_others(mpirun: Run, ranks: int) -> None:
+    from tests.gpu.captures import SCENARIOS
+
+    result = mpirun("tests/gpu/captures.py", ranks, timeout=300)
+    assert result.stdout.count(": right, ") == len(SCENARIOS)
+
+
 @pytest.mark.parametrize("example", ["allreduce.py", "tensor_parallel.py", "train_digits.py"])
 def test_examples(mpirun: Run, example: str) -> None:
     assert "backend ipc" in mpirun(f"mpi_examples/{example}", 2, timeout=300).stdout

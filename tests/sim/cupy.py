@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -164,6 +165,7 @@ class Event:
     def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
         _require_context()
         self.ptr, self.seconds, self._timed = streams.create_event(), 0.0, not disable_timing
+        weakref.finalize(self, streams.drop_event, self.ptr)
 
     def record(self, stream: ExternalStream | None = None) -> None:
         handle = (stream or get_current_stream()).ptr

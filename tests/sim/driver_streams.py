@@ -78,11 +78,6 @@ def wait_event(stream: int, event: int) -> None:
     streams.wait_event(stream, event)
 
 
-@api("cuStreamWaitEvent")
-def wait_external_event(stream: int, event: int) -> None:
-    streams.wait_external_event(stream, event)
-
-
 @api("cuStreamSynchronize")
 def synchronize_stream(stream: int) -> None:
     streams.synchronize(stream)

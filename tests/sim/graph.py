@@ -22,32 +22,29 @@ _handles = itertools.count(1)
 _executables: dict[int, streams.Nodes] = {}
 
 
+@api("cuGraphAddEventWaitNode")
+def add_event_wait(graph: int, event: int) -> int:
+    return _added(graph, streams.event_node(waits_for=event))
+
+
 @api("cuGraphAddEventRecordNode")
 def add_event_record(graph: int, event: int) -> int:
-    node = streams.add_event_record(nodes_of(graph), event)
+    return _added(graph, streams.event_node(records=event))
+
+
+def _added(graph: int, node: streams.Node) -> int:
+    nodes_of(graph).append(node)
     captured_nodes[id(node)] = node
     return id(node)
 
 
 @api("cuGraphAddDependencies")
-def add_edges(graph: int, before: tuple[int, ...], node: int) -> None:
-    captured_nodes[node].after |= _indices(graph, before)
-
-
-@api("cuGraphRemoveDependencies")
-def remove_edges(graph: int, before: tuple[int, ...], node: int) -> None:
-    if not captured_nodes[node].after >= _indices(graph, before):
+def move_edges(graph: int, old: tuple[int, ...], new: tuple[int, ...], node: int) -> None:
+    index, after = nodes_of(graph).index, captured_nodes[node].after
+    leave, come = (frozenset(index(captured_nodes[one]) for one in nodes) for nodes in (old, new))
+    if not leave <= after:
         raise Fault(1)
-    captured_nodes[node].after -= _indices(graph, before)
-
-
-def _indices(graph: int, nodes: tuple[int, ...]) -> frozenset[int]:
-    return frozenset(nodes_of(graph).index(captured_nodes[node]) for node in nodes)
-
-
-@api("cuGraphRetainUserObject")
-def notify_destroyed(graph: int, function: int, argument: int) -> None:
-    nodes_of(graph).last_words.append(streams.LastWords(function, argument))
+    captured_nodes[node].after = after - leave | come
 
 
 class Executable:

@@ -10,7 +10,6 @@ runs off.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import itertools
 import os
@@ -20,7 +19,6 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -102,19 +100,7 @@ class Node:
 
 
 class Nodes(list[Node]):
-    """A graph. Its ``last_words`` are spoken when no graph or executable with them is left."""
-
-    def __init__(self, nodes: Iterable[Node] = (), last_words: Iterable[LastWords] = ()) -> None:
-        super().__init__(nodes)
-        self.last_words = list(last_words)
-
-
-class LastWords:
-    """A user object, which graph and executables share: a C function that is called when all of them are gone."""
-
-    def __init__(self, function: int, argument: int) -> None:
-        call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
-        weakref.finalize(self, call, argument)
+    """A graph."""
 
 
 @dataclass(eq=False)
@@ -197,17 +183,13 @@ def submit(handle: int, work: Work | None, fences: Iterable[threading.Event] = (
         if stream.capture is not None:
             capture = _valid(stream.capture)
             if work is not None:
-                _append(capture, stream, Node(work, stream.frontier, stream.waits))
+                capture.nodes.append(Node(work, stream.frontier, stream.waits))
+                stream.frontier, stream.waits = frozenset([len(capture.nodes) - 1]), 0
             return None
         _refuse_implicit(stream)
         legacy = stream.context.streams.get(LEGACY)
         others = _blocking(stream.context) if _is_legacy(stream) else [legacy] if stream.blocking and legacy else []
         return stream.put(work, [*fences, *(other.done for other in others if other.done is not None)])
-
-
-def _append(capture: Capture, stream: Stream, node: Node) -> None:
-    capture.nodes.append(node)
-    stream.frontier, stream.waits = frozenset([len(capture.nodes) - 1]), 0
 
 
 def synchronize(handle: int) -> None:
@@ -270,6 +252,11 @@ def destroy_event(handle: int) -> None:
     del _events[handle]
 
 
+def drop_event(handle: int) -> None:
+    """Destroys it in any thread, whatever is current there."""
+    _events.pop(handle, None)
+
+
 def synchronize_event(handle: int) -> None:
     fence = _fence(handle)
     if fence is not None:
@@ -321,20 +308,14 @@ def wait_event(stream_handle: int, handle: int) -> None:
             submit(stream_handle, None, [event.fence] if event.fence is not None else [])
 
 
-def wait_external_event(stream_handle: int, handle: int) -> None:
-    """A node of the capture that the stream is part of."""
-    with machine.lock:
-        event, stream = _event(handle), find(stream_handle)
-        if stream.capture is None:
-            raise Fault(1)
-        node = Node(None, stream.frontier, stream.waits, waits_for=event)
-        _append(_valid(stream.capture), stream, node)
-
-
-def add_event_record(nodes: Nodes, handle: int) -> Node:
-    """A node that follows none, of a graph or of a capture in progress."""
-    nodes.append(Node(None, frozenset(), records=_event(handle)))
-    return nodes[-1]
+def event_node(waits_for: int = 0, records: int = 0) -> Node:
+    """A node that follows none so far."""
+    return Node(
+        None,
+        frozenset(),
+        waits_for=_event(waits_for) if waits_for else None,
+        records=_event(records) if records else None,
+    )
 
 
 def follow(handle: int, nodes: Iterable[Node]) -> None:
@@ -405,7 +386,7 @@ def launch(graph: Nodes, handle: int) -> None:
 
 def in_some_order(nodes: Nodes) -> Nodes:
     """The nodes of an executable: in any order that the edges allow, so that an edge which is missing shows."""
-    left, order = dict(enumerate(nodes)), Nodes(last_words=nodes.last_words)
+    left, order = dict(enumerate(nodes)), Nodes()
     while left:
         index = random.choice([index for index, node in left.items() if not node.after & left.keys()])
         order.append(replace(left.pop(index)))

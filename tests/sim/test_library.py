@@ -47,6 +47,11 @@ def test_scenarios_with_late_work(mpirun: Run) -> None:
     assert on_sim(mpirun, "scenarios", 2, env={"SIM_LATE": "0.005"}).count(": right, ") == 15
 
 
+@pytest.mark.parametrize(("ranks", "late"), [(2, "0"), (3, "0"), (2, "0.005")])
+def test_captures_of_others(mpirun: Run, ranks: int, late: str) -> None:
+    assert on_sim(mpirun, "captures", ranks, env={"SIM_LATE": late}).count(": right, ") == 9
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_wrong_calls(mpirun: Run, ranks: int) -> None:
     assert "each refused as it should be" in on_sim(mpirun, "bad_calls", ranks)

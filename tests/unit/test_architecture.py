@@ -20,7 +20,7 @@ MODULES = {
 }
 # public -> graphs -> ipc -> cuda: a module imports none that stands further down here.
 LAYERS = (
-    ("ipcreduce.errors", "ipcreduce.numerics", "ipcreduce.lifetime", "ipcreduce.semaphores"),
+    ("ipcreduce.errors", "ipcreduce.numerics", "ipcreduce.lifetime"),
     ("ipcreduce.cuda",),
     ("ipcreduce.surroundings",),
     ("ipcreduce.arrays",),

@@ -2,7 +2,7 @@
 
 It follows values through a module's functions, as far as they come from the bindings: structs, which it makes, their
 members, enumerations, and the results of calls, whose types the bindings' docstrings say. Needs no driver and no GPU.
-Of `if hasattr(load(), "cuX")` it reads the branch that the installed bindings take.
+Of `if hasattr(load(), "cuX"): ... else: ...` it reads the branch that the installed bindings take, of all others both.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ class Reader:
         self.problems.append(f"line {node.lineno}: {what}")
 
     def _taken(self, node: ast.If | ast.IfExp, names: dict[str, Any]) -> Any:
-        """Whether the branch is taken, if that is known; the names in the other one are other bindings'."""
+        """Whether the branch is taken, if the bindings decide; then the names in the other one are other bindings'."""
         taken = self._value(node.test, names)
+        if not (isinstance(node.test, ast.Call) and ast.unparse(node.test.func) == "hasattr"):
+            return UNKNOWN
         if isinstance(taken, bool):
             other = node.orelse if taken else node.body
             for part in other if isinstance(other, list) else [other]:
@@ -70,6 +72,9 @@ class Reader:
                     self._bind(target, value, names)
             case ast.AnnAssign(value=ast.expr()):
                 self._bind(node.target, self._value(node.value, names), names)
+            case ast.AugAssign():
+                self._value(node.value, names)
+                self._bind(node.target, UNKNOWN, names)
             case ast.If():
                 taken = self._taken(node, names)
                 if taken is not False:
@@ -132,6 +137,8 @@ class Reader:
                         return base[index]
                     self._problem(node, f"result {index} expected, there are {len(base)}")
                 return UNKNOWN
+            case ast.Starred():
+                return self._value(node.value, names)
             case ast.Call():
                 return self._call(node, names)
         for child in ast.iter_child_nodes(node):
@@ -170,23 +177,27 @@ class Reader:
                 self.found.add(name)
                 return hasattr(self.bindings, name)
             function = self._member(self.bindings, name, node)
-            return function if asked else self._results(function, node, node.args[1:])
+            return function if asked else self._results(function, node, arguments, 1)
         function = self._value(node.func, names)
         if isinstance(function, type) and function.__module__ == self.bindings.__name__:
             return _made(function)
         if getattr(self.bindings, getattr(function, "__name__", ""), None) is function:
-            results = self._results(function, node, node.args)
+            results = self._results(function, node, arguments, 0)
             return UNKNOWN if results is UNKNOWN else (UNKNOWN, *(results if isinstance(results, tuple) else [results]))
         return UNKNOWN
 
-    def _results(self, function: Any, node: ast.Call, arguments: list[ast.expr]) -> Any:
-        """What `call` gives: a value, or a tuple of them. Structs are made, by the types that the docstring says."""
+    def _results(self, function: Any, node: ast.Call, arguments: list[Any], first: int) -> Any:
+        """What `call` gives: a value, or a tuple of them. Structs are made, by the types that the docstring says.
+
+        ``arguments`` are the node's; those of the function begin at the one of number ``first``.
+        """
         if function is UNKNOWN:
             return UNKNOWN
         most = function.__code__.co_argcount
         least = most - len(function.__defaults__ or ())
-        given = len(arguments)
-        if any(isinstance(argument, ast.Starred) for argument in arguments) or node.keywords:
+        several = [value for value, part in zip(arguments, node.args, strict=True) if isinstance(part, ast.Starred)]
+        given = len(arguments) - first + sum(len(value) - 1 for value in several if isinstance(value, tuple))
+        if not all(isinstance(value, tuple) for value in several) or node.keywords:
             self._problem(node, f"{function.__name__}: its arguments are not understood")
         elif not least <= given <= most:
             self._problem(node, f"{function.__name__} takes {most} arguments in these bindings, {given} are given")

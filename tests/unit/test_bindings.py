@@ -53,6 +53,8 @@ def test_what_is_looked_up():
         ("call('cuMemAlloc')", "cuMemAlloc takes 1 arguments in these bindings, 0 are given"),
         ("load().cuMemAlloc(1, 2)", "cuMemAlloc takes 1 arguments in these bindings, 2 are given"),
         ("call('cuMemAlloc', *x)", "cuMemAlloc: its arguments are not understood"),
+        ("more = (1, 2)\ncall('cuMemAlloc', *more)", "cuMemAlloc takes 1 arguments in these bindings, 2 are given"),
+        ("found = False\nif found: call('cuNoSuchCall')", "no cuNoSuchCall in"),
         ("call('cuMemGetInfo')[2]", "result 2 expected, there are 2"),
         ("free, total, more = call('cuMemGetInfo')", "3 results expected, there are 2"),
         ("def f(x): call(f'cu{x}', 1)", "the name is not understood"),
@@ -74,6 +76,8 @@ def test_what_is_missing_is_found(code: str, problem: str):
         "x = call('cuMemAlloc', 1)",
         "name = 'cuNever' if hasattr(load(), 'cuNever') else 'cuInit'\ncall(name, 0)",
         "if hasattr(load(), 'cuNever'): call('cuNever')\nelse: call('cuInit', 0)",
+        "n, more = ('cuNever', ()) if hasattr(load(), 'cuNever') else ('cuMemAlloc', (1,))\ncall(n, *more)",
+        "i = 0\ni += 1\nfree, total = call('cuMemGetInfo')",
         "def f(b=load()): return [int(n) for n in call('cuGraphGetNodes', 1)[0]]",
     ],
 )

@@ -1,6 +1,7 @@
-# make demo    trains a classifier of digits on 4 ranks
-# make test    runs every tier of tests that this machine can run
-# make check   lint, format, types
+# make demo          trains a classifier of digits on 4 ranks
+# make test          runs every tier of tests that this machine can run
+# make test-cuda12   runs those that use CUDA with the Python bindings and the compiler of CUDA 12.9, in .venv-cuda12
+# make check         lint, format, types
 #
 # Each first makes .venv and installs what it needs and this machine can use. To use what is installed already:
 #     make test PYTHON=python3 VENV=
@@ -14,4 +15,7 @@ export MPIRUN
 demo test check:
 	@$(PYTHON) -m tests.run $@ $(if $(VENV),--venv "$(VENV)")
 
-.PHONY: demo test check
+test-cuda12:
+	@$(PYTHON) -m tests.run $@ $(if $(VENV),--venv "$(VENV)-cuda12")
+
+.PHONY: demo test test-cuda12 check

@@ -1,4 +1,4 @@
-"""make demo, make test, make check: sets up what is needed, then runs it. Standard library only."""
+"""make demo, make test, make test-cuda12, make check: sets up what is needed, then runs it. Standard library only."""
 
 from __future__ import annotations
 
@@ -18,23 +18,41 @@ DEMO = ["mpi_examples/train_digits.py"]
 LEAST_COVERAGE = 85
 # Their branches are reached on a GPU only: they are counted apart.
 GPU_MODULES = "ipcreduce/cuda/driver.py,ipcreduce/cuda/streams.py,ipcreduce/arrays.py"
+# One of each, for the generation of CUDA that is asked for.
+TEST_EXTRAS = {12: "test-cuda12", 13: "test"}
+CUDA_EXTRAS = {12: "cuda12", 13: "cuda13"}
+# What the tests compile and call with, whatever else is installed.
+TOOLKIT = """
+from cuda import bindings
+from cuda.bindings import nvrtc
+print("bindings", bindings.__version__, "NVRTC", "{1}.{2}".format(*nvrtc.nvrtcVersion()))
+"""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.run", description=__doc__)
-    parser.add_argument("what", choices=["demo", "test", "check"])
+    parser.add_argument("what", choices=["demo", "test", "test-cuda12", "check"])
     parser.add_argument("--venv", type=Path, help="make and use this; without it, this python is used")
     args = parser.parse_args()
     os.chdir(machine.ROOT)
-    extras = {"examples"} if args.what == "demo" else {"examples", "test"}
-    python = set_up(args.venv.absolute(), extras) if args.venv else sys.executable
-    return {"demo": demo, "test": test, "check": check}[args.what](python)
+    python = sys.executable
+    if args.venv:
+        generation = 12 if args.what == "test-cuda12" else fitting_generation()
+        extras = {"examples"} if args.what == "demo" else {"examples", TEST_EXTRAS[generation]}
+        python = set_up(args.venv.absolute(), extras, generation)
+    return {"demo": demo, "test": test, "test-cuda12": test_cuda12, "check": check}[args.what](python)
 
 
-def set_up(venv: Path, extras: set[str]) -> str:
-    """An environment with this package and the extras, and with those that fit this machine; its python."""
+def fitting_generation() -> int:
+    """The generation of CUDA for this machine's driver; the newest where there is no GPU."""
+    gpus, generation = machine.cuda()
+    return 12 if gpus and generation <= 12 else 13
+
+
+def set_up(venv: Path, extras: set[str], generation: int) -> str:
+    """An environment with this package, the extras, and what this machine can use of CUDA and MPI; its python."""
     python = venv / "bin" / "python"
-    extras = extras | fitting_extras(python)
+    extras = extras | fitting_extras(python, generation)
     stamp = venv / "ipcreduce.json"
     source = hashlib.sha256(Path("pyproject.toml").read_bytes()).hexdigest()
     try:
@@ -43,7 +61,7 @@ def set_up(venv: Path, extras: set[str]) -> str:
         done = {"source": "", "extras": []}
     if python.exists() and done["source"] == source and extras <= set(done["extras"]):
         return str(python)
-    extras |= set(done["extras"])
+    extras |= set(done["extras"]) - {*TEST_EXTRAS.values(), *CUDA_EXTRAS.values()}  # these exclude each other
     print(f"setting up {venv}: {', '.join(sorted(extras))} (the first time takes minutes)", flush=True)
     own_pip = importlib.util.find_spec("ensurepip") is not None  # Debian has it in a package of its own
     pip = [python, "-m", "pip"] if own_pip else [sys.executable, "-m", "pip", "--python", python]
@@ -54,14 +72,14 @@ def set_up(venv: Path, extras: set[str]) -> str:
     return str(python)
 
 
-def fitting_extras(python: Path) -> set[str]:
-    """The CUDA extra for the driver's generation, if there is a GPU; an MPI, if there is none."""
-    gpus, generation = machine.cuda()
+def fitting_extras(python: Path, generation: int) -> set[str]:
+    """The CUDA extra of this generation, if there is a GPU; an MPI, if there is none."""
+    gpus, newest = machine.cuda()
     extras = set()
-    if gpus and generation < 12:
-        print(f"left out: the GPUs, whose driver is for CUDA {generation}; CUDA 12 is the oldest that works")
+    if gpus and newest < 12:
+        print(f"left out: the GPUs, whose driver is for CUDA {newest}; CUDA 12 is the oldest that works")
     elif gpus:
-        extras.add(f"cuda{min(generation, 13)}")
+        extras.add(CUDA_EXTRAS[generation])
     if machine.find_mpirun(str(python)) is None:
         extras.add("mpi")
     return extras
@@ -81,13 +99,27 @@ def check(python: str) -> int:
     return max(run(python, "-m", *tool, check=False) for tool in tools)
 
 
+def left_out(python: str) -> dict[str, str]:
+    """The tiers that cannot run here; in CI that may only be gpu."""
+    reasons = machine.left_out(python)
+    if os.environ.get("CI") and reasons.keys() - {"gpu"}:
+        sys.exit(f"CI may leave out no tier but gpu: {reasons}")
+    return reasons
+
+
+def test_cuda12(python: str) -> int:
+    """The tiers that use CUDA, with that of 12.9: not the one of NumPy arrays."""
+    left_out(python)
+    found = machine.output_of(python, "-c", TOOLKIT).split()[1::2]
+    print("CUDA bindings {}, NVRTC {}".format(*found), flush=True)
+    if not all(version.startswith("12.") for version in found):
+        sys.exit("expected those of CUDA 12: leave out VENV=, or install the extra test-cuda12 and no other NVRTC")
+    return run(python, "-m", "pytest", "-m", "not mpi", check=False)
+
+
 def test(python: str) -> int:
-    left_out = machine.left_out(python)
-    if os.environ.get("CI") and left_out.keys() - {"gpu"}:
-        print(f"CI may leave out no tier but gpu: {left_out}", file=sys.stderr)
-        return 1
     probe = "import coverage; assert coverage.version_info >= (7, 10)"
-    if left_out.keys() - {"gpu"} or run(python, "-c", probe, check=False, stderr=subprocess.DEVNULL):
+    if left_out(python).keys() - {"gpu"} or run(python, "-c", probe, check=False, stderr=subprocess.DEVNULL):
         return run(python, "-m", "pytest", check=False)
     coverage = [python, "-m", "coverage"]
     run(*coverage, "erase")

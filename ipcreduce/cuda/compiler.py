@@ -9,20 +9,28 @@ import hashlib
 import os
 import stat
 from functools import lru_cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from ..errors import IpcReduceError, UnsupportedError
 
+_SOME_SOURCES = "one_shot.cu", "sync.cuh"  # no other project's directory has both
+
 
 @lru_cache(maxsize=1)
 def kernel_directory() -> Path:
-    """Where the ``.cu`` and ``.cuh`` files are: in the installed package, or beside it in a source tree."""
-    tree = Path(__file__).resolve().parents[2] / "kernels"
-    if tree.is_dir():
-        return tree
-    return Path(str(resources.files("ipcreduce.kernels")))
+    """Where the ``.cu`` and ``.cuh`` files are: in the installed package, or beside it in a source tree.
+
+    :raises UnsupportedError: if they are in neither. Beside an installed package another project's ``kernels`` may be.
+    """
+    package, tree = (Path(__file__).resolve().parents[level] / "kernels" for level in (1, 2))
+    for directory in (package, tree):
+        if all((directory / name).is_file() for name in _SOME_SOURCES):
+            return directory
+    raise UnsupportedError(
+        f"the kernels' sources are missing: expected {' and '.join(_SOME_SOURCES)} in {package}, as in a wheel, or in "
+        f"{tree}, as in a source tree. Install ipcreduce again, with pip install --force-reinstall."
+    )
 
 
 def cache_directory() -> Path:

@@ -6,6 +6,7 @@ tests replace this module by a simulated device (tests/sim), so nothing else may
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -94,7 +95,10 @@ def device_info(ordinal: int) -> DeviceInfo:
     minor = call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
     multiprocessors = call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device)
     name = call("cuDeviceGetName", 128, device).split(b"\0")[0].decode()
-    uuid = bytes(call("cuDeviceGetUuid" if hasattr(load(), "cuDeviceGetUuid") else "cuDeviceGetUuid_v2", device).bytes)
+    # Where there are two, as in the bindings of CUDA 12, the first gives all instances of a MIG device one uuid.
+    uuid = bytes(
+        call("cuDeviceGetUuid_v2" if hasattr(load(), "cuDeviceGetUuid_v2") else "cuDeviceGetUuid", device).bytes
+    )
     memory_bytes = int(call("cuDeviceTotalMem", device))
     return DeviceInfo(ordinal, uuid, name, (int(major), int(minor)), int(multiprocessors), memory_bytes)
 
@@ -190,13 +194,14 @@ def copy_to_host(data: np.ndarray, address: int) -> None:
 
 def export_memory(address: int) -> bytes:
     """The IPC handle (64 bytes) of an allocation."""
-    return bytes(call("cuIpcGetMemHandle", address).reserved)
+    handle = call("cuIpcGetMemHandle", address)  # kept while it is read: getPtr() gives an address in it
+    return ctypes.string_at(handle.getPtr(), IPC_HANDLE_BYTES)
 
 
 def open_memory(handle: bytes) -> int:
     """Maps another process's allocation; peer access is enabled on the way."""
-    ipc = load().CUipcMemHandle()
-    ipc.reserved = handle
+    ipc = load().CUipcMemHandle()  # its bytes have a name in some bindings only, as of 13.0, not of 12.9.10 or 13.4.4
+    ctypes.memmove(ipc.getPtr(), handle, IPC_HANDLE_BYTES)
     return int(call("cuIpcOpenMemHandle", ipc, 1))  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
@@ -264,11 +269,10 @@ class Launch:
 
     def node_params(self) -> Any:
         """This launch as a node of a graph. The arguments are read whenever the driver is given it."""
-        params = _bindings.CUDA_KERNEL_NODE_PARAMS()
+        params, config = _bindings.CUDA_KERNEL_NODE_PARAMS(), self._config
         params.func = self._function
-        for axis in "XYZ":
-            setattr(params, f"gridDim{axis}", getattr(self._config, f"gridDim{axis}"))
-            setattr(params, f"blockDim{axis}", getattr(self._config, f"blockDim{axis}"))
+        params.gridDimX, params.gridDimY, params.gridDimZ = config.gridDimX, 1, 1
+        params.blockDimX, params.blockDimY, params.blockDimZ = config.blockDimX, 1, 1
         params.sharedMemBytes = 0
         params.kernelParams = self._params
         params.extra = 0

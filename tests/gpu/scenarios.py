@@ -106,9 +106,10 @@ def programmatic_edges(comm: Any) -> None:
             for _ in range(5):
                 comm.allreduce(array, out=array)
         handle = driver.CUgraph(graph.segments[0].graph)
-        code, *_, count = driver.cuGraphGetEdges(handle)
+        edges_of = getattr(driver, "cuGraphGetEdges_v2", driver.cuGraphGetEdges)  # of CUDA 12, and of 13
+        code, *_, count = edges_of(handle)
         assert (int(code), count) == (0, 4)
-        kinds = [int(edge.type) for edge in driver.cuGraphGetEdges(handle, count)[3]]
+        kinds = [int(edge.type) for edge in edges_of(handle, count)[3]]
         assert kinds == [int(driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC)] * 4, kinds
 
 

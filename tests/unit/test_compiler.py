@@ -18,7 +18,7 @@ import pytest
 from ipcreduce.cuda import compiler
 from ipcreduce.errors import IpcReduceError, UnsupportedError
 from ipcreduce.numerics import DTYPE_NAMES, OPS
-from tests import machine
+from tests import machine, sass
 
 pytest.importorskip("cuda.core", reason="cuda-core is not installed")
 
@@ -126,6 +126,59 @@ def test_no_headers_but_ours():
         for header in re.findall(r"^\s*#\s*include\s*(.*)$", path.read_text(), re.M):
             assert (machine.ROOT / "kernels" / header.strip("<>")).is_file(), f"{path.name} includes {header}"
             assert header.startswith("<"), "with quotes the tests' stand-in for sync.cuh would not be found"
+
+
+# ---- packets
+needs_nvdisasm = pytest.mark.skipif(
+    sass.nvdisasm() is None and not os.environ.get("CI"), reason="nvidia-cuda-nvdisasm is not installed"
+)
+EXCHANGES = [
+    ("one_shot", macros("float32")),
+    ("one_shot", macros("int8", whole=0)),
+    ("two_shot", macros("bfloat16", n=3)),
+    ("two_shot", macros("int32", depth=2)),
+    ("direct", macros("float16", n=3)),
+    ("direct", macros("uint64")),
+    ("verify", macros("int32")),
+]
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("capability", ARCHITECTURES, ids="sm_{0[0]}{0[1]}".format)
+def test_a_packet_is_one_access(capability: tuple[int, int]):
+    """In the machine code: PTX keeps 128 bits whole, and a compiler that made two accesses of them would be wrong."""
+    cubins = compiled([(kernel, given, capability) for kernel, given in EXCHANGES])
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = pool.map(lambda exchange, cubin: sass.problems(*exchange, cubin), EXCHANGES, cubins)
+        assert not [problem for problems in found for problem in problems]
+
+
+LOAD, STORE = "ld.relaxed.sys.global.b128 t, [%4]; mov.b128 {low, high}, t;", "st.relaxed.sys.global.b128 [%0], t;"
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize(
+    ("packet", "broken", "problem"),
+    [
+        (LOAD, "ld.relaxed.sys.global.b64 low, [%4]; ld.relaxed.sys.global.b64 high, [%4+8];", r"loads of \{.*64: "),
+        (STORE, "st.relaxed.sys.global.b64 [%0], %1; @p st.relaxed.sys.global.b64 [%0+8], %2;", r"stores of \{.*64: "),
+        ("mov.b64 {%2, %3}, high;", "mov.b64 {%2, %3}, high; ld.relaxed.sys.global.u32 %3, [%4+12];", r"loads .*32: 4"),
+        (LOAD, LOAD.replace(".sys", ".gpu"), r"loads of \{32: 2\}"),
+    ],
+    ids=["two loads", "two stores", "the mark apart", "narrower scope"],
+)
+def test_a_packet_in_pieces_is_noticed(sources: Path, packet: str, broken: str, problem: str):
+    header = sources / "sync.cuh"
+    text = header.read_text()
+    header.write_text(one_line(text).replace(packet, broken))
+    assert header.read_text() != one_line(text)
+    cubin = compiler.compile_kernel("one_shot", macros(), (9, 0))
+    assert re.search(problem, " ".join(sass.problems("one_shot", macros(), cubin)))
+
+
+def one_line(source: str) -> str:
+    """With strings that go on in the next line put together."""
+    return re.sub(r'"\s*\n\s*"', "", source)
 
 
 # ---- errors
@@ -255,14 +308,3 @@ def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("IPCREDUCE_CACHE_DIR", str(tmp_path / "deep" / "own"))
     assert compiler.cache_directory() == tmp_path / "deep" / "own"
     assert compiler.cache_directory().is_dir()
-
-
-def test_kernels_are_found_as_package_data_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Where there is no source tree around the package: ipcreduce.kernels, as a wheel installs it."""
-    site = tmp_path / "site"
-    shutil.copytree(machine.ROOT / "ipcreduce", site / "ipcreduce", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(machine.ROOT / "kernels", site / "ipcreduce" / "kernels")
-    program = "from ipcreduce.cuda import compiler; print(compiler.kernel_directory())"
-    environment = {**os.environ, "PYTHONPATH": str(site)}
-    output = subprocess.check_output([sys.executable, "-c", program], env=environment, cwd=tmp_path, text=True)
-    assert output.strip() == str(site / "ipcreduce" / "kernels")

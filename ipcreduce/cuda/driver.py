@@ -64,11 +64,6 @@ def call(name: str, *arguments: Any) -> Any:
     return result[1] if len(result) == 2 else result[1:]
 
 
-def with_edge_data(name: str) -> str:
-    """The form of a function on graphs' edges that takes edge data: the only one in CUDA 13, ``_v2`` in CUDA 12."""
-    return f"{name}_v2" if hasattr(load(), f"{name}_v2") else name
-
-
 def fail(name: str, code: Any) -> None:
     """:raises CudaError: for a call that gave ``code``."""
     text = _bindings.cuGetErrorString(code)[1]

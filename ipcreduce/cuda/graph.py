@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .driver import Launch, call, load, with_edge_data
+from .driver import Launch, call, load
 
 
 def set_kernel(node: int, launch: Launch) -> None:
@@ -24,13 +24,25 @@ def add_event_record(graph: int, event: int) -> int:
 
 def move_edges(graph: int, old: tuple[int, ...], new: tuple[int, ...], node: int) -> None:
     """Makes ``node`` follow the nodes ``new`` and no more those in ``old``. In a capture in progress, too."""
-    for name, nodes in (
-        ("cuGraphAddDependencies", [one for one in new if one not in old]),
-        ("cuGraphRemoveDependencies", [one for one in old if one not in new]),
-    ):
-        if nodes:
-            kind, count = load().CUgraphNode, len(nodes)
-            call(with_edge_data(name), graph, [kind(one) for one in nodes], [kind(node)] * count, None, count)
+    _change_edges(graph, [one for one in new if one not in old], node, add=True)
+    _change_edges(graph, [one for one in old if one not in new], node, add=False)
+
+
+def _change_edges(graph: int, before: list[int], node: int, *, add: bool) -> None:
+    bindings, count = load(), len(before)
+    if not count:
+        return
+    sources = [bindings.CUgraphNode(one) for one in before]
+    targets = [bindings.CUgraphNode(node)] * count
+    if hasattr(load(), "cuGraphAddDependencies_v2"):  # in the bindings of 12 the plain names take no edge data
+        if add:
+            call("cuGraphAddDependencies_v2", graph, sources, targets, None, count)
+        else:
+            call("cuGraphRemoveDependencies_v2", graph, sources, targets, None, count)
+    elif add:
+        call("cuGraphAddDependencies", graph, sources, targets, None, count)
+    else:
+        call("cuGraphRemoveDependencies", graph, sources, targets, None, count)
 
 
 class Executable:

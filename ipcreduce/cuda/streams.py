@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .driver import call, fail, load, with_edge_data
+from .driver import call, fail, load
 
 _NOT_READY = 600
 
@@ -98,7 +98,12 @@ def captured_graph(stream: int) -> int:
 def follow_nodes(stream: int, nodes: tuple[int, ...]) -> None:
     """The next node captured on ``stream`` follows these too."""
     handles = [load().CUgraphNode(node) for node in nodes]
-    call(with_edge_data("cuStreamUpdateCaptureDependencies"), stream, handles, None, len(handles), 0)  # 0: ADD
+    if hasattr(
+        load(), "cuStreamUpdateCaptureDependencies_v2"
+    ):  # in the bindings of 12 the plain one takes no edge data
+        call("cuStreamUpdateCaptureDependencies_v2", stream, handles, None, len(handles), 0)  # ADD
+    else:
+        call("cuStreamUpdateCaptureDependencies", stream, handles, None, len(handles), 0)
 
 
 def _capture_info(stream: int) -> Any:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import cupy
@@ -38,9 +39,9 @@ def stream() -> Any:
 class Work:
     """An all-reduce of an array of this rank's into another one, and how to tell that it ran."""
 
-    def __init__(self, comm: Any, count: int, op: str = "sum") -> None:
+    def __init__(self, comm: Any, count: int, op: str = "sum", step: int = 1) -> None:
         self.comm, self.op = comm, op
-        self.array, self.out = cupy.zeros(count, np.float32), cupy.zeros(count, np.float32)
+        self.array, self.out = cupy.zeros(count * step, np.float32)[::step], cupy.zeros(count, np.float32)
         cupy.cuda.Device().synchronize()
 
     def call(self, on: Any = None) -> None:
@@ -108,8 +109,9 @@ def two_graphs(comm: Any) -> None:
 
 
 def graphs_eager_calls_and_replays(comm: Any) -> None:
-    """A graph of others, our own, and eager calls: made again, on a raw handle, on the default stream."""
+    """A graph of others, our own, and eager calls: made again, on a raw handle, on the default stream, with a copy."""
     works = [Work(comm, count) for count in (1000, 2000, 3000, 4000, 300_000 if not SIMULATED else 500)]
+    works.append(Work(comm, 1500, step=2))
     warm(comm, *works)
     streams = [stream() for _ in works]
     theirs = captured(streams[0], works[0])
@@ -121,36 +123,39 @@ def graphs_eager_calls_and_replays(comm: Any) -> None:
             with streams[1]:
                 ours.replay()
 
-        def eager() -> None:
-            with streams[2]:
-                works[2].call()
+        def eager(number: int) -> None:
+            with streams[number]:
+                works[number].call()
 
         in_turns(
             ("their graph", lambda: theirs.launch(streams[0]), [works[0]]),
             ("our replay", replay, [works[1]]),
-            ("an eager call", eager, [works[2]]),
+            ("an eager call", partial(eager, 2), [works[2]]),
+            ("of a strided array", partial(eager, 5), [works[5]]),
             ("on a raw handle", lambda: works[3].call(streams[3].ptr), [works[3]]),
             ("on the default stream", works[4].call, [works[4]]),
         )
 
 
 def captured_behind_an_eager_call(comm: Any) -> None:
-    """The stream that is captured ran the last eager call, and cannot be asked for it; the graph runs elsewhere."""
-    first, second = Work(comm, 1000), Work(comm, 200_000 if not SIMULATED else 3000)
-    warm(comm, first, second)
-    for turn in range(10):
-        one, other = stream(), stream()
-        for work in (first, second):
-            work.prepare(turn)
-        cupy.cuda.Device().synchronize()
-        time.sleep(late.random() * 0.002)
-        with one:
-            second.call()
-        graph = captured(one, first)
-        graph.launch(other)
-        cupy.cuda.Device().synchronize()
-        first.check(turn, "the graph")
-        second.check(turn, "the eager call before")
+    """The stream that is captured runs the last eager call, and cannot be asked for it; the graph runs elsewhere."""
+    for turn in range(2 * SIZE):
+        with ipcreduce.Communicator(timeout=30) as fresh:  # it knows of no graph
+            first, second = Work(fresh, 1000), Work(fresh, 200_000 if not SIMULATED else 3000)
+            warm(fresh, first, second)
+            one, other = stream(), stream()
+            for work in (first, second):
+                work.prepare(turn)
+            cupy.cuda.Device().synchronize()
+            with one:
+                if turn % SIZE == RANK:
+                    one.launch_host_func(lambda _: time.sleep(0.2), None)
+                second.call()
+            graph = captured(one, first)
+            graph.launch(other)
+            cupy.cuda.Device().synchronize()
+            first.check(turn, "the graph")
+            second.check(turn, "the eager call before")
 
 
 def forked_streams(comm: Any) -> None:
@@ -158,23 +163,25 @@ def forked_streams(comm: Any) -> None:
     works = [Work(comm, count) for count in (1000, 2000, 3000, 4000)]
     warm(comm, *works)
     one, fork, other = stream(), stream(), stream()
-    split, joined = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
-    one.begin_capture()
-    other.begin_capture()
-    split.record(one)
-    fork.wait_event(split)
-    works[0].call(one)
-    works[3].call(other)
-    works[1].call(fork)
-    works[3].call(other)
-    works[2].call(one)
-    joined.record(fork)
-    one.wait_event(joined)
-    graphs = one.end_capture(), other.end_capture()
-    in_turns(
-        ("the forked graph", lambda: graphs[0].launch(one), works[:3]),
-        ("the one beside it", lambda: graphs[1].launch(fork), works[3:]),
-    )
+    for _ in range(8):  # without an edge nodes may come in their order by chance
+        split, joined = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
+        one.begin_capture()
+        other.begin_capture()
+        split.record(one)
+        fork.wait_event(split)
+        works[0].call(one)
+        works[3].call(other)
+        works[1].call(fork)
+        works[3].call(other)
+        works[2].call(one)
+        joined.record(fork)
+        one.wait_event(joined)
+        graphs = one.end_capture(), other.end_capture()
+        in_turns(
+            ("the forked graph", partial(graphs[0].launch, one), works[:3]),
+            ("the one beside it", partial(graphs[1].launch, fork), works[3:]),
+            turns=TURNS // 8,
+        )
 
 
 def temporaries(comm: Any) -> None:

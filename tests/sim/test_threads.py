@@ -29,5 +29,5 @@ def test_another_device(hold: Hold, ranks: int) -> None:
 def test_captures(hold: Hold, ranks: int) -> None:
     hold(ranks, "captured_after_a_fault", "fault_within_a_recording", "fault_beside_a_recording")
     hold(ranks, "one_edge_is_enough", "joins_an_open_capture", "joined_within_a_recording")
-    hold(ranks, "captured_on_a_blocking_stream")
+    hold(ranks, "captured_on_a_blocking_stream", "first_use_while_a_call_runs")
     hold(ranks, "graph_dropped_within_a_capture", "eager_call_behind_a_capture")

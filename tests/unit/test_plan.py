@@ -350,3 +350,14 @@ def test_rows_hold_their_packets_and_escapes(packets: int):
     assert row % 128 == 0
     assert row >= 16 * (32 * warps + warps)
     assert row < 16 * (33 * warps + 8)
+
+
+@given(sizes, worlds, halves, forced, st.booleans())
+@settings(deadline=None)
+def test_kernels_are_all_that_a_plan_may_launch(nbytes: int, n: int, half: int, force: str | None, tuned: bool):
+    table = (plan.Choice(4 * KB, "one_shot", 64, 128, 1), plan.Choice(GB, "two_shot", 128, 256, 2)) if tuned else ()
+    steps = plan.make_plan(nbytes, n, half, force, table)
+    used = {(step.algorithm, step.depth) for step in steps}
+    if force == "direct":
+        used |= {(one.algorithm, one.depth) for one in (plan.direct(step, n) for step in steps)}
+    assert used <= plan.kernels(n, force, table)

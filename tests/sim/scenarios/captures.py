@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import threading
+from unittest import mock
 
 import cupy
 import numpy as np
 
 from ipcreduce import Communicator, Graph, errors
-from tests.sim import driver_streams
+from tests.sim import driver, driver_streams, streams
 from tests.sim.scenarios.common import LAST, RANK, SIZE, WORLD, error_of, fault, mine, raises, right, works
 
 
@@ -251,8 +252,41 @@ def eager_call_behind_a_capture() -> None:
             works(comm)
 
 
+def first_use_while_a_call_runs() -> None:
+    """Rank 0 makes a call, then one of another op and size, and only then lets the others come to the first.
+
+    Loading a kernel waits for the device, as it does on real ones.
+    """
+    load = driver.load_module
+
+    def load_and_wait(cubin: bytes) -> int:
+        streams.wait_for_all()
+        return load(cubin)
+
+    for algorithm in (None, "direct"):
+        with (
+            mock.patch.object(driver, "load_module", load_and_wait),
+            Communicator(timeout=20, algorithm=algorithm) as comm,
+        ):
+            small, large, longer = mine(), mine(3000), mine(900_000)
+            works(comm)
+            cupy.cuda.Device().synchronize()
+            WORLD.Barrier()
+            if RANK != 0:
+                WORLD.recv(source=0)
+            first = comm.allreduce(small)
+            results = [comm.allreduce(large, "max"), comm.allreduce(longer, "min")]
+            if RANK == 0:
+                for rank in range(1, SIZE):
+                    WORLD.send(None, rank)
+            comm.synchronize()
+            right(first)
+            for result, due in zip(results, (SIZE, 1), strict=True):
+                assert (cupy.asnumpy(result) == due).all()
+
+
 SCENARIOS = [
     captured_after_a_fault, fault_within_a_recording, fault_beside_a_recording, graph_dropped_within_a_capture,
     eager_call_behind_a_capture, one_edge_is_enough, joins_an_open_capture, joined_within_a_recording,
-    captured_on_a_blocking_stream,
+    captured_on_a_blocking_stream, first_use_while_a_call_runs,
 ]  # fmt: skip

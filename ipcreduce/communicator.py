@@ -227,6 +227,8 @@ class Communicator(GraphSupport):
         """Gives the error its place, and tells the other ranks that this one does not make this call."""
         if isinstance(error, PeerLostError):
             self._unusable = error
+        elif self._faults is not None and self._faults.left is not None:
+            self._unusable = self._faults.left
         elif not isinstance(error, _SHARED):
             if isinstance(error, IpcReduceError) and not str(error).startswith("rank "):
                 error.args = (f"rank {self._rank}, call {self._call}: {error}",)
@@ -273,7 +275,7 @@ class Communicator(GraphSupport):
                 self._faults.raise_ended(self._call)
 
     def close(self) -> None:
-        """Gives everything back. Every rank has to, but none waits more than some seconds for another.
+        """Gives everything back. Every rank has to. It takes at most 6 s, whatever the others or the GPU are doing.
 
         Idempotent; also done at interpreter exit. Arrays that the caller has stay valid.
         """
@@ -287,11 +289,8 @@ class Communicator(GraphSupport):
             lost = isinstance(self._unusable, PeerLostError)
             self._unusable = ArgumentError("the communicator is closed: make a new one")
             if engine is not None:
-                engine.close(0.0 if lost else _CLOSE_SECONDS)
-                self._captured_memory.release()
-            if self.memory is not None:
-                self.memory.release()
-            release.flush()
+                pools = [self.memory.release] if self.memory is not None else []
+                engine.close(0.0 if lost else _CLOSE_SECONDS, self._captured_memory.release, *pools)
             if not lost and not wire.mpi_is_finalised():
                 self._mpi.Free()
 

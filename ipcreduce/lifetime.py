@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
+import time
 from typing import Protocol
 
 from .errors import UnsupportedError
@@ -23,7 +25,9 @@ FORKED = (
     "(multiprocessing.set_start_method('spawn'))"
 )
 live: list[Mortal] = []  # in the order in which they were made, which is the same on every rank
-_used = _forked = False
+_used = _forked = _ended = False
+_EXIT_SECONDS = 6.0  # all communicators together
+_exit_deadline = math.inf
 
 
 def add(communicator: Mortal) -> None:
@@ -39,13 +43,26 @@ def check_not_forked() -> None:
         raise UnsupportedError(FORKED)
 
 
+def is_over() -> bool:
+    """Whether nothing is given back any more: the process ends, or is a fork, to which nothing belongs."""
+    return _ended or _forked
+
+
+def at_most(seconds: float) -> float:
+    """So many seconds, or what is left of those for the process's end."""
+    return max(0.0, min(seconds, _exit_deadline - time.monotonic()))
+
+
 @atexit.register
 def _close_all() -> None:
+    global _exit_deadline, _ended
+    _exit_deadline = time.monotonic() + _EXIT_SECONDS
     for communicator in list(live):
         try:
             communicator.close()
         except Exception as error:  # the others still have to be closed
             print(f"ipcreduce: closing a communicator at exit: {error}", file=sys.stderr, flush=True)
+    _ended = True
 
 
 def _after_fork_in_child() -> None:

@@ -200,6 +200,11 @@ def open_memory(handle: bytes) -> int:
     return int(call("cuIpcOpenMemHandle", ipc, 1))  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
+def allocation_bytes(address: int) -> int:
+    """Size of the allocation, of this process or mapped by it, that begins at ``address``."""
+    return int(call("cuMemGetAddressRange", address)[1])
+
+
 def close_memory(address: int) -> None:
     """Unmaps what :func:`open_memory` mapped, once everything in the context is done (measured, H100)."""
     call("cuIpcCloseMemHandle", address)

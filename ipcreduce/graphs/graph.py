@@ -168,7 +168,7 @@ class Graph:
     def _open(self, engine: Engine, recording: Recording) -> None:
         self._pool = self._pool or GraphPool(engine.context, engine.device.ordinal)
         self._resources = Resources(self._pool, engine, recording.segments)
-        weakref.finalize(self, self._resources.release)
+        weakref.finalize(self, self._resources.release).atexit = False  # then the process gives everything back
         self._caller_allocator = surroundings.current_allocator()
         recording.pool, recording.stream = self._pool, engine.recording_stream()
         self._comm.order(recording.caller, recording.stream)

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..cuda import driver
 from ..cuda import graph as cuda_graph
-from ..errors import CudaError, IpcReduceError, UnsupportedError
+from ..errors import CudaError, IpcReduceError, RankMismatchError, UnsupportedError
 from ..ipc import plan, wire
 from ..ipc.engine import Engine
 from ..ipc.mappings import Key
@@ -92,12 +92,13 @@ def _map(
     all_slabs = wire.allgather_rows(mpi, own, deadline, "a registration")
     all_spans = wire.allgather_rows(mpi, spans, deadline, "a registration")
 
+    known = [
+        {int(slab["number"]): slab for slab in slabs[: int(count)]}
+        for slabs, count in zip(all_slabs, everyone["slabs"], strict=True)
+    ]
+    _check_spans(engine.rank, known, all_spans, [candidate.step.nbytes for candidate in candidates])
     chosen = []
     try:
-        known = [
-            {int(slab["number"]): slab for slab in all_slabs[rank][: int(everyone["slabs"][rank])]}
-            for rank in range(engine.n)
-        ]
         for index, candidate in enumerate(candidates):
             if (all_spans["slab"][:, index] < 0).any():
                 continue
@@ -105,13 +106,12 @@ def _map(
             for i in range(engine.n):
                 rank = (engine.rank + i) % engine.n
                 number, offset = int(all_spans["slab"][rank, index]), int(all_spans["offset"][rank, index])
-                slab = known[rank][number]
-                if offset + candidate.step.nbytes > int(slab["nbytes"]):
-                    raise UnsupportedError(f"rank {rank}'s output does not fit its slab {number}")
                 if i == 0:
                     addresses.append(candidate.launched.target + candidate.step.offset)
                 else:
-                    addresses.append(engine.mappings.open((rank, number), slab["handle"].tobytes()) + offset)
+                    slab = known[rank][number]
+                    mapped = engine.mappings.open((rank, number), slab["handle"].tobytes(), int(slab["nbytes"]))
+                    addresses.append(mapped + offset)
                     keys.append((rank, number))
             chosen.append((candidate, addresses, keys))
     except (CudaError, UnsupportedError) as caught:
@@ -123,6 +123,19 @@ def _map(
             engine.mappings.unmap_unused()  # what was mapped just now
         raise
     return chosen
+
+
+def _check_spans(own_rank: int, known: list[dict[int, Any]], spans: np.ndarray[Any, Any], nbytes: list[int]) -> None:
+    """:raises RankMismatchError: on every rank, if one names an allocation that it has not sent, or bytes outside."""
+    for rank, slabs in enumerate(known):
+        for (number, offset), size in zip(spans[rank].tolist(), nbytes, strict=True):
+            held = int(slabs[number]["nbytes"]) if number in slabs else 0
+            if number >= 0 and offset + size > held:
+                raise RankMismatchError(
+                    f"rank {own_rank}, registration of graphs: expected outputs of rank {rank} within its allocations; "
+                    f"found bytes {offset} to {offset + size} of number {number}, which has {held}. "
+                    "Run the same version of ipcreduce on every rank."
+                )
 
 
 def _switch(mpi: Any, engine: Engine, chosen: list[tuple[_Candidate, list[int], list[Key]]], deadline: float) -> None:

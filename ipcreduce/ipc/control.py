@@ -33,7 +33,7 @@ _VOTE = np.dtype([
 ], align=True)  # fmt: skip
 _RANK = np.dtype([
     ("pid", "<i8"), ("started", "<u8"), ("namespace", "<u8"), ("state", "<u4"), ("fault", "<u4"), ("fault_call", "<u8"),
-    ("text", "S1024"), ("lost", "<u4"), ("dead", "<u4"), ("why", "S56"),
+    ("text", "S1024"), ("lost", "<u4"), ("dead", "<u4"), ("why", "S80"),
     ("unmapped", "<u8", (REGISTRATIONS,)),
     ("votes", _VOTE, (2,)),  # by parity of the serial: nobody casts one before all have read the last but one
 ], align=True)  # fmt: skip

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from .. import surroundings
+from .. import lifetime, surroundings
 from ..cuda import driver, graph, streams
 from ..cuda.within import within
-from ..errors import ArgumentError, CudaError
-from . import plan
+from ..errors import ArgumentError, CudaError, IpcReduceError
+from . import background, plan
 from .control import HEAD_BYTES, REFUSED, Page
 from .launches import IN, OUT, Launches, Prepared
 from .mappings import Mappings
 from .order import CallOrder
-from .release import attempt, forget, give_back_after
+from .release import attempt, flush, forget, give_back_after
 from .repeats import Repeats
 from .watchdog import Watchdog
 from .workspace import Workspace
 
+_END_CALLS_SECONDS, _GIVE_UP_SECONDS = 5.0, 0.9  # of close(): until calls that wait are ended, and until it goes on
 _registered_for_good: list[Page] = []  # still mapped: no later page may get addresses that cannot be registered
 
 
@@ -52,6 +54,7 @@ class Engine:
         self.launches.before_loading = lambda: self.order.ends_by(time.monotonic() + timeout)
         self.repeats = Repeats(device.ordinal, context, self.launches, self.order, page)
         self._recording_stream = 0
+        background.start()
 
     def describe(self) -> list[str]:
         """Lines for people: GPU, workspace, packets."""
@@ -121,11 +124,18 @@ class Engine:
         return self._recording_stream
 
     # ---- ends
-    def quiesce(self) -> None:
-        """Waits until no kernel of ours runs, on whatever stream: with the abort word up, ours end within 0.1 s."""
+    def quiesce(self, deadline: float) -> None:
+        """Waits until no kernel of ours runs, on whatever stream: with the abort word up, ours end within 0.1 s.
+
+        :raises IpcReduceError: if the device is still busy at ``deadline``, on ``time.monotonic()``'s clock.
+        """
+        if not background.Job(self._wait_for_device).wait(deadline - time.monotonic()):
+            raise IpcReduceError(f"GPU {self.device.ordinal} is still busy, with something that is not ipcreduce's")
+        self.order.forget()
+
+    def _wait_for_device(self) -> None:
         with within(self.context):
             driver.synchronize()
-        self.order.forget()
 
     def reset(self) -> None:
         """After every rank's :meth:`quiesce`: empty slots, fresh epochs, no fault."""
@@ -133,12 +143,26 @@ class Engine:
             self.workspace.reset()
         self.page.clear()
 
-    def close(self, wait: float) -> None:
+    def close(self, wait: float, *then: Callable[[], object]) -> None:
         """Unmaps the peers, waits up to ``wait`` seconds until they have unmapped us, and frees everything.
 
-        Memory that a live peer still maps is freed later: see release.py.
+        Memory that a live peer still maps is freed later: see release.py. It takes at most 6 s. What waits longer for
+        the device is left to the end of the process, with a warning.
+
+        :param then: also frees something.
         """
-        deadline = time.monotonic() + wait
+        job = background.Job(partial(self._close, time.monotonic() + lifetime.at_most(wait), then))
+        if not job.wait(lifetime.at_most(_END_CALLS_SECONDS)) and not self.page.has_left(self.rank):
+            self.page.lose(self.rank, "it closed the communicator")  # ends kernels of ours that wait
+        if not job.wait(lifetime.at_most(_GIVE_UP_SECONDS)):
+            warnings.warn(
+                f"rank {self.rank}: close() has given up waiting for GPU {self.device.ordinal}, where something runs "
+                "that is not ipcreduce's. What the communicator holds is freed when that ends, or with this process",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def _close(self, deadline: float, then: tuple[Callable[[], object], ...]) -> None:
         attempt(self.context, lambda: self._stop(deadline))
         forget(self.order)
         attempt(self.context, self.workspace.unmap_peers, self.mappings.unmap_all)
@@ -148,6 +172,9 @@ class Engine:
         self.release()
         leave = partial(driver.release_context, self.device.ordinal)
         give_back_after(self._unmapped, self.context, self.mappings.release_all, self.workspace.free, leave)
+        for step in then:
+            step()
+        flush()
 
     def _unmapped(self) -> bool:
         """Whether no other process can reach our memory any more."""
@@ -157,7 +184,7 @@ class Engine:
         """Waits for our kernels; those that wait for a peer beyond the deadline are ended."""
         if not self.order.ends_by(deadline):
             self.page.post(REFUSED, self.page.calls.call_of(self.rank), "it closed the communicator")
-        self.quiesce()
+        self._wait_for_device()
 
     def release(self) -> None:
         """Gives back what only this process uses."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..errors import CaptureError, CudaError, IpcReduceError, PeerLostError, report
+from ..errors import CaptureError, CudaError, IpcReduceError, PeerLostError, PeerTimeoutError, report
 from . import control, wire
 from .engine import Engine
 from .signature import Signature, Vote
@@ -34,6 +34,7 @@ class Faults:
         self._engine, self._page, self._mpi, self._timeout = engine, engine.page, mpi, timeout
         self._abort_word = engine.page.abort_word
         self.told = False  # this rank has raised what the abort word stands for
+        self.left: PeerLostError | None = None  # why this rank has left a resynchronisation, for whatever is no fault
         self._serial = 0  # of the last vote
 
     def enter(self, call: int, what: Signature, stream: int) -> int:
@@ -150,7 +151,7 @@ class Faults:
         """
         deadline = time.monotonic() + max(self._timeout, _PATIENCE_SECONDS)
         try:
-            self._engine.quiesce()
+            self._engine.quiesce(deadline)
             record = wire.message(wire.RESYNC, call=call, serial=self._serial)
             interrupt = partial(self.raise_lost, call, whoever=True)  # who has left will not come
             everyone = wire.allgather(
@@ -160,16 +161,22 @@ class Faults:
             wire.vote(self._mpi, None, deadline, "the resynchronisation", interrupt=interrupt)
         except PeerLostError:
             raise
-        except IpcReduceError as error:
-            raise PeerLostError(
+        except BaseException as error:
+            lost = PeerLostError(
                 report(
                     self._page.rank,
                     call,
                     expected="every rank to go on after a fault",
-                    found=f"this: {error}",
+                    found=f"this on rank {self._page.rank}: {type(error).__name__}: {error}",
                     advice="The communicator can only be closed.",
                 )
-            ) from error
+            )
+            if not isinstance(error, PeerTimeoutError):  # the others wait for this rank
+                self._page.lose(self._page.rank, f"it left the clean-up after a fault ({type(error).__name__})")
+            if isinstance(error, IpcReduceError):
+                raise lost from error
+            self.left = lost
+            raise
         self.told = False
         self._serial = int(everyone["serial"].max())
         return int(everyone["call"].max())

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from ..cuda import driver
-from ..errors import CudaError
+from ..errors import CudaError, UnsupportedError
 from .control import REGISTRATIONS, Page
 
 Key = tuple[int, int]  # rank, and the number of the slab there
@@ -29,12 +29,19 @@ class Mappings:
         self._lock = threading.RLock()  # graphs are collected in any thread
         self._pins: dict[int, Callable[[], None]] = {}  # by serial number: what frees our memory
 
-    def open(self, key: Key, handle: bytes) -> int:
-        """Where a peer's slab is mapped here. :raises CudaError: if it cannot be mapped."""
+    def open(self, key: Key, handle: bytes, nbytes: int) -> int:
+        """Where a peer's slab of ``nbytes`` bytes is mapped here.
+
+        :raises CudaError: if it cannot be mapped. :raises UnsupportedError: if it is smaller than that.
+        """
         with self._lock:
             if key not in self._mapped:
                 self._mapped[key] = driver.open_memory(handle)
-            return self._mapped[key]
+            address = self._mapped[key]
+        found = driver.allocation_bytes(address)
+        if found < nbytes:
+            raise UnsupportedError(f"rank {key[0]}'s allocation {key[1]} has {found} bytes here, not {nbytes}")
+        return address
 
     def room(self) -> bool:
         """Whether one graph more can be registered: marks are kept for the last :data:`REGISTRATIONS`."""

@@ -3,7 +3,7 @@
 Freeing waits for all that runs on the device. So nothing is freed while a call of a communicator runs: that waits for
 the peers, which may wait for this thread, or free something themselves. Objects are collected in any thread: in one
 that captures, where the driver refuses to free, or the watchdog's, on which every wait relies. At interpreter exit the
-context may be gone, and everything with it.
+context may be gone, and everything with it; in a forked child nothing is ours.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 
+from .. import lifetime
 from ..cuda.within import within
 from ..errors import CudaError
 from . import watchdog
@@ -25,7 +26,29 @@ _RECLAIM_SECONDS = 5.0
 _orders: dict[CallOrder, Any] = {}  # of the open communicators, with their locks
 _deferred: deque[tuple[int, Callable[[], None]]] = deque()
 _awaited: list[tuple[Callable[[], bool], int, tuple[Callable[[], None], ...]]] = []
-_flushing = threading.Lock()
+
+
+class _Turn:
+    """A lock that nobody waits for, and that an interrupt right behind :meth:`acquire` cannot leave locked."""
+
+    def __init__(self) -> None:
+        self._holder: dict[int, object] = {}
+
+    def acquire(self, token: object) -> bool:
+        """Whether the lock is ``token``'s now, by one step of the interpreter."""
+        return self._holder.setdefault(0, token) is token
+
+    def release(self, token: object) -> None:
+        """Gives it back, if it is ``token``'s."""
+        if self._holder.get(0) is token:
+            del self._holder[0]
+
+    def locked(self) -> bool:
+        """Whether somebody has it."""
+        return bool(self._holder)
+
+
+_flushing = _Turn()
 
 
 def mind(order: CallOrder, lock: Any) -> None:
@@ -40,6 +63,8 @@ def forget(order: CallOrder) -> None:
 
 def give_back(context: int, *steps: Callable[[], None]) -> None:
     """Runs steps that free something in ``context``, in their order, where and when that does no harm."""
+    if lifetime.is_over():
+        return
     _deferred.extend((context, step) for step in steps)
     if watchdog.is_watching():
         threading.Thread(target=flush, name="ipcreduce-finaliser").start()
@@ -49,48 +74,57 @@ def give_back(context: int, *steps: Callable[[], None]) -> None:
 
 def give_back_after(ready: Callable[[], bool], context: int, *steps: Callable[[], None]) -> None:
     """As :func:`give_back`, once ``ready()``, which is asked now and at every :func:`flush`."""
-    _awaited.append((ready, context, steps))
-    flush()
+    if not lifetime.is_over():
+        _awaited.append((ready, context, steps))
+        flush()
 
 
 def flush() -> None:
     """Runs what was put off, in order, unless a call runs, or a thread is at it: that one goes on."""
+    if lifetime.is_over():
+        return
     for item in [item for item in _awaited if item[0]()]:
         with suppress(ValueError):  # another thread has found it too
             _awaited.remove(item)
             _deferred.extend((item[1], step) for step in item[2])
-    while _deferred and _flushing.acquire(blocking=False):
+    token = object()
+    while _deferred:
         try:
+            if not _flushing.acquire(token):
+                return
             with ExitStack() as held:
                 if not _no_call_runs(held):
                     return
                 while _deferred:  # only here is something taken out
                     attempt(*_deferred.popleft())
         finally:
-            _flushing.release()
+            _flushing.release(token)
 
 
 def reclaim() -> None:
     """:func:`flush`, once the calls that run are over, if they are soon: memory is short."""
     deadline = time.monotonic() + _RECLAIM_SECONDS
     for order, lock in list(_orders.items()):
-        if lock.acquire(timeout=_RECLAIM_SECONDS):
-            try:
+        with ExitStack() as held:
+            held.callback(_release, lock)
+            if lock.acquire(timeout=_RECLAIM_SECONDS):
                 order.ends_by(deadline)
-            finally:
-                lock.release()
     flush()
 
 
 def _no_call_runs(held: ExitStack) -> bool:
     """Whether no call of any communicator runs. It stays so until ``held``, which takes their locks, is left."""
     for order, lock in list(_orders.items()):
-        if not lock.acquire(blocking=False):
-            return False
-        held.callback(lock.release)
-        if not order.is_over():
+        held.callback(_release, lock)  # first, for an interrupt right behind acquire()
+        if not lock.acquire(blocking=False) or not order.is_over():
             return False
     return True
+
+
+def _release(lock: Any) -> None:
+    """Releases a re-entrant lock, if this thread has it."""
+    with suppress(RuntimeError):
+        lock.release()
 
 
 def attempt(context: int, *steps: Callable[[], None]) -> None:

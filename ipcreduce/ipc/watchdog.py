@@ -10,6 +10,7 @@ import threading
 from .control import Page
 
 _TICK_SECONDS = 0.1
+_JOIN_SECONDS = 1.0
 _NAME = "ipcreduce-watchdog"
 
 
@@ -73,9 +74,9 @@ class Watchdog:
     def stop(self) -> None:
         """Ends the thread. Idempotent."""
         if self._stop_write >= 0:
-            os.close(self._stop_write)  # the pipe's other end becomes readable
-            self._thread.join()
-            for descriptor in (self._stop_read, *self._processes):
+            os.write(self._stop_write, b"0")  # closing it tells nothing while a forked child has it too
+            self._thread.join(_JOIN_SECONDS)
+            for descriptor in (self._stop_read, self._stop_write, *self._processes):
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
             self._stop_write = -1

@@ -25,6 +25,20 @@ def test_ends(hold: Hold, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+def test_nothing_holds_close(hold: Hold, ranks: int) -> None:
+    hold(ranks, "closed_beside_a_forked_child", "closed_with_their_graph_under_way", "closed_on_a_busy_device")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_meeting_that_fails(hold: Hold, ranks: int) -> None:
+    hold(ranks, "interrupted_where_others_meet", "busy_where_others_meet")
+
+
+def test_registration(hold: Hold) -> None:
+    hold(3, "registered_graph_in_a_fork", "registration_that_lies")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_that_refuses_or_closes(hold: Hold, ranks: int) -> None:
     hold(ranks, "refused_and_closed", "refused_again_alone", "closed_where_others_meet")
     hold(ranks, "closed_within_a_recording", "closed_with_a_call_under_way", "closed_ahead_of_a_fault")
@@ -58,6 +72,16 @@ def among_plain_processes(name: str, ranks: int, directory: Path) -> list[str]:
 def test_a_rank_that_is_killed(tmp_path: Path, name: str) -> None:
     outputs = among_plain_processes(name, 3, tmp_path)
     assert outputs == [f"{name}: right on rank 0\n", f"{name}: right on rank 1\n", ""]
+
+
+@pytest.mark.parametrize("name", ["ended_beside_a_forked_child", "ended_on_a_busy_device"])
+def test_programs_end(tmp_path: Path, name: str) -> None:
+    """In time: it would be two minutes if they did not."""
+    outputs = among_plain_processes(name, 2, tmp_path)
+    for rank, output in enumerate(outputs):
+        first, *rest = output.splitlines()
+        assert first == f"{name}: right on rank {rank}"
+        assert ("close() has given up waiting for GPU" in "".join(rest)) == (name == "ended_on_a_busy_device"), output
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

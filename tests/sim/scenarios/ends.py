@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import cupy
 import numpy as np
@@ -16,7 +19,9 @@ from mpi4py import MPI
 
 import ipcreduce
 from ipcreduce import Communicator, Graph, errors
+from ipcreduce.ipc import faults, wire
 from tests import worker
+from tests.sim import driver, streams
 from tests.sim.scenarios.common import (
     LAST,
     RANK,
@@ -25,6 +30,7 @@ from tests.sim.scenarios.common import (
     WORLD,
     close_seconds,
     environment,
+    fault,
     good_communicator,
     grown,
     held,
@@ -119,9 +125,7 @@ def _killed(call: Callable[[Any], None]) -> None:
     comm.close()
     assert time.monotonic() - started < SOON
     del comm
-    while left := grown(before):  # by the next close(), what another survivor had still mapped
-        assert time.monotonic() - started < SOON, f"left behind: {left}"
-        Communicator(MPI.COMM_SELF).close()
+    gives_back(before)
 
 
 # ---- errors in place, fork
@@ -207,4 +211,212 @@ def held_by_another_thread(lock: Any) -> Iterator[None]:
         thread.join()
 
 
-SCENARIOS = [closed_early, never_closed, crosswise, killed, killed_in_a_host_call, synchronous, forked]
+# ---- ends that nothing holds up
+def closed_beside_a_forked_child() -> None:
+    """A forked child that has nothing to do with us lives on: close() does not wait for it."""
+    comm = Communicator(timeout=20)
+    works(comm)
+    with forked_child():
+        started = time.monotonic()
+        comm.close()
+        assert time.monotonic() - started < SOON
+        WORLD.Barrier()
+
+
+def ended_beside_a_forked_child() -> None:
+    """With --among: the program ends while its child lives, which itself waits for that."""
+    comm = Communicator(WORLD, timeout=20, device=RANK)
+    with cupy.cuda.Device(RANK):
+        works(comm)
+    child = os.fork()
+    if not child:
+        os.close(1)  # whoever reads it waits for its end
+        os.close(2)
+        parent = os.getppid()
+        while os.getppid() == parent:
+            time.sleep(0.05)
+        os._exit(0)
+
+
+@contextmanager
+def forked_child() -> Iterator[None]:
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        while True:
+            time.sleep(1)
+    try:
+        yield
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def closed_with_their_graph_under_way() -> None:
+    """Rank 0 alone replays a graph that CuPy has captured, and all close: within the bound, whatever the timeout."""
+    stream, source, target = cupy.cuda.Stream(non_blocking=True), mine(), mine()
+    before, comm = held(), Communicator(timeout=60)
+    works(comm, 1000)
+    cupy.cuda.Device().synchronize()
+    stream.begin_capture()
+    comm.allreduce(source, out=target, stream=stream)
+    graph = stream.end_capture()
+    WORLD.Barrier()
+    if RANK == 0:
+        graph.launch(stream)
+    started = time.monotonic()
+    comm.close()
+    assert time.monotonic() - started < 8
+    WORLD.Barrier()
+    del comm, graph
+    gives_back(before)
+
+
+def gives_back(before: dict[str, int]) -> None:
+    """The next close() frees what could not be freed before, because a peer still had it mapped or the GPU was busy."""
+    started = time.monotonic()
+    while left := grown(before):
+        assert time.monotonic() - started < 20, f"left behind: {left}"
+        Communicator(MPI.COMM_SELF).close()
+
+
+def closed_on_a_busy_device() -> None:
+    """Something of somebody else's runs on rank 0's GPU and does not end: close() leaves the rest to the process."""
+    before, comm, over = held(), Communicator(timeout=60), threading.Event()
+    works(comm)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    if RANK == 0:
+        streams.submit(stream.ptr, over.wait)
+    started = time.monotonic()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        comm.close()
+    assert time.monotonic() - started < 8
+    assert [str(one.message)[:54] for one in warned] == (
+        ["rank 0: close() has given up waiting for GPU 0, where "] if RANK == 0 else []
+    )
+    with raises(errors.ArgumentError, "is closed"):
+        comm.allreduce(mine())
+    WORLD.Barrier()
+    over.set()
+    del comm
+    gives_back(before)
+    WORLD.Barrier()
+    good_communicator()
+
+
+def ended_on_a_busy_device() -> None:
+    """With --among: two communicators, a graph and arrays are open at the program's end, and the GPU is never free."""
+    comms = [Communicator(WORLD, timeout=60, device=RANK) for _ in range(2)]
+    with cupy.cuda.Device(RANK):
+        graph = Graph(comms[0])
+        with graph.record():
+            kept.append(comms[0].allreduce(mine()))
+        comms[0].synchronize()
+        kept.extend([*comms, graph, cupy.cuda.Stream(non_blocking=True)])
+        streams.submit(kept[-1].ptr, threading.Event().wait)
+
+
+kept: list[Any] = []
+
+
+def interrupted_where_others_meet() -> None:
+    """Ctrl-C in a resynchronisation passes, at once; the others, who wait there or come later, hear why."""
+    comm = Communicator(timeout=60)
+    works(comm)
+    fault(comm)
+    WORLD.Barrier()
+    if RANK == 0:
+        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+        started = time.monotonic()
+        try:
+            comm.allreduce(mine())
+        except KeyboardInterrupt:
+            assert time.monotonic() - started < SOON
+        else:
+            raise AssertionError("no KeyboardInterrupt")
+        with raises(errors.PeerLostError, "KeyboardInterrupt", "can only be closed"):
+            comm.allreduce(mine())
+    else:
+        time.sleep(2 if RANK == LAST else 0)  # rank 0 is gone by then; the one between is in the meeting
+        with raises(errors.PeerLostError, "rank 0", "left the clean-up after a fault (KeyboardInterrupt)"):
+            comm.allreduce(mine())
+    started = time.monotonic()
+    comm.close()
+    assert time.monotonic() - started < SOON
+    WORLD.Barrier()
+    good_communicator()
+
+
+def busy_where_others_meet() -> None:
+    """Rank 0's GPU is busy with somebody else's work during a resynchronisation: an error on all, and no hang."""
+    with mock.patch.object(faults, "_PATIENCE_SECONDS", 1.0):
+        comm, over = Communicator(timeout=1.0), threading.Event()
+        works(comm)
+        fault(comm)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        if RANK == 0:
+            streams.submit(stream.ptr, over.wait)
+        WORLD.Barrier()
+        with raises(errors.PeerLostError, "GPU 0 is still busy" if RANK == 0 else "can only be closed"):
+            works(comm)
+        over.set()
+        comm.close()
+    WORLD.Barrier()
+    good_communicator()
+
+
+def registered_graph_in_a_fork() -> None:
+    """A child that collects a registered graph of its parent's tells the peers nothing."""
+    with Communicator(timeout=20, algorithm="direct") as comm:
+        graphs = [Graph(comm)]
+        with graphs[0].record():
+            result = comm.allreduce(mine())
+        assert graphs[0].state == "registered"
+        comm.synchronize()
+        page, calls = comm._engine.page, driver.calls()
+
+        def check() -> None:
+            graphs.clear()
+            gc.collect()
+
+        worker.in_a_fork(check)
+        WORLD.Barrier()
+        assert not page._ranks["unmapped"].any(), "a child has said that we have unmapped"
+        assert driver.calls() == calls
+        graphs[0].replay()
+        right(result)
+        comm.synchronize()
+
+
+def registration_that_lies() -> None:
+    """A rank names an allocation that it has not sent, or bytes outside of one, or one that is larger than it is.
+
+    The first two are an error on every rank; after the third, too, no rank writes to what is not mapped.
+    """
+    gather = wire.allgather_rows
+    for field, by in (("slab", 77), ("offset", 1 << 40), ("nbytes", 1 << 30)):
+
+        def garbled(mpi: Any, rows: Any, *more: Any, field: str = field, by: int = by) -> Any:
+            if RANK == LAST and field in rows.dtype.names:
+                rows[field] += by
+            return gather(mpi, rows, *more)
+
+        with Communicator(timeout=20, algorithm="direct") as comm, Graph(comm) as graph:
+            works(comm)
+            with mock.patch.object(wire, "allgather_rows", garbled):
+                refused = raises(errors.RankMismatchError, f"outputs of rank {LAST} within its allocations")
+                with nullcontext() if field == "nbytes" else refused, graph.record():
+                    result = comm.allreduce(mine())
+            assert graph.state == "staged", graph.state
+            graph.replay()
+            right(result)
+            works(comm)
+
+
+SCENARIOS = [
+    closed_early, never_closed, crosswise, killed, killed_in_a_host_call, synchronous, forked,
+    closed_beside_a_forked_child, ended_beside_a_forked_child, closed_with_their_graph_under_way,
+    closed_on_a_busy_device, ended_on_a_busy_device, interrupted_where_others_meet, busy_where_others_meet,
+    registered_graph_in_a_fork, registration_that_lies,
+]  # fmt: skip

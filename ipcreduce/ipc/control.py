@@ -2,7 +2,15 @@
 
 Its first 4 KB, which the GPUs can reach too, hold the abort word that ends every wait of every rank, and for each
 rank the words in which its kernels say whom they waited for in vain, and that one has ended without data. Then come the
-flight recorder, and a block a rank: who it is, what it has refused, how it votes.
+flight recorder, and a block a rank: who it is, what it has refused, whom it has lost, how it votes.
+
+Nothing here relies on the order in which another processor shows a rank's stores. Faults, losses and votes are records,
+there only once all of their bytes are (records.py); where the abort word says that a host has written one, readers look
+until it is. All else is single words, each right by itself: what they stand for (unmapped, dead) are ends of driver
+calls and of processes, not stores. Only whether a rank has closed *without* making a call takes two words, its state
+and the number of its last call. So that is looked at again after a pause, by when the number, written first, has come;
+in a sleep a thread gives the GIL away and takes it again, locks that order its own loads. What a clear() takes back has
+come everywhere before anyone writes anew: between them lies an exchange over MPI.
 """
 
 from __future__ import annotations
@@ -12,13 +20,16 @@ import ctypes
 import mmap
 import os
 import tempfile
+import time
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
 from ..errors import PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, report
 from . import flight_recorder
 from .flight_recorder import FlightRecorder
+from .records import Slot, record, text_of
 from .signature import Vote
 
 HEAD_BYTES = 4096
@@ -27,14 +38,18 @@ ACTIVE, CLOSED = 1, 2
 REFUSED, MISMATCH = 1, 2  # kinds of fault
 
 ABORT_OFFSET = 0
+# What is written into the abort word. The kernels only ask whether it is zero.
+TIMED_OUT = 1  # by kernels, and by a host that has waited as they do
+TOLD = 2  # by a host that has written down why
+_RECORD_SECONDS = 1.0  # for what a host has written before the abort word: it takes microseconds
 
-_VOTE = np.dtype([
-    ("serial", "<u8"), ("call", "<u8"), ("ok", "<u4"), ("count", "<u4"), ("crc", "<u4"), ("text", "S512"),
-], align=True)  # fmt: skip
+_FAULT = record(("kind", "<u8"), ("call", "<u8"), ("text", "S1024"))
+_LOSS = record(("rank", "<u8"), ("text", "S128"))
+_VOTE = record(("call", "<u8"), ("ok", "<u4"), ("count", "<u4"), ("crc", "<u8"), ("text", "S512"))
 _RANK = np.dtype([
-    ("pid", "<i8"), ("started", "<u8"), ("namespace", "<u8"), ("state", "<u4"), ("fault", "<u4"), ("fault_call", "<u8"),
-    ("text", "S1024"), ("lost", "<u4"), ("dead", "<u4"), ("why", "S80"),
+    ("pid", "<i8"), ("started", "<u8"), ("namespace", "<u8"), ("state", "<u4"), ("dead", "<u4"),
     ("unmapped", "<u8", (REGISTRATIONS,)),
+    ("fault", _FAULT), ("loss", _LOSS),
     ("votes", _VOTE, (2,)),  # by parity of the serial: nobody casts one before all have read the last but one
 ], align=True)  # fmt: skip
 
@@ -52,6 +67,12 @@ class Page:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._words32 = memoryview(self._map).cast("I")
         self._ranks = np.frombuffer(self._map, _RANK, n, _ranks_offset(n))
+        self._faults = [self._slot(rank, "fault", _FAULT) for rank in range(n)]
+        self._losses = [self._slot(rank, "loss", _LOSS) for rank in range(n)]
+        self._votes = [
+            [self._slot(rank, "votes", _VOTE, parity * _VOTE.itemsize) for rank in range(n)] for parity in range(2)
+        ]
+        self._written = 0  # faults and losses, by this rank
         self.calls = FlightRecorder(self._map, HEAD_BYTES, rank, n)
         self.abort_word = self._words32[ABORT_OFFSET // 4 : ABORT_OFFSET // 4 + 1]
 
@@ -72,6 +93,11 @@ class Page:
         """The page that another rank created."""
         return cls(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), path, rank, n)
 
+    def _slot(self, rank: int, name: str, layout: np.dtype[Any], further: int = 0) -> Slot:
+        assert _RANK.fields is not None
+        at = _ranks_offset(self.n) + rank * _RANK.itemsize + _RANK.fields[name][1]
+        return Slot(self._map, at + further, layout)
+
     def unlink(self) -> None:
         """Removes the file's name; the mappings stay. Only after all ranks have opened it."""
         with contextlib.suppress(FileNotFoundError):
@@ -83,9 +109,9 @@ class Page:
         mine["pid"], mine["started"], mine["namespace"], mine["state"] = pid, started, namespace, ACTIVE
 
     # ---- words that the kernels share
-    def abort(self) -> None:
+    def abort(self, why: int = TIMED_OUT) -> None:
         """Ends every wait of every rank."""
-        self._words32[ABORT_OFFSET // 4] = 1
+        self._words32[ABORT_OFFSET // 4] = why
 
     @property
     def aborted(self) -> bool:
@@ -98,19 +124,26 @@ class Page:
 
     # ---- faults
     def post(self, kind: int, call: int, text: str) -> None:
-        """Writes down why this rank ends a call for all, then raises the abort word."""
-        mine = self._ranks[self.rank]
-        mine["text"], mine["fault_call"], mine["fault"] = text.encode()[:1024], call, kind
-        self.abort()
+        """Writes down why this rank ends a call for all, and raises the abort word."""
+        self._written += 1
+        self._faults[self.rank].write(self._written, kind=kind, call=call, text=text)
+        self.abort(TOLD)
 
     def fault(self) -> tuple[int, int, int, str] | None:
         """(call, rank, kind, text) of the earliest fault that a rank has written down, if any."""
-        found = [
-            (int(r["fault_call"]), rank, int(r["fault"]), bytes(r["text"]).decode(errors="replace"))
-            for rank, r in enumerate(self._ranks)
-            if r["fault"]
-        ]
-        return min(found) if found else None
+        deadline = None
+        while True:
+            found = [
+                (int(fault["call"]), rank, int(fault["kind"]), text_of(fault))
+                for rank, slot in enumerate(self._faults)
+                if (fault := slot.read()) is not None
+            ]
+            if found or self.abort_word[0] != TOLD or self.loss() is not None:
+                return min(found) if found else None
+            deadline = deadline or time.monotonic() + _RECORD_SECONDS
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(1e-4)
 
     def explain(self, call: int, timeout: float) -> PeerFailedError | RankMismatchError | PeerTimeoutError:
         """The error that the abort word stands for, as this rank in its call ``call`` has to raise it."""
@@ -152,17 +185,23 @@ class Page:
         return "; ".join(parts)
 
     def lose(self, rank: int, why: str) -> None:
-        """This rank has seen that ``rank`` has gone: for good, every wait of every rank ends."""
-        mine = self._ranks[self.rank]
-        mine["why"], mine["lost"] = why.encode(), rank + 1
-        self.abort()
+        """This rank has seen that ``rank``, maybe itself, has gone: for good, every wait of every rank ends.
+
+        The first time counts; again, the abort word is raised again.
+        """
+        if self._losses[self.rank].read() is None:
+            self._written += 1
+            self._losses[self.rank].write(self._written, rank=rank, text=why)
+        self.abort(TOLD)
 
     def loss(self) -> tuple[int, str] | None:
-        """(rank, why) of a rank that has gone, whoever saw it first."""
-        for entry in self._ranks:
-            if entry["lost"]:
-                return int(entry["lost"]) - 1, bytes(entry["why"]).decode()
-        return None
+        """(rank, why) of a rank that has gone, whoever saw it first; what a rank says of itself comes before that."""
+        found = [
+            (int(loss["rank"]) != writer, int(loss["rank"]), text_of(loss))
+            for writer, slot in enumerate(self._losses)
+            if (loss := slot.read()) is not None
+        ]
+        return min(found)[1:] if found else None
 
     def bury(self, rank: int) -> None:
         """This rank has seen that the process of ``rank`` has ended."""
@@ -174,8 +213,7 @@ class Page:
 
     def clear(self) -> None:
         """Takes back this rank's fault and the abort word: after every kernel has ended, before anyone goes on."""
-        mine = self._ranks[self.rank]
-        mine["fault"], mine["text"] = 0, b""
+        self._faults[self.rank].clear()
         for word in (0, 1):
             self._words32[missing_offset(self.rank) // 4 + word] = 0
         self._words32[ABORT_OFFSET // 4] = 0
@@ -183,20 +221,15 @@ class Page:
     # ---- votes, which leave nothing pending behind a rank that does not come
     def cast(self, serial: int, vote: Vote) -> None:
         """This rank's vote number ``serial``, from 1."""
-        mine = self._ranks[self.rank]["votes"][serial % 2]
-        for field, value in vars(vote).items():
-            mine[field] = value.encode()[:512] if field == "text" else value
-        mine["serial"] = serial  # last: now it counts
+        self._votes[serial % 2][self.rank].write(serial, **vars(vote))
 
-    def absent(self, serial: int) -> list[int]:
-        """The ranks that have not cast this vote."""
-        return [rank for rank, votes in enumerate(self._ranks["votes"]) if votes[serial % 2]["serial"] != serial]
-
-    def votes(self, serial: int) -> list[Vote]:
-        """Every rank's vote, once nobody is absent."""
+    def votes(self, serial: int) -> list[Vote | None]:
+        """Every rank's vote of this number; None for those that have not cast it."""
         return [
-            Vote(int(v["call"]), bool(v["ok"]), int(v["count"]), int(v["crc"]), v["text"].decode(errors="replace"))
-            for v in self._ranks["votes"][:, serial % 2]
+            Vote(int(v["call"]), bool(v["ok"]), int(v["count"]), int(v["crc"]), text_of(v))
+            if (v := slot.read()) is not None and v["serial"] == serial
+            else None
+            for slot in self._votes[serial % 2]
         ]
 
     def miss(self, ranks: Iterable[int]) -> None:
@@ -225,6 +258,17 @@ class Page:
 
     def has_left(self, rank: int) -> bool:
         return bool(self._ranks[rank]["state"] == CLOSED)
+
+    def has_left_before(self, rank: int, call: int) -> bool:
+        """Whether a rank has closed the communicator and not made this call."""
+
+        def seen() -> bool:
+            return self.has_left(rank) and self.calls.call_of(rank) < call
+
+        if seen():
+            time.sleep(1e-3)  # some processors show the state before the number that was written first
+            return seen()
+        return False
 
     def lost(self, call: int, rank: int, why: str) -> PeerLostError:
         """The error for a rank that has gone."""

@@ -92,7 +92,7 @@ class Faults:
         if loss is not None:
             raise self._page.lost(call, *loss)
         for rank in range(self._page.n):
-            if self._page.has_left(rank) and (whoever or self._page.calls.call_of(rank) < call):
+            if self._page.has_left_before(rank, call) or (whoever and self._page.has_left(rank)):
                 raise self._page.lost(call, rank, "it closed the communicator")
 
     def refuse(self, call: int, error: BaseException) -> None:
@@ -123,11 +123,11 @@ class Faults:
         self._serial += 1
         page.cast(self._serial, mine)
         try:
-            while absent := page.absent(self._serial):
+            while None in (votes := page.votes(self._serial)):
                 self.raise_lost(number)
                 late = time.monotonic() > deadline
                 if late:
-                    page.miss(absent)
+                    page.miss(rank for rank, vote in enumerate(votes) if vote is None)
                 if late or (page.aborted and not self._all_come(number)):
                     self.told = True
                     raise page.explain(number, self._timeout)
@@ -135,7 +135,7 @@ class Faults:
         except BaseException as error:  # who comes later must not count on this rank
             page.cast(self._serial, replace(mine, ok=False, text=f"{type(error).__name__}: {error}"))
             raise
-        return page.votes(self._serial)
+        return [vote for vote in votes if vote is not None]
 
     def _all_come(self, number: int) -> bool:
         """Whether every rank has entered this call, or will: see raise_pending() for what keeps one from it."""

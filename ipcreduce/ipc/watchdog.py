@@ -61,7 +61,7 @@ class Watchdog:
                 self._died(rank)
             own = self._page.calls.call_of(self._page.rank)
             for rank in range(self._page.n):
-                if self._page.has_left(rank) and own > self._page.calls.call_of(rank):
+                if self._page.has_left_before(rank, own):
                     self.lost = self.lost or (rank, "it closed the communicator")
             if self.lost is not None:
                 self._page.lose(*self.lost)

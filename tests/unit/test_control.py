@@ -6,7 +6,11 @@ import gc
 import mmap
 import os
 import stat
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,13 +134,14 @@ def test_votes(pages: list[Page]):
     """Nobody is absent once all have cast; two votes do not disturb each other; one can be taken back."""
     for serial in (1, 2, 3):
         for page in pages:
-            assert page.absent(serial) == [other.rank for other in pages[page.rank :]]
+            assert [vote is None for vote in page.votes(serial)] == [other.rank >= page.rank for other in pages]
             page.cast(serial, Vote(7 + serial, True, page.rank, 5, ""))
         if serial > 1:
-            assert not pages[0].absent(serial - 1), "gone while a slow rank may still read it"
+            assert None not in pages[0].votes(serial - 1), "gone while a slow rank may still read it"
     assert pages[1].votes(3) == [Vote(10, True, rank, 5, "") for rank in range(len(pages))]
     pages[2].cast(3, Vote(10, False, 2, 5, "ValueError: " + "é" * 1000))
     late = pages[0].votes(3)[2]
+    assert late is not None
     assert (late.ok, late.text[:14], len(late.text.encode()) <= 512) == (False, "ValueError: éé", True)
 
 
@@ -286,3 +291,137 @@ def test_a_lost_rank(pages: list[Page]):
         "rank 0, call 4: expected rank 1 to take part; found that its process has ended, after its call 3. The "
         "communicator can only be closed."
     )
+
+
+def test_the_first_loss_counts_and_what_a_rank_says_of_itself_comes_first(pages: list[Page]):
+    pages[0].lose(2, "its process has ended")
+    pages[0].lose(1, "it closed the communicator")
+    assert [page.loss() for page in pages] == [(2, "its process has ended")] * 3
+    pages[2].lose(2, "it was interrupted")
+    assert [page.loss() for page in pages] == [(2, "it was interrupted")] * 3
+
+
+# ---- what another rank may see of a record, where a processor shows stores in any order
+Change = tuple[np.ndarray, Callable[[Page], Any]]  # the page before, and what a reader makes of it
+
+
+def bytes_of(page: Page) -> np.ndarray:
+    return np.frombuffer(page._map, np.uint8)
+
+
+def fault_twice(page: Page) -> Change:
+    page.post(control.REFUSED, 4, "ArgumentError: op must be sum")
+    before = bytes_of(page).copy()
+    page.post(control.MISMATCH, 7, "sum of int8 (3,) on rank 0 and sum of int8 (4,) on rank 1")
+    return before, lambda reader: reader.fault()
+
+
+def fault_of_none(page: Page) -> Change:
+    page.lose(2, "its process has ended")  # or fault() looks again for what the abort word stands for
+    before = bytes_of(page).copy()
+    page.post(control.MISMATCH, 7, "sum of int8 (3,) on rank 0 and sum of int8 (4,) on rank 1")
+    return before, lambda reader: reader.fault()
+
+
+def fault_cleared(page: Page) -> Change:
+    page.post(control.MISMATCH, 7, "sum of int8 (3,) on rank 0 and sum of int8 (4,) on rank 1")
+    before = bytes_of(page).copy()
+    page.clear()
+    return before, lambda reader: reader.fault()
+
+
+def loss_of_none(page: Page) -> Change:
+    before = bytes_of(page).copy()
+    page.lose(page.rank, "it was interrupted (KeyboardInterrupt)")
+    return before, lambda reader: reader.loss()
+
+
+def vote_twice(page: Page) -> Change:
+    page.cast(3, Vote(17, True, 256, 0x01020304, ""))
+    before = bytes_of(page).copy()
+    page.cast(3, Vote(17, False, 256, 0x01020304, "ValueError: wrong"))
+    return before, lambda reader: reader.votes(3)[1]
+
+
+def vote_two_later(page: Page) -> Change:
+    page.cast(1, Vote(17, True, 256, 0x01020304, "of before"))
+    before = bytes_of(page).copy()
+    page.cast(3, Vote(18, False, 257, 0x11121314, "ValueError: wrong"))
+    return before, lambda reader: reader.votes(3)[1]
+
+
+@pytest.mark.parametrize(
+    "change", [fault_twice, fault_of_none, fault_cleared, loss_of_none, vote_twice, vote_two_later]
+)
+def test_a_record_is_there_whole_or_not_at_all(
+    pages: list[Page], change: Callable[[Page], Change], monkeypatch: pytest.MonkeyPatch
+):
+    """Whichever of its bytes have come: the first ones, the last ones, or any words of it."""
+    monkeypatch.setattr(control, "_RECORD_SECONDS", -1.0)
+    before, read = change(pages[1])
+    after = bytes_of(pages[1]).copy()
+    changed = np.flatnonzero(before != after)
+    reader, seen = pages[0], bytes_of(pages[0])
+    allowed = []
+    for state in (before, after):
+        seen[:] = state
+        allowed.append(read(reader))
+    assert allowed[0] != allowed[1]
+    few = np.random.default_rng(16)
+    orders = [changed, changed[::-1], *(few.permutation(changed) for _ in range(5))]
+    for order in orders:
+        seen[:] = before
+        for at in order[:-1]:
+            seen[at] = after[at]
+            assert read(reader) in (*allowed, None)
+        seen[order[-1]] = after[order[-1]]
+        assert read(reader) == allowed[1]
+    for _ in range(300):  # any 8 bytes, in any order
+        seen[:] = before
+        for word in few.permutation(np.unique(changed // 8))[: few.integers(1, 9)]:
+            seen[8 * word : 8 * word + 8] = after[8 * word : 8 * word + 8]
+        assert read(reader) in (*allowed, None)
+
+
+@pytest.mark.parametrize("post", ["post", "lose"])
+def test_an_abort_word_that_comes_before_its_record_is_no_timeout(pages: list[Page], post: str):
+    """The reader looks again until the record has come."""
+    after = make_pages(3)[1]
+    if post == "post":
+        after.post(control.REFUSED, 4, "ArgumentError: op must be sum")
+    else:
+        after.lose(1, "it was interrupted")
+    pages[1].abort(control.TOLD)
+
+    def come() -> None:
+        time.sleep(0.1)
+        bytes_of(pages[1])[control._ranks_offset(3) :] = bytes_of(after)[control._ranks_offset(3) :]
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    fault = pages[0].fault()
+    thread.join()
+    assert fault == ((4, 1, control.REFUSED, "ArgumentError: op must be sum") if post == "post" else None)
+    assert pages[0].loss() == (None if post == "post" else (1, "it was interrupted"))
+
+
+def test_a_timeout_is_one_at_once(pages: list[Page], monkeypatch: pytest.MonkeyPatch):
+    """The kernels' abort, and that of a vote, have no record to wait for."""
+    monkeypatch.setattr(control.time, "sleep", lambda seconds: pytest.fail("it waits"))
+    pages[0].calls.enter(1, SUM)
+    pages[0].abort()
+    assert type(pages[2].explain(1, 1.0)) is PeerTimeoutError
+    pages[0].clear()
+    pages[0].miss([2])
+    assert type(pages[1].explain(1, 1.0)) is PeerTimeoutError
+
+
+def test_a_rank_that_closed_after_a_call_is_not_taken_for_one_that_did_not_make_it(
+    pages: list[Page], monkeypatch: pytest.MonkeyPatch
+):
+    """Its state may be seen before the number of its last call: who reads looks again after a pause."""
+    pages[1].leave()
+    monkeypatch.setattr(control.time, "sleep", lambda seconds: pages[1].calls.enter(1, SUM))
+    assert not pages[0].has_left_before(1, 1)
+    assert pages[0].has_left_before(1, 2)
+    assert not pages[0].has_left_before(2, 1)

@@ -38,6 +38,8 @@ def main(options: argparse.Namespace) -> None:
     with Communicator(device="auto") as comm:
         if comm.backend != "ipc" or comm.size == 1:
             raise UnsupportedError(f"tune needs GPUs and at least 2 ranks under mpirun; found:\n{comm.describe()}")
+        if comm.require_engine("tune").launches.sharing > 1:  # their kernels would take turns while they are timed
+            raise UnsupportedError(f"tune needs a GPU for each rank; found:\n{comm.describe()}")
         table = _measure(comm, options)
         if comm.rank == 0:
             for choice in table:

@@ -35,14 +35,9 @@ def check_access(rank: int, devices: np.ndarray[Any, Any]) -> None:
             )
 
 
-def none_seen() -> np.ndarray[Any, Any]:
-    """The kinds of all links, before any is known."""
-    return np.full((plan.MAX_RANKS, plan.MAX_RANKS), _UNKNOWN, np.uint8)
-
-
 def seen(devices: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The kind of each link from rank to rank, between any two GPUs that this process sees."""
-    links, ordinals = none_seen(), _ordinals()
+    links, ordinals = np.full((plan.MAX_RANKS, plan.MAX_RANKS), _UNKNOWN, np.uint8), _ordinals()
     uuids = [uuid.tobytes() for uuid in devices["uuid"]]
     for a, b in permutations(range(len(uuids)), 2):
         if uuids[a] == uuids[b]:

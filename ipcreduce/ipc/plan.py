@@ -232,9 +232,8 @@ def step(
         if grid <= most and choice.block <= _one_shot_threads(sharing):
             return Step(algorithm, offset, nbytes, grid, choice.block, choice.depth)
     if algorithm == "one_shot":
-        grid, block, depth = _one_shot_shape(threads, most)
-    else:
-        grid, block, depth = _two_shot_shape(threads, n, min(resident, most))
+        return Step(algorithm, offset, nbytes, *_one_shot_shape(threads, most))
+    grid, block, depth = _two_shot_shape(threads, n, min(resident, most))
     return Step(algorithm, offset, nbytes, min(grid, most), block, depth)
 
 

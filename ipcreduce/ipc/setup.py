@@ -221,13 +221,13 @@ def _verify(mpi: Any, engine: Engine, devices: np.ndarray[Any, Any], deadline: f
         which form packets are to go.
     """
     with _step(mpi, deadline, "loading the first kernel"):  # or a peer's would wait for our compiler
+        kinds = links.seen(devices)
         engine.launches.load_verify()
     rank, n = engine.rank, engine.n
-    error, kinds, verdict = None, links.none_seen(), np.zeros(plan.MAX_RANKS, np.uint32)
+    error, verdict = None, np.zeros(plan.MAX_RANKS, np.uint32)
     seconds = max(0.0, min(_VERIFY_SECONDS, (deadline - time.monotonic()) / 2))  # so that the verdicts still meet
     shared = most_on_a_gpu(devices) > 1
     try:
-        kinds = links.seen(devices)
         verdict = engine.launches.verify(_VERIFY_ROUNDS_SHARED if shared else _VERIFY_ROUNDS, seconds)
         failed = [peer for peer in range(n) if peer != rank and verdict[peer] not in (_WHOLE, _HALVES)]
         if failed:

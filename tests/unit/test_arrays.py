@@ -39,7 +39,14 @@ def test_where_an_array_lies():
     for device_type in (1, 3, 10):  # the host, pinned, ROCm
         with pytest.raises(ArgumentError, match=f"ByDlpack on DLPack device type {device_type}.*move it to the GPU"):
             arrays.is_device(ByDlpack(device_type))
-    for wrong in ([1.0], None, "text", 3, 3.0, np.float32(3), {}, memoryview(b"1234"), OnDevice, np.ndarray):
+    carrier = types.SimpleNamespace(__cuda_array_interface__=OnDevice.__cuda_array_interface__)
+    assert arrays.is_device(carrier)
+    carrier = types.SimpleNamespace(__dlpack__=ByDlpack(2).__dlpack__, __dlpack_device__=ByDlpack(2).__dlpack_device__)
+    assert arrays.is_device(carrier)
+    carrier.__dlpack_device__ = ByDlpack(1).__dlpack_device__
+    with pytest.raises(ArgumentError, match="SimpleNamespace on DLPack device type 1.*move it to the GPU"):
+        arrays.is_device(carrier)
+    for wrong in ([1.0], None, "text", 3, 3.0, np.float32(3), {}, memoryview(b"1234"), OnDevice, ByDlpack, np.ndarray):
         with pytest.raises(ArgumentError, match="array must be a NumPy array, or a device array with"):
             arrays.is_device(wrong)
 
@@ -124,6 +131,12 @@ def test_the_location_by_dlpack_when_the_interface_fails():
 
 
 def test_what_has_no_location():
+    assert arrays.locate(Tensor(AttributeError("on the host"), np.ones(1).__dlpack__())) is None
+    for wrong in (np.ones(3), np.float32(3), [OnDevice()], None, "text", OnDevice, memoryview(b"1")):
+        assert arrays.locate(wrong) is None
+
+
+def test_the_location_of_an_object_that_carries_its_interface():
     class Instance:
         def __init__(self) -> None:
             self.__cuda_array_interface__ = interface((1,), "<f4")
@@ -131,9 +144,13 @@ def test_what_has_no_location():
         def __getattr__(self, name: str) -> Any:
             raise AssertionError(name)
 
-    assert arrays.locate(Tensor(AttributeError("on the host"), np.ones(1).__dlpack__())) is None
-    for wrong in (np.ones(3), np.float32(3), [OnDevice()], None, "text", OnDevice, Instance(), memoryview(b"1")):
-        assert arrays.locate(wrong) is None
+    class OfNumpy(np.ndarray):
+        pass
+
+    assert arrays.locate(Instance()) == (0x1000, (1,), "float32", (4,))
+    host = np.ones(3).view(OfNumpy)
+    host.__cuda_array_interface__ = interface((1,), "<f4")
+    assert arrays.locate(host) is None
 
 
 def test_the_location_of_a_cupy_array(monkeypatch: pytest.MonkeyPatch):

@@ -124,6 +124,28 @@ def extent(array: Any) -> tuple[int, int]:
     return start + first, start + past
 
 
+def has_shared_elements(array: Any) -> bool:
+    """Whether two elements of a device or host array lie in the same bytes."""
+    if not array.size:
+        return False
+    pairs = zip(array.shape, array.strides, strict=True)
+    steps = sorted((abs(stride), length) for length, stride in pairs if length > 1)
+    past = itemsize = array.dtype.itemsize
+    nested = True
+    for stride, length in steps:
+        nested = nested and stride >= past
+        past += (length - 1) * stride
+    if nested:
+        return False
+    if steps[0][0] < itemsize or past < array.nbytes:
+        return True
+    places = np.zeros(1, np.int64)  # only as_strided makes others: looked at one by one
+    for stride, length in steps:
+        places = np.add.outer(places, stride * np.arange(length)).reshape(-1)
+    places.sort()
+    return bool((np.diff(places) < itemsize).any())
+
+
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any], stream: int, device: int) -> Any:
     """A new array on ``device``, from CuPy's allocator, for use on ``stream``."""
     cupy = load()

@@ -173,6 +173,7 @@ class Communicator(GraphSupport):
                 source = arrays.contiguous_copy(source, handle)
         direct = target
         if not arrays.is_contiguous(target):
+            arguments.check_apart(target)
             direct = arrays.empty(source.shape, source.dtype, handle, device)
         if not arrays.is_contiguous(source):
             source = arrays.contiguous_copy(source, handle)

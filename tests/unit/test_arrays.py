@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
 import sys
 import types
@@ -89,6 +90,32 @@ class Exported:
 
 def interface(shape: tuple[int, ...], typestr: str, strides: tuple[int, ...] | None = None) -> dict[str, Any]:
     return {"shape": shape, "typestr": typestr, "data": (0x1000, False), "strides": strides, "version": 3}
+
+
+def test_elements_that_share_memory():
+    base = np.zeros(4000, np.uint8)
+    shapes = (2, 3), (3, 2), (4, 1), (5,), (2, 2, 3), (0, 3), ()
+    for itemsize, shape in itertools.product((1, 2, 4), shapes):
+        for strides in itertools.product((-5, -2, 0, 1, 2, 3, 4, 6, 8, 12), repeat=len(shape)):
+            array = np.ndarray(shape, f"V{itemsize}", base.data, 2000, strides)
+            used = [
+                2000 + sum(place * stride for place, stride in zip(places, strides, strict=True)) + byte
+                for places in itertools.product(*map(range, shape))
+                for byte in range(itemsize)
+            ]
+            assert arrays.has_shared_elements(array) == (len({*used}) < len(used)), (itemsize, shape, strides)
+
+
+def test_large_arrays_are_not_looked_at_element_by_element():
+    views = np.lib.stride_tricks
+    base = np.zeros(1 << 20, np.float32)
+    for shape, strides, shared in (
+        ((1 << 19, 1 << 19), (4, 4), True),
+        ((1 << 19, 1 << 19, 1 << 10), (4, 0, 1 << 30), True),
+        ((1 << 40, 1 << 10), (1 << 12, 4), False),
+    ):
+        array = views.as_strided(base, shape, strides)
+        assert arrays.has_shared_elements(array) == shared
 
 
 def test_the_location_by_interface():

@@ -36,6 +36,17 @@ def check_host_out(array: Any, out: Any) -> None:
     check_out(array, out)
     if arrays.is_readonly(out):
         raise ArgumentError("out must be writable; found a read-only array")
+    if not out.flags.c_contiguous:
+        check_apart(out)
+
+
+def check_apart(out: Any) -> None:
+    """:raises ArgumentError: if elements of ``out`` share memory."""
+    if arrays.has_shared_elements(out):
+        raise ArgumentError(
+            f"out must have memory of its own for each element; found shape {out.shape} with strides {out.strides}, "
+            "by which elements share it. Pass a copy: out.copy()"
+        )
 
 
 def check_device(ordinal: int, array: Any, name: str) -> None:

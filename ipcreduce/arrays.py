@@ -22,7 +22,7 @@ def is_device(array: Any, what: str = "array") -> bool:
         return True
     kind = type(array)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if hasattr(kind, "__dlpack_device__"):
+    if _has(array, "__dlpack_device__"):
         device_type = int(array.__dlpack_device__()[0])
         if device_type in (2, 13):  # kDLCUDA, kDLCUDAManaged
             return True
@@ -30,12 +30,17 @@ def is_device(array: Any, what: str = "array") -> bool:
             f"{what} must be a NumPy array or lie on an NVIDIA GPU; found {name} on DLPack device type {device_type}. "
             "Pass numpy.asarray(it), or move it to the GPU"
         )
-    if hasattr(kind, "__cuda_array_interface__"):
+    if _has(array, "__cuda_array_interface__"):
         return True
     raise ArgumentError(
         f"{what} must be a NumPy array, or a device array with __dlpack__ or __cuda_array_interface__; found "
         f"{name}. Pass numpy.asarray(it) or cupy.asarray(it)"
     )
+
+
+def _has(array: Any, name: str) -> bool:
+    """Whether its type has this part of a protocol, or the object carries it itself. A type is no array."""
+    return hasattr(type(array), name) or (hasattr(array, name) and not isinstance(array, type))
 
 
 def view(array: Any, stream: int) -> Any:
@@ -49,7 +54,7 @@ def view(array: Any, stream: int) -> Any:
     if isinstance(array, cupy.ndarray):
         return array
     try:
-        if hasattr(type(array), "__dlpack__"):
+        if _has(array, "__dlpack__"):
             with on_stream(stream):
                 return cupy.from_dlpack(array)
         return _from_interface(array, stream)
@@ -119,6 +124,28 @@ def extent(array: Any) -> tuple[int, int]:
     return start + first, start + past
 
 
+def has_shared_elements(array: Any) -> bool:
+    """Whether two elements of a device or host array lie in the same bytes."""
+    if not array.size:
+        return False
+    pairs = zip(array.shape, array.strides, strict=True)
+    steps = sorted((abs(stride), length) for length, stride in pairs if length > 1)
+    past = itemsize = array.dtype.itemsize
+    nested = True
+    for stride, length in steps:
+        nested = nested and stride >= past
+        past += (length - 1) * stride
+    if nested:
+        return False
+    if steps[0][0] < itemsize or past < array.nbytes:
+        return True
+    places = np.zeros(1, np.int64)  # only as_strided makes others: looked at one by one
+    for stride, length in steps:
+        places = np.add.outer(places, stride * np.arange(length)).reshape(-1)
+    places.sort()
+    return bool((np.diff(places) < itemsize).any())
+
+
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any], stream: int, device: int) -> Any:
     """A new array on ``device``, from CuPy's allocator, for use on ``stream``."""
     cupy = load()
@@ -174,5 +201,8 @@ def locator(kind: type) -> Locate | None:
 
 def locate(array: Any) -> Location | None:
     """Where a device array lies; None for any other object. :raises ArgumentError: if it does not give its address."""
-    find = locator(type(array))
+    kind = type(array)
+    find, attributes = locator(kind), location.attributes(kind)
+    if find is None and attributes is not None:
+        find = location.carried(kind, attributes(array))
     return None if find is None else find(array)

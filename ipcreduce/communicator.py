@@ -178,6 +178,7 @@ class Communicator(GraphSupport):
         overlap = out is not None and target is not source and arguments.overlap_in_part(source, target)
         direct = target
         if not arrays.is_contiguous(target):
+            arguments.check_apart(target)
             with memory():
                 direct = arrays.empty(source.shape, source.dtype, handle, device)
         if overlap or not arrays.is_contiguous(source):

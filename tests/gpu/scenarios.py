@@ -299,6 +299,29 @@ def host_arrays(comm: Any) -> None:
         right(comm.allreduce(np.full(7, RANK + 1.0)))
 
 
+def nan_bits(comm: Any) -> None:
+    """NaN of any sign and payload, of any rank, on the device and on the host: the same bits of the result."""
+    rng = np.random.default_rng(RANK)
+    for dtype in map(np.dtype, (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)):
+        bits, one = f"u{dtype.itemsize}", int(np.ones((), dtype).view(f"u{dtype.itemsize}"))
+        infinite = int(np.array(np.inf, dtype).view(bits))
+        for algorithm in ("one_shot", "two_shot"):
+            with ipcreduce.Communicator(algorithm=algorithm) as forced:
+                values = rng.integers(infinite + 1, 1 << (8 * dtype.itemsize - 1), 5000, bits)  # any NaN, for now > 0
+                values |= rng.integers(0, 2, 5000, bits) << (8 * dtype.itemsize - 1)
+                values[rng.random(5000) < 0.1] = (1 << 8 * dtype.itemsize) - 1  # what an empty slot holds
+                values[rng.random(5000) < 0.5] = one
+                host = values.view(dtype)
+                for op in ("sum", "prod", "min", "max", "avg"):
+                    found = cupy.asnumpy(forced.allreduce(cupy.asarray(host), op)).view(bits)
+                    due = forced.allreduce(host, op).view(bits)
+                    wrong = np.flatnonzero(found != due)
+                    assert not len(wrong), (
+                        f"rank {RANK}: {op} of {dtype} by {algorithm}: {len(wrong)} of {len(due)} differ, the first "
+                        f"at {wrong[0]}: {found[wrong[0]]:x} on the device, {due[wrong[0]]:x} on the host"
+                    )
+
+
 def late_and_recover(comm: Any) -> None:
     """A rank that is later than the timeout: named on every rank; then the communicator works again."""
     with ipcreduce.Communicator(timeout=BRIEF) as brief:
@@ -385,7 +408,7 @@ def refused(comm: Any, call: Callable[[], Any], words: str) -> None:
 
 SCENARIOS = [
     streams, foreign_capture, programmatic_edges, destroyed_streams, captured_meanwhile, threads, interfaces,
-    torch_capture, communicators, host_arrays, late_and_recover, late_on_the_device, refused_right_behind,
+    torch_capture, communicators, host_arrays, nan_bits, late_and_recover, late_on_the_device, refused_right_behind,
     abort_is_quick, epoch_wrap,
 ]  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from . import surroundings
+from . import surroundings, torch_runtime
 from .cuda import location, streams
 from .cuda.location import Locate, Location
 from .errors import ArgumentError
@@ -53,6 +53,11 @@ def view(array: Any, stream: int) -> Any:
     cupy = load()
     if isinstance(array, cupy.ndarray):
         return array
+    if method := torch_runtime.pending(array):
+        raise ArgumentError(
+            f"a tensor must hold its values; found one whose memory PyTorch reads as negated or conjugated. Pass "
+            f"tensor.{method}()"
+        )
     try:
         if _has(array, "__dlpack__"):
             with on_stream(stream):
@@ -62,6 +67,13 @@ def view(array: Any, stream: int) -> Any:
         raise
     except Exception as error:  # exporters raise what they like: PyTorch for a tensor that requires grad, say
         raise ArgumentError(f"the {type(array).__qualname__} does not give its memory: {error}") from error
+
+
+def stream_for(array: Any, stream: Any) -> tuple[int, Any]:
+    """The stream of a call on a device array, as :func:`surroundings.stream_of`; None: PyTorch's current for a tensor."""
+    if stream is None and not is_cupy(array) and torch_runtime.is_tensor(array):
+        return torch_runtime.current_stream(array)
+    return stream_of(stream)
 
 
 def _from_interface(array: Any, stream: int) -> Any:

@@ -117,8 +117,8 @@ class Communicator(GraphSupport):
             signed and unsigned integers of 8 to 64 bits.
         :param op: "sum", "prod", "min", "max" or "avg".
         :param out: where the result goes, of the same shape, dtype and kind; ``out=array`` is in place.
-        :param stream: for device arrays: an int, a CuPy stream or an object with ``__cuda_stream__``; None for CuPy's
-            current stream. The call returns before the work is done, as CuPy's do.
+        :param stream: for device arrays: an int, a CuPy stream or an object with ``__cuda_stream__``; None for the
+            current stream, which is PyTorch's if ``array`` is its tensor, and CuPy's otherwise. The call returns before the work is done, as CuPy's do.
         :returns: ``out``, or a new C-contiguous array: CuPy for device arrays, NumPy for host arrays.
         :raises ArgumentError: for what this rank passed. The other ranks get :class:`PeerFailedError`.
         :raises RankMismatchError: if the ranks' calls differ.
@@ -154,7 +154,9 @@ class Communicator(GraphSupport):
         engine, faults = self._engine, self._faults
         if engine is None or faults is None:
             raise UnsupportedError(f"device arrays need backend ipc: {self._reasons['ipc']}")
-        handle, owner = surroundings.stream_of(stream)
+        handle, owner = arrays.stream_for(array, stream)
+        if self.recording is not None and stream is None and not arrays.is_cupy(array):
+            self.recording.check_stream(handle)
         source = arrays.view(array, handle)
         if type(op) is not str:
             arguments.check_kind(source, op)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce import arrays, surroundings
+from ipcreduce import arrays, surroundings, torch_runtime
 from ipcreduce.errors import ArgumentError, UnsupportedError
 
 
@@ -178,6 +178,28 @@ def test_the_location_of_an_object_that_carries_its_interface():
     host = np.ones(3).view(OfNumpy)
     host.__cuda_array_interface__ = interface((1,), "<f4")
     assert arrays.locate(host) is None
+
+
+def test_tensors_are_known_without_an_import(monkeypatch: pytest.MonkeyPatch):
+    class Tensor(OnDevice):
+        device = "cuda:1"
+
+        def __init__(self, neg: bool = False, conj: bool = False) -> None:
+            self.is_neg, self.is_conj = (lambda: neg), (lambda: conj)
+
+    streams = {"cuda:1": types.SimpleNamespace(cuda_stream=0x51)}
+    torch = types.ModuleType("torch")
+    monkeypatch.setitem(sys.modules, "torch", torch)  # still at its import
+    assert not torch_runtime.is_tensor(Tensor())
+    torch.Tensor, torch.cuda = Tensor, types.SimpleNamespace(current_stream=streams.get)
+    assert torch_runtime.is_tensor(Tensor())
+    assert not torch_runtime.is_tensor(OnDevice())
+    assert torch_runtime.current_stream(Tensor()) == (0x51, streams["cuda:1"])
+    found = [torch_runtime.pending(one) for one in (Tensor(), Tensor(neg=True), Tensor(conj=True), OnDevice())]
+    assert found == ["", "resolve_neg", "resolve_conj", ""]
+    monkeypatch.delitem(sys.modules, "torch")
+    assert not torch_runtime.is_tensor(Tensor())
+    assert torch_runtime.pending(Tensor(neg=True)) == ""
 
 
 def test_the_location_of_a_cupy_array(monkeypatch: pytest.MonkeyPatch):

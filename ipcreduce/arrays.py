@@ -43,10 +43,11 @@ def _has(array: Any, name: str) -> bool:
     return hasattr(type(array), name) or (hasattr(array, name) and not isinstance(array, type))
 
 
-def view(array: Any, stream: int) -> Any:
+def view(array: Any, stream: int, ordered: bool = True) -> Any:
     """A CuPy array over the same memory, ready to be used on ``stream``.
 
-    ``__cuda_array_interface__``'s ``stream`` is waited for by an event; DLPack's producer is told ``stream``.
+    ``__cuda_array_interface__``'s ``stream`` is waited for by an event; DLPack's producer is told ``stream``. Not so
+    unless ``ordered``: a recording cannot wait for work outside of it.
 
     :raises ArgumentError: if the exporter refuses, or the type is unknown.
     """
@@ -61,8 +62,8 @@ def view(array: Any, stream: int) -> Any:
     try:
         if _has(array, "__dlpack__"):
             with on_stream(stream):
-                return cupy.from_dlpack(array)
-        return _from_interface(array, stream)
+                return cupy.from_dlpack(array if ordered else _Unordered(array))
+        return _from_interface(array, stream, ordered)
     except ArgumentError:
         raise
     except Exception as error:  # exporters raise what they like: PyTorch for a tensor that requires grad, say
@@ -70,13 +71,24 @@ def view(array: Any, stream: int) -> Any:
 
 
 def stream_for(array: Any, stream: Any) -> tuple[int, Any]:
-    """The stream of a call on a device array, as :func:`surroundings.stream_of`; None: PyTorch's current for a tensor."""
+    """The stream of a call on a device array: :func:`surroundings.stream_of`; None: PyTorch's for a tensor."""
     if stream is None and not is_cupy(array) and torch_runtime.is_tensor(array):
         return torch_runtime.current_stream(array)
     return stream_of(stream)
 
 
-def _from_interface(array: Any, stream: int) -> Any:
+class _Unordered:
+    """An array by DLPack, whose producer waits for nothing, nor lets anything wait."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        self.__dlpack_device__ = array.__dlpack_device__
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__(**options | {"stream": -1})
+
+
+def _from_interface(array: Any, stream: int, ordered: bool) -> Any:
     """By ``__cuda_array_interface__`` (versions 2 and 3), whose typestr for bfloat16 says only two opaque bytes."""
     cupy = load()
     interface = array.__cuda_array_interface__
@@ -86,7 +98,7 @@ def _from_interface(array: Any, stream: int) -> Any:
     shape, strides = tuple(interface["shape"]), interface.get("strides")
     address, _ = interface["data"]
     low, past = _reach(shape, strides, dtype.itemsize)
-    producer = interface.get("stream")
+    producer = interface.get("stream") if ordered else None
     if producer is not None and producer != stream and not (producer == 1 and stream == 0):
         event = streams.create_event()
         streams.record_event(event, producer)

@@ -156,16 +156,6 @@ class Recording:
 
         return note
 
-    def check_stream(self, stream: int) -> None:
-        """:raises CaptureError: where the body's work is captured, but not that of PyTorch's current stream."""
-        current = surroundings.stream_of()[0]
-        if self.here and stream != current and self.recorder(current) and not self.recorder(stream):
-            raise CaptureError(
-                f"expected PyTorch's current stream to be the recording's, {current:#x}; found {stream:#x}, whose work "
-                "is not recorded. In the body, around all work on tensors: "
-                "with torch.cuda.stream(torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr))"
-            )
-
     def note(self, what: Signature, *used: Any) -> None:
         """An all-reduce follows, and the arrays that it uses. Those of the pool may be used again in the body."""
         self._calls.append(Call(what))

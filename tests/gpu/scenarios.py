@@ -269,7 +269,7 @@ def torch_capture(comm: Any) -> None:
 
 
 def torch_streams(comm: Any) -> None:
-    """Calls on tensors belong to PyTorch's current stream: 1,000 turns on a side stream, late ranks, poisoned results."""
+    """Calls on tensors belong to PyTorch's current stream: 1,000 turns on a side one, late ranks, poisoned results."""
     try:
         import torch
     except ImportError:
@@ -454,8 +454,8 @@ def refused(comm: Any, call: Callable[[], Any], words: str) -> None:
 
 SCENARIOS = [
     streams, foreign_capture, programmatic_edges, destroyed_streams, captured_meanwhile, threads, interfaces,
-    torch_capture, torch_streams, communicators, host_arrays, nan_bits, late_and_recover, late_on_the_device, refused_right_behind,
-    abort_is_quick, epoch_wrap,
+    torch_capture, torch_streams, communicators, host_arrays, nan_bits, late_and_recover, late_on_the_device,
+    refused_right_behind, abort_is_quick, epoch_wrap,
 ]  # fmt: skip
 
 

@@ -279,8 +279,8 @@ class Communicator(GraphSupport):
 
         Idempotent; also done at interpreter exit. Arrays that the caller has stay valid.
         """
-        with self._lock:
-            if self not in lifetime.live:
+        with lifetime.within(lifetime.CLOSE_SECONDS), release.taking(self._lock, self._engine) as taken:
+            if not taken or self not in lifetime.live:
                 return
             if self.recording is not None and self.recording.here:
                 raise GraphStateError("close() within a recording: leave the with block first")

@@ -6,7 +6,10 @@ import atexit
 import math
 import os
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from .errors import UnsupportedError
@@ -26,8 +29,8 @@ FORKED = (
 )
 live: list[Mortal] = []  # in the order in which they were made, which is the same on every rank
 _used = _forked = _ended = False
-_EXIT_SECONDS = 6.0  # all communicators together
-_exit_deadline = math.inf
+CLOSE_SECONDS = 6.0  # for a close(), and for all communicators together at the process's end
+_thread = threading.local()
 
 
 def add(communicator: Mortal) -> None:
@@ -48,20 +51,31 @@ def is_over() -> bool:
     return _ended or _forked
 
 
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Bounds what :func:`at_most` gives this thread in the block, which takes no longer if it waits by that alone."""
+    before = getattr(_thread, "deadline", math.inf)
+    _thread.deadline = min(before, time.monotonic() + seconds)
+    try:
+        yield
+    finally:
+        _thread.deadline = before
+
+
 def at_most(seconds: float) -> float:
-    """So many seconds, or what is left of those for the process's end."""
-    return max(0.0, min(seconds, _exit_deadline - time.monotonic()))
+    """``seconds``, or what is left of the blocks around: see :func:`within`."""
+    return max(0.0, min(seconds, getattr(_thread, "deadline", math.inf) - time.monotonic()))
 
 
 @atexit.register
 def _close_all() -> None:
-    global _exit_deadline, _ended
-    _exit_deadline = time.monotonic() + _EXIT_SECONDS
-    for communicator in list(live):
-        try:
-            communicator.close()
-        except Exception as error:  # the others still have to be closed
-            print(f"ipcreduce: closing a communicator at exit: {error}", file=sys.stderr, flush=True)
+    global _ended
+    with within(CLOSE_SECONDS):
+        for communicator in list(live):
+            try:
+                communicator.close()
+            except Exception as error:  # the others still have to be closed
+                print(f"ipcreduce: closing a communicator at exit: {error}", file=sys.stderr, flush=True)
     _ended = True
 
 

@@ -142,12 +142,17 @@ class Recording:
 
     # ---- all-reduces
     def recorder(self, stream: int) -> Recorder | None:
-        """What to tell of every launch on ``stream``; None if that is not part of the capture."""
+        """What to tell of every launch on ``stream``; None if that is not part of the capture.
+
+        :raises CudaError: if that cannot be known.
+        """
         try:
             if self._capture == -1 or streams.capture_id(stream) != self._capture:
                 return None
-        except CudaError:  # a thread without a context, which does not record
-            return None
+        except CudaError:
+            if self.here:
+                raise
+            return None  # a thread without a context, which does not record
 
         def note(call: Prepared, step: Step, source: int, target: int) -> None:
             (node,) = streams.capture_nodes(stream)  # a launch leaves one node for the next to follow

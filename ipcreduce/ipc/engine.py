@@ -158,8 +158,8 @@ class Engine:
         :param then: also frees something.
         """
         job = background.Job(partial(self._close, time.monotonic() + lifetime.at_most(wait), then))
-        if not job.wait(lifetime.at_most(_END_CALLS_SECONDS)) and not self.page.has_left(self.rank):
-            self.page.lose(self.rank, "it closed the communicator")  # ends kernels of ours that wait
+        if not job.wait(lifetime.at_most(_END_CALLS_SECONDS)):
+            self.end_waits()
         if not job.wait(lifetime.at_most(_GIVE_UP_SECONDS)):
             warnings.warn(
                 f"rank {self.rank}: close() has given up waiting for GPU {self.device.ordinal}, where something runs "
@@ -167,6 +167,11 @@ class Engine:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+    def end_waits(self) -> None:
+        """Ends every wait of ours, and tells the peers that this rank has closed the communicator."""
+        if not self.page.has_left(self.rank):
+            self.page.lose(self.rank, "it closed the communicator")
 
     def _close(self, deadline: float, then: tuple[Callable[[], object], ...]) -> None:
         attempt(self.context, lambda: self._stop(deadline))

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, Protocol
 
 from .. import lifetime
 from ..cuda.within import within
@@ -22,6 +23,7 @@ from . import watchdog
 from .order import CallOrder
 
 _RECLAIM_SECONDS = 5.0
+_CALL_SECONDS = 2.0  # for a call of another thread to end, before close() ends its waits and after that
 
 _orders: dict[CallOrder, Any] = {}  # of the open communicators, with their locks
 _deferred: deque[tuple[int, Callable[[], None]]] = deque()
@@ -59,6 +61,36 @@ def mind(order: CallOrder, lock: Any) -> None:
 def forget(order: CallOrder) -> None:
     """There will be no more calls in it."""
     _orders.pop(order, None)
+
+
+class Waiting(Protocol):
+    """What calls wait in."""
+
+    def end_waits(self) -> None: ...
+
+
+@contextmanager
+def taking(lock: Any, waiting: Waiting | None) -> Iterator[bool]:
+    """The block has ``lock``, for close(); from another thread that keeps it, once the waits of its call are ended.
+
+    :returns: whether that was possible within the seconds that there are.
+    """
+    try:
+        taken = lock.acquire(timeout=lifetime.at_most(_CALL_SECONDS))
+        if not taken:
+            if waiting is not None:
+                waiting.end_waits()
+            taken = lock.acquire(timeout=lifetime.at_most(_CALL_SECONDS))
+        if not taken:
+            warnings.warn(
+                "close() has given up: another thread is in a call of the communicator that does not end. What the "
+                "communicator holds is freed with this process",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        yield taken
+    finally:
+        _release(lock)
 
 
 def give_back(context: int, *steps: Callable[[], None]) -> None:

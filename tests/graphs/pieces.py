@@ -133,9 +133,9 @@ def one_registration(comm: Any) -> None:
     with Communicator(algorithm="direct") as forced:
         opened, open_memory = [], forced._engine.mappings.open  # type: ignore[union-attr]
 
-        def count(key: Any, handle: bytes) -> int:
+        def count(key: Any, handle: bytes, nbytes: int) -> int:
             opened.append(key)
-            return open_memory(key, handle)
+            return open_memory(key, handle, nbytes)
 
         forced._engine.mappings.open = count  # type: ignore[union-attr,method-assign]
         with forced.capture():

@@ -27,6 +27,7 @@ def test_ends(hold: Hold, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_nothing_holds_close(hold: Hold, ranks: int) -> None:
     hold(ranks, "closed_beside_a_forked_child", "closed_with_their_graph_under_way", "closed_on_a_busy_device")
+    hold(ranks, "closed_beside_a_call")
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -102,9 +101,11 @@ def test_nothing_is_given_back_in_a_forked_child_or_at_the_end(monkeypatch: pyte
     assert not ran
 
 
-def test_what_is_left_of_the_end_bounds_every_wait(monkeypatch: pytest.MonkeyPatch):
+def test_waits_are_bounded_by_the_blocks_around():
     assert lifetime.at_most(5.0) == 5.0
-    monkeypatch.setattr(lifetime, "_exit_deadline", time.monotonic() + 1)
-    assert 0 < lifetime.at_most(5.0) <= 1
-    monkeypatch.setattr(lifetime, "_exit_deadline", time.monotonic() - 1)
-    assert lifetime.at_most(5.0) == 0
+    with lifetime.within(3.0), lifetime.within(60.0):
+        assert 0 < lifetime.at_most(5.0) <= 3
+        assert lifetime.at_most(0.1) == 0.1
+        with lifetime.within(0.0):
+            assert lifetime.at_most(5.0) == 0
+    assert lifetime.at_most(5.0) == 5.0

@@ -305,6 +305,34 @@ def closed_on_a_busy_device() -> None:
     good_communicator()
 
 
+def closed_beside_a_call() -> None:
+    """Another thread of rank 0 is in a call that waits for the others, who close: it ends, and close() is bounded."""
+    comm, found = Communicator(timeout=60), []
+    works(comm)
+    WORLD.Barrier()
+
+    def call() -> None:
+        try:
+            comm.allreduce(np.ones(100))
+        except errors.IpcReduceError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    if RANK == 0:
+        thread.start()
+        time.sleep(0.5)
+    started = time.monotonic()
+    if RANK != 0:
+        time.sleep(10)  # it does not come
+    comm.close()
+    if RANK == 0:
+        assert time.monotonic() - started < 8
+        thread.join(20)
+        assert [type(error) for error in found] == [errors.PeerLostError], found
+    WORLD.Barrier()
+    good_communicator()
+
+
 def ended_on_a_busy_device() -> None:
     """With --among: two communicators, a graph and arrays are open at the program's end, and the GPU is never free."""
     comms = [Communicator(WORLD, timeout=60, device=RANK) for _ in range(2)]
@@ -417,6 +445,6 @@ def registration_that_lies() -> None:
 SCENARIOS = [
     closed_early, never_closed, crosswise, killed, killed_in_a_host_call, synchronous, forked,
     closed_beside_a_forked_child, ended_beside_a_forked_child, closed_with_their_graph_under_way,
-    closed_on_a_busy_device, ended_on_a_busy_device, interrupted_where_others_meet, busy_where_others_meet,
-    registered_graph_in_a_fork, registration_that_lies,
+    closed_on_a_busy_device, closed_beside_a_call, ended_on_a_busy_device, interrupted_where_others_meet,
+    busy_where_others_meet, registered_graph_in_a_fork, registration_that_lies,
 ]  # fmt: skip

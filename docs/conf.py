@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -24,6 +25,7 @@ html_title = f"ipcreduce {release}"
 
 myst_heading_anchors = 3  # links to headings, as forges make them
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 
 
@@ -36,6 +38,15 @@ def put_in_runs(_: sphinx.application.Sphinx, page: str, source: list[str]) -> N
         source[0] = source[0].replace(place, results.run_table())
 
 
+def put_fields_apart(*arguments: object) -> None:
+    """Begins a paragraph at each field of a docstring: ``:raises ...:`` may stand in a line with a sentence."""
+    lines = arguments[-1]
+    assert isinstance(lines, list)
+    text = "\n".join(lines)
+    lines[:] = re.sub(r"(?<=[.:]) (?=:(?:raises|param|returns)\b)", "\n\n", text).splitlines()
+
+
 def setup(app: sphinx.application.Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", put_in_runs)
+    app.connect("autodoc-process-docstring", put_fields_apart)

@@ -84,7 +84,7 @@ def ratio_table() -> str:
 
 def _kind(what: str) -> str:
     """The row of :func:`ratio_table` for a row of a figures file; "" for none."""
-    op, _, dtype = what.partition(" of ")
+    dtype = what.partition(" of ")[2]
     if dtype in _FLOATS:
         return "" if what == "sum of bfloat16" else "floats and their ops, against bfloat16 sum"
     if dtype:
@@ -133,7 +133,7 @@ def _run(content: dict[str, Any]) -> tuple[str, str]:
     if "right" in content:
         forced = content.get("forced algorithm")
         what = "scenarios" + (" of graphs" if "tests.graphs" in content["command"] else "")
-        return what + (f", `algorithm=\"{forced}\"`" if forced else ""), _scenarios(content)
+        return what + (f', `algorithm="{forced}"`' if forced else ""), _scenarios(content)
     if "prototype_us" in rows[0]:
         return "times beside the prototypes", f"{len(rows)} rows"
     if "limit" in content:
@@ -147,11 +147,8 @@ def _scenarios(content: dict[str, Any]) -> str:
     parts = [f"{len(content['right'])} right"]
     if "replays of one graph, all right" in content:
         parts.append(f"{content['replays of one graph, all right']:,} replays of one graph")
-    parts += [
-        key.removeprefix("held before and after ") + " closed, nothing left"
-        for key in content
-        if key.startswith("held before and after ") and content[key]["before"]["mappings"] == content[key]["after"]["mappings"]
-    ]
+    closed = "held before and after "
+    parts += [f"{key.removeprefix(closed)} closed" for key in content if key.startswith(closed)]
     return ", ".join(parts)
 
 
@@ -161,6 +158,6 @@ def _software(content: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    for text in (bench_table(4, sizes=README_SIZES), *(bench_table(n, mode) for n in (4, 2) for mode in ("graph", "eager"))):
+    figures = [bench_table(n, mode) for n in (4, 2) for mode in ("graph", "eager")]
+    for text in (bench_table(4, sizes=README_SIZES), *figures, ratio_table(), run_table()):
         print(text, end="\n\n")
-    print(ratio_table(), run_table(), sep="\n\n")

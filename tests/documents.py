@@ -1,10 +1,10 @@
 """The Python code in README.md, CONTRIBUTING.md and docs/, as tests run it. Standard library only.
 
-Every block fenced by ```python runs, on two ranks, on the simulated device. The blocks of a page share their names, from
-its top to its end. Before a block may stand an HTML comment, which a reader does not see:
+Every block fenced by ```python runs on two ranks of the simulated device. The blocks of a page share their names. Two
+kinds of HTML comments, which a reader does not see, may stand before a block or behind it:
 
-    <!-- fragment: needs PyTorch -->     the block does not run, and why; it still has to be Python
-    <!-- not shown:                      code that runs at this place: it makes what a block uses, or checks the result
+    <!-- fragment: needs PyTorch -->     The next block does not run, for this reason. It still has to be Python.
+    <!-- not shown:                      Code that runs in this place: it prepares a block, or checks the result.
     x = cupy.ones(4)
     -->
 """
@@ -28,7 +28,7 @@ _SPELLINGS = re.compile(r"python\b|py(thon)?3?$|ipython|pycon|\{.*\}\s*py", re.I
 
 @dataclass(frozen=True)
 class Piece:
-    """Code in a page: in which line it begins, and why it does not run, if it does not."""
+    """Code in a page, and its first line. ``fragment``: the reason why it does not run; None if it does."""
 
     page: str
     line: int
@@ -37,18 +37,18 @@ class Piece:
     shown: bool
 
     def compiled(self) -> object:
-        """Its code, with the page's lines. :raises SyntaxError: if it is none."""
+        """The code object, with the line numbers of the page. :raises SyntaxError: if it is not Python."""
         return compile("\n" * (self.line - 1) + self.code, self.page, "exec", dont_inherit=True)
 
 
 def pages() -> list[Path]:
-    """Every page for readers that may hold code."""
+    """The pages whose code is tested."""
     written = (path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(written)]
 
 
 def pieces(page: Path) -> Iterator[Piece]:
-    """The Python code in a page. :raises ValueError: if a block or a comment is none that is understood."""
+    """The Python code in a page, in order. :raises ValueError: if code would be passed over."""
     text = page.read_text()
     name = str(page.relative_to(ROOT)) if page.is_relative_to(ROOT) else str(page)
     reason, until = None, 0

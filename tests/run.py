@@ -1,4 +1,4 @@
-"""make demo, make test, make test-cuda12, make check, make docs: sets up what is needed, then runs it. Standard library only."""
+"""make demo, test, test-cuda12, check, docs: sets up what each needs, then runs it. Standard library only."""
 
 from __future__ import annotations
 

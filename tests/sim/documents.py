@@ -31,7 +31,8 @@ def main() -> None:
                 exec(piece.compiled(), names)
                 WORLD.Barrier()
             if WORLD.rank == 0:
-                print(f"{piece.page}, line {piece.line}: {'right' if piece.fragment is None else 'a fragment'}")
+                verdict = "right" if piece.fragment is None else "a fragment"
+                print(f"{piece.page}, line {piece.line}: {verdict}", flush=True)
         for kind in (GraphRunner, Graph, Communicator):  # in this order, on every rank alike
             for value in names.values():
                 if isinstance(value, kind):

@@ -21,6 +21,14 @@ def check_kind(array: Any, op: Any) -> str:
     return name
 
 
+def check_host(array: np.ndarray[Any, Any], op: Any) -> str:
+    """:func:`check_kind` for a NumPy array, which must have no mask."""
+    name = check_kind(array, op)
+    if isinstance(array, np.ma.MaskedArray):
+        raise ArgumentError("array must have no mask; found a masked array. Fill it first")
+    return name
+
+
 def check_out(array: Any, out: Any) -> None:
     """:raises ArgumentError: if ``out`` has not ``array``'s shape and dtype."""
     if out.shape != array.shape or out.dtype != array.dtype:
@@ -36,6 +44,17 @@ def check_host_out(array: Any, out: Any) -> None:
     check_out(array, out)
     if arrays.is_readonly(out):
         raise ArgumentError("out must be writable; found a read-only array")
+    if not out.flags.c_contiguous:
+        check_apart(out)
+
+
+def check_apart(out: Any) -> None:
+    """:raises ArgumentError: if elements of ``out`` share memory."""
+    if arrays.has_shared_elements(out):
+        raise ArgumentError(
+            f"out must have memory of its own for each element; found shape {out.shape} with strides {out.strides}, "
+            "by which elements share it. Pass a copy: out.copy()"
+        )
 
 
 def check_device(ordinal: int, array: Any, name: str) -> None:
@@ -47,11 +66,11 @@ def check_device(ordinal: int, array: Any, name: str) -> None:
         )
 
 
-def device_out(ordinal: int, source: Any, out: Any, stream: int) -> Any:
-    """The CuPy array over ``out``, ready on ``stream``. :raises ArgumentError: if it does not fit ``source``."""
+def device_out(ordinal: int, source: Any, out: Any, stream: int, ordered: bool) -> Any:
+    """The CuPy array over ``out``: see :func:`arrays.view`. :raises ArgumentError: if it does not fit ``source``."""
     if not arrays.is_device(out, "out"):
         raise ArgumentError("out must lie on the device, as array does; found a NumPy array")
-    target = arrays.view(out, stream)
+    target = arrays.view(out, stream, ordered)
     check_out(source, target)
     check_device(ordinal, target, "out")
     if target is not out and arrays.is_readonly(out):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from . import surroundings
+from . import surroundings, torch_runtime
 from .cuda import location, streams
 from .cuda.location import Locate, Location
 from .errors import ArgumentError
@@ -22,7 +22,7 @@ def is_device(array: Any, what: str = "array") -> bool:
         return True
     kind = type(array)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if hasattr(kind, "__dlpack_device__"):
+    if _has(array, "__dlpack_device__"):
         device_type = int(array.__dlpack_device__()[0])
         if device_type in (2, 13):  # kDLCUDA, kDLCUDAManaged
             return True
@@ -30,7 +30,7 @@ def is_device(array: Any, what: str = "array") -> bool:
             f"{what} must be a NumPy array or lie on an NVIDIA GPU; found {name} on DLPack device type {device_type}. "
             "Pass numpy.asarray(it), or move it to the GPU"
         )
-    if hasattr(kind, "__cuda_array_interface__"):
+    if _has(array, "__cuda_array_interface__"):
         return True
     raise ArgumentError(
         f"{what} must be a NumPy array, or a device array with __dlpack__ or __cuda_array_interface__; found "
@@ -38,28 +38,57 @@ def is_device(array: Any, what: str = "array") -> bool:
     )
 
 
-def view(array: Any, stream: int) -> Any:
+def _has(array: Any, name: str) -> bool:
+    """Whether its type has this part of a protocol, or the object carries it itself. A type is no array."""
+    return hasattr(type(array), name) or (hasattr(array, name) and not isinstance(array, type))
+
+
+def view(array: Any, stream: int, ordered: bool = True) -> Any:
     """A CuPy array over the same memory, ready to be used on ``stream``.
 
-    ``__cuda_array_interface__``'s ``stream`` is waited for by an event; DLPack's producer is told ``stream``.
+    ``__cuda_array_interface__``'s ``stream`` is waited for by an event; DLPack's producer is told ``stream``. Not so
+    unless ``ordered``: a recording cannot wait for work outside of it.
 
     :raises ArgumentError: if the exporter refuses, or the type is unknown.
     """
     cupy = load()
     if isinstance(array, cupy.ndarray):
         return array
+    if method := torch_runtime.pending(array):
+        raise ArgumentError(
+            f"a tensor must hold its values; found one whose memory PyTorch reads as negated or conjugated. Pass "
+            f"tensor.{method}()"
+        )
     try:
-        if hasattr(type(array), "__dlpack__"):
+        if _has(array, "__dlpack__"):
             with on_stream(stream):
-                return cupy.from_dlpack(array)
-        return _from_interface(array, stream)
+                return cupy.from_dlpack(array if ordered else _Unordered(array))
+        return _from_interface(array, stream, ordered)
     except ArgumentError:
         raise
     except Exception as error:  # exporters raise what they like: PyTorch for a tensor that requires grad, say
         raise ArgumentError(f"the {type(array).__qualname__} does not give its memory: {error}") from error
 
 
-def _from_interface(array: Any, stream: int) -> Any:
+def stream_for(array: Any, stream: Any) -> tuple[int, Any]:
+    """The stream of a call on a device array: :func:`surroundings.stream_of`; None: PyTorch's for a tensor."""
+    if stream is None and not is_cupy(array) and torch_runtime.is_tensor(array):
+        return torch_runtime.current_stream(array)
+    return stream_of(stream)
+
+
+class _Unordered:
+    """An array by DLPack, whose producer waits for nothing, nor lets anything wait."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        self.__dlpack_device__ = array.__dlpack_device__
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__(**options | {"stream": -1})
+
+
+def _from_interface(array: Any, stream: int, ordered: bool) -> Any:
     """By ``__cuda_array_interface__`` (versions 2 and 3), whose typestr for bfloat16 says only two opaque bytes."""
     cupy = load()
     interface = array.__cuda_array_interface__
@@ -69,7 +98,7 @@ def _from_interface(array: Any, stream: int) -> Any:
     shape, strides = tuple(interface["shape"]), interface.get("strides")
     address, _ = interface["data"]
     low, past = _reach(shape, strides, dtype.itemsize)
-    producer = interface.get("stream")
+    producer = interface.get("stream") if ordered else None
     if producer is not None and producer != stream and not (producer == 1 and stream == 0):
         event = streams.create_event()
         streams.record_event(event, producer)
@@ -117,6 +146,28 @@ def extent(array: Any) -> tuple[int, int]:
     start = array.ctypes.data if isinstance(array, np.ndarray) else pointer(array)
     first, past = _reach(array.shape, array.strides, array.dtype.itemsize)
     return start + first, start + past
+
+
+def has_shared_elements(array: Any) -> bool:
+    """Whether two elements of a device or host array lie in the same bytes."""
+    if not array.size:
+        return False
+    pairs = zip(array.shape, array.strides, strict=True)
+    steps = sorted((abs(stride), length) for length, stride in pairs if length > 1)
+    past = itemsize = array.dtype.itemsize
+    nested = True
+    for stride, length in steps:
+        nested = nested and stride >= past
+        past += (length - 1) * stride
+    if nested:
+        return False
+    if steps[0][0] < itemsize or past < array.nbytes:
+        return True
+    places = np.zeros(1, np.int64)  # only as_strided makes others: looked at one by one
+    for stride, length in steps:
+        places = np.add.outer(places, stride * np.arange(length)).reshape(-1)
+    places.sort()
+    return bool((np.diff(places) < itemsize).any())
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any], stream: int, device: int) -> Any:
@@ -174,5 +225,8 @@ def locator(kind: type) -> Locate | None:
 
 def locate(array: Any) -> Location | None:
     """Where a device array lies; None for any other object. :raises ArgumentError: if it does not give its address."""
-    find = locator(type(array))
+    kind = type(array)
+    find, attributes = locator(kind), location.attributes(kind)
+    if find is None and attributes is not None:
+        find = location.carried(kind, attributes(array))
     return None if find is None else find(array)

@@ -17,7 +17,7 @@ from typing import Any
 
 from . import __version__
 from .bench import command as bench
-from .bench import tune
+from .bench import report, tune
 from .cuda import compiler, driver
 from .errors import IpcReduceError
 from .ipc import plan
@@ -140,32 +140,26 @@ def _ranks() -> dict[str, Any]:
 
 
 def _show(found: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
-    console.print(f"ipcreduce {found['ipcreduce']}, Python {found['python']}")
-    console.print(", ".join(f"{name} {version}" for name, version in found["packages"].items()))
+    print(f"ipcreduce {found['ipcreduce']}, Python {found['python']}")
+    print(", ".join(f"{name} {version}" for name, version in found["packages"].items()))
     gpus = found["gpus"]
     if "none" in gpus:
-        console.print(f"no GPU: {gpus['none']}", markup=False)
+        print(f"no GPU: {gpus['none']}")
     else:
-        table = Table(title=f"GPUs (driver of CUDA {gpus['driver']})", title_justify="left")
-        columns = ("GPU", "name", "capability", "memory", "UUID", "P2P with")
-        for column in columns:
-            table.add_column(column)
+        rows = []
         for device in gpus["devices"]:
             peers = [str(other) for other, access in enumerate(device["p2p"]) if access and other != device["ordinal"]]
-            table.add_row(
+            rows.append([
                 str(device["ordinal"]), device["name"], device["capability"], f"{device['memory_gb']} GB",
                 device["uuid"], " ".join(peers) or "none",
-            )  # fmt: skip
-        console.print(table)
+            ])  # fmt: skip
+        print(f"GPUs (driver of CUDA {gpus['driver']})")
+        print(report.table(("GPU", "name", "capability", "memory", "UUID", "P2P with"), rows))
     ranks = found["ranks"]
     if ranks:
-        console.print(f"{ranks['size']} rank(s): backend {ranks['backend']}", style="bold")
+        print(f"{ranks['size']} rank(s): backend {ranks['backend']}")
         for line in ranks["description"]:
-            console.print(f"  {line}", markup=False)
-    console.print(f"workspace: {found['workspace_mb']} MB a rank; kernel cache: {found['cache']}", markup=False)
+            print(f"  {line}")
+    print(f"workspace: {found['workspace_mb']} MB a rank; kernel cache: {found['cache']}")
     for name, value in found["environment"].items():
-        console.print(f"{name}={value}", markup=False)
+        print(f"{name}={value}")

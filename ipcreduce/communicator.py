@@ -117,16 +117,15 @@ class Communicator(GraphSupport):
             signed and unsigned integers of 8 to 64 bits.
         :param op: "sum", "prod", "min", "max" or "avg".
         :param out: where the result goes, of the same shape, dtype and kind; ``out=array`` is in place.
-        :param stream: for device arrays: an int, a CuPy stream or an object with ``__cuda_stream__``; None for CuPy's
-            current stream. The call returns before the work is done, as CuPy's do.
+        :param stream: for device arrays: an int, a CuPy stream or an object with ``__cuda_stream__``; None for the
+            current stream: PyTorch's for its tensors, outside of recordings, and CuPy's for all else.
         :returns: ``out``, or a new C-contiguous array: CuPy for device arrays, NumPy for host arrays.
         :raises ArgumentError: for what this rank passed. The other ranks get :class:`PeerFailedError`.
         :raises RankMismatchError: if the ranks' calls differ.
-        :raises PeerTimeoutError: if a rank did not come in time.
-        :raises PeerLostError: if a rank has gone.
+        :raises PeerTimeoutError: if a rank did not come in time. :raises PeerLostError: if a rank has gone.
 
-        For device arrays these last may come with a later call or :meth:`synchronize`; where data is missing, the
-        result then holds bytes 0xFF (NaN).
+        On the device, the call returns before the work is done. There these last may come with a later call or
+        :meth:`synchronize`; where data is missing, the result then holds bytes 0xFF (NaN).
         """
         try:
             self._lock.acquire()  # not by with, 0.13 us more; and here: an interrupt right behind it must not keep it
@@ -154,8 +153,11 @@ class Communicator(GraphSupport):
         engine, faults = self._engine, self._faults
         if engine is None or faults is None:
             raise UnsupportedError(f"device arrays need backend ipc: {self._reasons['ipc']}")
-        handle, owner = surroundings.stream_of(stream)
-        source = arrays.view(array, handle)
+        recording = self.recording
+        in_body = recording is not None and recording.here
+        handle, owner = surroundings.stream_of(stream) if in_body else arrays.stream_for(array, stream)
+        recorder = None if recording is None else recording.recorder(handle)
+        source = arrays.view(array, handle, ordered=recorder is None)
         if type(op) is not str:
             arguments.check_kind(source, op)
         launches, shape, dtype = engine.launches, source.shape, source.dtype
@@ -164,7 +166,6 @@ class Communicator(GraphSupport):
             prepared = launches.prepare(shape, dtype, arguments.check_kind(source, op), op, source.nbytes)
         device = engine.device.ordinal
         arguments.check_device(device, source, "array")
-        recorder = None if self.recording is None else self.recording.recorder(handle)
         memory = nullcontext if recorder is not None else partial(self._captured_memory.allocating, handle)
         if out is None:
             with memory():
@@ -174,10 +175,11 @@ class Communicator(GraphSupport):
             if source is not array and arrays.is_readonly(out):
                 raise ArgumentError("out must be writable; found a read-only array")
         else:
-            target, result = arguments.device_out(device, source, out, handle), out
+            target, result = arguments.device_out(device, source, out, handle, recorder is None), out
         overlap = out is not None and target is not source and arguments.overlap_in_part(source, target)
         direct = target
         if not arrays.is_contiguous(target):
+            arguments.check_apart(target)
             with memory():
                 direct = arrays.empty(source.shape, source.dtype, handle, device)
         if overlap or not arrays.is_contiguous(source):
@@ -188,8 +190,8 @@ class Communicator(GraphSupport):
             arguments.check_aligned(source, direct)
         if recorder is None:
             self._call = faults.enter(self._call, prepared.what, handle)
-        elif self.recording is not None:
-            self.recording.note(prepared.what, source, direct, target)
+        elif recording is not None:
+            recording.note(prepared.what, source, direct, target)
         if self._size == 1:
             with engine.order.behind(handle, owner, recorded=recorder is not None):
                 arrays.copy_into(direct, source, handle)
@@ -205,9 +207,7 @@ class Communicator(GraphSupport):
         return result
 
     def _reduce_host(self, array: np.ndarray[Any, Any], op: str, out: Any) -> np.ndarray[Any, Any]:
-        dtype = arguments.check_kind(array, op)
-        if isinstance(array, np.ma.MaskedArray):
-            raise ArgumentError("array must have no mask; found a masked array. Fill it first")
+        dtype = arguments.check_host(array, op)
         if out is not None:
             arguments.check_host_out(array, out)
         text = f"{op} of {dtype} {array.shape}"

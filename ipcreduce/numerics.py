@@ -17,6 +17,7 @@ DTYPE_NAMES = (
 OPS = ("sum", "prod", "min", "max", "avg")
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_NAN_BITS = {"float16": 0x7FFF, "bfloat16": 0x7FFF, "float32": 0x7FC00000, "float64": 0x7FF8 << 48}  # the kernels' one
 DTYPES = {(BFLOAT16 if name == "bfloat16" else np.dtype(name)): name for name in DTYPE_NAMES}
 
 
@@ -25,7 +26,7 @@ def fold(values: Sequence[np.ndarray[Any, Any]], op: str) -> np.ndarray[Any, Any
 
     float16 and bfloat16 accumulate in float32 and round once. Integer sums and products wrap. The average of floats
     is the sum divided by n; of integers, the exact sum divided by n, truncated toward zero. NaN propagates through
-    min and max; of equal values (-0, +0) the first stays.
+    min and max; of equal values (-0, +0) the first stays. All NaN of a dtype become the one that the kernels write.
 
     :param values: n arrays of one shape and dtype.
     :param op: one of :data:`OPS`.
@@ -49,7 +50,8 @@ def fold(values: Sequence[np.ndarray[Any, Any]], op: str) -> np.ndarray[Any, Any
             result /= result.dtype.type(len(values))
         result = result.astype(dtype)
         if dtype.kind not in "iu":  # one NaN: which payload survives depends on where an element lies in a vector
-            np.copyto(result, np.asarray(np.nan, dtype), where=np.isnan(result))
+            bits = np.array(_NAN_BITS[DTYPES[dtype]], f"u{dtype.itemsize}")
+            np.copyto(result, bits.view(dtype), where=np.isnan(result))
         return result
 
 

@@ -31,6 +31,11 @@ def ours(module: Any, values: Any, dtype: Any = np.float32) -> Any:
     return module.view(module.buffer(raw), 0, host.shape, host.dtype, None)
 
 
+def strided(module: Any, step: int) -> Any:
+    """Six float32 values, ``step`` bytes from one to the next."""
+    return module.view(module.buffer(np.zeros(40, np.uint8)), 20, (6,), np.dtype(np.float32), (step,))
+
+
 def mine(module: Any, comm: Any, shape: Any = 6, dtype: Any = np.float32) -> Any:
     """This rank's array: rank + 1 everywhere."""
     return ours(module, np.full(shape, comm.rank + 1), dtype)
@@ -79,8 +84,6 @@ class OnDevice:
     def __init__(self, base: Any = None, **changes: Any) -> None:
         interface = {"shape": (6,), "typestr": "<f4", "data": (0, False), "version": 3, "stream": None}
         self.__cuda_array_interface__ = interface | getattr(base, "__cuda_array_interface__", {}) | changes
-
-    __cuda_array_interface__: Any = None
 
 
 class ByDlpack:
@@ -192,6 +195,14 @@ def bad_outs() -> Iterator[Row]:
     yield out("on the device", lambda m, c: OnDevice(), "be a NumPy array", "OnDevice", on="host")
     yield out("on the host", lambda m, c: np.zeros(6, np.float32), "lie on the device", on="device")
     yield out("read-only on the device", lambda m, c: read_only(mine(m, c)), "be writable", on="device")
+    for step in (0, 2, -3):
+        words = ("memory of its own for each element", f"strides ({step},)")
+        yield out(f"with stride {step}", lambda m, c, s=step: strided(m, s), *words)
+    yield Row(
+        "out with stride 0, in place",
+        lambda m, c: c.allreduce(array := strided(m, 0), out=array),
+        ("out must have memory of its own for each element",),
+    )
     yield Row(
         "out read-only, in place",
         lambda m, c: c.allreduce(array := read_only(mine(m, c)), out=array),

@@ -78,7 +78,6 @@ def main(options: argparse.Namespace) -> None:
 
 def _measure(comm: Communicator, modes: list[str], options: argparse.Namespace) -> dict[str, Any]:
     from mpi4py import MPI
-    from rich.progress import track
 
     mpi = MPI.COMM_WORLD
     peers, left_out = contenders.find([name for name in options.peers.split(",") if name], mpi)
@@ -89,7 +88,7 @@ def _measure(comm: Communicator, modes: list[str], options: argparse.Namespace) 
     with surroundings.load().cuda.Stream(non_blocking=True):
         limit = Limit.measure(comm, mpi, options.replays)
         result["limit"] = {"barrier_us": limit.barrier_us, "push_GBps": limit.push_gbps}
-        for nbytes in track(work, "sizes", disable=comm.rank != 0, transient=True, auto_refresh=False):
+        for nbytes in report.progress(work, comm.rank == 0):
             message = Message(nbytes, dtype, comm)
             if reason := _trouble(partial(_check, ours, message), mpi):
                 raise IpcReduceError(f"the sum of {nbytes} bytes, before it was timed: {reason}")

@@ -45,7 +45,8 @@ class Limit:
             graph = timing.captured(lambda: launch.run(stream), calls)
             return timing.in_graph(graph, calls, replays, mpi).median
 
-        blocks = max(1, min(_BLOCKS, nbytes // plan.PACKET_BYTES // (8 * _THREADS)))
+        most = min(_BLOCKS, plan.most_blocks(engine.launches.resident, engine.launches.sharing))
+        blocks = max(1, min(most, nbytes // plan.PACKET_BYTES // (8 * _THREADS)))
         median(nbytes, (blocks, _THREADS), 4)  # clocks rise
         barrier, push = median(0, (1, 32), 200), median(nbytes, (blocks, _THREADS), 4)
         return cls(comm.size, barrier, (comm.size - 1) * nbytes / push / 1e3)

@@ -6,6 +6,7 @@ import datetime
 import json
 import platform
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -46,36 +47,43 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def show(rows: list[dict[str, Any]], title: str) -> None:
-    """A table of the rows of one mode, on the terminal."""
-    from rich.console import Console
-    from rich.table import Table
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: bool = False) -> str:
+    """Plain lines of whole cells, however wide: under mpirun nobody knows of a terminal, and a log has none.
 
+    :param right: where the cells are aligned.
+    """
+    lines = [columns, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    texts = (
+        [f"{cell:{'>' if right else '<'}{width}}" for cell, width in zip(line, widths, strict=True)] for line in lines
+    )
+    return "\n".join("  ".join(cells).rstrip() for cells in texts)
+
+
+def progress(work: Sequence[int], shown: bool) -> Iterator[int]:
+    """Each of the sizes in ``work``; before it, if ``shown``, a line on stderr that says so."""
+    for number, nbytes in enumerate(work, 1):
+        if shown:
+            print(f"size {number} of {len(work)}: {size_text(nbytes)}", file=sys.stderr, flush=True)
+        yield nbytes
+
+
+def show(rows: list[dict[str, Any]], title: str) -> None:
+    """Prints a table of the rows of one mode."""
     peers = sorted({name for row in rows for name in row["peers_us"]})
-    table = Table(title=title, title_justify="left")
-    for column in (
-        "bytes",
-        "algorithm",
-        "us",
-        "min",
-        "p99",
-        "bus GB/s",
-        "host us",
-        "limit us",
-        *peers,
-        "best peer / us",
-    ):
-        table.add_column(column, justify="right")
+    columns = ["bytes", "algorithm", "us", "min", "p99", "bus GB/s", "host us", "limit us", *peers, "best peer / us"]
+    cells = []
     for row in rows:
         best = min(row["peers_us"].values(), default=None)
-        table.add_row(
+        cells.append([
             size_text(row["bytes"]), row["algorithm"], f"{row['ours_us']:.2f}", f"{row['ours_min_us']:.2f}",
             f"{row['ours_p99_us']:.2f}", f"{row['bus_GBps']:.1f}",
             "" if row["host_us"] is None else f"{row['host_us']:.2f}", f"{row['limit_us']:.2f}",
             *(f"{row['peers_us'][name]:.2f}" if name in row["peers_us"] else "" for name in peers),
             "" if best is None else f"{best / row['ours_us']:.2f}",
-        )  # fmt: skip
-    Console(width=None if sys.stdout.isatty() else 240).print(table)
+        ])  # fmt: skip
+    print(f"{title}\n{table(columns, cells, right=True)}\n")
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:

@@ -38,6 +38,8 @@ def main(options: argparse.Namespace) -> None:
     with Communicator(device="auto") as comm:
         if comm.backend != "ipc" or comm.size == 1:
             raise UnsupportedError(f"tune needs GPUs and at least 2 ranks under mpirun; found:\n{comm.describe()}")
+        if comm.require_engine("tune").launches.sharing > 1:  # their kernels would take turns while they are timed
+            raise UnsupportedError(f"tune needs a GPU for each rank; found:\n{comm.describe()}")
         table = _measure(comm, options)
         if comm.rank == 0:
             for choice in table:
@@ -52,12 +54,11 @@ def main(options: argparse.Namespace) -> None:
 
 def _measure(comm: Communicator, options: argparse.Namespace) -> plan.Table:
     from mpi4py import MPI
-    from rich.progress import track
 
     table: list[plan.Choice] = []
     work = command.sizes(_SMALLEST, max(_SMALLEST, options.largest), between=True)
     with surroundings.load().cuda.Stream(non_blocking=True):
-        for nbytes in track(work, "sizes", disable=comm.rank != 0, transient=True, auto_refresh=False):
+        for nbytes in report.progress(work, comm.rank == 0):
             message = Message(nbytes, next(one for one, name in DTYPES.items() if name == _DTYPE), comm)
             times = {
                 choice: _time(comm, message, choice, options.replays, MPI.COMM_WORLD)

@@ -99,8 +99,18 @@ def device_info(ordinal: int) -> DeviceInfo:
 
 
 def can_access_peer(ordinal: int, peer: int) -> bool:
-    """Whether the driver reports P2P access between two visible GPUs (it may still fail: see Workspace.verify)."""
+    """Whether the driver reports P2P access between two visible GPUs (it may still fail: see verify.cu)."""
     return bool(call("cuDeviceCanAccessPeer", call("cuDeviceGet", ordinal), call("cuDeviceGet", peer)))
+
+
+def native_atomics(ordinal: int, peer: int) -> bool:
+    """Whether the link from one visible GPU to another one has atomics of its own: NVLink has, PCIe has not.
+
+    (H200, driver 580: 1 over NVLink, in both directions.)
+    """
+    attribute = load().CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    a, b = call("cuDeviceGet", ordinal), call("cuDeviceGet", peer)
+    return bool(call("cuDeviceGetP2PAttribute", attribute, a, b))
 
 
 def retain_context(ordinal: int) -> int:

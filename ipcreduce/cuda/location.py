@@ -1,6 +1,7 @@
 """Where arrays lie, as they say by ``__cuda_array_interface__`` and DLPack, without a copy or a CUDA call.
 
-Attributes are read as ``object`` and ``type`` do it, whatever ``__getattribute__`` a type or its metaclass has.
+Attributes are read as ``object`` and ``type`` do it, whatever ``__getattribute__`` a type or its metaclass has. An
+array has a protocol by its type, or carries it in its own ``__dict__``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import ctypes
 import functools
 import math
 import struct
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -19,7 +21,7 @@ from ..errors import ArgumentError
 
 Location = tuple[int, tuple[int, ...], str, tuple[int, ...]]  # address, shape, dtype's name, strides in bytes
 Locate = Callable[[Any], "Location | None"]
-_PROTOCOLS = "__cuda_array_interface__", "__dlpack__", "__dlpack_device__"
+PROTOCOLS = "__cuda_array_interface__", "__dlpack__", "__dlpack_device__"
 
 
 def namespaces(kind: type) -> list[Mapping[str, Any]]:
@@ -28,14 +30,31 @@ def namespaces(kind: type) -> list[Mapping[str, Any]]:
     return [namespace(base) for base in mro(kind)]
 
 
-def locator(kind: type) -> Locate | None:
+def attributes(kind: type) -> Callable[[Any], dict[str, Any]] | None:
+    """What gives the ``__dict__`` of an object of this type; None if there is none, or the objects are types."""
+    for namespace in namespaces(kind) if not issubclass(kind, type) else ():
+        if type(namespace.get("__dict__")) in (types.GetSetDescriptorType, types.MemberDescriptorType):
+            get: Callable[[Any], dict[str, Any]] = namespace["__dict__"].__get__
+            return get
+    return None
+
+
+def carried(kind: type, own: dict[str, Any]) -> Locate | None:
+    """:func:`locator` for an object with the attributes ``own``; None if none of the protocols is among these."""
+    names = dict.keys(own)  # whatever code a dict of attributes has
+    return locator(kind, names) if PROTOCOLS[0] in names or PROTOCOLS[1] in names or PROTOCOLS[2] in names else None
+
+
+def locator(kind: type, own: Collection[str] = ()) -> Locate | None:
     """What tells where an object of this type lies; None if the type is no array's, or NumPy's.
 
     It gives None for an array that is not on an NVIDIA GPU, and raises ``ArgumentError`` if one does not say where it
     is. An array that has both protocols is asked by the interface, and by DLPack if that fails.
+
+    :param own: names of attributes that the object has beside those of the type.
     """
-    found = namespaces(kind)
-    interface, *dlpack = (any(name in namespace for namespace in found) for name in _PROTOCOLS)
+    found = [*namespaces(kind), own]
+    interface, *dlpack = (any(name in names for names in found) for name in PROTOCOLS)
     readers = [_by_interface] * interface + [_by_dlpack] * all(dlpack)
     if issubclass(kind, np.ndarray) or not readers:
         return None
@@ -74,7 +93,7 @@ def _by_interface(array: Any) -> Location:
 
 
 def _by_dlpack(array: Any) -> Location | None:
-    capsule, device = (object.__getattribute__(array, name) for name in _PROTOCOLS[1:])
+    capsule, device = (object.__getattribute__(array, name) for name in PROTOCOLS[1:])
     if device()[0] not in (2, 13):  # kDLCUDA, kDLCUDAManaged
         return None
     prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)

@@ -76,10 +76,14 @@ class _Part(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """What objects of a type can be: arrays, if there is ``locate``; containers, if there are ``parts``."""
+    """What objects of a type can be: arrays, if there is ``locate``; containers, if there are ``parts``.
+
+    Those with ``attributes`` of their own can be arrays by these.
+    """
 
     locate: Locate | None
     parts: tuple[_Part, ...]
+    attributes: Callable[[Any], dict[str, Any]] | None = None
 
 
 def _layout(kind: type) -> _Layout:
@@ -101,11 +105,10 @@ def _layout(kind: type) -> _Layout:
                 slots[name] = member.__get__
     if slots:
         parts.append(_Part(_slots(slots), ".{}".format))
-    for namespace in namespaces:
-        if type(namespace.get("__dict__")) in (types.GetSetDescriptorType, types.MemberDescriptorType):
-            parts.append(_Part(_attributes(namespace["__dict__"].__get__), ".{}".format))
-            break
-    return _Layout(arrays.locator(kind), tuple(parts))
+    attributes = location.attributes(kind)
+    if attributes is not None:
+        parts.append(_Part(_attributes(attributes), ".{}".format))
+    return _Layout(arrays.locator(kind), tuple(parts), attributes)
 
 
 def item(key: Any) -> str:
@@ -143,7 +146,11 @@ def _slots(slots: dict[str, Callable[[Any], Any]]) -> Read:
 def _attributes(get: Callable[[Any], dict[str, Any]]) -> Read:
     def read(container: Any) -> tuple[Sequence[Any], Sequence[Any]]:
         attributes = dict.items(get(container))
-        found = {name: value for name, value in attributes if type(name) is str and name[:1] != "_"}
+        found = {
+            name: value
+            for name, value in attributes  # those that make it an array are compared too: it may get them later
+            if type(name) is str and (name[:1] != "_" or name in location.PROTOCOLS)
+        }
         return [*found], [*found.values()]
 
     return read
@@ -205,12 +212,15 @@ class _Walk:
             self._steps.append(step)
             for position, (key, value) in enumerate(zip(keys, values, strict=True)):
                 layout = self._layout(type(value))
-                if layout.locate is not None:
+                locate = layout.locate
+                if locate is None and layout.attributes is not None:
+                    locate = location.carried(type(value), layout.attributes(value))
+                if locate is not None:
                     try:
-                        place = layout.locate(value)
+                        place = locate(value)
                     except ArgumentError as error:
                         raise ArgumentError(f"{_short(self._path(number) + suffix(key))}: {error}") from error
-                    step.arrays.append((position, layout.locate, place))
+                    step.arrays.append((position, locate, place))
                     if place is not None:
                         inside.append((suffix, key, place))
                         continue

@@ -40,6 +40,10 @@ def eager_break(function: Callable[_P, _T]) -> Callable[_P, _T]:
     The function writes its results into arrays that it gets, or returns a device array (the caller gets a CuPy array
     into which each replay copies; shape and dtype must stay), a scalar (that of the recording stays) or None.
 
+    Work on side streams has to be joined before the break: record an event there, and let the recording's stream wait
+    for it. To go on there after the break, record a new event on the recording's stream, and let the side stream wait
+    for that: an event from before the break belongs to the segment that has ended.
+
     :raises CaptureError: from a call within a recording, if the function returns anything else.
     """
 

@@ -186,6 +186,9 @@ class Graph:
         It runs with real data, on the recording's stream and with the caller's allocator; and again at each replay,
         on the replay's. See :func:`ipcreduce.eager_break` for what it may return.
 
+        Side streams have to be joined before it: record an event there, and let the recording's stream wait for it.
+        They are forked again after it by an event that is recorded after it.
+
         :returns: its result. With ``breaks=False``, that of a plain call within the capture.
         :raises GraphStateError: outside of this graph's recording, in another thread, or within another break.
         """

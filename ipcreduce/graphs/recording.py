@@ -28,6 +28,8 @@ _ADVICE = {  # by CUresult, which is also the cudaError_t
     905: "A wait for work outside of the recording belongs before it, or into a break (eager_break outermost).",
     904: "Work on another stream has to be joined, before the block or a break: wait for its event on the recording's "
     "stream.",
+    907: "An event recorded before a break belongs to the segment that has ended; the break and what follows it come "
+    "behind that as they are. Join side streams before a break, and fork them again by an event recorded after it.",
 }  # fmt: skip
 
 
@@ -181,8 +183,8 @@ def warn_about(segments: list[Segment]) -> None:
 
 
 def cannot_be_captured(cause: BaseException, advice: str = "") -> CaptureError:
-    """The error for work that does not go into a graph."""
-    return CaptureError(f"the recording cannot be made into a graph: {cause}. {advice}".rstrip())
+    """The error for work that does not go into a graph. It begins with the cause's own words, which people look up."""
+    return CaptureError(f"{str(cause).rstrip('.')}. So the recording cannot be made into a graph. {advice}".rstrip())
 
 
 def explained(error: BaseException) -> BaseException:

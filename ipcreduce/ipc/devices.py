@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,11 @@ def advise_spreading(rank: int, devices: np.ndarray[Any, Any]) -> None:
             RuntimeWarning,
             stacklevel=5,
         )
+
+
+def most_on_a_gpu(devices: np.ndarray[Any, Any]) -> int:
+    """The most ranks that use one GPU: the same number on every rank."""
+    return max(Counter(uuid.tobytes() for uuid in devices["uuid"]).values())
 
 
 def raise_wrong(own: int, everyone: np.ndarray[Any, Any]) -> None:

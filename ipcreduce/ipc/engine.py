@@ -53,16 +53,22 @@ class Engine:
             raise
         self.launches.before_loading = lambda: self.order.ends_by(time.monotonic() + timeout)
         self.repeats = Repeats(device.ordinal, context, self.launches, self.order, page)
+        self.packets = "packets arrive whole"  # until the start-up check says otherwise
         self._recording_stream = 0
         background.start()
 
     def describe(self) -> list[str]:
-        """Lines for people: GPU, workspace, packets."""
-        return [
+        """Lines for people: GPU, workspace, packets, plan."""
+        launches = self.launches
+        lines = [
             f"GPU {self.device.ordinal}: {self.device.name}, {self.workspace.nbytes >> 20} MB of workspace",
-            "packets arrive " + ("whole" if self.launches.whole_packets else "in halves of 8 bytes"),
-            f"plan: tuned, {len(table)} choices" if (table := self.launches.table) else "plan: default, not tuned",
+            self.packets,
+            f"plan: tuned, {len(launches.table)} choices" if launches.table else "plan: default, not tuned",
         ]
+        if launches.sharing > 1:
+            most = plan.most_blocks(launches.resident, launches.sharing)
+            lines.append(f"plan: {launches.sharing} ranks on a GPU, so at most {most} blocks a launch")
+        return lines
 
     # ---- running
     def run(

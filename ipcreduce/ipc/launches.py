@@ -51,7 +51,7 @@ class Launches:
         self.algorithm = algorithm
         self.whole_packets = True  # until the start-up check says otherwise
         self.table: plan.Table = ()  # until the ranks have agreed on one
-        self.resident = plan.RESIDENT  # until they have compared their GPUs
+        self.resident, self.sharing = plan.RESIDENT, 1  # until they have compared their GPUs
         self.before_loading: Callable[[], object] = lambda: None  # waits for the calls in flight
         self._workspace, self._control, self._capability, self._timeout = workspace, control, capability, timeout
         self._modules: list[int] = []
@@ -77,11 +77,14 @@ class Launches:
 
     def planned(self, nbytes: int, forced: str | None = None, table: plan.Table = ()) -> tuple[plan.Step, ...]:
         """:func:`plan.make_plan` for this communicator."""
-        return plan.make_plan(nbytes, self._workspace.n, self._workspace.half_bytes, forced, table, self.resident)
+        n, half_bytes = self._workspace.n, self._workspace.half_bytes
+        return plan.make_plan(nbytes, n, half_bytes, forced, table, self.resident, self.sharing)
 
     def planned_direct(self, staged: plan.Step) -> plan.Step | None:
         """:func:`plan.direct` for this communicator; None unless it forces that."""
-        return plan.direct(staged, self._workspace.n, self.resident) if self.algorithm == "direct" else None
+        if self.algorithm != "direct":
+            return None
+        return plan.direct(staged, self._workspace.n, self.resident, self.sharing)
 
     def by_steps(
         self, steps: Iterable[plan.Step], shape: tuple[int, ...], dtype: str, op: str, nbytes: int

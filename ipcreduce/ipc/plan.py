@@ -54,6 +54,16 @@ def most_threads(algorithm: str, depth: int, n: int) -> int:
     return 0
 
 
+def most_blocks(resident: int, sharing: int) -> int:
+    """Blocks that one launch may have at most, so that those of all ranks on a GPU are there at once.
+
+    Where ranks share a GPU, blocks that wait for a peer must not keep that peer's out. A launch then has no block of
+    more than 512 threads, and every kernel leaves room for two of those a multiprocessor, which is what ``resident``
+    counts. A rank may have two grids there: with programmatic launch the next one waits beside the one that runs.
+    """
+    return EPOCH_SLOTS if sharing == 1 else max(1, resident // (2 * sharing))
+
+
 def resident_blocks(block: int, depth: int, n: int, resident: int) -> int:
     """Blocks of two_shot that every rank's GPU holds at once, of those that a launch may have."""
     return min(EPOCH_SLOTS, resident * most_threads("two_shot", depth, n) // block)
@@ -109,7 +119,13 @@ def staging_bytes(algorithm: str, nbytes: int, n: int) -> int:
 
 @lru_cache(maxsize=4096)
 def make_plan(
-    nbytes: int, n: int, half_bytes: int, forced: str | None = None, table: Table = (), resident: int = RESIDENT
+    nbytes: int,
+    n: int,
+    half_bytes: int,
+    forced: str | None = None,
+    table: Table = (),
+    resident: int = RESIDENT,
+    sharing: int = 1,
 ) -> tuple[Step, ...]:
     """The launches for a message of ``nbytes`` bytes over ``n`` ranks, in order.
 
@@ -118,6 +134,7 @@ def make_plan(
         a graph is registered, by two_shot.
     :param table: measured choices, the same on every rank.
     :param resident: blocks that every rank's GPU holds at once, as :data:`RESIDENT`.
+    :param sharing: the most ranks on one GPU, the same on every rank.
     """
     if not nbytes or n == 1:
         return ()
@@ -127,21 +144,25 @@ def make_plan(
     if table and not forced:
         choice = next((one for one in table if nbytes <= one.up_to), table[-1])
         algorithm = choice.algorithm
-    segment = _segment_bytes(algorithm, n, half_bytes)
-    if algorithm == "one_shot" and not forced and nbytes > segment:  # a small workspace: two shots stage less
+    one_shot_packets = most_blocks(resident, sharing) * _one_shot_threads(sharing)
+    segment = _segment_bytes(algorithm, n, half_bytes, one_shot_packets)
+    if algorithm == "one_shot" and not forced and nbytes > segment:  # two shots stage less, and in a loop
         algorithm = "two_shot"
-        segment = _segment_bytes(algorithm, n, half_bytes)
+        segment = _segment_bytes(algorithm, n, half_bytes, one_shot_packets)
     even = -(-nbytes // -(-nbytes // segment))  # rather than a small one at the end, which costs as much to start
     unit = _unit(segment)
     even = -(-even // unit) * unit
-    return tuple(step(algorithm, at, min(even, nbytes - at), n, choice, resident) for at in range(0, nbytes, even))
+    return tuple(
+        step(algorithm, at, min(even, nbytes - at), n, choice, resident, sharing) for at in range(0, nbytes, even)
+    )
 
 
-def direct(step: Step, n: int, resident: int = RESIDENT) -> Step:
+def direct(step: Step, n: int, resident: int = RESIDENT, sharing: int = 1) -> Step:
     """The direct launch that takes a staged one's place where that is forced and the peers have mapped its output.
 
     It is nowhere the default: over 2 and 4 H200 staged ones are ahead, or level, at every size (NOTES.md).
     """
+    resident = min(resident, most_blocks(resident, sharing))
     shape = _direct_shape(-(-step.nbytes // PACKET_BYTES // n), n, resident)
     return Step("direct", step.offset, step.nbytes, *shape)
 
@@ -170,13 +191,18 @@ def _unit(nbytes: int) -> int:
     return 16 * KB if nbytes > 16 * KB else PACKET_BYTES
 
 
-def _segment_bytes(algorithm: str, n: int, half_bytes: int) -> int:
-    """The largest message of one launch."""
+def _one_shot_threads(sharing: int) -> int:
+    """The most threads a block of one_shot: of 1,024, a multiprocessor may hold one block only."""
+    return 1024 if sharing == 1 else 512
+
+
+def _segment_bytes(algorithm: str, n: int, half_bytes: int, one_shot_packets: int) -> int:
+    """The largest message of one launch; of one_shot, which has a thread a packet, ``one_shot_packets`` at most."""
     room = half_bytes - CODES_BYTES
     rows = (n - 1) * (1 if algorithm == "one_shot" else 2)
     packets = max(32, room // rows // PACKET_BYTES * 32 // 33 - 8 - 32)  # 33 packets a warp, rounded up to lines
     if algorithm == "one_shot":
-        packets = min(packets, EPOCH_SLOTS * 1024)  # one packet a thread
+        packets = min(packets, one_shot_packets)
     else:
         packets *= n
     nbytes = min(packets * PACKET_BYTES, _LAUNCH_BYTES)
@@ -187,23 +213,35 @@ def _segment_bytes(algorithm: str, n: int, half_bytes: int) -> int:
 
 
 def step(
-    algorithm: str, offset: int, nbytes: int, n: int, choice: Choice | None = None, resident: int = RESIDENT
+    algorithm: str,
+    offset: int,
+    nbytes: int,
+    n: int,
+    choice: Choice | None = None,
+    resident: int = RESIDENT,
+    sharing: int = 1,
 ) -> Step:
     """One launch, by a choice if that is of this algorithm and its grid can hold the message, else by default."""
     packets = -(-nbytes // PACKET_BYTES)
     threads = packets if algorithm == "one_shot" else -(-packets // n)
+    most = most_blocks(resident, sharing)
     if choice is not None and choice.algorithm == algorithm:
         grid = -(-threads // choice.block)
         if algorithm == "two_shot":
-            grid = min(grid, choice.blocks)
-        if grid <= EPOCH_SLOTS:
+            grid = min(grid, choice.blocks, most)
+        if grid <= most and choice.block <= _one_shot_threads(sharing):
             return Step(algorithm, offset, nbytes, grid, choice.block, choice.depth)
-    shape = _one_shot_shape(threads) if algorithm == "one_shot" else _two_shot_shape(threads, n, resident)
-    return Step(algorithm, offset, nbytes, *shape)
+    if algorithm == "one_shot":
+        return Step(algorithm, offset, nbytes, *_one_shot_shape(threads, most))
+    grid, block, depth = _two_shot_shape(threads, n, min(resident, most))
+    return Step(algorithm, offset, nbytes, min(grid, most), block, depth)
 
 
-def _one_shot_shape(packets: int) -> tuple[int, int, int]:
-    """(grid, block, depth): a thread a packet; up to 4 KB at most two blocks, then spread over the multiprocessors."""
+def _one_shot_shape(packets: int, most: int) -> tuple[int, int, int]:
+    """(grid, block, depth): a thread a packet; up to 4 KB at most two blocks, then spread over the multiprocessors.
+
+    :param most: blocks.
+    """
     if packets <= 256:
         block = 32 * -(-packets // 64)
     elif packets <= 512:
@@ -211,6 +249,7 @@ def _one_shot_shape(packets: int) -> tuple[int, int, int]:
     else:
         blocks = 128 if packets <= 32 * 1024 else EPOCH_SLOTS
         block = 32 * -(-packets // (blocks * 32))
+    block = max(block, 32 * -(-packets // (most * 32)))
     return -(-packets // block), block, 1
 
 

@@ -15,9 +15,9 @@ import numpy as np
 from .. import surroundings
 from ..cuda import driver
 from ..errors import ArgumentError, CudaError, IpcReduceError, UnsupportedError
-from . import plan, tuning, wire
+from . import links, plan, tuning, wire
 from .control import Page
-from .devices import advise_spreading, raise_wrong, share_device
+from .devices import advise_spreading, most_on_a_gpu, raise_wrong, share_device
 from .engine import Engine
 from .options import Options
 from .release import attempt
@@ -124,6 +124,7 @@ def _build(mpi: Any, options: Options, deadline: float) -> Engine:
         _verify(mpi, made.engine, devices, deadline)
         made.engine.launches.table = _share_table(mpi, devices, deadline)
         made.engine.launches.resident = min(plan.EPOCH_SLOTS, 2 * int(devices["multiprocessors"].min()))
+        made.engine.launches.sharing = most_on_a_gpu(devices)
         with _step(mpi, deadline, "start-up"):
             made.engine.watchdog = Watchdog(page)
         return made.engine
@@ -209,38 +210,23 @@ def _map_peers(mpi: Any, workspace: Workspace, devices: np.ndarray[Any, Any], de
     with _step(mpi, deadline, "mapping the peers' workspaces"):
         if (memory["nbytes"] != workspace.nbytes).any():
             raise UnsupportedError(f"the workspaces differ in size: {memory['nbytes'].tolist()} bytes")
-        _check_access(workspace.rank, devices)
+        links.check_access(workspace.rank, devices)
         workspace.map_peers([entry["handle"].tobytes() for entry in memory])
-
-
-def _check_access(rank: int, devices: np.ndarray[Any, Any]) -> None:
-    """:raises UnsupportedError: naming the first pair for which the driver reports no P2P access.
-
-    A peer's GPU that is not visible here is left to :func:`_verify`.
-    """
-    ordinals = {driver.device_info(ordinal).uuid: ordinal for ordinal in range(driver.device_count())}
-    own = ordinals[devices["uuid"][rank].tobytes()]
-    for peer, uuid in enumerate(devices["uuid"]):
-        other = ordinals.get(uuid.tobytes(), own)
-        if other != own and not driver.can_access_peer(own, other):
-            raise UnsupportedError(
-                f"no P2P access between GPU {own} of rank {rank} and GPU {other} of rank {peer} "
-                "(see nvidia-smi topo -p2p w)"
-            )
 
 
 def _verify(mpi: Any, engine: Engine, devices: np.ndarray[Any, Any], deadline: float) -> None:
     """Sends real data between every two ranks through the mappings.
 
-    :raises UnsupportedError: naming the pairs that fail, or why a rank has no kernel for it. Where packets arrive in
-        halves, the engine is told.
+    :raises UnsupportedError: naming the pairs that fail, or why a rank has no kernel for it. The engine is told in
+        which form packets are to go.
     """
     with _step(mpi, deadline, "loading the first kernel"):  # or a peer's would wait for our compiler
+        kinds = links.seen(devices)
         engine.launches.load_verify()
     rank, n = engine.rank, engine.n
     error, verdict = None, np.zeros(plan.MAX_RANKS, np.uint32)
     seconds = max(0.0, min(_VERIFY_SECONDS, (deadline - time.monotonic()) / 2))  # so that the verdicts still meet
-    shared = len({uuid.tobytes() for uuid in devices["uuid"]}) < n
+    shared = most_on_a_gpu(devices) > 1
     try:
         verdict = engine.launches.verify(_VERIFY_ROUNDS_SHARED if shared else _VERIFY_ROUNDS, seconds)
         failed = [peer for peer in range(n) if peer != rank and verdict[peer] not in (_WHOLE, _HALVES)]
@@ -252,10 +238,10 @@ def _verify(mpi: Any, engine: Engine, devices: np.ndarray[Any, Any], deadline: f
             )
     except IpcReduceError as caught:
         error = caught
-    record = wire.message(wire.VERDICT, error, halves=bool((verdict == _HALVES).any()))
+    record = wire.message(wire.VERDICT, error, halves=bool((verdict == _HALVES).any()), links=kinds)
     everyone = wire.allgather(mpi, record, deadline, "trying the links")
     wire.check(mpi, everyone, "trying the links")
-    engine.launches.whole_packets = not everyone["halves"].any()
+    engine.launches.whole_packets, engine.packets = links.packets(everyone)
     with _step(mpi, deadline, "emptying the workspaces"):
         engine.workspace.reset()
 

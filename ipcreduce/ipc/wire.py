@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import PeerLostError, PeerTimeoutError, RankMismatchError, UnsupportedError, report
-from .plan import MOST_CHOICES
+from .plan import MAX_RANKS, MOST_CHOICES
 
 MAGIC = 0x1B_C4ED
 VERSION = 1
@@ -50,7 +50,7 @@ DEVICE = struct(
 PAGE = struct(3, ("path", "S64"))
 MEMORY = struct(4, ("handle", "V64"), ("nbytes", "<u8"))
 VOTE = struct(5)
-VERDICT = struct(8, ("halves", "<u4"))
+VERDICT = struct(8, ("halves", "<u4"), ("links", "u1", (MAX_RANKS, MAX_RANKS)))
 RESYNC = struct(6, ("call", "<u8"), ("serial", "<u8"))
 CALL = struct(7, ("call", "<u8"))
 REGISTRATION = struct(11, ("slabs", "<u4"), ("spans", "<u4"))

@@ -268,6 +268,52 @@ def torch_capture(comm: Any) -> None:
         assert (result == 2 * TOTAL * turn + 1).all(), f"rank {RANK}: {result}"
 
 
+def torch_streams(comm: Any) -> None:
+    """Calls on tensors belong to PyTorch's current stream: 1,000 turns on a side one, late ranks, poisoned results."""
+    try:
+        import torch
+    except ImportError:
+        return
+    torch.cuda.set_device(cupy.cuda.Device().id)
+    side, count = torch.cuda.Stream(), 30011
+    source, target = torch.empty(count, device="cuda"), torch.empty(count, device="cuda")
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    for turn in range(1000):
+        if turn % 50 == RANK:
+            time.sleep(0.01)
+        if turn % 7 == RANK:  # CuPy's stream is busy: a result there would come too late for who reads it here
+            cupy.cuda.get_current_stream().launch_host_func(lambda _: time.sleep(0.002), None)
+        with torch.cuda.stream(side):
+            if turn % 11 == RANK:
+                torch.cuda._sleep(1_000_000)
+            source.fill_((RANK + 1) * (turn + 1))
+            target.fill_(float("nan"))
+            comm.allreduce(source, out=target)
+            wrong += (target != TOTAL * (turn + 1)).any()
+            fresh = torch.from_dlpack(comm.allreduce(source))
+            wrong += (fresh != TOTAL * (turn + 1)).any()
+    side.synchronize()
+    assert int(wrong) == 0, f"rank {RANK}: {int(wrong)} of 2000 results are wrong"
+    comm.allreduce(source, out=target)  # on the default stream, by turns
+    assert (target == TOTAL * 1000).all()
+    lazy = torch.complex(source, source).conj().imag
+    assert lazy.is_neg()
+    refused(comm, lambda: comm.allreduce(lazy), "resolve_neg()")
+    refused(comm, lambda: comm.allreduce(source, out=lazy), "resolve_neg()")
+    graph = ipcreduce.Graph(comm)
+    with graph.record(), torch.cuda.stream(torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr)):
+        source.fill_(RANK + 1)
+        comm.allreduce(source, out=target)
+    assert graph.describe().count("all-reduce:") == 1, graph.describe()
+    target.fill_(float("nan"))
+    torch.cuda.synchronize()
+    graph.replay()
+    comm.synchronize()
+    assert (target == TOTAL).all()
+    graph.close()
+
+
 def communicators(comm: Any) -> None:
     """Sub-communicators and two side by side."""
     half = ipcreduce.Communicator(WORLD.Split(RANK % 2, RANK))
@@ -297,6 +343,29 @@ def host_arrays(comm: Any) -> None:
     ):
         raises(ipcreduce.RankMismatchError, "on every rank", call)
         right(comm.allreduce(np.full(7, RANK + 1.0)))
+
+
+def nan_bits(comm: Any) -> None:
+    """NaN of any sign and payload, of any rank, on the device and on the host: the same bits of the result."""
+    rng = np.random.default_rng(RANK)
+    for dtype in map(np.dtype, (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)):
+        bits, one = f"u{dtype.itemsize}", int(np.ones((), dtype).view(f"u{dtype.itemsize}"))
+        infinite = int(np.array(np.inf, dtype).view(bits))
+        for algorithm in ("one_shot", "two_shot"):
+            with ipcreduce.Communicator(algorithm=algorithm) as forced:
+                values = rng.integers(infinite + 1, 1 << (8 * dtype.itemsize - 1), 5000, bits)  # any NaN, for now > 0
+                values |= rng.integers(0, 2, 5000, bits) << (8 * dtype.itemsize - 1)
+                values[rng.random(5000) < 0.1] = (1 << 8 * dtype.itemsize) - 1  # what an empty slot holds
+                values[rng.random(5000) < 0.5] = one
+                host = values.view(dtype)
+                for op in ("sum", "prod", "min", "max", "avg"):
+                    found = cupy.asnumpy(forced.allreduce(cupy.asarray(host), op)).view(bits)
+                    due = forced.allreduce(host, op).view(bits)
+                    wrong = np.flatnonzero(found != due)
+                    assert not len(wrong), (
+                        f"rank {RANK}: {op} of {dtype} by {algorithm}: {len(wrong)} of {len(due)} differ, the first "
+                        f"at {wrong[0]}: {found[wrong[0]]:x} on the device, {due[wrong[0]]:x} on the host"
+                    )
 
 
 def late_and_recover(comm: Any) -> None:
@@ -385,8 +454,8 @@ def refused(comm: Any, call: Callable[[], Any], words: str) -> None:
 
 SCENARIOS = [
     streams, foreign_capture, programmatic_edges, destroyed_streams, captured_meanwhile, threads, interfaces,
-    torch_capture, communicators, host_arrays, late_and_recover, late_on_the_device, refused_right_behind,
-    abort_is_quick, epoch_wrap,
+    torch_capture, torch_streams, communicators, host_arrays, nan_bits, late_and_recover, late_on_the_device,
+    refused_right_behind, abort_is_quick, epoch_wrap,
 ]  # fmt: skip
 
 

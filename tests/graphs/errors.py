@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 import warnings
@@ -332,10 +333,54 @@ def waits_in_the_body(comm: Any) -> None:
         (lambda: cupy.cuda.get_current_stream().synchronize(), ["before the recording"]),
         (lambda: cupy.cuda.get_current_stream().wait_event(earlier), ["into a break", "eager_break outermost"]),
     ):
-        with raises(CaptureError, *words), Graph(comm).record():
+        with raises(CaptureError, *words) as caught, Graph(comm).record():
             comm.allreduce(source)
             wait()
+        _leads_with_its_cause(caught.error)
         works(comm)
+
+
+def _leads_with_its_cause(error: CaptureError) -> None:
+    """CuPy's own message comes first, behind rank and call: it is what people know and look up."""
+    cause = error.__cause__
+    assert isinstance(cause, RuntimeError), repr(cause)  # as CuPy's are
+    own = re.escape(str(cause).rstrip("."))
+    assert re.match(rf"rank {RANK}, call \d+: {own}. So the recording cannot be made into a graph. ", str(error)), error
+
+
+def events_across_a_break(comm: Any) -> None:
+    """An event from before a break is refused after it, with advice; side streams that follow it work."""
+    source, side = mine(200), cupy.cuda.Stream(non_blocking=True)
+    total = cupy.zeros(200, np.float32)
+
+    def fork_and_join() -> Any:
+        here = cupy.cuda.get_current_stream()
+        side.wait_event(here.record())
+        comm.allreduce(source, out=total, stream=side)
+        joined = side.record()
+        here.wait_event(joined)
+        return joined
+
+    for wait in (lambda event: cupy.cuda.get_current_stream().wait_event(event), side.wait_event):
+        graph = Graph(comm)
+        with raises(CaptureError, "before a break", "Join side streams", "recorded after it") as caught, graph.record():
+            joined = fork_and_join()
+            graph.add_eager(lambda: None)
+            wait(joined)
+        _leads_with_its_cause(caught.error)
+        assert graph.state == "failed"
+        works(comm)
+    with Graph(comm) as graph:
+        with graph.record():
+            fork_and_join()
+            graph.add_eager(lambda: source.fill(RANK + 2))
+            fork_and_join()
+        right(total, TOTAL + SIZE)
+        source.fill(RANK + 1)
+        total.fill(0)
+        graph.replay()
+        right(total, TOTAL + SIZE)
+    works(comm)
 
 
 def refused_by_cupy(comm: Any) -> None:
@@ -345,13 +390,14 @@ def refused_by_cupy(comm: Any) -> None:
     square = cupy.ones((64, 64), np.float32)
     _ = square @ square
     for body in (lambda: square @ square, lambda: cupy.array([1.0, 2.0])):
-        with raises(CaptureError, "nvmath", "before the recording"), Graph(comm).record():
+        with raises(CaptureError, "nvmath", "before the recording") as caught, Graph(comm).record():
             body()
+        _leads_with_its_cause(caught.error)
         works(comm)
 
 
 SCENARIOS = [
     states, after_a_fault, caught_in_the_body, refused_on_one_rank, two_threads, exceptions, disagreement,
-    different_graphs, rank_missing, foreign_capture, warned, waits_in_the_body,
+    different_graphs, rank_missing, foreign_capture, warned, waits_in_the_body, events_across_a_break,
     refused_by_cupy,
 ]  # fmt: skip

@@ -113,6 +113,15 @@ def can_access_peer(ordinal: int, peer: int) -> bool:
     return a != b and not machine.listed("SIM_NO_P2P", a, b)
 
 
+@api("cuDeviceGetP2PAttribute")
+def native_atomics(ordinal: int, peer: int) -> bool:
+    """Of a GPU and itself the driver says nothing."""
+    a, b = machine.gpu(ordinal).index, machine.gpu(peer).index
+    if a == b:
+        raise Fault(101)
+    return not machine.listed("SIM_PCIE", a, b)
+
+
 @api("cuDevicePrimaryCtxRetain")
 def retain_context(ordinal: int) -> int:
     context = machine.retain(ordinal)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,31 @@ def test_rows(mpirun: Run, tmp_path: Path, ranks: int, dtype: str, sizes: tuple[
         limit = result["limit"]["barrier_us"] + wire / result["limit"]["push_GBps"] / 1e3
         assert row["limit_us"] == pytest.approx(limit)
     assert {"machine", "versions", "date", "command"} <= result.keys()
+
+
+@pytest.mark.parametrize("terminal", [{"COLUMNS": "80"}, {"COLUMNS": "80", "TERM": "dumb", "FORCE_COLOR": "1"}])
+def test_a_log_has_whole_numbers(mpirun: Run, tmp_path: Path, terminal: dict[str, str]) -> None:
+    """In columns, wider than a terminal, with no control codes, whatever a launcher says of one."""
+    kept = tmp_path / "bench.json"
+    wanted = ("--smallest", 64, "--largest", 128, "--replays", 2, "--mode", "graph", "--peers", "", "--json", kept)
+    output = mpirun("tests.sim", 2, "-m", "ipcreduce", "bench", *wanted, env=SMALL | terminal).stdout
+    assert output.isascii(), output
+    assert "\x1b" not in output
+    assert "\r" not in output
+    lines = output.splitlines()
+    first = lines.index("graph, 2 ranks, sum of bfloat16") + 1
+    header, rule, *rows = lines[first : first + 4]
+    edges = [match.span() for match in re.finditer("-+", rule)]
+    names = [header[start:end].strip() for start, end in edges]
+    assert names[:6] == ["bytes", "algorithm", "us", "min", "p99", "bus GB/s"]
+    for text, row in zip(rows, json.loads(kept.read_text())["rows"], strict=True):
+        cells = dict(zip(names, (text[start:end].strip() for start, end in edges), strict=True))
+        assert (cells["bytes"], cells["algorithm"]) == (f"{row['bytes']} B", row["algorithm"])
+        assert [float(cells[name]) for name in ("us", "min", "p99", "bus GB/s", "limit us")] == [
+            pytest.approx(row[name], abs=0.051)
+            for name in ("ours_us", "ours_min_us", "ours_p99_us", "bus_GBps", "limit_us")
+        ]
+    assert "size 2 of 2: 128 B" in lines
 
 
 def test_one_mode_and_a_forced_algorithm(mpirun: Run, tmp_path: Path) -> None:

@@ -33,6 +33,25 @@ def test_devices(hold: Hold, visible: str) -> None:
     hold(visible.count("/") + 1, "devices", visible=visible)
 
 
+@pytest.mark.parametrize("visible", ["0,1", "0,1,2"])
+def test_packets_over_pcie(hold: Hold, visible: str) -> None:
+    hold(visible.count(",") + 1, "packets_over_pcie", visible="/".join([visible] * (visible.count(",") + 1)))
+
+
+@pytest.mark.parametrize("visible", ["0/1", "/".join([A, B, C])])
+def test_packets_over_links_that_no_rank_sees(hold: Hold, visible: str) -> None:
+    hold(visible.count("/") + 1, "packets_over_unseen_links", visible=visible)
+
+
+def test_packets_over_links_that_another_rank_sees(hold: Hold) -> None:
+    hold(3, "packets_over_links_that_another_sees", visible="0,1,2/1/2")
+
+
+@pytest.mark.parametrize("visible", ["0/0", "0/0/1", "0/1/0/0"])
+def test_ranks_that_share_gpus(hold: Hold, visible: str) -> None:
+    hold(visible.count("/") + 1, "shared_gpus", visible=visible)
+
+
 def test_a_part_of_the_ranks(hold: Hold) -> None:
     hold(4, "auto_in_a_part")
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sim.machine import Gpu
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 TABLE = "tuned-Simulated-GPU-{}.json"
 
@@ -19,7 +21,7 @@ def environment(path: Path) -> dict[str, str]:
 
 
 def test_measured_kept_and_used(mpirun: Run, tmp_path: Path) -> None:
-    env = environment(tmp_path)
+    env = environment(tmp_path) | {"TERM": "dumb", "FORCE_COLOR": "1"}
     quick = ("tune", "--largest", "2K", "--replays", 2)
     dry = mpirun("tests.sim", 2, "-m", "ipcreduce", *quick, "--dry-run", env=env).stdout
     assert "up to    2 KB: one_shot, blocks of " in dry
@@ -29,9 +31,24 @@ def test_measured_kept_and_used(mpirun: Run, tmp_path: Path) -> None:
     assert f"kept in {path}" in output
     choices = json.loads(path.read_text())["choices"]
     assert choices[-1]["up_to"] == 2048
-    info = mpirun("tests.sim", 2, "-m", "ipcreduce", "info", env=env).stdout
+    narrow = {"COLUMNS": "40", "TERM": "dumb", "FORCE_COLOR": "1"}  # as a launcher may say of a log
+    info = mpirun("tests.sim", 2, "-m", "ipcreduce", "info", env=env | narrow).stdout
+    for gpu in (Gpu(0, 0), Gpu(1, 1)):
+        assert f"{gpu.index}    Simulated GPU  9.0         1.0 GB  {gpu.uuid_text}  {1 - gpu.index}" in info, info
+    for text in (dry, output, info):
+        assert text.isascii(), text
+        assert "\x1b" not in text, text
     assert f"plan: tuned, {len(choices)} choices" in info
     assert "plan: default, not tuned" in mpirun("tests.sim", 3, "-m", "ipcreduce", "info", env=env).stdout
+
+
+def test_needs_a_gpu_for_each_rank(mpirun: Run, tmp_path: Path) -> None:
+    env = environment(tmp_path) | {"SIM_DEVICES": "1"}
+    done = mpirun("tests.sim", 2, "-m", "ipcreduce", "tune", "--largest", "2K", env=env, check=False)
+    assert done.returncode == 1
+    assert done.stdout.count("tune needs a GPU for each rank") == 2
+    assert "2 ranks on a GPU, so at most 66 blocks a launch" in done.stdout
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -325,6 +325,75 @@ def test_an_array_that_does_not_give_its_address_is_named():
         collect_addresses({"w": [Refuses()]})
 
 
+# ---- objects that carry a protocol themselves
+class Carrier:
+    def __init__(self, address: int, **attributes: Any) -> None:
+        self.__cuda_array_interface__ = {"shape": (4,), "typestr": "<f4", "data": (address, False), "version": 3}
+        self.__dict__.update(attributes)
+
+
+class SlottedCarrier:
+    __slots__ = ("__cuda_array_interface__", "x")
+
+
+def carried_by_dlpack(device_type: int = 2) -> tuple[Any, int]:
+    base = np.zeros(3, np.float32)
+    carrier = Data(x=A)
+    carrier.__dlpack__ = lambda stream: base.__dlpack__()
+    carrier.__dlpack_device__ = lambda: (device_type, 0)
+    return carrier, base.ctypes.data
+
+
+def test_arrays_that_carry_their_protocol():
+    slotted = SlottedCarrier()
+    slotted.__cuda_array_interface__, slotted.x = Carrier(0x6000).__cuda_array_interface__, B
+    by_dlpack, address = carried_by_dlpack()
+    nest = {"a": Carrier(0x5000, x=A), "b": [slotted], "c": by_dlpack, "d": carried_by_dlpack(1)[0]}
+    assert collect_addresses(nest) == {'["a"]': 0x5000, '["b"][0]': 0x6000, '["c"]': address, '["d"].x': 0x1000}
+    check(nest).verify([("x", nest)])
+
+
+def test_an_array_that_carries_its_protocol_moves():
+    nest = [Carrier(0x5000), Data(x=Carrier(0x6000))]
+    made = check(nest)
+    nest[1].x = Carrier(0x7000)
+    assert difference(made, nest).changed.keys() == {"x[1].x"}
+    nest[1].x.__cuda_array_interface__["data"] = (0x6000, False)
+    made.verify([("x", nest)])
+    nest[0].__cuda_array_interface__ = Carrier(0x8000).__cuda_array_interface__
+    assert difference(made, nest).changed.keys() == {"x[0]"}
+
+
+def test_an_object_becomes_an_array_or_ends_to_be_one():
+    first, second, slotted = Data(x=1), Carrier(0x5000, x=A), SlottedCarrier()
+    made = check([first, second, slotted])
+    interface = second.__cuda_array_interface__
+    first.__cuda_array_interface__ = interface
+    assert difference(made, [first, second, slotted]).added == ("x[0]",)
+    del first.__cuda_array_interface__
+    slotted.__cuda_array_interface__ = interface
+    assert difference(made, [first, second, slotted]).added == ("x[2]",)
+    del slotted.__cuda_array_interface__, second.__cuda_array_interface__
+    error = difference(made, [first, second, slotted])
+    assert (error.missing, error.added) == (("x[1]",), ("x[1].x",))
+
+
+def test_no_code_of_a_carrier_is_run():
+    carrier = HostileObject(__cuda_array_interface__=Carrier(0x5000).__cuda_array_interface__, x=A)
+    strange = Data()
+    strange.__dict__ = HostileDict(__cuda_array_interface__=Carrier(0x6000).__cuda_array_interface__)
+    nest = [carrier, strange]
+    assert collect_addresses(nest) == {"[0]": 0x5000, "[1]": 0x6000}
+    check(nest).verify([("x", nest)])
+
+
+def test_a_carrier_that_does_not_give_its_address_is_named():
+    wrong = Data()
+    wrong.__cuda_array_interface__ = None
+    with pytest.raises(ArgumentError, match=r'\["w"\]: the Data does not give its address'):
+        collect_addresses({"w": wrong})
+
+
 # ---- comparing
 def test_differences_are_named():
     made = AddressCheck([("args[0]", [A, B]), ('kwargs["x"]', {"k": Data(C)}), ("attn_metadata", None)])

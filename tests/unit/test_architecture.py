@@ -22,7 +22,7 @@ MODULES = {
 LAYERS = (
     ("ipcreduce.errors", "ipcreduce.numerics", "ipcreduce.lifetime"),
     ("ipcreduce.cuda",),
-    ("ipcreduce.surroundings",),
+    ("ipcreduce.surroundings", "ipcreduce.torch_runtime"),
     ("ipcreduce.arrays",),
     ("ipcreduce.ipc",),
     ("ipcreduce.graphs",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
 import sys
 import types
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce import arrays, surroundings
+from ipcreduce import arrays, surroundings, torch_runtime
 from ipcreduce.errors import ArgumentError, UnsupportedError
 
 
@@ -39,7 +40,14 @@ def test_where_an_array_lies():
     for device_type in (1, 3, 10):  # the host, pinned, ROCm
         with pytest.raises(ArgumentError, match=f"ByDlpack on DLPack device type {device_type}.*move it to the GPU"):
             arrays.is_device(ByDlpack(device_type))
-    for wrong in ([1.0], None, "text", 3, 3.0, np.float32(3), {}, memoryview(b"1234"), OnDevice, np.ndarray):
+    carrier = types.SimpleNamespace(__cuda_array_interface__=OnDevice.__cuda_array_interface__)
+    assert arrays.is_device(carrier)
+    carrier = types.SimpleNamespace(__dlpack__=ByDlpack(2).__dlpack__, __dlpack_device__=ByDlpack(2).__dlpack_device__)
+    assert arrays.is_device(carrier)
+    carrier.__dlpack_device__ = ByDlpack(1).__dlpack_device__
+    with pytest.raises(ArgumentError, match=r"SimpleNamespace on DLPack device type 1.*move it to the GPU"):
+        arrays.is_device(carrier)
+    for wrong in ([1.0], None, "text", 3, 3.0, np.float32(3), {}, memoryview(b"1234"), OnDevice, ByDlpack, np.ndarray):
         with pytest.raises(ArgumentError, match="array must be a NumPy array, or a device array with"):
             arrays.is_device(wrong)
 
@@ -84,6 +92,32 @@ def interface(shape: tuple[int, ...], typestr: str, strides: tuple[int, ...] | N
     return {"shape": shape, "typestr": typestr, "data": (0x1000, False), "strides": strides, "version": 3}
 
 
+def test_elements_that_share_memory():
+    base = np.zeros(4000, np.uint8)
+    shapes = (2, 3), (3, 2), (4, 1), (5,), (2, 2, 3), (0, 3), ()
+    for itemsize, shape in itertools.product((1, 2, 4), shapes):
+        for strides in itertools.product((-5, -2, 0, 1, 2, 3, 4, 6, 8, 12), repeat=len(shape)):
+            array = np.ndarray(shape, f"V{itemsize}", base.data, 2000, strides)
+            used = [
+                2000 + sum(place * stride for place, stride in zip(places, strides, strict=True)) + byte
+                for places in itertools.product(*map(range, shape))
+                for byte in range(itemsize)
+            ]
+            assert arrays.has_shared_elements(array) == (len({*used}) < len(used)), (itemsize, shape, strides)
+
+
+def test_large_arrays_are_not_looked_at_element_by_element():
+    views = np.lib.stride_tricks
+    base = np.zeros(1 << 20, np.float32)
+    for shape, strides, shared in (
+        ((1 << 19, 1 << 19), (4, 4), True),
+        ((1 << 19, 1 << 19, 1 << 10), (4, 0, 1 << 30), True),
+        ((1 << 40, 1 << 10), (1 << 12, 4), False),
+    ):
+        array = views.as_strided(base, shape, strides)
+        assert arrays.has_shared_elements(array) == shared
+
+
 def test_the_location_by_interface():
     assert arrays.locate(OnDevice()) == (0, (3,), "float32", (4,))
     assert arrays.locate(Tensor(interface((2, 3), "<f2"))) == (0x1000, (2, 3), "float16", (6, 2))
@@ -124,6 +158,12 @@ def test_the_location_by_dlpack_when_the_interface_fails():
 
 
 def test_what_has_no_location():
+    assert arrays.locate(Tensor(AttributeError("on the host"), np.ones(1).__dlpack__())) is None
+    for wrong in (np.ones(3), np.float32(3), [OnDevice()], None, "text", OnDevice, memoryview(b"1")):
+        assert arrays.locate(wrong) is None
+
+
+def test_the_location_of_an_object_that_carries_its_interface():
     class Instance:
         def __init__(self) -> None:
             self.__cuda_array_interface__ = interface((1,), "<f4")
@@ -131,9 +171,35 @@ def test_what_has_no_location():
         def __getattr__(self, name: str) -> Any:
             raise AssertionError(name)
 
-    assert arrays.locate(Tensor(AttributeError("on the host"), np.ones(1).__dlpack__())) is None
-    for wrong in (np.ones(3), np.float32(3), [OnDevice()], None, "text", OnDevice, Instance(), memoryview(b"1")):
-        assert arrays.locate(wrong) is None
+    class OfNumpy(np.ndarray):
+        pass
+
+    assert arrays.locate(Instance()) == (0x1000, (1,), "float32", (4,))
+    host = np.ones(3).view(OfNumpy)
+    host.__cuda_array_interface__ = interface((1,), "<f4")
+    assert arrays.locate(host) is None
+
+
+def test_tensors_are_known_without_an_import(monkeypatch: pytest.MonkeyPatch):
+    class Tensor(OnDevice):
+        device = "cuda:1"
+
+        def __init__(self, neg: bool = False, conj: bool = False) -> None:
+            self.is_neg, self.is_conj = (lambda: neg), (lambda: conj)
+
+    streams = {"cuda:1": types.SimpleNamespace(cuda_stream=0x51)}
+    torch = types.ModuleType("torch")
+    monkeypatch.setitem(sys.modules, "torch", torch)  # still at its import
+    assert not torch_runtime.is_tensor(Tensor())
+    torch.Tensor, torch.cuda = Tensor, types.SimpleNamespace(current_stream=streams.get)
+    assert torch_runtime.is_tensor(Tensor())
+    assert not torch_runtime.is_tensor(OnDevice())
+    assert torch_runtime.current_stream(Tensor()) == (0x51, streams["cuda:1"])
+    found = [torch_runtime.pending(one) for one in (Tensor(), Tensor(neg=True), Tensor(conj=True), OnDevice())]
+    assert found == ["", "resolve_neg", "resolve_conj", ""]
+    monkeypatch.delitem(sys.modules, "torch")
+    assert not torch_runtime.is_tensor(Tensor())
+    assert torch_runtime.pending(Tensor(neg=True)) == ""
 
 
 def test_the_location_of_a_cupy_array(monkeypatch: pytest.MonkeyPatch):

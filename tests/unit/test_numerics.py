@@ -118,6 +118,19 @@ def test_zeros_denormals_and_nan(dtype: np.dtype, n: int):
             assert np.isnan(fold(values, op)), f"{op} lost the NaN of rank {position}"
 
 
+@pytest.mark.parametrize("op", reference.OPS)
+def test_all_nan_become_the_kernels(op: str):
+    """cvt.rn.f16.f32 and cvt.rn.bf16.f32 give 7FFF for any NaN; reduce.cuh writes the others itself."""
+    kernels = {"float16": "7fff", "bfloat16": "7fff", "float32": "7fc00000", "float64": "7ff8000000000000"}
+    for dtype in FLOATS:
+        bits, infinite = f"u{dtype.itemsize}", np.array(np.inf, dtype)
+        payloads = np.append(infinite.view(bits) + np.arange(1, 100, dtype=bits), np.array(-1).astype(bits))
+        nan = payloads.view(dtype)
+        pairs = [nan, np.ones_like(nan)], [np.zeros_like(nan), nan], [nan, nan[::-1]], [nan, -nan, nan]
+        found = np.concatenate([fold(pair, op) for pair in pairs]).view(bits)
+        assert {format(int(one), "x") for one in found} == {kernels[numerics.DTYPES[dtype]]}
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("op", ["min", "max"])
 def test_of_equal_values_the_first_stays(dtype: np.dtype, op: str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
@@ -142,6 +143,55 @@ def test_looped_grids_are_resident_at_once(nbytes: int, n: int, multiprocessors:
         assert direct or plan.most_threads(found.algorithm, found.depth, n) == most
         assert found.grid * found.block <= resident * most
         assert re.search(rf"KERNEL\({found.algorithm}, .+, 2\)", (KERNELS / f"{found.algorithm}.cu").read_text())
+
+
+@functools.cache
+def resident_threads(kernel: str, depth: int, n: int) -> int:
+    """Threads for which a multiprocessor has the registers, from ``KERNEL(name, threads, blocks)``."""
+    source = (KERNELS / f"{kernel}.cu").read_text()
+    [blocks] = re.findall(rf"KERNEL\({kernel}, .+, (.+)\)\(KERNEL_ARGS", source)
+    if not blocks.isdecimal():
+        [(two, other)] = re.findall(r"kRanks == 2 \? (\d) : (\d)", blocks)
+        blocks = two if n == 2 else other
+    return launch_bound(kernel, depth, n) * int(blocks)
+
+
+@given(sizes, worlds, worlds, st.integers(8, 256), halves, forced, st.booleans())
+@settings(max_examples=300, deadline=None)
+@example(8 * MB, 2, 2, 132, workspace.half_bytes(256 * MB), None, False)
+@example(8 * MB, 2, 2, 132, workspace.half_bytes(256 * MB), "one_shot", False)
+@example(64 * MB, 8, 8, 8, workspace.half_bytes(256 * MB), None, True)
+def test_grids_of_ranks_on_one_gpu_are_resident_at_once(
+    nbytes: int, n: int, sharing: int, multiprocessors: int, half: int, force: str | None, tuned: bool
+):
+    """Two of each rank, since the next one may wait there already; a block takes half a multiprocessor at most."""
+    resident = min(plan.EPOCH_SLOTS, 2 * multiprocessors)
+    table = (plan.Choice(MB, "one_shot", 1024, 512, 1), plan.Choice(GB, "two_shot", 64, 512, 2)) if tuned else ()
+    steps = plan.make_plan(nbytes, n, half, force, table, resident, sharing)
+    assert sum(step.nbytes for step in steps) == nbytes
+    assert [step.offset for step in steps] == [sum(other.nbytes for other in steps[:i]) for i in range(len(steps))]
+    if force == "direct":
+        steps += tuple(plan.direct(step, n, resident, sharing) for step in steps)
+    for step in {replace(step, offset=0) for step in steps}:
+        check_step(step, n, half)
+        assert 2 * sharing * step.grid <= 2 * multiprocessors, "more blocks than two a multiprocessor"
+        assert 2 * step.block <= resident_threads(step.algorithm, step.depth, n)
+        assert 2 * step.block <= 1536  # what the multiprocessors of the smaller GPUs hold
+    assert {(step.algorithm, step.depth) for step in steps} <= plan.kernels(n, force, table)
+
+
+@pytest.mark.parametrize(
+    ("n", "sharing", "nbytes", "shape"),
+    [
+        (2, 2, 4 * KB, ("one_shot", 2, 128)), (2, 2, 64 * KB, ("one_shot", 64, 64)), (2, 2, MB, ("two_shot", 66, 64)),
+        (2, 2, 528 * KB, ("one_shot", 66, 512)), (2, 2, 16 * MB, ("two_shot", 66, 512)),
+        (4, 2, 192 * KB, ("one_shot", 64, 192)), (4, 4, 16 * MB, ("two_shot", 17, 256)),
+        (8, 8, 64 * KB, ("one_shot", 16, 256)),
+    ],
+)  # fmt: skip
+def test_shapes_on_a_shared_gpu(n: int, sharing: int, nbytes: int, shape: tuple[str, int, int]):
+    steps = plan.make_plan(nbytes, n, workspace.half_bytes(256 * MB), sharing=sharing)
+    assert [(step.algorithm, step.grid, step.block) for step in steps] == [shape]
 
 
 @given(sizes, worlds)

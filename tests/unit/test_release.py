@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
 
+from ipcreduce import lifetime
 from ipcreduce.ipc import release
 
 
-class Met:
-    """Stands for the lock of flush(): before this thread has it, another one has done all there is to do."""
+class Met(release._Turn):
+    """The lock of flush(): before this thread has it, another one has done all there is to do."""
 
     def __init__(self, then: Any) -> None:
-        self._then, self._lock = then, threading.Lock()
+        super().__init__()
+        self._then = then
 
-    def acquire(self, blocking: bool) -> bool:
+    def acquire(self, token: object) -> bool:
         self._then()
-        return self._lock.acquire(blocking)
+        return super().acquire(token)
 
-    def release(self) -> None:
-        self._lock.release()
+
+class Interrupted(release._Turn):
+    """The same, with Ctrl-C right behind its first acquire()."""
+
+    left = 1
+
+    def acquire(self, token: object) -> bool:
+        acquired = super().acquire(token)
+        if self.left:
+            self.left -= 1
+            raise KeyboardInterrupt
+        return acquired
 
 
 def test_another_thread_has_just_run_it_all(monkeypatch: pytest.MonkeyPatch):
@@ -35,3 +48,63 @@ def test_another_thread_has_just_run_it_all(monkeypatch: pytest.MonkeyPatch):
     release.give_back(1, lambda: ran.append("first"), lambda: ran.append("second"))
     assert ran == ["first", "second"]
     assert not release._deferred
+
+
+def test_an_interrupt_behind_the_lock_does_not_keep_it(monkeypatch: pytest.MonkeyPatch):
+    ran = []
+    monkeypatch.setattr(release, "attempt", lambda context, *steps: [step() for step in steps])
+    monkeypatch.setattr(release, "_flushing", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        release.give_back(1, lambda: ran.append(1))
+    release.flush()
+    assert ran == [1]
+
+
+def test_an_interrupt_behind_a_communicators_lock_does_not_keep_it(monkeypatch: pytest.MonkeyPatch):
+    class Lock:
+        def __init__(self) -> None:
+            self.lock = threading.RLock()
+
+        def acquire(self, *args: Any, **kwargs: Any) -> bool:
+            self.lock.acquire()
+            raise KeyboardInterrupt
+
+        def release(self) -> None:
+            self.lock.release()
+
+    lock, ran = Lock(), []
+    monkeypatch.setattr(release, "attempt", lambda context, *steps: [step() for step in steps])
+    monkeypatch.setattr(release, "_orders", {None: lock})
+    for call in (lambda: release.give_back(1, lambda: ran.append(1)), release.reclaim):
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        taken = []
+        thread = threading.Thread(target=lambda taken=taken: taken.append(lock.lock.acquire(timeout=5)))
+        thread.start()
+        thread.join()
+        assert taken == [True], "the interrupted thread has it still"
+        lock.lock = threading.RLock()
+    monkeypatch.setattr(release, "_orders", {})
+    release.flush()
+    assert ran == [1]
+
+
+def test_nothing_is_given_back_in_a_forked_child_or_at_the_end(monkeypatch: pytest.MonkeyPatch):
+    ran = []
+    monkeypatch.setattr(release, "attempt", lambda context, *steps: [step() for step in steps])
+    for name in ("_forked", "_ended"):
+        monkeypatch.setattr(lifetime, name, True)
+        release.give_back(1, lambda: ran.append(1))
+        release.give_back_after(lambda: True, 1, lambda: ran.append(1))
+        release.flush()
+        monkeypatch.setattr(lifetime, name, False)
+    release.flush()
+    assert not ran
+
+
+def test_what_is_left_of_the_end_bounds_every_wait(monkeypatch: pytest.MonkeyPatch):
+    assert lifetime.at_most(5.0) == 5.0
+    monkeypatch.setattr(lifetime, "_exit_deadline", time.monotonic() + 1)
+    assert 0 < lifetime.at_most(5.0) <= 1
+    monkeypatch.setattr(lifetime, "_exit_deadline", time.monotonic() - 1)
+    assert lifetime.at_most(5.0) == 0

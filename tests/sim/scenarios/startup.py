@@ -201,7 +201,70 @@ def one_smaller_gpu() -> None:
     good_communicator()
 
 
+def packets_over_pcie() -> None:
+    """They go in halves wherever a rank sees PCIe between two, though whole ones have arrived in the start-up test."""
+    for a, b in sorted({(0, 1), (0, LAST)}):
+        with environment(SIM_PCIE=f"{a}-{b}"), Communicator(timeout=20) as comm:
+            assert f"packets go in halves of 8 bytes: PCIe between the GPUs of rank {a} and rank {b}" in comm.describe()
+            assert not comm._engine.launches.whole_packets
+            works(comm, 5000)
+            assert comm._engine.launches._compile(("one_shot", "float32", "sum", 1)).count(b'PACKETS": "0"') == 1
+    with environment(LAST, SIM_PCIE=f"0-{LAST}"), Communicator(timeout=20) as comm:  # only one sees it
+        assert not comm._engine.launches.whole_packets
+        works(comm)
+    _packets_go_whole("packets arrive whole")
+
+
+def packets_over_unseen_links() -> None:
+    """Where no process sees both GPUs, the start-up test decides, and describe() says so."""
+    with environment(SIM_PCIE=f"0-{LAST}"):
+        _packets_go_whole(
+            "packets arrive whole, in the start-up test: no process sees the GPUs of both rank 0 and rank 1, to ask "
+            "the driver for NVLink"
+        )
+
+
+def packets_over_links_that_another_sees() -> None:
+    """Rank 0 alone sees all GPUs: the other ranks take its word, about their own links too."""
+    assert len(machine.gpus()) == (SIZE if RANK == 0 else 1)
+    _packets_go_whole("packets arrive whole")
+    with environment(SIM_PCIE=f"{LAST - 1}-{LAST}"), Communicator(timeout=20) as comm:
+        assert f"PCIe between the GPUs of rank {LAST - 1} and rank {LAST}" in comm.describe(), comm.describe()
+        assert not comm._engine.launches.whole_packets
+        works(comm)
+
+
+def _packets_go_whole(line: str) -> None:
+    with Communicator(timeout=20) as comm:
+        assert line in comm.describe().splitlines(), comm.describe()
+        assert comm._engine.launches.whole_packets
+        works(comm)
+
+
+def shared_gpus() -> None:
+    """Grids are bounded by the most ranks on any GPU, alike on all ranks, also on one that has a GPU to itself."""
+    used = WORLD.allgather(machine.gpu(RANK % GPUS).index)
+    most = max(map(used.count, used))
+    with Communicator(timeout=20) as comm:
+        launches = comm._engine.launches
+        assert (f"{most} ranks on a GPU, so at most {132 // most} blocks" in comm.describe()) == (most > 1)
+        for nbytes in (4, 70_000, 1_000_000, 9_000_000):
+            steps = launches.planned(nbytes)
+            assert len(set(WORLD.allgather(steps))) == 1
+            assert most == 1 or all(2 * most * step.grid <= 264 and step.block <= 512 for step in steps), steps
+        works(comm, 250_000)
+    with Communicator(timeout=20, algorithm="direct") as comm, Graph(comm) as graph:
+        source = mine(250_000)
+        with graph.record():
+            result = comm.allreduce(source)
+        right(result)
+        assert graph.state == "registered"
+        for launched in graph.segments[0].calls[0].launches:
+            assert most == 1 or 2 * most * comm._engine.launches.planned_direct(launched.step).grid <= 264
+
+
 SCENARIOS = [
     no_peer_access, peers_not_visible, link_loses_data, link_loses_data_with_a_short_timeout, slow_compiler, no_gpu,
-    too_little_memory, one_smaller_gpu, wrong_options, odd_options, devices, auto_in_a_part,
+    too_little_memory, packets_over_pcie, packets_over_unseen_links, packets_over_links_that_another_sees,
+    one_smaller_gpu, shared_gpus, wrong_options, odd_options, devices, auto_in_a_part,
 ]  # fmt: skip

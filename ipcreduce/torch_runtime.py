@@ -1,0 +1,30 @@
+"""What PyTorch says of its tensors and streams, in a program that uses it. It is never imported here."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def is_tensor(array: Any) -> bool:
+    """Whether it is a PyTorch tensor. Nobody has one who has not imported PyTorch."""
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)  # None while another thread is at the import
+    return kind is not None and isinstance(array, kind)
+
+
+def current_stream(tensor: Any) -> tuple[int, Any]:
+    """The handle of PyTorch's current stream on a tensor's GPU, and the object that it is the handle of."""
+    stream = sys.modules["torch"].cuda.current_stream(tensor.device)
+    return int(stream.cuda_stream), stream
+
+
+def pending(array: Any) -> str:
+    """The method that does what a tensor only says of its values (``x.conj().imag`` is not negated yet); "" for none.
+
+    Neither protocol tells of it: the memory has other values than the tensor.
+    """
+    if is_tensor(array):
+        for name in ("neg", "conj"):
+            if getattr(array, f"is_{name}")():
+                return f"resolve_{name}"
+    return ""

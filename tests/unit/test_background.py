@@ -1,0 +1,70 @@
+"""Jobs that may hang: given up, told of their errors, and out of each other's way."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+
+from ipcreduce.ipc import background
+
+
+def test_jobs_run_one_after_the_other_in_one_thread():
+    background.start()
+    seen: list[str] = []
+    jobs = [background.Job(lambda: seen.append(threading.current_thread().name)) for _ in range(3)]
+    assert all(job.wait(10) for job in jobs)
+    assert seen == ["ipcreduce-background"] * 3
+
+
+def test_a_job_that_hangs_is_given_up_and_holds_no_other():
+    background.start()
+    over = threading.Event()
+    hanging = background.Job(lambda: (over.wait(), None)[1])
+    assert not hanging.wait(0.01)
+    assert not hanging.is_over
+    assert background.Job(lambda: None).wait(10)
+    over.set()
+    assert hanging.wait(10)
+
+
+def test_what_a_job_raises_is_raised_where_it_is_waited_for():
+    background.start()
+
+    def fail() -> None:
+        raise ValueError("of the job")
+
+    with pytest.raises(ValueError, match="of the job"):
+        background.Job(fail).wait(10)
+
+
+def test_a_job_that_is_over_holds_nothing():
+    background.start()
+
+    class Held:
+        pass
+
+    held = Held()
+    alive = weakref.ref(held)
+    assert background.Job(lambda held=held: None).wait(10)
+    del held
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_process_that_makes_no_threads_any_more_waits_for_none(monkeypatch: pytest.MonkeyPatch):
+    over = threading.Event()
+    background.start()
+    background.Job(over.wait)  # the thread that there is hangs
+
+    def refuse(*args: object) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert not background.Job(lambda: None).wait(0.01)
+    over.set()
+    background.start(anew=True)
+    assert background.Job(lambda: None).wait(10)

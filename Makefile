@@ -2,6 +2,7 @@
 # make test          runs every tier of tests that this machine can run
 # make test-cuda12   runs those that use CUDA with the Python bindings and the compiler of CUDA 12.9, in .venv-cuda12
 # make check         lint, format, types
+# make docs          builds docs/ into docs/_build, in .venv-docs; warnings are errors
 #
 # Each first makes .venv and installs what it needs and this machine can use. To use what is installed already:
 #     make test PYTHON=python3 VENV=
@@ -18,4 +19,7 @@ demo test check:
 test-cuda12:
 	@$(PYTHON) -m tests.run $@ $(if $(VENV),--venv "$(VENV)-cuda12")
 
-.PHONY: demo test test-cuda12 check
+docs:
+	@$(PYTHON) -m tests.run $@ $(if $(VENV),--venv "$(VENV)-docs")
+
+.PHONY: demo test test-cuda12 check docs

@@ -1,4 +1,4 @@
-"""make demo, make test, make test-cuda12, make check: sets up what is needed, then runs it. Standard library only."""
+"""make demo, test, test-cuda12, check, docs: sets up what each needs, then runs it. Standard library only."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ print("bindings", bindings.__version__, "NVRTC", "{1}.{2}".format(*nvrtc.nvrtcVe
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.run", description=__doc__)
-    parser.add_argument("what", choices=["demo", "test", "test-cuda12", "check"])
+    parser.add_argument("what", choices=["demo", "test", "test-cuda12", "check", "docs"])
     parser.add_argument("--venv", type=Path, help="make and use this; without it, this python is used")
     args = parser.parse_args()
     os.chdir(machine.ROOT)
     python = sys.executable
     if args.venv:
         generation = 12 if args.what == "test-cuda12" else fitting_generation()
-        extras = {"examples"} if args.what == "demo" else {"examples", TEST_EXTRAS[generation]}
+        extras = {"demo": {"examples"}, "docs": {"docs"}}.get(args.what, {"examples", TEST_EXTRAS[generation]})
         python = set_up(args.venv.absolute(), extras, generation)
-    return {"demo": demo, "test": test, "test-cuda12": test_cuda12, "check": check}[args.what](python)
+    commands = {"demo": demo, "test": test, "test-cuda12": test_cuda12, "check": check, "docs": docs}
+    return commands[args.what](python)
 
 
 def fitting_generation() -> int:
@@ -52,7 +53,8 @@ def fitting_generation() -> int:
 def set_up(venv: Path, extras: set[str], generation: int) -> str:
     """An environment with this package, the extras, and what this machine can use of CUDA and MPI; its python."""
     python = venv / "bin" / "python"
-    extras = extras | fitting_extras(python, generation)
+    if extras != {"docs"}:  # these need neither
+        extras = extras | fitting_extras(python, generation)
     stamp = venv / "ipcreduce.json"
     source = hashlib.sha256(Path("pyproject.toml").read_bytes()).hexdigest()
     try:
@@ -97,6 +99,15 @@ def demo(python: str) -> int:
 def check(python: str) -> int:
     tools = (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"])
     return max(run(python, "-m", *tool, check=False) for tool in tools)
+
+
+def docs(python: str) -> int:
+    """Builds the documents, all of them anew: the tables in them come from files that Sphinx does not watch."""
+    options = ["--builder", "html", "--fail-on-warning", "--keep-going", "--fresh-env", "--quiet"]
+    status = run(python, "-m", "sphinx", *options, "docs", "docs/_build/html", check=False)
+    if not status:
+        print("docs/_build/html/index.html")
+    return status
 
 
 def left_out(python: str) -> dict[str, str]:

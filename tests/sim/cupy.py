@@ -23,6 +23,8 @@ from tests.sim import driver, graph, machine, pools, streams
 
 __version__ = "0 (simulated)"
 
+float16, float32 = np.float16, np.float32
+
 _thread = threading.local()
 
 
@@ -468,6 +470,10 @@ array = asarray
 
 def zeros(shape: Any, dtype: Any = float) -> ndarray:
     return full(shape, 0, dtype)
+
+
+def ones(shape: Any, dtype: Any = float) -> ndarray:
+    return full(shape, 1, dtype)
 
 
 def full(shape: Any, value: Any, dtype: Any = None) -> ndarray:

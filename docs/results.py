@@ -1,0 +1,163 @@
+"""Tables of ``benchmarks/results``, for the documents: ``python docs/results.py`` prints them.
+
+``docs/conf.py`` puts the table of runs into ``validation.md``. The others are pasted into README.md and
+``performance.md``; a test compares them with the files. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+SIZES = (16, *(1 << power for power in (10, 14, 16, 18, 20, 22, 24, 26, 28, 30)))  # bytes
+README_SIZES = (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 24, 1 << 28)
+_PEERS = {
+    "nccl": "CuPy's NCCL",
+    "torch_nccl": "PyTorch NCCL",
+    "torch_symm_one_shot": "symmetric memory, one shot",
+    "torch_symm_two_shot": "two shots",
+}
+_PACKAGES = ("cuda-bindings", "cupy-cuda12x", "cupy-cuda13x", "torch")
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def read(name: str) -> dict[str, Any]:
+    """A result file, by its name without the ending."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# ---- figures
+def size_text(nbytes: int) -> str:
+    for unit, text in ((30, "GB"), (20, "MB"), (10, "KB")):
+        if nbytes >= 1 << unit:
+            return f"{nbytes >> unit} {text}"
+    return f"{nbytes} B"
+
+
+def us_text(us: float | None) -> str:
+    """Microseconds, to three digits."""
+    return "–" if us is None else f"{us:,.0f}" if us >= 999.5 else f"{us:#.3g}".rstrip(".")
+
+
+def bench_table(ranks: int, mode: str = "graph", sizes: Sequence[int] = SIZES) -> str:
+    """Times of the last bench over so many GPUs; ``mode`` "eager" has the host's time in place of the limit."""
+    second = ("limit", "limit_us") if mode == "graph" else ("of which host", "host_us")
+    rows = {row["bytes"]: row for row in read(f"bench-h200-x{ranks}")["rows"] if row["mode"] == mode}
+    return table(
+        ["bytes", "ipcreduce", second[0], *_PEERS.values()],
+        (
+            [
+                size_text(nbytes),
+                *(us_text(us) for us in (rows[nbytes]["ours_us"], rows[nbytes][second[1]])),
+                *(us_text(rows[nbytes]["peers_us"].get(peer)) for peer in _PEERS),
+            ]
+            for nbytes in sizes
+        ),
+    )
+
+
+def ratio_table() -> str:
+    """The range of each kind of ratio in the last figures, over 2 and over 4 GPUs."""
+    kinds: dict[str, dict[int, list[float]]] = {}
+    for ranks in (2, 4):
+        for row in read(f"figures-h200-x{ranks}")["rows"]:
+            kind = _kind(row["what"])
+            if kind:
+                kinds.setdefault(kind, {}).setdefault(ranks, []).append(row["ratio"])
+    return table(
+        ["time of", "2 GPUs", "4 GPUs"],
+        (
+            [kind, *(f"{min(found[ranks]):.2f} to {max(found[ranks]):.2f}" for ranks in (2, 4))]
+            for kind, found in kinds.items()
+        ),
+    )
+
+
+def _kind(what: str) -> str:
+    """The row of :func:`ratio_table` for a row of a figures file; "" for none."""
+    dtype = what.partition(" of ")[2]
+    if dtype in _FLOATS:
+        return "" if what == "sum of bfloat16" else "floats and their ops, against bfloat16 sum"
+    if dtype:
+        return "integers and their ops, against bfloat16 sum"
+    return {
+        "ragged": "ragged lengths, against plain ones",
+        "misaligned": "misaligned arrays, against aligned ones",
+        "in place": "in place, against a second array",
+        "direct against staged": "direct kernels, against staged ones",
+        "block, programmatic against plain": "a transformer's block with programmatic launch, against without",
+        "block against NCCL": "a transformer's block, against NCCL",
+        "waits that end": "waits that end, against waits without a deadline",
+    }.get(what, "")
+
+
+# ---- runs
+def run_table() -> str:
+    """Every result file: when, on what, what was run, and how it ended. The latest first."""
+    runs = [(json.loads(path.read_text()), path.name) for path in sorted(RESULTS.glob("*.json"))]
+    runs.sort(key=lambda run: run[0]["date"], reverse=True)
+    return table(
+        ["date", "GPUs", "ranks", "run", "result", "with", "file"],
+        (
+            [content["date"], _gpus(content), str(_ranks(content)), *_run(content), _software(content), f"`{name}`"]
+            for content, name in runs
+        ),
+    )
+
+
+def _gpus(content: dict[str, Any]) -> str:
+    gpus = content["machine"]["gpus"]
+    used = min(len(gpus), _ranks(content))
+    return f"{used} × {gpus[0].removeprefix('NVIDIA ')}" if gpus else "none"
+
+
+def _ranks(content: dict[str, Any]) -> int:
+    rows = content.get("rows") or [{}]
+    return int(content.get("ranks") or rows[0].get("ranks") or len(content["machine"]["gpus"]))
+
+
+def _run(content: dict[str, Any]) -> tuple[str, str]:
+    """What was run, and the result."""
+    rows = content.get("rows") or [{}]
+    if "cases" in content:
+        return f"sweep, {content['cases']} cases", f"{content['calls']:,} calls right"
+    if "right" in content:
+        forced = content.get("forced algorithm")
+        what = "scenarios" + (" of graphs" if "tests.graphs" in content["command"] else "")
+        return what + (f', `algorithm="{forced}"`' if forced else ""), _scenarios(content)
+    if "prototype_us" in rows[0]:
+        return "times beside the prototypes", f"{len(rows)} rows"
+    if "limit" in content:
+        return "`python -m ipcreduce bench`", f"results right before each timing; {len(rows)} rows"
+    if "startup" in content:
+        return "`benchmarks.figures`", f"{len(rows)} ratios; times only"
+    return f"`{content['command']}`", "see the file"
+
+
+def _scenarios(content: dict[str, Any]) -> str:
+    parts = [f"{len(content['right'])} right"]
+    if "replays of one graph, all right" in content:
+        parts.append(f"{content['replays of one graph, all right']:,} replays of one graph")
+    closed = "held before and after "
+    parts += [f"{key.removeprefix(closed)} closed" for key in content if key.startswith(closed)]
+    return ", ".join(parts)
+
+
+def _software(content: dict[str, Any]) -> str:
+    versions = content["versions"]
+    return ", ".join(f"{name} {versions[name]}" for name in _PACKAGES if name in versions)
+
+
+if __name__ == "__main__":
+    figures = [bench_table(n, mode) for n in (4, 2) for mode in ("graph", "eager")]
+    for text in (bench_table(4, sizes=README_SIZES), *figures, ratio_table(), run_table()):
+        print(text, end="\n\n")

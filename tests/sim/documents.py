@@ -1,0 +1,43 @@
+"""``mpirun -n 2 python -m tests.sim.documents PAGE...`` runs the code in pages: see tests/documents.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests import documents, sim, worker
+
+os.environ.setdefault("IPCREDUCE_WORKSPACE_MB", "1")
+sim.install()
+sys.modules["torch"] = None  # type: ignore[assignment]  # not to be found: it knows only real GPUs
+
+from mpi4py import MPI  # noqa: E402
+
+from ipcreduce import Communicator, Graph, GraphRunner  # noqa: E402
+
+WORLD = MPI.COMM_WORLD
+
+
+def main() -> None:
+    import cupy
+
+    cupy.cuda.Device(WORLD.rank % cupy.cuda.runtime.getDeviceCount()).use()
+    for page in sys.argv[1:]:
+        names: dict[str, Any] = {"__name__": "__main__"}
+        for piece in documents.pieces(Path(page)):
+            if piece.fragment is None:
+                exec(piece.compiled(), names)
+                WORLD.Barrier()
+            if WORLD.rank == 0:
+                verdict = "right" if piece.fragment is None else "a fragment"
+                print(f"{piece.page}, line {piece.line}: {verdict}", flush=True)
+        for kind in (GraphRunner, Graph, Communicator):  # in this order, on every rank alike
+            for value in names.values():
+                if isinstance(value, kind):
+                    value.close()
+
+
+if __name__ == "__main__":
+    worker.run(main)

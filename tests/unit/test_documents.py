@@ -1,0 +1,155 @@
+"""README.md, CONTRIBUTING.md and docs/: code, links, figures and names in them are true of this tree."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import ipcreduce
+from docs import results
+from tests import documents
+from tests.machine import ROOT
+
+PAGES = {str(page.relative_to(ROOT)): page for page in [*documents.pages(), ROOT / "CHANGELOG.md"]}
+FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+
+
+def text_of(name: str) -> str:
+    return PAGES[name].read_text()
+
+
+# ---- code
+@pytest.mark.parametrize("name", PAGES)
+def test_code_is_python(name: str) -> None:
+    for piece in documents.pieces(PAGES[name]):
+        piece.compiled()
+
+
+def test_pieces_of_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Text\n<!-- not shown:\nx = 1\n-->\n```python\ny = x\n```\n```\nmake test\n```\n"
+        "<!-- fragment: needs a moon -->\n\n```python\nmoon()\n```\n<!-- a remark -->\n~~~python\nz\n~~~\n"
+    )
+    found = [(piece.line, piece.code, piece.fragment, piece.shown) for piece in documents.pieces(page)]
+    assert found == [
+        (2, "\nx = 1\n", None, False),
+        (6, "y = x\n", None, True),
+        (14, "moon()\n", "needs a moon", True),
+        (18, "z\n", None, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```py\nx\n```\n",
+        "```Python\nx\n```\n",
+        "```{code-block} python\nx\n```\n",
+        "```python3\nx\n```\n",
+        "- a list\n\n  ```python\n  x\n  ```\n",
+        "<!-- fragment: -->\n```python\nx\n```\n",
+        "<!-- fragment: of nothing -->\ntext\n",
+        "<!-- fragment: of another block -->\ntext\n```python\nx\n```\n",
+        "<!-- fragment: of a command -->\n```\nmake\n```\n",
+        "<!-- fragment: one -->\n<!-- fragment: two -->\n```python\nx\n```\n",
+    ],
+)
+def test_code_that_would_be_passed_over_is_refused(tmp_path: Path, text: str) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    with pytest.raises(ValueError, match=r"page\.md"):
+        list(documents.pieces(page))
+
+
+# ---- form
+def test_the_readme_is_short() -> None:
+    assert len(text_of("README.md").splitlines()) <= 150
+
+
+def anchors(page: Path) -> set[str]:
+    """The links that lead to a page's headings."""
+    headings = re.findall(r"^#+ +(.*)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name: str) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", FENCED.sub("", text_of(name)))
+    for target, _, anchor in (link.partition("#") for link in links if not link.startswith("https://")):
+        page = (PAGES[name].parent / target).resolve() if target else PAGES[name]
+        assert page.exists(), f"{name}: {target}"
+        assert not anchor or anchor in anchors(page), f"{name}: {target}#{anchor}"
+
+
+# ---- figures
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [
+        ("README.md", results.bench_table(4, sizes=results.README_SIZES)),
+        *(("docs/performance.md", results.bench_table(n, mode)) for n in (2, 4) for mode in ("graph", "eager")),
+        ("docs/performance.md", results.ratio_table()),
+    ],
+)
+def test_tables_are_those_of_the_result_files(name: str, table: str) -> None:
+    """If not: python docs/results.py prints the present ones."""
+    assert table in text_of(name)
+
+
+@pytest.mark.parametrize(
+    ("us", "text"), [(1.336, "1.34"), (10.25, "10.2"), (99.95, "100"), (285.4, "285"), (999.6, "1,000"), (None, "–")]
+)
+def test_microseconds(us: float | None, text: str) -> None:
+    assert results.us_text(us) == text
+
+
+def test_every_result_file_is_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(f"`{path.name}`" in results.run_table() for path in results.RESULTS.glob("*.json"))
+    header = {"machine": {"gpus": ["NVIDIA H200"] * 2}, "date": "2030-01-02", "command": "tests/gpu/new.py"}
+    sweep = header | {"versions": {"cupy-cuda12x": "14.2.0"}, "cases": 7, "calls": 2800, "ranks": 2}
+    other = header | {"versions": {"python": "3.14"}, "date": "2031-01-02", "something": 1}
+    (tmp_path / "sweep-cuda12-h200-x2.json").write_text(json.dumps(sweep))
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    assert results.run_table().splitlines()[2:] == [
+        "| 2031-01-02 | 2 × H200 | 2 | `tests/gpu/new.py` | see the file |  | `other.json` |",
+        "| 2030-01-02 | 2 × H200 | 2 | sweep, 7 cases | 2,800 calls right | cupy-cuda12x 14.2.0 | "
+        "`sweep-cuda12-h200-x2.json` |",
+    ]
+
+
+# ---- names
+def test_every_public_name_is_in_the_reference() -> None:
+    documented = re.findall(r"auto(?:class|function|exception):: (\w+)$", text_of("docs/api.md"), re.MULTILINE)
+    assert sorted(documented) == sorted(ipcreduce.__all__)
+
+
+def test_every_error_is_explained() -> None:
+    errors = [name for name in ipcreduce.__all__ if name.endswith("Error")]
+    assert all(f"`{name}`" in text_of("docs/errors.md") for name in errors)
+
+
+@pytest.mark.parametrize("name", sorted(PAGES.keys() - {"CHANGELOG.md"}))
+def test_files_and_tests_that_are_named_exist(name: str) -> None:
+    """`tests/a.py::one`, `::two` names two functions of one file."""
+    source = ""
+    for path, function in re.findall(r"`([\w/.\-]*\.(?:py|cuh?|md|json))?(?:::(\w+))?`", text_of(name)):
+        if "/" in path:
+            assert (ROOT / path).is_file(), path
+            source = (ROOT / path).read_text() if path.endswith(".py") else ""
+        elif function:
+            assert not path
+        if function:
+            assert re.search(rf"^def {function}\b", source, re.MULTILINE), f"{function} after {path}"
+
+
+def test_the_structure_names_modules_that_exist() -> None:
+    """Those in the table and the drawings of the architecture, which have no folder."""
+    text = text_of("docs/architecture.md")
+    known = {path.name for folder in ("ipcreduce", "kernels") for path in (ROOT / folder).rglob("*.*")}
+    named = set(re.findall(r"(?<![\w/])(\w+\.(?:py|cuh?))\b", text))
+    assert len(named) > 30
+    assert named <= known

@@ -143,7 +143,7 @@ class Graph:
             if self in open_recordings:
                 open_recordings.remove(self)
         try:
-            comm.end_recording(recording, None if error is None else explained(error))
+            comm.end_recording(recording, error and explained(error, behind_a_break=bool(recording.segments)))
         except BaseException:
             self._end("failed")
             raise

@@ -192,10 +192,13 @@ def cannot_be_captured(cause: BaseException, advice: str = "") -> CaptureError:
     return CaptureError(f"{str(cause).rstrip('.')}. So the recording cannot be made into a graph. {advice}".rstrip())
 
 
-def explained(error: BaseException) -> BaseException:
-    """CaptureError for what CuPy raises where a stream captures; any other exception as it is."""
+def explained(error: BaseException, behind_a_break: bool = False) -> BaseException:
+    """CaptureError for what CuPy raises where a stream captures; any other exception as it is.
+
+    :param behind_a_break: whether it was raised there. For an event from before the driver then says 907 or only 1.
+    """
     status = surroundings.runtime_status(error)
-    advice = _ADVICE.get(status, "")
+    advice = _ADVICE.get(907 if status == 1 and behind_a_break else status, "")
     if not status and isinstance(error, RuntimeError) and "captur" in str(error) and surroundings.raised_by_cupy(error):
         advice = _REFUSED_BY_CUPY
     if not advice:

@@ -45,7 +45,8 @@ class Engine:
         self.watchdog: Watchdog | None = None
         self.mappings = Mappings(page)
         control = driver.register_host(page.address, HEAD_BYTES)
-        self.launches = Launches(workspace, control, capability=capability, timeout=timeout, algorithm=algorithm)
+        options: Any = {"capability": capability, "timeout": timeout, "algorithm": algorithm}
+        self.launches = Launches(context, workspace, control, **options)
         try:
             self.order = CallOrder(context)
         except CudaError:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..cuda import compiler, driver
 from ..numerics import OPS
-from . import plan
+from . import modules, plan
 from .control import ABORT_OFFSET, missing_offset
 from .signature import Signature, signature
 from .workspace import Workspace
@@ -46,15 +46,17 @@ class Launches:
     """
 
     def __init__(
-        self, workspace: Workspace, control: int, *, capability: tuple[int, int], timeout: float, algorithm: str | None
-    ) -> None:
+        self, context: int, workspace: Workspace, control: int, *, capability: tuple[int, int], timeout: float,
+        algorithm: str | None,
+    ) -> None:  # fmt: skip
         self.algorithm = algorithm
         self.whole_packets = True  # until the start-up check says otherwise
         self.table: plan.Table = ()  # until the ranks have agreed on one
         self.resident, self.sharing = plan.RESIDENT, 1  # until they have compared their GPUs
         self.before_loading: Callable[[], object] = lambda: None  # waits for the calls in flight
         self._workspace, self._control, self._capability, self._timeout = workspace, control, capability, timeout
-        self._modules: list[int] = []
+        self._context = context
+        self._shared: list[modules.Key] = []
         self._functions: dict[_Kernel, int] = {}
         self._prepared: dict[tuple[Any, ...], Prepared] = {}
 
@@ -126,8 +128,9 @@ class Launches:
         Loading waits for all that runs on the device: 0.7 s behind a kernel of 0.7 s, whatever the size of the module
         and the loading mode (H200, driver 580). If that is a call of ours, a peer may be waiting for this process. So
         kernels are loaded for every op and size as soon as a dtype is used, and else with no call of ours in flight.
+        Communicators share them.
         """
-        missing = [key for key in kernels if key not in self._functions]
+        missing = [key for key in kernels if key not in self._functions and not self._take(key)]
         if not missing:
             return
         with ThreadPoolExecutor(max(1, min(len(missing), (os.cpu_count() or 1) // self._workspace.n))) as pool:
@@ -135,9 +138,22 @@ class Launches:
         self.before_loading()
         with driver.relaxed():
             for key, cubin in zip(missing, cubins, strict=True):
-                module = driver.load_module(cubin)
-                self._modules.append(module)
-                self._functions[key] = driver.get_function(module, key[0])
+                self._taken(key, modules.load(self._shared_key(key), cubin))
+
+    def _take(self, key: _Kernel) -> bool:
+        function = modules.take(self._shared_key(key))
+        if function is not None:
+            self._taken(key, function)
+        return function is not None
+
+    def _taken(self, key: _Kernel, function: int) -> None:
+        self._functions[key] = function
+        self._shared.append(self._shared_key(key))
+
+    def _shared_key(self, key: _Kernel) -> modules.Key:
+        kernel, *compiled_for = key
+        n, rank = self._workspace.n, self._workspace.rank
+        return self._context, n, rank, self.whole_packets, *compiled_for, kernel
 
     def _compile(self, key: _Kernel) -> bytes:
         kernel, dtype, op, depth = key
@@ -177,5 +193,5 @@ class Launches:
 
     def unload_steps(self) -> Iterator[Callable[[], None]]:
         """What gives the kernels back."""
-        while self._modules:
-            yield partial(driver.unload_module, self._modules.pop())
+        while self._shared:
+            yield partial(modules.give_up, self._shared.pop())

@@ -283,6 +283,9 @@ def first_use_while_a_call_runs() -> None:
             right(first)
             for result, due in zip(results, (SIZE, 1), strict=True):
                 assert (cupy.asnumpy(result) == due).all()
+            never = mock.patch.object(driver, "load_module", side_effect=AssertionError("loaded once more"))
+            with never, Communicator(timeout=20, algorithm=algorithm) as another:
+                works(another)
 
 
 SCENARIOS = [

@@ -23,13 +23,13 @@ cupy: Any = None  # once it is imported
 get_current_stream: Any = None
 current_context: Any = None  # this thread's
 launch_graph: Any = None  # an executable, on a stream
-_record_event: Any = None
-_wait_event: Any = None
+record_event: Any = None  # an event, on a stream
+wait_event: Any = None  # a stream, for an event
 
 
 def load() -> Any:
     """CuPy. :raises UnsupportedError: if it is missing."""
-    global cupy, get_current_stream, current_context, launch_graph, _record_event, _wait_event
+    global cupy, get_current_stream, current_context, launch_graph, record_event, wait_event
     if cupy is None:
         try:
             import cupy as found
@@ -39,7 +39,7 @@ def load() -> Any:
             ) from None
         get_current_stream, current_context = found.cuda.get_current_stream, found.cuda.driver.ctxGetCurrent
         runtime = found.cuda.runtime
-        launch_graph, _record_event, _wait_event = runtime.graphLaunch, runtime.eventRecord, runtime.streamWaitEvent
+        launch_graph, record_event, wait_event = runtime.graphLaunch, runtime.eventRecord, runtime.streamWaitEvent
         cupy = found  # last: then other threads use all of them
     return cupy
 
@@ -66,28 +66,13 @@ def launch(executable: Executable, stream: int) -> None:
 
 def launch_error(error: Exception) -> Exception:
     """What :func:`launch_graph` raised, as a CudaError; any other exception as it is."""
-    return _as_cuda_error("cudaGraphLaunch", error)
+    return runtime_error("cudaGraphLaunch", error)
 
 
-def _as_cuda_error(name: str, error: Exception) -> Exception:
+def runtime_error(name: str, error: Exception) -> Exception:
+    """What CuPy raised in the runtime's call ``name``, as a CudaError; any other exception as it is."""
     status = runtime_status(error)
     return CudaError(name, status, str(error)) if status else error
-
-
-def wait_event(stream: int, event: int) -> None:
-    """Makes ``stream`` wait for the last record of ``event``. :raises CudaError: if it fails."""
-    try:
-        _wait_event(stream, event)
-    except RuntimeError as error:
-        raise _as_cuda_error("cudaStreamWaitEvent", error) from None
-
-
-def record_event(event: int, stream: int) -> None:
-    """Records ``event`` on ``stream``. :raises CudaError: if it fails."""
-    try:
-        _record_event(event, stream)
-    except RuntimeError as error:
-        raise _as_cuda_error("cudaEventRecord", error) from None
 
 
 # ---- devices and streams

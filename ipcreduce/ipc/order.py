@@ -155,15 +155,21 @@ class CallOrder:
     def launch_shared(self, start: Callable[[int], None], stream: int) -> None:
         """Makes an eager call by ``start(stream)`` while ``shared``: what :meth:`behind` does, without looking around.
 
-        :raises CudaError: if it fails, also for a stream that captures.
+        :raises CudaError: if it fails, also for a stream that captures. :raises RuntimeError: what ``start`` raises.
         """
-        self._open = True
+        self._open, doing = True, "cudaStreamWaitEvent"
         try:
             surroundings.wait_event(stream, self._end)
-            try:
-                start(stream)
-            finally:
+            doing = ""
+            start(stream)
+            doing = "cudaEventRecord"
+            surroundings.record_event(self._end, stream)
+        except BaseException as error:  # the call may have been launched
+            with suppress(RuntimeError):
                 surroundings.record_event(self._end, stream)
+            if doing and isinstance(error, RuntimeError):
+                raise surroundings.runtime_error(doing, error) from None
+            raise
         finally:
             self._open = False
 

@@ -388,8 +388,13 @@ def refused_by_cupy(comm: Any) -> None:
     if SIM:
         return
     square = cupy.ones((64, 64), np.float32)
-    _ = square @ square
-    for body in (lambda: square @ square, lambda: cupy.array([1.0, 2.0])):
+    bodies = [lambda: square @ square, lambda: cupy.array([1.0, 2.0])]
+    try:
+        bodies[0]()
+    except ImportError as error:  # no cuBLAS of CuPy's generation
+        print(f"refused_by_cupy: left out matrix products: {error}", flush=True)
+        del bodies[0]
+    for body in bodies:
         with raises(CaptureError, "nvmath", "before the recording") as caught, Graph(comm).record():
             body()
         _leads_with_its_cause(caught.error)

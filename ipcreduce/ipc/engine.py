@@ -45,8 +45,9 @@ class Engine:
         self.watchdog: Watchdog | None = None
         self.mappings = Mappings(page)
         control = driver.register_host(page.address, HEAD_BYTES)
-        options: Any = {"capability": capability, "timeout": timeout, "algorithm": algorithm}
-        self.launches = Launches(context, workspace, control, **options)
+        self.launches = Launches(
+            context, workspace, control, capability=capability, timeout=timeout, algorithm=algorithm
+        )
         try:
             self.order = CallOrder(context)
         except CudaError:

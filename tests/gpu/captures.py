@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +21,7 @@ from mpi4py import MPI
 
 import ipcreduce
 from tests import worker
+from tests.gpu import scenarios
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -379,19 +379,5 @@ SCENARIOS = [
 ]  # fmt: skip
 
 
-def main() -> None:
-    cupy.cuda.Device(RANK % cupy.cuda.runtime.getDeviceCount()).use()
-    with ipcreduce.Communicator(timeout=30) as comm:
-        assert comm.backend == "ipc", comm.describe()
-        for scenario in SCENARIOS:
-            if len(sys.argv) > 1 and scenario.__name__ not in sys.argv[1:]:
-                continue
-            started = time.time()
-            scenario(comm)
-            WORLD.Barrier()
-            if RANK == 0:
-                print(f"{scenario.__name__}: right, {time.time() - started:.1f} s", flush=True)
-
-
 if __name__ == "__main__":
-    worker.run(main)
+    worker.run(lambda: scenarios.main(SCENARIOS))

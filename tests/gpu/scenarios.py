@@ -459,11 +459,12 @@ SCENARIOS = [
 ]  # fmt: skip
 
 
-def main() -> None:
+def main(scenarios: list[Callable[[Any], None]]) -> None:
+    """Runs those that the command line names, or all, on one communicator."""
     cupy.cuda.Device(RANK % cupy.cuda.runtime.getDeviceCount()).use()
     with ipcreduce.Communicator(timeout=30) as comm:
         assert comm.backend == "ipc", comm.describe()
-        for scenario in SCENARIOS:
+        for scenario in scenarios:
             if len(sys.argv) > 1 and scenario.__name__ not in sys.argv[1:]:
                 continue
             started = time.time()
@@ -474,4 +475,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    worker.run(main)
+    worker.run(lambda: main(SCENARIOS))

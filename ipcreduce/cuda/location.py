@@ -41,8 +41,9 @@ def attributes(kind: type) -> Callable[[Any], dict[str, Any]] | None:
 
 def carried(kind: type, own: dict[str, Any]) -> Locate | None:
     """:func:`locator` for an object with the attributes ``own``; None if none of the protocols is among these."""
-    names = dict.keys(own)  # whatever code a dict of attributes has
-    return locator(kind, names) if PROTOCOLS[0] in names or PROTOCOLS[1] in names or PROTOCOLS[2] in names else None
+    get = dict.get  # whatever code a dict of attributes has; None says that an object is no array
+    names = [name for name in PROTOCOLS if get(own, name) is not None]
+    return locator(kind, names) if names else None
 
 
 def locator(kind: type, own: Collection[str] = ()) -> Locate | None:

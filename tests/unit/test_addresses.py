@@ -389,7 +389,9 @@ def test_no_code_of_a_carrier_is_run():
 
 def test_a_carrier_that_does_not_give_its_address_is_named():
     wrong = Data()
-    wrong.__cuda_array_interface__ = None
+    wrong.__cuda_array_interface__ = None  # it says that it is none
+    assert collect_addresses({"w": wrong}) == {}
+    wrong.__cuda_array_interface__ = {}
     with pytest.raises(ArgumentError, match=r'\["w"\]: the Data does not give its address'):
         collect_addresses({"w": wrong})
 

@@ -1,7 +1,8 @@
 """Work that may wait for the device for good, done in a thread so that it can be given up, and be interrupted.
 
-Freeing waits for all that runs on the device, which may be a kernel of another library that never ends. The thread is
-made with the first communicator: at the interpreter's exit Python makes none.
+Freeing waits for all that runs on the device, which may be a kernel of another library that never ends. In a call the
+bindings let go of the GIL (from 12.9.1 on). The thread is made with the first communicator: at the interpreter's exit
+Python makes none.
 """
 
 from __future__ import annotations

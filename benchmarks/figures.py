@@ -30,12 +30,11 @@ import numpy as np
 from mpi4py import MPI
 
 import ipcreduce
-from ipcreduce import surroundings
 from ipcreduce.bench import command, contenders, report, timing
 from ipcreduce.bench.limit import Limit
-from ipcreduce.cuda import compiler, driver
+from ipcreduce.coordination.flight_recorder import RING
+from ipcreduce.cuda import compiler, cupy_runtime, driver
 from ipcreduce.ipc import launches as launching
-from ipcreduce.ipc.flight_recorder import RING
 from ipcreduce.numerics import DTYPES, OPS
 
 WORLD = MPI.COMM_WORLD
@@ -60,7 +59,7 @@ class Run:
     def captured(self, call: Call, nbytes: int) -> tuple[Call, int]:
         """A graph of many calls of so many bytes, and of how many."""
         call()
-        surroundings.load().cuda.get_current_stream().synchronize()
+        cupy_runtime.load().cuda.get_current_stream().synchronize()
         calls = max(4, min(200, (64 << 20) // max(1, nbytes)))
         return timing.captured(call, calls), calls
 
@@ -148,7 +147,7 @@ def eager(run: Run) -> None:
     run.comm.synchronize()
     prepared = run.engine.launches.find(source.shape, source.dtype, "sum")
     assert prepared is not None
-    launch, stream = prepared.launches[0][0], surroundings.stream_of()[0]
+    launch, stream = prepared.launches[0][0], cupy_runtime.stream_of()[0]
     graph = ipcreduce.Graph(run.comm)
     with graph.record():
         call()
@@ -157,7 +156,7 @@ def eager(run: Run) -> None:
     assert executable is not None
     call()
     bare = functools.partial(launch.run, stream)
-    bare_graph = of_cupy = functools.partial(surroundings.launch_graph, executable.handle, stream)
+    bare_graph = of_cupy = functools.partial(cupy_runtime.launch_graph, executable.handle, stream)
     if hasattr(driver, "load"):  # not on the simulated device
         bindings = driver.load()
         handles = bindings.CUgraphExec(executable.handle), bindings.CUstream(stream)

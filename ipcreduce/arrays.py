@@ -7,18 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from . import surroundings, torch_runtime
-from .cuda import location, streams
-from .cuda.location import Locate, Location
+from .cuda import array_protocols, cupy_runtime, streams, torch_runtime
+from .cuda.array_protocols import Locate, Location
+from .cuda.cupy_runtime import current_device, load, on_stream, stream_of
 from .errors import ArgumentError
-from .surroundings import current_device, load, on_stream, stream_of
 
 
 def is_device(array: Any, what: str = "array") -> bool:
     """Whether ``array``, argument ``what``, lies on a GPU. :raises ArgumentError: if it is no array that we take."""
     if isinstance(array, np.ndarray):
         return False
-    if surroundings.cupy is not None and isinstance(array, surroundings.cupy.ndarray):
+    if cupy_runtime.cupy is not None and isinstance(array, cupy_runtime.cupy.ndarray):
         return True
     kind = type(array)
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -92,7 +91,7 @@ def _from_interface(array: Any, stream: int, ordered: bool) -> Any:
     """By ``__cuda_array_interface__`` (versions 2 and 3), whose typestr for bfloat16 says only two opaque bytes."""
     cupy = load()
     interface = array.__cuda_array_interface__
-    dtype = location.interface_dtype(array, interface)
+    dtype = array_protocols.interface_dtype(array, interface)
     if interface.get("mask") is not None:
         raise ArgumentError("array must have no mask; found one in its __cuda_array_interface__")
     shape, strides = tuple(interface["shape"]), interface.get("strides")
@@ -200,7 +199,7 @@ def copy_into(target: Any, value: Any, stream: int) -> None:
 
 def is_cupy(array: Any) -> bool:
     """Whether it is a CuPy array."""
-    return surroundings.cupy is not None and isinstance(array, surroundings.cupy.ndarray)
+    return cupy_runtime.cupy is not None and isinstance(array, cupy_runtime.cupy.ndarray)
 
 
 def view_of(array: Any, owner: Any) -> Any:
@@ -217,16 +216,16 @@ def locator(kind: type) -> Locate | None:
 
     For each array that is the :data:`Location`, or None if it is not on a GPU.
     """
-    cupy = surroundings.cupy or sys.modules.get("cupy")  # nobody has an array of it who has not imported it
+    cupy = cupy_runtime.cupy or sys.modules.get("cupy")  # nobody has an array of it who has not imported it
     if cupy is not None and issubclass(kind, cupy.ndarray):
-        return lambda array: (array.data.ptr, array.shape, location.dtype_name(array.dtype), array.strides)
-    return location.locator(kind)
+        return lambda array: (array.data.ptr, array.shape, array_protocols.dtype_name(array.dtype), array.strides)
+    return array_protocols.locator(kind)
 
 
 def locate(array: Any) -> Location | None:
     """Where a device array lies; None for any other object. :raises ArgumentError: if it does not give its address."""
     kind = type(array)
-    find, attributes = locator(kind), location.attributes(kind)
+    find, attributes = locator(kind), array_protocols.attributes(kind)
     if find is None and attributes is not None:
-        find = location.carried(kind, attributes(array))
+        find = array_protocols.carried(kind, attributes(array))
     return None if find is None else find(array)

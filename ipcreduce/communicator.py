@@ -12,7 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from . import arguments, arrays, lifetime, surroundings
+from . import arrays, lifetime, operands
+from .coordination import exchange
+from .coordination.calls import Faults
+from .coordination.fingerprint import Signature, Vote
+from .cuda import cupy_runtime
 from .errors import (
     ArgumentError,
     CaptureError,
@@ -26,12 +30,10 @@ from .errors import (
     UnsupportedError,
 )
 from .graphs.pool import CapturedMemory
-from .graphs.support import GraphSupport
-from .host import HostReducer
-from .ipc import release, setup, wire
-from .ipc.faults import Faults
+from .graphs.session import GraphSupport
+from .ipc import deferred_free, startup
 from .ipc.options import Options
-from .ipc.signature import Signature, Vote
+from .mpi.host import HostReducer
 
 _CLOSE_SECONDS = 5.0  # how long close() waits for the peers to unmap our memory before leaving it to the process's end
 _SHARED = (RankMismatchError, PeerFailedError, PeerTimeoutError, PeerLostError)  # every rank gets these by itself
@@ -58,7 +60,7 @@ class Communicator(GraphSupport):
         self, mpi_comm: Any = None, *, device: Any = None, timeout: float = 120.0, algorithm: str | None = None
     ) -> None:
         lifetime.check_not_forked()
-        mpi = wire.require_mpi()
+        mpi = exchange.require_mpi()
         mpi_comm = mpi.COMM_WORLD if mpi_comm is None else mpi_comm
         if not isinstance(mpi_comm, mpi.Intracomm) or mpi_comm == mpi.COMM_NULL:
             raise ArgumentError(f"mpi_comm must be an mpi4py Intracomm; found {mpi_comm!r}")
@@ -70,11 +72,11 @@ class Communicator(GraphSupport):
         self._timeout = options.timeout
         self._sync = os.environ.get("IPCREDUCE_SYNC", "0") not in ("", "0")
         self._mpi, request = mpi_comm.Idup()  # our messages never meet the program's
-        wire.complete(request, mpi_comm, time.monotonic() + options.timeout, "start-up")
+        exchange.complete(request, mpi_comm, time.monotonic() + options.timeout, "start-up")
         self._rank, self._size = int(self._mpi.Get_rank()), int(self._mpi.Get_size())
         self._host = HostReducer(self._mpi, options.timeout)
         try:
-            self._engine, self._reasons = setup.start(self._mpi, options)
+            self._engine, self._reasons = startup.start(self._mpi, options)
         except (ArgumentError, CudaError):  # there are some thousand MPI communicators
             self._mpi.Free()
             raise
@@ -82,7 +84,7 @@ class Communicator(GraphSupport):
         if self._engine is not None:
             self._faults = Faults(self._engine, self._mpi, options.timeout)
             self._captured_memory = CapturedMemory(self._engine.context, self._engine.device.ordinal)
-            release.mind(self._engine.order, self._lock)
+            deferred_free.mind(self._engine.order, self._lock)
         lifetime.add(self)
 
     # ---- what it is
@@ -155,17 +157,17 @@ class Communicator(GraphSupport):
             raise UnsupportedError(f"device arrays need backend ipc: {self._reasons['ipc']}")
         recording = self.recording
         in_body = recording is not None and recording.here
-        handle, owner = surroundings.stream_of(stream) if in_body else arrays.stream_for(array, stream)
+        handle, owner = cupy_runtime.stream_of(stream) if in_body else arrays.stream_for(array, stream)
         recorder = None if recording is None else recording.recorder(handle)
         source = arrays.view(array, handle, ordered=recorder is None)
         if type(op) is not str:
-            arguments.check_kind(source, op)
+            operands.check_kind(source, op)
         launches, shape, dtype = engine.launches, source.shape, source.dtype
         prepared = launches.find(shape, dtype, op)
         if prepared is None:
-            prepared = launches.prepare(shape, dtype, arguments.check_kind(source, op), op, source.nbytes)
+            prepared = launches.prepare(shape, dtype, operands.check_kind(source, op), op, source.nbytes)
         device = engine.device.ordinal
-        arguments.check_device(device, source, "array")
+        operands.check_device(device, source, "array")
         memory = nullcontext if recorder is not None else partial(self._captured_memory.allocating, handle)
         if out is None:
             with memory():
@@ -175,11 +177,11 @@ class Communicator(GraphSupport):
             if source is not array and arrays.is_readonly(out):
                 raise ArgumentError("out must be writable; found a read-only array")
         else:
-            target, result = arguments.device_out(device, source, out, handle, recorder is None), out
-        overlap = out is not None and target is not source and arguments.overlap_in_part(source, target)
+            target, result = operands.device_out(device, source, out, handle, recorder is None), out
+        overlap = out is not None and target is not source and operands.overlap_in_part(source, target)
         direct = target
         if not arrays.is_contiguous(target):
-            arguments.check_apart(target)
+            operands.check_apart(target)
             with memory():
                 direct = arrays.empty(source.shape, source.dtype, handle, device)
         if overlap or not arrays.is_contiguous(source):
@@ -187,7 +189,7 @@ class Communicator(GraphSupport):
                 source = arrays.contiguous_copy(source, handle)
         source_at, direct_at = arrays.pointer(source), arrays.pointer(direct)
         if (source_at | direct_at) & (source.itemsize - 1):
-            arguments.check_aligned(source, direct)
+            operands.check_aligned(source, direct)
         if recorder is None:
             self._call = faults.enter(self._call, prepared.what, handle)
         elif recording is not None:
@@ -207,9 +209,9 @@ class Communicator(GraphSupport):
         return result
 
     def _reduce_host(self, array: np.ndarray[Any, Any], op: str, out: Any) -> np.ndarray[Any, Any]:
-        dtype = arguments.check_host(array, op)
+        dtype = operands.check_host(array, op)
         if out is not None:
-            arguments.check_host_out(array, out)
+            operands.check_host_out(array, out)
         text = f"{op} of {dtype} {array.shape}"
         if self._engine is None or self._faults is None:
             result = self._host.allreduce(array, op, self._call, text)
@@ -264,9 +266,9 @@ class Communicator(GraphSupport):
         with self._lock:
             self.check_usable()
             if self._engine is not None and self._faults is not None:
-                self._engine.order.synchronize(None if stream is None else surroundings.stream_of(stream)[0])
+                self._engine.order.synchronize(None if stream is None else cupy_runtime.stream_of(stream)[0])
                 self._engine.mappings.collect()
-                release.flush()
+                deferred_free.flush()
                 try:
                     self._faults.raise_pending(self._call)
                 except PeerLostError as error:
@@ -279,7 +281,7 @@ class Communicator(GraphSupport):
 
         Idempotent; also done at interpreter exit. Arrays that the caller has stay valid.
         """
-        with lifetime.within(lifetime.CLOSE_SECONDS), release.taking(self._lock, self._engine) as taken:
+        with lifetime.within(lifetime.CLOSE_SECONDS), deferred_free.taking(self._lock, self._engine) as taken:
             if not taken or self not in lifetime.live:
                 return
             if self.recording is not None and self.recording.here:
@@ -291,7 +293,7 @@ class Communicator(GraphSupport):
             if engine is not None:
                 pools = [self.memory.release] if self.memory is not None else []
                 engine.close(0.0 if lost else _CLOSE_SECONDS, self._captured_memory.release, *pools)
-            if not lost and not wire.mpi_is_finalised():
+            if not lost and not exchange.mpi_is_finalised():
                 self._mpi.Free()
 
     def __enter__(self) -> Communicator:

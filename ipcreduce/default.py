@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays, lifetime, surroundings
+from . import arrays, lifetime
 from .communicator import Communicator
+from .cuda import cupy_runtime
 from .errors import ArgumentError, IpcReduceError
 
 _default: Communicator | None = None
@@ -28,7 +29,7 @@ def _default_for(array: Any) -> Communicator:
             device = None
             with suppress(IpcReduceError):  # the call itself is refused, once there is somebody to tell
                 if array is not None and not isinstance(array, np.ndarray) and arrays.is_device(array):
-                    device = arrays.device_of(arrays.view(array, surroundings.stream_of()[0]))
+                    device = arrays.device_of(arrays.view(array, cupy_runtime.stream_of()[0]))
             _default = Communicator(device=device)
         return _default
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from .cuda.location import Location
+    from .cuda.array_protocols import Location
 
 
 class IpcReduceError(RuntimeError):

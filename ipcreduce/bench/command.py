@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .. import surroundings
 from ..communicator import Communicator
+from ..cuda import cupy_runtime
 from ..errors import ArgumentError, IpcReduceError, UnsupportedError
 from ..ipc import plan
 from ..numerics import DTYPES
@@ -85,7 +85,7 @@ def _measure(comm: Communicator, modes: list[str], options: argparse.Namespace) 
     dtype = next(one for one, name in DTYPES.items() if name == options.dtype)
     work = sizes(max(options.smallest, dtype.itemsize), options.largest, options.between)
     result: dict[str, Any] = {**report.header(["-m", "ipcreduce", *sys.argv[1:]]), "left_out": left_out, "rows": []}
-    with surroundings.load().cuda.Stream(non_blocking=True):
+    with cupy_runtime.load().cuda.Stream(non_blocking=True):
         limit = Limit.measure(comm, mpi, options.replays)
         result["limit"] = {"barrier_us": limit.barrier_us, "push_GBps": limit.push_gbps}
         for nbytes in report.progress(work, comm.rank == 0):
@@ -135,7 +135,7 @@ def _trouble(action: Callable[[], None], mpi: Any) -> str:
 
 def _check(one: contenders.Contender, message: Message) -> None:
     """Nothing for arrays that it does not take. :raises ArithmeticError: if its results are wrong."""
-    stream, right = surroundings.load().cuda.get_current_stream(), True
+    stream, right = cupy_runtime.load().cuda.get_current_stream(), True
     for _ in range(_CHECKS if message.source.nbytes <= _LARGE else 1):
         message.renew()
         call = one.prepare(message.source, message.target)
@@ -162,7 +162,7 @@ def _time(one: contenders.Contender, message: Message, mode: str, replays: int, 
     calls = max(4, min(200, _LARGE // nbytes))
     with one.running():
         call()  # what is made at the first call is not made within the capture, nor timed
-        surroundings.load().cuda.get_current_stream().synchronize()
+        cupy_runtime.load().cuda.get_current_stream().synchronize()
         if mode == "eager":  # more of them: the wait at the end is part of the time
             return timing.eagerly(call, max(calls, 20) if nbytes <= _LARGE else calls, replays, mpi)
     launch = one.captured(call, calls)
@@ -170,5 +170,5 @@ def _time(one: contenders.Contender, message: Message, mode: str, replays: int, 
     if isinstance(one, contenders.Ours):  # other kernels than those of the eager calls that were checked, perhaps
         message.renew()
         launch()
-        surroundings.load().cuda.get_current_stream().synchronize()
+        cupy_runtime.load().cuda.get_current_stream().synchronize()
     return found, None

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from .. import surroundings
 from ..communicator import Communicator
+from ..cuda import cupy_runtime
 from ..graphs.graph import Graph
 from . import timing
 
@@ -86,7 +86,7 @@ class CupyNccl(Contender):
     name = "nccl"
 
     def __init__(self, mpi: Any) -> None:
-        nccl = surroundings.nccl()
+        nccl = cupy_runtime.nccl()
         identity = mpi.bcast(nccl.get_unique_id() if mpi.Get_rank() == 0 else None)
         self._comm = nccl.NcclCommunicator(mpi.Get_size(), identity, mpi.Get_rank())
 
@@ -95,7 +95,7 @@ class CupyNccl(Contender):
         if kind is None:
             return None
         arguments = source.data.ptr, target.data.ptr, source.size, kind, _NCCL_SUM
-        stream = surroundings.stream_of()[0]
+        stream = cupy_runtime.stream_of()[0]
         return lambda: self._comm.allReduce(*arguments, stream)
 
 
@@ -105,7 +105,7 @@ class _Torch(Contender):
         import torch.distributed
 
         self._torch = torch
-        torch.cuda.set_device(surroundings.current_device())
+        torch.cuda.set_device(cupy_runtime.current_device())
         if not torch.distributed.is_initialized():  # by the first of these classes, for all
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
@@ -125,7 +125,7 @@ class _Torch(Contender):
 
     def _stream(self) -> Any:
         """CuPy's current stream, as PyTorch's."""
-        return self._torch.cuda.ExternalStream(surroundings.stream_of()[0])
+        return self._torch.cuda.ExternalStream(cupy_runtime.stream_of()[0])
 
     def captured(self, call: Callable[[], Any], calls: int) -> Callable[[], None]:
         torch, graph, stream = self._torch, self._torch.cuda.CUDAGraph(), self._stream()

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import surroundings
 from ..communicator import Communicator
+from ..cuda import cupy_runtime
 
 _MOST = 65521  # elements that are drawn; longer messages repeat them. A prime: what is misplaced does not look right
 _LARGEST = 8  # in magnitude: the sum over 8 ranks is exact in every dtype
@@ -20,7 +20,7 @@ class Message:
         self._dtype, self._rank, self._ranks = dtype, comm.rank, comm.size
         self._count = max(1, nbytes // dtype.itemsize)
         self._period = min(self._count, _MOST)
-        self.source, self.target = surroundings.load().empty(self._count, dtype), comm.empty(self._count, dtype)
+        self.source, self.target = cupy_runtime.load().empty(self._count, dtype), comm.empty(self._count, dtype)
         self._turn = 0
 
     def renew(self) -> None:
@@ -39,7 +39,7 @@ class Message:
 
     def is_right(self) -> bool:
         """Whether ``target`` is the sum over the ranks."""
-        found = surroundings.load().asnumpy(self.target)
+        found = cupy_runtime.load().asnumpy(self.target)
         return all(
             (part.astype(np.float64) == self._expected[: len(part)]).all()
             for part in (found[begin : begin + self._period] for begin in range(0, self._count, self._period))

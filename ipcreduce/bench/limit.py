@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .. import surroundings
 from ..communicator import Communicator
+from ..cuda import cupy_runtime
 from ..ipc import plan
 from . import timing
 
@@ -39,7 +39,7 @@ class Limit:
         nbytes = min(_PUSH_BYTES, room // plan.PACKET_BYTES * plan.PACKET_BYTES)
 
         def median(size: int, shape: tuple[int, int], calls: int) -> float:
-            launch, (stream, owner) = engine.launches.limit(size, *shape), surroundings.stream_of()
+            launch, (stream, owner) = engine.launches.limit(size, *shape), cupy_runtime.stream_of()
             with engine.order.behind(stream, owner):  # the launches below, which nothing else comes between
                 pass
             graph = timing.captured(lambda: launch.run(stream), calls)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .. import surroundings
+from ..cuda import cupy_runtime
 
 _WARM = 3  # replays or rounds that are not timed
 
@@ -32,7 +32,7 @@ class Times:
 
 def captured(call: Callable[[], Any], calls: int) -> Callable[[], None]:
     """A launch, on CuPy's current stream, of a graph of so many calls."""
-    stream = surroundings.load().cuda.get_current_stream()
+    stream = cupy_runtime.load().cuda.get_current_stream()
     stream.begin_capture()
     for _ in range(calls):
         call()
@@ -42,7 +42,7 @@ def captured(call: Callable[[], Any], calls: int) -> Callable[[], None]:
 
 def in_graph(launch: Callable[[], None], calls: int, replays: int, mpi: Any) -> Times:
     """Of one call in a graph of ``calls``, by events around each of ``replays`` launches."""
-    cuda = surroundings.load().cuda
+    cuda = cupy_runtime.load().cuda
     stream = cuda.get_current_stream()
     events = [cuda.Event() for _ in range(replays + 1)]
     for _ in range(_WARM):
@@ -61,7 +61,7 @@ def in_graph(launch: Callable[[], None], calls: int, replays: int, mpi: Any) -> 
 
 def eagerly(call: Callable[[], Any], calls: int, rounds: int, mpi: Any) -> tuple[Times, Times]:
     """(end to end, host alone) of one of ``calls`` calls made in a row."""
-    stream = surroundings.load().cuda.get_current_stream()
+    stream = cupy_runtime.load().cuda.get_current_stream()
     ends, hosts = [], []
     for turn in range(_WARM + rounds):
         stream.synchronize()

@@ -11,8 +11,8 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from .. import surroundings
 from ..communicator import Communicator
+from ..cuda import cupy_runtime
 from ..errors import IpcReduceError, UnsupportedError
 from ..ipc import plan, tuning
 from ..ipc.launches import Launches
@@ -57,7 +57,7 @@ def _measure(comm: Communicator, options: argparse.Namespace) -> plan.Table:
 
     table: list[plan.Choice] = []
     work = command.sizes(_SMALLEST, max(_SMALLEST, options.largest), between=True)
-    with surroundings.load().cuda.Stream(non_blocking=True):
+    with cupy_runtime.load().cuda.Stream(non_blocking=True):
         for nbytes in report.progress(work, comm.rank == 0):
             message = Message(nbytes, next(one for one, name in DTYPES.items() if name == _DTYPE), comm)
             times = {
@@ -111,7 +111,7 @@ def _time(comm: Communicator, message: Message, choice: plan.Choice, replays: in
     engine, nbytes = comm.require_engine("tune"), message.source.nbytes
     step = plan.step(choice.algorithm, 0, nbytes, comm.size, choice)
     prepared = engine.launches.by_steps([step], message.source.shape, _DTYPE, _OP, nbytes)
-    stream, owner = surroundings.stream_of()
+    stream, owner = cupy_runtime.stream_of()
     source, target = message.source.data.ptr, message.target.data.ptr
     calls = max(4, min(100, (16 << 20) // nbytes))
     message.renew()

@@ -15,8 +15,8 @@ from operator import is_
 from typing import Any, NamedTuple
 
 from .. import arrays
-from ..cuda import location
-from ..cuda.location import Locate, Location
+from ..cuda import array_protocols
+from ..cuda.array_protocols import Locate, Location
 from ..errors import AddressChangedError, ArgumentError
 
 LIMIT = 10**5  # objects
@@ -89,7 +89,7 @@ class _Layout(NamedTuple):
 def _layout(kind: type) -> _Layout:
     if issubclass(kind, _SKIPPED):
         return _Layout(None, ())
-    namespaces = location.namespaces(kind)
+    namespaces = array_protocols.namespaces(kind)
     parts = []
     if issubclass(kind, dict):
         parts.append(_ITEMS)
@@ -105,7 +105,7 @@ def _layout(kind: type) -> _Layout:
                 slots[name] = member.__get__
     if slots:
         parts.append(_Part(_slots(slots), ".{}".format))
-    attributes = location.attributes(kind)
+    attributes = array_protocols.attributes(kind)
     if attributes is not None:
         parts.append(_Part(_attributes(attributes), ".{}".format))
     return _Layout(arrays.locator(kind), tuple(parts), attributes)
@@ -149,7 +149,7 @@ def _attributes(get: Callable[[Any], dict[str, Any]]) -> Read:
         found = {
             name: value
             for name, value in attributes  # those that make it an array are compared too: it may get them later
-            if type(name) is str and (name[:1] != "_" or name in location.PROTOCOLS)
+            if type(name) is str and (name[:1] != "_" or name in array_protocols.PROTOCOLS)
         }
         return [*found], [*found.values()]
 
@@ -214,7 +214,7 @@ class _Walk:
                 layout = self._layout(type(value))
                 locate = layout.locate
                 if locate is None and layout.attributes is not None:
-                    locate = location.carried(type(value), layout.attributes(value))
+                    locate = array_protocols.carried(type(value), layout.attributes(value))
                 if locate is not None:
                     try:
                         place = locate(value)

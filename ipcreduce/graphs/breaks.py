@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from .. import arrays, surroundings
+from .. import arrays
+from ..cuda import cupy_runtime
 from ..errors import ArgumentError, CaptureError
 from .pool import GraphPool
 from .recording import in_pool
@@ -85,7 +86,7 @@ class Break:
         if _is_in(result, [args, kwargs]) or in_pool(fresh, self._pool):  # its place stays as it is
             output = result
         else:
-            with surroundings.allocating(self._pool.allocator, stream):
+            with cupy_runtime.allocating(self._pool.allocator, stream):
                 output = arrays.empty(fresh.shape, fresh.dtype, stream, arrays.device_of(fresh))
             arrays.copy_into(output, fresh, stream)
         self._output = without_blocks(arrays.view(output, stream), self._pool)
@@ -97,7 +98,7 @@ class Break:
         :raises ArgumentError: if its result has not the shape and dtype of the recording's.
         :raises CaptureError: if it is no device array any more.
         """
-        with surroundings.on_stream(stream):
+        with cupy_runtime.on_stream(stream):
             result = self._function(*self._args, **self._kwargs)
             if self._output is None:
                 return

@@ -13,14 +13,13 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .. import surroundings
-from ..cuda import streams
+from ..cuda import cupy_runtime, streams
 from ..cuda.graph import Executable
 from ..errors import ArgumentError, CaptureError, GraphStateError
-from ..ipc import release
+from ..ipc import deferred_free
 from ..ipc.engine import Engine
-from ..ipc.mappings import Key, Mappings
 from .breaks import Break, current, open_recordings
+from .direct.mappings import Key, Mappings
 from .inputs import InputCheck, Inputs, check_word
 from .pool import GraphPool, Slab
 from .recording import Recording, Segment, explained, warn_about
@@ -121,15 +120,15 @@ class Graph:
         """
         comm = self._comm
         engine = comm.require_engine("a Graph")
-        recording, inputs = Recording(self._name, *surroundings.stream_of()), Inputs.of(inputs)
-        release.flush()
+        recording, inputs = Recording(self._name, *cupy_runtime.stream_of()), Inputs.of(inputs)
+        deferred_free.flush()
         comm.begin_recording(recording, lambda: self._check_record(engine, recording.caller, inputs))
         error: BaseException | None = None
         self._state, self._recording, current.graph = "recording", recording, self
         try:
             open_recordings.append(self)
             self._open(engine, recording)
-            with surroundings.allocating(self.pool.allocator, recording.stream):
+            with cupy_runtime.allocating(self.pool.allocator, recording.stream):
                 recording.begin_segment()
                 yield self
                 if recording.error is not None:  # the body has caught it
@@ -169,7 +168,7 @@ class Graph:
         self._pool = self._pool or GraphPool(engine.context, engine.device.ordinal)
         self._resources = Resources(self._pool, engine, recording.segments)
         weakref.finalize(self, self._resources.release).atexit = False  # then the process gives everything back
-        self._caller_allocator = surroundings.current_allocator()
+        self._caller_allocator = cupy_runtime.current_allocator()
         recording.pool, recording.stream = self._pool, engine.recording_stream()
         self._comm.order(recording.caller, recording.stream)
 
@@ -210,7 +209,7 @@ class Graph:
             step = Break(function, args, kwargs, self.pool)
             current.graph = None
             try:
-                with surroundings.allocating(self._caller_allocator, recording.stream):
+                with cupy_runtime.allocating(self._caller_allocator, recording.stream):
                     result = step.record(args, kwargs, recording.stream)
             finally:
                 current.graph = self
@@ -244,7 +243,7 @@ class Graph:
         try:
             if self._state not in _READY or current.graph is not None or inputs is not None:
                 self._check_replay(inputs)
-            handle, owner = surroundings.stream_of(stream)
+            handle, owner = cupy_runtime.stream_of(stream)
         except BaseException as error:
             comm.refuse(error)
             raise

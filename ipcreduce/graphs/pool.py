@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from .. import surroundings
-from ..cuda import driver, streams
-from ..cuda.within import using, within
-from ..ipc.release import attempt, give_back, reclaim
+from ..cuda import cupy_runtime, driver, streams
+from ..cuda.contexts import using, within
+from ..ipc.deferred_free import attempt, give_back, reclaim
 
 _numbers = itertools.count()
 _UNIT = 2 << 20  # bytes: smaller allocations share a block of the driver's, which IPC would export whole
@@ -96,7 +95,7 @@ class GraphPool:
     @property
     def allocator(self) -> Callable[[int], Any]:
         """What CuPy calls for memory."""
-        return surroundings.make_allocator(self._device, self._allocate, self._free, lambda: self.nbytes, reclaim)
+        return cupy_runtime.make_allocator(self._device, self._allocate, self._free, lambda: self.nbytes, reclaim)
 
     def find(self, address: int, nbytes: int) -> Slab | None:
         """The slab that holds these bytes, if one does."""
@@ -187,7 +186,7 @@ class CapturedMemory:
         if pool is None:
             pool = self._pools[capture] = GraphPool(self._context, self._device, unit=_ALIGNMENT)
             pool.retain()
-        return surroundings.allocating(pool.allocator, stream)
+        return cupy_runtime.allocating(pool.allocator, stream)
 
     def release(self) -> None:
         """No graph is launched any more. Arrays that live on stay valid."""

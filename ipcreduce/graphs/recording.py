@@ -9,14 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from .. import arrays, surroundings
+from .. import arrays
+from ..coordination.fingerprint import Signature
+from ..cuda import cupy_runtime, streams
 from ..cuda import graph as cuda_graph
-from ..cuda import streams
 from ..errors import CaptureError, CudaError
 from ..ipc.engine import Recorder
 from ..ipc.launches import Prepared
 from ..ipc.plan import Step
-from ..ipc.signature import Signature
 from .pool import GraphPool
 
 _REFUSED_BY_CUPY = (
@@ -197,9 +197,9 @@ def explained(error: BaseException, behind_a_break: bool = False) -> BaseExcepti
 
     :param behind_a_break: whether it was raised there. For an event from before the driver then says 907 or only 1.
     """
-    status = surroundings.runtime_status(error)
+    status = cupy_runtime.runtime_status(error)
     advice = _ADVICE.get(907 if status == 1 and behind_a_break else status, "")
-    if not status and isinstance(error, RuntimeError) and "captur" in str(error) and surroundings.raised_by_cupy(error):
+    if not status and isinstance(error, RuntimeError) and "captur" in str(error) and cupy_runtime.raised_by_cupy(error):
         advice = _REFUSED_BY_CUPY
     if not advice:
         return error

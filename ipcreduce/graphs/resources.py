@@ -7,9 +7,9 @@ from contextlib import suppress
 
 from ..cuda.graph import Executable
 from ..errors import CudaError
+from ..ipc.deferred_free import give_back
 from ..ipc.engine import Engine
-from ..ipc.mappings import Key, Mappings
-from ..ipc.release import give_back
+from .direct.mappings import Key, Mappings
 from .pool import GraphPool
 from .recording import Segment
 

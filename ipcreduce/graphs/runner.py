@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .. import arrays, surroundings
+from .. import arrays
+from ..cuda import cupy_runtime
 from ..errors import ArgumentError
 from .addresses import item
 from .breaks import without_blocks
@@ -137,7 +138,7 @@ class _Recorded:
 def _copy(new: Any, recorded: Any, path: str) -> None:
     """Copies device arrays into those of the recording. :raises ArgumentError: where the two do not correspond."""
     for name, source, target in _pairs(new, recorded, path):
-        stream = surroundings.stream_of()[0]
+        stream = cupy_runtime.stream_of()[0]
         there, here = arrays.view(target, stream), arrays.view(source, stream)
         if here.shape != there.shape or here.dtype != there.dtype:
             raise ArgumentError(

@@ -10,33 +10,32 @@ from typing import Any
 
 import numpy as np
 
-from .. import surroundings
-from ..cuda import driver
+from ..coordination import exchange
+from ..cuda import cupy_runtime, driver
 from ..errors import ArgumentError, IpcReduceError, UnsupportedError
-from . import wire
 
 _MIN_CAPABILITY = (8, 0)
 
 
 def share_device(mpi: Any, device: Any, deadline: float) -> tuple[driver.DeviceInfo, np.ndarray[Any, Any]]:
-    """This rank's GPU and every rank's wire.DEVICE. :raises ArgumentError: where ``device`` is wrong."""
+    """This rank's GPU and every rank's exchange.DEVICE. :raises ArgumentError: where ``device`` is wrong."""
     info, error, count = None, None, 0
     try:
         count = driver.device_count()
         info = driver.device_info(choose_device(device, mpi.Get_rank()))
         if isinstance(device, str) and device == "auto":
-            surroundings.use_device(info.ordinal)
+            cupy_runtime.use_device(info.ordinal)
         if info.capability < _MIN_CAPABILITY:
             raise UnsupportedError(f"{info.name} has compute capability {info.capability}; 8.0 is needed")
     except IpcReduceError as caught:
         error = caught
-    record = wire.message(wire.DEVICE, error, wrong=isinstance(error, ArgumentError))
+    record = exchange.message(exchange.DEVICE, error, wrong=isinstance(error, ArgumentError))
     if info is not None:
         record["uuid"], record["capability"] = np.void(info.uuid), info.capability
         record["multiprocessors"], record["visible"], record["name"] = info.multiprocessors, count, info.name
-    devices = wire.allgather(mpi, record, deadline, "choosing devices")
+    devices = exchange.allgather(mpi, record, deadline, "choosing devices")
     raise_wrong(mpi.Get_rank(), devices)
-    wire.check(mpi, devices, "choosing devices")
+    exchange.check(mpi, devices, "choosing devices")
     assert info is not None
     return info, devices
 
@@ -45,7 +44,7 @@ def choose_device(device: Any, rank: int) -> int:
     """The ordinal that ``device`` means here. :raises ArgumentError: if it means none."""
     count = driver.device_count()
     if device is None:
-        return surroundings.current_device()
+        return cupy_runtime.current_device()
     if isinstance(device, str) and device == "auto":
         return _local_rank(rank) % count
     ordinal = getattr(device, "id", device)
@@ -88,4 +87,4 @@ def raise_wrong(own: int, everyone: np.ndarray[Any, Any]) -> None:
     if len(wrong):
         rank = own if own in wrong else int(wrong[0])
         where = "" if rank == own else f"rank {rank}'s "
-        raise ArgumentError(f"rank {own}, start-up: {where}{wire.text_of(everyone[rank])}")
+        raise ArgumentError(f"rank {own}, start-up: {where}{exchange.text_of(everyone[rank])}")

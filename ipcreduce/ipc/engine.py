@@ -9,18 +9,18 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from .. import lifetime, surroundings
-from ..cuda import driver, graph, streams
-from ..cuda.within import within
+from .. import lifetime
+from ..coordination.control_page import HEAD_BYTES, REFUSED, Page
+from ..coordination.watchdog import Watchdog
+from ..cuda import cupy_runtime, driver, graph, streams
+from ..cuda.contexts import within
 from ..errors import ArgumentError, CudaError, IpcReduceError
+from ..graphs.direct.mappings import Mappings
 from . import background, plan
-from .control import HEAD_BYTES, REFUSED, Page
+from .deferred_free import attempt, flush, forget, give_back_after
+from .fast_path import Repeats
 from .launches import IN, OUT, Launches, Prepared
-from .mappings import Mappings
-from .order import CallOrder
-from .release import attempt, flush, forget, give_back_after
-from .repeats import Repeats
-from .watchdog import Watchdog
+from .stream_order import CallOrder
 from .workspace import Workspace
 
 _END_CALLS_SECONDS, _GIVE_UP_SECONDS = 5.0, 0.9  # of close(): until calls that wait are ended, and until it goes on
@@ -31,7 +31,7 @@ Recorder = Callable[[Prepared, plan.Step, int, int], None]  # of a launch: its c
 
 
 class Engine:
-    """What a communicator needs on one GPU. Made by :func:`ipcreduce.ipc.setup.start`.
+    """What a communicator needs on one GPU. Made by :func:`ipcreduce.ipc.startup.start`.
 
     Not thread-safe: the communicator's lock is held around every method.
     """
@@ -99,7 +99,7 @@ class Engine:
         :raises CaptureError: if ``stream`` is being captured. :raises CudaError: if the launch fails.
         """
         with nullcontext() if self._follows(stream) else self.order.behind(stream, owner, capturable=False):
-            surroundings.launch(executable, stream)
+            cupy_runtime.launch(executable, stream)
 
     def _follows(self, stream: int) -> bool:
         """Whether a launch on ``stream`` comes behind the last eager call, with nothing else to do."""

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from ..coordination.control_page import ABORT_OFFSET, missing_offset
+from ..coordination.fingerprint import Signature, signature
 from ..cuda import compiler, driver
 from ..numerics import OPS
 from . import modules, plan
-from .control import ABORT_OFFSET, missing_offset
-from .signature import Signature, signature
 from .workspace import Workspace
 
 # Words of struct Args (exchange.cuh)

@@ -10,10 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 import ipcreduce
-from ipcreduce import (
-    Communicator,
-    Graph,
-)
+from ipcreduce import Communicator, Graph
 from tests.graphs import options
 from tests.graphs.common import (
     RANK,

@@ -10,11 +10,7 @@ import cupy
 import numpy as np
 from mpi4py import MPI
 
-from ipcreduce import (
-    Communicator,
-    Graph,
-    IpcReduceError,
-)
+from ipcreduce import Communicator, Graph, IpcReduceError
 from tests.graphs import options
 from tests.graphs.common import (
     LAST,

@@ -13,8 +13,9 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ipcreduce import Communicator, Graph, surroundings
-from ipcreduce.ipc.flight_recorder import RING
+from ipcreduce import Communicator, Graph
+from ipcreduce.coordination.flight_recorder import RING
+from ipcreduce.cuda import cupy_runtime
 from tests.graphs import options
 from tests.graphs.common import (
     FIGURES,
@@ -160,7 +161,7 @@ def cost_of_a_replay(comm: Any) -> None:
             comm.allreduce(source)
         executable, stream = graph.segments[0].executable, cupy.cuda.get_current_stream().ptr
         assert executable is not None
-        launch = functools.partial(surroundings.launch_graph, executable.handle, stream)
+        launch = functools.partial(cupy_runtime.launch_graph, executable.handle, stream)
 
         def timed(call: Any, calls: int) -> float:
             rounds = []

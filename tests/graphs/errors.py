@@ -24,7 +24,7 @@ from ipcreduce import (
     PeerTimeoutError,
     RankMismatchError,
 )
-from ipcreduce.ipc import faults as faults_module
+from ipcreduce.coordination import calls as faults_module
 from tests.graphs.common import (
     LAST,
     RANK,

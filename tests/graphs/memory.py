@@ -8,10 +8,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ipcreduce import (
-    Graph,
-    PeerFailedError,
-)
+from ipcreduce import Graph, PeerFailedError
 from tests.graphs.common import (
     HUGE,
     LAST,

@@ -24,9 +24,9 @@ from ipcreduce import (
     GraphStateError,
     PeerFailedError,
     RankMismatchError,
-    surroundings,
-)  # fmt: skip
-from ipcreduce.ipc import repeats
+)
+from ipcreduce.cuda import cupy_runtime
+from ipcreduce.ipc import fast_path
 from tests.graphs.common import (
     GPUS,
     LAST,
@@ -118,7 +118,7 @@ def the_same_arrays(comm: Any) -> None:
         assert stale is not None
     most = len(comm._engine.repeats._graphs) + 2
     for limits in ({"_MOST_GRAPHS": most}, {"_MOST": 6}):
-        with mock.patch.multiple(repeats, **limits):
+        with mock.patch.multiple(fast_path, **limits):
             pairs = [(cupy.full((64,), RANK + i, np.float32), cupy.zeros(64, np.float32)) for i in range(5)]
             for _ in range(4):
                 for i, (array, result) in enumerate(pairs):
@@ -155,20 +155,20 @@ def errors_are_told(comm: Any) -> None:
     raised: dict[str, BaseException] = {}
 
     def raising(name: str) -> Any:
-        before = getattr(surroundings, name)
+        before = getattr(cupy_runtime, name)
 
         def function(*arguments: Any) -> Any:
             if name in raised:
                 raise raised[name]
             return before(*arguments)
 
-        return mock.patch.object(surroundings, name, function)
+        return mock.patch.object(cupy_runtime, name, function)
 
     with raising("get_current_stream"), raising("launch_graph"), raising("current_context"), graph.record():
         total = comm.allreduce(source)
     eager = functools.partial(comm.allreduce, source)
     no_memory = mock.patch.object(cupy, "empty", side_effect=cupy.cuda.memory.OutOfMemoryError(1, 2))
-    interrupt = mock.patch.object(surroundings, "get_current_stream", side_effect=KeyboardInterrupt())
+    interrupt = mock.patch.object(cupy_runtime, "get_current_stream", side_effect=KeyboardInterrupt())
     interrupted = mock.patch.dict(raised, get_current_stream=KeyboardInterrupt())
     interrupted_launch = mock.patch.dict(raised, launch_graph=KeyboardInterrupt())
     for call, fault, kind in (

@@ -9,10 +9,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ipcreduce import (
-    CaptureError,
-    Graph,
-)
+from ipcreduce import CaptureError, Graph
 from tests.graphs.common import (
     RANK,
     REPLAYS,

@@ -30,9 +30,9 @@ from ipcreduce import (
     PeerTimeoutError,
     RankMismatchError,
     UnsupportedError,
-    host,
 )
-from ipcreduce.ipc import wire
+from ipcreduce.coordination import exchange
+from ipcreduce.mpi import host
 from tests import bad_calls, reference, sweep, worker
 
 WORLD = MPI.COMM_WORLD
@@ -196,12 +196,12 @@ def memory_outlives_a_wait(comm: Communicator) -> None:
         return array
 
     brief = Communicator(timeout=1.0)
-    wire.np = types.SimpleNamespace(**{**vars(np), "zeros": zeros})
+    exchange.np = types.SimpleNamespace(**{**vars(np), "zeros": zeros})
     WORLD.Barrier()
     if RANK == LAST:
         time.sleep(3)
     raises(PeerTimeoutError, "in time", lambda: right(brief))
-    wire.np = np
+    exchange.np = np
     if RANK != LAST:  # what it received with; the last rank gave up in the next step, with the data
         _sent, received = buffers
         brief.close()

@@ -19,7 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipcreduce import arrays, surroundings
+from ipcreduce import arrays
+from ipcreduce.cuda import cupy_runtime
 from ipcreduce.errors import AddressChangedError, ArgumentError
 from ipcreduce.graphs import addresses
 from ipcreduce.graphs.addresses import LIMIT, SHOWN, AddressCheck, collect_addresses
@@ -500,7 +501,7 @@ class Fast:
 
 
 def test_512_arrays_take_a_millisecond(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(surroundings, "cupy", types.SimpleNamespace(ndarray=Fast))
+    monkeypatch.setattr(cupy_runtime, "cupy", types.SimpleNamespace(ndarray=Fast))
     fresh = map(Fast, range(0x1000, 1 << 30, 512))
     layers = [
         Data(

@@ -21,10 +21,10 @@ MODULES = {
 # public -> graphs -> ipc -> cuda: a module imports none that stands further down here.
 LAYERS = (
     ("ipcreduce.errors", "ipcreduce.numerics", "ipcreduce.lifetime"),
-    ("ipcreduce.cuda",),
-    ("ipcreduce.surroundings", "ipcreduce.torch_runtime"),
+    ("ipcreduce.coordination", "ipcreduce.cuda"),
     ("ipcreduce.arrays",),
-    ("ipcreduce.ipc",),
+    ("ipcreduce.operands",),
+    ("ipcreduce.ipc", "ipcreduce.mpi"),
     ("ipcreduce.graphs",),
     ("ipcreduce",),
 )
@@ -72,8 +72,10 @@ def layer(name: str) -> int:
 
 def test_every_import_is_understood():
     """The tests below see through relative imports: known ones are found."""
-    assert {"ipcreduce.cuda.driver", "ipcreduce.errors", "ipcreduce.ipc.wire"} <= own("ipcreduce.ipc.setup")
-    assert "cupy" in set(imports("ipcreduce.surroundings"))
+    assert {"ipcreduce.cuda.driver", "ipcreduce.errors", "ipcreduce.coordination.exchange"} <= own(
+        "ipcreduce.ipc.startup"
+    )
+    assert "cupy" in set(imports("ipcreduce.cuda.cupy_runtime"))
     assert "cuda.bindings.driver" in set(imports("ipcreduce.cuda.driver"))
 
 
@@ -96,7 +98,7 @@ def test_no_import_goes_round():
     [
         ("cuda.bindings", {"ipcreduce.cuda.driver"}),
         ("cuda.core", {"ipcreduce.cuda.compiler"}),
-        ("cupy", {"ipcreduce.surroundings"}),
+        ("cupy", {"ipcreduce.cuda.cupy_runtime"}),
         ("torch", {"ipcreduce.bench.contenders"}),
         ("matplotlib", {"ipcreduce.bench.report"}),
     ],

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce import arrays, surroundings, torch_runtime
+from ipcreduce import arrays
+from ipcreduce.cuda import cupy_runtime, torch_runtime
 from ipcreduce.errors import ArgumentError, UnsupportedError
 
 
@@ -212,7 +213,7 @@ def test_the_location_of_a_cupy_array(monkeypatch: pytest.MonkeyPatch):
         def __cuda_array_interface__(self) -> Any:
             raise AssertionError
 
-    monkeypatch.setattr(surroundings, "cupy", None)
+    monkeypatch.setattr(cupy_runtime, "cupy", None)
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(ndarray=Array))  # by the user, not by us
     assert arrays.locate(Array()) == (0x1000, (2, 2), "float16", (4, 2))
     monkeypatch.setitem(sys.modules, "cupy", None)
@@ -220,12 +221,12 @@ def test_the_location_of_a_cupy_array(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_cupy_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(surroundings, "cupy", None)
+    monkeypatch.setattr(cupy_runtime, "cupy", None)
     monkeypatch.setitem(sys.modules, "cupy", None)
     for call in (
-        surroundings.load,
-        surroundings.current_device,
-        surroundings.stream_of,
+        cupy_runtime.load,
+        cupy_runtime.current_device,
+        cupy_runtime.stream_of,
         lambda: arrays.view(OnDevice(), 0),
         lambda: arrays.empty((3,), np.dtype("f4"), 0, 0),
     ):
@@ -251,7 +252,7 @@ def test_streams_of_every_kind(monkeypatch: pytest.MonkeyPatch):
     current, foreign = Stream(76), Stream(75)
     foreign._foreign_stream_ref = Protocol()  # as CuPy's from_external does
     cuda = types.SimpleNamespace(Stream=Stream, get_current_stream=lambda: current)
-    monkeypatch.setattr(surroundings, "cupy", types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(cupy_runtime, "cupy", types.SimpleNamespace(cuda=cuda))
     for stream, handle, kept in (
         (None, 76, True),
         (current, 76, True),
@@ -264,11 +265,11 @@ def test_streams_of_every_kind(monkeypatch: pytest.MonkeyPatch):
         (Property(), 78, False),
         (types.SimpleNamespace(cuda_stream=80), 80, False),  # PyTorch's
     ):
-        found, owner = surroundings.stream_of(stream)
-        assert (found, surroundings.keeps(owner, found)) == (handle, kept)
+        found, owner = cupy_runtime.stream_of(stream)
+        assert (found, cupy_runtime.keeps(owner, found)) == (handle, kept)
     for wrong in (-1, True, 1.5, "0", b"0", [0], object(), types.SimpleNamespace(ptr="79")):
         with pytest.raises(ArgumentError, match="stream must be an int, a CuPy stream or an object with"):
-            surroundings.stream_of(wrong)
+            cupy_runtime.stream_of(wrong)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipcreduce.ipc import flight_recorder
-from ipcreduce.ipc.flight_recorder import RING, FlightRecorder
-from ipcreduce.ipc.signature import Signature, signature
+from ipcreduce.coordination import flight_recorder
+from ipcreduce.coordination.fingerprint import Signature, signature
+from ipcreduce.coordination.flight_recorder import RING, FlightRecorder
 
 SUM = signature((10,), "float32", "sum")
 ON_HOST = Signature.of(f"{SUM} on the host")

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from ipcreduce.coordination.control_page import Page
+from ipcreduce.coordination.fingerprint import signature
+from ipcreduce.coordination.watchdog import Watchdog, own_identity
 from ipcreduce.errors import PeerLostError
-from ipcreduce.ipc.control import Page
-from ipcreduce.ipc.signature import signature
-from ipcreduce.ipc.watchdog import Watchdog, own_identity
 
 SUM = signature((10,), "float32", "sum")
 

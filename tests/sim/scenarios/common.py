@@ -18,7 +18,7 @@ import cupy
 import numpy as np
 
 from ipcreduce import Communicator, communicator, errors
-from ipcreduce.ipc import control
+from ipcreduce.coordination import control_page
 from tests.sim import driver, machine, streams
 from tests.sim.scenarios import WORLD
 
@@ -140,7 +140,7 @@ def _noted(**arguments: Any) -> tuple[int, str]:
     return descriptor, path
 
 
-control.tempfile = types.SimpleNamespace(mkstemp=_noted)  # type: ignore[assignment]
+control_page.tempfile = types.SimpleNamespace(mkstemp=_noted)  # type: ignore[assignment]
 
 
 def held() -> dict[str, int]:

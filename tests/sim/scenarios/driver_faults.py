@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ipcreduce import Communicator
-from ipcreduce.ipc import setup
+from ipcreduce.ipc import startup
 from tests.sim import driver
 from tests.sim.scenarios.common import (
     LAST,
@@ -42,8 +42,8 @@ def driver_faults() -> None:
     behind but what the driver refused to take back.
     """
     found: list[str] = []
-    setup._VERIFY_ROUNDS = 5
-    setup._VERIFY_SECONDS = 2.0  # for which the others' kernels wait if one is not launched
+    startup._VERIFY_ROUNDS = 5
+    startup._VERIFY_SECONDS = 2.0  # for which the others' kernels wait if one is not launched
     for rank in (0, LAST):
         for k in itertools.count(1):
             failed, problems = _life(rank, k)

@@ -19,7 +19,7 @@ from mpi4py import MPI
 
 import ipcreduce
 from ipcreduce import Communicator, Graph, errors
-from ipcreduce.ipc import faults, wire
+from ipcreduce.coordination import calls, exchange
 from tests import worker
 from tests.sim import driver, streams
 from tests.sim.scenarios.common import (
@@ -378,7 +378,7 @@ def interrupted_where_others_meet() -> None:
 
 def busy_where_others_meet() -> None:
     """Rank 0's GPU is busy with somebody else's work during a resynchronisation: an error on all, and no hang."""
-    with mock.patch.object(faults, "_PATIENCE_SECONDS", 1.0):
+    with mock.patch.object(calls, "_PATIENCE_SECONDS", 1.0):
         comm, over = Communicator(timeout=1.0), threading.Event()
         works(comm)
         fault(comm)
@@ -422,7 +422,7 @@ def registration_that_lies() -> None:
 
     The first two are an error on every rank; after the third, too, no rank writes to what is not mapped.
     """
-    gather = wire.allgather_rows
+    gather = exchange.allgather_rows
     for field, by in (("slab", 77), ("offset", 1 << 40), ("nbytes", 1 << 30)):
 
         def garbled(mpi: Any, rows: Any, *more: Any, field: str = field, by: int = by) -> Any:
@@ -432,7 +432,7 @@ def registration_that_lies() -> None:
 
         with Communicator(timeout=20, algorithm="direct") as comm, Graph(comm) as graph:
             works(comm)
-            with mock.patch.object(wire, "allgather_rows", garbled):
+            with mock.patch.object(exchange, "allgather_rows", garbled):
                 refused = raises(errors.RankMismatchError, f"outputs of rank {LAST} within its allocations")
                 with nullcontext() if field == "nbytes" else refused, graph.record():
                     result = comm.allreduce(mine())

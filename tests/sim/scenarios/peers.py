@@ -11,7 +11,7 @@ import numpy as np
 
 import ipcreduce
 from ipcreduce import Communicator, Graph, errors
-from ipcreduce.ipc import faults
+from ipcreduce.coordination import calls
 from tests.sim.scenarios.common import (
     LAST,
     RANK,
@@ -74,7 +74,7 @@ def refused_again_alone() -> None:
     comm = Communicator(timeout=2.0)
     works(comm)
     fault(comm)
-    with mock.patch.object(faults, "_PATIENCE_SECONDS", 0.5):
+    with mock.patch.object(calls, "_PATIENCE_SECONDS", 0.5):
         if RANK == 0:
             for op in ("mode", "sum"):
                 with raises(errors.PeerLostError, "every rank to go on after a fault", "can only be closed"):

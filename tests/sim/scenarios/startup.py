@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ipcreduce import Communicator, Graph, errors
-from ipcreduce.ipc import setup
+from ipcreduce.ipc import startup
 from tests.sim import compiler, machine
 from tests.sim.scenarios.common import (
     GPUS,
@@ -73,14 +73,14 @@ def peers_not_visible() -> None:
 
 def link_loses_data() -> None:
     for a, b in sorted({(0, 1), (0, LAST)}):
-        with environment(SIM_BROKEN_P2P=f"{a}-{b}"), mock.patch.object(setup, "_VERIFY_SECONDS", 0.5):
+        with environment(SIM_BROKEN_P2P=f"{a}-{b}"), mock.patch.object(startup, "_VERIFY_SECONDS", 0.5):
             falls_back("no data arrived", f"from rank {b} (Simulated GPU, GPU-{machine.gpu(b).uuid_text[4:12]})")
     good_communicator()
 
 
 def link_loses_data_with_a_short_timeout() -> None:
     """A timeout below the time for which links are tried."""
-    with environment(SIM_BROKEN_P2P="0-1"), mock.patch.object(setup, "_VERIFY_SECONDS", 20.0):
+    with environment(SIM_BROKEN_P2P="0-1"), mock.patch.object(startup, "_VERIFY_SECONDS", 20.0):
         falls_back("no data arrived", timeout=2.0)
     good_communicator()
 
@@ -93,7 +93,7 @@ def slow_compiler() -> None:
         time.sleep(3 * (RANK == LAST and arguments[0] == "verify"))
         return compile_kernel(*arguments)
 
-    with mock.patch.object(setup, "_VERIFY_SECONDS", 2.0), mock.patch.object(compiler, "compile_kernel", slow):
+    with mock.patch.object(startup, "_VERIFY_SECONDS", 2.0), mock.patch.object(compiler, "compile_kernel", slow):
         good_communicator()
 
 

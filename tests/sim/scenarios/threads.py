@@ -14,7 +14,7 @@ import cupy
 import numpy as np
 
 from ipcreduce import Communicator, Graph, arrays
-from ipcreduce.ipc import release
+from ipcreduce.ipc import deferred_free
 from tests.sim import driver, streams
 from tests.sim.scenarios.common import (
     OWN,
@@ -223,7 +223,7 @@ def given_back_in_several_threads() -> None:
 
         def give_back(thread: int) -> None:
             for turn in range(500):
-                release.give_back(context, *(lambda t=turn, k=k: step(thread, t, k) for k in range(3)))
+                deferred_free.give_back(context, *(lambda t=turn, k=k: step(thread, t, k) for k in range(3)))
 
         interval = sys.getswitchinterval()
         sys.setswitchinterval(1e-6)
@@ -231,7 +231,7 @@ def given_back_in_several_threads() -> None:
             in_threads(*(lambda thread=thread: give_back(thread) for thread in range(3)))
         finally:
             sys.setswitchinterval(interval)
-        release.flush()
+        deferred_free.flush()
         for thread in range(3):
             due = [(thread, turn, k) for turn in range(500) for k in range(3)]
             assert [which for which in done if which[0] == thread] == due, f"rank {RANK}: thread {thread}"
@@ -248,13 +248,13 @@ def given_back_while_a_step_waits() -> None:
 
         def meanwhile() -> None:
             begun.wait(20)
-            release.give_back(context, lambda: done.append("of another"))
-            release.flush()
+            deferred_free.give_back(context, lambda: done.append("of another"))
+            deferred_free.flush()
             assert done == [], f"rank {RANK}: {done}"
             ended.set()
 
-        in_threads(lambda: release.give_back(context, wait, lambda: done.append("unmapped")), meanwhile)
-        release.flush()
+        in_threads(lambda: deferred_free.give_back(context, wait, lambda: done.append("unmapped")), meanwhile)
+        deferred_free.flush()
         assert done == [True, "unmapped", "of another"], f"rank {RANK}: {done}"
 
 

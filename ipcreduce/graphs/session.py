@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import arrays, surroundings
+from .. import arrays
+from ..coordination import exchange
+from ..coordination.calls import Faults
+from ..coordination.fingerprint import Signature
+from ..coordination.flight_recorder import RING
+from ..coordination.votes import agree
+from ..cuda import cupy_runtime
 from ..errors import ArgumentError, GraphStateError, IpcReduceError, PeerLostError, UnsupportedError
-from ..ipc import wire
 from ..ipc.engine import Engine
-from ..ipc.faults import Faults
-from ..ipc.flight_recorder import RING
-from ..ipc.signature import Signature
-from .agreement import agree
+from .direct.registration import register
 from .pool import GraphPool
-from .registration import register
 
 if TYPE_CHECKING:
     from .graph import Graph
@@ -149,7 +150,7 @@ class GraphSupport(ABC):
         with self._lock:
             if self._engine is not None:
                 try:
-                    with wire.losing():
+                    with exchange.losing():
                         register(self._mpi, self._engine, graphs, self._timeout)
                 except PeerLostError as error:
                     self._unusable = error
@@ -182,8 +183,8 @@ class GraphSupport(ABC):
         order, context, recorder, keys = engine.order, engine.context, engine.page.calls, engine.page.calls.agreed(what)
         page, keys_offset, slot_bytes = recorder.page, recorder.keys_offset, recorder.slot_bytes
         number, recorded = recorder.number, recorder.recorded
-        get_current_stream, launch_graph = surroundings.get_current_stream, surroundings.launch_graph
-        current_context, abort_word = surroundings.current_context, engine.page.abort_word
+        get_current_stream, launch_graph = cupy_runtime.get_current_stream, cupy_runtime.launch_graph
+        current_context, abort_word = cupy_runtime.current_context, engine.page.abort_word
 
         def default_is_ours() -> bool:  # each context has a default stream
             try:
@@ -214,9 +215,9 @@ class GraphSupport(ABC):
                                 else:
                                     order.launch_shared(partial(launch_graph, executable.handle), stream)
                             except RuntimeError as error:
-                                start: Callable[[int], None] = partial(surroundings.launch, executable)
+                                start: Callable[[int], None] = partial(cupy_runtime.launch, executable)
                                 start = start if follows else partial(order.launch_shared, start)
-                                engine.repeats.start_anyway(start, stream, surroundings.launch_error(error))
+                                engine.repeats.start_anyway(start, stream, cupy_runtime.launch_error(error))
                             return True
                 except BaseException as error:
                     self._failed(error)
@@ -300,7 +301,7 @@ class GraphSupport(ABC):
             if self.memory is None:
                 self.memory = GraphPool(self._engine.context, self._engine.device.ordinal)
                 self.memory.retain()
-            stream, device = surroundings.stream_of()[0], self._engine.device.ordinal
+            stream, device = cupy_runtime.stream_of()[0], self._engine.device.ordinal
             shape = (shape,) if isinstance(shape, int) else shape
-            with surroundings.allocating(self.memory.allocator, stream):
+            with cupy_runtime.allocating(self.memory.allocator, stream):
                 return arrays.empty(shape, np.dtype(dtype), stream, device)

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ipcreduce.coordination import control_page, flight_recorder, watchdog
+from ipcreduce.coordination.control_page import Page
+from ipcreduce.coordination.fingerprint import Signature, Vote, signature
+from ipcreduce.coordination.flight_recorder import RING
 from ipcreduce.errors import PeerFailedError, PeerTimeoutError, RankMismatchError
-from ipcreduce.ipc import control, flight_recorder, watchdog
-from ipcreduce.ipc.control import Page
-from ipcreduce.ipc.flight_recorder import RING
-from ipcreduce.ipc.signature import Signature, Vote, signature
 from ipcreduce.numerics import DTYPE_NAMES, OPS
 
 SUM = signature((10,), "float32", "sum")
@@ -50,7 +50,7 @@ def test_only_this_user_opens_the_file_and_it_goes():
     assert other.path != page.path
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert status.st_uid == os.getuid()
-    assert status.st_size == page.nbytes == control.page_bytes(2)
+    assert status.st_size == page.nbytes == control_page.page_bytes(2)
     assert not path.exists()
     page.unlink()  # again is harmless
     page.abort()  # the mapping stays
@@ -81,16 +81,16 @@ def test_a_page_that_has_gone_is_an_error():
 
 @pytest.mark.parametrize("n", range(1, 9))
 def test_whole_pages_and_aligned_words(n: int):
-    assert control.page_bytes(n) % mmap.PAGESIZE == 0
+    assert control_page.page_bytes(n) % mmap.PAGESIZE == 0
     recorder = flight_recorder.nbytes(n)
-    assert control.page_bytes(n) >= control.HEAD_BYTES + recorder + n * control._RANK.itemsize
-    assert not any(size % 8 for size in (recorder, control._RANK.itemsize)), "words are read by aligned accesses"
-    lines = [control.HEAD_BYTES, flight_recorder._keys_bytes(n), flight_recorder._RANK.itemsize]
+    assert control_page.page_bytes(n) >= control_page.HEAD_BYTES + recorder + n * control_page._RANK.itemsize
+    assert not any(size % 8 for size in (recorder, control_page._RANK.itemsize)), "words are read by aligned accesses"
+    lines = [control_page.HEAD_BYTES, flight_recorder._keys_bytes(n), flight_recorder._RANK.itemsize]
     assert not any(size % 64 for size in lines), "a rank's number has a cache line"
-    assert control.HEAD_BYTES % mmap.PAGESIZE == 0, "the GPUs get whole pages"
-    lines = [control.ABORT_OFFSET, *(control.missing_offset(rank) for rank in range(n))]
+    assert control_page.HEAD_BYTES % mmap.PAGESIZE == 0, "the GPUs get whole pages"
+    lines = [control_page.ABORT_OFFSET, *(control_page.missing_offset(rank) for rank in range(n))]
     assert len({offset // 64 for offset in lines}) == n + 1, "a cache line each"
-    assert max(lines) + 4 <= control.HEAD_BYTES
+    assert max(lines) + 4 <= control_page.HEAD_BYTES
 
 
 def test_ranks_see_each_other(pages: list[Page]):
@@ -156,12 +156,12 @@ def test_waiting_in_vain(pages: list[Page]):
 
 
 def test_a_rank_writes_only_its_own_block(pages: list[Page]):
-    begin = control._ranks_offset(3)
-    blocks = slice(begin, begin + 3 * control._RANK.itemsize)
+    begin = control_page._ranks_offset(3)
+    blocks = slice(begin, begin + 3 * control_page._RANK.itemsize)
     before = np.frombuffer(pages[0]._map, np.uint8)[blocks].reshape(3, -1).copy()
     pages[1].calls.enter(RING - 1, SUM)
     assert (np.frombuffer(pages[0]._map, np.uint8)[blocks].reshape(3, -1) == before).all(), "the recorder has its own"
-    pages[1].post(control.REFUSED, 1, "x" * 5000)
+    pages[1].post(control_page.REFUSED, 1, "x" * 5000)
     pages[1].leave()
     after = np.frombuffer(pages[0]._map, np.uint8)[blocks].reshape(3, -1)
     assert (after != before).any(axis=1).tolist() == [False, True, False]
@@ -171,9 +171,9 @@ def test_a_rank_writes_only_its_own_block(pages: list[Page]):
 def test_a_fault_raises_everybodys_abort_word(pages: list[Page]):
     assert not any(page.aborted for page in pages)
     assert pages[0].fault() is None
-    pages[1].post(control.REFUSED, 4, "ArgumentError: op must be sum")
+    pages[1].post(control_page.REFUSED, 4, "ArgumentError: op must be sum")
     assert all(page.aborted for page in pages)
-    assert pages[2].fault() == (4, 1, control.REFUSED, "ArgumentError: op must be sum")
+    assert pages[2].fault() == (4, 1, control_page.REFUSED, "ArgumentError: op must be sum")
 
 
 def test_the_abort_word_is_the_pages_first(pages: list[Page]):
@@ -183,13 +183,13 @@ def test_the_abort_word_is_the_pages_first(pages: list[Page]):
 
 
 def test_the_earliest_fault_counts(pages: list[Page]):
-    pages[2].post(control.MISMATCH, 9, "late")
-    pages[1].post(control.REFUSED, 5, "early")
-    assert pages[0].fault() == (5, 1, control.REFUSED, "early")
+    pages[2].post(control_page.MISMATCH, 9, "late")
+    pages[1].post(control_page.REFUSED, 5, "early")
+    assert pages[0].fault() == (5, 1, control_page.REFUSED, "early")
 
 
 def test_a_refused_call(pages: list[Page]):
-    pages[1].post(control.REFUSED, 4, "ArgumentError: op must be sum")
+    pages[1].post(control_page.REFUSED, 4, "ArgumentError: op must be sum")
     error = pages[2].explain(6, 30.0)
     assert type(error) is PeerFailedError
     assert str(error) == (
@@ -199,7 +199,7 @@ def test_a_refused_call(pages: list[Page]):
 
 
 def test_a_mismatch(pages: list[Page]):
-    pages[0].post(control.MISMATCH, 7, "sum of int8 (3,) on rank 0 and sum of int8 (4,) on rank 1")
+    pages[0].post(control_page.MISMATCH, 7, "sum of int8 (3,) on rank 0 and sum of int8 (4,) on rank 1")
     error = pages[1].explain(7, 30.0)
     assert type(error) is RankMismatchError
     assert str(error) == (
@@ -210,7 +210,7 @@ def test_a_mismatch(pages: list[Page]):
 
 def miss(page: Page, *ranks: int) -> None:
     """What this rank's kernels write when their waits for these ranks pass the deadline."""
-    word = np.frombuffer(page._map, np.uint32, 1, control.missing_offset(page.rank))
+    word = np.frombuffer(page._map, np.uint32, 1, control_page.missing_offset(page.rank))
     word[0] = sum(1 << rank for rank in ranks)
 
 
@@ -268,20 +268,20 @@ def test_the_late_rank_itself_can_explain(pages: list[Page]):
 def test_clear_takes_back_ones_own(pages: list[Page]):
     for page in pages[:2]:
         miss(page, 2)
-        page.post(control.REFUSED, 1, "why")
+        page.post(control_page.REFUSED, 1, "why")
     pages[0].clear()
-    assert pages[2].fault() == (1, 1, control.REFUSED, "why"), "another rank's fault is its own to clear"
+    assert pages[2].fault() == (1, 1, control_page.REFUSED, "why"), "another rank's fault is its own to clear"
     pages[1].clear()
     assert not any(page.aborted for page in pages)
     assert pages[2].fault() is None
-    assert not np.frombuffer(pages[2]._map, np.uint8, control.HEAD_BYTES).any()
+    assert not np.frombuffer(pages[2]._map, np.uint8, control_page.HEAD_BYTES).any()
 
 
 def test_long_and_foreign_texts(pages: list[Page]):
-    pages[1].post(control.REFUSED, 1, "é" * 5000)
+    pages[1].post(control_page.REFUSED, 1, "é" * 5000)
     text = pages[0].fault()[3]
     assert text.startswith("é" * 500)
-    pages[1].post(control.REFUSED, 1, "short")
+    pages[1].post(control_page.REFUSED, 1, "short")
     assert pages[0].fault()[3] == "short"
 
 
@@ -310,21 +310,21 @@ def bytes_of(page: Page) -> np.ndarray:
 
 
 def fault_twice(page: Page) -> Change:
-    page.post(control.REFUSED, 4, "ArgumentError: op must be sum")
+    page.post(control_page.REFUSED, 4, "ArgumentError: op must be sum")
     before = bytes_of(page).copy()
-    page.post(control.MISMATCH, 7, "sum of int8 (3,) on rank 0 and sum of int8 (4,) on rank 1")
+    page.post(control_page.MISMATCH, 7, "sum of int8 (3,) on rank 0 and sum of int8 (4,) on rank 1")
     return before, lambda reader: reader.fault()
 
 
 def fault_of_none(page: Page) -> Change:
     page.lose(2, "its process has ended")  # or fault() looks again for what the abort word stands for
     before = bytes_of(page).copy()
-    page.post(control.MISMATCH, 7, "sum of int8 (3,) on rank 0 and sum of int8 (4,) on rank 1")
+    page.post(control_page.MISMATCH, 7, "sum of int8 (3,) on rank 0 and sum of int8 (4,) on rank 1")
     return before, lambda reader: reader.fault()
 
 
 def fault_cleared(page: Page) -> Change:
-    page.post(control.MISMATCH, 7, "sum of int8 (3,) on rank 0 and sum of int8 (4,) on rank 1")
+    page.post(control_page.MISMATCH, 7, "sum of int8 (3,) on rank 0 and sum of int8 (4,) on rank 1")
     before = bytes_of(page).copy()
     page.clear()
     return before, lambda reader: reader.fault()
@@ -357,7 +357,7 @@ def test_a_record_is_there_whole_or_not_at_all(
     pages: list[Page], change: Callable[[Page], Change], monkeypatch: pytest.MonkeyPatch
 ):
     """Whichever of its bytes have come: the first ones, the last ones, or any words of it."""
-    monkeypatch.setattr(control, "_RECORD_SECONDS", -1.0)
+    monkeypatch.setattr(control_page, "_RECORD_SECONDS", -1.0)
     before, read = change(pages[1])
     after = bytes_of(pages[1]).copy()
     changed = np.flatnonzero(before != after)
@@ -388,26 +388,26 @@ def test_an_abort_word_that_comes_before_its_record_is_no_timeout(pages: list[Pa
     """The reader looks again until the record has come."""
     after = make_pages(3)[1]
     if post == "post":
-        after.post(control.REFUSED, 4, "ArgumentError: op must be sum")
+        after.post(control_page.REFUSED, 4, "ArgumentError: op must be sum")
     else:
         after.lose(1, "it was interrupted")
-    pages[1].abort(control.TOLD)
+    pages[1].abort(control_page.TOLD)
 
     def come() -> None:
         time.sleep(0.1)
-        bytes_of(pages[1])[control._ranks_offset(3) :] = bytes_of(after)[control._ranks_offset(3) :]
+        bytes_of(pages[1])[control_page._ranks_offset(3) :] = bytes_of(after)[control_page._ranks_offset(3) :]
 
     thread = threading.Thread(target=come)
     thread.start()
     fault = pages[0].fault()
     thread.join()
-    assert fault == ((4, 1, control.REFUSED, "ArgumentError: op must be sum") if post == "post" else None)
+    assert fault == ((4, 1, control_page.REFUSED, "ArgumentError: op must be sum") if post == "post" else None)
     assert pages[0].loss() == (None if post == "post" else (1, "it was interrupted"))
 
 
 def test_a_timeout_is_one_at_once(pages: list[Page], monkeypatch: pytest.MonkeyPatch):
     """The kernels' abort, and that of a vote, have no record to wait for."""
-    monkeypatch.setattr(control.time, "sleep", lambda seconds: pytest.fail("it waits"))
+    monkeypatch.setattr(control_page.time, "sleep", lambda seconds: pytest.fail("it waits"))
     pages[0].calls.enter(1, SUM)
     pages[0].abort()
     assert type(pages[2].explain(1, 1.0)) is PeerTimeoutError
@@ -421,7 +421,7 @@ def test_a_rank_that_closed_after_a_call_is_not_taken_for_one_that_did_not_make_
 ):
     """Its state may be seen before the number of its last call: who reads looks again after a pause."""
     pages[1].leave()
-    monkeypatch.setattr(control.time, "sleep", lambda seconds: pages[1].calls.enter(1, SUM))
+    monkeypatch.setattr(control_page.time, "sleep", lambda seconds: pages[1].calls.enter(1, SUM))
     assert not pages[0].has_left_before(1, 1)
     assert pages[0].has_left_before(1, 2)
     assert not pages[0].has_left_before(2, 1)

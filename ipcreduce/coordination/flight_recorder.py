@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 
-from .signature import Signature
+from .fingerprint import Signature
 
 # Calls in the ring: more than a host can run ahead of its GPU. Those that repeat in cycles of up to 10 find in their
 # slots what they would write there, so that the ranks' processors keep sharing these.

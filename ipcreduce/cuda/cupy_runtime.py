@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from .cuda import driver
-from .errors import ArgumentError, CudaError, UnsupportedError
+from ..errors import ArgumentError, CudaError, UnsupportedError
+from . import driver
 
 if TYPE_CHECKING:
-    from .cuda.graph import Executable
+    from .graph import Executable
 
 _LEGACY_STREAM = (0, 1)  # the default stream of a context, which lives as long as that
 _PER_THREAD_STREAM = 2  # another one in every thread

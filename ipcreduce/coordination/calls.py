@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any
 
 from ..errors import CaptureError, CudaError, IpcReduceError, PeerLostError, PeerTimeoutError, report
-from . import control, wire
-from .engine import Engine
-from .signature import Signature, Vote
+from ..ipc.engine import Engine
+from . import control_page, exchange
+from .fingerprint import Signature, Vote
 
 _PATIENCE_SECONDS = 30.0  # a rank that came too late for a call may still be on its way
 
@@ -59,7 +59,7 @@ class Faults:
         other = page.calls.enter(call, what)
         if other is not None:
             theirs = page.calls.describe(other, call)
-            self._post(control.MISMATCH, call, f"{what} on rank {page.rank} and {theirs} on rank {other}")
+            self._post(control_page.MISMATCH, call, f"{what} on rank {page.rank} and {theirs} on rank {other}")
             self.raise_pending(call)
         return call
 
@@ -105,7 +105,7 @@ class Faults:
             if earlier is None or earlier[0] < call:
                 self.raise_pending(call)
                 call = self._resynchronise(call)
-        self._post(control.REFUSED, call, f"{type(error).__name__}: {error}")
+        self._post(control_page.REFUSED, call, f"{type(error).__name__}: {error}")
         self.told = True
 
     def _post(self, kind: int, call: int, text: str) -> None:
@@ -152,13 +152,13 @@ class Faults:
         deadline = time.monotonic() + max(self._timeout, _PATIENCE_SECONDS)
         try:
             self._engine.quiesce(deadline)
-            record = wire.message(wire.RESYNC, call=call, serial=self._serial)
+            record = exchange.message(exchange.RESYNC, call=call, serial=self._serial)
             interrupt = partial(self.raise_lost, call, whoever=True)  # who has left will not come
-            everyone = wire.allgather(
+            everyone = exchange.allgather(
                 self._mpi, record, deadline, "the resynchronisation", call=call, interrupt=interrupt
             )
             self._engine.reset()
-            wire.vote(self._mpi, None, deadline, "the resynchronisation", interrupt=interrupt)
+            exchange.vote(self._mpi, None, deadline, "the resynchronisation", interrupt=interrupt)
         except PeerLostError:
             raise
         except BaseException as error:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import PeerLostError, PeerTimeoutError, RankMismatchError, UnsupportedError, report
-from .plan import MAX_RANKS, MOST_CHOICES
+from ..ipc.plan import MAX_RANKS, MOST_CHOICES
 
 MAGIC = 0x1B_C4ED
 VERSION = 1

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import PeerFailedError, RankMismatchError, report
-from ..ipc import wire
-from ..ipc.faults import Faults
-from ..ipc.signature import Signature, Vote
+from . import exchange
+from .calls import Faults
+from .fingerprint import Signature, Vote
 
 _CHUNK = 64  # checksums a message, when the first call that differs is looked for
 
@@ -46,7 +46,7 @@ def agree(
     if len({(vote.count, vote.crc) for vote in votes}) == 1:
         return highest, None
     most = max(vote.count for vote in votes)
-    with wire.losing():
+    with exchange.losing():
         index, texts = _first_difference(mpi, calls, most, number, deadline)
     return highest, RankMismatchError(report(
         rank, number, expected=f"the same all-reduces in every rank's recording; number {index + 1} differs",
@@ -63,13 +63,13 @@ def _first_difference(
     checksums[: len(calls)] = [c.crc for c in calls]
     index = 0
     for begin in range(0, len(checksums), _CHUNK):
-        record = wire.message(wire.CHECKSUMS, crcs=checksums[begin : begin + _CHUNK])
-        everyone = wire.allgather(mpi, record, deadline, "comparing recordings", call=call)["crcs"]
+        record = exchange.message(exchange.CHECKSUMS, crcs=checksums[begin : begin + _CHUNK])
+        everyone = exchange.allgather(mpi, record, deadline, "comparing recordings", call=call)["crcs"]
         different = (everyone != everyone[0]).any(axis=0)
         if different.any():
             index = begin + int(different.argmax())
             break
-    record = wire.message(wire.CALL, call=call)
+    record = exchange.message(exchange.CALL, call=call)
     record["text"] = (calls[index].text if index < len(calls) else f"none, it has {len(calls)}").encode()
-    everyone = wire.allgather(mpi, record, deadline, "comparing recordings", call=call)
-    return index, [wire.text_of(other) for other in everyone]
+    everyone = exchange.allgather(mpi, record, deadline, "comparing recordings", call=call)
+    return index, [exchange.text_of(other) for other in everyone]

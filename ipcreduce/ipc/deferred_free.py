@@ -17,10 +17,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Protocol
 
 from .. import lifetime
-from ..cuda.within import within
+from ..coordination import watchdog
+from ..cuda.contexts import within
 from ..errors import CudaError
-from . import watchdog
-from .order import CallOrder
+from .stream_order import CallOrder
 
 _RECLAIM_SECONDS = 5.0
 _CALL_SECONDS = 2.0  # for a call of another thread to end, before close() ends its waits and after that

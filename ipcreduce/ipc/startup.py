@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from .. import surroundings
-from ..cuda import driver
+from ..coordination import exchange
+from ..coordination.control_page import Page
+from ..coordination.watchdog import Watchdog, own_identity
+from ..cuda import cupy_runtime, driver
 from ..errors import ArgumentError, CudaError, IpcReduceError, UnsupportedError
-from . import links, plan, tuning, wire
-from .control import Page
+from . import links, plan, tuning
+from .deferred_free import attempt
 from .devices import advise_spreading, most_on_a_gpu, raise_wrong, share_device
 from .engine import Engine
 from .options import Options
-from .release import attempt
-from .watchdog import Watchdog, own_identity
 from .workspace import Workspace
 
 _VERIFY_SECONDS = 10.0
@@ -50,15 +50,15 @@ def start(mpi: Any, options: Options) -> tuple[Engine | None, dict[str, str]]:
 
 
 def _meet(mpi: Any, options: Options, deadline: float) -> np.ndarray[Any, Any]:
-    """Every rank's wire.IDENTITY; not ok if it has no GPU to use.
+    """Every rank's exchange.IDENTITY; not ok if it has no GPU to use.
 
     :raises ArgumentError: if a rank's options are wrong, or not the same on every rank.
     """
-    record = wire.message(
-        wire.IDENTITY, options.wrong or _missing(), wrong=options.wrong is not None, host=_host(), pid=os.getpid(),
+    record = exchange.message(
+        exchange.IDENTITY, options.wrong or _missing(), wrong=options.wrong is not None, host=_host(), pid=os.getpid(),
         timeout=options.timeout, algorithm=options.algorithm or "", workspace=options.workspace,
     )  # fmt: skip
-    everyone = wire.allgather(mpi, record, deadline, "start-up")
+    everyone = exchange.allgather(mpi, record, deadline, "start-up")
     raise_wrong(mpi.Get_rank(), everyone)
     for rank, other in enumerate(everyone):
         for field in ("timeout", "algorithm", "workspace"):
@@ -75,7 +75,7 @@ def _missing() -> str | None:
     try:
         if not driver.device_count():
             return "no GPU is visible (CUDA_VISIBLE_DEVICES?)"
-        surroundings.load()
+        cupy_runtime.load()
         return None
     except IpcReduceError as error:
         return str(error)
@@ -92,7 +92,7 @@ def _refusal(everyone: np.ndarray[Any, Any]) -> str:
     """Why these ranks cannot use the IPC engine, or ""."""
     for rank, other in enumerate(everyone):
         if not other["ok"]:
-            return f"rank {rank} has no GPU to use: {wire.text_of(other)}"
+            return f"rank {rank} has no GPU to use: {exchange.text_of(other)}"
     if len(set(everyone["host"])) > 1:
         return f"the ranks are on {len(set(everyone['host']))} hosts"
     if len(everyone) > plan.MAX_RANKS:
@@ -132,7 +132,7 @@ def _build(mpi: Any, options: Options, deadline: float) -> Engine:
         with suppress(IpcReduceError):
             if made.workspace is not None:
                 attempt(made.context, made.workspace.unmap_peers)
-            wire.vote(mpi, None, deadline, "giving up")  # before anyone frees what another may still map
+            exchange.vote(mpi, None, deadline, "giving up")  # before anyone frees what another may still map
             if made.engine is not None:
                 made.engine.release()
             if made.workspace is not None:
@@ -149,7 +149,7 @@ def _share_table(mpi: Any, devices: np.ndarray[Any, Any], deadline: float) -> pl
     if mpi.Get_rank() == 0 and len(names) == 1:
         with suppress(UnsupportedError):  # no cache: then there is no table either
             table = tuning.load(names.pop().decode(errors="replace"), mpi.Get_size())
-    everyone = wire.allgather(mpi, tuning.message(table), deadline, "sharing the tuned table")
+    everyone = exchange.allgather(mpi, tuning.message(table), deadline, "sharing the tuned table")
     with _step(mpi, deadline, "sharing the tuned table"):
         try:
             return tuning.received(everyone[0], mpi.Get_size())
@@ -174,7 +174,7 @@ def _step(mpi: Any, deadline: float, what: str) -> Iterator[None]:
         yield
     except (IpcReduceError, OSError) as caught:
         error = caught
-    wire.vote(mpi, error, deadline, what)
+    exchange.vote(mpi, error, deadline, what)
 
 
 def _share_page(mpi: Any, rank: int, n: int, deadline: float) -> Page:
@@ -184,9 +184,9 @@ def _share_page(mpi: Any, rank: int, n: int, deadline: float) -> Page:
     except OSError as caught:
         error = caught
     try:
-        record = wire.message(wire.PAGE, error, path=page.path if page else "")
-        pages = wire.allgather(mpi, record, deadline, "creating the control page")
-        wire.check(mpi, pages, "creating the control page")
+        record = exchange.message(exchange.PAGE, error, path=page.path if page else "")
+        pages = exchange.allgather(mpi, record, deadline, "creating the control page")
+        exchange.check(mpi, pages, "creating the control page")
         with _step(mpi, deadline, "opening the control page (is /dev/shm shared between the ranks?)"):
             page = page or Page.open(bytes(pages[0]["path"]).decode(), rank, n)
             page.join(*own_identity())
@@ -204,9 +204,9 @@ def _map_peers(mpi: Any, workspace: Workspace, devices: np.ndarray[Any, Any], de
         handle = workspace.export()
     except CudaError as caught:
         error = caught
-    record = wire.message(wire.MEMORY, error, handle=np.void(handle), nbytes=workspace.nbytes)
-    memory = wire.allgather(mpi, record, deadline, "exporting workspaces")
-    wire.check(mpi, memory, "exporting workspaces")
+    record = exchange.message(exchange.MEMORY, error, handle=np.void(handle), nbytes=workspace.nbytes)
+    memory = exchange.allgather(mpi, record, deadline, "exporting workspaces")
+    exchange.check(mpi, memory, "exporting workspaces")
     with _step(mpi, deadline, "mapping the peers' workspaces"):
         if (memory["nbytes"] != workspace.nbytes).any():
             raise UnsupportedError(f"the workspaces differ in size: {memory['nbytes'].tolist()} bytes")
@@ -238,9 +238,9 @@ def _verify(mpi: Any, engine: Engine, devices: np.ndarray[Any, Any], deadline: f
             )
     except IpcReduceError as caught:
         error = caught
-    record = wire.message(wire.VERDICT, error, halves=bool((verdict == _HALVES).any()), links=kinds)
-    everyone = wire.allgather(mpi, record, deadline, "trying the links")
-    wire.check(mpi, everyone, "trying the links")
+    record = exchange.message(exchange.VERDICT, error, halves=bool((verdict == _HALVES).any()), links=kinds)
+    everyone = exchange.allgather(mpi, record, deadline, "trying the links")
+    exchange.check(mpi, everyone, "trying the links")
     engine.launches.whole_packets, engine.packets = links.packets(everyone)
     with _step(mpi, deadline, "emptying the workspaces"):
         engine.workspace.reset()

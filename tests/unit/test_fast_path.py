@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ipcreduce import surroundings
+from ipcreduce.cuda import cupy_runtime
 from ipcreduce.errors import CaptureError, CudaError
-from ipcreduce.ipc import repeats
+from ipcreduce.ipc import fast_path
 
 OURS, OTHER = 5, 6
 
@@ -23,16 +23,16 @@ class Failed(RuntimeError):
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> repeats.Repeats:
+def calls(monkeypatch: pytest.MonkeyPatch) -> fast_path.Repeats:
     runtime = SimpleNamespace(CUDARuntimeError=Failed)
-    monkeypatch.setattr(surroundings, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
-    monkeypatch.setattr(repeats, "using", lambda context: nullcontext())
-    monkeypatch.setattr(repeats.driver, "current_context", lambda: OTHER)
+    monkeypatch.setattr(cupy_runtime, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    monkeypatch.setattr(fast_path, "using", lambda context: nullcontext())
+    monkeypatch.setattr(fast_path.driver, "current_context", lambda: OTHER)
     page: Any = SimpleNamespace(abort_word=[0], calls=SimpleNamespace(enter=None))
-    return repeats.Repeats(0, OURS, SimpleNamespace(find=None), None, page)  # type: ignore[arg-type]
+    return fast_path.Repeats(0, OURS, SimpleNamespace(find=None), None, page)  # type: ignore[arg-type]
 
 
-def attempt(calls: repeats.Repeats, monkeypatch: pytest.MonkeyPatch, *outcomes: Exception | None) -> None:
+def attempt(calls: fast_path.Repeats, monkeypatch: pytest.MonkeyPatch, *outcomes: Exception | None) -> None:
     """A graph's launch that ends so, each time it is tried."""
     left = iter(outcomes)
 
@@ -42,8 +42,8 @@ def attempt(calls: repeats.Repeats, monkeypatch: pytest.MonkeyPatch, *outcomes: 
         if outcome is not None:
             raise outcome
 
-    monkeypatch.setattr(surroundings, "launch_graph", launch_graph)
-    start = partial(surroundings.launch, SimpleNamespace(handle=7))
+    monkeypatch.setattr(cupy_runtime, "launch_graph", launch_graph)
+    start = partial(cupy_runtime.launch, SimpleNamespace(handle=7))
     try:
         start(9)
     except CudaError as error:
@@ -51,7 +51,7 @@ def attempt(calls: repeats.Repeats, monkeypatch: pytest.MonkeyPatch, *outcomes: 
     assert next(left, "all") == "all"
 
 
-def test_another_context_is_no_failure(calls: repeats.Repeats, monkeypatch: pytest.MonkeyPatch):
+def test_another_context_is_no_failure(calls: fast_path.Repeats, monkeypatch: pytest.MonkeyPatch):
     for code in (201, 400, 709):
         attempt(calls, monkeypatch, Failed(code), None)
 
@@ -68,14 +68,18 @@ def test_another_context_is_no_failure(calls: repeats.Repeats, monkeypatch: pyte
     ],
 )
 def test_a_failure_has_its_name(
-    calls: repeats.Repeats, monkeypatch: pytest.MonkeyPatch, outcomes: list[Exception], kind: type[Exception], text: str
+    calls: fast_path.Repeats,
+    monkeypatch: pytest.MonkeyPatch,
+    outcomes: list[Exception],
+    kind: type[Exception],
+    text: str,
 ):
     """CuPy's errors are none of ours; and the second attempt's are told as the first one's."""
     with pytest.raises(kind, match=text):
         attempt(calls, monkeypatch, *outcomes)
 
 
-def test_in_our_context_the_first_failure_counts(calls: repeats.Repeats, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(repeats.driver, "current_context", lambda: OURS)
+def test_in_our_context_the_first_failure_counts(calls: fast_path.Repeats, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fast_path.driver, "current_context", lambda: OURS)
     with pytest.raises(CudaError, match="status 400"):
         attempt(calls, monkeypatch, Failed(400))

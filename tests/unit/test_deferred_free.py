@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from ipcreduce import lifetime
-from ipcreduce.ipc import release
+from ipcreduce.ipc import deferred_free
 
 
-class Met(release._Turn):
+class Met(deferred_free._Turn):
     """The lock of flush(): before this thread has it, another one has done all there is to do."""
 
     def __init__(self, then: Any) -> None:
@@ -23,7 +23,7 @@ class Met(release._Turn):
         return super().acquire(token)
 
 
-class Interrupted(release._Turn):
+class Interrupted(deferred_free._Turn):
     """The same, with Ctrl-C right behind its first acquire()."""
 
     left = 1
@@ -38,24 +38,24 @@ class Interrupted(release._Turn):
 
 def test_another_thread_has_just_run_it_all(monkeypatch: pytest.MonkeyPatch):
     ran = []
-    monkeypatch.setattr(release, "attempt", lambda context, *steps: [step() for step in steps])
-    monkeypatch.setattr(release, "_flushing", Met(release._deferred.clear))
-    release._deferred.append((1, lambda: ran.append("lost")))
-    release.flush()
+    monkeypatch.setattr(deferred_free, "attempt", lambda context, *steps: [step() for step in steps])
+    monkeypatch.setattr(deferred_free, "_flushing", Met(deferred_free._deferred.clear))
+    deferred_free._deferred.append((1, lambda: ran.append("lost")))
+    deferred_free.flush()
     assert not ran
-    monkeypatch.setattr(release, "_flushing", Met(lambda: None))
-    release.give_back(1, lambda: ran.append("first"), lambda: ran.append("second"))
+    monkeypatch.setattr(deferred_free, "_flushing", Met(lambda: None))
+    deferred_free.give_back(1, lambda: ran.append("first"), lambda: ran.append("second"))
     assert ran == ["first", "second"]
-    assert not release._deferred
+    assert not deferred_free._deferred
 
 
 def test_an_interrupt_behind_the_lock_does_not_keep_it(monkeypatch: pytest.MonkeyPatch):
     ran = []
-    monkeypatch.setattr(release, "attempt", lambda context, *steps: [step() for step in steps])
-    monkeypatch.setattr(release, "_flushing", Interrupted())
+    monkeypatch.setattr(deferred_free, "attempt", lambda context, *steps: [step() for step in steps])
+    monkeypatch.setattr(deferred_free, "_flushing", Interrupted())
     with pytest.raises(KeyboardInterrupt):
-        release.give_back(1, lambda: ran.append(1))
-    release.flush()
+        deferred_free.give_back(1, lambda: ran.append(1))
+    deferred_free.flush()
     assert ran == [1]
 
 
@@ -72,9 +72,9 @@ def test_an_interrupt_behind_a_communicators_lock_does_not_keep_it(monkeypatch: 
             self.lock.release()
 
     lock, ran = Lock(), []
-    monkeypatch.setattr(release, "attempt", lambda context, *steps: [step() for step in steps])
-    monkeypatch.setattr(release, "_orders", {None: lock})
-    for call in (lambda: release.give_back(1, lambda: ran.append(1)), release.reclaim):
+    monkeypatch.setattr(deferred_free, "attempt", lambda context, *steps: [step() for step in steps])
+    monkeypatch.setattr(deferred_free, "_orders", {None: lock})
+    for call in (lambda: deferred_free.give_back(1, lambda: ran.append(1)), deferred_free.reclaim):
         with pytest.raises(KeyboardInterrupt):
             call()
         taken = []
@@ -83,21 +83,21 @@ def test_an_interrupt_behind_a_communicators_lock_does_not_keep_it(monkeypatch: 
         thread.join()
         assert taken == [True], "the interrupted thread has it still"
         lock.lock = threading.RLock()
-    monkeypatch.setattr(release, "_orders", {})
-    release.flush()
+    monkeypatch.setattr(deferred_free, "_orders", {})
+    deferred_free.flush()
     assert ran == [1]
 
 
 def test_nothing_is_given_back_in_a_forked_child_or_at_the_end(monkeypatch: pytest.MonkeyPatch):
     ran = []
-    monkeypatch.setattr(release, "attempt", lambda context, *steps: [step() for step in steps])
+    monkeypatch.setattr(deferred_free, "attempt", lambda context, *steps: [step() for step in steps])
     for name in ("_forked", "_ended"):
         monkeypatch.setattr(lifetime, name, True)
-        release.give_back(1, lambda: ran.append(1))
-        release.give_back_after(lambda: True, 1, lambda: ran.append(1))
-        release.flush()
+        deferred_free.give_back(1, lambda: ran.append(1))
+        deferred_free.give_back_after(lambda: True, 1, lambda: ran.append(1))
+        deferred_free.flush()
         monkeypatch.setattr(lifetime, name, False)
-    release.flush()
+    deferred_free.flush()
     assert not ran
 
 

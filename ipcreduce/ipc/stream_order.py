@@ -18,9 +18,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from .. import surroundings
-from ..cuda import driver, graph, streams
-from ..cuda.within import using, within
+from ..cuda import cupy_runtime, driver, graph, streams
+from ..cuda.contexts import using, within
 from ..errors import CaptureError, CudaError
 
 IN_A_CAPTURE = "replay() on a stream that is being captured: a graph cannot be part of another one"
@@ -102,7 +101,7 @@ class CallOrder:
                     "which is now being captured. Call synchronize() before that capture begins."
                 )
             self.chain(self._eager, stream)
-        if self.shared or not surroundings.keeps(owner, stream):
+        if self.shared or not cupy_runtime.keeps(owner, stream):
             self._eager, self.fast, self._owner = _RECORDED, -1, None
             return True
         self._eager, self.fast, self._owner = stream, stream, owner
@@ -159,16 +158,16 @@ class CallOrder:
         """
         self._open, doing = True, "cudaStreamWaitEvent"
         try:
-            surroundings.wait_event(stream, self._end)
+            cupy_runtime.wait_event(stream, self._end)
             doing = ""
             start(stream)
             doing = "cudaEventRecord"
-            surroundings.record_event(self._end, stream)
+            cupy_runtime.record_event(self._end, stream)
         except BaseException as error:  # the call may have been launched
             with suppress(RuntimeError):
-                surroundings.record_event(self._end, stream)
+                cupy_runtime.record_event(self._end, stream)
             if doing and isinstance(error, RuntimeError):
-                raise surroundings.runtime_error(doing, error) from None
+                raise cupy_runtime.runtime_error(doing, error) from None
             raise
         finally:
             self._open = False

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ipcreduce.coordination import exchange
 from ipcreduce.errors import PeerTimeoutError, RankMismatchError, UnsupportedError
-from ipcreduce.ipc import wire
 
-STRUCTS = {name: value for name, value in vars(wire).items() if isinstance(value, np.dtype)}
+STRUCTS = {name: value for name, value in vars(exchange).items() if isinstance(value, np.dtype)}
 
 
 class Request:
@@ -50,7 +50,7 @@ class World:
 
         def finish() -> None:
             received[:] = np.tile(sent, 3)
-            kind = sent.view(wire.VOTE)["kind"]
+            kind = sent.view(exchange.VOTE)["kind"]
             [dtype] = [struct for struct in STRUCTS.values() if struct.metadata["kind"] == kind]
             for rank in (0, 2):
                 self.change(rank, received.view(dtype)[rank : rank + 1])
@@ -59,49 +59,49 @@ class World:
         return self.requests[-1]
 
     def allgather(self, record: np.ndarray, seconds: float = 10.0, **options: Any) -> np.ndarray:
-        return wire.allgather(self, record, time.monotonic() + seconds, "a test", **options)
+        return exchange.allgather(self, record, time.monotonic() + seconds, "a test", **options)
 
 
 def test_all_messages_have_one_size_and_their_own_kind():
     assert {"IDENTITY", "DEVICE", "PAGE", "MEMORY", "VERDICT", "VOTE", "RESYNC", "CALL"} <= set(STRUCTS)
-    assert {struct.itemsize for struct in STRUCTS.values()} == {wire.MESSAGE_BYTES}
+    assert {struct.itemsize for struct in STRUCTS.values()} == {exchange.MESSAGE_BYTES}
     kinds = [struct.metadata["kind"] for struct in STRUCTS.values()]
     assert len(set(kinds)) == len(kinds)
     for struct in STRUCTS.values():
         for field in ("magic", "version", "kind", "length", "ok", "text"):
-            assert struct.fields[field] == wire.VOTE.fields[field] or field == "text"
+            assert struct.fields[field] == exchange.VOTE.fields[field] or field == "text"
         assert not struct.hasobject
 
 
 def test_a_message_is_filled_in():
-    record = wire.message(wire.MEMORY, handle=np.void(bytes(range(64))), nbytes=1 << 40)
+    record = exchange.message(exchange.MEMORY, handle=np.void(bytes(range(64))), nbytes=1 << 40)
     assert record.shape == (1,)
-    assert record["magic"] == wire.MAGIC
-    assert record["version"] == wire.VERSION
-    assert record["kind"] == wire.MEMORY.metadata["kind"]
-    assert record["length"] == record.nbytes == wire.MESSAGE_BYTES
+    assert record["magic"] == exchange.MAGIC
+    assert record["version"] == exchange.VERSION
+    assert record["kind"] == exchange.MEMORY.metadata["kind"]
+    assert record["length"] == record.nbytes == exchange.MESSAGE_BYTES
     assert record["ok"] == 1
     assert record["handle"][0].tobytes() == bytes(range(64))
     assert record["nbytes"] == 1 << 40
-    assert wire.text_of(record[0]) == ""
+    assert exchange.text_of(record[0]) == ""
 
 
 def test_an_error_travels_as_text():
-    record = wire.message(wire.VOTE, ValueError("no GPU, said the driver"))
+    record = exchange.message(exchange.VOTE, ValueError("no GPU, said the driver"))
     assert record["ok"] == 0
-    assert wire.text_of(record[0]) == "no GPU, said the driver"
+    assert exchange.text_of(record[0]) == "no GPU, said the driver"
 
 
 @pytest.mark.parametrize("text", ["x" * 5000, "é" * 5000, "x" + "é" * 5000, "\N{SNOWMAN}" * 5000])
 def test_a_long_text_is_cut_and_stays_readable(text: str):
-    found = wire.text_of(wire.message(wire.VOTE, text)[0])
+    found = exchange.text_of(exchange.message(exchange.VOTE, text)[0])
     whole = found.rstrip("\N{REPLACEMENT CHARACTER}")  # of a character that was cut in two
     assert text.startswith(whole)
-    assert len(whole.encode()) > wire.TEXT_BYTES - 4
+    assert len(whole.encode()) > exchange.TEXT_BYTES - 4
 
 
 def test_an_error_without_words_is_still_an_error():
-    assert wire.message(wire.VOTE, ValueError())["ok"] == 0
+    assert exchange.message(exchange.VOTE, ValueError())["ok"] == 0
 
 
 @pytest.mark.parametrize("polls", [1, 2, 500])
@@ -110,9 +110,9 @@ def test_gathers_every_ranks_record_by_rank(polls: int):
         record["call"] = 10 * rank
 
     world = World(number, at=polls)
-    gathered = world.allgather(wire.message(wire.CALL, call=11))
+    gathered = world.allgather(exchange.message(exchange.CALL, call=11))
     assert gathered["call"].tolist() == [0, 11, 20]
-    assert gathered.dtype == wire.CALL
+    assert gathered.dtype == exchange.CALL
     assert world.requests[0].polls == polls
 
 
@@ -124,7 +124,7 @@ def test_another_program_or_version_is_named(field: str, other: int):
             record[field] = 77
 
     with pytest.raises(RankMismatchError) as caught:
-        World(change).allgather(wire.message(wire.RESYNC), call=5)
+        World(change).allgather(exchange.message(exchange.RESYNC), call=5)
     assert re.match("rank 1, call 5: expected ", str(caught.value))
     assert f"{field} 77 from rank {other}" in str(caught.value)
     assert "same version of ipcreduce" in str(caught.value)
@@ -133,7 +133,7 @@ def test_another_program_or_version_is_named(field: str, other: int):
 def test_the_deadline_ends_a_wait():
     started = time.monotonic()
     with pytest.raises(PeerTimeoutError, match=r"rank 1, call 9: expected all 3 ranks at a test") as caught:
-        World(at=None).allgather(wire.message(wire.CALL), seconds=0.2, call=9)
+        World(at=None).allgather(exchange.message(exchange.CALL), seconds=0.2, call=9)
     assert 0.2 <= time.monotonic() - started < 2
     assert "close" in str(caught.value), "what is left to do"
 
@@ -143,7 +143,7 @@ def test_what_was_given_up_is_kept():
     world = World(at=None)
     for interrupt in (None, lambda: 1 / 0):
         with pytest.raises((PeerTimeoutError, ZeroDivisionError)):
-            world.allgather(wire.message(wire.CALL), seconds=0.01, interrupt=interrupt)
+            world.allgather(exchange.message(exchange.CALL), seconds=0.01, interrupt=interrupt)
         request = weakref.ref(world.requests.pop())
         gc.collect()
         assert request() is not None
@@ -151,12 +151,12 @@ def test_what_was_given_up_is_kept():
 
 def test_start_up_has_no_call_number():
     with pytest.raises(PeerTimeoutError, match="rank 1, start-up: expected"):
-        World(at=None).allgather(wire.message(wire.VOTE), seconds=0.0)
+        World(at=None).allgather(exchange.message(exchange.VOTE), seconds=0.0)
 
 
 def test_a_late_answer_within_the_deadline_is_taken():
     world = World(at=None)
-    record = wire.message(wire.CALL, call=4)
+    record = exchange.message(exchange.CALL, call=4)
     wake = time.monotonic() + 0.1
 
     def ask() -> None:
@@ -176,19 +176,19 @@ def test_the_wait_can_be_interrupted():
             raise RuntimeError("a rank has gone")
 
     with pytest.raises(RuntimeError, match="a rank has gone"):
-        World(at=None).allgather(wire.message(wire.CALL), interrupt=interrupt)
+        World(at=None).allgather(exchange.message(exchange.CALL), interrupt=interrupt)
     assert asked == 5
 
 
 def test_a_long_wait_leaves_the_processor_to_others():
     before = time.process_time()
     with pytest.raises(PeerTimeoutError):
-        World(at=None).allgather(wire.message(wire.CALL), seconds=1.0)
+        World(at=None).allgather(exchange.message(exchange.CALL), seconds=1.0)
     assert time.process_time() - before < 0.5
 
 
 def test_a_vote_passes_where_all_agree():
-    wire.vote(World(), None, time.monotonic() + 10, "a step")
+    exchange.vote(World(), None, time.monotonic() + 10, "a step")
 
 
 def test_a_failed_vote_names_ranks_and_reasons():
@@ -196,13 +196,13 @@ def test_a_failed_vote_names_ranks_and_reasons():
         record["ok"], record["text"] = rank == 0, b"" if rank == 0 else b"out of memory"
 
     with pytest.raises(UnsupportedError) as caught:
-        wire.vote(World(change), ValueError("bad handle"), time.monotonic() + 10, "mapping")
+        exchange.vote(World(change), ValueError("bad handle"), time.monotonic() + 10, "mapping")
     assert str(caught.value) == "mapping failed on 2 of 3 ranks: rank 1: bad handle; rank 2: out of memory"
 
 
 def test_a_vote_that_fails_everywhere_stays_short():
-    gathered = np.concatenate([wire.message(wire.VOTE, "no GPU") for _ in range(8)])
+    gathered = np.concatenate([exchange.message(exchange.VOTE, "no GPU") for _ in range(8)])
     with pytest.raises(UnsupportedError) as caught:
-        wire.check(World(), gathered, "start-up")
+        exchange.check(World(), gathered, "start-up")
     assert "failed on 8 of 8 ranks: rank 0: no GPU; rank 1: no GPU; rank 2: no GPU" in str(caught.value)
     assert "rank 3" not in str(caught.value)

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from .errors import IpcReduceError, PeerFailedError, PeerLostError, RankMismatchError, report
-from .ipc import wire
-from .numerics import fold
+from ..coordination import exchange
+from ..errors import IpcReduceError, PeerFailedError, PeerLostError, RankMismatchError, report
+from ..numerics import fold
 
 _ONE_SHOT_BYTES = 64 << 10  # up to here every rank gets and folds everything; above, a chunk each
 _SEGMENT_BYTES = 64 << 20  # bounds the temporary memory, and MPI's 32-bit counts
@@ -43,7 +43,7 @@ class HostReducer:
 
         After a timeout, or whatever else ends a call between its messages, ``halfway`` stays set: send no more.
         """
-        wire.check_mpi_runs()
+        exchange.check_mpi_runs()
         self._deadline, self._call, self._interrupt = time.monotonic() + self._timeout, call, interrupt
         if what is not None:
             self._agree(what)
@@ -73,20 +73,20 @@ class HostReducer:
             return
         self._deadline, self._call, self._interrupt = time.monotonic() + self._timeout, call, None
         with suppress(IpcReduceError):  # ``error`` is the one to raise here
-            self._tell(wire.message(wire.CALL, f"{type(error).__name__}: {error}", call=call))
+            self._tell(exchange.message(exchange.CALL, f"{type(error).__name__}: {error}", call=call))
             self.halfway = False
 
     def _tell(self, record: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        wire.check_mpi_runs()
+        exchange.check_mpi_runs()
         self.halfway = True
         what = f"call {self._call}"
-        return wire.allgather(self._mpi, record, self._deadline, what, call=self._call, interrupt=self._interrupt)
+        return exchange.allgather(self._mpi, record, self._deadline, what, call=self._call, interrupt=self._interrupt)
 
     def _agree(self, what: str) -> None:
-        record = wire.message(wire.CALL, call=self._call)
+        record = exchange.message(exchange.CALL, call=self._call)
         record["text"] = what.encode()
         for rank, other in enumerate(self._tell(record)):
-            text = wire.text_of(other)
+            text = exchange.text_of(other)
             if not other["ok"]:
                 self.halfway = False  # on every rank alike
                 raise PeerFailedError(report(
@@ -94,7 +94,7 @@ class HostReducer:
                     found=f"that rank {rank} refused it ({text})",
                     advice="The communicator can be used again.",
                 ))  # fmt: skip
-            if text != wire.text_of(record[0]) or other["call"] != self._call:
+            if text != exchange.text_of(record[0]) or other["call"] != self._call:
                 self.halfway = False
                 raise RankMismatchError(report(
                     self._rank, self._call, expected="the same call on every rank",
@@ -119,4 +119,4 @@ class HostReducer:
 
     def _wait(self, request: Any) -> None:
         what = f"the data of call {self._call}"
-        wire.complete(request, self._mpi, self._deadline, what, call=self._call, interrupt=self._interrupt)
+        exchange.complete(request, self._mpi, self._deadline, what, call=self._call, interrupt=self._interrupt)

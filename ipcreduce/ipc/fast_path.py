@@ -12,15 +12,14 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from .. import surroundings
-from ..cuda import driver, graph
-from ..cuda.within import using, within
+from ..coordination.control_page import Page
+from ..coordination.fingerprint import Signature
+from ..cuda import cupy_runtime, driver, graph
+from ..cuda.contexts import using, within
 from ..errors import CaptureError, CudaError
 from . import plan
-from .control import Page
 from .launches import IN, OUT, Launches, Prepared
-from .order import IN_A_CAPTURE, CallOrder
-from .signature import Signature
+from .stream_order import IN_A_CAPTURE, CallOrder
 
 Start = Callable[[int], None]  # launches on a stream
 
@@ -60,14 +59,14 @@ class Repeats:
 
     def _again(self, call: int, what: Signature, start: Start) -> bool:
         """Makes a call by ``start(stream)`` on CuPy's current stream, if nothing else is to be done; whether it did."""
-        current, order = surroundings.get_current_stream(), self._order
+        current, order = cupy_runtime.get_current_stream(), self._order
         stream = current.ptr
         follows = stream == order.fast
         if not (follows or order.shared) or self._abort_word[0]:
             return False
         try:
             if stream < 2:  # the default stream: it captures nothing, and each context has its own
-                if surroundings.current_context() != self._context:
+                if cupy_runtime.current_context() != self._context:
                     return False
             elif current.is_capturing():
                 return False
@@ -116,7 +115,7 @@ class Repeats:
                     start = known.start = self._starter(known.prepared, *known.place)
                 return out if self._again(call, known.prepared.what, start) else None
             self._known[key] = None
-        cupy = surroundings.cupy
+        cupy = cupy_runtime.cupy
         if cupy is None or type(array) is not cupy.ndarray:
             return None
         shape, dtype, place, device = array.shape, array.dtype, array.data, self._device
@@ -157,7 +156,7 @@ class Repeats:
                     words[IN], words[OUT] = source, target
                     executable = graph.executable_of(launch)
                     self._graphs.append(executable)
-                    self._starts[place] = begin = partial(surroundings.launch, executable)
+                    self._starts[place] = begin = partial(cupy_runtime.launch, executable)
                     return begin
 
         def start(stream: int) -> None:

@@ -11,9 +11,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from ..cuda import driver
-from ..errors import CudaError, UnsupportedError
-from .control import REGISTRATIONS, Page
+from ...coordination.control_page import REGISTRATIONS, Page
+from ...cuda import driver
+from ...errors import CudaError, UnsupportedError
 
 Key = tuple[int, int]  # rank, and the number of the slab there
 

@@ -7,7 +7,7 @@ import os
 import select
 import threading
 
-from .control import Page
+from .control_page import Page
 
 _TICK_SECONDS = 0.1
 _JOIN_SECONDS = 1.0

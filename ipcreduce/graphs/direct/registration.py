@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..cuda import driver
-from ..cuda import graph as cuda_graph
-from ..errors import CudaError, IpcReduceError, RankMismatchError, UnsupportedError
-from ..ipc import plan, wire
-from ..ipc.engine import Engine
-from ..ipc.mappings import Key
-from .recording import Launched, Segment
+from ...coordination import exchange
+from ...cuda import driver
+from ...cuda import graph as cuda_graph
+from ...errors import CudaError, IpcReduceError, RankMismatchError, UnsupportedError
+from ...ipc import plan
+from ...ipc.engine import Engine
+from ..recording import Launched, Segment
+from .mappings import Key
 
 if TYPE_CHECKING:
-    from .graph import Graph
+    from ..graph import Graph
 
 _SLAB = np.dtype([("number", "<i8"), ("nbytes", "<u8"), ("handle", "V64")])
 _SPAN = np.dtype([("slab", "<i8"), ("offset", "<u8")])  # slab -1: this all-reduce cannot be direct
@@ -82,15 +83,15 @@ def _map(
                 spans[index] = slab.number, target - slab.address
     except (CudaError, UnsupportedError) as caught:
         error = caught
-    record = wire.message(wire.REGISTRATION, error, slabs=len(slabs), spans=len(spans))
-    everyone = wire.allgather(mpi, record, deadline, "a registration")
-    wire.check(mpi, everyone, "exporting memory of graphs")
+    record = exchange.message(exchange.REGISTRATION, error, slabs=len(slabs), spans=len(spans))
+    everyone = exchange.allgather(mpi, record, deadline, "a registration")
+    exchange.check(mpi, everyone, "exporting memory of graphs")
     if (everyone["spans"] != len(spans)).any():
         raise UnsupportedError("the ranks have different all-reduces to register")
     own = np.zeros(max(1, int(everyone["slabs"].max())), _SLAB)
     own[: len(slabs)] = list(slabs.values())
-    all_slabs = wire.allgather_rows(mpi, own, deadline, "a registration")
-    all_spans = wire.allgather_rows(mpi, spans, deadline, "a registration")
+    all_slabs = exchange.allgather_rows(mpi, own, deadline, "a registration")
+    all_spans = exchange.allgather_rows(mpi, spans, deadline, "a registration")
 
     known = [
         {int(slab["number"]): slab for slab in slabs[: int(count)]}
@@ -117,7 +118,7 @@ def _map(
     except (CudaError, UnsupportedError) as caught:
         error = caught
     try:
-        wire.vote(mpi, error, deadline, "mapping memory of graphs")
+        exchange.vote(mpi, error, deadline, "mapping memory of graphs")
     except UnsupportedError:
         with suppress(CudaError):
             engine.mappings.unmap_unused()  # what was mapped just now
@@ -154,7 +155,7 @@ def _switch(mpi: Any, engine: Engine, chosen: list[tuple[_Candidate, list[int], 
     except IpcReduceError as caught:
         error = caught
     try:
-        wire.vote(mpi, error, deadline, "switching graphs to the direct kernel")
+        exchange.vote(mpi, error, deadline, "switching graphs to the direct kernel")
     except UnsupportedError:
         for executable in executables.values():
             with suppress(CudaError):

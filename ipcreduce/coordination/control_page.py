@@ -28,9 +28,9 @@ import numpy as np
 
 from ..errors import PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, report
 from . import flight_recorder
+from .fingerprint import Vote
 from .flight_recorder import FlightRecorder
 from .records import Slot, record, text_of
-from .signature import Vote
 
 HEAD_BYTES = 4096
 REGISTRATIONS = 1024  # registered graphs that may be waiting for a rank to drop them

@@ -1,0 +1,1 @@
+"""Direct kernels in graphs: off by default."""

@@ -1,0 +1,1 @@
+"""All-reduce of host arrays over MPI."""

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from .cuda import array_protocols, cupy_runtime, streams, torch_runtime
-from .cuda.array_protocols import Locate, Location
+from .cuda.array_protocols import Locate
 from .cuda.cupy_runtime import current_device, load, on_stream, stream_of
-from .errors import ArgumentError
+from .errors import ArgumentError, Location
 
 
 def is_device(array: Any, what: str = "array") -> bool:
@@ -67,13 +67,6 @@ def view(array: Any, stream: int, ordered: bool = True) -> Any:
         raise
     except Exception as error:  # exporters raise what they like: PyTorch for a tensor that requires grad, say
         raise ArgumentError(f"the {type(array).__qualname__} does not give its memory: {error}") from error
-
-
-def stream_for(array: Any, stream: Any) -> tuple[int, Any]:
-    """The stream of a call on a device array: :func:`surroundings.stream_of`; None: PyTorch's for a tensor."""
-    if stream is None and not is_cupy(array) and torch_runtime.is_tensor(array):
-        return torch_runtime.current_stream(array)
-    return stream_of(stream)
 
 
 class _Unordered:

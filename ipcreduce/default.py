@@ -12,6 +12,7 @@ from . import arrays, lifetime
 from .communicator import Communicator
 from .cuda import cupy_runtime
 from .errors import ArgumentError, IpcReduceError
+from .graphs.session import provide_default
 
 _default: Communicator | None = None
 _default_lock = threading.Lock()
@@ -45,3 +46,6 @@ def allreduce(
             f"comm must be an ipcreduce.Communicator; found {type(comm).__qualname__}. Make one: Communicator(it)"
         )
     return comm.allreduce(array, op, out=out, stream=stream)
+
+
+provide_default(get_communicator)

@@ -1,14 +1,96 @@
-"""What a call may be given, checked before anything is launched. The communicator adds rank and call to messages."""
+"""Operands of a call: its arguments, checked and brought into the form in which kernels take them.
+
+The communicator adds rank and call to the messages.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from . import arrays
+from .cuda import cupy_runtime, torch_runtime
 from .errors import ArgumentError
 from .numerics import DTYPES, OPS
+
+Allocating = Callable[[], AbstractContextManager[Any]]
+
+
+def stream_of(array: Any, stream: Any, in_recording: bool) -> tuple[int, Any]:
+    """The stream of a call on a device array: its handle, and the object that keeps it.
+
+    None is the current stream: PyTorch's for a tensor, but CuPy's in a recording's body and for all else.
+
+    :raises ArgumentError: if ``stream`` is no stream.
+    """
+    if stream is None and not in_recording and not arrays.is_cupy(array) and torch_runtime.is_tensor(array):
+        return torch_runtime.current_stream(array)
+    return cupy_runtime.stream_of(stream)
+
+
+@dataclass(eq=False)
+class DeviceOperands:
+    """The arrays of a device all-reduce.
+
+    Kernels read ``source`` and write ``destination``: both contiguous and aligned, and the same array or apart. The
+    result belongs into ``target``; where that is another array than ``destination``, :meth:`write_back` copies it.
+    ``result`` is the array to return.
+    """
+
+    source: Any
+    destination: Any
+    target: Any
+    result: Any
+    dtype: str
+    stream: int
+
+    @classmethod
+    def of(
+        cls, array: Any, op: Any, out: Any, stream: int, device: int, *, ordered: bool, allocating: Allocating
+    ) -> DeviceOperands:  # fmt: skip
+        """The operands of ``allreduce(array, op, out=out)`` on ``stream`` of GPU ``device``.
+
+        :param ordered: False in a recording, which cannot wait for the arrays' producers outside of it.
+        :param allocating: the context in which results and copies are allocated.
+        :raises ArgumentError: if an argument is wrong.
+        """
+        source = arrays.view(array, stream, ordered)
+        dtype = check_kind(source, op)
+        _check_device(device, source, "array")
+        if out is None:
+            with allocating():
+                target = result = arrays.empty(source.shape, source.dtype, stream, device)
+        elif out is array:
+            target, result = source, out
+            if source is not array:
+                _check_writable(out)
+        else:
+            target, result = _out(device, source, out, stream, ordered), out
+        copied = not arrays.is_contiguous(source)
+        copied = copied or (out is not None and target is not source and _overlap_in_part(source, target))
+        destination = target
+        if not arrays.is_contiguous(target):
+            _check_own_elements(target)
+            with allocating():
+                destination = arrays.empty(source.shape, source.dtype, stream, device)
+        if copied:
+            with allocating():
+                source = arrays.contiguous_copy(source, stream)
+        if (arrays.pointer(source) | arrays.pointer(destination)) & (source.itemsize - 1):
+            _check_aligned(source, destination)
+        return cls(source, destination, target, result, dtype, stream)
+
+    @property
+    def needs_write_back(self) -> bool:
+        return self.destination is not self.target
+
+    def write_back(self) -> None:
+        """Copy the result into ``target``."""
+        arrays.copy_into(self.target, self.destination, self.stream)
 
 
 def check_kind(array: Any, op: Any) -> str:
@@ -21,35 +103,46 @@ def check_kind(array: Any, op: Any) -> str:
     return name
 
 
-def check_host(array: np.ndarray[Any, Any], op: Any) -> str:
-    """:func:`check_kind` for a NumPy array, which must have no mask."""
+def check_host(array: np.ndarray[Any, Any], op: Any, out: Any) -> str:
+    """The name of a NumPy array's dtype. :raises ArgumentError: if a host all-reduce cannot take these arguments."""
     name = check_kind(array, op)
     if isinstance(array, np.ma.MaskedArray):
         raise ArgumentError("array must have no mask; found a masked array. Fill it first")
+    if out is not None:
+        if not isinstance(out, np.ndarray):
+            raise ArgumentError(f"out must be a NumPy array, as array is; found {type(out).__qualname__}")
+        _check_same_kind(array, out)
+        _check_writable(out)
+        if not out.flags.c_contiguous:
+            _check_own_elements(out)
     return name
 
 
-def check_out(array: Any, out: Any) -> None:
-    """:raises ArgumentError: if ``out`` has not ``array``'s shape and dtype."""
+def _out(device: int, source: Any, out: Any, stream: int, ordered: bool) -> Any:
+    """The CuPy array over ``out``: see :func:`arrays.view`. :raises ArgumentError: if it does not fit ``source``."""
+    if not arrays.is_device(out, "out"):
+        raise ArgumentError("out must lie on the device, as array does; found a NumPy array")
+    target = arrays.view(out, stream, ordered)
+    _check_same_kind(source, target)
+    _check_device(device, target, "out")
+    if target is not out:
+        _check_writable(out)
+    return target
+
+
+def _check_same_kind(array: Any, out: Any) -> None:
     if out.shape != array.shape or out.dtype != array.dtype:
         raise ArgumentError(
             f"out must have array's shape {array.shape} and dtype {array.dtype}; found {out.shape} and {out.dtype}"
         )
 
 
-def check_host_out(array: Any, out: Any) -> None:
-    """:raises ArgumentError: if ``out`` cannot take the result for a NumPy array."""
-    if not isinstance(out, np.ndarray):
-        raise ArgumentError(f"out must be a NumPy array, as array is; found {type(out).__qualname__}")
-    check_out(array, out)
+def _check_writable(out: Any) -> None:
     if arrays.is_readonly(out):
         raise ArgumentError("out must be writable; found a read-only array")
-    if not out.flags.c_contiguous:
-        check_apart(out)
 
 
-def check_apart(out: Any) -> None:
-    """:raises ArgumentError: if elements of ``out`` share memory."""
+def _check_own_elements(out: Any) -> None:
     if arrays.has_shared_elements(out):
         raise ArgumentError(
             f"out must have memory of its own for each element; found shape {out.shape} with strides {out.strides}, "
@@ -57,8 +150,7 @@ def check_apart(out: Any) -> None:
         )
 
 
-def check_device(ordinal: int, array: Any, name: str) -> None:
-    """:raises ArgumentError: if a device array (argument ``name``) lies on another GPU than the communicator's."""
+def _check_device(ordinal: int, array: Any, name: str) -> None:
     if arrays.device_of(array) != ordinal:
         raise ArgumentError(
             f"{name} must lie on this communicator's GPU {ordinal}; found one on GPU "
@@ -66,20 +158,7 @@ def check_device(ordinal: int, array: Any, name: str) -> None:
         )
 
 
-def device_out(ordinal: int, source: Any, out: Any, stream: int, ordered: bool) -> Any:
-    """The CuPy array over ``out``: see :func:`arrays.view`. :raises ArgumentError: if it does not fit ``source``."""
-    if not arrays.is_device(out, "out"):
-        raise ArgumentError("out must lie on the device, as array does; found a NumPy array")
-    target = arrays.view(out, stream, ordered)
-    check_out(source, target)
-    check_device(ordinal, target, "out")
-    if target is not out and arrays.is_readonly(out):
-        raise ArgumentError("out must be writable; found a read-only array")
-    return target
-
-
-def check_aligned(*used: Any) -> None:
-    """:raises ArgumentError: if an array's address is no multiple of its itemsize, which a GPU cannot read."""
+def _check_aligned(*used: Any) -> None:
     for array in used:
         if arrays.pointer(array) % array.itemsize:
             raise ArgumentError(
@@ -88,8 +167,8 @@ def check_aligned(*used: Any) -> None:
             )
 
 
-def overlap_in_part(source: Any, target: Any) -> bool:
-    """Whether writing ``target`` could change parts of ``source`` that are not read yet. In place is safe."""
+def _overlap_in_part(source: Any, target: Any) -> bool:
+    """True if writing ``target`` could change parts of ``source`` that are not read yet. In place is safe."""
     first, other = arrays.pointer(source), arrays.pointer(target)
     if arrays.is_contiguous(source) and arrays.is_contiguous(target):
         return first != other and abs(first - other) < source.nbytes

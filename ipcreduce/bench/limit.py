@@ -34,14 +34,13 @@ class Limit:
     @classmethod
     def measure(cls, comm: Communicator, mpi: Any, replays: int) -> Limit:
         """By kernels/limit.cu, in CUDA graphs. Collective."""
-        engine = comm.require_engine("bench")
+        engine = comm.session.require_engine("bench")
         room = engine.workspace.half_bytes - (comm.size - 1) * plan.row_bytes(1)
         nbytes = min(_PUSH_BYTES, room // plan.PACKET_BYTES * plan.PACKET_BYTES)
 
         def median(size: int, shape: tuple[int, int], calls: int) -> float:
             launch, (stream, owner) = engine.launches.limit(size, *shape), cupy_runtime.stream_of()
-            with engine.order.behind(stream, owner):  # the launches below, which nothing else comes between
-                pass
+            engine.order.launch(lambda stream: None, stream, owner)  # the launches below follow, and nothing between
             graph = timing.captured(lambda: launch.run(stream), calls)
             return timing.in_graph(graph, calls, replays, mpi).median
 

@@ -38,7 +38,9 @@ def main(options: argparse.Namespace) -> None:
     with Communicator(device="auto") as comm:
         if comm.backend != "ipc" or comm.size == 1:
             raise UnsupportedError(f"tune needs GPUs and at least 2 ranks under mpirun; found:\n{comm.describe()}")
-        if comm.require_engine("tune").launches.sharing > 1:  # their kernels would take turns while they are timed
+        if (
+            comm.session.require_engine("tune").launches.sharing > 1
+        ):  # their kernels would take turns while they are timed
             raise UnsupportedError(f"tune needs a GPU for each rank; found:\n{comm.describe()}")
         table = _measure(comm, options)
         if comm.rank == 0:
@@ -48,7 +50,7 @@ def main(options: argparse.Namespace) -> None:
                     f"{choice.blocks} of them, {choice.depth} packets a thread"
                 )
             if not options.dry_run:
-                gpu = comm.require_engine("tune").device.name
+                gpu = comm.session.require_engine("tune").device.name
                 print(f"kept in {tuning.save(gpu, comm.size, table)}")
 
 
@@ -76,7 +78,7 @@ def _measure(comm: Communicator, options: argparse.Namespace) -> plan.Table:
 
 def _candidates(nbytes: int, comm: Communicator, before: list[plan.Choice]) -> Iterator[plan.Choice]:
     """What could be quickest: each kernel that is not far from its range, with every block and grid that differs."""
-    n, launches = comm.size, comm.require_engine("tune").launches
+    n, launches = comm.size, comm.session.require_engine("tune").launches
     usual = launches.planned(nbytes)[0].algorithm
     found: dict[tuple[Any, ...], plan.Choice] = {}  # by what differs at this size
     for algorithm, blocks in _BLOCKS.items():
@@ -108,7 +110,7 @@ def _near(nbytes: int, launches: Launches) -> bool:
 
 def _time(comm: Communicator, message: Message, choice: plan.Choice, replays: int, mpi: Any) -> float:
     """Microseconds. :raises IpcReduceError: if the result is wrong."""
-    engine, nbytes = comm.require_engine("tune"), message.source.nbytes
+    engine, nbytes = comm.session.require_engine("tune"), message.source.nbytes
     step = plan.step(choice.algorithm, 0, nbytes, comm.size, choice)
     prepared = engine.launches.by_steps([step], message.source.shape, _DTYPE, _OP, nbytes)
     stream, owner = cupy_runtime.stream_of()

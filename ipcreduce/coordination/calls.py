@@ -1,182 +1,313 @@
-"""What happens when a rank refuses a call, calls differ, or a wait ends: every rank raises once, then all start anew.
-
-Two endings: *cancelled*, when all ranks are alive, after which the next call of every rank meets the others' in a
-resynchronisation and the communicator works again; and *lost*, when a rank has gone or does not come to that, after
-which the communicator can only be closed.
-"""
+"""The owner of a call's life: its number, faults and refusals, and the resynchronisation that follows them."""
 
 from __future__ import annotations
 
-import contextlib
-import math
+import threading
 import time
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from ..errors import CaptureError, CudaError, IpcReduceError, PeerLostError, PeerTimeoutError, report
-from ..ipc.engine import Engine
-from . import control_page, exchange
-from .fingerprint import Signature, Vote
-
-_PATIENCE_SECONDS = 30.0  # a rank that came too late for a call may still be on its way
-
-_GO_ON = (
-    "What has been reduced on this rank since then is not to be used. Graphs captured by others work again once every "
-    "rank has made a call that is not captured: an all-reduce, or a replay of an ipcreduce.Graph."
+from ..errors import (
+    CaptureError,
+    GraphStateError,
+    IpcReduceError,
+    PeerFailedError,
+    PeerLostError,
+    PeerTimeoutError,
+    RankMismatchError,
+    report,
 )
+from . import control_page, faults
+from .backend import Body, Engine
+from .control_page import Page
+from .fingerprint import Fingerprint
+from .records import fence
+from .rounds import Abandon, Meetings, Rounds
+
+_PATIENCE_SECONDS = 30.0  # in a resynchronisation, for a rank that came too late for a call and is still on its way
+_SHARED = (RankMismatchError, PeerFailedError, PeerTimeoutError, PeerLostError)  # raised on every rank without our help
 
 
-class Faults:
-    """The faults of one communicator with an engine. The communicator's lock is held around every method."""
+class CallSequence:
+    """The calls of one communicator, in the order in which threads take its lock.
 
-    def __init__(self, engine: Engine, mpi: Any, timeout: float) -> None:
-        self._engine, self._page, self._mpi, self._timeout = engine, engine.page, mpi, timeout
-        self._abort_word = engine.page.abort_word
-        self.told = False  # this rank has raised what the abort word stands for
-        self.left: PeerLostError | None = None  # why this rank has left a resynchronisation, for whatever is no fault
-        self._serial = 0  # of the last vote
+    A call is an attempt at an all-reduce, a replay, a recording, or the end of ``capture()``. All ranks make the same
+    calls, so the numbers are the same on all ranks. Each call goes through these states:
 
-    def enter(self, call: int, what: Signature, stream: int) -> int:
-        """Settles an earlier fault, then records this call and compares it with the peers' of the same number.
+    ============== ================================================ ========================= =======================
+    state          meaning                                          kept in                   next
+    ============== ================================================ ========================= =======================
+    entered        numbered; compared with the ranks that have come ``number``, recorder      done, withdrawn,
+                                                                                              refused, posted
+    done           launched; a wait in it may still end             the stream                posted
+    withdrawn      recorded, or invalid everywhere: has no number   ``number``                --
+    refused        this rank failed and has told its peers          fault record, abort word  raised
+    posted         a mismatch, a refusal or an ended wait is known  the page, abort word      raised
+    raised         the program has got the error                    ``raised``                resynchronised, lost
+    resynchronised all ranks have met, and start anew               ``number``: the highest   entered
+    lost           a rank has gone, or did not come to that meeting ``unusable``, loss record only ``close()``
+    ============== ================================================ ========================= =======================
 
-        :returns: the call's number, which a resynchronisation may have moved.
+    :param page: None for ranks that share none: then ``engine`` is None too, and calls are not compared here.
+    :param refuse: for that case, tells the peers that this rank refuses call (number): returns why the communicator
+        is lost, if it is.
+    """
+
+    def __init__(
+        self, rank: int, timeout: float, page: Page | None, engine: Engine | None,
+        refuse: Callable[[BaseException, int], PeerLostError | None],
+    ) -> None:  # fmt: skip
+        self.rank, self.timeout = rank, timeout
+        self.number = 0  # of the last attempt, refused ones included
+        self.raised = False  # this rank's program has got the error behind the abort word
+        self.unusable: IpcReduceError | None = None  # why no further call is possible: lost, or closed
+        self.recording: Any = None  # the open Recording
+        self.lock = threading.RLock()
+        self._page, self._engine, self._refuse_elsewhere = page, engine, refuse
+        self._rounds = Rounds(page) if page is not None else None
+        self._meetings = Meetings(page) if page is not None else None
+
+    # ---- making a call
+    def make(self, fast: Callable[..., Any], usual: Callable[..., Any], *args: Any) -> Any:
+        """Make one call, under the lock: ``fast(number, *args)``, or ``usual(*args)`` if that returns None.
+
+        On the path of every eager call and replay. A ``with`` block for the lock takes 0.13 us more.
+        """
+        try:
+            self.lock.acquire()  # here, so that an interrupt behind it still releases the lock
+            if self.unusable is not None:
+                self.check_usable()
+            self.number = number = self.number + 1
+            try:
+                result = fast(number, *args)
+                return usual(*args) if result is None else result
+            except BaseException as error:
+                self.failed(error)
+                raise
+        finally:
+            try:  # noqa: SIM105  (suppress() takes 0.3 us)
+                self.lock.release()
+            except RuntimeError:  # interrupted before we had it
+                pass
+
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """One call, made by the block under the lock. An exception in it is told to the peers."""
+        with self.lock:
+            self.check_usable()
+            self.number += 1
+            try:
+                yield
+            except BaseException as error:
+                self.failed(error)
+                raise
+
+    def check_usable(self) -> None:
+        """:raises IpcReduceError: if the communicator is closed or lost."""
+        if self.unusable is not None:
+            raise type(self.unusable)(str(self.unusable))
+
+    def enter(self, what: Fingerprint, stream: int) -> None:
+        """Settle an earlier fault, then record this call and compare it with the ranks that have come to it.
+
         :raises IpcReduceError: an earlier fault that was not raised yet; :class:`RankMismatchError` if calls differ.
-        :raises CaptureError: if there is something to settle and ``stream`` is being captured.
+        :raises CaptureError: if there is a fault to settle and ``stream`` is being captured.
         """
         page = self._page
-        if self._abort_word[0]:
-            self.raise_pending(call)
-            # Not told: the fault is a later call's, and this one, with no elements or captured, waits for nobody.
-            if self.told:
+        if page is None:
+            return
+        if page.abort_word[0]:
+            self.raise_pending()
+            # Not raised: the fault belongs to a later call. This one (empty, or captured) does not depend on a peer.
+            if self.raised:
+                assert self._engine is not None
                 if self._engine.is_capturing(stream):
                     raise CaptureError(
                         "expected no failed call before a capture; found one after which the ranks have not met yet. "
                         "Make a call that is not captured on every rank, then capture again.",
                         within=True,
                     )
-                call = self._resynchronise(call)
-        other = page.calls.enter(call, what)
+                self._resynchronise()
+        other = page.calls.enter(self.number, what)
         if other is not None:
-            theirs = page.calls.describe(other, call)
-            self._post(control_page.MISMATCH, call, f"{what} on rank {page.rank} and {theirs} on rank {other}")
-            self.raise_pending(call)
-        return call
+            theirs = page.calls.describe(other, self.number)
+            self._post(control_page.MISMATCH, f"{what} on rank {page.rank} and {theirs} on rank {other}")
+            self.raise_pending()
 
-    def raise_pending(self, call: int) -> None:
-        """Raises what the abort word stands for, if this rank has not done so, and if it is about its calls so far."""
-        if not self._page.aborted:
+    def withdraw(self) -> None:
+        """Take the current call's number back: it is recorded, not made, or invalid on every rank alike."""
+        self.number -= 1
+
+    # ---- a call that fails here
+    def failed(self, error: BaseException) -> None:
+        """Add rank and call to the error of the current call, and cancel the call on the peers.
+
+        :raises PeerLostError: if that is not possible.
+        """
+        if isinstance(error, PeerLostError):
+            self.unusable = error
+        elif self.unusable is None and not isinstance(error, _SHARED):
+            if isinstance(error, IpcReduceError) and not str(error).startswith("rank "):
+                error.args = (f"rank {self.rank}, call {self.number}: {error}",)
+            body: Body | None = self.recording if self.recording is not None and self.recording.in_this_thread else None
+            if (isinstance(error, CaptureError) and error.within) or (body and isinstance(error, GraphStateError)):
+                self.withdraw()
+                return
+            if body:
+                body.error = body.error or error  # even if the program catches it
+            try:
+                self._refuse(error)
+            except PeerLostError as lost:
+                self.unusable = lost
+                raise
+
+    def refuse(self, error: BaseException) -> None:
+        """Cancel a call on the peers that this rank does not begin. The caller raises ``error``."""
+        with self.lock, suppress(IpcReduceError):
+            if self.unusable is None:
+                self.number += 1
+                self.failed(error)
+
+    def leave(self, error: BaseException) -> None:
+        """:meth:`refuse`, unless the peers know of a fault: this rank must not meet them in a resynchronisation then.
+
+        They may be waiting for its vote.
+        """
+        if self._page is not None and not self.raised:
+            self.refuse(error)
+
+    def _refuse(self, error: BaseException) -> None:
+        """:raises IpcReduceError: a fault of an earlier call: the earliest takes precedence."""
+        page = self._page
+        if page is None:
+            self.unusable = self._refuse_elsewhere(error, self.number)
             return
-        fault = self._page.fault()
+        if page.aborted:
+            earlier = page.fault()
+            if earlier is None or earlier[0] < self.number:
+                self.raise_pending()
+                self._resynchronise()
+        self._post(control_page.REFUSED, f"{type(error).__name__}: {error}")
+        self.raised = True
+
+    def _post(self, kind: int, text: str) -> None:
+        assert self._page and self._engine  # noqa: PT018
+        with suppress(IpcReduceError):  # the fault at hand comes first
+            self._engine.drain()  # the abort word would end earlier calls too
+        self._page.post_fault(kind, self.number, text)
+
+    # ---- faults of others
+    def raise_pending(self) -> None:
+        """Raise the fault behind the abort word, if it is not raised yet and concerns this rank's calls so far."""
+        page = self._page
+        if page is None or not page.aborted:
+            return
+        fault = page.fault()
         if fault is None:
-            self.raise_lost(call)
-        if not self.told and (fault is None or fault[0] <= call):  # a rank may have gone since, but that is why
-            self.told = True
-            raise self._page.explain(call, self._timeout)
-        self.raise_lost(call)
+            faults.raise_lost(page, self.number)
+        if not self.raised and (fault is None or fault[0] <= self.number):  # even if a rank was lost because of it
+            self.raised = True
+            raise faults.fault_error(page, self.number, self.timeout)
+        faults.raise_lost(page, self.number)
 
-    def raise_ended(self, call: int) -> None:
-        """Raises what has ended a kernel of this rank without data, raised before or not: replays of graphs that others
-        have captured are no calls, and go on to end so until the ranks have met."""
-        if self._page.ended_without_data:
-            error = self._page.explain(call, self._timeout)
-            error.args = (f"{error} {_GO_ON}",)
-            raise error
-
-    def raise_lost(self, call: int, whoever: bool = False) -> None:
-        """For waits for the other ranks in ``call``.
-
-        :raises PeerLostError: if one has gone and has not made this call; with ``whoever``, if one has gone.
-        """
-        loss = self._page.loss()
-        if loss is not None:
-            raise self._page.lost(call, *loss)
-        for rank in range(self._page.n):
-            if self._page.has_left_before(rank, call) or (whoever and self._page.has_left(rank)):
-                raise self._page.lost(call, rank, "it closed the communicator")
-
-    def refuse(self, call: int, error: BaseException) -> None:
-        """Ends a call that this rank does not make, on every rank; the caller raises ``error`` here.
-
-        :raises IpcReduceError: a fault of an earlier call instead: what went wrong first is what has to be heard of.
-        """
-        if self._page.aborted:  # and only now the fault: it is written before the word is raised
-            earlier = self._page.fault()
-            if earlier is None or earlier[0] < call:
-                self.raise_pending(call)
-                call = self._resynchronise(call)
-        self._post(control_page.REFUSED, call, f"{type(error).__name__}: {error}")
-        self.told = True
-
-    def _post(self, kind: int, call: int, text: str) -> None:
-        # Earlier calls are let through first: the abort word would end them too.
-        with contextlib.suppress(CudaError):  # the fault in hand is the one to tell of
-            self._engine.order.ends_by(math.inf)
-        self._page.post(kind, call, text)
-
-    def vote(self, number: int, mine: Vote) -> list[Vote]:
-        """Tells the others how call ``number``, which this rank has entered, ended here; what they say, by rank.
-
-        :raises IpcReduceError: if a rank does not come to this call: it made another one, refused, or is late or lost.
-        """
-        page, deadline = self._page, time.monotonic() + self._timeout
-        self._serial += 1
-        page.cast(self._serial, mine)
+    def check_faults(self) -> None:
+        """Raise what went wrong in the calls so far, once these have ended. See :meth:`raise_ended`."""
         try:
-            while None in (votes := page.votes(self._serial)):
-                self.raise_lost(number)
-                late = time.monotonic() > deadline
-                if late:
-                    page.miss(rank for rank, vote in enumerate(votes) if vote is None)
-                if late or (page.aborted and not self._all_come(number)):
-                    self.told = True
-                    raise page.explain(number, self._timeout)
-                time.sleep(1e-4)
-        except BaseException as error:  # who comes later must not count on this rank
-            page.cast(self._serial, replace(mine, ok=False, text=f"{type(error).__name__}: {error}"))
+            self.raise_pending()
+        except PeerLostError as error:
+            self.unusable = error
             raise
-        return [vote for vote in votes if vote is not None]
+        self.raise_ended()
 
-    def _all_come(self, number: int) -> bool:
-        """Whether every rank has entered this call, or will: see raise_pending() for what keeps one from it."""
-        fault = self._page.fault()
-        if fault is not None:
-            return fault[0] > number
-        return all(self._page.calls.call_of(rank) >= number for rank in range(self._page.n))
+    def raise_ended(self) -> None:
+        """Raise the reason for which a kernel of this rank has ended without data, raised before or not.
 
-    def _resynchronise(self, call: int) -> int:
-        """Empty slots, fresh epochs, no fault, one call number: collective, once every rank has raised.
+        Replays of graphs captured by others are no calls, and end so until the ranks have met.
+        """
+        page = self._page
+        if page is not None and page.ended_without_data:
+            raise faults.ended_error(page, self.number, self.timeout)
+
+    def raise_lost(self, number: int) -> None:
+        """:raises PeerLostError: if a rank has gone without making call ``number``."""
+        if self._page is not None:
+            faults.raise_lost(self._page, number)
+
+    # ---- exchanges over the page
+    def gather(self, number: int, payload: bytes, abandon: Abandon | None = None) -> list[bytes]:
+        """Every rank's ``payload``, within call ``number``, which this rank has entered. See :meth:`Rounds.gather`.
+
+        :raises IpcReduceError: if a rank does not come: it made another call, refused this one, or is late or lost.
+        """
+        page, deadline = self._page, time.monotonic() + self.timeout
+        if page is None or self._rounds is None:
+            return [payload]
+
+        def check(missing: list[int]) -> None:
+            faults.raise_lost(page, number)
+            late = time.monotonic() > deadline
+            if late:
+                page.post_timeout(missing)
+            if late or (page.aborted and not faults.all_come(page, number)):
+                self.raised = True
+                raise faults.fault_error(page, number, self.timeout)
+
+        return self._rounds.gather(payload, check, abandon)
+
+    def _resynchronise(self) -> None:
+        """Meet all ranks, each of which has raised its error, and start anew with one call number. Collective.
+
+        The page alone carries it. After the first meeting all ranks are quiet, after the second all have reset.
 
         :raises PeerLostError: if a rank does not come.
         """
-        deadline = time.monotonic() + max(self._timeout, _PATIENCE_SECONDS)
+        page, engine, rounds, meetings = self._page, self._engine, self._rounds, self._meetings
+        assert page and engine and rounds and meetings  # noqa: PT018
+        mine = self.number, rounds.last
+        deadline = time.monotonic() + max(self.timeout, _PATIENCE_SECONDS)
+
+        def check(missing: list[int]) -> None:
+            faults.raise_lost(page, self.number, any_call=True)
+            if time.monotonic() > deadline:
+                page.post_lost(missing[0], "it did not come to the clean-up after a fault")
+
         try:
-            self._engine.quiesce(deadline)
-            record = exchange.message(exchange.RESYNC, call=call, serial=self._serial)
-            interrupt = partial(self.raise_lost, call, whoever=True)  # who has left will not come
-            everyone = exchange.allgather(
-                self._mpi, record, deadline, "the resynchronisation", call=call, interrupt=interrupt
-            )
-            self._engine.reset()
-            exchange.vote(self._mpi, None, deadline, "the resynchronisation", interrupt=interrupt)
+            engine.quiesce(deadline)
+            everyone = meetings.meet(*mine, check)
+            engine.reset()
+            page.clear()
+            fence()  # before a peer goes on, and writes to the page, this has to be visible
+            meetings.meet(*mine, check)
         except PeerLostError:
             raise
         except BaseException as error:
-            lost = PeerLostError(
-                report(
-                    self._page.rank,
-                    call,
-                    expected="every rank to go on after a fault",
-                    found=f"this on rank {self._page.rank}: {type(error).__name__}: {error}",
-                    advice="The communicator can only be closed.",
-                )
-            )
-            if not isinstance(error, PeerTimeoutError):  # the others wait for this rank
-                self._page.lose(self._page.rank, f"it left the clean-up after a fault ({type(error).__name__})")
+            lost = self.lose("it left the clean-up after a fault", error)
             if isinstance(error, IpcReduceError):
                 raise lost from error
-            self.left = lost
             raise
-        self.told = False
-        self._serial = int(everyone["serial"].max())
-        return int(everyone["call"].max())
+        self.raised = False
+        self.number, rounds.last = (max(numbers) for numbers in zip(*everyone, strict=True))
+
+    def lose(self, why: str, cause: BaseException) -> PeerLostError:
+        """Lose the communicator on all ranks, because this one does not go on; the error is the caller's to raise."""
+        if self._page is not None:
+            self._page.post_lost(self.rank, f"{why} ({type(cause).__name__})")
+        self.unusable = lost = PeerLostError(report(
+            self.rank, self.number, expected="every rank to go on",
+            found=f"this on rank {self.rank}: {type(cause).__name__}: {cause}",
+            advice="The communicator can only be closed.",
+        ))  # fmt: skip
+        return lost
+
+    # ---- ends
+    def end(self, error: IpcReduceError) -> bool:
+        """No call is possible any more; further ones raise ``error``. True if the communicator was lost before."""
+        lost = isinstance(self.unusable, PeerLostError)
+        self.unusable, self._page, self._engine = error, None, None
+        return lost
+
+    def forked(self, error: IpcReduceError) -> None:
+        """In a child process: nothing of the parent's may be touched."""
+        self.lock = threading.RLock()
+        self.end(error)

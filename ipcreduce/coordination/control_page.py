@@ -1,22 +1,23 @@
 """The control page: a file in shared memory through which the ranks of one host see each other without MPI.
 
-Its first 4 KB, which the GPUs can reach too, hold the abort word that ends every wait of every rank, and for each
-rank the words in which its kernels say whom they waited for in vain, and that one has ended without data. Then come the
-flight recorder, and a block a rank: who it is, what it has refused, whom it has lost, how it votes.
+Its head, which the GPUs reach too, holds the abort word, which ends every wait of every rank. For each rank it also
+holds two words that the rank's kernels write: the peers for which they waited in vain, and a flag once one of them has
+ended without data. Behind the head come the flight recorder and one block a rank: identity, fault, loss, rounds.
 
-Nothing here relies on the order in which another processor shows a rank's stores. Faults, losses and votes are records,
-there only once all of their bytes are (records.py); where the abort word says that a host has written one, readers look
-until it is. All else is single words, each right by itself: what they stand for (unmapped, dead) are ends of driver
-calls and of processes, not stores. Only whether a rank has closed *without* making a call takes two words, its state
-and the number of its last call. So that is looked at again after a pause, by when the number, written first, has come;
-in a sleep a thread gives the GIL away and takes it again, locks that order its own loads. What a clear() takes back has
-come everywhere before anyone writes anew: between them lies an exchange over MPI.
+Nothing here relies on the order in which another processor's stores become visible. Faults, losses, rounds and
+meetings are records (records.py), seen whole or not at all. A reader that finds the abort word raised by a host looks
+until it finds that host's record. All else is single words, each valid by itself: "dead" and the marks report ends of
+processes and of driver calls, not stores. One question takes two words, a rank's state and the number of its last
+call: has it closed *without* making a call? The answer is checked again after a pause; by then the number, written
+first, has arrived. (In a sleep a thread releases and takes the GIL, whose locks order its own loads.) Between clear()
+and the next fault lie a fence and a meeting of all ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import tempfile
@@ -26,32 +27,37 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, report
 from . import flight_recorder
-from .fingerprint import Vote
 from .flight_recorder import FlightRecorder
 from .records import Slot, record, text_of
 
-HEAD_BYTES = 4096
-REGISTRATIONS = 1024  # registered graphs that may be waiting for a rank to drop them
+MARKS = 1024  # words for each rank, for the owner of the page to use
 ACTIVE, CLOSED = 1, 2
 REFUSED, MISMATCH = 1, 2  # kinds of fault
+CHUNK_BYTES = 1024  # of a rank's payload in one round
 
 ABORT_OFFSET = 0
-# What is written into the abort word. The kernels only ask whether it is zero.
-TIMED_OUT = 1  # by kernels, and by a host that has waited as they do
-TOLD = 2  # by a host that has written down why
-_RECORD_SECONDS = 1.0  # for what a host has written before the abort word: it takes microseconds
+# Values of the abort word. Kernels only test it against zero.
+TIMED_OUT = 1  # by kernels, and by a host whose wait for a peer reached its deadline
+TOLD = 2  # by a host that has written a record of the reason
+_RECORD_SECONDS = 1.0  # for a record to arrive whose abort word is there already: it takes microseconds
 
 _FAULT = record(("kind", "<u8"), ("call", "<u8"), ("text", "S1024"))
 _LOSS = record(("rank", "<u8"), ("text", "S128"))
-_VOTE = record(("call", "<u8"), ("ok", "<u4"), ("count", "<u4"), ("crc", "<u8"), ("text", "S512"))
-_RANK = np.dtype([
-    ("pid", "<i8"), ("started", "<u8"), ("namespace", "<u8"), ("state", "<u4"), ("dead", "<u4"),
-    ("unmapped", "<u8", (REGISTRATIONS,)),
-    ("fault", _FAULT), ("loss", _LOSS),
-    ("votes", _VOTE, (2,)),  # by parity of the serial: nobody casts one before all have read the last but one
-], align=True)  # fmt: skip
+_ROUND = record(("ok", "<u4"), ("total", "<u4"), ("payload", f"V{CHUNK_BYTES}"))
+_MEETING = record(("call", "<u8"), ("round", "<u8"))
+
+
+@functools.cache
+def _rank_layout(n: int) -> np.dtype[Any]:
+    """One rank's block on the page of ``n`` ranks. Bytes "dead" and "late" are by rank."""
+    return np.dtype([
+        ("pid", "<i8"), ("started", "<u8"), ("namespace", "<u8"), ("state", "<u4"),
+        ("dead", "u1", (n,)), ("late", "u1", (n,)),
+        ("marks", "<u8", (MARKS,)),
+        ("fault", _FAULT), ("loss", _LOSS), ("meeting", _MEETING),
+        ("rounds", _ROUND, (2,)),  # by parity of the serial: no rank writes one before all have read the last but one
+    ], align=True)  # fmt: skip
 
 
 class Page:
@@ -59,21 +65,24 @@ class Page:
 
     def __init__(self, descriptor: int, path: str, rank: int, n: int) -> None:
         self.path, self.rank, self.n = path, rank, n
-        self.nbytes = page_bytes(n)
+        self.nbytes, self.head_bytes = page_bytes(n), head_bytes(n)
         try:
             self._map = mmap.mmap(descriptor, self.nbytes)
         finally:
             os.close(descriptor)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._words32 = memoryview(self._map).cast("I")
-        self._ranks = np.frombuffer(self._map, _RANK, n, _ranks_offset(n))
-        self._faults = [self._slot(rank, "fault", _FAULT) for rank in range(n)]
-        self._losses = [self._slot(rank, "loss", _LOSS) for rank in range(n)]
-        self._votes = [
-            [self._slot(rank, "votes", _VOTE, parity * _VOTE.itemsize) for rank in range(n)] for parity in range(2)
+        self._ranks = np.frombuffer(self._map, _rank_layout(n), n, _ranks_offset(n))
+        self.marks: np.ndarray[Any, Any] = self._ranks["marks"]  # shape (n, MARKS), uint64; each rank writes its row
+        self._faults, self._losses, self._meetings = (
+            [self._slot(rank, name, layout) for rank in range(n)]
+            for name, layout in (("fault", _FAULT), ("loss", _LOSS), ("meeting", _MEETING))
+        )
+        self._rounds = [
+            [self._slot(rank, "rounds", _ROUND, parity * _ROUND.itemsize) for rank in range(n)] for parity in range(2)
         ]
         self._written = 0  # faults and losses, by this rank
-        self.calls = FlightRecorder(self._map, HEAD_BYTES, rank, n)
+        self.calls = FlightRecorder(self._map, self.head_bytes, rank, n)
         self.abort_word = self._words32[ABORT_OFFSET // 4 : ABORT_OFFSET // 4 + 1]
 
     @classmethod
@@ -81,7 +90,7 @@ class Page:
         """A new page, in a file that only this user can open and nobody else made."""
         descriptor, path = tempfile.mkstemp(prefix="ipcreduce-", dir="/dev/shm")
         try:
-            os.posix_fallocate(descriptor, 0, page_bytes(n))  # no room: an error now, and not a signal later
+            os.posix_fallocate(descriptor, 0, page_bytes(n))  # no room: an error now, not a signal later
         except OSError:
             os.close(descriptor)
             os.unlink(path)
@@ -94,23 +103,24 @@ class Page:
         return cls(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), path, rank, n)
 
     def _slot(self, rank: int, name: str, layout: np.dtype[Any], further: int = 0) -> Slot:
-        assert _RANK.fields is not None
-        at = _ranks_offset(self.n) + rank * _RANK.itemsize + _RANK.fields[name][1]
+        block = _rank_layout(self.n)
+        assert block.fields is not None
+        at = _ranks_offset(self.n) + rank * block.itemsize + block.fields[name][1]
         return Slot(self._map, at + further, layout)
 
     def unlink(self) -> None:
-        """Removes the file's name; the mappings stay. Only after all ranks have opened it."""
+        """Remove the file's name; the mappings stay. Only after all ranks have opened it."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
 
     def join(self, pid: int, started: int, namespace: int) -> None:
-        """Fills in who this rank is."""
+        """Write this rank's identity."""
         mine = self._ranks[self.rank]
         mine["pid"], mine["started"], mine["namespace"], mine["state"] = pid, started, namespace, ACTIVE
 
-    # ---- words that the kernels share
+    # ---- words shared with the kernels
     def abort(self, why: int = TIMED_OUT) -> None:
-        """Ends every wait of every rank."""
+        """End every wait of every rank."""
         self._words32[ABORT_OFFSET // 4] = why
 
     @property
@@ -119,18 +129,18 @@ class Page:
 
     @property
     def ended_without_data(self) -> bool:
-        """Whether a kernel of this rank has, since the last :meth:`clear`: what later ones wrote is not to be used."""
+        """True if a kernel of this rank has ended without data since the last :meth:`clear`."""
         return self._words32[missing_offset(self.rank) // 4 + 1] != 0
 
     # ---- faults
-    def post(self, kind: int, call: int, text: str) -> None:
-        """Writes down why this rank ends a call for all, and raises the abort word."""
+    def post_fault(self, kind: int, call: int, text: str) -> None:
+        """Write the reason for which this rank ends a call on all ranks, then raise the abort word."""
         self._written += 1
         self._faults[self.rank].write(self._written, kind=kind, call=call, text=text)
         self.abort(TOLD)
 
     def fault(self) -> tuple[int, int, int, str] | None:
-        """(call, rank, kind, text) of the earliest fault that a rank has written down, if any."""
+        """(call, rank, kind, text) of the earliest fault on the page; None if there is none."""
         deadline = None
         while True:
             found = [
@@ -145,49 +155,33 @@ class Page:
                 return None
             time.sleep(1e-4)
 
-    def explain(self, call: int, timeout: float) -> PeerFailedError | RankMismatchError | PeerTimeoutError:
-        """The error that the abort word stands for, as this rank in its call ``call`` has to raise it."""
-        fault = self.fault()
-        if fault is not None:
-            where, rank, kind, text = fault
-            if kind == MISMATCH:
-                return RankMismatchError(report(
-                    self.rank, call, expected=f"the same call {where} on every rank", found=text,
-                    advice="Make the ranks' programs agree; the communicator can be used again.",
-                ))  # fmt: skip
-            return PeerFailedError(report(
-                self.rank, call, expected=f"call {where} on every rank", found=f"that rank {rank} refused it ({text})",
-                advice="The communicator can be used again.",
-            ))  # fmt: skip
-        return PeerTimeoutError(report(
-            self.rank, call, expected=f"every rank within {timeout:g} s", found=self._who_is_where(),
-            advice="Look for a rank that waits elsewhere (a transfer, a lock, another collective, a decorator outside"
-            " of eager_break), or raise timeout=.",
-        ))  # fmt: skip
+    def post_timeout(self, ranks: Iterable[int]) -> None:
+        """Write that this rank's wait for ``ranks`` has reached its deadline, and end every wait."""
+        for rank in ranks:
+            self._ranks[self.rank]["late"][rank] = 1
+        self.abort()
 
-    def _who_is_where(self) -> str:
-        missing = set()
+    def missed(self) -> set[int]:
+        """The ranks for which another rank, or its kernels, waited in vain."""
+        found = set(np.flatnonzero(self._ranks["late"].any(axis=0)).tolist())
         for rank in range(self.n):
             bits = self._words32[missing_offset(rank) // 4]
-            missing |= {other for other in range(self.n) if bits >> other & 1}
-        describe = self.calls.describe
-        calls = [self.calls.call_of(rank) for rank in range(self.n)]
-        behind = {rank for rank in range(self.n) if calls[rank] < max(calls)}
-        parts = []
-        for rank in sorted(missing & behind or behind or missing):
-            last = describe(rank, calls[rank])
-            parts.append(f"rank {rank} never came: its last call was {calls[rank]}" + (f" ({last})" if last else ""))
-        others: dict[str, list[int]] = {}
-        for rank in range(self.n):
-            if calls[rank] == max(calls):
-                others.setdefault(describe(rank, max(calls)), []).append(rank)
-        parts += [f"ranks {ranks} are at call {max(calls)} ({what})" for what, ranks in others.items()]
-        return "; ".join(parts)
+            found |= {other for other in range(self.n) if bits >> other & 1}
+        return found
 
-    def lose(self, rank: int, why: str) -> None:
-        """This rank has seen that ``rank``, maybe itself, has gone: for good, every wait of every rank ends.
+    def clear(self) -> None:
+        """Remove this rank's fault and the abort word: once all kernels have ended, before any rank goes on."""
+        self._faults[self.rank].clear()
+        self._ranks[self.rank]["late"] = 0
+        for word in (0, 1):
+            self._words32[missing_offset(self.rank) // 4 + word] = 0
+        self._words32[ABORT_OFFSET // 4] = 0
 
-        The first time counts; again, the abort word is raised again.
+    # ---- losses
+    def post_lost(self, rank: int, why: str) -> None:
+        """Write that ``rank``, perhaps this one, has gone for good, and end every wait of every rank.
+
+        The first record counts. Later calls only raise the abort word again.
         """
         if self._losses[self.rank].read() is None:
             self._written += 1
@@ -195,7 +189,7 @@ class Page:
         self.abort(TOLD)
 
     def loss(self) -> tuple[int, str] | None:
-        """(rank, why) of a rank that has gone, whoever saw it first; what a rank says of itself comes before that."""
+        """(rank, why) of a rank that has gone. A rank's own record comes before those of its peers."""
         found = [
             (int(loss["rank"]) != writer, int(loss["rank"]), text_of(loss))
             for writer, slot in enumerate(self._losses)
@@ -203,40 +197,33 @@ class Page:
         ]
         return min(found)[1:] if found else None
 
-    def bury(self, rank: int) -> None:
-        """This rank has seen that the process of ``rank`` has ended."""
-        self._ranks[self.rank]["dead"] |= 1 << rank
+    # ---- rounds and meetings, in which every rank writes one record and reads all
+    def write_round(self, serial: int, ok: bool, total: int, chunk: bytes) -> None:
+        """This rank's part of round ``serial``, from 1: a chunk of a payload of ``total`` bytes."""
+        payload = np.void(chunk.ljust(CHUNK_BYTES, b"\0"))
+        self._rounds[serial % 2][self.rank].write(serial, ok=ok, total=total, payload=payload)
 
-    def has_unmapped(self, rank: int) -> bool:
-        """Whether ``rank`` cannot reach its peers' memory any more."""
-        return self.has_left(rank) or any(entry["dead"] >> rank & 1 for entry in self._ranks)
-
-    def clear(self) -> None:
-        """Takes back this rank's fault and the abort word: after every kernel has ended, before anyone goes on."""
-        self._faults[self.rank].clear()
-        for word in (0, 1):
-            self._words32[missing_offset(self.rank) // 4 + word] = 0
-        self._words32[ABORT_OFFSET // 4] = 0
-
-    # ---- votes, which leave nothing pending behind a rank that does not come
-    def cast(self, serial: int, vote: Vote) -> None:
-        """This rank's vote number ``serial``, from 1."""
-        self._votes[serial % 2][self.rank].write(serial, **vars(vote))
-
-    def votes(self, serial: int) -> list[Vote | None]:
-        """Every rank's vote of this number; None for those that have not cast it."""
+    def read_round(self, serial: int) -> list[tuple[bool, int, bytes] | None]:
+        """Every rank's part of a round; None for those that have not come."""
         return [
-            Vote(int(v["call"]), bool(v["ok"]), int(v["count"]), int(v["crc"]), text_of(v))
-            if (v := slot.read()) is not None and v["serial"] == serial
+            (bool(part["ok"]), int(part["total"]), part["payload"].tobytes())
+            if (part := slot.read()) is not None and part["serial"] == serial
             else None
-            for slot in self._votes[serial % 2]
+            for slot in self._rounds[serial % 2]
         ]
 
-    def miss(self, ranks: Iterable[int]) -> None:
-        """This rank has waited for ``ranks`` in vain: ends every wait."""
-        for rank in ranks:
-            self._words32[missing_offset(self.rank) // 4] |= 1 << rank
-        self.abort()
+    def write_meeting(self, serial: int, call: int, last_round: int) -> None:
+        """Write that this rank has come to meeting ``serial``, with the numbers of its last call and round."""
+        self._meetings[self.rank].write(serial, call=call, round=last_round)
+
+    def read_meeting(self, serial: int) -> list[tuple[int, int] | None]:
+        """Every rank's (call, round); None for those that have not come. One may be at the next meeting already."""
+        return [
+            (int(found["call"]), int(found["round"]))
+            if (found := slot.read()) is not None and found["serial"] >= serial
+            else None
+            for slot in self._meetings
+        ]
 
     # ---- life
     def identity(self, rank: int) -> tuple[int, int, int]:
@@ -244,52 +231,52 @@ class Page:
         entry = self._ranks[rank]
         return int(entry["pid"]), int(entry["started"]), int(entry["namespace"])
 
-    def mark_unmapped(self, serial: int) -> None:
-        """This rank has nothing of the peers mapped any more for the graph with this serial number."""
-        self._ranks[self.rank]["unmapped"][serial % REGISTRATIONS] = serial + 1
+    def mark_dead(self, rank: int) -> None:
+        """Write that this rank has seen the end of the process of ``rank``."""
+        self._ranks[self.rank]["dead"][rank] = 1
 
-    def all_unmapped(self, serial: int) -> bool:
-        """Whether every rank has marked it."""
-        return bool((self._ranks["unmapped"][:, serial % REGISTRATIONS] == serial + 1).all())
+    def has_unmapped(self, rank: int) -> bool:
+        """True if ``rank`` cannot reach its peers' memory any more."""
+        return self.has_left(rank) or bool(self._ranks["dead"][:, rank].any())
 
     def leave(self) -> None:
-        """Says that this rank has unmapped its peers' memory and makes no further call."""
+        """Write that this rank has unmapped its peers' memory and makes no further call."""
         self._ranks[self.rank]["state"] = CLOSED
 
     def has_left(self, rank: int) -> bool:
         return bool(self._ranks[rank]["state"] == CLOSED)
 
     def has_left_before(self, rank: int, call: int) -> bool:
-        """Whether a rank has closed the communicator and not made this call."""
+        """True if a rank has closed the communicator without making this call."""
 
         def seen() -> bool:
             return self.has_left(rank) and self.calls.call_of(rank) < call
 
         if seen():
-            time.sleep(1e-3)  # some processors show the state before the number that was written first
+            time.sleep(1e-3)  # some processors show the state before the number, which was written first
             return seen()
         return False
 
-    def lost(self, call: int, rank: int, why: str) -> PeerLostError:
-        """The error for a rank that has gone."""
-        last = self.calls.call_of(rank)
-        return PeerLostError(report(
-            self.rank, call, expected=f"rank {rank} to take part", found=f"that {why}, after its call {last}",
-            advice="The communicator can only be closed.",
-        ))  # fmt: skip
-
 
 def _ranks_offset(n: int) -> int:
-    """Where in the page the ranks' blocks begin: behind the flight recorder."""
-    return HEAD_BYTES + flight_recorder.nbytes(n)
+    """Offset of the ranks' blocks: behind head and flight recorder."""
+    return head_bytes(n) + flight_recorder.nbytes(n)
+
+
+def head_bytes(n: int) -> int:
+    """Size of the head, which is mapped for the GPU too: whole pages."""
+    return _whole_pages(missing_offset(n))
 
 
 def missing_offset(rank: int) -> int:
-    """Where in the page a rank's kernels say whom they waited for in vain: two words, in a cache line of the rank's."""
+    """Offset of the two words of a rank's kernels: bits of the peers missed, and a flag. A cache line for each rank."""
     return 64 * (rank + 1)
 
 
 def page_bytes(n: int) -> int:
     """Size of the page of ``n`` ranks: whole pages."""
-    size = _ranks_offset(n) + n * _RANK.itemsize
-    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    return _whole_pages(_ranks_offset(n) + n * _rank_layout(n).itemsize)
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,17 +1,15 @@
-"""Fixed structs between the ranks, by nonblocking MPI with a deadline. Nothing is pickled; handles are never logged."""
+"""The exchange at start-up: fixed structs, by nonblocking MPI with a deadline. Nothing is pickled, no handle logged."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ..errors import PeerLostError, PeerTimeoutError, RankMismatchError, UnsupportedError, report
-from ..ipc.plan import MAX_RANKS, MOST_CHOICES
+from ..errors import PeerTimeoutError, RankMismatchError, UnsupportedError, report
 
 MAGIC = 0x1B_C4ED
 VERSION = 1
@@ -22,13 +20,13 @@ _HEADER = [("magic", "<u4"), ("version", "<u2"), ("kind", "<u2"), ("length", "<u
 
 
 def struct(kind: int, *fields: tuple[Any, ...]) -> np.dtype[Any]:
-    """A message: the common header, the fields, and a text for what went wrong. ``kind`` tells messages apart."""
+    """The layout of a message: common header, fields, and a text for errors. ``kind`` tells messages apart."""
     used = np.dtype([*_HEADER, *fields, ("text", f"S{TEXT_BYTES}")])
     padded = [*used.descr, ("padding", f"V{MESSAGE_BYTES - used.itemsize}")]
     return np.dtype(padded, metadata={"kind": kind})
 
 
-# What a rank is and wants; the ranks must agree on timeout and algorithm.
+# Identity and options of a rank. All ranks must have the same timeout, algorithm and workspace.
 IDENTITY = struct(
     1,
     ("wrong", "<u4"),
@@ -49,19 +47,12 @@ DEVICE = struct(
 )
 PAGE = struct(3, ("path", "S64"))
 MEMORY = struct(4, ("handle", "V64"), ("nbytes", "<u8"))
-VOTE = struct(5)
-VERDICT = struct(8, ("halves", "<u4"), ("links", "u1", (MAX_RANKS, MAX_RANKS)))
-RESYNC = struct(6, ("call", "<u8"), ("serial", "<u8"))
+CONFIRMATION = struct(5)
 CALL = struct(7, ("call", "<u8"))
-REGISTRATION = struct(11, ("slabs", "<u4"), ("spans", "<u4"))
-CHECKSUMS = struct(10, ("crcs", "<u4", (64,)))
-TUNING = struct(
-    12, ("count", "<u4"), ("crc", "<u4"), ("up_to", "<u8", (MOST_CHOICES,)), ("shape", "<u2", (MOST_CHOICES, 4))
-)
 
 
 def message(dtype: np.dtype[Any], error: BaseException | str | None = None, **fields: Any) -> np.ndarray[Any, Any]:
-    """A record of ``dtype`` (shape ``(1,)``), filled in; not ok, with its text, if there was an error."""
+    """A filled-in record of ``dtype``, of shape ``(1,)``; with an error it is not ok, and has the error's text."""
     assert dtype.metadata is not None
     record = np.zeros(1, dtype)
     record["magic"], record["version"], record["kind"] = MAGIC, VERSION, dtype.metadata["kind"]
@@ -78,7 +69,7 @@ def text_of(record: Any) -> str:
 
 
 def mpi_is_finalised() -> bool:
-    """Whether no MPI call may be made any more."""
+    """True if no MPI call may be made any more."""
     module = sys.modules.get("mpi4py.MPI")  # to import it would initialise MPI
     return module is not None and module.Is_finalized()
 
@@ -113,7 +104,7 @@ def complete(
     call: int = 0,
     interrupt: Callable[[], None] | None = None,
 ) -> None:
-    """Waits for a request, ``interrupt`` being asked between polls.
+    """Wait for a request; ``interrupt()`` is called between polls, and may raise.
 
     :param deadline: on ``time.monotonic()``'s clock, in seconds.
     :raises PeerTimeoutError: when the deadline has passed. The request stays pending: its communicator is lost.
@@ -138,15 +129,6 @@ def complete(
     except BaseException:
         _abandoned.append(request)
         raise
-
-
-@contextmanager
-def losing() -> Iterator[None]:
-    """Around exchanges after which, once one was given up, no other can be made. :raises PeerLostError: for that."""
-    try:
-        yield
-    except PeerTimeoutError as late:
-        raise PeerLostError(str(late)) from late
 
 
 def allgather(
@@ -187,25 +169,18 @@ def allgather(
     return gathered
 
 
-def allgather_rows(mpi: Any, rows: np.ndarray[Any, Any], deadline: float, what: str) -> np.ndarray[Any, Any]:
-    """Every rank's structs, shape ``(n, len(rows))``; their number has been agreed on before."""
-    gathered = np.zeros((mpi.Get_size(), len(rows)), rows.dtype)
-    complete(mpi.Iallgather(rows.view(np.uint8), gathered.view(np.uint8)), mpi, deadline, what)
-    return gathered
-
-
-def vote(
+def confirm(
     mpi: Any, error: BaseException | None, deadline: float, what: str, interrupt: Callable[[], None] | None = None
 ) -> None:
-    """Ends a step of start-up on all ranks alike: if any rank met an error, every rank raises.
+    """End a step of start-up on all ranks alike: if any rank met an error, every rank raises.
 
     :raises UnsupportedError: naming the ranks that failed and why.
     """
-    check(mpi, allgather(mpi, message(VOTE, error), deadline, what, interrupt=interrupt), what)
+    check(mpi, allgather(mpi, message(CONFIRMATION, error), deadline, what, interrupt=interrupt), what)
 
 
 def check(mpi: Any, gathered: np.ndarray[Any, Any], what: str) -> None:
-    """The vote that is part of every message: :raises UnsupportedError: if a rank's record is not ok."""
+    """:raises UnsupportedError: if a rank's record is not ok, which every message says."""
     failed = [rank for rank in range(len(gathered)) if not gathered[rank]["ok"]]
     if failed:
         reasons = "; ".join(f"rank {rank}: {text_of(gathered[rank])}" for rank in failed[:3])

@@ -1,4 +1,4 @@
-"""What the ranks compare: a call, and how a recording ended."""
+"""Fingerprints of calls: what the ranks compare to see that they make the same call."""
 
 from __future__ import annotations
 
@@ -7,32 +7,21 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Signature:
-    """What every rank's call must agree on: a text for people, and its checksum."""
+class Fingerprint:
+    """A description of a call for people, and its checksum, which every rank's call of that number must have."""
 
     text: str
     crc: int
 
     @classmethod
-    def of(cls, text: str, checked: str | None = None) -> Signature:
-        """The signature of ``text``; the checksum is that of ``checked``, if it is given."""
+    def of(cls, text: str, checked: str | None = None) -> Fingerprint:
+        """The fingerprint of ``text``. ``checked`` is checksummed in its place, if given."""
         return cls(text, zlib.crc32((checked or text).encode()))
 
     def __str__(self) -> str:
         return self.text
 
 
-@dataclass(frozen=True)
-class Vote:
-    """How a recording ended on one rank: its last call number, its all-reduces, and what went wrong, if not ``ok``."""
-
-    call: int
-    ok: bool
-    count: int
-    crc: int
-    text: str
-
-
-def signature(shape: tuple[int, ...], dtype: str, op: str) -> Signature:
-    """The signature of an all-reduce on the device."""
-    return Signature.of(f"{op} of {dtype} {shape}")
+def of_allreduce(shape: tuple[int, ...], dtype: str, op: str) -> Fingerprint:
+    """The fingerprint of an all-reduce on the device."""
+    return Fingerprint.of(f"{op} of {dtype} {shape}")

@@ -1,7 +1,7 @@
 """The flight recorder: each rank's last calls, in memory that all see, for every rank to compare with its own.
 
-A ring of slots, by call number. In a slot the ranks' keys stand side by side, checksums of what they did: that all of
-them agree is seen at one look. What a key stands for, in words, each rank has in a table.
+A ring of slots, by call number. In a slot the ranks' keys stand side by side, so one comparison shows that all agree.
+A key is the checksum of a call's fingerprint. Each rank has a table of the texts behind its keys.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 
-from .fingerprint import Signature
+from .fingerprint import Fingerprint
 
 # Calls in the ring: more than a host can run ahead of its GPU. Those that repeat in cycles of up to 10 find in their
 # slots what they would write there, so that the ranks' processors keep sharing these.
@@ -34,15 +34,15 @@ class FlightRecorder:
         self._keys = words[offset:ranks].cast("I")
         self._numbers = [words[at : at + 8].cast("Q") for at in range(ranks, offset + nbytes(n), _RANK.itemsize)]
         self._texts = np.frombuffer(page, _RANK, n, ranks)["texts"]
-        self._told: dict[int, bytes] = {}  # by the keys in our table of texts: agreed()
+        self._published: dict[int, bytes] = {}  # by the keys in our table of texts: agreed()
         self.number = self._numbers[rank]
         self._others = [(other, number) for other, number in enumerate(self._numbers) if other != rank]
-        self.recorded: list[Signature | None] = [None] * RING  # whose keys are in our slots
+        self.recorded: list[Fingerprint | None] = [None] * RING  # whose keys are in our slots
 
-    def enter(self, call: int, what: Signature) -> int | None:
+    def enter(self, call: int, what: Fingerprint) -> int | None:
         """Records a call and compares it with that of the same number of every rank that has come.
 
-        Who comes later compares with this one. ``GraphSupport.replayer`` does the same in one function.
+        A rank that comes later compares with this one.
 
         :returns: a rank whose call differs, or None.
         """
@@ -51,26 +51,26 @@ class FlightRecorder:
             self.write(slot, what)
         self.number[0] = call
         at = self.keys_offset + slot * self.slot_bytes
-        return None if self.page[at : at + self.slot_bytes] == self._told[what.crc] else self.differing(call)
+        return None if self.page[at : at + self.slot_bytes] == self._published[what.crc] else self.differing(call)
 
-    def write(self, slot: int, what: Signature) -> None:
+    def write(self, slot: int, what: Fingerprint) -> None:
         """Puts what a call is into a slot: before its number."""
-        if what.crc not in self._told:
-            self._tell(what)
+        if what.crc not in self._published:
+            self._publish(what)
         self.recorded[slot] = None  # if we are interrupted here
         self._keys[slot * self._n + self._rank] = what.crc
         self.recorded[slot] = what
 
-    def _tell(self, what: Signature) -> None:
-        if len(self._told) == TEXTS:  # the table begins anew: whatever comes again is told again
+    def _publish(self, what: Fingerprint) -> None:
+        if len(self._published) == TEXTS:  # the table begins anew: whatever comes again is told again
             self.recorded[:] = [None] * RING
-            self._told.clear()
-        entry = self._texts[self._rank, len(self._told)]
+            self._published.clear()
+        entry = self._texts[self._rank, len(self._published)]
         entry["key"] = 0  # while it has another one's text
         entry["text"], entry["key"] = what.text.encode()[:TEXT_BYTES], what.crc
-        self._told[what.crc] = self.agreed(what)
+        self._published[what.crc] = self.agreed(what)
 
-    def agreed(self, what: Signature) -> bytes:
+    def agreed(self, what: Fingerprint) -> bytes:
         """A slot in which all ranks have this."""
         return what.crc.to_bytes(_KEY_BYTES, sys.byteorder) * self._n
 

@@ -1,29 +1,42 @@
-"""Records on the control page that another rank reads whole or not at all, whatever order its processor sees stores in.
+"""Records on the control page: a reader sees all of a record or none of it, in whatever order stores become visible.
 
-Python has no release store. x86 shows stores in their order; an Arm processor (GH200, GB200) may show the word that
-says "it is there" before what is there, and any part of it before another. So a record carries a checksum of all its
-bytes: until every one of them has come, a reader finds the checksum wrong, and takes the record for not written yet.
-The serial number makes each record of a rank differ from its last one, so that the old one's checksum cannot be right
-for the new one's bytes. A page of zeros has no record: the checksum of zeros is not zero.
+Python has no release store. x86 makes stores visible in program order; an Arm processor (GH200, GB200) may show the
+word that says "it is there" before the data, and any part of the data before another. So a record carries a checksum
+of all its bytes. Until every byte has arrived the checksum is wrong, and the reader takes the record for not written
+yet. The serial number makes each record of a rank differ from its last one, so the old checksum cannot fit the new
+bytes. A page of zeros holds no record: the checksum of zeros is not zero.
 
-What is left are single words, each of which is right by itself, and their readers look again where two have to agree
-(control.py).
+Everything else on the page is single words, each valid by itself (control_page.py).
 """
 
 from __future__ import annotations
 
 import mmap
+import threading
 import zlib
 from typing import Any
 
 import numpy as np
 
 _SEAL_BYTES = 4
+_fence = threading.Lock()
 
 
 def record(*fields: tuple[str, str]) -> np.dtype[Any]:
     """The layout of a record with these fields."""
     return np.dtype([("seal", "<u4"), ("padding", "<u4"), ("serial", "<u8"), *fields])
+
+
+def fence() -> None:
+    """Order this thread's earlier stores to the page before its later ones, as other processors see them.
+
+    The release of a lock orders what came before it, its acquisition what comes after it, and the second acquisition
+    follows the first release (POSIX: locks synchronise memory; on Arm STLR before LDAXR of one address).
+    """
+    with _fence:
+        pass
+    with _fence:
+        pass
 
 
 class Slot:
@@ -34,7 +47,7 @@ class Slot:
         self._place = slice(offset, offset + layout.itemsize)
 
     def write(self, serial: int, **fields: Any) -> None:
-        """Puts a record there, in one step as other threads of this process see it. Texts are cut to their room."""
+        """Store a record, in one step as other threads of this process see it. Texts are cut to their room."""
         new = np.zeros(1, self._layout)
         new["serial"] = serial
         for name, value in fields.items():
@@ -44,17 +57,17 @@ class Slot:
         self._page[self._place] = seal.to_bytes(_SEAL_BYTES, "little") + data[_SEAL_BYTES:]
 
     def read(self) -> Any:
-        """The record, a ``numpy.void``; None if there is none, or not all of it yet."""
-        data = self._page[self._place]  # copied at once: what is checked is what is used
+        """The record, a ``numpy.void``; None if there is none, or if parts of it have not arrived yet."""
+        data = self._page[self._place]  # copied at once, so that the bytes checked are the bytes used
         if int.from_bytes(data[:_SEAL_BYTES], "little") != zlib.crc32(data[_SEAL_BYTES:]):
             return None
         return np.frombuffer(data, self._layout)[0]
 
     def clear(self) -> None:
-        """There is no record any more."""
+        """Remove the record."""
         self._page[self._place] = bytes(self._layout.itemsize)
 
 
 def text_of(found: Any, name: str = "text") -> str:
-    """A text in a record."""
+    """A text field of a record."""
     return bytes(found[name]).decode(errors="replace")

@@ -1,75 +1,99 @@
-"""The vote that ends a recording: every rank goes on with it, or every rank raises."""
+"""The vote that ends a recording: all ranks go on with it, or all raise."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ..errors import PeerFailedError, RankMismatchError, report
-from . import exchange
-from .calls import Faults
-from .fingerprint import Signature, Vote
+from .calls import CallSequence
+from .fingerprint import Fingerprint
 
-_CHUNK = 64  # checksums a message, when the first call that differs is looked for
+_VOTE = np.dtype([("call", "<u8"), ("ok", "<u4"), ("count", "<u4"), ("crc", "<u4"), ("text", "S512")])
+
+
+@dataclass(frozen=True)
+class Vote:
+    """The end of a recording on one rank."""
+
+    call: int  # the rank's last call number
+    ok: bool
+    count: int  # of all-reduces in the recording
+    crc: int  # checksum over their fingerprints
+    text: str  # the error, if not ok
+
+    def pack(self) -> bytes:
+        """As bytes for a round. The text is cut to 512 bytes."""
+        row: np.ndarray[Any, Any] = np.zeros(1, _VOTE)
+        row[0] = (self.call, self.ok, self.count, self.crc, self.text.encode())
+        return row.tobytes()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Vote:
+        """The vote in ``data``."""
+        (row,) = np.frombuffer(data, _VOTE)
+        text = bytes(row["text"]).decode(errors="replace")
+        return cls(int(row["call"]), bool(row["ok"]), int(row["count"]), int(row["crc"]), text)
+
+
+def vote(calls: CallSequence, number: int, mine: Vote) -> list[Vote]:
+    """Every rank's vote on the end of call ``number``, which this rank has entered. Collective.
+
+    :raises IpcReduceError: see :meth:`CallSequence.gather`.
+    """
+
+    def failed(error: BaseException) -> bytes:
+        return replace(mine, ok=False, text=f"{type(error).__name__}: {error}").pack()
+
+    return [Vote.unpack(data) for data in calls.gather(number, mine.pack(), failed)]
 
 
 def agree(
-    faults: Faults, mpi: Any, number: int, calls: Sequence[Signature], error: BaseException | None, call: int,
-    deadline: float,
-) -> tuple[int, Exception | None]:  # fmt: skip
-    """Compares what the ranks have recorded. Collective.
+    calls: CallSequence, number: int, recorded: Sequence[Fingerprint], error: BaseException | None
+) -> Exception | None:
+    """Compare the ranks' recordings. Collective. Afterwards the call number is the highest of all ranks.
 
     :param number: of the call that the recording is.
-    :param calls: this rank's all-reduces, in order.
-    :param error: what went wrong here, if anything did.
-    :param call: this rank's last call number by now.
-    :returns: the highest call number of all ranks, with which all have to go on; and the error that this rank has to
-        raise if another one has failed or recorded something else: :class:`PeerFailedError` or
-        :class:`RankMismatchError`.
-    :raises IpcReduceError: if a rank does not come: see :meth:`Faults.vote`.
+    :param recorded: this rank's all-reduces, in order.
+    :param error: this rank's error, if there was one.
+    :returns: the error that this rank has to raise because of another one: :class:`PeerFailedError` if that has failed,
+        :class:`RankMismatchError` if it has recorded something else.
+    :raises IpcReduceError: if a rank does not come: see :meth:`CallSequence.gather`.
     """
-    rank = mpi.Get_rank()
-    everything = zlib.crc32(np.array([c.crc for c in calls], "<u4").tobytes())
+    everything = zlib.crc32(_checksums(recorded).tobytes())
     text = "" if error is None else f"{type(error).__name__}: {error}"
-    votes = faults.vote(number, Vote(call, error is None, len(calls), everything, text))
-    highest = max(vote.call for vote in votes)
-    for other, vote in enumerate(votes):
-        if not vote.ok:
-            return highest, PeerFailedError(report(
-                rank, number, expected="every rank to end its recording",
-                found=f"that rank {other} failed in it ({vote.text})",
+    votes = vote(calls, number, Vote(calls.number, error is None, len(recorded), everything, text))
+    calls.number = max(one.call for one in votes)
+    for other, one in enumerate(votes):
+        if not one.ok:
+            return PeerFailedError(report(
+                calls.rank, number, expected="every rank to end its recording",
+                found=f"that rank {other} failed in it ({one.text})",
                 advice="The graph has failed; the communicator can be used again.",
             ))  # fmt: skip
-    if len({(vote.count, vote.crc) for vote in votes}) == 1:
-        return highest, None
-    most = max(vote.count for vote in votes)
-    with exchange.losing():
-        index, texts = _first_difference(mpi, calls, most, number, deadline)
-    return highest, RankMismatchError(report(
-        rank, number, expected=f"the same all-reduces in every rank's recording; number {index + 1} differs",
+    if len({(one.count, one.crc) for one in votes}) == 1:
+        return None
+    index, texts = _first_difference(calls, number, recorded)
+    return RankMismatchError(report(
+        calls.rank, number, expected=f"the same all-reduces in every rank's recording; number {index + 1} differs",
         found="; ".join(f"rank {other}: {text}" for other, text in enumerate(texts)),
         advice="Make the ranks' functions agree; the graph has failed, the communicator can be used again.",
     ))  # fmt: skip
 
 
-def _first_difference(
-    mpi: Any, calls: Sequence[Signature], most: int, call: int, deadline: float
-) -> tuple[int, list[str]]:
-    """The index of the first all-reduce that is not the same on every rank, and each rank's."""
-    checksums = np.zeros(-(-max(most, 1) // _CHUNK) * _CHUNK, np.uint32)
-    checksums[: len(calls)] = [c.crc for c in calls]
-    index = 0
-    for begin in range(0, len(checksums), _CHUNK):
-        record = exchange.message(exchange.CHECKSUMS, crcs=checksums[begin : begin + _CHUNK])
-        everyone = exchange.allgather(mpi, record, deadline, "comparing recordings", call=call)["crcs"]
-        different = (everyone != everyone[0]).any(axis=0)
-        if different.any():
-            index = begin + int(different.argmax())
-            break
-    record = exchange.message(exchange.CALL, call=call)
-    record["text"] = (calls[index].text if index < len(calls) else f"none, it has {len(calls)}").encode()
-    everyone = exchange.allgather(mpi, record, deadline, "comparing recordings", call=call)
-    return index, [exchange.text_of(other) for other in everyone]
+def _checksums(recorded: Sequence[Fingerprint]) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    return np.array([one.crc for one in recorded], "<u4")
+
+
+def _first_difference(calls: CallSequence, number: int, recorded: Sequence[Fingerprint]) -> tuple[int, list[str]]:
+    """The index of the first all-reduce that is not the same on every rank, and each rank's text for it."""
+    everyone = [np.frombuffer(data, "<u4") for data in calls.gather(number, _checksums(recorded).tobytes())]
+    shortest = min(len(one) for one in everyone)
+    different = (np.array([one[:shortest] for one in everyone]) != everyone[0][:shortest]).any(axis=0)
+    index = int(different.argmax()) if different.any() else shortest
+    text = recorded[index].text if index < len(recorded) else f"none, it has {len(recorded)}"
+    return index, [data.decode(errors="replace") for data in calls.gather(number, text.encode())]

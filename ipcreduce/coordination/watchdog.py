@@ -1,4 +1,4 @@
-"""A thread that ends the waits for a rank that has gone. It makes no MPI call and no CUDA call."""
+"""The watchdog: one thread a process ends the waits for a rank that has gone. It makes no MPI call and no CUDA call."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import threading
+from dataclasses import dataclass, field
 
 from .control_page import Page
 
@@ -14,81 +15,159 @@ _JOIN_SECONDS = 1.0
 _NAME = "ipcreduce-watchdog"
 
 
-def is_watching() -> bool:
-    """Whether this thread is a watchdog's: a finaliser that runs in it must not wait for the device."""
-    return threading.current_thread().name == _NAME
+class Watch:
+    """The watch over the other ranks of one control page, from :func:`watch` to :meth:`stop`.
 
-
-class Watchdog:
-    """Watches the processes of the other ranks.
-
-    ``lost`` becomes (rank, why) once a rank is dead, or has closed the communicator while others still call. The
-    other survivors are told, and the abort word is kept up, so that every wait ends.
+    ``lost`` becomes (rank, why) once a rank is dead, or has closed the communicator while others still call. The other
+    survivors read that on the page, and the abort word is kept up, so that every wait ends.
     """
 
     def __init__(self, page: Page) -> None:
         self.lost: tuple[int, str] | None = None
         self._page = page
-        self._stop_read, self._stop_write = os.pipe()
-        self._poll = select.poll()
-        self._poll.register(self._stop_read, select.POLLIN)
-        self._processes: dict[int, int] = {}  # pidfd -> rank
-        namespace = own_identity()[2]
-        for rank in range(page.n):
-            pid, started, other = page.identity(rank)
-            if rank != page.rank and other == namespace and hasattr(os, "pidfd_open"):
-                try:
-                    descriptor = os.pidfd_open(pid)
-                except ProcessLookupError:
-                    self._died(rank)
-                except OSError:  # not permitted here: its death is then seen at the deadline
-                    continue
-                else:
-                    self._processes[descriptor] = rank
-                    self._poll.register(descriptor, select.POLLIN)
-                    if start_time(pid) != started:  # another process has its number by now
-                        self._died(rank)
-        self._thread = threading.Thread(target=self._run, name=_NAME, daemon=True)
-        self._thread.start()
 
-    def _run(self) -> None:
-        while True:
-            for descriptor, _ in self._poll.poll(_TICK_SECONDS * 1000):
-                if descriptor == self._stop_read:
-                    return
-                self._poll.unregister(descriptor)
-                rank = self._processes[descriptor]
-                self._died(rank)
-            own = self._page.calls.call_of(self._page.rank)
-            for rank in range(self._page.n):
-                if self._page.has_left_before(rank, own):
-                    self.lost = self.lost or (rank, "it closed the communicator")
-            if self.lost is not None:
-                self._page.lose(*self.lost)
-
-    def _died(self, rank: int) -> None:
-        self._page.bury(rank)
+    def died(self, rank: int) -> None:
+        """The process of ``rank`` has ended."""
+        self._page.mark_dead(rank)
         if not self._page.has_left(rank):
             self.lost = self.lost or (rank, "its process has ended")
 
+    def look(self) -> None:
+        """Look for ranks that have closed the communicator, and tell the peers of a loss."""
+        own = self._page.calls.call_of(self._page.rank)
+        for rank in range(self._page.n):
+            if self._page.has_left_before(rank, own):
+                self.lost = self.lost or (rank, "it closed the communicator")
+        if self.lost is not None:
+            self._page.post_lost(*self.lost)
+
     def stop(self) -> None:
-        """Ends the thread. Idempotent."""
-        if self._stop_write >= 0:
-            os.write(self._stop_write, b"0")  # closing it tells nothing while a forked child has it too
-            self._thread.join(_JOIN_SECONDS)
-            for descriptor in (self._stop_read, self._stop_write, *self._processes):
-                with contextlib.suppress(OSError):
-                    os.close(descriptor)
-            self._stop_write = -1
+        """End the watch, and the thread if this was the last one. Idempotent."""
+        _watchdog.remove(self)
+
+
+@dataclass
+class _Process:
+    """A process of peers: one pidfd, however many communicators are shared with it."""
+
+    descriptor: int
+    ranks: list[tuple[Watch, int]] = field(default_factory=list)
+    ended: bool = False
+
+
+class _Watchdog:
+    """The process's watches and peer processes, and the thread that waits for them, which lives as long as a watch."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._watches: list[Watch] = []
+        self._processes: dict[tuple[int, int], _Process] = {}  # by pid and start time
+        self._thread: threading.Thread | None = None
+        self._epoll: select.epoll | None = None
+        self._wake_read = self._wake_write = -1
+
+    def add(self, watch: Watch, page: Page) -> None:
+        """Begin a watch."""
+        with self._lock:
+            if self._thread is None:
+                self._epoll = select.epoll()
+                self._wake_read, self._wake_write = os.pipe()
+                self._epoll.register(self._wake_read, select.EPOLLIN)
+                self._thread = threading.Thread(target=self._run, args=[self._epoll], name=_NAME, daemon=True)
+                self._thread.start()
+            self._watches.append(watch)
+            namespace = own_identity()[2]
+            for rank in range(page.n):
+                pid, started, other = page.identity(rank)
+                if rank != page.rank and other == namespace and hasattr(os, "pidfd_open"):
+                    self._add_process(watch, rank, pid, started)
+
+    def _add_process(self, watch: Watch, rank: int, pid: int, started: int) -> None:
+        process = self._processes.get((pid, started))
+        if process is None:
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                watch.died(rank)
+                return
+            except OSError:  # not permitted here: its death is noticed at the deadline
+                return
+            if start_time(pid) != started:  # another process has its number by now
+                os.close(descriptor)
+                watch.died(rank)
+                return
+            process = self._processes[pid, started] = _Process(descriptor)
+            assert self._epoll is not None
+            self._epoll.register(descriptor, select.EPOLLIN)
+        process.ranks.append((watch, rank))
+        if process.ended:
+            watch.died(rank)
+
+    def remove(self, watch: Watch) -> None:
+        """End a watch; the last one ends the thread."""
+        with self._lock:
+            if watch not in self._watches:
+                return
+            self._watches.remove(watch)
+            for key, process in list(self._processes.items()):
+                process.ranks = [one for one in process.ranks if one[0] is not watch]
+                if not process.ranks:
+                    del self._processes[key]
+                    if self._epoll is not None and not process.ended:
+                        self._epoll.unregister(process.descriptor)  # a forked child has it too, so closing does not
+                    os.close(process.descriptor)
+            if self._watches:
+                return
+            thread, epoll, ends = self._thread, self._epoll, (self._wake_read, self._wake_write)
+            self._thread = self._epoll = None
+            os.write(self._wake_write, b"0")  # closing it wakes nobody while a forked child has it too
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_JOIN_SECONDS)
+        if epoll is not None:
+            epoll.close()
+        for descriptor in ends:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+    def _run(self, epoll: select.epoll) -> None:
+        while True:
+            ready = [descriptor for descriptor, _ in epoll.poll(_TICK_SECONDS)]
+            with self._lock:
+                if epoll is not self._epoll:
+                    return
+                for process in self._processes.values():
+                    if process.descriptor in ready and not process.ended:
+                        process.ended = True
+                        epoll.unregister(process.descriptor)
+                        for watch, rank in process.ranks:
+                            watch.died(rank)
+                watches = list(self._watches)
+            for watch in watches:
+                watch.look()
+
+
+_watchdog = _Watchdog()
+
+
+def watch(page: Page) -> Watch:
+    """Watch the processes of the other ranks of ``page``."""
+    new = Watch(page)
+    _watchdog.add(new, page)
+    return new
+
+
+def is_watching() -> bool:
+    """True in the watchdog's thread: a finaliser that runs in it must not wait for the device."""
+    return threading.current_thread().name == _NAME
 
 
 def own_identity() -> tuple[int, int, int]:
-    """(pid, start time, pid namespace) of this process: what tells it from a later one with the same pid."""
+    """(pid, start time, pid namespace) of this process, which tell it from a later one with the same pid."""
     return os.getpid(), start_time(os.getpid()), os.stat("/proc/self/ns/pid").st_ino
 
 
 def start_time(pid: int) -> int:
-    """When a process of this pid namespace started, in clock ticks since boot; 0 if there is none."""
+    """The time at which a process of this pid namespace started, in clock ticks since boot; 0 if there is none."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return int(file.read().rpartition(")")[2].split()[19])

@@ -17,9 +17,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, Location
 
-Location = tuple[int, tuple[int, ...], str, tuple[int, ...]]  # address, shape, dtype's name, strides in bytes
 Locate = Callable[[Any], "Location | None"]
 PROTOCOLS = "__cuda_array_interface__", "__dlpack__", "__dlpack_device__"
 

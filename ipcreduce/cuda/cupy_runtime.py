@@ -8,13 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ..errors import ArgumentError, CudaError, UnsupportedError
 from . import driver
-
-if TYPE_CHECKING:
-    from .graph import Executable
 
 _LEGACY_STREAM = (0, 1)  # the default stream of a context, which lives as long as that
 _PER_THREAD_STREAM = 2  # another one in every thread
@@ -22,14 +19,15 @@ cupy: Any = None  # once it is imported
 # CuPy's, for speed: by the bindings a graph's launch takes 0.2 to 0.5 us more (NOTES.md).
 get_current_stream: Any = None
 current_context: Any = None  # this thread's
-launch_graph: Any = None  # an executable, on a stream
+is_capturing: Any = None  # a stream
+launch_graph: Any = None  # an executable's handle, on a stream
 record_event: Any = None  # an event, on a stream
 wait_event: Any = None  # a stream, for an event
 
 
 def load() -> Any:
     """CuPy. :raises UnsupportedError: if it is missing."""
-    global cupy, get_current_stream, current_context, launch_graph, record_event, wait_event
+    global cupy, get_current_stream, current_context, is_capturing, launch_graph, record_event, wait_event
     if cupy is None:
         try:
             import cupy as found
@@ -39,6 +37,7 @@ def load() -> Any:
             ) from None
         get_current_stream, current_context = found.cuda.get_current_stream, found.cuda.driver.ctxGetCurrent
         runtime = found.cuda.runtime
+        is_capturing = runtime.streamIsCapturing
         launch_graph, record_event, wait_event = runtime.graphLaunch, runtime.eventRecord, runtime.streamWaitEvent
         cupy = found  # last: then other threads use all of them
     return cupy
@@ -56,7 +55,13 @@ def nccl() -> Any:
     return found
 
 
-def launch(executable: Executable, stream: int) -> None:
+class Launchable(Protocol):
+    """An executable graph."""
+
+    handle: int
+
+
+def launch(executable: Launchable, stream: int) -> None:
     """Launches a graph on a stream. :raises CudaError: if it fails."""
     try:
         launch_graph(executable.handle, stream)

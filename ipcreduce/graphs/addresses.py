@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from .. import arrays
 from ..cuda import array_protocols
-from ..cuda.array_protocols import Locate, Location
-from ..errors import AddressChangedError, ArgumentError
+from ..cuda.array_protocols import Locate
+from ..errors import AddressChangedError, ArgumentError, Location
 
 LIMIT = 10**5  # objects
 SHOWN = 20  # differences in a message

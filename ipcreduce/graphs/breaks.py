@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
@@ -15,20 +15,24 @@ from ..errors import ArgumentError, CaptureError
 from .pool import GraphPool
 from .recording import in_pool
 
-if TYPE_CHECKING:
-    from .graph import Graph
-
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, np.generic)
 
 
+class Breakable(Protocol):
+    """A graph that is being recorded."""
+
+    def add_break(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function between two segments; its result."""
+
+
 class _Current(threading.local):
-    graph: Graph | None = None  # the one whose body this thread is in; None within a break
+    graph: Breakable | None = None  # the one whose body this thread is in; None within a break
 
 
 current = _Current()
-open_recordings: list[Graph] = []  # in all threads: asked on the way of every replay, where current takes 0.1 us
+open_recordings: list[Breakable] = []  # in all threads: asked on the way of every replay, where current takes 0.1 us
 
 
 def eager_break(function: Callable[_P, _T]) -> Callable[_P, _T]:

@@ -2,7 +2,7 @@
 
 A recording is a real run: what was captured is launched when the recording ends, so the outputs are filled as after an
 eager run. The kernels in it push into the peers' workspaces, never into memory of the graph, so nothing has to be
-exchanged before a replay and nothing can be missing. Registration (registration.py) may then make all-reduces direct.
+exchanged before a replay and nothing can be missing. Registration (direct/) may then make all-reduces direct.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..cuda import cupy_runtime, streams
 from ..cuda.graph import Executable
@@ -19,15 +19,11 @@ from ..errors import ArgumentError, CaptureError, GraphStateError
 from ..ipc import deferred_free
 from ..ipc.engine import Engine
 from .breaks import Break, current, open_recordings
-from .direct.mappings import Key, Mappings
 from .inputs import InputCheck, Inputs, check_word
-from .pool import GraphPool, Slab
+from .pool import GraphPool
 from .recording import Recording, Segment, explained, warn_about
 from .resources import Resources
-
-if TYPE_CHECKING:
-    from ..communicator import Communicator
-
+from .session import HasSession, default_communicator
 
 _READY = ("staged", "registered")
 
@@ -39,10 +35,10 @@ class Graph:
         same order.
     :param pool: ``other.pool`` shares that graph's memory: an output is then valid until the next replay of any graph
         of that pool. None for memory of its own.
-    :param check: whether the arrays in ``record(inputs)`` and ``replay(inputs)`` have to be the same: looked at in the
-        "first" replay that names them, "always", or "never".
-    :param breaks: whether functions decorated by :func:`ipcreduce.eager_break`, and those given to :meth:`add_eager`,
-        run between segments. If not, they are called within the capture.
+    :param check: when the addresses of the arrays in ``replay(inputs)`` are compared with those in ``record(inputs)``:
+        in the "first" replay that names them, "always", or "never".
+    :param breaks: True runs functions decorated by :func:`ipcreduce.eager_break`, and those given to :meth:`add_eager`,
+        between segments. False calls them within the capture.
     :param name: for messages; the same on every rank.
 
     ``state`` is "empty", "recording", "staged" (recorded, ready for replay), "registered" (the same, and all-reduces
@@ -52,20 +48,19 @@ class Graph:
     """
 
     def __init__(
-        self, comm: Communicator | None = None, *, pool: GraphPool | None = None, check: str = "first",
+        self, comm: HasSession | None = None, *, pool: GraphPool | None = None, check: str = "first",
         breaks: bool = True, name: str = "",
     ) -> None:  # fmt: skip
-        if comm is None:
-            from ..default import get_communicator
-
-            comm = get_communicator()
+        comm = default_communicator() if comm is None else comm
+        if not hasattr(type(comm), "session"):
+            raise ArgumentError(f"comm must be an ipcreduce.Communicator; found {type(comm).__qualname__}")
         if pool is not None and not isinstance(pool, GraphPool):
             raise ArgumentError(f"pool must be another graph's .pool; found {type(pool).__qualname__}")
         check_word(check)
-        self._comm, self._pool, self._check, self._breaks, self._name = comm, pool, check, breaks, name
+        self._session, self._pool, self._check, self._breaks, self._name = comm.session, pool, check, breaks, name
         self._inputs: InputCheck | None = None
         self._state = "empty"
-        self._steps: list[Segment | Break] = []
+        self._parts: list[Segment | Break] = []
         self._again: Callable[[], bool] | None = None  # for a graph that consists of one segment, with all-reduces
         self._held: list[Any] = []
         self._recording: Recording | None = None
@@ -79,7 +74,7 @@ class Graph:
 
     @property
     def checks_inputs(self) -> bool:
-        """Whether a replay still compares its inputs with the recording's."""
+        """True if a replay still compares its inputs with the recording's."""
         return self._inputs is not None and self._inputs.due
 
     @property
@@ -94,18 +89,18 @@ class Graph:
         lines = [f"graph {self._name}: {self._state}, {len(self.segments)} segments".replace(" :", ":")]
         if self._pool is not None:
             lines.append(f"pool: {self._pool.nbytes} bytes in {self._pool.slabs} slabs")
-        for step in self._steps:
-            if isinstance(step, Break):
-                lines.append(f"break: {step}")
+        for part in self._parts:
+            if isinstance(part, Break):
+                lines.append(f"break: {part}")
             else:
-                lines.append(f"segment: {step.nodes.kernels} kernel nodes, {step.nodes.others} other nodes")
-                lines += [f"  all-reduce: {call}" for call in step.calls]
+                lines.append(f"segment: {part.nodes.kernels} kernel nodes, {part.nodes.others} other nodes")
+                lines += [f"  all-reduce: {call}" for call in part.calls]
         return "\n".join(lines)
 
     # ---- recording
     @contextmanager
     def record(self, inputs: Any = None) -> Iterator[Graph]:
-        """Captures what the block's body launches on the current stream, then runs it. Collective.
+        """Capture the work that the block launches on the current stream, then run it. Collective.
 
         Within the block CuPy works on a stream of the communicator and allocates from the graph's pool. At its end the
         ranks compare their all-reduces; the outputs are filled, in the caller's stream's order.
@@ -118,11 +113,11 @@ class Graph:
         :raises RankMismatchError: if the ranks' all-reduces differ: the first that does, on all ranks.
         :raises PeerFailedError: if another rank's body raised. An exception in the body passes unchanged.
         """
-        comm = self._comm
-        engine = comm.require_engine("a Graph")
+        session = self._session
+        engine = session.require_engine("a Graph")
         recording, inputs = Recording(self._name, *cupy_runtime.stream_of()), Inputs.of(inputs)
         deferred_free.flush()
-        comm.begin_recording(recording, lambda: self._check_record(engine, recording.caller, inputs))
+        session.begin_recording(recording, lambda: self._check_record(engine, recording.caller, inputs))
         error: BaseException | None = None
         self._state, self._recording, current.graph = "recording", recording, self
         try:
@@ -142,16 +137,16 @@ class Graph:
             if self in open_recordings:
                 open_recordings.remove(self)
         try:
-            comm.end_recording(recording, error and explained(error, behind_a_break=bool(recording.segments)))
+            session.end_recording(recording, error and explained(error, behind_a_break=bool(recording.segments)))
         except BaseException:
             self._end("failed")
             raise
         self._held = [*recording.held, inputs]
         self._state = "staged"
-        comm.recorded(self)
-        comm.run_recording(last, recording)
-        if last is not None and last.calls and len(self._steps) == 1:
-            self._again = comm.replayer(last)
+        session.recorded(self, recording.number)
+        session.run_recording(last, recording)
+        if last is not None and last.calls and len(self._parts) == 1:
+            self._again = session.replayer(last)
         warn_about(self.segments)
 
     def _check_record(self, engine: Engine, stream: int, inputs: Inputs) -> None:
@@ -166,17 +161,17 @@ class Graph:
 
     def _open(self, engine: Engine, recording: Recording) -> None:
         self._pool = self._pool or GraphPool(engine.context, engine.device.ordinal)
-        self._resources = Resources(self._pool, engine, recording.segments)
+        self._resources = Resources(self._pool, engine.context, recording.segments)
         weakref.finalize(self, self._resources.release).atexit = False  # then the process gives everything back
         self._caller_allocator = cupy_runtime.current_allocator()
         recording.pool, recording.stream = self._pool, engine.recording_stream()
-        self._comm.order(recording.caller, recording.stream)
+        self._session.order(recording.caller, recording.stream)
 
     def _end_segment(self, recording: Recording) -> Segment | None:
         segment = recording.end_segment()
         if segment.executable is None:
             return None
-        self._steps.append(segment)
+        self._parts.append(segment)
         return segment
 
     def add_eager(self, function: Callable[[], Any]) -> Any:
@@ -205,20 +200,20 @@ class Graph:
         try:
             segment = self._end_segment(recording)
             if segment is not None:
-                self._comm.launch(segment, recording.stream, None)
-            step = Break(function, args, kwargs, self.pool)
+                self._session.launch(segment, recording.stream, None)
+            part = Break(function, args, kwargs, self.pool)
             current.graph = None
             try:
                 with cupy_runtime.allocating(self._caller_allocator, recording.stream):
-                    result = step.record(args, kwargs, recording.stream)
+                    result = part.record(args, kwargs, recording.stream)
             finally:
                 current.graph = self
-            self._steps.append(step)
+            self._parts.append(part)
             recording.begin_segment()
             return result
         except BaseException as error:
             recording.error = recording.error or error  # however the body takes it: nothing is captured any more
-            self._comm.leave(error)
+            self._session.calls.leave(error)
             raise
 
     # ---- replay
@@ -236,25 +231,26 @@ class Graph:
             passes unchanged; the other ranks get :class:`PeerFailedError`.
         """
         again = self._again
-        if again is not None and inputs is None and stream is None and not open_recordings and again():
+        if again is not None and inputs is None and stream is None and not open_recordings:
+            again()
             return
-        comm = self._comm
-        comm.check_usable()
+        session = self._session
+        session.calls.check_usable()
         try:
             if self._state not in _READY or current.graph is not None or inputs is not None:
                 self._check_replay(inputs)
             handle, owner = cupy_runtime.stream_of(stream)
         except BaseException as error:
-            comm.refuse(error)
+            session.calls.refuse(error)
             raise
-        for step in self._steps:
-            if isinstance(step, Segment):
-                comm.launch(step, handle, owner)
+        for part in self._parts:
+            if isinstance(part, Segment):
+                session.launch(part, handle, owner)
             else:
                 try:
-                    step.replay(handle)
+                    part.replay(handle)
                 except BaseException as error:
-                    comm.leave(error)
+                    session.calls.leave(error)
                     raise
 
     def _check_replay(self, inputs: Any) -> None:
@@ -268,20 +264,16 @@ class Graph:
     @property
     def segments(self) -> list[Segment]:
         """Its parts between breaks."""
-        return [step for step in self._steps if isinstance(step, Segment)]
+        return [part for part in self._parts if isinstance(part, Segment)]
 
-    def find_slab(self, address: int, nbytes: int) -> Slab | None:
-        """The allocation of this graph's pool, or of ``comm.empty``, that holds these bytes."""
-        found = (pool.find(address, nbytes) for pool in self._pools())
-        return next((slab for slab in found if slab is not None), None)
+    def pools(self) -> list[GraphPool]:
+        """The memory of ours in which outputs can lie: this graph's pool, and that of ``comm.empty``."""
+        return [pool for pool in (self._pool, self._session.memory) if pool is not None]
 
-    def _pools(self) -> list[GraphPool]:
-        return [pool for pool in (self._pool, self._comm.memory) if pool is not None]
-
-    def registered(self, executables: dict[Segment, Executable], mappings: Mappings, keys: frozenset[Key]) -> None:
-        """Takes executables whose large all-reduces are direct. Peers have our pools mapped from now on."""
+    def registered(self, executables: dict[Segment, Executable], drop: Callable[[], None]) -> None:
+        """Take executables in which all-reduces are direct; ``drop()`` ends that. Peers map our pools meanwhile."""
         assert self._resources is not None
-        self._resources.register(executables, mappings, keys, self._pools())
+        self._resources.register(executables, drop)
         self._state = "registered"
 
     # ---- ends
@@ -306,4 +298,4 @@ class Graph:
     def _end(self, state: str) -> None:
         if self._resources is not None:
             self._resources.release()
-        self._steps, self._held, self._again, self._state = [], [], None, state
+        self._parts, self._held, self._again, self._state = [], [], None, state

@@ -1,4 +1,4 @@
-"""What is noted while a graph is recorded: its segments, and in each the all-reduces, their launches, their arrays."""
+"""A recording in progress: its segments, and in each the all-reduces, their launches and arrays."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .. import arrays
-from ..coordination.fingerprint import Signature
+from ..coordination.fingerprint import Fingerprint
 from ..cuda import cupy_runtime, streams
 from ..cuda import graph as cuda_graph
 from ..errors import CaptureError, CudaError
 from ..ipc.engine import Recorder
-from ..ipc.launches import Prepared
+from ..ipc.fast_path import Ready
+from ..ipc.launches import PreparedCall
 from ..ipc.plan import Step
 from .pool import GraphPool
 
@@ -34,59 +35,69 @@ _ADVICE = {  # by CUresult, which is also the cudaError_t
 
 
 @dataclass
-class Launched:
-    """One launch of a recorded all-reduce: its node, and what it would take to make it another kernel."""
+class LaunchedKernel:
+    """One launch of a recorded all-reduce: its node, and all that another kernel in its place would need."""
 
     node: int
-    step: Step
+    part: Step
     dtype: str
     op: str
     source: int
     target: int
-    direct: bool = False
+    algorithm: str
 
 
 @dataclass
-class Call:
+class RecordedCall:
     """A recorded all-reduce."""
 
-    what: Signature
-    launches: list[Launched] = field(default_factory=list)
+    what: Fingerprint
+    launches: list[LaunchedKernel] = field(default_factory=list)
 
     def __str__(self) -> str:
-        kernels = dict.fromkeys("direct" if one.direct else one.step.algorithm for one in self.launches)
+        kernels = dict.fromkeys(one.algorithm for one in self.launches)
         return f"{self.what} by {', '.join(kernels) or 'nothing'}"
 
 
 class Segment:
     """A part of a recording without breaks: one CUDA graph."""
 
-    def __init__(self, graph: int, calls: list[Call], name: str) -> None:
+    def __init__(self, graph: int, calls: list[RecordedCall], name: str) -> None:
         self.graph, self.calls = graph, calls
         self.executable: cuda_graph.Executable | None = None  # None: nothing was captured
         self.nodes = cuda_graph.Nodes(0, 0, ())
         text = f"replay of {name}: {len(calls)} all-reduces"
         every = [call.what for call in calls]
-        self.signature = Signature.of(f"{text}, first {every[0]}" if every else text, f"{name} {every}")
+        self.what = Fingerprint.of(f"{text}, first {every[0]}" if every else text, f"{name} {every}")
+        self.ready = Ready(self.what, cupy_runtime.launch_graph, 0, False)
 
     def make_executable(self) -> None:
         """:raises CaptureError: if that fails."""
         try:
             self.nodes = cuda_graph.inspect_graph(self.graph)
             if self.nodes.kernels + self.nodes.others:
-                self.executable = cuda_graph.Executable(self.graph)
+                self.use(cuda_graph.Executable(self.graph))
         except CudaError as error:
             raise cannot_be_captured(error) from error
 
-    def _destroy(self) -> None:
-        executable, self.executable = self.executable, None  # no other thread may launch it from now on
-        if executable is not None:
-            executable.destroy()
+    def use(self, executable: cuda_graph.Executable) -> None:
+        """Launch this executable from now on; the one before is destroyed once it has run."""
+        old, self.executable = self.executable, executable
+        self.ready.argument = executable.handle
+        if old is not None:
+            with suppress(CudaError):
+                old.destroy()
 
-    def steps(self) -> Iterator[Callable[[], None]]:
-        """What gives it back."""
+    def destroy_actions(self) -> Iterator[Callable[[], None]]:
+        """Actions that give it back."""
         yield self._destroy
         yield lambda: cuda_graph.destroy_graph(self.graph)
+
+    def _destroy(self) -> None:
+        executable, self.executable = self.executable, None  # no other thread may launch it from now on
+        self.ready.argument = 0
+        if executable is not None:
+            executable.destroy()
 
 
 class Recording:
@@ -107,11 +118,11 @@ class Recording:
         self.pool: GraphPool | None = None
         self._thread = threading.get_ident()
         self._capture = -1
-        self._calls: list[Call] = []
+        self._calls: list[RecordedCall] = []
 
     @property
-    def here(self) -> bool:
-        """Whether it is this thread that records."""
+    def in_this_thread(self) -> bool:
+        """True if it is this thread that records."""
         return self._thread == threading.get_ident()
 
     # ---- segments
@@ -122,7 +133,7 @@ class Recording:
         self._capture = streams.capture_id(self.stream)
 
     def end_segment(self) -> Segment:
-        """What was captured since. :raises CaptureError: if that cannot be made into a graph."""
+        """The segment captured since. :raises CaptureError: if that cannot be made into a graph."""
         self._capture = -1
         try:
             name = f"{self.name}, segment {len(self.segments) + 1}"
@@ -142,7 +153,7 @@ class Recording:
 
     # ---- all-reduces
     def recorder(self, stream: int) -> Recorder | None:
-        """What to tell of every launch on ``stream``; None if that is not part of the capture.
+        """A function to call for every launch on ``stream``; None if that is not part of the capture.
 
         :raises CudaError: if that cannot be known.
         """
@@ -150,32 +161,32 @@ class Recording:
             if self._capture == -1 or streams.capture_id(stream) != self._capture:
                 return None
         except CudaError:
-            if self.here:
+            if self.in_this_thread:
                 raise
             return None  # a thread without a context, which does not record
 
-        def note(call: Prepared, step: Step, source: int, target: int) -> None:
+        def note(call: PreparedCall, part: Step, source: int, target: int) -> None:
             (node,) = streams.capture_nodes(stream)  # a launch leaves one node for the next to follow
-            launched = Launched(node, step, call.dtype, call.op, source, target)
+            launched = LaunchedKernel(node, part, call.dtype, call.op, source, target, part.algorithm)
             self._calls[-1].launches.append(launched)
 
         return note
 
-    def note(self, what: Signature, *used: Any) -> None:
-        """An all-reduce follows, and the arrays that it uses. Those of the pool may be used again in the body."""
-        self._calls.append(Call(what))
+    def note(self, what: Fingerprint, *used: Any) -> None:
+        """Note an all-reduce that follows, and hold the arrays that it uses. Memory of the pool may be used again."""
+        self._calls.append(RecordedCall(what))
         assert self.pool is not None
         self.held += [array for array in used if not in_pool(array, self.pool)]
 
 
 def in_pool(array: Any, pool: GraphPool) -> bool:
-    """Whether a CuPy array lies in the pool's memory."""
+    """True if a CuPy array lies in the pool's memory."""
     first, past = arrays.extent(array)
     return pool.find(first, past - first) is not None
 
 
 def warn_about(segments: list[Segment]) -> None:
-    """Warns the caller of the recording's caller about what is recorded, but hardly meant."""
+    """Warn about suspicious recordings (stacklevel: the user's with statement)."""
     copies = [nbytes for segment in segments for nbytes in segment.nodes.host_copies]
     if copies:
         warnings.warn(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import arrays
 from ..cuda import cupy_runtime
@@ -15,10 +15,8 @@ from .breaks import without_blocks
 from .context import ForwardContext, check_mode, get_forward_context
 from .graph import Graph
 from .inputs import Inputs, check_word
-
-if TYPE_CHECKING:
-    from ..communicator import Communicator
-    from .pool import GraphPool
+from .pool import GraphPool
+from .session import GraphSession, HasSession, default_communicator
 
 
 class GraphRunner:
@@ -40,7 +38,7 @@ class GraphRunner:
     """
 
     def __init__(
-        self, function: Callable[..., Any], comm: Communicator | None = None, *, mode: str = "piecewise",
+        self, function: Callable[..., Any], comm: HasSession | None = None, *, mode: str = "piecewise",
         check: str = "first", record_new: bool = True, copy_inputs: bool = False,
     ) -> None:  # fmt: skip
         check_mode(mode)
@@ -71,21 +69,18 @@ class GraphRunner:
                 try:
                     _copy([args, kwargs], recorded.arguments, "")
                 except BaseException as error:
-                    self._communicator().refuse(error)
+                    self._session().calls.refuse(error)
                     raise
             graph = recorded.graph
             graph.replay(self._inputs(context, args, kwargs) if graph.checks_inputs else None)
             return recorded.outputs
-        comm = self._communicator()
-        if not self._record_new or comm.backend != "ipc":
+        if not self._record_new or not self._session().can_record:
             return self._function(*args, **kwargs)
-        return self._record(comm, context, args, kwargs)
+        return self._record(context, args, kwargs)
 
-    def _record(
-        self, comm: Communicator, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _record(self, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         graph = Graph(
-            comm, pool=self._pool, check=self._check, breaks=self._mode == "piecewise",
+            self._comm, pool=self._pool, check=self._check, breaks=self._mode == "piecewise",
             name=str(context.batch_descriptor),
         )  # fmt: skip
         with graph.record(self._inputs(context, args, kwargs)):
@@ -104,12 +99,9 @@ class GraphRunner:
             roots.append(("attn_metadata", context.attn_metadata))
         return Inputs(roots)
 
-    def _communicator(self) -> Communicator:
-        if self._comm is None:
-            from ..default import get_communicator
-
-            self._comm = get_communicator()
-        return self._comm
+    def _session(self) -> GraphSession:
+        self._comm = default_communicator() if self._comm is None else self._comm
+        return self._comm.session
 
     def close(self) -> None:
         """Closes the recordings; further calls record anew. Outputs of earlier calls are no longer valid."""

@@ -1,9 +1,9 @@
-"""How what the driver gave goes back to it: at any time, from any thread, and each thing whatever becomes of the rest.
+"""Deferred, best-effort release of driver resources; safe at any time, from any thread.
 
 Freeing waits for all that runs on the device. So nothing is freed while a call of a communicator runs: that waits for
-the peers, which may wait for this thread, or free something themselves. Objects are collected in any thread: in one
-that captures, where the driver refuses to free, or the watchdog's, on which every wait relies. At interpreter exit the
-context may be gone, and everything with it; in a forked child nothing is ours.
+the peers, which may wait for this thread, or free something themselves. Objects are collected in any thread: also in
+one that captures, where the driver refuses to free, and in the watchdog's, on which every wait relies. At interpreter
+exit the context may be gone, and everything with it; in a forked child nothing is ours.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from .. import lifetime
 from ..coordination import watchdog
 from ..cuda.contexts import within
 from ..errors import CudaError
-from .stream_order import CallOrder
+from .stream_order import StreamOrder
 
 _RECLAIM_SECONDS = 5.0
 _CALL_SECONDS = 2.0  # for a call of another thread to end, before close() ends its waits and after that
 
-_orders: dict[CallOrder, Any] = {}  # of the open communicators, with their locks
-_deferred: deque[tuple[int, Callable[[], None]]] = deque()
-_awaited: list[tuple[Callable[[], bool], int, tuple[Callable[[], None], ...]]] = []
+_orders: dict[StreamOrder, Any] = {}  # of the open communicators, with their locks
+_deferred: deque[tuple[int, Action]] = deque()  # with their contexts
+_awaited: list[tuple[Callable[[], bool], int, tuple[Action, ...]]] = []
+
+
+Action = Callable[[], object]
 
 
 class _Turn:
@@ -37,43 +40,43 @@ class _Turn:
         self._holder: dict[int, object] = {}
 
     def acquire(self, token: object) -> bool:
-        """Whether the lock is ``token``'s now, by one step of the interpreter."""
+        """True if ``token`` has the lock now. One step of the interpreter."""
         return self._holder.setdefault(0, token) is token
 
     def release(self, token: object) -> None:
-        """Gives it back, if it is ``token``'s."""
+        """Release the lock, if ``token`` has it."""
         if self._holder.get(0) is token:
             del self._holder[0]
 
     def locked(self) -> bool:
-        """Whether somebody has it."""
+        """True if anybody has it."""
         return bool(self._holder)
 
 
 _flushing = _Turn()
 
 
-def mind(order: CallOrder, lock: Any) -> None:
-    """Nothing is freed while calls in this order run, or a thread holds ``lock`` to make one."""
+def track(order: StreamOrder, lock: Any) -> None:
+    """Free nothing while calls in this order run, or a thread holds ``lock`` to make one."""
     _orders[order] = lock
 
 
-def forget(order: CallOrder) -> None:
-    """There will be no more calls in it."""
+def forget(order: StreamOrder) -> None:
+    """End of :func:`track`: there are no more calls in this order."""
     _orders.pop(order, None)
 
 
 class Waiting(Protocol):
-    """What calls wait in."""
+    """A backend whose calls may wait for peers."""
 
     def end_waits(self) -> None: ...
 
 
 @contextmanager
 def taking(lock: Any, waiting: Waiting | None) -> Iterator[bool]:
-    """The block has ``lock``, for close(); from another thread that keeps it, once the waits of its call are ended.
+    """Hold ``lock`` in the block, for close(). If another thread keeps it, the waits of that thread's call are ended.
 
-    :returns: whether that was possible within the seconds that there are.
+    :returns: False if the lock did not come in time.
     """
     try:
         taken = lock.acquire(timeout=lifetime.at_most(_CALL_SECONDS))
@@ -93,32 +96,32 @@ def taking(lock: Any, waiting: Waiting | None) -> Iterator[bool]:
         _release(lock)
 
 
-def give_back(context: int, *steps: Callable[[], None]) -> None:
-    """Runs steps that free something in ``context``, in their order, where and when that does no harm."""
+def give_back(context: int, *actions: Action) -> None:
+    """Run actions that free something in ``context``, in their order, where and when that does no harm."""
     if lifetime.is_over():
         return
-    _deferred.extend((context, step) for step in steps)
+    _deferred.extend((context, action) for action in actions)
     if watchdog.is_watching():
         threading.Thread(target=flush, name="ipcreduce-finaliser").start()
     else:
         flush()
 
 
-def give_back_after(ready: Callable[[], bool], context: int, *steps: Callable[[], None]) -> None:
-    """As :func:`give_back`, once ``ready()``, which is asked now and at every :func:`flush`."""
+def give_back_after(ready: Callable[[], bool], context: int, *actions: Action) -> None:
+    """:func:`give_back` once ``ready()``, which is asked now and at every :func:`flush`."""
     if not lifetime.is_over():
-        _awaited.append((ready, context, steps))
+        _awaited.append((ready, context, actions))
         flush()
 
 
 def flush() -> None:
-    """Runs what was put off, in order, unless a call runs, or a thread is at it: that one goes on."""
+    """Run the deferred actions in order, unless a call runs, or another thread is running them."""
     if lifetime.is_over():
         return
     for item in [item for item in _awaited if item[0]()]:
         with suppress(ValueError):  # another thread has found it too
             _awaited.remove(item)
-            _deferred.extend((item[1], step) for step in item[2])
+            _deferred.extend((item[1], action) for action in item[2])
     token = object()
     while _deferred:
         try:
@@ -127,14 +130,14 @@ def flush() -> None:
             with ExitStack() as held:
                 if not _no_call_runs(held):
                     return
-                while _deferred:  # only here is something taken out
+                while _deferred:  # items are taken out only here
                     attempt(*_deferred.popleft())
         finally:
             _flushing.release(token)
 
 
 def reclaim() -> None:
-    """:func:`flush`, once the calls that run are over, if they are soon: memory is short."""
+    """:func:`flush` when memory is short: waits for the calls that run, for a while."""
     deadline = time.monotonic() + _RECLAIM_SECONDS
     for order, lock in list(_orders.items()):
         with ExitStack() as held:
@@ -145,7 +148,7 @@ def reclaim() -> None:
 
 
 def _no_call_runs(held: ExitStack) -> bool:
-    """Whether no call of any communicator runs. It stays so until ``held``, which takes their locks, is left."""
+    """True if no call of any communicator runs, until ``held``, which takes their locks, is left."""
     for order, lock in list(_orders.items()):
         held.callback(_release, lock)  # first, for an interrupt right behind acquire()
         if not lock.acquire(blocking=False) or not order.is_over():
@@ -154,14 +157,14 @@ def _no_call_runs(held: ExitStack) -> bool:
 
 
 def _release(lock: Any) -> None:
-    """Releases a re-entrant lock, if this thread has it."""
+    """Release a re-entrant lock, if this thread has it."""
     with suppress(RuntimeError):
         lock.release()
 
 
-def attempt(context: int, *steps: Callable[[], None]) -> None:
-    """Runs each step with ``context`` current, as far as that works; one that the driver refuses is given up."""
+def attempt(context: int, *actions: Action) -> None:
+    """Run each action with ``context`` current. One that the driver refuses is given up."""
     with within(context):
-        for step in steps:
+        for action in actions:
             with suppress(CudaError):
-                step()
+                action()

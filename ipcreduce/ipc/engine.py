@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from .. import lifetime
-from ..coordination.control_page import HEAD_BYTES, REFUSED, Page
-from ..coordination.watchdog import Watchdog
+from ..coordination.control_page import REFUSED, Page
+from ..coordination.watchdog import Watch
 from ..cuda import cupy_runtime, driver, graph, streams
 from ..cuda.contexts import within
 from ..errors import ArgumentError, CudaError, IpcReduceError
-from ..graphs.direct.mappings import Mappings
 from . import background, plan
-from .deferred_free import attempt, flush, forget, give_back_after
-from .fast_path import Repeats
-from .launches import IN, OUT, Launches, Prepared
-from .stream_order import CallOrder
+from .deferred_free import Action, attempt, flush, forget, give_back_after
+from .fast_path import FastPath
+from .launches import IN, OUT, Launches, PreparedCall
+from .stream_order import StreamOrder
 from .workspace import Workspace
 
 _END_CALLS_SECONDS, _GIVE_UP_SECONDS = 5.0, 0.9  # of close(): until calls that wait are ended, and until it goes on
 _registered_for_good: list[Page] = []  # still mapped: no later page may get addresses that cannot be registered
 
-
-Recorder = Callable[[Prepared, plan.Step, int, int], None]  # of a launch: its call, step, source and target
+Actions = Sequence[Action]
+Recorder = Callable[[PreparedCall, plan.Step, int, int], None]  # of a launch: its call, part, source and target
 
 
 class Engine:
@@ -42,19 +41,18 @@ class Engine:
     ) -> None:  # fmt: skip
         self.device, self.context, self.workspace, self.page = device, context, workspace, page
         self.rank, self.n = workspace.rank, workspace.n
-        self.watchdog: Watchdog | None = None
-        self.mappings = Mappings(page)
-        control = driver.register_host(page.address, HEAD_BYTES)
+        self.watch: Watch | None = None
+        control = driver.register_host(page.address, page.head_bytes)
         self.launches = Launches(
             context, workspace, control, capability=capability, timeout=timeout, algorithm=algorithm
         )
         try:
-            self.order = CallOrder(context)
+            self.order = StreamOrder(context)
         except CudaError:
             self._unregister()
             raise
         self.launches.before_loading = lambda: self.order.ends_by(time.monotonic() + timeout)
-        self.repeats = Repeats(device.ordinal, context, self.launches, self.order, page)
+        self.fast = FastPath(device.ordinal, context, self.launches, self.order, page)
         self.packets = "packets arrive whole"  # until the start-up check says otherwise
         self._recording_stream = 0
         background.start()
@@ -74,49 +72,35 @@ class Engine:
 
     # ---- running
     def run(
-        self, prepared: Prepared, source: int, target: int, stream: int, owner: Any, recorder: Recorder | None = None
-    ) -> None:
-        """Launches an all-reduce from address ``source`` to ``target`` (the same: in place) on ``stream``.
+        self, prepared: PreparedCall, source: int, target: int, stream: int, owner: Any,
+        recorder: Recorder | None = None,
+    ) -> None:  # fmt: skip
+        """Launch an all-reduce from address ``source`` to ``target`` (the same: in place) on ``stream``.
 
-        :param owner: see :meth:`CallOrder.behind`.
-        :param recorder: is told of every launch.
+        :param owner: see :meth:`StreamOrder.launch`.
+        :param recorder: called for every launch, in a recording.
         :raises CudaError: if a launch fails.
         """
-        recorded = recorder is not None
-        with nullcontext() if self._follows(stream) else self.order.behind(stream, owner, recorded=recorded):
-            self._run(prepared, source, target, stream, recorder)
 
-    def _run(self, prepared: Prepared, source: int, target: int, stream: int, recorder: Recorder | None) -> None:
-        for launch, words, step in prepared.launches:
-            words[IN], words[OUT] = source + step.offset, target + step.offset
-            launch.run(stream)
-            if recorder is not None:
-                recorder(prepared, step, source, target)
+        def start(stream: int) -> None:
+            for launch, words, part in prepared.launches:
+                words[IN], words[OUT] = source + part.offset, target + part.offset
+                launch.run(stream)
+                if recorder is not None:
+                    recorder(prepared, part, source, target)
+
+        self.order.launch(start, stream, owner, recorded=recorder is not None)
 
     def launch_graph(self, executable: graph.Executable, stream: int, owner: Any) -> None:
-        """Launches an executable graph on ``stream``, behind the last call.
+        """Launch an executable graph on ``stream``, behind the last call.
 
         :raises CaptureError: if ``stream`` is being captured. :raises CudaError: if the launch fails.
         """
-        with nullcontext() if self._follows(stream) else self.order.behind(stream, owner, capturable=False):
-            cupy_runtime.launch(executable, stream)
-
-    def _follows(self, stream: int) -> bool:
-        """Whether a launch on ``stream`` comes behind the last eager call, with nothing else to do."""
-        if stream != self.order.fast:
-            return False
-        try:
-            return self.has_context() if stream < 2 else not self.is_capturing(stream)
-        except CudaError:  # this thread has no context
-            return False
+        self.order.launch(partial(cupy_runtime.launch, executable), stream, owner, capturable=False)
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether ``stream`` is part of a capture: its work does not run yet."""
+        """True if ``stream`` is part of a capture: its work does not run yet."""
         return streams.capture_id(stream) != 0
-
-    def has_context(self) -> bool:
-        """Whether ours is current: in another one the default stream's handle is that of another GPU's stream."""
-        return driver.current_context() == self.context
 
     def use_context(self) -> None:
         """Makes our context current in a thread that has none. :raises ArgumentError: if it has another one."""
@@ -132,6 +116,10 @@ class Engine:
         return self._recording_stream
 
     # ---- ends
+    def drain(self) -> None:
+        """Wait until this rank's eager calls have ended."""
+        self.order.ends_by(math.inf)
+
     def quiesce(self, deadline: float) -> None:
         """Waits until no kernel of ours runs, on whatever stream: with the abort word up, ours end within 0.1 s.
 
@@ -146,20 +134,21 @@ class Engine:
             driver.synchronize()
 
     def reset(self) -> None:
-        """After every rank's :meth:`quiesce`: empty slots, fresh epochs, no fault."""
+        """After every rank's :meth:`quiesce`: empty slots, fresh epochs."""
         with within(self.context):
             self.workspace.reset()
-        self.page.clear()
 
-    def close(self, wait: float, *then: Callable[[], object]) -> None:
-        """Unmaps the peers, waits up to ``wait`` seconds until they have unmapped us, and frees everything.
+    def close(self, wait: float, unmap: Actions, unmapped: Actions, free: Actions) -> None:
+        """Unmap the peers, wait up to ``wait`` seconds until they have unmapped us, and free everything.
 
-        Memory that a live peer still maps is freed later: see release.py. It takes at most 6 s. What waits longer for
-        the device is left to the end of the process, with a warning.
+        Memory that a live peer still maps is freed later: see deferred_free.py. It takes at most 6 s. What waits longer
+        for the device is left to the end of the process, with a warning.
 
-        :param then: also frees something.
+        :param unmap: actions that unmap further memory of peers.
+        :param unmapped: actions for once no peer has our memory mapped.
+        :param free: actions that free further memory of ours, in the end.
         """
-        job = background.Job(partial(self._close, time.monotonic() + lifetime.at_most(wait), then))
+        job = background.Job(partial(self._close, time.monotonic() + lifetime.at_most(wait), unmap, unmapped, free))
         if not job.wait(lifetime.at_most(_END_CALLS_SECONDS)):
             self.end_waits()
         if not job.wait(lifetime.at_most(_GIVE_UP_SECONDS)):
@@ -171,42 +160,42 @@ class Engine:
             )
 
     def end_waits(self) -> None:
-        """Ends every wait of ours, and tells the peers that this rank has closed the communicator."""
+        """End every wait of ours; the peers read that this rank has closed the communicator."""
         if not self.page.has_left(self.rank):
-            self.page.lose(self.rank, "it closed the communicator")
+            self.page.post_lost(self.rank, "it closed the communicator")
 
-    def _close(self, deadline: float, then: tuple[Callable[[], object], ...]) -> None:
+    def _close(self, deadline: float, unmap: Actions, unmapped: Actions, free: Actions) -> None:
         attempt(self.context, lambda: self._stop(deadline))
         forget(self.order)
-        attempt(self.context, self.workspace.unmap_peers, self.mappings.unmap_all)
+        attempt(self.context, self.workspace.unmap_peers, *unmap)
         self.page.leave()
         while not self._unmapped() and time.monotonic() < deadline:
             time.sleep(1e-3)
         self.release()
         leave = partial(driver.release_context, self.device.ordinal)
-        give_back_after(self._unmapped, self.context, self.mappings.release_all, self.workspace.free, leave)
-        for step in then:
-            step()
+        give_back_after(self._unmapped, self.context, *unmapped, self.workspace.free, leave)
+        for action in free:
+            action()
         flush()
 
     def _unmapped(self) -> bool:
-        """Whether no other process can reach our memory any more."""
+        """True if no other process can reach our memory any more."""
         return all(self.page.has_unmapped(rank) for rank in range(self.n) if rank != self.rank)
 
     def _stop(self, deadline: float) -> None:
-        """Waits for our kernels; those that wait for a peer beyond the deadline are ended."""
+        """Wait for our kernels, and end those that wait for a peer beyond the deadline."""
         if not self.order.ends_by(deadline):
-            self.page.post(REFUSED, self.page.calls.call_of(self.rank), "it closed the communicator")
+            self.page.post_fault(REFUSED, self.page.calls.call_of(self.rank), "it closed the communicator")
         self._wait_for_device()
 
     def release(self) -> None:
         """Gives back what only this process uses."""
-        if self.watchdog is not None:
-            self.watchdog.stop()
-        steps: list[Callable[[], None]] = [self._unregister, self.order.release]
+        if self.watch is not None:
+            self.watch.stop()
+        actions: list[Action] = [self._unregister, self.order.release]
         if self._recording_stream:
-            steps.append(partial(streams.destroy_stream, self._recording_stream))
-        attempt(self.context, *steps, *self.repeats.destroy_steps(), *self.launches.unload_steps())
+            actions.append(partial(streams.destroy_stream, self._recording_stream))
+        attempt(self.context, *actions, *self.fast.destroy_actions(), *self.launches.unload_actions())
 
     def _unregister(self) -> None:
         try:

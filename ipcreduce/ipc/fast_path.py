@@ -1,7 +1,7 @@
-"""Eager calls that are made again: all that is left to do is to compare and start them.
+"""The fast path: repeated eager calls and replays, which have only to be compared with the peers' and launched.
 
-What takes more than that (another stream, a fault to settle, arrays of another kind) takes the way that every call can
-take: the rest of ``Communicator.allreduce``. For that the quick way has no effect. Replays: ``GraphSupport.replayer``.
+Whatever takes more (another stream, a fault to settle, arrays of another kind) takes the usual path: then the fast one
+returns None and has no effect.
 """
 
 from __future__ import annotations
@@ -13,93 +13,98 @@ from functools import partial
 from typing import Any
 
 from ..coordination.control_page import Page
-from ..coordination.fingerprint import Signature
+from ..coordination.fingerprint import Fingerprint
 from ..cuda import cupy_runtime, driver, graph
 from ..cuda.contexts import using, within
 from ..errors import CaptureError, CudaError
 from . import plan
-from .launches import IN, OUT, Launches, Prepared
-from .stream_order import IN_A_CAPTURE, CallOrder
-
-Start = Callable[[int], None]  # launches on a stream
+from .launches import IN, OUT, Launches, PreparedCall
+from .stream_order import IN_A_CAPTURE, StreamOrder
 
 _MOST = 4096  # pairs of arrays, and of addresses, that are remembered
 _MOST_GRAPHS = 256  # of 0.1 MB each, the first ones
-_CAPTURING = (900, 905)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, _ISOLATION: of an event from outside
+_CAPTURING = (900, 905)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, _ISOLATION: for an event from outside
 
 
-class Repeat:
-    """An eager call from one CuPy array into another or the same, as long as these live."""
+class Ready:
+    """A call whose launch is ready: ``launch(argument, stream)``. Without an argument it cannot be made any more.
 
-    __slots__ = ("array", "out", "place", "prepared", "shape", "start")
-
-    def __init__(self, array: Any, out: Any, prepared: Prepared, place: tuple[int, int]) -> None:
-        self.array: Callable[[], Any] = weakref.ref(array)
-        self.out: Callable[[], Any] = weakref.ref(out)
-        self.shape: tuple[int, ...] = array.shape  # which can be assigned to
-        self.prepared, self.place = prepared, place
-        self.start: Start | None = None
-
-
-class Repeats:
-    """The eager calls on an engine that are made again. Not thread-safe.
-
-    Those of contiguous CuPy arrays, of a shape, dtype and op that came before, are launched; with the same
-    addresses again, short messages are a graph of one kernel (:func:`plan.eager_as_graph`); with the same two array
-    objects, nothing of these is looked at but their shapes.
+    :param capturable: a launch would become part of a capture. If not, the driver refuses it there.
     """
 
-    def __init__(self, device: int, context: int, launches: Launches, order: CallOrder, page: Page) -> None:
+    __slots__ = ("argument", "capturable", "launch", "what")
+
+    def __init__(self, what: Fingerprint, launch: Callable[[Any, int], Any], argument: Any, capturable: bool) -> None:
+        self.what, self.launch, self.argument, self.capturable = what, launch, argument, capturable
+
+
+class _KnownCall:
+    """An eager call from one CuPy array into another or the same, as long as these live."""
+
+    __slots__ = ("array", "out", "place", "prepared", "ready", "shape")
+
+    def __init__(self, array: Any, out: Any, prepared: PreparedCall, place: tuple[int, int]) -> None:
+        self.array: Callable[[], Any] = weakref.ref(array)
+        self.out: Callable[[], Any] = weakref.ref(out)
+        self.shape: tuple[int, ...] = array.shape  # programs can assign to it
+        self.prepared, self.place = prepared, place
+        self.ready: Ready | None = None
+
+
+class FastPath:
+    """The repeated calls on one engine. The communicator's lock is held around every method.
+
+    Calls on contiguous CuPy arrays, of a shape, dtype and op that came before, are launched. With the same addresses
+    again, short messages are a graph of one kernel (:func:`plan.eager_as_graph`). With the same two array objects,
+    only the shapes are looked at.
+    """
+
+    def __init__(self, device: int, context: int, launches: Launches, order: StreamOrder, page: Page) -> None:
         self._device, self._context, self._order = device, context, order
         self._abort_word, self._enter, self._find = page.abort_word, page.calls.enter, launches.find
-        # By the ids of array and out, and op. None: other arrays have these ids each time.
-        self._known: dict[tuple[int, int, str], Repeat | None] = {}
-        self._starts: dict[tuple[driver.Launch, int, int], Start | None] = {}  # by addresses. None: seen once
+        # By the ids of array and out, and op. None: these ids belong to short-lived arrays; do not cache.
+        self._known: dict[tuple[int, int, str], _KnownCall | None] = {}
+        self._ready: dict[tuple[driver.Launch, int, int], Ready | None] = {}  # by addresses. None: seen once
         self._graphs: list[graph.Executable] = []
 
-    def _again(self, call: int, what: Signature, start: Start) -> bool:
-        """Makes a call by ``start(stream)`` on CuPy's current stream, if nothing else is to be done; whether it did."""
-        current, order = cupy_runtime.get_current_stream(), self._order
-        stream = current.ptr
-        follows = stream == order.fast
-        if not (follows or order.shared) or self._abort_word[0]:
-            return False
+    def again(self, number: int, ready: Ready) -> bool | None:
+        """Make call ``number`` on CuPy's current stream, if nothing else is to be done: True, or None."""
+        stream, order = cupy_runtime.get_current_stream().ptr, self._order
+        argument, capturable = ready.argument, ready.capturable
+        skips_event = order.skips_event(stream, capturable)
+        if not argument or self._abort_word[0] or not (skips_event or order.is_shared(stream, capturable)):
+            return None
+        if self._enter(number, ready.what) is not None:
+            return None
         try:
-            if stream < 2:  # the default stream: it captures nothing, and each context has its own
-                if cupy_runtime.current_context() != self._context:
-                    return False
-            elif current.is_capturing():
-                return False
-        except RuntimeError:  # a capture that has failed
-            return False
-        if self._enter(call, what) is not None:
-            return False
-        if not follows:
-            start = partial(order.launch_shared, start)
-        try:
-            start(stream)
-        except CudaError as error:
-            self.start_anyway(start, stream, error)
+            if skips_event:
+                ready.launch(argument, stream)
+            else:
+                order.launch_shared(partial(ready.launch, argument), stream)
+        except RuntimeError as error:
+            start: Callable[[int], Any] = partial(ready.launch, argument)
+            self._launch_anyway(start if skips_event else partial(order.launch_shared, start), stream, error)
         return True
 
-    def start_anyway(self, start: Start, stream: int, error: Exception) -> None:
-        """In our context, if the error was for want of that. :raises CudaError: if not, or CaptureError."""
+    def _launch_anyway(self, start: Callable[[int], Any], stream: int, error: Exception) -> None:
+        """Launch in our context, if the error was for want of that. :raises CudaError: if not, or CaptureError."""
+        error = cupy_runtime.launch_error(error)
         wants_ours = isinstance(error, CudaError) and error.code in driver.INVALID_CONTEXT
         if wants_ours and driver.current_context() != self._context:
             try:
                 with using(self._context):  # this thread has another one, or none
                     start(stream)
                 return
-            except CudaError as again:
-                error = again
+            except RuntimeError as again:
+                error = cupy_runtime.launch_error(again)
         if isinstance(error, CudaError) and error.code in _CAPTURING:
             raise CaptureError(IN_A_CAPTURE) from error
         raise error
 
-    def make(self, call: int, array: Any, op: Any, out: Any) -> Any:
-        """Makes an eager call; its result. None, with no effect, if it has to go the long way.
+    def allreduce(self, number: int, array: Any, op: Any, out: Any, stream: None) -> Any:
+        """Make eager call ``number``; its result, or None.
 
-        Only quicker than that: so the arrays' attributes are read here, and not through arrays.py.
+        Reads the arrays' attributes here, and not by arrays.py, for speed. ``stream`` is the current one.
         """
         if type(op) is not str:
             return None
@@ -110,10 +115,10 @@ class Repeats:
             if known.array() is array and known.out() is out and array.shape == shape:
                 if out is not array and out.shape != shape:
                     return None
-                start = known.start
-                if start is None:
-                    start = known.start = self._starter(known.prepared, *known.place)
-                return out if self._again(call, known.prepared.what, start) else None
+                ready = known.ready
+                if ready is None:
+                    ready = known.ready = self._make_ready(known.prepared, *known.place)
+                return out if self.again(number, ready) else None
             self._known[key] = None
         cupy = cupy_runtime.cupy
         if cupy is None or type(array) is not cupy.ndarray:
@@ -136,36 +141,38 @@ class Repeats:
         if out is not None and key not in self._known:
             if len(self._known) >= _MOST:
                 self._known.clear()
-            self._known[key] = Repeat(array, out, prepared, (source, target))
-        return result if self._again(call, prepared.what, self._starter(prepared, source, target)) else None
+            self._known[key] = _KnownCall(array, out, prepared, (source, target))
+        return result if self.again(number, self._make_ready(prepared, source, target)) else None
 
-    def _starter(self, prepared: Prepared, source: int, target: int) -> Start:
-        """What starts a call of one launch, from address ``source`` to ``target``: a graph from the second time on."""
-        ((launch, words, step),) = prepared.launches
+    def _make_ready(self, prepared: PreparedCall, source: int, target: int) -> Ready:
+        """A call of one launch, from address ``source`` to ``target``: a graph from the second time on."""
+        ((launch, words, part),) = prepared.launches
         place = launch, source, target
-        known = self._starts.get(place)
+        known = self._ready.get(place)
         if known is not None:
             return known
-        if plan.eager_as_graph(step):
-            if place not in self._starts:
-                if len(self._starts) - len(self._graphs) >= _MOST:
-                    self._starts = {one: start for one, start in self._starts.items() if start is not None}
-                self._starts[place] = None
+        if plan.eager_as_graph(part):
+            if place not in self._ready:
+                if len(self._ready) - len(self._graphs) >= _MOST:
+                    self._ready = {one: ready for one, ready in self._ready.items() if ready is not None}
+                self._ready[place] = None
             elif len(self._graphs) < _MOST_GRAPHS:
-                with within(self._context), suppress(CudaError):  # it is only quicker
+                with within(self._context), suppress(CudaError):  # it is only faster
                     words[IN], words[OUT] = source, target
                     executable = graph.executable_of(launch)
                     self._graphs.append(executable)
-                    self._starts[place] = begin = partial(cupy_runtime.launch, executable)
-                    return begin
+                    ready = Ready(prepared.what, cupy_runtime.launch_graph, executable.handle, True)
+                    self._ready[place] = ready
+                    return ready
+        return Ready(prepared.what, _launch_kernel, (launch, words, source, target), True)
 
-        def start(stream: int) -> None:
-            words[IN], words[OUT] = source, target
-            launch.run(stream)
-
-        return start
-
-    def destroy_steps(self) -> Iterator[Callable[[], None]]:
-        """What gives the graphs back: before the kernels in them, and after these have run."""
+    def destroy_actions(self) -> Iterator[Callable[[], None]]:
+        """Actions that destroy the graphs: before the kernels in them are unloaded, and after these have run."""
         while self._graphs:
             yield self._graphs.pop().destroy
+
+
+def _launch_kernel(argument: tuple[driver.Launch, memoryview, int, int], stream: int) -> None:
+    launch, words, source, target = argument
+    words[IN], words[OUT] = source, target
+    launch.run(stream)

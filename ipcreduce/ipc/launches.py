@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..coordination.control_page import ABORT_OFFSET, missing_offset
-from ..coordination.fingerprint import Signature, signature
+from ..coordination.fingerprint import Fingerprint, of_allreduce
 from ..cuda import compiler, driver
 from ..numerics import OPS
 from . import modules, plan
@@ -29,10 +29,10 @@ _Kernel = tuple[str, str, str, int]  # name, dtype, op, depth
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedCall:
     """A call's launches, in order: each with its arguments and its offset in the message."""
 
-    what: Signature
+    what: Fingerprint
     dtype: str
     op: str
     launches: tuple[tuple[driver.Launch, memoryview, plan.Step], ...]
@@ -58,13 +58,13 @@ class Launches:
         self._context = context
         self._shared: list[modules.Key] = []
         self._functions: dict[_Kernel, int] = {}
-        self._prepared: dict[tuple[Any, ...], Prepared] = {}
+        self._prepared: dict[tuple[Any, ...], PreparedCall] = {}
 
-    def find(self, shape: tuple[int, ...], dtype: np.dtype[Any], op: str) -> Prepared | None:
+    def find(self, shape: tuple[int, ...], dtype: np.dtype[Any], op: str) -> PreparedCall | None:
         """The launches of a call that :meth:`prepare` has seen."""
         return self._prepared.get((shape, dtype, op))
 
-    def prepare(self, shape: tuple[int, ...], dtype: np.dtype[Any], name: str, op: str, nbytes: int) -> Prepared:
+    def prepare(self, shape: tuple[int, ...], dtype: np.dtype[Any], name: str, op: str, nbytes: int) -> PreparedCall:
         """The launches of an all-reduce of ``nbytes`` bytes of ``dtype`` (called ``name``), compiled if need be.
 
         :raises IpcReduceError: if a kernel does not compile. :raises CudaError: if it does not load.
@@ -82,18 +82,12 @@ class Launches:
         n, half_bytes = self._workspace.n, self._workspace.half_bytes
         return plan.make_plan(nbytes, n, half_bytes, forced, table, self.resident, self.sharing)
 
-    def planned_direct(self, staged: plan.Step) -> plan.Step | None:
-        """:func:`plan.direct` for this communicator; None unless it forces that."""
-        if self.algorithm != "direct":
-            return None
-        return plan.direct(staged, self._workspace.n, self.resident, self.sharing)
-
     def by_steps(
         self, steps: Iterable[plan.Step], shape: tuple[int, ...], dtype: str, op: str, nbytes: int
-    ) -> Prepared:
+    ) -> PreparedCall:
         """:meth:`prepare` by other steps than the planned ones, and not kept."""
         launches = tuple((*self._launch(step, dtype, op), step) for step in steps)
-        return Prepared(signature(shape, dtype, op), dtype, op, launches, nbytes)
+        return PreparedCall(of_allreduce(shape, dtype, op), dtype, op, launches, nbytes)
 
     def _launch(self, step: plan.Step, dtype: str, op: str) -> tuple[driver.Launch, memoryview]:
         args = self._arguments(plan.code_offset(dtype, op))
@@ -102,11 +96,11 @@ class Launches:
         function = self._function(step.algorithm, dtype, op, step.depth)
         return driver.Launch(function, step.grid, step.block, args, programmatic=programmatic), args.data
 
-    def direct(self, step: plan.Step, dtype: str, op: str, source: int, outputs: list[int]) -> driver.Launch:
-        """A direct launch: from address ``source`` to ``outputs``, by rank from this one's on, as mapped here."""
+    def launch_to(self, step: plan.Step, dtype: str, op: str, source: int, outputs: list[int]) -> driver.Launch:
+        """A launch from address ``source`` to ``outputs``: this rank's, and the further ones that its kernel takes."""
         launch, words = self._launch(step, dtype, op)
         words[IN], words[OUT] = source, outputs[0]
-        words[_OUTS : _OUTS + self._workspace.n] = memoryview(np.array(outputs, np.uint64).data)
+        words[_OUTS : _OUTS + len(outputs)] = memoryview(np.array(outputs, np.uint64).data)
         return launch
 
     def _arguments(self, offset: int) -> np.ndarray[Any, Any]:
@@ -191,7 +185,7 @@ class Launches:
         programmatic = self._capability >= (9, 0)
         return driver.Launch(self._function("limit", "int32", "sum"), grid, block, args, programmatic=programmatic)
 
-    def unload_steps(self) -> Iterator[Callable[[], None]]:
-        """What gives the kernels back."""
+    def unload_actions(self) -> Iterator[Callable[[], None]]:
+        """Actions that unload the kernels."""
         while self._shared:
             yield partial(modules.give_up, self._shared.pop())

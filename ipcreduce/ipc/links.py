@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from ..coordination import exchange
 from ..cuda import driver
 from ..errors import UnsupportedError
 from . import plan
 
-_UNKNOWN, _LOCAL, _PCIE = 0, 1, 2  # wire.VERDICT's links; local: NVLink, or the same GPU
+VERDICT = exchange.struct(8, ("halves", "<u4"), ("links", "u1", (plan.MAX_RANKS, plan.MAX_RANKS)))
+_UNKNOWN, _LOCAL, _PCIE = 0, 1, 2  # VERDICT's links; local: NVLink, or the same GPU
 
 
 def _ordinals() -> dict[bytes, int]:
@@ -49,7 +51,7 @@ def seen(devices: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def packets(everyone: np.ndarray[Any, Any]) -> tuple[bool, str]:
-    """Whether packets may go whole, by every rank's wire.VERDICT, and a line about it for people.
+    """Whether packets may go whole, by every rank's VERDICT, and a line about it for people.
 
     PCIe promises no more than 8 bytes at a time, so there they go in halves, though an idle link be seen to keep them
     whole. NVLink has kept them whole wherever it was tried. Of two GPUs that no process sees both, as with

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from ..coordination import exchange
+from ..coordination import exchange, watchdog
 from ..coordination.control_page import Page
-from ..coordination.watchdog import Watchdog, own_identity
+from ..coordination.watchdog import own_identity
 from ..cuda import cupy_runtime, driver
 from ..errors import ArgumentError, CudaError, IpcReduceError, UnsupportedError
 from . import links, plan, tuning
@@ -126,13 +126,13 @@ def _build(mpi: Any, options: Options, deadline: float) -> Engine:
         made.engine.launches.resident = min(plan.EPOCH_SLOTS, 2 * int(devices["multiprocessors"].min()))
         made.engine.launches.sharing = most_on_a_gpu(devices)
         with _step(mpi, deadline, "start-up"):
-            made.engine.watchdog = Watchdog(page)
+            made.engine.watch = watchdog.watch(page)
         return made.engine
     except IpcReduceError:
         with suppress(IpcReduceError):
             if made.workspace is not None:
                 attempt(made.context, made.workspace.unmap_peers)
-            exchange.vote(mpi, None, deadline, "giving up")  # before anyone frees what another may still map
+            exchange.confirm(mpi, None, deadline, "giving up")  # before anyone frees what another may still map
             if made.engine is not None:
                 made.engine.release()
             if made.workspace is not None:
@@ -174,7 +174,7 @@ def _step(mpi: Any, deadline: float, what: str) -> Iterator[None]:
         yield
     except (IpcReduceError, OSError) as caught:
         error = caught
-    exchange.vote(mpi, error, deadline, what)
+    exchange.confirm(mpi, error, deadline, what)
 
 
 def _share_page(mpi: Any, rank: int, n: int, deadline: float) -> Page:
@@ -238,7 +238,7 @@ def _verify(mpi: Any, engine: Engine, devices: np.ndarray[Any, Any], deadline: f
             )
     except IpcReduceError as caught:
         error = caught
-    record = exchange.message(exchange.VERDICT, error, halves=bool((verdict == _HALVES).any()), links=kinds)
+    record = exchange.message(links.VERDICT, error, halves=bool((verdict == _HALVES).any()), links=kinds)
     everyone = exchange.allgather(mpi, record, deadline, "trying the links")
     exchange.check(mpi, everyone, "trying the links")
     engine.launches.whole_packets, engine.packets = links.packets(everyone)

@@ -13,8 +13,8 @@ the object that keeps it; else the call's end is recorded at once, in an event o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ class _Captured:
     end: int = 0
 
 
-class CallOrder:
+class StreamOrder:
     """Where the last call ran. The communicator's lock is held around every method.
 
     :param context: of the GPU: the default stream's handle means another stream in each.
@@ -48,8 +48,8 @@ class CallOrder:
     def __init__(self, context: int) -> None:
         self._context = context
         self._open = False  # a call is being launched
-        self.fast = -1  # the stream on which the last eager call ran, if all that can have changed is that it captures
-        self.shared = False  # there are graphs of others
+        self._event_free = -1  # stream of the last eager call, if a launch on it needs no event, unless it captures
+        self._shared = False  # there are graphs of others
         self._eager: int | None = None  # the stream of the last eager call, or _RECORDED
         self._owner: Any = None  # keeps it
         self._captures: dict[int, _Captured] = {}  # by the captures' ids, the latest last
@@ -62,31 +62,56 @@ class CallOrder:
             raise
         self._between, self._end = self._events
 
-    @contextmanager
-    def behind(self, stream: int, owner: Any, capturable: bool = True, recorded: bool = False) -> Iterator[None]:
-        """The block launches a call on ``stream``, behind the last one. Not needed where ``fast`` is ``stream``.
+    # ---- launching
+    def skips_event(self, stream: int, capturable: bool = True) -> bool:
+        """True if a launch on ``stream`` follows the last eager call with no event.
+
+        :param capturable: see :meth:`launch`.
+        """
+        return stream == self._event_free and self._runs(stream, capturable)
+
+    def is_shared(self, stream: int, capturable: bool = True) -> bool:
+        """True if :meth:`launch_shared` can launch on ``stream``: there are graphs captured by others."""
+        return self._shared and self._runs(stream, capturable)
+
+    def _runs(self, stream: int, capturable: bool) -> bool:
+        """True if a launch on ``stream`` runs at once, in our context: each context has a default stream."""
+        try:
+            if stream < 2:
+                return bool(cupy_runtime.current_context() == self._context)
+            return not (capturable and cupy_runtime.is_capturing(stream))
+        except RuntimeError:  # CuPy's: no context, or a capture that has failed
+            return False
+
+    def launch(
+        self, start: Callable[[int], Any], stream: int, owner: Any, capturable: bool = True, recorded: bool = False
+    ) -> None:
+        """Launch a call on ``stream`` by ``start(stream)``, behind the last one.
 
         :param owner: the object that ``stream`` is the handle of, if there is one.
-        :param capturable: whether such a call can be part of a capture.
-        :param recorded: whether a capture is a recording of this communicator, of which every launch is ordered.
+        :param capturable: such a call can be part of a capture.
+        :param recorded: a capture is a recording of this communicator, in which every launch is ordered.
         :raises CaptureError: if it cannot, and ``stream`` captures; or if an eager call would have to follow one on a
             stream that is being captured now.
         """
+        if self.skips_event(stream):
+            start(stream)
+            return
         with using(self._context):
             capture = streams.capture_id(stream)
             if capture and not capturable:
                 raise CaptureError(IN_A_CAPTURE)
             captured = self._follow_captured(capture, stream, recorded) if capture else None
-            recording_end = captured is None and self._follow(stream, owner)
+            records_end = captured is None and self._follow(stream, owner)
             self._open = True
             try:
-                yield
+                start(stream)
             except BaseException:  # what came before the call still has its end
                 with suppress(CudaError):
-                    self._ended(captured, recording_end, stream)
+                    self._ended(captured, records_end, stream)
                 raise
             else:
-                self._ended(captured, recording_end, stream)
+                self._ended(captured, records_end, stream)
             finally:
                 self._open = False
 
@@ -101,14 +126,14 @@ class CallOrder:
                     "which is now being captured. Call synchronize() before that capture begins."
                 )
             self.chain(self._eager, stream)
-        if self.shared or not cupy_runtime.keeps(owner, stream):
-            self._eager, self.fast, self._owner = _RECORDED, -1, None
+        if self._shared or not cupy_runtime.keeps(owner, stream):
+            self._eager, self._event_free, self._owner = _RECORDED, -1, None
             return True
-        self._eager, self.fast, self._owner = stream, stream, owner
+        self._eager, self._event_free, self._owner = stream, stream, owner
         return False
 
     def _follow_captured(self, capture: int, stream: int, recorded: bool) -> _Captured:
-        self.fast = -1
+        self._event_free = -1
         captured = self._captures.get(capture)
         if captured is None:
             captured = _Captured() if recorded else self._open_to_others(streams.captured_graph(stream))
@@ -139,20 +164,20 @@ class CallOrder:
                     driver.synchronize()
             else:
                 streams.record_event(self._end, self._eager)
-        self.shared, self._eager, self.fast, self._owner = True, _RECORDED, -1, None
+        self._shared, self._eager, self._event_free, self._owner = True, _RECORDED, -1, None
 
-    def _ended(self, captured: _Captured | None, recording_end: bool, stream: int) -> None:
+    def _ended(self, captured: _Captured | None, records_end: bool, stream: int) -> None:
         """A call has been launched, or captured, on ``stream``."""
         if captured is None:
-            if recording_end:
+            if records_end:
                 streams.record_event(self._end, stream)
             return
         before, captured.last = captured.last, streams.capture_nodes(stream)
         if captured.end:  # one edge, from the last call: with one from every call a replay takes 0.25 us a call more
             graph.move_edges(captured.graph, before, captured.last, captured.end)
 
-    def launch_shared(self, start: Callable[[int], None], stream: int) -> None:
-        """Makes an eager call by ``start(stream)`` while ``shared``: what :meth:`behind` does, without looking around.
+    def launch_shared(self, start: Callable[[int], Any], stream: int) -> None:
+        """Make an eager call by ``start(stream)`` where :meth:`is_shared`: :meth:`launch` with fewer questions.
 
         :raises CudaError: if it fails, also for a stream that captures. :raises RuntimeError: what ``start`` raises.
         """
@@ -197,7 +222,7 @@ class CallOrder:
 
     def forget(self) -> None:
         """No eager call runs any more: the next one follows none, nor a stream on which a launch failed."""
-        self._eager, self.fast, self._owner = _RECORDED if self.shared else None, -1, None
+        self._eager, self._event_free, self._owner = _RECORDED if self._shared else None, -1, None
 
     def ends_by(self, deadline: float) -> bool:
         """Waits for the eager calls, at most until ``deadline`` on ``time.monotonic()``'s clock; whether they ended.

@@ -19,6 +19,10 @@ from ..coordination import exchange
 from ..cuda.compiler import cache_directory
 from . import plan
 
+TUNING = exchange.struct(
+    12, ("count", "<u4"), ("crc", "<u4"), ("up_to", "<u8", (plan.MOST_CHOICES,)),
+    ("shape", "<u2", (plan.MOST_CHOICES, 4)),
+)  # fmt: skip
 _VERSION = 3  # of the kernels' meaning of a table
 
 
@@ -58,8 +62,8 @@ def checksum(table: plan.Table) -> int:
 
 
 def message(table: plan.Table) -> np.ndarray[Any, Any]:
-    """A table as exchange.TUNING."""
-    record = exchange.message(exchange.TUNING, count=len(table), crc=checksum(table))
+    """A table as TUNING."""
+    record = exchange.message(TUNING, count=len(table), crc=checksum(table))
     for index, choice in enumerate(table):
         kind = plan.ALGORITHMS.index(choice.algorithm)
         record[0]["up_to"][index] = choice.up_to
@@ -68,7 +72,7 @@ def message(table: plan.Table) -> np.ndarray[Any, Any]:
 
 
 def received(record: Any, n: int) -> plan.Table:
-    """The table in a exchange.TUNING. :raises ValueError: if it is none that can be used, or not what was sent."""
+    """The table in a TUNING. :raises ValueError: if it is none that can be used, or not what was sent."""
     rows = zip(record["up_to"].tolist(), record["shape"].tolist(), strict=True)
     choices = [
         plan.Choice(up_to, plan.ALGORITHMS[kind], block, blocks, depth)

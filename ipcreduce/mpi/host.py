@@ -67,14 +67,17 @@ class HostReducer:
             advice="The communicator can only be closed.",
         ))  # fmt: skip
 
-    def refuse(self, error: BaseException, call: int) -> None:
-        """Takes part in a call that this rank refuses, so that the others hear of it, if they come in time."""
-        if self.halfway:
-            return
-        self._deadline, self._call, self._interrupt = time.monotonic() + self._timeout, call, None
-        with suppress(IpcReduceError):  # ``error`` is the one to raise here
-            self._tell(exchange.message(exchange.CALL, f"{type(error).__name__}: {error}", call=call))
-            self.halfway = False
+    def refuse(self, error: BaseException, call: int) -> PeerLostError | None:
+        """Take part in a call that this rank refuses, so that the others hear of it, if they come in time.
+
+        :returns: why the communicator is lost, if that ended halfway.
+        """
+        if not self.halfway:
+            self._deadline, self._call, self._interrupt = time.monotonic() + self._timeout, call, None
+            with suppress(IpcReduceError):  # ``error`` is the one to raise
+                self._tell(exchange.message(exchange.CALL, f"{type(error).__name__}: {error}", call=call))
+                self.halfway = False
+        return self.left_halfway(call, error) if self.halfway else None
 
     def _tell(self, record: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         exchange.check_mpi_runs()

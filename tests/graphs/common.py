@@ -102,9 +102,7 @@ def held_by_library(comm: Any) -> tuple[dict[str, int], int]:
     descriptors = len(os.listdir("/proc/self/fd"))
     if SIM:
         held = {kind: count for kind, count in driver.leaks().items() if kind != "modules"}
-        held["executables"] = held.get("executables", 0) - len(
-            comm._engine.repeats._graphs
-        )  # kept for calls made again
+        held["executables"] = held.get("executables", 0) - len(comm._engine.fast._graphs)  # kept for calls made again
         return held, descriptors
     free, total = cupy.cuda.runtime.memGetInfo()
     return {"bytes": total - free}, descriptors

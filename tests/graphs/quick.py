@@ -102,7 +102,7 @@ def the_same_arrays(comm: Any) -> None:
             comm.allreduce(source, out=source)
         source.shape = (5, 200) if RANK == LAST else (200, 5)
     total = cupy.zeros(300, np.int32)
-    known, stale = comm._engine.repeats._known, None
+    known, stale = comm._engine.fast._known, None
     for held in ([], None):  # ids come again, with other addresses and with the same
         for turn in range(20):
             array = cupy.full((300,), turn * (RANK + 1), np.int32)
@@ -116,7 +116,7 @@ def the_same_arrays(comm: Any) -> None:
                 held.append(array[:])
             del array
         assert stale is not None
-    most = len(comm._engine.repeats._graphs) + 2
+    most = len(comm._engine.fast._graphs) + 2
     for limits in ({"_MOST_GRAPHS": most}, {"_MOST": 6}):
         with mock.patch.multiple(fast_path, **limits):
             pairs = [(cupy.full((64,), RANK + i, np.float32), cupy.zeros(64, np.float32)) for i in range(5)]
@@ -125,9 +125,9 @@ def the_same_arrays(comm: Any) -> None:
                     result.fill(-1)
                     comm.allreduce(array, out=result)
                     right(result, TOTAL - SIZE + SIZE * i)
-        kept = comm._engine.repeats
+        kept = comm._engine.fast
         if "_MOST" in limits:
-            assert len(kept._starts) - len(kept._graphs) <= 6
+            assert len(kept._ready) - len(kept._graphs) <= 6
             assert len(kept._known) <= 6
         else:
             assert len(kept._graphs) == most
@@ -144,7 +144,7 @@ def not_as_quick(comm: Any) -> None:
             array.fill(RANK + 1)
             right(comm.allreduce(array, out=result))
         right(memory[1::2], 0)
-    known = comm._engine.repeats._known.get((id(overlapping[0]), id(overlapping[1]), "sum"))
+    known = comm._engine.fast._known.get((id(overlapping[0]), id(overlapping[1]), "sum"))
     assert known is None or known.array() is not overlapping[0]  # of arrays that had these ids before
     works(comm)
 
@@ -538,7 +538,7 @@ def closing_gives_back(comm: Any) -> None:
     with Communicator(timeout=20) as brief:
         for _ in range(4):
             right(brief.allreduce(source, out=out))
-        assert brief._engine.repeats._graphs
+        assert brief._engine.fast._graphs
     given_back(comm, before)
 
 

@@ -437,7 +437,7 @@ def default(comm: Communicator) -> None:
     assert ipcreduce.get_communicator() is first
     assert (first.rank, first.size, first.backend) == (RANK, SIZE, "mpi")
     assert ipcreduce.allreduce(np.full(3, 2)).tolist() == [2 * SIZE] * 3
-    assert first._call == 1, "not on the default communicator"
+    assert first._calls.number == 1, "not on the default communicator"
     alone = Communicator(MPI.COMM_SELF)
     assert ipcreduce.allreduce(np.full(3, 2), comm=alone).tolist() == [2] * 3
     assert ipcreduce.allreduce(array := np.full(3, RANK), "max", out=array) is array

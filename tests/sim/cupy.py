@@ -532,6 +532,11 @@ class _Runtime:
             streams.wait_event(stream, event)
 
     @staticmethod
+    def streamIsCapturing(stream: int) -> bool:
+        with _its_errors():
+            return streams.capture_id(stream) != 0
+
+    @staticmethod
     def graphLaunch(executable: int, stream: int) -> None:
         _require_context()
         graph.launch_through_the_runtime(executable, stream)

@@ -17,13 +17,13 @@ import pytest
 
 from ipcreduce.coordination import control_page, flight_recorder, watchdog
 from ipcreduce.coordination.control_page import Page
-from ipcreduce.coordination.fingerprint import Signature, Vote, signature
+from ipcreduce.coordination.fingerprint import Fingerprint, of_allreduce
 from ipcreduce.coordination.flight_recorder import RING
 from ipcreduce.errors import PeerFailedError, PeerTimeoutError, RankMismatchError
 from ipcreduce.numerics import DTYPE_NAMES, OPS
 
-SUM = signature((10,), "float32", "sum")
-ON_HOST = Signature.of(f"{SUM} on the host")
+SUM = of_allreduce((10,), "float32", "sum")
+ON_HOST = Fingerprint.of(f"{SUM} on the host")
 
 
 def make_pages(n: int) -> list[Page]:
@@ -107,27 +107,27 @@ def test_ranks_see_each_other(pages: list[Page]):
 # ---- signatures
 def test_signatures_differ_in_all_that_matters():
     different = [
-        signature((10,), "float32", "sum"),
-        signature((10,), "int32", "sum"),
-        signature((10,), "float32", "max"),
-        signature((11,), "float32", "sum"),
-        signature((5, 2), "float32", "sum"),
-        signature((2, 5), "float32", "sum"),
-        signature((10, 1), "float32", "sum"),
-        signature((), "float32", "sum"),
-        signature((1,), "float32", "sum"),
-        signature((0,), "float32", "sum"),
-        signature((0, 3), "float32", "sum"),
-        signature((1, 2, 3, 4, 5, 6), "float32", "sum"),
-        signature((1, 2, 3, 4, 5, 7), "float32", "sum"),
+        of_allreduce((10,), "float32", "sum"),
+        of_allreduce((10,), "int32", "sum"),
+        of_allreduce((10,), "float32", "max"),
+        of_allreduce((11,), "float32", "sum"),
+        of_allreduce((5, 2), "float32", "sum"),
+        of_allreduce((2, 5), "float32", "sum"),
+        of_allreduce((10, 1), "float32", "sum"),
+        of_allreduce((), "float32", "sum"),
+        of_allreduce((1,), "float32", "sum"),
+        of_allreduce((0,), "float32", "sum"),
+        of_allreduce((0, 3), "float32", "sum"),
+        of_allreduce((1, 2, 3, 4, 5, 6), "float32", "sum"),
+        of_allreduce((1, 2, 3, 4, 5, 7), "float32", "sum"),
         ON_HOST,
     ]
     assert len({one.crc for one in different}) == len(different)
-    assert signature((10,), "float32", "sum") == SUM
+    assert of_allreduce((10,), "float32", "sum") == SUM
 
 
 def test_every_pair_of_dtype_and_op_differs():
-    assert len({signature((8,), dtype, op).crc for dtype in DTYPE_NAMES for op in OPS}) == 60
+    assert len({of_allreduce((8,), dtype, op).crc for dtype in DTYPE_NAMES for op in OPS}) == 60
 
 
 def test_votes(pages: list[Page]):
@@ -148,8 +148,8 @@ def test_votes(pages: list[Page]):
 def test_waiting_in_vain(pages: list[Page]):
     """A rank that did not come to a vote is named on every rank, and every wait ends."""
     for page in pages[:-1]:
-        page.calls.enter(3, Signature.of("recording of a graph"))
-    pages[0].miss([len(pages) - 1])
+        page.calls.enter(3, Fingerprint.of("recording of a graph"))
+    pages[0].post_timeout([len(pages) - 1])
     for page in pages:
         assert page.aborted
         assert f"rank {len(pages) - 1} never came" in str(page.explain(3, 5.0))
@@ -161,7 +161,7 @@ def test_a_rank_writes_only_its_own_block(pages: list[Page]):
     before = np.frombuffer(pages[0]._map, np.uint8)[blocks].reshape(3, -1).copy()
     pages[1].calls.enter(RING - 1, SUM)
     assert (np.frombuffer(pages[0]._map, np.uint8)[blocks].reshape(3, -1) == before).all(), "the recorder has its own"
-    pages[1].post(control_page.REFUSED, 1, "x" * 5000)
+    pages[1].post_fault(control_page.REFUSED, 1, "x" * 5000)
     pages[1].leave()
     after = np.frombuffer(pages[0]._map, np.uint8)[blocks].reshape(3, -1)
     assert (after != before).any(axis=1).tolist() == [False, True, False]
@@ -171,7 +171,7 @@ def test_a_rank_writes_only_its_own_block(pages: list[Page]):
 def test_a_fault_raises_everybodys_abort_word(pages: list[Page]):
     assert not any(page.aborted for page in pages)
     assert pages[0].fault() is None
-    pages[1].post(control_page.REFUSED, 4, "ArgumentError: op must be sum")
+    pages[1].post_fault(control_page.REFUSED, 4, "ArgumentError: op must be sum")
     assert all(page.aborted for page in pages)
     assert pages[2].fault() == (4, 1, control_page.REFUSED, "ArgumentError: op must be sum")
 
@@ -183,13 +183,13 @@ def test_the_abort_word_is_the_pages_first(pages: list[Page]):
 
 
 def test_the_earliest_fault_counts(pages: list[Page]):
-    pages[2].post(control_page.MISMATCH, 9, "late")
-    pages[1].post(control_page.REFUSED, 5, "early")
+    pages[2].post_fault(control_page.MISMATCH, 9, "late")
+    pages[1].post_fault(control_page.REFUSED, 5, "early")
     assert pages[0].fault() == (5, 1, control_page.REFUSED, "early")
 
 
 def test_a_refused_call(pages: list[Page]):
-    pages[1].post(control_page.REFUSED, 4, "ArgumentError: op must be sum")
+    pages[1].post_fault(control_page.REFUSED, 4, "ArgumentError: op must be sum")
     error = pages[2].explain(6, 30.0)
     assert type(error) is PeerFailedError
     assert str(error) == (
@@ -199,7 +199,7 @@ def test_a_refused_call(pages: list[Page]):
 
 
 def test_a_mismatch(pages: list[Page]):
-    pages[0].post(control_page.MISMATCH, 7, "sum of int8 (3,) on rank 0 and sum of int8 (4,) on rank 1")
+    pages[0].post_fault(control_page.MISMATCH, 7, "sum of int8 (3,) on rank 0 and sum of int8 (4,) on rank 1")
     error = pages[1].explain(7, 30.0)
     assert type(error) is RankMismatchError
     assert str(error) == (
@@ -218,7 +218,7 @@ def test_a_timeout_says_who_never_came_and_what_it_did_last(pages: list[Page]):
     for page in pages:
         page.calls.enter(1, SUM)
     for rank in (0, 2):
-        pages[rank].calls.enter(2, signature((6,), "int64", "max"))
+        pages[rank].calls.enter(2, of_allreduce((6,), "int64", "max"))
         miss(pages[rank], 1)
     pages[0].abort()
     error = pages[0].explain(2, 1.5)
@@ -248,7 +248,7 @@ def test_a_chain_of_waits_ends_at_the_rank_that_is_behind(pages: list[Page]):
 
 
 def test_every_call_is_named_where_ranks_between_have_not_come():
-    ranks, other = make_pages(5), signature((3,), "int8", "sum")
+    ranks, other = make_pages(5), of_allreduce((3,), "int8", "sum")
     ranks[0].calls.enter(1, SUM)
     ranks[2].calls.enter(1, other)
     miss(ranks[0], 1)
@@ -268,7 +268,7 @@ def test_the_late_rank_itself_can_explain(pages: list[Page]):
 def test_clear_takes_back_ones_own(pages: list[Page]):
     for page in pages[:2]:
         miss(page, 2)
-        page.post(control_page.REFUSED, 1, "why")
+        page.post_fault(control_page.REFUSED, 1, "why")
     pages[0].clear()
     assert pages[2].fault() == (1, 1, control_page.REFUSED, "why"), "another rank's fault is its own to clear"
     pages[1].clear()
@@ -278,10 +278,10 @@ def test_clear_takes_back_ones_own(pages: list[Page]):
 
 
 def test_long_and_foreign_texts(pages: list[Page]):
-    pages[1].post(control_page.REFUSED, 1, "é" * 5000)
+    pages[1].post_fault(control_page.REFUSED, 1, "é" * 5000)
     text = pages[0].fault()[3]
     assert text.startswith("é" * 500)
-    pages[1].post(control_page.REFUSED, 1, "short")
+    pages[1].post_fault(control_page.REFUSED, 1, "short")
     assert pages[0].fault()[3] == "short"
 
 
@@ -294,10 +294,10 @@ def test_a_lost_rank(pages: list[Page]):
 
 
 def test_the_first_loss_counts_and_what_a_rank_says_of_itself_comes_first(pages: list[Page]):
-    pages[0].lose(2, "its process has ended")
-    pages[0].lose(1, "it closed the communicator")
+    pages[0].post_lost(2, "its process has ended")
+    pages[0].post_lost(1, "it closed the communicator")
     assert [page.loss() for page in pages] == [(2, "its process has ended")] * 3
-    pages[2].lose(2, "it was interrupted")
+    pages[2].post_lost(2, "it was interrupted")
     assert [page.loss() for page in pages] == [(2, "it was interrupted")] * 3
 
 
@@ -310,21 +310,21 @@ def bytes_of(page: Page) -> np.ndarray:
 
 
 def fault_twice(page: Page) -> Change:
-    page.post(control_page.REFUSED, 4, "ArgumentError: op must be sum")
+    page.post_fault(control_page.REFUSED, 4, "ArgumentError: op must be sum")
     before = bytes_of(page).copy()
-    page.post(control_page.MISMATCH, 7, "sum of int8 (3,) on rank 0 and sum of int8 (4,) on rank 1")
+    page.post_fault(control_page.MISMATCH, 7, "sum of int8 (3,) on rank 0 and sum of int8 (4,) on rank 1")
     return before, lambda reader: reader.fault()
 
 
 def fault_of_none(page: Page) -> Change:
-    page.lose(2, "its process has ended")  # or fault() looks again for what the abort word stands for
+    page.post_lost(2, "its process has ended")  # or fault() looks again for what the abort word stands for
     before = bytes_of(page).copy()
-    page.post(control_page.MISMATCH, 7, "sum of int8 (3,) on rank 0 and sum of int8 (4,) on rank 1")
+    page.post_fault(control_page.MISMATCH, 7, "sum of int8 (3,) on rank 0 and sum of int8 (4,) on rank 1")
     return before, lambda reader: reader.fault()
 
 
 def fault_cleared(page: Page) -> Change:
-    page.post(control_page.MISMATCH, 7, "sum of int8 (3,) on rank 0 and sum of int8 (4,) on rank 1")
+    page.post_fault(control_page.MISMATCH, 7, "sum of int8 (3,) on rank 0 and sum of int8 (4,) on rank 1")
     before = bytes_of(page).copy()
     page.clear()
     return before, lambda reader: reader.fault()
@@ -332,7 +332,7 @@ def fault_cleared(page: Page) -> Change:
 
 def loss_of_none(page: Page) -> Change:
     before = bytes_of(page).copy()
-    page.lose(page.rank, "it was interrupted (KeyboardInterrupt)")
+    page.post_lost(page.rank, "it was interrupted (KeyboardInterrupt)")
     return before, lambda reader: reader.loss()
 
 
@@ -412,7 +412,7 @@ def test_a_timeout_is_one_at_once(pages: list[Page], monkeypatch: pytest.MonkeyP
     pages[0].abort()
     assert type(pages[2].explain(1, 1.0)) is PeerTimeoutError
     pages[0].clear()
-    pages[0].miss([2])
+    pages[0].post_timeout([2])
     assert type(pages[1].explain(1, 1.0)) is PeerTimeoutError
 
 

@@ -188,7 +188,7 @@ def test_a_long_wait_leaves_the_processor_to_others():
 
 
 def test_a_vote_passes_where_all_agree():
-    exchange.vote(World(), None, time.monotonic() + 10, "a step")
+    exchange.confirm(World(), None, time.monotonic() + 10, "a step")
 
 
 def test_a_failed_vote_names_ranks_and_reasons():
@@ -196,7 +196,7 @@ def test_a_failed_vote_names_ranks_and_reasons():
         record["ok"], record["text"] = rank == 0, b"" if rank == 0 else b"out of memory"
 
     with pytest.raises(UnsupportedError) as caught:
-        exchange.vote(World(change), ValueError("bad handle"), time.monotonic() + 10, "mapping")
+        exchange.confirm(World(change), ValueError("bad handle"), time.monotonic() + 10, "mapping")
     assert str(caught.value) == "mapping failed on 2 of 3 ranks: rank 1: bad handle; rank 2: out of memory"
 
 

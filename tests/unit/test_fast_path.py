@@ -23,16 +23,16 @@ class Failed(RuntimeError):
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> fast_path.Repeats:
+def calls(monkeypatch: pytest.MonkeyPatch) -> fast_path.FastPath:
     runtime = SimpleNamespace(CUDARuntimeError=Failed)
     monkeypatch.setattr(cupy_runtime, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
     monkeypatch.setattr(fast_path, "using", lambda context: nullcontext())
     monkeypatch.setattr(fast_path.driver, "current_context", lambda: OTHER)
     page: Any = SimpleNamespace(abort_word=[0], calls=SimpleNamespace(enter=None))
-    return fast_path.Repeats(0, OURS, SimpleNamespace(find=None), None, page)  # type: ignore[arg-type]
+    return fast_path.FastPath(0, OURS, SimpleNamespace(find=None), None, page)  # type: ignore[arg-type]
 
 
-def attempt(calls: fast_path.Repeats, monkeypatch: pytest.MonkeyPatch, *outcomes: Exception | None) -> None:
+def attempt(calls: fast_path.FastPath, monkeypatch: pytest.MonkeyPatch, *outcomes: Exception | None) -> None:
     """A graph's launch that ends so, each time it is tried."""
     left = iter(outcomes)
 
@@ -51,7 +51,7 @@ def attempt(calls: fast_path.Repeats, monkeypatch: pytest.MonkeyPatch, *outcomes
     assert next(left, "all") == "all"
 
 
-def test_another_context_is_no_failure(calls: fast_path.Repeats, monkeypatch: pytest.MonkeyPatch):
+def test_another_context_is_no_failure(calls: fast_path.FastPath, monkeypatch: pytest.MonkeyPatch):
     for code in (201, 400, 709):
         attempt(calls, monkeypatch, Failed(code), None)
 
@@ -68,7 +68,7 @@ def test_another_context_is_no_failure(calls: fast_path.Repeats, monkeypatch: py
     ],
 )
 def test_a_failure_has_its_name(
-    calls: fast_path.Repeats,
+    calls: fast_path.FastPath,
     monkeypatch: pytest.MonkeyPatch,
     outcomes: list[Exception],
     kind: type[Exception],
@@ -79,7 +79,7 @@ def test_a_failure_has_its_name(
         attempt(calls, monkeypatch, *outcomes)
 
 
-def test_in_our_context_the_first_failure_counts(calls: fast_path.Repeats, monkeypatch: pytest.MonkeyPatch):
+def test_in_our_context_the_first_failure_counts(calls: fast_path.FastPath, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fast_path.driver, "current_context", lambda: OURS)
     with pytest.raises(CudaError, match="status 400"):
         attempt(calls, monkeypatch, Failed(400))

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ipcreduce.coordination import flight_recorder
-from ipcreduce.coordination.fingerprint import Signature, signature
+from ipcreduce.coordination.fingerprint import Fingerprint, of_allreduce
 from ipcreduce.coordination.flight_recorder import RING, FlightRecorder
 
-SUM = signature((10,), "float32", "sum")
-ON_HOST = Signature.of(f"{SUM} on the host")
+SUM = of_allreduce((10,), "float32", "sum")
+ON_HOST = Fingerprint.of(f"{SUM} on the host")
 OFFSET = 4096
 
 
@@ -39,15 +39,15 @@ def test_equal_calls_pass(ranks: list[FlightRecorder]):
 @pytest.mark.parametrize(
     "other",
     [
-        signature((10,), "int32", "sum"),
-        signature((10,), "float32", "min"),
-        signature((5, 2), "float32", "sum"),
+        of_allreduce((10,), "int32", "sum"),
+        of_allreduce((10,), "float32", "min"),
+        of_allreduce((5, 2), "float32", "sum"),
         ON_HOST,
     ],
     ids=str,
 )
 @pytest.mark.parametrize("call", [1, 7, RING, RING + 1, 5 * RING - 1, (1 << 32) + 3])
-def test_whoever_comes_second_sees_the_difference(ranks: list[FlightRecorder], other: Signature, call: int):
+def test_whoever_comes_second_sees_the_difference(ranks: list[FlightRecorder], other: Fingerprint, call: int):
     assert ranks[0].enter(call, SUM) is None
     assert ranks[2].enter(call, other) == 0
     assert ranks[1].enter(call, SUM) == 2
@@ -56,14 +56,14 @@ def test_whoever_comes_second_sees_the_difference(ranks: list[FlightRecorder], o
 
 def test_ranks_may_be_apart(ranks: list[FlightRecorder]):
     """One that runs ahead is compared when the other comes to that call, not before."""
-    different = signature((3,), "int8", "sum")
+    different = of_allreduce((3,), "int8", "sum")
     for call in range(1, 6):
         assert ranks[0].enter(call, different if call == 4 else SUM) is None
     assert [ranks[1].enter(call, SUM) for call in range(1, 6)] == [None, None, None, 0, None]
 
 
 def test_a_call_that_the_ring_has_overwritten_is_not_compared(ranks: list[FlightRecorder]):
-    other = signature((3,), "int8", "sum")
+    other = of_allreduce((3,), "int8", "sum")
     ranks[0].enter(1, SUM)
     ranks[0].enter(1 + RING, other)
     assert ranks[1].enter(1, SUM) is None
@@ -74,7 +74,7 @@ def test_a_call_that_the_ring_has_overwritten_is_not_compared(ranks: list[Flight
 def test_a_slot_that_is_being_overwritten_is_not_compared(ranks: list[FlightRecorder]):
     for call in range(1, RING + 1):
         ranks[0].enter(call, SUM)
-    ranks[0].write(1, signature((3,), "int8", "sum"))  # of call RING + 1, whose number is not there yet
+    ranks[0].write(1, of_allreduce((3,), "int8", "sum"))  # of call RING + 1, whose number is not there yet
     assert ranks[1].enter(1, SUM) is None
 
 
@@ -83,7 +83,7 @@ def test_a_slot_that_is_being_overwritten_is_not_compared(ranks: list[FlightReco
 def test_any_difference_from_who_came_before_is_seen(data: st.DataObject):
     n = data.draw(st.integers(2, 8))
     odd = data.draw(st.sets(st.integers(0, n - 1), min_size=1, max_size=n - 1))
-    ranks, other = recorders(n), signature((3,), "int8", "sum")
+    ranks, other = recorders(n), of_allreduce((3,), "int8", "sum")
     for rank in data.draw(st.permutations(range(n))):
         assert ranks[rank].enter(1, SUM) is None
     came: list[int] = []
@@ -120,19 +120,19 @@ def test_ranks_write_side_by_side_and_nowhere_else(n: int):
     ("what", "text"),
     [
         (SUM, "sum of float32 (10,)"),
-        (signature((), "bfloat16", "avg"), "avg of bfloat16 ()"),
-        (signature((2, 3, 4), "uint64", "prod"), "prod of uint64 (2, 3, 4)"),
+        (of_allreduce((), "bfloat16", "avg"), "avg of bfloat16 ()"),
+        (of_allreduce((2, 3, 4), "uint64", "prod"), "prod of uint64 (2, 3, 4)"),
         (ON_HOST, "sum of float32 (10,) on the host"),
     ],
 )
-def test_described_alike_here_and_there(ranks: list[FlightRecorder], what: Signature, text: str):
+def test_described_alike_here_and_there(ranks: list[FlightRecorder], what: Fingerprint, text: str):
     assert str(what) == text
     ranks[0].enter(1, what)
     assert ranks[1].describe(0, 1) == text
 
 
 def test_a_long_description_is_cut_but_compared_whole(ranks: list[FlightRecorder]):
-    many, other = (signature((1,) * 50 + (last,), "int8", "sum") for last in (2, 3))
+    many, other = (of_allreduce((1,) * 50 + (last,), "int8", "sum") for last in (2, 3))
     ranks[0].enter(1, many)
     text = ranks[1].describe(0, 1)
     assert len(text) >= 80
@@ -150,7 +150,7 @@ def test_nothing_to_describe_yet(ranks: list[FlightRecorder]):
 def test_more_calls_than_the_table_has_texts():
     """It begins anew, and what comes again is told again."""
     ahead, behind = recorders(2)
-    many = [signature((count,), "int8", "sum") for count in range(flight_recorder.TEXTS + 10)]
+    many = [of_allreduce((count,), "int8", "sum") for count in range(flight_recorder.TEXTS + 10)]
     calls = [*enumerate(many, 1), (1 + RING, many[0]), (2 + RING, many[-1]), (3 + RING, many[500])]
     for call, what in calls:
         ahead.enter(call, what)
@@ -160,7 +160,7 @@ def test_more_calls_than_the_table_has_texts():
 def test_a_text_that_has_gone():
     ahead, behind = recorders(2)
     for count in range(flight_recorder.TEXTS + 2):
-        ahead.enter(1 + count, signature((count,), "int8", "sum"))
+        ahead.enter(1 + count, of_allreduce((count,), "int8", "sum"))
     assert [behind.describe(0, call) for call in (1, 2, 3)] == ["another call", "another call", "sum of int8 (2,)"]
 
 
@@ -170,7 +170,7 @@ def test_a_slot_is_written_before_its_number_and_compared_behind_it(
     """So that of two ranks the later one sees the other's key with the number, and does look."""
     seen = []
 
-    def write(self: FlightRecorder, slot: int, what: Signature, before: Any = FlightRecorder.write) -> None:
+    def write(self: FlightRecorder, slot: int, what: Fingerprint, before: Any = FlightRecorder.write) -> None:
         seen.append(("write", self.number[0]))
         before(self, slot, what)
 
@@ -187,7 +187,7 @@ def test_a_slot_is_written_before_its_number_and_compared_behind_it(
 
 def test_a_key_that_comes_late_is_no_difference(ranks: list[FlightRecorder], monkeypatch: pytest.MonkeyPatch):
     """Some processors show another's number before the key that it wrote first."""
-    other = signature((3,), "int8", "sum")
+    other = of_allreduce((3,), "int8", "sum")
     for rank in ranks[:2]:
         rank.enter(1, other)
     ranks[1].number[0] = 1 + RING
@@ -198,7 +198,7 @@ def test_a_key_that_comes_late_is_no_difference(ranks: list[FlightRecorder], mon
 @pytest.mark.parametrize("part", ["key", "table"])
 def test_an_interrupt_leaves_nothing_wrong(part: str, monkeypatch: pytest.MonkeyPatch):
     ahead, behind = recorders(2)
-    other = signature((3,), "int8", "sum")
+    other = of_allreduce((3,), "int8", "sum")
 
     class Interrupts(dict[Any, Any]):
         def __setitem__(self, key: Any, value: Any) -> None:

@@ -20,7 +20,9 @@ def candidates(nbytes: int, n: int, resident: int = plan.RESIDENT, before: Any =
         return plan.make_plan(size, n, HALF, forced, (), resident)
 
     launches = SimpleNamespace(planned=planned, resident=resident)
-    comm: Any = SimpleNamespace(size=n, require_engine=lambda what: SimpleNamespace(launches=launches))
+    comm: Any = SimpleNamespace(
+        size=n, session=SimpleNamespace(require_engine=lambda what: SimpleNamespace(launches=launches))
+    )
     return list(tune._candidates(nbytes, comm, list(before)))
 
 

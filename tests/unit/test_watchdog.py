@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ipcreduce.coordination.control_page import Page
-from ipcreduce.coordination.fingerprint import signature
+from ipcreduce.coordination.fingerprint import of_allreduce
 from ipcreduce.coordination.watchdog import Watchdog, own_identity
 from ipcreduce.errors import PeerLostError
 
-SUM = signature((10,), "float32", "sum")
+SUM = of_allreduce((10,), "float32", "sum")
 
 
 class Ranks:

@@ -1,1 +1,1 @@
-"""Direct kernels in graphs: off by default."""
+"""Direct kernels in graphs, which write into the peers' outputs: off by default. The entry is ``DirectGraphs``."""

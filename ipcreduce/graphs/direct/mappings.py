@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from ...coordination.control_page import REGISTRATIONS, Page
+from ...coordination.control_page import MARKS, Page
 from ...cuda import driver
 from ...errors import CudaError, UnsupportedError
 
@@ -44,12 +44,12 @@ class Mappings:
         return address
 
     def room(self) -> bool:
-        """Whether one graph more can be registered: marks are kept for the last :data:`REGISTRATIONS`."""
+        """True if one graph more can be registered: the page has marks for the last :data:`MARKS`."""
         self.collect()
-        return self._serial - min(self._pins, default=self._serial) < REGISTRATIONS
+        return self._serial - min(self._pins, default=self._serial) < MARKS
 
     def use(self, keys: Iterable[Key], release: Callable[[], None]) -> int:
-        """One graph more writes to these slabs of peers, as theirs do to ours.
+        """Count one graph more that writes to these slabs of peers, as theirs do to ours.
 
         :param release: called once no peer has our slabs mapped for this graph.
         :returns: the graph's serial number, for :meth:`drop`.
@@ -61,18 +61,18 @@ class Mappings:
             return serial
 
     def drop(self, serial: int, keys: Iterable[Key]) -> None:
-        """A graph is gone. Its slabs are unmapped, if no other graph uses them, once its last replay is over.
+        """Count one graph less. Slabs that no other graph uses are unmapped, once its last replay is over.
 
         :raises CudaError: if that fails: the peers then keep their memory.
         """
         with self._lock:
             self._uses.subtract(keys)
             self.unmap_unused()
-        self._page.mark_unmapped(serial)
+        self._page.marks[self._page.rank, serial % MARKS] = serial + 1
         self.collect()
 
     def unmap_unused(self) -> None:
-        """Unmaps the slabs that no graph uses. :raises CudaError: the last failure, once the others are unmapped."""
+        """Unmap the slabs that no graph uses. :raises CudaError: the last failure, once the others are unmapped."""
         failed = None
         with self._lock:
             for key in [key for key in list(self._mapped) if self._uses[key] <= 0]:
@@ -85,20 +85,23 @@ class Mappings:
             raise failed
 
     def collect(self) -> None:
-        """Frees the memory of graphs that every rank has dropped."""
+        """Free the memory of graphs that every rank has dropped."""
         with self._lock:
-            over = [serial for serial in list(self._pins) if self._page.all_unmapped(serial)]
+            over = [serial for serial in list(self._pins) if self._dropped_by_all(serial)]
             free = [self._pins.pop(serial, None) for serial in over]  # a finaliser may have come in between
         for release in free:
             if release is not None:
                 release()
 
+    def _dropped_by_all(self, serial: int) -> bool:
+        return bool((self._page.marks[:, serial % MARKS] == serial + 1).all())
+
     def unmap_all(self) -> None:
-        """Unmaps everything of the peers. Idempotent."""
+        """Unmap everything of the peers. Idempotent."""
         self._uses.clear()
         self.unmap_unused()
 
     def release_all(self) -> None:
-        """Every peer has unmapped everything."""
+        """Free all memory of ours: every peer has unmapped it."""
         while self._pins:
             self._pins.popitem()[1]()

@@ -1,132 +1,205 @@
 """Registration: once, after recording, all-reduces whose outputs lie in memory of ours become direct on all ranks.
 
-Where the communicator asks for that (plan.direct says why not by default). Until then, and wherever a rank's output
-cannot be mapped, they stay staged, which is right too. So nothing here can make a graph wrong.
+Only where the communicator asks for that (plan.direct says why it is off by default). Until then, and wherever a
+rank's output cannot be mapped, they stay staged, which is right too. So nothing here can make a graph wrong.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 
-from ...coordination import exchange
+from ...coordination.calls import CallSequence
 from ...cuda import driver
 from ...cuda import graph as cuda_graph
-from ...errors import CudaError, IpcReduceError, RankMismatchError, UnsupportedError
+from ...errors import CudaError, IpcReduceError, PeerFailedError, PeerTimeoutError, RankMismatchError, UnsupportedError
 from ...ipc import plan
 from ...ipc.engine import Engine
-from ..recording import Launched, Segment
-from .mappings import Key
-
-if TYPE_CHECKING:
-    from ..graph import Graph
+from ..pool import GraphPool
+from ..recording import LaunchedKernel, Segment
+from .mappings import Key, Mappings
 
 _SLAB = np.dtype([("number", "<i8"), ("nbytes", "<u8"), ("handle", "V64")])
 _SPAN = np.dtype([("slab", "<i8"), ("offset", "<u8")])  # slab -1: this all-reduce cannot be direct
 
 
+class Registrable(Protocol):
+    """A recorded graph."""
+
+    @property
+    def segments(self) -> list[Segment]: ...
+
+    def pools(self) -> list[GraphPool]:
+        """The memory in which outputs that peers may map can lie."""
+
+    def registered(self, executables: dict[Segment, cuda_graph.Executable], drop: Callable[[], None]) -> None:
+        """Take executables with direct kernels. ``drop()``: they will not be launched any more."""
+
+
 @dataclass(frozen=True)
 class _Candidate:
-    graph: Graph
+    graph: Registrable
     segment: Segment
-    launched: Launched
-    step: plan.Step  # the direct one
+    launched: LaunchedKernel
+    direct: plan.Step
+
+    @property
+    def target(self) -> int:
+        return self.launched.target + self.direct.offset
 
 
-def register(mpi: Any, engine: Engine, graphs: Sequence[Graph], seconds: float) -> None:
-    """Switches what is to be direct, in graphs that every rank has recorded alike. Collective.
-
-    :raises PeerTimeoutError: if a rank does not come; other trouble leaves the graphs staged, on all ranks.
-    """
-    deadline = time.monotonic() + seconds
-    candidates = [
-        _Candidate(graph, segment, launched, step)
-        for graph in graphs
-        for segment in graph.segments
-        for call in segment.calls
-        for launched in call.launches
-        if (step := engine.launches.planned_direct(launched.step)) is not None
-    ]
-    if not candidates:  # the same on every rank, since the recordings are
-        return
-    with suppress(UnsupportedError):  # a vote: on every rank alike
-        chosen = _map(mpi, engine, candidates, deadline)
-        _switch(mpi, engine, chosen, deadline)
+_Chosen = tuple[_Candidate, list[int], list[Key]]  # with each rank's address here, and the peers' slabs
 
 
-def _map(
-    mpi: Any, engine: Engine, candidates: list[_Candidate], deadline: float
-) -> list[tuple[_Candidate, list[int], list[Key]]]:
-    """The candidates that direct.cu can take on all ranks, with each rank's address here and its slab.
+class DirectGraphs:
+    """The registered graphs of one communicator."""
 
-    :raises UnsupportedError: if mapping fails on a rank.
-    """
-    error: IpcReduceError | None = None
-    slabs: dict[int, np.ndarray[Any, Any]] = {}
-    spans = np.zeros(len(candidates), _SPAN)
-    spans["slab"] = -1
-    try:
-        if not engine.mappings.room():
-            raise UnsupportedError("too many registered graphs have not been closed on every rank")
-        for index, candidate in enumerate(candidates):
-            launched, step = candidate.launched, candidate.step
-            target = launched.target + step.offset
-            slab = candidate.graph.find_slab(target, step.nbytes)
-            if slab is not None and (launched.source | launched.target | step.nbytes) % plan.PACKET_BYTES == 0:
-                handle = np.void(driver.export_memory(slab.address))
-                slabs[slab.number] = np.array((slab.number, slab.nbytes, handle), _SLAB)
-                spans[index] = slab.number, target - slab.address
-    except (CudaError, UnsupportedError) as caught:
-        error = caught
-    record = exchange.message(exchange.REGISTRATION, error, slabs=len(slabs), spans=len(spans))
-    everyone = exchange.allgather(mpi, record, deadline, "a registration")
-    exchange.check(mpi, everyone, "exporting memory of graphs")
-    if (everyone["spans"] != len(spans)).any():
-        raise UnsupportedError("the ranks have different all-reduces to register")
-    own = np.zeros(max(1, int(everyone["slabs"].max())), _SLAB)
-    own[: len(slabs)] = list(slabs.values())
-    all_slabs = exchange.allgather_rows(mpi, own, deadline, "a registration")
-    all_spans = exchange.allgather_rows(mpi, spans, deadline, "a registration")
+    def __init__(self, engine: Engine, calls: CallSequence) -> None:
+        self.mappings = Mappings(engine.page)
+        self._engine, self._calls = engine, calls
 
-    known = [
-        {int(slab["number"]): slab for slab in slabs[: int(count)]}
-        for slabs, count in zip(all_slabs, everyone["slabs"], strict=True)
-    ]
-    _check_spans(engine.rank, known, all_spans, [candidate.step.nbytes for candidate in candidates])
-    chosen = []
-    try:
-        for index, candidate in enumerate(candidates):
-            if (all_spans["slab"][:, index] < 0).any():
-                continue
-            addresses, keys = [], []
-            for i in range(engine.n):
-                rank = (engine.rank + i) % engine.n
-                number, offset = int(all_spans["slab"][rank, index]), int(all_spans["offset"][rank, index])
-                if i == 0:
-                    addresses.append(candidate.launched.target + candidate.step.offset)
-                else:
-                    slab = known[rank][number]
-                    mapped = engine.mappings.open((rank, number), slab["handle"].tobytes(), int(slab["nbytes"]))
-                    addresses.append(mapped + offset)
-                    keys.append((rank, number))
-            chosen.append((candidate, addresses, keys))
-    except (CudaError, UnsupportedError) as caught:
-        error = caught
-    try:
-        exchange.vote(mpi, error, deadline, "mapping memory of graphs")
-    except UnsupportedError:
-        with suppress(CudaError):
-            engine.mappings.unmap_unused()  # what was mapped just now
-        raise
-    return chosen
+    def register(self, number: int, graphs: Sequence[Registrable]) -> None:
+        """Switch to direct kernels in graphs that every rank has recorded alike, within call ``number``. Collective.
+
+        :raises PeerLostError: if a rank does not come. Other trouble leaves the graphs staged, on all ranks.
+        :raises RankMismatchError: on every rank, if one describes its memory wrongly.
+        """
+        candidates = [
+            _Candidate(graph, segment, launched, direct)
+            for graph in graphs
+            for segment in graph.segments
+            for call in segment.calls
+            for launched in call.launches
+            if (direct := self._planned(launched.part)) is not None
+        ]
+        if not candidates:  # the same on every rank, since the recordings are
+            return
+        with suppress(UnsupportedError):  # a vote: on every rank alike
+            self._switch(number, self._map(number, candidates))
+
+    def _planned(self, staged: plan.Step) -> plan.Step | None:
+        launches = self._engine.launches
+        return plan.direct(staged, self._engine.n, launches.resident, launches.sharing)
+
+    def _gather(self, number: int, payload: bytes) -> list[bytes]:
+        try:
+            return self._calls.gather(number, payload)
+        except (PeerTimeoutError, PeerFailedError, RankMismatchError) as error:  # peers may have gone on
+            raise self._calls.lose("it left a registration of graphs", error) from error
+
+    def _confirm(self, number: int, error: Exception | None, what: str) -> None:
+        """:raises UnsupportedError: on every rank, if one has an error."""
+        for rank, text in enumerate(self._gather(number, str(error or "").encode())):
+            if text:
+                raise UnsupportedError(f"{what} failed on rank {rank}: {text.decode(errors='replace')}")
+
+    def _map(self, number: int, candidates: list[_Candidate]) -> list[_Chosen]:
+        """The candidates that direct.cu can take on all ranks, mapped.
+
+        :raises UnsupportedError: if mapping fails on a rank.
+        """
+        engine, mappings = self._engine, self.mappings
+        error: IpcReduceError | None = None
+        slabs: dict[int, np.ndarray[Any, Any]] = {}
+        spans = np.zeros(len(candidates), _SPAN)
+        spans["slab"] = -1
+        try:
+            if not mappings.room():
+                raise UnsupportedError("too many registered graphs have not been closed on every rank")
+            for index, one in enumerate(candidates):
+                found = (pool.find(one.target, one.direct.nbytes) for pool in one.graph.pools())
+                slab = next((slab for slab in found if slab is not None), None)
+                aligned = (one.launched.source | one.launched.target | one.direct.nbytes) % plan.PACKET_BYTES == 0
+                if slab is not None and aligned:
+                    handle = np.void(driver.export_memory(slab.address))
+                    slabs[slab.number] = np.array((slab.number, slab.nbytes, handle), _SLAB)
+                    spans[index] = slab.number, one.target - slab.address
+        except (CudaError, UnsupportedError) as caught:
+            error = caught
+        self._confirm(number, error, "exporting memory of graphs")
+        own = np.array(list(slabs.values()), _SLAB)
+        known = [{int(slab["number"]): slab for slab in rows} for rows in self._gather_rows(number, own)]
+        all_spans = self._gather_rows(number, spans)
+        if any(len(one) != len(spans) for one in all_spans):
+            raise UnsupportedError("the ranks have different all-reduces to register")
+        check_spans(engine.rank, known, all_spans, [one.direct.nbytes for one in candidates])
+        chosen = []
+        try:
+            for index, one in enumerate(candidates):
+                if any(rows["slab"][index] < 0 for rows in all_spans):
+                    continue
+                addresses, keys = [one.target], []
+                for i in range(1, engine.n):
+                    rank = (engine.rank + i) % engine.n
+                    key = rank, int(all_spans[rank]["slab"][index])
+                    slab_row = known[rank][key[1]]
+                    mapped = mappings.open(key, slab_row["handle"].tobytes(), int(slab_row["nbytes"]))
+                    addresses.append(mapped + int(all_spans[rank]["offset"][index]))
+                    keys.append(key)
+                chosen.append((one, addresses, keys))
+        except (CudaError, UnsupportedError) as caught:
+            error = caught
+        with self._undone():
+            self._confirm(number, error, "mapping memory of graphs")
+        return chosen
+
+    def _gather_rows(self, number: int, rows: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+        return [np.frombuffer(data, rows.dtype) for data in self._gather(number, rows.tobytes())]
+
+    def _switch(self, number: int, chosen: list[_Chosen]) -> None:
+        """Make the nodes direct and instantiate their segments again. :raises UnsupportedError: if a rank cannot."""
+        error: IpcReduceError | None = None
+        executables: dict[Segment, cuda_graph.Executable] = {}
+        try:
+            for one, addresses, _ in chosen:
+                launched = one.launched
+                source = launched.source + one.direct.offset
+                launch = self._engine.launches.launch_to(one.direct, launched.dtype, launched.op, source, addresses)
+                cuda_graph.set_kernel(launched.node, launch)
+            for segment in dict.fromkeys(one.segment for one, _, _ in chosen):
+                executables[segment] = cuda_graph.Executable(segment.graph)
+        except IpcReduceError as caught:
+            error = caught
+        with self._undone(*(executable.destroy for executable in executables.values())):
+            self._confirm(number, error, "switching graphs to the direct kernel")
+        for graph in dict.fromkeys(one.graph for one, _, _ in chosen):
+            own = [(one, keys) for one, _, keys in chosen if one.graph is graph]
+            for one, _ in own:
+                one.launched.algorithm = one.direct.algorithm
+            keys = frozenset(key for _, keys in own for key in keys)
+            graph.registered({one.segment: executables[one.segment] for one, _ in own}, self._use(graph.pools(), keys))
+
+    def _use(self, pools: list[GraphPool], keys: frozenset[Key]) -> Callable[[], None]:
+        """Keep ``pools`` while peers map them. The result: the graph is gone."""
+        for pool in pools:
+            pool.retain()
+
+        def unpin() -> None:
+            for pool in pools:
+                pool.release()
+
+        return partial(self.mappings.drop, self.mappings.use(keys, unpin), keys)
+
+    @contextmanager
+    def _undone(self, *actions: Callable[[], None]) -> Iterator[None]:
+        """If the block fails, runs ``actions`` and unmaps the slabs that no graph uses."""
+        try:
+            yield
+        except IpcReduceError:
+            for action in (*actions, self.mappings.unmap_unused):
+                with suppress(CudaError):
+                    action()
+            raise
 
 
-def _check_spans(own_rank: int, known: list[dict[int, Any]], spans: np.ndarray[Any, Any], nbytes: list[int]) -> None:
+def check_spans(
+    own_rank: int, known: list[dict[int, Any]], spans: list[np.ndarray[Any, Any]], nbytes: list[int]
+) -> None:
     """:raises RankMismatchError: on every rank, if one names an allocation that it has not sent, or bytes outside."""
     for rank, slabs in enumerate(known):
         for (number, offset), size in zip(spans[rank].tolist(), nbytes, strict=True):
@@ -137,35 +210,3 @@ def _check_spans(own_rank: int, known: list[dict[int, Any]], spans: np.ndarray[A
                     f"found bytes {offset} to {offset + size} of number {number}, which has {held}. "
                     "Run the same version of ipcreduce on every rank."
                 )
-
-
-def _switch(mpi: Any, engine: Engine, chosen: list[tuple[_Candidate, list[int], list[Key]]], deadline: float) -> None:
-    """Makes the nodes direct and their segments executable again. :raises UnsupportedError: if that fails on a rank."""
-    error: IpcReduceError | None = None
-    executables: dict[Segment, cuda_graph.Executable] = {}
-    try:
-        for candidate, addresses, _ in chosen:
-            launched = candidate.launched
-            launch = engine.launches.direct(
-                candidate.step, launched.dtype, launched.op, launched.source + candidate.step.offset, addresses
-            )
-            cuda_graph.set_kernel(launched.node, launch)
-        for segment in dict.fromkeys(candidate.segment for candidate, _, _ in chosen):
-            executables[segment] = cuda_graph.Executable(segment.graph)
-    except IpcReduceError as caught:
-        error = caught
-    try:
-        exchange.vote(mpi, error, deadline, "switching graphs to the direct kernel")
-    except UnsupportedError:
-        for executable in executables.values():
-            with suppress(CudaError):
-                executable.destroy()
-        with suppress(CudaError):
-            engine.mappings.unmap_unused()
-        raise
-    for graph in dict.fromkeys(candidate.graph for candidate, _, _ in chosen):
-        own = [(candidate, keys) for candidate, _, keys in chosen if candidate.graph is graph]
-        for candidate, _ in own:
-            candidate.launched.direct = True
-        replaced = {candidate.segment: executables[candidate.segment] for candidate, _ in own}
-        graph.registered(replaced, engine.mappings, frozenset(key for _, keys in own for key in keys))

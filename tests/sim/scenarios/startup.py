@@ -196,7 +196,7 @@ def one_smaller_gpu() -> None:
                 result = comm.allreduce(source)
             right(result)
             assert graph.state == "registered"
-            direct = comm._engine.launches.planned_direct(graph.segments[0].calls[0].launches[0].step)
+            direct = comm._session.direct._planned(graph.segments[0].calls[0].launches[0].part)
             assert (direct.algorithm, direct.grid) == ("direct", 2), direct
     good_communicator()
 
@@ -260,7 +260,7 @@ def shared_gpus() -> None:
         right(result)
         assert graph.state == "registered"
         for launched in graph.segments[0].calls[0].launches:
-            assert most == 1 or 2 * most * comm._engine.launches.planned_direct(launched.step).grid <= 264
+            assert most == 1 or 2 * most * comm._session.direct._planned(launched.part).grid <= 264
 
 
 SCENARIOS = [

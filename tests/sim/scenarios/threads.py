@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import sys
 import threading
@@ -288,13 +289,17 @@ def launches_that_fail() -> None:
         order = comm._engine.order
         streams.submit(kept.ptr, lambda: time.sleep(0.2))
         comm.allreduce(mine(), stream=kept)
-        with contextlib.suppress(KeyError), order.behind(raw.ptr, None):
+
+        def launch(stream: int, error: type[Exception] | None = None) -> None:
             assert not order.is_over()
-            raise KeyError
+            if error is not None:
+                raise error
+
+        with contextlib.suppress(KeyError):
+            order.launch(functools.partial(launch, error=KeyError), raw.ptr, None)
         assert not order.is_over()
         comm.synchronize()
-        with order.behind(raw.ptr, None):
-            assert not order.is_over()
+        order.launch(launch, raw.ptr, None)
         comm.synchronize()
         works(comm)
 

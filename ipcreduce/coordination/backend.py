@@ -1,0 +1,31 @@
+"""The protocols between calls and what makes them: a new backend implements :class:`Engine`."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Engine(Protocol):
+    """The part of a backend that a call sequence needs. Times are on ``time.monotonic()``'s clock."""
+
+    def drain(self) -> None:
+        """Wait until this rank's calls so far have ended."""
+
+    def quiesce(self, deadline: float) -> None:
+        """Wait until no work of ours runs, the abort word being up. :raises IpcReduceError: at ``deadline``."""
+
+    def reset(self) -> None:
+        """Return to the state of start-up, once every rank is quiet."""
+
+    def is_capturing(self, stream: int) -> bool:
+        """True if work on ``stream`` is captured, and does not run yet."""
+
+
+class Body(Protocol):
+    """A recording in progress."""
+
+    error: BaseException | None  # the first one raised within it
+
+    @property
+    def in_this_thread(self) -> bool:
+        """True if it is this thread that records."""

@@ -1,0 +1,83 @@
+"""Faults that are on the control page, as errors."""
+
+from __future__ import annotations
+
+from ..errors import IpcReduceError, PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, report
+from .control_page import MISMATCH, Page
+
+_GO_ON = (
+    "What has been reduced on this rank since then is not to be used. Graphs captured by others work again once every "
+    "rank has made a call that is not captured: an all-reduce, or a replay of an ipcreduce.Graph."
+)
+
+
+def fault_error(page: Page, call: int, timeout: float) -> PeerFailedError | RankMismatchError | PeerTimeoutError:
+    """The error behind the raised abort word, for this rank to raise in its call ``call``."""
+    fault = page.fault()
+    if fault is None:
+        return PeerTimeoutError(report(
+            page.rank, call, expected=f"every rank within {timeout:g} s", found=_positions(page),
+            advice="Look for a rank that waits elsewhere (a transfer, a lock, another collective, a decorator outside"
+            " of eager_break), or raise timeout=.",
+        ))  # fmt: skip
+    where, rank, kind, text = fault
+    if kind == MISMATCH:
+        return RankMismatchError(report(
+            page.rank, call, expected=f"the same call {where} on every rank", found=text,
+            advice="Make the ranks' programs agree; the communicator can be used again.",
+        ))  # fmt: skip
+    return PeerFailedError(report(
+        page.rank, call, expected=f"call {where} on every rank", found=f"that rank {rank} refused it ({text})",
+        advice="The communicator can be used again.",
+    ))  # fmt: skip
+
+
+def ended_error(page: Page, call: int, timeout: float) -> IpcReduceError:
+    """:func:`fault_error` for a kernel of this rank that has ended without data, with the way to go on."""
+    error = fault_error(page, call, timeout)
+    error.args = (f"{error} {_GO_ON}",)
+    return error
+
+
+def raise_lost(page: Page, number: int, any_call: bool = False) -> None:
+    """:raises PeerLostError: if a rank has gone without making call ``number``; ``any_call``: if one has gone."""
+    loss = page.loss()
+    if loss is not None:
+        raise _lost_error(page, number, *loss)
+    for rank in range(page.n):
+        if page.has_left_before(rank, number) or (any_call and page.has_left(rank)):
+            raise _lost_error(page, number, rank, "it closed the communicator")
+
+
+def all_come(page: Page, number: int) -> bool:
+    """True if every rank has entered this call, or will: no fault keeps it from that."""
+    fault = page.fault()
+    if fault is not None:
+        return fault[0] > number
+    return all(page.calls.call_of(rank) >= number for rank in range(page.n))
+
+
+def _lost_error(page: Page, call: int, rank: int, why: str) -> PeerLostError:
+    last = page.calls.call_of(rank)
+    return PeerLostError(report(
+        page.rank, call, expected=f"rank {rank} to take part", found=f"that {why}, after its call {last}",
+        advice="The communicator can only be closed.",
+    ))  # fmt: skip
+
+
+def _positions(page: Page) -> str:
+    """The ranks that others missed, and each rank's last call."""
+    describe = page.calls.describe
+    calls = [page.calls.call_of(rank) for rank in range(page.n)]
+    behind = {rank for rank in range(page.n) if calls[rank] < max(calls)}
+    missed = page.missed()
+    parts = []
+    for rank in sorted(missed & behind or behind or missed):
+        last = describe(rank, calls[rank])
+        parts.append(f"rank {rank} never came: its last call was {calls[rank]}" + (f" ({last})" if last else ""))
+    others: dict[str, list[int]] = {}
+    for rank in range(page.n):
+        if calls[rank] == max(calls):
+            others.setdefault(describe(rank, max(calls)), []).append(rank)
+    parts += [f"ranks {ranks} are at call {max(calls)} ({what})" for what, ranks in others.items()]
+    return "; ".join(parts)

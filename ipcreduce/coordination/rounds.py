@@ -1,0 +1,85 @@
+"""Exchanges among all ranks over the control page: rounds of bytes, and the meetings of a resynchronisation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ..errors import PeerFailedError
+from .control_page import CHUNK_BYTES, Page
+
+_POLL_SECONDS = 1e-4
+
+Abandon = Callable[[BaseException], bytes]
+
+
+class Rounds:
+    """Numbered rounds, in each of which every rank writes one chunk and reads all.
+
+    Two buffers are enough: a rank writes round s + 2 after it has read all of round s + 1, which each peer wrote after
+    it had read all of round s. After a round that some ranks left, numbers may differ until a resynchronisation.
+    """
+
+    def __init__(self, page: Page) -> None:
+        self.last = 0  # number of the last round
+        self._page = page
+
+    def gather(self, payload: bytes, check: Callable[[list[int]], None], abandon: Abandon | None = None) -> list[bytes]:
+        """Every rank's payload, by rank; they may differ in length. Collective.
+
+        :param check: called between polls with the ranks that have not come; raises to give the round up.
+        :param abandon: makes a payload of one chunk from the exception that ends this rank's wait, for ranks that come
+            later. Without it they raise.
+        :raises PeerFailedError: if a rank has given up, and has left no payload.
+        """
+        parts: list[bytes] = [b""] * self._page.n
+        lengths = [1] * self._page.n
+        begin = 0
+        while begin < max(lengths):
+            found = self._round(len(payload), payload[begin : begin + CHUNK_BYTES], check, abandon)
+            lengths = [total for total, _ in found]
+            parts = [part + chunk for part, (_, chunk) in zip(parts, found, strict=True)]
+            begin += CHUNK_BYTES
+        return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+
+    def _round(
+        self, total: int, chunk: bytes, check: Callable[[list[int]], None], abandon: Abandon | None
+    ) -> list[tuple[int, bytes]]:
+        page = self._page
+        self.last += 1
+        page.write_round(self.last, True, total, chunk)
+        try:
+            while None in (parts := page.read_round(self.last)):
+                check([rank for rank, part in enumerate(parts) if part is None])
+                time.sleep(_POLL_SECONDS)
+            for rank, part in enumerate(parts):
+                if part is not None and not part[0]:
+                    text = part[2].rstrip(b"\0").decode(errors="replace")
+                    raise PeerFailedError(f"rank {rank} left an exchange between the ranks ({text})")
+        except BaseException as error:  # a rank that comes later must not count on this one
+            left = f"{type(error).__name__}: {error}".encode() if abandon is None else abandon(error)
+            page.write_round(self.last, abandon is not None, len(left), left[:CHUNK_BYTES])
+            raise
+        return [(part[1], part[2]) for part in parts if part is not None]
+
+
+class Meetings:
+    """Numbered meetings, to which every rank comes, or the communicator is lost. So the numbers never differ."""
+
+    def __init__(self, page: Page) -> None:
+        self._page, self._last = page, 0
+
+    def meet(self, call: int, last_round: int, check: Callable[[list[int]], None]) -> list[tuple[int, int]]:
+        """Every rank's (call, last round), once all have come.
+
+        Meetings come in pairs to which a rank brings the same numbers. So it does no harm if a peer that has read this
+        meeting's records overwrites its own one by that of the second; no peer gets further before this rank does.
+
+        :param check: see :meth:`Rounds.gather`.
+        """
+        self._last += 1
+        self._page.write_meeting(self._last, call, last_round)
+        while None in (found := self._page.read_meeting(self._last)):
+            check([rank for rank, one in enumerate(found) if one is None])
+            time.sleep(_POLL_SECONDS)
+        return [one for one in found if one is not None]

@@ -204,7 +204,7 @@ class _Walk:
             self._objects += len(values)
             if self._objects > LIMIT:
                 raise ArgumentError(
-                    f"arrays are looked for in more than {LIMIT} objects, of which {len(values)} are in "
+                    f"the search for arrays met more than {LIMIT} objects, {len(values)} of them in "
                     f"{_short(self._path(number)) or 'the outermost one'}. Pass the arrays themselves, or skip the "
                     'check: check="never"'
                 )
@@ -294,7 +294,8 @@ def _difference(old: dict[str, Location], new: dict[str, Location]) -> AddressCh
     ]
     more = [f"and {len(lines) - SHOWN} more, see .changed, .missing and .added"] if len(lines) > SHOWN else []
     message = "\n  ".join([
-        "expected the recording's device arrays; found others. Copy into those, array[...] = new, or record again",
+        "expected the recording's device arrays; found others. Copy new data into those (array[...] = new), or record "
+        "again",
         *lines[:SHOWN],
         *more,
     ])  # fmt: skip

@@ -36,10 +36,7 @@ class DeviceInfo:
 
 
 def load() -> Any:
-    """Import and initialise the bindings, once.
-
-    :raises UnsupportedError: if the bindings, the driver or a GPU are missing.
-    """
+    """Import and initialise the bindings, once. :raises UnsupportedError: if they, the driver or a GPU are missing."""
     global _bindings
     if _bindings is None:
         try:

@@ -245,10 +245,7 @@ class _Walk:
         return self._layouts[id(kind)]
 
     def holds_for(self, roots: Roots) -> bool:
-        """Return True if ``roots`` have the same containers, types and arrays.
-
-        False does not prove a difference: a dict may merely have another order.
-        """
+        """Return True if ``roots`` have the same containers, types and arrays. A dict's order may make it False."""
         met: list[Any] = [dict(roots)]
         for container, read, keys, kinds, located, containers in self._steps:
             found, values = read(met[container])
@@ -294,8 +291,7 @@ def _difference(old: dict[str, Location], new: dict[str, Location]) -> AddressCh
     ]
     more = [f"and {len(lines) - SHOWN} more, see .changed, .missing and .added"] if len(lines) > SHOWN else []
     message = "\n  ".join([
-        "expected the recording's device arrays; found others. Copy new data into those (array[...] = new), or record "
-        "again",
+        "expected the recording's device arrays; found others. Copy into those (array[...] = new), or record again",
         *lines[:SHOWN],
         *more,
     ])  # fmt: skip

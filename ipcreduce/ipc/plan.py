@@ -185,8 +185,7 @@ def kernels(n: int, forced: str | None = None, table: Table = ()) -> set[tuple[s
 def eager_as_graph(step: Step) -> bool:
     """Return True if an eager call of this launch should run as a graph of one kernel.
 
-    That saves the host 2 us. It costs the GPU 1 us, because the kernel cannot overlap with its predecessor, but at such
-    sizes the host is the bottleneck (NOTES.md).
+    That saves the host 2 us, the bottleneck at these sizes. It costs the GPU 1 us, for lack of overlap (NOTES.md).
     """
     return step.nbytes <= _GRAPH_BYTES
 

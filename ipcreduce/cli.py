@@ -1,5 +1,8 @@
-"""The command line: ``python -m ipcreduce info`` says what this machine can do and why, ``bench`` how
-fast, and ``tune`` measures how to be fastest."""
+"""The command line: ``python -m ipcreduce info``, ``bench`` and ``tune``.
+
+``info`` shows versions, GPUs and the backend, with the reasons for it. ``bench`` times all-reduces beside other
+libraries. ``tune`` finds the fastest kernel and grid for each message size.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ _PACKAGES = (
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs a command. Exits with 2 for wrong arguments."""
+    """Run a command. Exits with status 2 if the arguments are wrong."""
     parser = argparse.ArgumentParser(prog="python -m ipcreduce", description="All-reduce for the GPUs of one host.")
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="versions, GPUs, P2P, backend and why (also under mpirun)")
@@ -57,17 +60,17 @@ def _run(command: Callable[[argparse.Namespace], None], options: argparse.Namesp
         command(options)
     except IpcReduceError as error:
         sys.exit(f"ipcreduce: {error}")
-    except Exception:  # on this rank alone, perhaps: the others would wait for it until the timeout
+    except Exception:  # perhaps on this rank only: abort, or the others would wait for the timeout
         traceback.print_exc()
         sys.stderr.flush()
-        time.sleep(0.3)  # MPICH's launcher loses what it has not read when a rank aborts
+        time.sleep(0.3)  # MPICH's launcher drops output that is still unread when a rank aborts
         from mpi4py import MPI
 
         MPI.COMM_WORLD.Abort(1)
 
 
 def collect() -> dict[str, Any]:
-    """What ``info --json`` prints. Under mpirun it is collective, and every rank gets the same but for its rank."""
+    """Gather the report of ``info --json``. Collective under mpirun; only ``rank`` differs between the ranks."""
     return {
         "ipcreduce": __version__,
         "python": platform.python_version(),
@@ -98,7 +101,7 @@ def _versions() -> dict[str, str]:
 
 
 def _gpus() -> dict[str, Any]:
-    """Driver, GPUs and the P2P matrix of this process, or why there are none."""
+    """Return the driver, the GPUs and their P2P matrix as this process sees them, or the reason for their absence."""
     try:
         devices = [driver.device_info(ordinal) for ordinal in range(driver.device_count())]
         return {
@@ -123,7 +126,7 @@ def _gpus() -> dict[str, Any]:
 
 
 def _ranks() -> dict[str, Any]:
-    """The communicator over MPI.COMM_WORLD on device="auto": backend and reasons. Empty with no MPI."""
+    """Return backend and reasons of a communicator over MPI.COMM_WORLD with device="auto"; empty without MPI."""
     from .communicator import Communicator
 
     try:

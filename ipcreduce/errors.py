@@ -1,7 +1,7 @@
-"""Every error that ipcreduce raises on purpose. All are under :class:`IpcReduceError`.
+"""The errors that ipcreduce raises deliberately. All derive from :class:`IpcReduceError`.
 
-A message names the rank, the call (counted from 1 on each communicator), what was expected, what was found, and what
-to do.
+A message about a call names the rank, the call number (from 1 on each communicator), the expected and the found
+values, and a remedy.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ class IpcReduceError(RuntimeError):
 
 
 class ArgumentError(IpcReduceError, ValueError):
-    """A call's arguments are wrong: type, dtype, shape, device, op, stream, a closed communicator."""
+    """An argument of a call is wrong: type, dtype, shape, device, op or stream; or the communicator is closed."""
 
 
 class UnsupportedError(IpcReduceError):
-    """This machine, driver or installation cannot do what was asked; the message says what is missing."""
+    """This machine, driver or installation does not support the request. The message names the missing part."""
 
 
 class RankMismatchError(IpcReduceError):
-    """The ranks do not make the same call: number, shape, dtype, op or order differ."""
+    """The ranks made different calls: call number, shape, dtype, op or order differ."""
 
 
 class PeerLostError(IpcReduceError):
-    """A rank has gone, or did not come to a resynchronisation. The communicator can only be closed."""
+    """A rank has died, has closed, or missed a resynchronisation. The communicator can only be closed."""
 
 
 class PeerTimeoutError(IpcReduceError):
-    """A rank did not come to a call within the communicator's timeout."""
+    """A rank did not arrive at a call within the communicator's timeout."""
 
 
 class PeerFailedError(IpcReduceError):
-    """Another rank refused this call or raised in it; the message has that rank's own."""
+    """Another rank refused this call or raised in it. The message includes that rank's error message."""
 
 
 class GraphStateError(IpcReduceError):
-    """A graph cannot do this in its present state."""
+    """A graph's present state does not allow the operation."""
 
 
 class CaptureError(IpcReduceError):
-    """A call cannot be part of a stream capture as it stands.
+    """A call cannot take part in a stream capture as it was made.
 
-    ``within`` says that it was made on a stream that is being captured. Such a call is not refused on the other ranks,
-    since what ends their waits would also spoil the work that is captured here.
+    ``within`` is True for a call on a stream that is being captured. The other ranks are not told of such an error:
+    the abort word that ends their waits would also spoil the work captured here.
     """
 
     def __init__(self, text: str, *, within: bool = False) -> None:
@@ -56,10 +56,10 @@ class CaptureError(IpcReduceError):
 
 
 class AddressChangedError(IpcReduceError):
-    """A replay's device arrays are not where the recording's were; nothing has been launched.
+    """The device arrays of a replay differ from the recording's in address or layout. Nothing has been launched.
 
     ``missing`` and ``added`` are tuples of paths such as ``kwargs["x"].layers[3]``. ``changed`` maps a path to (old,
-    new), each (address, shape, name of the dtype, strides in bytes).
+    new), each (address, shape, dtype name, strides in bytes).
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class AddressChangedError(IpcReduceError):
 
 
 class CudaError(IpcReduceError):
-    """A CUDA call failed. ``call`` is its name, ``code`` the CUresult, or the runtime's cudaError_t, as an int."""
+    """A CUDA call failed. ``call`` is its name; ``code`` is the CUresult or the runtime's cudaError_t, as an int."""
 
     def __init__(self, call: str, code: int, text: str) -> None:
         super().__init__(f"{call} failed: {text} ({code})")
@@ -90,6 +90,6 @@ class CudaError(IpcReduceError):
 
 
 def report(rank: int, call: int, *, expected: str, found: str, advice: str) -> str:
-    """The one form of a message about a call. ``call`` 0 is the communicator's start-up."""
+    """Format a message about a call. ``call`` 0 stands for the communicator's start-up."""
     where = f"rank {rank}, call {call}" if call else f"rank {rank}, start-up"
     return f"{where}: expected {expected}; found {found}. {advice}"

@@ -1,4 +1,4 @@
-"""The dtypes and ops, and what they mean: the fold of NumPy arrays that the kernels are built to agree with."""
+"""The dtypes, the ops, and the reference reduction of NumPy arrays, which the kernels are built to match."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-# A name's place in these tuples is its code on the wire and in the slots' offset (ipc/plan.py); never reorder.
+# A name's index in these tuples is its code on the wire and in the slots' offset (ipc/plan.py): never reorder.
 DTYPE_NAMES = (
     "float16", "bfloat16", "float32", "float64",
     "int8", "int16", "int32", "int64",
@@ -17,19 +17,20 @@ DTYPE_NAMES = (
 OPS = ("sum", "prod", "min", "max", "avg")
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_NAN_BITS = {"float16": 0x7FFF, "bfloat16": 0x7FFF, "float32": 0x7FC00000, "float64": 0x7FF8 << 48}  # the kernels' one
+_NAN_BITS = {"float16": 0x7FFF, "bfloat16": 0x7FFF, "float32": 0x7FC00000, "float64": 0x7FF8 << 48}  # as in kernels/
 DTYPES = {(BFLOAT16 if name == "bfloat16" else np.dtype(name)): name for name in DTYPE_NAMES}
 
 
 def fold(values: Sequence[np.ndarray[Any, Any]], op: str) -> np.ndarray[Any, Any]:
-    """``values[0] op values[1] op ...``, element by element and in this order.
+    """Reduce ``values[0] op values[1] op ...`` elementwise, from left to right.
 
     float16 and bfloat16 accumulate in float32 and round once. Integer sums and products wrap. The average of floats
     is the sum divided by n; of integers, the exact sum divided by n, truncated toward zero. NaN propagates through
-    min and max; of equal values (-0, +0) the first stays. All NaN of a dtype become the one that the kernels write.
+    min and max. Of equal values (-0, +0) the first is kept. Every NaN becomes the dtype's one NaN of the kernels.
 
     :param values: n arrays of one shape and dtype.
     :param op: one of :data:`OPS`.
+    :returns: a new array of that shape and dtype.
     """
     dtype = values[0].dtype
     if dtype.kind in "iu" and op == "avg":
@@ -49,14 +50,14 @@ def fold(values: Sequence[np.ndarray[Any, Any]], op: str) -> np.ndarray[Any, Any
         if op == "avg":
             result /= result.dtype.type(len(values))
         result = result.astype(dtype)
-        if dtype.kind not in "iu":  # one NaN: which payload survives depends on where an element lies in a vector
+        if dtype.kind not in "iu":  # the surviving NaN payload depends on an element's place in a vector
             bits = np.array(_NAN_BITS[DTYPES[dtype]], f"u{dtype.itemsize}")
             np.copyto(result, bits.view(dtype), where=np.isnan(result))
         return result
 
 
 def _integer_average(values: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    # The sum may not fit the dtype: quotients and remainders (0 <= remainder < n, by floor division) are summed apart.
+    # The sum may overflow, so quotients and remainders (floor division, 0 <= remainder < n) are summed separately.
     n = len(values)
     quotients = np.zeros_like(values[0])
     remainders = np.zeros(values[0].shape, np.int64)

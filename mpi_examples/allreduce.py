@@ -1,5 +1,5 @@
 # mpirun -n 4 python mpi_examples/allreduce.py
-"""Every rank brings an array and gets the sum of all: CuPy arrays where there is a GPU, NumPy elsewhere."""
+"""Sum an array over the ranks: CuPy arrays if there is a GPU, else NumPy arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ world = MPI.COMM_WORLD
 try:
     import cupy as xp
 
-    xp.cuda.Device(world.rank % xp.cuda.runtime.getDeviceCount()).use()  # each rank its own GPU
+    xp.cuda.Device(world.rank % xp.cuda.runtime.getDeviceCount()).use()  # one GPU for each rank, if there are enough
 except (ImportError, RuntimeError):  # no CuPy, or no GPU
     import numpy as xp
 

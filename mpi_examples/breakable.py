@@ -1,13 +1,13 @@
 # mpirun -n 4 python mpi_examples/breakable.py
-"""Decoding with a transformer split over the ranks: graphs with attention as their break.
+"""Decode with a transformer split over the ranks, by graphs in which attention is an eager break.
 
-Every step gives each sequence of a batch its next token. Projections, MLP and all-reduces have fixed shapes: a
-``GraphRunner`` records them once for each batch size. Attention goes over all tokens so far, more at each step: it runs
-eagerly between the segments, and finds the present lengths in the forward context. The same is then done by one full
-graph, whose attention goes over the whole cache and masks what is not there yet.
+Each step computes the next token of every sequence in a batch. Projections, MLP and all-reduces have fixed shapes: a
+``GraphRunner`` records them once for each batch size. Attention covers all tokens so far, one more at each step: it
+runs eagerly between the segments, and reads the present lengths from the forward context. Then a full graph does the
+same; its attention covers the whole cache and masks the tokens that are not there yet.
 
-Every token is compared with a NumPy computation that has all weights, float64 and no cache. Without GPUs, or CuPy, the
-runner calls the model, on NumPy arrays.
+Every token is compared with a NumPy computation that uses all weights, float64 and no cache. Without GPUs, or without
+CuPy, the runner calls the model on NumPy arrays.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from mpi4py import MPI
 
 import ipcreduce
 
-LAYERS, HIDDEN, HEADS, WIDTH, INNER = 2, 32, 8, 4, 64  # WIDTH: of a head
-LENGTH = 24  # tokens in the cache of a sequence; when it is full, another sequence takes its place
-BATCHES = (4, 2, 1)  # the largest first: the others then find their memory in the pool
-TOLERANCE = 1e-5  # of the largest element: float32 sums in another order
+LAYERS, HIDDEN, HEADS, WIDTH, INNER = 2, 32, 8, 4, 64  # WIDTH is that of one head
+LENGTH = 24  # tokens in a sequence's cache; a new sequence replaces one whose cache is full
+BATCHES = (4, 2, 1)  # the largest first, so that the others find their memory in the pool
+TOLERANCE = 1e-5  # relative to the largest element: float32 sums are taken in another order
 MODES = {"eager": "none", "broken": "piecewise", "full graph": "full"}
 
 draw = np.random.default_rng(1).standard_normal
 SHAPES = ((HIDDEN, 3, HEADS, WIDTH), (HEADS, WIDTH, HIDDEN), (HIDDEN, INNER), (INNER, HIDDEN))
-WEIGHTS = [  # of the whole model: for each layer to queries, keys and values; from the heads; up; down
+WEIGHTS = [  # of the whole model; in each layer: to queries, keys and values; from the heads; up; down
     [draw(shape, np.float32) / np.float32(HIDDEN**0.5) for shape in SHAPES] for _ in range(LAYERS)
 ]
 xp: Any = np  # CuPy, if the ranks have GPUs
@@ -41,24 +41,25 @@ xp: Any = np  # CuPy, if the ranks have GPUs
 
 @dataclass(frozen=True)
 class Batch:
-    """Descriptor of a recording."""
+    """The batch descriptor of a recording."""
 
     sequences: int
 
 
 @dataclass
 class Metadata:
-    """What attention has to know in a step: how many tokens each sequence has in the cache."""
+    """The input of attention in a step: the number of tokens that each sequence has in the cache."""
 
     lengths: list[int]
-    positions: Any  # the same in an array, (batch, 1), which a full graph reads: its address must stay
+    positions: Any  # the same as an array, (batch, 1). A full graph reads it, so its address must not change
 
 
 # ---- the model
 def product(a: Any, b: Any) -> Any:
-    """a @ b. CuPy does @ by cuBLAS, which it refuses while a stream captures; these sums are for small sizes only.
+    """Compute a @ b by elementwise products and sums, for small sizes only.
 
-    A real model uses nvmath.linalg.advanced.Matmul: plan() before the recording, execute() in it.
+    CuPy refuses its own @, which calls cuBLAS, while a stream captures. A real model uses
+    nvmath.linalg.advanced.Matmul, with plan() before the recording and execute() in it.
     """
     return (a[:, :, None] * b).sum(axis=1)
 
@@ -68,7 +69,10 @@ def norm(x: Any) -> Any:
 
 
 def attend(q: Any, keys: Any, values: Any, there: Any = None) -> Any:
-    """Of queries (..., heads, WIDTH) to the tokens in keys and values (..., tokens, heads, WIDTH) that are there."""
+    """Attention of queries (..., heads, WIDTH) over keys and values (..., tokens, heads, WIDTH).
+
+    ``there`` masks the tokens that exist; None means all of them.
+    """
     scores = (q[..., None, :, :] * keys).sum(axis=-1, keepdims=True) * WIDTH**-0.5
     if there is not None:
         scores = xp.where(there, scores, -np.inf)
@@ -76,23 +80,23 @@ def attend(q: Any, keys: Any, values: Any, there: Any = None) -> Any:
     return (weights * values).sum(axis=-3) / weights.sum(axis=-3)
 
 
-@ipcreduce.eager_break  # in mode "full" a plain call
+@ipcreduce.eager_break  # in mode "full" this is a plain call
 def attention(qkv: Any, cache: Any, out: Any) -> None:
-    """Of new tokens, qkv (batch, 3, heads, WIDTH), whose keys and values go into cache (batch, 2, LENGTH, ...)."""
+    """Attention of new tokens, qkv (batch, 3, heads, WIDTH); keys and values go into cache (batch, 2, LENGTH, ...)."""
     context = ipcreduce.get_forward_context()
-    if context.mode != "full":  # shapes and indices change at each step: not for a graph
+    if context.mode != "full":  # shapes and indices change at each step, which a graph does not allow
         for sequence, length in enumerate(context.attn_metadata.lengths):
             cache[sequence, :, length] = qkv[sequence, 1:]
             keys, values = cache[sequence, :, : length + 1]
             out[sequence] = attend(qkv[sequence, 0], keys, values)
-    else:  # nothing changes but what is in arrays
+    else:  # for a graph: only the contents of arrays change
         steps, position = xp.arange(LENGTH), context.attn_metadata.positions
         cache[...] = xp.where((steps == position)[:, None, :, None, None], qkv[:, 1:, None], cache)
         out[...] = attend(qkv[:, 0], cache[:, 0], cache[:, 1], (steps <= position)[:, :, None, None])
 
 
 class Model:
-    """This rank's heads and columns of every layer, with their cache."""
+    """This rank's heads and MLP columns of every layer, with their cache."""
 
     def __init__(self, comm: ipcreduce.Communicator) -> None:
         heads, inner = (np.array_split(np.arange(n), comm.size)[comm.rank] for n in (HEADS, INNER))
@@ -104,7 +108,7 @@ class Model:
             self.layers.append([xp.asarray(one) for one in mine])
 
     def __call__(self, x: Any) -> Any:
-        """x: (batch, HIDDEN), the embedding of each sequence's token; the result is of that shape."""
+        """Run one step. x: (batch, HIDDEN), the embedding of each sequence's token. The result has the same shape."""
         for to_qkv, from_heads, up, down, cache in self.layers:
             qkv = product(norm(x), to_qkv).reshape(len(x), 3, -1, WIDTH)
             heads = xp.empty((len(x), *qkv.shape[2:]), np.float32)
@@ -115,7 +119,7 @@ class Model:
 
 
 class Sequence:
-    """Embeddings of LENGTH tokens, and what the model has to make of each."""
+    """The embeddings of LENGTH tokens, and the model's expected output for each."""
 
     def __init__(self, number: int) -> None:
         self.length = 0
@@ -132,17 +136,17 @@ class Sequence:
 
 # ---- decoding
 def memory(runner: ipcreduce.GraphRunner) -> tuple[int, int]:
-    """Bytes of the graphs' pool, and of arrays outside of it."""
+    """The bytes of the graphs' pools, and those of CuPy's arrays outside of them."""
     pools = {graph.pool for graph in runner.recordings.values()}
     arrays = 0 if xp is np else xp.get_default_memory_pool().used_bytes()
     return sum(pool.nbytes for pool in pools), arrays
 
 
 def decode(comm: ipcreduce.Communicator, kind: str, steps: int) -> bool:
-    """Some steps, eager, broken or as full graphs; whether all was right."""
+    """Decode some steps: eager, with breaks, or by full graphs. Return True if all results are right."""
     mode = MODES[kind]
     runner = ipcreduce.GraphRunner(Model(comm), comm, mode="full" if mode == "full" else "piecewise", check="always")
-    inputs = {batch: xp.zeros((batch, HIDDEN), np.float32) for batch in BATCHES}  # what the graphs read
+    inputs = {batch: xp.zeros((batch, HIDDEN), np.float32) for batch in BATCHES}  # the arrays that graphs read
     positions = {batch: xp.zeros((batch, 1), np.int64) for batch in BATCHES}
     sequences = [Sequence(number) for number in range(BATCHES[0])]
     order, started = random.Random(3), len(sequences)  # the same on every rank
@@ -153,7 +157,7 @@ def decode(comm: ipcreduce.Communicator, kind: str, steps: int) -> bool:
         lengths = [one.length for one in active]
         inputs[batch][...] = xp.asarray(np.stack([one.tokens[one.length] for one in active]))
         positions[batch][...] = xp.asarray(np.array(lengths)[:, None])
-        if order.randrange(comm.size * 8) == comm.rank:  # a rank is late: the others wait in their all-reduce
+        if order.randrange(comm.size * 8) == comm.rank:  # this rank is late: the others wait in their all-reduce
             time.sleep(0.01)
         begin = time.perf_counter()
         with ipcreduce.forward_context(Batch(batch), mode, Metadata(lengths, positions[batch])):

@@ -1,10 +1,10 @@
 # mpirun -n 2 python mpi_examples/decorator_order.py
-"""Why ``@ipcreduce.eager_break`` is the outermost decorator: what goes wrong if it is not, and the right order.
+"""Decorator order: ``@ipcreduce.eager_break`` must be outermost. Shows the wrong order's failure and the right order.
 
-Attention needs keys and values (KV) that rank 0 sends to the others at each step, as a server for prompts does. A
-decorator waits on the host until they are there. Outside of the break it is not part of the break: it waits once, at
-the recording. Replays then use old KV, and rank 0, which waits until a step's KV has been taken, stays behind: the
-other ranks' all-reduce ends in a ``PeerTimeoutError``. Needs a GPU, CuPy and two ranks.
+Attention needs keys and values (KV) that rank 0 sends to the others at each step, as a prefill server does. A
+decorator waits on the host until they have arrived. Outside of the break, it is not part of the break and waits only
+once, at the recording. Replays then use old KV. Rank 0 waits until each step's KV has been received, so it falls
+behind, and the other ranks' all-reduce ends in a ``PeerTimeoutError``. Needs a GPU, CuPy and two ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpi4py import MPI
 import ipcreduce
 
 STEPS, COUNT = 4, 1000
-TIMEOUT = 2.0  # seconds; the default, 120, is for programs
+TIMEOUT = 2.0  # seconds, for a quick demonstration; the default is 120
 
 world = MPI.COMM_WORLD
 comm = ipcreduce.Communicator(device="auto", timeout=TIMEOUT)  # takes a GPU for each rank, if there are any
@@ -31,19 +31,19 @@ if comm.backend == "mpi" or comm.size == 1:
     sys.exit(0)
 import cupy  # noqa: E402
 
-kv = cupy.empty(COUNT, np.float32)  # not zeros: that fill and the copies on another stream would be in no order
+kv = cupy.empty(COUNT, np.float32)  # not zeros: the fill would not be ordered with copies on another stream
 arrivals = cupy.cuda.Stream(non_blocking=True)
 
 
 class Transfers:
-    """The KV of each step, from rank 0 to the others."""
+    """Transfers of each step's KV from rank 0 to the others."""
 
     def __init__(self) -> None:
         self.begun = self.taken = 0
         self.sending: list[MPI.Request] = []
 
     def begin(self) -> None:
-        """Rank 0 first waits until all ranks have taken the KV of the step before."""
+        """Begin a step's transfer. Rank 0 first waits until all ranks have received the previous step's KV."""
         MPI.Request.Waitall(self.sending)
         self.begun += 1
         self.values = np.full(COUNT, self.begun, np.float32)
@@ -51,7 +51,7 @@ class Transfers:
             self.sending = [world.Issend(self.values, rank) for rank in range(1, comm.size)]
 
     def wait(self) -> None:
-        """Returns when this step's KV is in ``kv``."""
+        """Wait until this step's KV is in ``kv``."""
         self.taken += 1
         if comm.rank != 0:
             world.Recv(self.values, 0)
@@ -60,14 +60,14 @@ class Transfers:
         arrivals.synchronize()
 
     def finish(self) -> None:
-        """Takes what nobody has waited for."""
+        """Receive the transfers that nobody has waited for."""
         while self.taken < self.begun:
             self.wait()
         MPI.Request.Waitall(self.sending)
 
 
 def after_transfer(function: Callable[..., None]) -> Callable[..., None]:
-    """Decorates a function that uses ``kv``."""
+    """Decorate a function that uses ``kv``, so that it waits for the transfer."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> None:
@@ -93,7 +93,7 @@ right_order = ipcreduce.eager_break(after_transfer(attention))
 
 
 def decode(attention: Callable[..., None]) -> tuple[int, str]:
-    """Records a step and replays it: how many steps were right, and what the library said, if it did."""
+    """Record a step and replay it. Return the number of right steps, and the library's error message or ""."""
     x, right = cupy.full((COUNT,), 1, np.float32), 0
     with ipcreduce.Graph(comm) as graph:
         try:
@@ -108,11 +108,11 @@ def decode(attention: Callable[..., None]) -> tuple[int, str]:
                 else:
                     graph.replay()
                 result = cupy.asnumpy(y)
-                comm.synchronize()  # which raises what has gone wrong
+                comm.synchronize()  # raises if the replay failed
                 right += bool((result == comm.size**2 * step).all())
                 print_once(f"step {step}: {result[0]:g}, {comm.size**2 * step} is due")
         except ipcreduce.IpcReduceError as error:
-            transfers.finish()  # so that rank 0 comes along
+            transfers.finish()  # releases rank 0 from its wait
             return right, f"{type(error).__name__}: {error}"
         transfers.finish()
     return right, ""

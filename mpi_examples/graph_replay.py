@@ -1,8 +1,8 @@
 # mpirun -n 4 python mpi_examples/graph_replay.py
-"""A function with two all-reduces is recorded once, then replayed 1,000 times with new inputs: one launch each time.
+"""Record a function with two all-reduces once, then replay it with new inputs: 1,000 runs, one launch a replay.
 
-A graph reads the arrays that it was recorded with, so new inputs are written into them. Every result is checked
-against NumPy. Needs a GPU and CuPy.
+A graph reads the arrays of its recording, so new inputs are written into those. Every result is checked against
+NumPy. Needs a GPU and CuPy.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ import cupy  # noqa: E402
 
 
 def draw(turn: int) -> list[np.ndarray]:
-    """Every rank's input of a turn: small whole numbers, so that sums are exact in any order."""
+    """Draw every rank's input for a turn: small whole numbers, so that sums are exact in any order."""
     random = np.random.default_rng(turn)
     return list(random.integers(-8, 8, (comm.size, TOKENS, HIDDEN)).astype(np.float32))
 
 
 x = cupy.asarray(draw(0)[comm.rank])
 graph = ipcreduce.Graph(comm)
-with graph.record(x):  # a real run: y is filled afterwards
+with graph.record(x):  # a real run: y holds the result afterwards
     total = comm.allreduce(x)
     y = comm.allreduce(total * x, "max") + total
 

@@ -1,9 +1,9 @@
 # mpirun -n 4 python mpi_examples/piecewise.py
-"""A model in pieces: each layer is a graph, and between layers the host decides whether another one is needed.
+"""A model with one graph for each layer; between layers the host decides if another layer is needed.
 
-A graph cannot hold such a decision. All-reduce gives every rank the same bits, so all ranks decide alike and replay
-the same graphs. There is a set of graphs for each batch size, all in one pool of memory, registered together at the
-end of ``comm.capture()``. Every result is checked against NumPy. Needs a GPU and CuPy.
+A graph cannot contain such a decision. All-reduce gives every rank the same bits, so all ranks decide alike and replay
+the same graphs. There is a set of graphs for each batch size. All share one memory pool, and they are registered
+together at the end of ``comm.capture()``. Every result is checked against NumPy. Needs a GPU and CuPy.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mpi4py import MPI
 import ipcreduce
 
 RUNS, LAYERS, HIDDEN, INNER = 200, 4, 16, 32
-BATCHES = (8, 4, 2, 1)  # the largest first: the others then find their memory in the pool
-LIMIT = 8  # activations are whole numbers up to this, so that every sum is exact, in any order
+BATCHES = (8, 4, 2, 1)  # the largest first, so that the others find their memory in the pool
+LIMIT = 8  # activations are whole numbers up to this magnitude, so that every sum is exact in any order
 
 comm = ipcreduce.Communicator(device="auto")  # takes a GPU for each rank, if there are any
 if comm.backend == "mpi":
@@ -38,7 +38,7 @@ weights = [(cupy.asarray(every_up[i][:, inner]), cupy.asarray(every_down[i][inne
 
 
 def product(a: Any, b: Any) -> Any:
-    """a @ b: CuPy does @ by cuBLAS, which it refuses while a stream captures."""
+    """Compute a @ b by sums: CuPy refuses its own @, which calls cuBLAS, while a stream captures."""
     return (a[:, :, None] * b).sum(axis=1)
 
 
@@ -48,12 +48,12 @@ def layer(x: Any, up: Any, down: Any) -> Any:
 
 
 def enough(x: np.ndarray) -> bool:
-    """Whether further layers would change little: nine tenths of the activations are at the limit."""
+    """Return True if further layers would change little: nine tenths of the activations are at the limit."""
     return bool((abs(x) == LIMIT).mean() >= 0.9)
 
 
 class Pieces:
-    """The graphs for one batch size. Each reads what the one before it has written."""
+    """The graphs for one batch size. Each reads the previous one's output."""
 
     def __init__(self, batch: int, pool: Any) -> None:
         self.x = cupy.zeros((batch, HIDDEN), np.float32)
@@ -62,13 +62,13 @@ class Pieces:
         for up, down in weights:
             source = self.outputs[-1] if self.outputs else self.x
             graph = ipcreduce.Graph(comm, pool=pool)
-            with graph.record([source, up, down]):  # named, so that they live as long as the graph
+            with graph.record([source, up, down]):  # named, so that the graph keeps them alive
                 self.outputs.append(layer(source, up, down))
             pool = graph.pool
             self.graphs.append(graph)
 
     def __call__(self, x: np.ndarray) -> tuple[np.ndarray, int]:
-        """The result, and how many layers it took."""
+        """Run the model on ``x``. Returns the result and the number of layers used."""
         self.x.set(x)
         layers = 0
         while layers < LAYERS and not enough(x):
@@ -79,7 +79,7 @@ class Pieces:
 
 
 def expected(x: np.ndarray) -> tuple[np.ndarray, int]:
-    """The same by NumPy, with all weights on one rank."""
+    """Compute the same by NumPy, with all weights on one rank."""
     layers = 0
     while layers < LAYERS and not enough(x):
         x = np.clip(x + np.maximum(x @ every_up[layers], 0) @ every_down[layers], -LIMIT, LIMIT)
@@ -89,7 +89,7 @@ def expected(x: np.ndarray) -> tuple[np.ndarray, int]:
 
 models: dict[int, Pieces] = {}
 pool = None
-with comm.capture():  # one registration for all graphs, at its end; they can be replayed before, too
+with comm.capture():  # registers all graphs at once, at its end; they can be replayed before that
     for batch in BATCHES:
         models[batch] = Pieces(batch, pool)
         pool = models[batch].graphs[0].pool

@@ -1,7 +1,7 @@
 # mpirun -n 4 python mpi_examples/tensor_parallel.py
-"""A layer split over the ranks: each holds some rows of the weights, and partial products are all-reduced.
+"""A layer split over the ranks: each rank holds some rows of the weights, and partial products are all-reduced.
 
-y = x @ w is the sum over the ranks of x[:, rows] @ w[rows], so no rank ever needs all the weights.
+y = x @ w is the sum over the ranks of x[:, rows] @ w[rows], so no rank needs all the weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mpi4py import MPI
 import ipcreduce
 
 TOKENS, HIDDEN, OUT = 16, 1000, 512
-TOLERANCE = 1e-5  # of the largest element: float32 sums of 1,000 products in another order
+TOLERANCE = 1e-5  # relative to the largest element: float32 sums of 1,000 products are taken in another order
 
 comm = ipcreduce.Communicator(device="auto")  # takes a GPU for each rank, if there are any
 if comm.backend == "mpi":

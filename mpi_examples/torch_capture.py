@@ -1,8 +1,8 @@
 # mpirun -n 4 python mpi_examples/torch_capture.py
-"""Our all-reduce inside torch.cuda.graph: PyTorch captures, and may replay as often as it likes.
+"""An ipcreduce all-reduce inside torch.cuda.graph, captured and replayed by PyTorch.
 
-Nothing has to be registered for it. Every rank replays the same graphs in the same order, and the communicator is
-closed after the last replay. Needs a GPU and PyTorch.
+No registration is needed. Every rank must replay the same graphs in the same order, and close the communicator only
+after the last replay. Needs a GPU and PyTorch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if missing:
 
 torch.cuda.set_device(comm.rank % torch.cuda.device_count())
 x, total = torch.ones(COUNT, device="cuda"), torch.empty(COUNT, device="cuda")
-comm.allreduce(x, out=total, stream=torch.cuda.current_stream())  # compiles, before the capture
+comm.allreduce(x, out=total, stream=torch.cuda.current_stream())  # compiles the kernels before the capture
 torch.cuda.synchronize()
 
 graph = torch.cuda.CUDAGraph()

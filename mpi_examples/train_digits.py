@@ -1,10 +1,10 @@
 # mpirun -n 4 python mpi_examples/train_digits.py
 """Data-parallel training on the 1,797 scanned digits of scikit-learn, with one all-reduce a step.
 
-Every rank holds the network and a shard of the digits. The gradients of all layers lie in one buffer, with
-the loss as its last element: one all-reduce in place sums them, and all ranks take the same step. Checked at
-the end: the accuracy on held-out digits, that all ranks hold the same weights bit for bit, and that the same
-training in one process arrives at these weights.
+Every rank holds the whole network and a shard of the digits. One buffer holds the gradients of all layers and, as its
+last element, the loss. One all-reduce in place sums it, and all ranks take the same step. At the end the example checks
+the accuracy on held-out digits, that all ranks hold the same weights bit for bit, and that the same training in one
+process arrives at these weights.
 
 With --graph (on GPUs) the work of a step, all-reduce included, is recorded once and then replayed by one launch.
 """
@@ -28,13 +28,13 @@ INPUTS, HIDDEN, OUTPUTS = 64, 128, 10
 BATCH, RATE, MOMENTUM = 96, 0.05, 0.9
 HELD_OUT = 360
 LEAST_ACCURACY = 0.95
-TOLERANCE = 1e-4  # between the weights of many ranks and of one: float32 sums in another order, at every step
+TOLERANCE = 1e-4  # between the weights of many ranks and of one: every step takes float32 sums in another order
 
 xp: Any = np  # CuPy, if the ranks have GPUs
 
 
 def by_sums(a: Any, b: Any) -> Any:
-    """a @ b: CuPy does @ by cuBLAS, which it refuses while a stream captures."""
+    """Compute a @ b by sums: CuPy refuses its own @, which calls cuBLAS, while a stream captures."""
     return (a[:, :, None] * b).sum(axis=1)
 
 
@@ -42,7 +42,7 @@ product: Callable[[Any, Any], Any] = operator.matmul
 
 
 def layers(vector: Any) -> tuple[Any, Any, Any, Any]:
-    """w1, b1, w2, b2 as views of a vector of parameters or gradients."""
+    """Split a vector of parameters or gradients into views w1, b1, w2, b2."""
     w1, b1, w2, b2 = xp.split(vector, np.cumsum([INPUTS * HIDDEN, HIDDEN, HIDDEN * OUTPUTS]).tolist())
     return w1.reshape(INPUTS, HIDDEN), b1, w2.reshape(HIDDEN, OUTPUTS), b2
 
@@ -55,9 +55,9 @@ def first_weights() -> Any:
 
 
 def gradients(weights: Any, images: Any, wanted: Any, share: Any, out: Any) -> None:
-    """Fill out with this rank's part of the gradients and, last, of the loss: means over the whole batch.
+    """Fill ``out`` with this rank's part of the gradients and, last, of the loss. Both are means over the whole batch.
 
-    wanted: a row of OUTPUTS for each image, 1 at its digit; share: its part of the mean, shape (images, 1).
+    wanted: (images, OUTPUTS), 1 at each image's digit. share: (images, 1), each image's weight in the mean.
     """
     w1, b1, w2, b2 = layers(weights)
     to_w1, to_b1, to_w2, to_b2 = layers(out[:-1])
@@ -88,13 +88,13 @@ def train(
     report: Callable[[int, Any, float], None],
     graph: ipcreduce.Graph | None = None,
 ) -> Any:
-    """The weights after some epochs over the digits, of which this rank keeps each size-th."""
+    """Train for some epochs on this rank's shard, every size-th digit. Returns the weights."""
     shard, wanted = xp.asarray(images[rank::size]), xp.asarray(np.eye(OUTPUTS, dtype=np.float32)[digits[rank::size]])
     weights = first_weights()
     velocity = xp.zeros_like(weights)
     grads = xp.zeros(weights.size + 1, dtype=xp.float32)
     loss, weight = xp.zeros((), dtype=xp.float32), xp.zeros((), dtype=xp.float32)
-    # A graph reads fixed arrays: rows beyond this rank's part of a batch have no share in the mean.
+    # A graph reads fixed arrays of BATCH rows: unused rows are zero, and so is their share in the mean.
     rows = [xp.zeros((BATCH, columns), dtype=xp.float32) for columns in (INPUTS, OUTPUTS, 1)]
 
     def step(*batch: Any) -> None:
@@ -128,7 +128,7 @@ def train(
 
 
 def now() -> float:
-    """Seconds, when all work on the GPU so far is done."""
+    """Wait for all work on the GPU, then return the time in seconds."""
     if xp is not np:
         xp.cuda.get_current_stream().synchronize()
     return time.perf_counter()
@@ -165,7 +165,7 @@ def main() -> int:
 
     def reduce(grads: Any) -> None:
         nonlocal reducing
-        if graph is not None:  # nobody can wait for what is only being recorded
+        if graph is not None:  # a recorded all-reduce cannot be timed by itself
             ipcreduce.allreduce(grads, out=grads, comm=comm)
             return
         begin = now()

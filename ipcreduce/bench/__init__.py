@@ -1,1 +1,1 @@
-"""``python -m ipcreduce bench``: times of an all-reduce beside the peers that are installed and the machine's limit."""
+"""``python -m ipcreduce bench``: all-reduce times beside other libraries and the machine's limit."""

@@ -1,4 +1,4 @@
-"""The command itself: which sizes, which contenders, checked first, then timed."""
+"""The ``bench`` command: choose sizes and contenders, check each contender's results, then time it."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ from . import contenders, report, timing
 from .data import Message
 from .limit import Limit
 
-_CHECKS = 4  # times that new data is reduced before a size is timed
-_LATE_SECONDS = 2e-3  # at most: how late a rank comes to a check
-_LARGE = 64 << 20  # bytes; more are checked once, and timed in fewer calls
-_EAGER_TURNS = 3  # of all contenders: the pace of a host changes within seconds
+_CHECKS = 4  # checks with new data, before a size is timed
+_LATE_SECONDS = 2e-3  # the longest random delay of a rank before a check
+_LARGE = 64 << 20  # bytes; larger messages are checked once, and timed in fewer calls
+_EAGER_TURNS = 3  # turns of all contenders, since the pace of a host changes within seconds
 
-_Run = tuple[timing.Times, timing.Times | None]  # of a call, on the host alone
+_Run = tuple[timing.Times, timing.Times | None]  # times of a call, end to end and on the host alone
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the command's options to ``parser``."""
     parser.add_argument("--smallest", type=size, default=4, metavar="BYTES", help="4, 64K, 1M, ... (default 4)")
     parser.add_argument("--largest", type=size, default=1 << 30, metavar="BYTES", help="(default 1G)")
     parser.add_argument("--between", action="store_true", help="also 3 * 2**k bytes, not only powers of two")
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES.values()))
     parser.add_argument("--mode", default="graph,eager", help="graph, eager, or both (the default)")
-    parser.add_argument("--peers", default=",".join(contenders.PEERS), help="which to time too, if they are installed")
-    parser.add_argument("--replays", type=int, default=30, help="timed replays of a graph, or rounds (default 30)")
-    parser.add_argument("--algorithm", choices=plan.ALGORITHMS, help="instead of the planned one")
+    parser.add_argument("--peers", default=",".join(contenders.PEERS), help="libraries to time too, if installed")
+    parser.add_argument("--replays", type=int, default=30, help="timed graph replays, or eager rounds (default 30)")
+    parser.add_argument("--algorithm", choices=plan.ALGORITHMS, help="force one at all sizes")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="needs matplotlib")
 
 
 def size(text: str) -> int:
-    """Bytes, from "64K" and the like."""
+    """Parse a number of bytes, such as "4", "64K" or "1G"."""
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     return int(text[:-1]) * units[text[-1].upper()] if text[-1:].upper() in units else int(text)
 
 
 def sizes(smallest: int, largest: int, between: bool) -> list[int]:
-    """The powers of two from ``smallest`` to ``largest``, and with ``between`` 3 * 2**k."""
+    """The powers of two from ``smallest`` to ``largest`` bytes, and with ``between`` also 3 * 2**k."""
     found = [1 << k for k in range(41)] + ([3 << k for k in range(40)] if between else [])
     return sorted(nbytes for nbytes in found if smallest <= nbytes <= largest)
 
 
 def main(options: argparse.Namespace) -> None:
-    """Runs it. Collective. :raises IpcReduceError: what keeps it from that, on every rank."""
+    """Run the command. Collective. :raises IpcReduceError: on every rank, if it cannot run or a sum is wrong."""
     modes = [mode for mode in ("graph", "eager") if mode in options.mode.split(",")]
     unknown = {*options.mode.split(",")} - {*modes} | {*filter(None, options.peers.split(","))} - {*contenders.PEERS}
     if unknown:
@@ -104,7 +104,7 @@ def _measure(comm: Communicator, modes: list[str], options: argparse.Namespace) 
                     message.renew()
                     for one, found in runs.items():
                         found.append(_time(one, message, mode, -(-options.replays // turns), mpi))
-                    if not all(mpi.allgather(message.is_right())):  # ours came last
+                    if not all(mpi.allgather(message.is_right())):  # the last results are ours
                         raise IpcReduceError(f"the sum of {nbytes} bytes is wrong ({mode}, when timed)")
                 times = {peer.name: _usual(runs[peer])[0].median for peer in takers}
                 usual, host = _usual(runs[ours])
@@ -115,7 +115,7 @@ def _measure(comm: Communicator, modes: list[str], options: argparse.Namespace) 
                     "algorithm": ours.algorithm(mode, message.source), "limit_us": limit.microseconds(nbytes),
                     "peers_us": times,
                 })  # fmt: skip
-            if comm.rank == 0 and options.json:  # what there is, if something stops this later
+            if comm.rank == 0 and options.json:  # after each size, in case a later one fails
                 report.write_json(options.json, result)
     comm.synchronize()
     for one in (ours, *peers):
@@ -124,17 +124,17 @@ def _measure(comm: Communicator, modes: list[str], options: argparse.Namespace) 
 
 
 def _trouble(action: Callable[[], None], mpi: Any) -> str:
-    """What went wrong in an action of every rank, on the first rank where something did; "" for nothing."""
+    """Run ``action`` on every rank and return the first failing rank's error in one line; "" if none fails."""
     reason = ""
     try:
         action()
-    except Exception as error:  # peers raise all kinds
+    except Exception as error:  # other libraries raise any type
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
     return next((one for one in mpi.allgather(reason) if one), "")
 
 
 def _check(one: contenders.Contender, message: Message) -> None:
-    """Nothing for arrays that it does not take. :raises ArithmeticError: if its results are wrong."""
+    """Check a contender's results. Arrays that it does not take pass. :raises ArithmeticError: if one is wrong."""
     stream, right = cupy_runtime.load().cuda.get_current_stream(), True
     for _ in range(_CHECKS if message.source.nbytes <= _LARGE else 1):
         message.renew()
@@ -146,13 +146,13 @@ def _check(one: contenders.Contender, message: Message) -> None:
             call()
             one.collect()
         stream.synchronize()
-        right &= message.is_right()  # told at the end: who raises earlier leaves the others in the next call
+        right &= message.is_right()  # raised at the end: earlier, the other ranks would wait in the next call
     if not right:
         raise ArithmeticError("its result is wrong")
 
 
 def _usual(runs: list[_Run]) -> _Run:
-    """The one in the middle."""
+    """The run with the median time."""
     return sorted(runs, key=lambda run: run[0].median)[len(runs) // 2]
 
 
@@ -161,13 +161,13 @@ def _time(one: contenders.Contender, message: Message, mode: str, replays: int, 
     assert call is not None
     calls = max(4, min(200, _LARGE // nbytes))
     with one.running():
-        call()  # what is made at the first call is not made within the capture, nor timed
+        call()  # first-call work, such as compiling, is kept out of the capture and the times
         cupy_runtime.load().cuda.get_current_stream().synchronize()
-        if mode == "eager":  # more of them: the wait at the end is part of the time
+        if mode == "eager":  # at least 20 calls, since the time includes the synchronisation at the end
             return timing.eagerly(call, max(calls, 20) if nbytes <= _LARGE else calls, replays, mpi)
     launch = one.captured(call, calls)
     found = timing.in_graph(launch, calls, replays, mpi)
-    if isinstance(one, contenders.Ours):  # other kernels than those of the eager calls that were checked, perhaps
+    if isinstance(one, contenders.Ours):  # check these too: a graph may run other kernels
         message.renew()
         launch()
         cupy_runtime.load().cuda.get_current_stream().synchronize()

@@ -1,7 +1,7 @@
-"""What is timed: our all-reduce, and whichever of CuPy's and PyTorch's are installed. All on CuPy's current stream.
+"""The all-reduces that are timed: ours, and those of CuPy and PyTorch if installed.
 
-Each contender all-reduces ``source`` into ``target``, CuPy arrays of one dtype, by sum. PyTorch is imported here only,
-when asked for.
+Each contender sums ``source`` over the ranks into ``target``, CuPy arrays of one dtype, on CuPy's current stream. Only
+this module imports PyTorch, and only when asked for it.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from . import timing
 
 _NCCL_TYPES = {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9, "int8": 0, "int32": 2, "int64": 4, "uint8": 1}
 _NCCL_SUM = 0
-_PATIENCE = datetime.timedelta(seconds=60)  # of PyTorch's ranks for each other
+_PATIENCE = datetime.timedelta(seconds=60)  # timeout of PyTorch's process group
 
 
 class Contender(ABC):
-    """One way to all-reduce."""
+    """An implementation of all-reduce."""
 
     name: str
 
     @abstractmethod
     def prepare(self, source: Any, target: Any) -> Callable[[], Any] | None:
-        """What makes one call, within :meth:`running`; None if it does not take such arrays."""
+        """Return a function that makes one call, within :meth:`running`; None if it does not take such arrays."""
 
     def running(self) -> AbstractContextManager[Any]:
-        """Around calls that are not captured."""
+        """The context in which to make calls that are not captured."""
         return nullcontext()
 
     def captured(self, call: Callable[[], Any], calls: int) -> Callable[[], None]:
-        """A launch of a graph of so many calls."""
+        """Capture a graph of ``calls`` calls. Returns a function that launches it."""
         return timing.captured(call, calls)
 
     def collect(self) -> None:  # noqa: B027
-        """Puts the result of a call into ``target``, for those that leave it elsewhere. Not timed."""
+        """Copy a call's result into ``target`` if it is elsewhere. Not timed."""
 
     def close(self) -> None:  # noqa: B027
-        """Gives back what it holds. Collective."""
+        """Release the contender's resources. Collective."""
 
 
 class Ours(Contender):
-    """ipcreduce, in graphs of its own."""
+    """ipcreduce; captured calls are recorded in its own graphs."""
 
     name = "ours"
 
@@ -68,7 +68,7 @@ class Ours(Contender):
         return graph.replay
 
     def algorithm(self, mode: str, source: Any) -> str:
-        """The kernel that the last call of this mode took."""
+        """The algorithm of the last call in this mode."""
         if mode == "graph" and self._graph is not None:
             return str(self._graph.segments[0].calls[0]).rpartition(" by ")[2]
         prepared = self._comm.session.require_engine("bench").launches.find(source.shape, source.dtype, "sum")
@@ -81,7 +81,7 @@ class Ours(Contender):
 
 
 class CupyNccl(Contender):
-    """NCCL as CuPy binds it."""
+    """NCCL through CuPy's bindings."""
 
     name = "nccl"
 
@@ -106,7 +106,7 @@ class _Torch(Contender):
 
         self._torch = torch
         torch.cuda.set_device(cupy_runtime.current_device())
-        if not torch.distributed.is_initialized():  # by the first of these classes, for all
+        if not torch.distributed.is_initialized():  # one process group serves all of these classes
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 address = mpi.bcast(f"tcp://127.0.0.1:{probe.getsockname()[1]}")
@@ -115,7 +115,7 @@ class _Torch(Contender):
             )
 
     def _tensor(self, array: Any) -> Any:
-        """PyTorch's view of an array. CuPy's bfloat16 is not taken by DLPack everywhere: as 16-bit integers."""
+        """A PyTorch tensor over an array. bfloat16 passes as int16: not every DLPack version takes CuPy's bfloat16."""
         if array.dtype.name == "bfloat16":
             return self._torch.from_dlpack(array.view("int16")).view(self._torch.bfloat16)
         return self._torch.from_dlpack(array)
@@ -124,7 +124,7 @@ class _Torch(Contender):
         return self._torch.cuda.stream(self._stream())
 
     def _stream(self) -> Any:
-        """CuPy's current stream, as PyTorch's."""
+        """CuPy's current stream as a PyTorch stream."""
         return self._torch.cuda.ExternalStream(cupy_runtime.stream_of()[0])
 
     def captured(self, call: Callable[[], Any], calls: int) -> Callable[[], None]:
@@ -146,7 +146,7 @@ class _Torch(Contender):
 
 
 class TorchNccl(_Torch):
-    """torch.distributed.all_reduce, in place on a copy: it has no other form."""
+    """torch.distributed.all_reduce, in place on a copy, since it has no out-of-place form."""
 
     name = "torch_nccl"
 
@@ -157,7 +157,7 @@ class TorchNccl(_Torch):
 
 
 class TorchSymmetric(_Torch):
-    """PyTorch's kernels on symmetric memory; out of place for one shot, in place for two."""
+    """PyTorch's symmetric-memory kernels: one-shot out of place, two-shot in place."""
 
     def __init__(self, mpi: Any, shots: str) -> None:
         super().__init__(mpi)
@@ -167,7 +167,7 @@ class TorchSymmetric(_Torch):
         self._shots, self._symmetric = shots, symmetric
         self._group = self._torch.distributed.group.WORLD.group_name
         self._collect: Callable[[], Any] = lambda: None
-        self._buffer: Any = None  # of the last size: getting one is collective and slow
+        self._buffer: Any = None  # kept for calls of the same size: its rendezvous is collective and slow
 
     def prepare(self, source: Any, target: Any) -> Callable[[], Any] | None:
         given = self._tensor(source)
@@ -203,13 +203,13 @@ PEERS: dict[str, Callable[[Any], Contender]] = {
 
 
 def find(names: list[str], mpi: Any) -> tuple[list[Contender], dict[str, str]]:
-    """Those of the named peers that work on every rank, and why the others do not."""
+    """Return the named peers that work on every rank, and for each other one the reason. Collective."""
     found, left_out = [], {}
     for name in names:
         peer, reason = None, ""
         try:
             peer = PEERS[name](mpi)
-        except Exception as error:  # whatever is missing there
+        except Exception as error:  # of any type: a library, a symbol or a GPU feature may be missing
             reason = f"{type(error).__name__}: {error}"
         reasons = [one for one in mpi.allgather(reason) if one]
         if peer is None or reasons:

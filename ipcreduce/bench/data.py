@@ -1,4 +1,4 @@
-"""What the ranks reduce, and whether the result is right. Small integers: every order of a sum gives the same."""
+"""Test data for timed reductions, and the check of their results. Small integers sum exactly in any order."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 from ..communicator import Communicator
 from ..cuda import cupy_runtime
 
-_MOST = 65521  # elements that are drawn; longer messages repeat them. A prime: what is misplaced does not look right
-_LARGEST = 8  # in magnitude: the sum over 8 ranks is exact in every dtype
+_MOST = 65521  # elements drawn; longer messages repeat them. A prime period, so that misplaced data is noticed
+_LARGEST = 8  # largest magnitude: the sum over 8 ranks is then exact in every dtype
 
 
 class Message:
-    """``source`` and ``target`` of one size, on this rank."""
+    """This rank's ``source`` and ``target`` arrays of ``nbytes`` bytes."""
 
     def __init__(self, nbytes: int, dtype: np.dtype[Any], comm: Communicator) -> None:
         self._dtype, self._rank, self._ranks = dtype, comm.rank, comm.size
@@ -24,7 +24,7 @@ class Message:
         self._turn = 0
 
     def renew(self) -> None:
-        """Other data on every rank, and a target that is wrong everywhere."""
+        """Draw new data on every rank, and fill the target with a value that no sum has."""
         self._turn += 1
         low = 0 if self._dtype.kind == "u" else -_LARGEST
         draws = [
@@ -38,7 +38,7 @@ class Message:
         self.target.fill(_LARGEST * self._ranks + 1)
 
     def is_right(self) -> bool:
-        """Whether ``target`` is the sum over the ranks."""
+        """Return True if ``target`` is the sum over the ranks."""
         found = cupy_runtime.load().asnumpy(self.target)
         return all(
             (part.astype(np.float64) == self._expected[: len(part)]).all()

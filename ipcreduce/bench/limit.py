@@ -1,6 +1,6 @@
-"""What no all-reduce can beat on a machine: L(n, S) = a barrier of flags + wire bytes / push bandwidth.
+"""A lower bound on a machine's all-reduce time: L(n, S) = flag barrier + wire bytes / push bandwidth.
 
-Wire bytes are what leaves each rank: the smaller of (n-1) S, in one hop, and 2 (n-1)/n S, in two.
+Wire bytes are the bytes that leave each rank: the smaller of (n-1) S, in one hop, and 2 (n-1)/n S, in two.
 """
 
 from __future__ import annotations
@@ -13,39 +13,42 @@ from ..cuda import cupy_runtime
 from ..ipc import plan
 from . import timing
 
-_PUSH_BYTES = 64 << 20  # to each peer
-_BLOCKS, _THREADS = 132, 256  # one a multiprocessor; at least 8 packets a thread
+_PUSH_BYTES = 64 << 20  # to each peer, in the bandwidth measurement
+_BLOCKS, _THREADS = 132, 256  # at most one block a multiprocessor of an H200; at least 8 packets a thread
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Measured over the ranks of a run. ``push_gbps``: 1e9 bytes a second that leave a rank, to all peers at once."""
+    """The limit, as measured over the ranks of a run.
+
+    ``push_gbps`` is the bandwidth out of one rank to all peers at once, in 1e9 bytes a second.
+    """
 
     ranks: int
     barrier_us: float
     push_gbps: float
 
     def microseconds(self, nbytes: int) -> float:
-        """The limit for a message of ``nbytes`` bytes."""
+        """The limit for a message of ``nbytes`` bytes, in microseconds."""
         n = self.ranks
         wire = min((n - 1) * nbytes, 2 * (n - 1) * nbytes / n)
         return self.barrier_us + wire / self.push_gbps / 1e3
 
     @classmethod
     def measure(cls, comm: Communicator, mpi: Any, replays: int) -> Limit:
-        """By kernels/limit.cu, in CUDA graphs. Collective."""
+        """Measure barrier and push by kernels/limit.cu, in CUDA graphs. Collective."""
         engine = comm.session.require_engine("bench")
         room = engine.workspace.half_bytes - (comm.size - 1) * plan.row_bytes(1)
         nbytes = min(_PUSH_BYTES, room // plan.PACKET_BYTES * plan.PACKET_BYTES)
 
         def median(size: int, shape: tuple[int, int], calls: int) -> float:
             launch, (stream, owner) = engine.launches.limit(size, *shape), cupy_runtime.stream_of()
-            engine.order.launch(lambda stream: None, stream, owner)  # the launches below follow, and nothing between
+            engine.order.launch(lambda stream: None, stream, owner)  # the launches below follow, with none between
             graph = timing.captured(lambda: launch.run(stream), calls)
             return timing.in_graph(graph, calls, replays, mpi).median
 
         most = min(_BLOCKS, plan.most_blocks(engine.launches.resident, engine.launches.sharing))
         blocks = max(1, min(most, nbytes // plan.PACKET_BYTES // (8 * _THREADS)))
-        median(nbytes, (blocks, _THREADS), 4)  # clocks rise
+        median(nbytes, (blocks, _THREADS), 4)  # warm-up, so that clocks have risen
         barrier, push = median(0, (1, 32), 200), median(nbytes, (blocks, _THREADS), 4)
         return cls(comm.size, barrier, (comm.size - 1) * nbytes / push / 1e3)

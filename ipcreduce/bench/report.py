@@ -1,4 +1,4 @@
-"""What a bench prints and keeps: a table, JSON, a plot."""
+"""Output of a bench: a table, a JSON file, a plot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PACKAGES = ("cuda-bindings", "cuda-core", "cupy-cuda13x", "cupy-cuda12x", "mpi4
 
 
 def header(command: list[str]) -> dict[str, Any]:
-    """Machine, versions, date and command: what every result kept begins with."""
+    """The fields that every stored result begins with: machine, versions, date and command."""
     gpus = [driver.device_info(ordinal).name for ordinal in range(driver.device_count())]
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
@@ -40,7 +40,7 @@ def bus_gbps(nbytes: int, microseconds: float, ranks: int) -> float:
 
 
 def size_text(nbytes: int) -> str:
-    """As "384 KB"."""
+    """Format a number of bytes, as "384 KB"."""
     for unit, name in ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB")):
         if nbytes >= unit and nbytes % unit == 0:
             return f"{nbytes // unit} {name}"
@@ -48,9 +48,9 @@ def size_text(nbytes: int) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: bool = False) -> str:
-    """Plain lines of whole cells, however wide: under mpirun nobody knows of a terminal, and a log has none.
+    """Format a plain text table whose cells are never cut: under mpirun and in logs there is no terminal width.
 
-    :param right: where the cells are aligned.
+    :param right: True to align the cells to the right.
     """
     lines = [columns, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -62,7 +62,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: bool 
 
 
 def progress(work: Sequence[int], shown: bool) -> Iterator[int]:
-    """Each of the sizes in ``work``; before it, if ``shown``, a line on stderr that says so."""
+    """Yield the sizes in ``work``, with a line about each on stderr if ``shown``."""
     for number, nbytes in enumerate(work, 1):
         if shown:
             print(f"size {number} of {len(work)}: {size_text(nbytes)}", file=sys.stderr, flush=True)
@@ -70,7 +70,7 @@ def progress(work: Sequence[int], shown: bool) -> Iterator[int]:
 
 
 def show(rows: list[dict[str, Any]], title: str) -> None:
-    """Prints a table of the rows of one mode."""
+    """Print the rows of one mode as a table."""
     peers = sorted({name for row in rows for name in row["peers_us"]})
     columns = ["bytes", "algorithm", "us", "min", "p99", "bus GB/s", "host us", "limit us", *peers, "best peer / us"]
     cells = []
@@ -87,12 +87,12 @@ def show(rows: list[dict[str, Any]], title: str) -> None:
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Keeps a result."""
+    """Write a result as JSON."""
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def require_matplotlib() -> Any:
-    """:raises UnsupportedError: if it is missing."""
+    """Import pyplot with the Agg backend. :raises UnsupportedError: if Matplotlib is missing."""
     try:
         import matplotlib
 
@@ -104,7 +104,7 @@ def require_matplotlib() -> Any:
 
 
 def plot(path: Path, result: dict[str, Any]) -> None:
-    """Microseconds over bytes, log-log: ours, the peers, the limit; a panel a mode."""
+    """Plot microseconds over bytes, log-log, one panel a mode: ipcreduce, its peers and the limit."""
     pyplot = require_matplotlib()
     modes = sorted({row["mode"] for row in result["rows"]}, reverse=True)
     figure, panels = pyplot.subplots(1, len(modes), figsize=(7 * len(modes), 5), squeeze=False)

@@ -1,4 +1,4 @@
-"""How long a call takes: in a CUDA graph of many, and eagerly. Times of the slowest rank."""
+"""Timing of a call, in a CUDA graph of many calls or eagerly. A result is the slowest rank's."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 from ..cuda import cupy_runtime
 
-_WARM = 3  # replays or rounds that are not timed
+_WARM = 3  # untimed replays or rounds
 
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds a call: over the replays of a graph, or rounds of eager calls."""
+    """Microseconds a call: minimum, median and 99th percentile over graph replays or rounds of eager calls."""
 
     least: float
     median: float
@@ -24,14 +24,14 @@ class Times:
 
     @classmethod
     def of(cls, samples: list[float], mpi: Any) -> Times:
-        """Of samples in seconds a call: each rank's figures, and of those the largest."""
+        """Summarise samples, in seconds a call: each statistic is the largest over the ranks. Collective."""
         found = sorted(sample * 1e6 for sample in samples)
         own = (found[0], statistics.median(found), found[min(len(found) - 1, int(0.99 * len(found)))])
         return cls(*(max(one) for one in zip(*mpi.allgather(own), strict=True)))
 
 
 def captured(call: Callable[[], Any], calls: int) -> Callable[[], None]:
-    """A launch, on CuPy's current stream, of a graph of so many calls."""
+    """Capture ``calls`` calls on CuPy's current stream. Returns a function that launches the graph there."""
     stream = cupy_runtime.load().cuda.get_current_stream()
     stream.begin_capture()
     for _ in range(calls):
@@ -41,7 +41,7 @@ def captured(call: Callable[[], Any], calls: int) -> Callable[[], None]:
 
 
 def in_graph(launch: Callable[[], None], calls: int, replays: int, mpi: Any) -> Times:
-    """Of one call in a graph of ``calls``, by events around each of ``replays`` launches."""
+    """Time one call in a graph of ``calls``, by events around each of ``replays`` launches. Collective."""
     cuda = cupy_runtime.load().cuda
     stream = cuda.get_current_stream()
     events = [cuda.Event() for _ in range(replays + 1)]
@@ -49,7 +49,7 @@ def in_graph(launch: Callable[[], None], calls: int, replays: int, mpi: Any) -> 
         launch()
     stream.synchronize()
     mpi.Barrier()
-    launch()  # ranks leave a barrier at different times: this one takes that up
+    launch()  # untimed: it absorbs the difference between the ranks' exits from the barrier
     events[0].record(stream)
     for event in events[1:]:
         launch()
@@ -60,7 +60,7 @@ def in_graph(launch: Callable[[], None], calls: int, replays: int, mpi: Any) -> 
 
 
 def eagerly(call: Callable[[], Any], calls: int, rounds: int, mpi: Any) -> tuple[Times, Times]:
-    """(end to end, host alone) of one of ``calls`` calls made in a row."""
+    """Time one of ``calls`` calls made in a row. Returns (end to end, host alone). Collective."""
     stream = cupy_runtime.load().cuda.get_current_stream()
     ends, hosts = [], []
     for turn in range(_WARM + rounds):

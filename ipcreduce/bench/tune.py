@@ -1,6 +1,6 @@
-"""``python -m ipcreduce tune``: measures which kernel and grid is quickest for which size, and keeps the table.
+"""``python -m ipcreduce tune``: find the fastest kernel and grid for each message size, and store them as a table.
 
-Every rank measures the same, in CUDA graphs, and takes the slowest rank's time; the next communicators use the table.
+The ranks measure together, in CUDA graphs, and use the slowest rank's time. Communicators made later use the table.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from . import command, report, timing
 from .data import Message
 
 _SMALLEST, _DTYPE, _OP = 1 << 10, "float16", "sum"
-_GAIN = 0.02  # a choice changes only for more than this: times vary by about as much
+_GAIN = 0.02  # the least gain for which a choice changes: times vary by about as much
 _BLOCKS = {"one_shot": (32, 64, 96, 128, 256, 512, 1024), "two_shot": (32, 64, 128, 256, 512)}
 _DEPTHS = (1, 2, 4)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the command's options to ``parser``."""
     parser.add_argument("--largest", type=command.size, default=64 << 20, metavar="BYTES", help="(default 64M)")
-    parser.add_argument("--replays", type=int, default=7, help="timed replays of each (default 7)")
+    parser.add_argument("--replays", type=int, default=7, help="timed replays of each candidate (default 7)")
     parser.add_argument("--dry-run", action="store_true", help="show the table, and do not keep it")
 
 
 def main(options: argparse.Namespace) -> None:
-    """Runs it. Collective. :raises IpcReduceError: what keeps it from that, on every rank."""
+    """Run the command. Collective. :raises IpcReduceError: on every rank, if it cannot run or a sum is wrong."""
     with Communicator(device="auto") as comm:
         if comm.backend != "ipc" or comm.size == 1:
             raise UnsupportedError(f"tune needs GPUs and at least 2 ranks under mpirun; found:\n{comm.describe()}")
         if (
             comm.session.require_engine("tune").launches.sharing > 1
-        ):  # their kernels would take turns while they are timed
+        ):  # their kernels would take turns, and distort the times
             raise UnsupportedError(f"tune needs a GPU for each rank; found:\n{comm.describe()}")
         table = _measure(comm, options)
         if comm.rank == 0:
@@ -77,10 +77,10 @@ def _measure(comm: Communicator, options: argparse.Namespace) -> plan.Table:
 
 
 def _candidates(nbytes: int, comm: Communicator, before: list[plan.Choice]) -> Iterator[plan.Choice]:
-    """What could be quickest: each kernel that is not far from its range, with every block and grid that differs."""
+    """Yield the candidates for a size: each kernel near its range, with every distinct block, grid and depth."""
     n, launches = comm.size, comm.session.require_engine("tune").launches
     usual = launches.planned(nbytes)[0].algorithm
-    found: dict[tuple[Any, ...], plan.Choice] = {}  # by what differs at this size
+    found: dict[tuple[Any, ...], plan.Choice] = {}  # by launch shape: choices may coincide at this size
     for algorithm, blocks in _BLOCKS.items():
         if (algorithm != usual and not _near(nbytes, launches)) or len(launches.planned(nbytes, algorithm)) > 1:
             continue
@@ -93,23 +93,23 @@ def _candidates(nbytes: int, comm: Communicator, before: list[plan.Choice]) -> I
             grids = {resident // 2, resident, plan.resident_blocks(block, depth, n, resident)}
             for grid in [plan.EPOCH_SLOTS] if algorithm == "one_shot" else sorted(grids):
                 if (algorithm == "one_shot" and needed > grid) or (depth > 1 and needed <= grid):
-                    continue  # too small; only a loop takes several packets
+                    continue  # the grid is too small; or the depth has no effect, as no thread loops
                 choice = plan.Choice(nbytes, algorithm, block, grid, depth)
                 found.setdefault((algorithm, block, min(needed, grid), depth), choice)
     yield from found.values()
     for choice in before:
-        if plan.step(choice.algorithm, 0, nbytes, n, choice).block == choice.block:  # its grid can hold this, too
+        if plan.step(choice.algorithm, 0, nbytes, n, choice).block == choice.block:  # its grid holds this size, too
             yield replace(choice, up_to=nbytes)
 
 
 def _near(nbytes: int, launches: Launches) -> bool:
-    """Whether the planned kernel is another one at an eighth or at 8 times of this size."""
+    """Return True if the planned kernels at an eighth and at 8 times this size differ."""
     around = {launches.planned(max(1, size))[0].algorithm for size in (nbytes // 8, nbytes * 8)}
     return len(around) > 1
 
 
 def _time(comm: Communicator, message: Message, choice: plan.Choice, replays: int, mpi: Any) -> float:
-    """Microseconds. :raises IpcReduceError: if the result is wrong."""
+    """Time a choice, in microseconds. :raises IpcReduceError: if the result is wrong."""
     engine, nbytes = comm.session.require_engine("tune"), message.source.nbytes
     step = plan.step(choice.algorithm, 0, nbytes, comm.size, choice)
     prepared = engine.launches.by_steps([step], message.source.shape, _DTYPE, _OP, nbytes)
@@ -125,7 +125,7 @@ def _time(comm: Communicator, message: Message, choice: plan.Choice, replays: in
 
 
 def _fewest(table: list[plan.Choice]) -> list[plan.Choice]:
-    """At most so many as a table holds: of neighbours with one algorithm, the smaller message's choice goes."""
+    """Shorten a table to ``plan.MOST_CHOICES``: of neighbours with one algorithm, drop the smaller size's choice."""
     table = list(table)
     while len(table) > plan.MOST_CHOICES:
         alike = (i for i in range(len(table) - 1) if table[i].algorithm == table[i + 1].algorithm)

@@ -1,1 +1,1 @@
-"""The CUDA driver and the compiler, as the rest of ipcreduce sees them."""
+"""CUDA driver calls and kernel compilation, for the rest of ipcreduce."""

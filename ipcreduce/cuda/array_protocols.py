@@ -1,7 +1,7 @@
-"""Where arrays lie, as they say by ``__cuda_array_interface__`` and DLPack, without a copy or a CUDA call.
+"""Address, shape, dtype and strides of device arrays, by ``__cuda_array_interface__`` and DLPack.
 
-Attributes are read as ``object`` and ``type`` do it, whatever ``__getattribute__`` a type or its metaclass has. An
-array has a protocol by its type, or carries it in its own ``__dict__``.
+No data is copied and no CUDA function is called. Attributes are read as ``object`` and ``type`` read them, so that no
+``__getattribute__`` of a type or metaclass runs. An array has a protocol through its type or in its own ``__dict__``.
 """
 
 from __future__ import annotations
@@ -19,18 +19,22 @@ import numpy as np
 
 from ..errors import ArgumentError, Location
 
+<<<<<<< HEAD:ipcreduce/cuda/array_protocols.py
+=======
+Location = tuple[int, tuple[int, ...], str, tuple[int, ...]]  # address, shape, dtype name, strides in bytes
+>>>>>>> leaf:ipcreduce/cuda/location.py
 Locate = Callable[[Any], "Location | None"]
 PROTOCOLS = "__cuda_array_interface__", "__dlpack__", "__dlpack_device__"
 
 
 def namespaces(kind: type) -> list[Mapping[str, Any]]:
-    """The ``__dict__`` of a class and of those that it inherits from, in the order of resolution."""
+    """The ``__dict__`` of a class and of each base class, in method resolution order."""
     mro, namespace = (type.__dict__[name].__get__ for name in ("__mro__", "__dict__"))
     return [namespace(base) for base in mro(kind)]
 
 
 def attributes(kind: type) -> Callable[[Any], dict[str, Any]] | None:
-    """What gives the ``__dict__`` of an object of this type; None if there is none, or the objects are types."""
+    """A function that returns the ``__dict__`` of an object of this type; None if objects have none, or are types."""
     for namespace in namespaces(kind) if not issubclass(kind, type) else ():
         if type(namespace.get("__dict__")) in (types.GetSetDescriptorType, types.MemberDescriptorType):
             get: Callable[[Any], dict[str, Any]] = namespace["__dict__"].__get__
@@ -39,19 +43,19 @@ def attributes(kind: type) -> Callable[[Any], dict[str, Any]] | None:
 
 
 def carried(kind: type, own: dict[str, Any]) -> Locate | None:
-    """:func:`locator` for an object with the attributes ``own``; None if none of the protocols is among these."""
-    get = dict.get  # whatever code a dict of attributes has; None says that an object is no array
+    """:func:`locator` for an object with the attributes ``own``; None if none of the protocols is among them."""
+    get = dict.get  # runs no code of a dict subclass. An attribute of None means that the object is no array
     names = [name for name in PROTOCOLS if get(own, name) is not None]
     return locator(kind, names) if names else None
 
 
 def locator(kind: type, own: Collection[str] = ()) -> Locate | None:
-    """What tells where an object of this type lies; None if the type is no array's, or NumPy's.
+    """A function that returns the location of an array of this type; None if the type is not an array's, or NumPy's.
 
-    It gives None for an array that is not on an NVIDIA GPU, and raises ``ArgumentError`` if one does not say where it
-    is. An array that has both protocols is asked by the interface, and by DLPack if that fails.
+    The function returns None for an array that is not on an NVIDIA GPU. It raises ``ArgumentError`` for an array that
+    does not give its address. If an array has both protocols, DLPack is tried when the interface fails.
 
-    :param own: names of attributes that the object has beside those of the type.
+    :param own: names of the object's own attributes, besides its type's.
     """
     found = [*namespaces(kind), own]
     interface, *dlpack = (any(name in names for names in found) for name in PROTOCOLS)
@@ -60,10 +64,10 @@ def locator(kind: type, own: Collection[str] = ()) -> Locate | None:
         return None
 
     def locate(array: Any) -> Location | None:
-        for read in readers:  # DLPack knows dtypes that have no typestr, such as float8
+        for read in readers:  # DLPack has dtypes without a typestr, such as float8
             try:
                 return read(array)
-            except AttributeError:  # PyTorch's, of a tensor on the host
+            except AttributeError:  # raised by PyTorch for a tensor on the host
                 return None
             except Exception as error:
                 refusal = error
@@ -73,7 +77,7 @@ def locator(kind: type, own: Collection[str] = ()) -> Locate | None:
 
 
 def interface_dtype(array: Any, interface: dict[str, Any]) -> np.dtype[Any]:
-    """The dtype in an array's interface, where bfloat16 is only two opaque bytes."""
+    """The dtype of an array with this interface, in which bfloat16 appears as two opaque bytes."""
     typestr = interface["typestr"]
     bfloat16 = typestr[1:] == "V2" and "bfloat16" in str(getattr(array, "dtype", ""))
     return np.dtype(ml_dtypes.bfloat16 if bfloat16 else typestr)
@@ -81,7 +85,7 @@ def interface_dtype(array: Any, interface: dict[str, Any]) -> np.dtype[Any]:
 
 @functools.cache
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Its name, which NumPy takes 2 us to put together each time."""
+    """The dtype's name, cached: NumPy takes 2 us to build it each time."""
     return dtype.name
 
 
@@ -97,9 +101,9 @@ def _by_dlpack(array: Any) -> Location | None:
     if device()[0] not in (2, 13):  # kDLCUDA, kDLCUDAManaged
         return None
     prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
-    managed = capsule(stream=-1)  # -1: nothing is waited for
+    managed = capsule(stream=-1)  # -1: the producer does not synchronise
     tensor = prototype(("PyCapsule_GetPointer", ctypes.pythonapi))(managed, b"dltensor")
-    # DLTensor: data, device type, device, dimensions, type's code, bits and lanes, shape, strides, offset in bytes
+    # DLTensor: data, device type and id, ndim, dtype code, bits and lanes, shape, strides, byte offset
     data, _, _, ndim, code, bits, lanes, *pointers, offset = struct.unpack("=Q3i2BH3Q", ctypes.string_at(tensor, 48))
     shape, strides = (tuple((ctypes.c_int64 * ndim).from_address(at)) if at else () for at in pointers)
     strides = tuple(n * bits * lanes // 8 for n in strides) or _dense(shape, bits * lanes // 8)

@@ -1,6 +1,6 @@
-"""Kernels from source, by NVRTC through ``cuda.core``, with a cache on disk. Needs no GPU.
+"""Compilation of the kernels by NVRTC, through ``cuda.core``, with a cache on disk. Needs no GPU.
 
-A kernel is compiled for one (world size, rank, dtype, op, architecture): 55 ms each, only those that are used.
+A kernel is compiled for one (world size, rank, dtype, op, architecture), in 55 ms, when it is first needed.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from typing import Any
 
 from ..errors import IpcReduceError, UnsupportedError
 
-_SOME_SOURCES = "one_shot.cu", "sync.cuh"  # no other project's directory has both
+_SOME_SOURCES = "one_shot.cu", "sync.cuh"  # enough to tell our ``kernels`` from another project's
 
 
 @lru_cache(maxsize=1)
 def kernel_directory() -> Path:
-    """Where the ``.cu`` and ``.cuh`` files are: in the installed package, or beside it in a source tree.
+    """The directory of the ``.cu`` and ``.cuh`` files: in the installed package, or beside it in a source tree.
 
-    :raises UnsupportedError: if they are in neither. Beside an installed package another project's ``kernels`` may be.
+    A ``kernels`` beside an installed package may be another project's, so two file names are looked for.
+
+    :raises UnsupportedError: if neither place has the files.
     """
     package, tree = (Path(__file__).resolve().parents[level] / "kernels" for level in (1, 2))
     for directory in (package, tree):
@@ -34,10 +36,11 @@ def kernel_directory() -> Path:
 
 
 def cache_directory() -> Path:
-    """The per-user cache: ``IPCREDUCE_CACHE_DIR``, or ``ipcreduce`` in XDG's cache directory. Made if missing.
+    """The per-user cache: ``IPCREDUCE_CACHE_DIR``, or ``ipcreduce`` in XDG's cache directory. Created if missing.
 
-    :raises UnsupportedError: if it cannot be made, or if another user owns it or may write there: what is in it runs
-        on our GPU.
+    Its contents run on our GPU, so no other user may be able to write to it.
+
+    :raises UnsupportedError: if it cannot be created, or if another user owns it or may write to it.
     """
     chosen = os.environ.get("IPCREDUCE_CACHE_DIR")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -74,9 +77,9 @@ def _cache() -> Any:
 
 
 def compile_kernel(name: str, macros: dict[str, str], capability: tuple[int, int]) -> bytes:
-    """The cubin of ``kernels/<name>.cu`` for a compute capability.
+    """Compile ``kernels/<name>.cu`` for a compute capability, or take it from the cache. Returns the cubin.
 
-    :param macros: what the source expects to be defined.
+    :param macros: the macros that the source requires, by name.
     :raises UnsupportedError: if ``cuda.core`` or NVRTC is missing.
     :raises IpcReduceError: if the source does not compile; the message is NVRTC's log, with file and line.
     """
@@ -103,7 +106,7 @@ def compile_kernel(name: str, macros: dict[str, str], capability: tuple[int, int
     if cubin is None:
         try:
             cubin = bytes(Program(source, "c++", options).compile("cubin").code)
-        except Exception as error:  # cuda.core has one exception type for each library behind it
+        except Exception as error:  # cuda.core raises another exception type for each library that it calls
             if "NVRTC" not in str(error) and "nvrtc" not in str(error):
                 raise UnsupportedError(
                     f"the compiler does not run ({error}): pip install 'ipcreduce[cuda13]', or [cuda12]"

@@ -1,4 +1,4 @@
-"""A context for a while: what may run in any thread runs within one of these."""
+"""Context managers that make a CUDA context current for a block, for code that may run in any thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import driver
 
 @contextmanager
 def using(context: int) -> Iterator[None]:
-    """Makes ``context`` this thread's current one. As far as that works: at interpreter exit it may be gone."""
+    """Make ``context`` this thread's current one for a block, if it still exists: at interpreter exit it may not."""
     previous = context
     with suppress(CudaError):
         previous = driver.current_context()
@@ -27,6 +27,6 @@ def using(context: int) -> Iterator[None]:
 
 @contextmanager
 def within(context: int) -> Iterator[None]:
-    """:func:`using` it, this thread may also wait, allocate and free while anybody captures, and harms no capture."""
+    """As :func:`using`, and in relaxed capture mode: waits, allocations and frees then invalidate no capture."""
     with using(context), driver.relaxed():
         yield

@@ -1,7 +1,7 @@
-"""The CUDA driver API, as far as ipcreduce needs it. The only importer of ``cuda.bindings``.
+"""The part of the CUDA driver API that ipcreduce uses. The only importer of ``cuda.bindings``.
 
-Handles and addresses are plain ints. Each function checks its call and raises :class:`CudaError` naming it. The
-tests replace this module by a simulated device (tests/sim), so nothing else may touch the GPU.
+Handles and addresses are plain ints. Each function checks its driver call and raises a :class:`CudaError` naming it.
+The tests replace this module by a simulated device (tests/sim), so no other module may call the driver.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _bindings: Any = None
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """A visible GPU. ``uuid`` names it in every process; ``ordinal`` only in this one."""
+    """A visible GPU. ``uuid`` identifies it in every process, ``ordinal`` only in this one."""
 
     ordinal: int
     uuid: bytes
@@ -36,7 +36,7 @@ class DeviceInfo:
 
 
 def load() -> Any:
-    """The bindings, initialised. :raises UnsupportedError: if they, the driver or a GPU are missing."""
+    """Import and initialise the bindings, once. :raises UnsupportedError: if they, the driver or a GPU are missing."""
     global _bindings
     if _bindings is None:
         try:
@@ -47,7 +47,7 @@ def load() -> Any:
             ) from None
         try:
             code = int(bindings.cuInit(0)[0])
-        except Exception as error:  # the bindings raise various types where libcuda.so is missing
+        except Exception as error:  # without libcuda.so the bindings raise various types
             raise UnsupportedError(f"no NVIDIA driver on this machine ({error})") from None
         if code:
             raise UnsupportedError(f"the NVIDIA driver does not start (cuInit gave {code}): is a GPU visible?")
@@ -56,7 +56,7 @@ def load() -> Any:
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """The one way to call the driver: the results of a function by its name. :raises CudaError: naming it."""
+    """Call the driver function ``name`` and return its results. :raises CudaError: naming it, if it fails."""
     bindings = _bindings or load()
     result = getattr(bindings, name)(*arguments)
     if result[0]:
@@ -65,7 +65,7 @@ def call(name: str, *arguments: Any) -> Any:
 
 
 def fail(name: str, code: Any) -> None:
-    """:raises CudaError: for a call that gave ``code``."""
+    """:raises CudaError: for the function ``name``, which returned ``code``."""
     text = _bindings.cuGetErrorString(code)[1]
     raise CudaError(name, int(code), f"{getattr(code, 'name', code)}, {text.decode() if text else 'unknown error'}")
 
@@ -78,19 +78,19 @@ def driver_version() -> tuple[int, int]:
 
 
 def device_count() -> int:
-    """Number of visible GPUs."""
+    """The number of visible GPUs."""
     return int(call("cuDeviceGetCount"))
 
 
 def device_info(ordinal: int) -> DeviceInfo:
-    """What the driver says about visible GPU ``ordinal``."""
+    """Query the driver about the visible GPU ``ordinal``."""
     device = call("cuDeviceGet", ordinal)
     attribute = load().CUdevice_attribute
     major = call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
     minor = call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
     multiprocessors = call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device)
     name = call("cuDeviceGetName", 128, device).split(b"\0")[0].decode()
-    # Where there are two, as in the bindings of CUDA 12, the first gives all instances of a MIG device one uuid.
+    # CUDA 12's bindings have both functions: the one without _v2 returns one uuid for all instances of a MIG device.
     uuid = bytes(
         call("cuDeviceGetUuid_v2" if hasattr(load(), "cuDeviceGetUuid_v2") else "cuDeviceGetUuid", device).bytes
     )
@@ -99,14 +99,14 @@ def device_info(ordinal: int) -> DeviceInfo:
 
 
 def can_access_peer(ordinal: int, peer: int) -> bool:
-    """Whether the driver reports P2P access between two visible GPUs (it may still fail: see verify.cu)."""
+    """Return True if the driver reports P2P access between two visible GPUs. It may still fail: see verify.cu."""
     return bool(call("cuDeviceCanAccessPeer", call("cuDeviceGet", ordinal), call("cuDeviceGet", peer)))
 
 
 def native_atomics(ordinal: int, peer: int) -> bool:
-    """Whether the link from one visible GPU to another one has atomics of its own: NVLink has, PCIe has not.
+    """Return True if the link between two visible GPUs has native atomics: NVLink does, PCIe does not.
 
-    (H200, driver 580: 1 over NVLink, in both directions.)
+    (Measured on H200, driver 580: 1 over NVLink, in both directions.)
     """
     attribute = load().CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
     a, b = call("cuDeviceGet", ordinal), call("cuDeviceGet", peer)
@@ -114,14 +114,14 @@ def native_atomics(ordinal: int, peer: int) -> bool:
 
 
 def retain_context(ordinal: int) -> int:
-    """Retains the device's primary context, which CuPy and PyTorch use too, and makes it current."""
+    """Retain the device's primary context, which CuPy and PyTorch share, and make it current."""
     context = int(call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", ordinal)))
     set_context(context)
     return context
 
 
 def release_context(ordinal: int) -> None:
-    """Gives back what :func:`retain_context` retained."""
+    """Release a context that :func:`retain_context` retained."""
     call("cuDevicePrimaryCtxRelease", call("cuDeviceGet", ordinal))
 
 
@@ -131,14 +131,15 @@ def current_context() -> int:
 
 
 def set_context(context: int) -> None:
-    """Makes ``context`` this thread's current one."""
+    """Make ``context`` this thread's current one."""
     call("cuCtxSetCurrent", context)
 
 
 def synchronize() -> None:
-    """Waits for everything in the current context.
+    """Wait for all work in the current context, without ending anyone's capture.
 
-    By cuMemFree, which a capture bears: cuCtxSynchronize ends all captures in the context (both seen, H100, CUDA 13).
+    Done by cuMemFree, which leaves captures intact; cuCtxSynchronize ends every capture in the context (both seen on
+    H100, CUDA 13).
     """
     with relaxed():
         try:
@@ -153,7 +154,7 @@ def synchronize() -> None:
 
 @contextmanager
 def relaxed() -> Iterator[None]:
-    """Within the block this thread may wait, allocate and free while anybody captures, and does no harm to that."""
+    """Put this thread in relaxed capture mode for a block: waits and allocations then invalidate no capture."""
     mode = None
     with suppress(CudaError):
         mode = call("cuThreadExchangeStreamCaptureMode", load().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
@@ -167,18 +168,20 @@ def relaxed() -> Iterator[None]:
 
 # ---- memory
 def allocate(nbytes: int) -> int:
-    """Device memory that can be exported to other processes (cuMemAlloc)."""
+    """Allocate device memory that can be exported to other processes (cuMemAlloc). Returns its address."""
     return int(call("cuMemAlloc", nbytes))
 
 
 def free(address: int) -> None:
-    """Frees what :func:`allocate` gave, once everything in the context is done. Peers must have unmapped it."""
+    """Wait for all work in the context, then free an allocation. Peers must have unmapped it."""
     call("cuMemFree", address)
 
 
 def fill(address: int, byte: int, nbytes: int) -> None:
-    """Sets bytes of device memory; done when it returns. On a stream of its own: the default one may not be used by
-    anybody while a stream that blocks it captures."""
+    """Set ``nbytes`` bytes of device memory to ``byte``, and wait for it.
+
+    This takes a stream of its own: the default stream is unusable while a stream that synchronises with it captures.
+    """
     stream = call("cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING
     try:
         call("cuMemsetD8Async", address, byte, nbytes, stream)
@@ -188,71 +191,71 @@ def fill(address: int, byte: int, nbytes: int) -> None:
 
 
 def copy_to_device(address: int, data: np.ndarray) -> None:
-    """Copies a contiguous host array to the device; done when it returns."""
+    """Copy a contiguous host array to the device, and wait for it."""
     call("cuMemcpyHtoD", address, data.ctypes.data, data.nbytes)
 
 
 def copy_to_host(data: np.ndarray, address: int) -> None:
-    """Copies device memory into a contiguous host array; done when it returns."""
+    """Copy device memory into a contiguous host array, and wait for it."""
     call("cuMemcpyDtoH", data.ctypes.data, address, data.nbytes)
 
 
 def export_memory(address: int) -> bytes:
     """The IPC handle (64 bytes) of an allocation."""
-    handle = call("cuIpcGetMemHandle", address)  # kept while it is read: getPtr() gives an address in it
+    handle = call("cuIpcGetMemHandle", address)  # named, so that it lives while getPtr()'s address is read
     return ctypes.string_at(handle.getPtr(), IPC_HANDLE_BYTES)
 
 
 def open_memory(handle: bytes) -> int:
-    """Maps another process's allocation; peer access is enabled on the way."""
-    ipc = load().CUipcMemHandle()  # its bytes have a name in some bindings only, as of 13.0, not of 12.9.10 or 13.4.4
+    """Map another process's allocation, enabling peer access. Returns its address here."""
+    ipc = load().CUipcMemHandle()  # by getPtr(): bindings 12.9.10 and 13.4.4 have no field for the bytes, 13.0 has
     ctypes.memmove(ipc.getPtr(), handle, IPC_HANDLE_BYTES)
     return int(call("cuIpcOpenMemHandle", ipc, 1))  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 def allocation_bytes(address: int) -> int:
-    """Size of the allocation, of this process or mapped by it, that begins at ``address``."""
+    """The size of the allocation at ``address``, made or mapped by this process."""
     return int(call("cuMemGetAddressRange", address)[1])
 
 
 def close_memory(address: int) -> None:
-    """Unmaps what :func:`open_memory` mapped, once everything in the context is done (measured, H100)."""
+    """Unmap a mapping of :func:`open_memory`. Waits for all work in the context (measured, H100)."""
     call("cuIpcCloseMemHandle", address)
 
 
 def register_host(address: int, nbytes: int) -> int:
-    """Lets the GPU reach whole pages of host memory; returns their device address."""
+    """Make whole pages of host memory accessible to the GPU. Returns their device address."""
     call("cuMemHostRegister", address, nbytes, 1 | 2)  # PORTABLE | DEVICEMAP
     return int(call("cuMemHostGetDevicePointer", address, 0))
 
 
 def unregister_host(address: int) -> None:
-    """Undoes :func:`register_host`."""
+    """Undo :func:`register_host`; ``address`` is the host's."""
     call("cuMemHostUnregister", address)
 
 
 # ---- kernels
 def load_module(cubin: bytes) -> int:
-    """Loads a compiled module into the current context."""
+    """Load a cubin into the current context. Returns the module."""
     return int(call("cuModuleLoadData", cubin))
 
 
 def unload_module(module: int) -> None:
-    """Unloads it; no kernel of it may be running."""
+    """Unload a module. None of its kernels may be running."""
     call("cuModuleUnload", module)
 
 
 def get_function(module: int, name: str) -> int:
-    """A kernel, loaded now: lazy loading may wait for a kernel that waits for us."""
+    """Return a module's kernel, fully loaded: lazy loading later could wait for a kernel that waits for this rank."""
     function = int(call("cuModuleGetFunction", module, name.encode()))
     call("cuFuncLoad", function)
     return function
 
 
 class Launch:
-    """A kernel launch prepared once: ``args`` (uint64 words, passed by value) may change between runs.
+    """A prepared kernel launch. ``args`` (uint64 words, passed by value) may change between runs.
 
-    ``programmatic`` lets the kernel start before its predecessor ends (sm_90; the kernel waits by itself).
+    ``programmatic`` lets the kernel start before its predecessor ends (sm_90). The kernel itself then waits for that.
     """
 
     __slots__ = ("_config", "_function", "_launch", "_params", "_pointer", "_stream", "args")
@@ -270,7 +273,7 @@ class Launch:
             config.attrs = [attribute]
         config.numAttrs = int(programmatic)
         self.args = args
-        self._pointer = np.array([args.ctypes.data], np.uint64)  # kernelParams: an array of pointers to arguments
+        self._pointer = np.array([args.ctypes.data], np.uint64)  # kernelParams: pointers to the arguments
         self._params = int(self._pointer.ctypes.data)
         self._config = config
         self._function = bindings.CUfunction(function)
@@ -278,7 +281,7 @@ class Launch:
         self._stream = -1
 
     def node_params(self) -> Any:
-        """This launch as a node of a graph. The arguments are read whenever the driver is given it."""
+        """Return the parameters of a graph node for this launch. A driver call that takes them copies the arguments."""
         params, config = _bindings.CUDA_KERNEL_NODE_PARAMS(), self._config
         params.func = self._function
         params.gridDimX, params.gridDimY, params.gridDimZ = config.gridDimX, 1, 1
@@ -289,7 +292,7 @@ class Launch:
         return params
 
     def run(self, stream: int) -> None:
-        """Launches on ``stream``. The arguments are read before this returns."""
+        """Launch on ``stream``. The arguments are copied before this returns."""
         if stream != self._stream:
             self._config.hStream = _bindings.CUstream(stream)
             self._stream = stream

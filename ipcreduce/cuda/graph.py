@@ -8,22 +8,22 @@ from .driver import Launch, call, load
 
 
 def set_kernel(node: int, launch: Launch) -> None:
-    """Makes a kernel node another launch, for executables that are instantiated from now on."""
+    """Replace the launch of a kernel node. Executables that were instantiated before are not affected."""
     call("cuGraphKernelNodeSetParams", node, launch.node_params())
 
 
 def add_event_wait(graph: int, event: int) -> int:
-    """Adds a node that waits, at each launch, for the last record of ``event`` before that; the node."""
+    """Add and return a node that waits, at each launch, for the last record of ``event`` before that launch."""
     return int(call("cuGraphAddEventWaitNode", graph, None, 0, event))
 
 
 def add_event_record(graph: int, event: int) -> int:
-    """Adds a node that records ``event`` at each launch, for streams and for other graphs; the node."""
+    """Add and return a node that records ``event`` at each launch, for streams and other graphs to wait for."""
     return int(call("cuGraphAddEventRecordNode", graph, None, 0, event))
 
 
 def move_edges(graph: int, old: tuple[int, ...], new: tuple[int, ...], node: int) -> None:
-    """Makes ``node`` follow the nodes ``new`` and no more those in ``old``. In a capture in progress, too."""
+    """Replace the dependencies of ``node`` on the nodes ``old`` by ``new``. Also works during a capture."""
     _change_edges(graph, [one for one in new if one not in old], node, add=True)
     _change_edges(graph, [one for one in old if one not in new], node, add=False)
 
@@ -34,7 +34,7 @@ def _change_edges(graph: int, before: list[int], node: int, *, add: bool) -> Non
         return
     sources = [bindings.CUgraphNode(one) for one in before]
     targets = [bindings.CUgraphNode(node)] * count
-    if hasattr(load(), "cuGraphAddDependencies_v2"):  # in the bindings of 12 the plain names take no edge data
+    if hasattr(load(), "cuGraphAddDependencies_v2"):  # CUDA 12's plain names take no edge data
         if add:
             call("cuGraphAddDependencies_v2", graph, sources, targets, None, count)
         else:
@@ -46,24 +46,25 @@ def _change_edges(graph: int, before: list[int], node: int, *, add: bool) -> Non
 
 
 class Executable:
-    """A graph made ready to be launched, by ``surroundings.launch``. ``handle``: 0 once it is destroyed."""
+    """An instantiated graph, launched by ``surroundings.launch``. ``handle`` is 0 once it is destroyed."""
 
     __slots__ = ("handle",)
 
     def __init__(self, graph: int) -> None:
-        """:raises CudaError: if it cannot be made of ``graph``, which stays as it is."""
+        """:raises CudaError: if ``graph``, which is left as it is, cannot be instantiated."""
         self.handle = int(call("cuGraphInstantiate", graph, 0))
 
     def destroy(self) -> None:
-        """Gives it back, once it has run to its end. A launch is an error from now on."""
+        """Destroy it, once its last launch has ended. Any later launch is an error."""
         handle, self.handle = self.handle, 0
         call("cuGraphExecDestroy", handle)
 
 
 def executable_of(launch: Launch) -> Executable:
-    """A graph of this launch alone, with its present arguments. :raises CudaError: if it cannot be made.
+    """Instantiate a graph of this launch alone, with its present arguments. :raises CudaError: if that fails.
 
-    These cannot be changed: in a thread without a context cuGraphExecKernelNodeSetParams crashes (driver of CUDA 13).
+    The arguments stay: cuGraphExecKernelNodeSetParams, which could change them, crashes in a thread without a context
+    (driver of CUDA 13).
     """
     graph = call("cuGraphCreate", 0)
     try:
@@ -74,13 +75,13 @@ def executable_of(launch: Launch) -> Executable:
 
 
 def destroy_graph(graph: int) -> None:
-    """Destroys a graph; executables made from it stay."""
+    """Destroy a graph. Executables instantiated from it stay valid."""
     call("cuGraphDestroy", graph)
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """What a graph consists of. ``host_copies``: for each copy from or to host memory, its bytes."""
+    """Node counts of a graph. ``host_copies`` has the bytes of each copy from or to host memory."""
 
     kernels: int
     others: int
@@ -88,7 +89,7 @@ class Nodes:
 
 
 def inspect_graph(graph: int) -> Nodes:
-    """Counts a graph's nodes and finds the copies that bake in an address of host memory."""
+    """Count a graph's nodes, and find the copies that bake in an address of host memory."""
     bindings = load()
     kind, host = bindings.CUgraphNodeType, bindings.CUmemorytype.CU_MEMORYTYPE_HOST
     count = call("cuGraphGetNodes", graph, 0)[1]

@@ -1,8 +1,8 @@
-"""Whether the device arrays that a graph was recorded with still lie where they did.
+"""The address check: compare the device arrays of a replay's arguments with the recording's.
 
-A replay works on the addresses of its recording: an array made anew since then is not seen, silently. So all arrays in
-a nest of containers are found and compared. No code of the containers' types is run: a property may launch work, raise
-or make a new array. Nothing recurses, as nests may be deep.
+A replay uses the addresses of its recording and silently ignores an array allocated since then. So every array in a
+nest of containers is found and compared. No code of the containers' types is run, since a property may launch work,
+raise, or make a new array. The walk is iterative, since nests may be deep.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from ..cuda import array_protocols
 from ..cuda.array_protocols import Locate
 from ..errors import AddressChangedError, ArgumentError, Location
 
-LIMIT = 10**5  # objects
-SHOWN = 20  # differences in a message
+LIMIT = 10**5  # the most objects that a walk visits
+SHOWN = 20  # the most differences in a message
 _SKIPPED = type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType
 
 Roots = Sequence[tuple[str, Any]]
-Suffix = Callable[[Any], str]  # what a key adds to a path
-Read = Callable[[Any], tuple[Sequence[Any], Sequence[Any]]]  # the keys and values in a container
+Suffix = Callable[[Any], str]  # maps a key to its part of a path
+Read = Callable[[Any], tuple[Sequence[Any], Sequence[Any]]]  # maps a container to its keys and values
 
 
 def collect_addresses(obj: Any) -> dict[str, int]:
-    """The address of every device array in a nest of containers, by path, in the nest's order.
+    """Find every device array in a nest of containers. Returns its address by path, in the nest's order.
 
-    Containers are dicts, lists, tuples, and objects with a ``__dict__`` or ``__slots__``; modules, classes, functions
-    and attributes whose names begin with ``_`` are skipped. A path goes on from the name of ``obj``, as in
-    ``.layers[14].query_start_loc`` or ``["x"][0]``. An array that several paths lead to is under each of them; a path
-    ends where it comes back to a container that it went through.
+    Containers are dicts, lists, tuples, and objects with a ``__dict__`` or ``__slots__``. Modules, classes, functions
+    and attributes whose names begin with ``_`` are skipped. A path continues the name of ``obj``, as in
+    ``.layers[14].query_start_loc`` or ``["x"][0]``. An array is listed under each path that leads to it. A path ends
+    where it returns to a container that it passed through.
 
-    :raises ArgumentError: if there are more than 100,000 objects, each counted once for every path to it; if a device
-        array does not give its address.
+    :raises ArgumentError: if there are more than 100,000 objects, each counted once for every path to it; or if a
+        device array does not give its address.
     """
     return {path: place[0] for path, place in _Walk([("", obj)]).locations().items()}
 
 
 class AddressCheck:
-    """Where all device arrays in a recording's arguments lie. It keeps none of them alive.
+    """The locations of all device arrays in a recording's arguments, for comparison. It keeps no array alive.
 
-    :param roots: (name, object) pairs, such as ``("args[0]", x)``. Paths begin with the names, which are distinct.
+    :param roots: (name, object) pairs, such as ``("args[0]", x)``. The names are distinct; paths begin with them.
     :raises ArgumentError: see :func:`collect_addresses`.
     """
 
@@ -53,7 +53,7 @@ class AddressCheck:
         self._recorded = _Walk(roots)
 
     def verify(self, roots: Roots) -> None:
-        """Compares a replay's arguments with the recording's.
+        """Compare a replay's arguments with the recording's.
 
         :raises AddressChangedError: if an array is missing or new, or has another address, shape, dtype or strides.
         :raises ArgumentError: see :func:`collect_addresses`.
@@ -64,21 +64,21 @@ class AddressCheck:
         old, new = self._recorded.locations(), found.locations()
         if old != new:
             raise _difference(old, new)
-        self._recorded = found  # the same arrays in other containers: compare with those from now on
+        self._recorded = found  # same arrays in other containers: the next comparison with these is fast
 
 
 # ---- reading objects without running their code
 class _Part(NamedTuple):
-    """The items, or the attributes, of an object."""
+    """One aspect of an object as a container: its items, slots or attributes."""
 
     read: Read
     suffix: Suffix
 
 
 class _Layout(NamedTuple):
-    """What objects of a type can be: arrays, if there is ``locate``; containers, if there are ``parts``.
+    """The handling of a type: its objects may be arrays (``locate``) and containers (``parts``).
 
-    Those with ``attributes`` of their own can be arrays by these.
+    An object with ``attributes`` of its own may also be an array through these.
     """
 
     locate: Locate | None
@@ -112,7 +112,7 @@ def _layout(kind: type) -> _Layout:
 
 
 def item(key: Any) -> str:
-    """What a dict's key, or a position, adds to a path."""
+    """The part of a path for a dict's key or a position."""
     if type(key) is str:
         return f"[{json.dumps(key, ensure_ascii=False)}]"
     try:
@@ -136,7 +136,7 @@ def _slots(slots: dict[str, Callable[[Any], Any]]) -> Read:
     def read(container: Any) -> tuple[Sequence[Any], Sequence[Any]]:
         found = {}
         for name, get in slots.items():
-            with suppress(AttributeError):  # not set
+            with suppress(AttributeError):  # an unset slot
                 found[name] = get(container)
         return [*found], [*found.values()]
 
@@ -148,7 +148,7 @@ def _attributes(get: Callable[[Any], dict[str, Any]]) -> Read:
         attributes = dict.items(get(container))
         found = {
             name: value
-            for name, value in attributes  # those that make it an array are compared too: it may get them later
+            for name, value in attributes  # protocols are kept: an object that gains one later has become an array
             if type(name) is str and (name[:1] != "_" or name in array_protocols.PROTOCOLS)
         }
         return [*found], [*found.values()]
@@ -164,28 +164,28 @@ class _Container(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What one part of container number ``container`` held, and how to read that again."""
+    """The recorded content of one part of container number ``container``, and the function that reads it again."""
 
     container: int
     read: Read
     keys: Sequence[Any]
     types: list[type]
-    arrays: list[tuple[int, Locate, Location | None]]  # positions; None: an array, but not on a GPU
-    containers: list[tuple[int, int]]  # positions and numbers
+    arrays: list[tuple[int, Locate, Location | None]]  # by position; None for an array that is not on a GPU
+    containers: list[tuple[int, int]]  # positions and container numbers
 
 
 class _Walk:
-    """All paths from the roots to device arrays, and the steps that tell whether others have the same.
+    """All paths from the roots to device arrays, and the steps that compare other roots with them.
 
-    Containers are numbered as they are met, once for every path; number 0 holds the roots.
+    Containers are numbered in the order in which they are met, once for every path. Number 0 holds the roots.
     """
 
     def __init__(self, roots: Roots) -> None:
         self._steps: list[_Step] = []
-        self._names: list[tuple[int, Suffix, Any]] = [(0, str, "")]  # of a container: the one it is in, suffix, key
+        self._names: list[tuple[int, Suffix, Any]] = [(0, str, "")]  # by container: its parent, suffix, key
         self._arrays: list[tuple[int, Suffix, Any, Location]] = []
-        self._above: dict[int, int] = {}  # the containers on the path, by id: the id's number
-        self._layouts: dict[int, _Layout] = {}  # by id, as a metaclass may have a __hash__; the steps hold the types
+        self._above: dict[int, int] = {}  # containers on the present path: id to number
+        self._layouts: dict[int, _Layout] = {}  # by type id: a metaclass may have a __hash__. Steps keep types alive
         self._objects = 0
         stack = [self._enter(0, dict(roots), (_Part(_ITEMS.read, str),))]
         while stack:
@@ -196,7 +196,7 @@ class _Walk:
                 stack.append(self._enter(*inner))
 
     def _enter(self, number: int, container: Any, parts: tuple[_Part, ...]) -> Iterator[_Container]:
-        """Notes what a container holds; gives the containers in it, each when its turn has come."""
+        """Note a container's content, and yield the containers in it, interleaved with its arrays in order."""
         self._above[id(container)] = number
         inside: list[tuple[Suffix, Any, Location | _Container]] = []
         for read, suffix in parts:
@@ -204,7 +204,7 @@ class _Walk:
             self._objects += len(values)
             if self._objects > LIMIT:
                 raise ArgumentError(
-                    f"arrays are looked for in more than {LIMIT} objects, of which {len(values)} are in "
+                    f"the search for arrays met more than {LIMIT} objects, {len(values)} of them in "
                     f"{_short(self._path(number)) or 'the outermost one'}. Pass the arrays themselves, or skip the "
                     'check: check="never"'
                 )
@@ -245,7 +245,7 @@ class _Walk:
         return self._layouts[id(kind)]
 
     def holds_for(self, roots: Roots) -> bool:
-        """Whether the roots have the same containers, types and arrays. False may be due to the order of a dict."""
+        """Return True if ``roots`` have the same containers, types and arrays. A dict's order may make it False."""
         met: list[Any] = [dict(roots)]
         for container, read, keys, kinds, located, containers in self._steps:
             found, values = read(met[container])
@@ -257,16 +257,16 @@ class _Walk:
             for position, number in containers:
                 if number == len(met):
                     met.append(values[position])
-                elif met[number] is not values[position]:  # a way back
+                elif met[number] is not values[position]:  # a cycle must close at the same container
                     return False
         return True
 
     def locations(self) -> dict[str, Location]:
-        """Where each array lies, by path."""
+        """The location of each array, by path."""
         found: dict[str, Location] = {}
         for number, suffix, key, place in self._arrays:
             path = self._path(number) + suffix(key)
-            while path in found:  # keys whose texts are the same
+            while path in found:  # distinct keys with the same text
                 path += "'"
             found[path] = place
         return found
@@ -291,7 +291,7 @@ def _difference(old: dict[str, Location], new: dict[str, Location]) -> AddressCh
     ]
     more = [f"and {len(lines) - SHOWN} more, see .changed, .missing and .added"] if len(lines) > SHOWN else []
     message = "\n  ".join([
-        "expected the recording's device arrays; found others. Copy into those, array[...] = new, or record again",
+        "expected the recording's device arrays; found others. Copy into those (array[...] = new), or record again",
         *lines[:SHOWN],
         *more,
     ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""Eager breaks: functions that run between the segments of a graph, at recording and at every replay."""
+"""Eager breaks: functions that run between the segments of a graph, at the recording and at every replay."""
 
 from __future__ import annotations
 
@@ -28,26 +28,31 @@ class Breakable(Protocol):
 
 
 class _Current(threading.local):
-    graph: Breakable | None = None  # the one whose body this thread is in; None within a break
+    graph: Breakable | None = None  # the graph whose body this thread executes; None within a break
 
 
 current = _Current()
-open_recordings: list[Breakable] = []  # in all threads: asked on the way of every replay, where current takes 0.1 us
+open_recordings: list[
+    Breakable
+] = []  # of all threads: each replay looks here first, as reading ``current`` takes 0.1 us
 
 
 def eager_break(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorates a function that is to run eagerly, between segments, where a graph is recorded around it.
+    """Decorate a function to run eagerly, between two segments, when it is called within a graph's recording.
 
-    At each replay it is called again with the arguments of the recording; within a recording with ``breaks=False``,
-    and outside of one, a call is a plain call. It must be the outermost decorator: what a wrapper outside of it does
-    on the host is not part of the break, so it is done once, at recording, and what it does on the GPU is captured.
+    Each replay calls the function again with the arguments of the recording. Outside of a recording, and in one with
+    ``breaks=False``, a call is a plain call. This must be the outermost decorator. A wrapper outside of it is not part
+    of the break: its work on the host is done once, at the recording, and its work on the GPU is captured.
 
-    The function writes its results into arrays that it gets, or returns a device array (the caller gets a CuPy array
-    into which each replay copies; shape and dtype must stay), a scalar (that of the recording stays) or None.
+    The function may write its results into arrays that it receives, or return one of these:
 
-    Work on side streams has to be joined before the break: record an event there, and let the recording's stream wait
-    for it. To go on there after the break, record a new event on the recording's stream, and let the side stream wait
-    for that: an event from before the break belongs to the segment that has ended.
+    - a device array: the caller gets a CuPy array into which each replay copies, so shape and dtype must not change;
+    - a scalar: the caller keeps the recording's value;
+    - None.
+
+    Join work on side streams before the break: record an event there, and let the recording's stream wait for it. To
+    continue there after the break, record a new event on the recording's stream, and let the side stream wait for that
+    one. An event from before the break belongs to the segment that has ended.
 
     :raises CaptureError: from a call within a recording, if the function returns anything else.
     """
@@ -73,21 +78,22 @@ class Break:
         self._name = getattr(function, "__qualname__", repr(function))
         self._args, self._kwargs = without_blocks(args, pool), without_blocks(kwargs, pool)
         self._pool = pool
-        self._output: Any = None  # the array that the body got, if it got one
+        self._output: Any = None  # the array returned to the body, if any
 
     def __str__(self) -> str:
         return self._name
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any], stream: int) -> Any:
-        """The call of the recording, on ``stream``, which is current; what the body gets for its result.
+        """Call the function at the recording. Returns the result to give to the body.
 
-        :raises CaptureError: if the function returns what cannot be kept.
+        :param stream: the current stream.
+        :raises CaptureError: if the result is not a device array, a scalar or None.
         """
         result = self._function(*args, **kwargs)
         if isinstance(result, _SCALARS):
             return result
         fresh = self._array(result, stream)
-        if _is_in(result, [args, kwargs]) or in_pool(fresh, self._pool):  # its place stays as it is
+        if _is_in(result, [args, kwargs]) or in_pool(fresh, self._pool):  # its address stays valid
             output = result
         else:
             with cupy_runtime.allocating(self._pool.allocator, stream):
@@ -97,10 +103,10 @@ class Break:
         return output
 
     def replay(self, stream: int) -> None:
-        """Another call, with ``stream`` current.
+        """Call the function again, with ``stream`` current, and copy its result into the recording's.
 
-        :raises ArgumentError: if its result has not the shape and dtype of the recording's.
-        :raises CaptureError: if it is no device array any more.
+        :raises ArgumentError: if the result's shape or dtype differs from the recording's.
+        :raises CaptureError: if the result is no longer a device array.
         """
         with cupy_runtime.on_stream(stream):
             result = self._function(*self._args, **self._kwargs)
@@ -134,10 +140,9 @@ def _is_in(array: Any, value: Any) -> bool:
 
 
 def without_blocks(value: Any, pool: GraphPool) -> Any:
-    """``value`` with views in place of the pool's arrays: they keep the pool, but not the block from being used again.
+    """Replace the pool's arrays in ``value``, also in lists, tuples and dicts, by views that do not own their block.
 
-    Later segments use it again at each replay, as they did when they were recorded. Looked into are lists, tuples and
-    dicts.
+    A view keeps the pool alive. Its block may be reused: later segments do so at each replay, as at the recording.
     """
     if type(value) in (list, tuple):
         return type(value)(without_blocks(one, pool) for one in value)

@@ -1,4 +1,4 @@
-"""What the parts of a forward pass know about it: a context for each thread, as inference engines have."""
+"""The forward context: per-thread information about the current forward pass, as in inference engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ MODES = ("none", "piecewise", "full")
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """``batch_descriptor`` names the recording, ``mode`` which runners record; ``attn_metadata`` is the user's."""
+    """The arguments of the :func:`forward_context` in effect.
+
+    ``batch_descriptor`` selects the recording. ``mode`` selects the runners that record and replay. ``attn_metadata``
+    is the user's.
+    """
 
     batch_descriptor: Hashable
     mode: str
@@ -33,10 +37,12 @@ _stack = _Stack()
 def forward_context(
     batch_descriptor: Hashable, mode: str = "piecewise", attn_metadata: Any = None
 ) -> Iterator[ForwardContext]:
-    """Within the block, :func:`get_forward_context` of this thread gives these. Blocks may be nested.
+    """Set this thread's forward context for a block. Blocks may be nested.
 
-    :param batch_descriptor: what a :class:`GraphRunner` has one recording for; the same on every rank.
-    :param mode: "piecewise" or "full": runners of that mode record and replay; "none": none does.
+    :param batch_descriptor: the key of a recording: a :class:`GraphRunner` has one recording for each descriptor. It
+        must be hashable, and the same on every rank.
+    :param mode: "piecewise" or "full": runners of that mode record and replay. "none": no runner does.
+    :param attn_metadata: any object, passed on to the code in the block.
     :raises ArgumentError: if ``mode`` is another word, or the descriptor is not hashable.
     """
     check_mode(mode)
@@ -52,11 +58,14 @@ def forward_context(
 
 
 def get_forward_context() -> ForwardContext | None:
-    """This thread's context; None outside of :func:`forward_context`. In a break, that of the present replay."""
+    """This thread's forward context, or None outside of :func:`forward_context`.
+
+    A break sees the context of the replay that runs it.
+    """
     return _stack.top
 
 
 def check_mode(mode: Any) -> None:
-    """:raises ArgumentError: if it is none of :data:`MODES`."""
+    """:raises ArgumentError: if ``mode`` is not one of :data:`MODES`."""
     if mode not in MODES:
         raise ArgumentError(f"mode must be one of {', '.join(MODES)}; found {mode!r}")

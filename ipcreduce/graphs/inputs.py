@@ -1,4 +1,4 @@
-"""What a graph reads from outside, by name, and when it is looked at whether that is still where it was."""
+"""A graph's named inputs, and the check of their addresses at replay."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ CHECKS = ("first", "always", "never")
 
 @dataclass(frozen=True)
 class Inputs:
-    """Nests of arrays, each with the name with which its arrays' paths begin."""
+    """Nests of arrays by name. The paths of a nest's arrays begin with its name."""
 
     roots: list[tuple[str, Any]]
 
     @classmethod
     def of(cls, value: Any) -> Inputs:
-        """``value`` itself, or with the one name "inputs"."""
+        """Return ``value`` if it is an ``Inputs``, else wrap it under the name "inputs"."""
         return value if isinstance(value, Inputs) else cls([("inputs", value)])
 
 
 class InputCheck:
-    """Compares the inputs of replays with those of the recording. It holds none of them.
+    """Comparison of a replay's inputs with the recording's. It keeps no array alive.
 
     :param when: one of :data:`CHECKS`.
     :raises ArgumentError: see :class:`AddressCheck`.
@@ -36,11 +36,11 @@ class InputCheck:
 
     @property
     def due(self) -> bool:
-        """Whether :meth:`verify` still looks at anything."""
+        """True while :meth:`verify` still compares."""
         return self._check is not None
 
     def verify(self, inputs: Inputs) -> None:
-        """Before a replay. :raises AddressChangedError: if an array is elsewhere."""
+        """Compare before a replay, once or always. :raises AddressChangedError: if an array differs."""
         if self._check is not None:
             self._check.verify(inputs.roots)
             if not self._always:
@@ -48,6 +48,6 @@ class InputCheck:
 
 
 def check_word(word: Any) -> None:
-    """:raises ArgumentError: if it is none of :data:`CHECKS`."""
+    """:raises ArgumentError: if ``word`` is not one of :data:`CHECKS`."""
     if word not in CHECKS:
         raise ArgumentError(f"check must be one of {', '.join(CHECKS)}; found {word!r}")

@@ -1,9 +1,9 @@
-"""The memory of graphs: slabs of ours, cut into blocks, so that what captured nodes point to stays allocated.
+"""The memory of graphs: slabs cut into blocks, which stay allocated as long as captured nodes point into them.
 
-CuPy's pool does not give this: when memory is short, and at ``free_all_blocks()``, it frees blocks that the nodes of a
-graph still use. Here a block that CuPy frees may serve a later request of a recording in this pool; the driver gets a
-slab back when every graph of the pool is closed and CuPy has freed all in it, whichever comes last. (A CuPy pool over
-our slabs never frees them if an array outlives it: its chunks refer to each other, and are not collected; CuPy 14.2.)
+CuPy's pool does not guarantee this: when memory is short, and at ``free_all_blocks()``, it frees blocks that a graph's
+nodes still use. Here a block that CuPy frees may serve a later request of a recording in this pool. A slab goes back to
+the driver when every graph of the pool is closed and CuPy has freed all its blocks. (A CuPy pool over our slabs would
+not do: if an array outlives it, its chunks refer to each other and are never collected; CuPy 14.2.)
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from ..cuda.contexts import using, within
 from ..ipc.deferred_free import attempt, give_back, reclaim
 
 _numbers = itertools.count()
-_UNIT = 2 << 20  # bytes: smaller allocations share a block of the driver's, which IPC would export whole
-_ALIGNMENT = 512  # bytes, as CuPy's pool
+_UNIT = 2 << 20  # bytes; smaller allocations share a block of the driver's, which IPC exports as a whole
+_ALIGNMENT = 512  # bytes, as in CuPy's pool
 
 
 @dataclass(eq=False)
 class Slab:
-    """An allocation. ``number`` tells it from a later one at its address.
+    """An allocation of the driver's, of ``nbytes`` bytes.
 
-    ``stream`` is the one that its blocks are for, as in CuPy's pool: what is free for the next work there may still be
-    in use on another. ``free`` are the (address, bytes) that are in no block, in their order.
+    ``stream`` is the stream that its blocks serve, as in CuPy's pool: a block that is free for the next work on this
+    stream may still be in use for another stream. ``number`` distinguishes it from a later allocation at the same
+    address. ``free`` lists the (address, bytes) of the free ranges, in order of address.
     """
 
     address: int
@@ -42,13 +43,13 @@ class Slab:
     free: list[tuple[int, int]]
 
     def take(self, address: int, nbytes: int) -> None:
-        """Cuts ``nbytes`` off the free range at ``address``."""
+        """Cut ``nbytes`` off the free range at ``address``."""
         index = bisect(self.free, (address, 0))
         size = self.free[index][1] - nbytes
         self.free[index : index + 1] = [(address + nbytes, size)] if size else []
 
     def put(self, address: int, nbytes: int) -> None:
-        """Makes a block free, one range with the free ones beside it."""
+        """Free a block, and merge it with adjacent free ranges."""
         index = bisect(self.free, (address, 0))
         first = last = index
         if index and sum(self.free[index - 1]) == address:
@@ -61,44 +62,44 @@ class Slab:
 
     @property
     def unused(self) -> bool:
-        """Whether there is no block in it."""
+        """True if no block of the slab is taken."""
         return self.free == [(self.address, self.nbytes)]
 
 
 class GraphPool:
-    """Memory that one or several graphs allocate from while they are recorded. ``graph.pool`` is one.
+    """The memory from which one or several graphs allocate while they are recorded; see ``graph.pool``.
 
     Graphs that share a pool reuse each other's memory: an output is then valid until the next replay of any of them.
 
-    :param unit: bytes of which allocations are multiples.
+    :param unit: slab sizes are multiples of this many bytes.
     """
 
     def __init__(self, context: int, device: int, unit: int = _UNIT) -> None:
         self._context, self._device, self._unit = context, device, unit
-        self._users = 0  # graphs, and registrations with peers that have it mapped
+        self._users = 0  # graphs, and registrations while peers have the memory mapped
         self._slabs: list[Slab] = []
-        self._blocks: dict[int, tuple[int, Slab]] = {}  # by address: bytes, and where they lie
-        self._freed: deque[int] = deque()  # blocks that arrays left, in any thread, also within the lock
+        self._blocks: dict[int, tuple[int, Slab]] = {}  # by address: bytes and slab
+        self._freed: deque[int] = deque()  # freed by arrays in any thread, perhaps while the lock is held
         self._lock = threading.RLock()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory that the pool holds."""
+        """The bytes of device memory that the pool holds."""
         with self._lock:
             return sum(slab.nbytes for slab in self._slabs)
 
     @property
     def slabs(self) -> int:
-        """Number of allocations that make up the pool."""
+        """The number of allocations that make up the pool."""
         return len(self._slabs)
 
     @property
     def allocator(self) -> Callable[[int], Any]:
-        """What CuPy calls for memory."""
+        """The allocator function to set in CuPy."""
         return cupy_runtime.make_allocator(self._device, self._allocate, self._free, lambda: self.nbytes, reclaim)
 
     def find(self, address: int, nbytes: int) -> Slab | None:
-        """The slab that holds these bytes, if one does."""
+        """The slab that contains the ``nbytes`` bytes at ``address``, or None."""
         with self._lock:
             for slab in self._slabs:
                 if slab.address <= address and address + nbytes <= slab.address + slab.nbytes:
@@ -106,19 +107,22 @@ class GraphPool:
         return None
 
     def retain(self) -> None:
-        """One graph more uses the pool, or peers that have it mapped."""
+        """Add a user: a graph, or a registration with peers that map the pool."""
         with self._lock:
             self._users += 1
 
     def release(self) -> None:
-        """One graph less uses it. With the last, memory goes back to the driver as soon as no array is in it."""
+        """Remove a user. After the last, a slab goes back to the driver as soon as no array is in it."""
         with self._lock:
             self._users -= 1
         self._give_back()
 
     # ---- blocks
     def _allocate(self, nbytes: int, stream: int) -> int:
-        """The address of a block: in the smallest free range that fits. :raises CudaError: if there is no memory."""
+        """Take a block from the smallest free range that fits, or from a new slab. Returns its address.
+
+        :raises CudaError: if memory is short.
+        """
         nbytes = -(-max(1, nbytes) // _ALIGNMENT) * _ALIGNMENT
         with self._lock:
             self._take_back()
@@ -142,7 +146,7 @@ class GraphPool:
             return address
 
     def _free(self, address: int) -> None:
-        """CuPy has no more use for a block; captured nodes may have."""
+        """Note a block that CuPy has freed. Captured nodes may still use it."""
         self._freed.append(address)
         self._give_back()
 
@@ -157,27 +161,27 @@ class GraphPool:
             give_back(self._context, self._shrink)
 
     def _shrink(self) -> None:
-        """Gives unused slabs back to the driver, if no graph is left that may use them."""
+        """Free unused slabs, if the pool has no user left."""
         with self._lock:
             self._take_back()
             unused = [] if self._users else [slab for slab in self._slabs if slab.unused]
             self._slabs = [slab for slab in self._slabs if slab not in unused]
-        # Outside the lock, since cuMemFree waits for a last replay.
+        # Outside the lock, since cuMemFree waits until the last replay has ended.
         attempt(self._context, *(partial(driver.free, slab.address) for slab in unused))
 
 
 class CapturedMemory:
-    """Memory of calls in captures of others: for each capture its own, kept until :meth:`release`.
+    """The memory of calls in captures by other libraries: a pool for each capture, kept until :meth:`release`.
 
-    CuPy's pool would give what a call lets go of to the next one who asks, while replays go on to use it.
+    CuPy's own pool would reuse a call's temporary memory at once, while replays still write to it.
     """
 
     def __init__(self, context: int, device: int) -> None:
         self._context, self._device = context, device
-        self._pools: dict[int, GraphPool] = {}  # by the captures' ids
+        self._pools: dict[int, GraphPool] = {}  # by capture id
 
     def allocating(self, stream: int) -> AbstractContextManager[None]:
-        """Within the block this thread's CuPy allocates so, if others capture ``stream``."""
+        """Make this thread's CuPy allocate from the capture's pool for a block, if ``stream`` is being captured."""
         with using(self._context):
             capture = streams.capture_id(stream)
         if not capture:
@@ -189,6 +193,6 @@ class CapturedMemory:
         return cupy_runtime.allocating(pool.allocator, stream)
 
     def release(self) -> None:
-        """No graph is launched any more. Arrays that live on stay valid."""
+        """Release all pools, once no graph is launched any more. Arrays that are still alive stay valid."""
         while self._pools:
             self._pools.popitem()[1].release()

@@ -1,4 +1,4 @@
-"""``GraphRunner``: a function with one recording for each batch descriptor, made at its first call."""
+"""``GraphRunner``: a function with one recording for each batch descriptor, made at the descriptor's first call."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from .session import GraphSession, HasSession, default_communicator
 
 
 class GraphRunner:
-    """Calls ``function`` by replays of its recordings.
+    """A wrapper that calls ``function`` by replaying recordings of it.
 
     A call in a :func:`ipcreduce.forward_context` of the runner's mode replays the recording for that context's batch
-    descriptor; the first such call records it, which is a real run. Any other call, and every call on a communicator
-    without GPUs, calls the function. The recordings share one pool: record the largest first. What a call returns is
-    valid until the runner's next call. What the function refers to (weights, caches) lives as long as the function.
+    descriptor. The first such call makes the recording and is a real run. Any other call, and every call on a
+    communicator without GPUs, calls the function. The recordings share one pool: record the largest first. A call's
+    result is valid until the runner's next call. The runner keeps the function alive, and with it the objects that
+    the function refers to (weights, caches).
 
     :param comm: None for the default communicator.
     :param mode: "piecewise", with breaks, or "full": one graph, in which decorated functions are called plainly.
-    :param check: whether the arrays among the arguments (and in mode "full" in ``attn_metadata``) have to be where they
-        were at the recording: looked at in the "first" replay of each recording, "always", or "never".
-    :param record_new: whether descriptors that have no recording get one; if not, the function is called.
-    :param copy_inputs: whether device arrays among the arguments, in lists, tuples and dicts too, are copied into those
-        of the recording. If not, the caller keeps to the same arrays.
-    :raises ArgumentError: if an argument is none of these.
+    :param check: when to compare the addresses of the arrays among the arguments (in mode "full" also those in
+        ``attn_metadata``) with the recording's: at the "first" replay of each recording, "always", or "never".
+    :param record_new: True to record descriptors that have no recording; False to call the function for them.
+    :param copy_inputs: True to copy the device arrays among the arguments, also in lists, tuples and dicts, into the
+        recording's before each replay. If False, the caller must pass the same arrays each time.
+    :raises ArgumentError: if ``mode`` or ``check`` is another word.
     """
 
     def __init__(
@@ -56,9 +57,12 @@ class GraphRunner:
         return MappingProxyType({descriptor: one.graph for descriptor, one in self._recorded.items()})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's result. See the class, :meth:`Graph.record` and :meth:`Graph.replay` for what is raised.
+        """Call the function or replay its recording, and return its result.
 
-        :raises AddressChangedError: before anything is launched, if arrays are elsewhere than at the recording.
+        :raises AddressChangedError: before anything is launched, if an array's address or layout differs from the
+            recording's.
+        :raises ArgumentError: with ``copy_inputs``, if the arguments do not correspond to the recording's.
+        :raises IpcReduceError: see :meth:`Graph.record` and :meth:`Graph.replay`.
         """
         context = get_forward_context()
         if context is None or context.mode != self._mode:
@@ -104,7 +108,7 @@ class GraphRunner:
         return self._comm.session
 
     def close(self) -> None:
-        """Closes the recordings; further calls record anew. Outputs of earlier calls are no longer valid."""
+        """Close the recordings. Later calls record again. Outputs of earlier calls are no longer valid."""
         while self._recorded:
             self._recorded.popitem()[1].graph.close()
         self._pool = None
@@ -120,7 +124,7 @@ class GraphRunner:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A recording, what the function returned, and what it was called with."""
+    """A recording, with the function's outputs and arguments."""
 
     graph: Graph
     outputs: Any
@@ -128,7 +132,7 @@ class _Recorded:
 
 
 def _copy(new: Any, recorded: Any, path: str) -> None:
-    """Copies device arrays into those of the recording. :raises ArgumentError: where the two do not correspond."""
+    """Copy device arrays into the recording's. :raises ArgumentError: if the two nests do not correspond."""
     for name, source, target in _pairs(new, recorded, path):
         stream = cupy_runtime.stream_of()[0]
         there, here = arrays.view(target, stream), arrays.view(source, stream)
@@ -141,7 +145,7 @@ def _copy(new: Any, recorded: Any, path: str) -> None:
 
 
 def _pairs(new: Any, recorded: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
-    """(path, array, the recorded one) for each device array, in the order of the arguments."""
+    """Yield (path, array, recorded array) for each device array, in the order of the arguments."""
     if type(recorded) in (list, tuple, dict):
         same = type(new) is type(recorded) and len(new) == len(recorded)
         if not same or (type(new) is dict and new.keys() != recorded.keys()):

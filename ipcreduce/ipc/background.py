@@ -1,8 +1,8 @@
-"""Work that may wait for the device for good, done in a thread so that it can be given up, and be interrupted.
+"""A background thread for work that may block on the device forever, so that a caller can stop waiting for it.
 
-Freeing waits for all that runs on the device, which may be a kernel of another library that never ends. In a call the
-bindings let go of the GIL (from 12.9.1 on). The thread is made with the first communicator: at the interpreter's exit
-Python makes none.
+Freeing memory waits for all work on the device, which may include another library's kernel that never ends. The
+bindings release the GIL during a call (from 12.9.1 on). The thread is started with the first communicator, since Python
+starts none at the interpreter's exit.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ _last: Job | None = None
 
 
 class Job:
-    """A function that runs in the thread, behind the jobs before it."""
+    """A function that runs in the background thread, after all earlier jobs."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         global _last
         self._function: Callable[[], None] | None = function
         self._over = threading.Event()
         self._error: BaseException | None = None
-        if _last is not None and not _last.is_over:  # that one may hang: it keeps the thread and the queue that it has
+        if _last is not None and not _last.is_over:  # it may hang, so leave it its thread and queue
             start(anew=True)
         _last = self
         _jobs.put(self)
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended."""
+        """True once the function has ended."""
         return self._over.is_set()
 
     def wait(self, seconds: float) -> bool:
-        """Waits for its end; whether it has come. An exception that it ended with is raised here."""
+        """Wait up to ``seconds`` for the end, and return True if it has come. The function's exception is raised."""
         over = self._over.wait(seconds)
         if self._error is not None:
             raise self._error
         return over
 
     def run(self) -> None:
-        """Runs the function, in the thread."""
-        function, self._function = self._function, None  # what it holds ends with it
+        """Run the function. Called by the background thread."""
+        function, self._function = self._function, None  # drops the function's references once it has run
         assert function is not None
         try:
             function()
@@ -56,13 +56,13 @@ class Job:
 
 
 def start(anew: bool = False) -> None:
-    """Makes the thread, if there is none; another one ``anew``, if Python still makes threads."""
+    """Start the thread unless one runs. With ``anew``, start another one with a new queue, if Python still can."""
     global _jobs, _last
     if anew:
         _jobs = queue.SimpleQueue()
     elif any(thread.name == _NAME for thread in threading.enumerate()):
         return
-    with suppress(RuntimeError):  # at exit, behind a job that hangs: this one is not done at all
+    with suppress(RuntimeError):  # raised at interpreter exit: jobs behind one that hangs are then not run
         threading.Thread(target=_run, args=[_jobs], name=_NAME, daemon=True).start()
 
 

@@ -1,4 +1,4 @@
-"""Which GPU each rank takes, and what the ranks tell each other about it."""
+"""The choice of each rank's GPU, and the exchange of its properties with the other ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ _MIN_CAPABILITY = (8, 0)
 
 
 def share_device(mpi: Any, device: Any, deadline: float) -> tuple[driver.DeviceInfo, np.ndarray[Any, Any]]:
-    """This rank's GPU and every rank's exchange.DEVICE. :raises ArgumentError: where ``device`` is wrong."""
+    """Choose this rank's GPU and exchange it. Collective. Returns it and every rank's exchange.DEVICE record.
+
+    :param device: the argument of ``Communicator``.
+    :param deadline: by ``time.monotonic()``.
+    :raises ArgumentError: on every rank, if ``device`` is wrong on one.
+    :raises UnsupportedError: if a rank's GPU is unusable.
+    """
     info, error, count = None, None, 0
     try:
         count = driver.device_count()
@@ -41,7 +47,7 @@ def share_device(mpi: Any, device: Any, deadline: float) -> tuple[driver.DeviceI
 
 
 def choose_device(device: Any, rank: int) -> int:
-    """The ordinal that ``device`` means here. :raises ArgumentError: if it means none."""
+    """Resolve ``device`` to the ordinal of a visible GPU. :raises ArgumentError: if it names none."""
     count = driver.device_count()
     if device is None:
         return cupy_runtime.current_device()
@@ -56,7 +62,7 @@ def choose_device(device: Any, rank: int) -> int:
 
 
 def _local_rank(rank: int) -> int:
-    """This process's number on its host: as the launcher says, or else in MPI.COMM_WORLD."""
+    """This process's rank on its host by the launcher's variables, or else its rank in MPI.COMM_WORLD."""
     for variable in ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
         if os.environ.get(variable, "").isdigit():
             return int(os.environ[variable])
@@ -65,7 +71,7 @@ def _local_rank(rank: int) -> int:
 
 
 def advise_spreading(rank: int, devices: np.ndarray[Any, Any]) -> None:
-    """Warns once, on rank 0, if ranks share a GPU while another is idle."""
+    """Warn, on rank 0 only, if ranks share a GPU while another GPU is idle."""
     used = [uuid.tobytes() for uuid in devices["uuid"]]
     if rank == 0 and len(set(used)) < min(len(used), int(devices["visible"].max())):
         warnings.warn(
@@ -77,12 +83,15 @@ def advise_spreading(rank: int, devices: np.ndarray[Any, Any]) -> None:
 
 
 def most_on_a_gpu(devices: np.ndarray[Any, Any]) -> int:
-    """The most ranks that use one GPU: the same number on every rank."""
+    """The largest number of ranks on one GPU; the same on every rank."""
     return max(Counter(uuid.tobytes() for uuid in devices["uuid"]).values())
 
 
 def raise_wrong(own: int, everyone: np.ndarray[Any, Any]) -> None:
-    """:raises ArgumentError: with this rank's own mistake, or else with the first that made one."""
+    """:raises ArgumentError: if a rank's record is wrong, with this rank's own message or else the first wrong one's.
+
+    :param everyone: every rank's record, with a field ``wrong``.
+    """
     wrong = np.flatnonzero(everyone["wrong"])
     if len(wrong):
         rank = own if own in wrong else int(wrong[0])

@@ -1,4 +1,4 @@
-"""The links between the ranks' GPUs, as far as the driver tells: access, and in which form packets go over them."""
+"""The links between the ranks' GPUs, as the driver describes them: P2P access, and the packet form for each."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ..errors import UnsupportedError
 from . import plan
 
 VERDICT = exchange.struct(8, ("halves", "<u4"), ("links", "u1", (plan.MAX_RANKS, plan.MAX_RANKS)))
-_UNKNOWN, _LOCAL, _PCIE = 0, 1, 2  # VERDICT's links; local: NVLink, or the same GPU
+_UNKNOWN, _LOCAL, _PCIE = 0, 1, 2  # values of VERDICT's ``links``. Local is NVLink, or one GPU
 
 
 def _ordinals() -> dict[bytes, int]:
-    """The GPUs that this process sees, by uuid."""
+    """The ordinals of the GPUs visible to this process, by uuid."""
     return {driver.device_info(ordinal).uuid: ordinal for ordinal in range(driver.device_count())}
 
 
 def check_access(rank: int, devices: np.ndarray[Any, Any]) -> None:
-    """:raises UnsupportedError: naming the first pair for which the driver reports no P2P access.
+    """Check P2P access to every peer's GPU. A GPU that is not visible here is left to the start-up test of the links.
 
-    A peer's GPU that is not visible here is left to the start-up test of the links.
+    :raises UnsupportedError: naming the first pair for which the driver reports no access.
     """
     ordinals = _ordinals()
     own = ordinals[devices["uuid"][rank].tobytes()]
@@ -38,7 +38,7 @@ def check_access(rank: int, devices: np.ndarray[Any, Any]) -> None:
 
 
 def seen(devices: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The kind of each link from rank to rank, between any two GPUs that this process sees."""
+    """The kind of each link, as a (MAX_RANKS, MAX_RANKS) array; known between GPUs visible to this process."""
     links, ordinals = np.full((plan.MAX_RANKS, plan.MAX_RANKS), _UNKNOWN, np.uint8), _ordinals()
     uuids = [uuid.tobytes() for uuid in devices["uuid"]]
     for a, b in permutations(range(len(uuids)), 2):
@@ -51,13 +51,13 @@ def seen(devices: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def packets(everyone: np.ndarray[Any, Any]) -> tuple[bool, str]:
-    """Whether packets may go whole, by every rank's VERDICT, and a line about it for people.
+    """Decide from every rank's VERDICT if packets travel whole. Returns the decision and a readable reason.
 
-    PCIe promises no more than 8 bytes at a time, so there they go in halves, though an idle link be seen to keep them
-    whole. NVLink has kept them whole wherever it was tried. Of two GPUs that no process sees both, as with
-    CUDA_VISIBLE_DEVICES of one GPU a rank, the driver tells nothing: there the start-up test alone decides.
+    PCIe guarantees only 8 bytes at a time, so packets go in halves there, even if an idle link kept them whole in the
+    start-up test. NVLink kept them whole wherever it was tried. If no process sees both GPUs of a pair, as with
+    CUDA_VISIBLE_DEVICES of one GPU a rank, the driver describes no link, and the start-up test alone decides.
     """
-    n, links = len(everyone), everyone["links"].max(axis=0)  # what one rank has seen, all know
+    n, links = len(everyone), everyone["links"].max(axis=0)  # the union of all ranks' knowledge
     pairs = [
         (int(a), int(b)) for kind in (_PCIE, _UNKNOWN) for a, b in permutations(range(n), 2) if links[a, b] == kind
     ]

@@ -1,6 +1,6 @@
-"""Loaded kernels, which the communicators of a process share: loading waits for all that runs on the device.
+"""Loaded kernels, shared by the communicators of a process, since loading waits for all work on the device.
 
-A communicator whose kernels another one uses already loads none, so that no call in flight is waited for.
+A communicator loads no kernel that another one already uses, so it does not wait for calls in flight.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from ..cuda import driver
 
-Key = tuple[Any, ...]  # context, and all that a kernel was compiled for; its name comes last
+Key = tuple[Any, ...]  # context and compilation parameters; the kernel's name comes last
 
 
 @dataclass
@@ -22,11 +22,11 @@ class _Loaded:
 
 
 _loaded: dict[Key, _Loaded] = {}
-_lock = threading.RLock()  # finalisers may come in between
+_lock = threading.RLock()  # re-entrant: a finaliser may run while this thread holds it
 
 
 def take(key: Key) -> int | None:
-    """The function of a kernel that is loaded, for one user more; None if it is not."""
+    """Add a user to a loaded kernel and return its function; None if it is not loaded."""
     with _lock:
         found = _loaded.get(key)
         if found is None:
@@ -36,7 +36,7 @@ def take(key: Key) -> int | None:
 
 
 def load(key: Key, cubin: bytes) -> int:
-    """:func:`take`, loaded from ``cubin`` if need be. :raises CudaError: if it does not load."""
+    """Add a user to a kernel, loading it from ``cubin`` if necessary. :raises CudaError: if that fails."""
     with _lock:
         if key not in _loaded:
             module = driver.load_module(cubin)
@@ -51,7 +51,7 @@ def load(key: Key, cubin: bytes) -> int:
 
 
 def give_up(key: Key) -> None:
-    """One user less; with the last the kernel is unloaded. :raises CudaError: if that fails."""
+    """Remove a user from a kernel, and unload it after the last. :raises CudaError: if unloading fails."""
     with _lock:
         found = _loaded[key]
         found.users -= 1

@@ -1,4 +1,4 @@
-"""What a communicator is made with, checked. The ranks tell each other what is wrong before any of them raises."""
+"""Validation of a communicator's options. The ranks exchange their findings before any of them raises."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ..errors import ArgumentError
 from . import plan
 
 _DEFAULT_WORKSPACE_MB = 256
-_MOST_MB = 1 << 20  # more than a GPU has
+_MOST_MB = 1 << 20  # 1 TB, more than any GPU has
 _DEFAULT_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of one rank. ``wrong`` says what is wrong with them, if anything is; that one is then not used."""
+    """One rank's options. ``wrong`` describes an invalid option, which is then not used; None if all are valid."""
 
     device: Any
     timeout: float
@@ -26,7 +26,10 @@ class Options:
 
     @classmethod
     def of(cls, device: Any, timeout: Any, algorithm: Any) -> Options:
-        """The arguments as they were passed; raises nothing. ``device`` is looked at once the GPUs are known."""
+        """Check the arguments of ``Communicator``. Raises nothing. ``device`` is checked later, with the GPUs known.
+
+        :param timeout: seconds.
+        """
         wrong, workspace = None, 0
         try:
             workspace = workspace_bytes()
@@ -42,9 +45,9 @@ class Options:
 
 
 def workspace_bytes() -> int:
-    """Bytes of workspace a rank: ``IPCREDUCE_WORKSPACE_MB``, or 256 MB.
+    """The bytes of workspace a rank: ``IPCREDUCE_WORKSPACE_MB``, or 256 MB.
 
-    :raises ArgumentError: if that is no whole number of at least 1.
+    :raises ArgumentError: if the variable is not a whole number from 1 to 1,048,576.
     """
     text = os.environ.get("IPCREDUCE_WORKSPACE_MB", str(_DEFAULT_WORKSPACE_MB))
     if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= _MOST_MB:

@@ -1,8 +1,8 @@
-"""Which kernels an all-reduce launches: a pure function of what every rank knows to be the same.
+"""The plan of an all-reduce: its kernel launches, as a pure function of values that all ranks share.
 
 Nothing here may depend on one rank's pointers, GPU load or environment: grids that differ between ranks hang. Shapes
-and limits are what was quickest over 2 and 4 H200 (benchmarks/NOTES.md); other GPUs and world sizes use them as
-reasoned defaults.
+and limits are the fastest ones measured over 2 and 4 H200 (benchmarks/NOTES.md). Other GPUs and world sizes use them
+as reasoned defaults.
 """
 
 from __future__ import annotations
@@ -16,37 +16,38 @@ from ..numerics import DTYPE_NAMES, OPS
 ALGORITHMS = ("one_shot", "two_shot", "direct")
 MAX_RANKS = 8
 PACKET_BYTES = 16
-EPOCH_SLOTS = 512  # as in exchange.cuh: no grid may be larger
-RESIDENT = 264  # blocks of a looped kernel that an H200 holds at once, two a multiprocessor: see KERNEL in sync.cuh
-CODE_BYTES = 128  # the slots of a (dtype, op) begin so much further than those of the one before it
+EPOCH_SLOTS = 512  # as in exchange.cuh; also the largest grid
+RESIDENT = 264  # blocks of a looped kernel resident on an H200, two a multiprocessor: see KERNEL in sync.cuh
+CODE_BYTES = 128  # distance between the slot origins of consecutive (dtype, op) codes
 CODES_BYTES = CODE_BYTES * len(DTYPE_NAMES) * len(OPS)
 
 KB, MB = 1 << 10, 1 << 20
 
-# Up to here one hop of (n-1) S bytes beats two of 2 (n-1)/n S. For n above 4 not measured: the traffic grows with n.
+# Largest message, by n, for which one hop of (n-1) S bytes is faster than two of 2 (n-1)/n S. Above n = 4 these are
+# not measured, but smaller because the traffic of one hop grows with n.
 _ONE_SHOT_BYTES = {1: 0, 2: 8 * MB, 3: 192 * KB, 4: 192 * KB, 5: 128 * KB, 6: 96 * KB, 7: 64 * KB, 8: 64 * KB}
-_LAUNCH_BYTES = 1 << 30  # at most: the kernels count packets and bytes of one launch in 32 bits
-_GRAPH_BYTES = 1 * MB  # up to here most hosts take longer to launch an eager call than the GPU takes for it
+_LAUNCH_BYTES = 1 << 30  # the most for one launch: kernels count its packets and bytes in 32 bits
+_GRAPH_BYTES = 1 * MB  # up to this size most hosts take longer to launch an eager call than the GPU takes to run it
 
-MOST_CHOICES = 24  # in a table
+MOST_CHOICES = 24  # rows of a table
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How messages of up to ``up_to`` bytes are reduced, as ``python -m ipcreduce tune`` has found it."""
+    """The kernel and launch shape for messages of up to ``up_to`` bytes, as found by ``python -m ipcreduce tune``."""
 
     up_to: int
     algorithm: str
-    block: int  # threads
-    blocks: int  # at most
+    block: int  # threads a block
+    blocks: int  # the largest grid
     depth: int  # packets that a thread takes at a time
 
 
-Table = tuple[Choice, ...]  # by size; the last one also takes all larger messages. Empty: the defaults below
+Table = tuple[Choice, ...]  # by size; the last row also serves all larger messages. Empty: the defaults below
 
 
 def most_threads(algorithm: str, depth: int, n: int) -> int:
-    """The staged kernels' own limits of threads a block; 0 if there is no such kernel."""
+    """The most threads a block of a staged kernel; 0 if there is no such kernel."""
     if algorithm == "one_shot":
         return 1024 if depth == 1 else 0
     if algorithm == "two_shot" and depth in (1, 2, 4):
@@ -55,22 +56,25 @@ def most_threads(algorithm: str, depth: int, n: int) -> int:
 
 
 def most_blocks(resident: int, sharing: int) -> int:
-    """Blocks that one launch may have at most, so that those of all ranks on a GPU are there at once.
+    """The most blocks of one launch for which the blocks of all ranks on a GPU are resident at once.
 
-    Where ranks share a GPU, blocks that wait for a peer must not keep that peer's out. A launch then has no block of
-    more than 512 threads, and every kernel leaves room for two of those a multiprocessor, which is what ``resident``
-    counts. A rank may have two grids there: with programmatic launch the next one waits beside the one that runs.
+    Where ranks share a GPU, blocks that wait for a peer must not keep the peer's blocks from running. A block then has
+    at most 512 threads, and ``resident`` counts two such blocks a multiprocessor, for which every kernel leaves room.
+    A rank may have two grids there: with programmatic launch the next one waits beside the running one.
     """
     return EPOCH_SLOTS if sharing == 1 else max(1, resident // (2 * sharing))
 
 
 def resident_blocks(block: int, depth: int, n: int, resident: int) -> int:
-    """Blocks of two_shot that every rank's GPU holds at once, of those that a launch may have."""
+    """The blocks of a two_shot launch that every rank's GPU holds at once, at most ``EPOCH_SLOTS``."""
     return min(EPOCH_SLOTS, resident * most_threads("two_shot", depth, n) // block)
 
 
 def checked_table(choices: Iterable[Choice], n: int) -> Table:
-    """:raises ValueError: if a kernel cannot run so over ``n`` ranks."""
+    """Validate a table for ``n`` ranks.
+
+    :raises ValueError: if a choice has no kernel, or if the rows are too many or not in ascending order of size.
+    """
     table = tuple(choices)
     for choice in table:
         threads = most_threads(choice.algorithm, choice.depth, n)
@@ -84,7 +88,7 @@ def checked_table(choices: Iterable[Choice], n: int) -> Table:
 
 @dataclass(frozen=True)
 class Step:
-    """One kernel launch: all-reduces ``nbytes`` bytes at ``offset`` of the message."""
+    """One kernel launch, which all-reduces ``nbytes`` bytes at byte ``offset`` of the message."""
 
     algorithm: str
     offset: int
@@ -95,21 +99,21 @@ class Step:
 
 
 def code_offset(dtype: str, op: str) -> int:
-    """How far into each half the slots of this dtype and op begin, in bytes.
+    """The byte offset, in each half of a workspace, of the slots for this dtype and op.
 
-    Ranks that disagree about either then wait for each other's packets instead of folding them.
+    Ranks that disagree about dtype or op thus wait for each other's packets instead of reducing them.
     """
     return CODE_BYTES * (DTYPE_NAMES.index(dtype) * len(OPS) + OPS.index(op))
 
 
 def row_bytes(packets: int) -> int:
-    """Bytes from one source's row of slots to the next: row_bytes() of exchange.cuh."""
+    """The bytes from one source rank's row of slots to the next one's: row_bytes() of exchange.cuh."""
     warps = -(-packets // 32)
     return PACKET_BYTES * (warps * 32 + -(-warps // 8) * 8)
 
 
 def staging_bytes(algorithm: str, nbytes: int, n: int) -> int:
-    """What one launch needs in each half of every workspace, in bytes."""
+    """The bytes that one launch needs in each half of every workspace."""
     packets = -(-nbytes // PACKET_BYTES)
     if algorithm == "one_shot":
         return (n - 1) * row_bytes(packets)
@@ -127,13 +131,13 @@ def make_plan(
     resident: int = RESIDENT,
     sharing: int = 1,
 ) -> tuple[Step, ...]:
-    """The launches for a message of ``nbytes`` bytes over ``n`` ranks, in order.
+    """Plan the launches, in order, for a message of ``nbytes`` bytes over ``n`` ranks.
 
-    :param half_bytes: size of each half of the workspace, the same on every rank.
-    :param forced: one of :data:`ALGORITHMS` at any size; None for the quickest staged one. "direct" is staged too until
-        a graph is registered, by two_shot.
+    :param half_bytes: the size of each half of the workspace, the same on every rank.
+    :param forced: one of :data:`ALGORITHMS`, to use at any size; None for the fastest staged one. "direct" is planned
+        as two_shot, which runs until a graph is registered.
     :param table: measured choices, the same on every rank.
-    :param resident: blocks that every rank's GPU holds at once, as :data:`RESIDENT`.
+    :param resident: the blocks that every rank's GPU holds at once, as :data:`RESIDENT`.
     :param sharing: the most ranks on one GPU, the same on every rank.
     """
     if not nbytes or n == 1:
@@ -146,10 +150,10 @@ def make_plan(
         algorithm = choice.algorithm
     one_shot_packets = most_blocks(resident, sharing) * _one_shot_threads(sharing)
     segment = _segment_bytes(algorithm, n, half_bytes, one_shot_packets)
-    if algorithm == "one_shot" and not forced and nbytes > segment:  # two shots stage less, and in a loop
+    if algorithm == "one_shot" and not forced and nbytes > segment:  # two_shot stages less, and loops
         algorithm = "two_shot"
         segment = _segment_bytes(algorithm, n, half_bytes, one_shot_packets)
-    even = -(-nbytes // -(-nbytes // segment))  # rather than a small one at the end, which costs as much to start
+    even = -(-nbytes // -(-nbytes // segment))  # equal launches: a small last one would cost as much to start
     unit = _unit(segment)
     even = -(-even // unit) * unit
     return tuple(
@@ -158,9 +162,9 @@ def make_plan(
 
 
 def direct(step: Step, n: int, resident: int = RESIDENT, sharing: int = 1) -> Step:
-    """The direct launch that takes a staged one's place where that is forced and the peers have mapped its output.
+    """The direct launch that replaces a staged one where "direct" is forced and the peers have mapped the output.
 
-    It is nowhere the default: over 2 and 4 H200 staged ones are ahead, or level, at every size (NOTES.md).
+    It is never the default: over 2 and 4 H200 staged launches are as fast or faster at every size (NOTES.md).
     """
     resident = min(resident, most_blocks(resident, sharing))
     shape = _direct_shape(-(-step.nbytes // PACKET_BYTES // n), n, resident)
@@ -168,7 +172,7 @@ def direct(step: Step, n: int, resident: int = RESIDENT, sharing: int = 1) -> St
 
 
 def kernels(n: int, forced: str | None = None, table: Table = ()) -> set[tuple[str, int]]:
-    """(algorithm, depth) of every kernel that :func:`make_plan` and :func:`direct` have a launch for, at any size."""
+    """The (algorithm, depth) of every kernel that :func:`make_plan` or :func:`direct` launches at some size."""
     if n == 1:
         return set()
     if forced == "direct":
@@ -179,28 +183,28 @@ def kernels(n: int, forced: str | None = None, table: Table = ()) -> set[tuple[s
 
 
 def eager_as_graph(step: Step) -> bool:
-    """Whether an eager call is launched as a graph of one kernel.
+    """Return True if an eager call of this launch should run as a graph of one kernel.
 
-    That costs the host 2 us less and the GPU 1 us more, where it is not waited for: it cannot overlap (NOTES.md).
+    That saves the host 2 us, the bottleneck at these sizes. It costs the GPU 1 us, for lack of overlap (NOTES.md).
     """
     return step.nbytes <= _GRAPH_BYTES
 
 
 def _unit(nbytes: int) -> int:
-    """What launches of about ``nbytes`` bytes are multiples of."""
+    """The number of bytes of which a launch of about ``nbytes`` bytes is a multiple."""
     return 16 * KB if nbytes > 16 * KB else PACKET_BYTES
 
 
 def _one_shot_threads(sharing: int) -> int:
-    """The most threads a block of one_shot: of 1,024, a multiprocessor may hold one block only."""
+    """The most threads a block of one_shot. A multiprocessor may hold only one block of 1,024 threads."""
     return 1024 if sharing == 1 else 512
 
 
 def _segment_bytes(algorithm: str, n: int, half_bytes: int, one_shot_packets: int) -> int:
-    """The largest message of one launch; of one_shot, which has a thread a packet, ``one_shot_packets`` at most."""
+    """The bytes of the largest launch. one_shot has a thread a packet, so at most ``one_shot_packets`` packets."""
     room = half_bytes - CODES_BYTES
     rows = (n - 1) * (1 if algorithm == "one_shot" else 2)
-    packets = max(32, room // rows // PACKET_BYTES * 32 // 33 - 8 - 32)  # 33 packets a warp, rounded up to lines
+    packets = max(32, room // rows // PACKET_BYTES * 32 // 33 - 8 - 32)  # 33 packets a warp, rounded up to lines of 8
     if algorithm == "one_shot":
         packets = min(packets, one_shot_packets)
     else:
@@ -221,7 +225,7 @@ def step(
     resident: int = RESIDENT,
     sharing: int = 1,
 ) -> Step:
-    """One launch, by a choice if that is of this algorithm and its grid can hold the message, else by default."""
+    """Shape one launch: by ``choice`` if it has this algorithm and its grid holds the message, else by default."""
     packets = -(-nbytes // PACKET_BYTES)
     threads = packets if algorithm == "one_shot" else -(-packets // n)
     most = most_blocks(resident, sharing)
@@ -238,9 +242,9 @@ def step(
 
 
 def _one_shot_shape(packets: int, most: int) -> tuple[int, int, int]:
-    """(grid, block, depth): a thread a packet; up to 4 KB at most two blocks, then spread over the multiprocessors.
+    """(grid, block, depth): a thread a packet; at most two blocks up to 4 KB, then spread over the multiprocessors.
 
-    :param most: blocks.
+    :param most: the largest grid.
     """
     if packets <= 256:
         block = 32 * -(-packets // 64)
@@ -266,6 +270,6 @@ def _two_shot_shape(columns: int, n: int, resident: int) -> tuple[int, int, int]
 
 
 def _direct_shape(columns: int, n: int, resident: int) -> tuple[int, int, int]:
-    """(grid, block, depth): tiles, over 2 ranks of several columns a thread."""
+    """(grid, block, depth): in tiles, of several columns a thread over 2 ranks."""
     grid, block = (resident, 512) if n == 2 and columns > 256 * KB else (-(-resident // 2), 256)
     return min(grid, -(-columns // block)), block, 4 if n == 2 else 1

@@ -1,6 +1,6 @@
-"""Tables of measured choices, kept in the user's cache: which kernel and grid for which size, by GPU and world size.
+"""Storage of tuning tables in the user's cache: kernel and grid by message size, for a GPU model and world size.
 
-Rank 0's table goes to all ranks at start-up, since grids that differ between ranks hang.
+At start-up all ranks receive rank 0's table, since grids that differ between ranks hang.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ TUNING = exchange.struct(
     12, ("count", "<u4"), ("crc", "<u4"), ("up_to", "<u8", (plan.MOST_CHOICES,)),
     ("shape", "<u2", (plan.MOST_CHOICES, 4)),
 )  # fmt: skip
-_VERSION = 3  # of the kernels' meaning of a table
+_VERSION = 3  # raised when the kernels give a table's rows another meaning
 
 
 def path_of(gpu: str, n: int) -> Path:
-    """Where the table for ``n`` ranks on GPUs of this name is. :raises UnsupportedError: with no usable cache."""
+    """The path of the table for ``n`` ranks on GPUs of this name. :raises UnsupportedError: if no cache is usable."""
     return cache_directory() / f"tuned-{re.sub('[^A-Za-z0-9]+', '-', gpu)}-{n}.json"
 
 
 def save(gpu: str, n: int, table: plan.Table) -> Path:
-    """Keeps a table; where it is. :raises OSError: if that fails."""
+    """Store a table and return its path. :raises OSError: if that fails."""
     path = path_of(gpu, n)
     content = {"version": _VERSION, "gpu": gpu, "ranks": n, "choices": [asdict(choice) for choice in table]}
     spare = path.with_suffix(".new")
@@ -42,7 +42,7 @@ def save(gpu: str, n: int, table: plan.Table) -> Path:
 
 
 def load(gpu: str, n: int) -> plan.Table:
-    """The table for such GPUs; empty if there is none, or (with a warning) if it is not usable."""
+    """Load the table for ``n`` ranks on GPUs of this name; empty if missing, or, with a warning, if unusable."""
     path = path_of(gpu, n)
     try:
         content = json.loads(path.read_text())
@@ -57,12 +57,12 @@ def load(gpu: str, n: int) -> plan.Table:
 
 
 def checksum(table: plan.Table) -> int:
-    """The same for the same table."""
+    """A CRC-32 by which the ranks compare tables."""
     return zlib.crc32(repr(table).encode())
 
 
 def message(table: plan.Table) -> np.ndarray[Any, Any]:
-    """A table as TUNING."""
+    """Encode a table as a TUNING message."""
     record = exchange.message(TUNING, count=len(table), crc=checksum(table))
     for index, choice in enumerate(table):
         kind = plan.ALGORITHMS.index(choice.algorithm)
@@ -72,7 +72,7 @@ def message(table: plan.Table) -> np.ndarray[Any, Any]:
 
 
 def received(record: Any, n: int) -> plan.Table:
-    """The table in a TUNING. :raises ValueError: if it is none that can be used, or not what was sent."""
+    """Decode the table in a TUNING message. :raises ValueError: if it is unusable or arrived damaged."""
     rows = zip(record["up_to"].tolist(), record["shape"].tolist(), strict=True)
     choices = [
         plan.Choice(up_to, plan.ALGORITHMS[kind], block, blocks, depth)

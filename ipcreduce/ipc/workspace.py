@@ -1,4 +1,4 @@
-"""The memory into which the peers push: one allocation a rank, mapped by all when the communicator is made."""
+"""The memory into which peers push: one allocation a rank, mapped by every peer when the communicator is made."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from ..cuda import driver
 from ..errors import CudaError
 from . import plan
 
-_EPOCHS_BYTES = 8192  # plan.EPOCH_SLOTS pairs of words, and room to the next page
-EMPTY = 0xFF  # every byte of a slot at rest
+_EPOCHS_BYTES = 8192  # plan.EPOCH_SLOTS pairs of 32-bit words, and padding up to the next page
+EMPTY = 0xFF  # the sentinel: every byte of an empty slot
 
 
 class Workspace:
     """This rank's workspace and its mappings of the peers': epochs, then two halves of slots.
 
-    ``peers[i]`` is where the slots of rank (rank + i) % n begin, as mapped here.
+    ``peers[i]`` is the address, as mapped here, at which the slots of rank (rank + i) % n begin.
     """
 
     def __init__(self, rank: int, n: int, nbytes: int) -> None:
-        """Allocates ``nbytes`` bytes on the current device, every slot empty. :raises CudaError: if there is none."""
+        """Allocate ``nbytes`` bytes on the current device, all slots empty. :raises CudaError: if memory is short."""
         self.rank, self.n, self.nbytes = rank, n, nbytes
         self.half_bytes = half_bytes(nbytes)
         self.address = driver.allocate(nbytes)
@@ -36,40 +36,44 @@ class Workspace:
         return self.address
 
     def export(self) -> bytes:
-        """The IPC handle for the peers."""
+        """The IPC handle by which peers map this workspace."""
         return driver.export_memory(self.address)
 
     def map_peers(self, handles: list[bytes]) -> None:
-        """Maps every peer's workspace; ``handles`` are by rank. :raises CudaError: naming the call that failed."""
+        """Map every peer's workspace.
+
+        :param handles: IPC handles, by rank.
+        :raises CudaError: naming the call that failed.
+        """
         for i in range(1, self.n):
             mapped = driver.open_memory(handles[(self.rank + i) % self.n])
             self._mapped.append(mapped)
             self.peers.append(mapped + _EPOCHS_BYTES)
 
     def reset(self) -> None:
-        """Empties every slot and starts the epochs anew. No kernel, here or on a peer, may be running."""
+        """Empty every slot and reset the epochs. No kernel may be running, here or on a peer."""
         driver.fill(self.address, 0, _EPOCHS_BYTES)
         driver.fill(self.address + _EPOCHS_BYTES, EMPTY, 2 * self.half_bytes)
 
     def set_epochs(self, epoch: int) -> None:
-        """Sets all epochs, for tests of the wrap. No kernel may be running."""
+        """Set all epochs, for tests of the wrap. No kernel may be running."""
         driver.copy_to_device(self.address, np.array([[epoch, 0]] * plan.EPOCH_SLOTS, np.uint32))
 
     def unmap_peers(self) -> None:
-        """Gives up the mappings of the peers' workspaces. No kernel of ours may be running. Idempotent."""
+        """Unmap the peers' workspaces. No kernel of this rank may be running. Idempotent."""
         while self._mapped:
             try:
                 driver.close_memory(self._mapped.pop())
             finally:
-                self.unmap_peers()  # the others, if this one fails
+                self.unmap_peers()  # the remaining ones, even if this one fails
 
     def free(self) -> None:
-        """Frees the memory, once every peer has unmapped it. Idempotent."""
+        """Free the memory. Every peer must have unmapped it. Idempotent."""
         if self.address:
             driver.free(self.address)
             self.address = 0
 
 
 def half_bytes(nbytes: int) -> int:
-    """Bytes of each half in a workspace of ``nbytes`` bytes."""
+    """The bytes of each half of a workspace of ``nbytes`` bytes."""
     return (nbytes - _EPOCHS_BYTES) // 2 // plan.CODE_BYTES * plan.CODE_BYTES

@@ -19,10 +19,6 @@ import numpy as np
 
 from ..errors import ArgumentError, Location
 
-<<<<<<< HEAD:ipcreduce/cuda/array_protocols.py
-=======
-Location = tuple[int, tuple[int, ...], str, tuple[int, ...]]  # address, shape, dtype name, strides in bytes
->>>>>>> leaf:ipcreduce/cuda/location.py
 Locate = Callable[[Any], "Location | None"]
 PROTOCOLS = "__cuda_array_interface__", "__dlpack__", "__dlpack_device__"
 

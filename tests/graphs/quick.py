@@ -209,7 +209,7 @@ def interrupted_while_waiting(comm: Any) -> None:
             locked, done = threading.Event(), threading.Event()
 
             def hold(locked: threading.Event = locked, done: threading.Event = done) -> None:
-                with comm._lock:
+                with comm._calls.lock:
                     locked.set()
                     done.wait(20)
 

@@ -180,7 +180,7 @@ def forked() -> None:
         graph.close()
         comm.close()
 
-    with held_by_another_thread(comm._lock):
+    with held_by_another_thread(comm._calls.lock):
         worker.in_a_fork(check)
     graph.replay()
     right(result)

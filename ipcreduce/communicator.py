@@ -225,7 +225,7 @@ class Communicator:
             if calls.recording is not None and calls.recording.in_this_thread:
                 raise GraphStateError("close() within a recording: leave the with block first")
             lifetime.live.remove(self)
-            self._engine = None
+            self._engine, self._fast = None, _not_fast
             lost = calls.end(ArgumentError("the communicator is closed: make a new one"))
             self._session.close(0.0 if lost else _CLOSE_SECONDS)
             if not lost and not exchange.mpi_is_finalised():
@@ -241,7 +241,7 @@ class Communicator:
 
     def forked(self) -> None:
         """In a child process: nothing of the parent's may be touched or closed."""
-        self._engine = None
+        self._engine, self._fast = None, _not_fast
         self._calls.forked(UnsupportedError(lifetime.FORKED))
         self._session.forked()
 

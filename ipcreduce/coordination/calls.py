@@ -304,7 +304,8 @@ class CallSequence:
     def end(self, error: IpcReduceError) -> bool:
         """No call is possible any more; further ones raise ``error``. True if the communicator was lost before."""
         lost = isinstance(self.unusable, PeerLostError)
-        self.unusable, self._page, self._engine = error, None, None
+        self.unusable = error
+        self._page = self._engine = self._rounds = self._meetings = None
         return lost
 
     def forked(self, error: IpcReduceError) -> None:

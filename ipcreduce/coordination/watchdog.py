@@ -130,20 +130,24 @@ class _Watchdog:
                 os.close(descriptor)
 
     def _run(self, epoll: select.epoll) -> None:
-        while True:
-            ready = [descriptor for descriptor, _ in epoll.poll(_TICK_SECONDS)]
-            with self._lock:
-                if epoll is not self._epoll:
-                    return
-                for process in self._processes.values():
-                    if process.descriptor in ready and not process.ended:
-                        process.ended = True
-                        epoll.unregister(process.descriptor)
-                        for watch, rank in process.ranks:
-                            watch.died(rank)
-                watches = list(self._watches)
-            for watch in watches:
-                watch.look()
+        while self._look(epoll, [descriptor for descriptor, _ in epoll.poll(_TICK_SECONDS)]):
+            pass  # and keep no watch alive meanwhile: its page would stay mapped
+
+    def _look(self, epoll: select.epoll, ready: list[int]) -> bool:
+        """Tell the watches of the processes that have ended; False once the last watch is over."""
+        with self._lock:
+            if epoll is not self._epoll:
+                return False
+            for process in self._processes.values():
+                if process.descriptor in ready and not process.ended:
+                    process.ended = True
+                    epoll.unregister(process.descriptor)
+                    for watch, rank in process.ranks:
+                        watch.died(rank)
+            watches = list(self._watches)
+        for watch in watches:
+            watch.look()
+        return True
 
 
 _watchdog = _Watchdog()

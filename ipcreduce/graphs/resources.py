@@ -30,6 +30,7 @@ class Resources:
         if not self._released:
             self._released = True
             give_back(self._context, *self._actions(), self._pool.release)
+            self._drop = None
 
     def _actions(self) -> Iterator[Callable[[], None]]:
         if self._drop is not None:

@@ -255,6 +255,7 @@ class GraphSession:
         for pool in (self._captured_memory, self.memory):
             if pool is not None:
                 free.append(pool.release)
+        self.direct = self._captured_memory = self.memory = None
         engine.close(wait, unmap, unmapped, free)
 
     def forked(self) -> None:

@@ -315,12 +315,12 @@ def replaced_meanwhile(comm: Any) -> None:
                 graph.replay()
             stream.synchronize()
             executable = graph.segments[0].executable
-            direct._lock.acquire()
+            direct._calls.lock.acquire()
             replay = OTHER_THREAD.submit(on(stream, graph.replay))
             time.sleep(0.2)  # it waits for the lock now
         assert graph.segments[0].executable is not executable
         WORLD.Barrier()
-        direct._lock.release()
+        direct._calls.lock.release()
         replay.result()
         with stream:  # which nothing else orders behind the default one
             total.fill(-1)
@@ -554,7 +554,7 @@ def closed_by_another_thread(comm: Any) -> None:
     comm.synchronize()
     assert segment.executable is None
     with raises(GraphStateError, "another thread"):
-        comm.launch(segment, 0, None)
+        comm.session.launch(segment, 0, None)
     works(comm)
 
 

@@ -67,8 +67,9 @@ class Communicator:
         page = None if engine is None else engine.page
         self._calls = CallSequence(self._rank, options.timeout, page, engine, self._host.refuse)
         self._session = GraphSession(self._calls, engine, self._reasons.get("ipc", ""), self._sync)
-        self._fast = _not_fast if engine is None or self._sync else engine.fast.allreduce
+        self._fast = None
         if engine is not None:
+            self._fast = None if self._sync else engine.open_fast_path(self._calls)
             deferred_free.track(engine.order, self._calls.lock)
         lifetime.add(self)
 
@@ -119,9 +120,10 @@ class Communicator:
         On the device, the call returns before the work is done. There these last may come with a later call or
         :meth:`synchronize`; where data is missing, the result then holds bytes 0xFF (NaN).
         """
-        calls = self._calls
-        fast = self._fast if stream is None and calls.recording is None else _not_fast
-        return calls.make(fast, self._allreduce, array, op, out, stream)
+        if self._fast is not None and self._calls.recording is None:
+            return self._fast.make(None, self._allreduce, array, op, out, stream)
+        with self._calls.making():
+            return self._allreduce(array, op, out, stream)
 
     def _allreduce(self, array: Any, op: Any, out: Any, stream: Any) -> Any:
         if arrays.is_device(array):
@@ -225,7 +227,7 @@ class Communicator:
             if calls.recording is not None and calls.recording.in_this_thread:
                 raise GraphStateError("close() within a recording: leave the with block first")
             lifetime.live.remove(self)
-            self._engine, self._fast = None, _not_fast
+            self._engine = self._fast = None
             lost = calls.end(ArgumentError("the communicator is closed: make a new one"))
             self._session.close(0.0 if lost else _CLOSE_SECONDS)
             if not lost and not exchange.mpi_is_finalised():
@@ -241,10 +243,6 @@ class Communicator:
 
     def forked(self) -> None:
         """In a child process: nothing of the parent's may be touched or closed."""
-        self._engine, self._fast = None, _not_fast
+        self._engine = self._fast = None
         self._calls.forked(UnsupportedError(lifetime.FORKED))
         self._session.forked()
-
-
-def _not_fast(*_: Any) -> None:
-    """The fast path of calls that have none."""

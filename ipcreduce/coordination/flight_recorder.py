@@ -34,7 +34,7 @@ class FlightRecorder:
         self._keys = words[offset:ranks].cast("I")
         self._numbers = [words[at : at + 8].cast("Q") for at in range(ranks, offset + nbytes(n), _RANK.itemsize)]
         self._texts = np.frombuffer(page, _RANK, n, ranks)["texts"]
-        self._published: dict[int, bytes] = {}  # by the keys in our table of texts: agreed()
+        self.agreed: dict[int, bytes] = {}  # by the keys in our table of texts: a slot in which all ranks have that key
         self.number = self._numbers[rank]
         self._others = [(other, number) for other, number in enumerate(self._numbers) if other != rank]
         self.recorded: list[Fingerprint | None] = [None] * RING  # whose keys are in our slots
@@ -42,7 +42,7 @@ class FlightRecorder:
     def enter(self, call: int, what: Fingerprint) -> int | None:
         """Records a call and compares it with that of the same number of every rank that has come.
 
-        A rank that comes later compares with this one.
+        A rank that comes later compares with this one. ``FastPath.make`` does the same within one function.
 
         :returns: a rank whose call differs, or None.
         """
@@ -51,28 +51,24 @@ class FlightRecorder:
             self.write(slot, what)
         self.number[0] = call
         at = self.keys_offset + slot * self.slot_bytes
-        return None if self.page[at : at + self.slot_bytes] == self._published[what.crc] else self.differing(call)
+        return None if self.page[at : at + self.slot_bytes] == self.agreed[what.crc] else self.differing(call)
 
     def write(self, slot: int, what: Fingerprint) -> None:
         """Puts what a call is into a slot: before its number."""
-        if what.crc not in self._published:
+        if what.crc not in self.agreed:
             self._publish(what)
         self.recorded[slot] = None  # if we are interrupted here
         self._keys[slot * self._n + self._rank] = what.crc
         self.recorded[slot] = what
 
     def _publish(self, what: Fingerprint) -> None:
-        if len(self._published) == TEXTS:  # the table begins anew: whatever comes again is told again
+        if len(self.agreed) == TEXTS:  # the table begins anew: whatever comes again is told again
             self.recorded[:] = [None] * RING
-            self._published.clear()
-        entry = self._texts[self._rank, len(self._published)]
+            self.agreed.clear()
+        entry = self._texts[self._rank, len(self.agreed)]
         entry["key"] = 0  # while it has another one's text
         entry["text"], entry["key"] = what.text.encode()[:TEXT_BYTES], what.crc
-        self._published[what.crc] = self.agreed(what)
-
-    def agreed(self, what: Fingerprint) -> bytes:
-        """A slot in which all ranks have this."""
-        return what.crc.to_bytes(_KEY_BYTES, sys.byteorder) * self._n
+        self.agreed[what.crc] = what.crc.to_bytes(_KEY_BYTES, sys.byteorder) * self._n
 
     def differing(self, call: int) -> int | None:
         """A rank whose call of this number, which this rank has entered, differs from ours; None if none has so far."""

@@ -145,15 +145,13 @@ class GraphSession:
 
         None where each call is waited for.
         """
-        if self._sync:
-            return None
-        fast = self.require_engine("replay()").fast.again
 
-        def usual(_: Any) -> None:
+        def usual() -> None:
             stream, owner = cupy_runtime.stream_of()
             self._launch(segment, stream, owner)
 
-        return partial(self.calls.make, fast, usual, segment.ready)
+        fast = self.require_engine("replay()").fast
+        return None if fast is None else partial(fast.make, segment.ready, usual)
 
     def launch(self, segment: Segment, stream: int, owner: Any) -> None:
         """Launch a segment. If it has all-reduces it is one call, compared and ordered as these are. Collective."""

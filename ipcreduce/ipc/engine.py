@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from .. import lifetime
+from ..coordination.calls import CallSequence
 from ..coordination.control_page import REFUSED, Page
 from ..coordination.watchdog import Watch
 from ..cuda import cupy_runtime, driver, graph, streams
@@ -30,9 +31,10 @@ Recorder = Callable[[PreparedCall, plan.Step, int, int], None]  # of a launch: i
 
 
 class Engine:
-    """What a communicator needs on one GPU. Made by :func:`ipcreduce.ipc.startup.start`.
+    """A communicator's backend on one GPU, made by :func:`ipcreduce.ipc.startup.start`.
 
-    Not thread-safe: the communicator's lock is held around every method.
+    It is the :class:`ipcreduce.coordination.backend.Engine` of a call sequence. Not thread-safe: the communicator's
+    lock is held around every method.
     """
 
     def __init__(
@@ -52,10 +54,15 @@ class Engine:
             self._unregister()
             raise
         self.launches.before_loading = lambda: self.order.ends_by(time.monotonic() + timeout)
-        self.fast = FastPath(device.ordinal, context, self.launches, self.order, page)
+        self.fast: FastPath | None = None
         self.packets = "packets arrive whole"  # until the start-up check says otherwise
         self._recording_stream = 0
         background.start()
+
+    def open_fast_path(self, calls: CallSequence) -> FastPath:
+        """The fast path for the calls of ``calls``, which is closed with the engine."""
+        self.fast = FastPath(calls, self.device.ordinal, self.context, self.launches, self.order, self.page)
+        return self.fast
 
     def describe(self) -> list[str]:
         """Lines for people: GPU, workspace, packets, plan."""
@@ -195,7 +202,9 @@ class Engine:
         actions: list[Action] = [self._unregister, self.order.release]
         if self._recording_stream:
             actions.append(partial(streams.destroy_stream, self._recording_stream))
-        attempt(self.context, *actions, *self.fast.destroy_actions(), *self.launches.unload_actions())
+        if self.fast is not None:
+            actions += self.fast.destroy_actions()
+        attempt(self.context, *actions, *self.launches.unload_actions())
 
     def _unregister(self) -> None:
         try:

@@ -48,8 +48,8 @@ class StreamOrder:
     def __init__(self, context: int) -> None:
         self._context = context
         self._open = False  # a call is being launched
-        self._event_free = -1  # stream of the last eager call, if a launch on it needs no event, unless it captures
-        self._shared = False  # there are graphs of others
+        self.event_free_stream = -1  # that of the last eager call, if a launch on it that runs at once needs no event
+        self.shared = False  # there are graphs of others
         self._eager: int | None = None  # the stream of the last eager call, or _RECORDED
         self._owner: Any = None  # keeps it
         self._captures: dict[int, _Captured] = {}  # by the captures' ids, the latest last
@@ -63,23 +63,12 @@ class StreamOrder:
         self._between, self._end = self._events
 
     # ---- launching
-    def skips_event(self, stream: int, capturable: bool = True) -> bool:
-        """True if a launch on ``stream`` follows the last eager call with no event.
-
-        :param capturable: see :meth:`launch`.
-        """
-        return stream == self._event_free and self._runs(stream, capturable)
-
-    def is_shared(self, stream: int, capturable: bool = True) -> bool:
-        """True if :meth:`launch_shared` can launch on ``stream``: there are graphs captured by others."""
-        return self._shared and self._runs(stream, capturable)
-
-    def _runs(self, stream: int, capturable: bool) -> bool:
-        """True if a launch on ``stream`` runs at once, in our context: each context has a default stream."""
+    def runs(self, stream: int) -> bool:
+        """True if a launch on ``stream`` runs at once, and in our context: each context has a default stream."""
         try:
-            if stream < 2:
+            if stream < 2:  # which captures nothing
                 return bool(cupy_runtime.current_context() == self._context)
-            return not (capturable and cupy_runtime.is_capturing(stream))
+            return not cupy_runtime.is_capturing(stream)
         except RuntimeError:  # CuPy's: no context, or a capture that has failed
             return False
 
@@ -94,7 +83,7 @@ class StreamOrder:
         :raises CaptureError: if it cannot, and ``stream`` captures; or if an eager call would have to follow one on a
             stream that is being captured now.
         """
-        if self.skips_event(stream):
+        if stream == self.event_free_stream and self.runs(stream):
             start(stream)
             return
         with using(self._context):
@@ -126,14 +115,14 @@ class StreamOrder:
                     "which is now being captured. Call synchronize() before that capture begins."
                 )
             self.chain(self._eager, stream)
-        if self._shared or not cupy_runtime.keeps(owner, stream):
-            self._eager, self._event_free, self._owner = _RECORDED, -1, None
+        if self.shared or not cupy_runtime.keeps(owner, stream):
+            self._eager, self.event_free_stream, self._owner = _RECORDED, -1, None
             return True
-        self._eager, self._event_free, self._owner = stream, stream, owner
+        self._eager, self.event_free_stream, self._owner = stream, stream, owner
         return False
 
     def _follow_captured(self, capture: int, stream: int, recorded: bool) -> _Captured:
-        self._event_free = -1
+        self.event_free_stream = -1
         captured = self._captures.get(capture)
         if captured is None:
             captured = _Captured() if recorded else self._open_to_others(streams.captured_graph(stream))
@@ -164,7 +153,7 @@ class StreamOrder:
                     driver.synchronize()
             else:
                 streams.record_event(self._end, self._eager)
-        self._shared, self._eager, self._event_free, self._owner = True, _RECORDED, -1, None
+        self.shared, self._eager, self.event_free_stream, self._owner = True, _RECORDED, -1, None
 
     def _ended(self, captured: _Captured | None, records_end: bool, stream: int) -> None:
         """A call has been launched, or captured, on ``stream``."""
@@ -177,7 +166,7 @@ class StreamOrder:
             graph.move_edges(captured.graph, before, captured.last, captured.end)
 
     def launch_shared(self, start: Callable[[int], Any], stream: int) -> None:
-        """Make an eager call by ``start(stream)`` where :meth:`is_shared`: :meth:`launch` with fewer questions.
+        """Make an eager call by ``start(stream)`` where ``shared`` and :meth:`runs`: :meth:`launch` with less to ask.
 
         :raises CudaError: if it fails, also for a stream that captures. :raises RuntimeError: what ``start`` raises.
         """
@@ -222,7 +211,7 @@ class StreamOrder:
 
     def forget(self) -> None:
         """No eager call runs any more: the next one follows none, nor a stream on which a launch failed."""
-        self._eager, self._event_free, self._owner = _RECORDED if self._shared else None, -1, None
+        self._eager, self.event_free_stream, self._owner = _RECORDED if self.shared else None, -1, None
 
     def ends_by(self, deadline: float) -> bool:
         """Waits for the eager calls, at most until ``deadline`` on ``time.monotonic()``'s clock; whether they ended.

@@ -19,7 +19,8 @@ from mpi4py import MPI
 
 import ipcreduce
 from ipcreduce import Communicator, Graph, errors
-from ipcreduce.coordination import calls, exchange
+from ipcreduce.coordination import calls
+from ipcreduce.graphs.direct.registration import DirectGraphs
 from tests import worker
 from tests.sim import driver, streams
 from tests.sim.scenarios.common import (
@@ -422,17 +423,17 @@ def registration_that_lies() -> None:
 
     The first two are an error on every rank; after the third, too, no rank writes to what is not mapped.
     """
-    gather = exchange.allgather_rows
+    gather = DirectGraphs._gather_rows
     for field, by in (("slab", 77), ("offset", 1 << 40), ("nbytes", 1 << 30)):
 
-        def garbled(mpi: Any, rows: Any, *more: Any, field: str = field, by: int = by) -> Any:
+        def garbled(self: Any, number: int, rows: Any, field: str = field, by: int = by) -> Any:
             if RANK == LAST and field in rows.dtype.names:
                 rows[field] += by
-            return gather(mpi, rows, *more)
+            return gather(self, number, rows)
 
         with Communicator(timeout=20, algorithm="direct") as comm, Graph(comm) as graph:
             works(comm)
-            with mock.patch.object(exchange, "allgather_rows", garbled):
+            with mock.patch.object(DirectGraphs, "_gather_rows", garbled):
                 refused = raises(errors.RankMismatchError, f"outputs of rank {LAST} within its allocations")
                 with nullcontext() if field == "nbytes" else refused, graph.record():
                     result = comm.allreduce(mine())

@@ -277,6 +277,7 @@ def packets_under_way() -> None:
             right(result)
         WORLD.Barrier()
         engine.reset()
+        engine.page.clear()
         WORLD.Barrier()
         works(comm)
 

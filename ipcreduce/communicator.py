@@ -120,7 +120,7 @@ class Communicator:
         On the device, the call returns before the work is done. There these last may come with a later call or
         :meth:`synchronize`; where data is missing, the result then holds bytes 0xFF (NaN).
         """
-        if self._fast is not None and self._calls.recording is None:
+        if self._fast is not None:
             return self._fast.make(None, self._allreduce, array, op, out, stream)
         with self._calls.making():
             return self._allreduce(array, op, out, stream)

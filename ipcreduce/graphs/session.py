@@ -146,7 +146,7 @@ class GraphSession:
         None where each call is waited for.
         """
 
-        def usual() -> None:
+        def usual(*_: Any) -> None:
             stream, owner = cupy_runtime.stream_of()
             self._launch(segment, stream, owner)
 
@@ -156,6 +156,10 @@ class GraphSession:
     def launch(self, segment: Segment, stream: int, owner: Any) -> None:
         """Launch a segment. If it has all-reduces it is one call, compared and ordered as these are. Collective."""
         calls = self.calls
+        fast = None if self._engine is None else self._engine.fast
+        if fast is not None and segment.calls and cupy_runtime.get_current_stream().ptr == stream:
+            fast.make(segment.ready, lambda *_: self._launch(segment, stream, owner))
+            return
         with calls.lock:
             if segment.calls or segment.executable is None:
                 with calls.making():

@@ -71,14 +71,18 @@ class FastPath:
         self._ready: dict[tuple[driver.Launch, int, int], Ready | None] = {}  # by addresses. None: seen once
         self._graphs: list[graph.Executable] = []
 
-    def make(self, ready: Ready | None, usual: Callable[..., Any], *args: Any) -> Any:
-        """Make one call under the lock: launch ``ready``, or the eager call ``args``, if that is all; else ``usual``.
+    def make(
+        self, ready: Ready | None, usual: Callable[[Any, Any, Any, Any], Any],
+        array: Any = None, op: Any = None, out: Any = None, stream: Any = None,
+    ) -> Any:  # fmt: skip
+        """Make one call under the lock: launch ``ready``, or the eager call of these arguments; else by ``usual``.
 
         One function, on the path of every eager call and replay, with its part of :class:`CallSequence` and
-        :class:`FlightRecorder`: each of Python's calls takes 0.1 to 0.2 us, a ``with`` block 0.13. The driver refuses
-        a graph's launch in a capture, so for replays the capture is not looked for, 0.2 us.
+        :class:`FlightRecorder`: each of Python's calls takes 0.1 to 0.2 us, a ``with`` block 0.13, ``*args`` 0.06. The
+        driver refuses a graph's launch in a capture, so for replays the capture is not looked for, 0.2 us.
 
-        :returns: the result of ``usual(*args)``, or of the eager call; True for ``ready``.
+        :param usual: takes the other arguments, which a replay leaves out.
+        :returns: the result of the eager call, or of ``usual``; True for ``ready``.
         """
         calls = self._calls
         try:
@@ -89,36 +93,38 @@ class FastPath:
             try:
                 result: Any = True
                 if ready is None:
-                    ready, result = self._eager(*args)
+                    ready, result = self._eager(array, op, out, stream)
                     if ready is None:
-                        return usual(*args)
-                stream, order, argument = cupy_runtime.get_current_stream().ptr, self._order, ready.argument
-                follows = stream == order.event_free_stream
+                        return usual(array, op, out, stream)
+                current, order, argument = cupy_runtime.get_current_stream().ptr, self._order, ready.argument
+                follows = current == order.event_free_stream
                 if (
                     argument
                     and (follows or order.shared)
                     and not self._abort_word[0]
-                    and ((stream > 1 and not ready.capturable) or order.runs(stream))
+                    and ((current > 1 and not ready.capturable) or order.runs(current))
                 ):
-                    recorder, what, slot = self._recorder, ready.what, number % RING  # as FlightRecorder.enter()
+                    recorder = self._recorder  # as FlightRecorder.enter()
+                    what = ready.what
+                    slot = number % RING
                     if recorder.recorded[slot] is not what:
                         recorder.write(slot, what)
                     recorder.number[0] = number
-                    at, nbytes = recorder.keys_offset, recorder.slot_bytes
-                    at += slot * nbytes
+                    nbytes = recorder.slot_bytes
+                    at = recorder.keys_offset + slot * nbytes
                     same = recorder.page[at : at + nbytes] == recorder.agreed[what.crc]
                     if same or recorder.differing(number) is None:
                         try:
                             if follows:
-                                ready.launch(argument, stream)
+                                ready.launch(argument, current)
                             else:
-                                order.launch_shared(partial(ready.launch, argument), stream)
+                                order.launch_shared(partial(ready.launch, argument), current)
                         except RuntimeError as error:
                             start: Callable[[int], Any] = partial(ready.launch, argument)
                             start = start if follows else partial(order.launch_shared, start)
-                            self._launch_anyway(start, stream, error)
+                            self._launch_anyway(start, current, error)
                         return result
-                return usual(*args)
+                return usual(array, op, out, stream)
             except BaseException as error:
                 calls.failed(error)
                 raise
@@ -144,11 +150,11 @@ class FastPath:
         raise error
 
     def _eager(self, array: Any, op: Any, out: Any, stream: Any) -> tuple[Ready | None, Any]:
-        """An eager call on the current stream, and its result, if it can be ready.
+        """An eager call on the current stream, and its result, if it can be ready; not while a recording is open.
 
         Reads the arrays' attributes here, and not by arrays.py, for speed.
         """
-        if stream is not None or type(op) is not str:
+        if stream is not None or type(op) is not str or self._calls.recording is not None:
             return _NOT_READY
         key = id(array), id(out), op
         known = self._known.get(key)

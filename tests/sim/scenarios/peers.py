@@ -77,7 +77,9 @@ def refused_again_alone() -> None:
     with mock.patch.object(calls, "_PATIENCE_SECONDS", 0.5):
         if RANK == 0:
             for op in ("mode", "sum"):
-                with raises(errors.PeerLostError, "rank 1 to take part", "clean-up after a fault", "can only be closed"):
+                with raises(
+                    errors.PeerLostError, "rank 1 to take part", "clean-up after a fault", "can only be closed"
+                ):
                     comm.allreduce(mine(), op)
         WORLD.Barrier()
         if RANK != 0:

@@ -269,10 +269,10 @@ template <bool kAligned, int kDepth>
 DEVICE void load_chunks(Packet (&chunk)[kDepth][kMaxRanks], const Message<kAligned>& in, u32 columns, u32 column) {
 #pragma unroll
   for (int d = 0; d < kDepth; ++d) {
-    const u32 own = packet_index(column, d);
+    const u32 own_column = packet_index(column, d);
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
-      chunk[d][i] = load_message<kElementBytes, true>(in, peer_rank(i) * columns + own, own < columns);
+      chunk[d][i] = load_message<kElementBytes, true>(in, peer_rank(i) * columns + own_column, own_column < columns);
   }
 }
 template <int kDepth>
@@ -280,11 +280,11 @@ DEVICE void push_chunks(const Packet (&chunk)[kDepth][kMaxRanks], const Args& ar
                         bool alive) {
 #pragma unroll
   for (int d = 0; d < kDepth; ++d) {
-    const u32 own = packet_index(column, d);
+    const u32 own_column = packet_index(column, d);
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
-      send_packet(args.peers[i] + rows + row_offset_at_peer(i, row_bytes(columns)), columns, own,
-                  replace_sentinel_nan(chunk[d][i]), own < columns && alive);
+      send_packet(args.peers[i] + rows + row_offset_at_peer(i, row_bytes(columns)), columns, own_column,
+                  replace_sentinel_nan(chunk[d][i]), own_column < columns && alive);
   }
 }
 
@@ -295,8 +295,9 @@ DEVICE void receive_columns(Packet (&v)[kDepth][kMaxRanks], const Args& args, co
                             u32 columns, u32 column, bool& alive) {
 #pragma unroll
   for (int d = 0; d < kDepth; ++d) {
-    const u32 own = packet_index(column, d);
-    v[d][kRank] = replace_sentinel_nan(load_message<kElementBytes, true>(in, kRank * columns + own, own < columns));
+    const u32 own_column = packet_index(column, d);
+    v[d][kRank] = replace_sentinel_nan(
+        load_message<kElementBytes, true>(in, kRank * columns + own_column, own_column < columns));
   }
   receive_packets(v, args, args.peers[0] + rows, columns, column, alive);
 }

@@ -1,6 +1,6 @@
-"""Deliberate faults: each a change of the kernels or of the stand-in, and what has to catch it.
+"""Deliberate faults: changes of the kernels or of the stand-in for sync.cuh, each with the findings that must catch it.
 
-``python -m tests.sim.faults`` prints a table: fault, caught by.
+``python -m tests.sim.faults`` prints a table: fault, finding.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ TSAN = "ThreadSanitizer"
 
 @dataclass(frozen=True)
 class Fault:
-    """``old`` becomes ``new`` everywhere in ``file``; then a run of ``libraries`` finds one of ``caught_by``.
+    """``old`` becomes ``new`` everywhere in ``file``; then a run of ``libraries`` must end in one of ``caught_by``.
 
-    ThreadSanitizer watches if it may be what finds it: it then stops the run first. ``also``: a second change.
+    The run is under ThreadSanitizer if that is among ``caught_by``: it then stops the run first. ``also``: a second
+    change.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Fault:
     libraries: Sequence[Library] = BOTH
     mode: str = "sweep"
     also: tuple[str, str, str] | None = None  # file, old, new
-    rare: bool = False  # shows only if a packet is late: found on a busy machine by many operations
+    rare: bool = False  # shows only if a packet is late: takes a busy machine and many operations
 
     @property
     def arguments(self) -> dict[str, object]:
@@ -292,7 +293,7 @@ FAULTS = [
 
 
 def run(fault: Fault, directory: Path) -> tuple[str, str]:
-    """What the changed sources lead to, see kernels.run. :raises AssertionError: if the text to change is not there."""
+    """Run the changed sources; returns as kernels.run. :raises AssertionError: if the text to change is not there."""
     sources = Sources(directory / "kernels", directory / "include", directory)
     shutil.copytree(compiler.KERNELS, sources.kernels)
     shutil.copytree(compiler.INCLUDE, sources.include)

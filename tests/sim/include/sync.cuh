@@ -1,8 +1,8 @@
 // Stand-in for kernels/sync.cuh in CPU builds of the kernels: the same names, over the fibers of runtime.cpp.
 //
-// Memory is as strong as the kernels claim to need and no stronger, so that ThreadSanitizer can judge them. Packet stores
-// release and packet loads acquire: on the GPU they are relaxed, and the kernel boundaries order them. Single words are
-// relaxed atomics. All else is plain.
+// Memory is as strong as the kernels claim to need and no stronger, so that ThreadSanitizer can judge them. Packet
+// stores release and packet loads acquire: on the GPU they are relaxed, and the kernel boundaries order them. Single
+// words are relaxed atomics. All else is plain.
 #pragma once
 #include <runtime.h>
 #include <time.h>
@@ -49,8 +49,8 @@ DEVICE void spin_pause() { sim_relax(); }
 DEVICE void grid_dependency_sync() { sim_await_predecessor(); }
 DEVICE void trigger_programmatic_launch() {}
 
-// ---- packets. A whole packet is a single 16-byte access. Not by GCC's __atomic, which would call libatomic, whose locks
-// other processes do not see. Kernels built for split packets always get split ones.
+// ---- packets. A whole packet is a single 16-byte access. Not by GCC's __atomic, which would call libatomic, whose
+// locks other processes do not see. Kernels built for split packets always get split ones.
 DEVICE bool split_packets() { return !IPCREDUCE_WHOLE_PACKETS || sim_split_packets; }
 
 DEVICE Packet load_packet_relaxed_sys(u64 at) {

@@ -3,8 +3,7 @@
 // Each rank owns a workspace, which its peers have mapped and push into. A workspace has two halves; operations
 // alternate between them by the parity of the epoch. A half holds groups of rows of slots, one slot a packet and one
 // row a peer, row_bytes() apart: row i - 1 holds the packets of peer_rank(i). A slot at rest is empty: its flag words
-// hold kSentinel. The reader restores the sentinel after it has read, so every slot is empty again when its kernel
-// ends.
+// hold kSentinel. The reader restores the sentinel after the load, so every slot is empty again when its kernel ends.
 //
 // Related protocols:
 // * NCCL LL stores a 4-byte flag beside each 4 bytes of data, in 8-byte accesses. LL128 keeps 8 bytes of flag in a line
@@ -12,10 +11,10 @@
 // * The Lamport buffers of TensorRT-LLM and FlashInfer also poll the data for a sentinel (-0.0). They rotate three
 //   buffers; a kernel clears a buffer for a later operation.
 // * The custom all-reduces of vLLM and SGLang place barriers of separate flags around plain loads of the peers' data.
-// Here the last word of a 16-byte packet is data and flag at once, and the packet is one 128-bit access: no fence, and
-// for floats no byte beside the data. Integers have no spare value: one escape packet a warp says which words were
-// equal to the sentinel (see send_packet). The operation's number, the epoch, is on the receiver's GPU only, never in a
-// packet. Two buffers are enough because the reader restores the sentinel itself (see one_shot.cu, rotation).
+// Here the last word of a 16-byte packet is data and flag at once, and the packet is one 128-bit access: arrival needs
+// no fence, and for floats no byte beside the data. Integers have no spare value: one escape packet a warp says which
+// words were equal to the sentinel (see send_packet). Each rank counts epochs in its own GPU's memory; no packet
+// carries one. Two buffers are enough because the reader restores the sentinel itself (see one_shot.cu, rotation).
 #pragma once
 #include <reduce.cuh>
 
@@ -35,7 +34,7 @@ struct Args {
 
 constexpr u32 kEpochSlots = 512;  // upper bound of the grid, in blocks; plan.EPOCH_SLOTS is the same
 constexpr u32 kSentinel = 0xFFFFFFFFu;
-constexpr u32 kReplacementNan = 0x7FFF7FFFu;  // as any word of any float type, it is part of a NaN
+constexpr u32 kReplacementNan = 0x7FFF7FFFu;  // in a flag word, a NaN of every float type
 
 // True if the links deliver 16 bytes as one access. Then the last word of a packet is the flag for all of it. Otherwise
 // packets are split: each 8-byte part arrives by itself and its last word is its own flag. The ranks agree at start-up.
@@ -59,8 +58,7 @@ DEVICE Epoch load_epoch(const Args& args) {  // one load for both, shared by the
 }
 DEVICE u64 parity_half_offset(const Args& args, Epoch epoch) { return epoch.number & 1 ? args.half_bytes : 0; }
 
-// Called after the block's sends and before its polls. The slot may change only after the barrier: all threads have
-// read it.
+// Called after the block's sends and before its polls. The barrier: all threads have read the slot before it changes.
 DEVICE void advance_epochs(const Args& args, Epoch epoch) {
   sync_block();
   for (u32 j = block_in_grid() + thread_in_block() * blocks_in_grid(); j < kEpochSlots;
@@ -73,12 +71,10 @@ DEVICE void advance_epochs(const Args& args, Epoch epoch) {
 constexpr u32 kSpinsBetweenChecks = 256;
 constexpr u32 kMicrosecondsBetweenAbortReads = 16;  // by the whole GPU
 // Waits continue for this long once the abort word is seen. The abort may concern a later call, while packets of this
-// one are still on their way: from a rank that is slower than the one that aborted, or has no time slice of a shared
-// GPU.
+// one are still to come: from a rank that is slower than the one that aborted, or has no time slice of a shared GPU.
 constexpr u32 kGraceMicroseconds = 100000;
 
-// Returns the wait's start time, or 0 once it is abandoned; every later wait on this GPU is then abandoned until a
-// reset.
+// Returns the wait's start time, or 0 once abandoned; every later wait on this GPU is then abandoned until a reset.
 DEVICE_NOINLINE u64 check_wait(u64 started, u32 missing, const Args& args) {
   const u64 epochs = args.epochs, abandoned = epochs + 8 * kEpochSlots;
   const u64 abort_read_at = abandoned + 4, abort_seen_at = abandoned + 8;
@@ -108,8 +104,8 @@ DEVICE_NOINLINE u64 check_wait(u64 started, u32 missing, const Args& args) {
   return 0;
 }
 
-// True if a wait of this block was abandoned, or one of another block or kernel on this GPU, as far as this block
-// knows.
+// True if a wait of this block was abandoned, or, as far as this block knows, one of another block or kernel on this
+// GPU.
 DEVICE bool wait_abandoned(const Args& args) {
   return load_u32_relaxed_gpu(args.epochs + 8 * block_in_grid() + 4) != 0;
 }

@@ -30,12 +30,12 @@ using u64 = unsigned long long;
 
 enum Finding { kValue = 3, kCanary, kTimeout, kUnequal, kNotAtRest, kHang, kVerdict };
 
-[[noreturn]] static void found(Finding what, const char* format, ...) {
+[[noreturn]] static void found(Finding finding, const char* format, ...) {
   va_list list;
   va_start(list, format);
   std::vfprintf(stderr, format, list);
   std::fputc('\n', stderr);
-  _exit(what);
+  _exit(finding);
 }
 
 struct Args {  // as in exchange.cuh: tests/unit/test_kernel_layout.py compares them

@@ -84,9 +84,9 @@ struct Grid {
 thread_local Grid* grid;
 thread_local Fiber* self;
 
-void fatal(const char* what) {
+void fatal(const char* message) {
   std::fprintf(stderr, "simulated GPU, rank %d, block %u, thread %u: %s\n", kRank, self ? self->thread.block : 0,
-               self ? self->thread.thread : 0, what);
+               self ? self->thread.thread : 0, message);
   std::abort();
 }
 

@@ -8,8 +8,7 @@
 // Related protocols:
 // * NCCL LL stores a 4-byte flag beside each 4 bytes of data, in 8-byte accesses. LL128 keeps 8 bytes of flag in a line
 //   of 128 bytes, and relies on the link to deliver that line whole.
-// * The Lamport buffers of TensorRT-LLM and FlashInfer also poll the data for a sentinel (-0.0). They rotate three
-//   buffers; a kernel clears a buffer for a later operation.
+// * Lamport buffers (TensorRT-LLM, FlashInfer) also poll the data for a sentinel, -0.0. They rotate three buffers.
 // * The custom all-reduces of vLLM and SGLang place barriers of separate flags around plain loads of the peers' data.
 // Here the last word of a 16-byte packet is data and flag at once, and the packet is one 128-bit access: arrival needs
 // no fence, and for floats no byte beside the data. Integers have no spare value: one escape packet a warp says which
@@ -113,7 +112,6 @@ DEVICE bool wait_abandoned(const Args& args) {
 // Polls until the data of every peer have arrived. `alive` becomes false once a wait on this GPU was abandoned: from
 // then on nothing is waited for, and nothing sent. Kernels queued behind the abandoned one must not send either: a
 // slower rank may still be in that operation, and packets sent two operations later would go into the same half.
-//
 // load_slots() loads; arrived_from(i) says if all data of peer i were in that load. The missing ranks are collected for
 // check_wait only: in every poll, it would double the instructions between the loads and the reduction.
 //
@@ -160,9 +158,7 @@ DEVICE Packet make_escape(u32 last, u32 second) {
   return {{last & 0xFFFF, last >> 16, second & 0xFFFF, second >> 16}};
 }
 
-DEVICE bool has_arrived(const Packet& p) {
-  return p.word[3] != kSentinel && (kWholePackets || p.word[1] != kSentinel);
-}
+DEVICE bool has_arrived(const Packet& p) { return p.word[3] != kSentinel && (kWholePackets || p.word[1] != kSentinel); }
 
 // Floats: a flag word equal to the sentinel belongs to a NaN, and is sent as another NaN. Results of reduce() never
 // contain one. A rank's own input passes through here too, so that all ranks reduce the same bits. Integers: see
@@ -205,8 +201,7 @@ DEVICE void receive_packets(Packet (&v)[kDepth][kMaxRanks], const Args& args, u6
   const u64 stride = row_bytes(packets);
   const u32 lane = index % 32;
   u32 last[kDepth][kMaxRanks], second[kDepth][kMaxRanks];  // this lane's words of the escape packets
-  // A lane without a packet polls one that its warp waits for anyway.
-  const u32 spare = index < packets ? index : index - lane;
+  const u32 spare = index < packets ? index : index - lane;  // for lanes without a packet: one that their warp polls
   const auto load_slots = [&] {
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {

@@ -1,280 +1,310 @@
-// Packets between ranks: where they lie, how a reader knows that one has arrived, and how every wait ends.
+// Packet exchange between ranks: slot layout, arrival detection, and bounded waits.
 //
-// A rank's workspace has two halves, used in turn by the parity of the epoch. In a half there are groups of rows of slots,
-// a row for each other rank, row_bytes() apart: row i - 1 is that of source(i). A slot at rest is empty: its mark words are
-// all ones. The reader puts the mark back once it has read, so the invariant holds again when its kernel ends.
+// Each rank owns a workspace, which its peers have mapped and push into. A workspace has two halves; operations
+// alternate between them by the parity of the epoch. A half holds groups of rows of slots, one slot a packet and one
+// row a peer, row_bytes() apart: row i - 1 holds the packets of peer_rank(i). A slot at rest is empty: its flag words
+// hold kSentinel. The reader restores the sentinel after the load, so every slot is empty again when its kernel ends.
+//
+// Related protocols:
+// * NCCL LL stores a 4-byte flag beside each 4 bytes of data, in 8-byte accesses. LL128 keeps 8 bytes of flag in a line
+//   of 128 bytes, and relies on the link to deliver that line whole.
+// * Lamport buffers (TensorRT-LLM, FlashInfer) also poll the data for a sentinel, -0.0. They rotate three buffers.
+// * The custom all-reduces of vLLM and SGLang place barriers of separate flags around plain loads of the peers' data.
+// Here the last word of a 16-byte packet is data and flag at once, and the packet is one 128-bit access: arrival needs
+// no fence, and for floats no byte beside the data. Integers have no spare value: one escape packet a warp says which
+// words were equal to the sentinel (see send_packet). Each rank counts epochs in its own GPU's memory; no packet
+// carries one. Two buffers are enough because the reader restores the sentinel itself (see one_shot.cu, rotation).
 #pragma once
 #include <reduce.cuh>
 
+// The arguments of every kernel, all 64-bit words; ipcreduce/ipc/launches.py fills them in by index.
 struct Args {
   u64 in, out;          // this rank's arrays; may be the same
   u64 bytes;            // of the message, the same on every rank
-  u64 peers[8];         // workspace of rank (kRank + i) % kRanks, as mapped here; peers[0] is our own
+  u64 peers[8];         // workspace of peer_rank(i), as mapped in this process; peers[0] is this rank's own
   u64 half_bytes;       // from one half of a workspace to the other
-  u64 epochs;           // on this GPU: kEpochSlots pairs of words (epoch, given up), then three words of check_wait
+  u64 epochs;           // in this GPU's memory: kEpochSlots pairs of words (epoch, abandoned), then check_wait's three
   u64 abort;            // word in the control page (host memory, shared by all ranks): non-zero ends every wait
-  u64 missing;          // this rank's word there: bit r is set if a wait for rank r's data passed its deadline. The word
-                        // behind it is set if a wait of this rank has ended without data
-  u64 timeout_ns;
-  u64 outs[8];          // direct.cu: the output of rank (kRank + i) % kRanks, as mapped here
+  u64 missing;          // this rank's two words there: a bit r if a wait for rank r's data passed its deadline; then
+                        // non-zero if a wait of this rank has ended without data
+  u64 timeout_ns;       // deadline of a wait, from its start
+  u64 outs[8];          // direct.cu: output of peer_rank(i), as mapped in this process
 };
 
-constexpr u32 kEpochSlots = 512;  // so many blocks at most; the plan knows it too
-constexpr u32 kEmpty = 0xFFFFFFFFu;
-constexpr u32 kOtherNan = 0x7FFF7FFFu;  // a NaN in every float type, whichever of its words this is
+constexpr u32 kEpochSlots = 512;  // upper bound of the grid, in blocks; plan.EPOCH_SLOTS is the same
+constexpr u32 kSentinel = 0xFFFFFFFFu;
+constexpr u32 kReplacementNan = 0x7FFF7FFFu;  // in a flag word, a NaN of every float type
 
-// The halves of a packet that arrive whole. With 16-byte atomicity one mark in the last word covers all; over a link
-// that splits packets, each 8 bytes carry their own. The ranks agree on it at start-up.
+// True if the links deliver 16 bytes as one access. Then the last word of a packet is the flag for all of it. Otherwise
+// packets are split: each 8-byte part arrives by itself and its last word is its own flag. The ranks agree at start-up.
 constexpr bool kWholePackets = IPCREDUCE_WHOLE_PACKETS;
 
-DEVICE u32 source(int i) { return (kRank + i) % kRanks; }
-DEVICE u64 row_of(int i, u64 stride) { return (i - 1) * stride; }                   // of source(i), in our groups
-DEVICE u64 row_at_peer(int i, u64 stride) { return row_of(kRanks - i, stride); }  // ours in the groups of peer i
-DEVICE u32 divide_up(u32 a, u32 b) { return (a + b - 1) / b; }
+// Peers are numbered from this rank on: peer i is rank kRank + i, modulo kRanks, and peer 0 is this rank.
+DEVICE u32 peer_rank(int i) { return (kRank + i) % kRanks; }
+// Offsets within a group: of peer i's row in this rank's workspace, and of this rank's row in peer i's workspace.
+DEVICE u64 row_offset(int i, u64 stride) { return (i - 1) * stride; }
+DEVICE u64 row_offset_at_peer(int i, u64 stride) { return row_offset(kRanks - i, stride); }
+DEVICE u32 ceil_div(u32 a, u32 b) { return (a + b - 1) / b; }
 
-// ---- epochs: every launch advances every slot by one, on every rank alike, so each block needs only its own slot.
+// ---- epochs: every launch advances every slot by one, on every rank alike, so a block needs its own slot only.
 struct Epoch {
   u32 number;
-  bool alive;  // false: see await()
+  bool alive;  // false once a wait on this GPU was abandoned: see wait_for_peers()
 };
-DEVICE Epoch read_epoch(const Args& args) {  // both by one load, which the lanes of a warp share: alive is theirs together
-  const u64 slot = load_words_gpu(args.epochs + 8 * block_in_grid());
+DEVICE Epoch load_epoch(const Args& args) {  // one load for both, shared by the lanes of a warp: all see the same alive
+  const u64 slot = load_u64_relaxed_gpu(args.epochs + 8 * block_in_grid());
   return {(u32)slot, slot >> 32 == 0};
 }
-DEVICE u64 half_of_epoch(const Args& args, Epoch epoch) { return epoch.number & 1 ? args.half_bytes : 0; }
+DEVICE u64 parity_half_offset(const Args& args, Epoch epoch) { return epoch.number & 1 ? args.half_bytes : 0; }
 
-// After the block's sends and before its polls: the barrier is what lets the slot change.
+// Called after the block's sends and before its polls. The barrier: all threads have read the slot before it changes.
 DEVICE void advance_epochs(const Args& args, Epoch epoch) {
   sync_block();
   for (u32 j = block_in_grid() + thread_in_block() * blocks_in_grid(); j < kEpochSlots;
        j += blocks_in_grid() * threads_in_block())
-    store_word_gpu(args.epochs + 8 * j, epoch.number + 1);
+    store_u32_relaxed_gpu(args.epochs + 8 * j, epoch.number + 1);
 }
 
-// ---- waits: a poll looks at data. Now and then it looks at the clock and, through a copy in this GPU's memory, at the
-// abort word: if every waiting warp read host memory itself, the reads would queue for milliseconds.
+// ---- waits: a poll loads data. Every kSpinsBetweenChecks polls it also reads the clock, and the abort word through a
+// copy in this GPU's memory: if every waiting warp read host memory itself, the reads would queue for milliseconds.
 constexpr u32 kSpinsBetweenChecks = 256;
-constexpr u32 kMicrosecondsBetweenReads = 16;  // of the abort word, by the whole GPU
-// Once it is up, waits go on for so long: it is about a later call than the one whose packets are under way to a rank
-// that is slower than the one that raised it, or has no time slice of a shared GPU just now.
+constexpr u32 kMicrosecondsBetweenAbortReads = 16;  // by the whole GPU
+// Waits continue for this long once the abort word is seen. The abort may concern a later call, while packets of this
+// one are still to come: from a rank that is slower than the one that aborted, or has no time slice of a shared GPU.
 constexpr u32 kGraceMicroseconds = 100000;
 
-// Returns when the wait began, or 0 if it is over without data: then so are all others on this GPU, until a reset.
-DEVICE_COLD u64 check_wait(u64 started, u32 missing, const Args& args) {
-  const u64 epochs = args.epochs, given_up = epochs + 8 * kEpochSlots, read_last = given_up + 4, seen_up = given_up + 8;
-  const u64 now = nanoseconds();
+// Returns the wait's start time, or 0 once abandoned; every later wait on this GPU is then abandoned until a reset.
+DEVICE_NOINLINE u64 check_wait(u64 started, u32 missing, const Args& args) {
+  const u64 epochs = args.epochs, abandoned = epochs + 8 * kEpochSlots;
+  const u64 abort_read_at = abandoned + 4, abort_seen_at = abandoned + 8;
+  const u64 now = globaltimer_ns();
   const u32 microseconds = (u32)(now >> 10);
   if (!started) started = now;
   const bool late = now - started > args.timeout_ns;
   if (late) {
-    store_word_sys(args.missing, load_word_sys(args.missing) | missing);  // warps may miss different ranks
-    store_word_sys(args.abort, 1);
+    // Or-ed into the word: warps may miss different ranks.
+    store_u32_relaxed_sys(args.missing, load_u32_relaxed_sys(args.missing) | missing);
+    store_u32_relaxed_sys(args.abort, 1);
   }
-  const u32 seen = load_word_gpu(seen_up);  // when, or 0; another thread's clock may be ahead of ours
-  if (!seen && microseconds - load_word_gpu(read_last) > kMicrosecondsBetweenReads) {
-    store_word_gpu(read_last, microseconds);
-    if (load_word_sys(args.abort)) store_word_gpu(seen_up, microseconds | 1);
+  const u32 seen = load_u32_relaxed_gpu(abort_seen_at);  // a time, or 0; another thread's clock may be ahead of ours
+  if (!seen && microseconds - load_u32_relaxed_gpu(abort_read_at) > kMicrosecondsBetweenAbortReads) {
+    store_u32_relaxed_gpu(abort_read_at, microseconds);
+    if (load_u32_relaxed_sys(args.abort)) store_u32_relaxed_gpu(abort_seen_at, microseconds | 1);
   }
-  const bool known = load_word_gpu(given_up);
+  const bool known = load_u32_relaxed_gpu(abandoned);
   if (!late && !known && !(seen && (int)(microseconds - seen) > (int)kGraceMicroseconds)) return started;
-  store_word_gpu(epochs + 8 * block_in_grid() + 4, 1);  // before this block's next barrier
-  store_word_sys(args.missing + 4, 1);
+  store_u32_relaxed_gpu(epochs + 8 * block_in_grid() + 4, 1);  // before this block's next barrier
+  store_u32_relaxed_sys(args.missing + 4, 1);
   if (!known) {
-    store_word_gpu(given_up, 1);
+    store_u32_relaxed_gpu(abandoned, 1);
 #pragma unroll 1
-    for (u32 j = 0; j < kEpochSlots; ++j) store_word_gpu(epochs + 8 * j + 4, 1);
+    for (u32 j = 0; j < kEpochSlots; ++j) store_u32_relaxed_gpu(epochs + 8 * j + 4, 1);
   }
   return 0;
 }
 
-// Whether a wait of this block has ended without data, or one of another block or kernel on this GPU, as far as is known.
-DEVICE bool gave_up(const Args& args) { return load_word_gpu(args.epochs + 8 * block_in_grid() + 4) != 0; }
+// True if a wait of this block was abandoned, or, as far as this block knows, one of another block or kernel on this
+// GPU.
+DEVICE bool wait_abandoned(const Args& args) {
+  return load_u32_relaxed_gpu(args.epochs + 8 * block_in_grid() + 4) != 0;
+}
 
-// Polls until every other rank's data have come. `alive` is false once a wait on this GPU has ended without data: then
-// nothing is waited for, and nothing sent. Kernels that are queued behind one that gave up must not send either: a slower
-// rank may still be in that operation, and two operations later their packets would come into the same half.
+// Polls until the data of every peer have arrived. `alive` becomes false once a wait on this GPU was abandoned: from
+// then on nothing is waited for, and nothing sent. Kernels queued behind the abandoned one must not send either: a
+// slower rank may still be in that operation, and packets sent two operations later would go into the same half.
+// load_slots() loads; arrived_from(i) says if all data of peer i were in that load. The missing ranks are collected for
+// check_wait only: in every poll, it would double the instructions between the loads and the reduction.
 //
-// look() loads, came(i) says whether all of source(i)'s data were in what it has loaded. Which ranks are missing is found
-// out for check_wait only: in every turn, it would double the instructions between the loads and the fold.
-//
-// kWarp: the lanes of a warp wait together. If each went on by itself as its packet came, those that are late would poll
-// again only after the early ones have folded and stored theirs: 0.1 us of 2 (H200).
-template <bool kWarp, class Look, class Came>
-DEVICE void await(bool& alive, const Args& args, const Look& look, const Came& came) {
+// kWarp: the lanes of a warp wait together. If each went on as its own packet arrived, the late lanes would poll again
+// only after the early ones had reduced and stored theirs: 0.1 us of 2 (H200).
+template <bool kWarp, class LoadSlots, class ArrivedFrom>
+DEVICE void wait_for_peers(bool& alive, const Args& args, const LoadSlots& load_slots,
+                           const ArrivedFrom& arrived_from) {
   const auto any = [](bool mine) { return kWarp ? warp_any(mine) : mine; };
   u64 started = 0;
   while (alive) {
 #pragma unroll 1
     for (u32 spins = 0; spins < kSpinsBetweenChecks; ++spins) {
-      look();
+      load_slots();
       bool waiting = false;
 #pragma unroll
-      for (int i = 1; i < kRanks; ++i) waiting |= !came(i);
+      for (int i = 1; i < kRanks; ++i) waiting |= !arrived_from(i);
       if (!any(waiting)) return;
-      relax();
+      spin_pause();
     }
     u32 missing = 0;
 #pragma unroll
-    for (int i = 1; i < kRanks; ++i) missing |= came(i) ? 0 : 1u << source(i);
+    for (int i = 1; i < kRanks; ++i) missing |= arrived_from(i) ? 0 : 1u << peer_rank(i);
     started = check_wait(started, kWarp ? warp_or(missing) : missing, args);  // stores of lanes are in no order
     alive = !any(!started);
   }
 }
 
 // ---- rows of slots
-// After the packets of a row come its escapes, one a warp (see put). Rows begin at 128-byte lines.
+// The packets of a row are followed by its escape packets, one a warp (see send_packet). Rows begin at 128-byte lines.
 DEVICE u64 escape_at(u64 row, u32 packets, u32 index) {
-  return row + kPacketBytes * ((u64)divide_up(packets, 32) * 32 + index / 32);
+  return row + kPacketBytes * ((u64)ceil_div(packets, 32) * 32 + index / 32);
 }
 DEVICE u64 row_bytes(u32 packets) {
-  const u32 warps = divide_up(packets, 32);
-  return kPacketBytes * (u64)(warps * 32 + divide_up(warps, 8) * 8);
+  const u32 warps = ceil_div(packets, 32);
+  return kPacketBytes * (u64)(warps * 32 + ceil_div(warps, 8) * 8);
 }
 
-// Which words of a warp's packets were equal to the mark, a bit a lane: the last words of lanes 0 to 15 and 16 to 31, then
-// the second ones. Half words, so that none looks like the mark and each arrives by itself: a compiler may narrow a load
-// to the words that are used, and two loads see different moments.
-DEVICE Packet escape_of(u32 last, u32 second) {
+// The escape packet of a warp: one bit a lane for each word that was equal to the sentinel. Its words are, in order:
+// the last words of lanes 0 to 15, of lanes 16 to 31, then the second words likewise. Each word uses 16 bits, so none
+// equals the sentinel and each is its own flag: a compiler may narrow a load to the words in use, and two loads see
+// different moments.
+DEVICE Packet make_escape(u32 last, u32 second) {
   return {{last & 0xFFFF, last >> 16, second & 0xFFFF, second >> 16}};
 }
 
-DEVICE bool arrived(const Packet& p) { return p.word[3] != kEmpty && (kWholePackets || p.word[1] != kEmpty); }
+DEVICE bool has_arrived(const Packet& p) { return p.word[3] != kSentinel && (kWholePackets || p.word[1] != kSentinel); }
 
-// Floats: a word that looks like the mark is a NaN, and is sent as another NaN; what fold() makes of floats never looks
-// so. What a rank folds of its own goes through here too, so that all fold the same bits. Integers: see put().
-DEVICE Packet canonical(Packet p) {
+// Floats: a flag word equal to the sentinel belongs to a NaN, and is sent as another NaN. Results of reduce() never
+// contain one. A rank's own input passes through here too, so that all ranks reduce the same bits. Integers: see
+// send_packet().
+DEVICE Packet replace_sentinel_nan(Packet p) {
   if constexpr (kFloat) {
-    if (p.word[3] == kEmpty) p.word[3] = kOtherNan;
-    if (!kWholePackets && p.word[1] == kEmpty) p.word[1] = kOtherNan;
+    if (p.word[3] == kSentinel) p.word[3] = kReplacementNan;
+    if (!kWholePackets && p.word[1] == kSentinel) p.word[1] = kReplacementNan;
   }
   return p;
 }
 
-// Stores packet `index` of a row of `packets` in a peer's workspace. All lanes of a warp call it, those with nothing
-// to send with active == false. Integers have no spare value, so a word equal to the mark is sent as zero, and one
-// extra packet a warp, always sent, tells which words were: 1/32 more on the wire, no epoch in the data.
-DEVICE void put(u64 row, u32 packets, u32 index, Packet p, bool active) {
+// Stores packet `index` of a row of `packets` in a peer's workspace. All lanes of a warp call it; lanes with nothing to
+// send pass active == false. Integers have no spare value, so a flag word equal to the sentinel is sent as zero, and
+// one escape packet a warp, always sent, says which words were: 1/32 more on the wire, and no epoch in the data.
+DEVICE void send_packet(u64 row, u32 packets, u32 index, Packet p, bool active) {
   if constexpr (!kFloat) {
-    const u32 last = warp_ballot(active && p.word[3] == kEmpty);
-    const u32 second = kWholePackets ? 0 : warp_ballot(active && p.word[1] == kEmpty);
-    if (p.word[3] == kEmpty) p.word[3] = 0;
-    if (!kWholePackets && p.word[1] == kEmpty) p.word[1] = 0;
-    store_packet_sys(escape_at(row, packets, index), escape_of(last, second), active && index % 32 == 0);
+    const u32 last = warp_ballot(active && p.word[3] == kSentinel);
+    const u32 second = kWholePackets ? 0 : warp_ballot(active && p.word[1] == kSentinel);
+    if (p.word[3] == kSentinel) p.word[3] = 0;
+    if (!kWholePackets && p.word[1] == kSentinel) p.word[1] = 0;
+    store_packet_relaxed_sys(escape_at(row, packets, index), make_escape(last, second), active && index % 32 == 0);
   }
-  store_packet_sys(row + (u64)kPacketBytes * index, p, active);
+  store_packet_relaxed_sys(row + (u64)kPacketBytes * index, p, active);
 }
 
-// What a thread takes at a time: packets index, index + threads_in_grid(), ... of a row, those that exist.
-DEVICE u32 nth(u32 index, int d) { return index + d * threads_in_grid(); }
-DEVICE bool warp_has_some(u32 index, u32 packets) { return index - index % 32 < packets; }
+// A thread handles kDepth packets at a time: index, index + threads_in_grid(), ... of a row, as far as they exist.
+DEVICE u32 packet_index(u32 index, int d) { return index + d * threads_in_grid(); }
+DEVICE bool warp_has_packet(u32 index, u32 packets) { return index - index % 32 < packets; }
 
-// What a wait that ended without data leaves: NaN, or -1.
-DEVICE Packet poison() { return {{kEmpty, kEmpty, kEmpty, kEmpty}}; }
+// Stands in the output for data that did not arrive: NaN, or -1.
+DEVICE Packet poison() { return {{kSentinel, kSentinel, kSentinel, kSentinel}}; }
 
-// Waits for kDepth packets of the row of every other rank, v[d][rank]; the group begins at `rows`. All loads of a turn are
-// issued before the first is tested. v[d][kRank] is left alone. If the wait ends without data, alive is false and v is
-// not to be used. All lanes of a warp call it, if that has some packet to wait for.
+// Waits for kDepth packets from the row of every peer, into v[d][rank]; the group begins at `rows`. Each poll issues
+// all its loads before it tests the first. v[d][kRank] is not touched. If the wait is abandoned, alive is false and v
+// must not be used. All lanes of a warp call it, if the warp has any packet to wait for.
 template <int kDepth>
-DEVICE void get(Packet (&v)[kDepth][kMaxRanks], const Args& args, u64 rows, u32 packets, u32 index, bool& alive) {
+DEVICE void receive_packets(Packet (&v)[kDepth][kMaxRanks], const Args& args, u64 rows, u32 packets, u32 index,
+                            bool& alive) {
   const u64 stride = row_bytes(packets);
   const u32 lane = index % 32;
-  u32 last[kDepth][kMaxRanks], second[kDepth][kMaxRanks];  // of the escapes: this lane's words
-  // Where there is no packet, one that this warp waits for is looked at once more.
-  const u32 spare = index < packets ? index : index - lane;
-  const auto look = [&] {
+  u32 last[kDepth][kMaxRanks], second[kDepth][kMaxRanks];  // this lane's words of the escape packets
+  const u32 spare = index < packets ? index : index - lane;  // for lanes without a packet: one that their warp polls
+  const auto load_slots = [&] {
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
-      const u32 slot = nth(index, d) < packets ? nth(index, d) : spare;
+      const u32 slot = packet_index(index, d) < packets ? packet_index(index, d) : spare;
 #pragma unroll
       for (int i = 1; i < kRanks; ++i) {
-        const u64 row = rows + row_of(i, stride);
-        v[d][source(i)] = load_packet_sys(row + (u64)kPacketBytes * slot);
+        const u64 row = rows + row_offset(i, stride);
+        v[d][peer_rank(i)] = load_packet_relaxed_sys(row + (u64)kPacketBytes * slot);
         if (kFloat) continue;
         const u64 escape = escape_at(row, packets, slot) + lane / 16 * 4;
-        last[d][source(i)] = load_word_sys(escape);
-        if (!kWholePackets) second[d][source(i)] = load_word_sys(escape + 8);
+        last[d][peer_rank(i)] = load_u32_relaxed_sys(escape);
+        if (!kWholePackets) second[d][peer_rank(i)] = load_u32_relaxed_sys(escape + 8);
       }
     }
   };
-  const auto came = [&](int i) {
+  const auto arrived_from = [&](int i) {
+    const u32 rank = peer_rank(i);
     bool all = true;
 #pragma unroll
     for (int d = 0; d < kDepth; ++d)
-      all &= arrived(v[d][source(i)]) &&
-             (kFloat || (last[d][source(i)] != kEmpty && (kWholePackets || second[d][source(i)] != kEmpty)));
+      all &= has_arrived(v[d][rank]) &&
+             (kFloat || (last[d][rank] != kSentinel && (kWholePackets || second[d][rank] != kSentinel)));
     return all;
   };
-  await<true>(alive, args, look, came);
-  if (kFloat || !alive) return;  // nobody uses v after a failed wait: if one did, each poll would copy it
+  wait_for_peers<true>(alive, args, load_slots, arrived_from);
+  if (kFloat || !alive) return;  // nothing uses v after an abandoned wait: otherwise every poll would copy it
 #pragma unroll
   for (int d = 0; d < kDepth; ++d)
 #pragma unroll
     for (int i = 1; i < kRanks; ++i) {
-      if (last[d][source(i)] >> lane % 16 & 1) v[d][source(i)].word[3] = kEmpty;
-      if (!kWholePackets && (second[d][source(i)] >> lane % 16 & 1)) v[d][source(i)].word[1] = kEmpty;
+      const u32 rank = peer_rank(i);
+      if (last[d][rank] >> lane % 16 & 1) v[d][rank].word[3] = kSentinel;
+      if (!kWholePackets && (second[d][rank] >> lane % 16 & 1)) v[d][rank].word[1] = kSentinel;
     }
 }
 
-// Empties what get() read, where active; all lanes of a warp call it. Never after a wait that failed: a late packet would
-// fill the slot again, so the host does it when every kernel has ended (workspace.py, resync).
-DEVICE void clear(u64 rows, u32 packets, u32 index, bool active) {
-  const Packet empty = {{kEmpty, kEmpty, kEmpty, kEmpty}};
+// Restores the sentinel in the slots that receive_packets() read, where active; all lanes of a warp call it. Never
+// after an abandoned wait: a late packet would fill the slot again, so the host empties it once every kernel has ended
+// (Workspace.reset, in the resynchronisation).
+DEVICE void restore_sentinels(u64 rows, u32 packets, u32 index, bool active) {
+  const Packet empty = {{kSentinel, kSentinel, kSentinel, kSentinel}};
   const u64 stride = row_bytes(packets), at = rows + (u64)kPacketBytes * index;
-  sync_warp();  // other lanes have read this packet (see get), and all the escape
+  sync_warp();  // other lanes have read this packet as their spare, and all lanes the escape packet
 #pragma unroll
   for (int i = 1; i < kRanks; ++i) {
-    store_packet_local(at + row_of(i, stride), empty, active);
+    store_packet_weak(at + row_offset(i, stride), empty, active);
     if (!kFloat)
-      store_packet_local(escape_at(rows + row_of(i, stride), packets, index), empty, active && index % 32 == 0);
+      store_packet_weak(escape_at(rows + row_offset(i, stride), packets, index), empty, active && index % 32 == 0);
   }
 }
 
-// ---- the first hop of two_shot.cu and direct.cu: rank r's chunk is packets r * columns, ... of the message
-DEVICE u32 columns_of(const Args& args) { return divide_up(divide_up((u32)args.bytes, kPacketBytes), kRanks); }
+// ---- the first hop of two_shot.cu and direct.cu: the chunk of rank r begins at packet r * columns of the message
+DEVICE u32 columns_per_chunk(const Args& args) { return ceil_div(ceil_div((u32)args.bytes, kPacketBytes), kRanks); }
 
-template <bool kPlain, int kDepth>
-DEVICE void load_chunks(Packet (&chunk)[kDepth][kMaxRanks], const Message<kPlain>& in, u32 columns, u32 column) {
+template <bool kAligned, int kDepth>
+DEVICE void load_chunks(Packet (&chunk)[kDepth][kMaxRanks], const Message<kAligned>& in, u32 columns, u32 column) {
 #pragma unroll
-  for (int d = 0; d < kDepth; ++d)
+  for (int d = 0; d < kDepth; ++d) {
+    const u32 own_column = packet_index(column, d);
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
-      chunk[d][i] = load_message<kElementBytes, true>(in, source(i) * columns + nth(column, d), nth(column, d) < columns);
+      chunk[d][i] = load_message<kElementBytes, true>(in, peer_rank(i) * columns + own_column, own_column < columns);
+  }
 }
 template <int kDepth>
 DEVICE void push_chunks(const Packet (&chunk)[kDepth][kMaxRanks], const Args& args, u64 rows, u32 columns, u32 column,
                         bool alive) {
 #pragma unroll
-  for (int d = 0; d < kDepth; ++d)
+  for (int d = 0; d < kDepth; ++d) {
+    const u32 own_column = packet_index(column, d);
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
-      put(args.peers[i] + rows + row_at_peer(i, row_bytes(columns)), columns, nth(column, d), canonical(chunk[d][i]),
-          nth(column, d) < columns && alive);
+      send_packet(args.peers[i] + rows + row_offset_at_peer(i, row_bytes(columns)), columns, own_column,
+                  replace_sentinel_nan(chunk[d][i]), own_column < columns && alive);
+  }
 }
 
-// Columns of our own chunk, of every rank. As for get(): v is not to be used after a failed wait.
-template <bool kPlain, int kDepth>
-DEVICE void get_columns(Packet (&v)[kDepth][kMaxRanks], const Args& args, const Message<kPlain>& in, u64 rows, u32 columns,
-                        u32 column, bool& alive) {
+// Loads kDepth columns of this rank's own chunk and waits for those of every peer. As for receive_packets(), v must not
+// be used after an abandoned wait.
+template <bool kAligned, int kDepth>
+DEVICE void receive_columns(Packet (&v)[kDepth][kMaxRanks], const Args& args, const Message<kAligned>& in, u64 rows,
+                            u32 columns, u32 column, bool& alive) {
 #pragma unroll
-  for (int d = 0; d < kDepth; ++d)
-    v[d][kRank] = canonical(
-        load_message<kElementBytes, true>(in, kRank * columns + nth(column, d), nth(column, d) < columns));
-  get(v, args, args.peers[0] + rows, columns, column, alive);
+  for (int d = 0; d < kDepth; ++d) {
+    const u32 own_column = packet_index(column, d);
+    v[d][kRank] = replace_sentinel_nan(
+        load_message<kElementBytes, true>(in, kRank * columns + own_column, own_column < columns));
+  }
+  receive_packets(v, args, args.peers[0] + rows, columns, column, alive);
 }
 
-// ---- flags (direct.cu)
-// Waits for a flag of every other rank, a packet at `index` of its row, and empties it: for one thread, whose block then
-// takes the fence (see direct.cu).
-DEVICE void get_flags(const Args& args, u64 rows, u64 stride, u32 index, bool& alive) {
+// ---- flags (direct.cu, limit.cu) Waits for a flag of every peer, a packet at `index` of its row, and restores the
+// sentinel. One thread calls it for its block; the fence is the caller's (see direct.cu).
+DEVICE void wait_for_flags(const Args& args, u64 rows, u64 stride, u32 index, bool& alive) {
   const u64 at = rows + (u64)kPacketBytes * index;
   Packet flag[kMaxRanks];
-  const auto look = [&] {
+  const auto load_slots = [&] {
 #pragma unroll
-    for (int i = 1; i < kRanks; ++i) flag[i] = load_packet_sys(at + row_of(i, stride));
+    for (int i = 1; i < kRanks; ++i) flag[i] = load_packet_relaxed_sys(at + row_offset(i, stride));
   };
-  await<false>(alive, args, look, [&](int i) { return arrived(flag[i]); });
+  wait_for_peers<false>(alive, args, load_slots, [&](int i) { return has_arrived(flag[i]); });
   if (!alive) return;
 #pragma unroll
   for (int i = 1; i < kRanks; ++i)
-    store_packet_local(at + row_of(i, stride), {{kEmpty, kEmpty, kEmpty, kEmpty}}, true);
+    store_packet_weak(at + row_offset(i, stride), {{kSentinel, kSentinel, kSentinel, kSentinel}}, true);
 }

@@ -1,31 +1,32 @@
-// What no all-reduce can beat on a machine, for `python -m ipcreduce bench`: a barrier of flags, and stores of whole
-// packets to every peer at once.
+// Lower bounds for any all-reduce on a machine, for `python -m ipcreduce bench`: a barrier of flags, and stores of
+// whole packets to every peer at once.
 //
-// Every block stores args.bytes bytes to each peer, of the empty mark, so that slots at rest stay so. One flag a peer,
-// sent and awaited by the first block, makes it an operation like the others: see one_shot.cu, rotation. The flags alone,
-// with args.bytes == 0, are the barrier.
+// The grid stores args.bytes bytes to each peer, all of them the sentinel, so that slots at rest stay empty. The first
+// thread sends one flag to each peer and waits for theirs, which makes this an operation like the others: see
+// one_shot.cu, rotation. With args.bytes == 0 the flags alone are the barrier.
 #include <exchange.cuh>
 
 KERNEL(limit, 1024, 1)(KERNEL_ARGS args) {
   const u64 row = row_bytes(1);
   const bool first = thread_in_grid() == 0;
-  await_predecessor();
+  grid_dependency_sync();
 
-  const Epoch epoch = read_epoch(args);
+  const Epoch epoch = load_epoch(args);
   bool alive = epoch.alive;
-  const u64 half = half_of_epoch(args, epoch);
+  const u64 half = parity_half_offset(args, epoch);
 
   if (first && alive)
 #pragma unroll
-    for (int i = 1; i < kRanks; ++i) store_packet_sys(args.peers[i] + half + row_at_peer(i, row), {{0, 0, 0, 0}});
+    for (int i = 1; i < kRanks; ++i)
+      store_packet_relaxed_sys(args.peers[i] + half + row_offset_at_peer(i, row), {{0, 0, 0, 0}});
   const u32 packets = (u32)(args.bytes / kPacketBytes);
   for (u32 index = thread_in_grid(); index < packets; index += threads_in_grid())
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)
-      store_packet_sys(args.peers[i] + half + (kRanks - 1) * row + (u64)kPacketBytes * index,
-                       {{kEmpty, kEmpty, kEmpty, kEmpty}});
+      store_packet_relaxed_sys(args.peers[i] + half + (kRanks - 1) * row + (u64)kPacketBytes * index,
+                               {{kSentinel, kSentinel, kSentinel, kSentinel}});
 
-  trigger_dependents();
+  trigger_programmatic_launch();
   advance_epochs(args, epoch);
-  if (first) get_flags(args, args.peers[0] + half, row, 0, alive);
+  if (first) wait_for_flags(args, args.peers[0] + half, row, 0, alive);
 }

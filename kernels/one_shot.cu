@@ -1,55 +1,57 @@
-// One-shot all-reduce: every rank pushes its whole message to every other, and each folds all of them.
-// (n-1) S bytes leave each rank, in one hop: the fastest way for small messages. One packet a thread.
+// One-shot all-reduce: every rank pushes its whole message to every peer, and reduces the messages of all ranks itself.
+// (n-1) S bytes leave each rank, in one hop: the fastest algorithm for small messages. One packet a thread.
 //
-// Why it is right, with no barrier and no fence of its own:
+// Correctness, without a barrier or fence of its own:
 //
-// * Arrival. A packet is one 128-bit access, so its mark and its data become visible together; a slot whose mark is
-//   not empty holds this operation's packet, because every slot of this half was empty when the kernel began.
+// * Arrival. A packet is one 128-bit access, so its data and its flag word become visible together. All slots of this
+//   half were empty when the kernel began. So a slot whose flag word is not the sentinel holds this operation's packet.
 //
-// * Rotation. Operations use the halves of the workspace in turn. A peer stores into half h for operation e+2 only
-//   after its kernel e+1 ended, for which it needed a packet of mine of e+1, which I sent after my kernel e had ended,
-//   its clearing of h included. It needs that every operation sends at least one packet between every pair of ranks,
-//   and that all kernels share one epoch, whatever their sizes and algorithms; both hold.
+// * Rotation. Operations alternate between the two halves of the workspace. A peer stores into half h for operation e+2
+//   only after its kernel e+1 ended. That kernel needed a packet of mine of e+1, which I sent after my kernel e had
+//   ended, with its slots of h restored to the sentinel. Two conditions: every operation sends at least one packet
+//   between every pair of ranks, and all kernels share one epoch, whatever their sizes and algorithms. Both hold.
 //
-// * Visibility. The clearing (a plain store of kernel e) and the peer's next store to that slot (in its kernel e+2)
-//   are ordered by causality: kernel boundaries in a stream order everything before with everything after at system
-//   scope (with programmatic launch, griddepcontrol.wait does), so my relaxed store of the packet of e+1 together with
-//   the boundary before it is a release, and the peer's relaxed load of it with the boundary after it an acquire.
-//   Polling relaxed and ordering once, at the boundary, costs nothing in the loop.
+// * Visibility. My restoring of a slot (a plain store of kernel e) and the peer's next store to it (in its kernel e+2)
+//   are ordered by causality. A kernel boundary in a stream orders everything before it with everything after it at
+//   system scope (with programmatic launch, griddepcontrol.wait does). So my relaxed store of the packet of e+1
+//   together with the boundary before it is a release, and the peer's relaxed load of it together with the boundary
+//   after it an acquire. Relaxed polls that are ordered once, at the boundary, cost nothing in the loop.
 //
 // * Progress. Block b waits for the peers' blocks b only, after it has sent all its own packets.
 #include <exchange.cuh>
 
-template <bool kPlain> DEVICE void run(const Args& args) {
-  const auto in = message_at<kPlain>(args.in, args.bytes), out = message_at<kPlain>(args.out, args.bytes);
-  const u32 packets = divide_up(in.bytes, kPacketBytes), index = thread_in_grid();
+template <bool kAligned> DEVICE void run(const Args& args) {
+  const auto in = message_at<kAligned>(args.in, args.bytes), out = message_at<kAligned>(args.out, args.bytes);
+  const u32 packets = ceil_div(in.bytes, kPacketBytes), index = thread_in_grid();
   const bool active = index < packets;
-  await_predecessor();
+  grid_dependency_sync();
 
-  const Epoch epoch = read_epoch(args);  // not used before the message is on its way too: one latency for both
+  const Epoch epoch = load_epoch(args);  // first used after the message's loads are issued too: one latency for both
   bool alive = epoch.alive;
   Packet v[1][kMaxRanks];
   v[0][kRank] = load_message<kElementBytes, false>(in, index, active);
 
-  const u64 half = half_of_epoch(args, epoch), rows = args.peers[0] + half;
-  v[0][kRank] = canonical(v[0][kRank]);
+  const u64 half = parity_half_offset(args, epoch), rows = args.peers[0] + half;
+  v[0][kRank] = replace_sentinel_nan(v[0][kRank]);
 #pragma unroll
   for (int i = 1; i < kRanks; ++i)
-    put(args.peers[i] + half + row_at_peer(i, row_bytes(packets)), packets, index, v[0][kRank], active && alive);
+    send_packet(args.peers[i] + half + row_offset_at_peer(i, row_bytes(packets)), packets, index, v[0][kRank],
+                active && alive);
 
-  trigger_dependents();
+  trigger_programmatic_launch();
   advance_epochs(args, epoch);
-  if (!warp_has_some(index, packets)) return;
+  if (!warp_has_packet(index, packets)) return;
 
-  get(v, args, rows, packets, index, alive);
-  // By a way of its own: nothing then lies between the last poll and the fold.
+  receive_packets(v, args, rows, packets, index, alive);
+  // A separate exit, so that nothing lies between the last poll and the reduction.
   if (!alive) [[unlikely]] return store_message<kElementBytes>(out, index, poison(), active);
-  store_message<kElementBytes>(out, index, fold(v[0]), active);
-  clear(rows, packets, index, active);
+  store_message<kElementBytes>(out, index, reduce(v[0]), active);
+  restore_sentinels(rows, packets, index, active);
 }
 
-// Over 2 GPUs it is the quickest for messages of more threads than the GPU holds: the more of them the better.
+// Over 2 GPUs one_shot is fastest even for messages of more threads than a GPU holds at once: hence as many blocks of
+// 1,024 threads a multiprocessor as fit, two.
 KERNEL(one_shot, 1024, kRanks == 2 ? 2 : 1)(KERNEL_ARGS args) {
-  if (is_plain(args.in, args.out, args.bytes)) [[likely]] run<true>(args);
+  if (is_aligned(args.in, args.out, args.bytes)) [[likely]] run<true>(args);
   else run<false>(args);
 }

@@ -1,7 +1,9 @@
-// What the kernels need from the machine: every line of inline assembly, every memory scope, every launch attribute.
+// The hardware layer of the kernels: all inline assembly, memory scopes and orders, and launch attributes.
 //
-// The tests compile the kernels for the CPU with a stand-in for this one file (tests/sim), so nothing else here may
-// assume a GPU. Kernels include it as <sync.cuh>: with quotes the stand-in would never be found.
+// The tests compile the kernels for the CPU with a stand-in for this one file (tests/sim/include), so no other file in
+// kernels/ may assume a GPU. Include it as <sync.cuh>: with quotes the compiler would never find the stand-in.
+//
+// Accessors are named after the PTX memory model: order (relaxed, or weak for plain accesses), then scope (gpu, sys).
 #pragma once
 
 using u8 = unsigned char;
@@ -9,20 +11,20 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-// NVRTC gets the world as constants, so that loops over the ranks unroll and arrays of packets stay in registers.
+// World size and rank are compile-time constants: loops over the ranks unroll, and arrays of packets stay in registers.
 constexpr int kRanks = IPCREDUCE_RANKS;
 constexpr int kRank = IPCREDUCE_RANK;
-constexpr int kMaxRanks = IPCREDUCE_RANKS;  // array bound; the stand-in has kRanks at run time
+constexpr int kMaxRanks = IPCREDUCE_RANKS;  // array bound; in the stand-in, kRanks is a run-time value
 
-// At most so many threads a block; and registers are kept few enough for so many of such blocks a multiprocessor, which
-// is what the plan counts on for grids that are resident at once.
+// max_threads: limit of threads a block. blocks: registers are limited so that this number of blocks of that size fits
+// on a multiprocessor; the plan relies on it for grids that must be resident at once.
 #define KERNEL(name, max_threads, blocks) extern "C" __global__ void __launch_bounds__(max_threads, blocks) name
 #define KERNEL_ARGS const __grid_constant__ Args
 #define DEVICE __device__ __forceinline__
-#define DEVICE_COLD __device__ __noinline__
+#define DEVICE_NOINLINE __device__ __noinline__
 
-// The unit of everything that crosses a link: one 128-bit access, which PTX keeps whole (memory consistency model,
-// "scalar data-types ... with a maximum size and alignment of 128 bits"), so its data and its mark arrive together.
+// The unit of every transfer between GPUs: one 128-bit access, which PTX does not split (memory consistency model,
+// "scalar data-types ... with a maximum size and alignment of 128 bits"), so data and sentinel word arrive together.
 struct alignas(16) Packet {
   u32 word[4];
 };
@@ -38,41 +40,45 @@ DEVICE void sync_warp() { __syncwarp(); }
 DEVICE bool warp_any(bool mine) { return __any_sync(0xFFFFFFFFu, mine); }
 DEVICE u32 warp_or(u32 mine) { return __reduce_or_sync(0xFFFFFFFFu, mine); }
 DEVICE u32 warp_ballot(bool mine) { return __ballot_sync(0xFFFFFFFFu, mine); }
-DEVICE void relax() {}  // a turn of a poll loop; the stand-in lets other threads run here
+DEVICE void spin_pause() {}  // once per poll; the stand-in switches to another thread here
 
-// ---- programmatic dependent launch (sm_90): a no-op where the launch had no such attribute
-DEVICE void await_predecessor() {  // what needs no memory comes before it: 0.03 us less (NOTES.md)
+// ---- programmatic dependent launch (sm_90 on): no-ops in a launch without that attribute
+// As cudaGridDependencySynchronize(). Work that needs no memory goes before it: 0.03 us less (benchmarks/NOTES.md).
+DEVICE void grid_dependency_sync() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-DEVICE void trigger_dependents() {  // after the first sends: before, the next kernel's blocks hold these up (NOTES.md)
+// As cudaTriggerProgrammaticLaunchCompletion(). It goes after the first sends: any earlier, and the blocks of the next
+// kernel delay them (benchmarks/NOTES.md).
+DEVICE void trigger_programmatic_launch() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// ---- packets: relaxed, system scope. Kernel boundaries are the fences (see one_shot.cu).
-DEVICE Packet load_packet_sys(u64 at) {
+// ---- packets: relaxed, system scope. Kernel boundaries take the place of fences (see one_shot.cu, visibility).
+DEVICE Packet load_packet_relaxed_sys(u64 at) {
   Packet p;
   asm volatile("{ .reg .b128 t; .reg .b64 low, high; ld.relaxed.sys.global.b128 t, [%4]; mov.b128 {low, high}, t;"
                " mov.b64 {%0, %1}, low; mov.b64 {%2, %3}, high; }"
                : "=r"(p.word[0]), "=r"(p.word[1]), "=r"(p.word[2]), "=r"(p.word[3]) : "l"(at) : "memory");
   return p;
 }
-// By predicate, not by branch: the address is then ready when the data come.
-DEVICE void store_packet_sys(u64 at, const Packet& p, bool active = true) {
+// Predicated, not branched around: the address is ready by the time the data arrive.
+DEVICE void store_packet_relaxed_sys(u64 at, const Packet& p, bool active = true) {
   const u64 low = (u64)p.word[1] << 32 | p.word[0], high = (u64)p.word[3] << 32 | p.word[2];
   asm volatile("{ .reg .b128 t; .reg .pred p; setp.ne.u32 p, %3, 0;"
                " mov.b128 t, {%1, %2}; @p st.relaxed.sys.global.b128 [%0], t; }"
                :: "l"(at), "l"(low), "l"(high), "r"((u32)active) : "memory");
 }
 
-// Makes plain stores that this thread has made or seen precede the next packet, and the packet before precede plain loads.
-DEVICE void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+// Orders the plain stores that this thread has made or observed before its next packet store, and its last packet load
+// before its next plain loads.
+DEVICE void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
-// ---- this rank's own memory, ordered by the stream
-DEVICE Packet load_packet_local(u64 at, bool active) {  // each packet is read once: it need not stay in L1
+// ---- this rank's own memory: weak accesses, ordered by the stream
+DEVICE Packet load_packet_weak(u64 at, bool active) {  // read once only, so not kept in L1
   Packet p = {};
   asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0;"
                " @p ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
@@ -80,11 +86,11 @@ DEVICE Packet load_packet_local(u64 at, bool active) {  // each packet is read o
                : "l"(at), "r"((u32)active) : "memory");
   return p;
 }
-DEVICE void store_packet_local(u64 at, const Packet& p, bool active) {
+DEVICE void store_packet_weak(u64 at, const Packet& p, bool active) {
   asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p st.global.v4.u32 [%0], {%1, %2, %3, %4}; }"
                :: "l"(at), "r"(p.word[0]), "r"(p.word[1]), "r"(p.word[2]), "r"(p.word[3]), "r"((u32)active) : "memory");
 }
-template <int kBytes> DEVICE u64 load_element_local(u64 at, bool active) {  // zero-extended; 0 where active is false
+template <int kBytes> DEVICE u64 load_element_weak(u64 at, bool active) {  // zero-extended; 0 where active is false
   u64 wide = 0;
   u32 bits = 0;
   if constexpr (kBytes == 8)
@@ -101,53 +107,53 @@ template <int kBytes> DEVICE u64 load_element_local(u64 at, bool active) {  // z
                  : "+r"(bits) : "l"(at), "r"((u32)active) : "memory");
   return kBytes == 8 ? wide : bits;
 }
-template <class T> DEVICE void store_local(u64 at, T value) { *(T*)at = value; }
+template <class T> DEVICE void store_weak(u64 at, T value) { *(T*)at = value; }
 
-// ---- single words: epochs (this GPU), the control page in host memory (every processor)
-DEVICE u32 load_word_gpu(u64 at) {
+// ---- single words: epochs (scope of this GPU), and the control page in host memory (system scope)
+DEVICE u32 load_u32_relaxed_gpu(u64 at) {
   u32 v;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
   return v;
 }
-DEVICE u64 load_words_gpu(u64 at) {  // two, aligned
+DEVICE u64 load_u64_relaxed_gpu(u64 at) {
   u64 v;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(at) : "memory");
   return v;
 }
-DEVICE void store_word_gpu(u64 at, u32 v) {
+DEVICE void store_u32_relaxed_gpu(u64 at, u32 v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(at), "r"(v) : "memory");
 }
-DEVICE u32 load_word_sys(u64 at) {
+DEVICE u32 load_u32_relaxed_sys(u64 at) {
   u32 v;
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
   return v;
 }
-DEVICE void store_word_sys(u64 at, u32 v) {
+DEVICE void store_u32_relaxed_sys(u64 at, u32 v) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" :: "l"(at), "r"(v) : "memory");
 }
-DEVICE u64 nanoseconds() {
+DEVICE u64 globaltimer_ns() {
   u64 t;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
   return t;
 }
 
-// ---- conversions between bits and numbers; NVRTC has no cuda_fp16.h without a toolkit
-DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
-DEVICE u32 bits_of(float x) { return __float_as_uint(x); }
-DEVICE double double_of(u64 bits) { return __longlong_as_double((long long)bits); }
-DEVICE u64 bits_of(double x) { return (u64)__double_as_longlong(x); }
-DEVICE float float_of_half(u16 bits) {
+// ---- conversions between bits and numbers: without a toolkit, NVRTC has no cuda_fp16.h
+DEVICE float bits_to_float(u32 bits) { return __uint_as_float(bits); }
+DEVICE u32 to_bits(float x) { return __float_as_uint(x); }
+DEVICE double bits_to_double(u64 bits) { return __longlong_as_double((long long)bits); }
+DEVICE u64 to_bits(double x) { return (u64)__double_as_longlong(x); }
+DEVICE float half_to_float(u16 bits) {
   float x;
   asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
   return x;
 }
-DEVICE u16 half_of(float x) {  // to nearest, ties to even
+DEVICE u16 float_to_half(float x) {  // round to nearest, ties to even
   u16 bits;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
   return bits;
 }
-DEVICE float float_of_bfloat(u16 bits) { return float_of((u32)bits << 16); }
-DEVICE u16 bfloat_of(float x) {  // to nearest, ties to even
+DEVICE float bfloat16_to_float(u16 bits) { return bits_to_float((u32)bits << 16); }
+DEVICE u16 float_to_bfloat16(float x) {  // round to nearest, ties to even
   u16 bits;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
   return bits;

@@ -1,100 +1,105 @@
-// Two-shot all-reduce: the message is cut into one chunk a rank; each rank pushes to every other that one's chunk,
-// folds its own, and pushes the result to all. 2 (n-1)/n S bytes leave each rank, in two hops.
+// Two-shot all-reduce: the message is split into one chunk a rank. Each rank pushes to every peer that peer's chunk,
+// reduces its own chunk, and pushes the result to all. 2 (n-1)/n S bytes leave each rank, in two hops.
 //
-// Thread p owns column p of every chunk, from the first load to the last store, so the hops need no barrier between
-// them, and in place is safe. Columns beyond the threads of the grid are further tiles of the same threads: tile t+1
-// is sent before tile t is folded, and tile t-1 is gathered after, so the links never idle while a thread waits. A tile's
-// local stores come after its last poll: in a single tile, nobody waits for them there. A thread takes kDepth columns of
-// a tile: one, unless `tune` has found several to be quicker.
+// Thread p owns column p of every chunk, from the first load to the last store, so no barrier is needed between the
+// hops, and in place is safe. Columns beyond the threads of the grid are further tiles of the same threads. Tile t+1 is
+// sent before tile t is reduced, and tile t-1 is gathered after it, so the links never idle while a thread waits. A
+// tile's local stores come after its last poll: with a single tile, nobody waits for them there. A thread takes kDepth
+// columns of a tile: one, unless `python -m ipcreduce tune` has found several to be faster.
 //
-// Arrival, rotation and visibility are as in one_shot.cu, for two groups of rows in a half: `scatter`, into which
-// chunks come, and `gather`, into which results come. Chunks are padded to the same number of packets, so there is at
-// least one packet between every pair. Progress: block b waits for the peers' blocks b only; it sends tile t+1 before
-// it waits for tile t, and results of tile t before it waits for results.
+// Arrival, rotation and visibility: as in one_shot.cu, with two groups of rows in a half. Chunks arrive in `scatter`,
+// results in `gather`. All chunks are padded to the same number of packets, so at least one packet goes between every
+// pair.
+//
+// Progress: block b waits for the peers' blocks b only. It sends tile t+1 before it waits for tile t, and the results
+// of tile t before it waits for results.
 #include <exchange.cuh>
 
 constexpr int kDepth = IPCREDUCE_DEPTH;
 
-// kTiled: there are more columns than `tile` takes. A single tile is a kernel of its own, a third as long (see vec.cuh).
-template <bool kTiled, bool kPlain> DEVICE void run(const Args& args, u32 columns, u32 tile) {
-  const auto in = message_at<kPlain>(args.in, args.bytes), out = message_at<kPlain>(args.out, args.bytes);
+// kTiled: there are more columns than fit a tile. The code for a single tile is compiled separately: it is a third as
+// long (see vec.cuh).
+template <bool kTiled, bool kAligned> DEVICE void run(const Args& args, u32 columns, u32 tile) {
+  const auto in = message_at<kAligned>(args.in, args.bytes), out = message_at<kAligned>(args.out, args.bytes);
   u32 column = thread_in_grid();
-  await_predecessor();
+  grid_dependency_sync();
 
-  const Epoch epoch = read_epoch(args);  // not used before the message is on its way too: one latency for both
+  const Epoch epoch = load_epoch(args);  // first used after the message's loads are issued too: one latency for both
   bool alive = epoch.alive;
   Packet chunks[kDepth][kMaxRanks];
   load_chunks(chunks, in, columns, column);
 
-  const u64 row = row_bytes(columns), scatter = half_of_epoch(args, epoch), gather = scatter + (kRanks - 1) * row;
-  const u64 ours = args.peers[0];
+  const u64 row = row_bytes(columns), scatter = parity_half_offset(args, epoch), gather = scatter + (kRanks - 1) * row;
+  const u64 own_workspace = args.peers[0];
 
-  const auto reduce = [&](u32 column, Packet (&results)[kDepth]) {
+  const auto reduce_columns = [&](u32 column, Packet (&results)[kDepth]) {
     Packet v[kDepth][kMaxRanks];
-    get_columns(v, args, in, scatter, columns, column, alive);
-    if (!kTiled && !alive) [[unlikely]] return;  // by a way of its own, as in one_shot.cu; among tiles it costs 0.4 %
+    receive_columns(v, args, in, scatter, columns, column, alive);
+    if (!kTiled && !alive) [[unlikely]] return;  // a separate exit, as in one_shot.cu; with tiles it costs 0.4 %
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
-      results[d] = alive ? fold(v[d]) : poison();
+      results[d] = alive ? reduce(v[d]) : poison();
 #pragma unroll
       for (int i = 1; i < kRanks; ++i)
-        put(args.peers[i] + gather + row_at_peer(i, row), columns, nth(column, d), results[d],
-            nth(column, d) < columns && alive);
+        send_packet(args.peers[i] + gather + row_offset_at_peer(i, row), columns, packet_index(column, d), results[d],
+                    packet_index(column, d) < columns && alive);
     }
   };
 
-  const auto store = [&](u32 column, int i, const Packet& p) {
-    store_message<kElementBytes>(out, source(i) * columns + column, p, column < columns);
+  const auto store_result = [&](u32 column, int i, const Packet& p) {
+    store_message<kElementBytes>(out, peer_rank(i) * columns + column, p, column < columns);
   };
-  const auto spoil = [&](u32 column) {
+  const auto poison_columns = [&](u32 column) {
 #pragma unroll 1
     for (int d = 0; d < kDepth; ++d)
 #pragma unroll 1
-      for (int i = 0; i < kRanks; ++i) store(nth(column, d), i, poison());
+      for (int i = 0; i < kRanks; ++i) store_result(packet_index(column, d), i, poison());
   };
 
-  const auto collect = [&](u32 column, const Packet (&results)[kDepth]) {
+  const auto gather_columns = [&](u32 column, const Packet (&results)[kDepth]) {
     Packet v[kDepth][kMaxRanks];
-    get(v, args, ours + gather, columns, column, alive);
-    if (!alive) [[unlikely]] return spoil(column);
+    receive_packets(v, args, own_workspace + gather, columns, column, alive);
+    if (!alive) [[unlikely]] return poison_columns(column);
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
-      const bool active = nth(column, d) < columns;
-      store(nth(column, d), 0, results[d]);
+      const bool active = packet_index(column, d) < columns;
+      store_result(packet_index(column, d), 0, results[d]);
 #pragma unroll
-      for (int i = 1; i < kRanks; ++i) store(nth(column, d), i, v[d][source(i)]);
-      clear(ours + scatter, columns, nth(column, d), active);
-      clear(ours + gather, columns, nth(column, d), active);
+      for (int i = 1; i < kRanks; ++i) store_result(packet_index(column, d), i, v[d][peer_rank(i)]);
+      restore_sentinels(own_workspace + scatter, columns, packet_index(column, d), active);
+      restore_sentinels(own_workspace + gather, columns, packet_index(column, d), active);
     }
   };
 
   push_chunks(chunks, args, scatter, columns, column, alive);
-  trigger_dependents();
+  trigger_programmatic_launch();
   advance_epochs(args, epoch);
-  Packet results[kDepth], before[kDepth];
+  Packet results[kDepth], previous[kDepth];
   if (!kTiled) {
-    if (!warp_has_some(column, columns)) return;  // around it, the compiler would not know that warps stay together
-    reduce(column, results);
-    if (!alive) [[unlikely]] return spoil(column);  // collect() would, too: its wait begins without asking so
-    return collect(column, results);
+    // A return: with a branch around the rest, the compiler would not know that warps stay converged.
+    if (!warp_has_packet(column, columns)) return;
+    reduce_columns(column, results);
+    // gather_columns() would do the same. Returning here spares its wait the first test of alive.
+    if (!alive) [[unlikely]] return poison_columns(column);
+    return gather_columns(column, results);
   }
-  const u32 tiles = divide_up(columns, tile);
+  const u32 tiles = ceil_div(columns, tile);
   for (u32 t = 0; t < tiles; ++t, column += tile) {
     if (t + 1 < tiles) {
       load_chunks(chunks, in, columns, column + tile);
       push_chunks(chunks, args, scatter, columns, column + tile, alive);
     }
-    if (warp_has_some(column, columns)) reduce(column, results);
-    if (t > 0) collect(column - tile, before);
+    if (warp_has_packet(column, columns)) reduce_columns(column, results);
+    if (t > 0) gather_columns(column - tile, previous);
 #pragma unroll
-    for (int d = 0; d < kDepth; ++d) before[d] = results[d];
+    for (int d = 0; d < kDepth; ++d) previous[d] = results[d];
   }
-  if (warp_has_some(column - tile, columns)) collect(column - tile, before);
+  if (warp_has_packet(column - tile, columns)) gather_columns(column - tile, previous);
 }
 
 KERNEL(two_shot, kDepth * kRanks <= 4 ? 512 : 256, 2)(KERNEL_ARGS args) {
-  const u32 columns = columns_of(args), tile = kDepth * threads_in_grid();
+  const u32 columns = columns_per_chunk(args), tile = kDepth * threads_in_grid();
   if (columns > tile) run<true, false>(args, columns, tile);
-  else if (is_plain(args.in, args.out, args.bytes)) run<false, true>(args, columns, tile);
+  else if (is_aligned(args.in, args.out, args.bytes)) run<false, true>(args, columns, tile);
   else run<false, false>(args, columns, tile);
 }

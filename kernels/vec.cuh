@@ -1,16 +1,16 @@
-// A message is a row of 16-byte packets, whatever its type, length and alignment.
+// Messages as sequences of 16-byte packets, for any element type, length and alignment.
 #pragma once
 #include <sync.cuh>
 
 constexpr u32 kPacketBytes = 16;
 
-// Element j of a packet, as bits. All indices are constants after unrolling, so these are shifts and moves.
-template <int kBytes> DEVICE u64 get_bits(const Packet& p, int j) {
+// Bits of element j of a packet. All indices are constants after unrolling, so these compile to shifts and moves.
+template <int kBytes> DEVICE u64 get_element_bits(const Packet& p, int j) {
   if constexpr (kBytes == 8) return (u64)p.word[2 * j + 1] << 32 | p.word[2 * j];
   else if constexpr (kBytes == 4) return p.word[j];
   else return (p.word[j * kBytes / 4] >> (8 * (j * kBytes % 4))) & ((1u << (8 * kBytes)) - 1);
 }
-template <int kBytes> DEVICE void set_bits(Packet& p, int j, u64 bits) {  // into a packet that was zero there
+template <int kBytes> DEVICE void set_element_bits(Packet& p, int j, u64 bits) {  // those bits of p must be zero
   if constexpr (kBytes == 8) {
     p.word[2 * j] |= (u32)bits;
     p.word[2 * j + 1] |= (u32)(bits >> 32);
@@ -27,25 +27,26 @@ template <> struct Unsigned<2> { using type = u16; };
 template <> struct Unsigned<4> { using type = u32; };
 template <> struct Unsigned<8> { using type = u64; };
 
-// An array in this rank's memory: where it is aligned, its first `whole` packets are loaded and stored as such. In a plain
-// one all packets are. Kernels are compiled for both: they are 100 to 300 instructions long, and each one that is jumped
-// over takes its part of the 1.5 us of a small message (0.1 us for those below).
-template <bool kPlain> struct Message {
+// An array in this rank's memory. Its first `vector_packets` packets are loaded and stored by 16-byte accesses, the
+// others by elements. kAligned: base and bytes are multiples of 16, so all are. Kernels are compiled for both cases:
+// they are 100 to 300 instructions long, and even an instruction that is jumped over takes its share of the 1.5 us of a
+// small message (0.1 us for the functions below).
+template <bool kAligned> struct Message {
   u64 base;
-  u32 bytes, whole;
+  u32 bytes, vector_packets;
 };
-template <bool kPlain> DEVICE Message<kPlain> message_at(u64 base, u64 bytes) {
-  return {base, (u32)bytes, kPlain || base % kPacketBytes == 0 ? (u32)bytes / kPacketBytes : 0};
+template <bool kAligned> DEVICE Message<kAligned> message_at(u64 base, u64 bytes) {
+  return {base, (u32)bytes, kAligned || base % kPacketBytes == 0 ? (u32)bytes / kPacketBytes : 0};
 }
-DEVICE bool is_plain(u64 in, u64 out, u64 bytes) { return (in | out | bytes) % kPacketBytes == 0; }
+DEVICE bool is_aligned(u64 in, u64 out, u64 bytes) { return (in | out | bytes) % kPacketBytes == 0; }
 
-// The other packets, of which `left` bytes are the message's: what lies beyond its end reads as zero, and is not written.
-// Elements smaller than a word are stored by words as far as they can be: three lie within any whole packet.
+// A packet by elements, of which the message still has `left` bytes: bytes beyond its end read as zero and are not
+// written. Elements smaller than a 32-bit word are stored by aligned words as far as possible: any 16 bytes hold three.
 template <int kElementBytes> DEVICE void load_elements(Packet& p, u64 at, int left) {
 #pragma unroll
   for (int j = 0; j < (int)kPacketBytes / kElementBytes; ++j)
-    set_bits<kElementBytes>(
-        p, j, load_element_local<kElementBytes>(at + j * kElementBytes, (j + 1) * kElementBytes <= left));
+    set_element_bits<kElementBytes>(
+        p, j, load_element_weak<kElementBytes>(at + j * kElementBytes, (j + 1) * kElementBytes <= left));
 }
 template <int kElementBytes> DEVICE void store_elements(u64 at, int left, Packet p) {
   using Bits = typename Unsigned<kElementBytes>::type;
@@ -55,29 +56,31 @@ template <int kElementBytes> DEVICE void store_elements(u64 at, int left, Packet
   for (int j = 0; j < (int)kPacketBytes / kElementBytes; ++j) {
     const bool in_words = by_words && j * kElementBytes >= lead && j * kElementBytes < lead + 12;
     if ((j + 1) * kElementBytes <= left && !in_words)
-      store_local<Bits>(at + j * kElementBytes, (Bits)get_bits<kElementBytes>(p, j));
+      store_weak<Bits>(at + j * kElementBytes, (Bits)get_element_bits<kElementBytes>(p, j));
   }
   if (by_words)
 #pragma unroll
     for (int k = 0; k < 3; ++k)
-      store_local<u32>(at + lead + 4 * k, (u32)(((u64)p.word[k + 1] << 32 | p.word[k]) >> 8 * lead));
+      store_weak<u32>(at + lead + 4 * k, (u32)(((u64)p.word[k + 1] << 32 | p.word[k]) >> 8 * lead));
 }
 
-// Packet `index`; zero where active is false. kBranch: warps that have no packet of elements go round these loads. That is
-// for threads of several packets; for those of one, all loads are to be under way before anything waits, at a branch too.
-template <int kElementBytes, bool kBranch, bool kPlain>
-DEVICE Packet load_message(const Message<kPlain>& m, u32 index, bool active) {
+// Packet `index`; zero where active is false. kBranch: warps with no packet to load by elements branch around those
+// loads. That suits threads with several packets. With one packet a thread, all loads should be under way before
+// anything waits, and a branch waits for its condition.
+template <int kElementBytes, bool kBranch, bool kAligned>
+DEVICE Packet load_message(const Message<kAligned>& m, u32 index, bool active) {
   const u64 at = m.base + (u64)kPacketBytes * index;
-  Packet p = load_packet_local(at, active && index < m.whole);
-  const bool elements = active && index >= m.whole;
-  if (!kPlain && (!kBranch || elements))
+  Packet p = load_packet_weak(at, active && index < m.vector_packets);
+  const bool elements = active && index >= m.vector_packets;
+  if (!kAligned && (!kBranch || elements))
     load_elements<kElementBytes>(p, at, elements ? (int)(m.bytes - kPacketBytes * index) : 0);
   return p;
 }
 
-template <int kElementBytes, bool kPlain>
-DEVICE void store_message(const Message<kPlain>& m, u32 index, const Packet& p, bool active) {
+template <int kElementBytes, bool kAligned>
+DEVICE void store_message(const Message<kAligned>& m, u32 index, const Packet& p, bool active) {
   const u64 at = m.base + (u64)kPacketBytes * index;
-  store_packet_local(at, p, active && index < m.whole);
-  if (!kPlain && active && index >= m.whole) store_elements<kElementBytes>(at, (int)(m.bytes - kPacketBytes * index), p);
+  store_packet_weak(at, p, active && index < m.vector_packets);
+  if (!kAligned && active && index >= m.vector_packets)
+    store_elements<kElementBytes>(at, (int)(m.bytes - kPacketBytes * index), p);
 }

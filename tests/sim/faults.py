@@ -1,6 +1,6 @@
-"""Deliberate faults: each a change of the kernels or of the stand-in, and what has to catch it.
+"""Deliberate faults: changes of the kernels or of the stand-in for sync.cuh, each with the findings that must catch it.
 
-``python -m tests.sim.faults`` prints a table: fault, caught by.
+``python -m tests.sim.faults`` prints a table: fault, finding.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ TSAN = "ThreadSanitizer"
 
 @dataclass(frozen=True)
 class Fault:
-    """``old`` becomes ``new`` everywhere in ``file``; then a run of ``libraries`` finds one of ``caught_by``.
+    """``old`` becomes ``new`` everywhere in ``file``; then a run of ``libraries`` must end in one of ``caught_by``.
 
-    ThreadSanitizer watches if it may be what finds it: it then stops the run first. ``also``: a second change.
+    The run is under ThreadSanitizer if that is among ``caught_by``: it then stops the run first. ``also``: a second
+    change.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Fault:
     libraries: Sequence[Library] = BOTH
     mode: str = "sweep"
     also: tuple[str, str, str] | None = None  # file, old, new
-    rare: bool = False  # shows only if a packet is late: found on a busy machine by many operations
+    rare: bool = False  # shows only if a packet is late: takes a busy machine and many operations
 
     @property
     def arguments(self) -> dict[str, object]:
@@ -57,16 +58,18 @@ FAULTS = [
         ("value", "timeout"),
         [ONE_SHOT],
     ),
-    Fault("no wait: get returns at once", "exchange.cuh", "if (!any(waiting)) return;", "return;", ("value",)),
     Fault(
-        "slots are not cleared",
+        "no wait: receive_packets returns at once", "exchange.cuh", "if (!any(waiting)) return;", "return;", ("value",)
+    ),
+    Fault(
+        "the sentinel is not restored in slots",
         "exchange.cuh",
-        "store_packet_local(at + row_of(i, stride), empty, active);",
+        "store_packet_weak(at + row_offset(i, stride), empty, active);",
         "",
         ("value", "not at rest"),
     ),
     Fault(
-        "escapes are not cleared",
+        "the sentinel is not restored in escape packets",
         "exchange.cuh",
         "empty, active && index % 32 == 0",
         "empty, false",
@@ -76,22 +79,22 @@ FAULTS = [
     Fault(
         "the epoch does not advance",
         "exchange.cuh",
-        "store_word_gpu(args.epochs + 8 * j, epoch.number + 1)",
-        "store_word_gpu(args.epochs + 8 * j, epoch.number)",
+        "store_u32_relaxed_gpu(args.epochs + 8 * j, epoch.number + 1)",
+        "store_u32_relaxed_gpu(args.epochs + 8 * j, epoch.number)",
         ("value", "timeout", "not at rest"),
     ),
     Fault(
         "the epoch stays at its largest value",
         "exchange.cuh",
-        "store_word_gpu(args.epochs + 8 * j, epoch.number + 1)",
-        "store_word_gpu(args.epochs + 8 * j, epoch.number + 1 ? epoch.number + 1 : epoch.number)",
+        "store_u32_relaxed_gpu(args.epochs + 8 * j, epoch.number + 1)",
+        "store_u32_relaxed_gpu(args.epochs + 8 * j, epoch.number + 1 ? epoch.number + 1 : epoch.number)",
         ("value", "timeout", "not at rest"),
     ),
     Fault(
         "a block advances its own epoch only",
         "exchange.cuh",
-        "store_word_gpu(args.epochs + 8 * j, epoch.number + 1)",
-        "if (j < blocks_in_grid()) store_word_gpu(args.epochs + 8 * j, epoch.number + 1)",
+        "store_u32_relaxed_gpu(args.epochs + 8 * j, epoch.number + 1)",
+        "if (j < blocks_in_grid()) store_u32_relaxed_gpu(args.epochs + 8 * j, epoch.number + 1)",
         ("value", "timeout", "not at rest"),
     ),
     Fault(
@@ -102,7 +105,7 @@ FAULTS = [
         ("value", "timeout", "not at rest"),
     ),
     Fault(
-        "no barrier before the escape is cleared",
+        "no barrier before the sentinel is restored in escape packets",
         "exchange.cuh",
         "sync_warp();  // other",
         "// other",
@@ -112,9 +115,9 @@ FAULTS = [
     Fault("a packet's store does not release", "sync.cuh", "__ATOMIC_RELEASE", "__ATOMIC_RELAXED", (TSAN,)),
     Fault("a packet's load does not acquire", "sync.cuh", "__ATOMIC_ACQUIRE", "__ATOMIC_RELAXED", (TSAN,)),
     Fault(
-        "one mark for packets that come in halves",
+        "one sentinel word for split packets",
         "exchange.cuh",
-        "(kWholePackets || p.word[1] != kEmpty)",
+        "(kWholePackets || p.word[1] != kSentinel)",
         "true",
         ("value",),
         [Library("one_shot", "float32", False), Library("two_shot", "int32", False)],
@@ -122,7 +125,7 @@ FAULTS = [
     Fault(
         "a grid too small: part of the output is not written",
         "two_shot.cu",
-        "tiles = divide_up(columns, tile);",
+        "tiles = ceil_div(columns, tile);",
         "tiles = 1;",
         ("value",),
         [TWO_SHOT],
@@ -130,8 +133,8 @@ FAULTS = [
     Fault(
         "only the first of a thread's columns is waited for",
         "exchange.cuh",
-        "      all &= arrived(",
-        "      all &= d > 0 || arrived(",
+        "      all &= has_arrived(",
+        "      all &= d > 0 || has_arrived(",
         ("value",),
         [Library("two_shot", "float32", depth=2)],
         rare=True,
@@ -145,17 +148,17 @@ FAULTS = [
         [Library("two_shot", "float32", depth=2)],
     ),
     Fault(
-        "what is sent is not canonical",
+        "a NaN equal to the sentinel is sent unchanged",
         "exchange.cuh",
-        "if (p.word[3] == kEmpty) p.word[3] = kOtherNan;",
+        "if (p.word[3] == kSentinel) p.word[3] = kReplacementNan;",
         "",
         ("timeout",),
     ),
     Fault(
-        "the result is not canonical",
+        "NaN results are not made one",
         "reduce.cuh",
-        "a == a ? bits_of(a) : 0x7FC00000u",
-        "bits_of(a)",
+        "a == a ? to_bits(a) : 0x7FC00000u",
+        "to_bits(a)",
         ("timeout",),
         [TWO_SHOT],
     ),
@@ -174,24 +177,24 @@ FAULTS = [
         ("value",),
     ),
     Fault(
-        "integers that look like the mark are sent as they are",
+        "integers equal to the sentinel are sent unchanged",
         "exchange.cuh",
-        "if (p.word[3] == kEmpty) p.word[3] = 0;",
+        "if (p.word[3] == kSentinel) p.word[3] = 0;",
         "",
         ("timeout",),
         [ONE_SHOT_INT, TWO_SHOT_INT],
     ),
     Fault(
-        "escapes are not waited for",
+        "escape packets are not waited for",
         "exchange.cuh",
-        "last[d][source(i)] != kEmpty",
+        "last[d][rank] != kSentinel",
         "true",
         ("value", "not at rest"),
         [ONE_SHOT_INT, TWO_SHOT_INT],
         rare=True,
     ),
     Fault(
-        "every lane reads the escapes of the first half",
+        "every lane reads the escape word of the first 16 lanes",
         "exchange.cuh",
         "+ lane / 16 * 4",
         "",
@@ -199,16 +202,16 @@ FAULTS = [
         [ONE_SHOT_INT, TWO_SHOT_INT],
     ),
     Fault(
-        "lanes without a packet look at another warp's packet",
+        "lanes without a packet poll another warp's packet",
         "exchange.cuh",
         "index : index - lane;",
         "index : 0;",
         (TSAN,),
     ),
     Fault(
-        "escaped integers are not put back",
+        "escaped integers are not restored",
         "exchange.cuh",
-        "if (last[d][source(i)] >> lane % 16 & 1) v[d][source(i)].word[3] = kEmpty;",
+        "if (last[d][rank] >> lane % 16 & 1) v[d][rank].word[3] = kSentinel;",
         "",
         ("value",),
         [ONE_SHOT_INT, TWO_SHOT_INT],
@@ -221,15 +224,15 @@ FAULTS = [
         ("canary",),
     ),
     Fault(
-        "the abort word is not looked at",
+        "the abort word is not read",
         "exchange.cuh",
-        "if (load_word_sys(args.abort))",
+        "if (load_u32_relaxed_sys(args.abort))",
         "if (false)",
         ("hang",),
         mode="absent",
     ),
     Fault(
-        "the deadline is not looked at",
+        "the deadline is not checked",
         "exchange.cuh",
         "now - started > args.timeout_ns",
         "false",
@@ -237,25 +240,25 @@ FAULTS = [
         mode="absent",
     ),
     Fault(
-        "what did not come is not poisoned",
+        "missing data are not poisoned",
         "one_shot.cu",
         "poison(), active)",
-        "fold(v[0]), active)",
+        "reduce(v[0]), active)",
         ("value",),
         [ONE_SHOT],
         "absent",
     ),
     Fault(
-        "what did not come in two hops is not poisoned",
+        "missing data of two hops are not poisoned",
         "two_shot.cu",
-        "store(nth(column, d), i, poison())",
+        "store_result(packet_index(column, d), i, poison())",
         "",
         ("value",),
         [TWO_SHOT],
         "absent",
     ),
     Fault(
-        "kernels behind one that gave up send all the same",
+        "kernels queued behind an abandoned one send all the same",
         "exchange.cuh",
         "slot >> 32 == 0",
         "true",
@@ -263,9 +266,9 @@ FAULTS = [
         mode="late",
     ),
     Fault(
-        "only the block that gave up knows it",
+        "only the block that abandoned its wait knows it",
         "exchange.cuh",
-        "for (u32 j = 0; j < kEpochSlots; ++j) store_word_gpu(epochs + 8 * j + 4, 1);",
+        "for (u32 j = 0; j < kEpochSlots; ++j) store_u32_relaxed_gpu(epochs + 8 * j + 4, 1);",
         "",
         ("value",),
         mode="late",
@@ -273,7 +276,7 @@ FAULTS = [
     Fault(
         "the absent rank is not named",
         "exchange.cuh",
-        "store_word_sys(args.missing, load_word_sys(args.missing) | missing);",
+        "store_u32_relaxed_sys(args.missing, load_u32_relaxed_sys(args.missing) | missing);",
         "",
         ("verdict",),
         mode="absent",
@@ -281,7 +284,7 @@ FAULTS = [
     Fault(
         "memory is touched before the predecessor has ended",
         "one_shot.cu",
-        "  await_predecessor();\n",
+        "  grid_dependency_sync();\n",
         "",
         ("simulator",),
         [ONE_SHOT],
@@ -290,7 +293,7 @@ FAULTS = [
 
 
 def run(fault: Fault, directory: Path) -> tuple[str, str]:
-    """What the changed sources lead to, see kernels.run. :raises AssertionError: if the text to change is not there."""
+    """Run the changed sources; returns as kernels.run. :raises AssertionError: if the text to change is not there."""
     sources = Sources(directory / "kernels", directory / "include", directory)
     shutil.copytree(compiler.KERNELS, sources.kernels)
     shutil.copytree(compiler.INCLUDE, sources.include)

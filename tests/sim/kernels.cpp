@@ -1,12 +1,14 @@
-// The kernels alone: ranks are OS threads of one process that share nothing but their workspaces and the abort word.
+// Tests of the kernels alone: ranks are OS threads of one process that share only their workspaces and the abort word.
 //
-//     kernels sweep RANKS OPERATIONS PACKETS SEED SECONDS LIBRARY...    random operations; rows of up to PACKETS packets
-//     kernels absent RANKS OPERATIONS PACKETS SEED SECONDS LIBRARY...   the last rank stays away: the others get out
-//     kernels late RANKS OPERATIONS PACKETS SEED SECONDS LIBRARY...     it comes when the others have given up: no wrong value
-//     kernels verify RANKS ROUNDS PACKETS SEED SECONDS LIBRARY          the start-up check
+//     kernels MODE RANKS OPERATIONS PACKETS SEED SECONDS LIBRARY...
 //
-// SECONDS is the deadline of a wait; three times as much, and it is a hang.
-// A library is a build of one kernel (compiler.py), called after what is in it. The exit code says what was found.
+// sweep:   random operations, with rows of up to PACKETS packets.
+// absent:  the last rank stays away; the waits of the others end.
+// late:    the last rank arrives after the others have abandoned their waits; it must get no wrong value.
+// verify:  the start-up check, with OPERATIONS rounds.
+//
+// SECONDS is the deadline of a wait; after three times as long, a run counts as a hang. A library is a build of one
+// kernel (compiler.py), named after its kernel, dtype and op. The exit code is the finding.
 #include <dlfcn.h>
 #include <runtime.h>
 #include <unistd.h>
@@ -28,15 +30,15 @@ using u64 = unsigned long long;
 
 enum Finding { kValue = 3, kCanary, kTimeout, kUnequal, kNotAtRest, kHang, kVerdict };
 
-[[noreturn]] static void found(Finding what, const char* format, ...) {
+[[noreturn]] static void found(Finding finding, const char* format, ...) {
   va_list list;
   va_start(list, format);
   std::vfprintf(stderr, format, list);
   std::fputc('\n', stderr);
-  _exit(what);
+  _exit(finding);
 }
 
-struct Args {  // as in exchange.cuh
+struct Args {  // as in exchange.cuh: tests/unit/test_kernel_layout.py compares them
   u64 in, out, bytes, peers[8], half_bytes, epochs, abort, missing, timeout_ns, outs[8];
 };
 
@@ -45,7 +47,7 @@ static u32 most_packets;
 static u64 seed, timeout_ns;
 constexpr u32 kEpochSlots = 512, kFirstEpoch = 0xFFFFFFF0u;  // it wraps after 16 operations
 constexpr u32 kEpochWords = 2 * kEpochSlots + 3;
-constexpr size_t kRoom = 64;                                 // canaries on each side of an array
+constexpr size_t kRoom = 64;                                 // bytes of canaries on each side of an array
 constexpr u8 kFiller = 0x5C;
 
 struct Library {
@@ -65,7 +67,7 @@ static size_t half_bytes;
 static u32 abort_word;
 static std::atomic<int> finished;  // ranks; for the hang alarm only
 
-static void reset() {  // as Engine.reset does, when every kernel has ended
+static void reset() {  // as Engine.reset does, once every kernel has ended
   for (Rank& rank : world) {
     std::memset(rank.workspace, 0xFF, 2 * half_bytes);
     rank.epochs.assign(kEpochWords, 0);
@@ -90,7 +92,7 @@ template <class T> T element(u64 operation, u64 rank, u64 index) {
   const u64 bits = mix(mix(seed * 1000003 + operation) ^ rank << 56 ^ index);
   T value;
   if constexpr (std::is_floating_point_v<T>) {
-    // Now and then a NaN that looks like an empty slot, or that a processor makes into one by quieting it.
+    // Sometimes a NaN equal to the sentinel, or one that a processor turns into that by quieting it.
     using Bits = std::conditional_t<sizeof(T) == 4, u32, u64>;
     const Bits quiet = ~(Bits)0, signalling = quiet ^ (Bits)1 << (sizeof(T) == 4 ? 22 : 51);
     value = (T)(int)(bits >> 32) / (T)3e8;
@@ -98,7 +100,7 @@ template <class T> T element(u64 operation, u64 rank, u64 index) {
     if (bits % 24 == 1) std::memcpy(&value, &signalling, sizeof value);
     if (bits % 24 == 2) value = (T)-0.0;
   } else {
-    value = bits % 3 ? (T)bits : (T)-1;  // -1 looks like an empty slot
+    value = bits % 3 ? (T)bits : (T)-1;  // -1 is equal to the sentinel
   }
   return value;
 }
@@ -122,7 +124,7 @@ struct Operation {
   u32 in_offset, out_offset;  // elements
 };
 
-template <class F> auto typed(const std::string& dtype, F f) {  // f(a zero of the type)
+template <class F> auto typed(const std::string& dtype, F f) {  // calls f with a zero of the type
   if (dtype == "float32") return f(float{});
   if (dtype == "float64") return f(double{});
   if (dtype == "int8") return f((signed char)0);
@@ -135,7 +137,7 @@ static u32 element_bytes(const std::string& dtype) {
   return dtype == "int8" ? 1 : dtype == "float64" || dtype == "int64" ? 8 : 4;
 }
 
-// The same on every rank, but for the alignment and whether it is in place.
+// The operation of this number: the same on every rank, except for alignment and in-place use.
 static Operation choose(u64 number, int rank) {
   Random shared{mix(seed ^ number)}, own{mix(seed ^ number << 8 ^ (u64)rank << 40)};
   Operation op;
@@ -172,7 +174,7 @@ static u64 hash(const u8* bytes, size_t count) {
   return h;
 }
 
-// The arrays of every operation and rank, made beforehand: the direct kernel writes into the peers'.
+// The arrays of every operation and rank, made in advance: the direct kernel writes into the peers' arrays.
 struct Arrays {
   std::vector<u8> in, out;
   u8* target;
@@ -202,7 +204,7 @@ static void make_arrays(int count) {
 
 enum Expected { kRight, kPoisoned, kEither };  // of each element
 
-// Runs one operation on one rank; the bytes of its result. Poisoned: the result of a wait that ended.
+// Runs one operation on one rank and returns a hash of its result. kPoisoned: the result expected of an abandoned wait.
 template <class T> u64 run(u64 number, int rank, const Operation& op, Expected wanted, u64 deadline) {
   const size_t bytes = op.count * sizeof(T);
   const auto& [in, out, target] = arrays[number * ranks + rank];
@@ -251,7 +253,7 @@ static u64 run(u64 number, int rank, Expected wanted = kRight, u64 deadline = ti
   return typed(op.library->dtype, [&](auto zero) { return run<decltype(zero)>(number, rank, op, wanted, deadline); });
 }
 
-// f(rank) on every rank at once. It is a hang if that takes too long.
+// Runs f(rank) on every rank at once. Ends the process with kHang if that takes too long.
 template <class F> void on_all_ranks(F f) {
   std::vector<std::thread> threads;
   finished = 0;
@@ -272,7 +274,7 @@ template <class F> void on_all_ranks(F f) {
 static void check_rest(u32 epoch) {
   for (int rank = 0; rank < ranks; ++rank) {
     for (size_t i = 0; i < 2 * half_bytes; ++i)
-      if (world[rank].workspace[i] != 0xFF) found(kNotAtRest, "rank %d: byte %zu of a slot is not empty", rank, i);
+      if (world[rank].workspace[i] != 0xFF) found(kNotAtRest, "rank %d: byte %zu of a slot is not 0xFF", rank, i);
     for (u32 j = 0; j < kEpochSlots; ++j)
       if (world[rank].epochs[2 * j] != epoch)
         found(kNotAtRest, "rank %d: epoch %u is 0x%x, not 0x%x", rank, j, world[rank].epochs[2 * j], epoch);
@@ -297,23 +299,35 @@ static void sweep() {
   check_rest(kFirstEpoch + operations);
 }
 
+// Runs an operation without the rank `away`, up to a deadline in ns or, if that is 0, until the abort word is up.
+// Returns a bit for each rank that was named as missing.
+static u32 run_without(int away, int number, u64 deadline) {
+  make_arrays(operations);
+  on_all_ranks([=](int rank) {
+    if (rank != away) {
+      run(number, rank, kPoisoned, deadline ? deadline : ~0ull);
+    } else if (!deadline) {
+      usleep(30'000);
+      __atomic_store_n(&abort_word, 1, __ATOMIC_RELAXED);
+    }
+  });
+  u32 named = 0;
+  for (int rank = 0; rank < away; ++rank) named |= world[rank].missing;
+  reset();
+  return named;
+}
+
 static void absent() {
   const int away = ranks - 1;
   for (int number = 0; number < operations; ++number) {
     const bool by_deadline = number % 2;
-    make_arrays(operations);
-    on_all_ranks([=](int rank) {
-      if (rank != away) {
-        run(number, rank, kPoisoned, by_deadline ? 30'000'000 : ~0ull);
-      } else if (!by_deadline) {
-        usleep(30'000);
-        __atomic_store_n(&abort_word, 1, __ATOMIC_RELAXED);
-      }
-    });
-    u32 named = 0;
-    for (int rank = 0; rank < away; ++rank) named |= world[rank].missing;
-    if (named != (by_deadline ? 1u << away : 0)) found(kVerdict, "missing are 0x%x; absent was rank %d", named, away);
-    reset();
+    const u32 right = by_deadline ? 1u << away : 0;
+    // On a busy machine a rank that is present may be late too, and then is named: not again at a longer deadline.
+    u64 deadline = by_deadline ? 30'000'000 : 0;
+    u32 named = run_without(away, number, deadline);
+    while (named != right && (named & right) && 8 * deadline < timeout_ns)
+      named = run_without(away, number, deadline *= 8);
+    if (named != right) found(kVerdict, "missing are 0x%x; absent was rank %d", named, away);
     make_arrays(operations);
     on_all_ranks([=](int rank) { run(number, rank); });
     check_rest(kFirstEpoch + 1);
@@ -322,12 +336,16 @@ static void absent() {
 }
 
 static void late() {
-  constexpr int kQueued = 4;  // operations: the third goes into the half of the first
+  constexpr int kQueued = 4;  // operations: the third uses the same half as the first
+  static std::atomic<int> ended;  // ranks; relaxed, to add no order between them
   for (int number = 0; number + kQueued <= operations; number += kQueued) {
     make_arrays(operations);
+    ended = 0;
     on_all_ranks([=](int rank) {
-      if (rank == ranks - 1) usleep(300'000);
-      for (int i = 0; i < kQueued; ++i) run(number + i, rank, rank == ranks - 1 ? kEither : kPoisoned, 60'000'000);
+      const bool last = rank == ranks - 1;
+      while (last && ended.load(std::memory_order_relaxed) < ranks - 1) usleep(1000);
+      for (int i = 0; i < kQueued; ++i) run(number + i, rank, last ? kEither : kPoisoned, 60'000'000);
+      ended.fetch_add(1, std::memory_order_relaxed);
     });
     reset();
   }

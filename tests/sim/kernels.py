@@ -1,4 +1,4 @@
-"""Builds and runs kernels.cpp, the kernels alone, and tells what it found. ThreadSanitizer may watch."""
+"""Builds and runs kernels.cpp, tests of the kernels alone, optionally under ThreadSanitizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tests.sim import compiler
 
-DTYPES = ("float32", "float64", "int8", "int32", "int64")  # that kernels.cpp has references for
+DTYPES = ("float32", "float64", "int8", "int32", "int64")  # those with a reference in kernels.cpp
 FINDINGS = {
     0: "nothing",
     3: "value",
@@ -36,7 +36,7 @@ class Library(NamedTuple):
 
 
 class Sources(NamedTuple):
-    """Where the kernels and the stand-in come from, and where the builds go: the project's own by default."""
+    """Directories of the kernels, of the stand-in for sync.cuh, and of the builds: by default the project's own."""
 
     kernels: Path = compiler.KERNELS
     include: Path = compiler.INCLUDE
@@ -55,9 +55,9 @@ def program(tsan: bool) -> Path:
 
 @functools.cache
 def tsan_launcher() -> tuple[str, ...]:
-    """What to put before a program under ThreadSanitizer: older ones do not bear how newer kernels spread addresses.
+    """The command prefix of a program under ThreadSanitizer: older versions need address randomisation switched off.
 
-    :raises RuntimeError: if it works with nothing, saying why.
+    :raises RuntimeError: if it runs with no prefix; the message is its output.
     """
     problem = ""
     for launcher in ((), ("setarch", "-R")):
@@ -84,7 +84,7 @@ def run(
     split: bool = False,
     sources: Sources = Sources(),  # noqa: B008 - immutable
 ) -> tuple[str, str]:
-    """What kernels.cpp found, one of FINDINGS, and what it printed."""
+    """Run kernels.cpp. Returns the finding, one of FINDINGS, and the output."""
     built = [
         compiler.build_kernel(
             library.kernel,

@@ -1,11 +1,11 @@
-// Runs a CUDA grid on one OS thread: each CUDA thread is a fiber, which makes way at barriers, warp votes and polls.
+// Runs a CUDA grid on one OS thread: each CUDA thread is a fiber, which yields at barriers, warp votes and polls.
 //
-// All blocks of a launch are alive at once. Fibers run in turn; when none of them got anywhere, the OS thread yields,
-// so that other ranks run. Fibers and their stacks are kept for the next launch.
+// All blocks of a launch are resident at once. Fibers run in turn; when none of them makes progress, the OS thread
+// yields, so that other ranks run. Fibers and their stacks are kept for the next launch.
 //
-// ThreadSanitizer (-DSIM_TSAN) is told of the fibers, and of no more order between them than CUDA gives: barriers,
-// __syncwarp and the ends of kernels order memory; votes, polls and this file's turns do not. This file itself is
-// compiled without it.
+// ThreadSanitizer (-DSIM_TSAN) is told of the fibers, and of no more order between them than CUDA guarantees: barriers,
+// __syncwarp and the ends of kernels order memory; votes, polls and the scheduling in this file do not. This file
+// itself is not instrumented.
 #include "runtime.h"
 
 #include <sys/mman.h>
@@ -38,7 +38,7 @@ static void release(void*) {}
 __thread const SimThread* sim_thread;
 __thread int kRank, kRanks;
 bool sim_split_packets = [] {
-#ifdef __x86_64__  // with AVX, aligned 16-byte loads and stores are whole, by the manuals of Intel and AMD
+#ifdef __x86_64__  // with AVX, aligned 16-byte accesses are atomic: manuals of Intel and AMD
   const bool whole = __builtin_cpu_supports("avx");
 #else
   const bool whole = false;
@@ -48,15 +48,15 @@ bool sim_split_packets = [] {
 
 namespace {
 constexpr size_t kStackBytes = 64 << 10, kGuardBytes = 4 << 10;
-constexpr size_t kGuarded = 2048;  // fibers of a grid
+constexpr size_t kGuarded = 2048;  // fibers of a grid whose stacks have a guard page
 constexpr uint32_t kWarp = 32;
 constexpr int kIdleRoundsBeforeSleep = 256;
 
-// Threads that meet: those of a block at __syncthreads, those of a warp at a vote.
+// A barrier: of a block's threads at __syncthreads, or of a warp's at a vote.
 struct Meeting {
   uint32_t first, expected;  // fibers
   uint32_t arrived, votes, round;
-  char order[2];  // by the parity of the round: who leaves late must not see who came for the next
+  char order[2];  // by parity of the round: a late leaver must not be ordered after arrivals of the next round
 };
 
 struct Fiber {
@@ -76,7 +76,7 @@ struct Grid {
   std::deque<Fiber> fibers;  // a deque: fibers do not move when it grows
   std::deque<Meeting> blocks, warps;
   uint64_t random = 0;
-  char begin, end;  // for the sanitizer: order between a launch and its fibers
+  char begin, end;  // for ThreadSanitizer: order between a launch and its fibers
   ucontext_t context;
   jmp_buf resume;
   void* tsan;
@@ -84,9 +84,9 @@ struct Grid {
 thread_local Grid* grid;
 thread_local Fiber* self;
 
-void fatal(const char* what) {
+void fatal(const char* message) {
   std::fprintf(stderr, "simulated GPU, rank %d, block %u, thread %u: %s\n", kRank, self ? self->thread.block : 0,
-               self ? self->thread.thread : 0, what);
+               self ? self->thread.thread : 0, message);
   std::abort();
 }
 
@@ -106,7 +106,7 @@ void leave() {
   swapcontext(&self->context, &grid->context);
 }
 #else
-// swapcontext makes a system call for the signal mask; it is needed only to get onto a new stack.
+// swapcontext makes a system call for the signal mask, so it is avoided; setcontext only enters a new stack.
 void enter(Fiber& fiber) {
   if (_setjmp(grid->resume)) return;
   if (fiber.started) _longjmp(fiber.resume, 1);
@@ -131,13 +131,14 @@ void fiber_main() {
 void make_fibers(size_t count) {
   for (size_t i = grid->fibers.size(); i < count; ++i) {
     Fiber& fiber = grid->fibers.emplace_back();
-    void* stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (stack == MAP_FAILED) fatal("no memory for the stack of a fiber");
-    // All run the same kernel, so some guards do; each takes two of the mappings that a process may have.
+    // All run the same kernel, so guards on some are enough: each uses two of a process's limited mappings.
     if (i < kGuarded && mprotect(stack, kGuardBytes, PROT_NONE)) fatal("no guard for the stack of a fiber");
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = stack;
-    fiber.context.uc_stack.ss_size = kStackBytes - i % 64 * 64;  // else all tops share a few sets of the cache
+    fiber.context.uc_stack.ss_size = kStackBytes - i % 64 * 64;  // or all stack tops would share a few cache sets
     makecontext(&fiber.context, fiber_main, 0);
 #ifdef SIM_TSAN
     fiber.tsan = __tsan_create_fiber(0);
@@ -145,7 +146,7 @@ void make_fibers(size_t count) {
   }
 }
 
-// Waits for the others of a meeting; all get the votes.
+// Waits for the other threads of a meeting. Returns the votes of all.
 uint32_t meet(Meeting& meeting, bool vote, bool orders) {
   char* order = &meeting.order[meeting.round & 1];
   if (orders) release(order);
@@ -218,7 +219,7 @@ void sim_run(void (*kernel)(const void*), const void* args, uint32_t blocks, uin
       idle_rounds = 0;
     } else if (++idle_rounds < kIdleRoundsBeforeSleep) {
       sched_yield();
-    } else {  // a late rank: leave the processor to it
+    } else {  // a peer is late: leave the processor to it
       const timespec pause = {0, 50'000};
       nanosleep(&pause, nullptr);
     }
@@ -242,6 +243,6 @@ void sim_relax() {
 }
 void sim_await_predecessor() { self->before_predecessor = false; }
 void sim_touch() {
-  if (self->before_predecessor) fatal("touches memory before it has awaited its predecessor");
+  if (self->before_predecessor) fatal("touches memory before grid_dependency_sync()");
   if (grid->random && random_bits() % 16 == 0) leave();
 }

@@ -1,4 +1,4 @@
-"""Every kernel compiles for every architecture, with no GPU; the cache is quick, private, and knows its sources."""
+"""Compilation of every kernel for every architecture, without a GPU, and the compiler's cache on disk."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def macros(
 
 
 def forget() -> None:
-    """What the compiler keeps from one call to the next."""
+    """Clear the caches of the compiler module."""
     for cached in (compiler.kernel_directory, compiler._headers_digest, compiler._cache):
         cached.cache_clear()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One cache for all tests of this file, empty at first."""
+    """One cache directory for all tests of this file, initially empty."""
     path = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("IPCREDUCE_CACHE_DIR", str(path))
@@ -58,7 +58,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of the kernels, which the compiler takes for the real ones."""
+    """A copy of the kernels that the compiler uses in place of the real ones."""
     path = tmp_path / "kernels"
     shutil.copytree(machine.ROOT / "kernels", path)
     forget()
@@ -79,7 +79,7 @@ def fresh_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pat
 # ---- kernels
 @pytest.mark.parametrize("capability", ARCHITECTURES, ids="sm_{0[0]}{0[1]}".format)
 def test_every_kernel_compiles(capability: tuple[int, int]):
-    """Each dtype and each op with each kernel, in turn with the ranks, worlds and depths."""
+    """Each dtype and each op with each kernel; ranks, world sizes and depths take turns."""
     turn = ARCHITECTURES.index(capability)
     jobs = []
     for kernel in KERNELS:
@@ -95,24 +95,24 @@ def test_every_kernel_compiles(capability: tuple[int, int]):
 
 
 def compiled(jobs: list[tuple[str, dict[str, str], tuple[int, int]]]) -> list[bytes]:
-    """On all cores: NVRTC runs without the interpreter's lock."""
+    """The cubins of all jobs, compiled on all cores: NVRTC releases the GIL."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(lambda job: compiler.compile_kernel(*job), jobs))
 
 
 def architecture_of(cubin: bytes) -> int:
-    """From e_flags of the ELF header: in its low byte, or in the second since CUDA 13's format."""
+    """The SM version in e_flags of the ELF header: in its low byte, or in the second since CUDA 13's format."""
     flags = int.from_bytes(cubin[48:52], "little")
     return flags >> 8 & 0xFF if cubin[8] >= 8 else flags & 0xFF
 
 
 def test_every_pair_of_dtype_and_op_compiles():
-    """Templates may fail for a single pair."""
+    """A template may fail to compile for a single pair."""
     compiled([("one_shot", macros(dtype, op), (9, 0)) for dtype in DTYPE_NAMES for op in OPS])
 
 
 def test_programmatic_launch_only_where_there_is_such_a_thing(sources: Path):
-    """sm_80 has no griddepcontrol: it compiles because the header leaves it out there."""
+    """sm_80 has no griddepcontrol: kernels compile for it because the header leaves that out."""
     header = sources / "sync.cuh"
     header.write_text(header.read_text().replace("#if __CUDA_ARCH__ >= 900", "#if 1"))
     compiler.compile_kernel("one_shot", macros(), (9, 0))
@@ -121,11 +121,11 @@ def test_programmatic_launch_only_where_there_is_such_a_thing(sources: Path):
 
 
 def test_no_headers_but_ours():
-    """NVRTC from a wheel has none of CUDA's."""
+    """NVRTC from a wheel comes without CUDA's headers."""
     for path in (machine.ROOT / "kernels").glob("*.cu*"):
         for header in re.findall(r"^\s*#\s*include\s*(.*)$", path.read_text(), re.M):
             assert (machine.ROOT / "kernels" / header.strip("<>")).is_file(), f"{path.name} includes {header}"
-            assert header.startswith("<"), "with quotes the tests' stand-in for sync.cuh would not be found"
+            assert header.startswith("<"), "with quotes the stand-in for sync.cuh would not be found"
 
 
 # ---- packets
@@ -146,7 +146,7 @@ EXCHANGES = [
 @needs_nvdisasm
 @pytest.mark.parametrize("capability", ARCHITECTURES, ids="sm_{0[0]}{0[1]}".format)
 def test_a_packet_is_one_access(capability: tuple[int, int]):
-    """In the machine code: PTX keeps 128 bits whole, and a compiler that made two accesses of them would be wrong."""
+    """Checked in the machine code: PTX does not split 128-bit accesses, and a compiler that did would be wrong."""
     cubins = compiled([(kernel, given, capability) for kernel, given in EXCHANGES])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = pool.map(lambda exchange, cubin: sass.problems(*exchange, cubin), EXCHANGES, cubins)
@@ -165,7 +165,7 @@ LOAD, STORE = "ld.relaxed.sys.global.b128 t, [%4]; mov.b128 {low, high}, t;", "s
         ("mov.b64 {%2, %3}, high;", "mov.b64 {%2, %3}, high; ld.relaxed.sys.global.u32 %3, [%4+12];", r"loads .*32: 4"),
         (LOAD, LOAD.replace(".sys", ".gpu"), r"loads of \{32: 2\}"),
     ],
-    ids=["two loads", "two stores", "the mark apart", "narrower scope"],
+    ids=["two loads", "two stores", "a second load of the sentinel word", "narrower scope"],
 )
 def test_a_packet_in_pieces_is_noticed(sources: Path, packet: str, broken: str, problem: str):
     header = sources / "sync.cuh"
@@ -177,7 +177,7 @@ def test_a_packet_in_pieces_is_noticed(sources: Path, packet: str, broken: str, 
 
 
 def one_line(source: str) -> str:
-    """With strings that go on in the next line put together."""
+    """The source with string literals that continue in the next line joined."""
     return re.sub(r'"\s*\n\s*"', "", source)
 
 
@@ -221,7 +221,7 @@ def test_the_second_time_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch, fr
 
 
 def test_another_process_finds_it(fresh_cache: Path):
-    """With NVRTC out of reach, so that only the cache can give it."""
+    """With NVRTC out of reach, only the cache can have the kernel."""
     cubin = compiler.compile_kernel("one_shot", macros("uint8", "max"), (8, 0))
     program = (
         "import sys, cuda.core; cuda.core.Program = None\n"
@@ -245,7 +245,7 @@ def test_a_changed_header_is_compiled_anew(sources: Path):
     changed = text.replace("kSpinsBetweenChecks = 256", "kSpinsBetweenChecks = 64")
     assert changed != text
     header.write_text(changed)
-    compiler._headers_digest.cache_clear()  # read once a process
+    compiler._headers_digest.cache_clear()  # cached for the life of the process
     assert compiler.compile_kernel("one_shot", macros(), (9, 0)) != before
     header.write_text(text)
     compiler._headers_digest.cache_clear()

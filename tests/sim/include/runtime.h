@@ -1,4 +1,4 @@
-// The simulated GPU's threads, as the kernels see them (through sync.cuh) and those who launch kernels.
+// Threads of the simulated GPU: the interface for kernels (through sync.cuh) and for launchers.
 #pragma once
 #include <cstdint>
 
@@ -6,18 +6,18 @@ extern "C" {
 struct SimThread {
   uint32_t block, blocks, thread, threads;
 };
-extern __thread const SimThread* sim_thread;  // the CUDA thread that runs now on this OS thread
-extern __thread int kRank, kRanks;            // of the launch that runs now on this OS thread
-extern bool sim_split_packets;                // this machine's packets arrive in two halves, the latter half first
+extern __thread const SimThread* sim_thread;  // the CUDA thread now running on this OS thread
+extern __thread int kRank, kRanks;            // of the launch now running on this OS thread
+extern bool sim_split_packets;                // packets arrive as two 8-byte parts, the last part first
 
-// Runs a grid on this OS thread, from its first thread's start to its last one's end. A `programmatic` launch must
-// not touch memory before await_predecessor(); the process ends with a message if it does.
+// Runs a grid to completion on this OS thread. The kernel of a `programmatic` launch must not touch memory before
+// grid_dependency_sync(); the process ends with a message if it does.
 void sim_run(void (*kernel)(const void* args), const void* args, uint32_t blocks, uint32_t threads, int rank, int ranks,
              bool programmatic);
-// From now on, kernels on this OS thread switch between CUDA threads at random places too. 0 ends that.
+// From now on, kernels on this OS thread also switch between CUDA threads at random points. A seed of 0 ends that.
 void sim_disturb(uint64_t seed);
 
-// For sync.cuh: places where one CUDA thread makes way for the others.
+// For sync.cuh: points where a CUDA thread yields to the others.
 void sim_sync_block();
 void sim_sync_warp();
 uint32_t sim_vote(bool mine);

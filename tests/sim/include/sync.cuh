@@ -1,8 +1,8 @@
-// Stands for kernels/sync.cuh where the kernels are compiled for the CPU: the same names, over the fibers of runtime.cpp.
+// Stand-in for kernels/sync.cuh in CPU builds of the kernels: the same names, over the fibers of runtime.cpp.
 //
-// Memory is as strong as the kernels claim to need and no stronger, so that ThreadSanitizer can judge them: a store of
-// a packet releases and a load acquires (on the GPU they are relaxed, and the kernel boundaries order them); single
-// words are relaxed atomics; all else is plain.
+// Memory is as strong as the kernels claim to need and no stronger, so that ThreadSanitizer can judge them. Packet
+// stores release and packet loads acquire: on the GPU they are relaxed, and the kernel boundaries order them. Single
+// words are relaxed atomics. All else is plain.
 #pragma once
 #include <runtime.h>
 #include <time.h>
@@ -12,9 +12,9 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-constexpr int kMaxRanks = 8;  // kRanks and kRank are run-time values here: one build serves every rank of every world
+constexpr int kMaxRanks = 8;  // kRanks and kRank are run-time values: one build serves every rank of every world size
 
-// Beside a kernel, its limit of threads and the bytes of its arguments, for the launch to check.
+// Exported beside each kernel for the launcher to check: its limit of threads a block, and the size of Args in bytes.
 #define KERNEL(name, max_threads, blocks)                          \
   extern "C" {                                                     \
   extern const u32 name##_limits[2];                               \
@@ -23,7 +23,7 @@ constexpr int kMaxRanks = 8;  // kRanks and kRank are run-time values here: one 
   extern "C" void name
 #define KERNEL_ARGS const Args&
 #define DEVICE inline
-#define DEVICE_COLD
+#define DEVICE_NOINLINE
 
 struct alignas(16) Packet {
   u32 word[4];
@@ -36,7 +36,7 @@ DEVICE u32 threads_in_block() { return sim_thread->threads; }
 DEVICE u32 block_in_grid() { return sim_thread->block; }
 DEVICE u32 blocks_in_grid() { return sim_thread->blocks; }
 DEVICE void sync_block() { sim_sync_block(); }
-DEVICE void fence_sys() {}  // stores of packets release and their loads acquire, here
+DEVICE void fence_acq_rel_sys() {}  // not needed: packet stores release and packet loads acquire
 DEVICE void sync_warp() { sim_sync_warp(); }
 DEVICE bool warp_any(bool mine) { return sim_vote(mine) != 0; }
 DEVICE u32 warp_or(u32 mine) {
@@ -45,15 +45,15 @@ DEVICE u32 warp_or(u32 mine) {
   return all;
 }
 DEVICE u32 warp_ballot(bool mine) { return sim_vote(mine); }
-DEVICE void relax() { sim_relax(); }
-DEVICE void await_predecessor() { sim_await_predecessor(); }
-DEVICE void trigger_dependents() {}
+DEVICE void spin_pause() { sim_relax(); }
+DEVICE void grid_dependency_sync() { sim_await_predecessor(); }
+DEVICE void trigger_programmatic_launch() {}
 
-// ---- packets. A whole one is a single 16-byte access: GCC's __atomic would call libatomic, whose locks other
-// processes do not see. A kernel that says it can do with halves gets halves.
+// ---- packets. A whole packet is a single 16-byte access. Not by GCC's __atomic, which would call libatomic, whose
+// locks other processes do not see. Kernels built for split packets always get split ones.
 DEVICE bool split_packets() { return !IPCREDUCE_WHOLE_PACKETS || sim_split_packets; }
 
-DEVICE Packet load_packet_sys(u64 at) {
+DEVICE Packet load_packet_relaxed_sys(u64 at) {
   sim_touch();
   Packet p;
   if (split_packets()) {
@@ -64,15 +64,15 @@ DEVICE Packet load_packet_sys(u64 at) {
 #if defined(__SANITIZE_THREAD__)
   const unsigned __int128 whole = __atomic_load_n((const unsigned __int128*)at, __ATOMIC_ACQUIRE);
   __builtin_memcpy(&p, &whole, sizeof p);
-#elif defined(__x86_64__)  // loads acquire and stores release by themselves
+#elif defined(__x86_64__)  // x86 loads acquire and stores release anyway
   asm volatile("movdqa %1, %%xmm0\n\tmovdqa %%xmm0, %0" : "=m"(p) : "m"(*(const Packet*)at) : "xmm0", "memory");
 #endif
   return p;
 }
-DEVICE void store_packet_sys(u64 at, const Packet& p, bool active = true) {
+DEVICE void store_packet_relaxed_sys(u64 at, const Packet& p, bool active = true) {
   if (!active) return;
   sim_touch();
-  if (split_packets()) {  // the half with the mark first: who takes it for all, takes an old half
+  if (split_packets()) {  // last word first: a reader that takes its flag for the whole packet gets stale data
     __atomic_store_n((u64*)at + 1, (u64)p.word[3] << 32 | p.word[2], __ATOMIC_RELEASE);
     sim_relax();
     __atomic_store_n((u64*)at, (u64)p.word[1] << 32 | p.word[0], __ATOMIC_RELEASE);
@@ -88,42 +88,42 @@ DEVICE void store_packet_sys(u64 at, const Packet& p, bool active = true) {
 }
 
 // ---- this rank's own memory
-template <class T> T load_local(u64 at) {
+template <class T> T load_weak(u64 at) {
   sim_touch();
   return *(const T*)at;
 }
-template <int kBytes> DEVICE u64 load_element_local(u64 at, bool active) {
+template <int kBytes> DEVICE u64 load_element_weak(u64 at, bool active) {
   if (!active) return 0;
-  if constexpr (kBytes == 8) return load_local<u64>(at);
-  else if constexpr (kBytes == 4) return load_local<u32>(at);
-  else if constexpr (kBytes == 2) return load_local<u16>(at);
-  else return load_local<u8>(at);
+  if constexpr (kBytes == 8) return load_weak<u64>(at);
+  else if constexpr (kBytes == 4) return load_weak<u32>(at);
+  else if constexpr (kBytes == 2) return load_weak<u16>(at);
+  else return load_weak<u8>(at);
 }
-template <class T> DEVICE void store_local(u64 at, T value) {
+template <class T> DEVICE void store_weak(u64 at, T value) {
   sim_touch();
   *(T*)at = value;
 }
-DEVICE Packet load_packet_local(u64 at, bool active) { return active ? load_local<Packet>(at) : Packet{}; }
-DEVICE void store_packet_local(u64 at, const Packet& p, bool active) {
-  if (active) store_local(at, p);
+DEVICE Packet load_packet_weak(u64 at, bool active) { return active ? load_weak<Packet>(at) : Packet{}; }
+DEVICE void store_packet_weak(u64 at, const Packet& p, bool active) {
+  if (active) store_weak(at, p);
 }
 
 // ---- single words
-DEVICE u32 load_word_sys(u64 at) {
+DEVICE u32 load_u32_relaxed_sys(u64 at) {
   sim_touch();
   return __atomic_load_n((const u32*)at, __ATOMIC_RELAXED);
 }
-DEVICE void store_word_sys(u64 at, u32 v) {
+DEVICE void store_u32_relaxed_sys(u64 at, u32 v) {
   sim_touch();
   __atomic_store_n((u32*)at, v, __ATOMIC_RELAXED);
 }
-DEVICE u32 load_word_gpu(u64 at) { return load_word_sys(at); }
-DEVICE u64 load_words_gpu(u64 at) {
+DEVICE u32 load_u32_relaxed_gpu(u64 at) { return load_u32_relaxed_sys(at); }
+DEVICE u64 load_u64_relaxed_gpu(u64 at) {
   sim_touch();
   return __atomic_load_n((const u64*)at, __ATOMIC_RELAXED);
 }
-DEVICE void store_word_gpu(u64 at, u32 v) { store_word_sys(at, v); }
-DEVICE u64 nanoseconds() {
+DEVICE void store_u32_relaxed_gpu(u64 at, u32 v) { store_u32_relaxed_sys(at, v); }
+DEVICE u64 globaltimer_ns() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
   return (u64)t.tv_sec * 1'000'000'000 + (u64)t.tv_nsec;
@@ -136,26 +136,26 @@ template <class To, class From> DEVICE To bit_cast(From from) {
   __builtin_memcpy(&to, &from, sizeof to);
   return to;
 }
-DEVICE float float_of(u32 bits) { return bit_cast<float>(bits); }
-DEVICE u32 bits_of(float x) { return bit_cast<u32>(x); }
-DEVICE double double_of(u64 bits) { return bit_cast<double>(bits); }
-DEVICE u64 bits_of(double x) { return bit_cast<u64>(x); }
-DEVICE float float_of_bfloat(u16 bits) { return float_of((u32)bits << 16); }
-DEVICE u16 bfloat_of(float x) {  // to nearest, ties to even; NaN as the GPU gives it
-  const u32 bits = bits_of(x);
+DEVICE float bits_to_float(u32 bits) { return bit_cast<float>(bits); }
+DEVICE u32 to_bits(float x) { return bit_cast<u32>(x); }
+DEVICE double bits_to_double(u64 bits) { return bit_cast<double>(bits); }
+DEVICE u64 to_bits(double x) { return bit_cast<u64>(x); }
+DEVICE float bfloat16_to_float(u16 bits) { return bits_to_float((u32)bits << 16); }
+DEVICE u16 float_to_bfloat16(float x) {  // round to nearest, ties to even; NaN as on the GPU
+  const u32 bits = to_bits(x);
   return x != x ? 0x7FFF : (u16)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
-DEVICE float float_of_half(u16 bits) {
+DEVICE float half_to_float(u16 bits) {
   const u32 sign = (u32)(bits & 0x8000) << 16, exponent = bits >> 10 & 31, fraction = bits & 0x3FF;
-  if (exponent == 31) return float_of(sign | 0x7F800000 | fraction << 13);
-  if (exponent == 0) return float_of(sign | bits_of((float)fraction * 0x1p-24f));
-  return float_of(sign | (exponent + 112) << 23 | fraction << 13);
+  if (exponent == 31) return bits_to_float(sign | 0x7F800000 | fraction << 13);
+  if (exponent == 0) return bits_to_float(sign | to_bits((float)fraction * 0x1p-24f));
+  return bits_to_float(sign | (exponent + 112) << 23 | fraction << 13);
 }
-DEVICE u16 half_of(float x) {  // to nearest, ties to even; NaN as the GPU gives it
-  const u32 bits = bits_of(x), sign = bits >> 16 & 0x8000, size = bits & 0x7FFFFFFF;
+DEVICE u16 float_to_half(float x) {  // round to nearest, ties to even; NaN as on the GPU
+  const u32 bits = to_bits(x), sign = bits >> 16 & 0x8000, size = bits & 0x7FFFFFFF;
   if (x != x) return 0x7FFF;
   if (size >= 0x477FF000) return (u16)(sign | 0x7C00);  // 65520 and more round to infinity
-  if (size < 0x38800000)  // a subnormal half: adding 0.5 rounds at the right bit, by the processor
-    return (u16)(sign | (bits_of(float_of(size) + 0.5f) - 0x3F000000));
+  if (size < 0x38800000)  // a subnormal result: adding 0.5 makes the processor round at the right bit
+    return (u16)(sign | (to_bits(bits_to_float(size) + 0.5f) - 0x3F000000));
   return (u16)(sign | ((size + 0xFFF + (size >> 13 & 1)) - 0x38000000) >> 13);
 }

@@ -1,0 +1,238 @@
+"""The kernels and the Python code agree on every layout and code that both define.
+
+A small program, compiled by g++ from the kernels' own headers over the simulated build's stand-in for sync.cuh, prints
+offsets, sizes and behaviour; the tests compare them with the Python constants.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ipcreduce.errors import PeerTimeoutError
+from ipcreduce.ipc import launches, plan, workspace
+from ipcreduce.ipc import setup as startup
+from ipcreduce.ipc.control import ABORT_OFFSET, HEAD_BYTES, Page, missing_offset
+from ipcreduce.numerics import DTYPE_NAMES, DTYPES, OPS
+from tests.machine import ROOT
+
+KERNELS = ROOT / "kernels"
+STAND_IN = ROOT / "tests" / "sim" / "include"
+
+WORD = 8  # bytes of each word of struct Args
+FIELDS = {  # of struct Args: the index of its first word in launches.py
+    "in": launches.IN,
+    "out": launches.OUT,
+    "bytes": launches._BYTES,
+    "peers": launches._PEERS,
+    "half_bytes": launches._HALF,
+    "epochs": launches._EPOCHS,
+    "abort": launches._ABORT,
+    "missing": launches._MISSING,
+    "timeout_ns": launches._TIMEOUT,
+    "outs": launches._OUTS,
+}
+VERDICTS = {"kNoData": startup._NOTHING, "kWhole": startup._WHOLE, "kSplit": startup._HALVES}
+MACROS = {"IPCREDUCE_DTYPE": "int32", "IPCREDUCE_OP": "sum", "IPCREDUCE_WHOLE_PACKETS": "1"}
+
+RUNTIME = """
+#include <cstdlib>
+#include <runtime.h>
+__thread const SimThread* sim_thread;
+__thread int kRank, kRanks;
+bool sim_split_packets;
+void sim_sync_block() { abort(); }
+void sim_sync_warp() {}
+uint32_t sim_vote(bool mine) { return mine; }
+void sim_relax() {}
+void sim_touch() {}
+void sim_await_predecessor() {}
+"""
+
+
+def launches_of(rank: int, n: int) -> launches.Launches:
+    """The launches of a rank whose control page begins at address 0, without a GPU."""
+    none: Any = SimpleNamespace(rank=rank, n=n, peers=[0] * n, half_bytes=0, epochs=0)
+    return launches.Launches(0, none, 0, capability=(9, 0), timeout=0, algorithm=None)
+
+
+def run_program(folder: Path, source: str, *arguments: object, **macros: str) -> list[str]:
+    """Lines printed by a C++ program that includes the kernels' headers."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    (folder / "program.cpp").write_text(source)
+    (folder / "runtime.cpp").write_text(RUNTIME)
+    defined = [f"-D{name}={value}" for name, value in (MACROS | macros).items()]
+    command = ["g++", "-std=c++17", "-fno-strict-aliasing", *defined, f"-I{STAND_IN}", f"-I{KERNELS}"]
+    built = subprocess.run(
+        [*command, "program.cpp", "runtime.cpp", "-o", "program"], cwd=folder, capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stderr
+    done = subprocess.run(
+        [folder / "program", *map(str, arguments)], capture_output=True, text=True, check=True, timeout=60
+    )
+    return done.stdout.splitlines()
+
+
+# ---- struct Args
+def args_of(text: str) -> list[tuple[str, int]]:
+    """(field, words) of ``struct Args`` in a source file, in order; every field is a u64 or an array of them."""
+    found = re.search(r"^struct Args \{[^\n]*\n(.*?)^\};", re.sub(r" *//.*", "", text), re.M | re.S)
+    assert found, "no struct Args"
+    fields = []
+    for declaration in found[1].split(";"):
+        if declaration.strip():
+            names = re.fullmatch(r"\s*u64\s+(.*)", declaration, re.S)
+            assert names, f"expected fields of type u64; found {declaration.strip()!r}"
+            for name in names[1].split(","):
+                field, words = re.fullmatch(r"(\w+)(?:\[(\d+)\])?", name.strip()).groups("1")  # type: ignore[union-attr]
+                fields.append((field, int(words)))
+    return fields
+
+
+def test_words_of_args(tmp_path: Path):
+    """Offsets and sizes by the compiler, of exactly the fields that launches.py fills in."""
+    fields = args_of((KERNELS / "exchange.cuh").read_text())
+    assert [name for name, _ in fields] == list(FIELDS)
+    prints = "".join(
+        f'  std::printf("{name} %zu %zu\\n", offsetof(Args, {name}), sizeof(Args::{name}));\n' for name in FIELDS
+    )
+    source = (
+        "#include <cstddef>\n#include <cstdio>\n#include <exchange.cuh>\n"
+        f'int main() {{\n{prints}  std::printf("%zu\\n", sizeof(Args));\n}}\n'
+    )
+    *lines, size = run_program(tmp_path, source)
+    offsets = {name: int(offset) for name, offset, _ in map(str.split, lines)}
+    sizes = {name: int(nbytes) for name, _, nbytes in map(str.split, lines)}
+    assert offsets == {name: WORD * index for name, index in FIELDS.items()}
+    assert sizes == {name: WORD * (plan.MAX_RANKS if name in ("peers", "outs") else 1) for name in FIELDS}
+    assert int(size) == WORD * launches._ARG_WORDS
+
+
+def test_args_of_the_simulated_tests():
+    """kernels.cpp launches kernels with a struct of its own."""
+    kernels, simulated = (
+        args_of(path.read_text()) for path in (KERNELS / "exchange.cuh", ROOT / "tests" / "sim" / "kernels.cpp")
+    )
+    assert simulated == kernels
+
+
+# ---- the control page
+CHECK_WAIT = """
+#include <cstdio>
+#include <cstdlib>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <exchange.cuh>
+static u32 epochs[2 * kEpochSlots + 3];
+int main(int count, char** words) {  // file, its size, absent rank, the words of Args with offsets in the page
+  static const SimThread thread = {0, 1, 0, 1};
+  sim_thread = &thread;
+  Args args;
+  if (count != 4 + (int)(sizeof args / 8)) return 1;
+  for (int i = 4; i < count; ++i) ((u64*)&args)[i - 4] = std::strtoull(words[i], nullptr, 0);
+  void* page = mmap(nullptr, std::atoi(words[2]), PROT_READ | PROT_WRITE, MAP_SHARED, open(words[1], O_RDWR), 0);
+  if (page == MAP_FAILED) return 1;
+  args.epochs = (u64)epochs;
+  args.abort += (u64)page;
+  args.missing += (u64)page;
+  const u64 long_ago = 1;
+  return check_wait(long_ago, 1u << std::atoi(words[3]), args) ? 1 : 0;
+}
+"""
+
+
+@pytest.mark.parametrize(("rank", "absent"), [(0, 1), (plan.MAX_RANKS - 1, 0), (3, plan.MAX_RANKS - 1)])
+def test_words_of_the_control_page(tmp_path: Path, rank: int, absent: int):
+    """An abandoned wait, by check_wait itself with the arguments of a launch, is what the host reads on the page."""
+    n = plan.MAX_RANKS
+    page = Page.create(rank, n)
+    try:
+        assert not page.aborted
+        assert not page.ended_without_data
+        words = launches_of(rank, n)._arguments(0)
+        run_program(tmp_path, CHECK_WAIT, page.path, page.nbytes, absent, *words)
+        assert page.aborted
+        assert page.ended_without_data
+        error = page.explain(0, 1.0)
+        assert isinstance(error, PeerTimeoutError)
+        assert re.findall(r"rank (\d+) never came", str(error)) == [str(absent)]
+        peers = [Page.open(page.path, other, n) for other in range(n) if other != rank]
+        assert not any(peer.ended_without_data for peer in peers), "a kernel has written the words of another rank"
+        page.clear()
+        assert not np.frombuffer(Path(page.path).read_bytes()[:HEAD_BYTES], np.uint8).any(), "not cleared"
+    finally:
+        page.unlink()
+
+
+def test_each_rank_has_words_of_its_own():
+    words = [missing_offset(rank) + 4 * word for rank in range(plan.MAX_RANKS) for word in (0, 1)]
+    assert len({ABORT_OFFSET, *words}) == 1 + len(words)
+    assert max(words) + 4 <= HEAD_BYTES, "only that part is registered with the GPU"
+
+
+def test_a_slot_at_rest():
+    """The host fills slots with the byte that the sentinel consists of."""
+    found = re.search(r"\bkSentinel = 0x([0-9A-F]{8})u?;", (KERNELS / "exchange.cuh").read_text())
+    assert found
+    assert bytes.fromhex(found[1]) == bytes([workspace.EMPTY]) * 4
+
+
+# ---- codes and macros
+def test_verdicts_of_the_start_up_check():
+    text = (KERNELS / "verify.cu").read_text()
+    found = {name: int(value) for name, value in re.findall(r"\b(k\w+) = (\d+)[,;]", text)}
+    assert len({*found.values()}) == len(found) == 4
+    assert {name: found.get(name) for name in VERDICTS} == VERDICTS
+
+
+def test_macros_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch):
+    """Each macro that launches.py passes is used in the kernels, and no other one is."""
+    used: set[str] = set()
+    for path in KERNELS.glob("*.cu*"):
+        used |= {*re.findall(r"\bIPCREDUCE_[A-Z_]+", re.sub(r"//.*", "", path.read_text()))}
+    passed: dict[str, str] = {}
+    monkeypatch.setattr(launches.compiler, "compile_kernel", lambda name, macros, capability: passed.update(macros))
+    launches_of(3, 4)._compile(("two_shot", "float16", "avg", 2))
+    assert {*passed} == used
+    assert passed == {
+        "IPCREDUCE_RANKS": "4",
+        "IPCREDUCE_RANK": "3",
+        "IPCREDUCE_DTYPE": "float16",
+        "IPCREDUCE_OP": "avg",
+        "IPCREDUCE_DEPTH": "2",
+        "IPCREDUCE_WHOLE_PACKETS": "1",
+    }
+
+
+def structs(text: str, namespace: str) -> set[str]:
+    """Lower-case structs in a namespace of reduce.cuh: those that macros name."""
+    found = re.search(rf"^namespace {namespace} \{{$(.*?)^\}}  // namespace {namespace}$", text, re.M | re.S)
+    assert found
+    return {*re.findall(r"^struct ([a-z]\w*) ", found[1], re.M)}
+
+
+def test_dtypes_and_ops_are_those_of_the_kernels():
+    text = (KERNELS / "reduce.cuh").read_text()
+    assert structs(text, "dtype") == {*DTYPE_NAMES}
+    assert structs(text, "op") == {*OPS}
+
+
+@pytest.mark.parametrize("name", DTYPE_NAMES)
+def test_sizes_and_kinds_of_dtypes(tmp_path: Path, name: str):
+    """The kernels' element has the size and the kind of NumPy's."""
+    source = (
+        "#include <cstdio>\n#include <exchange.cuh>\n"
+        'int main() { std::printf("%d %d %d\\n", kElementBytes, kFloat, (Acc)-1 < (Acc)0); }\n'
+    )
+    (line,) = run_program(tmp_path, source, IPCREDUCE_DTYPE=name)
+    dtype = next(dtype for dtype, other in DTYPES.items() if other == name)
+    integer = name.startswith(("int", "uint"))
+    assert line == f"{dtype.itemsize} {int(not integer)} {int(not name.startswith('uint'))}"

@@ -33,7 +33,7 @@ from ipcreduce import (
     host,
 )
 from ipcreduce.ipc import wire
-from tests import bad_calls, reference, sweep, worker
+from tests import bad_call_table, reference, sweep_cases, worker
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -41,7 +41,7 @@ LAST = SIZE - 1
 
 
 class HostModule:
-    """NumPy as tests/sweep.py and tests/bad_calls.py want it."""
+    """NumPy as tests/sweep_cases.py and tests/bad_call_table.py want it."""
 
     @staticmethod
     def buffer(raw: np.ndarray) -> np.ndarray:
@@ -143,8 +143,8 @@ def reduce_one(comm: Communicator, value: np.ndarray, op: str, layout: str, outp
 
 
 def random_sweep(comm: Communicator) -> None:
-    """tests/sweep.py's cases, alignments and late ranks among them."""
-    sweep.run(HostModule, {"planned": comm}, seed=3, cases=80, sizes=(1, 200_000), late_seconds=0.01)
+    """tests/sweep_cases.py's cases, alignments and late ranks among them."""
+    sweep_cases.run(HostModule, {"planned": comm}, seed=3, cases=80, sizes=(1, 200_000), late_seconds=0.01)
 
 
 def a_float_sum_starts_at_rank_0(comm: Communicator) -> None:
@@ -159,9 +159,9 @@ def a_float_sum_starts_at_rank_0(comm: Communicator) -> None:
 
 # ---- errors
 def wrong_calls(comm: Communicator) -> None:
-    count = bad_calls.run(HostModule, comm)
+    count = bad_call_table.run(HostModule, comm)
     print(f"{count} wrong calls")
-    assert bad_calls.run_constructors(device=False) >= 15
+    assert bad_call_table.run_constructors(device=False) >= 15
     right(comm)
 
 

@@ -21,7 +21,7 @@ import ipcreduce
 from ipcreduce import Communicator, Graph, errors
 from ipcreduce.ipc import faults, wire
 from tests import worker
-from tests.sim import driver, streams
+from tests.sim import driver, machine_streams
 from tests.sim.scenarios.common import (
     LAST,
     RANK,
@@ -286,7 +286,7 @@ def closed_on_a_busy_device() -> None:
     works(comm)
     stream = cupy.cuda.Stream(non_blocking=True)
     if RANK == 0:
-        streams.submit(stream.ptr, over.wait)
+        machine_streams.submit(stream.ptr, over.wait)
     started = time.monotonic()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -342,7 +342,7 @@ def ended_on_a_busy_device() -> None:
             kept.append(comms[0].allreduce(mine()))
         comms[0].synchronize()
         kept.extend([*comms, graph, cupy.cuda.Stream(non_blocking=True)])
-        streams.submit(kept[-1].ptr, threading.Event().wait)
+        machine_streams.submit(kept[-1].ptr, threading.Event().wait)
 
 
 kept: list[Any] = []
@@ -384,7 +384,7 @@ def busy_where_others_meet() -> None:
         fault(comm)
         stream = cupy.cuda.Stream(non_blocking=True)
         if RANK == 0:
-            streams.submit(stream.ptr, over.wait)
+            machine_streams.submit(stream.ptr, over.wait)
         WORLD.Barrier()
         with raises(errors.PeerLostError, "GPU 0 is still busy" if RANK == 0 else "can only be closed"):
             works(comm)

@@ -74,7 +74,7 @@ DEVICE void store_packet_sys(u64 at, const Packet& p, bool active = true) {
   sim_touch();
   if (split_packets()) {  // the half with the mark first: who takes it for all, takes an old half
     __atomic_store_n((u64*)at + 1, (u64)p.word[3] << 32 | p.word[2], __ATOMIC_RELEASE);
-    sim_relax();
+    sim_make_way();
     __atomic_store_n((u64*)at, (u64)p.word[1] << 32 | p.word[0], __ATOMIC_RELEASE);
     return;
   }

@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 
 def run(main: Callable[[], object]) -> None:
@@ -26,6 +27,17 @@ def show() -> None:
     traceback.print_exc()
     sys.stderr.flush()
     time.sleep(0.3)
+
+
+def until_given_up(comm: Any) -> None:
+    """Stay away from a call until the other ranks have waited for it in vain, however slow they are.
+
+    :raises AssertionError: if they still wait after a minute.
+    """
+    deadline = time.monotonic() + 60
+    while not comm._engine.page.aborted:
+        assert time.monotonic() < deadline, "the other ranks have not given up waiting for this one"
+        time.sleep(0.001)
 
 
 def in_a_fork(check: Callable[[], object]) -> None:

@@ -25,6 +25,7 @@ from ipcreduce import (
     RankMismatchError,
 )
 from ipcreduce.ipc import faults as faults_module
+from tests import worker
 from tests.graphs.common import (
     LAST,
     RANK,
@@ -253,7 +254,7 @@ def rank_missing(comm: Any) -> None:
         with graph.record():
             result = brief.allreduce(source)
         if RANK == LAST:
-            time.sleep(4)
+            worker.until_given_up(brief)
         with raises(PeerTimeoutError, f"rank {LAST}", "replay of a graph"):
             graph.replay()
             brief.synchronize()
@@ -263,11 +264,11 @@ def rank_missing(comm: Any) -> None:
     for where in ("before", "within"):
         late = Graph(brief)
         if RANK == LAST and where == "before":
-            time.sleep(4)
+            worker.until_given_up(brief)
         with raises(PeerTimeoutError, f"rank {LAST} never came", "recording of a graph"), late.record():
             brief.allreduce(source)
             if RANK == LAST:
-                time.sleep(4)
+                worker.until_given_up(brief)
         assert late.state == ("empty" if RANK == LAST and where == "before" else "failed")
         works(brief)
     patience, faults_module._PATIENCE_SECONDS = faults_module._PATIENCE_SECONDS, 1.0

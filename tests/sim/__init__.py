@@ -55,4 +55,3 @@ def install() -> None:
     sys.meta_path.insert(0, _Substitutes())
     importlib.import_module("ipcreduce")
     gc.disable()  # machine_streams.py collects instead, and often
-    gc.freeze()

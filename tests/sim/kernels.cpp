@@ -5,7 +5,7 @@
 //     kernels late RANKS OPERATIONS PACKETS SEED SECONDS LIBRARY...     it comes when the others have given up: no wrong value
 //     kernels verify RANKS ROUNDS PACKETS SEED SECONDS LIBRARY          the start-up check
 //
-// SECONDS is the deadline of a wait; three times as much, and it is a hang.
+// SECONDS is the deadline of a wait. It is a hang if no rank ends an operation for three times as long.
 // A library is a build of one kernel (compiler.py), called after what is in it. The exit code says what was found.
 #include <dlfcn.h>
 #include <runtime.h>
@@ -63,7 +63,8 @@ struct Rank {
 static std::vector<Rank> world;
 static size_t half_bytes;
 static u32 abort_word;
-static std::atomic<int> finished;  // ranks; for the hang alarm only
+// Since all ranks began: ranks that are done, and operations, for the hang alarm.
+static std::atomic<int> finished, ended;
 
 static void reset() {  // as Engine.reset does, when every kernel has ended
   for (Rank& rank : world) {
@@ -214,6 +215,7 @@ template <class T> u64 run(u64 number, int rank, const Operation& op, Expected w
   args.timeout_ns = deadline;
   args.in = (u64)source, args.out = (u64)target, args.bytes = bytes;
   sim_run(op.library->run, &args, op.grid, op.block, rank, ranks, true);
+  ++ended;
 
   const auto where = op.library->kernel + " " + op.library->dtype;
   const std::vector<u8>& written = op.in_place ? in : out;
@@ -251,20 +253,22 @@ static u64 run(u64 number, int rank, Expected wanted = kRight, u64 deadline = ti
   return typed(op.library->dtype, [&](auto zero) { return run<decltype(zero)>(number, rank, op, wanted, deadline); });
 }
 
-// f(rank) on every rank at once. It is a hang if that takes too long.
+// f(rank) on every rank at once.
 template <class F> void on_all_ranks(F f) {
   std::vector<std::thread> threads;
   finished = 0;
+  ended = 0;
   for (int rank = 0; rank < ranks; ++rank) {
     threads.emplace_back([=] {
       f(rank);
       ++finished;
     });
   }
-  const auto alarm = std::chrono::steady_clock::now() + std::chrono::nanoseconds(3 * timeout_ns);
-  while (finished < ranks) {
-    if (std::chrono::steady_clock::now() > alarm) found(kHang, "hangs");
-    usleep(1000);
+  int seen = -1;
+  for (auto since = std::chrono::steady_clock::now(); finished < ranks; usleep(1000)) {
+    const auto now = std::chrono::steady_clock::now();
+    if (seen != ended) seen = ended, since = now;
+    if (now - since > std::chrono::nanoseconds(3 * timeout_ns)) found(kHang, "hangs");
   }
   for (auto& thread : threads) thread.join();
 }
@@ -326,7 +330,7 @@ static void late() {
   for (int number = 0; number + kQueued <= operations; number += kQueued) {
     make_arrays(operations);
     on_all_ranks([=](int rank) {
-      if (rank == ranks - 1) usleep(300'000);
+      while (rank == ranks - 1 && finished < ranks - 1) usleep(1000);
       for (int i = 0; i < kQueued; ++i) run(number + i, rank, rank == ranks - 1 ? kEither : kPoisoned, 60'000'000);
     });
     reset();

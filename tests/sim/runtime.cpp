@@ -54,7 +54,8 @@ constexpr size_t kGuarded = 2048;  // fibers of a grid
 constexpr uint32_t kWarp = 32;
 // Rounds in which all fibers poll: first the OS thread yields, then it sleeps, from the shortest time to the longest.
 constexpr int kYields = 4;
-constexpr long kShortestSleep = 10'000, kLongestSleep = 160'000;  // nanoseconds
+constexpr long kShortestSleep = 10'000, kLongestSleep = 40'000;  // nanoseconds
+constexpr uint32_t kStepsBetweenSleeps = 61;                     // prime, so that each thread of a block has its turn
 
 // Threads that meet: those of a block at __syncthreads, those of a warp at a vote.
 struct Meeting {
@@ -93,6 +94,11 @@ void fatal(const char* what) {
   std::fprintf(stderr, "simulated GPU, rank %d, block %u, thread %u: %s\n", kRank, self ? self->thread.block : 0,
                self ? self->thread.thread : 0, what);
   std::abort();
+}
+
+void sleep_for(long nanoseconds) {
+  const timespec pause = {0, nanoseconds};
+  nanosleep(&pause, nullptr);
 }
 
 uint32_t random_bits() {  // xorshift64*
@@ -205,7 +211,7 @@ void sim_run(void (*kernel)(const void*), const void* args, uint32_t blocks, uin
   release(&grid->begin);
 
   int idle_rounds = 0;
-  timespec pause = {0, kShortestSleep};
+  long pause = kShortestSleep;
   for (uint32_t done = 0; done < count;) {
     bool progress = false, stuck = true;
     for (uint32_t i = 0; i < count; ++i) {
@@ -222,12 +228,12 @@ void sim_run(void (*kernel)(const void*), const void* args, uint32_t blocks, uin
     if (stuck) fatal("threads wait for others that have returned");
     if (progress) {
       idle_rounds = 0;
-      pause.tv_nsec = kShortestSleep;
+      pause = kShortestSleep;
     } else if (++idle_rounds <= kYields) {
       sched_yield();
-    } else {  // a late rank: leave the processor to it
-      nanosleep(&pause, nullptr);
-      pause.tv_nsec = std::min(2 * pause.tv_nsec, kLongestSleep);
+    } else if (idle_rounds % 2) {  // a poll takes two rounds, with its vote
+      sleep_for(pause);
+      pause = std::min(2 * pause, kLongestSleep);
     }
   }
   self = nullptr;
@@ -248,8 +254,10 @@ void sim_relax() {
   leave();
 }
 void sim_make_way() {
+  thread_local uint32_t calls;
   self->polls = false;
   leave();
+  if (++calls % kStepsBetweenSleeps == 0) sleep_for(4 * kLongestSleep);  // ranks that sleep between polls see it too
 }
 void sim_await_predecessor() { self->before_predecessor = false; }
 void sim_touch() {

@@ -253,22 +253,23 @@ def rank_missing(comm: Any) -> None:
     with Graph(brief) as graph:
         with graph.record():
             result = brief.allreduce(source)
-        if RANK == LAST:
-            worker.until_given_up(brief)
+        worker.await_others(WORLD)
         with raises(PeerTimeoutError, f"rank {LAST}", "replay of a graph"):
             graph.replay()
             brief.synchronize()
+        worker.let_last_go(WORLD)
         graph.replay()
         right(result)
         brief.synchronize()
     for where in ("before", "within"):
         late = Graph(brief)
-        if RANK == LAST and where == "before":
-            worker.until_given_up(brief)
+        if where == "before":
+            worker.await_others(WORLD)
         with raises(PeerTimeoutError, f"rank {LAST} never came", "recording of a graph"), late.record():
             brief.allreduce(source)
-            if RANK == LAST:
-                worker.until_given_up(brief)
+            if where == "within":
+                worker.await_others(WORLD)
+        worker.let_last_go(WORLD)
         assert late.state == ("empty" if RANK == LAST and where == "before" else "failed")
         works(brief)
     patience, faults_module._PATIENCE_SECONDS = faults_module._PATIENCE_SECONDS, 1.0

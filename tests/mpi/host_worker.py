@@ -15,8 +15,7 @@ import time
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -159,17 +158,6 @@ def a_float_sum_starts_at_rank_0(comm: Communicator) -> None:
 
 
 # ---- errors
-@contextmanager
-def last_rank_behind_the_others() -> Iterator[None]:
-    """The last rank enters the block when all others have left it."""
-    if RANK == LAST:
-        for rank in range(LAST):
-            WORLD.recv(source=rank)
-    yield
-    if RANK != LAST:
-        WORLD.send(None, LAST)
-
-
 def wrong_calls(comm: Communicator) -> None:
     count = bad_call_table.run(HostModule, comm)
     print(f"{count} wrong calls")
@@ -182,10 +170,11 @@ def late(comm: Communicator) -> None:
     with Communicator(timeout=2.0) as brief:
         right(brief)
         WORLD.Barrier()
-        with last_rank_behind_the_others():
-            started = time.monotonic()
-            raises(PeerTimeoutError, f"rank {RANK}, call 2: expected all {SIZE} ranks at", lambda: right(brief))
-            assert time.monotonic() - started > 1.9
+        worker.await_others(WORLD)
+        started = time.monotonic()
+        raises(PeerTimeoutError, f"rank {RANK}, call 2: expected all {SIZE} ranks at", lambda: right(brief))
+        assert time.monotonic() - started > 1.9
+        worker.let_last_go(WORLD)
         started = time.monotonic()
         raises(PeerLostError, "can only be closed", lambda: right(brief))
         raises(PeerLostError, "can only be closed", brief.synchronize)
@@ -209,14 +198,15 @@ def memory_outlives_a_wait(comm: Communicator) -> None:
     brief = Communicator(timeout=1.0)
     wire.np = types.SimpleNamespace(**{**vars(np), "zeros": zeros})
     WORLD.Barrier()
-    with last_rank_behind_the_others():
-        raises(PeerTimeoutError, "in time", lambda: right(brief))
-        wire.np = np
-        if RANK != LAST:  # what it received with; the last rank gave up in the next step, with the data
-            _sent, received = buffers
-            brief.close()
-            gc.collect()
-            assert received() is not None, f"rank {RANK}: freed"
+    worker.await_others(WORLD)
+    raises(PeerTimeoutError, "in time", lambda: right(brief))
+    wire.np = np
+    if RANK != LAST:  # what it received with; the last rank gave up in the next step, with the data
+        _sent, received = buffers
+        brief.close()
+        gc.collect()
+        assert received() is not None, f"rank {RANK}: freed"
+    worker.let_last_go(WORLD)
     WORLD.Barrier()
     brief.close()
     right(comm)

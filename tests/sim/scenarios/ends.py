@@ -145,10 +145,10 @@ def synchronous() -> None:
                 comm.allreduce(mine())
         works(comm)
         WORLD.Barrier()
-        if RANK == LAST:
-            worker.until_given_up(comm)
+        worker.await_others(WORLD)
         with raises(errors.PeerTimeoutError, f"rank {LAST} never came"):
             comm.allreduce(mine())
+        worker.let_last_go(WORLD)
         works(comm)
 
 

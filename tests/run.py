@@ -118,6 +118,13 @@ def left_out(python: str) -> dict[str, str]:
     return reasons
 
 
+def workers(python: str) -> list[str]:
+    """pytest's options for two tests at a time: many only wait. One where there are GPUs, which two would share."""
+    if machine.cuda()[0] or run(python, "-c", "import xdist", check=False, stderr=subprocess.DEVNULL):
+        return []
+    return ["-n", "2", "--dist", "worksteal"]
+
+
 def test_cuda12(python: str) -> int:
     """The tiers that use CUDA, with that of 12.9: not the one of NumPy arrays."""
     left_out(python)
@@ -125,16 +132,16 @@ def test_cuda12(python: str) -> int:
     print("CUDA bindings {}, NVRTC {}".format(*found), flush=True)
     if not all(version.startswith("12.") for version in found):
         sys.exit("expected those of CUDA 12: leave out VENV=, or install the extra test-cuda12 and no other NVRTC")
-    return run(python, "-m", "pytest", "-m", "not mpi", check=False)
+    return run(python, "-m", "pytest", *workers(python), "-m", "not mpi", check=False)
 
 
 def test(python: str) -> int:
     probe = "import coverage; assert coverage.version_info >= (7, 10)"
     if left_out(python).keys() - {"gpu"} or run(python, "-c", probe, check=False, stderr=subprocess.DEVNULL):
-        return run(python, "-m", "pytest", check=False)
+        return run(python, "-m", "pytest", *workers(python), check=False)
     coverage = [python, "-m", "coverage"]
     run(*coverage, "erase")
-    status = run(*coverage, "run", "-m", "pytest", check=False)
+    status = run(*coverage, "run", "-m", "pytest", *workers(python), check=False)
     run(*coverage, "combine", "--quiet")
     for left in Path().glob(".coverage.*"):  # of a process that was killed while it wrote
         left.unlink()

@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 
 def run(main: Callable[[], object]) -> None:
@@ -26,6 +27,19 @@ def show() -> None:
     traceback.print_exc()
     sys.stderr.flush()
     time.sleep(0.3)
+
+
+def await_others(world: Any) -> None:
+    """On the last rank: wait until every other rank has called :func:`let_last_go`, however slow it is."""
+    if world.rank == world.size - 1:
+        for rank in range(world.size - 1):
+            world.recv(source=rank)
+
+
+def let_last_go(world: Any) -> None:
+    """On every other rank: let the last one out of :func:`await_others`."""
+    if world.rank != world.size - 1:
+        world.send(None, world.size - 1)
 
 
 def in_a_fork(check: Callable[[], object]) -> None:

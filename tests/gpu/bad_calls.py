@@ -1,4 +1,4 @@
-"""The table of wrong calls on GPUs: ``mpirun -n 2 python tests/gpu/bad_calls.py`` (see tests/bad_calls.py)."""
+"""The table of wrong calls on GPUs: ``mpirun -n 2 python tests/gpu/bad_calls.py`` (see tests/bad_call_table.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import cupy
 from mpi4py import MPI
 
 import ipcreduce
-from tests import bad_calls, worker
+from tests import bad_call_table, worker
 from tests.gpu import cupy_module
 
 
@@ -14,7 +14,7 @@ def main() -> None:
     cupy.cuda.Device(MPI.COMM_WORLD.rank % cupy.cuda.runtime.getDeviceCount()).use()
     with ipcreduce.Communicator(timeout=30) as comm:
         assert comm.backend == "ipc", comm.describe()
-        count = bad_calls.run(cupy_module, comm) + bad_calls.run_constructors(device=True)
+        count = bad_call_table.run(cupy_module, comm) + bad_call_table.run_constructors(device=True)
     if MPI.COMM_WORLD.rank == 0:
         print(f"{count} wrong calls, each refused as it should be", flush=True)
 

@@ -36,7 +36,7 @@ def right(array: Any, factor: int = 1) -> None:
     assert (values == TOTAL * factor).all(), f"rank {RANK}: {values} where {TOTAL * factor} was due"
 
 
-def streams(comm: Any) -> None:
+def calls_on_several_streams(comm: Any) -> None:
     """Calls on several streams are ordered; streams may be dropped right after; every form of stream= works."""
     raw, ready = cupy.cuda.Stream(non_blocking=True), mine()
     cupy.cuda.Device().synchronize()
@@ -453,9 +453,9 @@ def refused(comm: Any, call: Callable[[], Any], words: str) -> None:
 
 
 SCENARIOS = [
-    streams, foreign_capture, programmatic_edges, destroyed_streams, captured_meanwhile, threads, interfaces,
-    torch_capture, torch_streams, communicators, host_arrays, nan_bits, late_and_recover, late_on_the_device,
-    refused_right_behind, abort_is_quick, epoch_wrap,
+    calls_on_several_streams, foreign_capture, programmatic_edges, destroyed_streams, captured_meanwhile, threads,
+    interfaces, torch_capture, torch_streams, communicators, host_arrays, nan_bits, late_and_recover,
+    late_on_the_device, refused_right_behind, abort_is_quick, epoch_wrap,
 ]  # fmt: skip
 
 

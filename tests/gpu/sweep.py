@@ -1,4 +1,4 @@
-"""The sweep on GPUs: ``mpirun -n 4 python tests/gpu/sweep.py --cases 2000 --json FILE`` (see tests/sweep.py)."""
+"""The sweep on GPUs: ``mpirun -n 4 python tests/gpu/sweep.py --cases 2000 --json FILE`` (see tests/sweep_cases.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 import ipcreduce
 from ipcreduce.bench import report
-from tests import sweep, worker
+from tests import sweep_cases, worker
 from tests.gpu import cupy_module
 
 
@@ -36,7 +36,9 @@ def main() -> None:
     if options.tight:
         cupy.cuda.set_allocator(None)  # no pool, which would give more than was asked for
     started, sizes = time.time(), (options.smallest, options.largest)
-    result = sweep.run(cupy_module, communicators, options.seed, options.cases, sizes, options.late, options.tight)
+    result = sweep_cases.run(
+        cupy_module, communicators, options.seed, options.cases, sizes, options.late, options.tight
+    )
     for comm in communicators.values():
         comm.synchronize()
         comm.close()

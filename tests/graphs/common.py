@@ -17,7 +17,7 @@ from ipcreduce import Graph
 from tests.graphs import SIM
 
 if SIM:
-    from tests.sim import driver, streams
+    from tests.sim import driver, machine_streams
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -119,7 +119,7 @@ def given_back(comm: Any, before: tuple[dict[str, int], int]) -> None:
 def keep_busy(stream: Any) -> None:
     """For longer than a recording takes."""
     if SIM:
-        streams.submit(stream.ptr, lambda: time.sleep(0.05))
+        machine_streams.submit(stream.ptr, lambda: time.sleep(0.05))
     else:
         with stream:
             large = cupy.zeros(1 << 24, np.float32)

@@ -25,6 +25,7 @@ from ipcreduce import (
     RankMismatchError,
 )
 from ipcreduce.coordination import calls as faults_module
+from tests import worker
 from tests.graphs.common import (
     LAST,
     RANK,
@@ -252,22 +253,23 @@ def rank_missing(comm: Any) -> None:
     with Graph(brief) as graph:
         with graph.record():
             result = brief.allreduce(source)
-        if RANK == LAST:
-            time.sleep(4)
+        worker.await_others(WORLD)
         with raises(PeerTimeoutError, f"rank {LAST}", "replay of a graph"):
             graph.replay()
             brief.synchronize()
+        worker.let_last_go(WORLD)
         graph.replay()
         right(result)
         brief.synchronize()
     for where in ("before", "within"):
         late = Graph(brief)
-        if RANK == LAST and where == "before":
-            time.sleep(4)
+        if where == "before":
+            worker.await_others(WORLD)
         with raises(PeerTimeoutError, f"rank {LAST} never came", "recording of a graph"), late.record():
             brief.allreduce(source)
-            if RANK == LAST:
-                time.sleep(4)
+            if where == "within":
+                worker.await_others(WORLD)
+        worker.let_last_go(WORLD)
         assert late.state == ("empty" if RANK == LAST and where == "before" else "failed")
         works(brief)
     patience, faults_module._PATIENCE_SECONDS = faults_module._PATIENCE_SECONDS, 1.0

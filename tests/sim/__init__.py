@@ -54,5 +54,4 @@ def install() -> None:
             raise RuntimeError(f"{name} is imported already: call tests.sim.install() first")
     sys.meta_path.insert(0, _Substitutes())
     importlib.import_module("ipcreduce")
-    gc.disable()  # streams.py collects instead, and often
-    gc.freeze()
+    gc.disable()  # machine_streams.py collects instead, and often

@@ -5,6 +5,7 @@ Rank and world size are run-time values there, so one build serves all; they tra
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import json
@@ -54,12 +55,17 @@ def cache_directory() -> Path:
 def gxx(
     output: Path, sources: Iterable[Path | str], *flags: str, include: Path = INCLUDE, kernels: Path = KERNELS
 ) -> Path:
-    """Builds ``output``, unless it is there. Several processes may do the same at once.
+    """Builds ``output``, unless it is there. If several processes want it at once, one builds and the others wait.
 
     :raises IpcReduceError: if it does not compile; the message is the compiler's.
     """
-    if not output.exists():
-        partial = output.with_name(f"{output.name}.{os.getpid()}")
+    if output.exists():
+        return output
+    with output.with_name(f"{output.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or the process ends
+        if output.exists():
+            return output
+        partial = output.with_name(f"{output.name}.partial")
         command = [
             *shlex.split(os.environ.get("CXX", "g++")),
             *("-std=c++17", "-O2", "-fPIC", "-pthread", "-fno-strict-aliasing", "-ffp-contract=off"),

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ipcreduce.errors import CudaError
-from tests.sim import driver, graph, machine, pools, streams
+from tests.sim import driver, graph, machine, machine_streams, pools
 
 __version__ = "0 (simulated)"
 
@@ -58,7 +58,7 @@ class Device:
 
     def synchronize(self) -> None:
         with self:
-            streams.synchronize_context()
+            machine_streams.synchronize_context()
 
     def __enter__(self) -> Device:
         self._previous = _device()
@@ -70,16 +70,16 @@ class Device:
 
 # ---- streams and events
 class Graph:
-    def __init__(self, nodes: streams.Nodes) -> None:
-        self._nodes, self._executable = nodes, streams.in_some_order(nodes)
+    def __init__(self, nodes: machine_streams.Nodes) -> None:
+        self._nodes, self._executable = nodes, machine_streams.in_some_order(nodes)
 
     @property
-    def nodes(self) -> list[streams.Node]:
+    def nodes(self) -> list[machine_streams.Node]:
         """Those that work, each after those that it follows, directly or through nodes of events."""
-        return streams.without_events(self._nodes)
+        return machine_streams.without_events(self._nodes)
 
     def launch(self, stream: Stream | None = None) -> None:
-        streams.launch(self._executable, (stream or get_current_stream()).ptr)
+        machine_streams.launch(self._executable, (stream or get_current_stream()).ptr)
 
 
 @contextmanager
@@ -111,7 +111,7 @@ class ExternalStream:
 
     def synchronize(self) -> None:
         with _its_errors():
-            streams.synchronize(self.ptr)
+            machine_streams.synchronize(self.ptr)
 
     def record(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -120,22 +120,22 @@ class ExternalStream:
 
     def wait_event(self, event: Event) -> None:
         with _its_errors():
-            streams.wait_event(self.ptr, event.ptr)
+            machine_streams.wait_event(self.ptr, event.ptr)
 
     def is_capturing(self) -> bool:
         with _its_errors():
-            return streams.capture_id(self.ptr) != 0
+            return machine_streams.capture_id(self.ptr) != 0
 
     def launch_host_func(self, callback: Callable[[Any], None], arg: Any) -> None:
-        streams.submit(self.ptr, lambda: callback(arg))
+        machine_streams.submit(self.ptr, lambda: callback(arg))
 
     def begin_capture(self, mode: str = "relaxed") -> None:
         """``mode`` is a word here: "relaxed", "global", "thread_local"."""
-        streams.begin_capture(self.ptr, mode)
+        machine_streams.begin_capture(self.ptr, mode)
 
     def end_capture(self) -> Graph:
         with _its_errors():
-            return Graph(streams.end_capture(self.ptr))
+            return Graph(machine_streams.end_capture(self.ptr))
 
 
 class Stream(ExternalStream):
@@ -147,7 +147,7 @@ class Stream(ExternalStream):
     def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False) -> None:
         _require_context()
         self._own = not (null or ptds)
-        super().__init__(streams.create(not non_blocking) if self._own else 2 if ptds else 0, _device())
+        super().__init__(machine_streams.create(not non_blocking) if self._own else 2 if ptds else 0, _device())
 
     @classmethod
     def from_external(cls, stream: Any) -> Stream:
@@ -157,7 +157,7 @@ class Stream(ExternalStream):
 
     def __del__(self) -> None:
         if getattr(self, "_own", False):
-            streams.destroy(self.ptr)
+            machine_streams.destroy(self.ptr)
 
 
 Stream.null, Stream.ptds = ExternalStream(0), ExternalStream(2)
@@ -166,14 +166,14 @@ Stream.null, Stream.ptds = ExternalStream(0), ExternalStream(2)
 class Event:
     def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
         _require_context()
-        self.ptr, self.seconds, self._timed = streams.create_event(), 0.0, not disable_timing
-        weakref.finalize(self, streams.drop_event, self.ptr)
+        self.ptr, self.seconds, self._timed = machine_streams.create_event(), 0.0, not disable_timing
+        weakref.finalize(self, machine_streams.drop_event, self.ptr)
 
     def record(self, stream: ExternalStream | None = None) -> None:
         handle = (stream or get_current_stream()).ptr
-        if self._timed and not streams.capture_id(handle):
-            streams.submit(handle, lambda: setattr(self, "seconds", time.perf_counter()))
-        streams.record_event(self.ptr, handle)
+        if self._timed and not machine_streams.capture_id(handle):
+            machine_streams.submit(handle, lambda: setattr(self, "seconds", time.perf_counter()))
+        machine_streams.record_event(self.ptr, handle)
 
 
 def get_elapsed_time(start: Event, end: Event) -> float:
@@ -211,7 +211,7 @@ class Memory:
             Memory.used += self.size
 
     def _new(self) -> int:
-        streams.refuse_while_capturing()
+        machine_streams.refuse_while_capturing()
         try:
             return machine.allocate(self.size)
         except machine.Fault as fault:
@@ -258,7 +258,7 @@ def _allocate(nbytes: int) -> MemoryPointer:
 
 def free_all_blocks() -> None:
     """Gives the pool's free blocks back to the driver, which waits for what runs; a capture does not mind."""
-    streams.wait_for_all()
+    machine_streams.wait_for_all()
     for blocks in _free.values():
         while blocks:
             machine.free(blocks.pop())
@@ -440,9 +440,9 @@ class ndarray:
 def _on_stream(work: Callable[[], Any], *used: object) -> None:
     """``used`` lives until the work is done; but in a capture nothing is kept: nodes know only addresses."""
     _require_context()
-    streams.collect()
+    machine_streams.collect()
     stream = get_current_stream().ptr
-    streams.submit(stream, work if streams.capture_id(stream) else lambda: (work(), used))
+    machine_streams.submit(stream, work if machine_streams.capture_id(stream) else lambda: (work(), used))
 
 
 def from_dlpack(array: Any) -> ndarray:
@@ -524,17 +524,17 @@ class _Runtime:
     @staticmethod
     def eventRecord(event: int, stream: int) -> None:
         with _its_errors():
-            streams.record_event(event, stream)
+            machine_streams.record_event(event, stream)
 
     @staticmethod
     def streamWaitEvent(stream: int, event: int, flags: int = 0) -> None:
         with _its_errors():
-            streams.wait_event(stream, event)
+            machine_streams.wait_event(stream, event)
 
     @staticmethod
     def streamIsCapturing(stream: int) -> bool:
         with _its_errors():
-            return streams.capture_id(stream) != 0
+            return machine_streams.capture_id(stream) != 0
 
     @staticmethod
     def graphLaunch(executable: int, stream: int) -> None:

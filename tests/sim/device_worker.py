@@ -20,7 +20,7 @@ import cupy  # noqa: E402
 
 from ipcreduce.cuda import compiler  # noqa: E402
 from ipcreduce.errors import CudaError, UnsupportedError  # noqa: E402
-from tests.sim import driver, driver_streams, machine, streams  # noqa: E402
+from tests.sim import driver, driver_streams, machine, machine_streams  # noqa: E402
 
 
 def code(call: Callable[..., Any], *args: Any) -> int:
@@ -177,14 +177,14 @@ def order() -> None:
     gate = threading.Event()
     first, second, apart = (cupy.cuda.Stream(non_blocking=free) for free in (False, False, True))
     event = driver_streams.create_event()
-    streams.submit(first.ptr, gate.wait)
-    streams.submit(first.ptr, lambda: seen.append("first"))
+    machine_streams.submit(first.ptr, gate.wait)
+    machine_streams.submit(first.ptr, lambda: seen.append("first"))
     driver_streams.record_event(event, first.ptr)
     driver_streams.wait_event(second.ptr, event)
-    streams.submit(second.ptr, lambda: seen.append("second"))
-    streams.submit(0, lambda: seen.append("legacy"))
-    streams.submit(first.ptr, lambda: seen.append("after legacy"))
-    streams.submit(apart.ptr, lambda: seen.append("apart"))
+    machine_streams.submit(second.ptr, lambda: seen.append("second"))
+    machine_streams.submit(0, lambda: seen.append("legacy"))
+    machine_streams.submit(first.ptr, lambda: seen.append("after legacy"))
+    machine_streams.submit(apart.ptr, lambda: seen.append("apart"))
     driver_streams.synchronize_stream(apart.ptr)
     assert seen == ["apart"]
     gate.set()
@@ -225,7 +225,7 @@ def captures() -> None:
     def fork() -> None:
         event.record(stream)
         side.wait_event(event)
-        streams.submit(side.ptr, lambda: None)
+        machine_streams.submit(side.ptr, lambda: None)
 
     def outside() -> None:
         event.record(side)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ipcreduce.errors import CudaError, UnsupportedError
-from tests.sim import compiler, machine, streams
+from tests.sim import compiler, machine, machine_streams
 from tests.sim.machine import ERRORS, Fault
 
 IPC_HANDLE_BYTES = machine.HANDLE_BYTES
@@ -72,7 +72,7 @@ def api(name: str) -> Callable[[_F], _F]:
             global _calls
             if not machine.gpus():
                 raise UnsupportedError("the NVIDIA driver does not start (cuInit gave 100): is a GPU visible?")
-            streams.collect()
+            machine_streams.collect()
             _calls += 1
             try:
                 if _calls == _fault_at:
@@ -155,14 +155,14 @@ def synchronize() -> None:
 @contextmanager
 def relaxed() -> Iterator[None]:
     """cuThreadExchangeStreamCaptureMode, which cannot fail."""
-    with streams.relaxed():
+    with machine_streams.relaxed():
         yield
 
 
 # ---- memory
 @api("cuMemAlloc")
 def allocate(nbytes: int) -> int:
-    streams.refuse_while_capturing()
+    machine_streams.refuse_while_capturing()
     address = machine.allocate(nbytes)
     alive["allocations"] += 1
     return address
@@ -171,8 +171,8 @@ def allocate(nbytes: int) -> int:
 @api("cuMemFree")
 def free(address: int) -> None:
     """Waits for everything in the context, as the driver does."""
-    streams.refuse_while_capturing()
-    streams.wait_for_all()
+    machine_streams.refuse_while_capturing()
+    machine_streams.wait_for_all()
     machine.free(address)
     alive["allocations"] -= 1
 
@@ -180,24 +180,24 @@ def free(address: int) -> None:
 @api("cuMemsetD8Async")
 def fill(address: int, byte: int, nbytes: int) -> None:
     machine.block_at(address, nbytes)
-    stream = streams.create(blocking=False)
-    streams.submit(stream, lambda: ctypes.memset(address, byte, nbytes))
-    streams.synchronize(stream)
-    streams.destroy(stream)
+    stream = machine_streams.create(blocking=False)
+    machine_streams.submit(stream, lambda: ctypes.memset(address, byte, nbytes))
+    machine_streams.synchronize(stream)
+    machine_streams.destroy(stream)
 
 
 @api("cuMemcpyHtoD")
 def copy_to_device(address: int, data: np.ndarray) -> None:
     machine.block_at(address, data.nbytes)
-    streams.submit(0, lambda: ctypes.memmove(address, data.ctypes.data, data.nbytes))
-    streams.synchronize(0)
+    machine_streams.submit(0, lambda: ctypes.memmove(address, data.ctypes.data, data.nbytes))
+    machine_streams.synchronize(0)
 
 
 @api("cuMemcpyDtoH")
 def copy_to_host(data: np.ndarray, address: int) -> None:
     machine.block_at(address, data.nbytes)
-    streams.submit(0, lambda: ctypes.memmove(data.ctypes.data, address, data.nbytes))
-    streams.synchronize(0)
+    machine_streams.submit(0, lambda: ctypes.memmove(data.ctypes.data, address, data.nbytes))
+    machine_streams.synchronize(0)
 
 
 @api("cuIpcGetMemHandle")
@@ -220,7 +220,7 @@ def allocation_bytes(address: int) -> int:
 @api("cuIpcCloseMemHandle")
 def close_memory(address: int) -> None:
     """Waits for everything in the context, as the driver does."""
-    streams.wait_for_all()
+    machine_streams.wait_for_all()
     machine.close_handle(address)
     alive["mappings"] -= 1
 
@@ -242,8 +242,8 @@ def register_host(address: int, nbytes: int) -> int:
 
 @api("cuMemHostUnregister")
 def unregister_host(address: int) -> None:
-    streams.refuse_while_capturing()
-    streams.wait_for_all()
+    machine_streams.refuse_while_capturing()
+    machine_streams.wait_for_all()
     if _registered.pop(address, None) is None:
         raise Fault(713)
     alive["registered host ranges"] -= 1
@@ -296,7 +296,7 @@ def load_module(cubin: bytes) -> int:
 
 @api("cuModuleUnload")
 def unload_module(module: int) -> None:
-    streams.refuse_while_capturing()
+    machine_streams.refuse_while_capturing()
     if _modules.pop(module, None) is None:
         raise Fault(400)
     alive["modules"] -= 1
@@ -328,9 +328,9 @@ class Launch:
     @api("cuLaunchKernelEx")
     def run(self, stream: int) -> None:
         kernel = self._kernel
-        if kernel.context is not streams.find(stream).context:
+        if kernel.context is not machine_streams.find(stream).context:
             raise Fault(400)
-        streams.submit(stream, self.work())
+        machine_streams.submit(stream, self.work())
 
     def work(self) -> Callable[[], None]:
         """What a stream has to do, with the present arguments."""

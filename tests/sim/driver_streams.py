@@ -8,32 +8,33 @@ from contextlib import suppress
 
 from ipcreduce.errors import CudaError
 
-from . import streams
+from . import machine_streams
 from .driver import alive, api
 from .machine import Fault
 
-graphs: dict[int, streams.Nodes] = {}
-capturing: weakref.WeakValueDictionary[int, streams.Nodes] = weakref.WeakValueDictionary()  # by the capture's id
-captured_nodes: dict[int, streams.Node] = {}  # by handle
+graphs: dict[int, machine_streams.Nodes] = {}
+# By the capture's id.
+capturing: weakref.WeakValueDictionary[int, machine_streams.Nodes] = weakref.WeakValueDictionary()
+captured_nodes: dict[int, machine_streams.Node] = {}  # by handle
 _handles = itertools.count(0x61000000, 0x40)
 
 
 @api("cuStreamCreate")
 def create_stream() -> int:
-    stream = streams.create(blocking=False)
+    stream = machine_streams.create(blocking=False)
     alive["streams"] += 1
     return stream
 
 
 @api("cuStreamDestroy")
 def destroy_stream(stream: int) -> None:
-    streams.destroy(stream)
+    machine_streams.destroy(stream)
     alive["streams"] -= 1
 
 
 @api("cuStreamBeginCapture")
 def begin_capture(stream: int) -> None:
-    streams.begin_capture(stream, "relaxed")
+    machine_streams.begin_capture(stream, "relaxed")
 
 
 def end_capture(stream: int) -> int:
@@ -42,13 +43,13 @@ def end_capture(stream: int) -> int:
         return _end_capture(stream)
     except CudaError:
         with suppress(Fault):
-            streams.end_capture(stream)
+            machine_streams.end_capture(stream)
         raise
 
 
 @api("cuStreamEndCapture")
 def _end_capture(stream: int) -> int:
-    nodes = streams.end_capture(stream)
+    nodes = machine_streams.end_capture(stream)
     handle = next(_handles)
     graphs[handle] = nodes
     alive["graphs"] += 1
@@ -57,50 +58,50 @@ def _end_capture(stream: int) -> int:
 
 @api("cuEventCreate")
 def create_event() -> int:
-    event = streams.create_event()
+    event = machine_streams.create_event()
     alive["events"] += 1
     return event
 
 
 @api("cuEventDestroy")
 def destroy_event(event: int) -> None:
-    streams.destroy_event(event)
+    machine_streams.destroy_event(event)
     alive["events"] -= 1
 
 
 @api("cuEventRecord")
 def record_event(event: int, stream: int) -> None:
-    streams.record_event(event, stream)
+    machine_streams.record_event(event, stream)
 
 
 @api("cuStreamWaitEvent")
 def wait_event(stream: int, event: int) -> None:
-    streams.wait_event(stream, event)
+    machine_streams.wait_event(stream, event)
 
 
 @api("cuStreamSynchronize")
 def synchronize_stream(stream: int) -> None:
-    streams.synchronize(stream)
+    machine_streams.synchronize(stream)
 
 
 @api("cuStreamQuery")
 def is_idle(stream: int) -> bool:
-    return streams.is_idle(stream)
+    return machine_streams.is_idle(stream)
 
 
 @api("cuEventSynchronize")
 def synchronize_event(event: int) -> None:
-    streams.synchronize_event(event)
+    machine_streams.synchronize_event(event)
 
 
 @api("cuEventQuery")
 def is_over(event: int) -> bool:
-    return streams.is_over(event)
+    return machine_streams.is_over(event)
 
 
 @api("cuStreamGetCaptureInfo")
 def capture_nodes(stream: int) -> tuple[int, ...]:
-    found = streams.find(stream)
+    found = machine_streams.find(stream)
     nodes = [found.capture.nodes[index] for index in sorted(found.frontier)] if found.capture is not None else []
     captured_nodes.update((id(node), node) for node in nodes)
     return tuple(map(id, nodes))
@@ -108,12 +109,12 @@ def capture_nodes(stream: int) -> tuple[int, ...]:
 
 @api("cuStreamGetCaptureInfo")
 def capture_id(stream: int) -> int:
-    return streams.capture_id(stream)
+    return machine_streams.capture_id(stream)
 
 
 @api("cuStreamGetCaptureInfo")
 def captured_graph(stream: int) -> int:
-    capture = streams.find(stream).capture
+    capture = machine_streams.find(stream).capture
     if capture is None:
         raise Fault(1)
     capturing[capture.identity] = capture.nodes
@@ -122,9 +123,9 @@ def captured_graph(stream: int) -> int:
 
 @api("cuStreamUpdateCaptureDependencies")
 def follow_nodes(stream: int, nodes: tuple[int, ...]) -> None:
-    streams.follow(stream, [captured_nodes[node] for node in nodes])
+    machine_streams.follow(stream, [captured_nodes[node] for node in nodes])
 
 
-def nodes_of(graph: int) -> streams.Nodes:
+def nodes_of(graph: int) -> machine_streams.Nodes:
     """Those of a graph, or of one that is being captured."""
     return graphs[graph] if graph >= 0 else capturing[-graph]

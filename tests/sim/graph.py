@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ipcreduce.errors import CudaError
 
-from . import pools, streams
+from . import machine_streams, pools
 from .driver import Launch, alive, api
 from .driver_streams import captured_nodes, graphs, nodes_of
 from .machine import Fault
@@ -19,20 +19,20 @@ def set_kernel(node: int, launch: Launch) -> None:
 
 
 _handles = itertools.count(1)
-_executables: dict[int, streams.Nodes] = {}
+_executables: dict[int, machine_streams.Nodes] = {}
 
 
 @api("cuGraphAddEventWaitNode")
 def add_event_wait(graph: int, event: int) -> int:
-    return _added(graph, streams.event_node(waits_for=event))
+    return _added(graph, machine_streams.event_node(waits_for=event))
 
 
 @api("cuGraphAddEventRecordNode")
 def add_event_record(graph: int, event: int) -> int:
-    return _added(graph, streams.event_node(records=event))
+    return _added(graph, machine_streams.event_node(records=event))
 
 
-def _added(graph: int, node: streams.Node) -> int:
+def _added(graph: int, node: machine_streams.Node) -> int:
     nodes_of(graph).append(node)
     captured_nodes[id(node)] = node
     return id(node)
@@ -52,14 +52,14 @@ class Executable:
 
     @api("cuGraphInstantiate")
     def __init__(self, graph: int) -> None:
-        nodes = streams.in_some_order(graphs[graph])
+        nodes = machine_streams.in_some_order(graphs[graph])
         self.handle = next(_handles)
         _executables[self.handle] = nodes
         alive["executables"] += 1
 
     @api("cuGraphExecDestroy")
     def destroy(self) -> None:
-        streams.refuse_while_capturing()
+        machine_streams.refuse_while_capturing()
         del _executables[self.handle]
         self.handle = 0
         alive["executables"] -= 1
@@ -69,7 +69,7 @@ class Executable:
 def _launch(executable: int, stream: int) -> None:
     if executable not in _executables:
         raise Fault(1)
-    streams.launch(_executables[executable], stream)
+    machine_streams.launch(_executables[executable], stream)
 
 
 def launch_through_the_runtime(executable: int, stream: int) -> None:
@@ -82,7 +82,7 @@ def launch_through_the_runtime(executable: int, stream: int) -> None:
 
 @api("cuGraphAddKernelNode")
 def executable_of(launch: Launch) -> Executable:
-    graphs[0] = streams.Nodes([streams.Node(launch.work(), frozenset())])
+    graphs[0] = machine_streams.Nodes([machine_streams.Node(launch.work(), frozenset())])
     try:
         return Executable(0)
     finally:

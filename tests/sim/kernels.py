@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,8 +87,9 @@ def run(
     sources: Sources = Sources(),  # noqa: B008 - immutable
 ) -> tuple[str, str]:
     """Run kernels.cpp. Returns the finding, one of FINDINGS, and the output."""
-    built = [
-        compiler.build_kernel(
+
+    def build(library: Library) -> Path:
+        return compiler.build_kernel(
             library.kernel,
             library.dtype,
             "sum",
@@ -97,8 +100,9 @@ def run(
             kernels=sources.kernels,
             include=sources.include,
         )
-        for library in libraries
-    ]
+
+    with ThreadPoolExecutor(os.cpu_count()) as compilers:
+        built = list(compilers.map(build, libraries))
     done = subprocess.run(
         [
             *(tsan_launcher() if tsan else ()),

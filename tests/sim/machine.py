@@ -121,7 +121,7 @@ class Context:
     handle: int
     retained: int = 0
     error: int = 0  # sticky: a kernel failed
-    streams: dict[Any, Any] = field(default_factory=dict)  # of streams.py
+    streams: dict[Any, Any] = field(default_factory=dict)  # of machine_streams.py
 
 
 lock = threading.RLock()

@@ -1,7 +1,8 @@
 // Runs a CUDA grid on one OS thread: each CUDA thread is a fiber, which yields at barriers, warp votes and polls.
 //
-// All blocks of a launch are resident at once. Fibers run in turn; when none of them makes progress, the OS thread
-// yields, so that other ranks run. Fibers and their stacks are kept for the next launch.
+// All blocks of a launch are resident at once. Fibers run in turn; when all of them poll, the OS thread yields and then
+// sleeps, so that other ranks run: there may be fewer processors than ranks. Fibers and their stacks are kept for the
+// next launch.
 //
 // ThreadSanitizer (-DSIM_TSAN) is told of the fibers, and of no more order between them than CUDA guarantees: barriers,
 // __syncwarp and the ends of kernels order memory; votes, polls and the scheduling in this file do not. This file
@@ -14,6 +15,7 @@
 #include <time.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
@@ -50,7 +52,10 @@ namespace {
 constexpr size_t kStackBytes = 64 << 10, kGuardBytes = 4 << 10;
 constexpr size_t kGuarded = 2048;  // fibers of a grid whose stacks have a guard page
 constexpr uint32_t kWarp = 32;
-constexpr int kIdleRoundsBeforeSleep = 256;
+// Rounds in which all fibers poll: first the OS thread yields, then it sleeps, from the shortest time to the longest.
+constexpr int kYields = 4;
+constexpr long kShortestSleep = 10'000, kLongestSleep = 40'000;  // nanoseconds
+constexpr uint32_t kStepsBetweenSleeps = 61;                     // prime, so that each thread of a block has its turn
 
 // A barrier: of a block's threads at __syncthreads, or of a warp's at a vote.
 struct Meeting {
@@ -64,7 +69,8 @@ struct Fiber {
   enum { kReady, kWaiting, kDone } state;
   Meeting *block, *warp;
   uint32_t votes;
-  bool idle, before_predecessor, started = false;
+  bool polls;  // since its last barrier or store; votes are part of a poll
+  bool before_predecessor, started = false;
   ucontext_t context;
   jmp_buf resume;
   void* tsan;
@@ -88,6 +94,11 @@ void fatal(const char* message) {
   std::fprintf(stderr, "simulated GPU, rank %d, block %u, thread %u: %s\n", kRank, self ? self->thread.block : 0,
                self ? self->thread.thread : 0, message);
   std::abort();
+}
+
+void sleep_for(long nanoseconds) {
+  const timespec pause = {0, nanoseconds};
+  nanosleep(&pause, nullptr);
 }
 
 uint32_t random_bits() {  // xorshift64*
@@ -149,7 +160,7 @@ void make_fibers(size_t count) {
 // Waits for the other threads of a meeting. Returns the votes of all.
 uint32_t meet(Meeting& meeting, bool vote, bool orders) {
   char* order = &meeting.order[meeting.round & 1];
-  if (orders) release(order);
+  if (orders) release(order), self->polls = false;
   if (meeting.arrived == 0) meeting.votes = 0;
   meeting.votes |= (uint32_t)vote << self->thread.thread % kWarp;
   if (++meeting.arrived < meeting.expected) {
@@ -187,6 +198,7 @@ void sim_run(void (*kernel)(const void*), const void* args, uint32_t blocks, uin
       Fiber& fiber = grid->fibers[first + t];
       fiber.thread = {b, blocks, t, threads};
       fiber.state = Fiber::kReady;
+      fiber.polls = false;
       fiber.block = &grid->blocks[b];
       fiber.warp = &grid->warps[b * warps + t / kWarp];
       fiber.before_predecessor = programmatic;
@@ -200,6 +212,7 @@ void sim_run(void (*kernel)(const void*), const void* args, uint32_t blocks, uin
   release(&grid->begin);
 
   int idle_rounds = 0;
+  long pause = kShortestSleep;
   for (uint32_t done = 0; done < count;) {
     bool progress = false, stuck = true;
     for (uint32_t i = 0; i < count; ++i) {
@@ -209,19 +222,19 @@ void sim_run(void (*kernel)(const void*), const void* args, uint32_t blocks, uin
       if (grid->random && random_bits() % 4 == 0) continue;
       self = &fiber;
       sim_thread = &fiber.thread;
-      fiber.idle = false;
       enter(fiber);
       done += fiber.state == Fiber::kDone;
-      progress |= !fiber.idle;
+      progress |= !fiber.polls || fiber.state == Fiber::kDone;
     }
     if (stuck) fatal("threads wait for others that have returned");
     if (progress) {
       idle_rounds = 0;
-    } else if (++idle_rounds < kIdleRoundsBeforeSleep) {
+      pause = kShortestSleep;
+    } else if (++idle_rounds <= kYields) {
       sched_yield();
-    } else {  // a peer is late: leave the processor to it
-      const timespec pause = {0, 50'000};
-      nanosleep(&pause, nullptr);
+    } else if (idle_rounds % 2) {  // a poll takes two rounds, with its vote
+      sleep_for(pause);
+      pause = std::min(2 * pause, kLongestSleep);
     }
   }
   self = nullptr;
@@ -238,8 +251,14 @@ void sim_sync_block() { meet(*self->block, false, true); }
 void sim_sync_warp() { meet(*self->warp, false, true); }
 uint32_t sim_vote(bool mine) { return meet(*self->warp, mine, false); }
 void sim_relax() {
-  self->idle = true;
+  self->polls = true;
   leave();
+}
+void sim_make_way() {
+  thread_local uint32_t calls;
+  self->polls = false;
+  leave();
+  if (++calls % kStepsBetweenSleeps == 0) sleep_for(4 * kLongestSleep);  // ranks that sleep between polls see it too
 }
 void sim_await_predecessor() { self->before_predecessor = false; }
 void sim_touch() {

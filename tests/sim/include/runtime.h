@@ -21,7 +21,8 @@ void sim_disturb(uint64_t seed);
 void sim_sync_block();
 void sim_sync_warp();
 uint32_t sim_vote(bool mine);
-void sim_relax();
+void sim_relax();     // between two polls
+void sim_make_way();  // between two steps
 void sim_touch();  // before each access to memory
 void sim_await_predecessor();
 }

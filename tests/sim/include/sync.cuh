@@ -74,7 +74,7 @@ DEVICE void store_packet_relaxed_sys(u64 at, const Packet& p, bool active = true
   sim_touch();
   if (split_packets()) {  // last word first: a reader that takes its flag for the whole packet gets stale data
     __atomic_store_n((u64*)at + 1, (u64)p.word[3] << 32 | p.word[2], __ATOMIC_RELEASE);
-    sim_relax();
+    sim_make_way();
     __atomic_store_n((u64*)at, (u64)p.word[1] << 32 | p.word[0], __ATOMIC_RELEASE);
     return;
   }

@@ -10,7 +10,7 @@ import cupy
 import numpy as np
 
 from ipcreduce import Communicator, Graph, errors
-from tests.sim import driver, driver_streams, streams
+from tests.sim import driver, driver_streams, machine_streams
 from tests.sim.scenarios.common import LAST, RANK, SIZE, WORLD, error_of, fault, mine, raises, right, works
 
 
@@ -260,7 +260,7 @@ def first_use_while_a_call_runs() -> None:
     load = driver.load_module
 
     def load_and_wait(cubin: bytes) -> int:
-        streams.wait_for_all()
+        machine_streams.wait_for_all()
         return load(cubin)
 
     for algorithm in (None, "direct"):

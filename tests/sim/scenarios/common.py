@@ -19,7 +19,7 @@ import numpy as np
 
 from ipcreduce import Communicator, communicator, errors
 from ipcreduce.coordination import control_page
-from tests.sim import driver, machine, streams
+from tests.sim import driver, machine, machine_streams
 from tests.sim.scenarios import WORLD
 
 RANK, SIZE = WORLD.Get_rank(), WORLD.Get_size()
@@ -44,7 +44,7 @@ def right(array: Any, factor: int = 1) -> None:
 def delay(stream: int) -> None:
     """On rank 0 what comes next on a stream starts late, so that a call that does not wait for it overtakes it."""
     if RANK == 0:
-        streams.submit(stream, lambda: time.sleep(0.3))
+        machine_streams.submit(stream, lambda: time.sleep(0.3))
 
 
 def works(comm: Any, count: int = 10) -> None:

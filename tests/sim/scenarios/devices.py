@@ -7,7 +7,7 @@ from typing import Any
 import cupy
 
 from ipcreduce import Communicator, Graph, errors
-from tests.sim import machine, streams
+from tests.sim import machine, machine_streams
 from tests.sim.scenarios.common import LAST, OTHER, OWN, RANK, SIZE, delay, in_threads, mine, raises, right, works
 
 
@@ -119,7 +119,7 @@ def default_streams_of_two_devices() -> None:
             comm.allreduce(array, out=array, stream=stream.ptr)
             in_threads(lambda: comm.allreduce(array, out=array), device=OTHER)
             in_threads(comm.synchronize, device=OTHER)
-            assert streams.is_idle(0)
+            assert machine_streams.is_idle(0)
             right(array, SIZE)
             ones = mine()
             ones.fill(1)

@@ -22,7 +22,7 @@ from ipcreduce import Communicator, Graph, errors
 from ipcreduce.coordination import calls
 from ipcreduce.graphs.direct.registration import DirectGraphs
 from tests import worker
-from tests.sim import driver, streams
+from tests.sim import driver, machine_streams
 from tests.sim.scenarios.common import (
     LAST,
     RANK,
@@ -146,10 +146,10 @@ def synchronous() -> None:
                 comm.allreduce(mine())
         works(comm)
         WORLD.Barrier()
-        if RANK == LAST:
-            time.sleep(4)
+        worker.await_others(WORLD)
         with raises(errors.PeerTimeoutError, f"rank {LAST} never came"):
             comm.allreduce(mine())
+        worker.let_last_go(WORLD)
         works(comm)
 
 
@@ -287,7 +287,7 @@ def closed_on_a_busy_device() -> None:
     works(comm)
     stream = cupy.cuda.Stream(non_blocking=True)
     if RANK == 0:
-        streams.submit(stream.ptr, over.wait)
+        machine_streams.submit(stream.ptr, over.wait)
     started = time.monotonic()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -322,14 +322,13 @@ def closed_beside_a_call() -> None:
     if RANK == 0:
         thread.start()
         time.sleep(0.5)
-    started = time.monotonic()
-    if RANK != 0:
-        time.sleep(10)  # it does not come
-    comm.close()
-    if RANK == 0:
+        started = time.monotonic()
+        comm.close()
         assert time.monotonic() - started < 8
         thread.join(20)
         assert [type(error) for error in found] == [errors.PeerLostError], found
+    WORLD.Barrier()  # before it the others do not come
+    comm.close()
     WORLD.Barrier()
     good_communicator()
 
@@ -343,7 +342,7 @@ def ended_on_a_busy_device() -> None:
             kept.append(comms[0].allreduce(mine()))
         comms[0].synchronize()
         kept.extend([*comms, graph, cupy.cuda.Stream(non_blocking=True)])
-        streams.submit(kept[-1].ptr, threading.Event().wait)
+        machine_streams.submit(kept[-1].ptr, threading.Event().wait)
 
 
 kept: list[Any] = []
@@ -385,7 +384,7 @@ def busy_where_others_meet() -> None:
         fault(comm)
         stream = cupy.cuda.Stream(non_blocking=True)
         if RANK == 0:
-            streams.submit(stream.ptr, over.wait)
+            machine_streams.submit(stream.ptr, over.wait)
         WORLD.Barrier()
         with raises(errors.PeerLostError, "GPU 0 is still busy" if RANK == 0 else "can only be closed"):
             works(comm)

@@ -16,7 +16,7 @@ import numpy as np
 
 from ipcreduce import Communicator, Graph, arrays
 from ipcreduce.ipc import deferred_free
-from tests.sim import driver, streams
+from tests.sim import driver, machine_streams
 from tests.sim.scenarios.common import (
     OWN,
     RANK,
@@ -164,10 +164,10 @@ def alone() -> None:
     with Communicator(WORLD.Split(RANK, 0), timeout=20) as comm:
         cupy.cuda.Device(OWN).synchronize()
         for given in (stream, stream.ptr):
-            streams.submit(stream.ptr, lambda: time.sleep(0.2))
+            machine_streams.submit(stream.ptr, lambda: time.sleep(0.2))
             comm.allreduce(array, out=array, stream=given)
             comm.synchronize()
-            assert streams.is_idle(stream.ptr)
+            assert machine_streams.is_idle(stream.ptr)
 
 
 def finaliser_within_a_call() -> None:
@@ -268,7 +268,7 @@ def packets_under_way() -> None:
         engine = comm._engine
         WORLD.Barrier()
         if RANK == 0:
-            streams.submit(stream.ptr, lambda: time.sleep(0.03))
+            machine_streams.submit(stream.ptr, lambda: time.sleep(0.03))
             engine.page.abort()
         with stream:
             result = cupy.zeros(1000, np.float32)
@@ -288,7 +288,7 @@ def launches_that_fail() -> None:
     with Communicator(timeout=20) as comm:
         works(comm)
         order = comm._engine.order
-        streams.submit(kept.ptr, lambda: time.sleep(0.2))
+        machine_streams.submit(kept.ptr, lambda: time.sleep(0.2))
         comm.allreduce(mine(), stream=kept)
 
         def launch(stream: int, error: type[Exception] | None = None) -> None:
@@ -320,7 +320,7 @@ def memory_is_short() -> None:
         first = recorded(comm)
         with stream:
             first.replay()
-            streams.submit(stream.ptr, lambda: time.sleep(0.3))
+            machine_streams.submit(stream.ptr, lambda: time.sleep(0.3))
         first.close()
         assert first.pool.nbytes, "nothing was put off"
         second = recorded(comm)
@@ -338,7 +338,7 @@ def unknown_is_no_end() -> None:
             array = mine()
             cupy.cuda.Device(OWN).synchronize()
             comm.allreduce(array, stream=used)
-            streams.submit(used.ptr, lambda: time.sleep(0.2))
+            machine_streams.submit(used.ptr, lambda: time.sleep(0.2))
             captured.begin_capture()
             assert (order.is_over(), order.is_over(unknown=True)) == (False, True)
             captured.end_capture()

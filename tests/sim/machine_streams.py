@@ -128,8 +128,11 @@ def collect() -> None:
                 _finished.popleft()
         finally:
             _collecting.release()
-    if next(_calls) % _COLLECT_EVERY == 0 or gc.get_threshold()[0] == 1:
+    number = next(_calls)
+    if number % _COLLECT_EVERY == 0 or gc.get_threshold()[0] == 1:
         gc.collect()
+    if number == 0:  # modules: no later collection looks at them again, which would take most of its time
+        gc.freeze()
 
 
 def create(blocking: bool = True) -> int:

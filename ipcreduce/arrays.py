@@ -1,4 +1,4 @@
-"""Arrays of every kind as the two kinds that ipcreduce works on: CuPy's on the device, NumPy's on the host."""
+"""Arrays of every library as CuPy arrays on the device and NumPy arrays on the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .errors import ArgumentError, Location
 
 
 def is_device(array: Any, what: str = "array") -> bool:
-    """Whether ``array``, argument ``what``, lies on a GPU. :raises ArgumentError: if it is no array that we take."""
+    """True if ``array``, argument ``what``, lies on a GPU. :raises ArgumentError: for anything but such an array."""
     if isinstance(array, np.ndarray):
         return False
     if cupy_runtime.cupy is not None and isinstance(array, cupy_runtime.cupy.ndarray):
@@ -38,7 +38,7 @@ def is_device(array: Any, what: str = "array") -> bool:
 
 
 def _has(array: Any, name: str) -> bool:
-    """Whether its type has this part of a protocol, or the object carries it itself. A type is no array."""
+    """True if the type has this member of a protocol, or the object carries it itself. A type is no array."""
     return hasattr(type(array), name) or (hasattr(array, name) and not isinstance(array, type))
 
 
@@ -70,7 +70,7 @@ def view(array: Any, stream: int, ordered: bool = True) -> Any:
 
 
 class _Unordered:
-    """An array by DLPack, whose producer waits for nothing, nor lets anything wait."""
+    """An array by DLPack, for which its producer adds no waits."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -81,7 +81,7 @@ class _Unordered:
 
 
 def _from_interface(array: Any, stream: int, ordered: bool) -> Any:
-    """By ``__cuda_array_interface__`` (versions 2 and 3), whose typestr for bfloat16 says only two opaque bytes."""
+    """View by ``__cuda_array_interface__`` (versions 2 and 3). Its typestr for bfloat16 is two opaque bytes."""
     cupy = load()
     interface = array.__cuda_array_interface__
     dtype = array_protocols.interface_dtype(array, interface)
@@ -101,7 +101,7 @@ def _from_interface(array: Any, stream: int, ordered: bool) -> Any:
 
 
 def _reach(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: int) -> tuple[int, int]:
-    """(first, past the last) byte that an array touches, from the address of its element 0."""
+    """(first, past the last) byte of an array, relative to the address of its element 0."""
     if 0 in shape:
         return 0, 0
     if strides is None:
@@ -111,7 +111,7 @@ def _reach(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: in
 
 
 def is_readonly(array: Any) -> bool:
-    """Whether the owner of the memory forbids writing."""
+    """True if the owner of the memory forbids writing."""
     if isinstance(array, np.ndarray):
         return not array.flags.writeable
     interface = None if isinstance(array, load().ndarray) else getattr(array, "__cuda_array_interface__", None)
@@ -129,19 +129,19 @@ def device_of(array: Any) -> int:
 
 
 def is_contiguous(array: Any) -> bool:
-    """Whether a device array is C-contiguous."""
-    return array._c_contiguous  # what flags.c_contiguous says, without making a flags object (0.3 us)
+    """True if a device array is C-contiguous."""
+    return array._c_contiguous  # as flags.c_contiguous, without a flags object (0.3 us)
 
 
 def extent(array: Any) -> tuple[int, int]:
-    """(first, past the last) address that a device or host array touches."""
+    """(first, past the last) address of a device or host array."""
     start = array.ctypes.data if isinstance(array, np.ndarray) else pointer(array)
     first, past = _reach(array.shape, array.strides, array.dtype.itemsize)
     return start + first, start + past
 
 
 def has_shared_elements(array: Any) -> bool:
-    """Whether two elements of a device or host array lie in the same bytes."""
+    """True if two elements of a device or host array lie in the same bytes."""
     if not array.size:
         return False
     pairs = zip(array.shape, array.strides, strict=True)
@@ -155,7 +155,7 @@ def has_shared_elements(array: Any) -> bool:
         return False
     if steps[0][0] < itemsize or past < array.nbytes:
         return True
-    places = np.zeros(1, np.int64)  # only as_strided makes others: looked at one by one
+    places = np.zeros(1, np.int64)  # only as_strided makes others: compare all
     for stride, length in steps:
         places = np.add.outer(places, stride * np.arange(length)).reshape(-1)
     places.sort()
@@ -191,12 +191,12 @@ def copy_into(target: Any, value: Any, stream: int) -> None:
 
 
 def is_cupy(array: Any) -> bool:
-    """Whether it is a CuPy array."""
+    """True for a CuPy array."""
     return cupy_runtime.cupy is not None and isinstance(array, cupy_runtime.cupy.ndarray)
 
 
 def view_of(array: Any, owner: Any) -> Any:
-    """A CuPy array over the same memory that keeps ``owner`` alive, and not the block that the memory is."""
+    """A CuPy array over the same memory that keeps ``owner`` alive, and not the memory's block."""
     cupy = load()
     first, past = extent(array)
     memory = cupy.cuda.UnownedMemory(first, past - first, owner, device_of(array))
@@ -205,9 +205,9 @@ def view_of(array: Any, owner: Any) -> Any:
 
 
 def locator(kind: type) -> Locate | None:
-    """What tells where an object of this type lies, with no copy and no CUDA call; None if its objects are no arrays.
+    """A function that reads where an object of this type lies, with no copy and no CUDA call; None for other types.
 
-    For each array that is the :data:`Location`, or None if it is not on a GPU.
+    It returns the :data:`Location`, or None for an array that is not on a GPU.
     """
     cupy = cupy_runtime.cupy or sys.modules.get("cupy")  # nobody has an array of it who has not imported it
     if cupy is not None and issubclass(kind, cupy.ndarray):
@@ -216,7 +216,7 @@ def locator(kind: type) -> Locate | None:
 
 
 def locate(array: Any) -> Location | None:
-    """Where a device array lies; None for any other object. :raises ArgumentError: if it does not give its address."""
+    """The location of a device array; None for any other object. :raises ArgumentError: if it hides its address."""
     kind = type(array)
     find, attributes = locator(kind), array_protocols.attributes(kind)
     if find is None and attributes is not None:

@@ -86,7 +86,7 @@ class Communicator:
 
     @property
     def backend(self) -> str:
-        """Where device arrays go: "ipc" (our kernels), or "mpi" if only host arrays can be reduced."""
+        """The backend of device arrays: "ipc" (our kernels), or "mpi" if only host arrays can be reduced."""
         return "mpi" if self._engine is None else "ipc"
 
     @property
@@ -109,16 +109,16 @@ class Communicator:
             and layout; the same shape and dtype on every rank. dtypes: float16, bfloat16, float32, float64, and
             signed and unsigned integers of 8 to 64 bits.
         :param op: "sum", "prod", "min", "max" or "avg".
-        :param out: where the result goes, of the same shape, dtype and kind; ``out=array`` is in place.
+        :param out: the array for the result, of the same shape, dtype and kind; ``out=array`` is in place.
         :param stream: for device arrays: an int, a CuPy stream or an object with ``__cuda_stream__``; None for the
             current stream: PyTorch's for its tensors, outside of recordings, and CuPy's for all else.
         :returns: ``out``, or a new C-contiguous array: CuPy for device arrays, NumPy for host arrays.
-        :raises ArgumentError: for what this rank passed. The other ranks get :class:`PeerFailedError`.
+        :raises ArgumentError: if this rank's arguments are wrong. The other ranks get :class:`PeerFailedError`.
         :raises RankMismatchError: if the ranks' calls differ.
         :raises PeerTimeoutError: if a rank did not come in time. :raises PeerLostError: if a rank has gone.
 
-        On the device, the call returns before the work is done. There these last may come with a later call or
-        :meth:`synchronize`; where data is missing, the result then holds bytes 0xFF (NaN).
+        On the device, the call returns before the work is done. So the last three may be raised by a later call or
+        :meth:`synchronize`. Where data is missing, the result holds bytes 0xFF (NaN).
         """
         if self._fast is not None:
             return self._fast.make(None, self._allreduce, array, op, out, stream)

@@ -1,4 +1,4 @@
-"""What has to happen to communicators when the process ends or forks."""
+"""Communicators at the end of the process and in forked children."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Protocol
 from .errors import UnsupportedError
 
 
-class Mortal(Protocol):
-    """Something that holds what the process must give back in order."""
+class Closable(Protocol):
+    """An object with resources that the process must give back in order."""
 
     def close(self) -> None: ...
 
@@ -27,14 +27,14 @@ FORKED = (
     "this process was forked from one that used ipcreduce: neither CUDA nor MPI works in it. Start processes by spawn "
     "(multiprocessing.set_start_method('spawn'))"
 )
-live: list[Mortal] = []  # in the order in which they were made, which is the same on every rank
+live: list[Closable] = []  # in the order in which they were made, which is the same on every rank
 _used = _forked = _ended = False
 CLOSE_SECONDS = 6.0  # for a close(), and for all communicators together at the process's end
 _thread = threading.local()
 
 
-def add(communicator: Mortal) -> None:
-    """A communicator was made."""
+def add(communicator: Closable) -> None:
+    """Register a new communicator."""
     global _used
     _used = True
     live.append(communicator)
@@ -47,13 +47,13 @@ def check_not_forked() -> None:
 
 
 def is_over() -> bool:
-    """Whether nothing is given back any more: the process ends, or is a fork, to which nothing belongs."""
+    """True if nothing is given back any more: the process ends, or is a fork, which owns nothing."""
     return _ended or _forked
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Bounds what :func:`at_most` gives this thread in the block, which takes no longer if it waits by that alone."""
+    """Bound the waits of this thread in the block, which all go by :func:`at_most`, to ``seconds`` in all."""
     before = getattr(_thread, "deadline", math.inf)
     _thread.deadline = min(before, time.monotonic() + seconds)
     try:
@@ -63,7 +63,7 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def at_most(seconds: float) -> float:
-    """``seconds``, or what is left of the blocks around: see :func:`within`."""
+    """``seconds``, or the time left in the blocks around, if that is less: see :func:`within`."""
     return max(0.0, min(seconds, getattr(_thread, "deadline", math.inf) - time.monotonic()))
 
 

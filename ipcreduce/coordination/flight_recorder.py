@@ -24,7 +24,7 @@ _RANK = np.dtype([("number", "<u8", (8,)), ("texts", _TEXT, (TEXTS,))])  # numbe
 
 
 class FlightRecorder:
-    """One rank's view of it, on the way of every call. Not thread-safe."""
+    """One rank's view of the flight recorder, on the path of every call. Not thread-safe."""
 
     def __init__(self, page: mmap.mmap, offset: int, rank: int, n: int) -> None:
         """:param offset: where in the page it begins; it has :func:`nbytes` there."""
@@ -40,7 +40,7 @@ class FlightRecorder:
         self.recorded: list[Fingerprint | None] = [None] * RING  # whose keys are in our slots
 
     def enter(self, call: int, what: Fingerprint) -> int | None:
-        """Records a call and compares it with that of the same number of every rank that has come.
+        """Record a call and compare it with that of the same number of every rank that has come.
 
         A rank that comes later compares with this one. ``FastPath.make`` does the same within one function.
 
@@ -54,7 +54,7 @@ class FlightRecorder:
         return None if self.page[at : at + self.slot_bytes] == self.agreed[what.crc] else self.differing(call)
 
     def write(self, slot: int, what: Fingerprint) -> None:
-        """Puts what a call is into a slot: before its number."""
+        """Write a call's key into a slot: before its number."""
         if what.crc not in self.agreed:
             self._publish(what)
         self.recorded[slot] = None  # if we are interrupted here
@@ -62,7 +62,7 @@ class FlightRecorder:
         self.recorded[slot] = what
 
     def _publish(self, what: Fingerprint) -> None:
-        if len(self.agreed) == TEXTS:  # the table begins anew: whatever comes again is told again
+        if len(self.agreed) == TEXTS:  # the table begins anew: keys that come again are published again
             self.recorded[:] = [None] * RING
             self.agreed.clear()
         entry = self._texts[self._rank, len(self.agreed)]
@@ -84,7 +84,7 @@ class FlightRecorder:
         return self._keys[slot + rank] != self._keys[slot + self._rank] and self._holds(rank, call)
 
     def _holds(self, rank: int, call: int) -> bool:
-        """Whether what a rank did in a call is still there: it writes a slot before the number."""
+        """True if the slot still holds a rank's call of this number: it is written before the number."""
         return call <= self._numbers[rank][0] < call + RING - 1
 
     def call_of(self, rank: int) -> int:
@@ -92,7 +92,7 @@ class FlightRecorder:
         return self._numbers[rank][0]
 
     def describe(self, rank: int, call: int) -> str:
-        """What a rank did in a call, for people; "" if it has not come so far, or that call is long gone.
+        """A rank's call of a number, for people; "" if the rank has not come to it, or has overwritten it.
 
         "another call" if its text has gone: the rank has made over 1,000 different ones since.
         """
@@ -104,10 +104,10 @@ class FlightRecorder:
 
 
 def _keys_bytes(n: int) -> int:
-    """Of all slots: whole cache lines."""
+    """Bytes of all slots: whole cache lines."""
     return -(-RING * _KEY_BYTES * n // 64) * 64
 
 
 def nbytes(n: int) -> int:
-    """Its size for ``n`` ranks."""
+    """The recorder's size in bytes for ``n`` ranks."""
     return _keys_bytes(n) + n * int(_RANK.itemsize)

@@ -1,7 +1,4 @@
-"""What CuPy works with in a thread: its device, its stream, its allocator.
-
-The only importer of CuPy, which takes place when the first device array comes.
-"""
+"""CuPy's device, stream and allocator in a thread. The only importer of CuPy, at the first device array."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import Any, Protocol
 from ..errors import ArgumentError, CudaError, UnsupportedError
 from . import driver
 
-_LEGACY_STREAM = (0, 1)  # the default stream of a context, which lives as long as that
+_LEGACY_STREAM = (0, 1)  # the default stream of a context; it lives as long as the context
 _PER_THREAD_STREAM = 2  # another one in every thread
 cupy: Any = None  # once it is imported
 # CuPy's, for speed: by the bindings a graph's launch takes 0.2 to 0.5 us more (NOTES.md).
@@ -62,7 +59,7 @@ class Launchable(Protocol):
 
 
 def launch(executable: Launchable, stream: int) -> None:
-    """Launches a graph on a stream. :raises CudaError: if it fails."""
+    """Launch a graph on a stream. :raises CudaError: if it fails."""
     try:
         launch_graph(executable.handle, stream)
     except RuntimeError as error:
@@ -70,12 +67,12 @@ def launch(executable: Launchable, stream: int) -> None:
 
 
 def launch_error(error: Exception) -> Exception:
-    """What :func:`launch_graph` raised, as a CudaError; any other exception as it is."""
+    """An exception of :func:`launch_graph`: CuPy's as a CudaError, any other as it is."""
     return runtime_error("cudaGraphLaunch", error)
 
 
 def runtime_error(name: str, error: Exception) -> Exception:
-    """What CuPy raised in the runtime's call ``name``, as a CudaError; any other exception as it is."""
+    """An exception of the runtime's call ``name``: CuPy's as a CudaError, any other as it is."""
     status = runtime_status(error)
     return CudaError(name, status, str(error)) if status else error
 
@@ -90,7 +87,7 @@ def current_device() -> int:
 
 
 def use_device(ordinal: int) -> None:
-    """Makes a device CuPy's current one in this thread."""
+    """Make a device CuPy's current one in this thread."""
     load().cuda.Device(ordinal).use()
 
 
@@ -107,9 +104,9 @@ def stream_of(stream: Any = None) -> tuple[int, Any]:
 
 
 def keeps(owner: Any, handle: int) -> bool:
-    """Whether ``handle`` stays valid, and means the same stream, as long as ``owner`` lives.
+    """True if ``handle`` is known to stay valid, and to mean the same stream, as long as ``owner`` lives.
 
-    CuPy's own streams are the only ones of which we know that, and the default stream.
+    That is known of CuPy's own streams and of the default stream only.
     """
     if handle in _LEGACY_STREAM:
         return True
@@ -148,13 +145,13 @@ def _borrowed() -> Any:
 
 @contextmanager
 def on_stream(stream: int) -> Iterator[None]:
-    """Makes CuPy work on this stream within a ``with`` block."""
+    """Make this stream CuPy's current one in the block."""
     cuda, device = load().cuda, current_device()
     before = cuda.get_current_stream()
     try:
         with _borrowed().from_external(_Foreign(stream)):
             yield
-    finally:  # CuPy goes back to the stream of the with block around, not to one that use() has made current
+    finally:  # CuPy restores the stream of the with block around, not one that use() has made current
         if cuda.get_current_stream(device) is not before:
             with cuda.Device(device):
                 before.use()
@@ -162,12 +159,12 @@ def on_stream(stream: int) -> Iterator[None]:
 
 # ---- allocators
 def current_allocator() -> Any:
-    """What this thread's CuPy allocates by."""
+    """CuPy's allocator in this thread."""
     return load().cuda.get_allocator()
 
 
 class _Block:
-    """Gives memory back with the last array in it."""
+    """Memory that is given back with the last array in it."""
 
     def __init__(self, address: int, free: Callable[[int], None]) -> None:
         self._address, self._free = address, free
@@ -211,7 +208,7 @@ def make_allocator(
 
 @contextmanager
 def allocating(allocator: Any, stream: int) -> Iterator[None]:
-    """Within the block this thread's CuPy allocates by ``allocator`` and works on ``stream``."""
+    """Make ``allocator`` and ``stream`` CuPy's in this thread in the block."""
     with load().cuda.using_allocator(allocator), on_stream(stream):
         yield
 
@@ -223,7 +220,7 @@ def runtime_status(error: BaseException) -> int:
 
 
 def raised_by_cupy(error: BaseException) -> bool:
-    """Whether it comes from within CuPy."""
+    """True if the exception was raised within CuPy."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

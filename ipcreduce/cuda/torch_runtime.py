@@ -1,4 +1,4 @@
-"""What PyTorch says of its tensors and streams, in a program that uses it. It is never imported here."""
+"""PyTorch's tensors and streams, in a program that has imported it. It is never imported here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def is_tensor(array: Any) -> bool:
-    """Whether it is a PyTorch tensor. Nobody has one who has not imported PyTorch."""
+    """True for a PyTorch tensor. There is none in a program that has not imported PyTorch."""
     kind = getattr(sys.modules.get("torch"), "Tensor", None)  # None while another thread is at the import
     return kind is not None and isinstance(array, kind)
 
@@ -19,9 +19,9 @@ def current_stream(tensor: Any) -> tuple[int, Any]:
 
 
 def pending(array: Any) -> str:
-    """The method that does what a tensor only says of its values (``x.conj().imag`` is not negated yet); "" for none.
+    """The method that resolves a tensor's lazy negation or conjugation (``x.conj().imag`` is not negated yet), or "".
 
-    Neither protocol tells of it: the memory has other values than the tensor.
+    The memory holds other values than the tensor, and neither protocol tells so.
     """
     if is_tensor(array):
         for name in ("neg", "conj"):

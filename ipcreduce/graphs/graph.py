@@ -61,7 +61,7 @@ class Graph:
         self._inputs: InputCheck | None = None
         self._state = "empty"
         self._parts: list[Segment | Break] = []
-        self._again: Callable[[], bool] | None = None  # for a graph that consists of one segment, with all-reduces
+        self._again: Callable[[], bool] | None = None  # replays a graph of one segment, with all-reduces
         self._held: list[Any] = []
         self._recording: Recording | None = None
         self._caller_allocator: Any = None
@@ -218,7 +218,7 @@ class Graph:
 
     # ---- replay
     def replay(self, inputs: Any = None, *, stream: Any = None) -> None:
-        """Launches the recorded work on CuPy's current stream, or on ``stream``, and runs its breaks between.
+        """Launch the recorded work on CuPy's current stream, or on ``stream``, and run its breaks between.
 
         Every rank has to. Returns before the work is done. Replays and eager calls of a communicator run in the order
         in which they are made, on whatever streams.
@@ -278,7 +278,7 @@ class Graph:
 
     # ---- ends
     def close(self) -> None:
-        """Gives the graph back. Idempotent; arrays from its recording stay valid as long as they live."""
+        """Give the graph back. Idempotent; arrays from its recording stay valid as long as they live."""
         if self._state == "recording":
             raise GraphStateError("close() within the recording: leave the with block first")
         self._end("closed")

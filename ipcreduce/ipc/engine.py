@@ -1,4 +1,4 @@
-"""All-reduce of device arrays: orders the launches of calls behind each other, and runs them."""
+"""The backend "ipc": runs the all-reduces of one communicator on one GPU, one behind the other."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Engine:
         return self.fast
 
     def describe(self) -> list[str]:
-        """Lines for people: GPU, workspace, packets, plan."""
+        """Lines of ``Communicator.describe``: GPU, workspace, packets, plan."""
         launches = self.launches
         lines = [
             f"GPU {self.device.ordinal}: {self.device.name}, {self.workspace.nbytes >> 20} MB of workspace",
@@ -110,7 +110,7 @@ class Engine:
         return streams.capture_id(stream) != 0
 
     def use_context(self) -> None:
-        """Makes our context current in a thread that has none. :raises ArgumentError: if it has another one."""
+        """Make our context current in a thread that has none. :raises ArgumentError: if it has another one."""
         if not driver.current_context():
             driver.set_context(self.context)
         elif driver.current_context() != self.context:
@@ -128,7 +128,7 @@ class Engine:
         self.order.ends_by(math.inf)
 
     def quiesce(self, deadline: float) -> None:
-        """Waits until no kernel of ours runs, on whatever stream: with the abort word up, ours end within 0.1 s.
+        """Wait until no kernel of ours runs, on any stream: with the abort word up, ours end within 0.1 s.
 
         :raises IpcReduceError: if the device is still busy at ``deadline``, on ``time.monotonic()``'s clock.
         """
@@ -196,7 +196,7 @@ class Engine:
         self._wait_for_device()
 
     def release(self) -> None:
-        """Gives back what only this process uses."""
+        """Give back the resources that only this process uses."""
         if self.watch is not None:
             self.watch.stop()
         actions: list[Action] = [self._unregister, self.order.release]

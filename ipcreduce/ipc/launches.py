@@ -1,4 +1,4 @@
-"""The kernel launches of calls: planned, compiled and filled in once, but for the two addresses."""
+"""The kernel launches of calls: planned, compiled and filled in once, except for the two addresses."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class PreparedCall:
 
 
 class Launches:
-    """Those of one communicator. Not thread-safe.
+    """The launches of one communicator. Not thread-safe.
 
-    :param control: where the control page begins for this GPU.
+    :param control: address of the control page for this GPU.
     """
 
     def __init__(
@@ -117,9 +117,9 @@ class Launches:
         return self._functions[key]
 
     def _load(self, kernels: Iterable[_Kernel]) -> None:
-        """Compiles and loads those that are not loaded yet.
+        """Compile and load the kernels that are not loaded yet.
 
-        Loading waits for all that runs on the device: 0.7 s behind a kernel of 0.7 s, whatever the size of the module
+        Loading waits for all work on the device: 0.7 s behind a kernel of 0.7 s, whatever the size of the module
         and the loading mode (H200, driver 580). If that is a call of ours, a peer may be waiting for this process. So
         kernels are loaded for every op and size as soon as a dtype is used, and else with no call of ours in flight.
         Communicators share them.
@@ -162,12 +162,12 @@ class Launches:
         return compiler.compile_kernel(kernel, macros, self._capability)
 
     def load_verify(self) -> None:
-        """Compiles and loads what :meth:`verify` launches."""
+        """Compile and load the kernel of :meth:`verify`."""
         if self._workspace.n > 1:
             self._function(*_VERIFY)
 
     def verify(self, rounds: int, seconds: float) -> np.ndarray[Any, Any]:
-        """What arrived from each rank in ``rounds`` exchanges: verify.cu's verdicts, shape ``(8,)``, uint32."""
+        """Exchange data with each rank ``rounds`` times; verify.cu's verdicts by rank, shape ``(8,)``, uint32."""
         verdict = np.zeros(plan.MAX_RANKS, np.uint32)
         if self._workspace.n > 1:
             args = self._arguments(0)

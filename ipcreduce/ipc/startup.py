@@ -1,4 +1,4 @@
-"""Start-up: what every rank has, which backend follows, and the ranks' memory mapped and tried."""
+"""Start-up: the ranks compare machines, choose a backend, map each other's memory, and try it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _NOTHING, _WHOLE, _HALVES = 0, 1, 2  # verify.cu
 
 
 def start(mpi: Any, options: Options) -> tuple[Engine | None, dict[str, str]]:
-    """Makes the IPC engine if every rank can use it. Collective.
+    """Make the IPC engine if every rank can use it. Collective.
 
     :param mpi: a communicator of our own.
-    :returns: the engine, or None, and why each backend that was not chosen was not, by its name.
+    :returns: the engine, or None; and by name the reasons against the backends that were not chosen.
     :raises ArgumentError: if the ranks' options differ, or are wrong on one.
     """
     deadline = time.monotonic() + options.timeout
@@ -71,7 +71,7 @@ def _meet(mpi: Any, options: Options, deadline: float) -> np.ndarray[Any, Any]:
 
 
 def _missing() -> str | None:
-    """Why this rank has no GPU to use, if it has none."""
+    """The reason for which this rank has no GPU to use; None if it has one."""
     try:
         if not driver.device_count():
             return "no GPU is visible (CUDA_VISIBLE_DEVICES?)"
@@ -82,14 +82,14 @@ def _missing() -> str | None:
 
 
 def _host() -> str:
-    """Tells hosts apart; containers of one host count as one, and fail later if they share no memory."""
+    """An identifier of this host. Containers of one host count as one, and fail later if they share no memory."""
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
     return socket.gethostname()
 
 
 def _refusal(everyone: np.ndarray[Any, Any]) -> str:
-    """Why these ranks cannot use the IPC engine, or ""."""
+    """The reason for which these ranks cannot use the IPC engine, or ""."""
     for rank, other in enumerate(everyone):
         if not other["ok"]:
             return f"rank {rank} has no GPU to use: {exchange.text_of(other)}"
@@ -159,7 +159,7 @@ def _share_table(mpi: Any, devices: np.ndarray[Any, Any], deadline: float) -> pl
 
 @dataclass
 class _Made:
-    """What start-up has made so far."""
+    """The resources that start-up has made so far."""
 
     context: int = 0
     workspace: Workspace | None = None
@@ -215,10 +215,9 @@ def _map_peers(mpi: Any, workspace: Workspace, devices: np.ndarray[Any, Any], de
 
 
 def _verify(mpi: Any, engine: Engine, devices: np.ndarray[Any, Any], deadline: float) -> None:
-    """Sends real data between every two ranks through the mappings.
+    """Send real data between every two ranks through the mappings, and choose the engine's form of packets.
 
-    :raises UnsupportedError: naming the pairs that fail, or why a rank has no kernel for it. The engine is told in
-        which form packets are to go.
+    :raises UnsupportedError: if a pair fails, naming it, or a rank has no kernel.
     """
     with _step(mpi, deadline, "loading the first kernel"):  # or a peer's would wait for our compiler
         kinds = links.seen(devices)

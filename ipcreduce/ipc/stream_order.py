@@ -40,7 +40,7 @@ class _Captured:
 
 
 class StreamOrder:
-    """Where the last call ran. The communicator's lock is held around every method.
+    """The order of one communicator's calls. The communicator's lock is held around every method.
 
     :param context: of the GPU: the default stream's handle means another stream in each.
     """
@@ -105,7 +105,7 @@ class StreamOrder:
                 self._open = False
 
     def _follow(self, stream: int, owner: Any) -> bool:
-        """Puts an eager call behind the last one; whether its end has to be recorded."""
+        """Put an eager call behind the last one. True if its end has to be recorded in our event."""
         if self._eager == _RECORDED:
             streams.wait_event(stream, self._end)
         elif self._eager is not None and self._eager != stream:
@@ -135,14 +135,14 @@ class StreamOrder:
         return captured
 
     def _open_to_others(self, captured_graph: int) -> _Captured:
-        """Puts into the graph what orders it. The wait follows nothing: behind what the stream has it costs 1 us."""
+        """Add the nodes that order the graph. The wait follows no node: behind one it costs 1 us."""
         self._share()
         wait, end = graph.add_event_wait(captured_graph, self._end), graph.add_event_record(captured_graph, self._end)
         graph.move_edges(captured_graph, (), (wait,), end)
         return _Captured((wait,), captured_graph, end)
 
     def _share(self) -> None:
-        """From now on every eager call's end is in the event that graphs of others wait for."""
+        """Record every eager call's end from now on in the event for which graphs of others wait."""
         if self._eager is not None and self._eager != _RECORDED:
             try:
                 capturing = streams.capture_id(self._eager) != 0
@@ -156,7 +156,7 @@ class StreamOrder:
         self.shared, self._eager, self.event_free_stream, self._owner = True, _RECORDED, -1, None
 
     def _ended(self, captured: _Captured | None, records_end: bool, stream: int) -> None:
-        """A call has been launched, or captured, on ``stream``."""
+        """Note the end of a call that was launched, or captured, on ``stream``."""
         if captured is None:
             if records_end:
                 streams.record_event(self._end, stream)
@@ -187,18 +187,18 @@ class StreamOrder:
             self._open = False
 
     def extend(self, stream: int) -> None:
-        """What was put on ``stream`` since belongs to the last call too."""
+        """Count the work put on ``stream`` since the last call as part of that call."""
         if self._eager == _RECORDED and not streams.capture_id(stream):
             streams.record_event(self._end, stream)
 
     def chain(self, before: int, after: int) -> None:
-        """What comes on stream ``after`` waits for what is on ``before``."""
+        """Let work that follows on stream ``after`` wait for the work on ``before``."""
         streams.record_event(self._between, before)
         streams.wait_event(after, self._between)
 
     # ---- waiting
     def synchronize(self, stream: int | None) -> None:
-        """Waits for the calls made so far: on ``stream``, or for the last one, replays of others included."""
+        """Wait for the calls made so far: on ``stream``, or for the last one, replays of others included."""
         with within(self._context):
             if stream is not None:
                 streams.synchronize_stream(stream)
@@ -210,13 +210,13 @@ class StreamOrder:
             self.forget()
 
     def forget(self) -> None:
-        """No eager call runs any more: the next one follows none, nor a stream on which a launch failed."""
+        """Begin anew, since no eager call runs: the next one follows none, nor a stream with a failed launch."""
         self._eager, self.event_free_stream, self._owner = _RECORDED if self.shared else None, -1, None
 
     def ends_by(self, deadline: float) -> bool:
-        """Waits for the eager calls, at most until ``deadline`` on ``time.monotonic()``'s clock; whether they ended.
+        """Wait for the eager calls until ``deadline``, on ``time.monotonic()``'s clock. True if they have ended.
 
-        Those of which that cannot be known count as ended.
+        Calls that cannot be asked for count as ended.
         """
         while not self.is_over(unknown=True):
             if time.monotonic() > deadline:
@@ -225,7 +225,7 @@ class StreamOrder:
         return True
 
     def is_over(self, unknown: bool = False) -> bool:
-        """Whether no eager call runs any more; ``unknown`` if their stream captures by now and cannot be asked."""
+        """True if no eager call runs any more; ``unknown`` if their stream captures by now and cannot be asked."""
         if self._open:
             return False
         with within(self._context):
@@ -239,7 +239,7 @@ class StreamOrder:
                 return unknown
 
     def release(self) -> None:
-        """Gives the events back."""
+        """Give the events back."""
         for event in self._events:
             with suppress(CudaError):
                 streams.destroy_event(event)

@@ -60,7 +60,7 @@ class HostReducer:
         return result.reshape(array.shape)
 
     def left_halfway(self, call: int, error: BaseException) -> PeerLostError:
-        """What is the matter with the communicator once ``error`` has ended a call while ``halfway``."""
+        """The error of all later calls once ``error`` has ended one while ``halfway``."""
         return PeerLostError(report(
             self._rank, call, expected="every rank to go through this call together",
             found=f"that this one left it halfway ({type(error).__name__}: {error})",

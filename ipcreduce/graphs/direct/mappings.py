@@ -1,7 +1,7 @@
-"""Peers' memory mapped here, and ours mapped by peers, beyond the workspaces: what the direct kernel writes to.
+"""Mappings of graphs' memory between ranks, beyond the workspaces: the direct kernel writes to it.
 
 A slab is mapped once, however many graphs use it. Each registered graph has a serial number, the same on every rank; a
-rank marks on the control page when it has unmapped what a graph used, and a graph's own memory is kept until every
+rank marks on the control page when it has unmapped the slabs of a graph, and a graph's own memory is kept until every
 rank has marked it. So closing a graph waits for nobody.
 """
 
@@ -19,7 +19,7 @@ Key = tuple[int, int]  # rank, and the number of the slab there
 
 
 class Mappings:
-    """The peers' slabs that one communicator has mapped, and what keeps our own."""
+    """The peers' slabs that one communicator has mapped, and the pins of our own."""
 
     def __init__(self, page: Page) -> None:
         self._page = page
@@ -27,10 +27,10 @@ class Mappings:
         self._uses: Counter[Key] = Counter()
         self._serial = 0
         self._lock = threading.RLock()  # graphs are collected in any thread
-        self._pins: dict[int, Callable[[], None]] = {}  # by serial number: what frees our memory
+        self._pins: dict[int, Callable[[], None]] = {}  # by serial number: frees our memory
 
     def open(self, key: Key, handle: bytes, nbytes: int) -> int:
-        """Where a peer's slab of ``nbytes`` bytes is mapped here.
+        """Map a peer's slab of ``nbytes`` bytes; its address here.
 
         :raises CudaError: if it cannot be mapped. :raises UnsupportedError: if it is smaller than that.
         """

@@ -66,6 +66,8 @@ class FastPath:
     ) -> None:
         self._calls, self._device, self._context, self._order = calls, device, context, order
         self._abort_word, self._recorder, self._find = page.abort_word, page.calls, launches.find
+        parts = "recorded", "number", "page", "keys_offset", "slot_bytes", "agreed"  # none of them is ever replaced
+        self._recorder_parts = tuple(getattr(page.calls, name) for name in parts)
         # By the ids of array and out, and op. None: these ids belong to short-lived arrays; do not cache.
         self._known: dict[tuple[int, int, str], _KnownCall | None] = {}
         self._ready: dict[tuple[driver.Launch, int, int], Ready | None] = {}  # by addresses. None: seen once
@@ -104,16 +106,14 @@ class FastPath:
                     and not self._abort_word[0]
                     and ((current > 1 and not ready.capturable) or order.runs(current))
                 ):
-                    recorder = self._recorder  # as FlightRecorder.enter()
+                    recorded, number_word, page, at, nbytes, agreed = self._recorder_parts  # as FlightRecorder.enter()
                     what = ready.what
                     slot = number % RING
-                    if recorder.recorded[slot] is not what:
-                        recorder.write(slot, what)
-                    recorder.number[0] = number
-                    nbytes = recorder.slot_bytes
-                    at = recorder.keys_offset + slot * nbytes
-                    same = recorder.page[at : at + nbytes] == recorder.agreed[what.crc]
-                    if same or recorder.differing(number) is None:
+                    if recorded[slot] is not what:
+                        self._recorder.write(slot, what)
+                    number_word[0] = number
+                    at += slot * nbytes
+                    if page[at : at + nbytes] == agreed[what.crc] or self._recorder.differing(number) is None:
                         try:
                             if follows:
                                 ready.launch(argument, current)

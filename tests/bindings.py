@@ -181,6 +181,8 @@ class Reader:
         function = self._value(node.func, names)
         if isinstance(function, type) and function.__module__ == self.bindings.__name__:
             return _made(function)
+        if function is None:  # a global that is filled in later, and not by the bindings: their names are looked for
+            return UNKNOWN
         if getattr(self.bindings, getattr(function, "__name__", ""), None) is function:
             results = self._results(function, node, arguments, 0)
             return UNKNOWN if results is UNKNOWN else (UNKNOWN, *(results if isinstance(results, tuple) else [results]))

@@ -130,11 +130,13 @@ class _Watchdog:
                 os.close(descriptor)
 
     def _run(self, epoll: select.epoll) -> None:
-        while True:
-            ready = [descriptor for descriptor, _ in epoll.poll(_TICK_SECONDS)]
+        while epoll is self._epoll:  # else the last watch was stopped in this thread, by a finaliser
+            epoll.poll(_TICK_SECONDS)
             with self._lock:
                 if epoll is not self._epoll:
                     return
+                # Ask again under the lock: a descriptor may have been closed since, and its number used again.
+                ready = {descriptor for descriptor, _ in epoll.poll(0)}
                 for process in self._processes.values():
                     if process.descriptor in ready and not process.ended:
                         process.ended = True

@@ -21,18 +21,10 @@ from ipcreduce.coordination.fingerprint import Fingerprint, of_allreduce
 from ipcreduce.coordination.flight_recorder import RING
 from ipcreduce.errors import PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError
 from ipcreduce.numerics import DTYPE_NAMES, OPS
+from tests.unit.pages import make_pages
 
 SUM = of_allreduce((10,), "float32", "sum")
 ON_HOST = Fingerprint.of(f"{SUM} on the host")
-
-
-def make_pages(n: int) -> list[Page]:
-    first = Page.create(0, n)
-    pages = [first, *(Page.open(first.path, rank, n) for rank in range(1, n))]
-    for page in pages:
-        page.join(*watchdog.own_identity())
-    first.unlink()
-    return pages
 
 
 @pytest.fixture

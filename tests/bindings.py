@@ -29,6 +29,7 @@ class Reader:
         self._not_taken: set[str] = set()
         self._function = ""
         tree = ast.parse(source)
+        self._has_own_load = _loads_something_else(tree)
         self._body(tree.body, {"_bindings": bindings})
         seen = {part for entry in self.found for part in entry.split(".")} | self._not_taken
         for node, name in _names(tree):
@@ -165,7 +166,8 @@ class Reader:
         for keyword in node.keywords:
             self._value(keyword.value, names)
         if called == "load":
-            return self.bindings
+            own = self._has_own_load and isinstance(node.func, ast.Name)
+            return UNKNOWN if own else self.bindings
         asked = called in ("hasattr", "getattr") and arguments[0] is self.bindings
         if asked or called in CALLERS:
             name = arguments[asked]
@@ -181,6 +183,8 @@ class Reader:
         function = self._value(node.func, names)
         if isinstance(function, type) and function.__module__ == self.bindings.__name__:
             return _made(function)
+        if function is None:  # a global that is filled in later, and not by the bindings: their names are looked for
+            return UNKNOWN
         if getattr(self.bindings, getattr(function, "__name__", ""), None) is function:
             results = self._results(function, node, arguments, 0)
             return UNKNOWN if results is UNKNOWN else (UNKNOWN, *(results if isinstance(results, tuple) else [results]))
@@ -233,8 +237,15 @@ def _names(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
     said = {id(node.args[0]) for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_said(node)}
     for node in ast.walk(tree):
         name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None)
-        if isinstance(name, str) and _OF_BINDINGS.fullmatch(name) and id(node) not in said:
+        of_cupy = isinstance(node, ast.Attribute) and ast.unparse(node).startswith("cupy.")
+        if isinstance(name, str) and _OF_BINDINGS.fullmatch(name) and id(node) not in said and not of_cupy:
             yield node, name
+
+
+def _loads_something_else(tree: ast.Module) -> bool:
+    """True if the module has a function load() of its own that does not give the bindings."""
+    own = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "load"]
+    return bool(own) and not any("cuda.bindings" in ast.unparse(node) for node in own)
 
 
 def _is_said(node: ast.Call) -> bool:

@@ -130,14 +130,17 @@ class _Watchdog:
                 os.close(descriptor)
 
     def _run(self, epoll: select.epoll) -> None:
-        while self._look(epoll, [descriptor for descriptor, _ in epoll.poll(_TICK_SECONDS)]):
-            pass  # and keep no watch alive meanwhile: its page would stay mapped
+        while epoll is self._epoll:  # it is not once the last watch was stopped, perhaps by a finaliser in this thread
+            epoll.poll(_TICK_SECONDS)
+            self._look(epoll)  # in a function, so that no watch, nor its page, is kept alive meanwhile
 
-    def _look(self, epoll: select.epoll, ready: list[int]) -> bool:
-        """Tell the watches of the processes that have ended; False once the last watch is over."""
+    def _look(self, epoll: select.epoll) -> None:
+        """Tell the watches of the processes that have ended, and let each look at its page."""
         with self._lock:
             if epoll is not self._epoll:
-                return False
+                return
+            # Ask again under the lock: a descriptor may have been closed since, and its number used again.
+            ready = {descriptor for descriptor, _ in epoll.poll(0)}
             for process in self._processes.values():
                 if process.descriptor in ready and not process.ended:
                     process.ended = True
@@ -147,7 +150,6 @@ class _Watchdog:
             watches = list(self._watches)
         for watch in watches:
             watch.look()
-        return True
 
 
 _watchdog = _Watchdog()

@@ -62,6 +62,15 @@ def test_what_is_looked_up():
         ("def f(given): given.CUipcMemHandle()", "CUipcMemHandle is not understood"),
         ("other('cuMemAlloc', 1)", "cuMemAlloc is not understood"),
         ("if hasattr(load(), 'cuInit'): call('cuInit')\nelse: call('cuNever')", "cuInit takes 1 arguments"),
+        ("def load():\n from cuda.bindings import driver\n return driver\nload().cuNoSuchCall()", "no cuNoSuchCall in"),
+        ("def load(): return cupy\ndriver.load().cuNoSuchCall()", "no cuNoSuchCall in"),
+        ("def load(): return cupy\nload().cuMemAlloc(1)", "cuMemAlloc is not understood"),
+        ("other.cupy.CUDARuntimeError", "CUDARuntimeError is not understood"),
+        ("later = None\ndef f(): later(load().CUnoStruct())", "no CUnoStruct in"),
+        ("later = None\ndef f(): later(call('cuMemAlloc'))", "cuMemAlloc takes 1 arguments"),
+        ("later = None\ndef f(): later.cuMemAlloc(1)", "cuMemAlloc is not understood"),
+        ("later = None\ndef f(): call(later, 1)", "the name is not understood"),
+        ("later = None\nlater = load().cuMemAlloc\nlater(1, 2)", "cuMemAlloc takes 1 arguments"),
     ],
 )
 def test_what_is_missing_is_found(code: str, problem: str):
@@ -79,6 +88,9 @@ def test_what_is_missing_is_found(code: str, problem: str):
         "n, more = ('cuNever', ()) if hasattr(load(), 'cuNever') else ('cuMemAlloc', (1,))\ncall(n, *more)",
         "i = 0\ni += 1\nfree, total = call('cuMemGetInfo')",
         "def f(b=load()): return [int(n) for n in call('cuGraphGetNodes', 1)[0]]",
+        "later = None\ndef f(x): return later(x).bytes",
+        "def load(): return cupy\nload().get_default_memory_pool()",
+        "cupy = None\ndef f(x): return isinstance(x, cupy.cuda.runtime.CUDARuntimeError)",
     ],
 )
 def test_what_is_there_is_not(code: str):

@@ -15,24 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce.coordination import control_page, flight_recorder, watchdog
+from ipcreduce.coordination import control_page, faults, flight_recorder, watchdog
 from ipcreduce.coordination.control_page import Page
 from ipcreduce.coordination.fingerprint import Fingerprint, of_allreduce
 from ipcreduce.coordination.flight_recorder import RING
-from ipcreduce.errors import PeerFailedError, PeerTimeoutError, RankMismatchError
+from ipcreduce.errors import PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError
 from ipcreduce.numerics import DTYPE_NAMES, OPS
+from tests.unit.pages import make_pages
 
 SUM = of_allreduce((10,), "float32", "sum")
 ON_HOST = Fingerprint.of(f"{SUM} on the host")
-
-
-def make_pages(n: int) -> list[Page]:
-    first = Page.create(0, n)
-    pages = [first, *(Page.open(first.path, rank, n) for rank in range(1, n))]
-    for page in pages:
-        page.join(*watchdog.own_identity())
-    first.unlink()
-    return pages
 
 
 @pytest.fixture
@@ -79,18 +71,18 @@ def test_a_page_that_has_gone_is_an_error():
         Page.open("/dev/shm/ipcreduce-no-such-page", 1, 2)
 
 
-@pytest.mark.parametrize("n", range(1, 9))
+@pytest.mark.parametrize("n", [*range(1, 9), 40, 63, 64, 70, 100])
 def test_whole_pages_and_aligned_words(n: int):
     assert control_page.page_bytes(n) % mmap.PAGESIZE == 0
-    recorder = flight_recorder.nbytes(n)
-    assert control_page.page_bytes(n) >= control_page.HEAD_BYTES + recorder + n * control_page._RANK.itemsize
-    assert not any(size % 8 for size in (recorder, control_page._RANK.itemsize)), "words are read by aligned accesses"
-    lines = [control_page.HEAD_BYTES, flight_recorder._keys_bytes(n), flight_recorder._RANK.itemsize]
+    head, recorder, block = control_page.head_bytes(n), flight_recorder.nbytes(n), control_page._rank_layout(n).itemsize
+    assert control_page.page_bytes(n) >= head + recorder + n * block
+    assert not any(size % 8 for size in (recorder, block)), "words are read by aligned accesses"
+    lines = [head, flight_recorder._keys_bytes(n), flight_recorder._RANK.itemsize]
     assert not any(size % 64 for size in lines), "a rank's number has a cache line"
-    assert control_page.HEAD_BYTES % mmap.PAGESIZE == 0, "the GPUs get whole pages"
+    assert head % mmap.PAGESIZE == 0, "the GPUs get whole pages"
     lines = [control_page.ABORT_OFFSET, *(control_page.missing_offset(rank) for rank in range(n))]
     assert len({offset // 64 for offset in lines}) == n + 1, "a cache line each"
-    assert max(lines) + 4 <= control_page.HEAD_BYTES
+    assert max(lines) + 8 <= head, "two words each"
 
 
 def test_ranks_see_each_other(pages: list[Page]):
@@ -104,8 +96,8 @@ def test_ranks_see_each_other(pages: list[Page]):
     assert [page.has_left(1) for page in pages] == [False] * 3
 
 
-# ---- signatures
-def test_signatures_differ_in_all_that_matters():
+# ---- fingerprints
+def test_fingerprints_differ_in_all_that_matters():
     different = [
         of_allreduce((10,), "float32", "sum"),
         of_allreduce((10,), "int32", "sum"),
@@ -130,19 +122,43 @@ def test_every_pair_of_dtype_and_op_differs():
     assert len({of_allreduce((8,), dtype, op).crc for dtype in DTYPE_NAMES for op in OPS}) == 60
 
 
-def test_votes(pages: list[Page]):
-    """Nobody is absent once all have cast; two votes do not disturb each other; one can be taken back."""
+def test_rounds(pages: list[Page]):
+    """Nobody is absent once all have written; two rounds do not disturb each other; a part can be replaced."""
     for serial in (1, 2, 3):
         for page in pages:
-            assert [vote is None for vote in page.votes(serial)] == [other.rank >= page.rank for other in pages]
-            page.cast(serial, Vote(7 + serial, True, page.rank, 5, ""))
+            assert [part is None for part in page.read_round(serial)] == [other.rank >= page.rank for other in pages]
+            page.write_round(serial, True, 7 + serial, bytes([page.rank]))
         if serial > 1:
-            assert None not in pages[0].votes(serial - 1), "gone while a slow rank may still read it"
-    assert pages[1].votes(3) == [Vote(10, True, rank, 5, "") for rank in range(len(pages))]
-    pages[2].cast(3, Vote(10, False, 2, 5, "ValueError: " + "é" * 1000))
-    late = pages[0].votes(3)[2]
-    assert late is not None
-    assert (late.ok, late.text[:14], len(late.text.encode()) <= 512) == (False, "ValueError: éé", True)
+            assert None not in pages[0].read_round(serial - 1), "gone while a slow rank may still read it"
+    parts = pages[1].read_round(3)
+    assert parts == [(True, 10, bytes([rank]).ljust(control_page.CHUNK_BYTES, b"\0")) for rank in range(len(pages))]
+    pages[2].write_round(3, False, 5, b"x" * control_page.CHUNK_BYTES)
+    assert pages[0].read_round(3)[2] == (False, 5, b"x" * control_page.CHUNK_BYTES)
+
+
+def test_a_meeting_is_read_from_the_next_ones_record_too(pages: list[Page]):
+    """A peer that has read it may be at the next one, to which it brings the same numbers."""
+    assert pages[0].read_meeting(1) == [None] * 3
+    pages[0].write_meeting(1, 7, 3)
+    pages[1].write_meeting(2, 9, 4)
+    assert [page.read_meeting(1) for page in pages] == [[(7, 3), (9, 4), None]] * 3
+    assert pages[2].read_meeting(2) == [None, (9, 4), None]
+
+
+@pytest.mark.parametrize("n", [1, 40, 70])
+def test_ranks_beyond_the_bits_of_a_word(n: int):
+    """Deaths and missed ranks are by rank number, with no limit of 32 or 63."""
+    ranks, last = make_pages(n), n - 1
+    ranks[0].mark_dead(last)
+    assert [ranks[-1].has_unmapped(rank) for rank in range(n)] == [rank == last for rank in range(n)]
+    ranks[0].post_timeout([last])
+    assert ranks[last].missed() == {last}
+    ranks[last].post_timeout(range(n))
+    assert ranks[0].missed() == set(range(n))
+    for page in ranks:
+        page.clear()
+    assert ranks[0].missed() == set()
+    assert not ranks[0].aborted
 
 
 def test_waiting_in_vain(pages: list[Page]):
@@ -152,12 +168,12 @@ def test_waiting_in_vain(pages: list[Page]):
     pages[0].post_timeout([len(pages) - 1])
     for page in pages:
         assert page.aborted
-        assert f"rank {len(pages) - 1} never came" in str(page.explain(3, 5.0))
+        assert f"rank {len(pages) - 1} never came" in str(faults.fault_error(page, 3, 5.0))
 
 
 def test_a_rank_writes_only_its_own_block(pages: list[Page]):
     begin = control_page._ranks_offset(3)
-    blocks = slice(begin, begin + 3 * control_page._RANK.itemsize)
+    blocks = slice(begin, begin + 3 * control_page._rank_layout(3).itemsize)
     before = np.frombuffer(pages[0]._map, np.uint8)[blocks].reshape(3, -1).copy()
     pages[1].calls.enter(RING - 1, SUM)
     assert (np.frombuffer(pages[0]._map, np.uint8)[blocks].reshape(3, -1) == before).all(), "the recorder has its own"
@@ -190,7 +206,7 @@ def test_the_earliest_fault_counts(pages: list[Page]):
 
 def test_a_refused_call(pages: list[Page]):
     pages[1].post_fault(control_page.REFUSED, 4, "ArgumentError: op must be sum")
-    error = pages[2].explain(6, 30.0)
+    error = faults.fault_error(pages[2], 6, 30.0)
     assert type(error) is PeerFailedError
     assert str(error) == (
         "rank 2, call 6: expected call 4 on every rank; found that rank 1 refused it (ArgumentError: op must be sum). "
@@ -200,7 +216,7 @@ def test_a_refused_call(pages: list[Page]):
 
 def test_a_mismatch(pages: list[Page]):
     pages[0].post_fault(control_page.MISMATCH, 7, "sum of int8 (3,) on rank 0 and sum of int8 (4,) on rank 1")
-    error = pages[1].explain(7, 30.0)
+    error = faults.fault_error(pages[1], 7, 30.0)
     assert type(error) is RankMismatchError
     assert str(error) == (
         "rank 1, call 7: expected the same call 7 on every rank; found sum of int8 (3,) on rank 0 and sum of int8 (4,) "
@@ -221,7 +237,7 @@ def test_a_timeout_says_who_never_came_and_what_it_did_last(pages: list[Page]):
         pages[rank].calls.enter(2, of_allreduce((6,), "int64", "max"))
         miss(pages[rank], 1)
     pages[0].abort()
-    error = pages[0].explain(2, 1.5)
+    error = faults.fault_error(pages[0], 2, 1.5)
     assert type(error) is PeerTimeoutError
     assert str(error) == (
         "rank 0, call 2: expected every rank within 1.5 s; found rank 1 never came: its last call was 1 "
@@ -233,7 +249,7 @@ def test_a_timeout_says_who_never_came_and_what_it_did_last(pages: list[Page]):
 def test_a_rank_that_never_called(pages: list[Page]):
     pages[0].calls.enter(1, SUM)
     miss(pages[0], 1, 2)
-    text = str(pages[0].explain(1, 1.0))
+    text = str(faults.fault_error(pages[0], 1, 1.0))
     assert "rank 1 never came: its last call was 0; rank 2 never came: its last call was 0; ranks [0] are at" in text
 
 
@@ -242,7 +258,7 @@ def test_a_chain_of_waits_ends_at_the_rank_that_is_behind(pages: list[Page]):
     for rank in (0, 1):
         pages[rank].calls.enter(1, SUM)
         miss(pages[rank], rank + 1)
-    text = str(pages[0].explain(1, 1.0))
+    text = str(faults.fault_error(pages[0], 1, 1.0))
     assert "rank 2 never came" in text
     assert "rank 1 never came" not in text
 
@@ -252,7 +268,7 @@ def test_every_call_is_named_where_ranks_between_have_not_come():
     ranks[0].calls.enter(1, SUM)
     ranks[2].calls.enter(1, other)
     miss(ranks[0], 1)
-    text = str(ranks[0].explain(1, 1.0))
+    text = str(faults.fault_error(ranks[0], 1, 1.0))
     assert "rank 1 never came: its last call was 0; ranks [0] are at call 1 (sum of float32 (10,)); ranks [2]" in text
     assert f"ranks [2] are at call 1 ({other})" in text
 
@@ -262,7 +278,7 @@ def test_the_late_rank_itself_can_explain(pages: list[Page]):
     for page in pages:
         page.calls.enter(1, SUM)
     miss(pages[0], 2)
-    assert "rank 2 never came" in str(pages[2].explain(1, 1.0))
+    assert "rank 2 never came" in str(faults.fault_error(pages[2], 1, 1.0))
 
 
 def test_clear_takes_back_ones_own(pages: list[Page]):
@@ -274,7 +290,7 @@ def test_clear_takes_back_ones_own(pages: list[Page]):
     pages[1].clear()
     assert not any(page.aborted for page in pages)
     assert pages[2].fault() is None
-    assert not np.frombuffer(pages[2]._map, np.uint8, control_page.HEAD_BYTES).any()
+    assert not np.frombuffer(pages[2]._map, np.uint8, control_page.head_bytes(3)).any()
 
 
 def test_long_and_foreign_texts(pages: list[Page]):
@@ -287,10 +303,35 @@ def test_long_and_foreign_texts(pages: list[Page]):
 
 def test_a_lost_rank(pages: list[Page]):
     pages[1].calls.enter(3, SUM)
-    assert str(pages[0].lost(4, 1, "its process has ended")) == (
+    faults.raise_lost(pages[0], 4)
+    pages[2].post_lost(1, "its process has ended")
+    with pytest.raises(PeerLostError) as caught:
+        faults.raise_lost(pages[0], 4)
+    assert str(caught.value) == (
         "rank 0, call 4: expected rank 1 to take part; found that its process has ended, after its call 3. The "
         "communicator can only be closed."
     )
+
+
+def test_a_rank_that_closed_is_lost_to_the_calls_that_it_did_not_make(pages: list[Page]):
+    pages[1].calls.enter(3, SUM)
+    pages[1].leave()
+    faults.raise_lost(pages[0], 3)
+    with pytest.raises(PeerLostError, match="found that it closed the communicator, after its call 3"):
+        faults.raise_lost(pages[0], 4)
+    with pytest.raises(PeerLostError, match="found that it closed the communicator, after its call 3"):
+        faults.raise_lost(pages[0], 3, any_call=True)
+
+
+def test_all_have_come_unless_a_fault_keeps_one_from_it(pages: list[Page]):
+    for page in pages[:2]:
+        page.calls.enter(3, SUM)
+    assert not faults.all_come(pages[0], 3)
+    pages[2].calls.enter(4, SUM)
+    assert faults.all_come(pages[0], 3)
+    pages[2].post_fault(control_page.REFUSED, 4, "why")
+    assert faults.all_come(pages[0], 3), "a later call's"
+    assert not faults.all_come(pages[0], 4)
 
 
 def test_the_first_loss_counts_and_what_a_rank_says_of_itself_comes_first(pages: list[Page]):
@@ -336,22 +377,30 @@ def loss_of_none(page: Page) -> Change:
     return before, lambda reader: reader.loss()
 
 
-def vote_twice(page: Page) -> Change:
-    page.cast(3, Vote(17, True, 256, 0x01020304, ""))
+def round_left(page: Page) -> Change:
+    page.write_round(3, True, 17, b"every byte of it")
     before = bytes_of(page).copy()
-    page.cast(3, Vote(17, False, 256, 0x01020304, "ValueError: wrong"))
-    return before, lambda reader: reader.votes(3)[1]
+    page.write_round(3, False, 30, b"ValueError: wrong")
+    return before, lambda reader: reader.read_round(3)[1]
 
 
-def vote_two_later(page: Page) -> Change:
-    page.cast(1, Vote(17, True, 256, 0x01020304, "of before"))
+def round_two_later(page: Page) -> Change:
+    page.write_round(1, True, 17, b"of before, and so on and on" * 9)
     before = bytes_of(page).copy()
-    page.cast(3, Vote(18, False, 257, 0x11121314, "ValueError: wrong"))
-    return before, lambda reader: reader.votes(3)[1]
+    page.write_round(3, False, 257, b"ValueError: wrong" * 60)
+    return before, lambda reader: reader.read_round(3)[1]
+
+
+def meeting_after_meeting(page: Page) -> Change:
+    page.write_meeting(1, 0x0102030405, 0x060708)
+    before = bytes_of(page).copy()
+    page.write_meeting(2, 0x1112131415, 0x161718)
+    return before, lambda reader: reader.read_meeting(1)[1]
 
 
 @pytest.mark.parametrize(
-    "change", [fault_twice, fault_of_none, fault_cleared, loss_of_none, vote_twice, vote_two_later]
+    "change",
+    [fault_twice, fault_of_none, fault_cleared, loss_of_none, round_left, round_two_later, meeting_after_meeting],
 )
 def test_a_record_is_there_whole_or_not_at_all(
     pages: list[Page], change: Callable[[Page], Change], monkeypatch: pytest.MonkeyPatch
@@ -383,14 +432,14 @@ def test_a_record_is_there_whole_or_not_at_all(
         assert read(reader) in (*allowed, None)
 
 
-@pytest.mark.parametrize("post", ["post", "lose"])
+@pytest.mark.parametrize("post", ["fault", "loss"])
 def test_an_abort_word_that_comes_before_its_record_is_no_timeout(pages: list[Page], post: str):
     """The reader looks again until the record has come."""
     after = make_pages(3)[1]
-    if post == "post":
-        after.post(control_page.REFUSED, 4, "ArgumentError: op must be sum")
+    if post == "fault":
+        after.post_fault(control_page.REFUSED, 4, "ArgumentError: op must be sum")
     else:
-        after.lose(1, "it was interrupted")
+        after.post_lost(1, "it was interrupted")
     pages[1].abort(control_page.TOLD)
 
     def come() -> None:
@@ -401,8 +450,8 @@ def test_an_abort_word_that_comes_before_its_record_is_no_timeout(pages: list[Pa
     thread.start()
     fault = pages[0].fault()
     thread.join()
-    assert fault == ((4, 1, control_page.REFUSED, "ArgumentError: op must be sum") if post == "post" else None)
-    assert pages[0].loss() == (None if post == "post" else (1, "it was interrupted"))
+    assert fault == ((4, 1, control_page.REFUSED, "ArgumentError: op must be sum") if post == "fault" else None)
+    assert pages[0].loss() == (None if post == "fault" else (1, "it was interrupted"))
 
 
 def test_a_timeout_is_one_at_once(pages: list[Page], monkeypatch: pytest.MonkeyPatch):
@@ -410,10 +459,10 @@ def test_a_timeout_is_one_at_once(pages: list[Page], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(control_page.time, "sleep", lambda seconds: pytest.fail("it waits"))
     pages[0].calls.enter(1, SUM)
     pages[0].abort()
-    assert type(pages[2].explain(1, 1.0)) is PeerTimeoutError
+    assert type(faults.fault_error(pages[2], 1, 1.0)) is PeerTimeoutError
     pages[0].clear()
     pages[0].post_timeout([2])
-    assert type(pages[1].explain(1, 1.0)) is PeerTimeoutError
+    assert type(faults.fault_error(pages[1], 1, 1.0)) is PeerTimeoutError
 
 
 def test_a_rank_that_closed_after_a_call_is_not_taken_for_one_that_did_not_make_it(

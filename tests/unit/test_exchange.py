@@ -14,8 +14,12 @@ import pytest
 
 from ipcreduce.coordination import exchange
 from ipcreduce.errors import PeerTimeoutError, RankMismatchError, UnsupportedError
+from ipcreduce.ipc import links, tuning
 
-STRUCTS = {name: value for name, value in vars(exchange).items() if isinstance(value, np.dtype)}
+STRUCTS = {
+    name: value for module in (exchange, links, tuning) for name, value in vars(module).items()
+    if isinstance(value, np.dtype)
+}  # fmt: skip
 
 
 class Request:
@@ -50,7 +54,7 @@ class World:
 
         def finish() -> None:
             received[:] = np.tile(sent, 3)
-            kind = sent.view(exchange.VOTE)["kind"]
+            kind = sent.view(exchange.CONFIRMATION)["kind"]
             [dtype] = [struct for struct in STRUCTS.values() if struct.metadata["kind"] == kind]
             for rank in (0, 2):
                 self.change(rank, received.view(dtype)[rank : rank + 1])
@@ -63,13 +67,13 @@ class World:
 
 
 def test_all_messages_have_one_size_and_their_own_kind():
-    assert {"IDENTITY", "DEVICE", "PAGE", "MEMORY", "VERDICT", "VOTE", "RESYNC", "CALL"} <= set(STRUCTS)
+    assert {"IDENTITY", "DEVICE", "PAGE", "MEMORY", "CONFIRMATION", "CALL", "VERDICT", "TUNING"} == set(STRUCTS)
     assert {struct.itemsize for struct in STRUCTS.values()} == {exchange.MESSAGE_BYTES}
     kinds = [struct.metadata["kind"] for struct in STRUCTS.values()]
     assert len(set(kinds)) == len(kinds)
     for struct in STRUCTS.values():
         for field in ("magic", "version", "kind", "length", "ok", "text"):
-            assert struct.fields[field] == exchange.VOTE.fields[field] or field == "text"
+            assert struct.fields[field] == exchange.CONFIRMATION.fields[field] or field == "text"
         assert not struct.hasobject
 
 
@@ -87,21 +91,21 @@ def test_a_message_is_filled_in():
 
 
 def test_an_error_travels_as_text():
-    record = exchange.message(exchange.VOTE, ValueError("no GPU, said the driver"))
+    record = exchange.message(exchange.CONFIRMATION, ValueError("no GPU, said the driver"))
     assert record["ok"] == 0
     assert exchange.text_of(record[0]) == "no GPU, said the driver"
 
 
 @pytest.mark.parametrize("text", ["x" * 5000, "é" * 5000, "x" + "é" * 5000, "\N{SNOWMAN}" * 5000])
 def test_a_long_text_is_cut_and_stays_readable(text: str):
-    found = exchange.text_of(exchange.message(exchange.VOTE, text)[0])
+    found = exchange.text_of(exchange.message(exchange.CONFIRMATION, text)[0])
     whole = found.rstrip("\N{REPLACEMENT CHARACTER}")  # of a character that was cut in two
     assert text.startswith(whole)
     assert len(whole.encode()) > exchange.TEXT_BYTES - 4
 
 
 def test_an_error_without_words_is_still_an_error():
-    assert exchange.message(exchange.VOTE, ValueError())["ok"] == 0
+    assert exchange.message(exchange.CONFIRMATION, ValueError())["ok"] == 0
 
 
 @pytest.mark.parametrize("polls", [1, 2, 500])
@@ -124,7 +128,7 @@ def test_another_program_or_version_is_named(field: str, other: int):
             record[field] = 77
 
     with pytest.raises(RankMismatchError) as caught:
-        World(change).allgather(exchange.message(exchange.RESYNC), call=5)
+        World(change).allgather(exchange.message(exchange.CONFIRMATION), call=5)
     assert re.match("rank 1, call 5: expected ", str(caught.value))
     assert f"{field} 77 from rank {other}" in str(caught.value)
     assert "same version of ipcreduce" in str(caught.value)
@@ -151,7 +155,7 @@ def test_what_was_given_up_is_kept():
 
 def test_start_up_has_no_call_number():
     with pytest.raises(PeerTimeoutError, match="rank 1, start-up: expected"):
-        World(at=None).allgather(exchange.message(exchange.VOTE), seconds=0.0)
+        World(at=None).allgather(exchange.message(exchange.CONFIRMATION), seconds=0.0)
 
 
 def test_a_late_answer_within_the_deadline_is_taken():
@@ -187,11 +191,11 @@ def test_a_long_wait_leaves_the_processor_to_others():
     assert time.process_time() - before < 0.5
 
 
-def test_a_vote_passes_where_all_agree():
+def test_a_step_passes_where_all_confirm_it():
     exchange.confirm(World(), None, time.monotonic() + 10, "a step")
 
 
-def test_a_failed_vote_names_ranks_and_reasons():
+def test_a_failed_step_names_ranks_and_reasons():
     def change(rank: int, record: Any) -> None:
         record["ok"], record["text"] = rank == 0, b"" if rank == 0 else b"out of memory"
 
@@ -200,8 +204,8 @@ def test_a_failed_vote_names_ranks_and_reasons():
     assert str(caught.value) == "mapping failed on 2 of 3 ranks: rank 1: bad handle; rank 2: out of memory"
 
 
-def test_a_vote_that_fails_everywhere_stays_short():
-    gathered = np.concatenate([exchange.message(exchange.VOTE, "no GPU") for _ in range(8)])
+def test_a_step_that_fails_everywhere_stays_short():
+    gathered = np.concatenate([exchange.message(exchange.CONFIRMATION, "no GPU") for _ in range(8)])
     with pytest.raises(UnsupportedError) as caught:
         exchange.check(World(), gathered, "start-up")
     assert "failed on 8 of 8 ranks: rank 0: no GPU; rank 1: no GPU; rank 2: no GPU" in str(caught.value)

@@ -2,47 +2,60 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, Protocol
 
 import pytest
 
+from ipcreduce.coordination import faults, watchdog
 from ipcreduce.coordination.control_page import Page
 from ipcreduce.coordination.fingerprint import of_allreduce
-from ipcreduce.coordination.watchdog import Watchdog, own_identity
+from ipcreduce.coordination.watchdog import Watch, own_identity
 from ipcreduce.errors import PeerLostError
 
 SUM = of_allreduce((10,), "float32", "sum")
 
 
-class Ranks:
-    """Rank 0 in this process; the others are processes that only sleep, their parts of the page written from here."""
+class Make(Protocol):
+    def __call__(self, n: int, of: Ranks | None = None) -> Ranks: ...
 
-    def __init__(self, n: int) -> None:
+
+class Ranks:
+    """Rank 0 in this process; the others are processes that only sleep, their parts of the page written from here.
+
+    :param of: the ranks whose processes these share; without it they get processes of their own.
+    """
+
+    def __init__(self, n: int, of: Ranks | None = None) -> None:
         self.page = Page.create(0, n)
         self.page.join(*own_identity())
-        self.pages, self.processes = {0: self.page}, {}
+        self.pages: dict[int, Page] = {0: self.page}
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
         for rank in range(1, n):
-            self.processes[rank] = subprocess.Popen(["sleep", "60"])
+            self.processes[rank] = subprocess.Popen(["sleep", "600"]) if of is None else of.processes[rank]
             self.pages[rank] = Page.open(self.page.path, rank, n)
             self.pages[rank].join(*identity(self.processes[rank].pid))
         self.page.unlink()
-        self.watchdogs: list[Watchdog] = []
+        self.watches: list[Watch] = []
 
-    def watch(self) -> Watchdog:
-        self.watchdogs.append(Watchdog(self.page))
-        return self.watchdogs[-1]
+    def watch(self) -> Watch:
+        self.watches.append(watchdog.watch(self.page))
+        return self.watches[-1]
 
     def end(self, rank: int) -> None:
         """Ends a rank's process. It is not waited for: a rank's parent may not do so either."""
         self.processes[rank].kill()
 
     def stop(self) -> None:
-        for watchdog in self.watchdogs:
-            watchdog.stop()
+        for watch in self.watches:
+            watch.stop()
         for process in self.processes.values():
             process.kill()
             process.wait()
@@ -55,11 +68,11 @@ def identity(pid: int) -> tuple[int, int, int]:
 
 
 @pytest.fixture
-def ranks() -> Iterator[Callable[[int], Ranks]]:
-    made = []
+def ranks() -> Iterator[Make]:
+    made: list[Ranks] = []
 
-    def make(n: int) -> Ranks:
-        made.append(Ranks(n))
+    def make(n: int, of: Ranks | None = None) -> Ranks:
+        made.append(Ranks(n, of))
         return made[-1]
 
     yield make
@@ -75,114 +88,277 @@ def within(seconds: float, condition: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize("dead", [1, 2])
-def test_a_death_is_seen_at_once(ranks: Callable[[int], Ranks], dead: int):
+def test_a_death_is_seen_at_once(ranks: Make, dead: int):
     world = ranks(3)
-    watchdog = world.watch()
-    assert not within(0.3, lambda: watchdog.lost or world.page.aborted), "all are alive"
+    watch = world.watch()
+    assert not within(0.3, lambda: watch.lost or world.page.aborted), "all are alive"
     world.end(dead)
-    assert within(3.0, lambda: watchdog.lost)
-    assert watchdog.lost == (dead, "its process has ended")
-    assert within(3.0, lambda: world.page.aborted), "the waits go on"
-    error = world.page.lost(5, *watchdog.lost)
-    assert type(error) is PeerLostError
-    assert f"rank {dead}" in str(error)
+    assert within(30.0, lambda: watch.lost)
+    assert watch.lost == (dead, "its process has ended")
+    assert within(30.0, lambda: world.page.aborted), "the waits go on"
+    with pytest.raises(PeerLostError, match=f"expected rank {dead} to take part; found that its process has ended"):
+        faults.raise_lost(world.page, 5)
 
 
-def test_the_abort_word_stays_up(ranks: Callable[[int], Ranks]):
+def test_the_abort_word_stays_up(ranks: Make):
     """A rank that comes to wait later, or clears the word, must not wait for the dead one either."""
     world = ranks(2)
-    watchdog = world.watch()
+    watch = world.watch()
     world.end(1)
-    assert within(3.0, lambda: world.page.aborted)
+    assert within(30.0, lambda: world.page.aborted)
     world.page.clear()
-    assert within(3.0, lambda: world.page.aborted)
-    assert watchdog.lost
+    assert within(30.0, lambda: world.page.aborted)
+    assert watch.lost
 
 
-def test_the_first_to_go_is_the_one_that_is_named(ranks: Callable[[int], Ranks]):
+def test_the_first_to_go_is_the_one_that_is_named(ranks: Make):
     world = ranks(3)
-    watchdog = world.watch()
+    watch = world.watch()
     world.end(2)
-    assert within(3.0, lambda: watchdog.lost)
+    assert within(30.0, lambda: watch.lost)
     world.end(1)
     time.sleep(0.3)
-    assert watchdog.lost == (2, "its process has ended")
+    assert watch.lost == (2, "its process has ended")
 
 
-def test_a_rank_that_was_dead_before_is_seen(ranks: Callable[[int], Ranks]):
+def test_a_rank_that_was_dead_before_is_seen(ranks: Make):
     world = ranks(2)
     world.end(1)
     world.processes[1].wait()
-    watchdog = world.watch()
-    assert watchdog.lost == (1, "its process has ended")
-    assert within(3.0, lambda: world.page.aborted)
+    watch = world.watch()
+    assert watch.lost == (1, "its process has ended")
+    assert within(30.0, lambda: world.page.aborted)
 
 
-def test_another_process_with_the_same_pid_is_not_taken_for_the_rank(ranks: Callable[[int], Ranks]):
+def test_another_process_with_the_same_pid_is_not_taken_for_the_rank(ranks: Make):
     """The start time tells them apart."""
     world = ranks(2)
     pid, started, namespace = identity(world.processes[1].pid)
     world.pages[1].join(pid, started - 1, namespace)
-    watchdog = world.watch()
-    assert within(3.0, lambda: watchdog.lost == (1, "its process has ended"))
+    watch = world.watch()
+    assert within(30.0, lambda: watch.lost == (1, "its process has ended"))
 
 
-def test_a_rank_that_closed_may_end(ranks: Callable[[int], Ranks]):
+def test_a_rank_that_closed_may_end(ranks: Make):
     world = ranks(2)
-    watchdog = world.watch()
+    watch = world.watch()
     for page in world.pages.values():
         page.calls.enter(1, SUM)
     world.pages[1].leave()
     world.end(1)
-    assert not within(0.5, lambda: watchdog.lost or world.page.aborted)
+    assert not within(0.5, lambda: watch.lost or world.page.aborted)
 
 
-def test_a_call_after_another_rank_has_closed_is_lost(ranks: Callable[[int], Ranks]):
+def test_a_call_after_another_rank_has_closed_is_lost(ranks: Make):
     world = ranks(2)
-    watchdog = world.watch()
+    watch = world.watch()
     world.page.calls.enter(1, SUM)
     world.pages[1].calls.enter(1, SUM)
     world.pages[1].leave()
-    assert not within(0.3, lambda: watchdog.lost), "both made the same calls"
+    assert not within(0.3, lambda: watch.lost), "both made the same calls"
     world.page.calls.enter(2, SUM)
-    assert within(3.0, lambda: watchdog.lost)
-    assert watchdog.lost == (1, "it closed the communicator")
-    assert within(3.0, lambda: world.page.aborted)
+    assert within(30.0, lambda: watch.lost)
+    assert watch.lost == (1, "it closed the communicator")
+    assert within(30.0, lambda: world.page.aborted)
 
 
-def test_a_rank_of_another_pid_namespace_is_left_alone(ranks: Callable[[int], Ranks]):
+def test_a_rank_of_another_pid_namespace_is_left_alone(ranks: Make):
     """Its pid means another process here, or none."""
     world = ranks(2)
     pid, started, namespace = identity(world.processes[1].pid)
     world.pages[1].join(pid, started, namespace + 1)
-    watchdog = world.watch()
+    watch = world.watch()
     world.end(1)
-    assert not within(0.5, lambda: watchdog.lost)
+    assert not within(0.5, lambda: watch.lost)
 
 
-def test_stop_leaves_nothing(ranks: Callable[[int], Ranks]):
+def test_stop_leaves_nothing(ranks: Make):
     world = ranks(4)
     descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     for turn in range(5):
-        watchdog = world.watch()
+        watch = world.watch()
         assert threading.active_count() == threads + 1
         if turn == 3:
             world.end(2)
-            assert within(3.0, lambda: world.page.aborted)
+            assert within(30.0, lambda: world.page.aborted)
         started = time.monotonic()
-        watchdog.stop()
-        watchdog.stop()
+        watch.stop()
+        watch.stop()
         assert time.monotonic() - started < 2
         assert threading.active_count() == threads
         assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_it_costs_next_to_nothing(ranks: Callable[[int], Ranks]):
+def test_it_costs_next_to_nothing(ranks: Make):
     """Also with a dead rank, whose descriptor stays readable for ever."""
     world = ranks(3)
-    watchdog = world.watch()
+    watch = world.watch()
     world.end(1)
-    assert within(3.0, lambda: watchdog.lost)
+    assert within(30.0, lambda: watch.lost)
     before = time.process_time()
     time.sleep(1.0)
     assert time.process_time() - before < 0.2
+
+
+# ---- one for the whole process
+def watchdogs() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == watchdog._NAME]
+
+
+def pidfds() -> int:
+    """How many descriptors of processes this process has open."""
+    links = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return sum("pidfd" in link for link in links)
+
+
+def test_pages_of_the_same_peers_share_a_thread_and_a_descriptor_each(ranks: Make):
+    first = ranks(3)
+    worlds = [first, *(ranks(3, of=first) for _ in range(3))]
+    assert (watchdogs(), pidfds()) == ([], 0)
+    watches = [world.watch() for world in worlds]
+    assert len(watchdogs()) == 1
+    assert pidfds() == 2, "one a peer process"
+    first.end(2)
+    for world, watch in zip(worlds, watches, strict=True):
+        assert within(30.0, lambda watch=watch, world=world: watch.lost and world.page.aborted)
+        assert watch.lost == (2, "its process has ended")
+    for watch in watches[:-1]:
+        watch.stop()
+        assert len(watchdogs()) == 1
+        assert pidfds() == 2, "the others still need them"
+    watches[-1].stop()
+    assert (watchdogs(), pidfds()) == ([], 0)
+
+
+def test_a_page_stays_watched_while_another_ones_watch_ends(ranks: Make):
+    first = ranks(2)
+    other = ranks(2, of=first)
+    ended, watch = first.watch(), other.watch()
+    ended.stop()
+    first.end(1)
+    assert within(30.0, lambda: watch.lost == (1, "its process has ended"))
+    assert ended.lost is None
+    assert not first.page.aborted
+
+
+@pytest.mark.parametrize("reaped", [False, True])
+def test_a_page_that_comes_after_a_peer_has_died(ranks: Make, reaped: bool):
+    """The process's end was reported once, to the pages of that time."""
+    first = ranks(3)
+    late = ranks(3, of=first)
+    watch = first.watch()
+    first.end(1)
+    assert within(30.0, lambda: watch.lost)
+    if reaped:
+        first.processes[1].wait()
+    assert late.watch().lost == (1, "its process has ended")
+    assert within(30.0, lambda: late.page.aborted)
+
+
+@pytest.fixture
+def forked() -> Iterator[Callable[[], None]]:
+    """forked(): from then on a child of this process has all of its descriptors too."""
+    read, write = os.pipe()
+    children = []
+
+    def fork() -> None:
+        child = os.fork()
+        if not child:
+            os.close(write)
+            os.read(read, 1)  # returns when the test is over
+            os._exit(0)
+        children.append(child)
+
+    yield fork
+    os.close(write)
+    for child in children:
+        os.waitpid(child, 0)
+    os.close(read)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_descriptor_that_a_forked_child_holds_too(ranks: Make, forked: Callable[[], None], monkeypatch: Any):
+    """It would stay in the epoll set, be readable for ever, and pass for the next process with its number."""
+    looks = []
+    look = Watch.look
+    monkeypatch.setattr(Watch, "look", lambda self: (looks.append(self), look(self))[1])
+    stays, goes, comes = ranks(2), ranks(2), ranks(2)
+    watch, other = stays.watch(), goes.watch()
+    (process,) = (one for one in watchdog._watchdog._processes.values() if one.ranks[0][0] is other)
+    forked()
+    other.stop()
+    goes.end(1)
+    goes.processes[1].wait()
+    late = comes.watch()
+    (successor,) = (one for one in watchdog._watchdog._processes.values() if one.ranks[0][0] is late)
+    assert successor.descriptor == process.descriptor, "the number is used again"
+    looks.clear()
+    time.sleep(1.0)
+    assert len(looks) < 100, "2 each tick of 0.1 s"
+    assert (watch.lost, late.lost) == (None, None)
+    for world, one in ((stays, watch), (comes, late)):
+        world.end(1)
+        assert within(30.0, lambda one=one: one.lost == (1, "its process has ended"))
+
+
+def test_a_number_that_is_used_again_right_behind_a_poll(ranks: Make, monkeypatch: pytest.MonkeyPatch):
+    """The process whose end was reported has gone from the table by then; the next one with its number lives."""
+    behind: list[Callable[[], None]] = []
+    done = threading.Event()
+
+    class Epoll:
+        def __init__(self) -> None:
+            self._epoll = select.epoll()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._epoll, name)
+
+        def poll(self, timeout: float) -> list[tuple[int, int]]:
+            ready = self._epoll.poll(timeout)
+            if ready and behind:
+                behind.pop()()
+                done.set()
+            return ready
+
+    monkeypatch.setattr(watchdog, "select", SimpleNamespace(epoll=Epoll, EPOLLIN=select.EPOLLIN))
+    stays, goes, comes = ranks(2), ranks(2), ranks(2)
+    watch, other = stays.watch(), goes.watch()
+    late: list[Watch] = []
+    descriptors = []
+
+    def change() -> None:
+        for world, act in ((goes, other.stop), (comes, lambda: late.append(comes.watch()))):
+            descriptors.extend(one.descriptor for one in watchdog._watchdog._processes.values())
+            act()
+        descriptors.extend(one.descriptor for one in watchdog._watchdog._processes.values())
+
+    behind.append(change)
+    goes.end(1)
+    assert done.wait(30.0)
+    assert len(set(descriptors)) == 2, "the number is used again"
+    assert not within(0.5, lambda: late[0].lost or watch.lost)
+    comes.end(1)
+    assert within(30.0, lambda: late[0].lost == (1, "its process has ended"))
+
+
+def test_a_watch_that_ends_in_the_watchdogs_own_thread(ranks: Make, monkeypatch: pytest.MonkeyPatch):
+    """By a finaliser. An exception in that thread would fail this test."""
+    look = Watch.look
+
+    def stop(self: Watch) -> None:
+        look(self)
+        assert watchdog.is_watching()
+        self.stop()
+
+    monkeypatch.setattr(Watch, "look", stop)
+    ranks(2).watch()
+    assert within(30.0, lambda: not watchdogs())
+    assert not watchdog.is_watching()
+    monkeypatch.setattr(Watch, "look", look)
+    world = ranks(2)
+    watch = world.watch()
+    world.end(1)
+    assert within(30.0, lambda: watch.lost), "a later watch begins anew"

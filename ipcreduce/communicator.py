@@ -221,7 +221,7 @@ class Communicator:
         Idempotent; also done at interpreter exit. Arrays that the caller has stay valid.
         """
         calls = self._calls
-        with lifetime.within(lifetime.CLOSE_SECONDS), deferred_free.taking(calls.lock, self._engine) as taken:
+        with lifetime.time_limit(lifetime.CLOSE_SECONDS), deferred_free.taking(calls.lock, self._engine) as taken:
             if not taken or self not in lifetime.live:
                 return
             if calls.recording is not None and calls.recording.in_this_thread:

@@ -52,7 +52,7 @@ def is_over() -> bool:
 
 
 @contextmanager
-def within(seconds: float) -> Iterator[None]:
+def time_limit(seconds: float) -> Iterator[None]:
     """Bound the waits of this thread in the block, which all go by :func:`at_most`, to ``seconds`` in all."""
     before = getattr(_thread, "deadline", math.inf)
     _thread.deadline = min(before, time.monotonic() + seconds)
@@ -63,14 +63,14 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def at_most(seconds: float) -> float:
-    """``seconds``, or the time left in the blocks around, if that is less: see :func:`within`."""
+    """``seconds``, or the time left in the blocks around, if that is less: see :func:`time_limit`."""
     return max(0.0, min(seconds, getattr(_thread, "deadline", math.inf) - time.monotonic()))
 
 
 @atexit.register
 def _close_all() -> None:
     global _ended
-    with within(CLOSE_SECONDS):
+    with time_limit(CLOSE_SECONDS):
         for communicator in list(live):
             try:
                 communicator.close()

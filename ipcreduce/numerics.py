@@ -21,7 +21,7 @@ _NAN_BITS = {"float16": 0x7FFF, "bfloat16": 0x7FFF, "float32": 0x7FC00000, "floa
 DTYPES = {(BFLOAT16 if name == "bfloat16" else np.dtype(name)): name for name in DTYPE_NAMES}
 
 
-def fold(values: Sequence[np.ndarray[Any, Any]], op: str) -> np.ndarray[Any, Any]:
+def reduce(values: Sequence[np.ndarray[Any, Any]], op: str) -> np.ndarray[Any, Any]:
     """Reduce ``values[0] op values[1] op ...`` elementwise, from left to right.
 
     float16 and bfloat16 accumulate in float32 and round once. Integer sums and products wrap. The average of floats

@@ -98,7 +98,9 @@ def _candidates(nbytes: int, comm: Communicator, before: list[plan.Choice]) -> I
                 found.setdefault((algorithm, block, min(needed, grid), depth), choice)
     yield from found.values()
     for choice in before:
-        if plan.step(choice.algorithm, 0, nbytes, n, choice).block == choice.block:  # its grid holds this size, too
+        if (
+            plan.plan_launch(choice.algorithm, 0, nbytes, n, choice).block == choice.block
+        ):  # its grid holds this size, too
             yield replace(choice, up_to=nbytes)
 
 
@@ -111,7 +113,7 @@ def _near(nbytes: int, launches: Launches) -> bool:
 def _time(comm: Communicator, message: Message, choice: plan.Choice, replays: int, mpi: Any) -> float:
     """Time a choice, in microseconds. :raises IpcReduceError: if the result is wrong."""
     engine, nbytes = comm.session.require_engine("tune"), message.source.nbytes
-    step = plan.step(choice.algorithm, 0, nbytes, comm.size, choice)
+    step = plan.plan_launch(choice.algorithm, 0, nbytes, comm.size, choice)
     prepared = engine.launches.by_steps([step], message.source.shape, _DTYPE, _OP, nbytes)
     stream, owner = cupy_runtime.stream_of()
     source, target = message.source.data.ptr, message.target.data.ptr

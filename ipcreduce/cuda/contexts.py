@@ -26,7 +26,7 @@ def using(context: int) -> Iterator[None]:
 
 
 @contextmanager
-def within(context: int) -> Iterator[None]:
+def using_relaxed(context: int) -> Iterator[None]:
     """As :func:`using`, and in relaxed capture mode: waits, allocations and frees then invalidate no capture."""
     with using(context), driver.relaxed():
         yield

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from ..cuda import cupy_runtime, driver, streams
-from ..cuda.contexts import using, within
+from ..cuda.contexts import using, using_relaxed
 from ..ipc.deferred_free import attempt, give_back, reclaim
 
 _numbers = itertools.count()
@@ -137,7 +137,7 @@ class GraphPool:
                 _, address, slab = min(fitting, key=lambda one: one[0])
             else:
                 size = -(-nbytes // self._unit) * self._unit
-                with within(self._context):
+                with using_relaxed(self._context):
                     address = driver.allocate(size)
                 slab = Slab(address, size, stream, next(_numbers), [(address, size)])
                 self._slabs.append(slab)

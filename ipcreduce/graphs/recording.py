@@ -17,7 +17,7 @@ from ..errors import CaptureError, CudaError
 from ..ipc.engine import Recorder
 from ..ipc.fast_path import Ready
 from ..ipc.launches import PreparedCall
-from ..ipc.plan import Step
+from ..ipc.plan import LaunchPlan
 from .pool import GraphPool
 
 _REFUSED_BY_CUPY = (
@@ -39,7 +39,7 @@ class LaunchedKernel:
     """One launch of a recorded all-reduce: its node, and all that another kernel in its place would need."""
 
     node: int
-    part: Step
+    part: LaunchPlan
     dtype: str
     op: str
     source: int
@@ -165,7 +165,7 @@ class Recording:
                 raise
             return None  # a thread without a context, which does not record
 
-        def note(call: PreparedCall, part: Step, source: int, target: int) -> None:
+        def note(call: PreparedCall, part: LaunchPlan, source: int, target: int) -> None:
             (node,) = streams.capture_nodes(stream)  # a launch leaves one node for the next to follow
             launched = LaunchedKernel(node, part, call.dtype, call.op, source, target, part.algorithm)
             self._calls[-1].launches.append(launched)

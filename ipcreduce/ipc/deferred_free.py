@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from .. import lifetime
 from ..coordination import watchdog
-from ..cuda.contexts import within
+from ..cuda.contexts import using_relaxed
 from ..errors import CudaError
 from .stream_order import StreamOrder
 
@@ -164,7 +164,7 @@ def _release(lock: Any) -> None:
 
 def attempt(context: int, *actions: Action) -> None:
     """Run each action with ``context`` current. One that the driver refuses is given up."""
-    with within(context):
+    with using_relaxed(context):
         for action in actions:
             with suppress(CudaError):
                 action()

@@ -14,7 +14,7 @@ from ..coordination.calls import CallSequence
 from ..coordination.control_page import REFUSED, Page
 from ..coordination.watchdog import Watch
 from ..cuda import cupy_runtime, driver, graph, streams
-from ..cuda.contexts import within
+from ..cuda.contexts import using_relaxed
 from ..errors import ArgumentError, CudaError, IpcReduceError
 from . import background, plan
 from .deferred_free import Action, attempt, flush, forget, give_back_after
@@ -27,7 +27,7 @@ _END_CALLS_SECONDS, _GIVE_UP_SECONDS = 5.0, 0.9  # of close(): until calls that 
 _registered_for_good: list[Page] = []  # still mapped: no later page may get addresses that cannot be registered
 
 Actions = Sequence[Action]
-Recorder = Callable[[PreparedCall, plan.Step, int, int], None]  # of a launch: its call, part, source and target
+Recorder = Callable[[PreparedCall, plan.LaunchPlan, int, int], None]  # of a launch: its call, part, source and target
 
 
 class Engine:
@@ -137,12 +137,12 @@ class Engine:
         self.order.forget()
 
     def _wait_for_device(self) -> None:
-        with within(self.context):
+        with using_relaxed(self.context):
             driver.synchronize()
 
     def reset(self) -> None:
         """After every rank's :meth:`quiesce`: empty slots, fresh epochs."""
-        with within(self.context):
+        with using_relaxed(self.context):
             self.workspace.reset()
 
     def close(self, wait: float, unmap: Actions, unmapped: Actions, free: Actions) -> None:

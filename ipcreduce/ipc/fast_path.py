@@ -16,7 +16,7 @@ from ..coordination.control_page import Page
 from ..coordination.fingerprint import Fingerprint
 from ..coordination.flight_recorder import RING
 from ..cuda import cupy_runtime, driver, graph
-from ..cuda.contexts import using, within
+from ..cuda.contexts import using, using_relaxed
 from ..errors import CaptureError, CudaError
 from . import plan
 from .launches import IN, OUT, Launches, PreparedCall
@@ -205,7 +205,7 @@ class FastPath:
                     self._ready = {one: ready for one, ready in self._ready.items() if ready is not None}
                 self._ready[place] = None
             elif len(self._graphs) < _MOST_GRAPHS:
-                with within(self._context), suppress(CudaError):  # it is only faster
+                with using_relaxed(self._context), suppress(CudaError):  # it is only faster
                     words[IN], words[OUT] = source, target
                     executable = graph.executable_of(launch)
                     self._graphs.append(executable)

@@ -35,7 +35,7 @@ class PreparedCall:
     what: Fingerprint
     dtype: str
     op: str
-    launches: tuple[tuple[driver.Launch, memoryview, plan.Step], ...]
+    launches: tuple[tuple[driver.Launch, memoryview, plan.LaunchPlan], ...]
     nbytes: int
 
 
@@ -77,26 +77,26 @@ class Launches:
         prepared = self._prepared[shape, dtype, op] = self.by_steps(steps, shape, name, op, nbytes)
         return prepared
 
-    def planned(self, nbytes: int, forced: str | None = None, table: plan.Table = ()) -> tuple[plan.Step, ...]:
+    def planned(self, nbytes: int, forced: str | None = None, table: plan.Table = ()) -> tuple[plan.LaunchPlan, ...]:
         """:func:`plan.make_plan` for this communicator."""
         n, half_bytes = self._workspace.n, self._workspace.half_bytes
         return plan.make_plan(nbytes, n, half_bytes, forced, table, self.resident, self.sharing)
 
     def by_steps(
-        self, steps: Iterable[plan.Step], shape: tuple[int, ...], dtype: str, op: str, nbytes: int
+        self, steps: Iterable[plan.LaunchPlan], shape: tuple[int, ...], dtype: str, op: str, nbytes: int
     ) -> PreparedCall:
         """:meth:`prepare` by other steps than the planned ones, and not kept."""
         launches = tuple((*self._launch(step, dtype, op), step) for step in steps)
         return PreparedCall(of_allreduce(shape, dtype, op), dtype, op, launches, nbytes)
 
-    def _launch(self, step: plan.Step, dtype: str, op: str) -> tuple[driver.Launch, memoryview]:
+    def _launch(self, step: plan.LaunchPlan, dtype: str, op: str) -> tuple[driver.Launch, memoryview]:
         args = self._arguments(plan.code_offset(dtype, op))
         args[_BYTES] = step.nbytes
         programmatic = self._capability >= (9, 0)
         function = self._function(step.algorithm, dtype, op, step.depth)
         return driver.Launch(function, step.grid, step.block, args, programmatic=programmatic), args.data
 
-    def launch_to(self, step: plan.Step, dtype: str, op: str, source: int, outputs: list[int]) -> driver.Launch:
+    def launch_to(self, step: plan.LaunchPlan, dtype: str, op: str, source: int, outputs: list[int]) -> driver.Launch:
         """A launch from address ``source`` to ``outputs``: this rank's, and the further ones that its kernel takes."""
         launch, words = self._launch(step, dtype, op)
         words[IN], words[OUT] = source, outputs[0]

@@ -12,7 +12,7 @@ from ..cuda import driver
 from ..errors import UnsupportedError
 from . import plan
 
-VERDICT = exchange.struct(8, ("halves", "<u4"), ("links", "u1", (plan.MAX_RANKS, plan.MAX_RANKS)))
+VERDICT = exchange.struct(8, ("split", "<u4"), ("links", "u1", (plan.MAX_RANKS, plan.MAX_RANKS)))
 _UNKNOWN, _LOCAL, _PCIE = 0, 1, 2  # values of VERDICT's ``links``. Local is NVLink, or one GPU
 
 
@@ -61,7 +61,7 @@ def packets(everyone: np.ndarray[Any, Any]) -> tuple[bool, str]:
     pairs = [
         (int(a), int(b)) for kind in (_PCIE, _UNKNOWN) for a, b in permutations(range(n), 2) if links[a, b] == kind
     ]
-    if everyone["halves"].any():
+    if everyone["split"].any():
         return False, "packets arrive in halves of 8 bytes"
     if not pairs:
         return True, "packets arrive whole"

@@ -87,7 +87,7 @@ def checked_table(choices: Iterable[Choice], n: int) -> Table:
 
 
 @dataclass(frozen=True)
-class Step:
+class LaunchPlan:
     """One kernel launch, which all-reduces ``nbytes`` bytes at byte ``offset`` of the message."""
 
     algorithm: str
@@ -130,7 +130,7 @@ def make_plan(
     table: Table = (),
     resident: int = RESIDENT,
     sharing: int = 1,
-) -> tuple[Step, ...]:
+) -> tuple[LaunchPlan, ...]:
     """Plan the launches, in order, for a message of ``nbytes`` bytes over ``n`` ranks.
 
     :param half_bytes: the size of each half of the workspace, the same on every rank.
@@ -157,18 +157,19 @@ def make_plan(
     unit = _unit(segment)
     even = -(-even // unit) * unit
     return tuple(
-        step(algorithm, at, min(even, nbytes - at), n, choice, resident, sharing) for at in range(0, nbytes, even)
+        plan_launch(algorithm, at, min(even, nbytes - at), n, choice, resident, sharing)
+        for at in range(0, nbytes, even)
     )
 
 
-def direct(step: Step, n: int, resident: int = RESIDENT, sharing: int = 1) -> Step:
+def direct(step: LaunchPlan, n: int, resident: int = RESIDENT, sharing: int = 1) -> LaunchPlan:
     """The direct launch that replaces a staged one where "direct" is forced and the peers have mapped the output.
 
     It is never the default: over 2 and 4 H200 staged launches are as fast or faster at every size (NOTES.md).
     """
     resident = min(resident, most_blocks(resident, sharing))
     shape = _direct_shape(-(-step.nbytes // PACKET_BYTES // n), n, resident)
-    return Step("direct", step.offset, step.nbytes, *shape)
+    return LaunchPlan("direct", step.offset, step.nbytes, *shape)
 
 
 def kernels(n: int, forced: str | None = None, table: Table = ()) -> set[tuple[str, int]]:
@@ -182,7 +183,7 @@ def kernels(n: int, forced: str | None = None, table: Table = ()) -> set[tuple[s
     return {("one_shot", 1), ("two_shot", 1)} | {(choice.algorithm, choice.depth) for choice in table}
 
 
-def eager_as_graph(step: Step) -> bool:
+def eager_as_graph(step: LaunchPlan) -> bool:
     """Return True if an eager call of this launch should run as a graph of one kernel.
 
     That saves the host 2 us, the bottleneck at these sizes. It costs the GPU 1 us, for lack of overlap (NOTES.md).
@@ -216,7 +217,7 @@ def _segment_bytes(algorithm: str, n: int, half_bytes: int, one_shot_packets: in
     return nbytes
 
 
-def step(
+def plan_launch(
     algorithm: str,
     offset: int,
     nbytes: int,
@@ -224,7 +225,7 @@ def step(
     choice: Choice | None = None,
     resident: int = RESIDENT,
     sharing: int = 1,
-) -> Step:
+) -> LaunchPlan:
     """Shape one launch: by ``choice`` if it has this algorithm and its grid holds the message, else by default."""
     packets = -(-nbytes // PACKET_BYTES)
     threads = packets if algorithm == "one_shot" else -(-packets // n)
@@ -234,11 +235,11 @@ def step(
         if algorithm == "two_shot":
             grid = min(grid, choice.blocks, most)
         if grid <= most and choice.block <= _one_shot_threads(sharing):
-            return Step(algorithm, offset, nbytes, grid, choice.block, choice.depth)
+            return LaunchPlan(algorithm, offset, nbytes, grid, choice.block, choice.depth)
     if algorithm == "one_shot":
-        return Step(algorithm, offset, nbytes, *_one_shot_shape(threads, most))
+        return LaunchPlan(algorithm, offset, nbytes, *_one_shot_shape(threads, most))
     grid, block, depth = _two_shot_shape(threads, n, min(resident, most))
-    return Step(algorithm, offset, nbytes, min(grid, most), block, depth)
+    return LaunchPlan(algorithm, offset, nbytes, min(grid, most), block, depth)
 
 
 def _one_shot_shape(packets: int, most: int) -> tuple[int, int, int]:

@@ -27,7 +27,7 @@ from .workspace import Workspace
 _VERIFY_SECONDS = 10.0
 _VERIFY_ROUNDS = 200  # about 1 us each over NVLink
 _VERIFY_ROUNDS_SHARED = 2  # each is a time slice where two ranks share a GPU
-_NOTHING, _WHOLE, _HALVES = 0, 1, 2  # verify.cu
+_NO_DATA, _WHOLE, _SPLIT = 0, 1, 2  # verify.cu
 
 
 def start(mpi: Any, options: Options) -> tuple[Engine | None, dict[str, str]]:
@@ -228,16 +228,16 @@ def _verify(mpi: Any, engine: Engine, devices: np.ndarray[Any, Any], deadline: f
     shared = most_on_a_gpu(devices) > 1
     try:
         verdict = engine.launches.verify(_VERIFY_ROUNDS_SHARED if shared else _VERIFY_ROUNDS, seconds)
-        failed = [peer for peer in range(n) if peer != rank and verdict[peer] not in (_WHOLE, _HALVES)]
+        failed = [peer for peer in range(n) if peer != rank and verdict[peer] not in (_WHOLE, _SPLIT)]
         if failed:
-            what = "no data" if verdict[failed[0]] == _NOTHING else "wrong data"
+            what = "no data" if verdict[failed[0]] == _NO_DATA else "wrong data"
             raise UnsupportedError(
                 f"{what} arrived from rank {failed[0]} ({_name(devices, failed[0])}) at rank {rank} "
                 f"({_name(devices, rank)}), though the driver reports P2P access"
             )
     except IpcReduceError as caught:
         error = caught
-    record = exchange.message(links.VERDICT, error, halves=bool((verdict == _HALVES).any()), links=kinds)
+    record = exchange.message(links.VERDICT, error, split=bool((verdict == _SPLIT).any()), links=kinds)
     everyone = exchange.allgather(mpi, record, deadline, "trying the links")
     exchange.check(mpi, everyone, "trying the links")
     engine.launches.whole_packets, engine.packets = links.packets(everyone)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..cuda import cupy_runtime, driver, graph, streams
-from ..cuda.contexts import using, within
+from ..cuda.contexts import using, using_relaxed
 from ..errors import CaptureError, CudaError
 
 IN_A_CAPTURE = "replay() on a stream that is being captured: a graph cannot be part of another one"
@@ -149,7 +149,7 @@ class StreamOrder:
             except CudaError:  # the default stream, which cannot be asked while one that blocks it captures
                 capturing = True
             if capturing:  # its end can be neither recorded nor asked for by now
-                with within(self._context):
+                with using_relaxed(self._context):
                     driver.synchronize()
             else:
                 streams.record_event(self._end, self._eager)
@@ -199,7 +199,7 @@ class StreamOrder:
     # ---- waiting
     def synchronize(self, stream: int | None) -> None:
         """Wait for the calls made so far: on ``stream``, or for the last one, replays of others included."""
-        with within(self._context):
+        with using_relaxed(self._context):
             if stream is not None:
                 streams.synchronize_stream(stream)
             elif self._eager == _RECORDED:
@@ -228,7 +228,7 @@ class StreamOrder:
         """True if no eager call runs any more; ``unknown`` if their stream captures by now and cannot be asked."""
         if self._open:
             return False
-        with within(self._context):
+        with using_relaxed(self._context):
             try:
                 if self._eager is None:
                     return True

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..coordination import exchange
 from ..errors import IpcReduceError, PeerFailedError, PeerLostError, RankMismatchError, report
-from ..numerics import fold
+from ..numerics import reduce
 
 _ONE_SHOT_BYTES = 64 << 10  # up to here every rank gets and folds everything; above, a chunk each
 _SEGMENT_BYTES = 64 << 20  # bounds the temporary memory, and MPI's 32-bit counts
@@ -108,7 +108,7 @@ class HostReducer:
     def _one_shot(self, flat: np.ndarray[Any, Any], op: str) -> np.ndarray[Any, Any]:
         parts = np.empty((self._n, flat.size), flat.dtype)
         self._wait(self._mpi.Iallgather(flat.view(np.uint8), parts.view(np.uint8)))
-        return fold(list(parts), op)
+        return reduce(list(parts), op)
 
     def _two_shot(self, flat: np.ndarray[Any, Any], op: str) -> np.ndarray[Any, Any]:
         chunk = -(-flat.size // self._n)
@@ -116,8 +116,8 @@ class HostReducer:
         padded.reshape(-1)[: flat.size] = flat
         parts = np.empty_like(padded)
         self._wait(self._mpi.Ialltoall(padded.view(np.uint8), parts.view(np.uint8)))
-        folded = fold(list(parts), op)
-        self._wait(self._mpi.Iallgather(folded.view(np.uint8), parts.view(np.uint8)))
+        reduced = reduce(list(parts), op)
+        self._wait(self._mpi.Iallgather(reduced.view(np.uint8), parts.view(np.uint8)))
         return parts.reshape(-1)[: flat.size]
 
     def _wait(self, request: Any) -> None:

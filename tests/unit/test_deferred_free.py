@@ -103,9 +103,9 @@ def test_nothing_is_given_back_in_a_forked_child_or_at_the_end(monkeypatch: pyte
 
 def test_waits_are_bounded_by_the_blocks_around():
     assert lifetime.at_most(5.0) == 5.0
-    with lifetime.within(3.0), lifetime.within(60.0):
+    with lifetime.time_limit(3.0), lifetime.time_limit(60.0):
         assert 0 < lifetime.at_most(5.0) <= 3
         assert lifetime.at_most(0.1) == 0.1
-        with lifetime.within(0.0):
+        with lifetime.time_limit(0.0):
             assert lifetime.at_most(5.0) == 0
     assert lifetime.at_most(5.0) == 5.0

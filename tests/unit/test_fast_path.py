@@ -28,8 +28,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> fast_path.FastPath:
     monkeypatch.setattr(cupy_runtime, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
     monkeypatch.setattr(fast_path, "using", lambda context: nullcontext())
     monkeypatch.setattr(fast_path.driver, "current_context", lambda: OTHER)
-    page: Any = SimpleNamespace(abort_word=[0], calls=SimpleNamespace(enter=None))
-    return fast_path.FastPath(0, OURS, SimpleNamespace(find=None), None, page)  # type: ignore[arg-type]
+    words = SimpleNamespace(recorded=[], number=[0], page=b"", keys_offset=0, slot_bytes=4, agreed={})
+    page: Any = SimpleNamespace(abort_word=[0], calls=words)
+    calls: Any = None
+    return fast_path.FastPath(calls, 0, OURS, SimpleNamespace(find=None), None, page)  # type: ignore[arg-type]
 
 
 def attempt(calls: fast_path.FastPath, monkeypatch: pytest.MonkeyPatch, *outcomes: Exception | None) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ipcreduce.coordination.control_page import ABORT_OFFSET, Page, head_bytes, missing_offset
+from ipcreduce.coordination.faults import fault_error
 from ipcreduce.errors import PeerTimeoutError
-from ipcreduce.ipc import launches, plan, workspace
-from ipcreduce.ipc import setup as startup
-from ipcreduce.ipc.control import ABORT_OFFSET, HEAD_BYTES, Page, missing_offset
+from ipcreduce.ipc import launches, plan, startup, workspace
 from ipcreduce.numerics import DTYPE_NAMES, DTYPES, OPS
 from tests.machine import ROOT
 
@@ -39,7 +39,7 @@ FIELDS = {  # of struct Args: the index of its first word in launches.py
     "timeout_ns": launches._TIMEOUT,
     "outs": launches._OUTS,
 }
-VERDICTS = {"kNoData": startup._NOTHING, "kWhole": startup._WHOLE, "kSplit": startup._HALVES}
+VERDICTS = {"kNoData": startup._NO_DATA, "kWhole": startup._WHOLE, "kSplit": startup._SPLIT}
 MACROS = {"IPCREDUCE_DTYPE": "int32", "IPCREDUCE_OP": "sum", "IPCREDUCE_WHOLE_PACKETS": "1"}
 
 RUNTIME = """
@@ -161,13 +161,13 @@ def test_words_of_the_control_page(tmp_path: Path, rank: int, absent: int):
         run_program(tmp_path, CHECK_WAIT, page.path, page.nbytes, absent, *words)
         assert page.aborted
         assert page.ended_without_data
-        error = page.explain(0, 1.0)
+        error = fault_error(page, 0, 1.0)
         assert isinstance(error, PeerTimeoutError)
         assert re.findall(r"rank (\d+) never came", str(error)) == [str(absent)]
         peers = [Page.open(page.path, other, n) for other in range(n) if other != rank]
         assert not any(peer.ended_without_data for peer in peers), "a kernel has written the words of another rank"
         page.clear()
-        assert not np.frombuffer(Path(page.path).read_bytes()[:HEAD_BYTES], np.uint8).any(), "not cleared"
+        assert not np.frombuffer(Path(page.path).read_bytes()[: page.head_bytes], np.uint8).any(), "not cleared"
     finally:
         page.unlink()
 
@@ -175,7 +175,7 @@ def test_words_of_the_control_page(tmp_path: Path, rank: int, absent: int):
 def test_each_rank_has_words_of_its_own():
     words = [missing_offset(rank) + 4 * word for rank in range(plan.MAX_RANKS) for word in (0, 1)]
     assert len({ABORT_OFFSET, *words}) == 1 + len(words)
-    assert max(words) + 4 <= HEAD_BYTES, "only that part is registered with the GPU"
+    assert max(words) + 4 <= head_bytes(plan.MAX_RANKS), "only that part is registered with the GPU"
 
 
 def test_a_slot_at_rest():

@@ -1,4 +1,4 @@
-"""fold() against tests/reference.py, against Python's own integers and floats, and on the values that go wrong."""
+"""reduce() against tests/reference.py, against Python's own integers and floats, and on the values that go wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ipcreduce import numerics
-from ipcreduce.numerics import fold
+from ipcreduce.numerics import reduce
 from tests import reference
 
 INTEGERS = [dtype for dtype in reference.DTYPES if not reference.is_float(dtype)]
@@ -49,7 +49,7 @@ def test_agrees_with_the_reference(dtype: np.dtype, op: str, n: int):
         for _ in range(n)
     ]  # fmt: skip
     given_values = [value.copy() for value in values]
-    found = fold(values, op)
+    found = reduce(values, op)
     with np.errstate(invalid="ignore"):  # as signalling NaN are widened to be compared
         assert reference.same(found, reference.reduce(values, op))
     regular = slice(497, None)
@@ -70,11 +70,11 @@ def test_integers_are_exact(dtype: np.dtype, data: st.DataObject):
     def wrapped(number: int) -> int:
         return (number - low) % (high - low + 1) + low
 
-    assert int(fold(values, "sum")[0]) == wrapped(sum(numbers))
-    assert int(fold(values, "prod")[0]) == wrapped(math.prod(numbers))
-    assert int(fold(values, "min")[0]) == min(numbers)
-    assert int(fold(values, "max")[0]) == max(numbers)
-    assert int(fold(values, "avg")[0]) == math.trunc(Fraction(sum(numbers), len(numbers)))
+    assert int(reduce(values, "sum")[0]) == wrapped(sum(numbers))
+    assert int(reduce(values, "prod")[0]) == wrapped(math.prod(numbers))
+    assert int(reduce(values, "min")[0]) == min(numbers)
+    assert int(reduce(values, "max")[0]) == max(numbers)
+    assert int(reduce(values, "avg")[0]) == math.trunc(Fraction(sum(numbers), len(numbers)))
 
 
 @given(st.lists(st.floats(width=64), min_size=1, max_size=8))
@@ -86,7 +86,7 @@ def test_float64_is_accumulated_in_order(numbers: list[float]):
     for op, expected in {
         "sum": total, "prod": functools.reduce(operator.mul, numbers), "avg": total / len(numbers),
     }.items():  # fmt: skip
-        found = float(fold(values, op)[0])
+        found = float(reduce(values, op)[0])
         assert found.hex() == expected.hex() or (math.isnan(found) and math.isnan(expected))
 
 
@@ -95,12 +95,12 @@ def test_half_types_round_once(dtype: np.dtype):
     """1 + u + u, with u half a unit in the last place: rounded at every step it stays 1, rounded once it does not."""
     unit = float(ml_dtypes.finfo(dtype).eps)
     one, half_unit = np.array([1.0], dtype), np.array([unit / 2], dtype)
-    assert float(fold([one, half_unit, half_unit], "sum")[0]) == 1 + unit
+    assert float(reduce([one, half_unit, half_unit], "sum")[0]) == 1 + unit
     largest = np.array([ml_dtypes.finfo(dtype).max], dtype)
     if dtype == np.float16:  # the sum passes the largest float16 on the way; float32 holds it
-        assert fold([largest, largest, -largest], "sum") == largest
-        assert fold([largest, largest], "avg") == largest
-    assert np.isinf(fold([largest, largest], "sum"))
+        assert reduce([largest, largest, -largest], "sum") == largest
+        assert reduce([largest, largest], "avg") == largest
+    assert np.isinf(reduce([largest, largest], "sum"))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -108,14 +108,14 @@ def test_half_types_round_once(dtype: np.dtype):
 def test_zeros_denormals_and_nan(dtype: np.dtype, n: int):
     minus, plus, nan = (np.array([value], dtype) for value in (-0.0, 0.0, np.nan))
     tiny = np.array([1], f"u{dtype.itemsize}").view(dtype)  # the smallest denormal
-    assert np.signbit(fold([minus] * n, "sum")), "a sum starts from rank 0's value, not from +0"
-    assert fold([tiny] * n, "max").tobytes() == tiny.tobytes()
-    assert fold([tiny] * n, "sum").tobytes() == np.array([n], f"u{dtype.itemsize}").tobytes(), "denormals are kept"
+    assert np.signbit(reduce([minus] * n, "sum")), "a sum starts from rank 0's value, not from +0"
+    assert reduce([tiny] * n, "max").tobytes() == tiny.tobytes()
+    assert reduce([tiny] * n, "sum").tobytes() == np.array([n], f"u{dtype.itemsize}").tobytes(), "denormals are kept"
     for position in range(n):
         values = [plus] * n
         values[position] = nan
         for op in reference.OPS:
-            assert np.isnan(fold(values, op)), f"{op} lost the NaN of rank {position}"
+            assert np.isnan(reduce(values, op)), f"{op} lost the NaN of rank {position}"
 
 
 @pytest.mark.parametrize("op", reference.OPS)
@@ -127,7 +127,7 @@ def test_all_nan_become_the_kernels(op: str):
         payloads = np.append(infinite.view(bits) + np.arange(1, 100, dtype=bits), np.array(-1).astype(bits))
         nan = payloads.view(dtype)
         pairs = [nan, np.ones_like(nan)], [np.zeros_like(nan), nan], [nan, nan[::-1]], [nan, -nan, nan]
-        found = np.concatenate([fold(pair, op) for pair in pairs]).view(bits)
+        found = np.concatenate([reduce(pair, op) for pair in pairs]).view(bits)
         assert {format(int(one), "x") for one in found} == {kernels[numerics.DTYPES[dtype]]}
 
 
@@ -136,14 +136,14 @@ def test_all_nan_become_the_kernels(op: str):
 def test_of_equal_values_the_first_stays(dtype: np.dtype, op: str):
     minus, plus = np.array([-0.0], dtype), np.array([0.0], dtype)
     for first, second in ((minus, plus), (plus, minus)):
-        assert fold([first, second, second], op).tobytes() == first.tobytes()
+        assert reduce([first, second, second], op).tobytes() == first.tobytes()
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (2, 3), (1, 1, 1, 1, 1, 1, 1, 2)])
 @pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
 def test_keeps_shape_and_dtype(shape: tuple[int, ...], dtype: np.dtype):
     for op in reference.OPS:
-        found = fold([np.ones(shape, dtype)] * 3, op)
+        found = reduce([np.ones(shape, dtype)] * 3, op)
         assert isinstance(found, np.ndarray)
         assert (found.shape, found.dtype) == (shape, dtype)
 
@@ -152,7 +152,7 @@ def test_layout_does_not_matter():
     rng = np.random.default_rng(3)
     values = [rng.standard_normal((6, 4)) for _ in range(4)]
     turned = [np.asfortranarray(value)[::-1][::-1] for value in values]
-    assert fold(turned, "sum").tolist() == fold(values, "sum").tolist()
+    assert reduce(turned, "sum").tolist() == reduce(values, "sum").tolist()
 
 
 def test_names_and_codes():

@@ -64,7 +64,7 @@ def test_steps(nbytes: int, n: int, half: int, force: str | None):
     assert end == nbytes
 
 
-def check_step(step: plan.Step, n: int, half: int) -> None:
+def check_step(step: plan.LaunchPlan, n: int, half: int) -> None:
     """One launch fits the workspace and the limits of the kernel, and its threads cover its packets."""
     assert plan.staging_bytes(step.algorithm, step.nbytes, n) + plan.CODES_BYTES <= half
     assert 1 <= step.grid <= plan.EPOCH_SLOTS
@@ -295,9 +295,9 @@ def test_a_table_decides():
     half = workspace.half_bytes(256 * MB)
     small, large = plan.Choice(1000, "two_shot", 64, 3, 1), plan.Choice(5000, "one_shot", 96, 512, 1)
     table = plan.checked_table([small, large], 2)
-    assert plan.make_plan(1000, 2, half, None, table) == (plan.Step("two_shot", 0, 1000, 1, 64, 1),)
-    assert plan.make_plan(1001, 2, half, None, table) == (plan.Step("one_shot", 0, 1001, 1, 96, 1),)
-    assert plan.make_plan(16 * 960, 2, half, None, table) == (plan.Step("one_shot", 0, 16 * 960, 10, 96, 1),)
+    assert plan.make_plan(1000, 2, half, None, table) == (plan.LaunchPlan("two_shot", 0, 1000, 1, 64, 1),)
+    assert plan.make_plan(1001, 2, half, None, table) == (plan.LaunchPlan("one_shot", 0, 1001, 1, 96, 1),)
+    assert plan.make_plan(16 * 960, 2, half, None, table) == (plan.LaunchPlan("one_shot", 0, 16 * 960, 10, 96, 1),)
     assert plan.make_plan(2 * 16 * 640, 2, half, None, table[:1])[0].grid == 3  # at most, in a loop
 
 

@@ -45,7 +45,7 @@ class Device:
 def patched() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pools, "give_back", lambda context, *steps: [step() for step in steps])
-        patch.setattr(pools, "within", lambda context: nullcontext())
+        patch.setattr(pools, "using_relaxed", lambda context: nullcontext())
         patch.setattr(pools, "attempt", lambda context, *steps: [step() for step in steps])
         yield patch
 

@@ -16,7 +16,7 @@ HALF = workspace.half_bytes(256 * MB)
 
 
 def candidates(nbytes: int, n: int, resident: int = plan.RESIDENT, before: Any = ()) -> list[plan.Choice]:
-    def planned(size: int, forced: str | None = None) -> tuple[plan.Step, ...]:
+    def planned(size: int, forced: str | None = None) -> tuple[plan.LaunchPlan, ...]:
         return plan.make_plan(size, n, HALF, forced, (), resident)
 
     launches = SimpleNamespace(planned=planned, resident=resident)
@@ -30,7 +30,7 @@ def candidates(nbytes: int, n: int, resident: int = plan.RESIDENT, before: Any =
 @pytest.mark.parametrize("nbytes", [4, KB, 96 * KB, 256 * KB, 3 * MB, 16 * MB, 48 * MB])
 def test_each_runs_and_each_differs(n: int, nbytes: int):
     found = candidates(nbytes, n)
-    shape = partial(plan.step, offset=0, nbytes=nbytes, n=n)
+    shape = partial(plan.plan_launch, offset=0, nbytes=nbytes, n=n)
     steps = [shape(choice.algorithm, choice=plan.checked_table([choice], n)[0]) for choice in found]
     assert len({*steps}) == len(steps) > 1
     planned = plan.make_plan(nbytes, n, HALF)[0].algorithm

@@ -330,7 +330,7 @@ def test_a_number_that_is_used_again_right_behind_a_poll(ranks: Make, monkeypatc
     descriptors = []
 
     def change() -> None:
-        for world, act in ((goes, other.stop), (comes, lambda: late.append(comes.watch()))):
+        for act in (other.stop, lambda: late.append(comes.watch())):
             descriptors.extend(one.descriptor for one in watchdog._watchdog._processes.values())
             act()
         descriptors.extend(one.descriptor for one in watchdog._watchdog._processes.values())

@@ -46,7 +46,7 @@ class _Candidate:
     graph: Registrable
     segment: Segment
     launched: LaunchedKernel
-    direct: plan.Step
+    direct: plan.LaunchPlan
 
     @property
     def target(self) -> int:
@@ -82,7 +82,7 @@ class DirectGraphs:
         with suppress(UnsupportedError):  # a vote: on every rank alike
             self._switch(number, self._map(number, candidates))
 
-    def _planned(self, staged: plan.Step) -> plan.Step | None:
+    def _planned(self, staged: plan.LaunchPlan) -> plan.LaunchPlan | None:
         launches = self._engine.launches
         return plan.direct(staged, self._engine.n, launches.resident, launches.sharing)
 

@@ -213,10 +213,10 @@ def test_an_interrupt_leaves_nothing_wrong(part: str, monkeypatch: pytest.Monkey
         keys[2 * ((1 + RING) % RING)] = other.crc
     else:
         monkeypatch.setattr(flight_recorder, "TEXTS", 1)
-        ahead.agreed = Published(ahead._published)
+        ahead.agreed = Published(ahead.agreed)
         with pytest.raises(KeyboardInterrupt):
             ahead.enter(2, other)
-        ahead.agreed = dict(ahead._published)
+        ahead.agreed = dict(ahead.agreed)
         ahead.enter(2, other)
     ahead.enter(1 + 2 * RING, SUM)
     behind.enter(1 + 2 * RING, SUM)

@@ -263,15 +263,15 @@ def out_of_memory(comm: Communicator) -> None:
     """A rank that fails after the ranks have agreed: nobody is told that the ranks' programs differ."""
     with Communicator(timeout=2.0) as brief:
         right(brief)
-        fold = host.fold
+        reduce = host.reduce
         if RANK == LAST:
 
             def fail(*_: object) -> None:
                 raise MemoryError("no room")
 
-            host.fold = fail
+            host.reduce = fail
             raises(MemoryError, "no room", lambda: right(brief))
-            host.fold = fold
+            host.reduce = reduce
         else:
             error_of(lambda: right(brief))  # may have all the data already
         for _ in range(2):

@@ -410,7 +410,7 @@ def registered_graph_in_a_fork() -> None:
 
         worker.in_a_fork(check)
         WORLD.Barrier()
-        assert not page._ranks["unmapped"].any(), "a child has said that we have unmapped"
+        assert not page.marks.any(), "a child has said that we have unmapped"
         assert driver.calls() == calls
         graphs[0].replay()
         right(result)

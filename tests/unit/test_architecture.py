@@ -18,7 +18,7 @@ MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-# public -> graphs -> ipc -> cuda: a module imports none that stands further down here.
+# A module imports none of a later layer. The longest prefix of its name counts.
 LAYERS = (
     ("ipcreduce.errors", "ipcreduce.numerics", "ipcreduce.lifetime"),
     ("ipcreduce.coordination", "ipcreduce.cuda"),
@@ -26,25 +26,19 @@ LAYERS = (
     ("ipcreduce.operands",),
     ("ipcreduce.ipc", "ipcreduce.mpi"),
     ("ipcreduce.graphs",),
+    ("ipcreduce.communicator",),
+    ("ipcreduce.default",),
     ("ipcreduce",),
+    ("ipcreduce.cli", "ipcreduce.__main__", "ipcreduce.bench"),
 )
-# But for these, within a function: with no comm= they take the default communicator.
-EXCEPTIONS = {(f"ipcreduce.graphs.{module}", "ipcreduce.default") for module in ("graph", "runner")}
 LONGEST = 310
 
 
-class WithoutTypes(ast.NodeTransformer):
-    """Takes out what is imported for annotations only."""
-
-    def visit_If(self, node: ast.If) -> ast.If | None:
-        return None if ast.unparse(node.test) == "TYPE_CHECKING" else node
-
-
 def imports(name: str) -> Iterator[str]:
-    """The full names of all that a module imports to run, at its top or within a function."""
+    """The full names of all that a module imports: at its top, within a function, or for types only."""
     path = MODULES[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(WithoutTypes().visit(ast.parse(path.read_text()))):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -61,22 +55,45 @@ def own(name: str) -> set[str]:
         while imported and imported not in MODULES:
             imported = imported.rpartition(".")[0]
         found.add(imported)
-    return {other for other in found if other and (name, other) not in EXCEPTIONS}
+    return {other for other in found if other}
 
 
 def layer(name: str) -> int:
-    return next(
-        number for number, names in enumerate(LAYERS) if any(name == one or name.startswith(f"{one}.") for one in names)
-    )
+    found = {prefix: number for number, names in enumerate(LAYERS) for prefix in names if is_in(name, prefix)}
+    longest = max(found, key=len)
+    assert longest == name or longest != "ipcreduce", f"{name} is in no layer"
+    return found[longest]
 
 
-def test_every_import_is_understood():
-    """The tests below see through relative imports: known ones are found."""
+def is_in(name: str, package: str) -> bool:
+    return f"{name}.".startswith(f"{package}.")
+
+
+def test_every_import_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The tests below see through relative imports, and find those for types and within functions too."""
     assert {"ipcreduce.cuda.driver", "ipcreduce.errors", "ipcreduce.coordination.exchange"} <= own(
         "ipcreduce.ipc.startup"
     )
     assert "cupy" in set(imports("ipcreduce.cuda.cupy_runtime"))
     assert "cuda.bindings.driver" in set(imports("ipcreduce.cuda.driver"))
+    (tmp_path / "one.py").write_text(
+        "import numpy, json as j\n"
+        "if TYPE_CHECKING:\n    from ..cuda import driver\n"
+        "def f():\n    from . import plan\n    from .. import lifetime\n    from ..errors import report\n"
+    )
+    monkeypatch.setitem(MODULES, "ipcreduce.ipc.one", tmp_path / "one.py")
+    assert own("ipcreduce.ipc.one") == {
+        "ipcreduce.cuda.driver", "ipcreduce.ipc.plan", "ipcreduce.lifetime", "ipcreduce.errors"
+    }  # fmt: skip
+    assert {"numpy", "json"} <= set(imports("ipcreduce.ipc.one"))
+
+
+def test_the_longest_prefix_counts():
+    order = ["errors", "cuda.graph", "arrays", "operands", "mpi.host", "graphs.graph", "communicator", "default"]
+    layers = [*(layer(f"ipcreduce.{name}") for name in order), layer("ipcreduce"), layer("ipcreduce.bench.tune")]
+    assert layers == list(range(len(LAYERS)))
+    with pytest.raises(AssertionError, match="is in no layer"):
+        layer("ipcreduce.errors_of_others")
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -93,6 +110,24 @@ def test_no_import_goes_round():
     assert not graph, f"these import each other: {sorted(graph)}"
 
 
+def test_coordination_knows_nothing_of_cuda():
+    """Any backend can have it."""
+    taken = {imported for name in MODULES if is_in(name, "ipcreduce.coordination") for imported in imports(name)}
+    assert "ipcreduce.errors.report" in taken
+    assert not {one for one in taken for library in ("ipcreduce.cuda", "cupy", "cuda") if is_in(one, library)}
+
+
+def test_direct_has_one_seam():
+    """It can be taken out, or replaced, at one place."""
+    importers = {
+        name
+        for name in MODULES
+        if not is_in(name, "ipcreduce.graphs.direct")
+        and any(is_in(imported, "ipcreduce.graphs.direct") for imported in imports(name))
+    }
+    assert importers == {"ipcreduce.graphs.session"}
+
+
 @pytest.mark.parametrize(
     ("library", "importers"),
     [
@@ -104,7 +139,7 @@ def test_no_import_goes_round():
     ],
 )
 def test_one_importer_each(library: str, importers: set[str]):
-    found = {name for name in MODULES if any(f"{one}.".startswith(f"{library}.") for one in imports(name))}
+    found = {name for name in MODULES if any(is_in(one, library) for one in imports(name))}
     assert found == importers
 
 

@@ -327,18 +327,18 @@ def test_a_number_that_is_used_again_right_behind_a_poll(ranks: Make, monkeypatc
     stays, goes, comes = ranks(2), ranks(2), ranks(2)
     watch, other = stays.watch(), goes.watch()
     late: list[Watch] = []
-    descriptors = []
+    descriptors: list[set[int]] = []
 
     def change() -> None:
-        for act in (other.stop, lambda: late.append(comes.watch())):
-            descriptors.extend(one.descriptor for one in watchdog._watchdog._processes.values())
-            act()
-        descriptors.extend(one.descriptor for one in watchdog._watchdog._processes.values())
+        descriptors.append({one.descriptor for one in watchdog._watchdog._processes.values()})
+        other.stop()
+        late.append(comes.watch())
+        descriptors.append({one.descriptor for one in watchdog._watchdog._processes.values()})
 
     behind.append(change)
     goes.end(1)
     assert done.wait(30.0)
-    assert len(set(descriptors)) == 2, "the number is used again"
+    assert descriptors[0] == descriptors[1], "the number is used again"
     assert not within(0.5, lambda: late[0].lost or watch.lost)
     comes.end(1)
     assert within(30.0, lambda: late[0].lost == (1, "its process has ended"))

@@ -8,9 +8,18 @@ from collections.abc import Callable
 from ..errors import PeerFailedError
 from .control_page import CHUNK_BYTES, Page
 
-_POLL_SECONDS = 1e-4
+_SPINS, _POLL_SECONDS = (
+    20,
+    1e-4,
+)  # polls without a sleep, for ranks that come together, and the sleep between later ones
 
 Abandon = Callable[[BaseException], bytes]
+
+
+def _pause(polls: int) -> int:
+    """Wait before the next poll; the number of polls so far."""
+    time.sleep(0 if polls < _SPINS else _POLL_SECONDS)
+    return polls + 1
 
 
 class Rounds:
@@ -49,9 +58,10 @@ class Rounds:
         self.last += 1
         page.write_round(self.last, True, total, chunk)
         try:
+            polls = 0
             while None in (parts := page.read_round(self.last)):
+                polls = _pause(polls)
                 check([rank for rank, part in enumerate(parts) if part is None])
-                time.sleep(_POLL_SECONDS)
             for rank, part in enumerate(parts):
                 if part is not None and not part[0]:
                     text = part[2].rstrip(b"\0").decode(errors="replace")
@@ -79,7 +89,8 @@ class Meetings:
         """
         self._last += 1
         self._page.write_meeting(self._last, call, last_round)
+        polls = 0
         while None in (found := self._page.read_meeting(self._last)):
+            polls = _pause(polls)
             check([rank for rank, one in enumerate(found) if one is None])
-            time.sleep(_POLL_SECONDS)
         return [one for one in found if one is not None]

@@ -123,7 +123,7 @@ def outcome(act: Callable[[], Any]) -> Any:
         return error
 
 
-def raised_by(rank: Rank, kind: type[BaseException], text: str = "", act: Callable[[Rank], Any] = Rank.call) -> Any:
+def raised_by(rank: Rank, kind: type[BaseException], text: str | None = None, act: Callable[[Rank], Any] = Rank.call) -> Any:
     with pytest.raises(kind, match=text) as caught:
         act(rank)
     return caught.value

@@ -231,7 +231,15 @@ class CallSequence:
                 self.raised = True
                 raise faults.fault_error(page, number, self.timeout)
 
-        return self._rounds.gather(payload, check, abandon)
+        try:
+            return self._rounds.gather(payload, check, abandon)
+        except PeerFailedError as error:
+            if not self.raised:  # a rank has left the round, and its fault may come later than its record of that
+                if not page.aborted:
+                    self._post(control_page.REFUSED, str(error))
+                self.raised = True
+                raise faults.fault_error(page, number, self.timeout) from None
+            raise
 
     def _resynchronise(self) -> None:
         """Meet all ranks, each of which has raised its error, and start anew with one call number. Collective.

@@ -1,0 +1,762 @@
+"""The life of a call: every edge of the state table in CallSequence's docstring, over a real page and a fake engine."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ipcreduce.coordination import calls as calls_module
+from ipcreduce.coordination import control_page
+from ipcreduce.coordination.calls import CallSequence
+from ipcreduce.coordination.control_page import Page
+from ipcreduce.coordination.fingerprint import Fingerprint, of_allreduce
+from ipcreduce.errors import (
+    ArgumentError,
+    CaptureError,
+    GraphStateError,
+    IpcReduceError,
+    PeerFailedError,
+    PeerLostError,
+    PeerTimeoutError,
+    RankMismatchError,
+)
+from tests.unit.pages import in_threads, make_pages
+
+SUM, OTHER = of_allreduce((10,), "float32", "sum"), of_allreduce((3,), "int8", "sum")
+CAPTURING = 77  # a stream
+WALKED: set[tuple[str, str]] = set()
+
+
+def walks(*edges: str) -> Callable[[Any], Any]:
+    """The test below walks these edges of the state table, each as "from -> to"."""
+    for edge in edges:
+        begin, end = edge.split(" -> ")
+        WALKED.add((begin, end))
+    return lambda test: test
+
+
+class Engine:
+    """Notes what is asked of it, and does what the test puts in."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.act: dict[str, Callable[[], None]] = {}
+
+    def _do(self, name: str) -> None:
+        self.log.append(name)
+        self.act.get(name, lambda: None)()
+
+    def drain(self) -> None:
+        self._do("drain")
+
+    def quiesce(self, deadline: float) -> None:
+        self._do("quiesce")
+
+    def reset(self) -> None:
+        self._do("reset")
+
+    def is_capturing(self, stream: int) -> bool:
+        return stream == CAPTURING
+
+
+class Rank:
+    def __init__(self, page: Page, timeout: float) -> None:
+        self.page, self.engine = page, Engine()
+        self.calls = CallSequence(page.rank, timeout, page, self.engine, lambda *_: pytest.fail("not over the page"))
+
+    def call(self, what: Fingerprint = SUM, stream: int = 0) -> int:
+        """One call that is launched; its number."""
+        with self.calls.making():
+            self.calls.enter(what, stream)
+        return self.calls.number
+
+    def refuse(self, error: BaseException | None = None) -> BaseException:
+        """One call that this rank refuses; the exception that comes out."""
+        with pytest.raises(BaseException) as caught, self.calls.making():  # noqa: PT011
+            raise error or ArgumentError("no such op")
+        return caught.value
+
+    def host(self, payload: bytes = b"") -> list[bytes]:
+        """One call with an exchange."""
+        with self.calls.making():
+            self.calls.enter(SUM, 0)
+            return self.calls.gather(self.calls.number, payload)
+
+    def kernel_waits_in_vain(self, *peers: int) -> None:
+        """What a kernel of this rank writes at its deadline."""
+        words = np.frombuffer(self.page._map, np.uint32, 2, control_page.missing_offset(self.page.rank))
+        words[:] = sum(1 << peer for peer in peers), 1
+        self.page.abort()
+
+
+def make_ranks(n: int, timeout: float = 60.0) -> list[Rank]:
+    return [Rank(page, timeout) for page in make_pages(n)]
+
+
+@pytest.fixture(params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> list[Rank]:
+    return make_ranks(request.param)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> list[Rank]:
+    monkeypatch.setattr(calls_module, "_PATIENCE_SECONDS", 0.2)
+    return make_ranks(3, timeout=0.2)
+
+
+def together(ranks: list[Rank], act: Callable[[Rank], Any] = Rank.call) -> list[Any]:
+    return in_threads([lambda rank=rank: act(rank) for rank in ranks])
+
+
+def outcome(act: Callable[[], Any]) -> Any:
+    try:
+        return act()
+    except BaseException as error:
+        return error
+
+
+def raised_by(rank: Rank, kind: type[BaseException], text: str | None = None, act: Callable[[Rank], Any] = Rank.call) -> Any:
+    with pytest.raises(kind, match=text) as caught:
+        act(rank)
+    return caught.value
+
+
+def all_raise(ranks: list[Rank], kind: type[BaseException]) -> None:
+    """The next call of each raises this, once."""
+    for rank in ranks:
+        raised_by(rank, kind)
+    assert all(rank.calls.raised for rank in ranks)
+
+
+def go_on(ranks: list[Rank]) -> list[int]:
+    """The next call of each works; the page is clear, and no rank has anything to settle."""
+    numbers = together(ranks)
+    assert not ranks[0].page.aborted
+    assert ranks[0].page.fault() is None
+    assert not any(rank.calls.raised for rank in ranks)
+    return numbers
+
+
+# ---- the table
+def edges_of_the_table() -> set[tuple[str, str]]:
+    doc = inspect.getdoc(CallSequence) or ""
+    begin, header, middle, *rows = doc[doc.index("=====") :].splitlines()
+    starts = [match.start() for match in re.finditer("=+", begin)]
+    assert (header.split()[0], header.split()[-1], middle) == ("state", "next", begin)
+    edges: set[tuple[str, str]] = set()
+    state = ""
+    for row in rows[: rows.index(begin)]:
+        state = row[: starts[1]].strip() or state
+        named = row[starts[3] :].replace("only", "").replace("`", "")
+        edges |= {(state, end.strip()) for end in named.split(",") if end.strip() not in ("", "--")}
+    return edges
+
+
+def test_every_edge_of_the_table_is_walked():
+    edges = edges_of_the_table()
+    assert {("entered", "refused"), ("entered", "posted"), ("raised", "lost"), ("lost", "close()")} <= edges
+    assert len(edges) >= 11
+    assert edges == WALKED
+
+
+# ---- entered
+@walks("entered -> done")
+def test_a_call_is_numbered_recorded_and_done(ranks: list[Rank]):
+    for number in (1, 2, 3):
+        for rank in ranks:
+            assert rank.call() == number
+            assert [other.page.calls.call_of(rank.page.rank) for other in ranks] == [number] * len(ranks)
+    assert not ranks[0].page.aborted
+    assert all(rank.engine.log == [] for rank in ranks), "the engine has nothing to do with it"
+
+
+@walks("entered -> done")
+def test_the_fast_path_and_the_usual_one(ranks: list[Rank]):
+    calls, made = ranks[0].calls, []
+
+    def fast(number: int, *given: Any) -> Any:
+        made.append(("fast", number, given))
+        return "result" if given == ("quick",) else None
+
+    def usual(*given: Any) -> str:
+        made.append(("usual", calls.number, given))
+        return "usual result"
+
+    assert calls.make(fast, usual, "quick") == "result"
+    assert calls.make(fast, usual, "slow") == "usual result"
+    assert made == [("fast", 1, ("quick",)), ("fast", 2, ("slow",)), ("usual", 2, ("slow",))]
+    with pytest.raises(ZeroDivisionError):
+        calls.make(lambda number: 1 // 0, usual)
+    assert ranks[1].page.fault()[0] == 3
+    assert in_threads([lambda: calls.lock.acquire(timeout=10)]) == [True], "the lock is free"
+
+
+@walks("entered -> withdrawn")
+def test_a_call_that_is_recorded_has_no_number(ranks: list[Rank]):
+    with ranks[0].calls.making():
+        assert ranks[0].calls.number == 1
+        ranks[0].calls.withdraw()
+    assert together(ranks) == [1] * len(ranks)
+
+
+@walks("entered -> withdrawn")
+@pytest.mark.parametrize("catch", ["making", "make"])
+def test_a_capture_error_within_takes_no_number(ranks: list[Rank], catch: str):
+    """The abort word would spoil the work that is captured."""
+    error = CaptureError("not here", within=True)
+    calls = ranks[0].calls
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    assert (ranks[0].refuse(error) if catch == "making" else outcome(lambda: calls.make(fail, fail))) is error
+    assert str(error) == "rank 0, call 1: not here"
+    assert not ranks[0].page.aborted
+    assert together(ranks) == [1] * len(ranks)
+
+
+@walks("entered -> withdrawn")
+def test_a_wrong_state_in_a_recordings_body_takes_no_number(ranks: list[Rank]):
+    """On every rank alike, so that no peer waits."""
+    body = ranks[0].calls.recording = SimpleNamespace(error=None, in_this_thread=True)
+    ranks[0].refuse(GraphStateError("not in a body"))
+    assert body.error is None
+    assert (ranks[0].calls.number, ranks[0].page.aborted) == (0, False)
+    ranks[1].refuse(GraphStateError("not in a body"))
+    assert (ranks[1].calls.number, ranks[1].page.aborted) == (1, True), "outside of one it is refused"
+
+
+@walks("entered -> refused", "refused -> raised")
+def test_a_rank_refuses(ranks: list[Rank]):
+    """The peers know, once the calls before have ended; the program has got the error, and no second one."""
+    together(ranks)
+    word: list[bool] = []
+    ranks[1].engine.act["drain"] = lambda: word.append(ranks[1].page.aborted)
+    error = ranks[1].refuse()
+    assert str(error) == "rank 1, call 2: no such op"
+    assert word == [False], "the abort word would end earlier calls too"
+    assert ranks[0].page.fault() == (2, 1, control_page.REFUSED, "ArgumentError: rank 1, call 2: no such op")
+    assert ranks[1].calls.raised
+    all_raise([rank for rank in ranks if rank is not ranks[1]], PeerFailedError)
+    assert go_on(ranks) == [3] * len(ranks)
+
+
+@pytest.mark.parametrize("error", [ValueError("of the caller"), KeyboardInterrupt()])
+def test_what_is_not_ours_passes_unchanged(ranks: list[Rank], error: BaseException):
+    before = error.args
+    assert ranks[0].refuse(error) is error
+    assert error.args == before
+    assert type(error).__name__ in ranks[1].page.fault()[3]
+
+
+def test_rank_and_call_are_added_once(ranks: list[Rank]):
+    together(ranks)
+    for error in (ArgumentError("x"), IpcReduceError("rank 0, call 7: x")):
+        before = str(error)
+        one = make_ranks(2)[0]
+        one.refuse(error)
+        assert str(error) == (before if before.startswith("rank") else f"rank 0, call 1: {before}")
+
+
+def test_a_drain_that_fails_does_not_hide_the_fault(ranks: list[Rank]):
+    def fail() -> None:
+        raise PeerTimeoutError("of an earlier call")
+
+    ranks[0].engine.act["drain"] = fail
+    assert type(ranks[0].refuse()) is ArgumentError
+    assert ranks[1].page.fault()[:3] == (1, 0, control_page.REFUSED)
+
+
+def test_what_a_recordings_body_refuses_is_noted_in_it(ranks: list[Rank]):
+    """Even if the program catches it; the first one counts. Another thread's call is none of the body's."""
+    body = ranks[0].calls.recording = SimpleNamespace(error=None, in_this_thread=True)
+    first = ranks[0].refuse(ArgumentError("first"))
+    assert body.error is first
+    for rank in ranks[1:]:
+        raised_by(rank, PeerFailedError)
+    peers = [threading.Thread(target=rank.call) for rank in ranks[1:]]  # they meet this rank's refusal
+    for thread in peers:
+        thread.start()
+    ranks[0].refuse(ArgumentError("second"))
+    for thread in peers:
+        thread.join(60)
+    assert body.error is first
+    other = make_ranks(2)[0]
+    other.calls.recording = SimpleNamespace(error=None, in_this_thread=False)
+    other.refuse()
+    assert other.calls.recording.error is None
+
+
+def test_refuse_cancels_a_call_that_does_not_begin(ranks: list[Rank]):
+    error = ArgumentError("wrong")
+    ranks[0].calls.refuse(error)
+    assert ranks[1].page.fault()[:3] == (1, 0, control_page.REFUSED)
+    assert str(error) == "rank 0, call 1: wrong"
+    ranks[0].calls.leave(ValueError())
+    assert ranks[0].calls.number == 1, "the peers know of a fault, and may wait for a vote"
+    all_raise(ranks[1:], PeerFailedError)
+    assert go_on(ranks) == [2] * len(ranks)
+    ranks[0].calls.leave(ValueError())
+    assert ranks[1].page.fault()[:3] == (3, 0, control_page.REFUSED)
+
+
+# ---- posted
+@walks("entered -> posted", "posted -> raised")
+def test_a_mismatch(ranks: list[Rank]):
+    together(ranks)
+    ranks[0].call(SUM)
+    error = raised_by(ranks[1], RankMismatchError, act=lambda rank: rank.call(OTHER))
+    assert str(error).startswith("rank 1, call 2: expected the same call 2 on every rank; found ")
+    assert f"{OTHER} on rank 1 and {SUM} on rank 0" in str(error)
+    assert ranks[1].engine.log == ["drain"]
+    assert ranks[1].calls.raised
+    all_raise([rank for rank in ranks if rank is not ranks[1]], RankMismatchError)
+    assert go_on(ranks) == [4] * len(ranks)
+
+
+@walks("entered -> posted", "posted -> raised")
+def test_a_peers_refusal_is_raised_once(ranks: list[Rank]):
+    ranks[0].refuse()
+    error = raised_by(ranks[1], PeerFailedError, "rank 1, call 1: expected call 1 .* rank 0 refused it .*no such op")
+    assert type(error) is PeerFailedError
+    assert ranks[1].calls.raised
+    assert ranks[1].calls.number == 1, "a refused attempt is a call"
+
+
+@walks("entered -> posted", "posted -> raised")
+def test_a_rank_that_does_not_come_to_an_exchange():
+    ranks = make_ranks(3, timeout=0.3)
+    errors = together(ranks[:2], lambda rank: outcome(rank.host))
+    assert [type(error) for error in errors] == [PeerTimeoutError] * 2
+    assert all("rank 2 never came: its last call was 0" in str(error) for error in errors)
+    assert all(rank.calls.raised for rank in ranks[:2])
+    assert "rank 2 never came" in str(raised_by(ranks[2], PeerTimeoutError))
+    assert together(ranks) == [2] * 3
+    assert together(ranks, lambda rank: rank.host(b"%d" % rank.page.rank)) == [[b"0", b"1", b"2"]] * 3
+
+
+@walks("entered -> posted", "posted -> raised")
+def test_a_refusal_ends_an_exchange(ranks: list[Rank]):
+    waiting = threading.Event()
+    before = ranks[1].page.read_round
+
+    def read(serial: int) -> Any:
+        waiting.set()
+        return before(serial)
+
+    ranks[1].page.read_round = read  # type: ignore[method-assign]
+
+    def refuse() -> BaseException:
+        assert waiting.wait(60)
+        return ranks[0].refuse()
+
+    found = in_threads([refuse, *(lambda rank=rank: outcome(rank.host) for rank in ranks[1:])])
+    assert [type(one) for one in found] == [ArgumentError] + [PeerFailedError] * (len(ranks) - 1)
+    assert all(rank.calls.raised for rank in ranks)
+    assert go_on(ranks) == [2] * len(ranks)
+    assert together(ranks, Rank.host) == [[b""] * len(ranks)] * len(ranks), "the rounds are aligned"
+
+
+@walks("posted -> raised")
+@pytest.mark.parametrize("how", ["interrupted", "late"])
+def test_an_exchange_that_a_rank_has_left_is_told_once(how: str):
+    """The others find its record of the round before its fault on the page, or none there."""
+    ranks = make_ranks(2, timeout=0.3 if how == "late" else 60.0)
+    ranks[1].calls.number += 1  # it has entered the call, and comes to the round late
+    ranks[1].calls.enter(SUM, 0)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    ranks[0].calls.number += 1
+    ranks[0].calls.enter(SUM, 0)
+    if how == "late":
+        left = raised_by(ranks[0], PeerTimeoutError, act=lambda rank: rank.calls.gather(1, b""))
+    else:
+        ranks[0].page.read_round = lambda serial: interrupt()  # type: ignore[method-assign]
+        left = raised_by(ranks[0], KeyboardInterrupt, act=lambda rank: rank.calls.gather(1, b""))
+        del ranks[0].page.read_round
+    found = raised_by(ranks[1], (PeerFailedError, PeerTimeoutError), act=lambda rank: rank.calls.gather(1, b""))  # type: ignore[arg-type]
+    ranks[1].calls.failed(found)
+    ranks[0].calls.failed(left)
+    assert str(found).startswith("rank 1, call 1: expected ")
+    assert type(found) is (PeerTimeoutError if how == "late" else PeerFailedError)
+    assert all(rank.calls.raised for rank in ranks)
+    assert go_on(ranks) == [2, 2], "no rank raises it a second time"
+
+
+@walks("done -> posted", "posted -> raised")
+@pytest.mark.parametrize("where", ["call", "synchronize"])
+def test_a_wait_in_a_call_that_is_done_ends(ranks: list[Rank], where: str):
+    """The next call raises it, or the end of this one's work does. Kernels that ended so raise each time."""
+    for rank in ranks[:-1]:
+        rank.call()
+    ranks[0].kernel_waits_in_vain(len(ranks) - 1)
+    act = Rank.call if where == "call" else lambda rank: rank.calls.check_faults()
+    error = raised_by(ranks[0], PeerTimeoutError, f"rank {len(ranks) - 1} never came", act)
+    number = 2 if where == "call" else 1
+    assert str(error).startswith(f"rank 0, call {number}: ")
+    assert ranks[0].calls.raised
+    for _ in range(2):
+        raised_by(
+            ranks[0], PeerTimeoutError, "Graphs captured by others work again", lambda rank: rank.calls.raise_ended()
+        )
+        raised_by(ranks[0], PeerTimeoutError, "work again", lambda rank: rank.calls.check_faults())
+    all_raise(ranks[1:], PeerTimeoutError)
+    assert go_on(ranks) == [3 if where == "call" or len(ranks) == 3 else 2] * len(ranks)
+    ranks[0].calls.check_faults()
+
+
+def test_the_earliest_fault_takes_precedence():
+    ranks = make_ranks(3)
+    for number in range(1, 5):
+        ranks[0].calls.number = number
+    ranks[0].refuse(ArgumentError("of call 5"))
+    ranks[1].calls.number = 2
+    ranks[1].calls.enter(SUM, 0)
+    ranks[1].refuse(ArgumentError("of call 3"))
+    ranks[2].calls.number = 7
+    raised_by(ranks[2], PeerFailedError, "expected call 3 on every rank; found that rank 1 refused it")
+
+
+def test_a_refusal_behind_a_fault_that_is_not_raised_gives_way_to_it(ranks: list[Rank]):
+    """The program has to hear of the first one first."""
+    ranks[0].refuse(ArgumentError("the first"))
+    ranks[1].calls.number = 3
+    error = ranks[1].refuse(ArgumentError("the second"))
+    assert type(error) is PeerFailedError
+    assert "the first" in str(error)
+    assert ranks[1].page.fault()[0] == 1
+    assert ranks[1].calls.raised
+
+
+def test_a_refusal_behind_a_fault_that_is_raised_comes_after_the_meeting(ranks: list[Rank]):
+    ranks[0].refuse(ArgumentError("the first"))
+    all_raise(ranks[1:], PeerFailedError)
+
+    def second(rank: Rank) -> Any:
+        return rank.refuse(ArgumentError("the second")) if rank is ranks[0] else outcome(rank.call)
+
+    found = together(ranks, second)
+    assert type(found[0]) is ArgumentError
+    assert [rank.engine.log.count("reset") for rank in ranks] == [1] * len(ranks)
+    assert ranks[1].page.fault()[:2] == (2, 0)
+    for rank, one in zip(ranks[1:], found[1:], strict=True):
+        if one == 2:  # it was there before the refusal
+            one = raised_by(rank, PeerFailedError)
+        assert "the second" in str(one)
+    assert len(set(go_on(ranks))) == 1
+
+
+def test_a_fault_of_a_later_call_does_not_disturb_an_earlier_one(ranks: list[Rank]):
+    """Rank 0 is ahead, and refuses its second call."""
+    ahead, behind = ranks[0], ranks[1:]
+    ahead.call()
+    ahead.refuse()
+    assert [rank.call() for rank in behind] == [1] * len(behind)
+    all_raise(behind, PeerFailedError)
+    assert go_on(ranks) == [3] * len(ranks)
+
+
+def test_a_fault_of_a_later_call_does_not_end_an_exchange():
+    """Its ranks have all come, or will. Nobody is behind the exchange before the last one is in it."""
+    ranks = make_ranks(2)
+    seen: list[bool] = []
+    before = ranks[1].page.read_round
+
+    def read(serial: int) -> Any:
+        seen.append(ranks[1].page.aborted)
+        if len(seen) == 1:
+            ranks[0].page.post_fault(control_page.REFUSED, 2, "of call 2")
+            return before(serial)
+        if len(seen) == 4:
+            ranks[0].page.write_round(1, True, 1, b"0")
+        return before(serial)
+
+    ranks[1].page.read_round = read  # type: ignore[method-assign]
+    assert ranks[1].host(b"1") == [b"0", b"1"]
+    assert seen[1:] == [True] * 3
+    raised_by(ranks[1], PeerFailedError, "expected call 2")
+
+
+# ---- raised
+@walks("raised -> resynchronised", "resynchronised -> entered")
+def test_all_start_anew_with_the_highest_numbers(ranks: list[Rank]):
+    for _ in range(4):
+        ranks[0].call()
+    ranks[1].refuse()
+    for rank in ranks:
+        rank.calls._rounds.last = 10 - rank.page.rank
+        if rank is not ranks[1]:
+            raised_by(rank, PeerFailedError)
+    assert [rank.calls.number for rank in ranks] == [5, 1, 1][: len(ranks)]
+    assert go_on(ranks) == [6] * len(ranks)
+    assert {rank.calls._rounds.last for rank in ranks} == {10}
+    assert [rank.engine.log[-2:] for rank in ranks] == [["quiesce", "reset"]] * len(ranks)
+    assert [rank.engine.log.count("reset") for rank in ranks] == [1] * len(ranks)
+    assert together(ranks, Rank.host) == [[b""] * len(ranks)] * len(ranks)
+    assert [rank.calls.number for rank in ranks] == [7] * len(ranks)
+
+
+def failed_call(ranks: list[Rank]) -> None:
+    ranks[0].refuse()
+    all_raise(ranks[1:], PeerFailedError)
+
+
+@walks("raised -> resynchronised")
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_nobody_resets_before_all_are_quiet_nor_goes_on_before_all_have_reset(slow: int):
+    ranks = make_ranks(3)
+    failed_call(ranks)
+    quiet, reset, seen = [False] * 3, [False] * 3, []
+
+    def hold(meeting: int) -> None:
+        """Gives the others time to pass this meeting without the slow one, if they do."""
+        deadline = time.monotonic() + 0.5
+        others = [one for one in range(3) if one != slow]
+        while time.monotonic() < deadline and not all(ranks[0].page.read_meeting(meeting)[one] for one in others):
+            time.sleep(1e-3)
+        time.sleep(0.02)
+
+    for number, rank in enumerate(ranks):
+
+        def quiesce(number: int = number) -> None:
+            if number == slow:
+                hold(1)
+            quiet[number] = True
+
+        def start(number: int = number) -> None:
+            seen.append(("reset", all(quiet)))
+            if number == slow:
+                hold(2)
+            reset[number] = True
+
+        rank.engine.act.update(quiesce=quiesce, reset=start)
+
+    def call(rank: Rank) -> None:
+        rank.call()
+        seen.append(("on", all(reset)))
+
+    together(ranks, call)
+    assert sorted(seen) == [("on", True)] * 3 + [("reset", True)] * 3
+
+
+@walks("raised -> resynchronised")
+def test_the_page_is_clear_for_all_before_any_goes_on(monkeypatch: pytest.MonkeyPatch):
+    """A fence stands between the clearing and the second meeting, or a peer's next fault may be cleared."""
+    ranks = make_ranks(2)
+    failed_call(ranks)
+    log: list[str] = []
+    here = threading.local()
+
+    def noting(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*given: Any) -> Any:
+            if getattr(here, "noting", False):
+                log.append(f"{name} {given[0]}" if given else name)
+            return act(*given)
+
+        return noted
+
+    page = ranks[0].page
+    monkeypatch.setattr(page, "clear", noting("clear", page.clear))
+    monkeypatch.setattr(page, "write_meeting", noting("meeting", page.write_meeting))
+    monkeypatch.setattr(calls_module, "fence", noting("fence", calls_module.fence))
+    for name in ("quiesce", "reset"):
+        ranks[0].engine.act[name] = noting(name, lambda: None)
+
+    def call(rank: Rank) -> None:
+        here.noting = rank is ranks[0]
+        rank.call()
+
+    together(ranks, call)
+    assert log == ["quiesce", "meeting 1", "reset", "clear", "fence", "meeting 2"]
+
+
+def test_a_capture_does_not_resynchronise(ranks: list[Rank]):
+    """On every rank alike, with no number; the next call that is not captured does."""
+    failed_call(ranks)
+    for rank in ranks:
+        error = raised_by(rank, CaptureError, "the ranks have not met yet", lambda one: one.call(stream=CAPTURING))
+        assert error.within
+        assert rank.calls.number == 1
+        assert rank.engine.log.count("quiesce") == 0
+    assert go_on(ranks) == [2] * len(ranks)
+
+
+def test_several_faults_one_after_the_other(ranks: list[Rank]):
+    for turn in range(10):
+        ranks[turn % len(ranks)].refuse()
+        all_raise([rank for rank in ranks if not rank.calls.raised], PeerFailedError)
+        assert go_on(ranks) == [2 * turn + 2] * len(ranks)
+    assert [rank.engine.log.count("reset") for rank in ranks] == [10] * len(ranks)
+
+
+# ---- lost
+def is_lost(rank: Rank) -> None:
+    """Every later call raises, and takes no number."""
+    number = rank.calls.number
+    for act in (Rank.call, Rank.host, lambda one: one.calls.make(print, print), lambda one: one.calls.check_usable()):
+        assert type(raised_by(rank, PeerLostError, act=act)) is PeerLostError
+    rank.calls.refuse(ArgumentError("nothing to refuse any more"))
+    assert rank.calls.number == number
+
+
+@walks("raised -> lost", "lost -> close()")
+def test_a_rank_that_does_not_come_to_the_clean_up(impatient: list[Rank]):
+    failed_call(impatient)
+    errors = together(impatient[:2], lambda rank: outcome(rank.call))
+    assert [type(error) for error in errors] == [PeerLostError] * 2
+    assert all("rank 2 to take part; found that it did not come to the clean-up" in str(error) for error in errors)
+    assert "rank 2 to take part" in str(raised_by(impatient[2], PeerLostError)), "it comes too late"
+    for rank in impatient:
+        is_lost(rank)
+        assert rank.engine.log.count("reset") == 0
+        assert rank.calls.end(ArgumentError("closed")), "it was lost before"
+        raised_by(rank, ArgumentError, "closed")
+
+
+@walks("raised -> lost")
+@pytest.mark.parametrize("step", ["quiesce", "reset"])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), PeerTimeoutError("the kernels run on")], ids=["interrupt", "ours"]
+)
+def test_a_rank_that_leaves_the_clean_up(ranks: list[Rank], step: str, error: BaseException):
+    """What is not ours passes unchanged; the communicator is lost on all ranks."""
+    failed_call(ranks)
+
+    def fail() -> None:
+        raise error
+
+    ranks[0].engine.act[step] = fail
+    found = together(ranks, lambda rank: outcome(rank.call))
+    if isinstance(error, IpcReduceError):
+        assert type(found[0]) is PeerLostError
+        assert found[0].__cause__ is error
+    else:
+        assert found[0] is error
+    text = f"rank 0 to take part; found that it left the clean-up after a fault ({type(error).__name__})"
+    assert all(type(one) is PeerLostError and text in str(one) for one in found[1:])
+    for rank in ranks:
+        is_lost(rank)
+
+
+@walks("raised -> lost")
+def test_an_interrupt_in_the_meeting(ranks: list[Rank]):
+    failed_call(ranks)
+
+    def interrupt(serial: int) -> Any:
+        raise KeyboardInterrupt
+
+    ranks[0].page.read_meeting = interrupt  # type: ignore[method-assign]
+    found = together(ranks, lambda rank: outcome(rank.call))
+    assert [type(one) for one in found] == [KeyboardInterrupt] + [PeerLostError] * (len(ranks) - 1)
+    for rank in ranks:
+        is_lost(rank)
+
+
+@walks("raised -> lost")
+def test_a_rank_that_closed_instead(ranks: list[Rank]):
+    failed_call(ranks)
+    ranks[-1].page.leave()
+    found = together(ranks[:-1], lambda rank: outcome(rank.call))
+    assert [type(one) for one in found] == [PeerLostError] * (len(ranks) - 1)
+    assert all(f"rank {len(ranks) - 1} to take part; found that it closed" in str(one) for one in found)
+    for rank in ranks[:-1]:
+        is_lost(rank)
+
+
+@walks("raised -> lost")
+def test_a_rank_that_has_died(ranks: list[Rank]):
+    """The watchdog posts it."""
+    failed_call(ranks)
+    ranks[0].page.post_lost(len(ranks) - 1, "its process has ended")
+    found = together(ranks[:-1], lambda rank: outcome(rank.call))
+    assert all(type(one) is PeerLostError and "its process has ended" in str(one) for one in found)
+
+
+def test_a_loss_without_a_fault(ranks: list[Rank]):
+    ranks[0].page.post_lost(1, "its process has ended")
+    raised_by(
+        ranks[0],
+        PeerLostError,
+        "rank 1 to take part; found that its process has ended",
+        lambda rank: rank.calls.check_faults(),
+    )
+    is_lost(ranks[0])
+
+
+def test_a_loss_ends_an_exchange(ranks: list[Rank]):
+    before = ranks[0].page.read_round
+
+    def read(serial: int) -> Any:
+        ranks[0].page.post_lost(1, "its process has ended")
+        return before(serial)
+
+    ranks[0].page.read_round = read  # type: ignore[method-assign]
+    raised_by(ranks[0], PeerLostError, "its process has ended", Rank.host)
+    is_lost(ranks[0])
+
+
+def test_the_fault_is_raised_before_a_loss_that_came_of_it(ranks: list[Rank]):
+    ranks[1].refuse()
+    ranks[1].page.post_lost(1, "its process has ended")
+    raised_by(ranks[0], PeerFailedError, "no such op")
+    raised_by(ranks[0], PeerLostError, "its process has ended")
+
+
+def test_lose(ranks: list[Rank]):
+    cause = ValueError("why")
+    lost = ranks[0].calls.lose("it gave up", cause)
+    assert "found this on rank 0: ValueError: why" in str(lost)
+    is_lost(ranks[0])
+    raised_by(ranks[1], PeerLostError, r"rank 0 to take part; found that it gave up \(ValueError\)")
+
+
+def test_the_end(ranks: list[Rank]):
+    assert not ranks[0].calls.end(ArgumentError("the communicator is closed"))
+    raised_by(ranks[0], ArgumentError, "is closed")
+    assert ranks[0].calls.number == 0
+    ranks[0].calls.check_faults()
+
+
+def test_in_a_forked_child(ranks: list[Rank]):
+    """The lock may be held by a thread that is not there."""
+    calls = ranks[0].calls
+    in_threads([calls.lock.acquire])
+    calls.forked(ArgumentError("forked"))
+    raised_by(ranks[0], ArgumentError, "forked")
+
+
+# ---- ranks that share no page
+def test_without_a_page():
+    told: list[Any] = []
+    lost = PeerLostError("MPI has gone")
+    answers = iter([None, lost])
+
+    def refuse(error: BaseException, number: int) -> PeerLostError | None:
+        told.append((error, number))
+        return next(answers)
+
+    calls = CallSequence(1, 5.0, None, None, refuse)
+    with calls.making():
+        calls.enter(SUM, 0)
+        assert calls.gather(calls.number, b"mine") == [b"mine"]
+    calls.check_faults()
+    calls.raise_lost(1)
+    calls.leave(ValueError("not told"))
+    assert told == []
+    for number in (2, 3):
+        error = ValueError(number)
+        with pytest.raises(ValueError, match=str(number)), calls.making():
+            raise error
+        assert told[-1] == (error, number)
+    with pytest.raises(PeerLostError, match="MPI has gone"):
+        calls.check_usable()

@@ -18,6 +18,7 @@ from ipcreduce.coordination import control_page
 from ipcreduce.coordination.calls import CallSequence
 from ipcreduce.coordination.control_page import Page
 from ipcreduce.coordination.fingerprint import Fingerprint, of_allreduce
+from ipcreduce.cuda import cupy_runtime
 from ipcreduce.errors import (
     ArgumentError,
     CaptureError,
@@ -28,6 +29,7 @@ from ipcreduce.errors import (
     PeerTimeoutError,
     RankMismatchError,
 )
+from ipcreduce.ipc.fast_path import FastPath, Ready
 from tests.unit.pages import in_threads, make_pages
 
 SUM, OTHER = of_allreduce((10,), "float32", "sum"), of_allreduce((3,), "int8", "sum")
@@ -123,7 +125,9 @@ def outcome(act: Callable[[], Any]) -> Any:
         return error
 
 
-def raised_by(rank: Rank, kind: type[BaseException], text: str | None = None, act: Callable[[Rank], Any] = Rank.call) -> Any:
+def raised_by(
+    rank: Rank, kind: type[BaseException], text: str | None = None, act: Callable[[Rank], Any] = Rank.call
+) -> Any:
     with pytest.raises(kind, match=text) as caught:
         act(rank)
     return caught.value
@@ -178,25 +182,52 @@ def test_a_call_is_numbered_recorded_and_done(ranks: list[Rank]):
     assert all(rank.engine.log == [] for rank in ranks), "the engine has nothing to do with it"
 
 
-@walks("entered -> done")
-def test_the_fast_path_and_the_usual_one(ranks: list[Rank]):
-    calls, made = ranks[0].calls, []
+def fast_path_of(rank: Rank) -> FastPath:
+    """A fast path on stream 7, over no GPU."""
+    order: Any = SimpleNamespace(event_free_stream=7, shared=False, runs=lambda stream: True)
+    launches: Any = SimpleNamespace(find=None)
+    return FastPath(rank.calls, 0, 1, launches, order, rank.page)
 
-    def fast(number: int, *given: Any) -> Any:
-        made.append(("fast", number, given))
-        return "result" if given == ("quick",) else None
+
+@walks("entered -> done")
+def test_the_fast_path_and_the_usual_one(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch):
+    calls, made = ranks[0].calls, []
+    current = SimpleNamespace(ptr=7)
+    monkeypatch.setattr(cupy_runtime, "get_current_stream", lambda: current)
+    fast = fast_path_of(ranks[0])
+
+    def launch(argument: int, stream: int) -> None:
+        made.append((calls.number, argument, stream))
+
+    ready = Ready(Fingerprint.of("a replay"), launch, 9, False)
 
     def usual(*given: Any) -> str:
-        made.append(("usual", calls.number, given))
+        made.append((calls.number, *given))
         return "usual result"
 
-    assert calls.make(fast, usual, "quick") == "result"
-    assert calls.make(fast, usual, "slow") == "usual result"
-    assert made == [("fast", 1, ("quick",)), ("fast", 2, ("slow",)), ("usual", 2, ("slow",))]
+    assert fast.make(ready, usual) is True
+    assert ranks[1].page.calls.describe(0, 1) == "a replay"
+    current.ptr = 8  # a launch there needs an event
+    assert fast.make(ready, usual) == "usual result"
+    assert fast.make(None, usual, "an array", "sum", None, 8) == "usual result"
+    nobody = (None,) * 4
+    assert made == [(1, 9, 7), (2, *nobody), (3, "an array", "sum", None, 8)]
+    current.ptr, ready.launch = 7, lambda argument, stream: 1 // 0
     with pytest.raises(ZeroDivisionError):
-        calls.make(lambda number: 1 // 0, usual)
-    assert ranks[1].page.fault()[0] == 3
+        fast.make(ready, usual)
+    assert ranks[1].page.fault()[0] == 4
     assert in_threads([lambda: calls.lock.acquire(timeout=10)]) == [True], "the lock is free"
+
+
+@walks("entered -> posted")
+def test_the_fast_path_sees_another_call(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cupy_runtime, "get_current_stream", lambda: SimpleNamespace(ptr=7))
+    ranks[1].page.calls.enter(1, Fingerprint.of("another replay"))
+    launched: list[Any] = []
+    ready = Ready(Fingerprint.of("a replay"), lambda *given: launched.append(given), 9, False)
+    with pytest.raises(RankMismatchError, match="a replay on rank 0 and another replay on rank 1"):
+        fast_path_of(ranks[0]).make(ready, lambda *_: ranks[0].calls.enter(ready.what, 0))
+    assert not launched
 
 
 @walks("entered -> withdrawn")
@@ -212,12 +243,13 @@ def test_a_call_that_is_recorded_has_no_number(ranks: list[Rank]):
 def test_a_capture_error_within_takes_no_number(ranks: list[Rank], catch: str):
     """The abort word would spoil the work that is captured."""
     error = CaptureError("not here", within=True)
-    calls = ranks[0].calls
 
     def fail(*_: Any) -> None:
         raise error
 
-    assert (ranks[0].refuse(error) if catch == "making" else outcome(lambda: calls.make(fail, fail))) is error
+    assert (
+        ranks[0].refuse(error) if catch == "making" else outcome(lambda: fast_path_of(ranks[0]).make(None, fail, 0, 0))
+    ) is error
     assert str(error) == "rank 0, call 1: not here"
     assert not ranks[0].page.aborted
     assert together(ranks) == [1] * len(ranks)
@@ -603,7 +635,12 @@ def test_several_faults_one_after_the_other(ranks: list[Rank]):
 def is_lost(rank: Rank) -> None:
     """Every later call raises, and takes no number."""
     number = rank.calls.number
-    for act in (Rank.call, Rank.host, lambda one: one.calls.make(print, print), lambda one: one.calls.check_usable()):
+    for act in (
+        Rank.call,
+        Rank.host,
+        lambda one: fast_path_of(one).make(None, print),
+        lambda one: one.calls.check_usable(),
+    ):
         assert type(raised_by(rank, PeerLostError, act=act)) is PeerLostError
     rank.calls.refuse(ArgumentError("nothing to refuse any more"))
     assert rank.calls.number == number

@@ -11,6 +11,7 @@ from .cuda import array_protocols, cupy_runtime, streams, torch_runtime
 from .cuda.array_protocols import Locate
 from .cuda.cupy_runtime import current_device, load, on_stream, stream_of
 from .errors import ArgumentError, Location
+from .handles import Stream
 
 
 def is_device(array: Any, what: str = "array") -> bool:
@@ -42,7 +43,7 @@ def _has(array: Any, name: str) -> bool:
     return hasattr(type(array), name) or (hasattr(array, name) and not isinstance(array, type))
 
 
-def view(array: Any, stream: int, ordered: bool = True) -> Any:
+def view(array: Any, stream: Stream, ordered: bool = True) -> Any:
     """A CuPy array over the same memory, ready to be used on ``stream``.
 
     ``__cuda_array_interface__``'s ``stream`` is waited for by an event; DLPack's producer is told ``stream``. Not so
@@ -80,7 +81,7 @@ class _Unordered:
         return self._array.__dlpack__(**options | {"stream": -1})
 
 
-def _from_interface(array: Any, stream: int, ordered: bool) -> Any:
+def _from_interface(array: Any, stream: Stream, ordered: bool) -> Any:
     """View by ``__cuda_array_interface__`` (versions 2 and 3). Its typestr for bfloat16 is two opaque bytes."""
     cupy = load()
     interface = array.__cuda_array_interface__
@@ -162,7 +163,7 @@ def has_shared_elements(array: Any) -> bool:
     return bool((np.diff(places) < itemsize).any())
 
 
-def empty(shape: tuple[int, ...], dtype: np.dtype[Any], stream: int, device: int) -> Any:
+def empty(shape: tuple[int, ...], dtype: np.dtype[Any], stream: Stream, device: int) -> Any:
     """A new array on ``device``, from CuPy's allocator, for use on ``stream``."""
     cupy = load()
     if stream == stream_of()[0]:
@@ -176,14 +177,14 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any], stream: int, device: int
     return array
 
 
-def contiguous_copy(array: Any, stream: int) -> Any:
+def contiguous_copy(array: Any, stream: Stream) -> Any:
     """A C-contiguous copy of a device array, made on ``stream``."""
     cupy = load()
     with cupy.cuda.Device(device_of(array)), on_stream(stream):
         return array.copy(order="C")
 
 
-def copy_into(target: Any, value: Any, stream: int) -> None:
+def copy_into(target: Any, value: Any, stream: Stream) -> None:
     """``target[...] = value``, both device arrays of one shape and dtype, on ``stream``."""
     cupy = load()
     with cupy.cuda.Device(device_of(target)), on_stream(stream):

@@ -19,6 +19,7 @@ from .coordination.fingerprint import Fingerprint
 from .cuda import cupy_runtime
 from .errors import ArgumentError, CudaError, GraphStateError, UnsupportedError
 from .graphs.session import GraphSession
+from .handles import DEFAULT_STREAM
 from .ipc import deferred_free, startup
 from .ipc.engine import Engine
 from .ipc.options import Options
@@ -171,7 +172,7 @@ class Communicator:
             if self._engine is None:
                 result = self._host.allreduce(array, op, calls.number, text)
             else:  # agreed on the control page, where a rank that reduces a device array is noticed too
-                calls.enter(Fingerprint.of(f"{text} on the host"), 0)
+                calls.enter(Fingerprint.of(f"{text} on the host"), DEFAULT_STREAM)
                 number = calls.number
                 calls.gather(number, b"")
                 result = self._host.allreduce(array, op, number, None, partial(calls.raise_lost, number))

@@ -15,12 +15,13 @@ import numpy as np
 from . import arrays
 from .cuda import cupy_runtime, torch_runtime
 from .errors import ArgumentError
+from .handles import Stream
 from .numerics import DTYPES, OPS
 
 Allocating = Callable[[], AbstractContextManager[Any]]
 
 
-def stream_of(array: Any, stream: Any, in_recording: bool) -> tuple[int, Any]:
+def stream_of(array: Any, stream: Any, in_recording: bool) -> tuple[Stream, Any]:
     """The stream of a call on a device array: its handle, and the object that keeps it.
 
     None is the current stream: PyTorch's for a tensor, but CuPy's in a recording's body and for all else.
@@ -46,11 +47,11 @@ class DeviceOperands:
     target: Any
     result: Any
     dtype: str
-    stream: int
+    stream: Stream
 
     @classmethod
     def of(
-        cls, array: Any, op: Any, out: Any, stream: int, device: int, *, ordered: bool, allocating: Allocating
+        cls, array: Any, op: Any, out: Any, stream: Stream, device: int, *, ordered: bool, allocating: Allocating
     ) -> DeviceOperands:  # fmt: skip
         """The operands of ``allreduce(array, op, out=out)`` on ``stream`` of GPU ``device``.
 
@@ -118,7 +119,7 @@ def check_host(array: np.ndarray[Any, Any], op: Any, out: Any) -> str:
     return name
 
 
-def _out(device: int, source: Any, out: Any, stream: int, ordered: bool) -> Any:
+def _out(device: int, source: Any, out: Any, stream: Stream, ordered: bool) -> Any:
     """The CuPy array over ``out``: see :func:`arrays.view`. :raises ArgumentError: if it does not fit ``source``."""
     if not arrays.is_device(out, "out"):
         raise ArgumentError("out must lie on the device, as array does; found a NumPy array")

@@ -1,4 +1,4 @@
-"""The all-reduces that are timed: ours, and those of CuPy and PyTorch if installed.
+"""The all-reduces that are timed: ours, and CuPy's and PyTorch's if installed.
 
 Each contender sums ``source`` over the ranks into ``target``, CuPy arrays of one dtype, on CuPy's current stream. Only
 this module imports PyTorch, and only when asked for it.

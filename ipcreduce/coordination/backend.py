@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ..handles import Stream
+
 
 class Engine(Protocol):
     """The part of a backend that a call sequence needs. Times are on ``time.monotonic()``'s clock."""
@@ -17,7 +19,7 @@ class Engine(Protocol):
     def reset(self) -> None:
         """Return to the state of start-up, once every rank is quiet."""
 
-    def is_capturing(self, stream: int) -> bool:
+    def is_capturing(self, stream: Stream) -> bool:
         """True if work on ``stream`` is captured, and does not run yet."""
 
 

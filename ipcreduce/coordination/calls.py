@@ -18,6 +18,7 @@ from ..errors import (
     RankMismatchError,
     report,
 )
+from ..handles import Stream
 from . import control_page, faults
 from .backend import Body, Engine
 from .control_page import Page
@@ -86,7 +87,7 @@ class CallSequence:
         if self.unusable is not None:
             raise type(self.unusable)(str(self.unusable))
 
-    def enter(self, what: Fingerprint, stream: int) -> None:
+    def enter(self, what: Fingerprint, stream: Stream) -> None:
         """Settle an earlier fault, then record this call and compare it with the ranks that have come to it.
 
         :raises IpcReduceError: an earlier fault that was not raised yet; :class:`RankMismatchError` if calls differ.

@@ -189,7 +189,7 @@ class Page:
         self.abort(TOLD)
 
     def loss(self) -> tuple[int, str] | None:
-        """(rank, why) of a rank that has gone. A rank's own record comes before those of its peers."""
+        """(rank, why) of a rank that has gone. A rank's own record comes before its peers'."""
         found = [
             (int(loss["rank"]) != writer, int(loss["rank"]), text_of(loss))
             for writer, slot in enumerate(self._losses)
@@ -204,7 +204,7 @@ class Page:
         self._rounds[serial % 2][self.rank].write(serial, ok=ok, total=total, payload=payload)
 
     def read_round(self, serial: int) -> list[tuple[bool, int, bytes] | None]:
-        """Every rank's part of a round; None for those that have not come."""
+        """Every rank's part of a round; None for ranks that have not come."""
         return [
             (bool(part["ok"]), int(part["total"]), part["payload"].tobytes())
             if (part := slot.read()) is not None and part["serial"] == serial
@@ -217,7 +217,7 @@ class Page:
         self._meetings[self.rank].write(serial, call=call, round=last_round)
 
     def read_meeting(self, serial: int) -> list[tuple[int, int] | None]:
-        """Every rank's (call, round); None for those that have not come. One may be at the next meeting already."""
+        """Every rank's (call, round); None for ranks that have not come. One may be at the next meeting already."""
         return [
             (int(found["call"]), int(found["round"]))
             if (found := slot.read()) is not None and found["serial"] >= serial

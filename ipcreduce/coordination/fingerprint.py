@@ -1,4 +1,4 @@
-"""Fingerprints of calls: what the ranks compare to see that they make the same call."""
+"""Fingerprints of calls, which the ranks compare to see that they make the same call."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import numpy as np
 from .fingerprint import Fingerprint
 
 # Calls in the ring: more than a host can run ahead of its GPU. Those that repeat in cycles of up to 10 find in their
-# slots what they would write there, so that the ranks' processors keep sharing these.
+# slots the keys that they would write, so the cache lines stay shared by the ranks' processors.
 RING = 2520
 _KEY_BYTES = 4
 TEXTS, TEXT_BYTES = 1008, 80  # in a rank's table
@@ -40,7 +40,7 @@ class FlightRecorder:
         self.recorded: list[Fingerprint | None] = [None] * RING  # whose keys are in our slots
 
     def enter(self, call: int, what: Fingerprint) -> int | None:
-        """Record a call and compare it with that of the same number of every rank that has come.
+        """Record a call and compare it with the same call of every rank that has come.
 
         A rank that comes later compares with this one. ``FastPath.make`` does the same within one function.
 

@@ -83,7 +83,7 @@ class Meetings:
         """Every rank's (call, last round), once all have come.
 
         Meetings come in pairs to which a rank brings the same numbers. So it does no harm if a peer that has read this
-        meeting's records overwrites its own one by that of the second; no peer gets further before this rank does.
+        meeting's records overwrites its own by the second one's. No peer gets further before this rank does.
 
         :param check: see :meth:`Rounds.gather`.
         """

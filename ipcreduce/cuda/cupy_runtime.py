@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, Protocol
 
 from ..errors import ArgumentError, CudaError, UnsupportedError
+from ..handles import Stream
 from . import driver
 
 _LEGACY_STREAM = (0, 1)  # the default stream of a context; it lives as long as the context
@@ -58,7 +59,7 @@ class Launchable(Protocol):
     handle: int
 
 
-def launch(executable: Launchable, stream: int) -> None:
+def launch(executable: Launchable, stream: Stream) -> None:
     """Launch a graph on a stream. :raises CudaError: if it fails."""
     try:
         launch_graph(executable.handle, stream)
@@ -91,7 +92,7 @@ def use_device(ordinal: int) -> None:
     load().cuda.Device(ordinal).use()
 
 
-def stream_of(stream: Any = None) -> tuple[int, Any]:
+def stream_of(stream: Any = None) -> tuple[Stream, Any]:
     """The handle of a CuPy or PyTorch stream, one with ``__cuda_stream__``, or an int; None: CuPy's current stream.
 
     :returns: also the object that it is the handle of.
@@ -103,7 +104,7 @@ def stream_of(stream: Any = None) -> tuple[int, Any]:
     return _handle(stream), stream
 
 
-def keeps(owner: Any, handle: int) -> bool:
+def keeps(owner: Any, handle: Stream) -> bool:
     """True if ``handle`` is known to stay valid, and to mean the same stream, as long as ``owner`` lives.
 
     That is known of CuPy's own streams and of the default stream only.
@@ -115,15 +116,15 @@ def keeps(owner: Any, handle: int) -> bool:
     return handle != _PER_THREAD_STREAM
 
 
-def _handle(stream: Any) -> int:
+def _handle(stream: Any) -> Stream:
     if isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
-        return stream
+        return Stream(stream)
     if hasattr(stream, "__cuda_stream__"):
         protocol = stream.__cuda_stream__
-        return int((protocol() if callable(protocol) else protocol)[1])
+        return Stream(int((protocol() if callable(protocol) else protocol)[1]))
     for attribute in ("ptr", "cuda_stream"):
         if isinstance(getattr(stream, attribute, None), int):
-            return int(getattr(stream, attribute))
+            return Stream(int(getattr(stream, attribute)))
     raise ArgumentError(
         f"stream must be an int, a CuPy stream or an object with __cuda_stream__; found {type(stream).__name__}"
     )
@@ -144,7 +145,7 @@ def _borrowed() -> Any:
 
 
 @contextmanager
-def on_stream(stream: int) -> Iterator[None]:
+def on_stream(stream: Stream) -> Iterator[None]:
     """Make this stream CuPy's current one in the block."""
     cuda, device = load().cuda, current_device()
     before = cuda.get_current_stream()
@@ -174,7 +175,7 @@ class _Block:
 
 
 def make_allocator(
-    device: int, allocate: Callable[[int, int], int], free: Callable[[int], None], held: Callable[[], int],
+    device: int, allocate: Callable[[int, Stream], int], free: Callable[[int], None], held: Callable[[], int],
     reclaim: Callable[[], None],
 ) -> Callable[[int], Any]:  # fmt: skip
     """A CuPy allocator of memory on ``device``, whatever device is current.
@@ -207,7 +208,7 @@ def make_allocator(
 
 
 @contextmanager
-def allocating(allocator: Any, stream: int) -> Iterator[None]:
+def allocating(allocator: Any, stream: Stream) -> Iterator[None]:
     """Make ``allocator`` and ``stream`` CuPy's in this thread in the block."""
     with load().cuda.using_allocator(allocator), on_stream(stream):
         yield

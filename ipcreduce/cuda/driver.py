@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CudaError, UnsupportedError
+from ..handles import Stream
 
 IPC_HANDLE_BYTES = 64
 OUT_OF_MEMORY = 2
@@ -291,7 +292,7 @@ class Launch:
         params.extra = 0
         return params
 
-    def run(self, stream: int) -> None:
+    def run(self, stream: Stream) -> None:
         """Launch on ``stream``. The arguments are copied before this returns."""
         if stream != self._stream:
             self._config.hStream = _bindings.CUstream(stream)

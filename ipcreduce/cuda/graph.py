@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..handles import Event
 from .driver import Launch, call, load
 
 
@@ -12,12 +13,12 @@ def set_kernel(node: int, launch: Launch) -> None:
     call("cuGraphKernelNodeSetParams", node, launch.node_params())
 
 
-def add_event_wait(graph: int, event: int) -> int:
+def add_event_wait(graph: int, event: Event) -> int:
     """Add and return a node that waits, at each launch, for the last record of ``event`` before that launch."""
     return int(call("cuGraphAddEventWaitNode", graph, None, 0, event))
 
 
-def add_event_record(graph: int, event: int) -> int:
+def add_event_record(graph: int, event: Event) -> int:
     """Add and return a node that records ``event`` at each launch, for streams and other graphs to wait for."""
     return int(call("cuGraphAddEventRecordNode", graph, None, 0, event))
 

@@ -7,67 +7,68 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..handles import Event, Stream
 from .driver import call, fail, load
 
 _NOT_READY = 600
 
 
-def create_stream() -> int:
+def create_stream() -> Stream:
     """Create a stream that does not synchronise with the legacy default stream."""
-    return int(call("cuStreamCreate", 1))
+    return Stream(int(call("cuStreamCreate", 1)))
 
 
-def destroy_stream(stream: int) -> None:
+def destroy_stream(stream: Stream) -> None:
     """Destroy a stream. Work already on it still completes."""
     call("cuStreamDestroy", stream)
 
 
-def begin_capture(stream: int) -> None:
+def begin_capture(stream: Stream) -> None:
     """Begin a capture in relaxed mode: in the other modes, any thread's allocation would invalidate it."""
     call("cuStreamBeginCapture", stream, load().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
 
 
-def end_capture(stream: int) -> int:
+def end_capture(stream: Stream) -> int:
     """End a capture and return its graph. :raises CudaError: if some work in it could not be captured."""
     return int(call("cuStreamEndCapture", stream))
 
 
-def create_event() -> int:
+def create_event() -> Event:
     """Create an event without timing."""
-    return int(call("cuEventCreate", 2))
+    return Event(int(call("cuEventCreate", 2)))
 
 
-def destroy_event(event: int) -> None:
+def destroy_event(event: Event) -> None:
     """Destroy an event. Work that already waits for it is not disturbed."""
     call("cuEventDestroy", event)
 
 
-def record_event(event: int, stream: int) -> None:
+def record_event(event: Event, stream: Stream) -> None:
     """Record ``event`` on ``stream``. In a capture this notes a dependency and adds no node."""
     call("cuEventRecord", event, stream)
 
 
-def wait_event(stream: int, event: int) -> None:
+def wait_event(stream: Stream, event: Event) -> None:
     """Make ``stream`` wait for the last record of ``event``."""
     call("cuStreamWaitEvent", stream, event, 0)
 
 
-def synchronize_stream(stream: int) -> None:
+def synchronize_stream(stream: Stream) -> None:
     """Wait on the host for all work on ``stream``."""
     call("cuStreamSynchronize", stream)
 
 
-def is_idle(stream: int) -> bool:
+def is_idle(stream: Stream) -> bool:
     """Return True if all work on ``stream`` is done."""
     return _is_done("cuStreamQuery", stream)
 
 
-def synchronize_event(event: int) -> None:
+def synchronize_event(event: Event) -> None:
     """Wait on the host for the last record of ``event``."""
     call("cuEventSynchronize", event)
 
 
-def is_over(event: int) -> bool:
+def is_over(event: Event) -> bool:
     """Return True if all work before the last record of ``event`` is done."""
     return _is_done("cuEventQuery", event)
 
@@ -79,23 +80,23 @@ def _is_done(name: str, handle: int) -> bool:
     return not code
 
 
-def capture_id(stream: int) -> int:
+def capture_id(stream: Stream) -> int:
     """The id (never 0) of the capture that ``stream`` takes part in, or 0 if there is none."""
     status, identity, *_ = _capture_info(stream)
     return int(identity) if int(status) == 1 else 0
 
 
-def capture_nodes(stream: int) -> tuple[int, ...]:
+def capture_nodes(stream: Stream) -> tuple[int, ...]:
     """The nodes on which the next node captured on ``stream`` depends. They are valid as long as their graph."""
     return tuple(int(node) for node in _capture_info(stream)[3] or ())
 
 
-def captured_graph(stream: int) -> int:
+def captured_graph(stream: Stream) -> int:
     """The graph that ``stream`` captures into. Nodes may be added to it during the capture."""
     return int(_capture_info(stream)[2])
 
 
-def follow_nodes(stream: int, nodes: tuple[int, ...]) -> None:
+def follow_nodes(stream: Stream, nodes: tuple[int, ...]) -> None:
     """Make the next node captured on ``stream`` depend on ``nodes`` too."""
     handles = [load().CUgraphNode(node) for node in nodes]
     if hasattr(load(), "cuStreamUpdateCaptureDependencies_v2"):  # CUDA 12's plain name takes no edge data
@@ -104,6 +105,6 @@ def follow_nodes(stream: int, nodes: tuple[int, ...]) -> None:
         call("cuStreamUpdateCaptureDependencies", stream, handles, None, len(handles), 0)
 
 
-def _capture_info(stream: int) -> Any:
+def _capture_info(stream: Stream) -> Any:
     name = "cuStreamGetCaptureInfo_v3" if hasattr(load(), "cuStreamGetCaptureInfo_v3") else "cuStreamGetCaptureInfo"
     return call(name, stream)

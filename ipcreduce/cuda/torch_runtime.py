@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from ..handles import Stream
+
 
 def is_tensor(array: Any) -> bool:
     """True for a PyTorch tensor. There is none in a program that has not imported PyTorch."""
@@ -12,10 +14,10 @@ def is_tensor(array: Any) -> bool:
     return kind is not None and isinstance(array, kind)
 
 
-def current_stream(tensor: Any) -> tuple[int, Any]:
+def current_stream(tensor: Any) -> tuple[Stream, Any]:
     """The handle of PyTorch's current stream on a tensor's GPU, and the object that it is the handle of."""
     stream = sys.modules["torch"].cuda.current_stream(tensor.device)
-    return int(stream.cuda_stream), stream
+    return Stream(int(stream.cuda_stream)), stream
 
 
 def pending(array: Any) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from .. import arrays
 from ..cuda import cupy_runtime
 from ..errors import ArgumentError, CaptureError
+from ..handles import Stream
 from .pool import GraphPool
 from .recording import in_pool
 
@@ -83,7 +84,7 @@ class Break:
     def __str__(self) -> str:
         return self._name
 
-    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any], stream: int) -> Any:
+    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any], stream: Stream) -> Any:
         """Call the function at the recording. Returns the result to give to the body.
 
         :param stream: the current stream.
@@ -102,7 +103,7 @@ class Break:
         self._output = without_blocks(arrays.view(output, stream), self._pool)
         return output
 
-    def replay(self, stream: int) -> None:
+    def replay(self, stream: Stream) -> None:
         """Call the function again, with ``stream`` current, and copy its result into the recording's.
 
         :raises ArgumentError: if the result's shape or dtype differs from the recording's.
@@ -121,7 +122,7 @@ class Break:
             if arrays.pointer(found) != arrays.pointer(due):
                 arrays.copy_into(due, found, stream)
 
-    def _array(self, result: Any, stream: int) -> Any:
+    def _array(self, result: Any, stream: Stream) -> Any:
         try:
             if arrays.is_device(result, "what a break returns"):
                 return arrays.view(result, stream)

@@ -1,6 +1,6 @@
 """``Graph``: a function's GPU work, all-reduces included, recorded once and replayed by one launch.
 
-A recording is a real run: what was captured is launched when the recording ends, so the outputs are filled as after an
+A recording is a real run: the captured work is launched when the recording ends, so the outputs are filled as after an
 eager run. The kernels in it push into the peers' workspaces, never into memory of the graph, so nothing has to be
 exchanged before a replay and nothing can be missing. Registration (direct/) may then make all-reduces direct.
 """
@@ -16,6 +16,7 @@ from typing import Any
 from ..cuda import cupy_runtime, streams
 from ..cuda.graph import Executable
 from ..errors import ArgumentError, CaptureError, GraphStateError
+from ..handles import Stream
 from ..ipc import deferred_free
 from ..ipc.engine import Engine
 from .breaks import Break, current, open_recordings
@@ -43,7 +44,7 @@ class Graph:
 
     ``state`` is "empty", "recording", "staged" (recorded, ready for replay), "registered" (the same, and all-reduces
     write straight into the peers' outputs: ``Communicator(algorithm="direct")``), "failed" or "closed". Arrays that
-    all-reduces read and write are kept alive; those that only other libraries' kernels touch are unknown here: name
+    all-reduces read and write are kept alive; arrays that only other libraries' kernels touch are unknown here: name
     them in ``record(inputs=...)``.
     """
 
@@ -106,7 +107,7 @@ class Graph:
         ranks compare their all-reduces; the outputs are filled, in the caller's stream's order.
 
         :param inputs: any nest of arrays that the body reads and that must live as long as the graph. See
-            :func:`ipcreduce.collect_addresses` for what is looked into.
+            :func:`ipcreduce.collect_addresses` for the objects that are searched.
         :raises GraphStateError: if the graph is not empty, or this thread is recording already.
         :raises UnsupportedError: on a communicator without GPUs.
         :raises CaptureError: if something in the body cannot be captured.
@@ -149,7 +150,7 @@ class Graph:
             self._again = session.replayer(last)
         warn_about(self.segments)
 
-    def _check_record(self, engine: Engine, stream: int, inputs: Inputs) -> None:
+    def _check_record(self, engine: Engine, stream: Stream, inputs: Inputs) -> None:
         engine.use_context()
         self._expect("record()", ("empty",), "make a new Graph for another recording")
         if current.graph is not None:
@@ -183,7 +184,7 @@ class Graph:
         Side streams have to be joined before it: record an event there, and let the recording's stream wait for it.
         They are forked again after it by an event that is recorded after it.
 
-        :returns: its result. With ``breaks=False``, that of a plain call within the capture.
+        :returns: its result. With ``breaks=False``, the result of a plain call within the capture.
         :raises GraphStateError: outside of this graph's recording, in another thread, or within another break.
         """
         if current.graph is not self:
@@ -224,7 +225,7 @@ class Graph:
         in which they are made, on whatever streams.
 
         :param inputs: the same nest as at the recording, to be checked; None for no check.
-        :raises AddressChangedError: before anything is launched, if ``inputs`` are not those of the recording.
+        :raises AddressChangedError: before anything is launched, if ``inputs`` are not the recording's.
         :raises GraphStateError: if the graph is not recorded, has failed or is closed, or within a recording.
         :raises CaptureError: on a stream that is being captured: that capture may have ended by this.
         :raises IpcReduceError: for the ranks' other calls, see :meth:`Communicator.allreduce`. An exception in a break
@@ -267,7 +268,7 @@ class Graph:
         return [part for part in self._parts if isinstance(part, Segment)]
 
     def pools(self) -> list[GraphPool]:
-        """The memory of ours in which outputs can lie: this graph's pool, and that of ``comm.empty``."""
+        """The memory of ours in which outputs can lie: this graph's pool, and the pool of ``comm.empty``."""
         return [pool for pool in (self._pool, self._session.memory) if pool is not None]
 
     def registered(self, executables: dict[Segment, Executable], drop: Callable[[], None]) -> None:

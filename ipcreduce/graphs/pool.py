@@ -20,6 +20,7 @@ from typing import Any
 
 from ..cuda import cupy_runtime, driver, streams
 from ..cuda.contexts import using, using_relaxed
+from ..handles import Stream
 from ..ipc.deferred_free import attempt, give_back, reclaim
 
 _numbers = itertools.count()
@@ -38,7 +39,7 @@ class Slab:
 
     address: int
     nbytes: int
-    stream: int
+    stream: Stream
     number: int
     free: list[tuple[int, int]]
 
@@ -118,7 +119,7 @@ class GraphPool:
         self._give_back()
 
     # ---- blocks
-    def _allocate(self, nbytes: int, stream: int) -> int:
+    def _allocate(self, nbytes: int, stream: Stream) -> int:
         """Take a block from the smallest free range that fits, or from a new slab. Returns its address.
 
         :raises CudaError: if memory is short.
@@ -180,7 +181,7 @@ class CapturedMemory:
         self._context, self._device = context, device
         self._pools: dict[int, GraphPool] = {}  # by capture id
 
-    def allocating(self, stream: int) -> AbstractContextManager[None]:
+    def allocating(self, stream: Stream) -> AbstractContextManager[None]:
         """Make this thread's CuPy allocate from the capture's pool for a block, if ``stream`` is being captured."""
         with using(self._context):
             capture = streams.capture_id(stream)

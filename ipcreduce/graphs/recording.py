@@ -14,6 +14,7 @@ from ..coordination.fingerprint import Fingerprint
 from ..cuda import cupy_runtime, streams
 from ..cuda import graph as cuda_graph
 from ..errors import CaptureError, CudaError
+from ..handles import DEFAULT_STREAM, Stream
 from ..ipc.engine import Recorder
 from ..ipc.fast_path import Ready
 from ..ipc.launches import PreparedCall
@@ -107,14 +108,14 @@ class Recording:
     :param caller: the stream that was current, and ``owner``, which keeps it.
     """
 
-    def __init__(self, name: str, caller: int, owner: Any) -> None:
+    def __init__(self, name: str, caller: Stream, owner: Any) -> None:
         self.name = f"graph {name}" if name else "a graph"
         self.caller, self.owner = caller, owner
         self.number = 0  # of the call that the recording is
         self.error: BaseException | None = None  # of something in the body that the body may have caught
         self.segments: list[Segment] = []
         self.held: list[Any] = []
-        self.stream = 0
+        self.stream = DEFAULT_STREAM
         self.pool: GraphPool | None = None
         self._thread = threading.get_ident()
         self._capture = -1
@@ -152,7 +153,7 @@ class Recording:
                 cuda_graph.destroy_graph(streams.end_capture(self.stream))
 
     # ---- all-reduces
-    def recorder(self, stream: int) -> Recorder | None:
+    def recorder(self, stream: Stream) -> Recorder | None:
         """A function to call for every launch on ``stream``; None if that is not part of the capture.
 
         :raises CudaError: if that cannot be known.

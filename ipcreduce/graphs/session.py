@@ -15,6 +15,7 @@ from ..coordination.fingerprint import Fingerprint
 from ..coordination.votes import agree
 from ..cuda import cupy_runtime
 from ..errors import ArgumentError, GraphStateError, IpcReduceError, UnsupportedError
+from ..handles import DEFAULT_STREAM, Stream
 from ..ipc import deferred_free
 from ..ipc.deferred_free import Action
 from ..ipc.engine import Engine
@@ -126,7 +127,7 @@ class GraphSession:
             if self.direct is not None:
                 self.direct.register(number, graphs)
 
-    def order(self, before: int, after: int) -> None:
+    def order(self, before: Stream, after: Stream) -> None:
         """Let the work that follows on stream ``after`` wait for the work on ``before``."""
         with self.calls.lock:
             if self._engine is not None:
@@ -153,7 +154,7 @@ class GraphSession:
         fast = self.require_engine("replay()").fast
         return None if fast is None else partial(fast.make, segment.ready, usual)
 
-    def launch(self, segment: Segment, stream: int, owner: Any) -> None:
+    def launch(self, segment: Segment, stream: Stream, owner: Any) -> None:
         """Launch a segment. If it has all-reduces it is one call, compared and ordered as these are. Collective."""
         calls = self.calls
         fast = None if self._engine is None else self._engine.fast
@@ -174,7 +175,7 @@ class GraphSession:
                 calls.failed(error)
                 raise
 
-    def _launch(self, segment: Segment, stream: int, owner: Any) -> None:
+    def _launch(self, segment: Segment, stream: Stream, owner: Any) -> None:
         if segment.executable is None:
             raise GraphStateError("replay() of a graph that another thread has closed meanwhile")
         assert self._engine is not None
@@ -182,7 +183,7 @@ class GraphSession:
             self.calls.enter(segment.what, stream)
         self._engine.launch_graph(segment.executable, stream, owner)
 
-    def synchronize(self, stream: int | None) -> None:
+    def synchronize(self, stream: Stream | None) -> None:
         """See :meth:`Communicator.synchronize`. On a communicator without GPUs there is nothing to wait for."""
         with self.calls.lock:
             self.calls.check_usable()
@@ -218,14 +219,14 @@ class GraphSession:
                 calls.leave(error)
                 raise error
             with calls.making():
-                calls.enter(_CAPTURE, 0)
+                calls.enter(_CAPTURE, DEFAULT_STREAM)
             number = calls.number
             self._agree(number, [segment for graph in graphs for segment in graph.segments], None)
             self._recorded = graphs
             self._register(number)
 
     # ---- memory
-    def allocating(self, stream: int) -> AbstractContextManager[Any]:
+    def allocating(self, stream: Stream) -> AbstractContextManager[Any]:
         """A context in which a call on ``stream`` allocates: of memory of ours if others capture it."""
         assert self._captured_memory is not None
         return self._captured_memory.allocating(stream)

@@ -16,6 +16,7 @@ from ..coordination.watchdog import Watch
 from ..cuda import cupy_runtime, driver, graph, streams
 from ..cuda.contexts import using_relaxed
 from ..errors import ArgumentError, CudaError, IpcReduceError
+from ..handles import Stream
 from . import background, plan
 from .deferred_free import Action, attempt, flush, forget, give_back_after
 from .fast_path import FastPath
@@ -56,7 +57,7 @@ class Engine:
         self.launches.before_loading = lambda: self.order.ends_by(time.monotonic() + timeout)
         self.fast: FastPath | None = None
         self.packets = "packets arrive whole"  # until the start-up check says otherwise
-        self._recording_stream = 0
+        self._recording_stream: Stream | None = None
         background.start()
 
     def open_fast_path(self, calls: CallSequence) -> FastPath:
@@ -79,7 +80,7 @@ class Engine:
 
     # ---- running
     def run(
-        self, prepared: PreparedCall, source: int, target: int, stream: int, owner: Any,
+        self, prepared: PreparedCall, source: int, target: int, stream: Stream, owner: Any,
         recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
         """Launch an all-reduce from address ``source`` to ``target`` (the same: in place) on ``stream``.
@@ -89,7 +90,7 @@ class Engine:
         :raises CudaError: if a launch fails.
         """
 
-        def start(stream: int) -> None:
+        def start(stream: Stream) -> None:
             for launch, words, part in prepared.launches:
                 words[IN], words[OUT] = source + part.offset, target + part.offset
                 launch.run(stream)
@@ -98,14 +99,14 @@ class Engine:
 
         self.order.launch(start, stream, owner, recorded=recorder is not None)
 
-    def launch_graph(self, executable: graph.Executable, stream: int, owner: Any) -> None:
+    def launch_graph(self, executable: graph.Executable, stream: Stream, owner: Any) -> None:
         """Launch an executable graph on ``stream``, behind the last call.
 
         :raises CaptureError: if ``stream`` is being captured. :raises CudaError: if the launch fails.
         """
         self.order.launch(partial(cupy_runtime.launch, executable), stream, owner, capturable=False)
 
-    def is_capturing(self, stream: int) -> bool:
+    def is_capturing(self, stream: Stream) -> bool:
         """True if ``stream`` is part of a capture: its work does not run yet."""
         return streams.capture_id(stream) != 0
 
@@ -116,9 +117,9 @@ class Engine:
         elif driver.current_context() != self.context:
             raise ArgumentError(f"record() needs the communicator's GPU {self.device.ordinal} to be the current one")
 
-    def recording_stream(self) -> int:
+    def recording_stream(self) -> Stream:
         """The one stream of all recordings: graphs' pools keep their memory apart by stream."""
-        if not self._recording_stream:
+        if self._recording_stream is None:
             self._recording_stream = streams.create_stream()
         return self._recording_stream
 
@@ -200,7 +201,7 @@ class Engine:
         if self.watch is not None:
             self.watch.stop()
         actions: list[Action] = [self._unregister, self.order.release]
-        if self._recording_stream:
+        if self._recording_stream is not None:
             actions.append(partial(streams.destroy_stream, self._recording_stream))
         if self.fast is not None:
             actions += self.fast.destroy_actions()

@@ -18,6 +18,7 @@ from ..coordination.flight_recorder import RING
 from ..cuda import cupy_runtime, driver, graph
 from ..cuda.contexts import using, using_relaxed
 from ..errors import CaptureError, CudaError
+from ..handles import Stream
 from . import plan
 from .launches import IN, OUT, Launches, PreparedCall
 from .stream_order import IN_A_CAPTURE, StreamOrder
@@ -36,7 +37,9 @@ class Ready:
 
     __slots__ = ("argument", "capturable", "launch", "what")
 
-    def __init__(self, what: Fingerprint, launch: Callable[[Any, int], Any], argument: Any, capturable: bool) -> None:
+    def __init__(
+        self, what: Fingerprint, launch: Callable[[Any, Stream], Any], argument: Any, capturable: bool
+    ) -> None:
         self.what, self.launch, self.argument, self.capturable = what, launch, argument, capturable
 
 
@@ -120,7 +123,7 @@ class FastPath:
                             else:
                                 order.launch_shared(partial(ready.launch, argument), current)
                         except RuntimeError as error:
-                            start: Callable[[int], Any] = partial(ready.launch, argument)
+                            start: Callable[[Stream], Any] = partial(ready.launch, argument)
                             start = start if follows else partial(order.launch_shared, start)
                             self._launch_anyway(start, current, error)
                         return result
@@ -134,7 +137,7 @@ class FastPath:
             except RuntimeError:  # interrupted before we had it
                 pass
 
-    def _launch_anyway(self, start: Callable[[int], Any], stream: int, error: Exception) -> None:
+    def _launch_anyway(self, start: Callable[[Stream], Any], stream: Stream, error: Exception) -> None:
         """Launch in our context, if the error was for want of that. :raises CudaError: if not, or CaptureError."""
         error = cupy_runtime.launch_error(error)
         wants_ours = isinstance(error, CudaError) and error.code in driver.INVALID_CONTEXT
@@ -220,7 +223,7 @@ class FastPath:
             yield self._graphs.pop().destroy
 
 
-def _launch_kernel(argument: tuple[driver.Launch, memoryview, int, int], stream: int) -> None:
+def _launch_kernel(argument: tuple[driver.Launch, memoryview, int, int], stream: Stream) -> None:
     launch, words, source, target = argument
     words[IN], words[OUT] = source, target
     launch.run(stream)

@@ -14,6 +14,7 @@ import numpy as np
 from ..coordination.control_page import ABORT_OFFSET, missing_offset
 from ..coordination.fingerprint import Fingerprint, of_allreduce
 from ..cuda import compiler, driver
+from ..handles import DEFAULT_STREAM
 from ..numerics import OPS
 from . import modules, plan
 from .workspace import Workspace
@@ -173,7 +174,7 @@ class Launches:
             args = self._arguments(0)
             args[OUT] = self._workspace.epochs  # not in use yet
             args[_BYTES], args[_TIMEOUT] = rounds, int(seconds * 1e9)
-            driver.Launch(self._function(*_VERIFY), self._workspace.n - 1, 32, args).run(0)
+            driver.Launch(self._function(*_VERIFY), self._workspace.n - 1, 32, args).run(DEFAULT_STREAM)
             driver.synchronize()
             driver.copy_to_host(verdict, self._workspace.epochs)
         return verdict

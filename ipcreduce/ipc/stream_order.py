@@ -21,9 +21,11 @@ from typing import Any
 from ..cuda import cupy_runtime, driver, graph, streams
 from ..cuda.contexts import using, using_relaxed
 from ..errors import CaptureError, CudaError
+from ..handles import Event, Stream
 
 IN_A_CAPTURE = "replay() on a stream that is being captured: a graph cannot be part of another one"
-_RECORDED = -2  # in the place of a stream: the end of the last eager call is in an event
+_NONE = Stream(-1)
+_RECORDED = Stream(-2)  # in the place of a stream: the end of the last eager call is in an event
 _MOST_CAPTURES = 1024  # that are remembered: nobody tells when one ends, and few are open at once
 
 
@@ -48,12 +50,14 @@ class StreamOrder:
     def __init__(self, context: int) -> None:
         self._context = context
         self._open = False  # a call is being launched
-        self.event_free_stream = -1  # that of the last eager call, if a launch on it that runs at once needs no event
+        self.event_free_stream = (
+            _NONE  # that of the last eager call, if a launch on it that runs at once needs no event
+        )
         self.shared = False  # there are graphs of others
-        self._eager: int | None = None  # the stream of the last eager call, or _RECORDED
+        self._eager: Stream | None = None  # the stream of the last eager call, or _RECORDED
         self._owner: Any = None  # keeps it
         self._captures: dict[int, _Captured] = {}  # by the captures' ids, the latest last
-        self._events: list[int] = []
+        self._events: list[Event] = []
         try:
             while len(self._events) < 2:
                 self._events.append(streams.create_event())
@@ -63,7 +67,7 @@ class StreamOrder:
         self._between, self._end = self._events
 
     # ---- launching
-    def runs(self, stream: int) -> bool:
+    def runs(self, stream: Stream) -> bool:
         """True if a launch on ``stream`` runs at once, and in our context: each context has a default stream."""
         try:
             if stream < 2:  # which captures nothing
@@ -73,7 +77,12 @@ class StreamOrder:
             return False
 
     def launch(
-        self, start: Callable[[int], Any], stream: int, owner: Any, capturable: bool = True, recorded: bool = False
+        self,
+        start: Callable[[Stream], Any],
+        stream: Stream,
+        owner: Any,
+        capturable: bool = True,
+        recorded: bool = False,
     ) -> None:
         """Launch a call on ``stream`` by ``start(stream)``, behind the last one.
 
@@ -104,7 +113,7 @@ class StreamOrder:
             finally:
                 self._open = False
 
-    def _follow(self, stream: int, owner: Any) -> bool:
+    def _follow(self, stream: Stream, owner: Any) -> bool:
         """Put an eager call behind the last one. True if its end has to be recorded in our event."""
         if self._eager == _RECORDED:
             streams.wait_event(stream, self._end)
@@ -116,13 +125,13 @@ class StreamOrder:
                 )
             self.chain(self._eager, stream)
         if self.shared or not cupy_runtime.keeps(owner, stream):
-            self._eager, self.event_free_stream, self._owner = _RECORDED, -1, None
+            self._eager, self.event_free_stream, self._owner = _RECORDED, _NONE, None
             return True
         self._eager, self.event_free_stream, self._owner = stream, stream, owner
         return False
 
-    def _follow_captured(self, capture: int, stream: int, recorded: bool) -> _Captured:
-        self.event_free_stream = -1
+    def _follow_captured(self, capture: int, stream: Stream, recorded: bool) -> _Captured:
+        self.event_free_stream = _NONE
         captured = self._captures.get(capture)
         if captured is None:
             captured = _Captured() if recorded else self._open_to_others(streams.captured_graph(stream))
@@ -153,9 +162,9 @@ class StreamOrder:
                     driver.synchronize()
             else:
                 streams.record_event(self._end, self._eager)
-        self.shared, self._eager, self.event_free_stream, self._owner = True, _RECORDED, -1, None
+        self.shared, self._eager, self.event_free_stream, self._owner = True, _RECORDED, _NONE, None
 
-    def _ended(self, captured: _Captured | None, records_end: bool, stream: int) -> None:
+    def _ended(self, captured: _Captured | None, records_end: bool, stream: Stream) -> None:
         """Note the end of a call that was launched, or captured, on ``stream``."""
         if captured is None:
             if records_end:
@@ -165,7 +174,7 @@ class StreamOrder:
         if captured.end:  # one edge, from the last call: with one from every call a replay takes 0.25 us a call more
             graph.move_edges(captured.graph, before, captured.last, captured.end)
 
-    def launch_shared(self, start: Callable[[int], Any], stream: int) -> None:
+    def launch_shared(self, start: Callable[[Stream], Any], stream: Stream) -> None:
         """Make an eager call by ``start(stream)`` where ``shared`` and :meth:`runs`: :meth:`launch` with less to ask.
 
         :raises CudaError: if it fails, also for a stream that captures. :raises RuntimeError: what ``start`` raises.
@@ -186,18 +195,18 @@ class StreamOrder:
         finally:
             self._open = False
 
-    def extend(self, stream: int) -> None:
+    def extend(self, stream: Stream) -> None:
         """Count the work put on ``stream`` since the last call as part of that call."""
         if self._eager == _RECORDED and not streams.capture_id(stream):
             streams.record_event(self._end, stream)
 
-    def chain(self, before: int, after: int) -> None:
+    def chain(self, before: Stream, after: Stream) -> None:
         """Let work that follows on stream ``after`` wait for the work on ``before``."""
         streams.record_event(self._between, before)
         streams.wait_event(after, self._between)
 
     # ---- waiting
-    def synchronize(self, stream: int | None) -> None:
+    def synchronize(self, stream: Stream | None) -> None:
         """Wait for the calls made so far: on ``stream``, or for the last one, replays of others included."""
         with using_relaxed(self._context):
             if stream is not None:
@@ -211,7 +220,7 @@ class StreamOrder:
 
     def forget(self) -> None:
         """Begin anew, since no eager call runs: the next one follows none, nor a stream with a failed launch."""
-        self._eager, self.event_free_stream, self._owner = _RECORDED if self.shared else None, -1, None
+        self._eager, self.event_free_stream, self._owner = _RECORDED if self.shared else None, _NONE, None
 
     def ends_by(self, deadline: float) -> bool:
         """Wait for the eager calls until ``deadline``, on ``time.monotonic()``'s clock. True if they have ended.

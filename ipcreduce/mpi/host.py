@@ -1,6 +1,6 @@
-"""All-reduce of NumPy arrays over MPI: what a laptop runs, with the bits that the kernels give.
+"""All-reduce of NumPy arrays over MPI, as on a laptop, with the bits of the kernels.
 
-Before the data, the ranks tell each other what they are about to do, so that a difference or a refused call is an
+Before the data, the ranks exchange a description of the call, so that a difference or a refused call is an
 error on every rank and never a hang or a truncated message.
 """
 

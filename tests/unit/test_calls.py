@@ -700,13 +700,17 @@ def test_an_interrupt_in_the_meeting(ranks: list[Rank]):
 
 
 @walks("raised -> lost")
-def test_a_rank_that_closed_instead(ranks: list[Rank]):
-    failed_call(ranks)
-    ranks[-1].page.leave()
-    found = together(ranks[:-1], lambda rank: outcome(rank.call))
-    assert [type(one) for one in found] == [PeerLostError] * (len(ranks) - 1)
-    assert all(f"rank {len(ranks) - 1} to take part; found that it closed" in str(one) for one in found)
-    for rank in ranks[:-1]:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_rank_that_closed_instead(impatient: list[Rank], ahead: bool):
+    """Whatever calls it has made: it does not come to the meeting."""
+    failed_call(impatient)
+    if ahead:
+        impatient[2].page.calls.enter(9, SUM)
+    impatient[2].page.leave()
+    found = together(impatient[:2], lambda rank: outcome(rank.call))
+    assert [type(one) for one in found] == [PeerLostError] * 2
+    assert all("rank 2 to take part; found that it closed the communicator" in str(one) for one in found)
+    for rank in impatient[:2]:
         is_lost(rank)
 
 

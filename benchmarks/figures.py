@@ -50,7 +50,7 @@ class Run:
     def __init__(self, comm: ipcreduce.Communicator, options: argparse.Namespace) -> None:
         self.comm, self.largest = comm, options.largest
         self.replays, self.turns, self.before = options.replays, options.turns, options.before
-        self.engine = comm.require_engine("figures")
+        self.engine = comm.session.require_engine("figures")
         self.rows: list[dict[str, Any]] = []
 
     def sizes(self) -> list[int]:

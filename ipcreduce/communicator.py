@@ -142,12 +142,10 @@ class Communicator:
         recorded = recorder is not None
         allocating = nullcontext if recorded else partial(self._session.allocating, handle)
         used = operands.DeviceOperands.of(
-            array, op, out, handle, engine.device.ordinal, ordered=not recorded, allocating=allocating
+            array, out, handle, engine.device.ordinal, ordered=not recorded, allocating=allocating
         )
         source, destination = used.source, used.destination
-        prepared = engine.launches.find(source.shape, source.dtype, op)
-        if prepared is None:
-            prepared = engine.launches.prepare(source.shape, source.dtype, used.dtype, op, source.nbytes)
+        prepared = engine.launches.for_array(source, op)
         if recorded:
             recording.note(prepared.what, source, destination, used.target)
         else:
@@ -155,7 +153,7 @@ class Communicator:
         if self._size == 1:
             engine.order.launch(partial(arrays.copy_into, destination, source), handle, owner, recorded=recorded)
         else:
-            engine.run(prepared, arrays.pointer(source), arrays.pointer(destination), handle, owner, recorder)
+            engine.run(prepared, used.source_address, used.destination_address, handle, owner, recorder)
         if used.needs_write_back:
             used.write_back()
             engine.order.extend(handle)

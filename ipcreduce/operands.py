@@ -43,24 +43,24 @@ class DeviceOperands:
     """
 
     source: Any
+    source_address: int
     destination: Any
+    destination_address: int
     target: Any
     result: Any
-    dtype: str
     stream: Stream
 
     @classmethod
     def of(
-        cls, array: Any, op: Any, out: Any, stream: Stream, device: int, *, ordered: bool, allocating: Allocating
+        cls, array: Any, out: Any, stream: Stream, device: int, *, ordered: bool, allocating: Allocating
     ) -> DeviceOperands:  # fmt: skip
-        """The operands of ``allreduce(array, op, out=out)`` on ``stream`` of GPU ``device``.
+        """The operands of ``allreduce(array, out=out)`` on ``stream`` of GPU ``device``.
 
         :param ordered: False in a recording, which cannot wait for the arrays' producers outside of it.
         :param allocating: the context in which results and copies are allocated.
         :raises ArgumentError: if an argument is wrong.
         """
         source = arrays.view(array, stream, ordered)
-        dtype = check_kind(source, op)
         _check_device(device, source, "array")
         if out is None:
             with allocating():
@@ -81,9 +81,10 @@ class DeviceOperands:
         if copied:
             with allocating():
                 source = arrays.contiguous_copy(source, stream)
-        if (arrays.pointer(source) | arrays.pointer(destination)) & (source.itemsize - 1):
+        begin, end = arrays.pointer(source), arrays.pointer(destination)
+        if (begin | end) & (source.itemsize - 1):
             _check_aligned(source, destination)
-        return cls(source, destination, target, result, dtype, stream)
+        return cls(source, begin, destination, end, target, result, stream)
 
     @property
     def needs_write_back(self) -> bool:

@@ -62,7 +62,7 @@ class Graph:
         self._inputs: InputCheck | None = None
         self._state = "empty"
         self._parts: list[Segment | Break] = []
-        self._again: Callable[[], bool] | None = None  # replays a graph of one segment, with all-reduces
+        self._again: Any = None  # of a graph of one segment: see GraphSession.replayer
         self._held: list[Any] = []
         self._recording: Recording | None = None
         self._caller_allocator: Any = None
@@ -233,7 +233,8 @@ class Graph:
         """
         again = self._again
         if again is not None and inputs is None and stream is None and not open_recordings:
-            again()
+            make, ready, usual = again  # not by partial(), which takes 0.1 us more
+            make(ready, usual)
             return
         session = self._session
         session.calls.check_usable()

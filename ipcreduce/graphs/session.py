@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +18,7 @@ from ..handles import DEFAULT_STREAM, Stream
 from ..ipc import deferred_free
 from ..ipc.deferred_free import Action
 from ..ipc.engine import Engine
+from ..ipc.fast_path import Ready
 from .direct.registration import DirectGraphs, Registrable
 from .pool import CapturedMemory, GraphPool
 from .recording import Recording, Segment
@@ -141,8 +141,8 @@ class GraphSession:
             self.order(recording.stream, recording.caller)
 
     # ---- replay
-    def replayer(self, segment: Segment) -> Callable[[], Any] | None:
-        """A function that replays a graph of one segment, with all-reduces, on CuPy's current stream.
+    def replayer(self, segment: Segment) -> tuple[Callable[..., Any], Ready, Callable[..., Any]] | None:
+        """``FastPath.make`` and its arguments that replay a graph of one segment with all-reduces on the current stream.
 
         None where each call is waited for.
         """
@@ -152,7 +152,7 @@ class GraphSession:
             self._launch(segment, stream, owner)
 
         fast = self.require_engine("replay()").fast
-        return None if fast is None else partial(fast.make, segment.ready, usual)
+        return None if fast is None else (fast.make, segment.ready, usual)
 
     def launch(self, segment: Segment, stream: Stream, owner: Any) -> None:
         """Launch a segment. If it has all-reduces it is one call, compared and ordered as these are. Collective."""

@@ -16,6 +16,7 @@ from ..coordination.fingerprint import Fingerprint, of_allreduce
 from ..cuda import compiler, driver
 from ..handles import DEFAULT_STREAM
 from ..numerics import OPS
+from ..operands import check_kind
 from . import modules, plan
 from .workspace import Workspace
 
@@ -64,6 +65,16 @@ class Launches:
     def find(self, shape: tuple[int, ...], dtype: np.dtype[Any], op: str) -> PreparedCall | None:
         """The launches of a call that :meth:`prepare` has seen."""
         return self._prepared.get((shape, dtype, op))
+
+    def for_array(self, array: Any, op: Any) -> PreparedCall:
+        """The launches of an all-reduce of a device array, compiled if need be.
+
+        :raises ArgumentError: if dtype or op is none of ours. See :meth:`prepare` for other errors.
+        """
+        prepared = self._prepared.get((array.shape, array.dtype, op)) if type(op) is str else None
+        if prepared is not None:
+            return prepared
+        return self.prepare(array.shape, array.dtype, check_kind(array, op), op, array.nbytes)
 
     def prepare(self, shape: tuple[int, ...], dtype: np.dtype[Any], name: str, op: str, nbytes: int) -> PreparedCall:
         """The launches of an all-reduce of ``nbytes`` bytes of ``dtype`` (called ``name``), compiled if need be.

@@ -142,7 +142,7 @@ class GraphSession:
 
     # ---- replay
     def replayer(self, segment: Segment) -> tuple[Callable[..., Any], Ready, Callable[..., Any]] | None:
-        """``FastPath.make`` and its arguments that replay a graph of one segment with all-reduces on the current stream.
+        """``FastPath.make`` and its arguments, which replay a graph of one segment with all-reduces. Graphs keep them.
 
         None where each call is waited for.
         """

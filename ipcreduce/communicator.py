@@ -176,7 +176,7 @@ class Communicator:
                 result = self._host.allreduce(array, op, number, None, partial(calls.raise_lost, number))
         except BaseException as error:
             if self._host.halfway:
-                calls.unusable = self._host.left_halfway(calls.number, error)
+                calls.give_up(self._host.left_halfway(calls.number, error))
             raise
         if out is None:
             return result

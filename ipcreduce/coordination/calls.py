@@ -118,6 +118,10 @@ class CallSequence:
         """Take the current call's number back: it is recorded, not made, or invalid on every rank alike."""
         self.number -= 1
 
+    def catch_up(self, number: int) -> None:
+        """Go on from the highest call number of all ranks, which a vote has told."""
+        self.number = number
+
     # ---- a call that fails here
     def failed(self, error: BaseException) -> None:
         """Add rank and call to the error of the current call, and cancel the call on the peers.
@@ -288,6 +292,10 @@ class CallSequence:
         return lost
 
     # ---- ends
+    def give_up(self, error: PeerLostError) -> None:
+        """Lose the communicator on this rank; further calls raise ``error``."""
+        self.unusable = error
+
     def end(self, error: IpcReduceError) -> bool:
         """No call is possible any more; further ones raise ``error``. True if the communicator was lost before."""
         lost = isinstance(self.unusable, PeerLostError)

@@ -28,7 +28,7 @@ def record(*fields: tuple[str, str]) -> np.dtype[Any]:
 
 
 def fence() -> None:
-    """Order this thread's earlier stores to the page before its later ones, as other processors see them.
+    """Order this thread's earlier accesses of the page before its later ones, as other processors see them.
 
     The release of a lock orders what came before it, its acquisition what comes after it, and the second acquisition
     follows the first release (POSIX: locks synchronise memory; on Arm STLR before LDAXR of one address).

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from ..errors import PeerFailedError
 from .control_page import CHUNK_BYTES, Page
+from .records import fence
 
 _SPINS, _POLL_SECONDS = (
     20,
@@ -93,4 +94,5 @@ class Meetings:
         while None in (found := self._page.read_meeting(self._last)):
             polls = _pause(polls)
             check([rank for rank, one in enumerate(found) if one is None])
+        fence()  # loads of what the peers wrote before they came follow the loads of their records
         return [one for one in found if one is not None]

@@ -67,7 +67,7 @@ def agree(
     everything = zlib.crc32(_checksums(recorded).tobytes())
     text = "" if error is None else f"{type(error).__name__}: {error}"
     votes = vote(calls, number, Vote(calls.number, error is None, len(recorded), everything, text))
-    calls.number = max(one.call for one in votes)
+    calls.catch_up(max(one.call for one in votes))
     for other, one in enumerate(votes):
         if not one.ok:
             return PeerFailedError(report(

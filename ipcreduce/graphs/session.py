@@ -190,7 +190,7 @@ class GraphSession:
             if self._engine is not None:
                 self._engine.order.synchronize(stream)
                 if self.direct is not None:
-                    self.direct.mappings.collect()
+                    self.direct.collect()
                 deferred_free.flush()
                 self.calls.check_faults()
 
@@ -254,7 +254,7 @@ class GraphSession:
         unmapped: list[Action] = []
         free: list[Action] = []
         if self.direct is not None:
-            unmap, unmapped = [self.direct.mappings.unmap_all], [self.direct.mappings.release_all]
+            unmap, unmapped = [self.direct.unmap_all], [self.direct.release_all]
         for pool in (self._captured_memory, self.memory):
             if pool is not None:
                 free.append(pool.release)

@@ -82,6 +82,18 @@ class DirectGraphs:
         with suppress(UnsupportedError):  # a vote: on every rank alike
             self._switch(number, self._map(number, candidates))
 
+    def collect(self) -> None:
+        """Free the memory of graphs that every rank has dropped."""
+        self.mappings.collect()
+
+    def unmap_all(self) -> None:
+        """Unmap everything of the peers. Idempotent."""
+        self.mappings.unmap_all()
+
+    def release_all(self) -> None:
+        """Free all memory of ours: every peer has unmapped it."""
+        self.mappings.release_all()
+
     def _planned(self, staged: plan.LaunchPlan) -> plan.LaunchPlan | None:
         launches = self._engine.launches
         return plan.direct(staged, self._engine.n, launches.resident, launches.sharing)

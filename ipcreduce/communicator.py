@@ -121,8 +121,9 @@ class Communicator:
         On the device, the call returns before the work is done. So the last three may be raised by a later call or
         :meth:`synchronize`. Where data is missing, the result holds bytes 0xFF (NaN).
         """
-        if self._fast is not None:
-            return self._fast.make(None, self._allreduce, array, op, out, stream)
+        fast = self._fast  # once: another thread may close the communicator
+        if fast is not None:
+            return fast.make(None, self._allreduce, array, op, out, stream)
         with self._calls.making():
             return self._allreduce(array, op, out, stream)
 

@@ -81,10 +81,10 @@ class DeviceOperands:
         if copied:
             with allocating():
                 source = arrays.contiguous_copy(source, stream)
-        begin, end = arrays.pointer(source), arrays.pointer(destination)
-        if (begin | end) & (source.itemsize - 1):
+        source_address, destination_address = arrays.pointer(source), arrays.pointer(destination)
+        if (source_address | destination_address) & (source.itemsize - 1):
             _check_aligned(source, destination)
-        return cls(source, begin, destination, end, target, result, stream)
+        return cls(source, source_address, destination, destination_address, target, result, stream)
 
     @property
     def needs_write_back(self) -> bool:

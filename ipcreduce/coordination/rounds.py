@@ -9,10 +9,8 @@ from ..errors import PeerFailedError
 from .control_page import CHUNK_BYTES, Page
 from .records import fence
 
-_SPINS, _POLL_SECONDS = (
-    20,
-    1e-4,
-)  # polls without a sleep, for ranks that come together, and the sleep between later ones
+_SPINS = 20  # polls without a sleep, for ranks that come together
+_POLL_SECONDS = 1e-4  # the sleep between later ones
 
 Abandon = Callable[[BaseException], bytes]
 

@@ -57,7 +57,7 @@ class _KnownCall:
 
 
 class FastPath:
-    """The repeated calls on one engine. The communicator's lock is held around every method.
+    """The repeated calls on one engine. :meth:`make` takes the communicator's lock, and holds it around the rest.
 
     Calls on contiguous CuPy arrays, of a shape, dtype and op that came before, are launched. With the same addresses
     again, short messages are a graph of one kernel (:func:`plan.eager_as_graph`). With the same two array objects,

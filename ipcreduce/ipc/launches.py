@@ -71,7 +71,7 @@ class Launches:
 
         :raises ArgumentError: if dtype or op is none of ours. See :meth:`prepare` for other errors.
         """
-        prepared = self._prepared.get((array.shape, array.dtype, op)) if type(op) is str else None
+        prepared = self.find(array.shape, array.dtype, op) if type(op) is str else None
         if prepared is not None:
             return prepared
         return self.prepare(array.shape, array.dtype, check_kind(array, op), op, array.nbytes)

@@ -498,8 +498,33 @@ def unnoticed(comm: Any) -> None:
     works(comm)
 
 
+def replayed_on_another_stream(comm: Any) -> None:
+    """Segments and breaks go to ``stream=``, also where the last call ran on the current one, which is busy."""
+    current, other = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+    source, eager, streams = mine(), mine(), []
+    with Graph(comm) as graph:
+        with graph.record():
+            first = comm.allreduce(source)
+            graph.add_eager(lambda: streams.append(cupy.cuda.get_current_stream().ptr))
+            second = comm.allreduce(first)
+        cupy.cuda.Device().synchronize()
+        for _ in range(3):
+            first.fill(-1)
+            second.fill(-1)
+            cupy.cuda.Device().synchronize()
+            with current:
+                comm.allreduce(source, out=eager)
+                current.launch_host_func(time.sleep, 0.1)
+                graph.replay(stream=other)
+            other.synchronize()
+            right(first)
+            right(second, TOTAL * SIZE)
+        assert streams[1:] == [other.ptr] * 3
+    works(comm)
+
+
 SCENARIOS = [
     real_data, add_eager, nested, reduces_inside, surroundings, returned, views_of_arguments, held_arguments,
     side_streams, exceptions_in_breaks, exception_between_breaks, caught_break, broken_pieces, two_communicators,
-    unnoticed,
+    unnoticed, replayed_on_another_stream,
 ]  # fmt: skip

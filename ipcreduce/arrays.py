@@ -136,7 +136,10 @@ def is_contiguous(array: Any) -> bool:
 
 def extent(array: Any) -> tuple[int, int]:
     """(first, past the last) address of a device or host array."""
-    start = array.ctypes.data if isinstance(array, np.ndarray) else pointer(array)
+    on_host = isinstance(array, np.ndarray)
+    start = array.ctypes.data if on_host else pointer(array)
+    if not on_host and is_contiguous(array):  # most are: 1 us less of each call in a recording
+        return start, start + array.nbytes
     first, past = _reach(array.shape, array.strides, array.dtype.itemsize)
     return start + first, start + past
 

@@ -31,7 +31,6 @@ IDENTITY = struct(
     1,
     ("wrong", "<u4"),
     ("host", "S64"),
-    ("pid", "<i8"),
     ("timeout", "<f8"),
     ("algorithm", "S16"),
     ("workspace", "<u8"),

@@ -177,7 +177,8 @@ class Recording:
         """Note an all-reduce that follows, and hold the arrays that it uses. Memory of the pool may be used again."""
         self._calls.append(RecordedCall(what))
         assert self.pool is not None
-        self.held += [array for array in used if not in_pool(array, self.pool)]
+        apart = {id(array): array for array in used}.values()
+        self.held += [array for array in apart if not in_pool(array, self.pool)]
 
 
 def in_pool(array: Any, pool: GraphPool) -> bool:

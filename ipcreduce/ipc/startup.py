@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Iterator
@@ -55,7 +54,7 @@ def _meet(mpi: Any, options: Options, deadline: float) -> np.ndarray[Any, Any]:
     :raises ArgumentError: if a rank's options are wrong, or not the same on every rank.
     """
     record = exchange.message(
-        exchange.IDENTITY, options.wrong or _missing(), wrong=options.wrong is not None, host=_host(), pid=os.getpid(),
+        exchange.IDENTITY, options.wrong or _missing(), wrong=options.wrong is not None, host=_host(),
         timeout=options.timeout, algorithm=options.algorithm or "", workspace=options.workspace,
     )  # fmt: skip
     everyone = exchange.allgather(mpi, record, deadline, "start-up")

@@ -72,7 +72,7 @@ class Engine:
 class Rank:
     def __init__(self, page: Page, timeout: float) -> None:
         self.page, self.engine = page, Engine()
-        self.calls = CallSequence(page.rank, timeout, page, self.engine, lambda *_: pytest.fail("not over the page"))
+        self.calls = CallSequence(page.rank, timeout, page, [self.engine], lambda *_: pytest.fail("not over the page"))
 
     def call(self, what: Fingerprint = SUM, stream: int = 0) -> int:
         """One call that is launched; its number."""
@@ -786,7 +786,7 @@ def test_without_a_page():
         told.append((error, number))
         return next(answers)
 
-    calls = CallSequence(1, 5.0, None, None, refuse)
+    calls = CallSequence(1, 5.0, None, [], refuse)
     with calls.making():
         calls.enter(SUM, 0)
         assert calls.gather(calls.number, b"mine") == [b"mine"]

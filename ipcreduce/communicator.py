@@ -212,6 +212,8 @@ class Communicator:
                 self._page.leave()
             if self._watch is not None:
                 self._watch.stop()
+            self._page = self._watch = None
+            self._host.close()
             if not lost and not exchange.mpi_is_finalised():
                 self._mpi.Free()
 
@@ -225,6 +227,7 @@ class Communicator:
 
     def forked(self) -> None:
         """In a child process: nothing of the parent's may be touched or closed."""
-        self._engine = self._fast = None
+        self._engine = self._fast = self._page = self._watch = None
+        self._host.close()
         self._calls.forked(UnsupportedError(lifetime.FORKED))
         self._session.forked()

@@ -85,3 +85,7 @@ class HostReducer:
             if mpi.halfway:
                 calls.give_up(mpi.left_halfway(number, error))
             raise
+
+    def close(self) -> None:
+        """Let go of the shared memory. There are no more calls."""
+        self._shared = None

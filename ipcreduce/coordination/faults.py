@@ -25,7 +25,7 @@ def note(page: Page | None, rank: int, error: BaseException, noted: int) -> int:
     if page is not None and severity <= noted:
         return noted
     where = "" if str(error).startswith("rank ") else f"rank {rank}: "
-    last = "" if page is None else f" Last calls: {_last_calls(page)}"
+    last = "" if page is None else f" [last calls: {_last_calls(page)}]"
     _log.warning("%s%s: %s%s", where, type(error).__name__, error, last)
     return severity
 

@@ -50,7 +50,7 @@ def session_of(comm: HasSession | None) -> GraphSession:
     """
     comm = _default[0]() if comm is None else comm
     session: GraphSession | None = getattr(comm, "_graph_session", None)
-    if session is None:
+    if session is None or isinstance(comm, type):
         raise ArgumentError(
             f"comm must be an ipcreduce.Communicator; found {type(comm).__qualname__}. Make one: Communicator()"
         )

@@ -64,11 +64,10 @@ def test_decorator_order(mpirun: Run, ranks: int) -> None:
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_graph_replay(mpirun: Run, ranks: int) -> None:
-    output = mpirun("tests.sim", ranks, "mpi_examples/graph_replay.py", env=SMALL).stdout
-    assert f"{ranks} ranks, backend ipc. graph: staged, 1 segments" in output
-    assert "1000 runs, 0 wrong" in output
+def test_allreduce(mpirun: Run) -> None:
+    output = mpirun("tests.sim", 2, "mpi_examples/allreduce.py", env=SMALL).stdout
+    assert "rank 1 of 2, backend ipc: brought 2.0, got 3.0" in output
+    assert "no GPUs here" not in output
 
 
 @pytest.mark.parametrize("example", ["allreduce", "piecewise", "decorator_order", "graph_replay"])

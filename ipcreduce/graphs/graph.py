@@ -16,7 +16,7 @@ from typing import Any
 from ..cuda import cupy_runtime, streams
 from ..cuda.graph import Executable
 from ..errors import ArgumentError, CaptureError, GraphStateError
-from ..handles import Stream
+from ..handles import DEFAULT_STREAM, Stream
 from ..ipc import deferred_free
 from ..ipc.engine import Engine
 from ..lifetime import refuse_copies
@@ -110,11 +110,11 @@ class Graph:
         session, inputs = self._session, Inputs.of(inputs)
         session.calls.check_usable()
         if not session.can_record:
-            self._check_record(inputs)
+            self._check_record(None, DEFAULT_STREAM, inputs)
         engine = session.require_engine("a Graph", "Call the function itself, or by a GraphRunner, which does so here")
         recording = Recording(self._name, *cupy_runtime.stream_of())
         deferred_free.flush()
-        session.begin_recording(recording, lambda: self._check_capture(engine, recording.caller, inputs))
+        session.begin_recording(recording, lambda: self._check_record(engine, recording.caller, inputs))
         error: BaseException | None = None
         self._state, self._recording, current.graph = "recording", recording, self
         try:
@@ -146,17 +146,15 @@ class Graph:
             self._again = session.replayer(last)
         warn_about(self.segments)
 
-    def _check_capture(self, engine: Engine, stream: Stream, inputs: Inputs) -> None:
-        engine.use_context()
-        self._check_record(inputs)
-        if streams.capture_id(stream):
-            text = "record() while the current stream is being captured: end that capture first"
-            raise CaptureError(text, within=True)
-
-    def _check_record(self, inputs: Inputs) -> None:
+    def _check_record(self, engine: Engine | None, stream: Stream, inputs: Inputs) -> None:
+        if engine is not None:
+            engine.use_context()
         self._expect("record()", ("empty",), "make a new Graph for another recording")
         if current.graph is not None:
             raise GraphStateError("record() within a recording of the same thread: end that one first")
+        if engine is not None and streams.capture_id(stream):
+            text = "record() while the current stream is being captured: end that capture first"
+            raise CaptureError(text, within=True)
         self._inputs = InputCheck(self._check, inputs)
 
     def _open(self, engine: Engine, recording: Recording) -> None:

@@ -17,7 +17,7 @@ from .context import ForwardContext, check_mode, get_forward_context
 from .graph import Graph
 from .inputs import Inputs, check_word
 from .pool import GraphPool
-from .session import GraphSession, HasSession, session_of
+from .session import GraphSession, HasSession, default_communicator, session_of
 
 
 class GraphRunner:
@@ -36,9 +36,10 @@ class GraphRunner:
     :param record_new: True to record descriptors that have no recording; False to call the function for them.
     :param copy_inputs: True to copy the device arrays among the arguments, also in lists, tuples and dicts, into the
         recording's before each replay. If False, the caller must pass the same arrays each time.
-    :raises ArgumentError: if ``function`` or ``comm`` is none, or ``mode`` or ``check`` is another word.
+    :raises ArgumentError: if ``function`` cannot be called, ``comm`` is no communicator, or ``mode`` or ``check`` is
+        another word.
 
-    Without GPUs, what a break returns is checked all the same, so that mistakes are found there.
+    Without GPUs the results of breaks are checked as in a recording, so that mistakes show there too.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class GraphRunner:
         return Inputs(roots)
 
     def _session(self) -> GraphSession:
+        self._comm = default_communicator() if self._comm is None else self._comm
         return session_of(self._comm)
 
     __reduce__ = refuse_copies

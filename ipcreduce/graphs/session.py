@@ -43,12 +43,17 @@ def provide_default(make: Callable[[], HasSession]) -> None:
     _default[:] = [make]
 
 
+def default_communicator() -> HasSession:
+    """The communicator of graphs that name none."""
+    return _default[0]()
+
+
 def session_of(comm: HasSession | None) -> GraphSession:
-    """The session of a communicator, or of the default one for None. It is not among what users see of either.
+    """The session of a communicator, or of the default one for None. No public member of a communicator shows it.
 
     :raises ArgumentError: if ``comm`` is no communicator.
     """
-    comm = _default[0]() if comm is None else comm
+    comm = default_communicator() if comm is None else comm
     session: GraphSession | None = getattr(comm, "_graph_session", None)
     if session is None or isinstance(comm, type):
         raise ArgumentError(
@@ -97,8 +102,8 @@ class GraphSession:
         if not self._said and self.calls.unusable is None:
             self._said = True
             _log.info(
-                "rank %d: no GPUs, so nothing is recorded: a GraphRunner calls its function, capture() only runs its "
-                "block, and Graph.record() raises UnsupportedError", self.calls.rank
+                "rank %d: nothing is recorded with backend mpi: a GraphRunner calls its function, capture() only runs "
+                "its block, and Graph.record() raises UnsupportedError", self.calls.rank
             )  # fmt: skip
 
     # ---- recording

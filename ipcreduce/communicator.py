@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,13 +16,19 @@ from . import arrays, lifetime, operands, startup
 from .coordination import exchange
 from .coordination.calls import CallSequence
 from .cuda import cupy_runtime
-from .errors import ArgumentError, CudaError, GraphStateError, UnsupportedError
+from .errors import ArgumentError, CudaError, GraphStateError, PeerLostError, UnsupportedError
 from .graphs.session import GraphSession
 from .host.over_mpi import MpiReducer
 from .host.reducer import HostReducer
 from .ipc import deferred_free
 from .ipc.options import Options
 
+_log = logging.getLogger("ipcreduce")
+_ENDS = {  # by the error of later calls
+    ArgumentError: "closed",
+    PeerLostError: "lost: it can only be closed",
+    UnsupportedError: "of the process that this one was forked from",
+}
 _CLOSE_SECONDS = 5.0  # how long close() waits for the peers to unmap our memory before leaving it to the process's end
 
 
@@ -71,6 +78,8 @@ class Communicator:
             self._fast = None if self._sync else engine.open_fast_path(self._calls)
             deferred_free.track(engine.order, self._calls.lock)
         lifetime.add(self)
+        if _log.isEnabledFor(logging.INFO):
+            _log.info("communicator made: %s", "; ".join(self.describe().splitlines()))
 
     # ---- identity
     @property
@@ -87,11 +96,6 @@ class Communicator:
     def backend(self) -> str:
         """The backend of device arrays: "ipc" (our kernels), or "mpi" if only host arrays can be reduced."""
         return "mpi" if self._engine is None else "ipc"
-
-    @property
-    def session(self) -> GraphSession:
-        """The recordings of this communicator, for graphs to work with."""
-        return self._session
 
     def describe(self) -> str:
         """Backend, GPU and workspace, and why other backends were not chosen; several lines."""
@@ -128,6 +132,8 @@ class Communicator:
     def _allreduce(self, array: Any, op: Any, out: Any, stream: Any) -> Any:
         if arrays.is_device(array):
             return self._reduce_device(array, op, out, stream)
+        if stream is not None:
+            cupy_runtime.stream_of(stream)  # refused as on GPUs; no work on the host waits for a stream
         return self._host.allreduce(array, op, out)
 
     def _reduce_device(self, array: Any, op: Any, out: Any, stream: Any) -> Any:
@@ -177,9 +183,9 @@ class Communicator:
     def capture(self) -> Iterator[None]:
         """Around several recordings: they are registered together, at the end of the outermost block. Collective.
 
-        Within it, graphs are "staged" and can be replayed. If a rank's block raises, they stay so.
+        Within it, graphs are "staged" and can be replayed. If a rank's block raises, they stay so. On a communicator
+        without GPUs the block only runs: recordings in it raise, and runners call their functions.
 
-        :raises UnsupportedError: on a communicator without GPUs.
         :raises GraphStateError: within a recording.
         :raises PeerFailedError: if another rank's block raised. An exception in the block passes unchanged.
         """
@@ -218,6 +224,7 @@ class Communicator:
                 self._mpi.Free()
 
     def __enter__(self) -> Communicator:
+        self._calls.check_usable()
         return self
 
     def __exit__(
@@ -225,7 +232,22 @@ class Communicator:
     ) -> None:
         self.close()
 
-    def forked(self) -> None:
+    # ---- what Python and other modules of the package ask for
+    __reduce__ = lifetime.refuse_copies
+
+    def __repr__(self) -> str:
+        own = vars(self)  # also of a communicator whose __init__ has raised
+        if "_session" not in own:
+            return "<Communicator: not made>"
+        end = None if self._calls.unusable is None else _ENDS.get(type(self._calls.unusable), "not usable")
+        return f"<Communicator: rank {self._rank} of {self._size}, {end or f'backend {self.backend}'}>"
+
+    @property
+    def _graph_session(self) -> GraphSession:
+        """The recordings of this communicator: see session_of."""
+        return self._session
+
+    def _forked(self) -> None:
         """In a child process: nothing of the parent's may be touched or closed."""
         self._engine = self._fast = self._page = self._watch = None
         self._host.close()

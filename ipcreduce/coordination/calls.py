@@ -67,6 +67,7 @@ class CallSequence:
         self.unusable: IpcReduceError | None = None  # why no further call is possible: lost, or closed
         self.recording: Any = None  # the open Recording
         self.lock = threading.RLock()
+        self._noted = 0  # see faults.note
         self._page, self._engines, self._refuse_elsewhere = page, engines, refuse
         self._rounds = Rounds(page) if page is not None else None
         self._meetings = Meetings(page) if page is not None else None
@@ -142,10 +143,7 @@ class CallSequence:
 
     # ---- a call that fails here
     def failed(self, error: BaseException) -> None:
-        """Add rank and call to the error of the current call, and cancel the call on the peers.
-
-        :raises PeerLostError: if that is not possible.
-        """
+        """Add rank and call to the error of the current call; cancel the call on the peers, or raise PeerLostError."""
         if isinstance(error, PeerLostError):
             self.unusable = error
         elif self.unusable is None and not isinstance(error, _SHARED):
@@ -160,8 +158,9 @@ class CallSequence:
             try:
                 self._refuse(error)
             except PeerLostError as lost:
-                self.unusable = lost
+                self.failed(lost)
                 raise
+        self._noted = faults.note(self._page, self.rank, error, self._noted)
 
     def refuse(self, error: BaseException) -> None:
         """Cancel a call on the peers that this rank does not begin. The caller raises ``error``."""
@@ -217,10 +216,10 @@ class CallSequence:
         """Raise what went wrong in the calls so far, once these have ended. See :meth:`raise_ended`."""
         try:
             self.raise_pending()
-        except PeerLostError as error:
-            self.unusable = error
+            self.raise_ended()
+        except IpcReduceError as error:
+            self.failed(error)
             raise
-        self.raise_ended()
 
     def raise_ended(self) -> None:
         """Raise the reason for which a kernel of this rank has ended without data, raised before or not.
@@ -286,7 +285,7 @@ class CallSequence:
             if isinstance(error, IpcReduceError):
                 raise lost from error
             raise
-        self.raised = False
+        self.raised, self._noted = False, 0
 
     def lose(self, why: str, cause: BaseException) -> PeerLostError:
         """Lose the communicator on all ranks, because this one does not go on; the error is the caller's to raise."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -53,6 +54,7 @@ class Communicator:
         self, mpi_comm: Any = None, *, device: Any = None, timeout: float = 120.0, algorithm: str | None = None
     ) -> None:
         lifetime.check_not_forked()
+        lifetime.close_dropped()
         mpi = exchange.require_mpi()
         mpi_comm = mpi.COMM_WORLD if mpi_comm is None else mpi_comm
         if not isinstance(mpi_comm, mpi.Intracomm) or mpi_comm == mpi.COMM_NULL:
@@ -77,7 +79,7 @@ class Communicator:
         if engine is not None:
             self._fast = None if self._sync else engine.open_fast_path(self._calls)
             deferred_free.track(engine.order, self._calls.lock)
-        lifetime.add(self)
+        lifetime.add(_Open(self))
         if _log.isEnabledFor(logging.INFO):
             _log.info("communicator made: %s", "; ".join(self.describe().splitlines()))
 
@@ -204,24 +206,9 @@ class Communicator:
 
         Idempotent; also done at interpreter exit. Arrays that the caller has stay valid.
         """
-        calls = self._calls
-        with lifetime.time_limit(lifetime.CLOSE_SECONDS), deferred_free.taking(calls.lock, self._page) as taken:
-            if not taken or self not in lifetime.live:
-                return
-            if calls.recording is not None and calls.recording.in_this_thread:
-                raise GraphStateError("close() within a recording: leave the with block first")
-            lifetime.live.remove(self)
-            engine, self._engine, self._fast = self._engine, None, None
-            lost = calls.end(ArgumentError("the communicator is closed: make a new one"))
-            self._session.close(0.0 if lost else _CLOSE_SECONDS)
-            if self._page is not None and engine is None:  # an engine leaves once it has unmapped the peers' memory
-                self._page.leave()
-            if self._watch is not None:
-                self._watch.stop()
-            self._page = self._watch = None
-            self._host.close()
-            if not lost and not exchange.mpi_is_finalised():
-                self._mpi.Free()
+        resources = lifetime.resources_of(self)
+        if resources is not None:
+            resources.close()
 
     def __enter__(self) -> Communicator:
         self._calls.check_usable()
@@ -247,9 +234,53 @@ class Communicator:
         """The recordings of this communicator: see session_of."""
         return self._session
 
-    def _forked(self) -> None:
+
+class _Open:
+    """The resources of an open communicator. They outlive one that the program drops without closing it."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._owner = weakref.ref(communicator)
+        self._calls, self._session, self._host = communicator._calls, communicator._session, communicator._host
+        self._engine, self._page, self._watch = communicator._engine, communicator._page, communicator._watch
+        self._mpi = communicator._mpi
+
+    def owner(self) -> Communicator | None:
+        """The communicator; None once the program has dropped it."""
+        return self._owner()
+
+    @property
+    def is_needed(self) -> bool:
+        """True if graphs captured by others may still be replayed, which use our memory."""
+        return self._engine is not None and self._engine.order.shared
+
+    def close(self) -> None:
+        """See :meth:`Communicator.close`."""
+        calls, engine, page = self._calls, self._engine, self._page
+        with lifetime.time_limit(lifetime.CLOSE_SECONDS), deferred_free.taking(calls.lock, page) as taken:
+            if not taken or self not in lifetime.live:
+                return
+            if calls.recording is not None and calls.recording.in_this_thread:
+                raise GraphStateError("close() within a recording: leave the with block first")
+            lifetime.live.remove(self)
+            lost = calls.end(ArgumentError("the communicator is closed: make a new one"))
+            self._session.close(0.0 if lost or self.owner() is None else _CLOSE_SECONDS)
+            if page is not None and engine is None:  # an engine leaves once it has unmapped the peers' memory
+                page.leave()
+            if self._watch is not None:
+                self._watch.stop()
+            self._let_go()
+            if not lost and not exchange.mpi_is_finalised():
+                self._mpi.Free()
+
+    def forked(self) -> None:
         """In a child process: nothing of the parent's may be touched or closed."""
-        self._engine = self._fast = self._page = self._watch = None
-        self._host.close()
+        self._let_go()
         self._calls.forked(UnsupportedError(lifetime.FORKED))
         self._session.forked()
+
+    def _let_go(self) -> None:
+        self._engine = self._page = self._watch = None
+        owner = self.owner()
+        if owner is not None:
+            owner._engine = owner._fast = owner._page = owner._watch = None
+        self._host.close()

@@ -26,7 +26,7 @@ def get_communicator() -> Communicator:
 def _default_for(array: Any) -> Communicator:
     global _default
     with _default_lock:
-        if _default is None or _default not in lifetime.live:
+        if _default is None or lifetime.resources_of(_default) is None:
             device = None
             with suppress(IpcReduceError):  # the call itself is refused, once there is somebody to tell
                 if array is not None and not isinstance(array, np.ndarray) and arrays.is_device(array):

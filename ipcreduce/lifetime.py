@@ -16,11 +16,17 @@ from .errors import UnsupportedError
 
 
 class Closable(Protocol):
-    """An object with resources that the process must give back in order. ``_forked`` is for this module alone."""
+    """Resources that the process must give back in order."""
+
+    def owner(self) -> object | None:
+        """The object that the program has; None once it has dropped that."""
+
+    @property
+    def is_needed(self) -> bool: ...
 
     def close(self) -> None: ...
 
-    def _forked(self) -> None: ...
+    def forked(self) -> None: ...
 
 
 FORKED = (
@@ -38,6 +44,21 @@ def add(communicator: Closable) -> None:
     global _used
     _used = True
     live.append(communicator)
+
+
+def resources_of(owner: object) -> Closable | None:
+    """The resources of an object that is not closed yet."""
+    return next((resources for resources in live if resources.owner() is owner), None)
+
+
+def close_dropped() -> None:
+    """Close what the program has dropped without closing it, unless it is still needed.
+
+    Not at once, when the garbage collector finds it: that may be in any thread, and within a capture.
+    """
+    for resources in list(live):
+        if resources.owner() is None and not resources.is_needed:
+            resources.close()
 
 
 def check_not_forked() -> None:
@@ -94,7 +115,7 @@ def _after_fork_in_child() -> None:
     global _forked
     _forked = _used
     for communicator in live:
-        communicator._forked()
+        communicator.forked()
     live.clear()
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from .coordination import exchange, watchdog
 from .coordination.control_page import Page
 from .coordination.watchdog import Watch
-from .errors import ArgumentError, PeerTimeoutError, UnsupportedError, report
+from .errors import ArgumentError, IpcReduceError, PeerTimeoutError, UnsupportedError, report
 from .host.segment import Segment
 from .host.shared import SharedReducer
 from .ipc import startup as ipc_startup
@@ -48,14 +48,22 @@ def duplicate(mpi_comm: Any, timeout: float) -> Any:
     """A communicator of our own over the same ranks, so that our messages never meet the program's. Collective.
 
     :raises PeerTimeoutError: if a rank does not come within ``timeout`` seconds.
+    :raises UnsupportedError: if MPI has no more communicators.
     """
     kept = [one for one in _pending if one[0] == mpi_comm]
     _pending[:] = [one for one in _pending if one[0] != mpi_comm]
-    mine, request = kept[0][1:] if kept else mpi_comm.Idup()
+    mine = request = None
     try:
+        mine, request = kept[0][1:] if kept else mpi_comm.Idup()
         exchange.complete(request, mpi_comm, time.monotonic() + timeout, "start-up", advice=_LATE)
-    except BaseException:
-        _pending.append((mpi_comm, mine, request))
+    except BaseException as error:
+        if isinstance(error, RuntimeError) and not isinstance(error, IpcReduceError):  # an MPI.Exception
+            raise UnsupportedError(
+                f"MPI can make no further communicator ({' '.join(str(error).split())}). It has some thousand: close "
+                "those that are not used any more"
+            ) from error
+        if request is not None:
+            _pending.append((mpi_comm, mine, request))
         raise
     return mine
 

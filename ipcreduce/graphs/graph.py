@@ -59,7 +59,7 @@ class Graph:
         if not isinstance(name, str):
             raise ArgumentError(f"name must be a str; found {type(name).__qualname__}")
         check_word(check)
-        self._session = session_of(comm)
+        self._comm, self._session = comm, session_of(comm)  # a communicator that nobody has is closed
         self._pool, self._check, self._breaks, self._name = pool, check, breaks, name
         self._inputs: InputCheck | None = None
         self._state = "empty"

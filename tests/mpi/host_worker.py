@@ -371,8 +371,34 @@ def nothing_is_used_up(comm: Communicator) -> None:
     for _ in range(2200):
         Communicator().close()
     for _ in range(2200):
+        Communicator().allreduce(np.ones(3))  # dropped: closed before the next one is made
+    for _ in range(2200):
         assert isinstance(error_of(lambda: Communicator(timeout=10.0 + RANK)), ArgumentError)
     right(comm)
+
+
+def too_many(comm: Communicator) -> None:
+    """Communicators that the program keeps: a named error before MPI gives up."""
+    kept: list[Communicator] = []
+
+    def fill() -> None:
+        for _ in range(5000):
+            kept.append(Communicator())
+
+    raises(UnsupportedError, "MPI can make no further communicator", fill)
+    assert len(kept) > 500
+    right(kept[-1])
+    kept.clear()
+    gc.collect()
+    right(Communicator())
+    right(comm)
+
+
+def a_graph_keeps_its_communicator(comm: Communicator) -> None:
+    graph = ipcreduce.Graph(Communicator())
+    gc.collect()
+    right(Communicator())
+    right(graph._comm)
 
 
 def runners(comm: Communicator) -> None:
@@ -548,7 +574,8 @@ SCENARIOS = {
     for scenario in (
         every_kind, random_sweep, a_float_sum_starts_at_rank_0, wrong_calls, late, late_over_mpi,
         memory_outlives_a_wait, refused_while_another_is_late, refused_over_mpi, interrupted, out_of_memory,
-        arguments_differ, nothing_is_used_up, runners, sub_communicators, side_by_side, threads, closing,
+        arguments_differ, nothing_is_used_up, too_many, a_graph_keeps_its_communicator, runners,
+        sub_communicators, side_by_side, threads, closing,
         a_call_after_another_rank_has_closed, default, forked,
     )
 }  # fmt: skip

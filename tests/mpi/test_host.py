@@ -54,5 +54,6 @@ def test_arguments_that_differ(mpirun: Callable, n: int):
     assert "arguments_differ: right" in mpirun(WORKER, n, "memory", "arguments_differ", env=HOST).stdout
 
 
-def test_nothing_is_used_up(mpirun: Callable):
-    assert "nothing_is_used_up: right" in mpirun(WORKER, 2, "memory", "nothing_is_used_up", env=HOST).stdout
+@pytest.mark.parametrize("scenario", ["nothing_is_used_up", "too_many", "a_graph_keeps_its_communicator"])
+def test_resources(mpirun: Callable, scenario: str):
+    assert f"{scenario}: right" in mpirun(WORKER, 2, "memory", scenario, env=HOST).stdout

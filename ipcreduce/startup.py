@@ -121,7 +121,7 @@ def _meet(mpi: Any, options: Options, deadline: float) -> np.ndarray[Any, Any]:
     if len(gone):
         raise PeerTimeoutError(report(
             rank, 0, expected="all ranks at start-up at one time",
-            found=f"that rank {gone[0]} has given up waiting", advice=_LATE,
+            found=f"that the time of rank {gone[0]} is up", advice=_LATE,
         ))  # fmt: skip
     for other, identity in enumerate(everyone):
         for name in ("timeout", "algorithm", "workspace"):

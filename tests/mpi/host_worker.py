@@ -366,6 +366,35 @@ def arguments_differ(comm: Communicator) -> None:
     right(comm)
 
 
+def late_at_start_up(comm: Communicator) -> None:
+    """After a start-up that failed for one rank, however far the others came in it, the next one works."""
+    meet = startup._meet
+
+    def late(*given: Any) -> Any:  # the others have duplicated the communicator with this rank, and waited in vain
+        worker.await_others(WORLD)
+        return meet(*given)
+
+    words = f"expected all {SIZE} ranks at start-up"
+    if RANK == LAST:
+        worker.await_others(WORLD)
+    else:
+        raises(PeerTimeoutError, words, lambda: Communicator(timeout=0.5))
+        worker.let_last_go(WORLD)
+    with Communicator(timeout=20) as second:  # of the last rank the first
+        right(second)
+    if RANK == LAST:
+        startup._meet = late
+        words = " is up. Look for a rank that has not made its Communicator, then make it again"
+    raises(PeerTimeoutError, words, lambda: Communicator(timeout=0.5))
+    startup._meet = meet
+    worker.let_last_go(WORLD)
+    with Communicator(timeout=20) as third:
+        right(third)
+    raises(ArgumentError, "timeout must be", lambda: Communicator(timeout=-1 if RANK == 0 else 20))
+    with Communicator(timeout=20) as fourth:
+        right(fourth)
+
+
 def nothing_is_used_up(comm: Communicator) -> None:
     """MPI has some thousand communicators; those that were closed, and those that failed, give theirs back."""
     for _ in range(2200):
@@ -574,8 +603,8 @@ SCENARIOS = {
     for scenario in (
         every_kind, random_sweep, a_float_sum_starts_at_rank_0, wrong_calls, late, late_over_mpi,
         memory_outlives_a_wait, refused_while_another_is_late, refused_over_mpi, interrupted, out_of_memory,
-        arguments_differ, nothing_is_used_up, too_many, a_graph_keeps_its_communicator, runners,
-        sub_communicators, side_by_side, threads, closing,
+        arguments_differ, late_at_start_up, nothing_is_used_up, too_many, a_graph_keeps_its_communicator,
+        runners, sub_communicators, side_by_side, threads, closing,
         a_call_after_another_rank_has_closed, default, forked,
     )
 }  # fmt: skip

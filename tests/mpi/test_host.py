@@ -26,9 +26,15 @@ def test_wrong_calls(mpirun: Callable, n: int, how: str):
 
 
 WAITS = {
-    "memory": ["late", "refused_while_another_is_late", "a_call_after_another_rank_has_closed"],
+    "memory": ["late_at_start_up", "late", "refused_while_another_is_late", "a_call_after_another_rank_has_closed"],
     "page": ["a_call_after_another_rank_has_closed"],
-    "mpi": ["late_over_mpi", "refused_over_mpi", "memory_outlives_a_wait", "a_call_after_another_rank_has_closed"],
+    "mpi": [
+        "late_at_start_up",
+        "late_over_mpi",
+        "refused_over_mpi",
+        "memory_outlives_a_wait",
+        "a_call_after_another_rank_has_closed",
+    ],
 }
 
 

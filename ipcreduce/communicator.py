@@ -73,7 +73,7 @@ class Communicator:
         over_mpi = MpiReducer(self._mpi, options.timeout)
         engines = [one for one in (engine, started.shared) if one is not None]
         self._calls = CallSequence(self._rank, options.timeout, self._page, engines, over_mpi.refuse)
-        self._host = HostReducer(self._calls, over_mpi, started.shared)
+        self._host = HostReducer(self._calls, over_mpi, started.shared, self._reasons.get("shm", ""))
         self._session = GraphSession(self._calls, engine, self._reasons.get("ipc", ""), self._sync)
         self._fast = None
         if engine is not None:
@@ -100,11 +100,14 @@ class Communicator:
         return "mpi" if self._engine is None else "ipc"
 
     def describe(self) -> str:
-        """Backend, GPU and workspace, and why other backends were not chosen; several lines."""
+        """Backend, GPU and workspace, the way of host arrays, and why others were not chosen; several lines."""
         lines = [f"rank {self._rank} of {self._size}: backend {self.backend}"]
         if self._engine is not None:
             lines += self._engine.describe()
-        return "\n".join([*lines, *(f"not {name}: {reason}" for name, reason in self._reasons.items())])
+        lines.append(f"host arrays: {self._host.describe()}")
+        if "ipc" in self._reasons:
+            lines.append(f"not ipc: {self._reasons['ipc']}")
+        return "\n".join(lines)
 
     # ---- the operation
     def allreduce(self, array: Any, op: str = "sum", *, out: Any = None, stream: Any = None) -> Any:

@@ -23,13 +23,18 @@ Array = np.ndarray[Any, Any]
 class HostReducer:
     """The all-reduces of NumPy arrays of one communicator. Its lock is held around every method.
 
-    :param shared: None for ranks that share no memory: MPI carries the data then. If they share no control page
-        either, they compare their calls over MPI, too.
+    :param shared: None for ranks that share no memory, for this ``reason``: MPI carries the data then. If they share no
+        control page either, they compare their calls over MPI, too.
     """
 
-    def __init__(self, calls: CallSequence, mpi: MpiReducer, shared: SharedReducer | None) -> None:
+    def __init__(self, calls: CallSequence, mpi: MpiReducer, shared: SharedReducer | None, reason: str) -> None:
         self._calls, self._mpi, self._shared = calls, mpi, shared
+        self._way = shared.describe() if shared is not None else f"by messages of MPI, because {reason}"
         self._known: dict[tuple[tuple[int, ...], str, str], Fingerprint] = {}
+
+    def describe(self) -> str:
+        """The way of the data, and the reason if it is not through shared memory."""
+        return self._way
 
     def allreduce(self, array: Array, op: Any, out: Any) -> Array:
         """One call: see :meth:`ipcreduce.Communicator.allreduce`. After an error the values in ``out`` are undefined.

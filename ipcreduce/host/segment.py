@@ -32,11 +32,11 @@ class Segment:
     """
 
     def __init__(self, descriptor: int, path: str, rank: int, n: int) -> None:
-        self.path, self.rank, self.n = path, rank, n
+        self.path, self.rank, self.n, self.nbytes = path, rank, n, segment_bytes(n)
         self.small_bytes, self.area_bytes = sizes(n)
         place = _place_bytes(n)
         try:
-            self._map = mmap.mmap(descriptor, segment_bytes(n))
+            self._map = mmap.mmap(descriptor, self.nbytes)
         finally:
             os.close(descriptor)
         data = np.frombuffer(self._map, np.uint8)

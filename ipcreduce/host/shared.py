@@ -31,6 +31,10 @@ class SharedReducer:
         self._part = 0  # of the places for small messages, of the last one
         self._parts: dict[Any, list[list[Array]]] = {}  # these, by part and rank, as arrays of a dtype
 
+    def describe(self) -> str:
+        """The size of the segment, in words."""
+        return f"through {self._segment.nbytes / (1 << 20):.1f} MB of shared memory"
+
     def allreduce(self, array: Array, op: str, out: Array, check: Check, agreed: Callable[[], None]) -> None:
         """Reduce every rank's ``array`` into ``out``: contiguous, of the same shape and dtype.
 

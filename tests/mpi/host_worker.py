@@ -620,6 +620,8 @@ def main() -> None:
         startup.Segment = types.SimpleNamespace(create=no_room, open=no_room)
     with Communicator(timeout=30) as comm:
         assert comm.backend == "mpi", comm.describe()
+        way = {"memory": "MB of shared memory", "page": "No space left on device", "mpi": f"ranks are on {SIZE} hosts"}
+        assert way[HOW] in comm.describe(), comm.describe()
         assert (comm._page is not None, comm._host._shared is not None) == (HOW != "mpi", HOW == "memory")
         for name in sys.argv[2:]:
             started = time.monotonic()

@@ -1,0 +1,144 @@
+"""The shared segment and the reducer over it, by ranks that are threads of this process, and its semaphores."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ipcreduce.errors import PeerTimeoutError, UnsupportedError
+from ipcreduce.host import segment as segment_module
+from ipcreduce.host import semaphores
+from ipcreduce.host.segment import Segment, segment_bytes, sizes
+from ipcreduce.host.shared import SharedReducer
+from tests.unit.pages import in_threads
+
+
+def make_segments(n: int) -> list[Segment]:
+    first = Segment.create(0, n)
+    others = [Segment.open(first.path, rank, n) for rank in range(1, n)]
+    first.unlink()
+    return [first, *others]
+
+
+def never(missing: list[int]) -> None:
+    assert missing, "asked for nobody"
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 64, 128, 500])
+def test_sizes(n: int):
+    small, area = sizes(n)
+    assert small % 64 == area % 64 == 0
+    assert small >= 1024
+    assert (64 << 10) <= area <= (1 << 20)
+    assert n > 128 or n * area <= 8 << 20
+    assert segment_bytes(n) >= n * (2 * small + area + area // n + 16)  # the last share may have an element more
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_chunks_of_changing_length_and_dtype(n: int, monkeypatch: pytest.MonkeyPatch):
+    """Slow readers find the results of their own chunk: not parts of the next, whose shares lie elsewhere."""
+    segments = make_segments(n)
+    for one in segments:
+        one.small_bytes, one.area_bytes = 64, 960
+    numbers = random.Random(n)
+    calls = [(numbers.choice([np.float32, np.float64, np.int8]), numbers.randrange(1, 2000)) for _ in range(40)]
+
+    def rank(segment: Segment) -> None:
+        reducer, pauses = SharedReducer(segment), random.Random(segment.rank)
+        hand_over = segment.hand_over
+
+        def slowly(check: Callable[[list[int]], None]) -> None:
+            hand_over(check)
+            if pauses.random() < 0.2:
+                time.sleep(0.002)
+
+        segment.hand_over = slowly  # type: ignore[method-assign]
+        for number, (dtype, count) in enumerate(calls):
+            array = (np.arange(count) % 7 + segment.rank + number).astype(dtype)
+            out = np.empty_like(array)
+            reducer.allreduce(array, "max", out, never, lambda: None)
+            assert (out == (np.arange(count) % 7 + n - 1 + number).astype(dtype)).all(), (number, dtype, count)
+
+    in_threads([lambda segment=segment: rank(segment) for segment in segments])
+
+
+def test_the_missing_are_named_and_a_reset_forgets_what_they_gave(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(segment_module, "_TICK_SECONDS", 0.01)
+    segments = make_segments(4)
+
+    def late(missing: list[int]) -> None:
+        raise PeerTimeoutError(str(missing))
+
+    segments[2]._post(segments[2]._outgoing[0])  # rank 2 has given to rank 0 alone
+    with pytest.raises(PeerTimeoutError, match=r"^\[1, 3\]$"):
+        segments[0].hand_over(late)
+    with pytest.raises(PeerTimeoutError, match=r"^\[2, 3\]$"):  # from rank 0 there was one
+        segments[1].hand_over(late)
+    reducers = [SharedReducer(segment) for segment in segments]
+    for reducer in reducers:
+        reducer.quiesce(0.0)
+        reducer.reset()
+
+    def call(reducer: SharedReducer, value: float) -> None:
+        out = np.empty(3)
+        reducer.allreduce(np.full(3, value), "sum", out, never, lambda: None)
+        assert out.tolist() == [6.0] * 3
+
+    in_threads([lambda reducer=reducer, rank=rank: call(reducer, float(rank)) for rank, reducer in enumerate(reducers)])
+
+
+def test_data_that_overlap_their_results():
+    segments = make_segments(2)
+    expected = np.arange(300_000.0)
+
+    def rank(segment: Segment) -> None:
+        memory = np.concatenate([np.arange(300_000.0) / 2, np.zeros(5)])
+        SharedReducer(segment).allreduce(memory[:300_000], "sum", memory[5:], never, lambda: None)
+        assert (memory[5:] == expected).all()
+
+    in_threads([lambda segment=segment: rank(segment) for segment in segments])
+
+
+def test_no_room(monkeypatch: pytest.MonkeyPatch):
+    before = set(os.listdir("/dev/shm"))
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space"):
+        Segment.create(0, 2)
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("ipcreduce-")}
+
+
+def test_semaphores():
+    segment = Segment.create(0, 2)
+    segment.unlink()
+    found, address = semaphores.library(), segment._semaphores[1]
+    assert found.try_wait(address) != 0
+    started = time.monotonic()
+    assert not semaphores.wait(address, 0.05)
+    assert time.monotonic() - started >= 0.04
+    found.post(address)
+    assert semaphores.wait(address, 10)
+    threading.Timer(0.05, lambda: found.post(address)).start()
+    assert semaphores.wait(address, 10), "a wait keeps other threads from running"
+
+
+def test_without_semaphores(monkeypatch: pytest.MonkeyPatch):
+    """The ranks fall back to MPI, as for any UnsupportedError at that step."""
+
+    class Nothing:
+        def __init__(self, _: object) -> None: ...
+
+    monkeypatch.setattr(semaphores, "_libraries", [])
+    monkeypatch.setattr(semaphores.ctypes, "PyDLL", Nothing)
+    with pytest.raises(UnsupportedError, match="has no semaphores"):
+        Segment.create(0, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,7 +21,7 @@ from .graphs.session import GraphSession
 from .handles import DEFAULT_STREAM
 from .ipc import deferred_free, startup
 from .ipc.engine import Engine
-from .ipc.options import Options
+from .ipc.options import Options, warn_of_unknown_variables
 from .mpi.host import HostReducer
 
 _CLOSE_SECONDS = 5.0  # how long close() waits for the peers to unmap our memory before leaving it to the process's end
@@ -53,8 +52,10 @@ class Communicator:
         mpi_comm = mpi.COMM_WORLD if mpi_comm is None else mpi_comm
         if not isinstance(mpi_comm, mpi.Intracomm) or mpi_comm == mpi.COMM_NULL:
             raise ArgumentError(f"mpi_comm must be an mpi4py Intracomm; found {mpi_comm!r}")
+        if mpi_comm.Get_rank() == 0:
+            warn_of_unknown_variables(stacklevel=2)
         options = Options.of(device, timeout, algorithm)
-        self._sync = os.environ.get("IPCREDUCE_SYNC", "0") not in ("", "0")
+        self._sync = options.sync
         self._mpi, request = mpi_comm.Idup()  # our messages never meet the program's
         exchange.complete(request, mpi_comm, time.monotonic() + options.timeout, "start-up")
         self._rank, self._size = int(self._mpi.Get_rank()), int(self._mpi.Get_size())

@@ -78,7 +78,7 @@ def main(options: argparse.Namespace) -> None:
                 print(f"without {name}: {reason}")
             for mode in options.mode:
                 rows = [row for row in result["rows"] if row["mode"] == mode]
-                report.show(rows, f"{mode}, {comm.size} ranks, sum of {options.dtype}")
+                report.show(rows, f"{mode}, {report.ranks_text(comm.size)}, sum of {options.dtype}")
             if options.plot:
                 report.plot(options.plot, result)
 
@@ -140,6 +140,9 @@ def _measure(comm: Communicator, options: argparse.Namespace) -> dict[str, Any]:
             for mode in options.mode:
                 takers = [peer for peer in peers if peer.name not in left_out]
                 takers = [peer for peer in takers if peer.prepare(message.source, message.target) is not None]
+                for peer in peers:
+                    if on_host and peer not in takers:
+                        left_out.setdefault(peer.name, f"it has no {options.dtype}")
                 runs: dict[contenders.Contender, list[_Run]] = {one: [] for one in (*takers, ours)}
                 turns = _EAGER_TURNS if mode == "eager" else 1
                 for _ in range(turns):

@@ -92,7 +92,7 @@ def _mpi(ranks: Ranks) -> dict[str, Any]:
 def _launcher() -> str:
     """The path and version of mpirun: the one beside this Python, else the first on PATH; "" if there is none."""
     beside = str(Path(sys.executable).parent)
-    path = shutil.which("mpirun", path=os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]))
+    path = shutil.which("mpirun", path=os.pathsep.join([beside, *os.get_exec_path()]))
     if path is None:
         return ""
     try:
@@ -103,7 +103,7 @@ def _launcher() -> str:
         return f"{path} (does not run)"
     lines = [" ".join(line.split()) for line in done.stdout.splitlines() if line.strip()]
     if lines and lines[0].startswith("HYDRA"):  # MPICH's; its version has a line of its own
-        lines[0] = "Hydra, " + next((line for line in lines if line.startswith("Version:")), "")
+        lines[0] = " ".join(["Hydra", *(line.split()[-1] for line in lines if line.startswith("Version:"))])
     return f"{path} ({lines[0]})" if lines else path
 
 
@@ -170,7 +170,7 @@ def _text(found: dict[str, Any]) -> str:
     if "error" in ranks:
         lines.append(f"no communicator: {ranks['error']}")
     else:
-        lines.append(f"{ranks['size']} rank(s): backend {ranks['backend']}")
+        lines.append(f"{report.ranks_text(ranks['size'])}: backend {ranks['backend']}")
         lines += [f"  {line}" for line in ranks["description"]]
     workspace = found["workspace_mb"]
     lines.append(f"workspace: {f'{workspace} MB a rank' if isinstance(workspace, int) else workspace}")

@@ -52,6 +52,11 @@ def bus_gbps(nbytes: int, microseconds: float, ranks: int) -> float:
     return nbytes / microseconds / 1e3 * 2 * (ranks - 1) / ranks
 
 
+def ranks_text(n: int) -> str:
+    """Format a number of ranks, as "2 ranks"."""
+    return f"{n} rank{'s' if n > 1 else ''}"
+
+
 def size_text(nbytes: int) -> str:
     """Format a number of bytes, as "384 KB"."""
     for unit, name in ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB")):
@@ -142,7 +147,9 @@ def plot(path: Path, result: dict[str, Any]) -> None:
         sizes = [row["bytes"] for row in rows]
         panel.plot(sizes, [row["ours_us"] for row in rows], marker="o", linewidth=2, color="black", label="ipcreduce")
         panel.plot(sizes, [row["limit_us"] for row in rows], linestyle="--", color="gray", label="limit")
-        panel.set(xscale="log", yscale="log", xlabel="bytes", ylabel="us", title=f"{mode}, {rows[0]['ranks']} ranks")
+        panel.set(
+            xscale="log", yscale="log", xlabel="bytes", ylabel="us", title=f"{mode}, {ranks_text(rows[0]['ranks'])}"
+        )
         panel.grid(alpha=0.3, which="both")
         panel.legend()
     figure.tight_layout()

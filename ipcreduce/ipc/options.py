@@ -14,6 +14,7 @@ from typing import Any
 from ..errors import ArgumentError
 from . import plan
 
+_PREFIX = "IPCREDUCE_"
 VARIABLES = ("IPCREDUCE_CACHE_DIR", "IPCREDUCE_SYNC", "IPCREDUCE_WORKSPACE_MB")
 _DEFAULT_WORKSPACE_MB = 256
 _MOST_MB = 1 << 20  # 1 TB, more than any GPU has
@@ -78,12 +79,12 @@ def warn_of_unknown_variables(stacklevel: int) -> None:
 
     :param stacklevel: that of ``warnings.warn`` in the caller.
     """
-    for name in sorted(name for name in os.environ if name.startswith("IPCREDUCE_")):
+    for name in sorted(name for name in os.environ if name.startswith(_PREFIX)):
         if name in VARIABLES or name in _warned:
             continue
         _warned.add(name)
-        close = difflib.get_close_matches(name, VARIABLES, 1)
-        meant = f"Did you mean {close[0]}?" if close else f"There are {', '.join(VARIABLES)}."
+        close = difflib.get_close_matches(name[len(_PREFIX) :], [known[len(_PREFIX) :] for known in VARIABLES], 1)
+        meant = f"Did you mean {_PREFIX}{close[0]}?" if close else f"There are {', '.join(VARIABLES)}."
         warnings.warn(
             f"the environment variable {name} is not one of ipcreduce's, and has no effect. {meant}",
             RuntimeWarning,

@@ -73,7 +73,7 @@ def test_help_names_the_peers():
 )
 def test_wrong_arguments(arguments: tuple[str, ...], words: str):
     """They are known before MPI is: it need not be there."""
-    done = run(*arguments, MPI4PY_RC_INITIALIZE="wrong")  # a value with which mpi4py cannot be imported
+    done = run(*arguments, MPI4PY_RC_INITIALIZE="wrong")  # of which mpi4py complains, if it is imported
     assert (done.returncode, done.stdout) == (2, "")
     assert words in done.stderr
     assert done.stderr.startswith("usage: ")

@@ -81,7 +81,8 @@ def test_info_without_a_launcher() -> None:
 
 def test_a_launcher_and_an_mpi_that_do_not_belong_together() -> None:
     """Every command says so, once."""
-    other = "MPICH or Intel MPI" if ranks.library().startswith("Open MPI") else "Open MPI"
+    library = json.loads(alone("-m", "ipcreduce", "info", "--json").stdout)["mpi"]["library"]
+    other = "MPICH or Intel MPI" if library.startswith("Open MPI") else "Open MPI"
     name, rank, size = next(launcher for launcher in ranks._LAUNCHERS if launcher[0] == other)
     words = f"the launcher started 4 ranks ({size}=4, of {name}), but to MPI each of them is rank 0 of 1"
     for number in (0, 3):

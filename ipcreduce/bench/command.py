@@ -106,7 +106,7 @@ def _fitted(options: argparse.Namespace, comm: Communicator) -> argparse.Namespa
     found.mode = [mode for mode in _MODES if mode in (options.mode or (_MODES[1:] if on_host else _MODES))]
     found.dtype = options.dtype or ("float32" if on_host else "bfloat16")
     least = max(options.smallest, _dtype(found.dtype).itemsize)
-    usual = max(least, _HOST_LARGEST if on_host else _LARGEST)
+    usual = max(2 * least, _HOST_LARGEST if on_host else _LARGEST)
     found.sizes = sizes(least, usual if options.largest is None else options.largest, options.between)
     if not found.sizes:
         raise ArgumentError(

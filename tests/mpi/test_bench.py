@@ -47,6 +47,14 @@ def test_dtypes(mpirun: Run, tmp_path: Path, dtype: str) -> None:
     assert (row["dtype"], [*row["peers_us"]]) == (dtype, [] if half else ["mpi"])
 
 
+def test_a_smallest_size_above_the_usual_largest(mpirun: Run, tmp_path: Path) -> None:
+    """It is measured, and no more than one size."""
+    kept = tmp_path / "bench.json"
+    quick = ("bench", "--replays", 1, "--smallest", "65M", "--peers", "", "--json", kept)
+    mpirun("ipcreduce", 1, *quick, env=HOST)
+    assert [row["bytes"] for row in json.loads(kept.read_text())["rows"]] == [128 << 20]
+
+
 def test_a_plot(mpirun: Run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "bench.png"

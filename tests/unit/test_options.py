@@ -8,7 +8,8 @@ import warnings
 
 import pytest
 
-from ipcreduce.errors import ArgumentError
+from ipcreduce.cuda import compiler
+from ipcreduce.errors import ArgumentError, UnsupportedError
 from ipcreduce.ipc import options
 from tests.machine import ROOT
 
@@ -72,3 +73,10 @@ def test_a_wrong_workspace_is_an_error(monkeypatch: pytest.MonkeyPatch):
     assert options.Options.of(None, 1.0, None).wrong == (
         "IPCREDUCE_WORKSPACE_MB must be a whole number from 1 to 1048576; found '1G'"
     )
+
+
+def test_a_wrong_cache_directory_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("IPCREDUCE_CACHE_DIR", f"{__file__}/cache")
+    with pytest.raises(UnsupportedError, match=r"set IPCREDUCE_CACHE_DIR to a directory of yours$") as caught:
+        compiler.cache_directory()
+    assert str(caught.value).startswith(f"the kernel cache IPCREDUCE_CACHE_DIR={__file__}/cache cannot be made (")

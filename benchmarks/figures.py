@@ -30,7 +30,7 @@ import numpy as np
 from mpi4py import MPI
 
 import ipcreduce
-from ipcreduce.bench import command, contenders, report, timing
+from ipcreduce.bench import arguments, contenders, report, timing
 from ipcreduce.bench.limit import Limit
 from ipcreduce.coordination.flight_recorder import RING
 from ipcreduce.cuda import compiler, cupy_runtime, driver
@@ -191,7 +191,7 @@ def alternately(run: Run, before: int, *calls: Call) -> tuple[list[float], list[
 
 def block(run: Run) -> None:
     """Three all-reduces between ordinary kernels: no slower than with programmatic launch off; NCCL beside it."""
-    found, left_out = contenders.find(["nccl"], WORLD)
+    found, left_out = contenders.find(["nccl"], WORLD, on_host=False)
     nccl = found[0] if found else None
     if run.comm.rank == 0 and left_out:
         print(f"without NCCL: {left_out['nccl']}", flush=True)
@@ -278,7 +278,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", default=",".join(PARTS), help="parts, by name")
-    parser.add_argument("--largest", type=command.size, default=1 << 30)
+    parser.add_argument("--largest", type=arguments.size, default=1 << 30)
     parser.add_argument("--replays", type=int, default=15)
     parser.add_argument("--turns", type=int, default=7, help="of the contenders of a figure")
     parser.add_argument("--before", type=int, default=RING, help="calls before each turn of which the host is timed")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,7 +21,7 @@ from .graphs.session import GraphSession
 from .host.over_mpi import MpiReducer
 from .host.reducer import HostReducer
 from .ipc import deferred_free
-from .ipc.options import Options
+from .ipc.options import Options, warn_of_unknown_variables
 
 _log = logging.getLogger("ipcreduce")
 _ENDS = {  # by the error of later calls
@@ -59,8 +58,10 @@ class Communicator:
         mpi_comm = mpi.COMM_WORLD if mpi_comm is None else mpi_comm
         if not isinstance(mpi_comm, mpi.Intracomm) or mpi_comm == mpi.COMM_NULL:
             raise ArgumentError(f"mpi_comm must be an mpi4py Intracomm; found {mpi_comm!r}")
+        if mpi_comm.Get_rank() == 0:
+            warn_of_unknown_variables(stacklevel=2)
         options = Options.of(device, timeout, algorithm)
-        self._sync = os.environ.get("IPCREDUCE_SYNC", "0") not in ("", "0")
+        self._sync = options.sync
         self._mpi = startup.duplicate(mpi_comm, options.timeout)
         self._rank, self._size = int(self._mpi.Get_rank()), int(self._mpi.Get_size())
         try:

@@ -77,18 +77,13 @@ def _accumulate(values: Sequence[np.ndarray[Any, Any]], op: str, out: np.ndarray
         out[...] = values[0]
         return out
     ufunc, total = _UFUNCS[op], values[0]
-    if out.dtype.kind in "iu" or op not in ("min", "max"):
-        for value in values[1:]:
-            total = ufunc(total, value, out=out)
-        return out
     for value in values[1:]:
-        chosen = ufunc(total, value, out=None if total is out else out)
-        zero = chosen == 0
-        if zero.any():  # of -0 and +0, which NumPy takes depends on a place in a vector
-            np.copyto(chosen, total, where=zero & (total == 0))
-        if chosen is not out:
-            out[...] = chosen
-        total = out
+        total = ufunc(total, value, out=out)
+    if op in ("min", "max") and out.dtype.kind not in "iu":
+        zero = out == 0
+        if zero.any():  # of -0 and +0, which NumPy takes depends on a place in a vector: here the first one
+            for value in reversed(values):
+                np.copyto(out, value, where=zero & (value == 0))
     return out
 
 

@@ -65,7 +65,7 @@ def run_ranks(
     check: bool = True,
     env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    token = f"IPCREDUCE_TEST_RUN={uuid.uuid4()}"  # marks every process of this run, whoever its parent is
+    token = f"TEST_RUN_OF_IPCREDUCE={uuid.uuid4()}"  # marks every process of this run, whoever its parent is
     what = [str(program)] if str(program).endswith(".py") else ["-m", str(program)]
     command = [*machine.mpirun(sys.executable), "-n", str(n), sys.executable, *what, *map(str, args)]
     # Stacks on SIGABRT; and whole lines, which the ranks do not tear apart as they print.

@@ -1,1 +1,1 @@
-"""``python -m ipcreduce bench``: all-reduce times beside other libraries and the machine's limit."""
+"""The work of the commands ``info``, ``bench`` and ``tune``. The command line is in ipcreduce/cli.py."""

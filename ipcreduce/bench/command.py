@@ -1,4 +1,7 @@
-"""The ``bench`` command: choose sizes and contenders, check each contender's results, then time it."""
+"""The ``bench`` command: choose sizes and contenders, check each contender's results, then time it.
+
+Without GPUs it measures NumPy arrays, against MPI's own Allreduce.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +21,15 @@ from ..errors import ArgumentError, IpcReduceError, UnsupportedError
 from ..ipc import plan
 from ..numerics import DTYPES
 from . import contenders, report, timing
+from .arguments import count, names_of, size, sizes, why_not_writable
 from .data import Message
-from .limit import Limit
+from .limit import HostLimit, Limit
 
 _CHECKS = 4  # checks with new data, before a size is timed
 _LATE_SECONDS = 2e-3  # the longest random delay of a rank before a check
 _LARGE = 64 << 20  # bytes; larger messages are checked once, and timed in fewer calls
+_MODES = ("graph", "eager")
+_LARGEST, _HOST_LARGEST = 1 << 30, 64 << 20  # bytes, unless the user says otherwise
 _EAGER_TURNS = 3  # turns of all contenders, since the pace of a host changes within seconds
 
 _Run = tuple[timing.Times, timing.Times | None]  # times of a call, end to end and on the host alone
@@ -30,74 +37,112 @@ _Run = tuple[timing.Times, timing.Times | None]  # times of a call, end to end a
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to ``parser``."""
-    parser.add_argument("--smallest", type=size, default=4, metavar="BYTES", help="4, 64K, 1M, ... (default 4)")
-    parser.add_argument("--largest", type=size, default=1 << 30, metavar="BYTES", help="(default 1G)")
-    parser.add_argument("--between", action="store_true", help="also 3 * 2**k bytes, not only powers of two")
-    parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES.values()))
-    parser.add_argument("--mode", default="graph,eager", help="graph, eager, or both (the default)")
-    parser.add_argument("--peers", default=",".join(contenders.PEERS), help="libraries to time too, if installed")
-    parser.add_argument("--replays", type=int, default=30, help="timed graph replays, or eager rounds (default 30)")
-    parser.add_argument("--algorithm", choices=plan.ALGORITHMS, help="force one at all sizes")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="needs matplotlib")
+    modes, peers = partial(names_of, lambda: _MODES), partial(names_of, contenders.known)
+    add = parser.add_argument
+    add("--smallest", type=size, default=4, metavar="BYTES", help="4, 64K, 1M, ... (default 4)")
+    add("--largest", type=size, metavar="BYTES", help="(default 1G; without GPUs 64M)")
+    add("--between", action="store_true", help="also 3 * 2**k bytes, not only powers of two")
+    add("--dtype", choices=sorted(DTYPES.values()), help="(default bfloat16; without GPUs float32)")
+    add("--mode", type=modes, metavar="MODES", help="graph, eager, or graph,eager (default all; without GPUs eager)")
+    add("--peers", type=peers, metavar="NAMES", help=(
+        f"what to time too, if installed: on GPUs {', '.join(contenders.PEERS)}; without GPUs "
+        f"{', '.join(contenders.HOST_PEERS)} (default all; '' for none)"
+    ))  # fmt: skip
+    add("--replays", type=count, default=30, metavar="N", help="timed graph replays, or rounds of calls (default 30)")
+    add("--algorithm", choices=plan.ALGORITHMS, help="force one at all sizes (on GPUs)")
+    add("--json", type=Path, metavar="FILE", help="write the times to this file")
+    add("--plot", type=Path, metavar="FILE", help="draw the times into this .png, .svg or .pdf; needs matplotlib")
 
 
-def size(text: str) -> int:
-    """Parse a number of bytes, such as "4", "64K" or "1G"."""
-    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    return int(text[:-1]) * units[text[-1].upper()] if text[-1:].upper() in units else int(text)
-
-
-def sizes(smallest: int, largest: int, between: bool) -> list[int]:
-    """The powers of two from ``smallest`` to ``largest`` bytes, and with ``between`` also 3 * 2**k."""
-    found = [1 << k for k in range(41)] + ([3 << k for k in range(40)] if between else [])
-    return sorted(nbytes for nbytes in found if smallest <= nbytes <= largest)
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse options that do not fit together. Exits with status 2."""
+    if options.largest is not None and options.smallest > options.largest:
+        parser.error(f"--smallest {options.smallest} is above --largest {options.largest} bytes")
+    if options.mode == []:
+        parser.error(f"argument --mode: expected names of {', '.join(_MODES)}; found ''")
 
 
 def main(options: argparse.Namespace) -> None:
     """Run the command. Collective. :raises IpcReduceError: on every rank, if it cannot run or a sum is wrong."""
-    modes = [mode for mode in ("graph", "eager") if mode in options.mode.split(",")]
-    unknown = {*options.mode.split(",")} - {*modes} | {*filter(None, options.peers.split(","))} - {*contenders.PEERS}
-    if unknown:
-        raise ArgumentError(f"--mode takes graph and eager, --peers {', '.join(contenders.PEERS)}; found {unknown}")
-    if options.plot:
-        report.require_matplotlib()
+    from mpi4py import MPI
+
+    if problem := MPI.COMM_WORLD.bcast(_why_not_kept(options) if MPI.COMM_WORLD.rank == 0 else ""):
+        raise ArgumentError(problem)
     with Communicator(device="auto", algorithm=options.algorithm) as comm:
-        if comm.backend != "ipc" or comm.size == 1:
-            raise UnsupportedError(f"bench needs GPUs and at least 2 ranks under mpirun; found:\n{comm.describe()}")
-        result = _measure(comm, modes, options)
+        options = _fitted(options, comm)
+        if comm.rank == 0 and comm.backend != "ipc":
+            print(f"NumPy arrays, since there is no GPU for these ranks:\n{comm.describe()}\n")
+        result = _measure(comm, options)
         if comm.rank == 0:
             for name, reason in result["left_out"].items():
                 print(f"without {name}: {reason}")
-            for mode in modes:
+            for mode in options.mode:
                 rows = [row for row in result["rows"] if row["mode"] == mode]
-                report.show(rows, f"{mode}, {comm.size} ranks, sum of {options.dtype}")
+                report.show(rows, f"{mode}, {report.ranks_text(comm.size)}, sum of {options.dtype}")
             if options.plot:
                 report.plot(options.plot, result)
 
 
-def _measure(comm: Communicator, modes: list[str], options: argparse.Namespace) -> dict[str, Any]:
+def _why_not_kept(options: argparse.Namespace) -> str:
+    """The reason for which a file could not be written after the measurement; "" if it can."""
+    for option, path in (("--json", options.json), ("--plot", options.plot)):
+        if path is not None and (reason := why_not_writable(path)):
+            return f"{option} cannot be written ({reason}): name a file in a directory that you may write to"
+    return report.why_not_drawn(options.plot) if options.plot else ""
+
+
+def _fitted(options: argparse.Namespace, comm: Communicator) -> argparse.Namespace:
+    """The options with what was left open filled in for GPUs or for the host.
+
+    :raises UnsupportedError: if they need GPUs, and there are none. :raises ArgumentError: if no size is left.
+    """
+    on_host = comm.backend != "ipc"
+    if on_host and (options.algorithm or "graph" in (options.mode or ())):
+        what = f"--algorithm {options.algorithm}" if options.algorithm else "--mode graph"
+        raise UnsupportedError(f"{what} needs GPUs: leave it out, to measure NumPy arrays; found:\n{comm.describe()}")
+    if not on_host and comm.size == 1:
+        raise UnsupportedError(f"bench needs at least 2 ranks: mpirun -n 2 ...; found:\n{comm.describe()}")
+    found = argparse.Namespace(**vars(options))
+    found.mode = [mode for mode in _MODES if mode in (options.mode or (_MODES[1:] if on_host else _MODES))]
+    found.dtype = options.dtype or ("float32" if on_host else "bfloat16")
+    least = max(options.smallest, _dtype(found.dtype).itemsize)
+    usual = max(2 * least, _HOST_LARGEST if on_host else _LARGEST)
+    found.sizes = sizes(least, usual if options.largest is None else options.largest, options.between)
+    if not found.sizes:
+        raise ArgumentError(
+            f"expected a power of two from --smallest to --largest, and at least one {found.dtype}; found "
+            f"{options.smallest} to {options.largest} bytes. --between adds the sizes 3 * 2**k"
+        )
+    return found
+
+
+def _dtype(name: str) -> Any:
+    return next(one for one, known in DTYPES.items() if known == name)
+
+
+def _measure(comm: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     from mpi4py import MPI
 
-    mpi = MPI.COMM_WORLD
-    peers, left_out = contenders.find([name for name in options.peers.split(",") if name], mpi)
+    mpi, on_host, dtype = MPI.COMM_WORLD, comm.backend != "ipc", _dtype(options.dtype)
+    peers, left_out = contenders.find(options.peers, mpi, on_host)
     ours = contenders.Ours(comm)
-    dtype = next(one for one, name in DTYPES.items() if name == options.dtype)
-    work = sizes(max(options.smallest, dtype.itemsize), options.largest, options.between)
     result: dict[str, Any] = {**report.header(["-m", "ipcreduce", *sys.argv[1:]]), "left_out": left_out, "rows": []}
-    with cupy_runtime.load().cuda.Stream(non_blocking=True):
-        limit = Limit.measure(comm, mpi, options.replays)
-        result["limit"] = {"barrier_us": limit.barrier_us, "push_GBps": limit.push_gbps}
-        for nbytes in report.progress(work, comm.rank == 0):
+    with nullcontext() if on_host else cupy_runtime.load().cuda.Stream(non_blocking=True):
+        limit = HostLimit(mpi, options.replays) if on_host else Limit.measure(comm, mpi, options.replays)
+        result["limit"] = limit.figures()
+        for nbytes in report.progress(options.sizes, comm.rank == 0):
             message = Message(nbytes, dtype, comm)
             if reason := _trouble(partial(_check, ours, message), mpi):
                 raise IpcReduceError(f"the sum of {nbytes} bytes, before it was timed: {reason}")
             for peer in peers:
                 if peer.name not in left_out and (reason := _trouble(partial(_check, peer, message), mpi)):
                     left_out[peer.name] = f"{reason}, at {nbytes} bytes"
-            for mode in modes:
+            for mode in options.mode:
                 takers = [peer for peer in peers if peer.name not in left_out]
                 takers = [peer for peer in takers if peer.prepare(message.source, message.target) is not None]
+                for peer in peers:
+                    if on_host and peer not in takers:
+                        left_out.setdefault(peer.name, f"it has no {options.dtype}")
                 runs: dict[contenders.Contender, list[_Run]] = {one: [] for one in (*takers, ours)}
                 turns = _EAGER_TURNS if mode == "eager" else 1
                 for _ in range(turns):
@@ -112,7 +157,8 @@ def _measure(comm: Communicator, modes: list[str], options: argparse.Namespace) 
                     "ranks": comm.size, "bytes": nbytes, "dtype": options.dtype, "op": "sum", "mode": mode,
                     "ours_us": usual.median, "ours_min_us": usual.least, "ours_p99_us": usual.p99,
                     "host_us": host and host.median, "bus_GBps": report.bus_gbps(nbytes, usual.median, comm.size),
-                    "algorithm": ours.algorithm(mode, message.source), "limit_us": limit.microseconds(nbytes),
+                    "algorithm": None if on_host else ours.algorithm(mode, message.source),
+                    "limit_us": limit.microseconds(nbytes),
                     "peers_us": times,
                 })  # fmt: skip
             if comm.rank == 0 and options.json:  # after each size, in case a later one fails
@@ -135,7 +181,7 @@ def _trouble(action: Callable[[], None], mpi: Any) -> str:
 
 def _check(one: contenders.Contender, message: Message) -> None:
     """Check a contender's results. Arrays that it does not take pass. :raises ArithmeticError: if one is wrong."""
-    stream, right = cupy_runtime.load().cuda.get_current_stream(), True
+    right = True
     for _ in range(_CHECKS if message.source.nbytes <= _LARGE else 1):
         message.renew()
         call = one.prepare(message.source, message.target)
@@ -145,7 +191,7 @@ def _check(one: contenders.Contender, message: Message) -> None:
         with one.running():
             call()
             one.collect()
-        stream.synchronize()
+        message.wait()
         right &= message.is_right()  # raised at the end: earlier, the other ranks would wait in the next call
     if not right:
         raise ArithmeticError("its result is wrong")
@@ -159,10 +205,12 @@ def _usual(runs: list[_Run]) -> _Run:
 def _time(one: contenders.Contender, message: Message, mode: str, replays: int, mpi: Any) -> _Run:
     call, nbytes = one.prepare(message.source, message.target), message.source.nbytes
     assert call is not None
+    if message.on_host:
+        return timing.on_host(call, replays, mpi), None
     calls = max(4, min(200, _LARGE // nbytes))
     with one.running():
         call()  # first-call work, such as compiling, is kept out of the capture and the times
-        cupy_runtime.load().cuda.get_current_stream().synchronize()
+        message.wait()
         if mode == "eager":  # at least 20 calls, since the time includes the synchronisation at the end
             return timing.eagerly(call, max(calls, 20) if nbytes <= _LARGE else calls, replays, mpi)
     launch = one.captured(call, calls)
@@ -170,5 +218,5 @@ def _time(one: contenders.Contender, message: Message, mode: str, replays: int, 
     if isinstance(one, contenders.Ours):  # check these too: a graph may run other kernels
         message.renew()
         launch()
-        cupy_runtime.load().cuda.get_current_stream().synchronize()
+        message.wait()
     return found, None

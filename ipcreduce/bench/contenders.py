@@ -1,7 +1,7 @@
-"""The all-reduces that are timed: ours, and CuPy's and PyTorch's if installed.
+"""The all-reduces that are timed: ours, CuPy's and PyTorch's if installed, and on the host MPI's.
 
-Each contender sums ``source`` over the ranks into ``target``, CuPy arrays of one dtype, on CuPy's current stream. Only
-this module imports PyTorch, and only when asked for it.
+Each contender sums ``source`` over the ranks into ``target``, arrays of one dtype: CuPy's, on CuPy's current stream, or
+NumPy's. Only this module imports PyTorch, and only when asked for it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from . import timing
 
 _NCCL_TYPES = {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9, "int8": 0, "int32": 2, "int64": 4, "uint8": 1}
 _NCCL_SUM = 0
+_MPI_TYPES = {"float32": "FLOAT", "float64": "DOUBLE"} | {
+    f"{sign}int{bits}": f"{sign}int{bits}_t".upper() for sign in ("", "u") for bits in (8, 16, 32, 64)
+}
 _PATIENCE = datetime.timedelta(seconds=60)  # timeout of PyTorch's process group
 
 
@@ -195,21 +198,52 @@ class TorchSymmetric(_Torch):
         super().close()
 
 
+class Mpi(Contender):
+    """MPI's own Allreduce. It has no half types."""
+
+    name = "mpi"
+
+    def __init__(self, mpi: Any) -> None:
+        self._mpi = mpi
+
+    def prepare(self, source: Any, target: Any) -> Callable[[], Any] | None:
+        from mpi4py import MPI
+
+        if source.dtype.name not in _MPI_TYPES:
+            return None
+        kind = getattr(MPI, _MPI_TYPES[source.dtype.name])
+        return lambda: self._mpi.Allreduce([source, kind], [target, kind])
+
+
 PEERS: dict[str, Callable[[Any], Contender]] = {
     "nccl": CupyNccl,
     "torch_nccl": TorchNccl,
     "torch_symm_one_shot": lambda mpi: TorchSymmetric(mpi, "one_shot"),
     "torch_symm_two_shot": lambda mpi: TorchSymmetric(mpi, "two_shot"),
 }
+HOST_PEERS: dict[str, Callable[[Any], Contender]] = {"mpi": Mpi}
 
 
-def find(names: list[str], mpi: Any) -> tuple[list[Contender], dict[str, str]]:
-    """Return the named peers that work on every rank, and for each other one the reason. Collective."""
+def known() -> list[str]:
+    """The names of all peers."""
+    return [*PEERS, *HOST_PEERS]
+
+
+def find(names: list[str] | None, mpi: Any, on_host: bool) -> tuple[list[Contender], dict[str, str]]:
+    """Return the named peers that work on every rank, and for each other one the reason. Collective.
+
+    :param names: None for all that take such arrays.
+    :param on_host: for NumPy arrays.
+    """
+    peers, kind = (HOST_PEERS, "GPU") if on_host else (PEERS, "NumPy")
     found, left_out = [], {}
-    for name in names:
+    for name in peers if names is None else names:
+        if name not in peers:
+            left_out[name] = f"it takes {kind} arrays"
+            continue
         peer, reason = None, ""
         try:
-            peer = PEERS[name](mpi)
+            peer = peers[name](mpi)
         except Exception as error:  # of any type: a library, a symbol or a GPU feature may be missing
             reason = f"{type(error).__name__}: {error}"
         reasons = [one for one in mpi.allgather(reason) if one]

@@ -14,13 +14,15 @@ _LARGEST = 8  # largest magnitude: the sum over 8 ranks is then exact in every d
 
 
 class Message:
-    """This rank's ``source`` and ``target`` arrays of ``nbytes`` bytes."""
+    """This rank's ``source`` and ``target`` arrays of ``nbytes`` bytes: CuPy's, or NumPy's if there are no GPUs."""
 
     def __init__(self, nbytes: int, dtype: np.dtype[Any], comm: Communicator) -> None:
         self._dtype, self._rank, self._ranks = dtype, comm.rank, comm.size
         self._count = max(1, nbytes // dtype.itemsize)
         self._period = min(self._count, _MOST)
-        self.source, self.target = cupy_runtime.load().empty(self._count, dtype), comm.empty(self._count, dtype)
+        self.on_host = comm.backend != "ipc"
+        library = np if self.on_host else cupy_runtime.load()
+        self.source, self.target = library.empty(self._count, dtype), comm.empty(self._count, dtype)
         self._turn = 0
 
     def renew(self) -> None:
@@ -34,13 +36,22 @@ class Message:
         self._expected = np.sum([draw.astype(np.float64) for draw in draws], axis=0)
         for begin in range(0, self._count, self._period):
             piece = draws[self._rank][: self._count - begin]
-            self.source[begin : begin + self._period].set(piece)
+            part = self.source[begin : begin + self._period]
+            if self.on_host:
+                part[...] = piece
+            else:
+                part.set(piece)
         self.target.fill(_LARGEST * self._ranks + 1)
 
     def is_right(self) -> bool:
         """Return True if ``target`` is the sum over the ranks."""
-        found = cupy_runtime.load().asnumpy(self.target)
+        found = self.target if self.on_host else cupy_runtime.load().asnumpy(self.target)
         return all(
             (part.astype(np.float64) == self._expected[: len(part)]).all()
             for part in (found[begin : begin + self._period] for begin in range(0, self._count, self._period))
         )
+
+    def wait(self) -> None:
+        """Wait for the calls made on CuPy's current stream. Calls on host arrays have ended already."""
+        if not self.on_host:
+            cupy_runtime.load().cuda.get_current_stream().synchronize()

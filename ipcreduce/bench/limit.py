@@ -1,12 +1,15 @@
 """A lower bound on a machine's all-reduce time: L(n, S) = flag barrier + wire bytes / push bandwidth.
 
 Wire bytes are the bytes that leave each rank: the smaller of (n-1) S, in one hop, and 2 (n-1)/n S, in two.
+For host arrays the bound is a copy of the message by every rank at once: all input is read, and all output written.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from ..communicator import Communicator
 from ..cuda import cupy_runtime
@@ -35,6 +38,10 @@ class Limit:
         wire = min((n - 1) * nbytes, 2 * (n - 1) * nbytes / n)
         return self.barrier_us + wire / self.push_gbps / 1e3
 
+    def figures(self) -> dict[str, float]:
+        """The measured figures, for a stored result."""
+        return {"barrier_us": self.barrier_us, "push_GBps": self.push_gbps}
+
     @classmethod
     def measure(cls, comm: Communicator, mpi: Any, replays: int) -> Limit:
         """Measure barrier and push by kernels/limit.cu, in CUDA graphs. Collective."""
@@ -53,3 +60,20 @@ class Limit:
         median(nbytes, (blocks, _THREADS), 4)  # warm-up, so that clocks have risen
         barrier, push = median(0, (1, 32), 200), median(nbytes, (blocks, _THREADS), 4)
         return cls(comm.size, barrier, (comm.size - 1) * nbytes / push / 1e3)
+
+
+@dataclass(frozen=True)
+class HostLimit:
+    """The limit of host arrays: the time in which every rank copies the message, all at once."""
+
+    mpi: Any
+    rounds: int
+
+    def figures(self) -> dict[str, float]:
+        """No figures: each row of a stored result has a copy's time."""
+        return {}
+
+    def microseconds(self, nbytes: int) -> float:
+        """Measure the limit for a message of ``nbytes`` bytes, in microseconds. Collective."""
+        source, target = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+        return timing.on_host(lambda: np.copyto(target, source), self.rounds, self.mpi).median

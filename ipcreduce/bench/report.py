@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,31 +13,48 @@ from pathlib import Path
 from typing import Any
 
 from ..cuda import driver
-from ..errors import UnsupportedError
+from ..errors import IpcReduceError, UnsupportedError
+from . import ranks
 
 _PACKAGES = ("cuda-bindings", "cuda-core", "cupy-cuda13x", "cupy-cuda12x", "mpi4py", "numpy", "torch")
 
 
 def header(command: list[str]) -> dict[str, Any]:
-    """The fields that every stored result begins with: machine, versions, date and command."""
-    gpus = [driver.device_info(ordinal).name for ordinal in range(driver.device_count())]
-    versions = {"python": platform.python_version()}
+    """The fields that every stored result begins with: machine, versions, date and command. Needs MPI."""
+    machine: dict[str, Any] = {"gpus": [], "processor": _processor(), "cores": len(os.sched_getaffinity(0))}
+    try:
+        gpus = [driver.device_info(ordinal).name for ordinal in range(driver.device_count())]
+        machine |= {"gpus": gpus, "driver_cuda": "{}.{}".format(*driver.driver_version())}
+    except IpcReduceError:  # no driver
+        pass
+    versions = {"python": platform.python_version(), "mpi": ranks.library()}
     for name in _PACKAGES:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
     return {
-        "machine": {"gpus": gpus, "driver_cuda": "{}.{}".format(*driver.driver_version())},
+        "machine": machine,
         "versions": versions,
         "date": datetime.date.today().isoformat(),
         "command": " ".join(command),
     }
 
 
+def _processor() -> str:
+    with open("/proc/cpuinfo") as file:
+        models = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    return models[0] if models else platform.machine()  # Arm has no such line
+
+
 def bus_gbps(nbytes: int, microseconds: float, ranks: int) -> float:
     """Bus bandwidth in 1e9 bytes a second: S/t * 2(n-1)/n (nccl-tests, doc/PERFORMANCE.md)."""
     return nbytes / microseconds / 1e3 * 2 * (ranks - 1) / ranks
+
+
+def ranks_text(n: int) -> str:
+    """Format a number of ranks, as "2 ranks"."""
+    return f"{n} rank{'s' if n > 1 else ''}"
 
 
 def size_text(nbytes: int) -> str:
@@ -70,20 +88,22 @@ def progress(work: Sequence[int], shown: bool) -> Iterator[int]:
 
 
 def show(rows: list[dict[str, Any]], title: str) -> None:
-    """Print the rows of one mode as a table."""
+    """Print the rows of one mode as a table, without columns that are empty."""
     peers = sorted({name for row in rows for name in row["peers_us"]})
     columns = ["bytes", "algorithm", "us", "min", "p99", "bus GB/s", "host us", "limit us", *peers, "best peer / us"]
     cells = []
     for row in rows:
         best = min(row["peers_us"].values(), default=None)
         cells.append([
-            size_text(row["bytes"]), row["algorithm"], f"{row['ours_us']:.2f}", f"{row['ours_min_us']:.2f}",
+            size_text(row["bytes"]), row["algorithm"] or "", f"{row['ours_us']:.2f}", f"{row['ours_min_us']:.2f}",
             f"{row['ours_p99_us']:.2f}", f"{row['bus_GBps']:.1f}",
             "" if row["host_us"] is None else f"{row['host_us']:.2f}", f"{row['limit_us']:.2f}",
             *(f"{row['peers_us'][name]:.2f}" if name in row["peers_us"] else "" for name in peers),
             "" if best is None else f"{best / row['ours_us']:.2f}",
         ])  # fmt: skip
-    print(f"{title}\n{table(columns, cells, right=True)}\n")
+    used = [index for index in range(len(columns)) if any(line[index] for line in cells)]
+    shown = [[line[index] for index in used] for line in (columns, *cells)]
+    print(f"{title}\n{table(shown[0], shown[1:], right=True)}\n")
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
@@ -103,6 +123,17 @@ def require_matplotlib() -> Any:
     return pyplot
 
 
+def why_not_drawn(path: Path) -> str:
+    """The reason for which a plot cannot be drawn into this file; "" if it can."""
+    try:
+        kinds = require_matplotlib().Figure().canvas.get_supported_filetypes()
+    except UnsupportedError as error:
+        return str(error)
+    if path.suffix[1:].lower() in kinds:
+        return ""
+    return f"--plot draws {', '.join(f'.{kind}' for kind in sorted(kinds))}; found {path.name}"
+
+
 def plot(path: Path, result: dict[str, Any]) -> None:
     """Plot microseconds over bytes, log-log, one panel a mode: ipcreduce, its peers and the limit."""
     pyplot = require_matplotlib()
@@ -116,7 +147,9 @@ def plot(path: Path, result: dict[str, Any]) -> None:
         sizes = [row["bytes"] for row in rows]
         panel.plot(sizes, [row["ours_us"] for row in rows], marker="o", linewidth=2, color="black", label="ipcreduce")
         panel.plot(sizes, [row["limit_us"] for row in rows], linestyle="--", color="gray", label="limit")
-        panel.set(xscale="log", yscale="log", xlabel="bytes", ylabel="us", title=f"{mode}, {rows[0]['ranks']} ranks")
+        panel.set(
+            xscale="log", yscale="log", xlabel="bytes", ylabel="us", title=f"{mode}, {ranks_text(rows[0]['ranks'])}"
+        )
         panel.grid(alpha=0.3, which="both")
         panel.legend()
     figure.tight_layout()

@@ -1,4 +1,4 @@
-"""Timing of a call, in a CUDA graph of many calls or eagerly. A result is the slowest rank's."""
+"""Timing of a call, in a CUDA graph of many calls, eagerly, or on the host. A result is the slowest rank's."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import Any
 from ..cuda import cupy_runtime
 
 _WARM = 3  # untimed replays or rounds
+_ROUND_SECONDS, _MOST_CALLS = 5e-3, 100  # a round on the host has as many calls as fit
 
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds a call: minimum, median and 99th percentile over graph replays or rounds of eager calls."""
+    """Microseconds a call: minimum, median and 99th percentile over graph replays or rounds of calls."""
 
     least: float
     median: float
@@ -75,3 +76,20 @@ def eagerly(call: Callable[[], Any], calls: int, rounds: int, mpi: Any) -> tuple
             hosts.append((host - begin) / calls)
             ends.append((time.perf_counter() - begin) / calls)
     return Times.of(ends, mpi), Times.of(hosts, mpi)
+
+
+def on_host(call: Callable[[], Any], rounds: int, mpi: Any) -> Times:
+    """Time one of many blocking calls, made in ``rounds`` rounds of calls in a row. Collective."""
+    calls, found = 1, []
+    for turn in range(_WARM + rounds):
+        mpi.Barrier()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        seconds = (time.perf_counter() - begin) / calls
+        if turn < _WARM:
+            slowest = max(*mpi.allgather(seconds), 1e-9)
+            calls = max(1, min(_MOST_CALLS, int(_ROUND_SECONDS / slowest)))
+        else:
+            found.append(seconds)
+    return Times.of(found, mpi)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -18,7 +19,8 @@ from ..graphs.session import session_of
 from ..ipc import plan, tuning
 from ..ipc.launches import Launches
 from ..numerics import DTYPES
-from . import command, report, timing
+from . import report, timing
+from .arguments import count, size, sizes
 from .data import Message
 
 _SMALLEST, _DTYPE, _OP = 1 << 10, "float16", "sum"
@@ -29,8 +31,9 @@ _DEPTHS = (1, 2, 4)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to ``parser``."""
-    parser.add_argument("--largest", type=command.size, default=64 << 20, metavar="BYTES", help="(default 64M)")
-    parser.add_argument("--replays", type=int, default=7, help="timed replays of each candidate (default 7)")
+    largest = partial(size, least=_SMALLEST)
+    parser.add_argument("--largest", type=largest, default=64 << 20, metavar="BYTES", help="1K or more (default 64M)")
+    parser.add_argument("--replays", type=count, default=7, metavar="N", help="replays of each candidate (default 7)")
     parser.add_argument("--dry-run", action="store_true", help="show the table, and do not keep it")
 
 
@@ -59,7 +62,7 @@ def _measure(comm: Communicator, options: argparse.Namespace) -> plan.Table:
     from mpi4py import MPI
 
     table: list[plan.Choice] = []
-    work = command.sizes(_SMALLEST, max(_SMALLEST, options.largest), between=True)
+    work = sizes(_SMALLEST, options.largest, between=True)
     with cupy_runtime.load().cuda.Stream(non_blocking=True):
         for nbytes in report.progress(work, comm.rank == 0):
             message = Message(nbytes, next(one for one, name in DTYPES.items() if name == _DTYPE), comm)
@@ -107,7 +110,7 @@ def _candidates(nbytes: int, comm: Communicator, before: list[plan.Choice]) -> I
 
 def _near(nbytes: int, launches: Launches) -> bool:
     """Return True if the planned kernels at an eighth and at 8 times this size differ."""
-    around = {launches.planned(max(1, size))[0].algorithm for size in (nbytes // 8, nbytes * 8)}
+    around = {launches.planned(max(1, nearby))[0].algorithm for nearby in (nbytes // 8, nbytes * 8)}
     return len(around) > 1
 
 

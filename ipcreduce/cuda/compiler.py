@@ -45,16 +45,17 @@ def cache_directory() -> Path:
     chosen = os.environ.get("IPCREDUCE_CACHE_DIR")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     path = Path(chosen) if chosen else Path(base) / "ipcreduce"
+    what = f"the kernel cache IPCREDUCE_CACHE_DIR={chosen}" if chosen else f"the kernel cache {path}"
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.stat()
     except OSError as error:
         raise UnsupportedError(
-            f"the kernel cache {path} cannot be made ({error}): set IPCREDUCE_CACHE_DIR to a directory of yours"
+            f"{what} cannot be made ({error}): set IPCREDUCE_CACHE_DIR to a directory of yours"
         ) from None
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise UnsupportedError(
-            f"the kernel cache {path} must be yours alone: expected owner {os.getuid()} and mode 0700, found owner "
+            f"{what} must be yours alone: expected owner {os.getuid()} and mode 0700, found owner "
             f"{status.st_uid} and mode {stat.S_IMODE(status.st_mode):04o}. Run chmod 700 on it, or set "
             "IPCREDUCE_CACHE_DIR to another directory."
         )

@@ -1,8 +1,13 @@
-"""Validation of a communicator's options. The ranks exchange their findings before any of them raises."""
+"""Validation of a communicator's options. The ranks exchange their findings before any of them raises.
+
+They come from arguments and from environment variables, whose names are in ``VARIABLES``.
+"""
 
 from __future__ import annotations
 
+import difflib
 import os
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +16,8 @@ import numpy as np
 from ..errors import ArgumentError
 from . import plan
 
+_PREFIX = "IPCREDUCE_"
+VARIABLES = ("IPCREDUCE_CACHE_DIR", "IPCREDUCE_SYNC", "IPCREDUCE_WORKSPACE_MB")
 _DEFAULT_WORKSPACE_MB = 256
 _MOST_MB = 1 << 20  # 1 TB, more than any GPU has
 _DEFAULT_SECONDS = 120.0
@@ -24,6 +31,7 @@ class Options:
     timeout: float
     algorithm: str | None
     workspace: int
+    sync: bool
     wrong: str | None
 
     @classmethod
@@ -32,9 +40,9 @@ class Options:
 
         :param timeout: seconds.
         """
-        wrong, workspace = None, 0
+        wrong, workspace, sync = None, 0, False
         try:
-            workspace = workspace_bytes()
+            workspace, sync = workspace_bytes(), is_synchronous()
         except ArgumentError as error:
             wrong = str(error)
         ordinal = getattr(device, "id", device)
@@ -46,7 +54,7 @@ class Options:
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
             wrong = f"timeout must be a positive number of seconds; found {timeout!r}"
             timeout = _DEFAULT_SECONDS
-        return cls(device, float(timeout), algorithm, workspace, wrong)
+        return cls(device, float(timeout), algorithm, workspace, sync, wrong)
 
 
 def _is_ordinal(value: Any) -> bool:
@@ -62,3 +70,32 @@ def workspace_bytes() -> int:
     if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= _MOST_MB:
         raise ArgumentError(f"IPCREDUCE_WORKSPACE_MB must be a whole number from 1 to {_MOST_MB}; found {text!r}")
     return int(text) * plan.MB
+
+
+def is_synchronous() -> bool:
+    """True if ``IPCREDUCE_SYNC`` is 1. :raises ArgumentError: if it is set to anything but 0, 1 or nothing."""
+    text = os.environ.get("IPCREDUCE_SYNC", "")
+    if text not in ("", "0", "1"):
+        raise ArgumentError(f"IPCREDUCE_SYNC must be 0 or 1; found {text!r}")
+    return text == "1"
+
+
+_warned: set[str] = set()  # names, each of which is worth one warning
+
+
+def warn_of_unknown_variables(stacklevel: int) -> None:
+    """Warn of set variables that are named like ours and that nothing reads, once each in a process.
+
+    :param stacklevel: that of ``warnings.warn`` in the caller.
+    """
+    for name in sorted(name for name in os.environ if name.startswith(_PREFIX)):
+        if name in VARIABLES or name in _warned:
+            continue
+        _warned.add(name)
+        close = difflib.get_close_matches(name[len(_PREFIX) :], [known[len(_PREFIX) :] for known in VARIABLES], 1)
+        meant = f"Did you mean {_PREFIX}{close[0]}?" if close else f"There are {', '.join(VARIABLES)}."
+        warnings.warn(
+            f"the environment variable {name} is not one of ipcreduce's, and has no effect. {meant}",
+            RuntimeWarning,
+            stacklevel=stacklevel + 1,
+        )

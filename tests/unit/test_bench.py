@@ -1,23 +1,71 @@
-"""The parts of ``python -m ipcreduce bench`` that need no ranks."""
+"""The parts of ``ipcreduce bench`` that need no ranks."""
 
 from __future__ import annotations
 
+import argparse
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ipcreduce.bench import command, report, timing
+from ipcreduce.bench import arguments, contenders, report, timing
 from ipcreduce.bench.limit import Limit
 
 
 def test_sizes():
-    assert command.sizes(4, 64, between=False) == [4, 8, 16, 32, 64]
-    assert command.sizes(3, 24, between=True) == [3, 4, 6, 8, 12, 16, 24]
-    assert command.sizes(5, 7, between=False) == []
-    assert [command.size(text) for text in ("4", "64K", "3m", "1G")] == [4, 65536, 3 << 20, 1 << 30]
-    with pytest.raises(ValueError, match="invalid literal"):
-        command.size("many")
+    assert arguments.sizes(4, 64, between=False) == [4, 8, 16, 32, 64]
+    assert arguments.sizes(3, 24, between=True) == [3, 4, 6, 8, 12, 16, 24]
+    assert arguments.sizes(5, 7, between=False) == []
+    assert [arguments.size(text) for text in ("4", "64K", "3m", "1024G")] == [4, 65536, 3 << 20, 1 << 40]
+
+
+@pytest.mark.parametrize("text", ["many", "", "-4", "0", "1025G", "4 K", "K", "1.5M", "²", "9" * 5000])
+def test_sizes_that_are_none(text: str):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected bytes, as 4, 64K, 1M or 1G, from 1 to 1024G; found"):
+        arguments.size(text)
+
+
+def test_a_least_size():
+    assert arguments.size("1K", least=1024) == 1024
+    with pytest.raises(argparse.ArgumentTypeError, match="from 1024 to 1024G; found '1023'"):
+        arguments.size("1023", least=1024)
+
+
+def test_counts():
+    assert [arguments.count(text) for text in ("1", "30", "1000000")] == [1, 30, 1_000_000]
+    for text in ("0", "-1", "x", "", "1000001", "²", "9" * 5000):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected a whole number from 1 to 1000000; found"):
+            arguments.count(text)
+
+
+def test_names():
+    assert arguments.names_of(lambda: ["a", "b"], "b, a,b") == ["b", "a"]
+    assert arguments.names_of(lambda: ["a", "b"], "") == []
+    for text, found in (("a,c", "'c'"), (",", "''"), ("ab", "'ab'")):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"expected names of a, b; found {found}"):
+            arguments.names_of(lambda: ["a", "b"], text)
+
+
+def test_writable_files(tmp_path: Path):
+    """They are left as they are."""
+    kept, new, folder = tmp_path / "kept", tmp_path / "new", tmp_path / "folder"
+    kept.write_text("content")
+    folder.mkdir()
+    assert arguments.why_not_writable(kept) == arguments.why_not_writable(new) == ""
+    assert kept.read_text() == "content"
+    assert not new.exists()
+    assert arguments.why_not_writable(folder) == f"Is a directory: {folder}"
+    assert (
+        arguments.why_not_writable(tmp_path / "none" / "x") == f"No such file or directory: {tmp_path / 'none' / 'x'}"
+    )
+    assert arguments.why_not_writable(kept / "x") == f"Not a directory: {kept / 'x'}"
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_a_file_in_a_closed_directory_is_not_writable(tmp_path: Path):
+    tmp_path.chmod(0o500)
+    assert arguments.why_not_writable(tmp_path / "x").startswith("Permission denied")
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests():
@@ -59,3 +107,68 @@ def test_times_are_those_of_the_slowest_rank():
 
     times = timing.Times.of([4e-6, 1e-6, 3e-6, 2e-6, 99e-6], World())
     assert (times.least, times.median, times.p99) == pytest.approx((1.0, 9.0, 99.0))
+
+
+def test_plots_are_drawn_into_what_matplotlib_knows():
+    pytest.importorskip("matplotlib")
+    assert report.why_not_drawn(Path("x.png")) == report.why_not_drawn(Path("x.SVG")) == ""
+    for name in ("x", "x.json"):
+        reason = report.why_not_drawn(Path(name))
+        assert reason.startswith("--plot draws ")
+        assert ".png" in reason
+        assert reason.endswith(f"found {name}")
+
+
+def test_rounds_on_the_host(monkeypatch: pytest.MonkeyPatch):
+    """Each has as many calls as fit, and its samples are times of one call."""
+
+    class World:
+        barriers = 0
+
+        def Barrier(self) -> None:
+            self.barriers += 1
+
+        def allgather(self, own: Any) -> list[Any]:
+            return [own]
+
+    world, made = World(), []
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: sum(made))
+    times = timing.on_host(lambda: made.append(2**-10), 5, world)
+    assert world.barriers == timing._WARM + 5
+    assert len(made) == 1 + (timing._WARM - 1 + 5) * int(timing._ROUND_SECONDS * 2**10)
+    assert times == timing.Times(*[2**-10 * 1e6] * 3)
+
+
+def test_peers_belong_to_gpus_or_to_the_host(monkeypatch: pytest.MonkeyPatch):
+    class World:
+        def allgather(self, own: Any) -> list[Any]:
+            return [own]
+
+    def broken(mpi: Any) -> Any:
+        raise OSError("not here")
+
+    monkeypatch.setattr(contenders, "PEERS", {"nccl": broken})
+    peers, left_out = contenders.find(None, World(), on_host=True)
+    assert ([peer.name for peer in peers], left_out) == (["mpi"], {})
+    assert contenders.find(["nccl"], World(), on_host=True) == ([], {"nccl": "it takes GPU arrays"})
+    assert contenders.find(["mpi"], World(), on_host=False) == ([], {"mpi": "it takes NumPy arrays"})
+    assert contenders.find(None, World(), on_host=False) == ([], {"nccl": "OSError: not here"})
+    assert contenders.find([], World(), on_host=False) == ([], {})
+
+
+def test_a_table_leaves_out_empty_columns(capsys: pytest.CaptureFixture[str]):
+    row = {
+        "bytes": 1024, "ours_us": 2.0, "ours_min_us": 1.0, "ours_p99_us": 3.0, "bus_GBps": 0.5, "limit_us": 0.25,
+        "algorithm": None, "host_us": None, "peers_us": {},
+    }  # fmt: skip
+    report.show([row], "eager")
+    assert capsys.readouterr().out.splitlines() == [
+        "eager",
+        "bytes    us   min   p99  bus GB/s  limit us",
+        "-----  ----  ----  ----  --------  --------",
+        " 1 KB  2.00  1.00  3.00       0.5      0.25",
+        "",
+    ]
+    report.show([row | {"peers_us": {"mpi": 1.0}, "algorithm": "one_shot", "host_us": 1.0}], "eager")
+    names = capsys.readouterr().out.splitlines()[1].split("  ")
+    assert {"algorithm", "host us", "mpi", "best peer / us"} <= {name.strip() for name in names}

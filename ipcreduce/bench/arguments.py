@@ -1,0 +1,57 @@
+"""The types of the commands' arguments, each with an error that says what is allowed; and the sizes to measure."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_LARGEST = 1 << 40
+
+
+def size(text: str, least: int = 1) -> int:
+    """Parse a number of bytes, such as "4", "64K" or "1G".
+
+    :raises argparse.ArgumentTypeError: if it is none, or not from ``least`` to 1024G.
+    """
+    found = re.fullmatch(r"([0-9]{1,15})([KMG]?)", text.upper())
+    nbytes = int(found[1]) * _UNITS[found[2]] if found else 0
+    if not least <= nbytes <= _LARGEST:
+        raise argparse.ArgumentTypeError(f"expected bytes, as 4, 64K, 1M or 1G, from {least} to 1024G; found {text!r}")
+    return nbytes
+
+
+def count(text: str) -> int:
+    """Parse a number from 1 to 1,000,000. :raises argparse.ArgumentTypeError: if it is none."""
+    if not re.fullmatch("[0-9]{1,7}", text) or not 1 <= int(text) <= 1_000_000:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 1000000; found {text!r}")
+    return int(text)
+
+
+def names_of(known: Callable[[], Collection[str]], text: str) -> list[str]:
+    """Parse names with commas between them; "" is no name. :raises argparse.ArgumentTypeError: if one is not known."""
+    found = list(dict.fromkeys(name.strip() for name in text.split(","))) if text.strip() else []
+    if unknown := [name for name in found if name not in known()]:
+        raise argparse.ArgumentTypeError(f"expected names of {', '.join(known())}; found {unknown[0]!r}")
+    return found
+
+
+def sizes(smallest: int, largest: int, between: bool) -> list[int]:
+    """The powers of two from ``smallest`` to ``largest`` bytes, and with ``between`` also 3 * 2**k."""
+    found = [1 << k for k in range(41)] + ([3 << k for k in range(40)] if between else [])
+    return sorted(nbytes for nbytes in found if smallest <= nbytes <= largest)
+
+
+def why_not_writable(path: Path) -> str:
+    """The reason for which a file cannot be written; "" if it can. An existing file keeps its content."""
+    new = not path.exists()
+    try:
+        with path.open("ab"):
+            pass
+        if new:
+            path.unlink()
+    except OSError as error:
+        return f"{error.strerror}: {path}"
+    return ""

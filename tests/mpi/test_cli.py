@@ -1,0 +1,146 @@
+"""The commands under mpirun: one voice, one status, and what ``info`` shows of MPI."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ipcreduce.bench import ranks
+from tests.machine import ROOT, environment
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+HOST = {"CUDA_VISIBLE_DEVICES": ""}  # on machines with GPUs too
+WORKER = "tests/mpi/bench_worker.py"
+WITHOUT_MPI = "import sys; sys.modules['mpi4py'] = None; from ipcreduce.cli import main; main(sys.argv[1:])"
+
+
+def alone(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments, started by no launcher but the one that ``variables`` tell of."""
+    known = [name for _, *names in ranks._LAUNCHERS for name in names]
+    bare = {name: value for name, value in environment().items() if name not in known}
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=bare | HOST | variables, capture_output=True, text=True, timeout=120
+    )
+
+
+# ---- one voice
+@pytest.mark.parametrize("arguments", [("--help",), ("bench", "--help"), ("tune", "--help"), ("info", "--help")])
+def test_help_is_printed_once(mpirun: Run, arguments: tuple[str, ...]) -> None:
+    assert mpirun("ipcreduce", 3, *arguments).stdout.count("usage: ") == 1
+
+
+def test_the_version_is_printed_once(mpirun: Run) -> None:
+    assert re.fullmatch(r"ipcreduce [\d.]+\n", mpirun("ipcreduce", 3, "--version").stdout)
+
+
+def test_an_error_of_all_ranks_is_printed_once(mpirun: Run, tmp_path: Path) -> None:
+    done = mpirun(WORKER, 3, "fails_everywhere", tmp_path / "kept", check=False, timeout=60)
+    assert done.returncode == 1
+    assert done.stdout.count("no luck on rank") == done.stdout.count("ipcreduce: no luck on rank 0") == 1
+
+
+def test_an_error_of_one_rank_is_printed_and_ends_all(mpirun: Run, tmp_path: Path) -> None:
+    done = mpirun(WORKER, 3, "fails_on_the_last_rank", tmp_path / "kept", check=False, timeout=60)
+    assert done.returncode
+    assert done.stdout.count("ipcreduce: no luck on the last rank") == 1
+
+
+def test_an_exception_on_one_rank_ends_all(mpirun: Run, tmp_path: Path) -> None:
+    done = mpirun(WORKER, 3, "breaks_on_the_last_rank", tmp_path / "kept", check=False, timeout=60)
+    assert done.returncode
+    assert done.stdout.count("ValueError: not today") == 1
+    assert "Traceback" in done.stdout
+
+
+# ---- info
+def test_info_shows_mpi_and_its_ranks(mpirun: Run) -> None:
+    output = mpirun("ipcreduce", 2, "info", env=HOST).stdout
+    assert len(re.findall(r"^ranks: started 2 by [\w ]+; seen by MPI 2$", output, re.MULTILINE)) == 1, output
+    assert re.search(r"^MPI: \S.+; launcher: /.+$", output, re.MULTILINE), output
+    assert "\n2 ranks: backend mpi\n" in output
+    assert "PROBLEM" not in output
+    assert output.isascii()
+    found = json.loads(mpirun("ipcreduce", 2, "info", "--json", env=HOST).stdout)
+    assert (found["mpi"]["started_ranks"], found["mpi"]["seen_ranks"], found["ranks"]["size"]) == (2, 2, 2)
+    assert found["mpi"]["library"] in output
+    assert found["mpi"]["problem"] == ""
+
+
+def test_info_without_a_launcher() -> None:
+    done = alone("-m", "ipcreduce", "info")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\nranks: started 1, by no launcher; seen by MPI 1\n" in done.stdout
+
+
+def test_a_launcher_and_an_mpi_that_do_not_belong_together() -> None:
+    """Every command says so, once."""
+    library = json.loads(alone("-m", "ipcreduce", "info", "--json").stdout)["mpi"]["library"]
+    other = "MPICH or Intel MPI" if library.startswith("Open MPI") else "Open MPI"
+    name, rank, size = next(launcher for launcher in ranks._LAUNCHERS if launcher[0] == other)
+    words = f"the launcher started 4 ranks ({size}=4, of {name}), but to MPI each of them is rank 0 of 1"
+    for number in (0, 3):
+        launched = {rank: str(number), size: "4"}
+        shown = alone("-m", "ipcreduce", "info", **launched)
+        assert (shown.returncode, shown.stdout.count(f"PROBLEM: {words}")) == (0, number == 0)
+        assert f"ranks: started 4 by {name}; seen by MPI 1" in shown.stdout or number
+        for command in ("bench", "tune"):
+            refused = alone("-m", "ipcreduce", command, **launched)
+            assert (refused.returncode, refused.stdout) == (1, "")
+            assert refused.stderr.count(words) == (number == 0)
+
+
+def test_without_mpi() -> None:
+    """info says what is there; the other commands what is missing."""
+    done = alone("-c", WITHOUT_MPI, "info")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "MPI: error: no MPI on this machine" in done.stdout
+    assert "no communicator: no MPI on this machine" in done.stdout
+    assert "seen by MPI 0" in done.stdout
+    for launched in ({}, {"PMI_RANK": "0", "PMI_SIZE": "2"}):
+        assert alone("-c", WITHOUT_MPI, "info", **launched).returncode == 0
+        done = alone("-c", WITHOUT_MPI, "bench", **launched)
+        assert done.returncode == 1
+        assert done.stderr.startswith("ipcreduce: no MPI on this machine")
+
+
+@pytest.mark.parametrize("arguments", ["info", "bench --smallest 4 --largest 4 --replays 1"])
+def test_a_reader_that_has_gone(arguments: str) -> None:
+    """As ``ipcreduce info | true``: no traceback."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "ipcreduce", *arguments.split()]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment() | HOST, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    finally:
+        os.close(writing)
+    assert done.returncode == 1
+    assert "Error" not in done.stderr
+
+
+# ---- environment variables
+def test_an_unknown_variable_warns_once(mpirun: Run, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import ipcreduce\nfor _ in range(2):\n    ipcreduce.Communicator().close()\n")
+    for what, *arguments in ((program,), ("ipcreduce", "info")):
+        output = mpirun(what, 3, *arguments, env=HOST | {"IPCREDUCE_SINC": "1"}).stdout
+        assert output.count("the environment variable IPCREDUCE_SINC is not one of ipcreduce's") == 1, output
+        assert "Did you mean IPCREDUCE_SYNC?" in output
+
+
+def test_a_wrong_value_is_an_error(mpirun: Run) -> None:
+    env = HOST | {"IPCREDUCE_SYNC": "yes"}
+    words = "IPCREDUCE_SYNC must be 0 or 1; found 'yes'"
+    done = mpirun("ipcreduce", 2, "bench", env=env, check=False, timeout=60)
+    assert (done.returncode, done.stdout.count(words)) == (2, 1)
+    assert f"no communicator: rank 0, start-up: {words}" in mpirun("ipcreduce", 2, "info", env=env).stdout
+    env = HOST | {"IPCREDUCE_WORKSPACE_MB": "1G"}
+    assert "\nworkspace: error: IPCREDUCE_WORKSPACE_MB must be" in mpirun("ipcreduce", 2, "info", env=env).stdout

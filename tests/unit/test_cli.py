@@ -1,0 +1,144 @@
+"""The command line of one process, and the ranks of a launcher by its environment variables."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import ipcreduce
+from ipcreduce.bench import contenders, info, ranks
+from tests.machine import ROOT, environment
+
+VARIABLES = [name for _, *names in ranks._LAUNCHERS for name in names]
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """``python -m ipcreduce``, started by no launcher but the one that ``variables`` tell of."""
+    bare = {name: value for name, value in environment().items() if name not in VARIABLES}
+    return subprocess.run(
+        [sys.executable, "-m", "ipcreduce", *arguments],
+        cwd=ROOT, env=bare | variables, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def test_the_script_is_the_command():
+    (target,) = re.findall(r'^\[project\.scripts\]\nipcreduce = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    module, _, name = target.partition(":")
+    assert getattr(import_module(module), name) is import_module("ipcreduce.cli").main
+
+
+def test_the_name_of_the_script():
+    """Help says how the command was called."""
+    program = "import sys; from ipcreduce.cli import main; sys.argv = ['/x/bin/ipcreduce', '--help']; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.startswith("usage: ipcreduce [-h] [--version] COMMAND")
+    assert run("--help").stdout.startswith("usage: python -m ipcreduce [-h] [--version] COMMAND")
+
+
+def test_version():
+    done = run("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"ipcreduce {ipcreduce.__version__}\n", "")
+
+
+def test_help_names_the_peers():
+    text = " ".join(run("bench", "--help").stdout.split())
+    assert all(name in text for name in contenders.known())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "the following arguments are required: COMMAND"),
+        (("banch",), "invalid choice: 'banch'"),
+        (("bench", "--replays", "0"), "--replays: expected a whole number from 1 to 1000000; found '0'"),
+        (("bench", "--replays", "-3"), "--replays: expected a whole number from 1 to 1000000; found '-3'"),
+        (("bench", "--smallest", "-4"), "--smallest: expected bytes, as 4, 64K, 1M or 1G, from 1 to 1024G; found '-4'"),
+        (("bench", "--largest=-4K"), "--largest: expected bytes, as 4, 64K, 1M or 1G, from 1 to 1024G; found '-4K'"),
+        (("bench", "--smallest", "2K", "--largest", "1K"), "--smallest 2048 is above --largest 1024 bytes"),
+        (("bench", "--peers", "gloo"), f"expected names of {', '.join(contenders.known())}; found 'gloo'"),
+        (("bench", "--mode", "graphs"), "--mode: expected names of graph, eager; found 'graphs'"),
+        (("bench", "--mode", ""), "--mode: expected names of graph, eager; found ''"),
+        (("bench", "--dtype", "float8"), "--dtype: invalid choice: 'float8'"),
+        (("tune", "--largest", "4"), "--largest: expected bytes, as 4, 64K, 1M or 1G, from 1024 to 1024G; found '4'"),
+        (("tune", "--replays", "0"), "--replays: expected a whole number from 1 to 1000000; found '0'"),
+    ],
+)
+def test_wrong_arguments(arguments: tuple[str, ...], words: str):
+    """They are known before MPI is: it need not be there."""
+    done = run(*arguments, MPI4PY_RC_INITIALIZE="wrong")  # of which mpi4py complains, if it is imported
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr
+    assert done.stderr.startswith("usage: ")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("bench", "--help")])
+def test_rank_0_of_a_launcher_speaks(rank: int, arguments: tuple[str, ...]):
+    done = run(*arguments, OMPI_COMM_WORLD_RANK=str(rank), OMPI_COMM_WORLD_SIZE="2", MPI4PY_RC_INITIALIZE="wrong")
+    assert (done.returncode, done.stderr, bool(done.stdout)) == (0, "", rank == 0)
+
+
+# ---- launchers
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(("name", "rank", "size"), ranks._LAUNCHERS)
+def test_launchers(bare: pytest.MonkeyPatch, name: str, rank: str, size: str):
+    assert ranks.Launch.seen() == ranks.Launch("", 0, 1, "")
+    bare.setenv(rank, "3")
+    assert ranks.Launch.seen() == ranks.Launch()
+    bare.setenv(size, "4")
+    assert ranks.Launch.seen() == ranks.Launch(name, 3, 4, size)
+    bare.setenv(rank, "x")
+    assert ranks.Launch.seen() == ranks.Launch()
+
+
+def test_a_batch_script_is_no_rank(bare: pytest.MonkeyPatch):
+    """Slurm sets these in it, though it started one process only."""
+    bare.setenv("SLURM_PROCID", "0")
+    bare.setenv("SLURM_NTASKS", "4")
+    assert ranks.Launch.seen() == ranks.Launch()
+
+
+def test_mpirun_within_a_slurm_step(bare: pytest.MonkeyPatch):
+    for name, value in {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "2", "PMI_SIZE": "4"}.items():
+        bare.setenv(name, value)
+    assert ranks.Launch.seen() == ranks.Launch("MPICH or Intel MPI", 2, 4, "PMI_SIZE")
+
+
+def launcher(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What info says of an mpirun that is this script."""
+    path = folder / "mpirun"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(folder), os.environ["PATH"]]))
+    monkeypatch.setattr(info.sys, "executable", str(folder / "python"))
+    return info._launcher().removeprefix(f"{path} ")
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("echo 'mpirun (Open MPI) 5.0.7'; echo; echo 'Report bugs to ...'", "(mpirun (Open MPI) 5.0.7)"),
+        ("echo 'HYDRA build details:'; echo '    Version:       5.0.2'", "(Hydra 5.0.2)"),
+        ("echo 'HYDRA build details:'", "(Hydra)"),
+    ],
+)
+def test_the_launcher_and_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, words: str):
+    assert launcher(tmp_path, script, monkeypatch) == words
+
+
+def test_a_silent_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert launcher(tmp_path, "exit 1", monkeypatch) == str(tmp_path / "mpirun")

@@ -1,0 +1,82 @@
+"""Options from environment variables: their names and values."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+
+import pytest
+
+from ipcreduce.cuda import compiler
+from ipcreduce.errors import ArgumentError, UnsupportedError
+from ipcreduce.ipc import options
+from tests.machine import ROOT
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable of ours is set, and none has been warned of."""
+    for name in [name for name in os.environ if name.startswith("IPCREDUCE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(options, "_warned", set())
+
+
+def test_the_known_names_are_those_that_are_read():
+    code = "".join(path.read_text() for path in (ROOT / "ipcreduce").rglob("*.py"))
+    assert set(re.findall(r"environ(?:\.get\(|\[)\s*\"(IPCREDUCE_\w+)\"", code)) == {*options.VARIABLES}
+
+
+def test_an_unknown_name_warns_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("IPCREDUCE_SYNCH", "1")
+    monkeypatch.setenv("IPCREDUCE_X", "")
+    with pytest.warns(RuntimeWarning) as caught:
+        options.warn_of_unknown_variables(stacklevel=1)
+    assert [str(one.message) for one in caught] == [
+        "the environment variable IPCREDUCE_SYNCH is not one of ipcreduce's, and has no effect. "
+        "Did you mean IPCREDUCE_SYNC?",
+        "the environment variable IPCREDUCE_X is not one of ipcreduce's, and has no effect. "
+        "There are IPCREDUCE_CACHE_DIR, IPCREDUCE_SYNC, IPCREDUCE_WORKSPACE_MB.",
+    ]
+    assert {one.filename for one in caught} == {__file__}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        options.warn_of_unknown_variables(stacklevel=1)
+
+
+def test_known_names_do_not_warn(monkeypatch: pytest.MonkeyPatch):
+    for name in (*options.VARIABLES, "OTHER_IPCREDUCE_NAME"):
+        monkeypatch.setenv(name, "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        options.warn_of_unknown_variables(stacklevel=1)
+
+
+@pytest.mark.parametrize(("text", "meant"), [(None, False), ("", False), ("0", False), ("1", True)])
+def test_sync(monkeypatch: pytest.MonkeyPatch, text: str | None, meant: bool):
+    if text is not None:
+        monkeypatch.setenv("IPCREDUCE_SYNC", text)
+    found = options.Options.of(None, 1.0, None)
+    assert (found.sync, found.wrong) == (meant, None)
+
+
+@pytest.mark.parametrize("text", ["yes", "2", " 1", "-1", "on", "no"])
+def test_a_wrong_sync_is_an_error(monkeypatch: pytest.MonkeyPatch, text: str):
+    monkeypatch.setenv("IPCREDUCE_SYNC", text)
+    with pytest.raises(ArgumentError):
+        options.is_synchronous()
+    assert options.Options.of(None, 1.0, None).wrong == f"IPCREDUCE_SYNC must be 0 or 1; found {text!r}"
+
+
+def test_a_wrong_workspace_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("IPCREDUCE_WORKSPACE_MB", "1G")
+    assert options.Options.of(None, 1.0, None).wrong == (
+        "IPCREDUCE_WORKSPACE_MB must be a whole number from 1 to 1048576; found '1G'"
+    )
+
+
+def test_a_wrong_cache_directory_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("IPCREDUCE_CACHE_DIR", f"{__file__}/cache")
+    with pytest.raises(UnsupportedError, match=r"set IPCREDUCE_CACHE_DIR to a directory of yours$") as caught:
+        compiler.cache_directory()
+    assert str(caught.value).startswith(f"the kernel cache IPCREDUCE_CACHE_DIR={__file__}/cache cannot be made (")

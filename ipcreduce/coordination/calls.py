@@ -241,11 +241,14 @@ class CallSequence:
         if page is None:
             self.check_usable()
             return
-        faults.raise_lost(page, number)
+        fault = page.fault() if page.aborted else None
+        cancelled = fault is not None and fault[0] <= number  # first, even if a rank was lost because of it
+        if not cancelled:
+            faults.raise_lost(page, number)
         late = time.monotonic() > deadline
         if late:
             page.post_timeout(missing)
-        if late or (page.aborted and not faults.all_come(page, number)):
+        if cancelled or late or (page.aborted and not faults.all_come(page, number)):
             self.raised = True
             raise faults.fault_error(page, number, self.timeout)
 

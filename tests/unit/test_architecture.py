@@ -20,7 +20,7 @@ MODULES = {
 }
 # A module imports none of a later layer. The longest prefix of its name counts.
 LAYERS = (
-    ("ipcreduce.errors", "ipcreduce.handles", "ipcreduce.numerics", "ipcreduce.lifetime"),
+    ("ipcreduce.errors", "ipcreduce.handles", "ipcreduce.numerics", "ipcreduce.kinds", "ipcreduce.lifetime"),
     ("ipcreduce.coordination", "ipcreduce.cuda"),
     ("ipcreduce.arrays",),
     ("ipcreduce.operands",),

@@ -34,6 +34,7 @@ from ipcreduce.bench import command, contenders, report, timing
 from ipcreduce.bench.limit import Limit
 from ipcreduce.coordination.flight_recorder import RING
 from ipcreduce.cuda import compiler, cupy_runtime, driver
+from ipcreduce.graphs.session import session_of
 from ipcreduce.ipc import launches as launching
 from ipcreduce.numerics import DTYPES, OPS
 
@@ -50,7 +51,7 @@ class Run:
     def __init__(self, comm: ipcreduce.Communicator, options: argparse.Namespace) -> None:
         self.comm, self.largest = comm, options.largest
         self.replays, self.turns, self.before = options.replays, options.turns, options.before
-        self.engine = comm.session.require_engine("figures")
+        self.engine = session_of(comm).require_engine("figures")
         self.rows: list[dict[str, Any]] = []
 
     def sizes(self) -> list[int]:

@@ -7,6 +7,8 @@ Importing needs no GPU, no driver and no MPI; each is looked for when it is used
 
 from __future__ import annotations
 
+import logging
+
 from .communicator import Communicator
 from .default import allreduce, get_communicator
 from .errors import (
@@ -29,6 +31,7 @@ from .graphs.graph import Graph
 from .graphs.runner import GraphRunner
 
 __version__ = "0.1.0"
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # programs that want the log add a handler of their own
 
 __all__ = [
     "AddressChangedError",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -12,19 +12,23 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays, lifetime, operands
+from . import arrays, lifetime, operands, startup
 from .coordination import exchange
 from .coordination.calls import CallSequence
-from .coordination.fingerprint import Fingerprint
 from .cuda import cupy_runtime
-from .errors import ArgumentError, CudaError, GraphStateError, UnsupportedError
+from .errors import ArgumentError, CudaError, GraphStateError, PeerLostError, UnsupportedError
 from .graphs.session import GraphSession
-from .handles import DEFAULT_STREAM
-from .ipc import deferred_free, startup
-from .ipc.engine import Engine
+from .host.over_mpi import MpiReducer
+from .host.reducer import HostReducer
+from .ipc import deferred_free
 from .ipc.options import Options
-from .mpi.host import HostReducer
 
+_log = logging.getLogger("ipcreduce")
+_ENDS = {  # by the error of later calls
+    ArgumentError: "closed",
+    PeerLostError: "lost: it can only be closed",
+    UnsupportedError: "of the process that this one was forked from",
+}
 _CLOSE_SECONDS = 5.0  # how long close() waits for the peers to unmap our memory before leaving it to the process's end
 
 
@@ -55,24 +59,27 @@ class Communicator:
             raise ArgumentError(f"mpi_comm must be an mpi4py Intracomm; found {mpi_comm!r}")
         options = Options.of(device, timeout, algorithm)
         self._sync = os.environ.get("IPCREDUCE_SYNC", "0") not in ("", "0")
-        self._mpi, request = mpi_comm.Idup()  # our messages never meet the program's
-        exchange.complete(request, mpi_comm, time.monotonic() + options.timeout, "start-up")
+        self._mpi = startup.duplicate(mpi_comm, options.timeout)
         self._rank, self._size = int(self._mpi.Get_rank()), int(self._mpi.Get_size())
-        self._host = HostReducer(self._mpi, options.timeout)
         try:
-            engine, self._reasons = startup.start(self._mpi, options)
+            started = startup.start(self._mpi, options)
         except (ArgumentError, CudaError):  # MPI has some thousand communicators
             self._mpi.Free()
             raise
-        self._engine: Engine | None = engine
-        page = None if engine is None else engine.page
-        self._calls = CallSequence(self._rank, options.timeout, page, engine, self._host.refuse)
+        self._page, self._watch, self._reasons = started.page, started.watch, started.reasons
+        self._engine = engine = started.engine
+        over_mpi = MpiReducer(self._mpi, options.timeout)
+        engines = [one for one in (engine, started.shared) if one is not None]
+        self._calls = CallSequence(self._rank, options.timeout, self._page, engines, over_mpi.refuse)
+        self._host = HostReducer(self._calls, over_mpi, started.shared)
         self._session = GraphSession(self._calls, engine, self._reasons.get("ipc", ""), self._sync)
         self._fast = None
         if engine is not None:
             self._fast = None if self._sync else engine.open_fast_path(self._calls)
             deferred_free.track(engine.order, self._calls.lock)
         lifetime.add(self)
+        if _log.isEnabledFor(logging.INFO):
+            _log.info("communicator made: %s", "; ".join(self.describe().splitlines()))
 
     # ---- identity
     @property
@@ -89,11 +96,6 @@ class Communicator:
     def backend(self) -> str:
         """The backend of device arrays: "ipc" (our kernels), or "mpi" if only host arrays can be reduced."""
         return "mpi" if self._engine is None else "ipc"
-
-    @property
-    def session(self) -> GraphSession:
-        """The recordings of this communicator, for graphs to work with."""
-        return self._session
 
     def describe(self) -> str:
         """Backend, GPU and workspace, and why other backends were not chosen; several lines."""
@@ -130,7 +132,9 @@ class Communicator:
     def _allreduce(self, array: Any, op: Any, out: Any, stream: Any) -> Any:
         if arrays.is_device(array):
             return self._reduce_device(array, op, out, stream)
-        return self._reduce_host(array, op, out)
+        if stream is not None:
+            cupy_runtime.stream_of(stream)  # refused as on GPUs; no work on the host waits for a stream
+        return self._host.allreduce(array, op, out)
 
     def _reduce_device(self, array: Any, op: Any, out: Any, stream: Any) -> Any:
         calls, engine = self._calls, self._engine
@@ -164,26 +168,6 @@ class Communicator:
             self.synchronize(handle)
         return used.result
 
-    def _reduce_host(self, array: np.ndarray[Any, Any], op: Any, out: Any) -> np.ndarray[Any, Any]:
-        dtype = operands.check_host(array, op, out)
-        calls, text = self._calls, f"{op} of {dtype} {array.shape}"
-        try:
-            if self._engine is None:
-                result = self._host.allreduce(array, op, calls.number, text)
-            else:  # agreed on the control page, where a rank that reduces a device array is noticed too
-                calls.enter(Fingerprint.of(f"{text} on the host"), DEFAULT_STREAM)
-                number = calls.number
-                calls.gather(number, b"")
-                result = self._host.allreduce(array, op, number, None, partial(calls.raise_lost, number))
-        except BaseException as error:
-            if self._host.halfway:
-                calls.give_up(self._host.left_halfway(calls.number, error))
-            raise
-        if out is None:
-            return result
-        out[...] = result
-        return out
-
     # ---- waiting and ending
     def synchronize(self, stream: Any = None) -> None:
         """Wait for the calls made so far on ``stream`` (None: the last one's), and raise what went wrong in them.
@@ -199,9 +183,9 @@ class Communicator:
     def capture(self) -> Iterator[None]:
         """Around several recordings: they are registered together, at the end of the outermost block. Collective.
 
-        Within it, graphs are "staged" and can be replayed. If a rank's block raises, they stay so.
+        Within it, graphs are "staged" and can be replayed. If a rank's block raises, they stay so. On a communicator
+        without GPUs the block only runs: recordings in it raise, and runners call their functions.
 
-        :raises UnsupportedError: on a communicator without GPUs.
         :raises GraphStateError: within a recording.
         :raises PeerFailedError: if another rank's block raised. An exception in the block passes unchanged.
         """
@@ -221,19 +205,26 @@ class Communicator:
         Idempotent; also done at interpreter exit. Arrays that the caller has stay valid.
         """
         calls = self._calls
-        with lifetime.time_limit(lifetime.CLOSE_SECONDS), deferred_free.taking(calls.lock, self._engine) as taken:
+        with lifetime.time_limit(lifetime.CLOSE_SECONDS), deferred_free.taking(calls.lock, self._page) as taken:
             if not taken or self not in lifetime.live:
                 return
             if calls.recording is not None and calls.recording.in_this_thread:
                 raise GraphStateError("close() within a recording: leave the with block first")
             lifetime.live.remove(self)
-            self._engine = self._fast = None
+            engine, self._engine, self._fast = self._engine, None, None
             lost = calls.end(ArgumentError("the communicator is closed: make a new one"))
             self._session.close(0.0 if lost else _CLOSE_SECONDS)
+            if self._page is not None and engine is None:  # an engine leaves once it has unmapped the peers' memory
+                self._page.leave()
+            if self._watch is not None:
+                self._watch.stop()
+            self._page = self._watch = None
+            self._host.close()
             if not lost and not exchange.mpi_is_finalised():
                 self._mpi.Free()
 
     def __enter__(self) -> Communicator:
+        self._calls.check_usable()
         return self
 
     def __exit__(
@@ -241,8 +232,24 @@ class Communicator:
     ) -> None:
         self.close()
 
-    def forked(self) -> None:
+    # ---- what Python and other modules of the package ask for
+    __reduce__ = lifetime.refuse_copies
+
+    def __repr__(self) -> str:
+        own = vars(self)  # also of a communicator whose __init__ has raised
+        if "_session" not in own:
+            return "<Communicator: not made>"
+        end = None if self._calls.unusable is None else _ENDS.get(type(self._calls.unusable), "not usable")
+        return f"<Communicator: rank {self._rank} of {self._size}, {end or f'backend {self.backend}'}>"
+
+    @property
+    def _graph_session(self) -> GraphSession:
+        """The recordings of this communicator: see session_of."""
+        return self._session
+
+    def _forked(self) -> None:
         """In a child process: nothing of the parent's may be touched or closed."""
-        self._engine = self._fast = None
+        self._engine = self._fast = self._page = self._watch = None
+        self._host.close()
         self._calls.forked(UnsupportedError(lifetime.FORKED))
         self._session.forked()

@@ -10,17 +10,17 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from .errors import UnsupportedError
 
 
 class Closable(Protocol):
-    """An object with resources that the process must give back in order."""
+    """An object with resources that the process must give back in order. ``_forked`` is for this module alone."""
 
     def close(self) -> None: ...
 
-    def forked(self) -> None: ...
+    def _forked(self) -> None: ...
 
 
 FORKED = (
@@ -49,6 +49,17 @@ def check_not_forked() -> None:
 def is_over() -> bool:
     """True if nothing is given back any more: the process ends, or is a fork, which owns nothing."""
     return _ended or _forked
+
+
+def refuse_copies(thing: object) -> NoReturn:
+    """``__reduce__`` of an object that stands for this process among the ranks.
+
+    :raises TypeError: always, from copy and pickle, as Python's own sockets and locks do.
+    """
+    raise TypeError(
+        f"a {type(thing).__name__} cannot be copied or pickled: it stands for this process among the ranks. Pass the "
+        "object itself, or make a new one where it is needed"
+    )
 
 
 @contextmanager
@@ -83,7 +94,7 @@ def _after_fork_in_child() -> None:
     global _forked
     _forked = _used
     for communicator in live:
-        communicator.forked()
+        communicator._forked()
     live.clear()
 
 

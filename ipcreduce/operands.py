@@ -113,6 +113,8 @@ def check_host(array: np.ndarray[Any, Any], op: Any, out: Any) -> str:
     if out is not None:
         if not isinstance(out, np.ndarray):
             raise ArgumentError(f"out must be a NumPy array, as array is; found {type(out).__qualname__}")
+        if isinstance(out, np.ma.MaskedArray):
+            raise ArgumentError("out must have no mask; found a masked array. Pass its .data")
         _check_same_kind(array, out)
         _check_writable(out)
         if not out.flags.c_contiguous:

@@ -7,7 +7,7 @@ runs eagerly between the segments, and reads the present lengths from the forwar
 same; its attention covers the whole cache and masks the tokens that are not there yet.
 
 Every token is compared with a NumPy computation that uses all weights, float64 and no cache. Without GPUs, or without
-CuPy, the runner calls the model on NumPy arrays.
+CuPy, the runner calls the model on NumPy arrays, at every step and in both modes.
 """
 
 from __future__ import annotations
@@ -192,7 +192,9 @@ def main() -> int:
     if comm.backend != "mpi":
         import cupy as xp
     elif comm.rank == 0:
-        print("graphs need GPUs, and CuPy to use them (python -m ipcreduce info says why): the model runs on the host")
+        print(
+            "no GPUs here: with GPUs the runner records a graph for each batch size, and replays it in the later steps"
+        )
     if comm.rank == 0:
         print(f"{comm.size} ranks, backend {comm.backend}: {steps} steps, each with 4, 2 or 1 sequences")
     right = [decode(comm, kind, steps) for kind in MODES]

@@ -148,6 +148,8 @@ def main() -> int:
         import cupy as xp
     elif args.device == "gpu":
         sys.exit("--device gpu: the ranks have no GPUs that they can use; python -m ipcreduce info says why")
+    elif comm.backend == "mpi" and comm.rank == 0:
+        print("no GPUs here: with GPUs the training runs there, and --graph makes each step one launch")
     backend = "mpi" if xp is np else comm.backend
     graph = None
     if args.graph and xp is not np:

@@ -47,6 +47,14 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(written)]
 
 
+def first_program(page: Path) -> str:
+    """The first block of a page that a reader sees, with the check behind it: a program by itself."""
+    found = list(pieces(page))
+    index = next(number for number, piece in enumerate(found) if piece.shown)
+    checks = found[index + 1 : index + 2]
+    return found[index].code + "".join(piece.code for piece in checks if not piece.shown)
+
+
 def pieces(page: Path) -> Iterator[Piece]:
     """The Python code in a page, in order. :raises ValueError: if code would be passed over."""
     text = page.read_text()

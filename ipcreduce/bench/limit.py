@@ -10,6 +10,7 @@ from typing import Any
 
 from ..communicator import Communicator
 from ..cuda import cupy_runtime
+from ..graphs.session import session_of
 from ..ipc import plan
 from . import timing
 
@@ -37,7 +38,7 @@ class Limit:
     @classmethod
     def measure(cls, comm: Communicator, mpi: Any, replays: int) -> Limit:
         """Measure barrier and push by kernels/limit.cu, in CUDA graphs. Collective."""
-        engine = comm.session.require_engine("bench")
+        engine = session_of(comm).require_engine("bench")
         room = engine.workspace.half_bytes - (comm.size - 1) * plan.row_bytes(1)
         nbytes = min(_PUSH_BYTES, room // plan.PACKET_BYTES * plan.PACKET_BYTES)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from ..errors import (
@@ -23,7 +24,7 @@ from . import control_page, faults
 from .backend import Body, Engine
 from .control_page import Page
 from .fingerprint import Fingerprint
-from .records import fence
+from .resynchronisation import start_anew
 from .rounds import Abandon, Meetings, Rounds
 
 _PATIENCE_SECONDS = 30.0  # in a resynchronisation, for a rank that came too late for a call and is still on its way
@@ -50,13 +51,14 @@ class CallSequence:
     lost           a rank has gone, or did not come to that meeting ``unusable``, loss record only ``close()``
     ============== ================================================ ========================= =======================
 
-    :param page: None for ranks that share none: then ``engine`` is None too, and calls are not compared here.
+    :param page: None for ranks that share none: their calls are not compared here.
+    :param engines: what may still work on a call, or hold parts of one, when it has failed.
     :param refuse: for that case, tells the peers that this rank refuses call (number): returns why the communicator
         is lost, if it is.
     """
 
     def __init__(
-        self, rank: int, timeout: float, page: Page | None, engine: Engine | None,
+        self, rank: int, timeout: float, page: Page | None, engines: Sequence[Engine],
         refuse: Callable[[BaseException, int], PeerLostError | None],
     ) -> None:  # fmt: skip
         self.rank, self.timeout = rank, timeout
@@ -65,22 +67,23 @@ class CallSequence:
         self.unusable: IpcReduceError | None = None  # why no further call is possible: lost, or closed
         self.recording: Any = None  # the open Recording
         self.lock = threading.RLock()
-        self._page, self._engine, self._refuse_elsewhere = page, engine, refuse
+        self._noted = 0  # see faults.note
+        self._page, self._engines, self._refuse_elsewhere = page, engines, refuse
         self._rounds = Rounds(page) if page is not None else None
         self._meetings = Meetings(page) if page is not None else None
 
+    @property
+    def has_page(self) -> bool:
+        """True if the ranks see each other on a control page."""
+        return self._page is not None
+
     # ---- making a call
-    @contextmanager
-    def making(self) -> Iterator[None]:
-        """One call, made by the block under the lock; its exception is told to the peers. See ``FastPath.make``."""
-        with self.lock:
-            self.check_usable()
-            self.number += 1
-            try:
-                yield
-            except BaseException as error:
-                self.failed(error)
-                raise
+    def making(self) -> _Making:
+        """One call, made by a ``with`` block under the lock; its exception is told to the peers.
+
+        See also ``FastPath.make``.
+        """
+        return _Making(self)
 
     def check_usable(self) -> None:
         """:raises IpcReduceError: if the communicator is closed or lost."""
@@ -100,8 +103,7 @@ class CallSequence:
             self.raise_pending()
             # Not raised: the fault belongs to a later call. This one (empty, or captured) does not depend on a peer.
             if self.raised:
-                assert self._engine is not None
-                if self._engine.is_capturing(stream):
+                if any(engine.is_capturing(stream) for engine in self._engines):
                     raise CaptureError(
                         "expected no failed call before a capture; found one after which the ranks have not met yet. "
                         "Make a call that is not captured on every rank, then capture again.",
@@ -110,9 +112,26 @@ class CallSequence:
                 self._resynchronise()
         other = page.calls.enter(self.number, what)
         if other is not None:
-            theirs = page.calls.describe(other, self.number)
-            self._post(control_page.MISMATCH, f"{what} on rank {page.rank} and {theirs} on rank {other}")
-            self.raise_pending()
+            self._raise_mismatch(what, other)
+
+    def compare(self, what: Fingerprint) -> None:
+        """Compare the current call with every rank's, once all have come to it.
+
+        Of two ranks that enter at one moment, :meth:`enter` may show neither the other's call.
+
+        :raises RankMismatchError: if calls differ.
+        """
+        assert self._page is not None
+        other = self._page.calls.compare(self.number, what)
+        if other is not None:
+            self._raise_mismatch(what, other)
+
+    def _raise_mismatch(self, what: Fingerprint, other: int) -> None:
+        page = self._page
+        assert page is not None
+        theirs = page.calls.describe(other, self.number)
+        self._post(control_page.MISMATCH, f"{what} on rank {page.rank} and {theirs} on rank {other}")
+        self.raise_pending()
 
     def withdraw(self) -> None:
         """Take the current call's number back: it is recorded, not made, or invalid on every rank alike."""
@@ -124,10 +143,7 @@ class CallSequence:
 
     # ---- a call that fails here
     def failed(self, error: BaseException) -> None:
-        """Add rank and call to the error of the current call, and cancel the call on the peers.
-
-        :raises PeerLostError: if that is not possible.
-        """
+        """Add rank and call to the error of the current call; cancel the call on the peers, or raise PeerLostError."""
         if isinstance(error, PeerLostError):
             self.unusable = error
         elif self.unusable is None and not isinstance(error, _SHARED):
@@ -142,8 +158,9 @@ class CallSequence:
             try:
                 self._refuse(error)
             except PeerLostError as lost:
-                self.unusable = lost
+                self.failed(lost)
                 raise
+        self._noted = faults.note(self._page, self.rank, error, self._noted)
 
     def refuse(self, error: BaseException) -> None:
         """Cancel a call on the peers that this rank does not begin. The caller raises ``error``."""
@@ -175,9 +192,10 @@ class CallSequence:
         self.raised = True
 
     def _post(self, kind: int, text: str) -> None:
-        assert self._page and self._engine  # noqa: PT018
-        with suppress(IpcReduceError):  # the fault at hand comes first
-            self._engine.drain()  # the abort word would end earlier calls too
+        assert self._page is not None
+        for engine in self._engines:
+            with suppress(IpcReduceError):  # the fault at hand comes first
+                engine.drain()  # the abort word would end earlier calls too
         self._page.post_fault(kind, self.number, text)
 
     # ---- faults of others
@@ -198,10 +216,10 @@ class CallSequence:
         """Raise what went wrong in the calls so far, once these have ended. See :meth:`raise_ended`."""
         try:
             self.raise_pending()
-        except PeerLostError as error:
-            self.unusable = error
+            self.raise_ended()
+        except IpcReduceError as error:
+            self.failed(error)
             raise
-        self.raise_ended()
 
     def raise_ended(self) -> None:
         """Raise the reason for which a kernel of this rank has ended without data, raised before or not.
@@ -212,31 +230,35 @@ class CallSequence:
         if page is not None and page.ended_without_data:
             raise faults.ended_error(page, self.number, self.timeout)
 
-    def raise_lost(self, number: int) -> None:
-        """:raises PeerLostError: if a rank has gone without making call ``number``."""
-        if self._page is not None:
-            faults.raise_lost(self._page, number)
-
     # ---- exchanges over the page
+    def check_wait(self, number: int, deadline: float, missing: list[int]) -> None:
+        """Go on waiting for the ranks ``missing`` in call ``number``, or raise what has happened.
+
+        :param deadline: on ``time.monotonic()``'s clock.
+        :raises IpcReduceError: if they do not come: they made another call, refused this one, or are late or lost.
+        """
+        page = self._page
+        if page is None:
+            self.check_usable()
+            return
+        faults.raise_lost(page, number)
+        late = time.monotonic() > deadline
+        if late:
+            page.post_timeout(missing)
+        if late or (page.aborted and not faults.all_come(page, number)):
+            self.raised = True
+            raise faults.fault_error(page, number, self.timeout)
+
     def gather(self, number: int, payload: bytes, abandon: Abandon | None = None) -> list[bytes]:
         """Every rank's ``payload``, within call ``number``, which this rank has entered. See :meth:`Rounds.gather`.
 
         :raises IpcReduceError: if a rank does not come: it made another call, refused this one, or is late or lost.
         """
-        page, deadline = self._page, time.monotonic() + self.timeout
+        page = self._page
         if page is None or self._rounds is None:
             return [payload]
-
-        def check(missing: list[int]) -> None:
-            faults.raise_lost(page, number)
-            late = time.monotonic() > deadline
-            if late:
-                page.post_timeout(missing)
-            if late or (page.aborted and not faults.all_come(page, number)):
-                self.raised = True
-                raise faults.fault_error(page, number, self.timeout)
-
         try:
+            check = partial(self.check_wait, number, time.monotonic() + self.timeout)
             return self._rounds.gather(payload, check, abandon)
         except PeerFailedError as error:
             if not self.raised:  # a rank has left the round, and its fault may come later than its record of that
@@ -249,27 +271,13 @@ class CallSequence:
     def _resynchronise(self) -> None:
         """Meet all ranks, each of which has raised its error, and start anew with one call number. Collective.
 
-        The page alone carries it. After the first meeting all ranks are quiet, after the second all have reset.
-
         :raises PeerLostError: if a rank does not come.
         """
-        page, engine, rounds, meetings = self._page, self._engine, self._rounds, self._meetings
-        assert page and engine and rounds and meetings  # noqa: PT018
-        mine = self.number, rounds.last
+        page, rounds, meetings = self._page, self._rounds, self._meetings
+        assert page and rounds and meetings  # noqa: PT018
         deadline = time.monotonic() + max(self.timeout, _PATIENCE_SECONDS)
-
-        def check(missing: list[int]) -> None:
-            faults.raise_lost(page, self.number, any_call=True)
-            if time.monotonic() > deadline:
-                page.post_lost(missing[0], "it did not come to the clean-up after a fault")
-
         try:
-            engine.quiesce(deadline)
-            everyone = meetings.meet(*mine, check)
-            engine.reset()
-            page.clear()
-            fence()  # before a peer goes on, and writes to the page, this has to be visible
-            meetings.meet(*mine, check)
+            self.number, rounds.last = start_anew(page, self._engines, meetings, self.number, rounds.last, deadline)
         except PeerLostError:
             raise
         except BaseException as error:
@@ -277,8 +285,7 @@ class CallSequence:
             if isinstance(error, IpcReduceError):
                 raise lost from error
             raise
-        self.raised = False
-        self.number, rounds.last = (max(numbers) for numbers in zip(*everyone, strict=True))
+        self.raised, self._noted = False, 0
 
     def lose(self, why: str, cause: BaseException) -> PeerLostError:
         """Lose the communicator on all ranks, because this one does not go on; the error is the caller's to raise."""
@@ -293,17 +300,47 @@ class CallSequence:
 
     # ---- ends
     def give_up(self, error: PeerLostError) -> None:
-        """Lose the communicator on this rank; further calls raise ``error``."""
+        """Lose the communicator, because this rank has left a call halfway; its further calls raise ``error``."""
+        if self._page is not None:
+            self._page.post_lost(self.rank, f"it left call {self.number} halfway")
         self.unusable = error
 
     def end(self, error: IpcReduceError) -> bool:
         """No call is possible any more; further ones raise ``error``. True if the communicator was lost before."""
         lost = isinstance(self.unusable, PeerLostError)
         self.unusable = error
-        self._page = self._engine = self._rounds = self._meetings = None
+        self._page, self._engines = None, ()
+        self._rounds = self._meetings = None
         return lost
 
     def forked(self, error: IpcReduceError) -> None:
         """In a child process: nothing of the parent's may be touched."""
         self.lock = threading.RLock()
         self.end(error)
+
+
+class _Making:
+    """The context of :meth:`CallSequence.making`: a class, as a generator takes 0.8 us more of each call."""
+
+    __slots__ = ("_calls",)
+
+    def __init__(self, calls: CallSequence) -> None:
+        self._calls = calls
+
+    def __enter__(self) -> None:
+        calls = self._calls
+        calls.lock.acquire()
+        try:
+            if calls.unusable is not None:
+                calls.check_usable()
+            calls.number += 1
+        except BaseException:
+            calls.lock.release()
+            raise
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            if error is not None:
+                self._calls.failed(error)
+        finally:
+            self._calls.lock.release()

@@ -188,6 +188,11 @@ class Page:
             self._losses[self.rank].write(self._written, rank=rank, text=why)
         self.abort(TOLD)
 
+    def end_waits(self) -> None:
+        """End every wait of this rank for good; the peers read that it has closed the communicator."""
+        if not self.has_left(self.rank):
+            self.post_lost(self.rank, "it closed the communicator")
+
     def loss(self) -> tuple[int, str] | None:
         """(rank, why) of a rank that has gone. A rank's own record comes before its peers'."""
         found = [

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from ..errors import PeerTimeoutError, RankMismatchError, UnsupportedError, report
+from ..errors import IpcReduceError, PeerTimeoutError, RankMismatchError, UnsupportedError, report
 
 MAGIC = 0x1B_C4ED
 VERSION = 1
@@ -31,6 +32,7 @@ IDENTITY = struct(
     1,
     ("wrong", "<u4"),
     ("host", "S64"),
+    ("until", "<f8"),  # this rank's deadline, by its host's monotonic clock
     ("timeout", "<f8"),
     ("algorithm", "S16"),
     ("workspace", "<u8"),
@@ -102,6 +104,7 @@ def complete(
     *,
     call: int = 0,
     interrupt: Callable[[], None] | None = None,
+    advice: str = "Look for a rank that waits elsewhere or has stopped; only close() is left.",
 ) -> None:
     """Wait for a request; ``interrupt()`` is called between polls, and may raise.
 
@@ -117,7 +120,7 @@ def complete(
                     report(
                         mpi.Get_rank(), call, expected=f"all {mpi.Get_size()} ranks at {what}",
                         found="that some did not come in time",
-                        advice="Look for a rank that waits elsewhere or has stopped; only close() is left.",
+                        advice=advice,
                     )
                 )  # fmt: skip
             if interrupt is not None:
@@ -184,3 +187,14 @@ def check(mpi: Any, gathered: np.ndarray[Any, Any], what: str) -> None:
     if failed:
         reasons = "; ".join(f"rank {rank}: {text_of(gathered[rank])}" for rank in failed[:3])
         raise UnsupportedError(f"{what} failed on {len(failed)} of {len(gathered)} ranks: {reasons}")
+
+
+@contextmanager
+def step(mpi: Any, deadline: float, what: str) -> Iterator[None]:
+    """The block, then a vote: all ranks go on or all give up. :raises UnsupportedError: with every rank's reason."""
+    error: Exception | None = None
+    try:
+        yield
+    except (IpcReduceError, OSError) as caught:
+        error = caught
+    confirm(mpi, error, deadline, what)

@@ -1,14 +1,44 @@
-"""Faults that are on the control page, as errors."""
+"""Faults that are on the control page, as errors; and every fault in the log."""
 
 from __future__ import annotations
+
+import logging
 
 from ..errors import IpcReduceError, PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, report
 from .control_page import MISMATCH, Page
 
+_log = logging.getLogger("ipcreduce")
 _GO_ON = (
     "What has been reduced on this rank since then is not to be used. Graphs captured by others work again once every "
     "rank has made a call that is not captured: an all-reduce, or a replay of an ipcreduce.Graph."
 )
+
+
+def note(page: Page | None, rank: int, error: BaseException, noted: int) -> int:
+    """Log a fault of a call at WARNING, with each rank's last call if a page has them.
+
+    :param noted: 0 since the ranks have met last. 1 after a fault: the same is then met again, in waits and votes.
+        2 after a loss, the end of a communicator.
+    :returns: ``noted`` from now on.
+    """
+    severity = 2 if isinstance(error, PeerLostError) else 1
+    if page is not None and severity <= noted:
+        return noted
+    where = "" if str(error).startswith("rank ") else f"rank {rank}: "
+    last = "" if page is None else f" [last calls: {_last_calls(page)}]"
+    _log.warning("%s%s: %s%s", where, type(error).__name__, error, last)
+    return severity
+
+
+def _last_calls(page: Page) -> str:
+    """The flight record: each rank's last call."""
+    numbers = [page.calls.call_of(rank) for rank in range(page.n)]
+    return "; ".join(
+        f"rank {rank}: {number} ({page.calls.describe(rank, number) or 'not recorded'})"
+        if number
+        else f"rank {rank}: none"
+        for rank, number in enumerate(numbers)
+    )
 
 
 def fault_error(page: Page, call: int, timeout: float) -> PeerFailedError | RankMismatchError | PeerTimeoutError:

@@ -50,7 +50,11 @@ class FlightRecorder:
         if self.recorded[slot] is not what:  # else it is there from RING calls ago
             self.write(slot, what)
         self.number[0] = call
-        at = self.keys_offset + slot * self.slot_bytes
+        return self.compare(call, what)
+
+    def compare(self, call: int, what: Fingerprint) -> int | None:
+        """A rank that has come to this call, which this rank has entered, and made another one; None if none has."""
+        at = self.keys_offset + call % RING * self.slot_bytes
         return None if self.page[at : at + self.slot_bytes] == self.agreed[what.crc] else self.differing(call)
 
     def write(self, slot: int, what: Fingerprint) -> None:

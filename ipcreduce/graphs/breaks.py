@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
 from .. import arrays
-from ..cuda import cupy_runtime
+from ..cuda import array_protocols, cupy_runtime
 from ..errors import ArgumentError, CaptureError
 from ..handles import Stream
 from .pool import GraphPool
@@ -30,6 +31,7 @@ class Breakable(Protocol):
 
 class _Current(threading.local):
     graph: Breakable | None = None  # the graph whose body this thread executes; None within a break
+    rehearsing = False  # see rehearsing(); False within a break
 
 
 current = _Current()
@@ -55,18 +57,42 @@ def eager_break(function: Callable[_P, _T]) -> Callable[_P, _T]:
     continue there after the break, record a new event on the recording's stream, and let the side stream wait for that
     one. An event from before the break belongs to the segment that has ended.
 
-    :raises CaptureError: from a call within a recording, if the function returns anything else.
+    :raises CaptureError: from a call within a recording, or within a runner's function on a communicator without GPUs,
+        if the function returns anything else. NumPy arrays are then allowed.
     """
 
     @functools.wraps(function)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         graph = current.graph
         if graph is None:
-            return function(*args, **kwargs)
-        result: _T = graph.add_break(function, args, kwargs)
+            result = function(*args, **kwargs) if not current.rehearsing else _rehearsed(function, args, kwargs)
+        else:
+            result = graph.add_break(function, args, kwargs)
         return result
 
     return wrapper
+
+
+@contextmanager
+def rehearsing(breaks: bool) -> Iterator[None]:
+    """In the block, decorated functions are plain calls, and return only what they may in a recording.
+
+    :param breaks: False in place of a recording that has no breaks: nothing is checked.
+    """
+    before, current.rehearsing = current.rehearsing, breaks
+    try:
+        yield
+    finally:
+        current.rehearsing = before
+
+
+def _rehearsed(function: Callable[_P, _T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _T:
+    with rehearsing(False):
+        result = function(*args, **kwargs)
+    kind = type(result)
+    if not isinstance(result, _SCALARS) and not any(hasattr(kind, name) for name in array_protocols.PROTOCOLS):
+        raise _cannot_return(_name(function), result, "an array")
+    return result
 
 
 class Break:
@@ -76,7 +102,7 @@ class Break:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], pool: GraphPool
     ) -> None:
         self._function = function
-        self._name = getattr(function, "__qualname__", repr(function))
+        self._name = _name(function)
         self._args, self._kwargs = without_blocks(args, pool), without_blocks(kwargs, pool)
         self._pool = pool
         self._output: Any = None  # the array returned to the body, if any
@@ -128,10 +154,18 @@ class Break:
                 return arrays.view(result, stream)
         except ArgumentError:
             pass
-        raise CaptureError(
-            f"the break {self._name} returned a {type(result).__qualname__}: expected a device array, a scalar or "
-            "None. Write other results into arrays that it gets"
-        )
+        raise _cannot_return(self._name, result, "a device array")
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__qualname__", repr(function)))
+
+
+def _cannot_return(name: str, result: Any, array: str) -> CaptureError:
+    return CaptureError(
+        f"the break {name} returned a {type(result).__qualname__}: expected {array}, a scalar or None. Write other "
+        "results into arrays that it gets"
+    )
 
 
 def _is_in(array: Any, value: Any) -> bool:

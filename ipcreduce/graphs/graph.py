@@ -16,15 +16,17 @@ from typing import Any
 from ..cuda import cupy_runtime, streams
 from ..cuda.graph import Executable
 from ..errors import ArgumentError, CaptureError, GraphStateError
-from ..handles import Stream
+from ..handles import DEFAULT_STREAM, Stream
 from ..ipc import deferred_free
 from ..ipc.engine import Engine
+from ..lifetime import refuse_copies
+from . import words
 from .breaks import Break, current, open_recordings
 from .inputs import InputCheck, Inputs, check_word
 from .pool import GraphPool
 from .recording import Recording, Segment, explained, warn_about
 from .resources import Resources
-from .session import HasSession, default_communicator
+from .session import HasSession, session_of
 
 _READY = ("staged", "registered")
 
@@ -52,13 +54,13 @@ class Graph:
         self, comm: HasSession | None = None, *, pool: GraphPool | None = None, check: str = "first",
         breaks: bool = True, name: str = "",
     ) -> None:  # fmt: skip
-        comm = default_communicator() if comm is None else comm
-        if not hasattr(type(comm), "session"):
-            raise ArgumentError(f"comm must be an ipcreduce.Communicator; found {type(comm).__qualname__}")
         if pool is not None and not isinstance(pool, GraphPool):
             raise ArgumentError(f"pool must be another graph's .pool; found {type(pool).__qualname__}")
+        if not isinstance(name, str):
+            raise ArgumentError(f"name must be a str; found {type(name).__qualname__}")
         check_word(check)
-        self._session, self._pool, self._check, self._breaks, self._name = comm.session, pool, check, breaks, name
+        self._session = session_of(comm)
+        self._pool, self._check, self._breaks, self._name = pool, check, breaks, name
         self._inputs: InputCheck | None = None
         self._state = "empty"
         self._parts: list[Segment | Break] = []
@@ -87,16 +89,7 @@ class Graph:
 
     def describe(self) -> str:
         """State, memory, and for each segment its nodes and all-reduces; several lines."""
-        lines = [f"graph {self._name}: {self._state}, {len(self.segments)} segments".replace(" :", ":")]
-        if self._pool is not None:
-            lines.append(f"pool: {self._pool.nbytes} bytes in {self._pool.slabs} slabs")
-        for part in self._parts:
-            if isinstance(part, Break):
-                lines.append(f"break: {part}")
-            else:
-                lines.append(f"segment: {part.nodes.kernels} kernel nodes, {part.nodes.others} other nodes")
-                lines += [f"  all-reduce: {call}" for call in part.calls]
-        return "\n".join(lines)
+        return words.describe(self._name, self._state, self._pool, self._parts)
 
     # ---- recording
     @contextmanager
@@ -114,9 +107,12 @@ class Graph:
         :raises RankMismatchError: if the ranks' all-reduces differ: the first that does, on all ranks.
         :raises PeerFailedError: if another rank's body raised. An exception in the body passes unchanged.
         """
-        session = self._session
-        engine = session.require_engine("a Graph")
-        recording, inputs = Recording(self._name, *cupy_runtime.stream_of()), Inputs.of(inputs)
+        session, inputs = self._session, Inputs.of(inputs)
+        session.calls.check_usable()
+        if not session.can_record:
+            self._check_record(None, DEFAULT_STREAM, inputs)
+        engine = session.require_engine("a Graph", "Call the function itself, or by a GraphRunner, which does so here")
+        recording = Recording(self._name, *cupy_runtime.stream_of())
         deferred_free.flush()
         session.begin_recording(recording, lambda: self._check_record(engine, recording.caller, inputs))
         error: BaseException | None = None
@@ -150,12 +146,13 @@ class Graph:
             self._again = session.replayer(last)
         warn_about(self.segments)
 
-    def _check_record(self, engine: Engine, stream: Stream, inputs: Inputs) -> None:
-        engine.use_context()
+    def _check_record(self, engine: Engine | None, stream: Stream, inputs: Inputs) -> None:
+        if engine is not None:
+            engine.use_context()
         self._expect("record()", ("empty",), "make a new Graph for another recording")
         if current.graph is not None:
             raise GraphStateError("record() within a recording of the same thread: end that one first")
-        if streams.capture_id(stream):
+        if engine is not None and streams.capture_id(stream):
             text = "record() while the current stream is being captured: end that capture first"
             raise CaptureError(text, within=True)
         self._inputs = InputCheck(self._check, inputs)
@@ -240,7 +237,7 @@ class Graph:
         session.calls.check_usable()
         try:
             if self._state not in _READY or current.graph is not None or inputs is not None:
-                self._check_replay(inputs)
+                self._check_replay(inputs, stream)
             handle, owner = cupy_runtime.stream_of(stream)
         except BaseException as error:
             session.calls.refuse(error)
@@ -255,7 +252,9 @@ class Graph:
                     session.calls.leave(error)
                     raise
 
-    def _check_replay(self, inputs: Any) -> None:
+    def _check_replay(self, inputs: Any, stream: Any) -> None:
+        if stream is not None:
+            cupy_runtime.stream_of(stream)
         self._expect("replay()", _READY, "record it first, once, and do not close it")
         if current.graph is not None:
             raise GraphStateError("replay() within a recording: a graph cannot be part of another one")
@@ -279,6 +278,12 @@ class Graph:
         self._state = "registered"
 
     # ---- ends
+    __reduce__ = refuse_copies
+
+    def __repr__(self) -> str:
+        own = vars(self)  # also of a graph whose __init__ has raised
+        return words.one_line(own.get("_name", ""), own.get("_state", "not made"), own.get("_parts", ()))
+
     def close(self) -> None:
         """Give the graph back. Idempotent; arrays from its recording stay valid as long as they live."""
         if self._state == "recording":

@@ -22,6 +22,7 @@ from ..cuda import cupy_runtime, driver, streams
 from ..cuda.contexts import using, using_relaxed
 from ..handles import Stream
 from ..ipc.deferred_free import attempt, give_back, reclaim
+from ..lifetime import refuse_copies
 
 _numbers = itertools.count()
 _UNIT = 2 << 20  # bytes; smaller allocations share a block of the driver's, which IPC exports as a whole
@@ -82,6 +83,12 @@ class GraphPool:
         self._blocks: dict[int, tuple[int, Slab]] = {}  # by address: bytes and slab
         self._freed: deque[int] = deque()  # freed by arrays in any thread, perhaps while the lock is held
         self._lock = threading.RLock()
+
+    __reduce__ = refuse_copies
+
+    def __repr__(self) -> str:
+        slabs = list(vars(self).get("_slabs", ()))  # without the lock, which an allocation may hold
+        return f"<GraphPool: {sum(slab.nbytes for slab in slabs)} bytes in {len(slabs)} slabs>"
 
     @property
     def nbytes(self) -> int:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType, TracebackType
+from types import FunctionType, MappingProxyType, MethodType, TracebackType
 from typing import Any
 
 from .. import arrays
 from ..cuda import cupy_runtime
 from ..errors import ArgumentError
+from ..lifetime import refuse_copies
 from .addresses import item
-from .breaks import without_blocks
+from .breaks import rehearsing, without_blocks
 from .context import ForwardContext, check_mode, get_forward_context
 from .graph import Graph
 from .inputs import Inputs, check_word
 from .pool import GraphPool
-from .session import GraphSession, HasSession, default_communicator
+from .session import GraphSession, HasSession, default_communicator, session_of
 
 
 class GraphRunner:
@@ -35,13 +36,20 @@ class GraphRunner:
     :param record_new: True to record descriptors that have no recording; False to call the function for them.
     :param copy_inputs: True to copy the device arrays among the arguments, also in lists, tuples and dicts, into the
         recording's before each replay. If False, the caller must pass the same arrays each time.
-    :raises ArgumentError: if ``mode`` or ``check`` is another word.
+    :raises ArgumentError: if ``function`` cannot be called, ``comm`` is no communicator, or ``mode`` or ``check`` is
+        another word.
+
+    Without GPUs the results of breaks are checked as in a recording, so that mistakes show there too.
     """
 
     def __init__(
         self, function: Callable[..., Any], comm: HasSession | None = None, *, mode: str = "piecewise",
         check: str = "first", record_new: bool = True, copy_inputs: bool = False,
     ) -> None:  # fmt: skip
+        if not callable(function):
+            raise ArgumentError(f"function must be callable; found {type(function).__qualname__}")
+        if comm is not None:
+            session_of(comm)
         check_mode(mode)
         if mode == "none":
             raise ArgumentError("mode must be 'piecewise' or 'full'; found 'none': call the function")
@@ -78,9 +86,13 @@ class GraphRunner:
             graph = recorded.graph
             graph.replay(self._inputs(context, args, kwargs) if graph.checks_inputs else None)
             return recorded.outputs
-        if not self._record_new or not self._session().can_record:
+        if not self._record_new:
             return self._function(*args, **kwargs)
-        return self._record(context, args, kwargs)
+        if self._session().can_record:
+            return self._record(context, args, kwargs)
+        self._session().say_eager()
+        with rehearsing(self._mode == "piecewise"):
+            return self._function(*args, **kwargs)
 
     def _record(self, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         graph = Graph(
@@ -105,7 +117,18 @@ class GraphRunner:
 
     def _session(self) -> GraphSession:
         self._comm = default_communicator() if self._comm is None else self._comm
-        return self._comm.session
+        return session_of(self._comm)
+
+    __reduce__ = refuse_copies
+
+    def __repr__(self) -> str:
+        own = vars(self)  # also of a runner whose __init__ has raised
+        function = own.get("_function")
+        name = (
+            function.__qualname__ if isinstance(function, (FunctionType, MethodType)) else type(function).__qualname__
+        )
+        mode, recordings = own.get("_mode"), len(own.get("_recorded", ()))
+        return f"<GraphRunner of {name}: mode {mode}, {recordings} recordings>" if mode else "<GraphRunner: not made>"
 
     def close(self) -> None:
         """Close the recordings. Later calls record again. Outputs of earlier calls are no longer valid."""

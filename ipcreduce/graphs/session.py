@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -23,14 +24,15 @@ from .direct.registration import DirectGraphs, Registrable
 from .pool import CapturedMemory, GraphPool
 from .recording import Recording, Segment
 
+_log = logging.getLogger("ipcreduce")
 _CAPTURE = Fingerprint.of("the end of capture()")
 
 
 class HasSession(Protocol):
-    """A communicator, as graphs know it."""
+    """A communicator, as graphs know it: see :func:`session_of`."""
 
     @property
-    def session(self) -> GraphSession: ...
+    def _graph_session(self) -> GraphSession: ...
 
 
 _default: list[Callable[[], HasSession]] = []
@@ -44,6 +46,20 @@ def provide_default(make: Callable[[], HasSession]) -> None:
 def default_communicator() -> HasSession:
     """The communicator of graphs that name none."""
     return _default[0]()
+
+
+def session_of(comm: HasSession | None) -> GraphSession:
+    """The session of a communicator, or of the default one for None. No public member of a communicator shows it.
+
+    :raises ArgumentError: if ``comm`` is no communicator.
+    """
+    comm = default_communicator() if comm is None else comm
+    session: GraphSession | None = getattr(comm, "_graph_session", None)
+    if session is None or isinstance(comm, type):
+        raise ArgumentError(
+            f"comm must be an ipcreduce.Communicator; found {type(comm).__qualname__}. Make one: Communicator()"
+        )
+    return session
 
 
 class GraphSession:
@@ -60,6 +76,7 @@ class GraphSession:
         self._engine, self._reason, self._sync = engine, reason, sync
         self._recorded: list[Registrable] = []  # not registered yet
         self._capturing = 0  # depth of capture()
+        self._said = False
         self._captured_memory = None if engine is None else CapturedMemory(engine.context, engine.device.ordinal)
         forced = engine is not None and engine.launches.algorithm == "direct"
         self.direct = DirectGraphs(engine, calls) if engine is not None and forced else None
@@ -69,12 +86,25 @@ class GraphSession:
         """False on a communicator without GPUs."""
         return self._engine is not None
 
-    def require_engine(self, what: str) -> Engine:
+    def require_engine(self, what: str, advice: str = "") -> Engine:
         """The engine. :raises UnsupportedError: without GPUs, which ``what`` needs."""
         self.calls.check_usable()
         if self._engine is None:
-            raise UnsupportedError(f"{what} needs backend ipc: {self._reason}")
+            raise UnsupportedError(f"{what} needs backend ipc: {self._reason}" + (advice and f". {advice}"))
         return self._engine
+
+    def say_eager(self) -> None:
+        """Log that nothing is recorded here: once for each communicator.
+
+        Not a warning: results are right, and programs that run with and without GPUs run so on purpose. Where warnings
+        are errors, as in many tests, one would end them.
+        """
+        if not self._said and self.calls.unusable is None:
+            self._said = True
+            _log.info(
+                "rank %d: nothing is recorded with backend mpi: a GraphRunner calls its function, capture() only runs "
+                "its block, and Graph.record() raises UnsupportedError", self.calls.rank
+            )  # fmt: skip
 
     # ---- recording
     def begin_recording(self, recording: Recording, check: Callable[[], None]) -> None:
@@ -198,8 +228,12 @@ class GraphSession:
     @contextmanager
     def capture(self) -> Iterator[None]:
         """See :meth:`Communicator.capture`."""
-        self.require_engine("capture()")
         calls = self.calls
+        calls.check_usable()
+        if self._engine is None:
+            self.say_eager()
+            yield
+            return
         if calls.recording is not None and calls.recording.in_this_thread:
             raise GraphStateError("capture() within a recording: record within capture(), not the other way round")
         self._capturing += 1

@@ -54,7 +54,7 @@ def choose_device(device: Any, rank: int) -> int:
     if isinstance(device, str) and device == "auto":
         return _local_rank(rank) % count
     ordinal = getattr(device, "id", device)
-    if isinstance(ordinal, bool) or not isinstance(ordinal, (int, np.integer)) or not 0 <= ordinal < count:
+    if ordinal >= count:  # its type has been checked: see Options
         raise ArgumentError(
             f"device must be None, 'auto' or the ordinal of one of the {count} visible GPUs; found {device!r}"
         )

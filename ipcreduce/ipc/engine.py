@@ -12,7 +12,6 @@ from typing import Any
 from .. import lifetime
 from ..coordination.calls import CallSequence
 from ..coordination.control_page import REFUSED, Page
-from ..coordination.watchdog import Watch
 from ..cuda import cupy_runtime, driver, graph, streams
 from ..cuda.contexts import using_relaxed
 from ..errors import ArgumentError, CudaError, IpcReduceError
@@ -44,7 +43,6 @@ class Engine:
     ) -> None:  # fmt: skip
         self.device, self.context, self.workspace, self.page = device, context, workspace, page
         self.rank, self.n = workspace.rank, workspace.n
-        self.watch: Watch | None = None
         control = driver.register_host(page.address, page.head_bytes)
         self.launches = Launches(
             context, workspace, control, capability=capability, timeout=timeout, algorithm=algorithm
@@ -158,7 +156,7 @@ class Engine:
         """
         job = background.Job(partial(self._close, time.monotonic() + lifetime.at_most(wait), unmap, unmapped, free))
         if not job.wait(lifetime.at_most(_END_CALLS_SECONDS)):
-            self.end_waits()
+            self.page.end_waits()
         if not job.wait(lifetime.at_most(_GIVE_UP_SECONDS)):
             warnings.warn(
                 f"rank {self.rank}: close() has given up waiting for GPU {self.device.ordinal}, where something runs "
@@ -166,11 +164,6 @@ class Engine:
                 RuntimeWarning,
                 stacklevel=3,
             )
-
-    def end_waits(self) -> None:
-        """End every wait of ours; the peers read that this rank has closed the communicator."""
-        if not self.page.has_left(self.rank):
-            self.page.post_lost(self.rank, "it closed the communicator")
 
     def _close(self, deadline: float, unmap: Actions, unmapped: Actions, free: Actions) -> None:
         attempt(self.context, lambda: self._stop(deadline))
@@ -198,8 +191,6 @@ class Engine:
 
     def release(self) -> None:
         """Give back the resources that only this process uses."""
-        if self.watch is not None:
-            self.watch.stop()
         actions: list[Action] = [self._unregister, self.order.release]
         if self._recording_stream is not None:
             actions.append(partial(streams.destroy_stream, self._recording_stream))

@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ..errors import ArgumentError
 from . import plan
 
@@ -26,7 +28,7 @@ class Options:
 
     @classmethod
     def of(cls, device: Any, timeout: Any, algorithm: Any) -> Options:
-        """Check the arguments of ``Communicator``. Raises nothing. ``device`` is checked later, with the GPUs known.
+        """Check the arguments of ``Communicator``. Raises nothing. That GPU ``device`` exists is checked later.
 
         :param timeout: seconds.
         """
@@ -35,6 +37,9 @@ class Options:
             workspace = workspace_bytes()
         except ArgumentError as error:
             wrong = str(error)
+        ordinal = getattr(device, "id", device)
+        if not (device is None or (isinstance(device, str) and device == "auto") or _is_ordinal(ordinal)):
+            wrong = f"device must be None, 'auto' or the ordinal of one of the visible GPUs, from 0; found {device!r}"
         if algorithm is not None and not (isinstance(algorithm, str) and algorithm in plan.ALGORITHMS):
             wrong = f"algorithm must be None or one of {plan.ALGORITHMS}; found {algorithm!r}"
             algorithm = None
@@ -42,6 +47,10 @@ class Options:
             wrong = f"timeout must be a positive number of seconds; found {timeout!r}"
             timeout = _DEFAULT_SECONDS
         return cls(device, float(timeout), algorithm, workspace, wrong)
+
+
+def _is_ordinal(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= 0)
 
 
 def workspace_bytes() -> int:

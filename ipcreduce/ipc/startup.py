@@ -1,24 +1,21 @@
-"""Start-up: the ranks compare machines, choose a backend, map each other's memory, and try it."""
+"""Start-up of the IPC engine: the ranks choose GPUs, map each other's memory, and try the links."""
 
 from __future__ import annotations
 
-import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..coordination import exchange, watchdog
+from ..coordination import exchange
 from ..coordination.control_page import Page
-from ..coordination.watchdog import own_identity
 from ..cuda import cupy_runtime, driver
-from ..errors import ArgumentError, CudaError, IpcReduceError, UnsupportedError
+from ..errors import CudaError, IpcReduceError, UnsupportedError
 from . import links, plan, tuning
 from .deferred_free import attempt
-from .devices import advise_spreading, most_on_a_gpu, raise_wrong, share_device
+from .devices import advise_spreading, most_on_a_gpu, share_device
 from .engine import Engine
 from .options import Options
 from .workspace import Workspace
@@ -29,47 +26,7 @@ _VERIFY_ROUNDS_SHARED = 2  # each is a time slice where two ranks share a GPU
 _NO_DATA, _WHOLE, _SPLIT = 0, 1, 2  # verify.cu
 
 
-def start(mpi: Any, options: Options) -> tuple[Engine | None, dict[str, str]]:
-    """Make the IPC engine if every rank can use it. Collective.
-
-    :param mpi: a communicator of our own.
-    :returns: the engine, or None; and by name the reasons against the backends that were not chosen.
-    :raises ArgumentError: if the ranks' options differ, or are wrong on one.
-    """
-    deadline = time.monotonic() + options.timeout
-    reasons = {"nccl": "not part of this version"}
-    everyone = _meet(mpi, options, deadline)
-    reason = _refusal(everyone)
-    if not reason:
-        try:
-            return _build(mpi, options, deadline), reasons
-        except UnsupportedError as error:
-            reason = str(error)
-    return None, {"ipc": reason} | reasons
-
-
-def _meet(mpi: Any, options: Options, deadline: float) -> np.ndarray[Any, Any]:
-    """Every rank's exchange.IDENTITY; not ok if it has no GPU to use.
-
-    :raises ArgumentError: if a rank's options are wrong, or not the same on every rank.
-    """
-    record = exchange.message(
-        exchange.IDENTITY, options.wrong or _missing(), wrong=options.wrong is not None, host=_host(),
-        timeout=options.timeout, algorithm=options.algorithm or "", workspace=options.workspace,
-    )  # fmt: skip
-    everyone = exchange.allgather(mpi, record, deadline, "start-up")
-    raise_wrong(mpi.Get_rank(), everyone)
-    for rank, other in enumerate(everyone):
-        for field in ("timeout", "algorithm", "workspace"):
-            if other[field] != record[0][field]:
-                raise ArgumentError(
-                    f"rank {mpi.Get_rank()}, start-up: expected the same {field} on every rank; found "
-                    f"{record[0][field]} here and {other[field]} on rank {rank}. Pass (or set) the same everywhere."
-                )
-    return everyone
-
-
-def _missing() -> str | None:
+def missing() -> str | None:
     """The reason for which this rank has no GPU to use; None if it has one."""
     try:
         if not driver.device_count():
@@ -80,40 +37,28 @@ def _missing() -> str | None:
         return str(error)
 
 
-def _host() -> str:
-    """An identifier of this host. Containers of one host count as one, and fail later if they share no memory."""
-    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
-    return socket.gethostname()
+def start(mpi: Any, options: Options, page: Page, deadline: float) -> Engine:
+    """Make the IPC engine, step by step; each step is ended by a vote, so that all ranks go on or all give up.
 
-
-def _refusal(everyone: np.ndarray[Any, Any]) -> str:
-    """The reason for which these ranks cannot use the IPC engine, or ""."""
-    for rank, other in enumerate(everyone):
-        if not other["ok"]:
-            return f"rank {rank} has no GPU to use: {exchange.text_of(other)}"
-    if len(set(everyone["host"])) > 1:
-        return f"the ranks are on {len(set(everyone['host']))} hosts"
-    if len(everyone) > plan.MAX_RANKS:
-        return f"{len(everyone)} ranks; the kernels take up to {plan.MAX_RANKS}"
-    return ""
-
-
-def _build(mpi: Any, options: Options, deadline: float) -> Engine:
-    """The steps of start-up, each ended by a vote, so that all ranks go on or all give up."""
+    :param mpi: a communicator of our own, whose ranks all have a GPU to use.
+    :param page: the control page, which all have joined.
+    :param deadline: on ``time.monotonic()``'s clock.
+    :raises ArgumentError: if ``options.device`` is wrong on a rank. :raises UnsupportedError: if a step fails.
+    """
     rank, n = mpi.Get_rank(), mpi.Get_size()
+    if n > plan.MAX_RANKS:
+        raise UnsupportedError(f"{n} ranks; the kernels take up to {plan.MAX_RANKS}")
     info, devices = share_device(mpi, options.device, deadline)
     advise_spreading(rank, devices)
-    page = _share_page(mpi, rank, n, deadline)
     made = _Made()
     try:
-        with _step(mpi, deadline, "starting CUDA"):
+        with exchange.step(mpi, deadline, "starting CUDA"):
             made.context = driver.retain_context(info.ordinal)
-        with _step(mpi, deadline, "allocating workspaces"):
+        with exchange.step(mpi, deadline, "allocating workspaces"):
             made.workspace = Workspace(rank, n, options.workspace if n > 1 else plan.MB)
         assert made.workspace is not None
         _map_peers(mpi, made.workspace, devices, deadline)
-        with _step(mpi, deadline, "registering the control page"):
+        with exchange.step(mpi, deadline, "registering the control page"):
             capability = min((int(major), int(minor)) for major, minor in devices["capability"])
             made.engine = Engine(
                 info, made.context, made.workspace, page,
@@ -124,8 +69,6 @@ def _build(mpi: Any, options: Options, deadline: float) -> Engine:
         made.engine.launches.table = _share_table(mpi, devices, deadline)
         made.engine.launches.resident = min(plan.EPOCH_SLOTS, 2 * int(devices["multiprocessors"].min()))
         made.engine.launches.sharing = most_on_a_gpu(devices)
-        with _step(mpi, deadline, "start-up"):
-            made.engine.watch = watchdog.watch(page)
         return made.engine
     except IpcReduceError:
         with suppress(IpcReduceError):
@@ -149,7 +92,7 @@ def _share_table(mpi: Any, devices: np.ndarray[Any, Any], deadline: float) -> pl
         with suppress(UnsupportedError):  # no cache: then there is no table either
             table = tuning.load(names.pop().decode(errors="replace"), mpi.Get_size())
     everyone = exchange.allgather(mpi, tuning.message(table), deadline, "sharing the tuned table")
-    with _step(mpi, deadline, "sharing the tuned table"):
+    with exchange.step(mpi, deadline, "sharing the tuned table"):
         try:
             return tuning.received(everyone[0], mpi.Get_size())
         except (ValueError, IndexError) as error:
@@ -165,37 +108,6 @@ class _Made:
     engine: Engine | None = None
 
 
-@contextmanager
-def _step(mpi: Any, deadline: float, what: str) -> Iterator[None]:
-    """The block, then a vote: all ranks go on or all give up. :raises UnsupportedError: with every rank's reason."""
-    error: Exception | None = None
-    try:
-        yield
-    except (IpcReduceError, OSError) as caught:
-        error = caught
-    exchange.confirm(mpi, error, deadline, what)
-
-
-def _share_page(mpi: Any, rank: int, n: int, deadline: float) -> Page:
-    page, error = None, None
-    try:
-        page = Page.create(rank, n) if rank == 0 else None
-    except OSError as caught:
-        error = caught
-    try:
-        record = exchange.message(exchange.PAGE, error, path=page.path if page else "")
-        pages = exchange.allgather(mpi, record, deadline, "creating the control page")
-        exchange.check(mpi, pages, "creating the control page")
-        with _step(mpi, deadline, "opening the control page (is /dev/shm shared between the ranks?)"):
-            page = page or Page.open(bytes(pages[0]["path"]).decode(), rank, n)
-            page.join(*own_identity())
-    finally:
-        if page is not None and rank == 0:
-            page.unlink()
-    assert page is not None
-    return page
-
-
 def _map_peers(mpi: Any, workspace: Workspace, devices: np.ndarray[Any, Any], deadline: float) -> None:
     error: IpcReduceError | None = None
     handle = bytes(driver.IPC_HANDLE_BYTES)
@@ -206,7 +118,7 @@ def _map_peers(mpi: Any, workspace: Workspace, devices: np.ndarray[Any, Any], de
     record = exchange.message(exchange.MEMORY, error, handle=np.void(handle), nbytes=workspace.nbytes)
     memory = exchange.allgather(mpi, record, deadline, "exporting workspaces")
     exchange.check(mpi, memory, "exporting workspaces")
-    with _step(mpi, deadline, "mapping the peers' workspaces"):
+    with exchange.step(mpi, deadline, "mapping the peers' workspaces"):
         if (memory["nbytes"] != workspace.nbytes).any():
             raise UnsupportedError(f"the workspaces differ in size: {memory['nbytes'].tolist()} bytes")
         links.check_access(workspace.rank, devices)
@@ -218,7 +130,7 @@ def _verify(mpi: Any, engine: Engine, devices: np.ndarray[Any, Any], deadline: f
 
     :raises UnsupportedError: if a pair fails, naming it, or a rank has no kernel.
     """
-    with _step(mpi, deadline, "loading the first kernel"):  # or a peer's would wait for our compiler
+    with exchange.step(mpi, deadline, "loading the first kernel"):  # or a peer's would wait for our compiler
         kinds = links.seen(devices)
         engine.launches.load_verify()
     rank, n = engine.rank, engine.n
@@ -240,7 +152,7 @@ def _verify(mpi: Any, engine: Engine, devices: np.ndarray[Any, Any], deadline: f
     everyone = exchange.allgather(mpi, record, deadline, "trying the links")
     exchange.check(mpi, everyone, "trying the links")
     engine.launches.whole_packets, engine.packets = links.packets(everyone)
-    with _step(mpi, deadline, "emptying the workspaces"):
+    with exchange.step(mpi, deadline, "emptying the workspaces"):
         engine.workspace.reset()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from typing import Any
 
@@ -110,4 +111,37 @@ def host_communicator() -> None:
         assert (comm.allreduce(np.full(3, RANK + 1)) == TOTAL).all()
 
 
-SCENARIOS = [alone, closed_first, algorithms]
+def shown(comm: Any) -> None:
+    """One line each, true in every state; no copies. On a communicator of its own, which it closes."""
+    comm = Communicator(timeout=20)
+    assert repr(comm) == f"<Communicator: rank {RANK} of {SIZE}, backend ipc>"
+    x = cupy.ones(100, np.float32)
+    with Graph(comm, name="twice") as graph:
+        assert repr(graph) == "<Graph 'twice': empty>"
+        with graph.record():
+            assert repr(graph) == "<Graph 'twice': recording>"
+            comm.allreduce(comm.allreduce(x), "max")
+            graph.add_eager(lambda: None)
+            comm.allreduce(x)
+        assert repr(graph) == "<Graph 'twice': staged, 3 all-reduces in 2 segments>"
+        assert repr(graph.pool) == f"<GraphPool: {graph.pool.nbytes} bytes in 1 slabs>"
+        for thing in (comm, graph, graph.pool):
+            with raises(TypeError, "cannot be copied or pickled"):
+                copy.copy(thing)
+    assert repr(graph) == "<Graph 'twice': closed>"
+    runner = ipcreduce.GraphRunner(comm.allreduce, comm)
+    with ipcreduce.forward_context(1):
+        runner(x)
+    assert repr(runner) == "<GraphRunner of Communicator.allreduce: mode piecewise, 1 recordings>"
+    failed = Graph(comm)
+    with raises(KeyError, "of the program"), failed.record():
+        raise KeyError("of the program")
+    assert repr(failed) == "<Graph: failed>"
+    MPI.COMM_WORLD.Barrier()
+    comm.close()
+    assert repr(comm) == f"<Communicator: rank {RANK} of {SIZE}, closed>"
+    with raises(ipcreduce.ArgumentError, "the communicator is closed"):
+        comm.__enter__()
+
+
+SCENARIOS = [alone, closed_first, algorithms, shown]

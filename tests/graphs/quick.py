@@ -554,7 +554,7 @@ def closed_by_another_thread(comm: Any) -> None:
     comm.synchronize()
     assert segment.executable is None
     with raises(GraphStateError, "another thread"):
-        comm.session.launch(segment, 0, None)
+        comm._graph_session.launch(segment, 0, None)
     works(comm)
 
 

@@ -1,4 +1,6 @@
-"""What ranks do with NumPy arrays: ``mpirun -n 4 python tests/mpi/host_worker.py scenario ...``.
+"""What ranks do with NumPy arrays: ``mpirun -n 4 python tests/mpi/host_worker.py memory|page|mpi scenario ...``.
+
+The first argument says what the ranks share: memory for the data, a control page alone, or nothing but MPI.
 
 Each function among the scenarios runs on every rank, and asserts.
 """
@@ -26,13 +28,15 @@ from ipcreduce import (
     ArgumentError,
     Communicator,
     IpcReduceError,
+    PeerFailedError,
     PeerLostError,
     PeerTimeoutError,
     RankMismatchError,
     UnsupportedError,
+    startup,
 )
 from ipcreduce.coordination import exchange
-from ipcreduce.mpi import host
+from ipcreduce.host import over_mpi, shared
 from tests import bad_call_table, reference, sweep_cases, worker
 
 WORLD = MPI.COMM_WORLD
@@ -89,13 +93,23 @@ LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 OUTPUTS = ("new", "out", "strided out", "in place")
 SHAPES = [(), (0,), (3, 0, 2), (7,), (5, 3), (701,)]
-# Bytes up to which one shot is made, and of a segment: each case goes as it is, and one of the other ways.
-WAYS = {"two shots": (16, 1 << 20), "segments of two shots": (16, 1000), "segments of one shot": (1 << 20, 48)}
+# Bytes up to which one shot is made, and of a chunk: each case goes as it is, and one of the other ways.
+WAYS = {"two shots": (16, 1 << 20), "chunks of two shots": (16, 960), "chunks of one shot": (1 << 20, 48)}
+
+
+def go(comm: Communicator, one_shot: int, chunk: int) -> None:
+    """Let messages go this way. Through shared memory only two shots have chunks."""
+    over_mpi._ONE_SHOT_BYTES, over_mpi._SEGMENT_BYTES = one_shot, chunk
+    through = comm._host._shared
+    if through is not None:
+        segment = through._segment
+        segment.small_bytes = min(one_shot, segment.small[0][0].nbytes) if chunk >= one_shot else 16
+        segment.area_bytes = min(chunk, segment.areas[0].nbytes)
 
 
 def every_kind(comm: Communicator) -> None:
-    """dtype x op x shape x layout x output: right, with the same bits from every way through host.py, on every rank."""
-    as_it_is = host._ONE_SHOT_BYTES, host._SEGMENT_BYTES
+    """dtype x op x shape x layout x output: right, with the same bits every way, on every rank."""
+    as_it_is = over_mpi._ONE_SHOT_BYTES, over_mpi._SEGMENT_BYTES
     cases = list(itertools.product(reference.DTYPES, reference.OPS, SHAPES))
     cases += [(dtype, "sum", (70_001,)) for dtype in reference.DTYPES]  # two shots as it is, the last chunk shorter
     checksums = []
@@ -108,7 +122,7 @@ def every_kind(comm: Communicator) -> None:
         with np.errstate(invalid="ignore"):  # as signalling NaN are widened to be compared
             expected = reference.reduce(values, op)
             for turn, name in enumerate(["as it is", list(WAYS)[number % 3]]):
-                host._ONE_SHOT_BYTES, host._SEGMENT_BYTES = WAYS.get(name, as_it_is)
+                go(comm, *WAYS.get(name, as_it_is))
                 layout, output = list(LAYOUTS)[(number + turn + RANK) % 5], OUTPUTS[(number + number // 4 + turn) % 4]
                 found[name] = reduce_one(comm, values[RANK], op, layout, output)
                 where = f"rank {RANK}: {op} of {dtype} {shape}, {layout}, {output}, {name}"
@@ -117,7 +131,7 @@ def every_kind(comm: Communicator) -> None:
         bits = {name: zlib.crc32(array.tobytes()) for name, array in found.items()}
         assert len(set(bits.values())) == 1, f"{op} of {dtype} {shape}: the bits differ, by their checksums {bits}"
         checksums.append(bits["as it is"])
-    host._ONE_SHOT_BYTES, host._SEGMENT_BYTES = as_it_is
+    go(comm, *as_it_is)
     for case, of_ranks in zip(cases, zip(*WORLD.allgather(checksums), strict=True), strict=True):
         assert len(set(of_ranks)) == 1, f"{case}: the bits differ between ranks, by their checksums {of_ranks}"
 
@@ -166,7 +180,27 @@ def wrong_calls(comm: Communicator) -> None:
 
 
 def late(comm: Communicator) -> None:
-    """A rank that is later than the timeout: an error on every rank, then only close(), and the program goes on."""
+    """A rank that is later than the timeout: an error on every rank, naming it. Then all goes on."""
+    with Communicator(timeout=2.0) as brief:
+        right(brief)
+        WORLD.Barrier()
+        worker.await_others(WORLD)
+        started = time.monotonic()
+        words = f"rank {LAST} never came: its last call was 1 (sum of float64 (10,) on the host)"
+        if RANK == LAST:
+            words = "expected every rank within 2 s"
+        raises(PeerTimeoutError, words, lambda: right(brief))
+        assert RANK == LAST or 1.9 < time.monotonic() - started < 12
+        worker.let_last_go(WORLD)
+        for _ in range(3):
+            right(brief)
+        big = brief.allreduce(np.full(300_000, RANK))
+        assert (big == SIZE * LAST // 2).all()
+    right(comm)
+
+
+def late_over_mpi(comm: Communicator) -> None:
+    """MPI cannot cancel an exchange: after a timeout only close() is left, and the message says so."""
     with Communicator(timeout=2.0) as brief:
         right(brief)
         WORLD.Barrier()
@@ -213,6 +247,26 @@ def memory_outlives_a_wait(comm: Communicator) -> None:
 
 
 def refused_while_another_is_late(comm: Communicator) -> None:
+    """The rank that refuses gets its own error at once; the others get it whenever they come."""
+    with Communicator(timeout=30) as brief:
+        right(brief)
+        WORLD.Barrier()
+        started = time.monotonic()
+        if RANK == 0:
+            raises(ArgumentError, "op must be", lambda: brief.allreduce(np.ones(3), "mode"))
+            assert time.monotonic() - started < 5, "the refusal waited for the others"
+            for rank in range(1, SIZE):
+                WORLD.send(None, rank)
+        else:
+            WORLD.recv(source=0)
+            raises(
+                PeerFailedError, "rank 0 refused it (ArgumentError: rank 0, call 2: op must be", lambda: right(brief)
+            )
+        right(brief)
+    right(comm)
+
+
+def refused_over_mpi(comm: Communicator) -> None:
     """The rank that refuses gets its own error, also if no other ever comes to hear of it."""
     with Communicator(timeout=2.0) as brief:
         right(brief)
@@ -248,14 +302,18 @@ def interrupted(comm: Communicator) -> None:
                 else:
                     raise AssertionError("no alarm")
                 assert time.monotonic() - started < 1.9, "the alarm had to wait"
-                raises(PeerLostError, "can only be closed", lambda brief=brief: right(brief))
+                if HOW == "mpi":
+                    raises(PeerLostError, "can only be closed", lambda brief=brief: right(brief))
                 for rank in range(1, SIZE):
                     WORLD.send(None, rank)
             else:
                 WORLD.recv(source=0)
                 error = error_of(lambda count=count, brief=brief: brief.allreduce(np.ones(count)))
                 assert isinstance(error, IpcReduceError), f"rank {RANK} got {error!r}, with rank 0 gone from the call"
+                assert HOW == "mpi" or "refused it (Alarm" in str(error), error
             WORLD.Barrier()
+            if HOW == "memory":
+                right(brief)
     right(comm)
 
 
@@ -263,22 +321,29 @@ def out_of_memory(comm: Communicator) -> None:
     """A rank that fails after the ranks have agreed: nobody is told that the ranks' programs differ."""
     with Communicator(timeout=2.0) as brief:
         right(brief)
-        reduce = host.reduce
+        module = shared if HOW == "memory" else over_mpi
+        reduce = module.reduce
         if RANK == LAST:
 
             def fail(*_: object) -> None:
                 raise MemoryError("no room")
 
-            host.reduce = fail
+            module.reduce = fail
             raises(MemoryError, "no room", lambda: right(brief))
-            host.reduce = reduce
+            module.reduce = reduce
         else:
-            error_of(lambda: right(brief))  # may have all the data already
-        for _ in range(2):
-            error = error_of(lambda: right(brief))
-            assert error is None or isinstance(error, IpcReduceError), f"rank {RANK}: {error!r}"
-            assert not isinstance(error, RankMismatchError), f"rank {RANK}: {error!r}"
-            WORLD.Barrier()
+            error = error_of(lambda: right(brief))  # it may have all the data already
+            if HOW == "memory" and error is None:
+                error = error_of(lambda: right(brief))
+            assert HOW != "memory" or "refused it (MemoryError: no room)" in str(error), error
+        if HOW == "memory":
+            right(brief)
+        else:
+            for _ in range(2):
+                error = error_of(lambda: right(brief))
+                assert error is None or isinstance(error, IpcReduceError), f"rank {RANK}: {error!r}"
+                assert not isinstance(error, RankMismatchError), f"rank {RANK}: {error!r}"
+                WORLD.Barrier()
     right(comm)
 
 
@@ -426,8 +491,13 @@ def a_call_after_another_rank_has_closed(comm: Communicator) -> None:
     right(brief)
     if RANK == 0:
         brief.close()
-    else:
+    elif HOW == "mpi":
         raises(PeerTimeoutError, "in time", lambda: right(brief))
+        brief.close()
+    else:
+        started = time.monotonic()
+        raises(PeerLostError, "closed the communicator, after its call 1", lambda: right(brief))
+        assert time.monotonic() - started < 1.5
         brief.close()
     WORLD.Barrier()
     right(comm)
@@ -469,20 +539,33 @@ def forked(comm: Communicator) -> None:
     assert ipcreduce.allreduce(np.ones(2)).tolist() == [SIZE] * 2
 
 
+def no_room(*_: Any) -> None:
+    raise OSError("No space left on device")
+
+
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
-        every_kind, random_sweep, a_float_sum_starts_at_rank_0, wrong_calls, late, memory_outlives_a_wait,
-        refused_while_another_is_late, interrupted, out_of_memory, arguments_differ, nothing_is_used_up, runners,
-        sub_communicators, side_by_side, threads, closing, a_call_after_another_rank_has_closed, default, forked,
+        every_kind, random_sweep, a_float_sum_starts_at_rank_0, wrong_calls, late, late_over_mpi,
+        memory_outlives_a_wait, refused_while_another_is_late, refused_over_mpi, interrupted, out_of_memory,
+        arguments_differ, nothing_is_used_up, runners, sub_communicators, side_by_side, threads, closing,
+        a_call_after_another_rank_has_closed, default, forked,
     )
 }  # fmt: skip
 
 
+HOW = sys.argv[1]
+
+
 def main() -> None:
+    if HOW == "mpi":
+        startup._host = lambda: f"host {RANK}"
+    elif HOW == "page":
+        startup.Segment = types.SimpleNamespace(create=no_room, open=no_room)
     with Communicator(timeout=30) as comm:
         assert comm.backend == "mpi", comm.describe()
-        for name in sys.argv[1:]:
+        assert (comm._page is not None, comm._host._shared is not None) == (HOW != "mpi", HOW == "memory")
+        for name in sys.argv[2:]:
             started = time.monotonic()
             SCENARIOS[name](comm)
             WORLD.Barrier()

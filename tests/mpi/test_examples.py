@@ -9,16 +9,44 @@ import pytest
 
 from tests import machine
 
+HOST = {"CUDA_VISIBLE_DEVICES": ""}  # on machines with GPUs too
+
 # An ipcreduce whose all-reduce leaves every rank with its own array.
 NO_REDUCTION = """
+import contextlib, types
 from mpi4py import MPI
 class Communicator:
     rank, size, backend = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, "mpi"
     def __init__(self, **options): pass
-    def allreduce(self, array, out=None): return array
+    def allreduce(self, array, op="sum", out=None): return array
+    def capture(self): return contextlib.nullcontext()
+    def synchronize(self): pass
     def close(self): pass
-get_communicator = Communicator
 def allreduce(array, out=None, comm=None): return array
+class GraphRunner:
+    recordings = {}
+    def __init__(self, function, *args, **options): self.function = function
+    def __call__(self, *args): return self.function(*args)
+    def close(self): pass
+class IpcReduceError(Exception): pass
+def Graph(comm): return contextlib.nullcontext()
+def eager_break(function): return function
+context = types.SimpleNamespace()
+@contextlib.contextmanager
+def forward_context(descriptor, mode, attn_metadata):
+    context.mode, context.attn_metadata = mode, attn_metadata
+    yield
+def get_forward_context(): return context
+"""
+
+# A PyTorch whose tensors are NumPy's arrays.
+TORCH = """
+import numpy as np
+class Tensor(np.ndarray):
+    fill_ = np.ndarray.fill
+    def numpy(self): return self.view(np.ndarray)
+def ones(count): return np.ones(count, np.float32).view(Tensor)
+empty = ones
 """
 
 
@@ -27,6 +55,48 @@ def test_allreduce(mpirun, n):
     output = mpirun("mpi_examples/allreduce.py", n).stdout
     ranks = re.findall(rf"rank (\d) of {n}, backend \w+: brought (\d)\.0, got {n * (n + 1) // 2}\.0", output)
     assert sorted(ranks) == [(str(rank), str(rank + 1)) for rank in range(n)], output
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_graph_replay(mpirun, n):
+    output = mpirun("mpi_examples/graph_replay.py", n, env=HOST).stdout
+    assert f"{n} ranks, backend mpi. no graph\n1000 runs, 0 wrong; " in output
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_piecewise(mpirun, n):
+    output = mpirun("mpi_examples/piecewise.py", n, env=HOST).stdout
+    assert f"{n} ranks, backend mpi: no graphs" in output
+    assert sum(int(count) for count in re.findall(r"\d in (\d+) runs", output)) == 200
+    assert "200 runs in random order, 0 wrong" in output
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_decorator_order(mpirun, n):
+    """Both orders are right where every step is a call."""
+    output = mpirun("mpi_examples/decorator_order.py", n, env=HOST).stdout
+    due = [(str(step), str(step * n**2), str(step * n**2)) for step in (1, 2, 3, 4)] * 2
+    assert re.findall(r"step (\d): (\d+), (\d+) is due", output) == due
+    assert "every step is right" in output
+
+
+def test_torch_capture(mpirun, tmp_path: Path):
+    (tmp_path / "torch.py").write_text(TORCH)
+    env = HOST | {"PYTHONPATH": f"{tmp_path}:{machine.ROOT}"}
+    assert "2 ranks, backend mpi: 100 turns, 0 wrong" in mpirun("mpi_examples/torch_capture.py", 2, env=env).stdout
+    (tmp_path / "torch.py").write_text("raise ImportError")
+    assert mpirun("mpi_examples/torch_capture.py", 2, env=env).stdout == (
+        "this example needs PyTorch: nothing to show here\n"
+    )
+
+
+@pytest.mark.parametrize("example", [path.name for path in sorted((machine.ROOT / "mpi_examples").glob("*.py"))])
+def test_what_gpus_add_is_said_once(mpirun, tmp_path: Path, example: str):
+    (tmp_path / "torch.py").write_text(TORCH)
+    options = {"breakable.py": ["--steps", 4], "train_digits.py": ["--epochs", 8]}.get(example, [])
+    env = HOST | {"PYTHONPATH": f"{tmp_path}:{machine.ROOT}"}
+    output = mpirun(f"mpi_examples/{example}", 2, *options, env=env).stdout
+    assert len(re.findall("^no GPUs here: .*with GPUs ", output, re.M)) == 1, output
 
 
 @pytest.mark.parametrize("n", [1, 3, 4])
@@ -57,9 +127,16 @@ def test_train_digits_says_that_there_is_no_gpu(mpirun):
     assert "no GPUs that they can use" in run.stdout
 
 
-@pytest.mark.parametrize("example", ["allreduce", "tensor_parallel", "train_digits"])
+@pytest.mark.parametrize(
+    "example",
+    [
+        "allreduce", "breakable", "decorator_order", "graph_replay", "piecewise", "tensor_parallel", "torch_capture",
+        "train_digits",
+    ],
+)  # fmt: skip
 def test_a_wrong_sum_is_noticed(mpirun, tmp_path: Path, example: str):
     (tmp_path / "ipcreduce.py").write_text(NO_REDUCTION)
+    (tmp_path / "torch.py").write_text(TORCH)
     run = mpirun(f"mpi_examples/{example}.py", 4, check=False, env={"PYTHONPATH": str(tmp_path)})
     assert run.returncode != 0
     assert "Traceback" not in run.stdout

@@ -11,48 +11,48 @@ WORKER = "tests/mpi/host_worker.py"
 HOST = {"CUDA_VISIBLE_DEVICES": ""}  # on machines with GPUs too
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_results(mpirun: Callable, n: int):
+@pytest.mark.parametrize(("n", "how"), [*((n, "memory") for n in (1, 2, 3, 4)), (2, "page"), (3, "mpi")])
+def test_results(mpirun: Callable, n: int, how: str):
     scenarios = ["every_kind", "random_sweep", "a_float_sum_starts_at_rank_0"]
-    output = mpirun(WORKER, n, *scenarios, env=HOST).stdout
+    output = mpirun(WORKER, n, how, *scenarios, env=HOST).stdout
     assert all(f"{scenario}: right" in output for scenario in scenarios), output
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_wrong_calls(mpirun: Callable, n: int):
-    output = mpirun(WORKER, n, "wrong_calls", env=HOST).stdout
+@pytest.mark.parametrize(("n", "how"), [(1, "memory"), (2, "memory"), (4, "memory"), (2, "page"), (2, "mpi")])
+def test_wrong_calls(mpirun: Callable, n: int, how: str):
+    output = mpirun(WORKER, n, how, "wrong_calls", env=HOST).stdout
     assert "wrong_calls: right" in output
     assert int(re.search(r"(\d+) wrong calls", output)[1]) >= 40
 
 
+WAITS = {
+    "memory": ["late", "refused_while_another_is_late", "a_call_after_another_rank_has_closed"],
+    "page": ["a_call_after_another_rank_has_closed"],
+    "mpi": ["late_over_mpi", "refused_over_mpi", "memory_outlives_a_wait", "a_call_after_another_rank_has_closed"],
+}
+
+
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize(
-    "scenario",
-    [
-        "late",
-        "refused_while_another_is_late",
-        "interrupted",
-        "out_of_memory",
-        "memory_outlives_a_wait",
-        "a_call_after_another_rank_has_closed",
-    ],
+    ("how", "scenario"),
+    [(how, scenario) for how, scenarios in WAITS.items() for scenario in [*scenarios, "interrupted", "out_of_memory"]],
 )
-def test_waits_end(mpirun: Callable, scenario: str, n: int):
-    assert f"{scenario}: right" in mpirun(WORKER, n, scenario, env=HOST).stdout
+def test_waits_end(mpirun: Callable, how: str, scenario: str, n: int):
+    assert f"{scenario}: right" in mpirun(WORKER, n, how, scenario, env=HOST).stdout
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_communicators(mpirun: Callable, n: int):
     """All in one run, so that nothing that one of them leaves disturbs the next."""
     scenarios = ["sub_communicators", "side_by_side", "threads", "closing", "default", "runners", "forked"]
-    output = mpirun(WORKER, n, *scenarios, env=HOST).stdout
+    output = mpirun(WORKER, n, "memory", *scenarios, env=HOST).stdout
     assert all(f"{scenario}: right" in output for scenario in scenarios), output
 
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_arguments_that_differ(mpirun: Callable, n: int):
-    assert "arguments_differ: right" in mpirun(WORKER, n, "arguments_differ", env=HOST).stdout
+    assert "arguments_differ: right" in mpirun(WORKER, n, "memory", "arguments_differ", env=HOST).stdout
 
 
 def test_nothing_is_used_up(mpirun: Callable):
-    assert "nothing_is_used_up: right" in mpirun(WORKER, 2, "nothing_is_used_up", env=HOST).stdout
+    assert "nothing_is_used_up: right" in mpirun(WORKER, 2, "memory", "nothing_is_used_up", env=HOST).stdout

@@ -404,6 +404,15 @@ class ndarray:
     def set(self, value: np.ndarray) -> None:
         self[...] = value
 
+    def all(self) -> ndarray:
+        return asarray(self.get().all())
+
+    def __bool__(self) -> bool:
+        return bool(self.get())
+
+    def __str__(self) -> str:
+        return str(self.get())
+
     def __array__(self, *_: object) -> np.ndarray:
         raise TypeError("simulated CuPy: no implicit copy to the host")
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import documents
+from tests import documents, machine
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
+GPU = "ipc tests.sim.cupy"
 
 
 def test_every_block_runs(mpirun: Run) -> None:
@@ -21,6 +22,17 @@ def test_every_block_runs(mpirun: Run) -> None:
     for piece in pieces:
         verdict = "right" if piece.fragment is None else "a fragment"
         assert f"{piece.page}, line {piece.line}: {verdict}\n" in output
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/getting_started.md"])
+@pytest.mark.parametrize(("gpus", "arrays"), [(None, GPU), (1, GPU), (0, "mpi numpy")])
+def test_the_first_program(mpirun: Run, tmp_path: Path, page: str, gpus: int | None, arrays: str) -> None:
+    """As it is, with GPUs, and with CuPy but no GPU. tests/mpi/test_documents.py runs it without either."""
+    program = tmp_path / "app.py"
+    program.write_text(documents.first_program(machine.ROOT / page) + "\nprint(comm.backend, xp.__name__)\n")
+    env = {"IPCREDUCE_WORKSPACE_MB": "1"} | ({} if gpus is None else {"SIM_DEVICES": str(gpus)})
+    lines = mpirun("tests.sim", 2, program, env=env).stdout.splitlines()
+    assert sorted(lines) == sorted(["0 1.0 1.0", "1 1.0 1.0", arrays, arrays])
 
 
 @pytest.mark.parametrize("wrong", ["assert y[0] == 4", "undefined_name"])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ipcreduce.coordination import calls as calls_module
-from ipcreduce.coordination import control_page
+from ipcreduce.coordination import control_page, resynchronisation
 from ipcreduce.coordination.calls import CallSequence
 from ipcreduce.coordination.control_page import Page
 from ipcreduce.coordination.fingerprint import Fingerprint, of_allreduce
@@ -72,7 +72,7 @@ class Engine:
 class Rank:
     def __init__(self, page: Page, timeout: float) -> None:
         self.page, self.engine = page, Engine()
-        self.calls = CallSequence(page.rank, timeout, page, self.engine, lambda *_: pytest.fail("not over the page"))
+        self.calls = CallSequence(page.rank, timeout, page, [self.engine], lambda *_: pytest.fail("not over the page"))
 
     def call(self, what: Fingerprint = SUM, stream: int = 0) -> int:
         """One call that is launched; its number."""
@@ -600,7 +600,7 @@ def test_the_page_is_clear_for_all_before_any_goes_on(monkeypatch: pytest.Monkey
     page = ranks[0].page
     monkeypatch.setattr(page, "clear", noting("clear", page.clear))
     monkeypatch.setattr(page, "write_meeting", noting("meeting", page.write_meeting))
-    monkeypatch.setattr(calls_module, "fence", noting("fence", calls_module.fence))
+    monkeypatch.setattr(resynchronisation, "fence", noting("fence", resynchronisation.fence))
     for name in ("quiesce", "reset"):
         ranks[0].engine.act[name] = noting(name, lambda: None)
 
@@ -786,12 +786,11 @@ def test_without_a_page():
         told.append((error, number))
         return next(answers)
 
-    calls = CallSequence(1, 5.0, None, None, refuse)
+    calls = CallSequence(1, 5.0, None, [], refuse)
     with calls.making():
         calls.enter(SUM, 0)
         assert calls.gather(calls.number, b"mine") == [b"mine"]
     calls.check_faults()
-    calls.raise_lost(1)
     calls.leave(ValueError("not told"))
     assert told == []
     for number in (2, 3):

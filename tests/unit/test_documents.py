@@ -43,6 +43,14 @@ def test_pieces_of_a_page(tmp_path: Path) -> None:
     ]
 
 
+def test_first_program(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\nx = 1\n```\n<!-- not shown:\nassert x\n-->\n```python\ny\n```\n")
+    assert documents.first_program(page) == "x = 1\n\nassert x\n"
+    page.write_text("<!-- not shown:\nhidden = 1\n-->\n```python\nx = 1\n```\n```python\ny\n```\n")
+    assert documents.first_program(page) == "x = 1\n"
+
+
 @pytest.mark.parametrize(
     "text",
     [

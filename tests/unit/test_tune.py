@@ -21,7 +21,7 @@ def candidates(nbytes: int, n: int, resident: int = plan.RESIDENT, before: Any =
 
     launches = SimpleNamespace(planned=planned, resident=resident)
     comm: Any = SimpleNamespace(
-        size=n, session=SimpleNamespace(require_engine=lambda what: SimpleNamespace(launches=launches))
+        size=n, _graph_session=SimpleNamespace(require_engine=lambda what: SimpleNamespace(launches=launches))
     )
     return list(tune._candidates(nbytes, comm, list(before)))
 

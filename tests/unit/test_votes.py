@@ -33,7 +33,7 @@ def make_ranks(n: int, timeout: float = 60.0) -> list[CallSequence]:
     """All in call 1, the recording; each has made as many calls within it as its rank number."""
     ranks = []
     for page in make_pages(n):
-        calls = CallSequence(page.rank, timeout, page, Engine(), lambda *_: pytest.fail("not over the page"))
+        calls = CallSequence(page.rank, timeout, page, [Engine()], lambda *_: pytest.fail("not over the page"))
         calls.number = 1
         calls.enter(Fingerprint.of("recording of a graph"), 0)
         calls.number += page.rank

@@ -8,7 +8,7 @@ import os
 from mpi4py import MPI
 
 from tests import sim
-from tests.sim.scenarios.by_files import ByFiles
+from tests.by_files import ByFiles
 
 parser = argparse.ArgumentParser(prog="tests.sim.scenarios")
 parser.add_argument("--visible")

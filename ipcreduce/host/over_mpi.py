@@ -1,4 +1,4 @@
-"""All-reduce of NumPy arrays over MPI, as on a laptop, with the bits of the kernels.
+"""All-reduce of NumPy arrays over MPI, for ranks that share no memory, with the bits of the kernels.
 
 Before the data, the ranks exchange a description of the call, so that a difference or a refused call is an
 error on every rank and never a hang or a truncated message.
@@ -21,7 +21,7 @@ _ONE_SHOT_BYTES = 64 << 10  # up to here every rank gets and folds everything; a
 _SEGMENT_BYTES = 64 << 20  # bounds the temporary memory, and MPI's 32-bit counts
 
 
-class HostReducer:
+class MpiReducer:
     """All-reduce over one MPI communicator (our own). Every call is collective and blocks until it is done."""
 
     def __init__(self, mpi: Any, timeout: float) -> None:

@@ -1,0 +1,42 @@
+"""The resynchronisation after a fault: all ranks meet on the page, alone, and start anew."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from . import faults
+from .backend import Engine
+from .control_page import Page
+from .records import fence
+from .rounds import Meetings
+
+
+def start_anew(
+    page: Page, engines: Sequence[Engine], meetings: Meetings, number: int, last_round: int, deadline: float
+) -> tuple[int, int]:
+    """Bring all ranks and what they use to the state of start-up, and the page with them. Collective.
+
+    After the first meeting all ranks are quiet, after the second all have reset.
+
+    :param number: of this rank's last call; ``last_round`` that of its last round.
+    :param deadline: on ``time.monotonic()``'s clock.
+    :returns: the highest of all ranks' numbers of calls, and of rounds.
+    :raises PeerLostError: if a rank has gone, or does not come until ``deadline``.
+    """
+
+    def check(missing: list[int]) -> None:
+        faults.raise_lost(page, number, any_call=True)
+        if time.monotonic() > deadline:
+            page.post_lost(missing[0], "it did not come to the clean-up after a fault")
+
+    for engine in engines:
+        engine.quiesce(deadline)
+    everyone = meetings.meet(number, last_round, check)
+    for engine in engines:
+        engine.reset()
+    page.clear()
+    fence()  # before a peer goes on, and writes to the page, this has to be visible
+    meetings.meet(number, last_round, check)
+    calls, rounds = zip(*everyone, strict=True)
+    return max(calls), max(rounds)

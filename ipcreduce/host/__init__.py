@@ -1,0 +1,1 @@
+"""All-reduce of host arrays: through shared memory, or over MPI."""

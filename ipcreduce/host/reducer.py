@@ -1,0 +1,91 @@
+"""The backend of host arrays: through shared memory where the ranks have some, else over MPI."""
+
+from __future__ import annotations
+
+import math
+import time
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from .. import operands
+from ..coordination.calls import CallSequence
+from ..coordination.fingerprint import Fingerprint
+from ..handles import DEFAULT_STREAM
+from .over_mpi import MpiReducer
+from .shared import SharedReducer
+
+_MOST_KNOWN = 4096
+Array = np.ndarray[Any, Any]
+
+
+class HostReducer:
+    """The all-reduces of NumPy arrays of one communicator. Its lock is held around every method.
+
+    :param shared: None for ranks that share no memory: MPI carries the data then. If they share no control page
+        either, they compare their calls over MPI, too.
+    """
+
+    def __init__(self, calls: CallSequence, mpi: MpiReducer, shared: SharedReducer | None) -> None:
+        self._calls, self._mpi, self._shared = calls, mpi, shared
+        self._known: dict[tuple[tuple[int, ...], str, str], Fingerprint] = {}
+
+    def allreduce(self, array: Array, op: Any, out: Any) -> Array:
+        """One call: see :meth:`ipcreduce.Communicator.allreduce`. After an error the values in ``out`` are undefined.
+
+        :raises IpcReduceError: if the arguments are wrong, or the ranks do not come or differ.
+        """
+        name = operands.check_host(array, op, out)
+        calls = self._calls
+        if not calls.has_page:
+            result = self._over_mpi(array, op, f"{op} of {name} {array.shape}")
+        else:
+            what = self._fingerprint(array.shape, name, op)
+            calls.enter(what, DEFAULT_STREAM)
+            if self._shared is not None:
+                return self._through_memory(self._shared, what, array, op, out)
+            calls.gather(calls.number, b"")
+            result = self._over_mpi(array, op, None)
+        if out is None:
+            return result
+        out[...] = result
+        return out
+
+    def _fingerprint(self, shape: tuple[int, ...], name: str, op: str) -> Fingerprint:
+        key = shape, name, op
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            found = self._known[key] = Fingerprint.of(f"{op} of {name} {shape} on the host")
+        return found
+
+    def _through_memory(
+        self, shared: SharedReducer, what: Fingerprint, array: Array, op: str, out: Array | None
+    ) -> Array:
+        calls = self._calls
+        source = array if array.flags.c_contiguous else np.ascontiguousarray(array)
+        through = out is not None and out.flags.c_contiguous
+        target = out if out is not None and through else np.empty(array.shape, array.dtype)
+        check = partial(calls.check_wait, calls.number, time.monotonic() + calls.timeout)
+        shared.allreduce(source, op, target, check, partial(calls.compare, what))
+        if out is None or target is out:
+            return target
+        out[...] = target
+        return out
+
+    def _over_mpi(self, array: Array, op: str, compared: str | None) -> Array:
+        calls, mpi = self._calls, self._mpi
+        number = calls.number
+        interrupt = None if compared is not None else partial(calls.check_wait, number, math.inf, [])
+        try:
+            return mpi.allreduce(array, op, number, compared, interrupt)
+        except BaseException as error:
+            if mpi.halfway:
+                calls.give_up(mpi.left_halfway(number, error))
+            raise
+
+    def close(self) -> None:
+        """Let go of the shared memory. There are no more calls."""
+        self._shared = None

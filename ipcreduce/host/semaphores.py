@@ -1,0 +1,67 @@
+"""Semaphores of the C library that several processes share (POSIX ``sem_overview``).
+
+They order memory: stores before :func:`post` are visible behind the :func:`try_wait` or :func:`wait` that takes it, on
+every processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+
+from ..errors import UnsupportedError
+
+BYTES = 64  # for each, a cache line: a sem_t takes 16 to 32
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class _Library:
+    """The functions of the C library. Those that never wait keep the GIL, since releasing it takes longer."""
+
+    def __init__(self) -> None:
+        try:
+            quick, waiting = ctypes.PyDLL(None), ctypes.CDLL(None)
+            self.init, self.post, self.try_wait = quick.sem_init, quick.sem_post, quick.sem_trywait
+            self.init.argtypes = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint
+            self.post.argtypes = self.try_wait.argtypes = (ctypes.c_void_p,)
+            if hasattr(waiting, "sem_clockwait"):
+                self.clock, self.now, self.wait = [time.CLOCK_MONOTONIC], time.monotonic, waiting.sem_clockwait
+            else:  # musl; glibc before 2.30
+                self.clock, self.now, self.wait = [], time.time, waiting.sem_timedwait
+        except (OSError, AttributeError) as error:
+            raise UnsupportedError(f"the C library has no semaphores ({error})") from None
+        self.wait.argtypes = (ctypes.c_void_p, *(ctypes.c_int for _ in self.clock), ctypes.c_void_p)
+
+
+_libraries: list[_Library] = []
+
+
+def library() -> _Library:
+    """The functions. ``post`` and ``try_wait`` take an address; the latter returns 0 if it has taken the semaphore.
+
+    :raises UnsupportedError: if the C library has none.
+    """
+    if not _libraries:
+        _libraries.append(_Library())
+    return _libraries[0]
+
+
+def init(address: int) -> None:
+    """Make a semaphore of value 0 at ``address``, in shared memory."""
+    if library().init(address, 1, 0):
+        raise UnsupportedError("sem_init has failed: the C library has no semaphores between processes")
+
+
+def wait(address: int, seconds: float) -> bool:
+    """Wait for a semaphore up to ``seconds``, and take it. False if it did not come, or a signal came.
+
+    Other threads run meanwhile. Short waits again and again let Python's signal handlers run.
+    """
+    found = library()
+    fraction, whole = math.modf(found.now() + seconds)
+    until = _Timespec(int(whole), int(fraction * 1e9))
+    return bool(found.wait(address, *found.clock, ctypes.addressof(until)) == 0)

@@ -1,0 +1,109 @@
+"""All-reduce of NumPy arrays through a shared segment, with the bits of the kernels.
+
+Small messages are one-shot: every rank writes its data, hands it over, and reduces everybody's. Larger ones are
+two-shot, chunk by chunk: each rank reduces its share of the chunk, and all copy the results. These are the algorithms
+of the kernels (kernels/one_shot.cuh, two_shot.cuh), with a handover in place of packets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..handles import Stream
+from ..numerics import reduce
+from .segment import Segment
+
+Check = Callable[[list[int]], None]
+Array = np.ndarray[Any, Any]
+
+
+class SharedReducer:
+    """All-reduce through one segment. Every call is collective and blocks until it is done.
+
+    It is an :class:`ipcreduce.coordination.backend.Engine` of a call sequence: nothing of it runs between calls.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment, self._rank, self._n = segment, segment.rank, segment.n
+        self._part = 0  # of the places for small messages, of the last one
+        self._parts: dict[Any, list[list[Array]]] = {}  # these, by part and rank, as arrays of a dtype
+
+    def allreduce(self, array: Array, op: str, out: Array, check: Check, agreed: Callable[[], None]) -> None:
+        """Reduce every rank's ``array`` into ``out``: contiguous, of the same shape and dtype.
+
+        After an error the values in ``out`` are undefined.
+
+        :param check: called while this rank waits, with the ranks that have not come; raises to give up.
+        :param agreed: called once every rank has come to this call; raises if their calls differ.
+        """
+        source, target = array.reshape(-1), out.reshape(-1)
+        if source.nbytes <= self._segment.small_bytes:
+            self._one_shot(source, op, target, check, agreed)
+            return
+        if array is not out and np.may_share_memory(source, target):  # shifted: results would overwrite later data
+            source = source.copy()
+        length = self._segment.area_bytes // source.itemsize
+        for begin in range(0, source.size, length):
+            self._two_shot(source[begin : begin + length], op, target[begin : begin + length], check, agreed)
+            agreed = _nothing
+
+    def _one_shot(self, source: Array, op: str, target: Array, check: Check, agreed: Callable[[], None]) -> None:
+        """Two parts in turns are enough: a peer hands over once more only after it has read the last ones."""
+        parts = self._parts.get(source.dtype) or self._view_parts(source.dtype)
+        self._part = 1 - self._part
+        size = source.size
+        views = [part[:size] for part in parts[self._part]]
+        views[self._rank][:] = source
+        self._segment.hand_over(check)
+        agreed()
+        reduce(views, op, target)
+
+    def _view_parts(self, dtype: Any) -> list[list[Array]]:
+        parts = self._parts[dtype] = [[one.view(dtype) for one in part] for part in self._segment.small]
+        return parts
+
+    def _two_shot(self, source: Array, op: str, target: Array, check: Check, agreed: Callable[[], None]) -> None:
+        """Each rank's area takes its data for the others, apart from that the result of its own share.
+
+        One area is enough, since the second handover says that all data are read; and one place for results, since the
+        first handover of the next chunk says that the results are. They lie apart, since chunks differ in length.
+        """
+        rank, n, size = self._rank, self._n, source.size
+        length = -(-size // n)
+        areas = [area[: source.nbytes].view(source.dtype) for area in self._segment.areas]
+        shares = [slice(min(j * length, size), min((j + 1) * length, size)) for j in range(n)]
+        results = [
+            result[: (share.stop - share.start) * source.itemsize].view(source.dtype)
+            for result, share in zip(self._segment.results, shares, strict=True)
+        ]
+        own, mine = areas[rank], shares[rank]
+        own[: mine.start], own[mine.stop :] = source[: mine.start], source[mine.stop :]
+        self._segment.hand_over(check)
+        agreed()
+        reduce([area[mine] if j != rank else source[mine] for j, area in enumerate(areas)], op, results[rank])
+        self._segment.hand_over(check)
+        for result, share in zip(results, shares, strict=True):
+            target[share] = result
+
+    # ---- as the engine of a call sequence
+    def drain(self) -> None:
+        """Nothing runs between calls."""
+
+    def quiesce(self, deadline: float) -> None:
+        """Nothing runs between calls."""
+
+    def reset(self) -> None:
+        """Forget the handovers of calls that failed, once every rank is quiet."""
+        self._segment.drain()
+        self._part = 0
+
+    def is_capturing(self, stream: Stream) -> bool:
+        """False: host arrays are not captured."""
+        return False
+
+
+def _nothing() -> None:
+    pass

@@ -1,1 +1,0 @@
-"""All-reduce of host arrays over MPI."""

@@ -1,0 +1,177 @@
+"""Start-up of a communicator: the ranks meet, share a control page and memory, and choose the backends."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from .coordination import exchange, watchdog
+from .coordination.control_page import Page
+from .coordination.watchdog import Watch
+from .errors import ArgumentError, PeerTimeoutError, UnsupportedError, report
+from .host.segment import Segment
+from .host.shared import SharedReducer
+from .ipc import startup as ipc_startup
+from .ipc.devices import raise_wrong
+from .ipc.engine import Engine
+from .ipc.options import Options
+
+# Duplications of communicators that a rank has given up waiting for. MPI cannot cancel one, so the next start-up over
+# the same communicator takes it up again: else the ranks' start-ups would never fit together any more.
+_pending: list[tuple[Any, Any, Any]] = []
+
+
+@dataclass
+class Started:
+    """The parts of a communicator that start-up has made, the same ones on every rank.
+
+    :ivar page: the control page; None for ranks that share no memory, and then all else is None too.
+    :ivar shared: carries host arrays; None: MPI does.
+    :ivar reasons: the reason against each of "ipc" (our kernels) and "shm" (host arrays through shared memory) that
+        was not chosen.
+    """
+
+    page: Page | None = None
+    watch: Watch | None = None
+    shared: SharedReducer | None = None
+    engine: Engine | None = None
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def duplicate(mpi_comm: Any, timeout: float) -> Any:
+    """A communicator of our own over the same ranks, so that our messages never meet the program's. Collective.
+
+    :raises PeerTimeoutError: if a rank does not come within ``timeout`` seconds.
+    """
+    kept = [one for one in _pending if one[0] == mpi_comm]
+    _pending[:] = [one for one in _pending if one[0] != mpi_comm]
+    mine, request = kept[0][1:] if kept else mpi_comm.Idup()
+    try:
+        exchange.complete(request, mpi_comm, time.monotonic() + timeout, "start-up", advice=_LATE)
+    except BaseException:
+        _pending.append((mpi_comm, mine, request))
+        raise
+    return mine
+
+
+_LATE = "Look for a rank that has not made its Communicator, then make it again on every rank."
+
+
+def start(mpi: Any, options: Options) -> Started:
+    """Make all that the ranks can use. Collective.
+
+    :param mpi: a communicator of our own.
+    :raises ArgumentError: if the ranks' options differ, or are wrong on one.
+    :raises PeerTimeoutError: if a rank does not come, or comes after another one has given up.
+    """
+    deadline = time.monotonic() + options.timeout
+    everyone = _meet(mpi, options, deadline)
+    started = Started()
+    hosts = len(set(everyone["host"]))
+    try:
+        if hosts > 1:
+            raise UnsupportedError(f"the ranks are on {hosts} hosts")
+        started.page = page = _share(mpi, "the control page", Page.create, Page.open, deadline)
+        page.join(*watchdog.own_identity())
+        with exchange.step(mpi, deadline, "watching the other ranks"):
+            started.watch = watchdog.watch(page)
+    except UnsupportedError as error:
+        return Started(reasons={"ipc": str(error), "shm": str(error)})
+    try:
+        segment = _share(mpi, "memory for host arrays", Segment.create, Segment.open, deadline)
+        started.shared = SharedReducer(segment)
+    except UnsupportedError as error:
+        started.reasons["shm"] = str(error)
+    try:
+        _check_gpus(everyone)
+        started.engine = ipc_startup.start(mpi, options, page, deadline)
+    except UnsupportedError as error:
+        started.reasons["ipc"] = str(error)
+    except BaseException:
+        if started.watch is not None:
+            started.watch.stop()
+        raise
+    return started
+
+
+def _meet(mpi: Any, options: Options, deadline: float) -> np.ndarray[Any, Any]:
+    """Every rank's exchange.IDENTITY; not ok if it has no GPU to use."""
+    rank = mpi.Get_rank()
+    record = exchange.message(
+        exchange.IDENTITY, options.wrong or ipc_startup.missing(), wrong=options.wrong is not None, host=_host(),
+        until=deadline, timeout=options.timeout, algorithm=options.algorithm or "", workspace=options.workspace,
+    )  # fmt: skip
+    everyone = exchange.allgather(mpi, record, deadline, "start-up")
+    raise_wrong(rank, everyone)
+    gone = np.flatnonzero((everyone["until"] < time.monotonic()) & (everyone["host"] == record[0]["host"]))
+    if len(gone):
+        raise PeerTimeoutError(report(
+            rank, 0, expected="all ranks at start-up at one time",
+            found=f"that rank {gone[0]} has given up waiting", advice=_LATE,
+        ))  # fmt: skip
+    for other, identity in enumerate(everyone):
+        for name in ("timeout", "algorithm", "workspace"):
+            if identity[name] != record[0][name]:
+                raise ArgumentError(
+                    f"rank {rank}, start-up: expected the same {name} on every rank; found "
+                    f"{_shown(record[0][name])} here and {_shown(identity[name])} on rank {other}. Pass (or set) the "
+                    "same everywhere."
+                )
+    return everyone
+
+
+def _shown(value: Any) -> str:
+    return (value.decode() or "None") if isinstance(value, bytes) else str(value)
+
+
+def _host() -> str:
+    """An identifier of this host. Containers of one host count as one, and share nothing if they share no memory."""
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+    return socket.gethostname()
+
+
+def _check_gpus(everyone: np.ndarray[Any, Any]) -> None:
+    for rank, other in enumerate(everyone):
+        if not other["ok"]:
+            raise UnsupportedError(f"rank {rank} has no GPU to use: {exchange.text_of(other)}")
+
+
+class _Shareable(Protocol):
+    path: str
+
+    def unlink(self) -> None: ...
+
+
+_Shared = TypeVar("_Shared", bound=_Shareable)
+
+
+def _share(
+    mpi: Any, name: str, create: Callable[[int, int], _Shared], open_it: Callable[[str, int, int], _Shared],
+    deadline: float,
+) -> _Shared:  # fmt: skip
+    """Shared memory that rank 0 creates and all others open. :raises UnsupportedError: if a rank cannot."""
+    rank, n = mpi.Get_rank(), mpi.Get_size()
+    mine: _Shared | None = None
+    error: Exception | None = None
+    try:
+        mine = create(rank, n) if rank == 0 else None
+    except (OSError, UnsupportedError) as caught:
+        error = caught
+    try:
+        record = exchange.message(exchange.PAGE, error, path=mine.path if mine is not None else "")
+        pages = exchange.allgather(mpi, record, deadline, f"creating {name}")
+        exchange.check(mpi, pages, f"creating {name}")
+        with exchange.step(mpi, deadline, f"opening {name} (is /dev/shm shared between the ranks?)"):
+            mine = mine if mine is not None else open_it(bytes(pages[0]["path"]).decode(), rank, n)
+    finally:
+        if mine is not None and rank == 0:
+            mine.unlink()
+    assert mine is not None
+    return mine

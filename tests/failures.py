@@ -1,0 +1,191 @@
+"""``python -m tests.failures``: ranks that are killed, stopped, exit or raise at random moments; what the others hear.
+
+Host ranks, among plain processes, since mpirun ends the others when one dies. Each turn is a job of its own. Its
+victim is another rank, and its moment random, between or within all-reduces of 8 B to 8 MB. A turn is right if every
+survivor gets the right error, which names the victim, within the bound, and if close() returns; and where the victim
+was only stopped, if the ranks then go on together. Prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from tests import machine
+
+SIZES = (1, 100, 10_000, 100_000, 1_000_000)
+TIMEOUT_SECONDS = 2.0  # of the communicators of ranks that are stopped
+# The errors that may reach a survivor, with words about the victim, and the seconds in which they have to.
+LOST = ("PeerLostError", "expected rank {victim} to take part")
+EXPECTED = {
+    "killed": ([LOST], 1.0),
+    "exited": ([LOST, ("PeerFailedError", "rank {victim} refused it (SystemExit")], 1.0),  # within a call
+    "raised": ([LOST, ("PeerFailedError", "rank {victim} refused it (RuntimeError: of the program")], 1.0),  # the same
+    "stopped": ([("PeerTimeoutError", "rank {victim} never came")], TIMEOUT_SECONDS + 1.0),
+}
+KINDS = tuple(EXPECTED)
+_SHOWN_SECONDS = 60.0
+
+
+# ---- one rank
+def rank_program(directory: str, rank: int, size: int, kind: str, seed: int) -> None:
+    import numpy as np
+
+    from ipcreduce import Communicator, IpcReduceError
+    from tests.by_files import ByFiles
+
+    moment, numbers = random.Random(seed), np.random.default_rng(seed)
+    victim, delay = seed % size, moment.uniform(0.05, 0.4)
+    comm = Communicator(ByFiles(directory, str(rank), str(size)), timeout=TIMEOUT_SECONDS if kind == "stopped" else 60)
+    if rank == victim:
+        prepare(kind, delay, Path(directory))
+    notes: dict[str, Any] = {}
+    total = size * (size + 1) // 2
+    try:
+        while True:
+            array = np.full(int(numbers.choice(SIZES)), rank + 1.0)
+            assert (comm.allreduce(array) == total).all(), "wrong data"
+    except IpcReduceError as error:
+        notes = {"at": time.monotonic(), "error": type(error).__name__, "text": str(error)}
+    if notes["error"] == "PeerFailedError":  # the next call waits for a rank that has left the program by now
+        try:
+            comm.allreduce(np.ones(3))
+        except IpcReduceError as error:
+            notes |= {"at": time.monotonic(), "next": f"{type(error).__name__}: {error}"}
+    if kind == "stopped":
+        (Path(directory) / f"heard{rank}").touch()
+        for _ in range(3 * size):
+            with contextlib.suppress(IpcReduceError):
+                notes["goes on"] = bool((comm.allreduce(np.full(1000, rank + 1.0)) == total).all())
+                break
+    started = time.monotonic()
+    comm.close()
+    notes["close"] = time.monotonic() - started
+    print(json.dumps(notes), flush=True)
+
+
+def prepare(kind: str, delay: float, directory: Path) -> None:
+    """Let this process do it ``delay`` seconds from now."""
+
+    def act(*_: Any) -> None:
+        (directory / "at").write_text(str(time.monotonic()))
+        if kind in ("killed", "stopped"):
+            os.kill(os.getpid(), signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
+        elif kind == "exited":
+            sys.exit(0)
+        else:
+            raise RuntimeError("of the program")
+
+    if kind in ("killed", "stopped"):  # in the middle of whatever the main thread does
+        threading.Timer(delay, act).start()
+    else:
+        signal.signal(signal.SIGALRM, act)
+        signal.setitimer(signal.ITIMER_REAL, delay)
+
+
+# ---- all of them
+def turn(kind: str, size: int, seed: int) -> dict[str, Any]:
+    """One job. ``wrong`` says what was not right in it; "" for nothing."""
+    victim = seed % size
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "tests.failures", "--rank", directory]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank), str(size), kind, str(seed)], cwd=machine.ROOT, env=machine.environment(),
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+            for rank in range(size)
+        ]  # fmt: skip
+        try:
+            if kind == "stopped":
+                heard = [Path(directory) / f"heard{rank}" for rank in range(size) if rank != victim]
+                until = time.monotonic() + _SHOWN_SECONDS
+                while not all(file.exists() for file in heard) and time.monotonic() < until:
+                    time.sleep(0.01)
+                ranks[victim].send_signal(signal.SIGCONT)
+            outputs = [process.communicate(timeout=_SHOWN_SECONDS)[0] for process in ranks]
+            acted = float((Path(directory) / "at").read_text())
+        except (subprocess.TimeoutExpired, OSError) as error:
+            return {"wrong": f"{kind}, {size} ranks, seed {seed}: {error}", "seconds": []}
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+    seconds, wrong = [], []
+    for rank in range(size):
+        if rank == victim:
+            continue
+        try:
+            notes = json.loads(outputs[rank].splitlines()[-1])
+            seconds.append(notes["at"] - acted)
+            wrong += problems(kind, victim, notes, seconds[-1])
+        except (ValueError, IndexError, KeyError):
+            wrong.append(outputs[rank][-1000:])
+    return {"wrong": "; ".join(f"{kind}, {size} ranks, seed {seed}: {one}" for one in wrong), "seconds": seconds}
+
+
+def problems(kind: str, victim: int, notes: dict[str, Any], seconds: float) -> list[str]:
+    """What is not right in a survivor's notes."""
+    errors, bound = EXPECTED[kind]
+    found = []
+    if not any(notes["error"] == name and words.format(victim=victim) in notes["text"] for name, words in errors):
+        found.append(f"got {notes['error']}: {notes['text']}")
+    if notes["error"] == "PeerFailedError" and not notes.get("next", "").startswith(
+        "PeerLostError"
+    ):  # perhaps by others
+        found.append(f"got then {notes.get('next')}")
+    if seconds > bound:
+        found.append(f"heard after {seconds:.2f} s")
+    if notes["close"] > 6.5:
+        found.append(f"close() took {notes['close']:.1f} s")
+    if kind == "stopped" and not notes.get("goes on"):
+        found.append("did not go on")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="tests.failures", description=__doc__)
+    parser.add_argument("--turns", type=int, default=20, help="of each kind, for each number of ranks (20)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--json", type=Path, help="write the table there, too")
+    parser.add_argument("--rank", nargs=5, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        directory, rank, size, kind, seed = args.rank
+        rank_program(directory, int(rank), int(size), kind, int(seed))
+        return 0
+    rows, wrong = [], []
+    print(f"{'':10} {'ranks':>5} {'turns':>5} {'right':>5} {'heard after, s: median':>23} {'most':>6}")
+    for kind in KINDS:
+        for size in args.ranks:
+            turns = [turn(kind, size, seed) for seed in range(args.turns)]
+            seconds = [one for each in turns for one in each["seconds"]] or [float("nan")]
+            wrong += [each["wrong"] for each in turns if each["wrong"]]
+            right = sum(not each["wrong"] for each in turns)
+            row = {"kind": kind, "ranks": size, "turns": len(turns), "right": right}
+            row |= {"median_s": round(statistics.median(seconds), 3), "most_s": round(max(seconds), 3)}
+            rows.append(row)
+            print(
+                f"{kind:10} {size:5} {len(turns):5} {right:5} {row['median_s']:23.3f} {row['most_s']:6.3f}", flush=True
+            )
+    if args.json:
+        args.json.write_text(json.dumps({"command": " ".join(sys.argv[1:]), "rows": rows}, indent=1) + "\n")
+    for text in wrong:
+        print(text, file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+"""The first program of the documents runs as it is on a machine without GPUs, and CuPy."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import documents, machine
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/getting_started.md"])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_the_first_program(
+    mpirun: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, page: str, n: int
+) -> None:
+    program = tmp_path / "app.py"
+    program.write_text(documents.first_program(machine.ROOT / page) + "\nprint(comm.backend, xp.__name__)\n")
+    (tmp_path / "cupy.py").write_text("raise ImportError('no CuPy')\n")
+    lines = mpirun(program, n, env={"CUDA_VISIBLE_DEVICES": ""}).stdout.splitlines()
+    total = n * (n - 1) // 2
+    expected = [f"{rank} {total}.0 {n - 1}.0" for rank in range(n)] + ["mpi numpy"] * n
+    assert sorted(lines) == sorted(expected)

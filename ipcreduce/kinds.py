@@ -18,7 +18,7 @@ _VIEWS: dict[str, tuple[str, tuple[str, ...]]] = {
     "complex128": ("float64", ("sum", "avg")),
 }
 _INSTEAD = {
-    "bool": 'Pass "max" for any and "min" for all, or array.astype(int) to count',
+    "bool": 'Pass "max" for any or "min" for all; to count, pass ints',
     "complex64": "Reduce array.real and array.imag, or abs(array)",
     "complex128": "Reduce array.real and array.imag, or abs(array)",
 }
@@ -45,9 +45,7 @@ def op_name(op: Any) -> str:
         found = f"MPI.{min(others)}" if others else "an MPI.Op of the program's own"
     elif isinstance(op, str) and (close := get_close_matches(op.strip().lower(), _OPS, 1)):
         advice = f'Pass "{close[0]}"'
-    raise ArgumentError(
-        f"op must be one of {', '.join(_OPS)}, or MPI's {', '.join(_MPI_OPS)}; found {found}. {advice}"
-    )
+    raise ArgumentError(f"op must be one of {', '.join(_OPS)}, or MPI's {', '.join(_MPI_OPS)}; found {found}. {advice}")
 
 
 def kind_name(dtype: np.dtype[Any], op: str) -> str:

@@ -23,7 +23,7 @@ LAYERS = (
     ("ipcreduce.errors", "ipcreduce.handles", "ipcreduce.numerics", "ipcreduce.kinds", "ipcreduce.lifetime"),
     ("ipcreduce.coordination", "ipcreduce.cuda"),
     ("ipcreduce.arrays",),
-    ("ipcreduce.operands",),
+    ("ipcreduce.operands", "ipcreduce.host_operands"),
     ("ipcreduce.ipc", "ipcreduce.host"),
     ("ipcreduce.graphs",),
     ("ipcreduce.startup", "ipcreduce.communicator"),

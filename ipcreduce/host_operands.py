@@ -74,9 +74,9 @@ class HostOperands:
             return self._out
         if self._viewed:
             reduced = reduced.view(self.kind).reshape(self.shape)
-        if isinstance(self._array, np.generic):
-            return reduced[()]
-        return reduced.item() if isinstance(self._array, arrays.NUMBERS) else reduced
+        if isinstance(self._array, np.ndarray) or not isinstance(self._array, arrays.NUMBERS):
+            return reduced
+        return reduced[()] if isinstance(self._array, np.generic) else reduced.item()
 
 
 def _as_numpy(array: Any, what: str) -> Array:

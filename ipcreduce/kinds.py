@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import sys
 from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from .errors import ArgumentError
-from .numerics import DTYPE_NAMES, DTYPES, OPS
+from .numerics import DTYPES, KIND_NAMES, OPS, VIEWS
 
-# Kinds that are reduced as another dtype in the same memory: its name, and the ops that mean the same on it.
-_VIEWS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "bool": ("uint8", ("min", "max")),
-    "complex64": ("float32", ("sum", "avg")),
-    "complex128": ("float64", ("sum", "avg")),
-}
 _INSTEAD = {
     "bool": 'Pass "max" for any or "min" for all; to count, pass ints',
     "complex64": "Reduce array.real and array.imag, or abs(array)",
     "complex128": "Reduce array.real and array.imag, or abs(array)",
 }
-KIND_NAMES = (*DTYPE_NAMES, *_VIEWS)  # a name's index is its code, as in DTYPE_NAMES: never reorder
-_KINDS = DTYPES | {np.dtype(name): name for name in _VIEWS}
+_KINDS = DTYPES | {np.dtype(name): name for name in VIEWS}
 _OPS = dict(zip(OPS, OPS, strict=True)) | {"mean": "avg"}
 _MPI_OPS = ("SUM", "PROD", "MIN", "MAX")
 
@@ -48,6 +42,7 @@ def op_name(op: Any) -> str:
     raise ArgumentError(f"op must be one of {', '.join(_OPS)}, or MPI's {', '.join(_MPI_OPS)}; found {found}. {advice}")
 
 
+@cache
 def kind_name(dtype: np.dtype[Any], op: str) -> str:
     """The name of a dtype, of which ``op``, one of :data:`OPS`, can be made. :raises ArgumentError: if it cannot."""
     name = _KINDS.get(dtype)
@@ -56,7 +51,7 @@ def kind_name(dtype: np.dtype[Any], op: str) -> str:
             f"dtype must be one of {', '.join(KIND_NAMES)}; found {dtype}. Convert the array to one of these, as by "
             'array.astype("float32")'
         )
-    _, ops = _VIEWS.get(name, (name, OPS))
+    _, ops = VIEWS.get(name, (name, OPS))
     if op not in ops:
         raise ArgumentError(f"op must be {' or '.join(ops)} for {name}; found {op}. {_INSTEAD[name]}")
     return name
@@ -64,4 +59,4 @@ def kind_name(dtype: np.dtype[Any], op: str) -> str:
 
 def reduced_as(kind: str) -> str:
     """The name of the dtype, one of :data:`DTYPE_NAMES`, as which kernels reduce a kind: bool as uint8, say."""
-    return _VIEWS[kind][0] if kind in _VIEWS else kind
+    return VIEWS[kind][0] if kind in VIEWS else kind

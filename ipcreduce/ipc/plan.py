@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..kinds import KIND_NAMES
-from ..numerics import OPS
+from ..numerics import KIND_NAMES, OPS
 
 ALGORITHMS = ("one_shot", "two_shot", "direct")
 MAX_RANKS = 8

@@ -65,7 +65,7 @@ def test_no_bindings(bindings: Any, call: Any, monkeypatch: pytest.MonkeyPatch):
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(driver.ctypes, "CDLL", missing)
-    with pytest.raises(UnsupportedError, match="^no NVIDIA driver on this machine$"):
+    with pytest.raises(UnsupportedError, match=r"^no NVIDIA driver on this machine$"):
         call()
 
 

@@ -13,9 +13,16 @@ from .cuda.cupy_runtime import current_device, load, on_stream, stream_of
 from .errors import ArgumentError, Location
 from .handles import Stream
 
+NUMBERS = (np.generic, bool, int, float, complex)
+_ON_HOST = (1, 3, 11)  # DLPack's kDLCPU, kDLCUDAHost, kDLROCMHost
+_ON_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged
+
 
 def is_device(array: Any, what: str = "array") -> bool:
-    """True if ``array``, argument ``what``, lies on a GPU. :raises ArgumentError: for anything but such an array."""
+    """True if ``array``, argument ``what``, lies on a GPU; False for arrays on the host, and for numbers.
+
+    :raises ArgumentError: for anything else.
+    """
     if isinstance(array, np.ndarray):
         return False
     if cupy_runtime.cupy is not None and isinstance(array, cupy_runtime.cupy.ndarray):
@@ -24,16 +31,18 @@ def is_device(array: Any, what: str = "array") -> bool:
     name = f"{kind.__module__}.{kind.__qualname__}"
     if _has(array, "__dlpack_device__"):
         device_type = int(array.__dlpack_device__()[0])
-        if device_type in (2, 13):  # kDLCUDA, kDLCUDAManaged
-            return True
+        if device_type in (*_ON_GPU, *_ON_HOST):
+            return device_type in _ON_GPU
         raise ArgumentError(
-            f"{what} must be a NumPy array or lie on an NVIDIA GPU; found {name} on DLPack device type {device_type}. "
-            "Pass numpy.asarray(it), or move it to the GPU"
+            f"{what} must lie on an NVIDIA GPU or on the host; found {name} on DLPack device type {device_type}. Move "
+            "it to the GPU, or to the host"
         )
     if _has(array, "__cuda_array_interface__"):
         return True
+    if isinstance(array, NUMBERS):
+        return False
     raise ArgumentError(
-        f"{what} must be a NumPy array, or a device array with __dlpack__ or __cuda_array_interface__; found "
+        f"{what} must be a NumPy array, a number, or an array with __dlpack__ or __cuda_array_interface__; found "
         f"{name}. Pass numpy.asarray(it) or cupy.asarray(it)"
     )
 
@@ -54,11 +63,7 @@ def view(array: Any, stream: Stream, ordered: bool = True) -> Any:
     cupy = load()
     if isinstance(array, cupy.ndarray):
         return array
-    if method := torch_runtime.pending(array):
-        raise ArgumentError(
-            f"a tensor must hold its values; found one whose memory PyTorch reads as negated or conjugated. Pass "
-            f"tensor.{method}()"
-        )
+    _check_pending(array)
     try:
         if _has(array, "__dlpack__"):
             with on_stream(stream):
@@ -68,6 +73,32 @@ def view(array: Any, stream: Stream, ordered: bool = True) -> Any:
         raise
     except Exception as error:  # exporters raise what they like: PyTorch for a tensor that requires grad, say
         raise ArgumentError(f"the {type(array).__qualname__} does not give its memory: {error}") from error
+
+
+def _check_pending(array: Any) -> None:
+    if method := torch_runtime.pending(array):
+        raise ArgumentError(
+            f"a tensor must hold its values; found one whose memory PyTorch reads as negated or conjugated. Pass "
+            f"tensor.{method}()"
+        )
+
+
+def host_view(array: Any, what: str = "array") -> np.ndarray[Any, Any]:
+    """A NumPy array over the same memory as ``array``, which lies on the host and has DLPack.
+
+    :raises ArgumentError: if the exporter refuses, or NumPy lacks the dtype.
+    """
+    _check_pending(array)
+    kind = type(array).__qualname__
+    try:
+        return array_protocols.host_view(array)
+    except Exception as error:  # exporters raise what they like: PyTorch for a tensor that requires grad, say
+        if "bfloat16" in str(getattr(array, "dtype", "")):
+            raise ArgumentError(
+                f"{what} must have a dtype that NumPy takes by DLPack; found bfloat16 in a {kind} on the host. Pass "
+                "tensor.float(), or NumPy's view of it: tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)"
+            ) from error
+        raise ArgumentError(f"the {kind} does not give its memory: {error}") from error
 
 
 class _Unordered:

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from . import arrays, lifetime, operands, startup
+from .annotations import Array, DType, Number, NumpyNumber, Op, Out, Shape
 from .coordination import exchange
 from .coordination.calls import CallSequence
 from .cuda import cupy_runtime
@@ -111,17 +112,33 @@ class Communicator:
         return "\n".join(lines)
 
     # ---- the operation
-    def allreduce(self, array: Any, op: str = "sum", *, out: Any = None, stream: Any = None) -> Any:
+    @overload
+    def allreduce(self, array: NumpyNumber, op: Op = ..., *, out: None = ..., stream: Any = ...) -> NumpyNumber: ...
+    @overload
+    def allreduce(self, array: Number, op: Op = ..., *, out: None = ..., stream: Any = ...) -> Number: ...
+    @overload
+    def allreduce(
+        self, array: np.ndarray[Shape, DType], op: Op = ..., *, out: None = ..., stream: Any = ...
+    ) -> np.ndarray[Shape, DType]: ...
+    @overload
+    def allreduce(self, array: Array, op: Op = ..., *, out: None = ..., stream: Any = ...) -> Any: ...
+    @overload
+    def allreduce(self, array: Array, op: Op = ..., *, out: Out, stream: Any = ...) -> Out: ...
+    def allreduce(self, array: Any, op: Any = "sum", *, out: Any = None, stream: Any = None) -> Any:
         """The element-wise reduction of every rank's ``array``; every rank gets the same bits.
 
-        :param array: NumPy, CuPy, or any device array with DLPack or ``__cuda_array_interface__``; any shape, alignment
-            and layout; the same shape and dtype on every rank. dtypes: float16, bfloat16, float32, float64, and
-            signed and unsigned integers of 8 to 64 bits.
-        :param op: "sum", "prod", "min", "max" or "avg".
-        :param out: the array for the result, of the same shape, dtype and kind; ``out=array`` is in place.
+        :param array: NumPy, CuPy, or any array with DLPack or ``__cuda_array_interface__``, on the device or on the
+            host; any shape, alignment and layout; the same shape and dtype on every rank. dtypes: float16, bfloat16,
+            float32, float64, signed and unsigned integers of 8 to 64 bits; bool for "min" and "max"; complex64 and
+            complex128 for "sum" and "avg". Or a number of Python's or NumPy's; an int is an int64, and wraps as one.
+        :param op: "sum", "prod", "min", "max" or "avg", which is also "mean"; or ``MPI.SUM``, ``PROD``, ``MIN``,
+            ``MAX``. The average of integers is truncated toward zero.
+        :param out: the array for the result, of the same shape and dtype, and on the device if ``array`` is;
+            ``out=array`` is in place.
         :param stream: for device arrays: an int, a CuPy stream or an object with ``__cuda_stream__``; None for the
             current stream: PyTorch's for its tensors, outside of recordings, and CuPy's for all else.
-        :returns: ``out``, or a new C-contiguous array: CuPy for device arrays, NumPy for host arrays.
+        :returns: ``out``, or a new C-contiguous array: CuPy for device arrays, NumPy for host arrays. For a number one
+            of the same type.
         :raises ArgumentError: if this rank's arguments are wrong. The other ranks get :class:`PeerFailedError`.
         :raises RankMismatchError: if the ranks' calls differ.
         :raises PeerTimeoutError: if a rank did not come in time. :raises PeerLostError: if a rank has gone.
@@ -145,7 +162,7 @@ class Communicator:
     def _reduce_device(self, array: Any, op: Any, out: Any, stream: Any) -> Any:
         calls, engine = self._calls, self._engine
         if engine is None:
-            raise UnsupportedError(f"device arrays need backend ipc: {self._reasons['ipc']}")
+            raise UnsupportedError(f"device arrays need backend ipc: {self._reasons['ipc']}. Pass NumPy arrays here")
         recording = calls.recording
         in_body = recording is not None and recording.in_this_thread
         handle, owner = operands.stream_of(array, stream, in_body)

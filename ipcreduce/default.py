@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from . import arrays, lifetime
+from .annotations import Array, DType, Number, NumpyNumber, Op, Out, Shape
 from .communicator import Communicator
 from .cuda import cupy_runtime
 from .errors import ArgumentError, IpcReduceError
@@ -35,8 +36,31 @@ def _default_for(array: Any) -> Communicator:
         return _default
 
 
+@overload
 def allreduce(
-    array: Any, op: str = "sum", *, out: Any = None, comm: Communicator | None = None, stream: Any = None
+    array: NumpyNumber, op: Op = ..., *, out: None = ..., comm: Communicator | None = ..., stream: Any = ...
+) -> NumpyNumber: ...
+@overload
+def allreduce(
+    array: Number, op: Op = ..., *, out: None = ..., comm: Communicator | None = ..., stream: Any = ...
+) -> Number: ...
+@overload
+def allreduce(
+    array: np.ndarray[Shape, DType],
+    op: Op = ...,
+    *,
+    out: None = ...,
+    comm: Communicator | None = ...,
+    stream: Any = ...,
+) -> np.ndarray[Shape, DType]: ...
+@overload
+def allreduce(
+    array: Array, op: Op = ..., *, out: None = ..., comm: Communicator | None = ..., stream: Any = ...
+) -> Any: ...
+@overload
+def allreduce(array: Array, op: Op = ..., *, out: Out, comm: Communicator | None = ..., stream: Any = ...) -> Out: ...
+def allreduce(
+    array: Any, op: Any = "sum", *, out: Any = None, comm: Communicator | None = None, stream: Any = None
 ) -> Any:
     """:meth:`Communicator.allreduce` on ``comm``, or on the default communicator, which takes the first array's GPU."""
     if comm is None:

@@ -93,3 +93,8 @@ def report(rank: int, call: int, *, expected: str, found: str, advice: str) -> s
     """Format a message about a call. ``call`` 0 stands for the communicator's start-up."""
     where = f"rank {rank}, call {call}" if call else f"rank {rank}, start-up"
     return f"{where}: expected {expected}; found {found}. {advice}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error of another library. Those of loaders go on with every place that they have tried."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

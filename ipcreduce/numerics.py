@@ -16,6 +16,13 @@ DTYPE_NAMES = (
     "uint8", "uint16", "uint32", "uint64",
 )  # fmt: skip
 OPS = ("sum", "prod", "min", "max", "avg")
+# Kinds that are reduced as another dtype in the same memory: its name, and the ops that mean the same on it.
+VIEWS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "bool": ("uint8", ("min", "max")),
+    "complex64": ("float32", ("sum", "avg")),
+    "complex128": ("float64", ("sum", "avg")),
+}
+KIND_NAMES = (*DTYPE_NAMES, *VIEWS)
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _NAN_BITS = {"float16": 0x7FFF, "bfloat16": 0x7FFF, "float32": 0x7FC00000, "float64": 0x7FF8 << 48}  # as in kernels/

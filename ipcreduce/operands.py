@@ -10,13 +10,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from . import arrays
 from .cuda import cupy_runtime, torch_runtime
 from .errors import ArgumentError
 from .handles import Stream
-from .numerics import DTYPES, OPS
 
 Allocating = Callable[[], AbstractContextManager[Any]]
 
@@ -68,14 +65,14 @@ class DeviceOperands:
         elif out is array:
             target, result = source, out
             if source is not array:
-                _check_writable(out)
+                check_writable(out)
         else:
             target, result = _out(device, source, out, stream, ordered), out
         copied = not arrays.is_contiguous(source)
         copied = copied or (out is not None and target is not source and _overlap_in_part(source, target))
         destination = target
         if not arrays.is_contiguous(target):
-            _check_own_elements(target)
+            check_own_elements(target)
             with allocating():
                 destination = arrays.empty(source.shape, source.dtype, stream, device)
         if copied:
@@ -95,58 +92,37 @@ class DeviceOperands:
         arrays.copy_into(self.target, self.destination, self.stream)
 
 
-def check_kind(array: Any, op: Any) -> str:
-    """The name of the array's dtype. :raises ArgumentError: if dtype or op is none of ours."""
-    if not isinstance(op, str) or op not in OPS:
-        raise ArgumentError(f"op must be one of {', '.join(OPS)}; found {op!r}")
-    name = DTYPES.get(array.dtype)
-    if name is None:
-        raise ArgumentError(f"dtype must be one of {', '.join(DTYPES.values())}; found {array.dtype}")
-    return name
-
-
-def check_host(array: np.ndarray[Any, Any], op: Any, out: Any) -> str:
-    """The name of a NumPy array's dtype. :raises ArgumentError: if a host all-reduce cannot take these arguments."""
-    name = check_kind(array, op)
-    if isinstance(array, np.ma.MaskedArray):
-        raise ArgumentError("array must have no mask; found a masked array. Fill it first")
-    if out is not None:
-        if not isinstance(out, np.ndarray):
-            raise ArgumentError(f"out must be a NumPy array, as array is; found {type(out).__qualname__}")
-        if isinstance(out, np.ma.MaskedArray):
-            raise ArgumentError("out must have no mask; found a masked array. Pass its .data")
-        _check_same_kind(array, out)
-        _check_writable(out)
-        if not out.flags.c_contiguous:
-            _check_own_elements(out)
-    return name
-
-
 def _out(device: int, source: Any, out: Any, stream: Stream, ordered: bool) -> Any:
     """The CuPy array over ``out``: see :func:`arrays.view`. :raises ArgumentError: if it does not fit ``source``."""
     if not arrays.is_device(out, "out"):
-        raise ArgumentError("out must lie on the device, as array does; found a NumPy array")
+        raise ArgumentError(
+            f"out must lie on the device, as array does; found {type(out).__qualname__}. Leave it out for a new array"
+        )
     target = arrays.view(out, stream, ordered)
-    _check_same_kind(source, target)
+    check_same_kind(source, target)
     _check_device(device, target, "out")
     if target is not out:
-        _check_writable(out)
+        check_writable(out)
     return target
 
 
-def _check_same_kind(array: Any, out: Any) -> None:
+def check_same_kind(array: Any, out: Any) -> None:
+    """:raises ArgumentError: if shape or dtype of ``out`` are not those of ``array``."""
     if out.shape != array.shape or out.dtype != array.dtype:
         raise ArgumentError(
-            f"out must have array's shape {array.shape} and dtype {array.dtype}; found {out.shape} and {out.dtype}"
+            f"out must have array's shape {array.shape} and dtype {array.dtype}; found {out.shape} and {out.dtype}. "
+            "Leave it out for a new array"
         )
 
 
-def _check_writable(out: Any) -> None:
+def check_writable(out: Any) -> None:
+    """:raises ArgumentError: if the owner of the memory forbids writing."""
     if arrays.is_readonly(out):
-        raise ArgumentError("out must be writable; found a read-only array")
+        raise ArgumentError("out must be writable; found a read-only array. Pass a copy, or leave it out")
 
 
-def _check_own_elements(out: Any) -> None:
+def check_own_elements(out: Any) -> None:
+    """:raises ArgumentError: if elements share memory."""
     if arrays.has_shared_elements(out):
         raise ArgumentError(
             f"out must have memory of its own for each element; found shape {out.shape} with strides {out.strides}, "

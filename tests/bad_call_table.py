@@ -101,6 +101,19 @@ class ByDlpack:
         raise BufferError("not exported today")
 
 
+class HostTensor:
+    """An array of another library on the host, with DLPack."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+
 class Convertible:
     def __array__(self, *_: Any) -> np.ndarray:
         return np.ones(6, np.float32)
@@ -111,9 +124,6 @@ NO_ARRAYS = {
     "a tuple of arrays": (np.ones(2), np.ones(2)),
     "None": None,
     "a str": "ones",
-    "a float": 1.0,
-    "an int": 7,
-    "a NumPy scalar": np.float32(1),
     "a dict": {"x": np.ones(2)},
     "bytes": b"1234",
     "a memoryview": memoryview(b"1234"),
@@ -125,27 +135,30 @@ NO_ARRAYS = {
 }
 NO_OPS = {
     "of another case": "SUM",
-    "of another name": "mean",
+    "of another name": "mode",
     "with a space": "sum ",
     "empty": "",
     "None": None,
     "bytes": b"sum",
     "a number": 0,
     "a list": ["sum"],
-    "MPI's": MPI.SUM,
     "a function": np.add,
 }
-NO_DTYPES = ["?", "F", "D"]
-NO_HOST_DTYPES = ["O", "f4,i4", "M8[s]", "m8[s]", ">f4", ">i8", "g", "S4", "U1", "V2", ml_dtypes.float8_e4m3fn]
+NO_HOST_DTYPES = [">c8", "O", "f4,i4", "M8[s]", "m8[s]", ">f4", ">i8", "g", "S4", "U1", "V2", ml_dtypes.float8_e4m3fn]
 
 
 def bad_arrays() -> Iterator[Row]:
     for name, thing in NO_ARRAYS.items():
         words = ("array must be a NumPy array", type(thing).__qualname__)
         yield Row(f"array: {name}", lambda m, c, thing=thing: c.allreduce(thing), words)
-    for device_type in (1, 10):  # the host, another maker's GPU
-        words = (f"ByDlpack on DLPack device type {device_type}",)
-        yield Row(f"array: DLPack {device_type}", lambda m, c, t=device_type: c.allreduce(ByDlpack(t)), words)
+    words = ("ByDlpack on DLPack device type 10", "Move it to")
+    yield Row("array: on another maker's GPU", lambda m, c: c.allreduce(ByDlpack(10)), words)
+    words = ("the ByDlpack does not give its memory: not exported today",)
+    yield Row("array: no export from the host", lambda m, c: c.allreduce(ByDlpack(1)), words)
+    words = ("an int must lie between -2**63 and 2**63 - 1; found one of 64 bits",)
+    yield Row("array: a large int", lambda m, c: c.allreduce(1 << 63), words)
+    words = ("dtype must be one of", "found <U1")
+    yield Row("array: a NumPy str", lambda m, c: c.allreduce(np.str_("1")), words)
     words = ("lost its device",)
     yield Row("array: raises", lambda m, c: c.allreduce(ByDlpack(0)), words, RuntimeError, placed=False)
     words = ("found a masked array",)
@@ -157,22 +170,38 @@ def bad_arrays() -> Iterator[Row]:
 
 
 def bad_dtypes() -> Iterator[Row]:
-    for dtype in [*NO_DTYPES, *NO_HOST_DTYPES]:
+    for dtype in NO_HOST_DTYPES:
         name = str(np.dtype(dtype))
         yield Row(
             f"dtype {name}",
             lambda m, c, dtype=dtype: c.allreduce(ours(m, np.zeros(6, dtype), dtype)),
-            ("dtype must be one of float16, bfloat16,", f"found {name}"),
-            on="any" if dtype in NO_DTYPES else "host",
+            ("dtype must be one of float16, bfloat16,", f"found {name}", "Convert"),
+            on="host",
         )
 
 
 def bad_ops() -> Iterator[Row]:
     for name, op in NO_OPS.items():
-        words = ("op must be one of sum, prod, min, max, avg", f"found {op!r}".partition(" object at")[0])
+        words = (
+            "op must be one of sum, prod, min, max, avg, mean, or MPI's SUM, PROD, MIN, MAX",
+            f"found {op!r}",
+            "Pass ",
+        )
         yield Row(f"op: {name}", lambda m, c, op=op: c.allreduce(mine(m, c), op), words)
+    for name in ("LAND", "BXOR", "MAXLOC"):
+        op, words = getattr(MPI, name), (f"found MPI.{name}. Pass one of these",)
+        yield Row(f"op: MPI.{name}", lambda m, c, op=op: c.allreduce(mine(m, c), op), words)
+    for dtype, ops, allowed, advice in (
+        ("?", ("sum", "prod", "avg", MPI.SUM), "min or max for bool", 'Pass "max" for any or "min" for all'),
+        ("F", ("prod", "min", "max"), "sum or avg for complex64", "Reduce array.real and array.imag"),
+        ("D", ("prod", "min", MPI.MAX), "sum or avg for complex128", "Reduce array.real and array.imag"),
+    ):
+        words = (f"op must be {allowed}; found", advice)
+        for op in ops:
+            name = f"op: {op!r:.14} of {allowed.split()[-1]}"
+            yield Row(name, lambda m, c, dtype=dtype, op=op: c.allreduce(mine(m, c, 6, dtype), op), words)
     # Calls that wait for nobody let a rank be behind when another refuses a later call.
-    ahead, behind = (lambda m, c: after_nothing(m, c, "mean")), (lambda m, c: after_nothing(m, c, "sum", 0.05))
+    ahead, behind = (lambda m, c: after_nothing(m, c, "mode")), (lambda m, c: after_nothing(m, c, "sum", 0.05))
     yield Row("op: after calls on nothing", ahead, ("op must be one of",), right=behind)
 
 
@@ -194,7 +223,13 @@ def bad_outs() -> Iterator[Row]:
     yield out("broadcast", lambda m, c: np.broadcast_to(np.float32(0), 6), "be writable", on="host")
     yield out("masked", lambda m, c: np.ma.zeros(6, np.float32), "have no mask", "masked array", on="host")
     yield out("on the device", lambda m, c: OnDevice(), "be a NumPy array", "OnDevice", on="host")
-    yield out("on the host", lambda m, c: np.zeros(6, np.float32), "lie on the device", on="device")
+    yield out("a number", lambda m, c: 0.0, "found float", on="any")
+    words = ("out must be None for a number", "found ndarray", "numpy.asarray(it)")
+    yield Row("out for a number", lambda m, c: c.allreduce(1.0, out=np.zeros(())), words)
+    yield out("on the host", lambda m, c: np.zeros(6, np.float32), "lie on the device", "ndarray", on="device")
+    yield out("a host tensor", lambda m, c: HostTensor(np.zeros(6, "f4")), "the device", "HostTensor", on="device")
+    yield out("a read-only tensor", lambda m, c: HostTensor(np.frombuffer(bytes(24), "f4")), "writable", on="host")
+    yield out("a tensor of another dtype", lambda m, c: HostTensor(np.zeros(6)), "found (6,) and float64", on="host")
     yield out("read-only on the device", lambda m, c: read_only(mine(m, c)), "be writable", on="device")
     for step in (0, 2, -3):
         words = ("memory of its own for each element", f"strides ({step},)")
@@ -233,8 +268,14 @@ def differences() -> Iterator[Row]:
     for dtype, count in ((np.int32, 6), (np.uint32, 6), (np.float64, 3), (np.float16, 12), (np.float64, 6)):
         what = f"sum of {dtype.__name__} ({count},)"
         yield differs(what, lambda m, c, d=dtype, n=count: c.allreduce(mine(m, c, n, d)), theirs, what)
-    for op in ("max", "avg"):
-        what = f"{op} of float32 (6,)"
+    for one, other, op in (("?", "u1", "max"), ("F", "f4", "sum"), ("D", "F", "avg"), ("D", "f8", "avg")):
+        names = tuple(f"{op} of {np.dtype(dtype).name} (6,)" for dtype in (one, other))
+        first, second = (
+            lambda m, c, dtype=dtype, op=op: c.allreduce(mine(m, c, 6, dtype), op) for dtype in (one, other)
+        )
+        yield differs(" for ".join(names), first, *names, right=second)
+    for op in ("max", "avg", "mean"):
+        what = f"{'avg' if op == 'mean' else op} of float32 (6,)"
         yield differs(what, lambda m, c, op=op: c.allreduce(mine(m, c), op), theirs, what)
     more, less = (lambda m, c: eight_calls(m, c, extra=7)), (lambda m, c: eight_calls(m, c, left_out=3))
     yield differs("one call more", more, "float32 (7,)", "float32 (8,)", right=eight_calls)

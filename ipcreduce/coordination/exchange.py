@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import IpcReduceError, PeerTimeoutError, RankMismatchError, UnsupportedError, report
+from ..errors import IpcReduceError, PeerTimeoutError, RankMismatchError, UnsupportedError, first_line, report
 
 MAGIC = 0x1B_C4ED
 VERSION = 1
@@ -86,7 +86,9 @@ def require_mpi() -> Any:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # mpi4py's wheel raises RuntimeError where it finds no MPI library
-        raise UnsupportedError(f"no MPI on this machine ({error}): pip install 'ipcreduce[mpi]'") from None
+        raise UnsupportedError(
+            f"MPI cannot be loaded ({first_line(error)}): pip install 'ipcreduce[mpi]', or install MPICH or Open MPI"
+        ) from None
     check_mpi_runs()
     if not MPI.Is_initialized():
         raise UnsupportedError("MPI is not initialised: call MPI.Init(), or leave mpi4py.rc.initialize at True")

@@ -107,6 +107,37 @@ def _by_dlpack(array: Any) -> Location | None:
     return data + offset, shape, "bool" if code == 6 else f"{kind}{bits}", strides
 
 
+class _Exporter:
+    """An array on the host, which keeps the capsule that it gives."""
+
+    def __init__(self, array: Any) -> None:
+        self._array, self.capsule = array, None
+
+    def __dlpack_device__(self) -> Any:
+        return self._array.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        self.capsule = self._array.__dlpack__(**options)
+        return self.capsule
+
+
+def host_view(array: Any) -> np.ndarray[Any, Any]:
+    """A NumPy array over the memory of an array on the host, by DLPack.
+
+    Before its version 1, DLPack does not export read-only memory. NumPy makes the view of such a capsule read-only.
+    """
+    exporter = _Exporter(array)
+    view = np.from_dlpack(exporter)
+    valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)
+    is_valid = valid(("PyCapsule_IsValid", ctypes.pythonapi))
+    if not view.flags.writeable and is_valid(exporter.capsule, b"used_dltensor"):
+        interface = view.__array_interface__
+        writable = types.SimpleNamespace(__array_interface__=interface | {"data": (interface["data"][0], False)})
+        writable.owner = view
+        view = np.asarray(writable)
+    return view
+
+
 @functools.lru_cache
 def _dense(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

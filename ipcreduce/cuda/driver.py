@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CudaError, UnsupportedError
+from ..errors import CudaError, UnsupportedError, first_line
 from ..handles import Stream
 
 IPC_HANDLE_BYTES = 64
 OUT_OF_MEMORY = 2
 INVALID_CONTEXT = (201, 400, 709)  # CUDA_ERROR_INVALID_CONTEXT, _INVALID_HANDLE, _CONTEXT_IS_DESTROYED
 
+_NO_DRIVER = "no NVIDIA driver on this machine"
 _bindings: Any = None
 
 
@@ -43,17 +44,27 @@ def load() -> Any:
         try:
             from cuda.bindings import driver as bindings
         except ImportError as error:
+            if not _has_library():  # without a GPU nobody needs the bindings
+                raise UnsupportedError(_NO_DRIVER) from None
             raise UnsupportedError(
                 f"cuda-python is not installed ({error}): pip install 'ipcreduce[cuda13]', or [cuda12]"
             ) from None
         try:
             code = int(bindings.cuInit(0)[0])
         except Exception as error:  # without libcuda.so the bindings raise various types
-            raise UnsupportedError(f"no NVIDIA driver on this machine ({error})") from None
+            raise UnsupportedError(f"{_NO_DRIVER} ({first_line(error)})") from None
         if code:
             raise UnsupportedError(f"the NVIDIA driver does not start (cuInit gave {code}): is a GPU visible?")
         _bindings = bindings
     return _bindings
+
+
+def _has_library() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def call(name: str, *arguments: Any) -> Any:

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from .. import operands
 from ..coordination.calls import CallSequence
 from ..coordination.fingerprint import Fingerprint
 from ..handles import DEFAULT_STREAM
+from ..host_operands import HostOperands
 from .over_mpi import MpiReducer
 from .shared import SharedReducer
 
@@ -36,17 +36,20 @@ class HostReducer:
         """The way of the data, and the reason if it is not through shared memory."""
         return self._way
 
-    def allreduce(self, array: Array, op: Any, out: Any) -> Array:
+    def allreduce(self, array: Any, op: Any, out: Any) -> Any:
         """One call: see :meth:`ipcreduce.Communicator.allreduce`. After an error the values in ``out`` are undefined.
 
         :raises IpcReduceError: if the arguments are wrong, or the ranks do not come or differ.
         """
-        name = operands.check_host(array, op, out)
-        calls = self._calls
+        used = HostOperands(array, op, out)
+        return used.result(self._reduce(used))
+
+    def _reduce(self, used: HostOperands) -> Array:
+        calls, array, op, out = self._calls, used.source, used.op, used.target
         if not calls.has_page:
-            result = self._over_mpi(array, op, f"{op} of {name} {array.shape}")
+            result = self._over_mpi(array, op, f"{op} of {used.kind} {used.shape}")
         else:
-            what = self._fingerprint(array.shape, name, op)
+            what = self._fingerprint(used.shape, used.kind, op)
             calls.enter(what, DEFAULT_STREAM)
             if self._shared is not None:
                 return self._through_memory(self._shared, what, array, op, out)

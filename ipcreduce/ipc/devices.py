@@ -32,7 +32,11 @@ def share_device(mpi: Any, device: Any, deadline: float) -> tuple[driver.DeviceI
         if isinstance(device, str) and device == "auto":
             cupy_runtime.use_device(info.ordinal)
         if info.capability < _MIN_CAPABILITY:
-            raise UnsupportedError(f"{info.name} has compute capability {info.capability}; 8.0 is needed")
+            found, needed = (".".join(map(str, one)) for one in (info.capability, _MIN_CAPABILITY))
+            raise UnsupportedError(
+                f"GPU {info.ordinal}, {info.name}, must have compute capability {needed} or more; found {found}. Hide "
+                "it by CUDA_VISIBLE_DEVICES, or choose another by device="
+            )
     except IpcReduceError as caught:
         error = caught
     record = exchange.message(exchange.DEVICE, error, wrong=isinstance(error, ArgumentError))
@@ -56,7 +60,8 @@ def choose_device(device: Any, rank: int) -> int:
     ordinal = getattr(device, "id", device)
     if ordinal >= count:  # its type has been checked: see Options
         raise ArgumentError(
-            f"device must be None, 'auto' or the ordinal of one of the {count} visible GPUs; found {device!r}"
+            f"device must be None, 'auto' or the ordinal of one of the {count} visible GPUs; found {device!r}. "
+            f"Pass one below {count}"
         )
     return int(ordinal)
 

@@ -15,8 +15,8 @@ from ..coordination.control_page import ABORT_OFFSET, missing_offset
 from ..coordination.fingerprint import Fingerprint, of_allreduce
 from ..cuda import compiler, driver
 from ..handles import DEFAULT_STREAM
+from ..kinds import kind_name, op_name, reduced_as
 from ..numerics import OPS
-from ..operands import check_kind
 from . import modules, plan
 from .workspace import Workspace
 
@@ -69,22 +69,28 @@ class Launches:
     def for_array(self, array: Any, op: Any) -> PreparedCall:
         """The launches of an all-reduce of a device array, compiled if need be.
 
+        :param op: as :func:`op_name` takes it. Any str is found from the second time on, "mean" too.
         :raises ArgumentError: if dtype or op is none of ours. See :meth:`prepare` for other errors.
         """
-        prepared = self.find(array.shape, array.dtype, op) if type(op) is str else None
-        if prepared is not None:
-            return prepared
-        return self.prepare(array.shape, array.dtype, check_kind(array, op), op, array.nbytes)
+        shape, dtype = array.shape, array.dtype
+        prepared = self.find(shape, dtype, op) if type(op) is str else None
+        if prepared is None:
+            name = op_name(op)
+            kind = kind_name(dtype, name)
+            prepared = self.find(shape, dtype, name) or self.prepare(shape, dtype, kind, name, array.nbytes)
+            if type(op) is str:
+                self._prepared[shape, dtype, op] = prepared
+        return prepared
 
     def prepare(self, shape: tuple[int, ...], dtype: np.dtype[Any], name: str, op: str, nbytes: int) -> PreparedCall:
-        """The launches of an all-reduce of ``nbytes`` bytes of ``dtype`` (called ``name``), compiled if need be.
+        """The launches of an all-reduce of ``nbytes`` bytes of ``dtype``, of kind ``name``, compiled if need be.
 
         :raises IpcReduceError: if a kernel does not compile. :raises CudaError: if it does not load.
         """
         if len(self._prepared) >= _MAX_PREPARED:
             self._prepared.clear()
         kernels = plan.kernels(self._workspace.n, self.algorithm, self.table)
-        self._load((kernel, name, other, depth) for kernel, depth in kernels for other in OPS)
+        self._load((kernel, reduced_as(name), other, depth) for kernel, depth in kernels for other in OPS)
         steps = self.planned(nbytes, self.algorithm, self.table)
         prepared = self._prepared[shape, dtype, op] = self.by_steps(steps, shape, name, op, nbytes)
         return prepared
@@ -124,7 +130,7 @@ class Launches:
         return args
 
     def _function(self, kernel: str, dtype: str, op: str, depth: int = 1) -> int:
-        key = kernel, dtype, op, depth
+        key = kernel, reduced_as(dtype), op, depth
         self._load([key])
         return self._functions[key]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..numerics import DTYPE_NAMES, OPS
+from ..numerics import KIND_NAMES, OPS
 
 ALGORITHMS = ("one_shot", "two_shot", "direct")
 MAX_RANKS = 8
@@ -19,7 +19,7 @@ PACKET_BYTES = 16
 EPOCH_SLOTS = 512  # as in exchange.cuh; also the largest grid
 RESIDENT = 264  # blocks of a looped kernel resident on an H200, two a multiprocessor: see KERNEL in sync.cuh
 CODE_BYTES = 128  # distance between the slot origins of consecutive (dtype, op) codes
-CODES_BYTES = CODE_BYTES * len(DTYPE_NAMES) * len(OPS)
+CODES_BYTES = CODE_BYTES * len(KIND_NAMES) * len(OPS)
 
 KB, MB = 1 << 10, 1 << 20
 
@@ -103,7 +103,7 @@ def code_offset(dtype: str, op: str) -> int:
 
     Ranks that disagree about dtype or op thus wait for each other's packets instead of reducing them.
     """
-    return CODE_BYTES * (DTYPE_NAMES.index(dtype) * len(OPS) + OPS.index(op))
+    return CODE_BYTES * (KIND_NAMES.index(dtype) * len(OPS) + OPS.index(op))
 
 
 def row_bytes(packets: int) -> int:

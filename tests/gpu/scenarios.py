@@ -17,7 +17,8 @@ import numpy as np
 from mpi4py import MPI
 
 import ipcreduce
-from tests import worker
+from tests import worker, written_calls
+from tests.gpu import cupy_module
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -242,7 +243,17 @@ def interfaces(comm: Any) -> None:
     comm.synchronize()
     right(fresh.astype(np.float32), SIZE)
     refused(comm, lambda: comm.allreduce(torch.ones(3, device="cuda", requires_grad=True)), "grad")
-    refused(comm, lambda: comm.allreduce(torch.ones(3)), "DLPack device")
+    for dtype, op in ((torch.bool, "max"), (torch.complex64, "sum")):
+        tensor = torch.ones(1001, dtype=dtype, device="cuda")
+        assert comm.allreduce(tensor, op, out=tensor) is tensor
+        comm.synchronize()
+        assert (tensor == (1 if op == "max" else SIZE)).all()
+    on_host = torch.full((3,), RANK + 1.0)
+    assert type(comm.allreduce(on_host)) is np.ndarray
+    assert comm.allreduce(on_host, out=on_host) is on_host
+    assert (on_host == TOTAL).all()
+    refused(comm, lambda: comm.allreduce(torch.ones(3, dtype=torch.bfloat16)), "ml_dtypes.bfloat16")
+    refused(comm, lambda: comm.allreduce(torch.ones(3, requires_grad=True)), "grad")
 
 
 def torch_capture(comm: Any) -> None:
@@ -331,6 +342,22 @@ def communicators(comm: Any) -> None:
     half.close()
     right(comm.allreduce(mine()))
     comm.synchronize()
+
+
+def as_people_write(comm: Any) -> None:
+    """Other names of ops, numbers, bool and complex arrays; then small calls again, which are quick by now."""
+    assert written_calls.run(cupy_module, comm) > 80
+    for dtype, op, due in (
+        (np.bool_, "max", True),
+        (np.complex64, "mean", TOTAL / SIZE),
+        (np.float32, "mean", TOTAL / SIZE),
+    ):
+        array, out = mine(100, dtype), cupy.empty(100, dtype)
+        for _ in range(4):
+            comm.allreduce(array, op, out=out)
+            comm.synchronize()
+            assert (cupy.asnumpy(out) == due).all(), f"rank {RANK}: {op} of {np.dtype(dtype)}: {out}"
+            out.fill(0)
 
 
 def host_arrays(comm: Any) -> None:
@@ -454,7 +481,7 @@ def refused(comm: Any, call: Callable[[], Any], words: str) -> None:
 
 SCENARIOS = [
     calls_on_several_streams, foreign_capture, programmatic_edges, destroyed_streams, captured_meanwhile, threads,
-    interfaces, torch_capture, torch_streams, communicators, host_arrays, nan_bits, late_and_recover,
+    interfaces, torch_capture, torch_streams, communicators, as_people_write, host_arrays, nan_bits, late_and_recover,
     late_on_the_device, refused_right_behind, abort_is_quick, epoch_wrap,
 ]  # fmt: skip
 

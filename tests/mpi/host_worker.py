@@ -37,7 +37,7 @@ from ipcreduce import (
 )
 from ipcreduce.coordination import exchange
 from ipcreduce.host import over_mpi, shared
-from tests import bad_call_table, reference, sweep_cases, worker
+from tests import bad_call_table, reference, sweep_cases, worker, written_calls
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -159,6 +159,19 @@ def reduce_one(comm: Communicator, value: np.ndarray, op: str, layout: str, outp
 def random_sweep(comm: Communicator) -> None:
     """tests/sweep_cases.py's cases, alignments and late ranks among them."""
     sweep_cases.run(HostModule, {"planned": comm}, seed=3, cases=80, sizes=(1, 200_000), late_seconds=0.01)
+
+
+def as_people_write(comm: Communicator) -> None:
+    """tests/written_calls.py's, also by the default communicator and on tensors of the host."""
+    assert written_calls.run(HostModule, comm) > 80
+    assert ipcreduce.allreduce(RANK + 1.0, "mean") == (SIZE + 1) / 2
+    right(comm)
+    tensor = bad_call_table.HostTensor(np.full(30_000, RANK + 1, np.complex128))
+    found = comm.allreduce(tensor)
+    assert type(found) is np.ndarray
+    assert comm.allreduce(tensor, MPI.SUM, out=tensor) is tensor
+    assert (tensor.array == found).all()
+    assert (found == SIZE * (SIZE + 1) / 2).all()
 
 
 def a_float_sum_starts_at_rank_0(comm: Communicator) -> None:
@@ -601,7 +614,7 @@ def no_room(*_: Any) -> None:
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
-        every_kind, random_sweep, a_float_sum_starts_at_rank_0, wrong_calls, late, late_over_mpi,
+        every_kind, as_people_write, random_sweep, a_float_sum_starts_at_rank_0, wrong_calls, late, late_over_mpi,
         memory_outlives_a_wait, refused_while_another_is_late, refused_over_mpi, interrupted, out_of_memory,
         arguments_differ, late_at_start_up, nothing_is_used_up, too_many, a_graph_keeps_its_communicator,
         runners, sub_communicators, side_by_side, threads, closing,

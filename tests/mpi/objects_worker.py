@@ -139,8 +139,9 @@ def log() -> None:
         comm = Communicator()
         (made,) = records
         assert made.levelno == logging.INFO
-        assert made.getMessage().startswith(f"communicator made: rank {RANK} of {SIZE}: backend mpi; host arrays: through ")
-    assert "; not ipc: " in made.getMessage()
+        start = f"communicator made: rank {RANK} of {SIZE}: backend mpi; host arrays: through "
+        assert made.getMessage().startswith(start)
+        assert "; not ipc: " in made.getMessage()
         assert "\n" not in made.getMessage()
         raises(ArgumentError, "op must be", lambda: comm.allreduce(np.ones(2), "mode"))
         faults = records[1:]

@@ -38,18 +38,24 @@ def test_where_an_array_lies():
     assert arrays.is_device(OnDevice())
     assert arrays.is_device(ByDlpack(2))  # kDLCUDA
     assert arrays.is_device(ByDlpack(13))  # kDLCUDAManaged
-    for device_type in (1, 3, 10):  # the host, pinned, ROCm
-        with pytest.raises(ArgumentError, match=f"ByDlpack on DLPack device type {device_type}.*move it to the GPU"):
+    for device_type in (1, 3, 11):  # the host, pinned by CUDA, by ROCm
+        assert not arrays.is_device(ByDlpack(device_type))
+    for device_type in (7, 10):  # Vulkan, ROCm
+        with pytest.raises(ArgumentError, match=f"ByDlpack on DLPack device type {device_type}.*Move it to the GPU"):
             arrays.is_device(ByDlpack(device_type))
     carrier = types.SimpleNamespace(__cuda_array_interface__=OnDevice.__cuda_array_interface__)
     assert arrays.is_device(carrier)
     carrier = types.SimpleNamespace(__dlpack__=ByDlpack(2).__dlpack__, __dlpack_device__=ByDlpack(2).__dlpack_device__)
     assert arrays.is_device(carrier)
     carrier.__dlpack_device__ = ByDlpack(1).__dlpack_device__
-    with pytest.raises(ArgumentError, match=r"SimpleNamespace on DLPack device type 1.*move it to the GPU"):
+    assert not arrays.is_device(carrier)
+    carrier.__dlpack_device__ = ByDlpack(10).__dlpack_device__
+    with pytest.raises(ArgumentError, match=r"SimpleNamespace on DLPack device type 10.*Move it to the GPU"):
         arrays.is_device(carrier)
-    for wrong in ([1.0], None, "text", 3, 3.0, np.float32(3), {}, memoryview(b"1234"), OnDevice, ByDlpack, np.ndarray):
-        with pytest.raises(ArgumentError, match="array must be a NumPy array, or a device array with"):
+    for number in (True, 3, 3.0, 3j, np.float32(3), np.bool_(True)):
+        assert not arrays.is_device(number)
+    for wrong in ([1.0], None, "text", {}, memoryview(b"1234"), OnDevice, ByDlpack, np.ndarray):
+        with pytest.raises(ArgumentError, match="array must be a NumPy array, a number, or an array with"):
             arrays.is_device(wrong)
 
 

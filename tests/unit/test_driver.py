@@ -54,19 +54,28 @@ CALLS = [
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_no_bindings(bindings: Any, call: Any):
+def test_no_bindings(bindings: Any, call: Any, monkeypatch: pytest.MonkeyPatch):
+    """They are asked for only where there is a driver."""
     bindings(None)
+    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: None)
     with pytest.raises(UnsupportedError, match=r"cuda-python is not installed .*pip install 'ipcreduce\[cuda13\]'"):
+        call()
+
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(driver.ctypes, "CDLL", missing)
+    with pytest.raises(UnsupportedError, match=r"^no NVIDIA driver on this machine$"):
         call()
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_no_driver(bindings: Any, call: Any):
     def fail(flags: int) -> None:
-        raise RuntimeError("Failed to dlopen libcuda.so.1")
+        raise RuntimeError("Failed to dlopen libcuda.so.1\ntried here\nand there")
 
     bindings(Bindings(cuInit=fail))
-    with pytest.raises(UnsupportedError, match=r"no NVIDIA driver on this machine .*libcuda\.so\.1"):
+    with pytest.raises(UnsupportedError, match=r"^no NVIDIA driver on this machine \(.*libcuda\.so\.1\)$"):
         call()
 
 

@@ -33,13 +33,15 @@ def test_no_mpi_is_said_with_advice():
     program = (
         "import sys, types, ipcreduce\n"
         "class Missing(types.ModuleType):\n"
-        "    def __getattr__(self, name): raise {error}('no libmpi.so')\n"
+        "    def __getattr__(self, name): raise {error}('no libmpi.so\\ntried here\\nand there')\n"
         "sys.modules['mpi4py'] = Missing('mpi4py')\n"
         "try: ipcreduce.Communicator()\n"
         "except ipcreduce.UnsupportedError as error: print(error)"
     )
     for error in ("RuntimeError", "ImportError"):
-        assert "pip install 'ipcreduce[mpi]'" in python(program.format(error=error))
+        assert python(program.format(error=error)) == (
+            "MPI cannot be loaded (no libmpi.so): pip install 'ipcreduce[mpi]', or install MPICH or Open MPI\n"
+        )
 
 
 def test_the_public_names():

@@ -15,10 +15,21 @@ import cupy
 
 from ipcreduce import Communicator
 from tests import worker
-from tests.sim.scenarios import captures, devices, driver_faults, ends, options, peers, startup, tensors, threads
+from tests.sim.scenarios import (
+    captures,
+    devices,
+    driver_faults,
+    ends,
+    options,
+    peers,
+    startup,
+    tensors,
+    threads,
+    written,
+)
 from tests.sim.scenarios.common import GPUS, RANK, WORLD, grown, held, host_works
 
-MODULES = (startup, driver_faults, ends, peers, threads, captures, devices, tensors)
+MODULES = (startup, driver_faults, ends, peers, threads, captures, devices, tensors, written)
 SCENARIOS = {scenario.__name__: scenario for module in MODULES for scenario in module.SCENARIOS}
 
 

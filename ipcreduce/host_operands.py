@@ -1,0 +1,117 @@
+"""Operands of a call on the host: numbers, CPU tensors, bool and complex arrays as NumPy arrays that can be reduced.
+
+The communicator adds rank and call to the messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from . import arrays
+from .errors import ArgumentError
+from .kinds import kind_name, op_name, reduced_as
+from .operands import check_own_elements, check_same_kind, check_writable
+
+Array = np.ndarray[Any, Any]
+
+
+def _int64(value: int) -> np.int64:
+    try:
+        return np.int64(value)
+    except OverflowError:
+        raise ArgumentError(
+            f"an int must lie between -2**63 and 2**63 - 1; found one of {value.bit_length()} bits. Pass float(it), or "
+            "numpy.uint64(it)"
+        ) from None
+
+
+# Python's numbers as NumPy's. A bool is an int too, so it comes first.
+_NUMBERS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (bool, np.bool_),
+    (int, _int64),
+    (float, np.float64),
+    (complex, np.complex128),
+)
+
+
+class HostOperands:
+    """The arrays of a host all-reduce.
+
+    ``source`` is reduced by ``op`` into ``target``, or into a new array if that is None. Both are NumPy arrays, of a
+    dtype of numerics.DTYPES and of one shape, in the caller's memory. ``kind`` and ``shape`` are the caller's, for the
+    ranks to compare.
+    """
+
+    __slots__ = ("_array", "_out", "_viewed", "kind", "op", "shape", "source", "target")
+
+    def __init__(self, array: Any, op: Any, out: Any) -> None:
+        """The operands of ``allreduce(array, op, out=out)``. :raises ArgumentError: if an argument is wrong."""
+        self._array, self._out = array, out
+        source = array if isinstance(array, np.ndarray) else _as_numpy(array, "array")
+        self.op = op_name(op)
+        self.kind = kind_name(source.dtype, self.op)
+        if isinstance(source, np.ma.MaskedArray):
+            raise ArgumentError("array must have no mask; found a masked array. Fill it first")
+        target = None if out is None else source if out is array else _target(array, source, out)
+        if target is not None:
+            check_writable(target)
+            if not target.flags.c_contiguous:
+                check_own_elements(target)
+        self.shape = source.shape
+        dtype = reduced_as(self.kind)
+        self._viewed = dtype != self.kind
+        if self._viewed:
+            source = _parts(source, dtype)
+            target = None if target is None else _parts(target, dtype)
+        self.source, self.target = source, target
+
+    def result(self, reduced: Array) -> Any:
+        """The result in the caller's terms: ``out``, or else ``reduced``, which is C-contiguous, as array's kind."""
+        if self._out is not None:
+            return self._out
+        if self._viewed:
+            reduced = reduced.view(self.kind).reshape(self.shape)
+        if isinstance(self._array, np.ndarray) or not isinstance(self._array, arrays.NUMBERS):
+            return reduced
+        return reduced[()] if isinstance(self._array, np.generic) else reduced.item()
+
+
+def _as_numpy(array: Any, what: str) -> Array:
+    """A NumPy array of a number's value, or over the memory of an array of another library."""
+    if isinstance(array, np.generic):
+        return np.asarray(array)
+    for number, convert in _NUMBERS:
+        if isinstance(array, number):
+            return np.asarray(convert(array))
+    return arrays.host_view(array, what)
+
+
+def _target(array: Any, source: Array, out: Any) -> Array:
+    """The NumPy array over ``out``. :raises ArgumentError: if that is no array on the host that fits ``source``."""
+    if isinstance(array, arrays.NUMBERS):
+        raise ArgumentError(
+            f"out must be None for a number, whose result is a number; found {type(out).__qualname__}. Pass an array "
+            "of no dimension: numpy.asarray(it)"
+        )
+    if isinstance(out, arrays.NUMBERS) or (not isinstance(out, np.ndarray) and arrays.is_device(out, "out")):
+        raise ArgumentError(
+            f"out must be a NumPy array or a CPU tensor, as array lies on the host; found {type(out).__qualname__}. "
+            "Leave it out for a new array"
+        )
+    target = out if isinstance(out, np.ndarray) else _as_numpy(out, "out")
+    if isinstance(target, np.ma.MaskedArray):
+        raise ArgumentError("out must have no mask; found a masked array. Pass its .data")
+    check_same_kind(source, target)
+    return target
+
+
+def _parts(array: Array, dtype: str) -> Array:
+    """The bytes of a bool array, or the real and imaginary parts of a complex one, along one more axis at the end."""
+    if array.dtype == bool:
+        return array.view(dtype)
+    parts = array.real  # a view; that of all numbers would need a contiguous last axis
+    shape, strides = (*array.shape, 2), (*array.strides, parts.itemsize)
+    return np.lib.stride_tricks.as_strided(parts, shape, strides)

@@ -31,6 +31,7 @@ class HostReducer:
         self._calls, self._mpi, self._shared = calls, mpi, shared
         self._way = shared.describe() if shared is not None else f"by messages of MPI, because {reason}"
         self._known: dict[tuple[tuple[int, ...], str, str], Fingerprint] = {}
+        self._plain: dict[tuple[tuple[int, ...], Any, str], Fingerprint] = {}  # of NumPy arrays that are no views
 
     def describe(self) -> str:
         """The way of the data, and the reason if it is not through shared memory."""
@@ -41,8 +42,25 @@ class HostReducer:
 
         :raises IpcReduceError: if the arguments are wrong, or the ranks do not come or differ.
         """
+        what = self._repeated(array, op, out)
+        if what is not None and self._shared is not None:
+            self._calls.enter(what, DEFAULT_STREAM)
+            return self._through_memory(self._shared, what, array, op, out)
         used = HostOperands(array, op, out)
-        return used.result(self._reduce(used))
+        result = used.result(self._reduce(used))
+        if used.source is array and op == used.op and type(op) is str and len(self._plain) < _MOST_KNOWN:
+            self._plain[array.shape, array.dtype, op] = self._fingerprint(used.shape, used.kind, used.op)
+        return result
+
+    def _repeated(self, array: Any, op: Any, out: Any) -> Fingerprint | None:
+        """The fingerprint of a call on contiguous NumPy arrays, if one like it came before: 2 us less to check."""
+        if type(array) is not np.ndarray or type(op) is not str or not array.flags.c_contiguous:
+            return None
+        what = self._plain.get((array.shape, array.dtype, op))
+        if out is None or what is None:
+            return what
+        same = type(out) is np.ndarray and out.shape == array.shape and out.dtype == array.dtype
+        return what if same and out.flags.carray else None  # carray: contiguous, aligned and writable
 
     def _reduce(self, used: HostOperands) -> Array:
         calls, array, op, out = self._calls, used.source, used.op, used.target

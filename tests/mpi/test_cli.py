@@ -100,8 +100,8 @@ def test_without_mpi() -> None:
     """info says what is there; the other commands what is missing."""
     done = alone("-c", WITHOUT_MPI, "info")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "MPI: error: no MPI on this machine" in done.stdout
-    assert "no communicator: no MPI on this machine" in done.stdout
+    assert "MPI: error: MPI cannot be loaded" in done.stdout
+    assert "no communicator: MPI cannot be loaded" in done.stdout
     assert "seen by MPI 0" in done.stdout
     for launched in ({}, {"PMI_RANK": "0", "PMI_SIZE": "2"}):
         assert alone("-c", WITHOUT_MPI, "info", **launched).returncode == 0

@@ -28,7 +28,7 @@ def op_name(op: Any) -> str:
     """
     if isinstance(op, str) and op in _OPS:
         return _OPS[op]
-    mpi = sys.modules.get("mpi4py.MPI")  # nobody has an op of it who has not imported it
+    mpi: Any = sys.modules.get("mpi4py.MPI")  # nobody has an op of it who has not imported it
     is_mpis = mpi is not None and isinstance(op, mpi.Op)
     for name in _MPI_OPS if is_mpis else ():
         if op == getattr(mpi, name):

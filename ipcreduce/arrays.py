@@ -27,6 +27,8 @@ def is_device(array: Any, what: str = "array") -> bool:
         return False
     if cupy_runtime.cupy is not None and isinstance(array, cupy_runtime.cupy.ndarray):
         return True
+    if isinstance(array, NUMBERS):
+        return False
     kind = type(array)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if _has(array, "__dlpack_device__"):
@@ -39,8 +41,6 @@ def is_device(array: Any, what: str = "array") -> bool:
         )
     if _has(array, "__cuda_array_interface__"):
         return True
-    if isinstance(array, NUMBERS):
-        return False
     raise ArgumentError(
         f"{what} must be a NumPy array, a number, or an array with __dlpack__ or __cuda_array_interface__; found "
         f"{name}. Pass numpy.asarray(it) or cupy.asarray(it)"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
@@ -29,16 +28,17 @@ def op_name(op: Any) -> str:
     """
     if isinstance(op, str) and op in _OPS:
         return _OPS[op]
-    mpi = sys.modules.get("mpi4py.MPI")  # nobody has an op of it who has not imported it
+    mpi: Any = sys.modules.get("mpi4py.MPI")  # nobody has an op of it who has not imported it
+    is_mpis = mpi is not None and isinstance(op, mpi.Op)
+    for name in _MPI_OPS if is_mpis else ():
+        if op == getattr(mpi, name):
+            return name.lower()
     found, advice = repr(op), "Pass one of these"
-    if mpi is not None and isinstance(op, mpi.Op):
-        for name in _MPI_OPS:
-            if op == getattr(mpi, name):
-                return name.lower()
+    if is_mpis:
         others = {name for name, other in vars(mpi).items() if isinstance(other, mpi.Op) and other == op}
         found = f"MPI.{min(others)}" if others else "an MPI.Op of the program's own"
-    elif isinstance(op, str) and (close := get_close_matches(op.strip().lower(), _OPS, 1)):
-        advice = f'Pass "{close[0]}"'
+    elif isinstance(op, str) and op.strip().lower() in _OPS:
+        advice = f'Pass "{op.strip().lower()}"'
     raise ArgumentError(f"op must be one of {', '.join(_OPS)}, or MPI's {', '.join(_MPI_OPS)}; found {found}. {advice}")
 
 

@@ -40,11 +40,9 @@ def test_type_checkers_know_the_same_names():
 @pytest.mark.parametrize(
     ("op", "words"),
     [
-        ("sun", "found 'sun'. Pass \"sum\""),
+        ("sun", "found 'sun'. Pass one of these"),
+        (" mean", "found ' mean'. Pass \"mean\""),
         ("SUM", "found 'SUM'. Pass \"sum\""),
-        ("average", "found 'average'. Pass \"avg\""),
-        ("median", "found 'median'. Pass \"mean\""),
-        ("xor", "found 'xor'. Pass one of these"),
         (b"sum", "found b'sum'. Pass one of these"),
         (["sum"], "found ['sum']. Pass one of these"),
         (MPI.LAND, "found MPI.LAND. Pass one of these"),

@@ -1,4 +1,4 @@
-"""The wheel and the sdist are complete; each way of installing finds the kernels, and an editable one shows its types."""
+"""The wheel and the sdist are complete; each way of installing finds the kernels; an editable one shows its types."""
 
 from __future__ import annotations
 
@@ -17,7 +17,16 @@ import pytest
 from tests.machine import ROOT
 
 FOLDERS = (".ci", "benchmarks", "docs", "ipcreduce", "kernels", "mpi_examples", "tests")
-FILES = ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "pyproject.toml")
+FILES = (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "MANIFEST.in",
+    "Makefile",
+    "README.md",
+    "pyproject.toml",
+    "setup.cfg",
+)
 
 
 @pytest.fixture
@@ -57,7 +66,8 @@ def test_the_sdist_has_the_tests_and_all_that_they_read(build: Callable[[str], P
     (tree / "docs" / "_build").mkdir()
     (tree / "docs" / "_build" / "index.html").touch()
     files = {path.relative_to(tree) for path in tree.rglob("*") if path.is_file()}
-    found = {Path(*Path(name).parts[1:]) for name in tarfile.open(build("sdist")).getnames()}
+    with tarfile.open(build("sdist")) as sdist:
+        found = {Path(*Path(name).parts[1:]) for name in sdist.getnames()}
     assert files - found == {Path("docs/_build/index.html")}
 
 

@@ -1,8 +1,11 @@
 # make demo          trains a classifier of digits on 4 ranks
 # make test          runs every tier of tests that this machine can run
+# make test-pythons  runs the tiers unit and mpi on every Python from 3.10 to 3.14 that this machine has or uv gets
 # make test-cuda12   runs those that use CUDA with the Python bindings and the compiler of CUDA 12.9, in .venv-cuda12
+# make failures      kills, stops and ends ranks at random moments, and shows what the others hear
 # make check         lint, format, types
 # make docs          builds docs/ into docs/_build, in .venv-docs; warnings are errors
+# make release       builds wheel and sdist into dist/, checks them, and tries the wheel in a fresh environment
 #
 # Each first makes .venv and installs what it needs and this machine can use. To use what is installed already:
 #     make test PYTHON=python3 VENV=
@@ -13,13 +16,16 @@ VENV ?= .venv
 MPIRUN ?=
 export MPIRUN
 
-demo test check:
+demo test failures check:
 	@$(PYTHON) -m tests.run $@ $(if $(VENV),--venv "$(VENV)")
 
 test-cuda12:
 	@$(PYTHON) -m tests.run $@ $(if $(VENV),--venv "$(VENV)-cuda12")
 
-docs:
-	@$(PYTHON) -m tests.run $@ $(if $(VENV),--venv "$(VENV)-docs")
+test-pythons:
+	@$(PYTHON) -m tests.run $@ --venv "$(or $(VENV),.venv)"
 
-.PHONY: demo test test-cuda12 check docs
+docs release:
+	@$(PYTHON) -m tests.run $@ $(if $(VENV),--venv "$(VENV)-$@")
+
+.PHONY: demo test test-pythons test-cuda12 failures check docs release

@@ -1,21 +1,25 @@
-"""make demo, test, test-cuda12, check, docs: sets up what each needs, then runs it. Standard library only."""
+"""The targets of make: set up what each needs, then run it. Standard library only."""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from tests import machine
+from tests import machine, release
 
 DEMO = ["mpi_examples/train_digits.py"]
 LEAST_COVERAGE = 85
+TEST_TIME = "takes about 10 minutes on 2 cores"
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+TEST_OPTIONS = ["--quiet", "-p", "tests.progress"]
+NO_CUDA = ({"docs"}, {"release"})  # the extras of those targets that need neither CUDA nor MPI
 # Their branches are reached on a GPU only: they are counted apart.
 GPU_MODULES = "ipcreduce/cuda/driver.py,ipcreduce/cuda/streams.py,ipcreduce/arrays.py"
 # One of each, for the generation of CUDA that is asked for.
@@ -30,17 +34,24 @@ print("bindings", bindings.__version__, "NVRTC", "{1}.{2}".format(*nvrtc.nvrtcVe
 
 
 def main() -> int:
+    commands = {
+        "demo": demo, "test": test, "test-cuda12": test_cuda12, "failures": failures, "check": check, "docs": docs,
+        "release": release.release,
+    }  # fmt: skip
     parser = argparse.ArgumentParser(prog="tests.run", description=__doc__)
-    parser.add_argument("what", choices=["demo", "test", "test-cuda12", "check", "docs"])
+    parser.add_argument("what", choices=[*commands, "test-pythons"])
     parser.add_argument("--venv", type=Path, help="make and use this; without it, this python is used")
     args = parser.parse_args()
     os.chdir(machine.ROOT)
+    if args.what == "test-pythons":
+        return test_pythons(args.venv)
+    if args.what == "test":
+        print(f"make test: {TEST_TIME}, after the environment is there", flush=True)
     python = sys.executable
     if args.venv:
         generation = 12 if args.what == "test-cuda12" else fitting_generation()
-        extras = {"demo": {"examples"}, "docs": {"docs"}}.get(args.what, {"examples", TEST_EXTRAS[generation]})
-        python = set_up(args.venv.absolute(), extras, generation)
-    commands = {"demo": demo, "test": test, "test-cuda12": test_cuda12, "check": check, "docs": docs}
+        own = {"demo": {"examples"}, "docs": {"docs"}, "release": {"release"}}
+        python = set_up(args.venv.absolute(), own.get(args.what, {"examples", TEST_EXTRAS[generation]}), generation)
     return commands[args.what](python)
 
 
@@ -50,28 +61,35 @@ def fitting_generation() -> int:
     return 12 if gpus and generation <= 12 else 13
 
 
-def set_up(venv: Path, extras: set[str], generation: int) -> str:
-    """An environment with this package, the extras, and what this machine can use of CUDA and MPI; its python."""
+def set_up(venv: Path, extras: set[str], generation: int, base: str = sys.executable) -> str:
+    """The python of an environment with this package, the extras, and what this machine can use of CUDA and MPI."""
     python = venv / "bin" / "python"
-    if extras != {"docs"}:  # these need neither
+    if extras not in NO_CUDA:
         extras = extras | fitting_extras(python, generation)
     stamp = venv / "ipcreduce.json"
-    source = hashlib.sha256(Path("pyproject.toml").read_bytes()).hexdigest()
     try:
         done = json.loads(stamp.read_text())
     except (OSError, ValueError):
         done = {"source": "", "extras": []}
-    if python.exists() and done["source"] == source and extras <= set(done["extras"]):
+    if python.exists() and done["source"] == digest_of_the_install() and extras <= set(done["extras"]):
         return str(python)
     extras |= set(done["extras"]) - {*TEST_EXTRAS.values(), *CUDA_EXTRAS.values()}  # these exclude each other
     print(f"setting up {venv}: {', '.join(sorted(extras))} (the first time takes minutes)", flush=True)
-    own_pip = importlib.util.find_spec("ensurepip") is not None  # Debian has it in a package of its own
+    own_pip = not run(base, "-c", "import ensurepip", check=False, stderr=subprocess.DEVNULL)  # Debian packs it apart
     pip = [python, "-m", "pip"] if own_pip else [sys.executable, "-m", "pip", "--python", python]
     if not python.exists():
-        run(sys.executable, "-m", "venv", *([] if own_pip else ["--without-pip"]), venv)
+        run(base, "-m", "venv", *([] if own_pip else ["--without-pip"]), venv)
     run(*pip, "install", "--quiet", "--editable", f".[{','.join(sorted(extras))}]")
-    stamp.write_text(json.dumps({"source": source, "extras": sorted(extras)}))
+    stamp.write_text(json.dumps({"source": digest_of_the_install(), "extras": sorted(extras)}))
     return str(python)
+
+
+def digest_of_the_install() -> str:
+    """Changes with all that an editable install keeps: the metadata, and the links to the package's files."""
+    sources = [path for folder in ("ipcreduce", "kernels") for path in Path(folder).rglob("*.*")]
+    links = Path("build").glob("__editable__*")
+    names = sorted(str(path) for path in [*sources, *links] if path.suffix != ".pyc")
+    return hashlib.sha256(Path("pyproject.toml").read_bytes() + "\0".join(names).encode()).hexdigest()
 
 
 def fitting_extras(python: Path, generation: int) -> set[str]:
@@ -94,6 +112,10 @@ def demo(python: str) -> int:
         print(f"the demo needs an MPI: {error}", file=sys.stderr)
         return 1
     return run(*command, "-n", "4", python, *DEMO, check=False)
+
+
+def failures(python: str) -> int:
+    return run(python, "-m", "tests.failures", check=False)
 
 
 def check(python: str) -> int:
@@ -132,16 +154,16 @@ def test_cuda12(python: str) -> int:
     print("CUDA bindings {}, NVRTC {}".format(*found), flush=True)
     if not all(version.startswith("12.") for version in found):
         sys.exit("expected those of CUDA 12: leave out VENV=, or install the extra test-cuda12 and no other NVRTC")
-    return run(python, "-m", "pytest", *workers(python), "-m", "not mpi", check=False)
+    return run(python, "-m", "pytest", *TEST_OPTIONS, *workers(python), "-m", "not mpi", check=False)
 
 
 def test(python: str) -> int:
     probe = "import coverage; assert coverage.version_info >= (7, 10)"
     if left_out(python).keys() - {"gpu"} or run(python, "-c", probe, check=False, stderr=subprocess.DEVNULL):
-        return run(python, "-m", "pytest", *workers(python), check=False)
+        return run(python, "-m", "pytest", *TEST_OPTIONS, *workers(python), check=False)
     coverage = [python, "-m", "coverage"]
     run(*coverage, "erase")
-    status = run(*coverage, "run", "-m", "pytest", *workers(python), check=False)
+    status = run(*coverage, "run", "-m", "pytest", *TEST_OPTIONS, *workers(python), check=False)
     run(*coverage, "combine", "--quiet")
     for left in Path().glob(".coverage.*"):  # of a process that was killed while it wrote
         left.unlink()
@@ -153,6 +175,45 @@ def test(python: str) -> int:
         run(*coverage, "report", without, check=False)
         return 1
     return status
+
+
+def test_pythons(venv: Path) -> int:
+    """The tiers unit and mpi on each Python, in an environment of its own; says at the end what became of each."""
+    generation = fitting_generation()
+    results = {}
+    for version in PYTHONS:
+        base, found = find_python(version)
+        print(f"Python {version}: {found}", flush=True)
+        if base is None:
+            results[version] = f"left out, {found}"
+            continue
+        own = venv.absolute().with_name(f"{venv.name}-py{version}")
+        python = set_up(own, {"examples", TEST_EXTRAS[generation]}, generation, base)
+        command = [python, "-m", "pytest", *TEST_OPTIONS, *workers(python), "-m", "unit or mpi"]
+        results[version] = f"exit code {status}" if (status := run(*command, check=False)) else "passed"
+    for version, result in results.items():
+        print(f"Python {version:5} {result}")
+    return int(any(result.startswith("exit code") for result in results.values()) or "passed" not in results.values())
+
+
+def find_python(version: str) -> tuple[str | None, str]:
+    """The path of an interpreter of this version, from uv, which may get it, or from PATH; and a remark on it."""
+    uv = shutil.which("uv")
+    if uv:
+        subprocess.run([uv, "python", "install", "--quiet", version], stderr=subprocess.DEVNULL)  # or the machine's own
+        named = [uv, "python", "find", "--no-project", "--system", version]
+        found = subprocess.run(named, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout.strip()
+        if found:
+            return found, f"{found}, by uv"
+    name = shutil.which(f"python{version}")
+    if name is None:
+        return None, f"no python{version} on PATH" + (", and uv has none" if uv else ", and no uv to get one")
+    probe = [name, "-c", "import sys; print(sys.executable, '%d.%d' % sys.version_info[:2])"]
+    environ = {**os.environ, "PYENV_VERSION": version}  # for pyenv's, which runs no version that is not chosen
+    ran = subprocess.run(probe, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if ran.returncode or ran.stdout.split()[-1] != version:
+        return None, f"{name} does not run: {ran.stdout.strip().splitlines()[0]}"
+    return ran.stdout.split()[0], name
 
 
 def run(*command: str | Path, check: bool = True, stderr: int | None = None) -> int:

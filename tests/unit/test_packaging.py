@@ -1,11 +1,13 @@
-"""The wheel holds every module, the type marker and all kernel sources; each way of installing finds the kernels."""
+"""The wheel and the sdist are complete; each way of installing finds the kernels; an editable one shows its types."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,28 +16,40 @@ import pytest
 
 from tests.machine import ROOT
 
+FOLDERS = (".ci", "benchmarks", "docs", "ipcreduce", "kernels", "mpi_examples", "tests")
+FILES = (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "MANIFEST.in",
+    "Makefile",
+    "README.md",
+    "pyproject.toml",
+    "setup.cfg",
+)
+
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A copy of the source tree, as far as it is packaged."""
+    """A copy of the source tree."""
     path = tmp_path / "tree"
-    for folder in ("ipcreduce", "kernels"):
-        shutil.copytree(ROOT / folder, path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, path / folder, ignore=shutil.ignore_patterns("__pycache__", "_build"))
+    for file in FILES:
         shutil.copy(ROOT / file, path)
     return path
 
 
 @pytest.fixture
 def build(tree: Path) -> Callable[[str], Path]:
-    """build("wheel") or build("editable"): what pip makes of the tree, and unpacks."""
+    """build("wheel"), build("editable") or build("sdist"): what pip makes of the tree, and unpacks."""
     pytest.importorskip("setuptools", minversion="77")
 
     def built(kind: str) -> Path:
         program = f"from setuptools import build_meta; build_meta.build_{kind}('dist')"
         subprocess.run([sys.executable, "-c", program], cwd=tree, check=True)
-        [wheel] = tree.glob("dist/*.whl")
-        return wheel
+        [built] = tree.glob("dist/*")
+        return built
 
     return built
 
@@ -46,6 +60,31 @@ def test_the_wheel_is_complete(build: Callable[[str], Path]):
     kernels = {f"ipcreduce/kernels/{path.name}" for path in ROOT.glob("kernels/*.cu*")}
     assert kernels
     assert modules | kernels | {"ipcreduce/py.typed"} <= found
+
+
+def test_the_sdist_has_the_tests_and_all_that_they_read(build: Callable[[str], Path], tree: Path):
+    (tree / "docs" / "_build").mkdir()
+    (tree / "docs" / "_build" / "index.html").touch()
+    files = {path.relative_to(tree) for path in tree.rglob("*") if path.is_file()}
+    with tarfile.open(build("sdist")) as sdist:
+        found = {Path(*Path(name).parts[1:]) for name in sdist.getnames()}
+    assert files - found == {Path("docs/_build/index.html")}
+
+
+def test_only_the_extras_for_gpus_and_tests_need_cuda(build: Callable[[str], Path]):
+    wheel = zipfile.ZipFile(build("wheel"))
+    [metadata] = [name for name in wheel.namelist() if name.endswith("/METADATA")]
+    required = re.findall(r"^Requires-Dist: (.*)$", wheel.read(metadata).decode(), re.MULTILINE)
+    cuda = [line.partition(";") for line in required if re.match(r"cuda|cupy|nvidia", line)]
+    assert {name.split(">")[0] for name, _, _ in cuda} >= {"cuda-core", "cupy-cuda12x", "cupy-cuda13x"}
+    extras = {re.sub(r".*extra == ['\"]([\w-]+)['\"].*", r"\1", marker) for _, _, marker in cuda}
+    assert extras == {"cuda12", "cuda13", "test", "test-cuda12", "test-tools"}
+
+
+def test_the_readme_shows_the_same_elsewhere():
+    """A package index shows README.md without the tree: its pictures must have absolute addresses."""
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]*)\)", (ROOT / "README.md").read_text())
+    assert all(picture.startswith("https://") for picture in pictures)
 
 
 # ---- where the kernels are, beside another project's package named kernels: Hugging Face's has that name
@@ -87,6 +126,16 @@ def test_a_wheel_finds_its_own_kernels(build: Callable[[str], Path], site: Path)
 def test_an_editable_install_finds_those_of_its_tree(build: Callable[[str], Path], site: Path, tree: Path):
     zipfile.ZipFile(build("editable")).extractall(site)
     assert kernels_found(site) == str(tree / "kernels")
+
+
+def test_an_editable_install_is_a_directory_on_the_path(build: Callable[[str], Path], site: Path, tree: Path):
+    """mypy and editors read a .pth file's directories, and no import hooks. It holds nothing but the package."""
+    zipfile.ZipFile(build("editable")).extractall(site)
+    [pth] = site.glob("*.pth")
+    directory = Path(pth.read_text().strip())
+    assert [path.name for path in directory.iterdir()] == ["ipcreduce"]
+    for name in ("__init__.py", "py.typed", "graphs/graph.py"):
+        assert (directory / "ipcreduce" / name).resolve() == tree / "ipcreduce" / name
 
 
 def test_a_source_tree_finds_its_own(build: Callable[[str], Path], site: Path, tree: Path, tmp_path: Path):

@@ -1,0 +1,107 @@
+"""The targets of make: a release needs its section of the changelog, an environment is renewed, progress is told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import machine, release, run
+
+
+def test_a_release_needs_its_section_of_the_changelog(tmp_path: Path):
+    (tmp_path / "ipcreduce").mkdir()
+    (tmp_path / "ipcreduce" / "__init__.py").write_text('__version__ = "1.2.3"\n')
+    changelog = tmp_path / "CHANGELOG.md"
+    changelog.write_text("# Changelog\n## Unreleased\n## 1.2.30 - 2030-01-02\n")
+    with pytest.raises(
+        SystemExit, match=r"version 1\.2\.3: expected a section '## 1\.2\.3' .* found Unreleased, 1\.2\.30"
+    ):
+        release.version_of_the_tree(tmp_path)
+    changelog.write_text("# Changelog\n## 1.2.3 - 2030-01-02\n")
+    assert release.version_of_the_tree(tmp_path) == "1.2.3"
+
+
+def test_a_new_module_needs_a_new_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An editable install links each file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "ipcreduce").mkdir()
+    before = run.digest_of_the_install()
+    module = tmp_path / "ipcreduce" / "new.py"
+    module.touch()
+    after = run.digest_of_the_install()
+    assert after != before
+    module.write_text("x = 1\n")
+    module.with_suffix(".pyc").touch()
+    assert run.digest_of_the_install() == after
+
+
+@pytest.fixture
+def on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that is the whole PATH."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+def program(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_pythons_on_path(on_path: Path):
+    assert run.find_python("3.12") == (None, "no python3.12 on PATH, and no uv to get one")
+    program(on_path / "python3.12", "echo 'not chosen'; exit 127")
+    assert run.find_python("3.12") == (None, f"{on_path}/python3.12 does not run: not chosen")
+    program(on_path / "python3.12", "echo /real/python 3.12")
+    assert run.find_python("3.12") == ("/real/python", f"{on_path}/python3.12")
+
+
+def test_pythons_of_uv(on_path: Path):
+    program(on_path / "python3.12", "echo /real/python 3.12")
+    program(on_path / "uv", 'test "$2" = find && echo /of/uv')
+    assert run.find_python("3.12") == ("/of/uv", "/of/uv, by uv")
+    program(on_path / "uv", "exit 1")
+    assert run.find_python("3.12") == ("/real/python", f"{on_path}/python3.12")
+    assert run.find_python("3.14") == (None, "no python3.14 on PATH, and uv has none")
+
+
+def test_progress_is_told_in_lines(tmp_path: Path):
+    (tmp_path / "test_three.py").write_text(
+        "import pytest\n"
+        "def test_right(): pass\n"
+        "def test_wrong(): assert False\n"
+        "def test_absent(): pytest.skip('no moon')\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:xdist",
+        "-p",
+        "tests.progress",
+        "--rootdir",
+        tmp_path,
+        ".",
+    ]
+
+    def lines() -> list[str]:
+        output = subprocess.run(
+            command, cwd=tmp_path, env=machine.environment(), stdout=subprocess.PIPE, text=True
+        ).stdout
+        assert "\033" not in output
+        assert "\r" not in output
+        return output.splitlines()
+
+    first = lines()
+    assert first[:2] == [
+        "3 tests; nothing is known of their time on this machine",
+        "failed: test_three.py::test_wrong (call)",
+    ]
+    assert any(line.startswith("100 %  3 of 3 tests, 0:0") and "1 failed" in line for line in first)
+    assert first[-1].startswith("1 failed, 1 passed, 1 skipped")
+    assert lines()[0].startswith("3 tests; the last time they took 0:0")

@@ -56,7 +56,7 @@ def wrong_outputs(comm: Any) -> None:
         (cupy.zeros((10, 100), np.float32), "shape"),
         (cupy.zeros(1000, np.int32), "dtype"),
         (misaligned, "multiples of their itemsize"),
-        (np.zeros(1000, np.float32), "found a NumPy array"),
+        (np.zeros(1000, np.float32), "found ndarray"),
     ]
     if GPUS > 1:
         with cupy.cuda.Device((cupy.cuda.Device().id + 1) % GPUS):

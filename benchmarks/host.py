@@ -10,10 +10,7 @@ table stands the bandwidth of memory: the least that the larger messages can tak
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import statistics
 import sys
 import time
@@ -26,6 +23,7 @@ import numpy as np
 from mpi4py import MPI
 
 import ipcreduce
+from ipcreduce.bench import report
 
 WORLD = MPI.COMM_WORLD
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -90,14 +88,8 @@ def main() -> None:
                     print(f"{dtype.name:9} {op:4} {rows[-1]['bytes']:>10} {ours:12.1f} {ratio}", flush=True)
         bandwidth = copy_bandwidth()
         if comm.rank == 0 and args.json:
-            about = {
-                "ranks": comm.size, "processors": len(os.sched_getaffinity(0)), "machine": platform.processor(),
-                "mpi": MPI.Get_library_version().splitlines()[0].strip("\0"), "numpy": np.__version__,
-                "python": platform.python_version(), "date": datetime.date.today().isoformat(),
-                "command": f"mpirun -n {comm.size} python -m benchmarks.host {' '.join(sys.argv[1:])}",
-                "copy_GB_per_s": bandwidth,
-            }  # fmt: skip
-            args.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+            about = {"ranks": comm.size, "copy_GB_per_s": bandwidth}
+            args.json.write_text(json.dumps({**report.header(sys.argv), **about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

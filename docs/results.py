@@ -136,6 +136,11 @@ def _run(content: dict[str, Any]) -> tuple[str, str]:
         return what + (f', `algorithm="{forced}"`' if forced else ""), _scenarios(content)
     if "prototype_us" in rows[0]:
         return "times beside the prototypes", f"{len(rows)} rows"
+    if "copy_GB_per_s" in content:
+        return "`benchmarks.host`, against MPI", f"results right before each timing; {len(rows)} rows"
+    if "kind" in rows[0]:
+        right, turns = (sum(row[key] for row in rows) for key in ("right", "turns"))
+        return "ranks that fail, `make failures`", f"{right} of {turns} turns right"
     if "limit" in content:
         return "`python -m ipcreduce bench`", f"results right before each timing; {len(rows)} rows"
     if "startup" in content:

@@ -181,7 +181,9 @@ def main() -> int:
                 f"{kind:10} {size:5} {len(turns):5} {right:5} {row['median_s']:23.3f} {row['most_s']:6.3f}", flush=True
             )
     if args.json:
-        args.json.write_text(json.dumps({"command": " ".join(sys.argv[1:]), "rows": rows}, indent=1) + "\n")
+        from ipcreduce.bench import report
+
+        args.json.write_text(json.dumps(report.header(sys.argv) | {"rows": rows}, indent=1) + "\n")
     for text in wrong:
         print(text, file=sys.stderr)
     return 1 if wrong else 0

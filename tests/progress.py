@@ -30,9 +30,8 @@ class Progress:
     def key(self) -> str:
         """The name of these tests, under which pytest's cache keeps their time."""
         option = self.config.option
-        return "ipcreduce/seconds of " + " ".join([*self.config.args, option.markexpr, option.keyword]).replace(
-            "/", "."
-        )
+        chosen = " ".join([*self.config.args, option.markexpr, option.keyword])
+        return "ipcreduce/seconds of " + chosen.replace("/", ".")
 
     def begin(self, total: int) -> None:
         if self.total:  # another worker, with the same tests

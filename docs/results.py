@@ -100,6 +100,23 @@ def _kind(what: str) -> str:
     }.get(what, "")
 
 
+HOST_SIZES = (4, *(1 << power for power in (10, 12, 14, 16, 18, 20, 22, 24, 26, 28)))
+
+
+def host_table(mpi: str = "openmpi") -> str:
+    """NumPy arrays of float32, against that MPI's Allreduce: us and ratio for sum, over 2 and 4 ranks."""
+    columns = []
+    for ranks in (2, 4):
+        rows = read(f"host-{mpi}-ranks{ranks}")["rows"]
+        columns.append({row["bytes"]: row for row in rows if (row["dtype"], row["op"]) == ("float32", "sum")})
+    header = [text for ranks in (2, 4) for text in (f"{ranks} ranks", "MPI", "ratio")]
+    lines = []
+    for nbytes in HOST_SIZES:
+        times = [(column[nbytes]["ours_us"], column[nbytes]["mpi_us"]) for column in columns]
+        lines.append([size_text(nbytes), *(t for a, b in times for t in (us_text(a), us_text(b), f"{a / b:.2f}"))])
+    return table(["bytes", *header], lines)
+
+
 # ---- runs
 def run_table() -> str:
     """Every result file: when, on what, what was run, and how it ended. The latest first."""
@@ -164,5 +181,5 @@ def _software(content: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     figures = [bench_table(n, mode) for n in (4, 2) for mode in ("graph", "eager")]
-    for text in (bench_table(4, sizes=README_SIZES), *figures, ratio_table(), run_table()):
+    for text in (bench_table(4, sizes=README_SIZES), *figures, ratio_table(), host_table(), run_table()):
         print(text, end="\n\n")

@@ -144,7 +144,8 @@ class Communicator:
         :raises PeerTimeoutError: if a rank did not come in time. :raises PeerLostError: if a rank has gone.
 
         On the device, the call returns before the work is done. So the last three may be raised by a later call or
-        :meth:`synchronize`. Where data is missing, the result holds bytes 0xFF (NaN).
+        :meth:`synchronize`. Where data is missing, the result holds bytes 0xFF (NaN). On the host it returns when the
+        work is done; after an error the values in ``out`` are undefined.
         """
         fast = self._fast  # once: another thread may close the communicator
         if fast is not None:

@@ -44,6 +44,9 @@ class SharedReducer:
         :param agreed: called once every rank has come to this call; raises if their calls differ.
         """
         source, target = array.reshape(-1), out.reshape(-1)
+        if self._n == 1:
+            reduce([source], op, target)
+            return
         if source.nbytes <= self._segment.small_bytes:
             self._one_shot(source, op, target, check, agreed)
             return

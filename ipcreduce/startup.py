@@ -86,7 +86,8 @@ def start(mpi: Any, options: Options) -> Started:
         if hosts > 1:
             raise UnsupportedError(f"the ranks are on {hosts} hosts")
         started.page = page = _share(mpi, "the control page", Page.create, Page.open, deadline)
-        page.join(*watchdog.own_identity())
+        with exchange.step(mpi, deadline, "joining the control page"):  # before anybody looks for a rank there
+            page.join(*watchdog.own_identity())
         with exchange.step(mpi, deadline, "watching the other ranks"):
             started.watch = watchdog.watch(page)
     except UnsupportedError as error:

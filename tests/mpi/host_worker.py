@@ -35,7 +35,8 @@ from ipcreduce import (
     UnsupportedError,
     startup,
 )
-from ipcreduce.coordination import exchange
+from ipcreduce.coordination import exchange, watchdog
+from ipcreduce.coordination.control_page import Page
 from ipcreduce.host import over_mpi, shared
 from tests import bad_call_table, reference, sweep_cases, worker, written_calls
 
@@ -408,6 +409,25 @@ def late_at_start_up(comm: Communicator) -> None:
         right(fourth)
 
 
+def every_rank_is_watched(comm: Communicator) -> None:
+    """However late one of them writes its identity to the control page."""
+    join = Page.join
+
+    def late(self: Page, *identity: int) -> None:
+        time.sleep(0.3 * (RANK == LAST))
+        join(self, *identity)
+
+    Page.join = late
+    try:
+        with Communicator() as watched:
+            assert watched._watch is not None
+            processes = watchdog._watchdog._processes.values()
+            ranks = {rank for process in processes for watch, rank in process.ranks if watch is watched._watch}
+            assert ranks == set(range(SIZE)) - {RANK}, ranks
+    finally:
+        Page.join = join
+
+
 def nothing_is_used_up(comm: Communicator) -> None:
     """MPI has some thousand communicators; those that were closed, and those that failed, give theirs back."""
     for _ in range(2200):
@@ -616,7 +636,7 @@ SCENARIOS = {
     for scenario in (
         every_kind, as_people_write, random_sweep, a_float_sum_starts_at_rank_0, wrong_calls, late, late_over_mpi,
         memory_outlives_a_wait, refused_while_another_is_late, refused_over_mpi, interrupted, out_of_memory,
-        arguments_differ, late_at_start_up, nothing_is_used_up, too_many, a_graph_keeps_its_communicator,
+        arguments_differ, late_at_start_up, every_rank_is_watched, nothing_is_used_up, too_many, a_graph_keeps_its_communicator,
         runners, sub_communicators, side_by_side, threads, closing,
         a_call_after_another_rank_has_closed, default, forked,
     )

@@ -60,6 +60,8 @@ def test_arguments_that_differ(mpirun: Callable, n: int):
     assert "arguments_differ: right" in mpirun(WORKER, n, "memory", "arguments_differ", env=HOST).stdout
 
 
-@pytest.mark.parametrize("scenario", ["nothing_is_used_up", "too_many", "a_graph_keeps_its_communicator"])
+@pytest.mark.parametrize(
+    "scenario", ["every_rank_is_watched", "nothing_is_used_up", "too_many", "a_graph_keeps_its_communicator"]
+)
 def test_resources(mpirun: Callable, scenario: str):
     assert f"{scenario}: right" in mpirun(WORKER, 2, "memory", scenario, env=HOST).stdout

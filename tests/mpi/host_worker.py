@@ -636,7 +636,8 @@ SCENARIOS = {
     for scenario in (
         every_kind, as_people_write, random_sweep, a_float_sum_starts_at_rank_0, wrong_calls, late, late_over_mpi,
         memory_outlives_a_wait, refused_while_another_is_late, refused_over_mpi, interrupted, out_of_memory,
-        arguments_differ, late_at_start_up, every_rank_is_watched, nothing_is_used_up, too_many, a_graph_keeps_its_communicator,
+        arguments_differ, late_at_start_up, every_rank_is_watched, nothing_is_used_up, too_many,
+        a_graph_keeps_its_communicator,
         runners, sub_communicators, side_by_side, threads, closing,
         a_call_after_another_rank_has_closed, default, forked,
     )

@@ -392,14 +392,14 @@ def late_at_start_up(comm: Communicator) -> None:
     if RANK == LAST:
         worker.await_others(WORLD)
     else:
-        raises(PeerTimeoutError, words, lambda: Communicator(timeout=0.5))
+        raises(PeerTimeoutError, words, lambda: Communicator(timeout=2))
         worker.let_last_go(WORLD)
     with Communicator(timeout=20) as second:  # of the last rank the first
         right(second)
     if RANK == LAST:
         startup._meet = late
         words = " is up. Look for a rank that has not made its Communicator, then make it again"
-    raises(PeerTimeoutError, words, lambda: Communicator(timeout=0.5))
+    raises(PeerTimeoutError, words, lambda: Communicator(timeout=2))
     startup._meet = meet
     worker.let_last_go(WORLD)
     with Communicator(timeout=20) as third:

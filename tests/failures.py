@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests import machine
+from tests import alarm, machine
 
 SIZES = (1, 100, 10_000, 100_000, 1_000_000)
 TIMEOUT_SECONDS = 2.0  # of the communicators of ranks that are stopped
@@ -79,7 +79,7 @@ def rank_program(directory: str, rank: int, size: int, kind: str, seed: int) -> 
 def prepare(kind: str, delay: float, directory: Path) -> None:
     """Let this process do it ``delay`` seconds from now."""
 
-    def act(*_: Any) -> None:
+    def act() -> None:
         (directory / "at").write_text(str(time.monotonic()))
         if kind in ("killed", "stopped"):
             os.kill(os.getpid(), signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
@@ -91,8 +91,7 @@ def prepare(kind: str, delay: float, directory: Path) -> None:
     if kind in ("killed", "stopped"):  # in the middle of whatever the main thread does
         threading.Timer(delay, act).start()
     else:
-        signal.signal(signal.SIGALRM, act)
-        signal.setitimer(signal.ITIMER_REAL, delay)
+        alarm.call_later(delay, act)
 
 
 # ---- all of them

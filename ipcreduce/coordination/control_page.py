@@ -194,13 +194,23 @@ class Page:
             self.post_lost(self.rank, "it closed the communicator")
 
     def loss(self) -> tuple[int, str] | None:
-        """(rank, why) of a rank that has gone. A rank's own record comes before its peers'."""
-        found = [
-            (int(loss["rank"]) != writer, int(loss["rank"]), text_of(loss))
+        """(rank, why) of the rank that has gone first, as far as the records tell.
+
+        A rank's own record comes before its peers'. A rank that had recorded another's loss has left because of it.
+        """
+        found = {
+            writer: (int(loss["rank"]), text_of(loss))
             for writer, slot in enumerate(self._losses)
             if (loss := slot.read()) is not None
-        ]
-        return min(found)[1:] if found else None
+        }
+        if not found:
+            return None
+        writer = min(found, key=lambda writer: (found[writer][0] != writer, found[writer][0]))
+        passed = {writer}
+        while (earlier := found[writer][0]) in found and earlier not in passed:
+            writer = earlier
+            passed.add(writer)
+        return found[writer]
 
     # ---- rounds and meetings, in which every rank writes one record and reads all
     def write_round(self, serial: int, ok: bool, total: int, chunk: bytes) -> None:

@@ -72,11 +72,14 @@ def ended_error(page: Page, call: int, timeout: float) -> IpcReduceError:
 def raise_lost(page: Page, number: int, any_call: bool = False) -> None:
     """:raises PeerLostError: if a rank has gone without making call ``number``; ``any_call``: if one has gone."""
     loss = page.loss()
+    if loss is None:
+        for rank in range(page.n):
+            if page.has_left_before(rank, number) or (any_call and page.has_left(rank)):
+                loss = rank, "it closed the communicator"
+                break
     if loss is not None:
-        raise _lost_error(page, number, *loss)
-    for rank in range(page.n):
-        if page.has_left_before(rank, number) or (any_call and page.has_left(rank)):
-            raise _lost_error(page, number, rank, "it closed the communicator")
+        page.post_lost(*loss)  # before this rank closes because of it: later readers are to find the first loss
+        raise _lost_error(page, number, *(page.loss() or loss))
 
 
 def all_come(page: Page, number: int) -> bool:

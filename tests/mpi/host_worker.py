@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import signal
 import sys
 import threading
 import time
@@ -38,7 +37,7 @@ from ipcreduce import (
 from ipcreduce.coordination import exchange, watchdog
 from ipcreduce.coordination.control_page import Page
 from ipcreduce.host import over_mpi, shared
-from tests import bad_call_table, reference, sweep_cases, worker, written_calls
+from tests import alarm, bad_call_table, reference, sweep_cases, worker, written_calls
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -298,7 +297,7 @@ def interrupted(comm: Communicator) -> None:
     class Alarm(BaseException):
         pass
 
-    def ring(*_: object) -> None:
+    def ring() -> None:
         raise Alarm
 
     for count in (6, 30_000):
@@ -307,8 +306,7 @@ def interrupted(comm: Communicator) -> None:
             WORLD.Barrier()
             if RANK == 0:
                 started = time.monotonic()
-                signal.signal(signal.SIGALRM, ring)
-                signal.setitimer(signal.ITIMER_REAL, 0.2)
+                alarm.call_later(0.2, ring)
                 try:
                     brief.allreduce(np.ones(count))
                 except Alarm:

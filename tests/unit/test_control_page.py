@@ -342,6 +342,20 @@ def test_the_first_loss_counts_and_what_a_rank_says_of_itself_comes_first(pages:
     assert [page.loss() for page in pages] == [(2, "it was interrupted")] * 3
 
 
+def test_a_rank_that_left_because_of_a_loss_is_not_taken_for_the_first(pages: list[Page]):
+    """Rank 2 closes. Rank 0 hears of it and closes. Rank 1 looks only then, and meets rank 0's end first."""
+    pages[2].leave()
+    pages[0].calls.enter(1, SUM)
+    with pytest.raises(PeerLostError, match="rank 2 to take part"):
+        faults.raise_lost(pages[0], 1)
+    pages[0].leave()
+    pages[1].post_lost(0, "it closed the communicator")  # as rank 1's watchdog may
+    with pytest.raises(PeerLostError, match="rank 2 to take part"):
+        faults.raise_lost(pages[1], 1)
+    pages[2].post_lost(0, "it closed the communicator")
+    assert pages[1].loss() is not None, "two ranks that name each other"
+
+
 # ---- what another rank may see of a record, where a processor shows stores in any order
 Change = tuple[np.ndarray, Callable[[Page], Any]]  # the page before, and what a reader makes of it
 

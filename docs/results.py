@@ -153,6 +153,13 @@ def _run(content: dict[str, Any]) -> tuple[str, str]:
         return what + (f', `algorithm="{forced}"`' if forced else ""), _scenarios(content)
     if "prototype_us" in rows[0]:
         return "times beside the prototypes", f"{len(rows)} rows"
+    if "before" in content:
+        return (
+            f"`benchmarks.host`, the library at {content['before']}",
+            f"results right before each timing; {len(rows)} rows",
+        )
+    if "demo" in content:
+        return "`make demo`'s program, in turns with 832abcc", "results right each time; times in the file"
     if "copy_GB_per_s" in content:
         return "`benchmarks.host`, against MPI", f"results right before each timing; {len(rows)} rows"
     if "kind" in rows[0]:

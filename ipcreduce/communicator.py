@@ -109,6 +109,8 @@ class Communicator:
         lines.append(f"host arrays: {self._host.describe()}")
         if "ipc" in self._reasons:
             lines.append(f"not ipc: {self._reasons['ipc']}")
+        if "page" in self._reasons:
+            lines.append(f"failures are told by MPI's timeouts only: {self._reasons['page']}")
         return "\n".join(lines)
 
     # ---- the operation
@@ -296,6 +298,8 @@ class _Open:
 
     def forked(self) -> None:
         """In a child process: nothing of the parent's may be touched or closed."""
+        if self._watch is not None:
+            self._watch.forked()
         self._let_go()
         self._calls.forked(UnsupportedError(lifetime.FORKED))
         self._session.forked()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -12,7 +13,9 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from .coordination import exchange, watchdog
+from .coordination.connections import connect
 from .coordination.control_page import Page
+from .coordination.mirror import Mirror
 from .coordination.watchdog import Watch
 from .errors import ArgumentError, IpcReduceError, PeerTimeoutError, UnsupportedError, report
 from .host.segment import Segment
@@ -86,12 +89,12 @@ def start(mpi: Any, options: Options) -> Started:
         if hosts > 1:
             raise UnsupportedError(f"the ranks are on {hosts} hosts")
         started.page = page = _share(mpi, "the control page", Page.create, Page.open, deadline)
-        with exchange.step(mpi, deadline, "joining the control page"):  # before anybody looks for a rank there
-            page.join(*watchdog.own_identity())
-        with exchange.step(mpi, deadline, "watching the other ranks"):
-            started.watch = watchdog.watch(page)
     except UnsupportedError as error:
-        return Started(reasons={"ipc": str(error), "shm": str(error)})
+        return _apart(mpi, str(error), deadline)
+    with exchange.step(mpi, deadline, "joining the control page"):  # before anybody looks for a rank there
+        page.join(*watchdog.own_identity())
+    with exchange.step(mpi, deadline, "watching the other ranks"):
+        started.watch = watchdog.watch(page)
     try:
         segment = _share(mpi, "memory for host arrays", Segment.create, Segment.open, deadline)
         started.shared = SharedReducer(segment)
@@ -106,6 +109,21 @@ def start(mpi: Any, options: Options) -> Started:
         if started.watch is not None:
             started.watch.stop()
         raise
+    return started
+
+
+def _apart(mpi: Any, reason: str, deadline: float) -> Started:
+    """The parts for ranks that share no memory, for this ``reason``. Collective."""
+    started = Started(reasons={"ipc": reason, "shm": reason})
+    rank, n = mpi.Get_rank(), mpi.Get_size()
+    try:
+        connections = connect(mpi, _machine(), deadline)
+    except UnsupportedError as error:
+        started.reasons["page"] = str(error)
+        return started
+    started.page = Page.alone(rank, n)
+    started.page.join(*watchdog.own_identity())
+    started.watch = watchdog.watch(started.page, Mirror(started.page, connections))
     return started
 
 
@@ -140,7 +158,12 @@ def _shown(value: Any) -> str:
 
 
 def _host() -> str:
-    """An identifier of this host. Containers of one host count as one, and share nothing if they share no memory."""
+    """An identifier of this host: ``IPCREDUCE_HOSTID``, or this machine's."""
+    return os.environ.get("IPCREDUCE_HOSTID") or _machine()
+
+
+def _machine() -> str:
+    """An identifier of this machine. Its containers count as one, and share nothing if they share no memory."""
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
     return socket.gethostname()

@@ -138,8 +138,10 @@ class CallSequence:
         self.number -= 1
 
     def catch_up(self, number: int) -> None:
-        """Go on from the highest call number of all ranks, which a vote has told."""
+        """Go on from the highest call number of all ranks, which a vote or a resynchronisation has told."""
         self.number = number
+        if self._page is not None:
+            self._page.calls.first = number + 1
 
     # ---- a call that fails here
     def failed(self, error: BaseException) -> None:
@@ -280,7 +282,8 @@ class CallSequence:
         assert page and rounds and meetings  # noqa: PT018
         deadline = time.monotonic() + max(self.timeout, _PATIENCE_SECONDS)
         try:
-            self.number, rounds.last = start_anew(page, self._engines, meetings, self.number, rounds.last, deadline)
+            number, rounds.last = start_anew(page, self._engines, meetings, self.number, rounds.last, deadline)
+            self.catch_up(number)
         except PeerLostError:
             raise
         except BaseException as error:

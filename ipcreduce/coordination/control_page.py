@@ -1,4 +1,6 @@
-"""The control page: a file in shared memory through which the ranks of one host see each other without MPI.
+"""The control page: memory in which the ranks see each other without MPI. On one host they share it.
+
+Ranks that share no memory have a page each, and every rank's links copy its part into the others' (mirror.py).
 
 Its head, which the GPUs reach too, holds the abort word, which ends every wait of every rank. For each rank it also
 holds two words that the rank's kernels write: the peers for which they waited in vain, and a flag once one of them has
@@ -21,8 +23,9 @@ import functools
 import mmap
 import os
 import tempfile
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -36,10 +39,13 @@ ACTIVE, CLOSED = 1, 2
 REFUSED, MISMATCH = 1, 2  # kinds of fault
 CHUNK_BYTES = 1024  # of a rank's payload in one round
 
+_ANONYMOUS = -1  # in the place of a file's descriptor
+
 ABORT_OFFSET = 0
 # Values of the abort word. Kernels only test it against zero.
 TIMED_OUT = 1  # by kernels, and by a host whose wait for a peer reached its deadline
 TOLD = 2  # by a host that has written a record of the reason
+CLOSED_IT = "it closed the communicator"  # a loss for later calls only
 _RECORD_SECONDS = 1.0  # for a record to arrive whose abort word is there already: it takes microseconds
 
 _FAULT = record(("kind", "<u8"), ("call", "<u8"), ("text", "S1024"))
@@ -54,9 +60,9 @@ def _rank_layout(n: int) -> np.dtype[Any]:
     return np.dtype([
         ("pid", "<i8"), ("started", "<u8"), ("namespace", "<u8"), ("state", "<u4"),
         ("dead", "u1", (n,)), ("late", "u1", (n,)),
-        ("marks", "<u8", (MARKS,)),
         ("fault", _FAULT), ("loss", _LOSS), ("meeting", _MEETING),
         ("rounds", _ROUND, (2,)),  # by parity of the serial: no rank writes one before all have read the last but one
+        ("marks", "<u8", (MARKS,)),  # last: used between ranks of one page only
     ], align=True)  # fmt: skip
 
 
@@ -69,7 +75,8 @@ class Page:
         try:
             self._map = mmap.mmap(descriptor, self.nbytes)
         finally:
-            os.close(descriptor)
+            if descriptor != _ANONYMOUS:
+                os.close(descriptor)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._words32 = memoryview(self._map).cast("I")
         self._ranks = np.frombuffer(self._map, _rank_layout(n), n, _ranks_offset(n))
@@ -82,6 +89,10 @@ class Page:
             [self._slot(rank, "rounds", _ROUND, parity * _ROUND.itemsize) for rank in range(n)] for parity in range(2)
         ]
         self._written = 0  # faults and losses, by this rank
+        self._writing = threading.Lock()  # the program's threads and the watchdog post
+        self.aborts = 0  # how often this rank has raised the abort word
+        self.version = 0  # of this rank's block
+        self.changed: Callable[[], object] | None = None  # called when others are to read this rank's block
         self.calls = FlightRecorder(self._map, self.head_bytes, rank, n)
         self.abort_word = self._words32[ABORT_OFFSET // 4 : ABORT_OFFSET // 4 + 1]
 
@@ -102,6 +113,11 @@ class Page:
         """The page that another rank created."""
         return cls(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), path, rank, n)
 
+    @classmethod
+    def alone(cls, rank: int, n: int) -> Page:
+        """A page that no other process has."""
+        return cls(_ANONYMOUS, "", rank, n)
+
     def _slot(self, rank: int, name: str, layout: np.dtype[Any], further: int = 0) -> Slot:
         block = _rank_layout(self.n)
         assert block.fields is not None
@@ -117,11 +133,44 @@ class Page:
         """Write this rank's identity."""
         mine = self._ranks[self.rank]
         mine["pid"], mine["started"], mine["namespace"], mine["state"] = pid, started, namespace, ACTIVE
+        self._tell()
+
+    # ---- copies of other ranks' blocks
+    def _tell(self) -> None:
+        self.version += 1
+        if self.changed is not None:
+            self.changed()
+
+    def _block(self, rank: int) -> slice:
+        layout = _rank_layout(self.n)
+        assert layout.fields is not None
+        at = _ranks_offset(self.n) + rank * layout.itemsize
+        return slice(at, at + layout.fields["marks"][1])
+
+    def read_block(self) -> bytes:
+        """A copy of this rank's block, without its marks."""
+        return self._map[self._block(self.rank)]
+
+    def write_block(self, rank: int, block: bytes) -> None:
+        """Store the copy of another rank's block, in one step as other threads of this process see it.
+
+        :raises ValueError: if it has another length.
+        """
+        place = self._block(rank)
+        if len(block) != place.stop - place.start:
+            raise ValueError(f"a block of {len(block)} bytes")
+        self._map[place] = block
 
     # ---- words shared with the kernels
     def abort(self, why: int = TIMED_OUT) -> None:
         """End every wait of every rank."""
+        self.aborts += 1
         self._words32[ABORT_OFFSET // 4] = why
+        self._tell()
+
+    def abort_from_afar(self, why: int) -> None:
+        """Raise the abort word as another rank has done, which tells the others itself."""
+        self._words32[ABORT_OFFSET // 4] = why or TOLD
 
     @property
     def aborted(self) -> bool:
@@ -135,8 +184,9 @@ class Page:
     # ---- faults
     def post_fault(self, kind: int, call: int, text: str) -> None:
         """Write the reason for which this rank ends a call on all ranks, then raise the abort word."""
-        self._written += 1
-        self._faults[self.rank].write(self._written, kind=kind, call=call, text=text)
+        with self._writing:
+            self._written += 1
+            self._faults[self.rank].write(self._written, kind=kind, call=call, text=text)
         self.abort(TOLD)
 
     def fault(self) -> tuple[int, int, int, str] | None:
@@ -183,26 +233,31 @@ class Page:
 
         The first record counts. Later calls only raise the abort word again.
         """
-        if self._losses[self.rank].read() is None:
-            self._written += 1
-            self._losses[self.rank].write(self._written, rank=rank, text=why)
+        with self._writing:
+            if self._losses[self.rank].read() is None:
+                self._written += 1
+                self._losses[self.rank].write(self._written, rank=rank, text=why)
         self.abort(TOLD)
 
     def end_waits(self) -> None:
         """End every wait of this rank for good; the peers read that it has closed the communicator."""
         if not self.has_left(self.rank):
-            self.post_lost(self.rank, "it closed the communicator")
+            self.post_lost(self.rank, f"{CLOSED_IT}, and ended its calls that still waited")
 
-    def loss(self) -> tuple[int, str] | None:
+    def loss(self, call: int | None = None) -> tuple[int, str] | None:
         """(rank, why) of the rank that has gone first, as far as the records tell.
 
         A rank's own record comes before its peers'. A rank that had recorded another's loss has left because of it.
+
+        :param call: leave out ranks that have closed the communicator after this call.
         """
-        found = {
-            writer: (int(loss["rank"]), text_of(loss))
-            for writer, slot in enumerate(self._losses)
-            if (loss := slot.read()) is not None
-        }
+        found = {}
+        for writer, slot in enumerate(self._losses):
+            record = slot.read()
+            if record is not None:
+                rank, why = int(record["rank"]), text_of(record)
+                if call is None or why != CLOSED_IT or self.calls.call_of(rank) < call:
+                    found[writer] = rank, why
         if not found:
             return None
         writer = min(found, key=lambda writer: (found[writer][0] != writer, found[writer][0]))
@@ -217,6 +272,7 @@ class Page:
         """This rank's part of round ``serial``, from 1: a chunk of a payload of ``total`` bytes."""
         payload = np.void(chunk.ljust(CHUNK_BYTES, b"\0"))
         self._rounds[serial % 2][self.rank].write(serial, ok=ok, total=total, payload=payload)
+        self._tell()
 
     def read_round(self, serial: int) -> list[tuple[bool, int, bytes] | None]:
         """Every rank's part of a round; None for ranks that have not come."""
@@ -230,6 +286,7 @@ class Page:
     def write_meeting(self, serial: int, call: int, last_round: int) -> None:
         """Write that this rank has come to meeting ``serial``, with the numbers of its last call and round."""
         self._meetings[self.rank].write(serial, call=call, round=last_round)
+        self._tell()
 
     def read_meeting(self, serial: int) -> list[tuple[int, int] | None]:
         """Every rank's (call, round); None for ranks that have not come. One may be at the next meeting already."""
@@ -249,6 +306,7 @@ class Page:
     def mark_dead(self, rank: int) -> None:
         """Write that this rank has seen the end of the process of ``rank``."""
         self._ranks[self.rank]["dead"][rank] = 1
+        self._tell()
 
     def has_unmapped(self, rank: int) -> bool:
         """True if ``rank`` cannot reach its peers' memory any more."""
@@ -257,6 +315,7 @@ class Page:
     def leave(self) -> None:
         """Write that this rank has unmapped its peers' memory and makes no further call."""
         self._ranks[self.rank]["state"] = CLOSED
+        self._tell()
 
     def has_left(self, rank: int) -> bool:
         return bool(self._ranks[rank]["state"] == CLOSED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from ..errors import IpcReduceError, PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, report
-from .control_page import MISMATCH, Page
+from .control_page import CLOSED_IT, MISMATCH, Page
 
 _log = logging.getLogger("ipcreduce")
 _GO_ON = (
@@ -71,15 +71,16 @@ def ended_error(page: Page, call: int, timeout: float) -> IpcReduceError:
 
 def raise_lost(page: Page, number: int, any_call: bool = False) -> None:
     """:raises PeerLostError: if a rank has gone without making call ``number``; ``any_call``: if one has gone."""
-    loss = page.loss()
+    concerned = None if any_call else number
+    loss = page.loss(concerned)
     if loss is None:
         for rank in range(page.n):
             if page.has_left_before(rank, number) or (any_call and page.has_left(rank)):
-                loss = rank, "it closed the communicator"
+                loss = rank, CLOSED_IT
                 break
     if loss is not None:
         page.post_lost(*loss)  # before this rank closes because of it: later readers are to find the first loss
-        raise _lost_error(page, number, *(page.loss() or loss))
+        raise _lost_error(page, number, *(page.loss(concerned) or loss))
 
 
 def all_come(page: Page, number: int) -> bool:

@@ -18,6 +18,7 @@ from .fingerprint import Fingerprint
 # slots the keys that they would write, so the cache lines stay shared by the ranks' processors.
 RING = 2520
 _KEY_BYTES = 4
+_MOST_CALLS = 1 << 62
 TEXTS, TEXT_BYTES = 1008, 80  # in a rank's table
 _TEXT = np.dtype([("key", "<u4"), ("text", f"S{TEXT_BYTES}")])
 _RANK = np.dtype([("number", "<u8", (8,)), ("texts", _TEXT, (TEXTS,))])  # number: of its last call, a cache line
@@ -32,12 +33,15 @@ class FlightRecorder:
         self._rank, self._n = rank, n
         words, ranks = memoryview(page), offset + _keys_bytes(n)
         self._keys = words[offset:ranks].cast("I")
+        self._columns = np.frombuffer(page, "<u4", RING * n, offset).reshape(RING, n)
         self._numbers = [words[at : at + 8].cast("Q") for at in range(ranks, offset + nbytes(n), _RANK.itemsize)]
         self._texts = np.frombuffer(page, _RANK, n, ranks)["texts"]
         self.agreed: dict[int, bytes] = {}  # by the keys in our table of texts: a slot in which all ranks have that key
         self.number = self._numbers[rank]
         self._others = [(other, number) for other, number in enumerate(self._numbers) if other != rank]
         self.recorded: list[Fingerprint | None] = [None] * RING  # whose keys are in our slots
+        self.restarts = 0  # of our table of texts
+        self.first = 1  # calls from here on are numbered without gaps: a resynchronisation leaves one
 
     def enter(self, call: int, what: Fingerprint) -> int | None:
         """Record a call and compare it with the same call of every rank that has come.
@@ -68,6 +72,7 @@ class FlightRecorder:
     def _publish(self, what: Fingerprint) -> None:
         if len(self.agreed) == TEXTS:  # the table begins anew: keys that come again are published again
             self.recorded[:] = [None] * RING
+            self.restarts += 1
             self.agreed.clear()
         entry = self._texts[self._rank, len(self.agreed)]
         entry["key"] = 0  # while it has another one's text
@@ -91,6 +96,52 @@ class FlightRecorder:
         """True if the slot still holds a rank's call of this number: it is written before the number."""
         return call <= self._numbers[rank][0] < call + RING - 1
 
+    # ---- copies of other ranks' parts, where each rank has a page of its own: see mirror.py
+    KEY_BYTES, TEXT_BYTES = _KEY_BYTES, int(_TEXT.itemsize)
+    most_news = RING * _KEY_BYTES + int(_TEXT.itemsize) * TEXTS  # bytes
+
+    def keys_from(self, first: int, last: int) -> tuple[int, bytes]:
+        """(call of the first key, keys) of this rank's calls from ``first``, or the oldest in the ring, to ``last``."""
+        first = max(first, last - RING + 2, 1)
+        return first, self._columns[np.arange(first, last + 1) % RING, self._rank].tobytes()
+
+    def own_key(self, call: int) -> int:
+        """The key in this rank's slot for a call."""
+        return int(self._columns[call % RING, self._rank])
+
+    def own_texts(self, begin: int, end: int) -> bytes:
+        """Entries ``begin`` to ``end`` - 1 of this rank's table of texts."""
+        return self._texts[self._rank, begin:end].tobytes()
+
+    def store(self, rank: int, number: int, first: int, keys: int, text: int, texts: int, body: bytes) -> None:
+        """Store another rank's last number, the keys of ``keys`` calls from ``first`` on, and entries of its table.
+
+        :raises ValueError: if they do not fit.
+        """
+        past = keys * _KEY_BYTES
+        if (
+            max(first, number) > _MOST_CALLS
+            or keys > RING
+            or text + texts > TEXTS
+            or len(body) != past + texts * _TEXT.itemsize
+        ):
+            raise ValueError("keys or texts that do not fit")
+        self._texts[rank, text : text + texts] = np.frombuffer(body, _TEXT, texts, past)
+        self._columns[(first + np.arange(keys)) % RING, rank] = np.frombuffer(body, "<u4", keys)
+        self._numbers[rank][0] = number
+
+    def first_differing(self, rank: int, first: int, last: int) -> int | None:
+        """The first call from ``first`` to ``last``, which both have made, in which a rank differs; None if none does.
+
+        Calls that either has overwritten are left out.
+        """
+        newest = max(self.number[0], self._numbers[rank][0])
+        calls = np.arange(max(first, self.first, newest - RING + 2), last + 1)
+        slots = self._columns[calls % RING]
+        differing = calls[slots[:, rank] != slots[:, self._rank]]
+        return int(differing[0]) if len(differing) else None
+
+    # ---- for people
     def call_of(self, rank: int) -> int:
         """The number of a rank's last call."""
         return self._numbers[rank][0]

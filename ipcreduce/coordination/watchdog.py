@@ -8,10 +8,13 @@ import select
 import threading
 from dataclasses import dataclass, field
 
-from .control_page import Page
+from .control_page import CLOSED_IT, Page
+from .mirror import BUSY_SECONDS, Mirror
 
 _TICK_SECONDS = 0.1
 _JOIN_SECONDS = 1.0
+_LAST_WORDS_SECONDS = 0.5  # for a mirror to send, in stop()
+_MOST_WAKES = 4096
 _NAME = "ipcreduce-watchdog"
 
 
@@ -22,24 +25,35 @@ class Watch:
     survivors read that on the page, and the abort word is kept up, so that every wait ends.
     """
 
-    def __init__(self, page: Page) -> None:
+    def __init__(self, page: Page, mirror: Mirror | None = None) -> None:
         self.lost: tuple[int, str] | None = None
+        self.mirror = mirror
         self._page = page
 
-    def died(self, rank: int) -> None:
-        """The process of ``rank`` has ended."""
+    def died(self, rank: int, why: str = "its process has ended") -> None:
+        """``rank`` has gone, or cannot be reached any more."""
         self._page.mark_dead(rank)
         if not self._page.has_left(rank):
-            self.lost = self.lost or (rank, "its process has ended")
+            self.lost = self.lost or (rank, why)
 
     def look(self) -> None:
         """Look for ranks that have closed the communicator, and tell the peers of a loss."""
+        if self.mirror is not None:
+            for rank, why in self.mirror.receive():
+                self.died(rank, why)
         own = self._page.calls.call_of(self._page.rank)
         for rank in range(self._page.n):
             if self._page.has_left_before(rank, own):
-                self.lost = self.lost or (rank, "it closed the communicator")
+                self.lost = self.lost or (rank, CLOSED_IT)
         if self.lost is not None:
             self._page.post_lost(*self.lost)
+        if self.mirror is not None:
+            self.mirror.send()
+
+    def forked(self) -> None:
+        """In a child process: let go of what would keep the parent's end from being seen."""
+        if self.mirror is not None:
+            self.mirror.forked()
 
     def stop(self) -> None:
         """End the watch, and the thread if this was the last one. Idempotent."""
@@ -65,6 +79,14 @@ class _Watchdog:
         self._thread: threading.Thread | None = None
         self._epoll: select.epoll | None = None
         self._wake_read = self._wake_write = -1
+        self._woken = False
+
+    def wake(self) -> None:
+        """Let the thread look at all pages at once, and not at its next turn."""
+        if not self._woken and not is_watching():
+            self._woken = True
+            with contextlib.suppress(OSError):  # the thread ends
+                os.write(self._wake_write, b"0")
 
     def add(self, watch: Watch, page: Page) -> None:
         """Begin a watch."""
@@ -72,10 +94,18 @@ class _Watchdog:
             if self._thread is None:
                 self._epoll = select.epoll()
                 self._wake_read, self._wake_write = os.pipe()
+                self._woken = False
                 self._epoll.register(self._wake_read, select.EPOLLIN)
                 self._thread = threading.Thread(target=self._run, args=[self._epoll], name=_NAME, daemon=True)
                 self._thread.start()
             self._watches.append(watch)
+            if watch.mirror is not None:
+                assert self._epoll is not None
+                watch.mirror.ended = self._unregister
+                for descriptor in watch.mirror.descriptors():
+                    self._epoll.register(descriptor, select.EPOLLIN)
+                page.changed = self.wake
+                return  # the connections tell of the ranks' ends
             namespace = own_identity()[2]
             for rank in range(page.n):
                 pid, started, other = page.identity(rank)
@@ -109,12 +139,14 @@ class _Watchdog:
             if watch not in self._watches:
                 return
             self._watches.remove(watch)
+            if watch.mirror is not None:
+                watch.mirror.close(_LAST_WORDS_SECONDS)
             for key, process in list(self._processes.items()):
                 process.ranks = [one for one in process.ranks if one[0] is not watch]
                 if not process.ranks:
                     del self._processes[key]
-                    if self._epoll is not None and not process.ended:
-                        self._epoll.unregister(process.descriptor)  # a forked child has it too, so closing does not
+                    if not process.ended:
+                        self._unregister(process.descriptor)
                     os.close(process.descriptor)
             if self._watches:
                 return
@@ -129,10 +161,18 @@ class _Watchdog:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 
+    def _unregister(self, descriptor: int) -> None:
+        """Look at a descriptor no more. Closing it is not enough, since a forked child may have it too."""
+        if self._epoll is not None:
+            self._epoll.unregister(descriptor)
+
     def _run(self, epoll: select.epoll) -> None:
         while epoll is self._epoll:  # it is not once the last watch was stopped, perhaps by a finaliser in this thread
-            epoll.poll(_TICK_SECONDS)
+            epoll.poll(BUSY_SECONDS if self._is_busy() else _TICK_SECONDS)
             self._look(epoll)  # in a function, so that no watch, nor its page, is kept alive meanwhile
+
+    def _is_busy(self) -> bool:
+        return any(watch.mirror is not None and watch.mirror.is_busy for watch in list(self._watches))
 
     def _look(self, epoll: select.epoll) -> None:
         """Tell the watches of the processes that have ended, and let each look at its page."""
@@ -141,6 +181,9 @@ class _Watchdog:
                 return
             # Ask again under the lock: a descriptor may have been closed since, and its number used again.
             ready = {descriptor for descriptor, _ in epoll.poll(0)}
+            if self._wake_read in ready:
+                self._woken = False  # first: who wakes us from here on is heard at the next turn
+                os.read(self._wake_read, _MOST_WAKES)
             for process in self._processes.values():
                 if process.descriptor in ready and not process.ended:
                     process.ended = True
@@ -155,9 +198,9 @@ class _Watchdog:
 _watchdog = _Watchdog()
 
 
-def watch(page: Page) -> Watch:
-    """Watch the processes of the other ranks of ``page``."""
-    new = Watch(page)
+def watch(page: Page, mirror: Mirror | None = None) -> Watch:
+    """Watch the processes of the other ranks of ``page``, through ``mirror`` where each rank has a page of its own."""
+    new = Watch(page, mirror)
     _watchdog.add(new, page)
     return new
 

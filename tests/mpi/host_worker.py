@@ -34,7 +34,7 @@ from ipcreduce import (
     UnsupportedError,
     startup,
 )
-from ipcreduce.coordination import exchange, watchdog
+from ipcreduce.coordination import connections, exchange, watchdog
 from ipcreduce.coordination.control_page import Page
 from ipcreduce.host import over_mpi, shared
 from tests import alarm, bad_call_table, reference, sweep_cases, worker, written_calls
@@ -625,7 +625,7 @@ def forked(comm: Communicator) -> None:
     assert ipcreduce.allreduce(np.ones(2)).tolist() == [SIZE] * 2
 
 
-def no_room(*_: Any) -> None:
+def no_room(*_: Any, **__: Any) -> None:
     raise OSError("No space left on device")
 
 
@@ -646,14 +646,17 @@ HOW = sys.argv[1]
 
 
 def main() -> None:
+    if HOW in ("apart", "mpi"):
+        os.environ["IPCREDUCE_HOSTID"] = f"host {RANK // 2 if SIZE > 2 else RANK}"
     if HOW == "mpi":
-        startup._host = lambda: f"host {RANK}"
+        connections.socket.create_server = no_room
     elif HOW == "page":
         startup.Segment = types.SimpleNamespace(create=no_room, open=no_room)
     with Communicator(timeout=30) as comm:
         assert comm.backend == "mpi", comm.describe()
-        way = {"memory": "MB of shared memory", "page": "No space left on device", "mpi": f"ranks are on {SIZE} hosts"}
-        assert way[HOW] in comm.describe(), comm.describe()
+        way = {"memory": "MB of shared memory", "page": "No space left on device"}
+        assert way.get(HOW, "ranks are on 2 hosts") in comm.describe(), comm.describe()
+        assert ("by MPI's timeouts only" in comm.describe()) == (HOW == "mpi")
         assert (comm._page is not None, comm._host._shared is not None) == (HOW != "mpi", HOW == "memory")
         for name in sys.argv[2:]:
             started = time.monotonic()

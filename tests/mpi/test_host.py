@@ -11,14 +11,16 @@ WORKER = "tests/mpi/host_worker.py"
 HOST = {"CUDA_VISIBLE_DEVICES": ""}  # on machines with GPUs too
 
 
-@pytest.mark.parametrize(("n", "how"), [*((n, "memory") for n in (1, 2, 3, 4)), (2, "page"), (3, "mpi")])
+@pytest.mark.parametrize(("n", "how"), [*((n, "memory") for n in (1, 2, 3, 4)), (2, "page"), (2, "apart"), (3, "mpi")])
 def test_results(mpirun: Callable, n: int, how: str):
     scenarios = ["every_kind", "as_people_write", "random_sweep", "a_float_sum_starts_at_rank_0"]
     output = mpirun(WORKER, n, how, *scenarios, env=HOST).stdout
     assert all(f"{scenario}: right" in output for scenario in scenarios), output
 
 
-@pytest.mark.parametrize(("n", "how"), [(1, "memory"), (2, "memory"), (4, "memory"), (2, "page"), (2, "mpi")])
+@pytest.mark.parametrize(
+    ("n", "how"), [(1, "memory"), (2, "memory"), (4, "memory"), (2, "page"), (4, "apart"), (2, "mpi")]
+)
 def test_wrong_calls(mpirun: Callable, n: int, how: str):
     output = mpirun(WORKER, n, how, "wrong_calls", env=HOST).stdout
     assert "wrong_calls: right" in output
@@ -28,6 +30,7 @@ def test_wrong_calls(mpirun: Callable, n: int, how: str):
 WAITS = {
     "memory": ["late_at_start_up", "late", "refused_while_another_is_late", "a_call_after_another_rank_has_closed"],
     "page": ["a_call_after_another_rank_has_closed"],
+    "apart": ["late_at_start_up", "a_call_after_another_rank_has_closed"],
     "mpi": [
         "late_at_start_up",
         "late_over_mpi",
@@ -47,11 +50,11 @@ def test_waits_end(mpirun: Callable, how: str, scenario: str, n: int):
     assert f"{scenario}: right" in mpirun(WORKER, n, how, scenario, env=HOST).stdout
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_communicators(mpirun: Callable, n: int):
+@pytest.mark.parametrize(("n", "how"), [*((n, "memory") for n in (1, 2, 3, 4)), (4, "apart")])
+def test_communicators(mpirun: Callable, n: int, how: str):
     """All in one run, so that nothing that one of them leaves disturbs the next."""
     scenarios = ["sub_communicators", "side_by_side", "threads", "closing", "default", "runners", "forked"]
-    output = mpirun(WORKER, n, "memory", *scenarios, env=HOST).stdout
+    output = mpirun(WORKER, n, how, *scenarios, env=HOST).stdout
     assert all(f"{scenario}: right" in output for scenario in scenarios), output
 
 

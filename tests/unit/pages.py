@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 from ipcreduce.coordination import watchdog
 from ipcreduce.coordination.control_page import Page
+from ipcreduce.coordination.mirror import Mirror
 
 
 def make_pages(n: int) -> list[Page]:
@@ -19,6 +21,36 @@ def make_pages(n: int) -> list[Page]:
         page.join(*watchdog.own_identity())
     first.unlink()
     return pages
+
+
+def make_mirrored(n: int) -> tuple[list[Page], list[Mirror]]:
+    """One page a rank, none of them shared, and their mirrors. What a rank tells the others arrives at once."""
+    pages = [Page.alone(rank, n) for rank in range(n)]
+    ends: list[dict[int, socket.socket]] = [{} for _ in range(n)]
+    for one in range(n):
+        for other in range(one):
+            ends[one][other], ends[other][one] = socket.socketpair()
+            ends[one][other].setblocking(False)
+            ends[other][one].setblocking(False)
+    mirrors = [Mirror(page, own) for page, own in zip(pages, ends, strict=True)]
+    turn = threading.RLock()
+    telling: list[bool] = []
+
+    def tell() -> None:
+        with turn:
+            if telling:  # a message that arrives may make its rank say something
+                return
+            telling.append(True)
+            for _ in range(2):
+                for act in (Mirror.send, Mirror.receive):
+                    for mirror in mirrors:
+                        act(mirror)
+            telling.clear()
+
+    for page in pages:
+        page.changed = tell
+        page.join(*watchdog.own_identity())
+    return pages, mirrors
 
 
 def in_threads(acts: Sequence[Callable[[], Any]], seconds: float = 120.0) -> list[Any]:

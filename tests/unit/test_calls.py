@@ -6,7 +6,7 @@ import inspect
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +30,7 @@ from ipcreduce.errors import (
     RankMismatchError,
 )
 from ipcreduce.ipc.fast_path import FastPath, Ready
-from tests.unit.pages import in_threads, make_pages
+from tests.unit.pages import in_threads, make_mirrored, make_pages
 
 SUM, OTHER = of_allreduce((10,), "float32", "sum"), of_allreduce((3,), "int8", "sum")
 CAPTURING = 77  # a stream
@@ -103,8 +103,20 @@ def make_ranks(n: int, timeout: float = 60.0) -> list[Rank]:
     return [Rank(page, timeout) for page in make_pages(n)]
 
 
+@pytest.fixture(params=["2", "3", "3, a page each"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[list[Rank]]:
+    if request.param in ("2", "3"):
+        yield make_ranks(int(request.param))
+    else:
+        pages, mirrors = make_mirrored(3)
+        yield [Rank(page, 60.0) for page in pages]
+        for mirror in mirrors:
+            mirror.close(0)
+
+
 @pytest.fixture(params=[2, 3])
-def ranks(request: pytest.FixtureRequest) -> list[Rank]:
+def sharing(request: pytest.FixtureRequest) -> list[Rank]:
+    """Ranks of one page: they see a difference before a call starts."""
     return make_ranks(request.param)
 
 
@@ -173,13 +185,13 @@ def test_every_edge_of_the_table_is_walked():
 
 # ---- entered
 @walks("entered -> done")
-def test_a_call_is_numbered_recorded_and_done(ranks: list[Rank]):
+def test_a_call_is_numbered_recorded_and_done(sharing: list[Rank]):
     for number in (1, 2, 3):
-        for rank in ranks:
+        for rank in sharing:
             assert rank.call() == number
-            assert [other.page.calls.call_of(rank.page.rank) for other in ranks] == [number] * len(ranks)
-    assert not ranks[0].page.aborted
-    assert all(rank.engine.log == [] for rank in ranks), "the engine has nothing to do with it"
+            assert [other.page.calls.call_of(rank.page.rank) for other in sharing] == [number] * len(sharing)
+    assert not sharing[0].page.aborted
+    assert all(rank.engine.log == [] for rank in sharing), "the engine has nothing to do with it"
 
 
 def fast_path_of(rank: Rank) -> FastPath:
@@ -190,11 +202,11 @@ def fast_path_of(rank: Rank) -> FastPath:
 
 
 @walks("entered -> done")
-def test_the_fast_path_and_the_usual_one(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch):
-    calls, made = ranks[0].calls, []
+def test_the_fast_path_and_the_usual_one(sharing: list[Rank], monkeypatch: pytest.MonkeyPatch):
+    calls, made = sharing[0].calls, []
     current = SimpleNamespace(ptr=7)
     monkeypatch.setattr(cupy_runtime, "get_current_stream", lambda: current)
-    fast = fast_path_of(ranks[0])
+    fast = fast_path_of(sharing[0])
 
     def launch(argument: int, stream: int) -> None:
         made.append((calls.number, argument, stream))
@@ -206,7 +218,7 @@ def test_the_fast_path_and_the_usual_one(ranks: list[Rank], monkeypatch: pytest.
         return "usual result"
 
     assert fast.make(ready, usual) is True
-    assert ranks[1].page.calls.describe(0, 1) == "a replay"
+    assert sharing[1].page.calls.describe(0, 1) == "a replay"
     current.ptr = 8  # a launch there needs an event
     assert fast.make(ready, usual) == "usual result"
     assert fast.make(None, usual, "an array", "sum", None, 8) == "usual result"
@@ -215,18 +227,18 @@ def test_the_fast_path_and_the_usual_one(ranks: list[Rank], monkeypatch: pytest.
     current.ptr, ready.launch = 7, lambda argument, stream: 1 // 0
     with pytest.raises(ZeroDivisionError):
         fast.make(ready, usual)
-    assert ranks[1].page.fault()[0] == 4
+    assert sharing[1].page.fault()[0] == 4
     assert in_threads([lambda: calls.lock.acquire(timeout=10)]) == [True], "the lock is free"
 
 
 @walks("entered -> posted")
-def test_the_fast_path_sees_another_call(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch):
+def test_the_fast_path_sees_another_call(sharing: list[Rank], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cupy_runtime, "get_current_stream", lambda: SimpleNamespace(ptr=7))
-    ranks[1].page.calls.enter(1, Fingerprint.of("another replay"))
+    sharing[1].page.calls.enter(1, Fingerprint.of("another replay"))
     launched: list[Any] = []
     ready = Ready(Fingerprint.of("a replay"), lambda *given: launched.append(given), 9, False)
     with pytest.raises(RankMismatchError, match="a replay on rank 0 and another replay on rank 1"):
-        fast_path_of(ranks[0]).make(ready, lambda *_: ranks[0].calls.enter(ready.what, 0))
+        fast_path_of(sharing[0]).make(ready, lambda *_: sharing[0].calls.enter(ready.what, 0))
     assert not launched
 
 
@@ -342,16 +354,16 @@ def test_refuse_cancels_a_call_that_does_not_begin(ranks: list[Rank]):
 
 # ---- posted
 @walks("entered -> posted", "posted -> raised")
-def test_a_mismatch(ranks: list[Rank]):
-    together(ranks)
-    ranks[0].call(SUM)
-    error = raised_by(ranks[1], RankMismatchError, act=lambda rank: rank.call(OTHER))
+def test_a_mismatch(sharing: list[Rank]):
+    together(sharing)
+    sharing[0].call(SUM)
+    error = raised_by(sharing[1], RankMismatchError, act=lambda rank: rank.call(OTHER))
     assert str(error).startswith("rank 1, call 2: expected the same call 2 on every rank; found ")
     assert f"{OTHER} on rank 1 and {SUM} on rank 0" in str(error)
-    assert ranks[1].engine.log == ["drain"]
-    assert ranks[1].calls.raised
-    all_raise([rank for rank in ranks if rank is not ranks[1]], RankMismatchError)
-    assert go_on(ranks) == [4] * len(ranks)
+    assert sharing[1].engine.log == ["drain"]
+    assert sharing[1].calls.raised
+    all_raise([rank for rank in sharing if rank is not sharing[1]], RankMismatchError)
+    assert go_on(sharing) == [4] * len(sharing)
 
 
 @walks("entered -> posted", "posted -> raised")

@@ -356,6 +356,22 @@ def test_a_rank_that_left_because_of_a_loss_is_not_taken_for_the_first(pages: li
     assert pages[1].loss() is not None, "two ranks that name each other"
 
 
+def test_a_rank_that_closed_after_a_call_has_taken_part_in_it(pages: list[Page]):
+    """Rank 0 closes after call 1. Rank 1 goes on to call 2, and posts the loss, while rank 2 is still within call 1."""
+    for page in pages:
+        page.calls.enter(1, SUM)
+    pages[0].leave()
+    pages[1].calls.enter(2, SUM)
+    with pytest.raises(PeerLostError, match="rank 0 to take part; found that it closed the communicator, after"):
+        faults.raise_lost(pages[1], 2)
+    faults.raise_lost(pages[2], 1)
+    with pytest.raises(PeerLostError, match="rank 0 to take part"):
+        faults.raise_lost(pages[2], 1, any_call=True)
+    pages[0].post_lost(0, "it left call 1 halfway")
+    with pytest.raises(PeerLostError, match="halfway"):
+        faults.raise_lost(pages[2], 1)
+
+
 # ---- what another rank may see of a record, where a processor shows stores in any order
 Change = tuple[np.ndarray, Callable[[Page], Any]]  # the page before, and what a reader makes of it
 

@@ -1,0 +1,199 @@
+"""The mirror of a control page whose ranks share no memory: each rank copies its own part to every other, over TCP.
+
+The page's readers and writers are the same as on one host. Copies are of states, not of events: a message has this
+rank's block if that has changed, the keys of its calls since the last message, and the abort word if it has raised it.
+So a rank that could not send for a while leaves nothing out. A message that shows a meeting shows also every abort
+raised before it; so none arrives behind the meeting after which the abort word is cleared.
+
+Calls are compared when their keys arrive, not before they start: an exchange between hosts takes longer than a call.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from .control_page import MISMATCH, Page
+
+BUSY_SECONDS = 0.01  # between two messages while calls are made: fewer than the flight recorder has room for
+_SETTLED_SECONDS = 0.5  # after which the last call of two ranks is compared too; a call may be withdrawn until the next
+_MOST_UNREAD = 64 << 10  # bytes: a process that is stopped must not fill the connection, which would then be given up
+_READ_BYTES = 1 << 18
+_ENDED = "its process has ended"
+
+# Bytes behind the head; bytes of messages read so far; times the abort word was raised, and its value; the number of
+# the last call; the first key's call, and how many there are; the first text's index, and how many; bytes of the block.
+_HEAD = struct.Struct("<QQIIQQIIII")
+
+
+class _Peer:
+    """The connection to one rank, with the states up to which it has been told."""
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank, self.connection = rank, connection
+        self.incoming, self.outgoing = bytearray(), bytearray()
+        self.sent = self.read = self.read_told = self.acknowledged = 0  # bytes of messages
+        self.version = self.aborts = 0
+        self.last = (0, 0)  # the number of our last call, and its key, which changes if it is made anew
+        self.texts = (0, 0)  # (restarts of the table, texts)
+        self.compared = 0  # the last call that both ranks have made
+
+
+class Mirror:
+    """The connections of one rank's page."""
+
+    def __init__(self, page: Page, connections: dict[int, socket.socket]) -> None:
+        """:param connections: by rank; connected, and not blocking."""
+        self._page = page
+        self._turn = threading.Lock()
+        self.ended: Callable[[int], object] = lambda descriptor: None  # called before a connection is closed
+        self._peers = {connection.fileno(): _Peer(rank, connection) for rank, connection in connections.items()}
+        self._most = page.calls.most_news + len(page.read_block())  # bytes behind a head
+        self._number, self._moved = 0, time.monotonic()  # of the last call, and when it was seen first
+
+    def descriptors(self) -> list[int]:
+        """The connections that are open."""
+        return list(self._peers)
+
+    @property
+    def is_busy(self) -> bool:
+        """True while this rank makes calls, which the others are to hear of soon."""
+        return time.monotonic() - self._moved < 2 * BUSY_SECONDS
+
+    # ---- receiving
+    def receive(self) -> list[tuple[int, str]]:
+        """Store all that has arrived, and compare calls. Returns (rank, why) for each connection that has ended."""
+        with self._turn:
+            ended = [(peer.rank, why) for peer in self._peers.values() if (why := self._receive(peer)) is not None]
+            for descriptor, peer in list(self._peers.items()):
+                if peer.rank in dict(ended):
+                    self._close(descriptor)
+            self._compare_calls()
+        return ended
+
+    def _compare_calls(self) -> None:
+        number = self._page.calls.number[0]
+        if number != self._number:
+            self._number, self._moved = number, time.monotonic()
+        if not self._page.aborted:
+            settled = time.monotonic() - self._moved > _SETTLED_SECONDS
+            for peer in self._peers.values():
+                self._compare(peer, settled)
+
+    def _receive(self, peer: _Peer) -> str | None:
+        """The reason for which the connection has ended; None while it stands."""
+        why = None
+        try:
+            while data := peer.connection.recv(_READ_BYTES):
+                peer.incoming += data
+            why = _ENDED  # the system closes its connections
+        except BlockingIOError:
+            pass
+        except ConnectionResetError:  # it has ended before it has read all
+            why = _ENDED
+        except TimeoutError:
+            why = "its host does not answer any more"
+        except OSError as error:
+            why = f"the connection to it has ended ({error.strerror})"
+        try:
+            self._read_messages(peer)
+        except (ValueError, struct.error):
+            return "it sent something that is no message of ours"
+        return why
+
+    def _read_messages(self, peer: _Peer) -> None:
+        """:raises ValueError: if what has arrived is no message."""
+        page, incoming = self._page, peer.incoming
+        while len(incoming) >= _HEAD.size:
+            nbytes, read, aborts, word, number, first, keys, text, texts, block = _HEAD.unpack_from(incoming)
+            if nbytes > self._most:
+                raise ValueError("too long")
+            if len(incoming) < _HEAD.size + nbytes:
+                return
+            body = bytes(incoming[_HEAD.size : _HEAD.size + nbytes])
+            del incoming[: _HEAD.size + nbytes]
+            peer.read += nbytes
+            peer.acknowledged = read
+            page.calls.store(peer.rank, number, first, keys, text, texts, body[: nbytes - block])  # before the state
+            if block:
+                page.write_block(peer.rank, body[nbytes - block :])
+            if aborts:
+                page.abort_from_afar(word)
+
+    def _compare(self, peer: _Peer, settled: bool) -> None:
+        calls = self._page.calls
+        last = min(self._number, calls.call_of(peer.rank))
+        last -= not (settled and self._number == calls.call_of(peer.rank))
+        if last <= peer.compared:
+            return
+        differing = calls.first_differing(peer.rank, peer.compared + 1, last)
+        peer.compared = last
+        if differing is not None:
+            mine, theirs = calls.describe(self._page.rank, differing), calls.describe(peer.rank, differing)
+            text = f"{mine} on rank {self._page.rank} and {theirs} on rank {peer.rank}"
+            self._page.post_fault(MISMATCH, differing, text)
+
+    # ---- sending
+    def send(self) -> None:
+        """Tell every rank what it has not been told yet, as far as its connection takes it."""
+        with self._turn:
+            self._send()
+
+    def _send(self) -> None:
+        for peer in self._peers.values():
+            if not peer.outgoing:
+                peer.outgoing += self._news(peer)
+            with suppress(OSError):  # BlockingIOError, or an end, which receive() finds
+                while peer.outgoing:
+                    del peer.outgoing[: peer.connection.send(peer.outgoing)]
+
+    def _news(self, peer: _Peer) -> bytes:
+        page, calls = self._page, self._page.calls
+        full = peer.sent - peer.acknowledged > _MOST_UNREAD
+        number = calls.number[0]  # before the keys, and the keys before the texts behind them
+        last = number, calls.own_key(number)
+        first, keys = (0, b"") if full or last == peer.last else calls.keys_from(peer.last[0], number)
+        texts = calls.restarts, len(calls.agreed)
+        begin = peer.texts[1] if peer.texts[0] == texts[0] else 0
+        new_texts = b"" if full else calls.own_texts(begin, texts[1])
+        version = page.version  # before the block; the aborts behind it
+        block = page.read_block() if version != peer.version else b""
+        raised = page.aborts
+        aborts = raised - peer.aborts
+        body = keys + new_texts + block
+        if not body and not aborts and peer.read - peer.read_told < _MOST_UNREAD // 4:
+            return b""
+        if not full:
+            peer.last, peer.texts = last, texts
+        peer.version, peer.aborts, peer.read_told = version, raised, peer.read
+        peer.sent += len(body)
+        head = _HEAD.pack(
+            len(body), peer.read, aborts, page.abort_word[0], peer.last[0], first, len(keys) // calls.KEY_BYTES,
+            begin, len(new_texts) // calls.TEXT_BYTES, len(block),
+        )  # fmt: skip
+        return head + body
+
+    # ---- ends
+    def close(self, seconds: float) -> None:
+        """Send what is left to say, for up to ``seconds``, and close the connections."""
+        deadline = time.monotonic() + seconds
+        with self._turn:
+            self._send()
+            while any(peer.outgoing for peer in self._peers.values()) and time.monotonic() < deadline:
+                time.sleep(1e-3)
+                self._send()
+            for descriptor in list(self._peers):
+                self._close(descriptor)
+
+    def _close(self, descriptor: int) -> None:
+        self.ended(descriptor)
+        self._peers.pop(descriptor).connection.close()
+
+    def forked(self) -> None:
+        """In a child process: close its copies of the connections, or nobody would see the parent's end."""
+        for peer in self._peers.values():
+            peer.connection.close()

@@ -1,0 +1,343 @@
+"""The mirror of a control page: what arrives, when, and what becomes of bytes that are no message."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import os
+import random
+import socket
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ipcreduce.coordination import connections, control_page, exchange, mirror, watchdog
+from ipcreduce.coordination.control_page import MISMATCH, REFUSED, Page
+from ipcreduce.coordination.fingerprint import Fingerprint
+from ipcreduce.coordination.flight_recorder import RING, TEXTS
+from ipcreduce.coordination.mirror import Mirror
+from ipcreduce.errors import UnsupportedError
+from tests.unit.pages import in_threads, make_mirrored
+
+SUM, MAX = Fingerprint.of("a sum"), Fingerprint.of("a maximum")
+Ranks = tuple[list[Page], list[Mirror]]
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    """Two ranks, which tell each other at once what their pages' writers want told."""
+    made = make_mirrored(2)
+    yield made
+    for one in made[1]:
+        one.close(0)
+
+
+def exchange_all(ranks: Ranks) -> None:
+    """One turn of both watchdogs."""
+    for page in ranks[0]:
+        page.changed = None
+    for one in ranks[1]:
+        one.send()
+    for one in ranks[1]:
+        one.receive()
+
+
+def test_what_is_written_arrives_with_the_page_untouched_elsewhere(ranks: Ranks):
+    first, second = ranks[0]
+    first.post_fault(REFUSED, 3, "why")
+    assert second.aborted
+    assert second.fault() == (3, 0, REFUSED, "why")
+    assert second.identity(0) == watchdog.own_identity()
+    second.post_lost(0, "it was interrupted")
+    assert first.loss() == second.loss() == (0, "it was interrupted")
+    first.leave()
+    assert second.has_left(0)
+    assert not second.has_left(1)
+
+
+def test_an_abort_is_told_once_and_not_echoed(ranks: Ranks):
+    """Or one that has been cleared would come back from a rank that was told of it."""
+    first, second = ranks[0]
+    first.abort()
+    assert second.aborted
+    for page in (first, second):
+        page.clear()
+    second.write_meeting(1, 1, 1)  # the next message, from the one who was told
+    first.write_meeting(1, 1, 1)
+    assert not first.aborted
+    assert not second.aborted
+
+
+@pytest.mark.parametrize("calls", [1, RING - 2, 3 * RING])
+def test_calls_arrive_with_their_texts(ranks: Ranks, calls: int):
+    first, second = ranks[0]
+    for call in range(1, calls + 1):
+        first.calls.enter(call, MAX if call % 7 else SUM)
+    exchange_all(ranks)
+    assert second.calls.call_of(0) == calls
+    for call in range(max(1, calls - RING + 3), calls + 1):
+        assert second.calls.describe(0, call) == ("a maximum" if call % 7 else "a sum")
+
+
+def test_more_texts_than_the_table_holds(ranks: Ranks):
+    first, second = ranks[0]
+    for call in range(1, TEXTS + 6):
+        first.calls.enter(call, Fingerprint.of(f"call number {call}"))
+        if call % 100 == 0:
+            exchange_all(ranks)
+    exchange_all(ranks)
+    assert [second.calls.describe(0, TEXTS + more) for more in (1, 5)] == [f"call number {TEXTS + n}" for n in (1, 5)]
+
+
+@pytest.mark.parametrize("differing", [1, 2, 500])
+def test_calls_that_differ_are_found_afterwards(ranks: Ranks, differing: int):
+    first, second = ranks[0]
+    for call in range(1, 601):
+        first.calls.enter(call, SUM)
+        second.calls.enter(call, MAX if call == differing else SUM)
+    exchange_all(ranks)
+    for page in (first, second):
+        fault = page.fault()
+        assert fault is not None
+        assert fault[0] == differing
+        assert fault[2] == MISMATCH
+        assert "a sum on rank 0" in fault[3]
+        assert "a maximum on rank 1" in fault[3]
+
+
+def test_a_last_call_is_compared_once_it_stands(ranks: Ranks, monkeypatch: pytest.MonkeyPatch):
+    """Until then it may be withdrawn, and another one take its number."""
+    first, second = ranks[0]
+    first.calls.enter(1, SUM)
+    second.calls.enter(1, MAX)
+    exchange_all(ranks)
+    exchange_all(ranks)
+    assert not first.aborted
+    second.calls.enter(1, SUM)  # the same number, after the other one was withdrawn
+    exchange_all(ranks)
+    monkeypatch.setattr(mirror, "_SETTLED_SECONDS", -1.0)
+    exchange_all(ranks)
+    assert not first.aborted
+    second.calls.enter(2, MAX)
+    first.calls.enter(2, SUM)
+    exchange_all(ranks)
+    exchange_all(ranks)
+    assert first.aborted
+
+
+def test_calls_that_a_resynchronisation_left_out_are_not_compared(ranks: Ranks):
+    first, second = ranks[0]
+    first.calls.enter(1, SUM)
+    second.calls.enter(1, SUM)
+    second.calls.enter(2, MAX)  # failed, and met by no call of rank 0
+    for page in (first, second):
+        page.calls.first = 4
+        for call in (4, 5):
+            page.calls.enter(call, SUM)
+    exchange_all(ranks)
+    exchange_all(ranks)
+    assert not first.aborted
+
+
+def test_the_end_of_a_rank(ranks: Ranks):
+    first, second = ranks[0]
+    second.post_fault(REFUSED, 1, "its last words")
+    second.changed = None
+    ended: list[int] = []
+    ranks[1][0].ended = ended.append
+    (descriptor,) = ranks[1][0].descriptors()
+    ranks[1][1].close(1.0)
+    assert ranks[1][0].receive() == [(1, "its process has ended")]
+    assert ended == [descriptor]
+    assert first.fault() == (1, 1, REFUSED, "its last words")
+    assert ranks[1][0].receive() == []
+    ranks[1][0].send()
+    assert not second.has_left(0)
+
+
+def test_a_rank_that_does_not_read_is_not_flooded(ranks: Ranks):
+    """Its process may be stopped; a full connection would be given up in the end, and the rank with it."""
+    first, second = ranks[0]
+    sender, reader = ranks[1]
+    for call in range(1, 40 * RING):
+        first.calls.enter(call, SUM)
+        if call % (RING // 2) == 0:
+            sender.send()
+    (connection,) = [peer.connection for peer in reader._peers.values()]
+    waiting = array.array("i", [0])
+    fcntl.ioctl(connection, termios.FIONREAD, waiting)
+    assert waiting[0] < 2 * mirror._MOST_UNREAD
+    for _ in range(3):
+        exchange_all(ranks)
+        exchange_all(ranks)
+    assert second.calls.call_of(0) == 40 * RING - 1
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_bytes_that_are_no_message(seed: int, monkeypatch: pytest.MonkeyPatch):
+    """Random bytes, and messages with a few bytes changed, end the connection or are stored: nothing else."""
+    monkeypatch.setattr(control_page, "_RECORD_SECONDS", 0.01)
+    random_ = random.Random(seed)
+    page, page_of_1 = Page.alone(0, 2), Page.alone(1, 2)
+    ours, theirs = socket.socketpair()
+    other, sent = socket.socketpair()
+    for one in (ours, theirs, other, sent):
+        one.setblocking(False)
+    receiving, sending = Mirror(page, {1: ours}), Mirror(page_of_1, {0: other})
+    try:
+        for call in range(1, 20):
+            page_of_1.calls.enter(call, SUM)
+            page.calls.enter(call, SUM)
+        page_of_1.post_fault(REFUSED, 20, "why")
+        sending.send()
+        data = bytearray(sent.recv(1 << 20))
+        if seed % 4 == 0:
+            data = bytearray(os.urandom(4096))
+        for _ in range(random_.randrange(1, 6)):
+            data[random_.randrange(len(data) if seed % 2 else mirror._HEAD.size)] ^= random_.randrange(1, 256)
+        before = page.read_block()
+        theirs.sendall(data)
+        theirs.close()
+        (ended,) = receiving.receive()
+        assert ended[0] == 1
+        assert page.read_block()[:64] == before[:64], "this rank's own identity was written"
+        page.fault()
+        page.loss()
+        page.calls.describe(1, page.calls.call_of(1))
+    finally:
+        for one in (receiving, sending):
+            one.close(0)
+        for end in (theirs, sent):
+            end.close()
+
+
+# ---- the watchdog's thread
+def test_the_watchdog_carries_rounds_and_hears_of_an_end():
+    pages = [Page.alone(rank, 2) for rank in range(2)]
+    ends = socket.socketpair()
+    for end in ends:
+        end.setblocking(False)
+    watches = [watchdog.watch(page, Mirror(page, {1 - page.rank: end})) for page, end in zip(pages, ends, strict=True)]
+    try:
+        for serial in range(1, 20):
+            for page in pages:
+                page.write_round(serial, True, 3, b"%d" % serial)
+            until = time.monotonic() + 10
+            while any(None in page.read_round(serial) for page in pages) and time.monotonic() < until:
+                time.sleep(1e-4)
+            assert time.monotonic() < until
+        watches[1].stop()
+        until = time.monotonic() + 10
+        while watches[0].lost is None and time.monotonic() < until:
+            time.sleep(1e-3)
+        assert watches[0].lost == (1, "its process has ended")
+        assert pages[0].loss() == (1, "its process has ended")
+    finally:
+        for one in watches:
+            one.stop()
+
+
+# ---- connections
+class _Threads:
+    """An MPI communicator of threads, as far as the exchange needs one."""
+
+    def __init__(self, n: int) -> None:
+        self._n, self._barrier = n, threading.Barrier(n)
+        self._rows: list[Any] = [None] * n
+
+    def of(self, rank: int) -> Any:
+        world = self
+
+        class Comm:
+            def Get_rank(self) -> int:
+                return rank
+
+            def Get_size(self) -> int:
+                return world._n
+
+            def Iallgather(self, sent: Any, received: Any) -> Any:
+                world._rows[rank] = sent.copy()
+                world._barrier.wait(30)
+                received.reshape(-1)[:] = np.concatenate([row.reshape(-1) for row in world._rows])
+                world._barrier.wait(30)
+                return self
+
+            def Test(self) -> bool:
+                return True
+
+        return Comm()
+
+
+def connect_all(n: int) -> list[Any]:
+    world = _Threads(n)
+
+    def one(rank: int) -> Any:
+        try:
+            return connections.connect(world.of(rank), "this machine", time.monotonic() + 20)
+        except UnsupportedError as error:
+            return error
+
+    return in_threads([lambda rank=rank: one(rank) for rank in range(n)], 60)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 16])
+def test_every_two_ranks_are_connected(n: int):
+    made = connect_all(n)
+    for rank, own in enumerate(made):
+        for other, connection in own.items():
+            connection.sendall(b"%d" % rank)
+            assert other != rank
+        assert len(own) == n - 1
+    for own in made:
+        for other, connection in own.items():
+            connection.setblocking(True)
+            assert connection.recv(10) == b"%d" % other
+            connection.close()
+
+
+def test_a_stranger_is_sent_away(monkeypatch: pytest.MonkeyPatch):
+    """Who does not know the secret takes no rank's place, says he what he will."""
+    create, strangers = socket.create_server, []
+
+    def and_a_stranger(*args: Any, **keywords: Any) -> socket.socket:
+        server = create(*args, **keywords)
+        for greeting in (b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(64), bytes(36)):
+            strangers.append(socket.create_connection(("127.0.0.1", server.getsockname()[1])))
+            strangers[-1].sendall(greeting)
+            strangers[-1].shutdown(socket.SHUT_WR)
+        return server
+
+    monkeypatch.setattr(socket, "create_server", and_a_stranger)
+    made = connect_all(2)
+    for stranger in strangers:
+        with suppress(ConnectionResetError):  # closed before all was read
+            assert stranger.recv(10) == b""
+        stranger.close()
+    for own in made:
+        assert len(own) == 1
+        for connection in own.values():
+            connection.close()
+
+
+def test_a_rank_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(connections, "_MOST_SECONDS", 0.3)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise ConnectionRefusedError("refused")
+
+    monkeypatch.setattr(socket, "create_connection", refused)
+    found = connect_all(2)
+    assert all(isinstance(one, UnsupportedError) for one in found), found
+    assert "connecting the ranks (is TCP between the hosts open?)" in str(found[0])
+    assert "rank 1 has no connection to rank 0: 127.0.0.1 port" in str(found[0])
+
+
+def test_messages_of_start_up_have_kinds_of_their_own():
+    kinds = [dtype.metadata["kind"] for dtype in vars(exchange).values() if getattr(dtype, "metadata", None)]
+    assert connections._PLACE.metadata["kind"] not in kinds

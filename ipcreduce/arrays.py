@@ -218,8 +218,15 @@ def contiguous_copy(array: Any, stream: Stream) -> Any:
         return array.copy(order="C")
 
 
+def converted(array: Any, dtype: np.dtype[Any], stream: Stream) -> Any:
+    """A C-contiguous copy of a device array with another dtype, made on ``stream``."""
+    cupy = load()
+    with cupy.cuda.Device(device_of(array)), on_stream(stream):
+        return array.astype(dtype, order="C")
+
+
 def copy_into(target: Any, value: Any, stream: Stream) -> None:
-    """``target[...] = value``, both device arrays of one shape and dtype, on ``stream``."""
+    """``target[...] = value``, both device arrays of one shape, on ``stream``."""
     cupy = load()
     with cupy.cuda.Device(device_of(target)), on_stream(stream):
         target[...] = value

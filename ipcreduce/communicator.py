@@ -17,11 +17,11 @@ from .annotations import Array, DType, Number, NumpyNumber, Op, Out, Shape
 from .coordination import exchange
 from .coordination.calls import CallSequence
 from .cuda import cupy_runtime
+from .device import deferred_free
 from .errors import ArgumentError, CudaError, GraphStateError, PeerLostError, UnsupportedError
 from .graphs.session import GraphSession
 from .host.over_mpi import MpiReducer
 from .host.reducer import HostReducer
-from .ipc import deferred_free
 from .ipc.options import Options, warn_of_unknown_variables
 
 _log = logging.getLogger("ipcreduce")
@@ -41,9 +41,12 @@ class Communicator:
         current), or None for CuPy's current device.
     :param timeout: seconds after which a wait for another rank ends in an error; the same on every rank.
     :param algorithm: "one_shot" or "two_shot" forces one at every size, for tests; "direct" too, in registered graphs
-        (elsewhere that is "two_shot"). The same on every rank.
+        (elsewhere that is "two_shot"). The same on every rank. NCCL takes no notice of it.
+    :param backend: "ipc", "nccl" or "mpi" forces the backend of device arrays; the same on every rank. None for the
+        first of them that can be.
     :raises ArgumentError: if an argument is wrong or differs between ranks.
-    :raises UnsupportedError: if MPI is not usable. Missing GPUs are no error: ``backend`` is then "mpi".
+    :raises UnsupportedError: if MPI is not usable, or a forced backend cannot be. Missing GPUs are no error else:
+        ``backend`` is then "mpi".
     :raises PeerTimeoutError: if a rank does not come.
 
     Calls may come from any thread (host arrays then need an MPI with thread support); they are made in the order in
@@ -51,8 +54,9 @@ class Communicator:
     """
 
     def __init__(
-        self, mpi_comm: Any = None, *, device: Any = None, timeout: float = 120.0, algorithm: str | None = None
-    ) -> None:
+        self, mpi_comm: Any = None, *, device: Any = None, timeout: float = 120.0, algorithm: str | None = None,
+        backend: str | None = None,
+    ) -> None:  # fmt: skip
         lifetime.check_not_forked()
         lifetime.close_dropped()
         mpi = exchange.require_mpi()
@@ -61,13 +65,13 @@ class Communicator:
             raise ArgumentError(f"mpi_comm must be an mpi4py Intracomm; found {mpi_comm!r}")
         if mpi_comm.Get_rank() == 0:
             warn_of_unknown_variables(stacklevel=2)
-        options = Options.of(device, timeout, algorithm)
+        options = Options.of(device, timeout, algorithm, backend)
         self._sync = options.sync
         self._mpi = startup.duplicate(mpi_comm, options.timeout)
         self._rank, self._size = int(self._mpi.Get_rank()), int(self._mpi.Get_size())
         try:
             started = startup.start(self._mpi, options)
-        except (ArgumentError, CudaError):  # MPI has some thousand communicators
+        except (ArgumentError, CudaError, UnsupportedError):  # MPI has some thousand communicators
             self._mpi.Free()
             raise
         self._page, self._watch, self._reasons = started.page, started.watch, started.reasons
@@ -76,7 +80,7 @@ class Communicator:
         engines = [one for one in (engine, started.shared) if one is not None]
         self._calls = CallSequence(self._rank, options.timeout, self._page, engines, over_mpi.refuse)
         self._host = HostReducer(self._calls, over_mpi, started.shared, self._reasons.get("shm", ""))
-        self._session = GraphSession(self._calls, engine, self._reasons.get("ipc", ""), self._sync)
+        self._session = GraphSession(self._calls, engine, self._why_none(), self._sync)
         self._fast = None
         if engine is not None:
             self._fast = None if self._sync else engine.open_fast_path(self._calls)
@@ -98,8 +102,8 @@ class Communicator:
 
     @property
     def backend(self) -> str:
-        """The backend of device arrays: "ipc" (our kernels), or "mpi" if only host arrays can be reduced."""
-        return "mpi" if self._engine is None else "ipc"
+        """The backend of device arrays: "ipc" (our kernels), "nccl", or "mpi" if only host arrays can be reduced."""
+        return "mpi" if self._engine is None else self._engine.name
 
     def describe(self) -> str:
         """Backend, GPU and workspace, the way of host arrays, and why others were not chosen; several lines."""
@@ -107,8 +111,7 @@ class Communicator:
         if self._engine is not None:
             lines += self._engine.describe()
         lines.append(f"host arrays: {self._host.describe()}")
-        if "ipc" in self._reasons:
-            lines.append(f"not ipc: {self._reasons['ipc']}")
+        lines += [f"not {name}: {self._reasons[name]}" for name in ("ipc", "nccl") if name in self._reasons]
         if "page" in self._reasons:
             lines.append(f"failures are told by MPI's timeouts only: {self._reasons['page']}")
         return "\n".join(lines)
@@ -165,7 +168,9 @@ class Communicator:
     def _reduce_device(self, array: Any, op: Any, out: Any, stream: Any) -> Any:
         calls, engine = self._calls, self._engine
         if engine is None:
-            raise UnsupportedError(f"device arrays need backend ipc: {self._reasons['ipc']}. Pass NumPy arrays here")
+            raise UnsupportedError(
+                f"device arrays need backend ipc or nccl: {self._why_none()}. Pass NumPy arrays here"
+            )
         recording = calls.recording
         in_body = recording is not None and recording.in_this_thread
         handle, owner = operands.stream_of(array, stream, in_body)
@@ -176,7 +181,9 @@ class Communicator:
             array, out, handle, engine.device.ordinal, ordered=not recorded, allocating=allocating
         )
         source, destination = used.source, used.destination
-        prepared = engine.launches.for_array(source, op)
+        prepared = engine.for_array(source, op)
+        if prepared.through is not None:
+            used.convert(prepared.through, allocating)
         if recorded:
             recording.note(prepared.what, source, destination, used.target)
         else:
@@ -252,6 +259,12 @@ class Communicator:
             return "<Communicator: not made>"
         end = None if self._calls.unusable is None else _ENDS.get(type(self._calls.unusable), "not usable")
         return f"<Communicator: rank {self._rank} of {self._size}, {end or f'backend {self.backend}'}>"
+
+    def _why_none(self) -> str:
+        """The reasons for which there is no engine."""
+        return "; ".join(
+            f"not {name}, because {self._reasons[name]}" for name in ("ipc", "nccl") if name in self._reasons
+        )
 
     @property
     def _graph_session(self) -> GraphSession:

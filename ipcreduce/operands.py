@@ -83,6 +83,12 @@ class DeviceOperands:
             _check_aligned(source, destination)
         return cls(source, source_address, destination, destination_address, target, result, stream)
 
+    def convert(self, dtype: Any, allocating: Allocating) -> None:
+        """Let the kernels work on a copy of the source of another dtype, in place."""
+        with allocating():
+            self.source = self.destination = arrays.converted(self.source, dtype, self.stream)
+        self.source_address = self.destination_address = arrays.pointer(self.source)
+
     @property
     def needs_write_back(self) -> bool:
         return self.destination is not self.target

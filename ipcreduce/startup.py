@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,13 +18,14 @@ from .coordination.connections import connect
 from .coordination.control_page import Page
 from .coordination.mirror import Mirror
 from .coordination.watchdog import Watch
+from .device.devices import raise_wrong
+from .device.engine import DeviceEngine
 from .errors import ArgumentError, IpcReduceError, PeerTimeoutError, UnsupportedError, report
 from .host.segment import Segment
 from .host.shared import SharedReducer
 from .ipc import startup as ipc_startup
-from .ipc.devices import raise_wrong
-from .ipc.engine import Engine
 from .ipc.options import Options
+from .nccl import startup as nccl_startup
 
 # Duplications of communicators that a rank has given up waiting for. MPI cannot cancel one, so the next start-up over
 # the same communicator takes it up again: else the ranks' start-ups would never fit together any more.
@@ -36,14 +38,14 @@ class Started:
 
     :ivar page: the control page; None for ranks that share no memory, and then all else is None too.
     :ivar shared: carries host arrays; None: MPI does.
-    :ivar reasons: the reason against each of "ipc" (our kernels) and "shm" (host arrays through shared memory) that
-        was not chosen.
+    :ivar reasons: the reason against each of "ipc" (our kernels), "nccl", "shm" (host arrays through shared memory)
+        and "page" (the control page) that was tried and is not used.
     """
 
     page: Page | None = None
     watch: Watch | None = None
     shared: SharedReducer | None = None
-    engine: Engine | None = None
+    engine: DeviceEngine | None = None
     reasons: dict[str, str] = field(default_factory=dict)
 
 
@@ -83,6 +85,18 @@ def start(mpi: Any, options: Options) -> Started:
     """
     deadline = time.monotonic() + options.timeout
     everyone = _meet(mpi, options, deadline)
+    started = _see_each_other(mpi, everyone, deadline)
+    try:
+        _choose_engine(mpi, options, everyone, started, deadline)
+    except BaseException:
+        if started.watch is not None:
+            started.watch.stop()
+        raise
+    return started
+
+
+def _see_each_other(mpi: Any, everyone: np.ndarray[Any, Any], deadline: float) -> Started:
+    """All but the engine."""
     started = Started()
     hosts = len(set(everyone["host"]))
     try:
@@ -100,16 +114,48 @@ def start(mpi: Any, options: Options) -> Started:
         started.shared = SharedReducer(segment)
     except UnsupportedError as error:
         started.reasons["shm"] = str(error)
+    return started
+
+
+def _choose_engine(
+    mpi: Any, options: Options, everyone: np.ndarray[Any, Any], started: Started, deadline: float
+) -> None:
+    """Make the first engine that can be, or the one that was asked for.
+
+    :raises UnsupportedError: if that one cannot be.
+    """
+    reasons, wanted = started.reasons, options.backend
     try:
         _check_gpus(everyone)
-        started.engine = ipc_startup.start(mpi, options, page, deadline)
+        if wanted in (None, "ipc"):
+            try:
+                if "ipc" in reasons or started.page is None:
+                    raise UnsupportedError(reasons["ipc"])
+                started.engine = ipc_startup.start(mpi, options, started.page, deadline)
+                return
+            except UnsupportedError as error:
+                reasons["ipc"] = str(error)
+                if wanted is not None:
+                    raise
+        if wanted in (None, "nccl"):
+            reason = reasons["ipc"] if wanted is None else "it was asked for"
+            if started.page is None:
+                raise UnsupportedError(reasons["page"])
+            started.engine = nccl_startup.start(mpi, options, started.page, reason, deadline)
+            if wanted is None:
+                _warn_of_falling_back(mpi.Get_rank(), everyone, reason)
+        else:
+            reasons["ipc"] = "backend mpi was asked for"
     except UnsupportedError as error:
-        started.reasons["ipc"] = str(error)
-    except BaseException:
-        if started.watch is not None:
-            started.watch.stop()
-        raise
-    return started
+        if wanted in ("ipc", "nccl"):
+            raise UnsupportedError(f"backend {wanted} was asked for, and cannot be: {error}") from error
+        reasons["nccl" if "ipc" in reasons else "ipc"] = str(error)
+
+
+def _warn_of_falling_back(rank: int, everyone: np.ndarray[Any, Any], reason: str) -> None:
+    """Warn, on rank 0, that GPUs of one host do not get our kernels. Over several hosts that is as it must be."""
+    if rank == 0 and len({*everyone["host"].tolist()}) == 1:
+        warnings.warn(f"NCCL is used in place of ipcreduce's kernels: {reason}", RuntimeWarning, stacklevel=5)
 
 
 def _apart(mpi: Any, reason: str, deadline: float) -> Started:
@@ -132,7 +178,8 @@ def _meet(mpi: Any, options: Options, deadline: float) -> np.ndarray[Any, Any]:
     rank = mpi.Get_rank()
     record = exchange.message(
         exchange.IDENTITY, options.wrong or ipc_startup.missing(), wrong=options.wrong is not None, host=_host(),
-        until=deadline, timeout=options.timeout, algorithm=options.algorithm or "", workspace=options.workspace,
+        until=deadline, timeout=options.timeout, algorithm=options.algorithm or "", backend=options.backend or "",
+        workspace=options.workspace,
     )  # fmt: skip
     everyone = exchange.allgather(mpi, record, deadline, "start-up")
     raise_wrong(rank, everyone)
@@ -143,7 +190,7 @@ def _meet(mpi: Any, options: Options, deadline: float) -> np.ndarray[Any, Any]:
             found=f"that the time of rank {gone[0]} is up", advice=_LATE,
         ))  # fmt: skip
     for other, identity in enumerate(everyone):
-        for name in ("timeout", "algorithm", "workspace"):
+        for name in ("timeout", "algorithm", "backend", "workspace"):
             if identity[name] != record[0][name]:
                 raise ArgumentError(
                     f"rank {rank}, start-up: expected the same {name} on every rank; found "

@@ -17,6 +17,7 @@ from ..communicator import Communicator
 from ..cuda import cupy_runtime
 from ..graphs.graph import Graph
 from ..graphs.session import session_of
+from ..ipc.launches import PreparedCall
 from . import timing
 
 _NCCL_TYPES = {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9, "int8": 0, "int32": 2, "int64": 4, "uint8": 1}
@@ -75,9 +76,8 @@ class Ours(Contender):
         """The algorithm of the last call in this mode."""
         if mode == "graph" and self._graph is not None:
             return str(self._graph.segments[0].calls[0]).rpartition(" by ")[2]
-        prepared = session_of(self._comm).require_engine("bench").launches.find(source.shape, source.dtype, "sum")
-        assert prepared is not None
-        return prepared.launches[0][-1].algorithm
+        prepared: Any = session_of(self._comm).require_engine("bench").for_array(source, "sum")
+        return str(prepared.launches[0][-1].algorithm) if isinstance(prepared, PreparedCall) else self._comm.backend
 
     def close(self) -> None:
         if self._graph is not None:

@@ -13,12 +13,22 @@ import numpy as np
 
 from ..communicator import Communicator
 from ..cuda import cupy_runtime
+from ..errors import UnsupportedError
 from ..graphs.session import session_of
 from ..ipc import plan
+from ..ipc.engine import Engine
 from . import timing
 
 _PUSH_BYTES = 64 << 20  # to each peer, in the bandwidth measurement
 _BLOCKS, _THREADS = 132, 256  # at most one block a multiprocessor of an H200; at least 8 packets a thread
+
+
+def our_engine(comm: Communicator, what: str) -> Engine:
+    """The engine of our kernels, which ``what`` measures. :raises UnsupportedError: on another backend."""
+    engine = session_of(comm).require_engine(what)
+    if not isinstance(engine, Engine):
+        raise UnsupportedError(f"{what} measures the kernels of backend ipc; found backend {engine.name}")
+    return engine
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ class Limit:
     @classmethod
     def measure(cls, comm: Communicator, mpi: Any, replays: int) -> Limit:
         """Measure barrier and push by kernels/limit.cu, in CUDA graphs. Collective."""
-        engine = session_of(comm).require_engine("bench")
+        engine = our_engine(comm, "the limit line")
         room = engine.workspace.half_bytes - (comm.size - 1) * plan.row_bytes(1)
         nbytes = min(_PUSH_BYTES, room // plan.PACKET_BYTES * plan.PACKET_BYTES)
 

@@ -15,13 +15,13 @@ from typing import Any
 from ..communicator import Communicator
 from ..cuda import cupy_runtime
 from ..errors import IpcReduceError, UnsupportedError
-from ..graphs.session import session_of
 from ..ipc import plan, tuning
 from ..ipc.launches import Launches
 from ..numerics import DTYPES
 from . import report, timing
 from .arguments import count, size, sizes
 from .data import Message
+from .limit import our_engine
 
 _SMALLEST, _DTYPE, _OP = 1 << 10, "float16", "sum"
 _GAIN = 0.02  # the least gain for which a choice changes: times vary by about as much
@@ -42,9 +42,7 @@ def main(options: argparse.Namespace) -> None:
     with Communicator(device="auto") as comm:
         if comm.backend != "ipc" or comm.size == 1:
             raise UnsupportedError(f"tune needs GPUs and at least 2 ranks under mpirun; found:\n{comm.describe()}")
-        if (
-            session_of(comm).require_engine("tune").launches.sharing > 1
-        ):  # their kernels would take turns, and distort the times
+        if our_engine(comm, "tune").launches.sharing > 1:  # their kernels would take turns, and distort the times
             raise UnsupportedError(f"tune needs a GPU for each rank; found:\n{comm.describe()}")
         table = _measure(comm, options)
         if comm.rank == 0:
@@ -54,7 +52,7 @@ def main(options: argparse.Namespace) -> None:
                     f"{choice.blocks} of them, {choice.depth} packets a thread"
                 )
             if not options.dry_run:
-                gpu = session_of(comm).require_engine("tune").device.name
+                gpu = our_engine(comm, "tune").device.name
                 print(f"kept in {tuning.save(gpu, comm.size, table)}")
 
 
@@ -82,7 +80,7 @@ def _measure(comm: Communicator, options: argparse.Namespace) -> plan.Table:
 
 def _candidates(nbytes: int, comm: Communicator, before: list[plan.Choice]) -> Iterator[plan.Choice]:
     """Yield the candidates for a size: each kernel near its range, with every distinct block, grid and depth."""
-    n, launches = comm.size, session_of(comm).require_engine("tune").launches
+    n, launches = comm.size, our_engine(comm, "tune").launches
     usual = launches.planned(nbytes)[0].algorithm
     found: dict[tuple[Any, ...], plan.Choice] = {}  # by launch shape: choices may coincide at this size
     for algorithm, blocks in _BLOCKS.items():
@@ -116,7 +114,7 @@ def _near(nbytes: int, launches: Launches) -> bool:
 
 def _time(comm: Communicator, message: Message, choice: plan.Choice, replays: int, mpi: Any) -> float:
     """Time a choice, in microseconds. :raises IpcReduceError: if the result is wrong."""
-    engine, nbytes = session_of(comm).require_engine("tune"), message.source.nbytes
+    engine, nbytes = our_engine(comm, "tune"), message.source.nbytes
     step = plan.plan_launch(choice.algorithm, 0, nbytes, comm.size, choice)
     prepared = engine.launches.by_steps([step], message.source.shape, _DTYPE, _OP, nbytes)
     stream, owner = cupy_runtime.stream_of()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from ..handles import Stream
@@ -16,8 +17,14 @@ class Engine(Protocol):
     def quiesce(self, deadline: float) -> None:
         """Wait until no work of ours runs, the abort word being up. :raises IpcReduceError: at ``deadline``."""
 
-    def reset(self) -> None:
-        """Return to the state of start-up, once every rank is quiet."""
+    def offer(self) -> bytes:
+        """Up to 128 bytes that the other ranks' :meth:`reset` is to get; b"" for none."""
+
+    def reset(self, offers: Sequence[bytes]) -> None:
+        """Return to the state of start-up, once every rank is quiet. ``offers``: every rank's :meth:`offer`.
+
+        :raises IpcReduceError: if it cannot.
+        """
 
     def is_capturing(self, stream: Stream) -> bool:
         """True if work on ``stream`` is captured, and does not run yet."""

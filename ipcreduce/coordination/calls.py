@@ -51,10 +51,9 @@ class CallSequence:
     lost           a rank has gone, or did not come to that meeting ``unusable``, loss record only ``close()``
     ============== ================================================ ========================= =======================
 
-    :param page: None for ranks that share none: their calls are not compared here.
+    :param page: None for ranks that have none: their calls are not compared here.
     :param engines: what may still work on a call, or hold parts of one, when it has failed.
-    :param refuse: for that case, tells the peers that this rank refuses call (number): returns why the communicator
-        is lost, if it is.
+    :param refuse: for that case, tells the peers that this rank refuses a call: returns why it is lost, if it is.
     """
 
     def __init__(
@@ -172,10 +171,7 @@ class CallSequence:
                 self.failed(error)
 
     def leave(self, error: BaseException) -> None:
-        """:meth:`refuse`, unless the peers know of a fault: this rank must not meet them in a resynchronisation then.
-
-        They may be waiting for its vote.
-        """
+        """:meth:`refuse`, unless the peers know of a fault: they may wait for its vote."""
         if self._page is not None and not self.raised:
             self.refuse(error)
 
@@ -282,8 +278,8 @@ class CallSequence:
         assert page and rounds and meetings  # noqa: PT018
         deadline = time.monotonic() + max(self.timeout, _PATIENCE_SECONDS)
         try:
-            number, rounds.last = start_anew(page, self._engines, meetings, self.number, rounds.last, deadline)
-            self.catch_up(number)
+            highest, rounds.last = start_anew(page, self._engines, meetings, self.number, rounds.last, deadline)
+            self.catch_up(highest)
         except PeerLostError:
             raise
         except BaseException as error:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import mmap
 import os
 import tempfile
@@ -30,40 +29,31 @@ from typing import Any
 
 import numpy as np
 
-from . import flight_recorder
 from .flight_recorder import FlightRecorder
-from .records import Slot, record, text_of
+from .page_layout import (
+    ABORT_OFFSET,
+    CHUNK_BYTES,
+    FAULT,
+    LOSS,
+    MEETING,
+    OFFER_BYTES,
+    ROUND,
+    head_bytes,
+    missing_offset,
+    page_bytes,
+    rank_layout,
+    ranks_offset,
+)
+from .records import Slot, text_of
 
-MARKS = 1024  # words for each rank, for the owner of the page to use
 ACTIVE, CLOSED = 1, 2
 REFUSED, MISMATCH = 1, 2  # kinds of fault
-CHUNK_BYTES = 1024  # of a rank's payload in one round
-
-_ANONYMOUS = -1  # in the place of a file's descriptor
-
-ABORT_OFFSET = 0
+CLOSED_IT = "it closed the communicator"  # a loss for later calls only
 # Values of the abort word. Kernels only test it against zero.
 TIMED_OUT = 1  # by kernels, and by a host whose wait for a peer reached its deadline
 TOLD = 2  # by a host that has written a record of the reason
-CLOSED_IT = "it closed the communicator"  # a loss for later calls only
+_ANONYMOUS = -1  # in the place of a file's descriptor
 _RECORD_SECONDS = 1.0  # for a record to arrive whose abort word is there already: it takes microseconds
-
-_FAULT = record(("kind", "<u8"), ("call", "<u8"), ("text", "S1024"))
-_LOSS = record(("rank", "<u8"), ("text", "S128"))
-_ROUND = record(("ok", "<u4"), ("total", "<u4"), ("payload", f"V{CHUNK_BYTES}"))
-_MEETING = record(("call", "<u8"), ("round", "<u8"))
-
-
-@functools.cache
-def _rank_layout(n: int) -> np.dtype[Any]:
-    """One rank's block on the page of ``n`` ranks. Bytes "dead" and "late" are by rank."""
-    return np.dtype([
-        ("pid", "<i8"), ("started", "<u8"), ("namespace", "<u8"), ("state", "<u4"),
-        ("dead", "u1", (n,)), ("late", "u1", (n,)),
-        ("fault", _FAULT), ("loss", _LOSS), ("meeting", _MEETING),
-        ("rounds", _ROUND, (2,)),  # by parity of the serial: no rank writes one before all have read the last but one
-        ("marks", "<u8", (MARKS,)),  # last: used between ranks of one page only
-    ], align=True)  # fmt: skip
 
 
 class Page:
@@ -79,14 +69,14 @@ class Page:
                 os.close(descriptor)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._words32 = memoryview(self._map).cast("I")
-        self._ranks = np.frombuffer(self._map, _rank_layout(n), n, _ranks_offset(n))
+        self._ranks = np.frombuffer(self._map, rank_layout(n), n, ranks_offset(n))
         self.marks: np.ndarray[Any, Any] = self._ranks["marks"]  # shape (n, MARKS), uint64; each rank writes its row
         self._faults, self._losses, self._meetings = (
             [self._slot(rank, name, layout) for rank in range(n)]
-            for name, layout in (("fault", _FAULT), ("loss", _LOSS), ("meeting", _MEETING))
+            for name, layout in (("fault", FAULT), ("loss", LOSS), ("meeting", MEETING))
         )
         self._rounds = [
-            [self._slot(rank, "rounds", _ROUND, parity * _ROUND.itemsize) for rank in range(n)] for parity in range(2)
+            [self._slot(rank, "rounds", ROUND, parity * ROUND.itemsize) for rank in range(n)] for parity in range(2)
         ]
         self._written = 0  # faults and losses, by this rank
         self._writing = threading.Lock()  # the program's threads and the watchdog post
@@ -119,9 +109,9 @@ class Page:
         return cls(_ANONYMOUS, "", rank, n)
 
     def _slot(self, rank: int, name: str, layout: np.dtype[Any], further: int = 0) -> Slot:
-        block = _rank_layout(self.n)
+        block = rank_layout(self.n)
         assert block.fields is not None
-        at = _ranks_offset(self.n) + rank * block.itemsize + block.fields[name][1]
+        at = ranks_offset(self.n) + rank * block.itemsize + block.fields[name][1]
         return Slot(self._map, at + further, layout)
 
     def unlink(self) -> None:
@@ -142,9 +132,9 @@ class Page:
             self.changed()
 
     def _block(self, rank: int) -> slice:
-        layout = _rank_layout(self.n)
+        layout = rank_layout(self.n)
         assert layout.fields is not None
-        at = _ranks_offset(self.n) + rank * layout.itemsize
+        at = ranks_offset(self.n) + rank * layout.itemsize
         return slice(at, at + layout.fields["marks"][1])
 
     def read_block(self) -> bytes:
@@ -180,6 +170,10 @@ class Page:
     def ended_without_data(self) -> bool:
         """True if a kernel of this rank has ended without data since the last :meth:`clear`."""
         return self._words32[missing_offset(self.rank) // 4 + 1] != 0
+
+    def note_ended_without_data(self) -> None:
+        """Write that a call of this rank has ended without data, as kernels do."""
+        self._words32[missing_offset(self.rank) // 4 + 1] = 1
 
     # ---- faults
     def post_fault(self, kind: int, call: int, text: str) -> None:
@@ -283,15 +277,16 @@ class Page:
             for slot in self._rounds[serial % 2]
         ]
 
-    def write_meeting(self, serial: int, call: int, last_round: int) -> None:
-        """Write that this rank has come to meeting ``serial``, with the numbers of its last call and round."""
-        self._meetings[self.rank].write(serial, call=call, round=last_round)
+    def write_meeting(self, serial: int, call: int, last_round: int, offer: bytes = b"") -> None:
+        """Write that this rank has come to meeting ``serial``, with its last call and round, and something to read."""
+        padded = np.void(offer.ljust(OFFER_BYTES, b"\0"))
+        self._meetings[self.rank].write(serial, call=call, round=last_round, offered=len(offer), offer=padded)
         self._tell()
 
-    def read_meeting(self, serial: int) -> list[tuple[int, int] | None]:
-        """Every rank's (call, round); None for ranks that have not come. One may be at the next meeting already."""
+    def read_meeting(self, serial: int) -> list[tuple[int, int, bytes] | None]:
+        """Every rank's (call, round, offer); None for those that have not come. One may be a meeting further."""
         return [
-            (int(found["call"]), int(found["round"]))
+            (int(found["call"]), int(found["round"]), found["offer"].tobytes()[: int(found["offered"])])
             if (found := slot.read()) is not None and found["serial"] >= serial
             else None
             for slot in self._meetings
@@ -330,27 +325,3 @@ class Page:
             time.sleep(1e-3)  # some processors show the state before the number, which was written first
             return seen()
         return False
-
-
-def _ranks_offset(n: int) -> int:
-    """Offset of the ranks' blocks: behind head and flight recorder."""
-    return head_bytes(n) + flight_recorder.nbytes(n)
-
-
-def head_bytes(n: int) -> int:
-    """Size of the head, which is mapped for the GPU too: whole pages."""
-    return _whole_pages(missing_offset(n))
-
-
-def missing_offset(rank: int) -> int:
-    """Offset of the two words of a rank's kernels: bits of the peers missed, and a flag. A cache line for each rank."""
-    return 64 * (rank + 1)
-
-
-def page_bytes(n: int) -> int:
-    """Size of the page of ``n`` ranks: whole pages."""
-    return _whole_pages(_ranks_offset(n) + n * _rank_layout(n).itemsize)
-
-
-def _whole_pages(nbytes: int) -> int:
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -27,7 +27,7 @@ def struct(kind: int, *fields: tuple[Any, ...]) -> np.dtype[Any]:
     return np.dtype(padded, metadata={"kind": kind})
 
 
-# Identity and options of a rank. All ranks must have the same timeout, algorithm and workspace.
+# Identity and options of a rank. All ranks must have the same timeout, algorithm, backend and workspace.
 IDENTITY = struct(
     1,
     ("wrong", "<u4"),
@@ -35,6 +35,7 @@ IDENTITY = struct(
     ("until", "<f8"),  # this rank's deadline, by its host's monotonic clock
     ("timeout", "<f8"),
     ("algorithm", "S16"),
+    ("backend", "S16"),
     ("workspace", "<u8"),
 )
 DEVICE = struct(

@@ -32,11 +32,12 @@ def start_anew(
 
     for engine in engines:
         engine.quiesce(deadline)
-    everyone = meetings.meet(number, last_round, check)
+    offer = next(filter(None, (engine.offer() for engine in engines)), b"")
+    everyone = meetings.meet(number, last_round, check, offer)
+    calls, rounds, offers = zip(*everyone, strict=True)
     for engine in engines:
-        engine.reset()
+        engine.reset(offers)
     page.clear()
     fence()  # before a peer goes on, and writes to the page, this has to be visible
-    meetings.meet(number, last_round, check)
-    calls, rounds = zip(*everyone, strict=True)
+    meetings.meet(number, last_round, check, offer)
     return max(calls), max(rounds)

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 
 from ..errors import PeerFailedError
-from .control_page import CHUNK_BYTES, Page
+from .control_page import Page
+from .page_layout import CHUNK_BYTES
 from .records import fence
 
 _SPINS = 20  # polls without a sleep, for ranks that come together
@@ -78,8 +79,10 @@ class Meetings:
     def __init__(self, page: Page) -> None:
         self._page, self._last = page, 0
 
-    def meet(self, call: int, last_round: int, check: Callable[[list[int]], None]) -> list[tuple[int, int]]:
-        """Every rank's (call, last round), once all have come.
+    def meet(
+        self, call: int, last_round: int, check: Callable[[list[int]], None], offer: bytes = b""
+    ) -> list[tuple[int, int, bytes]]:
+        """Every rank's (call, last round, offer), once all have come.
 
         Meetings come in pairs to which a rank brings the same numbers. So it does no harm if a peer that has read this
         meeting's records overwrites its own by the second one's. No peer gets further before this rank does.
@@ -87,7 +90,7 @@ class Meetings:
         :param check: see :meth:`Rounds.gather`.
         """
         self._last += 1
-        self._page.write_meeting(self._last, call, last_round)
+        self._page.write_meeting(self._last, call, last_round, offer)
         polls = 0
         while None in (found := self._page.read_meeting(self._last)):
             polls = _pause(polls)

@@ -15,10 +15,10 @@ from typing import Any
 
 from ..cuda import cupy_runtime, streams
 from ..cuda.graph import Executable
+from ..device import deferred_free
+from ..device.engine import DeviceEngine
 from ..errors import ArgumentError, CaptureError, GraphStateError
 from ..handles import DEFAULT_STREAM, Stream
-from ..ipc import deferred_free
-from ..ipc.engine import Engine
 from ..lifetime import refuse_copies
 from . import words
 from .breaks import Break, current, open_recordings
@@ -146,7 +146,7 @@ class Graph:
             self._again = session.replayer(last)
         warn_about(self.segments)
 
-    def _check_record(self, engine: Engine | None, stream: Stream, inputs: Inputs) -> None:
+    def _check_record(self, engine: DeviceEngine | None, stream: Stream, inputs: Inputs) -> None:
         if engine is not None:
             engine.use_context()
         self._expect("record()", ("empty",), "make a new Graph for another recording")
@@ -157,7 +157,7 @@ class Graph:
             raise CaptureError(text, within=True)
         self._inputs = InputCheck(self._check, inputs)
 
-    def _open(self, engine: Engine, recording: Recording) -> None:
+    def _open(self, engine: DeviceEngine, recording: Recording) -> None:
         self._pool = self._pool or GraphPool(engine.context, engine.device.ordinal)
         self._resources = Resources(self._pool, engine.context, recording.segments)
         weakref.finalize(self, self._resources.release).atexit = False  # then the process gives everything back

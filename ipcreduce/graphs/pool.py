@@ -20,8 +20,8 @@ from typing import Any
 
 from ..cuda import cupy_runtime, driver, streams
 from ..cuda.contexts import using, using_relaxed
+from ..device.deferred_free import attempt, give_back, reclaim
 from ..handles import Stream
-from ..ipc.deferred_free import attempt, give_back, reclaim
 from ..lifetime import refuse_copies
 
 _numbers = itertools.count()

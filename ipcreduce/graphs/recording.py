@@ -13,11 +13,10 @@ from .. import arrays
 from ..coordination.fingerprint import Fingerprint
 from ..cuda import cupy_runtime, streams
 from ..cuda import graph as cuda_graph
+from ..device.engine import Recorder
+from ..device.fast_path import Ready
 from ..errors import CaptureError, CudaError
 from ..handles import DEFAULT_STREAM, Stream
-from ..ipc.engine import Recorder
-from ..ipc.fast_path import Ready
-from ..ipc.launches import PreparedCall
 from ..ipc.plan import LaunchPlan
 from .pool import GraphPool
 
@@ -166,7 +165,7 @@ class Recording:
                 raise
             return None  # a thread without a context, which does not record
 
-        def note(call: PreparedCall, part: LaunchPlan, source: int, target: int) -> None:
+        def note(call: Any, part: LaunchPlan, source: int, target: int) -> None:
             (node,) = streams.capture_nodes(stream)  # a launch leaves one node for the next to follow
             launched = LaunchedKernel(node, part, call.dtype, call.op, source, target, part.algorithm)
             self._calls[-1].launches.append(launched)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ..cuda.graph import Executable
-from ..ipc.deferred_free import give_back
+from ..device.deferred_free import give_back
 from .pool import GraphPool
 from .recording import Segment
 

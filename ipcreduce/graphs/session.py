@@ -14,17 +14,22 @@ from ..coordination.calls import CallSequence
 from ..coordination.fingerprint import Fingerprint
 from ..coordination.votes import agree
 from ..cuda import cupy_runtime
-from ..errors import ArgumentError, GraphStateError, IpcReduceError, UnsupportedError
+from ..device import deferred_free
+from ..device.deferred_free import Action
+from ..device.engine import DeviceEngine
+from ..device.fast_path import Ready
+from ..errors import ArgumentError, CaptureError, GraphStateError, IpcReduceError, UnsupportedError
 from ..handles import DEFAULT_STREAM, Stream
-from ..ipc import deferred_free
-from ..ipc.deferred_free import Action
-from ..ipc.engine import Engine
-from ..ipc.fast_path import Ready
+from ..ipc.engine import Engine as IpcEngine
 from .direct.registration import DirectGraphs, Registrable
 from .pool import CapturedMemory, GraphPool
 from .recording import Recording, Segment
 
 _log = logging.getLogger("ipcreduce")
+_STALE = (
+    "replay() of a graph recorded before a call failed: NCCL's communicator, which the graph holds, has been aborted "
+    "since. Record it again"
+)
 _CAPTURE = Fingerprint.of("the end of capture()")
 
 
@@ -70,7 +75,7 @@ class GraphSession:
     :param sync: each call is waited for (``IPCREDUCE_SYNC``).
     """
 
-    def __init__(self, calls: CallSequence, engine: Engine | None, reason: str, sync: bool) -> None:
+    def __init__(self, calls: CallSequence, engine: DeviceEngine | None, reason: str, sync: bool) -> None:
         self.calls = calls
         self.memory: GraphPool | None = None  # of empty()
         self._engine, self._reason, self._sync = engine, reason, sync
@@ -78,19 +83,19 @@ class GraphSession:
         self._capturing = 0  # depth of capture()
         self._said = False
         self._captured_memory = None if engine is None else CapturedMemory(engine.context, engine.device.ordinal)
-        forced = engine is not None and engine.launches.algorithm == "direct"
-        self.direct = DirectGraphs(engine, calls) if engine is not None and forced else None
+        forced = isinstance(engine, IpcEngine) and engine.launches.algorithm == "direct"
+        self.direct = DirectGraphs(engine, calls) if isinstance(engine, IpcEngine) and forced else None
 
     @property
     def can_record(self) -> bool:
         """False on a communicator without GPUs."""
         return self._engine is not None
 
-    def require_engine(self, what: str, advice: str = "") -> Engine:
+    def require_engine(self, what: str, advice: str = "") -> DeviceEngine:
         """The engine. :raises UnsupportedError: without GPUs, which ``what`` needs."""
         self.calls.check_usable()
         if self._engine is None:
-            raise UnsupportedError(f"{what} needs backend ipc: {self._reason}" + (advice and f". {advice}"))
+            raise UnsupportedError(f"{what} needs backend ipc or nccl: {self._reason}" + (advice and f". {advice}"))
         return self._engine
 
     def say_eager(self) -> None:
@@ -138,6 +143,7 @@ class GraphSession:
         except IpcReduceError as shared:
             calls.failed(shared)
             theirs = shared
+        self._engine.recorded.update(segment.ready for segment in segments if segment.calls)
         if error is not None or theirs is not None:
             try:
                 calls.raise_pending()  # the same fault, more exactly
@@ -211,6 +217,8 @@ class GraphSession:
         assert self._engine is not None
         if segment.calls:
             self.calls.enter(segment.what, stream)
+            if not segment.ready.argument:
+                raise CaptureError(_STALE, within=True)  # on every rank alike: no rank has to be told
         self._engine.launch_graph(segment.executable, stream, owner)
 
     def synchronize(self, stream: Stream | None) -> None:
@@ -280,7 +288,7 @@ class GraphSession:
                 return arrays.empty(shape, np.dtype(dtype), stream, device)
 
     def close(self, wait: float) -> None:
-        """Close the engine, and free the memory of graphs with it. See :meth:`Engine.close`."""
+        """Close the engine, and free the memory of graphs with it. See :meth:`DeviceEngine.close`."""
         engine, self._engine = self._engine, None
         if engine is None:
             return

@@ -7,7 +7,7 @@ of the kernels (kernels/one_shot.cuh, two_shot.cuh), with a handover in place of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,7 +102,11 @@ class SharedReducer:
     def quiesce(self, deadline: float) -> None:
         """Nothing runs between calls."""
 
-    def reset(self) -> None:
+    def offer(self) -> bytes:
+        """Nothing."""
+        return b""
+
+    def reset(self, offers: Sequence[bytes]) -> None:
         """Forget the handovers of calls that failed, once every rank is quiet."""
         self._segment.drain()
         self._part = 0

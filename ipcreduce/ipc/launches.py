@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ..coordination.control_page import ABORT_OFFSET, missing_offset
 from ..coordination.fingerprint import Fingerprint, of_allreduce
+from ..coordination.page_layout import ABORT_OFFSET, missing_offset
 from ..cuda import compiler, driver
 from ..handles import DEFAULT_STREAM
 from ..kinds import kind_name, op_name, reduced_as
@@ -39,6 +39,8 @@ class PreparedCall:
     op: str
     launches: tuple[tuple[driver.Launch, memoryview, plan.LaunchPlan], ...]
     nbytes: int
+    fast: bool  # one launch
+    through: None = None  # our kernels take every dtype
 
 
 class Launches:
@@ -105,7 +107,7 @@ class Launches:
     ) -> PreparedCall:
         """:meth:`prepare` by other steps than the planned ones, and not kept."""
         launches = tuple((*self._launch(step, dtype, op), step) for step in steps)
-        return PreparedCall(of_allreduce(shape, dtype, op), dtype, op, launches, nbytes)
+        return PreparedCall(of_allreduce(shape, dtype, op), dtype, op, launches, nbytes, len(launches) == 1)
 
     def _launch(self, step: plan.LaunchPlan, dtype: str, op: str) -> tuple[driver.Launch, memoryview]:
         args = self._arguments(plan.code_offset(dtype, op))

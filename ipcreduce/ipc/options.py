@@ -17,7 +17,8 @@ from ..errors import ArgumentError
 from . import plan
 
 _PREFIX = "IPCREDUCE_"
-VARIABLES = ("IPCREDUCE_CACHE_DIR", "IPCREDUCE_HOSTID", "IPCREDUCE_SYNC", "IPCREDUCE_WORKSPACE_MB")
+VARIABLES = ("IPCREDUCE_BACKEND", "IPCREDUCE_CACHE_DIR", "IPCREDUCE_HOSTID", "IPCREDUCE_SYNC", "IPCREDUCE_WORKSPACE_MB")
+BACKENDS = ("ipc", "nccl", "mpi")
 _DEFAULT_WORKSPACE_MB = 256
 _MOST_MB = 1 << 20  # 1 TB, more than any GPU has
 _DEFAULT_SECONDS = 120.0
@@ -30,17 +31,21 @@ class Options:
     device: Any
     timeout: float
     algorithm: str | None
+    backend: str | None  # None: the first of BACKENDS that can be
     workspace: int
     sync: bool
     wrong: str | None
 
     @classmethod
-    def of(cls, device: Any, timeout: Any, algorithm: Any) -> Options:
+    def of(cls, device: Any, timeout: Any, algorithm: Any, backend: Any = None) -> Options:
         """Check the arguments of ``Communicator``. Raises nothing. That GPU ``device`` exists is checked later.
 
         :param timeout: seconds.
         """
         wrong, workspace, sync = None, 0, False
+        where = "backend"
+        if backend is None:
+            backend, where = os.environ.get("IPCREDUCE_BACKEND") or None, "IPCREDUCE_BACKEND"
         try:
             workspace, sync = workspace_bytes(), is_synchronous()
         except ArgumentError as error:
@@ -51,10 +56,13 @@ class Options:
         if algorithm is not None and not (isinstance(algorithm, str) and algorithm in plan.ALGORITHMS):
             wrong = f"algorithm must be None or one of {plan.ALGORITHMS}; found {algorithm!r}"
             algorithm = None
+        if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
+            wrong = f"{where} must be one of {', '.join(BACKENDS)}; found {backend!r}"
+            backend = None
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
             wrong = f"timeout must be a positive number of seconds; found {timeout!r}"
             timeout = _DEFAULT_SECONDS
-        return cls(device, float(timeout), algorithm, workspace, sync, wrong)
+        return cls(device, float(timeout), algorithm, backend, workspace, sync, wrong)
 
 
 def _is_ordinal(value: Any) -> bool:

@@ -12,10 +12,10 @@ import numpy as np
 from ..coordination import exchange
 from ..coordination.control_page import Page
 from ..cuda import cupy_runtime, driver
+from ..device.deferred_free import attempt
+from ..device.devices import advise_spreading, most_on_a_gpu, share_device
 from ..errors import CudaError, IpcReduceError, UnsupportedError
 from . import links, plan, tuning
-from .deferred_free import attempt
-from .devices import advise_spreading, most_on_a_gpu, share_device
 from .engine import Engine
 from .options import Options
 from .workspace import Workspace

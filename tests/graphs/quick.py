@@ -26,7 +26,7 @@ from ipcreduce import (
     RankMismatchError,
 )
 from ipcreduce.cuda import cupy_runtime
-from ipcreduce.ipc import fast_path
+from ipcreduce.device import fast_path
 from tests.graphs.common import (
     GPUS,
     LAST,

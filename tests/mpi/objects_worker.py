@@ -190,7 +190,7 @@ def nothing_is_recorded() -> None:
         graph = Graph(comm)
         words = "Call the function itself, or by a GraphRunner, which does so here"
         raises(UnsupportedError, words, lambda: enter(graph.record()))
-        raises(UnsupportedError, "a Graph needs backend ipc: ", lambda: enter(graph.record()))
+        raises(UnsupportedError, "a Graph needs backend ipc or nccl: ", lambda: enter(graph.record()))
         assert graph.state == "empty"
         assert not records
         for _ in range(2):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -28,6 +29,9 @@ _STANDS_FOR = {
     "ipcreduce.cuda.graph": "tests.sim.graph",
     "ipcreduce.cuda.compiler": "tests.sim.compiler",
     "cupy": "tests.sim.cupy",
+    "nccl": "tests.sim.nccl_package",
+    "nccl.bindings": "tests.sim.nccl_package",
+    "nccl.bindings.nccl": "tests.sim.nccl",
 }
 
 
@@ -38,6 +42,8 @@ class _Substitutes(MetaPathFinder, Loader):
         return spec_from_loader(fullname, self) if fullname in _STANDS_FOR else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
+        if spec.name == "nccl" and os.environ.get("SIM_NO_NCCL"):
+            raise ModuleNotFoundError("No module named 'nccl'", name="nccl")
         return importlib.import_module(_STANDS_FOR[spec.name])
 
     def exec_module(self, module: ModuleType) -> None:

@@ -384,7 +384,7 @@ class ndarray:
     def max(self, axis: int, keepdims: bool = False) -> ndarray:
         return self._reduced(np.maximum, axis, keepdims)
 
-    def astype(self, dtype: Any) -> ndarray:
+    def astype(self, dtype: Any, order: str = "C") -> ndarray:
         result = ndarray(self.shape, dtype)
         result[...] = self
         return result

@@ -24,7 +24,8 @@ LAYERS = (
     ("ipcreduce.coordination", "ipcreduce.cuda"),
     ("ipcreduce.arrays",),
     ("ipcreduce.operands", "ipcreduce.host_operands"),
-    ("ipcreduce.ipc", "ipcreduce.host"),
+    ("ipcreduce.device",),
+    ("ipcreduce.ipc", "ipcreduce.nccl", "ipcreduce.host"),
     ("ipcreduce.graphs",),
     ("ipcreduce.startup", "ipcreduce.communicator"),
     ("ipcreduce.default",),
@@ -89,7 +90,17 @@ def test_every_import_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_longest_prefix_counts():
-    order = ["errors", "cuda.graph", "arrays", "operands", "host.reducer", "graphs.graph", "communicator", "default"]
+    order = [
+        "errors",
+        "cuda.graph",
+        "arrays",
+        "operands",
+        "device.engine",
+        "host.reducer",
+        "graphs.graph",
+        "communicator",
+        "default",
+    ]
     layers = [*(layer(f"ipcreduce.{name}") for name in order), layer("ipcreduce"), layer("ipcreduce.bench.tune")]
     assert layers == list(range(len(LAYERS)))
     with pytest.raises(AssertionError, match="is in no layer"):

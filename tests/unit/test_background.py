@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from ipcreduce.ipc import background
+from ipcreduce.device import background
 
 
 def test_jobs_run_one_after_the_other_in_one_thread():

@@ -6,7 +6,7 @@ import inspect
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from ipcreduce.coordination import calls as calls_module
-from ipcreduce.coordination import control_page, resynchronisation
+from ipcreduce.coordination import control_page, page_layout, resynchronisation
 from ipcreduce.coordination.calls import CallSequence
 from ipcreduce.coordination.control_page import Page
 from ipcreduce.coordination.fingerprint import Fingerprint, of_allreduce
 from ipcreduce.cuda import cupy_runtime
+from ipcreduce.device.fast_path import FastPath, Ready
 from ipcreduce.errors import (
     ArgumentError,
     CaptureError,
@@ -29,7 +30,6 @@ from ipcreduce.errors import (
     PeerTimeoutError,
     RankMismatchError,
 )
-from ipcreduce.ipc.fast_path import FastPath, Ready
 from tests.unit.pages import in_threads, make_mirrored, make_pages
 
 SUM, OTHER = of_allreduce((10,), "float32", "sum"), of_allreduce((3,), "int8", "sum")
@@ -62,7 +62,10 @@ class Engine:
     def quiesce(self, deadline: float) -> None:
         self._do("quiesce")
 
-    def reset(self) -> None:
+    def offer(self) -> bytes:
+        return b""
+
+    def reset(self, offers: Sequence[bytes]) -> None:
         self._do("reset")
 
     def is_capturing(self, stream: int) -> bool:
@@ -94,7 +97,7 @@ class Rank:
 
     def kernel_waits_in_vain(self, *peers: int) -> None:
         """What a kernel of this rank writes at its deadline."""
-        words = np.frombuffer(self.page._map, np.uint32, 2, control_page.missing_offset(self.page.rank))
+        words = np.frombuffer(self.page._map, np.uint32, 2, page_layout.missing_offset(self.page.rank))
         words[:] = sum(1 << peer for peer in peers), 1
         self.page.abort()
 
@@ -197,8 +200,8 @@ def test_a_call_is_numbered_recorded_and_done(sharing: list[Rank]):
 def fast_path_of(rank: Rank) -> FastPath:
     """A fast path on stream 7, over no GPU."""
     order: Any = SimpleNamespace(event_free_stream=7, shared=False, runs=lambda stream: True)
-    launches: Any = SimpleNamespace(find=None)
-    return FastPath(rank.calls, 0, 1, launches, order, rank.page)
+    unused: Any = None
+    return FastPath(rank.calls, 0, 1, order, rank.page, unused, unused)
 
 
 @walks("entered -> done")

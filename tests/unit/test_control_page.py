@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce.coordination import control_page, faults, flight_recorder, watchdog
+from ipcreduce.coordination import control_page, faults, flight_recorder, page_layout, watchdog
 from ipcreduce.coordination.control_page import Page
 from ipcreduce.coordination.fingerprint import Fingerprint, of_allreduce
 from ipcreduce.coordination.flight_recorder import RING
@@ -42,7 +42,7 @@ def test_only_this_user_opens_the_file_and_it_goes():
     assert other.path != page.path
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert status.st_uid == os.getuid()
-    assert status.st_size == page.nbytes == control_page.page_bytes(2)
+    assert status.st_size == page.nbytes == page_layout.page_bytes(2)
     assert not path.exists()
     page.unlink()  # again is harmless
     page.abort()  # the mapping stays
@@ -73,14 +73,14 @@ def test_a_page_that_has_gone_is_an_error():
 
 @pytest.mark.parametrize("n", [*range(1, 9), 40, 63, 64, 70, 100])
 def test_whole_pages_and_aligned_words(n: int):
-    assert control_page.page_bytes(n) % mmap.PAGESIZE == 0
-    head, recorder, block = control_page.head_bytes(n), flight_recorder.nbytes(n), control_page._rank_layout(n).itemsize
-    assert control_page.page_bytes(n) >= head + recorder + n * block
+    assert page_layout.page_bytes(n) % mmap.PAGESIZE == 0
+    head, recorder, block = page_layout.head_bytes(n), flight_recorder.nbytes(n), page_layout.rank_layout(n).itemsize
+    assert page_layout.page_bytes(n) >= head + recorder + n * block
     assert not any(size % 8 for size in (recorder, block)), "words are read by aligned accesses"
     lines = [head, flight_recorder._keys_bytes(n), flight_recorder._RANK.itemsize]
     assert not any(size % 64 for size in lines), "a rank's number has a cache line"
     assert head % mmap.PAGESIZE == 0, "the GPUs get whole pages"
-    lines = [control_page.ABORT_OFFSET, *(control_page.missing_offset(rank) for rank in range(n))]
+    lines = [page_layout.ABORT_OFFSET, *(page_layout.missing_offset(rank) for rank in range(n))]
     assert len({offset // 64 for offset in lines}) == n + 1, "a cache line each"
     assert max(lines) + 8 <= head, "two words each"
 
@@ -131,18 +131,18 @@ def test_rounds(pages: list[Page]):
         if serial > 1:
             assert None not in pages[0].read_round(serial - 1), "gone while a slow rank may still read it"
     parts = pages[1].read_round(3)
-    assert parts == [(True, 10, bytes([rank]).ljust(control_page.CHUNK_BYTES, b"\0")) for rank in range(len(pages))]
-    pages[2].write_round(3, False, 5, b"x" * control_page.CHUNK_BYTES)
-    assert pages[0].read_round(3)[2] == (False, 5, b"x" * control_page.CHUNK_BYTES)
+    assert parts == [(True, 10, bytes([rank]).ljust(page_layout.CHUNK_BYTES, b"\0")) for rank in range(len(pages))]
+    pages[2].write_round(3, False, 5, b"x" * page_layout.CHUNK_BYTES)
+    assert pages[0].read_round(3)[2] == (False, 5, b"x" * page_layout.CHUNK_BYTES)
 
 
 def test_a_meeting_is_read_from_the_next_ones_record_too(pages: list[Page]):
     """A peer that has read it may be at the next one, to which it brings the same numbers."""
     assert pages[0].read_meeting(1) == [None] * 3
-    pages[0].write_meeting(1, 7, 3)
+    pages[0].write_meeting(1, 7, 3, b"an offer\0")
     pages[1].write_meeting(2, 9, 4)
-    assert [page.read_meeting(1) for page in pages] == [[(7, 3), (9, 4), None]] * 3
-    assert pages[2].read_meeting(2) == [None, (9, 4), None]
+    assert [page.read_meeting(1) for page in pages] == [[(7, 3, b"an offer\0"), (9, 4, b""), None]] * 3
+    assert pages[2].read_meeting(2) == [None, (9, 4, b""), None]
 
 
 @pytest.mark.parametrize("n", [1, 40, 70])
@@ -172,8 +172,8 @@ def test_waiting_in_vain(pages: list[Page]):
 
 
 def test_a_rank_writes_only_its_own_block(pages: list[Page]):
-    begin = control_page._ranks_offset(3)
-    blocks = slice(begin, begin + 3 * control_page._rank_layout(3).itemsize)
+    begin = page_layout.ranks_offset(3)
+    blocks = slice(begin, begin + 3 * page_layout.rank_layout(3).itemsize)
     before = np.frombuffer(pages[0]._map, np.uint8)[blocks].reshape(3, -1).copy()
     pages[1].calls.enter(RING - 1, SUM)
     assert (np.frombuffer(pages[0]._map, np.uint8)[blocks].reshape(3, -1) == before).all(), "the recorder has its own"
@@ -226,7 +226,7 @@ def test_a_mismatch(pages: list[Page]):
 
 def miss(page: Page, *ranks: int) -> None:
     """What this rank's kernels write when their waits for these ranks pass the deadline."""
-    word = np.frombuffer(page._map, np.uint32, 1, control_page.missing_offset(page.rank))
+    word = np.frombuffer(page._map, np.uint32, 1, page_layout.missing_offset(page.rank))
     word[0] = sum(1 << rank for rank in ranks)
 
 
@@ -290,7 +290,7 @@ def test_clear_takes_back_ones_own(pages: list[Page]):
     pages[1].clear()
     assert not any(page.aborted for page in pages)
     assert pages[2].fault() is None
-    assert not np.frombuffer(pages[2]._map, np.uint8, control_page.head_bytes(3)).any()
+    assert not np.frombuffer(pages[2]._map, np.uint8, page_layout.head_bytes(3)).any()
 
 
 def test_long_and_foreign_texts(pages: list[Page]):
@@ -474,7 +474,7 @@ def test_an_abort_word_that_comes_before_its_record_is_no_timeout(pages: list[Pa
 
     def come() -> None:
         time.sleep(0.1)
-        bytes_of(pages[1])[control_page._ranks_offset(3) :] = bytes_of(after)[control_page._ranks_offset(3) :]
+        bytes_of(pages[1])[page_layout.ranks_offset(3) :] = bytes_of(after)[page_layout.ranks_offset(3) :]
 
     thread = threading.Thread(target=come)
     thread.start()

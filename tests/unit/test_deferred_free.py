@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ipcreduce import lifetime
-from ipcreduce.ipc import deferred_free
+from ipcreduce.device import deferred_free
 
 
 class Met(deferred_free._Turn):

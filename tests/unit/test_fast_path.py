@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ipcreduce.cuda import cupy_runtime
+from ipcreduce.device import fast_path
 from ipcreduce.errors import CaptureError, CudaError
-from ipcreduce.ipc import fast_path
 
 OURS, OTHER = 5, 6
 
@@ -30,8 +30,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> fast_path.FastPath:
     monkeypatch.setattr(fast_path.driver, "current_context", lambda: OTHER)
     words = SimpleNamespace(recorded=[], number=[0], page=b"", keys_offset=0, slot_bytes=4, agreed={})
     page: Any = SimpleNamespace(abort_word=[0], calls=words)
-    calls: Any = None
-    return fast_path.FastPath(calls, 0, OURS, SimpleNamespace(find=None), None, page)  # type: ignore[arg-type]
+    unused: Any = None
+    return fast_path.FastPath(unused, 0, OURS, unused, page, unused, unused)
 
 
 def attempt(calls: fast_path.FastPath, monkeypatch: pytest.MonkeyPatch, *outcomes: Exception | None) -> None:

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce.coordination.control_page import ABORT_OFFSET, Page, head_bytes, missing_offset
+from ipcreduce.coordination.control_page import Page
 from ipcreduce.coordination.faults import fault_error
+from ipcreduce.coordination.page_layout import ABORT_OFFSET, head_bytes, missing_offset
 from ipcreduce.errors import PeerTimeoutError
 from ipcreduce.ipc import launches, plan, startup, workspace
 from ipcreduce.numerics import DTYPE_NAMES, DTYPES, OPS

@@ -36,7 +36,7 @@ def test_an_unknown_name_warns_once(monkeypatch: pytest.MonkeyPatch):
         "the environment variable IPCREDUCE_SYNCH is not one of ipcreduce's, and has no effect. "
         "Did you mean IPCREDUCE_SYNC?",
         "the environment variable IPCREDUCE_X is not one of ipcreduce's, and has no effect. "
-        "There are IPCREDUCE_CACHE_DIR, IPCREDUCE_SYNC, IPCREDUCE_WORKSPACE_MB.",
+        "There are IPCREDUCE_BACKEND, IPCREDUCE_CACHE_DIR, IPCREDUCE_HOSTID, IPCREDUCE_SYNC, IPCREDUCE_WORKSPACE_MB.",
     ]
     assert {one.filename for one in caught} == {__file__}
     with warnings.catch_warnings():

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from ipcreduce.coordination import rounds
-from ipcreduce.coordination.control_page import CHUNK_BYTES, Page
+from ipcreduce.coordination.control_page import Page
+from ipcreduce.coordination.page_layout import CHUNK_BYTES
 from ipcreduce.coordination.rounds import Meetings, Rounds
 from ipcreduce.errors import PeerFailedError
 from tests.unit.pages import in_threads, make_pages
@@ -183,8 +184,10 @@ def make_meetings(n: int) -> list[Meetings]:
 @pytest.mark.parametrize("n", [1, 3, 40, 70])
 def test_all_get_the_same_numbers(n: int):
     ranks = make_meetings(n)
-    found = in_threads([lambda rank=rank: ranks[rank].meet(7 + rank, 2 * rank, patient) for rank in range(n)])
-    assert found == [[(7 + rank, 2 * rank) for rank in range(n)]] * n
+    found = in_threads(
+        [lambda rank=rank: ranks[rank].meet(7 + rank, 2 * rank, patient, bytes(rank)) for rank in range(n)]
+    )
+    assert found == [[(7 + rank, 2 * rank, bytes(rank)) for rank in range(n)]] * n
 
 
 def test_nobody_gets_past_a_meeting_before_all_have_come():
@@ -222,7 +225,7 @@ def test_a_fast_rank_overwrites_its_first_record_by_the_second_meetings():
 
     slow._page.read_meeting = read  # type: ignore[method-assign]
     found = in_threads([twice, lambda: [slow.meet(7, 3, patient), slow.meet(7, 3, patient)]])
-    assert found == [[[(9, 4), (7, 3)]] * 2] * 2
+    assert found == [[[(9, 4, b""), (7, 3, b"")]] * 2] * 2
 
 
 def within(condition: Callable[[], object]) -> bool:
@@ -237,7 +240,7 @@ def test_a_meeting_that_is_given_up_leaves_its_record():
     ranks = make_meetings(2)
     with pytest.raises(Gone, match=r"without \[1\]"):
         ranks[0].meet(1, 1, gone)
-    assert ranks[1].meet(2, 2, gone) == [(1, 1), (2, 2)]
+    assert ranks[1].meet(2, 2, gone) == [(1, 1, b""), (2, 2, b"")]
 
 
 def test_pages_do_not_share_anything():

@@ -84,7 +84,7 @@ def test_the_missing_are_named_and_a_reset_forgets_what_they_gave(monkeypatch: p
     reducers = [SharedReducer(segment) for segment in segments]
     for reducer in reducers:
         reducer.quiesce(0.0)
-        reducer.reset()
+        reducer.reset([])
 
     def call(reducer: SharedReducer, value: float) -> None:
         out = np.empty(3)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ipcreduce.coordination.calls import CallSequence
-from ipcreduce.coordination.control_page import CHUNK_BYTES
 from ipcreduce.coordination.fingerprint import Fingerprint, of_allreduce
+from ipcreduce.coordination.page_layout import CHUNK_BYTES
 from ipcreduce.coordination.votes import Vote, agree, vote
 from ipcreduce.errors import PeerFailedError, PeerTimeoutError, RankMismatchError
 from tests.unit.pages import in_threads, make_pages

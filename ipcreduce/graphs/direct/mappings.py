@@ -11,7 +11,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from ...coordination.control_page import MARKS, Page
+from ...coordination.control_page import Page
+from ...coordination.page_layout import MARKS
 from ...cuda import driver
 from ...errors import CudaError, UnsupportedError
 

@@ -45,7 +45,7 @@ def falls_back(*words: str, timeout: float = 20, device: Any = None) -> None:
             assert word in comm.describe(), f"{word!r} is not in {comm.describe()}"
         host_works(comm)
         if GPUS:
-            with raises(errors.UnsupportedError, "device arrays need backend ipc", *words):
+            with raises(errors.UnsupportedError, "device arrays need backend ipc or nccl", *words):
                 comm.allreduce(mine())
         else:  # but it can hear of it
             with raises(errors.PeerFailedError, "UnsupportedError", *words):

@@ -15,7 +15,7 @@ import cupy
 import numpy as np
 
 from ipcreduce import Communicator, Graph, arrays
-from ipcreduce.ipc import deferred_free
+from ipcreduce.device import deferred_free
 from tests.sim import driver, machine_streams
 from tests.sim.scenarios.common import (
     OWN,

@@ -6,25 +6,23 @@ Whatever takes more (another stream, a fault to settle, arrays of another kind) 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from ..coordination.calls import CallSequence
 from ..coordination.control_page import Page
 from ..coordination.fingerprint import Fingerprint
 from ..coordination.flight_recorder import RING
-from ..cuda import cupy_runtime, driver, graph
-from ..cuda.contexts import using, using_relaxed
+from ..cuda import cupy_runtime, driver
+from ..cuda.contexts import using
 from ..errors import CaptureError, CudaError
 from ..handles import Stream
-from . import plan
-from .launches import IN, OUT, Launches, PreparedCall
 from .stream_order import IN_A_CAPTURE, StreamOrder
 
-_MOST = 4096  # pairs of arrays, and of addresses, that are remembered
-_MOST_GRAPHS = 256  # of 0.1 MB each, the first ones
+_MOST = 4096  # pairs of arrays that are remembered
 _NOT_READY = None, None
 _CAPTURING = (900, 905)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, _ISOLATION: for an event from outside
 
@@ -35,7 +33,7 @@ class Ready:
     :param capturable: a launch would become part of a capture. If not, the driver refuses it there.
     """
 
-    __slots__ = ("argument", "capturable", "launch", "what")
+    __slots__ = ("__weakref__", "argument", "capturable", "launch", "what")
 
     def __init__(
         self, what: Fingerprint, launch: Callable[[Any, Stream], Any], argument: Any, capturable: bool
@@ -43,12 +41,32 @@ class Ready:
         self.what, self.launch, self.argument, self.capturable = what, launch, argument, capturable
 
 
+class Prepared(Protocol):
+    """All that a backend knows of an all-reduce before its addresses are given."""
+
+    @property
+    def what(self) -> Fingerprint: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def fast(self) -> bool:
+        """True if it is one launch, from the arrays as they are."""
+
+    @property
+    def through(self) -> np.dtype[Any] | None:
+        """The dtype as which it is reduced, if not the array's own."""
+
+
+Find = Callable[[tuple[int, ...], "np.dtype[Any]", str], "Prepared | None"]  # a call by shape, dtype and op
+MakeReady = Callable[[Any, int, int], Ready]  # from what Find returns, and the addresses of source and target
+
+
 class _KnownCall:
     """An eager call from one CuPy array into another or the same, as long as these live."""
 
     __slots__ = ("array", "out", "place", "prepared", "ready", "shape")
 
-    def __init__(self, array: Any, out: Any, prepared: PreparedCall, place: tuple[int, int]) -> None:
+    def __init__(self, array: Any, out: Any, prepared: Prepared, place: tuple[int, int]) -> None:
         self.array: Callable[[], Any] = weakref.ref(array)
         self.out: Callable[[], Any] = weakref.ref(out)
         self.shape: tuple[int, ...] = array.shape  # programs can assign to it
@@ -59,22 +77,21 @@ class _KnownCall:
 class FastPath:
     """The repeated calls on one engine. :meth:`make` takes the communicator's lock, and holds it around the rest.
 
-    Calls on contiguous CuPy arrays, of a shape, dtype and op that came before, are launched. With the same addresses
-    again, short messages are a graph of one kernel (:func:`plan.eager_as_graph`). With the same two array objects,
-    only the shapes are looked at.
+    Calls on contiguous CuPy arrays, of a shape, dtype and op that came before, are launched by what the backend makes
+    ready for their addresses. With the same two array objects, only the shapes are looked at.
     """
 
     def __init__(
-        self, calls: CallSequence, device: int, context: int, launches: Launches, order: StreamOrder, page: Page
-    ) -> None:
+        self, calls: CallSequence, device: int, context: int, order: StreamOrder, page: Page, find: Find,
+        make_ready: MakeReady,
+    ) -> None:  # fmt: skip
         self._calls, self._device, self._context, self._order = calls, device, context, order
-        self._abort_word, self._recorder, self._find = page.abort_word, page.calls, launches.find
+        self._abort_word, self._recorder, self._find = page.abort_word, page.calls, find
+        self._make_ready = make_ready
         parts = "recorded", "number", "page", "keys_offset", "slot_bytes", "agreed"  # none of them is ever replaced
         self._recorder_parts = tuple(getattr(page.calls, name) for name in parts)
         # By the ids of array and out, and op. None: these ids belong to short-lived arrays; do not cache.
         self._known: dict[tuple[int, int, str], _KnownCall | None] = {}
-        self._ready: dict[tuple[driver.Launch, int, int], Ready | None] = {}  # by addresses. None: seen once
-        self._graphs: list[graph.Executable] = []
 
     def make(
         self, ready: Ready | None, usual: Callable[[Any, Any, Any, Any], Any],
@@ -176,7 +193,7 @@ class FastPath:
             return _NOT_READY
         shape, dtype, place, device = array.shape, array.dtype, array.data, self._device
         prepared = self._find(shape, dtype, op)
-        if prepared is None or len(prepared.launches) != 1 or not array._c_contiguous or place.device_id != device:
+        if prepared is None or not prepared.fast or not array._c_contiguous or place.device_id != device:
             return _NOT_READY
         source = target = place.ptr
         result = cupy.empty(shape, dtype) if out is None else out
@@ -194,36 +211,3 @@ class FastPath:
                 self._known.clear()
             self._known[key] = _KnownCall(array, out, prepared, (source, target))
         return self._make_ready(prepared, source, target), result
-
-    def _make_ready(self, prepared: PreparedCall, source: int, target: int) -> Ready:
-        """A call of one launch, from address ``source`` to ``target``: a graph from the second time on."""
-        ((launch, words, part),) = prepared.launches
-        place = launch, source, target
-        known = self._ready.get(place)
-        if known is not None:
-            return known
-        if plan.eager_as_graph(part):
-            if place not in self._ready:
-                if len(self._ready) - len(self._graphs) >= _MOST:
-                    self._ready = {one: ready for one, ready in self._ready.items() if ready is not None}
-                self._ready[place] = None
-            elif len(self._graphs) < _MOST_GRAPHS:
-                with using_relaxed(self._context), suppress(CudaError):  # it is only faster
-                    words[IN], words[OUT] = source, target
-                    executable = graph.executable_of(launch)
-                    self._graphs.append(executable)
-                    ready = Ready(prepared.what, cupy_runtime.launch_graph, executable.handle, True)
-                    self._ready[place] = ready
-                    return ready
-        return Ready(prepared.what, _launch_kernel, (launch, words, source, target), True)
-
-    def destroy_actions(self) -> Iterator[Callable[[], None]]:
-        """Actions that destroy the graphs: before the kernels in them are unloaded, and after these have run."""
-        while self._graphs:
-            yield self._graphs.pop().destroy
-
-
-def _launch_kernel(argument: tuple[driver.Launch, memoryview, int, int], stream: Stream) -> None:
-    launch, words, source, target = argument
-    words[IN], words[OUT] = source, target
-    launch.run(stream)

@@ -1,0 +1,59 @@
+"""Launches that are ready for the fast path: kernels, and for addresses that come again graphs of one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+from ..cuda import cupy_runtime, driver, graph
+from ..cuda.contexts import using_relaxed
+from ..device.fast_path import Ready
+from ..errors import CudaError
+from ..handles import Stream
+from . import plan
+from .launches import IN, OUT, PreparedCall
+
+_MOST = 4096  # pairs of addresses that are remembered
+_MOST_GRAPHS = 256  # of 0.1 MB each, the first ones
+
+
+class ReadyLaunches:
+    """The ready launches of one engine. Short messages are graphs from the second time on (plan.eager_as_graph)."""
+
+    def __init__(self, context: int) -> None:
+        self._context = context
+        self._ready: dict[tuple[driver.Launch, int, int], Ready | None] = {}  # by addresses. None: seen once
+        self._graphs: list[graph.Executable] = []
+
+    def make(self, prepared: PreparedCall, source: int, target: int) -> Ready:
+        """A call of one launch, from address ``source`` to ``target``."""
+        ((launch, words, part),) = prepared.launches
+        place = launch, source, target
+        known = self._ready.get(place)
+        if known is not None:
+            return known
+        if plan.eager_as_graph(part):
+            if place not in self._ready:
+                if len(self._ready) - len(self._graphs) >= _MOST:
+                    self._ready = {one: ready for one, ready in self._ready.items() if ready is not None}
+                self._ready[place] = None
+            elif len(self._graphs) < _MOST_GRAPHS:
+                with using_relaxed(self._context), suppress(CudaError):  # it is only faster
+                    words[IN], words[OUT] = source, target
+                    executable = graph.executable_of(launch)
+                    self._graphs.append(executable)
+                    ready = Ready(prepared.what, cupy_runtime.launch_graph, executable.handle, True)
+                    self._ready[place] = ready
+                    return ready
+        return Ready(prepared.what, _launch_kernel, (launch, words, source, target), True)
+
+    def destroy_actions(self) -> Iterator[Callable[[], None]]:
+        """Actions that destroy the graphs: before the kernels in them are unloaded, and after these have run."""
+        while self._graphs:
+            yield self._graphs.pop().destroy
+
+
+def _launch_kernel(argument: tuple[driver.Launch, memoryview, int, int], stream: Stream) -> None:
+    launch, words, source, target = argument
+    words[IN], words[OUT] = source, target
+    launch.run(stream)

@@ -1,0 +1,1 @@
+"""The backend "nccl": NVIDIA's NCCL, for ranks on several hosts and GPUs without peer access."""

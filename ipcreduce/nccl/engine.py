@@ -1,0 +1,171 @@
+"""The engine of the backend "nccl": NCCL's all-reduces, in the order and with the errors of our own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..coordination.calls import CallSequence
+from ..coordination.control_page import REFUSED, Page
+from ..coordination.fingerprint import Fingerprint, of_allreduce
+from ..cuda import driver
+from ..cuda.contexts import using_relaxed
+from ..device import background
+from ..device.deferred_free import Action, attempt, flush, forget
+from ..device.engine import Actions, DeviceEngine, Recorder
+from ..device.fast_path import FastPath, Ready
+from ..errors import CudaError
+from ..handles import Stream
+from ..kinds import kind_name, op_name, reduced_as
+from . import library
+from .communicator import NcclCommunicator
+from .guard import Guard
+
+_MOST_PREPARED = 4096
+_WIDER = {"int16": np.dtype(np.int32), "uint16": np.dtype(np.uint32)}  # which NCCL lacks; sums wrap to the same bits
+
+
+@dataclass(frozen=True)
+class PreparedCall:
+    """A call, but for its addresses. ``through``: the dtype as which it is reduced, if not its own."""
+
+    what: Fingerprint
+    dtype: int
+    op: int
+    count: int
+    nbytes: int
+    through: np.dtype[Any] | None
+
+    @property
+    def fast(self) -> bool:
+        """True if NCCL takes the arrays as they are."""
+        return self.through is None
+
+
+class Engine(DeviceEngine):
+    """A communicator's backend over NCCL, made by :func:`ipcreduce.nccl.startup.start`."""
+
+    name = "nccl"
+
+    def __init__(self, device: driver.DeviceInfo, context: int, page: Page, *, timeout: float, reason: str) -> None:
+        """:param reason: why it is this backend."""
+        super().__init__(device, context, page)
+        self.nccl = NcclCommunicator()
+        self._timeout, self._reason = timeout, reason
+        self._prepared: dict[tuple[Any, ...], PreparedCall] = {}
+        with using_relaxed(context):
+            self._guard = Guard(context, page, self.order, self.nccl, timeout)
+
+    def join(self, identity: bytes, deadline: float) -> None:
+        """Make the NCCL communicator. Collective. :raises CudaError: if that fails, or takes beyond ``deadline``."""
+        made: list[Any] = []
+
+        def join() -> None:
+            with using_relaxed(self.context):
+                made.append(library.join(self.n, self.rank, identity))
+
+        if not background.Job(join).wait(deadline - time.monotonic()):
+            raise CudaError("ncclCommInitRank", library.TIMEOUT, "the ranks did not meet in time")
+        self.nccl.use(made[0])
+
+    def watch(self) -> None:
+        """Begin to watch over calls, once the ranks have met."""
+        self._guard.start()
+
+    def open_fast_path(self, calls: CallSequence) -> FastPath:
+        """The fast path for the calls of ``calls``, which is closed with the engine."""
+        self.fast = FastPath(
+            calls, self.device.ordinal, self.context, self.order, self.page, self._find, self._make_ready
+        )
+        return self.fast
+
+    def describe(self) -> list[str]:
+        """GPU, NCCL's version, and the reason for this backend."""
+        major, minor, patch = (library.version() // step % 100 for step in (10_000, 100, 1))
+        return [
+            f"GPU {self.device.ordinal}: {self.device.name}",
+            f"NCCL {major}.{minor}.{patch}, because {self._reason}",
+        ]
+
+    # ---- running
+    def for_array(self, array: Any, op: Any) -> PreparedCall:
+        """See :class:`DeviceEngine`."""
+        name = op_name(op)
+        kind = kind_name(array.dtype, name)
+        found = self._find(array.shape, array.dtype, name)
+        if found is None:
+            if len(self._prepared) >= _MOST_PREPARED:
+                self._prepared.clear()
+            through, reduced = _WIDER.get(kind), reduced_as(kind)
+            element = array.itemsize // 2 if kind.startswith("complex") else array.itemsize
+            code = library.DTYPES[reduced if through is None else through.name]
+            found = self._prepared[array.shape, array.dtype, name] = PreparedCall(
+                of_allreduce(array.shape, kind, name), code, library.OPS[name], array.nbytes // element, array.nbytes,
+                through,
+            )  # fmt: skip
+        return found
+
+    def _find(self, shape: tuple[int, ...], dtype: np.dtype[Any], op: str) -> PreparedCall | None:
+        return self._prepared.get((shape, dtype, op))
+
+    def _make_ready(self, prepared: PreparedCall, source: int, target: int) -> Ready:
+        return Ready(prepared.what, self.nccl.all_reduce, _argument(prepared, source, target), True)
+
+    def start(
+        self, prepared: PreparedCall, source: int, target: int, stream: Stream, recorder: Recorder | None
+    ) -> None:  # fmt: skip
+        """Put an all-reduce on ``stream``."""
+        if prepared.count:
+            self.nccl.all_reduce(_argument(prepared, source, target), stream)
+
+    # ---- ends
+    def quiesce(self, deadline: float) -> None:
+        """See :class:`DeviceEngine`. NCCL's kernels end by an abort of the communicator."""
+        self.nccl.abort()
+        super().quiesce(deadline)
+
+    def offer(self) -> bytes:
+        """Of rank 0, that by which the ranks find each other again."""
+        return library.new_id() if self.rank == 0 else b""
+
+    def reset(self, offers: Sequence[bytes]) -> None:
+        """Make a new NCCL communicator. Collective. :raises CudaError: if that fails."""
+        for replay in self.recorded:  # their graphs hold the communicator that was aborted
+            replay.argument = 0
+        self._guard.forget()
+        self.join(offers[0], time.monotonic() + self._timeout)
+
+    def _close(self, deadline: float, unmap: Actions, unmapped: Actions, free: Actions) -> None:
+        attempt(self.context, lambda: self._stop(deadline))
+        forget(self.order)
+        self.page.leave()
+        while not self.peers_have_left() and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        if self.peers_have_left():  # nobody waits for what this rank still has to send
+            attempt(self.context, self.nccl.destroy)
+        self.release()
+        for action in (*unmap, *unmapped, *free):
+            action()
+        flush()
+
+    def _stop(self, deadline: float) -> None:
+        """Wait for our calls, and end those that wait for a peer beyond the deadline."""
+        if not self.order.ends_by(deadline):
+            self.page.post_fault(REFUSED, self.page.calls.call_of(self.rank), "it closed the communicator")
+            self.nccl.abort()
+        self.wait_for_device()
+
+    def release(self) -> None:
+        """Give back all that this process has."""
+        self._guard.stop()
+        leave: Action = partial(driver.release_context, self.device.ordinal)
+        attempt(self.context, self.nccl.abort, *self.own_resources(), leave)
+
+
+def _argument(prepared: PreparedCall, source: int, target: int) -> tuple[int, int, int, int, int]:
+    return source, target, prepared.count, prepared.dtype, prepared.op

@@ -1,0 +1,92 @@
+"""The guard of a NCCL communicator: a thread that ends waits, since NCCL's kernels know no deadline and no abort word.
+
+It aborts the communicator once any rank has raised the abort word, tells the others of NCCL's own errors, and posts a
+timeout when calls have not ended in time. The watchdog makes no CUDA call, and so cannot do this.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from contextlib import suppress
+
+from ..coordination.control_page import REFUSED, Page
+from ..cuda import streams
+from ..cuda.contexts import using_relaxed
+from ..device.stream_order import StreamOrder
+from ..errors import CudaError
+from ..handles import Event
+from .communicator import NcclCommunicator
+
+_TICK_SECONDS = 0.05
+_NAME = "ipcreduce-nccl"
+
+
+class Guard:
+    """The guard's thread, from :meth:`start` to :meth:`stop`.
+
+    A call's time counts from the moment at which the guard has seen it, at most a tick after it was made. Work that
+    the program has put on the stream before it counts too, as on the other ranks, which wait for it.
+    """
+
+    def __init__(self, context: int, page: Page, order: StreamOrder, nccl: NcclCommunicator, timeout: float) -> None:
+        self._context, self._page, self._order, self._nccl, self._timeout = context, page, order, nccl, timeout
+        self._stopped = threading.Event()
+        self._event: Event = streams.create_event()
+        self._marked = 0  # number of the last call before the event; 0: none is waited for
+        self._since = 0.0  # when the event was recorded
+        self._ended = 0  # number of the last call that is known to have ended
+
+    def start(self) -> None:
+        """Begin."""
+        threading.Thread(target=_run, args=[weakref.ref(self), self._stopped], name=_NAME, daemon=True).start()
+
+    def stop(self) -> None:
+        """End, and give the event back."""
+        self._stopped.set()
+        with using_relaxed(self._context), suppress(CudaError):
+            streams.destroy_event(self._event)
+
+    def forget(self) -> None:
+        """Begin anew, since no call runs."""
+        self._marked, self._ended = 0, self._page.calls.number[0]
+
+    def look(self) -> None:
+        """One turn."""
+        page, nccl = self._page, self._nccl
+        if not nccl.is_open:
+            return
+        if page.aborted:
+            if not self._order.is_over():
+                page.note_ended_without_data()
+            nccl.abort()
+            return
+        problem = nccl.problem()
+        if problem is not None:
+            page.post_fault(REFUSED, max(1, page.calls.number[0]), problem)
+            return
+        with using_relaxed(self._context), suppress(CudaError):
+            self._watch_calls()
+
+    def _watch_calls(self) -> None:
+        page = self._page
+        if self._marked:
+            if streams.is_over(self._event):
+                self._marked, self._ended = 0, self._marked
+            elif time.monotonic() - self._since > self._timeout:
+                behind = [rank for rank in range(page.n) if page.calls.call_of(rank) < self._marked]
+                page.post_timeout(behind)
+                return
+        number = page.calls.number[0]
+        if not self._marked and number > self._ended and self._order.mark(self._event):
+            self._marked, self._since = number, time.monotonic()
+
+
+def _run(guard: weakref.ref[Guard], stopped: threading.Event) -> None:
+    while not stopped.wait(_TICK_SECONDS):
+        alive = guard()
+        if alive is None:
+            return
+        alive.look()
+        del alive

@@ -1,0 +1,87 @@
+"""Start-up of the NCCL engine: the ranks choose GPUs, join one NCCL communicator, and try it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from ..coordination import exchange
+from ..coordination.control_page import Page
+from ..cuda import cupy_runtime, driver
+from ..cuda.contexts import using_relaxed
+from ..device.devices import share_device
+from ..errors import IpcReduceError, UnsupportedError
+from ..handles import DEFAULT_STREAM
+from ..ipc.options import Options
+from . import library
+from .engine import Engine
+
+_NETWORK = exchange.struct(9, ("nccl", "<u4"), ("identity", f"V{library.ID_BYTES}"))
+_TRIED = (1, 1 << 18)  # numbers of float32: one message of each of NCCL's protocols, so that its links are made now
+
+
+def start(mpi: Any, options: Options, page: Page, reason: str, deadline: float) -> Engine:
+    """Make the engine, step by step; each step is ended by a vote, so that all ranks go on or all give up.
+
+    :param mpi: a communicator of our own, whose ranks all have a GPU to use.
+    :param reason: why it is this backend.
+    :param deadline: on ``time.monotonic()``'s clock.
+    :raises ArgumentError: if ``options.device`` is wrong on a rank. :raises UnsupportedError: if a step fails.
+    """
+    rank = mpi.Get_rank()
+    identity = _share_identity(mpi, deadline)
+    info, _ = share_device(mpi, options.device, deadline)
+    context, engine = 0, None
+    try:
+        with exchange.step(mpi, deadline, "starting CUDA"):
+            context = driver.retain_context(info.ordinal)
+            engine = Engine(info, context, page, timeout=options.timeout, reason=reason)
+        with exchange.step(mpi, deadline, "joining NCCL's communicator"):
+            engine.join(identity, deadline)
+        with exchange.step(mpi, deadline, "trying NCCL's all-reduce"):
+            _try(engine, rank)
+        engine.watch()
+        return engine
+    except IpcReduceError:
+        with suppress(IpcReduceError):
+            if engine is not None:
+                engine.release()
+            elif context:
+                driver.release_context(info.ordinal)
+        raise
+
+
+def _share_identity(mpi: Any, deadline: float) -> bytes:
+    """Rank 0's identity for NCCL, on every rank. :raises UnsupportedError: if NCCL is missing, or differs."""
+    identity, version, error = bytes(library.ID_BYTES), 0, None
+    try:
+        version = library.version()
+        if mpi.Get_rank() == 0:
+            identity = library.new_id()
+    except IpcReduceError as caught:
+        error = caught
+    record = exchange.message(_NETWORK, error, nccl=version, identity=np.void(identity))
+    everyone = exchange.allgather(mpi, record, deadline, "loading NCCL")
+    exchange.check(mpi, everyone, "loading NCCL")
+    versions = sorted({int(one) for one in everyone["nccl"]})
+    if len(versions) > 1:
+        raise UnsupportedError(
+            f"the ranks have NCCL {' and '.join(map(str, versions))}. Install one of them everywhere"
+        )
+    return bytes(everyone[0]["identity"].tobytes())
+
+
+def _try(engine: Engine, rank: int) -> None:
+    """:raises UnsupportedError: if a sum is wrong."""
+    cupy, n = cupy_runtime.load(), engine.n
+    with using_relaxed(engine.context), cupy.cuda.Device(engine.device.ordinal):
+        for count in _TRIED:
+            array = cupy.full(count, rank + 1.0, np.float32)
+            driver.synchronize()
+            engine.run(engine.for_array(array, "sum"), array.data.ptr, array.data.ptr, DEFAULT_STREAM, None)
+            driver.synchronize()
+            if not (cupy.asnumpy(array) == n * (n + 1) / 2).all():
+                raise UnsupportedError(f"a sum of {count} numbers by NCCL is wrong on rank {rank}")
+        engine.order.forget()

@@ -1,0 +1,169 @@
+"""``nccl.bindings.nccl``, as much as the library uses of it, on the simulated device.
+
+Data goes through a file in /dev/shm, whose name comes from the unique id, in chunks. As NCCL does, it compares nothing:
+ranks whose counts differ wait for each other, and ops that differ give wrong bits. Ranks are reduced from the last to
+the first, half types in their own type. SIM_NCCL_ERROR="rank:operation" lets comm_get_async_error of a rank fail from
+that operation on; with SIM_NO_NCCL=1 there is no such module.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import itertools
+import mmap
+import os
+import secrets
+import time
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from . import machine, machine_streams
+
+_CHUNK = 1 << 18  # bytes of each rank
+_LINE = 64
+_POLL_SECONDS = 5e-5
+ghosts: list[Comm] = []  # communicators that were used after their end: NCCL would access memory that is gone
+
+_TYPES = [np.dtype(name) for name in ("i1", "u1", "i4", "u4", "i8", "u8", "f2", "f4", "f8")]
+_TYPES.append(np.dtype(ml_dtypes.bfloat16))
+_FUNCTIONS = (np.add, np.multiply, np.maximum, np.minimum, np.add)
+
+
+class Result(enum.IntEnum):
+    Success, UnhandledCudaError, SystemError, InternalError, InvalidArgument, InvalidUsage = range(6)
+    RemoteError, InProgress = 6, 7
+
+
+class NCCLError(Exception):
+    def __init__(self, status: int) -> None:
+        super().__init__(f"{Result(status).name} ({status}): simulated")
+        self.status = status
+
+
+class UniqueId:
+    def __init__(self, data: bytes = bytes(128)) -> None:
+        self._data = bytes(data)
+
+    @classmethod
+    def from_buffer(cls, data: bytes) -> UniqueId:
+        assert len(data) == 128
+        return cls(data)
+
+    def __bytes__(self) -> bytes:
+        return self._data
+
+
+def get_version() -> int:
+    return 23203
+
+
+def get_unique_id() -> UniqueId:
+    return UniqueId(secrets.token_bytes(128))
+
+
+class Comm:
+    """Words of each rank, a cache line each: joined, bytes of the operation, chunks given, chunks read."""
+
+    def __init__(self, nranks: int, identity: bytes, rank: int) -> None:
+        self.context = machine.require()
+        self.rank, self.n, self.dead = rank, nranks, False
+        self.operations, self.chunks = itertools.count(1), 0
+        path = f"/dev/shm/ipcreduce-sim-nccl-{identity[:16].hex()}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        nbytes = nranks * (_LINE + _CHUNK)
+        os.ftruncate(descriptor, nbytes)
+        self._map = mmap.mmap(descriptor, nbytes)
+        os.close(descriptor)
+        words = np.frombuffer(self._map, np.uint64, nranks * _LINE // 8).reshape(nranks, -1)
+        self._joined, self._bytes, self._given, self._read = words[:, 0], words[:, 1], words[:, 2], words[:, 3]
+        data = np.frombuffer(self._map, np.uint8, nranks * _CHUNK, nranks * _LINE)
+        self._areas = data.reshape(nranks, _CHUNK)
+        self._joined[rank] = 1
+        self._wait(lambda: bool(self._joined.all()))
+        if rank == 0:
+            os.unlink(path)
+
+    def _wait(self, condition: Any) -> bool:
+        """True once the condition holds; False if the communicator is aborted before."""
+        while not condition():
+            if self.dead:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def reduce(self, source: int, target: int, count: int, kind: int, op: int) -> None:
+        """One operation, in a stream's thread."""
+        if self.dead:
+            ghosts.append(self)
+            return
+        self.last = next(self.operations)
+        dtype = _TYPES[kind]
+        given, result = (_memory(address, count * dtype.itemsize) for address in (source, target))
+        for begin in range(0, count * dtype.itemsize, _CHUNK):
+            part = given[begin : begin + _CHUNK]
+            self.chunks += 1
+            number = self.chunks
+            if not self._wait(lambda number=number: bool((self._read >= number - 1).all())):
+                return
+            self._areas[self.rank, : part.nbytes] = part
+            self._bytes[self.rank] = count * dtype.itemsize
+            self._given[self.rank] = number
+            if not self._wait(
+                lambda number=number: (
+                    bool((self._given >= number).all()) and bool((self._bytes == count * dtype.itemsize).all())
+                )
+            ):
+                return
+            parts = [area[: part.nbytes].view(dtype) for area in self._areas]
+            with np.errstate(all="ignore"):
+                total = parts[-1]
+                for other in reversed(parts[:-1]):
+                    total = _FUNCTIONS[op](total, other).astype(dtype)
+                if op == RedOp.Avg:
+                    total = _average(total, self.n)
+            total = total.copy()
+            self._read[self.rank] = number
+            result[begin : begin + part.nbytes] = total.view(np.uint8)
+
+
+def _average(total: np.ndarray, n: int) -> np.ndarray:
+    if total.dtype.kind in "iu":
+        return np.trunc(total / np.float64(n)).astype(total.dtype) if total.dtype.itemsize < 8 else total // n
+    return (total / total.dtype.type(n)).astype(total.dtype)
+
+
+def _memory(address: int, nbytes: int) -> np.ndarray:
+    return np.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), np.uint8)
+
+
+class RedOp(enum.IntEnum):
+    Sum, Prod, Max, Min, Avg = range(5)
+
+
+def comm_init_rank(nranks: int, comm_id: UniqueId, rank: int) -> Comm:
+    return Comm(nranks, bytes(comm_id), rank)
+
+
+def all_reduce(sendbuff: int, recvbuff: int, count: int, datatype: int, op: int, comm: Comm, stream: int) -> None:
+    if not isinstance(comm, Comm):
+        raise TypeError(f"Cannot convert {type(comm).__name__} to nccl.bindings.nccl.Comm")
+    if comm.dead:
+        raise NCCLError(Result.InvalidArgument)
+    machine_streams.submit(int(stream), lambda: comm.reduce(sendbuff, recvbuff, count, datatype, op))
+
+
+def comm_get_async_error(comm: Comm) -> int:
+    rank, _, operation = os.environ.get("SIM_NCCL_ERROR", "").partition(":")
+    failed = rank == str(comm.rank) and getattr(comm, "last", 0) >= int(operation)
+    return Result.RemoteError if failed else Result.Success
+
+
+def comm_abort(comm: Comm) -> None:
+    comm.dead = True
+
+
+def comm_destroy(comm: Comm) -> None:
+    comm.dead = True

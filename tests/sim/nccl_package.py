@@ -1,0 +1,7 @@
+"""Stands for the packages ``nccl`` and ``nccl.bindings``."""
+
+from __future__ import annotations
+
+from . import nccl as nccl
+
+__path__: list[str] = []

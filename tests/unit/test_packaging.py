@@ -78,7 +78,7 @@ def test_only_the_extras_for_gpus_and_tests_need_cuda(build: Callable[[str], Pat
     cuda = [line.partition(";") for line in required if re.match(r"cuda|cupy|nvidia", line)]
     assert {name.split(">")[0] for name, _, _ in cuda} >= {"cuda-core", "cupy-cuda12x", "cupy-cuda13x"}
     extras = {re.sub(r".*extra == ['\"]([\w-]+)['\"].*", r"\1", marker) for _, _, marker in cuda}
-    assert extras == {"cuda12", "cuda13", "test", "test-cuda12", "test-tools"}
+    assert extras == {"cuda12", "cuda13", "nccl-cuda12", "nccl-cuda13", "test", "test-cuda12", "test-tools"}
 
 
 def test_the_readme_shows_the_same_elsewhere():

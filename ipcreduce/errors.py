@@ -40,7 +40,14 @@ class PeerFailedError(IpcReduceError):
 
 
 class GraphStateError(IpcReduceError):
-    """A graph's present state does not allow the operation."""
+    """A graph's present state does not allow the operation.
+
+    ``everywhere`` is True if every rank's call raises it, so that no rank has to be told.
+    """
+
+    def __init__(self, text: str, *, everywhere: bool = False) -> None:
+        super().__init__(text)
+        self.everywhere = everywhere
 
 
 class CaptureError(IpcReduceError):

@@ -18,7 +18,7 @@ class Engine(Protocol):
         """Wait until no work of ours runs, the abort word being up. :raises IpcReduceError: at ``deadline``."""
 
     def offer(self) -> bytes:
-        """Up to 128 bytes that the other ranks' :meth:`reset` is to get; b"" for none."""
+        """Up to 136 bytes that the other ranks' :meth:`reset` is to get; b"" for none."""
 
     def reset(self, offers: Sequence[bytes]) -> None:
         """Return to the state of start-up, once every rank is quiet. ``offers``: every rank's :meth:`offer`.

@@ -147,7 +147,7 @@ class CallSequence:
         """Add rank and call to the error of the current call; cancel the call on the peers, or raise PeerLostError."""
         if isinstance(error, PeerLostError):
             self.unusable = error
-        elif self.unusable is None and not isinstance(error, _SHARED):
+        elif self.unusable is None and not (isinstance(error, _SHARED) or getattr(error, "everywhere", False)):
             if isinstance(error, IpcReduceError) and not str(error).startswith("rank "):
                 error.args = (f"rank {self.rank}, call {self.number}: {error}",)
             body: Body | None = self.recording if self.recording is not None and self.recording.in_this_thread else None

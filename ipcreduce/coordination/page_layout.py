@@ -12,7 +12,7 @@ from . import flight_recorder
 from .records import record
 
 MARKS = 1024  # words for each rank, for the owner of the page to use
-OFFER_BYTES = 128  # of a rank at a meeting
+OFFER_BYTES = 136  # of a rank at a meeting
 CHUNK_BYTES = 1024  # of a rank's payload in one round
 ABORT_OFFSET = 0
 

@@ -37,6 +37,7 @@ def start_anew(
     calls, rounds, offers = zip(*everyone, strict=True)
     for engine in engines:
         engine.reset(offers)
+    page.calls.first = max(calls) + 1  # before the abort word goes: earlier calls are not compared any more
     page.clear()
     fence()  # before a peer goes on, and writes to the page, this has to be visible
     meetings.meet(number, last_round, check, offer)

@@ -58,7 +58,6 @@ class StreamOrder:
         self._owner: Any = None  # keeps it
         self._captures: dict[int, _Captured] = {}  # by the captures' ids, the latest last
         self._events: list[Event] = []
-        self._marking: Stream | None = None  # of mark()
         try:
             while len(self._events) < 2:
                 self._events.append(streams.create_event())
@@ -248,15 +247,19 @@ class StreamOrder:
             except CudaError:
                 return unknown
 
-    def mark(self, event: Event) -> bool:
-        """Record in ``event`` the end of the eager calls so far. False if there is none, or their stream captures."""
-        eager, owner = self._eager, self._owner  # from another thread; the owner keeps the stream meanwhile
+    def mark(self, event: Event, between: Stream) -> bool:
+        """Record in ``event`` the end of the eager calls so far. False if there is none, or their stream captures.
+
+        From another thread, without the lock.
+
+        :param between: a stream that nothing else uses.
+        """
+        eager, owner = self._eager, self._owner  # the owner keeps the stream meanwhile
         if eager is None:
             return False
         if eager == _RECORDED:
-            stream = self._marking = self._marking or streams.create_stream()
-            streams.wait_event(stream, self._end)
-            streams.record_event(event, stream)
+            streams.wait_event(between, self._end)
+            streams.record_event(event, between)
         elif streams.capture_id(eager):
             return False
         else:
@@ -265,10 +268,7 @@ class StreamOrder:
         return True
 
     def release(self) -> None:
-        """Give the events and the stream back."""
-        if self._marking is not None:
-            with suppress(CudaError):
-                streams.destroy_stream(self._marking)
+        """Give the events back."""
         for event in self._events:
             with suppress(CudaError):
                 streams.destroy_event(event)

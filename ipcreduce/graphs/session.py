@@ -18,7 +18,7 @@ from ..device import deferred_free
 from ..device.deferred_free import Action
 from ..device.engine import DeviceEngine
 from ..device.fast_path import Ready
-from ..errors import ArgumentError, CaptureError, GraphStateError, IpcReduceError, UnsupportedError
+from ..errors import ArgumentError, GraphStateError, IpcReduceError, UnsupportedError
 from ..handles import DEFAULT_STREAM, Stream
 from ..ipc.engine import Engine as IpcEngine
 from .direct.registration import DirectGraphs, Registrable
@@ -218,7 +218,8 @@ class GraphSession:
         if segment.calls:
             self.calls.enter(segment.what, stream)
             if not segment.ready.argument:
-                raise CaptureError(_STALE, within=True)  # on every rank alike: no rank has to be told
+                where = f"rank {self.calls.rank}, call {self.calls.number}"
+                raise GraphStateError(f"{where}: {_STALE}", everywhere=True)
         self._engine.launch_graph(segment.executable, stream, owner)
 
     def synchronize(self, stream: Stream | None) -> None:

@@ -123,22 +123,24 @@ class Engine(DeviceEngine):
         if prepared.count:
             self.nccl.all_reduce(_argument(prepared, source, target), stream)
 
-    # ---- ends
-    def quiesce(self, deadline: float) -> None:
-        """See :class:`DeviceEngine`. NCCL's kernels end by an abort of the communicator."""
-        self.nccl.abort()
-        super().quiesce(deadline)
-
+    # ---- ends: in quiesce() the guard aborts NCCL's communicator if a call waits for a rank in vain
     def offer(self) -> bytes:
-        """Of rank 0, that by which the ranks find each other again."""
-        return library.new_id() if self.rank == 0 else b""
+        """One byte that says if this rank has aborted; and of rank 0 that by which the ranks find each other again."""
+        return bytes([not self.nccl.is_open]) + (library.new_id() if self.rank == 0 else b"")
 
     def reset(self, offers: Sequence[bytes]) -> None:
-        """Make a new NCCL communicator. Collective. :raises CudaError: if that fails."""
+        """Make a new NCCL communicator, if a rank has aborted the last one. Collective.
+
+        :raises CudaError: if that fails.
+        """
+        if not any(offer[0] for offer in offers):
+            self._guard.forget()
+            return
+        self.nccl.abort()
         for replay in self.recorded:  # their graphs hold the communicator that was aborted
             replay.argument = 0
         self._guard.forget()
-        self.join(offers[0], time.monotonic() + self._timeout)
+        self.join(offers[0][1:], time.monotonic() + self._timeout)
 
     def _close(self, deadline: float, unmap: Actions, unmapped: Actions, free: Actions) -> None:
         attempt(self.context, lambda: self._stop(deadline))

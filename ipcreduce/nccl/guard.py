@@ -1,7 +1,8 @@
 """The guard of a NCCL communicator: a thread that ends waits, since NCCL's kernels know no deadline and no abort word.
 
-It aborts the communicator once any rank has raised the abort word, tells the others of NCCL's own errors, and posts a
-timeout when calls have not ended in time. The watchdog makes no CUDA call, and so cannot do this.
+Once any rank has raised the abort word, it aborts the communicator if a call does not end by itself. It tells the
+others of NCCL's own errors, and posts a timeout when calls have not ended in time. The watchdog makes no CUDA call, and
+so cannot do this.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from ..cuda import streams
 from ..cuda.contexts import using_relaxed
 from ..device.stream_order import StreamOrder
 from ..errors import CudaError
-from ..handles import Event
 from .communicator import NcclCommunicator
 
 _TICK_SECONDS = 0.05
+# For a call that all ranks have made: an abort costs a new communicator, and recorded graphs hold the old one.
+_GRACE_SECONDS = 0.1
 _NAME = "ipcreduce-nccl"
 
 
@@ -33,7 +35,8 @@ class Guard:
     def __init__(self, context: int, page: Page, order: StreamOrder, nccl: NcclCommunicator, timeout: float) -> None:
         self._context, self._page, self._order, self._nccl, self._timeout = context, page, order, nccl, timeout
         self._stopped = threading.Event()
-        self._event: Event = streams.create_event()
+        self._event, self._stream = streams.create_event(), streams.create_stream()
+        self._aborting = 0.0  # when the abort word was seen beside a call that runs
         self._marked = 0  # number of the last call before the event; 0: none is waited for
         self._since = 0.0  # when the event was recorded
         self._ended = 0  # number of the last call that is known to have ended
@@ -47,6 +50,7 @@ class Guard:
         self._stopped.set()
         with using_relaxed(self._context), suppress(CudaError):
             streams.destroy_event(self._event)
+            streams.destroy_stream(self._stream)
 
     def forget(self) -> None:
         """Begin anew, since no call runs."""
@@ -58,10 +62,16 @@ class Guard:
         if not nccl.is_open:
             return
         if page.aborted:
-            if not self._order.is_over():
+            if self._order.is_over():
+                self._aborting = 0.0
+            elif not self._aborting:
+                self._aborting = time.monotonic()
+            elif time.monotonic() - self._aborting > _GRACE_SECONDS:
+                self._aborting = 0.0
                 page.note_ended_without_data()
-            nccl.abort()
+                nccl.abort()
             return
+        self._aborting = 0.0
         problem = nccl.problem()
         if problem is not None:
             page.post_fault(REFUSED, max(1, page.calls.number[0]), problem)
@@ -79,7 +89,7 @@ class Guard:
                 page.post_timeout(behind)
                 return
         number = page.calls.number[0]
-        if not self._marked and number > self._ended and self._order.mark(self._event):
+        if not self._marked and number > self._ended and self._order.mark(self._event, self._stream):
             self._marked, self._since = number, time.monotonic()
 
 

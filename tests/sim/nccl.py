@@ -131,7 +131,7 @@ class Comm:
 
 def _average(total: np.ndarray, n: int) -> np.ndarray:
     if total.dtype.kind in "iu":
-        return np.trunc(total / np.float64(n)).astype(total.dtype) if total.dtype.itemsize < 8 else total // n
+        return (np.sign(total) * (np.abs(total) // np.asarray(n, total.dtype))).astype(total.dtype)  # toward zero
     return (total / total.dtype.type(n)).astype(total.dtype)
 
 

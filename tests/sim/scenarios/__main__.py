@@ -21,6 +21,7 @@ from tests.sim.scenarios import (
     driver_faults,
     ends,
     options,
+    over_nccl,
     peers,
     startup,
     tensors,
@@ -29,7 +30,7 @@ from tests.sim.scenarios import (
 )
 from tests.sim.scenarios.common import GPUS, RANK, WORLD, grown, held, host_works
 
-MODULES = (startup, driver_faults, ends, peers, threads, captures, devices, tensors, written)
+MODULES = (startup, driver_faults, ends, peers, threads, captures, devices, tensors, written, over_nccl)
 SCENARIOS = {scenario.__name__: scenario for module in MODULES for scenario in module.SCENARIOS}
 
 

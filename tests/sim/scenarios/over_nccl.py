@@ -1,0 +1,322 @@
+"""The backend nccl, over the stand-in of its binding: choice, results, faults, ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import cupy
+import ml_dtypes
+import numpy as np
+
+from ipcreduce import Communicator, Graph, eager_break, errors
+from ipcreduce.numerics import DTYPES, OPS, reduce
+from tests.sim import machine_streams, nccl
+from tests.sim.scenarios import WORLD
+from tests.sim.scenarios.common import LAST, RANK, SIZE, SOON, TOTAL, mine, right, works
+from tests.sim.scenarios.common import raises as raising
+
+TIMEOUT = 2.0
+
+
+def raises(kind: type[Exception], words: str, call: Callable[[], Any]) -> None:
+    with raising(kind, words):
+        call()
+
+
+def error_of(call: Callable[[], Any]) -> errors.IpcReduceError | None:
+    """The error of ours that a call raises."""
+    try:
+        call()
+    except errors.IpcReduceError as error:
+        return error.with_traceback(None)
+    return None
+
+
+@contextmanager
+def pretended_hosts(hosts: int) -> Iterator[None]:
+    """Within it, start-ups see so many hosts."""
+    with mock.patch.dict(os.environ, IPCREDUCE_HOSTID=f"host {RANK * hosts // SIZE}"):
+        yield
+
+
+def over_hosts(scenario: Callable[[Communicator], None], timeout: float = 20.0) -> None:
+    """Run a scenario on one host, on two, and on as many as there are ranks."""
+    for hosts in sorted({1, 2, SIZE}):
+        with pretended_hosts(hosts), Communicator(timeout=timeout, backend="nccl") as comm:
+            assert comm.backend == "nccl"
+            scenario(comm)
+            works(comm)
+    assert not nccl.ghosts, "a communicator was used after its end"
+
+
+def nccl_is_chosen() -> None:
+    """By itself over several hosts, silently; where a pair has no P2P, with one warning; or by force."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pretended_hosts(2), Communicator() as comm:
+            assert comm.backend == "nccl"
+            assert "NCCL 2.32.3, because the ranks are on 2 hosts" in comm.describe()
+            assert "not ipc: the ranks are on 2 hosts" in comm.describe()
+            works(comm)
+    assert not caught, [str(one.message) for one in caught]
+    with pretended_hosts(2):
+        raises(errors.UnsupportedError, "backend ipc was asked for, and cannot be: the ranks are on 2 hosts",
+               lambda: Communicator(backend="ipc"))  # fmt: skip
+        with mock.patch.dict(os.environ, IPCREDUCE_BACKEND="mpi"), Communicator() as comm:
+            assert comm.backend == "mpi"
+            raises(errors.UnsupportedError, "backend mpi was asked for", lambda: comm.allreduce(mine()))
+    with mock.patch.dict(os.environ, IPCREDUCE_BACKEND="nccl"), Communicator() as comm:
+        assert "because it was asked for" in comm.describe()
+        works(comm)
+    wrong = "gloo" if RANK == LAST else None
+    raises(errors.ArgumentError, "backend must be one of ipc, nccl, mpi; found 'gloo'",
+           lambda: Communicator(backend=wrong))  # fmt: skip
+    raises(errors.ArgumentError, "the same backend on every rank",
+           lambda: Communicator(backend="nccl" if RANK == LAST else "ipc"))  # fmt: skip
+
+
+def without_p2p() -> None:
+    """SIM_NO_P2P has a pair: rank 0 is told once that NCCL is slower."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Communicator() as comm:
+            assert comm.backend == "nccl"
+            works(comm)
+    told = [str(one.message) for one in caught if "NCCL is used in place" in str(one.message)]
+    assert len(told) == (RANK == 0), told
+
+
+def without_the_binding() -> None:
+    """SIM_NO_NCCL hides it: host arrays go on, and device arrays are told what to install."""
+    with pretended_hosts(2), Communicator() as comm:
+        assert comm.backend == "mpi"
+        right(comm.allreduce(np.full(5, RANK + 1.0)))
+        raises(errors.UnsupportedError, "pip install 'ipcreduce[nccl-cuda13]'", lambda: comm.allreduce(mine()))
+    raises(errors.UnsupportedError, "backend nccl was asked for, and cannot be", lambda: Communicator(backend="nccl"))
+
+
+def nccl_results() -> None:
+    """Every dtype and op, in place, into an out, strided, of no elements and of several chunks."""
+
+    def check(comm: Communicator) -> None:
+        random = np.random.default_rng(7)
+        for dtype in DTYPES:
+            for op in OPS:
+                for count in (0, 1, 1000, 300_000):
+                    if count == 300_000 and (op != "sum" or dtype.itemsize != 2):
+                        continue
+                    values = [random.integers(-3, 4, count).astype(dtype) for _ in range(SIZE)]
+                    given = cupy.asarray(values[RANK])
+                    if op == "avg" and dtype.kind in "iu":
+                        with np.errstate(over="ignore"):
+                            total = sum(values[1:], values[0].copy()).astype(np.int64)
+                        if dtype.kind == "u":
+                            total = total.astype(dtype).astype(np.float64)
+                        expected = np.trunc(np.asarray(total, np.float64) / SIZE).astype(dtype)
+                        if dtype.kind == "u":  # the wrapped sum is divided
+                            continue
+                    else:
+                        expected = reduce(values, op)
+                    for result in (comm.allreduce(given, op), comm.allreduce(given, op, out=given)):
+                        found = cupy.asnumpy(result)
+                        assert found.dtype == dtype
+                        np.testing.assert_allclose(
+                            found.astype(np.float64), expected.astype(np.float64), rtol=2e-2, err_msg=f"{dtype} {op}"
+                        )
+        strided = cupy.zeros(2000, np.int16)[::2]
+        strided[...] = cupy.full((1000,), 30_000, np.int16)
+        wrapped = np.full(1000, 30_000 * SIZE, np.int64).astype(np.int16)
+        assert (cupy.asnumpy(comm.allreduce(strided)) == wrapped).all()
+        out = cupy.zeros(2000, np.int16)
+        comm.allreduce(strided, out=out[1::2])
+        assert (cupy.asnumpy(out)[1::2] == wrapped).all()
+        assert not cupy.asnumpy(out)[::2].any()
+        for kind, value in ((np.complex64, 1 + 2j), (ml_dtypes.bfloat16, 1.5)):
+            assert (cupy.asnumpy(comm.allreduce(cupy.full((9,), value, kind))) == np.asarray(value * SIZE, kind)).all()
+        flags = cupy.asarray(np.array([RANK == 0, False, True]))
+        assert cupy.asnumpy(comm.allreduce(flags, "max")).tolist() == [True, False, True]
+
+    over_hosts(check)
+
+
+def nccl_refusals() -> None:
+    """A rank that refuses a call is named on the others, in time, and all go on."""
+
+    def check(comm: Communicator) -> None:
+        for _ in range(2):
+            started = time.monotonic()
+            if RANK == LAST:
+                raises(errors.ArgumentError, "op must be one of", lambda: comm.allreduce(mine(), "mode"))
+            else:
+                error = error_of(lambda: (comm.allreduce(mine()), comm.synchronize()))
+                assert isinstance(error, errors.PeerFailedError), error
+                assert f"rank {LAST} refused it (ArgumentError" in str(error)
+            assert time.monotonic() - started < SOON
+            works(comm)
+
+    over_hosts(check)
+
+
+def nccl_mismatches() -> None:
+    """Calls that differ are named: before they start on one host, afterwards between hosts."""
+
+    def check(comm: Communicator) -> None:
+        for op, count in (("max", 1000), ("sum", 500)):  # NCCL gives wrong bits for the one, and hangs in the other
+            works(comm)
+            started = time.monotonic()
+
+            def act(op: str = op, count: int = count, started: float = started) -> None:
+                array = mine(count if RANK == LAST else 1000)
+                comm.allreduce(array, op if RANK == LAST else "sum")
+                while time.monotonic() - started < 5:
+                    comm.synchronize()
+                    time.sleep(0.01)
+
+            error = error_of(act)
+            assert isinstance(error, errors.RankMismatchError), error
+            assert f"on rank {LAST}" in str(error)
+            assert time.monotonic() - started < 5
+
+    over_hosts(check)
+
+
+def nccl_timeouts() -> None:
+    """A late rank is named at the timeout, by the others and by itself, and all go on."""
+
+    def check(comm: Communicator) -> None:
+        started = time.monotonic()
+        if RANK == LAST:
+            time.sleep(TIMEOUT + 1.5)
+        error = error_of(lambda: (comm.allreduce(mine()), comm.synchronize()))
+        assert isinstance(error, errors.PeerTimeoutError), error
+        assert f"rank {LAST} never came" in str(error), error
+        if RANK != LAST:
+            assert time.monotonic() - started < TIMEOUT + 1
+
+    over_hosts(check, TIMEOUT)
+
+
+@eager_break
+def pause() -> None:
+    """A break."""
+
+
+def nccl_graphs() -> None:
+    """Recordings and breaks; a graph outlives a fault in which no call waited, and else says so."""
+
+    def check(comm: Communicator) -> None:
+        source, graph = mine(), Graph(comm)
+        with graph.record():
+            first = comm.allreduce(source)
+            pause()
+            second = comm.allreduce(first)
+        for factor in (1, 3):
+            source.fill((RANK + 1) * factor)
+            graph.replay()
+            right(second, factor * SIZE)
+        brief = Graph(comm)
+        error = error_of(lambda: recorded_by_some(comm, brief))
+        assert isinstance(error, errors.ArgumentError if RANK == LAST else errors.PeerFailedError), error
+        source.fill(RANK + 1)
+        graph.replay()
+        right(second, SIZE)
+        if RANK == LAST:
+            raises(errors.ArgumentError, "op must be", lambda: comm.allreduce(source, "mode"))
+        else:
+            error = error_of(lambda: (comm.allreduce(source), comm.synchronize()))
+            assert isinstance(error, errors.PeerFailedError), error
+        raises(errors.GraphStateError, "Record it again", graph.replay)
+        source.fill(RANK + 1)
+        works(comm)
+        again = Graph(comm)
+        with again.record():
+            total = comm.allreduce(source)
+        again.replay()
+        right(total)
+        for one in (graph, brief, again):
+            one.close()
+
+    over_hosts(check)
+
+
+def recorded_by_some(comm: Communicator, graph: Graph) -> None:
+    """A recording in which rank LAST refuses a call."""
+    with graph.record():
+        comm.allreduce(mine(), "mode" if RANK == LAST else "sum")
+
+
+def nccl_threads_and_streams() -> None:
+    """Calls on several streams, from several threads, come in one order on every rank."""
+
+    def check(comm: Communicator) -> None:
+        streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
+        arrays = [mine(2000) for _ in streams]
+        cupy.cuda.Device().synchronize()
+        for turn in range(12):
+            with streams[turn % 3]:
+                comm.allreduce(arrays[turn % 3], out=arrays[turn % 3])
+        comm.synchronize()
+        for stream, array in zip(streams, arrays, strict=True):
+            stream.synchronize()
+            assert (cupy.asnumpy(array) == TOTAL * SIZE**3).all()
+        thread = threading.Thread(target=lambda: works(comm))
+        thread.start()
+        thread.join()
+
+    over_hosts(check)
+
+
+def nccls_own_errors() -> None:
+    """SIM_NCCL_ERROR has rank 0 fail from its third operation on, two of which are start-up's."""
+    with pretended_hosts(2):
+        comm = Communicator(backend="nccl", timeout=20)
+        error = error_of(lambda: [(works(comm), time.sleep(0.1)) for _ in range(30)])
+        assert isinstance(error, errors.PeerFailedError), error
+        assert "rank 0 refused it (NCCL: RemoteError (6))" in str(error), error
+        comm.close()
+
+
+def nccl_closes_in_time() -> None:
+    """With a call under way that no peer joins, and with all of them gone."""
+    with pretended_hosts(2):
+        comm = Communicator(backend="nccl", timeout=60)
+        works(comm)
+        if RANK == 0:
+            comm.allreduce(mine())
+        started = time.monotonic()
+        comm.close()
+        assert time.monotonic() - started < 6.5
+        WORLD.Barrier()
+    assert not nccl.ghosts
+
+
+def killed_over_nccl() -> None:
+    """Rank LAST is killed in a call, on another host: the others hear of it, and close, in time."""
+    with pretended_hosts(2):
+        comm = Communicator(WORLD, backend="nccl", timeout=60)
+    works(comm)
+    if RANK == LAST:
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        time.sleep(30)
+    started = time.monotonic()
+    error = error_of(lambda: (comm.allreduce(mine()), comm.synchronize(), comm.synchronize()))
+    assert isinstance(error, errors.PeerLostError), error
+    assert f"expected rank {LAST} to take part; found that its process has ended" in str(error), error
+    assert time.monotonic() - started < 5
+    comm.close()
+    assert time.monotonic() - started < 12
+    machine_streams.wait_for_all()
+
+
+SCENARIOS: list[Any] = [
+    nccl_is_chosen, without_p2p, without_the_binding, nccl_results, nccl_refusals, nccl_mismatches, nccl_timeouts,
+    nccl_graphs, nccl_threads_and_streams, nccls_own_errors, nccl_closes_in_time, killed_over_nccl,
+]  # fmt: skip

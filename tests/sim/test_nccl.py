@@ -1,0 +1,44 @@
+"""The backend nccl over a stand-in for its binding, on 1, 2 and as many pretended hosts as there are ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.sim.test_ends import among_plain_processes
+
+Hold = Callable[..., None]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_results(hold: Hold, ranks: int) -> None:
+    hold(ranks, "nccl_is_chosen", "nccl_results", "nccl_threads_and_streams", "nccl_graphs")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_faults(hold: Hold, ranks: int) -> None:
+    hold(ranks, "nccl_refusals", "nccl_mismatches", "nccl_timeouts")
+
+
+def test_a_pair_without_p2p(hold: Hold) -> None:
+    hold(3, "without_p2p", SIM_NO_P2P="0-2")
+
+
+def test_without_the_binding(hold: Hold) -> None:
+    hold(2, "without_the_binding", SIM_NO_NCCL="1")
+
+
+def test_nccls_own_errors(hold: Hold) -> None:
+    hold(2, "nccls_own_errors", SIM_NCCL_ERROR="0:3")
+
+
+def test_ends(hold: Hold) -> None:
+    hold(3, "nccl_closes_in_time")
+
+
+def test_a_rank_that_is_killed(tmp_path: Path) -> None:
+    name = "killed_over_nccl"
+    outputs = among_plain_processes(name, 3, tmp_path)
+    assert outputs == [f"{name}: right on rank 0\n", f"{name}: right on rank 1\n", ""]

@@ -23,7 +23,7 @@ from ..numerics import DTYPES
 from . import contenders, report, timing
 from .arguments import count, names_of, size, sizes, why_not_writable
 from .data import Message
-from .limit import HostLimit, Limit
+from .limit import CopyLimit, Limit
 
 _CHECKS = 4  # checks with new data, before a size is timed
 _LATE_SECONDS = 2e-3  # the longest random delay of a rank before a check
@@ -70,7 +70,7 @@ def main(options: argparse.Namespace) -> None:
         raise ArgumentError(problem)
     with Communicator(device="auto", algorithm=options.algorithm) as comm:
         options = _fitted(options, comm)
-        if comm.rank == 0 and comm.backend != "ipc":
+        if comm.rank == 0 and comm.backend == "mpi":
             print(f"NumPy arrays, since there is no GPU for these ranks:\n{comm.describe()}\n")
         result = _measure(comm, options)
         if comm.rank == 0:
@@ -96,7 +96,7 @@ def _fitted(options: argparse.Namespace, comm: Communicator) -> argparse.Namespa
 
     :raises UnsupportedError: if they need GPUs, and there are none. :raises ArgumentError: if no size is left.
     """
-    on_host = comm.backend != "ipc"
+    on_host = comm.backend == "mpi"
     if on_host and (options.algorithm or "graph" in (options.mode or ())):
         what = f"--algorithm {options.algorithm}" if options.algorithm else "--mode graph"
         raise UnsupportedError(f"{what} needs GPUs: leave it out, to measure NumPy arrays; found:\n{comm.describe()}")
@@ -123,12 +123,13 @@ def _dtype(name: str) -> Any:
 def _measure(comm: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     from mpi4py import MPI
 
-    mpi, on_host, dtype = MPI.COMM_WORLD, comm.backend != "ipc", _dtype(options.dtype)
+    mpi, on_host, dtype = MPI.COMM_WORLD, comm.backend == "mpi", _dtype(options.dtype)
     peers, left_out = contenders.find(options.peers, mpi, on_host)
     ours = contenders.Ours(comm)
     result: dict[str, Any] = {**report.header(["-m", "ipcreduce", *sys.argv[1:]]), "left_out": left_out, "rows": []}
     with nullcontext() if on_host else cupy_runtime.load().cuda.Stream(non_blocking=True):
-        limit = HostLimit(mpi, options.replays) if on_host else Limit.measure(comm, mpi, options.replays)
+        copies = comm.backend != "ipc"
+        limit = CopyLimit(mpi, options.replays, on_host) if copies else Limit.measure(comm, mpi, options.replays)
         result["limit"] = limit.figures()
         for nbytes in report.progress(options.sizes, comm.rank == 0):
             message = Message(nbytes, dtype, comm)

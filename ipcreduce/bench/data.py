@@ -20,7 +20,7 @@ class Message:
         self._dtype, self._rank, self._ranks = dtype, comm.rank, comm.size
         self._count = max(1, nbytes // dtype.itemsize)
         self._period = min(self._count, _MOST)
-        self.on_host = comm.backend != "ipc"
+        self.on_host = comm.backend == "mpi"
         library = np if self.on_host else cupy_runtime.load()
         self.source, self.target = library.empty(self._count, dtype), comm.empty(self._count, dtype)
         self._turn = 0

@@ -1,11 +1,13 @@
 """A lower bound on a machine's all-reduce time: L(n, S) = flag barrier + wire bytes / push bandwidth.
 
 Wire bytes are the bytes that leave each rank: the smaller of (n-1) S, in one hop, and 2 (n-1)/n S, in two.
-For host arrays the bound is a copy of the message by every rank at once: all input is read, and all output written.
+For host arrays, and over NCCL, whose way of the data is not ours to know, the bound is a copy of the message by every
+rank at once: all input is read, and all output written.
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,7 @@ from ..ipc.engine import Engine
 from . import timing
 
 _PUSH_BYTES = 64 << 20  # to each peer, in the bandwidth measurement
+_COPIES = 20  # in a graph
 _BLOCKS, _THREADS = 132, 256  # at most one block a multiprocessor of an H200; at least 8 packets a thread
 
 
@@ -73,11 +76,12 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class HostLimit:
-    """The limit of host arrays: the time in which every rank copies the message, all at once."""
+class CopyLimit:
+    """The limit of host arrays and of NCCL: the time in which every rank copies the message, all at once."""
 
     mpi: Any
     rounds: int
+    on_host: bool
 
     def figures(self) -> dict[str, float]:
         """No figures: each row of a stored result has a copy's time."""
@@ -85,5 +89,10 @@ class HostLimit:
 
     def microseconds(self, nbytes: int) -> float:
         """Measure the limit for a message of ``nbytes`` bytes, in microseconds. Collective."""
+        if not self.on_host:
+            cupy = cupy_runtime.load()
+            given, copy = cupy.zeros(nbytes, np.uint8), cupy.zeros(nbytes, np.uint8)
+            graph = timing.captured(lambda: operator.setitem(copy, ..., given), _COPIES)
+            return timing.in_graph(graph, _COPIES, self.rounds, self.mpi).median
         source, target = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
         return timing.on_host(lambda: np.copyto(target, source), self.rounds, self.mpi).median

@@ -39,6 +39,18 @@ def test_rows(mpirun: Run, tmp_path: Path, ranks: int, dtype: str, sizes: tuple[
     assert {"machine", "versions", "date", "command"} <= result.keys()
 
 
+def test_over_nccl(mpirun: Run, tmp_path: Path) -> None:
+    kept = tmp_path / "bench.json"
+    wanted = ("--smallest", "1K", "--largest", "2K", "--json", kept)
+    environ = SMALL | {"IPCREDUCE_BACKEND": "nccl"}
+    output = mpirun("tests.sim", 2, "-m", "ipcreduce", "bench", *wanted, *QUICK, env=environ).stdout
+    assert "eager, 2 ranks" in output
+    rows = json.loads(kept.read_text())["rows"]
+    assert {row["bytes"] for row in rows} == {1024, 2048}
+    assert all(row["limit_us"] > 0 and row["ours_us"] > 0 for row in rows)
+    assert {row["algorithm"] for row in rows if row["mode"] == "eager"} == {"nccl"}
+
+
 @pytest.mark.parametrize("terminal", [{"COLUMNS": "80"}, {"COLUMNS": "80", "TERM": "dumb", "FORCE_COLOR": "1"}])
 def test_a_log_has_whole_numbers(mpirun: Run, tmp_path: Path, terminal: dict[str, str]) -> None:
     """In columns, wider than a terminal, with no control codes, whatever a launcher says of one."""

@@ -1,0 +1,193 @@
+"""The parts of the backend nccl that need neither NCCL nor a GPU: errors, aborts beside calls, the guard."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ipcreduce import errors
+from ipcreduce.coordination.control_page import REFUSED, Page
+from ipcreduce.coordination.fingerprint import Fingerprint
+from ipcreduce.nccl import guard as guard_module
+from ipcreduce.nccl import library
+from ipcreduce.nccl.communicator import NcclCommunicator
+from ipcreduce.nccl.guard import Guard
+
+
+class Failed(Exception):
+    status = 5
+
+
+class Binding(ModuleType):
+    """nccl.bindings.nccl, of which nothing works but what a test puts in."""
+
+    NCCLError = Failed
+    aborted: list[Any]
+
+    def get_version(self) -> int:
+        return 22809
+
+    def comm_abort(self, comm: Any) -> None:
+        self.aborted.append(comm)
+
+    def comm_get_async_error(self, comm: Any) -> int:
+        return 6 if comm == "failed" else 0
+
+    def Result(self, code: int) -> Any:
+        return SimpleNamespace(name="RemoteError")
+
+    def all_reduce(self, *arguments: Any) -> None:
+        if arguments[5] is None:
+            raise TypeError("Cannot convert None")
+        arguments[5](arguments)
+
+
+@pytest.fixture
+def binding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Binding]:
+    made = Binding("nccl.bindings.nccl")
+    made.aborted = []
+    package = ModuleType("nccl.bindings")
+    package.nccl = made  # type: ignore[attr-defined]
+    for name, module in (("nccl", package), ("nccl.bindings", package), ("nccl.bindings.nccl", made)):
+        monkeypatch.setitem(sys.modules, name, module)
+    library.load.cache_clear()
+    yield made
+    library.load.cache_clear()
+
+
+def test_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "nccl", None)
+    library.load.cache_clear()
+    with pytest.raises(errors.UnsupportedError, match=r"pip install 'ipcreduce\[nccl-cuda13\]'"):
+        library.load()
+
+
+def test_a_library_that_is_missing(binding: Binding, monkeypatch: pytest.MonkeyPatch):
+    def missing(self: Binding) -> int:
+        raise RuntimeError("Failure finding libnccl.so.2")
+
+    monkeypatch.setattr(Binding, "get_version", missing)
+    with pytest.raises(errors.UnsupportedError, match=r"libnccl.so.2.*pip install nvidia-nccl-cu13"):
+        library.version()
+
+
+def test_errors_of_the_binding(binding: Binding):
+    comm = NcclCommunicator()
+    with pytest.raises(errors.CudaError, match="ncclAllReduce failed: the NCCL communicator has been aborted"):
+        comm.all_reduce((1, 2, 3, 7, 0), 9)
+
+    def refuse(_: Any) -> None:
+        raise Failed("invalid usage")
+
+    comm.use(refuse)
+    with pytest.raises(errors.CudaError, match=r"ncclAllReduce failed: invalid usage \(5\)"):
+        comm.all_reduce((1, 2, 3, 7, 0), 9)
+    comm.use("failed")
+    assert comm.problem() == "NCCL: RemoteError (6)"
+    comm.use("good")
+    assert comm.problem() is None
+
+
+def test_an_abort_waits_for_a_call_that_is_being_enqueued(binding: Binding):
+    comm, within, leave = NcclCommunicator(), threading.Event(), threading.Event()
+
+    def slow(_: Any) -> None:
+        within.set()
+        leave.wait(10)
+
+    comm.use(slow)
+    caller = threading.Thread(target=comm.all_reduce, args=[(1, 2, 3, 7, 0), 9])
+    caller.start()
+    assert within.wait(10)
+    aborting = threading.Thread(target=comm.abort)
+    aborting.start()
+    time.sleep(0.05)
+    assert not binding.aborted, "freed under a call"
+    assert not comm.is_open
+    leave.set()
+    for thread in (caller, aborting):
+        thread.join(10)
+    assert binding.aborted == [slow]
+    comm.abort()
+    assert binding.aborted == [slow], "twice"
+
+
+# ---- the guard
+class Order:
+    over = True
+
+    def is_over(self) -> bool:
+        return self.over
+
+    def mark(self, event: Any, between: Any) -> bool:
+        return True
+
+
+@pytest.fixture
+def guarded(binding: Binding, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A guard over a page of two ranks, and events that have come if ``ended``."""
+    made = SimpleNamespace(ended=False)
+    streams = SimpleNamespace(create_event=lambda: 1, create_stream=lambda: 2, is_over=lambda event: made.ended)
+    monkeypatch.setattr(guard_module, "streams", streams)
+    monkeypatch.setattr(guard_module, "using_relaxed", lambda context: threading.Lock())
+    made.page, made.order, made.nccl = Page.alone(0, 2), Order(), NcclCommunicator()
+    made.nccl.use("comm")
+    made.guard = Guard(0, made.page, made.order, made.nccl, 0.1)  # type: ignore[arg-type]
+    return made
+
+
+def test_nothing_is_aborted_where_no_call_waits(guarded: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(guard_module, "_GRACE_SECONDS", 0.0)
+    guarded.page.post_fault(REFUSED, 1, "why")
+    for _ in range(3):
+        guarded.guard.look()
+    assert guarded.nccl.is_open
+    assert not guarded.page.ended_without_data
+    guarded.order.over = False
+    for _ in range(3):
+        guarded.guard.look()
+        time.sleep(0.001)
+    assert not guarded.nccl.is_open
+    assert guarded.page.ended_without_data
+
+
+def test_a_call_that_ends_within_the_grace_is_left_alone(guarded: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(guard_module, "_GRACE_SECONDS", 60.0)
+    guarded.page.post_fault(REFUSED, 1, "why")
+    guarded.order.over = False
+    guarded.guard.look()
+    guarded.guard.look()
+    assert guarded.nccl.is_open
+
+
+def test_a_call_that_does_not_end_names_who_is_behind(guarded: Any):
+    guarded.page.calls.enter(1, Fingerprint.of("a sum"))
+    guarded.guard.look()
+    time.sleep(0.12)
+    guarded.guard.look()
+    assert guarded.page.aborted
+    assert guarded.page.missed() == {1}
+
+
+def test_a_call_that_ends_is_none_that_is_late(guarded: Any):
+    guarded.page.calls.enter(1, Fingerprint.of("a sum"))
+    guarded.guard.look()
+    guarded.ended = True
+    time.sleep(0.12)
+    for _ in range(3):
+        guarded.guard.look()
+    assert not guarded.page.aborted
+
+
+def test_nccls_own_errors_are_told(guarded: Any):
+    guarded.nccl.use("failed")
+    guarded.guard.look()
+    fault = guarded.page.fault()
+    assert fault is not None
+    assert (fault[1], fault[2], fault[3]) == (0, REFUSED, "NCCL: RemoteError (6)")

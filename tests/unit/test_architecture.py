@@ -146,6 +146,7 @@ def test_direct_has_one_seam():
         ("cuda.core", {"ipcreduce.cuda.compiler"}),
         ("cupy", {"ipcreduce.cuda.cupy_runtime"}),
         ("torch", {"ipcreduce.bench.contenders"}),
+        ("nccl", {"ipcreduce.nccl.library"}),
         ("matplotlib", {"ipcreduce.bench.report"}),
     ],
 )

@@ -18,6 +18,14 @@ def test_scenarios(mpirun: Run, ranks: int, forced: list[str]) -> None:
     assert int(count) == right >= 86, output
 
 
+@pytest.mark.parametrize(("ranks", "hosts"), [(2, 1), (3, 2)])
+def test_over_nccl(mpirun: Run, ranks: int, hosts: int) -> None:
+    environ = {"IPCREDUCE_BACKEND": "nccl"}
+    output = mpirun("tests.graphs", ranks, "--sim", "--hosts", hosts, env=environ, timeout=300).stdout
+    count, right = re.search(r"(\d+) scenarios, all right", output)[1], len(re.findall(r"^\w+: right", output, re.M))
+    assert int(count) == right >= (76 if hosts == 1 else 20), output
+
+
 def test_without_a_gpu(mpirun: Run) -> None:
     output = mpirun("tests.graphs", 2, "--sim", "host_communicator", env={"SIM_DEVICES": "0"}).stdout
     assert "1 scenarios, all right" in output

@@ -83,7 +83,7 @@ def advise_spreading(rank: int, devices: np.ndarray[Any, Any]) -> None:
             f"{len(used)} ranks share {len(set(used))} GPU(s) while others are idle: kernels of one GPU take turns, "
             "about 5 ms each. Make a device current on each rank, or pass Communicator(device='auto')",
             RuntimeWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

@@ -14,8 +14,9 @@ A, B, C = (Gpu(index, index).uuid_text for index in range(3))
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_fails_to_start(hold: Hold, ranks: int) -> None:
-    hold(ranks, "no_peer_access", "link_loses_data", "link_loses_data_with_a_short_timeout", "slow_compiler")
-    hold(ranks, "too_little_memory", "wrong_options", "odd_options", "one_smaller_gpu")
+    links = "no_peer_access", "link_loses_data", "link_loses_data_with_a_short_timeout", "slow_compiler"
+    hold(ranks, *links, SIM_NO_NCCL="1")
+    hold(ranks, "too_little_memory", "wrong_options", "odd_options", "one_smaller_gpu", SIM_NO_NCCL="1")
 
 
 @pytest.mark.parametrize("visible", ["0,1/", "/".join(["0,1,2", A, ""]), "1/0/2/"])
@@ -25,7 +26,7 @@ def test_a_rank_without_a_gpu(hold: Hold, visible: str) -> None:
 
 @pytest.mark.parametrize("visible", ["0/1", "/".join([A, B, C])])
 def test_peers_whose_gpus_are_not_visible(hold: Hold, visible: str) -> None:
-    hold(visible.count("/") + 1, "peers_not_visible", visible=visible)
+    hold(visible.count("/") + 1, "peers_not_visible", visible=visible, SIM_NO_NCCL="1")
 
 
 @pytest.mark.parametrize("visible", ["0/1", "0/0", "0,1/1", "0,1/0,1", f"{A},{B}/{B},{A[:10]}", "0,1,2/1,2,0/2,0,1"])

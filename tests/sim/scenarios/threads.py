@@ -276,7 +276,7 @@ def packets_under_way() -> None:
             engine.run(prepared, array.data.ptr, result.data.ptr, stream.ptr, stream)
             right(result)
         WORLD.Barrier()
-        engine.reset()
+        engine.reset([])
         engine.page.clear()
         WORLD.Barrier()
         works(comm)

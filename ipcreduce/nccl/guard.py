@@ -22,6 +22,7 @@ from .communicator import NcclCommunicator
 _TICK_SECONDS = 0.05
 # For a call that all ranks have made: an abort costs a new communicator, and recorded graphs hold the old one.
 _GRACE_SECONDS = 0.1
+_LAST_TURN_SECONDS = 1.0
 _NAME = "ipcreduce-nccl"
 
 
@@ -34,7 +35,7 @@ class Guard:
 
     def __init__(self, context: int, page: Page, order: StreamOrder, nccl: NcclCommunicator, timeout: float) -> None:
         self._context, self._page, self._order, self._nccl, self._timeout = context, page, order, nccl, timeout
-        self._stopped = threading.Event()
+        self._stopped, self._turn = threading.Event(), threading.Lock()
         self._event, self._stream = streams.create_event(), streams.create_stream()
         self._aborting = 0.0  # when the abort word was seen beside a call that runs
         self._marked = 0  # number of the last call before the event; 0: none is waited for
@@ -46,11 +47,14 @@ class Guard:
         threading.Thread(target=_run, args=[weakref.ref(self), self._stopped], name=_NAME, daemon=True).start()
 
     def stop(self) -> None:
-        """End, and give the event back."""
+        """End, and give event and stream back, unless the thread hangs in a call that uses them."""
         self._stopped.set()
+        if not self._turn.acquire(timeout=_LAST_TURN_SECONDS):
+            return
         with using_relaxed(self._context), suppress(CudaError):
             streams.destroy_event(self._event)
             streams.destroy_stream(self._stream)
+        self._turn.release()
 
     def forget(self) -> None:
         """Begin anew, since no call runs."""
@@ -58,9 +62,12 @@ class Guard:
 
     def look(self) -> None:
         """One turn."""
+        with self._turn:
+            if not self._stopped.is_set() and self._nccl.is_open:
+                self._look()
+
+    def _look(self) -> None:
         page, nccl = self._page, self._nccl
-        if not nccl.is_open:
-            return
         if page.aborted:
             if self._order.is_over():
                 self._aborting = 0.0
@@ -75,6 +82,8 @@ class Guard:
         problem = nccl.problem()
         if problem is not None:
             page.post_fault(REFUSED, max(1, page.calls.number[0]), problem)
+            page.note_ended_without_data()
+            nccl.abort()  # it is of no use any more, whether a call waits or not
             return
         with using_relaxed(self._context), suppress(CudaError):
             self._watch_calls()

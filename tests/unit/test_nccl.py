@@ -191,3 +191,5 @@ def test_nccls_own_errors_are_told(guarded: Any):
     fault = guarded.page.fault()
     assert fault is not None
     assert (fault[1], fault[2], fault[3]) == (0, REFUSED, "NCCL: RemoteError (6)")
+    assert not guarded.nccl.is_open
+    assert guarded.page.ended_without_data

@@ -103,12 +103,14 @@ def _see_each_other(mpi: Any, everyone: np.ndarray[Any, Any], deadline: float) -
         if hosts > 1:
             raise UnsupportedError(f"the ranks are on {hosts} hosts")
         started.page = page = _share(mpi, "the control page", Page.create, Page.open, deadline)
+        with exchange.step(mpi, deadline, "joining the control page"):  # before anybody looks for a rank there
+            page.join(*watchdog.own_identity())
+        with exchange.step(mpi, deadline, "watching the other ranks"):
+            started.watch = watchdog.watch(page)
     except UnsupportedError as error:
+        if started.watch is not None:
+            started.watch.stop()
         return _apart(mpi, str(error), deadline)
-    with exchange.step(mpi, deadline, "joining the control page"):  # before anybody looks for a rank there
-        page.join(*watchdog.own_identity())
-    with exchange.step(mpi, deadline, "watching the other ranks"):
-        started.watch = watchdog.watch(page)
     try:
         segment = _share(mpi, "memory for host arrays", Segment.create, Segment.open, deadline)
         started.shared = SharedReducer(segment)

@@ -35,7 +35,9 @@ class Guard:
 
     def __init__(self, context: int, page: Page, order: StreamOrder, nccl: NcclCommunicator, timeout: float) -> None:
         self._context, self._page, self._order, self._nccl, self._timeout = context, page, order, nccl, timeout
-        self._stopped, self._turn = threading.Event(), threading.Lock()
+        self._stopped = threading.Event()
+        run = weakref.ref(self), self._stopped
+        self._thread = threading.Thread(target=_run, args=run, name=_NAME, daemon=True)
         self._event, self._stream = streams.create_event(), streams.create_stream()
         self._aborting = 0.0  # when the abort word was seen beside a call that runs
         self._marked = 0  # number of the last call before the event; 0: none is waited for
@@ -44,17 +46,18 @@ class Guard:
 
     def start(self) -> None:
         """Begin."""
-        threading.Thread(target=_run, args=[weakref.ref(self), self._stopped], name=_NAME, daemon=True).start()
+        self._thread.start()
 
     def stop(self) -> None:
         """End, and give event and stream back, unless the thread hangs in a call that uses them."""
         self._stopped.set()
-        if not self._turn.acquire(timeout=_LAST_TURN_SECONDS):
+        if self._thread.is_alive():
+            self._thread.join(_LAST_TURN_SECONDS)
+        if self._thread.is_alive():
             return
         with using_relaxed(self._context), suppress(CudaError):
             streams.destroy_event(self._event)
             streams.destroy_stream(self._stream)
-        self._turn.release()
 
     def forget(self) -> None:
         """Begin anew, since no call runs."""
@@ -62,12 +65,9 @@ class Guard:
 
     def look(self) -> None:
         """One turn."""
-        with self._turn:
-            if not self._stopped.is_set() and self._nccl.is_open:
-                self._look()
-
-    def _look(self) -> None:
         page, nccl = self._page, self._nccl
+        if not nccl.is_open:
+            return
         if page.aborted:
             if self._order.is_over():
                 self._aborting = 0.0

@@ -234,18 +234,24 @@ class StreamOrder:
         return True
 
     def is_over(self, unknown: bool = False) -> bool:
-        """True if no eager call runs any more; ``unknown`` if their stream captures by now and cannot be asked."""
+        """True if no eager call runs any more; ``unknown`` if their stream captures by now and cannot be asked.
+
+        From any thread, without the lock.
+        """
         if self._open:
             return False
+        eager, owner = self._eager, self._owner  # once: calls go on meanwhile; the owner keeps the stream
         with using_relaxed(self._context):
             try:
-                if self._eager is None:
+                if eager is None:
                     return True
-                if self._eager == _RECORDED:
+                if eager == _RECORDED:
                     return streams.is_over(self._end)
-                return unknown if streams.capture_id(self._eager) else streams.is_idle(self._eager)
+                return unknown if streams.capture_id(eager) else streams.is_idle(eager)
             except CudaError:
                 return unknown
+            finally:
+                del owner
 
     def mark(self, event: Event, between: Stream) -> bool:
         """Record in ``event`` the end of the eager calls so far. False if there is none, or their stream captures.

@@ -7,6 +7,7 @@ so cannot do this.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -19,6 +20,7 @@ from ..device.stream_order import StreamOrder
 from ..errors import CudaError
 from .communicator import NcclCommunicator
 
+_log = logging.getLogger("ipcreduce")
 _TICK_SECONDS = 0.05
 # For a call that all ranks have made: an abort costs a new communicator, and recorded graphs hold the old one.
 _GRACE_SECONDS = 0.1
@@ -107,5 +109,8 @@ def _run(guard: weakref.ref[Guard], stopped: threading.Event) -> None:
         alive = guard()
         if alive is None:
             return
-        alive.look()
+        try:
+            alive.look()
+        except Exception:  # the next turn may do better; without one nothing would end a wait
+            _log.exception("the guard of a NCCL communicator has failed in a turn")
         del alive

@@ -14,6 +14,8 @@ import pytest
 from ipcreduce import errors
 from ipcreduce.coordination.control_page import REFUSED, Page
 from ipcreduce.coordination.fingerprint import Fingerprint
+from ipcreduce.device import stream_order
+from ipcreduce.device.stream_order import StreamOrder
 from ipcreduce.nccl import guard as guard_module
 from ipcreduce.nccl import library
 from ipcreduce.nccl.communicator import NcclCommunicator
@@ -183,6 +185,43 @@ def test_a_call_that_ends_is_none_that_is_late(guarded: Any):
     for _ in range(3):
         guarded.guard.look()
     assert not guarded.page.aborted
+
+
+def test_the_order_is_asked_while_calls_go_on(monkeypatch: pytest.MonkeyPatch):
+    """By the guard, without the lock: the stream that it has looked up is the one that it asks for."""
+    asked: list[Any] = []
+
+    class Moving(StreamOrder):
+        turns = iter([7, None, None, None])
+        _open, _owner = False, None
+        _eager = property(lambda self: next(self.turns))  # type: ignore[assignment]
+
+        def __init__(self) -> None:
+            self._context = 0
+
+    streams = SimpleNamespace(capture_id=lambda stream: 0, is_idle=lambda stream: asked.append(stream) or True)
+    monkeypatch.setattr(stream_order, "streams", streams)
+    monkeypatch.setattr(stream_order, "using_relaxed", lambda context: threading.Lock())
+    assert Moving().is_over()
+    assert asked == [7]
+
+
+def test_a_turn_that_fails_is_not_the_last(guarded: Any, monkeypatch: pytest.MonkeyPatch):
+    turns: list[int] = []
+
+    def look() -> None:
+        turns.append(1)
+        raise RuntimeError("once")
+
+    monkeypatch.setattr(guard_module, "_TICK_SECONDS", 0.001)
+    monkeypatch.setattr(guarded.guard, "look", look)
+    guarded.guard.start()
+    until = time.monotonic() + 10
+    while len(turns) < 3 and time.monotonic() < until:
+        time.sleep(0.001)
+    guarded.guard._stopped.set()
+    guarded.guard._thread.join(10)
+    assert len(turns) >= 3
 
 
 def test_nccls_own_errors_are_told(guarded: Any):

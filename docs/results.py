@@ -164,7 +164,10 @@ def _run(content: dict[str, Any]) -> tuple[str, str]:
         return "`benchmarks.host`, against MPI", f"results right before each timing; {len(rows)} rows"
     if "kind" in rows[0]:
         right, turns = (sum(row[key] for row in rows) for key in ("right", "turns"))
-        return "ranks that fail, `make failures`", f"{right} of {turns} turns right"
+        hosts = rows[0].get("hosts", 1)
+        return "ranks that fail, `make failures`" + f", {hosts} pretended hosts" * (
+            hosts > 1
+        ), f"{right} of {turns} turns right"
     if "limit" in content:
         return "`python -m ipcreduce bench`", f"results right before each timing; {len(rows)} rows"
     if "startup" in content:

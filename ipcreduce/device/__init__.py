@@ -1,1 +1,1 @@
-"""What every backend on GPUs needs: the order of calls over streams, the fast path, memory that is freed later."""
+"""The common part of all backends on GPUs: the order of calls over streams, the fast path, memory that is freed later."""

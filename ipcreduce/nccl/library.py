@@ -53,7 +53,7 @@ def failure(name: str, error: BaseException) -> BaseException:
 
 
 def new_id() -> bytes:
-    """What ranks need to find each other, for one communicator. :raises CudaError: if NCCL has no network to use."""
+    """A new identity by which the ranks of one communicator find each other. :raises CudaError: if NCCL has no network to use."""
     try:
         return bytes(load().get_unique_id())
     except Exception as error:
@@ -86,7 +86,7 @@ def destroy(comm: Any) -> None:
 
 
 def problem(comm: Any) -> str | None:
-    """What NCCL has found wrong with a communicator since; None if nothing."""
+    """The error that NCCL has met in a communicator since; None if there is none."""
     nccl = load()
     try:
         code = int(nccl.comm_get_async_error(comm))

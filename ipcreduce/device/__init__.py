@@ -1,1 +1,1 @@
-"""The common part of all backends on GPUs: the order of calls over streams, the fast path, memory that is freed later."""
+"""The common part of the backends on GPUs: order of calls over streams, fast path, memory that is freed later."""

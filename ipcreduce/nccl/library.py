@@ -53,7 +53,7 @@ def failure(name: str, error: BaseException) -> BaseException:
 
 
 def new_id() -> bytes:
-    """A new identity by which the ranks of one communicator find each other. :raises CudaError: if NCCL has no network to use."""
+    """An identity by which the ranks of one communicator meet. :raises CudaError: if NCCL has no network to use."""
     try:
         return bytes(load().get_unique_id())
     except Exception as error:

@@ -3,7 +3,13 @@
 # make test-pythons  runs the tiers unit and mpi on every Python from 3.10 to 3.14 that this machine has or uv gets
 # make test-cuda12   runs those that use CUDA with the Python bindings and the compiler of CUDA 12.9, in .venv-cuda12
 # make failures      kills, stops and ends ranks at random moments, and shows what the others hear
+# make fuzz          runs random programs, some in which a rank dies, random bytes, and a soak; FUZZ=10 runs ten times as many
+# make models        searches models of the protocols for wrong states with Spin, and that it finds deliberate breaks
+# make mutants       makes deliberate faults in a copy of the tree, and shows which test finds each
+# make sanitizers    runs every kernel under the four tools of compute-sanitizer, on two ranks of one GPU
+# make sass          compiles every kernel for every GPU that NVRTC knows, and looks for packets that are not one access
 # make check         lint, format, types
+# make engines       fetches the newest vLLM and SGLang, and checks that our class still fits their calls
 # make docs          builds docs/ into docs/_build, in .venv-docs; warnings are errors
 # make release       builds wheel and sdist into dist/, checks them, and tries the wheel in a fresh environment
 #
@@ -16,7 +22,7 @@ VENV ?= .venv
 MPIRUN ?=
 export MPIRUN
 
-demo test failures check:
+demo test failures fuzz mutants sanitizers sass engines check:
 	@$(PYTHON) -m tests.run $@ $(if $(VENV),--venv "$(VENV)")
 
 test-cuda12:
@@ -28,4 +34,7 @@ test-pythons:
 docs release:
 	@$(PYTHON) -m tests.run $@ $(if $(VENV),--venv "$(VENV)-$@")
 
-.PHONY: demo test test-pythons test-cuda12 failures check docs release
+models:
+	@$(PYTHON) -m tests.run $@
+
+.PHONY: demo test test-pythons test-cuda12 failures fuzz mutants sanitizers sass engines check docs release models

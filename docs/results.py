@@ -7,10 +7,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+Rows = list[dict[str, Any]]
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 SIZES = (16, *(1 << power for power in (10, 14, 16, 18, 20, 22, 24, 26, 28, 30)))  # bytes
 README_SIZES = (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 24, 1 << 28)
@@ -125,7 +126,14 @@ def run_table() -> str:
     return table(
         ["date", "GPUs", "ranks", "run", "result", "with", "file"],
         (
-            [content["date"], _gpus(content), str(_ranks(content)), *_run(content), _software(content), f"`{name}`"]
+            [
+                content["date"],
+                _gpus(content),
+                str(_ranks(content) or "–"),
+                *_run(content),
+                _software(content),
+                f"`{name}`",
+            ]
             for content, name in runs
         ),
     )
@@ -142,39 +150,6 @@ def _ranks(content: dict[str, Any]) -> int:
     return int(content.get("ranks") or rows[0].get("ranks") or len(content["machine"]["gpus"]))
 
 
-def _run(content: dict[str, Any]) -> tuple[str, str]:
-    """What was run, and the result."""
-    rows = content.get("rows") or [{}]
-    if "cases" in content:
-        return f"sweep, {content['cases']} cases", f"{content['calls']:,} calls right"
-    if "right" in content:
-        forced = content.get("forced algorithm")
-        what = "scenarios" + (" of graphs" if "tests.graphs" in content["command"] else "")
-        return what + (f', `algorithm="{forced}"`' if forced else ""), _scenarios(content)
-    if "prototype_us" in rows[0]:
-        return "times beside the prototypes", f"{len(rows)} rows"
-    if "before" in content:
-        return (
-            f"`benchmarks.host`, the library at {content['before']}",
-            f"results right before each timing; {len(rows)} rows",
-        )
-    if "demo" in content:
-        return "`make demo`'s program, in turns with 832abcc", "results right each time; times in the file"
-    if "copy_GB_per_s" in content:
-        return "`benchmarks.host`, against MPI", f"results right before each timing; {len(rows)} rows"
-    if "kind" in rows[0]:
-        right, turns = (sum(row[key] for row in rows) for key in ("right", "turns"))
-        hosts = rows[0].get("hosts", 1)
-        return "ranks that fail, `make failures`" + f", {hosts} pretended hosts" * (
-            hosts > 1
-        ), f"{right} of {turns} turns right"
-    if "limit" in content:
-        return "`python -m ipcreduce bench`", f"results right before each timing; {len(rows)} rows"
-    if "startup" in content:
-        return "`benchmarks.figures`", f"{len(rows)} ratios; times only"
-    return f"`{content['command']}`", "see the file"
-
-
 def _scenarios(content: dict[str, Any]) -> str:
     parts = [f"{len(content['right'])} right"]
     if "replays of one graph, all right" in content:
@@ -182,6 +157,84 @@ def _scenarios(content: dict[str, Any]) -> str:
     closed = "held before and after "
     parts += [f"{key.removeprefix(closed)} closed" for key in content if key.startswith(closed)]
     return ", ".join(parts)
+
+
+def _run(content: dict[str, Any]) -> tuple[str, str]:
+    """The command in words, and the result."""
+    rows = content.get("rows") or [{}]
+    for key, told in _RUNS.items():
+        if key in content or key in rows[0]:
+            return told(content, rows)
+    return f"`{content['command']}`", "see the file"
+
+
+def _total(rows: Rows, key: str) -> int:
+    return sum(row[key] for row in rows)
+
+
+def _hosts(rows: Rows) -> str:
+    hosts = rows[0].get("hosts", 1)
+    return f", {hosts} pretended hosts" if hosts > 1 else ""
+
+
+def _scenarios_of(content: dict[str, Any]) -> str:
+    forced = content.get("forced algorithm")
+    of_graphs = "scenarios" + (" of graphs" if "tests.graphs" in content["command"] else "")
+    return of_graphs + (f', `algorithm="{forced}"`' if forced else "")
+
+
+def _fuzzed(content: dict[str, Any], rows: Rows) -> tuple[str, str]:
+    programs = "programs, each with the end of a rank" if "heard after, s" in rows[0] else "random programs"
+    ranks = ", ".join(str(row["ranks"]) for row in rows)
+    return f"{programs} on {ranks} ranks, `make fuzz`", f"{_total(rows, 'programs'):,} right"
+
+
+def _soaked(content: dict[str, Any], rows: Rows) -> tuple[str, str]:
+    made = rows[0]["made and closed"]
+    counts = ", ".join(f"{count:,} {name}" for name, count in made.items())
+    return "soak, `make fuzz`", f"{counts} made and closed: {rows[0]['wrong'] or 'nothing has grown'}"
+
+
+_BEFORE_TIMING = "results right before each timing"
+_RUNS: dict[str, Callable[[dict[str, Any], Rows], tuple[str, str]]] = {  # by a key of the content or of its first row
+    "tool": lambda _, rows: (
+        "compute-sanitizer, `make sanitizers`",
+        f"{len(rows)} runs of a tool on a kernel, {sum(row['errors'] + bool(row['problem']) for row in rows)} errors",
+    ),
+    "target": lambda _, rows: (
+        "random bytes, `make fuzz`",
+        f"{_total(rows, 'messages'):,} messages to {len(rows)} readers, {_total(rows, 'right')} readers right",
+    ),
+    "kind": lambda _, rows: (
+        f"ranks that fail, `make failures`{_hosts(rows)}",
+        f"{_total(rows, 'right')} of {_total(rows, 'turns')} turns right",
+    ),
+    "arch": lambda _, rows: (
+        f"machine code for {len(rows)} targets, `make sass`",
+        f"{_total(rows, 'kernels')} kernels, {sum(len(row['problems']) for row in rows)} problems",
+    ),
+    "programs": _fuzzed,
+    "made and closed": _soaked,
+    "mutants": lambda content, _: (
+        "deliberate faults, `make mutants`",
+        f"{content['killed']} of {content['mutants']} found by a test",
+    ),
+    "breaks": lambda content, _: (
+        "`make models`",
+        f"{content['models']} searches without an error, {content['breaks']} breaks found",
+    ),
+    "cases": lambda content, _: (f"sweep, {content['cases']} cases", f"{content['calls']:,} calls right"),
+    "right": lambda content, _: (_scenarios_of(content), _scenarios(content)),
+    "prototype_us": lambda _, rows: ("times beside the prototypes", f"{len(rows)} rows"),
+    "before": lambda content, rows: (
+        f"`benchmarks.host`, the library at {content['before']}",
+        f"{_BEFORE_TIMING}; {len(rows)} rows",
+    ),
+    "demo": lambda *_: ("`make demo`'s program, in turns with 832abcc", "results right each time; times in the file"),
+    "copy_GB_per_s": lambda _, rows: ("`benchmarks.host`, against MPI", f"{_BEFORE_TIMING}; {len(rows)} rows"),
+    "limit": lambda _, rows: ("`python -m ipcreduce bench`", f"{_BEFORE_TIMING}; {len(rows)} rows"),
+    "startup": lambda _, rows: ("`benchmarks.figures`", f"{len(rows)} ratios; times only"),
+}
 
 
 def _software(content: dict[str, Any]) -> str:

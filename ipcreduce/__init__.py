@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 
 from .communicator import Communicator
+from .coordination.groups import Group
 from .default import allreduce, get_communicator
 from .errors import (
     AddressChangedError,
@@ -42,6 +43,7 @@ __all__ = [
     "Graph",
     "GraphRunner",
     "GraphStateError",
+    "Group",
     "IpcReduceError",
     "PeerFailedError",
     "PeerLostError",

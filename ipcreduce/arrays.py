@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from .cuda import array_protocols, cupy_runtime, streams, torch_runtime
@@ -29,6 +30,8 @@ def is_device(array: Any, what: str = "array") -> bool:
         return True
     if isinstance(array, NUMBERS):
         return False
+    if torch_runtime.is_tensor(array) and (problem := torch_runtime.problem(array)):
+        raise ArgumentError(f"{what} must be {problem}")
     kind = type(array)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if _has(array, "__dlpack_device__"):
@@ -63,8 +66,9 @@ def view(array: Any, stream: Stream, ordered: bool = True) -> Any:
     cupy = load()
     if isinstance(array, cupy.ndarray):
         return array
-    _check_pending(array)
     try:
+        if torch_runtime.is_tensor(array) and (place := torch_runtime.place_of(array)) is not None:
+            return _from_tensor(array, place, stream, ordered)
         if _has(array, "__dlpack__"):
             with on_stream(stream):
                 return cupy.from_dlpack(array if ordered else _Unordered(array))
@@ -75,28 +79,22 @@ def view(array: Any, stream: Stream, ordered: bool = True) -> Any:
         raise ArgumentError(f"the {type(array).__qualname__} does not give its memory: {error}") from error
 
 
-def _check_pending(array: Any) -> None:
-    if method := torch_runtime.pending(array):
-        raise ArgumentError(
-            f"a tensor must hold its values; found one whose memory PyTorch reads as negated or conjugated. Pass "
-            f"tensor.{method}()"
-        )
-
-
 def host_view(array: Any, what: str = "array") -> np.ndarray[Any, Any]:
     """A NumPy array over the same memory as ``array``, which lies on the host and has DLPack.
 
     :raises ArgumentError: if the exporter refuses, or NumPy lacks the dtype.
     """
-    _check_pending(array)
-    kind = type(array).__qualname__
+    kind, bfloat16 = type(array).__qualname__, "bfloat16" in str(getattr(array, "dtype", ""))
     try:
+        if torch_runtime.is_tensor(array):
+            view = array_protocols.host_view(torch_runtime.detached(array))
+            return view.view(ml_dtypes.bfloat16) if bfloat16 else view
         return array_protocols.host_view(array)
-    except Exception as error:  # exporters raise what they like: PyTorch for a tensor that requires grad, say
-        if "bfloat16" in str(getattr(array, "dtype", "")):
+    except Exception as error:  # exporters raise what they like
+        if bfloat16:
             raise ArgumentError(
                 f"{what} must have a dtype that NumPy takes by DLPack; found bfloat16 in a {kind} on the host. Pass "
-                "tensor.float(), or NumPy's view of it: tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)"
+                "NumPy's view of it, with dtype ml_dtypes.bfloat16"
             ) from error
         raise ArgumentError(f"the {kind} does not give its memory: {error}") from error
 
@@ -110,6 +108,17 @@ class _Unordered:
 
     def __dlpack__(self, **options: Any) -> Any:
         return self._array.__dlpack__(**options | {"stream": -1})
+
+
+def _from_tensor(tensor: Any, place: torch_runtime.Place, stream: Stream, ordered: bool) -> Any:
+    """View of a tensor's memory, in a tenth of the time that it takes by DLPack."""
+    cupy = load()
+    address, shape, dtype, strides, device = place
+    if ordered:
+        torch_runtime.order(device, stream)
+    _, past = _reach(shape, strides, dtype.itemsize)  # PyTorch's strides are never negative
+    memory = cupy.cuda.UnownedMemory(address, past, tensor, device)
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides=strides)
 
 
 def _from_interface(array: Any, stream: Stream, ordered: bool) -> Any:
@@ -146,7 +155,9 @@ def is_readonly(array: Any) -> bool:
     """True if the owner of the memory forbids writing."""
     if isinstance(array, np.ndarray):
         return not array.flags.writeable
-    interface = None if isinstance(array, load().ndarray) else getattr(array, "__cuda_array_interface__", None)
+    if isinstance(array, load().ndarray) or torch_runtime.is_tensor(array):  # a tensor has no such mark
+        return False
+    interface = getattr(array, "__cuda_array_interface__", None)
     return bool(interface and interface["data"][1])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,8 +15,9 @@ import numpy as np
 
 from . import arrays, lifetime, operands, startup
 from .annotations import Array, DType, Number, NumpyNumber, Op, Out, Shape
-from .coordination import exchange
+from .coordination import groups
 from .coordination.calls import CallSequence
+from .coordination.mpi import MpiRanks
 from .cuda import cupy_runtime
 from .device import deferred_free
 from .errors import ArgumentError, CudaError, GraphStateError, PeerLostError, UnsupportedError
@@ -34,9 +36,11 @@ _CLOSE_SECONDS = 5.0  # how long close() waits for the peers to unmap our memory
 
 
 class Communicator:
-    """All-reduce among the ranks of an MPI communicator. Making one is collective.
+    """All-reduce among the ranks of a group. Making one is collective.
 
-    :param mpi_comm: an mpi4py intracommunicator; None for ``MPI.COMM_WORLD``.
+    :param group: an mpi4py intracommunicator; a ``torch.distributed`` process group; or any :class:`Group`, which has
+        ``rank``, ``size`` and ``allgather(bytes)``. None for ``MPI.COMM_WORLD``. Only mpi4py's are used after start-up,
+        to reduce host arrays where the ranks share no memory. MPI is not initialised for the others.
     :param device: this rank's GPU: an ordinal, "auto" for the local rank modulo the visible GPUs (it is made
         current), or None for CuPy's current device.
     :param timeout: seconds after which a wait for another rank ends in an error; the same on every rank.
@@ -44,41 +48,47 @@ class Communicator:
         (elsewhere that is "two_shot"). The same on every rank. NCCL takes no notice of it.
     :param backend: "ipc", "nccl" or "mpi" forces the backend of device arrays; the same on every rank. None for the
         first of them that can be.
+    :param workspace: bytes of GPU memory of each rank through which backend "ipc" exchanges data, at least 1 MB; the
+        same on every rank. None for ``IPCREDUCE_WORKSPACE_MB``. Messages that need more go in several launches.
+    :param mpi_comm: the old name of ``group``, deprecated.
     :raises ArgumentError: if an argument is wrong or differs between ranks.
-    :raises UnsupportedError: if MPI is not usable, or a forced backend cannot be. Missing GPUs are no error else:
-        ``backend`` is then "mpi".
-    :raises PeerTimeoutError: if a rank does not come.
+    :raises UnsupportedError: if MPI is needed and not usable, or a forced backend cannot be. Missing GPUs are no error
+        else: ``backend`` is then "mpi".
+    :raises PeerTimeoutError: if a rank does not come, or the group does not answer.
+    :raises PeerLostError: if the group's ``allgather`` raises.
 
-    Calls may come from any thread (host arrays then need an MPI with thread support); they are made in the order in
-    which they take the communicator's lock.
+    Calls may come from any thread (host arrays over MPI then need one with thread support); they are made in the order
+    in which they take the communicator's lock.
     """
 
     def __init__(
-        self, mpi_comm: Any = None, *, device: Any = None, timeout: float = 120.0, algorithm: str | None = None,
-        backend: str | None = None,
+        self, group: Any = None, *, device: Any = None, timeout: float = 120.0, algorithm: str | None = None,
+        backend: str | None = None, workspace: int | None = None, mpi_comm: Any = None,
     ) -> None:  # fmt: skip
         lifetime.check_not_forked()
         lifetime.close_dropped()
-        mpi = exchange.require_mpi()
-        mpi_comm = mpi.COMM_WORLD if mpi_comm is None else mpi_comm
-        if not isinstance(mpi_comm, mpi.Intracomm) or mpi_comm == mpi.COMM_NULL:
-            raise ArgumentError(f"mpi_comm must be an mpi4py Intracomm; found {mpi_comm!r}")
-        if mpi_comm.Get_rank() == 0:
+        if mpi_comm is not None:
+            if group is not None:
+                raise ArgumentError("mpi_comm is the old name of group; found both. Pass group alone")
+            warnings.warn("mpi_comm= is deprecated: pass group=", DeprecationWarning, stacklevel=2)
+        given = groups.of(mpi_comm if group is None else group)
+        if given.rank == 0:
             warn_of_unknown_variables(stacklevel=2)
-        options = Options.of(device, timeout, algorithm, backend)
+        options = Options.of(device, timeout, algorithm, backend, workspace)
         self._sync = options.sync
-        self._mpi = startup.duplicate(mpi_comm, options.timeout)
-        self._rank, self._size = int(self._mpi.Get_rank()), int(self._mpi.Get_size())
+        self._ranks = ranks = given.join(options.timeout)
+        self._rank, self._size = ranks.rank, ranks.size
         try:
-            started = startup.start(self._mpi, options)
+            started = startup.start(ranks, options)
         except (ArgumentError, CudaError, UnsupportedError):  # MPI has some thousand communicators
-            self._mpi.Free()
+            ranks.free()
             raise
         self._page, self._watch, self._reasons = started.page, started.watch, started.reasons
         self._engine = engine = started.engine
-        over_mpi = MpiReducer(self._mpi, options.timeout)
+        over_mpi = MpiReducer(ranks, options.timeout) if isinstance(ranks, MpiRanks) else None
         engines = [one for one in (engine, started.shared) if one is not None]
-        self._calls = CallSequence(self._rank, options.timeout, self._page, engines, over_mpi.refuse)
+        refuse = None if over_mpi is None else over_mpi.refuse
+        self._calls = CallSequence(self._rank, options.timeout, self._page, engines, refuse)
         self._host = HostReducer(self._calls, over_mpi, started.shared, self._reasons.get("shm", ""))
         self._session = GraphSession(self._calls, engine, self._why_none(), self._sync)
         self._fast = None
@@ -113,7 +123,9 @@ class Communicator:
         lines.append(f"host arrays: {self._host.describe()}")
         lines += [f"not {name}: {self._reasons[name]}" for name in ("ipc", "nccl") if name in self._reasons]
         if "page" in self._reasons:
-            lines.append(f"failures are told by MPI's timeouts only: {self._reasons['page']}")
+            over_mpi = isinstance(self._ranks, MpiRanks)
+            told = "failures are told by MPI's timeouts only" if over_mpi else "no call can be made"
+            lines.append(f"{told}: {self._reasons['page']}")
         return "\n".join(lines)
 
     # ---- the operation
@@ -141,9 +153,9 @@ class Communicator:
         :param out: the array for the result, of the same shape and dtype, and on the device if ``array`` is;
             ``out=array`` is in place.
         :param stream: for device arrays: an int, a CuPy stream or an object with ``__cuda_stream__``; None for the
-            current stream: PyTorch's for its tensors, outside of recordings, and CuPy's for all else.
-        :returns: ``out``, or a new C-contiguous array: CuPy for device arrays, NumPy for host arrays. For a number one
-            of the same type.
+            current stream: PyTorch's for its tensors, and CuPy's for all else.
+        :returns: ``out``, or a new C-contiguous array: for a tensor a tensor, from PyTorch's allocator; else CuPy for
+            device arrays, NumPy for host arrays. For a number one of the same type.
         :raises ArgumentError: if this rank's arguments are wrong. The other ranks get :class:`PeerFailedError`.
         :raises RankMismatchError: if the ranks' calls differ.
         :raises PeerTimeoutError: if a rank did not come in time. :raises PeerLostError: if a rank has gone.
@@ -172,8 +184,7 @@ class Communicator:
                 f"device arrays need backend ipc or nccl: {self._why_none()}. Pass NumPy arrays here"
             )
         recording = calls.recording
-        in_body = recording is not None and recording.in_this_thread
-        handle, owner = operands.stream_of(array, stream, in_body)
+        handle, owner = operands.stream_of(array, stream)
         recorder = None if recording is None else recording.recorder(handle)
         recorded = recorder is not None
         allocating = nullcontext if recorded else partial(self._session.allocating, handle)
@@ -185,7 +196,7 @@ class Communicator:
         if prepared.through is not None:
             used.convert(prepared.through, allocating)
         if recorded:
-            recording.note(prepared.what, source, destination, used.target)
+            recording.note(prepared.what, engine.name, source, destination, used.target)
         else:
             calls.enter(prepared.what, handle)
         if self._size == 1:
@@ -279,7 +290,7 @@ class _Open:
         self._owner = weakref.ref(communicator)
         self._calls, self._session, self._host = communicator._calls, communicator._session, communicator._host
         self._engine, self._page, self._watch = communicator._engine, communicator._page, communicator._watch
-        self._mpi = communicator._mpi
+        self._ranks = communicator._ranks
 
     def owner(self) -> Communicator | None:
         """The communicator; None once the program has dropped it."""
@@ -306,8 +317,8 @@ class _Open:
             if self._watch is not None:
                 self._watch.stop()
             self._let_go()
-            if not lost and not exchange.mpi_is_finalised():
-                self._mpi.Free()
+            if not lost:
+                self._ranks.free()
 
     def forked(self) -> None:
         """In a child process: nothing of the parent's may be touched or closed."""
@@ -323,3 +334,8 @@ class _Open:
         if owner is not None:
             owner._engine = owner._fast = owner._page = owner._watch = None
         self._host.close()
+
+
+# As torch.compiler.disable() does, without an import: torch.compile does not trace a call, but breaks its graph there.
+setattr(Communicator.allreduce, "_torchdynamo_disable", True)  # noqa: B010  (a function has no such attribute)
+setattr(Communicator.allreduce, "_torchdynamo_disable_msg", "use torch.ops.ipcreduce.all_reduce")  # noqa: B010

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from . import arrays
+from .cuda import torch_runtime
 from .errors import ArgumentError
 from .kinds import kind_name, op_name, reduced_as
 from .operands import check_own_elements, check_same_kind, check_writable
@@ -74,8 +75,10 @@ class HostOperands:
             return self._out
         if self._viewed:
             reduced = reduced.view(self.kind).reshape(self.shape)
-        if isinstance(self._array, np.ndarray) or not isinstance(self._array, arrays.NUMBERS):
+        if isinstance(self._array, np.ndarray):
             return reduced
+        if not isinstance(self._array, arrays.NUMBERS):
+            return torch_runtime.of_numpy(reduced) if torch_runtime.is_tensor(self._array) else reduced
         return reduced[()] if isinstance(self._array, np.generic) else reduced.item()
 
 

@@ -18,15 +18,15 @@ from .handles import Stream
 Allocating = Callable[[], AbstractContextManager[Any]]
 
 
-def stream_of(array: Any, stream: Any, in_recording: bool) -> tuple[Stream, Any]:
+def stream_of(array: Any, stream: Any) -> tuple[Stream, Any]:
     """The stream of a call on a device array: its handle, and the object that keeps it.
 
-    None is the current stream: PyTorch's for a tensor, but CuPy's in a recording's body and for all else.
+    None is the current stream: PyTorch's for a tensor, and CuPy's for all else.
 
     :raises ArgumentError: if ``stream`` is no stream.
     """
-    if stream is None and not in_recording and not arrays.is_cupy(array) and torch_runtime.is_tensor(array):
-        return torch_runtime.current_stream(array)
+    if stream is None and not arrays.is_cupy(array) and torch_runtime.is_tensor(array):
+        return torch_runtime.current_stream(array.get_device())
     return cupy_runtime.stream_of(stream)
 
 
@@ -61,7 +61,7 @@ class DeviceOperands:
         _check_device(device, source, "array")
         if out is None:
             with allocating():
-                target = result = arrays.empty(source.shape, source.dtype, stream, device)
+                target, result = _new(array, source, stream, device, ordered)
         elif out is array:
             target, result = source, out
             if source is not array:
@@ -81,6 +81,10 @@ class DeviceOperands:
         source_address, destination_address = arrays.pointer(source), arrays.pointer(destination)
         if (source_address | destination_address) & (source.itemsize - 1):
             _check_aligned(source, destination)
+        if ordered:
+            for one in (array, result):
+                if not arrays.is_cupy(one) and torch_runtime.is_tensor(one):
+                    torch_runtime.use_on(one, stream)
         return cls(source, source_address, destination, destination_address, target, result, stream)
 
     def convert(self, dtype: Any, allocating: Allocating) -> None:
@@ -96,6 +100,21 @@ class DeviceOperands:
     def write_back(self) -> None:
         """Copy the result into ``target``."""
         arrays.copy_into(self.target, self.destination, self.stream)
+
+
+def _new(array: Any, source: Any, stream: Stream, device: int, ordered: bool) -> tuple[Any, Any]:
+    """A CuPy array for the result, and the result, of the library of ``array``, over the same memory.
+
+    A recording's results lie in the memory of its graph.
+    """
+    if source is array or not torch_runtime.is_tensor(array):
+        target = arrays.empty(source.shape, source.dtype, stream, device)
+        return target, target
+    if ordered:
+        result = torch_runtime.empty_on(array, stream)
+        return arrays.view(result, stream, ordered=False), result
+    target = arrays.empty(source.shape, source.dtype, stream, device)
+    return target, torch_runtime.over(target, array)
 
 
 def _out(device: int, source: Any, out: Any, stream: Stream, ordered: bool) -> Any:

@@ -16,20 +16,17 @@ import numpy as np
 from .coordination import exchange, watchdog
 from .coordination.connections import connect
 from .coordination.control_page import Page
+from .coordination.exchange import Ranks
 from .coordination.mirror import Mirror
 from .coordination.watchdog import Watch
 from .device.devices import raise_wrong
 from .device.engine import DeviceEngine
-from .errors import ArgumentError, IpcReduceError, PeerTimeoutError, UnsupportedError, report
+from .errors import ArgumentError, PeerTimeoutError, UnsupportedError, report
 from .host.segment import Segment
 from .host.shared import SharedReducer
 from .ipc import startup as ipc_startup
 from .ipc.options import Options
 from .nccl import startup as nccl_startup
-
-# Duplications of communicators that a rank has given up waiting for. MPI cannot cancel one, so the next start-up over
-# the same communicator takes it up again: else the ranks' start-ups would never fit together any more.
-_pending: list[tuple[Any, Any, Any]] = []
 
 
 @dataclass
@@ -37,7 +34,7 @@ class Started:
     """The parts of a communicator that start-up has made, the same ones on every rank.
 
     :ivar page: the control page; None for ranks that share no memory, and then all else is None too.
-    :ivar shared: carries host arrays; None: MPI does.
+    :ivar shared: carries host arrays; None: MPI does, if there is one.
     :ivar reasons: the reason against each of "ipc" (our kernels), "nccl", "shm" (host arrays through shared memory)
         and "page" (the control page) that was tried and is not used.
     """
@@ -49,45 +46,18 @@ class Started:
     reasons: dict[str, str] = field(default_factory=dict)
 
 
-def duplicate(mpi_comm: Any, timeout: float) -> Any:
-    """A communicator of our own over the same ranks, so that our messages never meet the program's. Collective.
-
-    :raises PeerTimeoutError: if a rank does not come within ``timeout`` seconds.
-    :raises UnsupportedError: if MPI has no more communicators.
-    """
-    kept = [one for one in _pending if one[0] == mpi_comm]
-    _pending[:] = [one for one in _pending if one[0] != mpi_comm]
-    mine = request = None
-    try:
-        mine, request = kept[0][1:] if kept else mpi_comm.Idup()
-        exchange.complete(request, mpi_comm, time.monotonic() + timeout, "start-up", advice=_LATE)
-    except BaseException as error:
-        if isinstance(error, RuntimeError) and not isinstance(error, IpcReduceError):  # an MPI.Exception
-            raise UnsupportedError(
-                f"MPI can make no further communicator ({' '.join(str(error).split())}). It has some thousand: close "
-                "those that are not used any more"
-            ) from error
-        if request is not None:
-            _pending.append((mpi_comm, mine, request))
-        raise
-    return mine
-
-
-_LATE = "Look for a rank that has not made its Communicator, then make it again on every rank."
-
-
-def start(mpi: Any, options: Options) -> Started:
+def start(ranks: Ranks, options: Options) -> Started:
     """Make all that the ranks can use. Collective.
 
-    :param mpi: a communicator of our own.
+    :param ranks: they have joined.
     :raises ArgumentError: if the ranks' options differ, or are wrong on one.
     :raises PeerTimeoutError: if a rank does not come, or comes after another one has given up.
     """
     deadline = time.monotonic() + options.timeout
-    everyone = _meet(mpi, options, deadline)
-    started = _see_each_other(mpi, everyone, deadline)
+    everyone = _meet(ranks, options, deadline)
+    started = _see_each_other(ranks, everyone, deadline)
     try:
-        _choose_engine(mpi, options, everyone, started, deadline)
+        _choose_engine(ranks, options, everyone, started, deadline)
     except BaseException:
         if started.watch is not None:
             started.watch.stop()
@@ -95,24 +65,24 @@ def start(mpi: Any, options: Options) -> Started:
     return started
 
 
-def _see_each_other(mpi: Any, everyone: np.ndarray[Any, Any], deadline: float) -> Started:
+def _see_each_other(ranks: Ranks, everyone: np.ndarray[Any, Any], deadline: float) -> Started:
     """All but the engine."""
     started = Started()
     hosts = len(set(everyone["host"]))
     try:
         if hosts > 1:
             raise UnsupportedError(f"the ranks are on {hosts} hosts")
-        started.page = page = _share(mpi, "the control page", Page.create, Page.open, deadline)
-        with exchange.step(mpi, deadline, "joining the control page"):  # before anybody looks for a rank there
+        started.page = page = _share(ranks, "the control page", Page.create, Page.open, deadline)
+        with exchange.step(ranks, deadline, "joining the control page"):  # before anybody looks for a rank there
             page.join(*watchdog.own_identity())
-        with exchange.step(mpi, deadline, "watching the other ranks"):
+        with exchange.step(ranks, deadline, "watching the other ranks"):
             started.watch = watchdog.watch(page)
     except UnsupportedError as error:
         if started.watch is not None:
             started.watch.stop()
-        return _apart(mpi, str(error), deadline)
+        return _apart(ranks, str(error), deadline)
     try:
-        segment = _share(mpi, "memory for host arrays", Segment.create, Segment.open, deadline)
+        segment = _share(ranks, "memory for host arrays", Segment.create, Segment.open, deadline)
         started.shared = SharedReducer(segment)
     except UnsupportedError as error:
         started.reasons["shm"] = str(error)
@@ -120,20 +90,21 @@ def _see_each_other(mpi: Any, everyone: np.ndarray[Any, Any], deadline: float) -
 
 
 def _choose_engine(
-    mpi: Any, options: Options, everyone: np.ndarray[Any, Any], started: Started, deadline: float
+    ranks: Ranks, options: Options, everyone: np.ndarray[Any, Any], started: Started, deadline: float
 ) -> None:
     """Make the first engine that can be, or the one that was asked for.
 
     :raises UnsupportedError: if that one cannot be.
     """
     reasons, wanted = started.reasons, options.backend
+    local_rank = ranks.local_rank(everyone["host"].tolist())
     try:
         _check_gpus(everyone)
         if wanted in (None, "ipc"):
             try:
                 if "ipc" in reasons or started.page is None:
                     raise UnsupportedError(reasons["ipc"])
-                started.engine = ipc_startup.start(mpi, options, started.page, deadline)
+                started.engine = ipc_startup.start(ranks, options, started.page, local_rank, deadline)
                 return
             except UnsupportedError as error:
                 reasons["ipc"] = str(error)
@@ -143,9 +114,9 @@ def _choose_engine(
             reason = reasons["ipc"] if wanted is None else "it was asked for"
             if started.page is None:
                 raise UnsupportedError(reasons["page"])
-            started.engine = nccl_startup.start(mpi, options, started.page, reason, deadline)
+            started.engine = nccl_startup.start(ranks, options, started.page, local_rank, reason, deadline)
             if wanted is None:
-                _warn_of_falling_back(mpi.Get_rank(), everyone, reason)
+                _warn_of_falling_back(ranks.rank, everyone, reason)
         else:
             reasons["ipc"] = "backend mpi was asked for"
     except UnsupportedError as error:
@@ -160,12 +131,12 @@ def _warn_of_falling_back(rank: int, everyone: np.ndarray[Any, Any], reason: str
         warnings.warn(f"NCCL is used in place of ipcreduce's kernels: {reason}", RuntimeWarning, stacklevel=5)
 
 
-def _apart(mpi: Any, reason: str, deadline: float) -> Started:
+def _apart(ranks: Ranks, reason: str, deadline: float) -> Started:
     """The parts for ranks that share no memory, for this ``reason``. Collective."""
     started = Started(reasons={"ipc": reason, "shm": reason})
-    rank, n = mpi.Get_rank(), mpi.Get_size()
+    rank, n = ranks.rank, ranks.size
     try:
-        connections = connect(mpi, _machine(), deadline)
+        connections = connect(ranks, _network(), deadline)
     except UnsupportedError as error:
         started.reasons["page"] = str(error)
         return started
@@ -175,21 +146,21 @@ def _apart(mpi: Any, reason: str, deadline: float) -> Started:
     return started
 
 
-def _meet(mpi: Any, options: Options, deadline: float) -> np.ndarray[Any, Any]:
+def _meet(ranks: Ranks, options: Options, deadline: float) -> np.ndarray[Any, Any]:
     """Every rank's exchange.IDENTITY; not ok if it has no GPU to use."""
-    rank = mpi.Get_rank()
+    rank = ranks.rank
     record = exchange.message(
         exchange.IDENTITY, options.wrong or ipc_startup.missing(), wrong=options.wrong is not None, host=_host(),
         until=deadline, timeout=options.timeout, algorithm=options.algorithm or "", backend=options.backend or "",
         workspace=options.workspace,
     )  # fmt: skip
-    everyone = exchange.allgather(mpi, record, deadline, "start-up")
+    everyone = exchange.allgather(ranks, record, deadline, "start-up")
     raise_wrong(rank, everyone)
     gone = np.flatnonzero((everyone["until"] < time.monotonic()) & (everyone["host"] == record[0]["host"]))
     if len(gone):
         raise PeerTimeoutError(report(
             rank, 0, expected="all ranks at start-up at one time",
-            found=f"that the time of rank {gone[0]} is up", advice=_LATE,
+            found=f"that the time of rank {gone[0]} is up", advice=exchange.LATE,
         ))  # fmt: skip
     for other, identity in enumerate(everyone):
         for name in ("timeout", "algorithm", "backend", "workspace"):
@@ -218,6 +189,13 @@ def _machine() -> str:
     return socket.gethostname()
 
 
+def _network() -> str:
+    """An identifier of this machine's loopback address: containers may have a network of their own."""
+    with suppress(OSError):
+        return f"{_machine()} {os.stat('/proc/self/ns/net').st_ino}"
+    return _machine()
+
+
 def _check_gpus(everyone: np.ndarray[Any, Any]) -> None:
     for rank, other in enumerate(everyone):
         if not other["ok"]:
@@ -234,11 +212,11 @@ _Shared = TypeVar("_Shared", bound=_Shareable)
 
 
 def _share(
-    mpi: Any, name: str, create: Callable[[int, int], _Shared], open_it: Callable[[str, int, int], _Shared],
+    ranks: Ranks, name: str, create: Callable[[int, int], _Shared], open_it: Callable[[str, int, int], _Shared],
     deadline: float,
 ) -> _Shared:  # fmt: skip
     """Shared memory that rank 0 creates and all others open. :raises UnsupportedError: if a rank cannot."""
-    rank, n = mpi.Get_rank(), mpi.Get_size()
+    rank, n = ranks.rank, ranks.size
     mine: _Shared | None = None
     error: Exception | None = None
     try:
@@ -247,9 +225,9 @@ def _share(
         error = caught
     try:
         record = exchange.message(exchange.PAGE, error, path=mine.path if mine is not None else "")
-        pages = exchange.allgather(mpi, record, deadline, f"creating {name}")
-        exchange.check(mpi, pages, f"creating {name}")
-        with exchange.step(mpi, deadline, f"opening {name} (is /dev/shm shared between the ranks?)"):
+        pages = exchange.allgather(ranks, record, deadline, f"creating {name}")
+        exchange.check(ranks, pages, f"creating {name}")
+        with exchange.step(ranks, deadline, f"opening {name} (is /dev/shm shared between the ranks?)"):
             mine = mine if mine is not None else open_it(bytes(pages[0]["path"]).decode(), rank, n)
     finally:
         if mine is not None and rank == 0:

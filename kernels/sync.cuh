@@ -23,8 +23,8 @@ constexpr int kMaxRanks = IPCREDUCE_RANKS;  // array bound; in the stand-in, kRa
 #define DEVICE __device__ __forceinline__
 #define DEVICE_NOINLINE __device__ __noinline__
 
-// The unit of every transfer between GPUs: one 128-bit access, which PTX does not split (memory consistency model,
-// "scalar data-types ... with a maximum size and alignment of 128 bits"), so data and sentinel word arrive together.
+// The unit of every transfer between GPUs: one 128-bit access, one instruction in SASS, so data and sentinel word
+// arrive together. The start-up check sees a link that splits it. docs/protocol.md has what is documented of this.
 struct alignas(16) Packet {
   u32 word[4];
 };

@@ -391,11 +391,12 @@ CONSTRUCTOR: list[tuple[dict[str, Any], str]] = [
         ({"device": device}, "device must be None, 'auto' or the ordinal of one of the visible GPUs, from 0; found")
         for device in (-1, "cuda:0", "AUTO", 0.0, True, [0])
     ),
-    ({"mpi_comm": MPI.COMM_NULL}, "mpi_comm must be an mpi4py Intracomm"),
-    ({"mpi_comm": MPI.INFO_NULL}, "mpi_comm must be an mpi4py Intracomm"),
-    ({"mpi_comm": MPI}, "mpi_comm must be an mpi4py Intracomm"),
-    ({"mpi_comm": 0}, "mpi_comm must be an mpi4py Intracomm; found 0"),
-    ({"mpi_comm": "world"}, "mpi_comm must be an mpi4py Intracomm; found 'world'"),
+    ({"group": MPI.COMM_NULL}, "a communicator of mpi4py must be an Intracomm and not COMM_NULL"),
+    *(
+        ({"group": group}, "group must be an mpi4py intracommunicator, a torch.distributed process group, or an object")
+        for group in (MPI.INFO_NULL, MPI, 0, "world", [0, 1])
+    ),
+    ({"group": 0, "mpi_comm": 0}, "found both. Pass group alone"),
 ]
 DEVICE_CONSTRUCTOR: list[tuple[dict[str, Any], str]] = [
     ({"device": 99}, "device must be None, 'auto' or the ordinal of one of the"),

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -44,6 +44,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("left out on this machine")
     for reason, count in reasons.most_common():
         terminalreporter.line(f"{count:5} {'tests' if count > 1 else 'test '}  {reason}")
+
+
+@pytest.fixture(autouse=True)
+def _environment_as_before() -> Iterator[None]:
+    """A test fails that leaves the environment changed for those behind it."""
+    before = dict(os.environ)
+    yield
+    changed = {name for name, _ in before.items() ^ os.environ.items()} - {"PYTEST_CURRENT_TEST"}
+    assert not changed, "left changed in the environment"
 
 
 @pytest.fixture(scope="session")

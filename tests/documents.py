@@ -1,4 +1,4 @@
-"""The Python code in README.md, CONTRIBUTING.md and docs/, as tests run it. Standard library only.
+"""The Python code in README.md, CONTRIBUTING.md, SECURITY.md and docs/, as tests run it. Standard library only.
 
 Every block fenced by ```python runs on two ranks of the simulated device. The blocks of a page share their names. Two
 kinds of HTML comments, which a reader does not see, may stand before a block or behind it:
@@ -44,7 +44,7 @@ class Piece:
 def pages() -> list[Path]:
     """The pages whose code is tested."""
     written = (path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(written)]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(written)]
 
 
 def first_program(page: Path) -> str:

@@ -1,6 +1,7 @@
 """``python -m tests.failures``: ranks that are killed, stopped, exit or raise at random moments; what the others hear.
 
-Host ranks, among plain processes, since mpirun ends the others when one dies. Each turn is a job of its own. Its
+Host ranks, or with --backend nccl ranks that share the GPUs, among plain processes, since mpirun ends the others when
+one dies. Each turn is a job of its own. Its
 victim is another rank, and its moment random, between or within all-reduces of 8 B to 8 MB. A turn is right if every
 survivor gets the right error, which names the victim, within the bound, and if close() returns; and where the victim
 was only stopped, if the ranks then go on together. Prints a table.
@@ -34,44 +35,60 @@ EXPECTED = {
     "raised": ([LOST, ("PeerFailedError", "rank {victim} refused it (RuntimeError: of the program")], 1.0),  # the same
     "stopped": ([("PeerTimeoutError", "rank {victim} never came")], TIMEOUT_SECONDS + 1.0),
 }
-# Of a rank that was stopped while MPI carried the data: MPI does not tell which it is, and the communicator is lost.
-IN_THE_DATA = [("PeerTimeoutError", "some did not come in time"), ("PeerLostError", "halfway")]
+NCCL_SECONDS = 3.0  # more, over NCCL: a process that has used a GPU takes longer to end, and an abort takes 0.5 s
+# Of a rank that was stopped while MPI or NCCL carried the data: they do not tell which, and MPI's communicator is lost.
+IN_THE_DATA = [
+    ("PeerTimeoutError", "some did not come in time"), ("PeerLostError", "halfway"), ("PeerTimeoutError", "at call"),
+]  # fmt: skip
 KINDS = tuple(EXPECTED)
 _SHOWN_SECONDS = 60.0
 
 
 # ---- one rank
-def rank_program(directory: str, rank: int, size: int, kind: str, seed: int, hosts: int) -> None:
-    if hosts > 1:
-        os.environ["IPCREDUCE_HOSTID"] = f"host {rank * hosts // size}"
+def rank_program(directory: str, rank: int, size: int, kind: str, seed: int, hosts: int, backend: str) -> None:
+    machine.pretend_hosts(rank, size, hosts)
     import numpy as np
 
     from ipcreduce import Communicator, IpcReduceError
     from tests.by_files import ByFiles
 
+    if backend == "nccl":
+        import cupy as xp
+
+        xp.cuda.Device(rank % xp.cuda.runtime.getDeviceCount()).use()
+    else:
+        xp = np
+
     moment, numbers = random.Random(seed), np.random.default_rng(seed)
     victim, delay = seed % size, moment.uniform(0.05, 0.4)
-    comm = Communicator(ByFiles(directory, str(rank), str(size)), timeout=TIMEOUT_SECONDS if kind == "stopped" else 60)
+    timeout = TIMEOUT_SECONDS if kind == "stopped" else 60
+    comm = Communicator(ByFiles(directory, str(rank), str(size)), timeout=timeout, backend=backend)
+
+    def reduce(count: int) -> bool:
+        """Reduce an array; True if the result is right."""
+        result = comm.allreduce(xp.full(count, rank + 1.0))
+        comm.synchronize()  # has the error, if there is one
+        return bool((result == total).all())
+
     if rank == victim:
         prepare(kind, delay, Path(directory))
     notes: dict[str, Any] = {}
     total = size * (size + 1) // 2
     try:
         while True:
-            array = np.full(int(numbers.choice(SIZES)), rank + 1.0)
-            assert (comm.allreduce(array) == total).all(), "wrong data"
+            assert reduce(int(numbers.choice(SIZES))), "wrong data"
     except IpcReduceError as error:
         notes = {"at": time.monotonic(), "error": type(error).__name__, "text": str(error)}
     if notes["error"] == "PeerFailedError":  # the next call waits for a rank that has left the program by now
         try:
-            comm.allreduce(np.ones(3))
+            reduce(3)
         except IpcReduceError as error:
             notes |= {"at": time.monotonic(), "next": f"{type(error).__name__}: {error}"}
     if kind == "stopped":
         (Path(directory) / f"heard{rank}").touch()
         for _ in range(3 * size):
             try:
-                notes["goes on"] = bool((comm.allreduce(np.full(1000, rank + 1.0)) == total).all())
+                notes["goes on"] = reduce(1000)
                 break
             except IpcReduceError as error:
                 notes["last"] = f"{type(error).__name__}: {error}"
@@ -100,15 +117,15 @@ def prepare(kind: str, delay: float, directory: Path) -> None:
 
 
 # ---- all of them
-def turn(kind: str, size: int, seed: int, hosts: int = 1) -> dict[str, Any]:
+def turn(kind: str, size: int, seed: int, hosts: int = 1, backend: str = "mpi") -> dict[str, Any]:
     """One job, on so many pretended hosts. ``wrong`` says what was not right in it; "" for nothing."""
     victim = seed % size
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "tests.failures", "--rank", directory]
         ranks = [
             subprocess.Popen(
-                [*command, *map(str, (rank, size, kind, seed, hosts))], cwd=machine.ROOT, env=machine.environment(),
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                [*command, *map(str, (rank, size, kind, seed, hosts, backend))], cwd=machine.ROOT,
+                env=machine.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )
             for rank in range(size)
         ]  # fmt: skip
@@ -134,17 +151,20 @@ def turn(kind: str, size: int, seed: int, hosts: int = 1) -> dict[str, Any]:
         try:
             notes = json.loads(outputs[rank].splitlines()[-1])
             seconds.append(notes["at"] - acted)
-            wrong += problems(kind, victim, notes, seconds[-1], hosts)
+            wrong += problems(kind, victim, notes, seconds[-1], hosts, backend)
         except (ValueError, IndexError, KeyError):
             wrong.append(outputs[rank][-1000:])
     what = f"{kind}, {size} ranks on {hosts} host(s), seed {seed}"
     return {"wrong": "; ".join(f"{what}: {one}" for one in wrong), "seconds": seconds}
 
 
-def problems(kind: str, victim: int, notes: dict[str, Any], seconds: float, hosts: int) -> list[str]:
+def problems(
+    kind: str, victim: int, notes: dict[str, Any], seconds: float, hosts: int, backend: str = "mpi"
+) -> list[str]:
     """What is not right in a survivor's notes."""
     errors, bound = EXPECTED[kind]
-    if hosts > 1 and kind == "stopped":
+    bound += NCCL_SECONDS if backend == "nccl" else 0
+    if kind == "stopped" and (hosts > 1 or backend == "nccl"):
         errors = [*errors, *IN_THE_DATA]
     found = []
     if not any(notes["error"] == name and words.format(victim=victim) in notes["text"] for name, words in errors):
@@ -157,7 +177,7 @@ def problems(kind: str, victim: int, notes: dict[str, Any], seconds: float, host
         found.append(f"heard after {seconds:.2f} s")
     if notes["close"] > 6.5:
         found.append(f"close() took {notes['close']:.1f} s")
-    lost = hosts > 1 and "PeerLostError" in notes.get("last", "")
+    lost = hosts > 1 and backend == "mpi" and "PeerLostError" in notes.get("last", "")
     if kind == "stopped" and not notes.get("goes on") and not lost:
         found.append(f"did not go on: {notes.get('last')}")
     return found
@@ -168,22 +188,31 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=20, help="of each kind, for each number of ranks (20)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--hosts", type=int, default=1, help="pretended ones, which share no memory (1)")
+    parser.add_argument("--backend", choices=["mpi", "nccl"], default="mpi", help="mpi: host arrays (mpi)")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--json", type=Path, help="write the table there, too")
-    parser.add_argument("--rank", nargs=6, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", nargs=7, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
-        directory, rank, size, kind, seed, hosts = args.rank
-        rank_program(directory, int(rank), int(size), kind, int(seed), int(hosts))
+        directory, rank, size, kind, seed, hosts, backend = args.rank
+        rank_program(directory, int(rank), int(size), kind, int(seed), int(hosts), backend)
         return 0
     rows, wrong = [], []
     print(f"{'':10} {'ranks':>5} {'turns':>5} {'right':>5} {'heard after, s: median':>23} {'most':>6}")
-    for kind in KINDS:
+    for kind in args.kinds:
         for size in args.ranks:
-            turns = [turn(kind, size, seed, args.hosts) for seed in range(args.turns)]
+            turns = [turn(kind, size, seed, args.hosts, args.backend) for seed in range(args.turns)]
             seconds = [one for each in turns for one in each["seconds"]] or [float("nan")]
             wrong += [each["wrong"] for each in turns if each["wrong"]]
             right = sum(not each["wrong"] for each in turns)
-            row = {"kind": kind, "hosts": args.hosts, "ranks": size, "turns": len(turns), "right": right}
+            row = {
+                "kind": kind,
+                "hosts": args.hosts,
+                "backend": args.backend,
+                "ranks": size,
+                "turns": len(turns),
+                "right": right,
+            }
             row |= {"median_s": round(statistics.median(seconds), 3), "most_s": round(max(seconds), 3)}
             rows.append(row)
             print(
@@ -192,7 +221,7 @@ def main() -> int:
     if args.json:
         from ipcreduce.bench import report
 
-        args.json.write_text(json.dumps(report.header(sys.argv) | {"rows": rows}, indent=1) + "\n")
+        report.write_json(args.json, report.header(sys.argv) | {"rows": rows})
     for text in wrong:
         print(text, file=sys.stderr)
     return 1 if wrong else 0

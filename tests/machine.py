@@ -27,6 +27,19 @@ def cuda() -> tuple[int, int]:
     return count.value, version.value // 1000
 
 
+def pretend_hosts(rank: int, size: int, hosts: int) -> None:
+    """Let this process be one of ``size`` ranks on so many hosts of equal size, for the library and for NCCL.
+
+    NCCL refuses two ranks of one host on one GPU, so there each of them gets a host of its own.
+    """
+    host = f"host {rank * hosts // size}"
+    if hosts > 1:
+        os.environ["IPCREDUCE_HOSTID"] = host
+    if hosts > 1 or 0 < cuda()[0] < size:
+        os.environ["NCCL_HOSTID"] = host if cuda()[0] >= size else f"rank {rank}"
+        os.environ |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+
+
 def find_mpirun(python: str) -> str | None:
     """The launcher to use: $MPIRUN, else the one that is installed beside python, else the one on PATH."""
     beside = Path(python).parent / "mpirun"

@@ -16,7 +16,7 @@ from tests import machine, release
 
 DEMO = ["mpi_examples/train_digits.py"]
 LEAST_COVERAGE = 85
-TEST_TIME = "takes about 13 minutes on 2 cores"
+TEST_TIME = "takes about 14 minutes on 2 cores"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 TEST_OPTIONS = ["--quiet", "-p", "tests.progress"]
 NO_CUDA = ({"docs"}, {"release"})  # the extras of those targets that need neither CUDA nor MPI
@@ -35,8 +35,9 @@ print("bindings", bindings.__version__, "NVRTC", "{1}.{2}".format(*nvrtc.nvrtcVe
 
 def main() -> int:
     commands = {
-        "demo": demo, "test": test, "test-cuda12": test_cuda12, "failures": failures, "check": check, "docs": docs,
-        "release": release.release,
+        "demo": demo, "test": test, "test-cuda12": test_cuda12, "failures": failures, "fuzz": fuzz, "mutants": mutants,
+        "models": models, "sanitizers": sanitizers, "sass": sass, "engines": engines,
+        "check": check, "docs": docs, "release": release.release,
     }  # fmt: skip
     parser = argparse.ArgumentParser(prog="tests.run", description=__doc__)
     parser.add_argument("what", choices=[*commands, "test-pythons"])
@@ -116,6 +117,44 @@ def demo(python: str) -> int:
 
 def failures(python: str) -> int:
     return run(python, "-m", "tests.failures", check=False)
+
+
+def models(python: str) -> int:
+    return run(python, "-m", "tests.models", check=False)
+
+
+def fuzz(python: str) -> int:
+    """On the GPUs if there are any."""
+    times = int(os.environ.get("FUZZ", "1"))
+    where = ["--gpu", "--ranks", "2"] if machine.cuda()[0] else []
+    commands = (
+        ["tests.fuzz", "--programs", 300 * times, *where],
+        ["tests.fuzz", "--deaths", "--programs", 30 * times, *(where or ["--ranks", "2", "3", "4"])],
+        ["tests.fuzz.soak", "--communicators", 50 * times, "--recordings", 150 * times, *where],
+        ["tests.fuzz.messages", "--turns", 50_000 * times],
+    )
+    return max(run(python, "-m", *map(str, command), check=False) for command in commands)
+
+
+def mutants(python: str) -> int:
+    missing = [reason for tier, reason in left_out(python).items() if tier != "gpu"]
+    if missing:
+        print(f"the mutants need the tiers mpi and sim: {missing[0]}", file=sys.stderr)
+        return 1
+    return run(python, "-m", "tests.mutants", check=False)
+
+
+def sanitizers(python: str) -> int:
+    return run(python, "-m", "tests.sanitizers", check=False)
+
+
+def sass(python: str) -> int:
+    return run(python, "-m", "tests.sass", check=False)
+
+
+def engines(python: str) -> int:
+    os.environ["TEST_ENGINES"] = "1"
+    return run(python, "-m", "pytest", "-q", "-rP", "tests/unit/test_engine_contracts.py", check=False)
 
 
 def check(python: str) -> int:

@@ -1,13 +1,30 @@
-"""System-scope memory accesses of kernels, read from their machine code by nvdisasm (no GPU needed)."""
+"""System-scope memory accesses of kernels, read from their machine code by nvdisasm (no GPU needed).
+
+``python -m tests.sass`` checks every kernel, in every dtype, for every architecture of NVRTC's, and prints a table.
+"""
 
 from __future__ import annotations
 
+import argparse
+import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+from ipcreduce.cuda import compiler
+from ipcreduce.device.devices import MIN_CAPABILITY
+from ipcreduce.errors import IpcReduceError
+from ipcreduce.numerics import DTYPE_NAMES, OPS
+
+KERNELS = ("one_shot", "two_shot", "direct")  # those of every dtype and op; verify and limit have none
+Case = tuple[str, dict[str, str]]  # a kernel and its macros
 
 # Instructions such as STG.E.128.STRONG.SYS. No width means 32 bits.
 _ACCESS = re.compile(r"\b(LD|ST)G?((?:\.\w+)*\.STRONG(?:\.\w+)*\.SYS(?:\.\w+)*)\b")
@@ -40,21 +57,109 @@ def problems(kernel: str, macros: dict[str, str], cubin: bytes) -> list[str]:
     """Deviations from code in which every packet is a single access of 128 bits; empty if there are none.
 
     By sync.cuh and exchange.cuh, all other accesses of system scope are 32-bit words: two loads and three stores in
-    check_wait, and with each packet of integers the sentinel words of its escape packet. Of the flags of direct.cu only
-    the sentinel words are used, so a compiler may narrow the loads of some or all flags to them.
+    check_wait, and with each packet of integers the sentinel words of its escape packet. Of the flags of direct.cu and
+    limit.cu only the sentinel words are used, so a compiler may narrow the loads of some or all flags to them.
     """
     loads, stores = accesses(cubin)
     peers = int(macros["IPCREDUCE_RANKS"]) - 1
     sentinels = 1 if int(macros["IPCREDUCE_WHOLE_PACKETS"]) else 2
     control_loads, control_stores = (0, 0) if kernel == "verify" else (2, 3)
-    escapes = 0 if kernel == "verify" or "float" in macros["IPCREDUCE_DTYPE"] else sentinels
-    flags = peers if kernel == "direct" else 0
+    escapes = 0 if kernel in ("verify", "limit") or "float" in macros["IPCREDUCE_DTYPE"] else sentinels
+    flags = peers if kernel in ("direct", "limit") else 0
     words = {  # if n flags are loaded as words
         control_loads + escapes * (loads[128] - flags + n) + sentinels * n for n in range(flags + 1)
     }
-    least = 1 if kernel == "verify" else peers
+    least = {"loads": peers, "stores": peers}
+    if kernel in ("verify", "limit"):
+        least = {"loads": kernel == "verify", "stores": 1 if kernel == "verify" else 2 * peers}
     return [
         f"{kernel}: {direction} of {dict(found)} bits; expected {sorted(expected)} of 32, all others of 128"
         for direction, found, expected in [("loads", loads, words), ("stores", stores, {control_stores})]
-        if found[128] < least or found[32] not in expected or found.keys() - {32, 128}
+        if found[128] < least[direction] or found[32] not in expected or found.keys() - {32, 128}
     ]
+
+
+# ---- all of them
+def macros(
+    dtype: str = "float32", op: str = "sum", *, n: int = 2, rank: int = 0, whole: int = 1, depth: int = 1
+) -> dict[str, str]:
+    """Those that a kernel's source requires."""
+    return {
+        "IPCREDUCE_RANKS": str(n),
+        "IPCREDUCE_RANK": str(rank),
+        "IPCREDUCE_DTYPE": dtype,
+        "IPCREDUCE_OP": op,
+        "IPCREDUCE_DEPTH": str(depth),
+        "IPCREDUCE_WHOLE_PACKETS": str(whole),
+    }
+
+
+def cases(turn: int) -> Iterator[Case]:
+    """Every kernel with every dtype, in both forms of packets; ops, world sizes, ranks and depths take turns."""
+    for whole in (0, 1):
+        for name in ("verify", "limit"):
+            yield name, macros("int32", n=2 + (turn + whole) % 7, whole=whole)
+        for column, kernel in enumerate(KERNELS):
+            for row, dtype in enumerate(DTYPE_NAMES):
+                at = turn + column + row + whole
+                n, depth = 2 + at % 7, (1, 2, 4)[at % 3] if kernel != "one_shot" else 1
+                yield kernel, macros(dtype, OPS[at % len(OPS)], n=n, rank=at % n, whole=whole, depth=depth)
+
+
+def architectures() -> list[tuple[int, int]]:
+    """The compute capabilities that NVRTC offers."""
+    from cuda.bindings import nvrtc
+
+    code, found = nvrtc.nvrtcGetSupportedArchs()
+    assert not int(code), code
+    return [divmod(int(number), 10) for number in found]
+
+
+def check(capability: tuple[int, int], chosen: Iterable[Case]) -> dict[str, Any]:
+    """A row of the table: how many kernels were compiled for an architecture, their packets' accesses, the problems."""
+    row: dict[str, Any] = {"arch": "sm_{}{}".format(*capability), "kernels": 0, "loads": 0, "stores": 0, "problems": []}
+    if capability < MIN_CAPABILITY:
+        return row | {"left out": "ipcreduce needs compute capability {}.{}".format(*MIN_CAPABILITY)}
+
+    def look(case: Case) -> tuple[int, int, list[str]]:
+        kernel, given = case
+        try:
+            cubin = compiler.compile_kernel(kernel, given, capability)
+            loads, stores = accesses(cubin)
+            return loads[128], stores[128], problems(kernel, given, cubin)
+        except (IpcReduceError, subprocess.CalledProcessError) as error:
+            return 0, 0, [f"{kernel}: {error}"]
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for loads, stores, found in pool.map(look, chosen):
+            row["kernels"] += 1
+            row["loads"] += loads
+            row["stores"] += stores
+            row["problems"] += found
+    return row
+
+
+def main() -> int:
+    from ipcreduce.bench import report
+
+    parser = argparse.ArgumentParser(prog="tests.sass", description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the table there, too")
+    options = parser.parse_args()
+    if nvdisasm() is None:
+        print("nvidia-cuda-nvdisasm is not installed: pip install nvidia-cuda-nvdisasm")
+        return 2
+    print(f"{'arch':8} {'kernels':>7} {'128-bit loads':>13} {'stores':>7}  problems")
+    rows = []
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["IPCREDUCE_CACHE_DIR"] = cache
+        for turn, capability in enumerate(architectures()):
+            rows.append(row := check(capability, cases(turn)))
+            told = row.get("left out") or "; ".join(row["problems"]) or "none"
+            print(f"{row['arch']:8} {row['kernels']:7} {row['loads']:13} {row['stores']:7}  {told}", flush=True)
+    if options.json:
+        report.write_json(options.json, report.header(["-m", "tests.sass"]) | {"rows": rows})
+    return int(any(row["problems"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -79,8 +79,13 @@ def run(
                 time.sleep(late_seconds)
             found = _one(module, comm, case, values[rank], np.random.default_rng([seed, number, rank, 1]), tight)
             where = f"rank {rank}, {name}: {case}"
-            assert reference.same(found, expected), f"{where}\nfound {found}\nexpected {expected}"
-            assert case.special or reference.close(found, values, case.op), f"{where}: too far from the float64 result"
+            if comm.backend == "nccl":
+                assert reference.near(found, values, case.op), f"{where}\nfound {found}\nexpected about {expected}"
+            else:
+                assert reference.same(found, expected), f"{where}\nfound {found}\nexpected {expected}"
+                assert case.special or reference.close(found, values, case.op), (
+                    f"{where}: too far from float64's result"
+                )
             checksums.append(zlib.crc32(found.tobytes()))
         everyone = world.allgather(checksums)
         assert len({c for one in everyone for c in one}) == 1, f"{case}: bits differ: {everyone}"

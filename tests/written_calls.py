@@ -95,7 +95,8 @@ def views(module: Any, comm: Any) -> int:
             found = one(module, comm, values[comm.rank], op, layout, output)
             bits = found.view(view) if dtype == "?" else as_parts(found, view)
             where = f"rank {comm.rank}: {op} of {np.dtype(dtype)} {shape}, {layout}, {output}"
-            assert reference.same(bits, due), f"{where}\nfound {found}\nexpected {due}"
+            same = reference.near(bits, seen, op) if comm.backend == "nccl" else reference.same(bits, due)
+            assert same, f"{where}\nfound {found}\nexpected {due}"
         checksums.append(zlib.crc32(bits.tobytes()))
     for case, of_ranks in zip(cases(), zip(*MPI.COMM_WORLD.allgather(checksums), strict=True), strict=True):
         assert len(set(of_ranks)) == 1, f"{case}: the bits differ between ranks"

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ..coordination import exchange
+from ..coordination import mpi
 from ..errors import UnsupportedError
 
 _LAUNCHERS = (  # name, and the variables of rank and size; the first that is set counts, since they nest in this order
@@ -52,7 +52,7 @@ class Ranks:
     def join(self) -> None:
         """Initialise MPI. Collective. :raises UnsupportedError: if there is none."""
         if self._ends is None:
-            self._ends = exchange.require_mpi().COMM_WORLD.Dup()
+            self._ends = mpi.require().COMM_WORLD.Dup()
             self.size = int(self._ends.Get_size())
             if self.size > 1:
                 self.rank = int(self._ends.Get_rank())
@@ -106,5 +106,5 @@ class Ranks:
 
 def library() -> str:
     """The name and version of the MPI library that mpi4py uses. :raises UnsupportedError: if there is none."""
-    first = str(exchange.require_mpi().Get_library_version()).splitlines()[0]
+    first = str(mpi.require().Get_library_version()).splitlines()[0]
     return " ".join(first.replace("\0", "").replace("Version:", "").split()).split(", package")[0]

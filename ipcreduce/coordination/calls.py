@@ -25,7 +25,7 @@ from .backend import Body, Engine
 from .control_page import Page
 from .fingerprint import Fingerprint
 from .resynchronisation import start_anew
-from .rounds import Abandon, Meetings, Rounds
+from .rounds import Abandon, Left, Meetings, Rounds
 
 _PATIENCE_SECONDS = 30.0  # in a resynchronisation, for a rank that came too late for a call and is still on its way
 _SHARED = (RankMismatchError, PeerFailedError, PeerTimeoutError, PeerLostError)  # raised on every rank without our help
@@ -53,12 +53,12 @@ class CallSequence:
 
     :param page: None for ranks that have none: their calls are not compared here.
     :param engines: what may still work on a call, or hold parts of one, when it has failed.
-    :param refuse: for that case, tells the peers that this rank refuses a call: returns why it is lost, if it is.
+    :param refuse: for that case, tells the peers of a refused call; returns why it is lost, if it is. None: it cannot.
     """
 
     def __init__(
         self, rank: int, timeout: float, page: Page | None, engines: Sequence[Engine],
-        refuse: Callable[[BaseException, int], PeerLostError | None],
+        refuse: Callable[[BaseException, int], PeerLostError | None] | None,
     ) -> None:  # fmt: skip
         self.rank, self.timeout = rank, timeout
         self.number = 0  # of the last attempt, refused ones included
@@ -179,7 +179,7 @@ class CallSequence:
         """:raises IpcReduceError: a fault of an earlier call: the earliest takes precedence."""
         page = self._page
         if page is None:
-            self.unusable = self._refuse_elsewhere(error, self.number)
+            self.unusable = self._refuse_elsewhere(error, self.number) if self._refuse_elsewhere else None
             return
         if page.aborted:
             earlier = page.fault()
@@ -189,12 +189,13 @@ class CallSequence:
         self._post(control_page.REFUSED, f"{type(error).__name__}: {error}")
         self.raised = True
 
-    def _post(self, kind: int, text: str) -> None:
+    def _post(self, kind: int, text: str, of: int | None = None) -> None:
+        """Write a fault of this rank, or of rank ``of``, and end every wait."""
         assert self._page is not None
         for engine in self._engines:
             with suppress(IpcReduceError):  # the fault at hand comes first
                 engine.drain()  # the abort word would end earlier calls too
-        self._page.post_fault(kind, self.number, text)
+        self._page.post_fault(kind, self.number, text, of)
 
     # ---- faults of others
     def raise_pending(self) -> None:
@@ -261,13 +262,13 @@ class CallSequence:
         try:
             check = partial(self.check_wait, number, time.monotonic() + self.timeout)
             return self._rounds.gather(payload, check, abandon)
-        except PeerFailedError as error:
-            if not self.raised:  # a rank has left the round, and its fault may come later than its record of that
-                if not page.aborted:
-                    self._post(control_page.REFUSED, str(error))
-                self.raised = True
-                raise faults.fault_error(page, number, self.timeout) from None
-            raise
+        except Left as left:  # its fault may come later than its record of that
+            if not page.aborted and page.fault() is None:
+                self._post(control_page.REFUSED, left.text, left.rank)
+            if page.fault() is None:
+                faults.raise_lost(page, number)
+            self.raised = True
+            raise faults.fault_error(page, number, self.timeout) from None
 
     def _resynchronise(self) -> None:
         """Meet all ranks, each of which has raised its error, and start anew with one call number. Collective.

@@ -176,11 +176,15 @@ class Page:
         self._words32[missing_offset(self.rank) // 4 + 1] = 1
 
     # ---- faults
-    def post_fault(self, kind: int, call: int, text: str) -> None:
-        """Write the reason for which this rank ends a call on all ranks, then raise the abort word."""
+    def post_fault(self, kind: int, call: int, text: str, of: int | None = None) -> None:
+        """Write the reason for which a call ends on all ranks, then raise the abort word.
+
+        :param of: the rank at fault; None: this one.
+        """
         with self._writing:
             self._written += 1
-            self._faults[self.rank].write(self._written, kind=kind, call=call, text=text)
+            of = self.rank if of is None else of
+            self._faults[self.rank].write(self._written, kind=kind, call=call, rank=of, text=text)
         self.abort(TOLD)
 
     def fault(self) -> tuple[int, int, int, str] | None:
@@ -188,8 +192,8 @@ class Page:
         deadline = None
         while True:
             found = [
-                (int(fault["call"]), rank, int(fault["kind"]), text_of(fault))
-                for rank, slot in enumerate(self._faults)
+                (int(fault["call"]), int(fault["rank"]), int(fault["kind"]), text_of(fault))
+                for slot in self._faults
                 if (fault := slot.read()) is not None
             ]
             if found or self.abort_word[0] != TOLD or self.loss() is not None:
@@ -248,7 +252,7 @@ class Page:
         found = {}
         for writer, slot in enumerate(self._losses):
             record = slot.read()
-            if record is not None:
+            if record is not None and record["rank"] < self.n:
                 rank, why = int(record["rank"]), text_of(record)
                 if call is None or why != CLOSED_IT or self.calls.call_of(rank) < call:
                     found[writer] = rank, why

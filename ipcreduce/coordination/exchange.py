@@ -1,16 +1,15 @@
-"""The exchange at start-up: fixed structs, by nonblocking MPI with a deadline. Nothing is pickled, no handle logged."""
+"""The exchange at start-up: fixed structs, by :class:`Ranks`, with a deadline. No handle is logged."""
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import IpcReduceError, PeerTimeoutError, RankMismatchError, UnsupportedError, first_line, report
+from ..errors import IpcReduceError, PeerTimeoutError, RankMismatchError, UnsupportedError, report
 
 MAGIC = 0x1B_C4ED
 VERSION = 1
@@ -70,44 +69,53 @@ def text_of(record: Any) -> str:
     return bytes(record["text"]).rstrip(b"\0").decode(errors="replace")
 
 
-def mpi_is_finalised() -> bool:
-    """True if no MPI call may be made any more."""
-    module = sys.modules.get("mpi4py.MPI")  # to import it would initialise MPI
-    return module is not None and module.Is_finalized()
+class Request(Protocol):
+    """An exchange under way."""
+
+    def Test(self) -> bool:
+        """True once it is done. :raises IpcReduceError: if it never will be."""
 
 
-def check_mpi_runs() -> None:
-    """:raises UnsupportedError: if the program has finalised MPI."""
-    if mpi_is_finalised():
-        raise UnsupportedError("MPI is finalised: make and use communicators before MPI.Finalize()")
+class Ranks(Protocol):
+    """The ranks of one communicator, as start-up needs them: over MPI or over any group that the program has."""
+
+    rank: int
+    size: int
+    silence: str  # the words for ranks that do not answer in time
+
+    def gather(self, sent: np.ndarray[Any, Any], received: np.ndarray[Any, Any]) -> Request:
+        """Begin to collect every rank's ``sent``, uint8 of shape ``(m,)``, by rank in ``received``, ``(size * m,)``.
+
+        Collective. Both arrays must stay as they are until the request is done.
+        """
+
+    def join(self, timeout: float) -> Ranks:
+        """The same ranks, by a way on which they meet nothing of the program's. Collective.
+
+        :raises PeerTimeoutError: if a rank does not come within ``timeout`` seconds.
+        """
+
+    def local_rank(self, hosts: Sequence[bytes]) -> int:
+        """This process's number on its host. ``hosts`` has an identifier of every rank's."""
+
+    def free(self) -> None:
+        """Give back what :meth:`join` has made."""
 
 
-def require_mpi() -> Any:
-    """The MPI module, initialised. :raises UnsupportedError: if MPI is missing, not initialised or finalised."""
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # mpi4py's wheel raises RuntimeError where it finds no MPI library
-        raise UnsupportedError(
-            f"MPI cannot be loaded ({first_line(error)}): pip install 'ipcreduce[mpi]', or install MPICH or Open MPI"
-        ) from None
-    check_mpi_runs()
-    if not MPI.Is_initialized():
-        raise UnsupportedError("MPI is not initialised: call MPI.Init(), or leave mpi4py.rc.initialize at True")
-    return MPI
-
-
+LATE = "Look for a rank that has not made its Communicator, then make it again on every rank."
+_STOPPED = "Look for a rank that waits elsewhere or has stopped; only close() is left."
 _abandoned: list[Any] = []  # requests that were given up, with their buffers: MPI may still write into them
 
 
 def complete(
-    request: Any,
-    mpi: Any,
+    request: Request,
+    ranks: Ranks,
     deadline: float,
     what: str,
     *,
     call: int = 0,
     interrupt: Callable[[], None] | None = None,
-    advice: str = "Look for a rank that waits elsewhere or has stopped; only close() is left.",
+    advice: str = _STOPPED,
 ) -> None:
     """Wait for a request; ``interrupt()`` is called between polls, and may raise.
 
@@ -121,8 +129,8 @@ def complete(
             if now > deadline:
                 raise PeerTimeoutError(
                     report(
-                        mpi.Get_rank(), call, expected=f"all {mpi.Get_size()} ranks at {what}",
-                        found="that some did not come in time",
+                        ranks.rank, call, expected=f"all {ranks.size} ranks at {what}",
+                        found=ranks.silence,
                         advice=advice,
                     )
                 )  # fmt: skip
@@ -137,36 +145,36 @@ def complete(
 
 
 def allgather(
-    mpi: Any,
+    ranks: Ranks,
     record: np.ndarray[Any, Any],
     deadline: float,
     what: str,
     *,
     call: int = 0,
     interrupt: Callable[[], None] | None = None,
+    advice: str = _STOPPED,
 ) -> np.ndarray[Any, Any]:
     """Every rank's record, shape ``(n,)``, checked to be of the same kind, version and length.
 
     :raises RankMismatchError: if a rank sends something else. :raises PeerTimeoutError: see :func:`complete`.
-    :raises UnsupportedError: if MPI is finalised.
+    :raises UnsupportedError: if MPI is finalised. :raises PeerLostError: if the program's group fails.
     """
-    check_mpi_runs()
-    n = mpi.Get_size()
-    gathered = np.zeros(n, record.dtype)
+    gathered = np.zeros(ranks.size, record.dtype)
     complete(
-        mpi.Iallgather(record.view(np.uint8), gathered.view(np.uint8)),
-        mpi,
+        ranks.gather(record.view(np.uint8), gathered.view(np.uint8)),
+        ranks,
         deadline,
         what,
         call=call,
         interrupt=interrupt,
+        advice=advice,
     )
     for rank, other in enumerate(gathered):
         for field in ("magic", "version", "kind", "length"):
             if other[field] != record[0][field]:
                 raise RankMismatchError(
                     report(
-                        mpi.Get_rank(), call, expected=f"{field} {record[0][field]} at {what}",
+                        ranks.rank, call, expected=f"{field} {record[0][field]} at {what}",
                         found=f"{field} {other[field]} from rank {rank}",
                         advice="Run the same version of ipcreduce and the same program on every rank.",
                     )
@@ -175,16 +183,16 @@ def allgather(
 
 
 def confirm(
-    mpi: Any, error: BaseException | None, deadline: float, what: str, interrupt: Callable[[], None] | None = None
+    ranks: Ranks, error: BaseException | None, deadline: float, what: str, interrupt: Callable[[], None] | None = None
 ) -> None:
     """End a step of start-up on all ranks alike: if any rank met an error, every rank raises.
 
     :raises UnsupportedError: naming the ranks that failed and why.
     """
-    check(mpi, allgather(mpi, message(CONFIRMATION, error), deadline, what, interrupt=interrupt), what)
+    check(ranks, allgather(ranks, message(CONFIRMATION, error), deadline, what, interrupt=interrupt), what)
 
 
-def check(mpi: Any, gathered: np.ndarray[Any, Any], what: str) -> None:
+def check(ranks: Ranks, gathered: np.ndarray[Any, Any], what: str) -> None:
     """:raises UnsupportedError: if a rank's record is not ok, which every message says."""
     failed = [rank for rank in range(len(gathered)) if not gathered[rank]["ok"]]
     if failed:
@@ -193,11 +201,11 @@ def check(mpi: Any, gathered: np.ndarray[Any, Any], what: str) -> None:
 
 
 @contextmanager
-def step(mpi: Any, deadline: float, what: str) -> Iterator[None]:
+def step(ranks: Ranks, deadline: float, what: str) -> Iterator[None]:
     """The block, then a vote: all ranks go on or all give up. :raises UnsupportedError: with every rank's reason."""
     error: Exception | None = None
     try:
         yield
     except (IpcReduceError, OSError) as caught:
         error = caught
-    confirm(mpi, error, deadline, what)
+    confirm(ranks, error, deadline, what)

@@ -135,7 +135,7 @@ class FlightRecorder:
 
         Calls that either has overwritten are left out.
         """
-        newest = max(self.number[0], self._numbers[rank][0])
+        newest = min(max(self.number[0], self._numbers[rank][0]), _MOST_CALLS)
         calls = np.arange(max(first, self.first, newest - RING + 2), last + 1)
         slots = self._columns[calls % RING]
         differing = calls[slots[:, rank] != slots[:, self._rank]]

@@ -16,7 +16,7 @@ OFFER_BYTES = 136  # of a rank at a meeting
 CHUNK_BYTES = 1024  # of a rank's payload in one round
 ABORT_OFFSET = 0
 
-FAULT = record(("kind", "<u8"), ("call", "<u8"), ("text", "S1024"))
+FAULT = record(("kind", "<u8"), ("call", "<u8"), ("rank", "<u8"), ("text", "S1024"))
 LOSS = record(("rank", "<u8"), ("text", "S128"))
 ROUND = record(("ok", "<u4"), ("total", "<u4"), ("payload", f"V{CHUNK_BYTES}"))
 MEETING = record(("call", "<u8"), ("round", "<u8"), ("offered", "<u8"), ("offer", f"V{OFFER_BYTES}"))

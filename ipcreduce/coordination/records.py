@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import RankMismatchError
+
 _SEAL_BYTES = 4
 _fence = threading.Lock()
 
@@ -66,6 +68,19 @@ class Slot:
     def clear(self) -> None:
         """Remove the record."""
         self._page[self._place] = bytes(self._layout.itemsize)
+
+
+def rows(data: bytes, layout: np.dtype[Any], what: str) -> np.ndarray[Any, Any]:
+    """The rows that another rank has sent, shape ``(m,)``.
+
+    :raises RankMismatchError: if ``data`` is not made of rows.
+    """
+    if len(data) % layout.itemsize:
+        raise RankMismatchError(
+            f"expected {what} in rows of {layout.itemsize} bytes from every rank; found {len(data)} bytes. "
+            "Run the same version of ipcreduce on every rank."
+        )
+    return np.frombuffer(data, layout)
 
 
 def text_of(found: Any, name: str = "text") -> str:

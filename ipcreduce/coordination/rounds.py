@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 
-from ..errors import PeerFailedError
+from ..errors import PeerFailedError, RankMismatchError
 from .control_page import Page
 from .page_layout import CHUNK_BYTES
 from .records import fence
@@ -14,6 +15,37 @@ _SPINS = 20  # polls without a sleep, for ranks that come together
 _POLL_SECONDS = 1e-4  # the sleep between later ones
 
 Abandon = Callable[[BaseException], bytes]
+
+
+class Left(PeerFailedError):
+    """Rank ``rank`` has given a round up, for the reason ``text``."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(f"rank {rank} left an exchange between the ranks ({text})")
+        self.rank, self.text = rank, text
+
+    @classmethod
+    def because(cls, error: BaseException, page: Page) -> Left:
+        """The same of this rank, whose ``error`` may itself be because of another rank."""
+        if isinstance(error, cls):
+            return error
+        fault = page.fault() if isinstance(error, PeerFailedError) else None
+        return cls(page.rank, f"{type(error).__name__}: {error}") if fault is None else cls(fault[1], fault[3])
+
+    def pack(self) -> bytes:
+        """As the payload of a chunk. The text is cut to its room."""
+        return f"{self.rank} {self.text}".encode()[:CHUNK_BYTES]
+
+    @classmethod
+    def unpack(cls, chunk: bytes) -> Left:
+        """The one in ``chunk``. :raises RankMismatchError: if there is none."""
+        rank, _, text = chunk.rstrip(b"\0").decode(errors="replace").partition(" ")
+        if not re.fullmatch("[0-9]{1,9}", rank):
+            raise RankMismatchError(
+                f"expected the number of a rank that left an exchange; found {rank[:20]!r}. Run the same version of "
+                "ipcreduce on every rank."
+            )
+        return cls(int(rank), text)
 
 
 def _pause(polls: int) -> int:
@@ -39,7 +71,7 @@ class Rounds:
         :param check: called between polls with the ranks that have not come; raises to give the round up.
         :param abandon: makes a payload of one chunk from the exception that ends this rank's wait, for ranks that come
             later. Without it they raise.
-        :raises PeerFailedError: if a rank has given up, and has left no payload.
+        :raises Left: if a rank has given up, and has left no payload.
         """
         parts: list[bytes] = [b""] * self._page.n
         lengths = [1] * self._page.n
@@ -62,12 +94,11 @@ class Rounds:
             while None in (parts := page.read_round(self.last)):
                 polls = _pause(polls)
                 check([rank for rank, part in enumerate(parts) if part is None])
-            for rank, part in enumerate(parts):
+            for part in parts:
                 if part is not None and not part[0]:
-                    text = part[2].rstrip(b"\0").decode(errors="replace")
-                    raise PeerFailedError(f"rank {rank} left an exchange between the ranks ({text})")
+                    raise Left.unpack(part[2])
         except BaseException as error:  # a rank that comes later must not count on this one
-            left = f"{type(error).__name__}: {error}".encode() if abandon is None else abandon(error)
+            left = Left.because(error, page).pack() if abandon is None else abandon(error)
             page.write_round(self.last, abandon is not None, len(left), left[:CHUNK_BYTES])
             raise
         return [(part[1], part[2]) for part in parts if part is not None]

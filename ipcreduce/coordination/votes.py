@@ -12,8 +12,10 @@ import numpy as np
 from ..errors import PeerFailedError, RankMismatchError, report
 from .calls import CallSequence
 from .fingerprint import Fingerprint
+from .records import rows
 
 _VOTE = np.dtype([("call", "<u8"), ("ok", "<u4"), ("count", "<u4"), ("crc", "<u4"), ("text", "S512")])
+_CHECKSUM = np.dtype("<u4")
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class Vote:
 
     @classmethod
     def unpack(cls, data: bytes) -> Vote:
-        """The vote in ``data``."""
-        (row,) = np.frombuffer(data, _VOTE)
+        """The vote in ``data``. :raises RankMismatchError: if there is none."""
+        row = rows(data.ljust(1, b"\0"), _VOTE, "votes")[0]
         text = bytes(row["text"]).decode(errors="replace")
         return cls(int(row["call"]), bool(row["ok"]), int(row["count"]), int(row["crc"]), text)
 
@@ -86,12 +88,15 @@ def agree(
 
 
 def _checksums(recorded: Sequence[Fingerprint]) -> np.ndarray[Any, np.dtype[np.uint32]]:
-    return np.array([one.crc for one in recorded], "<u4")
+    return np.array([one.crc for one in recorded], _CHECKSUM)
 
 
 def _first_difference(calls: CallSequence, number: int, recorded: Sequence[Fingerprint]) -> tuple[int, list[str]]:
     """The index of the first all-reduce that is not the same on every rank, and each rank's text for it."""
-    everyone = [np.frombuffer(data, "<u4") for data in calls.gather(number, _checksums(recorded).tobytes())]
+    everyone = [
+        rows(data, _CHECKSUM, "checksums of a recording")
+        for data in calls.gather(number, _checksums(recorded).tobytes())
+    ]
     shortest = min(len(one) for one in everyone)
     different = (np.array([one[:shortest] for one in everyone]) != everyone[0][:shortest]).any(axis=0)
     index = int(different.argmax()) if different.any() else shortest

@@ -122,7 +122,7 @@ class _Watchdog:
                 return
             except OSError:  # not permitted here: its death is noticed at the deadline
                 return
-            if start_time(pid) != started:  # another process has its number by now
+            if start_time(pid) not in (started, 0):  # another process has its number by now
                 os.close(descriptor)
                 watch.died(rank)
                 return
@@ -216,7 +216,7 @@ def own_identity() -> tuple[int, int, int]:
 
 
 def start_time(pid: int) -> int:
-    """The time at which a process of this pid namespace started, in clock ticks since boot; 0 if there is none."""
+    """The start of a process of this pid namespace, in clock ticks since boot; 0 if /proc does not tell."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return int(file.read().rpartition(")")[2].split()[19])

@@ -47,6 +47,8 @@ def cache_directory() -> Path:
     path = Path(chosen) if chosen else Path(base) / "ipcreduce"
     what = f"the kernel cache IPCREDUCE_CACHE_DIR={chosen}" if chosen else f"the kernel cache {path}"
     try:
+        if not chosen and not path.is_absolute():  # $HOME is unset, and this user is not in the system's list
+            raise FileNotFoundError("no home directory is known, or XDG_CACHE_HOME is relative")
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.stat()
     except OSError as error:

@@ -7,11 +7,14 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
 
+import numpy as np
+
 from ..errors import ArgumentError, CudaError, UnsupportedError
 from ..handles import Stream
 from . import driver
 
 _LEGACY_STREAM = (0, 1)  # the default stream of a context; it lives as long as the context
+_ON_THE_DEVICE = 3  # cudaMemcpyDeviceToDevice
 _PER_THREAD_STREAM = 2  # another one in every thread
 cupy: Any = None  # once it is imported
 # CuPy's, for speed: by the bindings a graph's launch takes 0.2 to 0.5 us more (NOTES.md).
@@ -53,6 +56,14 @@ def nccl() -> Any:
     return found
 
 
+def copy(target: int, source: int, nbytes: int, stream: Stream) -> None:
+    """Copy memory of one device on a stream. :raises CudaError: if it fails."""
+    try:
+        cupy.cuda.runtime.memcpyAsync(target, source, nbytes, _ON_THE_DEVICE, stream)
+    except RuntimeError as error:
+        raise runtime_error("cudaMemcpyAsync", error) from None
+
+
 class Launchable(Protocol):
     """An executable graph."""
 
@@ -78,6 +89,40 @@ def runtime_error(name: str, error: Exception) -> Exception:
     return CudaError(name, status, str(error)) if status else error
 
 
+# ---- the fast path's part: see also torch_runtime
+def plain(array: Any, device: int) -> tuple[int, Any, Any] | None:
+    """(address, shape, dtype) of a C-contiguous CuPy array on this GPU; None for all else."""
+    if type(array) is not cupy.ndarray or not array._c_contiguous:
+        return None
+    place = array.data
+    return (place.ptr, array.shape, array.dtype) if place.device_id == device else None
+
+
+def dtype_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """NumPy's dtype for CuPy's: the same."""
+    return dtype
+
+
+def stream_handle(device: int) -> Stream:
+    """The handle of CuPy's current stream."""
+    return Stream(get_current_stream().ptr)
+
+
+def can_be_known(dtype: np.dtype[Any]) -> bool:
+    """True if a call on the same arrays can be known again."""
+    return True
+
+
+def empty_like(array: Any, device: int) -> tuple[Any, int]:
+    """A new C-contiguous array of the same shape and dtype, from CuPy's allocator, for its current stream.
+
+    :returns: also its address; 0 if it is not on this GPU, because another one is CuPy's current one.
+    """
+    result = cupy.empty(array.shape, array.dtype)
+    place = result.data
+    return result, place.ptr if place.device_id == device else 0
+
+
 # ---- devices and streams
 def current_device() -> int:
     """CuPy's current device. :raises UnsupportedError: if CuPy cannot use this machine's driver."""
@@ -88,8 +133,12 @@ def current_device() -> int:
 
 
 def use_device(ordinal: int) -> None:
-    """Make a device CuPy's current one in this thread."""
-    load().cuda.Device(ordinal).use()
+    """Make a device CuPy's current one in this thread. :raises CudaError: if this process cannot use it."""
+    device = load().cuda.Device(ordinal)
+    try:
+        device.use()
+    except RuntimeError as error:
+        raise runtime_error("cudaSetDevice", error) from error
 
 
 def stream_of(stream: Any = None) -> tuple[Stream, Any]:

@@ -1,32 +1,271 @@
-"""PyTorch's tensors and streams, in a program that has imported it. It is never imported here."""
+"""PyTorch's tensors, streams and allocator, in a program that has imported it. It is never imported here.
+
+Its allocator gives memory back in the order of the stream that it was allocated on. So a tensor that is freed behind a
+call on that stream is safe, and one that a call uses on another stream has to be noted there: :func:`use_on`.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import ml_dtypes
+import numpy as np
+
 from ..handles import Stream
+from ..numerics import DTYPES
+from . import streams
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_OTHER_DTYPES = ("bool", "complex64", "complex128")
+torch: Any = None  # once a tensor has been looked for in a program that has imported it
+# PyTorch's, for speed.
+_kinds: tuple[Any, Any] = (None, None)  # torch.Tensor and Parameter: subclasses can mean anything
+_strided: Any = None
+_untraced = False
+_dtypes: dict[Any, np.dtype[Any]] = {}
+get_stream: Any = None  # the current one's handle, by the device's ordinal; None without a GPU
+
+
+def _bind(found: Any) -> None:
+    global torch, _kinds, _strided, get_stream
+    _kinds = found.Tensor, getattr(getattr(found, "nn", None), "Parameter", None)
+    _strided = getattr(found, "strided", None)
+    _dtypes.clear()
+    for name in (*(dtype.name for dtype in DTYPES), *_OTHER_DTYPES):
+        if hasattr(found, name):
+            _dtypes[getattr(found, name)] = _BFLOAT16 if name == "bfloat16" else np.dtype(name)
+    get_stream = None
+    if found.cuda.is_available():  # not with PyTorch for CPUs
+        get: Any = getattr(getattr(found, "_C", None), "_cuda_getCurrentRawStream", None)
+        get_stream = get or (lambda device: found.cuda.current_stream(device).cuda_stream)
+    torch = found  # last: then other threads use all of them
+
+
+def _is_imported() -> bool:
+    found = sys.modules.get("torch")
+    if found is None or not (hasattr(found, "Tensor") and hasattr(found, "cuda")):  # another thread is at the import
+        return False
+    if found is not torch:
+        _bind(found)
+    if not _untraced and "torch._dynamo.trace_rules" in sys.modules:
+        _stay_untraced()
+    return True
+
+
+def _stay_untraced() -> None:
+    """Keep torch.compile out of this package, in whose locks and pages it has nothing to do."""
+    global _untraced
+    _untraced = True
+    with suppress(Exception):  # it has no public name
+        sys.modules["torch._dynamo.trace_rules"].add(__name__.partition(".")[0])
 
 
 def is_tensor(array: Any) -> bool:
     """True for a PyTorch tensor. There is none in a program that has not imported PyTorch."""
-    kind = getattr(sys.modules.get("torch"), "Tensor", None)  # None while another thread is at the import
-    return kind is not None and isinstance(array, kind)
+    return _is_imported() and isinstance(array, _kinds[0])
 
 
-def current_stream(tensor: Any) -> tuple[Stream, Any]:
-    """The handle of PyTorch's current stream on a tensor's GPU, and the object that it is the handle of."""
-    stream = sys.modules["torch"].cuda.current_stream(tensor.device)
+def works() -> bool:
+    """True if the program has imported PyTorch, and that can use GPUs."""
+    return _is_imported() and get_stream is not None
+
+
+def problem(tensor: Any) -> str:
+    """The reason for which a tensor's memory is not its values, and the remedy; "" if there is none."""
+    if not isinstance(tensor, _kinds[0]) or not is_plain_kind(tensor):
+        return ""
+    if tensor.layout is not _strided:
+        return f"a dense tensor; found one of layout {tensor.layout}. Pass tensor.to_dense()"
+    if tensor.is_quantized:
+        return "a tensor of numbers; found a quantised one. Pass tensor.dequantize()"
+    if tensor.device.type == "meta":
+        return "a tensor with memory; found one on the device meta. Make it on a GPU"
+    for name in ("neg", "conj"):
+        if getattr(tensor, f"is_{name}")():
+            return (
+                "a tensor that holds its values; found one whose memory PyTorch reads as negated or conjugated. Pass "
+                f"tensor.resolve_{name}()"
+            )
+    if _is_tracked(tensor):
+        return (
+            "a tensor without gradient; found one that requires grad. Pass tensor.detach(), call within "
+            "torch.no_grad(), or use torch.ops.ipcreduce.all_reduce, which has a gradient"
+        )
+    return ""
+
+
+def is_plain_kind(tensor: Any) -> bool:
+    """True for torch.Tensor and Parameter themselves. Other subclasses are asked for their memory by DLPack."""
+    return type(tensor) in _kinds
+
+
+def _is_tracked(tensor: Any) -> bool:
+    return bool(tensor.requires_grad and torch.is_grad_enabled())
+
+
+# ---- the fast path's part: see also cupy_runtime
+def plain(tensor: Any, device: int) -> tuple[int, Any, Any] | None:
+    """(address, shape, dtype) of a contiguous tensor of numbers on this GPU; None for all else.
+
+    Any of these may change under the same object: by ``set_()``, ``resize_()``, or an assignment to ``.data``.
+    """
+    kind = type(tensor)
+    if (
+        (kind is not _kinds[0] and kind is not _kinds[1])
+        or tensor.get_device() != device
+        or tensor.layout is not _strided
+        or not tensor.is_contiguous()
+        or tensor.is_neg()
+        or tensor.is_conj()
+        or (tensor.requires_grad and torch.is_grad_enabled())
+    ):
+        return None
+    return tensor.data_ptr(), tensor.shape, tensor.dtype
+
+
+def is_at(tensor: Any, place: tuple[int, Any, Any]) -> bool:
+    """True if :func:`plain` would say of this tensor what it has said before, of a dtype that :func:`can_be_known`."""
+    address, shape, dtype = place
+    return bool(
+        tensor.data_ptr() == address
+        and tensor.shape == shape
+        and tensor.dtype is dtype
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not (tensor.requires_grad and torch.is_grad_enabled())
+    )
+
+
+def can_be_known(dtype: Any) -> bool:
+    """True for real numbers: tensors of complex ones may be conjugated under the same object."""
+    return not dtype.is_complex
+
+
+def dtype_of(dtype: Any) -> np.dtype[Any] | None:
+    """NumPy's dtype for PyTorch's; None for one that cannot be reduced."""
+    return _dtypes.get(dtype)
+
+
+def stream_handle(device: int) -> Stream:
+    """The handle of PyTorch's current stream on a GPU."""
+    handle: Stream = get_stream(device)
+    return handle
+
+
+def empty_like(tensor: Any, device: int) -> tuple[Any, int]:
+    """A new tensor like a contiguous one, from PyTorch's allocator, for its current stream, and its address."""
+    result = torch.empty_like(tensor)
+    return result, result.data_ptr()
+
+
+# ---- streams
+def current_stream(device: int) -> tuple[Stream, Any]:
+    """The handle of PyTorch's current stream on a GPU, and the object that it is the handle of."""
+    stream = torch.cuda.current_stream(device)
     return Stream(int(stream.cuda_stream)), stream
 
 
-def pending(array: Any) -> str:
-    """The method that resolves a tensor's lazy negation or conjugation (``x.conj().imag`` is not negated yet), or "".
+def keeps(owner: Any) -> bool:
+    """True for a stream of PyTorch's pool, which lives as long as the process: its id is odd, external ones' are even.
 
-    The memory holds other values than the tensor, and neither protocol tells so.
+    Source: c10/cuda/CUDAStream.cpp, from PyTorch 2.0 on.
     """
-    if is_tensor(array):
-        for name in ("neg", "conj"):
-            if getattr(array, f"is_{name}")():
-                return f"resolve_{name}"
-    return ""
+    kind = getattr(getattr(torch, "cuda", None), "Stream", None)
+    return kind is not None and type(owner) is kind and bool(getattr(owner, "stream_id", 0) & 1)
+
+
+@contextmanager
+def on_stream(stream: Stream, device: int) -> Iterator[None]:
+    """Make a stream PyTorch's current one in the block, if the program has imported it."""
+    if not works() or stream_handle(device) == stream:
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device)):
+        yield
+
+
+def empty_on(tensor: Any, stream: Stream) -> Any:
+    """A new contiguous tensor of the same shape and dtype, from PyTorch's allocator, for use on ``stream``."""
+    with on_stream(stream, tensor.get_device()):
+        return torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
+
+
+def use_on(tensor: Any, stream: Stream) -> None:
+    """Keep a tensor's memory, once it is freed, until the work that ``stream`` has by then is done."""
+    if stream != stream_handle(tensor.get_device()):
+        tensor.record_stream(torch.cuda.ExternalStream(stream, device=tensor.device))
+
+
+def order(device: int, stream: Stream) -> None:
+    """Let ``stream`` wait for PyTorch's current one on a GPU, if they differ."""
+    current = stream_handle(device)
+    if current != stream:
+        event = streams.create_event()
+        streams.record_event(event, current)
+        streams.wait_event(stream, event)
+        streams.destroy_event(event)
+
+
+# ---- memory
+Place = tuple[int, tuple[int, ...], np.dtype[Any], tuple[int, ...], int]
+
+
+def place_of(tensor: Any) -> Place | None:
+    """(address, shape, dtype, strides in bytes, device) of a tensor on a GPU that has no :func:`problem`, or None."""
+    if not is_plain_kind(tensor) or not tensor.is_cuda:
+        return None
+    dtype = _dtypes.get(tensor.dtype)
+    if dtype is None:
+        return None
+    strides = tuple(stride * dtype.itemsize for stride in tensor.stride())
+    return tensor.data_ptr(), tuple(tensor.shape), dtype, strides, tensor.get_device()
+
+
+def make_pool() -> Any:
+    """Memory that PyTorch gives to nothing else as long as the pool lives; None if the program has not imported it.
+
+    It is torch.cuda.MemPool, of PyTorch 2.6 and later.
+    """
+    if not works() or not hasattr(torch.cuda, "MemPool"):
+        return None
+    torch.cuda.init()  # not within a capture
+    return torch.cuda.MemPool()
+
+
+@contextmanager
+def allocating(pool: Any, stream: Stream, device: int) -> Iterator[None]:
+    """Let PyTorch work on ``stream`` and allocate from a pool of :func:`make_pool` in this thread, in the block."""
+    if pool is None:
+        yield
+        return
+    with on_stream(stream, device), torch.cuda.use_mem_pool(pool, device=device):
+        yield
+
+
+def detached(tensor: Any) -> Any:
+    """The tensor without its gradient, as other libraries take it. Of a bfloat16 one on the host its bits as int16."""
+    tensor = tensor.detach()
+    if tensor.dtype is torch.bfloat16 and tensor.device.type == "cpu":
+        return tensor.view(torch.int16)
+    return tensor
+
+
+def of_numpy(array: np.ndarray[Any, Any]) -> Any:
+    """A tensor over the memory of a NumPy array."""
+    if array.dtype == _BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def over(array: Any, tensor: Any) -> Any:
+    """A tensor over the memory of a contiguous CuPy array, which it keeps, of the dtype and device of ``tensor``.
+
+    Neither library's streams wait for each other.
+    """
+    if not array.size:
+        return torch.empty_like(tensor)
+    flat = torch.as_tensor(array.reshape(-1).view(np.uint8), device=tensor.device)
+    return flat.view(tensor.dtype).view(tensor.shape)

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from ..coordination import exchange
+from ..coordination.exchange import Ranks
 from ..cuda import cupy_runtime, driver
-from ..errors import ArgumentError, IpcReduceError, UnsupportedError
+from ..errors import ArgumentError, CudaError, IpcReduceError, UnsupportedError
 
-_MIN_CAPABILITY = (8, 0)
+MIN_CAPABILITY = (8, 0)
+_UNAVAILABLE = 46  # CUDA_ERROR_DEVICE_UNAVAILABLE, and cudaErrorDevicesUnavailable
 
 
-def share_device(mpi: Any, device: Any, deadline: float) -> tuple[driver.DeviceInfo, np.ndarray[Any, Any]]:
+def share_device(
+    ranks: Ranks, device: Any, local_rank: int, deadline: float
+) -> tuple[driver.DeviceInfo, np.ndarray[Any, Any]]:
     """Choose this rank's GPU and exchange it. Collective. Returns it and every rank's exchange.DEVICE record.
 
     :param device: the argument of ``Communicator``.
+    :param local_rank: this process's number on its host, for "auto".
     :param deadline: by ``time.monotonic()``.
     :raises ArgumentError: on every rank, if ``device`` is wrong on one.
     :raises UnsupportedError: if a rank's GPU is unusable.
@@ -28,11 +33,12 @@ def share_device(mpi: Any, device: Any, deadline: float) -> tuple[driver.DeviceI
     info, error, count = None, None, 0
     try:
         count = driver.device_count()
-        info = driver.device_info(choose_device(device, mpi.Get_rank()))
+        info = driver.device_info(choose_device(device, local_rank))
         if isinstance(device, str) and device == "auto":
-            cupy_runtime.use_device(info.ordinal)
-        if info.capability < _MIN_CAPABILITY:
-            found, needed = (".".join(map(str, one)) for one in (info.capability, _MIN_CAPABILITY))
+            with open_to_processes(info.ordinal):
+                cupy_runtime.use_device(info.ordinal)
+        if info.capability < MIN_CAPABILITY:
+            found, needed = (".".join(map(str, one)) for one in (info.capability, MIN_CAPABILITY))
             raise UnsupportedError(
                 f"GPU {info.ordinal}, {info.name}, must have compute capability {needed} or more; found {found}. Hide "
                 "it by CUDA_VISIBLE_DEVICES, or choose another by device="
@@ -43,20 +49,34 @@ def share_device(mpi: Any, device: Any, deadline: float) -> tuple[driver.DeviceI
     if info is not None:
         record["uuid"], record["capability"] = np.void(info.uuid), info.capability
         record["multiprocessors"], record["visible"], record["name"] = info.multiprocessors, count, info.name
-    devices = exchange.allgather(mpi, record, deadline, "choosing devices")
-    raise_wrong(mpi.Get_rank(), devices)
-    exchange.check(mpi, devices, "choosing devices")
+    devices = exchange.allgather(ranks, record, deadline, "choosing devices")
+    raise_wrong(ranks.rank, devices)
+    exchange.check(ranks, devices, "choosing devices")
     assert info is not None
     return info, devices
 
 
-def choose_device(device: Any, rank: int) -> int:
+@contextmanager
+def open_to_processes(ordinal: int) -> Iterator[None]:
+    """A block that begins to use a GPU. :raises UnsupportedError: if its compute mode keeps this process from it."""
+    try:
+        yield
+    except CudaError as error:
+        if error.code != _UNAVAILABLE:
+            raise
+        raise UnsupportedError(
+            f"GPU {ordinal} takes no further process, by its compute mode ({error}). Give each rank a GPU of its own, "
+            "start MPS, or set the compute mode to default: nvidia-smi -c 0"
+        ) from error
+
+
+def choose_device(device: Any, local_rank: int) -> int:
     """Resolve ``device`` to the ordinal of a visible GPU. :raises ArgumentError: if it names none."""
     count = driver.device_count()
     if device is None:
         return cupy_runtime.current_device()
     if isinstance(device, str) and device == "auto":
-        return _local_rank(rank) % count
+        return local_rank % count
     ordinal = getattr(device, "id", device)
     if ordinal >= count:  # its type has been checked: see Options
         raise ArgumentError(
@@ -64,15 +84,6 @@ def choose_device(device: Any, rank: int) -> int:
             f"Pass one below {count}"
         )
     return int(ordinal)
-
-
-def _local_rank(rank: int) -> int:
-    """This process's rank on its host by the launcher's variables, or else its rank in MPI.COMM_WORLD."""
-    for variable in ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
-        if os.environ.get(variable, "").isdigit():
-            return int(os.environ[variable])
-    world = sys.modules.get("mpi4py.MPI")
-    return rank if world is None else int(world.COMM_WORLD.Get_rank())
 
 
 def advise_spreading(rank: int, devices: np.ndarray[Any, Any]) -> None:

@@ -16,14 +16,14 @@ from ..coordination.calls import CallSequence
 from ..coordination.control_page import Page
 from ..coordination.fingerprint import Fingerprint
 from ..coordination.flight_recorder import RING
-from ..cuda import cupy_runtime, driver
+from ..cuda import cupy_runtime, driver, torch_runtime
 from ..cuda.contexts import using
 from ..errors import CaptureError, CudaError
-from ..handles import Stream
+from ..handles import DEFAULT_STREAM, Stream
 from .stream_order import IN_A_CAPTURE, StreamOrder
 
 _MOST = 4096  # pairs of arrays that are remembered
-_NOT_READY = None, None
+_NOT_READY = None, None, DEFAULT_STREAM
 _CAPTURING = (900, 905)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, _ISOLATION: for an event from outside
 
 
@@ -62,23 +62,31 @@ MakeReady = Callable[[Any, int, int], Ready]  # from what Find returns, and the 
 
 
 class _KnownCall:
-    """An eager call from one CuPy array into another or the same, as long as these live."""
+    """An eager call from one array into another, the same or a new one, as long as these live.
 
-    __slots__ = ("array", "out", "place", "prepared", "ready", "shape")
+    :ivar library: cupy_runtime or torch_runtime.
+    :ivar places: address, shape and dtype of array and out; of CuPy's arrays only the shape may change.
+    """
 
-    def __init__(self, array: Any, out: Any, prepared: Prepared, place: tuple[int, int]) -> None:
+    __slots__ = ("array", "library", "out", "places", "prepared", "ready", "shape")
+
+    def __init__(self, array: Any, out: Any, prepared: Prepared, library: Any, places: tuple[Any, Any]) -> None:
         self.array: Callable[[], Any] = weakref.ref(array)
-        self.out: Callable[[], Any] = weakref.ref(out)
-        self.shape: tuple[int, ...] = array.shape  # programs can assign to it
-        self.prepared, self.place = prepared, place
+        self.out: Callable[[], Any] = _nothing if out is None else weakref.ref(out)
+        self.shape: tuple[int, ...] = array.shape
+        self.prepared, self.library, self.places = prepared, library, places
         self.ready: Ready | None = None
+
+
+def _nothing() -> None:
+    """In the place of a reference to an out that is not given."""
 
 
 class FastPath:
     """The repeated calls on one engine. :meth:`make` takes the communicator's lock, and holds it around the rest.
 
-    Calls on contiguous CuPy arrays, of a shape, dtype and op that came before, are launched by what the backend makes
-    ready for their addresses. With the same two array objects, only the shapes are looked at.
+    Calls on contiguous CuPy arrays or PyTorch tensors, of a shape, dtype and op that came before, are launched by what
+    the backend makes ready for their addresses. With the same two CuPy arrays, only the shapes are looked at.
     """
 
     def __init__(
@@ -115,14 +123,18 @@ class FastPath:
             try:
                 result: Any = True
                 if ready is None:
-                    ready, result = self._eager(array, op, out, stream)
+                    ready, result, current = self._eager(array, op, out, stream)
                     if ready is None:
                         return usual(array, op, out, stream)
-                current, order, argument = cupy_runtime.get_current_stream().ptr, self._order, ready.argument
+                else:  # as current_streams.stream_of()
+                    current = cupy_runtime.get_current_stream().ptr
+                    if not current and torch_runtime.get_stream is not None:
+                        current = torch_runtime.get_stream(self._device)
+                order, argument = self._order, ready.argument
                 follows = current == order.event_free_stream
                 if (
                     argument
-                    and (follows or order.shared)
+                    and (follows or order.shared or current == order.event_stream or current == order.resting_stream)
                     and not self._abort_word[0]
                     and ((current > 1 and not ready.capturable) or order.runs(current))
                 ):
@@ -134,6 +146,9 @@ class FastPath:
                     number_word[0] = number
                     at += slot * nbytes
                     if page[at : at + nbytes] == agreed[what.crc] or self._recorder.differing(number) is None:
+                        if not follows and current == order.resting_stream:
+                            order.resume()
+                            follows = True
                         try:
                             if follows:
                                 ready.launch(argument, current)
@@ -169,45 +184,85 @@ class FastPath:
             raise CaptureError(IN_A_CAPTURE) from error
         raise error
 
-    def _eager(self, array: Any, op: Any, out: Any, stream: Any) -> tuple[Ready | None, Any]:
-        """An eager call on the current stream, and its result, if it can be ready; not while a recording is open.
+    def _eager(self, array: Any, op: Any, out: Any, stream: Any) -> tuple[Ready | None, Any, Stream]:
+        """An eager call, its result and its stream, if it can be ready; not while a recording is open.
 
-        Reads the arrays' attributes here, and not by arrays.py, for speed.
+        Reads the arrays' attributes by their own libraries, and not by arrays.py, for speed.
         """
-        if stream is not None or type(op) is not str or self._calls.recording is not None:
+        if type(op) is not str or self._calls.recording is not None:
             return _NOT_READY
         key = id(array), id(out), op
         known = self._known.get(key)
-        if known is not None:
-            shape = known.shape
-            if known.array() is array and known.out() is out and array.shape == shape:
-                if out is not array and out.shape != shape:
-                    return _NOT_READY
-                ready = known.ready
-                if ready is None:
-                    ready = known.ready = self._make_ready(known.prepared, *known.place)
-                return ready, out
+        if known is None:
+            return self._unknown(key, array, op, out, stream)
+        if known.array() is not array or known.out() is not out:
             self._known[key] = None
-        cupy = cupy_runtime.cupy
-        if cupy is None or type(array) is not cupy.ndarray:
-            return _NOT_READY
-        shape, dtype, place, device = array.shape, array.dtype, array.data, self._device
-        prepared = self._find(shape, dtype, op)
-        if prepared is None or not prepared.fast or not array._c_contiguous or place.device_id != device:
-            return _NOT_READY
-        source = target = place.ptr
-        result = cupy.empty(shape, dtype) if out is None else out
-        if result is not array:
-            if type(result) is not cupy.ndarray or result.shape != shape or result.dtype != dtype:
+            return self._unknown(key, array, op, out, stream)
+        library = known.library
+        if library is cupy_runtime:
+            shape = known.shape
+            if array.shape != shape or (out is not array and out is not None and out.shape != shape):
                 return _NOT_READY
-            place = result.data
-            target = place.ptr
-            if place.device_id != device or not result._c_contiguous or abs(target - source) < prepared.nbytes:
+            current = cupy_runtime.get_current_stream().ptr
+        else:
+            place, other = known.places
+            unmoved = torch_runtime.is_at
+            if not unmoved(array, place) or (out is not array and out is not None and not unmoved(out, other)):
+                del self._known[key]
+                return self._unknown(key, array, op, out, stream)
+            current = torch_runtime.get_stream(self._device)
+        if stream is not None:
+            given = cupy_runtime.stream_of(stream)[0]
+            if given != current and (out is None or library is torch_runtime):
+                return _NOT_READY  # memory of another stream
+            current = given
+        if out is not None:
+            return known.ready or self._second(known), out, current
+        result, target = library.empty_like(array, self._device)
+        if not target:
+            return _NOT_READY
+        return self._make_ready(known.prepared, known.places[0][0], target), result, current
+
+    def _second(self, known: _KnownCall) -> Ready:
+        known.ready = self._make_ready(known.prepared, known.places[0][0], known.places[1][0])
+        return known.ready
+
+    def _unknown(
+        self, key: tuple[int, int, str], array: Any, op: str, out: Any, stream: Any
+    ) -> tuple[Ready | None, Any, Stream]:  # fmt: skip
+        """As :meth:`_eager`, of arrays that have not come before."""
+        library: Any = cupy_runtime if type(array) is getattr(cupy_runtime.cupy, "ndarray", None) else torch_runtime
+        device = self._device
+        place = library.plain(array, device)
+        if place is None:
+            return _NOT_READY
+        current = library.stream_handle(device)
+        if stream is not None:
+            given = cupy_runtime.stream_of(stream)[0]
+            if given != current and (out is None or library is torch_runtime):
+                return _NOT_READY
+            current = given
+        source, shape, kind = place
+        dtype = library.dtype_of(kind)
+        prepared = None if dtype is None else self._find(shape, dtype, op)
+        if dtype is None or prepared is None or not prepared.fast:
+            return _NOT_READY
+        other, target, result = place, source, out
+        if out is None:
+            result, target = library.empty_like(array, device)
+            if not target:
+                return _NOT_READY
+        elif out is not array:
+            other = library.plain(out, device)
+            if other is None or other[1] != shape or other[2] != kind:
+                return _NOT_READY
+            target = other[0]
+            if 0 < abs(target - source) < prepared.nbytes:
                 return _NOT_READY
         if (source | target) % dtype.itemsize:
             return _NOT_READY
-        if out is not None and key not in self._known:
+        if key not in self._known and library.can_be_known(kind):
             if len(self._known) >= _MOST:
                 self._known.clear()
-            self._known[key] = _KnownCall(array, out, prepared, (source, target))
-        return self._make_ready(prepared, source, target), result
+            self._known[key] = _KnownCall(array, out, prepared, library, (place, other))
+        return self._make_ready(prepared, source, target), result, current

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ..cuda import cupy_runtime, driver, graph, streams
+from ..cuda import cupy_runtime, driver, graph, streams, torch_runtime
 from ..cuda.contexts import using, using_relaxed
 from ..errors import CaptureError, CudaError
 from ..handles import Event, Stream
@@ -50,9 +50,9 @@ class StreamOrder:
     def __init__(self, context: int) -> None:
         self._context = context
         self._open = False  # a call is being launched
-        self.event_free_stream = (
-            _NONE  # that of the last eager call, if a launch on it that runs at once needs no event
-        )
+        # The stream of the last eager call: if a launch on it that runs at once needs no event; if it needs our event;
+        # if that call has been waited for, and the next one on it will need none.
+        self.event_free_stream = self.event_stream = self.resting_stream = _NONE
         self.shared = False  # there are graphs of others
         self._eager: Stream | None = None  # the stream of the last eager call, or _RECORDED
         self._owner: Any = None  # keeps it
@@ -113,8 +113,14 @@ class StreamOrder:
             finally:
                 self._open = False
 
+    def resume(self) -> None:
+        """Follow the calls on the resting stream again, since one is launched there."""
+        self._eager = self.event_free_stream = self.resting_stream
+        self.resting_stream = _NONE
+
     def _follow(self, stream: Stream, owner: Any) -> bool:
         """Put an eager call behind the last one. True if its end has to be recorded in our event."""
+        self.resting_stream = _NONE
         if self._eager == _RECORDED:
             streams.wait_event(stream, self._end)
         elif self._eager is not None and self._eager != stream:
@@ -124,14 +130,14 @@ class StreamOrder:
                     "which is now being captured. Call synchronize() before that capture begins."
                 )
             self.chain(self._eager, stream)
-        if self.shared or not cupy_runtime.keeps(owner, stream):
-            self._eager, self.event_free_stream, self._owner = _RECORDED, _NONE, None
+        if self.shared or not (cupy_runtime.keeps(owner, stream) or torch_runtime.keeps(owner)):
+            self._eager, self.event_free_stream, self.event_stream, self._owner = _RECORDED, _NONE, stream, None
             return True
-        self._eager, self.event_free_stream, self._owner = stream, stream, owner
+        self._eager, self.event_free_stream, self.event_stream, self._owner = stream, stream, _NONE, owner
         return False
 
     def _follow_captured(self, capture: int, stream: Stream, recorded: bool) -> _Captured:
-        self.event_free_stream = _NONE
+        self.event_free_stream = self.event_stream = _NONE
         captured = self._captures.get(capture)
         if captured is None:
             captured = _Captured() if recorded else self._open_to_others(streams.captured_graph(stream))
@@ -162,7 +168,8 @@ class StreamOrder:
                     driver.synchronize()
             else:
                 streams.record_event(self._end, self._eager)
-        self.shared, self._eager, self.event_free_stream, self._owner = True, _RECORDED, _NONE, None
+        self.shared, self._eager, self._owner = True, _RECORDED, None
+        self.event_free_stream = self.event_stream = self.resting_stream = _NONE
 
     def _ended(self, captured: _Captured | None, records_end: bool, stream: Stream) -> None:
         """Note the end of a call that was launched, or captured, on ``stream``."""
@@ -175,7 +182,10 @@ class StreamOrder:
             graph.move_edges(captured.graph, before, captured.last, captured.end)
 
     def launch_shared(self, start: Callable[[Stream], Any], stream: Stream) -> None:
-        """Make an eager call by ``start(stream)`` where ``shared`` and :meth:`runs`: :meth:`launch` with less to ask.
+        """Make an eager call by ``start(stream)`` where the last one's end is in our event, as that of this will be.
+
+        It is :meth:`launch` with less to ask: :meth:`runs` has to hold.
+
 
         :raises CudaError: if it fails, also for a stream that captures. :raises RuntimeError: what ``start`` raises.
         """
@@ -216,11 +226,16 @@ class StreamOrder:
             elif self._eager is not None:
                 streams.synchronize_stream(self._eager)
         if stream is None or stream == self._eager:
+            resting, owner = self.event_free_stream, self._owner
+            if resting == _NONE:  # it may rest already
+                resting, owner = self.resting_stream, self._owner
             self.forget()
+            self.resting_stream, self._owner = resting, owner
 
     def forget(self) -> None:
         """Begin anew, since no eager call runs: the next one follows none, nor a stream with a failed launch."""
-        self._eager, self.event_free_stream, self._owner = _RECORDED if self.shared else None, _NONE, None
+        self._eager, self._owner = _RECORDED if self.shared else None, None
+        self.event_free_stream = self.event_stream = self.resting_stream = _NONE
 
     def ends_by(self, deadline: float) -> bool:
         """Wait for the eager calls until ``deadline``, on ``time.monotonic()``'s clock. True if they have ended.

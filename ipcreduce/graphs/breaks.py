@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import numpy as np
 
 from .. import arrays
-from ..cuda import array_protocols, cupy_runtime
+from ..cuda import array_protocols, cupy_runtime, current_streams, torch_runtime
 from ..errors import ArgumentError, CaptureError
 from ..handles import Stream
 from .pool import GraphPool
@@ -127,7 +127,9 @@ class Break:
                 output = arrays.empty(fresh.shape, fresh.dtype, stream, arrays.device_of(fresh))
             arrays.copy_into(output, fresh, stream)
         self._output = without_blocks(arrays.view(output, stream), self._pool)
-        return output
+        return (
+            torch_runtime.over(output, result) if output is not result and torch_runtime.is_tensor(result) else output
+        )
 
     def replay(self, stream: Stream) -> None:
         """Call the function again, with ``stream`` current, and copy its result into the recording's.
@@ -135,7 +137,7 @@ class Break:
         :raises ArgumentError: if the result's shape or dtype differs from the recording's.
         :raises CaptureError: if the result is no longer a device array.
         """
-        with cupy_runtime.on_stream(stream):
+        with current_streams.on_stream(stream, self._pool.device):
             result = self._function(*self._args, **self._kwargs)
             if self._output is None:
                 return

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-from ..cuda import cupy_runtime, streams
+from ..cuda import cupy_runtime, current_streams, streams
 from ..cuda.graph import Executable
 from ..device import deferred_free
 from ..device.engine import DeviceEngine
 from ..errors import ArgumentError, CaptureError, GraphStateError
-from ..handles import DEFAULT_STREAM, Stream
+from ..handles import Stream
 from ..lifetime import refuse_copies
 from . import words
 from .breaks import Break, current, open_recordings
@@ -67,7 +67,6 @@ class Graph:
         self._again: Any = None  # of a graph of one segment: see GraphSession.replayer
         self._held: list[Any] = []
         self._recording: Recording | None = None
-        self._caller_allocator: Any = None
         self._resources: Resources | None = None
 
     @property
@@ -96,8 +95,9 @@ class Graph:
     def record(self, inputs: Any = None) -> Iterator[Graph]:
         """Capture the work that the block launches on the current stream, then run it. Collective.
 
-        Within the block CuPy works on a stream of the communicator and allocates from the graph's pool. At its end the
-        ranks compare their all-reduces; the outputs are filled, in the caller's stream's order.
+        Within the block CuPy, and PyTorch if the program has imported it, work on a stream of the communicator and
+        allocate from the graph's memory. At its end the ranks compare their all-reduces; the outputs are filled, in the
+        order of the caller's streams.
 
         :param inputs: any nest of arrays that the body reads and that must live as long as the graph. See
             :func:`ipcreduce.collect_addresses` for the objects that are searched.
@@ -110,22 +110,21 @@ class Graph:
         session, inputs = self._session, Inputs.of(inputs)
         session.calls.check_usable()
         if not session.can_record:
-            self._check_record(None, DEFAULT_STREAM, inputs)
+            self._check_record(None, [], inputs)
         engine = session.require_engine("a Graph", "Call the function itself, or by a GraphRunner, which does so here")
-        recording = Recording(self._name, *cupy_runtime.stream_of())
+        recording = Recording(self._name, current_streams.streams(engine.device.ordinal))
         deferred_free.flush()
-        session.begin_recording(recording, lambda: self._check_record(engine, recording.caller, inputs))
+        session.begin_recording(recording, lambda: self._check_record(engine, recording.callers, inputs))
         error: BaseException | None = None
         self._state, self._recording, current.graph = "recording", recording, self
         try:
             open_recordings.append(self)
             self._open(engine, recording)
-            with cupy_runtime.allocating(self.pool.allocator, recording.stream):
-                recording.begin_segment()
-                yield self
-                if recording.error is not None:  # the body has caught it
-                    raise recording.error
-                last = self._end_segment(recording)
+            recording.begin_segment()
+            yield self
+            if recording.error is not None:  # the body has caught it
+                raise recording.error
+            last = self._end_segment(recording)
         except BaseException as caught:
             error = caught
             recording.abandon()
@@ -146,13 +145,13 @@ class Graph:
             self._again = session.replayer(last)
         warn_about(self.segments)
 
-    def _check_record(self, engine: DeviceEngine | None, stream: Stream, inputs: Inputs) -> None:
+    def _check_record(self, engine: DeviceEngine | None, callers: list[Stream], inputs: Inputs) -> None:
         if engine is not None:
             engine.use_context()
         self._expect("record()", ("empty",), "make a new Graph for another recording")
         if current.graph is not None:
             raise GraphStateError("record() within a recording of the same thread: end that one first")
-        if engine is not None and streams.capture_id(stream):
+        if any(streams.capture_id(stream) for stream in callers):
             text = "record() while the current stream is being captured: end that capture first"
             raise CaptureError(text, within=True)
         self._inputs = InputCheck(self._check, inputs)
@@ -161,9 +160,9 @@ class Graph:
         self._pool = self._pool or GraphPool(engine.context, engine.device.ordinal)
         self._resources = Resources(self._pool, engine.context, recording.segments)
         weakref.finalize(self, self._resources.release).atexit = False  # then the process gives everything back
-        self._caller_allocator = cupy_runtime.current_allocator()
         recording.pool, recording.stream = self._pool, engine.recording_stream()
-        self._session.order(recording.caller, recording.stream)
+        for caller in recording.callers:
+            self._session.order(caller, recording.stream)
 
     def _end_segment(self, recording: Recording) -> Segment | None:
         segment = recording.end_segment()
@@ -202,7 +201,7 @@ class Graph:
             part = Break(function, args, kwargs, self.pool)
             current.graph = None
             try:
-                with cupy_runtime.allocating(self._caller_allocator, recording.stream):
+                with current_streams.on_stream(recording.stream, self.pool.device):  # and the caller's allocators
                     result = part.record(args, kwargs, recording.stream)
             finally:
                 current.graph = self
@@ -216,7 +215,9 @@ class Graph:
 
     # ---- replay
     def replay(self, inputs: Any = None, *, stream: Any = None) -> None:
-        """Launch the recorded work on CuPy's current stream, or on ``stream``, and run its breaks between.
+        """Launch the recorded work on the current stream, or on ``stream``, and run its breaks between.
+
+        The current stream is CuPy's; PyTorch's, if of the two only that is not the default stream.
 
         Every rank has to. Returns before the work is done. Replays and eager calls of a communicator run in the order
         in which they are made, on whatever streams.
@@ -238,7 +239,7 @@ class Graph:
         try:
             if self._state not in _READY or current.graph is not None or inputs is not None:
                 self._check_replay(inputs, stream)
-            handle, owner = cupy_runtime.stream_of(stream)
+            handle, owner = current_streams.stream_of(session.device, stream)
         except BaseException as error:
             session.calls.refuse(error)
             raise

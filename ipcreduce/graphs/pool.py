@@ -12,13 +12,13 @@ import itertools
 import threading
 from bisect import bisect
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..cuda import cupy_runtime, driver, streams
+from ..cuda import cupy_runtime, driver, streams, torch_runtime
 from ..cuda.contexts import using, using_relaxed
 from ..device.deferred_free import attempt, give_back, reclaim
 from ..handles import Stream
@@ -77,7 +77,8 @@ class GraphPool:
     """
 
     def __init__(self, context: int, device: int, unit: int = _UNIT) -> None:
-        self._context, self._device, self._unit = context, device, unit
+        self._context, self.device, self._unit = context, device, unit
+        self._of_torch: Any = None
         self._users = 0  # graphs, and registrations while peers have the memory mapped
         self._slabs: list[Slab] = []
         self._blocks: dict[int, tuple[int, Slab]] = {}  # by address: bytes and slab
@@ -104,7 +105,22 @@ class GraphPool:
     @property
     def allocator(self) -> Callable[[int], Any]:
         """The allocator function to set in CuPy."""
-        return cupy_runtime.make_allocator(self._device, self._allocate, self._free, lambda: self.nbytes, reclaim)
+        return cupy_runtime.make_allocator(self.device, self._allocate, self._free, lambda: self.nbytes, reclaim)
+
+    @contextmanager
+    def allocating(self, stream: Stream) -> Iterator[None]:
+        """Make ``stream`` current and let this thread allocate from the pool, in the block; PyTorch from one beside it.
+
+        PyTorch's lives as long as this pool has a user. What it freed meanwhile serves recordings in this pool only.
+        """
+        with self._lock:
+            if self._of_torch is None:
+                self._of_torch = torch_runtime.make_pool()
+        with (
+            cupy_runtime.allocating(self.allocator, stream),
+            torch_runtime.allocating(self._of_torch, stream, self.device),
+        ):
+            yield
 
     def find(self, address: int, nbytes: int) -> Slab | None:
         """The slab that contains the ``nbytes`` bytes at ``address``, or None."""
@@ -173,9 +189,13 @@ class GraphPool:
         with self._lock:
             self._take_back()
             unused = [] if self._users else [slab for slab in self._slabs if slab.unused]
+            of_torch = None
+            if not self._users:
+                of_torch, self._of_torch = self._of_torch, None
             self._slabs = [slab for slab in self._slabs if slab not in unused]
         # Outside the lock, since cuMemFree waits until the last replay has ended.
         attempt(self._context, *(partial(driver.free, slab.address) for slab in unused))
+        del of_torch
 
 
 class CapturedMemory:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,11 +52,12 @@ class RecordedCall:
     """A recorded all-reduce."""
 
     what: Fingerprint
+    backend: str
     launches: list[LaunchedKernel] = field(default_factory=list)
 
     def __str__(self) -> str:
-        kernels = dict.fromkeys(one.algorithm for one in self.launches)
-        return f"{self.what} by {', '.join(kernels) or 'nothing'}"
+        kernels = ", ".join(dict.fromkeys(one.algorithm for one in self.launches))
+        return f"{self.what} by {kernels or (self.backend if self.backend != 'ipc' else 'nothing')}"
 
 
 class Segment:
@@ -104,18 +105,19 @@ class Recording:
     """A graph's recording in progress.
 
     :param name: the graph's; "" for none.
-    :param caller: the stream that was current, and ``owner``, which keeps it.
+    :param callers: the streams that were current.
     """
 
-    def __init__(self, name: str, caller: Stream, owner: Any) -> None:
+    def __init__(self, name: str, callers: list[Stream]) -> None:
         self.name = f"graph {name}" if name else "a graph"
-        self.caller, self.owner = caller, owner
+        self.callers = callers
         self.number = 0  # of the call that the recording is
         self.error: BaseException | None = None  # of something in the body that the body may have caught
         self.segments: list[Segment] = []
         self.held: list[Any] = []
         self.stream = DEFAULT_STREAM
         self.pool: GraphPool | None = None
+        self._memory: AbstractContextManager[None] | None = None
         self._thread = threading.get_ident()
         self._capture = -1
         self._calls: list[RecordedCall] = []
@@ -127,7 +129,10 @@ class Recording:
 
     # ---- segments
     def begin_segment(self) -> None:
-        """The stream captures from now on."""
+        """The stream captures from now on. It is current, and memory comes from the pool."""
+        assert self.pool is not None
+        self._memory = self.pool.allocating(self.stream)
+        self._memory.__enter__()
         streams.begin_capture(self.stream)
         self._capture, self._calls = 0, []
         self._capture = streams.capture_id(self.stream)
@@ -135,6 +140,7 @@ class Recording:
     def end_segment(self) -> Segment:
         """The segment captured since. :raises CaptureError: if that cannot be made into a graph."""
         self._capture = -1
+        self._leave_memory()
         try:
             name = f"{self.name}, segment {len(self.segments) + 1}"
             segment = Segment(streams.end_capture(self.stream), self._calls, name)
@@ -144,8 +150,14 @@ class Recording:
         segment.make_executable()
         return segment
 
+    def _leave_memory(self) -> None:
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.__exit__(None, None, None)
+
     def abandon(self) -> None:
         """Ends a capture that an exception has left open."""
+        self._leave_memory()
         if self._capture != -1:
             self._capture = -1
             with suppress(CudaError):
@@ -172,9 +184,9 @@ class Recording:
 
         return note
 
-    def note(self, what: Fingerprint, *used: Any) -> None:
+    def note(self, what: Fingerprint, backend: str, *used: Any) -> None:
         """Note an all-reduce that follows, and hold the arrays that it uses. Memory of the pool may be used again."""
-        self._calls.append(RecordedCall(what))
+        self._calls.append(RecordedCall(what, backend))
         assert self.pool is not None
         apart = {id(array): array for array in used}.values()
         self.held += [array for array in apart if not in_pool(array, self.pool)]

@@ -8,8 +8,9 @@ from types import FunctionType, MappingProxyType, MethodType, TracebackType
 from typing import Any
 
 from .. import arrays
-from ..cuda import cupy_runtime
+from ..cuda import current_streams
 from ..errors import ArgumentError
+from ..handles import Stream
 from ..lifetime import refuse_copies
 from .addresses import item
 from .breaks import rehearsing, without_blocks
@@ -79,7 +80,8 @@ class GraphRunner:
         if recorded is not None:
             if self._copy_inputs:
                 try:
-                    _copy([args, kwargs], recorded.arguments, "")
+                    session = self._session()
+                    _copy([args, kwargs], recorded.arguments, "", current_streams.stream_of(session.device)[0])
                 except BaseException as error:
                     self._session().calls.refuse(error)
                     raise
@@ -154,10 +156,9 @@ class _Recorded:
     arguments: Any
 
 
-def _copy(new: Any, recorded: Any, path: str) -> None:
+def _copy(new: Any, recorded: Any, path: str, stream: Stream) -> None:
     """Copy device arrays into the recording's. :raises ArgumentError: if the two nests do not correspond."""
     for name, source, target in _pairs(new, recorded, path):
-        stream = cupy_runtime.stream_of()[0]
         there, here = arrays.view(target, stream), arrays.view(source, stream)
         if here.shape != there.shape or here.dtype != there.dtype:
             raise ArgumentError(

@@ -13,7 +13,7 @@ from .. import arrays
 from ..coordination.calls import CallSequence
 from ..coordination.fingerprint import Fingerprint
 from ..coordination.votes import agree
-from ..cuda import cupy_runtime
+from ..cuda import cupy_runtime, current_streams
 from ..device import deferred_free
 from ..device.deferred_free import Action
 from ..device.engine import DeviceEngine
@@ -91,6 +91,11 @@ class GraphSession:
         """False on a communicator without GPUs."""
         return self._engine is not None
 
+    @property
+    def device(self) -> int:
+        """The ordinal of the GPU. :raises UnsupportedError: without one."""
+        return self.require_engine("a Graph").device.ordinal
+
     def require_engine(self, what: str, advice: str = "") -> DeviceEngine:
         """The engine. :raises UnsupportedError: without GPUs, which ``what`` needs."""
         self.calls.check_usable()
@@ -119,7 +124,7 @@ class GraphSession:
             check()
             if calls.recording is not None:
                 raise GraphStateError("record() while this communicator is recording already: end that one first")
-            calls.enter(Fingerprint.of(f"recording of {recording.name}"), recording.caller)
+            calls.enter(Fingerprint.of(f"recording of {recording.name}"), recording.callers[0])
             recording.number, calls.recording = calls.number, recording
 
     def end_recording(self, recording: Recording, error: BaseException | None) -> None:
@@ -170,11 +175,12 @@ class GraphSession:
                 self._engine.order.chain(before, after)
 
     def run_recording(self, last: Segment | None, recording: Recording) -> None:
-        """Launch the last segment, and let the caller's stream wait for it."""
+        """Launch the last segment, and let the caller's streams wait for it."""
         with self.calls.lock:
             if last is not None:
                 self.launch(last, recording.stream, None)
-            self.order(recording.stream, recording.caller)
+            for caller in recording.callers:
+                self.order(recording.stream, caller)
 
     # ---- replay
     def replayer(self, segment: Segment) -> tuple[Callable[..., Any], Ready, Callable[..., Any]] | None:
@@ -184,7 +190,7 @@ class GraphSession:
         """
 
         def usual(*_: Any) -> None:
-            stream, owner = cupy_runtime.stream_of()
+            stream, owner = current_streams.stream_of(self.device)
             self._launch(segment, stream, owner)
 
         fast = self.require_engine("replay()").fast
@@ -194,7 +200,7 @@ class GraphSession:
         """Launch a segment. If it has all-reduces it is one call, compared and ordered as these are. Collective."""
         calls = self.calls
         fast = None if self._engine is None else self._engine.fast
-        if fast is not None and segment.calls and cupy_runtime.get_current_stream().ptr == stream:
+        if fast is not None and segment.calls and current_streams.stream_of(self.device)[0] == stream:
             fast.make(segment.ready, lambda *_: self._launch(segment, stream, owner))
             return
         with calls.lock:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..coordination import exchange
+from ..coordination.mpi import MpiRanks, check_runs
 from ..errors import IpcReduceError, PeerFailedError, PeerLostError, RankMismatchError, report
 from ..numerics import reduce
 
@@ -24,9 +25,9 @@ _SEGMENT_BYTES = 64 << 20  # bounds the temporary memory, and MPI's 32-bit count
 class MpiReducer:
     """All-reduce over one MPI communicator (our own). Every call is collective and blocks until it is done."""
 
-    def __init__(self, mpi: Any, timeout: float) -> None:
-        self._mpi, self._timeout = mpi, timeout
-        self._rank, self._n = mpi.Get_rank(), mpi.Get_size()
+    def __init__(self, ranks: MpiRanks, timeout: float) -> None:
+        self._ranks, self._mpi, self._timeout = ranks, ranks.mpi, timeout
+        self._rank, self._n = ranks.rank, ranks.size
         self.halfway = False  # within a call, or left it there: its messages would be taken for the next one's
         self._deadline, self._call = 0.0, 0
         self._interrupt: Callable[[], None] | None = None
@@ -43,7 +44,7 @@ class MpiReducer:
 
         After a timeout, or whatever else ends a call between its messages, ``halfway`` stays set: send no more.
         """
-        exchange.check_mpi_runs()
+        check_runs()
         self._deadline, self._call, self._interrupt = time.monotonic() + self._timeout, call, interrupt
         if what is not None:
             self._agree(what)
@@ -80,10 +81,10 @@ class MpiReducer:
         return self.left_halfway(call, error) if self.halfway else None
 
     def _tell(self, record: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        exchange.check_mpi_runs()
+        check_runs()
         self.halfway = True
         what = f"call {self._call}"
-        return exchange.allgather(self._mpi, record, self._deadline, what, call=self._call, interrupt=self._interrupt)
+        return exchange.allgather(self._ranks, record, self._deadline, what, call=self._call, interrupt=self._interrupt)
 
     def _agree(self, what: str) -> None:
         record = exchange.message(exchange.CALL, call=self._call)
@@ -122,4 +123,4 @@ class MpiReducer:
 
     def _wait(self, request: Any) -> None:
         what = f"the data of call {self._call}"
-        exchange.complete(request, self._mpi, self._deadline, what, call=self._call, interrupt=self._interrupt)
+        exchange.complete(request, self._ranks, self._deadline, what, call=self._call, interrupt=self._interrupt)

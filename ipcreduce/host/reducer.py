@@ -11,6 +11,7 @@ import numpy as np
 
 from ..coordination.calls import CallSequence
 from ..coordination.fingerprint import Fingerprint
+from ..errors import UnsupportedError
 from ..handles import DEFAULT_STREAM
 from ..host_operands import HostOperands
 from .over_mpi import MpiReducer
@@ -23,13 +24,17 @@ Array = np.ndarray[Any, Any]
 class HostReducer:
     """The all-reduces of NumPy arrays of one communicator. Its lock is held around every method.
 
+    :param mpi: None for ranks of a group that is not MPI's.
     :param shared: None for ranks that share no memory, for this ``reason``: MPI carries the data then. If they share no
-        control page either, they compare their calls over MPI, too.
+        control page either, they compare their calls over MPI, too. Without MPI such ranks cannot reduce host arrays.
     """
 
-    def __init__(self, calls: CallSequence, mpi: MpiReducer, shared: SharedReducer | None, reason: str) -> None:
-        self._calls, self._mpi, self._shared = calls, mpi, shared
-        self._way = shared.describe() if shared is not None else f"by messages of MPI, because {reason}"
+    def __init__(self, calls: CallSequence, mpi: MpiReducer | None, shared: SharedReducer | None, reason: str) -> None:
+        self._calls, self._mpi, self._shared, self._reason = calls, mpi, shared, reason
+        if shared is not None:
+            self._way = shared.describe()
+        else:
+            self._way = f"{'cannot be reduced' if mpi is None else 'by messages of MPI'}, because {reason}"
         self._known: dict[tuple[tuple[int, ...], str, str], Fingerprint] = {}
         self._plain: dict[tuple[tuple[int, ...], Any, str], Fingerprint] = {}  # of NumPy arrays that are no views
 
@@ -64,6 +69,11 @@ class HostReducer:
 
     def _reduce(self, used: HostOperands) -> Array:
         calls, array, op, out = self._calls, used.source, used.op, used.target
+        if self._shared is None and self._mpi is None:
+            raise UnsupportedError(
+                f"host arrays need memory that the ranks share, or MPI: {self._reason}, and the group is not MPI's. "
+                "Make the Communicator of one of mpi4py, or pass device arrays"
+            )
         if not calls.has_page:
             result = self._over_mpi(array, op, f"{op} of {used.kind} {used.shape}")
         else:
@@ -104,6 +114,7 @@ class HostReducer:
 
     def _over_mpi(self, array: Array, op: str, compared: str | None) -> Array:
         calls, mpi = self._calls, self._mpi
+        assert mpi is not None
         number = calls.number
         interrupt = None if compared is not None else partial(calls.check_wait, number, math.inf, [])
         try:

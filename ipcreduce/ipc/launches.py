@@ -39,7 +39,7 @@ class PreparedCall:
     op: str
     launches: tuple[tuple[driver.Launch, memoryview, plan.LaunchPlan], ...]
     nbytes: int
-    fast: bool  # one launch
+    fast: bool  # one launch, or one rank's copy
     through: None = None  # our kernels take every dtype
 
 
@@ -107,7 +107,8 @@ class Launches:
     ) -> PreparedCall:
         """:meth:`prepare` by other steps than the planned ones, and not kept."""
         launches = tuple((*self._launch(step, dtype, op), step) for step in steps)
-        return PreparedCall(of_allreduce(shape, dtype, op), dtype, op, launches, nbytes, len(launches) == 1)
+        fast = len(launches) == 1 or (self._workspace.n == 1 and nbytes > 0)
+        return PreparedCall(of_allreduce(shape, dtype, op), dtype, op, launches, nbytes, fast)
 
     def _launch(self, step: plan.LaunchPlan, dtype: str, op: str) -> tuple[driver.Launch, memoryview]:
         args = self._arguments(plan.code_offset(dtype, op))

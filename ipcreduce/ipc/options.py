@@ -17,7 +17,10 @@ from ..errors import ArgumentError
 from . import plan
 
 _PREFIX = "IPCREDUCE_"
-VARIABLES = ("IPCREDUCE_BACKEND", "IPCREDUCE_CACHE_DIR", "IPCREDUCE_HOSTID", "IPCREDUCE_SYNC", "IPCREDUCE_WORKSPACE_MB")
+VARIABLES = (
+    "IPCREDUCE_BACKEND", "IPCREDUCE_CACHE_DIR", "IPCREDUCE_ENGINES", "IPCREDUCE_HOSTID", "IPCREDUCE_SYNC",
+    "IPCREDUCE_WORKSPACE_MB",
+)  # fmt: skip
 BACKENDS = ("ipc", "nccl", "mpi")
 _DEFAULT_WORKSPACE_MB = 256
 _MOST_MB = 1 << 20  # 1 TB, more than any GPU has
@@ -37,17 +40,18 @@ class Options:
     wrong: str | None
 
     @classmethod
-    def of(cls, device: Any, timeout: Any, algorithm: Any, backend: Any = None) -> Options:
+    def of(cls, device: Any, timeout: Any, algorithm: Any, backend: Any = None, workspace: Any = None) -> Options:
         """Check the arguments of ``Communicator``. Raises nothing. That GPU ``device`` exists is checked later.
 
         :param timeout: seconds.
+        :param workspace: bytes; None for ``IPCREDUCE_WORKSPACE_MB``.
         """
-        wrong, workspace, sync = None, 0, False
+        wrong, nbytes, sync = None, 0, False
         where = "backend"
         if backend is None:
             backend, where = os.environ.get("IPCREDUCE_BACKEND") or None, "IPCREDUCE_BACKEND"
         try:
-            workspace, sync = workspace_bytes(), is_synchronous()
+            nbytes, sync = workspace_bytes(workspace), is_synchronous()
         except ArgumentError as error:
             wrong = str(error)
         ordinal = getattr(device, "id", device)
@@ -62,18 +66,22 @@ class Options:
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
             wrong = f"timeout must be a positive number of seconds; found {timeout!r}"
             timeout = _DEFAULT_SECONDS
-        return cls(device, float(timeout), algorithm, backend, workspace, sync, wrong)
+        return cls(device, float(timeout), algorithm, backend, nbytes, sync, wrong)
 
 
 def _is_ordinal(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= 0)
 
 
-def workspace_bytes() -> int:
-    """The bytes of workspace a rank: ``IPCREDUCE_WORKSPACE_MB``, or 256 MB.
+def workspace_bytes(given: Any = None) -> int:
+    """The bytes of workspace a rank: as given, or ``IPCREDUCE_WORKSPACE_MB``, or 256 MB.
 
-    :raises ArgumentError: if the variable is not a whole number from 1 to 1,048,576.
+    :raises ArgumentError: if that is less than 1 MB or more than 1 TB, or the variable is not a whole number.
     """
+    if given is not None:
+        if not _is_ordinal(given) or not plan.MB <= given <= _MOST_MB * plan.MB:
+            raise ArgumentError(f"workspace must be None or {plan.MB} to {_MOST_MB * plan.MB} bytes; found {given!r}")
+        return int(given)
     text = os.environ.get("IPCREDUCE_WORKSPACE_MB", str(_DEFAULT_WORKSPACE_MB))
     if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= _MOST_MB:
         raise ArgumentError(f"IPCREDUCE_WORKSPACE_MB must be a whole number from 1 to {_MOST_MB}; found {text!r}")

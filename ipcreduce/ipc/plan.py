@@ -77,6 +77,9 @@ def checked_table(choices: Iterable[Choice], n: int) -> Table:
     """
     table = tuple(choices)
     for choice in table:
+        numbers = (choice.up_to, choice.block, choice.blocks, choice.depth)
+        if not all(type(number) is int and 0 <= number < 1 << 64 for number in numbers):  # a file has any JSON
+            raise ValueError(f"expected whole numbers in {choice}")
         threads = most_threads(choice.algorithm, choice.depth, n)
         if not (0 < choice.block <= threads and choice.block % 32 == 0 and 0 < choice.blocks <= EPOCH_SLOTS):
             raise ValueError(f"no kernel runs by {choice}")

@@ -26,7 +26,9 @@ class ReadyLaunches:
         self._graphs: list[graph.Executable] = []
 
     def make(self, prepared: PreparedCall, source: int, target: int) -> Ready:
-        """A call of one launch, from address ``source`` to ``target``."""
+        """A call of one launch, from address ``source`` to ``target``. With one rank it is a copy."""
+        if not prepared.launches:
+            return Ready(prepared.what, _copy, (target, source, prepared.nbytes), True)
         ((launch, words, part),) = prepared.launches
         place = launch, source, target
         known = self._ready.get(place)
@@ -57,3 +59,9 @@ def _launch_kernel(argument: tuple[driver.Launch, memoryview, int, int], stream:
     launch, words, source, target = argument
     words[IN], words[OUT] = source, target
     launch.run(stream)
+
+
+def _copy(argument: tuple[int, int, int], stream: Stream) -> None:
+    target, source, nbytes = argument
+    if target != source:
+        cupy_runtime.copy(target, source, nbytes, stream)

@@ -11,9 +11,10 @@ import numpy as np
 
 from ..coordination import exchange
 from ..coordination.control_page import Page
+from ..coordination.exchange import Ranks
 from ..cuda import cupy_runtime, driver
 from ..device.deferred_free import attempt
-from ..device.devices import advise_spreading, most_on_a_gpu, share_device
+from ..device.devices import advise_spreading, most_on_a_gpu, open_to_processes, share_device
 from ..errors import CudaError, IpcReduceError, UnsupportedError
 from . import links, plan, tuning
 from .engine import Engine
@@ -37,36 +38,37 @@ def missing() -> str | None:
         return str(error)
 
 
-def start(mpi: Any, options: Options, page: Page, deadline: float) -> Engine:
+def start(ranks: Ranks, options: Options, page: Page, local_rank: int, deadline: float) -> Engine:
     """Make the IPC engine, step by step; each step is ended by a vote, so that all ranks go on or all give up.
 
-    :param mpi: a communicator of our own, whose ranks all have a GPU to use.
+    :param ranks: they have joined, and each has a GPU to use.
     :param page: the control page, which all have joined.
+    :param local_rank: this process's number on its host.
     :param deadline: on ``time.monotonic()``'s clock.
     :raises ArgumentError: if ``options.device`` is wrong on a rank. :raises UnsupportedError: if a step fails.
     """
-    rank, n = mpi.Get_rank(), mpi.Get_size()
+    rank, n = ranks.rank, ranks.size
     if n > plan.MAX_RANKS:
         raise UnsupportedError(f"{n} ranks; the kernels take up to {plan.MAX_RANKS}")
-    info, devices = share_device(mpi, options.device, deadline)
+    info, devices = share_device(ranks, options.device, local_rank, deadline)
     advise_spreading(rank, devices)
     made = _Made()
     try:
-        with exchange.step(mpi, deadline, "starting CUDA"):
+        with exchange.step(ranks, deadline, "starting CUDA"), open_to_processes(info.ordinal):
             made.context = driver.retain_context(info.ordinal)
-        with exchange.step(mpi, deadline, "allocating workspaces"):
+        with exchange.step(ranks, deadline, "allocating workspaces"):
             made.workspace = Workspace(rank, n, options.workspace if n > 1 else plan.MB)
         assert made.workspace is not None
-        _map_peers(mpi, made.workspace, devices, deadline)
-        with exchange.step(mpi, deadline, "registering the control page"):
+        _map_peers(ranks, made.workspace, devices, deadline)
+        with exchange.step(ranks, deadline, "registering the control page"):
             capability = min((int(major), int(minor)) for major, minor in devices["capability"])
             made.engine = Engine(
                 info, made.context, made.workspace, page,
                 capability=capability, timeout=options.timeout, algorithm=options.algorithm,
             )  # fmt: skip
         assert made.engine is not None
-        _verify(mpi, made.engine, devices, deadline)
-        made.engine.launches.table = _share_table(mpi, devices, deadline)
+        _verify(ranks, made.engine, devices, deadline)
+        made.engine.launches.table = _share_table(ranks, devices, deadline)
         made.engine.launches.resident = min(plan.EPOCH_SLOTS, 2 * int(devices["multiprocessors"].min()))
         made.engine.launches.sharing = most_on_a_gpu(devices)
         return made.engine
@@ -74,7 +76,7 @@ def start(mpi: Any, options: Options, page: Page, deadline: float) -> Engine:
         with suppress(IpcReduceError):
             if made.workspace is not None:
                 attempt(made.context, made.workspace.unmap_peers)
-            exchange.confirm(mpi, None, deadline, "giving up")  # before anyone frees what another may still map
+            exchange.confirm(ranks, None, deadline, "giving up")  # before anyone frees what another may still map
             if made.engine is not None:
                 made.engine.release()
             if made.workspace is not None:
@@ -84,17 +86,17 @@ def start(mpi: Any, options: Options, page: Page, deadline: float) -> Engine:
         raise
 
 
-def _share_table(mpi: Any, devices: np.ndarray[Any, Any], deadline: float) -> plan.Table:
+def _share_table(ranks: Ranks, devices: np.ndarray[Any, Any], deadline: float) -> plan.Table:
     """Rank 0's tuned table, on every rank; empty if it has none, or the GPUs are of several kinds."""
     table: plan.Table = ()
     names = {bytes(device["name"]) for device in devices}
-    if mpi.Get_rank() == 0 and len(names) == 1:
+    if ranks.rank == 0 and len(names) == 1:
         with suppress(UnsupportedError):  # no cache: then there is no table either
-            table = tuning.load(names.pop().decode(errors="replace"), mpi.Get_size())
-    everyone = exchange.allgather(mpi, tuning.message(table), deadline, "sharing the tuned table")
-    with exchange.step(mpi, deadline, "sharing the tuned table"):
+            table = tuning.load(names.pop().decode(errors="replace"), ranks.size)
+    everyone = exchange.allgather(ranks, tuning.message(table), deadline, "sharing the tuned table")
+    with exchange.step(ranks, deadline, "sharing the tuned table"):
         try:
-            return tuning.received(everyone[0], mpi.Get_size())
+            return tuning.received(everyone[0], ranks.size)
         except (ValueError, IndexError) as error:
             raise UnsupportedError(str(error)) from error
 
@@ -108,7 +110,7 @@ class _Made:
     engine: Engine | None = None
 
 
-def _map_peers(mpi: Any, workspace: Workspace, devices: np.ndarray[Any, Any], deadline: float) -> None:
+def _map_peers(ranks: Ranks, workspace: Workspace, devices: np.ndarray[Any, Any], deadline: float) -> None:
     error: IpcReduceError | None = None
     handle = bytes(driver.IPC_HANDLE_BYTES)
     try:
@@ -116,21 +118,21 @@ def _map_peers(mpi: Any, workspace: Workspace, devices: np.ndarray[Any, Any], de
     except CudaError as caught:
         error = caught
     record = exchange.message(exchange.MEMORY, error, handle=np.void(handle), nbytes=workspace.nbytes)
-    memory = exchange.allgather(mpi, record, deadline, "exporting workspaces")
-    exchange.check(mpi, memory, "exporting workspaces")
-    with exchange.step(mpi, deadline, "mapping the peers' workspaces"):
+    memory = exchange.allgather(ranks, record, deadline, "exporting workspaces")
+    exchange.check(ranks, memory, "exporting workspaces")
+    with exchange.step(ranks, deadline, "mapping the peers' workspaces"):
         if (memory["nbytes"] != workspace.nbytes).any():
             raise UnsupportedError(f"the workspaces differ in size: {memory['nbytes'].tolist()} bytes")
         links.check_access(workspace.rank, devices)
         workspace.map_peers([entry["handle"].tobytes() for entry in memory])
 
 
-def _verify(mpi: Any, engine: Engine, devices: np.ndarray[Any, Any], deadline: float) -> None:
+def _verify(ranks: Ranks, engine: Engine, devices: np.ndarray[Any, Any], deadline: float) -> None:
     """Send real data between every two ranks through the mappings, and choose the engine's form of packets.
 
     :raises UnsupportedError: if a pair fails, naming it, or a rank has no kernel.
     """
-    with exchange.step(mpi, deadline, "loading the first kernel"):  # or a peer's would wait for our compiler
+    with exchange.step(ranks, deadline, "loading the first kernel"):  # or a peer's would wait for our compiler
         kinds = links.seen(devices)
         engine.launches.load_verify()
     rank, n = engine.rank, engine.n
@@ -149,10 +151,10 @@ def _verify(mpi: Any, engine: Engine, devices: np.ndarray[Any, Any], deadline: f
     except IpcReduceError as caught:
         error = caught
     record = exchange.message(links.VERDICT, error, split=bool((verdict == _SPLIT).any()), links=kinds)
-    everyone = exchange.allgather(mpi, record, deadline, "trying the links")
-    exchange.check(mpi, everyone, "trying the links")
+    everyone = exchange.allgather(ranks, record, deadline, "trying the links")
+    exchange.check(ranks, everyone, "trying the links")
     engine.launches.whole_packets, engine.packets = links.packets(everyone)
-    with exchange.step(mpi, deadline, "emptying the workspaces"):
+    with exchange.step(ranks, deadline, "emptying the workspaces"):
         engine.workspace.reset()
 
 

@@ -77,3 +77,16 @@ class Workspace:
 def half_bytes(nbytes: int) -> int:
     """The bytes of each half of a workspace of ``nbytes`` bytes."""
     return (nbytes - _EPOCHS_BYTES) // 2 // plan.CODE_BYTES * plan.CODE_BYTES
+
+
+def bytes_for(nbytes: int) -> int:
+    """The bytes of a workspace through which a message of ``nbytes`` goes in one launch, whatever number the ranks are.
+
+    Messages of more than 1 GB take several launches, as with every workspace.
+    """
+    size = plan.MB
+    for n in range(2, plan.MAX_RANKS + 1):
+        fewest = len(plan.make_plan(nbytes, n, 4 * nbytes + 64 * plan.MB))
+        while len(plan.make_plan(nbytes, n, half_bytes(size))) > fewest:
+            size += plan.MB
+    return size

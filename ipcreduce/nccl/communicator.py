@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
+from ..cuda.contexts import using_relaxed
+from ..device.background import Job
 from ..errors import CudaError
 from ..handles import Stream
 from . import library
@@ -20,8 +24,13 @@ class NcclCommunicator:
     ``generation`` counts aborts: graphs recorded before the last one hold a communicator that is gone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, context: int) -> None:
+        self._context = context
         self._comm: Any = None
+        self._ending = 0  # communicators that NCCL has still to free
+        self._freed = threading.Event()
+        self._freed.set()
+        self._then: Callable[[], None] | None = None
         self._all_reduce = library.load().all_reduce
         self._busy = False
         self._aborting = threading.Lock()
@@ -53,24 +62,54 @@ class NcclCommunicator:
             self._busy = False
 
     def abort(self) -> None:
-        """End what runs, and free the communicator. Idempotent; from any thread."""
+        """End what runs, and let the communicator be freed. Idempotent; from any thread; does not wait.
+
+        NCCL ends the calls at once, but frees a communicator only when no graph holds a call of it any more.
+        """
+        self._end(library.abort)
+
+    def destroy(self) -> None:
+        """Let the communicator be freed, which no rank uses any more. Does not wait."""
+        self._end(library.destroy)
+
+    def _end(self, end: Callable[[Any], None]) -> None:
         with self._aborting:
             comm, self._comm = self._comm, None
             if comm is None:
                 return
             self.generation += 1
-            deadline = time.monotonic() + _ENQUEUE_SECONDS
-            while self._busy and time.monotonic() < deadline:  # NCCL must not free what a call is using
-                time.sleep(1e-4)
-            with suppress(CudaError):  # it is gone in any case
-                library.abort(comm)
+            self._ending += 1
+            self._freed.clear()
+            Job(partial(self._end_now, end, comm))
 
-    def destroy(self) -> None:
-        """Free the communicator, which no rank uses any more."""
+    def _end_now(self, end: Callable[[Any], None], comm: Any) -> None:
+        deadline = time.monotonic() + _ENQUEUE_SECONDS
+        while self._busy and time.monotonic() < deadline:  # NCCL must not free what a call is using
+            time.sleep(1e-4)
+        with using_relaxed(self._context), suppress(CudaError):  # it is gone in any case
+            end(comm)
+        then = None
         with self._aborting:
-            comm, self._comm = self._comm, None
-            if comm is not None:
-                library.destroy(comm)
+            self._ending -= 1
+            if not self._ending:
+                then, self._then = self._then, None
+        if then is not None:
+            then()
+        if not self._ending:
+            self._freed.set()
+
+    def when_freed(self, then: Callable[[], None], seconds: float) -> bool:
+        """Call ``then()`` once NCCL has freed all communicators that were ended; in the background if it is not yet.
+
+        :returns: True if it has been called, for which it waits up to ``seconds``.
+        """
+        with self._aborting:
+            waits = self._ending > 0
+            if waits:
+                self._then = then
+        if not waits:
+            then()
+        return self._freed.wait(seconds)
 
     def problem(self) -> str | None:
         """See :func:`library.problem`."""

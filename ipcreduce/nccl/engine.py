@@ -27,6 +27,7 @@ from .communicator import NcclCommunicator
 from .guard import Guard
 
 _MOST_PREPARED = 4096
+_FREED_SECONDS = 1.0
 _WIDER = {"int16": np.dtype(np.int32), "uint16": np.dtype(np.uint32)}  # which NCCL lacks; sums wrap to the same bits
 
 
@@ -55,9 +56,10 @@ class Engine(DeviceEngine):
     def __init__(self, device: driver.DeviceInfo, context: int, page: Page, *, timeout: float, reason: str) -> None:
         """:param reason: why it is this backend."""
         super().__init__(device, context, page)
-        self.nccl = NcclCommunicator()
+        self.nccl = NcclCommunicator(context)
         self._timeout, self._reason = timeout, reason
         self._prepared: dict[tuple[Any, ...], PreparedCall] = {}
+        self._identity = b""  # offered and not used so far: NCCL keeps a socket and a thread for each
         with using_relaxed(context):
             self._guard = Guard(context, page, self.order, self.nccl, timeout)
 
@@ -126,7 +128,9 @@ class Engine(DeviceEngine):
     # ---- ends: in quiesce() the guard aborts NCCL's communicator if a call waits for a rank in vain
     def offer(self) -> bytes:
         """One byte that says if this rank has aborted; and of rank 0 that by which the ranks find each other again."""
-        return bytes([not self.nccl.is_open]) + (library.new_id() if self.rank == 0 else b"")
+        if self.rank == 0 and not self._identity:
+            self._identity = library.new_id()
+        return bytes([not self.nccl.is_open]) + self._identity
 
     def reset(self, offers: Sequence[bytes]) -> None:
         """Make a new NCCL communicator, if a rank has aborted the last one. Collective.
@@ -140,6 +144,7 @@ class Engine(DeviceEngine):
         for replay in self.recorded:  # their graphs hold the communicator that was aborted
             replay.argument = 0
         self._guard.forget()
+        self._identity = b""
         self.join(offers[0][1:], time.monotonic() + self._timeout)
 
     def _close(self, deadline: float, unmap: Actions, unmapped: Actions, free: Actions) -> None:
@@ -165,8 +170,9 @@ class Engine(DeviceEngine):
     def release(self) -> None:
         """Give back all that this process has."""
         self._guard.stop()
-        leave: Action = partial(driver.release_context, self.device.ordinal)
-        attempt(self.context, self.nccl.abort, *self.own_resources(), leave)
+        attempt(self.context, self.nccl.abort, *self.own_resources())
+        leave: Action = partial(driver.release_context, self.device.ordinal)  # NCCL needs the context until then
+        self.nccl.when_freed(partial(attempt, self.context, leave), _FREED_SECONDS)
 
 
 def _argument(prepared: PreparedCall, source: int, target: int) -> tuple[int, int, int, int, int]:

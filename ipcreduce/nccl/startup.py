@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 
 from ..coordination import exchange
 from ..coordination.control_page import Page
+from ..coordination.exchange import Ranks
 from ..cuda import cupy_runtime, driver
 from ..cuda.contexts import using_relaxed
-from ..device.devices import share_device
+from ..device.devices import open_to_processes, share_device
 from ..errors import IpcReduceError, UnsupportedError
 from ..handles import DEFAULT_STREAM
 from ..ipc.options import Options
@@ -22,25 +22,26 @@ _NETWORK = exchange.struct(9, ("nccl", "<u4"), ("identity", f"V{library.ID_BYTES
 _TRIED = (1, 1 << 18)  # numbers of float32: one message of each of NCCL's protocols, so that its links are made now
 
 
-def start(mpi: Any, options: Options, page: Page, reason: str, deadline: float) -> Engine:
+def start(ranks: Ranks, options: Options, page: Page, local_rank: int, reason: str, deadline: float) -> Engine:
     """Make the engine, step by step; each step is ended by a vote, so that all ranks go on or all give up.
 
-    :param mpi: a communicator of our own, whose ranks all have a GPU to use.
+    :param ranks: they have joined, and each has a GPU to use.
+    :param local_rank: this process's number on its host.
     :param reason: why it is this backend.
     :param deadline: on ``time.monotonic()``'s clock.
     :raises ArgumentError: if ``options.device`` is wrong on a rank. :raises UnsupportedError: if a step fails.
     """
-    rank = mpi.Get_rank()
-    identity = _share_identity(mpi, deadline)
-    info, _ = share_device(mpi, options.device, deadline)
+    rank = ranks.rank
+    identity = _share_identity(ranks, deadline)
+    info, _ = share_device(ranks, options.device, local_rank, deadline)
     context, engine = 0, None
     try:
-        with exchange.step(mpi, deadline, "starting CUDA"):
+        with exchange.step(ranks, deadline, "starting CUDA"), open_to_processes(info.ordinal):
             context = driver.retain_context(info.ordinal)
             engine = Engine(info, context, page, timeout=options.timeout, reason=reason)
-        with exchange.step(mpi, deadline, "joining NCCL's communicator"):
+        with exchange.step(ranks, deadline, "joining NCCL's communicator"):
             engine.join(identity, deadline)
-        with exchange.step(mpi, deadline, "trying NCCL's all-reduce"):
+        with exchange.step(ranks, deadline, "trying NCCL's all-reduce"):
             _try(engine, rank)
         engine.watch()
         return engine
@@ -53,18 +54,18 @@ def start(mpi: Any, options: Options, page: Page, reason: str, deadline: float) 
         raise
 
 
-def _share_identity(mpi: Any, deadline: float) -> bytes:
+def _share_identity(ranks: Ranks, deadline: float) -> bytes:
     """Rank 0's identity for NCCL, on every rank. :raises UnsupportedError: if NCCL is missing, or differs."""
     identity, version, error = bytes(library.ID_BYTES), 0, None
     try:
         version = library.version()
-        if mpi.Get_rank() == 0:
+        if ranks.rank == 0:
             identity = library.new_id()
     except IpcReduceError as caught:
         error = caught
     record = exchange.message(_NETWORK, error, nccl=version, identity=np.void(identity))
-    everyone = exchange.allgather(mpi, record, deadline, "loading NCCL")
-    exchange.check(mpi, everyone, "loading NCCL")
+    everyone = exchange.allgather(ranks, record, deadline, "loading NCCL")
+    exchange.check(ranks, everyone, "loading NCCL")
     versions = sorted({int(one) for one in everyone["nccl"]})
     if len(versions) > 1:
         raise UnsupportedError(

@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 import ipcreduce
 from ipcreduce.bench import report
-from tests import sweep_cases, worker
+from tests import machine, sweep_cases, worker
 from tests.gpu import cupy_module
 
 
@@ -24,26 +24,30 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=1 << 20, help="bytes of the largest message")
     parser.add_argument("--smallest", type=int, default=1, help="bytes of the smallest message that is not empty")
     parser.add_argument("--late", type=float, default=0.002, help="seconds that a late rank is late")
-    parser.add_argument("--tight", action="store_true", help="no memory behind an array: for memcheck")
+    parser.add_argument("--backend", choices=["ipc", "nccl"], default="ipc")
+    parser.add_argument("--hosts", type=int, default=1, help="pretended ones, over nccl")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     world = MPI.COMM_WORLD
     cupy.cuda.Device(world.rank % cupy.cuda.runtime.getDeviceCount()).use()
+    machine.pretend_hosts(world.rank, world.size, options.hosts)
+    algorithms = (None, "one_shot", "two_shot") if options.backend == "ipc" else (None,)
     communicators = {
-        name or "planned": ipcreduce.Communicator(algorithm=name) for name in (None, "one_shot", "two_shot")
+        name or "planned": ipcreduce.Communicator(algorithm=name, backend=options.backend) for name in algorithms
     }
-    assert communicators["planned"].backend == "ipc", communicators["planned"].describe()
-    if options.tight:
-        cupy.cuda.set_allocator(None)  # no pool, which would give more than was asked for
     started, sizes = time.time(), (options.smallest, options.largest)
-    result = sweep_cases.run(
-        cupy_module, communicators, options.seed, options.cases, sizes, options.late, options.tight
-    )
+    result = sweep_cases.run(cupy_module, communicators, options.seed, options.cases, sizes, options.late)
     for comm in communicators.values():
         comm.synchronize()
         comm.close()
     if world.rank == 0:
-        result |= {"seconds": round(time.time() - started, 1), "ranks": world.size, "seed": options.seed}
+        result |= {
+            "seconds": round(time.time() - started, 1),
+            "ranks": world.size,
+            "seed": options.seed,
+            "backend": options.backend,
+            "hosts": options.hosts,
+        }
         print(
             f"{result['cases']} cases, {result['calls']} calls on {world.size} ranks, all right, {result['seconds']} s"
         )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
 
-from tests import machine
+from tests import machine, sanitizers
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -23,6 +24,12 @@ def test_sweep(mpirun: Run, ranks: int, shared: bool) -> None:
     cases, largest = (60, 200_000) if shared else (500, 8 << 20)
     result = mpirun("tests/gpu/sweep.py", ranks, "--cases", cases, "--largest", largest, timeout=500)
     assert f"{cases} cases, {4 * cases} calls on {ranks} ranks, all right" in result.stdout
+
+
+def test_epochs_that_wrap(mpirun: Run) -> None:
+    calls, replays = (60, 5) if machine.cuda()[0] < 2 else (1000, 100)
+    output = mpirun("tests/gpu/wrap.py", 2, "--calls", calls, "--replays", replays, "--samples", 5, timeout=300).stdout
+    assert output.count(f": {calls * replays} through the wrap, 5 samples right, ") == 3
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -41,15 +48,15 @@ def test_captures_of_others(mpirun: Run, ranks: int) -> None:
     assert result.stdout.count(": right, ") == len(SCENARIOS)
 
 
-@pytest.mark.parametrize("example", ["allreduce.py", "tensor_parallel.py", "train_digits.py"])
+@pytest.mark.parametrize("example", ["allreduce.py", "llama_torch.py", "tensor_parallel.py", "train_digits.py"])
 def test_examples(mpirun: Run, example: str) -> None:
     assert "backend ipc" in mpirun(f"mpi_examples/{example}", 2, timeout=300).stdout
 
 
-def test_memcheck_finds_nothing(mpirun: Run) -> None:
-    """compute-sanitizer, where it is installed, over a sweep and small graphs on two ranks of one GPU."""
-    result = mpirun("tests/gpu/memcheck.py", 2, timeout=500)
-    if "compute-sanitizer is not installed" in result.stdout:
-        pytest.skip("compute-sanitizer is not installed")
-    assert result.stdout.count("ERROR SUMMARY: 0 errors") == 2
-    assert result.stdout.count("a small graph, ") == 4
+@pytest.mark.skipif(bool(sanitizers.missing()), reason=sanitizers.missing())
+@pytest.mark.parametrize("kernel", sanitizers.KERNELS)
+def test_memcheck_finds_nothing(kernel: str) -> None:
+    """On two ranks of one GPU; ``make sanitizers`` runs the other tools too."""
+    row = sanitizers.run([*machine.mpirun(sys.executable), "-n", "2"], "memcheck", kernel, 500)
+    assert (row["errors"], row["problem"]) == (0, ""), row
+    assert row["cases"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ import cupy
 
 from ipcreduce import Communicator
 from ipcreduce.bench import report
-from tests import worker
+from tests import machine, worker
 from tests.graphs import (
     breaks,
     communicators,
@@ -66,8 +65,7 @@ def main() -> None:
         run(communicators.host_communicator)
         return
     cupy.cuda.Device(RANK % GPUS).use()
-    if options.hosts > 1:
-        os.environ["IPCREDUCE_HOSTID"] = f"host {RANK * options.hosts // SIZE}"
+    machine.pretend_hosts(RANK, SIZE, options.hosts)
     with Communicator(timeout=20, algorithm=options.algorithm) as comm:
         assert comm.backend != "mpi", comm.describe()
         works(comm)

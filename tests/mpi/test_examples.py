@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,13 +94,42 @@ def test_torch_capture(mpirun, tmp_path: Path):
     )
 
 
-@pytest.mark.parametrize("example", [path.name for path in sorted((machine.ROOT / "mpi_examples").glob("*.py"))])
+EXAMPLES = sorted(path.name for path in (machine.ROOT / "mpi_examples").glob("*.py"))
+BY_THEMSELVES = {"llama_torch.py", "torch_ops.py", "without_mpi.py"}  # with tests of their own
+
+
+@pytest.mark.parametrize("example", [name for name in EXAMPLES if name not in BY_THEMSELVES])
 def test_what_gpus_add_is_said_once(mpirun, tmp_path: Path, example: str):
     (tmp_path / "torch.py").write_text(TORCH)
     options = {"breakable.py": ["--steps", 4], "train_digits.py": ["--epochs", 8]}.get(example, [])
     env = HOST | {"PYTHONPATH": f"{tmp_path}:{machine.ROOT}"}
     output = mpirun(f"mpi_examples/{example}", 2, *options, env=env).stdout
     assert len(re.findall("^no GPUs here: .*with GPUs ", output, re.M)) == 1, output
+
+
+def without_mpi(*arguments: object, path: Path = machine.ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "mpi_examples/without_mpi.py", *map(str, arguments)]
+    environ = machine.environment() | HOST | {"PYTHONPATH": str(path)}
+    return subprocess.run(command, cwd=machine.ROOT, env=environ, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("n", [1, 3, 4])
+def test_without_mpi(n):
+    run = without_mpi(*([] if n == 4 else [n]))
+    assert (run.returncode, run.stderr) == (0, "")
+    ranks = re.findall(rf"rank (\d) of {n}, backend mpi: brought (\d)\.0, got {n * (n + 1) // 2}\.0", run.stdout)
+    assert sorted(ranks) == [(str(rank), str(rank + 1)) for rank in range(n)], run.stdout
+    assert len(re.findall("^no GPUs here: .*with GPUs ", run.stdout, re.M)) == 1
+
+
+def test_without_mpi_notices_a_wrong_sum(tmp_path: Path):
+    (tmp_path / "ipcreduce.py").write_text(
+        "class Communicator:\n    backend = 'mpi'\n"
+        "    def __init__(self, group, device): self.rank, self.size = group.rank, group.size\n"
+        "    def allreduce(self, array): return array\n    def close(self): pass\n"
+    )
+    run = without_mpi(path=tmp_path)
+    assert (run.returncode, run.stderr) == (1, "")
 
 
 @pytest.mark.parametrize("n", [1, 3, 4])
@@ -125,6 +158,20 @@ def test_train_digits_says_that_there_is_no_gpu(mpirun):
     run = mpirun("mpi_examples/train_digits.py", 2, "--device", "gpu", check=False)
     assert run.returncode != 0
     assert "no GPUs that they can use" in run.stdout
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_llama(mpirun, n, tmp_path: Path):
+    program = ("mpi_examples/llama_torch.py", n, "--tokens", "4", "--runs", "1")
+    output = mpirun(*program, env=HOST).stdout
+    assert output.count("the tokens of the unsplit model") == 3, output
+    assert len(re.findall("^no GPUs here: .*with GPUs ", output, re.M)) == 1, output
+    if n > 1:
+        (tmp_path / "ipcreduce.py").write_text(NO_REDUCTION)
+        run = mpirun(*program, check=False, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"})
+        assert run.returncode != 0
+        assert "OTHER TOKENS" in run.stdout
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,8 @@ class Device:
 
     def use(self) -> Device:
         if self.id not in self._retained:
-            self._retained[self.id] = machine.retain(self.id)
+            with _its_errors():
+                self._retained[self.id] = machine.retain(self.id)
         machine.make_current(self._retained[self.id].handle)
         return self
 
@@ -544,6 +545,12 @@ class _Runtime:
     def streamIsCapturing(stream: int) -> bool:
         with _its_errors():
             return machine_streams.capture_id(stream) != 0
+
+    @staticmethod
+    def memcpyAsync(target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+        assert kind == 3
+        with _its_errors():
+            machine_streams.submit(stream, lambda: ctypes.memmove(target, source, nbytes))
 
     @staticmethod
     def graphLaunch(executable: int, stream: int) -> None:

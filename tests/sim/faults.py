@@ -18,6 +18,7 @@ ONE_SHOT = Library("one_shot", "float32")
 TWO_SHOT = Library("two_shot", "float32")
 ONE_SHOT_INT = Library("one_shot", "int32")
 TWO_SHOT_INT = Library("two_shot", "int32")
+DIRECT = Library("direct", "float32")
 BOTH = (ONE_SHOT, TWO_SHOT)
 
 TSAN = "ThreadSanitizer"
@@ -280,6 +281,54 @@ FAULTS = [
         "",
         ("verdict",),
         mode="absent",
+    ),
+    Fault(
+        "packets go to the row of another rank",
+        "exchange.cuh",
+        "return row_offset(kRanks - i, stride);",
+        "return row_offset(i, stride);",
+        ("value", "timeout", "unequal bits"),
+    ),
+    Fault(
+        "a rank's own NaN is reduced as it is",
+        "one_shot.cu",
+        "  v[0][kRank] = replace_sentinel_nan(v[0][kRank]);\n",
+        "",
+        ("timeout",),
+        [ONE_SHOT],
+    ),
+    Fault(
+        "the peers' flags are not waited for",
+        "direct.cu",
+        "    wait_for_flags(args, own_workspace + flags, flag_row, block_in_grid(), alive);\n",
+        "",
+        ("value", "not at rest"),
+        [DIRECT],
+    ),
+    Fault(
+        "the sentinel is not restored in flags",
+        "exchange.cuh",
+        "    store_packet_weak(at + row_offset(i, stride), {{kSentinel, kSentinel, kSentinel, kSentinel}}, true);",
+        "    ;",
+        ("value", "not at rest"),
+        [DIRECT],
+    ),
+    Fault(
+        "no barrier before the flags",
+        "direct.cu",
+        "  sync_block();\n  if (thread_in_block() == 0) {",
+        "  if (thread_in_block() == 0) {",
+        (TSAN,),
+        [DIRECT],
+    ),
+    Fault(
+        "results of a peer whose flag is missing are kept",
+        "direct.cu",
+        "if (!wait_abandoned(args)) return;",
+        "return;",
+        ("value",),
+        [DIRECT],
+        "absent",
     ),
     Fault(
         "memory is touched before the predecessor has ended",

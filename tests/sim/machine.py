@@ -28,6 +28,7 @@ _HANDLE = struct.Struct("<4sIIIQQ")  # magic, pid, file descriptor, GPU, nonce, 
 ERRORS = {
     1: "CUDA_ERROR_INVALID_VALUE, invalid argument",
     2: "CUDA_ERROR_OUT_OF_MEMORY, out of memory",
+    46: "CUDA_ERROR_DEVICE_UNAVAILABLE, CUDA-capable device(s) is/are busy or unavailable",
     101: "CUDA_ERROR_INVALID_DEVICE, invalid device ordinal",
     200: "CUDA_ERROR_INVALID_IMAGE, device kernel image is invalid",
     201: "CUDA_ERROR_INVALID_CONTEXT, invalid device context",
@@ -130,7 +131,9 @@ _thread = threading.local()
 
 
 def retain(ordinal: int) -> Context:
-    """The primary context of a GPU; not made current."""
+    """The primary context of a GPU; not made current. With SIM_EXCLUSIVE another process has taken the GPU."""
+    if os.environ.get("SIM_EXCLUSIVE"):
+        raise Fault(46)
     with lock:
         context = _contexts.setdefault(gpu(ordinal).index, Context(gpu(ordinal), 0xC0000000 + 64 * ordinal))
         context.retained += 1

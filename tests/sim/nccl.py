@@ -15,6 +15,7 @@ import mmap
 import os
 import secrets
 import time
+import weakref
 from typing import Any
 
 import ml_dtypes
@@ -71,7 +72,8 @@ class Comm:
         self.context = machine.require()
         self.rank, self.n, self.dead = rank, nranks, False
         self.operations, self.chunks = itertools.count(1), 0
-        path = f"/dev/shm/ipcreduce-sim-nccl-{identity[:16].hex()}"
+        self.uses: weakref.WeakSet[_Use] = weakref.WeakSet()
+        path = f"{os.environ.get('SIM_NCCL', '/dev/shm')}/ipcreduce-sim-nccl-{identity[:16].hex()}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         nbytes = nranks * (_LINE + _CHUNK)
         os.ftruncate(descriptor, nbytes)
@@ -129,6 +131,14 @@ class Comm:
             result[begin : begin + part.nbytes] = total.view(np.uint8)
 
 
+class _Use:
+    """Of a communicator, by a call on a stream or in a graph, as long as that lives."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+        comm.uses.add(self)
+
+
 def _average(total: np.ndarray, n: int) -> np.ndarray:
     if total.dtype.kind in "iu":
         return (np.sign(total) * (np.abs(total) // np.asarray(n, total.dtype))).astype(total.dtype)  # toward zero
@@ -152,7 +162,8 @@ def all_reduce(sendbuff: int, recvbuff: int, count: int, datatype: int, op: int,
         raise TypeError(f"Cannot convert {type(comm).__name__} to nccl.bindings.nccl.Comm")
     if comm.dead:
         raise NCCLError(Result.InvalidArgument)
-    machine_streams.submit(int(stream), lambda: comm.reduce(sendbuff, recvbuff, count, datatype, op))
+    use = _Use(comm)
+    machine_streams.submit(int(stream), lambda: use.comm.reduce(sendbuff, recvbuff, count, datatype, op))
 
 
 def comm_get_async_error(comm: Comm) -> int:
@@ -162,8 +173,11 @@ def comm_get_async_error(comm: Comm) -> int:
 
 
 def comm_abort(comm: Comm) -> None:
+    """As NCCL does, it ends the calls at once, and returns when no graph holds one any more."""
     comm.dead = True
+    while comm.uses:
+        time.sleep(_POLL_SECONDS)
 
 
 def comm_destroy(comm: Comm) -> None:
-    comm.dead = True
+    comm_abort(comm)

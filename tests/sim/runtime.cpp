@@ -2,7 +2,7 @@
 //
 // All blocks of a launch are resident at once. Fibers run in turn; when all of them poll, the OS thread yields and then
 // sleeps, so that other ranks run: there may be fewer processors than ranks. Fibers and their stacks are kept for the
-// next launch.
+// next launch, and those of a stream that has ended for another stream.
 //
 // ThreadSanitizer (-DSIM_TSAN) is told of the fibers, and of no more order between them than CUDA guarantees: barriers,
 // __syncwarp and the ends of kernels order memory; votes, polls and the scheduling in this file do not. This file
@@ -19,6 +19,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
+#include <mutex>
 #include <vector>
 
 #ifdef SIM_TSAN
@@ -90,6 +91,22 @@ struct Grid {
 thread_local Grid* grid;
 thread_local Fiber* self;
 
+std::mutex unused_lock;
+auto& unused = *new std::vector<Grid*>;  // of threads that have ended; never destroyed, as threads may end after main()
+struct Owner {  // gives the thread's grid back when it ends
+  ~Owner() {
+#ifndef SIM_TSAN  // whose fibers belong to their thread
+    if (!grid) return;
+    for (; grid->fibers.size() > kGuarded; grid->fibers.pop_back())
+      munmap(grid->fibers.back().context.uc_stack.ss_sp, kStackBytes);
+    grid->fibers.shrink_to_fit();
+    const std::lock_guard<std::mutex> lock(unused_lock);
+    unused.push_back(grid);
+#endif
+  }
+};
+thread_local Owner owner;
+
 void fatal(const char* message) {
   std::fprintf(stderr, "simulated GPU, rank %d, block %u, thread %u: %s\n", kRank, self ? self->thread.block : 0,
                self ? self->thread.thread : 0, message);
@@ -139,6 +156,31 @@ void fiber_main() {
   }
 }
 
+void begin_anew(Fiber& fiber) {
+  void* const stack = fiber.context.uc_stack.ss_sp;
+  const size_t nbytes = fiber.context.uc_stack.ss_size;
+  getcontext(&fiber.context);
+  fiber.context.uc_stack.ss_sp = stack;
+  fiber.context.uc_stack.ss_size = nbytes;
+  fiber.started = false;
+  makecontext(&fiber.context, fiber_main, 0);
+}
+
+// This thread's grid: a new one, or that of a thread that has ended.
+void take_grid() {
+  asm volatile("" ::"r"(&owner));  // made now, so that it ends with the thread
+  {
+    const std::lock_guard<std::mutex> lock(unused_lock);
+    if (!unused.empty()) {
+      grid = unused.back();
+      unused.pop_back();
+    }
+  }
+  if (!grid) grid = new Grid;
+  for (Fiber& fiber : grid->fibers) begin_anew(fiber);  // their frames may hold addresses of the other thread's variables
+  grid->random = 0;
+}
+
 void make_fibers(size_t count) {
   for (size_t i = grid->fibers.size(); i < count; ++i) {
     Fiber& fiber = grid->fibers.emplace_back();
@@ -147,10 +189,9 @@ void make_fibers(size_t count) {
     if (stack == MAP_FAILED) fatal("no memory for the stack of a fiber");
     // All run the same kernel, so guards on some are enough: each uses two of a process's limited mappings.
     if (i < kGuarded && mprotect(stack, kGuardBytes, PROT_NONE)) fatal("no guard for the stack of a fiber");
-    getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = stack;
     fiber.context.uc_stack.ss_size = kStackBytes - i % 64 * 64;  // or all stack tops would share a few cache sets
-    makecontext(&fiber.context, fiber_main, 0);
+    begin_anew(fiber);
 #ifdef SIM_TSAN
     fiber.tsan = __tsan_create_fiber(0);
 #endif
@@ -181,7 +222,7 @@ uint32_t meet(Meeting& meeting, bool vote, bool orders) {
 
 void sim_run(void (*kernel)(const void*), const void* args, uint32_t blocks, uint32_t threads, int rank, int ranks,
              bool programmatic) {
-  if (!grid) grid = new Grid;  // kept: the OS thread of a stream lives as long as the process
+  if (!grid) take_grid();
   const uint32_t warps = (threads + kWarp - 1) / kWarp;
   const uint32_t count = blocks * threads;
   make_fibers(count);
@@ -243,7 +284,7 @@ void sim_run(void (*kernel)(const void*), const void* args, uint32_t blocks, uin
 }
 
 void sim_disturb(uint64_t seed) {
-  if (!grid) grid = new Grid;
+  if (!grid) take_grid();
   grid->random = seed;
 }
 

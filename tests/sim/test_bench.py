@@ -48,7 +48,7 @@ def test_over_nccl(mpirun: Run, tmp_path: Path) -> None:
     rows = json.loads(kept.read_text())["rows"]
     assert {row["bytes"] for row in rows} == {1024, 2048}
     assert all(row["limit_us"] > 0 and row["ours_us"] > 0 for row in rows)
-    assert {row["algorithm"] for row in rows if row["mode"] == "eager"} == {"nccl"}
+    assert {row["algorithm"] for row in rows} == {"nccl"}
 
 
 @pytest.mark.parametrize("terminal", [{"COLUMNS": "80"}, {"COLUMNS": "80", "TERM": "dumb", "FORCE_COLOR": "1"}])

@@ -21,7 +21,7 @@ def test_errors_in_place_and_fork(hold: Hold, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ends(hold: Hold, ranks: int) -> None:
-    hold(ranks, "closed_early", "crosswise", *(["never_closed"] if ranks == 3 else []))
+    hold(ranks, "closed_early", "freed_once_unmapped", "crosswise", *(["never_closed"] if ranks == 3 else []))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

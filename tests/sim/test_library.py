@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from tests import sanitizers
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -27,9 +29,8 @@ def test_sweep_where_packets_arrive_in_halves(mpirun: Run) -> None:
 
 def test_no_access_behind_an_array(mpirun: Run) -> None:
     """What memcheck is for on a GPU: here there is nothing mapped behind the arrays."""
-    output = on_sim(mpirun, "memcheck", 2, "--inside", "--cases", 40, "--largest", 20_000, "--tight")
-    assert "40 cases, 160 calls on 2 ranks, all right" in output
-    assert output.count("a small graph, ") == 4
+    output = on_sim(mpirun, "sanitized", 2, *sanitizers.KERNELS)
+    assert [output.count(f"{kernel}: ") for kernel in sanitizers.KERNELS] == [1] * len(sanitizers.KERNELS), output
 
 
 def test_messages_larger_than_the_workspace(mpirun: Run) -> None:
@@ -37,14 +38,20 @@ def test_messages_larger_than_the_workspace(mpirun: Run) -> None:
     assert "3 cases, 12 calls on 4 ranks, all right" in output
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_epochs_that_wrap(mpirun: Run, ranks: int) -> None:
+    output = on_sim(mpirun, "wrap", ranks, "--calls", 60, "--replays", 10, "--samples", 5)
+    assert output.count(": 600 through the wrap, 5 samples right, ") == 3
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_scenarios(mpirun: Run, ranks: int) -> None:
-    assert on_sim(mpirun, "scenarios", ranks).count(": right, ") == 18
+    assert on_sim(mpirun, "scenarios", ranks).count(": right, ") == 19
 
 
 def test_scenarios_with_late_work(mpirun: Run) -> None:
     """What nothing orders, in the library or in a scenario, comes in the wrong order some time."""
-    assert on_sim(mpirun, "scenarios", 2, env={"SIM_LATE": "0.005"}).count(": right, ") == 18
+    assert on_sim(mpirun, "scenarios", 2, env={"SIM_LATE": "0.005"}).count(": right, ") == 19
 
 
 @pytest.mark.parametrize(("ranks", "late"), [(2, "0"), (3, "0"), (2, "0.005")])

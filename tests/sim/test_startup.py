@@ -57,5 +57,22 @@ def test_a_part_of_the_ranks(hold: Hold) -> None:
     hold(4, "auto_in_a_part")
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_group_that_is_not_mpis(hold: Hold, ranks: int) -> None:
+    hold(ranks, "any_group")
+
+
+def test_no_secret_is_shown(hold: Hold) -> None:
+    hold(2, "no_secret_is_shown")
+
+
+def test_exclusive_compute_mode(hold: Hold) -> None:
+    hold(2, "exclusive_compute_mode")
+
+
+def test_a_kernel_cache_that_cannot_be_made(hold: Hold) -> None:
+    hold(2, "no_cache", SIM_NO_NCCL="1")
+
+
 def test_a_driver_that_fails(hold: Hold) -> None:
     hold(2, "driver_faults")

@@ -9,7 +9,10 @@ import pytest
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_tensors(hold: Callable[..., None], ranks: int) -> None:
-    hold(ranks, "on_torchs_stream", "in_a_recording", "values_that_are_still_pending")
+    hold(
+        ranks, "on_torchs_stream", "in_a_recording", "memory_that_is_not_the_tensors_values", "results_are_tensors",
+        "the_short_way", "a_stream_by_its_handle", "torch_in_recordings", "after_a_wait", "by_dlpack",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -24,6 +24,7 @@ def test_what_is_given_back(hold: Hold, ranks: int) -> None:
 def test_another_device(hold: Hold, ranks: int) -> None:
     hold(ranks, "threads_with_another_device", "stream_of_another_device", "recordings_with_another_device")
     hold(ranks, "memory_with_another_device", "default_streams_of_two_devices", "faults_with_another_device")
+    hold(ranks, "arrays_of_another_device")
 
 
 def test_captures(hold: Hold, ranks: int) -> None:

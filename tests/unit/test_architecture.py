@@ -30,7 +30,7 @@ LAYERS = (
     ("ipcreduce.startup", "ipcreduce.communicator"),
     ("ipcreduce.default",),
     ("ipcreduce",),
-    ("ipcreduce.cli", "ipcreduce.__main__", "ipcreduce.bench"),
+    ("ipcreduce.cli", "ipcreduce.__main__", "ipcreduce.bench", "ipcreduce.torch", "ipcreduce.engines"),
 )
 LONGEST = 350
 
@@ -139,13 +139,23 @@ def test_direct_has_one_seam():
     assert importers == {"ipcreduce.graphs.session"}
 
 
+def test_nothing_imports_the_guests():
+    """Programs import ipcreduce.torch, and the engines' entry points ipcreduce.engines."""
+    for guest in ("ipcreduce.torch", "ipcreduce.engines"):
+        inside = {name for name in MODULES if is_in(name, guest)}
+        assert inside
+        assert not {name for name in MODULES.keys() - inside if own(name) & inside}
+
+
 @pytest.mark.parametrize(
     ("library", "importers"),
     [
         ("cuda.bindings", {"ipcreduce.cuda.driver"}),
         ("cuda.core", {"ipcreduce.cuda.compiler"}),
         ("cupy", {"ipcreduce.cuda.cupy_runtime"}),
-        ("torch", {"ipcreduce.bench.contenders"}),
+        ("torch", {"ipcreduce.bench.contenders", "ipcreduce.torch", "ipcreduce.engines.seat"}),
+        ("vllm", {"ipcreduce.engines"}),
+        ("sglang", {"ipcreduce.engines"}),
         ("nccl", {"ipcreduce.nccl.library"}),
         ("matplotlib", {"ipcreduce.bench.report"}),
     ],

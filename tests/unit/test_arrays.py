@@ -189,24 +189,50 @@ def test_the_location_of_an_object_that_carries_its_interface():
 
 def test_tensors_are_known_without_an_import(monkeypatch: pytest.MonkeyPatch):
     class Tensor(OnDevice):
-        device = "cuda:1"
+        device, layout, is_quantized, requires_grad = types.SimpleNamespace(type="cuda"), "strided", False, False
 
-        def __init__(self, neg: bool = False, conj: bool = False) -> None:
+        def __init__(self, neg: bool = False, conj: bool = False, **changes: Any) -> None:
             self.is_neg, self.is_conj = (lambda: neg), (lambda: conj)
+            vars(self).update(changes)
 
-    streams = {"cuda:1": types.SimpleNamespace(cuda_stream=0x51)}
+    stream = types.SimpleNamespace(cuda_stream=0x51)
     torch = types.ModuleType("torch")
     monkeypatch.setitem(sys.modules, "torch", torch)  # still at its import
     assert not torch_runtime.is_tensor(Tensor())
-    torch.Tensor, torch.cuda = Tensor, types.SimpleNamespace(current_stream=streams.get)
+    torch.Tensor, torch.cuda = Tensor, types.SimpleNamespace(
+        current_stream=lambda device: stream, is_available=lambda: True
+    )  # fmt: skip
+    torch.strided, torch.is_grad_enabled = "strided", lambda: True
     assert torch_runtime.is_tensor(Tensor())
     assert not torch_runtime.is_tensor(OnDevice())
-    assert torch_runtime.current_stream(Tensor()) == (0x51, streams["cuda:1"])
-    found = [torch_runtime.pending(one) for one in (Tensor(), Tensor(neg=True), Tensor(conj=True), OnDevice())]
-    assert found == ["", "resolve_neg", "resolve_conj", ""]
+    assert torch_runtime.current_stream(0) == (0x51, stream)
+    for tensor, words in (
+        (Tensor(neg=True), "resolve_neg"), (Tensor(conj=True), "resolve_conj"), (Tensor(layout="sparse"), "to_dense"),
+        (Tensor(is_quantized=True), "dequantize"), (Tensor(requires_grad=True), "detach"),
+        (Tensor(device=types.SimpleNamespace(type="meta")), "on the device meta"),
+    ):  # fmt: skip
+        assert words in torch_runtime.problem(tensor)
+        with pytest.raises(ArgumentError, match=f"out must be .*{words}"):
+            arrays.is_device(tensor, "out")
+    assert torch_runtime.problem(Tensor()) == ""
+    torch.is_grad_enabled = lambda: False
+    assert torch_runtime.problem(Tensor(requires_grad=True)) == ""
     monkeypatch.delitem(sys.modules, "torch")
     assert not torch_runtime.is_tensor(Tensor())
-    assert torch_runtime.pending(Tensor(neg=True)) == ""
+
+
+def test_streams_of_pytorchs_pool_are_never_destroyed(monkeypatch: pytest.MonkeyPatch):
+    class Stream:
+        def __init__(self, stream_id: int) -> None:
+            self.stream_id = stream_id
+
+    class ExternalStream(Stream):
+        pass
+
+    cuda = types.SimpleNamespace(Stream=Stream)
+    monkeypatch.setattr(torch_runtime, "torch", types.SimpleNamespace(cuda=cuda))
+    kept = [torch_runtime.keeps(one) for one in (Stream(3), Stream(0x7F00), ExternalStream(3), 3, None)]
+    assert kept == [True, False, False, False, False]
 
 
 def test_the_location_of_a_cupy_array(monkeypatch: pytest.MonkeyPatch):

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -199,7 +199,9 @@ def test_a_call_is_numbered_recorded_and_done(sharing: list[Rank]):
 
 def fast_path_of(rank: Rank) -> FastPath:
     """A fast path on stream 7, over no GPU."""
-    order: Any = SimpleNamespace(event_free_stream=7, shared=False, runs=lambda stream: True)
+    order: Any = SimpleNamespace(
+        event_free_stream=7, event_stream=-1, resting_stream=-1, shared=False, runs=lambda stream: True
+    )
     unused: Any = None
     return FastPath(rank.calls, 0, 1, order, rank.page, unused, unused)
 
@@ -438,6 +440,29 @@ def test_an_exchange_that_a_rank_has_left_is_told_once(how: str):
     assert type(found) is (PeerTimeoutError if how == "late" else PeerFailedError)
     assert all(rank.calls.raised for rank in ranks)
     assert go_on(ranks) == [2, 2], "no rank raises it a second time"
+
+
+@walks("posted -> raised")
+def test_a_rank_that_leaves_an_exchange_is_named_by_all(ranks: list[Rank]):
+    """Though its record of the round arrives before its fault, and others leave because of it."""
+    for rank in ranks:
+        rank.calls.number += 1
+        rank.calls.enter(SUM, 0)
+    last = ranks[-1]
+
+    def interrupt(serial: int) -> NoReturn:
+        raise SystemExit(0)
+
+    last.page.read_round = interrupt  # type: ignore[method-assign]
+    left = raised_by(last, SystemExit, act=lambda rank: rank.calls.gather(1, b""))
+    del last.page.read_round
+    found = in_threads([lambda rank=rank: outcome(lambda: rank.calls.gather(1, b"")) for rank in ranks[:-1]])
+    for rank, error in zip(ranks, found, strict=False):
+        assert type(error) is PeerFailedError
+        assert f"found that rank {last.page.rank} refused it (SystemExit: 0). " in str(error)
+        rank.calls.failed(error)
+    last.calls.failed(left)
+    assert go_on(ranks) == [2] * len(ranks)
 
 
 @walks("done -> posted", "posted -> raised")

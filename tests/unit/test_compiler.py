@@ -19,24 +19,12 @@ from ipcreduce.cuda import compiler
 from ipcreduce.errors import IpcReduceError, UnsupportedError
 from ipcreduce.numerics import DTYPE_NAMES, OPS
 from tests import machine, sass
+from tests.sass import macros
 
 pytest.importorskip("cuda.core", reason="cuda-core is not installed")
 
 KERNELS = sorted(path.stem for path in (machine.ROOT / "kernels").glob("*.cu"))
 ARCHITECTURES = [(8, 0), (9, 0), (10, 0), (12, 0)]
-
-
-def macros(
-    dtype: str = "float32", op: str = "sum", *, n: int = 2, rank: int = 0, whole: int = 1, depth: int = 1
-) -> dict[str, str]:
-    return {
-        "IPCREDUCE_RANKS": str(n),
-        "IPCREDUCE_RANK": str(rank),
-        "IPCREDUCE_DTYPE": dtype,
-        "IPCREDUCE_OP": op,
-        "IPCREDUCE_DEPTH": str(depth),
-        "IPCREDUCE_WHOLE_PACKETS": str(whole),
-    }
 
 
 def forget() -> None:
@@ -140,6 +128,7 @@ EXCHANGES = [
     ("direct", macros("float16", n=3)),
     ("direct", macros("uint64")),
     ("verify", macros("int32")),
+    ("limit", macros("int32", n=4)),
 ]
 
 
@@ -151,6 +140,31 @@ def test_a_packet_is_one_access(capability: tuple[int, int]):
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = pool.map(lambda exchange, cubin: sass.problems(*exchange, cubin), EXCHANGES, cubins)
         assert not [problem for problems in found for problem in problems]
+
+
+def test_every_kernel_and_dtype_is_among_those_of_make_sass():
+    """It checks each architecture of NVRTC's; here are the four of which others are variants."""
+    for turn in (0, 5):
+        cases = [
+            (kernel, given["IPCREDUCE_DTYPE"], given["IPCREDUCE_WHOLE_PACKETS"]) for kernel, given in sass.cases(turn)
+        ]
+        assert {kernel for kernel, _, _ in cases} == {*KERNELS}
+        for kernel in sass.KERNELS:
+            assert {case[1:] for case in cases if case[0] == kernel} == {(d, w) for d in DTYPE_NAMES for w in "01"}
+    assert {*ARCHITECTURES} <= {*sass.architectures()}
+
+
+@needs_nvdisasm
+def test_the_table_of_make_sass(sources: Path):
+    good = [("verify", macros("int32"))]
+    row = sass.check((7, 5), good)
+    assert (row["kernels"], row["left out"]) == (0, "ipcreduce needs compute capability 8.0")
+    row = sass.check((9, 0), good)
+    assert (row["arch"], row["kernels"], row["problems"]) == ("sm_90", 1, [])
+    (sources / "verify.cu").write_text("int broken = nonsense;")
+    compiler._headers_digest.cache_clear()
+    [problem] = sass.check((9, 0), good)["problems"]
+    assert problem.startswith("verify: verify.cu does not compile")
 
 
 LOAD, STORE = "ld.relaxed.sys.global.b128 t, [%4]; mov.b128 {low, high}, t;", "st.relaxed.sys.global.b128 [%0], t;"
@@ -296,6 +310,22 @@ def test_a_cache_that_cannot_be_made_is_an_error_with_advice(tmp_path: Path, mon
     monkeypatch.setenv("IPCREDUCE_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with pytest.raises(UnsupportedError, match="IPCREDUCE_CACHE_DIR"):
         compiler.cache_directory()
+
+
+def test_without_a_home_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In a container of a user that no list has: not in a directory "~" of wherever the program runs."""
+    for name in ("HOME", "XDG_CACHE_HOME", "IPCREDUCE_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"no home directory is known.*: set IPCREDUCE_CACHE_DIR"):
+        compiler.cache_directory()
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    with pytest.raises(UnsupportedError, match="set IPCREDUCE_CACHE_DIR"):
+        compiler.cache_directory()
+    assert not any(tmp_path.iterdir())
+    monkeypatch.setenv("IPCREDUCE_CACHE_DIR", str(tmp_path / "own"))
+    assert compiler.cache_directory() == tmp_path / "own"
 
 
 def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -284,12 +284,14 @@ def test_the_late_rank_itself_can_explain(pages: list[Page]):
 def test_clear_takes_back_ones_own(pages: list[Page]):
     for page in pages[:2]:
         miss(page, 2)
+        page.post_timeout([0])
         page.post_fault(control_page.REFUSED, 1, "why")
     pages[0].clear()
     assert pages[2].fault() == (1, 1, control_page.REFUSED, "why"), "another rank's fault is its own to clear"
     pages[1].clear()
     assert not any(page.aborted for page in pages)
     assert pages[2].fault() is None
+    assert not pages[2].missed(), "they would be named beside those of the next fault"
     assert not np.frombuffer(pages[2]._map, np.uint8, page_layout.head_bytes(3)).any()
 
 

@@ -36,6 +36,15 @@ class Interrupted(deferred_free._Turn):
         return acquired
 
 
+class Order:
+    """The order of a communicator's calls."""
+
+    over = False
+
+    def is_over(self) -> bool:
+        return self.over
+
+
 def test_another_thread_has_just_run_it_all(monkeypatch: pytest.MonkeyPatch):
     ran = []
     monkeypatch.setattr(deferred_free, "attempt", lambda context, *steps: [step() for step in steps])
@@ -47,6 +56,34 @@ def test_another_thread_has_just_run_it_all(monkeypatch: pytest.MonkeyPatch):
     deferred_free.give_back(1, lambda: ran.append("first"), lambda: ran.append("second"))
     assert ran == ["first", "second"]
     assert not deferred_free._deferred
+
+
+def test_nothing_is_freed_beside_a_call(monkeypatch: pytest.MonkeyPatch):
+    """Neither while a call runs on the device nor while another thread makes one."""
+    ran: list[int] = []
+    order, lock = Order(), threading.RLock()
+    monkeypatch.setattr(deferred_free, "attempt", lambda context, *steps: [step() for step in steps])
+    monkeypatch.setattr(deferred_free, "_orders", {})
+    deferred_free.track(order, lock)  # type: ignore[arg-type]
+    deferred_free.give_back(1, lambda: ran.append(1))
+    assert not ran, "a call runs"
+    order.over = True
+    made, ended = threading.Event(), threading.Event()
+
+    def make_a_call() -> None:
+        with lock:
+            made.set()
+            ended.wait(20)
+
+    other = threading.Thread(target=make_a_call)
+    other.start()
+    made.wait(20)
+    deferred_free.flush()
+    assert not ran, "another thread makes a call"
+    ended.set()
+    other.join()
+    deferred_free.flush()
+    assert ran == [1]
 
 
 def test_an_interrupt_behind_the_lock_does_not_keep_it(monkeypatch: pytest.MonkeyPatch):

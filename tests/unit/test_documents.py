@@ -1,4 +1,4 @@
-"""README.md, CONTRIBUTING.md and docs/: code, links, figures and names in them are true of this tree."""
+"""README.md, CONTRIBUTING.md, SECURITY.md and docs/: code, links, figures and names in them are true of this tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exchange between ranks, over a stand-in for an MPI communicator that answers when the test says so."""
+"""The exchange between ranks, over a stand-in for them that answers when the test says so."""
 
 from __future__ import annotations
 
@@ -42,13 +42,9 @@ class World:
         self.change, self.at = change, at
         self.requests: list[Request] = []
 
-    def Get_rank(self) -> int:
-        return 1
+    rank, size, silence = 1, 3, "silence"
 
-    def Get_size(self) -> int:
-        return 3
-
-    def Iallgather(self, sent: np.ndarray, received: np.ndarray) -> Request:
+    def gather(self, sent: np.ndarray, received: np.ndarray) -> Request:
         assert sent.dtype == received.dtype == np.uint8, "pickled or typed data"
         assert received.nbytes == 3 * sent.nbytes
 

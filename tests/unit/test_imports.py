@@ -18,12 +18,21 @@ def python(program: str) -> str:
 
 
 def test_importing_needs_no_gpu_no_mpi_and_no_framework():
-    heavy = ["cupy", "torch", "cuda.bindings", "cuda.core", "mpi4py.MPI", "numba"]
+    heavy = [
+        "cupy",
+        "torch",
+        "ipcreduce.torch",
+        "ipcreduce.engines",
+        "cuda.bindings",
+        "cuda.core",
+        "mpi4py.MPI",
+        "numba",
+    ]
     output = python(f"import sys, ipcreduce\nprint([name for name in {heavy} if name in sys.modules])")
     assert output.strip() == "[]"
 
 
-@pytest.mark.parametrize("missing", ["cupy", "cuda", "mpi4py"])
+@pytest.mark.parametrize("missing", ["cupy", "cuda", "mpi4py", "torch"])
 def test_importing_works_where_it_is_missing(missing: str):
     python(f"import sys\nsys.modules[{missing!r}] = None\nimport ipcreduce\nprint(ipcreduce.__version__)")
 
@@ -40,7 +49,8 @@ def test_no_mpi_is_said_with_advice():
     )
     for error in ("RuntimeError", "ImportError"):
         assert python(program.format(error=error)) == (
-            "MPI cannot be loaded (no libmpi.so): pip install 'ipcreduce[mpi]', or install MPICH or Open MPI\n"
+            "MPI cannot be loaded (no libmpi.so): pip install 'ipcreduce[mpi]', or install MPICH or Open MPI, or pass "
+            "Communicator a torch.distributed process group or another ipcreduce.Group\n"
         )
 
 

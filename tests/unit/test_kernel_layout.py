@@ -173,6 +173,39 @@ def test_words_of_the_control_page(tmp_path: Path, rank: int, absent: int):
         page.unlink()
 
 
+CHECK_GRACE = """
+#include <cstdio>
+#include <exchange.cuh>
+static u32 epochs[2 * kEpochSlots + 3], words[3];
+static bool goes_on(int microseconds) {  // a wait, where the abort word was seen so long ago
+  Args args = {};
+  args.epochs = (u64)epochs;
+  args.abort = (u64)words;
+  args.missing = (u64)(words + 1);
+  args.timeout_ns = 1ull << 62;
+  epochs[2 * kEpochSlots] = 0;  // no wait was abandoned
+  epochs[2 * kEpochSlots + 2] = ((u32)(globaltimer_ns() >> 10) - microseconds) | 1;
+  return check_wait(0, 2, args);
+}
+int main() {
+  static const SimThread thread = {0, 1, 0, 1};
+  sim_thread = &thread;
+  bool lately;
+  u64 begun;
+  do {
+    begun = globaltimer_ns();
+    lately = goes_on(20'000);
+  } while (globaltimer_ns() - begun > 20'000'000);  // this process has been held up: once more
+  std::printf("%d %d %d\\n", goes_on(-10'000'000), lately, goes_on(kGraceMicroseconds + 1'000));
+}
+"""
+
+
+def test_waits_go_on_for_a_while_after_an_abort(tmp_path: Path):
+    """Where another thread's clock, ahead of ours, has seen it, too."""
+    assert run_program(tmp_path, CHECK_GRACE) == ["1 1 0"]
+
+
 def test_each_rank_has_words_of_its_own():
     words = [missing_offset(rank) + 4 * word for rank in range(plan.MAX_RANKS) for word in (0, 1)]
     assert len({ABORT_OFFSET, *words}) == 1 + len(words)

@@ -7,11 +7,12 @@ import fcntl
 import os
 import random
 import socket
+import struct
 import termios
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,22 @@ def test_an_abort_is_told_once_and_not_echoed(ranks: Ranks):
         page.clear()
     second.write_meeting(1, 1, 1)  # the next message, from the one who was told
     first.write_meeting(1, 1, 1)
+    assert not first.aborted
+    assert not second.aborted
+
+
+def test_an_abort_does_not_come_back_later(ranks: Ranks):
+    """From a rank that was told of it, and says nothing before it is cleared."""
+    first, second = ranks[0]
+    first.changed = second.changed = None
+    first.abort()
+    ranks[1][0].send()
+    ranks[1][1].receive()
+    assert second.aborted
+    for page in (first, second):
+        page.clear()
+    for _ in range(2):
+        exchange_all(ranks)
     assert not first.aborted
     assert not second.aborted
 
@@ -245,7 +262,7 @@ def test_the_watchdog_carries_rounds_and_hears_of_an_end():
 
 # ---- connections
 class _Threads:
-    """An MPI communicator of threads, as far as the exchange needs one."""
+    """Ranks that are threads, as far as the exchange needs them."""
 
     def __init__(self, n: int) -> None:
         self._n, self._barrier = n, threading.Barrier(n)
@@ -255,13 +272,9 @@ class _Threads:
         world = self
 
         class Comm:
-            def Get_rank(self) -> int:
-                return rank
+            size = world._n
 
-            def Get_size(self) -> int:
-                return world._n
-
-            def Iallgather(self, sent: Any, received: Any) -> Any:
+            def gather(self, sent: Any, received: Any) -> Any:
                 world._rows[rank] = sent.copy()
                 world._barrier.wait(30)
                 received.reshape(-1)[:] = np.concatenate([row.reshape(-1) for row in world._rows])
@@ -271,7 +284,9 @@ class _Threads:
             def Test(self) -> bool:
                 return True
 
-        return Comm()
+        made = Comm()
+        made.rank = rank
+        return made
 
 
 def connect_all(n: int) -> list[Any]:
@@ -307,7 +322,8 @@ def test_a_stranger_is_sent_away(monkeypatch: pytest.MonkeyPatch):
 
     def and_a_stranger(*args: Any, **keywords: Any) -> socket.socket:
         server = create(*args, **keywords)
-        for greeting in (b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(64), bytes(36)):
+        rank_1 = bytes(32) + struct.pack("<I", 1)  # the awaited rank, without the secret
+        for greeting in (b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(64), rank_1):
             strangers.append(socket.create_connection(("127.0.0.1", server.getsockname()[1])))
             strangers[-1].sendall(greeting)
             strangers[-1].shutdown(socket.SHUT_WR)
@@ -323,6 +339,96 @@ def test_a_stranger_is_sent_away(monkeypatch: pytest.MonkeyPatch):
         assert len(own) == 1
         for connection in own.values():
             connection.close()
+
+
+@contextmanager
+def strangers(monkeypatch: pytest.MonkeyPatch, visit: Callable[[socket.socket], object]) -> Iterator[None]:
+    """Every port at which a rank listens is visited by strangers without end: they come before the ranks, and stay."""
+    create, ended, visitors = socket.create_server, threading.Event(), []
+
+    def come(port: int) -> None:
+        came = []
+        while not ended.is_set():
+            with suppress(OSError):  # the rank listens no more
+                came.append(socket.create_connection(("127.0.0.1", port), timeout=0.1))
+                visit(came[-1])
+            for one in came[:-200]:
+                one.close()
+            time.sleep(1e-3)
+        for one in came:
+            one.close()
+
+    def create_server(*args: Any, **keywords: Any) -> socket.socket:
+        server = create(*args, **keywords)
+        visitor = threading.Thread(target=come, args=[server.getsockname()[1]], daemon=True)
+        visitor.start()
+        visitors.append(visitor)
+        return server
+
+    monkeypatch.setattr(socket, "create_server", create_server)
+    try:
+        yield
+    finally:
+        monkeypatch.undo()
+        ended.set()
+        for visitor in visitors:
+            visitor.join()
+
+
+VISITS: list[Callable[[socket.socket], object]] = [
+    lambda stranger: None,
+    lambda stranger: stranger.sendall(bytes(35)),
+    lambda stranger: stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(100)),
+    lambda stranger: stranger.close(),
+]
+
+
+@pytest.mark.parametrize("visit", VISITS, ids=["silent", "a greeting in part", "another protocol", "gone again"])
+def test_strangers_keep_no_rank_out(monkeypatch: pytest.MonkeyPatch, visit: Callable[[socket.socket], object]):
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(connections, "_GREET_SECONDS", 30.0)  # nobody waits for them
+    with strangers(monkeypatch, visit):
+        made = connect_all(3)
+    for own in made:
+        assert len(own) == 2, made
+        for connection in own.values():
+            connection.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_start_up_ends_though_strangers_come_without_end(monkeypatch: pytest.MonkeyPatch):
+    """A rank that does not come is missed at the deadline."""
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(connections, "_MOST_SECONDS", 0.5)
+    monkeypatch.setattr(connections, "_reach", unreachable)
+    with strangers(monkeypatch, lambda stranger: stranger.sendall(bytes(36))):
+        found = connect_all(2)
+    assert "rank 0 has no connection to rank 1: timed out" in str(found[0])
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def unreachable(*_: Any) -> None:
+    raise ConnectionRefusedError("refused")
+
+
+def test_a_greeting_in_pieces():
+    """TCP may tear it apart."""
+    secret = os.urandom(32)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def come() -> None:
+            with socket.create_connection(listener.getsockname()) as rank:
+                rank.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                for byte in secret + bytes([3, 0, 0, 0]):
+                    rank.sendall(bytes([byte]))
+                    time.sleep(1e-3)
+
+        thread = threading.Thread(target=come)
+        thread.start()
+        found = connections._accept(listener, secret, {3}, time.monotonic() + 20)
+        thread.join()
+    assert [*found] == [3]
+    found[3].close()
 
 
 def test_a_rank_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch):

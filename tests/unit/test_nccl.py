@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,10 @@ import pytest
 from ipcreduce import errors
 from ipcreduce.coordination.control_page import REFUSED, Page
 from ipcreduce.coordination.fingerprint import Fingerprint
-from ipcreduce.device import stream_order
+from ipcreduce.device import background, stream_order
 from ipcreduce.device.stream_order import StreamOrder
+from ipcreduce.nccl import communicator, library
 from ipcreduce.nccl import guard as guard_module
-from ipcreduce.nccl import library
 from ipcreduce.nccl.communicator import NcclCommunicator
 from ipcreduce.nccl.guard import Guard
 
@@ -58,6 +59,8 @@ def binding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Binding]:
     package.nccl = made  # type: ignore[attr-defined]
     for name, module in (("nccl", package), ("nccl.bindings", package), ("nccl.bindings.nccl", made)):
         monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(communicator, "using_relaxed", lambda context: nullcontext())
+    background.start()
     library.load.cache_clear()
     yield made
     library.load.cache_clear()
@@ -80,7 +83,7 @@ def test_a_library_that_is_missing(binding: Binding, monkeypatch: pytest.MonkeyP
 
 
 def test_errors_of_the_binding(binding: Binding):
-    comm = NcclCommunicator()
+    comm = NcclCommunicator(0)
     with pytest.raises(errors.CudaError, match="ncclAllReduce failed: the NCCL communicator has been aborted"):
         comm.all_reduce((1, 2, 3, 7, 0), 9)
 
@@ -97,7 +100,7 @@ def test_errors_of_the_binding(binding: Binding):
 
 
 def test_an_abort_waits_for_a_call_that_is_being_enqueued(binding: Binding):
-    comm, within, leave = NcclCommunicator(), threading.Event(), threading.Event()
+    comm, within, leave = NcclCommunicator(0), threading.Event(), threading.Event()
 
     def slow(_: Any) -> None:
         within.set()
@@ -107,17 +110,34 @@ def test_an_abort_waits_for_a_call_that_is_being_enqueued(binding: Binding):
     caller = threading.Thread(target=comm.all_reduce, args=[(1, 2, 3, 7, 0), 9])
     caller.start()
     assert within.wait(10)
-    aborting = threading.Thread(target=comm.abort)
-    aborting.start()
-    time.sleep(0.05)
-    assert not binding.aborted, "freed under a call"
+    comm.abort()
     assert not comm.is_open
+    assert not comm.when_freed(int, 0.05)
+    assert not binding.aborted, "freed under a call"
     leave.set()
-    for thread in (caller, aborting):
-        thread.join(10)
+    assert comm.when_freed(int, 10)
+    caller.join(10)
     assert binding.aborted == [slow]
     comm.abort()
+    assert comm.when_freed(int, 10)
     assert binding.aborted == [slow], "twice"
+
+
+def test_an_abort_does_not_wait_for_graphs(binding: Binding, monkeypatch: pytest.MonkeyPatch):
+    """NCCL frees a communicator only when no graph holds a call of it any more."""
+    gone = threading.Event()
+    monkeypatch.setattr(Binding, "comm_abort", lambda self, comm: comm == "next" or gone.wait(10))
+    comm = NcclCommunicator(0)
+    comm.use("with a graph")
+    comm.abort()
+    assert not comm.when_freed(int, 0.05)
+    comm.use("next")
+    comm.abort()
+    freed = threading.Event()
+    assert not comm.when_freed(freed.set, 0.05)
+    assert not freed.is_set()
+    gone.set()
+    assert freed.wait(10)
 
 
 # ---- the guard
@@ -138,7 +158,7 @@ def guarded(binding: Binding, monkeypatch: pytest.MonkeyPatch) -> Any:
     streams = SimpleNamespace(create_event=lambda: 1, create_stream=lambda: 2, is_over=lambda event: made.ended)
     monkeypatch.setattr(guard_module, "streams", streams)
     monkeypatch.setattr(guard_module, "using_relaxed", lambda context: threading.Lock())
-    made.page, made.order, made.nccl = Page.alone(0, 2), Order(), NcclCommunicator()
+    made.page, made.order, made.nccl = Page.alone(0, 2), Order(), NcclCommunicator(0)
     made.nccl.use("comm")
     made.guard = Guard(0, made.page, made.order, made.nccl, 0.1)  # type: ignore[arg-type]
     return made

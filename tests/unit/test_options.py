@@ -36,7 +36,8 @@ def test_an_unknown_name_warns_once(monkeypatch: pytest.MonkeyPatch):
         "the environment variable IPCREDUCE_SYNCH is not one of ipcreduce's, and has no effect. "
         "Did you mean IPCREDUCE_SYNC?",
         "the environment variable IPCREDUCE_X is not one of ipcreduce's, and has no effect. "
-        "There are IPCREDUCE_BACKEND, IPCREDUCE_CACHE_DIR, IPCREDUCE_HOSTID, IPCREDUCE_SYNC, IPCREDUCE_WORKSPACE_MB.",
+        "There are IPCREDUCE_BACKEND, IPCREDUCE_CACHE_DIR, IPCREDUCE_ENGINES, IPCREDUCE_HOSTID, IPCREDUCE_SYNC, "
+        "IPCREDUCE_WORKSPACE_MB.",
     ]
     assert {one.filename for one in caught} == {__file__}
     with warnings.catch_warnings():
@@ -73,6 +74,19 @@ def test_a_wrong_workspace_is_an_error(monkeypatch: pytest.MonkeyPatch):
     assert options.Options.of(None, 1.0, None).wrong == (
         "IPCREDUCE_WORKSPACE_MB must be a whole number from 1 to 1048576; found '1G'"
     )
+
+
+@pytest.mark.parametrize("given", [True, 1.5, "8", 0, (1 << 20) - 1, (1 << 40) + 1])
+def test_a_wrong_workspace_argument_is_an_error(given: object):
+    assert options.Options.of(None, 1.0, None, None, given).wrong == (
+        f"workspace must be None or 1048576 to 1099511627776 bytes; found {given!r}"
+    )
+
+
+def test_the_workspace_argument_comes_first(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("IPCREDUCE_WORKSPACE_MB", "3")
+    assert options.Options.of(None, 1.0, None).workspace == 3 << 20
+    assert options.Options.of(None, 1.0, None, None, (1 << 20) + 5).workspace == (1 << 20) + 5
 
 
 def test_a_wrong_cache_directory_is_an_error(monkeypatch: pytest.MonkeyPatch):

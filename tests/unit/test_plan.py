@@ -46,6 +46,17 @@ def launch_bound(kernel: str, depth: int, n: int) -> int:
     return int(fewer) if depth * n <= int(most) else int(otherwise)
 
 
+@given(st.integers(1, 2 * GB), worlds)
+@settings(deadline=None)
+@example(8 * MB, 2)
+@example(8 * MB, 8)
+def test_a_workspace_for_the_largest_message(nbytes: int, n: int):
+    """One launch up to 1 GB; as many as with any workspace beyond. Not much more than the message takes."""
+    size = workspace.bytes_for(nbytes)
+    assert len(plan.make_plan(nbytes, n, workspace.half_bytes(size))) == -(-nbytes // GB)
+    assert size <= 4 * min(nbytes, GB) + MB
+
+
 @given(sizes, worlds, halves, forced)
 @settings(max_examples=1000, deadline=None)
 @example(1, 2, workspace.half_bytes(MB), None)

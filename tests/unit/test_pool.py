@@ -10,8 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ipcreduce.coordination.control_page import Page
 from ipcreduce.cuda import driver
+from ipcreduce.errors import UnsupportedError
 from ipcreduce.graphs import pool as pools
+from ipcreduce.graphs.direct.mappings import Mappings
+from ipcreduce.graphs.direct.registration import DirectGraphs
 from ipcreduce.graphs.pool import GraphPool
 
 MB = 1 << 20
@@ -104,6 +108,8 @@ def test_the_smallest_range_that_fits_and_neighbours_join(device: Device):
     assert pool._allocate(5120, 1) == first
     assert pool.nbytes == 2 * MB
     assert fourth == third + 2048
+    pool._free(first)
+    assert pool._allocate(5120, 2) != first  # work on stream 1 may still use it
 
 
 def test_nothing_goes_back_while_a_graph_uses_the_pool(device: Device):
@@ -119,3 +125,59 @@ def test_nothing_goes_back_while_a_graph_uses_the_pool(device: Device):
     assert pool.nbytes == 4 * MB
     pool._free(next(iter(device.held)))
     assert pool.nbytes == 0 == len(device.held)
+
+
+def test_a_pool_that_a_graph_uses_again_before_it_went_back_stays(device: Device, monkeypatch: pytest.MonkeyPatch):
+    """What goes back to the driver may have to wait, for the end of a capture."""
+    later: list[Any] = []
+    monkeypatch.setattr(pools, "give_back", lambda context, *steps: later.extend(steps))
+    pool = GraphPool(0, 0)
+    pool.retain()
+    pool._free(pool._allocate(512, 1))
+    pool.release()
+    pool.retain()
+    assert later
+    for step in later:
+        step()
+    assert pool.nbytes == 2 * MB == sum(device.held.values())
+
+
+# ---- memory that peers map
+def test_memory_stays_until_every_rank_has_dropped_the_graph():
+    page = Page.alone(0, 3)
+    freed: list[int] = []
+    mappings = Mappings(page)
+    serials = [mappings.use([], lambda number=number: freed.append(number)) for number in range(2)]
+    mappings.drop(serials[0], [])
+    page.marks[1, serials[0]] = serials[0] + 1
+    mappings.collect()
+    assert not freed, "rank 2 has it mapped"
+    page.marks[2, serials[0]] = serials[0] + 1
+    mappings.collect()
+    assert freed == [0]
+
+
+def test_a_slab_is_mapped_once_and_as_long_as_a_graph_uses_it(monkeypatch: pytest.MonkeyPatch):
+    opened: list[bytes] = []
+    closed: list[int] = []
+    monkeypatch.setattr(driver, "open_memory", lambda handle: opened.append(handle) or 4096 * len(opened))
+    monkeypatch.setattr(driver, "close_memory", closed.append)
+    monkeypatch.setattr(driver, "allocation_bytes", lambda address: MB)
+    mappings, keys = Mappings(Page.alone(0, 2)), [(1, 7), (1, 8)]
+    assert [mappings.open(key, b"handle", MB) for key in (*keys, keys[0])] == [4096, 8192, 4096]
+    serials = [mappings.use(used, lambda: None) for used in (keys, keys[:1])]
+    mappings.drop(serials[0], keys)
+    assert closed == [8192], "the other one is still used"
+    mappings.drop(serials[1], keys[:1])
+    assert closed == [8192, 4096]
+    with pytest.raises(UnsupportedError, match="has 1048576 bytes here, not 1048577"):
+        mappings.open(keys[0], b"handle", MB + 1)
+
+
+def test_no_rank_goes_on_with_a_registration_that_has_failed_on_one(monkeypatch: pytest.MonkeyPatch):
+    graphs = DirectGraphs.__new__(DirectGraphs)
+    monkeypatch.setattr(graphs, "_gather", lambda number, payload: [payload, b"", b"memory is short"])
+    with pytest.raises(UnsupportedError, match="mapping failed on rank 2: memory is short"):
+        graphs._confirm(1, None, "mapping")
+    with pytest.raises(UnsupportedError, match="mapping failed on rank 0: no room"):
+        graphs._confirm(1, ValueError("no room"), "mapping")

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce.coordination import rounds
+from ipcreduce.coordination import control_page, rounds
 from ipcreduce.coordination.control_page import Page
 from ipcreduce.coordination.page_layout import CHUNK_BYTES
-from ipcreduce.coordination.rounds import Meetings, Rounds
+from ipcreduce.coordination.rounds import Left, Meetings, Rounds
 from ipcreduce.errors import PeerFailedError
 from tests.unit.pages import in_threads, make_pages
 
@@ -97,13 +97,37 @@ def test_who_has_not_come_is_told_between_polls():
 
 
 def test_a_round_that_a_rank_has_left():
-    """Those that come later raise."""
-    ranks = make_rounds(3)
+    """Those that come later raise, and name the first that left, whoever left because of it."""
+    ranks = make_rounds(4)
     with pytest.raises(Gone):
-        ranks[0].gather(b"", gone)
-    found = in_threads([lambda rank=rank: outcome(lambda: ranks[rank].gather(b"", patient)) for rank in (1, 2)])
-    assert [type(error) for error in found] == [PeerFailedError] * 2
-    assert all("rank 0 left an exchange between the ranks (Gone: without [1, 2])" in str(error) for error in found)
+        ranks[2].gather(b"", gone)
+    found = in_threads([lambda rank=rank: outcome(lambda: ranks[rank].gather(b"", patient)) for rank in (0, 1, 3)])
+    assert [(type(error), error.rank, error.text) for error in found] == [(Left, 2, "Gone: without [0, 1, 3]")] * 3
+    assert "rank 2 left an exchange between the ranks (Gone: without [0, 1, 3])" in str(found[0])
+
+
+def test_a_round_left_because_of_a_fault():
+    """Ranks that come later name the rank at fault, even where its fault is not on their page yet."""
+    ranks = make_rounds(2)
+
+    def fail(missing: list[int]) -> None:
+        ranks[0]._page.post_fault(control_page.REFUSED, 1, "ArgumentError: no", 7)
+        raise PeerFailedError("rank 0, call 1: found that rank 7 refused it (ArgumentError: no)")
+
+    with pytest.raises(PeerFailedError):
+        ranks[0].gather(b"", fail)
+    ranks[0]._page.clear()
+    found = outcome(lambda: ranks[1].gather(b"", patient))
+    assert (type(found), found.rank, found.text) == (Left, 7, "ArgumentError: no")
+
+
+def test_what_is_left_fits_a_chunk():
+    ranks = make_rounds(2)
+    with pytest.raises(Gone):
+        ranks[0].gather(b"", lambda missing: (_ for _ in ()).throw(Gone("\N{LATIN SMALL LETTER E WITH ACUTE}" * 2000)))
+    found = outcome(lambda: ranks[1].gather(b"", patient))
+    assert found.rank == 0
+    assert found.text.startswith("Gone: \N{LATIN SMALL LETTER E WITH ACUTE}")
 
 
 def test_a_round_left_with_a_payload():

@@ -69,6 +69,31 @@ def test_chunks_of_changing_length_and_dtype(n: int, monkeypatch: pytest.MonkeyP
     in_threads([lambda segment=segment: rank(segment) for segment in segments])
 
 
+def test_small_messages_in_a_row():
+    """A slow reader finds the data of its own message, though a peer has the next one's in place by then."""
+    segments, next_one = make_segments(2), threading.Event()
+    hand_over = segments[0].hand_over
+    handovers: list[int] = []
+
+    def telling(check: Callable[[list[int]], None]) -> None:
+        handovers.append(1)
+        if len(handovers) == 2:
+            next_one.set()
+        hand_over(check)
+
+    segments[0].hand_over = telling  # type: ignore[method-assign]
+
+    def rank(segment: Segment) -> None:
+        reducer, out = SharedReducer(segment), np.empty(5)
+        for turn in (1, 2):
+            reads_late = segment.rank == 1 and turn == 1
+            array = np.full(5, 10.0 * turn + segment.rank)
+            reducer.allreduce(array, "sum", out, never, lambda late=reads_late: next_one.wait(20) if late else None)  # type: ignore[misc]
+            assert out.tolist() == [20.0 * turn + 1] * 5, (segment.rank, turn)
+
+    in_threads([lambda segment=segment: rank(segment) for segment in segments])
+
+
 def test_the_missing_are_named_and_a_reset_forgets_what_they_gave(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(segment_module, "_TICK_SECONDS", 0.01)
     segments = make_segments(4)
@@ -82,8 +107,13 @@ def test_the_missing_are_named_and_a_reset_forgets_what_they_gave(monkeypatch: p
     with pytest.raises(PeerTimeoutError, match=r"^\[2, 3\]$"):  # from rank 0 there was one
         segments[1].hand_over(late)
     reducers = [SharedReducer(segment) for segment in segments]
+    for _ in range(2):
+        for reducer in reducers:
+            reducer.quiesce(0.0)
+            reducer.reset([])
+        with pytest.raises(PeerTimeoutError, match=r"^\[0, 1, 3\]$"):
+            segments[2].hand_over(late)
     for reducer in reducers:
-        reducer.quiesce(0.0)
         reducer.reset([])
 
     def call(reducer: SharedReducer, value: float) -> None:

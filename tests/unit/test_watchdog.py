@@ -139,6 +139,16 @@ def test_another_process_with_the_same_pid_is_not_taken_for_the_rank(ranks: Make
     assert within(30.0, lambda: watch.lost == (1, "its process has ended"))
 
 
+def test_a_rank_of_which_proc_does_not_tell(ranks: Make, monkeypatch: pytest.MonkeyPatch):
+    """It may hide the processes of other users (hidepid=): a rank lives until its process ends."""
+    world = ranks(2)
+    monkeypatch.setattr(watchdog, "start_time", lambda pid: 0)
+    watch = world.watch()
+    assert not within(0.5, lambda: watch.lost)
+    world.end(1)
+    assert within(30.0, lambda: watch.lost == (1, "its process has ended"))
+
+
 def test_a_rank_that_closed_may_end(ranks: Make):
     world = ranks(2)
     watch = world.watch()

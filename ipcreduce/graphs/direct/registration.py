@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ...coordination import records
 from ...coordination.calls import CallSequence
 from ...cuda import driver
 from ...cuda import graph as cuda_graph
@@ -161,7 +162,7 @@ class DirectGraphs:
         return chosen
 
     def _gather_rows(self, number: int, rows: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-        return [np.frombuffer(data, rows.dtype) for data in self._gather(number, rows.tobytes())]
+        return [records.rows(data, rows.dtype, "memory of graphs") for data in self._gather(number, rows.tobytes())]
 
     def _switch(self, number: int, chosen: list[_Chosen]) -> None:
         """Make the nodes direct and instantiate their segments again. :raises UnsupportedError: if a rank cannot."""

@@ -36,6 +36,18 @@ def threads_with_another_device() -> None:
         works(comm)
 
 
+def arrays_of_another_device() -> None:
+    """They are refused as array and as out, and no peer waits."""
+    with Communicator(timeout=20) as comm:
+        own = mine()
+        with cupy.cuda.Device(OTHER):
+            foreign = cupy.zeros(own.shape, own.dtype)
+        for array, out in ((foreign, None), (own, foreign), (foreign, foreign)):
+            with raises(errors.ArgumentError, f"must lie on this communicator's GPU {OWN}", f"one on GPU {OTHER}"):
+                comm.allreduce(array, out=out)
+            works(comm)
+
+
 def stream_of_another_device() -> None:
     """It cannot be used at all, which the driver says; the others hear of it, and all go on."""
     with cupy.cuda.Device(OTHER):
@@ -139,6 +151,6 @@ def default_streams_of_two_devices() -> None:
 
 
 SCENARIOS = [
-    threads_with_another_device, stream_of_another_device, recordings_with_another_device, memory_with_another_device,
-    default_streams_of_two_devices, faults_with_another_device,
+    threads_with_another_device, arrays_of_another_device, stream_of_another_device, recordings_with_another_device,
+    memory_with_another_device, default_streams_of_two_devices, faults_with_another_device,
 ]  # fmt: skip

@@ -18,8 +18,9 @@ import numpy as np
 from mpi4py import MPI
 
 import ipcreduce
-from ipcreduce import Communicator, Graph, errors
+from ipcreduce import Communicator, Graph, communicator, errors
 from ipcreduce.coordination import calls
+from ipcreduce.device import deferred_free
 from ipcreduce.graphs.direct.registration import DirectGraphs
 from tests import worker
 from tests.sim import driver, machine_streams
@@ -63,6 +64,43 @@ def closed_early() -> None:
     comm.close()
     WORLD.Barrier()
     good_communicator()
+
+
+def freed_once_unmapped() -> None:
+    """A workspace is freed once every peer has unmapped it, however late that is, and a rank leaves behind its own."""
+    comm = Communicator(timeout=20)
+    works(comm)
+    assert comm._engine is not None
+    assert comm._page is not None
+    page, workspace, peers = comm._page, comm._engine.workspace, [rank for rank in range(SIZE) if rank != RANK]
+    own, free, unmap = workspace.address, driver.free, workspace.unmap_peers
+    freed: list[bool] = []
+    had_left: list[bool] = []
+
+    def freeing(address: int) -> None:
+        if address == own:
+            freed.append(all(page.has_unmapped(rank) for rank in peers))
+        free(address)
+
+    def unmapping() -> None:
+        had_left.append(page.has_left(RANK))
+        unmap()
+
+    workspace.unmap_peers = unmapping
+    with mock.patch.object(driver, "free", freeing), mock.patch.object(communicator, "_CLOSE_SECONDS", 0.2):
+        if RANK != 0:
+            WORLD.Barrier()
+        comm.close()
+        if RANK == 0:
+            assert not freed, "the peers have not closed"
+            WORLD.Barrier()
+        deadline = time.monotonic() + 20
+        while not freed and time.monotonic() < deadline:
+            time.sleep(0.01)
+            deferred_free.flush()
+    assert freed == [True]
+    assert had_left
+    assert not any(had_left)
 
 
 def never_closed() -> None:
@@ -443,7 +481,7 @@ def registration_that_lies() -> None:
 
 
 SCENARIOS = [
-    closed_early, never_closed, crosswise, killed, killed_in_a_host_call, synchronous, forked,
+    closed_early, freed_once_unmapped, never_closed, crosswise, killed, killed_in_a_host_call, synchronous, forked,
     closed_beside_a_forked_child, ended_beside_a_forked_child, closed_with_their_graph_under_way,
     closed_on_a_busy_device, closed_beside_a_call, ended_on_a_busy_device, interrupted_where_others_meet,
     busy_where_others_meet, registered_graph_in_a_fork, registration_that_lies,

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
+import json
 import linecache
+import logging
+import secrets
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -14,7 +20,10 @@ import numpy as np
 from mpi4py import MPI
 
 from ipcreduce import Communicator, Graph, errors
+from ipcreduce.bench import info, ranks
+from ipcreduce.cuda import driver
 from ipcreduce.ipc import startup
+from ipcreduce.nccl import library
 from tests.sim import compiler, machine
 from tests.sim.scenarios.common import (
     GPUS,
@@ -24,6 +33,7 @@ from tests.sim.scenarios.common import (
     SOON,
     WORLD,
     environment,
+    error_of,
     good_communicator,
     host_works,
     mine,
@@ -111,23 +121,51 @@ def too_little_memory() -> None:
     good_communicator()
 
 
+def exclusive_compute_mode() -> None:
+    """Another process has the only context that a GPU admits: every rank hears of it, and what to do."""
+    words = (
+        "GPU ",
+        " takes no further process",
+        "busy or unavailable",
+        "a GPU of its own, start MPS, or set the compute mode",
+    )
+    for rank, device in itertools.product((0, LAST), (None, "auto")):
+        with environment(rank, SIM_EXCLUSIVE="1"), mock.patch.dict(cupy.cuda.Device._retained, clear=device == "auto"):
+            falls_back(f"failed on 1 of {SIZE} ranks: rank {rank}: ", *words, device=device)
+    good_communicator()
+
+
+def no_cache() -> None:
+    """A rank whose kernel cache cannot be made, as without a home."""
+    advice = "the kernel cache cannot be made: set IPCREDUCE_CACHE_DIR to a directory of yours"
+    fails = mock.patch.object(compiler, "compile_kernel", side_effect=errors.UnsupportedError(advice))
+    for rank in (0, LAST):
+        with fails if rank == RANK else contextlib.nullcontext():
+            falls_back(f"loading the first kernel failed on 1 of {SIZE} ranks: rank {rank}: {advice}")
+    good_communicator()
+
+
 def wrong_options() -> None:
     """Wrong on one rank, or not the same on all: an error on every rank, which names that one."""
     wrong: list[tuple[str, Any]] = [("IPCREDUCE_WORKSPACE_MB", text) for text in ("0", "x", "", "1.5", "-1")]
     wrong += [("device", value) for value in (GPUS, -1, "cuda:0", True, 1.0, cupy.cuda.Device(77))]
-    wrong += [("timeout", 0), ("timeout", None), ("algorithm", "three_shot")]
+    wrong += [("workspace", 1000), ("timeout", 0), ("timeout", None), ("algorithm", "three_shot")]
     for rank, (name, value) in itertools.product(range(SIZE), wrong):
         _all_refuse(rank, name, value, f"rank {rank}'s {name} must be" if rank != RANK else f"{name} must be")
     for rank, other in enumerate([1, *[0] * LAST]):
         named = f"on rank {other if rank == RANK else rank}"
         _all_refuse(rank, "IPCREDUCE_WORKSPACE_MB", "2", "the same workspace", named)
+        _all_refuse(rank, "workspace", 5 << 20, "the same workspace", named, str(5 << 20))
         _all_refuse(rank, "timeout", 7.0, "the same timeout", named, "7.0", "120.0")
         _all_refuse(rank, "algorithm", "two_shot", "the same algorithm", named, "two_shot")
     good_communicator()
 
 
 def odd_options() -> None:
-    """Those on which a careless check trips."""
+    """Those on which a careless check trips. An argument comes before its variable."""
+    with environment(RANK, IPCREDUCE_WORKSPACE_MB="2"), Communicator(workspace=3 << 20, timeout=20) as comm:
+        assert "3 MB of workspace" in comm.describe()
+        assert (comm.allreduce(cupy.ones(1 << 20, np.float32)) == SIZE).all()
     odd = [("device", np.array([0, 1])), ("algorithm", np.array(["one_shot", "two_shot"]))]
     for name, value in [("IPCREDUCE_WORKSPACE_MB", "²"), ("IPCREDUCE_WORKSPACE_MB", "9" * 17), *odd]:
         _all_refuse(LAST, name, value, f"{name} must be")
@@ -159,6 +197,116 @@ def auto_in_a_part() -> None:
     with Communicator(part, device="auto", timeout=20) as comm:
         assert comm._engine.device.ordinal == RANK % GPUS, comm.describe()
     part.Free()
+
+
+class Group:
+    """The ranks without their MPI communicator, as far as the library can see."""
+
+    rank, size = RANK, SIZE
+
+    def allgather(self, data: bytes) -> list[bytes]:
+        return WORLD.allgather(data)
+
+
+def any_group() -> None:
+    """On one host; and on as many pretended ones as there are ranks, over NCCL, where host arrays have no way."""
+    with Communicator(Group(), device="auto", timeout=20) as comm:
+        assert comm.backend == "ipc", comm.describe()
+        assert comm._engine.device.ordinal == RANK % GPUS, comm.describe()
+        works(comm)
+        host_works(comm)
+    with environment(IPCREDUCE_HOSTID=f"host {RANK}"), Communicator(Group(), timeout=20) as comm:
+        assert comm.backend == "nccl", comm.describe()
+        works(comm)
+        with raises(errors.UnsupportedError, "or pass device arrays"):
+            host_works(comm)
+        works(comm)
+        kind = errors.UnsupportedError if RANK == LAST else errors.PeerFailedError
+        with raises(kind, "or pass device arrays"):
+            (host_works if RANK == LAST else works)(comm)
+        works(comm)
+    with environment(IPCREDUCE_HOSTID=f"host {RANK}"), Communicator(Group(), device="auto", timeout=20) as comm:
+        assert comm._engine.device.ordinal == 0, "each is the first on its host"
+        works(comm)
+
+
+def no_secret_is_shown() -> None:
+    """No IPC handle, NCCL identity, secret or peer's address in logs, errors, repr(), describe() and ``info``."""
+    found: list[bytes] = []
+    mapped: list[int] = []
+
+    def kept(function: Callable[..., Any], keep: Callable[[Any], object]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            result = function(*arguments)
+            keep(result)
+            return result
+
+        return call
+
+    def secret(result: Any) -> None:
+        found.append(bytes(result))
+
+    run = ranks.Ranks()
+    run.join()
+    log, shown = io.StringIO(), []
+    handler = logging.StreamHandler(log)
+    root = logging.getLogger("ipcreduce")
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.DEBUG)
+    with (
+        mock.patch.object(driver, "export_memory", kept(driver.export_memory, secret)),
+        mock.patch.object(driver, "open_memory", kept(driver.open_memory, mapped.append)),
+        mock.patch.object(secrets, "token_bytes", kept(secrets.token_bytes, secret)),
+        mock.patch.object(library, "new_id", kept(library.new_id, secret)),
+    ):
+        for hosts, algorithm in ((1, "direct"), (SIZE, None)):
+            with environment(IPCREDUCE_HOSTID=f"host {RANK * hosts // SIZE}"):
+                with Communicator(timeout=20, algorithm=algorithm) as comm, Graph(comm) as graph:
+                    with graph.record():
+                        comm.allreduce(mine())
+                    shown += [repr(comm), comm.describe(), repr(graph), graph.describe(), repr(graph.pool)]
+                    shown += [repr(vars(comm._engine)), repr(vars(comm._page)), repr(comm._calls)]
+                    mapped += comm._engine.workspace.peers[1:] if hosts == 1 else []
+                    shown += _texts_of_refused_calls(comm, graph)
+                    shown += [comm._page.calls.describe(rank, call) for rank in range(SIZE) for call in (1, 2, 3)]
+                    works(comm)
+                collected = info.collect(run)
+                shown += [json.dumps(collected), info._text(collected)]
+        fails = mock.patch.object(driver, "open_memory", side_effect=errors.CudaError("cuIpcOpenMemHandle", 1, "no"))
+        with fails, Communicator(timeout=20) as comm:
+            assert "cuIpcOpenMemHandle failed: no" in comm.describe()
+            shown.append(comm.describe())
+    root.removeHandler(handler)
+    root.setLevel(level)
+    assert len(found) >= 2 + (RANK == 0), f"{len(found)} secrets"
+    found = [one for of_rank in WORLD.allgather(found) for one in of_rank]
+    assert mapped
+    text = "\n".join([log.getvalue(), *shown])
+    for word in ("op must be", f"({6 + SIZE},)", "GraphStateError", "kernel cache: ", "float32"):
+        assert word in text, word
+    for secret_bytes in found:
+        for part in (secret_bytes[8:40], secret_bytes[-24:]):  # as text, as hexadecimal digits, as a list of numbers
+            if any(part):
+                for form in (part.hex(), repr(part)[2:-1], ", ".join(map(str, part))):
+                    assert form not in text, f"rank {RANK}: a secret of {len(secret_bytes)} bytes is shown"
+    for address in mapped:
+        for form in (str(address), f"{address:x}", f"{address:X}"):
+            assert form not in text, f"rank {RANK}: an address at which a peer's memory is mapped is shown"
+
+
+def _texts_of_refused_calls(comm: Communicator, graph: Graph) -> list[str]:
+    """The errors of a wrong argument, of calls that differ and of a wrong state, on this rank."""
+    texts = []
+    for make in (
+        lambda: comm.allreduce(mine(), "mode" if RANK == 0 else "sum"),
+        lambda: comm.allreduce(mine(7 + RANK)),
+        lambda: graph.record().__enter__(),
+    ):
+        texts.append(error_of(lambda make=make: (make(), comm.synchronize())))
+        assert texts[-1]
+        works(comm)
+    return texts
 
 
 def _uses(ordinal: int, device: Any) -> None:
@@ -267,4 +415,5 @@ SCENARIOS = [
     no_peer_access, peers_not_visible, link_loses_data, link_loses_data_with_a_short_timeout, slow_compiler, no_gpu,
     too_little_memory, packets_over_pcie, packets_over_unseen_links, packets_over_links_that_another_sees,
     one_smaller_gpu, shared_gpus, wrong_options, odd_options, devices, auto_in_a_part,
+    any_group, no_secret_is_shown, exclusive_compute_mode, no_cache,
 ]  # fmt: skip

@@ -1,98 +1,79 @@
-"""Calls on PyTorch's tensors, for which a small stand-in of it is in ``sys.modules``: which stream they run on."""
+"""Calls on PyTorch's tensors, of which tests/sim/pytorch.py is a stand-in: streams, results, memory, the short way."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import threading
-import types
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import cupy
 import numpy as np
 
-from ipcreduce import Communicator, Graph, eager_break, errors
-from tests.sim.scenarios.common import OWN, RANK, SIZE, TOTAL, delay, raises, right, works
-
-_thread = threading.local()
-
-
-class Tensor:
-    """As PyTorch's, over an array of CuPy: the consumer's stream waits for PyTorch's current one."""
-
-    def __init__(self, array: Any, pending: str = "") -> None:
-        self.array, self.pending, self.device = array, pending, f"cuda:{OWN}"
-
-    def is_neg(self) -> bool:
-        return self.pending == "neg"
-
-    def is_conj(self) -> bool:
-        return self.pending == "conj"
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return 2, OWN
-
-    def __dlpack__(self, *, stream: int) -> Any:
-        current = current_stream(self.device).cuda_stream
-        if stream not in (current or 1, -1):
-            event = cupy.cuda.ExternalStream(current).record()
-            cupy.cuda.ExternalStream(stream).wait_event(event)
-        return self.array
+from ipcreduce import Communicator, Graph, eager_break, errors, operands
+from tests.sim import pytorch as torch
+from tests.sim.pytorch import Tensor
+from tests.sim.scenarios.common import RANK, SIZE, TOTAL, delay, raises, right, works
 
 
-def current_stream(device: Any) -> Any:
-    assert device == f"cuda:{OWN}", device
-    return types.SimpleNamespace(cuda_stream=getattr(_thread, "current", 0))
-
-
-@contextlib.contextmanager
-def torch_stream(stream: Any) -> Iterator[None]:
-    """As ``with torch.cuda.stream(stream)``."""
-    torch = types.SimpleNamespace(Tensor=Tensor, cuda=types.SimpleNamespace(current_stream=current_stream))
-    with mock.patch.dict(sys.modules, torch=torch):
-        before, _thread.current = getattr(_thread, "current", 0), stream.ptr
-        try:
-            yield
-        finally:
-            _thread.current = before
+def array_of(value: Any, count: int = 1000) -> Any:
+    return cupy.full((count,), value, np.float32)
 
 
 def on_torchs_stream() -> None:
     """A call on a tensor is among the work of PyTorch's current stream; on an array of CuPy, of CuPy's."""
-    with Communicator(timeout=20) as comm:
-        for torchs in (cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream.null):
+    with Communicator(timeout=20) as comm, torch.imported():
+        for torchs in (torch.Stream(), torch.ExternalStream(0)):
             cupys = cupy.cuda.Stream(non_blocking=True)
-            source, target = cupy.full((1000,), RANK + 1, np.float32), cupy.zeros(1000, np.float32)
+            source, target = array_of(RANK + 1), array_of(0)
             works(comm)
             cupy.cuda.Device().synchronize()
-            with torch_stream(torchs), cupys:
+            with torch.stream(torchs), cupys:
                 delay(cupys.ptr)  # a call there comes too late for who reads it on the tensor's
-                comm.allreduce(Tensor(source), out=Tensor(target))
-                with torchs:
-                    found = cupy.asnumpy(target)
-                assert (found == TOTAL).all(), f"rank {RANK}: {found[0]} before the result is there"
+                for _ in range(3):  # the usual way, then the short one
+                    comm.allreduce(Tensor(source), out=Tensor(target))
+                    with torchs.of_cupy:
+                        found = cupy.asnumpy(target)
+                        target.fill(0)
+                    assert (found == TOTAL).all(), f"rank {RANK}: {found[0]} before the result is there"
                 works(comm)
+                source.fill(0)
+                torchs.of_cupy.synchronize()
                 cupys.synchronize()
-                target.fill(0)
-                cupys.synchronize()
-                delay(torchs.ptr)
+                delay(torchs.cuda_stream)
+                with torchs.of_cupy:
+                    source.fill(RANK + 1)
                 comm.allreduce(Tensor(source), out=Tensor(target), stream=cupys)
                 right(target)
                 comm.allreduce(source, out=target)
                 right(target)
-            fresh = comm.allreduce(Tensor(source))
-            comm.synchronize()
-            right(fresh)
             cupy.cuda.Device().synchronize()
+
+
+def by_dlpack() -> None:
+    """What another library still writes is waited for on the call's stream, whatever stream is current."""
+
+    class Foreign:
+        def __init__(self, array: Any) -> None:
+            self.__dlpack__, self.__dlpack_device__ = Tensor(array).__dlpack__, Tensor(array).__dlpack_device__
+
+    producer, given = torch.Stream(), cupy.cuda.Stream(non_blocking=True)
+    source, target = array_of(0), array_of(0)
+    with Communicator(timeout=20) as comm, torch.imported():
+        works(comm)
+        cupy.cuda.Device().synchronize()
+        with torch.stream(producer):
+            delay(producer.cuda_stream)
+            with producer.of_cupy:
+                source.fill(RANK + 1)
+            comm.allreduce(Foreign(source), out=target, stream=given)
+        given.synchronize()
+        right(target)
 
 
 def in_a_recording() -> None:
     """Calls on tensors in the body are recorded, whatever PyTorch's current stream is; those in a break are eager."""
-    torchs, seen = cupy.cuda.Stream(non_blocking=True), []
-    source, target = cupy.full((1000,), RANK + 1, np.float32), cupy.zeros(1000, np.float32)
-    between, last = cupy.zeros(1000, np.float32), cupy.zeros(1000, np.float32)
+    torchs, seen = torch.Stream(), []
+    source, target = array_of(RANK + 1), array_of(0)
+    between, last = array_of(0), array_of(0)
 
     @eager_break
     def middle() -> None:
@@ -100,16 +81,20 @@ def in_a_recording() -> None:
         comm.synchronize()
         seen.append(float(cupy.asnumpy(between)[0]))
 
-    with Communicator(timeout=20) as comm, torch_stream(torchs):
+    with Communicator(timeout=20) as comm, torch.imported():
         cupy.cuda.Device().synchronize()
         graph = Graph(comm)
-        with graph.record():
+        with torch.stream(torchs), graph.record():
             comm.allreduce(Tensor(source), out=Tensor(target))
             middle()
             comm.allreduce(Tensor(between), out=Tensor(last))
-        assert graph.describe().count("all-reduce:") == 2, graph.describe()
+            fresh = comm.allreduce(Tensor(last))
+        assert type(fresh) is Tensor
+        torchs.of_cupy.synchronize()
+        assert graph.describe().count("all-reduce:") == 3, graph.describe()
         for _ in range(3):
             right(last, SIZE * SIZE)
+            right(fresh.array, SIZE**3)
             last.fill(0)
             graph.replay()
         right(last, SIZE * SIZE)
@@ -118,18 +103,251 @@ def in_a_recording() -> None:
         works(comm)
 
 
-def values_that_are_still_pending() -> None:
-    """A tensor that PyTorch reads as negated or conjugated is refused, for the memory has other values."""
-    array = cupy.full((10,), RANK + 1, np.float32)
-    with Communicator(timeout=20) as comm, torch_stream(cupy.cuda.Stream.null):
-        for pending in ("neg", "conj"):
-            with raises(errors.ArgumentError, f"rank {RANK}, call", f"Pass tensor.resolve_{pending}()"):
-                comm.allreduce(Tensor(array, pending))
+def memory_that_is_not_the_tensors_values() -> None:
+    """It is refused, with the remedy: lazy values, gradients, other layouts."""
+    array = array_of(RANK + 1, 10)
+    sparse, quantised = Tensor(array), Tensor(array)
+    sparse.layout, quantised.is_quantized = torch.sparse_coo, True
+    with Communicator(timeout=20) as comm, torch.imported():
+        for wrong, words in (
+            (Tensor(array, pending="neg"), "Pass tensor.resolve_neg()"),
+            (Tensor(array, pending="conj"), "Pass tensor.resolve_conj()"),
+            (Tensor(array, requires_grad=True), "Pass tensor.detach()"),
+            (sparse, "Pass tensor.to_dense()"),
+            (quantised, "Pass tensor.dequantize()"),
+        ):
+            with raises(errors.ArgumentError, f"rank {RANK}, call", "array must be", words):
+                comm.allreduce(wrong)
             works(comm)
-            with raises(errors.ArgumentError, f"rank {RANK}, call", f"Pass tensor.resolve_{pending}()"):
-                comm.allreduce(array, out=Tensor(array, pending))
+            with raises(errors.ArgumentError, f"rank {RANK}, call", "out must be", words):
+                comm.allreduce(array, out=wrong)
             works(comm)
-        right(comm.allreduce(Tensor(array), out=Tensor(array)).array)
+        for _ in range(3):
+            array.fill(RANK + 1)
+            with torch.no_grad():
+                right(comm.allreduce(Tensor(array, requires_grad=True), out=Tensor(array, requires_grad=True)).array)
+        for pending in ("neg", "conj"):  # of a kind that is known by now
+            with raises(errors.ArgumentError, f"resolve_{pending}"):
+                comm.allreduce(Tensor(array, pending=pending))
+            works(comm)
 
 
-SCENARIOS = [on_torchs_stream, in_a_recording, values_that_are_still_pending]
+def results_are_tensors() -> None:
+    """From PyTorch's allocator, on its stream; freed at once, while the calls still run, they spoil nothing."""
+    side, given = torch.Stream(), torch.Stream()
+    with Communicator(timeout=20) as comm, torch.imported():
+        source = Tensor(array_of(RANK + 1))
+        cupy.cuda.Device().synchronize()
+        for turn in range(6):
+            with torch.stream(side):
+                delay(side.cuda_stream)
+                first = comm.allreduce(torch.full_like(source, RANK + 1))
+                assert type(first) is Tensor
+                assert first.storage.place[0] == side.cuda_stream
+                second = comm.allreduce(first)
+                poison = torch.full_like(source, -1)  # into the memory of the first argument
+                del first
+                right(second.array, SIZE)
+                del poison
+            with torch.stream(side):  # the call is on another stream than the tensors' memory
+                delay(given.cuda_stream)
+                argument = torch.full_like(source, RANK + 1)
+                result = comm.allreduce(argument, stream=given)
+                del argument
+                poison = torch.full_like(source, -1)
+                comm.synchronize()
+                assert result.storage.place[0] == given.cuda_stream
+                right(result.array)
+                del result, poison
+                comm.allreduce(source)
+                results = [comm.allreduce(source, stream=given) for _ in range(3)]  # of a tensor that is known by now
+                assert [one.storage.place[0] for one in results] == [given.cuda_stream] * 3
+                comm.synchronize()
+                right(results[-1].array)
+                del results
+            works(comm, 10 + turn)
+
+
+def the_short_way() -> None:
+    """Repeated calls on tensors are launched at once, and follow memory that moves under the same object."""
+    with Communicator(timeout=20) as comm, torch.imported():
+        source, out = Tensor(array_of(RANK + 1)), Tensor(array_of(0))
+        other, counted = array_of(2 * (RANK + 1)), mock.Mock(side_effect=operands.DeviceOperands.of)
+        side = torch.Stream()
+        cupy.cuda.Device().synchronize()
+        with mock.patch.object(operands.DeviceOperands, "of", counted):
+            for stream in (side, torch.ExternalStream(0)):
+                with torch.stream(stream):
+                    for turn in range(6):
+                        if turn == 2:
+                            assert counted.call_count > 0
+                            counted.reset_mock()
+                        comm.allreduce(source, out=out)
+                        right(comm.allreduce(source).array)
+                        right(comm.allreduce(Tensor(source.array), out=Tensor(out.array)).array)
+                        right(out.array)
+                        aliases = [Tensor(torch.full_like(source, RANK + 1).array) for _ in range(2)]
+                        aliases[1].array = aliases[0].array
+                        right(comm.allreduce(aliases[0], out=aliases[1]).array)
+                    assert comm._engine.order.event_free_stream == stream.cuda_stream, "with events"
+            assert not counted.call_count, "on the usual way"
+            before, source.array = source.array, other  # as p.data = other
+            right(comm.allreduce(source, out=out).array, 2)
+            right(comm.allreduce(source, out=out).array, 2)
+            out.array = array_of(0, 1000)
+            cupy.cuda.Device().synchronize()
+            right(comm.allreduce(source, out=out).array, 2)
+            source.array = before
+            right(comm.allreduce(source, out=out).array)
+            assert not counted.call_count
+            source.pending = "neg"
+            with raises(errors.ArgumentError, "resolve_neg"):
+                comm.allreduce(source, out=out)
+            source.pending = ""
+            source.array, out.array = before[:500], out.array[500:]
+            right(comm.allreduce(source, out=out).array)
+
+
+def a_stream_by_its_handle() -> None:
+    """Repeated calls on ``stream=handle``, which nobody is known to keep, take the short way too, in order."""
+    with Communicator(timeout=20) as comm:
+        one, two = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+        source, out = array_of(RANK + 1), array_of(0)
+        cupy.cuda.Device().synchronize()
+        counted = mock.Mock(side_effect=operands.DeviceOperands.of)
+        with mock.patch.object(operands.DeviceOperands, "of", counted):
+            for turn in range(5):
+                if turn == 3:
+                    counted.reset_mock()
+                delay(one.ptr)
+                for _ in range(3):
+                    comm.allreduce(source, out=out, stream=one.ptr)
+                one.synchronize()
+                right(out)
+                out.fill(0)
+                cupy.cuda.Device().synchronize()
+            assert not counted.call_count, "on the usual way"
+        for turn in range(6):  # behind each other, by whatever way
+            array = array_of(RANK + 1)
+            cupy.cuda.Device().synchronize()
+            delay((one, two)[turn % 2].ptr)
+            comm.allreduce(array, out=array, stream=one.ptr)
+            comm.allreduce(array, out=array, stream=two if turn % 3 else two.ptr)
+            comm.allreduce(array, out=array, stream=one.ptr)
+            comm.allreduce(array, out=array)
+            right(array, SIZE**3)
+
+
+def torch_in_recordings() -> None:
+    """PyTorch's work in a body is captured, in memory that nothing else gets; a break has the caller's allocator."""
+    seen: list[Any] = []
+
+    @eager_break
+    def look(given: Tensor) -> Tensor:
+        assert torch.in_a_pool() == 0
+        assert torch.current_stream().cuda_stream == cupy.cuda.get_current_stream().ptr
+        poison = [torch.full_like(given, -1) for _ in range(4)]
+        seen.append(float(cupy.asnumpy(given.array)[0]))
+        result = torch.full_like(given, 5)
+        del poison
+        return result
+
+    def body() -> tuple[Tensor, Tensor]:
+        assert torch.in_a_pool() != 0
+        doubled = torch.full_like(source, 0)
+        doubled.array[...] = source.array * 2
+        first = comm.allreduce(doubled)
+        del doubled
+        returned = look(first)
+        assert type(returned) is Tensor
+        assert torch.in_a_pool() != 0
+        again = torch.full_like(source, 1)
+        again.array[...] = first.array + returned.array
+        return first, comm.allreduce(again, out=again)
+
+    with Communicator(timeout=20) as comm, torch.imported():
+        side, source = torch.Stream(), Tensor(array_of(0))
+        for _ in range(2):
+            graph = Graph(comm)
+            source.array.fill(RANK + 1)
+            with graph.record():
+                first, last = body()
+            assert (torch.in_a_pool(), torch.current_stream().cuda_stream) == (0, 0)
+            second = Graph(comm, pool=graph.pool)
+            with second.record():
+                other = comm.allreduce(torch.full_like(source, RANK + 1))
+            right(other.array)
+            for turn in range(1, 4):
+                source.array.fill((RANK + 1) * turn)
+                eager = [torch.full_like(source, -1) for _ in range(4)]
+                cupy.cuda.Device().synchronize()
+                torch.make_current(side if turn % 2 else None)  # and CuPy's is the default stream
+                delay(side.cuda_stream)
+                graph.replay()
+                with side.of_cupy if turn % 2 else cupy.cuda.Stream.null:
+                    found, sums = cupy.asnumpy(first.array), cupy.asnumpy(last.array)
+                torch.make_current(None)
+                assert (found == 2 * TOTAL * turn).all(), found
+                assert (sums == SIZE * (2 * TOTAL * turn + 5)).all(), sums
+                assert seen[-1] == 2 * TOTAL * turn
+                del eager
+            with raises(KeyError), Graph(comm).record():
+                comm.allreduce(torch.full_like(source, 1))
+                raise KeyError
+            assert (torch.in_a_pool(), torch.current_stream().cuda_stream) == (0, 0)
+            works(comm)
+            alive = torch.pools()
+            second.close()
+            graph.close()
+            works(comm)
+            assert torch.pools() < alive, "PyTorch's pools outlive the graphs"
+
+
+def after_a_wait() -> None:
+    """A call behind synchronize() takes the short way, and later calls on other streams follow it."""
+    with Communicator(timeout=20) as comm:
+        one, two = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+        array, other = array_of(RANK + 1), array_of(0)
+        cupy.cuda.Device().synchronize()
+        counted = mock.Mock(side_effect=operands.DeviceOperands.of)
+        with mock.patch.object(operands.DeviceOperands, "of", counted):
+            for turn in range(6):
+                if turn == 2:
+                    counted.reset_mock()
+                with one:
+                    delay(one.ptr)
+                    comm.allreduce(array, out=other)
+                    comm.synchronize()
+                    right(other)
+                    other.fill(0)
+            assert not counted.call_count, "on the usual way"
+        for last in (two, one):
+            for wait in (True, False):
+                array.fill(RANK + 1)
+                cupy.cuda.Device().synchronize()
+                with one:
+                    if wait:
+                        comm.allreduce(other, out=other)
+                        comm.synchronize()
+                    delay(one.ptr)
+                    comm.allreduce(array, out=array)
+                with last:
+                    comm.allreduce(array, out=array)
+                comm.synchronize()
+                right(array, SIZE)
+        with one:
+            comm.allreduce(array, out=other)
+        comm.synchronize()
+        with one:
+            one.begin_capture()
+            with two:
+                comm.allreduce(array, out=other)  # waits for nothing on the stream that captures
+            one.end_capture()
+        works(comm)
+
+
+SCENARIOS = [
+    after_a_wait,
+    torch_in_recordings, on_torchs_stream, by_dlpack, in_a_recording, memory_that_is_not_the_tensors_values,
+    results_are_tensors, the_short_way, a_stream_by_its_handle,
+]  # fmt: skip

@@ -175,7 +175,7 @@ def finaliser_within_a_call() -> None:
     first, second = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
     with Communicator(timeout=20, algorithm="direct") as comm:
         works(comm)
-        source, larger, outs = mine(), mine() * 10, [cupy.zeros(1000, np.float32) for _ in range(2)]
+        source, fresh, larger, outs = mine(), mine(), mine() * 10, [cupy.zeros(1000, np.float32) for _ in range(2)]
         graphs = [Graph(comm)]
         with first, graphs[0].record():
             comm.allreduce(source)
@@ -184,7 +184,7 @@ def finaliser_within_a_call() -> None:
         WORLD.Barrier()
         comm.allreduce(source, out=outs[0], stream=first)
         with _before_the_next_launch(lambda stream: (graphs.clear(), gc.collect(), delay(stream))):
-            comm.allreduce(source, out=outs[0], stream=first)
+            comm.allreduce(fresh, out=outs[0], stream=first)  # not a graph: it has not come before
         assert not graphs, "the graph is there still"
         comm.allreduce(larger, out=outs[1], stream=second)
         second.synchronize()

@@ -1,0 +1,221 @@
+"""The groups of ranks that a communicator can be made of: mpi4py's, PyTorch's, and any that can gather bytes."""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..errors import ArgumentError, PeerLostError, report
+from . import exchange, mpi
+from .mpi import MpiRanks
+
+_LOCAL_RANK, _WORLD_SIZE, _TORCHRUN = "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"  # of torchrun
+_MEMBER = exchange.struct(10, ("rank", "<u4"), ("size", "<u4"))
+_TAKEN = (
+    "group must be an mpi4py intracommunicator, a torch.distributed process group, or an object with rank, size and "
+    "allgather(bytes) (see ipcreduce.Group)"
+)
+
+
+class Group(Protocol):
+    """Processes that can exchange bytes: all that :class:`Communicator` needs of them, and only at its start-up.
+
+    Write one over whatever has started the processes: pipes or a manager of multiprocessing, Ray, Dask, a TCP store.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process's number, 0 to ``size`` - 1, a different one in each process."""
+
+    @property
+    def size(self) -> int:
+        """The number of processes, the same in each."""
+
+    def allgather(self, data: bytes, /) -> list[bytes]:
+        """Every process's ``data``, in the order of their ranks. All give the same number of bytes, about 1 KB.
+
+        It is called in another thread, one call at a time, about 20 times for each communicator. It may block.
+        Once the communicator's ``timeout`` is up, nobody waits for it any more. An exception means that the group has
+        failed, and becomes :class:`PeerLostError`.
+        """
+
+
+def of(group: Any) -> exchange.Ranks:
+    """The ranks of ``group``; None stands for MPI.COMM_WORLD. Asks nobody else.
+
+    :raises ArgumentError: if it is no group, or its rank and size cannot be.
+    :raises UnsupportedError: if it is one of MPI's and MPI cannot be used.
+    """
+    if group is None:
+        world = MpiRanks.of(mpi.require().COMM_WORLD)
+        if world.size == 1 and _TORCHRUN in os.environ and os.environ.get(_WORLD_SIZE, "1") != "1":
+            raise ArgumentError(
+                f"group must be given under torchrun, of whose {os.environ[_WORLD_SIZE]} processes MPI knows this one "
+                "only. Pass torch.distributed.group.WORLD, behind init_process_group()"
+            )
+        return world
+    module: Any = mpi.loaded()
+    if module is not None and isinstance(group, module.Comm):
+        return MpiRanks.of(group)
+    try:
+        made = _of_torch(group) or _of_object(group)
+    except Exception as error:  # of the group's own
+        raise ArgumentError(f"{_TAKEN}; found {group!r}, which says {type(error).__name__}: {error}") from error
+    if not 0 <= made.rank < made.size:
+        raise ArgumentError(
+            f"group must have a rank from 0 to size - 1; found rank {made.rank} of {made.size}. Make the communicator "
+            "in processes of the group only"
+        )
+    return made
+
+
+def _of_object(group: Any) -> GroupRanks:
+    """:raises Exception: if it is no :class:`Group`."""
+    if not callable(group.allgather):
+        raise TypeError("allgather is no method")
+    return GroupRanks(group, group.allgather, operator.index(group.rank), operator.index(group.size))
+
+
+def _of_torch(group: Any) -> GroupRanks | None:
+    """The ranks of a process group of PyTorch; None if it is none.
+
+    :raises Exception: if PyTorch does not know it any more.
+    """
+    distributed: Any = sys.modules.get("torch.distributed")
+    kind = getattr(distributed, "ProcessGroup", None)  # missing where PyTorch was built without it
+    if kind is None or not isinstance(group, kind):
+        return None
+    rank, size = distributed.get_rank(group), distributed.get_world_size(group)
+    cuda = sys.modules["torch"].cuda
+    # NCCL's groups take data on the current GPU, and each thread has a current one of its own.
+    on_device = partial(cuda.device, cuda.current_device()) if cuda.is_initialized() else nullcontext
+
+    def allgather(data: bytes) -> list[bytes]:
+        gathered: list[Any] = [None] * size
+        with on_device():
+            distributed.all_gather_object(gathered, data, group=group)
+        return gathered
+
+    return GroupRanks(group, allgather, rank, size)
+
+
+class GroupRanks:
+    """The ranks of a group that only has a blocking ``allgather``. See :class:`exchange.Ranks`."""
+
+    silence = "that the group's allgather has not answered in time"
+
+    def __init__(self, group: Any, allgather: Callable[[bytes], Any], rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._group, self._allgather = group, allgather
+
+    def gather(self, sent: np.ndarray[Any, Any], received: np.ndarray[Any, Any]) -> exchange.Request:
+        """See :class:`exchange.Ranks`."""
+        return _Gathering(self, _begin(self._group, self._allgather, sent.tobytes()), received)
+
+    def join(self, timeout: float) -> GroupRanks:
+        """Meet all ranks. :raises ArgumentError: if the group does not bring them in the order of their ranks."""
+        record = exchange.message(_MEMBER, rank=self.rank, size=self.size)
+        until = time.monotonic() + timeout
+        everyone = exchange.allgather(self, record, until, "start-up", advice=exchange.LATE)
+        for place, other in enumerate(everyone):
+            if (other["rank"], other["size"]) != (place, self.size):
+                raise ArgumentError(
+                    f"the group's allgather must bring the bytes of rank {place} of {self.size} at place {place}; "
+                    f"found those of rank {other['rank']} of {other['size']}. Give each process a rank of its own, "
+                    "and sort by it"
+                )
+        return self
+
+    def local_rank(self, hosts: Sequence[bytes]) -> int:
+        """By torchrun's variable, as this may be a part of its ranks, or else among the ranks of this host."""
+        if os.environ.get(_LOCAL_RANK, "").isdigit():
+            return int(os.environ[_LOCAL_RANK])
+        return list(hosts[: self.rank]).count(hosts[self.rank])
+
+    def free(self) -> None:
+        """The group is the program's own: there is nothing to give back."""
+
+
+class _Call:
+    """One ``allgather`` of a group, in a thread of its own, once the one before it has ended."""
+
+    def __init__(self, group: Any, allgather: Callable[[bytes], Any], data: bytes, before: _Call | None) -> None:
+        self.group, self.data = group, data
+        self.found: Any = None
+        self.error: BaseException | None = None
+        self.ended = threading.Event()
+        run = partial(self._run, allgather, before)
+        threading.Thread(target=run, name="ipcreduce-allgather", daemon=True).start()
+
+    def _run(self, allgather: Callable[[bytes], Any], before: _Call | None) -> None:
+        try:
+            if before is not None:
+                before.ended.wait()
+            self.found = allgather(self.data)
+        except BaseException as error:  # SystemExit too: it would end this thread only
+            self.error = error
+        finally:
+            self.ended.set()
+
+
+# Calls whose answer nobody has taken, by the identity of the group, which they keep. Of one that was given up, the next
+# start-up over the group takes the answer if it says the same, and else lets it end first: so calls of all ranks match.
+_open: dict[int, _Call] = {}
+
+
+def _begin(group: Any, allgather: Callable[[bytes], Any], data: bytes) -> _Call:
+    before = _open.get(id(group))
+    if before is not None and before.data == data:
+        return before
+    call = _open[id(group)] = _Call(group, allgather, data, before)
+    return call
+
+
+class _Gathering:
+    """The wait for a call, as the exchange has it."""
+
+    def __init__(self, ranks: GroupRanks, call: _Call, received: np.ndarray[Any, Any]) -> None:
+        self._ranks, self._call, self._received = ranks, call, received
+
+    def Test(self) -> bool:
+        """True once the data of all ranks are there.
+
+        :raises PeerLostError: if the group has failed. :raises ArgumentError: if it has answered something else.
+        """
+        call = self._call
+        if not call.ended.is_set():
+            return False
+        _open.pop(id(call.group), None)
+        if call.error is not None:
+            raise PeerLostError(report(
+                self._ranks.rank, 0, expected="the group's allgather to bring the data of all ranks",
+                found=f"that it raised {type(call.error).__name__}: {call.error}",
+                advice="Look for a rank that has ended, then make the group and the Communicator anew on every rank.",
+            )) from call.error  # fmt: skip
+        found, size, length = call.found, self._ranks.size, len(call.data)
+        problem = "" if isinstance(found, (list, tuple)) else type(found).__name__
+        if not problem and len(found) != size:
+            problem = f"{len(found)} items"
+        for rank, data in enumerate([] if problem else found):
+            if not isinstance(data, bytes) or len(data) != length:
+                problem = problem or f"{_described(data)} of rank {rank}"
+        if problem:
+            raise ArgumentError(
+                f"the group's allgather must return a list of {size} bytes objects of {length} bytes, which is what "
+                f"each rank gave; found {problem}. See ipcreduce.Group"
+            )
+        self._received.reshape(-1)[:] = np.frombuffer(b"".join(found), np.uint8)
+        return True
+
+
+def _described(data: Any) -> str:
+    return f"{len(data)} bytes" if isinstance(data, bytes) else type(data).__name__

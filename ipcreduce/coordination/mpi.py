@@ -1,0 +1,111 @@
+"""The ranks of an mpi4py communicator, on a duplicate of it, by nonblocking calls."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError, IpcReduceError, UnsupportedError, first_line
+from . import exchange
+
+_LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+# Duplications of communicators that a rank has given up waiting for. MPI cannot cancel one, so the next start-up over
+# the same communicator takes it up again: else the ranks' start-ups would never fit together any more.
+_pending: list[tuple[Any, Any, Any]] = []
+
+
+def loaded() -> Any:
+    """mpi4py's module MPI if the program has imported it, else None: to import it would initialise MPI."""
+    return sys.modules.get("mpi4py.MPI")
+
+
+def is_finalised() -> bool:
+    """True if no MPI call may be made any more."""
+    module = loaded()
+    return module is not None and module.Is_finalized()
+
+
+def check_runs() -> None:
+    """:raises UnsupportedError: if the program has finalised MPI."""
+    if is_finalised():
+        raise UnsupportedError("MPI is finalised: make and use communicators before MPI.Finalize()")
+
+
+def require() -> Any:
+    """The MPI module, initialised. :raises UnsupportedError: if MPI is missing, not initialised or finalised."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # mpi4py's wheel raises RuntimeError where it finds no MPI library
+        raise UnsupportedError(
+            f"MPI cannot be loaded ({first_line(error)}): pip install 'ipcreduce[mpi]', or install MPICH or Open MPI, "
+            "or pass Communicator a torch.distributed process group or another ipcreduce.Group"
+        ) from None
+    check_runs()
+    if not MPI.Is_initialized():
+        raise UnsupportedError("MPI is not initialised: call MPI.Init(), or leave mpi4py.rc.initialize at True")
+    return MPI
+
+
+class MpiRanks:
+    """The ranks of one mpi4py communicator. See :class:`exchange.Ranks`.
+
+    :ivar mpi: that communicator; after :meth:`join` one of our own.
+    """
+
+    silence = "that some did not come in time"
+
+    def __init__(self, mpi: Any) -> None:
+        self.mpi = mpi
+        self.rank, self.size = int(mpi.Get_rank()), int(mpi.Get_size())
+
+    @classmethod
+    def of(cls, mpi: Any) -> MpiRanks:
+        """The ranks of ``mpi``, a communicator of mpi4py. :raises ArgumentError: if it is no intracommunicator.
+
+        :raises UnsupportedError: if MPI is not initialised, or finalised.
+        """
+        module = require()
+        if not isinstance(mpi, module.Intracomm) or mpi == module.COMM_NULL:
+            raise ArgumentError(f"a communicator of mpi4py must be an Intracomm and not COMM_NULL; found {mpi!r}")
+        return cls(mpi)
+
+    def gather(self, sent: np.ndarray[Any, Any], received: np.ndarray[Any, Any]) -> exchange.Request:
+        """:raises UnsupportedError: if MPI is finalised."""
+        check_runs()
+        return self.mpi.Iallgather(sent, received)
+
+    def join(self, timeout: float) -> MpiRanks:
+        """A duplicate of the communicator. :raises UnsupportedError: if MPI has no more of them."""
+        kept = [one for one in _pending if one[0] == self.mpi]
+        _pending[:] = [one for one in _pending if one[0] != self.mpi]
+        mine = request = None
+        try:
+            mine, request = kept[0][1:] if kept else self.mpi.Idup()
+            exchange.complete(request, self, time.monotonic() + timeout, "start-up", advice=exchange.LATE)
+        except BaseException as error:
+            if isinstance(error, RuntimeError) and not isinstance(error, IpcReduceError):  # an MPI.Exception
+                raise UnsupportedError(
+                    f"MPI can make no further communicator ({' '.join(str(error).split())}). It has some thousand: "
+                    "close those that are not used any more"
+                ) from error
+            if request is not None:
+                _pending.append((self.mpi, mine, request))
+            raise
+        return MpiRanks(mine)
+
+    def local_rank(self, hosts: Sequence[bytes]) -> int:
+        """By the launcher's variables, or else the rank in MPI.COMM_WORLD, as this may be a part of the ranks."""
+        for variable in _LOCAL_RANKS:
+            if os.environ.get(variable, "").isdigit():
+                return int(os.environ[variable])
+        return int(loaded().COMM_WORLD.Get_rank())
+
+    def free(self) -> None:
+        """Free the duplicate. Collective."""
+        if not is_finalised():
+            self.mpi.Free()

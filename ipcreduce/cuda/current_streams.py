@@ -1,0 +1,38 @@
+"""The current streams of CuPy and, where the program has imported it, of PyTorch, taken together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..handles import Stream
+from . import cupy_runtime, torch_runtime
+
+
+def stream_of(device: int, stream: Any = None) -> tuple[Stream, Any]:
+    """The handle of a stream that is given, and the object that keeps it: see :func:`cupy_runtime.stream_of`.
+
+    None is CuPy's current stream; PyTorch's, if of the two only that is not the default stream.
+
+    :raises ArgumentError: if it is no stream.
+    """
+    handle, owner = cupy_runtime.stream_of(stream)
+    if stream is None and not handle and torch_runtime.works():
+        return torch_runtime.current_stream(device)
+    return handle, owner
+
+
+def streams(device: int) -> list[Stream]:
+    """The current stream of each of the libraries, once."""
+    found = [cupy_runtime.stream_of()[0]]
+    if torch_runtime.works():
+        found.append(torch_runtime.stream_handle(device))
+    return list(dict.fromkeys(found))
+
+
+@contextmanager
+def on_stream(stream: Stream, device: int) -> Iterator[None]:
+    """Make a stream the current one of both libraries in the block."""
+    with cupy_runtime.on_stream(stream), torch_runtime.on_stream(stream, device):
+        yield

@@ -1,0 +1,118 @@
+"""All-reduce as operators of PyTorch, for torch.compile, export and autograd. Importing this module imports PyTorch.
+
+    register("tp", comm)
+    all_reduce(x, op="sum", communicator="tp")     a new contiguous tensor, which every rank gets
+    all_reduce_(x, op="sum", communicator="tp")    in place, without gradient
+
+They are torch.ops.ipcreduce.all_reduce and torch.ops.ipcreduce.all_reduce_. Tensors, streams and errors are those of
+:meth:`Communicator.allreduce`, and ``op`` is one of its names. ``communicator`` is a registered name, because a graph
+that is compiled or exported can hold no object; without it they use the default communicator. The gradient of a sum is
+the sum of the ranks' gradients, and that of an average their average. Other ops have no gradient.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+
+from . import default, lifetime
+from .communicator import Communicator
+from .errors import ArgumentError
+from .kinds import op_name
+
+DEFAULT = "default"  # the name of ipcreduce.get_communicator(), which is looked for at each call
+
+_named: dict[str, weakref.ref[Communicator]] = {}  # a name stays when its communicator is gone, for the message
+_lock = threading.Lock()
+
+
+def register(name: str, comm: Communicator) -> None:
+    """Name a communicator for the operators. It is held weakly, so keep it as long as they use it.
+
+    A communicator may have several names, and the ranks' names may differ. An exported program looks for the name in
+    the process that runs it. A name becomes free when its communicator is closed or dropped.
+
+    :raises ArgumentError: if an open communicator has the name, or an argument is of the wrong type.
+    """
+    if not isinstance(comm, Communicator):
+        raise ArgumentError(
+            f"comm must be an ipcreduce.Communicator; found {type(comm).__qualname__}. Call register(name, comm)"
+        )
+    if not isinstance(name, str) or name == DEFAULT:
+        raise ArgumentError(f"name must be a str other than {DEFAULT!r}; found {name!r}. Choose another one")
+    with _lock:
+        holder = _named[name]() if name in _named else None
+        if holder is not None and holder is not comm and lifetime.resources_of(holder) is not None:
+            raise ArgumentError(f"{name!r} is the name of {holder!r}. Choose another one, or close that communicator")
+        _named[name] = weakref.ref(comm)
+
+
+def _find(name: str) -> Communicator | None:
+    """The communicator of this name; None for the default one. :raises ArgumentError: if there is none."""
+    if name == DEFAULT:
+        return None
+    found = _named.get(name)
+    comm = None if found is None else found()
+    if comm is None:
+        state = "no communicator has been given this name" if found is None else "its communicator is gone"
+        raise ArgumentError(
+            f"communicator must be a name of ipcreduce.torch.register(name, comm); found {name!r}: {state}. Register "
+            "one, and keep it as long as it is used"
+        )
+    return comm
+
+
+# ---- the operators. By torch.library.custom_op an eager call would cost the host twice as much.
+_library: Any = torch.library.Library("ipcreduce", "DEF")
+_library.define(f'all_reduce(Tensor x, str op="sum", str communicator="{DEFAULT}") -> Tensor')
+_library.define(f'all_reduce_(Tensor(a!) x, str op="sum", str communicator="{DEFAULT}") -> ()')
+
+
+# PyTorch leaves out arguments that have the schema's defaults.
+def _all_reduce(x: torch.Tensor, op: Any = "sum", communicator: str = DEFAULT) -> torch.Tensor:
+    return default.allreduce(x.detach(), op, comm=_find(communicator))
+
+
+def _all_reduce_in_place(x: torch.Tensor, op: Any = "sum", communicator: str = DEFAULT) -> None:
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(
+            "x must not require grad: all_reduce_ has no gradient. Use all_reduce, or call within torch.no_grad()"
+        )
+    x = x.detach()
+    default.allreduce(x, op, out=x, comm=_find(communicator))
+    if not x.is_inference():
+        torch.autograd.graph.increment_version(x)  # a backward that has saved the old values then raises
+
+
+def _fake(x: torch.Tensor, op: str = "sum", communicator: str = DEFAULT) -> torch.Tensor:
+    op_name(op)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _fake_in_place(x: torch.Tensor, op: str = "sum", communicator: str = DEFAULT) -> None:
+    op_name(op)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, ctx.op, ctx.communicator = inputs
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    if op_name(ctx.op) not in ("sum", "avg"):
+        raise ArgumentError(
+            f"op must be sum or avg for a gradient; found {ctx.op}. Pass x.detach(), or call within torch.no_grad()"
+        )
+    return all_reduce(gradient, ctx.op, ctx.communicator), None, None
+
+
+# For tensors of every device: CUDA's and the host's.
+_library.impl("all_reduce", _all_reduce, "CompositeExplicitAutograd")
+_library.impl("all_reduce_", _all_reduce_in_place, "CompositeExplicitAutograd")
+torch.library.register_fake("ipcreduce::all_reduce", _fake, lib=_library)
+torch.library.register_fake("ipcreduce::all_reduce_", _fake_in_place, lib=_library)
+torch.library.register_autograd("ipcreduce::all_reduce", _backward, setup_context=_save, lib=_library)
+all_reduce: Any = torch.ops.ipcreduce.all_reduce
+all_reduce_: Any = torch.ops.ipcreduce.all_reduce_

@@ -1,0 +1,171 @@
+"""The data of a program, and what recordings do with them, on the device and in NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import cupy
+import numpy as np
+
+from ipcreduce import eager_break
+from tests import reference
+from tests.fuzz.programs import Step
+
+if TYPE_CHECKING:
+    from tests.fuzz.rank import Player
+
+Values = list["np.ndarray[Any, Any]"]  # by rank
+
+
+class Wrong(Exception):
+    """The library did not do as it has to."""
+
+
+def expect_error(text: str, kinds: Sequence[type[BaseException]], words: str, call: Callable[[], object]) -> None:
+    """:raises Wrong: if ``call`` raises none of these errors, or one without these words. ``text`` is said then."""
+    try:
+        call()
+    except tuple(kinds) as error:
+        if words not in str(error):
+            raise Wrong(f"{text}: {error!r}, expected the words {words!r}") from error
+    else:
+        raise Wrong(f"{text}: no error, expected one of {kinds}")
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    return reference.BFLOAT16 if name == "bfloat16" else np.dtype(name)
+
+
+def draws(step: Step, size: int, dtype: np.dtype[Any], special: bool) -> Values:
+    """Every rank's data."""
+    return [
+        reference.random_array(np.random.default_rng([step["seed"], rank]), (step["count"],), dtype, special)
+        for rank in range(size)
+    ]
+
+
+def reduced(values: Values, op: str) -> np.ndarray[Any, Any]:
+    """:func:`reference.reduce`; sums and products of integers wrap, which NumPy does by itself."""
+    if reference.is_float(values[0].dtype) or op not in ("sum", "prod"):
+        return reference.reduce(values, op)
+    result = values[0].copy()
+    with np.errstate(all="ignore"):
+        for value in values[1:]:
+            result = result + value if op == "sum" else result * value
+    return result
+
+
+def on_device(data: np.ndarray[Any, Any], layout: str) -> Any:
+    """A device array of these values."""
+    flat = cupy.asarray(data)
+    if layout == "plain" or not data.size:
+        return flat
+    if layout == "rows":
+        return flat.reshape(1, data.size)[0]
+    wide = cupy.zeros(data.size + 3 if layout == "offset" else 2 * data.size, data.dtype)
+    view = wide[3:] if layout == "offset" else wide[::2]
+    view[...] = flat
+    return view
+
+
+def output(source: Any, how: str, comm: Any) -> tuple[Any, Any]:
+    """(out=, the array that then has the result); the latter None for the one that is returned."""
+    if how == "same":
+        return source, None
+    if how == "array":
+        return cupy.zeros(source.shape, source.dtype), None
+    if how == "empty" and source.size:
+        return comm.empty(source.shape, source.dtype), None
+    if how == "strided" and source.size:
+        return cupy.zeros(2 * source.size, source.dtype)[::2], None
+    return None, None
+
+
+@eager_break
+def bump(array: Any, by: int) -> None:
+    """A break that changes an array in place."""
+    array += by
+
+
+@eager_break
+def reduce_in_place(comm: Any, array: Any, op: str) -> None:
+    """A break with an all-reduce."""
+    comm.allreduce(array, op, out=array)
+
+
+class Recorded:
+    """A graph with its input, its output, and what it computes."""
+
+    def __init__(self, graph: Any, step: Step, player: Player) -> None:
+        self.graph, self.body, self.rank, self.size = graph, step["body"], player.rank, player.size
+        self._count, self._dtype = step["count"], np.dtype(step["dtype"])
+        self.source = cupy.zeros(step["count"], self._dtype)
+        self.output: Any = None
+        self._seed = 0
+        self._held: list[Any] = []
+
+    def fill(self, seed: int) -> None:
+        """New input: small numbers, so that float32 has sums of them exactly."""
+        self._seed = seed
+        self.source[...] = cupy.asarray(self._inputs()[self.rank])
+
+    def _inputs(self) -> Values:
+        return [
+            np.random.default_rng([seed, rank]).integers(-4, 5, self._count).astype(self._dtype)
+            for rank, seed in enumerate([self._seed] * self.size)
+        ]
+
+    def trace(self, comm: Any, *, breaks: bool, into: Any = None) -> None:
+        """Do on the device what :meth:`_expected` does.
+
+        :param into: the output of a capture by others, whose program has to hold what its graph uses.
+        """
+        value = self.source * 1
+        for kind, detail in self.body:
+            if into is not None:
+                self._held.append(value)
+            if kind == "reduce":
+                value = comm.allreduce(value, detail)
+            elif kind == "into":
+                comm.allreduce(value, detail, out=value)
+            elif kind == "scale":
+                value = value * detail
+            elif kind == "add":
+                value = value + (self.rank + detail)
+            elif kind == "temporary":
+                other = value * detail
+                if into is not None:
+                    self._held.append(other)
+                value = other + value
+                del other
+            elif kind == "break":
+                bump(value, detail)
+            elif kind == "reducing break":
+                reduce_in_place(comm, value, detail)
+        if into is None:
+            self.output = value
+        else:
+            self._held.append(value)
+            into[...] = value
+
+    def _expected(self) -> np.ndarray[Any, Any]:
+        values = self._inputs()
+        for kind, detail in self.body:
+            if kind in ("reduce", "into", "reducing break"):
+                values = [reduced(values, detail)] * self.size
+            elif kind == "scale":
+                values = [value * value.dtype.type(detail) for value in values]
+            elif kind == "add":
+                values = [value + value.dtype.type(rank + detail) for rank, value in enumerate(values)]
+            elif kind == "temporary":
+                values = [value * value.dtype.type(detail) + value for value in values]
+            elif kind == "break":
+                values = [value + value.dtype.type(detail) for value in values]
+        return values[self.rank]
+
+    def expect(self, player: Player, stream: Any) -> None:
+        """Keep a copy of the output, to be looked at later."""
+        with stream:
+            player.later(self.output.copy(), self._expected(), stream)
+        player.copied(stream)

@@ -1,0 +1,125 @@
+"""The end of one rank, and what the others hear of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import cupy
+import numpy as np
+
+from ipcreduce import Graph, IpcReduceError, PeerFailedError
+from tests import alarm
+from tests.fuzz.programs import Step
+
+if TYPE_CHECKING:
+    from tests.fuzz.rank import Player
+
+_TIMEOUT_SECONDS = 2.0  # of communicators with a rank that is stopped; they start within it too
+_CLOSE_SECONDS = 6.5
+_ADVICE_ON_LOSS = "can only be closed"
+
+
+class Heard(Exception):
+    """What this rank has heard; the end of a program."""
+
+    def __init__(self, notes: dict[str, Any]) -> None:
+        super().__init__(str(notes))
+        self.notes = notes
+
+
+class _Ended(BaseException):
+    """The victim's own exception."""
+
+
+def run(player: Player, step: Step) -> None:
+    """Make calls and replays until the victim ends. :raises Heard: on the others, with what was not right."""
+    how, victim = step["how"], step["rank"]
+    if how == "stopped":
+        player.lose(0)
+        player.comms[0] = player.new_communicator(timeout=_TIMEOUT_SECONDS)
+    comm = player.comms[0]
+    at = player.group.allgather  # a moment that all share
+    source = cupy.full((600,), player.rank + 1, np.float32)
+    graph = Graph(comm)
+    with graph.record():
+        result = comm.allreduce(source) * 2
+    order = np.random.default_rng(step["seed"])  # before the end may come: NumPy's import loses exceptions
+    at(b"")
+    begun = time.monotonic()
+    if player.rank == victim:
+        _prepare(how, step["delay"])
+    notes: dict[str, Any] = {"how": how}
+    total = player.size * (player.size + 1) // 2
+    try:
+        while True:
+            if order.random() < 0.5:
+                graph.replay()
+                found, due = result, 2 * total
+            else:
+                found, due = comm.allreduce(source[: int(order.integers(1, 600))]), total
+            comm.synchronize()
+            if not (cupy.asnumpy(found) == due).all():
+                raise AssertionError(f"{cupy.asnumpy(found)[:4]}, expected {due}")
+    except IpcReduceError as error:
+        notes |= {"seconds": time.monotonic() - begun - step["delay"], "error": f"{type(error).__name__}: {error}"}
+        found_error: IpcReduceError = error
+    notes["wrong"] = _problem(player, how, victim, found_error, comm, source)
+    if how == "stopped" and not notes["wrong"]:
+        notes["wrong"] = _goes_on(player, comm, source)
+    began = time.monotonic()
+    comm.close()
+    notes["close"] = time.monotonic() - began
+    if notes["close"] > _CLOSE_SECONDS:
+        notes["wrong"] += f" close() took {notes['close']:.1f} s"
+    if not (cupy.asnumpy(cupy.ones(3) + 1) == 2).all():  # raises if the context has an error
+        notes["wrong"] += " the GPU computes wrongly"
+    raise Heard(notes)
+
+
+def _prepare(how: str, delay: float) -> None:
+    def act() -> None:
+        if how in ("killed", "stopped"):
+            os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        elif how == "exited":
+            raise SystemExit(0)
+        else:
+            raise _Ended("of the program")
+
+    if how in ("killed", "stopped"):  # in the middle of whatever the main thread does
+        threading.Timer(delay, act).start()
+    else:
+        alarm.call_later(delay, act)
+
+
+def _problem(player: Player, how: str, victim: int, error: IpcReduceError, comm: Any, source: Any) -> str:
+    """What is not right in the error that this rank got; "" if all is."""
+    name, text = type(error).__name__, str(error)
+    if how == "stopped":
+        fits = name == "PeerTimeoutError" and (player.rank == victim or f"rank {victim} never came" in text)
+        return "" if fits or player.rank == victim else f"{name}: {text}"
+    if isinstance(error, PeerFailedError) and f"rank {victim} refused it (" in text and how != "killed":
+        try:  # within a call; then the rank is gone
+            comm.allreduce(source)
+            comm.synchronize()
+            return "a call without the rank that has ended worked"
+        except IpcReduceError as later:
+            error, name, text = later, type(later).__name__, str(later)
+    return "" if name == "PeerLostError" and f"expected rank {victim} to take part" in text else f"{name}: {text}"
+
+
+def _goes_on(player: Player, comm: Any, source: Any) -> str:
+    """After a pause of one rank all go on together."""
+    last = ""
+    for _ in range(3 * player.size + 3):
+        try:
+            comm.allreduce(source)
+            comm.synchronize()
+        except IpcReduceError as error:
+            last = f"{type(error).__name__}: {error}"
+        else:
+            return ""
+    return f"does not go on: {last}"

@@ -1,0 +1,157 @@
+"""Programs: lists of steps, the same on every rank, from a seed; and shorter ones that fail as a long one did.
+
+A step is a dict of numbers, texts and lists, so that a program can be written down. ``kind`` says which; ``late`` has
+the ranks that come late to it, with seconds. In a step with a fault ``rank`` is the rank that commits it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Step = dict[str, Any]
+
+FLOATS = ("float32", "float16", "bfloat16", "float64")
+INTEGERS = ("int32", "uint8", "int8", "int16", "int64", "uint16", "uint32", "uint64")
+OPS = ("sum", "prod", "min", "max", "avg")
+COUNTS = (1, 2, 3, 7, 16, 33, 100, 257, 1000, 5000)
+LARGE = 70_000
+LAYOUTS = ("plain", "offset", "strided", "rows")
+OUTS = ("new", "same", "array", "strided", "empty")
+STREAMS = 3  # the legacy one, and two that do not wait for it
+DEATHS = ("killed", "exited", "raised", "stopped")
+_LATE_SECONDS = 0.004
+
+# How often each kind of step comes. Faults of driver calls are the simulated device's.
+WEIGHTS = {
+    "reduce": 10, "record": 3, "replay": 6, "capture": 2, "launch": 3, "threads": 1, "new": 1, "close": 1,
+    "close graph": 1, "refuse": 1, "mismatch": 1, "raise in record": 1, "interrupt": 1, "driver fault": 1, "check": 1,
+}  # fmt: skip
+# Of a soak: what is made and closed, again and again.
+MADE = {"new": 4, "close": 3, "record": 10, "replay": 3, "close graph": 6, "capture": 2, "reduce": 2, "refuse": 1}
+FAULTS = {"refuse", "mismatch", "raise in record", "interrupt", "driver fault"}
+
+
+def program(
+    seed: int, ranks: int, *, simulated: bool, longest: int = 10, death: bool = False, kinds: dict[str, int] = WEIGHTS
+) -> list[Step]:
+    """The steps that this seed gives; with ``death`` the last one ends or stops a rank."""
+    draw = random.Random(f"{seed} {ranks} {death}")
+    weights = {kind: weight for kind, weight in kinds.items() if simulated or kind != "driver fault"}
+    if ranks == 1:
+        weights = {kind: weight for kind, weight in weights.items() if kind not in ("mismatch", "raise in record")}
+    kinds = draw.choices([*weights], [*weights.values()], k=draw.randint(1, longest))
+    steps = [_step(draw, kind, ranks) for kind in kinds]
+    if death:
+        how = draw.choices(DEATHS, (3, 2, 2, 1))[0]
+        steps.append({"kind": "death", "how": how, "rank": draw.randrange(ranks), "delay": draw.uniform(0, 0.06)})
+        steps[-1] |= {"seed": draw.randrange(1 << 30), "slot": 0}
+    return steps
+
+
+def _step(draw: random.Random, kind: str, ranks: int) -> Step:
+    step: Step = {"kind": kind, "slot": draw.choice((0, 0, 0, 1)), "seed": draw.randrange(1 << 30)}
+    if draw.random() < 0.3:
+        step["late"] = {str(draw.randrange(ranks)): round(draw.uniform(0, _LATE_SECONDS), 4)}
+    step["stream"] = draw.choice((0, 0, 1, 2))
+    if kind in FAULTS:
+        step["rank"] = draw.randrange(ranks)
+    return step | _DETAILS.get(kind, lambda draw: {})(draw)
+
+
+def _reduce(draw: random.Random) -> Step:
+    large = draw.random() < 0.03
+    return {
+        "dtype": draw.choice(FLOATS if large or draw.random() < 0.6 else INTEGERS),
+        "count": LARGE if large else 0 if draw.random() < 0.02 else draw.choice(COUNTS),
+        "op": draw.choice(OPS), "special": draw.random() < 0.2,
+        "layout": draw.choice(LAYOUTS), "out": draw.choice(OUTS), "by": draw.choice(("method", "function", "stream")),
+    }  # fmt: skip
+
+
+def _body(draw: random.Random, breaks: bool) -> list[list[Any]]:
+    kinds = ["reduce", "reduce", "into", "scale", "add", "temporary"] + ["break", "reducing break"] * breaks
+    return [
+        [kind, draw.choice(("sum", "max", "min", "avg")) if kind in ("reduce", "into", "reducing break")
+         else draw.randint(1, 3)]
+        for kind in draw.choices(kinds, k=draw.randint(1, 5))
+    ]  # fmt: skip
+
+
+def _array(draw: random.Random) -> Step:
+    return {"dtype": draw.choice(("float32", "int32")), "count": draw.choice(COUNTS)}
+
+
+_DETAILS: dict[str, Callable[[random.Random], Step]] = {
+    "reduce": _reduce,
+    "record": lambda draw: _array(draw) | {
+        "body": _body(draw, breaks=True), "graph": draw.randrange(3), "shares": draw.random() < 0.3,
+        "breaks": draw.random() < 0.9, "within_capture": draw.random() < 0.2,
+        "check": draw.choice(("first", "always", "never")),
+    },
+    "replay": lambda draw: {"graph": draw.randrange(3), "times": draw.choice((1, 1, 2, 5))},
+    "capture": lambda draw: _array(draw) | {"body": _body(draw, breaks=False), "graph": draw.randrange(2)},
+    "launch": lambda draw: {"graph": draw.randrange(2), "times": draw.choice((1, 1, 3))},
+    "close graph": lambda draw: {"graph": draw.randrange(3), "dropped": draw.random() < 0.5},
+    "threads": lambda draw: {"calls": draw.randint(1, 4)},
+    "new": lambda draw: {"algorithm": draw.choice((None, None, "one_shot", "two_shot", "direct"))},
+    "refuse": lambda draw: {"how": draw.choice(("op", "dtype", "out")), "where": draw.choice(("call", "record"))},
+    "mismatch": lambda draw: {"how": draw.choice(("count", "dtype", "op"))},
+    "raise in record": lambda draw: {"behind": draw.randint(0, 2)},
+    "interrupt": lambda draw: {"delay": draw.uniform(0.0005, 0.02), "calls": draw.randint(2, 12)},
+    "driver fault": lambda draw: {"call": draw.randint(1, 40), "what": draw.choice(("reduce", "record", "replay"))},
+}  # fmt: skip
+
+
+def shrink(steps: Sequence[Step], fails: Callable[[list[Step]], bool], tries: int = 60) -> list[Step]:
+    """The least program that fails, of those that some tries find: first without steps, then with simpler ones."""
+    least = list(steps)
+    size = max(1, len(least) // 2)
+    while True:
+        begin = 0
+        while begin < len(least) and tries > 0:
+            shorter = least[:begin] + least[begin + size :]
+            tries -= 1
+            if shorter and fails(shorter):
+                least = shorter
+            else:
+                begin += size
+        if size == 1 or tries <= 0:
+            break
+        size = max(1, size // 2)
+    index = 0
+    while index < len(least) and tries > 0:
+        for simpler in _simpler(least[index]):
+            tries -= 1
+            changed = [*least[:index], simpler, *least[index + 1 :]]
+            if fails(changed):
+                least = changed
+                break  # and look at what is still not plain in it
+        else:
+            index += 1
+    return least
+
+
+_PLAIN = {
+    "stream": 0, "late": {}, "layout": "plain", "out": "new", "by": "method", "special": False, "dtype": "float32",
+    "count": 1, "shares": False, "within_capture": False, "times": 1, "algorithm": None, "slot": 0,
+}  # fmt: skip
+
+
+def _simpler(step: Step) -> list[Step]:
+    """The step with one property at its plainest, each in turn."""
+    found = [step | {name: plain} for name, plain in _PLAIN.items() if name in step and step[name] != plain]
+    if len(step.get("body", ())) > 1:
+        found += [step | {"body": [*step["body"][:at], *step["body"][at + 1 :]]} for at in range(len(step["body"]))]
+    return found
+
+
+def script(steps: Sequence[Step], ranks: int, simulated: bool, why: str) -> str:
+    """A program that runs these steps alone."""
+    lines = "\n".join(f"    {step!r}," for step in steps)
+    said = "\n".join(f"# {line}" for line in why.splitlines()[:12])
+    return (
+        f'"""Run in the project\'s root: python THIS_FILE"""\n{said}\nfrom tests.fuzz import job\n\n'
+        f"STEPS = [\n{lines}\n]\n\njob.alone(STEPS, ranks={ranks}, simulated={simulated})\n"
+    )

@@ -1,0 +1,303 @@
+"""One rank that runs programs: it knows every rank's data, and with them every result beforehand."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import os
+import resource
+import socket
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import cupy
+import numpy as np
+
+import ipcreduce
+from ipcreduce import Communicator, Graph
+from tests import reference
+from tests.fuzz import bodies, deaths, faults
+from tests.fuzz.bodies import Wrong, expect_error
+from tests.fuzz.job import Pipes
+from tests.fuzz.programs import STREAMS, Step
+
+TIMEOUT_SECONDS = 30.0
+_PENDING = 30  # results that are not looked at yet
+
+
+class Player:
+    """The state of a program on this rank."""
+
+    def __init__(self, group: Pipes, simulated: bool) -> None:
+        self.group, self.rank, self.size, self.simulated = group, group.rank, group.size, simulated
+        self.gpu().use()
+        self.streams: list[Any] = [cupy.cuda.Stream.null]
+        self.streams += [cupy.cuda.Stream(non_blocking=True) for _ in range(STREAMS - 1)]
+        self.comms: dict[int, Any] = {0: self.new_communicator()}
+        self.graphs: dict[tuple[int, int], bodies.Recorded] = {}
+        self.captures: dict[tuple[int, int], bodies.Recorded] = {}
+        self.pending: list[tuple[str, Any, np.ndarray[Any, Any], Any]] = []
+        self.copies: dict[int, Any] = {}  # the event behind the last one, by stream
+        self.text = ""
+
+    def gpu(self) -> Any:
+        """This rank's GPU."""
+        return cupy.cuda.Device(self.rank % cupy.cuda.runtime.getDeviceCount())
+
+    def new_communicator(self, algorithm: str | None = None, timeout: float = TIMEOUT_SECONDS) -> Any:
+        return Communicator(self.group, timeout=timeout, algorithm=algorithm)
+
+    # ---- a program
+    def run(self, steps: Sequence[Step]) -> None:
+        """All steps, and the end of what they have made. :raises Wrong: if something is not as it has to be."""
+        for index, step in enumerate(steps):
+            self.text = f"step {index} ({step['kind']})"
+            time.sleep(step.get("late", {}).get(str(self.rank), 0))
+            self.act(step)
+        self.text = "the end of the program"
+        self.check()
+        self.comms[0].synchronize()
+        self.graphs.clear()
+        self.captures.clear()
+        for slot in [slot for slot in self.comms if slot]:
+            self.comms.pop(slot).close()
+        self.meet("end")
+
+    def act(self, step: Step) -> None:
+        comm = self.comms.get(step["slot"])
+        if step["kind"] == "death":
+            self.check()
+            deaths.run(self, step)
+        elif step["kind"] in ("new", "close"):
+            self.replace(step)
+        elif comm is None:  # a communicator that this program has not made
+            return
+        elif step["kind"] in faults.STEPS:
+            faults.STEPS[step["kind"]](self, comm, step)
+        else:
+            getattr(self, "do_" + step["kind"].replace(" ", "_"))(comm, step)
+
+    def meet(self, word: object) -> list[Any]:
+        """Every rank's word."""
+        return [json.loads(one) for one in self.group.allgather(json.dumps(word).encode())]
+
+    def later(self, array: Any, expected: np.ndarray[Any, Any], stream: Any) -> None:
+        """Look at an array at some later time, when the stream has come to it."""
+        self.pending.append((self.text, array, expected, stream))
+        if len(self.pending) > _PENDING:
+            self.check()
+
+    def check(self) -> None:
+        """:raises Wrong: if a result so far is not as expected."""
+        pending, self.pending = self.pending, []
+        for text, array, expected, stream in pending:
+            with stream:
+                found = cupy.asnumpy(array)
+            if found.dtype != expected.dtype and found.dtype.itemsize == expected.dtype.itemsize:
+                found = found.view(expected.dtype)  # bfloat16 as CuPy shows it
+            if not reference.same(found, expected):
+                at = np.flatnonzero((found != expected).reshape(-1))[:4]
+                raise Wrong(
+                    f"the result of {text} at {at}: found {found.reshape(-1)[at]}, expected {expected.reshape(-1)[at]}"
+                )
+
+    def held(self) -> dict[str, int]:
+        """The resources that this process has with one communicator, which has made one call."""
+        self.lose(0)
+        self.comms[0] = self.new_communicator()
+        self.comms[0].allreduce(faults.ones(3))
+        for _ in range(2):  # a graph's finaliser lets go of more
+            gc.collect()
+        self.comms[0].synchronize()
+        cupy.cuda.Device().synchronize()
+        cupy.get_default_memory_pool().free_all_blocks()
+        self.meet("freed")
+        self.comms[0].synchronize()  # memory that peers had mapped goes now
+        maps = Path("/proc/self/maps").read_text()
+        counts = {
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "threads": threading.active_count(),
+            "mapped pages": maps.count("/dev/shm/ipcreduce-"),
+            "mapped files": sum("/" in line and ".so" not in line for line in maps.splitlines()),
+            "host KB": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 1024,
+        }
+        if self.simulated:
+            from tests.sim import driver
+
+            return counts | {f"the driver's {kind}": count for kind, count in driver.leaks().items()}
+        free, total = cupy.cuda.runtime.memGetInfo()
+        return counts | {"GPU KB": (total - free) // 1024}
+
+    # ---- steps without faults
+    def do_check(self, comm: Any, step: Step) -> None:
+        comm.synchronize()
+        self.check()
+
+    def replace(self, step: Step) -> None:
+        """Close a communicator, and make another if the step says so."""
+        slot = step["slot"]
+        if slot == 0 and step["kind"] == "new":
+            slot = 1
+        if slot in self.comms:
+            self.lose(slot)
+        if step["kind"] == "new" or slot == 0:
+            self.comms[slot] = self.new_communicator(step.get("algorithm"))
+
+    def lose(self, slot: int) -> None:
+        """Close a communicator; its graphs must say so from now on."""
+        self.comms.pop(slot).close()
+        for key in [key for key in self.graphs if key[0] == slot]:
+            graph = self.graphs.pop(key).graph
+            expect_error(self.text, [ipcreduce.ArgumentError], "the communicator is closed", graph.replay)
+        for key in [key for key in self.captures if key[0] == slot]:
+            del self.captures[key]
+
+    def do_reduce(self, comm: Any, step: Step) -> None:
+        dtype, op = bodies.dtype_of(step["dtype"]), step["op"]
+        draws = bodies.draws(step, self.size, dtype, reference.is_float(dtype) and step["special"])
+        stream = self.streams[step["stream"]]
+        with stream:
+            source = bodies.on_device(draws[self.rank], step["layout"])
+            out, result = bodies.output(source, step["out"], comm)
+            if step["by"] != "stream":
+                call = comm.allreduce if step["by"] == "method" else _by_function(comm)
+                returned = call(source, op, out=out)
+        if step["by"] == "stream":
+            returned = comm.allreduce(source, op, out=out, stream=stream)
+        if out is not None and returned is not out:
+            raise Wrong(f"{self.text}: out= was not returned")
+        self.later(returned if result is None else result, bodies.reduced(draws, op), stream)
+
+    def do_threads(self, comm: Any, step: Step) -> None:
+        """Calls of two communicators from two threads, each on a stream of its own."""
+        if {0, 1} <= self.comms.keys():
+            found: list[Any] = []
+            threads = [
+                threading.Thread(target=self._in_thread, args=(self.comms[slot], slot + 1, step, found), daemon=True)
+                for slot in (0, 1)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(TIMEOUT_SECONDS)
+            if len(found) != 2 or found != [None, None]:
+                raise Wrong(f"{self.text}: {found}")
+
+    def _in_thread(self, comm: Any, stream: int, step: Step, found: list[Any]) -> None:
+        try:
+            with self.gpu(), self.streams[stream]:
+                for turn in range(step["calls"]):
+                    result = comm.allreduce(cupy.full((100 + turn,), self.rank + turn, np.int32))
+                    total = sum(rank + turn for rank in range(self.size))
+                    if not (cupy.asnumpy(result) == total).all():
+                        raise Wrong(f"in a thread: {cupy.asnumpy(result)[:4]}, expected {total}")
+            found.append(None)
+        except BaseException as error:
+            found.append(f"{type(error).__name__}: {error}")
+
+    # ---- graphs
+    def do_record(self, comm: Any, step: Step) -> None:
+        key = step["slot"], step["graph"]
+        self.graphs.pop(key, None)
+        others = [one.graph for (slot, _), one in sorted(self.graphs.items()) if slot == key[0]]
+        pool = others[0].pool if step["shares"] and others else None
+        graph = Graph(comm, pool=pool, check=step["check"], breaks=step["breaks"])
+        stream = self.streams[step["stream"]]
+        with stream, comm.capture() if step["within_capture"] else contextlib.nullcontext():
+            recorded = bodies.Recorded(graph, step, self)
+            self.follow(stream)
+            recorded.fill(step["seed"])
+            with graph.record():
+                recorded.trace(comm, breaks=True)
+        recorded.expect(self, stream)
+        self.graphs[key] = recorded
+
+    def do_replay(self, comm: Any, step: Step) -> None:
+        recorded = self.graphs.get((step["slot"], step["graph"]))
+        if recorded is not None:
+            self.play(recorded, step, recorded.graph.replay)
+
+    def play(self, recorded: bodies.Recorded, step: Step, launch: Callable[[], object]) -> None:
+        stream = self.streams[step["stream"]]
+        for turn in range(step["times"]):
+            with stream:
+                self.follow(stream)
+                recorded.fill(step["seed"] + turn)
+                launch()
+            recorded.expect(self, stream)
+
+    def copied(self, stream: Any) -> None:
+        """Note that a copy of a graph's output has been started on a stream."""
+        event = self.copies[id(stream)] = cupy.cuda.Event()
+        event.record(stream)
+
+    def follow(self, stream: Any) -> None:
+        """Order a stream behind all those copies: graphs may share a pool, and write over each other's outputs."""
+        for event in self.copies.values():
+            stream.wait_event(event)
+
+    def do_close_graph(self, comm: Any, step: Step) -> None:
+        recorded = self.graphs.pop((step["slot"], step["graph"]), None)
+        if recorded is not None and not step["dropped"]:
+            recorded.graph.close()
+            expect_error(self.text, [ipcreduce.GraphStateError], "closed", recorded.graph.replay)
+            faults.settle(self, step["slot"])  # it is a refused call
+
+    def do_capture(self, comm: Any, step: Step) -> None:
+        """A graph of CuPy's own capture."""
+        stream = self.streams[step["stream"] or 1]
+        self.captures.pop((step["slot"], step["graph"]), None)
+        comm.synchronize(stream)
+        with stream:
+            recorded = bodies.Recorded(None, step, self)
+            recorded.fill(step["seed"])
+            recorded.output = cupy.zeros(recorded.source.shape, recorded.source.dtype)
+            stream.begin_capture()
+            try:
+                recorded.trace(comm, breaks=False, into=recorded.output)
+            finally:
+                recorded.graph = stream.end_capture()
+        self.captures[step["slot"], step["graph"]] = recorded
+
+    def do_launch(self, comm: Any, step: Step) -> None:
+        recorded = self.captures.get((step["slot"], step["graph"]))
+        if recorded is not None:
+            stream = self.streams[step["stream"]]
+            self.play(recorded, step, lambda: recorded.graph.launch(stream))
+
+
+def _by_function(comm: Any) -> Callable[..., Any]:
+    return lambda source, op, out: ipcreduce.allreduce(source, op, out=out, comm=comm)
+
+
+def live(group: Pipes, end: socket.socket, simulated: bool) -> None:
+    """Run the programs that come, and answer each by a line, until no more come."""
+    logging.getLogger("ipcreduce").setLevel(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    with end.makefile("r") as programs:
+        player = Player(group, simulated)
+        for line in programs:
+            task = json.loads(line)
+            notes: dict[str, Any] = {"rank": group.rank, "wrong": ""}
+            try:
+                player.run(task["steps"])
+                if task["measured"]:
+                    notes["held"] = player.held()
+            except deaths.Heard as heard:
+                notes |= heard.notes
+            except BaseException as error:
+                notes["wrong"] = f"{player.text}: {error!r}\n{''.join(traceback.format_exception(error))[-3000:]}"
+            end.sendall(json.dumps(notes).encode() + b"\n")
+            if notes["wrong"] or task["steps"][-1]["kind"] == "death":
+                return
+            if task["number"] % 50 == 0:
+                gc.collect()
+        for comm in player.comms.values():
+            comm.close()

@@ -1,0 +1,104 @@
+"""Calls that use one kernel, in every dtype: ``mpirun -n 2 python tests/gpu/sanitized.py one_shot``.
+
+tests/sanitizers.py runs it under compute-sanitizer. Arrays end where their memory does, and come from no pool but the
+graphs': what reads or writes behind one is found. All that a rank reads has been written by itself before, since
+initcheck sees no store of another process: slots are filled when they are made, and the outputs of graphs here.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import cupy
+import numpy as np
+from mpi4py import MPI
+
+import ipcreduce
+from ipcreduce.bench.limit import our_engine
+from ipcreduce.cuda import cupy_runtime
+from tests import reference, sweep_cases, worker
+from tests.gpu import cupy_module
+
+CASES = 40
+LARGEST = 20_000  # bytes: several tiles, but few time slices
+COUNTS = (1, 511, 4096, 10_001)  # numbers: in the graphs, some whole packets and some not, which are staged
+TURNS = 3
+
+
+def communicator(algorithm: str | None = None) -> ipcreduce.Communicator:
+    """A communicator that has to use our kernels. Its time is long: under the tools kernels are slow."""
+    return ipcreduce.Communicator(backend="ipc", algorithm=algorithm, timeout=120)
+
+
+def swept(algorithm: str) -> int:
+    """Random dtypes, ops, shapes, alignments and layouts. Returns the number of calls, as all of these do."""
+    with communicator(algorithm) as comm:
+        sizes = (1, LARGEST)
+        return int(sweep_cases.run(cupy_module, {algorithm: comm}, 1, CASES, sizes, 0.0, tight=True)["calls"])
+
+
+def graphs(algorithm: str) -> int:
+    """A graph of each dtype, with odd sizes and tails, recorded, registered if that is its way, and replayed."""
+    with communicator(algorithm) as comm:
+        for number, dtype in enumerate(reference.DTYPES):
+            op = reference.OPS[number % len(reference.OPS)]
+            of_all = [
+                [reference.random_array(np.random.default_rng([number, rank, n]), (n,), dtype, False) for n in COUNTS]
+                for rank in range(comm.size)
+            ]
+            expected = [reference.reduce([values[at] for values in of_all], op) for at in range(len(COUNTS))]
+            with ipcreduce.Graph(comm) as graph:
+                sources = [cupy.asarray(values) for values in of_all[comm.rank]]
+                with graph.record():
+                    results = [comm.allreduce(source, op) for source in sources]
+                assert (graph.state == "registered") == (algorithm == "direct"), graph.describe()
+                for _ in range(TURNS):
+                    for result in results:
+                        result.view(np.uint8).fill(0xA5)
+                    graph.replay()
+                    comm.synchronize()
+                    for result, right in zip(results, expected, strict=True):
+                        assert reference.same(result.get(), right), (algorithm, dtype, op, right.size)
+    return len(reference.DTYPES) * len(COUNTS) * (TURNS + 1)
+
+
+def start_up() -> int:
+    """The kernel that tries the links."""
+    for _ in range(TURNS):
+        communicator().close()
+    return TURNS
+
+
+def barrier_and_push() -> int:
+    """The kernel of bench's limit: flags alone, and with data."""
+    with communicator() as comm:
+        comm.allreduce(cupy.ones(10, np.float32))
+        engine, (stream, owner) = our_engine(comm, "the sanitizer's program"), cupy_runtime.stream_of()
+        for nbytes in (0, 16, LARGEST // 16 * 16):
+            launch = engine.launches.limit(nbytes, 2, 256)
+            engine.order.launch(launch.run, stream, owner)
+        comm.synchronize()
+        assert (comm.allreduce(cupy.ones(10, np.float32)) == comm.size).all()
+    return 3
+
+
+PROGRAMS = {
+    "one_shot": lambda: swept("one_shot") + graphs("one_shot"),
+    "two_shot": lambda: swept("two_shot") + graphs("two_shot"),
+    "direct": lambda: graphs("direct"),
+    "verify": start_up,
+    "limit": barrier_and_push,
+}
+
+
+def main() -> None:
+    cupy.cuda.Device(MPI.COMM_WORLD.rank % cupy.cuda.runtime.getDeviceCount()).use()
+    cupy.cuda.set_allocator(None)  # no pool, which would give more than was asked for
+    for name in sys.argv[1:]:
+        calls = PROGRAMS[name]()
+        if MPI.COMM_WORLD.rank == 0:
+            print(f"{name}: {calls} cases, all right", flush=True)
+
+
+if __name__ == "__main__":
+    worker.run(main)

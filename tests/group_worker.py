@@ -1,0 +1,235 @@
+"""``python -m tests.group_worker SCENARIO DIRECTORY RANK SIZE``: a rank of a group over files, started by hand.
+
+mpi4py cannot be imported in it. Which rank does what the others must hear of is the last one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.modules["mpi4py"] = None  # type: ignore[assignment]
+
+import numpy as np
+import pytest
+
+import ipcreduce
+from ipcreduce import Communicator, errors
+from ipcreduce.coordination import connections
+from tests import machine
+
+
+class Files:
+    """A group over files of a directory. Its allgather blocks until all have come, or until one has failed."""
+
+    def __init__(self, directory: str | Path, rank: int, size: int) -> None:
+        self.directory, self.rank, self.size = Path(directory), rank, size
+        self._numbers = itertools.count()
+
+    def allgather(self, data: bytes) -> list[bytes]:
+        number = next(self._numbers)
+        files = [self.directory / f"{number}-{rank}" for rank in range(self.size)]
+        self.write(files[self.rank].name, data)
+        while not all(file.exists() for file in files):
+            if (self.directory / "failed").exists():
+                raise ConnectionResetError("a rank has failed")
+            time.sleep(1e-3)
+        return [file.read_bytes() for file in files]
+
+    def write(self, name: str, data: bytes = b"") -> None:
+        partial = self.directory / f"{name}.partial.{self.rank}"
+        partial.write_bytes(data)
+        partial.rename(self.directory / name)
+
+    def await_file(self, name: str) -> None:
+        while not (self.directory / name).exists():
+            time.sleep(1e-3)
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+
+def right(comm: Communicator, count: int = 1000) -> None:
+    result = comm.allreduce(np.full(count, comm.rank + 1.0))
+    assert (result == comm.size * (comm.size + 1) / 2).all(), result
+
+
+@contextlib.contextmanager
+def raises(kind: type[Exception], *words: str) -> Iterator[None]:
+    """The block must raise this very class, with these words in the message."""
+    with pytest.raises(kind) as caught:
+        yield
+    assert caught.type is kind
+    assert all(word in str(caught.value) for word in words), f"{words} in {caught.value}"
+
+
+# ---- scenarios
+def results(group: Files) -> None:
+    with Communicator(group, timeout=60) as comm, Communicator(group, device="auto", timeout=60) as other:
+        assert (comm.rank, comm.size, comm.backend) == (group.rank, group.size, "mpi")
+        assert "of shared memory" in comm.describe()
+        for one in (comm, other):
+            for count in (1, 1000, 1_000_000):
+                right(one, count)
+            assert one.allreduce(group.rank, "max") == group.size - 1
+            with raises(errors.ArgumentError, "op must be one of sum"):
+                one.allreduce(1.0, 0)
+            right(one)
+    for thread in threading.enumerate():
+        if thread.name == "ipcreduce-allgather":
+            thread.join(60)
+            assert not thread.is_alive(), "it was answered"
+
+
+def a_rank_is_killed(group: Files) -> None:
+    comm = Communicator(group, timeout=60)
+    right(comm)
+    if group.is_last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with raises(errors.PeerLostError, f"rank {group.size - 1}"):
+        right(comm)
+    comm.close()
+
+
+def calls_differ(group: Files) -> None:
+    with Communicator(group, timeout=60) as comm:
+        with raises(errors.RankMismatchError, "(3,)", "(4,)"):
+            comm.allreduce(np.ones(3 + group.is_last))
+        right(comm)
+
+
+def options_differ(group: Files) -> None:
+    with raises(errors.ArgumentError, "the same timeout on every rank"):
+        Communicator(group, timeout=60 + group.is_last)
+    with Communicator(group, timeout=60) as comm:
+        right(comm)
+
+
+def allgather_raises(group: Files) -> None:
+    """The group fails in the midst of start-up, where the ranks vote."""
+    allgather, calls = group.allgather, itertools.count(1)
+
+    def fails(data: bytes) -> list[bytes]:
+        if next(calls) == 4:
+            group.write("failed")
+            raise EOFError("of the program")
+        return allgather(data)
+
+    if group.is_last:
+        group.allgather = fails  # type: ignore[method-assign]
+    found = "EOFError: of the program" if group.is_last else "ConnectionResetError: a rank has failed"
+    with raises(errors.PeerLostError, f"rank {group.rank}, start-up: ", f"found that it raised {found}", "anew"):
+        Communicator(group, timeout=60)
+
+
+def allgather_hangs(group: Files) -> None:
+    allgather, calls = group.allgather, itertools.count(1)
+
+    def hangs(data: bytes) -> list[bytes]:
+        if next(calls) == 4:
+            threading.Event().wait()
+        return allgather(data)
+
+    if group.is_last:
+        group.allgather = hangs  # type: ignore[method-assign]
+    with raises(errors.PeerTimeoutError, "start-up: ", "found that the group's allgather has not answered in time"):
+        Communicator(group, timeout=2)
+
+
+def late(group: Files) -> None:
+    """Those who gave up waiting for the last rank start up with it when it comes, over the same group."""
+    if group.is_last:
+        for rank in range(group.size - 1):
+            group.await_file(f"gave up {rank}")
+    else:
+        words = f"expected all {group.size} ranks at start-up", "allgather has not answered", "then make it again"
+        with raises(errors.PeerTimeoutError, *words):
+            Communicator(group, timeout=0.5)
+        group.write(f"gave up {group.rank}")
+    with Communicator(group, timeout=60) as comm:
+        right(comm)
+
+
+def apart(group: Files) -> None:
+    """On pretended hosts, without GPUs: nothing can carry host arrays."""
+    os.environ["IPCREDUCE_HOSTID"] = f"host {group.rank}"
+    with Communicator(group, timeout=60) as comm:
+        assert f"host arrays: cannot be reduced, because the ranks are on {group.size} hosts" in comm.describe()
+        for _ in range(2):
+            with raises(errors.UnsupportedError, "one of mpi4py, or pass device arrays", "host arrays need memory"):
+                comm.allreduce(1.0)
+        group.allgather(b"")  # before any of them closes
+
+
+def apart_without_tcp(group: Files) -> None:
+    """The ranks do not even have a control page."""
+    os.environ["IPCREDUCE_HOSTID"] = f"host {group.rank}"
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError("no port")
+
+    connections.socket = types.SimpleNamespace(**vars(connections.socket) | {"create_server": refused})  # type: ignore[assignment]
+    with Communicator(group, timeout=60) as comm:
+        assert "no call can be made: listening for the other ranks failed" in comm.describe()
+        for _ in range(2):
+            with raises(errors.UnsupportedError, "host arrays need memory"):
+                comm.allreduce(1.0)
+
+
+def one_rank_twice(group: Files) -> None:
+    other = types.SimpleNamespace(rank=0, size=group.size, allgather=group.allgather)
+    with raises(errors.ArgumentError, f"of rank 1 of {group.size} at place 1; found those of rank 0"):
+        Communicator(other, timeout=60)
+
+
+SCENARIOS = [
+    results, a_rank_is_killed, calls_differ, options_differ, allgather_raises, allgather_hangs, late, apart,
+    apart_without_tcp, one_rank_twice,
+]  # fmt: skip
+
+
+def among_processes(module: str, *arguments: object, size: int, timeout: float = 120) -> list[tuple[int, str]]:
+    """Run ``python -m module *arguments RANK SIZE`` for each rank. Returns exit status and output, by rank."""
+    environ = machine.environment() | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(size)], cwd=machine.ROOT, env=environ, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    until = time.monotonic() + timeout
+    try:
+        outputs = [process.communicate(timeout=max(0.1, until - time.monotonic()))[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def main(name: str, directory: str, rank: str, size: str) -> None:
+    assert "mpi4py.MPI" not in sys.modules
+    [scenario] = [one for one in SCENARIOS if one.__name__ == name]
+    scenario(Files(directory, int(rank), int(size)))
+    assert "mpi4py.MPI" not in sys.modules
+    assert sys.modules["mpi4py"] is None
+    assert "torch" not in sys.modules
+    assert ipcreduce.Group
+    print("right", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,43 @@
+"""The operators of PyTorch on CPU tensors. What the ranks do is in torch_ops_worker.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import machine
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+
+SCENARIOS = (
+    "results", "gradients", "in_place", "names", "checks_of_pytorch", "compiled", "compiled_training", "exported",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_operators(mpirun: Callable, n: int):
+    output = mpirun("tests/mpi/torch_ops_worker.py", n, *SCENARIOS, env={"CUDA_VISIBLE_DEVICES": ""}).stdout
+    assert all(f"{scenario}: right" in output for scenario in SCENARIOS), output
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_example(mpirun: Callable, n: int):
+    output = mpirun("mpi_examples/torch_ops.py", n, env={"CUDA_VISIBLE_DEVICES": ""}).stdout
+    assert output.count(f"of {n}, backend mpi: eager and compiled within") == n, output
+    assert output.count("no GPUs here: with GPUs ") == 1, output
+
+
+def test_the_example_notices_a_wrong_sum(mpirun: Callable, tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import numpy, ipcreduce\n"
+        "ipcreduce.Communicator.allreduce = lambda self, x, op='sum', *, out=None, stream=None: x.clone()\n"
+    )
+    path = os.pathsep.join([str(tmp_path), machine.environment()["PYTHONPATH"]])
+    run = mpirun("mpi_examples/torch_ops.py", 2, check=False, env={"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path})
+    assert run.returncode != 0
+    assert "Traceback" not in run.stdout
+    assert "of the unsplit MLP" in run.stdout

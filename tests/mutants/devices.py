@@ -1,0 +1,274 @@
+"""Mutants of the engines: stream order, fast path, plan, workspace, ends; and of NCCL's."""
+
+from __future__ import annotations
+
+from tests.mutants import Mutant, unit
+
+FAST, ORDER, FREEING = (f"ipcreduce/device/{name}.py" for name in ("fast_path", "stream_order", "deferred_free"))
+PLAN, ENGINE, LAUNCHES, READY = (f"ipcreduce/ipc/{name}.py" for name in ("plan", "engine", "launches", "ready"))
+STARTUP, WORKSPACE, LINKS = (f"ipcreduce/ipc/{name}.py" for name in ("startup", "workspace", "links"))
+GUARD, NCCL, LIBRARY = (f"ipcreduce/nccl/{name}.py" for name in ("guard", "engine", "library"))
+
+
+def late(program: str, scenario: str) -> str:
+    """The command of a scenario of ``tests/gpu`` in which each piece of work begins late, at random."""
+    return f"SIM_LATE=0.005 mpirun -n 2 tests/sim/on_sim.py tests/gpu/{program}.py {scenario}"
+
+
+def quick(scenario: str) -> str:
+    """The command of a scenario of tests/graphs."""
+    return f"mpirun -n 2 tests.graphs --sim {scenario}"
+
+
+def scenario(name: str, ranks: int = 2) -> str:
+    """The command of a scenario of tests/sim/scenarios."""
+    return f"mpirun -n {ranks} tests.sim.scenarios {name}"
+
+
+MUTANTS = [
+    # ---- one order
+    Mutant(
+        "the fast path launches on any stream without an event",
+        FAST,
+        "follows = current == order.event_free_stream",
+        "follows = True",
+        scenario("after_a_wait"),
+    ),
+    Mutant(
+        "a call on another stream does not wait for the last one",
+        ORDER,
+        "            self.chain(self._eager, stream)\n",
+        "            pass\n",
+        late("scenarios", "calls_on_several_streams"),
+    ),
+    Mutant(
+        "a call does not wait for the event of the last one",
+        ORDER,
+        "            streams.wait_event(stream, self._end)\n        elif self._eager is not None",
+        "            pass\n        elif self._eager is not None",
+        late("captures", "graphs_eager_calls_and_replays"),
+    ),
+    Mutant(
+        "calls in a capture are in no order",
+        ORDER,
+        "            streams.follow_nodes(stream, tuple(missing))\n",
+        "            pass\n",
+        late("captures", "forked_streams"),
+    ),
+    Mutant(
+        "graphs of others do not wait for the last call",
+        ORDER,
+        "graph.move_edges(captured_graph, (), (wait,), end)\n        return _Captured((wait,), captured_graph, end)",
+        "graph.move_edges(captured_graph, (), (wait,), end)\n        return _Captured((), captured_graph, end)",
+        "TURNS=160 " + late("captures", "two_graphs"),  # of 40 turns all were right once
+    ),
+    Mutant(
+        "the stream of the last call is kept by its handle alone",
+        ORDER,
+        "if self.shared or not (cupy_runtime.keeps(owner, stream) or torch_runtime.keeps(owner)):",
+        "if self.shared:",
+        "mpirun -n 2 tests/sim/on_sim.py tests/gpu/scenarios.py destroyed_streams",
+    ),
+    # ---- the fast path
+    Mutant(
+        "the fast path does not look at the abort word",
+        FAST,
+        "                    and not self._abort_word[0]\n",
+        "",
+        quick("faults_are_noticed"),
+    ),
+    Mutant(
+        "the fast path does not compare calls",
+        FAST,
+        "if page[at : at + nbytes] == agreed[what.crc] or self._recorder.differing(number) is None:",
+        "if True:",
+        unit("calls", "the_fast_path_sees_another_call"),
+    ),
+    Mutant(
+        "the fast path takes an array for another one at its place in memory",
+        FAST,
+        "if known.array() is not array or known.out() is not out:",
+        "if False:",
+        quick("the_same_arrays"),
+    ),
+    Mutant(
+        "the fast path does not see that an array has another shape",
+        FAST,
+        "if array.shape != shape or (out is not array and out is not None and out.shape != shape):",
+        "if False:",
+        quick("outs_shape"),
+    ),
+    Mutant(
+        "the fast path takes an out that overlaps the input in part",
+        FAST,
+        "            if 0 < abs(target - source) < prepared.nbytes:\n                return _NOT_READY\n",
+        "",
+        quick("not_as_quick"),
+    ),
+    Mutant(
+        "a result is made on another stream than it is used on",
+        FAST,
+        "            if given != current and (out is None or library is torch_runtime):\n"
+        "                return _NOT_READY  # memory of another stream\n",
+        "",
+        scenario("results_are_tensors"),
+    ),
+    # ---- plan
+    Mutant(
+        "a tuned grid beyond the epochs is accepted",
+        PLAN,
+        "and 0 < choice.blocks <= EPOCH_SLOTS):",
+        "and 0 < choice.blocks):",
+        unit("plan", "a_choice_that_no_kernel_runs_by_is_refused"),
+    ),
+    Mutant(
+        "a tuned table may be in any order",
+        PLAN,
+        "if len(table) > MOST_CHOICES or sizes != sorted({*sizes}):",
+        "if len(table) > MOST_CHOICES:",
+        unit("plan", "tables_are_in_order_and_short"),
+    ),
+    Mutant(
+        "two ops share their slots",
+        PLAN,
+        "return CODE_BYTES * (KIND_NAMES.index(dtype) * len(OPS) + OPS.index(op))",
+        "return CODE_BYTES * (KIND_NAMES.index(dtype) * len(OPS))",
+        unit("plan", "codes_are_apart"),
+    ),
+    Mutant(
+        "the plan depends on this rank's GPU",
+        STARTUP,
+        'min(plan.EPOCH_SLOTS, 2 * int(devices["multiprocessors"].min()))',
+        'min(plan.EPOCH_SLOTS, 2 * int(devices["multiprocessors"][rank]))',
+        scenario("one_smaller_gpu"),
+    ),
+    Mutant(
+        "ranks that share a GPU fill it alone",
+        STARTUP,
+        "made.engine.launches.sharing = most_on_a_gpu(devices)",
+        "made.engine.launches.sharing = 1",
+        "SIM_DEVICES=1 " + scenario("shared_gpus"),
+    ),
+    Mutant(
+        "a grid of ranks on one GPU may be twice too large",
+        PLAN,
+        "else max(1, resident // (2 * sharing))",
+        "else max(1, resident // sharing)",
+        unit("plan", "grids_of_ranks_on_one_gpu_are_resident_at_once"),
+    ),
+    Mutant(
+        "the launches of a large message all write its beginning",
+        ENGINE,
+        "target + part.offset",
+        "target",
+        "mpirun -n 2 tests/sim/on_sim.py tests/gpu/sweep.py --cases 1 --largest 2000000 --smallest 1500000 --seed 164",
+    ),
+    Mutant(
+        "a wait of a kernel ends a thousand times too late",
+        LAUNCHES,
+        "args[_TIMEOUT] = int(self._timeout * 1e9)",
+        "args[_TIMEOUT] = int(self._timeout * 1e12)",
+        "mpirun -n 2 tests/sim/on_sim.py tests/gpu/scenarios.py late_on_the_device",
+    ),
+    Mutant(
+        "packets over PCIe travel whole",
+        LINKS,
+        "    if links[a, b] == _PCIE:\n",
+        "    if False:\n",
+        scenario("packets_over_pcie", 3),
+    ),
+    # ---- workspace and ends
+    Mutant(
+        "after a fault the slots are not emptied",
+        ENGINE,
+        "            self.workspace.reset()\n",
+        "            pass\n",
+        "mpirun -n 2 tests/sim/on_sim.py tests/gpu/scenarios.py late_and_recover",
+    ),
+    Mutant(
+        "the peers' workspaces are mapped in another order",
+        WORKSPACE,
+        "handles[(self.rank + i) % self.n]",
+        "handles[(self.rank - i) % self.n]",
+        "mpirun -n 3 tests.graphs --sim same_bits",
+    ),
+    Mutant(
+        "a workspace is freed while a peer has it mapped",
+        ENGINE,
+        "give_back_after(self.peers_have_left, self.context,",
+        "give_back_after(lambda: True, self.context,",
+        scenario("freed_once_unmapped"),
+    ),
+    Mutant(
+        "a rank leaves before it has unmapped its peers' memory",
+        ENGINE,
+        "        forget(self.order)\n        attempt(self.context, self.workspace.unmap_peers, *unmap)\n",
+        "        forget(self.order)\n        self.page.leave()\n"
+        "        attempt(self.context, self.workspace.unmap_peers, *unmap)\n",
+        scenario("freed_once_unmapped"),
+    ),
+    Mutant(
+        "a graph gives its resources back twice",
+        "ipcreduce/graphs/resources.py",
+        "            self._released = True\n",
+        "",
+        quick("states"),
+    ),
+    Mutant(
+        "memory is freed at once, whoever makes a call",
+        FREEING,
+        "                if not _no_call_runs(held):\n                    return\n",
+        "",
+        unit("deferred_free", "nothing_is_freed_beside_a_call"),
+    ),
+    Mutant(
+        "memory is freed while a call runs on the device",
+        FREEING,
+        "if not lock.acquire(blocking=False) or not order.is_over():",
+        "if not lock.acquire(blocking=False):",
+        unit("deferred_free", "nothing_is_freed_beside_a_call"),
+    ),
+    # ---- NCCL
+    Mutant(
+        "NCCL's communicator is aborted in the foreground",
+        "ipcreduce/nccl/communicator.py",
+        "            Job(partial(self._end_now, end, comm))\n",
+        "        self._end_now(end, comm)\n",
+        unit("nccl", "an_abort_does_not_wait_for_graphs"),
+    ),
+    Mutant(
+        "NCCL averages by its sum",
+        LIBRARY,
+        '"avg": 4}',
+        '"avg": 0}',
+        scenario("nccl_results"),
+    ),
+    Mutant(
+        "NCCL takes 64-bit integers for 32-bit ones",
+        LIBRARY,
+        '"int64": 4, "uint64": 5,',
+        '"int64": 2, "uint64": 5,',
+        scenario("nccl_results"),
+    ),
+    Mutant(
+        "the guard aborts a call that would end by itself",
+        GUARD,
+        "            elif time.monotonic() - self._aborting > _GRACE_SECONDS:\n",
+        "            else:\n",
+        unit("nccl", "a_call_that_ends_within_the_grace_is_left_alone"),
+    ),
+    Mutant(
+        "the guard names ranks that have come",
+        GUARD,
+        "if page.calls.call_of(rank) < self._marked]",
+        "if page.calls.call_of(rank) <= self._marked]",
+        unit("nccl", "a_call_that_does_not_end_names_who_is_behind"),
+    ),
+    Mutant(
+        "a graph that holds an aborted communicator of NCCL's is launched",
+        NCCL,
+        "            replay.argument = 0\n",
+        "            pass\n",
+        scenario("nccl_graphs"),
+    ),
+]

@@ -1,0 +1,150 @@
+"""Mutants of how ranks see and hear each other: flight recorder, watchdog, mirror between hosts, start-up."""
+
+from __future__ import annotations
+
+from tests.mutants import Mutant, unit
+from tests.mutants.coordination import FOLDER, PAGE
+
+RECORDER, MIRROR, WATCHDOG = (f"{FOLDER}/{name}.py" for name in ("flight_recorder", "mirror", "watchdog"))
+CONNECTIONS, EXCHANGE = (f"{FOLDER}/{name}.py" for name in ("connections", "exchange"))
+
+MUTANTS = [
+    # ---- the flight recorder
+    Mutant(
+        "a call's number is written before its key",
+        RECORDER,
+        "        if self.recorded[slot] is not what:  # else it is there from RING calls ago\n",
+        "        self.number[0] = call\n        if self.recorded[slot] is not what:\n",
+        unit("flight_recorder", "a_slot_is_written_before_its_number_and_compared_behind_it"),
+    ),
+    Mutant(
+        "a slot that is being overwritten is compared",
+        RECORDER,
+        "< call + RING - 1",
+        "< call + RING",
+        unit("flight_recorder", "a_slot_that_is_being_overwritten_is_not_compared"),
+    ),
+    Mutant(
+        "a key that comes late is taken for another call",
+        RECORDER,
+        "                if self._differs(rank, call):\n                    return rank\n",
+        "                return rank\n",
+        unit("flight_recorder", "a_key_that_comes_late_is_no_difference"),
+    ),
+    Mutant(
+        "a key stands for a moment beside the text of another call",
+        RECORDER,
+        '        entry["key"] = 0  # while it has another one\'s text\n',
+        "",
+        unit("flight_recorder", "no_key_stands_beside_the_text_of_another"),
+    ),
+    # ---- the watchdog
+    Mutant(
+        "the watchdog ignores a death",
+        WATCHDOG,
+        "            self.lost = self.lost or (rank, why)\n",
+        "            pass\n",
+        unit("watchdog", "a_death_is_seen_at_once"),
+    ),
+    Mutant(
+        "another process with the rank's old number is taken for the rank",
+        WATCHDOG,
+        "if start_time(pid) not in (started, 0):",
+        "if False:",
+        unit("watchdog", "another_process_with_the_same_pid_is_not_taken_for_the_rank"),
+    ),
+    Mutant(
+        "a rank that closed and ended counts as dead",
+        WATCHDOG,
+        "        if not self._page.has_left(rank):\n",
+        "        if True:\n",
+        unit("watchdog", "a_rank_that_closed_may_end"),
+    ),
+    Mutant(
+        "the abort word is raised once only after a loss",
+        PAGE,
+        "rank=rank, text=why)\n        self.abort(TOLD)\n",
+        "rank=rank, text=why)\n                self.abort(TOLD)\n",
+        unit("watchdog", "the_abort_word_stays_up"),
+    ),
+    # ---- between hosts
+    Mutant(
+        "the mirror drops aborts",
+        MIRROR,
+        "aborts = raised - peer.aborts",
+        "aborts = 0",
+        unit("mirror", "what_is_written_arrives_with_the_page_untouched_elsewhere"),
+    ),
+    Mutant(
+        "an abort comes back from those who were told",
+        MIRROR,
+        "page.abort_from_afar(word)",
+        "page.abort(word or 2)",
+        unit("mirror", "an_abort_does_not_come_back_later"),
+    ),
+    Mutant(
+        "the mirror drops the texts of calls",
+        MIRROR,
+        'new_texts = b"" if full else calls.own_texts(begin, texts[1])',
+        'new_texts = b""',
+        unit("mirror", "calls_arrive_with_their_texts"),
+    ),
+    Mutant(
+        "what a peer has read is not noted",
+        MIRROR,
+        "            peer.acknowledged = read\n",
+        "",
+        unit("mirror", "a_rank_that_does_not_read_is_not_flooded"),
+    ),
+    Mutant(
+        "a process that is stopped fills its connection",
+        MIRROR,
+        "full = peer.sent - peer.acknowledged > _MOST_UNREAD",
+        "full = False",
+        unit("mirror", "a_rank_that_does_not_read_is_not_flooded"),
+    ),
+    Mutant(
+        "calls before a resynchronisation are compared after it",
+        RECORDER,
+        "max(first, self.first, newest - RING + 2)",
+        "max(first, newest - RING + 2)",
+        unit("mirror", "calls_that_a_resynchronisation_left_out_are_not_compared"),
+    ),
+    Mutant(
+        "whoever connects is taken for a rank",
+        CONNECTIONS,
+        "return int(rank) if hmac.compare_digest(known, secret) else _STRANGER",
+        "return int(rank)",
+        unit("mirror", "a_stranger_is_sent_away"),
+    ),
+    Mutant(
+        "the connections' secret is in the log",
+        CONNECTIONS,
+        "        failed.pop_all()\n        listener.close()\n",
+        "        failed.pop_all()\n        listener.close()\n"
+        '        __import__("logging").getLogger("ipcreduce").debug(secret.hex())\n',
+        "mpirun -n 2 tests.sim.scenarios no_secret_is_shown",
+    ),
+    # ---- start-up
+    Mutant(
+        "a message of another version is taken",
+        EXCHANGE,
+        'for field in ("magic", "version", "kind", "length"):',
+        'for field in ("magic", "kind", "length"):',
+        unit("exchange", "another_program_or_version_is_named"),
+    ),
+    Mutant(
+        "a step that failed on the last rank passes",
+        EXCHANGE,
+        'failed = [rank for rank in range(len(gathered)) if not gathered[rank]["ok"]]',
+        'failed = [rank for rank in range(len(gathered) - 1) if not gathered[rank]["ok"]]',
+        unit("exchange", "a_failed_step_names_ranks_and_reasons"),
+    ),
+    Mutant(
+        "a wait at start-up has no end",
+        EXCHANGE,
+        "if now > deadline:",
+        "if False:",
+        unit("exchange", "the_deadline_ends_a_wait"),
+    ),
+]

@@ -1,0 +1,230 @@
+"""``python -m tests.security_worker SCENARIO DIRECTORY RANK SIZE``: a rank in a container, or of a user, of its own.
+
+Environment: SECURITY_WORDS, words that describe() has, separated by |; SECURITY_USER, the id of the user that the
+process becomes once all is imported (Python itself may lie where that user reads nothing); SECURITY_MOUNT, a command
+that mounts something in a namespace of this process alone, once MPI has started (MPICH needs /dev/shm for that).
+
+The ranks meet in DIRECTORY. On the simulated device: ``python -m tests.sim -m tests.security_worker ...``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import encodings.idna  # noqa: F401  # of socket.create_connection()
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from ipcreduce import Communicator, errors
+from ipcreduce.coordination.control_page import Page
+from ipcreduce.cuda import compiler
+from ipcreduce.host.segment import Segment
+from tests.by_files import ByFiles
+
+_NEW_MOUNTS = 0x20000  # unshare: CLONE_NEWNS
+_DUMPABLE = 4  # prctl: what /proc shows of a process that has changed its user is root's else
+SOON = 20  # seconds, for what takes tenths of one
+MACROS = {
+    "IPCREDUCE_RANKS": "2", "IPCREDUCE_RANK": "0", "IPCREDUCE_DTYPE": "int32", "IPCREDUCE_OP": "sum",
+    "IPCREDUCE_DEPTH": "1", "IPCREDUCE_WHOLE_PACKETS": "1",
+}  # fmt: skip
+
+
+def become(user: int) -> None:
+    """Let this process be one of that user, as if it had been started as such."""
+    with Communicator(MPI.COMM_SELF) as alone:  # imports what it needs
+        alone.allreduce(1.0)
+    os.setgroups([])
+    os.setgid(user)
+    os.setuid(user)
+    ctypes.CDLL(None).prctl(_DUMPABLE, 1, 0, 0, 0)
+
+
+def mount(command: str) -> None:
+    """Run a command that changes what is mounted, for this process only."""
+    assert ctypes.CDLL(None).unshare(_NEW_MOUNTS) == 0
+    subprocess.run(f"mount --make-rprivate / && {command}", shell=True, check=True)
+
+
+@contextlib.contextmanager
+def raises(kind: type[Exception], *words: str) -> Iterator[None]:
+    """The block must raise this, with these words in the message."""
+    found = None
+    try:
+        yield
+    except kind as error:
+        found = error
+    assert found is not None, f"no {kind.__name__}"
+    assert all(word in str(found) for word in words), f"{words} in {found}"
+
+
+def denied(call: Callable[..., Any], *arguments: Any) -> None:
+    with raises(PermissionError):
+        call(*arguments)
+
+
+def await_file(path: Path) -> None:
+    until = time.monotonic() + SOON
+    while not path.exists():
+        assert time.monotonic() < until, path
+        time.sleep(1e-3)
+
+
+def right(comm: Communicator, count: int = 1000) -> None:
+    assert (comm.allreduce(np.full(count, comm.rank + 1.0)) == comm.size * (comm.size + 1) / 2).all()
+
+
+def reduces(group: ByFiles, *words: str) -> None:
+    """A communicator whose description has these words starts soon; its results and its errors are right."""
+    started = time.monotonic()
+    with Communicator(group, timeout=60) as comm:
+        assert time.monotonic() - started < SOON, comm.describe()
+        for word in (*words, *filter(None, os.environ.get("SECURITY_WORDS", "").split("|"))):
+            assert word in comm.describe(), f"{word!r} in {comm.describe()}"
+        for count in (1, 1000, 300_000):
+            right(comm, count)
+        if "tests.sim" in sys.modules:
+            on_device(comm)
+        with raises(errors.RankMismatchError, "(3,)", "(4,)"):
+            comm.allreduce(np.ones(3 + (comm.rank == comm.size - 1)))
+        right(comm)
+
+
+def on_device(comm: Communicator) -> None:
+    import cupy
+
+    assert comm.backend == "nccl", comm.describe()
+    result = comm.allreduce(cupy.full((1000,), comm.rank + 1, np.float32))
+    comm.synchronize()
+    assert (cupy.asnumpy(result) == comm.size * (comm.size + 1) / 2).all()
+
+
+# ---- scenarios
+def apart(group: ByFiles, directory: Path) -> None:
+    """The ranks share no memory, and a description says why."""
+    reduces(group, "host arrays: by messages of MPI, because ")
+
+
+def together(group: ByFiles, directory: Path) -> None:
+    """The ranks share memory, whatever else they do not share."""
+    reduces(group, "of shared memory")
+
+
+def alone_in_its_network(group: ByFiles, directory: Path) -> None:
+    """Ranks that do not reach each other at all: start-up ends in time, and says what to look at."""
+    started = time.monotonic()
+    with Communicator(group, timeout=4) as comm:
+        assert time.monotonic() - started < SOON
+        assert "connecting the ranks (is TCP between the hosts open?) failed" in comm.describe(), comm.describe()
+        right(comm)
+
+
+def dies_unseen(group: ByFiles, directory: Path) -> None:
+    """The last rank ends where no pid tells of it: the others miss it at the timeout, and not before."""
+    timeout = 2.0
+    comm = Communicator(group, timeout=timeout)
+    assert "of shared memory" in comm.describe()
+    assert os.getpid() == 1, "each is the first process of its namespace, so that pids mean others here"
+    for _ in range(2):
+        right(comm)
+        time.sleep(0.3)  # a few turns of the watchdog, which must take nobody for dead
+    if group.Get_rank() == group.Get_size() - 1:
+        os._exit(9)
+    started = time.monotonic()
+    with raises(errors.PeerTimeoutError, f"rank {group.Get_size() - 1} never came"):
+        right(comm)
+    assert timeout * 0.9 < time.monotonic() - started < timeout + SOON
+    started = time.monotonic()
+    comm.close()
+    assert time.monotonic() - started < 7
+
+
+def shown(group: ByFiles, directory: Path) -> None:
+    """While start-up shares memory, its file waits until somebody has looked at it."""
+
+    def waits(kind: type, name: str) -> None:
+        opens: Callable[..., Any] = kind.open  # type: ignore[attr-defined]
+
+        def looked_at(path: str, *arguments: Any) -> Any:
+            (directory / f"{name}.partial").write_text(f"{os.getpid()} {path}")
+            (directory / f"{name}.partial").rename(directory / name)
+            await_file(directory / f"{name} seen")
+            return opens(path, *arguments)
+
+        kind.open = looked_at  # type: ignore[attr-defined]
+
+    waits(Page, "page")
+    waits(Segment, "segment")
+    cache = compiler.cache_directory()
+    (cache / "kernel").touch()
+    reduces(group, "of shared memory")
+
+
+def looks(group: ByFiles, directory: Path) -> None:
+    """Another user finds the files of :func:`shown`, and gets at none of them."""
+    for name in ("page", "segment"):
+        await_file(directory / name)
+        pid, path = (directory / name).read_text().split()
+        status = os.stat(path)
+        assert (status.st_mode & 0o7777, status.st_uid != os.getuid()) == (0o600, True), status
+        files = {path, *map(str, Path("/dev/shm").glob("ipcreduce-*"))}
+        for file in [file for file in files if Path(file).exists() and os.stat(file).st_uid != os.getuid()]:
+            for flags in (os.O_RDONLY, os.O_RDWR, os.O_WRONLY | os.O_TRUNC):
+                denied(os.open, file, flags)
+            denied(os.unlink, file)
+            denied(os.rename, file, "/dev/shm/ipcreduce-mine")
+        denied(os.listdir, f"/proc/{pid}/fd")
+        denied(os.listdir, f"/proc/{pid}/map_files")
+        denied(os.open, f"/proc/{pid}/mem", os.O_RDONLY)
+        (directory / f"{name} seen").touch()
+    cache = Path(os.environ["IPCREDUCE_CACHE_DIR"])
+    with raises(errors.UnsupportedError, "must be yours alone", f"expected owner {os.getuid()} and mode 0700"):
+        compiler.cache_directory()
+    denied(os.listdir, cache)
+    denied(os.open, cache / "kernel", os.O_RDONLY)
+
+
+def homes(group: ByFiles, directory: Path) -> None:
+    """A home that cannot be used: the error says what to set, and with that all works."""
+    del os.environ["IPCREDUCE_CACHE_DIR"]
+    os.environ.pop("XDG_CACHE_HOME", None)
+    for home in os.environ["SECURITY_HOMES"].split("|"):
+        os.environ["HOME"] = home
+        if home == "unset":
+            del os.environ["HOME"]
+        compiler._cache.cache_clear()
+        with raises(errors.UnsupportedError, "the kernel cache ", "set IPCREDUCE_CACHE_DIR to a directory of yours"):
+            compiler.compile_kernel("verify", MACROS, (9, 0))
+        assert not Path("~").exists()
+    os.environ["IPCREDUCE_CACHE_DIR"] = str(directory / f"own {os.getuid()}")
+    assert compiler.compile_kernel("verify", MACROS, (9, 0)).startswith(b"\x7fELF")
+    assert any((directory / f"own {os.getuid()}").iterdir())
+
+
+SCENARIOS = [apart, together, alone_in_its_network, dies_unseen, shown, looks, homes]
+
+
+def main(name: str, directory: str, rank: str, size: str) -> None:
+    """Run one scenario as one rank."""
+    os.umask(0)  # the directory of the ranks' messages is for all users
+    [scenario] = [one for one in SCENARIOS if one.__name__ == name]
+    if name == "homes":  # imports all that the compiler needs
+        compiler.compile_kernel("verify", MACROS, (9, 0))
+    if os.environ.get("SECURITY_MOUNT"):
+        mount(os.environ["SECURITY_MOUNT"])
+    if os.environ.get("SECURITY_USER"):
+        become(int(os.environ["SECURITY_USER"]))
+    scenario(ByFiles(directory, rank, size), Path(directory))
+    print("right", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,250 @@
+"""PyTorch on the simulated device, as much as the library uses: tensors, current streams, stream-ordered memory.
+
+Memory that is freed serves the next tensor of its stream at once, and waits for other streams only if it was recorded
+there. So a missing ``record_stream``, or a call on a wrong stream, gives wrong values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import cupy
+import ml_dtypes
+import numpy as np
+
+from ipcreduce.numerics import DTYPES
+from tests.sim import machine_streams
+
+_state = threading.local()
+_streams: list[Any] = []
+# Memory, and events to wait for, by stream, bytes and MemPool.
+_pool: dict[tuple[int, int, int], list[tuple[Any, list[Any]]]] = {}
+_pools: list[Any] = []
+strided, sparse_coo, contiguous_format = object(), "torch.sparse_coo", object()
+
+
+class Dtype:
+    def __init__(self, name: str) -> None:
+        self.numpy = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+    @property
+    def is_complex(self) -> bool:
+        return self.numpy.kind == "c"
+
+    def __repr__(self) -> str:
+        return f"torch.{self.numpy.name}"
+
+
+_dtypes = {name: Dtype(name) for name in (*(dtype.name for dtype in DTYPES), "bool", "complex64", "complex128")}
+globals().update(_dtypes)
+
+
+class Stream:
+    """Of PyTorch's pool: it is never destroyed."""
+
+    def __init__(self) -> None:
+        self.of_cupy = cupy.cuda.Stream(non_blocking=True)
+        _streams.append(self.of_cupy)
+        self.cuda_stream, self.stream_id = self.of_cupy.ptr, 2 * len(_streams) + 1
+
+
+class ExternalStream(Stream):
+    def __init__(self, handle: int, device: Any = None) -> None:
+        self.of_cupy = cupy.cuda.ExternalStream(handle)
+        self.cuda_stream, self.stream_id = handle, handle & ~1
+
+
+def current_stream(device: Any = None) -> Any:
+    """As PyTorch does, with a new object, of class Stream, for the same stream."""
+    current = getattr(_state, "current", None)
+    made = Stream.__new__(Stream)
+    made.cuda_stream = current.cuda_stream if current is not None else 0
+    made.stream_id = current.stream_id if current is not None else 0
+    return made
+
+
+@contextlib.contextmanager
+def stream(chosen: Any) -> Iterator[None]:
+    before, _state.current = getattr(_state, "current", None), chosen
+    try:
+        with chosen.of_cupy:  # so that the scenarios' work on arrays runs there
+            yield
+    finally:
+        _state.current = before
+
+
+class Storage:
+    def __init__(self, nbytes: int) -> None:
+        self.place = (current_stream().cuda_stream, nbytes, in_a_pool())
+        self.recorded: set[int] = set()
+        free = _pool.setdefault(self.place, [])
+        for index in reversed(range(len(free))):  # what was freed last comes first
+            array, events = free[index]
+            if all(machine_streams.is_over(event.ptr) for event in events):
+                self.array = array
+                del free[index]
+                return
+        self.array = cupy.empty((nbytes,), np.uint8)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at the interpreter's exit
+            events = [cupy.cuda.ExternalStream(handle).record() for handle in self.recorded]
+            if not _state.imported:
+                return
+            alive = any(pool() is not None and id(pool()) == self.place[2] for pool in _pools)
+            _pool.setdefault(self.place if alive else (*self.place[:2], 0), []).append((self.array, events))
+
+
+class Tensor:
+    def __init__(self, array: Any, storage: Any = None, pending: str = "", requires_grad: bool = False) -> None:
+        self.array, self.storage, self.pending, self.requires_grad = array, storage, pending, requires_grad
+        self.layout, self.is_quantized = strided, False
+        self.device = SimpleNamespace(type="cuda", index=cupy.cuda.Device().id)
+
+    @property
+    def dtype(self) -> Any:
+        return "torch.qint8" if self.is_quantized else _dtypes[self.array.dtype.name]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    is_cuda = True
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(step // self.array.itemsize for step in self.array.strides)
+
+    def is_neg(self) -> bool:
+        return self.pending == "neg"
+
+    def is_conj(self) -> bool:
+        return self.pending == "conj"
+
+    def get_device(self) -> int:
+        return self.device.index
+
+    def is_contiguous(self) -> bool:
+        return self.array.flags.c_contiguous
+
+    def data_ptr(self) -> int:
+        return self.array.data.ptr
+
+    def detach(self) -> Tensor:
+        return Tensor(self.array, self.storage, self.pending)
+
+    def view(self, wanted: Any) -> Tensor:
+        array = self.array.view(wanted.numpy) if isinstance(wanted, Dtype) else self.array.reshape(wanted)
+        return Tensor(array, self.storage)
+
+    def record_stream(self, other: Any) -> None:
+        if self.storage is not None:
+            self.storage.recorded.add(other.cuda_stream)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        if self.requires_grad:
+            raise RuntimeError("Can't get __cuda_array_interface__ on Variable that requires grad")
+        return self.array.__cuda_array_interface__
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self.device.index
+
+    def __dlpack__(self, *, stream: int, **_: Any) -> Any:
+        assert not self.requires_grad, "Can't export tensors that require gradient"
+        current = current_stream().cuda_stream
+        if stream not in (current or 1, -1):
+            cupy.cuda.ExternalStream(stream).wait_event(cupy.cuda.ExternalStream(current).record())
+        array = self.array[...]
+        array.kept = self.storage
+        return array
+
+
+def empty_like(tensor: Tensor, memory_format: Any = None, requires_grad: bool = False) -> Tensor:
+    """As PyTorch does, with memory of the current stream."""
+    storage = Storage(tensor.array.nbytes)
+    return Tensor(storage.array.view(tensor.array.dtype).reshape(tensor.shape), storage)
+
+
+def full_like(tensor: Tensor, value: Any) -> Tensor:
+    made = empty_like(tensor)
+    made.array.fill(value)
+    return made
+
+
+def as_tensor(array: Any, device: Any = None) -> Tensor:
+    assert array.dtype != ml_dtypes.bfloat16
+    return Tensor(array)
+
+
+def is_grad_enabled() -> bool:
+    return getattr(_state, "grad", True)
+
+
+@contextlib.contextmanager
+def no_grad() -> Iterator[None]:
+    _state.grad = False
+    try:
+        yield
+    finally:
+        _state.grad = True
+
+
+class MemPool:
+    """Memory apart, which is given to others once it is dropped."""
+
+    def __init__(self) -> None:
+        _pools.append(weakref.ref(self))
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at the interpreter's exit
+            for place in [place for place in _pool if place[2] == id(self)]:
+                _pool.setdefault((*place[:2], 0), []).extend(_pool.pop(place))
+
+
+@contextlib.contextmanager
+def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
+    assert getattr(_state, "mem_pool", 0) == 0, "beginAllocateToPool: already recording"
+    _state.mem_pool = id(pool)
+    try:
+        yield
+    finally:
+        _state.mem_pool = 0
+
+
+def in_a_pool() -> int:
+    """For the scenarios: nonzero if this thread allocates from a MemPool."""
+    return getattr(_state, "mem_pool", 0)
+
+
+def pools() -> int:
+    """For the scenarios: the number of MemPools that live."""
+    return sum(pool() is not None for pool in _pools)
+
+
+def make_current(chosen: Any) -> None:
+    """For the scenarios: as :func:`stream`, for PyTorch alone."""
+    _state.current = chosen
+
+
+cuda = SimpleNamespace(
+    current_stream=current_stream, stream=stream, Stream=Stream, ExternalStream=ExternalStream, MemPool=MemPool,
+    use_mem_pool=use_mem_pool, is_available=lambda: True, init=lambda: None,
+)  # fmt: skip
+_C = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: current_stream().cuda_stream)
+
+
+@contextlib.contextmanager
+def imported() -> Iterator[None]:
+    """In the block the program has imported this."""
+    _state.imported = True
+    with mock.patch.dict(sys.modules, torch=sys.modules[__name__]):
+        yield
+    _state.imported = False
+    _pool.clear()

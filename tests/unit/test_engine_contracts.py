@@ -1,0 +1,147 @@
+"""The class for the serving engines against the newest releases of these: ``make engines`` fetches their Python files.
+
+They are read, not imported. The same reader is tried on a small engine of ours each time.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import types
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests import engine_sources
+from tests.machine import ROOT
+
+asked_for = pytest.mark.skipif(
+    not os.environ.get("TEST_ENGINES"), reason="fetches releases of vLLM and SGLang: make engines"
+)
+
+
+class Seat:
+    """The interface of EngineAllReduce, from its source: importing it needs PyTorch."""
+
+    def __init__(self) -> None:
+        tree = engine_sources.definition(ROOT / "ipcreduce" / "engines" / "seat.py", "EngineAllReduce")
+        self.methods = {node.name: signature(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
+        stored = {
+            node.attr
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+        }
+        constants = {ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)}
+        self.members = self.methods.keys() | stored | constants
+
+    def problems(self, uses: Iterable[engine_sources.Use]) -> list[str]:
+        """The uses that do not fit."""
+        found = []
+        for use in uses:
+            if use.member not in self.members:
+                found += [] if use.asked else [f"{use.where}: no {use.member}"]
+            elif use.call is not None and (problem := misfit(self.methods[use.member], use.call)):
+                found.append(f"{use.where}: {use.member}: {problem}")
+        return found
+
+
+def signature(function: ast.FunctionDef) -> inspect.Signature:
+    """The signature of a method, without self; its defaults and annotations do not count."""
+    args = ast.unparse(function.args)
+    scope: dict = {}
+    stripped = ast.parse(f"def f({args}): pass").body[0]
+    assert isinstance(stripped, ast.FunctionDef)
+    for arg in [*stripped.args.args, *stripped.args.kwonlyargs]:
+        arg.annotation = None
+    stripped.args.defaults = [ast.Constant(None) for _ in stripped.args.defaults]
+    stripped.args.kw_defaults = [one and ast.Constant(None) for one in stripped.args.kw_defaults]
+    exec(ast.unparse(stripped), scope)
+    bound = types.MethodType(scope["f"], object()) if "self" in args else scope["f"]
+    return inspect.signature(bound)
+
+
+def misfit(wanted: inspect.Signature, call: ast.Call) -> str:
+    """The reason for which a call does not fit a signature; "" if it does."""
+    try:
+        wanted.bind(*call.args, **{keyword.arg: keyword.value for keyword in call.keywords if keyword.arg})
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def test_the_reader_sees_what_is_missing(tmp_path: Path):
+    package = tmp_path / "engine"
+    package.mkdir()
+    (package / "state.py").write_text(
+        "class Group:\n"
+        "    def reduce(self, x):\n"
+        "        comm = self.ca_comm\n"
+        "        if comm is not None and not comm.disabled and comm.should_custom_ar(x):\n"
+        "            return comm.custom_all_reduce(x, stream=3)\n"
+        "        if hasattr(comm, 'fused'): return comm.fused(x)\n"
+        "    def gather(self, x):\n"
+        "        comm = getattr(self, 'ca_comm', None)\n"
+        "        return comm.magic(x) if comm else self.ca_comm.custom_all_gather()\n"
+        "    def own(self):\n"
+        "        comm = self.ca_comm if self.x else None\n"
+        "        return isinstance(comm, Theirs) and comm.their_secret\n"
+    )
+    uses = list(engine_sources.uses(package))
+    assert [use.member for use in uses] == [
+        "disabled", "should_custom_ar", "custom_all_reduce", "fused", "magic", "custom_all_gather"
+    ]  # fmt: skip
+    assert Seat().problems(uses) == [
+        "engine/state.py:5: custom_all_reduce: got an unexpected keyword argument 'stream'",
+        "engine/state.py:9: no magic",
+        "engine/state.py:9: custom_all_gather: missing a required argument: 'inp'",
+    ]
+
+
+def checked(package: Path, at_least: set[str]) -> None:
+    """Every use fits, and among them are those that make the seat."""
+    uses = list(engine_sources.uses(package))
+    assert at_least <= {use.member for use in uses}
+    assert Seat().problems(uses) == []
+
+
+@asked_for
+def test_vllm(tmp_path: Path):
+    version, package = engine_sources.fetch("vllm", tmp_path)
+    print(f"vLLM {version}")
+    communicators = package / "distributed" / "device_communicators"
+    engine_sources.definition(communicators / "custom_all_reduce.py", "CustomAllreduce")
+    made = engine_sources.calls_of(communicators / "cuda_communicator.py", "CustomAllreduce")
+    assert made
+    assert [misfit(Seat().methods["__init__"], call) for call in made] == [""] * len(made)
+    maker = engine_sources.definition(communicators / "cuda_communicator.py", "CudaCommunicator.__init__")
+    assert any(  # when it is called: so the plugin's change is seen
+        isinstance(node, ast.ImportFrom)
+        and node.module == "vllm.distributed.device_communicators.custom_all_reduce"
+        and [alias.name for alias in node.names] == ["CustomAllreduce"]
+        for node in ast.walk(maker)
+    )
+    assert '"vllm.general_plugins"' in (package / "plugins" / "__init__.py").read_text()
+    engine_sources.definition(package / "platforms" / "interface.py", "Platform.is_cuda")
+    checked(package, {"disabled", "fully_connected", "should_custom_ar", "custom_all_reduce", "capture"})
+
+
+@asked_for
+def test_sglang(tmp_path: Path):
+    version, package = engine_sources.fetch("sglang", tmp_path)
+    print(f"SGLang {version}")
+    communicators = package / "srt" / "distributed" / "device_communicators"
+    chooser = engine_sources.definition(communicators / "custom_all_reduce.py", "dispatch_custom_allreduce")
+    assert [arg.arg for arg in chooser.args.args] == ["group", "device"]
+    state = package / "srt" / "distributed" / "parallel_state.py"
+    for name, wanted in (("dispatch_custom_allreduce", signature(chooser)), ("CAClass", Seat().methods["__init__"])):
+        calls = engine_sources.calls_of(state, name)
+        assert [misfit(wanted, call) for call in calls] == [""]
+    plugins = package / "srt" / "plugins"
+    assert '"sglang.srt.plugins"' in (plugins / "__init__.py").read_text()
+    register = engine_sources.definition(plugins / "hook_registry.py", "HookRegistry.register")
+    assert [arg.arg for arg in register.args.args][:4] == ["cls", "target", "hook", "hook_type"]
+    kinds = engine_sources.definition(plugins / "hook_registry.py", "HookType")
+    assert "REPLACE = 'replace'" in ast.unparse(kinds)
+    checked(package, {"disabled", "should_custom_ar", "custom_all_reduce", "capture", "close"})

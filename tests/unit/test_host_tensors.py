@@ -1,0 +1,64 @@
+"""Tensors of PyTorch on the host, where it is installed."""
+
+from __future__ import annotations
+
+import pytest
+
+from ipcreduce import arrays
+from ipcreduce.errors import ArgumentError
+from ipcreduce.host_operands import HostOperands
+from ipcreduce.numerics import reduce
+
+torch = pytest.importorskip("torch")
+
+
+def reduced(array: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum of twice the same array."""
+    for name, one in (("array", array), ("out", out)):
+        assert one is None or not arrays.is_device(one, name)
+    used = HostOperands(array, "sum", out)
+    total = reduce([used.source, used.source], used.op)
+    if used.target is not None:
+        used.target[...] = total
+    return used.result(total)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "float64", "int8", "uint8", "int64", "complex64"])
+def test_a_tensor_in_a_tensor_out(name: str):
+    dtype = getattr(torch, name)
+    for array in (torch.ones(6, dtype=dtype), torch.ones(3, 4, dtype=dtype).T, torch.ones((), dtype=dtype)):
+        result = reduced(array)
+        assert (type(result), result.dtype, result.shape) == (torch.Tensor, dtype, array.shape)
+        assert (result == 2).all()
+        out = torch.zeros(2 * array.numel(), dtype=dtype)[::2].reshape(array.shape) if array.ndim == 1 else array
+        assert reduced(array, out) is out
+        assert (out == 2).all()
+
+
+def test_gradients():
+    weight = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ArgumentError, match=r"array must be a tensor without gradient.*Pass tensor\.detach\(\)"):
+        reduced(weight)
+    assert reduced(weight.detach()).tolist() == [2, 2, 2]
+    with torch.no_grad():
+        assert reduced(weight, weight) is weight
+    assert weight.tolist() == [2, 2, 2]
+
+
+def test_memory_that_is_not_the_values():
+    array = torch.complex(torch.ones(3), torch.ones(3)).conj()
+    for wrong, words in (
+        (array, "resolve_conj"), (array.imag, "resolve_neg"), (torch.ones(2, 2).to_sparse(), "to_dense"),
+        (torch.ones(3, device="meta"), "on the device meta"),
+        (torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8), "dequantize"),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError, match=words):
+            reduced(wrong)
+
+
+def test_the_compiler_stays_out():
+    from torch._dynamo import trace_rules
+
+    arrays.is_device(torch.ones(1))
+    assert trace_rules.check(arrays.is_device)
+    assert not trace_rules.check(reduced)

@@ -168,4 +168,4 @@ class Recorded:
         """Keep a copy of the output, to be looked at later."""
         with stream:
             player.later(self.output.copy(), self._expected(), stream)
-        player.copied(stream)
+        player.used(stream)

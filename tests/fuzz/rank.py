@@ -44,7 +44,7 @@ class Player:
         self.graphs: dict[tuple[int, int], bodies.Recorded] = {}
         self.captures: dict[tuple[int, int], bodies.Recorded] = {}
         self.pending: list[tuple[str, Any, np.ndarray[Any, Any], Any]] = []
-        self.copies: dict[int, Any] = {}  # the event behind the last one, by stream
+        self.uses: dict[int, Any] = {}  # the event behind the last work on graphs' arrays, by stream
         self.text = ""
 
     def gpu(self) -> Any:
@@ -176,11 +176,15 @@ class Player:
         self.later(returned if result is None else result, bodies.reduced(draws, op), stream)
 
     def do_threads(self, comm: Any, step: Step) -> None:
-        """Calls of two communicators from two threads, each on a stream of its own."""
+        """Calls of two communicators from two threads, each on a stream of its own.
+
+        On GPUs every rank launches them in one order: in two orders they may wait for each other, as README says.
+        """
         if {0, 1} <= self.comms.keys():
+            turns = threading.Semaphore(1), threading.Semaphore(1 if self.simulated else 0)
             found: list[Any] = []
             threads = [
-                threading.Thread(target=self._in_thread, args=(self.comms[slot], slot + 1, step, found), daemon=True)
+                threading.Thread(target=self._in_thread, args=(slot, step["calls"], turns, found), daemon=True)
                 for slot in (0, 1)
             ]
             for thread in threads:
@@ -190,11 +194,14 @@ class Player:
             if len(found) != 2 or found != [None, None]:
                 raise Wrong(f"{self.text}: {found}")
 
-    def _in_thread(self, comm: Any, stream: int, step: Step, found: list[Any]) -> None:
+    def _in_thread(self, slot: int, calls: int, turns: Sequence[threading.Semaphore], found: list[Any]) -> None:
         try:
-            with self.gpu(), self.streams[stream]:
-                for turn in range(step["calls"]):
-                    result = comm.allreduce(cupy.full((100 + turn,), self.rank + turn, np.int32))
+            with self.gpu(), self.streams[slot + 1]:
+                for turn in range(calls):
+                    if not turns[slot].acquire(timeout=TIMEOUT_SECONDS):
+                        raise Wrong("the other thread did not make its call")
+                    result = self.comms[slot].allreduce(cupy.full((100 + turn,), self.rank + turn, np.int32))
+                    turns[1 - slot].release()
                     total = sum(rank + turn for rank in range(self.size))
                     if not (cupy.asnumpy(result) == total).all():
                         raise Wrong(f"in a thread: {cupy.asnumpy(result)[:4]}, expected {total}")
@@ -233,14 +240,14 @@ class Player:
                 launch()
             recorded.expect(self, stream)
 
-    def copied(self, stream: Any) -> None:
-        """Note that a copy of a graph's output has been started on a stream."""
-        event = self.copies[id(stream)] = cupy.cuda.Event()
+    def used(self, stream: Any) -> None:
+        """Note a stream's work so far on a graph's arrays, such as a copy of its output."""
+        event = self.uses[id(stream)] = cupy.cuda.Event()
         event.record(stream)
 
     def follow(self, stream: Any) -> None:
-        """Order a stream behind all those copies: graphs may share a pool, and write over each other's outputs."""
-        for event in self.copies.values():
+        """Order a stream behind all that work: graphs may share a pool, and write over each other's outputs."""
+        for event in self.uses.values():
             stream.wait_event(event)
 
     def do_close_graph(self, comm: Any, step: Step) -> None:
@@ -264,6 +271,7 @@ class Player:
                 recorded.trace(comm, breaks=False, into=recorded.output)
             finally:
                 recorded.graph = stream.end_capture()
+        self.used(stream)
         self.captures[step["slot"], step["graph"]] = recorded
 
     def do_launch(self, comm: Any, step: Step) -> None:

@@ -142,7 +142,8 @@ def run_table() -> str:
 def _gpus(content: dict[str, Any]) -> str:
     gpus = content["machine"]["gpus"]
     used = min(len(gpus), _ranks(content))
-    return f"{used} × {gpus[0].removeprefix('NVIDIA ')}" if gpus else "none"
+    shared = f", {content['sharing']}" if "sharing" in content else ""
+    return f"{used} × {gpus[0].removeprefix('NVIDIA ')}{shared}" if gpus else "none"
 
 
 def _ranks(content: dict[str, Any]) -> int:
@@ -185,7 +186,7 @@ def _scenarios_of(content: dict[str, Any]) -> str:
 
 def _fuzzed(content: dict[str, Any], rows: Rows) -> tuple[str, str]:
     programs = "programs, each with the end of a rank" if "heard after, s" in rows[0] else "random programs"
-    ranks = ", ".join(str(row["ranks"]) for row in rows)
+    ranks = ", ".join(str(ranks) for ranks in sorted({row["ranks"] for row in rows}))
     return f"{programs} on {ranks} ranks, `make fuzz`", f"{_total(rows, 'programs'):,} right"
 
 
@@ -215,6 +216,10 @@ _RUNS: dict[str, Callable[[dict[str, Any], Rows], tuple[str, str]]] = {  # by a 
     ),
     "programs": _fuzzed,
     "made and closed": _soaked,
+    "epoch at the start": lambda _, rows: (
+        "replays from before the epoch's wrap to after, `tests/gpu/wrap.py`",
+        f"{_total(rows, 'all-reduces'):,} all-reduces, {_total(rows, 'samples')} replays' results looked at and right",
+    ),
     "mutants": lambda content, _: (
         "deliberate faults, `make mutants`",
         f"{content['killed']} of {content['mutants']} found by a test",
@@ -232,6 +237,12 @@ _RUNS: dict[str, Callable[[dict[str, Any], Rows], tuple[str, str]]] = {  # by a 
     ),
     "demo": lambda *_: ("`make demo`'s program, in turns with 832abcc", "results right each time; times in the file"),
     "copy_GB_per_s": lambda _, rows: ("`benchmarks.host`, against MPI", f"{_BEFORE_TIMING}; {len(rows)} rows"),
+    "way": lambda _, rows: ("`mpi_examples/llama_torch.py`", f"the unsplit model's tokens; {len(rows)} times"),
+    "device": lambda _, rows: (
+        f"`benchmarks.over_nccl`, beside plain NCCL{_hosts(rows)}",
+        f"{len(rows)} rows; times only",
+    ),
+    "us": lambda *_: ("host times beside PyTorch, `benchmarks.torch_host`", "times only"),
     "limit": lambda _, rows: ("`python -m ipcreduce bench`", f"{_BEFORE_TIMING}; {len(rows)} rows"),
     "startup": lambda _, rows: ("`benchmarks.figures`", f"{len(rows)} ratios; times only"),
 }

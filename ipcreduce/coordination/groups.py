@@ -152,19 +152,20 @@ class _Call:
         self.group, self.data = group, data
         self.found: Any = None
         self.error: BaseException | None = None
-        self.ended = threading.Event()
+        self.ended = False
         run = partial(self._run, allgather, before)
-        threading.Thread(target=run, name="ipcreduce-allgather", daemon=True).start()
+        self.thread = threading.Thread(target=run, name="ipcreduce-allgather", daemon=True)
+        self.thread.start()
 
     def _run(self, allgather: Callable[[bytes], Any], before: _Call | None) -> None:
         try:
             if before is not None:
-                before.ended.wait()
+                before.thread.join()
             self.found = allgather(self.data)
         except BaseException as error:  # SystemExit too: it would end this thread only
             self.error = error
         finally:
-            self.ended.set()
+            self.ended = True
 
 
 # Calls whose answer nobody has taken, by the identity of the group, which they keep. Of one that was given up, the next
@@ -192,7 +193,7 @@ class _Gathering:
         :raises PeerLostError: if the group has failed. :raises ArgumentError: if it has answered something else.
         """
         call = self._call
-        if not call.ended.is_set():
+        if not call.ended:
             return False
         _open.pop(id(call.group), None)
         if call.error is not None:

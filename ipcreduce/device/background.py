@@ -18,29 +18,36 @@ _last: Job | None = None
 
 
 class Job:
-    """A function that runs in the background thread, after all earlier jobs."""
+    """A function that runs in the background thread, after all earlier jobs.
+
+    Its end is told by a queue: the lock within a threading.Event stays taken if Ctrl-C comes right behind the moment
+    when a wait has taken it, and the background thread would wait for that lock forever.
+
+    :ivar is_over: True once the function has ended.
+    """
 
     def __init__(self, function: Callable[[], None]) -> None:
         global _last
         self._function: Callable[[], None] | None = function
-        self._over = threading.Event()
+        self.is_over = False
+        self._end: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         if _last is not None and not _last.is_over:  # it may hang, so leave it its thread and queue
             start(anew=True)
         _last = self
         _jobs.put(self)
 
-    @property
-    def is_over(self) -> bool:
-        """True once the function has ended."""
-        return self._over.is_set()
-
     def wait(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` for the end, and return True if it has come. The function's exception is raised."""
-        over = self._over.wait(seconds)
+        """Wait up to ``seconds`` for the end, and return True if it has come. The function's exception is raised.
+
+        One thread may wait.
+        """
+        if not self.is_over:
+            with suppress(queue.Empty):
+                self._end.get(timeout=max(0.0, seconds))
         if self._error is not None:
             raise self._error
-        return over
+        return self.is_over
 
     def run(self) -> None:
         """Run the function. Called by the background thread."""
@@ -52,7 +59,8 @@ class Job:
             self._error = error
         finally:
             del function
-            self._over.set()
+            self.is_over = True
+            self._end.put(None)
 
 
 def start(anew: bool = False) -> None:

@@ -66,15 +66,16 @@ class _KnownCall:
 
     :ivar library: cupy_runtime or torch_runtime.
     :ivar places: address, shape and dtype of array and out; of CuPy's arrays only the shape may change.
+    :ivar target: address of out, or of the last new result.
     """
 
-    __slots__ = ("array", "library", "out", "places", "prepared", "ready", "shape")
+    __slots__ = ("array", "library", "out", "places", "prepared", "ready", "shape", "target")
 
     def __init__(self, array: Any, out: Any, prepared: Prepared, library: Any, places: tuple[Any, Any]) -> None:
         self.array: Callable[[], Any] = weakref.ref(array)
         self.out: Callable[[], Any] = _nothing if out is None else weakref.ref(out)
         self.shape: tuple[int, ...] = array.shape
-        self.prepared, self.library, self.places = prepared, library, places
+        self.prepared, self.library, self.places, self.target = prepared, library, places, places[1][0]
         self.ready: Ready | None = None
 
 
@@ -219,12 +220,16 @@ class FastPath:
         if out is not None:
             return known.ready or self._second(known), out, current
         result, target = library.empty_like(array, self._device)
+        if target == known.target:
+            return known.ready or self._second(known), result, current
         if not target:
             return _NOT_READY
+        known.target, known.ready = target, None
         return self._make_ready(known.prepared, known.places[0][0], target), result, current
 
     def _second(self, known: _KnownCall) -> Ready:
-        known.ready = self._make_ready(known.prepared, known.places[0][0], known.places[1][0])
+        """The launch to a target that has come before."""
+        known.ready = self._make_ready(known.prepared, known.places[0][0], known.target)
         return known.ready
 
     def _unknown(

@@ -28,8 +28,7 @@ class NcclCommunicator:
         self._context = context
         self._comm: Any = None
         self._ending = 0  # communicators that NCCL has still to free
-        self._freed = threading.Event()
-        self._freed.set()
+        self._end_of_last: Job | None = None
         self._then: Callable[[], None] | None = None
         self._all_reduce = library.load().all_reduce
         self._busy = False
@@ -79,8 +78,7 @@ class NcclCommunicator:
                 return
             self.generation += 1
             self._ending += 1
-            self._freed.clear()
-            Job(partial(self._end_now, end, comm))
+            self._end_of_last = Job(partial(self._end_now, end, comm))
 
     def _end_now(self, end: Callable[[Any], None], comm: Any) -> None:
         deadline = time.monotonic() + _ENQUEUE_SECONDS
@@ -95,8 +93,6 @@ class NcclCommunicator:
                 then, self._then = self._then, None
         if then is not None:
             then()
-        if not self._ending:
-            self._freed.set()
 
     def when_freed(self, then: Callable[[], None], seconds: float) -> bool:
         """Call ``then()`` once NCCL has freed all communicators that were ended; in the background if it is not yet.
@@ -104,12 +100,13 @@ class NcclCommunicator:
         :returns: True if it has been called, for which it waits up to ``seconds``.
         """
         with self._aborting:
-            waits = self._ending > 0
-            if waits:
+            job = self._end_of_last if self._ending else None
+            if job is not None:
                 self._then = then
-        if not waits:
-            then()
-        return self._freed.wait(seconds)
+        if job is not None:
+            return job.wait(seconds) and not self._ending  # another thread may be freeing an earlier one
+        then()
+        return True
 
     def problem(self) -> str | None:
         """See :func:`library.problem`."""

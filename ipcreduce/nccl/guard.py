@@ -8,6 +8,7 @@ so cannot do this.
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 import weakref
@@ -37,7 +38,7 @@ class Guard:
 
     def __init__(self, context: int, page: Page, order: StreamOrder, nccl: NcclCommunicator, timeout: float) -> None:
         self._context, self._page, self._order, self._nccl, self._timeout = context, page, order, nccl, timeout
-        self._stopped = threading.Event()
+        self._stopped: queue.SimpleQueue[None] = queue.SimpleQueue()  # has something once it is: see background.Job
         run = weakref.ref(self), self._stopped
         self._thread = threading.Thread(target=_run, args=run, name=_NAME, daemon=True)
         self._event, self._stream = streams.create_event(), streams.create_stream()
@@ -52,7 +53,7 @@ class Guard:
 
     def stop(self) -> None:
         """End, and give event and stream back, unless the thread hangs in a call that uses them."""
-        self._stopped.set()
+        self._stopped.put(None)
         if self._thread.is_alive():
             self._thread.join(_LAST_TURN_SECONDS)
         if self._thread.is_alive():
@@ -104,8 +105,11 @@ class Guard:
             self._marked, self._since = number, time.monotonic()
 
 
-def _run(guard: weakref.ref[Guard], stopped: threading.Event) -> None:
-    while not stopped.wait(_TICK_SECONDS):
+def _run(guard: weakref.ref[Guard], stopped: queue.SimpleQueue[None]) -> None:
+    while True:
+        with suppress(queue.Empty):
+            stopped.get(timeout=_TICK_SECONDS)
+            return
         alive = guard()
         if alive is None:
             return

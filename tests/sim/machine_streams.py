@@ -195,13 +195,19 @@ def submit(handle: int, work: Work | None, fences: Iterable[threading.Event] = (
         return stream.put(work, [*fences, *(other.done for other in others if other.done is not None)])
 
 
+def _wait(fence: threading.Event) -> None:
+    """Wait on the host. Not by the event: its lock would stay taken if Ctrl-C came right behind its acquire()."""
+    while not fence.is_set():
+        time.sleep(2e-5)
+
+
 def synchronize(handle: int) -> None:
     stream = find(handle)
     refuse_while_capturing()
     _refuse_unsafe(stream.context, [stream])
     fence = submit(handle, None) if _is_legacy(stream) else stream.done
     if fence is not None:
-        fence.wait()
+        _wait(fence)
     collect()
     machine.require()
 
@@ -213,7 +219,7 @@ def synchronize_context() -> None:
     _refuse_unsafe(context, streams)
     for stream in streams:
         if stream.done is not None:
-            stream.done.wait()
+            _wait(stream.done)
     collect()
     machine.require()
 
@@ -222,7 +228,7 @@ def wait_for_all() -> None:
     """As several calls do on their way, which leaves captures alone."""
     for stream in list(machine.require().streams.values()):
         if stream.done is not None:
-            stream.done.wait()
+            _wait(stream.done)
     collect()
     machine.require()
 
@@ -263,7 +269,7 @@ def drop_event(handle: int) -> None:
 def synchronize_event(handle: int) -> None:
     fence = _fence(handle)
     if fence is not None:
-        fence.wait()
+        _wait(fence)
     collect()
 
 

@@ -239,7 +239,7 @@ def test_a_turn_that_fails_is_not_the_last(guarded: Any, monkeypatch: pytest.Mon
     until = time.monotonic() + 10
     while len(turns) < 3 and time.monotonic() < until:
         time.sleep(0.001)
-    guarded.guard._stopped.set()
+    guarded.guard._stopped.put(None)
     guarded.guard._thread.join(10)
     assert len(turns) >= 3
 

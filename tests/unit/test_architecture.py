@@ -174,6 +174,19 @@ def test_assembly_is_in_one_header():
     assert with_assembly == {"sync.cuh"}
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_no_lock_that_ctrl_c_can_leave_taken(name: str):
+    """Those of threading that are written in Python: an interrupt within acquire() leaves the inner lock taken."""
+    written_in_python = {"Event", "Condition", "Semaphore", "BoundedSemaphore", "Barrier", "Timer"}
+    used = {
+        node.attr
+        for node in ast.walk(ast.parse(MODULES[name].read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "threading"
+    }
+    assert "queue.Queue" not in MODULES[name].read_text()
+    assert not used & written_in_python
+
+
 @pytest.mark.parametrize("path", [*MODULES.values(), *(ROOT / "kernels").glob("*.cu*")], ids=lambda path: path.name)
 def test_one_sitting(path: Path):
     assert len(path.read_text().splitlines()) <= LONGEST

@@ -136,7 +136,7 @@ class FlightRecorder:
         Calls that either has overwritten are left out.
         """
         newest = min(max(self.number[0], self._numbers[rank][0]), _MOST_CALLS)
-        calls = np.arange(max(first, self.first, newest - RING + 2), last + 1)
+        calls = np.arange(max(first, self.first, newest - RING + 2), min(last, newest) + 1)
         slots = self._columns[calls % RING]
         differing = calls[slots[:, rank] != slots[:, self._rank]]
         return int(differing[0]) if len(differing) else None

@@ -232,7 +232,7 @@ MUTANTS = [
     Mutant(
         "NCCL's communicator is aborted in the foreground",
         "ipcreduce/nccl/communicator.py",
-        "            Job(partial(self._end_now, end, comm))\n",
+        "            self._end_of_last = Job(partial(self._end_now, end, comm))\n",
         "        self._end_now(end, comm)\n",
         unit("nccl", "an_abort_does_not_wait_for_graphs"),
     ),

@@ -243,3 +243,18 @@ def test_no_key_stands_beside_the_text_of_another(ranks: list[FlightRecorder]):
     ranks[0]._texts = {(0, 0): Entry()}  # type: ignore[assignment]
     ranks[0].enter(1, SUM)
     assert log == [("key", 0), ("text", str(SUM).encode()), ("key", SUM.crc)]
+
+
+def test_many_calls_are_compared_afterwards(ranks: list[FlightRecorder]):
+    """Those that both ranks have made and none has overwritten, whatever numbers a damaged page tells."""
+    other = of_allreduce((3,), "int8", "sum")
+    for call in range(1, 2 * RING):
+        ranks[0].enter(call, SUM)
+        ranks[1].enter(call, other if call in (3, RING + 9, RING + 11) else SUM)
+    last = 2 * RING - 1
+    assert ranks[0].first_differing(1, 1, last) == RING + 9
+    assert ranks[0].first_differing(1, RING + 10, last) == RING + 11
+    assert ranks[0].first_differing(1, RING + 12, last) is None
+    assert ranks[0].first_differing(1, 1, 1 << 47) == RING + 9
+    ranks[1].number[0] = (1 << 64) - 1
+    assert ranks[0].first_differing(1, 1, (1 << 64) - 1) is None

@@ -99,6 +99,7 @@ class Recorded:
 
     def __init__(self, graph: Any, step: Step, player: Player) -> None:
         self.graph, self.body, self.rank, self.size = graph, step["body"], player.rank, player.size
+        self.stream = cupy.cuda.get_current_stream()  # of the arrays' memory
         self._count, self._dtype = step["count"], np.dtype(step["dtype"])
         self.source = cupy.zeros(step["count"], self._dtype)
         self.output: Any = None

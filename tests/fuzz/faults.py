@@ -180,6 +180,9 @@ def _named(player: Player, error: BaseException, culprit: int) -> None:
 def settle(player: Player, slot: int, by: int | None = None, interrupted: bool = False) -> None:
     """Go on after a fault: at once after one told to all, ``by`` a rank in the midst of something soon.
 
+    No rank waits for another between two tries: one may have raised the error in an earlier call, and is in the
+    clean-up by now, where it waits for the others' next calls.
+
     :param interrupted: perhaps between two calls, of which the others do not know: the next is refused.
     """
     comm = player.comms[slot]
@@ -196,14 +199,14 @@ def settle(player: Player, slot: int, by: int | None = None, interrupted: bool =
             if player.rank != by:
                 _named(player, error, by)
             state = "lost" if isinstance(error, PeerLostError) else "failed"
-        states = player.meet(state)
-        if set(states) == {"works"}:
-            return
-        if "lost" in states:
-            player.lose(slot)
-            player.comms[slot] = player.new_communicator()
-            return
-    raise Wrong(f"{player.text}: no call has worked since; the last {states}")
+        if state != "failed":
+            break
+    states = player.meet(state)
+    if "failed" in states:
+        raise Wrong(f"{player.text}: no call has worked since; the last {states}")
+    if "lost" in states:
+        player.lose(slot)
+        player.comms[slot] = player.new_communicator()
 
 
 STEPS: dict[str, Callable[[Player, Any, Step], None]] = {

@@ -64,8 +64,9 @@ class Player:
         self.text = "the end of the program"
         self.check()
         self.comms[0].synchronize()
-        self.graphs.clear()
-        self.captures.clear()
+        for recordings in (self.graphs, self.captures):
+            for key in list(recordings):
+                self.let_go(recordings, key)
         for slot in [slot for slot in self.comms if slot]:
             self.comms.pop(slot).close()
         self.meet("end")
@@ -154,10 +155,10 @@ class Player:
         """Close a communicator; its graphs must say so from now on."""
         self.comms.pop(slot).close()
         for key in [key for key in self.graphs if key[0] == slot]:
-            graph = self.graphs.pop(key).graph
+            graph = self.let_go(self.graphs, key).graph
             expect_error(self.text, [ipcreduce.ArgumentError], "the communicator is closed", graph.replay)
         for key in [key for key in self.captures if key[0] == slot]:
-            del self.captures[key]
+            self.let_go(self.captures, key)
 
     def do_reduce(self, comm: Any, step: Step) -> None:
         dtype, op = bodies.dtype_of(step["dtype"]), step["op"]
@@ -212,7 +213,7 @@ class Player:
     # ---- graphs
     def do_record(self, comm: Any, step: Step) -> None:
         key = step["slot"], step["graph"]
-        self.graphs.pop(key, None)
+        self.let_go(self.graphs, key)
         others = [one.graph for (slot, _), one in sorted(self.graphs.items()) if slot == key[0]]
         pool = others[0].pool if step["shares"] and others else None
         graph = Graph(comm, pool=pool, check=step["check"], breaks=step["breaks"])
@@ -250,8 +251,15 @@ class Player:
         for event in self.uses.values():
             stream.wait_event(event)
 
+    def let_go(self, recordings: dict[tuple[int, int], bodies.Recorded], key: tuple[int, int]) -> Any:
+        """Take one out of ``recordings``, if it is there. Its memory is used again behind all work on it."""
+        recorded = recordings.pop(key, None)
+        if recorded is not None:
+            self.follow(recorded.stream)
+        return recorded
+
     def do_close_graph(self, comm: Any, step: Step) -> None:
-        recorded = self.graphs.pop((step["slot"], step["graph"]), None)
+        recorded = self.let_go(self.graphs, (step["slot"], step["graph"]))
         if recorded is not None and not step["dropped"]:
             recorded.graph.close()
             expect_error(self.text, [ipcreduce.GraphStateError], "closed", recorded.graph.replay)
@@ -260,7 +268,7 @@ class Player:
     def do_capture(self, comm: Any, step: Step) -> None:
         """A graph of CuPy's own capture."""
         stream = self.streams[step["stream"] or 1]
-        self.captures.pop((step["slot"], step["graph"]), None)
+        self.let_go(self.captures, (step["slot"], step["graph"]))
         comm.synchronize(stream)
         with stream:
             recorded = bodies.Recorded(None, step, self)

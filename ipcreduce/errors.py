@@ -84,7 +84,13 @@ class AddressChangedError(IpcReduceError):
 
 
 class CudaError(IpcReduceError):
-    """A CUDA call failed. ``call`` is its name; ``code`` is the CUresult or the runtime's cudaError_t, as an int."""
+    """A CUDA call failed. ``call`` is its name; ``code`` is the CUresult or the runtime's cudaError_t, as an int.
+
+    ``ended`` is True for a call that was ended because of a fault, also of the same call on another rank. The error
+    behind that fault is raised in its place.
+    """
+
+    ended = False
 
     def __init__(self, call: str, code: int, text: str) -> None:
         super().__init__(f"{call} failed: {text} ({code})")

@@ -140,9 +140,18 @@ def _apart(ranks: Ranks, reason: str, deadline: float) -> Started:
     except UnsupportedError as error:
         started.reasons["page"] = str(error)
         return started
-    started.page = Page.alone(rank, n)
-    started.page.join(*watchdog.own_identity())
-    started.watch = watchdog.watch(started.page, Mirror(started.page, connections))
+    page = Page.alone(rank, n)
+    page.join(*watchdog.own_identity())
+    try:
+        with exchange.step(ranks, deadline, "watching the other ranks"):
+            started.watch = watchdog.watch(page, Mirror(page, connections))
+    except UnsupportedError as error:
+        if started.watch is not None:
+            started.watch.stop()
+        for connection in connections.values():
+            connection.close()
+        return Started(reasons={**started.reasons, "page": str(error)})
+    started.page = page
     return started
 
 

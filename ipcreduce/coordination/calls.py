@@ -183,7 +183,7 @@ class CallSequence:
             return
         if page.aborted:
             earlier = page.fault()
-            if earlier is None or earlier[0] < self.number:
+            if earlier is None or earlier[0] < self.number + getattr(error, "ended", False):
                 self.raise_pending()
                 self._resynchronise()
         self._post(control_page.REFUSED, f"{type(error).__name__}: {error}")

@@ -84,9 +84,10 @@ class _Watchdog:
     def wake(self) -> None:
         """Let the thread look at all pages at once, and not at its next turn."""
         if not self._woken and not is_watching():
-            self._woken = True
-            with contextlib.suppress(OSError):  # the thread ends
-                os.write(self._wake_write, b"0")
+            with self._lock:  # the pipe's number may soon be that of a file of the program's
+                self._woken = self._wake_write >= 0
+                if self._woken:
+                    os.write(self._wake_write, b"0")
 
     def add(self, watch: Watch, page: Page) -> None:
         """Begin a watch."""
@@ -96,8 +97,13 @@ class _Watchdog:
                 self._wake_read, self._wake_write = os.pipe()
                 self._woken = False
                 self._epoll.register(self._wake_read, select.EPOLLIN)
-                self._thread = threading.Thread(target=self._run, args=[self._epoll], name=_NAME, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, args=[self._epoll], name=_NAME, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the system has none left
+                    _close(*self._let_go())
+                    raise OSError(f"no watchdog: {error}") from None
+                self._thread = thread
             self._watches.append(watch)
             if watch.mirror is not None:
                 assert self._epoll is not None
@@ -141,6 +147,7 @@ class _Watchdog:
             self._watches.remove(watch)
             if watch.mirror is not None:
                 watch.mirror.close(_LAST_WORDS_SECONDS)
+                watch._page.changed = None
             for key, process in list(self._processes.items()):
                 process.ranks = [one for one in process.ranks if one[0] is not watch]
                 if not process.ranks:
@@ -150,16 +157,18 @@ class _Watchdog:
                     os.close(process.descriptor)
             if self._watches:
                 return
-            thread, epoll, ends = self._thread, self._epoll, (self._wake_read, self._wake_write)
-            self._thread = self._epoll = None
             os.write(self._wake_write, b"0")  # closing it wakes nobody while a forked child has it too
+            thread, self._thread = self._thread, None
+            epoll, *ends = self._let_go()
         if thread is not None and thread is not threading.current_thread():
             thread.join(_JOIN_SECONDS)
-        if epoll is not None:
-            epoll.close()
-        for descriptor in ends:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+        _close(epoll, *ends)
+
+    def _let_go(self) -> tuple[select.epoll | None, int, int]:
+        """What the thread waits for, which the caller closes: nobody uses it from here on."""
+        held = self._epoll, self._wake_read, self._wake_write
+        self._epoll, self._wake_read, self._wake_write = None, -1, -1
+        return held
 
     def _unregister(self, descriptor: int) -> None:
         """Look at a descriptor no more. Closing it is not enough, since a forked child may have it too."""
@@ -193,6 +202,14 @@ class _Watchdog:
             watches = list(self._watches)
         for watch in watches:
             watch.look()
+
+
+def _close(epoll: select.epoll | None, *ends: int) -> None:
+    if epoll is not None:
+        epoll.close()
+    for descriptor in ends:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
 _watchdog = _Watchdog()

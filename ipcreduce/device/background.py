@@ -13,7 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 _NAME = "ipcreduce-background"
-_jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+_turn = threading.RLock()  # of those who make jobs, a finaliser among them
+_jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
 _last: Job | None = None
 
 
@@ -32,10 +33,14 @@ class Job:
         self.is_over = False
         self._end: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._error: BaseException | None = None
-        if _last is not None and not _last.is_over:  # it may hang, so leave it its thread and queue
-            start(anew=True)
-        _last = self
-        _jobs.put(self)
+        with _turn:
+            behind = _last is not None and not _last.is_over  # it may hang, so leave it its thread and queue
+            at_once = behind and not start(anew=True) and threading.current_thread().name == _NAME
+            _last = self
+            if not at_once:
+                _jobs.put(self)
+        if at_once:  # else it would wait for the job that makes it
+            self.run()
 
     def wait(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for the end, and return True if it has come. The function's exception is raised.
@@ -63,17 +68,25 @@ class Job:
             self._end.put(None)
 
 
-def start(anew: bool = False) -> None:
-    """Start the thread unless one runs. With ``anew``, start another one with a new queue, if Python still can."""
-    global _jobs, _last
-    if anew:
-        _jobs = queue.SimpleQueue()
-    elif any(thread.name == _NAME for thread in threading.enumerate()):
-        return
-    with suppress(RuntimeError):  # raised at interpreter exit: jobs behind one that hangs are then not run
-        threading.Thread(target=_run, args=[_jobs], name=_NAME, daemon=True).start()
+def start(anew: bool = False) -> bool:
+    """Start the thread unless one runs. With ``anew``, start another one with a new queue.
+
+    :returns: False if Python starts none any more, at the interpreter's exit.
+    """
+    global _jobs
+    with _turn:
+        if not anew and any(thread.name == _NAME for thread in threading.enumerate()):
+            return True
+        jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        try:
+            threading.Thread(target=_run, args=[jobs], name=_NAME, daemon=True).start()
+        except RuntimeError:
+            return False
+        _jobs.put(None)
+        _jobs = jobs
+        return True
 
 
-def _run(jobs: queue.SimpleQueue[Job]) -> None:
-    while jobs is _jobs:
-        jobs.get().run()
+def _run(jobs: queue.SimpleQueue[Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job.run()

@@ -85,6 +85,7 @@ class DeviceEngine(ABC):
             self.start(prepared, source, target, stream, recorder)
 
         self.order.launch(start, stream, owner, recorded=recorder is not None)
+        self.order.launched = self.page.calls.number[0]
 
     def launch_graph(self, executable: graph.Executable, stream: Stream, owner: Any) -> None:
         """Launch an executable graph on ``stream``, behind the last call.
@@ -92,6 +93,7 @@ class DeviceEngine(ABC):
         :raises CaptureError: if ``stream`` is being captured. :raises CudaError: if the launch fails.
         """
         self.order.launch(partial(cupy_runtime.launch, executable), stream, owner, capturable=False)
+        self.order.launched = self.page.calls.number[0]
 
     def is_capturing(self, stream: Stream) -> bool:
         """True if ``stream`` is part of a capture: its work does not run yet."""

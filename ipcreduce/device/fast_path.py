@@ -159,6 +159,7 @@ class FastPath:
                             start: Callable[[Stream], Any] = partial(ready.launch, argument)
                             start = start if follows else partial(order.launch_shared, start)
                             self._launch_anyway(start, current, error)
+                        order.launched = number
                         return result
                 return usual(array, op, out, stream)
             except BaseException as error:

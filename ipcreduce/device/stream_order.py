@@ -50,6 +50,7 @@ class StreamOrder:
     def __init__(self, context: int) -> None:
         self._context = context
         self._open = False  # a call is being launched
+        self.launched = 0  # number of the last call that was launched; written by who launches
         # The stream of the last eager call: if a launch on it that runs at once needs no event; if it needs our event;
         # if that call has been waited for, and the next one on it will need none.
         self.event_free_stream = self.event_stream = self.resting_stream = _NONE
@@ -271,12 +272,12 @@ class StreamOrder:
     def mark(self, event: Event, between: Stream) -> bool:
         """Record in ``event`` the end of the eager calls so far. False if there is none, or their stream captures.
 
-        From another thread, without the lock.
+        False too while one is being launched. From another thread, without the lock.
 
         :param between: a stream that nothing else uses.
         """
         eager, owner = self._eager, self._owner  # the owner keeps the stream meanwhile
-        if eager is None:
+        if eager is None or self._open:
             return False
         if eager == _RECORDED:
             streams.wait_event(between, self._end)

@@ -31,7 +31,7 @@ class NcclCommunicator:
         self._end_of_last: Job | None = None
         self._then: Callable[[], None] | None = None
         self._all_reduce = library.load().all_reduce
-        self._busy = False
+        self._enqueuing: tuple[int, ...] | None = None
         self._aborting = threading.Lock()
         self.generation = 0
 
@@ -39,6 +39,11 @@ class NcclCommunicator:
     def is_open(self) -> bool:
         """False once it is aborted or destroyed."""
         return self._comm is not None
+
+    @property
+    def enqueuing(self) -> object | None:
+        """An object for the call that is being put on a stream, else None. A first one may wait for the others here."""
+        return self._enqueuing
 
     def use(self, comm: Any) -> None:
         """Use a communicator from :func:`library.join`, which all ranks have joined, from now on."""
@@ -50,15 +55,17 @@ class NcclCommunicator:
         :param argument: source, target, count, dtype and op, the last two as NCCL's codes.
         :raises CudaError: if NCCL refuses it, or the communicator is gone.
         """
-        self._busy = True  # before the communicator is looked up: see abort()
+        self._enqueuing = argument  # before the communicator is looked up: see abort()
         try:
             self._all_reduce(*argument, self._comm, stream)
         except Exception as error:
             if self._comm is None:
-                raise CudaError("ncclAllReduce", -1, "the NCCL communicator has been aborted") from error
+                aborted = CudaError("ncclAllReduce", -1, "the NCCL communicator has been aborted")
+                aborted.ended = True
+                raise aborted from error
             raise library.failure("ncclAllReduce", error) from error
         finally:
-            self._busy = False
+            self._enqueuing = None
 
     def abort(self) -> None:
         """End what runs, and let the communicator be freed. Idempotent; from any thread; does not wait.
@@ -78,11 +85,11 @@ class NcclCommunicator:
                 return
             self.generation += 1
             self._ending += 1
-            self._end_of_last = Job(partial(self._end_now, end, comm))
+        self._end_of_last = Job(partial(self._end_now, end, comm))  # without the lock: it may run at once
 
     def _end_now(self, end: Callable[[Any], None], comm: Any) -> None:
         deadline = time.monotonic() + _ENQUEUE_SECONDS
-        while self._busy and time.monotonic() < deadline:  # NCCL must not free what a call is using
+        while self._enqueuing is not None and time.monotonic() < deadline:  # NCCL must not free what a call is using
             time.sleep(1e-4)
         with using_relaxed(self._context), suppress(CudaError):  # it is gone in any case
             end(comm)
@@ -100,13 +107,13 @@ class NcclCommunicator:
         :returns: True if it has been called, for which it waits up to ``seconds``.
         """
         with self._aborting:
-            job = self._end_of_last if self._ending else None
-            if job is not None:
+            is_freed, job = not self._ending, self._end_of_last
+            if not is_freed:
                 self._then = then
-        if job is not None:
-            return job.wait(seconds) and not self._ending  # another thread may be freeing an earlier one
-        then()
-        return True
+        if is_freed:
+            then()
+            return True
+        return job is not None and job.wait(seconds) and not self._ending  # another one may still be freed
 
     def problem(self) -> str | None:
         """See :func:`library.problem`."""

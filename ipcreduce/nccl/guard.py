@@ -46,6 +46,9 @@ class Guard:
         self._marked = 0  # number of the last call before the event; 0: none is waited for
         self._since = 0.0  # when the event was recorded
         self._ended = 0  # number of the last call that is known to have ended
+        self._enqueuing: object | None = None  # in the last turn, with the number of the rank's last call then
+        self._enqueuing_at = 0
+        self._enqueuing_since = 0.0
 
     def start(self) -> None:
         """Begin."""
@@ -64,7 +67,8 @@ class Guard:
 
     def forget(self) -> None:
         """Begin anew, since no call runs."""
-        self._marked, self._ended = 0, self._page.calls.number[0]
+        self._marked, self._enqueuing = 0, None
+        self._ended = self._page.calls.number[0]
 
     def look(self) -> None:
         """One turn."""
@@ -72,7 +76,7 @@ class Guard:
         if not nccl.is_open:
             return
         if page.aborted:
-            if self._order.is_over():
+            if self._order.is_over() and nccl.enqueuing is None:
                 self._aborting = 0.0
             elif not self._aborting:
                 self._aborting = time.monotonic()
@@ -88,21 +92,36 @@ class Guard:
             page.note_ended_without_data()
             nccl.abort()  # it is of no use any more, whether a call waits or not
             return
-        with using_relaxed(self._context), suppress(CudaError):
-            self._watch_calls()
+        try:
+            with using_relaxed(self._context):
+                self._watch_calls()
+        except CudaError:
+            self._marked = 0  # the next turn begins anew
+        self._watch_enqueuing()
 
     def _watch_calls(self) -> None:
-        page = self._page
+        """Post a timeout for a call on a stream that takes too long."""
         if self._marked:
             if streams.is_over(self._event):
                 self._marked, self._ended = 0, self._marked
             elif time.monotonic() - self._since > self._timeout:
-                behind = [rank for rank in range(page.n) if page.calls.call_of(rank) < self._marked]
-                page.post_timeout(behind)
+                self._post_timeout(self._marked)
                 return
-        number = page.calls.number[0]
+        number = self._order.launched  # before the event, which then stands behind that call
         if not self._marked and number > self._ended and self._order.mark(self._event, self._stream):
             self._marked, self._since = number, time.monotonic()
+
+    def _watch_enqueuing(self) -> None:
+        """Post a timeout for a call that NCCL does not put on its stream: it makes its links in the first calls."""
+        enqueuing, number = self._nccl.enqueuing, self._page.calls.number[0]
+        if enqueuing is not self._enqueuing or number != self._enqueuing_at:
+            self._enqueuing, self._enqueuing_at, self._enqueuing_since = enqueuing, number, time.monotonic()
+        elif enqueuing is not None and time.monotonic() - self._enqueuing_since > self._timeout:
+            self._post_timeout(number)
+
+    def _post_timeout(self, number: int) -> None:
+        page = self._page
+        page.post_timeout([rank for rank in range(page.n) if page.calls.call_of(rank) < number])
 
 
 def _run(guard: weakref.ref[Guard], stopped: queue.SimpleQueue[None]) -> None:

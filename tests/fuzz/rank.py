@@ -179,10 +179,10 @@ class Player:
     def do_threads(self, comm: Any, step: Step) -> None:
         """Calls of two communicators from two threads, each on a stream of its own.
 
-        On GPUs every rank launches them in one order: in two orders they may wait for each other, as README says.
+        Every rank launches them in one order: in two orders they may wait for each other, as README says.
         """
         if {0, 1} <= self.comms.keys():
-            turns = threading.Semaphore(1), threading.Semaphore(1 if self.simulated else 0)
+            turns = threading.Semaphore(1), threading.Semaphore(0)
             found: list[Any] = []
             threads = [
                 threading.Thread(target=self._in_thread, args=(slot, step["calls"], turns, found), daemon=True)

@@ -311,7 +311,7 @@ class _Open:
                 raise GraphStateError("close() within a recording: leave the with block first")
             lifetime.live.remove(self)
             lost = calls.end(ArgumentError("the communicator is closed: make a new one"))
-            self._session.close(0.0 if lost or self.owner() is None else _CLOSE_SECONDS)
+            self._session.close(0.0 if lost else _CLOSE_SECONDS)
             if page is not None and engine is None:  # an engine leaves once it has unmapped the peers' memory
                 page.leave()
             if self._watch is not None:

@@ -135,11 +135,16 @@ class FlightRecorder:
 
         Calls that either has overwritten are left out.
         """
-        newest = min(max(self.number[0], self._numbers[rank][0]), _MOST_CALLS)
+        newest = self._newest(rank)
         calls = np.arange(max(first, self.first, newest - RING + 2), min(last, newest) + 1)
         slots = self._columns[calls % RING]
         differing = calls[slots[:, rank] != slots[:, self._rank]]
+        differing = differing[differing >= self._newest(rank) - RING + 2]  # the ranks go on meanwhile
         return int(differing[0]) if len(differing) else None
+
+    def _newest(self, rank: int) -> int:
+        """The highest number of a call of this rank or another one."""
+        return min(max(self.number[0], self._numbers[rank][0]), _MOST_CALLS)
 
     # ---- for people
     def call_of(self, rank: int) -> int:

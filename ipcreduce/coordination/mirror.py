@@ -5,7 +5,8 @@ rank's block if that has changed, the keys of its calls since the last message, 
 So a rank that could not send for a while leaves nothing out. A message that shows a meeting shows also every abort
 raised before it; so none arrives behind the meeting after which the abort word is cleared.
 
-Calls are compared when their keys arrive, not before they start: an exchange between hosts takes longer than a call.
+Calls are compared when their keys have arrived (comparison.py), not before they start: an exchange between hosts takes
+longer than a call.
 """
 
 from __future__ import annotations
@@ -17,10 +18,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from .control_page import MISMATCH, Page
+from .control_page import Page
 
-BUSY_SECONDS = 0.01  # between two messages while calls are made: fewer than the flight recorder has room for
-_SETTLED_SECONDS = 0.5  # after which the last call of two ranks is compared too; a call may be withdrawn until the next
 _MOST_UNREAD = 64 << 10  # bytes: a process that is stopped must not fill the connection, which would then be given up
 _READ_BYTES = 1 << 18
 _ENDED = "its process has ended"
@@ -40,7 +39,6 @@ class _Peer:
         self.version = self.aborts = 0
         self.last = (0, 0)  # the number of our last call, and its key, which changes if it is made anew
         self.texts = (0, 0)  # (restarts of the table, texts)
-        self.compared = 0  # the last call that both ranks have made
 
 
 class Mirror:
@@ -53,36 +51,20 @@ class Mirror:
         self.ended: Callable[[int], object] = lambda descriptor: None  # called before a connection is closed
         self._peers = {connection.fileno(): _Peer(rank, connection) for rank, connection in connections.items()}
         self._most = page.calls.most_news + len(page.read_block())  # bytes behind a head
-        self._number, self._moved = 0, time.monotonic()  # of the last call, and when it was seen first
 
     def descriptors(self) -> list[int]:
         """The connections that are open."""
         return list(self._peers)
 
-    @property
-    def is_busy(self) -> bool:
-        """True while this rank makes calls, which the others are to hear of soon."""
-        return time.monotonic() - self._moved < 2 * BUSY_SECONDS
-
     # ---- receiving
     def receive(self) -> list[tuple[int, str]]:
-        """Store all that has arrived, and compare calls. Returns (rank, why) for each connection that has ended."""
+        """Store all that has arrived. Returns (rank, why) for each connection that has ended."""
         with self._turn:
             ended = [(peer.rank, why) for peer in self._peers.values() if (why := self._receive(peer)) is not None]
             for descriptor, peer in list(self._peers.items()):
                 if peer.rank in dict(ended):
                     self._close(descriptor)
-            self._compare_calls()
         return ended
-
-    def _compare_calls(self) -> None:
-        number = self._page.calls.number[0]
-        if number != self._number:
-            self._number, self._moved = number, time.monotonic()
-        if not self._page.aborted:
-            settled = time.monotonic() - self._moved > _SETTLED_SECONDS
-            for peer in self._peers.values():
-                self._compare(peer, settled)
 
     def _receive(self, peer: _Peer) -> str | None:
         """The reason for which the connection has ended; None while it stands."""
@@ -123,19 +105,6 @@ class Mirror:
                 page.write_block(peer.rank, body[nbytes - block :])
             if aborts:
                 page.abort_from_afar(word)
-
-    def _compare(self, peer: _Peer, settled: bool) -> None:
-        calls = self._page.calls
-        last = min(self._number, calls.call_of(peer.rank))
-        last -= not (settled and self._number == calls.call_of(peer.rank))
-        if last <= peer.compared:
-            return
-        differing = calls.first_differing(peer.rank, peer.compared + 1, last)
-        peer.compared = last
-        if differing is not None:
-            mine, theirs = calls.describe(self._page.rank, differing), calls.describe(peer.rank, differing)
-            text = f"{mine} on rank {self._page.rank} and {theirs} on rank {peer.rank}"
-            self._page.post_fault(MISMATCH, differing, text)
 
     # ---- sending
     def send(self) -> None:

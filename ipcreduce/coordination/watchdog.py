@@ -8,8 +8,9 @@ import select
 import threading
 from dataclasses import dataclass, field
 
+from .comparison import BUSY_SECONDS, Comparison
 from .control_page import CLOSED_IT, Page
-from .mirror import BUSY_SECONDS, Mirror
+from .mirror import Mirror
 
 _TICK_SECONDS = 0.1
 _JOIN_SECONDS = 1.0
@@ -28,6 +29,7 @@ class Watch:
     def __init__(self, page: Page, mirror: Mirror | None = None) -> None:
         self.lost: tuple[int, str] | None = None
         self.mirror = mirror
+        self.comparison = Comparison(page)
         self._page = page
 
     def died(self, rank: int, why: str = "its process has ended") -> None:
@@ -37,10 +39,11 @@ class Watch:
             self.lost = self.lost or (rank, why)
 
     def look(self) -> None:
-        """Look for ranks that have closed the communicator, and tell the peers of a loss."""
+        """Compare calls, look for ranks that have closed the communicator, and tell the peers of a loss."""
         if self.mirror is not None:
             for rank, why in self.mirror.receive():
                 self.died(rank, why)
+        self.comparison.look()
         own = self._page.calls.call_of(self._page.rank)
         for rank in range(self._page.n):
             if self._page.has_left_before(rank, own):
@@ -181,7 +184,7 @@ class _Watchdog:
             self._look(epoll)  # in a function, so that no watch, nor its page, is kept alive meanwhile
 
     def _is_busy(self) -> bool:
-        return any(watch.mirror is not None and watch.mirror.is_busy for watch in list(self._watches))
+        return any(watch.mirror is not None and watch.comparison.is_busy for watch in list(self._watches))
 
     def _look(self, epoll: select.epoll) -> None:
         """Tell the watches of the processes that have ended, and let each look at its page."""

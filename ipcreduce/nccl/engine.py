@@ -12,6 +12,7 @@ import numpy as np
 
 from ..coordination.calls import CallSequence
 from ..coordination.control_page import REFUSED, Page
+from ..coordination.faults import raise_lost
 from ..coordination.fingerprint import Fingerprint, of_allreduce
 from ..cuda import driver
 from ..cuda.contexts import using_relaxed
@@ -28,6 +29,8 @@ from .guard import Guard
 
 _MOST_PREPARED = 4096
 _FREED_SECONDS = 1.0
+_SLICE_SECONDS = 0.05  # of a wait for the ranks in NCCL, after which we look for losses
+_NOTICE_SECONDS = 1.0  # for the watchdog to notice the end of a rank
 _WIDER = {"int16": np.dtype(np.int32), "uint16": np.dtype(np.uint32)}  # which NCCL lacks; sums wrap to the same bits
 
 
@@ -59,21 +62,46 @@ class Engine(DeviceEngine):
         self.nccl = NcclCommunicator(context)
         self._timeout, self._reason = timeout, reason
         self._prepared: dict[tuple[Any, ...], PreparedCall] = {}
+        self._joining: background.Job | None = None
         self._identity = b""  # offered and not used so far: NCCL keeps a socket and a thread for each
         with using_relaxed(context):
             self._guard = Guard(context, page, self.order, self.nccl, timeout)
 
     def join(self, identity: bytes, deadline: float) -> None:
-        """Make the NCCL communicator. Collective. :raises CudaError: if that fails, or takes beyond ``deadline``."""
-        made: list[Any] = []
+        """Make the NCCL communicator. Collective.
+
+        :raises CudaError: if that fails, or takes beyond ``deadline``. :raises PeerLostError: if a rank has gone.
+        """
+        given_up: list[bool] = []
 
         def join() -> None:
             with using_relaxed(self.context):
-                made.append(library.join(self.n, self.rank, identity))
+                self.nccl.use(library.join(self.n, self.rank, identity))
+            if given_up:
+                self.nccl.abort()
 
-        if not background.Job(join).wait(deadline - time.monotonic()):
-            raise CudaError("ncclCommInitRank", library.TIMEOUT, "the ranks did not meet in time")
-        self.nccl.use(made[0])
+        self._joining = background.Job(join)
+        try:
+            self._wait_for_joining(deadline)
+        except BaseException:
+            given_up.append(True)
+            self.nccl.abort()
+            raise
+
+    def _wait_for_joining(self, deadline: float) -> None:
+        assert self._joining is not None
+        number, error = self.page.calls.number[0], None
+        while True:
+            try:
+                if self._joining.wait(_SLICE_SECONDS):
+                    return
+            except CudaError as caught:
+                if error is None:  # NCCL may have noticed a rank's end before the watchdog
+                    error, deadline = caught, time.monotonic() + _NOTICE_SECONDS
+                time.sleep(_SLICE_SECONDS)
+            raise_lost(self.page, number, any_call=True)
+            if time.monotonic() > deadline:
+                raise error or CudaError("ncclCommInitRank", library.TIMEOUT, "the ranks did not meet in time")
 
     def watch(self) -> None:
         """Begin to watch over calls, once the ranks have met."""
@@ -171,6 +199,8 @@ class Engine(DeviceEngine):
         """Give back all that this process has."""
         self._guard.stop()
         attempt(self.context, self.nccl.abort, *self.own_resources())
+        if self._joining is not None and not self._joining.is_over:  # with the context, until the process's end
+            return
         leave: Action = partial(driver.release_context, self.device.ordinal)  # NCCL needs the context until then
         self.nccl.when_freed(partial(attempt, self.context, leave), _FREED_SECONDS)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 
@@ -11,8 +13,9 @@ from ..coordination.control_page import Page
 from ..coordination.exchange import Ranks
 from ..cuda import cupy_runtime, driver
 from ..cuda.contexts import using_relaxed
+from ..device.background import Job
 from ..device.devices import open_to_processes, share_device
-from ..errors import IpcReduceError, UnsupportedError
+from ..errors import CudaError, IpcReduceError, UnsupportedError
 from ..handles import DEFAULT_STREAM
 from ..ipc.options import Options
 from . import library
@@ -40,9 +43,11 @@ def start(ranks: Ranks, options: Options, page: Page, local_rank: int, reason: s
             context = driver.retain_context(info.ordinal)
             engine = Engine(info, context, page, timeout=options.timeout, reason=reason)
         with exchange.step(ranks, deadline, "joining NCCL's communicator"):
-            engine.join(identity, deadline)
+            engine.join(identity, _half(deadline))
         with exchange.step(ranks, deadline, "trying NCCL's all-reduce"):
-            _try(engine, rank)
+            if not Job(partial(_try, engine, rank)).wait(_half(deadline) - time.monotonic()):
+                engine.nccl.abort()
+                raise CudaError("ncclAllReduce", library.TIMEOUT, "NCCL's first sum did not end in time")
         engine.watch()
         return engine
     except IpcReduceError:
@@ -52,6 +57,11 @@ def start(ranks: Ranks, options: Options, page: Page, local_rank: int, reason: s
             elif context:
                 driver.release_context(info.ordinal)
         raise
+
+
+def _half(deadline: float) -> float:
+    """The end of a step whose failure all ranks are to hear of before ``deadline``."""
+    return (time.monotonic() + deadline) / 2
 
 
 def _share_identity(ranks: Ranks, deadline: float) -> bytes:

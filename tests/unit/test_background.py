@@ -64,7 +64,44 @@ def test_a_process_that_makes_no_threads_any_more_waits_for_none(monkeypatch: py
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        assert not background.Job(lambda: None).wait(0.01)
-    over.set()
-    background.start(anew=True)
+        behind = background.Job(lambda: None)
+        assert not behind.wait(0.01)
+        over.set()
+        assert behind.wait(10), "the thread that there is has not gone on with it"
     assert background.Job(lambda: None).wait(10)
+
+
+def test_a_job_that_makes_a_job_which_no_thread_can_run(monkeypatch: pytest.MonkeyPatch):
+    background.start()
+    seen: list[str] = []
+
+    def refuse(*args: object) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    outer = background.Job(lambda: seen.append(str(background.Job(lambda: seen.append("inner")).wait(10))))
+    assert outer.wait(10)
+    assert seen == ["inner", "True"]
+
+
+def test_no_job_is_lost_between_two_threads():
+    """One looks the queue up, another one starts a thread with a new queue."""
+    background.start()
+    over = threading.Event()
+    jobs: list[background.Job] = []
+
+    def make() -> None:
+        for _ in range(200):
+            jobs.append(background.Job(lambda: None))
+
+    for _ in range(5):
+        background.Job(over.wait)
+        makers = [threading.Thread(target=make) for _ in range(3)]
+        for maker in makers:
+            maker.start()
+        for maker in makers:
+            maker.join(10)
+        over.set()
+        assert all(job.wait(10) for job in jobs)
+        over.clear()
+    over.set()

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from ipcreduce.coordination import connections, control_page, exchange, mirror, watchdog
-from ipcreduce.coordination.control_page import MISMATCH, REFUSED, Page
+from ipcreduce.coordination.control_page import REFUSED, Page
 from ipcreduce.coordination.fingerprint import Fingerprint
 from ipcreduce.coordination.flight_recorder import RING, TEXTS
 from ipcreduce.coordination.mirror import Mirror
@@ -110,56 +110,6 @@ def test_more_texts_than_the_table_holds(ranks: Ranks):
             exchange_all(ranks)
     exchange_all(ranks)
     assert [second.calls.describe(0, TEXTS + more) for more in (1, 5)] == [f"call number {TEXTS + n}" for n in (1, 5)]
-
-
-@pytest.mark.parametrize("differing", [1, 2, 500])
-def test_calls_that_differ_are_found_afterwards(ranks: Ranks, differing: int):
-    first, second = ranks[0]
-    for call in range(1, 601):
-        first.calls.enter(call, SUM)
-        second.calls.enter(call, MAX if call == differing else SUM)
-    exchange_all(ranks)
-    for page in (first, second):
-        fault = page.fault()
-        assert fault is not None
-        assert fault[0] == differing
-        assert fault[2] == MISMATCH
-        assert "a sum on rank 0" in fault[3]
-        assert "a maximum on rank 1" in fault[3]
-
-
-def test_a_last_call_is_compared_once_it_stands(ranks: Ranks, monkeypatch: pytest.MonkeyPatch):
-    """Until then it may be withdrawn, and another one take its number."""
-    first, second = ranks[0]
-    first.calls.enter(1, SUM)
-    second.calls.enter(1, MAX)
-    exchange_all(ranks)
-    exchange_all(ranks)
-    assert not first.aborted
-    second.calls.enter(1, SUM)  # the same number, after the other one was withdrawn
-    exchange_all(ranks)
-    monkeypatch.setattr(mirror, "_SETTLED_SECONDS", -1.0)
-    exchange_all(ranks)
-    assert not first.aborted
-    second.calls.enter(2, MAX)
-    first.calls.enter(2, SUM)
-    exchange_all(ranks)
-    exchange_all(ranks)
-    assert first.aborted
-
-
-def test_calls_that_a_resynchronisation_left_out_are_not_compared(ranks: Ranks):
-    first, second = ranks[0]
-    first.calls.enter(1, SUM)
-    second.calls.enter(1, SUM)
-    second.calls.enter(2, MAX)  # failed, and met by no call of rank 0
-    for page in (first, second):
-        page.calls.first = 4
-        for call in (4, 5):
-            page.calls.enter(call, SUM)
-    exchange_all(ranks)
-    exchange_all(ranks)
-    assert not first.aborted
 
 
 def test_the_end_of_a_rank(ranks: Ranks):

@@ -84,8 +84,11 @@ def test_a_library_that_is_missing(binding: Binding, monkeypatch: pytest.MonkeyP
 
 def test_errors_of_the_binding(binding: Binding):
     comm = NcclCommunicator(0)
-    with pytest.raises(errors.CudaError, match="ncclAllReduce failed: the NCCL communicator has been aborted"):
+    with pytest.raises(
+        errors.CudaError, match="ncclAllReduce failed: the NCCL communicator has been aborted"
+    ) as caught:
         comm.all_reduce((1, 2, 3, 7, 0), 9)
+    assert caught.value.ended
 
     def refuse(_: Any) -> None:
         raise Failed("invalid usage")
@@ -143,6 +146,7 @@ def test_an_abort_does_not_wait_for_graphs(binding: Binding, monkeypatch: pytest
 # ---- the guard
 class Order:
     over = True
+    launched = 0
 
     def is_over(self) -> bool:
         return self.over
@@ -162,6 +166,12 @@ def guarded(binding: Binding, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.nccl.use("comm")
     made.guard = Guard(0, made.page, made.order, made.nccl, 0.1)  # type: ignore[arg-type]
     return made
+
+
+def launch(guarded: Any, number: int) -> None:
+    """A call of rank 0."""
+    guarded.page.calls.enter(number, Fingerprint.of("a sum"))
+    guarded.order.launched = number
 
 
 def test_nothing_is_aborted_where_no_call_waits(guarded: Any, monkeypatch: pytest.MonkeyPatch):
@@ -189,7 +199,7 @@ def test_a_call_that_ends_within_the_grace_is_left_alone(guarded: Any, monkeypat
 
 
 def test_a_call_that_does_not_end_names_who_is_behind(guarded: Any):
-    guarded.page.calls.enter(1, Fingerprint.of("a sum"))
+    launch(guarded, 1)
     guarded.guard.look()
     time.sleep(0.12)
     guarded.guard.look()
@@ -198,13 +208,89 @@ def test_a_call_that_does_not_end_names_who_is_behind(guarded: Any):
 
 
 def test_a_call_that_ends_is_none_that_is_late(guarded: Any):
-    guarded.page.calls.enter(1, Fingerprint.of("a sum"))
+    launch(guarded, 1)
     guarded.guard.look()
     guarded.ended = True
     time.sleep(0.12)
     for _ in range(3):
         guarded.guard.look()
     assert not guarded.page.aborted
+
+
+def test_a_call_that_is_launched_late_is_watched(guarded: Any):
+    """Its number is on the page before NCCL has put it on the stream."""
+    guarded.page.calls.enter(1, Fingerprint.of("a sum"))
+    guarded.ended = True  # what the stream has had before
+    for _ in range(3):
+        guarded.guard.look()
+    guarded.ended = False
+    guarded.order.launched = 1
+    guarded.guard.look()
+    time.sleep(0.12)
+    guarded.guard.look()
+    assert guarded.page.aborted
+    assert guarded.page.missed() == {1}
+
+
+def test_a_call_that_waits_in_nccl_is_late_too(guarded: Any):
+    """On the host, since its links are made in the first call."""
+    within, over = threading.Event(), threading.Event()
+    guarded.nccl.use(lambda _: (within.set(), over.wait(10)))
+    guarded.page.calls.enter(1, Fingerprint.of("a sum"))
+    caller = threading.Thread(target=guarded.nccl.all_reduce, args=[(1, 2, 3, 7, 0), 9])
+    caller.start()
+    assert within.wait(10)
+    guarded.guard.look()
+    assert not guarded.page.aborted
+    time.sleep(0.12)
+    guarded.guard.look()
+    assert guarded.page.missed() == {1}
+    for _ in range(2):  # no stream has anything: the call in NCCL is ended nevertheless
+        guarded.guard.look()
+        time.sleep(0.12)
+    assert not guarded.nccl.is_open
+    over.set()
+    caller.join(10)
+
+
+def test_many_calls_that_are_quick_are_none_that_waits(guarded: Any):
+    """The guard may find one after the other of them in NCCL, with the same argument."""
+    argument = (1, 2, 3, 7, 0)
+    for number in range(1, 5):
+        guarded.page.calls.enter(number, Fingerprint.of("a sum"))
+        guarded.nccl._enqueuing = argument
+        guarded.guard.look()
+        time.sleep(0.06)
+    assert not guarded.page.aborted
+
+
+def test_a_turn_in_which_a_call_fails_begins_anew(guarded: Any, monkeypatch: pytest.MonkeyPatch):
+    launch(guarded, 1)
+    guarded.guard.look()
+
+    def fail(event: Any) -> bool:
+        raise errors.CudaError("cuEventQuery", 1, "once")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(guard_module.streams, "is_over", fail)
+        guarded.guard.look()
+    guarded.guard.look()
+    time.sleep(0.12)
+    guarded.guard.look()
+    assert guarded.page.aborted
+
+
+def test_the_order_is_not_marked_within_a_launch(monkeypatch: pytest.MonkeyPatch):
+    """The event of a call that is being launched is still that of the call before."""
+
+    class Launching(StreamOrder):
+        _open, _owner, _eager = True, None, 7
+
+        def __init__(self) -> None:
+            pass
+
+    monkeypatch.setattr(stream_order, "streams", SimpleNamespace(capture_id=lambda stream: 0))
+    assert not Launching().mark(1, 2)  # type: ignore[arg-type]
 
 
 def test_the_order_is_asked_while_calls_go_on(monkeypatch: pytest.MonkeyPatch):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -17,6 +19,7 @@ import pytest
 from ipcreduce.coordination import faults, watchdog
 from ipcreduce.coordination.control_page import Page
 from ipcreduce.coordination.fingerprint import of_allreduce
+from ipcreduce.coordination.mirror import Mirror
 from ipcreduce.coordination.watchdog import Watch, own_identity
 from ipcreduce.errors import PeerLostError
 
@@ -372,3 +375,42 @@ def test_a_watch_that_ends_in_the_watchdogs_own_thread(ranks: Make, monkeypatch:
     watch = world.watch()
     world.end(1)
     assert within(30.0, lambda: watch.lost), "a later watch begins anew"
+
+
+def mirrored() -> tuple[Page, Mirror, socket.socket]:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    page = Page.alone(0, 2)
+    page.join(*own_identity())
+    return page, Mirror(page, {1: ours}), theirs
+
+
+def test_nothing_is_written_to_a_pipe_that_is_closed(tmp_path: Path):
+    """Its number may be that of a file of the program's by then."""
+    page, mirror, _theirs = mirrored()
+    watchdog.watch(page, mirror).stop()
+    files = [open(tmp_path / str(index), "wb", buffering=0) for index in range(20)]  # noqa: SIM115
+    page.leave()
+    watchdog._watchdog.wake()
+    for file in files:
+        file.close()
+    assert [file.stat().st_size for file in tmp_path.iterdir()] == [0] * 20
+
+
+def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch):
+    """The next watch starts one."""
+
+    def refuse(*args: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = len(os.listdir("/proc/self/fd"))
+    page, mirror, theirs = mirrored()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(OSError, match="no watchdog: can't start new thread"):
+            watchdog.watch(page, mirror)
+    watch = watchdog.watch(page, mirror)
+    theirs.close()
+    assert within(10.0, lambda: watch.lost)
+    watch.stop()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,57 @@
+"""The comparison of calls afterwards: of those that were not seen to differ when they were made.
+
+Between hosts no rank sees the others' calls then. On one host two ranks that enter a call at one moment may miss each
+other's, since a processor may read another's word before its own is visible there.
+"""
+
+from __future__ import annotations
+
+import time
+
+from .control_page import MISMATCH, Page
+
+BUSY_SECONDS = 0.01  # between two looks while calls are made over mirrors: fewer than the flight recorder has room for
+_SETTLED_SECONDS = 0.5  # after which the last call of two ranks is compared too; a call may be withdrawn until the next
+_ARRIVAL_SECONDS = 1e-3  # some processors show another's key after the number that it wrote behind
+
+
+class Comparison:
+    """The calls of this rank with those of every other one, so far as both have made them."""
+
+    def __init__(self, page: Page) -> None:
+        self._page = page
+        self._compared = [0] * page.n  # the last call, by rank
+        self._number, self._moved = 0, time.monotonic()  # of our last call, and when it was seen first
+
+    @property
+    def is_busy(self) -> bool:
+        """True while this rank makes calls, which the others are to hear of soon."""
+        return time.monotonic() - self._moved < 2 * BUSY_SECONDS
+
+    def look(self) -> None:
+        """Compare the calls made since the last look, and post the first mismatch."""
+        page = self._page
+        number = page.calls.number[0]
+        if number != self._number:
+            self._number, self._moved = number, time.monotonic()
+        if not page.aborted:
+            settled = time.monotonic() - self._moved > _SETTLED_SECONDS
+            for rank in range(page.n):
+                if rank != page.rank:
+                    self._compare(rank, settled)
+
+    def _compare(self, rank: int, settled: bool) -> None:
+        calls = self._page.calls
+        last = min(self._number, calls.call_of(rank))
+        last -= not (settled and self._number == calls.call_of(rank))
+        if last <= self._compared[rank]:
+            return
+        differing = calls.first_differing(rank, self._compared[rank] + 1, last)
+        self._compared[rank] = last
+        if differing is not None:
+            time.sleep(_ARRIVAL_SECONDS)
+            differing = calls.first_differing(rank, differing, last)
+        if differing is not None and not self._page.aborted:
+            mine, theirs = calls.describe(self._page.rank, differing), calls.describe(rank, differing)
+            text = f"{mine} on rank {self._page.rank} and {theirs} on rank {rank}"
+            self._page.post_fault(MISMATCH, differing, text)

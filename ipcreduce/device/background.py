@@ -12,7 +12,8 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-_NAME = "ipcreduce-background"
+_OURS = "ipcreduce-"  # begins the names of our threads
+_NAME = f"{_OURS}background"
 _turn = threading.RLock()  # of those who make jobs, a finaliser among them
 _jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
 _last: Job | None = None
@@ -35,11 +36,11 @@ class Job:
         self._error: BaseException | None = None
         with _turn:
             behind = _last is not None and not _last.is_over  # it may hang, so leave it its thread and queue
-            at_once = behind and not start(anew=True) and threading.current_thread().name == _NAME
-            _last = self
+            at_once = behind and not start(anew=True) and threading.current_thread().name.startswith(_OURS)
             if not at_once:
+                _last = self
                 _jobs.put(self)
-        if at_once:  # else it would wait for the job that makes it
+        if at_once:  # the job before it may wait for this one, which another thread of ours makes, or it itself
             self.run()
 
     def wait(self, seconds: float) -> bool:

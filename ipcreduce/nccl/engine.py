@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from .guard import Guard
 _MOST_PREPARED = 4096
 _FREED_SECONDS = 1.0
 _SLICE_SECONDS = 0.05  # of a wait for the ranks in NCCL, after which we look for losses
+_LONG_SECONDS = 3600.0
 _NOTICE_SECONDS = 1.0  # for the watchdog to notice the end of a rank
 _WIDER = {"int16": np.dtype(np.int32), "uint16": np.dtype(np.uint32)}  # which NCCL lacks; sums wrap to the same bits
 
@@ -199,9 +201,17 @@ class Engine(DeviceEngine):
         """Give back all that this process has."""
         self._guard.stop()
         attempt(self.context, self.nccl.abort, *self.own_resources())
-        if self._joining is not None and not self._joining.is_over:  # with the context, until the process's end
-            return
-        leave: Action = partial(driver.release_context, self.device.ordinal)  # NCCL needs the context until then
+        if self._joining is not None and not self._joining.is_over:  # it was given up, and has the context
+            background.Job(self._leave)
+        else:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Give the context back once NCCL does not use it any more."""
+        with suppress(CudaError):
+            while self._joining is not None and not self._joining.wait(_LONG_SECONDS):
+                pass
+        leave: Action = partial(driver.release_context, self.device.ordinal)
         self.nccl.when_freed(partial(attempt, self.context, leave), _FREED_SECONDS)
 
 

@@ -20,6 +20,7 @@ def test_results(hold: Hold, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_faults(hold: Hold, ranks: int) -> None:
     hold(ranks, "nccl_refusals", "nccl_mismatches", "nccl_timeouts")
+    hold(ranks, "nccl_mismatches_unseen_at_first", "nccl_calls_that_wait_on_the_host", "nccl_start_up_that_hangs")
 
 
 def test_a_pair_without_p2p(hold: Hold) -> None:
@@ -35,10 +36,10 @@ def test_nccls_own_errors(hold: Hold) -> None:
 
 
 def test_ends(hold: Hold) -> None:
-    hold(3, "nccl_closes_in_time")
+    hold(3, "nccl_closes_in_time", "dropped_with_a_call")
 
 
-def test_a_rank_that_is_killed(tmp_path: Path) -> None:
-    name = "killed_over_nccl"
+@pytest.mark.parametrize("name", ["killed_over_nccl", "killed_joining_anew"])
+def test_a_rank_that_is_killed(tmp_path: Path, name: str) -> None:
     outputs = among_plain_processes(name, 3, tmp_path)
     assert outputs == [f"{name}: right on rank 0\n", f"{name}: right on rank 1\n", ""]

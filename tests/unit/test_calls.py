@@ -23,6 +23,7 @@ from ipcreduce.device.fast_path import FastPath, Ready
 from ipcreduce.errors import (
     ArgumentError,
     CaptureError,
+    CudaError,
     GraphStateError,
     IpcReduceError,
     PeerFailedError,
@@ -295,6 +296,19 @@ def test_a_rank_refuses(ranks: list[Rank]):
     assert ranks[0].page.fault() == (2, 1, control_page.REFUSED, "ArgumentError: rank 1, call 2: no such op")
     assert ranks[1].calls.raised
     all_raise([rank for rank in ranks if rank is not ranks[1]], PeerFailedError)
+    assert go_on(ranks) == [3] * len(ranks)
+
+
+def test_a_call_that_a_fault_has_ended_raises_that_fault(ranks: list[Rank]):
+    """NCCL's calls fail on the ranks that wait, when a rank refuses the same call."""
+    together(ranks)
+    ranks[1].refuse()
+    ended = CudaError("ncclAllReduce", -1, "the NCCL communicator has been aborted")
+    ended.ended = True
+    error = ranks[0].refuse(ended)
+    assert type(error) is PeerFailedError
+    assert "that rank 1 refused it (ArgumentError" in str(error)
+    all_raise(ranks[2:], PeerFailedError)
     assert go_on(ranks) == [3] * len(ranks)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -17,10 +18,12 @@ import ml_dtypes
 import numpy as np
 
 from ipcreduce import Communicator, Graph, eager_break, errors
+from ipcreduce.coordination.flight_recorder import FlightRecorder
+from ipcreduce.nccl import library
 from ipcreduce.numerics import DTYPES, OPS, reduce
 from tests.sim import machine_streams, nccl
 from tests.sim.scenarios import WORLD
-from tests.sim.scenarios.common import LAST, RANK, SIZE, SOON, TOTAL, in_threads, mine, right, works
+from tests.sim.scenarios.common import LAST, RANK, SIZE, SOON, TOTAL, delay, in_threads, mine, right, works
 from tests.sim.scenarios.common import raises as raising
 
 TIMEOUT = 2.0
@@ -204,6 +207,100 @@ def nccl_timeouts() -> None:
     over_hosts(check, TIMEOUT)
 
 
+def nccl_mismatches_unseen_at_first() -> None:
+    """Two ranks that enter a call at one moment may miss each other's: one host's are compared afterwards too."""
+    with mock.patch.object(FlightRecorder, "differing", return_value=None):
+        comm = Communicator(timeout=20, backend="nccl")
+        array = mine()
+        error = error_of(lambda: called_for(2.0, comm, array, "max" if RANK == LAST else "sum"))
+    assert isinstance(error, errors.RankMismatchError), error
+    comm.close()
+
+
+def called_for(seconds: float, comm: Communicator, array: Any, op: str) -> None:
+    """One call, whose end is waited for so long."""
+    comm.allreduce(array, op)
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        comm.synchronize()
+        time.sleep(0.01)
+
+
+def nccl_calls_that_wait_on_the_host() -> None:
+    """NCCL makes its links in the first calls, within which it waits for the other ranks: faults end that too."""
+    with pretended_hosts(2):
+        comm = Communicator(backend="nccl", timeout=TIMEOUT)
+    works(comm)
+    enqueue = nccl.all_reduce
+
+    def waits(*arguments: Any) -> None:
+        while not arguments[5].dead:
+            time.sleep(1e-3)
+        raise nccl.NCCLError(nccl.Result.InternalError)
+
+    for kind, words in ((errors.PeerFailedError, f"rank {LAST} refused it"), (errors.PeerTimeoutError, "never came")):
+        started = time.monotonic()
+        if RANK != LAST:
+            comm._engine.nccl._all_reduce = waits
+            error = error_of(lambda: comm.allreduce(mine()))
+            assert isinstance(error, kind), error
+            assert words in str(error), error
+            assert time.monotonic() - started < TIMEOUT + 1.5
+            comm._engine.nccl._all_reduce = enqueue
+        elif kind is errors.PeerFailedError:
+            time.sleep(0.3)  # the others wait by now
+            raises(errors.ArgumentError, "op must be one of", lambda: comm.allreduce(mine(), "mode"))
+        else:
+            time.sleep(TIMEOUT + 0.5)
+            raises(errors.PeerTimeoutError, "never came", lambda: comm.allreduce(mine()))
+        works(comm)
+    comm.close()
+
+
+def nccl_start_up_that_hangs() -> None:
+    """NCCL's communicator, or its first sum, does not come: all ranks say so in time, and go on without."""
+    hanging = {"library.join": "joining NCCL's communicator", "startup._try": "trying NCCL's all-reduce"}
+    for place, words in hanging.items():
+        over = threading.Event()
+
+        def hang(*_: Any, over: threading.Event = over) -> None:
+            over.wait(20)
+            raise errors.CudaError("ncclCommInitRank", 3, "simulated")
+
+        with pretended_hosts(2), mock.patch(f"ipcreduce.nccl.{place}", hang):
+            started = time.monotonic()
+            with Communicator(timeout=TIMEOUT) as comm:
+                assert comm.backend == "mpi"
+                assert f"not nccl: {words} failed on {SIZE} of {SIZE} ranks" in comm.describe()
+                right(comm.allreduce(np.full(5, RANK + 1.0)))
+        assert time.monotonic() - started < TIMEOUT + 1
+        over.set()
+    with pretended_hosts(2), Communicator() as comm:
+        works(comm)
+
+
+def dropped_with_a_call() -> None:
+    """A communicator that the program drops ends no call that runs: the next one waits for it."""
+    for backend in ("ipc", "nccl"):
+        result = called_and_dropped(backend)
+        gc.collect()
+        Communicator(timeout=20, backend=backend).close()
+        cupy.cuda.Device().synchronize()
+        right(result)
+
+
+def called_and_dropped(backend: str) -> Any:
+    """The result of a call that waits for rank 0's work of a while."""
+    comm = Communicator(timeout=20, backend=backend)
+    works(comm)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        array = mine()
+        stream.synchronize()
+        delay(stream.ptr)
+        return comm.allreduce(array, out=array)
+
+
 @eager_break
 def pause() -> None:
     """A break."""
@@ -317,7 +414,30 @@ def killed_over_nccl() -> None:
     machine_streams.wait_for_all()
 
 
+def killed_joining_anew() -> None:
+    """Rank LAST is killed after a fault, where the ranks make a new NCCL communicator."""
+    with pretended_hosts(2):
+        comm = Communicator(WORLD, backend="nccl", timeout=60)
+    works(comm)
+    if RANK == LAST:
+        library.join = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.3)
+        raises(errors.ArgumentError, "op must be", lambda: comm.allreduce(mine(), "mode"))
+    else:
+        error = error_of(lambda: (comm.allreduce(mine()), comm.synchronize()))
+        assert isinstance(error, errors.PeerFailedError), error
+    started = time.monotonic()
+    for _ in range(2):
+        error = error_of(lambda: comm.allreduce(mine()))
+        assert isinstance(error, errors.PeerLostError), error
+        assert f"expected rank {LAST} to take part; found that its process has ended" in str(error), error
+    assert time.monotonic() - started < 5
+    comm.close()
+
+
 SCENARIOS: list[Any] = [
+    nccl_mismatches_unseen_at_first, nccl_calls_that_wait_on_the_host, nccl_start_up_that_hangs, dropped_with_a_call,
+    killed_joining_anew,
     nccl_is_chosen, without_p2p, without_the_binding, nccl_results, nccl_refusals, nccl_mismatches, nccl_timeouts,
     nccl_graphs, nccl_threads_and_streams, nccls_own_errors, nccl_closes_in_time, killed_over_nccl,
 ]  # fmt: skip

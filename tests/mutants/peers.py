@@ -6,7 +6,7 @@ from tests.mutants import Mutant, unit
 from tests.mutants.coordination import FOLDER, PAGE
 
 RECORDER, MIRROR, WATCHDOG = (f"{FOLDER}/{name}.py" for name in ("flight_recorder", "mirror", "watchdog"))
-CONNECTIONS, EXCHANGE = (f"{FOLDER}/{name}.py" for name in ("connections", "exchange"))
+CONNECTIONS, EXCHANGE, COMPARISON = (f"{FOLDER}/{name}.py" for name in ("connections", "exchange", "comparison"))
 
 MUTANTS = [
     # ---- the flight recorder
@@ -108,7 +108,49 @@ MUTANTS = [
         RECORDER,
         "max(first, self.first, newest - RING + 2)",
         "max(first, newest - RING + 2)",
-        unit("mirror", "calls_that_a_resynchronisation_left_out_are_not_compared"),
+        unit("comparison", "calls_that_a_resynchronisation_left_out_are_not_compared"),
+    ),
+    Mutant(
+        "slots that are written again during a look are compared",
+        RECORDER,
+        "        differing = differing[differing >= self._newest(rank) - RING + 2]  # the ranks go on meanwhile\n",
+        "",
+        unit("comparison", "slots_that_are_written_again_during_the_look_are_left_out"),
+    ),
+    Mutant(
+        "a call that may be withdrawn is compared",
+        COMPARISON,
+        "        last -= not (settled and self._number == calls.call_of(rank))\n",
+        "",
+        unit("comparison", "a_last_call_is_compared_once_it_stands"),
+    ),
+    Mutant(
+        "a key that has not arrived is taken for another call afterwards",
+        COMPARISON,
+        "            differing = calls.first_differing(rank, differing, last)\n",
+        "",
+        unit("comparison", "a_key_that_comes_behind_its_number_is_no_difference"),
+    ),
+    Mutant(
+        "a watch that has ended still writes to its pipe",
+        WATCHDOG,
+        "self._epoll, self._wake_read, self._wake_write = None, -1, -1",
+        "self._epoll = None",
+        unit("watchdog", "nothing_is_written_to_a_pipe_that_is_closed"),
+    ),
+    Mutant(
+        "calls of one host are not compared afterwards",
+        WATCHDOG,
+        "        self.comparison.look()\n",
+        "        if self.mirror is not None:\n            self.comparison.look()\n",
+        "mpirun -n 2 tests.sim.scenarios nccl_mismatches_unseen_at_first",
+    ),
+    Mutant(
+        "a call that a fault has ended hides that fault",
+        f"{FOLDER}/calls.py",
+        'earlier[0] < self.number + getattr(error, "ended", False)',
+        "earlier[0] < self.number",
+        unit("calls", "a_call_that_a_fault_has_ended_raises_that_fault"),
     ),
     Mutant(
         "whoever connects is taken for a rank",

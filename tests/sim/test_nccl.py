@@ -20,7 +20,13 @@ def test_results(hold: Hold, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_faults(hold: Hold, ranks: int) -> None:
     hold(ranks, "nccl_refusals", "nccl_mismatches", "nccl_timeouts")
-    hold(ranks, "nccl_mismatches_unseen_at_first", "nccl_calls_that_wait_on_the_host", "nccl_start_up_that_hangs")
+    hold(
+        ranks,
+        "nccl_repeated_call_that_is_late",
+        "nccl_mismatches_unseen_at_first",
+        "nccl_calls_that_wait_on_the_host",
+        "nccl_start_up_that_hangs",
+    )
 
 
 def test_a_pair_without_p2p(hold: Hold) -> None:

@@ -217,13 +217,29 @@ def nccl_mismatches_unseen_at_first() -> None:
     comm.close()
 
 
-def called_for(seconds: float, comm: Communicator, array: Any, op: str) -> None:
-    """One call, whose end is waited for so long."""
-    comm.allreduce(array, op)
+def called_for(seconds: float, comm: Communicator, array: Any, op: str, out: Any = None) -> None:
+    """One call, whose faults are waited for so long."""
+    comm.allreduce(array, op, out=out)
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         comm.synchronize()
         time.sleep(0.01)
+
+
+def nccl_repeated_call_that_is_late() -> None:
+    """The deadline holds for repeated calls too, which take a shorter way."""
+    with pretended_hosts(2):
+        comm = Communicator(backend="nccl", timeout=TIMEOUT)
+    array = mine()
+    for _ in range(4):
+        comm.allreduce(array, out=array)
+    comm.synchronize()
+    time.sleep(0.3)  # until the guard has seen the end of all of them
+    if RANK == LAST:
+        time.sleep(TIMEOUT + 0.5)
+    error = error_of(lambda: called_for(TIMEOUT + 1, comm, array, "sum", array))
+    assert isinstance(error, errors.PeerTimeoutError), error
+    comm.close()
 
 
 def nccl_calls_that_wait_on_the_host() -> None:
@@ -437,7 +453,7 @@ def killed_joining_anew() -> None:
 
 SCENARIOS: list[Any] = [
     nccl_mismatches_unseen_at_first, nccl_calls_that_wait_on_the_host, nccl_start_up_that_hangs, dropped_with_a_call,
-    killed_joining_anew,
+    killed_joining_anew, nccl_repeated_call_that_is_late,
     nccl_is_chosen, without_p2p, without_the_binding, nccl_results, nccl_refusals, nccl_mismatches, nccl_timeouts,
     nccl_graphs, nccl_threads_and_streams, nccls_own_errors, nccl_closes_in_time, killed_over_nccl,
 ]  # fmt: skip

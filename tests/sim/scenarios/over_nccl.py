@@ -233,8 +233,8 @@ def nccl_repeated_call_that_is_late() -> None:
     array = mine()
     for _ in range(4):
         comm.allreduce(array, out=array)
+        time.sleep(0.15)  # the guard sees its end
     comm.synchronize()
-    time.sleep(0.3)  # until the guard has seen the end of all of them
     if RANK == LAST:
         time.sleep(TIMEOUT + 0.5)
     error = error_of(lambda: called_for(TIMEOUT + 1, comm, array, "sum", array))

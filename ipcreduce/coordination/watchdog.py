@@ -168,7 +168,7 @@ class _Watchdog:
         _close(epoll, *ends)
 
     def _let_go(self) -> tuple[select.epoll | None, int, int]:
-        """What the thread waits for, which the caller closes: nobody uses it from here on."""
+        """Forget epoll and pipe, so that nobody uses them any more, and return them for the caller to close."""
         held = self._epoll, self._wake_read, self._wake_write
         self._epoll, self._wake_read, self._wake_write = None, -1, -1
         return held

@@ -117,7 +117,8 @@ def _from_tensor(tensor: Any, place: torch_runtime.Place, stream: Stream, ordere
     if ordered:
         torch_runtime.order(device, stream)
     _, past = _reach(shape, strides, dtype.itemsize)  # PyTorch's strides are never negative
-    memory = cupy.cuda.UnownedMemory(address, past, tensor, device)
+    # A recording keeps the memory, and not only the tensor, which may be given other memory (set_(), .data).
+    memory = cupy.cuda.UnownedMemory(address, past, tensor if ordered else tensor.detach(), device)
     return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides=strides)
 
 
@@ -265,7 +266,19 @@ def locator(kind: type) -> Locate | None:
     cupy = cupy_runtime.cupy or sys.modules.get("cupy")  # nobody has an array of it who has not imported it
     if cupy is not None and issubclass(kind, cupy.ndarray):
         return lambda array: (array.data.ptr, array.shape, array_protocols.dtype_name(array.dtype), array.strides)
+    if torch_runtime.is_plain_type(kind):
+        return _locate_tensor
     return array_protocols.locator(kind)
+
+
+def _locate_tensor(tensor: Any) -> Location | None:
+    """By the tensor's own attributes: its protocols refuse one that requires grad, also within torch.no_grad()."""
+    place = None if torch_runtime.problem(tensor) else torch_runtime.place_of(tensor)
+    if place is None:  # not on a GPU, or of a dtype of others, or not its values
+        read = array_protocols.locator(type(tensor))
+        return None if read is None else read(tensor)
+    address, shape, dtype, strides, _ = place
+    return address, shape, array_protocols.dtype_name(dtype), strides
 
 
 def locate(array: Any) -> Location | None:

@@ -19,6 +19,7 @@ from .coordination import groups
 from .coordination.calls import CallSequence
 from .coordination.mpi import MpiRanks
 from .cuda import cupy_runtime
+from .cuda.contexts import using
 from .device import deferred_free
 from .errors import ArgumentError, CudaError, GraphStateError, PeerLostError, UnsupportedError
 from .graphs.session import GraphSession
@@ -188,9 +189,10 @@ class Communicator:
         recorder = None if recording is None else recording.recorder(handle)
         recorded = recorder is not None
         allocating = nullcontext if recorded else partial(self._session.allocating, handle)
-        used = operands.DeviceOperands.of(
-            array, out, handle, engine.device.ordinal, ordered=not recorded, allocating=allocating
-        )
+        with using(engine.context):  # the thread may have another one, or none
+            used = operands.DeviceOperands.of(
+                array, out, handle, engine.device.ordinal, ordered=not recorded, allocating=allocating
+            )
         source, destination = used.source, used.destination
         prepared = engine.for_array(source, op)
         if prepared.through is not None:

@@ -332,13 +332,14 @@ class _Making:
 
     def __enter__(self) -> None:
         calls = self._calls
-        calls.lock.acquire()
         try:
+            calls.lock.acquire()  # here, so that an interrupt behind it releases the lock
             if calls.unusable is not None:
                 calls.check_usable()
             calls.number += 1
         except BaseException:
-            calls.lock.release()
+            with suppress(RuntimeError):  # interrupted before we had it
+                calls.lock.release()
             raise
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

@@ -30,17 +30,16 @@ get_stream: Any = None  # the current one's handle, by the device's ordinal; Non
 
 
 def _bind(found: Any) -> None:
-    global torch, _kinds, _strided, get_stream
+    global torch, _kinds, _strided, _dtypes, get_stream
     _kinds = found.Tensor, getattr(getattr(found, "nn", None), "Parameter", None)
     _strided = getattr(found, "strided", None)
-    _dtypes.clear()
-    for name in (*(dtype.name for dtype in DTYPES), *_OTHER_DTYPES):
-        if hasattr(found, name):
-            _dtypes[getattr(found, name)] = _BFLOAT16 if name == "bfloat16" else np.dtype(name)
-    get_stream = None
+    names = [name for name in (*(dtype.name for dtype in DTYPES), *_OTHER_DTYPES) if hasattr(found, name)]
+    _dtypes = {getattr(found, name): _BFLOAT16 if name == "bfloat16" else np.dtype(name) for name in names}
+    get: Any = None
     if found.cuda.is_available():  # not with PyTorch for CPUs
-        get: Any = getattr(getattr(found, "_C", None), "_cuda_getCurrentRawStream", None)
-        get_stream = get or (lambda device: found.cuda.current_stream(device).cuda_stream)
+        get = getattr(getattr(found, "_C", None), "_cuda_getCurrentRawStream", None)
+        get = get or (lambda device: found.cuda.current_stream(device).cuda_stream)
+    get_stream = get
     torch = found  # last: then other threads use all of them
 
 
@@ -100,6 +99,11 @@ def problem(tensor: Any) -> str:
 def is_plain_kind(tensor: Any) -> bool:
     """True for torch.Tensor and Parameter themselves. Other subclasses are asked for their memory by DLPack."""
     return type(tensor) in _kinds
+
+
+def is_plain_type(kind: type) -> bool:
+    """True for the type of such tensors."""
+    return _is_imported() and kind in _kinds
 
 
 def _is_tracked(tensor: Any) -> bool:

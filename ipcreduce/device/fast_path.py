@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
+from sys import modules
 from typing import Any, Protocol
 
 import numpy as np
@@ -110,7 +111,8 @@ class FastPath:
 
         One function, on the path of every eager call and replay, with its part of :class:`CallSequence` and
         :class:`FlightRecorder`: each of Python's calls takes 0.1 to 0.2 us, a ``with`` block 0.13, ``*args`` 0.06. The
-        driver refuses a graph's launch in a capture, so for replays the capture is not looked for, 0.2 us.
+        driver refuses a graph's launch in a capture, so for replays the capture is not looked for, 0.2 us. For a call
+        with a new result :meth:`_eager` has done so, before it was allocated.
 
         :param usual: takes the other arguments, which a replay leaves out.
         :returns: the result of the eager call, or of ``usual``; True for ``ready``.
@@ -129,7 +131,7 @@ class FastPath:
                         return usual(array, op, out, stream)
                 else:  # as current_streams.stream_of()
                     current = cupy_runtime.get_current_stream().ptr
-                    if not current and torch_runtime.get_stream is not None:
+                    if not current and (torch_runtime.get_stream or ("torch" in modules and torch_runtime.works())):
                         current = torch_runtime.get_stream(self._device)
                 order, argument = self._order, ready.argument
                 follows = current == order.event_free_stream
@@ -137,7 +139,7 @@ class FastPath:
                     argument
                     and (follows or order.shared or current == order.event_stream or current == order.resting_stream)
                     and not self._abort_word[0]
-                    and ((current > 1 and not ready.capturable) or order.runs(current))
+                    and ((current > 1 and (out is None or not ready.capturable)) or order.runs(current))
                 ):
                     recorded, number_word, page, at, nbytes, agreed = self._recorder_parts  # as FlightRecorder.enter()
                     what = ready.what
@@ -220,6 +222,8 @@ class FastPath:
             current = given
         if out is not None:
             return known.ready or self._second(known), out, current
+        if current > 1 and not self._order.runs(current):
+            return _NOT_READY  # a capture, into which allocations go their own way
         result, target = library.empty_like(array, self._device)
         if target == known.target:
             return known.ready or self._second(known), result, current
@@ -255,6 +259,8 @@ class FastPath:
             return _NOT_READY
         other, target, result = place, source, out
         if out is None:
+            if current > 1 and not self._order.runs(current):
+                return _NOT_READY
             result, target = library.empty_like(array, device)
             if not target:
                 return _NOT_READY

@@ -100,14 +100,15 @@ class StreamOrder:
             capture = streams.capture_id(stream)
             if capture and not capturable:
                 raise CaptureError(IN_A_CAPTURE)
-            captured = self._follow_captured(capture, stream, recorded) if capture else None
-            records_end = captured is None and self._follow(stream, owner)
+            captured, records_end = None, False
             self._open = True
             try:
+                captured = self._follow_captured(capture, stream, recorded) if capture else None
+                records_end = captured is None and self._follow(stream, owner)
                 start(stream)
             except BaseException:  # what came before the call still has its end
                 with suppress(CudaError):
-                    self._ended(captured, records_end, stream)
+                    self._ended(captured, records_end or (not capture and stream == self.event_stream), stream)
                 raise
             else:
                 self._ended(captured, records_end, stream)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..cuda import cupy_runtime, current_streams, streams
 from ..cuda.graph import Executable
 from ..device import deferred_free
 from ..device.engine import DeviceEngine
-from ..errors import ArgumentError, CaptureError, GraphStateError
+from ..errors import ArgumentError, CaptureError, GraphStateError, IpcReduceError
 from ..handles import Stream
 from ..lifetime import refuse_copies
 from . import words
@@ -114,28 +114,32 @@ class Graph:
         engine = session.require_engine("a Graph", "Call the function itself, or by a GraphRunner, which does so here")
         recording = Recording(self._name, current_streams.streams(engine.device.ordinal))
         deferred_free.flush()
-        session.begin_recording(recording, lambda: self._check_record(engine, recording.callers, inputs))
         error: BaseException | None = None
-        self._state, self._recording, current.graph = "recording", recording, self
+        began = False
         try:
-            open_recordings.append(self)
-            self._open(engine, recording)
-            recording.begin_segment()
-            yield self
-            if recording.error is not None:  # the body has caught it
-                raise recording.error
-            last = self._end_segment(recording)
-        except BaseException as caught:
-            error = caught
-            recording.abandon()
-        finally:
-            self._recording = current.graph = None
-            if self in open_recordings:
-                open_recordings.remove(self)
-        try:
+            session.begin_recording(recording, lambda: self._check_record(engine, recording.callers, inputs))
+            self._state, self._recording, current.graph, began = "recording", recording, self, True
+            try:
+                open_recordings.append(self)
+                self._open(engine, recording)
+                recording.begin_segment()
+                yield self
+                if recording.error is not None:  # the body has caught it
+                    raise recording.error
+                last = self._end_segment(recording)
+            except BaseException as caught:
+                error = caught
+                recording.abandon()
+            self._leave_recording()
             session.end_recording(recording, error and explained(error, behind_a_break=bool(recording.segments)))
-        except BaseException:
-            self._end("failed")
+        except BaseException as failed:
+            if session.calls.recording is recording:  # interrupted between its begin and its end
+                recording.abandon()
+                with suppress(type(failed), IpcReduceError):
+                    session.end_recording(recording, failed)
+            if began:
+                self._leave_recording()
+                self._end("failed")
             raise
         self._held = [*recording.held, inputs]
         self._state = "staged"
@@ -163,6 +167,11 @@ class Graph:
         recording.pool, recording.stream = self._pool, engine.recording_stream()
         for caller in recording.callers:
             self._session.order(caller, recording.stream)
+
+    def _leave_recording(self) -> None:
+        self._recording = current.graph = None
+        if self in open_recordings:
+            open_recordings.remove(self)
 
     def _end_segment(self, recording: Recording) -> Segment | None:
         segment = recording.end_segment()

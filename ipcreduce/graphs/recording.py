@@ -34,6 +34,9 @@ _ADVICE = {  # by CUresult, which is also the cudaError_t
 }  # fmt: skip
 
 
+_NONE, _BEGUN = -1, -2  # in the place of a capture's id: there is none; it begins, and its id is not known yet
+
+
 @dataclass
 class LaunchedKernel:
     """One launch of a recorded all-reduce: its node, and all that another kernel in its place would need."""
@@ -119,7 +122,7 @@ class Recording:
         self.pool: GraphPool | None = None
         self._memory: AbstractContextManager[None] | None = None
         self._thread = threading.get_ident()
-        self._capture = -1
+        self._capture = _NONE
         self._calls: list[RecordedCall] = []
 
     @property
@@ -133,19 +136,20 @@ class Recording:
         assert self.pool is not None
         self._memory = self.pool.allocating(self.stream)
         self._memory.__enter__()
+        self._capture, self._calls = _BEGUN, []
         streams.begin_capture(self.stream)
-        self._capture, self._calls = 0, []
         self._capture = streams.capture_id(self.stream)
 
     def end_segment(self) -> Segment:
         """The segment captured since. :raises CaptureError: if that cannot be made into a graph."""
-        self._capture = -1
         self._leave_memory()
         try:
-            name = f"{self.name}, segment {len(self.segments) + 1}"
-            segment = Segment(streams.end_capture(self.stream), self._calls, name)
+            captured = streams.end_capture(self.stream)
         except CudaError as error:
+            self._capture = _NONE
             raise cannot_be_captured(error, _ADVICE.get(error.code, "")) from error
+        self._capture = _NONE
+        segment = Segment(captured, self._calls, f"{self.name}, segment {len(self.segments) + 1}")
         self.segments.append(segment)
         segment.make_executable()
         return segment
@@ -158,8 +162,8 @@ class Recording:
     def abandon(self) -> None:
         """Ends a capture that an exception has left open."""
         self._leave_memory()
-        if self._capture != -1:
-            self._capture = -1
+        if self._capture != _NONE:
+            self._capture = _NONE
             with suppress(CudaError):
                 cuda_graph.destroy_graph(streams.end_capture(self.stream))
 
@@ -170,7 +174,7 @@ class Recording:
         :raises CudaError: if that cannot be known.
         """
         try:
-            if self._capture == -1 or streams.capture_id(stream) != self._capture:
+            if self._capture == _NONE or streams.capture_id(stream) != self._capture:
                 return None
         except CudaError:
             if self.in_this_thread:

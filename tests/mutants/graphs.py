@@ -86,8 +86,8 @@ MUTANTS = [
     Mutant(
         "a capture is left open after an exception",
         GRAPH,
-        "            recording.abandon()\n",
-        "",
+        "                error = caught\n                recording.abandon()\n",
+        "                error = caught\n",
         scenario("exceptions"),
     ),
     Mutant(

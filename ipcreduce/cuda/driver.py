@@ -7,9 +7,9 @@ The tests replace this module by a simulated device (tests/sim), so no other mod
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -164,18 +164,31 @@ def synchronize() -> None:
             free(address)
 
 
-@contextmanager
-def relaxed() -> Iterator[None]:
+def relaxed() -> AbstractContextManager[Any]:
     """Put this thread in relaxed capture mode for a block: waits and allocations then invalidate no capture."""
-    mode = None
-    with suppress(CudaError):
-        mode = call("cuThreadExchangeStreamCaptureMode", load().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
-    try:
-        yield
-    finally:
-        if mode is not None:
-            with suppress(CudaError):
-                call("cuThreadExchangeStreamCaptureMode", mode)
+    return _Relaxed()
+
+
+class _Relaxed:
+    __slots__ = ("_mode",)
+
+    def __enter__(self) -> None:
+        try:
+            self._mode = call("cuThreadExchangeStreamCaptureMode", _relaxed_mode())
+        except CudaError:
+            self._mode = None
+
+    def __exit__(self, *error: Any) -> None:
+        if self._mode is not None:
+            try:
+                call("cuThreadExchangeStreamCaptureMode", self._mode)
+            except CudaError:
+                return
+
+
+@cache
+def _relaxed_mode() -> Any:
+    return load().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 # ---- memory

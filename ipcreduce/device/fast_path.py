@@ -102,6 +102,8 @@ class FastPath:
         self._recorder_parts = tuple(getattr(page.calls, name) for name in parts)
         # By the ids of array and out, and op. None: these ids belong to short-lived arrays; do not cache.
         self._known: dict[tuple[int, int, str], _KnownCall | None] = {}
+        # By addresses, shape, dtype and op, for other objects at the same places. None: made once, and to be better.
+        self._placed: dict[tuple[Any, ...], Ready | None] = {}
 
     def make(
         self, ready: Ready | None, usual: Callable[[Any, Any, Any, Any], Any],
@@ -253,28 +255,34 @@ class FastPath:
                 return _NOT_READY
             current = given
         source, shape, kind = place
+        other = place if out is array or out is None else library.plain(out, device)
+        if other is None or other[1] != shape or other[2] != kind:
+            return _NOT_READY
+        at = source, other[0], shape, kind, op
+        if out is not None and (ready := self._placed.get(at)) is not None:
+            return ready, out, current
         dtype = library.dtype_of(kind)
         prepared = None if dtype is None else self._find(shape, dtype, op)
         if dtype is None or prepared is None or not prepared.fast:
             return _NOT_READY
-        other, target, result = place, source, out
+        target, result = other[0], out
         if out is None:
             if current > 1 and not self._order.runs(current):
                 return _NOT_READY
             result, target = library.empty_like(array, device)
             if not target:
                 return _NOT_READY
-        elif out is not array:
-            other = library.plain(out, device)
-            if other is None or other[1] != shape or other[2] != kind:
-                return _NOT_READY
-            target = other[0]
-            if 0 < abs(target - source) < prepared.nbytes:
-                return _NOT_READY
+        elif 0 < abs(target - source) < prepared.nbytes:
+            return _NOT_READY
         if (source | target) % dtype.itemsize:
             return _NOT_READY
         if key not in self._known and library.can_be_known(kind):
             if len(self._known) >= _MOST:
                 self._known.clear()
             self._known[key] = _KnownCall(array, out, prepared, library, (place, other))
-        return self._make_ready(prepared, source, target), result, current
+        ready = self._make_ready(prepared, source, target)
+        if out is not None:
+            if len(self._placed) >= _MOST:
+                self._placed.clear()
+            self._placed[at] = ready if at in self._placed else None
+        return ready, result, current

@@ -135,7 +135,25 @@ def the_same_arrays(comm: Any) -> None:
             assert len(comm._engine._ready._ready) - len(kept_graphs(comm)) <= 6
         else:
             assert len(known) <= 6
+            assert len(comm._engine.fast._placed) <= 6
     works(comm)
+
+
+def other_arrays_at_the_same_places(comm: Any) -> None:
+    """New objects each time, over memory that was used before, by another op, in another shape and dtype."""
+    source, out = cupy.zeros(64, np.int32), cupy.zeros(64, np.int32)
+    draws = np.random.default_rng(5).integers(0, 1 << 30, (SIZE, 64)).astype(np.int32)
+    source[...] = cupy.asarray(draws[RANK])
+    placed = comm._engine.fast._placed
+    for _ in range(4):
+        calls = (64, np.int32, "sum"), (64, np.int32, "max"), (60, np.int32, "sum"), (32, np.int64, "sum")
+        for count, dtype, op in (*calls, (64, np.uint32, "max")):
+            parts = draws.view(dtype)[:, :count]
+            expected = parts.max(0) if op == "max" else parts.sum(0, dtype=dtype)
+            out.fill(-1)
+            comm.allreduce(source.view(dtype)[:count], op, out=out.view(dtype)[:count])
+            assert (cupy.asnumpy(out).view(dtype)[:count] == expected).all(), (count, dtype, op)
+    assert sum(ready is not None and at[0] == source.data.ptr for at, ready in placed.items()) == 5
 
 
 def not_as_quick(comm: Any) -> None:
@@ -565,6 +583,7 @@ def closed_by_another_thread(comm: Any) -> None:
 SCENARIOS = [
     wrong_outputs,
     the_same_arrays,
+    other_arrays_at_the_same_places,
     not_as_quick,
     errors_are_told,
     interrupted_while_waiting,

@@ -92,6 +92,34 @@ MUTANTS = [
         quick("the_same_arrays"),
     ),
     Mutant(
+        "a call is taken for one at the same places with another op",
+        FAST,
+        "at = source, other[0], shape, kind, op",
+        "at = source, other[0], shape, kind",
+        quick("other_arrays_at_the_same_places"),
+    ),
+    Mutant(
+        "a call is taken for one at the same places with another shape",
+        FAST,
+        "at = source, other[0], shape, kind, op",
+        "at = source, other[0], kind, op",
+        quick("other_arrays_at_the_same_places"),
+    ),
+    Mutant(
+        "a call is taken for one at the same places with another dtype",
+        FAST,
+        "at = source, other[0], shape, kind, op",
+        "at = source, other[0], shape, op",
+        quick("other_arrays_at_the_same_places"),
+    ),
+    Mutant(
+        "a call is taken for one at the same places with another result's place",
+        FAST,
+        "at = source, other[0], shape, kind, op",
+        "at = source, shape, kind, op",
+        quick("other_arrays_at_the_same_places"),
+    ),
+    Mutant(
         "the fast path does not see that an array has another shape",
         FAST,
         "if array.shape != shape or (out is not array and out is not None and out.shape != shape):",
@@ -101,7 +129,7 @@ MUTANTS = [
     Mutant(
         "the fast path takes an out that overlaps the input in part",
         FAST,
-        "            if 0 < abs(target - source) < prepared.nbytes:\n                return _NOT_READY\n",
+        "        elif 0 < abs(target - source) < prepared.nbytes:\n            return _NOT_READY\n",
         "",
         quick("not_as_quick"),
     ),

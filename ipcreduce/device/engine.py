@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from .. import lifetime
 from ..coordination.calls import CallSequence
-from ..coordination.control_page import Page
+from ..coordination.control_page import CLOSED_IT, REFUSED, TOLD, Page
 from ..cuda import cupy_runtime, driver, graph, streams
 from ..cuda.contexts import using_relaxed
 from ..errors import ArgumentError, IpcReduceError
@@ -158,6 +158,17 @@ class DeviceEngine(ABC):
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+    def _end_calls(self, deadline: float) -> bool:
+        """Wait for our calls until ``deadline``, then end them. False if that was needed."""
+        page = self.page
+        if self.order.ends_by(deadline):
+            return True
+        if page.loss() is None:
+            page.post_fault(REFUSED, page.calls.call_of(self.rank), CLOSED_IT)
+        else:  # which ends all waits: a fault of this rank would come before it, as if it were the reason
+            page.abort(TOLD)
+        return False
 
     @abstractmethod
     def _close(self, deadline: float, unmap: Actions, unmapped: Actions, free: Actions) -> None: ...

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ..coordination.calls import CallSequence
-from ..coordination.control_page import REFUSED, Page
+from ..coordination.control_page import Page
 from ..cuda import driver
 from ..cuda.contexts import using_relaxed
 from ..device.deferred_free import Action, attempt, flush, forget, give_back_after
@@ -91,7 +91,7 @@ class Engine(DeviceEngine):
             self.workspace.reset()
 
     def _close(self, deadline: float, unmap: Actions, unmapped: Actions, free: Actions) -> None:
-        attempt(self.context, lambda: self._stop(deadline))
+        attempt(self.context, lambda: self._end_calls(deadline), self.wait_for_device)
         forget(self.order)
         attempt(self.context, self.workspace.unmap_peers, *unmap)
         self.page.leave()
@@ -103,12 +103,6 @@ class Engine(DeviceEngine):
         for action in free:
             action()
         flush()
-
-    def _stop(self, deadline: float) -> None:
-        """Wait for our kernels, and end those that wait for a peer beyond the deadline."""
-        if not self.order.ends_by(deadline):
-            self.page.post_fault(REFUSED, self.page.calls.call_of(self.rank), "it closed the communicator")
-        self.wait_for_device()
 
     def release(self) -> None:
         """Give back the resources that only this process uses."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..coordination.calls import CallSequence
-from ..coordination.control_page import REFUSED, Page
+from ..coordination.control_page import Page
 from ..coordination.faults import raise_lost
 from ..coordination.fingerprint import Fingerprint, of_allreduce
 from ..cuda import driver
@@ -192,8 +192,7 @@ class Engine(DeviceEngine):
 
     def _stop(self, deadline: float) -> None:
         """Wait for our calls, and end those that wait for a peer beyond the deadline."""
-        if not self.order.ends_by(deadline):
-            self.page.post_fault(REFUSED, self.page.calls.call_of(self.rank), "it closed the communicator")
+        if not self._end_calls(deadline):
             self.nccl.abort()
         self.wait_for_device()
 

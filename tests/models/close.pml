@@ -65,7 +65,7 @@ proctype Rank(byte r) {
     :: break
     od;
 #ifndef BREAK_KERNELS_RUN
-    if                                   /* _stop: order.ends_by(deadline), else post_fault; wait_for_device */
+    if                                   /* _end_calls: order.ends_by(deadline), else post_fault; wait_for_device */
     :: !running[r]
     :: running[r] -> abort = 1; !running[r]
     fi;

@@ -207,6 +207,20 @@ MUTANTS = [
     ),
     # ---- workspace and ends
     Mutant(
+        "a rank that closes because of a loss is taken for the reason",
+        "ipcreduce/device/engine.py",
+        "        if page.loss() is None:\n",
+        "        if True:\n",
+        unit("device_engine", "a_rank_that_closes_because_of_a_loss_is_not_taken_for_the_reason"),
+    ),
+    Mutant(
+        "a rank that closes because of a loss does not end its waits",
+        "ipcreduce/device/engine.py",
+        "            page.abort(TOLD)\n",
+        "            pass\n",
+        unit("device_engine", "a_rank_that_closes_because_of_a_loss_is_not_taken_for_the_reason"),
+    ),
+    Mutant(
         "after a fault the slots are not emptied",
         ENGINE,
         "            self.workspace.reset()\n",

@@ -156,7 +156,12 @@ def main() -> None:
     library.destroy(plain)
     cupys.destroy()
     if rank == 0 and options.json:
-        found = {"rows": [*rows.values()], "host at 1 KB once calls have been captured": captured_before}
+        found = {
+            "ranks": size,
+            "hosts": options.hosts,
+            "rows": [*rows.values()],
+            "host at 1 KB once calls have been captured": captured_before,
+        }
         report.write_json(options.json, report.header(sys.argv) | found)
     WORLD.Barrier()
 

@@ -101,6 +101,16 @@ def _kind(what: str) -> str:
     }.get(what, "")
 
 
+def llama_table() -> str:
+    """Times of a step of ``mpi_examples/llama_torch.py`` over 2 GPUs, by way and batch."""
+    times: dict[str, dict[int, float]] = {}
+    for row in read("llama-h200-x2")["rows"]:
+        times.setdefault(row["way"], {})[row["batch"]] = row["us"]
+    batches = sorted(next(iter(times.values())))
+    header = ["a step by", *(f"batch {batch}" for batch in batches)]
+    return table(header, ([way, *(us_text(found[batch]) for batch in batches)] for way, found in times.items()))
+
+
 HOST_SIZES = (4, *(1 << power for power in (10, 12, 14, 16, 18, 20, 22, 24, 26, 28)))
 
 
@@ -173,9 +183,11 @@ def _total(rows: Rows, key: str) -> int:
     return sum(row[key] for row in rows)
 
 
-def _hosts(rows: Rows) -> str:
-    hosts = rows[0].get("hosts", 1)
-    return f", {hosts} pretended hosts" if hosts > 1 else ""
+def _over(content: dict[str, Any], rows: Rows) -> str:
+    """The backend, where it is not our kernels, and how many hosts were pretended."""
+    found = rows[0] | content
+    hosts = found.get("hosts", 1)
+    return (", NCCL" if found.get("backend") == "nccl" else "") + (f", {hosts} pretended hosts" if hosts > 1 else "")
 
 
 def _scenarios_of(content: dict[str, Any]) -> str:
@@ -206,8 +218,8 @@ _RUNS: dict[str, Callable[[dict[str, Any], Rows], tuple[str, str]]] = {  # by a 
         "random bytes, `make fuzz`",
         f"{_total(rows, 'messages'):,} messages to {len(rows)} readers, {_total(rows, 'right')} readers right",
     ),
-    "kind": lambda _, rows: (
-        f"ranks that fail, `make failures`{_hosts(rows)}",
+    "kind": lambda content, rows: (
+        f"ranks that fail, `make failures`{_over(content, rows)}",
         f"{_total(rows, 'right')} of {_total(rows, 'turns')} turns right",
     ),
     "arch": lambda _, rows: (
@@ -228,8 +240,11 @@ _RUNS: dict[str, Callable[[dict[str, Any], Rows], tuple[str, str]]] = {  # by a 
         "`make models`",
         f"{content['models']} searches without an error, {content['breaks']} breaks found",
     ),
-    "cases": lambda content, _: (f"sweep, {content['cases']} cases", f"{content['calls']:,} calls right"),
-    "right": lambda content, _: (_scenarios_of(content), _scenarios(content)),
+    "cases": lambda content, rows: (
+        f"sweep, {content['cases']} cases{_over(content, rows)}",
+        f"{content['calls']:,} calls right",
+    ),
+    "right": lambda content, rows: (_scenarios_of(content) + _over(content, rows), _scenarios(content)),
     "prototype_us": lambda _, rows: ("times beside the prototypes", f"{len(rows)} rows"),
     "before": lambda content, rows: (
         f"`benchmarks.host`, the library at {content['before']}",
@@ -238,13 +253,16 @@ _RUNS: dict[str, Callable[[dict[str, Any], Rows], tuple[str, str]]] = {  # by a 
     "demo": lambda *_: ("`make demo`'s program, in turns with 832abcc", "results right each time; times in the file"),
     "copy_GB_per_s": lambda _, rows: ("`benchmarks.host`, against MPI", f"{_BEFORE_TIMING}; {len(rows)} rows"),
     "way": lambda _, rows: ("`mpi_examples/llama_torch.py`", f"the unsplit model's tokens; {len(rows)} times"),
-    "device": lambda _, rows: (
-        f"`benchmarks.over_nccl`, beside plain NCCL{_hosts(rows)}",
+    "device": lambda content, rows: (
+        f"`benchmarks.over_nccl`, beside plain NCCL{_over(content, rows)}",
         f"{len(rows)} rows; times only",
     ),
-    "us": lambda *_: ("host times beside PyTorch, `benchmarks.torch_host`", "times only"),
-    "limit": lambda _, rows: ("`python -m ipcreduce bench`", f"{_BEFORE_TIMING}; {len(rows)} rows"),
+    "limit": lambda content, rows: (
+        f"`python -m ipcreduce bench`{_over(content, rows)}",
+        f"{_BEFORE_TIMING}; {len(rows)} rows",
+    ),
     "startup": lambda _, rows: ("`benchmarks.figures`", f"{len(rows)} ratios; times only"),
+    "us": lambda *_: ("host times beside PyTorch, `benchmarks.torch_host`", "times only"),
 }
 
 
@@ -255,5 +273,5 @@ def _software(content: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     figures = [bench_table(n, mode) for n in (4, 2) for mode in ("graph", "eager")]
-    for text in (bench_table(4, sizes=README_SIZES), *figures, ratio_table(), host_table(), run_table()):
+    for text in (bench_table(4, sizes=README_SIZES), *figures, ratio_table(), llama_table(), host_table(), run_table()):
         print(text, end="\n\n")

@@ -74,6 +74,7 @@ def main() -> None:
             chosen = [one for one in chosen if one.__name__ not in OUR_KERNELS_ONLY]
         if options.hosts > 1:  # calls that differ between hosts are told afterwards only
             chosen = [one for one in chosen if one in WITHOUT_DIFFERENCES]
+        FIGURES.update(backend=comm.backend, hosts=options.hosts, ranks=SIZE)
         run(*chosen, comm=comm)
 
 

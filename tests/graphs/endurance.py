@@ -181,7 +181,7 @@ def cost_of_a_replay(comm: Any) -> None:
         ours, bare = timed(graph.replay, calls), timed(launch, calls)
     FIGURES["host us of a replay"] = round(ours, 2)
     FIGURES["host us of the launch alone"] = round(bare, 2)
-    FIGURES["GPUs"], FIGURES["ranks"] = GPUS, SIZE
+    FIGURES["GPUs"] = GPUS
     FIGURES["forced algorithm"] = options.algorithm
 
 

@@ -101,6 +101,7 @@ def test_links_lead_somewhere(name: str) -> None:
         *(("docs/performance.md", results.bench_table(n, mode)) for n in (2, 4) for mode in ("graph", "eager")),
         ("docs/performance.md", results.ratio_table()),
         ("docs/performance.md", results.host_table()),
+        ("docs/pytorch.md", results.llama_table()),
     ],
 )
 def test_tables_are_those_of_the_result_files(name: str, table: str) -> None:

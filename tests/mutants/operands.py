@@ -19,6 +19,20 @@ def tensors(scenario: str) -> str:
 
 MUTANTS = [
     Mutant(
+        "a recording keeps a tensor, and not its memory",
+        ARRAYS,
+        "tensor if ordered else tensor.detach()",
+        "tensor",
+        tensors("other_memory_under_a_recorded_tensor"),
+    ),
+    Mutant(
+        "the address check asks the protocols of a tensor that requires grad",
+        ARRAYS,
+        "    if torch_runtime.is_plain_type(kind):\n",
+        "    if False:\n",
+        tensors("addresses_of_weights"),
+    ),
+    Mutant(
         "the alignment is not checked",
         OPERANDS,
         "if (source_address | destination_address) & (source.itemsize - 1):",

@@ -303,6 +303,43 @@ def torch_in_recordings() -> None:
             assert torch.pools() < alive, "PyTorch's pools outlive the graphs"
 
 
+def other_memory_under_a_recorded_tensor() -> None:
+    """A graph keeps the memory that it was recorded with, though the tensor is given other memory (``set_()``)."""
+    with Communicator(timeout=20) as comm, torch.imported():
+        source, target = torch.full_like(Tensor(array_of(0)), RANK + 1), torch.full_like(Tensor(array_of(0)), 0)
+        with Graph(comm) as graph:
+            with graph.record():
+                comm.allreduce(source, out=target)
+            for tensor in (source, target):
+                seen, other = tensor.array, torch.full_like(tensor, 7)
+                tensor.array, tensor.storage = other.array, other.storage
+                later = [torch.full_like(tensor, -1) for _ in range(4)]  # in the memory that is free by now
+                cupy.cuda.Device().synchronize()
+                graph.replay()
+                if tensor is target:
+                    right(seen)
+                else:
+                    right(target.array)
+                assert all((cupy.asnumpy(one.array) == -1).all() for one in later)
+        works(comm)
+
+
+def addresses_of_weights() -> None:
+    """The address check takes tensors that require grad, within ``torch.no_grad()``, and sees that they moved."""
+    with Communicator(timeout=20) as comm, torch.imported(), torch.no_grad():
+        weight = Tensor(array_of(RANK + 1), requires_grad=True)
+        inputs = {"weight": weight}
+        with Graph(comm, check="always") as graph:
+            with graph.record(inputs):
+                total = comm.allreduce(weight)
+            graph.replay(inputs)
+            right(total.array)
+            weight.array = array_of(RANK + 1)
+            with raises(errors.AddressChangedError, 'inputs["weight"]'):
+                graph.replay(inputs)
+        works(comm)
+
+
 def after_a_wait() -> None:
     """A call behind synchronize() takes the short way, and later calls on other streams follow it."""
     with Communicator(timeout=20) as comm:
@@ -349,5 +386,6 @@ def after_a_wait() -> None:
 SCENARIOS = [
     after_a_wait,
     torch_in_recordings, on_torchs_stream, by_dlpack, in_a_recording, memory_that_is_not_the_tensors_values,
-    results_are_tensors, the_short_way, a_stream_by_its_handle,
+    results_are_tensors, the_short_way, a_stream_by_its_handle, other_memory_under_a_recorded_tensor,
+    addresses_of_weights,
 ]  # fmt: skip

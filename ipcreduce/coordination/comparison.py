@@ -30,7 +30,7 @@ class Comparison:
 
     def look(self) -> None:
         """Compare the calls made since the last look, and post the first mismatch."""
-        page = self._page
+        page, era = self._page, self._page.era
         number = page.calls.number[0]
         if number != self._number:
             self._number, self._moved = number, time.monotonic()
@@ -38,10 +38,10 @@ class Comparison:
             settled = time.monotonic() - self._moved > _SETTLED_SECONDS
             for rank in range(page.n):
                 if rank != page.rank:
-                    self._compare(rank, settled)
+                    self._compare(rank, settled, era)
 
-    def _compare(self, rank: int, settled: bool) -> None:
-        calls = self._page.calls
+    def _compare(self, rank: int, settled: bool, era: int) -> None:
+        page, calls = self._page, self._page.calls
         last = min(self._number, calls.call_of(rank))
         last -= not (settled and self._number == calls.call_of(rank))
         if last <= self._compared[rank]:
@@ -51,7 +51,10 @@ class Comparison:
         if differing is not None:
             time.sleep(_ARRIVAL_SECONDS)
             differing = calls.first_differing(rank, differing, last)
-        if differing is not None and not self._page.aborted:
-            mine, theirs = calls.describe(self._page.rank, differing), calls.describe(rank, differing)
-            text = f"{mine} on rank {self._page.rank} and {theirs} on rank {rank}"
-            self._page.post_fault(MISMATCH, differing, text)
+        if differing is None:
+            return
+        mine, theirs = calls.describe(page.rank, differing), calls.describe(rank, differing)
+        with page.in_era(era) as current:
+            if current and not page.aborted:
+                text = f"{mine} on rank {page.rank} and {theirs} on rank {rank}"
+                page.post_fault(MISMATCH, differing, text)

@@ -24,7 +24,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -79,7 +79,8 @@ class Page:
             [self._slot(rank, "rounds", ROUND, parity * ROUND.itemsize) for rank in range(n)] for parity in range(2)
         ]
         self._written = 0  # faults and losses, by this rank
-        self._writing = threading.Lock()  # the program's threads and the watchdog post
+        self._writing = threading.RLock()  # the program's threads and the watchdog post
+        self.era = 0  # changes as this rank begins a resynchronisation, and as it clears its part of the page
         self.aborts = 0  # how often this rank has raised the abort word
         self.version = 0  # of this rank's block
         self.changed: Callable[[], object] | None = None  # called when others are to read this rank's block
@@ -176,6 +177,20 @@ class Page:
         self._words32[missing_offset(self.rank) // 4 + 1] = 1
 
     # ---- faults
+    def next_era(self) -> None:
+        """Let other threads of this rank post nothing more of what they have seen so far."""
+        with self._writing:
+            self.era += 1
+
+    @contextlib.contextmanager
+    def in_era(self, era: int) -> Iterator[bool]:
+        """Hold off the next era in the block, where a thread of ours posts what it has seen in ``era``.
+
+        :returns: False if that is over: the fault would be one of later calls.
+        """
+        with self._writing:
+            yield self.era == era
+
     def post_fault(self, kind: int, call: int, text: str, of: int | None = None) -> None:
         """Write the reason for which a call ends on all ranks, then raise the abort word.
 
@@ -185,7 +200,7 @@ class Page:
             self._written += 1
             of = self.rank if of is None else of
             self._faults[self.rank].write(self._written, kind=kind, call=call, rank=of, text=text)
-        self.abort(TOLD)
+            self.abort(TOLD)
 
     def fault(self) -> tuple[int, int, int, str] | None:
         """(call, rank, kind, text) of the earliest fault on the page; None if there is none."""
@@ -219,11 +234,13 @@ class Page:
 
     def clear(self) -> None:
         """Remove this rank's fault and the abort word: once all kernels have ended, before any rank goes on."""
-        self._faults[self.rank].clear()
-        self._ranks[self.rank]["late"] = 0
-        for word in (0, 1):
-            self._words32[missing_offset(self.rank) // 4 + word] = 0
-        self._words32[ABORT_OFFSET // 4] = 0
+        with self._writing:
+            self.next_era()
+            self._faults[self.rank].clear()
+            self._ranks[self.rank]["late"] = 0
+            for word in (0, 1):
+                self._words32[missing_offset(self.rank) // 4 + word] = 0
+            self._words32[ABORT_OFFSET // 4] = 0
 
     # ---- losses
     def post_lost(self, rank: int, why: str) -> None:
@@ -235,7 +252,7 @@ class Page:
             if self._losses[self.rank].read() is None:
                 self._written += 1
                 self._losses[self.rank].write(self._written, rank=rank, text=why)
-        self.abort(TOLD)
+            self.abort(TOLD)
 
     def end_waits(self) -> None:
         """End every wait of this rank for good; the peers read that it has closed the communicator."""

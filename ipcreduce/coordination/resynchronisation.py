@@ -30,6 +30,7 @@ def start_anew(
         if time.monotonic() > deadline:
             page.post_lost(missing[0], "it did not come to the clean-up after a fault")
 
+    page.next_era()  # before a peer can go on: a fault found in what was before would be posted to what follows
     for engine in engines:
         engine.quiesce(deadline)
     offer = next(filter(None, (engine.offer() for engine in engines)), b"")

@@ -72,7 +72,7 @@ class Guard:
 
     def look(self) -> None:
         """One turn."""
-        page, nccl = self._page, self._nccl
+        page, nccl, era = self._page, self._nccl, self._page.era
         if not nccl.is_open:
             return
         if page.aborted:
@@ -82,46 +82,52 @@ class Guard:
                 self._aborting = time.monotonic()
             elif time.monotonic() - self._aborting > _GRACE_SECONDS:
                 self._aborting = 0.0
-                page.note_ended_without_data()
-                nccl.abort()
+                with page.in_era(era) as current:
+                    if current:  # else the calls of that era have ended
+                        page.note_ended_without_data()
+                        nccl.abort()
             return
         self._aborting = 0.0
         problem = nccl.problem()
         if problem is not None:
-            page.post_fault(REFUSED, max(1, page.calls.number[0]), problem)
-            page.note_ended_without_data()
-            nccl.abort()  # it is of no use any more, whether a call waits or not
+            with page.in_era(era) as current:
+                if current:
+                    page.post_fault(REFUSED, max(1, page.calls.number[0]), problem)
+                    page.note_ended_without_data()
+                    nccl.abort()  # it is of no use any more, whether a call waits or not
             return
         try:
             with using_relaxed(self._context):
-                self._watch_calls()
+                self._watch_calls(era)
         except CudaError:
             self._marked = 0  # the next turn begins anew
-        self._watch_enqueuing()
+        self._watch_enqueuing(era)
 
-    def _watch_calls(self) -> None:
+    def _watch_calls(self, era: int) -> None:
         """Post a timeout for a call on a stream that takes too long."""
         if self._marked:
             if streams.is_over(self._event):
                 self._marked, self._ended = 0, self._marked
             elif time.monotonic() - self._since > self._timeout:
-                self._post_timeout(self._marked)
+                self._post_timeout(self._marked, era)
                 return
         number = self._order.launched  # before the event, which then stands behind that call
         if not self._marked and number > self._ended and self._order.mark(self._event, self._stream):
             self._marked, self._since = number, time.monotonic()
 
-    def _watch_enqueuing(self) -> None:
+    def _watch_enqueuing(self, era: int) -> None:
         """Post a timeout for a call that NCCL does not put on its stream: it makes its links in the first calls."""
         enqueuing, number = self._nccl.enqueuing, self._page.calls.number[0]
         if enqueuing is not self._enqueuing or number != self._enqueuing_at:
             self._enqueuing, self._enqueuing_at, self._enqueuing_since = enqueuing, number, time.monotonic()
         elif enqueuing is not None and time.monotonic() - self._enqueuing_since > self._timeout:
-            self._post_timeout(number)
+            self._post_timeout(number, era)
 
-    def _post_timeout(self, number: int) -> None:
+    def _post_timeout(self, number: int, era: int) -> None:
         page = self._page
-        page.post_timeout([rank for rank in range(page.n) if page.calls.call_of(rank) < number])
+        with page.in_era(era) as current:
+            if current:
+                page.post_timeout([rank for rank in range(page.n) if page.calls.call_of(rank) < number])
 
 
 def _run(guard: weakref.ref[Guard], stopped: queue.SimpleQueue[None]) -> None:

@@ -272,6 +272,27 @@ MUTANTS = [
     ),
     # ---- NCCL
     Mutant(
+        "an error of NCCL's is told though the ranks have met since it was seen",
+        GUARD,
+        "                if current:\n                    page.post_fault",
+        "                if True:\n                    page.post_fault",
+        unit("nccl", "what_was_seen_before_the_ranks_met_is_not_acted_on"),
+    ),
+    Mutant(
+        "NCCL's communicator is aborted though the ranks have met since it was seen",
+        GUARD,
+        "                    if current:  # else",
+        "                    if True:  # else",
+        unit("nccl", "what_was_seen_before_the_ranks_met_is_not_acted_on"),
+    ),
+    Mutant(
+        "a timeout is posted though the ranks have met since it was seen",
+        GUARD,
+        "            if current:\n                page.post_timeout",
+        "            if True:\n                page.post_timeout",
+        unit("nccl", "what_was_seen_before_the_ranks_met_is_not_acted_on"),
+    ),
+    Mutant(
         "NCCL's communicator is aborted in the foreground",
         "ipcreduce/nccl/communicator.py",
         "        self._end_of_last = Job(partial(self._end_now, end, comm))  # without the lock: it may run at once\n",

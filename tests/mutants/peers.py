@@ -38,6 +38,27 @@ MUTANTS = [
         "",
         unit("flight_recorder", "no_key_stands_beside_the_text_of_another"),
     ),
+    Mutant(
+        "a mismatch is posted though the ranks have met since it was seen",
+        COMPARISON,
+        "            if current and not page.aborted:\n",
+        "            if not page.aborted:\n",
+        unit("comparison", "a_mismatch_is_not_posted_once_the_ranks_meet"),
+    ),
+    Mutant(
+        "a resynchronisation does not begin an era",
+        f"{FOLDER}/resynchronisation.py",
+        "    page.next_era()  # before",
+        "    # before",
+        unit("comparison", "an_era_ends_before_the_ranks_meet_and_as_the_page_is_cleared"),
+    ),
+    Mutant(
+        "an era does not end as the page is cleared",
+        PAGE,
+        "            self.next_era()\n",
+        "",
+        unit("comparison", "an_era_ends_before_the_ranks_meet_and_as_the_page_is_cleared"),
+    ),
     # ---- the watchdog
     Mutant(
         "the watchdog ignores a death",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,8 @@ from ipcreduce.coordination.comparison import Comparison
 from ipcreduce.coordination.control_page import MISMATCH, Page
 from ipcreduce.coordination.fingerprint import Fingerprint
 from ipcreduce.coordination.flight_recorder import RING
+from ipcreduce.coordination.resynchronisation import start_anew
+from ipcreduce.coordination.rounds import Meetings
 from tests.unit.pages import make_mirrored, make_pages
 
 SUM, MAX = Fingerprint.of("a sum"), Fingerprint.of("a maximum")
@@ -132,3 +135,57 @@ def test_slots_that_are_written_again_during_the_look_are_left_out(monkeypatch: 
 
     monkeypatch.setattr(first.calls, "_newest", goes_on)
     assert first.calls.first_differing(1, 1, RING) is None
+
+
+@pytest.mark.parametrize("as_it", ["begins", "ends"])
+@pytest.mark.parametrize("rank_that_meets", [0, 1])
+def test_a_mismatch_is_not_posted_once_the_ranks_meet(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, as_it: str, rank_that_meets: int
+):
+    """It has been raised: the watchdog of rank 0 was held up between its look and its post."""
+    first, second = ranks.pages
+    for page, what in ((first, SUM), (second, MAX)):
+        page.calls.enter(1, what)
+        page.calls.enter(2, SUM)
+    describe = first.calls.describe
+
+    def meet(rank: int, call: int) -> str:
+        text = describe(rank, call)
+        page = ranks.pages[rank_that_meets]
+        page.next_era()
+        if as_it == "ends":
+            page.calls.first = 3
+            page.clear()
+        return text
+
+    monkeypatch.setattr(first.calls, "describe", meet)
+    ranks.turn(0)
+    posted = rank_that_meets == 1  # then this rank's resynchronisation is still to come, and will clear it
+    assert bool(first.aborted) == posted
+    assert (first.fault() is not None) == posted
+
+
+def test_an_era_ends_before_the_ranks_meet_and_as_the_page_is_cleared():
+    """So that what was seen before, or meanwhile, is not posted to what follows."""
+    (page,) = make_pages(1)
+    eras: list[int] = []
+
+    class Quiet:
+        def quiesce(self, deadline: float) -> None:
+            eras.append(page.era)
+
+        def offer(self) -> bytes:
+            return b""
+
+        def reset(self, offers: object) -> None:
+            eras.append(page.era)
+
+    before = page.era
+    engines: list[Any] = [Quiet()]
+    start_anew(page, engines, Meetings(page), 1, 0, time.monotonic() + 10)
+    assert len({before, *eras}) == 2
+    assert page.era not in (before, *eras)
+    with page.in_era(before) as current:
+        assert not current
+    with page.in_era(page.era) as current:
+        assert current

@@ -330,6 +330,40 @@ def test_a_turn_that_fails_is_not_the_last(guarded: Any, monkeypatch: pytest.Mon
     assert len(turns) >= 3
 
 
+def test_what_was_seen_before_the_ranks_met_is_not_acted_on(guarded: Any, monkeypatch: pytest.MonkeyPatch):
+    """The guard was held up between its look and its act: neither a fault, nor an abort, nor a timeout."""
+    page = guarded.page
+
+    def meets_and(value: Any) -> Any:
+        def look(*_: Any) -> Any:
+            page.clear()
+            return value
+
+        return look
+
+    with monkeypatch.context() as patch:
+        patch.setattr(guarded.nccl, "problem", meets_and("NCCL: an error"))
+        guarded.guard.look()
+    with monkeypatch.context() as patch:
+        patch.setattr(guard_module, "_GRACE_SECONDS", 0.0)
+        patch.setattr(guarded.order, "is_over", lambda: False)
+        page.post_fault(REFUSED, 1, "why")
+        guarded.guard.look()
+        time.sleep(0.001)
+        patch.setattr(guarded.order, "is_over", meets_and(False))
+        guarded.guard.look()
+    assert not page.aborted
+    launch(guarded, 2)
+    guarded.guard.look()
+    time.sleep(0.12)
+    with monkeypatch.context() as patch:
+        patch.setattr(guard_module.streams, "is_over", meets_and(False))
+        guarded.guard.look()
+    assert not page.aborted
+    assert not page.ended_without_data
+    assert guarded.nccl.is_open
+
+
 def test_nccls_own_errors_are_told(guarded: Any):
     guarded.nccl.use("failed")
     guarded.guard.look()

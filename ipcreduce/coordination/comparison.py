@@ -7,12 +7,24 @@ other's, since a processor may read another's word before its own is visible the
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from .control_page import MISMATCH, Page
 
 BUSY_SECONDS = 0.01  # between two looks while calls are made over mirrors: fewer than the flight recorder has room for
 _SETTLED_SECONDS = 0.5  # after which the last call of two ranks is compared too; a call may be withdrawn until the next
 _ARRIVAL_SECONDS = 1e-3  # some processors show another's key after the number that it wrote behind
+# From a mismatch that was found to its post, which ends earlier calls that still run, as this thread cannot wait for
+# them. A rank that enters such a call waits for its own before it posts: see CallSequence._post.
+_PATIENCE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class _Found:
+    call: int
+    text: str
+    era: int
+    seen: float  # on time.monotonic()'s clock
 
 
 class Comparison:
@@ -22,6 +34,7 @@ class Comparison:
         self._page = page
         self._compared = [0] * page.n  # the last call, by rank
         self._number, self._moved = 0, time.monotonic()  # of our last call, and when it was seen first
+        self._found: _Found | None = None  # not posted yet
 
     @property
     def is_busy(self) -> bool:
@@ -29,16 +42,22 @@ class Comparison:
         return time.monotonic() - self._moved < 2 * BUSY_SECONDS
 
     def look(self) -> None:
-        """Compare the calls made since the last look, and post the first mismatch."""
+        """Compare the calls made since the last look; post the first mismatch if nobody has after a while."""
         page, era = self._page, self._page.era
         number = page.calls.number[0]
         if number != self._number:
             self._number, self._moved = number, time.monotonic()
-        if not page.aborted:
+        if self._found is None and not page.aborted:
             settled = time.monotonic() - self._moved > _SETTLED_SECONDS
             for rank in range(page.n):
-                if rank != page.rank:
+                if rank != page.rank and self._found is None:
                     self._compare(rank, settled, era)
+        found = self._found
+        if found is not None and (found.era != page.era or time.monotonic() - found.seen > _PATIENCE_SECONDS):
+            self._found = None
+            with page.in_era(found.era) as current:
+                if current and not page.aborted:
+                    page.post_fault(MISMATCH, found.call, found.text)
 
     def _compare(self, rank: int, settled: bool, era: int) -> None:
         page, calls = self._page, self._page.calls
@@ -51,10 +70,7 @@ class Comparison:
         if differing is not None:
             time.sleep(_ARRIVAL_SECONDS)
             differing = calls.first_differing(rank, differing, last)
-        if differing is None:
-            return
-        mine, theirs = calls.describe(page.rank, differing), calls.describe(rank, differing)
-        with page.in_era(era) as current:
-            if current and not page.aborted:
-                text = f"{mine} on rank {page.rank} and {theirs} on rank {rank}"
-                page.post_fault(MISMATCH, differing, text)
+        if differing is not None:
+            mine, theirs = calls.describe(page.rank, differing), calls.describe(rank, differing)
+            text = f"{mine} on rank {page.rank} and {theirs} on rank {rank}"
+            self._found = _Found(differing, text, era, time.monotonic())

@@ -41,9 +41,23 @@ MUTANTS = [
     Mutant(
         "a mismatch is posted though the ranks have met since it was seen",
         COMPARISON,
-        "            if current and not page.aborted:\n",
-        "            if not page.aborted:\n",
+        "                if current and not page.aborted:\n",
+        "                if not page.aborted:\n",
         unit("comparison", "a_mismatch_is_not_posted_once_the_ranks_meet"),
+    ),
+    Mutant(
+        "the watchdog posts a mismatch at once, and ends earlier calls",
+        COMPARISON,
+        " or time.monotonic() - found.seen > _PATIENCE_SECONDS)",
+        " or True)",
+        unit("comparison", "a_mismatch_is_left_to_the_ranks_for_a_while"),
+    ),
+    Mutant(
+        "a mismatch that was raised stays found",
+        COMPARISON,
+        "(found.era != page.era or time.monotonic()",
+        "(time.monotonic()",
+        unit("comparison", "a_mismatch_that_the_ranks_have_raised_is_forgotten"),
     ),
     Mutant(
         "a resynchronisation does not begin an era",

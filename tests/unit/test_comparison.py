@@ -37,6 +37,11 @@ class Ranks:
             one.look()
 
 
+@pytest.fixture(autouse=True)
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "_PATIENCE_SECONDS", -1.0)
+
+
 @pytest.fixture(params=["a shared page", "mirrored pages"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     pages, mirrors = (make_pages(2), []) if request.param == "a shared page" else make_mirrored(2)
@@ -135,6 +140,48 @@ def test_slots_that_are_written_again_during_the_look_are_left_out(monkeypatch: 
 
     monkeypatch.setattr(first.calls, "_newest", goes_on)
     assert first.calls.first_differing(1, 1, RING) is None
+
+
+def test_a_mismatch_is_left_to_the_ranks_for_a_while(ranks: Ranks, monkeypatch: pytest.MonkeyPatch):
+    """They let their earlier calls end first, for which the watchdog cannot wait."""
+    monkeypatch.setattr(comparison, "_PATIENCE_SECONDS", 60.0)
+    first, second = ranks.pages
+    for page, what in ((first, SUM), (second, MAX)):
+        page.calls.enter(1, what)
+        page.calls.enter(2, SUM)
+    ranks.turn()
+    ranks.turn()
+    assert not first.aborted
+    assert not second.aborted
+    monkeypatch.setattr(comparison, "_PATIENCE_SECONDS", -1.0)
+    ranks.turn(0)
+    fault = first.fault()
+    assert fault is not None
+    assert fault[0] == 1
+
+
+def test_a_mismatch_that_the_ranks_have_raised_is_forgotten(ranks: Ranks, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(comparison, "_PATIENCE_SECONDS", 60.0)
+    first, second = ranks.pages
+    for page, what in ((first, SUM), (second, MAX)):
+        page.calls.enter(1, what)
+        page.calls.enter(2, SUM)
+    ranks.turn()
+    for page in ranks.pages:
+        page.next_era()
+        page.calls.first = 3
+        page.clear()
+        for call in (3, 4):
+            page.calls.enter(call, SUM)
+    ranks.turn()
+    monkeypatch.setattr(comparison, "_PATIENCE_SECONDS", -1.0)
+    ranks.turn()
+    assert not first.aborted
+    for page in ranks.pages:
+        page.calls.enter(5, SUM if page is first else MAX)
+        page.calls.enter(6, SUM)
+    ranks.turn()
+    assert first.aborted
 
 
 @pytest.mark.parametrize("as_it", ["begins", "ends"])

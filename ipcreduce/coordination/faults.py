@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 from ..errors import IpcReduceError, PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, report
 from .control_page import CLOSED_IT, MISMATCH, Page
@@ -51,6 +52,11 @@ def fault_error(page: Page, call: int, timeout: float) -> PeerFailedError | Rank
             " of eager_break), or raise timeout=.",
         ))  # fmt: skip
     where, rank, kind, text = fault
+    differing = None if kind == MISMATCH or rank == page.rank else _differing_before(page, rank, where)
+    if differing is not None:  # found by nobody so far; it comes first
+        where, kind = differing, MISMATCH
+        mine, theirs = (page.calls.describe(one, differing) for one in (page.rank, rank))
+        text = f"{mine} on rank {page.rank} and {theirs} on rank {rank}"
     if kind == MISMATCH:
         return RankMismatchError(report(
             page.rank, call, expected=f"the same call {where} on every rank", found=text,
@@ -60,6 +66,16 @@ def fault_error(page: Page, call: int, timeout: float) -> PeerFailedError | Rank
         page.rank, call, expected=f"call {where} on every rank", found=f"that rank {rank} refused it ({text})",
         advice="The communicator can be used again.",
     ))  # fmt: skip
+
+
+def _differing_before(page: Page, rank: int, call: int) -> int | None:
+    """The first call before ``call``, which rank ``rank`` has refused, in which it differs from this rank."""
+    last = min(call - 1, page.calls.call_of(rank), page.calls.number[0])
+    differing = page.calls.first_differing(rank, 1, last)
+    if differing is not None:
+        time.sleep(1e-3)  # some processors show another's key after the number that it wrote behind
+        differing = page.calls.first_differing(rank, differing, last)
+    return differing
 
 
 def ended_error(page: Page, call: int, timeout: float) -> IpcReduceError:

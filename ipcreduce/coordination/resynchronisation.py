@@ -30,9 +30,11 @@ def start_anew(
         if time.monotonic() > deadline:
             page.post_lost(missing[0], "it did not come to the clean-up after a fault")
 
-    page.next_era()  # before a peer can go on: a fault found in what was before would be posted to what follows
     for engine in engines:
         engine.quiesce(deadline)
+    # Before this rank says what it offers, and a peer can go on: a fault that another thread has found before would be
+    # posted to what follows, and NCCL's guard, which has seen a call run, might abort behind the offer.
+    page.next_era()
     offer = next(filter(None, (engine.offer() for engine in engines)), b"")
     everyone = meetings.meet(number, last_round, check, offer)
     calls, rounds, offers = zip(*everyone, strict=True)

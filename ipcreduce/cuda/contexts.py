@@ -35,6 +35,9 @@ class _Using:
                 driver.set_context(self._context)
         except CudaError:
             pass
+        except BaseException:  # an interrupt, behind which nobody calls __exit__()
+            _Using.__exit__(self)
+            raise
 
     def __exit__(self, *error: Any) -> None:
         if self._previous != self._context:
@@ -47,9 +50,15 @@ class _UsingRelaxed(_Using):
 
     def __enter__(self) -> None:
         super().__enter__()
-        self._relaxed = driver.relaxed()
-        self._relaxed.__enter__()
+        try:
+            self._relaxed = driver.relaxed()
+            self._relaxed.__enter__()
+        except BaseException:
+            super().__exit__()
+            raise
 
     def __exit__(self, *error: Any) -> None:
-        self._relaxed.__exit__(*error)
-        super().__exit__(*error)
+        try:
+            self._relaxed.__exit__(*error)
+        finally:
+            super().__exit__(*error)

@@ -78,13 +78,13 @@ def start(anew: bool = False) -> bool:
     with _turn:
         if not anew and any(thread.name == _NAME for thread in threading.enumerate()):
             return True
-        jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        before, _jobs = _jobs, queue.SimpleQueue()  # first: an interrupt in start() may come when the thread runs
         try:
-            threading.Thread(target=_run, args=[jobs], name=_NAME, daemon=True).start()
+            threading.Thread(target=_run, args=[_jobs], name=_NAME, daemon=True).start()
         except RuntimeError:
+            _jobs = before
             return False
-        _jobs.put(None)
-        _jobs = jobs
+        before.put(None)
         return True
 
 

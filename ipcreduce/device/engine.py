@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 import weakref
@@ -38,14 +37,19 @@ class DeviceEngine(ABC):
 
     name: ClassVar[str]  # of the backend
 
-    def __init__(self, device: driver.DeviceInfo, context: int, page: Page) -> None:
-        self.device, self.context, self.page = device, context, page
+    def __init__(self, device: driver.DeviceInfo, context: int, page: Page, timeout: float) -> None:
+        self.device, self.context, self.page, self._timeout = device, context, page, timeout
         self.rank, self.n = page.rank, page.n
         self.order = StreamOrder(context)
         self.fast: FastPath | None = None
         self.recorded: weakref.WeakSet[Ready] = weakref.WeakSet()  # replays that a reset may make impossible
         self._recording_stream: Stream | None = None
         background.start()
+
+    @property
+    def generation(self) -> int:
+        """Changes when graphs recorded before cannot be launched any more."""
+        return 0
 
     # ---- running
     @abstractmethod
@@ -114,8 +118,8 @@ class DeviceEngine(ABC):
 
     # ---- ends
     def drain(self) -> None:
-        """Wait until this rank's eager calls have ended."""
-        self.order.ends_by(math.inf)
+        """Wait until this rank's eager calls have ended, at most for a call's time: other work behind may not end."""
+        self.order.ends_by(time.monotonic() + self._timeout)
 
     def quiesce(self, deadline: float) -> None:
         """Wait until no work of ours runs, on any stream. The abort word is up, by which ours ends.

@@ -115,6 +115,7 @@ class Recording:
         self.name = f"graph {name}" if name else "a graph"
         self.callers = callers
         self.number = 0  # of the call that the recording is
+        self.generation = 0  # of the engine, when it began
         self.error: BaseException | None = None  # of something in the body that the body may have caught
         self.segments: list[Segment] = []
         self.held: list[Any] = []

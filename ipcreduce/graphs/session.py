@@ -30,6 +30,10 @@ _STALE = (
     "replay() of a graph recorded before a call failed: NCCL's communicator, which the graph holds, has been aborted "
     "since. Record it again"
 )
+_ABORTED_WITHIN = (
+    "record(): a call failed meanwhile, in a break or in another thread, and NCCL's communicator, which the graph "
+    "holds, has been aborted since. Record it again"
+)
 _CAPTURE = Fingerprint.of("the end of capture()")
 
 
@@ -126,6 +130,7 @@ class GraphSession:
                 raise GraphStateError("record() while this communicator is recording already: end that one first")
             calls.enter(Fingerprint.of(f"recording of {recording.name}"), recording.callers[0])
             recording.number, calls.recording = calls.number, recording
+            recording.generation = 0 if self._engine is None else self._engine.generation
 
     def end_recording(self, recording: Recording, error: BaseException | None) -> None:
         """End a recording by a vote: every rank goes on with it, or every rank raises. Collective.
@@ -136,6 +141,8 @@ class GraphSession:
             self.calls.recording = None
             if error is not None:
                 self.calls.leave(error)  # a peer may wait in the body, in a break for instance
+            elif self._engine is not None and self._engine.generation != recording.generation:
+                error = GraphStateError(_ABORTED_WITHIN)  # the others hear of it by the vote
             self._agree(recording.number, recording.segments, error)
 
     def _agree(self, number: int, segments: list[Segment], error: BaseException | None) -> None:

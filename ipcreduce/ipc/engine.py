@@ -39,7 +39,7 @@ class Engine(DeviceEngine):
         self.workspace = workspace
         control = driver.register_host(page.address, page.head_bytes)
         try:
-            super().__init__(device, context, page)
+            super().__init__(device, context, page, timeout)
         except CudaError:
             _unregister(page)
             raise

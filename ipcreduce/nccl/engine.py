@@ -60,9 +60,9 @@ class Engine(DeviceEngine):
 
     def __init__(self, device: driver.DeviceInfo, context: int, page: Page, *, timeout: float, reason: str) -> None:
         """:param reason: why it is this backend."""
-        super().__init__(device, context, page)
+        super().__init__(device, context, page, timeout)
         self.nccl = NcclCommunicator(context)
-        self._timeout, self._reason = timeout, reason
+        self._reason = reason
         self._prepared: dict[tuple[Any, ...], PreparedCall] = {}
         self._joining: background.Job | None = None
         self._identity = b""  # offered and not used so far: NCCL keeps a socket and a thread for each
@@ -104,6 +104,11 @@ class Engine(DeviceEngine):
             raise_lost(self.page, number, any_call=True)
             if time.monotonic() > deadline:
                 raise error or CudaError("ncclCommInitRank", library.TIMEOUT, "the ranks did not meet in time")
+
+    @property
+    def generation(self) -> int:
+        """Changes when NCCL's communicator, which recorded graphs hold, is aborted."""
+        return self.nccl.generation
 
     def watch(self) -> None:
         """Begin to watch over calls, once the ranks have met."""

@@ -133,7 +133,7 @@ MUTANTS = [
     Mutant(
         "the page keeps whom a rank has missed",
         PAGE,
-        '        self._ranks[self.rank]["late"] = 0\n',
+        '            self._ranks[self.rank]["late"] = 0\n',
         "",
         unit("control_page", "clear_takes_back_ones_own"),
     ),

@@ -207,6 +207,22 @@ MUTANTS = [
     ),
     # ---- workspace and ends
     Mutant(
+        "an interrupt leaves another context current",
+        "ipcreduce/cuda/contexts.py",
+        "            super().__exit__()\n            raise\n",
+        "            raise\n",
+        unit("contexts", "an_interrupt_leaves_the_threads_own"),
+    ),
+    Mutant(
+        "an interrupt as the background's thread starts leaves jobs to nobody",
+        "ipcreduce/device/background.py",
+        "            threading.Thread(target=_run, args=[_jobs], name=_NAME, daemon=True).start()\n",
+        "            old = before\n            jobs, _jobs = _jobs, old\n"
+        "            threading.Thread(target=_run, args=[jobs], name=_NAME, daemon=True).start()\n"
+        "            _jobs = jobs\n",
+        unit("background", "an_interrupt_as_the_thread_starts_leaves_one_that_serves"),
+    ),
+    Mutant(
         "a rank that closes because of a loss is taken for the reason",
         "ipcreduce/device/engine.py",
         "        if page.loss() is None:\n",
@@ -271,6 +287,20 @@ MUTANTS = [
         unit("deferred_free", "nothing_is_freed_beside_a_call"),
     ),
     # ---- NCCL
+    Mutant(
+        "a recording across an abort of NCCL's communicator succeeds",
+        "ipcreduce/graphs/session.py",
+        "self._engine.generation != recording.generation:",
+        "False:",
+        scenario("nccl_recordings_across_an_abort"),
+    ),
+    Mutant(
+        "a refusal waits without end for work behind earlier calls",
+        "ipcreduce/device/engine.py",
+        "self.order.ends_by(time.monotonic() + self._timeout)",
+        "self.order.ends_by(float('inf'))",
+        scenario("other_work_behind_a_call"),
+    ),
     Mutant(
         "an error of NCCL's is told though the ranks have met since it was seen",
         GUARD,

@@ -39,6 +39,13 @@ MUTANTS = [
         unit("flight_recorder", "no_key_stands_beside_the_text_of_another"),
     ),
     Mutant(
+        "a refusal hides an earlier call that differs",
+        f"{FOLDER}/faults.py",
+        "    if differing is not None:  # found by nobody so far; it comes first\n",
+        "    if False:\n",
+        unit("control_page", "a_difference_that_nobody_has_found_comes_before_a_refused_call"),
+    ),
+    Mutant(
         "a mismatch is posted though the ranks have met since it was seen",
         COMPARISON,
         "                if current and not page.aborted:\n",
@@ -62,8 +69,8 @@ MUTANTS = [
     Mutant(
         "a resynchronisation does not begin an era",
         f"{FOLDER}/resynchronisation.py",
-        "    page.next_era()  # before",
-        "    # before",
+        "    page.next_era()\n",
+        "",
         unit("comparison", "an_era_ends_before_the_ranks_meet_and_as_the_page_is_cleared"),
     ),
     Mutant(
@@ -98,7 +105,7 @@ MUTANTS = [
     Mutant(
         "the abort word is raised once only after a loss",
         PAGE,
-        "rank=rank, text=why)\n        self.abort(TOLD)\n",
+        "rank=rank, text=why)\n            self.abort(TOLD)\n",
         "rank=rank, text=why)\n                self.abort(TOLD)\n",
         unit("watchdog", "the_abort_word_stays_up"),
     ),

@@ -41,6 +41,11 @@ def test_nccls_own_errors(hold: Hold) -> None:
     hold(2, "nccls_own_errors", SIM_NCCL_ERROR="0:3")
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_recordings_and_other_work(hold: Hold, ranks: int) -> None:
+    hold(ranks, "nccl_recordings_across_an_abort", "other_work_behind_a_call")
+
+
 def test_ends(hold: Hold) -> None:
     hold(3, "nccl_closes_in_time", "dropped_with_a_call")
 

@@ -105,3 +105,19 @@ def test_no_job_is_lost_between_two_threads():
         assert all(job.wait(10) for job in jobs)
         over.clear()
     over.set()
+
+
+def test_an_interrupt_as_the_thread_starts_leaves_one_that_serves(monkeypatch: pytest.MonkeyPatch):
+    """Ctrl-C may come when the thread runs already."""
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            background.start(anew=True)
+    assert background.start()
+    assert background.Job(lambda: None).wait(10)

@@ -230,6 +230,25 @@ def miss(page: Page, *ranks: int) -> None:
     word[0] = sum(1 << rank for rank in ranks)
 
 
+def test_a_difference_that_nobody_has_found_comes_before_a_refused_call():
+    """Between hosts no call is compared as it is entered; a refusal behind it must not hide it."""
+    pages = make_pages(2)
+    for page, what in zip(pages, ("a sum", "a maximum"), strict=True):
+        page.calls.write(3, Fingerprint.of("a sum"))
+        page.calls.write(4, Fingerprint.of(what))
+        page.calls.number[0] = 4
+    pages[1].post_fault(control_page.REFUSED, 5, "why")
+    error = faults.fault_error(pages[0], 5, 30.0)
+    assert type(error) is RankMismatchError
+    assert "the same call 4 on every rank" in str(error)
+    assert "a sum on rank 0 and a maximum on rank 1" in str(error)
+    pages[0].calls.write(4, Fingerprint.of("a maximum"))
+    assert type(faults.fault_error(pages[0], 5, 30.0)) is PeerFailedError
+    pages[0].calls.write(4, Fingerprint.of("a sum"))
+    pages[0].calls.first = 5  # the ranks have met since
+    assert type(faults.fault_error(pages[0], 5, 30.0)) is PeerFailedError
+
+
 def test_a_timeout_says_who_never_came_and_what_it_did_last(pages: list[Page]):
     for page in pages:
         page.calls.enter(1, SUM)

@@ -451,7 +451,66 @@ def killed_joining_anew() -> None:
     comm.close()
 
 
+def nccl_recordings_across_an_abort() -> None:
+    """A graph holds NCCL's communicator of its beginning: a recording in which that was aborted fails on every rank."""
+    comm = Communicator(timeout=TIMEOUT, backend="nccl")
+    works(comm)
+
+    @eager_break
+    def fragile() -> None:
+        if RANK == LAST:
+            time.sleep(TIMEOUT + 1)
+        for _ in range(2):
+            if error_of(lambda: (comm.allreduce(mine()), comm.synchronize())) is None:
+                return
+
+    graph = Graph(comm)
+    error = error_of(lambda: _record(graph, comm, fragile))
+    assert isinstance(error, (errors.GraphStateError, errors.PeerFailedError)), error
+    assert "Record it again" in str(error), error
+    graph.close()
+    with Graph(comm) as again:
+        total = _record(again, comm)
+        again.replay()
+        right(total)
+    comm.close()
+    assert not nccl.ghosts, "a communicator was used after its end"
+
+
+def _record(graph: Graph, comm: Communicator, between: Callable[[], None] = lambda: None) -> Any:
+    with graph.record():
+        total = comm.allreduce(mine())
+        between()
+    return total
+
+
+def other_work_behind_a_call() -> None:
+    """A refusal waits for earlier calls for a call's time at most: work behind them may wait for this very thread."""
+    for backend in ("ipc", "nccl"):
+        comm, stream = Communicator(timeout=TIMEOUT, backend=backend), cupy.cuda.Stream(non_blocking=True)
+        works(comm)
+        go = threading.Event()
+        with stream:
+            comm.allreduce(mine())
+            if RANK == LAST:
+                machine_streams.submit(stream.ptr, lambda go=go: go.wait(60))
+            WORLD.Barrier()
+            started = time.monotonic()
+            if RANK == LAST:
+                error = error_of(lambda comm=comm: comm.allreduce(mine(), "mode"))
+                assert isinstance(error, errors.ArgumentError), error
+                assert time.monotonic() - started < TIMEOUT + SOON
+            go.set()
+            WORLD.Barrier()
+            if RANK != LAST:
+                error = error_of(lambda comm=comm: comm.allreduce(mine()))
+                assert isinstance(error, errors.IpcReduceError), error
+        works(comm)
+        comm.close()
+
+
 SCENARIOS: list[Any] = [
+    nccl_recordings_across_an_abort, other_work_behind_a_call,
     nccl_mismatches_unseen_at_first, nccl_calls_that_wait_on_the_host, nccl_start_up_that_hangs, dropped_with_a_call,
     killed_joining_anew, nccl_repeated_call_that_is_late,
     nccl_is_chosen, without_p2p, without_the_binding, nccl_results, nccl_refusals, nccl_mismatches, nccl_timeouts,

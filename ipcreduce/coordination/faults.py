@@ -52,7 +52,8 @@ def fault_error(page: Page, call: int, timeout: float) -> PeerFailedError | Rank
             " of eager_break), or raise timeout=.",
         ))  # fmt: skip
     where, rank, kind, text = fault
-    differing = None if kind == MISMATCH or rank == page.rank else _differing_before(page, rank, where)
+    others = kind != MISMATCH and rank != page.rank and rank < page.n
+    differing = _differing_before(page, rank, where) if others else None
     if differing is not None:  # found by nobody so far; it comes first
         where, kind = differing, MISMATCH
         mine, theirs = (page.calls.describe(one, differing) for one in (page.rank, rank))

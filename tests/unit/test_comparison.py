@@ -37,6 +37,13 @@ class Ranks:
             one.look()
 
 
+def differ_at_first(ranks: Ranks) -> None:
+    """The first call of two differs."""
+    for page, what in zip(ranks.pages, (SUM, MAX), strict=True):
+        page.calls.enter(1, what)
+        page.calls.enter(2, SUM)
+
+
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "_PATIENCE_SECONDS", -1.0)
@@ -146,9 +153,7 @@ def test_a_mismatch_is_left_to_the_ranks_for_a_while(ranks: Ranks, monkeypatch: 
     """They let their earlier calls end first, for which the watchdog cannot wait."""
     monkeypatch.setattr(comparison, "_PATIENCE_SECONDS", 60.0)
     first, second = ranks.pages
-    for page, what in ((first, SUM), (second, MAX)):
-        page.calls.enter(1, what)
-        page.calls.enter(2, SUM)
+    differ_at_first(ranks)
     ranks.turn()
     ranks.turn()
     assert not first.aborted
@@ -163,9 +168,7 @@ def test_a_mismatch_is_left_to_the_ranks_for_a_while(ranks: Ranks, monkeypatch: 
 def test_a_mismatch_that_the_ranks_have_raised_is_forgotten(ranks: Ranks, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(comparison, "_PATIENCE_SECONDS", 60.0)
     first, second = ranks.pages
-    for page, what in ((first, SUM), (second, MAX)):
-        page.calls.enter(1, what)
-        page.calls.enter(2, SUM)
+    differ_at_first(ranks)
     ranks.turn()
     for page in ranks.pages:
         page.next_era()
@@ -192,9 +195,7 @@ def test_a_mismatch_is_not_posted_once_the_ranks_meet(
 ):
     """It has been raised: the watchdog of rank 0 was held up between its look and its post."""
     first, second = ranks.pages
-    for page, what in ((first, SUM), (second, MAX)):
-        page.calls.enter(1, what)
-        page.calls.enter(2, SUM)
+    differ_at_first(ranks)
     describe = first.calls.describe
 
     def meet(rank: int, call: int) -> str:

@@ -167,7 +167,7 @@ def test_a_mismatch_is_left_to_the_ranks_for_a_while(ranks: Ranks, monkeypatch: 
 
 def test_a_mismatch_that_the_ranks_have_raised_is_forgotten(ranks: Ranks, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(comparison, "_PATIENCE_SECONDS", 60.0)
-    first, second = ranks.pages
+    first = ranks.pages[0]
     differ_at_first(ranks)
     ranks.turn()
     for page in ranks.pages:
@@ -194,7 +194,7 @@ def test_a_mismatch_is_not_posted_once_the_ranks_meet(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, as_it: str, rank_that_meets: int
 ):
     """It has been raised: the watchdog of rank 0 was held up between its look and its post."""
-    first, second = ranks.pages
+    first = ranks.pages[0]
     differ_at_first(ranks)
     describe = first.calls.describe
 

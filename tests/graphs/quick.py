@@ -141,11 +141,12 @@ def the_same_arrays(comm: Any) -> None:
 
 def other_arrays_at_the_same_places(comm: Any) -> None:
     """New objects each time, over memory that was used before, by another op, in another shape and dtype."""
-    source, out = cupy.zeros(64, np.int32), cupy.zeros(64, np.int32)
+    source, *outs = (cupy.zeros(64, np.int32) for _ in range(3))
     draws = np.random.default_rng(5).integers(0, 1 << 30, (SIZE, 64)).astype(np.int32)
     source[...] = cupy.asarray(draws[RANK])
     placed = comm._engine.fast._placed
-    for _ in range(4):
+    for turn in range(6):
+        out = outs[turn % 2]
         calls = (64, np.int32, "sum"), (64, np.int32, "max"), (60, np.int32, "sum"), (32, np.int64, "sum")
         for count, dtype, op in (*calls, (64, np.uint32, "max")):
             parts = draws.view(dtype)[:, :count]
@@ -153,7 +154,7 @@ def other_arrays_at_the_same_places(comm: Any) -> None:
             out.fill(-1)
             comm.allreduce(source.view(dtype)[:count], op, out=out.view(dtype)[:count])
             assert (cupy.asnumpy(out).view(dtype)[:count] == expected).all(), (count, dtype, op)
-    assert sum(ready is not None and at[0] == source.data.ptr for at, ready in placed.items()) == 5
+    assert sum(ready is not None and at[0] == source.data.ptr for at, ready in placed.items()) == 10
 
 
 def not_as_quick(comm: Any) -> None:

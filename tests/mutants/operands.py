@@ -8,7 +8,6 @@ ARRAYS, OPERANDS, PROTOCOLS = "ipcreduce/arrays.py", "ipcreduce/operands.py", "i
 TORCH, SHARED, NUMERICS = "ipcreduce/cuda/torch_runtime.py", "ipcreduce/host/shared.py", "ipcreduce/numerics.py"
 SWEEP = "mpirun -n 2 tests/sim/on_sim.py tests/gpu/sweep.py --cases 1 --largest"  # its first case is
 STRIDED_OUT, SHIFTED_OUT = f"{SWEEP} 300 --seed 1680", f"{SWEEP} 2000000 --smallest 1500000 --seed 127"
-INTERFACES = "SIM_LATE=0.005 mpirun -n 2 tests/sim/on_sim.py tests/gpu/scenarios.py interfaces"
 WRONG_CALLS = "mpirun -n 2 tests/sim/on_sim.py tests/gpu/bad_calls.py"
 
 
@@ -86,7 +85,7 @@ MUTANTS = [
         ARRAYS,
         "        streams.wait_event(stream, event)\n",
         "",
-        INTERFACES,
+        tensors("by_interface"),
     ),
     Mutant(
         "DLPack's producer is not told the stream",

@@ -69,6 +69,25 @@ def by_dlpack() -> None:
         right(target)
 
 
+def by_interface() -> None:
+    """The stream that ``__cuda_array_interface__`` names is waited for on the call's stream."""
+    producer, given = torch.Stream(), cupy.cuda.Stream(non_blocking=True)
+    source, target = array_of(0), array_of(0)
+
+    class Foreign:
+        __cuda_array_interface__ = source.__cuda_array_interface__ | {"stream": producer.cuda_stream}
+
+    with Communicator(timeout=20) as comm:
+        works(comm)
+        cupy.cuda.Device().synchronize()
+        delay(producer.cuda_stream)
+        with producer.of_cupy:
+            source.fill(RANK + 1)
+        comm.allreduce(Foreign(), out=target, stream=given)
+        given.synchronize()
+        right(target)
+
+
 def in_a_recording() -> None:
     """Calls on tensors in the body are recorded, whatever PyTorch's current stream is; those in a break are eager."""
     torchs, seen = torch.Stream(), []
@@ -385,7 +404,8 @@ def after_a_wait() -> None:
 
 SCENARIOS = [
     after_a_wait,
-    torch_in_recordings, on_torchs_stream, by_dlpack, in_a_recording, memory_that_is_not_the_tensors_values,
+    torch_in_recordings, on_torchs_stream, by_dlpack, by_interface, in_a_recording,
+    memory_that_is_not_the_tensors_values,
     results_are_tensors, the_short_way, a_stream_by_its_handle, other_memory_under_a_recorded_tensor,
     addresses_of_weights,
 ]  # fmt: skip

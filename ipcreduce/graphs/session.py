@@ -139,19 +139,23 @@ class GraphSession:
         """
         with self.calls.lock:
             self.calls.recording = None
+            stale: GraphStateError | None = None
             if error is not None:
                 self.calls.leave(error)  # a peer may wait in the body, in a break for instance
             elif self._engine is not None and self._engine.generation != recording.generation:
-                error = GraphStateError(_ABORTED_WITHIN)  # the others hear of it by the vote
-            self._agree(recording.number, recording.segments, error)
+                stale = GraphStateError(_ABORTED_WITHIN)  # the others hear of it by the vote
+            self._agree(recording.number, recording.segments, error, stale)
 
-    def _agree(self, number: int, segments: list[Segment], error: BaseException | None) -> None:
+    def _agree(
+        self, number: int, segments: list[Segment], error: BaseException | None, stale: Exception | None = None
+    ) -> None:
+        """:param stale: raised unless a fault is pending, which then is its cause."""
         calls = self.calls
         if self._engine is None:  # closed in the meantime
             raise error or ArgumentError("the communicator was closed during the recording")
         theirs: Exception | None
         try:
-            theirs = agree(calls, number, [call.what for segment in segments for call in segment.calls], error)
+            theirs = agree(calls, number, [call.what for segment in segments for call in segment.calls], error or stale)
         except IpcReduceError as shared:
             calls.failed(shared)
             theirs = shared
@@ -160,8 +164,8 @@ class GraphSession:
             try:
                 calls.raise_pending()  # the same fault, more exactly
             except IpcReduceError as exactly:
-                theirs = exactly
-            raise error or theirs  # type: ignore[misc]
+                theirs, stale = exactly, None
+            raise error or stale or theirs  # type: ignore[misc]
 
     def recorded(self, graph: Registrable, number: int) -> None:
         """A recording, call ``number``, is complete: register it now, or at the end of :meth:`capture`. Collective."""

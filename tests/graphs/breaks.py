@@ -384,8 +384,10 @@ def exception_between_breaks(comm: Any) -> None:
         part = source * 2
         total_of(part)
         if RANK in who:
+            time.sleep(0.05)  # until the others wait
             raise LookupError("lost it")
         total_of(part)
+        time.sleep(0.2)  # until NCCL's communicator is aborted, which the graph would hold
 
     for who in ([LAST], [0]):
         error, words = (LookupError, []) if RANK in who else (PeerFailedError, [f"rank {who[0]}"])

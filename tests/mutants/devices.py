@@ -295,6 +295,13 @@ MUTANTS = [
         scenario("nccl_recordings_across_an_abort"),
     ),
     Mutant(
+        "the abort of NCCL's communicator hides its cause at the end of a recording",
+        "ipcreduce/graphs/session.py",
+        "theirs, stale = exactly, None",
+        "theirs = exactly",
+        "IPCREDUCE_BACKEND=nccl mpirun -n 3 tests.graphs --sim exception_between_breaks",
+    ),
+    Mutant(
         "a refusal waits without end for work behind earlier calls",
         "ipcreduce/device/engine.py",
         "self.order.ends_by(time.monotonic() + self._timeout)",

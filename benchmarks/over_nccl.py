@@ -3,8 +3,10 @@
     mpirun -n 2 python -m benchmarks.over_nccl --json FILE [--hosts 2] [--largest BYTES]
 
 "nccl4py" is the binding's low layer and "CuPy" is cupy.cuda.nccl, each with a communicator of its own over the same
-ranks. Calls are float32 sums from one array into another. Times are the slowest rank's medians, in microseconds. Host
-times are of calls that repeat, as in a loop over layers: each way has made WARM calls of the size before.
+ranks. Both take addresses, which here are read once, before. A program that has arrays, as ours takes them, reads
+theirs in each call: that is "CuPy, arrays", and "nccl4py, arrays" is the binding's upper layer, which does so itself.
+Calls are float32 sums from one array into another. Times are the slowest rank's medians, in microseconds. Host times
+are of calls that repeat, as in a loop over layers: each way has made WARM calls of the size before.
 """
 
 from __future__ import annotations
@@ -94,6 +96,15 @@ def device_times(ways: dict[str, Call], stream: Any, calls: int, turns: int) -> 
     return slowest({name: statistics.median(each) for name, each in times.items()})
 
 
+def upper_layer(comm: Any) -> Any:
+    """The binding's upper layer over a communicator of its lower one; None if it cannot be imported."""
+    try:
+        from nccl.core import Communicator
+    except ImportError:
+        return None
+    return Communicator(comm.handle)
+
+
 def slowest(row: dict[str, float]) -> dict[str, float]:
     return (
         {key: round(max(each[key] for each in everyone), 3) for key in row}
@@ -119,6 +130,7 @@ def main() -> None:
     comm = ipcreduce.Communicator(backend="nccl")
     plain = library.join(size, rank, WORLD.bcast(library.new_id() if rank == 0 else None))
     cupys = cupy_nccl.NcclCommunicator(size, WORLD.bcast(cupy_nccl.get_unique_id() if rank == 0 else None), rank)
+    upper = upper_layer(plain)
     stream = cupy.cuda.Stream(non_blocking=True)
     rows: dict[int, dict[str, Any]] = {nbytes: {"bytes": nbytes} for nbytes in SIZES if nbytes <= options.largest}
 
@@ -132,7 +144,12 @@ def main() -> None:
             "ours": partial(comm.allreduce, source, out=out),
             "nccl4py": partial(nccl.all_reduce, *plainly, plain, stream.ptr),
             "CuPy": partial(cupys.allReduce, *plainly, stream.ptr),
+            "CuPy, arrays": lambda: cupys.allReduce(
+                source.data.ptr, out.data.ptr, source.size, FLOAT32, SUM, cupy.cuda.get_current_stream().ptr
+            ),
         }
+        if upper is not None:
+            found["nccl4py, arrays"] = partial(upper.allreduce, source, out, SUM, stream=stream.ptr)
         for name, call in found.items():
             out.fill(-1)
             call()

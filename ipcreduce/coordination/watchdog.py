@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import threading
@@ -12,6 +13,7 @@ from .comparison import BUSY_SECONDS, Comparison
 from .control_page import CLOSED_IT, Page
 from .mirror import Mirror
 
+_log = logging.getLogger("ipcreduce")
 _TICK_SECONDS = 0.1
 _JOIN_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 0.5  # for a mirror to send, in stop()
@@ -30,6 +32,7 @@ class Watch:
         self.lost: tuple[int, str] | None = None
         self.mirror = mirror
         self.comparison = Comparison(page)
+        self.has_failed = False  # in a turn, of which the log tells once
         self._page = page
 
     def died(self, rank: int, why: str = "its process has ended") -> None:
@@ -43,15 +46,17 @@ class Watch:
         if self.mirror is not None:
             for rank, why in self.mirror.receive():
                 self.died(rank, why)
-        self.comparison.look()
-        own = self._page.calls.call_of(self._page.rank)
-        for rank in range(self._page.n):
-            if self._page.has_left_before(rank, own):
-                self.lost = self.lost or (rank, CLOSED_IT)
-        if self.lost is not None:
-            self._page.post_lost(*self.lost)
-        if self.mirror is not None:
-            self.mirror.send()
+        try:
+            self.comparison.look()
+        finally:  # a loss is told in any case
+            own = self._page.calls.call_of(self._page.rank)
+            for rank in range(self._page.n):
+                if self._page.has_left_before(rank, own):
+                    self.lost = self.lost or (rank, CLOSED_IT)
+            if self.lost is not None:
+                self._page.post_lost(*self.lost)
+            if self.mirror is not None:
+                self.mirror.send()
 
     def forked(self) -> None:
         """In a child process: let go of what would keep the parent's end from being seen."""
@@ -204,7 +209,12 @@ class _Watchdog:
                         watch.died(rank)
             watches = list(self._watches)
         for watch in watches:
-            watch.look()
+            try:
+                watch.look()
+            except Exception:  # the other watches need this thread, and this one may do better in its next turn
+                if not watch.has_failed:
+                    watch.has_failed = True
+                    _log.exception("the watch over the other ranks of a communicator has failed in a turn")
 
 
 def _close(epoll: select.epoll | None, *ends: int) -> None:

@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ class Ranks:
             for end in self._ends:
                 end.sendall(line)
             self._await(due, outcome, death)
-        except BrokenPipeError:
+        except ConnectionError:
             outcome.wrong = "a rank had ended before"
         wrong = [f"rank {note['rank']}: {note['wrong']}" for note in outcome.notes if note["wrong"]]
         outcome.wrong = "\n".join([outcome.wrong, *wrong]).strip()
@@ -148,7 +149,9 @@ class Ranks:
                 wake = None
             ready = select.select([self._ends[rank] for rank in due], [], [], 0.05)[0]
             for rank in [rank for rank in due if self._ends[rank] in ready]:
-                part = self._ends[rank].recv(1 << 16)
+                part = b""
+                with suppress(ConnectionError):  # it ended with a program unread
+                    part = self._ends[rank].recv(1 << 16)
                 self._unread[rank] += part
                 if self._unread[rank].endswith(b"\n"):
                     outcome.notes.append(json.loads(self._unread[rank]))

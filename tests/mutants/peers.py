@@ -82,6 +82,13 @@ MUTANTS = [
     ),
     # ---- the watchdog
     Mutant(
+        "a watch that fails ends the watchdog's thread",
+        WATCHDOG,
+        "            except Exception:  # the other watches need",
+        "            except MemoryError:  # the other watches need",
+        unit("watchdog", "a_page_stays_watched_while_another_ones_watch_fails"),
+    ),
+    Mutant(
         "the watchdog ignores a death",
         WATCHDOG,
         "            self.lost = self.lost or (rank, why)\n",

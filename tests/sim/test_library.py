@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable
 
@@ -25,6 +26,13 @@ def test_sweep(mpirun: Run, ranks: int, cases: int) -> None:
 def test_sweep_where_packets_arrive_in_halves(mpirun: Run) -> None:
     output = on_sim(mpirun, "sweep", 3, "--cases", 40, "--largest", 3000, env={"SIM_SPLIT_PACKETS": "1"})
     assert "40 cases, 160 calls on 3 ranks, all right" in output
+
+
+def test_on_systems_that_fortify_programs(mpirun: Run) -> None:
+    """With glibc's checks, as on Ubuntu, a jump from one stack to another one would end the process."""
+    environ = {"CXX": f"{os.environ.get('CXX', 'g++')} -D_FORTIFY_SOURCE=2"}
+    output = on_sim(mpirun, "sweep", 2, "--cases", 2, "--largest", 600, env=environ)
+    assert "2 cases, 8 calls on 2 ranks, all right" in output
 
 
 def test_no_access_behind_an_array(mpirun: Run) -> None:

@@ -246,6 +246,18 @@ def test_pages_of_the_same_peers_share_a_thread_and_a_descriptor_each(ranks: Mak
     assert (watchdogs(), pidfds()) == ([], 0)
 
 
+def test_a_page_stays_watched_while_another_ones_watch_fails(ranks: Make, caplog: pytest.LogCaptureFixture):
+    first = ranks(2)
+    second = ranks(2, of=first)
+    broken, watch = first.watch(), second.watch()
+    broken.comparison = SimpleNamespace(look=lambda: 1 // 0)  # type: ignore[assignment]
+    assert within(30.0, lambda: broken.has_failed)
+    first.end(1)
+    assert within(30.0, lambda: watch.lost and second.page.aborted)
+    assert within(30.0, lambda: broken.lost and first.page.aborted), "a loss is told all the same"
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError], "it tells once"
+
+
 def test_a_page_stays_watched_while_another_ones_watch_ends(ranks: Make):
     first = ranks(2)
     other = ranks(2, of=first)

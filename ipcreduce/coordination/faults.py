@@ -11,8 +11,8 @@ from .control_page import CLOSED_IT, MISMATCH, Page
 _log = logging.getLogger("ipcreduce")
 _GO_ON = (
     "What has been reduced on this rank since then is not to be used. Graphs captured by others work again once every "
-    "rank has made a call that is not captured: an all-reduce, or a replay of an ipcreduce.Graph. Those of backend nccl "
-    "have to be captured again then."
+    "rank has made a call that is not captured: an all-reduce, or a replay of an ipcreduce.Graph. Those of backend "
+    "nccl have to be captured again then."
 )
 
 

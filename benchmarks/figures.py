@@ -50,7 +50,9 @@ class Run:
 
     def __init__(self, comm: ipcreduce.Communicator, options: argparse.Namespace) -> None:
         self.comm, self.largest = comm, options.largest
-        self.replays, self.turns, self.before = options.replays, options.turns, options.before
+        self.calls, self.replays, self.turns, self.before = (
+            options.calls, options.replays, options.turns, options.before
+        )  # fmt: skip
         self.engine = session_of(comm).require_engine("figures")
         self.rows: list[dict[str, Any]] = []
 
@@ -61,7 +63,7 @@ class Run:
         """A graph of many calls of so many bytes, and of how many."""
         call()
         cupy_runtime.load().cuda.get_current_stream().synchronize()
-        calls = max(4, min(200, (64 << 20) // max(1, nbytes)))
+        calls = max(4, min(self.calls, (64 << 20) // max(1, nbytes)))
         return timing.captured(call, calls), calls
 
     def in_turns(self, *graphs: tuple[Call, int]) -> list[float]:
@@ -279,6 +281,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", default=",".join(PARTS), help="parts, by name")
     parser.add_argument("--largest", type=arguments.size, default=1 << 30)
+    parser.add_argument("--calls", type=int, default=200, help="in a graph, at most")
     parser.add_argument("--replays", type=int, default=15)
     parser.add_argument("--turns", type=int, default=7, help="of the contenders of a figure")
     parser.add_argument("--before", type=int, default=RING, help="calls before each turn of which the host is timed")

@@ -121,7 +121,7 @@ def test_graphs_of_ours_are_checked_too(mpirun: Run, tmp_path: Path) -> None:
 def test_figures(mpirun: Run, tmp_path: Path) -> None:
     kept = tmp_path / "figures.json"
     wanted = ("--only", "dtypes,shapes,eager,block", "--largest", "16K")
-    few = ("--replays", 2, "--turns", 2, "--before", 3)
+    few = ("--calls", 8, "--replays", 2, "--turns", 2, "--before", 3)
     mpirun("tests.sim", 2, "-m", "benchmarks.figures", *wanted, *few, "--json", kept, timeout=300, env=SMALL)
     rows = json.loads(kept.read_text())["rows"]
     assert {"sum of float64", "max of uint8", "ragged", "in place"} <= {row["what"] for row in rows}

@@ -163,7 +163,7 @@ def _meet(ranks: Ranks, options: Options, deadline: float) -> np.ndarray[Any, An
         until=deadline, timeout=options.timeout, algorithm=options.algorithm or "", backend=options.backend or "",
         workspace=options.workspace,
     )  # fmt: skip
-    everyone = exchange.allgather(ranks, record, deadline, "start-up")
+    everyone = exchange.allgather(ranks, record, deadline, "start-up", advice=exchange.LATE)
     raise_wrong(rank, everyone)
     gone = np.flatnonzero((everyone["until"] < time.monotonic()) & (everyone["host"] == record[0]["host"]))
     if len(gone):

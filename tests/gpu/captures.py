@@ -158,6 +158,28 @@ def captured_behind_an_eager_call(comm: Any) -> None:
             second.check(turn, "the eager call before")
 
 
+def behind_late_work(comm: Any) -> None:
+    """An eager call behind a graph, and a graph behind an eager call, where what comes first is late on one rank."""
+    first, second = Work(comm, 1000), Work(comm, 3000)
+    warm(comm, first, second)
+    one, other = stream(), stream()
+    graph = captured(one, first)
+    both = [(one, lambda: graph.launch(one)), (other, lambda: second.call(other))]
+    for turn in range(2 * SIZE):
+        for work in (first, second):
+            work.prepare(turn)
+        cupy.cuda.Device().synchronize()
+        if turn % SIZE == RANK:
+            both[0][0].launch_host_func(lambda _: time.sleep(0.1), None)
+        for _, start in both:
+            start()
+        cupy.cuda.Device().synchronize()
+        first.check(turn, "the graph")
+        second.check(turn, "the eager call")
+        if turn == SIZE - 1:
+            both.reverse()
+
+
 def forked_streams(comm: Any) -> None:
     """A capture that forks; a second capture is open meanwhile, and has calls between those of the first."""
     works = [Work(comm, count) for count in (1000, 2000, 3000, 4000)]
@@ -339,11 +361,8 @@ def copies_of_a_graph(comm: Any) -> None:
 
 def torch_graphs(comm: Any) -> None:
     """PyTorch's capture, in the mode that spares nobody, beside CuPy's and eager calls; side streams of both."""
-    if SIMULATED:
-        return
-    try:
-        import torch
-    except ImportError:
+    torch = scenarios.pytorch()
+    if torch is None:
         return
     works = [Work(comm, count) for count in (1000, 2000, 3000)]
     warm(comm, *works)
@@ -374,8 +393,8 @@ def error_of(call: Callable[[], Any]) -> ipcreduce.IpcReduceError | None:
 
 
 SCENARIOS = [
-    two_graphs, graphs_eager_calls_and_replays, captured_behind_an_eager_call, forked_streams, temporaries,
-    after_a_fault, refused_on_one_rank, copies_of_a_graph, torch_graphs,
+    two_graphs, graphs_eager_calls_and_replays, captured_behind_an_eager_call, behind_late_work, forked_streams,
+    temporaries, after_a_fault, refused_on_one_rank, copies_of_a_graph, torch_graphs,
 ]  # fmt: skip
 
 

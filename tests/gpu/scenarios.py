@@ -7,6 +7,7 @@ those run that do not look at our kernels.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 import threading
@@ -28,6 +29,14 @@ RANK, SIZE = WORLD.rank, WORLD.size
 TOTAL = SIZE * (SIZE + 1) // 2
 SIMULATED = cupy.__name__ != "cupy"  # tests/sim: every thread costs microseconds
 BRIEF, SOON = (2.0, 4.0) if SIMULATED else (1.0, 1.0)  # seconds: a timeout, and within what others hear of an error
+
+
+def pytorch() -> Any:
+    """PyTorch; None where it is missing, and on the simulated device, of which it knows nothing."""
+    try:
+        return None if SIMULATED else importlib.import_module("torch")
+    except ImportError:
+        return None
 
 
 def mine(count: int = 1000, dtype: Any = np.float32) -> Any:
@@ -230,9 +239,8 @@ def interfaces(comm: Any) -> None:
     result = comm.allreduce(Exported(transposed))
     comm.synchronize()
     assert (cupy.asnumpy(result) == np.arange(12, dtype=np.float32).reshape(3, 4).T * SIZE).all()
-    try:
-        import torch
-    except ImportError:
+    torch = pytorch()
+    if torch is None:
         return
     torch.cuda.set_device(cupy.cuda.Device().id)
     tensor = torch.full((1001,), RANK + 1, dtype=torch.bfloat16, device="cuda")
@@ -286,9 +294,8 @@ def interfaces(comm: Any) -> None:
 
 def torch_capture(comm: Any) -> None:
     """torch.cuda.graph takes our launches."""
-    try:
-        import torch
-    except ImportError:
+    torch = pytorch()
+    if torch is None:
         return
     torch.cuda.set_device(cupy.cuda.Device().id)
     source = torch.full((5000,), RANK + 1.0, device="cuda")
@@ -309,9 +316,8 @@ def torch_capture(comm: Any) -> None:
 
 def torch_streams(comm: Any) -> None:
     """Calls on tensors belong to PyTorch's current stream: 1,000 turns on a side one, late ranks, poisoned results."""
-    try:
-        import torch
-    except ImportError:
+    torch = pytorch()
+    if torch is None:
         return
     torch.cuda.set_device(cupy.cuda.Device().id)
     side, count = torch.cuda.Stream(), 30011
@@ -378,9 +384,8 @@ def torch_streams(comm: Any) -> None:
 
 def torch_recordings(comm: Any) -> None:
     """PyTorch's work in bodies and breaks: products, temporaries that are freed, side streams, shared pools."""
-    try:
-        import torch
-    except ImportError:
+    torch = pytorch()
+    if torch is None:
         return
     torch.cuda.set_device(cupy.cuda.Device().id)
     side, seen = torch.cuda.Stream(), []

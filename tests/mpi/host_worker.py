@@ -397,7 +397,7 @@ def late_at_start_up(comm: Communicator) -> None:
         right(second)
     if RANK == LAST:
         startup._meet = late
-        words = " is up. Look for a rank that has not made its Communicator, then make it again"
+        words = "Look for a rank that has not made its Communicator, then make it again"
     raises(PeerTimeoutError, words, lambda: Communicator(timeout=2))
     startup._meet = meet
     worker.let_last_go(WORLD)

@@ -60,7 +60,7 @@ MUTANTS = [
         ORDER,
         "graph.move_edges(captured_graph, (), (wait,), end)\n        return _Captured((wait,), captured_graph, end)",
         "graph.move_edges(captured_graph, (), (wait,), end)\n        return _Captured((), captured_graph, end)",
-        "TURNS=160 " + late("captures", "two_graphs"),  # of 40 turns all were right once
+        "mpirun -n 2 tests/sim/on_sim.py tests/gpu/captures.py behind_late_work",
     ),
     Mutant(
         "the stream of the last call is kept by its handle alone",

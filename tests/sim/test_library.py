@@ -64,7 +64,7 @@ def test_scenarios_with_late_work(mpirun: Run) -> None:
 
 @pytest.mark.parametrize(("ranks", "late"), [(2, "0"), (3, "0"), (2, "0.005")])
 def test_captures_of_others(mpirun: Run, ranks: int, late: str) -> None:
-    assert on_sim(mpirun, "captures", ranks, env={"SIM_LATE": late}).count(": right, ") == 9
+    assert on_sim(mpirun, "captures", ranks, env={"SIM_LATE": late}).count(": right, ") == 10
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -56,7 +56,9 @@ def test_memory_that_is_not_the_values():
             reduced(wrong)
 
 
-def test_the_compiler_stays_out():
+def test_the_compiler_stays_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # which PyTorch sets in this import: it is gone at the end
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     from torch._dynamo import trace_rules
 
     arrays.is_device(torch.ones(1))

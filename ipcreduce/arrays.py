@@ -13,6 +13,7 @@ from .cuda.array_protocols import Locate
 from .cuda.cupy_runtime import current_device, load, on_stream, stream_of
 from .errors import ArgumentError, Location
 from .handles import Stream
+from .numerics import KIND_NAMES
 
 NUMBERS = (np.generic, bool, int, float, complex)
 _ON_HOST = (1, 3, 11)  # DLPack's kDLCPU, kDLCUDAHost, kDLROCMHost
@@ -44,9 +45,11 @@ def is_device(array: Any, what: str = "array") -> bool:
         )
     if _has(array, "__cuda_array_interface__"):
         return True
+    taken, advice = "a NumPy array, a number,", "Pass numpy.asarray(it) or cupy.asarray(it)"
+    if what == "out":
+        taken, advice = "a NumPy array", "Leave it out for a new array"
     raise ArgumentError(
-        f"{what} must be a NumPy array, a number, or an array with __dlpack__ or __cuda_array_interface__; found "
-        f"{name}. Pass numpy.asarray(it) or cupy.asarray(it)"
+        f"{what} must be {taken} or an array with __dlpack__ or __cuda_array_interface__; found {name}. {advice}"
     )
 
 
@@ -76,7 +79,7 @@ def view(array: Any, stream: Stream, ordered: bool = True) -> Any:
     except ArgumentError:
         raise
     except Exception as error:  # exporters raise what they like: PyTorch for a tensor that requires grad, say
-        raise ArgumentError(f"the {type(array).__qualname__} does not give its memory: {error}") from error
+        raise ArgumentError(_refused(type(array).__qualname__, error)) from error
 
 
 def host_view(array: Any, what: str = "array") -> np.ndarray[Any, Any]:
@@ -96,7 +99,12 @@ def host_view(array: Any, what: str = "array") -> np.ndarray[Any, Any]:
                 f"{what} must have a dtype that NumPy takes by DLPack; found bfloat16 in a {kind} on the host. Pass "
                 "NumPy's view of it, with dtype ml_dtypes.bfloat16"
             ) from error
-        raise ArgumentError(f"the {kind} does not give its memory: {error}") from error
+        raise ArgumentError(_refused(kind, error)) from error
+
+
+def _refused(kind: str, error: Exception) -> str:
+    advice = f". Its dtype must be one of {', '.join(KIND_NAMES)}" if "dtype" in str(error) else ""
+    return f"the {kind} does not give its memory: {error}{advice}"
 
 
 class _Unordered:

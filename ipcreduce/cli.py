@@ -27,6 +27,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     :param arguments: those of the command line; None for ``sys.argv[1:]``.
     """
+    if sys.stdout is None:  # closed by the shell, as by >&-
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     ranks = Ranks()
     options, text, status = _parsed(arguments)
     if options is None:

@@ -24,8 +24,8 @@ def _int64(value: int) -> np.int64:
         return np.int64(value)
     except OverflowError:
         raise ArgumentError(
-            f"an int must lie between -2**63 and 2**63 - 1; found one of {value.bit_length()} bits. Pass float(it), or "
-            "numpy.uint64(it)"
+            f"an int must lie between -2**63 and 2**63 - 1; found one of {value.bit_length()} bits. Pass float(it)"
+            + (", or numpy.uint64(it)" if 0 < value < 1 << 64 else "")
         ) from None
 
 
@@ -56,7 +56,10 @@ class HostOperands:
         self.kind = kind_name(source.dtype, self.op)
         if isinstance(source, np.ma.MaskedArray):
             raise ArgumentError("array must have no mask; found a masked array. Fill it first")
-        target = None if out is None else source if out is array else _target(array, source, out)
+        target = None
+        if out is not None:  # a number is no place for a result, in place neither
+            in_place = out is array and not isinstance(array, arrays.NUMBERS)
+            target = source if in_place else _target(array, source, out)
         if target is not None:
             check_writable(target)
             if not target.flags.c_contiguous:

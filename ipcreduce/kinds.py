@@ -15,6 +15,7 @@ _INSTEAD = {
     "bool": 'Pass "max" for any or "min" for all; to count, pass ints',
     "complex64": "Reduce array.real and array.imag, or abs(array)",
     "complex128": "Reduce array.real and array.imag, or abs(array)",
+    "a product": "Take numpy.exp of the sum of numpy.log(array)",
 }
 _KINDS = DTYPES | {np.dtype(name): name for name in VIEWS}
 _OPS = dict(zip(OPS, OPS, strict=True)) | {"mean": "avg"}
@@ -37,8 +38,9 @@ def op_name(op: Any) -> str:
     if is_mpis:
         others = {name for name, other in vars(mpi).items() if isinstance(other, mpi.Op) and other == op}
         found = f"MPI.{min(others)}" if others else "an MPI.Op of the program's own"
-    elif isinstance(op, str) and op.strip().lower() in _OPS:
-        advice = f'Pass "{op.strip().lower()}"'
+    else:  # also one of PyTorch's, which has a name
+        named = str(getattr(op, "name", op)).strip().lower()
+        advice = f'Pass "{named}"' if named in _OPS else advice
     raise ArgumentError(f"op must be one of {', '.join(_OPS)}, or MPI's {', '.join(_MPI_OPS)}; found {found}. {advice}")
 
 
@@ -53,7 +55,8 @@ def kind_name(dtype: np.dtype[Any], op: str) -> str:
         )
     _, ops = VIEWS.get(name, (name, OPS))
     if op not in ops:
-        raise ArgumentError(f"op must be {' or '.join(ops)} for {name}; found {op}. {_INSTEAD[name]}")
+        advice = _INSTEAD["a product" if op == "prod" and name != "bool" else name]
+        raise ArgumentError(f"op must be {' or '.join(ops)} for {name}; found {op}. {advice}")
     return name
 
 

@@ -20,7 +20,7 @@ try:
     import torch
 except ImportError:
     if comm.rank == 0:
-        print("this example needs PyTorch: nothing to show here")
+        print("this example needs PyTorch: pip install torch")
     comm.close()
     sys.exit(0)
 

@@ -20,9 +20,13 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from sklearn.datasets import load_digits
 
 import ipcreduce
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError:
+    sys.exit("this example needs scikit-learn: pip install scikit-learn")
 
 INPUTS, HIDDEN, OUTPUTS = 64, 128, 10
 BATCH, RATE, MOMENTUM = 96, 0.05, 0.9

@@ -193,8 +193,10 @@ def bad_ops() -> Iterator[Row]:
         yield Row(f"op: MPI.{name}", lambda m, c, op=op: c.allreduce(mine(m, c), op), words)
     for dtype, ops, allowed, advice in (
         ("?", ("sum", "prod", "avg", MPI.SUM), "min or max for bool", 'Pass "max" for any or "min" for all'),
-        ("F", ("prod", "min", "max"), "sum or avg for complex64", "Reduce array.real and array.imag"),
-        ("D", ("prod", "min", MPI.MAX), "sum or avg for complex128", "Reduce array.real and array.imag"),
+        ("F", ("min", "max"), "sum or avg for complex64", "Reduce array.real and array.imag"),
+        ("D", ("min", MPI.MAX), "sum or avg for complex128", "Reduce array.real and array.imag"),
+        ("F", ("prod",), "sum or avg for complex64", "numpy.exp of the sum of numpy.log"),
+        ("D", (MPI.PROD,), "sum or avg for complex128", "numpy.exp of the sum of numpy.log"),
     ):
         words = (f"op must be {allowed}; found", advice)
         for op in ops:

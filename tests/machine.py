@@ -41,9 +41,14 @@ def pretend_hosts(rank: int, size: int, hosts: int) -> None:
 
 
 def find_mpirun(python: str) -> str | None:
-    """The launcher to use: $MPIRUN, else the one that is installed beside python, else the one on PATH."""
+    """The launcher to use: $MPIRUN, else the one that is installed beside python, else the one on PATH.
+
+    Those of other virtual environments are passed over: their MPI is for the mpi4py there.
+    """
     beside = Path(python).parent / "mpirun"
-    return os.environ.get("MPIRUN") or (str(beside) if beside.exists() else shutil.which("mpirun"))
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    path = os.pathsep.join(one for one in folders if not Path(one, "..", "pyvenv.cfg").exists())
+    return os.environ.get("MPIRUN") or (str(beside) if beside.exists() else shutil.which("mpirun", path=path))
 
 
 @functools.cache

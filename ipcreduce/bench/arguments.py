@@ -38,10 +38,10 @@ def names_of(known: Callable[[], Collection[str]], text: str) -> list[str]:
     return found
 
 
-def sizes(smallest: int, largest: int, between: bool) -> list[int]:
-    """The powers of two from ``smallest`` to ``largest`` bytes, and with ``between`` also 3 * 2**k."""
+def sizes(smallest: int, largest: int, between: bool, itemsize: int = 1) -> list[int]:
+    """The powers of two from ``smallest`` to ``largest`` bytes, and with ``between`` also 3 * 2**k: whole elements."""
     found = [1 << k for k in range(41)] + ([3 << k for k in range(40)] if between else [])
-    return sorted(nbytes for nbytes in found if smallest <= nbytes <= largest)
+    return sorted(nbytes for nbytes in found if smallest <= nbytes <= largest and nbytes % itemsize == 0)
 
 
 def why_not_writable(path: Path) -> str:

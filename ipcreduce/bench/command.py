@@ -105,9 +105,10 @@ def _fitted(options: argparse.Namespace, comm: Communicator) -> argparse.Namespa
     found = argparse.Namespace(**vars(options))
     found.mode = [mode for mode in _MODES if mode in (options.mode or (_MODES[1:] if on_host else _MODES))]
     found.dtype = options.dtype or ("float32" if on_host else "bfloat16")
-    least = max(options.smallest, _dtype(found.dtype).itemsize)
+    itemsize = _dtype(found.dtype).itemsize
+    least = max(options.smallest, itemsize)
     usual = max(2 * least, _HOST_LARGEST if on_host else _LARGEST)
-    found.sizes = sizes(least, usual if options.largest is None else options.largest, options.between)
+    found.sizes = sizes(least, usual if options.largest is None else options.largest, options.between, itemsize)
     if not found.sizes:
         raise ArgumentError(
             f"expected a power of two from --smallest to --largest, and at least one {found.dtype}; found "

@@ -284,7 +284,7 @@ class CallSequence:
         except PeerLostError:
             raise
         except BaseException as error:
-            lost = self.lose("it left the clean-up after a fault", error)
+            lost = self.lose("it left the resynchronisation after a fault", error)
             if isinstance(error, IpcReduceError):
                 raise lost from error
             raise

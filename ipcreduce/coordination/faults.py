@@ -126,7 +126,8 @@ def _positions(page: Page) -> str:
     parts = []
     for rank in sorted(missed & behind or behind or missed):
         last = describe(rank, calls[rank])
-        parts.append(f"rank {rank} never came: its last call was {calls[rank]}" + (f" ({last})" if last else ""))
+        own = " in time, which is this rank" if rank == page.rank else ""
+        parts.append(f"rank {rank} never came{own}: its last call was {calls[rank]}" + (f" ({last})" if last else ""))
     others: dict[str, list[int]] = {}
     for rank in range(page.n):
         if calls[rank] == max(calls):

@@ -60,7 +60,7 @@ def of(group: Any) -> exchange.Ranks:
         if world.size == 1 and _TORCHRUN in os.environ and os.environ.get(_WORLD_SIZE, "1") != "1":
             raise ArgumentError(
                 f"group must be given under torchrun, of whose {os.environ[_WORLD_SIZE]} processes MPI knows this one "
-                "only. Pass torch.distributed.group.WORLD, behind init_process_group()"
+                "only. Call init_process_group(), then make Communicator(torch.distributed.group.WORLD) and call that"
             )
         return world
     module: Any = mpi.loaded()

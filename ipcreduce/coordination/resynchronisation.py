@@ -28,7 +28,7 @@ def start_anew(
     def check(missing: list[int]) -> None:
         faults.raise_lost(page, number, any_call=True)
         if time.monotonic() > deadline:
-            page.post_lost(missing[0], "it did not come to the clean-up after a fault")
+            page.post_lost(missing[0], "it did not come to the resynchronisation after a fault")
 
     for engine in engines:
         engine.quiesce(deadline)

@@ -44,7 +44,7 @@ def cache_directory() -> Path:
     """
     chosen = os.environ.get("IPCREDUCE_CACHE_DIR")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    path = Path(chosen) if chosen else Path(base) / "ipcreduce"
+    path = Path(chosen).expanduser() if chosen else Path(base) / "ipcreduce"
     what = f"the kernel cache IPCREDUCE_CACHE_DIR={chosen}" if chosen else f"the kernel cache {path}"
     try:
         if not chosen and not path.is_absolute():  # $HOME is unset, and this user is not in the system's list

@@ -175,7 +175,8 @@ def _handle(stream: Any) -> Stream:
         if isinstance(getattr(stream, attribute, None), int):
             return Stream(int(getattr(stream, attribute)))
     raise ArgumentError(
-        f"stream must be an int, a CuPy stream or an object with __cuda_stream__; found {type(stream).__name__}"
+        f"stream must be an int, a CuPy stream or an object with __cuda_stream__; found {type(stream).__name__}. "
+        "Leave it out for the current stream"
     )
 
 

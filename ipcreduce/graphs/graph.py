@@ -194,7 +194,8 @@ class Graph:
         """
         if current.graph is not self:
             raise GraphStateError(
-                f"add_eager() needs this graph's recording, in its thread and not within a break; it is {self._state}"
+                f"add_eager() needs this graph's recording, in its thread and not within a break; it is {self._state}. "
+                "Call it inside of its record() block"
             )
         return self.add_break(function, (), {})
 

@@ -48,7 +48,9 @@ class GraphRunner:
         check: str = "first", record_new: bool = True, copy_inputs: bool = False,
     ) -> None:  # fmt: skip
         if not callable(function):
-            raise ArgumentError(f"function must be callable; found {type(function).__qualname__}")
+            raise ArgumentError(
+                f"function must be callable; found {type(function).__qualname__}. Pass GraphRunner(function, comm)"
+            )
         if comm is not None:
             session_of(comm)
         check_mode(mode)

@@ -60,10 +60,12 @@ class Segment:
         descriptor, path = tempfile.mkstemp(prefix="ipcreduce-", dir="/dev/shm")
         try:
             os.posix_fallocate(descriptor, 0, segment_bytes(n))  # no room: an error now, not a signal later
-        except OSError:
+        except OSError as error:
             os.close(descriptor)
             os.unlink(path)
-            raise
+            size = segment_bytes(n) / (1 << 20)
+            text = f"{error.strerror}: /dev/shm needs {size:.1f} MB more (docker run --shm-size makes it larger)"
+            raise OSError(error.errno, text) from None
         segment = cls(descriptor, path, rank, n)
         for address in segment._semaphores:
             semaphores.init(address)

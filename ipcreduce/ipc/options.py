@@ -57,14 +57,17 @@ class Options:
         ordinal = getattr(device, "id", device)
         if not (device is None or (isinstance(device, str) and device == "auto") or _is_ordinal(ordinal)):
             wrong = f"device must be None, 'auto' or the ordinal of one of the visible GPUs, from 0; found {device!r}"
+            wrong += ". Leave it out: arrays on the host need none, and each rank gets a GPU of its own"
         if algorithm is not None and not (isinstance(algorithm, str) and algorithm in plan.ALGORITHMS):
             wrong = f"algorithm must be None or one of {plan.ALGORITHMS}; found {algorithm!r}"
             algorithm = None
         if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
-            wrong = f"{where} must be one of {', '.join(BACKENDS)}; found {backend!r}"
+            wrong = f"{where} must be one of {', '.join(BACKENDS)}; found {backend!r}. None chooses the best"
             backend = None
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
-            wrong = f"timeout must be a positive number of seconds; found {timeout!r}"
+            wrong = (
+                f"timeout must be a positive number of seconds; found {timeout!r}. Pass as many as a rank may be late"
+            )
             timeout = _DEFAULT_SECONDS
         return cls(device, float(timeout), algorithm, backend, nbytes, sync, wrong)
 

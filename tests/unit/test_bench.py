@@ -17,6 +17,7 @@ def test_sizes():
     assert arguments.sizes(4, 64, between=False) == [4, 8, 16, 32, 64]
     assert arguments.sizes(3, 24, between=True) == [3, 4, 6, 8, 12, 16, 24]
     assert arguments.sizes(5, 7, between=False) == []
+    assert arguments.sizes(4, 24, between=True, itemsize=4) == [4, 8, 12, 16, 24], "whole elements"
     assert [arguments.size(text) for text in ("4", "64K", "3m", "1024G")] == [4, 65536, 3 << 20, 1 << 40]
 
 

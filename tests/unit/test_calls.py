@@ -705,7 +705,9 @@ def test_a_rank_that_does_not_come_to_the_clean_up(impatient: list[Rank]):
     failed_call(impatient)
     errors = together(impatient[:2], lambda rank: outcome(rank.call))
     assert [type(error) for error in errors] == [PeerLostError] * 2
-    assert all("rank 2 to take part; found that it did not come to the clean-up" in str(error) for error in errors)
+    assert all(
+        "rank 2 to take part; found that it did not come to the resynchronisation" in str(error) for error in errors
+    )
     assert "rank 2 to take part" in str(raised_by(impatient[2], PeerLostError)), "it comes too late"
     for rank in impatient:
         is_lost(rank)
@@ -733,7 +735,7 @@ def test_a_rank_that_leaves_the_clean_up(ranks: list[Rank], step: str, error: Ba
         assert found[0].__cause__ is error
     else:
         assert found[0] is error
-    text = f"rank 0 to take part; found that it left the clean-up after a fault ({type(error).__name__})"
+    text = f"rank 0 to take part; found that it left the resynchronisation after a fault ({type(error).__name__})"
     assert all(type(one) is PeerLostError and text in str(one) for one in found[1:])
     for rank in ranks:
         is_lost(rank)

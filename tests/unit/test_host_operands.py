@@ -196,6 +196,8 @@ def test_bfloat16_tensors_are_refused_with_advice():
 def test_a_number_has_no_out(number: Any):
     with pytest.raises(ArgumentError, match=r"out must be None for a number.*found ndarray\. Pass .*numpy\.asarray"):
         HostOperands(number, "max" if number is True else "sum", np.zeros(()))
+    with pytest.raises(ArgumentError, match="out must be None for a number"):  # it would come back as it was
+        HostOperands(number, "max" if number is True else "sum", number)
     with pytest.raises(ArgumentError, match=rf"out must be a NumPy array or a CPU tensor.*{type(number).__name__}"):
         HostOperands(np.zeros(()), "sum", number)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import typing
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ def test_type_checkers_know_the_same_names():
         ("SUM", "found 'SUM'. Pass \"sum\""),
         (b"sum", "found b'sum'. Pass one of these"),
         (["sum"], "found ['sum']. Pass one of these"),
+        (SimpleNamespace(name="SUM"), 'Pass "sum"'),  # as torch.distributed's ReduceOp.SUM
         (MPI.LAND, "found MPI.LAND. Pass one of these"),
         (MPI.OP_NULL, "found MPI.OP_NULL. Pass one of these"),
     ],

@@ -51,6 +51,21 @@ def program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
+def test_the_mpirun_of_another_environment_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It belongs to the MPI that is installed there, which our python does not load."""
+    other, system, ours = (tmp_path / name / "bin" for name in ("other", "system", "ours"))
+    for folder in (other, system, ours):
+        folder.mkdir(parents=True)
+        (folder / "mpirun").touch(0o755)
+    (other.parent / "pyvenv.cfg").touch()
+    monkeypatch.delenv("MPIRUN", raising=False)
+    monkeypatch.setenv("PATH", f"{other}:{system}")
+    assert machine.find_mpirun(str(tmp_path / "python")) == str(system / "mpirun")
+    assert machine.find_mpirun(str(ours / "python")) == str(ours / "mpirun")
+    monkeypatch.setenv("PATH", str(other))
+    assert machine.find_mpirun(str(tmp_path / "python")) is None, "then make installs one"
+
+
 def test_pythons_on_path(on_path: Path):
     assert run.find_python("3.12") == (None, "no python3.12 on PATH, and no uv to get one")
     program(on_path / "python3.12", "echo 'not chosen'; exit 127")

@@ -405,7 +405,7 @@ def interrupted_where_others_meet() -> None:
             comm.allreduce(mine())
     else:
         time.sleep(2 if RANK == LAST else 0)  # rank 0 is gone by then; the one between is in the meeting
-        with raises(errors.PeerLostError, "rank 0", "left the clean-up after a fault (KeyboardInterrupt)"):
+        with raises(errors.PeerLostError, "rank 0", "left the resynchronisation after a fault (KeyboardInterrupt)"):
             comm.allreduce(mine())
     started = time.monotonic()
     comm.close()

@@ -78,12 +78,14 @@ def refused_again_alone() -> None:
         if RANK == 0:
             for op in ("mode", "sum"):
                 with raises(
-                    errors.PeerLostError, "rank 1 to take part", "clean-up after a fault", "can only be closed"
+                    errors.PeerLostError, "rank 1 to take part", "resynchronisation after a fault", "can only be closed"
                 ):
                     comm.allreduce(mine(), op)
         WORLD.Barrier()
         if RANK != 0:
-            with raises(errors.PeerLostError, "rank 1 to take part", "clean-up after a fault", "can only be closed"):
+            with raises(
+                errors.PeerLostError, "rank 1 to take part", "resynchronisation after a fault", "can only be closed"
+            ):
                 works(comm)
         WORLD.Barrier()
     if RANK == 0:

@@ -168,7 +168,7 @@ class Communicator:
         fast = self._fast  # once: another thread may close the communicator
         if fast is not None:
             return fast.make(None, self._allreduce, array, op, out, stream)
-        with self._calls.making():
+        with self._calls.lock, self._calls.making():
             return self._allreduce(array, op, out, stream)
 
     def _allreduce(self, array: Any, op: Any, out: Any, stream: Any) -> Any:

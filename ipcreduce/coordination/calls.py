@@ -78,9 +78,9 @@ class CallSequence:
 
     # ---- making a call
     def making(self) -> _Making:
-        """One call, made by a ``with`` block under the lock; its exception is told to the peers.
+        """One call, made by a ``with`` block, ``with calls.lock, calls.making()``; its exception is told to the peers.
 
-        See also ``FastPath.make``.
+        The lock's own context is C's, which no signal interrupts half-way. See also ``FastPath.make``.
         """
         return _Making(self)
 
@@ -143,15 +143,21 @@ class CallSequence:
             self._page.calls.first = number + 1
 
     # ---- a call that fails here
-    def failed(self, error: BaseException) -> None:
-        """Add rank and call to the error of the current call; cancel the call on the peers, or raise PeerLostError."""
-        if isinstance(error, PeerLostError):
+    def failed(self, error: BaseException, foreign: bool = False) -> None:
+        """Add rank and call to the error of the current call; cancel the call on the peers, or raise PeerLostError.
+
+        :param foreign: it comes from the program, and may be another communicator's: the peers hear of every kind.
+        """
+        if isinstance(error, PeerLostError) and not foreign:
             self.unusable = error
-        elif self.unusable is None and not (isinstance(error, _SHARED) or getattr(error, "everywhere", False)):
+        elif self.unusable is None and (
+            foreign or not (isinstance(error, _SHARED) or getattr(error, "everywhere", False))
+        ):
             if isinstance(error, IpcReduceError) and not str(error).startswith("rank "):
                 error.args = (f"rank {self.rank}, call {self.number}: {error}",)
             body: Body | None = self.recording if self.recording is not None and self.recording.in_this_thread else None
-            if (isinstance(error, CaptureError) and error.within) or (body and isinstance(error, GraphStateError)):
+            within = isinstance(error, CaptureError) and error.within and not (foreign and body is None)
+            if within or (body and isinstance(error, GraphStateError)):
                 self.withdraw()
                 return
             if body:
@@ -163,17 +169,17 @@ class CallSequence:
                 raise
         self._noted = faults.note(self._page, self.rank, error, self._noted)
 
-    def refuse(self, error: BaseException) -> None:
+    def refuse(self, error: BaseException, foreign: bool = False) -> None:
         """Cancel a call on the peers that this rank does not begin. The caller raises ``error``."""
         with self.lock, suppress(IpcReduceError):
             if self.unusable is None:
                 self.number += 1
-                self.failed(error)
+                self.failed(error, foreign)
 
     def leave(self, error: BaseException) -> None:
-        """:meth:`refuse`, unless the peers know of a fault: they may wait for its vote."""
+        """:meth:`refuse` for what the program raises, unless the peers know of a fault: they may wait for its vote."""
         if self._page is not None and not self.raised:
-            self.refuse(error)
+            self.refuse(error, foreign=True)
 
     def _refuse(self, error: BaseException) -> None:
         """:raises IpcReduceError: a fault of an earlier call: the earliest takes precedence."""
@@ -184,18 +190,24 @@ class CallSequence:
         if page.aborted:
             earlier = page.fault()
             if earlier is None or earlier[0] < self.number + getattr(error, "ended", False):
+                if not isinstance(error, Exception):  # Ctrl-C and exits pass at once: the next call meets the fault
+                    return
                 self.raise_pending()
                 self._resynchronise()
-        self._post(control_page.REFUSED, f"{type(error).__name__}: {error}")
-        self.raised = True
+        try:
+            self._post(control_page.REFUSED, f"{type(error).__name__}: {error}")
+        finally:
+            self.raised = True
 
     def _post(self, kind: int, text: str, of: int | None = None) -> None:
         """Write a fault of this rank, or of rank ``of``, and end every wait."""
         assert self._page is not None
-        for engine in self._engines:
-            with suppress(IpcReduceError):  # the fault at hand comes first
-                engine.drain()  # the abort word would end earlier calls too
-        self._page.post_fault(kind, self.number, text, of)
+        try:
+            for engine in self._engines:
+                with suppress(IpcReduceError):  # the fault at hand comes first
+                    engine.drain()  # the abort word would end earlier calls too
+        finally:  # also if the program is interrupted: the peers wait
+            self._page.post_fault(kind, self.number, text, of)
 
     # ---- faults of others
     def raise_pending(self) -> None:
@@ -280,7 +292,7 @@ class CallSequence:
         deadline = time.monotonic() + max(self.timeout, _PATIENCE_SECONDS)
         try:
             highest, rounds.last = start_anew(page, self._engines, meetings, self.number, rounds.last, deadline)
-            self.catch_up(highest)
+            self.number = highest
         except PeerLostError:
             raise
         except BaseException as error:
@@ -331,20 +343,9 @@ class _Making:
         self._calls = calls
 
     def __enter__(self) -> None:
-        calls = self._calls
-        try:
-            calls.lock.acquire()  # here, so that an interrupt behind it releases the lock
-            if calls.unusable is not None:
-                calls.check_usable()
-            calls.number += 1
-        except BaseException:
-            with suppress(RuntimeError):  # interrupted before we had it
-                calls.lock.release()
-            raise
+        self._calls.check_usable()
+        self._calls.number += 1
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        try:
-            if error is not None:
-                self._calls.failed(error)
-        finally:
-            self._calls.lock.release()
+        if error is not None:
+            self._calls.failed(error)

@@ -142,15 +142,21 @@ class Page:
         """A copy of this rank's block, without its marks."""
         return self._map[self._block(self.rank)]
 
-    def write_block(self, rank: int, block: bytes) -> None:
-        """Store the copy of another rank's block, in one step as other threads of this process see it.
+    def store(self, rank: int, block: bytes, aborts: int, why: int) -> None:
+        """Store the abort word, if another rank ``aborts``, and then the copy of its block, unless that is empty.
 
-        :raises ValueError: if it has another length.
+        In this order, as the block may have a meeting, behind which the word is cleared. Who reads the word waits for
+        the record of the fault: see :meth:`fault`.
+
+        :raises ValueError: if the block has another length.
         """
         place = self._block(rank)
-        if len(block) != place.stop - place.start:
+        if len(block) not in (0, place.stop - place.start):
             raise ValueError(f"a block of {len(block)} bytes")
-        self._map[place] = block
+        if aborts:
+            self._words32[ABORT_OFFSET // 4] = why or TOLD
+        if block:
+            self._map[place] = block
 
     # ---- words shared with the kernels
     def abort(self, why: int = TIMED_OUT) -> None:
@@ -158,10 +164,6 @@ class Page:
         self.aborts += 1
         self._words32[ABORT_OFFSET // 4] = why
         self._tell()
-
-    def abort_from_afar(self, why: int) -> None:
-        """Raise the abort word as another rank has done, which tells the others itself."""
-        self._words32[ABORT_OFFSET // 4] = why or TOLD
 
     @property
     def aborted(self) -> bool:
@@ -249,10 +251,12 @@ class Page:
         The first record counts. Later calls only raise the abort word again.
         """
         with self._writing:
-            if self._losses[self.rank].read() is None:
+            new = self._losses[self.rank].read() is None
+            if new:
                 self._written += 1
                 self._losses[self.rank].write(self._written, rank=rank, text=why)
-            self.abort(TOLD)
+            if new or not self.aborted:  # the watchdogs of mirrored pages would tell each other without end
+                self.abort(TOLD)
 
     def end_waits(self) -> None:
         """End every wait of this rank for good; the peers read that it has closed the communicator."""

@@ -46,6 +46,8 @@ def _last_calls(page: Page) -> str:
 def fault_error(page: Page, call: int, timeout: float) -> PeerFailedError | RankMismatchError | PeerTimeoutError:
     """The error behind the raised abort word, for this rank to raise in its call ``call``."""
     fault = page.fault()
+    if fault is None or (fault[2] != MISMATCH and fault[1] != page.rank):
+        fault = _difference_before(page, call if fault is None else fault[0]) or fault
     if fault is None:
         return PeerTimeoutError(report(
             page.rank, call, expected=f"every rank within {timeout:g} s", found=_positions(page),
@@ -53,12 +55,6 @@ def fault_error(page: Page, call: int, timeout: float) -> PeerFailedError | Rank
             " of eager_break), or raise timeout=.",
         ))  # fmt: skip
     where, rank, kind, text = fault
-    others = kind != MISMATCH and rank != page.rank and rank < page.n
-    differing = _differing_before(page, rank, where) if others else None
-    if differing is not None:  # found by nobody so far; it comes first
-        where, kind = differing, MISMATCH
-        mine, theirs = (page.calls.describe(one, differing) for one in (page.rank, rank))
-        text = f"{mine} on rank {page.rank} and {theirs} on rank {rank}"
     if kind == MISMATCH:
         return RankMismatchError(report(
             page.rank, call, expected=f"the same call {where} on every rank", found=text,
@@ -70,14 +66,19 @@ def fault_error(page: Page, call: int, timeout: float) -> PeerFailedError | Rank
     ))  # fmt: skip
 
 
-def _differing_before(page: Page, rank: int, call: int) -> int | None:
-    """The first call before ``call``, which rank ``rank`` has refused, in which it differs from this rank."""
-    last = min(call - 1, page.calls.call_of(rank), page.calls.number[0])
-    differing = page.calls.first_differing(rank, 1, last)
-    if differing is not None:
-        time.sleep(1e-3)  # some processors show another's key after the number that it wrote behind
-        differing = page.calls.first_differing(rank, differing, last)
-    return differing
+def _difference_before(page: Page, call: int) -> tuple[int, int, int, str] | None:
+    """As :meth:`Page.fault`, the first call before ``call`` in which a rank differs from this one: nobody has told."""
+    found = []
+    for rank in range(page.n):
+        last = min(call - 1, page.calls.call_of(rank), page.calls.number[0])
+        differing = page.calls.first_differing(rank, 1, last) if rank != page.rank else None
+        if differing is not None:
+            time.sleep(1e-3)  # some processors show another's key after the number that it wrote behind
+            differing = page.calls.first_differing(rank, differing, last)
+        if differing is not None:
+            mine, theirs = (page.calls.describe(one, differing) for one in (page.rank, rank))
+            found.append((differing, rank, MISMATCH, f"{mine} on rank {page.rank} and {theirs} on rank {rank}"))
+    return min(found, default=None)
 
 
 def ended_error(page: Page, call: int, timeout: float) -> IpcReduceError:
@@ -124,7 +125,7 @@ def _positions(page: Page) -> str:
     behind = {rank for rank in range(page.n) if calls[rank] < max(calls)}
     missed = page.missed()
     parts = []
-    for rank in sorted(missed & behind or behind or missed):
+    for rank in sorted(missed & behind or missed or behind):
         last = describe(rank, calls[rank])
         own = " in time, which is this rank" if rank == page.rank else ""
         parts.append(f"rank {rank} never came{own}: its last call was {calls[rank]}" + (f" ({last})" if last else ""))

@@ -101,10 +101,7 @@ class Mirror:
             peer.read += nbytes
             peer.acknowledged = read
             page.calls.store(peer.rank, number, first, keys, text, texts, body[: nbytes - block])  # before the state
-            if block:
-                page.write_block(peer.rank, body[nbytes - block :])
-            if aborts:
-                page.abort_from_afar(word)
+            page.store(peer.rank, body[nbytes - block :] if block else b"", aborts, word)
 
     # ---- sending
     def send(self) -> None:

@@ -40,7 +40,8 @@ def start_anew(
     calls, rounds, offers = zip(*everyone, strict=True)
     for engine in engines:
         engine.reset(offers)
-    page.calls.first = max(calls) + 1  # before the abort word goes: earlier calls are not compared any more
+    # Before the abort word goes: earlier calls are not compared any more, but the one in which the ranks meet is.
+    page.calls.first = max(calls)
     page.clear()
     fence()  # before a peer goes on, and writes to the page, this has to be visible
     meetings.meet(number, last_round, check, offer)

@@ -156,7 +156,7 @@ class FastPath:
                             follows = True
                         try:
                             if follows:
-                                ready.launch(argument, current)
+                                ready.launch(ready.argument, current)  # a graph may have been closed by now
                             else:
                                 order.launch_shared(partial(ready.launch, argument), current)
                         except RuntimeError as error:

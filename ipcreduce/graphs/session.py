@@ -124,7 +124,7 @@ class GraphSession:
     def begin_recording(self, recording: Recording, check: Callable[[], None]) -> None:
         """Open a recording, as one call. ``check`` raises if this rank cannot. Collective."""
         calls = self.calls
-        with calls.making():
+        with calls.lock, calls.making():
             check()
             if calls.recording is not None:
                 raise GraphStateError("record() while this communicator is recording already: end that one first")
@@ -158,7 +158,7 @@ class GraphSession:
             theirs = agree(calls, number, [call.what for segment in segments for call in segment.calls], error or stale)
         except IpcReduceError as shared:
             calls.failed(shared)
-            theirs = shared
+            theirs, stale = shared, None
         self._engine.recorded.update(segment.ready for segment in segments if segment.calls)
         if error is not None or theirs is not None:
             try:

@@ -26,6 +26,7 @@ _TICK_SECONDS = 0.05
 # For a call that all ranks have made: an abort costs a new communicator, and recorded graphs hold the old one.
 _GRACE_SECONDS = 0.1
 _LAST_TURN_SECONDS = 1.0
+_NOTICE_SECONDS = 0.5  # for the watchdog to notice the end of a rank, before NCCL's error for it is told
 _NAME = "ipcreduce-nccl"
 
 
@@ -43,6 +44,7 @@ class Guard:
         self._thread = threading.Thread(target=_run, args=run, name=_NAME, daemon=True)
         self._event, self._stream = streams.create_event(), streams.create_stream()
         self._aborting = 0.0  # when the abort word was seen beside a call that runs
+        self._problem_at = 0.0  # when NCCL's error was seen first
         self._marked = 0  # number of the last call before the event; 0: none is waited for
         self._since = 0.0  # when the event was recorded
         self._ended = 0  # number of the last call that is known to have ended
@@ -67,7 +69,7 @@ class Guard:
 
     def forget(self) -> None:
         """Begin anew, since no call runs."""
-        self._marked, self._enqueuing = 0, None
+        self._marked, self._enqueuing, self._aborting, self._problem_at = 0, None, 0.0, 0.0
         self._ended = self._page.calls.number[0]
 
     def look(self) -> None:
@@ -90,6 +92,9 @@ class Guard:
         self._aborting = 0.0
         problem = nccl.problem()
         if problem is not None:
+            self._problem_at = self._problem_at or time.monotonic()
+            if time.monotonic() - self._problem_at < _NOTICE_SECONDS:
+                return  # it may be the end of a rank, which the watchdog names
             with page.in_era(era) as current:
                 if current:
                     page.post_fault(REFUSED, max(1, page.calls.number[0]), problem)

@@ -126,9 +126,9 @@ MUTANTS = [
     ),
     Mutant(
         "an abort comes back from those who were told",
-        MIRROR,
-        "page.abort_from_afar(word)",
-        "page.abort(word or 2)",
+        PAGE,
+        "            self._words32[ABORT_OFFSET // 4] = why or TOLD\n",
+        "            self.abort(why or TOLD)\n",
         unit("mirror", "an_abort_does_not_come_back_later"),
     ),
     Mutant(

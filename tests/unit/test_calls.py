@@ -320,6 +320,70 @@ def test_what_is_not_ours_passes_unchanged(ranks: list[Rank], error: BaseExcepti
     assert type(error).__name__ in ranks[1].page.fault()[3]
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)])
+@pytest.mark.parametrize("raised", [False, True])
+def test_an_interrupt_is_not_replaced_by_an_earlier_fault(sharing: list[Rank], error: BaseException, raised: bool):
+    """Nor does it wait for the others to meet; the next call raises that fault, or meets them."""
+    sharing[0].call()
+    sharing[1].refuse()
+    if raised:
+        raised_by(sharing[0], PeerFailedError)
+    started = time.monotonic()
+    assert sharing[0].refuse(error) is error
+    assert time.monotonic() - started < 10, "it waited"
+    if not raised:
+        raised_by(sharing[0], PeerFailedError)
+    for rank in sharing[2:]:
+        raised_by(rank, PeerFailedError)
+    assert len({*together(sharing)}) == 1, "and all go on with one number"
+
+
+@pytest.mark.parametrize("kind", [PeerFailedError, PeerTimeoutError, RankMismatchError, PeerLostError])
+def test_an_error_of_another_communicator_is_told(ranks: list[Rank], kind: type[IpcReduceError]):
+    """One that a break raises, say: on this communicator only this rank knows of it."""
+    together(ranks)
+    ranks[0].calls.leave(kind("rank 3, call 7: of another one"))
+    for rank in ranks[1:]:
+        raised_by(rank, PeerFailedError, "rank 0 refused it")
+    assert len({*together(ranks)}) == 1, "the communicator works again"
+
+
+def test_an_interrupt_at_the_end_of_a_call_leaves_the_lock_free(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch):
+    calls = ranks[0].calls
+
+    def interrupted(*_: Any) -> None:  # a signal is handled as a function of Python's begins
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calls_module._Making, "__exit__", interrupted)
+    with pytest.raises(KeyboardInterrupt), calls.lock, calls.making():
+        pass
+    assert in_threads([lambda: calls.lock.acquire(timeout=10)]) == [True]
+
+
+def test_an_interrupt_while_earlier_calls_are_waited_for_is_told(ranks: list[Rank]):
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    together(ranks)
+    ranks[0].engine.act["drain"] = interrupted
+    assert type(ranks[0].refuse()) is KeyboardInterrupt
+    del ranks[0].engine.act["drain"]
+    for rank in ranks[1:]:
+        raised_by(rank, PeerFailedError, "ArgumentError: rank 0, call 2: no such op")
+    assert len({*together(ranks)}) == 1
+
+
+def test_the_call_in_which_the_ranks_meet_is_compared(ranks: list[Rank]):
+    together(ranks)
+    ranks[0].refuse()
+    for rank in ranks[1:]:
+        raised_by(rank, PeerFailedError)
+    number = together(ranks)[0]
+    ranks[1].page.calls.write(number, Fingerprint.of("another call"))
+    ranks[1].page.write_round(1, True, 0, b"")  # tells it to pages of their own
+    assert ranks[0].page.calls.first_differing(1, 1, number) == number
+
+
 def test_rank_and_call_are_added_once(ranks: list[Rank]):
     together(ranks)
     for error in (ArgumentError("x"), IpcReduceError("rank 0, call 7: x")):

@@ -249,6 +249,46 @@ def test_a_difference_that_nobody_has_found_comes_before_a_refused_call():
     assert type(faults.fault_error(pages[0], 5, 30.0)) is PeerFailedError
 
 
+def test_a_difference_with_a_third_rank_comes_before_a_refusal_and_a_timeout(pages: list[Page]):
+    for page, what in zip(pages, ("a maximum", "a sum", "a sum"), strict=True):
+        page.calls.enter(1, Fingerprint.of(what))
+    for page in pages[:2]:
+        page.calls.enter(2, SUM)
+    pages[2].post_fault(control_page.REFUSED, 2, "why")
+    for page in pages[:2]:
+        error = faults.fault_error(page, 2, 30.0)
+        assert type(error) is RankMismatchError
+        assert "a maximum" in str(error)
+    for page in pages:
+        page.clear()
+    miss(pages[1], 2)
+    pages[1].abort()
+    assert type(faults.fault_error(pages[1], 2, 1.0)) is RankMismatchError
+
+
+def test_the_rank_that_is_missed_is_named_and_not_those_that_wait(pages: list[Page]):
+    """It has left a call that the others had not all come to."""
+    pages[0].calls.enter(2, SUM)
+    for page in pages[1:]:
+        page.calls.enter(1, SUM)
+        miss(page, 0)
+    text = str(faults.fault_error(pages[1], 1, 1.0))
+    assert "rank 0 never came" in text
+    assert "rank 1 never came" not in text
+
+
+def test_a_loss_is_told_once(pages: list[Page]):
+    """Watchdogs of mirrored pages, which write it at every turn, would wake each other without end."""
+    told: list[int] = []
+    pages[0].changed = lambda: told.append(1)
+    for _ in range(3):
+        pages[0].post_lost(1, "its process has ended")
+    assert len(told) == 1
+    pages[0].clear()
+    pages[0].post_lost(1, "its process has ended")
+    assert pages[0].aborted, "the abort word stays up"
+
+
 def test_a_timeout_says_who_never_came_and_what_it_did_last(pages: list[Page]):
     for page in pages:
         page.calls.enter(1, SUM)

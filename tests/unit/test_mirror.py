@@ -49,6 +49,23 @@ def exchange_all(ranks: Ranks) -> None:
         one.receive()
 
 
+def test_the_word_is_there_before_the_block_that_may_lead_to_its_end(ranks: Ranks, monkeypatch: pytest.MonkeyPatch):
+    """The program reads a meeting in the block, and clears the word of the fault before it: behind it would stay."""
+    (first, second), seen = ranks[0], []
+
+    class Watched:
+        def __init__(self, memory: Any) -> None:
+            self.memory = memory
+
+        def __setitem__(self, place: Any, data: Any) -> None:
+            seen.append(second.aborted)
+            self.memory[place] = data
+
+    monkeypatch.setattr(second, "_map", Watched(second._map))
+    first.post_fault(REFUSED, 3, "why")
+    assert seen == [True]
+
+
 def test_what_is_written_arrives_with_the_page_untouched_elsewhere(ranks: Ranks):
     first, second = ranks[0]
     first.post_fault(REFUSED, 3, "why")

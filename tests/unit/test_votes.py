@@ -50,6 +50,15 @@ def agreed(
     ])  # fmt: skip
 
 
+def test_calls_before_a_vote_are_still_compared():
+    """Between hosts they are compared afterwards, perhaps while the ranks vote."""
+    ranks = make_ranks(2)
+    for calls in ranks:
+        calls.number = 1
+    assert agreed(ranks, [[], []], [None, None]) == [None, None]
+    assert all(calls._page.calls.first == 1 for calls in ranks)
+
+
 def test_a_vote_travels_as_bytes():
     for one in (Vote(1 << 40, True, 256, 0xFFFFFFFF, ""), Vote(0, False, 0, 0, "ValueError: wrong")):
         assert Vote.unpack(one.pack()) == one

@@ -78,9 +78,9 @@ class CallSequence:
 
     # ---- making a call
     def making(self) -> _Making:
-        """One call, made by a ``with`` block, ``with calls.lock, calls.making()``; its exception is told to the peers.
+        """One call, ``with calls.lock, calls.making()``; its exception is told to the peers. See also FastPath.make.
 
-        The lock's own context is C's, which no signal interrupts half-way. See also ``FastPath.make``.
+        The lock's own context is C's, which no signal interrupts half-way.
         """
         return _Making(self)
 
@@ -148,12 +148,11 @@ class CallSequence:
 
         :param foreign: it comes from the program, and may be another communicator's: the peers hear of every kind.
         """
+        known = not foreign and (isinstance(error, _SHARED) or getattr(error, "everywhere", False))
         if isinstance(error, PeerLostError) and not foreign:
             self.unusable = error
-        elif self.unusable is None and (
-            foreign or not (isinstance(error, _SHARED) or getattr(error, "everywhere", False))
-        ):
-            if isinstance(error, IpcReduceError) and not str(error).startswith("rank "):
+        elif self.unusable is None and not known:
+            if isinstance(error, IpcReduceError) and not (foreign or str(error).startswith("rank ")):
                 error.args = (f"rank {self.rank}, call {self.number}: {error}",)
             body: Body | None = self.recording if self.recording is not None and self.recording.in_this_thread else None
             within = isinstance(error, CaptureError) and error.within and not (foreign and body is None)

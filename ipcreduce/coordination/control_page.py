@@ -145,8 +145,7 @@ class Page:
     def store(self, rank: int, block: bytes, aborts: int, why: int) -> None:
         """Store the abort word, if another rank ``aborts``, and then the copy of its block, unless that is empty.
 
-        In this order, as the block may have a meeting, behind which the word is cleared. Who reads the word waits for
-        the record of the fault: see :meth:`fault`.
+        In this order, as the block may lead to a meeting that clears the word; readers of the word wait for its record.
 
         :raises ValueError: if the block has another length.
         """
@@ -246,10 +245,7 @@ class Page:
 
     # ---- losses
     def post_lost(self, rank: int, why: str) -> None:
-        """Write that ``rank``, perhaps this one, has gone for good, and end every wait of every rank.
-
-        The first record counts. Later calls only raise the abort word again.
-        """
+        """Write that ``rank`` has gone for good, unless there is a record, and end every wait of every rank."""
         with self._writing:
             new = self._losses[self.rank].read() is None
             if new:

@@ -11,6 +11,57 @@ RESYNCHRONISATION, RECORDS, FAULTS = (f"{FOLDER}/{name}.py" for name in ("resync
 MUTANTS = [
     # ---- calls and resynchronisation
     Mutant(
+        "a vote ends the comparison of the calls before it",
+        VOTES,
+        "    if len({one.call for one in votes}) > 1:",
+        "    if True:",
+        unit("votes", "calls_before_a_vote_are_still_compared"),
+    ),
+    Mutant(
+        "the call in which the ranks meet is not compared",
+        RESYNCHRONISATION,
+        "    page.calls.first = max(calls)\n",
+        "    page.calls.first = max(calls) + 1\n",
+        unit("calls", "the_call_in_which_the_ranks_meet_is_compared"),
+    ),
+    Mutant(
+        "an error of another communicator in a break is not told",
+        CALLS,
+        "self.refuse(error, foreign=True)",
+        "self.refuse(error)",
+        unit("calls", "an_error_of_another_communicator_is_told"),
+    ),
+    Mutant(
+        "Ctrl-C is replaced by an earlier fault",
+        CALLS,
+        "                if not isinstance(error, Exception):",
+        "                if False:",
+        unit("calls", "an_interrupt_is_not_replaced_by_an_earlier_fault"),
+    ),
+    Mutant(
+        "another rank's abort is stored behind the meeting that clears it",
+        PAGE,
+        "        if aborts:\n            self._words32[ABORT_OFFSET // 4] = why or TOLD\n"
+        "        if block:\n            self._map[place] = block\n",
+        "        if block:\n            self._map[place] = block\n"
+        "        if aborts:\n            self._words32[ABORT_OFFSET // 4] = why or TOLD\n",
+        unit("mirror", "the_word_is_there_before_the_block_that_may_lead_to_its_end"),
+    ),
+    Mutant(
+        "a loss is told at every turn",
+        PAGE,
+        "            if new or not self.aborted:",
+        "            if True:",
+        unit("control_page", "a_loss_is_told_once"),
+    ),
+    Mutant(
+        "a timeout names those who wait",
+        FAULTS,
+        "missed & behind or missed or behind",
+        "missed & behind or behind or missed",
+        unit("control_page", "the_rank_that_is_missed_is_named_and_not_those_that_wait"),
+    ),
+    Mutant(
         "the abort word is cleared before the first meeting",
         RESYNCHRONISATION,
         "    everyone = meetings.meet(",
@@ -97,8 +148,8 @@ MUTANTS = [
     Mutant(
         "a refused call is kept from the peers",
         CALLS,
-        '        self._post(control_page.REFUSED, f"{type(error).__name__}: {error}")\n',
-        "",
+        '            self._post(control_page.REFUSED, f"{type(error).__name__}: {error}")\n',
+        "            pass\n",
         unit("calls", "a_rank_refuses"),
     ),
     # ---- the page
@@ -126,7 +177,7 @@ MUTANTS = [
     Mutant(
         "the last loss counts",
         PAGE,
-        "            if self._losses[self.rank].read() is None:\n",
+        "            if new:\n",
         "            if True:\n",
         unit("control_page", "the_first_loss_counts_and_what_a_rank_says_of_itself_comes_first"),
     ),

@@ -41,8 +41,8 @@ MUTANTS = [
     Mutant(
         "a refusal hides an earlier call that differs",
         f"{FOLDER}/faults.py",
-        "    if differing is not None:  # found by nobody so far; it comes first\n",
-        "    if False:\n",
+        "fault = _difference_before(page, call if fault is None else fault[0]) or fault",
+        "pass",
         unit("control_page", "a_difference_that_nobody_has_found_comes_before_a_refused_call"),
     ),
     Mutant(
@@ -112,8 +112,8 @@ MUTANTS = [
     Mutant(
         "the abort word is raised once only after a loss",
         PAGE,
-        "rank=rank, text=why)\n            self.abort(TOLD)\n",
-        "rank=rank, text=why)\n                self.abort(TOLD)\n",
+        "            if new or not self.aborted:",
+        "            if new:",
         unit("watchdog", "the_abort_word_stays_up"),
     ),
     # ---- between hosts

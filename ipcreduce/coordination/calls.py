@@ -152,7 +152,7 @@ class CallSequence:
         if isinstance(error, PeerLostError) and not foreign:
             self.unusable = error
         elif self.unusable is None and not known:
-            if isinstance(error, IpcReduceError) and not (foreign or str(error).startswith("rank ")):
+            if isinstance(error, IpcReduceError) and not str(error).startswith("rank "):
                 error.args = (f"rank {self.rank}, call {self.number}: {error}",)
             body: Body | None = self.recording if self.recording is not None and self.recording.in_this_thread else None
             within = isinstance(error, CaptureError) and error.within and not (foreign and body is None)

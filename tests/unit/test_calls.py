@@ -342,11 +342,11 @@ def test_an_interrupt_is_not_replaced_by_an_earlier_fault(sharing: list[Rank], e
 def test_an_error_of_another_communicator_is_told(ranks: list[Rank], kind: type[IpcReduceError]):
     """One that a break raises, say: on this communicator only this rank knows of it."""
     together(ranks)
-    error = kind("of another one")
+    error = kind("rank 3, call 7: of another one")
     ranks[0].calls.leave(error)
-    assert str(error) == "of another one", "it passes unchanged"
+    assert str(error) == "rank 3, call 7: of another one", "it passes unchanged"
     for rank in ranks[1:]:
-        raised_by(rank, PeerFailedError, rf"rank 0 refused it \({kind.__name__}: of another one\)")
+        raised_by(rank, PeerFailedError, rf"rank 0 refused it \({kind.__name__}: rank 3, call 7: of another")
     assert len({*together(ranks)}) == 1, "the communicator works again"
 
 

@@ -39,8 +39,9 @@ def op_name(op: Any) -> str:
         others = {name for name, other in vars(mpi).items() if isinstance(other, mpi.Op) and other == op}
         found = f"MPI.{min(others)}" if others else "an MPI.Op of the program's own"
     else:  # also one of PyTorch's, which has a name
-        named = str(getattr(op, "name", op)).strip().lower()
-        advice = f'Pass "{named}"' if named in _OPS else advice
+        named = op if isinstance(op, str) else getattr(op, "name", None)
+        if isinstance(named, str) and named.strip().lower() in _OPS:
+            advice = f'Pass "{named.strip().lower()}"'
     raise ArgumentError(f"op must be one of {', '.join(_OPS)}, or MPI's {', '.join(_MPI_OPS)}; found {found}. {advice}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import tempfile
@@ -63,6 +64,8 @@ class Segment:
         except OSError as error:
             os.close(descriptor)
             os.unlink(path)
+            if error.errno != errno.ENOSPC:
+                raise
             size = segment_bytes(n) / (1 << 20)
             text = f"{error.strerror}: /dev/shm needs {size:.1f} MB more (docker run --shm-size makes it larger)"
             raise OSError(error.errno, text) from None

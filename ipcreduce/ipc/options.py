@@ -65,9 +65,7 @@ class Options:
             wrong = f"{where} must be one of {', '.join(BACKENDS)}; found {backend!r}. None chooses the best"
             backend = None
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
-            wrong = (
-                f"timeout must be a positive number of seconds; found {timeout!r}. Pass as many as a rank may be late"
-            )
+            wrong = f"timeout must be a positive number of seconds; found {timeout!r}. Pass how late a rank may be"
             timeout = _DEFAULT_SECONDS
         return cls(device, float(timeout), algorithm, backend, nbytes, sync, wrong)
 

@@ -90,7 +90,7 @@ def test_torch_capture(mpirun, tmp_path: Path):
     assert "2 ranks, backend mpi: 100 turns, 0 wrong" in mpirun("mpi_examples/torch_capture.py", 2, env=env).stdout
     (tmp_path / "torch.py").write_text("raise ImportError")
     assert mpirun("mpi_examples/torch_capture.py", 2, env=env).stdout == (
-        "this example needs PyTorch: nothing to show here\n"
+        "this example needs PyTorch: pip install torch\n"
     )
 
 

@@ -39,4 +39,4 @@ def test_example(mpirun: Run) -> None:
 
 def test_example_without_pytorch(mpirun: Run) -> None:
     output = mpirun("tests.sim", 2, "mpi_examples/torch_capture.py", env={"SIM_DEVICES": "0"}).stdout
-    assert "this example needs PyTorch: nothing to show here" in output
+    assert "this example needs PyTorch: pip install torch" in output

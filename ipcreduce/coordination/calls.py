@@ -78,10 +78,7 @@ class CallSequence:
 
     # ---- making a call
     def making(self) -> _Making:
-        """One call, ``with calls.lock, calls.making()``; its exception is told to the peers. See also FastPath.make.
-
-        The lock's own context is C's, which no signal interrupts half-way.
-        """
+        """One call, ``with calls.lock, calls.making()``, as no signal cuts the lock's own context in two."""
         return _Making(self)
 
     def check_usable(self) -> None:
@@ -334,7 +331,7 @@ class CallSequence:
 
 
 class _Making:
-    """The context of :meth:`CallSequence.making`: a class, as a generator takes 0.8 us more of each call."""
+    """One call, whose exception is told to the peers. A class, as a generator takes 0.8 us more."""
 
     __slots__ = ("_calls",)
 
@@ -342,8 +339,10 @@ class _Making:
         self._calls = calls
 
     def __enter__(self) -> None:
-        self._calls.check_usable()
-        self._calls.number += 1
+        calls = self._calls
+        if calls.unusable is not None:
+            calls.check_usable()
+        calls.number += 1
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:

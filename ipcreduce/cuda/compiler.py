@@ -44,10 +44,11 @@ def cache_directory() -> Path:
     """
     chosen = os.environ.get("IPCREDUCE_CACHE_DIR")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    path = Path(chosen).expanduser() if chosen else Path(base) / "ipcreduce"
+    path = Path(os.path.expanduser(chosen)) if chosen else Path(base) / "ipcreduce"
     what = f"the kernel cache IPCREDUCE_CACHE_DIR={chosen}" if chosen else f"the kernel cache {path}"
     try:
-        if not chosen and not path.is_absolute():  # $HOME is unset, and this user is not in the system's list
+        homeless = not chosen or chosen.startswith("~")  # if $HOME is unset, and the system does not list this user
+        if homeless and not path.is_absolute():
             raise FileNotFoundError("no home directory is known, or XDG_CACHE_HOME is relative")
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.stat()

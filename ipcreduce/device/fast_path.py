@@ -156,9 +156,9 @@ class FastPath:
                             follows = True
                         try:
                             if follows:
-                                ready.launch(ready.argument, current)  # a graph may have been closed by now
+                                ready.launch(ready.argument, current)  # 0 by now if another thread closed the graph
                             else:
-                                order.launch_shared(partial(ready.launch, argument), current)
+                                order.launch_shared(partial(ready.launch, ready.argument), current)
                         except RuntimeError as error:
                             start: Callable[[Stream], Any] = partial(ready.launch, argument)
                             start = start if follows else partial(order.launch_shared, start)

@@ -27,6 +27,14 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+def test_a_closed_output_is_no_error():
+    command = ["sh", "-c", f"exec {sys.executable} -m ipcreduce info >&-"]
+    bare = {name: value for name, value in environment().items() if name not in VARIABLES}
+    done = subprocess.run(command, cwd=ROOT, env=bare, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_the_script_is_the_command():
     (target,) = re.findall(r'^\[project\.scripts\]\nipcreduce = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
     module, _, name = target.partition(":")

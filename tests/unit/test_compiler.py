@@ -323,6 +323,9 @@ def test_without_a_home_nothing_is_made(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     with pytest.raises(UnsupportedError, match="set IPCREDUCE_CACHE_DIR"):
         compiler.cache_directory()
+    monkeypatch.setenv("IPCREDUCE_CACHE_DIR", "~/own")
+    with pytest.raises(UnsupportedError, match="set IPCREDUCE_CACHE_DIR"):
+        compiler.cache_directory()
     assert not any(tmp_path.iterdir())
     monkeypatch.setenv("IPCREDUCE_CACHE_DIR", str(tmp_path / "own"))
     assert compiler.cache_directory() == tmp_path / "own"
@@ -330,6 +333,8 @@ def test_without_a_home_nothing_is_made(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("IPCREDUCE_CACHE_DIR", "~/own")
+    assert compiler.cache_directory() == tmp_path / "home" / "own"
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("IPCREDUCE_CACHE_DIR", raising=False)
     assert compiler.cache_directory() == tmp_path / "home" / ".cache" / "ipcreduce"

@@ -330,6 +330,17 @@ def test_a_turn_that_fails_is_not_the_last(guarded: Any, monkeypatch: pytest.Mon
     assert len(turns) >= 3
 
 
+def test_each_fault_has_its_own_time_of_grace(guarded: Any, monkeypatch: pytest.MonkeyPatch):
+    """Also if the ranks meet, and the next fault comes, between two turns."""
+    monkeypatch.setattr(guarded.order, "is_over", lambda: False)
+    guarded.page.post_fault(REFUSED, 1, "why")
+    guarded.guard.look()
+    time.sleep(1.5 * guard_module._GRACE_SECONDS)
+    guarded.guard.forget()
+    guarded.guard.look()
+    assert guarded.nccl.is_open
+
+
 def test_what_was_seen_before_the_ranks_met_is_not_acted_on(guarded: Any, monkeypatch: pytest.MonkeyPatch):
     """The guard was held up between its look and its act: neither a fault, nor an abort, nor a timeout."""
     page = guarded.page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from ipcreduce.coordination.fingerprint import Fingerprint, of_allreduce
 from ipcreduce.coordination.page_layout import CHUNK_BYTES
 from ipcreduce.coordination.votes import Vote, agree, vote
 from ipcreduce.errors import PeerFailedError, PeerTimeoutError, RankMismatchError
+from ipcreduce.graphs.session import GraphSession
 from tests.unit.pages import in_threads, make_pages
 
 SUM, OTHER = of_allreduce((10,), "float32", "sum"), of_allreduce((3,), "int8", "sum")
@@ -57,6 +59,16 @@ def test_calls_before_a_vote_are_still_compared():
         calls.number = 1
     assert agreed(ranks, [[], []], [None, None]) == [None, None]
     assert all(calls._page.calls.first == 1 for calls in ranks)
+
+
+def test_a_stale_recording_does_not_hide_the_timeout_of_its_vote():
+    calls = make_ranks(2, timeout=0.2)[0]
+    session = GraphSession.__new__(GraphSession)
+    engine = SimpleNamespace(generation=1, recorded=set())  # NCCL's communicator was aborted since
+    session.calls, session._engine = calls, engine  # type: ignore[assignment]
+    recording = SimpleNamespace(number=1, generation=0, segments=[])
+    with pytest.raises(PeerTimeoutError, match="rank 1"):
+        session.end_recording(recording, None)  # type: ignore[arg-type]
 
 
 def test_a_vote_travels_as_bytes():

@@ -23,18 +23,18 @@ MPIRUN ?=
 export MPIRUN
 
 demo test failures fuzz mutants sanitizers sass engines check:
-	@$(PYTHON) -m tests.run $@ $(if $(VENV),--venv "$(VENV)")
+	@$(PYTHON) -m tests.tools.run $@ $(if $(VENV),--venv "$(VENV)")
 
 test-cuda12:
-	@$(PYTHON) -m tests.run $@ $(if $(VENV),--venv "$(VENV)-cuda12")
+	@$(PYTHON) -m tests.tools.run $@ $(if $(VENV),--venv "$(VENV)-cuda12")
 
 test-pythons:
-	@$(PYTHON) -m tests.run $@ --venv "$(or $(VENV),.venv)"
+	@$(PYTHON) -m tests.tools.run $@ --venv "$(or $(VENV),.venv)"
 
 docs release:
-	@$(PYTHON) -m tests.run $@ $(if $(VENV),--venv "$(VENV)-$@")
+	@$(PYTHON) -m tests.tools.run $@ $(if $(VENV),--venv "$(VENV)-$@")
 
 models:
-	@$(PYTHON) -m tests.run $@
+	@$(PYTHON) -m tests.tools.run $@
 
 .PHONY: demo test test-pythons test-cuda12 failures fuzz mutants sanitizers sass engines check docs release models

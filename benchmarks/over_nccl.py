@@ -28,7 +28,7 @@ from mpi4py import MPI
 import ipcreduce
 from ipcreduce.bench import report
 from ipcreduce.nccl import library
-from tests import machine
+from tests.tools import machine
 
 WORLD = MPI.COMM_WORLD
 FLOAT32, SUM = library.DTYPES["float32"], library.OPS["sum"]

@@ -1,6 +1,6 @@
 // The hardware layer of the kernels: all inline assembly, memory scopes and orders, and launch attributes.
 //
-// The tests compile the kernels for the CPU with a stand-in for this one file (tests/sim/include), so no other file in
+// The tests compile the kernels for the CPU with a stand-in for this one file (tests/simulated/include), so no other file in
 // kernels/ may assume a GPU. Include it as <sync.cuh>: with quotes the compiler would never find the stand-in.
 //
 // Accessors are named after the PTX memory model: order (relaxed, or weak for plain accesses), then scope (gpu, sys).

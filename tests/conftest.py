@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import machine
+from tests.tools import machine
 
 TIERS = ("unit", "mpi", "sim", "gpu")
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # ranks that hang are ended by SIGABRT, for their stacks

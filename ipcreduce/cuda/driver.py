@@ -1,7 +1,7 @@
 """The part of the CUDA driver API that ipcreduce uses. The only importer of ``cuda.bindings``.
 
 Handles and addresses are plain ints. Each function checks its driver call and raises a :class:`CudaError` naming it.
-The tests replace this module by a simulated device (tests/sim), so no other module may call the driver.
+The tests replace this module by a simulated device (tests/simulated), so no other module may call the driver.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import numpy as np
 from ..coordination.fingerprint import Fingerprint, of_allreduce
 from ..coordination.page_layout import ABORT_OFFSET, missing_offset
 from ..cuda import compiler, driver
+from ..cuda.contexts import using_relaxed
 from ..handles import DEFAULT_STREAM
 from ..kinds import kind_name, op_name, reduced_as
 from ..numerics import OPS
@@ -151,7 +152,7 @@ class Launches:
         with ThreadPoolExecutor(max(1, min(len(missing), (os.cpu_count() or 1) // self._workspace.n))) as pool:
             cubins = list(pool.map(self._compile, missing))
         self.before_loading()
-        with driver.relaxed():
+        with using_relaxed(self._context):  # a thread that makes its first call may have no context
             for key, cubin in zip(missing, cubins, strict=True):
                 self._taken(key, modules.load(self._shared_key(key), cubin))
 

@@ -9,8 +9,8 @@ import cupy
 import numpy as np
 
 from ipcreduce import eager_break
-from tests import reference
 from tests.fuzz.programs import Step
+from tests.shared import reference
 
 if TYPE_CHECKING:
     from tests.fuzz.rank import Player

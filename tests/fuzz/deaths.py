@@ -12,8 +12,8 @@ import cupy
 import numpy as np
 
 from ipcreduce import Graph, IpcReduceError, PeerFailedError
-from tests import alarm
 from tests.fuzz.programs import Step
+from tests.shared import alarm
 
 if TYPE_CHECKING:
     from tests.fuzz.rank import Player

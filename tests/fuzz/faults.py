@@ -18,9 +18,9 @@ from ipcreduce import (
     RankMismatchError,
     UnsupportedError,
 )  # fmt: skip
-from tests import alarm
 from tests.fuzz.bodies import Wrong, expect_error
 from tests.fuzz.programs import Step
+from tests.shared import alarm
 
 if TYPE_CHECKING:
     from tests.fuzz.rank import Player
@@ -121,7 +121,7 @@ def interrupt(player: Player, comm: Any, step: Step) -> None:
 
 def driver_fault(player: Player, comm: Any, step: Step) -> None:
     """A driver call of one rank fails."""
-    from tests.sim import driver
+    from tests.simulated import driver
 
     source, mine = ones(300), player.rank == step["rank"]
     recorded = player.graphs.get((step["slot"], 0))

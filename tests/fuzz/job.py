@@ -67,11 +67,11 @@ class Pipes:
 def prepare(ranks: int, simulated: bool) -> None:
     """What all ranks share is imported here, before they are forked. Nothing of it touches a GPU."""
     os.environ.setdefault("IPCREDUCE_WORKSPACE_MB", "1")  # small, so that long messages go in segments
-    if simulated and "tests.sim.machine" not in sys.modules:
+    if simulated and "tests.simulated.machine" not in sys.modules:
         os.environ["SIM_DEVICES"] = str(ranks)
-        from tests import sim
+        from tests import simulated
 
-        sim.install()
+        simulated.install()
     from tests.fuzz import rank  # noqa: F401
 
 

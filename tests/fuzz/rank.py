@@ -22,11 +22,11 @@ import numpy as np
 
 import ipcreduce
 from ipcreduce import Communicator, Graph
-from tests import reference
 from tests.fuzz import bodies, deaths, faults
 from tests.fuzz.bodies import Wrong, expect_error
 from tests.fuzz.job import Pipes
 from tests.fuzz.programs import STREAMS, Step
+from tests.shared import reference
 
 TIMEOUT_SECONDS = 30.0
 _PENDING = 30  # results that are not looked at yet
@@ -130,7 +130,7 @@ class Player:
             "host KB": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 1024,
         }
         if self.simulated:
-            from tests.sim import driver
+            from tests.simulated import driver
 
             return counts | {f"the driver's {kind}": count for kind, count in driver.leaks().items()}
         free, total = cupy.cuda.runtime.memGetInfo()

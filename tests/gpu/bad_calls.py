@@ -1,4 +1,4 @@
-"""The table of wrong calls on GPUs: ``mpirun -n 2 python tests/gpu/bad_calls.py`` (see tests/bad_call_table.py)."""
+"""Wrong calls on GPUs: ``mpirun -n 2 python tests/gpu/bad_calls.py`` (see tests/shared/bad_call_table.py)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import cupy
 from mpi4py import MPI
 
 import ipcreduce
-from tests import bad_call_table, worker
 from tests.gpu import cupy_module
+from tests.shared import bad_call_table, worker
 
 
 def main() -> None:

@@ -20,8 +20,8 @@ import numpy as np
 from mpi4py import MPI
 
 import ipcreduce
-from tests import worker
 from tests.gpu import scenarios
+from tests.shared import worker
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size

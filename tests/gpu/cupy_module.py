@@ -1,4 +1,4 @@
-"""CuPy as tests/sweep_cases.py wants it."""
+"""CuPy as tests/shared/sweep_cases.py wants it."""
 
 from __future__ import annotations
 

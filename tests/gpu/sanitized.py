@@ -1,8 +1,8 @@
 """Calls that use one kernel, in every dtype: ``mpirun -n 2 python tests/gpu/sanitized.py one_shot``.
 
-tests/sanitizers.py runs it under compute-sanitizer. Arrays end where their memory does, and come from no pool but the
-graphs': what reads or writes behind one is found. All that a rank reads has been written by itself before, since
-initcheck sees no store of another process: slots are filled when they are made, and the outputs of graphs here.
+tests/tools/sanitizers.py runs it under compute-sanitizer. Arrays end where their memory does, and come from no pool
+but the graphs': what reads or writes behind one is found. All that a rank reads has been written by itself before,
+since initcheck sees no store of another process: slots are filled when they are made, and the outputs of graphs here.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from mpi4py import MPI
 import ipcreduce
 from ipcreduce.bench.limit import our_engine
 from ipcreduce.cuda import cupy_runtime
-from tests import reference, sweep_cases, worker
 from tests.gpu import cupy_module
+from tests.shared import reference, sweep_cases, worker
 
 CASES = 40
 LARGEST = 20_000  # bytes: several tiles, but few time slices

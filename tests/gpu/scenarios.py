@@ -21,8 +21,9 @@ import numpy as np
 from mpi4py import MPI
 
 import ipcreduce
-from tests import machine, worker, written_calls
 from tests.gpu import cupy_module
+from tests.shared import worker, written_calls
+from tests.tools import machine
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size

@@ -1,4 +1,4 @@
-"""The sweep on GPUs: ``mpirun -n 4 python tests/gpu/sweep.py --cases 2000 --json FILE`` (see tests/sweep_cases.py)."""
+"""The sweep on GPUs: ``mpirun -n 4 python tests/gpu/sweep.py --cases 2000 --json FILE``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from mpi4py import MPI
 
 import ipcreduce
 from ipcreduce.bench import report
-from tests import machine, sweep_cases, worker
 from tests.gpu import cupy_module
+from tests.shared import sweep_cases, worker
+from tests.tools import machine
 
 
 def main() -> None:

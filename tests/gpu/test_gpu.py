@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests import machine, sanitizers
+from tests.tools import machine, sanitizers
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

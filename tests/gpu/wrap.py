@@ -20,7 +20,7 @@ from mpi4py import MPI
 import ipcreduce
 from ipcreduce.bench import report
 from ipcreduce.cuda import driver
-from tests import worker
+from tests.shared import worker
 
 WORLD = MPI.COMM_WORLD
 WRAP = 1 << 32

@@ -14,7 +14,7 @@ parser.add_argument("names", nargs="*")
 options = parser.parse_args()
 SIM: bool = options.sim
 if SIM:
-    from tests import sim
+    from tests import simulated
 
     os.environ.setdefault("IPCREDUCE_WORKSPACE_MB", "4")
-    sim.install()
+    simulated.install()

@@ -19,7 +19,6 @@ import cupy
 
 from ipcreduce import Communicator
 from ipcreduce.bench import report
-from tests import machine, worker
 from tests.graphs import (
     breaks,
     communicators,
@@ -34,6 +33,8 @@ from tests.graphs import (
     runners,
 )
 from tests.graphs.common import FIGURES, GPUS, RANK, SIZE, WORLD, works
+from tests.shared import worker
+from tests.tools import machine
 
 MODULES = (replays, memory, pieces, breaks, runners, errors, quick, communicators, driver_faults, endurance)
 SCENARIOS = [scenario for module in MODULES for scenario in module.SCENARIOS]

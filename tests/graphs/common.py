@@ -17,7 +17,7 @@ from ipcreduce import Graph
 from tests.graphs import SIM
 
 if SIM:
-    from tests.sim import driver, machine_streams
+    from tests.simulated import driver, machine_streams
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size

@@ -27,7 +27,7 @@ from tests.graphs.common import (
 )
 
 if SIM:
-    from tests.sim import driver
+    from tests.simulated import driver
 
 REFUSED = {  # what may stay behind, if the driver does not take it back
     "cuMemFree": [{"allocations": 1}],

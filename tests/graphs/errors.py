@@ -25,7 +25,6 @@ from ipcreduce import (
     RankMismatchError,
 )
 from ipcreduce.coordination import calls as faults_module
-from tests import worker
 from tests.graphs.common import (
     LAST,
     RANK,
@@ -42,6 +41,7 @@ from tests.graphs.common import (
     right,
     works,
 )
+from tests.shared import worker
 
 
 def states(comm: Any) -> None:

@@ -18,7 +18,7 @@ from mpi4py import MPI
 from ipcreduce import ArgumentError, UnsupportedError, lifetime
 from ipcreduce.engines import seat
 from ipcreduce.ipc.workspace import bytes_for
-from tests import worker
+from tests.shared import worker
 
 WORLD = MPI.COMM_WORLD
 ON_GPU = torch.cuda.is_available()

@@ -38,7 +38,7 @@ from ipcreduce import (
 from ipcreduce.coordination import connections, exchange, watchdog
 from ipcreduce.coordination.control_page import Page
 from ipcreduce.host import over_mpi, shared
-from tests import alarm, bad_call_table, reference, sweep_cases, worker, written_calls
+from tests.shared import alarm, bad_call_table, reference, sweep_cases, worker, written_calls
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -46,7 +46,7 @@ LAST = SIZE - 1
 
 
 class HostModule:
-    """NumPy as tests/sweep_cases.py and tests/bad_call_table.py want it."""
+    """NumPy as tests/shared/sweep_cases.py and tests/shared/bad_call_table.py want it."""
 
     @staticmethod
     def buffer(raw: np.ndarray) -> np.ndarray:
@@ -158,12 +158,12 @@ def reduce_one(comm: Communicator, value: np.ndarray, op: str, layout: str, outp
 
 
 def random_sweep(comm: Communicator) -> None:
-    """tests/sweep_cases.py's cases, alignments and late ranks among them."""
+    """tests/shared/sweep_cases.py's cases, alignments and late ranks among them."""
     sweep_cases.run(HostModule, {"planned": comm}, seed=3, cases=80, sizes=(1, 200_000), late_seconds=0.01)
 
 
 def as_people_write(comm: Communicator) -> None:
-    """tests/written_calls.py's, also by the default communicator and on tensors of the host."""
+    """tests/shared/written_calls.py's, also by the default communicator and on tensors of the host."""
     assert written_calls.run(HostModule, comm) > 80
     assert ipcreduce.allreduce(RANK + 1.0, "mean") == (SIZE + 1) / 2
     right(comm)

@@ -18,7 +18,7 @@ import numpy as np
 
 import ipcreduce
 from ipcreduce import Communicator, UnsupportedError
-from tests import worker
+from tests.shared import worker
 
 
 def right(comm: Any) -> None:

@@ -30,7 +30,7 @@ from ipcreduce import (
     PeerLostError,
     UnsupportedError,
 )
-from tests import worker
+from tests.shared import worker
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ipcreduce.bench import ranks
-from tests.machine import ROOT, environment
+from tests.tools.machine import ROOT, environment
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 HOST = {"CUDA_VISIBLE_DEVICES": ""}  # on machines with GPUs too

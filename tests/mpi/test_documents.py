@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import documents, machine
+from tests.shared import documents
+from tests.tools import machine
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/getting_started.md"])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import machine
+from tests.tools import machine
 
 HOST = {"CUDA_VISIBLE_DEVICES": ""}  # on machines with GPUs too
 

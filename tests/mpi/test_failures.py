@@ -1,10 +1,10 @@
-"""Two turns of tests/failures.py for each kind of failure; ``make failures`` makes twenty."""
+"""Two turns of tests/tools/failures.py for each kind of failure; ``make failures`` makes twenty."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests import failures
+from tests.tools import failures
 
 
 @pytest.mark.parametrize("size", [2, 4])

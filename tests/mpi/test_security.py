@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests import machine
+from tests.tools import machine
 
 ALICE, BOB = 54321, 54322  # users that no list has
 SECONDS = 30.0
@@ -75,8 +75,8 @@ def shm(options: str = "") -> Rank:
 
 
 def start(scenario: str, directory: Path, rank: int, size: int, how: Rank, **more: str) -> subprocess.Popen[str]:
-    on_sim = ["-m", "tests.sim"] if "SIM_DEVICES" in more else []
-    worker = [*on_sim, "-m", "tests.security_worker", scenario, str(directory), str(rank), str(size)]
+    on_sim = ["-m", "tests.simulated"] if "SIM_DEVICES" in more else []
+    worker = [*on_sim, "-m", "tests.programs.security_worker", scenario, str(directory), str(rank), str(size)]
     basic = {"CUDA_VISIBLE_DEVICES": "", "IPCREDUCE_CACHE_DIR": str(directory / "cache"), "SIM_NCCL": str(directory)}
     environ = machine.environment() | basic | more | how.environ
     if "SECURITY_USER" in environ:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import machine
+from tests.tools import machine
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import group_worker
+from tests.programs import group_worker
 
 NAMES = [scenario.__name__ for scenario in group_worker.SCENARIOS]
 
@@ -16,7 +16,7 @@ NAMES = [scenario.__name__ for scenario in group_worker.SCENARIOS]
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_scenario(tmp_path: Path, name: str, size: int):
-    found = group_worker.among_processes("tests.group_worker", name, tmp_path, size=size)
+    found = group_worker.among_processes("tests.programs.group_worker", name, tmp_path, size=size)
     right = [(0, "right\n")] * size
     if name == "a_rank_is_killed":
         right[-1] = (-signal.SIGKILL, "")
@@ -24,12 +24,12 @@ def test_scenario(tmp_path: Path, name: str, size: int):
 
 
 def test_one_process(tmp_path: Path):
-    assert group_worker.among_processes("tests.group_worker", "results", tmp_path, size=1) == [(0, "right\n")]
+    assert group_worker.among_processes("tests.programs.group_worker", "results", tmp_path, size=1) == [(0, "right\n")]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_process_group_of_pytorch(tmp_path: Path, size: int):
-    found = group_worker.among_processes("tests.torch_worker", tmp_path, size=size)
+    found = group_worker.among_processes("tests.programs.torch_worker", tmp_path, size=size)
     assert [status for status, _ in found] == [0] * size, found
     assert all(output.endswith("right\n") for _, output in found), found

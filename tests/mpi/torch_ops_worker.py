@@ -17,7 +17,7 @@ from mpi4py import MPI
 import ipcreduce
 import ipcreduce.torch as operators
 from ipcreduce import ArgumentError
-from tests import worker
+from tests.shared import worker
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 OPERATOR, IN_PLACE = torch.ops.ipcreduce.all_reduce.default, torch.ops.ipcreduce.all_reduce_.default

@@ -10,7 +10,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 
-from tests import machine
+from tests.tools import machine
 
 
 @dataclass(frozen=True)

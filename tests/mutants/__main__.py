@@ -19,7 +19,8 @@ from typing import Any
 from ipcreduce.bench import report
 from tests.mutants import Mutant, tables
 from tests.mutants.trees import Tree
-from tests.sim import compiler, faults
+from tests.sim import faults
+from tests.simulated import compiler
 
 AT_A_TIME = 2
 MOST_SECONDS = 600.0  # for a command without a mutant
@@ -82,7 +83,7 @@ def killed(results: list[Result]) -> int:
 
 def file_of(fault: faults.Fault) -> str:
     """The file of a fault, from the root of the tree."""
-    return ("tests/sim/include/" if (compiler.INCLUDE / fault.file).exists() else "kernels/") + fault.file
+    return ("tests/simulated/include/" if (compiler.INCLUDE / fault.file).exists() else "kernels/") + fault.file
 
 
 def main() -> int:

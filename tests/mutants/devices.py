@@ -12,7 +12,7 @@ GUARD, NCCL, LIBRARY = (f"ipcreduce/nccl/{name}.py" for name in ("guard", "engin
 
 def late(program: str, scenario: str) -> str:
     """The command of a scenario of ``tests/gpu`` in which each piece of work begins late, at random."""
-    return f"SIM_LATE=0.005 mpirun -n 2 tests/sim/on_sim.py tests/gpu/{program}.py {scenario}"
+    return f"SIM_LATE=0.005 mpirun -n 2 tests.simulated tests/gpu/{program}.py {scenario}"
 
 
 def quick(scenario: str) -> str:
@@ -60,14 +60,14 @@ MUTANTS = [
         ORDER,
         "graph.move_edges(captured_graph, (), (wait,), end)\n        return _Captured((wait,), captured_graph, end)",
         "graph.move_edges(captured_graph, (), (wait,), end)\n        return _Captured((), captured_graph, end)",
-        "mpirun -n 2 tests/sim/on_sim.py tests/gpu/captures.py behind_late_work",
+        "mpirun -n 2 tests.simulated tests/gpu/captures.py behind_late_work",
     ),
     Mutant(
         "the stream of the last call is kept by its handle alone",
         ORDER,
         "if self.shared or not (cupy_runtime.keeps(owner, stream) or torch_runtime.keeps(owner)):",
         "if self.shared:",
-        "mpirun -n 2 tests/sim/on_sim.py tests/gpu/scenarios.py destroyed_streams",
+        "mpirun -n 2 tests.simulated tests/gpu/scenarios.py destroyed_streams",
     ),
     # ---- the fast path
     Mutant(
@@ -189,14 +189,14 @@ MUTANTS = [
         ENGINE,
         "target + part.offset",
         "target",
-        "mpirun -n 2 tests/sim/on_sim.py tests/gpu/sweep.py --cases 1 --largest 2000000 --smallest 1500000 --seed 164",
+        "mpirun -n 2 tests.simulated tests/gpu/sweep.py --cases 1 --largest 2000000 --smallest 1500000 --seed 164",
     ),
     Mutant(
         "a wait of a kernel ends a thousand times too late",
         LAUNCHES,
         "args[_TIMEOUT] = int(self._timeout * 1e9)",
         "args[_TIMEOUT] = int(self._timeout * 1e12)",
-        "mpirun -n 2 tests/sim/on_sim.py tests/gpu/scenarios.py late_on_the_device",
+        "mpirun -n 2 tests.simulated tests/gpu/scenarios.py late_on_the_device",
     ),
     Mutant(
         "packets over PCIe travel whole",
@@ -241,7 +241,7 @@ MUTANTS = [
         ENGINE,
         "            self.workspace.reset()\n",
         "            pass\n",
-        "mpirun -n 2 tests/sim/on_sim.py tests/gpu/scenarios.py late_and_recover",
+        "mpirun -n 2 tests.simulated tests/gpu/scenarios.py late_and_recover",
     ),
     Mutant(
         "the peers' workspaces are mapped in another order",

@@ -174,7 +174,7 @@ MUTANTS = [
         POOL,
         "        if not capture:\n            return nullcontext()\n",
         "        return nullcontext()\n",
-        "mpirun -n 2 tests/sim/on_sim.py tests/gpu/captures.py temporaries",
+        "mpirun -n 2 tests.simulated tests/gpu/captures.py temporaries",
     ),
     Mutant(
         "the arrays of a recording are not kept alive",

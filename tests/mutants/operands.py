@@ -6,9 +6,9 @@ from tests.mutants import Mutant, unit
 
 ARRAYS, OPERANDS, PROTOCOLS = "ipcreduce/arrays.py", "ipcreduce/operands.py", "ipcreduce/cuda/array_protocols.py"
 TORCH, SHARED, NUMERICS = "ipcreduce/cuda/torch_runtime.py", "ipcreduce/host/shared.py", "ipcreduce/numerics.py"
-SWEEP = "mpirun -n 2 tests/sim/on_sim.py tests/gpu/sweep.py --cases 1 --largest"  # its first case is
+SWEEP = "mpirun -n 2 tests.simulated tests/gpu/sweep.py --cases 1 --largest"  # its first case is
 STRIDED_OUT, SHIFTED_OUT = f"{SWEEP} 300 --seed 1680", f"{SWEEP} 2000000 --smallest 1500000 --seed 127"
-WRONG_CALLS = "mpirun -n 2 tests/sim/on_sim.py tests/gpu/bad_calls.py"
+WRONG_CALLS = "mpirun -n 2 tests.simulated tests/gpu/bad_calls.py"
 
 
 def tensors(scenario: str) -> str:

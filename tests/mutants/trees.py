@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from tests import machine
 from tests.conftest import end
 from tests.mutants import Mutant, words
+from tests.tools import machine
 
 _LEFT_OUT = (".git", ".venv*", "__pycache__", ".*_cache", ".coverage*", "_build", "build", "dist", "*.egg-info")
 _PACKAGES = ("ipcreduce", "tests")

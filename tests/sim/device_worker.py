@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from tests import sim
+from tests import simulated
 
 rank = MPI.COMM_WORLD.rank
 os.environ["SIM_DEVICES"], os.environ["SIM_NO_P2P"] = "3", "1-2"
 os.environ["SIM_BROKEN_P2P"] = "0-2"
-sim.install()
+simulated.install()
 import cupy  # noqa: E402
 
 from ipcreduce.cuda import compiler  # noqa: E402
 from ipcreduce.errors import CudaError, UnsupportedError  # noqa: E402
-from tests.sim import driver, driver_streams, machine, machine_streams  # noqa: E402
+from tests.simulated import driver, driver_streams, machine, machine_streams  # noqa: E402
 
 
 def code(call: Callable[..., Any], *args: Any) -> int:

@@ -1,4 +1,4 @@
-"""``mpirun -n 2 python -m tests.sim.documents PAGE...`` runs the code in pages: see tests/documents.py."""
+"""``mpirun -n 2 python -m tests.sim.documents PAGE...`` runs the code in pages: see tests/shared/documents.py."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests import documents, sim, worker
+from tests import simulated
+from tests.shared import documents, worker
 
 os.environ.setdefault("IPCREDUCE_WORKSPACE_MB", "1")
-sim.install()
+simulated.install()
 sys.modules["torch"] = None  # type: ignore[assignment]  # not to be found: it knows only real GPUs
 
 from mpi4py import MPI  # noqa: E402

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.sim import compiler, kernels
-from tests.sim.kernels import Library, Sources
+from tests.simulated import compiler, kernels
+from tests.simulated.kernels import Library, Sources
 
 ONE_SHOT = Library("one_shot", "float32")
 TWO_SHOT = Library("two_shot", "float32")

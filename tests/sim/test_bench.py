@@ -21,7 +21,7 @@ QUICK = ("--replays", 2, "--peers", "")
 def test_rows(mpirun: Run, tmp_path: Path, ranks: int, dtype: str, sizes: tuple[int, ...]) -> None:
     kept = tmp_path / "bench.json"
     wanted = ("--smallest", "1K", "--largest", sizes[-1], "--between", "--dtype", dtype, "--json", kept)
-    output = mpirun("tests.sim", ranks, "-m", "ipcreduce", "bench", *wanted, *QUICK, env=SMALL).stdout
+    output = mpirun("tests.simulated", ranks, "-m", "ipcreduce", "bench", *wanted, *QUICK, env=SMALL).stdout
     assert f"graph, {ranks} ranks, sum of {dtype}" in output
     assert f"eager, {ranks} ranks, sum of {dtype}" in output
     result = json.loads(kept.read_text())
@@ -43,7 +43,7 @@ def test_over_nccl(mpirun: Run, tmp_path: Path) -> None:
     kept = tmp_path / "bench.json"
     wanted = ("--smallest", "1K", "--largest", "2K", "--json", kept)
     environ = SMALL | {"IPCREDUCE_BACKEND": "nccl"}
-    output = mpirun("tests.sim", 2, "-m", "ipcreduce", "bench", *wanted, *QUICK, env=environ).stdout
+    output = mpirun("tests.simulated", 2, "-m", "ipcreduce", "bench", *wanted, *QUICK, env=environ).stdout
     assert "eager, 2 ranks" in output
     rows = json.loads(kept.read_text())["rows"]
     assert {row["bytes"] for row in rows} == {1024, 2048}
@@ -56,7 +56,7 @@ def test_a_log_has_whole_numbers(mpirun: Run, tmp_path: Path, terminal: dict[str
     """In columns, wider than a terminal, with no control codes, whatever a launcher says of one."""
     kept = tmp_path / "bench.json"
     wanted = ("--smallest", 64, "--largest", 128, "--replays", 2, "--mode", "graph", "--peers", "", "--json", kept)
-    output = mpirun("tests.sim", 2, "-m", "ipcreduce", "bench", *wanted, env=SMALL | terminal).stdout
+    output = mpirun("tests.simulated", 2, "-m", "ipcreduce", "bench", *wanted, env=SMALL | terminal).stdout
     assert output.isascii(), output
     assert "\x1b" not in output
     assert "\r" not in output
@@ -79,7 +79,7 @@ def test_a_log_has_whole_numbers(mpirun: Run, tmp_path: Path, terminal: dict[str
 def test_one_mode_and_a_forced_algorithm(mpirun: Run, tmp_path: Path) -> None:
     kept = tmp_path / "bench.json"
     wanted = ("--smallest", 64, "--largest", 64, "--mode", "eager", "--algorithm", "two_shot", "--json", kept)
-    output = mpirun("tests.sim", 2, "-m", "ipcreduce", "bench", *wanted, "--replays", 2, env=SMALL).stdout
+    output = mpirun("tests.simulated", 2, "-m", "ipcreduce", "bench", *wanted, "--replays", 2, env=SMALL).stdout
     assert "without nccl: " in output
     assert "without torch_symm_one_shot: ModuleNotFoundError" in output
     (row,) = json.loads(kept.read_text())["rows"]
@@ -87,33 +87,37 @@ def test_one_mode_and_a_forced_algorithm(mpirun: Run, tmp_path: Path) -> None:
 
 
 def test_a_wrong_peer_is_left_out(mpirun: Run, tmp_path: Path) -> None:
-    output = mpirun("tests.sim", 2, "tests/sim/bench_worker.py", tmp_path / "kept.json", env=SMALL).stdout
+    output = mpirun("tests.simulated", 2, "tests/sim/bench_worker.py", tmp_path / "kept.json", env=SMALL).stdout
     assert "peers [['elsewhere'], ['elsewhere']]" in output
     assert "without wrong: ArithmeticError: its result is wrong, at 64 bytes" in output
 
 
 def test_what_is_misplaced_is_wrong(mpirun: Run, tmp_path: Path) -> None:
     """Data that repeat every power of two would not show it."""
-    output = mpirun("tests.sim", 2, "tests/sim/bench_worker.py", tmp_path / "kept.json", "misplaced", env=SMALL).stdout
+    output = mpirun(
+        "tests.simulated", 2, "tests/sim/bench_worker.py", tmp_path / "kept.json", "misplaced", env=SMALL
+    ).stdout
     assert "without misplaced: ArithmeticError: its result is wrong, at 524288 bytes" in output
 
 
 def test_an_exception_on_one_rank_ends_all_and_leaves_what_there_is(mpirun: Run, tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
-    done = mpirun("tests.sim", 2, "tests/sim/bench_worker.py", kept, "breaks", env=SMALL, check=False, timeout=60)
+    done = mpirun("tests.simulated", 2, "tests/sim/bench_worker.py", kept, "breaks", env=SMALL, check=False, timeout=60)
     assert done.returncode
     assert "ValueError: not today" in done.stdout
     assert [row["bytes"] for row in json.loads(kept.read_text())["rows"]] == [64]
 
 
 def test_nothing_of_ours_is_timed_that_is_wrong(mpirun: Run, tmp_path: Path) -> None:
-    output = mpirun("tests.sim", 2, "tests/sim/bench_worker.py", tmp_path / "kept.json", "ours", env=SMALL).stdout
+    output = mpirun("tests.simulated", 2, "tests/sim/bench_worker.py", tmp_path / "kept.json", "ours", env=SMALL).stdout
     for rank in range(2):
         assert f"{rank}: the sum of 64 bytes, before it was timed: ArithmeticError: its result is wrong" in output
 
 
 def test_graphs_of_ours_are_checked_too(mpirun: Run, tmp_path: Path) -> None:
-    output = mpirun("tests.sim", 2, "tests/sim/bench_worker.py", tmp_path / "kept.json", "graph", env=SMALL).stdout
+    output = mpirun(
+        "tests.simulated", 2, "tests/sim/bench_worker.py", tmp_path / "kept.json", "graph", env=SMALL
+    ).stdout
     for rank in range(2):
         assert f"{rank}: the sum of 64 bytes is wrong (graph, when timed)" in output
 
@@ -122,7 +126,7 @@ def test_figures(mpirun: Run, tmp_path: Path) -> None:
     kept = tmp_path / "figures.json"
     wanted = ("--only", "dtypes,shapes,eager,block", "--largest", "16K")
     few = ("--calls", 8, "--replays", 2, "--turns", 2, "--before", 3)
-    mpirun("tests.sim", 2, "-m", "benchmarks.figures", *wanted, *few, "--json", kept, timeout=300, env=SMALL)
+    mpirun("tests.simulated", 2, "-m", "benchmarks.figures", *wanted, *few, "--json", kept, timeout=300, env=SMALL)
     rows = json.loads(kept.read_text())["rows"]
     assert {"sum of float64", "max of uint8", "ragged", "in place"} <= {row["what"] for row in rows}
     assert all(row["ratio"] == row["us"] / row["base_us"] > 0 for row in rows)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import documents, machine
+from tests.shared import documents
+from tests.tools import machine
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-GPU = "ipc tests.sim.cupy"
+GPU = "ipc tests.simulated.cupy"
 
 
 def test_every_block_runs(mpirun: Run) -> None:
@@ -31,7 +32,7 @@ def test_the_first_program(mpirun: Run, tmp_path: Path, page: str, gpus: int | N
     program = tmp_path / "app.py"
     program.write_text(documents.first_program(machine.ROOT / page) + "\nprint(comm.backend, xp.__name__)\n")
     env = {"IPCREDUCE_WORKSPACE_MB": "1"} | ({} if gpus is None else {"SIM_DEVICES": str(gpus)})
-    lines = mpirun("tests.sim", 2, program, env=env).stdout.splitlines()
+    lines = mpirun("tests.simulated", 2, program, env=env).stdout.splitlines()
     assert sorted(lines) == sorted(["0 1.0 1.0", "1 1.0 1.0", arrays, arrays])
 
 

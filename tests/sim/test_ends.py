@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import machine
+from tests.tools import machine
 
 Hold = Callable[..., None]
 

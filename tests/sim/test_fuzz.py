@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import machine
+from tests.tools import machine
 
 # Breaks the library in the ranks, which are forked from this process, and runs random programs.
 BROKEN = """

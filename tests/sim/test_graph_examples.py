@@ -15,7 +15,7 @@ NO_GPU = {"SIM_DEVICES": "0"}
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_piecewise(mpirun: Run, ranks: int) -> None:
-    output = mpirun("tests.sim", ranks, "mpi_examples/piecewise.py", env=SMALL).stdout
+    output = mpirun("tests.simulated", ranks, "mpi_examples/piecewise.py", env=SMALL).stdout
     assert f"{ranks} ranks, backend ipc: 16 graphs (staged), pool of 2097152 bytes" in output
     depths = [int(count) for count in re.findall(r"\d in (\d+) runs", output)]
     assert len(depths) >= 3, "the host's decisions are all alike"
@@ -26,7 +26,7 @@ def test_piecewise(mpirun: Run, ranks: int) -> None:
 @pytest.mark.parametrize(("ranks", "gpus"), [(2, 2), (3, 1), (4, 4)])
 def test_breakable(mpirun: Run, ranks: int, gpus: int) -> None:
     env = {**SMALL, "SIM_DEVICES": str(gpus)}
-    output = mpirun("tests.sim", ranks, "mpi_examples/breakable.py", "--steps", 26, env=env).stdout
+    output = mpirun("tests.simulated", ranks, "mpi_examples/breakable.py", "--steps", 26, env=env).stdout
     assert f"{ranks} ranks, backend ipc: 26 steps" in output
     assert errors(output).keys() == {"eager", "broken", "full graph"}
     assert all(0 < error < 1e-5 for error in errors(output).values()), output
@@ -37,7 +37,7 @@ def test_breakable(mpirun: Run, ranks: int, gpus: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_breakable_without_a_gpu(mpirun: Run, ranks: int) -> None:
-    output = mpirun("tests.sim", ranks, "mpi_examples/breakable.py", "--steps", 26, env=NO_GPU).stdout
+    output = mpirun("tests.simulated", ranks, "mpi_examples/breakable.py", "--steps", 26, env=NO_GPU).stdout
     assert "no GPUs here: with GPUs the runner records a graph" in output
     assert f"{ranks} ranks, backend mpi: 26 steps" in output
     assert errors(output).keys() == {"eager", "broken", "full graph"}
@@ -53,7 +53,7 @@ def errors(output: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_decorator_order(mpirun: Run, ranks: int) -> None:
-    output = mpirun("tests.sim", ranks, "mpi_examples/decorator_order.py", env=SMALL).stdout
+    output = mpirun("tests.simulated", ranks, "mpi_examples/decorator_order.py", env=SMALL).stdout
     wrong, right = output.split("the break outermost:")
     square = ranks**2
     assert f"step 1: {square}, {square} is due\nstep 2: {square}, {2 * square} is due\nPeerTimeoutError: " in wrong
@@ -65,7 +65,7 @@ def test_decorator_order(mpirun: Run, ranks: int) -> None:
 
 
 def test_allreduce(mpirun: Run) -> None:
-    output = mpirun("tests.sim", 2, "mpi_examples/allreduce.py", env=SMALL).stdout
+    output = mpirun("tests.simulated", 2, "mpi_examples/allreduce.py", env=SMALL).stdout
     assert "rank 1 of 2, backend ipc: brought 2.0, got 3.0" in output
     assert "no GPUs here" not in output
 
@@ -73,5 +73,5 @@ def test_allreduce(mpirun: Run) -> None:
 @pytest.mark.parametrize("example", ["allreduce", "piecewise", "decorator_order", "graph_replay"])
 def test_cupy_without_a_gpu(mpirun: Run, example: str) -> None:
     """The examples choose NumPy where CuPy is installed and there is no GPU."""
-    output = mpirun("tests.sim", 2, f"mpi_examples/{example}.py", env=NO_GPU).stdout
+    output = mpirun("tests.simulated", 2, f"mpi_examples/{example}.py", env=NO_GPU).stdout
     assert output.count("no GPUs here: ") == 1

@@ -32,11 +32,11 @@ def test_without_a_gpu(mpirun: Run) -> None:
 
 
 def test_example(mpirun: Run) -> None:
-    output = mpirun("tests.sim", 4, "mpi_examples/graph_replay.py", env={"IPCREDUCE_WORKSPACE_MB": "4"}).stdout
+    output = mpirun("tests.simulated", 4, "mpi_examples/graph_replay.py", env={"IPCREDUCE_WORKSPACE_MB": "4"}).stdout
     assert "4 ranks, backend ipc. graph: staged, 1 segments" in output
     assert "1000 runs, 0 wrong" in output
 
 
 def test_example_without_pytorch(mpirun: Run) -> None:
-    output = mpirun("tests.sim", 2, "mpi_examples/torch_capture.py", env={"SIM_DEVICES": "0"}).stdout
+    output = mpirun("tests.simulated", 2, "mpi_examples/torch_capture.py", env={"SIM_DEVICES": "0"}).stdout
     assert "this example needs PyTorch: pip install torch" in output

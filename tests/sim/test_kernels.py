@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.sim import faults, kernels
-from tests.sim.kernels import Library
+from tests.sim import faults
+from tests.simulated import kernels
+from tests.simulated.kernels import Library
 
 WHOLE = [Library(kernel, dtype) for kernel in ("one_shot", "two_shot") for dtype in kernels.DTYPES]
 WHOLE += [Library("two_shot", dtype, depth=depth) for dtype in ("float32", "int8") for depth in (2, 4)]

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import pytest
 
-from tests import sanitizers
+from tests.tools import sanitizers
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def on_sim(mpirun: Run, worker: str, ranks: int, *arguments: object, **options: object) -> str:
-    return mpirun("tests/sim/on_sim.py", ranks, f"tests/gpu/{worker}.py", *arguments, **options).stdout
+    return mpirun("tests.simulated", ranks, f"tests/gpu/{worker}.py", *arguments, **options).stdout
 
 
 @pytest.mark.parametrize(("ranks", "cases"), [(2, 60), (3, 60), (4, 60), (8, 15)])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.sim.machine import Gpu
+from tests.simulated.machine import Gpu
 
 Hold = Callable[..., None]
 A, B, C = (Gpu(index, index).uuid_text for index in range(3))

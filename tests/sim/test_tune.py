@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sim.machine import Gpu
+from tests.simulated.machine import Gpu
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 TABLE = "tuned-Simulated-GPU-{}.json"
@@ -23,28 +23,28 @@ def environment(path: Path) -> dict[str, str]:
 def test_measured_kept_and_used(mpirun: Run, tmp_path: Path) -> None:
     env = environment(tmp_path) | {"TERM": "dumb", "FORCE_COLOR": "1"}
     quick = ("tune", "--largest", "2K", "--replays", 2)
-    dry = mpirun("tests.sim", 2, "-m", "ipcreduce", *quick, "--dry-run", env=env).stdout
+    dry = mpirun("tests.simulated", 2, "-m", "ipcreduce", *quick, "--dry-run", env=env).stdout
     assert "up to    2 KB: one_shot, blocks of " in dry
     assert not [*tmp_path.iterdir()]
-    output = mpirun("tests.sim", 2, "-m", "ipcreduce", *quick, env=env).stdout
+    output = mpirun("tests.simulated", 2, "-m", "ipcreduce", *quick, env=env).stdout
     path = tmp_path / TABLE.format(2)
     assert f"kept in {path}" in output
     choices = json.loads(path.read_text())["choices"]
     assert choices[-1]["up_to"] == 2048
     narrow = {"COLUMNS": "40", "TERM": "dumb", "FORCE_COLOR": "1"}  # as a launcher may say of a log
-    info = mpirun("tests.sim", 2, "-m", "ipcreduce", "info", env=env | narrow).stdout
+    info = mpirun("tests.simulated", 2, "-m", "ipcreduce", "info", env=env | narrow).stdout
     for gpu in (Gpu(0, 0), Gpu(1, 1)):
         assert f"{gpu.index}    Simulated GPU  9.0         1.0 GB  {gpu.uuid_text}  {1 - gpu.index}" in info, info
     for text in (dry, output, info):
         assert text.isascii(), text
         assert "\x1b" not in text, text
     assert f"plan: tuned, {len(choices)} choices" in info
-    assert "plan: default, not tuned" in mpirun("tests.sim", 3, "-m", "ipcreduce", "info", env=env).stdout
+    assert "plan: default, not tuned" in mpirun("tests.simulated", 3, "-m", "ipcreduce", "info", env=env).stdout
 
 
 def test_needs_a_gpu_for_each_rank(mpirun: Run, tmp_path: Path) -> None:
     env = environment(tmp_path) | {"SIM_DEVICES": "1"}
-    done = mpirun("tests.sim", 2, "-m", "ipcreduce", "tune", "--largest", "2K", env=env, check=False)
+    done = mpirun("tests.simulated", 2, "-m", "ipcreduce", "tune", "--largest", "2K", env=env, check=False)
     assert done.returncode == 1
     assert done.stdout.count("tune needs a GPU for each rank") == 1
     assert "2 ranks on a GPU, so at most 66 blocks a launch" in done.stdout
@@ -61,9 +61,12 @@ def test_odd_tables_are_right_too(mpirun: Run, tmp_path: Path, ranks: int) -> No
     env = environment(tmp_path)
     (tmp_path / TABLE.format(ranks)).write_text(json.dumps({"version": 3, "choices": choices}))
     arguments = ("tests/gpu/sweep.py", "--cases", 25, "--largest", 50_000, "--seed", 5)
-    assert f"25 cases, 100 calls on {ranks} ranks, all right" in mpirun("tests.sim", ranks, *arguments, env=env).stdout
+    assert (
+        f"25 cases, 100 calls on {ranks} ranks, all right"
+        in mpirun("tests.simulated", ranks, *arguments, env=env).stdout
+    )
     quick = ("--largest", 128, "--replays", 2, "--mode", "eager", "--peers", "", "--json", tmp_path / "bench.json")
-    mpirun("tests.sim", ranks, "-m", "ipcreduce", "bench", "--smallest", 64, *quick, env=env)
+    mpirun("tests.simulated", ranks, "-m", "ipcreduce", "bench", "--smallest", 64, *quick, env=env)
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
     assert [row["algorithm"] for row in rows] == ["two_shot", "one_shot"]
 
@@ -71,6 +74,6 @@ def test_odd_tables_are_right_too(mpirun: Run, tmp_path: Path, ranks: int) -> No
 def test_a_spoilt_table_is_not_used(mpirun: Run, tmp_path: Path) -> None:
     env = environment(tmp_path)
     (tmp_path / TABLE.format(2)).write_text("{")
-    done = mpirun("tests.sim", 2, "-m", "ipcreduce", "info", env=env)
+    done = mpirun("tests.simulated", 2, "-m", "ipcreduce", "info", env=env)
     assert "plan: default, not tuned" in done.stdout
     assert done.stdout.count("is not used (") == 1  # rank 0 reads it, for all

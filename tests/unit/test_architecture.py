@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ipcreduce
-from tests.machine import ROOT
+from tests.tools.machine import ROOT
 
 PACKAGE = ROOT / "ipcreduce"
 MODULES = {

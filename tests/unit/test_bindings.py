@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from ipcreduce.cuda import driver
-from tests import machine
-from tests.bindings import Reader
+from tests.shared.bindings import Reader
+from tests.tools import machine
 
 bindings = pytest.importorskip("cuda.bindings.driver", reason="cuda-python is not installed")
 SOURCES = sorted((machine.ROOT / "ipcreduce" / "cuda").glob("*.py"))

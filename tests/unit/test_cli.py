@@ -13,7 +13,7 @@ import pytest
 
 import ipcreduce
 from ipcreduce.bench import contenders, info, ranks
-from tests.machine import ROOT, environment
+from tests.tools.machine import ROOT, environment
 
 VARIABLES = [name for _, *names in ranks._LAUNCHERS for name in names]
 

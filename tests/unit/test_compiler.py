@@ -18,8 +18,8 @@ import pytest
 from ipcreduce.cuda import compiler
 from ipcreduce.errors import IpcReduceError, UnsupportedError
 from ipcreduce.numerics import DTYPE_NAMES, OPS
-from tests import machine, sass
-from tests.sass import macros
+from tests.tools import machine, sass
+from tests.tools.sass import macros
 
 pytest.importorskip("cuda.core", reason="cuda-core is not installed")
 

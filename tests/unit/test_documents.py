@@ -10,8 +10,8 @@ import pytest
 
 import ipcreduce
 from docs import results
-from tests import documents
-from tests.machine import ROOT
+from tests.shared import documents
+from tests.tools.machine import ROOT
 
 PAGES = {str(page.relative_to(ROOT)): page for page in [*documents.pages(), ROOT / "CHANGELOG.md"]}
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)

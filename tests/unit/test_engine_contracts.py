@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import engine_sources
-from tests.machine import ROOT
+from tests.tools import engine_sources
+from tests.tools.machine import ROOT
 
 asked_for = pytest.mark.skipif(
     not os.environ.get("TEST_ENGINES"), reason="fetches releases of vLLM and SGLang: make engines"

@@ -12,7 +12,7 @@ import pytest
 
 from ipcreduce import engines
 from ipcreduce.errors import ArgumentError, UnsupportedError
-from tests import machine
+from tests.tools import machine
 from tests.unit.test_imports import python
 
 PLACE = "vllm.distributed.device_communicators"

@@ -11,7 +11,7 @@ import pytest
 
 from ipcreduce.coordination.calls import CallSequence
 from ipcreduce.errors import ArgumentError, PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError
-from tests import machine
+from tests.tools import machine
 from tests.unit.pages import in_threads
 from tests.unit.test_calls import OTHER, Rank, make_ranks
 

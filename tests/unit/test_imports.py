@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import ipcreduce
-from tests import machine
+from tests.tools import machine
 
 
 def python(program: str) -> str:

@@ -22,7 +22,7 @@ from ipcreduce.coordination.page_layout import ABORT_OFFSET, head_bytes, missing
 from ipcreduce.errors import PeerTimeoutError
 from ipcreduce.ipc import launches, plan, startup, workspace
 from ipcreduce.numerics import DTYPE_NAMES, DTYPES, OPS
-from tests.machine import ROOT
+from tests.tools.machine import ROOT
 
 KERNELS = ROOT / "kernels"
 STAND_IN = ROOT / "tests" / "sim" / "include"

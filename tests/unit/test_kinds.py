@@ -15,7 +15,7 @@ from mpi4py import MPI
 from ipcreduce import annotations, kinds
 from ipcreduce.errors import ArgumentError
 from ipcreduce.numerics import DTYPES, KIND_NAMES, OPS, VIEWS
-from tests import machine
+from tests.tools import machine
 
 
 @pytest.mark.parametrize("op", OPS)

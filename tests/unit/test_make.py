@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import machine, release, run
+from tests.tools import machine, release, run
 
 
 def test_a_release_needs_its_section_of_the_changelog(tmp_path: Path):
@@ -98,7 +98,7 @@ def test_progress_is_told_in_lines(tmp_path: Path):
         "-p",
         "no:xdist",
         "-p",
-        "tests.progress",
+        "tests.tools.progress",
         "--rootdir",
         tmp_path,
         ".",

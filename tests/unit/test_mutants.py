@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.machine import ROOT
 from tests.mutants import Mutant, tables, unit, words
 from tests.mutants.__main__ import judge
 from tests.mutants.trees import Tree
 from tests.sim import faults
+from tests.tools.machine import ROOT
 
 SECONDS = 120
 
@@ -77,7 +77,7 @@ def test_a_tree_is_a_copy_of_this_one_and_stays_as_it_is(tree: Tree):
     """What is imported there is the copy, whatever is installed."""
     (tree.root / "tests" / "unit" / "test_place.py").write_text(
         "import ipcreduce, pathlib\n"
-        "from tests.sim import compiler\n"
+        "from tests.simulated import compiler\n"
         "def test_place():\n"
         "    root = pathlib.Path(__file__).parents[2]\n"
         "    assert pathlib.Path(ipcreduce.__file__).parents[1] == root\n"

@@ -1,4 +1,4 @@
-"""reduce() against tests/reference.py, against Python's own integers and floats, and on the values that go wrong."""
+"""reduce() against tests/shared/reference.py, Python's own integers and floats, and on the values that go wrong."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ipcreduce import numerics
 from ipcreduce.numerics import reduce
-from tests import reference
+from tests.shared import reference
 
 INTEGERS = [dtype for dtype in reference.DTYPES if not reference.is_float(dtype)]
 FLOATS = [dtype for dtype in reference.DTYPES if reference.is_float(dtype)]

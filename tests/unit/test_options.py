@@ -11,7 +11,7 @@ import pytest
 from ipcreduce.cuda import compiler
 from ipcreduce.errors import ArgumentError, UnsupportedError
 from ipcreduce.ipc import options
-from tests.machine import ROOT
+from tests.tools.machine import ROOT
 
 
 @pytest.fixture(autouse=True)

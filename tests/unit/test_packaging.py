@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.machine import ROOT
+from tests.tools.machine import ROOT
 
 FOLDERS = (".ci", "benchmarks", "docs", "ipcreduce", "kernels", "mpi_examples", "tests")
 FILES = (

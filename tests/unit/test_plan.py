@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ipcreduce.ipc import plan, workspace
 from ipcreduce.numerics import KIND_NAMES, OPS
-from tests.machine import ROOT
+from tests.tools.machine import ROOT
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 KERNELS = ROOT / "kernels"

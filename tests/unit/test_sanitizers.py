@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import machine, sanitizers
+from tests.tools import machine, sanitizers
 
 # Two ranks, and the status of the one that fails.
 BOTH = '"$@" & "$@"; second=$?; wait $! || exit; exit $second'

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import machine
+from tests.tools import machine
 
 PROGRAM = """
 from __future__ import annotations

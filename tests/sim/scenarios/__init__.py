@@ -7,8 +7,8 @@ import os
 
 from mpi4py import MPI
 
-from tests import sim
-from tests.by_files import ByFiles
+from tests import simulated
+from tests.shared.by_files import ByFiles
 
 parser = argparse.ArgumentParser(prog="tests.sim.scenarios")
 parser.add_argument("--visible")
@@ -21,4 +21,4 @@ os.environ.setdefault("SIM_DEVICES", str(WORLD.Get_size()))
 os.environ.setdefault("IPCREDUCE_WORKSPACE_MB", "1")
 if options.visible is not None:
     os.environ["CUDA_VISIBLE_DEVICES"] = options.visible.split("/")[WORLD.Get_rank()]
-sim.install()
+simulated.install()

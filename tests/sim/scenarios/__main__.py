@@ -14,7 +14,7 @@ import time
 import cupy
 
 from ipcreduce import Communicator
-from tests import worker
+from tests.shared import worker
 from tests.sim.scenarios import (
     captures,
     devices,

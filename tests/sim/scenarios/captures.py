@@ -10,8 +10,8 @@ import cupy
 import numpy as np
 
 from ipcreduce import Communicator, Graph, errors
-from tests.sim import driver, driver_streams, machine_streams
 from tests.sim.scenarios.common import LAST, RANK, SIZE, WORLD, error_of, fault, mine, raises, right, works
+from tests.simulated import driver, driver_streams, machine_streams
 
 
 def captured_after_a_fault() -> None:

@@ -19,8 +19,8 @@ import numpy as np
 
 from ipcreduce import Communicator, communicator, errors
 from ipcreduce.coordination import control_page
-from tests.sim import driver, machine, machine_streams
 from tests.sim.scenarios import WORLD
+from tests.simulated import driver, machine, machine_streams
 
 RANK, SIZE = WORLD.Get_rank(), WORLD.Get_size()
 LAST = SIZE - 1

@@ -7,8 +7,8 @@ from typing import Any
 import cupy
 
 from ipcreduce import Communicator, Graph, errors
-from tests.sim import machine, machine_streams
 from tests.sim.scenarios.common import LAST, OTHER, OWN, RANK, SIZE, delay, in_threads, mine, raises, right, works
+from tests.simulated import machine, machine_streams
 
 
 def threads_with_another_device() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from ipcreduce import Communicator
 from ipcreduce.ipc import startup
-from tests.sim import driver
 from tests.sim.scenarios.common import (
     LAST,
     RANK,
@@ -24,6 +23,7 @@ from tests.sim.scenarios.common import (
     right,
     works,
 )
+from tests.simulated import driver
 
 REFUSED = {  # what may stay behind, if the driver does not take it back
     "cuDevicePrimaryCtxRelease": {"contexts": 1},

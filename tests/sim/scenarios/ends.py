@@ -22,8 +22,7 @@ from ipcreduce import Communicator, Graph, communicator, errors
 from ipcreduce.coordination import calls
 from ipcreduce.device import deferred_free
 from ipcreduce.graphs.direct.registration import DirectGraphs
-from tests import worker
-from tests.sim import driver, machine_streams
+from tests.shared import worker
 from tests.sim.scenarios.common import (
     LAST,
     RANK,
@@ -43,6 +42,7 @@ from tests.sim.scenarios.common import (
     right,
     works,
 )
+from tests.simulated import driver, machine_streams
 
 
 # ---- ends

@@ -21,10 +21,10 @@ from ipcreduce import Communicator, Graph, eager_break, errors
 from ipcreduce.coordination.flight_recorder import FlightRecorder
 from ipcreduce.nccl import library
 from ipcreduce.numerics import DTYPES, OPS, reduce
-from tests.sim import machine_streams, nccl
 from tests.sim.scenarios import WORLD
 from tests.sim.scenarios.common import LAST, RANK, SIZE, SOON, TOTAL, delay, in_threads, mine, right, works
 from tests.sim.scenarios.common import raises as raising
+from tests.simulated import machine_streams, nccl
 
 TIMEOUT = 2.0
 

@@ -24,7 +24,6 @@ from ipcreduce.bench import info, ranks
 from ipcreduce.cuda import driver
 from ipcreduce.ipc import startup
 from ipcreduce.nccl import library
-from tests.sim import compiler, machine
 from tests.sim.scenarios.common import (
     GPUS,
     LAST,
@@ -41,6 +40,7 @@ from tests.sim.scenarios.common import (
     right,
     works,
 )
+from tests.simulated import compiler, machine
 
 
 # ---- start-up

@@ -1,4 +1,4 @@
-"""Calls on PyTorch's tensors, of which tests/sim/pytorch.py is a stand-in: streams, results, memory, the short way."""
+"""Calls on PyTorch's tensors (tests/simulated/pytorch.py stands for it): streams, results, memory, the short way."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import cupy
 import numpy as np
 
 from ipcreduce import Communicator, Graph, eager_break, errors, operands
-from tests.sim import pytorch as torch
-from tests.sim.pytorch import Tensor
 from tests.sim.scenarios.common import RANK, SIZE, TOTAL, delay, raises, right, works
+from tests.simulated import pytorch as torch
+from tests.simulated.pytorch import Tensor
 
 
 def array_of(value: Any, count: int = 1000) -> Any:

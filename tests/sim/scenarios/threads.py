@@ -16,7 +16,6 @@ import numpy as np
 
 from ipcreduce import Communicator, Graph, arrays
 from ipcreduce.device import deferred_free
-from tests.sim import driver, machine_streams
 from tests.sim.scenarios.common import (
     OWN,
     RANK,
@@ -29,6 +28,7 @@ from tests.sim.scenarios.common import (
     right,
     works,
 )
+from tests.simulated import driver, machine_streams
 
 
 # ---- one order of calls

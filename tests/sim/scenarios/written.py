@@ -1,4 +1,4 @@
-"""Calls as people write them, beyond tests/written_calls.py: in recordings, on the fast path, and on no dimension."""
+"""Calls as people write them, beyond tests/shared/written_calls.py: in recordings, repeated, and of no dimension."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import cupy
 import numpy as np
 
 from ipcreduce import Communicator, Graph
-from tests.sim import machine_streams
 from tests.sim.scenarios.common import RANK, SIZE, TOTAL, right, works
+from tests.simulated import machine_streams
 
 CALLS = [("?", "max", True), ("F", "mean", TOTAL / SIZE), ("D", "sum", TOTAL), ("f", "mean", TOTAL / SIZE)]
 

@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from ipcreduce.numerics import DTYPES
-from tests.sim import machine_streams
+from tests.simulated import machine_streams
 
 _state = threading.local()
 _streams: list[Any] = []

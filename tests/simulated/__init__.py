@@ -1,7 +1,7 @@
 """A simulated device: the library runs as it is, with no GPU, on the project's own kernels compiled for the CPU.
 
-    from tests import sim
-    sim.install()            # before anything of ipcreduce is imported
+    from tests import simulated
+    simulated.install()      # before anything of ipcreduce is imported
     import cupy, ipcreduce   # CuPy, the driver and the compiler are the simulated ones
 
 Environment: SIM_DEVICES GPUs (default: one a rank), each seen by all ranks unless CUDA_VISIBLE_DEVICES says otherwise;
@@ -25,14 +25,14 @@ from importlib.util import spec_from_loader
 from types import ModuleType
 
 _STANDS_FOR = {
-    "ipcreduce.cuda.driver": "tests.sim.driver",
-    "ipcreduce.cuda.streams": "tests.sim.driver_streams",
-    "ipcreduce.cuda.graph": "tests.sim.graph",
-    "ipcreduce.cuda.compiler": "tests.sim.compiler",
-    "cupy": "tests.sim.cupy",
-    "nccl": "tests.sim.nccl_package",
-    "nccl.bindings": "tests.sim.nccl_package",
-    "nccl.bindings.nccl": "tests.sim.nccl",
+    "ipcreduce.cuda.driver": "tests.simulated.driver",
+    "ipcreduce.cuda.streams": "tests.simulated.driver_streams",
+    "ipcreduce.cuda.graph": "tests.simulated.graph",
+    "ipcreduce.cuda.compiler": "tests.simulated.compiler",
+    "cupy": "tests.simulated.cupy",
+    "nccl": "tests.simulated.nccl_package",
+    "nccl.bindings": "tests.simulated.nccl_package",
+    "nccl.bindings.nccl": "tests.simulated.nccl",
 }
 
 
@@ -58,7 +58,7 @@ def install() -> None:
     """
     for name in ("ipcreduce", "cupy"):
         if name in sys.modules:
-            raise RuntimeError(f"{name} is imported already: call tests.sim.install() first")
+            raise RuntimeError(f"{name} is imported already: call tests.simulated.install() first")
     sys.meta_path.insert(0, _Substitutes())
     importlib.import_module("ipcreduce")
     gc.disable()  # machine_streams.py collects instead, and often

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ipcreduce.errors import CudaError, UnsupportedError
-from tests.sim import compiler, machine, machine_streams
-from tests.sim.machine import ERRORS, Fault
+from tests.simulated import compiler, machine, machine_streams
+from tests.simulated.machine import ERRORS, Fault
 
 IPC_HANDLE_BYTES = machine.HANDLE_BYTES
 OUT_OF_MEMORY = 2

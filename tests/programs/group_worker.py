@@ -1,4 +1,4 @@
-"""``python -m tests.group_worker SCENARIO DIRECTORY RANK SIZE``: a rank of a group over files, started by hand.
+"""``python -m tests.programs.group_worker SCENARIO DIRECTORY RANK SIZE``: a rank of a group over files.
 
 mpi4py cannot be imported in it. Which rank does what the others must hear of is the last one.
 """
@@ -27,7 +27,7 @@ import pytest
 import ipcreduce
 from ipcreduce import Communicator, errors
 from ipcreduce.coordination import connections
-from tests import machine
+from tests.tools import machine
 
 
 class Files:

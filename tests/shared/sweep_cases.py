@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from tests import reference
+from tests.shared import reference
 
 GUARD = 256  # canary bytes on either side of every array
 PAGE = 4096

@@ -13,7 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests import documents, machine
+from tests.shared import documents
+from tests.tools import machine
 
 
 def release(python: str) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.sim import machine
+from tests.simulated import machine
 
 _thread = threading.local()
 

@@ -1,13 +1,15 @@
-"""``python -m tests.sim PROGRAM ARGUMENT...``, or ``-m MODULE ARGUMENT...``, runs it on the simulated device."""
+"""``python -m tests.simulated PROGRAM ARGUMENT...``, or ``-m MODULE ARGUMENT...``, runs it on the simulated device."""
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 
-from tests import sim
+from tests import simulated
 
-sim.install()
+os.environ.setdefault("IPCREDUCE_WORKSPACE_MB", "1")  # small, so that messages go in segments
+simulated.install()
 sys.modules["torch"] = None  # type: ignore[assignment]  # not to be found: it knows only real GPUs
 del sys.argv[0]
 if sys.argv[0] == "-m":

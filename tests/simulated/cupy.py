@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ipcreduce.errors import CudaError
-from tests.sim import driver, graph, machine, machine_streams, pools
+from tests.simulated import driver, graph, machine, machine_streams, pools
 
 __version__ = "0 (simulated)"
 

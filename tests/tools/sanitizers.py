@@ -1,4 +1,4 @@
-"""``python -m tests.sanitizers``: every kernel under the tools of compute-sanitizer, on two ranks of one GPU: a table.
+"""``python -m tests.tools.sanitizers``: every kernel under compute-sanitizer, on two ranks of one GPU: a table.
 
 The program is tests/gpu/sanitized.py. A line of the table is right if both ranks' tools have found nothing, all calls
 were right, and all ended in time. The exit status is 1 if one is not, and 2 where the tool or a GPU is missing.
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests import machine
+from tests.tools import machine
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 KERNELS = ("one_shot", "two_shot", "direct", "verify", "limit")
@@ -124,7 +124,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="tests.sanitizers", description="Every kernel under compute-sanitizer.")
+    parser = argparse.ArgumentParser(prog="tests.tools.sanitizers", description="Every kernel under compute-sanitizer.")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
     parser.add_argument("--seconds", type=float, default=600, help="for each line of the table (600)")
@@ -144,7 +144,7 @@ def main() -> int:
         from ipcreduce.bench import report
 
         version = machine.output_of("compute-sanitizer", "--version").strip().splitlines()[-1]
-        head = report.header(["-m", "tests.sanitizers"]) | {"compute-sanitizer": version, "ranks": RANKS}
+        head = report.header(["-m", "tests.tools.sanitizers"]) | {"compute-sanitizer": version, "ranks": RANKS}
         report.write_json(options.json, head | {"rows": rows})
     return int(any(row["errors"] or row["problem"] for row in rows))
 

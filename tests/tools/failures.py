@@ -1,4 +1,4 @@
-"""``python -m tests.failures``: ranks that are killed, stopped, exit or raise at random moments; what the others hear.
+"""``python -m tests.tools.failures``: ranks that are killed, stopped, exit or raise at random; what the others hear.
 
 Host ranks, or with --backend nccl ranks that share the GPUs, among plain processes, since mpirun ends the others when
 one dies. Each turn is a job of its own. Its
@@ -23,7 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests import alarm, machine
+from tests.shared import alarm
+from tests.tools import machine
 
 SIZES = (1, 100, 10_000, 100_000, 1_000_000)
 # Of the communicators of ranks that are stopped. They start within it too, for which NCCL takes a second and more.
@@ -52,7 +53,7 @@ def rank_program(directory: str, rank: int, size: int, kind: str, seed: int, hos
     import numpy as np
 
     from ipcreduce import Communicator, IpcReduceError
-    from tests.by_files import ByFiles
+    from tests.shared.by_files import ByFiles
 
     if backend == "nccl":
         import cupy as xp
@@ -125,7 +126,7 @@ def turn(kind: str, size: int, seed: int, hosts: int = 1, backend: str = "mpi") 
     """One job, on so many pretended hosts. ``wrong`` says what was not right in it; "" for nothing."""
     victim = seed % size
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "tests.failures", "--rank", directory]
+        command = [sys.executable, "-m", "tests.tools.failures", "--rank", directory]
         ranks = [
             subprocess.Popen(
                 [*command, *map(str, (rank, size, kind, seed, hosts, backend))], cwd=machine.ROOT,
@@ -193,7 +194,7 @@ def problems(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="tests.failures", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tests.tools.failures", description=__doc__)
     parser.add_argument("--turns", type=int, default=20, help="of each kind, for each number of ranks (20)")
     parser.add_argument("--first", type=int, default=0, help="the seed of the first turn (0)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])

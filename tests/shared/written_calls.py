@@ -1,7 +1,7 @@
 """Calls as people write them: other names of ops, numbers, and bool and complex arrays, checked on every rank.
 
 tests/mpi runs it on NumPy arrays, tests/sim and tests/gpu on device arrays. The array module is handed in, as in
-tests/sweep_cases.py.
+tests/shared/sweep_cases.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
-from tests import reference
-from tests.bad_call_table import HostTensor
+from tests.shared import reference
+from tests.shared.bad_call_table import HostTensor
 
 NAMES = (("mean", "avg"), (MPI.SUM, "sum"), (MPI.PROD, "prod"), (MPI.MIN, "min"), (MPI.MAX, "max"))
 VIEWS = {"?": ("u1", ("min", "max")), "F": ("f4", ("sum", "avg")), "D": ("f8", ("sum", "avg"))}

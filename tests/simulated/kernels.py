@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.sim import compiler
+from tests.simulated import compiler
 
 DTYPES = ("float32", "float64", "int8", "int32", "int64")  # those with a reference in kernels.cpp
 FINDINGS = {

@@ -12,13 +12,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests import machine, release
+from tests.tools import machine, release
 
 DEMO = ["mpi_examples/train_digits.py"]
 LEAST_COVERAGE = 85
 TEST_TIME = "takes about 25 minutes on 2 cores"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
-TEST_OPTIONS = ["--quiet", "-p", "tests.progress"]
+TEST_OPTIONS = ["--quiet", "-p", "tests.tools.progress"]
 NO_CUDA = ({"docs"}, {"release"})  # the extras of those targets that need neither CUDA nor MPI
 # Their branches are reached on a GPU only: they are counted apart.
 GPU_MODULES = "ipcreduce/cuda/driver.py,ipcreduce/cuda/streams.py,ipcreduce/arrays.py"
@@ -39,7 +39,7 @@ def main() -> int:
         "models": models, "sanitizers": sanitizers, "sass": sass, "engines": engines,
         "check": check, "docs": docs, "release": release.release,
     }  # fmt: skip
-    parser = argparse.ArgumentParser(prog="tests.run", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tests.tools.run", description=__doc__)
     parser.add_argument("what", choices=[*commands, "test-pythons"])
     parser.add_argument("--venv", type=Path, help="make and use this; without it, this python is used")
     args = parser.parse_args()
@@ -116,7 +116,7 @@ def demo(python: str) -> int:
 
 
 def failures(python: str) -> int:
-    return run(python, "-m", "tests.failures", check=False)
+    return run(python, "-m", "tests.tools.failures", check=False)
 
 
 def models(python: str) -> int:
@@ -145,11 +145,11 @@ def mutants(python: str) -> int:
 
 
 def sanitizers(python: str) -> int:
-    return run(python, "-m", "tests.sanitizers", check=False)
+    return run(python, "-m", "tests.tools.sanitizers", check=False)
 
 
 def sass(python: str) -> int:
-    return run(python, "-m", "tests.sass", check=False)
+    return run(python, "-m", "tests.tools.sass", check=False)
 
 
 def engines(python: str) -> int:

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import FrameType
 
 _AGAIN_SECONDS = 1e-3
-_ROOT = str(Path(__file__).parent.parent)
+_ROOT = str(Path(__file__).parents[2])
 _DEVICE = tuple(
-    f"{_ROOT}/tests/sim/{part}" for part in ("machine", "driver", "cupy", "graph", "pools", "kernels", "nccl")
+    f"{_ROOT}/tests/simulated/{part}" for part in ("machine", "driver", "cupy", "graph", "pools", "kernels", "nccl")
 )
 _RAISED = "raised by an alarm"  # an attribute of the exceptions
 

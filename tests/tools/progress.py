@@ -1,4 +1,4 @@
-"""A pytest plugin, ``-p tests.progress``: a line now and then on how far the tests are, also where a pipe reads them.
+"""A pytest plugin, ``-p tests.tools.progress``: a line now and then on how far the tests are, also into a pipe.
 
 It replaces pytest's dots, which a pipe shows late. At the start it says how long the same tests took the last time.
 """

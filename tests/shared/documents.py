@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.machine import ROOT
+from tests.tools.machine import ROOT
 
 _PIECE = re.compile(
     r"^(?:(?P<fence>`{3,}|~{3,})(?P<language>[^\n`]*)\n(?P<block>.*?)^(?P=fence)[ \t]*$"

@@ -1,10 +1,11 @@
-"""``python -m tests.security_worker SCENARIO DIRECTORY RANK SIZE``: a rank in a container, or of a user, of its own.
+"""``python -m tests.programs.security_worker SCENARIO DIRECTORY RANK SIZE``: a rank in a container of its own.
 
 Environment: SECURITY_WORDS, words that describe() has, separated by |; SECURITY_USER, the id of the user that the
 process becomes once all is imported (Python itself may lie where that user reads nothing); SECURITY_MOUNT, a command
 that mounts something in a namespace of this process alone, once MPI has started (MPICH needs /dev/shm for that).
 
-The ranks meet in DIRECTORY. On the simulated device: ``python -m tests.sim -m tests.security_worker ...``.
+The ranks meet in DIRECTORY. On the simulated device:
+``python -m tests.simulated -m tests.programs.security_worker ...``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ipcreduce import Communicator, errors
 from ipcreduce.coordination.control_page import Page
 from ipcreduce.cuda import compiler
 from ipcreduce.host.segment import Segment
-from tests.by_files import ByFiles
+from tests.shared.by_files import ByFiles
 
 _NEW_MOUNTS = 0x20000  # unshare: CLONE_NEWNS
 _DUMPABLE = 4  # prctl: what /proc shows of a process that has changed its user is root's else
@@ -91,7 +92,7 @@ def reduces(group: ByFiles, *words: str) -> None:
             assert word in comm.describe(), f"{word!r} in {comm.describe()}"
         for count in (1, 1000, 300_000):
             right(comm, count)
-        if "tests.sim" in sys.modules:
+        if "tests.simulated" in sys.modules:
             on_device(comm)
         with raises(errors.RankMismatchError, "(3,)", "(4,)"):
             comm.allreduce(np.ones(3 + (comm.rank == comm.size - 1)))

@@ -1,4 +1,4 @@
-"""``python -m tests.torch_worker DIRECTORY RANK SIZE``: a rank of a process group of PyTorch, on the CPU."""
+"""``python -m tests.programs.torch_worker DIRECTORY RANK SIZE``: a rank of a process group of PyTorch, on the CPU."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """System-scope memory accesses of kernels, read from their machine code by nvdisasm (no GPU needed).
 
-``python -m tests.sass`` checks every kernel, in every dtype, for every architecture of NVRTC's, and prints a table.
+``python -m tests.tools.sass`` checks every kernel, in every dtype, for every GPU of NVRTC's, and prints a table.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def check(capability: tuple[int, int], chosen: Iterable[Case]) -> dict[str, Any]
 def main() -> int:
     from ipcreduce.bench import report
 
-    parser = argparse.ArgumentParser(prog="tests.sass", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tests.tools.sass", description=__doc__)
     parser.add_argument("--json", type=Path, help="write the table there, too")
     options = parser.parse_args()
     if nvdisasm() is None:
@@ -157,7 +157,7 @@ def main() -> int:
             told = row.get("left out") or "; ".join(row["problems"]) or "none"
             print(f"{row['arch']:8} {row['kernels']:7} {row['loads']:13} {row['stores']:7}  {told}", flush=True)
     if options.json:
-        report.write_json(options.json, report.header(["-m", "tests.sass"]) | {"rows": rows})
+        report.write_json(options.json, report.header(["-m", "tests.tools.sass"]) | {"rows": rows})
     return int(any(row["problems"] for row in rows))
 
 

@@ -107,10 +107,11 @@ def test_the_longest_prefix_counts():
         layer("ipcreduce.errors_of_others")
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_imports_go_one_way(name: str):
-    above = {other for other in own(name) if layer(other) > layer(name)}
-    assert not above, f"{name} imports {above}, which stand above it"
+def test_imports_go_one_way(subtests: pytest.Subtests):
+    for name in MODULES:
+        with subtests.test(module=name):
+            above = {other for other in own(name) if layer(other) > layer(name)}
+            assert not above, f"{name} imports {above}, which stand above it"
 
 
 def test_no_import_goes_round():
@@ -174,27 +175,30 @@ def test_assembly_is_in_one_header():
     assert with_assembly == {"sync.cuh"}
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_no_lock_that_ctrl_c_can_leave_taken(name: str):
+def test_no_lock_that_ctrl_c_can_leave_taken(subtests: pytest.Subtests):
     """Those of threading that are written in Python: an interrupt within acquire() leaves the inner lock taken."""
-    written_in_python = {"Event", "Condition", "Semaphore", "BoundedSemaphore", "Barrier", "Timer"}
-    used = {
-        node.attr
-        for node in ast.walk(ast.parse(MODULES[name].read_text()))
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "threading"
-    }
-    assert "queue.Queue" not in MODULES[name].read_text()
-    assert not used & written_in_python
+    for name in MODULES:
+        with subtests.test(module=name):
+            written_in_python = {"Event", "Condition", "Semaphore", "BoundedSemaphore", "Barrier", "Timer"}
+            used = {
+                node.attr
+                for node in ast.walk(ast.parse(MODULES[name].read_text()))
+                if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "threading"
+            }
+            assert "queue.Queue" not in MODULES[name].read_text()
+            assert not used & written_in_python
 
 
-@pytest.mark.parametrize("path", [*MODULES.values(), *(ROOT / "kernels").glob("*.cu*")], ids=lambda path: path.name)
-def test_one_sitting(path: Path):
-    assert len(path.read_text().splitlines()) <= LONGEST
+def test_one_sitting(subtests: pytest.Subtests):
+    for path in (*MODULES.values(), *(ROOT / "kernels").glob("*.cu*")):
+        with subtests.test(file=path.name):
+            assert len(path.read_text().splitlines()) <= LONGEST
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_every_module_says_what_it_is(name: str):
-    assert ast.get_docstring(ast.parse(MODULES[name].read_text()))
+def test_every_module_says_what_it_is(subtests: pytest.Subtests):
+    for name in MODULES:
+        with subtests.test(module=name):
+            assert ast.get_docstring(ast.parse(MODULES[name].read_text()))
 
 
 def test_every_public_name_has_a_docstring():
@@ -208,16 +212,19 @@ def test_every_public_name_has_a_docstring():
     assert not missing
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if "." in name])
-def test_public_functions_and_classes_have_docstrings(name: str):
+def test_public_functions_and_classes_have_docstrings(subtests: pytest.Subtests):
     """Those that the package's other modules use; methods and properties that are one line may speak for themselves."""
-    tree = ast.parse(MODULES[name].read_text())
-    assert not [
-        node.name
-        for node in tree.body
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name[0] != "_" and not ast.get_docstring(node)
-        if "overload" not in map(ast.unparse, node.decorator_list)
-    ]
+    for name in [name for name in MODULES if "." in name]:
+        with subtests.test(module=name):
+            tree = ast.parse(MODULES[name].read_text())
+            assert not [
+                node.name
+                for node in tree.body
+                if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+                and node.name[0] != "_"
+                and not ast.get_docstring(node)
+                if "overload" not in map(ast.unparse, node.decorator_list)
+            ]
 
 
 def test_only_documented_environment_variables():

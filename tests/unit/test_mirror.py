@@ -163,10 +163,8 @@ def test_a_rank_that_does_not_read_is_not_flooded(ranks: Ranks):
     assert second.calls.call_of(0) == 40 * RING - 1
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_bytes_that_are_no_message(seed: int, monkeypatch: pytest.MonkeyPatch):
+def receive_spoilt_bytes(seed: int) -> None:
     """Random bytes, and messages with a few bytes changed, end the connection or are stored: nothing else."""
-    monkeypatch.setattr(control_page, "_RECORD_SECONDS", 0.01)
     random_ = random.Random(seed)
     page, page_of_1 = Page.alone(0, 2), Page.alone(1, 2)
     ours, theirs = socket.socketpair()
@@ -199,6 +197,13 @@ def test_bytes_that_are_no_message(seed: int, monkeypatch: pytest.MonkeyPatch):
             one.close(0)
         for end in (theirs, sent):
             end.close()
+
+
+def test_bytes_that_are_no_message(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(control_page, "_RECORD_SECONDS", 0.01)
+    for seed in range(200):
+        with subtests.test(seed=seed):
+            receive_spoilt_bytes(seed)
 
 
 # ---- the watchdog's thread

@@ -20,13 +20,14 @@ from tests.tools.machine import ROOT
 SECONDS = 120
 
 
-@pytest.mark.parametrize("mutant", tables.MUTANTS, ids=lambda mutant: mutant.name)
-def test_each_changes_one_place(mutant: Mutant):
-    text = (ROOT / mutant.file).read_text()
-    assert text.count(mutant.old) == 1, f"{mutant.file} has changed, so change the mutant"
-    assert mutant.new != mutant.old
-    if mutant.file.endswith(".py"):
-        ast.parse(text.replace(mutant.old, mutant.new))
+def test_each_changes_one_place(subtests: pytest.Subtests):
+    for mutant in tables.MUTANTS:
+        with subtests.test(mutant=mutant.name):
+            text = (ROOT / mutant.file).read_text()
+            assert text.count(mutant.old) == 1, f"{mutant.file} has changed, so change the mutant"
+            assert mutant.new != mutant.old
+            if mutant.file.endswith(".py"):
+                ast.parse(text.replace(mutant.old, mutant.new))
 
 
 def test_each_has_a_name_of_its_own():
@@ -36,16 +37,19 @@ def test_each_has_a_name_of_its_own():
     assert len({*changes}) == len(changes)
 
 
-@pytest.mark.parametrize("command", sorted({one.command for one in tables.MUTANTS}))
-def test_what_a_command_names_exists(command: str):
+def test_what_a_command_names_exists(subtests: pytest.Subtests):
     """A test in a file, a program, and scenarios, which are functions beside it."""
-    for file, test in re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", command):
-        text = (ROOT / file).read_text()
-        assert not test or re.search(rf"^def {test}\b", text, re.MULTILINE), f"{file} has no {test}"
-    name = command.split()[-1]
-    if name.isidentifier():  # a scenario's
-        sources = [one for folder in ("graphs", "sim/scenarios", "gpu") for one in ROOT.glob(f"tests/{folder}/*.py")]
-        assert any(re.search(rf"^def {name}\b", source.read_text(), re.MULTILINE) for source in sources), name
+    for command in sorted({one.command for one in tables.MUTANTS}):
+        with subtests.test(command=command):
+            for file, test in re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", command):
+                text = (ROOT / file).read_text()
+                assert not test or re.search(rf"^def {test}\b", text, re.MULTILINE), f"{file} has no {test}"
+            name = command.split()[-1]
+            if name.isidentifier():  # a scenario's
+                sources = [
+                    one for folder in ("graphs", "sim/scenarios", "gpu") for one in ROOT.glob(f"tests/{folder}/*.py")
+                ]
+                assert any(re.search(rf"^def {name}\b", source.read_text(), re.MULTILINE) for source in sources), name
 
 
 @pytest.fixture(scope="module")

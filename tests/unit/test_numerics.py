@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 from fractions import Fraction
@@ -34,10 +35,7 @@ def special_values(dtype: np.dtype) -> np.ndarray:
     return np.append(values, np.frombuffer(b"\xff" * dtype.itemsize, dtype))
 
 
-@pytest.mark.parametrize("n", range(1, 9))
-@pytest.mark.parametrize("op", reference.OPS)
-@pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
-def test_agrees_with_the_reference(dtype: np.dtype, op: str, n: int):
+def check_against_the_reference(dtype: np.dtype, op: str, n: int) -> None:
     rng = np.random.default_rng([dtype.num, n, len(op)])
     special = special_values(dtype)
     values = [
@@ -55,6 +53,12 @@ def test_agrees_with_the_reference(dtype: np.dtype, op: str, n: int):
     regular = slice(497, None)
     assert reference.close(found[regular], [value[regular] for value in values], op)
     assert all(value.tobytes() == before.tobytes() for value, before in zip(values, given_values, strict=True))
+
+
+def test_agrees_with_the_reference(subtests: pytest.Subtests):
+    for dtype, op, n in itertools.product(reference.DTYPES, reference.OPS, range(1, 9)):
+        with subtests.test(dtype=str(dtype), op=op, n=n):
+            check_against_the_reference(dtype, op, n)
 
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
@@ -139,13 +143,13 @@ def test_of_equal_values_the_first_stays(dtype: np.dtype, op: str):
         assert reduce([first, second, second], op).tobytes() == first.tobytes()
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (2, 3), (1, 1, 1, 1, 1, 1, 1, 2)])
-@pytest.mark.parametrize("dtype", reference.DTYPES, ids=str)
-def test_keeps_shape_and_dtype(shape: tuple[int, ...], dtype: np.dtype):
-    for op in reference.OPS:
-        found = reduce([np.ones(shape, dtype)] * 3, op)
-        assert isinstance(found, np.ndarray)
-        assert (found.shape, found.dtype) == (shape, dtype)
+def test_keeps_shape_and_dtype(subtests: pytest.Subtests):
+    shapes = ((), (0,), (3, 0, 2), (2, 3), (1, 1, 1, 1, 1, 1, 1, 2))
+    for shape, dtype, op in itertools.product(shapes, reference.DTYPES, reference.OPS):
+        with subtests.test(shape=shape, dtype=str(dtype), op=op):
+            found = reduce([np.ones(shape, dtype)] * 3, op)
+            assert isinstance(found, np.ndarray)
+            assert (found.shape, found.dtype) == (shape, dtype)
 
 
 def test_layout_does_not_matter():

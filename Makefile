@@ -1,7 +1,10 @@
 # make demo          trains a classifier of digits on 4 ranks
-# make test          runs every tier of tests that this machine can run
+# make quick         runs the quick tests and one scenario of each file, in about a minute
+# make test          runs every tier of tests that this machine can run, in about 10 minutes on 2 cores
+# make coverage      runs the same tests and counts the branches of the package that they reach
+# make limits        compares the processor time of the last make test with the kept one
 # make test-pythons  runs the tiers unit and mpi on every Python from 3.10 to 3.14 that this machine has or uv gets
-# make test-cuda12   runs those that use CUDA with the Python bindings and the compiler of CUDA 12.9, in .venv-cuda12
+# make test-cuda12   runs the tests that CUDA 12.9's bindings or compiler can change, in .venv-cuda12
 # make failures      kills, stops and ends ranks at random moments, and shows what the others hear
 # make fuzz          runs random programs, some in which a rank dies, random bytes, and a soak; FUZZ=10 runs ten times as many
 # make models        searches models of the protocols for wrong states with Spin, and that it finds deliberate breaks
@@ -22,7 +25,7 @@ VENV ?= .venv
 MPIRUN ?=
 export MPIRUN
 
-demo test failures fuzz mutants sanitizers sass engines check:
+demo quick test coverage failures fuzz mutants sanitizers sass engines check:
 	@$(PYTHON) -m tests.tools.run $@ $(if $(VENV),--venv "$(VENV)")
 
 test-cuda12:
@@ -37,4 +40,7 @@ docs release:
 models:
 	@$(PYTHON) -m tests.tools.run $@
 
-.PHONY: demo test test-pythons test-cuda12 failures fuzz mutants sanitizers sass engines check docs release models
+limits:
+	@$(PYTHON) -m tests.tools.times
+
+.PHONY: demo quick test coverage limits test-pythons test-cuda12 failures fuzz mutants sanitizers sass engines check docs release models

@@ -20,6 +20,10 @@ import pytest
 from tests.tools import machine
 
 TIERS = ("unit", "mpi", "sim", "gpu")
+TOKEN = "TEST_RUN_OF_IPCREDUCE"  # in the environment of every process of a run of ranks, whoever its parent is
+SHOWN = 10_000  # characters of a rank's output, if it fails
+# Each rank's output goes into a file of its own in the folder $0: MPICH's launcher or Open MPI's says which rank it is.
+INTO_FILES = 'exec "$@" > "$0/rank${PMI_RANK-$OMPI_COMM_WORLD_RANK}" 2>&1'
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # ranks that hang are ended by SIGABRT, for their stacks
 
 
@@ -57,11 +61,12 @@ def _environment_as_before() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def mpirun() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """mpirun(program, n, *args, timeout=120, check=True, env=None): runs n ranks of a program.
+    """mpirun(program, n, *args, timeout=300, check=True, env=None): runs n ranks of a program.
 
     program is the path of a script, from the root of the tree, or the name of a module. The result's stdout
-    holds both streams of all ranks. The test fails, and shows them, if the exit code is not 0 (unless check
-    is False), and after timeout seconds, with the Python stacks of all ranks. No process outlives the call.
+    holds both streams of all ranks, rank by rank, and then the launcher's. The test fails, and shows them, if the exit
+    code is not 0 (unless check is False), and after timeout seconds, with the Python stacks of all ranks. No process
+    outlives the call.
     """
     return run_ranks
 
@@ -70,20 +75,22 @@ def run_ranks(
     program: str | Path,
     n: int,
     *args: object,
-    timeout: float = 120,
+    timeout: float = 300,
     check: bool = True,
     env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    token = f"TEST_RUN_OF_IPCREDUCE={uuid.uuid4()}"  # marks every process of this run, whoever its parent is
+    token = f"{TOKEN}={uuid.uuid4()}"
     what = [str(program)] if str(program).endswith(".py") else ["-m", str(program)]
-    command = [*machine.mpirun(sys.executable), "-n", str(n), sys.executable, *what, *map(str, args)]
+    launcher = [*machine.mpirun(sys.executable), "-n", str(n)]
+    command = [sys.executable, *what, *map(str, args)]
     # Stacks on SIGABRT; and whole lines, which the ranks do not tear apart as they print.
     environ = {**machine.environment(), "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "", **(env or {})}
     environ.update([token.split("=")])
     problem = ""
-    with tempfile.TemporaryFile("w+") as output:  # a pipe would keep us waiting for any process that holds it
-        launcher = subprocess.Popen(
-            command,
+    # Files: a pipe would keep us waiting for any process that holds it.
+    with tempfile.TemporaryDirectory() as folder, Path(folder, "launcher").open("w+") as output:
+        process = subprocess.Popen(
+            [*launcher, "sh", "-c", INTO_FILES, folder, *command],
             cwd=machine.ROOT,
             env=environ,
             stdin=subprocess.DEVNULL,
@@ -92,22 +99,25 @@ def run_ranks(
             start_new_session=True,
         )
         try:
-            launcher.wait(timeout)
+            process.wait(timeout)
         except subprocess.TimeoutExpired:
             problem = f"not done after {timeout:g} s"
             end(token, signal.SIGABRT, program=os.path.realpath(sys.executable))
             with contextlib.suppress(subprocess.TimeoutExpired):
-                launcher.wait(10)
+                process.wait(10)
         finally:
             end(token, signal.SIGKILL)
-            launcher.wait()
+            process.wait()
+        files = sorted(Path(folder).glob("rank*"), key=lambda file: int(file.name[4:]))
+        parts = {file.name.replace("rank", "rank "): file.read_text(errors="replace") for file in files}
         output.seek(0)
-        text = output.read()
-    if check and launcher.returncode and not problem:
-        problem = f"exit code {launcher.returncode}"
+        parts["launcher"] = output.read()
+    if check and process.returncode and not problem:
+        problem = f"exit code {process.returncode}"
     if problem:
-        pytest.fail(f"{problem}: {shlex.join(command)}\n{text[-20_000:]}", pytrace=False)
-    return subprocess.CompletedProcess(command, launcher.returncode, text)
+        said = "".join(f"--- {name}\n{text[-SHOWN:].rstrip()}\n" for name, text in parts.items() if text.strip())
+        pytest.fail(f"{problem}: {shlex.join([*launcher, *command])}\n{said}", pytrace=False)
+    return subprocess.CompletedProcess([*launcher, *command], process.returncode, "".join(parts.values()))
 
 
 def end(token: str, how: signal.Signals, program: str | None = None) -> None:

@@ -627,15 +627,16 @@ OUR_KERNELS_ONLY = {
 
 
 def main(scenarios: list[Callable[[Any], None]]) -> None:
-    """Runs those that the command line names, or all, on one communicator."""
+    """Runs those that the command line names, or all, on one communicator; with --first the first one."""
+    chosen = scenarios[:1] if sys.argv[1:] == ["--first"] else scenarios
+    if chosen is scenarios and len(sys.argv) > 1:
+        chosen = [scenario for scenario in scenarios if scenario.__name__ in sys.argv[1:]]
     cupy.cuda.Device(RANK % cupy.cuda.runtime.getDeviceCount()).use()
     backend = os.environ.get("IPCREDUCE_BACKEND", "ipc")
     machine.pretend_hosts(RANK, SIZE, hosts=1)
     with ipcreduce.Communicator(timeout=30) as comm:
         assert comm.backend == backend, comm.describe()
-        for scenario in scenarios:
-            if len(sys.argv) > 1 and scenario.__name__ not in sys.argv[1:]:
-                continue
+        for scenario in chosen:
             if backend == "nccl" and scenario in OUR_KERNELS_ONLY:
                 continue
             started = time.time()

@@ -70,7 +70,8 @@ def main() -> None:
     with Communicator(timeout=60, algorithm=options.algorithm) as comm:
         assert comm.backend != "mpi", comm.describe()
         works(comm)
-        chosen = [one for one in SCENARIOS if not options.names or one.__name__ in options.names]
+        known = [module.SCENARIOS[0] for module in MODULES] if options.first else SCENARIOS
+        chosen = [one for one in known if not options.names or one.__name__ in options.names]
         if comm.backend == "nccl":
             chosen = [one for one in chosen if one.__name__ not in OUR_KERNELS_ONLY]
         if options.hosts > 1:  # calls that differ between hosts are told afterwards only

@@ -49,10 +49,19 @@ def pages() -> list[Path]:
 
 def first_program(page: Path) -> str:
     """The first block of a page that a reader sees, with the check behind it: a program by itself."""
+    return "".join(piece.code for piece in first_pieces(page) if piece.fragment is None)
+
+
+def first_pieces(page: Path) -> list[Piece]:
+    """The first block of a page that a reader sees and that runs, with the code around it that no reader sees."""
     found = list(pieces(page))
-    index = next(number for number, piece in enumerate(found) if piece.shown)
-    checks = found[index + 1 : index + 2]
-    return found[index].code + "".join(piece.code for piece in checks if not piece.shown)
+    shown = [number for number, piece in enumerate(found) if piece.shown and piece.fragment is None]
+    if not shown:
+        return []
+    behind = shown[0] + 1
+    while behind < len(found) and not found[behind].shown:
+        behind += 1
+    return found[:behind]
 
 
 def pieces(page: Path) -> Iterator[Piece]:

@@ -1,4 +1,7 @@
-"""``mpirun -n 2 python -m tests.sim.documents PAGE...`` runs the code in pages: see tests/shared/documents.py."""
+"""``mpirun -n 2 python -m tests.sim.documents PAGE...`` runs the code in pages: see tests/shared/documents.py.
+
+With ``--first`` it runs the first block of each page.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,10 @@ def main() -> None:
     import cupy
 
     cupy.cuda.Device(WORLD.rank % cupy.cuda.runtime.getDeviceCount()).use()
-    for page in sys.argv[1:]:
+    first = sys.argv[1:] == ["--first"]
+    for page in documents.pages() if first else map(Path, sys.argv[1:]):
         names: dict[str, Any] = {"__name__": "__main__"}
-        for piece in documents.pieces(Path(page)):
+        for piece in documents.first_pieces(page) if first else documents.pieces(page):
             if piece.fragment is None:
                 exec(piece.compiled(), names)
                 WORLD.Barrier()

@@ -12,13 +12,23 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.tools import machine, release
+from tests.tools import machine, release, times
 
 DEMO = ["mpi_examples/train_digits.py"]
 LEAST_COVERAGE = 85
-TEST_TIME = "takes about 25 minutes on 2 cores"
+TEST_TIME = "takes about 10 minutes on 2 cores"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
-TEST_OPTIONS = ["--quiet", "-p", "tests.tools.progress"]
+TEST_OPTIONS = ["--quiet", "-p", "tests.tools.progress", "--durations=5"]
+QUICK_SCENARIOS = (  # one of each file
+    "wrong_options", "closed_early", "refused_and_closed", "threads_after_a_fault", "captured_after_a_fault",
+    "threads_with_another_device", "after_a_wait", "of_no_dimension",
+)  # fmt: skip
+QUICK_PROGRAMS = (
+    ("tests.sim.scenarios", *QUICK_SCENARIOS),
+    ("tests.graphs", "--sim", "--first"),
+    ("tests.simulated", "tests/gpu/scenarios.py", "--first"),
+    ("tests.sim.documents", "--first"),
+)
 NO_CUDA = ({"docs"}, {"release"})  # the extras of those targets that need neither CUDA nor MPI
 # Their branches are reached on a GPU only: they are counted apart.
 GPU_MODULES = "ipcreduce/cuda/driver.py,ipcreduce/cuda/streams.py,ipcreduce/arrays.py"
@@ -35,7 +45,8 @@ print("bindings", bindings.__version__, "NVRTC", "{1}.{2}".format(*nvrtc.nvrtcVe
 
 def main() -> int:
     commands = {
-        "demo": demo, "test": test, "test-cuda12": test_cuda12, "failures": failures, "fuzz": fuzz, "mutants": mutants,
+        "demo": demo, "quick": quick, "test": test, "test-cuda12": test_cuda12, "coverage": coverage,
+        "failures": failures, "fuzz": fuzz, "mutants": mutants,
         "models": models, "sanitizers": sanitizers, "sass": sass, "engines": engines,
         "check": check, "docs": docs, "release": release.release,
     }  # fmt: skip
@@ -183,23 +194,46 @@ def workers(python: str) -> list[str]:
     """pytest's options for two tests at a time: many only wait. One where there are GPUs, which two would share."""
     if machine.cuda()[0] or run(python, "-c", "import xdist", check=False, stderr=subprocess.DEVNULL):
         return []
-    return ["-n", "2", "--dist", "worksteal"]
+    return ["-n", "2", "--dist", "load", "--maxschedchunk", "1"]
 
 
 def test_cuda12(python: str) -> int:
-    """The tiers that use CUDA, with that of 12.9: not the one of NumPy arrays."""
+    """The tests that CUDA 12.9 can change: those that use its bindings, its compiler or a GPU.
+
+    No process of the other tiers loads a module of CUDA: the tier sim has stand-ins for all of the package that imports
+    cuda.bindings or cuda.core, and the tier mpi has NumPy arrays.
+    """
     left_out(python)
     found = machine.output_of(python, "-c", TOOLKIT).split()[1::2]
     print("CUDA bindings {}, NVRTC {}".format(*found), flush=True)
     if not all(version.startswith("12.") for version in found):
         sys.exit("expected those of CUDA 12: leave out VENV=, or install the extra test-cuda12 and no other NVRTC")
-    return run(python, "-m", "pytest", *TEST_OPTIONS, *workers(python), "-m", "not mpi", check=False)
+    return run(python, "-m", "pytest", *TEST_OPTIONS, *workers(python), "-m", "unit or gpu", check=False)
 
 
 def test(python: str) -> int:
-    probe = "import coverage; assert coverage.version_info >= (7, 10)"
-    if left_out(python).keys() - {"gpu"} or run(python, "-c", probe, check=False, stderr=subprocess.DEVNULL):
+    left_out(python)
+    with times.noted():
         return run(python, "-m", "pytest", *TEST_OPTIONS, *workers(python), check=False)
+
+
+def quick(python: str) -> int:
+    """For a developer's loop: quick tests of the tier unit, a scenario of each file, the first block of each page."""
+    status = run(python, "-m", "pytest", *TEST_OPTIONS, *workers(python), "--quick", "-m", "unit", check=False)
+    if reasons := [reason for tier, reason in machine.left_out(python).items() if tier != "gpu"]:
+        print(f"left out: the ranks: {reasons[0]}")
+        return status
+    for program in QUICK_PROGRAMS:
+        print(" ".join(program), flush=True)
+        status = max(status, run(*machine.mpirun(python), "-n", "2", python, "-m", *program, check=False))
+    return status
+
+
+def coverage(python: str) -> int:
+    """All tests, with the branches of the package counted, in every process: a third slower than without."""
+    if left_out(python).keys() - {"gpu"}:
+        print("coverage is counted where the tiers mpi and sim run", file=sys.stderr)
+        return 1
     coverage = [python, "-m", "coverage"]
     run(*coverage, "erase")
     status = run(*coverage, "run", "-m", "pytest", *TEST_OPTIONS, *workers(python), check=False)

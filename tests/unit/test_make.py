@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.tools import machine, release, run
+from tests.tools import machine, release, run, times
+
+WITH_PROGRESS = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "tests.tools.progress"]
 
 
 def test_a_release_needs_its_section_of_the_changelog(tmp_path: Path):
@@ -90,19 +94,7 @@ def test_progress_is_told_in_lines(tmp_path: Path):
         "def test_wrong(): assert False\n"
         "def test_absent(): pytest.skip('no moon')\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:xdist",
-        "-p",
-        "tests.tools.progress",
-        "--rootdir",
-        tmp_path,
-        ".",
-    ]
+    command = [*WITH_PROGRESS, "-q", "--rootdir", tmp_path, "."]
 
     def lines() -> list[str]:
         output = subprocess.run(
@@ -118,5 +110,88 @@ def test_progress_is_told_in_lines(tmp_path: Path):
         "failed: test_three.py::test_wrong (call)",
     ]
     assert any(line.startswith("100 %  3 of 3 tests, 0:0") and "1 failed" in line for line in first)
+    assert "python -m pytest test_three.py::test_wrong" in first
     assert first[-1].startswith("1 failed, 1 passed, 1 skipped")
     assert lines()[0].startswith("3 tests; the last time they took 0:0")
+
+
+def test_subtests_count_once(tmp_path: Path):
+    """Each that fails is named; the test is one failure."""
+    (tmp_path / "test_cases.py").write_text(
+        "def test_cases(subtests):\n"
+        "    for case in range(5):\n"
+        "        with subtests.test(case=case):\n"
+        "            assert case % 2 == 0\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:xdist",
+        "-p",
+        "tests.tools.progress",
+        "--rootdir",
+        tmp_path,
+    ]
+    done = subprocess.run([*command, "."], cwd=tmp_path, env=machine.environment(), stdout=subprocess.PIPE, text=True)
+    assert "1 tests; " in done.stdout
+    assert "failed: test_cases.py::test_cases (test_cases (case=1))" in done.stdout
+    assert "(case=3)" in done.stdout
+    assert "100 %  1 of 1 tests" in done.stdout
+    assert done.stdout.count("python -m pytest test_cases.py::test_cases") == 1
+    assert done.returncode == 1
+
+
+def test_the_longest_go_first(tmp_path: Path):
+    (tmp_path / "test_three.py").write_text("".join(f"def test_{name}(): pass\n" for name in "abc"))
+    (tmp_path / "tests").mkdir()
+    tests = {"test_three.py::test_b": 3.0, "test_three.py::test_c": 20.0}
+    (tmp_path / "tests" / "times.json").write_text(json.dumps({"tests": tests}))
+
+    def ran(*options: str) -> list[str]:
+        output = subprocess.run(
+            [*WITH_PROGRESS, *options, "-vv", "-rA", "--rootdir", tmp_path, "test_three.py"],
+            cwd=tmp_path, env=machine.environment(), stdout=subprocess.PIPE, text=True,
+        ).stdout  # fmt: skip
+        return re.findall(r"^PASSED test_three.py::test_(.)$", output, re.MULTILINE)
+
+    assert ran() == ["c", "b", "a"]
+    assert ran("--quick") == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("spent", "unit", "status"), [(119.0, 1.0, 0), (121.0, 1.0, 1), (239.0, 2.0, 0), (61.0, 0.5, 1)]
+)
+def test_processor_time_has_a_limit(spent: float, unit: float, status: int):
+    """It is told in a piece of work of this processor: one that is half as fast may take twice as long."""
+    kept = {"processor seconds": 100.0, "unit seconds": 1.0}
+    said, found = times.verdict({"processor seconds": spent, "unit seconds": unit}, kept)
+    assert found == status
+    assert f"took {spent:.0f} s" in said
+    assert ("--keep" in said) == bool(status)
+
+
+def test_without_times_there_is_no_verdict(tmp_path: Path):
+    nothing = times.read(tmp_path / "none.json")
+    run_of = {"processor seconds": 100.0, "unit seconds": 1.0}
+    assert times.verdict(nothing, run_of) == ("no whole run of make test is known here", 1)
+    assert times.verdict(run_of, nothing)[1] == 1
+
+
+def test_the_time_of_all_processes_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("LAST", "TESTS"):
+        monkeypatch.setattr(times, name, tmp_path / f"{name}.json")
+    burn = "import time\nwhile time.process_time() < 0.3: pass"
+    with times.noted():
+        subprocess.run(
+            [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}])"]
+        )
+        times.TESTS.write_text('{"a": 0.1, "b": 0.6, "c": 7}')
+    found = times.read(times.LAST)
+    assert found["processor seconds"] >= 0.3
+    assert found["tests"] == {"c": 7, "b": 0.6}
+    with times.noted():  # a run that was ended
+        pass
+    assert times.read(times.LAST) == found

@@ -13,7 +13,7 @@ from tests.tools import machine
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/getting_started.md"])
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", [1, 3])
 def test_the_first_program(
     mpirun: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, page: str, n: int
 ) -> None:

@@ -54,7 +54,7 @@ empty = ones
 """
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 4])
 def test_allreduce(mpirun, n):
     output = mpirun("mpi_examples/allreduce.py", n).stdout
     ranks = re.findall(rf"rank (\d) of {n}, backend \w+: brought (\d)\.0, got {n * (n + 1) // 2}\.0", output)
@@ -75,7 +75,7 @@ def test_piecewise(mpirun, n):
     assert "200 runs in random order, 0 wrong" in output
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [3])
 def test_decorator_order(mpirun, n):
     """Both orders are right where every step is a call."""
     output = mpirun("mpi_examples/decorator_order.py", n, env=HOST).stdout
@@ -132,7 +132,7 @@ def test_without_mpi_notices_a_wrong_sum(tmp_path: Path):
     assert (run.returncode, run.stderr) == (1, "")
 
 
-@pytest.mark.parametrize("n", [1, 3, 4])
+@pytest.mark.parametrize("n", [1, 3])
 def test_tensor_parallel(mpirun, n):
     output = mpirun("mpi_examples/tensor_parallel.py", n).stdout
     assert f"{n} ranks, backend" in output
@@ -161,7 +161,7 @@ def test_train_digits_says_that_there_is_no_gpu(mpirun):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", [1, 4])
 def test_llama(mpirun, n, tmp_path: Path):
     program = ("mpi_examples/llama_torch.py", n, "--tokens", "4", "--runs", "1")
     output = mpirun(*program, env=HOST).stdout

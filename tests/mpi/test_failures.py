@@ -7,7 +7,7 @@ import pytest
 from tests.tools import failures
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [3])
 @pytest.mark.parametrize("kind", failures.KINDS)
 def test_the_others_hear_of_it(kind: str, size: int):
     for seed in (1, 2):

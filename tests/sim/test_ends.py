@@ -14,40 +14,46 @@ from tests.tools import machine
 Hold = Callable[..., None]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_errors_in_place_and_fork(hold: Hold, ranks: int) -> None:
-    hold(ranks, "synchronous", "forked")
+def test_errors_in_place_and_fork(hold: Hold) -> None:
+    hold(3, "synchronous", "forked")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ends(hold: Hold, ranks: int) -> None:
-    hold(ranks, "closed_early", "freed_once_unmapped", "crosswise", *(["never_closed"] if ranks == 3 else []))
+def test_ends(hold: Hold) -> None:
+    hold(3, "closed_early", "freed_once_unmapped", "crosswise", "never_closed")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_nothing_holds_close(hold: Hold, ranks: int) -> None:
-    hold(ranks, "closed_beside_a_forked_child", "closed_with_their_graph_under_way", "closed_on_a_busy_device")
-    hold(ranks, "closed_beside_a_call")
+def test_nothing_holds_close(hold: Hold) -> None:
+    hold(
+        3,
+        "closed_beside_a_forked_child",
+        "closed_with_their_graph_under_way",
+        "closed_on_a_busy_device",
+        "closed_beside_a_call",
+    )
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_meeting_that_fails(hold: Hold, ranks: int) -> None:
-    hold(ranks, "interrupted_where_others_meet", "busy_where_others_meet")
+def test_a_meeting_that_fails(hold: Hold) -> None:
+    hold(3, "interrupted_where_others_meet", "busy_where_others_meet")
 
 
 def test_registration(hold: Hold) -> None:
     hold(3, "registered_graph_in_a_fork", "registration_that_lies")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_rank_that_refuses_or_closes(hold: Hold, ranks: int) -> None:
-    hold(ranks, "refused_and_closed", "refused_again_alone", "closed_where_others_meet")
-    hold(ranks, "closed_within_a_recording", "closed_with_a_call_under_way", "closed_ahead_of_a_fault")
+def test_a_rank_that_refuses_or_closes(hold: Hold) -> None:
+    hold(
+        3,
+        "refused_and_closed",
+        "refused_again_alone",
+        "closed_where_others_meet",
+        "closed_within_a_recording",
+        "closed_with_a_call_under_way",
+        "closed_ahead_of_a_fault",
+    )
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_what_one_rank_passes(hold: Hold, ranks: int) -> None:
-    hold(ranks, "first_call_refused", "list_among_host_arrays", "misaligned_arrays")
+def test_what_one_rank_passes(hold: Hold) -> None:
+    hold(3, "first_call_refused", "list_among_host_arrays", "misaligned_arrays")
 
 
 def among_plain_processes(name: str, ranks: int, directory: Path) -> list[str]:
@@ -85,7 +91,6 @@ def test_programs_end(tmp_path: Path, name: str) -> None:
         assert ("close() has given up waiting for GPU" in "".join(rest)) == (name == "ended_on_a_busy_device"), output
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_rank_whose_program_ends(tmp_path: Path, ranks: int) -> None:
-    outputs = among_plain_processes("refused_and_ended", ranks, tmp_path)
-    assert outputs == [f"refused_and_ended: right on rank {rank}\n" for rank in range(ranks)]
+def test_a_rank_whose_program_ends(tmp_path: Path) -> None:
+    outputs = among_plain_processes("refused_and_ended", 3, tmp_path)
+    assert outputs == [f"refused_and_ended: right on rank {rank}\n" for rank in range(3)]

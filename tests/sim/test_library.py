@@ -46,15 +46,13 @@ def test_messages_larger_than_the_workspace(mpirun: Run) -> None:
     assert "3 cases, 12 calls on 4 ranks, all right" in output
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_epochs_that_wrap(mpirun: Run, ranks: int) -> None:
-    output = on_sim(mpirun, "wrap", ranks, "--calls", 60, "--replays", 10, "--samples", 5)
+def test_epochs_that_wrap(mpirun: Run) -> None:
+    output = on_sim(mpirun, "wrap", 3, "--calls", 60, "--replays", 10, "--samples", 5)
     assert output.count(": 600 through the wrap, 5 samples right, ") == 3
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_scenarios(mpirun: Run, ranks: int) -> None:
-    assert on_sim(mpirun, "scenarios", ranks).count(": right, ") == 19
+def test_scenarios(mpirun: Run) -> None:
+    assert on_sim(mpirun, "scenarios", 3).count(": right, ") == 19
 
 
 def test_scenarios_with_late_work(mpirun: Run) -> None:
@@ -62,11 +60,10 @@ def test_scenarios_with_late_work(mpirun: Run) -> None:
     assert on_sim(mpirun, "scenarios", 2, env={"SIM_LATE": "0.005"}).count(": right, ") == 19
 
 
-@pytest.mark.parametrize(("ranks", "late"), [(2, "0"), (3, "0"), (2, "0.005")])
+@pytest.mark.parametrize(("ranks", "late"), [(3, "0"), (2, "0.005")])
 def test_captures_of_others(mpirun: Run, ranks: int, late: str) -> None:
     assert on_sim(mpirun, "captures", ranks, env={"SIM_LATE": late}).count(": right, ") == 10
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_wrong_calls(mpirun: Run, ranks: int) -> None:
-    assert "each refused as it should be" in on_sim(mpirun, "bad_calls", ranks)
+def test_wrong_calls(mpirun: Run) -> None:
+    assert "each refused as it should be" in on_sim(mpirun, "bad_calls", 3)

@@ -12,16 +12,16 @@ from tests.sim.test_ends import among_plain_processes
 Hold = Callable[..., None]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_results(hold: Hold, ranks: int) -> None:
-    hold(ranks, "nccl_is_chosen", "nccl_results", "nccl_threads_and_streams", "nccl_graphs")
+def test_results(hold: Hold) -> None:
+    hold(3, "nccl_is_chosen", "nccl_results", "nccl_threads_and_streams", "nccl_graphs")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_faults(hold: Hold, ranks: int) -> None:
-    hold(ranks, "nccl_refusals", "nccl_mismatches", "nccl_timeouts")
+def test_faults(hold: Hold) -> None:
     hold(
-        ranks,
+        3,
+        "nccl_refusals",
+        "nccl_mismatches",
+        "nccl_timeouts",
         "nccl_repeated_call_that_is_late",
         "nccl_mismatches_unseen_at_first",
         "nccl_calls_that_wait_on_the_host",
@@ -41,9 +41,8 @@ def test_nccls_own_errors(hold: Hold) -> None:
     hold(2, "nccls_own_errors", SIM_NCCL_ERROR="0:3")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_recordings_and_other_work(hold: Hold, ranks: int) -> None:
-    hold(ranks, "nccl_recordings_across_an_abort", "other_work_behind_a_call")
+def test_recordings_and_other_work(hold: Hold) -> None:
+    hold(3, "nccl_recordings_across_an_abort", "other_work_behind_a_call")
 
 
 def test_ends(hold: Hold) -> None:

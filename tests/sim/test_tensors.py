@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_tensors(hold: Callable[..., None], ranks: int) -> None:
+def test_tensors(hold: Callable[..., None]) -> None:
     hold(
-        ranks, "on_torchs_stream", "in_a_recording", "memory_that_is_not_the_tensors_values", "results_are_tensors",
+        3, "on_torchs_stream", "in_a_recording", "memory_that_is_not_the_tensors_values", "results_are_tensors",
         "the_short_way", "a_stream_by_its_handle", "torch_in_recordings", "after_a_wait", "by_dlpack", "by_interface",
         "other_memory_under_a_recorded_tensor", "addresses_of_weights",
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_calls_as_people_write_them(hold: Callable[..., None], ranks: int) -> None:
-    hold(ranks, "of_no_dimension", "quick_the_second_time", "recorded")
+def test_calls_as_people_write_them(hold: Callable[..., None]) -> None:
+    hold(3, "of_no_dimension", "quick_the_second_time", "recorded")

@@ -49,7 +49,9 @@ def pages() -> list[Path]:
 
 def first_program(page: Path) -> str:
     """The first block of a page that a reader sees, with the check behind it: a program by itself."""
-    return "".join(piece.code for piece in first_pieces(page) if piece.fragment is None)
+    found = first_pieces(page)
+    index = next(number for number, piece in enumerate(found) if piece.shown)
+    return "".join(piece.code for piece in found[index:])
 
 
 def first_pieces(page: Path) -> list[Piece]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import resource
+import statistics
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ LAST = Path("build/times.json")
 TESTS = Path("build/test_seconds.json")  # each test's seconds, from tests.tools.progress
 MOST = 1.2  # times the kept processor time
 LEAST_SECONDS = 0.5  # of a test that is listed
-_WORK = 150_000
+_WORK = 50_000
+_SECONDS_BETWEEN_SAMPLES = 10.0
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -41,7 +42,17 @@ def noted() -> Iterator[None]:
     """Note the block's run of the tests as the last one: its time, that of all its processes, and each test's."""
     TESTS.unlink(missing_ok=True)
     before, started = _children_seconds(), time.monotonic()
+    units, ended = [unit_seconds()], threading.Event()
+
+    def sample() -> None:
+        while not ended.wait(_SECONDS_BETWEEN_SAMPLES):
+            units.append(unit_seconds())
+
+    sampling = threading.Thread(target=sample, daemon=True)
+    sampling.start()
     yield
+    ended.set()
+    sampling.join()
     spent, took = _children_seconds() - before, time.monotonic() - started
     if not TESTS.exists():  # not all the tests ran
         return
@@ -49,7 +60,7 @@ def noted() -> Iterator[None]:
     longest = sorted(tests.items(), key=lambda one: -one[1])
     content = {
         "processor seconds": round(spent, 1),
-        "unit seconds": round(unit_seconds(), 4),
+        "unit seconds": round(statistics.mean(units), 5),
         "seconds": round(took, 1),
         "tests": {name: round(seconds, 1) for name, seconds in longest if seconds >= LEAST_SECONDS},
     }
@@ -63,17 +74,14 @@ def _children_seconds() -> float:
 
 
 def unit_seconds() -> float:
-    """The processor seconds of a fixed piece of work with all cores busy: the unit of time, as processors differ."""
-    cores = len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(cores) as pool:
-        return min(min(pool.map(_work, range(cores))) for _ in range(3))
+    """The processor seconds of a fixed piece of work: the unit in which times of different machines are compared.
 
-
-def _work(_: int) -> float:
-    started, digest = time.process_time(), b""
+    It is measured again and again while the tests run, since a processor that others use too is slower for both.
+    """
+    started, digest = time.thread_time(), b""
     for number in range(_WORK):
         digest = hashlib.sha256(digest + str(number).encode()).digest()
-    return time.process_time() - started
+    return time.thread_time() - started
 
 
 def verdict(last: dict[str, Any], kept: dict[str, Any]) -> tuple[str, int]:

@@ -326,8 +326,9 @@ def layouts(comm: Any) -> None:
     assert all((cupy.asnumpy(one) == due).all() for one in (found, out))
     graph.close()
     torch = pytorch()
-    if torch is None or not hasattr(torch, "channels_last"):
+    if torch is None:
         return
+    torch.cuda.set_device(cupy.cuda.Device().id)
     tensor = torch.tensor(values * (RANK + 1), device="cuda")
     tensor = tensor if RANK == 0 else tensor.to(memory_format=torch.channels_last)
     result = comm.allreduce(tensor)

@@ -9,8 +9,20 @@ import numpy as np
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-OpName = Literal["sum", "prod", "min", "max", "avg", "mean"]
-Op = Union[OpName, "MPI.Op"]
+OpName = Literal["sum", "prod", "min", "max", "avg", "mean", "product", "any", "all"]
+
+
+class EnumOp(Protocol):
+    """A member of torch.distributed.ReduceOp."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def value(self) -> Any: ...
+
+
+Op = Union[OpName, EnumOp, "MPI.Op"]
 
 NumpyNumber = TypeVar("NumpyNumber", bound=np.generic)  # in overloads before Number, as a float64 is also a float
 Number = TypeVar("Number", bool, int, float, complex)

@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from . import advice
 from .cuda import array_protocols, cupy_runtime, streams, torch_runtime
 from .cuda.array_protocols import Locate
 from .cuda.cupy_runtime import current_device, load, on_stream, stream_of
@@ -45,11 +46,10 @@ def is_device(array: Any, what: str = "array") -> bool:
         )
     if _has(array, "__cuda_array_interface__"):
         return True
-    taken, advice = "a NumPy array, a number,", "Pass numpy.asarray(it) or cupy.asarray(it)"
-    if what == "out":
-        taken, advice = "a NumPy array", "Leave it out for a new array"
+    taken = "a NumPy array" if what == "out" else "a NumPy array, a number,"
     raise ArgumentError(
-        f"{what} must be {taken} or an array with __dlpack__ or __cuda_array_interface__; found {name}. {advice}"
+        f"{what} must be {taken} or an array with __dlpack__ or __cuda_array_interface__; found {name}. "
+        f"{advice.for_array(array, what)}"
     )
 
 
@@ -67,8 +67,10 @@ def view(array: Any, stream: Stream, ordered: bool = True) -> Any:
     :raises ArgumentError: if the exporter refuses, or the type is unknown.
     """
     cupy = load()
-    if isinstance(array, cupy.ndarray):
+    if type(array) is cupy.ndarray:
         return array
+    if isinstance(array, cupy.ndarray):  # a subclass may index, copy and reshape in its own way
+        return cupy.ndarray.view(array, type=cupy.ndarray)
     try:
         if torch_runtime.is_tensor(array) and (place := torch_runtime.place_of(array)) is not None:
             return _from_tensor(array, place, stream, ordered)
@@ -79,7 +81,7 @@ def view(array: Any, stream: Stream, ordered: bool = True) -> Any:
     except ArgumentError:
         raise
     except Exception as error:  # exporters raise what they like: PyTorch for a tensor that requires grad, say
-        raise ArgumentError(_refused(type(array).__qualname__, error)) from error
+        raise ArgumentError(_refused(array, "an array", error)) from error
 
 
 def host_view(array: Any, what: str = "array") -> np.ndarray[Any, Any]:
@@ -99,12 +101,16 @@ def host_view(array: Any, what: str = "array") -> np.ndarray[Any, Any]:
                 f"{what} must have a dtype that NumPy takes by DLPack; found bfloat16 in a {kind} on the host. Pass "
                 "NumPy's view of it, with dtype ml_dtypes.bfloat16"
             ) from error
-        raise ArgumentError(_refused(kind, error)) from error
+        raise ArgumentError(_refused(array, what, error)) from error
 
 
-def _refused(kind: str, error: Exception) -> str:
-    advice = f". Its dtype must be one of {', '.join(KIND_NAMES)}" if "dtype" in str(error) else ""
-    return f"the {kind} does not give its memory: {error}{advice}"
+def _refused(array: Any, what: str, error: Exception) -> str:
+    kind, dtype = type(array).__qualname__, str(getattr(array, "dtype", ""))
+    name = dtype.rpartition(".")[2]  # PyTorch's begin with "torch."
+    if name and name not in KIND_NAMES:
+        allowed = ", ".join(KIND_NAMES)
+        return f"{what} must have a dtype of {allowed}; found {dtype} in a {kind}. {advice.for_dtype_named(name)}"
+    return f"the {kind} does not give its memory: {error}"
 
 
 class _Unordered:

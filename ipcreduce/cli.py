@@ -16,7 +16,7 @@ from pathlib import Path
 
 from . import __version__
 from .bench import command as bench
-from .bench import info, tune
+from .bench import info, output, tune
 from .bench.ranks import Ranks
 from .errors import ArgumentError, IpcReduceError, UnsupportedError
 from .ipc.options import warn_of_unknown_variables
@@ -27,18 +27,16 @@ def main(arguments: list[str] | None = None) -> None:
 
     :param arguments: those of the command line; None for ``sys.argv[1:]``.
     """
-    if sys.stdout is None:  # closed by the shell, as by >&-
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell, as by >&-
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     ranks = Ranks()
     options, text, status = _parsed(arguments)
     if options is None:
         ranks.end(text, status)
     try:
         _run(options, ranks)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough; the interpreter would complain of what is still unwritten
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        ranks.abort("")
+        output.settle()
     except IpcReduceError as error:
         ranks.end(f"ipcreduce: {error}", 2 if isinstance(error, ArgumentError) else 1)
     except Exception:  # perhaps on this rank only: abort, or the others would wait for the timeout

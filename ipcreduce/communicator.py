@@ -147,16 +147,17 @@ class Communicator:
 
         :param array: NumPy, CuPy, or any array with DLPack or ``__cuda_array_interface__``, on the device or on the
             host; any shape, alignment and layout; the same shape and dtype on every rank. dtypes: float16, bfloat16,
-            float32, float64, signed and unsigned integers of 8 to 64 bits; bool for "min" and "max"; complex64 and
-            complex128 for "sum" and "avg". Or a number of Python's or NumPy's; an int is an int64, and wraps as one.
-        :param op: "sum", "prod", "min", "max" or "avg", which is also "mean"; or ``MPI.SUM``, ``PROD``, ``MIN``,
-            ``MAX``. The average of integers is truncated toward zero.
+            float32, float64, signed and unsigned integers of 8 to 64 bits; bool for "any", "all", "min" and "max";
+            complex64 and complex128 for "sum" and "avg". Or a number of Python's or NumPy's; an int is an int64, and
+            wraps as one. Masked arrays are refused; other subclasses count as plain arrays.
+        :param op: "sum", "prod" or "product", "min", "max", "avg" or "mean", or "any" or "all"; or an op of MPI or
+            ``torch.distributed.ReduceOp`` that means one of these. The average of integers is truncated toward zero.
         :param out: the array for the result, of the same shape and dtype, and on the device if ``array`` is;
             ``out=array`` is in place.
         :param stream: for device arrays: an int, a CuPy stream or an object with ``__cuda_stream__``; None for the
             current stream: PyTorch's for its tensors, and CuPy's for all else.
-        :returns: ``out``, or a new C-contiguous array: for a tensor a tensor, from PyTorch's allocator; else CuPy for
-            device arrays, NumPy for host arrays. For a number one of the same type.
+        :returns: ``out``, or a new C-contiguous array, whatever the layout of ``array``: for a tensor a tensor, from
+            PyTorch's allocator; else CuPy for device arrays, NumPy for host arrays. For a number one of the same type.
         :raises ArgumentError: if this rank's arguments are wrong. The other ranks get :class:`PeerFailedError`.
         :raises RankMismatchError: if the ranks' calls differ.
         :raises PeerTimeoutError: if a rank did not come in time. :raises PeerLostError: if a rank has gone.

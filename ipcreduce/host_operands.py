@@ -51,11 +51,9 @@ class HostOperands:
     def __init__(self, array: Any, op: Any, out: Any) -> None:
         """The operands of ``allreduce(array, op, out=out)``. :raises ArgumentError: if an argument is wrong."""
         self._array, self._out = array, out
-        source = array if isinstance(array, np.ndarray) else _as_numpy(array, "array")
-        self.op = op_name(op)
+        source = _plain(array, "array") if isinstance(array, np.ndarray) else _as_numpy(array, "array")
+        self.op = op_name(op, source.dtype)
         self.kind = kind_name(source.dtype, self.op)
-        if isinstance(source, np.ma.MaskedArray):
-            raise ArgumentError("array must have no mask; found a masked array. Fill it first")
         target = None
         if out is not None:  # a number is no place for a result, in place neither
             in_place = out is array and not isinstance(array, arrays.NUMBERS)
@@ -85,6 +83,17 @@ class HostOperands:
         return reduced[()] if isinstance(self._array, np.generic) else reduced.item()
 
 
+def _plain(array: Array, what: str) -> Array:
+    """A plain array over the memory of a subclass, which may index and reshape in its own way: numpy.matrix say.
+
+    :raises ArgumentError: for a masked array, whose memory is not its values.
+    """
+    if isinstance(array, np.ma.MaskedArray):
+        remedy = "Fill it first" if what == "array" else "Pass its .data"
+        raise ArgumentError(f"{what} must have no mask; found a masked array. {remedy}")
+    return np.asarray(array)
+
+
 def _as_numpy(array: Any, what: str) -> Array:
     """A NumPy array of a number's value, or over the memory of an array of another library."""
     if isinstance(array, np.generic):
@@ -107,9 +116,7 @@ def _target(array: Any, source: Array, out: Any) -> Array:
             f"out must be a NumPy array or a CPU tensor, as array lies on the host; found {type(out).__qualname__}. "
             "Leave it out for a new array"
         )
-    target = out if isinstance(out, np.ndarray) else _as_numpy(out, "out")
-    if isinstance(target, np.ma.MaskedArray):
-        raise ArgumentError("out must have no mask; found a masked array. Pass its .data")
+    target = _plain(out, "out") if isinstance(out, np.ndarray) else _as_numpy(out, "out")
     check_same_kind(source, target)
     return target
 

@@ -3,46 +3,72 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import numpy as np
 
+from . import advice
 from .errors import ArgumentError
 from .numerics import DTYPES, KIND_NAMES, OPS, VIEWS
 
 _INSTEAD = {
-    "bool": 'Pass "max" for any or "min" for all; to count, pass ints',
+    "bool": 'Pass "any" or "all"; to count, pass ints',
     "complex64": "Reduce array.real and array.imag, or abs(array)",
     "complex128": "Reduce array.real and array.imag, or abs(array)",
     "a product": "Take numpy.exp of the sum of numpy.log(array)",
 }
 _KINDS = DTYPES | {np.dtype(name): name for name in VIEWS}
-_OPS = dict(zip(OPS, OPS, strict=True)) | {"mean": "avg"}
-_MPI_OPS = ("SUM", "PROD", "MIN", "MAX")
+_LOGICAL = {"any": "max", "all": "min"}  # of bool only: elsewhere max and min say something else
+_OPS = dict(zip(OPS, OPS, strict=True)) | {"mean": "avg", "product": "prod"} | {name: name for name in _LOGICAL}
+_MPIS = {"SUM": "sum", "PROD": "prod", "MIN": "min", "MAX": "max", "LOR": "any", "LAND": "all"}
+_TORCHS = {"SUM": "sum", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "AVG": "avg"}
+_ALL = f"one of {', '.join(_OPS)}, or such an op of MPI or torch.distributed"
 
 
-def op_name(op: Any) -> str:
-    """The member of :data:`OPS` that ``op`` means: a name, "mean" or an op of mpi4py.
+def op_name(op: Any, dtype: np.dtype[Any] | None = None) -> str:
+    """The member of :data:`OPS` that ``op`` means: a name, "mean" say, or an op of mpi4py or torch.distributed.
 
-    :raises ArgumentError: if it is none of these.
+    :param dtype: of the arrays. None: it is not known yet.
+    :raises ArgumentError: if it is none of these, or ``any`` or ``all`` of another dtype than bool.
     """
-    if isinstance(op, str) and op in _OPS:
-        return _OPS[op]
-    mpi: Any = sys.modules.get("mpi4py.MPI")  # nobody has an op of it who has not imported it
-    is_mpis = mpi is not None and isinstance(op, mpi.Op)
-    for name in _MPI_OPS if is_mpis else ():
-        if op == getattr(mpi, name):
-            return name.lower()
-    found, advice = repr(op), "Pass one of these"
-    if is_mpis:
-        others = {name for name, other in vars(mpi).items() if isinstance(other, mpi.Op) and other == op}
-        found = f"MPI.{min(others)}" if others else "an MPI.Op of the program's own"
-    else:  # also one of PyTorch's, which has a name
-        named = op if isinstance(op, str) else getattr(op, "name", None)
-        if isinstance(named, str) and named.strip().lower() in _OPS:
-            advice = f'Pass "{named.strip().lower()}"'
-    raise ArgumentError(f"op must be one of {', '.join(_OPS)}, or MPI's {', '.join(_MPI_OPS)}; found {found}. {advice}")
+    name = _OPS.get(op) if isinstance(op, str) else next(_names_of(op), None)
+    if name is None:
+        raise ArgumentError(f"op must be {_ALL}; found {_shown(op)}. {advice.for_op(op, _OPS)}")
+    if name in _LOGICAL:
+        if dtype is not None and dtype != np.dtype(bool):
+            raise ArgumentError(f"dtype must be bool for op {_shown(op)}; found {dtype}. Pass array != 0")
+        name = _LOGICAL[name]
+    return name
+
+
+def _libraries() -> Iterator[tuple[str, Any, tuple[type, ...], dict[str, str]]]:
+    """The libraries that have ops of their own: name, what holds them, their types, and what they mean here.
+
+    Nobody has an op of one who has not imported it.
+    """
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if mpi is not None:
+        yield "MPI", mpi, (mpi.Op,), _MPIS
+    torchs: Any = getattr(sys.modules.get("torch.distributed"), "ReduceOp", None)  # a PyTorch may be built without
+    if torchs is not None:
+        yield "ReduceOp", torchs, (torchs, getattr(torchs, "RedOpType", torchs)), _TORCHS
+
+
+def _names_of(op: Any) -> Iterator[str]:
+    for _, holder, kinds, names in _libraries():
+        if isinstance(op, kinds):
+            yield from (meant for name, meant in names.items() if op == getattr(holder, name))
+
+
+def _shown(op: Any) -> str:
+    for library, holder, kinds, _ in _libraries():
+        if isinstance(op, kinds):
+            others = [name for name in dir(holder) if isinstance(getattr(holder, name), kinds)]
+            found = [name for name in others if op == getattr(holder, name)]
+            return f"{library}.{min(found)}" if found else f"an op of {library} that the program has made"
+    return advice.shown(op)
 
 
 @cache
@@ -50,14 +76,11 @@ def kind_name(dtype: np.dtype[Any], op: str) -> str:
     """The name of a dtype, of which ``op``, one of :data:`OPS`, can be made. :raises ArgumentError: if it cannot."""
     name = _KINDS.get(dtype)
     if name is None:
-        raise ArgumentError(
-            f"dtype must be one of {', '.join(KIND_NAMES)}; found {dtype}. Convert the array to one of these, as by "
-            'array.astype("float32")'
-        )
+        raise ArgumentError(f"dtype must be one of {', '.join(KIND_NAMES)}; found {dtype}. {advice.for_dtype(dtype)}")
     _, ops = VIEWS.get(name, (name, OPS))
     if op not in ops:
-        advice = _INSTEAD["a product" if op == "prod" and name != "bool" else name]
-        raise ArgumentError(f"op must be {' or '.join(ops)} for {name}; found {op}. {advice}")
+        instead = _INSTEAD["a product" if op == "prod" and name != "bool" else name]
+        raise ArgumentError(f"op must be {' or '.join(ops)} for {name}; found {op}. {instead}")
     return name
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from . import default, lifetime
+from .advice import shown
 from .communicator import Communicator
 from .errors import ArgumentError
 from .kinds import op_name
@@ -42,7 +43,7 @@ def register(name: str, comm: Communicator) -> None:
             f"comm must be an ipcreduce.Communicator; found {type(comm).__qualname__}. Call register(name, comm)"
         )
     if not isinstance(name, str) or name == DEFAULT:
-        raise ArgumentError(f"name must be a str other than {DEFAULT!r}; found {name!r}. Choose another one")
+        raise ArgumentError(f"name must be a str other than {DEFAULT!r}; found {shown(name)}. Choose another one")
     with _lock:
         holder = _named[name]() if name in _named else None
         if holder is not None and holder is not comm and lifetime.resources_of(holder) is not None:

@@ -20,7 +20,7 @@ from ..cuda import cupy_runtime
 from ..errors import ArgumentError, IpcReduceError, UnsupportedError
 from ..ipc import plan
 from ..numerics import DTYPES
-from . import contenders, report, timing
+from . import contenders, output, report, timing
 from .arguments import count, names_of, size, sizes, why_not_writable
 from .data import Message
 from .limit import CopyLimit, Limit
@@ -70,17 +70,21 @@ def main(options: argparse.Namespace) -> None:
         raise ArgumentError(problem)
     with Communicator(device="auto", algorithm=options.algorithm) as comm:
         options = _fitted(options, comm)
-        if comm.rank == 0 and comm.backend == "mpi":
-            print(f"NumPy arrays, since there is no GPU for these ranks:\n{comm.describe()}\n")
+        if comm.backend == "mpi":
+            text = f"NumPy arrays, since there is no GPU for these ranks:\n{comm.describe()}\n"
+            output.on_rank_0(partial(print, text), MPI.COMM_WORLD)
         result = _measure(comm, options)
-        if comm.rank == 0:
-            for name, reason in result["left_out"].items():
-                print(f"without {name}: {reason}")
-            for mode in options.mode:
-                rows = [row for row in result["rows"] if row["mode"] == mode]
-                report.show(rows, f"{mode}, {report.ranks_text(comm.size)}, sum of {options.dtype}")
-            if options.plot:
-                report.plot(options.plot, result)
+        if options.plot:
+            output.on_rank_0(partial(report.plot, options.plot, result), MPI.COMM_WORLD, "--plot")
+        output.on_rank_0(partial(_show, result, comm.size, options), MPI.COMM_WORLD)
+
+
+def _show(result: dict[str, Any], n: int, options: argparse.Namespace) -> None:
+    for name, reason in result["left_out"].items():
+        print(f"without {name}: {reason}")
+    for mode in options.mode:
+        rows = [row for row in result["rows"] if row["mode"] == mode]
+        report.show(rows, f"{mode}, {report.ranks_text(n)}, sum of {options.dtype}")
 
 
 def _why_not_kept(options: argparse.Namespace) -> str:
@@ -132,7 +136,7 @@ def _measure(comm: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         copies = comm.backend != "ipc"
         limit = CopyLimit(mpi, options.replays, on_host) if copies else Limit.measure(comm, mpi, options.replays)
         result["limit"] = limit.figures()
-        for nbytes in report.progress(options.sizes, comm.rank == 0):
+        for nbytes in report.progress(options.sizes, mpi):
             message = Message(nbytes, dtype, comm)
             if reason := _trouble(partial(_check, ours, message), mpi):
                 raise IpcReduceError(f"the sum of {nbytes} bytes, before it was timed: {reason}")
@@ -163,8 +167,8 @@ def _measure(comm: Communicator, options: argparse.Namespace) -> dict[str, Any]:
                     "limit_us": limit.microseconds(nbytes),
                     "peers_us": times,
                 })  # fmt: skip
-            if comm.rank == 0 and options.json:  # after each size, in case a later one fails
-                report.write_json(options.json, result)
+            if options.json:  # after each size, in case a later one fails
+                output.on_rank_0(partial(report.write_json, options.json, result), mpi, "--json")
     comm.synchronize()
     for one in (ours, *peers):
         one.close()

@@ -40,8 +40,7 @@ def main(options: argparse.Namespace, ranks: Ranks) -> None:
     if ranks.rank and ranks.size <= 1:  # a launcher's, whose ranks do not see each other: one of them tells that
         return
     found = collect(ranks)
-    if ranks.rank == 0:
-        print(json.dumps(found, indent=1) if options.json else _text(found))
+    ranks.tell(json.dumps(found, indent=1) if options.json else _text(found))
 
 
 def collect(ranks: Ranks) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from ..coordination import mpi
 from ..errors import UnsupportedError
+from . import output
 
 _LAUNCHERS = (  # name, and the variables of rank and size; the first that is set counts, since they nest in this order
     ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -69,15 +70,21 @@ class Ranks:
             "pip install --force-reinstall --no-cache-dir --no-binary mpi4py mpi4py"
         )
 
+    def tell(self, text: str) -> None:
+        """Print ``text`` on rank 0. Collective. :raises IpcReduceError: on every rank, if it cannot be written."""
+        output.on_rank_0(lambda: print(text), self._ends if self.size > 1 else None)
+
     def end(self, text: str, status: int) -> NoReturn:
         """Exit with ``status`` on every rank, once rank 0 has printed ``text``: to stderr if ``status`` is not 0.
 
         A rank that ends alone prints its own text after 5 s, and ends the others.
         """
-        if self.rank == 0:
-            print(text, file=sys.stderr if status else sys.stdout, flush=True)
+        problem = output.put(text, sys.stderr if status else sys.stdout) if self.rank == 0 else ""
         if status and max(self.size, self.launch.size) > 1:
             self._meet(text, status)
+        if problem and not status:  # only of help and version: no rank has joined the others, so none is told
+            output.put(f"ipcreduce: {problem}", sys.stderr)
+            status = 1
         sys.exit(status)
 
     def _meet(self, text: str, status: int) -> None:
@@ -96,9 +103,9 @@ class Ranks:
 
     def abort(self, text: str, status: int = 1) -> NoReturn:
         """Print ``text`` to stderr and end every rank. After join()."""
-        sys.stderr.write(text and f"{text}\n")
-        sys.stderr.flush()
-        if self._ends is not None:
+        if text:
+            output.put(text, sys.stderr)
+        if self.size > 1:
             time.sleep(_UNREAD_SECONDS)
             self._ends.Abort(status)
         sys.exit(status)

@@ -8,13 +8,14 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from ..cuda import driver
 from ..errors import IpcReduceError, UnsupportedError
-from . import ranks
+from . import output, ranks
 
 _PACKAGES = ("cuda-bindings", "cuda-core", "cupy-cuda13x", "cupy-cuda12x", "mpi4py", "numpy", "torch")
 
@@ -79,11 +80,14 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: bool 
     return "\n".join("  ".join(cells).rstrip() for cells in texts)
 
 
-def progress(work: Sequence[int], shown: bool) -> Iterator[int]:
-    """Yield the sizes in ``work``, with a line about each on stderr if ``shown``."""
+def progress(work: Sequence[int], mpi: Any) -> Iterator[int]:
+    """Yield the sizes in ``work``, with a line about each on stderr from rank 0. Collective over ``mpi``.
+
+    :raises IpcReduceError: on every rank, if nobody reads that any more.
+    """
     for number, nbytes in enumerate(work, 1):
-        if shown:
-            print(f"size {number} of {len(work)}: {size_text(nbytes)}", file=sys.stderr, flush=True)
+        line = f"size {number} of {len(work)}: {size_text(nbytes)}"
+        output.on_rank_0(partial(print, line, file=sys.stderr, flush=True), mpi)
         yield nbytes
 
 

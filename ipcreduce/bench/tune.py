@@ -18,7 +18,7 @@ from ..errors import IpcReduceError, UnsupportedError
 from ..ipc import plan, tuning
 from ..ipc.launches import Launches
 from ..numerics import DTYPES
-from . import report, timing
+from . import output, report, timing
 from .arguments import count, size, sizes
 from .data import Message
 from .limit import our_engine
@@ -39,33 +39,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> None:
     """Run the command. Collective. :raises IpcReduceError: on every rank, if it cannot run or a sum is wrong."""
+    from mpi4py import MPI
+
     with Communicator(device="auto") as comm:
         if comm.backend != "ipc" or comm.size == 1:
             raise UnsupportedError(f"tune needs GPUs and at least 2 ranks under mpirun; found:\n{comm.describe()}")
         if our_engine(comm, "tune").launches.sharing > 1:  # their kernels would take turns, and distort the times
             raise UnsupportedError(f"tune needs a GPU for each rank; found:\n{comm.describe()}")
-        table = _measure(comm, options)
-        if comm.rank == 0:
-            for choice in table:
-                print(
-                    f"up to {report.size_text(choice.up_to):>7}: {choice.algorithm}, blocks of {choice.block}, at most "
-                    f"{choice.blocks} of them, {choice.depth} packets a thread"
-                )
-            if not options.dry_run:
-                gpu = our_engine(comm, "tune").device.name
-                print(f"kept in {tuning.save(gpu, comm.size, table)}")
+        table, mpi = _measure(comm, options, MPI.COMM_WORLD), MPI.COMM_WORLD
+        gpu = our_engine(comm, "tune").device.name
+        if not options.dry_run:  # kept first: it has taken minutes
+            output.on_rank_0(partial(tuning.save, gpu, comm.size, table), mpi, "the table")
+        output.on_rank_0(partial(_show, table, "" if options.dry_run else f"{tuning.path_of(gpu, comm.size)}"), mpi)
 
 
-def _measure(comm: Communicator, options: argparse.Namespace) -> plan.Table:
-    from mpi4py import MPI
+def _show(table: plan.Table, path: str) -> None:
+    for choice in table:
+        print(
+            f"up to {report.size_text(choice.up_to):>7}: {choice.algorithm}, blocks of {choice.block}, at most "
+            f"{choice.blocks} of them, {choice.depth} packets a thread"
+        )
+    if path:
+        print(f"kept in {path}")
 
+
+def _measure(comm: Communicator, options: argparse.Namespace, mpi: Any) -> plan.Table:
     table: list[plan.Choice] = []
     work = sizes(_SMALLEST, options.largest, between=True)
     with cupy_runtime.load().cuda.Stream(non_blocking=True):
-        for nbytes in report.progress(work, comm.rank == 0):
+        for nbytes in report.progress(work, mpi):
             message = Message(nbytes, next(one for one, name in DTYPES.items() if name == _DTYPE), comm)
             times = {
-                choice: _time(comm, message, choice, options.replays, MPI.COMM_WORLD)
+                choice: _time(comm, message, choice, options.replays, mpi)
                 for choice in _candidates(nbytes, comm, table[-1:])
             }
             best = min(times, key=lambda choice: times[choice])

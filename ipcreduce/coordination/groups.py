@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..advice import shown
 from ..errors import ArgumentError, PeerLostError, report
 from . import exchange, mpi
 from .mpi import MpiRanks
@@ -69,7 +70,7 @@ def of(group: Any) -> exchange.Ranks:
     try:
         made = _of_torch(group) or _of_object(group)
     except Exception as error:  # of the group's own
-        raise ArgumentError(f"{_TAKEN}; found {group!r}, which says {type(error).__name__}: {error}") from error
+        raise ArgumentError(f"{_TAKEN}; found {shown(group)}, which says {type(error).__name__}: {error}") from error
     if not 0 <= made.rank < made.size:
         raise ArgumentError(
             f"group must have a rank from 0 to size - 1; found rank {made.rank} of {made.size}. Make the communicator "

@@ -71,7 +71,13 @@ class MpiRanks:
         """
         module = require()
         if not isinstance(mpi, module.Intracomm) or mpi == module.COMM_NULL:
-            raise ArgumentError(f"a communicator of mpi4py must be an Intracomm and not COMM_NULL; found {mpi!r}")
+            found, remedy = type(mpi).__name__, "Pass its Merge()"
+            if mpi == module.COMM_NULL:
+                found = "COMM_NULL, as Split() and Create() give it to ranks that are not in the new group"
+                remedy = "Make the Communicator on the ranks of the group only: if comm != MPI.COMM_NULL"
+            raise ArgumentError(
+                f"a communicator of mpi4py must be an Intracomm and not COMM_NULL; found {found}. {remedy}"
+            )
         return cls(mpi)
 
     def gather(self, sent: np.ndarray[Any, Any], received: np.ndarray[Any, Any]) -> exchange.Request:

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable
 
-from ..errors import PeerFailedError, RankMismatchError
+from ..errors import PeerFailedError, PeerLostError, RankMismatchError
 from .control_page import Page
 from .page_layout import CHUNK_BYTES
 from .records import fence
@@ -125,6 +125,10 @@ class Meetings:
         polls = 0
         while None in (found := self._page.read_meeting(self._last)):
             polls = _pause(polls)
-            check([rank for rank, one in enumerate(found) if one is None])
+            try:
+                check([rank for rank, one in enumerate(found) if one is None])
+            except PeerLostError:
+                if None in self._page.read_meeting(self._last):
+                    raise  # else the rank has come and, once all had, has closed: its program was at its end
         fence()  # loads of what the peers wrote before they came follow the loads of their records
         return [one for one in found if one is not None]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ..advice import shown
 from ..errors import ArgumentError
 
 MODES = ("none", "piecewise", "full")
@@ -49,7 +50,7 @@ def forward_context(
     try:
         hash(batch_descriptor)
     except TypeError:
-        raise ArgumentError(f"batch_descriptor must be hashable; found {batch_descriptor!r}") from None
+        raise ArgumentError(f"batch_descriptor must be hashable; found {shown(batch_descriptor)}") from None
     previous, _stack.top = _stack.top, ForwardContext(batch_descriptor, mode, attn_metadata)
     try:
         yield _stack.top
@@ -67,5 +68,5 @@ def get_forward_context() -> ForwardContext | None:
 
 def check_mode(mode: Any) -> None:
     """:raises ArgumentError: if ``mode`` is not one of :data:`MODES`."""
-    if mode not in MODES:
-        raise ArgumentError(f"mode must be one of {', '.join(MODES)}; found {mode!r}")
+    if not isinstance(mode, str) or mode not in MODES:
+        raise ArgumentError(f"mode must be one of {', '.join(MODES)}; found {shown(mode)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..advice import shown
 from ..errors import ArgumentError
 from .addresses import AddressCheck
 
@@ -49,5 +50,5 @@ class InputCheck:
 
 def check_word(word: Any) -> None:
     """:raises ArgumentError: if ``word`` is not one of :data:`CHECKS`."""
-    if word not in CHECKS:
-        raise ArgumentError(f"check must be one of {', '.join(CHECKS)}; found {word!r}")
+    if not isinstance(word, str) or word not in CHECKS:
+        raise ArgumentError(f"check must be one of {', '.join(CHECKS)}; found {shown(word)}")

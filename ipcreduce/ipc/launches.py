@@ -78,7 +78,7 @@ class Launches:
         shape, dtype = array.shape, array.dtype
         prepared = self.find(shape, dtype, op) if type(op) is str else None
         if prepared is None:
-            name = op_name(op)
+            name = op_name(op, dtype)
             kind = kind_name(dtype, name)
             prepared = self.find(shape, dtype, name) or self.prepare(shape, dtype, kind, name, array.nbytes)
             if type(op) is str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..advice import shown
 from ..errors import ArgumentError
 from . import plan
 
@@ -56,16 +57,18 @@ class Options:
             wrong = str(error)
         ordinal = getattr(device, "id", device)
         if not (device is None or (isinstance(device, str) and device == "auto") or _is_ordinal(ordinal)):
-            wrong = f"device must be None, 'auto' or the ordinal of one of the visible GPUs, from 0; found {device!r}"
-            wrong += ". Leave it out: arrays on the host need none, and each rank gets a GPU of its own"
+            wrong = (
+                "device must be None, 'auto' or the ordinal of one of the visible GPUs, from 0; found "
+                f"{shown(device)}. Leave it out: arrays on the host need none, and each rank gets a GPU of its own"
+            )
         if algorithm is not None and not (isinstance(algorithm, str) and algorithm in plan.ALGORITHMS):
-            wrong = f"algorithm must be None or one of {plan.ALGORITHMS}; found {algorithm!r}"
+            wrong = f"algorithm must be None or one of {plan.ALGORITHMS}; found {shown(algorithm)}"
             algorithm = None
         if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
-            wrong = f"{where} must be one of {', '.join(BACKENDS)}; found {backend!r}. None chooses the best"
+            wrong = f"{where} must be one of {', '.join(BACKENDS)}; found {shown(backend)}. None chooses the best"
             backend = None
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
-            wrong = f"timeout must be a positive number of seconds; found {timeout!r}. Pass how late a rank may be"
+            wrong = f"timeout must be a positive number of seconds; found {shown(timeout)}. Pass how late a rank may be"
             timeout = _DEFAULT_SECONDS
         return cls(device, float(timeout), algorithm, backend, nbytes, sync, wrong)
 
@@ -81,7 +84,9 @@ def workspace_bytes(given: Any = None) -> int:
     """
     if given is not None:
         if not _is_ordinal(given) or not plan.MB <= given <= _MOST_MB * plan.MB:
-            raise ArgumentError(f"workspace must be None or {plan.MB} to {_MOST_MB * plan.MB} bytes; found {given!r}")
+            raise ArgumentError(
+                f"workspace must be None or {plan.MB} to {_MOST_MB * plan.MB} bytes; found {shown(given)}"
+            )
         return int(given)
     text = os.environ.get("IPCREDUCE_WORKSPACE_MB", str(_DEFAULT_WORKSPACE_MB))
     if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= _MOST_MB:

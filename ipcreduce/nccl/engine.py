@@ -132,7 +132,7 @@ class Engine(DeviceEngine):
     # ---- running
     def for_array(self, array: Any, op: Any) -> PreparedCall:
         """See :class:`DeviceEngine`."""
-        name = op_name(op)
+        name = op_name(op, array.dtype)
         kind = kind_name(array.dtype, name)
         found = self._find(array.shape, array.dtype, name)
         if found is None:

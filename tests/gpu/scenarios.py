@@ -293,6 +293,82 @@ def interfaces(comm: Any) -> None:
     refused(comm, lambda: comm.allreduce(torch.ones(3, requires_grad=True)), "grad")
 
 
+def layouts(comm: Any) -> None:
+    """The ranks' layouts may differ: a new result is C-contiguous, and an out keeps its own."""
+    shape, graph = (2, 3, 4, 5), ipcreduce.Graph(comm)
+    values = np.arange(120, dtype=np.float32).reshape(shape)
+    due, turns = values * TOTAL, ((0, 1, 2, 3), (3, 2, 1, 0), (0, 2, 3, 1))  # C, F, and PyTorch's channels_last
+
+    def laid_out(number: int, values: np.ndarray = values) -> Any:
+        turn = turns[number % 3]
+        return cupy.asarray(values.transpose(turn).copy()).transpose(*np.argsort(turn).tolist())
+
+    for number in range(3):
+        array, out = laid_out(number + RANK, values * (RANK + 1)), laid_out(number + RANK + 1)
+        assert array.flags.c_contiguous == ((number + RANK) % 3 == 0)
+        strides = out.strides
+        for _ in range(3):
+            found = comm.allreduce(array)
+            assert comm.allreduce(array, out=out) is out
+            comm.synchronize()
+            assert found.flags.c_contiguous
+            assert (cupy.asnumpy(found) == due).all()
+            assert (cupy.asnumpy(out) == due).all()
+            assert out.strides == strides
+            out.fill(0)
+    with graph.record():
+        found = comm.allreduce(array)
+        comm.allreduce(array, out=out)
+    out.fill(0)
+    graph.replay()
+    comm.synchronize()
+    assert found.flags.c_contiguous
+    assert all((cupy.asnumpy(one) == due).all() for one in (found, out))
+    graph.close()
+    torch = pytorch()
+    if torch is None:
+        return
+    torch.cuda.set_device(cupy.cuda.Device().id)
+    tensor = torch.tensor(values * (RANK + 1), device="cuda")
+    tensor = tensor if RANK == 0 else tensor.to(memory_format=torch.channels_last)
+    result = comm.allreduce(tensor)
+    assert result.is_contiguous()
+    kept = comm.allreduce(tensor, out=torch.empty_like(tensor))
+    assert kept.stride() == tensor.stride()
+    assert comm.allreduce(tensor, out=tensor) is tensor
+    assert all((one.cpu().numpy() == due).all() for one in (result, kept, tensor))
+
+
+def subclasses(comm: Any) -> None:
+    """Arrays of a subclass of CuPy's that overrides the shape and more are plain arrays to us."""
+
+    class Odd(cupy.ndarray):
+        shape = property(lambda self: "round")  # type: ignore[assignment]
+
+        def __getitem__(self, key: Any) -> Any:
+            raise AssertionError("indexed")
+
+        __setitem__ = reshape = copy = astype = view = __getitem__  # type: ignore[assignment]
+
+    def odd(array: Any) -> Any:
+        return Odd(array.shape, array.dtype, array.data, array.strides)
+
+    for kind in (np.float32, np.bool_, np.int16):
+        op, due = ("any", 1) if kind is np.bool_ else ("sum", TOTAL)
+        plain, other = mine(1000, kind), cupy.zeros((2000,), kind)[::2]
+        for _ in range(3):
+            array, out = odd(plain), odd(other)
+            found = comm.allreduce(array, op)
+            assert type(found) is cupy.ndarray
+            assert comm.allreduce(plain, op, out=out) is out
+            comm.synchronize()
+            assert (cupy.asnumpy(found) == due).all()
+            assert (cupy.asnumpy(other) == due).all()
+        assert comm.allreduce(array, op, out=array) is array
+        comm.synchronize()
+        assert (cupy.asnumpy(plain) == due).all()
+
+
 def torch_capture(comm: Any) -> None:
     """torch.cuda.graph takes our launches."""
     torch = pytorch()
@@ -616,9 +692,10 @@ def refused(comm: Any, call: Callable[[], Any], words: str) -> None:
 
 
 SCENARIOS = [
-    calls_on_several_streams, foreign_capture, programmatic_edges, destroyed_streams, captured_meanwhile, threads,
-    interfaces, torch_capture, torch_streams, torch_recordings, communicators, as_people_write, host_arrays, nan_bits,
-    late_and_recover, late_on_the_device, refused_right_behind, abort_is_quick, epoch_wrap,
+    calls_on_several_streams, foreign_capture, programmatic_edges, destroyed_streams, captured_meanwhile,
+    threads, interfaces, layouts, subclasses, torch_capture, torch_streams, torch_recordings, communicators,
+    as_people_write, host_arrays, nan_bits, late_and_recover, late_on_the_device, refused_right_behind,
+    abort_is_quick, epoch_wrap,
 ]  # fmt: skip
 # Beside a capture in the strictest mode NCCL's own eager calls end it.
 OUR_KERNELS_ONLY = {
@@ -644,6 +721,8 @@ def main(scenarios: list[Callable[[Any], None]]) -> None:
             WORLD.Barrier()
             if RANK == 0:
                 print(f"{scenario.__name__}: right, {time.time() - started:.1f} s", flush=True)
+        if RANK == 0:
+            print(f"{len(chosen)} scenarios, all right")
 
 
 if __name__ == "__main__":

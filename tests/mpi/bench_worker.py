@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from mpi4py import MPI
 
 from ipcreduce import cli
-from ipcreduce.bench import command, contenders
+from ipcreduce.bench import command, contenders, output
 from ipcreduce.errors import UnsupportedError
 
 LAST = MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1
@@ -75,6 +76,43 @@ def breaks_on_the_last_rank() -> None:
         MPI.COMM_WORLD.recv(source=MPI.COMM_WORLD.size - 1)
 
     command.main = fail
+
+
+def no_room_for(descriptor: int, *arguments: str) -> None:
+    """Run a command whose rank 0 cannot write there, and say how each rank ends, where that can be seen."""
+    seen = os.dup(1)
+    if MPI.COMM_WORLD.rank == 0:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), descriptor)
+    try:
+        cli.main([*arguments])
+    except SystemExit as end:
+        os.write(seen, f"ended with {end.code}\n".encode())
+        raise
+
+
+def no_room_for_info() -> None:
+    no_room_for(1, "info")
+
+
+def no_room_for_times() -> None:
+    no_room_for(1, *BENCH)
+
+
+def no_room_for_progress() -> None:
+    no_room_for(2, *BENCH)
+
+
+def no_cache_for_a_table() -> None:
+    """Rank 0 alone hears of it."""
+
+    def fail(options: Any) -> None:
+        output.on_rank_0(save, MPI.COMM_WORLD, "the table")
+
+    def save() -> None:
+        raise UnsupportedError("no cache here")
+
+    command.main = fail
+    no_room_for(0, *BENCH)
 
 
 def main() -> None:

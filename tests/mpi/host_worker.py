@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import math
 import os
 import sys
 import threading
@@ -173,6 +174,37 @@ def as_people_write(comm: Communicator) -> None:
     assert comm.allreduce(tensor, MPI.SUM, out=tensor) is tensor
     assert (tensor.array == found).all()
     assert (found == SIZE * (SIZE + 1) / 2).all()
+
+
+class Odd(np.ndarray):
+    """A subclass with a shape, an indexing and a copy of its own."""
+
+    shape = property(lambda self: "round")
+
+    def __getitem__(self, key: Any) -> Any:
+        raise AssertionError("indexed")
+
+    __setitem__ = reshape = copy = astype = view = __getitem__  # type: ignore[assignment]
+
+
+def subclasses(comm: Communicator) -> None:
+    """Plain arrays to us: matrices, which have no other shape than two axes, and what overrides more."""
+    layouts = (lambda a: a.copy(), lambda a: np.repeat(a, 2, axis=1)[:, ::2])
+    for kind, dtype, layout in itertools.product((np.matrix, Odd, np.memmap), ("f8", "F", "?"), layouts):
+        for shape in ((2, 2), (1, 2000), (300, 100)):
+            base = np.arange(math.prod(shape)).reshape(shape).astype(dtype)
+            mine, due, op = base * (RANK + 1), base * (SIZE * (SIZE + 1) // 2), "sum"
+            if dtype == "?":
+                mine, due, op = base, base, "max"
+            array, out = (np.ndarray.view(layout(one), kind) for one in (mine, np.zeros_like(mine)))
+            found = comm.allreduce(array, op)
+            assert type(found) is np.ndarray
+            assert comm.allreduce(np.asarray(array), op, out=out) is out
+            assert comm.allreduce(array, op, out=array) is array
+            assert type(array) is type(out) is kind
+            for one in (found, np.asarray(out), np.asarray(array)):
+                assert (one.shape, one.dtype) == (shape, due.dtype)
+                assert np.array_equal(one, due), (kind, dtype, shape)
 
 
 def a_float_sum_starts_at_rank_0(comm: Communicator) -> None:
@@ -650,11 +682,10 @@ def no_room(*_: Any, **__: Any) -> None:
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
-        every_kind, as_people_write, random_sweep, a_float_sum_starts_at_rank_0, wrong_calls, late, late_over_mpi,
-        memory_outlives_a_wait, refused_while_another_is_late, refused_over_mpi, interrupted, out_of_memory,
-        arguments_differ, late_at_start_up, every_rank_is_watched, nothing_is_used_up, too_many,
-        a_graph_keeps_its_communicator,
-        runners, sub_communicators, side_by_side, threads, closing,
+        every_kind, as_people_write, subclasses, random_sweep, a_float_sum_starts_at_rank_0, wrong_calls, late,
+        late_over_mpi, memory_outlives_a_wait, refused_while_another_is_late, refused_over_mpi, interrupted,
+        out_of_memory, arguments_differ, late_at_start_up, every_rank_is_watched, nothing_is_used_up, too_many,
+        a_graph_keeps_its_communicator, runners, sub_communicators, side_by_side, threads, closing,
         a_call_after_another_rank_has_closed, default, forked,
     )
 }  # fmt: skip

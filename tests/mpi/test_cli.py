@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -57,6 +57,9 @@ def test_an_exception_on_one_rank_ends_all(mpirun: Run, tmp_path: Path) -> None:
     assert done.returncode
     assert done.stdout.count("ValueError: not today") == 1
     assert "Traceback" in done.stdout
+    alone = mpirun(WORKER, 1, "breaks_on_the_last_rank", tmp_path / "kept", check=False, timeout=60)
+    assert (alone.returncode, alone.stdout.count("ValueError: not today")) == (1, 1)
+    assert "abort" not in alone.stdout.lower()
 
 
 # ---- info
@@ -110,20 +113,62 @@ def test_without_mpi() -> None:
         assert done.stderr.startswith("ipcreduce: MPI cannot be loaded")
 
 
-@pytest.mark.parametrize("arguments", ["info", "bench --smallest 4 --largest 4 --replays 1"])
-def test_a_reader_that_has_gone(arguments: str) -> None:
-    """As ``ipcreduce info | true``: no traceback."""
-    reading, writing = os.pipe()
-    os.close(reading)
+# ---- what cannot be written
+BENCH = "bench --smallest 4 --largest 4 --replays 1 --peers mpi"
+
+
+@pytest.fixture(params=["Broken pipe", "No space left on device"])
+def nowhere(request: pytest.FixtureRequest) -> Iterator[tuple[int, str]]:
+    """A descriptor to which nothing can be written, as of ``| true`` and ``> /dev/full``, and the reason."""
+    if request.param == "Broken pipe":
+        reading, writing = os.pipe()
+        os.close(reading)
+    else:
+        writing = os.open("/dev/full", os.O_WRONLY)
+    yield writing, request.param
+    os.close(writing)
+
+
+def written_to(descriptor: int, arguments: str, both: bool = False) -> tuple[int, str]:
+    """The exit code of a command, and what it says on stderr. Python keeps what it could not write, for its end."""
     command = [sys.executable, "-m", "ipcreduce", *arguments.split()]
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment() | HOST, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120
-        )
-    finally:
-        os.close(writing)
+    streams = {"stdout": descriptor, "stderr": descriptor if both else subprocess.PIPE}
+    env = environment() | HOST | {"PYTHONUNBUFFERED": ""}
+    done = subprocess.run(command, cwd=ROOT, env=env, **streams, text=True, timeout=120)
+    return done.returncode, done.stderr or ""
+
+
+@pytest.mark.parametrize("arguments", ["info", "--help", "--version", BENCH])
+def test_an_output_that_cannot_be_written(nowhere: tuple[int, str], arguments: str) -> None:
+    """One line, and neither a traceback nor MPI's words about an abort."""
+    descriptor, reason = nowhere
+    assert written_to(descriptor, arguments) == (1, f"ipcreduce: the output cannot be written ({reason})\n")
+    assert arguments != "info" or written_to(descriptor, arguments, both=True) == (1, "")
+
+
+def test_a_file_that_cannot_be_written() -> None:
+    done = alone("-m", "ipcreduce", *BENCH.split(), "--json", "/dev/full")
     assert done.returncode == 1
-    assert "Error" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("size 1 of 1")]
+    assert lines == ["ipcreduce: --json cannot be written (No space left on device)"]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "words"),
+    [
+        ("no_room_for_info", "the output cannot be written (No space left on device)"),
+        ("no_room_for_times", "the output cannot be written (No space left on device)"),
+        ("no_room_for_progress", ""),
+        ("no_cache_for_a_table", "no cache here"),
+    ],
+)
+def test_rank_0_cannot_write(mpirun: Run, tmp_path: Path, scenario: str, words: str) -> None:
+    """Every rank ends by itself, with one status."""
+    done = mpirun(WORKER, 3, scenario, tmp_path / "kept", env=HOST, check=False, timeout=60)
+    assert done.returncode == 1
+    assert done.stdout.count("ipcreduce: ") == done.stdout.count(f"ipcreduce: {words}\n") == bool(words), done.stdout
+    assert done.stdout.count("ended with 1\n") == 3, done.stdout
+    assert "bus GB/s" not in done.stdout
 
 
 # ---- environment variables

@@ -13,7 +13,7 @@ HOST = {"CUDA_VISIBLE_DEVICES": ""}  # on machines with GPUs too
 
 @pytest.mark.parametrize(("n", "how"), [(1, "memory"), (4, "memory"), (2, "page"), (2, "apart"), (3, "mpi")])
 def test_results(mpirun: Callable, n: int, how: str):
-    scenarios = ["every_kind", "as_people_write", "random_sweep", "a_float_sum_starts_at_rank_0"]
+    scenarios = ["every_kind", "as_people_write", "subclasses", "random_sweep", "a_float_sum_starts_at_rank_0"]
     output = mpirun(WORKER, n, how, *scenarios, env=HOST).stdout
     assert all(f"{scenario}: right" in output for scenario in scenarios), output
 

@@ -225,6 +225,13 @@ MUTANTS = [
     ),
     # ---- rounds and votes
     Mutant(
+        "a rank that closes right behind a meeting counts as lost before it",
+        ROUNDS,
+        "                if None in self._page.read_meeting(self._last):\n",
+        "                if True:\n",
+        unit("rounds", "a_rank_may_close_right_behind_a_meeting"),
+    ),
+    Mutant(
         "a rank that leaves an exchange names itself for another's fault",
         ROUNDS,
         "else cls(fault[1], fault[3])",

@@ -6,6 +6,7 @@ from tests.mutants import Mutant, unit
 
 ARRAYS, OPERANDS, PROTOCOLS = "ipcreduce/arrays.py", "ipcreduce/operands.py", "ipcreduce/cuda/array_protocols.py"
 TORCH, SHARED, NUMERICS = "ipcreduce/cuda/torch_runtime.py", "ipcreduce/host/shared.py", "ipcreduce/numerics.py"
+KINDS = "ipcreduce/kinds.py"
 SWEEP = "mpirun -n 2 tests.simulated tests/gpu/sweep.py --cases 1 --largest"  # its first case is
 STRIDED_OUT, SHIFTED_OUT = f"{SWEEP} 300 --seed 1680", f"{SWEEP} 2000000 --smallest 1500000 --seed 127"
 WRONG_CALLS = "mpirun -n 2 tests.simulated tests/gpu/bad_calls.py"
@@ -143,6 +144,42 @@ MUTANTS = [
         "        or tensor.is_neg()\n        or tensor.is_conj()",
         "        or tensor.is_conj()",
         tensors("memory_that_is_not_the_tensors_values"),
+    ),
+    # ---- what people pass
+    Mutant(
+        "any and all are taken of numbers",
+        KINDS,
+        "if dtype is not None and dtype != np.dtype(bool):",
+        "if False:",
+        WRONG_CALLS,
+    ),
+    Mutant(
+        "an array in the place of the op is printed",
+        "ipcreduce/advice.py",
+        "    return type(value).__qualname__\n",
+        "    return repr(value)\n",
+        unit("kinds", "no_text_is_made_of_an_op"),
+    ),
+    Mutant(
+        "PyTorch's op is known by its first name",
+        KINDS,
+        "if op == getattr(holder, name))",
+        "if True)",
+        unit("kinds", "ops_of_pytorch"),
+    ),
+    Mutant(
+        "a subclass of NumPy's arrays is indexed in its own way",
+        "ipcreduce/host_operands.py",
+        "    return np.asarray(array)\n\n\ndef _as_numpy",
+        "    return array\n\n\ndef _as_numpy",
+        "mpirun -n 2 tests/mpi/host_worker.py memory subclasses",
+    ),
+    Mutant(
+        "a subclass of CuPy's arrays is indexed in its own way",
+        ARRAYS,
+        "return cupy.ndarray.view(array, type=cupy.ndarray)",
+        "return array",
+        "mpirun -n 2 tests.simulated tests/gpu/scenarios.py subclasses",
     ),
     # ---- host arrays
     Mutant(

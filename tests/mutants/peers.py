@@ -9,6 +9,20 @@ RECORDER, MIRROR, WATCHDOG = (f"{FOLDER}/{name}.py" for name in ("flight_recorde
 CONNECTIONS, EXCHANGE, COMPARISON = (f"{FOLDER}/{name}.py" for name in ("connections", "exchange", "comparison"))
 
 MUTANTS = [
+    Mutant(
+        "rank 0 alone hears that it cannot write",
+        "ipcreduce/bench/output.py",
+        "        problem = mpi.bcast(problem)\n",
+        "        pass\n",
+        "pytest tests/mpi/test_cli.py::test_rank_0_cannot_write",
+    ),
+    Mutant(
+        "what cannot be written is left to the interpreter's end",
+        "ipcreduce/bench/output.py",
+        "            with suppress(OSError):  # a",
+        "            if False:  # a",
+        "pytest tests/mpi/test_cli.py::test_an_output_that_cannot_be_written",
+    ),
     # ---- the flight recorder
     Mutant(
         "a call's number is written before its key",

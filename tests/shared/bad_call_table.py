@@ -7,6 +7,7 @@ tests/shared/sweep_cases.py.
 from __future__ import annotations
 
 import array
+import fractions
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -132,6 +133,21 @@ NO_ARRAYS = {
     "a generator": (x for x in [1.0]),
     "an object with __array__": Convertible(),
     "MPI.IN_PLACE": MPI.IN_PLACE,
+    "rows of different lengths": [[1.0, 2.0], [3.0]],
+    "an array and its type": [np.ones((30, 30), "f4"), MPI.FLOAT],
+    "a fraction": fractions.Fraction(1, 2),
+}
+ADVICE = {  # the generic one for the rest
+    "a list": "Pass numpy.asarray(it)",
+    "a tuple of arrays": "Make a call for each of its arrays",
+    "None": "one that has nothing to add passes zeros",
+    "a dict": "Make a call for each of its values",
+    "bytes": "Pass numpy.frombuffer(it, dtype)",
+    "a generator": "Pass numpy.asarray(list(it))",
+    "MPI.IN_PLACE": "allreduce(x, out=x)",
+    "rows of different lengths": "Its rows differ in length",
+    "an array and its type": "Pass the array alone, which knows its dtype: allreduce(x, out=y)",
+    "a fraction": "Pass float(it)",
 }
 NO_OPS = {
     "of another case": "SUM",
@@ -141,15 +157,19 @@ NO_OPS = {
     "None": None,
     "bytes": b"sum",
     "a number": 0,
-    "a list": ["sum"],
-    "a function": np.add,
+}
+OPS_OF_OTHER_TYPES = {  # of which only the type is shown
+    "a list": (["sum"], "Pass one of these"),
+    "a function": (np.add, 'Pass "sum"'),
+    "an array and its type": ([np.ones(6), MPI.DOUBLE], "allreduce(x, out=y)"),
+    "MPI.IN_PLACE": (MPI.IN_PLACE, "allreduce(x, out=x)"),
 }
 NO_HOST_DTYPES = [">c8", "O", "f4,i4", "M8[s]", "m8[s]", ">f4", ">i8", "g", "S4", "U1", "V2", ml_dtypes.float8_e4m3fn]
 
 
 def bad_arrays() -> Iterator[Row]:
     for name, thing in NO_ARRAYS.items():
-        words = ("array must be a NumPy array", type(thing).__qualname__)
+        words = ("array must be a NumPy array", type(thing).__qualname__, ADVICE.get(name, "Pass numpy.asarray(it)"))
         yield Row(f"array: {name}", lambda m, c, thing=thing: c.allreduce(thing), words)
     words = ("ByDlpack on DLPack device type 10", "Move it to")
     yield Row("array: on another maker's GPU", lambda m, c: c.allreduce(ByDlpack(10)), words)
@@ -182,17 +202,23 @@ def bad_dtypes() -> Iterator[Row]:
 
 def bad_ops() -> Iterator[Row]:
     for name, op in NO_OPS.items():
-        words = (
-            "op must be one of sum, prod, min, max, avg, mean, or MPI's SUM, PROD, MIN, MAX",
-            f"found {op!r}",
-            "Pass ",
-        )
+        words = ("op must be one of sum, prod, min, max, avg, mean, product, any, all, or", f"found {op!r}", "Pass ")
         yield Row(f"op: {name}", lambda m, c, op=op: c.allreduce(mine(m, c), op), words)
-    for name in ("LAND", "BXOR", "MAXLOC"):
+    for name, (op, advice) in OPS_OF_OTHER_TYPES.items():
+        words = (f"found {type(op).__qualname__}. ", advice)
+        yield Row(f"op: {name}", lambda m, c, op=op: c.allreduce(mine(m, c), op), words)
+    words = ("The array for the result is the argument out=: allreduce(x, out=y)", "found ")
+    yield Row("op: an array", lambda m, c: c.allreduce(mine(m, c, (60, 60)), mine(m, c, (60, 60))), words)
+    for op in ("any", "all", MPI.LOR, MPI.LAND):
+        for dtype in ("f4", "u1", "F"):
+            words = ("dtype must be bool for op ", f"found {np.dtype(dtype)}. Pass array != 0")
+            name = f"op: {op!r:.14} of {dtype}"
+            yield Row(name, lambda m, c, dtype=dtype, op=op: c.allreduce(mine(m, c, 6, dtype), op), words)
+    for name in ("LXOR", "BXOR", "MAXLOC"):
         op, words = getattr(MPI, name), (f"found MPI.{name}. Pass one of these",)
         yield Row(f"op: MPI.{name}", lambda m, c, op=op: c.allreduce(mine(m, c), op), words)
     for dtype, ops, allowed, advice in (
-        ("?", ("sum", "prod", "avg", MPI.SUM), "min or max for bool", 'Pass "max" for any or "min" for all'),
+        ("?", ("sum", "prod", "avg", MPI.SUM), "min or max for bool", 'Pass "any" or "all"; to count, pass ints'),
         ("F", ("min", "max"), "sum or avg for complex64", "Reduce array.real and array.imag"),
         ("D", ("min", MPI.MAX), "sum or avg for complex128", "Reduce array.real and array.imag"),
         ("F", ("prod",), "sum or avg for complex64", "numpy.exp of the sum of numpy.log"),
@@ -213,7 +239,9 @@ def bad_outs() -> Iterator[Row]:
 
     yield out("a list", lambda m, c: [0.0] * 6, "list")
     yield out("a bool", lambda m, c: True, "bool")
-    yield out("a tuple, as of ufuncs", lambda m, c: (mine(m, c),), "tuple")
+    yield out("a tuple, as of ufuncs", lambda m, c: (mine(m, c),), "tuple", "Pass the array alone")
+    yield out("MPI.IN_PLACE", lambda m, c: MPI.IN_PLACE, "InPlaceType", "allreduce(x, out=x)")
+    yield out("an array and its type", lambda m, c: [mine(m, c), MPI.FLOAT], "list", "Pass the array alone")
     for shape in (5, 7, (6, 1), (1, 6), (2, 3), (), 0, (6, 6)):
         found = f"found {np.empty(shape).shape}"
         yield out(f"of another shape, {found}", lambda m, c, s=shape: mine(m, c, s), "shape (6,)", found)
@@ -347,6 +375,7 @@ def check(module: Any, comm: Any, row: Row, one: int | None) -> None:
     assert type(error) is expected, f"{where} got {error!r}, not {expected.__name__}"
     missing = [word for word in words if word not in str(error)]
     assert not missing, f"{where}: {missing} are not in {str(error)!r}"
+    assert "\n" not in str(error), where
     if row.placed or not is_wrong:
         assert re.match(rf"rank {comm.rank}, call \d+: ", str(error)), f"{where}: no place in {str(error)!r}"
 
@@ -393,10 +422,15 @@ CONSTRUCTOR: list[tuple[dict[str, Any], str]] = [
         ({"device": device}, "device must be None, 'auto' or the ordinal of one of the visible GPUs, from 0; found")
         for device in (-1, "cuda:0", "AUTO", 0.0, True, [0])
     ),
-    ({"group": MPI.COMM_NULL}, "a communicator of mpi4py must be an Intracomm and not COMM_NULL"),
+    ({"timeout": np.ones(6)}, "timeout must be a positive number of seconds; found ndarray"),
+    (
+        {"group": MPI.COMM_NULL},
+        "found COMM_NULL, as Split() and Create() give it to ranks that are not in the new group. Make the Comm",
+    ),
+    ({"group": MPI.Intercomm(MPI.COMM_NULL)}, "a communicator of mpi4py must be an Intracomm and not COMM_NULL"),
     *(
         ({"group": group}, "group must be an mpi4py intracommunicator, a torch.distributed process group, or an object")
-        for group in (MPI.INFO_NULL, MPI, 0, "world", [0, 1])
+        for group in (MPI.INFO_NULL, MPI, 0, "world", [0, 1], np.ones((30, 30)))
     ),
     ({"group": 0, "mpi_comm": 0}, "found both. Pass group alone"),
 ]

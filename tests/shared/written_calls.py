@@ -20,7 +20,7 @@ from mpi4py import MPI
 from tests.shared import reference
 from tests.shared.bad_call_table import HostTensor
 
-NAMES = (("mean", "avg"), (MPI.SUM, "sum"), (MPI.PROD, "prod"), (MPI.MIN, "min"), (MPI.MAX, "max"))
+NAMES = (("mean", "avg"), ("product", "prod"), (MPI.SUM, "sum"), (MPI.PROD, "prod"), (MPI.MIN, "min"), (MPI.MAX, "max"))
 VIEWS = {"?": ("u1", ("min", "max")), "F": ("f4", ("sum", "avg")), "D": ("f8", ("sum", "avg"))}
 SHAPES = [(), (0,), (1,), (7,), (5, 3), (1001,), (40_000,)]
 LAYOUTS = ("plain", "shifted", "every second, backwards")
@@ -30,7 +30,7 @@ OUTPUTS = ("new", "out", "strided out", "in place")
 def run(module: Any, comm: Any) -> int:
     """Makes all of them. :returns: how many calls. :raises AssertionError: at the first result that is wrong."""
     numbers(comm)
-    return names_of_ops(module, comm) + views(module, comm)
+    return names_of_ops(module, comm) + truth_values(module, comm) + views(module, comm)
 
 
 def numbers(comm: Any) -> None:
@@ -42,6 +42,8 @@ def numbers(comm: Any) -> None:
         (0.1, "sum", functools.reduce(operator.add, [0.1] * n)),
         (r == 0, "max", True),
         (r == 0, "min", n == 1),
+        (r == 0, "any", True),
+        (r == 0, MPI.LAND, n == 1),
         (complex(r, 1), "mean", complex((n - 1) / 2, 1)),
         (-2 * r - 3, "avg", -(n + 2)),
         (np.float32(r + 1), MPI.MAX, np.float32(n)),
@@ -73,6 +75,23 @@ def names_of_ops(module: Any, comm: Any) -> int:
             comm.synchronize()
             assert np.array_equal(module.read(found), reference.reduce(values, op)), f"rank {comm.rank}: {op}"
     return 3 * len(NAMES)
+
+
+def truth_values(module: Any, comm: Any) -> int:
+    """Bool arrays, of which each rank has another part True; ranks may write the op in different ways."""
+    n, r = comm.size, comm.rank
+    mine = np.arange(3 * n) // 3 == r
+    mine[0] = True
+    everywhere = (mine if n == 1 else np.arange(3 * n) == 0).tolist()
+    for written, other, due in (("any", MPI.LOR, [True] * 3 * n), ("all", MPI.LAND, everywhere)):
+        array, out = place(module, mine), place(module, ~mine)
+        for turn in range(4):
+            op = written if turn < 3 or r % 2 else other
+            found = comm.allreduce(array, op)
+            assert comm.allreduce(array, op, out=out) is out
+            comm.synchronize()
+            assert [module.read(one).tolist() for one in (found, out)] == [due, due], f"rank {r}: {op}"
+    return 2
 
 
 def views(module: Any, comm: Any) -> int:

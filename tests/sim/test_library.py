@@ -52,17 +52,17 @@ def test_epochs_that_wrap(mpirun: Run) -> None:
 
 
 def test_scenarios(mpirun: Run) -> None:
-    assert on_sim(mpirun, "scenarios", 3).count(": right, ") == 19
+    assert "scenarios, all right" in on_sim(mpirun, "scenarios", 3)
 
 
 def test_scenarios_with_late_work(mpirun: Run) -> None:
     """What nothing orders, in the library or in a scenario, comes in the wrong order some time."""
-    assert on_sim(mpirun, "scenarios", 2, env={"SIM_LATE": "0.005"}).count(": right, ") == 19
+    assert "scenarios, all right" in on_sim(mpirun, "scenarios", 2, env={"SIM_LATE": "0.005"})
 
 
 @pytest.mark.parametrize(("ranks", "late"), [(3, "0"), (2, "0.005")])
 def test_captures_of_others(mpirun: Run, ranks: int, late: str) -> None:
-    assert on_sim(mpirun, "captures", ranks, env={"SIM_LATE": late}).count(": right, ") == 10
+    assert "scenarios, all right" in on_sim(mpirun, "captures", ranks, env={"SIM_LATE": late})
 
 
 def test_wrong_calls(mpirun: Run) -> None:

@@ -313,8 +313,8 @@ class ndarray:
     def transpose(self, *axes: Any) -> ndarray:
         return self._wrap(self._view.transpose(*axes))
 
-    def view(self, dtype: Any) -> ndarray:
-        return self._wrap(self._view.view(dtype))
+    def view(self, dtype: Any = None, type: Any = None) -> ndarray:
+        return self._wrap(self._view if dtype is None else self._view.view(dtype))
 
     def ravel(self) -> ndarray:
         return self.reshape(-1)

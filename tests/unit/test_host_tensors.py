@@ -56,6 +56,29 @@ def test_memory_that_is_not_the_values():
             reduced(wrong)
 
 
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+def test_tensors_of_8_bits(name: str):
+    tensor = torch.zeros(3).to(getattr(torch, name))
+    words = rf"array must have a dtype of float16, .*; found torch\.{name} in a Tensor\. Convert the array to float16"
+    with pytest.raises(ArgumentError, match=words):
+        reduced(tensor)
+
+
+def test_ops_of_pytorch():
+    ops = pytest.importorskip("torch.distributed").ReduceOp
+    names = {"SUM": "sum", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "AVG": "avg"}
+    for name, meant in names.items():
+        member = getattr(ops, name)
+        assert (
+            HostOperands(torch.ones(3), member, None).op == HostOperands(torch.ones(3), ops(member), None).op == meant
+        )
+    with pytest.raises(ArgumentError, match=r"found ReduceOp\.BXOR\. Pass one of these"):
+        HostOperands(torch.ones(3), ops.BXOR, None)
+    for wrong in (torch.ones(3), torch.ones(3, requires_grad=True)):
+        with pytest.raises(ArgumentError, match=r"found Tensor\. The array for the result is the argument out="):
+            HostOperands(torch.ones(3), wrong, None)
+
+
 def test_the_compiler_stays_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # which PyTorch sets in this import: it is gone at the end
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")

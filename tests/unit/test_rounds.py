@@ -15,7 +15,7 @@ from ipcreduce.coordination import control_page, rounds
 from ipcreduce.coordination.control_page import Page
 from ipcreduce.coordination.page_layout import CHUNK_BYTES
 from ipcreduce.coordination.rounds import Left, Meetings, Rounds
-from ipcreduce.errors import PeerFailedError
+from ipcreduce.errors import PeerFailedError, PeerLostError
 from tests.unit.pages import in_threads, make_pages
 
 SIZES = [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 5 * CHUNK_BYTES + 7]
@@ -257,6 +257,18 @@ def within(condition: Callable[[], object]) -> bool:
     while not condition() and time.monotonic() < deadline:
         time.sleep(1e-4)
     return bool(condition())
+
+
+def test_a_rank_may_close_right_behind_a_meeting():
+    """A slow rank has read the records before the last one was written, and then sees that its writer is gone."""
+    slow, fast = make_meetings(2)
+
+    def closed(missing: list[int]) -> None:
+        assert missing == [1]
+        fast._page.write_meeting(1, 5, 0, b"")
+        raise PeerLostError("it closed the communicator")
+
+    assert slow.meet(5, 0, closed) == [(5, 0, b""), (5, 0, b"")]
 
 
 def test_a_meeting_that_is_given_up_leaves_its_record():

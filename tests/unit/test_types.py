@@ -13,6 +13,7 @@ from tests.tools import machine
 
 PROGRAM = """
 from __future__ import annotations
+import enum
 from typing import Any
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,9 @@ class Tensor:
     def __dlpack_device__(self) -> tuple[int, int]:
         return 1, 0
 
+class ReduceOp(enum.Enum):
+    SUM = 0
+
 class OnDevice:
     __cuda_array_interface__: dict[str, Any] = {}
 
@@ -37,6 +41,9 @@ def check(
 TYPES = {
     "comm.allreduce(1.0)": "float",
     "comm.allreduce(1, 'mean')": "int",
+    "comm.allreduce(a, 'product')": "NDArray[np.float64]",
+    "comm.allreduce(True, 'any')": "bool",
+    "comm.allreduce(a, ReduceOp.SUM)": "NDArray[np.float64]",
     "comm.allreduce(True, 'max')": "bool",
     "comm.allreduce(1j, MPI.SUM)": "complex",
     "comm.allreduce(np.float64(1))": "np.float64",

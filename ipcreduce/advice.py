@@ -1,0 +1,109 @@
+"""What to do instead: for what people pass as an array, an op or a dtype, and cannot be taken as one.
+
+Nothing here prints, converts or reads an array: its text is long, and on a GPU reading it waits for the device.
+"""
+
+from __future__ import annotations
+
+import numbers
+import reprlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+_IN_PLACE = "In place is out=x, with the array itself: allreduce(x, out=x)"
+_ALONE = "Pass the array alone, which knows its dtype: allreduce(x, out=y)"
+_SHOWN = (str, bytes, bool, int, float, complex)  # by their values
+_PROTOCOLS = "__dlpack__", "__cuda_array_interface__"
+_OPS = {  # by names of functions, and of other libraries' ops
+    "add": "sum", "multiply": "prod", "minimum": "min", "maximum": "max", "average": "avg", "logical_or": "any",
+    "logical_and": "all",
+}  # fmt: skip
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it: a number or a str by its text, cut; None; and all else by its type only."""
+    if value is None or type(value) in _SHOWN:
+        try:
+            return reprlib.repr(value)
+        except ValueError:  # an int of thousands of digits
+            pass
+    return type(value).__qualname__
+
+
+def for_array(value: Any, what: str) -> str:
+    """The advice for ``value``, which is no array, as argument ``what``: "array" or "out"."""
+    if _is_in_place(value):
+        return _IN_PLACE
+    if isinstance(value, (list, tuple)) and any(map(_is_array, value)):
+        several = sum(map(_is_array, value)) > 1
+        return "Make a call for each of its arrays" if several else _ALONE
+    if what == "out":
+        return "Leave it out for a new array"
+    if value is None:
+        return "Pass an array on every rank: one that has nothing to add passes zeros"
+    if isinstance(value, dict):
+        return "Make a call for each of its values"
+    if isinstance(value, (list, tuple)) and len({_length(one) for one in value}) > 1:
+        return "Its rows differ in length: make a call for each, or pass numpy.concatenate(it)"
+    if isinstance(value, bytes):
+        return "Pass numpy.frombuffer(it, dtype)"
+    if isinstance(value, Iterator):
+        return "Pass numpy.asarray(list(it))"
+    if isinstance(value, numbers.Number):  # such as fractions.Fraction
+        return "Pass float(it)"
+    if hasattr(type(value), "toarray"):  # scipy.sparse's
+        return "Pass it.toarray()"
+    return "Pass numpy.asarray(it) or cupy.asarray(it)"
+
+
+def for_op(op: Any, known: dict[str, str]) -> str:
+    """The advice for ``op``, which is none of the names ``known``, nor an op of MPI's or PyTorch's."""
+    if _is_in_place(op):
+        return _IN_PLACE
+    if _is_array(op) or (isinstance(op, (list, tuple)) and any(map(_is_array, op))):
+        return "The array for the result is the argument out=: allreduce(x, out=y)"
+    for name in (op, getattr(op, "name", None), getattr(op, "__name__", None)):
+        if isinstance(name, str):
+            name = name.strip().lower()
+            meant = _OPS.get(name, name)
+            if meant in known:
+                return f'Pass "{meant}"'
+    return "Pass one of these"
+
+
+def for_dtype(dtype: np.dtype[Any]) -> str:
+    """The advice for an array of ``dtype``, which cannot be reduced."""
+    if dtype.kind == "O":
+        return "Convert the objects to numbers first: rows of different lengths need a call for each"
+    if dtype.names is not None:
+        return "Convert it to an array for each field: array[name]"
+    if dtype.kind in "Mm":
+        return 'Convert it by array.view("int64"), whose min and max mean the same'
+    same = {"g": "float64", "G": "complex128"}.get(dtype.char, "" if dtype.isnative else dtype.newbyteorder("=").name)
+    return f'Convert the array, as by array.astype("{same}")' if same else for_dtype_named(dtype.name)
+
+
+def for_dtype_named(name: str) -> str:
+    """:func:`for_dtype` for a dtype that NumPy does not have, such as those of 8 bits."""
+    if name.startswith(("float8", "float6", "float4")):
+        return "Convert the array to float16 or bfloat16: a sum needs more digits than it has"
+    if name.startswith(("int", "uint")):
+        return f"Convert the array to {name.rstrip('0123456789')}8"
+    return 'Convert the array to one of these, as by array.astype("float32")'
+
+
+def _is_in_place(value: Any) -> bool:
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and value is mpi.IN_PLACE
+
+
+def _is_array(value: Any) -> bool:
+    """True for arrays of all libraries, by their types: an attribute of the object may be computed."""
+    return any(hasattr(type(value), name) for name in _PROTOCOLS)
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, (list, tuple)) else -1

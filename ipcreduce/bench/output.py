@@ -1,0 +1,60 @@
+"""What rank 0 of a command writes. If that fails, as for want of room or of a reader, every rank ends in order."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TextIO
+
+from ..errors import IpcReduceError
+
+
+def on_rank_0(write: Callable[[], object], mpi: Any = None, what: str = "the output") -> None:
+    """Call ``write`` on rank 0, which prints or stores something. Collective.
+
+    :param mpi: an mpi4py communicator; None for a process alone.
+    :param what: what is written, in words.
+    :raises IpcReduceError: on every rank, if it cannot be written.
+    """
+    problem = ""
+    if mpi is None or mpi.Get_rank() == 0:
+        try:
+            write()
+            sys.stdout.flush()
+        except IpcReduceError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"{what} cannot be written ({_reason(error)})"
+            settle()
+    if mpi is not None:
+        problem = mpi.bcast(problem)
+    if problem:
+        raise IpcReduceError(problem)
+
+
+def put(text: str, file: TextIO) -> str:
+    """Print ``text``. Returns "", or the reason for which that was not possible."""
+    try:
+        print(text, file=file, flush=True)
+    except OSError as error:
+        settle()
+        return f"the output cannot be written ({_reason(error)})"
+    return ""
+
+
+def settle() -> None:
+    """Flush the standard streams, and give up what cannot be written: the interpreter would fail of it in the end."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with suppress(OSError):  # a stream of the program's own has no descriptor
+                descriptor = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(descriptor, stream.fileno())
+                os.close(descriptor)
+
+
+def _reason(error: OSError) -> str:
+    return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")

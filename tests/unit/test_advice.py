@@ -1,0 +1,89 @@
+"""What is said of values that are no arrays, ops or words: short, on one line, and without a look at their contents."""
+
+from __future__ import annotations
+
+import decimal
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ipcreduce import advice, arrays
+from ipcreduce.coordination import groups
+from ipcreduce.errors import ArgumentError
+from ipcreduce.graphs import context, inputs
+from ipcreduce.ipc.options import Options, workspace_bytes
+
+
+class Unreadable:
+    """Has a text that must not be asked for, as a device array's waits for the GPU."""
+
+    def __repr__(self) -> str:
+        raise AssertionError("made into a text")
+
+    __str__ = __format__ = __bool__ = __iter__ = __len__ = __array__ = __repr__  # type: ignore[assignment]
+
+
+class Sparse:
+    def toarray(self) -> np.ndarray:
+        raise AssertionError("converted")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "None"),
+        (True, "True"),
+        (-3, "-3"),
+        (0.5, "0.5"),
+        ("a\nb", r"'a\nb'"),
+        ("\udc80", r"'\udc80'"),
+        (b"\xff", r"b'\xff'"),
+        (np.float32(1), "float32"),
+        ([1, 2], "list"),
+        (np.zeros((99, 99)), "ndarray"),
+        (Unreadable(), "Unreadable"),
+    ],
+)
+def test_a_value_is_shown_in_few_words(value: Any, text: str):
+    assert advice.shown(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (Unreadable(), "Pass numpy.asarray(it)"),
+        ([Unreadable(), Unreadable()], "Pass numpy.asarray(it)"),
+        ([[1, 2], [3, 4]], "Pass numpy.asarray(it)"),
+        ([[1, 2], [3]], "Its rows differ in length"),
+        ([1, [2]], "Its rows differ in length"),
+        ([np.zeros(2), "f"], "Pass the array alone"),
+        ((np.zeros(2), np.zeros(3)), "Make a call for each of its arrays"),
+        (Sparse(), "Pass it.toarray()"),
+        (decimal.Decimal(1), "Pass float(it)"),
+    ],
+)
+def test_what_is_no_array(value: Any, words: str):
+    with pytest.raises(ArgumentError) as caught:
+        arrays.is_device(value)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [np.zeros((30, 30)), Unreadable(), [Unreadable()]], ids=["array", "object", "list"])
+@pytest.mark.parametrize(
+    "check",
+    [
+        context.check_mode, inputs.check_word, groups.of, workspace_bytes,
+        lambda wrong: Options.of(wrong, 1.0, None), lambda wrong: Options.of(None, wrong, None),
+        lambda wrong: Options.of(None, 1.0, wrong), lambda wrong: Options.of(None, 1.0, None, wrong),
+    ],
+)  # fmt: skip
+def test_other_arguments(check: Callable[[Any], Any], wrong: Any):
+    try:
+        text = check(wrong).wrong
+    except ArgumentError as error:
+        text = str(error)
+    assert f"found {type(wrong).__qualname__}" in text
+    assert len(text) < 400

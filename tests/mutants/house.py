@@ -1,0 +1,39 @@
+"""Mutants of the house in which the ranks meet: launchers, connections, files in /dev/shm, the kernel cache."""
+
+from __future__ import annotations
+
+from tests.mutants import Mutant, unit
+
+GROUPS, LAUNCHERS = (f"ipcreduce/coordination/{name}.py" for name in ("groups", "launchers"))
+
+MUTANTS = [
+    # ---- launchers
+    Mutant(
+        "a launcher of another MPI is not noticed",
+        GROUPS,
+        "            launchers.check(group)\n",
+        "            pass\n",
+        unit("launchers", "ranks_that_mpi_does_not_see_are_refused"),
+    ),
+    Mutant(
+        "a group of one is refused under a launcher",
+        GROUPS,
+        "        if group == module.COMM_WORLD:",
+        "        if True:",
+        unit("launchers", "a_group_of_one_is_meant_to_be_one"),
+    ),
+    Mutant(
+        "a launcher of one rank is taken for one of another MPI",
+        LAUNCHERS,
+        "        if size != 1 or self.size == 1:",
+        "        if size != 1 or not self.name:",
+        unit("launchers", "a_launcher_of_one_rank_is_right"),
+    ),
+    Mutant(
+        "a batch script of Slurm is taken for a rank",
+        LAUNCHERS,
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_NTASKS",
+        unit("launchers", "a_batch_script_is_no_rank"),
+    ),
+]

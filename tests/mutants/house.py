@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants import Mutant, unit
 
 GROUPS, LAUNCHERS = (f"ipcreduce/coordination/{name}.py" for name in ("groups", "launchers"))
+COMPILER = "ipcreduce/cuda/compiler.py"
 
 MUTANTS = [
     # ---- launchers
@@ -35,5 +36,34 @@ MUTANTS = [
         "SLURM_STEP_NUM_TASKS",
         "SLURM_NTASKS",
         unit("launchers", "a_batch_script_is_no_rank"),
+    ),
+    # ---- kernel cache
+    Mutant(
+        "a damaged kernel is given to the driver",
+        COMPILER,
+        "        if entry[: _SEAL.size] != _sealing(kernel):",
+        "        if False:",
+        unit("compiler", "a_damaged_entry_is_compiled_anew_and_replaced"),
+    ),
+    Mutant(
+        "a full disk ends a call",
+        COMPILER,
+        '        except OSError as error:\n            self._say("written", error)',
+        '        except KeyError as error:\n            self._say("written", error)',
+        unit("compiler", "a_cache_in_which_nothing_can_be_written"),
+    ),
+    Mutant(
+        "a cache of no use ends a call where warnings are errors",
+        COMPILER,
+        "        except RuntimeWarning:",
+        "        except KeyError:",
+        unit("compiler", "a_file_in_its_place"),
+    ),
+    Mutant(
+        "chmod 700 is advised for /tmp",
+        COMPILER,
+        " or status.st_mode & (stat.S_ISVTX | stat.S_ISGID)",
+        "",
+        unit("compiler", "a_directory_that_others_share_on_purpose_stays_as_it_is"),
     ),
 ]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from tests.mutants import Mutant, unit
 
-GROUPS, LAUNCHERS = (f"ipcreduce/coordination/{name}.py" for name in ("groups", "launchers"))
+GROUPS, LAUNCHERS, HANDSHAKE, CONNECTIONS = (
+    f"ipcreduce/coordination/{name}.py" for name in ("groups", "launchers", "handshake", "connections")
+)
 COMPILER = "ipcreduce/cuda/compiler.py"
 
 MUTANTS = [
@@ -65,5 +67,41 @@ MUTANTS = [
         " or status.st_mode & (stat.S_ISVTX | stat.S_ISGID)",
         "",
         unit("compiler", "a_directory_that_others_share_on_purpose_stays_as_it_is"),
+    ),
+    # ---- connections between hosts
+    Mutant(
+        "whoever answers at a rank's address is taken for it",
+        HANDSHAKE,
+        "return None if answer is None else hmac.compare_digest(answer, self._due)",
+        "return None if answer is None else True",
+        unit("mirror", "whoever_listens_at_an_address_of_a_rank_is_not_taken_for_it"),
+    ),
+    Mutant(
+        "a visitor's proof sent back is a host's",
+        HANDSHAKE,
+        '_LISTENS, _CONNECTS = b"listens", b"connects"',
+        '_LISTENS, _CONNECTS = b"one", b"one"',
+        unit("handshake", "a_proof_is_of_one_side"),
+    ),
+    Mutant(
+        "a visitor's claim serves others",
+        HANDSHAKE,
+        'secrets.token_bytes(_CHALLENGE_BYTES), b""',
+        'bytes(_CHALLENGE_BYTES), b""',
+        unit("handshake", "a_claim_serves_once"),
+    ),
+    Mutant(
+        "a rank that was sent away for want of room does not come again",
+        CONNECTIONS,
+        "            self._drop(visit)\n            self._again.append(",
+        '            self._give_up(visit, "")\n            self._again.append(',
+        unit("mirror", "ranks_take_turns_where_there_are_too_many"),
+    ),
+    Mutant(
+        "addresses are tried that lead back to the host that tries them",
+        CONNECTIONS,
+        "[address for address in found if address not in mine] or found",
+        "found",
+        unit("mirror", "addresses_of_both_hosts_are_left_out"),
     ),
 ]

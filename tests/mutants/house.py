@@ -7,7 +7,12 @@ from tests.mutants import Mutant, unit
 GROUPS, LAUNCHERS, HANDSHAKE, CONNECTIONS = (
     f"ipcreduce/coordination/{name}.py" for name in ("groups", "launchers", "handshake", "connections")
 )
-COMPILER = "ipcreduce/cuda/compiler.py"
+COMPILER, FILES, SEGMENT, STARTUP = (
+    "ipcreduce/cuda/compiler.py",
+    "ipcreduce/coordination/shared_files.py",
+    "ipcreduce/host/segment.py",
+    "ipcreduce/startup.py",
+)
 
 MUTANTS = [
     # ---- launchers
@@ -103,5 +108,48 @@ MUTANTS = [
         "[address for address in found if address not in mine] or found",
         "found",
         unit("mirror", "addresses_of_both_hosts_are_left_out"),
+    ),
+    # ---- files in /dev/shm
+    Mutant(
+        "what killed ranks leave stays",
+        FILES,
+        "            _remove_if_left(path)\n",
+        "            pass\n",
+        unit("shared_files", "what_a_killed_rank_leaves_goes_with_the_next_file"),
+    ),
+    Mutant(
+        "files of ranks that start are taken for left over",
+        FILES,
+        "            if not _lock(descriptor, path):",
+        "            if False:",
+        unit("shared_files", "what_a_killed_rank_leaves_goes_with_the_next_file"),
+    ),
+    Mutant(
+        "a file that has just been removed is handed out",
+        FILES,
+        "        return os.path.samestat(os.fstat(descriptor), os.lstat(path))",
+        "        return True",
+        unit("shared_files", "a_file_that_was_taken_for_left_over_is_made_again"),
+    ),
+    Mutant(
+        "the file of a rank that is killed stays with those who survive",
+        STARTUP,
+        "        shared_files.remove(path)  #",
+        "        rank or shared_files.remove(path)  #",
+        "pytest tests/mpi/test_without_mpi.py::test_scenario[rank_0_is_killed_while_the_page_is_opened-2]",
+    ),
+    Mutant(
+        "segments do not shrink where room is little",
+        SEGMENT,
+        "    return next(fitting, areas(n)[-1])",
+        "    return areas(n)[0]",
+        unit("segment", "how_many_find_room_in_a_container_of_docker"),
+    ),
+    Mutant(
+        "only rank 0 warns of a full /dev/shm",
+        STARTUP,
+        '    if shared_files.NO_ROOM in started.reasons.get("shm", ""):',
+        '    if shared_files.NO_ROOM in started.reasons.get("shm", "") and not (started.page and started.page.rank):',
+        "pytest tests/mpi/test_lifecycle.py::test_lifecycle[3-no_room]",
     ),
 ]

@@ -216,7 +216,18 @@ def homes(group: ByFiles, directory: Path) -> None:
     assert any((directory / f"own {os.getuid()}").iterdir())
 
 
-SCENARIOS = [apart, together, alone_in_its_network, dies_unseen, shown, looks, homes]
+def many(group: ByFiles, directory: Path) -> None:
+    """So many communicators of 4 ranks find room in the 64 MB that Docker gives."""
+    made: list[Any] = []
+    with raises(OSError, "No space left on device: /dev/shm needs 0."):
+        while True:
+            made.append((Page.create(0, 4), Segment.create(0, 4)))
+    assert len(made) == 40
+    assert 1 << 20 < made[0][1].nbytes < 4 << 20
+    assert made[-1][1].nbytes < 400_000
+
+
+SCENARIOS = [apart, together, alone_in_its_network, dies_unseen, shown, looks, homes, many]
 
 
 def main(name: str, directory: str, rank: str, size: str) -> None:

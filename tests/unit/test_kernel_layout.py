@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ipcreduce.coordination import shared_files
 from ipcreduce.coordination.control_page import Page
 from ipcreduce.coordination.faults import fault_error
 from ipcreduce.coordination.page_layout import ABORT_OFFSET, head_bytes, missing_offset
@@ -170,7 +171,7 @@ def test_words_of_the_control_page(tmp_path: Path, rank: int, absent: int):
         page.clear()
         assert not np.frombuffer(Path(page.path).read_bytes()[: page.head_bytes], np.uint8).any(), "not cleared"
     finally:
-        page.unlink()
+        shared_files.remove(page.path)
 
 
 CHECK_GRACE = """

@@ -160,8 +160,10 @@ class _Meeting:
             self._answered(one)
 
     def _missing(self, rank: int, reasons: list[str]) -> UnsupportedError:
-        noted = self._reasons[rank].items() if rank < self._rank else ()
-        reasons += [f"{address} port {self._ports[rank]}: {why}" for address, why in noted][:_MOST_REASONS]
+        noted = {address: "no answer" for of, address in self._visits.values() if of == rank}
+        if rank < self._rank:
+            noted = self._reasons[rank] | noted
+        reasons += [f"{address} port {self._ports[rank]}: {why}" for address, why in noted.items()][:_MOST_REASONS]
         return UnsupportedError(
             f"rank {self._rank} has no connection to rank {rank}: {'; '.join(reasons) or 'it has no address'}"
         )

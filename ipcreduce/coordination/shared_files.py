@@ -63,8 +63,13 @@ def _lock(descriptor: int, path: str) -> bool:
     """Hold a lock as long as the file is open or mapped. False if somebody has just taken it for left over."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # there are no locks here: so nobody takes it for left over
+        return True
+    try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
-    except (BlockingIOError, FileNotFoundError):
+    except FileNotFoundError:
         return False
 
 

@@ -530,6 +530,17 @@ def test_nobody_but_impostors():
         hold(socket.create_server(("127.0.0.1", 0)), 1, places(there.port, "127.0.0.2"))
 
 
+def test_an_address_that_stays_silent_is_named():
+    told = places(1, "127.0.0.2")
+    with socket.create_server(("127.0.0.2", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as listener:
+        told[0]["port"] = silent.getsockname()[1]
+        with (
+            connections._Meeting(listener, SECRET, 1, told) as meeting,
+            pytest.raises(UnsupportedError, match=r"to rank 0: timed out; 127\.0\.0\.2 port \d+: no answer$"),
+        ):
+            meeting.hold(time.monotonic() + 0.3)
+
+
 def test_addresses_of_both_hosts_are_left_out():
     """They lead back to the host that tries them."""
     told = places(1, "172.17.0.1", "10.0.0.1", "192.168.122.1", "10.0.0.1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -105,6 +106,17 @@ def test_a_file_that_was_taken_for_left_over_is_made_again(monkeypatch: pytest.M
     assert os.path.samestat(os.fstat(descriptor), os.stat(path))
     for one in (descriptor, *others):
         os.close(one)
+
+
+def test_where_there_are_no_locks_nothing_is_left_over(directory: Path, monkeypatch: pytest.MonkeyPatch):
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    made = [shared_files.create(4096) for _ in range(2)]
+    assert {*directory.iterdir()} == {Path(path) for _, path in made}
+    for descriptor, _ in made:
+        os.close(descriptor)
 
 
 def test_only_such_files_are_removed(directory: Path, tmp_path: Path):

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from .coordination import exchange, watchdog
+from .coordination import exchange, shared_files, watchdog
 from .coordination.connections import connect
 from .coordination.control_page import Page
 from .coordination.exchange import Ranks
@@ -57,6 +57,7 @@ def start(ranks: Ranks, options: Options) -> Started:
     everyone = _meet(ranks, options, deadline)
     started = _see_each_other(ranks, everyone, deadline)
     try:
+        _warn_of_no_room(started)
         _choose_engine(ranks, options, everyone, started, deadline)
     except BaseException:
         if started.watch is not None:
@@ -129,6 +130,18 @@ def _warn_of_falling_back(rank: int, everyone: np.ndarray[Any, Any], reason: str
     """Warn, on rank 0, that GPUs of one host do not get our kernels. Over several hosts that is as it must be."""
     if rank == 0 and len({*everyone["host"].tolist()}) == 1:
         warnings.warn(f"NCCL is used in place of ipcreduce's kernels: {reason}", RuntimeWarning, stacklevel=5)
+
+
+def _warn_of_no_room(started: Started) -> None:
+    """Warn, on every rank, as an error that is made of it has to be one of all. Python shows it once a line."""
+    if shared_files.NO_ROOM in started.reasons.get("shm", ""):
+        warnings.warn(
+            "/dev/shm has no room for one more communicator: its NumPy arrays go by messages of MPI, some 100 times as "
+            "slow if they are short, or without MPI not at all. Close those that are not used any more, or make "
+            "/dev/shm larger (docker run --shm-size)",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def _apart(ranks: Ranks, reason: str, deadline: float) -> Started:
@@ -214,8 +227,6 @@ def _check_gpus(everyone: np.ndarray[Any, Any]) -> None:
 class _Shareable(Protocol):
     path: str
 
-    def unlink(self) -> None: ...
-
 
 _Shared = TypeVar("_Shared", bound=_Shareable)
 
@@ -228,18 +239,20 @@ def _share(
     rank, n = ranks.rank, ranks.size
     mine: _Shared | None = None
     error: Exception | None = None
+    path = ""
     try:
         mine = create(rank, n) if rank == 0 else None
     except (OSError, UnsupportedError) as caught:
         error = caught
     try:
-        record = exchange.message(exchange.PAGE, error, path=mine.path if mine is not None else "")
+        path = mine.path if mine is not None else ""
+        record = exchange.message(exchange.PAGE, error, path=path)
         pages = exchange.allgather(ranks, record, deadline, f"creating {name}")
+        path = bytes(pages[0]["path"]).decode()
         exchange.check(ranks, pages, f"creating {name}")
         with exchange.step(ranks, deadline, f"opening {name} (is /dev/shm shared between the ranks?)"):
-            mine = mine if mine is not None else open_it(bytes(pages[0]["path"]).decode(), rank, n)
+            mine = mine if mine is not None else open_it(path, rank, n)
     finally:
-        if mine is not None and rank == 0:
-            mine.unlink()
+        shared_files.remove(path)  # by every rank: rank 0 may have been killed
     assert mine is not None
     return mine

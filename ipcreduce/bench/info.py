@@ -17,12 +17,13 @@ from typing import Any
 
 from .. import __version__
 from ..communicator import Communicator
+from ..coordination.launchers import library
 from ..cuda import compiler, driver
 from ..errors import IpcReduceError
 from ..ipc import plan
 from ..ipc.options import workspace_bytes
 from . import report
-from .ranks import Ranks, library
+from .ranks import Ranks
 
 _PACKAGES = (
     "numpy", "mpi4py", "cuda-core", "cuda-bindings", "cupy-cuda12x", "cupy-cuda13x", "nvidia-cuda-nvrtc",
@@ -167,7 +168,7 @@ def _text(found: dict[str, Any]) -> str:
         lines.append(f"GPUs (driver of CUDA {gpus['driver']})")
         lines.append(report.table(("GPU", "name", "capability", "memory", "UUID", "P2P with"), rows))
     if "error" in ranks:
-        lines.append(f"no communicator: {ranks['error']}")
+        lines += [] if mpi["problem"] else [f"no communicator: {ranks['error']}"]  # that is the reason, said above
     else:
         lines.append(f"{report.ranks_text(ranks['size'])}: backend {ranks['backend']}")
         lines += [f"  {line}" for line in ranks["description"]]

@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ..coordination import mpi
+from ..coordination.launchers import Launch
 from ..errors import UnsupportedError
 from . import output
 
-_LAUNCHERS = (  # name, and the variables of rank and size; the first that is set counts, since they nest in this order
-    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
-    ("MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE"),
-    ("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
-    ("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # SLURM_NTASKS is also set in a batch script, which is no rank
-)
 _MEETING_SECONDS = 5.0  # how long a rank that ends waits for the others to end too
 _UNREAD_SECONDS = 0.3  # a launcher may drop what it has not yet read when a rank fails
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A launcher, as its environment variables tell. ``name`` is "" if none is known to have started this process."""
-
-    name: str = ""
-    rank: int = 0
-    size: int = 1
-    variable: str = ""
-
-    @classmethod
-    def seen(cls) -> Launch:
-        """The launcher of this process."""
-        for name, rank, size in _LAUNCHERS:
-            texts = os.environ.get(rank, ""), os.environ.get(size, "")
-            if all(text.isascii() and text.isdigit() for text in texts):
-                return cls(name, int(texts[0]), int(texts[1]), size)
-        return cls()
 
 
 class Ranks:
@@ -59,16 +32,8 @@ class Ranks:
                 self.rank = int(self._ends.Get_rank())
 
     def mismatch(self) -> str:
-        """The advice for a launcher whose ranks MPI takes for single programs; "" if all is well. After join()."""
-        launch = self.launch
-        if self.size != 1 or launch.size == 1:
-            return ""
-        return (
-            f"the launcher started {launch.size} ranks ({launch.variable}={launch.size}, of {launch.name}), but to MPI "
-            f"each of them is rank 0 of 1: launcher and mpi4py do not belong together. mpi4py uses {library()}. Start "
-            "the ranks with the mpirun of that library, or install mpi4py for the launcher's: "
-            "pip install --force-reinstall --no-cache-dir --no-binary mpi4py mpi4py"
-        )
+        """The words for a launcher whose ranks MPI takes for single programs; "" if all is well. After join()."""
+        return self.launch.mismatch(self.size)
 
     def tell(self, text: str) -> None:
         """Print ``text`` on rank 0. Collective. :raises IpcReduceError: on every rank, if it cannot be written."""
@@ -109,9 +74,3 @@ class Ranks:
             time.sleep(_UNREAD_SECONDS)
             self._ends.Abort(status)
         sys.exit(status)
-
-
-def library() -> str:
-    """The name and version of the MPI library that mpi4py uses. :raises UnsupportedError: if there is none."""
-    first = str(mpi.require().Get_library_version()).splitlines()[0]
-    return " ".join(first.replace("\0", "").replace("Version:", "").split()).split(", package")[0]

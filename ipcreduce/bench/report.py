@@ -13,9 +13,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ..coordination.launchers import library
 from ..cuda import driver
 from ..errors import IpcReduceError, UnsupportedError
-from . import output, ranks
+from . import output
 
 _PACKAGES = ("cuda-bindings", "cuda-core", "cupy-cuda13x", "cupy-cuda12x", "mpi4py", "numpy", "torch")
 
@@ -28,7 +29,7 @@ def header(command: list[str]) -> dict[str, Any]:
         machine |= {"gpus": gpus, "driver_cuda": "{}.{}".format(*driver.driver_version())}
     except IpcReduceError:  # no driver
         pass
-    versions = {"python": platform.python_version(), "mpi": ranks.library()}
+    versions = {"python": platform.python_version(), "mpi": library()}
     for name in _PACKAGES:
         try:
             versions[name] = metadata.version(name)

@@ -1,18 +1,20 @@
 """TCP connections between every two ranks, for the mirror of their control pages. Made at start-up.
 
-A rank listens at a port of its own choice until all have come, and takes nobody who does not know the secret that the
-ranks have shared at start-up.
+A rank listens at a port of its own choice until all have come. It takes nobody, and takes nobody's word at an address,
+who does not prove that he knows the secret that the ranks have shared at start-up: handshake.py.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
-import hmac
+import os
 import secrets
 import selectors
 import socket
 import struct
 import time
+from collections import deque
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -21,15 +23,14 @@ import numpy as np
 from ..errors import UnsupportedError
 from . import exchange
 from .exchange import Ranks
+from .handshake import SECRET_BYTES, STRANGER, Guest, Visit
 
-_SECRET_BYTES = 32
-_GREETING = struct.Struct(f"<{_SECRET_BYTES}sI")  # secret, rank
-_PLACE = exchange.struct(8, ("network", "S64"), ("port", "<u4"), ("addresses", "S256"), ("secret", f"V{_SECRET_BYTES}"))
-_TRY_SECONDS = 5.0  # for one address of several
-_GREET_SECONDS = 2.0  # for a connection to say who it is
-_TICK_SECONDS = 0.1  # between two looks for guests that take too long
+_PLACE = exchange.struct(8, ("network", "S64"), ("port", "<u4"), ("addresses", "S256"), ("secret", f"V{SECRET_BYTES}"))
+_GREET_SECONDS = 2.0  # for a connection to say who it is; a rank that was slower comes again
+_TICK_SECONDS = 0.1  # between two looks for guests that take too long, and for visits to be made again
 _MOST_GUESTS = 64  # connections that have not said it yet
-_STRANGER = -1
+_MOST_VISITS = 128  # to addresses that have not answered yet: all of some ranks
+_MOST_REASONS = 3
 _MOST_SECONDS = 20.0  # for all of them, where ranks do not reach each other
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 # Keepalive probes tell of a host that has gone, within 4 s. A process that is stopped still answers them.
@@ -58,25 +59,19 @@ def connect(ranks: Ranks, network: str, deadline: float) -> dict[int, socket.soc
             error = caught
         record = exchange.message(
             _PLACE, error, network=network, port=listener.getsockname()[1] if listener else 0,
-            addresses=",".join(own_addresses()), secret=np.void(secrets.token_bytes(_SECRET_BYTES)),
+            addresses=",".join(own_addresses()), secret=np.void(secrets.token_bytes(SECRET_BYTES)),
         )  # fmt: skip
         places = exchange.allgather(ranks, record, deadline, "listening for the other ranks")
         exchange.check(ranks, places, "listening for the other ranks")
         assert listener is not None
-        connections: dict[int, socket.socket] = {}
         now = time.monotonic()
         until = min(now + _MOST_SECONDS, (now + deadline) / 2)  # so that the votes still meet
         secret = places[0]["secret"].tobytes()
         with exchange.step(ranks, deadline, "connecting the ranks (is TCP between the hosts open?)"):
-            try:
-                for other in range(rank):
-                    connections[other] = failed.enter_context(_reach(places[other], record[0], until))
-                    connections[other].sendall(_GREETING.pack(secret, rank))
-                found = _accept(listener, secret, set(range(rank + 1, n)), until)
-                connections |= {other: failed.enter_context(connection) for other, connection in found.items()}
-            except OSError as caught:
-                missing = [other for other in range(n) if other != rank and other not in connections]
-                raise UnsupportedError(f"rank {rank} has no connection to rank {missing[0]}: {caught}") from caught
+            with _Meeting(listener, secret, rank, places) as meeting:
+                connections = meeting.hold(until)
+            for connection in connections.values():
+                failed.enter_context(connection)
             for connection in connections.values():
                 _prepare(connection)
         failed.pop_all()
@@ -95,81 +90,169 @@ def own_addresses() -> list[str]:
     return [address for address in found if not address.startswith("127.")]
 
 
-def _reach(place: Any, own: Any, deadline: float) -> socket.socket:
-    """A connection to a rank, at the first of its addresses that answers. :raises OSError: if none does."""
-    local = place["network"] == own["network"]
-    addresses = ["127.0.0.1"] if local else bytes(place["addresses"]).decode().split(",")
-    last = OSError("it has no address")
-    for address in filter(None, addresses):
-        try:
-            left = deadline - time.monotonic()
-            return socket.create_connection((address, int(place["port"])), timeout=max(0.01, min(_TRY_SECONDS, left)))
-        except OSError as error:
-            last = OSError(f"{address} port {place['port']}: {error}")
-    raise last
+def _addresses(place: Any, own: Any) -> list[str]:
+    """Where the rank at ``place`` may be reached. An address that is also one of this host's leads back to it."""
+    if place["network"] == own["network"]:
+        return ["127.0.0.1"]
+    mine = bytes(own["addresses"]).decode().split(",")
+    found = [address for address in dict.fromkeys(bytes(place["addresses"]).decode().split(",")) if address]
+    return [address for address in found if address not in mine] or found
 
 
-class _Guest:
-    """A connection of somebody who has not said yet who it is."""
+class _Meeting:
+    """The connections of one rank while they are made: to all lower ranks, and of all higher ones.
 
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        self.connection, self.until, self._greeting = connection, time.monotonic() + _GREET_SECONDS, b""
-
-    def rank(self, secret: bytes) -> int | None:
-        """The rank that has come; _STRANGER if it is none, or has gone; None while more has to arrive."""
-        try:
-            data = self.connection.recv(_GREETING.size - len(self._greeting))
-        except BlockingIOError:
-            return None
-        except OSError:
-            return _STRANGER
-        self._greeting += data
-        if data and len(self._greeting) < _GREETING.size:
-            return None
-        known, rank = _GREETING.unpack(self._greeting.ljust(_GREETING.size, b"\0"))
-        return int(rank) if hmac.compare_digest(known, secret) else _STRANGER
-
-
-def _accept(listener: socket.socket, secret: bytes, awaited: set[int], deadline: float) -> dict[int, socket.socket]:
-    """The connections of the ``awaited`` ranks, by rank. Whoever does not know the secret is sent away.
-
-    All who have connected are heard at once, so that a silent stranger keeps nobody waiting.
-
-    :raises TimeoutError: at ``deadline``, however many strangers come.
+    Every address is tried and everybody who has connected is heard at once, so that nobody who is silent keeps a rank
+    waiting.
     """
-    found: dict[int, socket.socket] = {}
-    guests: list[_Guest] = []  # the oldest first
-    listener.setblocking(False)
-    with selectors.DefaultSelector() as selector, ExitStack() as failed:
-        selector.register(listener, selectors.EVENT_READ)
 
-        def take(guest: _Guest) -> socket.socket:
-            guests.remove(guest)
-            selector.unregister(guest.connection)
-            return guest.connection
+    def __init__(self, listener: socket.socket, secret: bytes, rank: int, places: Any) -> None:
+        self._listener, self._secret, self._rank = listener, secret, rank
+        self._ports = [int(place["port"]) for place in places]
+        self._addresses = [_addresses(place, places[rank]) for place in places[:rank]]
+        self._awaited = set(range(len(places))) - {rank}
+        self._found: dict[int, socket.socket] = {}
+        self._guests: dict[Guest, float] = {}  # until when each may say who it is, the oldest first
+        self._visits: dict[Visit, tuple[int, str]] = {}  # to which rank's address
+        self._due = deque((other, address) for other in range(rank) for address in self._addresses[other])
+        self._again: list[tuple[float, int, str]] = []  # from when on
+        self._reasons: list[dict[str, str]] = [{} for _ in range(rank)]  # of ranks, by address
+        self._selector = selectors.DefaultSelector()
 
+    def __enter__(self) -> _Meeting:
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close all but the connections that :meth:`hold` has returned."""
+        self._selector.close()
+        for one in (*self._guests, *self._visits):
+            one.connection.close()
+        for connection in self._found.values():
+            connection.close()
+
+    def hold(self, until: float) -> dict[int, socket.socket]:
+        """The connections, by rank. :raises UnsupportedError: at ``until``, or if no address of a rank is left."""
+        while self._awaited - self._found.keys():
+            now = time.monotonic()
+            if now > until:
+                raise self._missing(min(self._awaited - self._found.keys()), ["timed out"])
+            self._visit(now)
+            for key, mask in self._selector.select(min(_TICK_SECONDS, max(0.0, until - now))):
+                self._act(key.data, mask)
+            guests = list(self._guests)
+            for guest in [guest for guest in guests if self._guests[guest] < now] or guests[:-_MOST_GUESTS]:
+                self._drop(guest)
+        found, self._found = self._found, {}
+        return found
+
+    def _act(self, one: Guest | Visit | None, mask: int) -> None:
+        if one is None:
+            self._admit()
+        elif isinstance(one, Guest):
+            self._heard(one)
+        elif one not in self._visits:
+            pass  # another visit to its rank has just been the right one
+        elif mask & selectors.EVENT_WRITE:
+            self._connected(one)
+        else:
+            self._answered(one)
+
+    def _missing(self, rank: int, reasons: list[str]) -> UnsupportedError:
+        noted = {address: "no answer" for of, address in self._visits.values() if of == rank}
+        if rank < self._rank:
+            noted = self._reasons[rank] | noted
+        reasons += [f"{address} port {self._ports[rank]}: {why}" for address, why in noted.items()][:_MOST_REASONS]
+        return UnsupportedError(
+            f"rank {self._rank} has no connection to rank {rank}: {'; '.join(reasons) or 'it has no address'}"
+        )
+
+    # ---- ranks that listen
+    def _visit(self, now: float) -> None:
+        """Make the visits that are due."""
+        for one in [one for one in self._again if one[0] < now]:
+            self._again.remove(one)
+            self._due.append(one[1:])
+        while self._due and len(self._visits) < _MOST_VISITS:
+            rank, address = self._due.popleft()
+            if rank not in self._found:
+                self._dial(rank, address)
+        for rank in range(self._rank):
+            if rank not in self._found and len(self._reasons[rank]) == len(self._addresses[rank]):
+                raise self._missing(rank, [])
+
+    def _dial(self, rank: int, address: str) -> None:
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        visit = Visit(connection, self._secret, self._rank, rank)
+        self._visits[visit] = rank, address
         try:
-            while awaited - found.keys():
-                now = time.monotonic()
-                if now > deadline:
-                    raise TimeoutError("timed out")
-                for key, _ in selector.select(min(_TICK_SECONDS, deadline - now)):
-                    if key.fileobj is listener:
-                        with suppress(BlockingIOError, ConnectionAbortedError):  # it has gone again
-                            guests.append(_Guest(listener.accept()[0]))
-                            selector.register(guests[-1].connection, selectors.EVENT_READ, guests[-1])
-                    elif (rank := key.data.rank(secret)) in awaited - found.keys():
-                        found[rank] = failed.enter_context(take(key.data))
-                    elif rank is not None:
-                        take(key.data).close()
-                for guest in [guest for guest in guests if guest.until < now] or guests[:-_MOST_GUESTS]:
-                    take(guest).close()
-        finally:
-            for guest in guests:
-                guest.connection.close()
-        failed.pop_all()
-    return found
+            code = connection.connect_ex((address, self._ports[rank]))
+        except OSError as error:  # what is no address
+            self._give_up(visit, str(error))
+            return
+        if code not in (0, errno.EINPROGRESS):
+            self._give_up(visit, os.strerror(code))
+            return
+        self._selector.register(connection, selectors.EVENT_WRITE, visit)
+
+    def _connected(self, visit: Visit) -> None:
+        if code := visit.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._give_up(visit, os.strerror(code))
+        else:
+            self._selector.modify(visit.connection, selectors.EVENT_READ, visit)
+
+    def _answered(self, visit: Visit) -> None:
+        rank, address = self._visits[visit]
+        try:
+            known = visit.is_host()
+        except OSError:  # it has too many guests at a time, or does not wait any longer
+            self._drop(visit)
+            self._again.append((time.monotonic() + _TICK_SECONDS, rank, address))
+            return
+        if known:
+            self._found[rank] = self._take(visit)
+            for other in [other for other, (of, _) in self._visits.items() if of == rank]:
+                self._drop(other)
+        elif known is not None:
+            self._give_up(visit, "somebody answers who does not know the secret of this start-up")
+
+    def _give_up(self, visit: Visit, why: str) -> None:
+        rank, address = self._visits[visit]
+        self._reasons[rank][address] = why
+        self._drop(visit)
+
+    # ---- ranks that connect
+    def _admit(self) -> None:
+        with suppress(BlockingIOError, ConnectionError):  # it has gone again
+            connection, _ = self._listener.accept()
+            with ExitStack() as failed:
+                failed.callback(connection.close)
+                guest = Guest(connection, self._secret, self._rank)
+                failed.pop_all()
+            self._guests[guest] = time.monotonic() + _GREET_SECONDS
+            self._selector.register(connection, selectors.EVENT_READ, guest)
+
+    def _heard(self, guest: Guest) -> None:
+        rank = guest.rank()
+        if rank is None:
+            return
+        if rank != STRANGER and rank > self._rank and rank in self._awaited - self._found.keys():
+            with suppress(OSError):  # it has gone: let it come again
+                guest.welcome()
+                self._found[rank] = self._take(guest)
+                return
+        self._drop(guest)
+
+    # ---- both
+    def _take(self, one: Guest | Visit) -> socket.socket:
+        self._guests.pop(one, None) if isinstance(one, Guest) else self._visits.pop(one)
+        with suppress(KeyError):
+            self._selector.unregister(one.connection)
+        return one.connection
+
+    def _drop(self, one: Guest | Visit) -> None:
+        self._take(one).close()
 
 
 def _prepare(connection: socket.socket) -> None:

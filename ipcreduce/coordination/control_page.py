@@ -21,7 +21,6 @@ import contextlib
 import ctypes
 import mmap
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from . import shared_files
 from .flight_recorder import FlightRecorder
 from .page_layout import (
     ABORT_OFFSET,
@@ -90,19 +90,12 @@ class Page:
     @classmethod
     def create(cls, rank: int, n: int) -> Page:
         """A new page, in a file that only this user can open and nobody else made."""
-        descriptor, path = tempfile.mkstemp(prefix="ipcreduce-", dir="/dev/shm")
-        try:
-            os.posix_fallocate(descriptor, 0, page_bytes(n))  # no room: an error now, not a signal later
-        except OSError:
-            os.close(descriptor)
-            os.unlink(path)
-            raise
-        return cls(descriptor, path, rank, n)
+        return cls(*shared_files.create(page_bytes(n)), rank, n)
 
     @classmethod
     def open(cls, path: str, rank: int, n: int) -> Page:
         """The page that another rank created."""
-        return cls(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), path, rank, n)
+        return cls(shared_files.open_existing(path), path, rank, n)
 
     @classmethod
     def alone(cls, rank: int, n: int) -> Page:
@@ -114,11 +107,6 @@ class Page:
         assert block.fields is not None
         at = ranks_offset(self.n) + rank * block.itemsize + block.fields[name][1]
         return Slot(self._map, at + further, layout)
-
-    def unlink(self) -> None:
-        """Remove the file's name; the mappings stay. Only after all ranks have opened it."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path)
 
     def join(self, pid: int, started: int, namespace: int) -> None:
         """Write this rank's identity."""

@@ -16,10 +16,10 @@ import numpy as np
 
 from ..advice import shown
 from ..errors import ArgumentError, PeerLostError, report
-from . import exchange, mpi
+from . import exchange, launchers, mpi
 from .mpi import MpiRanks
 
-_LOCAL_RANK, _WORLD_SIZE, _TORCHRUN = "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"  # of torchrun
+_LOCAL_RANK = "LOCAL_RANK"  # of torchrun
 _MEMBER = exchange.struct(10, ("rank", "<u4"), ("size", "<u4"))
 _TAKEN = (
     "group must be an mpi4py intracommunicator, a torch.distributed process group, or an object with rank, size and "
@@ -54,19 +54,16 @@ def of(group: Any) -> exchange.Ranks:
     """The ranks of ``group``; None stands for MPI.COMM_WORLD. Asks nobody else.
 
     :raises ArgumentError: if it is no group, or its rank and size cannot be.
-    :raises UnsupportedError: if it is one of MPI's and MPI cannot be used.
+    :raises UnsupportedError: if it is one of MPI's and MPI cannot be used, or does not know the launcher's ranks.
     """
     if group is None:
-        world = MpiRanks.of(mpi.require().COMM_WORLD)
-        if world.size == 1 and _TORCHRUN in os.environ and os.environ.get(_WORLD_SIZE, "1") != "1":
-            raise ArgumentError(
-                f"group must be given under torchrun, of whose {os.environ[_WORLD_SIZE]} processes MPI knows this one "
-                "only. Call init_process_group(), then make Communicator(torch.distributed.group.WORLD) and call that"
-            )
-        return world
+        group = mpi.require().COMM_WORLD
     module: Any = mpi.loaded()
     if module is not None and isinstance(group, module.Comm):
-        return MpiRanks.of(group)
+        ranks = MpiRanks.of(group)
+        if group == module.COMM_WORLD:  # another group of one is meant to be one
+            launchers.check(group)
+        return ranks
     try:
         made = _of_torch(group) or _of_object(group)
     except Exception as error:  # of the group's own

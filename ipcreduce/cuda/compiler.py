@@ -6,14 +6,18 @@ A kernel is compiled for one (world size, rank, dtype, op, architecture), in 55 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import stat
+import struct
+import warnings
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ..errors import IpcReduceError, UnsupportedError
 
+_log = logging.getLogger("ipcreduce")
 _SOME_SOURCES = "one_shot.cu", "sync.cuh"  # enough to tell our ``kernels`` from another project's
 
 
@@ -57,10 +61,12 @@ def cache_directory() -> Path:
             f"{what} cannot be made ({error}): set IPCREDUCE_CACHE_DIR to a directory of yours"
         ) from None
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        # Who set one of these bits shares the directory on purpose: root would lock everybody out of /tmp.
+        shared = status.st_uid != os.getuid() or status.st_mode & (stat.S_ISVTX | stat.S_ISGID)
         raise UnsupportedError(
             f"{what} must be yours alone: expected owner {os.getuid()} and mode 0700, found owner "
-            f"{status.st_uid} and mode {stat.S_IMODE(status.st_mode):04o}. Run chmod 700 on it, or set "
-            "IPCREDUCE_CACHE_DIR to another directory."
+            f"{status.st_uid} and mode {stat.S_IMODE(status.st_mode):04o}. "
+            f"{'Set' if shared else 'Run chmod 700 on it, or set'} IPCREDUCE_CACHE_DIR to another directory."
         )
     return path
 
@@ -73,11 +79,71 @@ def _headers_digest() -> bytes:
     return digest.digest()
 
 
-@lru_cache(maxsize=1)
-def _cache() -> Any:
-    from cuda.core.utils import FileStreamProgramCache
+_SEAL = struct.Struct("<16sQ32s")  # in front of an entry: a mark, the length of the kernel, its SHA-256
+_MARK = b"ipcreduce kernel"
 
-    return FileStreamProgramCache(cache_directory() / "kernels")
+
+class _Cache:
+    """Compiled kernels on disk. What is wrong with it costs the time of a compilation, and never a call.
+
+    Each entry is sealed: the driver may crash on a kernel that has been cut by a full disk or a host that went down.
+    """
+
+    def __init__(self) -> None:
+        self._said = False
+        self._entries: Any = None
+        try:
+            from cuda.core.utils import FileStreamProgramCache
+
+            self._entries = FileStreamProgramCache(cache_directory() / "kernels")
+        except (OSError, UnsupportedError) as error:
+            self._say("used", error)
+
+    def get(self, key: bytes) -> bytes | None:
+        """The kernel kept by this key; None if there is none, or it is damaged."""
+        if self._entries is None:
+            return None
+        try:
+            entry = self._entries.get(key)
+        except OSError as error:
+            self._say("read", error)
+            return None
+        if entry is None:
+            return None
+        kernel = bytes(entry[_SEAL.size :])
+        if entry[: _SEAL.size] != _sealing(kernel):
+            _log.warning("an entry of the kernel cache is damaged: it is compiled anew, and replaced")
+            return None
+        return kernel
+
+    def put(self, key: bytes, kernel: bytes) -> None:
+        """Keep a kernel, if that can be."""
+        if self._entries is None:
+            return
+        try:
+            self._entries[key] = _sealing(kernel) + kernel
+        except OSError as error:
+            self._say("written", error)
+
+    def _say(self, done: str, error: Exception) -> None:
+        if self._said:
+            return
+        self._said = True
+        advice = "" if isinstance(error, UnsupportedError) else ". Set IPCREDUCE_CACHE_DIR to a directory of yours"
+        text = f"every start compiles the kernels anew, as the kernel cache cannot be {done}: {error}{advice}"
+        try:
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
+        except RuntimeWarning:  # made an error by the program: it would end a call, and on this rank only
+            _log.warning(text)
+
+
+def _sealing(kernel: bytes) -> bytes:
+    return _SEAL.pack(_MARK, len(kernel), hashlib.sha256(kernel).digest())
+
+
+@lru_cache(maxsize=1)
+def _cache() -> _Cache:
+    return _Cache()
 
 
 def compile_kernel(name: str, macros: dict[str, str], capability: tuple[int, int]) -> bytes:
@@ -104,7 +170,7 @@ def compile_kernel(name: str, macros: dict[str, str], capability: tuple[int, int
         define_macro=sorted(macros.items()),
     )
     key = make_program_cache_key(
-        code=source, code_type="c++", options=options, target_type="cubin", extra_digest=_headers_digest()
+        code=source, code_type="c++", options=options, target_type="cubin", extra_digest=_headers_digest() + _MARK
     )
     cubin = _cache().get(key)
     if cubin is None:
@@ -116,5 +182,5 @@ def compile_kernel(name: str, macros: dict[str, str], capability: tuple[int, int
                     f"the compiler does not run ({error}): pip install 'ipcreduce[cuda13]', or [cuda12]"
                 ) from error
             raise IpcReduceError(f"{name}.cu does not compile for {options.arch}:\n{error}") from error
-        _cache()[key] = cubin
-    return bytes(cubin)
+        _cache().put(key, cubin)
+    return cubin

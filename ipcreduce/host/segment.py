@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
-import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 import numpy as np
 
+from ..coordination import shared_files
 from . import semaphores
 
-_AREA_BYTES, _LEAST_AREA_BYTES = 1 << 20, 64 << 10  # of a rank: two ranks take 0.2 us more a MB with a quarter of it
-_SEGMENT_BYTES = 8 << 20  # of all areas together, as far as the least size allows; Docker gives /dev/shm 64 MB
+# Bytes of a rank's area: two ranks take 0.2 us more a MB with a quarter of it.
+_AREA_BYTES, _LEAST_AREA_BYTES = 1 << 20, 64 << 10
+_CROWDED_AREA_BYTES = 16 << 10  # the least where there is little room
+_SEGMENT_BYTES = 8 << 20  # of all areas together, as far as the least size allows
+_PART_OF_ROOM = 16  # a segment takes one of so many parts of what is left: Docker gives /dev/shm 64 MB
 _SMALL_BYTES = 128 << 10  # of all ranks' data of a small message: then it is quicker to read all of it than to share
 _SPIN_SECONDS = 1e-4  # before a rank sleeps; on waking up it loses 30 to 50 us
 _TICK_SECONDS = 0.05  # of a sleep: between two looks at faults and deadline
@@ -33,13 +34,15 @@ class Segment:
     """
 
     def __init__(self, descriptor: int, path: str, rank: int, n: int) -> None:
-        self.path, self.rank, self.n, self.nbytes = path, rank, n, segment_bytes(n)
-        self.small_bytes, self.area_bytes = sizes(n)
-        place = _place_bytes(n)
+        self.path, self.rank, self.n = path, rank, n
         try:
+            self.nbytes = os.fstat(descriptor).st_size
             self._map = mmap.mmap(descriptor, self.nbytes)
         finally:
             os.close(descriptor)
+        # By its size every rank knows what rank 0 has chosen.
+        self.small_bytes, self.area_bytes = small_bytes(n), _area_of(n, self.nbytes)
+        place = _place_bytes(n, self.area_bytes)
         data = np.frombuffer(self._map, np.uint8)
         places = [data[begin : begin + place] for begin in range(0, n * place, place)]
         self.small = [[one[part * self.small_bytes :][: self.small_bytes] for one in places] for part in (0, 1)]
@@ -58,17 +61,7 @@ class Segment:
     def create(cls, rank: int, n: int) -> Segment:
         """A new segment, in a file that only this user can open and nobody else made. :raises OSError: without room."""
         semaphores.library()
-        descriptor, path = tempfile.mkstemp(prefix="ipcreduce-", dir="/dev/shm")
-        try:
-            os.posix_fallocate(descriptor, 0, segment_bytes(n))  # no room: an error now, not a signal later
-        except OSError as error:
-            os.close(descriptor)
-            os.unlink(path)
-            if error.errno != errno.ENOSPC:
-                raise
-            size = segment_bytes(n) / (1 << 20)
-            text = f"{error.strerror}: /dev/shm needs {size:.1f} MB more (docker run --shm-size makes it larger)"
-            raise OSError(error.errno, text) from None
+        descriptor, path = shared_files.create(segment_bytes(n, _area_bytes(n, shared_files.free_bytes())))
         segment = cls(descriptor, path, rank, n)
         for address in segment._semaphores:
             semaphores.init(address)
@@ -77,12 +70,7 @@ class Segment:
     @classmethod
     def open(cls, path: str, rank: int, n: int) -> Segment:
         """The segment that another rank created. :raises OSError: if it cannot be opened."""
-        return cls(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), path, rank, n)
-
-    def unlink(self) -> None:
-        """Remove the file's name; the mappings stay. Only after all ranks have opened it."""
-        with suppress(FileNotFoundError):
-            os.unlink(self.path)
+        return cls(shared_files.open_existing(path), path, rank, n)
 
     def hand_over(self, check: Callable[[list[int]], None]) -> None:
         """Give this rank's data to all peers, and wait for theirs.
@@ -124,19 +112,34 @@ class Segment:
                 pass
 
 
-def sizes(n: int) -> tuple[int, int]:
-    """(bytes of a small part, bytes of an area) of each of ``n`` ranks: multiples of 64."""
-    small = max(_SMALL_BYTES // n // 64 * 64, 1024)
-    area = min(_AREA_BYTES, max(_SEGMENT_BYTES // n, _LEAST_AREA_BYTES)) // 64 * 64
-    return small, area
+def small_bytes(n: int) -> int:
+    """Bytes of a small part of each of ``n`` ranks: a multiple of 64."""
+    return max(_SMALL_BYTES // n // 64 * 64, 1024)
 
 
-def _place_bytes(n: int) -> int:
-    small, area = sizes(n)
-    return 2 * small + area + (area // n // 64 + 2) * 64
+def areas(n: int) -> list[int]:
+    """Bytes that an area of each of ``n`` ranks may have: multiples of 64, the largest first."""
+    found = [min(_AREA_BYTES, max(_SEGMENT_BYTES // n, _LEAST_AREA_BYTES)) // 64 * 64]
+    while found[-1] // 2 >= _CROWDED_AREA_BYTES:
+        found.append(found[-1] // 2 // 64 * 64)
+    return found
 
 
-def segment_bytes(n: int) -> int:
-    """Size of the segment of ``n`` ranks: whole pages."""
-    nbytes = n * _place_bytes(n) + n * n * semaphores.BYTES
+def _area_bytes(n: int, room: int) -> int:
+    """The area to take where so many bytes are left: many communicators find room, and each one's pages, too."""
+    fitting = (area for area in areas(n) if segment_bytes(n, area) * _PART_OF_ROOM <= room)
+    return next(fitting, areas(n)[-1])
+
+
+def _area_of(n: int, nbytes: int) -> int:
+    return {segment_bytes(n, area): area for area in areas(n)}[nbytes]
+
+
+def _place_bytes(n: int, area: int) -> int:
+    return 2 * small_bytes(n) + area + (area // n // 64 + 2) * 64
+
+
+def segment_bytes(n: int, area: int) -> int:
+    """Size of the segment of ``n`` ranks with such areas: whole pages."""
+    nbytes = n * _place_bytes(n, area) + n * n * semaphores.BYTES
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..coordination import exchange
 from ..cuda.compiler import cache_directory
+from ..errors import UnsupportedError
 from . import plan
 
 TUNING = exchange.struct(
@@ -32,12 +33,16 @@ def path_of(gpu: str, n: int) -> Path:
 
 
 def save(gpu: str, n: int, table: plan.Table) -> Path:
-    """Store a table and return its path. :raises OSError: if that fails."""
+    """Store a table and return its path. :raises UnsupportedError: if that fails."""
     path = path_of(gpu, n)
     content = {"version": _VERSION, "gpu": gpu, "ranks": n, "choices": [asdict(choice) for choice in table]}
     spare = path.with_suffix(".new")
-    spare.write_text(json.dumps(content, indent=1) + "\n")
-    spare.replace(path)
+    try:
+        spare.write_text(json.dumps(content, indent=1) + "\n")
+        spare.replace(path)
+    except OSError as error:
+        advice = "set IPCREDUCE_CACHE_DIR to a directory of yours"
+        raise UnsupportedError(f"the table cannot be kept ({error}): {advice}") from error
     return path
 
 

@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
+import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import mpi4py
 import numpy as np
+import pytest
 
 import ipcreduce
 from ipcreduce import Communicator, UnsupportedError
+from ipcreduce.coordination.page_layout import page_bytes
 from tests.shared import worker
 
 
@@ -129,11 +135,39 @@ def synchronously() -> None:
         comm.synchronize()
 
 
+def no_room() -> None:
+    """/dev/shm is full on rank 0: every rank warns once, or has the error that the program makes of it."""
+    from mpi4py import MPI
+
+    size = MPI.COMM_WORLD.Get_size()
+    reserve = os.posix_fallocate
+
+    def full(descriptor: int, offset: int, nbytes: int) -> None:
+        if nbytes != page_bytes(size):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reserve(descriptor, offset, nbytes)
+
+    with mock.patch.object(os, "posix_fallocate", full):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with Communicator() as comm:
+                right(comm)
+        assert [(one.category, one.filename) for one in caught] == [(RuntimeWarning, __file__)], caught
+        assert "has no room for one more communicator" in str(caught[0].message)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(RuntimeWarning, match="has no room for one more communicator"):
+                Communicator()
+    with Communicator() as comm:
+        assert "MB of shared memory" in comm.describe()
+        right(comm)
+
+
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
         not_initialised, finalised_before_close, never_closed, exit_closes, used_until_the_end, without_threads,
-        synchronously,
+        synchronously, no_room,
     )
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ipcreduce.bench import ranks
+from ipcreduce.coordination import launchers
 from tests.tools.machine import ROOT, environment
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -20,10 +20,20 @@ HOST = {"CUDA_VISIBLE_DEVICES": ""}  # on machines with GPUs too
 WORKER = "tests/mpi/bench_worker.py"
 WITHOUT_MPI = "import sys; sys.modules['mpi4py'] = None; from ipcreduce.cli import main; main(sys.argv[1:])"
 
+OWN_SUM = """
+import sys
+from mpi4py import MPI
+import ipcreduce
+try:
+    print(ipcreduce.Communicator({}).allreduce(3.0))
+except ipcreduce.UnsupportedError as error:
+    print("refused" if sys.argv[1] in str(error) else error)
+"""
+
 
 def alone(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Python with these arguments, started by no launcher but the one that ``variables`` tell of."""
-    known = [name for _, *names in ranks._LAUNCHERS for name in names]
+    known = [name for _, *names in launchers._LAUNCHERS for name in names]
     bare = {name: value for name, value in environment().items() if name not in known}
     return subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=bare | HOST | variables, capture_output=True, text=True, timeout=120
@@ -83,10 +93,10 @@ def test_info_without_a_launcher() -> None:
 
 
 def test_a_launcher_and_an_mpi_that_do_not_belong_together() -> None:
-    """Every command says so, once."""
+    """Every command says so, once, and every program that takes MPI's ranks for the launcher's."""
     library = json.loads(alone("-m", "ipcreduce", "info", "--json").stdout)["mpi"]["library"]
     other = "MPICH or Intel MPI" if library.startswith("Open MPI") else "Open MPI"
-    name, rank, size = next(launcher for launcher in ranks._LAUNCHERS if launcher[0] == other)
+    name, rank, size = next(launcher for launcher in launchers._LAUNCHERS if launcher[0] == other)
     words = f"the launcher started 4 ranks ({size}=4, of {name}), but to MPI each of them is rank 0 of 1"
     for number in (0, 3):
         launched = {rank: str(number), size: "4"}
@@ -97,6 +107,9 @@ def test_a_launcher_and_an_mpi_that_do_not_belong_together() -> None:
             refused = alone("-m", "ipcreduce", command, **launched)
             assert (refused.returncode, refused.stdout) == (1, "")
             assert refused.stderr.count(words) == (number == 0)
+        for group, answer in (("", "refused"), ("MPI.COMM_WORLD", "refused"), ("MPI.COMM_SELF", "3.0")):
+            done = alone("-c", OWN_SUM.format(group), words, **launched)
+            assert (done.returncode, done.stdout) == (0, f"{answer}\n"), done.stderr
 
 
 def test_without_mpi() -> None:

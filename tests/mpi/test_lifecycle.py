@@ -19,6 +19,7 @@ WORKER = "tests/mpi/lifecycle_worker.py"
         "used_until_the_end",
         "without_threads",
         "synchronously",
+        "no_room",
     ],
 )
 @pytest.mark.parametrize("n", [1, 3])

@@ -120,7 +120,11 @@ APART = {
 @pytest.mark.parametrize("kind", APART)
 def test_each_container_has_a_dev_shm_of_its_own(directory: Path, kind: str):
     options, words = APART[kind]
-    hold("apart", directory, *map(shm, options), SECURITY_WORDS=words)
+    hold("apart", directory, *map(shm, options), SECURITY_WORDS=words, PYTHONWARNINGS="ignore:/dev/shm has no room")
+
+
+def test_how_many_communicators_find_room_in_a_container_of_docker(directory: Path):
+    hold("many", directory, shm("-o size=64m"))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

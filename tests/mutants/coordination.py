@@ -190,7 +190,7 @@ MUTANTS = [
     ),
     Mutant(
         "a link in the place of the page is followed",
-        PAGE,
+        f"{FOLDER}/shared_files.py",
         "os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC",
         "os.O_RDWR | os.O_CLOEXEC",
         unit("control_page", "no_link_is_followed"),

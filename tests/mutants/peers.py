@@ -217,9 +217,9 @@ MUTANTS = [
     ),
     Mutant(
         "whoever connects is taken for a rank",
-        CONNECTIONS,
-        "return int(rank) if hmac.compare_digest(known, secret) else _STRANGER",
-        "return int(rank)",
+        f"{FOLDER}/handshake.py",
+        "        if not hmac.compare_digest(proof, ",
+        "        if False and (proof, ",
         unit("mirror", "a_stranger_is_sent_away"),
     ),
     Mutant(

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.mutants import coordination, devices, graphs, kernels, operands, peers
+from tests.mutants import coordination, devices, graphs, house, kernels, operands, peers
 
-MUTANTS = [one for module in (kernels, coordination, peers, operands, devices, graphs) for one in module.MUTANTS]
+MUTANTS = [one for module in (kernels, coordination, peers, house, operands, devices, graphs) for one in module.MUTANTS]

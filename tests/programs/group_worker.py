@@ -27,6 +27,8 @@ import pytest
 import ipcreduce
 from ipcreduce import Communicator, errors
 from ipcreduce.coordination import connections
+from ipcreduce.coordination.control_page import Page
+from ipcreduce.host.segment import Segment
 from tests.tools import machine
 
 
@@ -101,6 +103,49 @@ def a_rank_is_killed(group: Files) -> None:
     with raises(errors.PeerLostError, f"rank {group.size - 1}"):
         right(comm)
     comm.close()
+
+
+def rank_0_is_killed_while_the_page_is_opened(group: Files) -> None:
+    _rank_0_is_killed(group, Page)
+
+
+def rank_0_is_killed_while_the_segment_is_opened(group: Files) -> None:
+    _rank_0_is_killed(group, Segment)
+
+
+def _rank_0_is_killed(group: Files, kind: Any) -> None:
+    """Its file goes with those who survive. It tells the path and does not come to the vote behind that."""
+    opens, creates, gather, paths = kind.open, kind.create, group.allgather, []
+    is_created: list[bool] = []
+    told: list[bytes] = []  # since then, by rank 0: the path and its vote
+
+    def opening(path: str, *arguments: Any) -> Any:
+        paths.append(path)
+        if group.is_last:
+            assert os.path.exists(path)
+            os.kill(int((group.directory / "pid").read_text()), signal.SIGKILL)
+            group.write("failed")
+        return opens(path, *arguments)
+
+    def telling(data: bytes) -> list[bytes]:
+        if is_created:
+            told.append(data)
+        if len(told) == 2:
+            time.sleep(60)
+        return gather(data)
+
+    def creating(*arguments: Any) -> Any:
+        is_created.append(True)
+        return creates(*arguments)
+
+    if group.rank == 0:
+        group.write("pid", str(os.getpid()).encode())
+        group.allgather = telling  # type: ignore[method-assign]
+    kind.open, kind.create = opening, creating
+    with raises(errors.PeerLostError, "a rank has failed"):
+        Communicator(group, timeout=60)
+    assert len(paths) == 1
+    assert not os.path.exists(paths[0])
 
 
 def calls_differ(group: Files) -> None:
@@ -195,7 +240,8 @@ def one_rank_twice(group: Files) -> None:
 
 
 SCENARIOS = [
-    results, a_rank_is_killed, calls_differ, options_differ, allgather_raises, allgather_hangs, late, apart,
+    results, a_rank_is_killed, rank_0_is_killed_while_the_page_is_opened, rank_0_is_killed_while_the_segment_is_opened,
+    calls_differ, options_differ, allgather_raises, allgather_hangs, late, apart,
     apart_without_tcp, one_rank_twice,
 ]  # fmt: skip
 

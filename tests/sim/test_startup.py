@@ -68,8 +68,12 @@ def test_exclusive_compute_mode(hold: Hold) -> None:
     hold(2, "exclusive_compute_mode")
 
 
-def test_a_kernel_cache_that_cannot_be_made(hold: Hold) -> None:
-    hold(2, "no_cache", SIM_NO_NCCL="1")
+def test_a_rank_without_compiler(hold: Hold) -> None:
+    hold(2, "no_compiler", SIM_NO_NCCL="1")
+
+
+def test_a_kernel_cache_that_cannot_be_used(hold: Hold) -> None:
+    hold(2, "no_cache")
 
 
 def test_a_driver_that_fails(hold: Hold) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ipcreduce.coordination import watchdog
+from ipcreduce.coordination import shared_files, watchdog
 from ipcreduce.coordination.control_page import Page
 from ipcreduce.coordination.mirror import Mirror
 
@@ -19,7 +19,7 @@ def make_pages(n: int) -> list[Page]:
     pages = [first, *(Page.open(first.path, rank, n) for rank in range(1, n))]
     for page in pages:
         page.join(*watchdog.own_identity())
-    first.unlink()
+    shared_files.remove(first.path)
     return pages
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 import ipcreduce
-from ipcreduce.bench import contenders, info, ranks
+from ipcreduce.bench import contenders, info
+from ipcreduce.coordination import launchers
 from tests.tools.machine import ROOT, environment
 
-VARIABLES = [name for _, *names in ranks._LAUNCHERS for name in names]
+VARIABLES = [name for _, *names in launchers._LAUNCHERS for name in names]
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -94,38 +95,7 @@ def test_rank_0_of_a_launcher_speaks(rank: int, arguments: tuple[str, ...]):
     assert (done.returncode, done.stderr, bool(done.stdout)) == (0, "", rank == 0)
 
 
-# ---- launchers
-@pytest.fixture
-def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    return monkeypatch
-
-
-@pytest.mark.parametrize(("name", "rank", "size"), ranks._LAUNCHERS)
-def test_launchers(bare: pytest.MonkeyPatch, name: str, rank: str, size: str):
-    assert ranks.Launch.seen() == ranks.Launch("", 0, 1, "")
-    bare.setenv(rank, "3")
-    assert ranks.Launch.seen() == ranks.Launch()
-    bare.setenv(size, "4")
-    assert ranks.Launch.seen() == ranks.Launch(name, 3, 4, size)
-    bare.setenv(rank, "x")
-    assert ranks.Launch.seen() == ranks.Launch()
-
-
-def test_a_batch_script_is_no_rank(bare: pytest.MonkeyPatch):
-    """Slurm sets these in it, though it started one process only."""
-    bare.setenv("SLURM_PROCID", "0")
-    bare.setenv("SLURM_NTASKS", "4")
-    assert ranks.Launch.seen() == ranks.Launch()
-
-
-def test_mpirun_within_a_slurm_step(bare: pytest.MonkeyPatch):
-    for name, value in {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "2", "PMI_SIZE": "4"}.items():
-        bare.setenv(name, value)
-    assert ranks.Launch.seen() == ranks.Launch("MPICH or Intel MPI", 2, 4, "PMI_SIZE")
-
-
+# ---- the launcher that a shell would find
 def launcher(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """What info says of an mpirun that is this script."""
     path = folder / "mpirun"

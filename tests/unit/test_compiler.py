@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -294,9 +296,22 @@ def test_a_cache_that_others_may_write_is_refused(fresh_cache: Path, mode: int):
     fresh_cache.mkdir()
     fresh_cache.chmod(mode)
     with pytest.raises(UnsupportedError, match=rf"found owner \d+ and mode {mode:04o}. Run chmod 700") as caught:
-        compiler.compile_kernel("one_shot", macros(), (9, 0))
+        compiler.cache_directory()
     assert str(fresh_cache) in str(caught.value)
     assert "IPCREDUCE_CACHE_DIR" in str(caught.value)
+    works_without(r"cannot be used: .*Run chmod 700")
+    assert not any(fresh_cache.iterdir())
+
+
+@pytest.mark.parametrize("mode", [0o1777, 0o2770, 0o3777])
+def test_a_directory_that_others_share_on_purpose_stays_as_it_is(fresh_cache: Path, mode: int):
+    """By chmod 700 root would lock everybody out of /tmp."""
+    fresh_cache.mkdir()
+    fresh_cache.chmod(mode)
+    with pytest.raises(UnsupportedError, match=rf"mode {mode:04o}\. Set IPCREDUCE_CACHE_DIR to another") as caught:
+        compiler.cache_directory()
+    assert "chmod" not in str(caught.value)
+    works_without(rf"cannot be used: .*mode {mode:04o}\. Set IPCREDUCE_CACHE_DIR")
     assert not any(fresh_cache.iterdir())
 
 
@@ -304,8 +319,101 @@ def test_a_cache_that_others_may_write_is_refused(fresh_cache: Path, mode: int):
 def test_a_cache_of_another_user_is_refused(fresh_cache: Path):
     fresh_cache.mkdir(mode=0o700)
     os.chown(fresh_cache, 12345, -1)
-    with pytest.raises(UnsupportedError, match="expected owner 0 and mode 0700, found owner 12345 and mode 0700"):
-        compiler.compile_kernel("one_shot", macros(), (9, 0))
+    words = r"expected owner 0 and mode 0700, found owner 12345 and mode 0700\. Set IPCREDUCE_CACHE_DIR"
+    with pytest.raises(UnsupportedError, match=words):
+        compiler.cache_directory()
+    works_without(words)
+
+
+# ---- a cache that is damaged, or of no use: it costs time, and never a call
+def works_without(words: str) -> None:
+    """Kernels compile, and that they are not kept is said once."""
+    compiler._cache.cache_clear()
+    with pytest.warns(RuntimeWarning, match=words) as caught:
+        found = [compiler.compile_kernel("verify", macros(), (9, 0)) for _ in range(2)]
+    first = found[0]
+    assert first.startswith(b"\x7fELF")
+    assert found == [first, first]
+    assert len(caught) == 1
+    compiler._cache.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # which would end a call, and on this rank only
+        assert compiler.compile_kernel("verify", macros(), (9, 0)) == first
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The sources that NVRTC compiles from now on."""
+    import cuda.core
+
+    made, program = [], cuda.core.Program
+
+    def counted(source: str, *arguments: Any) -> Any:
+        made.append(source)
+        return program(source, *arguments)
+
+    monkeypatch.setattr("cuda.core.Program", counted)
+    return made
+
+
+def entries(cache: Path) -> list[Path]:
+    return [path for path in (cache / "kernels" / "entries").rglob("*") if path.is_file()]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda entry: b"",
+    "cut": lambda entry: entry[:10],
+    "a page": lambda entry: entry[:4096],
+    "the last byte missing": lambda entry: entry[:-1],
+    "a byte more": lambda entry: entry + b"\0",
+    "a bit": lambda entry: entry[:5000] + bytes([entry[5000] ^ 1]) + entry[5001:],
+    "zeros": lambda entry: bytes(len(entry)),
+    "zeros behind a page": lambda entry: entry[:4096] + bytes(len(entry) - 4096),
+    "no seal": lambda entry: entry[entry.index(b"\x7fELF") :],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_entry_is_compiled_anew_and_replaced(fresh_cache: Path, compilations: list[str], damage: str):
+    """The driver would refuse it at every start, or crash on it."""
+    kernel = compiler.compile_kernel("one_shot", macros(), (9, 0))
+    [entry] = entries(fresh_cache)
+    kept = entry.read_bytes()
+    assert kept.endswith(kernel)
+    entry.write_bytes(DAMAGES[damage](kept))
+    assert compiler.compile_kernel("one_shot", macros(), (9, 0)) == kernel
+    assert entry.read_bytes() == kept
+    assert compiler.compile_kernel("one_shot", macros(), (9, 0)) == kernel
+    assert len(compilations) == 2
+
+
+def test_a_cache_in_which_nothing_can_be_written(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch):
+    """As on a full disk, or a file system that is mounted read-only."""
+    kernel = compiler.compile_kernel("one_shot", macros(), (9, 0))
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tempfile.mkstemp", full)
+    works_without("cannot be written: .*No space left on device.*IPCREDUCE_CACHE_DIR")
+    monkeypatch.setattr("cuda.core.Program", None)
+    assert compiler.compile_kernel("one_shot", macros(), (9, 0)) == kernel, "what is there is still read"
+
+
+def test_an_entry_that_cannot_be_read(fresh_cache: Path):
+    compiler.compile_kernel("verify", macros(), (9, 0))
+    [entry] = entries(fresh_cache)
+    entry.unlink()
+    entry.mkdir()  # root may read every file
+    works_without("cannot be read: .*Is a directory")
+
+
+@pytest.mark.parametrize("place", ["", "kernels", "kernels/entries"])
+def test_a_file_in_its_place(fresh_cache: Path, place: str):
+    path = fresh_cache / place
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.touch()
+    works_without("cannot be used: .*IPCREDUCE_CACHE_DIR")
 
 
 def test_a_cache_that_cannot_be_made_is_an_error_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -314,6 +422,7 @@ def test_a_cache_that_cannot_be_made_is_an_error_with_advice(tmp_path: Path, mon
     monkeypatch.setenv("IPCREDUCE_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with pytest.raises(UnsupportedError, match="IPCREDUCE_CACHE_DIR"):
         compiler.cache_directory()
+    works_without("cannot be used: .*IPCREDUCE_CACHE_DIR=")
 
 
 def test_without_a_home_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce.coordination import control_page, faults, flight_recorder, page_layout, watchdog
+from ipcreduce.coordination import control_page, faults, flight_recorder, page_layout, shared_files, watchdog
 from ipcreduce.coordination.control_page import Page
 from ipcreduce.coordination.fingerprint import Fingerprint, of_allreduce
 from ipcreduce.coordination.flight_recorder import RING
@@ -36,15 +36,15 @@ def pages() -> list[Page]:
 def test_only_this_user_opens_the_file_and_it_goes():
     page, other = Page.create(0, 2), Page.create(0, 2)
     path, status = Path(page.path), os.stat(page.path)
-    page.unlink()
-    other.unlink()
+    shared_files.remove(page.path)
+    shared_files.remove(other.path)
     assert path.parent == Path("/dev/shm")
     assert other.path != page.path
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert status.st_uid == os.getuid()
     assert status.st_size == page.nbytes == page_layout.page_bytes(2)
     assert not path.exists()
-    page.unlink()  # again is harmless
+    shared_files.remove(page.path)  # again is harmless
     page.abort()  # the mapping stays
     assert page.aborted
 
@@ -63,7 +63,7 @@ def test_no_link_is_followed(tmp_path: Path):
     (tmp_path / "link").symlink_to(page.path)
     with pytest.raises(OSError, match="symbolic links"):
         Page.open(str(tmp_path / "link"), 1, 2)
-    page.unlink()
+    shared_files.remove(page.path)
 
 
 def test_a_page_that_has_gone_is_an_error():

@@ -206,13 +206,3 @@ def test_a_group_needs_no_pytorch(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setitem(sys.modules, "torch.distributed", module)
         with ipcreduce.Communicator(One()) as comm:
             assert comm.allreduce(3) == 3
-
-
-def test_torchruns_processes_are_not_mpis(monkeypatch: pytest.MonkeyPatch):
-    """None would be a communicator of one rank in each of them."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ArgumentError, match=r"of whose 4 processes MPI knows this one only\. Call init_process_group"):
-        groups.of(None)
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert groups.of(None).size == 1

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ipcreduce.coordination import shared_files
 from ipcreduce.coordination.control_page import Page
 from ipcreduce.coordination.faults import fault_error
 from ipcreduce.coordination.page_layout import ABORT_OFFSET, head_bytes, missing_offset
@@ -25,7 +26,7 @@ from ipcreduce.numerics import DTYPE_NAMES, DTYPES, OPS
 from tests.tools.machine import ROOT
 
 KERNELS = ROOT / "kernels"
-STAND_IN = ROOT / "tests" / "sim" / "include"
+STAND_IN = ROOT / "tests" / "simulated" / "include"
 
 WORD = 8  # bytes of each word of struct Args
 FIELDS = {  # of struct Args: the index of its first word in launches.py
@@ -120,7 +121,7 @@ def test_words_of_args(tmp_path: Path):
 def test_args_of_the_simulated_tests():
     """kernels.cpp launches kernels with a struct of its own."""
     kernels, simulated = (
-        args_of(path.read_text()) for path in (KERNELS / "exchange.cuh", ROOT / "tests" / "sim" / "kernels.cpp")
+        args_of(path.read_text()) for path in (KERNELS / "exchange.cuh", ROOT / "tests" / "simulated" / "kernels.cpp")
     )
     assert simulated == kernels
 
@@ -170,7 +171,7 @@ def test_words_of_the_control_page(tmp_path: Path, rank: int, absent: int):
         page.clear()
         assert not np.frombuffer(Path(page.path).read_bytes()[: page.head_bytes], np.uint8).any(), "not cleared"
     finally:
-        page.unlink()
+        shared_files.remove(page.path)
 
 
 CHECK_GRACE = """

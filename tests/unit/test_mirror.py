@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import array
+import contextlib
+import errno
 import fcntl
 import os
 import random
+import re
 import socket
 import struct
 import termios
@@ -288,13 +291,16 @@ def test_every_two_ranks_are_connected(n: int):
             connection.close()
 
 
+CLAIM = struct.Struct("<I32s32s")  # rank, challenge, proof
+
+
 def test_a_stranger_is_sent_away(monkeypatch: pytest.MonkeyPatch):
     """Who does not know the secret takes no rank's place, says he what he will."""
     create, strangers = socket.create_server, []
 
     def and_a_stranger(*args: Any, **keywords: Any) -> socket.socket:
         server = create(*args, **keywords)
-        rank_1 = bytes(32) + struct.pack("<I", 1)  # the awaited rank, without the secret
+        rank_1 = CLAIM.pack(1, bytes(32), bytes(32))  # the awaited rank, without the secret
         for greeting in (b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(64), rank_1):
             strangers.append(socket.create_connection(("127.0.0.1", server.getsockname()[1])))
             strangers[-1].sendall(greeting)
@@ -304,13 +310,21 @@ def test_a_stranger_is_sent_away(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(socket, "create_server", and_a_stranger)
     made = connect_all(2)
     for stranger in strangers:
-        with suppress(ConnectionResetError):  # closed before all was read
-            assert stranger.recv(10) == b""
+        assert len(all_of(stranger)) in (0, 32), "more than a challenge"
         stranger.close()
     for own in made:
         assert len(own) == 1
         for connection in own.values():
             connection.close()
+
+
+def all_of(connection: socket.socket) -> bytes:
+    """All that still arrives until the other side closes."""
+    data = b""
+    with suppress(ConnectionResetError):  # closed before all was read
+        while more := connection.recv(1000):
+            data += more
+    return data
 
 
 @contextmanager
@@ -349,7 +363,7 @@ def strangers(monkeypatch: pytest.MonkeyPatch, visit: Callable[[socket.socket], 
 
 VISITS: list[Callable[[socket.socket], object]] = [
     lambda stranger: None,
-    lambda stranger: stranger.sendall(bytes(35)),
+    lambda stranger: stranger.sendall(bytes(CLAIM.size - 1)),
     lambda stranger: stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(100)),
     lambda stranger: stranger.close(),
 ]
@@ -372,48 +386,175 @@ def test_start_up_ends_though_strangers_come_without_end(monkeypatch: pytest.Mon
     """A rank that does not come is missed at the deadline."""
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(connections, "_MOST_SECONDS", 0.5)
-    monkeypatch.setattr(connections, "_reach", unreachable)
-    with strangers(monkeypatch, lambda stranger: stranger.sendall(bytes(36))):
+    monkeypatch.setattr(connections, "_addresses", lambda place, own: [])
+    with strangers(monkeypatch, lambda stranger: stranger.sendall(bytes(CLAIM.size))):
         found = connect_all(2)
     assert "rank 0 has no connection to rank 1: timed out" in str(found[0])
+    assert "rank 1 has no connection to rank 0: it has no address" in str(found[0])
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def unreachable(*_: Any) -> None:
-    raise ConnectionRefusedError("refused")
-
-
-def test_a_greeting_in_pieces():
-    """TCP may tear it apart."""
-    secret = os.urandom(32)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def come() -> None:
-            with socket.create_connection(listener.getsockname()) as rank:
-                rank.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                for byte in secret + bytes([3, 0, 0, 0]):
-                    rank.sendall(bytes([byte]))
-                    time.sleep(1e-3)
-
-        thread = threading.Thread(target=come)
-        thread.start()
-        found = connections._accept(listener, secret, {3}, time.monotonic() + 20)
-        thread.join()
-    assert [*found] == [3]
-    found[3].close()
 
 
 def test_a_rank_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(connections, "_MOST_SECONDS", 0.3)
-
-    def refused(*_: Any, **__: Any) -> None:
-        raise ConnectionRefusedError("refused")
-
-    monkeypatch.setattr(socket, "create_connection", refused)
+    monkeypatch.setattr(socket.socket, "connect_ex", lambda *_: errno.ECONNREFUSED)
     found = connect_all(2)
     assert all(isinstance(one, UnsupportedError) for one in found), found
     assert "connecting the ranks (is TCP between the hosts open?)" in str(found[0])
-    assert "rank 1 has no connection to rank 0: 127.0.0.1 port" in str(found[0])
+    assert re.search(r"rank 1 has no connection to rank 0: 127\.0\.0\.1 port \d+: Connection refused", str(found[0]))
+
+
+@pytest.mark.parametrize(("most", "value"), [("_MOST_GUESTS", 1), ("_MOST_VISITS", 1)])
+def test_ranks_take_turns_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch, most: str, value: int):
+    """A guest that is sent away for the want of room comes again."""
+    monkeypatch.setattr(connections, most, value)
+    made = connect_all(6)
+    assert [len(own) for own in made] == 6 * [5], made
+    for own in made:
+        for connection in own.values():
+            connection.close()
+
+
+# ---- two ranks, and whoever else listens at an address that both their hosts have
+SECRET = os.urandom(32)
+
+
+def places(port: int, *addresses: str, n: int = 2) -> Any:
+    """What the ranks have told each other: rank 0 listens at one of these addresses."""
+    made = np.concatenate(
+        [exchange.message(connections._PLACE, network=f"of rank {rank}", port=port * (rank == 0)) for rank in range(n)]
+    )
+    made[0]["addresses"] = ",".join(addresses)
+    return made
+
+
+def hold(listener: socket.socket, rank: int, told: Any) -> dict[int, socket.socket]:
+    with listener, connections._Meeting(listener, SECRET, rank, told) as meeting:
+        return meeting.hold(time.monotonic() + 30)
+
+
+Impostor = Callable[[socket.socket, Callable[[], None]], object]  # gets who has connected, and what lets rank 0 begin
+
+
+def meet_beside(*impostors: Impostor) -> None:
+    """Ranks 0 and 1 meet, while each impostor listens at the port and another address of rank 0."""
+    real = socket.create_server(("127.0.0.1", 0))
+    port = real.getsockname()[1]
+    names = [f"127.0.0.{number}" for number in range(2, 2 + len(impostors))]
+    told = places(port, *names, "127.0.0.1")
+    with contextlib.ExitStack() as stack:
+        begins = [stack.enter_context(listens(one, name, port)) for one, name in zip(impostors, names, strict=True)]
+
+        def first() -> dict[int, socket.socket]:
+            assert all(begin.wait(60) for begin in begins)
+            return hold(real, 0, told)
+
+        zero, one = in_threads([first, lambda: hold(socket.create_server(("127.0.0.1", 0)), 1, told)], 60)
+    assert [*zero, *one] == [1, 0]
+    assert one[0].getpeername() == ("127.0.0.1", port)
+    zero[1].setblocking(True)
+    one[0].sendall(b"it is me")
+    assert zero[1].recv(10) == b"it is me"
+    for connection in (zero[1], one[0]):
+        connection.close()
+
+
+@contextmanager
+def listens(impostor: Impostor, name: str, port: int = 0) -> Iterator[Any]:
+    """An impostor at an address; an event when rank 0 may begin, which has his port."""
+    begin, ended = threading.Event(), threading.Event()
+    with socket.create_server((name, port)) as listener:
+        listener.settimeout(0.05)
+        begin.port = listener.getsockname()[1]  # type: ignore[attr-defined]
+
+        def serve() -> None:
+            while not ended.is_set():
+                with suppress(OSError):  # nobody is there, or has gone
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.settimeout(10)
+                        impostor(connection, begin.set)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield begin
+        finally:
+            ended.set()
+            thread.join()
+
+
+HEARD: list[bytes] = []
+
+
+def guesses(visitor: socket.socket, begin: Callable[[], None]) -> None:
+    visitor.sendall(bytes(32))
+    HEARD.append(visitor.recv(1000))
+    visitor.sendall(bytes(32))
+    begin()
+
+
+def reflects(visitor: socket.socket, begin: Callable[[], None]) -> None:
+    """He sends the visitor's own proof back."""
+    visitor.sendall(bytes(32))
+    HEARD.append(visitor.recv(1000))
+    visitor.sendall(HEARD[-1][-32:])
+    begin()
+
+
+def goes(visitor: socket.socket, begin: Callable[[], None]) -> None:
+    """He is visited again and again, and the others meanwhile."""
+    HEARD.append(b"")
+    if len(HEARD) > 1:
+        begin()
+
+
+@pytest.mark.parametrize("impostor", [guesses, reflects, goes])
+def test_whoever_listens_at_an_address_of_a_rank_is_not_taken_for_it(impostor: Impostor):
+    """As at 172.17.0.1, which every host with Docker has: he gets no secret, and the next address counts."""
+    HEARD.clear()
+    meet_beside(impostor)
+    assert HEARD
+    assert SECRET not in b"".join(HEARD)
+
+
+def test_all_addresses_are_tried_at_once():
+    """Rank 0 answers only when all those who stay silent have been visited."""
+
+    def stays_silent(visitor: socket.socket, begin: Callable[[], None]) -> None:
+        begin()
+        all_of(visitor)
+
+    meet_beside(*12 * [stays_silent])
+
+
+def test_nobody_but_impostors():
+    with (
+        listens(guesses, "127.0.0.2") as there,
+        pytest.raises(UnsupportedError, match=r"0: 127\.0\.0\.2 port \d+: somebody answers who does not know"),
+    ):
+        hold(socket.create_server(("127.0.0.1", 0)), 1, places(there.port, "127.0.0.2"))
+
+
+def test_an_address_that_stays_silent_is_named():
+    told = places(1, "127.0.0.2")
+    with socket.create_server(("127.0.0.2", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as listener:
+        told[0]["port"] = silent.getsockname()[1]
+        with (
+            connections._Meeting(listener, SECRET, 1, told) as meeting,
+            pytest.raises(UnsupportedError, match=r"to rank 0: timed out; 127\.0\.0\.2 port \d+: no answer$"),
+        ):
+            meeting.hold(time.monotonic() + 0.3)
+
+
+def test_addresses_of_both_hosts_are_left_out():
+    """They lead back to the host that tries them."""
+    told = places(1, "172.17.0.1", "10.0.0.1", "192.168.122.1", "10.0.0.1")
+    told[1]["addresses"] = "10.0.0.2,172.17.0.1,192.168.122.1"
+    assert connections._addresses(told[0], told[1]) == ["10.0.0.1"]
+    told[1]["addresses"] = "10.0.0.1,172.17.0.1,192.168.122.1"  # of one host after all, whose networks are not told
+    assert connections._addresses(told[0], told[1]) == ["172.17.0.1", "10.0.0.1", "192.168.122.1"]
+    told[1]["network"] = told[0]["network"]
+    assert connections._addresses(told[0], told[1]) == ["127.0.0.1"]
 
 
 def test_messages_of_start_up_have_kinds_of_their_own():

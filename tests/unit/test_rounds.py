@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce.coordination import control_page, rounds
+from ipcreduce.coordination import control_page, rounds, shared_files
 from ipcreduce.coordination.control_page import Page
 from ipcreduce.coordination.page_layout import CHUNK_BYTES
 from ipcreduce.coordination.rounds import Left, Meetings, Rounds
@@ -282,6 +282,6 @@ def test_a_meeting_that_is_given_up_leaves_its_record():
 def test_pages_do_not_share_anything():
     one, other = Page.create(0, 1), Page.create(0, 1)
     for page in (one, other):
-        page.unlink()
+        shared_files.remove(page.path)
     assert Rounds(one).gather(b"a", gone) == [b"a"]
     assert other.read_round(1) == [None]

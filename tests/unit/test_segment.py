@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ipcreduce.coordination import shared_files
+from ipcreduce.coordination.page_layout import page_bytes
 from ipcreduce.errors import PeerTimeoutError, UnsupportedError
 from ipcreduce.host import segment as segment_module
 from ipcreduce.host import semaphores
-from ipcreduce.host.segment import Segment, segment_bytes, sizes
+from ipcreduce.host.segment import Segment, areas, segment_bytes, small_bytes
 from ipcreduce.host.shared import SharedReducer
 from tests.unit.pages import in_threads
 
@@ -23,7 +25,7 @@ from tests.unit.pages import in_threads
 def make_segments(n: int) -> list[Segment]:
     first = Segment.create(0, n)
     others = [Segment.open(first.path, rank, n) for rank in range(1, n)]
-    first.unlink()
+    shared_files.remove(first.path)
     return [first, *others]
 
 
@@ -33,12 +35,47 @@ def never(missing: list[int]) -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 64, 128, 500])
 def test_sizes(n: int):
-    small, area = sizes(n)
-    assert small % 64 == area % 64 == 0
+    small = small_bytes(n)
+    assert small % 64 == 0
     assert small >= 1024
-    assert (64 << 10) <= area <= (1 << 20)
-    assert n > 128 or n * area <= 8 << 20
-    assert segment_bytes(n) >= n * (2 * small + area + area // n + 16)  # the last share may have an element more
+    most, *less = areas(n)
+    assert (64 << 10) <= most <= (1 << 20)
+    assert n > 128 or n * most <= 8 << 20
+    assert less
+    assert less[-1] == 16 << 10
+    for area in (most, *less):
+        assert area % 64 == 0
+        assert segment_bytes(n, area) >= n * (2 * small + area + area // n + 16)  # the last share may have more
+    assert len({segment_bytes(n, area) for area in areas(n)}) == len(areas(n)), "the size tells the area"
+
+
+@pytest.mark.parametrize(("n", "room"), [(2, 1 << 40), (2, 30 << 20), (4, 64 << 20), (4, 1 << 20), (3, 20 << 20)])
+def test_less_is_taken_where_less_is_left(n: int, room: int, monkeypatch: pytest.MonkeyPatch):
+    """And every rank knows how much, and results are right, whatever the length of a chunk."""
+    monkeypatch.setattr(shared_files, "free_bytes", lambda: room)
+    segments = make_segments(n)
+    least = segment_bytes(n, 16 << 10)
+    assert all(one.nbytes == segments[0].nbytes for one in segments)
+    assert segments[0].nbytes <= max(room // 16, least)
+    assert 2.2 * segments[0].nbytes > min(room // 16, segment_bytes(n, 1 << 20)), "needlessly small"
+    inputs = [np.random.default_rng(rank).integers(-9, 9, 300_001).astype(np.float32) for rank in range(n)]
+
+    def rank(segment: Segment) -> None:
+        out = np.empty_like(inputs[0])
+        for count in (5, 9000, 300_001):
+            SharedReducer(segment).allreduce(inputs[segment.rank][:count], "sum", out[:count], never, lambda: None)
+            assert (out[:count] == np.sum(inputs, 0)[:count]).all()
+
+    in_threads([lambda segment=segment: rank(segment) for segment in segments])
+
+
+@pytest.mark.parametrize(("n", "most"), [(2, 49), (4, 40), (8, 31), (16, 21)])
+def test_how_many_find_room_in_a_container_of_docker(n: int, most: int):
+    """SECURITY.md has these figures."""
+    room, made = 64 << 20, 0
+    while (nbytes := page_bytes(n) + segment_bytes(n, segment_module._area_bytes(n, room - page_bytes(n)))) <= room:
+        room, made = room - nbytes, made + 1
+    assert made == most
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
@@ -143,14 +180,14 @@ def test_no_room(monkeypatch: pytest.MonkeyPatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r"No space left on device: /dev/shm needs 3\.\d MB more .*--shm-size"):
+    with pytest.raises(OSError, match=r"No space left on device: /dev/shm needs 3\.3 MB more .*--shm-size"):
         Segment.create(0, 2)
     assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("ipcreduce-")}
 
 
 def test_semaphores():
     segment = Segment.create(0, 2)
-    segment.unlink()
+    shared_files.remove(segment.path)
     found, address = semaphores.library(), segment._semaphores[1]
     assert found.try_wait(address) != 0
     started = time.monotonic()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ipcreduce.errors import UnsupportedError
 from ipcreduce.ipc import plan, tuning
 
 TABLE = plan.checked_table(
@@ -31,6 +32,12 @@ def test_kept_and_found_again(cache: Path):
     tuning.save(GPU, 4, TABLE[:1])
     assert tuning.load(GPU, 4) == TABLE[:1]
     assert [*cache.iterdir()] == [path]
+
+
+def test_a_table_that_cannot_be_kept(cache: Path):
+    (cache / "tuned-NVIDIA-H200-4.json").mkdir()
+    with pytest.raises(UnsupportedError, match=r"cannot be kept \(.*: set IPCREDUCE_CACHE_DIR"):
+        tuning.save(GPU, 4, TABLE)
 
 
 def test_of_another_version():

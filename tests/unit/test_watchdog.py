@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from ipcreduce.coordination import faults, watchdog
+from ipcreduce.coordination import faults, shared_files, watchdog
 from ipcreduce.coordination.control_page import Page
 from ipcreduce.coordination.fingerprint import of_allreduce
 from ipcreduce.coordination.mirror import Mirror
@@ -45,7 +45,7 @@ class Ranks:
             self.processes[rank] = subprocess.Popen(["sleep", "600"]) if of is None else of.processes[rank]
             self.pages[rank] = Page.open(self.page.path, rank, n)
             self.pages[rank].join(*identity(self.processes[rank].pid))
-        self.page.unlink()
+        shared_files.remove(self.page.path)
         self.watches: list[Watch] = []
 
     def watch(self) -> Watch:

@@ -18,7 +18,7 @@ import cupy
 import numpy as np
 
 from ipcreduce import Communicator, communicator, errors
-from ipcreduce.coordination import control_page
+from ipcreduce.coordination import shared_files
 from tests.sim.scenarios import WORLD
 from tests.simulated import driver, machine, machine_streams
 
@@ -140,7 +140,7 @@ def _noted(**arguments: Any) -> tuple[int, str]:
     return descriptor, path
 
 
-control_page.tempfile = types.SimpleNamespace(mkstemp=_noted)  # type: ignore[assignment]
+shared_files.tempfile = types.SimpleNamespace(mkstemp=_noted)  # type: ignore[assignment]
 
 
 def held() -> dict[str, int]:

@@ -22,7 +22,7 @@ from mpi4py import MPI
 from ipcreduce import Communicator, Graph, errors
 from ipcreduce.bench import info, ranks
 from ipcreduce.cuda import driver
-from ipcreduce.ipc import startup
+from ipcreduce.ipc import startup, tuning
 from ipcreduce.nccl import library
 from tests.sim.scenarios.common import (
     GPUS,
@@ -135,14 +135,23 @@ def exclusive_compute_mode() -> None:
     good_communicator()
 
 
-def no_cache() -> None:
-    """A rank whose kernel cache cannot be made, as without a home."""
-    advice = "the kernel cache cannot be made: set IPCREDUCE_CACHE_DIR to a directory of yours"
+def no_compiler() -> None:
+    """A rank that cannot compile the first kernel."""
+    advice = "the compiler is not installed: pip install 'ipcreduce[cuda13]', or [cuda12]"
     fails = mock.patch.object(compiler, "compile_kernel", side_effect=errors.UnsupportedError(advice))
     for rank in (0, LAST):
         with fails if rank == RANK else contextlib.nullcontext():
             falls_back(f"loading the first kernel failed on 1 of {SIZE} ranks: rank {rank}: {advice}")
     good_communicator()
+
+
+def no_cache() -> None:
+    """A rank whose kernel cache, and with it the place of tuned tables, cannot be used: it starts as the others do."""
+    no_directory = errors.UnsupportedError("the kernel cache cannot be made: set IPCREDUCE_CACHE_DIR")
+    for rank in (0, LAST):
+        missing = mock.patch.object(tuning, "cache_directory", side_effect=no_directory)
+        with missing if rank == RANK else contextlib.nullcontext():
+            good_communicator()
 
 
 def wrong_options() -> None:
@@ -415,5 +424,5 @@ SCENARIOS = [
     no_peer_access, peers_not_visible, link_loses_data, link_loses_data_with_a_short_timeout, slow_compiler, no_gpu,
     too_little_memory, packets_over_pcie, packets_over_unseen_links, packets_over_links_that_another_sees,
     one_smaller_gpu, shared_gpus, wrong_options, odd_options, devices, auto_in_a_part,
-    any_group, no_secret_is_shown, exclusive_compute_mode, no_cache,
+    any_group, no_secret_is_shown, exclusive_compute_mode, no_compiler, no_cache,
 ]  # fmt: skip

@@ -1,0 +1,94 @@
+"""Files in /dev/shm by which the ranks of one host come to the same memory. Their names go once all have opened them.
+
+Ranks that are killed before leave the name. The rank that makes a file holds a lock on it, which ends with its process,
+so that the next one to make a file can tell what is left over, and removes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import tempfile
+from contextlib import suppress
+
+_DIRECTORY = "/dev/shm"
+_PREFIX = "ipcreduce-locked-"  # without "locked" they were of a version that held no lock
+NO_ROOM = f"{_DIRECTORY} needs"  # in the text of an error of create()
+
+
+def create(nbytes: int) -> tuple[int, str]:
+    """The descriptor and the path of a new file, that only this user can open and nobody else made.
+
+    :raises OSError: without room.
+    """
+    _remove_what_is_left()
+    while True:
+        descriptor, path = tempfile.mkstemp(prefix=_PREFIX, dir=_DIRECTORY)
+        try:
+            if not _lock(descriptor, path):
+                os.close(descriptor)
+                continue
+            os.posix_fallocate(descriptor, 0, nbytes)  # no room: an error now, not a signal later
+        except OSError as error:
+            os.close(descriptor)
+            remove(path)
+            if error.errno != errno.ENOSPC:
+                raise
+            needed = f"{NO_ROOM} {nbytes / (1 << 20):.1f} MB more (docker run --shm-size makes it larger)"
+            raise OSError(error.errno, f"{error.strerror}: {needed}") from None
+        return descriptor, path
+
+
+def open_existing(path: str) -> int:
+    """The descriptor of a file that another rank has made. :raises OSError: if it cannot be opened."""
+    return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def remove(path: str) -> None:
+    """Remove the name of such a file, if it is there and this user's; mappings stay."""
+    folder, name = os.path.split(path)
+    if folder == _DIRECTORY and name.startswith(_PREFIX):  # another rank has told it
+        with suppress(OSError):
+            os.unlink(path)
+
+
+def free_bytes() -> int:
+    """The room that is left for files."""
+    status = os.statvfs(_DIRECTORY)
+    return status.f_bavail * status.f_frsize
+
+
+def _lock(descriptor: int, path: str) -> bool:
+    """Hold a lock as long as the file is open or mapped. False if somebody has just taken it for left over."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # there are no locks here: so nobody takes it for left over
+        return True
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _remove_what_is_left() -> None:
+    names: list[str] = []
+    with suppress(OSError), os.scandir(_DIRECTORY) as found:
+        names = [one.path for one in found if one.name.startswith(_PREFIX) and one.is_file(follow_symlinks=False)]
+    for path in names:
+        with suppress(OSError):  # gone already, or still in use
+            _remove_if_left(path)
+
+
+def _remove_if_left(path: str) -> None:
+    """:raises OSError: if its lock is held."""
+    if os.lstat(path).st_uid != os.geteuid():  # root could open it
+        return
+    descriptor = open_existing(path)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path)
+    finally:
+        os.close(descriptor)

@@ -292,9 +292,10 @@ def _refuse_wrapper(tensor: Any) -> None:
 
 def _locate_tensor(tensor: Any) -> Location | None:
     """By the tensor's own attributes: its protocols refuse one that requires grad, also within torch.no_grad()."""
-    if torch_runtime.is_zero(tensor) and tensor.is_cuda:
-        raise ArgumentError(_refused(type(tensor).__qualname__, array_protocols.NO_MEMORY))
-    place = None if torch_tensors.own_problem(tensor) else torch_runtime.place_of(tensor)
+    problem = torch_tensors.own_problem(tensor)
+    if problem and tensor.is_cuda and torch_runtime.is_zero(tensor):
+        raise ArgumentError(f"array must be {problem}")
+    place = None if problem else torch_runtime.place_of(tensor)
     if place is None:  # not on a GPU, or of a dtype of others, or not its values
         read = array_protocols.locator(type(tensor))
         return None if read is None else read(tensor)

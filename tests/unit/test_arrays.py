@@ -15,6 +15,7 @@ import pytest
 from ipcreduce import arrays
 from ipcreduce.cuda import cupy_runtime, torch_runtime, torch_tensors
 from ipcreduce.errors import ArgumentError, UnsupportedError
+from tests.shared.capsules import capsule_of
 
 
 class OnDevice:
@@ -155,23 +156,6 @@ def test_dlpack_with_an_offset_and_no_strides(code: int, bits: int, name: str):
     capsule = new(("PyCapsule_New", ctypes.pythonapi))(ctypes.addressof(tensor), b"dltensor", None)
     size = bits // 8
     assert arrays.locate(Tensor(KeyError(), capsule)) == (0x1020, (2, 3), name, (3 * size, size))
-
-
-def capsule_of(
-    address: int = 0x1000, shape: tuple[int, ...] = (2, 3), flags: int | None = 0, device: int = 2, major: int = 1
-) -> Any:  # fmt: skip
-    """A DLPack capsule of float32 elements, without a deleter; of a version before 1 if ``flags`` is None."""
-    lengths = (ctypes.c_int64 * len(shape))(*shape)
-    head = b"" if flags is None else struct.pack("=2I3Q", major, 0, 0, 0, flags)
-    head += struct.pack("=Q3i2BH3Q", address, device, 0, len(shape), 2, 32, 1, ctypes.addressof(lengths), 0, 0)
-    tensor = ctypes.create_string_buffer(head + bytes(16))
-    name = b"dltensor" if flags is None else b"dltensor_versioned"
-    KEPT.append((lengths, tensor, name))
-    new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-    return new(("PyCapsule_New", ctypes.pythonapi))(ctypes.addressof(tensor), name, None)
-
-
-KEPT: list[Any] = []  # what capsules point to
 
 
 class Producer:

@@ -286,7 +286,7 @@ def locator(kind: type) -> Locate | None:
 
 
 def _refuse_wrapper(tensor: Any) -> None:
-    if tensor.is_cuda:
+    if tensor.device.type == "cuda":
         raise ArgumentError(f"array must be {torch_tensors.problem(tensor)}")
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import gc
-import os
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -17,17 +17,13 @@ import torch
 from mpi4py import MPI
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.distributed import _functional_collectives
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import ipcreduce
 import ipcreduce.torch as operators
 from ipcreduce import ArgumentError
-from tests.shared import worker
+from tests.shared import torch_refusals, worker
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 OPERATOR, IN_PLACE = torch.ops.ipcreduce.all_reduce.default, torch.ops.ipcreduce.all_reduce_.default
@@ -247,24 +243,16 @@ def traced() -> None:
     x = brought(RANK)
     other = brought(RANK + 100)
     due = sum(brought(rank + 100) for rank in range(SIZE)) + 1
-    operator = "se torch.ops.ipcreduce.all_reduce"
 
     def through(a: torch.Tensor) -> torch.Tensor:
         return OPERATOR(a, "sum", "world") + 1
 
     torch.testing.assert_close(torch.jit.trace(through, x)(other), due)
     torch.testing.assert_close(make_fx(through)(x)(other), due)
-    for call in (
-        lambda a: comm.allreduce(a) + 1,
-        lambda a: comm.allreduce(a, out=a.clone()) + 1,
-        lambda a: comm.allreduce(x.numpy(), out=a) + 1,
-        lambda a: comm.allreduce(x) + a,
-    ):
-        refused(f"torch.jit.trace, to which the result is a constant. U{operator}", partial(torch.jit.trace, call, x))
-        for before in (False, True):
-            words = f"ProxyTorchDispatchMode, to .*U{operator}"
-            refused(words, partial(make_fx(call, pre_dispatch=before), x))
-    refused(f"of type FakeTensor.*U{operator}", partial(make_fx(lambda a: comm.allreduce(a), tracing_mode="fake"), x))
+    for call, words in torch_refusals.within_traces(comm, x, other.clone()):
+        refused(re.escape(words), call)
+    refused("of type FakeTensor", partial(make_fx(lambda a: comm.allreduce(a), tracing_mode="fake"), x))
+    refused("in torch.jit.trace, to", partial(torch.jit.trace, lambda a: comm.allreduce(x.numpy(), out=a) + 1, x))
     with FlopCounterMode(display=False):  # which only looks on
         assert torch.equal(comm.allreduce(x), summed())
     assert torch.equal(comm.allreduce(x), summed())
@@ -274,30 +262,19 @@ def without_memory() -> None:
     """Tensors that hold others, or nothing: refused as array and as out, with the way; the operators take them."""
     x, out = torch.full((4,), RANK + 1.0), torch.zeros(4)
     total = [SIZE * (SIZE + 1) / 2] * 4
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    mesh = DeviceMesh("cpu", [0])
-    fake = FakeTensorMode()
-    operator = r"Use torch.ops.ipcreduce.all_reduce \(import ipcreduce.torch\)"
-    for made, words in (
-        (_functional_collectives.AsyncCollectiveTensor(x), r"type AsyncCollectiveTensor.*Pass tensor.wait\(\)"),
-        (distribute_tensor(x, mesh, [Replicate()]), r"type DTensor, which overrides .*Pass tensor.to_local\(\)"),
-        (TwoTensor(x, x), f"type TwoTensor, which overrides __torch_dispatch__. {operator}, or pass the tensor"),
-        (fake.from_tensor(x), f"type FakeTensor, .*{operator}"),
-        (torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged), "type NestedTensor, which"),
-        (torch._efficientzerotensor((4,)), r"that PyTorch knows to be zero. Pass tensor.clone\(\)"),
-        (torch._efficientzerotensor((8,))[4:], r"that PyTorch knows to be zero. Pass tensor.clone\(\)"),
-    ):
-        refused(f"array must be a tensor with memory of its own; .*{words}", lambda made=made: comm.allreduce(made))
-        refused(f"array must be .*{words}", lambda made=made: comm.allreduce(made, out=made))
-        refused(f"out must be .*{words}", lambda made=made: comm.allreduce(x, out=made))
-        assert comm.allreduce(x, out=out).tolist() == total
-    with fake:
-        refused(f"FakeTensorMode, to .*{operator}", lambda: comm.allreduce(x))
-    assert OPERATOR(_functional_collectives.AsyncCollectiveTensor(x), "sum", "world").tolist() == total
-    assert OPERATOR(TwoTensor(x, x), "sum", "world").a.tolist() == total
-    assert OPERATOR(torch._efficientzerotensor((4,)), "sum", "world").tolist() == [0] * 4
-    torch.distributed.destroy_process_group()
+    with torch_refusals.a_group():
+        jagged = torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged)
+        for made, words in (*torch_refusals.without_memory(x), (jagged, "type NestedTensor, which overrides")):
+            words = f"must be a tensor with memory of its own; .*{re.escape(words)}"
+            refused(f"array {words}", lambda made=made: comm.allreduce(made))
+            refused(f"array {words}", lambda made=made: comm.allreduce(made, out=made))
+            refused(f"out {words}", lambda made=made: comm.allreduce(x, out=made))
+            assert comm.allreduce(x, out=out).tolist() == total
+        with FakeTensorMode():
+            refused(f"FakeTensorMode, to .*{re.escape(torch_refusals.OPERATOR)}", lambda: comm.allreduce(x))
+        assert OPERATOR(torch_refusals.AsyncCollectiveTensor(x), "sum", "world").tolist() == total
+        assert OPERATOR(torch_refusals.TwoTensor(x, x), "sum", "world").a.tolist() == total
+        assert OPERATOR(torch._efficientzerotensor((4,)), "sum", "world").tolist() == [0] * 4
 
 
 def names() -> None:

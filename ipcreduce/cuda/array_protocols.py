@@ -142,10 +142,13 @@ def is_readonly(array: Any) -> bool:
     if interface is not None:
         return bool(interface["data"][1])
     try:
-        capsule = array.__dlpack__(stream=-1, max_version=(1, 0))
-    except TypeError:  # of a producer that knows no versions
-        capsule = array.__dlpack__(stream=-1)
-    return not _is_mutable(array, _tensor_of(capsule)[1])
+        try:
+            capsule = array.__dlpack__(stream=-1, max_version=(1, 0))
+        except TypeError:  # of a producer that knows no versions
+            capsule = array.__dlpack__(stream=-1)
+        return not _is_mutable(array, _tensor_of(capsule)[1])
+    except Exception:  # exporters raise what they like
+        return True
 
 
 class _Exporter:

@@ -104,7 +104,7 @@ def is_plain_kind(tensor: Any) -> bool:
 
 def is_plain_type(kind: type) -> bool:
     """True for the type of such tensors."""
-    return _is_imported() and kind in _kinds
+    return _is_imported() and (kind is _kinds[0] or kind is _kinds[1])  # `in` asks the metaclass
 
 
 def is_wrapper_type(kind: type) -> bool:

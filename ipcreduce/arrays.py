@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from . import advice
-from .cuda import array_protocols, cupy_runtime, streams, torch_runtime
+from .cuda import array_protocols, cupy_runtime, streams, torch_runtime, torch_tensors
 from .cuda.array_protocols import Locate
 from .cuda.cupy_runtime import current_device, load, on_stream, stream_of
 from .errors import ArgumentError, Location
@@ -32,7 +32,7 @@ def is_device(array: Any, what: str = "array") -> bool:
         return True
     if isinstance(array, NUMBERS):
         return False
-    if torch_runtime.is_tensor(array) and (problem := torch_runtime.problem(array)):
+    if problem := torch_tensors.problem(array):
         raise ArgumentError(f"{what} must be {problem}")
     kind = type(array)
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -64,13 +64,22 @@ def view(array: Any, stream: Stream, ordered: bool = True) -> Any:
     ``__cuda_array_interface__``'s ``stream`` is waited for by an event; DLPack's producer is told ``stream``. Not so
     unless ``ordered``: a recording cannot wait for work outside of it.
 
-    :raises ArgumentError: if the exporter refuses, or the type is unknown.
+    :raises ArgumentError: if the exporter refuses, the type is unknown, or the array has no memory of its own.
     """
     cupy = load()
     if type(array) is cupy.ndarray:
-        return array
-    if isinstance(array, cupy.ndarray):  # a subclass may index, copy and reshape in its own way
-        return cupy.ndarray.view(array, type=cupy.ndarray)
+        found = array
+    elif isinstance(array, cupy.ndarray):  # a subclass may index, copy and reshape in its own way
+        found = cupy.ndarray.view(array, type=cupy.ndarray)
+    else:
+        found = _viewed(array, stream, ordered)
+    if not pointer(found) and found.size:
+        raise ArgumentError(_no_memory(type(array)))
+    return found
+
+
+def _viewed(array: Any, stream: Stream, ordered: bool) -> Any:
+    cupy = load()
     try:
         if torch_runtime.is_tensor(array) and (place := torch_runtime.place_of(array)) is not None:
             return _from_tensor(array, place, stream, ordered)
@@ -104,13 +113,17 @@ def host_view(array: Any, what: str = "array") -> np.ndarray[Any, Any]:
         raise ArgumentError(_refused(array, what, error)) from error
 
 
-def _refused(array: Any, what: str, error: Exception) -> str:
+def _refused(array: Any, what: str, error: object) -> str:
     kind, dtype = type(array).__qualname__, str(getattr(array, "dtype", ""))
     name = dtype.rpartition(".")[2]  # PyTorch's begin with "torch."
     if name and name not in KIND_NAMES:
         allowed = ", ".join(KIND_NAMES)
         return f"{what} must have a dtype of {allowed}; found {dtype} in a {kind}. {advice.for_dtype_named(name)}"
     return f"the {kind} does not give its memory: {error}"
+
+
+def _no_memory(kind: type) -> str:
+    return f"the {kind.__qualname__} does not give its memory: {array_protocols.NO_MEMORY}"
 
 
 class _Unordered:
@@ -167,13 +180,12 @@ def _reach(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: in
 
 
 def is_readonly(array: Any) -> bool:
-    """True if the owner of the memory forbids writing."""
+    """True if the owner of the memory forbids writing, or does not allow it."""
     if isinstance(array, np.ndarray):
         return not array.flags.writeable
-    if isinstance(array, load().ndarray) or torch_runtime.is_tensor(array):  # a tensor has no such mark
+    if is_cupy(array) or torch_runtime.is_tensor(array):  # which have no such mark
         return False
-    interface = getattr(array, "__cuda_array_interface__", None)
-    return bool(interface and interface["data"][1])
+    return array_protocols.is_readonly(array)
 
 
 def pointer(array: Any) -> int:
@@ -282,12 +294,22 @@ def locator(kind: type) -> Locate | None:
         return lambda array: (array.data.ptr, array.shape, array_protocols.dtype_name(array.dtype), array.strides)
     if torch_runtime.is_plain_type(kind):
         return _locate_tensor
+    if torch_runtime.is_wrapper_type(kind):
+        return _refuse_wrapper
     return array_protocols.locator(kind)
+
+
+def _refuse_wrapper(tensor: Any) -> None:
+    if tensor.device.type == "cuda":
+        raise ArgumentError(f"array must be {torch_tensors.problem(tensor)}")
 
 
 def _locate_tensor(tensor: Any) -> Location | None:
     """By the tensor's own attributes: its protocols refuse one that requires grad, also within torch.no_grad()."""
-    place = None if torch_runtime.problem(tensor) else torch_runtime.place_of(tensor)
+    problem = torch_tensors.own_problem(tensor)
+    if problem and tensor.is_cuda and torch_runtime.is_zero(tensor):
+        raise ArgumentError(f"array must be {problem}")
+    place = None if problem else torch_runtime.place_of(tensor)
     if place is None:  # not on a GPU, or of a dtype of others, or not its values
         read = array_protocols.locator(type(tensor))
         return None if read is None else read(tensor)
@@ -296,9 +318,19 @@ def _locate_tensor(tensor: Any) -> Location | None:
 
 
 def locate(array: Any) -> Location | None:
-    """The location of a device array; None for any other object. :raises ArgumentError: if it hides its address."""
+    """The location of a device array; None for any other object.
+
+    :raises ArgumentError: if it hides its address, or has no memory of its own.
+    """
     kind = type(array)
     find, attributes = locator(kind), array_protocols.attributes(kind)
     if find is None and attributes is not None:
         find = array_protocols.carried(kind, attributes(array))
-    return None if find is None else find(array)
+    return None if find is None else checked(find(array), kind)
+
+
+def checked(place: Location | None, kind: type) -> Location | None:
+    """The location of an array of this type. :raises ArgumentError: if nothing lies there."""
+    if place is not None and not place[0] and 0 not in place[1]:
+        raise ArgumentError(_no_memory(kind))
+    return place

@@ -59,7 +59,7 @@ class HostOperands:
             in_place = out is array and not isinstance(array, arrays.NUMBERS)
             target = source if in_place else _target(array, source, out)
         if target is not None:
-            check_writable(target)
+            check_writable(target, out)
             if not target.flags.c_contiguous:
                 check_own_elements(target)
         self.shape = source.shape

@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from . import arrays
 from .cuda import cupy_runtime, torch_runtime
 from .errors import ArgumentError
@@ -65,7 +67,7 @@ class DeviceOperands:
         elif out is array:
             target, result = source, out
             if source is not array:
-                check_writable(out)
+                check_writable(out, out)
         else:
             target, result = _out(device, source, out, stream, ordered), out
         copied = not arrays.is_contiguous(source)
@@ -127,7 +129,7 @@ def _out(device: int, source: Any, out: Any, stream: Stream, ordered: bool) -> A
     check_same_kind(source, target)
     _check_device(device, target, "out")
     if target is not out:
-        check_writable(out)
+        check_writable(out, out)
     return target
 
 
@@ -140,10 +142,15 @@ def check_same_kind(array: Any, out: Any) -> None:
         )
 
 
-def check_writable(out: Any) -> None:
-    """:raises ArgumentError: if the owner of the memory forbids writing."""
-    if arrays.is_readonly(out):
-        raise ArgumentError("out must be writable; found a read-only array. Pass a copy, or leave it out")
+def check_writable(target: Any, out: Any) -> None:
+    """:raises ArgumentError: if the owner of ``out``'s memory, over which ``target`` lies, does not allow writing."""
+    if arrays.is_readonly(target):
+        found = "array"
+        if not isinstance(out, np.ndarray):
+            found = f"{type(out).__qualname__}, or one that does not say by DLPack 1.0 that it may be written"
+        raise ArgumentError(
+            f"out must be writable; found a read-only {found}. Pass a copy in NumPy or CuPy, or leave it out"
+        )
 
 
 def check_own_elements(out: Any) -> None:

@@ -21,6 +21,14 @@ from ..errors import ArgumentError, Location
 
 Locate = Callable[[Any], "Location | None"]
 PROTOCOLS = "__cuda_array_interface__", "__dlpack__", "__dlpack_device__"
+NO_MEMORY = "its elements have address 0, where nothing lies. Pass the array that holds them, or a copy"
+_VERSIONED = b"dltensor_versioned"
+_NOT_TO_BE_WRITTEN = 1 | 2  # DLPack's flags: read-only; a copy, through which nothing would be written
+_MUTABLE = "torch", "cupy", "numba"  # libraries all of whose arrays may be written
+_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
+_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
 
 
 def namespaces(kind: type) -> list[Mapping[str, Any]]:
@@ -96,9 +104,8 @@ def _by_dlpack(array: Any) -> Location | None:
     capsule, device = (object.__getattribute__(array, name) for name in PROTOCOLS[1:])
     if device()[0] not in (2, 13):  # kDLCUDA, kDLCUDAManaged
         return None
-    prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
     managed = capsule(stream=-1)  # -1: the producer does not synchronise
-    tensor = prototype(("PyCapsule_GetPointer", ctypes.pythonapi))(managed, b"dltensor")
+    tensor, _ = _tensor_of(managed)
     # DLTensor: data, device type and id, ndim, dtype code, bits and lanes, shape, strides, byte offset
     data, _, _, ndim, code, bits, lanes, *pointers, offset = struct.unpack("=Q3i2BH3Q", ctypes.string_at(tensor, 48))
     shape, strides = (tuple((ctypes.c_int64 * ndim).from_address(at)) if at else () for at in pointers)
@@ -107,30 +114,73 @@ def _by_dlpack(array: Any) -> Location | None:
     return data + offset, shape, "bool" if code == 6 else f"{kind}{bits}", strides
 
 
+def _tensor_of(capsule: Any) -> tuple[int, int | None]:
+    """The address of a capsule's DLTensor, and its flags; None before DLPack's version 1, which has none."""
+    if not _is_valid(capsule, _VERSIONED):
+        return _pointer(capsule, b"dltensor"), None
+    managed = _pointer(capsule, _VERSIONED)
+    # DLManagedTensorVersioned: major and minor version, context, deleter, flags, DLTensor
+    major, minor, _, _, flags = struct.unpack("=2I3Q", ctypes.string_at(managed, 32))
+    if major != 1:
+        raise BufferError(f"its capsule is of DLPack {major}.{minor}, and 1 is understood")
+    return managed + 32, flags
+
+
+def _is_mutable(array: Any, flags: int | None) -> bool:
+    """True if an array that has given a capsule with these flags may be written."""
+    if flags is not None:
+        return not flags & _NOT_TO_BE_WRITTEN
+    return any(base.__module__.partition(".")[0] in _MUTABLE for base in type(array).__mro__)
+
+
+def is_readonly(array: Any) -> bool:
+    """True if an array on the device, by its protocols, may not be written, or does not say that it may."""
+    try:
+        interface = array.__cuda_array_interface__
+    except Exception:  # AttributeError, or for a dtype without a typestr any other
+        interface = None
+    if interface is not None:
+        return bool(interface["data"][1])
+    try:
+        try:
+            capsule = array.__dlpack__(stream=-1, max_version=(1, 0))
+        except TypeError:  # of a producer that knows no versions
+            capsule = array.__dlpack__(stream=-1)
+        return not _is_mutable(array, _tensor_of(capsule)[1])
+    except Exception:  # exporters raise what they like
+        return True
+
+
 class _Exporter:
-    """An array on the host, which keeps the capsule that it gives."""
+    """An array on the host, which notes what the capsule says that it gives."""
 
     def __init__(self, array: Any) -> None:
-        self._array, self.capsule = array, None
+        self._array = array
+        self.flags: int | None = None
 
     def __dlpack_device__(self) -> Any:
         return self._array.__dlpack_device__()
 
     def __dlpack__(self, **options: Any) -> Any:
-        self.capsule = self._array.__dlpack__(**options)
-        return self.capsule
+        capsule = self._array.__dlpack__(**options)
+        tensor, self.flags = _tensor_of(capsule)
+        data, _, _, ndim, _, shape = struct.unpack("=Q3iIQ", ctypes.string_at(tensor, 32))
+        if not data and all((ctypes.c_int64 * ndim).from_address(shape) if ndim else ()):
+            raise BufferError(NO_MEMORY)  # NumPy would take memory of its own, of any content
+        return capsule
 
 
 def host_view(array: Any) -> np.ndarray[Any, Any]:
-    """A NumPy array over the memory of an array on the host, by DLPack.
+    """A NumPy array over the memory of an array on the host, by DLPack. It is read-only unless that may be written.
 
-    Before its version 1, DLPack does not export read-only memory. NumPy makes the view of such a capsule read-only.
+    NumPy asks for version 1, and makes the view of an older capsule read-only.
     """
     exporter = _Exporter(array)
     view = np.from_dlpack(exporter)
-    valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)
-    is_valid = valid(("PyCapsule_IsValid", ctypes.pythonapi))
-    if not view.flags.writeable and is_valid(exporter.capsule, b"used_dltensor"):
+    mutable = _is_mutable(array, exporter.flags)
+    if view.flags.writeable and not mutable:
+        view.flags.writeable = False
+    elif mutable and not view.flags.writeable:
         interface = view.__array_interface__
         writable = types.SimpleNamespace(__array_interface__=interface | {"data": (interface["data"][0], False)})
         writable.owner = view

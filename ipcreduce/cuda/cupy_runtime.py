@@ -95,7 +95,8 @@ def plain(array: Any, device: int) -> tuple[int, Any, Any] | None:
     if type(array) is not cupy.ndarray or not array._c_contiguous:
         return None
     place = array.data
-    return (place.ptr, array.shape, array.dtype) if place.device_id == device else None
+    address = place.ptr
+    return (address, array.shape, array.dtype) if address and place.device_id == device else None
 
 
 def dtype_of(dtype: np.dtype[Any]) -> np.dtype[Any]:

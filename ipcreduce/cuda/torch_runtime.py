@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -23,16 +25,25 @@ _OTHER_DTYPES = ("bool", "complex64", "complex128")
 torch: Any = None  # once a tensor has been looked for in a program that has imported it
 # PyTorch's, for speed.
 _kinds: tuple[Any, Any] = (None, None)  # torch.Tensor and Parameter: subclasses can mean anything
-_strided: Any = None
+strided: Any = None
 _untraced = False
 _dtypes: dict[Any, np.dtype[Any]] = {}
 get_stream: Any = None  # the current one's handle, by the device's ordinal; None without a GPU
+tracing_state: Any = None  # torch.jit.trace's in this thread; None outside of it
+modes: Any = None  # the module that knows whether a TorchDispatchMode is on
+duals: Any = None  # the module of forward-mode derivatives
+is_zero: Any = None  # true of a tensor of zeros without memory
+is_transformed: Any = None  # true of a tensor of torch.func's transforms, which has none either
+
+
+def _nothing(*_: Any) -> None:
+    """In the place of functions that a version of PyTorch lacks."""
 
 
 def _bind(found: Any) -> None:
-    global torch, _kinds, _strided, _dtypes, get_stream
+    global torch, _kinds, strided, _dtypes, get_stream, tracing_state, modes, duals, is_zero, is_transformed
     _kinds = found.Tensor, getattr(getattr(found, "nn", None), "Parameter", None)
-    _strided = getattr(found, "strided", None)
+    strided = getattr(found, "strided", None)
     names = [name for name in (*(dtype.name for dtype in DTYPES), *_OTHER_DTYPES) if hasattr(found, name)]
     _dtypes = {getattr(found, name): _BFLOAT16 if name == "bfloat16" else np.dtype(name) for name in names}
     get: Any = None
@@ -40,7 +51,19 @@ def _bind(found: Any) -> None:
         get = getattr(getattr(found, "_C", None), "_cuda_getCurrentRawStream", None)
         get = get or (lambda device: found.cuda.current_stream(device).cuda_stream)
     get_stream = get
+    tracing_state = _of(found, "_C._get_tracing_state", _nothing)
+    is_zero = _of(found, "Tensor._is_zerotensor", _nothing)
+    is_transformed = _of(found, "_C._functorch.is_functorch_wrapped_tensor", _nothing)
+    no_modes, no_duals = SimpleNamespace(_is_in_torch_dispatch_mode=False), SimpleNamespace(_current_level=-1)
+    modes, duals = _of(found, "utils._python_dispatch", no_modes), _of(found, "autograd.forward_ad", no_duals)
     torch = found  # last: then other threads use all of them
+
+
+def _of(found: Any, path: str, otherwise: Any) -> Any:
+    try:
+        return attrgetter(path)(found)
+    except AttributeError:
+        return otherwise
 
 
 def _is_imported() -> bool:
@@ -48,6 +71,8 @@ def _is_imported() -> bool:
     if found is None or not (hasattr(found, "Tensor") and hasattr(found, "cuda")):  # another thread is at the import
         return False
     if found is not torch:
+        if getattr(found.__spec__, "_initializing", False):
+            return False
         _bind(found)
     if not _untraced and "torch._dynamo.trace_rules" in sys.modules:
         _stay_untraced()
@@ -72,30 +97,6 @@ def works() -> bool:
     return _is_imported() and get_stream is not None
 
 
-def problem(tensor: Any) -> str:
-    """The reason for which a tensor's memory is not its values, and the remedy; "" if there is none."""
-    if not isinstance(tensor, _kinds[0]) or not is_plain_kind(tensor):
-        return ""
-    if tensor.layout is not _strided:
-        return f"a dense tensor; found one of layout {tensor.layout}. Pass tensor.to_dense()"
-    if tensor.is_quantized:
-        return "a tensor of numbers; found a quantised one. Pass tensor.dequantize()"
-    if tensor.device.type == "meta":
-        return "a tensor with memory; found one on the device meta. Make it on a GPU"
-    for name in ("neg", "conj"):
-        if getattr(tensor, f"is_{name}")():
-            return (
-                "a tensor that holds its values; found one whose memory PyTorch reads as negated or conjugated. Pass "
-                f"tensor.resolve_{name}()"
-            )
-    if _is_tracked(tensor):
-        return (
-            "a tensor without gradient; found one that requires grad. Pass tensor.detach(), call within "
-            "torch.no_grad(), or use torch.ops.ipcreduce.all_reduce, which has a gradient"
-        )
-    return ""
-
-
 def is_plain_kind(tensor: Any) -> bool:
     """True for torch.Tensor and Parameter themselves. Other subclasses are asked for their memory by DLPack."""
     return type(tensor) in _kinds
@@ -103,16 +104,19 @@ def is_plain_kind(tensor: Any) -> bool:
 
 def is_plain_type(kind: type) -> bool:
     """True for the type of such tensors."""
-    return _is_imported() and kind in _kinds
+    return _is_imported() and (kind is _kinds[0] or kind is _kinds[1])  # `in` asks the metaclass
 
 
-def _is_tracked(tensor: Any) -> bool:
-    return bool(tensor.requires_grad and torch.is_grad_enabled())
+def is_wrapper_type(kind: type) -> bool:
+    """True for a tensor type that interprets operators itself: its tensors need not have memory (DTensor has none)."""
+    if not _is_imported() or not issubclass(kind, _kinds[0]):
+        return False
+    return getattr(kind, "__torch_dispatch__", None) is not getattr(_kinds[0], "__torch_dispatch__", None)
 
 
 # ---- the fast path's part: see also cupy_runtime
 def plain(tensor: Any, device: int) -> tuple[int, Any, Any] | None:
-    """(address, shape, dtype) of a contiguous tensor of numbers on this GPU; None for all else.
+    """(address, shape, dtype) of a contiguous tensor of numbers on this GPU; None for all else, as in a trace.
 
     Any of these may change under the same object: by ``set_()``, ``resize_()``, or an assignment to ``.data``.
     """
@@ -120,14 +124,22 @@ def plain(tensor: Any, device: int) -> tuple[int, Any, Any] | None:
     if (
         (kind is not _kinds[0] and kind is not _kinds[1])
         or tensor.get_device() != device
-        or tensor.layout is not _strided
+        or tensor.layout is not strided
         or not tensor.is_contiguous()
         or tensor.is_neg()
         or tensor.is_conj()
+        or is_zero(tensor)
         or (tensor.requires_grad and torch.is_grad_enabled())
+        or tracing_state() is not None
+        or modes._is_in_torch_dispatch_mode
+        or duals._current_level >= 0
     ):
         return None
-    return tensor.data_ptr(), tensor.shape, tensor.dtype
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # one of torch.func's, which has no memory
+        return None
+    return (address, tensor.shape, tensor.dtype) if address else None
 
 
 def is_at(tensor: Any, place: tuple[int, Any, Any]) -> bool:
@@ -160,9 +172,12 @@ def stream_handle(device: int) -> Stream:
 
 
 def empty_like(tensor: Any, device: int) -> tuple[Any, int]:
-    """A new tensor like a contiguous one, from PyTorch's allocator, for its current stream, and its address."""
+    """A new tensor like a contiguous one, from PyTorch's allocator, for its current stream, and its address, or 0."""
     result = torch.empty_like(tensor)
-    return result, result.data_ptr()
+    try:
+        return result, result.data_ptr()
+    except RuntimeError:  # of a tensor that is constant to torch.func
+        return result, 0
 
 
 # ---- streams

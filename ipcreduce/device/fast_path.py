@@ -216,6 +216,12 @@ class FastPath:
             if not unmoved(array, place) or (out is not array and out is not None and not unmoved(out, other)):
                 del self._known[key]
                 return self._unknown(key, array, op, out, stream)
+            if (
+                torch_runtime.tracing_state() is not None
+                or torch_runtime.modes._is_in_torch_dispatch_mode
+                or torch_runtime.duals._current_level >= 0
+            ):
+                return _NOT_READY
             current = torch_runtime.get_stream(self._device)
         if stream is not None:
             given = cupy_runtime.stream_of(stream)[0]

@@ -37,7 +37,7 @@ def collect_addresses(obj: Any) -> dict[str, int]:
     where it returns to a container that it passed through.
 
     :raises ArgumentError: if there are more than 100,000 objects, each counted once for every path to it; or if a
-        device array does not give its address.
+        device array does not give its address, or has no memory of its own.
     """
     return {path: place[0] for path, place in _Walk([("", obj)]).locations().items()}
 
@@ -217,7 +217,7 @@ class _Walk:
                     locate = array_protocols.carried(type(value), layout.attributes(value))
                 if locate is not None:
                     try:
-                        place = locate(value)
+                        place = arrays.checked(locate(value), type(value))
                     except ArgumentError as error:
                         raise ArgumentError(f"{_short(self._path(number) + suffix(key))}: {error}") from error
                     step.arrays.append((position, locate, place))

@@ -459,6 +459,64 @@ def torch_streams(comm: Any) -> None:
     graph.close()
 
 
+def torch_refused(comm: Any) -> None:
+    """Tensors without memory, calls in traces, and derivatives that a call would lose; the operators have them."""
+    torch = pytorch()
+    if torch is None:
+        return
+    torch.cuda.set_device(cupy.cuda.Device().id)
+    refusals = importlib.import_module("tests.shared.torch_refusals")
+    x, out = torch.full((4,), RANK + 1.0, device="cuda"), torch.zeros(4, device="cuda")
+    for _ in range(4):  # known by now
+        assert comm.allreduce(x, out=out).tolist() == comm.allreduce(x).tolist() == [TOTAL] * 4
+
+    def record(inputs: Any, array: Any) -> None:
+        with ipcreduce.Graph(comm) as graph, graph.record(inputs):
+            comm.allreduce(array)
+
+    def replay(given: Any, array: Any) -> None:
+        runner = ipcreduce.GraphRunner(comm.allreduce, comm, copy_inputs=True)
+        with runner, ipcreduce.forward_context("a"):
+            runner(given)
+            runner(array)
+
+    with refusals.a_group():
+        for made, words in refusals.without_memory(x):
+            for call in (
+                lambda made=made: comm.allreduce(made),
+                lambda made=made: comm.allreduce(made, out=made),
+                lambda made=made: comm.allreduce(x, out=made),
+                lambda made=made: record(None, made),
+                lambda made=made: record({"x": [made]}, x),
+                lambda made=made: replay(x, made),
+            ):
+                for _ in range(2):
+                    refused(comm, call, words)
+    for call, words in refusals.within_traces(comm, x, out):
+        refused(comm, call, words)
+    forward_ad, words = torch.autograd.forward_ad, "found one with a forward-mode derivative"
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x.clone(), x)
+        for call in (lambda: comm.allreduce(dual), lambda: comm.allreduce(x, out=dual)):
+            refused(comm, call, words)
+    operators, squares = importlib.import_module("ipcreduce.torch"), sum(rank**2 for rank in range(1, SIZE + 1))
+    operators.register("refused", comm)
+    for call in (operators.all_reduce, operators.all_reduce_):
+
+        def squared(a: Any, call: Any = call) -> Any:
+            b = a**2
+            result = call(b, "sum", "refused")
+            return b if result is None else result
+
+        primal, tangent = torch.func.jvp(squared, (x,), (x,))
+        assert primal.tolist() == [squares] * 4
+        assert tangent.tolist() == [2 * squares] * 4
+        gradient = torch.func.grad(lambda a, squared=squared: squared(a).sum())(x)
+        assert gradient.tolist() == [2 * SIZE * (RANK + 1)] * 4
+    for _ in range(2):
+        assert comm.allreduce(x, out=out).tolist() == [TOTAL] * 4
+
+
 def torch_recordings(comm: Any) -> None:
     """PyTorch's work in bodies and breaks: products, temporaries that are freed, side streams, shared pools."""
     torch = pytorch()
@@ -693,7 +751,8 @@ def refused(comm: Any, call: Callable[[], Any], words: str) -> None:
 
 SCENARIOS = [
     calls_on_several_streams, foreign_capture, programmatic_edges, destroyed_streams, captured_meanwhile,
-    threads, interfaces, layouts, subclasses, torch_capture, torch_streams, torch_recordings, communicators,
+    threads, interfaces, layouts, subclasses, torch_capture, torch_streams, torch_refused,
+    torch_recordings, communicators,
     as_people_write, host_arrays, nan_bits, late_and_recover, late_on_the_device, refused_right_behind,
     abort_is_quick, epoch_wrap,
 ]  # fmt: skip

@@ -14,7 +14,8 @@ from tests.tools import machine
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
 
 SCENARIOS = (
-    "results", "gradients", "in_place", "names", "checks_of_pytorch", "compiled", "compiled_training", "exported",
+    "results", "gradients", "in_place", "in_place_gradients", "forward_mode", "transforms", "traced", "without_memory",
+    "names", "checks_of_pytorch", "compiled", "compiled_training", "exported",
 )  # fmt: skip
 
 

@@ -6,18 +6,24 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from mpi4py import MPI
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 import ipcreduce
 import ipcreduce.torch as operators
 from ipcreduce import ArgumentError
-from tests.shared import worker
+from tests.shared import torch_refusals, worker
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 OPERATOR, IN_PLACE = torch.ops.ipcreduce.all_reduce.default, torch.ops.ipcreduce.all_reduce_.default
@@ -81,7 +87,7 @@ def gradients() -> None:
     [second] = torch.autograd.grad(twice.sum(), x)
     torch.testing.assert_close(second, 6 * SIZE * x.detach())
     largest = operators.all_reduce(x, "max", "world")
-    refused("op must be sum or avg for a gradient; found max", largest.sum().backward)
+    refused("op must be sum or avg for a derivative; found max", largest.sum().backward)
     with torch.no_grad():
         assert not operators.all_reduce(x, "max", "world").requires_grad
 
@@ -94,7 +100,10 @@ def in_place() -> None:
     IN_PLACE(x.t(), "sum", "world")
     assert torch.equal(x, summed())
     x.requires_grad_()
-    refused("all_reduce_ has no gradient", lambda: operators.all_reduce_(x, "sum", "world"))
+    for leaf in (x, x[1:], x.t()):
+        refused(
+            "x must be no leaf that requires grad, nor a view of one", lambda leaf=leaf: IN_PLACE(leaf, "sum", "world")
+        )
     with torch.no_grad():
         operators.all_reduce_(x, "avg", "world")
     torch.testing.assert_close(x.detach(), summed())
@@ -106,6 +115,166 @@ def in_place() -> None:
         y = brought(RANK)
         operators.all_reduce_(y, "sum", "world")
         assert torch.equal(y, summed())
+
+
+def in_place_gradients() -> None:
+    """As of the same call out of place, whole and in part."""
+    for op, share in (("sum", 1.0), ("avg", 1 / SIZE)):
+        x = brought(RANK).requires_grad_()
+        y = x * 3
+        IN_PLACE(y, op, "world")
+        assert torch.equal(y.detach(), operators.all_reduce(x.detach() * 3, op, "world"))
+        (y**2).sum().backward()
+        torch.testing.assert_close(x.grad, 2 * 3 * share * summed() * SIZE * share * 3)
+        x = brought(RANK).requires_grad_()
+        y = x * 3
+        IN_PLACE(y[1:], op, "world")
+        (y**2).sum().backward()
+        expected = 18 * x.detach()
+        expected[1:] = 18 * share * summed()[1:] * SIZE * share
+        torch.testing.assert_close(x.grad, expected)
+    largest = brought(RANK).requires_grad_() * 1
+    IN_PLACE(largest, "max", "world")
+    refused("op must be sum or avg for a derivative; found max", largest.sum().backward)
+    first, _ = (brought(RANK).requires_grad_() * 1).unbind()
+    refused("output of a function that returns multiple views", lambda: IN_PLACE(first, "sum", "world"), RuntimeError)
+
+
+def forward_mode() -> None:
+    """Tangents by ``forward_ad`` and by ``torch.func.jvp``: those of all ranks, summed or averaged."""
+    x, tangent = brought(RANK), brought(RANK + 100)
+    tangents = sum(brought(rank + 100) for rank in range(SIZE))
+    due = 2 * sum(brought(rank) * brought(rank + 100) for rank in range(SIZE))
+    squares = sum(brought(rank) ** 2 for rank in range(SIZE))
+    for op, share in (("sum", 1.0), ("avg", 1 / SIZE), ("mean", 1 / SIZE)):
+
+        def squared(a: torch.Tensor, op: str = op) -> torch.Tensor:
+            return OPERATOR(a**2, op, "world")
+
+        def squared_in_place(a: torch.Tensor, op: str = op) -> torch.Tensor:
+            b = a**2
+            IN_PLACE(b, op, "world")
+            return b
+
+        for function in (squared, squared_in_place):
+            with forward_ad.dual_level():
+                found = forward_ad.unpack_dual(function(forward_ad.make_dual(x, tangent)))
+            for primal, derivative in (found, torch.func.jvp(function, (x,), (tangent,))):
+                torch.testing.assert_close(primal, share * squares)
+                torch.testing.assert_close(derivative, share * due)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x.clone(), tangent.clone())
+            IN_PLACE(dual, op, "world")
+            primal, derivative = forward_ad.unpack_dual(dual)
+            torch.testing.assert_close(primal, share * summed())
+            torch.testing.assert_close(derivative, share * tangents)
+    assert torch.equal(x, brought(RANK)), "the input was changed"
+    with forward_ad.dual_level():
+        assert forward_ad.unpack_dual(OPERATOR(x, "sum", "world")).tangent is None
+        assert torch.equal(comm.allreduce(x), summed())
+        dual = forward_ad.make_dual(x, tangent)
+        for call in (
+            lambda: comm.allreduce(dual),
+            lambda: comm.allreduce(dual, out=dual),
+            lambda: comm.allreduce(x, out=dual),
+        ):
+            refused("with a forward-mode derivative. .*torch.ops.ipcreduce.all_reduce", call)
+        for op in ("max", "min", "prod"):
+            for call in (OPERATOR, IN_PLACE):
+                words = f"op must be sum or avg for a derivative; found {op}"
+                refused(words, lambda call=call, op=op: call(forward_ad.make_dual(x.clone(), tangent), op, "world"))
+    refused("found max", lambda: torch.func.jvp(lambda a: OPERATOR(a, "max", "world"), (x,), (tangent,)))
+    if SIZE == 1:
+        given = x.clone().requires_grad_()
+        torch.autograd.gradcheck(
+            lambda a: OPERATOR(a, "avg", "world"), (given,), check_forward_ad=True, check_batched_grad=True,
+            check_batched_forward_grad=True,
+        )  # fmt: skip
+    assert torch.equal(OPERATOR(x, "sum", "world"), summed())
+
+
+def transforms() -> None:
+    """torch.func: gradients, of every order, in both modes, and batches."""
+    x, tangent = brought(RANK, 3), brought(RANK + 100, 3)
+    tangents = sum(brought(rank + 100, 3) for rank in range(SIZE))
+
+    def cubed(a: torch.Tensor) -> torch.Tensor:
+        return (OPERATOR(a, "sum", "world") ** 3).sum()
+
+    def along(a: torch.Tensor) -> torch.Tensor:
+        return torch.func.jvp(lambda b: OPERATOR(b, "sum", "world") ** 3, (a,), (tangent,))[1]
+
+    once, twice = SIZE * 3 * summed(3) ** 2, SIZE * SIZE * 6 * summed(3)
+    torch.testing.assert_close(torch.func.grad(cubed)(x), once)
+    torch.testing.assert_close(torch.func.grad(lambda a: torch.func.grad(cubed)(a).sum())(x), twice)
+    for hessian in (torch.func.hessian(cubed), torch.func.jacrev(torch.func.jacfwd(cubed))):
+        torch.testing.assert_close(hessian(x), twice.diag())
+    torch.testing.assert_close(along(x), 3 * summed(3) ** 2 * tangents)
+    torch.testing.assert_close(torch.func.jvp(along, (x,), (tangent,))[1], 6 * summed(3) * tangents**2)
+    torch.testing.assert_close(torch.func.grad(lambda a: along(a).sum())(x), SIZE * 6 * summed(3) * tangents)
+    for inner, due in ((lambda a: along(a).sum(), SIZE * 6 * summed(3) * tangents), (torch.func.grad(cubed), twice)):
+        outside = x.clone().requires_grad_()  # under a transform
+        inner(outside).sum().backward()
+        torch.testing.assert_close(outside.grad, due)
+
+    def in_place(a: torch.Tensor) -> torch.Tensor:
+        b = a * 2
+        IN_PLACE(b, "avg", "world")
+        return (b**2).sum()
+
+    torch.testing.assert_close(torch.func.grad(in_place)(x), 8 * summed(3) / SIZE)
+    pair = torch.stack([x, 2 * x], 1)
+    calls = comm._calls.number
+    batched = torch.func.vmap(lambda a: OPERATOR(a, "sum", "world"), in_dims=1)(pair)
+    assert comm._calls.number == calls + 1, "a call for each element of the batch"
+    assert torch.equal(batched, torch.stack([summed(3), 2 * summed(3)]))
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(cubed), in_dims=1)(pair), torch.stack([once, 4 * once]))
+    refused("found max", lambda: torch.func.grad(lambda a: OPERATOR(a, "max", "world").sum())(x))
+    words = "one of torch.func's transforms. Use torch.ops.ipcreduce.all_reduce"
+    for transform in (torch.func.grad, torch.func.vmap, torch.func.functionalize):
+        refused(words, lambda transform=transform: transform(lambda a: comm.allreduce(a).sum())(x))
+    refused(words, lambda: torch.func.jvp(comm.allreduce, (x,), (tangent,)))
+    torch.testing.assert_close(torch.func.linearize(lambda a: OPERATOR(a, "sum", "world"), x)[1](tangent), tangents)
+    assert torch.equal(comm.allreduce(x), summed(3))
+
+
+def traced() -> None:
+    """The operator is part of a trace. A call of the communicator, whose result is a constant there, is refused."""
+    x = brought(RANK)
+    other = brought(RANK + 100)
+    due = sum(brought(rank + 100) for rank in range(SIZE)) + 1
+
+    def through(a: torch.Tensor) -> torch.Tensor:
+        return OPERATOR(a, "sum", "world") + 1
+
+    torch.testing.assert_close(torch.jit.trace(through, x)(other), due)
+    torch.testing.assert_close(make_fx(through)(x)(other), due)
+    for call, words in torch_refusals.within_traces(comm, x, other.clone()):
+        refused(re.escape(words), call)
+    refused("of type FakeTensor", partial(make_fx(lambda a: comm.allreduce(a), tracing_mode="fake"), x))
+    refused("in torch.jit.trace, to", partial(torch.jit.trace, lambda a: comm.allreduce(x.numpy(), out=a) + 1, x))
+    with FlopCounterMode(display=False):  # which only looks on
+        assert torch.equal(comm.allreduce(x), summed())
+    assert torch.equal(comm.allreduce(x), summed())
+
+
+def without_memory() -> None:
+    """Tensors that hold others, or nothing: refused as array and as out, with the way; the operators take them."""
+    x, out = torch.full((4,), RANK + 1.0), torch.zeros(4)
+    total = [SIZE * (SIZE + 1) / 2] * 4
+    with torch_refusals.a_group():
+        jagged = torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged)
+        for made, words in (*torch_refusals.without_memory(x), (jagged, "type NestedTensor, which overrides")):
+            words = f"must be a tensor with memory of its own; .*{re.escape(words)}"
+            refused(f"array {words}", lambda made=made: comm.allreduce(made))
+            refused(f"array {words}", lambda made=made: comm.allreduce(made, out=made))
+            refused(f"out {words}", lambda made=made: comm.allreduce(x, out=made))
+            assert comm.allreduce(x, out=out).tolist() == total
+        with FakeTensorMode():
+            refused(f"FakeTensorMode, to .*{re.escape(torch_refusals.OPERATOR)}", lambda: comm.allreduce(x))
+        assert OPERATOR(torch_refusals.AsyncCollectiveTensor(x), "sum", "world").tolist() == total
+        assert OPERATOR(torch_refusals.TwoTensor(x, x), "sum", "world").a.tolist() == total
+        assert OPERATOR(torch._efficientzerotensor((4,)), "sum", "world").tolist() == [0] * 4
 
 
 def names() -> None:
@@ -160,8 +329,16 @@ def compiled_training() -> None:
     def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return (operators.all_reduce(torch.tanh(x @ w), "avg", "world") ** 2).sum()
 
+    def loss_in_place(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(x @ w) * 1  # tanh keeps its result for the backward
+        operators.all_reduce_(y, "avg", "world")
+        return (y**2).sum()
+
     found = []
-    for function in (loss, torch.compile(loss, fullgraph=True), torch.compile(loss, fullgraph=True, dynamic=True)):
+    for function in (
+        loss, loss_in_place, torch.compile(loss_in_place, fullgraph=True, backend="aot_eager"),
+        torch.compile(loss, fullgraph=True), torch.compile(loss, fullgraph=True, dynamic=True),
+    ):  # fmt: skip
         w = brought(7, 3, 5).requires_grad_()
         function(brought(RANK), w).backward()
         found.append(w.grad)
@@ -182,7 +359,8 @@ def exported() -> None:
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
-        results, gradients, in_place, names, checks_of_pytorch, compiled, compiled_training, exported,
+        results, gradients, in_place, in_place_gradients, forward_mode, transforms, traced, without_memory, names,
+        checks_of_pytorch, compiled, compiled_training, exported,
     )
 }  # fmt: skip
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from tests.mutants import Mutant, unit
 
 ARRAYS, OPERANDS, PROTOCOLS = "ipcreduce/arrays.py", "ipcreduce/operands.py", "ipcreduce/cuda/array_protocols.py"
-TORCH, SHARED, NUMERICS = "ipcreduce/cuda/torch_runtime.py", "ipcreduce/host/shared.py", "ipcreduce/numerics.py"
+TORCH, TENSORS = "ipcreduce/cuda/torch_runtime.py", "ipcreduce/cuda/torch_tensors.py"
+SHARED, NUMERICS = "ipcreduce/host/shared.py", "ipcreduce/numerics.py"
 KINDS = "ipcreduce/kinds.py"
 SWEEP = "mpirun -n 2 tests.simulated tests/gpu/sweep.py --cases 1 --largest"  # its first case is
 STRIDED_OUT, SHIFTED_OUT = f"{SWEEP} 300 --seed 1680", f"{SWEEP} 2000000 --smallest 1500000 --seed 127"
@@ -56,7 +57,7 @@ MUTANTS = [
     Mutant(
         "a read-only out is written",
         OPERANDS,
-        "    if arrays.is_readonly(out):\n",
+        "    if arrays.is_readonly(target):\n",
         "    if False:\n",
         WRONG_CALLS,
     ),
@@ -109,6 +110,55 @@ MUTANTS = [
         '{0: "int", 1: "int",',
         unit("arrays", "the_location_by_dlpack"),
     ),
+    Mutant(
+        "what has no memory is read on the device",
+        ARRAYS,
+        "    if not pointer(found) and found.size:\n",
+        "    if False:\n",
+        tensors("without_memory"),
+    ),
+    Mutant(
+        "what has no memory is recorded as an input",
+        ARRAYS,
+        "    if place is not None and not place[0] and 0 not in place[1]:\n",
+        "    if False:\n",
+        tensors("without_memory"),
+    ),
+    Mutant(
+        "the short way takes an array without memory",
+        "ipcreduce/cuda/cupy_runtime.py",
+        "if address and place.device_id == device else None",
+        "if place.device_id == device else None",
+        tensors("without_memory"),
+    ),
+    Mutant(
+        "NumPy takes memory of its own for an array that has none",
+        PROTOCOLS,
+        "        if not data and all(",
+        "        if False and all(",
+        unit("arrays", "an_address_of_0_is_refused"),
+    ),
+    Mutant(
+        "DLPack's flag of read-only memory is ignored",
+        PROTOCOLS,
+        "        return not flags & _NOT_TO_BE_WRITTEN\n",
+        "        return True\n",
+        unit("arrays", "what_says_that_it_may_be_written"),
+    ),
+    Mutant(
+        "an array that DLPack does not call writable is written",
+        PROTOCOLS,
+        '    return any(base.__module__.partition(".")[0] in _MUTABLE for base in type(array).__mro__)\n',
+        "    return True\n",
+        tensors("not_to_be_written"),
+    ),
+    Mutant(
+        "a host array that DLPack does not call writable is written",
+        PROTOCOLS,
+        "    elif mutable and not view.flags.writeable:\n",
+        "    elif not view.flags.writeable:\n",
+        unit("host_operands", "an_out_that_does_not_say_that_it_may_be_written"),
+    ),
     # ---- tensors
     Mutant(
         "a tensor's memory is given back while another stream uses it",
@@ -133,9 +183,9 @@ MUTANTS = [
     ),
     Mutant(
         "a tensor that requires grad is reduced without one",
-        TORCH,
-        "    return bool(tensor.requires_grad and torch.is_grad_enabled())\n\n\n# ----",
-        "    return False\n\n\n# ----",
+        TENSORS,
+        "    if tensor.requires_grad and torch_runtime.torch.is_grad_enabled():\n",
+        "    if False:\n",
         tensors("memory_that_is_not_the_tensors_values"),
     ),
     Mutant(
@@ -177,9 +227,65 @@ MUTANTS = [
     Mutant(
         "a subclass of CuPy's arrays is indexed in its own way",
         ARRAYS,
-        "return cupy.ndarray.view(array, type=cupy.ndarray)",
-        "return array",
+        "found = cupy.ndarray.view(array, type=cupy.ndarray)",
+        "found = array",
         "mpirun -n 2 tests.simulated tests/gpu/scenarios.py subclasses",
+    ),
+    Mutant(
+        "the short way takes a part of a zero tensor, which has an address and no memory",
+        TORCH,
+        "        or is_zero(tensor)\n",
+        "",
+        tensors("without_memory"),
+    ),
+    Mutant(
+        "a tensor that interprets PyTorch's operators itself is read",
+        TENSORS,
+        "    if not is_plain and torch_runtime.is_wrapper_type(type(tensor)):\n",
+        "    if False:\n",
+        tensors("without_memory"),
+    ),
+    Mutant(
+        "the address check asks a tensor that interprets operators itself for its address",
+        ARRAYS,
+        "    if torch_runtime.is_wrapper_type(kind):\n",
+        "    if False:\n",
+        tensors("without_memory"),
+    ),
+    Mutant(
+        "a call within torch.jit.trace is made",
+        TENSORS,
+        "    if torch_runtime.tracing_state() is not None:\n",
+        "    if False:\n",
+        tensors("where_a_result_would_be_lost"),
+    ),
+    Mutant(
+        "the short way is taken in a trace",
+        TORCH,
+        "        or tracing_state() is not None\n",
+        "",
+        tensors("where_a_result_would_be_lost"),
+    ),
+    Mutant(
+        "a call that is known is made in a trace",
+        "ipcreduce/device/fast_path.py",
+        "                torch_runtime.tracing_state() is not None\n",
+        "                False\n",
+        tensors("where_a_result_would_be_lost"),
+    ),
+    Mutant(
+        "a call that is known is made within make_fx",
+        "ipcreduce/device/fast_path.py",
+        "                or torch_runtime.modes._is_in_torch_dispatch_mode\n",
+        "",
+        tensors("where_a_result_would_be_lost"),
+    ),
+    Mutant(
+        "a forward-mode derivative is lost",
+        TENSORS,
+        "    if duals.unpack_dual(tensor).tangent is None:\n",
+        "    if True:\n",
+        tensors("where_a_result_would_be_lost"),
     ),
     # ---- host arrays
     Mutant(

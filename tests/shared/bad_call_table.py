@@ -20,6 +20,7 @@ from mpi4py import MPI
 
 import ipcreduce
 from ipcreduce import ArgumentError, PeerFailedError, RankMismatchError, UnsupportedError
+from tests.shared.capsules import capsule_of
 
 Call = Callable[[Any, Any], Any]  # of the array module and the communicator
 
@@ -115,6 +116,20 @@ class HostTensor:
         return self.array.__dlpack__(**options)
 
 
+class OldTensor(HostTensor):
+    """Its capsules are of a version of DLPack that has no flags."""
+
+    def __dlpack__(self, *, stream: Any = None) -> Any:
+        return self.array.__dlpack__()
+
+
+class NoMemory(HostTensor):
+    """Six elements at address 0."""
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return capsule_of(0, (6,), device=1)
+
+
 class Convertible:
     def __array__(self, *_: Any) -> np.ndarray:
         return np.ones(6, np.float32)
@@ -186,6 +201,10 @@ def bad_arrays() -> Iterator[Row]:
     words = ("device arrays need backend",)
     yield Row("array: needs a GPU", lambda m, c: c.allreduce(OnDevice()), words, UnsupportedError, on="host")
     yield Row("array: masked on the device", lambda m, c: c.allreduce(OnDevice(mask=1)), ("no mask",), on="device")
+    words = ("does not give its memory: its elements have address 0, where nothing lies. Pass the array that holds",)
+    for on, kind in (("host", lambda: NoMemory(np.zeros(6))), ("device", OnDevice)):
+        yield Row("array: without memory", lambda m, c, kind=kind: c.allreduce(kind()), words, on=on)
+        yield Row("out: without memory", lambda m, c, kind=kind: c.allreduce(mine(m, c), out=kind()), words, on=on)
     yield Row("array: no export", lambda m, c: c.allreduce(ByDlpack(2)), ("not exported today",), on="device")
 
 
@@ -259,6 +278,7 @@ def bad_outs() -> Iterator[Row]:
     yield out("on the host", lambda m, c: np.zeros(6, np.float32), "lie on the device", "ndarray", on="device")
     yield out("a host tensor", lambda m, c: HostTensor(np.zeros(6, "f4")), "the device", "HostTensor", on="device")
     yield out("a read-only tensor", lambda m, c: HostTensor(np.frombuffer(bytes(24), "f4")), "writable", on="host")
+    yield out("an old tensor", lambda m, c: OldTensor(np.zeros(6, "f4")), "writable", "by DLPack 1.0", on="host")
     yield out("a tensor of another dtype", lambda m, c: HostTensor(np.zeros(6)), "found (6,) and float64", on="host")
     yield out("read-only on the device", lambda m, c: read_only(mine(m, c)), "be writable", on="device")
     for step in (0, 2, -3):

@@ -277,10 +277,11 @@ class ndarray:
         memptr = memptr or _allocate(geometry.nbytes)
         steps = [(length - 1) * step for length, step in zip(geometry.shape, geometry.strides, strict=True)]
         low, high = sum(step for step in steps if step < 0), sum(step for step in steps if step > 0)
-        if geometry.size:
+        if geometry.size and memptr.ptr:  # at address 0 NumPy would take memory of its own
             buffer = (ctypes.c_char * (high + geometry.itemsize - low)).from_address(memptr.ptr + low)
             geometry = np.ndarray(shape, dtype, buffer, -low, geometry.strides)
         self._take(geometry, memptr.mem)
+        self.data = memptr
 
     def _take(self, view: np.ndarray, mem: Memory | UnownedMemory) -> ndarray:
         self._view, self._mem = view, mem

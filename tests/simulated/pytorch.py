@@ -102,9 +102,18 @@ class Storage:
             _pool.setdefault(self.place if alive else (*self.place[:2], 0), []).append((self.array, events))
 
 
+def no_dispatch(*_: Any) -> None:
+    """In the place of ``__torch_dispatch__``, where a type leaves PyTorch's operators alone."""
+
+
 class Tensor:
+    __torch_dispatch__: Any = no_dispatch
+
     def __init__(self, array: Any, storage: Any = None, pending: str = "", requires_grad: bool = False) -> None:
         self.array, self.storage, self.pending, self.requires_grad = array, storage, pending, requires_grad
+        self.tangent: Any = None
+        self.nowhere: int | None = None  # without memory: the offset into it
+        self.is_transformed = False  # one of torch.func's, which has none either
         self.layout, self.is_quantized = strided, False
         self.device = SimpleNamespace(type="cuda", index=cupy.cuda.Device().id)
 
@@ -133,8 +142,13 @@ class Tensor:
     def is_contiguous(self) -> bool:
         return self.array.flags.c_contiguous
 
+    def _is_zerotensor(self) -> bool:
+        return self.nowhere is not None and type(self) is Tensor
+
     def data_ptr(self) -> int:
-        return self.array.data.ptr
+        if self.is_transformed:
+            raise RuntimeError("Cannot access data pointer of Tensor that doesn't have storage")
+        return self.array.data.ptr if self.nowhere is None else self.nowhere
 
     def detach(self) -> Tensor:
         return Tensor(self.array, self.storage, self.pending)
@@ -151,7 +165,7 @@ class Tensor:
     def __cuda_array_interface__(self) -> dict[str, Any]:
         if self.requires_grad:
             raise RuntimeError("Can't get __cuda_array_interface__ on Variable that requires grad")
-        return self.array.__cuda_array_interface__
+        return self.array.__cuda_array_interface__ | {"data": (self.data_ptr(), False)}
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 2, self.device.index
@@ -164,6 +178,30 @@ class Tensor:
         array = self.array[...]
         array.kept = self.storage
         return array
+
+
+class WrapperTensor(Tensor):
+    """Interprets PyTorch's operators itself, and has no memory."""
+
+    __torch_dispatch__ = classmethod(no_dispatch)
+
+    def __init__(self, array: Any) -> None:
+        super().__init__(array)
+        self.nowhere = 0
+
+
+class AsyncCollectiveTensor(WrapperTensor):
+    def wait(self) -> Tensor:
+        return Tensor(self.array)
+
+
+class DTensor(WrapperTensor):
+    def to_local(self) -> Tensor:
+        return Tensor(self.array)
+
+
+class TwoTensor(WrapperTensor):
+    """Of two others."""
 
 
 def empty_like(tensor: Tensor, memory_format: Any = None, requires_grad: bool = False) -> Tensor:
@@ -237,7 +275,66 @@ cuda = SimpleNamespace(
     current_stream=current_stream, stream=stream, Stream=Stream, ExternalStream=ExternalStream, MemPool=MemPool,
     use_mem_pool=use_mem_pool, is_available=lambda: True, init=lambda: None,
 )  # fmt: skip
-_C = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: current_stream().cuda_stream)
+_modes: dict[str, Any] = {}
+_python_dispatch = SimpleNamespace(_is_in_torch_dispatch_mode=False)
+utils = SimpleNamespace(_python_dispatch=_python_dispatch)
+forward_ad = SimpleNamespace(_current_level=-1, unpack_dual=lambda tensor: SimpleNamespace(tangent=tensor.tangent))
+autograd = SimpleNamespace(forward_ad=forward_ad)
+_C = SimpleNamespace(
+    _cuda_getCurrentRawStream=lambda device: current_stream().cuda_stream,
+    _get_tracing_state=lambda: getattr(_state, "trace", None),
+    _TorchDispatchModeKey=SimpleNamespace(PROXY="proxy", FAKE="fake"),
+    _get_dispatch_mode=_modes.get,
+    _dispatch_tls_is_dispatch_key_excluded=lambda key: False,
+    _functorch=SimpleNamespace(is_functorch_wrapped_tensor=lambda tensor: tensor.is_transformed),
+)
+
+
+@contextlib.contextmanager
+def jit_trace() -> Iterator[None]:
+    _state.trace = object()
+    try:
+        yield
+    finally:
+        _state.trace = None
+
+
+class FlopCounterMode:
+    """Sees PyTorch's operators, and lets them run."""
+
+    key = "of the program"
+
+    def __enter__(self) -> None:
+        _modes[self.key], _python_dispatch._is_in_torch_dispatch_mode = self, True
+
+    def __exit__(self, *_: Any) -> None:
+        _modes.clear()
+        _python_dispatch._is_in_torch_dispatch_mode = False
+
+
+class ProxyTorchDispatchMode(FlopCounterMode):
+    """Of make_fx."""
+
+    key = "proxy"
+
+
+class FakeTensorMode(FlopCounterMode):
+    key = "fake"
+
+
+@contextlib.contextmanager
+def dual_level() -> Iterator[None]:
+    forward_ad._current_level = 0
+    try:
+        yield
+    finally:
+        forward_ad._current_level = -1
+
+
+def make_dual(tensor: Tensor, tangent: Tensor) -> Tensor:
+    made = Tensor(tensor.array, tensor.storage)
+    made.tangent = tangent
+    return made
 
 
 @contextlib.contextmanager

@@ -446,7 +446,7 @@ def test_an_array_that_comes_from_or_goes_to_the_host():
 
 
 def test_twenty_differences_are_shown_and_all_are_kept():
-    old, new = [Array(address) for address in range(30)], [Array(address) for address in range(100, 130)]
+    old, new = [Array(address) for address in range(1, 31)], [Array(address) for address in range(100, 130)]
     error = difference(check(old), new)
     assert len(error.changed) == 30
     assert str(error).count(" -> ") == SHOWN == 20

@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 
 from ipcreduce import arrays
-from ipcreduce.cuda import cupy_runtime, torch_runtime
+from ipcreduce.cuda import cupy_runtime, torch_runtime, torch_tensors
 from ipcreduce.errors import ArgumentError, UnsupportedError
+from tests.shared.capsules import capsule_of
 
 
 class OnDevice:
     """What the arrays of other libraries show."""
 
-    __cuda_array_interface__ = {"shape": (3,), "typestr": "<f4", "data": (0, False), "version": 3}  # noqa: RUF012
+    __cuda_array_interface__ = {"shape": (3,), "typestr": "<f4", "data": (0x900, False), "version": 3}  # noqa: RUF012
 
 
 class ByDlpack:
@@ -126,7 +127,7 @@ def test_large_arrays_are_not_looked_at_element_by_element():
 
 
 def test_the_location_by_interface():
-    assert arrays.locate(OnDevice()) == (0, (3,), "float32", (4,))
+    assert arrays.locate(OnDevice()) == (0x900, (3,), "float32", (4,))
     assert arrays.locate(Tensor(interface((2, 3), "<f2"))) == (0x1000, (2, 3), "float16", (6, 2))
     assert arrays.locate(Tensor(interface((2, 3), "<f8", (8, 16)))) == (0x1000, (2, 3), "float64", (8, 16))
     assert arrays.locate(Tensor(interface((), "<i4"))) == (0x1000, (), "int32", ())
@@ -155,6 +156,100 @@ def test_dlpack_with_an_offset_and_no_strides(code: int, bits: int, name: str):
     capsule = new(("PyCapsule_New", ctypes.pythonapi))(ctypes.addressof(tensor), b"dltensor", None)
     size = bits // 8
     assert arrays.locate(Tensor(KeyError(), capsule)) == (0x1020, (2, 3), name, (3 * size, size))
+
+
+class Producer:
+    """An array that gives :func:`capsule_of`; ``versions`` is False for one that knows none."""
+
+    def __init__(self, versions: bool = True, **what: Any) -> None:
+        self.versions, self.what = versions, what
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.what.get("device", 2), 0
+
+    def __dlpack__(self, **options: Any) -> Any:
+        if not self.versions and "max_version" in options:
+            raise TypeError("unknown option")
+        return capsule_of(**self.what if self.versions else self.what | {"flags": None})
+
+
+class OfTorch(Producer):
+    __module__ = "torch.somewhere"
+
+
+class BesideTorch(Producer):
+    __module__ = "torchlike"
+
+
+NOTHING = "does not give its memory: its elements have address 0, where nothing lies. Pass the array that holds them"
+
+
+@pytest.mark.parametrize("versions", [True, False])
+def test_an_address_of_0_is_refused(versions: bool, monkeypatch: pytest.MonkeyPatch):
+    """Whatever library it comes from, and not for arrays of no elements."""
+    for nothing in (
+        Tensor(interface((2, 3), "<f2") | {"data": (0, False)}), Producer(versions, address=0),
+        Producer(versions, address=0, shape=()),
+        types.SimpleNamespace(__cuda_array_interface__=interface((1,), "<f2") | {"data": (0, True)}),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError, match=f"the {type(nothing).__name__} {NOTHING}"):
+            arrays.locate(nothing)
+    for fine in (Producer(versions, address=0, shape=(3, 0)), Tensor(interface((0,), "<f2") | {"data": (0, False)})):
+        place = arrays.locate(fine)
+        assert place is not None
+        assert place[0] == 0
+    for shape in ((6,), ()):
+        with pytest.raises(ArgumentError, match=f"the Producer {NOTHING}"):
+            arrays.host_view(Producer(versions, address=0, shape=shape, device=1))
+    assert arrays.host_view(Producer(versions, address=0, shape=(2, 0), device=1)).shape == (2, 0)
+
+    class Array:
+        def __init__(self, address: int, size: int) -> None:
+            self.data, self.shape, self.size = types.SimpleNamespace(ptr=address), (size,), size
+            self.dtype, self.strides = np.dtype("f4"), (4,)
+
+    monkeypatch.setattr(cupy_runtime, "cupy", types.SimpleNamespace(ndarray=Array))
+    for read in (arrays.locate, lambda array: arrays.view(array, 0)):
+        with pytest.raises(ArgumentError, match=f"Array {NOTHING}"):
+            read(Array(0, 1))
+        read(Array(0, 0))
+        read(Array(0x1000, 1))
+
+
+def test_what_says_that_it_may_be_written():
+    """DLPack's flags; before version 1 the library; the flag of ``__cuda_array_interface__`` comes first."""
+    for kind, of_version_1, before in ((Producer, True, False), (OfTorch, True, True), (BesideTorch, True, False)):
+        for flags, writable in ((0, of_version_1), (1, False), (2, False), (3, False), (4, True), (None, before)):
+            made = kind(flags is not None, flags=flags)
+            assert arrays.is_readonly(made) != writable, (kind, flags)
+            memory = np.zeros(6, np.float32)
+            view = arrays.host_view(
+                kind(flags is not None, flags=flags, device=1, address=memory.ctypes.data, shape=(6,))
+            )
+            assert view.flags.writeable == writable, (kind, flags)
+            assert np.shares_memory(view, memory)
+            made.__cuda_array_interface__ = interface((3,), "<f4")
+            assert not arrays.is_readonly(made)
+            made.__cuda_array_interface__ |= {"data": (0x1000, True)}
+            assert arrays.is_readonly(made)
+
+    class NoTypestr(Producer):
+        @property
+        def __cuda_array_interface__(self) -> Any:
+            raise RuntimeError("not for bfloat16")
+
+    assert not arrays.is_readonly(NoTypestr())
+    assert arrays.is_readonly(NoTypestr(flags=1))
+    assert arrays.is_readonly(Producer(major=2))
+    assert arrays.is_readonly(ByDlpack(2))
+
+
+def test_the_location_by_a_capsule_of_version_1():
+    assert arrays.locate(Producer()) == (0x1000, (2, 3), "float32", (12, 4))
+    assert arrays.locate(Producer(flags=1)) == (0x1000, (2, 3), "float32", (12, 4))
+    for read in (arrays.locate, arrays.host_view):
+        with pytest.raises(ArgumentError, match=r"its capsule is of DLPack 2\.0, and 1 is understood"):
+            read(Producer(major=2, device=2 if read is arrays.locate else 1))
 
 
 def test_the_location_by_dlpack_when_the_interface_fails():
@@ -211,12 +306,12 @@ def test_tensors_are_known_without_an_import(monkeypatch: pytest.MonkeyPatch):
         (Tensor(is_quantized=True), "dequantize"), (Tensor(requires_grad=True), "detach"),
         (Tensor(device=types.SimpleNamespace(type="meta")), "on the device meta"),
     ):  # fmt: skip
-        assert words in torch_runtime.problem(tensor)
+        assert words in torch_tensors.problem(tensor)
         with pytest.raises(ArgumentError, match=f"out must be .*{words}"):
             arrays.is_device(tensor, "out")
-    assert torch_runtime.problem(Tensor()) == ""
+    assert torch_tensors.problem(Tensor()) == ""
     torch.is_grad_enabled = lambda: False
-    assert torch_runtime.problem(Tensor(requires_grad=True)) == ""
+    assert torch_tensors.problem(Tensor(requires_grad=True)) == ""
     monkeypatch.delitem(sys.modules, "torch")
     assert not torch_runtime.is_tensor(Tensor())
 
@@ -249,7 +344,7 @@ def test_the_location_of_a_cupy_array(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(ndarray=Array))  # by the user, not by us
     assert arrays.locate(Array()) == (0x1000, (2, 2), "float16", (4, 2))
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert arrays.locate(OnDevice()) == (0, (3,), "float32", (4,))
+    assert arrays.locate(OnDevice()) == (0x900, (3,), "float32", (4,))
 
 
 def test_cupy_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch):

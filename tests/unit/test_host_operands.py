@@ -45,6 +45,12 @@ class Tensor:
         return self.array.__dlpack__()
 
 
+class OfTorch(Tensor):
+    """Of a library whose arrays may be written, though capsules before version 1 do not say so."""
+
+    __module__ = "torch"
+
+
 # ---- numbers
 @pytest.mark.parametrize(
     ("number", "op", "expected"),
@@ -141,11 +147,12 @@ def test_the_average_of_complex_numbers():
 @pytest.mark.parametrize("dtype", ["f4", "?", "F", "i8"])
 def test_tensors(version: int, device_type: int, dtype: str):
     array = np.array([[0, 1, 1], [1, 0, 1]], dtype)[:, ::2]
-    tensor, expected, op = Tensor(array, version, device_type), array + array, "max" if dtype == "?" else "sum"
+    kind = Tensor if version else OfTorch
+    tensor, expected, op = kind(array, version, device_type), array + array, "max" if dtype == "?" else "sum"
     found = reduced(tensor, op)
     assert type(found) is np.ndarray
     assert np.array_equal(found, expected)
-    target = Tensor(np.zeros((2, 4), dtype)[:, 1:3], version)
+    target = kind(np.zeros((2, 4), dtype)[:, 1:3], version)
     for source in (array, tensor, array.copy(order="F")):
         target.array[...] = 0
         assert reduced(source, op, target) is target
@@ -180,6 +187,36 @@ def test_read_only_tensors():
         reduced(np.zeros(3), "sum", Tensor(array))
     with pytest.raises(ArgumentError, match="the Tensor does not give its memory: Cannot export readonly"):
         reduced(Tensor(array, version=0))
+
+
+def test_an_out_that_does_not_say_that_it_may_be_written():
+    """JAX's arrays are immutable, and their capsules have no version, and so no flag."""
+    array = np.ones(3)
+    tensor = Tensor(array, version=0)
+    assert reduced(tensor).tolist() == [2, 2, 2]
+    for source in (np.zeros(3), tensor):  # also in place
+        words = (
+            "out must be writable; found a read-only Tensor, or one that does not say by DLPack 1.0 that it may be "
+            "written. Pass a copy in NumPy or CuPy, or leave it out"
+        )
+        with pytest.raises(ArgumentError, match=words):
+            reduced(source, "sum", tensor)
+    assert array.tolist() == [1, 1, 1]
+
+
+def test_arrays_of_jax_are_immutable(monkeypatch: pytest.MonkeyPatch):
+    for name in ("TF_CPP_MIN_LOG_LEVEL", "TPU_SKIP_MDS_QUERY"):  # which JAX sets
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    jax = pytest.importorskip("jax")
+    array = jax.numpy.arange(3.0) + 1
+    assert reduced(array).tolist() == [2, 4, 6]
+    for source in (np.zeros(3, np.float32), array):
+        with pytest.raises(ArgumentError, match=r"out must be writable; found a read-only ArrayImpl.*Pass a copy"):
+            reduced(source, "sum", array)
+    copy = np.array(array)
+    assert reduced(array, "sum", copy) is copy
+    assert (copy.tolist(), array.tolist()) == ([2, 4, 6], [1, 2, 3])
 
 
 def test_bfloat16_tensors_are_refused_with_advice():

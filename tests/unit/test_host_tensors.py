@@ -79,6 +79,52 @@ def test_ops_of_pytorch():
             HostOperands(torch.ones(3), wrong, None)
 
 
+def test_tensors_without_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # which PyTorch sets in this import: it is gone at the end
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    class Wrapper(torch.Tensor):
+        """Holds another tensor, and shows its shape."""
+
+        @staticmethod
+        def __new__(cls, held: torch.Tensor) -> torch.Tensor:
+            return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
+
+        @classmethod
+        def __torch_dispatch__(cls, *_: object) -> None:
+            raise AssertionError("asked for an operator")
+
+    class Local(Wrapper):
+        to_local = torch.Tensor.clone
+
+    ones, zero = torch.ones(6), torch._efficientzerotensor((12,))
+    for wrong, words in (
+        (Wrapper(ones), r"Wrapper, which overrides __torch_dispatch__\. Use torch\.ops\.ipcreduce\.all_reduce"),
+        (Local(ones), r"Local, which overrides __torch_dispatch__\. Pass tensor\.to_local\(\)"),
+        (FakeTensorMode().from_tensor(ones), "FakeTensor, which overrides"),
+        (zero[:6], r"knows to be zero\. Pass tensor\.clone\(\)"), (zero[6:], "knows to be zero"),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError, match=f"array must be a tensor with memory of its own; .*{words}"):
+            reduced(wrong)
+        with pytest.raises(ArgumentError, match=f"out must be a tensor with memory of its own; .*{words}"):
+            reduced(ones, wrong)
+    assert reduced(zero.clone()).tolist() == [0] * 12
+
+    class Named(torch.Tensor):
+        """A subclass that has memory."""
+
+    assert reduced(ones.as_subclass(Named)).tolist() == [2] * 6
+
+
+def test_a_null_pointer_by_dlpack_is_refused():
+    """As PyTorch exports it, whatever else is looked at."""
+    zero = torch._efficientzerotensor((6,))
+    with pytest.raises(ArgumentError, match="the Tensor does not give its memory: its elements have address 0"):
+        arrays.host_view(zero)
+    assert arrays.host_view(zero[:0]).shape == (0,)
+
+
 def test_the_compiler_stays_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # which PyTorch sets in this import: it is gone at the end
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import cupy
 import numpy as np
 
-from ipcreduce import Communicator, Graph, eager_break, errors, operands
+from ipcreduce import Communicator, Graph, GraphRunner, eager_break, errors, forward_context, operands
+from tests.shared.capsules import capsule_of
 from tests.sim.scenarios.common import RANK, SIZE, TOTAL, delay, raises, right, works
 from tests.simulated import pytorch as torch
 from tests.simulated.pytorch import Tensor
@@ -149,6 +151,158 @@ def memory_that_is_not_the_tensors_values() -> None:
             with raises(errors.ArgumentError, f"resolve_{pending}"):
                 comm.allreduce(Tensor(array, pending=pending))
             works(comm)
+
+
+def not_to_be_read() -> list[tuple[Any, str]]:
+    """Tensors without memory of their own, and what an error says of them."""
+    array = array_of(RANK + 1, 10)
+    zero, part, transformed = Tensor(array), Tensor(array), Tensor(array)
+    zero.nowhere, part.nowhere = 0, 8  # what is behind the start of no memory has an address
+    transformed.is_transformed = True
+    operator = "se torch.ops.ipcreduce.all_reduce"
+    return [
+        (zero, "Pass tensor.clone()"),
+        (part, "Pass tensor.clone()"),
+        (transformed, f"one of torch.func's transforms. U{operator}"),
+        (torch.AsyncCollectiveTensor(array), "type AsyncCollectiveTensor, which overrides __torch_dispatch__. Pass te"
+         "nsor.wait()"),
+        (torch.DTensor(array), "Pass tensor.to_local()"),
+        (torch.TwoTensor(array), f"U{operator} (import ipcreduce.torch), or pass the tensor that it holds"),
+    ]  # fmt: skip
+
+
+def without_memory() -> None:
+    """They are refused, wherever they come: in calls, recordings, inputs, what a runner copies."""
+    good = Tensor(array_of(RANK + 1, 10))
+    with Communicator(timeout=20) as comm, torch.imported():
+        for wrong, words in not_to_be_read():
+            for _ in range(2):
+                for name, call in (
+                    ("array", lambda wrong=wrong: comm.allreduce(wrong)),
+                    ("array", lambda wrong=wrong: comm.allreduce(wrong, out=wrong)),
+                    ("array", lambda wrong=wrong: comm.allreduce(wrong, out=good)),
+                    ("out", lambda wrong=wrong: comm.allreduce(good, out=wrong)),
+                ):
+                    with raises(errors.ArgumentError, f"rank {RANK}, call", f"{name} must be", words):
+                        call()
+                    works(comm)
+            with raises(errors.ArgumentError, "array must be", words), Graph(comm).record():
+                comm.allreduce(wrong)
+            works(comm)
+            if wrong.is_transformed:
+                continue  # no graph is used within torch.func
+            with raises(errors.ArgumentError, 'inputs["x"][0]: ', words), Graph(comm).record({"x": [wrong]}):
+                pass
+            works(comm)
+            runner = GraphRunner(comm.allreduce, comm, copy_inputs=True)
+            with forward_context("a"):
+                right(runner(good).array)
+                with raises(errors.ArgumentError, f"rank {RANK}", words):
+                    runner(wrong)
+                works(comm)
+                right(runner(good).array)
+            runner.close()
+        refuses_address_0(comm)
+
+
+def refuses_address_0(comm: Communicator) -> None:
+    """As of any library: by its interface, by DLPack, and CuPy's own."""
+    array, good = array_of(RANK + 1, 10), array_of(RANK + 1, 10)
+    nothing = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(0, 40, None, array.data.device_id), 0)
+    of_cupy = cupy.ndarray((10,), np.float32, nothing)
+    by_interface = SimpleNamespace(__cuda_array_interface__=array.__cuda_array_interface__ | {"data": (0, False)})
+    by_dlpack = SimpleNamespace(__dlpack_device__=array.__dlpack_device__, __dlpack__=lambda **_: of_cupy)
+    for wrong in (of_cupy, by_interface, by_dlpack):
+        for arguments in ((wrong,), (wrong, "sum", wrong), (good, "sum", wrong)):
+            for _ in range(2):
+                with raises(errors.ArgumentError, f"rank {RANK}, call", "its elements have address 0, where nothing"):
+                    comm.allreduce(*arguments[:2], out=arguments[2] if arguments[2:] else None)
+                works(comm)
+        if wrong is not by_dlpack:  # whose capsule is none here
+            with raises(errors.ArgumentError, "inputs[0]: ", "address 0"), Graph(comm, check="always").record([wrong]):
+                pass
+            with Graph(comm, check="always") as graph:
+                with graph.record([good]):
+                    total = comm.allreduce(good)
+                with raises(errors.ArgumentError, "inputs[0]: ", "address 0"):
+                    graph.replay([wrong])
+                graph.replay([good])
+                right(total)
+    works(comm)
+
+
+def where_a_result_would_be_lost() -> None:
+    """In a trace, and with a derivative, calls are refused, also those that are known by now."""
+    source, out, array = Tensor(array_of(RANK + 1)), Tensor(array_of(0)), array_of(RANK + 1)
+    dual = torch.make_dual(source, source)
+    operator = "torch.ops.ipcreduce.all_reduce"
+    with Communicator(timeout=20) as comm, torch.imported():
+        for _ in range(4):
+            right(comm.allreduce(source, out=out).array)
+            right(comm.allreduce(source).array)
+        for within, words in (
+            (torch.jit_trace, "torch.jit.trace, to which the result is a constant"),
+            (torch.ProxyTorchDispatchMode, "ProxyTorchDispatchMode, to"),
+            (torch.FakeTensorMode, "FakeTensorMode, to"),
+        ):
+            for call in (
+                lambda: comm.allreduce(source, out=out),
+                lambda: comm.allreduce(source),
+                lambda: comm.allreduce(Tensor(source.array), out=Tensor(out.array)),
+                lambda: comm.allreduce(Tensor(source.array)),
+                lambda: comm.allreduce(array, out=out),
+            ):
+                with raises(errors.ArgumentError, f"rank {RANK}, call", words, operator), within():
+                    call()
+                works(comm)
+        with torch.FlopCounterMode():  # runs what it sees
+            right(comm.allreduce(source, out=out).array)
+            right(comm.allreduce(source).array)
+        with torch.dual_level():
+            right(comm.allreduce(source, out=out).array)
+            for call in (
+                lambda: comm.allreduce(dual),
+                lambda: comm.allreduce(dual, out=dual),
+                lambda: comm.allreduce(source, out=dual),
+            ):
+                with raises(errors.ArgumentError, f"rank {RANK}, call", "forward-mode derivative", operator):
+                    call()
+                works(comm)
+            source.tangent = dual  # as source.add_(dual)
+            with raises(errors.ArgumentError, "forward-mode derivative"):
+                comm.allreduce(source, out=out)
+        right(comm.allreduce(source, out=out).array)
+
+
+def not_to_be_written() -> None:
+    """On the device too, what DLPack calls read-only, or does not call writable, is no out. JAX's arrays are such."""
+
+    class Producer:
+        def __init__(self, array: Any, flags: int | None) -> None:
+            self.array, self.flags = array, flags
+            self.__dlpack_device__ = array.__dlpack_device__
+
+        def __dlpack__(self, *, stream: int, max_version: Any = None) -> Any:
+            if max_version is None:
+                return self.array.__dlpack__(stream=stream)
+            return capsule_of(flags=self.flags)
+
+    class OfNumba(Producer):
+        __module__ = "numba.cuda.somewhere"
+
+    array = array_of(RANK + 1)
+    with Communicator(timeout=20) as comm:
+        for made in (Producer(array, 1), Producer(array, None), OfNumba(array, 1)):
+            for source in (array_of(RANK + 1), made):
+                with raises(errors.ArgumentError, f"rank {RANK}, call", "out must be writable; found a read-only"):
+                    comm.allreduce(source, out=made)
+                works(comm)
+            right(comm.allreduce(made))
+            assert (cupy.asnumpy(array) == RANK + 1).all()
+        for made in (Producer(array, 0), OfNumba(array, None)):
+            array.fill(RANK + 1)
+            assert comm.allreduce(made, out=made) is made
+            right(array)
 
 
 def results_are_tensors() -> None:
@@ -407,5 +561,5 @@ SCENARIOS = [
     torch_in_recordings, on_torchs_stream, by_dlpack, by_interface, in_a_recording,
     memory_that_is_not_the_tensors_values,
     results_are_tensors, the_short_way, a_stream_by_its_handle, other_memory_under_a_recorded_tensor,
-    addresses_of_weights,
+    addresses_of_weights, without_memory, where_a_result_would_be_lost, not_to_be_written,
 ]  # fmt: skip

@@ -40,7 +40,7 @@ class DeviceEngine(ABC):
     def __init__(self, device: driver.DeviceInfo, context: int, page: Page, timeout: float) -> None:
         self.device, self.context, self.page, self._timeout = device, context, page, timeout
         self.rank, self.n = page.rank, page.n
-        self.order = StreamOrder(context)
+        self.order = StreamOrder(context, self.captured_in_order())
         self.fast: FastPath | None = None
         self.recorded: weakref.WeakSet[Ready] = weakref.WeakSet()  # replays that a reset may make impossible
         self._recording_stream: Stream | None = None
@@ -50,6 +50,11 @@ class DeviceEngine(ABC):
     def generation(self) -> int:
         """Changes when graphs recorded before cannot be launched any more."""
         return 0
+
+    @staticmethod
+    def captured_in_order() -> bool:
+        """See :class:`StreamOrder`."""
+        return False
 
     # ---- running
     @abstractmethod

@@ -262,6 +262,8 @@ class Graph:
                 except BaseException as error:
                     session.calls.leave(error)
                     raise
+        if self._parts and isinstance(self._parts[-1], Break):
+            session.extend(handle)
 
     def _check_replay(self, inputs: Any, stream: Any) -> None:
         if stream is not None:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import cupy
@@ -70,6 +71,96 @@ def calls_on_several_streams(comm: Any) -> None:
     array = mine()
     results = [comm.allreduce(array, out=array) for _ in range(3)]  # in place: 1, SIZE, SIZE**2 times the total
     right(array, SIZE * SIZE)
+
+
+def work_behind_a_call(comm: Any) -> None:
+    """A call on one stream is over while another one still works on what the program has put behind a call there."""
+    first, second = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    source, outs = mine(), [cupy.zeros(1000, np.float32) for _ in range(2)]
+    with ipcreduce.Communicator(timeout=30) as other:
+        cupy.cuda.Device().synchronize()
+        for turn in range(4):  # from the first change of streams on
+            calls = [
+                partial(other.allreduce, source, out=out, stream=on)
+                for out, on in zip(outs, (first, second), strict=True)
+            ]
+            if turn:
+                overlaps(*calls, first, second, "a call")
+            else:
+                calls[0]()
+                calls[1]()
+    wide, results = cupy.zeros((1000, 2), np.float32), [None, None]
+
+    def fresh(which: int, stream: Any) -> None:
+        results[which] = comm.allreduce(source)
+
+    def strided(which: int, stream: Any) -> None:
+        results[which] = comm.allreduce(source, out=wide[:, which])
+
+    def known(which: int, stream: Any) -> None:
+        results[which] = comm.allreduce(source, out=outs[which])
+
+    def by_handle(which: int, stream: Any) -> None:
+        results[which] = comm.allreduce(source, out=outs[which], stream=stream.ptr)
+
+    def replay(which: int, stream: Any) -> None:
+        graphs[which].replay()
+        results[which] = recorded[which]
+
+    def replay_of_others(which: int, stream: Any) -> None:
+        theirs[which].launch(stream)
+        results[which] = outs[which]
+
+    kinds = [fresh, strided, known, by_handle, replay]
+    with ipcreduce.Graph(comm) as one, ipcreduce.Graph(comm) as other:
+        graphs, recorded, theirs = [one, other], [], []
+        for graph in graphs:
+            with graph.record():
+                recorded.append(comm.allreduce(source))
+        for captured in (False, True):  # once there are graphs of others, too
+            if captured:
+                for which, stream in enumerate((first, second)):
+                    with stream:
+                        stream.begin_capture()
+                        known(which, stream)
+                        theirs.append(stream.end_capture())
+                kinds.append(replay_of_others)
+            for _ in range(3):  # every call is known, and the streams have changed
+                for kind in kinds:
+                    for which, stream in enumerate((first, second)):
+                        with stream:
+                            kind(which, stream)
+            cupy.cuda.Device().synchronize()
+            for kind in kinds:
+                for next_kind in kinds:
+                    for array in (*outs, wide, *recorded):
+                        array.fill(-1)
+                    cupy.cuda.Device().synchronize()
+                    what = f"{next_kind.__name__} behind {kind.__name__}"
+                    overlaps(partial(kind, 0, first), partial(next_kind, 1, second), first, second, what)
+                    right(results[0])
+                    right(results[1])
+
+
+def overlaps(call: Callable[[], None], other: Callable[[], None], first: Any, second: Any, what: str) -> None:
+    """Makes two calls on two streams, with work behind the first one that does not end before the second one does."""
+    gate = threading.Event()
+    try:
+        with first:
+            call()
+            first.launch_host_func(lambda _: gate.wait(60), None)
+        with second:
+            other()
+            ended = second.record()
+        until = time.monotonic() + 30
+        while not ended.done:
+            assert time.monotonic() < until, f"rank {RANK}: {what} waits for the work behind that"
+            time.sleep(1e-4)
+        assert not first.done
+    finally:
+        gate.set()
+    first.synchronize()
+    second.synchronize()
 
 
 def foreign_capture(comm: Any) -> None:
@@ -616,7 +707,8 @@ def refused(comm: Any, call: Callable[[], Any], words: str) -> None:
 
 
 SCENARIOS = [
-    calls_on_several_streams, foreign_capture, programmatic_edges, destroyed_streams, captured_meanwhile, threads,
+    calls_on_several_streams, work_behind_a_call, foreign_capture, programmatic_edges, destroyed_streams,
+    captured_meanwhile, threads,
     interfaces, torch_capture, torch_streams, torch_recordings, communicators, as_people_write, host_arrays, nan_bits,
     late_and_recover, late_on_the_device, refused_right_behind, abort_is_quick, epoch_wrap,
 ]  # fmt: skip

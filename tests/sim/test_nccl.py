@@ -43,7 +43,7 @@ def test_nccls_own_errors(hold: Hold) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_recordings_and_other_work(hold: Hold, ranks: int) -> None:
-    hold(ranks, "nccl_recordings_across_an_abort", "other_work_behind_a_call")
+    hold(ranks, "nccl_recordings_across_an_abort", "other_work_behind_a_call", "nccl_replays_of_others")
 
 
 def test_ends(hold: Hold) -> None:

@@ -114,6 +114,11 @@ class ExternalStream:
         with _its_errors():
             machine_streams.synchronize(self.ptr)
 
+    @property
+    def done(self) -> bool:
+        with _its_errors():
+            return machine_streams.is_idle(self.ptr)
+
     def record(self, event: Event | None = None) -> Event:
         event = event or Event()
         event.record(self)
@@ -175,6 +180,11 @@ class Event:
         if self._timed and not machine_streams.capture_id(handle):
             machine_streams.submit(handle, lambda: setattr(self, "seconds", time.perf_counter()))
         machine_streams.record_event(self.ptr, handle)
+
+    @property
+    def done(self) -> bool:
+        with _its_errors():
+            return machine_streams.is_over(self.ptr)
 
 
 def get_elapsed_time(start: Event, end: Event) -> float:
@@ -326,7 +336,7 @@ class ndarray:
     # contents, on the current stream
     def __setitem__(self, key: Any, value: Any) -> None:
         target, source = self[key]._view, value._view if isinstance(value, ndarray) else np.array(value, self.dtype)
-        _on_stream(lambda: np.copyto(target, source, casting="unsafe"), self, value)
+        _on_stream(lambda: _copy(target, source), self, value)
 
     def fill(self, value: Any) -> None:
         self[...] = value
@@ -453,6 +463,17 @@ def _on_stream(work: Callable[[], Any], *used: object) -> None:
     machine_streams.collect()
     stream = get_current_stream().ptr
     machine_streams.submit(stream, work if machine_streams.capture_id(stream) else lambda: (work(), used))
+
+
+def _copy(target: np.ndarray, source: np.ndarray) -> None:
+    """As CuPy does: arrays that overlap are copied over themselves, unless they are the same."""
+    same = target.ctypes.data == source.ctypes.data and target.strides == source.strides
+    if target.size and np.may_share_memory(target, source) and not same:
+        source = np.broadcast_to(source, target.shape)
+        for index in np.ndindex(target.shape):
+            target[index] = source[index]
+    else:
+        np.copyto(target, source, casting="unsafe")
 
 
 def from_dlpack(array: Any) -> ndarray:

@@ -49,7 +49,8 @@ def eager_break(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
     The function may write its results into arrays that it receives, or return one of these:
 
-    - a device array: the caller gets a CuPy array into which each replay copies, so shape and dtype must not change;
+    - a device array: the caller gets a CuPy array into which each replay copies, so shape and dtype must not change.
+      For one of its arguments that is this very array, also for a replay that returns another one, or another view;
     - a scalar: the caller keeps the recording's value;
     - None.
 
@@ -147,8 +148,7 @@ class Break:
                     f"the break {self._name} has to return {due.dtype} {due.shape}, as at the recording; found "
                     f"{found.dtype} {found.shape}. Record another graph for other shapes"
                 )
-            if arrays.pointer(found) != arrays.pointer(due):
-                arrays.copy_into(due, found, stream)
+            arrays.copy_into(due, found, stream)
 
     def _array(self, result: Any, stream: Stream) -> Any:
         try:

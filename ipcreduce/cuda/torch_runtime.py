@@ -27,6 +27,7 @@ _strided: Any = None
 _untraced = False
 _dtypes: dict[Any, np.dtype[Any]] = {}
 get_stream: Any = None  # the current one's handle, by the device's ordinal; None without a GPU
+_waiting: dict[int, Any] = {}  # by the device's ordinal: a stream of PyTorch's pool, for use_on()
 
 
 def _bind(found: Any) -> None:
@@ -197,20 +198,37 @@ def empty_on(tensor: Any, stream: Stream) -> Any:
         return torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
 
 
-def use_on(tensor: Any, stream: Stream) -> None:
-    """Keep a tensor's memory, once it is freed, until the work that ``stream`` has by then is done."""
-    if stream != stream_handle(tensor.get_device()):
-        tensor.record_stream(torch.cuda.ExternalStream(stream, device=tensor.device))
+def use_on(tensor: Any, stream: Stream, owner: Any) -> None:
+    """Keep a tensor's memory, once it is freed, until the work that ``stream`` has by now is done.
+
+    PyTorch looks at the stream when the tensor is freed. One of others may have been destroyed by then: so it is told
+    of a stream of its own, that waits for the work on the other.
+    """
+    device = tensor.get_device()
+    if stream == stream_handle(device):
+        return
+    if stream > 1 and not keeps(owner) and not streams.capture_id(stream):
+        if device not in _waiting:
+            _waiting[device] = torch.cuda.Stream(device)
+        own = Stream(int(_waiting[device].cuda_stream))
+        _let_wait(own, stream)
+        stream = own
+    tensor.record_stream(torch.cuda.ExternalStream(stream, device=tensor.device))
 
 
 def order(device: int, stream: Stream) -> None:
     """Let ``stream`` wait for PyTorch's current one on a GPU, if they differ."""
     current = stream_handle(device)
     if current != stream:
-        event = streams.create_event()
-        streams.record_event(event, current)
-        streams.wait_event(stream, event)
-        streams.destroy_event(event)
+        _let_wait(stream, current)
+
+
+def _let_wait(stream: Stream, other: Stream) -> None:
+    """Let ``stream`` wait for the work that another one has by now."""
+    event = streams.create_event()
+    streams.record_event(event, other)
+    streams.wait_event(stream, event)
+    streams.destroy_event(event)
 
 
 # ---- memory

@@ -163,6 +163,65 @@ def overlaps(call: Callable[[], None], other: Callable[[], None], first: Any, se
     second.synchronize()
 
 
+class OfOthers:
+    """A stream of a library that is neither CuPy nor PyTorch."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, int(self.stream.ptr)
+
+
+def asynchronous_pool(comm: Any) -> None:
+    """CuPy's MemoryAsyncPool: what a call on another stream allocates is not given to others while that uses it."""
+    with cupy.cuda.Stream(non_blocking=True), cupy.cuda.using_allocator(cupy.cuda.MemoryAsyncPool().malloc):
+        side, wrong = cupy.cuda.Stream(non_blocking=True), []
+        turns, count = (20, 50_000) if not SIMULATED else (4, 2000)
+        forms = [side, side.ptr, cupy.cuda.ExternalStream(side.ptr), OfOthers(side)]
+        wide, target = cupy.zeros((count, 2), np.float32), cupy.zeros(count, np.float32)
+        source, kept = mine(count), []
+        wide[:, 1] = source
+
+        def replayed(stream: Any) -> None:
+            graph.replay(stream=stream)
+            kept.clear()
+
+        def read_and_dropped(stream: Any) -> None:
+            result = comm.allreduce(source, stream=stream)
+            with cupy.cuda.ExternalStream(side.ptr):
+                target[...] = result
+
+        calls = {
+            "a result that is dropped": lambda stream: comm.allreduce(source, stream=stream),
+            "one that is read before": read_and_dropped,
+            "the copy of a strided array": lambda stream: comm.allreduce(wide[:, 1], out=target, stream=stream),
+            "what a strided out is copied from": lambda stream: comm.allreduce(source, out=wide[:, 0], stream=stream),
+            "an array of a break": replayed,
+        }
+        with ipcreduce.Graph(comm) as graph:
+            with graph.record():
+                comm.allreduce(source * 1)
+                graph.add_eager(lambda: kept.append(comm.allreduce(source)))
+            kept.clear()
+            for turn in range(turns):
+                for what, call in calls.items():
+                    if what.endswith("break") and turn % 4:
+                        continue  # with numbers and objects of others CuPy's own rule holds
+                    target.fill(TOTAL)
+                    wide[:, 0] = TOTAL
+                    cupy.cuda.Device().synchronize()
+                    side.launch_host_func(lambda _: time.sleep(0.01), None)
+                    call(forms[turn % 4])
+                    others = [cupy.full((count,), -1, np.float32) for _ in range(4)]  # takes what is free
+                    cupy.cuda.Device().synchronize()
+                    intact = all((cupy.asnumpy(other) == -1).all() for other in others)
+                    totals = [cupy.asnumpy(array) == TOTAL for array in (target, wide[:, 0])]
+                    wrong += [] if intact and np.all(totals) else [(what, turn)]
+                    del others
+    assert not wrong, f"rank {RANK}: {len(wrong)} of {turns * (len(calls) - 1)} wrong, the first: {wrong[:4]}"
+
+
 def foreign_capture(comm: Any) -> None:
     """CuPy's begin_capture, with forked streams, replayed with new inputs, mixed with eager calls."""
     for non_blocking, count in ((True, 50000), (False, 2000)):
@@ -707,8 +766,8 @@ def refused(comm: Any, call: Callable[[], Any], words: str) -> None:
 
 
 SCENARIOS = [
-    calls_on_several_streams, work_behind_a_call, foreign_capture, programmatic_edges, destroyed_streams,
-    captured_meanwhile, threads,
+    calls_on_several_streams, work_behind_a_call, asynchronous_pool, foreign_capture, programmatic_edges,
+    destroyed_streams, captured_meanwhile, threads,
     interfaces, torch_capture, torch_streams, torch_recordings, communicators, as_people_write, host_arrays, nan_bits,
     late_and_recover, late_on_the_device, refused_right_behind, abort_is_quick, epoch_wrap,
 ]  # fmt: skip

@@ -54,12 +54,12 @@ def test_epochs_that_wrap(mpirun: Run, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_scenarios(mpirun: Run, ranks: int) -> None:
-    assert on_sim(mpirun, "scenarios", ranks).count(": right, ") == 20
+    assert on_sim(mpirun, "scenarios", ranks).count(": right, ") == 21
 
 
 def test_scenarios_with_late_work(mpirun: Run) -> None:
     """What nothing orders, in the library or in a scenario, comes in the wrong order some time."""
-    assert on_sim(mpirun, "scenarios", 2, env={"SIM_LATE": "0.005"}).count(": right, ") == 20
+    assert on_sim(mpirun, "scenarios", 2, env={"SIM_LATE": "0.005"}).count(": right, ") == 21
 
 
 @pytest.mark.parametrize(("ranks", "late"), [(2, "0"), (3, "0"), (2, "0.005")])

@@ -162,7 +162,7 @@ class Stream(ExternalStream):
         return found
 
     def __del__(self) -> None:
-        if getattr(self, "_own", False):
+        if getattr(self, "_own", False) and machine_streams is not None:  # it is None at the interpreter's end
             machine_streams.destroy(self.ptr)
 
 
@@ -265,6 +265,11 @@ class MemoryPointer:
 def _allocate(nbytes: int) -> MemoryPointer:
     allocator = pools.current_allocator()
     return allocator(nbytes) if allocator and nbytes else MemoryPointer(Memory(nbytes), 0)
+
+
+class MemoryAsyncPool:
+    def malloc(self, nbytes: int) -> MemoryPointer:
+        return MemoryPointer(pools.MemoryAsync(nbytes, _require_context(), get_current_stream(), get_current_stream), 0)
 
 
 def free_all_blocks() -> None:
@@ -544,7 +549,11 @@ def asnumpy(value: ndarray | np.ndarray) -> np.ndarray:
 
 
 def get_default_memory_pool() -> SimpleNamespace:
-    return SimpleNamespace(free_all_blocks=free_all_blocks, used_bytes=lambda: Memory.used)
+    return SimpleNamespace(
+        free_all_blocks=free_all_blocks,
+        malloc=lambda nbytes: MemoryPointer(Memory(nbytes), 0),
+        used_bytes=lambda: Memory.used,
+    )
 
 
 class _Runtime:
@@ -595,6 +604,7 @@ cuda = SimpleNamespace(
     Device=Device,
     Event=Event,
     ExternalStream=ExternalStream,
+    MemoryAsyncPool=MemoryAsyncPool,
     MemoryPointer=MemoryPointer,
     Stream=Stream,
     UnownedMemory=UnownedMemory,
@@ -604,6 +614,6 @@ cuda = SimpleNamespace(
     memory=SimpleNamespace(OutOfMemoryError=pools.OutOfMemoryError),
     driver=_Driver,
     runtime=_Runtime,
-    set_allocator=lambda allocator: None,  # there is no pool that gives more than was asked for
+    set_allocator=pools.set_allocator,
     using_allocator=pools.using_allocator,
 )

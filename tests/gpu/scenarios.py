@@ -280,6 +280,14 @@ def programmatic_edges(comm: Any) -> None:
 def destroyed_streams(comm: Any) -> None:
     """The driver crashes on the handle of a stream that is gone: raw handles, forked captures, then a fault."""
     main, array, out = cupy.cuda.Stream(non_blocking=True), mine(), cupy.zeros(1000, np.float32)
+    for form in (lambda stream: stream.ptr, lambda stream: cupy.cuda.ExternalStream(stream.ptr)):
+        with ipcreduce.Communicator(timeout=30) as other:  # whose first call it is
+            cupy.cuda.Device().synchronize()
+            stream = cupy.cuda.Stream(non_blocking=True)
+            other.allreduce(array, out=out, stream=form(stream))
+            stream.synchronize()
+            del stream
+            right(other.allreduce(out), SIZE)
     comm.allreduce(array, out=out)
     cupy.cuda.Device().synchronize()
     for turn in range(12):

@@ -33,7 +33,7 @@ def stream_of(array: Any, stream: Any) -> tuple[Stream, Any]:
 def note_uses(used: tuple[Any, ...], stream: Stream, owner: Any) -> None:
     """Let PyTorch know of the tensors that the work on ``stream`` uses by now."""
     for one in used:
-        if not arrays.is_cupy(one) and torch_runtime.is_tensor(one):
+        if torch_runtime.is_tensor(one):
             torch_runtime.use_on(one, stream, owner)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ..errors import UnsupportedError
 from ..handles import Stream
 from ..numerics import DTYPES
 from . import streams
@@ -244,6 +245,16 @@ def place_of(tensor: Any) -> Place | None:
         return None
     strides = tuple(stride * dtype.itemsize for stride in tensor.stride())
     return tensor.data_ptr(), tuple(tensor.shape), dtype, strides, tensor.get_device()
+
+
+def check_allocator() -> None:
+    """:raises UnsupportedError: if PyTorch cannot set memory apart for a recording."""
+    name = getattr(torch.cuda, "get_allocator_backend", str)() if works() else ""
+    if name == "cudaMallocAsync":
+        raise UnsupportedError(
+            "PyTorch allocates by cudaMallocAsync here, by which it cannot set memory apart for a recording. Start the "
+            "program with backend:native in PYTORCH_CUDA_ALLOC_CONF, or without that variable"
+        )
 
 
 def make_pool() -> Any:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
-from ..cuda import cupy_runtime, current_streams, streams
+from ..cuda import cupy_runtime, current_streams, streams, torch_runtime
 from ..cuda.graph import Executable
 from ..device import deferred_free
 from ..device.engine import DeviceEngine
@@ -102,7 +102,7 @@ class Graph:
         :param inputs: any nest of arrays that the body reads and that must live as long as the graph. See
             :func:`ipcreduce.collect_addresses` for the objects that are searched.
         :raises GraphStateError: if the graph is not empty, or this thread is recording already.
-        :raises UnsupportedError: on a communicator without GPUs.
+        :raises UnsupportedError: on a communicator without GPUs, or where PyTorch allocates by cudaMallocAsync.
         :raises CaptureError: if something in the body cannot be captured.
         :raises RankMismatchError: if the ranks' all-reduces differ: the first that does, on all ranks.
         :raises PeerFailedError: if another rank's body raised. An exception in the body passes unchanged.
@@ -152,6 +152,7 @@ class Graph:
     def _check_record(self, engine: DeviceEngine | None, callers: list[Stream], inputs: Inputs) -> None:
         if engine is not None:
             engine.use_context()
+            torch_runtime.check_allocator()
         self._expect("record()", ("empty",), "make a new Graph for another recording")
         if current.graph is not None:
             raise GraphStateError("record() within a recording of the same thread: end that one first")

@@ -13,6 +13,7 @@ def test_tensors(hold: Callable[..., None], ranks: int) -> None:
         ranks, "on_torchs_stream", "in_a_recording", "memory_that_is_not_the_tensors_values", "results_are_tensors",
         "the_short_way", "a_stream_by_its_handle", "torch_in_recordings", "after_a_wait", "by_dlpack", "by_interface",
         "other_memory_under_a_recorded_tensor", "addresses_of_weights", "a_stream_that_goes_before_its_tensors",
+        "without_memory_apart", "words_of_pytorch",
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.parametrize("ranks", [2, 3])
 def test_order_of_calls(hold: Hold, ranks: int) -> None:
     hold(ranks, "threads_after_a_fault", "per_thread_default_streams", "copied_out_on_a_raw_stream")
     hold(ranks, "called_as_a_recording_ends", "packets_under_way", "launches_that_fail")
+    hold(ranks, "what_the_driver_is_asked")
     hold(ranks, "called_during_a_recording", "finaliser_within_a_call")
 
 

@@ -423,6 +423,15 @@ class ndarray:
     def all(self) -> ndarray:
         return asarray(self.get().all())
 
+    def item(self) -> Any:
+        return self.get().item()
+
+    def __float__(self) -> float:
+        return float(self.get())
+
+    def __gt__(self, other: Any) -> ndarray:
+        return self._with(np.greater, other)
+
     def __bool__(self) -> bool:
         return bool(self.get())
 

@@ -89,6 +89,32 @@ def by_interface() -> None:
         right(target)
 
 
+def without_memory_apart() -> None:
+    """PyTorch over cudaMallocAsync: record() says so on every rank, before anything is recorded."""
+    with Communicator(timeout=20) as comm, torch.imported():
+        source, graph, backend = Tensor(array_of(RANK + 1)), Graph(comm), mock.Mock(return_value="cudaMallocAsync")
+        with mock.patch.object(torch.cuda, "get_allocator_backend", backend, create=True):
+            with raises(errors.UnsupportedError, "cudaMallocAsync", "backend:native"), graph.record():
+                raise AssertionError("the body runs")
+            right(comm.allreduce(source).array)
+        assert graph.state == "empty"
+        with graph.record():
+            result = comm.allreduce(source)
+        right(result.array)
+        graph.close()
+
+
+def words_of_pytorch() -> None:
+    """What it raises where a stream captures is a CaptureError too, which says where reading belongs."""
+    with Communicator(timeout=20) as comm, torch.imported():
+        with (
+            raises(errors.CaptureError, "CUDA error: operation not", "to the host", "in a break"),
+            Graph(comm).record(),
+        ):
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        works(comm)
+
+
 def in_a_recording() -> None:
     """Calls on tensors in the body are recorded, whatever PyTorch's current stream is; those in a break are eager."""
     torchs, seen = torch.Stream(), []
@@ -434,5 +460,5 @@ SCENARIOS = [
     torch_in_recordings, on_torchs_stream, by_dlpack, by_interface, in_a_recording,
     memory_that_is_not_the_tensors_values,
     results_are_tensors, a_stream_that_goes_before_its_tensors, the_short_way, a_stream_by_its_handle,
-    other_memory_under_a_recorded_tensor, addresses_of_weights,
+    other_memory_under_a_recorded_tensor, addresses_of_weights, without_memory_apart, words_of_pytorch,
 ]  # fmt: skip

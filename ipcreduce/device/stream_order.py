@@ -23,7 +23,7 @@ The end of a call goes into our event right behind it, before the lock is releas
   launch 4 us, and the host waits for the one before: H200, driver 580.)
 
 A replay is one call: what a recording has behind its last all-reduce is part of it, and so is the work of a break at
-its end, as of all that :meth:`StreamOrder.extend` counts in. The waits are for calls launched earlier, and a call's
+its end, by :meth:`StreamOrder.extend`. The waits are for calls launched earlier, and a call's
 kernels wait for the same call of the peers. So no circle of waits can close, as long as all ranks make their calls in
 one order.
 
@@ -238,22 +238,26 @@ class StreamOrder:
 
     def extend(self, stream: Stream) -> None:
         """Count the work put on ``stream`` since the last call as part of that call, wherever that was made."""
-        if self._eager in (None, stream):
+        if self._eager == stream:
             return
         with using(self._context):
             if streams.capture_id(stream):
                 return
             self.follow(stream)
-            self._eager, self._owner, self.by_event = _RECORDED, None, True
+            self._eager, self._owner = _RECORDED, None
             self.event_free_stream = self.event_stream = self.resting_stream = _NONE
             streams.record_event(self._end, stream)
 
     def follow(self, stream: Stream) -> None:
-        """Let the work that follows on ``stream`` wait for the calls so far, and for nothing behind them."""
+        """Let the work that follows on ``stream`` wait for the calls so far. Not if it captures: it runs later."""
+        if self._eager in (None, stream):
+            return
         with using(self._context):
+            if streams.capture_id(stream):
+                return
             if self._eager == _RECORDED:
                 streams.wait_event(stream, self._end)
-            elif self._eager is not None and self._eager != stream and not streams.capture_id(self._eager):
+            elif not streams.capture_id(self._eager):
                 self.chain(self._eager, stream)
 
     def chain(self, before: Stream, after: Stream) -> None:

@@ -270,27 +270,33 @@ def the_break_at_the_end(comm: Any) -> None:
     streams, count = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)], cupy.zeros(1000, np.float32)
     late, seen = [False], cupy.zeros(1000, np.float32)
 
-    @eager_break
-    def slow(array: Any) -> None:
-        if late[0]:
-            cupy.cuda.get_current_stream().launch_host_func(time.sleep, 0.1)
-        seen[...] = seen + array
+    def replays(own: Any, within: Callable[[], None], behind: Callable[[], None]) -> None:
+        @eager_break
+        def slow(array: Any) -> None:
+            within()
+            if late[0]:
+                cupy.cuda.get_current_stream().launch_host_func(time.sleep, 0.1)
+            seen[...] = seen + array
 
-    for pause in (comm.synchronize, lambda: None):
-        with Graph(comm) as graph:
-            count.fill(0)
+        count.fill(0)
+        seen.fill(0)
+        with Graph(own) as graph:
             with graph.record():
-                count += RANK + 1
-                slow(comm.allreduce(count))
+                count[...] = count + (RANK + 1)
+                slow(own.allreduce(count))
             cupy.cuda.Device().synchronize()
             for turn in range(8):
                 late[0] = turn % 2 == 0
                 graph.replay(stream=streams[turn % 2])
                 if turn % 2:
-                    pause()
+                    behind()
             cupy.cuda.Device().synchronize()
             right(seen, TOTAL * sum(range(1, 10)))
-            seen.fill(0)
+
+    replays(comm, lambda: None, comm.synchronize)
+    replays(comm, lambda: None, lambda: None)
+    with Communicator(timeout=60) as fresh:  # no call runs any more as the break's work is launched
+        replays(fresh, fresh.synchronize, lambda: None)
     works(comm)
 
 

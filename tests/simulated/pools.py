@@ -45,7 +45,8 @@ def set_allocator(allocator: Callable[[int], Any] | None = None) -> None:
 
 
 _everywhere: Callable[[int], Any] | None = None
-_freed: dict[int, list[tuple[int, int, int]]] = {}  # by bytes: address, stream that it was freed on, event behind that
+# By device and bytes: address, stream that it was freed on, event behind that.
+_freed: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
 
 
 class MemoryAsync:
@@ -56,7 +57,8 @@ class MemoryAsync:
 
     def __init__(self, nbytes: int, device_id: int, stream: Any, current: Callable[[], Any]) -> None:
         self.size, self.device_id, self.stream_ref, self._current = nbytes, device_id, weakref.ref(stream), current
-        free = _freed.setdefault(nbytes, [])
+        self._key = device_id, nbytes
+        free = _freed.setdefault(self._key, [])
         for index in reversed(range(len(free))):
             self.ptr, where, event = free[index]
             if where == stream.ptr or machine_streams.is_over(event):
@@ -69,4 +71,4 @@ class MemoryAsync:
         with suppress(Exception):  # at the interpreter's exit
             stream, event = self.stream_ref() or self._current(), machine_streams.create_event()
             machine_streams.record_event(event, stream.ptr)
-            _freed[self.size].append((self.ptr, stream.ptr, event))
+            _freed[self._key].append((self.ptr, stream.ptr, event))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -213,6 +214,32 @@ def extent(array: Any) -> tuple[int, int]:
     return start + first, start + past
 
 
+def same_elements(array: Any, other: Any) -> bool:
+    """True if two device arrays of one shape are the same elements in the same order: the same place and strides."""
+    same_place = pointer(array) == pointer(other) and array.strides == other.strides
+    return bool(same_place and array.dtype == other.dtype)
+
+
+def overlap(array: Any, other: Any) -> bool:
+    """True if one of two device arrays begins before the other one ends. They may have no byte in common."""
+    (first, past), (other_first, other_past) = extent(array), extent(other)
+    return first < other_past and other_first < past
+
+
+def share_memory(array: Any, other: Any) -> bool:
+    """True if two device arrays have a byte in common."""
+    return overlap(array, other) and np.shares_memory(_geometry(array), _geometry(other))
+
+
+def _geometry(array: Any) -> np.ndarray[Any, Any]:
+    """A NumPy array at the same addresses, which must not be read."""
+    place = SimpleNamespace(__array_interface__={
+        "shape": array.shape, "typestr": f"|V{array.itemsize}", "strides": array.strides,
+        "data": (pointer(array), True), "version": 3,
+    })  # fmt: skip
+    return np.asarray(place)
+
+
 def has_shared_elements(array: Any) -> bool:
     """True if two elements of a device or host array lie in the same bytes."""
     if not array.size:
@@ -239,32 +266,36 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any], stream: Stream, device: 
     """A new array on ``device``, from CuPy's allocator, for use on ``stream``."""
     cupy = load()
     if stream == stream_of()[0]:
-        array = cupy.empty(shape, dtype)
+        array = cupy_runtime.empty(shape, dtype)
     else:
         with on_stream(stream):
-            array = cupy.empty(shape, dtype)
+            array = cupy_runtime.empty(shape, dtype)
     if array.data.device_id != device:  # this thread's current device is another one: looked at only now, for speed
         with cupy.cuda.Device(device), on_stream(stream):
-            array = cupy.empty(shape, dtype)
+            array = cupy_runtime.empty(shape, dtype)
     return array
 
 
 def contiguous_copy(array: Any, stream: Stream) -> Any:
     """A C-contiguous copy of a device array, made on ``stream``."""
-    cupy = load()
-    with cupy.cuda.Device(device_of(array)), on_stream(stream):
-        return array.copy(order="C")
+    return converted(array, array.dtype, stream)
 
 
 def converted(array: Any, dtype: np.dtype[Any], stream: Stream) -> Any:
     """A C-contiguous copy of a device array with another dtype, made on ``stream``."""
     cupy = load()
     with cupy.cuda.Device(device_of(array)), on_stream(stream):
-        return array.astype(dtype, order="C")
+        result = cupy_runtime.empty(array.shape, dtype)
+        result[...] = array
+    return result
 
 
 def copy_into(target: Any, value: Any, stream: Stream) -> None:
-    """``target[...] = value``, both device arrays of one shape, on ``stream``."""
+    """``target[...] = value``, both device arrays of one shape, on ``stream``, also where they overlap."""
+    if same_elements(target, value):
+        return
+    if overlap(target, value):
+        value = contiguous_copy(value, stream)
     cupy = load()
     with cupy.cuda.Device(device_of(target)), on_stream(stream):
         target[...] = value

@@ -209,6 +209,9 @@ class Communicator:
         if used.needs_write_back:
             used.write_back()
             engine.order.extend(handle)
+        if not recorded and not arrays.is_cupy(array):
+            with using(engine.context):
+                operands.note_uses((array, out), handle, owner)  # a new result is of that stream
         if recorded:
             calls.withdraw()  # recorded, not executed: launching its segment counts as the call
         elif self._sync and not engine.is_capturing(handle):

@@ -32,6 +32,13 @@ def stream_of(array: Any, stream: Any) -> tuple[Stream, Any]:
     return cupy_runtime.stream_of(stream)
 
 
+def note_uses(used: tuple[Any, ...], stream: Stream, owner: Any) -> None:
+    """Let PyTorch know of the tensors that the work on ``stream`` uses by now."""
+    for one in used:
+        if torch_runtime.is_tensor(one):
+            torch_runtime.use_on(one, stream, owner)
+
+
 @dataclass(eq=False)
 class DeviceOperands:
     """The arrays of a device all-reduce.
@@ -83,10 +90,6 @@ class DeviceOperands:
         source_address, destination_address = arrays.pointer(source), arrays.pointer(destination)
         if (source_address | destination_address) & (source.itemsize - 1):
             _check_aligned(source, destination)
-        if ordered:
-            for one in (array, result):
-                if not arrays.is_cupy(one) and torch_runtime.is_tensor(one):
-                    torch_runtime.use_on(one, stream)
         return cls(source, source_address, destination, destination_address, target, result, stream)
 
     def convert(self, dtype: Any, allocating: Allocating) -> None:

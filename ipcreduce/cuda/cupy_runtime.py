@@ -182,8 +182,8 @@ def _handle(stream: Any) -> Stream:
 
 
 class _Foreign:
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
+    def __init__(self, handle: int, owner: Any) -> None:
+        self._handle, self._owner = handle, owner
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self._handle
@@ -195,13 +195,27 @@ def _borrowed() -> Any:
     return type("BorrowedStream", (load().cuda.Stream,), {})
 
 
+def borrow(stream: Stream, owner: Any = None) -> Any:
+    """A CuPy object for a stream of others, which keeps ``owner``."""
+    return _borrowed().from_external(_Foreign(stream, owner))
+
+
 @contextmanager
-def on_stream(stream: Stream) -> Iterator[None]:
-    """Make this stream CuPy's current one in the block."""
+def on_stream(stream: Stream, owner: Any = None) -> Iterator[None]:
+    """Make this stream CuPy's current one in the block.
+
+    CuPy's MemoryAsyncPool gives memory back on the stream object that was current at the allocation, as long as that
+    lives, and then on any that is current. So it is ``owner`` that is made current, if that is an object of CuPy's.
+    Else it is one that ends with the block: for arrays that outlive it see :func:`empty`.
+    """
     cuda, device = load().cuda, current_device()
     before = cuda.get_current_stream()
+    if before.ptr == stream:
+        yield
+        return
+    of_cupy = isinstance(owner, (cuda.Stream, cuda.ExternalStream)) and owner.ptr == stream
     try:
-        with _borrowed().from_external(_Foreign(stream)):
+        with owner if of_cupy and owner.device_id in (-1, device) else borrow(stream, owner):
             yield
     finally:  # CuPy restores the stream of the with block around, not one that use() has made current
         if cuda.get_current_stream(device) is not before:
@@ -210,9 +224,17 @@ def on_stream(stream: Stream) -> Iterator[None]:
 
 
 # ---- allocators
-def current_allocator() -> Any:
-    """CuPy's allocator in this thread."""
-    return load().cuda.get_allocator()
+def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """A new array for use on the current stream, in whose order its memory is given back.
+
+    On a stream that is borrowed a MemoryAsyncPool could not do that: see :func:`on_stream`. There the array comes from
+    CuPy's default pool, which knows streams by their handles.
+    """
+    array = cupy.empty(shape, dtype)
+    if getattr(array.data.mem, "stream_ref", None) is None or type(get_current_stream()) is not _borrowed():
+        return array
+    with cupy.cuda.using_allocator(cupy.get_default_memory_pool().malloc):
+        return cupy.empty(shape, dtype)
 
 
 class _Block:

@@ -16,6 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ..errors import UnsupportedError
 from ..handles import Stream
 from ..numerics import DTYPES
 from . import streams
@@ -34,6 +35,7 @@ modes: Any = None  # the module that knows whether a TorchDispatchMode is on
 duals: Any = None  # the module of forward-mode derivatives
 is_zero: Any = None  # true of a tensor of zeros without memory
 is_transformed: Any = None  # true of a tensor of torch.func's transforms, which has none either
+_waiting: dict[int, Any] = {}  # by the device's ordinal: a stream of PyTorch's pool, for use_on()
 
 
 def _nothing(*_: Any) -> None:
@@ -212,20 +214,37 @@ def empty_on(tensor: Any, stream: Stream) -> Any:
         return torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
 
 
-def use_on(tensor: Any, stream: Stream) -> None:
-    """Keep a tensor's memory, once it is freed, until the work that ``stream`` has by then is done."""
-    if stream != stream_handle(tensor.get_device()):
-        tensor.record_stream(torch.cuda.ExternalStream(stream, device=tensor.device))
+def use_on(tensor: Any, stream: Stream, owner: Any) -> None:
+    """Keep a tensor's memory, once it is freed, until the work that ``stream`` has by now is done.
+
+    PyTorch looks at the stream when the tensor is freed. One of others may have been destroyed by then: so it is told
+    of a stream of its own, that waits for the work on the other.
+    """
+    device = tensor.get_device()
+    if stream == stream_handle(device):
+        return
+    if stream > 1 and not keeps(owner) and not streams.capture_id(stream):
+        if device not in _waiting:
+            _waiting[device] = torch.cuda.Stream(device)
+        own = Stream(int(_waiting[device].cuda_stream))
+        _let_wait(own, stream)
+        stream = own
+    tensor.record_stream(torch.cuda.ExternalStream(stream, device=tensor.device))
 
 
 def order(device: int, stream: Stream) -> None:
     """Let ``stream`` wait for PyTorch's current one on a GPU, if they differ."""
     current = stream_handle(device)
     if current != stream:
-        event = streams.create_event()
-        streams.record_event(event, current)
-        streams.wait_event(stream, event)
-        streams.destroy_event(event)
+        _let_wait(stream, current)
+
+
+def _let_wait(stream: Stream, other: Stream) -> None:
+    """Let ``stream`` wait for the work that another one has by now."""
+    event = streams.create_event()
+    streams.record_event(event, other)
+    streams.wait_event(stream, event)
+    streams.destroy_event(event)
 
 
 # ---- memory
@@ -241,6 +260,16 @@ def place_of(tensor: Any) -> Place | None:
         return None
     strides = tuple(stride * dtype.itemsize for stride in tensor.stride())
     return tensor.data_ptr(), tuple(tensor.shape), dtype, strides, tensor.get_device()
+
+
+def check_allocator() -> None:
+    """:raises UnsupportedError: if PyTorch cannot set memory apart for a recording."""
+    name = getattr(torch.cuda, "get_allocator_backend", str)() if works() else ""
+    if name == "cudaMallocAsync":
+        raise UnsupportedError(
+            "PyTorch allocates by cudaMallocAsync here, by which it cannot set memory apart for a recording. Start the "
+            "program with backend:native in PYTORCH_CUDA_ALLOC_CONF, or without that variable"
+        )
 
 
 def make_pool() -> Any:

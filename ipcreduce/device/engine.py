@@ -40,16 +40,22 @@ class DeviceEngine(ABC):
     def __init__(self, device: driver.DeviceInfo, context: int, page: Page, timeout: float) -> None:
         self.device, self.context, self.page, self._timeout = device, context, page, timeout
         self.rank, self.n = page.rank, page.n
-        self.order = StreamOrder(context)
+        self.order = StreamOrder(context, self.captured_in_order())
         self.fast: FastPath | None = None
         self.recorded: weakref.WeakSet[Ready] = weakref.WeakSet()  # replays that a reset may make impossible
         self._recording_stream: Stream | None = None
+        self._recording_owner: Any = None
         background.start()
 
     @property
     def generation(self) -> int:
         """Changes when graphs recorded before cannot be launched any more."""
         return 0
+
+    @staticmethod
+    def captured_in_order() -> bool:
+        """See :class:`StreamOrder`."""
+        return False
 
     # ---- running
     @abstractmethod
@@ -110,11 +116,15 @@ class DeviceEngine(ABC):
         elif driver.current_context() != self.context:
             raise ArgumentError(f"record() needs the communicator's GPU {self.device.ordinal} to be the current one")
 
-    def recording_stream(self) -> Stream:
-        """The one stream of all recordings: graphs' pools keep their memory apart by stream."""
+    def recording_stream(self) -> tuple[Stream, Any]:
+        """The one stream of all recordings: graphs' pools keep their memory apart by stream. Also CuPy's object for it.
+
+        That lives as long as the stream: see :func:`cupy_runtime.on_stream`.
+        """
         if self._recording_stream is None:
             self._recording_stream = streams.create_stream()
-        return self._recording_stream
+            self._recording_owner = cupy_runtime.borrow(self._recording_stream)
+        return self._recording_stream, self._recording_owner
 
     # ---- ends
     def drain(self) -> None:
@@ -186,4 +196,5 @@ class DeviceEngine(ABC):
         actions: list[Action] = [self.order.release]
         if self._recording_stream is not None:
             actions.append(partial(streams.destroy_stream, self._recording_stream))
+            self._recording_owner = None
         return actions

@@ -139,7 +139,7 @@ class FastPath:
                 follows = current == order.event_free_stream
                 if (
                     argument
-                    and (follows or order.shared or current == order.event_stream or current == order.resting_stream)
+                    and (follows or order.by_event or current == order.event_stream or current == order.resting_stream)
                     and not self._abort_word[0]
                     and ((current > 1 and (out is None or not ready.capturable)) or order.runs(current))
                 ):

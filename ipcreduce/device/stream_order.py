@@ -1,13 +1,34 @@
 """One order for the calls of a communicator, whatever streams they are made on: two of our kernels never overlap.
 
-Eager calls, our replays included, follow the last eager call, by an event. Captured calls follow the last one of the
-same capture, by an edge. Graphs that others have captured are launched without our knowledge: each waits for an event
-before its first call and records it behind its last one. Once there is such a graph, eager calls wait for that event
-and record it too, so that all of them run in the order in which the host launches them. (A user object would tell when
-the graph has gone. But it costs each launch 4 us, and the host waits for the one before: H200, driver 580.)
+Each call follows the one that the host has launched before it, and nothing that the program puts behind that. So by
+induction it follows all of them. The lock is held from the wait to the record: threads cannot come between.
 
-The driver crashes on the handle of a stream that was destroyed. So a stream is looked at after a call only if we hold
-the object that keeps it; else the call's end is recorded at once, in an event of ours.
+    the call             the one before it                     it follows that by
+    eager, or a replay   on the same stream, all along         the stream: no event is needed
+                         on another stream, the first time     an event, recorded only now: it stands behind what the
+                                                               program has put there meanwhile
+                         with its end in our event             waiting for that event
+    captured             in the same capture, on any stream    an edge
+    a graph of others    anything                              its first node, which waits for our event at each launch
+    the first, or one
+    behind a fault       none that runs                        nothing
+
+The end of a call goes into our event right behind it, before the lock is released and the program can put more there:
+
+- from the first change of streams on, since another one may come (programs on one stream pay for no event);
+- where the stream's object is unknown: the driver crashes on the handle of a stream that was destroyed, so a stream is
+  looked at after a call only if we hold the object that keeps it. A default stream of each thread is unknown too;
+- once others have captured a call. Their graphs are launched without our knowledge, so each records the event behind
+  its last call, and eager calls wait for it. (A user object would tell when the graph has gone. But it costs each
+  launch 4 us, and the host waits for the one before: H200, driver 580.)
+
+A replay is one call: what a recording has behind its last all-reduce is part of it, and so is the work of a break at
+its end, by :meth:`StreamOrder.extend`. The waits are for calls launched earlier, and a call's
+kernels wait for the same call of the peers. So no circle of waits can close, as long as all ranks make their calls in
+one order.
+
+NCCL orders its captured calls itself, among each other and with eager ones. There the graphs of others wait for nothing
+of ours, and record an event that only the host looks at.
 """
 
 from __future__ import annotations
@@ -45,9 +66,10 @@ class StreamOrder:
     """The order of one communicator's calls. The communicator's lock is held around every method.
 
     :param context: of the GPU: the default stream's handle means another stream in each.
+    :param captured_in_order: the calls order themselves where captured ones are among them, as NCCL's do.
     """
 
-    def __init__(self, context: int) -> None:
+    def __init__(self, context: int, captured_in_order: bool = False) -> None:
         self._context = context
         self._open = False  # a call is being launched
         self.launched = 0  # number of the last call that was launched; written by who launches
@@ -55,17 +77,19 @@ class StreamOrder:
         # if that call has been waited for, and the next one on it will need none.
         self.event_free_stream = self.event_stream = self.resting_stream = _NONE
         self.shared = False  # there are graphs of others
+        self.by_event = False  # the end of every eager call is in our event: any stream may follow
         self._eager: Stream | None = None  # the stream of the last eager call, or _RECORDED
         self._owner: Any = None  # keeps it
         self._captures: dict[int, _Captured] = {}  # by the captures' ids, the latest last
         self._events: list[Event] = []
         try:
-            while len(self._events) < 2:
+            while len(self._events) < 2 + captured_in_order:
                 self._events.append(streams.create_event())
         except CudaError:
             self.release()
             raise
-        self._between, self._end = self._events
+        self._between, self._end = self._events[:2]
+        self._replayed = self._events[2] if captured_in_order else None  # the end of the last replay of others
 
     # ---- launching
     def runs(self, stream: Stream) -> bool:
@@ -125,14 +149,17 @@ class StreamOrder:
         self.resting_stream = _NONE
         if self._eager == _RECORDED:
             streams.wait_event(stream, self._end)
+            self.by_event = self.by_event or self.event_stream not in (stream, _NONE)
         elif self._eager is not None and self._eager != stream:
-            if streams.capture_id(self._eager):
+            if not streams.capture_id(self._eager):
+                self.chain(self._eager, stream)
+            elif self._replayed is None:
                 raise CaptureError(
                     f"an eager call on stream {stream:#x} has to follow an earlier one on stream {self._eager:#x}, "
                     "which is now being captured. Call synchronize() before that capture begins."
                 )
-            self.chain(self._eager, stream)
-        if self.shared or not (cupy_runtime.keeps(owner, stream) or torch_runtime.keeps(owner)):
+            self.by_event = True
+        if self.by_event or not (cupy_runtime.keeps(owner, stream) or torch_runtime.keeps(owner)):
             self._eager, self.event_free_stream, self.event_stream, self._owner = _RECORDED, _NONE, stream, None
             return True
         self._eager, self.event_free_stream, self.event_stream, self._owner = stream, stream, _NONE, owner
@@ -153,13 +180,16 @@ class StreamOrder:
 
     def _open_to_others(self, captured_graph: int) -> _Captured:
         """Add the nodes that order the graph. The wait follows no node: behind one it costs 1 us."""
-        self._share()
+        self.shared = True
+        if self._replayed is not None:
+            return _Captured((), captured_graph, graph.add_event_record(captured_graph, self._replayed))
+        self._record_from_now_on()
         wait, end = graph.add_event_wait(captured_graph, self._end), graph.add_event_record(captured_graph, self._end)
         graph.move_edges(captured_graph, (), (wait,), end)
         return _Captured((wait,), captured_graph, end)
 
-    def _share(self) -> None:
-        """Record every eager call's end from now on in the event for which graphs of others wait."""
+    def _record_from_now_on(self) -> None:
+        """Record the last eager call's end, and those of all that follow."""
         if self._eager is not None and self._eager != _RECORDED:
             try:
                 capturing = streams.capture_id(self._eager) != 0
@@ -170,7 +200,7 @@ class StreamOrder:
                     driver.synchronize()
             else:
                 streams.record_event(self._end, self._eager)
-        self.shared, self._eager, self._owner = True, _RECORDED, None
+        self.by_event, self._eager, self._owner = True, _RECORDED, None
         self.event_free_stream = self.event_stream = self.resting_stream = _NONE
 
     def _ended(self, captured: _Captured | None, records_end: bool, stream: Stream) -> None:
@@ -187,7 +217,6 @@ class StreamOrder:
         """Make an eager call by ``start(stream)`` where the last one's end is in our event, as that of this will be.
 
         It is :meth:`launch` with less to ask: :meth:`runs` has to hold.
-
 
         :raises CudaError: if it fails, also for a stream that captures. :raises RuntimeError: what ``start`` raises.
         """
@@ -208,9 +237,28 @@ class StreamOrder:
             self._open = False
 
     def extend(self, stream: Stream) -> None:
-        """Count the work put on ``stream`` since the last call as part of that call."""
-        if self._eager == _RECORDED and not streams.capture_id(stream):
+        """Count the work put on ``stream`` since the last call as part of that call, wherever that was made."""
+        if self._eager == stream:
+            return
+        with using(self._context):
+            if streams.capture_id(stream):
+                return
+            self.follow(stream)
+            self._eager, self._owner = _RECORDED, None
+            self.event_free_stream = self.event_stream = self.resting_stream = _NONE
             streams.record_event(self._end, stream)
+
+    def follow(self, stream: Stream) -> None:
+        """Let the work that follows on ``stream`` wait for the calls so far. Not if it captures: it runs later."""
+        if self._eager in (None, stream):
+            return
+        with using(self._context):
+            if streams.capture_id(stream):
+                return
+            if self._eager == _RECORDED:
+                streams.wait_event(stream, self._end)
+            elif not streams.capture_id(self._eager):
+                self.chain(self._eager, stream)
 
     def chain(self, before: Stream, after: Stream) -> None:
         """Let work that follows on stream ``after`` wait for the work on ``before``."""
@@ -227,6 +275,8 @@ class StreamOrder:
                 streams.synchronize_event(self._end)
             elif self._eager is not None:
                 streams.synchronize_stream(self._eager)
+            if stream is None and self.shared and self._replayed is not None:
+                streams.synchronize_event(self._replayed)
         if stream is None or stream == self._eager:
             resting, owner = self.event_free_stream, self._owner
             if resting == _NONE:  # it may rest already
@@ -236,7 +286,7 @@ class StreamOrder:
 
     def forget(self) -> None:
         """Begin anew, since no eager call runs: the next one follows none, nor a stream with a failed launch."""
-        self._eager, self._owner = _RECORDED if self.shared else None, None
+        self._eager, self._owner = _RECORDED if self.by_event else None, None
         self.event_free_stream = self.event_stream = self.resting_stream = _NONE
 
     def ends_by(self, deadline: float) -> bool:
@@ -260,6 +310,8 @@ class StreamOrder:
         eager, owner = self._eager, self._owner  # once: calls go on meanwhile; the owner keeps the stream
         with using_relaxed(self._context):
             try:
+                if self._replayed is not None and not streams.is_over(self._replayed):
+                    return False
                 if eager is None:
                     return True
                 if eager == _RECORDED:

@@ -49,7 +49,8 @@ def eager_break(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
     The function may write its results into arrays that it receives, or return one of these:
 
-    - a device array: the caller gets a CuPy array into which each replay copies, so shape and dtype must not change;
+    - a device array: the caller gets a CuPy array into which each replay copies, so shape and dtype must not change.
+      For one of its arguments that is this very array, also for a replay that returns another one, or another view;
     - a scalar: the caller keeps the recording's value;
     - None.
 
@@ -131,13 +132,14 @@ class Break:
             torch_runtime.over(output, result) if output is not result and torch_runtime.is_tensor(result) else output
         )
 
-    def replay(self, stream: Stream) -> None:
+    def replay(self, stream: Stream, owner: Any) -> None:
         """Call the function again, with ``stream`` current, and copy its result into the recording's.
 
+        :param owner: the object that ``stream`` is the handle of, if there is one.
         :raises ArgumentError: if the result's shape or dtype differs from the recording's.
         :raises CaptureError: if the result is no longer a device array.
         """
-        with current_streams.on_stream(stream, self._pool.device):
+        with current_streams.on_stream(stream, self._pool.device, owner):
             result = self._function(*self._args, **self._kwargs)
             if self._output is None:
                 return
@@ -147,8 +149,7 @@ class Break:
                     f"the break {self._name} has to return {due.dtype} {due.shape}, as at the recording; found "
                     f"{found.dtype} {found.shape}. Record another graph for other shapes"
                 )
-            if arrays.pointer(found) != arrays.pointer(due):
-                arrays.copy_into(due, found, stream)
+            arrays.copy_into(due, found, stream)
 
     def _array(self, result: Any, stream: Stream) -> Any:
         try:

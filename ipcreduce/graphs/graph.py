@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
-from ..cuda import cupy_runtime, current_streams, streams
+from ..cuda import cupy_runtime, current_streams, streams, torch_runtime
 from ..cuda.graph import Executable
 from ..device import deferred_free
 from ..device.engine import DeviceEngine
@@ -102,7 +102,7 @@ class Graph:
         :param inputs: any nest of arrays that the body reads and that must live as long as the graph. See
             :func:`ipcreduce.collect_addresses` for the objects that are searched.
         :raises GraphStateError: if the graph is not empty, or this thread is recording already.
-        :raises UnsupportedError: on a communicator without GPUs.
+        :raises UnsupportedError: on a communicator without GPUs, or where PyTorch allocates by cudaMallocAsync.
         :raises CaptureError: if something in the body cannot be captured.
         :raises RankMismatchError: if the ranks' all-reduces differ: the first that does, on all ranks.
         :raises PeerFailedError: if another rank's body raised. An exception in the body passes unchanged.
@@ -152,6 +152,7 @@ class Graph:
     def _check_record(self, engine: DeviceEngine | None, callers: list[Stream], inputs: Inputs) -> None:
         if engine is not None:
             engine.use_context()
+            torch_runtime.check_allocator()
         self._expect("record()", ("empty",), "make a new Graph for another recording")
         if current.graph is not None:
             raise GraphStateError("record() within a recording of the same thread: end that one first")
@@ -164,7 +165,7 @@ class Graph:
         self._pool = self._pool or GraphPool(engine.context, engine.device.ordinal)
         self._resources = Resources(self._pool, engine.context, recording.segments)
         weakref.finalize(self, self._resources.release).atexit = False  # then the process gives everything back
-        recording.pool, recording.stream = self._pool, engine.recording_stream()
+        recording.pool, (recording.stream, recording.owner) = self._pool, engine.recording_stream()
         for caller in recording.callers:
             self._session.order(caller, recording.stream)
 
@@ -211,7 +212,10 @@ class Graph:
             part = Break(function, args, kwargs, self.pool)
             current.graph = None
             try:
-                with current_streams.on_stream(recording.stream, self.pool.device):  # and the caller's allocators
+                device = self.pool.device
+                with current_streams.on_stream(
+                    recording.stream, device, recording.owner
+                ):  # and the caller's allocators
                     result = part.record(args, kwargs, recording.stream)
             finally:
                 current.graph = self
@@ -258,10 +262,12 @@ class Graph:
                 session.launch(part, handle, owner)
             else:
                 try:
-                    part.replay(handle)
+                    part.replay(handle, owner)
                 except BaseException as error:
                     session.calls.leave(error)
                     raise
+        if self._parts and isinstance(self._parts[-1], Break):
+            session.extend(handle)
 
     def _check_replay(self, inputs: Any, stream: Any) -> None:
         if stream is not None:

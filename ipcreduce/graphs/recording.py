@@ -15,17 +15,20 @@ from ..cuda import cupy_runtime, streams
 from ..cuda import graph as cuda_graph
 from ..device.engine import Recorder
 from ..device.fast_path import Ready
-from ..errors import CaptureError, CudaError
+from ..errors import CaptureError, CudaError, IpcReduceError
 from ..handles import DEFAULT_STREAM, Stream
 from ..ipc.plan import LaunchPlan
 from .pool import GraphPool
 
-_REFUSED_BY_CUPY = (
-    "While a stream captures, CuPy refuses cuBLAS (@, einsum) and copies from the host (cupy.array(list)). Make such "
-    "arrays before the recording, and matrix products by nvmath.linalg.advanced.Matmul: plan() before, execute() in it."
+_REFUSED = (
+    "While a stream captures, nothing can be copied to the host (cupy.asnumpy(y), y.get(), y.item(), float(y), "
+    "if y > 0) or from it (cupy.array(list)), and CuPy refuses cuBLAS (@, einsum). Read results behind the block, or "
+    "in a break (eager_break outermost). Make arrays before the recording, and matrix products by "
+    "nvmath.linalg.advanced.Matmul: plan() before, execute() in it."
 )
+_IN_OTHER_WORDS = "when stream is capturing"  # in the errors of PyTorch, for CUDA's error 900
 _ADVICE = {  # by CUresult, which is also the cudaError_t
-    900: _REFUSED_BY_CUPY, 901: _REFUSED_BY_CUPY,
+    900: _REFUSED, 901: _REFUSED,
     905: "A wait for work outside of the recording belongs before it, or into a break (eager_break outermost).",
     904: "Work on another stream has to be joined, before the block or a break: wait for its event on the recording's "
     "stream.",
@@ -120,6 +123,7 @@ class Recording:
         self.segments: list[Segment] = []
         self.held: list[Any] = []
         self.stream = DEFAULT_STREAM
+        self.owner: Any = None  # CuPy's object for it
         self.pool: GraphPool | None = None
         self._memory: AbstractContextManager[None] | None = None
         self._thread = threading.get_ident()
@@ -222,14 +226,16 @@ def cannot_be_captured(cause: BaseException, advice: str = "") -> CaptureError:
 
 
 def explained(error: BaseException, behind_a_break: bool = False) -> BaseException:
-    """CaptureError for what CuPy raises where a stream captures; any other exception as it is.
+    """CaptureError for what CuPy and PyTorch raise where a stream captures; any other exception as it is.
 
     :param behind_a_break: whether it was raised there. For an event from before the driver then says 907 or only 1.
     """
     status = cupy_runtime.runtime_status(error)
     advice = _ADVICE.get(907 if status == 1 and behind_a_break else status, "")
-    if not status and isinstance(error, RuntimeError) and "captur" in str(error) and cupy_runtime.raised_by_cupy(error):
-        advice = _REFUSED_BY_CUPY
+    if not status and isinstance(error, RuntimeError) and not isinstance(error, IpcReduceError):
+        text = str(error)
+        if _IN_OTHER_WORDS in text or ("captur" in text and cupy_runtime.raised_by_cupy(error)):
+            advice = _REFUSED
     if not advice:
         return error
     capture_error = cannot_be_captured(error, advice)

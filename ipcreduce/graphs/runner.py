@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from types import FunctionType, MappingProxyType, MethodType, TracebackType
 from typing import Any
 
-from .. import arrays
 from ..cuda import current_streams
 from ..errors import ArgumentError
-from ..handles import Stream
 from ..lifetime import refuse_copies
 from .addresses import item
 from .breaks import rehearsing, without_blocks
 from .context import ForwardContext, check_mode, get_forward_context
+from .copied_inputs import copy_arguments
 from .graph import Graph
 from .inputs import Inputs, check_word
 from .pool import GraphPool
@@ -83,7 +82,9 @@ class GraphRunner:
             if self._copy_inputs:
                 try:
                     session = self._session()
-                    _copy([args, kwargs], recorded.arguments, "", current_streams.stream_of(session.device)[0])
+                    stream = current_streams.stream_of(session.device)[0]
+                    session.follow(stream)  # replays on other streams may still read the arrays
+                    copy_arguments([args, kwargs], recorded.arguments, stream)
                 except BaseException as error:
                     self._session().calls.refuse(error)
                     raise
@@ -156,30 +157,3 @@ class _Recorded:
     graph: Graph
     outputs: Any
     arguments: Any
-
-
-def _copy(new: Any, recorded: Any, path: str, stream: Stream) -> None:
-    """Copy device arrays into the recording's. :raises ArgumentError: if the two nests do not correspond."""
-    for name, source, target in _pairs(new, recorded, path):
-        there, here = arrays.view(target, stream), arrays.view(source, stream)
-        if here.shape != there.shape or here.dtype != there.dtype:
-            raise ArgumentError(
-                f"{name} must be {there.dtype} {there.shape}, as at the recording; found {here.dtype} {here.shape}"
-            )
-        if arrays.pointer(here) != arrays.pointer(there):
-            arrays.copy_into(there, here, stream)
-
-
-def _pairs(new: Any, recorded: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (path, array, recorded array) for each device array, in the order of the arguments."""
-    if type(recorded) in (list, tuple, dict):
-        same = type(new) is type(recorded) and len(new) == len(recorded)
-        if not same or (type(new) is dict and new.keys() != recorded.keys()):
-            raise ArgumentError(f"{path or 'the arguments'} must have the recording's {len(recorded)} entries")
-        for key in recorded if type(recorded) is dict else range(len(recorded)):
-            name = path + item(key) if path else ("args", "kwargs")[key]
-            yield from _pairs(new[key], recorded[key], name)
-    elif arrays.locate(recorded) is not None:
-        if arrays.locate(new) is None:
-            raise ArgumentError(f"{path} must be a device array, as at the recording; found {type(new).__qualname__}")
-        yield path, new, recorded

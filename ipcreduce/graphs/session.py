@@ -185,11 +185,25 @@ class GraphSession:
             if self._engine is not None:
                 self._engine.order.chain(before, after)
 
+    def follow(self, stream: Stream) -> None:
+        """Let the work that follows on ``stream`` wait for the calls so far, on whatever streams."""
+        with self.calls.lock:
+            if self._engine is not None:
+                self._engine.order.follow(stream)
+
+    def extend(self, stream: Stream) -> None:
+        """Let the next call follow the work on ``stream``, too."""
+        with self.calls.lock:
+            if self._engine is not None:
+                self._engine.order.extend(stream)
+
     def run_recording(self, last: Segment | None, recording: Recording) -> None:
         """Launch the last segment, and let the caller's streams wait for it."""
         with self.calls.lock:
             if last is not None:
                 self.launch(last, recording.stream, None)
+            else:  # a break is at its end
+                self.extend(recording.stream)
             for caller in recording.callers:
                 self.order(recording.stream, caller)
 

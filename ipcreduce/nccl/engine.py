@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -120,6 +121,11 @@ class Engine(DeviceEngine):
             calls, self.device.ordinal, self.context, self.order, self.page, self._find, self._make_ready
         )
         return self.fast
+
+    @staticmethod
+    def captured_in_order() -> bool:
+        """See :class:`StreamOrder`. NCCL does it by events of its own, unless it is told that there is no need."""
+        return os.environ.get(library.MIXING, "1") != "0"
 
     def describe(self) -> list[str]:
         """GPU, NCCL's version, and the reason for this backend."""

@@ -18,6 +18,7 @@ DTYPES = {
 }  # fmt: skip
 OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 _SUCCESS, _IN_PROGRESS, TIMEOUT = 0, 7, 8
+MIXING = "NCCL_GRAPH_MIXING_SUPPORT"  # 0: NCCL does not order captured calls
 
 
 @cache

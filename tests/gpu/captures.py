@@ -137,6 +137,28 @@ def graphs_eager_calls_and_replays(comm: Any) -> None:
         )
 
 
+def calls_and_replays_on_several_streams(comm: Any) -> None:
+    """No graph of others: eager calls, known and new ones, and our replays, each on its own stream."""
+    with ipcreduce.Communicator(timeout=30) as fresh:
+        works = [Work(fresh, count) for count in (1000, 2000, 3000, 200_000 if not SIMULATED else 5000)]
+        works.append(Work(fresh, 1500, step=2))
+        streams = [stream() for _ in works]
+        with ipcreduce.Graph(fresh) as ours:
+            with ours.record():
+                works[0].call()
+            warm(fresh, *works)
+
+            def start(number: int) -> None:
+                with streams[number]:
+                    if number:
+                        works[number].call()
+                    else:
+                        ours.replay()
+
+            names = "our replay", "an eager call", "another one", "a large one", "of a strided array"
+            in_turns(*((name, partial(start, number), [works[number]]) for number, name in enumerate(names)))
+
+
 def captured_behind_an_eager_call(comm: Any) -> None:
     """The stream that is captured runs the last eager call, and cannot be asked for it; the graph runs elsewhere."""
     for turn in range(2 * SIZE):
@@ -393,7 +415,8 @@ def error_of(call: Callable[[], Any]) -> ipcreduce.IpcReduceError | None:
 
 
 SCENARIOS = [
-    two_graphs, graphs_eager_calls_and_replays, captured_behind_an_eager_call, behind_late_work, forked_streams,
+    two_graphs, graphs_eager_calls_and_replays, calls_and_replays_on_several_streams, captured_behind_an_eager_call,
+    behind_late_work, forked_streams,
     temporaries, after_a_fault, refused_on_one_rank, copies_of_a_graph, torch_graphs,
 ]  # fmt: skip
 

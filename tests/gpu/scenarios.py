@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import cupy
@@ -70,6 +71,155 @@ def calls_on_several_streams(comm: Any) -> None:
     array = mine()
     results = [comm.allreduce(array, out=array) for _ in range(3)]  # in place: 1, SIZE, SIZE**2 times the total
     right(array, SIZE * SIZE)
+
+
+def work_behind_a_call(comm: Any) -> None:
+    """A call on one stream is over while another one still works on what the program has put behind a call there."""
+    first, second = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    source, outs = mine(), [cupy.zeros(1000, np.float32) for _ in range(2)]
+    with ipcreduce.Communicator(timeout=30) as other:
+        cupy.cuda.Device().synchronize()
+        for turn in range(4):  # from the first change of streams on
+            calls = [
+                partial(other.allreduce, source, out=out, stream=on)
+                for out, on in zip(outs, (first, second), strict=True)
+            ]
+            if turn:
+                overlaps(*calls, first, second, "a call")
+            else:
+                calls[0]()
+                calls[1]()
+    wide, results = cupy.zeros((1000, 2), np.float32), [None, None]
+
+    def fresh(which: int, stream: Any) -> None:
+        results[which] = comm.allreduce(source)
+
+    def strided(which: int, stream: Any) -> None:
+        results[which] = comm.allreduce(source, out=wide[:, which])
+
+    def known(which: int, stream: Any) -> None:
+        results[which] = comm.allreduce(source, out=outs[which])
+
+    def by_handle(which: int, stream: Any) -> None:
+        results[which] = comm.allreduce(source, out=outs[which], stream=stream.ptr)
+
+    def replay(which: int, stream: Any) -> None:
+        graphs[which].replay()
+        results[which] = recorded[which]
+
+    def replay_of_others(which: int, stream: Any) -> None:
+        theirs[which].launch(stream)
+        results[which] = outs[which]
+
+    kinds = [fresh, strided, known, by_handle, replay]
+    with ipcreduce.Graph(comm) as one, ipcreduce.Graph(comm) as other:
+        graphs, recorded, theirs = [one, other], [], []
+        for graph in graphs:
+            with graph.record():
+                recorded.append(comm.allreduce(source))
+        for captured in (False, True):  # once there are graphs of others, too
+            if captured:
+                for which, stream in enumerate((first, second)):
+                    with stream:
+                        stream.begin_capture()
+                        known(which, stream)
+                        theirs.append(stream.end_capture())
+                kinds.append(replay_of_others)
+            for _ in range(3):  # every call is known, and the streams have changed
+                for kind in kinds:
+                    for which, stream in enumerate((first, second)):
+                        with stream:
+                            kind(which, stream)
+            cupy.cuda.Device().synchronize()
+            for kind in kinds:
+                for next_kind in kinds:
+                    for array in (*outs, wide, *recorded):
+                        array.fill(-1)
+                    cupy.cuda.Device().synchronize()
+                    what = f"{next_kind.__name__} behind {kind.__name__}"
+                    overlaps(partial(kind, 0, first), partial(next_kind, 1, second), first, second, what)
+                    right(results[0])
+                    right(results[1])
+
+
+def overlaps(call: Callable[[], None], other: Callable[[], None], first: Any, second: Any, what: str) -> None:
+    """Makes two calls on two streams, with work behind the first one that does not end before the second one does."""
+    gate = threading.Event()
+    try:
+        with first:
+            call()
+            first.launch_host_func(lambda _: gate.wait(60), None)
+        with second:
+            other()
+            ended = second.record()
+        until = time.monotonic() + 30
+        while not ended.done:
+            assert time.monotonic() < until, f"rank {RANK}: {what} waits for the work behind that"
+            time.sleep(1e-4)
+        assert not first.done
+    finally:
+        gate.set()
+    first.synchronize()
+    second.synchronize()
+
+
+class OfOthers:
+    """A stream of a library that is neither CuPy nor PyTorch."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, int(self.stream.ptr)
+
+
+def asynchronous_pool(comm: Any) -> None:
+    """CuPy's MemoryAsyncPool: what a call on another stream allocates is not given to others while that uses it."""
+    with cupy.cuda.Stream(non_blocking=True), cupy.cuda.using_allocator(cupy.cuda.MemoryAsyncPool().malloc):
+        side, wrong = cupy.cuda.Stream(non_blocking=True), []
+        turns, count = (20, 50_000) if not SIMULATED else (4, 2000)
+        forms = [side, side.ptr, cupy.cuda.ExternalStream(side.ptr), OfOthers(side)]
+        wide, target = cupy.zeros((count, 2), np.float32), cupy.zeros(count, np.float32)
+        source, kept = mine(count), []
+        wide[:, 1] = source
+
+        def replayed(stream: Any) -> None:
+            graph.replay(stream=stream)
+            kept.clear()
+
+        def read_and_dropped(stream: Any) -> None:
+            result = comm.allreduce(source, stream=stream)
+            with cupy.cuda.ExternalStream(side.ptr):
+                target[...] = result
+
+        calls = {
+            "a result that is dropped": lambda stream: comm.allreduce(source, stream=stream),
+            "one that is read before": read_and_dropped,
+            "the copy of a strided array": lambda stream: comm.allreduce(wide[:, 1], out=target, stream=stream),
+            "what a strided out is copied from": lambda stream: comm.allreduce(source, out=wide[:, 0], stream=stream),
+            "an array of a break": replayed,
+        }
+        with ipcreduce.Graph(comm) as graph:
+            with graph.record():
+                comm.allreduce(source * 1)
+                graph.add_eager(lambda: kept.append(comm.allreduce(source)))
+            kept.clear()
+            for turn in range(turns):
+                for what, call in calls.items():
+                    if what.endswith("break") and turn % 4:
+                        continue  # with numbers and objects of others CuPy's own rule holds
+                    target.fill(TOTAL)
+                    wide[:, 0] = TOTAL
+                    cupy.cuda.Device().synchronize()
+                    side.launch_host_func(lambda _: time.sleep(0.01), None)
+                    call(forms[turn % 4])
+                    others = [cupy.full((count,), -1, np.float32) for _ in range(4)]  # takes what is free
+                    cupy.cuda.Device().synchronize()
+                    intact = all((cupy.asnumpy(other) == -1).all() for other in others)
+                    totals = [cupy.asnumpy(array) == TOTAL for array in (target, wide[:, 0])]
+                    wrong += [] if intact and np.all(totals) else [(what, turn)]
+                    del others
+    assert not wrong, f"rank {RANK}: {len(wrong)} of {turns * (len(calls) - 1)} wrong, the first: {wrong[:4]}"
 
 
 def foreign_capture(comm: Any) -> None:
@@ -130,6 +280,14 @@ def programmatic_edges(comm: Any) -> None:
 def destroyed_streams(comm: Any) -> None:
     """The driver crashes on the handle of a stream that is gone: raw handles, forked captures, then a fault."""
     main, array, out = cupy.cuda.Stream(non_blocking=True), mine(), cupy.zeros(1000, np.float32)
+    for form in (lambda stream: stream.ptr, lambda stream: cupy.cuda.ExternalStream(stream.ptr)):
+        with ipcreduce.Communicator(timeout=30) as other:  # whose first call it is
+            cupy.cuda.Device().synchronize()
+            stream = cupy.cuda.Stream(non_blocking=True)
+            other.allreduce(array, out=out, stream=form(stream))
+            stream.synchronize()
+            del stream
+            right(other.allreduce(out), SIZE)
     comm.allreduce(array, out=out)
     cupy.cuda.Device().synchronize()
     for turn in range(12):
@@ -750,11 +908,10 @@ def refused(comm: Any, call: Callable[[], Any], words: str) -> None:
 
 
 SCENARIOS = [
-    calls_on_several_streams, foreign_capture, programmatic_edges, destroyed_streams, captured_meanwhile,
-    threads, interfaces, layouts, subclasses, torch_capture, torch_streams, torch_refused,
-    torch_recordings, communicators,
-    as_people_write, host_arrays, nan_bits, late_and_recover, late_on_the_device, refused_right_behind,
-    abort_is_quick, epoch_wrap,
+    calls_on_several_streams, work_behind_a_call, asynchronous_pool, foreign_capture, programmatic_edges,
+    destroyed_streams, captured_meanwhile, threads, interfaces, layouts, subclasses, torch_capture, torch_streams,
+    torch_refused, torch_recordings, communicators, as_people_write, host_arrays, nan_bits, late_and_recover,
+    late_on_the_device, refused_right_behind, abort_is_quick, epoch_wrap,
 ]  # fmt: skip
 # Beside a capture in the strictest mode NCCL's own eager calls end it.
 OUR_KERNELS_ONLY = {

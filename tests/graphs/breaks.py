@@ -232,6 +232,74 @@ def returned(comm: Any) -> None:
         works(comm)
 
 
+def returned_view(comm: Any) -> None:
+    """A break that returns another view of the same place, or one that overlaps it in part: the recording gets that."""
+    source = cupy.asarray(np.zeros((4, 4), np.float32))
+    views = [
+        lambda array: array,
+        lambda array: array.T,
+        lambda array: array[::-1],
+        lambda array: array[:, ::-1],
+        lambda array: array + 1,
+        lambda array: array,
+    ]
+    lines = [lambda line: line[:12], lambda line: line[1:13], lambda line: line[4:], lambda line: line[11::-1]]
+    for shape, changes in (((4, 4), views), ((16,), lines)):
+        chosen = [changes[0]]
+
+        @eager_break
+        def look(array: Any, chosen: Any = chosen) -> Any:
+            return chosen[0](array)
+
+        source = cupy.zeros(shape, np.float32)
+        with Graph(comm) as graph:
+            with graph.record():
+                total = comm.allreduce(look(source) * 1)
+            for turn, change in enumerate(changes):
+                values = np.arange(16, dtype=np.float32).reshape(shape) + turn
+                source[...] = cupy.asarray(values * (RANK + 1))
+                chosen[0] = change
+                graph.replay()
+                due = sum(change(values * (rank + 1)) for rank in range(SIZE))
+                assert (cupy.asnumpy(total) == due).all(), (turn, total, due)
+    works(comm)
+
+
+def the_break_at_the_end(comm: Any) -> None:
+    """Its work belongs to the replay: one on another stream does not overwrite what it still reads."""
+    streams, count = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)], cupy.zeros(1000, np.float32)
+    late, seen = [False], cupy.zeros(1000, np.float32)
+
+    def replays(own: Any, within: Callable[[], None], behind: Callable[[], None]) -> None:
+        @eager_break
+        def slow(array: Any) -> None:
+            within()
+            if late[0]:
+                cupy.cuda.get_current_stream().launch_host_func(time.sleep, 0.1)
+            seen[...] = seen + array
+
+        count.fill(0)
+        seen.fill(0)
+        with Graph(own) as graph:
+            with graph.record():
+                count[...] = count + (RANK + 1)
+                slow(own.allreduce(count))
+            cupy.cuda.Device().synchronize()
+            for turn in range(8):
+                late[0] = turn % 2 == 0
+                graph.replay(stream=streams[turn % 2])
+                if turn % 2:
+                    behind()
+            cupy.cuda.Device().synchronize()
+            right(seen, TOTAL * sum(range(1, 10)))
+
+    replays(comm, lambda: None, comm.synchronize)
+    replays(comm, lambda: None, lambda: None)
+    with Communicator(timeout=60) as fresh:  # no call runs any more as the break's work is launched
+        replays(fresh, fresh.synchronize, lambda: None)
+    works(comm)
+
+
 def views_of_arguments(comm: Any) -> None:
     """What a break gets from the pool does not keep its block: a loop needs no more memory than without breaks."""
     source, pools = mine(100), []
@@ -549,7 +617,8 @@ def replayed_on_another_stream(comm: Any) -> None:
 
 
 SCENARIOS = [
-    real_data, add_eager, nested, reduces_inside, surroundings, returned, views_of_arguments, held_arguments,
+    real_data, add_eager, nested, reduces_inside, surroundings, returned, returned_view, the_break_at_the_end,
+    views_of_arguments, held_arguments,
     side_streams, exceptions_in_breaks, exception_between_breaks, caught_break, caught_on_one_rank, broken_pieces,
     two_communicators, unnoticed, replayed_on_another_stream,
 ]  # fmt: skip

@@ -342,6 +342,23 @@ def waits_in_the_body(comm: Any) -> None:
         works(comm)
 
 
+def read_in_the_body(comm: Any) -> None:
+    """A result on the host: a CaptureError that names the copy to the host, and where it belongs."""
+    source = mine(1)
+    for read in (
+        cupy.asnumpy,
+        lambda result: result.get(),
+        lambda result: result.item(),
+        float,
+        lambda result: 1 if result > 0 else 0,
+        str,
+    ):
+        with raises(CaptureError, "to the host", "behind the block", "in a break") as caught, Graph(comm).record():
+            read(comm.allreduce(source))
+        _leads_with_its_cause(caught.error)
+        works(comm)
+
+
 def _leads_with_its_cause(error: CaptureError) -> None:
     """CuPy's own message comes first, behind rank and call: it is what people know and look up."""
     cause = error.__cause__
@@ -405,6 +422,7 @@ def refused_by_cupy(comm: Any) -> None:
 
 SCENARIOS = [
     states, after_a_fault, caught_in_the_body, refused_on_one_rank, two_threads, exceptions, disagreement,
-    different_graphs, rank_missing, foreign_capture, warned, waits_in_the_body, events_across_a_break,
+    different_graphs, rank_missing, foreign_capture, warned, waits_in_the_body, read_in_the_body,
+    events_across_a_break,
     refused_by_cupy,
 ]  # fmt: skip

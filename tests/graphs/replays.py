@@ -195,7 +195,9 @@ def the_stream_in_use_stays(comm: Any) -> None:
         total = cupy.zeros(2000, np.float32)
         comm.allreduce(mine(2000)[::2], out=total[::2])
         assert cupy.cuda.get_current_stream() is stream, "not after copies"
-        result = comm.allreduce(mine(), stream=other)
+        source = mine()
+        stream.synchronize()
+        result = comm.allreduce(source, stream=other)
         comm.synchronize(other)
         assert cupy.cuda.get_current_stream() is stream, "not after an allocation for another stream"
         comm.empty(5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -290,6 +291,91 @@ def copied_inputs(comm: Any) -> None:
     given_back(comm, before)
 
 
+def rows(first: int, count: int = 16) -> Any:
+    """Four rows of numbers, other ones on each rank, whose sum is :func:`sums`."""
+    return cupy.asarray((np.arange(first, first + count, dtype=np.float32) * (RANK + 1)).reshape(4, -1))
+
+
+def sums(first: int, count: int = 16) -> Any:
+    return (np.arange(first, first + count, dtype=np.float32) * TOTAL).reshape(4, -1)
+
+
+def called_with(runner: GraphRunner, *args: Any) -> Any:
+    with forward_context("a"):
+        return [cupy.asnumpy(result) for result in runner(*args)]
+
+
+def inputs_at_the_same_place(comm: Any) -> None:
+    """copy_inputs=True with views of the recorded arrays: other strides, other ends, changed places, a part shared."""
+    with GraphRunner(lambda *given: [comm.allreduce(one * 1) for one in given], comm, copy_inputs=True) as runner:
+        x = rows(1)
+        for array, due in ((x, sums(1)), (x.T, sums(1).T), (x, sums(1).T), (x[::-1], sums(1).T[::-1])):
+            assert (called_with(runner, array)[0] == due).all()
+    for count in (16, 16384):
+        for by in (1, count // 4):
+            for forward in (True, False):
+                line = cupy.asarray(np.arange(2 * count, dtype=np.float32) * (RANK + 1))
+                due = np.arange(2 * count, dtype=np.float32) * TOTAL
+                at, other = (0, by) if forward else (by, 0)
+                with GraphRunner(lambda one: [comm.allreduce(one * 1)], comm, copy_inputs=True) as runner:
+                    assert (called_with(runner, line[at : at + count])[0] == due[at : at + count]).all()
+                    assert (called_with(runner, line[other : other + count])[0] == due[other : other + count]).all()
+    with GraphRunner(lambda *given: [comm.allreduce(one * 1) for one in given], comm, copy_inputs=True) as runner:
+        x, y, z = rows(1), rows(101), rows(201)
+        called_with(runner, x, y, z)
+        found = called_with(runner, y, z, x)
+        assert all((one == sums(due)).all() for one, due in zip(found, (101, 201, 1), strict=True)), found
+
+
+def inputs_that_share_memory(comm: Any) -> None:
+    """copy_inputs=True where arguments of the recording share memory: alike it is right; else it is refused."""
+    add = lambda one, other: [comm.allreduce(one * 1), comm.allreduce(other * 1)]  # noqa: E731
+    x, y = rows(1), rows(51)
+    with GraphRunner(add, comm, copy_inputs=True) as runner:
+        called_with(runner, x, x)
+        assert all((one == sums(51)).all() for one in called_with(runner, y, y))
+        assert all((one == sums(51).T).all() for one in called_with(runner, y.T, y.T))
+        with raises(ArgumentError, "args[0] and args[1] shared memory at the recording", "for each"):
+            called_with(runner, rows(1), y)
+        works(comm)
+    with GraphRunner(add, comm, copy_inputs=True) as runner:  # beside each other in the same rows
+        called_with(runner, x[:, :2], x[:, 2:])
+        found = called_with(runner, y[:, 2:], y[:, :2])
+        assert (found[0] == sums(51)[:, 2:]).all()
+        assert (found[1] == sums(51)[:, :2]).all()
+    with GraphRunner(lambda one: [comm.allreduce(one * 1)], comm, copy_inputs=True) as runner:
+        called_with(runner, every_row(x[0]))
+        assert (called_with(runner, every_row(y[0]))[0] == sums(51)[0]).all()
+        with raises(ArgumentError, "args[0] must have strides (0, 4)", "elements share memory"):
+            called_with(runner, y)
+        works(comm)
+
+
+def every_row(row: Any) -> Any:
+    """Four times the same memory."""
+    return cupy.ndarray((4, row.size), row.dtype, row.data, strides=(0, row.itemsize))
+
+
+def inputs_of_a_replay_that_runs(comm: Any) -> None:
+    """copy_inputs=True: a call on another stream copies once the replay before it has read what it is to read."""
+    streams, seen = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)], cupy.zeros(3000, np.float32)
+    given = [mine(3000) * factor for factor in range(1, 8)]
+
+    def add(x: Any) -> None:
+        seen[...] = seen + comm.allreduce(x * 1)
+
+    with GraphRunner(add, comm, copy_inputs=True) as runner:
+        for turn, array in enumerate(given):
+            with streams[turn % 2] as stream, forward_context("a"):
+                if turn % 2:
+                    stream.launch_host_func(time.sleep, 0.1)
+                runner(array)
+            if not turn:
+                cupy.cuda.Device().synchronize()
+        cupy.cuda.Device().synchronize()
+    right(seen, TOTAL * sum(range(1, 8)))
+
+
 def descriptors_differ(comm: Any) -> None:
     """Ranks with different descriptors: an error that names both, at recording and at replay."""
     net = Net(comm)
@@ -342,5 +428,6 @@ def fails_while_recording(comm: Any) -> None:
 
 SCENARIOS = [
     one_for_each_batch, which_calls_replay, full_around_piecewise, contexts, addresses, elsewhere_on_one_rank,
-    copied_inputs, descriptors_differ, fails_while_recording,
+    copied_inputs, inputs_at_the_same_place, inputs_that_share_memory, inputs_of_a_replay_that_runs,
+    descriptors_differ, fails_while_recording,
 ]  # fmt: skip

@@ -7,6 +7,7 @@ from tests.mutants import Mutant, unit
 FAST, ORDER, FREEING = (f"ipcreduce/device/{name}.py" for name in ("fast_path", "stream_order", "deferred_free"))
 PLAN, ENGINE, LAUNCHES, READY = (f"ipcreduce/ipc/{name}.py" for name in ("plan", "engine", "launches", "ready"))
 STARTUP, WORKSPACE, LINKS = (f"ipcreduce/ipc/{name}.py" for name in ("startup", "workspace", "links"))
+CUPY, TORCH = "ipcreduce/cuda/cupy_runtime.py", "ipcreduce/cuda/torch_runtime.py"
 GUARD, NCCL, LIBRARY = (f"ipcreduce/nccl/{name}.py" for name in ("guard", "engine", "library"))
 
 
@@ -37,15 +38,15 @@ MUTANTS = [
     Mutant(
         "a call on another stream does not wait for the last one",
         ORDER,
-        "            self.chain(self._eager, stream)\n",
-        "            pass\n",
+        "                self.chain(self._eager, stream)\n            elif self._replayed is None:",
+        "                pass\n            elif self._replayed is None:",
         late("scenarios", "calls_on_several_streams"),
     ),
     Mutant(
         "a call does not wait for the event of the last one",
         ORDER,
-        "            streams.wait_event(stream, self._end)\n        elif self._eager is not None",
-        "            pass\n        elif self._eager is not None",
+        "            streams.wait_event(stream, self._end)\n            self.by_event",
+        "            pass\n            self.by_event",
         late("captures", "graphs_eager_calls_and_replays"),
     ),
     Mutant(
@@ -65,9 +66,80 @@ MUTANTS = [
     Mutant(
         "the stream of the last call is kept by its handle alone",
         ORDER,
-        "if self.shared or not (cupy_runtime.keeps(owner, stream) or torch_runtime.keeps(owner)):",
-        "if self.shared:",
+        "if self.by_event or not (cupy_runtime.keeps(owner, stream) or torch_runtime.keeps(owner)):",
+        "if self.by_event:",
         "mpirun -n 2 tests.simulated tests/gpu/scenarios.py destroyed_streams",
+    ),
+    Mutant(
+        "a call waits for the work behind the one before it",
+        ORDER,
+        "                )\n            self.by_event = True\n",
+        "                )\n",
+        "mpirun -n 2 tests.simulated tests/gpu/scenarios.py work_behind_a_call",
+    ),
+    Mutant(
+        "the fast path does not wait for calls on other streams",
+        ORDER,
+        "            cupy_runtime.wait_event(stream, self._end)\n",
+        "            pass\n",
+        late("captures", "calls_and_replays_on_several_streams"),
+    ),
+    Mutant(
+        "the fast path does not record the end of a call",
+        ORDER,
+        '            doing = "cudaEventRecord"\n            cupy_runtime.record_event(self._end, stream)\n',
+        '            doing = "cudaEventRecord"\n',
+        late("captures", "calls_and_replays_on_several_streams"),
+    ),
+    Mutant(
+        "NCCL is to order captured calls though it is told not to",
+        NCCL,
+        'return os.environ.get(library.MIXING, "1") != "0"',
+        "return True",
+        "NCCL_GRAPH_MIXING_SUPPORT=0 IPCREDUCE_BACKEND=nccl " + late("captures", "two_graphs"),
+    ),
+    Mutant(
+        "synchronize() does not wait for replays of others over NCCL",
+        ORDER,
+        "if stream is None and self.shared and self._replayed is not None:",
+        "if False:",
+        scenario("nccl_replays_of_others"),
+    ),
+    Mutant(
+        "the guard does not know of replays of others over NCCL",
+        ORDER,
+        "if self._replayed is not None and not streams.is_over(self._replayed):",
+        "if False:",
+        scenario("nccl_replays_of_others"),
+    ),
+    # ---- borrowed streams
+    Mutant(
+        "what a call allocates on another stream is given back on the current one",
+        CUPY,
+        'if getattr(array.data.mem, "stream_ref", None) is None or type(get_current_stream()) is not _borrowed():',
+        "if True:",
+        "mpirun -n 2 tests.simulated tests/gpu/scenarios.py asynchronous_pool",
+    ),
+    Mutant(
+        "a break runs on an object for its stream that ends with it",
+        CUPY,
+        "    of_cupy = isinstance(owner, (cuda.Stream, cuda.ExternalStream)) and owner.ptr == stream\n",
+        "    of_cupy = False\n",
+        "mpirun -n 2 tests.simulated tests/gpu/scenarios.py asynchronous_pool",
+    ),
+    Mutant(
+        "PyTorch is told of a stream that may be gone when it looks at it",
+        TORCH,
+        "    if stream > 1 and not keeps(owner) and not streams.capture_id(stream):\n",
+        "    if False:\n",
+        scenario("a_stream_that_goes_before_its_tensors"),
+    ),
+    Mutant(
+        "PyTorch's stream does not wait for the call of which it is to tell",
+        TORCH,
+        "        _let_wait(own, stream)\n",
+        "",
+        scenario("a_stream_that_goes_before_its_tensors"),
     ),
     # ---- the fast path
     Mutant(

@@ -8,6 +8,7 @@ GRAPH, SESSION, RECORDING, RUNNER = (
     f"ipcreduce/graphs/{name}.py" for name in ("graph", "session", "recording", "runner")
 )
 BREAKS, POOL, ADDRESSES, INPUTS = (f"ipcreduce/graphs/{name}.py" for name in ("breaks", "pool", "addresses", "inputs"))
+COPIED, ARRAYS = "ipcreduce/graphs/copied_inputs.py", "ipcreduce/arrays.py"
 MAPPINGS, REGISTRATION = (f"ipcreduce/graphs/direct/{name}.py" for name in ("mappings", "registration"))
 
 
@@ -22,23 +23,44 @@ MUTANTS = [
     Mutant(
         "a break is not run at a replay",
         GRAPH,
-        "                    part.replay(handle)\n",
+        "                    part.replay(handle, owner)\n",
         "                    pass\n",
         scenario("real_data"),
     ),
     Mutant(
         "a break runs on another stream than its replay",
         BREAKS,
-        "        with current_streams.on_stream(stream, self._pool.device):\n",
+        "        with current_streams.on_stream(stream, self._pool.device, owner):\n",
         "        if True:\n",
         scenario("replayed_on_another_stream", late=True),
     ),
     Mutant(
         "what a break returns is not copied at a replay",
         BREAKS,
-        "            if arrays.pointer(found) != arrays.pointer(due):\n",
-        "            if False:\n",
+        "            arrays.copy_into(due, found, stream)\n",
+        "            pass\n",
         scenario("returned"),
+    ),
+    Mutant(
+        "what a break returns is only looked at by its address",
+        ARRAYS,
+        "pointer(array) == pointer(other) and array.strides == other.strides",
+        "pointer(array) == pointer(other)",
+        scenario("returned_view"),
+    ),
+    Mutant(
+        "arrays that overlap are copied over themselves",
+        ARRAYS,
+        "    if overlap(target, value):\n",
+        "    if False:\n",
+        scenario("returned_view"),
+    ),
+    Mutant(
+        "the work of a break at the end is no part of the replay",
+        GRAPH,
+        "            session.extend(handle)\n",
+        "            pass\n",
+        scenario("the_break_at_the_end"),
     ),
     Mutant(
         "the segments of a graph are launched in the wrong order",
@@ -229,10 +251,45 @@ MUTANTS = [
     # ---- runners
     Mutant(
         "a runner does not copy the inputs",
-        RUNNER,
-        "        if arrays.pointer(here) != arrays.pointer(there):\n",
-        "        if False:\n",
+        COPIED,
+        "        arrays.copy_into(there, source, stream)\n",
+        "        pass\n",
         scenario("copied_inputs"),
+    ),
+    Mutant(
+        "a runner looks at the addresses of inputs only",
+        COPIED,
+        "if not arrays.same_elements(here, there)]",
+        "if arrays.pointer(here) != arrays.pointer(there)]",
+        scenario("inputs_at_the_same_place"),
+    ),
+    Mutant(
+        "inputs that have changed places are copied one after the other",
+        COPIED,
+        "if _meets(here, written) else here",
+        "if False else here",
+        scenario("inputs_at_the_same_place"),
+    ),
+    Mutant(
+        "different inputs are copied into memory that they share",
+        COPIED,
+        "if arrays.share_memory(there, other[2]) and not _alike(pair, other):",
+        "if False:",
+        scenario("inputs_that_share_memory"),
+    ),
+    Mutant(
+        "inputs beside each other in the same rows are taken for ones that share memory",
+        ARRAYS,
+        "return overlap(array, other) and np.shares_memory(_geometry(array), _geometry(other))",
+        "return overlap(array, other)",
+        scenario("inputs_that_share_memory"),
+    ),
+    Mutant(
+        "inputs are copied while a replay on another stream reads them",
+        RUNNER,
+        "                    session.follow(stream)  #",
+        "                    #",
+        scenario("inputs_of_a_replay_that_runs"),
     ),
     Mutant(
         "a runner replays in another mode than its own",

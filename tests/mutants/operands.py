@@ -163,15 +163,15 @@ MUTANTS = [
     Mutant(
         "a tensor's memory is given back while another stream uses it",
         TORCH,
-        "        tensor.record_stream(torch.cuda.ExternalStream(stream, device=tensor.device))\n",
-        "        pass\n",
+        "    tensor.record_stream(torch.cuda.ExternalStream(stream, device=tensor.device))\n",
+        "",
         tensors("results_are_tensors"),
     ),
     Mutant(
         "a tensor is read before PyTorch's stream has written it",
         TORCH,
-        "    if current != stream:\n        event",
-        "    if False:\n        event",
+        "    if current != stream:\n        _let_wait",
+        "    if False:\n        _let_wait",
         tensors("on_torchs_stream"),
     ),
     Mutant(

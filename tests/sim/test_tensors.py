@@ -9,8 +9,9 @@ def test_tensors(hold: Callable[..., None]) -> None:
     hold(
         3, "on_torchs_stream", "in_a_recording", "memory_that_is_not_the_tensors_values", "results_are_tensors",
         "the_short_way", "a_stream_by_its_handle", "torch_in_recordings", "after_a_wait", "by_dlpack", "by_interface",
-        "other_memory_under_a_recorded_tensor", "addresses_of_weights", "without_memory",
-        "where_a_result_would_be_lost", "not_to_be_written",
+        "other_memory_under_a_recorded_tensor", "addresses_of_weights", "a_stream_that_goes_before_its_tensors",
+        "without_memory", "where_a_result_would_be_lost", "not_to_be_written", "without_memory_apart",
+        "words_of_pytorch",
     )  # fmt: skip
 
 

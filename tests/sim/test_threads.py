@@ -16,6 +16,7 @@ def test_order_of_calls(hold: Hold) -> None:
         "called_as_a_recording_ends",
         "packets_under_way",
         "launches_that_fail",
+        "what_the_driver_is_asked",
         "called_during_a_recording",
         "finaliser_within_a_call",
     )

@@ -114,6 +114,11 @@ class ExternalStream:
         with _its_errors():
             machine_streams.synchronize(self.ptr)
 
+    @property
+    def done(self) -> bool:
+        with _its_errors():
+            return machine_streams.is_idle(self.ptr)
+
     def record(self, event: Event | None = None) -> Event:
         event = event or Event()
         event.record(self)
@@ -157,7 +162,7 @@ class Stream(ExternalStream):
         return found
 
     def __del__(self) -> None:
-        if getattr(self, "_own", False):
+        if getattr(self, "_own", False) and machine_streams is not None:  # it is None at the interpreter's end
             machine_streams.destroy(self.ptr)
 
 
@@ -175,6 +180,11 @@ class Event:
         if self._timed and not machine_streams.capture_id(handle):
             machine_streams.submit(handle, lambda: setattr(self, "seconds", time.perf_counter()))
         machine_streams.record_event(self.ptr, handle)
+
+    @property
+    def done(self) -> bool:
+        with _its_errors():
+            return machine_streams.is_over(self.ptr)
 
 
 def get_elapsed_time(start: Event, end: Event) -> float:
@@ -257,6 +267,11 @@ def _allocate(nbytes: int) -> MemoryPointer:
     return allocator(nbytes) if allocator and nbytes else MemoryPointer(Memory(nbytes), 0)
 
 
+class MemoryAsyncPool:
+    def malloc(self, nbytes: int) -> MemoryPointer:
+        return MemoryPointer(pools.MemoryAsync(nbytes, _require_context(), get_current_stream(), get_current_stream), 0)
+
+
 def free_all_blocks() -> None:
     """Gives the pool's free blocks back to the driver, which waits for what runs; a capture does not mind."""
     machine_streams.wait_for_all()
@@ -327,7 +342,7 @@ class ndarray:
     # contents, on the current stream
     def __setitem__(self, key: Any, value: Any) -> None:
         target, source = self[key]._view, value._view if isinstance(value, ndarray) else np.array(value, self.dtype)
-        _on_stream(lambda: np.copyto(target, source, casting="unsafe"), self, value)
+        _on_stream(lambda: _copy(target, source), self, value)
 
     def fill(self, value: Any) -> None:
         self[...] = value
@@ -409,6 +424,15 @@ class ndarray:
     def all(self) -> ndarray:
         return asarray(self.get().all())
 
+    def item(self) -> Any:
+        return self.get().item()
+
+    def __float__(self) -> float:
+        return float(self.get())
+
+    def __gt__(self, other: Any) -> ndarray:
+        return self._with(np.greater, other)
+
     def __bool__(self) -> bool:
         return bool(self.get())
 
@@ -454,6 +478,17 @@ def _on_stream(work: Callable[[], Any], *used: object) -> None:
     machine_streams.collect()
     stream = get_current_stream().ptr
     machine_streams.submit(stream, work if machine_streams.capture_id(stream) else lambda: (work(), used))
+
+
+def _copy(target: np.ndarray, source: np.ndarray) -> None:
+    """As CuPy does: arrays that overlap are copied over themselves, unless they are the same."""
+    same = target.ctypes.data == source.ctypes.data and target.strides == source.strides
+    if target.size and np.may_share_memory(target, source) and not same:
+        source = np.broadcast_to(source, target.shape)
+        for index in np.ndindex(target.shape):
+            target[index] = source[index]
+    else:
+        np.copyto(target, source, casting="unsafe")
 
 
 def from_dlpack(array: Any) -> ndarray:
@@ -524,7 +559,11 @@ def asnumpy(value: ndarray | np.ndarray) -> np.ndarray:
 
 
 def get_default_memory_pool() -> SimpleNamespace:
-    return SimpleNamespace(free_all_blocks=free_all_blocks, used_bytes=lambda: Memory.used)
+    return SimpleNamespace(
+        free_all_blocks=free_all_blocks,
+        malloc=lambda nbytes: MemoryPointer(Memory(nbytes), 0),
+        used_bytes=lambda: Memory.used,
+    )
 
 
 class _Runtime:
@@ -575,6 +614,7 @@ cuda = SimpleNamespace(
     Device=Device,
     Event=Event,
     ExternalStream=ExternalStream,
+    MemoryAsyncPool=MemoryAsyncPool,
     MemoryPointer=MemoryPointer,
     Stream=Stream,
     UnownedMemory=UnownedMemory,
@@ -584,6 +624,6 @@ cuda = SimpleNamespace(
     memory=SimpleNamespace(OutOfMemoryError=pools.OutOfMemoryError),
     driver=_Driver,
     runtime=_Runtime,
-    set_allocator=lambda allocator: None,  # there is no pool that gives more than was asked for
+    set_allocator=pools.set_allocator,
     using_allocator=pools.using_allocator,
 )

@@ -15,7 +15,7 @@ from .machine import Fault
 graphs: dict[int, machine_streams.Nodes] = {}
 # By the capture's id.
 capturing: weakref.WeakValueDictionary[int, machine_streams.Nodes] = weakref.WeakValueDictionary()
-captured_nodes: dict[int, machine_streams.Node] = {}  # by handle
+captured_nodes: weakref.WeakValueDictionary[int, machine_streams.Node] = weakref.WeakValueDictionary()  # by handle
 _handles = itertools.count(0x61000000, 0x40)
 
 

@@ -2,7 +2,8 @@
 
 Data goes through a file in /dev/shm, whose name comes from the unique id, in chunks. As NCCL does, it compares nothing:
 ranks whose counts differ wait for each other, and ops that differ give wrong bits. Ranks are reduced from the last to
-the first, half types in their own type. SIM_NCCL_ERROR="rank:operation" lets comm_get_async_error of a rank fail from
+the first, half types in their own type. Calls of a communicator order themselves, captured ones too unless
+NCCL_GRAPH_MIXING_SUPPORT is 0. SIM_NCCL_ERROR="rank:operation" lets comm_get_async_error of a rank fail from
 that operation on; with SIM_NO_NCCL=1 there is no such module.
 """
 
@@ -65,6 +66,9 @@ def get_unique_id() -> UniqueId:
     return UniqueId(secrets.token_bytes(128))
 
 
+_Ref = Any  # to a node: a graph keeps what its nodes use
+
+
 class Comm:
     """Words of each rank, a cache line each: joined, bytes of the operation, chunks given, chunks read."""
 
@@ -73,6 +77,8 @@ class Comm:
         self.rank, self.n, self.dead = rank, nranks, False
         self.operations, self.chunks = itertools.count(1), 0
         self.uses: weakref.WeakSet[_Use] = weakref.WeakSet()
+        self.event = machine_streams.create_event()
+        self.captured: dict[int, tuple[_Ref, _Ref]] = {}  # by capture: the last call's node, and that of its event
         path = f"{os.environ.get('SIM_NCCL', '/dev/shm')}/ipcreduce-sim-nccl-{identity[:16].hex()}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         nbytes = nranks * (_LINE + _CHUNK)
@@ -162,8 +168,32 @@ def all_reduce(sendbuff: int, recvbuff: int, count: int, datatype: int, op: int,
         raise TypeError(f"Cannot convert {type(comm).__name__} to nccl.bindings.nccl.Comm")
     if comm.dead:
         raise NCCLError(Result.InvalidArgument)
-    use = _Use(comm)
-    machine_streams.submit(int(stream), lambda: use.comm.reduce(sendbuff, recvbuff, count, datatype, op))
+    use, handle = _Use(comm), int(stream)
+    capture = machine_streams.find(handle).capture
+    if capture is None:
+        machine_streams.wait_event(handle, comm.event)
+    elif _mixes():
+        machine_streams.follow(handle, [_before(comm, capture)])
+    machine_streams.submit(handle, lambda: use.comm.reduce(sendbuff, recvbuff, count, datatype, op))
+    if capture is None:
+        machine_streams.record_event(comm.event, handle)
+    elif _mixes():
+        _, record = comm.captured[capture.identity]
+        record().after = frozenset([len(capture.nodes) - 1])
+        comm.captured[capture.identity] = weakref.ref(capture.nodes[-1]), record
+
+
+def _mixes() -> bool:
+    return os.environ.get("NCCL_GRAPH_MIXING_SUPPORT", "1") != "0"
+
+
+def _before(comm: Comm, capture: machine_streams.Capture) -> machine_streams.Node:
+    """The node that the next call of a capture follows: the last call, or a wait for those of others."""
+    if capture.identity not in comm.captured:
+        nodes = machine_streams.event_node(waits_for=comm.event), machine_streams.event_node(records=comm.event)
+        capture.nodes += nodes
+        comm.captured[capture.identity] = weakref.ref(nodes[0]), weakref.ref(nodes[1])
+    return comm.captured[capture.identity][0]()
 
 
 def comm_get_async_error(comm: Comm) -> int:

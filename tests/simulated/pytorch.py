@@ -49,7 +49,7 @@ globals().update(_dtypes)
 class Stream:
     """Of PyTorch's pool: it is never destroyed."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Any = None) -> None:
         self.of_cupy = cupy.cuda.Stream(non_blocking=True)
         _streams.append(self.of_cupy)
         self.cuda_stream, self.stream_id = self.of_cupy.ptr, 2 * len(_streams) + 1
@@ -158,7 +158,7 @@ class Tensor:
         return Tensor(array, self.storage)
 
     def record_stream(self, other: Any) -> None:
-        if self.storage is not None:
+        if self.storage is not None and other.cuda_stream != self.storage.place[0]:
             self.storage.recorded.add(other.cuda_stream)
 
     @property

@@ -34,7 +34,7 @@ LAYERS = (
     ("ipcreduce",),
     ("ipcreduce.cli", "ipcreduce.__main__", "ipcreduce.bench", "ipcreduce.torch", "ipcreduce.engines"),
 )
-LONGEST = 350
+LONGEST = 400
 
 
 def imports(name: str) -> Iterator[str]:

@@ -201,7 +201,7 @@ def test_a_call_is_numbered_recorded_and_done(sharing: list[Rank]):
 def fast_path_of(rank: Rank) -> FastPath:
     """A fast path on stream 7, over no GPU."""
     order: Any = SimpleNamespace(
-        event_free_stream=7, event_stream=-1, resting_stream=-1, shared=False, runs=lambda stream: True
+        event_free_stream=7, event_stream=-1, resting_stream=-1, by_event=False, runs=lambda stream: True
     )
     unused: Any = None
     return FastPath(rank.calls, 0, 1, order, rank.page, unused, unused)

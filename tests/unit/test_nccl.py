@@ -299,7 +299,7 @@ def test_the_order_is_asked_while_calls_go_on(monkeypatch: pytest.MonkeyPatch):
 
     class Moving(StreamOrder):
         turns = iter([7, None, None, None])
-        _open, _owner = False, None
+        _open, _owner, _replayed = False, None, None
         _eager = property(lambda self: next(self.turns))  # type: ignore[assignment]
 
         def __init__(self) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 
 from ipcreduce import Communicator, Graph, eager_break, errors
 from ipcreduce.coordination.flight_recorder import FlightRecorder
+from ipcreduce.cuda import cupy_runtime, streams
 from ipcreduce.nccl import library
 from ipcreduce.numerics import DTYPES, OPS, reduce
 from tests.sim.scenarios import WORLD
@@ -369,6 +370,44 @@ def recorded_by_some(comm: Communicator, graph: Graph) -> None:
         comm.allreduce(mine(), "mode" if RANK == LAST else "sum")
 
 
+def nccl_replays_of_others() -> None:
+    """NCCL orders what others capture: eager calls need no event for it. Waits and the guard know of replays."""
+    comm, stream = Communicator(timeout=TIMEOUT, backend="nccl"), cupy.cuda.Stream(non_blocking=True)
+    source, out, eager = mine(), mine(), mine()
+    comm.allreduce(source, out=out)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        comm.allreduce(source, out=out)
+        graph = stream.end_capture()
+    for _ in range(3):
+        comm.allreduce(eager, out=eager)
+    cupy.cuda.Device().synchronize()
+    with mock.patch.object(cupy_runtime, "record_event") as record, mock.patch.object(streams, "record_event") as other:
+        comm.allreduce(eager, out=eager)
+    assert not record.called and not other.called  # noqa: PT018
+    right(eager, SIZE**3)
+    out.fill(0)
+    cupy.cuda.Device().synchronize()
+    delay(stream.ptr)
+    graph.launch(stream)
+    comm.synchronize()
+    with cupy.cuda.Stream(non_blocking=True):  # it waits for nothing
+        right(out)
+    WORLD.Barrier()
+    if RANK == LAST:  # the others' replays wait for it in vain: the guard ends them
+        raises(errors.ArgumentError, "op must be", lambda: comm.allreduce(source, "mode"))
+    else:
+        graph.launch(stream)
+        for heard in (comm.synchronize, lambda: comm.allreduce(source)):
+            error = error_of(heard)
+            assert isinstance(error, errors.PeerFailedError), error
+    WORLD.Barrier()
+    del graph
+    works(comm)
+    comm.close()
+
+
 def nccl_threads_and_streams() -> None:
     """Calls on several streams, from several threads, come in one order on every rank."""
 
@@ -510,7 +549,7 @@ def other_work_behind_a_call() -> None:
 
 
 SCENARIOS: list[Any] = [
-    nccl_recordings_across_an_abort, other_work_behind_a_call,
+    nccl_recordings_across_an_abort, other_work_behind_a_call, nccl_replays_of_others,
     nccl_mismatches_unseen_at_first, nccl_calls_that_wait_on_the_host, nccl_start_up_that_hangs, dropped_with_a_call,
     killed_joining_anew, nccl_repeated_call_that_is_late,
     nccl_is_chosen, without_p2p, without_the_binding, nccl_results, nccl_refusals, nccl_mismatches, nccl_timeouts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -88,6 +89,32 @@ def by_interface() -> None:
         comm.allreduce(Foreign(), out=target, stream=given)
         given.synchronize()
         right(target)
+
+
+def without_memory_apart() -> None:
+    """PyTorch over cudaMallocAsync: record() says so on every rank, before anything is recorded."""
+    with Communicator(timeout=20) as comm, torch.imported():
+        source, graph, backend = Tensor(array_of(RANK + 1)), Graph(comm), mock.Mock(return_value="cudaMallocAsync")
+        with mock.patch.object(torch.cuda, "get_allocator_backend", backend, create=True):
+            with raises(errors.UnsupportedError, "cudaMallocAsync", "backend:native"), graph.record():
+                raise AssertionError("the body runs")
+            right(comm.allreduce(source).array)
+        assert graph.state == "empty"
+        with graph.record():
+            result = comm.allreduce(source)
+        right(result.array)
+        graph.close()
+
+
+def words_of_pytorch() -> None:
+    """What it raises where a stream captures is a CaptureError too, which says where reading belongs."""
+    with Communicator(timeout=20) as comm, torch.imported():
+        with (
+            raises(errors.CaptureError, "CUDA error: operation not", "to the host", "in a break"),
+            Graph(comm).record(),
+        ):
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        works(comm)
 
 
 def in_a_recording() -> None:
@@ -341,6 +368,31 @@ def results_are_tensors() -> None:
             works(comm, 10 + turn)
 
 
+def a_stream_that_goes_before_its_tensors() -> None:
+    """Memory of tensors that a call has used on a stream of others: apart until that is done, and the stream may go."""
+    with Communicator(timeout=20) as comm, torch.imported():
+        source, waiting = Tensor(array_of(RANK + 1)), []
+        cupy.cuda.Device().synchronize()
+        for turn in range(4):
+            stream = cupy.cuda.Stream(non_blocking=True)
+            argument, out = torch.full_like(source, RANK + 1), torch.full_like(source, 0)
+            cupy.cuda.Device().synchronize()
+            delay(stream.ptr)
+            comm.allreduce(argument, out=out, stream=stream.ptr if turn % 2 else stream)
+            result = comm.allreduce(out, stream=stream)
+            del argument
+            time.sleep(0.05)  # for what would not wait to be over
+            poison = torch.full_like(source, -1)
+            comm.synchronize()
+            right(out.array)
+            right(result.array, SIZE)
+            comm.allreduce(source)
+            waiting.append((out, result))
+            del stream, poison, out, result
+        waiting.clear()  # PyTorch looks at the streams that it has been told of
+        works(comm)
+
+
 def the_short_way() -> None:
     """Repeated calls on tensors are launched at once, and follow memory that moves under the same object."""
     with Communicator(timeout=20) as comm, torch.imported():
@@ -350,6 +402,7 @@ def the_short_way() -> None:
         cupy.cuda.Device().synchronize()
         with mock.patch.object(operands.DeviceOperands, "of", counted):
             for stream in (side, torch.ExternalStream(0)):
+                comm.synchronize()  # a change of streams behind a call that runs would bring events
                 with torch.stream(stream):
                     for turn in range(6):
                         if turn == 2:
@@ -560,6 +613,7 @@ SCENARIOS = [
     after_a_wait,
     torch_in_recordings, on_torchs_stream, by_dlpack, by_interface, in_a_recording,
     memory_that_is_not_the_tensors_values,
-    results_are_tensors, the_short_way, a_stream_by_its_handle, other_memory_under_a_recorded_tensor,
-    addresses_of_weights, without_memory, where_a_result_would_be_lost, not_to_be_written,
+    results_are_tensors, a_stream_that_goes_before_its_tensors, the_short_way, a_stream_by_its_handle,
+    other_memory_under_a_recorded_tensor, addresses_of_weights, without_memory, where_a_result_would_be_lost,
+    not_to_be_written, without_memory_apart, words_of_pytorch,
 ]  # fmt: skip

@@ -10,11 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import cupy
 import numpy as np
 
 from ipcreduce import Communicator, Graph, arrays
+from ipcreduce.cuda import cupy_runtime
 from ipcreduce.device import deferred_free
 from tests.sim.scenarios.common import (
     OWN,
@@ -348,8 +350,50 @@ def unknown_is_no_end() -> None:
         works(comm)
 
 
+def asked_for(call: Callable[[], Any]) -> tuple[list[str], int]:
+    """What a call asks CuPy's runtime for, but for its launch; and the number of calls of the driver with that."""
+    asked = mock.Mock()
+    names = "record_event", "wait_event", "is_capturing"
+    originals = {name: getattr(cupy_runtime, name) for name in names}
+    with mock.patch.multiple(cupy_runtime, **{name: getattr(asked, name) for name in names}):
+        for name, original in originals.items():
+            getattr(asked, name).side_effect = original
+        before = driver.calls()
+        call()
+        return [name for name, *_ in asked.method_calls], driver.calls() - before
+
+
+def what_the_driver_is_asked() -> None:
+    """A known call or replay on one stream is a launch; on two streams, from their first change on, an event more."""
+    first, second = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    with Communicator(timeout=20) as comm, Graph(comm) as graph:
+        source, out = mine(), mine()
+        with first, graph.record():
+            comm.allreduce(source, out=out)
+        comm.synchronize()
+        calls = {
+            "an out": (functools.partial(comm.allreduce, source, out=out), ["is_capturing"]),
+            "a new result": (functools.partial(comm.allreduce, source), ["is_capturing"]),
+            "a replay": (graph.replay, []),
+        }
+        for streams_used, events in (([first], False), ([first, second], True), ([first], True)):
+            for _ in range(4):
+                for call, _asked in calls.values():
+                    for used in streams_used:
+                        with used:
+                            call()
+            for what, (call, asked) in calls.items():
+                for used in streams_used * 2:
+                    with used:
+                        found = asked_for(call)
+                    due = [*asked, "wait_event", "record_event"] if events else asked
+                    assert found == (due, 1), (what, events, found)
+        cupy.cuda.Device(OWN).synchronize()
+        right(out)
+
+
 SCENARIOS = [
     threads_after_a_fault, per_thread_default_streams, copied_out_on_a_raw_stream, called_as_a_recording_ends,
     called_during_a_recording, finaliser_within_a_call, given_back_in_several_threads, given_back_while_a_step_waits,
-    alone, memory_is_short, unknown_is_no_end, packets_under_way, launches_that_fail,
+    alone, memory_is_short, unknown_is_no_end, what_the_driver_is_asked, packets_under_way, launches_that_fail,
 ]  # fmt: skip

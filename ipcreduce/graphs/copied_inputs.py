@@ -1,0 +1,106 @@
+"""The arguments of a runner's call, copied into those of the recording.
+
+They may overlap these in any way, as when two of them change places. So what a copy would overwrite before it is read
+is copied elsewhere first.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from .. import arrays
+from ..errors import ArgumentError
+from ..handles import Stream
+from .addresses import item
+
+_Pair = tuple[str, Any, Any]  # path, array, the recording's array
+
+
+def copy_arguments(new: Any, recorded: Any, stream: Stream) -> None:
+    """Copy the device arrays of a call's arguments into the recording's, which they may overlap.
+
+    :param new: [positional arguments, keyword arguments], as ``recorded``.
+    :raises ArgumentError: if the two nests do not correspond.
+    """
+    pairs: list[_Pair] = []
+    for name, source, target in _pairs(new, recorded, ""):
+        there, here = arrays.view(target, stream), arrays.view(source, stream)
+        if here.shape != there.shape or here.dtype != there.dtype:
+            raise ArgumentError(
+                f"{name} must be {there.dtype} {there.shape}, as at the recording; found {here.dtype} {here.shape}"
+            )
+        if here.size:
+            pairs.append((name, here, there))
+    moved = [(here, there) for _, here, there in pairs if not arrays.same_elements(here, there)]
+    if not moved:
+        return
+    _check_apart(pairs)
+    written = _united(arrays.extent(there) for _, there in moved)
+    sources = [arrays.contiguous_copy(here, stream) if _meets(here, written) else here for here, _ in moved]
+    for source, (_, there) in zip(sources, moved, strict=True):
+        arrays.copy_into(there, source, stream)
+
+
+def _check_apart(pairs: list[_Pair]) -> None:
+    """:raises ArgumentError: if two arguments share memory in the recording, and not alike now."""
+    open_ones: list[_Pair] = []  # that begin before the one at hand
+    for pair in sorted(pairs, key=lambda one: arrays.extent(one[2])[0]):
+        name, here, there = pair
+        if here.strides != there.strides and arrays.has_shared_elements(there):
+            raise ArgumentError(f"{name} must have strides {there.strides}, as at the recording, where elements share "
+                                f"memory; found {here.strides}. Record with an array that has its own")  # fmt: skip
+        first = arrays.extent(there)[0]
+        open_ones = [one for one in open_ones if arrays.extent(one[2])[1] > first]
+        for other in open_ones:
+            if arrays.share_memory(there, other[2]) and not _alike(pair, other):
+                raise ArgumentError(
+                    f"{other[0]} and {name} shared memory at the recording, so a replay cannot have a value for each. "
+                    "Pass arrays that share it in the same way, or record with arrays of their own"
+                )
+        open_ones.append(pair)
+
+
+def _alike(pair: _Pair, other: _Pair) -> bool:
+    """True if two arguments are to each other as those of the recording."""
+    (_, here, there), (_, other_here, other_there) = pair, other
+    if arrays.same_elements(here, other_here) and arrays.same_elements(there, other_there):
+        return True
+    moved_alike = arrays.pointer(here) - arrays.pointer(there) == arrays.pointer(other_here) - arrays.pointer(
+        other_there
+    )
+    return moved_alike and here.strides == there.strides and other_here.strides == other_there.strides
+
+
+def _united(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges of addresses, in order and apart."""
+    found: list[tuple[int, int]] = []
+    for first, past in sorted(ranges):
+        if found and first < found[-1][1]:
+            found[-1] = found[-1][0], max(past, found[-1][1])
+        else:
+            found.append((first, past))
+    return found
+
+
+def _meets(array: Any, ranges: list[tuple[int, int]]) -> bool:
+    """True if an array begins or ends in one of these ranges, or has it within."""
+    first, past = arrays.extent(array)
+    index = bisect_left(ranges, (past,)) - 1  # the last one that begins before its end
+    return index >= 0 and ranges[index][1] > first
+
+
+def _pairs(new: Any, recorded: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (path, array, recorded array) for each device array, in the order of the arguments."""
+    if type(recorded) in (list, tuple, dict):
+        same = type(new) is type(recorded) and len(new) == len(recorded)
+        if not same or (type(new) is dict and new.keys() != recorded.keys()):
+            raise ArgumentError(f"{path or 'the arguments'} must have the recording's {len(recorded)} entries")
+        for key in recorded if type(recorded) is dict else range(len(recorded)):
+            name = path + item(key) if path else ("args", "kwargs")[key]
+            yield from _pairs(new[key], recorded[key], name)
+    elif arrays.locate(recorded) is not None:
+        if arrays.locate(new) is None:
+            raise ArgumentError(f"{path} must be a device array, as at the recording; found {type(new).__qualname__}")
+        yield path, new, recorded

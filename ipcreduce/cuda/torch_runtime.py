@@ -139,9 +139,9 @@ def plain(tensor: Any, device: int) -> tuple[int, Any, Any] | None:
         return None
     try:
         address = tensor.data_ptr()
-    except RuntimeError:  # one of torch.func's, which has no memory
+        return (address, tensor.shape, tensor.dtype) if address else None
+    except RuntimeError:  # one of torch.func's, which has no memory, or a nested one, which has no shape
         return None
-    return (address, tensor.shape, tensor.dtype) if address else None
 
 
 def is_at(tensor: Any, place: tuple[int, Any, Any]) -> bool:

@@ -266,28 +266,28 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any], stream: Stream, device: 
     """A new array on ``device``, from CuPy's allocator, for use on ``stream``."""
     cupy = load()
     if stream == stream_of()[0]:
-        array = cupy_runtime.empty(shape, dtype)
+        array = cupy.empty(shape, dtype)
     else:
         with on_stream(stream):
-            array = cupy_runtime.empty(shape, dtype)
+            array = cupy.empty(shape, dtype)
     if array.data.device_id != device:  # this thread's current device is another one: looked at only now, for speed
         with cupy.cuda.Device(device), on_stream(stream):
-            array = cupy_runtime.empty(shape, dtype)
+            array = cupy.empty(shape, dtype)
     return array
 
 
 def contiguous_copy(array: Any, stream: Stream) -> Any:
     """A C-contiguous copy of a device array, made on ``stream``."""
-    return converted(array, array.dtype, stream)
+    cupy = load()
+    with cupy.cuda.Device(device_of(array)), on_stream(stream):
+        return array.copy(order="C")
 
 
 def converted(array: Any, dtype: np.dtype[Any], stream: Stream) -> Any:
     """A C-contiguous copy of a device array with another dtype, made on ``stream``."""
     cupy = load()
     with cupy.cuda.Device(device_of(array)), on_stream(stream):
-        result = cupy_runtime.empty(array.shape, dtype)
-        result[...] = array
-    return result
+        return array.astype(dtype, order="C")
 
 
 def copy_into(target: Any, value: Any, stream: Stream) -> None:

@@ -182,8 +182,8 @@ def _handle(stream: Any) -> Stream:
 
 
 class _Foreign:
-    def __init__(self, handle: int, owner: Any) -> None:
-        self._handle, self._owner = handle, owner
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self._handle
@@ -195,27 +195,21 @@ def _borrowed() -> Any:
     return type("BorrowedStream", (load().cuda.Stream,), {})
 
 
-def borrow(stream: Stream, owner: Any = None) -> Any:
-    """A CuPy object for a stream of others, which keeps ``owner``."""
-    return _borrowed().from_external(_Foreign(stream, owner))
-
-
 @contextmanager
-def on_stream(stream: Stream, owner: Any = None) -> Iterator[None]:
-    """Make this stream CuPy's current one in the block.
+def on_stream(stream: Stream) -> Iterator[None]:
+    """Make this stream CuPy's current one in the block. The program's own object stays, if it is current already.
 
-    CuPy's MemoryAsyncPool gives memory back on the stream object that was current at the allocation, as long as that
-    lives, and then on any that is current. So it is ``owner`` that is made current, if that is an object of CuPy's.
-    Else it is one that ends with the block: for arrays that outlive it see :func:`empty`.
+    Any other ends with the block. CuPy's MemoryAsyncPool keeps the stream object of an allocation weakly: once that has
+    gone, it gives the memory back on whatever stream is current then. So it is not used in such a block.
     """
     cuda, device = load().cuda, current_device()
     before = cuda.get_current_stream()
     if before.ptr == stream:
         yield
         return
-    of_cupy = isinstance(owner, (cuda.Stream, cuda.ExternalStream)) and owner.ptr == stream
     try:
-        with owner if of_cupy and owner.device_id in (-1, device) else borrow(stream, owner):
+        lent = _borrowed().from_external(_Foreign(stream))
+        with lent, cuda.using_allocator(_lasting(cuda.get_allocator())):
             yield
     finally:  # CuPy restores the stream of the with block around, not one that use() has made current
         if cuda.get_current_stream(device) is not before:
@@ -224,17 +218,16 @@ def on_stream(stream: Stream, owner: Any = None) -> Iterator[None]:
 
 
 # ---- allocators
-def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    """A new array for use on the current stream, in whose order its memory is given back.
+def _lasting(allocate: Callable[[int], Any]) -> Callable[[int], Any]:
+    """An allocator with CuPy's default pool, which knows streams by handles, in the place of a MemoryAsyncPool."""
 
-    On a stream that is borrowed a MemoryAsyncPool could not do that: see :func:`on_stream`. There the array comes from
-    CuPy's default pool, which knows streams by their handles.
-    """
-    array = cupy.empty(shape, dtype)
-    if getattr(array.data.mem, "stream_ref", None) is None or type(get_current_stream()) is not _borrowed():
-        return array
-    with cupy.cuda.using_allocator(cupy.get_default_memory_pool().malloc):
-        return cupy.empty(shape, dtype)
+    def malloc(nbytes: int) -> Any:
+        place = allocate(nbytes)
+        if getattr(place.mem, "stream_ref", None) is None:
+            return place
+        return cupy.get_default_memory_pool().malloc(nbytes)
+
+    return malloc
 
 
 class _Block:

@@ -31,16 +31,8 @@ def streams(device: int) -> list[Stream]:
     return list(dict.fromkeys(found))
 
 
-_of_torch: dict[Stream, Any] = {}  # CuPy's objects for PyTorch's own streams, which live as long as the process
-
-
 @contextmanager
-def on_stream(stream: Stream, device: int, owner: Any = None) -> Iterator[None]:
-    """Make a stream the current one of both libraries in the block.
-
-    :param owner: what keeps it, by which the program may allocate in the block: see :func:`cupy_runtime.on_stream`.
-    """
-    if torch_runtime.keeps(owner):
-        owner = _of_torch.get(stream) or _of_torch.setdefault(stream, cupy_runtime.borrow(stream))
-    with cupy_runtime.on_stream(stream, owner), torch_runtime.on_stream(stream, device):
+def on_stream(stream: Stream, device: int) -> Iterator[None]:
+    """Make a stream the current one of both libraries in the block."""
+    with cupy_runtime.on_stream(stream), torch_runtime.on_stream(stream, device):
         yield

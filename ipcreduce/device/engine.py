@@ -44,7 +44,6 @@ class DeviceEngine(ABC):
         self.fast: FastPath | None = None
         self.recorded: weakref.WeakSet[Ready] = weakref.WeakSet()  # replays that a reset may make impossible
         self._recording_stream: Stream | None = None
-        self._recording_owner: Any = None
         background.start()
 
     @property
@@ -116,15 +115,11 @@ class DeviceEngine(ABC):
         elif driver.current_context() != self.context:
             raise ArgumentError(f"record() needs the communicator's GPU {self.device.ordinal} to be the current one")
 
-    def recording_stream(self) -> tuple[Stream, Any]:
-        """The one stream of all recordings: graphs' pools keep their memory apart by stream. Also CuPy's object for it.
-
-        That lives as long as the stream: see :func:`cupy_runtime.on_stream`.
-        """
+    def recording_stream(self) -> Stream:
+        """The one stream of all recordings: graphs' pools keep their memory apart by stream."""
         if self._recording_stream is None:
             self._recording_stream = streams.create_stream()
-            self._recording_owner = cupy_runtime.borrow(self._recording_stream)
-        return self._recording_stream, self._recording_owner
+        return self._recording_stream
 
     # ---- ends
     def drain(self) -> None:
@@ -196,5 +191,4 @@ class DeviceEngine(ABC):
         actions: list[Action] = [self.order.release]
         if self._recording_stream is not None:
             actions.append(partial(streams.destroy_stream, self._recording_stream))
-            self._recording_owner = None
         return actions

@@ -132,14 +132,13 @@ class Break:
             torch_runtime.over(output, result) if output is not result and torch_runtime.is_tensor(result) else output
         )
 
-    def replay(self, stream: Stream, owner: Any) -> None:
+    def replay(self, stream: Stream) -> None:
         """Call the function again, with ``stream`` current, and copy its result into the recording's.
 
-        :param owner: the object that ``stream`` is the handle of, if there is one.
         :raises ArgumentError: if the result's shape or dtype differs from the recording's.
         :raises CaptureError: if the result is no longer a device array.
         """
-        with current_streams.on_stream(stream, self._pool.device, owner):
+        with current_streams.on_stream(stream, self._pool.device):
             result = self._function(*self._args, **self._kwargs)
             if self._output is None:
                 return

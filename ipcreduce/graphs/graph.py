@@ -165,7 +165,7 @@ class Graph:
         self._pool = self._pool or GraphPool(engine.context, engine.device.ordinal)
         self._resources = Resources(self._pool, engine.context, recording.segments)
         weakref.finalize(self, self._resources.release).atexit = False  # then the process gives everything back
-        recording.pool, (recording.stream, recording.owner) = self._pool, engine.recording_stream()
+        recording.pool, recording.stream = self._pool, engine.recording_stream()
         for caller in recording.callers:
             self._session.order(caller, recording.stream)
 
@@ -212,10 +212,7 @@ class Graph:
             part = Break(function, args, kwargs, self.pool)
             current.graph = None
             try:
-                device = self.pool.device
-                with current_streams.on_stream(
-                    recording.stream, device, recording.owner
-                ):  # and the caller's allocators
+                with current_streams.on_stream(recording.stream, self.pool.device):  # and the caller's allocators
                     result = part.record(args, kwargs, recording.stream)
             finally:
                 current.graph = self
@@ -262,7 +259,7 @@ class Graph:
                 session.launch(part, handle, owner)
             else:
                 try:
-                    part.replay(handle, owner)
+                    part.replay(handle)
                 except BaseException as error:
                     session.calls.leave(error)
                     raise

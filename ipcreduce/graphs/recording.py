@@ -123,7 +123,6 @@ class Recording:
         self.segments: list[Segment] = []
         self.held: list[Any] = []
         self.stream = DEFAULT_STREAM
-        self.owner: Any = None  # CuPy's object for it
         self.pool: GraphPool | None = None
         self._memory: AbstractContextManager[None] | None = None
         self._thread = threading.get_ident()

@@ -23,14 +23,14 @@ MUTANTS = [
     Mutant(
         "a break is not run at a replay",
         GRAPH,
-        "                    part.replay(handle, owner)\n",
+        "                    part.replay(handle)\n",
         "                    pass\n",
         scenario("real_data"),
     ),
     Mutant(
         "a break runs on another stream than its replay",
         BREAKS,
-        "        with current_streams.on_stream(stream, self._pool.device, owner):\n",
+        "        with current_streams.on_stream(stream, self._pool.device):\n",
         "        if True:\n",
         scenario("replayed_on_another_stream", late=True),
     ),

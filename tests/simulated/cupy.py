@@ -264,7 +264,11 @@ class MemoryPointer:
 
 def _allocate(nbytes: int) -> MemoryPointer:
     allocator = pools.current_allocator()
-    return allocator(nbytes) if allocator and nbytes else MemoryPointer(Memory(nbytes), 0)
+    return allocator(nbytes) if allocator and nbytes else _from_the_pool(nbytes)
+
+
+def _from_the_pool(nbytes: int) -> MemoryPointer:
+    return MemoryPointer(Memory(nbytes), 0)
 
 
 class MemoryAsyncPool:
@@ -561,7 +565,7 @@ def asnumpy(value: ndarray | np.ndarray) -> np.ndarray:
 def get_default_memory_pool() -> SimpleNamespace:
     return SimpleNamespace(
         free_all_blocks=free_all_blocks,
-        malloc=lambda nbytes: MemoryPointer(Memory(nbytes), 0),
+        malloc=_from_the_pool,
         used_bytes=lambda: Memory.used,
     )
 
@@ -618,7 +622,7 @@ cuda = SimpleNamespace(
     MemoryPointer=MemoryPointer,
     Stream=Stream,
     UnownedMemory=UnownedMemory,
-    get_allocator=pools.current_allocator,
+    get_allocator=lambda: pools.current_allocator() or _from_the_pool,
     get_current_stream=get_current_stream,
     get_elapsed_time=get_elapsed_time,
     memory=SimpleNamespace(OutOfMemoryError=pools.OutOfMemoryError),

@@ -118,7 +118,7 @@ class DeviceEngine(ABC):
     def recording_stream(self) -> Stream:
         """The one stream of all recordings: graphs' pools keep their memory apart by stream."""
         if self._recording_stream is None:
-            self._recording_stream = streams.create_stream()
+            self._recording_stream = self.order.recording_stream = streams.create_stream()
         return self._recording_stream
 
     # ---- ends

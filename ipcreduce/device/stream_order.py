@@ -15,7 +15,8 @@ induction it follows all of them. The lock is held from the wait to the record: 
 
 The end of a call goes into our event right behind it, before the lock is released and the program can put more there:
 
-- from the first change of streams on, since another one may come (programs on one stream pay for no event);
+- from the first change of streams on, since another one may come (programs on one stream pay for no event, and the
+  stream of recordings is not theirs);
 - where the stream's object is unknown: the driver crashes on the handle of a stream that was destroyed, so a stream is
   looked at after a call only if we hold the object that keeps it. A default stream of each thread is unknown too;
 - once others have captured a call. Their graphs are launched without our knowledge, so each records the event behind
@@ -78,6 +79,7 @@ class StreamOrder:
         self.event_free_stream = self.event_stream = self.resting_stream = _NONE
         self.shared = False  # there are graphs of others
         self.by_event = False  # the end of every eager call is in our event: any stream may follow
+        self.recording_stream = _NONE  # that of all recordings
         self._eager: Stream | None = None  # the stream of the last eager call, or _RECORDED
         self._owner: Any = None  # keeps it
         self._captures: dict[int, _Captured] = {}  # by the captures' ids, the latest last
@@ -149,7 +151,7 @@ class StreamOrder:
         self.resting_stream = _NONE
         if self._eager == _RECORDED:
             streams.wait_event(stream, self._end)
-            self.by_event = self.by_event or self.event_stream not in (stream, _NONE)
+            self.by_event = self.by_event or self._changes(self.event_stream, stream)
         elif self._eager is not None and self._eager != stream:
             if not streams.capture_id(self._eager):
                 self.chain(self._eager, stream)
@@ -158,12 +160,16 @@ class StreamOrder:
                     f"an eager call on stream {stream:#x} has to follow an earlier one on stream {self._eager:#x}, "
                     "which is now being captured. Call synchronize() before that capture begins."
                 )
-            self.by_event = True
+            self.by_event = self._changes(self._eager, stream)
         if self.by_event or not (cupy_runtime.keeps(owner, stream) or torch_runtime.keeps(owner)):
             self._eager, self.event_free_stream, self.event_stream, self._owner = _RECORDED, _NONE, stream, None
             return True
         self._eager, self.event_free_stream, self.event_stream, self._owner = stream, stream, _NONE, owner
         return False
+
+    def _changes(self, before: Stream, stream: Stream) -> bool:
+        """True if the program has changed streams. A recording does so for it, and puts nothing behind its calls."""
+        return before not in (stream, _NONE) and self.recording_stream not in (before, stream)
 
     def _follow_captured(self, capture: int, stream: Stream, recorded: bool) -> _Captured:
         self.event_free_stream = self.event_stream = _NONE

@@ -73,9 +73,16 @@ MUTANTS = [
     Mutant(
         "a call waits for the work behind the one before it",
         ORDER,
-        "                )\n            self.by_event = True\n",
+        "                )\n            self.by_event = self._changes(self._eager, stream)\n",
         "                )\n",
         "mpirun -n 2 tests.simulated tests/gpu/scenarios.py work_behind_a_call",
+    ),
+    Mutant(
+        "a recording counts as a change of streams",
+        ORDER,
+        " and self.recording_stream not in (before, stream)",
+        "",
+        "mpirun -n 2 tests.sim.scenarios what_the_driver_is_asked",
     ),
     Mutant(
         "the fast path does not wait for calls on other streams",

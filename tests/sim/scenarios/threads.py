@@ -368,9 +368,11 @@ def what_the_driver_is_asked() -> None:
     first, second = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     with Communicator(timeout=20) as comm, Graph(comm) as graph:
         source, out = mine(), mine()
-        with first, graph.record():
+        with first:
             comm.allreduce(source, out=out)
-        comm.synchronize()
+            with graph.record():  # on a stream of its own, which is no change of streams
+                comm.allreduce(source, out=out)
+            comm.allreduce(source, out=out)
         calls = {
             "an out": (functools.partial(comm.allreduce, source, out=out), ["is_capturing"]),
             "a new result": (functools.partial(comm.allreduce, source), ["is_capturing"]),

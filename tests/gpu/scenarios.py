@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -917,7 +917,7 @@ OUR_KERNELS_ONLY = {
 }  # fmt: skip
 
 
-def main(scenarios: list[Callable[[Any], None]]) -> None:
+def main(scenarios: list[Callable[[Any], None]], ours_only: Collection[Callable[[Any], None]]) -> None:
     """Runs those that the command line names, or all, on one communicator; with --first the first one."""
     chosen = scenarios[:1] if sys.argv[1:] == ["--first"] else scenarios
     if chosen is scenarios and len(sys.argv) > 1:
@@ -928,7 +928,7 @@ def main(scenarios: list[Callable[[Any], None]]) -> None:
     with ipcreduce.Communicator(timeout=30) as comm:
         assert comm.backend == backend, comm.describe()
         for scenario in chosen:
-            if backend == "nccl" and scenario in OUR_KERNELS_ONLY:
+            if backend == "nccl" and scenario in ours_only:
                 continue
             started = time.time()
             scenario(comm)
@@ -940,4 +940,4 @@ def main(scenarios: list[Callable[[Any], None]]) -> None:
 
 
 if __name__ == "__main__":
-    worker.run(lambda: main(SCENARIOS))
+    worker.run(lambda: main(SCENARIOS, OUR_KERNELS_ONLY))

@@ -14,6 +14,7 @@ from .cuda.cupy_runtime import current_device, load, on_stream, stream_of
 from .errors import ArgumentError, Location
 from .handles import Stream
 from .numerics import KIND_NAMES
+from .texts import text_of
 
 NUMBERS = (np.generic, bool, int, float, complex)
 _ON_HOST = (1, 3, 11)  # DLPack's kDLCPU, kDLCUDAHost, kDLROCMHost
@@ -103,8 +104,8 @@ def host_view(array: Any, what: str = "array") -> np.ndarray[Any, Any]:
 
 
 def _refused(kind: str, error: Exception) -> str:
-    advice = f". Its dtype must be one of {', '.join(KIND_NAMES)}" if "dtype" in str(error) else ""
-    return f"the {kind} does not give its memory: {error}{advice}"
+    advice = f". Its dtype must be one of {', '.join(KIND_NAMES)}" if "dtype" in (text := text_of(error)) else ""
+    return f"the {kind} does not give its memory: {text}{advice}"
 
 
 class _Unordered:

@@ -15,7 +15,7 @@ import numpy as np
 
 from . import arrays, lifetime, operands, startup
 from .annotations import Array, DType, Number, NumpyNumber, Op, Out, Shape
-from .coordination import groups
+from .coordination import groups, turns
 from .coordination.calls import CallSequence
 from .coordination.mpi import MpiRanks
 from .cuda import cupy_runtime
@@ -168,8 +168,7 @@ class Communicator:
         fast = self._fast  # once: another thread may close the communicator
         if fast is not None:
             return fast.make(None, self._allreduce, array, op, out, stream)
-        with self._calls.lock, self._calls.making():
-            return self._allreduce(array, op, out, stream)
+        return turns.make(self._calls, self._allreduce, array, op, out, stream)
 
     def _allreduce(self, array: Any, op: Any, out: Any, stream: Any) -> Any:
         if arrays.is_device(array):
@@ -311,6 +310,8 @@ class _Open:
                 return
             if calls.recording is not None and calls.recording.in_this_thread:
                 raise GraphStateError("close() within a recording: leave the with block first")
+            if calls.within:  # by a signal handler or a finaliser
+                raise UnsupportedError(f"close() within call {calls.number} of the same thread: let that end first")
             lifetime.live.remove(self)
             lost = calls.end(ArgumentError("the communicator is closed: make a new one"))
             self._session.close(0.0 if lost else _CLOSE_SECONDS)

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from .texts import text_of
+
 Location = tuple[int, tuple[int, ...], str, tuple[int, ...]]  # address, shape, dtype's name, strides in bytes
 
 
 class IpcReduceError(RuntimeError):
-    """Base class of ipcreduce's errors."""
+    """Base class of ipcreduce's errors.
+
+    ``everywhere`` is True if every rank's call raises one, so that no rank has to be told.
+    """
+
+    everywhere = False
 
 
 class ArgumentError(IpcReduceError, ValueError):
@@ -40,10 +47,7 @@ class PeerFailedError(IpcReduceError):
 
 
 class GraphStateError(IpcReduceError):
-    """A graph's present state does not allow the operation.
-
-    ``everywhere`` is True if every rank's call raises it, so that no rank has to be told.
-    """
+    """A graph's present state does not allow the operation."""
 
     def __init__(self, text: str, *, everywhere: bool = False) -> None:
         super().__init__(text)
@@ -110,4 +114,4 @@ def report(rank: int, call: int, *, expected: str, found: str, advice: str) -> s
 
 def first_line(error: BaseException) -> str:
     """The first line of an error of another library. Those of loaders go on with every place that they have tried."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return next(iter(text_of(error).strip().splitlines()), type(error).__name__)

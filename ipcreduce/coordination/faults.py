@@ -6,6 +6,7 @@ import logging
 import time
 
 from ..errors import IpcReduceError, PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, report
+from ..texts import text_of
 from .control_page import CLOSED_IT, MISMATCH, Page
 
 _log = logging.getLogger("ipcreduce")
@@ -26,9 +27,10 @@ def note(page: Page | None, rank: int, error: BaseException, noted: int) -> int:
     severity = 2 if isinstance(error, PeerLostError) else 1
     if page is not None and severity <= noted:
         return noted
-    where = "" if str(error).startswith("rank ") else f"rank {rank}: "
+    text = text_of(error)
+    where = "" if text.startswith("rank ") else f"rank {rank}: "
     last = "" if page is None else f" [last calls: {_last_calls(page)}]"
-    _log.warning("%s%s: %s%s", where, type(error).__name__, error, last)
+    _log.warning("%s%s: %s%s", where, type(error).__name__, text, last)
     return severity
 
 

@@ -20,7 +20,9 @@ MODULES = {
 }
 # A module imports none of a later layer. The longest prefix of its name counts.
 LAYERS = (
-    tuple(f"ipcreduce.{name}" for name in ("errors", "handles", "annotations", "numerics", "kinds", "lifetime")),
+    tuple(
+        f"ipcreduce.{name}" for name in ("errors", "handles", "annotations", "numerics", "kinds", "lifetime", "texts")
+    ),
     ("ipcreduce.coordination", "ipcreduce.cuda"),
     ("ipcreduce.arrays",),
     ("ipcreduce.operands", "ipcreduce.host_operands"),

@@ -1,0 +1,61 @@
+"""Texts of other people's objects: exceptions, names, values. Nothing here raises, whatever they are.
+
+Every text that comes out can be encoded and printed: a lone surrogate, as in file names by :func:`os.fsdecode`, is
+spelt out as ``\\udcff``.
+"""
+
+from __future__ import annotations
+
+import errno
+import resource
+from typing import Any
+
+_MOST_SHOWN = 200  # characters of a value in a message
+_NO_DESCRIPTOR = errno.EMFILE, errno.ENFILE
+
+
+def text_of(thing: Any) -> str:
+    """``str(thing)``, or a note of the kind of error that this raises."""
+    try:
+        return printable(str(thing))
+    except Exception as error:
+        return f"a {type(thing).__name__} without a text: its __str__ raised {type(error).__name__}"
+
+
+def shown(value: Any) -> str:
+    """``repr(value)``, cut to a length that fits into a message; or a note of the kind of error that this raises."""
+    try:
+        text = printable(repr(value))
+    except Exception as error:
+        return f"a {type(value).__name__} that cannot be shown: its __repr__ raised {type(error).__name__}"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def described(error: BaseException) -> str:
+    """The error as tracebacks end: its class and its text, and the limit that it has met if that is the process's."""
+    text = text_of(error)
+    if out_of_descriptors(error):
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        text += f"; the limit of this process is {soft} open files (see ulimit -n)"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def out_of_descriptors(error: BaseException | None) -> bool:
+    """True for the error of a process, or a system, that cannot open any further file."""
+    return isinstance(error, OSError) and error.errno in _NO_DESCRIPTOR
+
+
+def printable(text: str) -> str:
+    """The text, with its lone surrogates spelt out."""
+    return str.encode(text, "utf-8", "backslashreplace").decode()
+
+
+def encoded(text: str, most: int | None = None) -> bytes:
+    """The text as UTF-8, cut between two characters to at most ``most`` bytes."""
+    data = str.encode(text, "utf-8", "backslashreplace")
+    return data if most is None or len(data) <= most else data[:most].decode(errors="ignore").encode()
+
+
+def decoded(data: bytes) -> str:
+    """The text of bytes that should be UTF-8, without the zeros that fill its field."""
+    return data.rstrip(b"\0").decode(errors="replace")

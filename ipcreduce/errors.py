@@ -14,12 +14,7 @@ Location = tuple[int, tuple[int, ...], str, tuple[int, ...]]  # address, shape, 
 
 
 class IpcReduceError(RuntimeError):
-    """Base class of ipcreduce's errors.
-
-    ``everywhere`` is True if every rank's call raises one, so that no rank has to be told.
-    """
-
-    everywhere = False
+    """Base class of ipcreduce's errors."""
 
 
 class ArgumentError(IpcReduceError, ValueError):
@@ -47,7 +42,10 @@ class PeerFailedError(IpcReduceError):
 
 
 class GraphStateError(IpcReduceError):
-    """A graph's present state does not allow the operation."""
+    """A graph's present state does not allow the operation.
+
+    ``everywhere`` is True if every rank's call raises it, so that no rank has to be told.
+    """
 
     def __init__(self, text: str, *, everywhere: bool = False) -> None:
         super().__init__(text)

@@ -32,12 +32,18 @@ def shown(value: Any) -> str:
 
 
 def described(error: BaseException) -> str:
-    """The error as tracebacks end: its class and its text, and the limit that it has met if that is the process's."""
+    """The error as a traceback ends: its class and its text."""
     text = text_of(error)
-    if out_of_descriptors(error):
-        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        text += f"; the limit of this process is {soft} open files (see ulimit -n)"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def with_limit(error: OSError) -> str:
+    """The text of an error of the system, and the limit that the process has met by it, if it is that of open files."""
+    text = text_of(error)
+    if not out_of_descriptors(error):
+        return text
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return f"{text}: this process may have {soft} files open (ulimit -n)"
 
 
 def out_of_descriptors(error: BaseException | None) -> bool:

@@ -120,10 +120,10 @@ class Page:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
 
-    def join(self, pid: int, started: int, namespace: int) -> None:
+    def join(self, pid: int, namespace: int) -> None:
         """Write this rank's identity."""
         mine = self._ranks[self.rank]
-        mine["pid"], mine["started"], mine["namespace"], mine["state"] = pid, started, namespace, ACTIVE
+        mine["pid"], mine["namespace"], mine["state"] = pid, namespace, ACTIVE
         self._tell()
 
     # ---- copies of other ranks' blocks
@@ -314,10 +314,10 @@ class Page:
         ]
 
     # ---- life
-    def identity(self, rank: int) -> tuple[int, int, int]:
-        """(pid, start time, pid namespace) of a rank."""
+    def identity(self, rank: int) -> tuple[int, int]:
+        """(pid, pid namespace) of a rank."""
         entry = self._ranks[rank]
-        return int(entry["pid"]), int(entry["started"]), int(entry["namespace"])
+        return int(entry["pid"]), int(entry["namespace"])
 
     def mark_dead(self, rank: int) -> None:
         """Write that this rank has seen the end of the process of ``rank``."""

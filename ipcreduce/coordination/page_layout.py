@@ -26,7 +26,7 @@ MEETING = record(("call", "<u8"), ("round", "<u8"), ("offered", "<u8"), ("offer"
 def rank_layout(n: int) -> np.dtype[Any]:
     """One rank's block on the page of ``n`` ranks. Bytes "dead" and "late" are by rank."""
     return np.dtype([
-        ("pid", "<i8"), ("started", "<u8"), ("namespace", "<u8"), ("state", "<u4"),
+        ("pid", "<i8"), ("namespace", "<u8"), ("state", "<u4"),
         ("dead", "u1", (n,)), ("late", "u1", (n,)),
         ("fault", FAULT), ("loss", LOSS), ("meeting", MEETING),
         ("rounds", ROUND, (2,)),  # by parity of the serial: no rank writes one before all have read the last but one

@@ -193,9 +193,7 @@ def test_other_namespaces_may_differ(directory: Path, namespaces: Sequence[str])
 
 def test_a_death_in_another_pid_namespace_is_noticed_at_the_timeout(directory: Path):
     apart = unshare(*PIDS)
-    processes = [start("dies_unseen", directory, 0, 2, apart)]
-    time.sleep(0.1)  # their start times differ, in clock ticks, though both have pid 1
-    processes.append(start("dies_unseen", directory, 1, 2, apart))
+    processes = [start("dies_unseen", directory, rank, 2, apart) for rank in range(2)]  # both have pid 1
     assert outputs(processes) == [(0, "right\n"), (9, "")]
 
 

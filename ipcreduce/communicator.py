@@ -17,15 +17,16 @@ from . import arrays, lifetime, operands, startup
 from .annotations import Array, DType, Number, NumpyNumber, Op, Out, Shape
 from .coordination import groups, turns
 from .coordination.calls import CallSequence
+from .coordination.exchange import Ranks
 from .coordination.mpi import MpiRanks
 from .cuda import cupy_runtime
 from .cuda.contexts import using
 from .device import deferred_free
-from .errors import ArgumentError, CudaError, GraphStateError, PeerLostError, UnsupportedError
+from .errors import ArgumentError, GraphStateError, PeerLostError, UnsupportedError
 from .graphs.session import GraphSession
 from .host.over_mpi import MpiReducer
 from .host.reducer import HostReducer
-from .ipc.options import Options, warn_of_unknown_variables
+from .ipc.options import Options, unknown_variables
 
 _log = logging.getLogger("ipcreduce")
 _ENDS = {  # by the error of later calls
@@ -73,17 +74,20 @@ class Communicator:
                 raise ArgumentError("mpi_comm is the old name of group; found both. Pass group alone")
             warnings.warn("mpi_comm= is deprecated: pass group=", DeprecationWarning, stacklevel=2)
         given = groups.of(mpi_comm if group is None else group)
-        if given.rank == 0:
-            warn_of_unknown_variables(stacklevel=2)
         options = Options.of(device, timeout, algorithm, backend, workspace)
-        self._sync = options.sync
-        self._ranks = ranks = given.join(options.timeout)
+        ranks = given.join(options.timeout)
+        with startup.starting(ranks, options) as started:
+            self._take(ranks, options, started)
+            for text in (*started.warnings, *unknown_variables()):
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+            if _log.isEnabledFor(logging.INFO):
+                _log.info("communicator made: %s", "; ".join(self.describe().splitlines()))
+        lifetime.add(_Open(self))
+
+    def _take(self, ranks: Ranks, options: Options, started: startup.Started) -> None:
+        """Make this object of the parts of a communicator."""
+        self._ranks, self._sync = ranks, options.sync
         self._rank, self._size = ranks.rank, ranks.size
-        try:
-            started = startup.start(ranks, options)
-        except (ArgumentError, CudaError, UnsupportedError):  # MPI has some thousand communicators
-            ranks.free()
-            raise
         self._page, self._watch, self._reasons = started.page, started.watch, started.reasons
         self._engine = engine = started.engine
         over_mpi = MpiReducer(ranks, options.timeout) if isinstance(ranks, MpiRanks) else None
@@ -96,9 +100,6 @@ class Communicator:
         if engine is not None:
             self._fast = None if self._sync else engine.open_fast_path(self._calls)
             deferred_free.track(engine.order, self._calls.lock)
-        lifetime.add(_Open(self))
-        if _log.isEnabledFor(logging.INFO):
-            _log.info("communicator made: %s", "; ".join(self.describe().splitlines()))
 
     # ---- identity
     @property

@@ -13,6 +13,7 @@ import selectors
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -24,11 +25,14 @@ from .exchange import Ranks
 
 _SECRET_BYTES = 32
 _GREETING = struct.Struct(f"<{_SECRET_BYTES}sI")  # secret, rank
-_PLACE = exchange.struct(8, ("network", "S64"), ("port", "<u4"), ("addresses", "S256"), ("secret", f"V{_SECRET_BYTES}"))
+_ADDRESSES_BYTES = 1024  # of one rank: the text of at least 64
+_PLACE = exchange.struct(
+    8, ("network", "S64"), ("port", "<u4"), ("addresses", f"S{_ADDRESSES_BYTES}"), ("secret", f"V{_SECRET_BYTES}")
+)
 _TRY_SECONDS = 5.0  # for one address of several
 _GREET_SECONDS = 2.0  # for a connection to say who it is
 _TICK_SECONDS = 0.1  # between two looks for guests that take too long
-_MOST_GUESTS = 64  # connections that have not said it yet
+_MOST_GUESTS = 64  # connections that have not said it yet, beside those of all ranks
 _STRANGER = -1
 _MOST_SECONDS = 20.0  # for all of them, where ranks do not reach each other
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
@@ -58,7 +62,7 @@ def connect(ranks: Ranks, network: str, deadline: float) -> dict[int, socket.soc
             error = caught
         record = exchange.message(
             _PLACE, error, network=network, port=listener.getsockname()[1] if listener else 0,
-            addresses=",".join(own_addresses()), secret=np.void(secrets.token_bytes(_SECRET_BYTES)),
+            addresses=joined(own_addresses()), secret=np.void(secrets.token_bytes(_SECRET_BYTES)),
         )  # fmt: skip
         places = exchange.allgather(ranks, record, deadline, "listening for the other ranks")
         exchange.check(ranks, places, "listening for the other ranks")
@@ -93,6 +97,13 @@ def own_addresses() -> list[str]:
                 answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 found.append(socket.inet_ntoa(answer[20:24]))
     return [address for address in found if not address.startswith("127.")]
+
+
+def joined(addresses: Sequence[str]) -> str:
+    """The addresses as one text, without those for which there is no room."""
+    while len(text := ",".join(addresses)) > _ADDRESSES_BYTES:
+        addresses = addresses[:-1]
+    return text
 
 
 def _reach(place: Any, own: Any, deadline: float) -> socket.socket:
@@ -163,7 +174,7 @@ def _accept(listener: socket.socket, secret: bytes, awaited: set[int], deadline:
                         found[rank] = failed.enter_context(take(key.data))
                     elif rank is not None:
                         take(key.data).close()
-                for guest in [guest for guest in guests if guest.until < now] or guests[:-_MOST_GUESTS]:
+                for guest in [guest for guest in guests if guest.until < now] or guests[: -_MOST_GUESTS - len(awaited)]:
                     take(guest).close()
         finally:
             for guest in guests:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import difflib
 import os
-import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..errors import ArgumentError
+from ..texts import printable, shown, text_of
 from . import plan
 
 _PREFIX = "IPCREDUCE_"
@@ -53,19 +54,21 @@ class Options:
         try:
             nbytes, sync = workspace_bytes(workspace), is_synchronous()
         except ArgumentError as error:
-            wrong = str(error)
+            wrong = text_of(error)
         ordinal = getattr(device, "id", device)
         if not (device is None or (isinstance(device, str) and device == "auto") or _is_ordinal(ordinal)):
-            wrong = f"device must be None, 'auto' or the ordinal of one of the visible GPUs, from 0; found {device!r}"
+            wrong = (
+                f"device must be None, 'auto' or the ordinal of one of the visible GPUs, from 0; found {shown(device)}"
+            )
             wrong += ". Leave it out: arrays on the host need none, and each rank gets a GPU of its own"
         if algorithm is not None and not (isinstance(algorithm, str) and algorithm in plan.ALGORITHMS):
-            wrong = f"algorithm must be None or one of {plan.ALGORITHMS}; found {algorithm!r}"
+            wrong = f"algorithm must be None or one of {plan.ALGORITHMS}; found {shown(algorithm)}"
             algorithm = None
         if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
-            wrong = f"{where} must be one of {', '.join(BACKENDS)}; found {backend!r}. None chooses the best"
+            wrong = f"{where} must be one of {', '.join(BACKENDS)}; found {shown(backend)}. None chooses the best"
             backend = None
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
-            wrong = f"timeout must be a positive number of seconds; found {timeout!r}. Pass how late a rank may be"
+            wrong = f"timeout must be a positive number of seconds; found {shown(timeout)}. Pass how late a rank may be"
             timeout = _DEFAULT_SECONDS
         return cls(device, float(timeout), algorithm, backend, nbytes, sync, wrong)
 
@@ -81,7 +84,9 @@ def workspace_bytes(given: Any = None) -> int:
     """
     if given is not None:
         if not _is_ordinal(given) or not plan.MB <= given <= _MOST_MB * plan.MB:
-            raise ArgumentError(f"workspace must be None or {plan.MB} to {_MOST_MB * plan.MB} bytes; found {given!r}")
+            raise ArgumentError(
+                f"workspace must be None or {plan.MB} to {_MOST_MB * plan.MB} bytes; found {shown(given)}"
+            )
         return int(given)
     text = os.environ.get("IPCREDUCE_WORKSPACE_MB", str(_DEFAULT_WORKSPACE_MB))
     if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= _MOST_MB:
@@ -100,19 +105,12 @@ def is_synchronous() -> bool:
 _warned: set[str] = set()  # names, each of which is worth one warning
 
 
-def warn_of_unknown_variables(stacklevel: int) -> None:
-    """Warn of set variables that are named like ours and that nothing reads, once each in a process.
-
-    :param stacklevel: that of ``warnings.warn`` in the caller.
-    """
+def unknown_variables() -> Iterator[str]:
+    """Warnings of set variables that are named like ours and that nothing reads, once each in a process."""
     for name in sorted(name for name in os.environ if name.startswith(_PREFIX)):
         if name in VARIABLES or name in _warned:
             continue
         _warned.add(name)
         close = difflib.get_close_matches(name[len(_PREFIX) :], [known[len(_PREFIX) :] for known in VARIABLES], 1)
         meant = f"Did you mean {_PREFIX}{close[0]}?" if close else f"There are {', '.join(VARIABLES)}."
-        warnings.warn(
-            f"the environment variable {name} is not one of ipcreduce's, and has no effect. {meant}",
-            RuntimeWarning,
-            stacklevel=stacklevel + 1,
-        )
+        yield f"the environment variable {printable(name)} is not one of ipcreduce's, and has no effect. {meant}"

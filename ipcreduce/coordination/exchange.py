@@ -37,8 +37,8 @@ _HEADER = [("magic", "<u4"), ("version", "<u2"), ("kind", "<u2"), ("length", "<u
 
 
 def struct(kind: int, *fields: tuple[Any, ...]) -> np.dtype[Any]:
-    """The layout of a message: common header, fields, and a text for errors. ``kind`` tells messages apart."""
-    used = np.dtype([*_HEADER, *fields, ("text", f"S{TEXT_BYTES}")])
+    """The layout of a message: common header, a text for errors, and fields. ``kind`` tells messages apart."""
+    used = np.dtype([*_HEADER, ("text", f"S{TEXT_BYTES}"), *fields])
     padded = [*used.descr, ("padding", f"V{MESSAGE_BYTES - used.itemsize}")]
     return np.dtype(padded, metadata={"kind": kind})
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from . import arrays, lifetime, operands, startup
 from .annotations import Array, DType, Number, NumpyNumber, Op, Out, Shape
-from .coordination import groups, turns
+from .coordination import faults, groups, turns
 from .coordination.calls import CallSequence
 from .coordination.exchange import Ranks
 from .coordination.mpi import MpiRanks
@@ -27,6 +27,7 @@ from .graphs.session import GraphSession
 from .host.over_mpi import MpiReducer
 from .host.reducer import HostReducer
 from .ipc.options import Options, unknown_variables
+from .texts import described
 
 _log = logging.getLogger("ipcreduce")
 _ENDS = {  # by the error of later calls
@@ -86,8 +87,7 @@ class Communicator:
 
     def _take(self, ranks: Ranks, options: Options, started: startup.Started) -> None:
         """Make this object of the parts of a communicator."""
-        self._ranks, self._sync = ranks, options.sync
-        self._rank, self._size = ranks.rank, ranks.size
+        self._ranks, self._rank, self._size, self._sync = ranks, ranks.rank, ranks.size, options.sync
         self._page, self._watch, self._reasons = started.page, started.watch, started.reasons
         self._engine = engine = started.engine
         over_mpi = MpiReducer(ranks, options.timeout) if isinstance(ranks, MpiRanks) else None
@@ -250,9 +250,12 @@ class Communicator:
 
         Idempotent; also done at interpreter exit. Arrays that the caller has stay valid.
         """
+        self._close("")
+
+    def _close(self, why: str) -> None:
         resources = lifetime.resources_of(self)
         if resources is not None:
-            resources.close()
+            resources.close(why)
 
     def __enter__(self) -> Communicator:
         self._calls.check_usable()
@@ -261,7 +264,7 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._close("" if value is None else f"its program left the communicator's block by {described(value)}")
 
     # ---- what Python and other modules of the package ask for
     __reduce__ = lifetime.refuse_copies
@@ -303,8 +306,8 @@ class _Open:
         """True if graphs captured by others may still be replayed, which use our memory."""
         return self._engine is not None and self._engine.order.shared
 
-    def close(self) -> None:
-        """See :meth:`Communicator.close`."""
+    def close(self, why: str = "") -> None:
+        """See :meth:`Communicator.close`, and :meth:`lifetime.Closable.close`."""
         calls, engine, page = self._calls, self._engine, self._page
         with lifetime.time_limit(lifetime.CLOSE_SECONDS), deferred_free.taking(calls.lock, page) as taken:
             if not taken or self not in lifetime.live:
@@ -314,6 +317,8 @@ class _Open:
             if calls.within:  # by a signal handler or a finaliser
                 raise UnsupportedError(f"close() within call {calls.number} of the same thread: let that end first")
             lifetime.live.remove(self)
+            if page is not None and why:
+                faults.say_why(page, why)
             lost = calls.end(ArgumentError("the communicator is closed: make a new one"))
             self._session.close(0.0 if lost else _CLOSE_SECONDS)
             if page is not None and engine is None:  # an engine leaves once it has unmapped the peers' memory

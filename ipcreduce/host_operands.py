@@ -5,6 +5,7 @@ The communicator adds rank and call to the messages.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,7 @@ class HostOperands:
         source = array if isinstance(array, np.ndarray) else _as_numpy(array, "array")
         self.op = op_name(op)
         self.kind = kind_name(source.dtype, self.op)
-        if isinstance(source, np.ma.MaskedArray):
+        if _is_masked(source):
             raise ArgumentError("array must have no mask; found a masked array. Fill it first")
         target = None
         if out is not None:  # a number is no place for a result, in place neither
@@ -108,7 +109,7 @@ def _target(array: Any, source: Array, out: Any) -> Array:
             "Leave it out for a new array"
         )
     target = out if isinstance(out, np.ndarray) else _as_numpy(out, "out")
-    if isinstance(target, np.ma.MaskedArray):
+    if _is_masked(target):
         raise ArgumentError("out must have no mask; found a masked array. Pass its .data")
     check_same_kind(source, target)
     return target
@@ -121,3 +122,9 @@ def _parts(array: Array, dtype: str) -> Array:
     parts = array.real  # a view; that of all numbers would need a contiguous last axis
     shape, strides = (*array.shape, 2), (*array.strides, parts.itemsize)
     return np.lib.stride_tricks.as_strided(parts, shape, strides)
+
+
+def _is_masked(array: Any) -> bool:
+    """True for NumPy's masked arrays. ``np.ma`` would import that module here, perhaps within a signal handler."""
+    module: Any = sys.modules.get("numpy.ma")
+    return isinstance(array, getattr(module, "MaskedArray", ()))

@@ -313,10 +313,10 @@ class CallSequence:
         return lost
 
     # ---- ends
-    def give_up(self, error: PeerLostError) -> None:
+    def give_up(self, error: PeerLostError, cause: BaseException) -> None:
         """Lose the communicator, because this rank has left a call halfway; its further calls raise ``error``."""
         if self._page is not None:
-            self._page.post_lost(self.rank, f"it left call {self.number} halfway")
+            self._page.post_lost(self.rank, f"it left call {self.number} halfway ({described(cause)})")
         self.unusable = error
 
     def end(self, error: IpcReduceError) -> bool:

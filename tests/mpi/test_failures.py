@@ -21,7 +21,11 @@ def test_the_others_hear_of_it_on_another_host(kind: str):
 
 
 def test_a_turn_that_is_not_right_is_told():
-    notes = {"error": "PeerLostError", "text": "expected rank 1 to take part", "close": 0.0}
+    notes = {
+        "error": "PeerLostError",
+        "text": "expected rank 1 to take part; found that its process has ended",
+        "close": 0.0,
+    }
     assert failures.problems("killed", 1, notes, 0.1, 1) == []
     assert failures.problems("killed", 0, notes, 0.1, 1) != []
     assert failures.problems("stopped", 1, notes, 0.1, 1) != []

@@ -198,8 +198,8 @@ MUTANTS = [
     Mutant(
         "both rounds share one buffer",
         PAGE,
-        'self._slot(rank, "rounds", ROUND, parity * ROUND.itemsize)',
-        'self._slot(rank, "rounds", ROUND, 0)',
+        'self.slot(rank, "rounds", ROUND, parity * ROUND.itemsize)',
+        'self.slot(rank, "rounds", ROUND, 0)',
         unit("rounds", "two_buffers_are_enough"),
     ),
     Mutant(

@@ -11,7 +11,6 @@ from ipcreduce import PeerFailedError
 from ipcreduce.coordination import exchange
 
 KINDS = (MemoryError("none left"), KeyboardInterrupt(), RuntimeWarning("taken for an error"), LookupError("\udcff"))
-HELD = "expected all {size} ranks at "  # begins what the others hear
 
 
 @contextmanager
@@ -41,8 +40,8 @@ def everywhere(make: Callable[[], Any], works: Callable[[Any], None], victim: bo
     :param make: makes a communicator, with a timeout that must not be waited for.
     :param works: checks one.
     """
-    with failing(0, False, None) as exchanges, make() as comm:
-        works(comm)
+    with failing(0, False, None) as exchanges:
+        make().close()
         steps = exchanges()
     # Behind the last exchange the others have a communicator, and this rank too.
     places = [(at, behind) for at in range(steps) for behind in (False, True) if at < steps - 1 or not behind]

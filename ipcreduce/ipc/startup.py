@@ -24,6 +24,7 @@ from .options import Options
 from .workspace import Workspace
 
 _VERIFY_SECONDS = 10.0
+_PART_SECONDS = 5.0  # where a rank leaves start-up, for the others to unmap its memory
 _VERIFY_ROUNDS = 200  # about 1 us each over NVLink
 _VERIFY_ROUNDS_SHARED = 2  # each is a time slice where two ranks share a GPU
 _NO_DATA, _WHOLE, _SPLIT = 0, 1, 2  # verify.cu
@@ -82,8 +83,10 @@ def start(
         with suppress(IpcReduceError):
             if made.workspace is not None:
                 attempt(made.context, made.workspace.unmap_peers)
-            # Before anyone frees what another may still map.
-            exchange.confirm(ranks, None, exchange.last_words(error, deadline), "giving up")
+            if isinstance(error, Agreed):
+                exchange.confirm(ranks, None, deadline, "giving up")  # before anyone frees what another may still map
+            else:
+                _part(page)
             if made.engine is not None:
                 made.engine.release()
             if made.workspace is not None:
@@ -91,6 +94,16 @@ def start(
             if made.context:
                 driver.release_context(info.ordinal)
         raise
+
+
+def _part(page: Page) -> None:
+    """The same where start-up ends. :raises IpcReduceError: if a peer may still map our memory: it stays then."""
+    page.leave()
+    deadline = time.monotonic() + _PART_SECONDS
+    while not all(page.has_unmapped(peer) for peer in range(page.n) if peer != page.rank):
+        if time.monotonic() > deadline:
+            raise IpcReduceError("a rank has not unmapped its peers' memory")
+        time.sleep(1e-3)
 
 
 def _share_table(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from tests.mutants import coordination, devices, graphs, kernels, operands, peers
+from tests.mutants import coordination, devices, graphs, kernels, leaving, operands, peers
 
-MUTANTS = [one for module in (kernels, coordination, peers, operands, devices, graphs) for one in module.MUTANTS]
+MUTANTS = [
+    one for module in (kernels, coordination, peers, leaving, operands, devices, graphs) for one in module.MUTANTS
+]

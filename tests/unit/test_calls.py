@@ -311,6 +311,20 @@ def test_several_nested_calls_are_told_one_by_one(ranks: list[Rank]):
     told_and_made(ranks, "refused it (GraphStateError: rank 0, call 3: closed)", call=4)
 
 
+def test_a_fault_that_cannot_be_posted_is_not_raised(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch):
+    """Else this rank's next calls would take it for settled, and go on without data that the peers do not send."""
+    first = ranks[0]
+
+    def broken(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(first.page, "post_fault", broken)
+        assert type(first.refuse()) is MemoryError
+    assert not first.calls.raised
+    assert not first.page.aborted
+
+
 def told_and_made(ranks: list[Rank], words: str, call: int) -> None:
     """Rank 0 makes one exchange, which is ``call``. The others are told of a call before that first."""
 

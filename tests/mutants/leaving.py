@@ -138,7 +138,7 @@ MUTANTS = [
         STARTUP,
         '        if out_of_descriptors(error):\n            raise\n        return ""\n',
         '        return ""\n',
-        on_hosts("no_descriptors"),
+        unit("startup", "a_process_that_can_open_no_file_is_on_no_other_host"),
     ),
     Mutant(
         "a watch without descriptors misses the rank's end",
@@ -173,7 +173,7 @@ MUTANTS = [
         LIFETIME,
         '    return f"its program ended with {described(error)}"\n',
         '    return "its program ended"\n',
-        "pytest tests/mpi/test_failures.py::test_the_others_hear_of_it[raised-2]",
+        "pytest tests/mpi/test_failures.py::test_the_end_of_a_program_is_told",
     ),
     Mutant(
         "a rank that leaves the start-up of our kernels waits for those that are past it",

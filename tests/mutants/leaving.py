@@ -9,6 +9,7 @@ TURNS, CALLS, EXCHANGE, WATCHDOG = (f"{FOLDER}/{name}.py" for name in ("turns", 
 TEXTS, STARTUP, COMMUNICATOR, LIFETIME = (
     f"ipcreduce/{name}.py" for name in ("texts", "startup", "communicator", "lifetime")
 )
+CONNECTIONS = f"{FOLDER}/connections.py"
 FAST_PATH, IPC_STARTUP = "ipcreduce/device/fast_path.py", "ipcreduce/ipc/startup.py"
 
 
@@ -146,6 +147,20 @@ MUTANTS = [
         "                if out_of_descriptors(error):\n                    raise\n",
         "",
         unit("watchdog", "without_a_descriptor_the_watch_is_an_error_and_leaves_nothing"),
+    ),
+    Mutant(
+        "ranks that come at once are taken for strangers",
+        CONNECTIONS,
+        "guests[: -_MOST_GUESTS - len(awaited)]",
+        "guests[:-_MOST_GUESTS]",
+        unit("mirror", "more_ranks_than_strangers_may_come_at_once"),
+    ),
+    Mutant(
+        "an address is cut",
+        CONNECTIONS,
+        '    while len(text := ",".join(addresses)) > _ADDRESSES_BYTES:\n        addresses = addresses[:-1]\n    return text\n',
+        '    return ",".join(addresses)\n',
+        unit("mirror", "all_addresses_of_a_host_are_told_as_far_as_they_fit"),
     ),
     Mutant(
         "long names of hosts are cut",

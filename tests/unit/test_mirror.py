@@ -12,7 +12,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -414,3 +414,36 @@ def test_a_rank_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch):
 def test_messages_of_start_up_have_kinds_of_their_own():
     kinds = [dtype.metadata["kind"] for dtype in vars(exchange).values() if getattr(dtype, "metadata", None)]
     assert connections._PLACE.metadata["kind"] not in kinds
+
+
+def test_all_addresses_of_a_host_are_told_as_far_as_they_fit():
+    """And none is cut: what is left of one may be another host's."""
+    for count in (1, 24, 64, 500):
+        own = [f"10.200.{100 + index // 256}.{index % 256}" for index in range(count)]
+        place = exchange.message(connections._PLACE, addresses=connections.joined(own))[0]
+        told = bytes(place["addresses"]).decode().split(",")
+        assert told == own[: len(told)]
+        assert len(told) >= min(count, 64)
+
+
+def test_more_ranks_than_strangers_may_come_at_once(monkeypatch: pytest.MonkeyPatch):
+    """All have connected before the first one says who it is."""
+    monkeypatch.setattr(connections, "_GREET_SECONDS", 60.0)
+    monkeypatch.setattr(connections, "_MOST_GUESTS", 8)
+    secret, awaited = bytes(range(connections._SECRET_BYTES)), set(range(1, 60))
+    with ExitStack() as held:
+        listener = held.enter_context(socket.create_server(("127.0.0.1", 0), backlog=100))
+        guests = {rank: held.enter_context(socket.create_connection(listener.getsockname())) for rank in awaited}
+
+        def greet() -> None:
+            time.sleep(0.3)  # they are taken meanwhile: if later, this test shows less
+            for rank, guest in guests.items():
+                guest.sendall(connections._GREETING.pack(secret, rank))
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        found = connections._accept(listener, secret, awaited, time.monotonic() + 60)
+        thread.join()
+        for connection in found.values():
+            held.enter_context(connection)
+        assert found.keys() == awaited

@@ -6,7 +6,6 @@ Nothing here prints, converts or reads an array: its text is long, and on a GPU 
 from __future__ import annotations
 
 import numbers
-import reprlib
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -15,22 +14,11 @@ import numpy as np
 
 _IN_PLACE = "In place is out=x, with the array itself: allreduce(x, out=x)"
 _ALONE = "Pass the array alone, which knows its dtype: allreduce(x, out=y)"
-_SHOWN = (str, bytes, bool, int, float, complex)  # by their values
 _PROTOCOLS = "__dlpack__", "__cuda_array_interface__"
 _OPS = {  # by names of functions, and of other libraries' ops
     "add": "sum", "multiply": "prod", "minimum": "min", "maximum": "max", "average": "avg", "logical_or": "any",
     "logical_and": "all",
 }  # fmt: skip
-
-
-def shown(value: Any) -> str:
-    """A value as a message shows it: a number or a str by its text, cut; None; and all else by its type only."""
-    if value is None or type(value) in _SHOWN:
-        try:
-            return reprlib.repr(value)
-        except ValueError:  # an int of thousands of digits
-            pass
-    return type(value).__qualname__
 
 
 def for_array(value: Any, what: str) -> str:

@@ -16,6 +16,7 @@ from .cuda.cupy_runtime import current_device, load, on_stream, stream_of
 from .errors import ArgumentError, Location
 from .handles import Stream
 from .numerics import KIND_NAMES
+from .texts import text_of
 
 NUMBERS = (np.generic, bool, int, float, complex)
 _ON_HOST = (1, 3, 11)  # DLPack's kDLCPU, kDLCUDAHost, kDLROCMHost
@@ -120,7 +121,7 @@ def _refused(array: Any, what: str, error: object) -> str:
     if name and name not in KIND_NAMES:
         allowed = ", ".join(KIND_NAMES)
         return f"{what} must have a dtype of {allowed}; found {dtype} in a {kind}. {advice.for_dtype_named(name)}"
-    return f"the {kind} does not give its memory: {error}"
+    return f"the {kind} does not give its memory: {text_of(error)}"
 
 
 def _no_memory(kind: type) -> str:

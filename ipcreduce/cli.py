@@ -11,6 +11,7 @@ import io
 import os
 import sys
 import traceback
+import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from .bench import command as bench
 from .bench import info, output, tune
 from .bench.ranks import Ranks
 from .errors import ArgumentError, IpcReduceError, UnsupportedError
-from .ipc.options import warn_of_unknown_variables
+from .ipc.options import unknown_variables
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -73,7 +74,8 @@ def _run(options: argparse.Namespace, ranks: Ranks) -> None:
         if options.command != "info":  # which tells that MPI is missing
             raise
     if ranks.rank == 0:
-        warn_of_unknown_variables(stacklevel=1)
+        for text in unknown_variables():
+            warnings.warn(text, RuntimeWarning, stacklevel=1)
     if options.command == "info":
         info.main(options, ranks)
     elif problem := ranks.mismatch():

@@ -15,17 +15,19 @@ import numpy as np
 
 from . import arrays, lifetime, operands, startup
 from .annotations import Array, DType, Number, NumpyNumber, Op, Out, Shape
-from .coordination import groups
+from .coordination import faults, groups, turns
 from .coordination.calls import CallSequence
+from .coordination.exchange import Ranks
 from .coordination.mpi import MpiRanks
 from .cuda import cupy_runtime
 from .cuda.contexts import using
 from .device import deferred_free
-from .errors import ArgumentError, CudaError, GraphStateError, PeerLostError, UnsupportedError
+from .errors import ArgumentError, GraphStateError, PeerLostError, UnsupportedError
 from .graphs.session import GraphSession
 from .host.over_mpi import MpiReducer
 from .host.reducer import HostReducer
-from .ipc.options import Options, warn_of_unknown_variables
+from .ipc.options import Options, unknown_variables
+from .texts import described
 
 _log = logging.getLogger("ipcreduce")
 _ENDS = {  # by the error of later calls
@@ -73,17 +75,19 @@ class Communicator:
                 raise ArgumentError("mpi_comm is the old name of group; found both. Pass group alone")
             warnings.warn("mpi_comm= is deprecated: pass group=", DeprecationWarning, stacklevel=2)
         given = groups.of(mpi_comm if group is None else group)
-        if given.rank == 0:
-            warn_of_unknown_variables(stacklevel=2)
         options = Options.of(device, timeout, algorithm, backend, workspace)
-        self._sync = options.sync
-        self._ranks = ranks = given.join(options.timeout)
-        self._rank, self._size = ranks.rank, ranks.size
-        try:
-            started = startup.start(ranks, options)
-        except (ArgumentError, CudaError, UnsupportedError):  # MPI has some thousand communicators
-            ranks.free()
-            raise
+        ranks = given.join(options.timeout)
+        with startup.starting(ranks, options) as started:
+            self._take(ranks, options, started)
+            for text in (*started.warnings, *unknown_variables()):
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+            if _log.isEnabledFor(logging.INFO):
+                _log.info("communicator made: %s", "; ".join(self.describe().splitlines()))
+        lifetime.add(_Open(self))
+
+    def _take(self, ranks: Ranks, options: Options, started: startup.Started) -> None:
+        """Make this object of the parts of a communicator."""
+        self._ranks, self._rank, self._size, self._sync = ranks, ranks.rank, ranks.size, options.sync
         self._page, self._watch, self._reasons = started.page, started.watch, started.reasons
         self._engine = engine = started.engine
         over_mpi = MpiReducer(ranks, options.timeout) if isinstance(ranks, MpiRanks) else None
@@ -96,9 +100,6 @@ class Communicator:
         if engine is not None:
             self._fast = None if self._sync else engine.open_fast_path(self._calls)
             deferred_free.track(engine.order, self._calls.lock)
-        lifetime.add(_Open(self))
-        if _log.isEnabledFor(logging.INFO):
-            _log.info("communicator made: %s", "; ".join(self.describe().splitlines()))
 
     # ---- identity
     @property
@@ -169,8 +170,7 @@ class Communicator:
         fast = self._fast  # once: another thread may close the communicator
         if fast is not None:
             return fast.make(None, self._allreduce, array, op, out, stream)
-        with self._calls.lock, self._calls.making():
-            return self._allreduce(array, op, out, stream)
+        return turns.make(self._calls, self._allreduce, array, op, out, stream)
 
     def _allreduce(self, array: Any, op: Any, out: Any, stream: Any) -> Any:
         if arrays.is_device(array):
@@ -254,9 +254,12 @@ class Communicator:
 
         Idempotent; also done at interpreter exit. Arrays that the caller has stay valid.
         """
+        self._close("")
+
+    def _close(self, why: str) -> None:
         resources = lifetime.resources_of(self)
         if resources is not None:
-            resources.close()
+            resources.close(why)
 
     def __enter__(self) -> Communicator:
         self._calls.check_usable()
@@ -265,7 +268,7 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._close("" if value is None else f"its program left the communicator's block by {described(value)}")
 
     # ---- what Python and other modules of the package ask for
     __reduce__ = lifetime.refuse_copies
@@ -307,15 +310,19 @@ class _Open:
         """True if graphs captured by others may still be replayed, which use our memory."""
         return self._engine is not None and self._engine.order.shared
 
-    def close(self) -> None:
-        """See :meth:`Communicator.close`."""
+    def close(self, why: str = "") -> None:
+        """See :meth:`Communicator.close`, and :meth:`lifetime.Closable.close`."""
         calls, engine, page = self._calls, self._engine, self._page
         with lifetime.time_limit(lifetime.CLOSE_SECONDS), deferred_free.taking(calls.lock, page) as taken:
             if not taken or self not in lifetime.live:
                 return
             if calls.recording is not None and calls.recording.in_this_thread:
                 raise GraphStateError("close() within a recording: leave the with block first")
+            if calls.within:  # by a signal handler or a finaliser
+                raise UnsupportedError(f"close() within call {calls.number} of the same thread: let that end first")
             lifetime.live.remove(self)
+            if page is not None and why:
+                faults.say_why(page, why)
             lost = calls.end(ArgumentError("the communicator is closed: make a new one"))
             self._session.close(0.0 if lost else _CLOSE_SECONDS)
             if page is not None and engine is None:  # an engine leaves once it has unmapped the peers' memory

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from .texts import text_of
+
 Location = tuple[int, tuple[int, ...], str, tuple[int, ...]]  # address, shape, dtype's name, strides in bytes
 
 
@@ -110,4 +112,4 @@ def report(rank: int, call: int, *, expected: str, found: str, advice: str) -> s
 
 def first_line(error: BaseException) -> str:
     """The first line of an error of another library. Those of loaders go on with every place that they have tried."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return next(iter(text_of(error).strip().splitlines()), type(error).__name__)

@@ -5,6 +5,7 @@ The communicator adds rank and call to the messages.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -128,3 +129,9 @@ def _parts(array: Array, dtype: str) -> Array:
     parts = array.real  # a view; that of all numbers would need a contiguous last axis
     shape, strides = (*array.shape, 2), (*array.strides, parts.itemsize)
     return np.lib.stride_tricks.as_strided(parts, shape, strides)
+
+
+def _is_masked(array: Any) -> bool:
+    """True for NumPy's masked arrays. ``np.ma`` would import that module here, perhaps within a signal handler."""
+    module: Any = sys.modules.get("numpy.ma")
+    return isinstance(array, getattr(module, "MaskedArray", ()))

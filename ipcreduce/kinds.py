@@ -12,6 +12,7 @@ import numpy as np
 from . import advice
 from .errors import ArgumentError
 from .numerics import DTYPES, KIND_NAMES, OPS, VIEWS
+from .texts import shown
 
 _INSTEAD = {
     "bool": 'Pass "any" or "all"; to count, pass ints',
@@ -68,7 +69,7 @@ def _shown(op: Any) -> str:
             others = [name for name in dir(holder) if isinstance(getattr(holder, name), kinds)]
             found = [name for name in others if op == getattr(holder, name)]
             return f"{library}.{min(found)}" if found else f"an op of {library} that the program has made"
-    return advice.shown(op)
+    return shown(op)
 
 
 @cache

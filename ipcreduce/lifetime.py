@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import NoReturn, Protocol
 
 from .errors import UnsupportedError
+from .texts import described, text_of
 
 
 class Closable(Protocol):
@@ -24,7 +25,8 @@ class Closable(Protocol):
     @property
     def is_needed(self) -> bool: ...
 
-    def close(self) -> None: ...
+    def close(self, why: str = "") -> None:
+        """:param why: for the other ranks, if there is more to say than that it was closed."""
 
     def forked(self) -> None: ...
 
@@ -102,13 +104,22 @@ def at_most(seconds: float) -> float:
 @atexit.register
 def _close_all() -> None:
     global _ended
+    why = _end_of_program()
     with time_limit(CLOSE_SECONDS):
         for communicator in list(live):
             try:
-                communicator.close()
+                communicator.close(why)
             except Exception as error:  # the others still have to be closed
-                print(f"ipcreduce: closing a communicator at exit: {error}", file=sys.stderr, flush=True)
+                print(f"ipcreduce: closing a communicator at exit: {text_of(error)}", file=sys.stderr, flush=True)
     _ended = True
+
+
+def _end_of_program() -> str:
+    """How this program has ended, for the other ranks."""
+    error = getattr(sys, "last_value", None)  # Python has shown it
+    if not isinstance(error, BaseException) or hasattr(sys, "ps1"):  # a session goes on after an error
+        return "its program ended"
+    return f"its program ended with {described(error)}"
 
 
 def _after_fork_in_child() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import time
-import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -16,17 +16,25 @@ import numpy as np
 from .coordination import exchange, shared_files, watchdog
 from .coordination.connections import connect
 from .coordination.control_page import Page
-from .coordination.exchange import Ranks
+from .coordination.exchange import Agreed, Ranks
 from .coordination.mirror import Mirror
 from .coordination.watchdog import Watch
 from .device.devices import raise_wrong
 from .device.engine import DeviceEngine
-from .errors import ArgumentError, PeerTimeoutError, UnsupportedError, report
+from .errors import ArgumentError, IpcReduceError, PeerTimeoutError, UnsupportedError, report
 from .host.segment import Segment
 from .host.shared import SharedReducer
 from .ipc import startup as ipc_startup
 from .ipc.options import Options
 from .nccl import startup as nccl_startup
+from .texts import encoded, out_of_descriptors, with_limit
+
+_NO_ROOM = (
+    "/dev/shm has no room for one more communicator: its NumPy arrays go by messages of MPI, some 100 times as slow if "
+    "they are short, or without MPI not at all. Close those that are not used any more, or make /dev/shm larger "
+    "(docker run --shm-size)"
+)
+_CLOSE_SECONDS = 5.0  # for the peers to unmap our memory, where start-up fails behind the last engine's
 
 
 @dataclass
@@ -37,6 +45,7 @@ class Started:
     :ivar shared: carries host arrays; None: MPI does, if there is one.
     :ivar reasons: the reason against each of "ipc" (our kernels), "nccl", "shm" (host arrays through shared memory)
         and "page" (the control page) that was tried and is not used.
+    :ivar warnings: what to warn of, once all is made.
     """
 
     page: Page | None = None
@@ -44,50 +53,69 @@ class Started:
     shared: SharedReducer | None = None
     engine: DeviceEngine | None = None
     reasons: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Give everything back."""
+        if self.engine is not None:
+            with suppress(IpcReduceError):
+                self.engine.close(_CLOSE_SECONDS, (), (), ())
+        elif self.page is not None:
+            self.page.leave()
+        if self.watch is not None:
+            self.watch.stop()
 
 
-def start(ranks: Ranks, options: Options) -> Started:
-    """Make all that the ranks can use. Collective.
+@contextmanager
+def starting(ranks: Ranks, options: Options) -> Iterator[Started]:
+    """All that the ranks can use, for the block to make a communicator of. Collective.
+
+    Every exception, here and in the block, is told to all ranks at once, and none of them has a communicator then.
 
     :param ranks: they have joined.
     :raises ArgumentError: if the ranks' options differ, or are wrong on one.
     :raises PeerTimeoutError: if a rank does not come, or comes after another one has given up.
+    :raises PeerFailedError: if an exception on another rank has ended start-up.
     """
     deadline = time.monotonic() + options.timeout
-    everyone = _meet(ranks, options, deadline)
-    started = _see_each_other(ranks, everyone, deadline)
-    try:
-        _warn_of_no_room(started)
-        _choose_engine(ranks, options, everyone, started, deadline)
-    except BaseException:
-        if started.watch is not None:
-            started.watch.stop()
-        raise
-    return started
-
-
-def _see_each_other(ranks: Ranks, everyone: np.ndarray[Any, Any], deadline: float) -> Started:
-    """All but the engine."""
     started = Started()
+    try:
+        everyone = _meet(ranks, options, deadline)
+        _see_each_other(ranks, everyone, started, deadline)
+        _choose_engine(ranks, options, everyone, started, deadline)
+        yield started
+        exchange.confirm(ranks, None, deadline, "the end of start-up")
+    except BaseException as error:
+        exchange.tell(ranks, error, deadline)
+        started.close()
+        if ranks.left:  # MPI has some thousand communicators, and frees one if all ranks do
+            ranks.free()
+        if isinstance(error, OSError):
+            raise UnsupportedError(f"rank {ranks.rank}, start-up: {with_limit(error)}") from error
+        raise
+
+
+def _see_each_other(ranks: Ranks, everyone: np.ndarray[Any, Any], started: Started, deadline: float) -> None:
+    """All but the engine."""
     hosts = len(set(everyone["host"]))
     try:
         if hosts > 1:
-            raise UnsupportedError(f"the ranks are on {hosts} hosts")
+            raise Agreed(f"the ranks are on {hosts} hosts")
         started.page = page = _share(ranks, "the control page", Page.create, Page.open, deadline)
         with exchange.step(ranks, deadline, "joining the control page"):  # before anybody looks for a rank there
             page.join(*watchdog.own_identity())
         with exchange.step(ranks, deadline, "watching the other ranks"):
             started.watch = watchdog.watch(page)
-    except UnsupportedError as error:
-        if started.watch is not None:
-            started.watch.stop()
-        return _apart(ranks, str(error), deadline)
+    except Agreed as error:
+        _apart(ranks, str(error), started, deadline)
+        return
     try:
         segment = _share(ranks, "memory for host arrays", Segment.create, Segment.open, deadline)
         started.shared = SharedReducer(segment)
-    except UnsupportedError as error:
+    except Agreed as error:
         started.reasons["shm"] = str(error)
-    return started
+        if shared_files.NO_ROOM in str(error):
+            started.warnings.append(_NO_ROOM)
 
 
 def _choose_engine(
@@ -97,75 +125,61 @@ def _choose_engine(
 
     :raises UnsupportedError: if that one cannot be.
     """
-    reasons, wanted = started.reasons, options.backend
+    reasons, wanted, warn = started.reasons, options.backend, started.warnings.append
     local_rank = ranks.local_rank(everyone["host"].tolist())
     try:
         _check_gpus(everyone)
         if wanted in (None, "ipc"):
             try:
                 if "ipc" in reasons or started.page is None:
-                    raise UnsupportedError(reasons["ipc"])
-                started.engine = ipc_startup.start(ranks, options, started.page, local_rank, deadline)
+                    raise Agreed(reasons["ipc"])
+                started.engine = ipc_startup.start(ranks, options, started.page, local_rank, deadline, warn)
                 return
-            except UnsupportedError as error:
+            except Agreed as error:
                 reasons["ipc"] = str(error)
                 if wanted is not None:
                     raise
         if wanted in (None, "nccl"):
             reason = reasons["ipc"] if wanted is None else "it was asked for"
             if started.page is None:
-                raise UnsupportedError(reasons["page"])
+                raise Agreed(reasons["page"])
             started.engine = nccl_startup.start(ranks, options, started.page, local_rank, reason, deadline)
-            if wanted is None:
-                _warn_of_falling_back(ranks.rank, everyone, reason)
+            if wanted is None and len({*everyone["host"].tolist()}) == 1:  # over several hosts that is as it must be
+                warn(f"NCCL is used in place of ipcreduce's kernels: {reason}")
         else:
             reasons["ipc"] = "backend mpi was asked for"
-    except UnsupportedError as error:
+    except Agreed as error:
         if wanted in ("ipc", "nccl"):
             raise UnsupportedError(f"backend {wanted} was asked for, and cannot be: {error}") from error
         reasons["nccl" if "ipc" in reasons else "ipc"] = str(error)
 
 
-def _warn_of_falling_back(rank: int, everyone: np.ndarray[Any, Any], reason: str) -> None:
-    """Warn, on rank 0, that GPUs of one host do not get our kernels. Over several hosts that is as it must be."""
-    if rank == 0 and len({*everyone["host"].tolist()}) == 1:
-        warnings.warn(f"NCCL is used in place of ipcreduce's kernels: {reason}", RuntimeWarning, stacklevel=5)
-
-
-def _warn_of_no_room(started: Started) -> None:
-    """Warn, on every rank, as an error that is made of it has to be one of all. Python shows it once a line."""
-    if shared_files.NO_ROOM in started.reasons.get("shm", ""):
-        warnings.warn(
-            "/dev/shm has no room for one more communicator: its NumPy arrays go by messages of MPI, some 100 times as "
-            "slow if they are short, or without MPI not at all. Close those that are not used any more, or make "
-            "/dev/shm larger (docker run --shm-size)",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-
-
-def _apart(ranks: Ranks, reason: str, deadline: float) -> Started:
+def _apart(ranks: Ranks, reason: str, started: Started, deadline: float) -> None:
     """The parts for ranks that share no memory, for this ``reason``. Collective."""
-    started = Started(reasons={"ipc": reason, "shm": reason})
-    rank, n = ranks.rank, ranks.size
+    if started.watch is not None:
+        started.watch.stop()
+    started.page = started.watch = None
+    started.reasons |= {"ipc": reason, "shm": reason}
     try:
         connections = connect(ranks, _network(), deadline)
-    except UnsupportedError as error:
+    except Agreed as error:
         started.reasons["page"] = str(error)
-        return started
-    page = Page.alone(rank, n)
-    page.join(*watchdog.own_identity())
+        return
     try:
         with exchange.step(ranks, deadline, "watching the other ranks"):
+            page = Page.alone(ranks.rank, ranks.size)
+            page.join(*watchdog.own_identity())
             started.watch = watchdog.watch(page, Mirror(page, connections))
-    except UnsupportedError as error:
+        started.page = page
+    except Agreed as error:
         if started.watch is not None:
             started.watch.stop()
-        for connection in connections.values():
-            connection.close()
-        return Started(reasons={**started.reasons, "page": str(error)})
-    started.page = page
-    return started
+        started.watch = None
+        started.reasons["page"] = str(error)
+    finally:
+        if started.watch is None:
+            for connection in connections.values():
+                connection.close()
 
 
 def _meet(ranks: Ranks, options: Options, deadline: float) -> np.ndarray[Any, Any]:
@@ -173,12 +187,13 @@ def _meet(ranks: Ranks, options: Options, deadline: float) -> np.ndarray[Any, An
     rank = ranks.rank
     record = exchange.message(
         exchange.IDENTITY, options.wrong or ipc_startup.missing(), wrong=options.wrong is not None, host=_host(),
-        until=deadline, timeout=options.timeout, algorithm=options.algorithm or "", backend=options.backend or "",
-        workspace=options.workspace,
+        clock=_clock(), until=deadline, timeout=options.timeout, algorithm=options.algorithm or "",
+        backend=options.backend or "", workspace=options.workspace,
     )  # fmt: skip
     everyone = exchange.allgather(ranks, record, deadline, "start-up", advice=exchange.LATE)
     raise_wrong(rank, everyone)
-    gone = np.flatnonzero((everyone["until"] < time.monotonic()) & (everyone["host"] == record[0]["host"]))
+    comparable = (everyone["clock"] == record[0]["clock"]) & (everyone["clock"] != b"")
+    gone = np.flatnonzero((everyone["until"] < time.monotonic()) & comparable)
     if len(gone):
         raise PeerTimeoutError(report(
             rank, 0, expected="all ranks at start-up at one time",
@@ -201,27 +216,55 @@ def _shown(value: Any) -> str:
 
 def _host() -> str:
     """An identifier of this host: ``IPCREDUCE_HOSTID``, or this machine's."""
-    return os.environ.get("IPCREDUCE_HOSTID") or _machine()
-
-
-def _machine() -> str:
-    """An identifier of this machine. Its containers count as one, and share nothing if they share no memory."""
-    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
-    return socket.gethostname()
+    return _digest(os.environ.get("IPCREDUCE_HOSTID") or _machine())
 
 
 def _network() -> str:
     """An identifier of this machine's loopback address: containers may have a network of their own."""
+    return _digest(_machine(), _namespace("net"))
+
+
+def _clock() -> str:
+    """An identifier of what ``time.monotonic()`` shows: containers may have a clock of their own. "" if unknown."""
+    boot = _boot()
+    return _digest(boot, _namespace("time")) if boot else ""
+
+
+def _machine() -> str:
+    """An identifier of this machine. Its containers count as one, and share nothing if they share no memory."""
+    return _boot() or socket.gethostname()
+
+
+def _boot() -> str:
+    """The kernel's identifier of this run of it; "" if /proc does not tell.
+
+    :raises OSError: if this process can open no file: by another identifier it would be on another host than its peers.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError as error:
+        if out_of_descriptors(error):
+            raise
+        return ""
+
+
+def _namespace(kind: str) -> str:
+    """An identifier of a namespace of this process; "" where the kernel has none of it, or /proc does not tell."""
     with suppress(OSError):
-        return f"{_machine()} {os.stat('/proc/self/ns/net').st_ino}"
-    return _machine()
+        return str(os.stat(f"/proc/self/ns/{kind}").st_ino)
+    return ""
+
+
+def _digest(*parts: str) -> str:
+    """64 characters that stand for names of any length and script, which only have to be told apart."""
+    return hashlib.sha256(b"\0".join(map(encoded, parts))).hexdigest()
 
 
 def _check_gpus(everyone: np.ndarray[Any, Any]) -> None:
     for rank, other in enumerate(everyone):
         if not other["ok"]:
-            raise UnsupportedError(f"rank {rank} has no GPU to use: {exchange.text_of(other)}")
+            raise Agreed(f"rank {rank} has no GPU to use: {exchange.text_of(other)}")
 
 
 class _Shareable(Protocol):
@@ -235,7 +278,7 @@ def _share(
     ranks: Ranks, name: str, create: Callable[[int, int], _Shared], open_it: Callable[[str, int, int], _Shared],
     deadline: float,
 ) -> _Shared:  # fmt: skip
-    """Shared memory that rank 0 creates and all others open. :raises UnsupportedError: if a rank cannot."""
+    """Shared memory that rank 0 creates and all others open. :raises Agreed: if a rank cannot."""
     rank, n = ranks.rank, ranks.size
     mine: _Shared | None = None
     error: Exception | None = None

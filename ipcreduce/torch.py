@@ -21,10 +21,10 @@ from torch._functorch.autograd_function import enable_single_level_autograd_func
 from torch.autograd import forward_ad
 
 from . import default, lifetime
-from .advice import shown
 from .communicator import Communicator
 from .errors import ArgumentError
 from .kinds import op_name
+from .texts import shown
 
 _PLAIN = torch.Tensor, torch.nn.Parameter
 DEFAULT = "default"  # the name of ipcreduce.get_communicator(), which is looked for at each call

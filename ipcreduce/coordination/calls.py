@@ -20,7 +20,8 @@ from ..errors import (
     report,
 )
 from ..handles import Stream
-from . import control_page, faults
+from ..texts import described, text_of
+from . import control_page, faults, turns
 from .backend import Body, Engine
 from .control_page import Page
 from .fingerprint import Fingerprint
@@ -66,6 +67,8 @@ class CallSequence:
         self.unusable: IpcReduceError | None = None  # why no further call is possible: lost, or closed
         self.recording: Any = None  # the open Recording
         self.lock = threading.RLock()
+        self.within = False  # this and the next: see turns.py
+        self.nested: list[tuple[BaseException, bool]] = []
         self._noted = 0  # see faults.note
         self._page, self._engines, self._refuse_elsewhere = page, engines, refuse
         self._rounds = Rounds(page) if page is not None else None
@@ -77,10 +80,6 @@ class CallSequence:
         return self._page is not None
 
     # ---- making a call
-    def making(self) -> _Making:
-        """One call, ``with calls.lock, calls.making()``, as no signal cuts the lock's own context in two."""
-        return _Making(self)
-
     def check_usable(self) -> None:
         """:raises IpcReduceError: if the communicator is closed or lost."""
         if self.unusable is not None:
@@ -149,8 +148,8 @@ class CallSequence:
         if isinstance(error, PeerLostError) and not foreign:
             self.unusable = error
         elif self.unusable is None and not known:
-            if isinstance(error, IpcReduceError) and not str(error).startswith("rank "):
-                error.args = (f"rank {self.rank}, call {self.number}: {error}",)
+            if isinstance(error, IpcReduceError) and not (text := text_of(error)).startswith("rank "):
+                error.args = (f"rank {self.rank}, call {self.number}: {text}",)
             body: Body | None = self.recording if self.recording is not None and self.recording.in_this_thread else None
             within = isinstance(error, CaptureError) and error.within and not (foreign and body is None)
             if within or (body and isinstance(error, GraphStateError)):
@@ -168,9 +167,12 @@ class CallSequence:
     def refuse(self, error: BaseException, foreign: bool = False) -> None:
         """Cancel a call on the peers that this rank does not begin. The caller raises ``error``."""
         with self.lock, suppress(IpcReduceError):
-            if self.unusable is None:
-                self.number += 1
-                self.failed(error, foreign)
+            if self.within:
+                self.nested.append((error, foreign))
+            elif self.unusable is None:
+                with turns.alone(self):
+                    self.number += 1
+                    self.failed(error, foreign)
 
     def leave(self, error: BaseException) -> None:
         """:meth:`refuse` for what the program raises, unless the peers know of a fault: they may wait for its vote."""
@@ -190,13 +192,13 @@ class CallSequence:
                     return
                 self.raise_pending()
                 self._resynchronise()
-        try:
-            self._post(control_page.REFUSED, f"{type(error).__name__}: {error}")
-        finally:
-            self.raised = True
+        self._post(control_page.REFUSED, described(error), raised=True)
 
-    def _post(self, kind: int, text: str, of: int | None = None) -> None:
-        """Write a fault of this rank, or of rank ``of``, and end every wait."""
+    def _post(self, kind: int, text: str, of: int | None = None, *, raised: bool = False) -> None:
+        """Write a fault of this rank, or of rank ``of``, and end every wait.
+
+        :param raised: the program gets the error. That is noted once the fault stands on the page, not before.
+        """
         assert self._page is not None
         try:
             for engine in self._engines:
@@ -204,6 +206,7 @@ class CallSequence:
                     engine.drain()  # the abort word would end earlier calls too
         finally:  # also if the program is interrupted: the peers wait
             self._page.post_fault(kind, self.number, text, of)
+            self.raised = self.raised or raised
 
     # ---- faults of others
     def raise_pending(self) -> None:
@@ -304,16 +307,16 @@ class CallSequence:
             self._page.post_lost(self.rank, f"{why} ({type(cause).__name__})")
         self.unusable = lost = PeerLostError(report(
             self.rank, self.number, expected="every rank to go on",
-            found=f"this on rank {self.rank}: {type(cause).__name__}: {cause}",
+            found=f"this on rank {self.rank}: {described(cause)}",
             advice="The communicator can only be closed.",
         ))  # fmt: skip
         return lost
 
     # ---- ends
-    def give_up(self, error: PeerLostError) -> None:
+    def give_up(self, error: PeerLostError, cause: BaseException) -> None:
         """Lose the communicator, because this rank has left a call halfway; its further calls raise ``error``."""
         if self._page is not None:
-            self._page.post_lost(self.rank, f"it left call {self.number} halfway")
+            self._page.post_lost(self.rank, f"it left call {self.number} halfway ({described(cause)})")
         self.unusable = error
 
     def end(self, error: IpcReduceError) -> bool:
@@ -326,24 +329,5 @@ class CallSequence:
 
     def forked(self, error: IpcReduceError) -> None:
         """In a child process: nothing of the parent's may be touched."""
-        self.lock = threading.RLock()
+        self.lock, self.within, self.nested = threading.RLock(), False, []
         self.end(error)
-
-
-class _Making:
-    """One call, whose exception is told to the peers. A class, as a generator takes 0.8 us more."""
-
-    __slots__ = ("_calls",)
-
-    def __init__(self, calls: CallSequence) -> None:
-        self._calls = calls
-
-    def __enter__(self) -> None:
-        calls = self._calls
-        if calls.unusable is not None:
-            calls.check_usable()
-        calls.number += 1
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
-            self._calls.failed(error)

@@ -15,6 +15,7 @@ import socket
 import struct
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -25,7 +26,10 @@ from . import exchange
 from .exchange import Ranks
 from .handshake import SECRET_BYTES, STRANGER, Guest, Visit
 
-_PLACE = exchange.struct(8, ("network", "S64"), ("port", "<u4"), ("addresses", "S256"), ("secret", f"V{SECRET_BYTES}"))
+_ADDRESSES_BYTES = 1024  # of one rank: the text of at least 64
+_PLACE = exchange.struct(
+    8, ("network", "S64"), ("port", "<u4"), ("addresses", f"S{_ADDRESSES_BYTES}"), ("secret", f"V{SECRET_BYTES}")
+)
 _GREET_SECONDS = 2.0  # for a connection to say who it is; a rank that was slower comes again
 _TICK_SECONDS = 0.1  # between two looks for guests that take too long, and for visits to be made again
 _MOST_GUESTS = 64  # connections that have not said it yet
@@ -59,7 +63,7 @@ def connect(ranks: Ranks, network: str, deadline: float) -> dict[int, socket.soc
             error = caught
         record = exchange.message(
             _PLACE, error, network=network, port=listener.getsockname()[1] if listener else 0,
-            addresses=",".join(own_addresses()), secret=np.void(secrets.token_bytes(SECRET_BYTES)),
+            addresses=joined(own_addresses()), secret=np.void(secrets.token_bytes(SECRET_BYTES)),
         )  # fmt: skip
         places = exchange.allgather(ranks, record, deadline, "listening for the other ranks")
         exchange.check(ranks, places, "listening for the other ranks")
@@ -88,6 +92,13 @@ def own_addresses() -> list[str]:
                 answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 found.append(socket.inet_ntoa(answer[20:24]))
     return [address for address in found if not address.startswith("127.")]
+
+
+def joined(addresses: Sequence[str]) -> str:
+    """The addresses as one text, without those for which there is no room."""
+    while len(text := ",".join(addresses)) > _ADDRESSES_BYTES:
+        addresses = addresses[:-1]
+    return text
 
 
 def _addresses(place: Any, own: Any) -> list[str]:

@@ -72,11 +72,11 @@ class Page:
         self._ranks = np.frombuffer(self._map, rank_layout(n), n, ranks_offset(n))
         self.marks: np.ndarray[Any, Any] = self._ranks["marks"]  # shape (n, MARKS), uint64; each rank writes its row
         self._faults, self._losses, self._meetings = (
-            [self._slot(rank, name, layout) for rank in range(n)]
+            [self.slot(rank, name, layout) for rank in range(n)]
             for name, layout in (("fault", FAULT), ("loss", LOSS), ("meeting", MEETING))
         )
         self._rounds = [
-            [self._slot(rank, "rounds", ROUND, parity * ROUND.itemsize) for rank in range(n)] for parity in range(2)
+            [self.slot(rank, "rounds", ROUND, parity * ROUND.itemsize) for rank in range(n)] for parity in range(2)
         ]
         self._written = 0  # faults and losses, by this rank
         self._writing = threading.RLock()  # the program's threads and the watchdog post
@@ -102,16 +102,17 @@ class Page:
         """A page that no other process has."""
         return cls(_ANONYMOUS, "", rank, n)
 
-    def _slot(self, rank: int, name: str, layout: np.dtype[Any], further: int = 0) -> Slot:
+    def slot(self, rank: int, name: str, layout: np.dtype[Any], further: int = 0) -> Slot:
+        """The place of a record in a rank's block."""
         block = rank_layout(self.n)
         assert block.fields is not None
         at = ranks_offset(self.n) + rank * block.itemsize + block.fields[name][1]
         return Slot(self._map, at + further, layout)
 
-    def join(self, pid: int, started: int, namespace: int) -> None:
+    def join(self, pid: int, namespace: int) -> None:
         """Write this rank's identity."""
         mine = self._ranks[self.rank]
-        mine["pid"], mine["started"], mine["namespace"], mine["state"] = pid, started, namespace, ACTIVE
+        mine["pid"], mine["namespace"], mine["state"] = pid, namespace, ACTIVE
         self._tell()
 
     # ---- copies of other ranks' blocks
@@ -302,10 +303,10 @@ class Page:
         ]
 
     # ---- life
-    def identity(self, rank: int) -> tuple[int, int, int]:
-        """(pid, start time, pid namespace) of a rank."""
+    def identity(self, rank: int) -> tuple[int, int]:
+        """(pid, pid namespace) of a rank."""
         entry = self._ranks[rank]
-        return int(entry["pid"]), int(entry["started"]), int(entry["namespace"])
+        return int(entry["pid"]), int(entry["namespace"])
 
     def mark_dead(self, rank: int) -> None:
         """Write that this rank has seen the end of the process of ``rank``."""

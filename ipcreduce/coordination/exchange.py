@@ -1,27 +1,44 @@
-"""The exchange at start-up: fixed structs, by :class:`Ranks`, with a deadline. No handle is logged."""
+"""The exchange at start-up: fixed structs, by :class:`Ranks`, with a deadline. No handle is logged.
+
+All ranks make the same exchanges. A rank that leaves start-up says so in its part of the next one, or in place of it,
+whichever that is: so the others hear of any exception at once.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import IpcReduceError, PeerTimeoutError, RankMismatchError, UnsupportedError, report
+from ..errors import (
+    IpcReduceError,
+    PeerFailedError,
+    PeerLostError,
+    PeerTimeoutError,
+    RankMismatchError,
+    UnsupportedError,
+    report,
+)
+from ..texts import decoded, described, encoded, out_of_descriptors, with_limit
+from ..texts import text_of as words_of
 
 MAGIC = 0x1B_C4ED
-VERSION = 1
+VERSION = 2
 TEXT_BYTES = 512
-MESSAGE_BYTES = 1024  # of every kind, so that ranks at different steps get an error and not MPI's truncation
+MESSAGE_BYTES = 2048  # of every kind, so that ranks at different steps get an error and not MPI's truncation
+_LAST_WORDS_SECONDS = 5.0  # for the others to hear of Ctrl-C or an exit, for which nobody should wait long
 
-_HEADER = [("magic", "<u4"), ("version", "<u2"), ("kind", "<u2"), ("length", "<u4"), ("ok", "<u4")]
+# Values of ``left``: the rank goes on, perhaps by another way; it leaves start-up as it lacks something, or otherwise.
+_STAYS, _LACKS, _LEAVES = 0, 1, 2
+_HEADER = [("magic", "<u4"), ("version", "<u2"), ("kind", "<u2"), ("length", "<u4"), ("ok", "<u4"), ("left", "<u4")]
 
 
 def struct(kind: int, *fields: tuple[Any, ...]) -> np.dtype[Any]:
-    """The layout of a message: common header, fields, and a text for errors. ``kind`` tells messages apart."""
-    used = np.dtype([*_HEADER, *fields, ("text", f"S{TEXT_BYTES}")])
+    """The layout of a message: common header, a text for errors, and fields. ``kind`` tells messages apart."""
+    used = np.dtype([*_HEADER, ("text", f"S{TEXT_BYTES}"), *fields])
     padded = [*used.descr, ("padding", f"V{MESSAGE_BYTES - used.itemsize}")]
     return np.dtype(padded, metadata={"kind": kind})
 
@@ -31,7 +48,8 @@ IDENTITY = struct(
     1,
     ("wrong", "<u4"),
     ("host", "S64"),
-    ("until", "<f8"),  # this rank's deadline, by its host's monotonic clock
+    ("clock", "S64"),  # that by which this rank tells the time; b"" if it does not know
+    ("until", "<f8"),  # this rank's deadline, by that clock
     ("timeout", "<f8"),
     ("algorithm", "S16"),
     ("backend", "S16"),
@@ -50,6 +68,11 @@ PAGE = struct(3, ("path", "S64"))
 MEMORY = struct(4, ("handle", "V64"), ("nbytes", "<u8"))
 CONFIRMATION = struct(5)
 CALL = struct(7, ("call", "<u8"))
+LEAVING = struct(11)  # in place of any other
+
+
+class Agreed(UnsupportedError):
+    """The ranks have agreed that this way does not go: each of them raises it, and tries the next way."""
 
 
 def message(dtype: np.dtype[Any], error: BaseException | str | None = None, **fields: Any) -> np.ndarray[Any, Any]:
@@ -58,15 +81,26 @@ def message(dtype: np.dtype[Any], error: BaseException | str | None = None, **fi
     record = np.zeros(1, dtype)
     record["magic"], record["version"], record["kind"] = MAGIC, VERSION, dtype.metadata["kind"]
     record["length"], record["ok"] = MESSAGE_BYTES, error is None
-    record["text"] = str(error or "").encode()[:TEXT_BYTES]
+    if error is not None:
+        text, record["left"] = _said(error)
+        record["text"] = encoded(text, TEXT_BYTES)
     for name, value in fields.items():
-        record[name] = value
+        record[name] = encoded(value, dtype[name].itemsize) if isinstance(value, str) else value
     return record
+
+
+def _said(error: BaseException | str) -> tuple[str, int]:
+    """What the other ranks are told of an error, and a value of ``left``."""
+    if isinstance(error, (str, IpcReduceError)):
+        return words_of(error), _STAYS
+    if isinstance(error, OSError):  # a process that can open no file would fail on another way too
+        return with_limit(error), _LACKS if out_of_descriptors(error) else _STAYS
+    return described(error), _LEAVES
 
 
 def text_of(record: Any) -> str:
     """The text of one record."""
-    return bytes(record["text"]).rstrip(b"\0").decode(errors="replace")
+    return decoded(bytes(record["text"]))
 
 
 class Request(Protocol):
@@ -82,6 +116,7 @@ class Ranks(Protocol):
     rank: int
     size: int
     silence: str  # the words for ranks that do not answer in time
+    left: bool  # a rank has left start-up, and all know: no exchange follows
 
     def gather(self, sent: np.ndarray[Any, Any], received: np.ndarray[Any, Any]) -> Request:
         """Begin to collect every rank's ``sent``, uint8 of shape ``(m,)``, by rank in ``received``, ``(size * m,)``.
@@ -158,6 +193,7 @@ def allgather(
 
     :raises RankMismatchError: if a rank sends something else. :raises PeerTimeoutError: see :func:`complete`.
     :raises UnsupportedError: if MPI is finalised. :raises PeerLostError: if the program's group fails.
+    :raises PeerFailedError: if a rank leaves start-up. :raises UnsupportedError: if it does as it lacks something.
     """
     gathered = np.zeros(ranks.size, record.dtype)
     complete(
@@ -169,6 +205,7 @@ def allgather(
         interrupt=interrupt,
         advice=advice,
     )
+    _raise_left(ranks, gathered, what)
     for rank, other in enumerate(gathered):
         for field in ("magic", "version", "kind", "length"):
             if other[field] != record[0][field]:
@@ -187,25 +224,71 @@ def confirm(
 ) -> None:
     """End a step of start-up on all ranks alike: if any rank met an error, every rank raises.
 
-    :raises UnsupportedError: naming the ranks that failed and why.
+    :raises Agreed: naming the ranks that failed and why.
     """
     check(ranks, allgather(ranks, message(CONFIRMATION, error), deadline, what, interrupt=interrupt), what)
 
 
 def check(ranks: Ranks, gathered: np.ndarray[Any, Any], what: str) -> None:
-    """:raises UnsupportedError: if a rank's record is not ok, which every message says."""
+    """:raises Agreed: if a rank's record is not ok, which every message says."""
     failed = [rank for rank in range(len(gathered)) if not gathered[rank]["ok"]]
     if failed:
         reasons = "; ".join(f"rank {rank}: {text_of(gathered[rank])}" for rank in failed[:3])
-        raise UnsupportedError(f"{what} failed on {len(failed)} of {len(gathered)} ranks: {reasons}")
+        raise Agreed(f"{what} failed on {len(failed)} of {len(gathered)} ranks: {reasons}")
 
 
 @contextmanager
 def step(ranks: Ranks, deadline: float, what: str) -> Iterator[None]:
-    """The block, then a vote: all ranks go on or all give up. :raises UnsupportedError: with every rank's reason."""
-    error: Exception | None = None
+    """The block, then a vote: all ranks go on or all give up.
+
+    :raises Agreed: with every rank's reason. :raises IpcReduceError: if a rank leaves start-up: see :func:`allgather`.
+        An exception that is neither ours nor the system's passes unchanged on its own rank.
+    """
+    error: BaseException | None = None
     try:
         yield
-    except (IpcReduceError, OSError) as caught:
+    except BaseException as caught:
         error = caught
-    confirm(ranks, error, deadline, what)
+    try:
+        confirm(ranks, error, last_words(error, deadline), what)
+    except IpcReduceError as shared:
+        if error is None or isinstance(error, (IpcReduceError, OSError)):
+            raise shared from error
+        raise error from None
+
+
+# ---- ranks that leave
+def _raise_left(ranks: Ranks, gathered: np.ndarray[Any, Any], what: str) -> None:
+    for rank, other in enumerate(gathered):
+        ours = (other["magic"], other["version"], other["length"]) == (MAGIC, VERSION, MESSAGE_BYTES)
+        if ours and other["left"]:
+            ranks.left = True
+            raise (UnsupportedError if other["left"] == _LACKS else PeerFailedError)(report(
+                ranks.rank, 0, expected=f"all {ranks.size} ranks at {what}",
+                found=f"that rank {rank} has left start-up ({text_of(other)})",
+                advice="Mend that, then make the Communicator again on every rank.",
+            ))  # fmt: skip
+
+
+def tell(ranks: Ranks, error: BaseException, deadline: float) -> None:
+    """Tell the other ranks, in their next exchange, that this one leaves start-up for ``error``, unless they know.
+
+    If every rank raises the same by itself, they all tell each other, and none has to wait.
+    """
+    if ranks.left or isinstance(error, (Agreed, PeerTimeoutError, PeerLostError, RankMismatchError)):
+        return
+    _, left = _said(error)
+    lacks = left == _LACKS or isinstance(error, (UnsupportedError, OSError))
+    record = message(LEAVING, error, left=_LACKS if lacks else _LEAVES)
+    gathered = np.zeros(ranks.size, record.dtype)
+    with suppress(RuntimeError):  # MPI's errors, and ours: ``error`` is the one to raise
+        request = ranks.gather(record.view(np.uint8), gathered.view(np.uint8))
+        complete(request, ranks, last_words(error, deadline), "the end of start-up")
+        ranks.left = True
+
+
+def last_words(error: BaseException | None, deadline: float) -> float:
+    """The end of this rank's wait for the others to hear of its error."""
+    if error is None or isinstance(error, Exception):
+        return deadline
+    return min(deadline, time.monotonic() + _LAST_WORDS_SECONDS)

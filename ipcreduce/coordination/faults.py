@@ -6,7 +6,10 @@ import logging
 import time
 
 from ..errors import IpcReduceError, PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, report
+from ..texts import text_of
 from .control_page import CLOSED_IT, MISMATCH, Page
+from .page_layout import FAREWELL
+from .records import text_of as written
 
 _log = logging.getLogger("ipcreduce")
 _GO_ON = (
@@ -26,9 +29,10 @@ def note(page: Page | None, rank: int, error: BaseException, noted: int) -> int:
     severity = 2 if isinstance(error, PeerLostError) else 1
     if page is not None and severity <= noted:
         return noted
-    where = "" if str(error).startswith("rank ") else f"rank {rank}: "
+    text = text_of(error)
+    where = "" if text.startswith("rank ") else f"rank {rank}: "
     last = "" if page is None else f" [last calls: {_last_calls(page)}]"
-    _log.warning("%s%s: %s%s", where, type(error).__name__, error, last)
+    _log.warning("%s%s: %s%s", where, type(error).__name__, text, last)
     return severity
 
 
@@ -110,7 +114,19 @@ def all_come(page: Page, number: int) -> bool:
     return all(page.calls.call_of(rank) >= number for rank in range(page.n))
 
 
+def say_why(page: Page, why: str) -> None:
+    """Write why this rank is about to close the communicator, for the others to hear in place of that it has."""
+    page.slot(page.rank, "farewell", FAREWELL).write(1, text=why)
+
+
+def why_closed(page: Page, rank: int) -> str:
+    """Why a rank has closed the communicator, in words."""
+    farewell = page.slot(rank, "farewell", FAREWELL).read()
+    return CLOSED_IT if farewell is None else written(farewell)
+
+
 def _lost_error(page: Page, call: int, rank: int, why: str) -> PeerLostError:
+    why = why_closed(page, rank) if why == CLOSED_IT else why
     last = page.calls.call_of(rank)
     return PeerLostError(report(
         page.rank, call, expected=f"rank {rank} to take part", found=f"that {why}, after its call {last}",

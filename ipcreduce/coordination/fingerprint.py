@@ -5,6 +5,8 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
+from ..texts import encoded
+
 
 @dataclass(frozen=True)
 class Fingerprint:
@@ -16,7 +18,7 @@ class Fingerprint:
     @classmethod
     def of(cls, text: str, checked: str | None = None) -> Fingerprint:
         """The fingerprint of ``text``. ``checked`` is checksummed in its place, if given."""
-        return cls(text, zlib.crc32((checked or text).encode()))
+        return cls(text, zlib.crc32(encoded(checked or text)))
 
     def __str__(self) -> str:
         return self.text

@@ -12,6 +12,7 @@ import time
 
 import numpy as np
 
+from ..texts import encoded
 from .fingerprint import Fingerprint
 
 # Calls in the ring: more than a host can run ahead of its GPU. Those that repeat in cycles of up to 10 find in their
@@ -76,7 +77,7 @@ class FlightRecorder:
             self.agreed.clear()
         entry = self._texts[self._rank, len(self.agreed)]
         entry["key"] = 0  # while it has another one's text
-        entry["text"], entry["key"] = what.text.encode()[:TEXT_BYTES], what.crc
+        entry["text"], entry["key"] = encoded(what.text, TEXT_BYTES), what.crc
         self.agreed[what.crc] = what.crc.to_bytes(_KEY_BYTES, sys.byteorder) * self._n
 
     def differing(self, call: int) -> int | None:

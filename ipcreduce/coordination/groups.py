@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..advice import shown
 from ..errors import ArgumentError, PeerLostError, report
+from ..texts import described, shown
 from . import exchange, launchers, mpi
 from .mpi import MpiRanks
 
@@ -42,7 +42,7 @@ class Group(Protocol):
         """The number of processes, the same in each."""
 
     def allgather(self, data: bytes, /) -> list[bytes]:
-        """Every process's ``data``, in the order of their ranks. All give the same number of bytes, about 1 KB.
+        """Every process's ``data``, in the order of their ranks. All give the same number of bytes, about 2 KB.
 
         It is called in another thread, one call at a time, about 20 times for each communicator. It may block.
         Once the communicator's ``timeout`` is up, nobody waits for it any more. An exception means that the group has
@@ -67,7 +67,7 @@ def of(group: Any) -> exchange.Ranks:
     try:
         made = _of_torch(group) or _of_object(group)
     except Exception as error:  # of the group's own
-        raise ArgumentError(f"{_TAKEN}; found {shown(group)}, which says {type(error).__name__}: {error}") from error
+        raise ArgumentError(f"{_TAKEN}; found {shown(group)}, which says {described(error)}") from error
     if not 0 <= made.rank < made.size:
         raise ArgumentError(
             f"group must have a rank from 0 to size - 1; found rank {made.rank} of {made.size}. Make the communicator "
@@ -110,6 +110,7 @@ class GroupRanks:
     """The ranks of a group that only has a blocking ``allgather``. See :class:`exchange.Ranks`."""
 
     silence = "that the group's allgather has not answered in time"
+    left = False
 
     def __init__(self, group: Any, allgather: Callable[[bytes], Any], rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -197,7 +198,7 @@ class _Gathering:
         if call.error is not None:
             raise PeerLostError(report(
                 self._ranks.rank, 0, expected="the group's allgather to bring the data of all ranks",
-                found=f"that it raised {type(call.error).__name__}: {call.error}",
+                found=f"that it raised {described(call.error)}",
                 advice="Look for a rank that has ended, then make the group and the Communicator anew on every rank.",
             )) from call.error  # fmt: skip
         found, size, length = call.found, self._ranks.size, len(call.data)

@@ -58,6 +58,7 @@ class MpiRanks:
     """
 
     silence = "that some did not come in time"
+    left = False
 
     def __init__(self, mpi: Any) -> None:
         self.mpi = mpi

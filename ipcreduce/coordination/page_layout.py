@@ -18,6 +18,7 @@ ABORT_OFFSET = 0
 
 FAULT = record(("kind", "<u8"), ("call", "<u8"), ("rank", "<u8"), ("text", "S1024"))
 LOSS = record(("rank", "<u8"), ("text", "S128"))
+FAREWELL = record(("text", "S256"))  # why a rank has closed the communicator, if there is more to say
 ROUND = record(("ok", "<u4"), ("total", "<u4"), ("payload", f"V{CHUNK_BYTES}"))
 MEETING = record(("call", "<u8"), ("round", "<u8"), ("offered", "<u8"), ("offer", f"V{OFFER_BYTES}"))
 
@@ -26,9 +27,9 @@ MEETING = record(("call", "<u8"), ("round", "<u8"), ("offered", "<u8"), ("offer"
 def rank_layout(n: int) -> np.dtype[Any]:
     """One rank's block on the page of ``n`` ranks. Bytes "dead" and "late" are by rank."""
     return np.dtype([
-        ("pid", "<i8"), ("started", "<u8"), ("namespace", "<u8"), ("state", "<u4"),
+        ("pid", "<i8"), ("namespace", "<u8"), ("state", "<u4"),
         ("dead", "u1", (n,)), ("late", "u1", (n,)),
-        ("fault", FAULT), ("loss", LOSS), ("meeting", MEETING),
+        ("fault", FAULT), ("loss", LOSS), ("farewell", FAREWELL), ("meeting", MEETING),
         ("rounds", ROUND, (2,)),  # by parity of the serial: no rank writes one before all have read the last but one
         ("marks", "<u8", (MARKS,)),  # last: used between ranks of one page only
     ], align=True)  # fmt: skip

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import RankMismatchError
+from ..texts import decoded, encoded
 
 _SEAL_BYTES = 4
 _fence = threading.Lock()
@@ -53,7 +54,7 @@ class Slot:
         new = np.zeros(1, self._layout)
         new["serial"] = serial
         for name, value in fields.items():
-            new[name] = value.encode()[: self._layout[name].itemsize] if isinstance(value, str) else value
+            new[name] = encoded(value, self._layout[name].itemsize) if isinstance(value, str) else value
         data = new.tobytes()
         seal = zlib.crc32(data[_SEAL_BYTES:])
         self._page[self._place] = seal.to_bytes(_SEAL_BYTES, "little") + data[_SEAL_BYTES:]
@@ -85,4 +86,4 @@ def rows(data: bytes, layout: np.dtype[Any], what: str) -> np.ndarray[Any, Any]:
 
 def text_of(found: Any, name: str = "text") -> str:
     """A text field of a record."""
-    return bytes(found[name]).decode(errors="replace")
+    return decoded(bytes(found[name]))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from ..errors import PeerFailedError, PeerLostError, RankMismatchError
+from ..texts import decoded, described, encoded
 from .control_page import Page
 from .page_layout import CHUNK_BYTES
 from .records import fence
@@ -30,16 +31,16 @@ class Left(PeerFailedError):
         if isinstance(error, cls):
             return error
         fault = page.fault() if isinstance(error, PeerFailedError) else None
-        return cls(page.rank, f"{type(error).__name__}: {error}") if fault is None else cls(fault[1], fault[3])
+        return cls(page.rank, described(error)) if fault is None else cls(fault[1], fault[3])
 
     def pack(self) -> bytes:
         """As the payload of a chunk. The text is cut to its room."""
-        return f"{self.rank} {self.text}".encode()[:CHUNK_BYTES]
+        return encoded(f"{self.rank} {self.text}", CHUNK_BYTES)
 
     @classmethod
     def unpack(cls, chunk: bytes) -> Left:
         """The one in ``chunk``. :raises RankMismatchError: if there is none."""
-        rank, _, text = chunk.rstrip(b"\0").decode(errors="replace").partition(" ")
+        rank, _, text = decoded(chunk).partition(" ")
         if not re.fullmatch("[0-9]{1,9}", rank):
             raise RankMismatchError(
                 f"expected the number of a rank that left an exchange; found {rank[:20]!r}. Run the same version of "

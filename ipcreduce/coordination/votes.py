@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import PeerFailedError, RankMismatchError, report
+from ..texts import decoded, described, encoded
 from .calls import CallSequence
 from .fingerprint import Fingerprint
 from .records import rows
 
-_VOTE = np.dtype([("call", "<u8"), ("ok", "<u4"), ("count", "<u4"), ("crc", "<u4"), ("text", "S512")])
+_TEXT_BYTES = 512
+_VOTE = np.dtype([("call", "<u8"), ("ok", "<u4"), ("count", "<u4"), ("crc", "<u4"), ("text", f"S{_TEXT_BYTES}")])
 _CHECKSUM = np.dtype("<u4")
 
 
@@ -29,16 +31,16 @@ class Vote:
     text: str  # the error, if not ok
 
     def pack(self) -> bytes:
-        """As bytes for a round. The text is cut to 512 bytes."""
+        """As bytes for a round. The text is cut to its room."""
         row: np.ndarray[Any, Any] = np.zeros(1, _VOTE)
-        row[0] = (self.call, self.ok, self.count, self.crc, self.text.encode())
+        row[0] = (self.call, self.ok, self.count, self.crc, encoded(self.text, _TEXT_BYTES))
         return row.tobytes()
 
     @classmethod
     def unpack(cls, data: bytes) -> Vote:
         """The vote in ``data``. :raises RankMismatchError: if there is none."""
         row = rows(data.ljust(1, b"\0"), _VOTE, "votes")[0]
-        text = bytes(row["text"]).decode(errors="replace")
+        text = decoded(bytes(row["text"]))
         return cls(int(row["call"]), bool(row["ok"]), int(row["count"]), int(row["crc"]), text)
 
 
@@ -49,7 +51,7 @@ def vote(calls: CallSequence, number: int, mine: Vote) -> list[Vote]:
     """
 
     def failed(error: BaseException) -> bytes:
-        return replace(mine, ok=False, text=f"{type(error).__name__}: {error}").pack()
+        return replace(mine, ok=False, text=described(error)).pack()
 
     return [Vote.unpack(data) for data in calls.gather(number, mine.pack(), failed)]
 
@@ -67,7 +69,7 @@ def agree(
     :raises IpcReduceError: if a rank does not come: see :meth:`CallSequence.gather`.
     """
     everything = zlib.crc32(_checksums(recorded).tobytes())
-    text = "" if error is None else f"{type(error).__name__}: {error}"
+    text = "" if error is None else described(error)
     votes = vote(calls, number, Vote(calls.number, error is None, len(recorded), everything, text))
     if len({one.call for one in votes}) > 1:  # else there is no gap, and earlier calls are still to be compared
         calls.catch_up(max(one.call for one in votes))
@@ -102,4 +104,4 @@ def _first_difference(calls: CallSequence, number: int, recorded: Sequence[Finge
     different = (np.array([one[:shortest] for one in everyone]) != everyone[0][:shortest]).any(axis=0)
     index = int(different.argmax()) if different.any() else shortest
     text = recorded[index].text if index < len(recorded) else f"none, it has {len(recorded)}"
-    return index, [data.decode(errors="replace") for data in calls.gather(number, text.encode())]
+    return index, [decoded(data) for data in calls.gather(number, encoded(text))]

@@ -9,6 +9,7 @@ import select
 import threading
 from dataclasses import dataclass, field
 
+from ..texts import out_of_descriptors
 from .comparison import BUSY_SECONDS, Comparison
 from .control_page import CLOSED_IT, Page
 from .mirror import Mirror
@@ -19,6 +20,7 @@ _JOIN_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 0.5  # for a mirror to send, in stop()
 _MOST_WAKES = 4096
 _NAME = "ipcreduce-watchdog"
+UNKNOWN = 0  # a pid namespace
 
 
 class Watch:
@@ -74,7 +76,6 @@ class _Process:
 
     descriptor: int
     ranks: list[tuple[Watch, int]] = field(default_factory=list)
-    ended: bool = False
 
 
 class _Watchdog:
@@ -83,7 +84,7 @@ class _Watchdog:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._watches: list[Watch] = []
-        self._processes: dict[tuple[int, int], _Process] = {}  # by pid and start time
+        self._processes: dict[int, _Process] = {}  # by pid: those that have not ended, as far as was seen
         self._thread: threading.Thread | None = None
         self._epoll: select.epoll | None = None
         self._wake_read = self._wake_write = -1
@@ -101,17 +102,11 @@ class _Watchdog:
         """Begin a watch."""
         with self._lock:
             if self._thread is None:
-                self._epoll = select.epoll()
-                self._wake_read, self._wake_write = os.pipe()
-                self._woken = False
-                self._epoll.register(self._wake_read, select.EPOLLIN)
-                thread = threading.Thread(target=self._run, args=[self._epoll], name=_NAME, daemon=True)
                 try:
-                    thread.start()
-                except RuntimeError as error:  # the system has none left
+                    self._thread = self._started()
+                except BaseException:
                     _close(*self._let_go())
-                    raise OSError(f"no watchdog: {error}") from None
-                self._thread = thread
+                    raise
             self._watches.append(watch)
             if watch.mirror is not None:
                 assert self._epoll is not None
@@ -120,31 +115,61 @@ class _Watchdog:
                     self._epoll.register(descriptor, select.EPOLLIN)
                 page.changed = self.wake
                 return  # the connections tell of the ranks' ends
-            namespace = own_identity()[2]
+            _, namespace = own_identity()
             for rank in range(page.n):
-                pid, started, other = page.identity(rank)
-                if rank != page.rank and other == namespace and hasattr(os, "pidfd_open"):
-                    self._add_process(watch, rank, pid, started)
+                pid, other = page.identity(rank)
+                if rank != page.rank and other == namespace != UNKNOWN and hasattr(os, "pidfd_open"):
+                    self._add_process(watch, rank, pid)
 
-    def _add_process(self, watch: Watch, rank: int, pid: int, started: int) -> None:
-        process = self._processes.get((pid, started))
+    def _started(self) -> threading.Thread:
+        """The thread, running. :raises OSError: if the system has no thread or no descriptor left."""
+        self._epoll = select.epoll()
+        self._wake_read, self._wake_write = os.pipe()
+        self._woken = False
+        self._epoll.register(self._wake_read, select.EPOLLIN)
+        thread = threading.Thread(target=self._run, args=[self._epoll], name=_NAME, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise OSError(f"no watchdog: {error}") from None
+        return thread
+
+    def _add_process(self, watch: Watch, rank: int, pid: int) -> None:
+        """Watch the process that has the number ``pid`` now.
+
+        It is the rank's: the rank takes part in exchanges after this one, which a process that has ended cannot.
+        """
+        assert self._epoll is not None
+        process = self._processes.get(pid)
+        if process is not None and process.descriptor in self._ready():  # another one may have its number by now
+            self._end(pid)
+            process = None
         if process is None:
             try:
                 descriptor = os.pidfd_open(pid)
             except ProcessLookupError:
                 watch.died(rank)
                 return
-            except OSError:  # not permitted here: its death is noticed at the deadline
-                return
-            if start_time(pid) not in (started, 0):  # another process has its number by now
-                os.close(descriptor)
-                watch.died(rank)
-                return
-            process = self._processes[pid, started] = _Process(descriptor)
-            assert self._epoll is not None
+            except OSError as error:
+                if out_of_descriptors(error):
+                    raise
+                return  # not permitted here: its death is noticed at the deadline
+            process = self._processes[pid] = _Process(descriptor)
             self._epoll.register(descriptor, select.EPOLLIN)
         process.ranks.append((watch, rank))
-        if process.ended:
+        if process.descriptor in self._ready():
+            self._end(pid)
+
+    def _ready(self) -> set[int]:
+        """The descriptors of processes and connections that have something to say now."""
+        return set() if self._epoll is None else {descriptor for descriptor, _ in self._epoll.poll(0)}
+
+    def _end(self, pid: int) -> None:
+        """A process of peers has ended."""
+        process = self._processes.pop(pid)
+        self._unregister(process.descriptor)
+        os.close(process.descriptor)
+        for watch, rank in process.ranks:
             watch.died(rank)
 
     def remove(self, watch: Watch) -> None:
@@ -156,13 +181,10 @@ class _Watchdog:
             if watch.mirror is not None:
                 watch.mirror.close(_LAST_WORDS_SECONDS)
                 watch._page.changed = None
-            for key, process in list(self._processes.items()):
+            for pid, process in list(self._processes.items()):
                 process.ranks = [one for one in process.ranks if one[0] is not watch]
                 if not process.ranks:
-                    del self._processes[key]
-                    if not process.ended:
-                        self._unregister(process.descriptor)
-                    os.close(process.descriptor)
+                    self._end(pid)
             if self._watches:
                 return
             os.write(self._wake_write, b"0")  # closing it wakes nobody while a forked child has it too
@@ -197,16 +219,13 @@ class _Watchdog:
             if epoll is not self._epoll:
                 return
             # Ask again under the lock: a descriptor may have been closed since, and its number used again.
-            ready = {descriptor for descriptor, _ in epoll.poll(0)}
+            ready = self._ready()
             if self._wake_read in ready:
                 self._woken = False  # first: who wakes us from here on is heard at the next turn
                 os.read(self._wake_read, _MOST_WAKES)
-            for process in self._processes.values():
-                if process.descriptor in ready and not process.ended:
-                    process.ended = True
-                    epoll.unregister(process.descriptor)
-                    for watch, rank in process.ranks:
-                        watch.died(rank)
+            for pid, process in list(self._processes.items()):
+                if process.descriptor in ready:
+                    self._end(pid)
             watches = list(self._watches)
         for watch in watches:
             try:
@@ -231,7 +250,11 @@ _watchdog = _Watchdog()
 def watch(page: Page, mirror: Mirror | None = None) -> Watch:
     """Watch the processes of the other ranks of ``page``, through ``mirror`` where each rank has a page of its own."""
     new = Watch(page, mirror)
-    _watchdog.add(new, page)
+    try:
+        _watchdog.add(new, page)
+    except BaseException:
+        _watchdog.remove(new)
+        raise
     return new
 
 
@@ -240,15 +263,9 @@ def is_watching() -> bool:
     return threading.current_thread().name == _NAME
 
 
-def own_identity() -> tuple[int, int, int]:
-    """(pid, start time, pid namespace) of this process, which tell it from a later one with the same pid."""
-    return os.getpid(), start_time(os.getpid()), os.stat("/proc/self/ns/pid").st_ino
-
-
-def start_time(pid: int) -> int:
-    """The start of a process of this pid namespace, in clock ticks since boot; 0 if /proc does not tell."""
+def own_identity() -> tuple[int, int]:
+    """(pid, pid namespace) of this process; :data:`UNKNOWN` for the namespace where /proc does not tell."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return int(file.read().rpartition(")")[2].split()[19])
+        return os.getpid(), os.stat("/proc/self/ns/pid").st_ino
     except OSError:
-        return 0
+        return os.getpid(), UNKNOWN

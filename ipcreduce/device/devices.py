@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +13,9 @@ from ..coordination import exchange
 from ..coordination.exchange import Ranks
 from ..cuda import cupy_runtime, driver
 from ..errors import ArgumentError, CudaError, IpcReduceError, UnsupportedError
+from ..texts import encoded, shown
 
+_NAME_BYTES = exchange.DEVICE["name"].itemsize
 MIN_CAPABILITY = (8, 0)
 _UNAVAILABLE = 46  # CUDA_ERROR_DEVICE_UNAVAILABLE, and cudaErrorDevicesUnavailable
 
@@ -48,7 +49,8 @@ def share_device(
     record = exchange.message(exchange.DEVICE, error, wrong=isinstance(error, ArgumentError))
     if info is not None:
         record["uuid"], record["capability"] = np.void(info.uuid), info.capability
-        record["multiprocessors"], record["visible"], record["name"] = info.multiprocessors, count, info.name
+        record["multiprocessors"], record["visible"] = info.multiprocessors, count
+        record["name"] = encoded(info.name, _NAME_BYTES)
     devices = exchange.allgather(ranks, record, deadline, "choosing devices")
     raise_wrong(ranks.rank, devices)
     exchange.check(ranks, devices, "choosing devices")
@@ -80,21 +82,19 @@ def choose_device(device: Any, local_rank: int) -> int:
     ordinal = getattr(device, "id", device)
     if ordinal >= count:  # its type has been checked: see Options
         raise ArgumentError(
-            f"device must be None, 'auto' or the ordinal of one of the {count} visible GPUs; found {device!r}. "
+            f"device must be None, 'auto' or the ordinal of one of the {count} visible GPUs; found {shown(device)}. "
             f"Pass one below {count}"
         )
     return int(ordinal)
 
 
-def advise_spreading(rank: int, devices: np.ndarray[Any, Any]) -> None:
-    """Warn, on rank 0 only, if ranks share a GPU while another GPU is idle."""
+def advise_spreading(devices: np.ndarray[Any, Any], warn: Callable[[str], None]) -> None:
+    """Warn if ranks share a GPU while another GPU is idle."""
     used = [uuid.tobytes() for uuid in devices["uuid"]]
-    if rank == 0 and len(set(used)) < min(len(used), int(devices["visible"].max())):
-        warnings.warn(
+    if len(set(used)) < min(len(used), int(devices["visible"].max())):
+        warn(
             f"{len(used)} ranks share {len(set(used))} GPU(s) while others are idle: kernels of one GPU take turns, "
-            "about 5 ms each. Make a device current on each rank, or pass Communicator(device='auto')",
-            RuntimeWarning,
-            stacklevel=6,
+            "about 5 ms each. Make a device current on each rank, or pass Communicator(device='auto')"
         )
 
 

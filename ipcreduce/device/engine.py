@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any, ClassVar
 
 from .. import lifetime
+from ..coordination import faults
 from ..coordination.calls import CallSequence
-from ..coordination.control_page import CLOSED_IT, REFUSED, TOLD, Page
+from ..coordination.control_page import REFUSED, TOLD, Page
 from ..cuda import cupy_runtime, driver, graph, streams
 from ..cuda.contexts import using_relaxed
 from ..errors import ArgumentError, IpcReduceError
@@ -174,7 +175,7 @@ class DeviceEngine(ABC):
         if self.order.ends_by(deadline):
             return True
         if page.loss() is None:
-            page.post_fault(REFUSED, page.calls.call_of(self.rank), CLOSED_IT)
+            page.post_fault(REFUSED, page.calls.call_of(self.rank), faults.why_closed(page, self.rank))
         else:  # which ends all waits: a fault of this rank would come before it, as if it were the reason
             page.abort(TOLD)
         return False

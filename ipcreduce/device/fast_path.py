@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..coordination import turns
 from ..coordination.calls import CallSequence
 from ..coordination.control_page import Page
 from ..coordination.fingerprint import Fingerprint
@@ -122,10 +123,13 @@ class FastPath:
         calls = self._calls
         try:
             calls.lock.acquire()  # here, so that an interrupt behind it still releases the lock
+            if calls.within or calls.nested:
+                turns.make_way(calls)
             if calls.unusable is not None:
                 calls.check_usable()
-            calls.number = number = calls.number + 1
             try:
+                calls.within = True
+                calls.number = number = calls.number + 1
                 result: Any = True
                 if ready is None:
                     ready, result, current = self._eager(array, op, out, stream)
@@ -169,6 +173,10 @@ class FastPath:
             except BaseException as error:
                 calls.failed(error)
                 raise
+            finally:
+                calls.within = False
+                if calls.nested:
+                    turns.tell_nested(calls)
         finally:
             try:  # noqa: SIM105  (suppress() takes 0.3 us)
                 calls.lock.release()

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ..advice import shown
 from ..errors import ArgumentError
+from ..texts import shown
 
 MODES = ("none", "piecewise", "full")
 

@@ -131,7 +131,9 @@ class Graph:
                 error = caught
                 recording.abandon()
             self._leave_recording()
-            session.end_recording(recording, error and explained(error, behind_a_break=bool(recording.segments)))
+            if error is not None:
+                error = explained(error, behind_a_break=bool(recording.segments))
+            session.end_recording(recording, error)
         except BaseException as failed:
             if session.calls.recording is recording:  # interrupted between its begin and its end
                 recording.abandon()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..advice import shown
 from ..errors import ArgumentError
+from ..texts import shown
 from .addresses import AddressCheck
 
 CHECKS = ("first", "always", "never")

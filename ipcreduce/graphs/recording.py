@@ -18,6 +18,7 @@ from ..device.fast_path import Ready
 from ..errors import CaptureError, CudaError, IpcReduceError
 from ..handles import DEFAULT_STREAM, Stream
 from ..ipc.plan import LaunchPlan
+from ..texts import text_of
 from .pool import GraphPool
 
 _REFUSED = (
@@ -221,7 +222,9 @@ def warn_about(segments: list[Segment]) -> None:
 
 def cannot_be_captured(cause: BaseException, advice: str = "") -> CaptureError:
     """The error for work that does not go into a graph. It begins with the cause's own words, which people look up."""
-    return CaptureError(f"{str(cause).rstrip('.')}. So the recording cannot be made into a graph. {advice}".rstrip())
+    return CaptureError(
+        f"{text_of(cause).rstrip('.')}. So the recording cannot be made into a graph. {advice}".rstrip()
+    )
 
 
 def explained(error: BaseException, behind_a_break: bool = False) -> BaseException:
@@ -232,7 +235,7 @@ def explained(error: BaseException, behind_a_break: bool = False) -> BaseExcepti
     status = cupy_runtime.runtime_status(error)
     advice = _ADVICE.get(907 if status == 1 and behind_a_break else status, "")
     if not status and isinstance(error, RuntimeError) and not isinstance(error, IpcReduceError):
-        text = str(error)
+        text = text_of(error)
         if _IN_OTHER_WORDS in text or ("captur" in text and cupy_runtime.raised_by_cupy(error)):
             advice = _REFUSED
     if not advice:

@@ -10,6 +10,7 @@ from typing import Any
 from ..cuda import current_streams
 from ..errors import ArgumentError
 from ..lifetime import refuse_copies
+from ..texts import text_of
 from .addresses import item
 from .breaks import rehearsing, without_blocks
 from .context import ForwardContext, check_mode, get_forward_context
@@ -102,7 +103,7 @@ class GraphRunner:
     def _record(self, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         graph = Graph(
             self._comm, pool=self._pool, check=self._check, breaks=self._mode == "piecewise",
-            name=str(context.batch_descriptor),
+            name=text_of(context.batch_descriptor),
         )  # fmt: skip
         with graph.record(self._inputs(context, args, kwargs)):
             outputs = self._function(*args, **kwargs)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .. import arrays
+from ..coordination import turns
 from ..coordination.calls import CallSequence
 from ..coordination.fingerprint import Fingerprint
 from ..coordination.votes import agree
@@ -124,13 +125,16 @@ class GraphSession:
     def begin_recording(self, recording: Recording, check: Callable[[], None]) -> None:
         """Open a recording, as one call. ``check`` raises if this rank cannot. Collective."""
         calls = self.calls
-        with calls.lock, calls.making():
+
+        def begin() -> None:
             check()
             if calls.recording is not None:
                 raise GraphStateError("record() while this communicator is recording already: end that one first")
             calls.enter(Fingerprint.of(f"recording of {recording.name}"), recording.callers[0])
             recording.number, calls.recording = calls.number, recording
             recording.generation = 0 if self._engine is None else self._engine.generation
+
+        turns.make(calls, begin)
 
     def end_recording(self, recording: Recording, error: BaseException | None) -> None:
         """End a recording by a vote: every rank goes on with it, or every rank raises. Collective.
@@ -144,7 +148,8 @@ class GraphSession:
                 self.calls.leave(error)  # a peer may wait in the body, in a break for instance
             elif self._engine is not None and self._engine.generation != recording.generation:
                 stale = GraphStateError(_ABORTED_WITHIN)  # the others hear of it by the vote
-            self._agree(recording.number, recording.segments, error, stale)
+            with turns.alone(self.calls):
+                self._agree(recording.number, recording.segments, error, stale)
 
     def _agree(
         self, number: int, segments: list[Segment], error: BaseException | None, stale: Exception | None = None
@@ -177,7 +182,8 @@ class GraphSession:
         graphs, self._recorded = self._recorded, []
         with self.calls.lock:
             if self.direct is not None:
-                self.direct.register(number, graphs)
+                with turns.alone(self.calls):
+                    self.direct.register(number, graphs)
 
     def order(self, before: Stream, after: Stream) -> None:
         """Let the work that follows on stream ``after`` wait for the work on ``before``."""
@@ -230,8 +236,7 @@ class GraphSession:
             return
         with calls.lock:
             if segment.calls or segment.executable is None:
-                with calls.making():
-                    self._launch(segment, stream, owner)
+                turns.make(calls, self._launch, segment, stream, owner)
                 if self._sync:
                     self.synchronize(stream)
                 return
@@ -292,10 +297,10 @@ class GraphSession:
             if error is not None:
                 calls.leave(error)
                 raise error
-            with calls.making():
-                calls.enter(_CAPTURE, DEFAULT_STREAM)
+            turns.make(calls, calls.enter, _CAPTURE, DEFAULT_STREAM)
             number = calls.number
-            self._agree(number, [segment for graph in graphs for segment in graph.segments], None)
+            with turns.alone(calls):
+                self._agree(number, [segment for graph in graphs for segment in graph.segments], None)
             self._recorded = graphs
             self._register(number)
 

@@ -17,6 +17,7 @@ from ..coordination import exchange
 from ..coordination.mpi import MpiRanks, check_runs
 from ..errors import IpcReduceError, PeerFailedError, PeerLostError, RankMismatchError, report
 from ..numerics import reduce
+from ..texts import described, encoded
 
 _ONE_SHOT_BYTES = 64 << 10  # up to here every rank gets and folds everything; above, a chunk each
 _SEGMENT_BYTES = 64 << 20  # bounds the temporary memory, and MPI's 32-bit counts
@@ -64,7 +65,7 @@ class MpiReducer:
         """The error of all later calls once ``error`` has ended one while ``halfway``."""
         return PeerLostError(report(
             self._rank, call, expected="every rank to go through this call together",
-            found=f"that this one left it halfway ({type(error).__name__}: {error})",
+            found=f"that this one left it halfway ({described(error)})",
             advice="The communicator can only be closed.",
         ))  # fmt: skip
 
@@ -76,7 +77,7 @@ class MpiReducer:
         if not self.halfway:
             self._deadline, self._call, self._interrupt = time.monotonic() + self._timeout, call, None
             with suppress(IpcReduceError):  # ``error`` is the one to raise
-                self._tell(exchange.message(exchange.CALL, f"{type(error).__name__}: {error}", call=call))
+                self._tell(exchange.message(exchange.CALL, described(error), call=call))
                 self.halfway = False
         return self.left_halfway(call, error) if self.halfway else None
 
@@ -88,7 +89,7 @@ class MpiReducer:
 
     def _agree(self, what: str) -> None:
         record = exchange.message(exchange.CALL, call=self._call)
-        record["text"] = what.encode()
+        record["text"] = encoded(what, exchange.TEXT_BYTES)
         for rank, other in enumerate(self._tell(record)):
             text = exchange.text_of(other)
             if not other["ok"]:

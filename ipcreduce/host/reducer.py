@@ -121,7 +121,7 @@ class HostReducer:
             return mpi.allreduce(array, op, number, compared, interrupt)
         except BaseException as error:
             if mpi.halfway:
-                calls.give_up(mpi.left_halfway(number, error))
+                calls.give_up(mpi.left_halfway(number, error), error)
             raise
 
     def close(self) -> None:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import difflib
 import os
-import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..advice import shown
 from ..errors import ArgumentError
+from ..texts import printable, shown, text_of
 from . import plan
 
 _PREFIX = "IPCREDUCE_"
@@ -54,7 +54,7 @@ class Options:
         try:
             nbytes, sync = workspace_bytes(workspace), is_synchronous()
         except ArgumentError as error:
-            wrong = str(error)
+            wrong = text_of(error)
         ordinal = getattr(device, "id", device)
         if not (device is None or (isinstance(device, str) and device == "auto") or _is_ordinal(ordinal)):
             wrong = (
@@ -105,19 +105,12 @@ def is_synchronous() -> bool:
 _warned: set[str] = set()  # names, each of which is worth one warning
 
 
-def warn_of_unknown_variables(stacklevel: int) -> None:
-    """Warn of set variables that are named like ours and that nothing reads, once each in a process.
-
-    :param stacklevel: that of ``warnings.warn`` in the caller.
-    """
+def unknown_variables() -> Iterator[str]:
+    """Warnings of set variables that are named like ours and that nothing reads, once each in a process."""
     for name in sorted(name for name in os.environ if name.startswith(_PREFIX)):
         if name in VARIABLES or name in _warned:
             continue
         _warned.add(name)
         close = difflib.get_close_matches(name[len(_PREFIX) :], [known[len(_PREFIX) :] for known in VARIABLES], 1)
         meant = f"Did you mean {_PREFIX}{close[0]}?" if close else f"There are {', '.join(VARIABLES)}."
-        warnings.warn(
-            f"the environment variable {name} is not one of ipcreduce's, and has no effect. {meant}",
-            RuntimeWarning,
-            stacklevel=stacklevel + 1,
-        )
+        yield f"the environment variable {printable(name)} is not one of ipcreduce's, and has no effect. {meant}"

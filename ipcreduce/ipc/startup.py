@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -11,17 +12,19 @@ import numpy as np
 
 from ..coordination import exchange
 from ..coordination.control_page import Page
-from ..coordination.exchange import Ranks
+from ..coordination.exchange import Agreed, Ranks
 from ..cuda import cupy_runtime, driver
 from ..device.deferred_free import attempt
 from ..device.devices import advise_spreading, most_on_a_gpu, open_to_processes, share_device
 from ..errors import CudaError, IpcReduceError, UnsupportedError
+from ..texts import decoded
 from . import links, plan, tuning
 from .engine import Engine
 from .options import Options
 from .workspace import Workspace
 
 _VERIFY_SECONDS = 10.0
+_PART_SECONDS = 5.0  # where a rank leaves start-up, for the others to unmap its memory
 _VERIFY_ROUNDS = 200  # about 1 us each over NVLink
 _VERIFY_ROUNDS_SHARED = 2  # each is a time slice where two ranks share a GPU
 _NO_DATA, _WHOLE, _SPLIT = 0, 1, 2  # verify.cu
@@ -38,20 +41,23 @@ def missing() -> str | None:
         return str(error)
 
 
-def start(ranks: Ranks, options: Options, page: Page, local_rank: int, deadline: float) -> Engine:
+def start(
+    ranks: Ranks, options: Options, page: Page, local_rank: int, deadline: float, warn: Callable[[str], None]
+) -> Engine:  # fmt: skip
     """Make the IPC engine, step by step; each step is ended by a vote, so that all ranks go on or all give up.
 
     :param ranks: they have joined, and each has a GPU to use.
     :param page: the control page, which all have joined.
     :param local_rank: this process's number on its host.
     :param deadline: on ``time.monotonic()``'s clock.
-    :raises ArgumentError: if ``options.device`` is wrong on a rank. :raises UnsupportedError: if a step fails.
+    :param warn: takes what to warn of at the end, on every rank alike.
+    :raises ArgumentError: if ``options.device`` is wrong on a rank. :raises Agreed: if a step fails.
     """
     rank, n = ranks.rank, ranks.size
     if n > plan.MAX_RANKS:
-        raise UnsupportedError(f"{n} ranks; the kernels take up to {plan.MAX_RANKS}")
+        raise Agreed(f"{n} ranks; the kernels take up to {plan.MAX_RANKS}")
     info, devices = share_device(ranks, options.device, local_rank, deadline)
-    advise_spreading(rank, devices)
+    advise_spreading(devices, warn)
     made = _Made()
     try:
         with exchange.step(ranks, deadline, "starting CUDA"), open_to_processes(info.ordinal):
@@ -68,15 +74,19 @@ def start(ranks: Ranks, options: Options, page: Page, local_rank: int, deadline:
             )  # fmt: skip
         assert made.engine is not None
         _verify(ranks, made.engine, devices, deadline)
-        made.engine.launches.table = _share_table(ranks, devices, deadline)
+        made.engine.launches.table = _share_table(ranks, devices, deadline, warn)
         made.engine.launches.resident = min(plan.EPOCH_SLOTS, 2 * int(devices["multiprocessors"].min()))
         made.engine.launches.sharing = most_on_a_gpu(devices)
         return made.engine
-    except IpcReduceError:
+    except BaseException as error:
+        exchange.tell(ranks, error, deadline)  # first: the others are to meet this rank in the next exchange
         with suppress(IpcReduceError):
             if made.workspace is not None:
                 attempt(made.context, made.workspace.unmap_peers)
-            exchange.confirm(ranks, None, deadline, "giving up")  # before anyone frees what another may still map
+            if isinstance(error, Agreed):
+                exchange.confirm(ranks, None, deadline, "giving up")  # before anyone frees what another may still map
+            else:
+                _part(page)
             if made.engine is not None:
                 made.engine.release()
             if made.workspace is not None:
@@ -86,14 +96,29 @@ def start(ranks: Ranks, options: Options, page: Page, local_rank: int, deadline:
         raise
 
 
-def _share_table(ranks: Ranks, devices: np.ndarray[Any, Any], deadline: float) -> plan.Table:
+def _part(page: Page) -> None:
+    """The same where start-up ends. :raises IpcReduceError: if a peer may still map our memory: it stays then."""
+    page.leave()
+    deadline = time.monotonic() + _PART_SECONDS
+    while not all(page.has_unmapped(peer) for peer in range(page.n) if peer != page.rank):
+        if time.monotonic() > deadline:
+            raise IpcReduceError("a rank has not unmapped its peers' memory")
+        time.sleep(1e-3)
+
+
+def _share_table(
+    ranks: Ranks, devices: np.ndarray[Any, Any], deadline: float, warn: Callable[[str], None]
+) -> plan.Table:  # fmt: skip
     """Rank 0's tuned table, on every rank; empty if it has none, or the GPUs are of several kinds."""
     table: plan.Table = ()
+    problems: list[str] = []
     names = {bytes(device["name"]) for device in devices}
     if ranks.rank == 0 and len(names) == 1:
         with suppress(UnsupportedError):  # no cache: then there is no table either
-            table = tuning.load(names.pop().decode(errors="replace"), ranks.size)
-    everyone = exchange.allgather(ranks, tuning.message(table), deadline, "sharing the tuned table")
+            table = tuning.load(decoded(names.pop()), ranks.size, problems.append)
+    everyone = exchange.allgather(ranks, tuning.message(table, *problems), deadline, "sharing the tuned table")
+    if problem := exchange.text_of(everyone[0]):
+        warn(problem)
     with exchange.step(ranks, deadline, "sharing the tuned table"):
         try:
             return tuning.received(everyone[0], ranks.size)
@@ -159,5 +184,5 @@ def _verify(ranks: Ranks, engine: Engine, devices: np.ndarray[Any, Any], deadlin
 
 
 def _name(devices: np.ndarray[Any, Any], rank: int) -> str:
-    name = bytes(devices["name"][rank]).decode(errors="replace")
+    name = decoded(bytes(devices["name"][rank]))
     return f"{name}, GPU-{devices['uuid'][rank].tobytes().hex()[:8]}"

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 from ..coordination import exchange
 from ..cuda.compiler import cache_directory
 from ..errors import UnsupportedError
+from ..texts import encoded
 from . import plan
 
 TUNING = exchange.struct(
@@ -46,7 +47,7 @@ def save(gpu: str, n: int, table: plan.Table) -> Path:
     return path
 
 
-def load(gpu: str, n: int) -> plan.Table:
+def load(gpu: str, n: int, warn: Callable[[str], None]) -> plan.Table:
     """Load the table for ``n`` ranks on GPUs of this name; empty if missing, or, with a warning, if unusable."""
     path = path_of(gpu, n)
     try:
@@ -57,7 +58,7 @@ def load(gpu: str, n: int) -> plan.Table:
     except FileNotFoundError:
         return ()
     except (OSError, ValueError, TypeError, KeyError) as error:
-        warnings.warn(f"the table {path} is not used ({error}): tune again, or remove it", stacklevel=2)
+        warn(f"the table {path} is not used ({error}): tune again, or remove it")
         return ()
 
 
@@ -66,9 +67,10 @@ def checksum(table: plan.Table) -> int:
     return zlib.crc32(repr(table).encode())
 
 
-def message(table: plan.Table) -> np.ndarray[Any, Any]:
-    """Encode a table as a TUNING message."""
+def message(table: plan.Table, problem: str = "") -> np.ndarray[Any, Any]:
+    """Encode a table as a TUNING message, with what there is to warn of."""
     record = exchange.message(TUNING, count=len(table), crc=checksum(table))
+    record["text"] = encoded(problem, exchange.TEXT_BYTES)
     for index, choice in enumerate(table):
         kind = plan.ALGORITHMS.index(choice.algorithm)
         record[0]["up_to"][index] = choice.up_to

@@ -32,7 +32,7 @@ def start(ranks: Ranks, options: Options, page: Page, local_rank: int, reason: s
     :param local_rank: this process's number on its host.
     :param reason: why it is this backend.
     :param deadline: on ``time.monotonic()``'s clock.
-    :raises ArgumentError: if ``options.device`` is wrong on a rank. :raises UnsupportedError: if a step fails.
+    :raises ArgumentError: if ``options.device`` is wrong on a rank. :raises Agreed: if a step fails.
     """
     rank = ranks.rank
     identity = _share_identity(ranks, deadline)
@@ -50,7 +50,8 @@ def start(ranks: Ranks, options: Options, page: Page, local_rank: int, reason: s
                 raise CudaError("ncclAllReduce", library.TIMEOUT, "NCCL's first sum did not end in time")
         engine.watch()
         return engine
-    except IpcReduceError:
+    except BaseException as error:
+        exchange.tell(ranks, error, deadline)
         with suppress(IpcReduceError):
             if engine is not None:
                 engine.release()
@@ -65,7 +66,7 @@ def _half(deadline: float) -> float:
 
 
 def _share_identity(ranks: Ranks, deadline: float) -> bytes:
-    """Rank 0's identity for NCCL, on every rank. :raises UnsupportedError: if NCCL is missing, or differs."""
+    """Rank 0's identity for NCCL, on every rank. :raises Agreed: if NCCL is missing, or differs."""
     identity, version, error = bytes(library.ID_BYTES), 0, None
     try:
         version = library.version()
@@ -78,9 +79,7 @@ def _share_identity(ranks: Ranks, deadline: float) -> bytes:
     exchange.check(ranks, everyone, "loading NCCL")
     versions = sorted({int(one) for one in everyone["nccl"]})
     if len(versions) > 1:
-        raise UnsupportedError(
-            f"the ranks have NCCL {' and '.join(map(str, versions))}. Install one of them everywhere"
-        )
+        raise exchange.Agreed(f"the ranks have NCCL {' and '.join(map(str, versions))}. Install one of them everywhere")
     return bytes(everyone[0]["identity"].tobytes())
 
 

@@ -859,6 +859,63 @@ def refused_right_behind(comm: Any) -> None:
                 right(result)
 
 
+class Nesting:
+    """An array that makes a call when it is asked for its address, as a signal's handler may within any call."""
+
+    def __init__(self, array: Any, call: Callable[[], Any]) -> None:
+        self.array, self.outcome = array, None
+        self.call: Callable[[], Any] | None = call  # once
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        call, self.call = self.call, None
+        try:
+            self.outcome = self.outcome if call is None else call()
+        except Exception as error:
+            self.outcome = error
+        return dict(self.array.__cuda_array_interface__)
+
+
+def nested_calls(comm: Any) -> None:
+    """A call within one of the same thread is refused; the one around it is made, and so is another communicator's."""
+    words = "expected no call of this communicator within another one of the same thread"
+    with ipcreduce.Communicator(timeout=30, backend=comm.backend) as other:
+        for turn in range(3):
+            array: Any = mine(1000 + turn)
+            if RANK == 0:
+                array = Nesting(array, lambda count=turn: comm.allreduce(mine(10 + count)))
+            right(comm.allreduce(array))
+            if RANK == 0:
+                assert type(array.outcome) is ipcreduce.UnsupportedError, repr(array.outcome)
+                assert words in str(array.outcome), array.outcome
+            else:
+                told = f"rank 0 refused it (UnsupportedError: rank 0, call {comm._calls.number + 1}: {words}"
+                refused = lambda count=turn: (comm.allreduce(mine(10 + count)), comm.synchronize())  # noqa: E731
+                raises(ipcreduce.PeerFailedError, told, refused)
+            right(comm.allreduce(mine()))
+            comm.synchronize()
+            array = mine(1000 + turn)
+            if RANK == 0:
+                array = Nesting(array, lambda count=turn: other.allreduce(mine(10 + count)))
+                result = comm.allreduce(array)
+                right(array.outcome)
+            else:
+                right(other.allreduce(mine(10 + turn)))
+                result = comm.allreduce(array)
+            right(result)
+        graph = ipcreduce.Graph(comm)
+
+        def record() -> None:
+            with graph.record():
+                array = Nesting(mine(), lambda: comm.allreduce(mine(10))) if RANK == 0 else mine()
+                comm.allreduce(array)
+
+        kind = ipcreduce.UnsupportedError if RANK == 0 else ipcreduce.PeerFailedError
+        raises(kind, words, record)
+        right(comm.allreduce(mine()))
+        comm.synchronize()
+
+
 def abort_is_quick(comm: Any) -> None:
     """From a refusal on one rank to the error on the others: well under a second, with every size of grid."""
     for count in (10, 40000, 4 << 20) if not SIMULATED else (10, 2000):
@@ -909,7 +966,7 @@ SCENARIOS = [
     calls_on_several_streams, work_behind_a_call, asynchronous_pool, foreign_capture, programmatic_edges,
     destroyed_streams, captured_meanwhile, threads, interfaces, layouts, subclasses, torch_capture, torch_streams,
     torch_refused, torch_recordings, communicators, as_people_write, host_arrays, nan_bits, late_and_recover,
-    late_on_the_device, refused_right_behind, abort_is_quick, epoch_wrap,
+    late_on_the_device, refused_right_behind, nested_calls, abort_is_quick, epoch_wrap,
 ]  # fmt: skip
 # Beside a capture in the strictest mode NCCL's own eager calls end it.
 OUR_KERNELS_ONLY = {

@@ -170,6 +170,13 @@ def two_threads(comm: Any) -> None:
     works(comm)
 
 
+class Mute(Exception):
+    """Has no text."""
+
+    def __str__(self) -> str:
+        raise LookupError("no text")
+
+
 def exceptions(comm: Any) -> None:
     """In the body, on one rank or on all: unchanged there, named on the others; stream and allocator are as before."""
     before, source = held_by_library(comm), mine()
@@ -190,6 +197,15 @@ def exceptions(comm: Any) -> None:
             cupy.empty(3 << 20, np.uint8)
             assert graph.pool.nbytes == held
             works(comm)
+    for odd in (RuntimeError("cannot read /data/\udcff"), Mute()):  # texts that cannot be encoded, or not even made
+        told = f"({type(odd).__name__}: {'cannot read' if isinstance(odd, RuntimeError) else 'a Mute without a text'}"
+        words = [] if RANK == LAST else [f"rank {LAST}", told]
+        with raises(type(odd) if RANK == LAST else PeerFailedError, *words), Graph(comm).record():
+            comm.allreduce(source)
+            if RANK == LAST:
+                raise odd
+        works(comm)
+    del odd
     for who in ([LAST], range(SIZE)):
         error = ipcreduce.ArgumentError if RANK in who else PeerFailedError
         with raises(error, "op must be"), Graph(comm).record():

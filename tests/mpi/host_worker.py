@@ -10,12 +10,16 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import linecache
 import math
 import os
+import resource
+import signal
 import sys
 import threading
 import time
 import types
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable
@@ -39,7 +43,8 @@ from ipcreduce import (
 from ipcreduce.coordination import connections, exchange, watchdog
 from ipcreduce.coordination.control_page import Page
 from ipcreduce.host import over_mpi, shared
-from tests.shared import alarm, bad_call_table, reference, sweep_cases, worker, written_calls
+from ipcreduce.ipc import options
+from tests.shared import alarm, bad_call_table, reference, start_up_faults, sweep_cases, worker, written_calls
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -440,6 +445,88 @@ def late_at_start_up(comm: Communicator) -> None:
         right(fourth)
 
 
+def exceptions_at_start_up(comm: Communicator) -> None:
+    """On the last rank, before and behind every exchange; nobody waits for a timeout of an hour."""
+    most, connections._MOST_SECONDS = (
+        connections._MOST_SECONDS,
+        0.3,
+    )  # for ranks that do not connect: they may be held up
+    places = start_up_faults.everywhere(lambda: Communicator(timeout=3600), right, RANK == LAST, SIZE)
+    connections._MOST_SECONDS = most
+    assert places >= {"memory": 13, "page": 11, "apart": 9, "mpi": 5}[HOW], places
+    right(comm)
+
+
+def warnings_at_start_up(comm: Communicator) -> None:
+    """Where one is an error, no rank has a communicator, and none waits. Else each rank has it once."""
+    os.environ["IPCREDUCE_TIMEOUT"] = "9"
+    words = "the environment variable IPCREDUCE_TIMEOUT is not one of ipcreduce's"
+    for strict in ({LAST}, set(range(SIZE))):
+        options._warned.clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("error" if RANK in strict else "always")
+            error = error_of(lambda: Communicator(timeout=3600))
+        assert type(error) is (RuntimeWarning if RANK in strict else PeerFailedError), repr(error)
+        assert words in str(error), error
+        assert len(caught) == (RANK not in strict)
+    options._warned.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Communicator(timeout=3600) as made:
+            right(made)
+        with Communicator(timeout=3600) as again:
+            right(again)
+    assert [str(one.message).startswith(words) for one in caught] == [True]
+    assert "Communicator(timeout=3600)" in linecache.getline(caught[0].filename, caught[0].lineno)
+    del os.environ["IPCREDUCE_TIMEOUT"]
+
+
+def no_descriptors(comm: Communicator) -> None:
+    """On the last rank, from none on: every rank hears of the limit, or all is well."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for spare in range(200):
+        if RANK == LAST:
+            free = os.open(os.devnull, os.O_RDONLY)
+            os.close(free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free + spare, hard))
+        made: list[Communicator] = []
+        error = error_of(lambda made=made: made.append(Communicator(timeout=3600)))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if error is None:
+            right(made[0])
+            made[0].close()
+        else:
+            assert type(error) is UnsupportedError, repr(error)
+            assert f"rank {LAST}" in str(error), error
+            assert "[Errno 24] Too many open files" in str(error), error
+            assert ": this process may have" in str(error), error
+        outcomes = WORLD.allgather(error is None)
+        assert len(set(outcomes)) == 1, outcomes
+        if error is None:
+            break
+    assert spare, "with none it does not work"
+    assert error is None, "with enough of them it works"
+    right(comm)
+
+
+def names_of_hosts(comm: Communicator) -> None:
+    """IPCREDUCE_HOSTID of any script and length tells hosts apart."""
+    before = os.environ.get("IPCREDUCE_HOSTID")
+    for own, same in (
+        ("hôte", False),
+        ("a name that is too long for a field " * 9, False),
+        ("\udcff", False),
+        ("é", True),
+    ):
+        os.environ["IPCREDUCE_HOSTID"] = own if same else f"{own}{RANK}"
+        with Communicator(timeout=30) as made:
+            assert (f"the ranks are on {SIZE} hosts" in made.describe()) == (not same), made.describe()
+            right(made)
+    os.environ.pop("IPCREDUCE_HOSTID")
+    if before is not None:
+        os.environ["IPCREDUCE_HOSTID"] = before
+
+
 def every_rank_is_watched(comm: Communicator) -> None:
     """However late one of them writes its identity to the control page."""
     join = Page.join
@@ -639,6 +726,93 @@ def a_call_after_another_rank_has_closed(comm: Communicator) -> None:
     right(comm)
 
 
+def a_block_that_raises(comm: Communicator) -> None:
+    """The others hear by what: not only that the rank has closed the communicator."""
+    with contextlib.suppress(KeyError), Communicator(timeout=60) as brief:
+        right(brief)
+        if RANK == LAST:
+            raise KeyError("weights")
+        words = "found that its program left the communicator's block by KeyError: 'weights', after its call 1"
+        raises(PeerLostError, words, lambda: right(brief))
+    WORLD.Barrier()
+    right(comm)
+
+
+class Mute(Exception):
+    """Has no text."""
+
+    def __str__(self) -> str:
+        raise LookupError("no text")
+
+
+class Refused:
+    """An array that refuses to be one."""
+
+    __dlpack__ = None
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        raise self.error
+
+
+def texts_of_any_kind(comm: Communicator) -> None:
+    """An exception of a foreign object whose text cannot be encoded, or that has none: told at once, as any other."""
+    with Communicator(timeout=3600) as brief:
+        for error in (ValueError("/data/\udcff"), Mute(), MemoryError("é" * 2000)):
+            array: Any = Refused(error) if RANK == LAST else np.ones(3)
+            found = error_of(lambda array=array: brief.allreduce(array))
+            if RANK == LAST:
+                assert found is error or "does not give its memory" in str(found), repr(found)
+            else:
+                assert type(found) is PeerFailedError, repr(found)
+                assert f"rank {LAST} refused it" in str(found), found
+            right(brief)
+    right(comm)
+
+
+def nested(comm: Communicator) -> None:
+    """A signal's handler makes calls while its thread waits in one: of that communicator, and of another one."""
+    other, brief = Communicator(timeout=60), Communicator(timeout=60)
+    for count in (4, 300_000):
+        got: list[Any] = []
+
+        def handler(*_: Any, got: list[Any] = got) -> None:
+            got.append(error_of(lambda: brief.allreduce(np.full(4, 100.0))))
+            got.append(error_of(brief.close))
+            got.append(other.allreduce(np.full(4, RANK + 1.0))[0])  # for which the others wait
+
+        def ring(main: int = threading.get_ident()) -> None:
+            while not brief._calls.within:
+                time.sleep(1e-3)
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+        due = SIZE * (SIZE + 1) / 2
+        if RANK == 0:
+            before = signal.signal(signal.SIGUSR1, handler)
+            thread = threading.Thread(target=ring)
+            thread.start()
+        else:
+            assert other.allreduce(np.full(4, RANK + 1.0))[0] == due
+        assert (brief.allreduce(np.full(count, RANK + 1.0)) == due).all(), "the call around it"
+        if RANK == 0:
+            thread.join()
+            signal.signal(signal.SIGUSR1, before)
+            error, closed, value = got
+            assert type(error) is UnsupportedError, repr(error)
+            assert "expected no call of this communicator within another one of the same thread" in str(error), error
+            assert type(closed) is UnsupportedError, repr(closed)
+            assert value == due
+        else:
+            words = "rank 0 refused it (UnsupportedError: rank 0, call"
+            raises(PeerFailedError, words, lambda: brief.allreduce(np.full(4, 100.0)))
+        right(brief)
+    brief.close()
+    other.close()
+    right(comm)
+
+
 def default(comm: Communicator) -> None:
     """The default communicator: one, made at first use, and anew once closed."""
     first = ipcreduce.get_communicator()
@@ -684,8 +858,10 @@ SCENARIOS = {
     for scenario in (
         every_kind, as_people_write, subclasses, random_sweep, a_float_sum_starts_at_rank_0, wrong_calls, late,
         late_over_mpi, memory_outlives_a_wait, refused_while_another_is_late, refused_over_mpi, interrupted,
-        out_of_memory, arguments_differ, late_at_start_up, every_rank_is_watched, nothing_is_used_up, too_many,
-        a_graph_keeps_its_communicator, runners, sub_communicators, side_by_side, threads, closing,
+        out_of_memory, arguments_differ, late_at_start_up, exceptions_at_start_up, warnings_at_start_up,
+        no_descriptors, names_of_hosts, a_block_that_raises, texts_of_any_kind, nested, every_rank_is_watched,
+        nothing_is_used_up, too_many, a_graph_keeps_its_communicator, runners, sub_communicators, side_by_side,
+        threads, closing,
         a_call_after_another_rank_has_closed, default, forked,
     )
 }  # fmt: skip

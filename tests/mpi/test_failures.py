@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from tests.tools import failures
+from tests.tools import failures, machine
 
 
 @pytest.mark.parametrize("size", [3])
@@ -20,8 +24,54 @@ def test_the_others_hear_of_it_on_another_host(kind: str):
         assert failures.turn(kind, 4, seed, hosts=2)["wrong"] == ""
 
 
+ENDS = {
+    "raise KeyError('weights')": "its program ended with KeyError: 'weights', after its call 1",
+    "raise ValueError('/data/\\udcff')": r"its program ended with ValueError: /data/\udcff, after its call 1",
+    "pass": "its program ended, after its call 1",
+    "raise SystemExit(3)": "its program ended, after its call 1",
+    "comm.close()": "it closed the communicator, after its call 1",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_end_of_a_program_is_told(tmp_path: Path, end: str):
+    program = f"""
+import sys, numpy as np
+from ipcreduce import Communicator, PeerLostError
+from tests.shared.by_files import ByFiles
+comm = Communicator(ByFiles({str(tmp_path)!r}, sys.argv[1], "2"), timeout=3600)
+comm.allreduce(np.ones(3))
+if comm.rank == 1:
+    {end}
+else:
+    try:
+        comm.allreduce(np.ones(3))
+    except PeerLostError as error:
+        print(error)
+"""
+    environ = machine.environment() | {"CUDA_VISIBLE_DEVICES": ""}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(rank)], cwd=machine.ROOT, env=environ, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        heard = ranks[0].communicate(timeout=60)[0]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert f"expected rank 1 to take part; found that {ENDS[end]}" in heard
+
+
 def test_a_turn_that_is_not_right_is_told():
-    notes = {"error": "PeerLostError", "text": "expected rank 1 to take part", "close": 0.0}
+    notes = {
+        "error": "PeerLostError",
+        "text": "expected rank 1 to take part; found that its process has ended",
+        "close": 0.0,
+    }
     assert failures.problems("killed", 1, notes, 0.1, 1) == []
     assert failures.problems("killed", 0, notes, 0.1, 1) != []
     assert failures.problems("stopped", 1, notes, 0.1, 1) != []

@@ -62,3 +62,23 @@ def test_resources(mpirun: Callable):
     scenarios = ["every_rank_is_watched", "nothing_is_used_up", "too_many", "a_graph_keeps_its_communicator"]
     output = mpirun(WORKER, 2, "memory", *scenarios, env=HOST).stdout
     assert all(f"{scenario}: right" in output for scenario in scenarios), output
+
+
+FAULTS = ["exceptions_at_start_up", "warnings_at_start_up", "no_descriptors", "texts_of_any_kind", "nested"]
+SEEN = ["a_block_that_raises"]  # on the control page
+
+
+@pytest.mark.parametrize(
+    ("n", "how", "scenarios"),
+    [
+        (2, "memory", ["names_of_hosts"]),
+        (3, "memory", [*FAULTS, *SEEN]),
+        (2, "page", [*FAULTS, *SEEN]),
+        (2, "apart", [*FAULTS, *SEEN]),
+        (2, "mpi", FAULTS),
+    ],
+)
+def test_faults_of_one_rank(mpirun: Callable, n: int, how: str, scenarios: list[str]):
+    """The others hear of each at once, and the next communicator or call works."""
+    output = mpirun(WORKER, n, how, *scenarios, env=HOST).stdout
+    assert all(f"{scenario}: right" in output for scenario in scenarios), output

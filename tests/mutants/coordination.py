@@ -148,8 +148,8 @@ MUTANTS = [
     Mutant(
         "a refused call is kept from the peers",
         CALLS,
-        '            self._post(control_page.REFUSED, f"{type(error).__name__}: {error}")\n',
-        "            pass\n",
+        "        self._post(control_page.REFUSED, described(error), raised=True)\n",
+        "        self.raised = True\n",
         unit("calls", "a_rank_refuses"),
     ),
     # ---- the page
@@ -198,8 +198,8 @@ MUTANTS = [
     Mutant(
         "both rounds share one buffer",
         PAGE,
-        'self._slot(rank, "rounds", ROUND, parity * ROUND.itemsize)',
-        'self._slot(rank, "rounds", ROUND, 0)',
+        'self.slot(rank, "rounds", ROUND, parity * ROUND.itemsize)',
+        'self.slot(rank, "rounds", ROUND, 0)',
         unit("rounds", "two_buffers_are_enough"),
     ),
     Mutant(

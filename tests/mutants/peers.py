@@ -110,11 +110,11 @@ MUTANTS = [
         unit("watchdog", "a_death_is_seen_at_once"),
     ),
     Mutant(
-        "another process with the rank's old number is taken for the rank",
+        "a process with the number of one that ended is taken for that",
         WATCHDOG,
-        "if start_time(pid) not in (started, 0):",
-        "if False:",
-        unit("watchdog", "another_process_with_the_same_pid_is_not_taken_for_the_rank"),
+        "        if process is not None and process.descriptor in self._ready():",
+        "        if False:",
+        unit("watchdog", "a_process_that_has_got_the_number_of_one_that_ended"),
     ),
     Mutant(
         "a rank that closed and ended counts as dead",

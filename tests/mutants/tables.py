@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants import coordination, devices, graphs, house, kernels, operands, peers
+from tests.mutants import coordination, devices, graphs, house, kernels, leaving, operands, peers
 
-MUTANTS = [one for module in (kernels, coordination, peers, house, operands, devices, graphs) for one in module.MUTANTS]
+_MODULES = (kernels, coordination, peers, leaving, house, operands, devices, graphs)
+MUTANTS = [one for module in _MODULES for one in module.MUTANTS]

@@ -60,6 +60,11 @@ def test_a_group_that_is_not_mpis(hold: Hold) -> None:
     hold(3, "any_group")
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_exceptions_and_warnings_of_one_rank(hold: Hold, ranks: int) -> None:
+    hold(ranks, "exceptions_at_start_up", "a_warning_that_is_an_error")
+
+
 def test_no_secret_is_shown(hold: Hold) -> None:
     hold(2, "no_secret_is_shown")
 

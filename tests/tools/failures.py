@@ -31,12 +31,21 @@ SIZES = (1, 100, 10_000, 100_000, 1_000_000)
 TIMEOUT_SECONDS = {"mpi": 2.0, "nccl": 5.0}
 # The errors that may reach a survivor, with words about the victim, and the seconds in which they have to; of
 # ranks that are stopped, beyond the timeout.
-LOST = ("PeerLostError", "expected rank {victim} to take part")
+LOST = "PeerLostError", "expected rank {victim} to take part; found that its process has ended"
+ENDED = "PeerLostError", "expected rank {victim} to take part; found that its program ended, after its call"
+RAISED = "PeerLostError", "rank {victim} to take part; found that its program ended with RuntimeError: of the program,"
 EXPECTED = {
     "killed": ([LOST], 1.0),
-    "exited": ([LOST, ("PeerFailedError", "rank {victim} refused it (SystemExit")], 1.0),  # within a call
-    "raised": ([LOST, ("PeerFailedError", "rank {victim} refused it (RuntimeError: of the program")], 1.0),  # the same
+    "exited": ([ENDED, ("PeerFailedError", "rank {victim} refused it (SystemExit")], 1.0),  # within a call
+    "raised": (
+        [RAISED, ("PeerFailedError", "rank {victim} refused it (RuntimeError: of the program")],
+        1.0,
+    ),  # the same
     "stopped": ([("PeerTimeoutError", "rank {victim} never came")], 1.0),
+}
+HALFWAY = {  # where MPI carries the data
+    "exited": ("PeerLostError", "expected rank {victim} to take part; found that it left call"),
+    "raised": ("PeerLostError", "halfway (RuntimeError: of the program)"),
 }
 NCCL_SECONDS = 4.0  # more, over NCCL: a process that has used a GPU takes longer to end, and an abort takes 0.5 s
 # Of a rank that was stopped while MPI or NCCL carried the data: they do not tell which, and MPI's communicator is lost.
@@ -176,6 +185,8 @@ def problems(
     bound += TIMEOUT_SECONDS[backend] if kind == "stopped" else 0
     if kind == "stopped" and (hosts > 1 or backend == "nccl"):
         errors = [*errors, *IN_THE_DATA]
+    if kind in HALFWAY and hosts > 1:
+        errors = [*errors, HALFWAY[kind]]
     found = []
     if not any(notes["error"] == name and words.format(victim=victim) in notes["text"] for name, words in errors):
         found.append(f"got {notes['error']}: {notes['text']}")

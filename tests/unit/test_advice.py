@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce import advice, arrays
+from ipcreduce import arrays, texts
 from ipcreduce.coordination import groups
 from ipcreduce.errors import ArgumentError
 from ipcreduce.graphs import context, inputs
@@ -47,7 +47,7 @@ class Sparse:
     ],
 )
 def test_a_value_is_shown_in_few_words(value: Any, text: str):
-    assert advice.shown(value) == text
+    assert texts.shown(value) == text
 
 
 @pytest.mark.parametrize(

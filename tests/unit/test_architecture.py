@@ -19,10 +19,9 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 # A module imports none of a later layer. The longest prefix of its name counts.
+_FIRST = "errors", "handles", "annotations", "numerics", "texts", "advice", "kinds", "lifetime"
 LAYERS = (
-    tuple(
-        f"ipcreduce.{name}" for name in ("errors", "handles", "annotations", "numerics", "advice", "kinds", "lifetime")
-    ),
+    tuple(f"ipcreduce.{name}" for name in _FIRST),
     ("ipcreduce.coordination", "ipcreduce.cuda"),
     ("ipcreduce.arrays",),
     ("ipcreduce.operands", "ipcreduce.host_operands"),

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ipcreduce.coordination import calls as calls_module
-from ipcreduce.coordination import control_page, page_layout, resynchronisation
+from ipcreduce.coordination import control_page, page_layout, resynchronisation, turns
 from ipcreduce.coordination.calls import CallSequence
 from ipcreduce.coordination.control_page import Page
 from ipcreduce.coordination.fingerprint import Fingerprint, of_allreduce
@@ -30,6 +30,7 @@ from ipcreduce.errors import (
     PeerLostError,
     PeerTimeoutError,
     RankMismatchError,
+    UnsupportedError,
 )
 from tests.unit.pages import in_threads, make_mirrored, make_pages
 
@@ -73,6 +74,10 @@ class Engine:
         return stream == CAPTURING
 
 
+def fail(error: BaseException) -> None:
+    raise error
+
+
 class Rank:
     def __init__(self, page: Page, timeout: float) -> None:
         self.page, self.engine = page, Engine()
@@ -80,21 +85,23 @@ class Rank:
 
     def call(self, what: Fingerprint = SUM, stream: int = 0) -> int:
         """One call that is launched; its number."""
-        with self.calls.making():
-            self.calls.enter(what, stream)
+        turns.make(self.calls, self.calls.enter, what, stream)
         return self.calls.number
 
     def refuse(self, error: BaseException | None = None) -> BaseException:
         """One call that this rank refuses; the exception that comes out."""
-        with pytest.raises(BaseException) as caught, self.calls.making():  # noqa: PT011
-            raise error or ArgumentError("no such op")
+        with pytest.raises(BaseException) as caught:  # noqa: PT011
+            turns.make(self.calls, fail, error or ArgumentError("no such op"))
         return caught.value
 
     def host(self, payload: bytes = b"") -> list[bytes]:
         """One call with an exchange."""
-        with self.calls.making():
+
+        def body() -> list[bytes]:
             self.calls.enter(SUM, 0)
             return self.calls.gather(self.calls.number, payload)
+
+        return turns.make(self.calls, body)
 
     def kernel_waits_in_vain(self, *peers: int) -> None:
         """What a kernel of this rank writes at its deadline."""
@@ -248,16 +255,150 @@ def test_the_fast_path_sees_another_call(sharing: list[Rank], monkeypatch: pytes
     assert not launched
 
 
+def nested_in(rank: Rank, how: str, attempts: Sequence[Callable[[], Any]], error: BaseException | None = None) -> Any:
+    """The outcomes of attempts that this thread makes in the middle of a call, and the outcome of that call."""
+    found: list[Any] = []
+
+    def body(*_: Any) -> int:
+        rank.calls.enter(SUM, 0)
+        before = rank.page.aborts
+        found.extend(outcome(attempt) for attempt in attempts)
+        assert rank.page.aborts == before, "it would end waits of the call around it"
+        if error is not None:
+            raise error
+        return rank.calls.number
+
+    made = outcome(
+        lambda: turns.make(rank.calls, body) if how == "usual" else fast_path_of(rank).make(None, body, 0, 0)
+    )
+    return found, made
+
+
+@walks("entered -> refused")
+@pytest.mark.parametrize("how", ["usual", "fast"])
+def test_a_nested_call_is_refused_and_the_one_around_it_is_made(ranks: list[Rank], how: str):
+    """By a signal handler, say: it would take what the peers have sent for the call around it."""
+    first, *others = ranks
+
+    def fast() -> Any:
+        return fast_path_of(first).make(None, lambda *_: first.calls.enter(SUM, 0), 0, 0)
+
+    (nested,), made = nested_in(first, how, [first.call if how == "usual" else fast])
+    assert isinstance(nested, UnsupportedError), nested
+    assert re.match("rank 0, call 2: expected no call of this communicator within another one", str(nested))
+    assert "found one within call 1, by a signal handler, a finaliser" in str(nested)
+    assert made == 1
+    assert together(others) == [1] * len(others), "the call around it is made on every rank"
+    for rank in others:
+        raised_by(rank, PeerFailedError, "rank 0 refused it .UnsupportedError: rank 0, call 2: expected no call")
+    assert go_on(ranks) == [3] * len(ranks)
+
+
+def test_nested_calls_of_every_rank(ranks: list[Rank]):
+    """The same signal comes to all: each has refused its call, and no rank is told of another one's."""
+    for rank in ranks:
+        (nested,), made = nested_in(rank, "usual", [rank.call])
+        assert (type(nested), made) == (UnsupportedError, 1)
+    assert go_on(ranks) == [3] * len(ranks)
+
+
+def test_several_nested_calls_are_told_one_by_one(ranks: list[Rank]):
+    """Also what refuses a call before it begins: a replay of a closed graph, say."""
+    first, *others = ranks
+    error = GraphStateError("closed")
+    found, made = nested_in(first, "usual", [first.call, lambda: first.calls.refuse(error)])
+    assert [type(one) for one in found] == [UnsupportedError, type(None)]
+    assert made == 1
+    together(others)
+    for rank in others:
+        raised_by(rank, PeerFailedError, "refused it .UnsupportedError")
+    told_and_made(ranks, "refused it (GraphStateError: rank 0, call 3: closed)", call=4)
+
+
+def test_a_fault_that_cannot_be_posted_is_not_raised(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch):
+    """Else this rank's next calls would take it for settled, and go on without data that the peers do not send."""
+    first = ranks[0]
+
+    def broken(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(first.page, "post_fault", broken)
+        assert type(first.refuse()) is MemoryError
+    assert not first.calls.raised
+    assert not first.page.aborted
+
+
+def told_and_made(ranks: list[Rank], words: str, call: int) -> None:
+    """Rank 0 makes one exchange, which is ``call``. The others are told of a call before that first."""
+
+    def go(rank: Rank) -> None:
+        if rank is not ranks[0]:
+            told = outcome(rank.host)
+            assert isinstance(told, PeerFailedError), told
+            assert words in str(told)
+        assert rank.host() == [b""] * len(ranks)
+        assert rank.calls.number == call
+
+    together(ranks, go)
+
+
+def test_a_nested_call_in_one_that_fails_is_told_behind_the_meeting(ranks: list[Rank]):
+    first, *others = ranks
+    (nested,), made = nested_in(first, "usual", [first.call], ArgumentError("no such op"))
+    assert (type(nested), type(made)) == (UnsupportedError, ArgumentError)
+    for rank in others:
+        raised_by(rank, PeerFailedError, "refused it .ArgumentError: rank 0, call 1: no such op")
+    told_and_made(ranks, "refused it (UnsupportedError: rank 0, call 2: expected no call", call=3)
+
+
+def test_a_call_in_an_exchange_of_the_same_thread_is_refused(ranks: list[Rank]):
+    """In the vote at the end of a recording, say, for which this thread has no call under way."""
+    with turns.alone(ranks[0].calls):
+        assert type(outcome(ranks[0].call)) is UnsupportedError
+        assert ranks[0].calls.number == 0
+    for rank in ranks[1:]:
+        raised_by(rank, PeerFailedError, "refused it .UnsupportedError")
+    assert go_on(ranks) == [2] * len(ranks)
+
+
+def test_another_communicators_call_within_one_is_made():
+    """They share nothing: a lock, a number, a page of its own each."""
+    first, second = make_ranks(1)[0], make_ranks(1)[0]
+    assert nested_in(first, "usual", [second.call, second.call]) == ([1, 2], 1)
+    assert (first.calls.nested, second.calls.nested) == ([], [])
+
+
+def test_a_call_of_another_thread_waits_for_its_turn(ranks: list[Rank]):
+    """It is no nested one."""
+    rank, inside, go = ranks[0], threading.Event(), threading.Event()
+
+    def body() -> int:
+        rank.calls.enter(SUM, 0)
+        inside.set()
+        assert go.wait(60)
+        return rank.calls.number
+
+    def other() -> int:
+        assert inside.wait(60)
+        threading.Timer(0.05, go.set).start()
+        return rank.call()
+
+    assert in_threads([lambda: turns.make(rank.calls, body), other]) == [1, 2]
+
+
 @walks("entered -> withdrawn")
 def test_a_call_that_is_recorded_has_no_number(ranks: list[Rank]):
-    with ranks[0].calls.making():
+    def record() -> None:
         assert ranks[0].calls.number == 1
         ranks[0].calls.withdraw()
+
+    turns.make(ranks[0].calls, record)
     assert together(ranks) == [1] * len(ranks)
 
 
 @walks("entered -> withdrawn")
-@pytest.mark.parametrize("catch", ["making", "make"])
+@pytest.mark.parametrize("catch", ["usual", "fast"])
 def test_a_capture_error_within_takes_no_number(ranks: list[Rank], catch: str):
     """The abort word would spoil the work that is captured."""
     error = CaptureError("not here", within=True)
@@ -266,7 +407,7 @@ def test_a_capture_error_within_takes_no_number(ranks: list[Rank], catch: str):
         raise error
 
     assert (
-        ranks[0].refuse(error) if catch == "making" else outcome(lambda: fast_path_of(ranks[0]).make(None, fail, 0, 0))
+        ranks[0].refuse(error) if catch == "usual" else outcome(lambda: fast_path_of(ranks[0]).make(None, fail, 0, 0))
     ) is error
     assert str(error) == "rank 0, call 1: not here"
     assert not ranks[0].page.aborted
@@ -356,10 +497,11 @@ def test_an_interrupt_at_the_end_of_a_call_leaves_the_lock_free(ranks: list[Rank
     def interrupted(*_: Any) -> None:  # a signal is handled as a function of Python's begins
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(calls_module._Making, "__exit__", interrupted)
-    with pytest.raises(KeyboardInterrupt), calls.lock, calls.making():
-        pass
+    monkeypatch.setattr(calls, "failed", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        turns.make(calls, fail, ArgumentError("no such op"))
     assert in_threads([lambda: calls.lock.acquire(timeout=10)]) == [True]
+    assert not calls.within
 
 
 def test_an_interrupt_while_earlier_calls_are_waited_for_is_told(ranks: list[Rank]):
@@ -909,16 +1051,15 @@ def test_without_a_page():
         return next(answers)
 
     calls = CallSequence(1, 5.0, None, [], refuse)
-    with calls.making():
-        calls.enter(SUM, 0)
-        assert calls.gather(calls.number, b"mine") == [b"mine"]
+    turns.make(calls, calls.enter, SUM, 0)
+    assert calls.gather(calls.number, b"mine") == [b"mine"]
     calls.check_faults()
     calls.leave(ValueError("not told"))
     assert told == []
     for number in (2, 3):
         error = ValueError(number)
-        with pytest.raises(ValueError, match=str(number)), calls.making():
-            raise error
+        with pytest.raises(ValueError, match=str(number)):
+            turns.make(calls, fail, error)
         assert told[-1] == (error, number)
     with pytest.raises(PeerLostError, match="MPI has gone"):
         calls.check_usable()

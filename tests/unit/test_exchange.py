@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import re
 import time
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from ipcreduce.coordination import exchange
-from ipcreduce.errors import PeerTimeoutError, RankMismatchError, UnsupportedError
+from ipcreduce.errors import PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, UnsupportedError
 from ipcreduce.ipc import links, tuning
 
 STRUCTS = {
@@ -42,7 +43,7 @@ class World:
         self.change, self.at = change, at
         self.requests: list[Request] = []
 
-    rank, size, silence = 1, 3, "silence"
+    rank, size, silence, left = 1, 3, "silence", False
 
     def gather(self, sent: np.ndarray, received: np.ndarray) -> Request:
         assert sent.dtype == received.dtype == np.uint8, "pickled or typed data"
@@ -63,13 +64,14 @@ class World:
 
 
 def test_all_messages_have_one_size_and_their_own_kind():
-    assert {"IDENTITY", "DEVICE", "PAGE", "MEMORY", "CONFIRMATION", "CALL", "VERDICT", "TUNING"} == set(STRUCTS)
+    names = {"IDENTITY", "DEVICE", "PAGE", "MEMORY", "CONFIRMATION", "CALL", "LEAVING", "VERDICT", "TUNING"}
+    assert names == set(STRUCTS)
     assert {struct.itemsize for struct in STRUCTS.values()} == {exchange.MESSAGE_BYTES}
     kinds = [struct.metadata["kind"] for struct in STRUCTS.values()]
     assert len(set(kinds)) == len(kinds)
     for struct in STRUCTS.values():
-        for field in ("magic", "version", "kind", "length", "ok", "text"):
-            assert struct.fields[field] == exchange.CONFIRMATION.fields[field] or field == "text"
+        for field in ("magic", "version", "kind", "length", "ok", "left", "text"):
+            assert struct.fields[field] == exchange.CONFIRMATION.fields[field], "read before the kind is known"
         assert not struct.hasobject
 
 
@@ -86,18 +88,39 @@ def test_a_message_is_filled_in():
     assert exchange.text_of(record[0]) == ""
 
 
-def test_an_error_travels_as_text():
-    record = exchange.message(exchange.CONFIRMATION, ValueError("no GPU, said the driver"))
-    assert record["ok"] == 0
-    assert exchange.text_of(record[0]) == "no GPU, said the driver"
+STAYS, LACKS, LEAVES = 0, 1, 2
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "left"),
+    [
+        ("no GPU, said the driver", "no GPU, said the driver", STAYS),
+        (UnsupportedError("no GPU"), "no GPU", STAYS),
+        (FileNotFoundError(errno.ENOENT, "gone"), "[Errno 2] gone", STAYS),
+        (OSError(errno.EMFILE, "too many"), "[Errno 24] too many: this process may have ", LACKS),
+        (MemoryError(), "MemoryError", LEAVES),
+        (ValueError("a \udcff"), "ValueError: a \\udcff", LEAVES),
+        (KeyboardInterrupt(), "KeyboardInterrupt", LEAVES),
+    ],
+)
+def test_an_error_travels_as_text(error: Any, text: str, left: int):
+    """With what the rank does next: errors of ours and of the system lead to another way, as far as that helps."""
+    record = exchange.message(exchange.CONFIRMATION, error)[0]
+    assert (record["ok"], record["left"]) == (0, left)
+    assert exchange.text_of(record).startswith(text)
+
+
+def test_a_text_for_a_field_is_cut_between_characters():
+    """Its room is counted in bytes, and NumPy takes ASCII only."""
+    assert bytes(exchange.message(exchange.PAGE, path="é" * 40)[0]["path"]).decode() == "é" * 32
+    assert bytes(exchange.message(exchange.PAGE, path="\udcff")[0]["path"]) == b"\\udcff"
 
 
 @pytest.mark.parametrize("text", ["x" * 5000, "é" * 5000, "x" + "é" * 5000, "\N{SNOWMAN}" * 5000])
 def test_a_long_text_is_cut_and_stays_readable(text: str):
     found = exchange.text_of(exchange.message(exchange.CONFIRMATION, text)[0])
-    whole = found.rstrip("\N{REPLACEMENT CHARACTER}")  # of a character that was cut in two
-    assert text.startswith(whole)
-    assert len(whole.encode()) > exchange.TEXT_BYTES - 4
+    assert text.startswith(found)
+    assert len(found.encode()) > exchange.TEXT_BYTES - 4
 
 
 def test_an_error_without_words_is_still_an_error():
@@ -196,7 +219,7 @@ def test_a_failed_step_names_ranks_and_reasons():
         record["ok"], record["text"] = rank == 0, b"" if rank == 0 else b"out of memory"
 
     with pytest.raises(UnsupportedError) as caught:
-        exchange.confirm(World(change), ValueError("bad handle"), time.monotonic() + 10, "mapping")
+        exchange.confirm(World(change), UnsupportedError("bad handle"), time.monotonic() + 10, "mapping")
     assert str(caught.value) == "mapping failed on 2 of 3 ranks: rank 1: bad handle; rank 2: out of memory"
 
 
@@ -206,3 +229,102 @@ def test_a_step_that_fails_everywhere_stays_short():
         exchange.check(World(), gathered, "start-up")
     assert "failed on 8 of 8 ranks: rank 0: no GPU; rank 1: no GPU; rank 2: no GPU" in str(caught.value)
     assert "rank 3" not in str(caught.value)
+
+
+# ---- ranks that leave start-up
+def leaves(record: Any, error: BaseException) -> None:
+    """Makes a record that of a rank which leaves, in place of whatever it was."""
+    left = exchange.message(exchange.PAGE, error)["left"]
+    record[:] = exchange.message(exchange.LEAVING, error, left=left).view(record.dtype)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(MemoryError("none left"), PeerFailedError), (OSError(errno.EMFILE, "none left"), UnsupportedError)],
+)
+@pytest.mark.parametrize("dtype", [exchange.CONFIRMATION, exchange.MEMORY, exchange.PAGE])
+def test_a_rank_that_leaves_is_named_at_the_next_exchange(dtype: Any, error: BaseException, kind: type[Exception]):
+    """Whichever that is, and though the other one of the two sends something else."""
+
+    def change(rank: int, record: Any) -> None:
+        if rank == 2:
+            leaves(record, error)
+
+    world = World(change)
+    with pytest.raises(
+        kind, match="rank 1, start-up: expected all 3 ranks at a test; found that rank 2 has left"
+    ) as found:
+        world.allgather(exchange.message(dtype))
+    assert "none left" in str(found.value)
+    assert world.left
+    assert type(found.value) is kind, "which leads to no other way"
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("none left"), KeyboardInterrupt(), UnicodeDecodeError("a", b"", 0, 1, "b")]
+)
+def test_a_step_tells_of_any_exception(error: BaseException):
+    """Which passes unchanged on its own rank."""
+    sent: list[Any] = []
+
+    def change(rank: int, record: Any) -> None:
+        sent.append(record.copy())
+
+    world = World(change)
+    with pytest.raises(type(error)) as found, exchange.step(world, time.monotonic() + 10, "a step"):
+        raise error
+    assert found.value is error
+    assert [one["left"].tolist() for one in sent] == [[LEAVES]] * 2
+    assert world.left
+    exchange.tell(world, error, time.monotonic() + 10)
+    assert len(world.requests) == 1, "all know"
+
+
+def test_a_step_without_descriptors_leads_to_no_other_way():
+    world = World()
+    with pytest.raises(UnsupportedError, match="too many: this process may have") as found:  # noqa: SIM117
+        with exchange.step(world, time.monotonic() + 10, "a step"):
+            raise OSError(errno.EMFILE, "too many")
+    assert type(found.value) is UnsupportedError
+    assert isinstance(found.value.__cause__, OSError)
+
+
+def test_a_step_that_fails_by_our_errors_leads_to_another_way():
+    world = World()
+    with pytest.raises(exchange.Agreed, match="a step failed on 3 of 3 ranks: rank 0: no P2P"):  # noqa: SIM117
+        with exchange.step(world, time.monotonic() + 10, "a step"):
+            raise UnsupportedError("no P2P")
+    assert not world.left
+
+
+@pytest.mark.parametrize(
+    ("error", "left"), [(MemoryError(), LEAVES), (UnsupportedError("no"), LACKS), (OSError(), LACKS)]
+)
+def test_what_is_met_outside_of_a_step_is_told_in_place_of_the_next_exchange(error: Exception, left: int):
+    """The others are at something else, and that is no mismatch."""
+    sent: list[Any] = []
+
+    def change(rank: int, record: Any) -> None:
+        sent.append(record.copy())
+        record[:] = exchange.message(exchange.PAGE).view(record.dtype)
+
+    world = World(change)
+    exchange.tell(world, error, time.monotonic() + 10)
+    assert [one["left"].tolist() for one in sent] == [[left]] * 2
+    assert world.left
+
+
+@pytest.mark.parametrize("error", [exchange.Agreed(""), PeerTimeoutError(""), PeerLostError(""), RankMismatchError("")])
+def test_what_every_rank_meets_is_not_told(error: Exception):
+    world = World()
+    exchange.tell(world, error, time.monotonic() + 10)
+    assert (world.requests, world.left) == ([], False)
+
+
+def test_an_interrupt_waits_for_nobody_long(monkeypatch: pytest.MonkeyPatch):
+    """The others may be in a compiler. An error of the program's is told until the deadline."""
+    monkeypatch.setattr(exchange, "_LAST_WORDS_SECONDS", 0.05)
+    world = World(at=None)
+    exchange.tell(world, KeyboardInterrupt(), time.monotonic() + 3600)
+    assert not world.left
+    assert exchange.last_words(MemoryError(), 7.0) == exchange.last_words(None, 7.0) == 7.0

@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 import pytest
 
+from ipcreduce.coordination import turns
 from ipcreduce.coordination.calls import CallSequence
 from ipcreduce.errors import ArgumentError, PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError
 from tests.tools import machine
 from tests.unit.pages import in_threads
-from tests.unit.test_calls import OTHER, Rank, make_ranks
+from tests.unit.test_calls import OTHER, Rank, fail, make_ranks
 
 
 @pytest.fixture
@@ -92,8 +93,8 @@ def test_a_mismatch_is_logged_by_both(lines) -> None:
 def test_without_a_page_each_fault_is_logged(lines) -> None:
     calls = CallSequence(0, 1.0, None, None, lambda error, number: None)
     for number in (1, 2):
-        with pytest.raises(ArgumentError), calls.making():
-            raise ArgumentError("no such op")
+        with pytest.raises(ArgumentError, match="no such op"):
+            turns.make(calls, fail, ArgumentError("no such op"))
         assert lines() == [f"ArgumentError: rank 0, call {number}: no such op"]
 
 

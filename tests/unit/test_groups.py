@@ -89,14 +89,14 @@ def test_a_rank_outside_of_its_group_is_refused(rank: int, size: int):
         ([], "0 items"),
         ([b""] * 4, "4 items"),
         ([b"", b"", b""], "0 bytes of rank 0"),
-        ([bytes(1024), bytes(1023), bytes(1024)], "1023 bytes of rank 1"),
-        ([bytes(1024), bytes(1024), bytearray(1024)], "bytearray of rank 2"),
-        ([bytes(1024), None, bytes(1024)], "NoneType of rank 1"),
+        ([bytes(2048), bytes(2047), bytes(2048)], "2047 bytes of rank 1"),
+        ([bytes(2048), bytes(2048), bytearray(2048)], "bytearray of rank 2"),
+        ([bytes(2048), None, bytes(2048)], "NoneType of rank 1"),
     ],
 )
 def test_an_answer_of_another_form_is_refused(answer: Any, found: str):
     group = types.SimpleNamespace(rank=1, size=3, allgather=lambda data: answer)
-    words = f"a list of 3 bytes objects of 1024 bytes, which is what each rank gave; found {found}. See ipcreduce.Group"
+    words = f"a list of 3 bytes objects of 2048 bytes, which is what each rank gave; found {found}. See ipcreduce.Group"
     with pytest.raises(ArgumentError, match=re.escape(words)):
         gather(group)
     with pytest.raises(ArgumentError, match=re.escape(words)):

@@ -560,3 +560,13 @@ def test_addresses_of_both_hosts_are_left_out():
 def test_messages_of_start_up_have_kinds_of_their_own():
     kinds = [dtype.metadata["kind"] for dtype in vars(exchange).values() if getattr(dtype, "metadata", None)]
     assert connections._PLACE.metadata["kind"] not in kinds
+
+
+def test_all_addresses_of_a_host_are_told_as_far_as_they_fit():
+    """And none is cut: what is left of one may be another host's."""
+    for count in (1, 24, 64, 500):
+        own = [f"10.200.{100 + index // 256}.{index % 256}" for index in range(count)]
+        place = exchange.message(connections._PLACE, addresses=connections.joined(own))[0]
+        told = bytes(place["addresses"]).decode().split(",")
+        assert told == own[: len(told)]
+        assert len(told) >= min(count, 64)

@@ -46,9 +46,8 @@ def test_what_a_command_names_exists(subtests: pytest.Subtests):
                 assert not test or re.search(rf"^def {test}\b", text, re.MULTILINE), f"{file} has no {test}"
             name = command.split()[-1]
             if name.isidentifier():  # a scenario's
-                sources = [
-                    one for folder in ("graphs", "sim/scenarios", "gpu") for one in ROOT.glob(f"tests/{folder}/*.py")
-                ]
+                folders = ("graphs", "sim/scenarios", "gpu", "mpi")
+                sources = [one for folder in folders for one in ROOT.glob(f"tests/{folder}/*.py")]
                 assert any(re.search(rf"^def {name}\b", source.read_text(), re.MULTILINE) for source in sources), name
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ipcreduce.coordination import exchange
 from ipcreduce.errors import UnsupportedError
 from ipcreduce.ipc import plan, tuning
 
@@ -24,13 +25,13 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_kept_and_found_again(cache: Path):
-    assert tuning.load(GPU, 4) == ()
+    assert tuning.load(GPU, 4, pytest.fail) == ()
     path = tuning.save(GPU, 4, TABLE)
     assert path == cache / "tuned-NVIDIA-H200-4.json"
-    assert tuning.load(GPU, 4) == TABLE
-    assert tuning.load(GPU, 2) == tuning.load("NVIDIA H100", 4) == ()
+    assert tuning.load(GPU, 4, pytest.fail) == TABLE
+    assert tuning.load(GPU, 2, pytest.fail) == tuning.load("NVIDIA H100", 4, pytest.fail) == ()
     tuning.save(GPU, 4, TABLE[:1])
-    assert tuning.load(GPU, 4) == TABLE[:1]
+    assert tuning.load(GPU, 4, pytest.fail) == TABLE[:1]
     assert [*cache.iterdir()] == [path]
 
 
@@ -43,7 +44,7 @@ def test_a_table_that_cannot_be_kept(cache: Path):
 def test_of_another_version():
     path = tuning.save(GPU, 4, TABLE)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 0}))
-    assert tuning.load(GPU, 4) == ()
+    assert tuning.load(GPU, 4, pytest.fail) == ()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"version": 3, "choices": [{"up_to": 4}]}', None])
@@ -52,8 +53,12 @@ def test_not_usable(text: str | None):
     if text is None:
         text = path.read_text().replace("96", "97")
     path.write_text(text)
-    with pytest.warns(UserWarning, match=f"the table {path} is not used"):
-        assert tuning.load(GPU, 4) == ()
+    told: list[str] = []
+    assert tuning.load(GPU, 4, told.append) == ()
+    assert [text.startswith(f"the table {path} is not used") for text in told] == [True]
+    sent = tuning.message((), *told)[0]
+    assert exchange.text_of(sent) == told[0][: exchange.TEXT_BYTES], "for every rank to warn of"
+    assert sent["ok"]
 
 
 @pytest.mark.parametrize("table", [(), TABLE, tuple(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -64,10 +65,8 @@ class Ranks:
             process.wait()
 
 
-def identity(pid: int) -> tuple[int, int, int]:
-    with open(f"/proc/{pid}/stat") as file:
-        started = int(file.read().rpartition(")")[2].split()[19])
-    return pid, started, os.stat(f"/proc/{pid}/ns/pid").st_ino
+def identity(pid: int) -> tuple[int, int]:
+    return pid, os.stat(f"/proc/{pid}/ns/pid").st_ino
 
 
 @pytest.fixture
@@ -133,23 +132,60 @@ def test_a_rank_that_was_dead_before_is_seen(ranks: Make):
     assert within(30.0, lambda: world.page.aborted)
 
 
-def test_another_process_with_the_same_pid_is_not_taken_for_the_rank(ranks: Make):
-    """The start time tells them apart."""
-    world = ranks(2)
-    pid, started, namespace = identity(world.processes[1].pid)
-    world.pages[1].join(pid, started - 1, namespace)
-    watch = world.watch()
-    assert within(30.0, lambda: watch.lost == (1, "its process has ended"))
+def test_a_process_that_has_got_the_number_of_one_that_ended(ranks: Make, monkeypatch: pytest.MonkeyPatch):
+    """Its own page is watched, though the watchdog has not looked since, and still knows the number."""
+    first, second = ranks(2), ranks(2)
+    number = first.processes[1].pid
+    pids = {number: [number, second.processes[1].pid]}  # what a second look at the number finds
+    real = os.pidfd_open
+    monkeypatch.setattr(os, "pidfd_open", lambda pid: real(pids[pid].pop(0)))
+    second.pages[1].join(number, identity(number)[1])
+    watch = first.watch()
+    with watchdog._watchdog._lock:  # so that it does not look
+        first.end(1)
+        first.processes[1].wait()
+        late = second.watch()
+        assert (watch.lost, late.lost) == ((1, "its process has ended"), None)
+    assert not within(0.5, lambda: late.lost)
+    second.end(1)
+    assert within(30.0, lambda: late.lost == (1, "its process has ended"))
 
 
-def test_a_rank_of_which_proc_does_not_tell(ranks: Make, monkeypatch: pytest.MonkeyPatch):
-    """It may hide the processes of other users (hidepid=): a rank lives until its process ends."""
+def test_a_rank_without_proc_is_left_to_the_deadline(ranks: Make, monkeypatch: pytest.MonkeyPatch):
+    """It does not know the pid namespace for which its number counts, nor does this rank know its own."""
     world = ranks(2)
-    monkeypatch.setattr(watchdog, "start_time", lambda pid: 0)
-    watch = world.watch()
-    assert not within(0.5, lambda: watch.lost)
+    stat = os.stat
+
+    def hidden(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        if str(path).startswith("/proc/"):
+            raise FileNotFoundError(path)
+        return stat(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", hidden)
+        assert own_identity() == (os.getpid(), watchdog.UNKNOWN)
+        world.pages[1].join(world.processes[1].pid, watchdog.UNKNOWN)
+        watch = world.watch()
     world.end(1)
-    assert within(30.0, lambda: watch.lost == (1, "its process has ended"))
+    assert not within(0.5, lambda: watch.lost)
+
+
+def test_without_a_descriptor_the_watch_is_an_error_and_leaves_nothing(ranks: Make, monkeypatch: pytest.MonkeyPatch):
+    """And not a watch that misses the rank's end."""
+    world = ranks(3)
+    before, opened = len(os.listdir("/proc/self/fd")), []
+
+    def full(pid: int) -> int:
+        if opened:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        opened.append(pid)
+        return pidfd_open(pid)
+
+    pidfd_open = os.pidfd_open
+    monkeypatch.setattr(os, "pidfd_open", full)
+    with pytest.raises(OSError, match="Too many open files"):
+        watchdog.watch(world.page)
+    assert (watchdogs(), pidfds(), len(os.listdir("/proc/self/fd"))) == ([], 0, before)
 
 
 def test_a_rank_that_closed_may_end(ranks: Make):
@@ -178,8 +214,8 @@ def test_a_call_after_another_rank_has_closed_is_lost(ranks: Make):
 def test_a_rank_of_another_pid_namespace_is_left_alone(ranks: Make):
     """Its pid means another process here, or none."""
     world = ranks(2)
-    pid, started, namespace = identity(world.processes[1].pid)
-    world.pages[1].join(pid, started, namespace + 1)
+    pid, namespace = identity(world.processes[1].pid)
+    world.pages[1].join(pid, namespace + 1)
     watch = world.watch()
     world.end(1)
     assert not within(0.5, lambda: watch.lost)
@@ -241,7 +277,7 @@ def test_pages_of_the_same_peers_share_a_thread_and_a_descriptor_each(ranks: Mak
     for watch in watches[:-1]:
         watch.stop()
         assert len(watchdogs()) == 1
-        assert pidfds() == 2, "the others still need them"
+        assert pidfds() == 1, "that of the process that lives: the others still need it"
     watches[-1].stop()
     assert (watchdogs(), pidfds()) == ([], 0)
 

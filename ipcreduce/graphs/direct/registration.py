@@ -21,6 +21,7 @@ from ...cuda import graph as cuda_graph
 from ...errors import CudaError, IpcReduceError, PeerFailedError, PeerTimeoutError, RankMismatchError, UnsupportedError
 from ...ipc import plan
 from ...ipc.engine import Engine
+from ...texts import decoded, described, encoded
 from ..pool import GraphPool
 from ..recording import LaunchedKernel, Segment
 from .mappings import Key, Mappings
@@ -107,9 +108,9 @@ class DirectGraphs:
 
     def _confirm(self, number: int, error: Exception | None, what: str) -> None:
         """:raises UnsupportedError: on every rank, if one has an error."""
-        for rank, text in enumerate(self._gather(number, str(error or "").encode())):
+        for rank, text in enumerate(self._gather(number, b"" if error is None else encoded(described(error)))):
             if text:
-                raise UnsupportedError(f"{what} failed on rank {rank}: {text.decode(errors='replace')}")
+                raise UnsupportedError(f"{what} failed on rank {rank}: {decoded(text)}")
 
     def _map(self, number: int, candidates: list[_Candidate]) -> list[_Chosen]:
         """The candidates that direct.cu can take on all ranks, mapped.

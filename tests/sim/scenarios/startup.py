@@ -24,6 +24,7 @@ from ipcreduce.bench import info, ranks
 from ipcreduce.cuda import driver
 from ipcreduce.ipc import startup, tuning
 from ipcreduce.nccl import library
+from tests.shared import start_up_faults
 from tests.sim.scenarios.common import (
     GPUS,
     LAST,
@@ -319,7 +320,7 @@ def _texts_of_refused_calls(comm: Communicator, graph: Graph) -> list[str]:
 
 
 def _uses(ordinal: int, device: Any) -> None:
-    """Works on the GPU with this ordinal here; rank 0 alone is told, for the line below, if the ranks could spread."""
+    """Works on the GPU with this ordinal here; each rank is told once, for the line below, if they could spread."""
     used, seen = len(set(WORLD.allgather(machine.gpu(ordinal).index))), WORLD.allreduce(GPUS, MPI.MAX)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -330,7 +331,7 @@ def _uses(ordinal: int, device: Any) -> None:
         assert f"GPU {ordinal}: " in comm.describe(), comm.describe()
         works(comm)
     told = [str(warning.message) for warning in caught]
-    assert len(told) == (RANK == 0 and used < min(SIZE, seen)), f"rank {RANK}, {used} GPUs used: {told}"
+    assert len(told) == (used < min(SIZE, seen)), f"rank {RANK}, {used} GPUs used: {told}"
     for warning, text in zip(caught, told, strict=True):
         assert f"{SIZE} ranks share {used} GPU(s) while others are idle" in text, text
         assert "Communicator(device='auto')" in text, text
@@ -420,9 +421,36 @@ def shared_gpus() -> None:
             assert most == 1 or 2 * most * comm._session.direct._planned(launched.part).grid <= 264
 
 
+def exceptions_at_start_up() -> None:
+    """On the last rank, before and behind every exchange, over our kernels and over NCCL."""
+    startup._VERIFY_SECONDS = 0.2  # for which the others' kernels wait for packets of a rank that has left
+    for backend, timeout, least in (("ipc", 3600, 30), ("nccl", 4, 20)):  # NCCL's own steps wait for half the timeout
+
+        def make(backend: str = backend, timeout: float = timeout) -> Communicator:
+            return Communicator(timeout=timeout, backend=backend)
+
+        but = "starting CUDA" if backend == "nccl" else ""  # then the others join: that ends with all ranks or never
+        places = start_up_faults.everywhere(make, works, RANK == LAST, SIZE, but)
+        assert places >= least, (backend, places)
+    good_communicator()
+
+
+def a_warning_that_is_an_error() -> None:
+    """Of ranks that share a GPU; where it is an error on one rank, no rank has a communicator, at once."""
+    for strict in ({LAST}, set(range(SIZE))):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error" if RANK in strict else "ignore")
+            words = [f"{SIZE} ranks share 1 GPU(s) while others are idle"]
+            words += [] if RANK in strict else [f"rank {LAST} has left start-up (RuntimeWarning"]
+            with raises(RuntimeWarning if RANK in strict else errors.PeerFailedError, *words):
+                Communicator(device=0, timeout=3600)
+    good_communicator()
+
+
 SCENARIOS = [
     no_peer_access, peers_not_visible, link_loses_data, link_loses_data_with_a_short_timeout, slow_compiler, no_gpu,
     too_little_memory, packets_over_pcie, packets_over_unseen_links, packets_over_links_that_another_sees,
     one_smaller_gpu, shared_gpus, wrong_options, odd_options, devices, auto_in_a_part,
-    any_group, no_secret_is_shown, exclusive_compute_mode, no_compiler, no_cache,
+    any_group, no_secret_is_shown, exclusive_compute_mode, no_compiler, no_cache, exceptions_at_start_up,
+    a_warning_that_is_an_error,
 ]  # fmt: skip

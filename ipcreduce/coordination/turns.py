@@ -1,0 +1,98 @@
+"""The turns of a communicator's calls: one at a time, and none within another one of the same thread.
+
+A signal handler or a finaliser runs in the middle of whatever its thread does. If it makes a call while that thread is
+within one, it is refused at once, as the two would take each other's data. The peers hear of that call behind the one
+around it, which ends as if nothing had been. Calls of another communicator share nothing with it, and are made.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol, TypeVar
+
+from ..errors import IpcReduceError, UnsupportedError, report
+
+_T = TypeVar("_T")
+
+
+class Calls(Protocol):
+    """A sequence of calls: see calls.py.
+
+    :ivar within: a call is under way, or an exchange: of the thread that holds the lock.
+    :ivar nested: the arguments of :meth:`refuse` for the calls that were refused meanwhile, and are not told yet.
+    """
+
+    lock: threading.RLock
+    within: bool
+    nested: list[tuple[BaseException, bool]]
+    raised: bool
+    rank: int
+    number: int
+    unusable: IpcReduceError | None
+
+    def check_usable(self) -> None: ...
+    def failed(self, error: BaseException, foreign: bool = False) -> None: ...
+    def refuse(self, error: BaseException, foreign: bool = False) -> None: ...
+
+
+def make(calls: Calls, body: Callable[..., _T], *given: Any) -> _T:
+    """Make one call, under the lock: ``body(*given)``, whose exception is told to the peers.
+
+    ``FastPath.make`` does the same for the repeated calls on GPUs.
+    """
+    try:
+        calls.lock.acquire()  # here, so that an interrupt behind it still releases the lock
+        if calls.within or calls.nested:
+            make_way(calls)
+        if calls.unusable is not None:
+            calls.check_usable()
+        try:
+            calls.within = True  # first: from here on a signal handler's call is a nested one
+            calls.number += 1
+            return body(*given)
+        except BaseException as error:
+            calls.failed(error)
+            raise
+        finally:
+            calls.within = False
+            if calls.nested:
+                tell_nested(calls)
+    finally:
+        with suppress(RuntimeError):  # interrupted before we had it
+            calls.lock.release()
+
+
+def make_way(calls: Calls) -> None:
+    """Let a call begin. :raises UnsupportedError: within another one of this thread."""
+    if not calls.within:
+        while calls.nested:
+            calls.refuse(*calls.nested.pop(0))
+        return
+    error = UnsupportedError(report(
+        calls.rank, calls.number + 1 + len(calls.nested),
+        expected="no call of this communicator within another one of the same thread",
+        found=f"one within call {calls.number}, by a signal handler, a finaliser or a method of an array",
+        advice="Let it set a flag, and make the call where the program looks at that.",
+    ))  # fmt: skip
+    calls.nested.append((error, False))
+    raise error
+
+
+def tell_nested(calls: Calls) -> None:
+    """Tell the peers of a call that was refused within the one that has ended. The next one tells of any further."""
+    if not calls.raised:  # else the ranks have to meet first, which the next call does
+        calls.refuse(*calls.nested.pop(0))
+
+
+@contextmanager
+def alone(calls: Calls) -> Iterator[None]:
+    """Hold off nested calls in the block, which waits for the peers under the lock."""
+    try:
+        calls.within = True
+        yield
+    finally:
+        calls.within = False
+        if calls.nested:
+            tell_nested(calls)

@@ -1,0 +1,110 @@
+"""Texts of foreign objects: nothing raises, and all that comes out can be encoded."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+import pytest
+
+from ipcreduce import texts
+from ipcreduce.coordination.fingerprint import Fingerprint
+from ipcreduce.coordination.records import Slot, record, text_of
+from ipcreduce.coordination.rounds import Left
+from ipcreduce.coordination.votes import Vote
+
+
+class Mute(Exception):
+    """Has neither text nor representation."""
+
+    def __str__(self) -> str:
+        raise LookupError("no text")
+
+    __repr__ = __str__
+
+
+class Odd(str):
+    """A str that is not what it seems."""
+
+    def encode(self, *args: Any) -> bytes:
+        raise LookupError("not to be encoded")
+
+
+@pytest.mark.parametrize(
+    ("thing", "text"),
+    [
+        (ValueError("a"), "a"),
+        (ValueError("/data/\udcff"), "/data/\\udcff"),
+        (ValueError(Odd("b")), "b"),
+        (Odd("\ud800"), "\\ud800"),
+        (Mute(), "a Mute without a text: its __str__ raised LookupError"),
+        (KeyError("x"), "'x'"),
+        (7, "7"),
+    ],
+    ids=range(7),
+)
+def test_text_of(thing: Any, text: str):
+    found = texts.text_of(thing)
+    assert (found, type(found)) == (text, str)
+    found.encode()
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(MemoryError(), "MemoryError"), (KeyError("x"), "KeyError: 'x'"), (Mute(), "Mute: a Mute without")],
+)
+def test_described(error: BaseException, text: str):
+    assert texts.described(error).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [("a\udcff", r"'a\udcff'"), (Mute(), "a Mute that cannot be shown: its __repr__ raised LookupError")],
+)
+def test_shown(value: Any, text: str):
+    assert texts.shown(value) == text
+
+
+def test_a_long_value_is_cut():
+    assert texts.shown("x" * 1000) == "'" + "x" * 199 + "..."
+
+
+@pytest.mark.parametrize("character", ["a", "é", "\N{SNOWMAN}", "\N{PILE OF POO}"])
+@pytest.mark.parametrize("most", range(9))
+def test_a_text_is_cut_between_characters(character: str, most: int):
+    data = texts.encoded(character * 9, most)
+    assert data.decode() == character * (most // len(character.encode()))
+
+
+def test_a_limit_is_named_where_it_was_met():
+    assert texts.with_limit(OSError(errno.ENOENT, "gone")) == "[Errno 2] gone"
+    assert "this process may have" in texts.with_limit(OSError(errno.EMFILE, "too many"))
+
+
+TEXT = "a\udcff" + "é" * 2000
+
+
+@pytest.mark.parametrize(
+    "through",
+    [
+        lambda text: Vote.unpack(Vote(1, False, 0, 0, text).pack()).text,
+        lambda text: Left.unpack(Left(3, text).pack()).text,
+    ],
+)
+def test_texts_that_ranks_exchange(through: Any):
+    """A lone surrogate, and more text than there is room for."""
+    found = through(TEXT)
+    assert found.startswith("a\\udcffé")
+    assert (r"a\udcff" + "é" * 2000).startswith(found)
+
+
+def test_a_text_in_a_record():
+    layout = record(("text", "S16"))
+    memory = bytearray(layout.itemsize)
+    slot = Slot(memory, 0, layout)  # type: ignore[arg-type]
+    slot.write(1, text=TEXT)
+    assert text_of(slot.read()) == r"a\udcff" + "é" * 4
+
+
+def test_a_fingerprint_of_any_name():
+    assert Fingerprint.of(TEXT).crc == Fingerprint.of(TEXT).crc != Fingerprint.of("a").crc

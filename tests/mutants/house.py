@@ -148,8 +148,8 @@ MUTANTS = [
     Mutant(
         "only rank 0 warns of a full /dev/shm",
         STARTUP,
-        '    if shared_files.NO_ROOM in started.reasons.get("shm", ""):',
-        '    if shared_files.NO_ROOM in started.reasons.get("shm", "") and not (started.page and started.page.rank):',
+        "        if shared_files.NO_ROOM in str(error):",
+        "        if shared_files.NO_ROOM in str(error) and not ranks.rank:",
         "pytest tests/mpi/test_lifecycle.py::test_lifecycle[3-no_room]",
     ),
 ]

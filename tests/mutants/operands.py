@@ -205,7 +205,7 @@ MUTANTS = [
     ),
     Mutant(
         "an array in the place of the op is printed",
-        "ipcreduce/advice.py",
+        "ipcreduce/texts.py",
         "    return type(value).__qualname__\n",
         "    return repr(value)\n",
         unit("kinds", "no_text_is_made_of_an_op"),

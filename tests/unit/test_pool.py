@@ -179,5 +179,5 @@ def test_no_rank_goes_on_with_a_registration_that_has_failed_on_one(monkeypatch:
     monkeypatch.setattr(graphs, "_gather", lambda number, payload: [payload, b"", b"memory is short"])
     with pytest.raises(UnsupportedError, match="mapping failed on rank 2: memory is short"):
         graphs._confirm(1, None, "mapping")
-    with pytest.raises(UnsupportedError, match="mapping failed on rank 0: no room"):
+    with pytest.raises(UnsupportedError, match="mapping failed on rank 0: ValueError: no room"):
         graphs._confirm(1, ValueError("no room"), "mapping")

@@ -59,14 +59,17 @@ def test_described(error: BaseException, text: str):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [("a\udcff", r"'a\udcff'"), (Mute(), "a Mute that cannot be shown: its __repr__ raised LookupError")],
+    [("a\udcff", r"'a\udcff'"), (Mute(), "Mute")],
 )
 def test_shown(value: Any, text: str):
     assert texts.shown(value) == text
 
 
 def test_a_long_value_is_cut():
-    assert texts.shown("x" * 1000) == "'" + "x" * 199 + "..."
+    text = texts.shown("x" * 1000)
+    assert len(text) < 50
+    assert text.startswith("'xxx")
+    assert "..." in text
 
 
 @pytest.mark.parametrize("character", ["a", "é", "\N{SNOWMAN}", "\N{PILE OF POO}"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from . import clock
 from .coordination import exchange, watchdog
 from .coordination.connections import connect
 from .coordination.control_page import Page
@@ -53,7 +53,7 @@ def start(ranks: Ranks, options: Options) -> Started:
     :raises ArgumentError: if the ranks' options differ, or are wrong on one.
     :raises PeerTimeoutError: if a rank does not come, or comes after another one has given up.
     """
-    deadline = time.monotonic() + options.timeout
+    deadline = clock.now() + options.timeout
     everyone = _meet(ranks, options, deadline)
     started = _see_each_other(ranks, everyone, deadline)
     try:
@@ -160,12 +160,12 @@ def _meet(ranks: Ranks, options: Options, deadline: float) -> np.ndarray[Any, An
     rank = ranks.rank
     record = exchange.message(
         exchange.IDENTITY, options.wrong or ipc_startup.missing(), wrong=options.wrong is not None, host=_host(),
-        until=deadline, timeout=options.timeout, algorithm=options.algorithm or "", backend=options.backend or "",
-        workspace=options.workspace,
+        until=clock.on_host(deadline), timeout=options.timeout, algorithm=options.algorithm or "",
+        backend=options.backend or "", workspace=options.workspace,
     )  # fmt: skip
     everyone = exchange.allgather(ranks, record, deadline, "start-up", advice=exchange.LATE)
     raise_wrong(rank, everyone)
-    gone = np.flatnonzero((everyone["until"] < time.monotonic()) & (everyone["host"] == record[0]["host"]))
+    gone = np.flatnonzero((everyone["until"] < clock.on_host(clock.now())) & (everyone["host"] == record[0]["host"]))
     if len(gone):
         raise PeerTimeoutError(report(
             rank, 0, expected="all ranks at start-up at one time",

@@ -12,12 +12,12 @@ import secrets
 import selectors
 import socket
 import struct
-import time
 from contextlib import ExitStack, suppress
 from typing import Any
 
 import numpy as np
 
+from .. import clock
 from ..errors import UnsupportedError
 from . import exchange
 from .exchange import Ranks
@@ -45,7 +45,7 @@ def connect(ranks: Ranks, network: str, deadline: float) -> dict[int, socket.soc
     """A connection to every other rank, by rank; not blocking. Collective.
 
     :param network: an identifier of this process's loopback address, at which ranks that share it meet.
-    :param deadline: on ``time.monotonic()``'s clock.
+    :param deadline: on the clock of :mod:`ipcreduce.clock`.
     :raises UnsupportedError: if two ranks do not reach each other.
     """
     rank, n = ranks.rank, ranks.size
@@ -64,7 +64,7 @@ def connect(ranks: Ranks, network: str, deadline: float) -> dict[int, socket.soc
         exchange.check(ranks, places, "listening for the other ranks")
         assert listener is not None
         connections: dict[int, socket.socket] = {}
-        now = time.monotonic()
+        now = clock.now()
         until = min(now + _MOST_SECONDS, (now + deadline) / 2)  # so that the votes still meet
         secret = places[0]["secret"].tobytes()
         with exchange.step(ranks, deadline, "connecting the ranks (is TCP between the hosts open?)"):
@@ -102,7 +102,7 @@ def _reach(place: Any, own: Any, deadline: float) -> socket.socket:
     last = OSError("it has no address")
     for address in filter(None, addresses):
         try:
-            left = deadline - time.monotonic()
+            left = deadline - clock.now()
             return socket.create_connection((address, int(place["port"])), timeout=max(0.01, min(_TRY_SECONDS, left)))
         except OSError as error:
             last = OSError(f"{address} port {place['port']}: {error}")
@@ -114,7 +114,7 @@ class _Guest:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        self.connection, self.until, self._greeting = connection, time.monotonic() + _GREET_SECONDS, b""
+        self.connection, self.until, self._greeting = connection, clock.now() + _GREET_SECONDS, b""
 
     def rank(self, secret: bytes) -> int | None:
         """The rank that has come; _STRANGER if it is none, or has gone; None while more has to arrive."""
@@ -151,7 +151,7 @@ def _accept(listener: socket.socket, secret: bytes, awaited: set[int], deadline:
 
         try:
             while awaited - found.keys():
-                now = time.monotonic()
+                now = clock.now()
                 if now > deadline:
                     raise TimeoutError("timed out")
                 for key, _ in selector.select(min(_TICK_SECONDS, deadline - now)):

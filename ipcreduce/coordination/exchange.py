@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from .. import clock
 from ..errors import IpcReduceError, PeerTimeoutError, RankMismatchError, UnsupportedError, report
 
 MAGIC = 0x1B_C4ED
@@ -119,13 +120,13 @@ def complete(
 ) -> None:
     """Wait for a request; ``interrupt()`` is called between polls, and may raise.
 
-    :param deadline: on ``time.monotonic()``'s clock, in seconds.
+    :param deadline: on the clock of :mod:`ipcreduce.clock`, in seconds.
     :raises PeerTimeoutError: when the deadline has passed. The request stays pending: its communicator is lost.
     """
     try:
         pause = 0.0
         while not request.Test():
-            now = time.monotonic()
+            now = clock.now()
             if now > deadline:
                 raise PeerTimeoutError(
                     report(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from .. import clock
 from ..coordination import exchange
 from ..coordination.control_page import Page
 from ..coordination.exchange import Ranks
@@ -44,7 +44,7 @@ def start(ranks: Ranks, options: Options, page: Page, local_rank: int, deadline:
     :param ranks: they have joined, and each has a GPU to use.
     :param page: the control page, which all have joined.
     :param local_rank: this process's number on its host.
-    :param deadline: on ``time.monotonic()``'s clock.
+    :param deadline: on the clock of :mod:`ipcreduce.clock`.
     :raises ArgumentError: if ``options.device`` is wrong on a rank. :raises UnsupportedError: if a step fails.
     """
     rank, n = ranks.rank, ranks.size
@@ -137,7 +137,7 @@ def _verify(ranks: Ranks, engine: Engine, devices: np.ndarray[Any, Any], deadlin
         engine.launches.load_verify()
     rank, n = engine.rank, engine.n
     error, verdict = None, np.zeros(plan.MAX_RANKS, np.uint32)
-    seconds = max(0.0, min(_VERIFY_SECONDS, (deadline - time.monotonic()) / 2))  # so that the verdicts still meet
+    seconds = max(0.0, min(_VERIFY_SECONDS, (deadline - clock.now()) / 2))  # so that the verdicts still meet
     shared = most_on_a_gpu(devices) > 1
     try:
         verdict = engine.launches.verify(_VERIFY_ROUNDS_SHARED if shared else _VERIFY_ROUNDS, seconds)

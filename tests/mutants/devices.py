@@ -304,7 +304,7 @@ MUTANTS = [
     Mutant(
         "a refusal waits without end for work behind earlier calls",
         "ipcreduce/device/engine.py",
-        "self.order.ends_by(time.monotonic() + self._timeout)",
+        "self.order.ends_by(clock.now() + self._timeout)",
         "self.order.ends_by(float('inf'))",
         scenario("other_work_behind_a_call"),
     ),
@@ -353,7 +353,7 @@ MUTANTS = [
     Mutant(
         "the guard aborts a call that would end by itself",
         GUARD,
-        "            elif time.monotonic() - self._aborting > _GRACE_SECONDS:\n",
+        "            elif clock.now() - self._aborting > _GRACE_SECONDS:\n",
         "            else:\n",
         unit("nccl", "a_call_that_ends_within_the_grace_is_left_alone"),
     ),
@@ -402,7 +402,7 @@ MUTANTS = [
     Mutant(
         "a start-up waits for NCCL's first sum without a deadline",
         "ipcreduce/nccl/startup.py",
-        ".wait(_half(deadline) - time.monotonic()):",
+        ".wait(_half(deadline) - clock.now()):",
         ".wait(60.0):",
         scenario("nccl_start_up_that_hangs"),
     ),

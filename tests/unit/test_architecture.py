@@ -20,6 +20,7 @@ MODULES = {
 }
 # A module imports none of a later layer. The longest prefix of its name counts.
 LAYERS = (
+    ("ipcreduce.clock",),
     tuple(f"ipcreduce.{name}" for name in ("errors", "handles", "annotations", "numerics", "kinds", "lifetime")),
     ("ipcreduce.coordination", "ipcreduce.cuda"),
     ("ipcreduce.arrays",),
@@ -91,6 +92,7 @@ def test_every_import_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_longest_prefix_counts():
     order = [
+        "clock",
         "errors",
         "cuda.graph",
         "arrays",

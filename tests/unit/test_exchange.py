@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from ipcreduce.coordination import exchange
 from ipcreduce.errors import PeerTimeoutError, RankMismatchError, UnsupportedError
 from ipcreduce.ipc import links, tuning
+from tests.shared import clock
 
 STRUCTS = {
     name: value for module in (exchange, links, tuning) for name, value in vars(module).items()
@@ -59,7 +59,7 @@ class World:
         return self.requests[-1]
 
     def allgather(self, record: np.ndarray, seconds: float = 10.0, **options: Any) -> np.ndarray:
-        return exchange.allgather(self, record, time.monotonic() + seconds, "a test", **options)
+        return exchange.allgather(self, record, clock.now() + seconds, "a test", **options)
 
 
 def test_all_messages_have_one_size_and_their_own_kind():
@@ -131,10 +131,13 @@ def test_another_program_or_version_is_named(field: str, other: int):
 
 
 def test_the_deadline_ends_a_wait():
-    started = time.monotonic()
-    with pytest.raises(PeerTimeoutError, match=r"rank 1, call 9: expected all 3 ranks at a test") as caught:
-        World(at=None).allgather(exchange.message(exchange.CALL), seconds=0.2, call=9)
-    assert 0.2 <= time.monotonic() - started < 2
+    with clock.standing():
+        begun = clock.now()
+        with pytest.raises(PeerTimeoutError, match=r"rank 1, call 9: expected all 3 ranks at a test") as caught:
+            World(at=None).allgather(
+                exchange.message(exchange.CALL), seconds=100.0, call=9, interrupt=lambda: clock.advance(9.0)
+            )
+        assert 100 < clock.now() - begun <= 109
     assert "close" in str(caught.value), "what is left to do"
 
 
@@ -157,13 +160,14 @@ def test_start_up_has_no_call_number():
 def test_a_late_answer_within_the_deadline_is_taken():
     world = World(at=None)
     record = exchange.message(exchange.CALL, call=4)
-    wake = time.monotonic() + 0.1
 
     def ask() -> None:
-        if time.monotonic() > wake:
+        clock.advance(1.0)
+        if world.requests[0].polls == 8:
             world.requests[0]._at = world.requests[0].polls + 1
 
-    assert world.allgather(record, interrupt=ask)["call"].tolist() == [4, 4, 4]
+    with clock.standing():
+        assert world.allgather(record, interrupt=ask)["call"].tolist() == [4, 4, 4]
 
 
 def test_the_wait_can_be_interrupted():
@@ -180,15 +184,17 @@ def test_the_wait_can_be_interrupted():
     assert asked == 5
 
 
-def test_a_long_wait_leaves_the_processor_to_others():
-    before = time.process_time()
-    with pytest.raises(PeerTimeoutError):
-        World(at=None).allgather(exchange.message(exchange.CALL), seconds=1.0)
-    assert time.process_time() - before < 0.5
+def test_a_long_wait_leaves_the_processor_to_others(monkeypatch: pytest.MonkeyPatch):
+    slept: list[float] = []
+    monkeypatch.setattr(exchange.time, "sleep", lambda seconds: (slept.append(seconds), clock.advance(seconds)))
+    with clock.standing(), pytest.raises(PeerTimeoutError):
+        World(at=None).allgather(exchange.message(exchange.CALL), seconds=10.0)
+    assert len(slept) < 12_000, "a poll takes a millisecond after some time"
+    assert sum(slept) > 9.9
 
 
 def test_a_step_passes_where_all_confirm_it():
-    exchange.confirm(World(), None, time.monotonic() + 10, "a step")
+    exchange.confirm(World(), None, clock.now() + 10, "a step")
 
 
 def test_a_failed_step_names_ranks_and_reasons():
@@ -196,7 +202,7 @@ def test_a_failed_step_names_ranks_and_reasons():
         record["ok"], record["text"] = rank == 0, b"" if rank == 0 else b"out of memory"
 
     with pytest.raises(UnsupportedError) as caught:
-        exchange.confirm(World(change), ValueError("bad handle"), time.monotonic() + 10, "mapping")
+        exchange.confirm(World(change), ValueError("bad handle"), clock.now() + 10, "mapping")
     assert str(caught.value) == "mapping failed on 2 of 3 ranks: rank 1: bad handle; rank 2: out of memory"
 
 

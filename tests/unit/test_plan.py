@@ -371,7 +371,7 @@ def test_halves_fit_the_workspace(megabytes: int):
 @pytest.fixture(scope="module")
 def rows_of_the_kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[int, int]:
     """Bytes of a row of so many packets, as exchange.cuh itself has it, compiled for the CPU."""
-    stand_in = ROOT / "tests" / "sim" / "include"
+    stand_in = ROOT / "tests" / "simulated" / "include"
     if shutil.which("g++") is None:
         pytest.skip("no g++")
     folder = tmp_path_factory.mktemp("rows")

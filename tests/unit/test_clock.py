@@ -61,7 +61,8 @@ def test_a_wait_ends_at_once_when_its_event_comes():
 
 def test_a_job_is_waited_for_by_the_clock():
     over = threading.Event()
-    job = background.Job(lambda: bool(over.wait(bounds.HANG)) and None)
+    background.start()
+    job = background.Job(lambda: [over.wait(bounds.HANG)].clear())
     with clock.passing(60.0):
         assert not job.wait(300.0)
     over.set()

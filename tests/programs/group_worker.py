@@ -202,7 +202,7 @@ SCENARIOS = [
 
 def among_processes(module: str, *arguments: object, size: int, timeout: float = 120) -> list[tuple[int, str]]:
     """Run ``python -m module *arguments RANK SIZE`` for each rank. Returns exit status and output, by rank."""
-    environ = machine.environment() | {"CUDA_VISIBLE_DEVICES": ""}
+    environ = machine.ranks_environment() | {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", module, *map(str, arguments)]
     processes = [
         subprocess.Popen(

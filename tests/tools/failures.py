@@ -130,7 +130,7 @@ def turn(kind: str, size: int, seed: int, hosts: int = 1, backend: str = "mpi") 
         ranks = [
             subprocess.Popen(
                 [*command, *map(str, (rank, size, kind, seed, hosts, backend))], cwd=machine.ROOT,
-                env=machine.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                env=machine.ranks_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )
             for rank in range(size)
         ]  # fmt: skip

@@ -140,7 +140,7 @@ def graphs_eager_calls_and_replays(comm: Any) -> None:
 def captured_behind_an_eager_call(comm: Any) -> None:
     """The stream that is captured runs the last eager call, and cannot be asked for it; the graph runs elsewhere."""
     for turn in range(2 * SIZE):
-        with ipcreduce.Communicator(timeout=30) as fresh:  # it knows of no graph
+        with ipcreduce.Communicator() as fresh:  # it knows of no graph
             first, second = Work(fresh, 1000), Work(fresh, 200_000 if not SIMULATED else 3000)
             warm(fresh, first, second)
             one, other = stream(), stream()

@@ -631,7 +631,7 @@ def main(scenarios: list[Callable[[Any], None]]) -> None:
     cupy.cuda.Device(RANK % cupy.cuda.runtime.getDeviceCount()).use()
     backend = os.environ.get("IPCREDUCE_BACKEND", "ipc")
     machine.pretend_hosts(RANK, SIZE, hosts=1)
-    with ipcreduce.Communicator(timeout=30) as comm:
+    with ipcreduce.Communicator() as comm:
         assert comm.backend == backend, comm.describe()
         for scenario in scenarios:
             if len(sys.argv) > 1 and scenario.__name__ not in sys.argv[1:]:

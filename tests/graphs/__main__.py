@@ -67,7 +67,7 @@ def main() -> None:
         return
     cupy.cuda.Device(RANK % GPUS).use()
     machine.pretend_hosts(RANK, SIZE, options.hosts)
-    with Communicator(timeout=60, algorithm=options.algorithm) as comm:
+    with Communicator(algorithm=options.algorithm) as comm:
         assert comm.backend != "mpi", comm.describe()
         works(comm)
         chosen = [one for one in SCENARIOS if not options.names or one.__name__ in options.names]

@@ -471,7 +471,7 @@ def broken_pieces(comm: Any) -> None:
 
 def two_communicators(comm: Any) -> None:
     """Recordings in two threads, on two communicators, side by side."""
-    others = [Communicator(timeout=20), Communicator(timeout=20)]
+    others = [Communicator(), Communicator()]
     device, failed, barrier = cupy.cuda.Device(), [], threading.Barrier(2)
     warm = mine(200) * 2
     warm.fill(-1)  # CuPy loads these kernels now: doing so, it waits for the device and keeps other threads out

@@ -51,7 +51,7 @@ def faults(comm: Any) -> None:
         brief, k, over = None, 0, False
         while not over:
             k += 1
-            brief = brief or Communicator(timeout=20, algorithm=options.algorithm)
+            brief = brief or Communicator(algorithm=options.algorithm)
             over, problems = _fault(brief, phase, k)
             found += [f"{phase}, call {k}: {problem}" for problem in problems]
             if WORLD.allreduce(bool(problems), MPI.LOR) or over:

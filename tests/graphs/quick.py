@@ -327,7 +327,7 @@ def outs_shape(comm: Any) -> None:
 
 def replaced_meanwhile(comm: Any) -> None:
     """Another thread's registration swaps what a replay is about to launch, which waits for the lock."""
-    with Communicator(timeout=20, algorithm="direct") as direct:
+    with Communicator(algorithm="direct") as direct:
         graph, stream = Graph(direct), cupy.cuda.Stream(non_blocking=True)
         source, total = mine(20000), direct.empty(20000)
         cupy.cuda.Device().synchronize()
@@ -538,7 +538,7 @@ def nothing_waits_for_a_late_rank(comm: Any) -> None:
 def not_within_a_recording(comm: Any) -> None:
     """A replay on the stream of the last call, within another graph's recording, is refused as any other there."""
     stream, source = cupy.cuda.Stream(non_blocking=True), mine()
-    with Communicator(timeout=20) as another:
+    with Communicator() as another:
         for recorder in (comm, another):
             with Graph(comm) as graph, Graph(recorder) as outer:
                 with graph.record():
@@ -558,7 +558,7 @@ def closing_gives_back(comm: Any) -> None:
     """The graphs that calls made again have left."""
     source, out = mine(), cupy.zeros(1000, np.float32)
     before = held_by_library(comm)
-    with Communicator(timeout=20) as brief:
+    with Communicator() as brief:
         for _ in range(4):
             right(brief.allreduce(source, out=out))
         assert kept_graphs(brief) or comm.backend == "nccl"

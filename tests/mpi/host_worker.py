@@ -262,7 +262,7 @@ def memory_outlives_a_wait(comm: Communicator) -> None:
 
 def refused_while_another_is_late(comm: Communicator) -> None:
     """The rank that refuses gets its own error at once; the others get it whenever they come."""
-    with Communicator(timeout=30) as brief:
+    with Communicator() as brief:
         right(brief)
         WORLD.Barrier()
         started = time.monotonic()
@@ -393,7 +393,7 @@ def late_at_start_up(comm: Communicator) -> None:
     else:
         raises(PeerTimeoutError, words, lambda: Communicator(timeout=2))
         worker.let_last_go(WORLD)
-    with Communicator(timeout=20) as second:  # of the last rank the first
+    with Communicator() as second:  # of the last rank the first
         right(second)
     if RANK == LAST:
         startup._meet = late
@@ -401,10 +401,10 @@ def late_at_start_up(comm: Communicator) -> None:
     raises(PeerTimeoutError, words, lambda: Communicator(timeout=2))
     startup._meet = meet
     worker.let_last_go(WORLD)
-    with Communicator(timeout=20) as third:
+    with Communicator() as third:
         right(third)
     raises(ArgumentError, "timeout must be", lambda: Communicator(timeout=-1 if RANK == 0 else 20))
-    with Communicator(timeout=20) as fourth:
+    with Communicator() as fourth:
         right(fourth)
 
 
@@ -579,7 +579,7 @@ def closing(comm: Communicator) -> None:
     except KeyError:
         raises(ArgumentError, "closed", lambda: failed.allreduce(np.ones(3)))
 
-    early = Communicator(timeout=20)
+    early = Communicator()
     WORLD.Barrier()
     started = time.monotonic()
     if RANK == 0:
@@ -670,7 +670,7 @@ def main() -> None:
         connections.socket.create_server = no_room
     elif HOW == "page":
         startup.Segment = types.SimpleNamespace(create=no_room, open=no_room)
-    with Communicator(timeout=30) as comm:
+    with Communicator() as comm:
         assert comm.backend == "mpi", comm.describe()
         way = {"memory": "MB of shared memory", "page": "No space left on device"}
         assert way.get(HOW, "ranks are on 2 hosts") in comm.describe(), comm.describe()

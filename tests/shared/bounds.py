@@ -28,10 +28,9 @@ _PATIENCE = {
     "ipcreduce.coordination.connections": ("_TRY_SECONDS", "_GREET_SECONDS", "_MOST_SECONDS"),
     "ipcreduce.coordination.watchdog": ("_JOIN_SECONDS", "_LAST_WORDS_SECONDS"),
     "ipcreduce.ipc.startup": ("_VERIFY_SECONDS",),
-    "ipcreduce.nccl.engine": ("_FREED_SECONDS", "_NOTICE_SECONDS"),
-    "ipcreduce.nccl.communicator": ("_ENQUEUE_SECONDS",),
-    "ipcreduce.nccl.guard": ("_LAST_TURN_SECONDS", "_NOTICE_SECONDS"),
+    "ipcreduce.nccl.guard": ("_LAST_TURN_SECONDS",),
 }
+_shipped: dict[tuple[str, str], float] = {}
 
 
 def patient() -> contextlib.ExitStack:
@@ -43,8 +42,18 @@ def patient() -> contextlib.ExitStack:
     for module, names in _PATIENCE.items():
         found = importlib.import_module(module)
         for name in names:
+            _shipped.setdefault((module, name), getattr(found, name))
             patched.enter_context(mock.patch.object(found, name, LONG))
     return patched
+
+
+@contextlib.contextmanager
+def as_shipped() -> Iterator[None]:
+    """In the block, the library has its own patience again: for those whose subject it is. They move the clock."""
+    with contextlib.ExitStack() as patched:
+        for (module, name), seconds in _shipped.items():
+            patched.enter_context(mock.patch.object(importlib.import_module(module), name, seconds))
+        yield
 
 
 def until(condition: Callable[[], Any], what: str = "what was waited for") -> Any:

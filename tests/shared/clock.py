@@ -7,9 +7,11 @@ passes only where a test of each kind asks for it, and has no upper bound but a 
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from ipcreduce import clock as library
@@ -20,43 +22,66 @@ _moved = 0.0  # seconds
 _stands_at: float | None = None
 
 
+_looks: Counter[int] = Counter()  # at the clock, by thread
+
+
 def now() -> float:
     """What the library sees."""
+    _looks[threading.get_ident()] += 1
     return (time.monotonic() if _stands_at is None else _stands_at) + _moved
 
 
 library.now = now
 
 
+def once_looked() -> Callable[[], bool]:
+    """A condition that holds once this thread looks at the clock again: it has begun to wait by a deadline."""
+    thread = threading.get_ident()
+    before = _looks[thread]
+    return lambda: _looks[thread] > before
+
+
 def advance(seconds: float) -> None:
     """Move the clock of this process, and the timer of its simulated GPU, if it has one."""
     global _moved
     _moved += seconds
+    advance_device(seconds)
+
+
+def advance_device(seconds: float) -> None:
+    """Move the timer of this process's simulated GPU alone, if it has one."""
     driver = sys.modules.get("ipcreduce.cuda.driver")
     if driver is not None and hasattr(driver, "move_timer"):
         driver.move_timer(seconds)
 
 
 @contextlib.contextmanager
-def passing(seconds: float, when: Callable[[], object] = lambda: True) -> Iterator[None]:
+def passing(
+    seconds: float, when: Callable[[], object] = lambda: True, *, most: float = math.inf,
+    move: Callable[[float], None] = advance,
+) -> Iterator[None]:  # fmt: skip
     """In the block, the clock is moved by ``seconds`` once ``when()`` holds, and again and again until the block ends.
 
-    Again, since a wait may begin behind the first move. ``when`` is an event that has to come first, such as that
-    another rank stands in the same wait.
+    Again, since a wait may begin behind the first move.
+
+    :param when: an event that has to come first, such as that another rank stands in the same wait.
+    :param most: seconds in all, after which the clock goes as it does, or stands.
     """
     over, problems = threading.Event(), []
 
-    def move() -> None:
+    def run() -> None:
         try:
             while not when():
                 if over.wait(1e-3):
                     return
-            while not over.wait(_STEP_SECONDS):
-                advance(seconds)
+            moved = 0.0
+            while moved < most and not over.wait(_STEP_SECONDS):
+                move(min(seconds, most - moved))
+                moved += seconds
         except BaseException as error:
             problems.append(error)
 
-    mover = threading.Thread(target=move, name="mover", daemon=True)
+    mover = threading.Thread(target=run, name="mover", daemon=True)
     mover.start()
     try:
         yield

@@ -20,7 +20,7 @@ def array_of(value: Any, count: int = 1000) -> Any:
 
 def on_torchs_stream() -> None:
     """A call on a tensor is among the work of PyTorch's current stream; on an array of CuPy, of CuPy's."""
-    with Communicator(timeout=20) as comm, torch.imported():
+    with Communicator() as comm, torch.imported():
         for torchs in (torch.Stream(), torch.ExternalStream(0)):
             cupys = cupy.cuda.Stream(non_blocking=True)
             source, target = array_of(RANK + 1), array_of(0)
@@ -57,7 +57,7 @@ def by_dlpack() -> None:
 
     producer, given = torch.Stream(), cupy.cuda.Stream(non_blocking=True)
     source, target = array_of(0), array_of(0)
-    with Communicator(timeout=20) as comm, torch.imported():
+    with Communicator() as comm, torch.imported():
         works(comm)
         cupy.cuda.Device().synchronize()
         with torch.stream(producer):
@@ -77,7 +77,7 @@ def by_interface() -> None:
     class Foreign:
         __cuda_array_interface__ = source.__cuda_array_interface__ | {"stream": producer.cuda_stream}
 
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         works(comm)
         cupy.cuda.Device().synchronize()
         delay(producer.cuda_stream)
@@ -100,7 +100,7 @@ def in_a_recording() -> None:
         comm.synchronize()
         seen.append(float(cupy.asnumpy(between)[0]))
 
-    with Communicator(timeout=20) as comm, torch.imported():
+    with Communicator() as comm, torch.imported():
         cupy.cuda.Device().synchronize()
         graph = Graph(comm)
         with torch.stream(torchs), graph.record():
@@ -127,7 +127,7 @@ def memory_that_is_not_the_tensors_values() -> None:
     array = array_of(RANK + 1, 10)
     sparse, quantised = Tensor(array), Tensor(array)
     sparse.layout, quantised.is_quantized = torch.sparse_coo, True
-    with Communicator(timeout=20) as comm, torch.imported():
+    with Communicator() as comm, torch.imported():
         for wrong, words in (
             (Tensor(array, pending="neg"), "Pass tensor.resolve_neg()"),
             (Tensor(array, pending="conj"), "Pass tensor.resolve_conj()"),
@@ -154,7 +154,7 @@ def memory_that_is_not_the_tensors_values() -> None:
 def results_are_tensors() -> None:
     """From PyTorch's allocator, on its stream; freed at once, while the calls still run, they spoil nothing."""
     side, given = torch.Stream(), torch.Stream()
-    with Communicator(timeout=20) as comm, torch.imported():
+    with Communicator() as comm, torch.imported():
         source = Tensor(array_of(RANK + 1))
         cupy.cuda.Device().synchronize()
         for turn in range(6):
@@ -189,7 +189,7 @@ def results_are_tensors() -> None:
 
 def the_short_way() -> None:
     """Repeated calls on tensors are launched at once, and follow memory that moves under the same object."""
-    with Communicator(timeout=20) as comm, torch.imported():
+    with Communicator() as comm, torch.imported():
         source, out = Tensor(array_of(RANK + 1)), Tensor(array_of(0))
         other, counted = array_of(2 * (RANK + 1)), mock.Mock(side_effect=operands.DeviceOperands.of)
         side = torch.Stream()
@@ -229,7 +229,7 @@ def the_short_way() -> None:
 
 def a_stream_by_its_handle() -> None:
     """Repeated calls on ``stream=handle``, which nobody is known to keep, take the short way too, in order."""
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         one, two = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
         source, out = array_of(RANK + 1), array_of(0)
         cupy.cuda.Device().synchronize()
@@ -284,7 +284,7 @@ def torch_in_recordings() -> None:
         again.array[...] = first.array + returned.array
         return first, comm.allreduce(again, out=again)
 
-    with Communicator(timeout=20) as comm, torch.imported():
+    with Communicator() as comm, torch.imported():
         side, source = torch.Stream(), Tensor(array_of(0))
         for _ in range(2):
             graph = Graph(comm)
@@ -324,7 +324,7 @@ def torch_in_recordings() -> None:
 
 def other_memory_under_a_recorded_tensor() -> None:
     """A graph keeps the memory that it was recorded with, though the tensor is given other memory (``set_()``)."""
-    with Communicator(timeout=20) as comm, torch.imported():
+    with Communicator() as comm, torch.imported():
         source, target = torch.full_like(Tensor(array_of(0)), RANK + 1), torch.full_like(Tensor(array_of(0)), 0)
         with Graph(comm) as graph:
             with graph.record():
@@ -345,7 +345,7 @@ def other_memory_under_a_recorded_tensor() -> None:
 
 def addresses_of_weights() -> None:
     """The address check takes tensors that require grad, within ``torch.no_grad()``, and sees that they moved."""
-    with Communicator(timeout=20) as comm, torch.imported(), torch.no_grad():
+    with Communicator() as comm, torch.imported(), torch.no_grad():
         weight = Tensor(array_of(RANK + 1), requires_grad=True)
         inputs = {"weight": weight}
         with Graph(comm, check="always") as graph:
@@ -361,7 +361,7 @@ def addresses_of_weights() -> None:
 
 def after_a_wait() -> None:
     """A call behind synchronize() takes the short way, and later calls on other streams follow it."""
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         one, two = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
         array, other = array_of(RANK + 1), array_of(0)
         cupy.cuda.Device().synchronize()

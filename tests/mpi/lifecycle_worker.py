@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 import ipcreduce
 from ipcreduce import Communicator, UnsupportedError
 from tests.shared import worker
+from tests.shared.bounds import late, until
 
 
 def right(comm: Any) -> None:
@@ -74,7 +74,7 @@ def never_closed() -> None:
     for comm in (Communicator(), Communicator(MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2)), Communicator()):
         right(comm)
     ipcreduce.allreduce(np.ones(3))
-    time.sleep(MPI.COMM_WORLD.rank)
+    late(MPI.COMM_WORLD.rank)
 
 
 def exit_closes() -> None:
@@ -99,7 +99,7 @@ def used_until_the_end() -> None:
     holder: dict[str, Any] = {"comm": Communicator()}
     holder["self"] = holder
     right(holder["comm"])
-    waiting = Communicator(timeout=1.0)
+    waiting = Communicator()
     if MPI.COMM_WORLD.rank == 0 and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
 
         def wait() -> None:
@@ -107,7 +107,7 @@ def used_until_the_end() -> None:
                 waiting.allreduce(np.ones(3))
 
         threading.Thread(target=wait, daemon=True).start()
-        time.sleep(0.2)
+        until(lambda: waiting._calls.number, "the call")
 
 
 def without_threads() -> None:

@@ -27,7 +27,7 @@ import pytest
 import ipcreduce
 from ipcreduce import Communicator, errors
 from ipcreduce.coordination import connections
-from tests.shared import clock
+from tests.shared import bounds, clock
 from tests.tools import machine
 
 
@@ -225,6 +225,7 @@ def among_processes(module: str, *arguments: object, size: int, timeout: float =
 
 
 def main(name: str, directory: str, rank: str, size: str) -> None:
+    bounds.patient()
     assert "mpi4py.MPI" not in sys.modules
     [scenario] = [one for one in SCENARIOS if one.__name__ == name]
     scenario(Files(directory, int(rank), int(size)))

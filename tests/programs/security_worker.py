@@ -29,7 +29,7 @@ from ipcreduce.coordination import connections
 from ipcreduce.coordination.control_page import Page
 from ipcreduce.cuda import compiler
 from ipcreduce.host.segment import Segment
-from tests.shared import clock
+from tests.shared import bounds, clock
 from tests.shared.bounds import late, no_hang, until
 from tests.shared.by_files import ByFiles
 
@@ -212,6 +212,7 @@ SCENARIOS = [apart, together, alone_in_its_network, dies_unseen, shown, looks, h
 
 def main(name: str, directory: str, rank: str, size: str) -> None:
     """Run one scenario as one rank."""
+    bounds.patient()
     os.umask(0)  # the directory of the ranks' messages is for all users
     [scenario] = [one for one in SCENARIOS if one.__name__ == name]
     if name == "homes":  # imports all that the compiler needs

@@ -1,9 +1,9 @@
 """``python -m tests.tools.pauses -- COMMAND...`` runs a command and pauses random ranks of its tests meanwhile.
 
 Each pause stops one process (SIGSTOP) for 0.1 to 5 s, as a machine may that has other things to do, and lets it go on
-(SIGCONT). Ranks are the processes that run Python and have ``TEST_RUN_OF_IPCREDUCE`` in their environment: never pytest,
-nor a launcher. No test may tell the difference. ``--seed`` chooses other pauses; ``--every`` says how many seconds lie
-between two on the average. The exit code is the command's.
+(SIGCONT). Ranks are the processes that run Python and have TEST_RUN_OF_IPCREDUCE in their environment, and so neither
+pytest nor a launcher. No test may tell the difference. ``--seed`` chooses other pauses; ``--every`` says how many
+seconds lie between two on the average. The exit code is the command's.
 """
 
 from __future__ import annotations

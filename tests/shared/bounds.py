@@ -18,28 +18,32 @@ HANG = 60.0  # seconds
 LONG = 5 * HANG  # for what the library would give up by itself: a test that reaches it has met HANG before
 
 # The library's own patience with what takes milliseconds, but for a timeout that the program has passed.
-_PATIENCE = {
+_START_UP = {
+    "ipcreduce.coordination.connections": ("_TRY_SECONDS", "_GREET_SECONDS", "_MOST_SECONDS"),
+    "ipcreduce.ipc.startup": ("_VERIFY_SECONDS",),
+}
+_PATIENCE = _START_UP | {
     "ipcreduce.communicator": ("_CLOSE_SECONDS",),
     "ipcreduce.lifetime": ("CLOSE_SECONDS",),
     "ipcreduce.device.engine": ("_END_CALLS_SECONDS", "_GIVE_UP_SECONDS"),
     "ipcreduce.device.deferred_free": ("_RECLAIM_SECONDS", "_CALL_SECONDS"),
     "ipcreduce.coordination.control_page": ("_RECORD_SECONDS",),
     "ipcreduce.coordination.calls": ("_PATIENCE_SECONDS",),
-    "ipcreduce.coordination.connections": ("_TRY_SECONDS", "_GREET_SECONDS", "_MOST_SECONDS"),
     "ipcreduce.coordination.watchdog": ("_JOIN_SECONDS", "_LAST_WORDS_SECONDS"),
-    "ipcreduce.ipc.startup": ("_VERIFY_SECONDS",),
     "ipcreduce.nccl.guard": ("_LAST_TURN_SECONDS",),
 }
 _shipped: dict[tuple[str, str], float] = {}
 
 
-def patient() -> contextlib.ExitStack:
+def patient(*, at_the_end: bool = True) -> contextlib.ExitStack:
     """From now on the library in this process gives nothing up before LONG; until the result is closed.
 
     So a rank that the machine has paused for some seconds changes nothing, and who waits where nobody may, hangs.
+
+    :param at_the_end: False for programs of users, whose close() gives up as it is shipped.
     """
     patched = contextlib.ExitStack()
-    for module, names in _PATIENCE.items():
+    for module, names in (_PATIENCE if at_the_end else _START_UP).items():
         found = importlib.import_module(module)
         for name in names:
             _shipped.setdefault((module, name), getattr(found, name))

@@ -108,6 +108,7 @@ def main() -> int:
     command = subprocess.Popen(options.command, env={**os.environ, _OWNER: str(os.getpid())})
     pauses = Pauses(os.getpid(), options.seed, options.every)
     pauses.start()
+    signal.signal(signal.SIGTERM, lambda *_: command.terminate())
     try:
         status = command.wait()
     except KeyboardInterrupt:

@@ -476,6 +476,15 @@ def test_a_rank_that_does_not_come_to_an_exchange():
     assert together(ranks, lambda rank: rank.host(b"%d" % rank.page.rank)) == [[b"0", b"1", b"2"]] * 3
 
 
+def test_a_deadline_in_real_time():
+    """The others move the clock."""
+    rank = make_ranks(2, timeout=0.3)[0]
+    begun = time.monotonic()
+    with bounds.no_hang():
+        raised_by(rank, PeerTimeoutError, "rank 1 never came", lambda rank: rank.host())
+    assert time.monotonic() - begun >= 0.3
+
+
 @walks("entered -> posted", "posted -> raised")
 def test_a_refusal_ends_an_exchange(ranks: list[Rank]):
     waiting = threading.Event()

@@ -3,7 +3,7 @@
 Each pause stops one process (SIGSTOP) for 0.1 to 5 s, as a machine may that has other things to do, and lets it go on
 (SIGCONT). Ranks are the processes that run Python and have TEST_RUN_OF_IPCREDUCE in their environment, and so neither
 pytest nor a launcher. No test may tell the difference. ``--seed`` chooses other pauses; ``--every`` says how many
-seconds lie between two on the average. The exit code is the command's.
+seconds lie between two on the average, in which all run. The exit code is the command's.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ class Pauses:
                 pid, seconds = self._random.choice(found), self._random.uniform(_SHORTEST, _LONGEST)
                 if _signal(pid, signal.SIGSTOP):
                     self._stopped[pid] = now + seconds
+                    due += seconds  # all run for a while, or nothing would come to an end within a test's bound
                     self.counts[pid] += 1
                     self.seconds += seconds
 
@@ -102,7 +103,9 @@ def _signal(pid: int, which: signal.Signals) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.tools.pauses", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--every", type=float, default=1.0, help="seconds between two pauses, on the average")
+    parser.add_argument(
+        "--every", type=float, default=2.0, help="seconds from one pause to the next, on the average (2)"
+    )
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
     command = subprocess.Popen(options.command, env={**os.environ, _OWNER: str(os.getpid())})

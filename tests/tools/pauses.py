@@ -103,9 +103,7 @@ def _signal(pid: int, which: signal.Signals) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.tools.pauses", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--every", type=float, default=2.0, help="seconds from one pause to the next, on the average (2)"
-    )
+    parser.add_argument("--every", type=float, default=2.0, help="seconds between two pauses, on the average")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
     command = subprocess.Popen(options.command, env={**os.environ, _OWNER: str(os.getpid())})

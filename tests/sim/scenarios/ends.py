@@ -375,7 +375,8 @@ def ended_on_a_busy_device() -> None:
 
     In real time: it takes 6 s, with the library as it is.
     """
-    as_shipped().__enter__()
+    kept.append(shipped := as_shipped())  # or its end would come with that of the object
+    shipped.__enter__()
     comms = [Communicator(WORLD, device=RANK) for _ in range(2)]
     with cupy.cuda.Device(RANK):
         graph = Graph(comms[0])

@@ -7,11 +7,11 @@ import math
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn, Protocol
 
+from . import clock
 from .errors import UnsupportedError
 from .texts import described, text_of
 
@@ -89,7 +89,7 @@ def refuse_copies(thing: object) -> NoReturn:
 def time_limit(seconds: float) -> Iterator[None]:
     """Bound the waits of this thread in the block, which all go by :func:`at_most`, to ``seconds`` in all."""
     before = getattr(_thread, "deadline", math.inf)
-    _thread.deadline = min(before, time.monotonic() + seconds)
+    _thread.deadline = min(before, clock.now() + seconds)
     try:
         yield
     finally:
@@ -98,7 +98,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 def at_most(seconds: float) -> float:
     """``seconds``, or the time left in the blocks around, if that is less: see :func:`time_limit`."""
-    return max(0.0, min(seconds, getattr(_thread, "deadline", math.inf) - time.monotonic()))
+    return max(0.0, min(seconds, getattr(_thread, "deadline", math.inf) - clock.now()))
 
 
 @atexit.register

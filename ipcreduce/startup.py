@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from . import clock
 from .coordination import exchange, shared_files, watchdog
 from .coordination.connections import connect
 from .coordination.control_page import Page
@@ -77,7 +77,7 @@ def starting(ranks: Ranks, options: Options) -> Iterator[Started]:
     :raises PeerTimeoutError: if a rank does not come, or comes after another one has given up.
     :raises PeerFailedError: if an exception on another rank has ended start-up.
     """
-    deadline = time.monotonic() + options.timeout
+    deadline = clock.now() + options.timeout
     started = Started()
     try:
         everyone = _meet(ranks, options, deadline)
@@ -187,13 +187,13 @@ def _meet(ranks: Ranks, options: Options, deadline: float) -> np.ndarray[Any, An
     rank = ranks.rank
     record = exchange.message(
         exchange.IDENTITY, options.wrong or ipc_startup.missing(), wrong=options.wrong is not None, host=_host(),
-        clock=_clock(), until=deadline, timeout=options.timeout, algorithm=options.algorithm or "",
+        clock=_clock(), until=clock.on_host(deadline), timeout=options.timeout, algorithm=options.algorithm or "",
         backend=options.backend or "", workspace=options.workspace,
     )  # fmt: skip
     everyone = exchange.allgather(ranks, record, deadline, "start-up", advice=exchange.LATE)
     raise_wrong(rank, everyone)
     comparable = (everyone["clock"] == record[0]["clock"]) & (everyone["clock"] != b"")
-    gone = np.flatnonzero((everyone["until"] < time.monotonic()) & comparable)
+    gone = np.flatnonzero((everyone["until"] < clock.on_host(clock.now())) & comparable)
     if len(gone):
         raise PeerTimeoutError(report(
             rank, 0, expected="all ranks at start-up at one time",

@@ -9,7 +9,7 @@ from ..handles import Stream
 
 
 class Engine(Protocol):
-    """The part of a backend that a call sequence needs. Times are on ``time.monotonic()``'s clock."""
+    """The part of a backend that a call sequence needs. Times are on the clock of :mod:`ipcreduce.clock`."""
 
     def drain(self) -> None:
         """Wait until this rank's calls so far have ended."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from .. import clock
 from ..errors import (
     CaptureError,
     GraphStateError,
@@ -244,7 +244,7 @@ class CallSequence:
     def check_wait(self, number: int, deadline: float, missing: list[int]) -> None:
         """Go on waiting for the ranks ``missing`` in call ``number``, or raise what has happened.
 
-        :param deadline: on ``time.monotonic()``'s clock.
+        :param deadline: on the clock of :mod:`ipcreduce.clock`.
         :raises IpcReduceError: if they do not come: they made another call, refused this one, or are late or lost.
         """
         page = self._page
@@ -255,7 +255,7 @@ class CallSequence:
         cancelled = fault is not None and fault[0] <= number  # first, even if a rank was lost because of it
         if not cancelled:
             faults.raise_lost(page, number)
-        late = time.monotonic() > deadline
+        late = clock.now() > deadline
         if late:
             page.post_timeout(missing)
         if cancelled or late or (page.aborted and not faults.all_come(page, number)):
@@ -271,7 +271,7 @@ class CallSequence:
         if page is None or self._rounds is None:
             return [payload]
         try:
-            check = partial(self.check_wait, number, time.monotonic() + self.timeout)
+            check = partial(self.check_wait, number, clock.now() + self.timeout)
             return self._rounds.gather(payload, check, abandon)
         except Left as left:  # its fault may come later than its record of that
             if not page.aborted and page.fault() is None:
@@ -288,7 +288,7 @@ class CallSequence:
         """
         page, rounds, meetings = self._page, self._rounds, self._meetings
         assert page and rounds and meetings  # noqa: PT018
-        deadline = time.monotonic() + max(self.timeout, _PATIENCE_SECONDS)
+        deadline = clock.now() + max(self.timeout, _PATIENCE_SECONDS)
         try:
             highest, rounds.last = start_anew(page, self._engines, meetings, self.number, rounds.last, deadline)
             self.number = highest

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from .. import clock
 from .control_page import MISMATCH, Page
 
 BUSY_SECONDS = 0.01  # between two looks while calls are made over mirrors: fewer than the flight recorder has room for
@@ -24,7 +25,7 @@ class _Found:
     call: int
     text: str
     era: int
-    seen: float  # on time.monotonic()'s clock
+    seen: float  # on our clock
 
 
 class Comparison:
@@ -33,27 +34,27 @@ class Comparison:
     def __init__(self, page: Page) -> None:
         self._page = page
         self._compared = [0] * page.n  # the last call, by rank
-        self._number, self._moved = 0, time.monotonic()  # of our last call, and when it was seen first
+        self._number, self._moved = 0, clock.now()  # of our last call, and when it was seen first
         self._found: _Found | None = None  # not posted yet
 
     @property
     def is_busy(self) -> bool:
         """True while this rank makes calls, which the others are to hear of soon."""
-        return time.monotonic() - self._moved < 2 * BUSY_SECONDS
+        return clock.now() - self._moved < 2 * BUSY_SECONDS
 
     def look(self) -> None:
         """Compare the calls made since the last look; post the first mismatch if nobody has after a while."""
         page, era = self._page, self._page.era
         number = page.calls.number[0]
         if number != self._number:
-            self._number, self._moved = number, time.monotonic()
+            self._number, self._moved = number, clock.now()
         if self._found is None and not page.aborted:
-            settled = time.monotonic() - self._moved > _SETTLED_SECONDS
+            settled = clock.now() - self._moved > _SETTLED_SECONDS
             for rank in range(page.n):
                 if rank != page.rank and self._found is None:
                     self._compare(rank, settled, era)
         found = self._found
-        if found is not None and (found.era != page.era or time.monotonic() - found.seen > _PATIENCE_SECONDS):
+        if found is not None and (found.era != page.era or clock.now() - found.seen > _PATIENCE_SECONDS):
             self._found = None
             with page.in_era(found.era) as current:
                 if current and not page.aborted:
@@ -73,4 +74,4 @@ class Comparison:
         if differing is not None:
             mine, theirs = calls.describe(page.rank, differing), calls.describe(rank, differing)
             text = f"{mine} on rank {page.rank} and {theirs} on rank {rank}"
-            self._found = _Found(differing, text, era, time.monotonic())
+            self._found = _Found(differing, text, era, clock.now())

@@ -13,7 +13,6 @@ import secrets
 import selectors
 import socket
 import struct
-import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -21,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import clock
 from ..errors import UnsupportedError
 from . import exchange
 from .exchange import Ranks
@@ -50,7 +50,7 @@ def connect(ranks: Ranks, network: str, deadline: float) -> dict[int, socket.soc
     """A connection to every other rank, by rank; not blocking. Collective.
 
     :param network: an identifier of this process's loopback address, at which ranks that share it meet.
-    :param deadline: on ``time.monotonic()``'s clock.
+    :param deadline: on the clock of :mod:`ipcreduce.clock`.
     :raises UnsupportedError: if two ranks do not reach each other.
     """
     rank, n = ranks.rank, ranks.size
@@ -68,7 +68,7 @@ def connect(ranks: Ranks, network: str, deadline: float) -> dict[int, socket.soc
         places = exchange.allgather(ranks, record, deadline, "listening for the other ranks")
         exchange.check(ranks, places, "listening for the other ranks")
         assert listener is not None
-        now = time.monotonic()
+        now = clock.now()
         until = min(now + _MOST_SECONDS, (now + deadline) / 2)  # so that the votes still meet
         secret = places[0]["secret"].tobytes()
         with exchange.step(ranks, deadline, "connecting the ranks (is TCP between the hosts open?)"):
@@ -146,7 +146,7 @@ class _Meeting:
     def hold(self, until: float) -> dict[int, socket.socket]:
         """The connections, by rank. :raises UnsupportedError: at ``until``, or if no address of a rank is left."""
         while self._awaited - self._found.keys():
-            now = time.monotonic()
+            now = clock.now()
             if now > until:
                 raise self._missing(min(self._awaited - self._found.keys()), ["timed out"])
             self._visit(now)
@@ -219,7 +219,7 @@ class _Meeting:
             known = visit.is_host()
         except OSError:  # it has too many guests at a time, or does not wait any longer
             self._drop(visit)
-            self._again.append((time.monotonic() + _TICK_SECONDS, rank, address))
+            self._again.append((clock.now() + _TICK_SECONDS, rank, address))
             return
         if known:
             self._found[rank] = self._take(visit)
@@ -241,7 +241,7 @@ class _Meeting:
                 failed.callback(connection.close)
                 guest = Guest(connection, self._secret, self._rank)
                 failed.pop_all()
-            self._guests[guest] = time.monotonic() + _GREET_SECONDS
+            self._guests[guest] = clock.now() + _GREET_SECONDS
             self._selector.register(connection, selectors.EVENT_READ, guest)
 
     def _heard(self, guest: Guest) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import clock
 from . import shared_files
 from .flight_recorder import FlightRecorder
 from .page_layout import (
@@ -203,8 +204,8 @@ class Page:
             ]
             if found or self.abort_word[0] != TOLD or self.loss() is not None:
                 return min(found) if found else None
-            deadline = deadline or time.monotonic() + _RECORD_SECONDS
-            if time.monotonic() > deadline:
+            deadline = deadline or clock.now() + _RECORD_SECONDS
+            if clock.now() > deadline:
                 return None
             time.sleep(1e-4)
 

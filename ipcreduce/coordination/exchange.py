@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from .. import clock
 from ..errors import (
     IpcReduceError,
     PeerFailedError,
@@ -154,13 +155,13 @@ def complete(
 ) -> None:
     """Wait for a request; ``interrupt()`` is called between polls, and may raise.
 
-    :param deadline: on ``time.monotonic()``'s clock, in seconds.
+    :param deadline: on the clock of :mod:`ipcreduce.clock`, in seconds.
     :raises PeerTimeoutError: when the deadline has passed. The request stays pending: its communicator is lost.
     """
     try:
         pause = 0.0
         while not request.Test():
-            now = time.monotonic()
+            now = clock.now()
             if now > deadline:
                 raise PeerTimeoutError(
                     report(
@@ -291,4 +292,4 @@ def last_words(error: BaseException | None, deadline: float) -> float:
     """The end of this rank's wait for the others to hear of its error."""
     if error is None or isinstance(error, Exception):
         return deadline
-    return min(deadline, time.monotonic() + _LAST_WORDS_SECONDS)
+    return min(deadline, clock.now() + _LAST_WORDS_SECONDS)

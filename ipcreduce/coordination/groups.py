@@ -6,7 +6,6 @@ import operator
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from .. import clock
 from ..errors import ArgumentError, PeerLostError, report
 from ..texts import described, shown
 from . import exchange, launchers, mpi
@@ -123,7 +123,7 @@ class GroupRanks:
     def join(self, timeout: float) -> GroupRanks:
         """Meet all ranks. :raises ArgumentError: if the group does not bring them in the order of their ranks."""
         record = exchange.message(_MEMBER, rank=self.rank, size=self.size)
-        until = time.monotonic() + timeout
+        until = clock.now() + timeout
         everyone = exchange.allgather(self, record, until, "start-up", advice=exchange.LATE)
         for place, other in enumerate(everyone):
             if (other["rank"], other["size"]) != (place, self.size):

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from .. import clock
 from .control_page import Page
 
 _MOST_UNREAD = 64 << 10  # bytes: a process that is stopped must not fill the connection, which would then be given up
@@ -146,10 +147,10 @@ class Mirror:
     # ---- ends
     def close(self, seconds: float) -> None:
         """Send what is left to say, for up to ``seconds``, and close the connections."""
-        deadline = time.monotonic() + seconds
+        deadline = clock.now() + seconds
         with self._turn:
             self._send()
-            while any(peer.outgoing for peer in self._peers.values()) and time.monotonic() < deadline:
+            while any(peer.outgoing for peer in self._peers.values()) and clock.now() < deadline:
                 time.sleep(1e-3)
                 self._send()
             for descriptor in list(self._peers):

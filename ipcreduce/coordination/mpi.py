@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from .. import clock
 from ..errors import ArgumentError, IpcReduceError, UnsupportedError, first_line
 from . import exchange
 
@@ -93,7 +93,7 @@ class MpiRanks:
         mine = request = None
         try:
             mine, request = kept[0][1:] if kept else self.mpi.Idup()
-            exchange.complete(request, self, time.monotonic() + timeout, "start-up", advice=exchange.LATE)
+            exchange.complete(request, self, clock.now() + timeout, "start-up", advice=exchange.LATE)
         except BaseException as error:
             if isinstance(error, RuntimeError) and not isinstance(error, IpcReduceError):  # an MPI.Exception
                 raise UnsupportedError(

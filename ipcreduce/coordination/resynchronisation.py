@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
+from .. import clock
 from . import faults
 from .backend import Engine
 from .control_page import Page
@@ -20,14 +20,14 @@ def start_anew(
     After the first meeting all ranks are quiet, after the second all have reset.
 
     :param number: of this rank's last call; ``last_round`` that of its last round.
-    :param deadline: on ``time.monotonic()``'s clock.
+    :param deadline: on the clock of :mod:`ipcreduce.clock`.
     :returns: the highest of all ranks' numbers of calls, and of rounds.
     :raises PeerLostError: if a rank has gone, or does not come until ``deadline``.
     """
 
     def check(missing: list[int]) -> None:
         faults.raise_lost(page, number, any_call=True)
-        if time.monotonic() > deadline:
+        if clock.now() > deadline:
             page.post_lost(missing[0], "it did not come to the resynchronisation after a fault")
 
     for engine in engines:

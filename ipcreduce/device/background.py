@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from .. import clock
+
 _OURS = "ipcreduce-"  # begins the names of our threads
 _NAME = f"{_OURS}background"
 _turn = threading.RLock()  # of those who make jobs, a finaliser among them
@@ -49,10 +51,14 @@ class Job:
         One thread may wait.
         """
         if not self.is_over:
-            with suppress(queue.Empty):
-                self._end.get(timeout=max(0.0, seconds))
+            clock.wait(self._has_ended, seconds)
         if self._error is not None:
             raise self._error
+        return self.is_over
+
+    def _has_ended(self, seconds: float) -> bool:
+        with suppress(queue.Empty):
+            self._end.get(timeout=seconds)
         return self.is_over
 
     def run(self) -> None:

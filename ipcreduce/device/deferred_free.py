@@ -9,14 +9,13 @@ exit the context may be gone, and everything with it; in a forked child nothing 
 from __future__ import annotations
 
 import threading
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Protocol
 
-from .. import lifetime
+from .. import clock, lifetime
 from ..coordination import watchdog
 from ..cuda.contexts import using_relaxed
 from ..errors import CudaError
@@ -79,11 +78,11 @@ def taking(lock: Any, waiting: Waiting | None) -> Iterator[bool]:
     :returns: False if the lock did not come in time.
     """
     try:
-        taken = lock.acquire(timeout=lifetime.at_most(_CALL_SECONDS))
+        taken = _take(lock, lifetime.at_most(_CALL_SECONDS))
         if not taken:
             if waiting is not None:
                 waiting.end_waits()
-            taken = lock.acquire(timeout=lifetime.at_most(_CALL_SECONDS))
+            taken = _take(lock, lifetime.at_most(_CALL_SECONDS))
         if not taken:
             warnings.warn(
                 "close() has given up: another thread is in a call of the communicator that does not end. What the "
@@ -138,11 +137,11 @@ def flush() -> None:
 
 def reclaim() -> None:
     """:func:`flush` when memory is short: waits for the calls that run, for a while."""
-    deadline = time.monotonic() + _RECLAIM_SECONDS
+    deadline = clock.now() + _RECLAIM_SECONDS
     for order, lock in list(_orders.items()):
         with ExitStack() as held:
             held.callback(_release, lock)
-            if lock.acquire(timeout=_RECLAIM_SECONDS):
+            if _take(lock, _RECLAIM_SECONDS):
                 order.ends_by(deadline)
     flush()
 
@@ -154,6 +153,10 @@ def _no_call_runs(held: ExitStack) -> bool:
         if not lock.acquire(blocking=False) or not order.is_over():
             return False
     return True
+
+
+def _take(lock: Any, seconds: float) -> bool:
+    return clock.wait(lambda timeout: bool(lock.acquire(timeout=timeout)), seconds)
 
 
 def _release(lock: Any) -> None:

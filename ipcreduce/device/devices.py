@@ -27,7 +27,7 @@ def share_device(
 
     :param device: the argument of ``Communicator``.
     :param local_rank: this process's number on its host, for "auto".
-    :param deadline: by ``time.monotonic()``.
+    :param deadline: by the clock of :mod:`ipcreduce.clock`.
     :raises ArgumentError: on every rank, if ``device`` is wrong on one.
     :raises UnsupportedError: if a rank's GPU is unusable.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
@@ -10,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from .. import lifetime
+from .. import clock, lifetime
 from ..coordination import faults
 from ..coordination.calls import CallSequence
 from ..coordination.control_page import REFUSED, TOLD, Page
@@ -125,14 +124,14 @@ class DeviceEngine(ABC):
     # ---- ends
     def drain(self) -> None:
         """Wait until this rank's eager calls have ended, at most for a call's time: other work behind may not end."""
-        self.order.ends_by(time.monotonic() + self._timeout)
+        self.order.ends_by(clock.now() + self._timeout)
 
     def quiesce(self, deadline: float) -> None:
         """Wait until no work of ours runs, on any stream. The abort word is up, by which ours ends.
 
-        :raises IpcReduceError: if the device is still busy at ``deadline``, on ``time.monotonic()``'s clock.
+        :raises IpcReduceError: if the device is still busy at ``deadline``, on the clock of :mod:`ipcreduce.clock`.
         """
-        if not background.Job(self.wait_for_device).wait(deadline - time.monotonic()):
+        if not background.Job(self.wait_for_device).wait(deadline - clock.now()):
             raise IpcReduceError(f"GPU {self.device.ordinal} is still busy, with something that is not ipcreduce's")
         self.order.forget()
 
@@ -158,7 +157,7 @@ class DeviceEngine(ABC):
         :param unmapped: actions for once no peer has our memory mapped.
         :param free: actions that free further memory of ours, in the end.
         """
-        job = background.Job(partial(self._close, time.monotonic() + lifetime.at_most(wait), unmap, unmapped, free))
+        job = background.Job(partial(self._close, clock.now() + lifetime.at_most(wait), unmap, unmapped, free))
         if not job.wait(lifetime.at_most(_END_CALLS_SECONDS)):
             self.page.end_waits()
         if not job.wait(lifetime.at_most(_GIVE_UP_SECONDS)):

@@ -40,6 +40,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from .. import clock
 from ..cuda import cupy_runtime, driver, graph, streams, torch_runtime
 from ..cuda.contexts import using, using_relaxed
 from ..errors import CaptureError, CudaError
@@ -296,12 +297,12 @@ class StreamOrder:
         self.event_free_stream = self.event_stream = self.resting_stream = _NONE
 
     def ends_by(self, deadline: float) -> bool:
-        """Wait for the eager calls until ``deadline``, on ``time.monotonic()``'s clock. True if they have ended.
+        """Wait for the eager calls until ``deadline``, on the clock of :mod:`ipcreduce.clock`. True if they have ended.
 
         Calls that cannot be asked for count as ended.
         """
         while not self.is_over(unknown=True):
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 return False
             time.sleep(1e-4)
         return True

@@ -6,13 +6,13 @@ error on every rank and never a hang or a truncated message.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
+from .. import clock
 from ..coordination import exchange
 from ..coordination.mpi import MpiRanks, check_runs
 from ..errors import IpcReduceError, PeerFailedError, PeerLostError, RankMismatchError, report
@@ -46,7 +46,7 @@ class MpiReducer:
         After a timeout, or whatever else ends a call between its messages, ``halfway`` stays set: send no more.
         """
         check_runs()
-        self._deadline, self._call, self._interrupt = time.monotonic() + self._timeout, call, interrupt
+        self._deadline, self._call, self._interrupt = clock.now() + self._timeout, call, interrupt
         if what is not None:
             self._agree(what)
         self.halfway = True
@@ -75,7 +75,7 @@ class MpiReducer:
         :returns: why the communicator is lost, if that ended halfway.
         """
         if not self.halfway:
-            self._deadline, self._call, self._interrupt = time.monotonic() + self._timeout, call, None
+            self._deadline, self._call, self._interrupt = clock.now() + self._timeout, call, None
             with suppress(IpcReduceError):  # ``error`` is the one to raise
                 self._tell(exchange.message(exchange.CALL, described(error), call=call))
                 self.halfway = False

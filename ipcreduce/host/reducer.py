@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from .. import clock
 from ..coordination.calls import CallSequence
 from ..coordination.fingerprint import Fingerprint
 from ..errors import UnsupportedError
@@ -105,7 +105,7 @@ class HostReducer:
         source = array if array.flags.c_contiguous else np.ascontiguousarray(array)
         through = out is not None and out.flags.c_contiguous
         target = out if out is not None and through else np.empty(array.shape, array.dtype)
-        check = partial(calls.check_wait, calls.number, time.monotonic() + calls.timeout)
+        check = partial(calls.check_wait, calls.number, clock.now() + calls.timeout)
         shared.allreduce(source, op, target, check, partial(calls.compare, what))
         if out is None or target is out:
             return target

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from .. import clock
 from ..coordination.calls import CallSequence
 from ..coordination.control_page import Page
 from ..cuda import driver
@@ -46,7 +47,7 @@ class Engine(DeviceEngine):
         self.launches = Launches(
             context, workspace, control, capability=capability, timeout=timeout, algorithm=algorithm
         )
-        self.launches.before_loading = lambda: self.order.ends_by(time.monotonic() + timeout)
+        self.launches.before_loading = lambda: self.order.ends_by(clock.now() + timeout)
         self._ready = ReadyLaunches(context)
         self.packets = "packets arrive whole"  # until the start-up check says otherwise
 
@@ -95,7 +96,7 @@ class Engine(DeviceEngine):
         forget(self.order)
         attempt(self.context, self.workspace.unmap_peers, *unmap)
         self.page.leave()
-        while not self.peers_have_left() and time.monotonic() < deadline:
+        while not self.peers_have_left() and clock.now() < deadline:
             time.sleep(1e-3)
         self.release()
         leave = partial(driver.release_context, self.device.ordinal)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import clock
 from ..coordination import exchange
 from ..coordination.control_page import Page
 from ..coordination.exchange import Agreed, Ranks
@@ -49,7 +50,7 @@ def start(
     :param ranks: they have joined, and each has a GPU to use.
     :param page: the control page, which all have joined.
     :param local_rank: this process's number on its host.
-    :param deadline: on ``time.monotonic()``'s clock.
+    :param deadline: on the clock of :mod:`ipcreduce.clock`.
     :param warn: takes what to warn of at the end, on every rank alike.
     :raises ArgumentError: if ``options.device`` is wrong on a rank. :raises Agreed: if a step fails.
     """
@@ -99,9 +100,9 @@ def start(
 def _part(page: Page) -> None:
     """The same where start-up ends. :raises IpcReduceError: if a peer may still map our memory: it stays then."""
     page.leave()
-    deadline = time.monotonic() + _PART_SECONDS
+    deadline = clock.now() + _PART_SECONDS
     while not all(page.has_unmapped(peer) for peer in range(page.n) if peer != page.rank):
-        if time.monotonic() > deadline:
+        if clock.now() > deadline:
             raise IpcReduceError("a rank has not unmapped its peers' memory")
         time.sleep(1e-3)
 
@@ -162,7 +163,7 @@ def _verify(ranks: Ranks, engine: Engine, devices: np.ndarray[Any, Any], deadlin
         engine.launches.load_verify()
     rank, n = engine.rank, engine.n
     error, verdict = None, np.zeros(plan.MAX_RANKS, np.uint32)
-    seconds = max(0.0, min(_VERIFY_SECONDS, (deadline - time.monotonic()) / 2))  # so that the verdicts still meet
+    seconds = max(0.0, min(_VERIFY_SECONDS, (deadline - clock.now()) / 2))  # so that the verdicts still meet
     shared = most_on_a_gpu(devices) > 1
     try:
         verdict = engine.launches.verify(_VERIFY_ROUNDS_SHARED if shared else _VERIFY_ROUNDS, seconds)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from .. import clock
 from ..cuda.contexts import using_relaxed
 from ..device.background import Job
 from ..errors import CudaError
@@ -88,8 +89,8 @@ class NcclCommunicator:
         self._end_of_last = Job(partial(self._end_now, end, comm))  # without the lock: it may run at once
 
     def _end_now(self, end: Callable[[Any], None], comm: Any) -> None:
-        deadline = time.monotonic() + _ENQUEUE_SECONDS
-        while self._enqueuing is not None and time.monotonic() < deadline:  # NCCL must not free what a call is using
+        deadline = clock.now() + _ENQUEUE_SECONDS
+        while self._enqueuing is not None and clock.now() < deadline:  # NCCL must not free what a call is using
             time.sleep(1e-4)
         with using_relaxed(self._context), suppress(CudaError):  # it is gone in any case
             end(comm)

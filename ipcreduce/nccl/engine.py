@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import clock
 from ..coordination.calls import CallSequence
 from ..coordination.control_page import Page
 from ..coordination.faults import raise_lost
@@ -100,10 +101,10 @@ class Engine(DeviceEngine):
                     return
             except CudaError as caught:
                 if error is None:  # NCCL may have noticed a rank's end before the watchdog
-                    error, deadline = caught, time.monotonic() + _NOTICE_SECONDS
+                    error, deadline = caught, clock.now() + _NOTICE_SECONDS
                 time.sleep(_SLICE_SECONDS)
             raise_lost(self.page, number, any_call=True)
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 raise error or CudaError("ncclCommInitRank", library.TIMEOUT, "the ranks did not meet in time")
 
     @property
@@ -186,13 +187,13 @@ class Engine(DeviceEngine):
             replay.argument = 0
         self._guard.forget()
         self._identity = b""
-        self.join(offers[0][1:], time.monotonic() + self._timeout)
+        self.join(offers[0][1:], clock.now() + self._timeout)
 
     def _close(self, deadline: float, unmap: Actions, unmapped: Actions, free: Actions) -> None:
         attempt(self.context, lambda: self._stop(deadline))
         forget(self.order)
         self.page.leave()
-        while not self.peers_have_left() and time.monotonic() < deadline:
+        while not self.peers_have_left() and clock.now() < deadline:
             time.sleep(1e-3)
         if self.peers_have_left():  # nobody waits for what this rank still has to send
             attempt(self.context, self.nccl.destroy)

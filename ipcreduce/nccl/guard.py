@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 import weakref
 from contextlib import suppress
 
+from .. import clock
 from ..coordination.control_page import REFUSED, Page
 from ..cuda import streams
 from ..cuda.contexts import using_relaxed
@@ -81,8 +81,8 @@ class Guard:
             if self._order.is_over() and nccl.enqueuing is None:
                 self._aborting = 0.0
             elif not self._aborting:
-                self._aborting = time.monotonic()
-            elif time.monotonic() - self._aborting > _GRACE_SECONDS:
+                self._aborting = clock.now()
+            elif clock.now() - self._aborting > _GRACE_SECONDS:
                 self._aborting = 0.0
                 with page.in_era(era) as current:
                     if current:  # else the calls of that era have ended
@@ -92,8 +92,8 @@ class Guard:
         self._aborting = 0.0
         problem = nccl.problem()
         if problem is not None:
-            self._problem_at = self._problem_at or time.monotonic()
-            if time.monotonic() - self._problem_at < _NOTICE_SECONDS:
+            self._problem_at = self._problem_at or clock.now()
+            if clock.now() - self._problem_at < _NOTICE_SECONDS:
                 return  # it may be the end of a rank, which the watchdog names
             with page.in_era(era) as current:
                 if current:
@@ -113,19 +113,19 @@ class Guard:
         if self._marked:
             if streams.is_over(self._event):
                 self._marked, self._ended = 0, self._marked
-            elif time.monotonic() - self._since > self._timeout:
+            elif clock.now() - self._since > self._timeout:
                 self._post_timeout(self._marked, era)
                 return
         number = self._order.launched  # before the event, which then stands behind that call
         if not self._marked and number > self._ended and self._order.mark(self._event, self._stream):
-            self._marked, self._since = number, time.monotonic()
+            self._marked, self._since = number, clock.now()
 
     def _watch_enqueuing(self, era: int) -> None:
         """Post a timeout for a call that NCCL does not put on its stream: it makes its links in the first calls."""
         enqueuing, number = self._nccl.enqueuing, self._page.calls.number[0]
         if enqueuing is not self._enqueuing or number != self._enqueuing_at:
-            self._enqueuing, self._enqueuing_at, self._enqueuing_since = enqueuing, number, time.monotonic()
-        elif enqueuing is not None and time.monotonic() - self._enqueuing_since > self._timeout:
+            self._enqueuing, self._enqueuing_at, self._enqueuing_since = enqueuing, number, clock.now()
+        elif enqueuing is not None and clock.now() - self._enqueuing_since > self._timeout:
             self._post_timeout(number, era)
 
     def _post_timeout(self, number: int, era: int) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 from functools import partial
 
 import numpy as np
 
+from .. import clock
 from ..coordination import exchange
 from ..coordination.control_page import Page
 from ..coordination.exchange import Ranks
@@ -31,7 +31,7 @@ def start(ranks: Ranks, options: Options, page: Page, local_rank: int, reason: s
     :param ranks: they have joined, and each has a GPU to use.
     :param local_rank: this process's number on its host.
     :param reason: why it is this backend.
-    :param deadline: on ``time.monotonic()``'s clock.
+    :param deadline: on the clock of :mod:`ipcreduce.clock`.
     :raises ArgumentError: if ``options.device`` is wrong on a rank. :raises Agreed: if a step fails.
     """
     rank = ranks.rank
@@ -45,7 +45,7 @@ def start(ranks: Ranks, options: Options, page: Page, local_rank: int, reason: s
         with exchange.step(ranks, deadline, "joining NCCL's communicator"):
             engine.join(identity, _half(deadline))
         with exchange.step(ranks, deadline, "trying NCCL's all-reduce"):
-            if not Job(partial(_try, engine, rank)).wait(_half(deadline) - time.monotonic()):
+            if not Job(partial(_try, engine, rank)).wait(_half(deadline) - clock.now()):
                 engine.nccl.abort()
                 raise CudaError("ncclAllReduce", library.TIMEOUT, "NCCL's first sum did not end in time")
         engine.watch()
@@ -62,7 +62,7 @@ def start(ranks: Ranks, options: Options, page: Page, local_rank: int, reason: s
 
 def _half(deadline: float) -> float:
     """The end of a step whose failure all ranks are to hear of before ``deadline``."""
-    return (time.monotonic() + deadline) / 2
+    return (clock.now() + deadline) / 2
 
 
 def _share_identity(ranks: Ranks, deadline: float) -> bytes:

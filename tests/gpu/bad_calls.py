@@ -12,7 +12,7 @@ from tests.shared import bad_call_table, worker
 
 def main() -> None:
     cupy.cuda.Device(MPI.COMM_WORLD.rank % cupy.cuda.runtime.getDeviceCount()).use()
-    with ipcreduce.Communicator(timeout=30) as comm:
+    with ipcreduce.Communicator() as comm:
         assert comm.backend == "ipc", comm.describe()
         count = bad_call_table.run(cupy_module, comm) + bad_call_table.run_constructors(device=True)
     if MPI.COMM_WORLD.rank == 0:

@@ -11,7 +11,7 @@ import os
 import random
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -21,11 +21,12 @@ from mpi4py import MPI
 
 import ipcreduce
 from tests.gpu import scenarios
-from tests.shared import worker
+from tests.gpu.scenarios import BRIEF, SIMULATED
+from tests.shared import clock, worker
+from tests.shared.bounds import until
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
-SIMULATED = cupy.__name__ != "cupy"
 SHARED = cupy.cuda.runtime.getDeviceCount() < SIZE
 TURNS = int(os.environ.get("TURNS", "40" if SIMULATED or SHARED else "1000"))
 POISON = -7.0
@@ -162,7 +163,7 @@ def calls_and_replays_on_several_streams(comm: Any) -> None:
 def captured_behind_an_eager_call(comm: Any) -> None:
     """The stream that is captured runs the last eager call, and cannot be asked for it; the graph runs elsewhere."""
     for turn in range(2 * SIZE):
-        with ipcreduce.Communicator(timeout=30) as fresh:  # it knows of no graph
+        with ipcreduce.Communicator() as fresh:  # it knows of no graph
             first, second = Work(fresh, 1000), Work(fresh, 200_000 if not SIMULATED else 3000)
             warm(fresh, first, second)
             one, other = stream(), stream()
@@ -276,7 +277,7 @@ def temporaries(comm: Any) -> None:
 
 def after_a_fault(comm: Any) -> None:
     """Replays of theirs after a fault end without data: synchronize() says so each time, until all have gone on."""
-    with ipcreduce.Communicator(timeout=2.0) as hurried:
+    with ipcreduce.Communicator(**BRIEF) as hurried:
         work, on = Work(hurried, 1000), stream()
         warm(hurried, work)
         graph = captured(on, work)
@@ -284,10 +285,12 @@ def after_a_fault(comm: Any) -> None:
             work.prepare(turn)
             cupy.cuda.Device().synchronize()
             WORLD.Barrier()
-            if turn == 1 and RANK == SIZE - 1:
-                time.sleep(4)
+            late = turn == 1 and RANK == SIZE - 1
+            if late:
+                until(lambda: hurried._page.aborted, "the others' deadline")
             graph.launch(on)
-            error = error_of(hurried.synchronize)
+            with clock.passing(121.0) if SIMULATED and turn == 1 and not late else nullcontext():
+                error = error_of(hurried.synchronize)
             if turn == 0:
                 assert error is None, error
                 work.check(turn, "before the fault")
@@ -323,15 +326,17 @@ def refused_on_one_rank(comm: Any) -> None:
         with suppress(ipcreduce.ArgumentError):
             comm.allreduce(work.array, "mode")
     WORLD.Barrier()
-    time.sleep(0.2)  # the kernels bear the abort word for 0.1 s
     heard = False
     for turn in range(4):
         work.prepare(turn)
         cupy.cuda.Device().synchronize()
         WORLD.Barrier()
-        time.sleep(0.3 * RANK)
+        if RANK > 0:  # the one before has gone by then: kernels bear the abort word for 0.1 s
+            WORLD.recv(source=RANK - 1)
         graph.launch(on)
         error = error_of(comm.synchronize)
+        if RANK < SIZE - 1:
+            WORLD.send(None, RANK + 1)
         heard = heard or error is not None
         assert error is None or isinstance(error, ipcreduce.PeerFailedError), error
         if error is None:

@@ -17,7 +17,7 @@ import ipcreduce
 from ipcreduce.bench.limit import our_engine
 from ipcreduce.cuda import cupy_runtime
 from tests.gpu import cupy_module
-from tests.shared import reference, sweep_cases, worker
+from tests.shared import bounds, reference, sweep_cases, worker
 
 CASES = 40
 LARGEST = 20_000  # bytes: several tiles, but few time slices
@@ -92,6 +92,7 @@ PROGRAMS = {
 
 
 def main() -> None:
+    bounds.patient()
     cupy.cuda.Device(MPI.COMM_WORLD.rank % cupy.cuda.runtime.getDeviceCount()).use()
     cupy.cuda.set_allocator(None)  # no pool, which would give more than was asked for
     for name in sys.argv[1:]:

@@ -14,11 +14,12 @@ from mpi4py import MPI
 import ipcreduce
 from ipcreduce.bench import report
 from tests.gpu import cupy_module
-from tests.shared import sweep_cases, worker
+from tests.shared import bounds, sweep_cases, worker
 from tests.tools import machine
 
 
 def main() -> None:
+    bounds.patient()
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)

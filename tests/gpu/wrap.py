@@ -20,7 +20,7 @@ from mpi4py import MPI
 import ipcreduce
 from ipcreduce.bench import report
 from ipcreduce.cuda import driver
-from tests.shared import worker
+from tests.shared import bounds, worker
 
 WORLD = MPI.COMM_WORLD
 WRAP = 1 << 32
@@ -99,6 +99,7 @@ def through_the_wrap(algorithm: str, options: argparse.Namespace) -> dict[str, A
 
 
 def main() -> None:
+    bounds.patient()
     parser = argparse.ArgumentParser()
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=ALGORITHMS)
     parser.add_argument("--calls", type=int, default=1000, help="in each replay (1000)")

@@ -33,7 +33,7 @@ from tests.graphs import (
     runners,
 )
 from tests.graphs.common import FIGURES, GPUS, RANK, SIZE, WORLD, works
-from tests.shared import worker
+from tests.shared import bounds, worker
 from tests.tools import machine
 
 MODULES = (replays, memory, pieces, breaks, runners, errors, quick, communicators, driver_faults, endurance)
@@ -61,13 +61,14 @@ def left_out() -> set[str]:
 
 
 def main() -> None:
+    bounds.patient()
     assert not left_out(), f"in no list of scenarios: {left_out()}"
     if options.names == ["host_communicator"]:
         run(communicators.host_communicator)
         return
     cupy.cuda.Device(RANK % GPUS).use()
     machine.pretend_hosts(RANK, SIZE, options.hosts)
-    with Communicator(timeout=60, algorithm=options.algorithm) as comm:
+    with Communicator(algorithm=options.algorithm) as comm:
         assert comm.backend != "mpi", comm.describe()
         works(comm)
         known = [module.SCENARIOS[0] for module in MODULES] if options.first else SCENARIOS

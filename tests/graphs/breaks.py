@@ -24,7 +24,6 @@ from tests.graphs.common import (
     LAST,
     RANK,
     SIZE,
-    SOON,
     TOTAL,
     WORLD,
     Canaries,
@@ -35,6 +34,7 @@ from tests.graphs.common import (
     right,
     works,
 )
+from tests.shared.bounds import late, no_hang
 
 
 def real_data(comm: Any) -> None:
@@ -410,10 +410,8 @@ def exceptions_in_breaks(comm: Any) -> None:
         error, words = (LookupError, ["lost it"]) if RANK in who else (PeerFailedError, [f"rank {who[0]}", "lost it"])
         graph, caller = Graph(comm), cupy.cuda.get_current_stream().ptr
         fail[0] = RANK in who
-        started = time.monotonic()
-        with raises(error, *words), graph.record():
+        with no_hang(), raises(error, *words), graph.record():
             body(source)
-        assert time.monotonic() - started < SOON, "it waited"
         assert graph.state == "failed"
         assert cupy.cuda.get_current_stream().ptr == caller
         fail[0] = False
@@ -424,11 +422,9 @@ def exceptions_in_breaks(comm: Any) -> None:
             right(result, TOTAL * SIZE * SIZE)
             fail[0] = RANK in who
             ran.clear()
-            started = time.monotonic()
-            with raises(error, *words):
+            with no_hang(), raises(error, *words):
                 graph.replay()
                 comm.synchronize()
-            assert time.monotonic() - started < SOON, "it waited"
             assert not (ran and RANK in who), "a later segment ran"
             fail[0] = False
             WORLD.Barrier()
@@ -452,17 +448,15 @@ def exception_between_breaks(comm: Any) -> None:
         part = source * 2
         total_of(part)
         if RANK in who:
-            time.sleep(0.05)  # until the others wait
+            late(0.05)  # the others wait
             raise LookupError("lost it")
         total_of(part)
-        time.sleep(0.2)  # until NCCL's communicator is aborted, which the graph would hold
+        late(0.2)  # NCCL's communicator, which the graph would hold, is aborted
 
     for who in ([LAST], [0]):
         error, words = (LookupError, []) if RANK in who else (PeerFailedError, [f"rank {who[0]}"])
-        started = time.monotonic()
-        with raises(error, "lost it", *words), Graph(comm).record():
+        with no_hang(), raises(error, "lost it", *words), Graph(comm).record():
             body(who)
-        assert time.monotonic() - started < SOON, "it waited"
         works(comm)
 
 
@@ -539,7 +533,7 @@ def broken_pieces(comm: Any) -> None:
 
 def two_communicators(comm: Any) -> None:
     """Recordings in two threads, on two communicators, side by side."""
-    others = [Communicator(timeout=20), Communicator(timeout=20)]
+    others = [Communicator(), Communicator()]
     device, failed, barrier = cupy.cuda.Device(), [], threading.Barrier(2)
     warm = mine(200) * 2
     warm.fill(-1)  # CuPy loads these kernels now: doing so, it waits for the device and keeps other threads out

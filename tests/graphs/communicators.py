@@ -113,7 +113,7 @@ def host_communicator() -> None:
 
 def shown(comm: Any) -> None:
     """One line each, true in every state; no copies. On a communicator of its own, which it closes."""
-    comm = Communicator(timeout=20)
+    comm = Communicator()
     assert repr(comm) == f"<Communicator: rank {RANK} of {SIZE}, backend ipc>"
     x = cupy.ones(100, np.float32)
     with Graph(comm, name="twice") as graph:

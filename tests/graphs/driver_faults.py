@@ -17,7 +17,6 @@ from tests.graphs.common import (
     RANK,
     SIM,
     SIZE,
-    SOON,
     TOTAL,
     WORLD,
     held_by_library,
@@ -25,6 +24,7 @@ from tests.graphs.common import (
     right,
     works,
 )
+from tests.shared.bounds import HANG
 
 if SIM:
     from tests.simulated import driver
@@ -51,7 +51,7 @@ def faults(comm: Any) -> None:
         brief, k, over = None, 0, False
         while not over:
             k += 1
-            brief = brief or Communicator(timeout=20, algorithm=options.algorithm)
+            brief = brief or Communicator(algorithm=options.algorithm)
             over, problems = _fault(brief, phase, k)
             found += [f"{phase}, call {k}: {problem}" for problem in problems]
             if WORLD.allreduce(bool(problems), MPI.LOR) or over:
@@ -76,7 +76,7 @@ def _fault(comm: Any, phase: str, k: int) -> tuple[bool, list[str]]:
     driver.fault_at(0)
     over = driver.calls() - calls < k
     over, failed = WORLD.bcast((over, driver.failed[-1] if driver.failed else ""), root=LAST)
-    if time.monotonic() - started > SOON:
+    if time.monotonic() - started > HANG:
         problems.append(f"{time.monotonic() - started:.1f} s")
     if error and not error.startswith("ipcreduce: "):
         problems.append(f"not an error of ours: {error}")

@@ -11,7 +11,6 @@ import errno
 import os
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +24,7 @@ import ipcreduce
 from ipcreduce import Communicator, UnsupportedError
 from ipcreduce.coordination.page_layout import page_bytes
 from tests.shared import worker
+from tests.shared.bounds import late, until
 
 
 def right(comm: Any) -> None:
@@ -80,7 +80,7 @@ def never_closed() -> None:
     for comm in (Communicator(), Communicator(MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2)), Communicator()):
         right(comm)
     ipcreduce.allreduce(np.ones(3))
-    time.sleep(MPI.COMM_WORLD.rank)
+    late(MPI.COMM_WORLD.rank)
 
 
 def exit_closes() -> None:
@@ -105,7 +105,7 @@ def used_until_the_end() -> None:
     holder: dict[str, Any] = {"comm": Communicator()}
     holder["self"] = holder
     right(holder["comm"])
-    waiting = Communicator(timeout=1.0)
+    waiting = Communicator()
     if MPI.COMM_WORLD.rank == 0 and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
 
         def wait() -> None:
@@ -113,7 +113,7 @@ def used_until_the_end() -> None:
                 waiting.allreduce(np.ones(3))
 
         threading.Thread(target=wait, daemon=True).start()
-        time.sleep(0.2)
+        until(lambda: waiting._calls.number, "the call")
 
 
 def without_threads() -> None:

@@ -75,6 +75,6 @@ def test_a_turn_that_is_not_right_is_told():
     assert failures.problems("killed", 1, notes, 0.1, 1) == []
     assert failures.problems("killed", 0, notes, 0.1, 1) != []
     assert failures.problems("stopped", 1, notes, 0.1, 1) != []
-    assert failures.problems("killed", 1, notes, 1.1, 1) == ["heard after 1.10 s"]
-    assert failures.problems("killed", 1, {**notes, "close": 7.0}, 0.1, 1) == ["close() took 7.0 s"]
+    assert failures.problems("killed", 1, notes, 61.1, 1) == ["heard after 61.10 s"]
+    assert failures.problems("killed", 1, {**notes, "close": 61.0}, 0.1, 1) == ["close() took 61.0 s"]
     assert failures.problems("raised", 1, {**notes, "error": "PeerFailedError"}, 0.1, 1) != []

@@ -25,5 +25,5 @@ WORKER = "tests/mpi/lifecycle_worker.py"
 @pytest.mark.parametrize("n", [1, 3])
 def test_lifecycle(mpirun: Callable, scenario: str, n: int):
     """Right on every rank; and nothing is said at exit."""
-    output = mpirun(WORKER, n, scenario, env={"CUDA_VISIBLE_DEVICES": "", "IPCREDUCE_SYNC": "1"}, timeout=30).stdout
+    output = mpirun(WORKER, n, scenario, env={"CUDA_VISIBLE_DEVICES": "", "IPCREDUCE_SYNC": "1"}).stdout
     assert sorted(output.split("\n")) == sorted([f"{scenario}: right"] * n + [""]), output

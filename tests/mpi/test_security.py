@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.shared.bounds import HANG
 from tests.tools import machine
 
 ALICE, BOB = 54321, 54322  # users that no list has
-SECONDS = 30.0
 
 PIDS = ("--pid", "--fork", "--mount-proc", "--kill-child")
 
@@ -53,7 +53,9 @@ def directory() -> Iterator[Path]:
 def why_not(command: tuple[str, ...]) -> str:
     """The reason for which a command does not run here; "" if it does."""
     try:
-        done = subprocess.run([*command, "true"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(
+            [*command, "true"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=HANG
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return done.stderr.strip() if done.returncode else ""
@@ -78,7 +80,7 @@ def start(scenario: str, directory: Path, rank: int, size: int, how: Rank, **mor
     on_sim = ["-m", "tests.simulated"] if "SIM_DEVICES" in more else []
     worker = [*on_sim, "-m", "tests.programs.security_worker", scenario, str(directory), str(rank), str(size)]
     basic = {"CUDA_VISIBLE_DEVICES": "", "IPCREDUCE_CACHE_DIR": str(directory / "cache"), "SIM_NCCL": str(directory)}
-    environ = machine.environment() | basic | more | how.environ
+    environ = machine.ranks_environment() | basic | more | how.environ
     if "SECURITY_USER" in environ:
         environ.pop("COVERAGE_PROCESS_CONFIG", None)  # that user may write no file beside ours
     return subprocess.Popen(
@@ -88,8 +90,8 @@ def start(scenario: str, directory: Path, rank: int, size: int, how: Rank, **mor
 
 
 def outputs(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str]]:
-    """(exit status, output) of each; who has not ended after ``SECONDS`` seconds is killed."""
-    until = time.monotonic() + SECONDS
+    """(exit status, output) of each; who has not ended after ``HANG`` seconds is killed."""
+    until = time.monotonic() + HANG
     try:
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):

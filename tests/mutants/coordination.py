@@ -92,7 +92,7 @@ MUTANTS = [
     Mutant(
         "a rank waits for ever for one that does not come to the clean-up",
         RESYNCHRONISATION,
-        "if time.monotonic() > deadline:",
+        "if clock.now() > deadline:",
         "if False:",
         unit("calls", "a_rank_that_does_not_come_to_the_clean_up"),
     ),

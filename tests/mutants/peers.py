@@ -69,15 +69,15 @@ MUTANTS = [
     Mutant(
         "the watchdog posts a mismatch at once, and ends earlier calls",
         COMPARISON,
-        " or time.monotonic() - found.seen > _PATIENCE_SECONDS)",
+        " or clock.now() - found.seen > _PATIENCE_SECONDS)",
         " or True)",
         unit("comparison", "a_mismatch_is_left_to_the_ranks_for_a_while"),
     ),
     Mutant(
         "a mismatch that was raised stays found",
         COMPARISON,
-        "(found.era != page.era or time.monotonic()",
-        "(time.monotonic()",
+        "(found.era != page.era or clock.now()",
+        "(clock.now()",
         unit("comparison", "a_mismatch_that_the_ranks_have_raised_is_forgotten"),
     ),
     Mutant(

@@ -29,6 +29,7 @@ from ipcreduce import Communicator, errors
 from ipcreduce.coordination import connections
 from ipcreduce.coordination.control_page import Page
 from ipcreduce.host.segment import Segment
+from tests.shared import bounds, clock
 from tests.tools import machine
 
 
@@ -79,7 +80,7 @@ def raises(kind: type[Exception], *words: str) -> Iterator[None]:
 
 # ---- scenarios
 def results(group: Files) -> None:
-    with Communicator(group, timeout=60) as comm, Communicator(group, device="auto", timeout=60) as other:
+    with Communicator(group) as comm, Communicator(group, device="auto") as other:
         assert (comm.rank, comm.size, comm.backend) == (group.rank, group.size, "mpi")
         assert "of shared memory" in comm.describe()
         for one in (comm, other):
@@ -96,7 +97,7 @@ def results(group: Files) -> None:
 
 
 def a_rank_is_killed(group: Files) -> None:
-    comm = Communicator(group, timeout=60)
+    comm = Communicator(group)
     right(comm)
     if group.is_last:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -149,7 +150,7 @@ def _rank_0_is_killed(group: Files, kind: Any) -> None:
 
 
 def calls_differ(group: Files) -> None:
-    with Communicator(group, timeout=60) as comm:
+    with Communicator(group) as comm:
         with raises(errors.RankMismatchError, "(3,)", "(4,)"):
             comm.allreduce(np.ones(3 + group.is_last))
         right(comm)
@@ -157,8 +158,8 @@ def calls_differ(group: Files) -> None:
 
 def options_differ(group: Files) -> None:
     with raises(errors.ArgumentError, "the same timeout on every rank"):
-        Communicator(group, timeout=60 + group.is_last)
-    with Communicator(group, timeout=60) as comm:
+        Communicator(group, timeout=100 + group.is_last)
+    with Communicator(group) as comm:
         right(comm)
 
 
@@ -176,7 +177,7 @@ def allgather_raises(group: Files) -> None:
         group.allgather = fails  # type: ignore[method-assign]
     found = "EOFError: of the program" if group.is_last else "ConnectionResetError: a rank has failed"
     with raises(errors.PeerLostError, f"rank {group.rank}, start-up: ", f"found that it raised {found}", "anew"):
-        Communicator(group, timeout=60)
+        Communicator(group)
 
 
 def allgather_hangs(group: Files) -> None:
@@ -184,13 +185,16 @@ def allgather_hangs(group: Files) -> None:
 
     def hangs(data: bytes) -> list[bytes]:
         if next(calls) == 4:
+            group.write("hangs")
             threading.Event().wait()
         return allgather(data)
 
     if group.is_last:
         group.allgather = hangs  # type: ignore[method-assign]
-    with raises(errors.PeerTimeoutError, "start-up: ", "found that the group's allgather has not answered in time"):
-        Communicator(group, timeout=2)
+    passing = clock.passing(121.0, (group.directory / "hangs").exists)
+    words = "start-up: ", "found that the group's allgather has not answered in time"
+    with passing, raises(errors.PeerTimeoutError, *words):
+        Communicator(group)
 
 
 def late(group: Files) -> None:
@@ -200,17 +204,17 @@ def late(group: Files) -> None:
             group.await_file(f"gave up {rank}")
     else:
         words = f"expected all {group.size} ranks at start-up", "allgather has not answered", "then make it again"
-        with raises(errors.PeerTimeoutError, *words):
-            Communicator(group, timeout=0.5)
+        with clock.passing(121.0), raises(errors.PeerTimeoutError, *words):
+            Communicator(group)
         group.write(f"gave up {group.rank}")
-    with Communicator(group, timeout=60) as comm:
+    with Communicator(group) as comm:
         right(comm)
 
 
 def apart(group: Files) -> None:
     """On pretended hosts, without GPUs: nothing can carry host arrays."""
     os.environ["IPCREDUCE_HOSTID"] = f"host {group.rank}"
-    with Communicator(group, timeout=60) as comm:
+    with Communicator(group) as comm:
         assert f"host arrays: cannot be reduced, because the ranks are on {group.size} hosts" in comm.describe()
         for _ in range(2):
             with raises(errors.UnsupportedError, "one of mpi4py, or pass device arrays", "host arrays need memory"):
@@ -226,7 +230,7 @@ def apart_without_tcp(group: Files) -> None:
         raise OSError("no port")
 
     connections.socket = types.SimpleNamespace(**vars(connections.socket) | {"create_server": refused})  # type: ignore[assignment]
-    with Communicator(group, timeout=60) as comm:
+    with Communicator(group) as comm:
         assert "no call can be made: listening for the other ranks failed" in comm.describe()
         for _ in range(2):
             with raises(errors.UnsupportedError, "host arrays need memory"):
@@ -236,7 +240,7 @@ def apart_without_tcp(group: Files) -> None:
 def one_rank_twice(group: Files) -> None:
     other = types.SimpleNamespace(rank=0, size=group.size, allgather=group.allgather)
     with raises(errors.ArgumentError, f"of rank 1 of {group.size} at place 1; found those of rank 0"):
-        Communicator(other, timeout=60)
+        Communicator(other)
 
 
 SCENARIOS = [
@@ -248,7 +252,7 @@ SCENARIOS = [
 
 def among_processes(module: str, *arguments: object, size: int, timeout: float = 120) -> list[tuple[int, str]]:
     """Run ``python -m module *arguments RANK SIZE`` for each rank. Returns exit status and output, by rank."""
-    environ = machine.environment() | {"CUDA_VISIBLE_DEVICES": ""}
+    environ = machine.ranks_environment() | {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", module, *map(str, arguments)]
     processes = [
         subprocess.Popen(
@@ -267,6 +271,7 @@ def among_processes(module: str, *arguments: object, size: int, timeout: float =
 
 
 def main(name: str, directory: str, rank: str, size: str) -> None:
+    bounds.patient()
     assert "mpi4py.MPI" not in sys.modules
     [scenario] = [one for one in SCENARIOS if one.__name__ == name]
     scenario(Files(directory, int(rank), int(size)))

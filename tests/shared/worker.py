@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from tests.shared.bounds import HANG
+
 
 def run(main: Callable[[], object]) -> None:
     """``main()``; an exception ends all ranks, and is shown first."""
@@ -43,10 +45,10 @@ def let_last_go(world: Any) -> None:
 
 
 def in_a_fork(check: Callable[[], object]) -> None:
-    """``check()`` in a forked child. :raises AssertionError: if it raises there, or takes more than 20 s."""
+    """``check()`` in a forked child. :raises AssertionError: if it raises there, or hangs."""
     child = os.fork()
     if not child:
-        signal.alarm(20)
+        signal.alarm(int(HANG))
         status = 1
         try:
             check()

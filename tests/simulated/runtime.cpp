@@ -16,6 +16,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
@@ -50,6 +51,8 @@ bool sim_split_packets = [] {
 }();
 
 namespace {
+std::atomic<uint64_t> moved;  // nanoseconds
+
 constexpr size_t kStackBytes = 64 << 10, kGuardBytes = 4 << 10;
 constexpr size_t kGuarded = 2048;  // fibers of a grid whose stacks have a guard page
 constexpr uint32_t kWarp = 32;
@@ -282,6 +285,13 @@ void sim_run(void (*kernel)(const void*), const void* args, uint32_t blocks, uin
   sim_thread = nullptr;
   acquire(&grid->end);
 }
+
+uint64_t sim_timer() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (uint64_t)t.tv_sec * 1'000'000'000 + (uint64_t)t.tv_nsec + moved;
+}
+void sim_move_timer(uint64_t nanoseconds) { moved += nanoseconds; }
 
 void sim_disturb(uint64_t seed) {
   if (!grid) take_grid();

@@ -88,6 +88,14 @@ def output_of(*command: str) -> str:
     return run.stdout
 
 
+TOKEN = "TEST_RUN_OF_IPCREDUCE"  # in the environment of every rank that tests start, with a word for its run
+
+
+def ranks_environment() -> dict[str, str]:
+    """The environment of ranks that are started without a launcher, which says that they are ranks."""
+    return environment() | {TOKEN: "plain"}
+
+
 def environment() -> dict[str, str]:
     """The environment for what we start: this tree comes first on the path, and BLAS keeps to one thread."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

@@ -21,6 +21,7 @@ MODULES = {
 # A module imports none of a later layer. The longest prefix of its name counts.
 _FIRST = "errors", "handles", "annotations", "numerics", "texts", "advice", "kinds", "lifetime"
 LAYERS = (
+    ("ipcreduce.clock",),
     tuple(f"ipcreduce.{name}" for name in _FIRST),
     ("ipcreduce.coordination", "ipcreduce.cuda"),
     ("ipcreduce.arrays",),
@@ -92,6 +93,7 @@ def test_every_import_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_longest_prefix_counts():
     order = [
+        "clock",
         "errors",
         "cuda.graph",
         "arrays",

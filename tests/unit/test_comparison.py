@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from ipcreduce.coordination.fingerprint import Fingerprint
 from ipcreduce.coordination.flight_recorder import RING
 from ipcreduce.coordination.resynchronisation import start_anew
 from ipcreduce.coordination.rounds import Meetings
+from tests.shared import clock
 from tests.unit.pages import make_mirrored, make_pages
 
 SUM, MAX = Fingerprint.of("a sum"), Fingerprint.of("a maximum")
@@ -231,7 +231,7 @@ def test_an_era_ends_before_the_ranks_meet_and_as_the_page_is_cleared():
 
     before = page.era
     engines: list[Any] = [Quiet()]
-    start_anew(page, engines, Meetings(page), 1, 0, time.monotonic() + 10)
+    start_anew(page, engines, Meetings(page), 1, 0, clock.now() + 10)
     assert len({before, *eras}) == 2
     assert page.era not in (before, *eras)
     with page.in_era(before) as current:

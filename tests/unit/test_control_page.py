@@ -7,7 +7,6 @@ import mmap
 import os
 import stat
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from ipcreduce.coordination.fingerprint import Fingerprint, of_allreduce
 from ipcreduce.coordination.flight_recorder import RING
 from ipcreduce.errors import PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError
 from ipcreduce.numerics import DTYPE_NAMES, OPS
+from tests.shared.bounds import LONG, late
 from tests.unit.pages import make_pages
 
 SUM = of_allreduce((10,), "float32", "sum")
@@ -523,8 +523,11 @@ def test_a_record_is_there_whole_or_not_at_all(
 
 
 @pytest.mark.parametrize("post", ["fault", "loss"])
-def test_an_abort_word_that_comes_before_its_record_is_no_timeout(pages: list[Page], post: str):
+def test_an_abort_word_that_comes_before_its_record_is_no_timeout(
+    pages: list[Page], post: str, monkeypatch: pytest.MonkeyPatch
+):
     """The reader looks again until the record has come."""
+    monkeypatch.setattr(control_page, "_RECORD_SECONDS", LONG)
     after = make_pages(3)[1]
     if post == "fault":
         after.post_fault(control_page.REFUSED, 4, "ArgumentError: op must be sum")
@@ -533,7 +536,7 @@ def test_an_abort_word_that_comes_before_its_record_is_no_timeout(pages: list[Pa
     pages[1].abort(control_page.TOLD)
 
     def come() -> None:
-        time.sleep(0.1)
+        late(0.1)
         bytes_of(pages[1])[page_layout.ranks_offset(3) :] = bytes_of(after)[page_layout.ranks_offset(3) :]
 
     thread = threading.Thread(target=come)

@@ -9,6 +9,8 @@ import pytest
 
 from ipcreduce import lifetime
 from ipcreduce.device import deferred_free
+from tests.shared import clock
+from tests.shared.bounds import HANG
 
 
 class Met(deferred_free._Turn):
@@ -115,7 +117,7 @@ def test_an_interrupt_behind_a_communicators_lock_does_not_keep_it(monkeypatch: 
         with pytest.raises(KeyboardInterrupt):
             call()
         taken = []
-        thread = threading.Thread(target=lambda taken=taken: taken.append(lock.lock.acquire(timeout=5)))
+        thread = threading.Thread(target=lambda taken=taken: taken.append(lock.lock.acquire(timeout=HANG)))
         thread.start()
         thread.join()
         assert taken == [True], "the interrupted thread has it still"
@@ -140,9 +142,11 @@ def test_nothing_is_given_back_in_a_forked_child_or_at_the_end(monkeypatch: pyte
 
 def test_waits_are_bounded_by_the_blocks_around():
     assert lifetime.at_most(5.0) == 5.0
-    with lifetime.time_limit(3.0), lifetime.time_limit(60.0):
-        assert 0 < lifetime.at_most(5.0) <= 3
+    with clock.standing(), lifetime.time_limit(3.0), lifetime.time_limit(60.0):
+        assert lifetime.at_most(5.0) == pytest.approx(3)
         assert lifetime.at_most(0.1) == 0.1
+        clock.advance(1.0)
+        assert lifetime.at_most(5.0) == pytest.approx(2)
         with lifetime.time_limit(0.0):
             assert lifetime.at_most(5.0) == 0
     assert lifetime.at_most(5.0) == 5.0

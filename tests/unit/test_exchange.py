@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import re
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from ipcreduce.coordination import exchange
 from ipcreduce.errors import PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, UnsupportedError
 from ipcreduce.ipc import links, tuning
+from tests.shared import clock
 
 STRUCTS = {
     name: value for module in (exchange, links, tuning) for name, value in vars(module).items()
@@ -60,7 +60,7 @@ class World:
         return self.requests[-1]
 
     def allgather(self, record: np.ndarray, seconds: float = 10.0, **options: Any) -> np.ndarray:
-        return exchange.allgather(self, record, time.monotonic() + seconds, "a test", **options)
+        return exchange.allgather(self, record, clock.now() + seconds, "a test", **options)
 
 
 def test_all_messages_have_one_size_and_their_own_kind():
@@ -154,10 +154,13 @@ def test_another_program_or_version_is_named(field: str, other: int):
 
 
 def test_the_deadline_ends_a_wait():
-    started = time.monotonic()
-    with pytest.raises(PeerTimeoutError, match=r"rank 1, call 9: expected all 3 ranks at a test") as caught:
-        World(at=None).allgather(exchange.message(exchange.CALL), seconds=0.2, call=9)
-    assert 0.2 <= time.monotonic() - started < 2
+    with clock.standing():
+        begun = clock.now()
+        with pytest.raises(PeerTimeoutError, match=r"rank 1, call 9: expected all 3 ranks at a test") as caught:
+            World(at=None).allgather(
+                exchange.message(exchange.CALL), seconds=100.0, call=9, interrupt=lambda: clock.advance(9.0)
+            )
+        assert 100 < clock.now() - begun <= 109
     assert "close" in str(caught.value), "what is left to do"
 
 
@@ -180,13 +183,14 @@ def test_start_up_has_no_call_number():
 def test_a_late_answer_within_the_deadline_is_taken():
     world = World(at=None)
     record = exchange.message(exchange.CALL, call=4)
-    wake = time.monotonic() + 0.1
 
     def ask() -> None:
-        if time.monotonic() > wake:
+        clock.advance(1.0)
+        if world.requests[0].polls == 8:
             world.requests[0]._at = world.requests[0].polls + 1
 
-    assert world.allgather(record, interrupt=ask)["call"].tolist() == [4, 4, 4]
+    with clock.standing():
+        assert world.allgather(record, interrupt=ask)["call"].tolist() == [4, 4, 4]
 
 
 def test_the_wait_can_be_interrupted():
@@ -203,15 +207,17 @@ def test_the_wait_can_be_interrupted():
     assert asked == 5
 
 
-def test_a_long_wait_leaves_the_processor_to_others():
-    before = time.process_time()
-    with pytest.raises(PeerTimeoutError):
-        World(at=None).allgather(exchange.message(exchange.CALL), seconds=1.0)
-    assert time.process_time() - before < 0.5
+def test_a_long_wait_leaves_the_processor_to_others(monkeypatch: pytest.MonkeyPatch):
+    slept: list[float] = []
+    monkeypatch.setattr(exchange.time, "sleep", lambda seconds: (slept.append(seconds), clock.advance(seconds)))
+    with clock.standing(), pytest.raises(PeerTimeoutError):
+        World(at=None).allgather(exchange.message(exchange.CALL), seconds=10.0)
+    assert len(slept) < 12_000, "a poll takes a millisecond after some time"
+    assert sum(slept) > 9.9
 
 
 def test_a_step_passes_where_all_confirm_it():
-    exchange.confirm(World(), None, time.monotonic() + 10, "a step")
+    exchange.confirm(World(), None, clock.now() + 10, "a step")
 
 
 def test_a_failed_step_names_ranks_and_reasons():
@@ -219,7 +225,7 @@ def test_a_failed_step_names_ranks_and_reasons():
         record["ok"], record["text"] = rank == 0, b"" if rank == 0 else b"out of memory"
 
     with pytest.raises(UnsupportedError) as caught:
-        exchange.confirm(World(change), UnsupportedError("bad handle"), time.monotonic() + 10, "mapping")
+        exchange.confirm(World(change), UnsupportedError("bad handle"), clock.now() + 10, "mapping")
     assert str(caught.value) == "mapping failed on 2 of 3 ranks: rank 1: bad handle; rank 2: out of memory"
 
 
@@ -271,19 +277,19 @@ def test_a_step_tells_of_any_exception(error: BaseException):
         sent.append(record.copy())
 
     world = World(change)
-    with pytest.raises(type(error)) as found, exchange.step(world, time.monotonic() + 10, "a step"):
+    with pytest.raises(type(error)) as found, exchange.step(world, clock.now() + 10, "a step"):
         raise error
     assert found.value is error
     assert [one["left"].tolist() for one in sent] == [[LEAVES]] * 2
     assert world.left
-    exchange.tell(world, error, time.monotonic() + 10)
+    exchange.tell(world, error, clock.now() + 10)
     assert len(world.requests) == 1, "all know"
 
 
 def test_a_step_without_descriptors_leads_to_no_other_way():
     world = World()
     with pytest.raises(UnsupportedError, match="too many: this process may have") as found:  # noqa: SIM117
-        with exchange.step(world, time.monotonic() + 10, "a step"):
+        with exchange.step(world, clock.now() + 10, "a step"):
             raise OSError(errno.EMFILE, "too many")
     assert type(found.value) is UnsupportedError
     assert isinstance(found.value.__cause__, OSError)
@@ -292,7 +298,7 @@ def test_a_step_without_descriptors_leads_to_no_other_way():
 def test_a_step_that_fails_by_our_errors_leads_to_another_way():
     world = World()
     with pytest.raises(exchange.Agreed, match="a step failed on 3 of 3 ranks: rank 0: no P2P"):  # noqa: SIM117
-        with exchange.step(world, time.monotonic() + 10, "a step"):
+        with exchange.step(world, clock.now() + 10, "a step"):
             raise UnsupportedError("no P2P")
     assert not world.left
 
@@ -309,7 +315,7 @@ def test_what_is_met_outside_of_a_step_is_told_in_place_of_the_next_exchange(err
         record[:] = exchange.message(exchange.PAGE).view(record.dtype)
 
     world = World(change)
-    exchange.tell(world, error, time.monotonic() + 10)
+    exchange.tell(world, error, clock.now() + 10)
     assert [one["left"].tolist() for one in sent] == [[left]] * 2
     assert world.left
 
@@ -317,7 +323,7 @@ def test_what_is_met_outside_of_a_step_is_told_in_place_of_the_next_exchange(err
 @pytest.mark.parametrize("error", [exchange.Agreed(""), PeerTimeoutError(""), PeerLostError(""), RankMismatchError("")])
 def test_what_every_rank_meets_is_not_told(error: Exception):
     world = World()
-    exchange.tell(world, error, time.monotonic() + 10)
+    exchange.tell(world, error, clock.now() + 10)
     assert (world.requests, world.left) == ([], False)
 
 
@@ -325,6 +331,6 @@ def test_an_interrupt_waits_for_nobody_long(monkeypatch: pytest.MonkeyPatch):
     """The others may be in a compiler. An error of the program's is told until the deadline."""
     monkeypatch.setattr(exchange, "_LAST_WORDS_SECONDS", 0.05)
     world = World(at=None)
-    exchange.tell(world, KeyboardInterrupt(), time.monotonic() + 3600)
+    exchange.tell(world, KeyboardInterrupt(), clock.now() + 3600)
     assert not world.left
     assert exchange.last_words(MemoryError(), 7.0) == exchange.last_words(None, 7.0) == 7.0

@@ -66,7 +66,7 @@ def test_a_fault_that_is_met_again_is_not_logged_again(lines) -> None:
     first.kernel_waits_in_vain(1)
     raised(PeerTimeoutError, first, *[first.calls.check_faults] * 3)
     (line,) = lines()
-    assert line.startswith("PeerTimeoutError: rank 0, call 1: expected every rank within 60 s")
+    assert line.startswith("PeerTimeoutError: rank 0, call 1: expected every rank within 120 s")
     assert line.endswith("[last calls: rank 0: 1 (sum of float32 (10,)); rank 1: none]")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 import threading
-import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import ipcreduce
 from ipcreduce.coordination import exchange, groups
 from ipcreduce.errors import ArgumentError, PeerLostError, PeerTimeoutError
+from tests.shared import clock
 
 
 class Echo:
@@ -33,7 +33,7 @@ class Echo:
 
 def gather(group: Any, seconds: float = 60.0, **fields: Any) -> Any:
     record = exchange.message(exchange.CALL, **fields)
-    return exchange.allgather(groups.of(group), record, time.monotonic() + seconds, "a test")
+    return exchange.allgather(groups.of(group), record, clock.now() + seconds, "a test")
 
 
 def test_every_ranks_bytes_arrive_by_rank():
@@ -131,10 +131,9 @@ class Gate(Echo):
 
 def test_a_group_that_does_not_answer_is_named():
     group = Gate()
-    with pytest.raises(
-        PeerTimeoutError, match="expected all 3 ranks at start-up; found that the group's allgather has"
-    ):
-        ipcreduce.Communicator(group, timeout=0.05)
+    answer = "expected all 3 ranks at start-up; found that the group's allgather has"
+    with clock.passing(121.0), pytest.raises(PeerTimeoutError, match=answer):
+        ipcreduce.Communicator(group)
     group.opened.set()
 
 

@@ -27,6 +27,8 @@ from ipcreduce.coordination.fingerprint import Fingerprint
 from ipcreduce.coordination.flight_recorder import RING, TEXTS
 from ipcreduce.coordination.mirror import Mirror
 from ipcreduce.errors import UnsupportedError
+from tests.shared import bounds, clock
+from tests.shared.bounds import LONG
 from tests.unit.pages import in_threads, make_mirrored
 
 SUM, MAX = Fingerprint.of("a sum"), Fingerprint.of("a maximum")
@@ -220,14 +222,9 @@ def test_the_watchdog_carries_rounds_and_hears_of_an_end():
         for serial in range(1, 20):
             for page in pages:
                 page.write_round(serial, True, 3, b"%d" % serial)
-            until = time.monotonic() + 10
-            while any(None in page.read_round(serial) for page in pages) and time.monotonic() < until:
-                time.sleep(1e-4)
-            assert time.monotonic() < until
+            bounds.until(lambda serial=serial: not any(None in page.read_round(serial) for page in pages))
         watches[1].stop()
-        until = time.monotonic() + 10
-        while watches[0].lost is None and time.monotonic() < until:
-            time.sleep(1e-3)
+        bounds.until(lambda: watches[0].lost)
         assert watches[0].lost == (1, "its process has ended")
         assert pages[0].loss() == (1, "its process has ended")
     finally:
@@ -264,16 +261,22 @@ class _Threads:
         return made
 
 
+@pytest.fixture(autouse=True)
+def _no_rank_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_MOST_SECONDS", "_GREET_SECONDS"):
+        monkeypatch.setattr(connections, name, LONG)
+
+
 def connect_all(n: int) -> list[Any]:
     world = _Threads(n)
 
     def one(rank: int) -> Any:
         try:
-            return connections.connect(world.of(rank), "this machine", time.monotonic() + 20)
+            return connections.connect(world.of(rank), "this machine", clock.now() + 2 * LONG)
         except UnsupportedError as error:
             return error
 
-    return in_threads([lambda rank=rank: one(rank) for rank in range(n)], 60)
+    return in_threads([lambda rank=rank: one(rank) for rank in range(n)])
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 16])
@@ -372,7 +375,6 @@ VISITS: list[Callable[[socket.socket], object]] = [
 @pytest.mark.parametrize("visit", VISITS, ids=["silent", "a greeting in part", "another protocol", "gone again"])
 def test_strangers_keep_no_rank_out(monkeypatch: pytest.MonkeyPatch, visit: Callable[[socket.socket], object]):
     before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(connections, "_GREET_SECONDS", 30.0)  # nobody waits for them
     with strangers(monkeypatch, visit):
         made = connect_all(3)
     for own in made:

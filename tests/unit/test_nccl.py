@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
@@ -21,6 +20,8 @@ from ipcreduce.nccl import communicator, library
 from ipcreduce.nccl import guard as guard_module
 from ipcreduce.nccl.communicator import NcclCommunicator
 from ipcreduce.nccl.guard import Guard
+from tests.shared import bounds, clock
+from tests.shared.bounds import HANG
 
 
 class Failed(Exception):
@@ -112,14 +113,14 @@ def test_an_abort_waits_for_a_call_that_is_being_enqueued(binding: Binding):
     comm.use(slow)
     caller = threading.Thread(target=comm.all_reduce, args=[(1, 2, 3, 7, 0), 9])
     caller.start()
-    assert within.wait(10)
+    assert within.wait(HANG)
     comm.abort()
     assert not comm.is_open
     assert not comm.when_freed(int, 0.05)
     assert not binding.aborted, "freed under a call"
     leave.set()
     assert comm.when_freed(int, 10)
-    caller.join(10)
+    caller.join(HANG)
     assert binding.aborted == [slow]
     comm.abort()
     assert comm.when_freed(int, 10)
@@ -164,7 +165,7 @@ def guarded(binding: Binding, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(guard_module, "using_relaxed", lambda context: threading.Lock())
     made.page, made.order, made.nccl = Page.alone(0, 2), Order(), NcclCommunicator(0)
     made.nccl.use("comm")
-    made.guard = Guard(0, made.page, made.order, made.nccl, 0.1)  # type: ignore[arg-type]
+    made.guard = Guard(0, made.page, made.order, made.nccl, 100.0)  # type: ignore[arg-type]
     return made
 
 
@@ -184,7 +185,7 @@ def test_nothing_is_aborted_where_no_call_waits(guarded: Any, monkeypatch: pytes
     guarded.order.over = False
     for _ in range(3):
         guarded.guard.look()
-        time.sleep(0.001)
+        clock.advance(0.001)
     assert not guarded.nccl.is_open
     assert guarded.page.ended_without_data
 
@@ -201,7 +202,7 @@ def test_a_call_that_ends_within_the_grace_is_left_alone(guarded: Any, monkeypat
 def test_a_call_that_does_not_end_names_who_is_behind(guarded: Any):
     launch(guarded, 1)
     guarded.guard.look()
-    time.sleep(0.12)
+    clock.advance(101.0)
     guarded.guard.look()
     assert guarded.page.aborted
     assert guarded.page.missed() == {1}
@@ -211,7 +212,7 @@ def test_a_call_that_ends_is_none_that_is_late(guarded: Any):
     launch(guarded, 1)
     guarded.guard.look()
     guarded.ended = True
-    time.sleep(0.12)
+    clock.advance(101.0)
     for _ in range(3):
         guarded.guard.look()
     assert not guarded.page.aborted
@@ -226,7 +227,7 @@ def test_a_call_that_is_launched_late_is_watched(guarded: Any):
     guarded.ended = False
     guarded.order.launched = 1
     guarded.guard.look()
-    time.sleep(0.12)
+    clock.advance(101.0)
     guarded.guard.look()
     assert guarded.page.aborted
     assert guarded.page.missed() == {1}
@@ -235,22 +236,22 @@ def test_a_call_that_is_launched_late_is_watched(guarded: Any):
 def test_a_call_that_waits_in_nccl_is_late_too(guarded: Any):
     """On the host, since its links are made in the first call."""
     within, over = threading.Event(), threading.Event()
-    guarded.nccl.use(lambda _: (within.set(), over.wait(10)))
+    guarded.nccl.use(lambda _: (within.set(), over.wait(HANG)))
     guarded.page.calls.enter(1, Fingerprint.of("a sum"))
     caller = threading.Thread(target=guarded.nccl.all_reduce, args=[(1, 2, 3, 7, 0), 9])
     caller.start()
-    assert within.wait(10)
+    assert within.wait(HANG)
     guarded.guard.look()
     assert not guarded.page.aborted
-    time.sleep(0.12)
+    clock.advance(101.0)
     guarded.guard.look()
     assert guarded.page.missed() == {1}
     for _ in range(2):  # no stream has anything: the call in NCCL is ended nevertheless
         guarded.guard.look()
-        time.sleep(0.12)
+        clock.advance(101.0)
     assert not guarded.nccl.is_open
     over.set()
-    caller.join(10)
+    caller.join(HANG)
 
 
 def test_many_calls_that_are_quick_are_none_that_waits(guarded: Any):
@@ -260,7 +261,7 @@ def test_many_calls_that_are_quick_are_none_that_waits(guarded: Any):
         guarded.page.calls.enter(number, Fingerprint.of("a sum"))
         guarded.nccl._enqueuing = argument
         guarded.guard.look()
-        time.sleep(0.06)
+        clock.advance(60.0)
     assert not guarded.page.aborted
 
 
@@ -275,7 +276,7 @@ def test_a_turn_in_which_a_call_fails_begins_anew(guarded: Any, monkeypatch: pyt
         patch.setattr(guard_module.streams, "is_over", fail)
         guarded.guard.look()
     guarded.guard.look()
-    time.sleep(0.12)
+    clock.advance(101.0)
     guarded.guard.look()
     assert guarded.page.aborted
 
@@ -322,11 +323,9 @@ def test_a_turn_that_fails_is_not_the_last(guarded: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(guard_module, "_TICK_SECONDS", 0.001)
     monkeypatch.setattr(guarded.guard, "look", look)
     guarded.guard.start()
-    until = time.monotonic() + 10
-    while len(turns) < 3 and time.monotonic() < until:
-        time.sleep(0.001)
+    bounds.until(lambda: len(turns) >= 3, "the next turn")
     guarded.guard._stopped.put(None)
-    guarded.guard._thread.join(10)
+    guarded.guard._thread.join(HANG)
     assert len(turns) >= 3
 
 
@@ -335,7 +334,7 @@ def test_each_fault_has_its_own_time_of_grace(guarded: Any, monkeypatch: pytest.
     monkeypatch.setattr(guarded.order, "is_over", lambda: False)
     guarded.page.post_fault(REFUSED, 1, "why")
     guarded.guard.look()
-    time.sleep(1.5 * guard_module._GRACE_SECONDS)
+    clock.advance(1.5 * guard_module._GRACE_SECONDS)
     guarded.guard.forget()
     guarded.guard.look()
     assert guarded.nccl.is_open
@@ -361,13 +360,13 @@ def test_what_was_seen_before_the_ranks_met_is_not_acted_on(guarded: Any, monkey
         patch.setattr(guarded.order, "is_over", lambda: False)
         page.post_fault(REFUSED, 1, "why")
         guarded.guard.look()
-        time.sleep(0.001)
+        clock.advance(0.001)
         patch.setattr(guarded.order, "is_over", meets_and(False))
         guarded.guard.look()
     assert not page.aborted
     launch(guarded, 2)
     guarded.guard.look()
-    time.sleep(0.12)
+    clock.advance(101.0)
     with monkeypatch.context() as patch:
         patch.setattr(guard_module.streams, "is_over", meets_and(False))
         guarded.guard.look()

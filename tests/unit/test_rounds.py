@@ -16,6 +16,7 @@ from ipcreduce.coordination.control_page import Page
 from ipcreduce.coordination.page_layout import CHUNK_BYTES
 from ipcreduce.coordination.rounds import Left, Meetings, Rounds
 from ipcreduce.errors import PeerFailedError, PeerLostError
+from tests.shared.bounds import HANG
 from tests.unit.pages import in_threads, make_pages
 
 SIZES = [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 5 * CHUNK_BYTES + 7]
@@ -253,7 +254,7 @@ def test_a_fast_rank_overwrites_its_first_record_by_the_second_meetings():
 
 
 def within(condition: Callable[[], object]) -> bool:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + HANG
     while not condition() and time.monotonic() < deadline:
         time.sleep(1e-4)
     return bool(condition())

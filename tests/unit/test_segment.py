@@ -19,6 +19,7 @@ from ipcreduce.host import segment as segment_module
 from ipcreduce.host import semaphores
 from ipcreduce.host.segment import Segment, areas, segment_bytes, small_bytes
 from ipcreduce.host.shared import SharedReducer
+from tests.shared.bounds import HANG
 from tests.unit.pages import in_threads
 
 
@@ -194,7 +195,7 @@ def test_semaphores():
     assert not semaphores.wait(address, 0.05)
     assert time.monotonic() - started >= 0.04
     found.post(address)
-    assert semaphores.wait(address, 10)
+    assert semaphores.wait(address, HANG)
     threading.Timer(0.05, lambda: found.post(address)).start()
     assert semaphores.wait(address, 10), "a wait keeps other threads from running"
 

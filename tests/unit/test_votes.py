@@ -13,6 +13,7 @@ from ipcreduce.coordination.page_layout import CHUNK_BYTES
 from ipcreduce.coordination.votes import Vote, agree, vote
 from ipcreduce.errors import PeerFailedError, PeerTimeoutError, RankMismatchError
 from ipcreduce.graphs.session import GraphSession
+from tests.shared import clock
 from tests.unit.pages import in_threads, make_pages
 
 SUM, OTHER = of_allreduce((10,), "float32", "sum"), of_allreduce((3,), "int8", "sum")
@@ -31,7 +32,7 @@ class Engine:
         return False
 
 
-def make_ranks(n: int, timeout: float = 60.0) -> list[CallSequence]:
+def make_ranks(n: int, timeout: float = 120.0) -> list[CallSequence]:
     """All in call 1, the recording; each has made as many calls within it as its rank number."""
     ranks = []
     for page in make_pages(n):
@@ -62,12 +63,12 @@ def test_calls_before_a_vote_are_still_compared():
 
 
 def test_a_stale_recording_does_not_hide_the_timeout_of_its_vote():
-    calls = make_ranks(2, timeout=0.2)[0]
+    calls = make_ranks(2)[0]
     session = GraphSession.__new__(GraphSession)
     engine = SimpleNamespace(generation=1, recorded=set())  # NCCL's communicator was aborted since
     session.calls, session._engine = calls, engine  # type: ignore[assignment]
     recording = SimpleNamespace(number=1, generation=0, segments=[])
-    with pytest.raises(PeerTimeoutError, match="rank 1"):
+    with clock.passing(121.0), pytest.raises(PeerTimeoutError, match="rank 1"):
         session.end_recording(recording, None)  # type: ignore[arg-type]
 
 
@@ -119,8 +120,8 @@ def test_another_recording(odd: list[Fingerprint], number: int, theirs: str):
 
 def test_one_that_gives_up_leaves_its_vote_to_those_that_come_later():
     """They learn why, and none waits for it."""
-    ranks = make_ranks(2, timeout=0.2)
-    with pytest.raises(PeerTimeoutError):
+    ranks = make_ranks(2)
+    with clock.passing(121.0), pytest.raises(PeerTimeoutError):
         agree(ranks[0], 1, [SUM], None)
     votes = vote(ranks[1], 1, Vote(2, True, 1, 5, ""))
     assert [one.ok for one in votes] == [False, True]

@@ -14,7 +14,7 @@ import time
 import cupy
 
 from ipcreduce import Communicator
-from tests.shared import worker
+from tests.shared import bounds, worker
 from tests.sim.scenarios import (
     captures,
     devices,
@@ -35,6 +35,7 @@ SCENARIOS = {scenario.__name__: scenario for module in MODULES for scenario in m
 
 
 def main() -> None:
+    bounds.patient()
     if options.among:
         for name in options.names:
             SCENARIOS[name]()
@@ -42,7 +43,7 @@ def main() -> None:
         return
     if GPUS:
         cupy.cuda.Device(RANK % GPUS).use()
-    with contextlib.closing(Communicator(timeout=20)) as comm:  # opens what stays open
+    with contextlib.closing(Communicator()) as comm:  # opens what stays open
         host_works(comm)
     for name in options.names:
         before, started = held(), time.monotonic()

@@ -16,7 +16,7 @@ from tests.simulated import driver, driver_streams, machine_streams
 
 def captured_after_a_fault() -> None:
     """A foreign capture begins with a fault to settle: refused, and whole; one call later it works."""
-    comm, stream = Communicator(timeout=20), cupy.cuda.Stream(non_blocking=True)
+    comm, stream = Communicator(), cupy.cuda.Stream(non_blocking=True)
     source, target, other = mine(), cupy.zeros(1000, np.float32), cupy.zeros(1000, np.float32)
     for heard in (True, False):
         for mode in ("relaxed", "thread_local", "global"):
@@ -64,7 +64,7 @@ def one_edge_is_enough() -> None:
         for _ in range(4):
             comm.allreduce(source, out=target, stream=given)
 
-    with Communicator(timeout=20) as comm, Graph(comm) as graph:
+    with Communicator() as comm, Graph(comm) as graph:
         cupy.cuda.Device().synchronize()
         body(comm, stream)
         with graph.record():
@@ -82,7 +82,7 @@ def one_edge_is_enough() -> None:
 def captured_on_a_blocking_stream() -> None:
     """As CuPy's streams are by default, after an eager call on the default stream: that cannot be asked meanwhile."""
     stream, source, target = cupy.cuda.Stream(), mine(), cupy.zeros(1000, np.float32)
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         comm.allreduce(source, out=target)
         cupy.cuda.Device().synchronize()
         with stream:
@@ -98,7 +98,7 @@ def captured_on_a_blocking_stream() -> None:
 def joined_within_a_recording() -> None:
     """As joins_an_open_capture, in a recording's body."""
     other = cupy.cuda.Stream(non_blocking=True)
-    with Communicator(timeout=20) as comm, Graph(comm) as graph:
+    with Communicator() as comm, Graph(comm) as graph:
         source, outs = mine(), [cupy.zeros(1000, np.float32) for _ in range(3)]
         cupy.cuda.Device().synchronize()
         with graph.record():
@@ -121,7 +121,7 @@ def joined_within_a_recording() -> None:
 def joins_an_open_capture() -> None:
     """A stream whose eager calls took the quick way joins a capture that has calls: edges to them and from them."""
     first, other = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         source, larger, outs = mine(), mine() * 10, [cupy.zeros(1000, np.float32) for _ in range(3)]
         cupy.cuda.Device().synchronize()
         for late in (False, True):
@@ -165,7 +165,7 @@ def fault_within_a_recording() -> None:
                 comm.synchronize(stream)
                 right(result)
 
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         works(comm)
         kind = errors.ArgumentError if RANK == LAST else errors.PeerFailedError
         with Graph(comm) as graph:
@@ -178,7 +178,7 @@ def fault_within_a_recording() -> None:
 def fault_beside_a_recording() -> None:
     """A fault of one thread's call is settled while another thread records: the recording becomes a graph."""
     in_body, settled, found = threading.Event(), threading.Event(), []
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         works(comm)
         source = mine()
 
@@ -208,7 +208,7 @@ def fault_beside_a_recording() -> None:
 def graph_dropped_within_a_capture() -> None:
     """A graph is collected while a foreign stream captures, in the mode that spares no other call: it stays whole."""
     source, out = mine(), cupy.zeros(1000, np.float32)
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         works(comm)
         for calls_before in (0, 1, 2):
             stream = cupy.cuda.Stream(non_blocking=True)
@@ -236,7 +236,7 @@ def graph_dropped_within_a_capture() -> None:
 def eager_call_behind_a_capture() -> None:
     """An eager call that has to follow one on a stream that captures now is refused, and the others hear of it."""
     stream, other, source = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True), mine()
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         for _ in range(2):
             comm.allreduce(source, stream=stream)
             WORLD.Barrier()
@@ -266,7 +266,7 @@ def first_use_while_a_call_runs() -> None:
     for algorithm in (None, "direct"):
         with (
             mock.patch.object(driver, "load_module", load_and_wait),
-            Communicator(timeout=20, algorithm=algorithm) as comm,
+            Communicator(algorithm=algorithm) as comm,
         ):
             small, large, longer = mine(), mine(3000), mine(900_000)
             works(comm)
@@ -284,7 +284,7 @@ def first_use_while_a_call_runs() -> None:
             for result, due in zip(results, (SIZE, 1), strict=True):
                 assert (cupy.asnumpy(result) == due).all()
             never = mock.patch.object(driver, "load_module", side_effect=AssertionError("loaded once more"))
-            with never, Communicator(timeout=20, algorithm=algorithm) as another:
+            with never, Communicator(algorithm=algorithm) as another:
                 works(another)
 
 

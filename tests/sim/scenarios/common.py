@@ -19,6 +19,7 @@ import numpy as np
 
 from ipcreduce import Communicator, communicator, errors
 from ipcreduce.coordination import shared_files
+from tests.shared.bounds import HANG, until
 from tests.sim.scenarios import WORLD
 from tests.simulated import driver, machine, machine_streams
 
@@ -28,7 +29,6 @@ TOTAL = SIZE * (SIZE + 1) // 2
 GPUS = len(machine.gpus())
 OWN = RANK % GPUS if GPUS else 0  # the communicators' GPU
 OTHER = (RANK + 1) % GPUS if GPUS else 0
-SOON = 4  # seconds: the library's waits for what does not come are of 5 or more, a machine's pauses less
 
 
 def mine(count: int = 1000) -> Any:
@@ -47,6 +47,17 @@ def delay(stream: int) -> None:
         machine_streams.submit(stream, lambda: time.sleep(0.3))
 
 
+def others_wait(comm: Any) -> Callable[[], bool]:
+    """A condition that holds once every rank but the last is in the call that this one makes next."""
+    page, number = comm._page, comm._calls.number + 1
+    return lambda: all(page.calls.call_of(rank) >= number for rank in range(LAST))
+
+
+def told(comm: Any) -> None:
+    """Wait until a fault has been told to this rank."""
+    until(lambda: comm._page.aborted, "a fault")
+
+
 def works(comm: Any, count: int = 10) -> None:
     result = comm.allreduce(mine(count))
     comm.synchronize()  # raises what would have spoilt it
@@ -58,14 +69,14 @@ def host_works(comm: Any) -> None:
 
 
 def good_communicator() -> None:
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         assert comm.backend == "ipc", comm.describe()
         works(comm)
 
 
 @contextlib.contextmanager
 def raises(kind: type[Exception], *words: str) -> Iterator[None]:
-    """The block must raise this very class, soon, with these words in the message."""
+    """The block must raise this very class, and wait for nothing, with these words in the message."""
     started, found = time.monotonic(), None
     try:
         yield
@@ -73,7 +84,7 @@ def raises(kind: type[Exception], *words: str) -> Iterator[None]:
         found = error
     if type(found) is not kind or not all(word in str(found) for word in words):
         raise AssertionError(f"rank {RANK}: {found!r} where {kind.__name__} with {words} was due") from found
-    assert time.monotonic() - started < SOON, f"rank {RANK}: {time.monotonic() - started:.1f} s, {found}"
+    assert time.monotonic() - started < HANG, f"rank {RANK}: {time.monotonic() - started:.1f} s, {found}"
 
 
 def error_of(call: Callable[[], Any]) -> str:
@@ -99,7 +110,7 @@ def in_threads(*calls: Callable[[], Any], device: int | None = OWN) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(HANG)
         assert not thread.is_alive(), f"rank {RANK}: a thread hangs"
     assert found == [""] * len(calls), f"rank {RANK}: {found}"
 

@@ -13,7 +13,7 @@ from tests.simulated import machine, machine_streams
 
 def threads_with_another_device() -> None:
     """Threads with no device current, or another one: results lie on the communicator's GPU, and nothing changes."""
-    with Communicator(timeout=20) as comm, Graph(comm) as graph:
+    with Communicator() as comm, Graph(comm) as graph:
         source = mine()
         with graph.record():
             total = comm.allreduce(source)
@@ -38,7 +38,7 @@ def threads_with_another_device() -> None:
 
 def arrays_of_another_device() -> None:
     """They are refused as array and as out, and no peer waits."""
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         own = mine()
         with cupy.cuda.Device(OTHER):
             foreign = cupy.zeros(own.shape, own.dtype)
@@ -52,7 +52,7 @@ def stream_of_another_device() -> None:
     """It cannot be used at all, which the driver says; the others hear of it, and all go on."""
     with cupy.cuda.Device(OTHER):
         foreign = cupy.cuda.Stream(non_blocking=True)
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         works(comm)
         if RANK == LAST:
             with raises(errors.CudaError, "INVALID_HANDLE"):
@@ -74,7 +74,7 @@ def recordings_with_another_device() -> None:
             assert result.data.device_id == OWN, f"rank {RANK}: on GPU {result.data.device_id}"
             right(result)
 
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         works(comm)
         for wrong in ([LAST], range(SIZE)):
             if RANK in wrong:
@@ -90,7 +90,7 @@ def recordings_with_another_device() -> None:
 
 def memory_with_another_device() -> None:
     """comm.empty() gives memory of the communicator's GPU, whichever is current."""
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         for current in (OTHER, OWN, OTHER):
             with cupy.cuda.Device(current):
                 array = comm.empty(16)
@@ -104,7 +104,7 @@ def memory_with_another_device() -> None:
 def faults_with_another_device() -> None:
     """The call that settles a fault leaves this thread's current GPU as it is."""
     source, out = mine(), mine()
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         works(comm)
 
         def settle() -> None:
@@ -121,7 +121,7 @@ def faults_with_another_device() -> None:
 def default_streams_of_two_devices() -> None:
     """Their handle is the same: calls, replays and waits mean the communicator's, and keep their order."""
     stream, array = cupy.cuda.Stream(non_blocking=True), mine()
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         works(comm)
         with Graph(comm) as graph:
             with graph.record():

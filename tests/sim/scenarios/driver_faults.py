@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ipcreduce import Communicator
 from ipcreduce.ipc import startup
+from tests.shared import clock
+from tests.shared.bounds import HANG, LONG
 from tests.sim.scenarios.common import (
     LAST,
     RANK,
-    SOON,
     WORLD,
     error_of,
     good_communicator,
@@ -43,21 +47,25 @@ def driver_faults() -> None:
     """
     found: list[str] = []
     startup._VERIFY_ROUNDS = 5
-    startup._VERIFY_SECONDS = 2.0  # for which the others' kernels wait if one is not launched
+    folder = Path(WORLD.bcast(tempfile.mkdtemp() if RANK == 0 else None))
     for rank in (0, LAST):
         for k in itertools.count(1):
-            failed, problems = _life(rank, k)
+            failed, problems = _life(rank, k, folder / f"{rank}-{k}")
             found += [f"call {k} of rank {rank}, {failed}: {problem}" for problem in problems]
             if not failed:
                 break
         found += [f"a whole life in {k} driver calls"] * (k < 50)
+    WORLD.Barrier()
+    if RANK == 0:
+        shutil.rmtree(folder)
     print("".join(f"rank {RANK}: {problem}\n" for problem in found), end="", flush=True)
     assert not found, f"{len(found)} problems"
 
 
-def _life(rank: int, k: int) -> tuple[str, list[str]]:
+def _life(rank: int, k: int, mark: Path) -> tuple[str, list[str]]:
     """Of a communicator whose ``k``-th driver call on ``rank`` fails.
 
+    :param mark: a file that is there once it has.
     :returns: which call it was, "" if it was over before; and what went wrong that must not.
     """
     before, problems, made, calls = held(), [], [], driver.calls()
@@ -65,16 +73,23 @@ def _life(rank: int, k: int) -> tuple[str, list[str]]:
     WORLD.Barrier()
     driver.fault_at(k if rank == RANK else 0)
 
-    def step(call: Callable[[], Any], *, may_fail: bool = True, within: float = SOON) -> str:
-        started = time.monotonic()
+    def step(call: Callable[[], Any], *, may_fail: bool = True) -> str:
+        begun = time.monotonic()
         error = error_of(call)
-        if time.monotonic() - started > within:
-            problems.append(f"{time.monotonic() - started:.1f} s for {error}")
+        if time.monotonic() - begun > HANG:
+            problems.append(f"{time.monotonic() - begun:.1f} s for {error}")
         if error and not (may_fail and error.startswith("ours: ")):
             problems.append(error)
         return error
 
-    error = step(lambda: made.append(Communicator(timeout=20)))
+    def has_failed() -> bool:
+        if driver.failed:
+            mark.touch()
+        return mark.exists()
+
+    # The others' kernels wait for links to be tried, if one is not launched.
+    with clock.passing(LONG + 1, has_failed, move=clock.advance_device):
+        error = step(lambda: made.append(Communicator()))
     ends = WORLD.allgather(made[0].backend if made else "error")
     if len(set(ends)) > 1:
         problems.append(f"start-up ended in {ends}; here {error}")

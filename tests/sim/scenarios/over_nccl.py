@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -20,14 +20,15 @@ import numpy as np
 from ipcreduce import Communicator, Graph, eager_break, errors
 from ipcreduce.coordination.flight_recorder import FlightRecorder
 from ipcreduce.cuda import cupy_runtime, streams
-from ipcreduce.nccl import library
+from ipcreduce.nccl import engine, guard, library
 from ipcreduce.numerics import DTYPES, OPS, reduce
+from tests.shared import clock
+from tests.shared.bounds import LONG, late, no_hang, until
 from tests.sim.scenarios import WORLD
-from tests.sim.scenarios.common import LAST, RANK, SIZE, SOON, TOTAL, delay, in_threads, mine, right, works
+from tests.sim.scenarios.common import LAST, RANK, SIZE, TOTAL, delay, in_threads, mine, others_wait, right, told, works
 from tests.sim.scenarios.common import raises as raising
+from tests.sim.scenarios.ends import closing_takes
 from tests.simulated import machine_streams, nccl
-
-TIMEOUT = 2.0
 
 
 def raises(kind: type[Exception], words: str, call: Callable[[], Any]) -> None:
@@ -51,10 +52,18 @@ def pretended_hosts(hosts: int) -> Iterator[None]:
         yield
 
 
-def over_hosts(scenario: Callable[[Communicator], None], timeout: float = 20.0) -> None:
+def too_late(comm: Communicator) -> AbstractContextManager[None]:
+    """The last rank comes too late in the block, whose call is the others' next one: they wait for it together."""
+    if RANK != LAST:
+        return clock.passing(121.0, others_wait(comm))
+    told(comm)
+    return nullcontext()
+
+
+def over_hosts(scenario: Callable[[Communicator], None]) -> None:
     """Run a scenario on one host, on two, and on as many as there are ranks."""
     for hosts in sorted({1, 2, SIZE}):
-        with pretended_hosts(hosts), Communicator(timeout=timeout, backend="nccl") as comm:
+        with pretended_hosts(hosts), Communicator(backend="nccl") as comm:
             assert comm.backend == "nccl"
             scenario(comm)
             works(comm)
@@ -156,14 +165,13 @@ def nccl_refusals() -> None:
 
     def check(comm: Communicator) -> None:
         for _ in range(2):
-            started = time.monotonic()
             if RANK == LAST:
                 raises(errors.ArgumentError, "op must be one of", lambda: comm.allreduce(mine(), "mode"))
             else:
-                error = error_of(lambda: (comm.allreduce(mine()), comm.synchronize()))
+                with no_hang("a call"):
+                    error = error_of(lambda: (comm.allreduce(mine()), comm.synchronize()))
                 assert isinstance(error, errors.PeerFailedError), error
                 assert f"rank {LAST} refused it (ArgumentError" in str(error)
-            assert time.monotonic() - started < SOON
             works(comm)
 
     over_hosts(check)
@@ -175,19 +183,10 @@ def nccl_mismatches() -> None:
     def check(comm: Communicator) -> None:
         for op, count in (("max", 1000), ("sum", 500)):  # NCCL gives wrong bits for the one, and hangs in the other
             works(comm)
-            started = time.monotonic()
-
-            def act(op: str = op, count: int = count, started: float = started) -> None:
-                array = mine(count if RANK == LAST else 1000)
-                comm.allreduce(array, op if RANK == LAST else "sum")
-                while time.monotonic() - started < 5:
-                    comm.synchronize()
-                    time.sleep(0.01)
-
-            error = error_of(act)
+            array = mine(count if RANK == LAST else 1000)
+            error = fault_of(comm, array, op if RANK == LAST else "sum")
             assert isinstance(error, errors.RankMismatchError), error
             assert f"on rank {LAST}" in str(error)
-            assert time.monotonic() - started < 5
 
     over_hosts(check)
 
@@ -196,57 +195,50 @@ def nccl_timeouts() -> None:
     """A late rank is named at the timeout, by the others and by itself, and all go on."""
 
     def check(comm: Communicator) -> None:
-        started = time.monotonic()
-        if RANK == LAST:
-            time.sleep(TIMEOUT + 1.5)
-        error = error_of(lambda: (comm.allreduce(mine()), comm.synchronize()))
+        with too_late(comm):
+            error = error_of(lambda: (comm.allreduce(mine()), comm.synchronize()))
         assert isinstance(error, errors.PeerTimeoutError), error
         assert f"rank {LAST} never came" in str(error), error
-        if RANK != LAST:
-            assert time.monotonic() - started < TIMEOUT + 1
 
-    over_hosts(check, TIMEOUT)
+    over_hosts(check)
 
 
 def nccl_mismatches_unseen_at_first() -> None:
     """Two ranks that enter a call at one moment may miss each other's: one host's are compared afterwards too."""
     with mock.patch.object(FlightRecorder, "differing", return_value=None):
-        comm = Communicator(timeout=20, backend="nccl")
+        comm = Communicator(backend="nccl")
         array = mine()
-        error = error_of(lambda: called_for(2.0, comm, array, "max" if RANK == LAST else "sum"))
+        error = fault_of(comm, array, "max" if RANK == LAST else "sum")
     assert isinstance(error, errors.RankMismatchError), error
+    WORLD.Barrier()
     comm.close()
 
 
-def called_for(seconds: float, comm: Communicator, array: Any, op: str, out: Any = None) -> None:
-    """One call, whose faults are waited for so long."""
-    comm.allreduce(array, op, out=out)
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        comm.synchronize()
-        time.sleep(0.01)
+def fault_of(comm: Communicator, array: Any, op: str, out: Any = None) -> errors.IpcReduceError | None:
+    """The fault of one call, which is waited for: the error of the call itself, or of what comes behind it."""
+    return error_of(lambda: comm.allreduce(array, op, out=out)) or until(lambda: error_of(comm.synchronize), "a fault")
 
 
 def nccl_repeated_call_that_is_late() -> None:
     """The deadline holds for repeated calls too, which take a shorter way."""
     with pretended_hosts(2):
-        comm = Communicator(backend="nccl", timeout=TIMEOUT)
-    array = mine()
+        comm = Communicator(backend="nccl")
+    array, guard = mine(), comm._engine._guard
     for _ in range(4):
         comm.allreduce(array, out=array)
-        time.sleep(0.15)  # the guard sees its end
+        until(lambda: guard._ended == comm._calls.number, "the guard's look at its end")
     comm.synchronize()
-    if RANK == LAST:
-        time.sleep(TIMEOUT + 0.5)
-    error = error_of(lambda: called_for(TIMEOUT + 1, comm, array, "sum", array))
+    with too_late(comm):
+        error = fault_of(comm, array, "sum", array)
     assert isinstance(error, errors.PeerTimeoutError), error
+    WORLD.Barrier()  # a rank that has closed would be the reason
     comm.close()
 
 
 def nccl_calls_that_wait_on_the_host() -> None:
     """NCCL makes its links in the first calls, within which it waits for the other ranks: faults end that too."""
     with pretended_hosts(2):
-        comm = Communicator(backend="nccl", timeout=TIMEOUT)
+        comm = Communicator(backend="nccl")
     works(comm)
     enqueue = nccl.all_reduce
 
@@ -256,41 +248,39 @@ def nccl_calls_that_wait_on_the_host() -> None:
         raise nccl.NCCLError(nccl.Result.InternalError)
 
     for kind, words in ((errors.PeerFailedError, f"rank {LAST} refused it"), (errors.PeerTimeoutError, "never came")):
-        started = time.monotonic()
-        if RANK != LAST:
-            comm._engine.nccl._all_reduce = waits
-            error = error_of(lambda: comm.allreduce(mine()))
-            assert isinstance(error, kind), error
-            assert words in str(error), error
-            assert time.monotonic() - started < TIMEOUT + 1.5
-            comm._engine.nccl._all_reduce = enqueue
-        elif kind is errors.PeerFailedError:
-            time.sleep(0.3)  # the others wait by now
+        if kind is errors.PeerFailedError and RANK == LAST:
+            until(others_wait(comm), "the others")
             raises(errors.ArgumentError, "op must be one of", lambda: comm.allreduce(mine(), "mode"))
-        else:
-            time.sleep(TIMEOUT + 0.5)
-            raises(errors.PeerTimeoutError, "never came", lambda: comm.allreduce(mine()))
+            works(comm)
+            continue
+        comm._engine.nccl._all_reduce = waits
+        with too_late(comm) if kind is errors.PeerTimeoutError else no_hang("a call"):
+            error = error_of(lambda: comm.allreduce(mine()))
+        assert isinstance(error, kind), error
+        assert words in str(error), error
+        comm._engine.nccl._all_reduce = enqueue
         works(comm)
     comm.close()
 
 
 def nccl_start_up_that_hangs() -> None:
-    """NCCL's communicator, or its first sum, does not come: all ranks say so in time, and go on without."""
+    """NCCL's communicator, or its first sum, does not come: all ranks say so in half of the time, and go on without."""
     hanging = {"library.join": "joining NCCL's communicator", "startup._try": "trying NCCL's all-reduce"}
     for place, words in hanging.items():
-        over = threading.Event()
+        over, hangs = threading.Event(), threading.Event()
 
-        def hang(*_: Any, over: threading.Event = over) -> None:
-            over.wait(20)
+        def hang(*_: Any, over: threading.Event = over, hangs: threading.Event = hangs) -> None:
+            hangs.set()
+            over.wait(LONG)
             raise errors.CudaError("ncclCommInitRank", 3, "simulated")
 
         with pretended_hosts(2), mock.patch(f"ipcreduce.nccl.{place}", hang):
-            started = time.monotonic()
-            with Communicator(timeout=TIMEOUT) as comm:
+            with clock.passing(61.0, hangs.is_set, most=61.0):
+                made = Communicator()
+            with made as comm:
                 assert comm.backend == "mpi"
                 assert f"not nccl: {words} failed on {SIZE} of {SIZE} ranks" in comm.describe()
                 right(comm.allreduce(np.full(5, RANK + 1.0)))
-        assert time.monotonic() - started < TIMEOUT + 1
         over.set()
     with pretended_hosts(2), Communicator() as comm:
         works(comm)
@@ -301,14 +291,14 @@ def dropped_with_a_call() -> None:
     for backend in ("ipc", "nccl"):
         result = called_and_dropped(backend)
         gc.collect()
-        Communicator(timeout=20, backend=backend).close()
+        Communicator(backend=backend).close()
         cupy.cuda.Device().synchronize()
         right(result)
 
 
 def called_and_dropped(backend: str) -> Any:
     """The result of a call that waits for rank 0's work of a while."""
-    comm = Communicator(timeout=20, backend=backend)
+    comm = Communicator(backend=backend)
     works(comm)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
@@ -343,7 +333,7 @@ def nccl_graphs() -> None:
         graph.replay()
         right(second, SIZE)
         if RANK == LAST:
-            time.sleep(0.5)  # the others wait in their call by now, or have not begun it: then the graph is as it was
+            late(0.5)  # the others wait in their call by now, or have not begun it: then the graph is as it was
             raises(errors.ArgumentError, "op must be", lambda: comm.allreduce(source, "mode"))
         else:
             error = error_of(lambda: (comm.allreduce(source), comm.synchronize()))
@@ -372,7 +362,7 @@ def recorded_by_some(comm: Communicator, graph: Graph) -> None:
 
 def nccl_replays_of_others() -> None:
     """NCCL orders what others capture: eager calls need no event for it. Waits and the guard know of replays."""
-    comm, stream = Communicator(timeout=TIMEOUT, backend="nccl"), cupy.cuda.Stream(non_blocking=True)
+    comm, stream = Communicator(backend="nccl"), cupy.cuda.Stream(non_blocking=True)
     source, out, eager = mine(), mine(), mine()
     comm.allreduce(source, out=out)
     cupy.cuda.Device().synchronize()
@@ -430,8 +420,8 @@ def nccl_threads_and_streams() -> None:
 def nccls_own_errors() -> None:
     """SIM_NCCL_ERROR has rank 0 fail from its third operation on, two of which are start-up's."""
     with pretended_hosts(2):
-        comm = Communicator(backend="nccl", timeout=20)
-        error = error_of(lambda: [(works(comm), time.sleep(0.1)) for _ in range(30)])
+        comm = Communicator(backend="nccl")
+        error = until(lambda: error_of(lambda: works(comm)), "NCCL's error")
         assert isinstance(error, errors.PeerFailedError), error
         assert "rank 0 refused it (NCCL: RemoteError (6))" in str(error), error
         comm.close()
@@ -440,13 +430,12 @@ def nccls_own_errors() -> None:
 def nccl_closes_in_time() -> None:
     """With a call under way that no peer joins, and with all of them gone."""
     with pretended_hosts(2):
-        comm = Communicator(backend="nccl", timeout=60)
+        comm = Communicator(backend="nccl")
         works(comm)
         if RANK == 0:
             comm.allreduce(mine())
-        started = time.monotonic()
+            closing_takes(comm, 5.25)
         comm.close()
-        assert time.monotonic() - started < 6.5
         WORLD.Barrier()
     assert not nccl.ghosts
 
@@ -454,54 +443,50 @@ def nccl_closes_in_time() -> None:
 def killed_over_nccl() -> None:
     """Rank LAST is killed in a call, on another host: the others hear of it, and close, in time."""
     with pretended_hosts(2):
-        comm = Communicator(WORLD, backend="nccl", timeout=60)
+        comm = Communicator(WORLD, backend="nccl")
     works(comm)
     if RANK == LAST:
-        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-        time.sleep(30)
-    started = time.monotonic()
-    error = error_of(lambda: (comm.allreduce(mine()), comm.synchronize(), comm.synchronize()))
-    assert isinstance(error, errors.PeerLostError), error
-    assert f"expected rank {LAST} to take part; found that its process has ended" in str(error), error
-    assert time.monotonic() - started < 5
-    comm.close()
-    assert time.monotonic() - started < 12
+        late(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with mock.patch.object(guard, "_NOTICE_SECONDS", LONG), no_hang():  # NCCL's error comes first, and is less
+        error = error_of(lambda: (comm.allreduce(mine()), comm.synchronize(), comm.synchronize()))
+        assert isinstance(error, errors.PeerLostError), error
+        assert f"expected rank {LAST} to take part; found that its process has ended" in str(error), error
+        comm.close()
     machine_streams.wait_for_all()
 
 
 def killed_joining_anew() -> None:
     """Rank LAST is killed after a fault, where the ranks make a new NCCL communicator."""
     with pretended_hosts(2):
-        comm = Communicator(WORLD, backend="nccl", timeout=60)
+        comm = Communicator(WORLD, backend="nccl")
     works(comm)
     if RANK == LAST:
         library.join = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.3)
+        late(0.3)
         raises(errors.ArgumentError, "op must be", lambda: comm.allreduce(mine(), "mode"))
     else:
         error = error_of(lambda: (comm.allreduce(mine()), comm.synchronize()))
         assert isinstance(error, errors.PeerFailedError), error
-    started = time.monotonic()
-    for _ in range(2):
-        error = error_of(lambda: comm.allreduce(mine()))
-        assert isinstance(error, errors.PeerLostError), error
-        assert f"expected rank {LAST} to take part; found that its process has ended" in str(error), error
-    assert time.monotonic() - started < 5
+    with mock.patch.object(engine, "_NOTICE_SECONDS", LONG), no_hang("what follows"):
+        for _ in range(2):
+            error = error_of(lambda: comm.allreduce(mine()))
+            assert isinstance(error, errors.PeerLostError), error
+            assert f"expected rank {LAST} to take part; found that its process has ended" in str(error), error
     comm.close()
 
 
 def nccl_recordings_across_an_abort() -> None:
     """A graph holds NCCL's communicator of its beginning: a recording in which that was aborted fails on every rank."""
-    comm = Communicator(timeout=TIMEOUT, backend="nccl")
+    comm = Communicator(backend="nccl")
     works(comm)
 
     @eager_break
     def fragile() -> None:
-        if RANK == LAST:
-            time.sleep(TIMEOUT + 1)
-        for _ in range(2):
-            if error_of(lambda: (comm.allreduce(mine()), comm.synchronize())) is None:
-                return
+        with too_late(comm):
+            error = error_of(lambda: (comm.allreduce(mine()), comm.synchronize()))
+        if error is not None:
+            error_of(lambda: (comm.allreduce(mine()), comm.synchronize()))
 
     graph = Graph(comm)
     error = error_of(lambda: _record(graph, comm, fragile))
@@ -526,19 +511,18 @@ def _record(graph: Graph, comm: Communicator, between: Callable[[], None] = lamb
 def other_work_behind_a_call() -> None:
     """A refusal waits for earlier calls for a call's time at most: work behind them may wait for this very thread."""
     for backend in ("ipc", "nccl"):
-        comm, stream = Communicator(timeout=TIMEOUT, backend=backend), cupy.cuda.Stream(non_blocking=True)
+        comm, stream = Communicator(backend=backend), cupy.cuda.Stream(non_blocking=True)
         works(comm)
         go = threading.Event()
         with stream:
             comm.allreduce(mine())
             if RANK == LAST:
-                machine_streams.submit(stream.ptr, lambda go=go: go.wait(60))
+                machine_streams.submit(stream.ptr, lambda go=go: go.wait(LONG))
             WORLD.Barrier()
-            started = time.monotonic()
             if RANK == LAST:
-                error = error_of(lambda comm=comm: comm.allreduce(mine(), "mode"))
+                with clock.passing(121.0):
+                    error = error_of(lambda comm=comm: comm.allreduce(mine(), "mode"))
                 assert isinstance(error, errors.ArgumentError), error
-                assert time.monotonic() - started < TIMEOUT + SOON
             go.set()
             WORLD.Barrier()
             if RANK != LAST:

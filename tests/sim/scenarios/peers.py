@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
-from unittest import mock
 
 import cupy
 import numpy as np
 
 import ipcreduce
 from ipcreduce import Communicator, Graph, errors
-from ipcreduce.coordination import calls
+from tests.shared import clock
+from tests.shared.bounds import LONG, late, no_hang, until
 from tests.sim.scenarios.common import (
     LAST,
     RANK,
-    SOON,
     WORLD,
     close_seconds,
     fault,
@@ -24,20 +22,20 @@ from tests.sim.scenarios.common import (
     mine,
     raises,
     right,
+    told,
     works,
 )
 
 
 def _closes_soon(comm: Any) -> None:
-    started = time.monotonic()
-    comm.close()
-    assert time.monotonic() - started < SOON, f"rank {RANK}: close() took {time.monotonic() - started:.1f} s"
+    with no_hang("close()"):
+        comm.close()
 
 
 # ---- it refuses a call and ends
 def refused_and_ended() -> None:
     """With --among: rank 0 refuses a call and its program ends, of which the others hear in this order."""
-    comm = Communicator(WORLD, timeout=20, device=RANK)
+    comm = Communicator(WORLD, device=RANK)
     with cupy.cuda.Device(RANK):
         works(comm)
         fault(comm)
@@ -50,17 +48,18 @@ def refused_and_ended() -> None:
 def refused_and_closed() -> None:
     """Rank 0 refuses a call and closes: the others hear of the call first, whether they wait in it or come later."""
     for others_come in ("before", "later"):
-        comm = Communicator(timeout=20)
+        comm = Communicator()
         works(comm)
         WORLD.Barrier()
-        time.sleep(0.3 if (RANK == 0) == (others_come == "before") else 0)
+        late(0.3 if (RANK == 0) == (others_come == "before") else 0)
         if RANK == 0:
             with raises(errors.ArgumentError, "op must be"):
                 comm.allreduce(mine(), "mode")
         else:
             with raises(errors.PeerFailedError, "rank 0 refused", "op must be"):
                 comm.allreduce(mine())
-                time.sleep(0.6)  # the watchdog has seen it leave
+                watch = comm._watch
+                until(lambda watch=watch: watch.lost, "the end of rank 0")  # the watchdog has seen it leave
                 comm.synchronize()
             with raises(errors.PeerLostError, "rank 0", "it closed the communicator"):
                 works(comm)
@@ -71,23 +70,19 @@ def refused_and_closed() -> None:
 
 def refused_again_alone() -> None:
     """Rank 0 refuses call after call while the others are elsewhere: it gives up, and the others hear that it has."""
-    comm = Communicator(timeout=2.0)
+    comm = Communicator()
     works(comm)
     fault(comm)
-    with mock.patch.object(calls, "_PATIENCE_SECONDS", 0.5):
-        if RANK == 0:
-            for op in ("mode", "sum"):
-                with raises(
-                    errors.PeerLostError, "rank 1 to take part", "resynchronisation after a fault", "can only be closed"
-                ):
-                    comm.allreduce(mine(), op)
-        WORLD.Barrier()
-        if RANK != 0:
-            with raises(
-                errors.PeerLostError, "rank 1 to take part", "resynchronisation after a fault", "can only be closed"
-            ):
-                works(comm)
-        WORLD.Barrier()
+    words = "rank 1 to take part", "resynchronisation after a fault", "can only be closed"
+    if RANK == 0:
+        for op in ("mode", "sum"):
+            with clock.passing(LONG + 1), raises(errors.PeerLostError, *words):
+                comm.allreduce(mine(), op)
+    WORLD.Barrier()
+    if RANK != 0:
+        with raises(errors.PeerLostError, *words):
+            works(comm)
+    WORLD.Barrier()
     if RANK == 0:
         _closes_soon(comm)  # before the others
     WORLD.Barrier()
@@ -99,11 +94,11 @@ def refused_again_alone() -> None:
 # ---- it closes
 def closed_where_others_meet() -> None:
     """Rank 0 closes after a fault, while the others already wait for it to go on: they need not wait for long."""
-    comm = Communicator(timeout=20)
+    comm = Communicator()
     works(comm)
     fault(comm)
     if RANK == 0:
-        time.sleep(0.5)
+        late(0.5)
     else:
         with raises(errors.PeerLostError, "rank 0 to take part", "it closed the communicator"):
             works(comm)
@@ -114,13 +109,14 @@ def closed_where_others_meet() -> None:
 
 def closed_ahead_of_a_fault() -> None:
     """Rank 0 has made the call that another refuses, and one more, and closes: nobody waits for it to settle this."""
-    comm = Communicator(timeout=20)
+    comm = Communicator()
     works(comm)
     if RANK == 0:
         comm.allreduce(mine(10))
         comm.allreduce(mine(10))
     WORLD.Barrier()
     if RANK == 0:
+        told(comm)
         with close_seconds(0.5):
             comm.close()
     elif RANK == LAST:
@@ -140,7 +136,7 @@ def closed_ahead_of_a_fault() -> None:
 
 def closed_within_a_recording() -> None:
     """Rank 0 may not: no recording becomes a graph, on any rank, and all go on."""
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         works(comm)
         with Graph(comm) as graph:
             kind = errors.GraphStateError if RANK == 0 else errors.PeerFailedError
@@ -154,12 +150,12 @@ def closed_within_a_recording() -> None:
 
 def closed_with_a_call_under_way() -> None:
     """Rank 0 closes while its kernel waits for ranks that are elsewhere: the kernel is ended after some time."""
-    comm = Communicator(timeout=20)
+    comm = Communicator()
     works(comm)
     WORLD.Barrier()
     if RANK == 0:
         comm.allreduce(mine())
-        with close_seconds(0.5):
+        with close_seconds(0.5):  # after which its kernel is ended
             _closes_soon(comm)
     WORLD.Barrier()
     if RANK != 0:
@@ -188,11 +184,11 @@ def first_call_refused() -> None:
 
 def list_among_host_arrays() -> None:
     """A list on one rank, which comes late, where the others reduce NumPy arrays."""
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         assert comm.backend == "ipc", comm.describe()
         for rank in (0, LAST):
             if rank == RANK:
-                time.sleep(0.3)
+                late(0.3)
                 with raises(errors.ArgumentError, "array must be a NumPy array", "found builtins.list"):
                     comm.allreduce([1.0] * 7)
             else:
@@ -206,7 +202,7 @@ def misaligned_arrays() -> None:
     """An address that is no multiple of the itemsize, which no kernel can read, as array and as out."""
     memory = cupy.zeros(4096, np.uint8)
     odd = cupy.ndarray((1000,), np.float32, memory.data + 1)
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         for array, out in ((odd, None), (mine(), odd), (odd, odd)):
             if RANK == LAST:
                 with raises(errors.ArgumentError, "multiples of their itemsize, 4", f"found address {odd.data.ptr:#x}"):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import itertools
 import json
 import linecache
 import logging
 import secrets
-import time
+import shutil
+import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,14 +26,15 @@ from ipcreduce import Communicator, Graph, errors
 from ipcreduce.bench import info, ranks
 from ipcreduce.cuda import driver
 from ipcreduce.ipc import startup, tuning
+from ipcreduce.ipc.launches import Launches
 from ipcreduce.nccl import library
-from tests.shared import start_up_faults
+from tests.shared import clock, start_up_faults
+from tests.shared.bounds import as_shipped, late, no_hang
 from tests.sim.scenarios.common import (
     GPUS,
     LAST,
     RANK,
     SIZE,
-    SOON,
     WORLD,
     environment,
     error_of,
@@ -45,11 +49,11 @@ from tests.simulated import compiler, machine
 
 
 # ---- start-up
-def falls_back(*words: str, timeout: float = 20, device: Any = None) -> None:
+def falls_back(*words: str, device: Any = None) -> None:
     """Start-up fails, alike on every rank and for the same reason, and host arrays work."""
-    started = time.monotonic()
-    with Communicator(timeout=timeout, device=device) as comm:
-        assert time.monotonic() - started < SOON, f"rank {RANK}: {time.monotonic() - started:.1f} s"
+    with no_hang("start-up"):
+        made = Communicator(device=device)
+    with made as comm:
         reasons = set(WORLD.allgather((comm.backend, comm._reasons.get("ipc"))))
         assert len(reasons) == 1, reasons
         for word in ("backend mpi", *words):
@@ -82,30 +86,60 @@ def peers_not_visible() -> None:
     good_communicator()
 
 
+@contextlib.contextmanager
+def tried_in_vain(a: int, b: int, seconds: tuple[float, float]) -> Iterator[None]:
+    """The link of this pair is broken. It is tried for ``seconds``, least and most, which pass once the others work."""
+    verify = Launches.verify
+
+    def tried(launches: Launches, rounds: int, given: float) -> Any:
+        least, most = seconds
+        assert least <= given <= most, given
+        verdicts = (ctypes.c_uint32 * SIZE).from_address(launches._workspace.epochs)  # see Launches.verify
+        verdicts[:] = [0] * SIZE
+        good = [peer for peer in range(SIZE) if peer != RANK and {peer, RANK} != {a, b}]
+        when = lambda: all(verdicts[peer] for peer in good)  # noqa: E731
+        with clock.passing(given + 1, when, move=clock.advance_device):
+            return verify(launches, rounds, given)
+
+    with environment(SIM_BROKEN_P2P=f"{a}-{b}"), mock.patch.object(Launches, "verify", tried):
+        yield
+
+
 def link_loses_data() -> None:
     for a, b in sorted({(0, 1), (0, LAST)}):
-        with environment(SIM_BROKEN_P2P=f"{a}-{b}"), mock.patch.object(startup, "_VERIFY_SECONDS", 0.5):
+        with as_shipped(), tried_in_vain(a, b, (10.0, 10.0)):
             falls_back("no data arrived", f"from rank {b} (Simulated GPU, GPU-{machine.gpu(b).uuid_text[4:12]})")
     good_communicator()
 
 
 def link_loses_data_with_a_short_timeout() -> None:
-    """A timeout below the time for which links are tried."""
-    with environment(SIM_BROKEN_P2P="0-1"), mock.patch.object(startup, "_VERIFY_SECONDS", 20.0):
-        falls_back("no data arrived", timeout=2.0)
+    """A timeout below the time for which links are tried: half of what is left of it, so that the verdicts meet."""
+    assert startup._VERIFY_SECONDS > 120
+    with tried_in_vain(0, 1, (1.0, 60.0)):
+        falls_back("no data arrived")
     good_communicator()
 
 
 def slow_compiler() -> None:
-    """A rank whose kernel comes later than the time for which links are tried: they are none the worse for it."""
-    compile_kernel = compiler.compile_kernel
+    """A rank whose kernel comes late: no other tries the links before, which it does for some seconds only."""
+    compile_kernel, verify = compiler.compile_kernel, Launches.verify
+    folder = Path(WORLD.bcast(tempfile.mkdtemp() if RANK == 0 else None))
 
     def slow(*arguments: Any) -> bytes:
-        time.sleep(3 * (RANK == LAST and arguments[0] == "verify"))
+        if RANK == LAST and arguments[0] == "verify":
+            late(0.5)
+            (folder / "compiled").touch()
         return compile_kernel(*arguments)
 
-    with mock.patch.object(startup, "_VERIFY_SECONDS", 2.0), mock.patch.object(compiler, "compile_kernel", slow):
+    def tried(*arguments: Any) -> Any:
+        assert (folder / "compiled").exists(), "before the last rank could"
+        return verify(*arguments)
+
+    with mock.patch.object(Launches, "verify", tried), mock.patch.object(compiler, "compile_kernel", slow):
         good_communicator()
+    WORLD.Barrier()
+    if RANK == 0:
+        shutil.rmtree(folder)
 
 
 def no_gpu() -> None:
@@ -173,7 +207,7 @@ def wrong_options() -> None:
 
 def odd_options() -> None:
     """Those on which a careless check trips. An argument comes before its variable."""
-    with environment(RANK, IPCREDUCE_WORKSPACE_MB="2"), Communicator(workspace=3 << 20, timeout=20) as comm:
+    with environment(RANK, IPCREDUCE_WORKSPACE_MB="2"), Communicator(workspace=3 << 20) as comm:
         assert "3 MB of workspace" in comm.describe()
         assert (comm.allreduce(cupy.ones(1 << 20, np.float32)) == SIZE).all()
     odd = [("device", np.array([0, 1])), ("algorithm", np.array(["one_shot", "two_shot"]))]
@@ -204,7 +238,7 @@ def devices() -> None:
 def auto_in_a_part() -> None:
     """A communicator of a part of the ranks: "auto" still takes a GPU for each rank of the host."""
     part = WORLD.Split(RANK * 2 // SIZE)
-    with Communicator(part, device="auto", timeout=20) as comm:
+    with Communicator(part, device="auto") as comm:
         assert comm._engine.device.ordinal == RANK % GPUS, comm.describe()
     part.Free()
 
@@ -220,12 +254,12 @@ class Group:
 
 def any_group() -> None:
     """On one host; and on as many pretended ones as there are ranks, over NCCL, where host arrays have no way."""
-    with Communicator(Group(), device="auto", timeout=20) as comm:
+    with Communicator(Group(), device="auto") as comm:
         assert comm.backend == "ipc", comm.describe()
         assert comm._engine.device.ordinal == RANK % GPUS, comm.describe()
         works(comm)
         host_works(comm)
-    with environment(IPCREDUCE_HOSTID=f"host {RANK}"), Communicator(Group(), timeout=20) as comm:
+    with environment(IPCREDUCE_HOSTID=f"host {RANK}"), Communicator(Group()) as comm:
         assert comm.backend == "nccl", comm.describe()
         works(comm)
         with raises(errors.UnsupportedError, "or pass device arrays"):
@@ -235,7 +269,7 @@ def any_group() -> None:
         with raises(kind, "or pass device arrays"):
             (host_works if RANK == LAST else works)(comm)
         works(comm)
-    with environment(IPCREDUCE_HOSTID=f"host {RANK}"), Communicator(Group(), device="auto", timeout=20) as comm:
+    with environment(IPCREDUCE_HOSTID=f"host {RANK}"), Communicator(Group(), device="auto") as comm:
         assert comm._engine.device.ordinal == 0, "each is the first on its host"
         works(comm)
 
@@ -272,7 +306,7 @@ def no_secret_is_shown() -> None:
     ):
         for hosts, algorithm in ((1, "direct"), (SIZE, None)):
             with environment(IPCREDUCE_HOSTID=f"host {RANK * hosts // SIZE}"):
-                with Communicator(timeout=20, algorithm=algorithm) as comm, Graph(comm) as graph:
+                with Communicator(algorithm=algorithm) as comm, Graph(comm) as graph:
                     with graph.record():
                         comm.allreduce(mine())
                     shown += [repr(comm), comm.describe(), repr(graph), graph.describe(), repr(graph.pool)]
@@ -284,7 +318,7 @@ def no_secret_is_shown() -> None:
                 collected = info.collect(run)
                 shown += [json.dumps(collected), info._text(collected)]
         fails = mock.patch.object(driver, "open_memory", side_effect=errors.CudaError("cuIpcOpenMemHandle", 1, "no"))
-        with fails, Communicator(timeout=20) as comm:
+        with fails, Communicator() as comm:
             assert "cuIpcOpenMemHandle failed: no" in comm.describe()
             shown.append(comm.describe())
     root.removeHandler(handler)
@@ -324,7 +358,7 @@ def _uses(ordinal: int, device: Any) -> None:
     used, seen = len(set(WORLD.allgather(machine.gpu(ordinal).index))), WORLD.allreduce(GPUS, MPI.MAX)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        comm = Communicator(device=device, timeout=20)
+        comm = Communicator(device=device)
     with comm, cupy.cuda.Device(ordinal):
         assert comm.backend == "ipc", comm.describe()
         assert comm._engine.device.uuid == machine.gpu(ordinal).uuid, comm.describe()
@@ -343,12 +377,12 @@ def one_smaller_gpu() -> None:
     """Grids are what the smallest GPU of all ranks holds at once, on every rank."""
     for rank in range(SIZE):
         small = environment(rank, SIM_MULTIPROCESSORS="2")
-        with small, Communicator(timeout=20, algorithm="two_shot") as comm:
+        with small, Communicator(algorithm="two_shot") as comm:
             works(comm, 120_000)
             first = comm._engine.launches.planned(120_000 * 4, "two_shot")[0]
             assert (first.algorithm, first.grid * first.block) == ("two_shot", 4 * 512), first
         small = environment(rank, SIM_MULTIPROCESSORS="2")
-        with small, Communicator(timeout=20, algorithm="direct") as comm, Graph(comm) as graph:
+        with small, Communicator(algorithm="direct") as comm, Graph(comm) as graph:
             source = mine(120_000)
             with graph.record():
                 result = comm.allreduce(source)
@@ -362,12 +396,12 @@ def one_smaller_gpu() -> None:
 def packets_over_pcie() -> None:
     """They go in halves wherever a rank sees PCIe between two, though whole ones have arrived in the start-up test."""
     for a, b in sorted({(0, 1), (0, LAST)}):
-        with environment(SIM_PCIE=f"{a}-{b}"), Communicator(timeout=20) as comm:
+        with environment(SIM_PCIE=f"{a}-{b}"), Communicator() as comm:
             assert f"packets go in halves of 8 bytes: PCIe between the GPUs of rank {a} and rank {b}" in comm.describe()
             assert not comm._engine.launches.whole_packets
             works(comm, 5000)
             assert comm._engine.launches._compile(("one_shot", "float32", "sum", 1)).count(b'PACKETS": "0"') == 1
-    with environment(LAST, SIM_PCIE=f"0-{LAST}"), Communicator(timeout=20) as comm:  # only one sees it
+    with environment(LAST, SIM_PCIE=f"0-{LAST}"), Communicator() as comm:  # only one sees it
         assert not comm._engine.launches.whole_packets
         works(comm)
     _packets_go_whole("packets arrive whole")
@@ -386,14 +420,14 @@ def packets_over_links_that_another_sees() -> None:
     """Rank 0 alone sees all GPUs: the other ranks take its word, about their own links too."""
     assert len(machine.gpus()) == (SIZE if RANK == 0 else 1)
     _packets_go_whole("packets arrive whole")
-    with environment(SIM_PCIE=f"{LAST - 1}-{LAST}"), Communicator(timeout=20) as comm:
+    with environment(SIM_PCIE=f"{LAST - 1}-{LAST}"), Communicator() as comm:
         assert f"PCIe between the GPUs of rank {LAST - 1} and rank {LAST}" in comm.describe(), comm.describe()
         assert not comm._engine.launches.whole_packets
         works(comm)
 
 
 def _packets_go_whole(line: str) -> None:
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         assert line in comm.describe().splitlines(), comm.describe()
         assert comm._engine.launches.whole_packets
         works(comm)
@@ -403,7 +437,7 @@ def shared_gpus() -> None:
     """Grids are bounded by the most ranks on any GPU, alike on all ranks, also on one that has a GPU to itself."""
     used = WORLD.allgather(machine.gpu(RANK % GPUS).index)
     most = max(map(used.count, used))
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         launches = comm._engine.launches
         assert (f"{most} ranks on a GPU, so at most {132 // most} blocks" in comm.describe()) == (most > 1)
         for nbytes in (4, 70_000, 1_000_000, 9_000_000):
@@ -411,7 +445,7 @@ def shared_gpus() -> None:
             assert len(set(WORLD.allgather(steps))) == 1
             assert most == 1 or all(2 * most * step.grid <= 264 and step.block <= 512 for step in steps), steps
         works(comm, 250_000)
-    with Communicator(timeout=20, algorithm="direct") as comm, Graph(comm) as graph:
+    with Communicator(algorithm="direct") as comm, Graph(comm) as graph:
         source = mine(250_000)
         with graph.record():
             result = comm.allreduce(source)

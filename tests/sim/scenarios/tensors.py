@@ -23,7 +23,7 @@ def array_of(value: Any, count: int = 1000) -> Any:
 
 def on_torchs_stream() -> None:
     """A call on a tensor is among the work of PyTorch's current stream; on an array of CuPy, of CuPy's."""
-    with Communicator(timeout=20) as comm, torch.imported():
+    with Communicator() as comm, torch.imported():
         for torchs in (torch.Stream(), torch.ExternalStream(0)):
             cupys = cupy.cuda.Stream(non_blocking=True)
             source, target = array_of(RANK + 1), array_of(0)
@@ -60,7 +60,7 @@ def by_dlpack() -> None:
 
     producer, given = torch.Stream(), cupy.cuda.Stream(non_blocking=True)
     source, target = array_of(0), array_of(0)
-    with Communicator(timeout=20) as comm, torch.imported():
+    with Communicator() as comm, torch.imported():
         works(comm)
         cupy.cuda.Device().synchronize()
         with torch.stream(producer):
@@ -80,7 +80,7 @@ def by_interface() -> None:
     class Foreign:
         __cuda_array_interface__ = source.__cuda_array_interface__ | {"stream": producer.cuda_stream}
 
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         works(comm)
         cupy.cuda.Device().synchronize()
         delay(producer.cuda_stream)
@@ -93,7 +93,7 @@ def by_interface() -> None:
 
 def without_memory_apart() -> None:
     """PyTorch over cudaMallocAsync: record() says so on every rank, before anything is recorded."""
-    with Communicator(timeout=20) as comm, torch.imported():
+    with Communicator() as comm, torch.imported():
         source, graph, backend = Tensor(array_of(RANK + 1)), Graph(comm), mock.Mock(return_value="cudaMallocAsync")
         with mock.patch.object(torch.cuda, "get_allocator_backend", backend, create=True):
             with raises(errors.UnsupportedError, "cudaMallocAsync", "backend:native"), graph.record():
@@ -108,7 +108,7 @@ def without_memory_apart() -> None:
 
 def words_of_pytorch() -> None:
     """What it raises where a stream captures is a CaptureError too, which says where reading belongs."""
-    with Communicator(timeout=20) as comm, torch.imported():
+    with Communicator() as comm, torch.imported():
         with (
             raises(errors.CaptureError, "CUDA error: operation not", "to the host", "in a break"),
             Graph(comm).record(),
@@ -129,7 +129,7 @@ def in_a_recording() -> None:
         comm.synchronize()
         seen.append(float(cupy.asnumpy(between)[0]))
 
-    with Communicator(timeout=20) as comm, torch.imported():
+    with Communicator() as comm, torch.imported():
         cupy.cuda.Device().synchronize()
         graph = Graph(comm)
         with torch.stream(torchs), graph.record():
@@ -156,7 +156,7 @@ def memory_that_is_not_the_tensors_values() -> None:
     array = array_of(RANK + 1, 10)
     sparse, quantised = Tensor(array), Tensor(array)
     sparse.layout, quantised.is_quantized = torch.sparse_coo, True
-    with Communicator(timeout=20) as comm, torch.imported():
+    with Communicator() as comm, torch.imported():
         for wrong, words in (
             (Tensor(array, pending="neg"), "Pass tensor.resolve_neg()"),
             (Tensor(array, pending="conj"), "Pass tensor.resolve_conj()"),
@@ -201,7 +201,7 @@ def not_to_be_read() -> list[tuple[Any, str]]:
 def without_memory() -> None:
     """They are refused, wherever they come: in calls, recordings, inputs, what a runner copies."""
     good = Tensor(array_of(RANK + 1, 10))
-    with Communicator(timeout=20) as comm, torch.imported():
+    with Communicator() as comm, torch.imported():
         for wrong, words in not_to_be_read():
             for _ in range(2):
                 for name, call in (
@@ -263,7 +263,7 @@ def where_a_result_would_be_lost() -> None:
     source, out, array = Tensor(array_of(RANK + 1)), Tensor(array_of(0)), array_of(RANK + 1)
     dual = torch.make_dual(source, source)
     operator = "torch.ops.ipcreduce.all_reduce"
-    with Communicator(timeout=20) as comm, torch.imported():
+    with Communicator() as comm, torch.imported():
         for _ in range(4):
             right(comm.allreduce(source, out=out).array)
             right(comm.allreduce(source).array)
@@ -318,7 +318,7 @@ def not_to_be_written() -> None:
         __module__ = "numba.cuda.somewhere"
 
     array = array_of(RANK + 1)
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         for made in (Producer(array, 1), Producer(array, None), OfNumba(array, 1)):
             for source in (array_of(RANK + 1), made):
                 with raises(errors.ArgumentError, f"rank {RANK}, call", "out must be writable; found a read-only"):
@@ -335,7 +335,7 @@ def not_to_be_written() -> None:
 def results_are_tensors() -> None:
     """From PyTorch's allocator, on its stream; freed at once, while the calls still run, they spoil nothing."""
     side, given = torch.Stream(), torch.Stream()
-    with Communicator(timeout=20) as comm, torch.imported():
+    with Communicator() as comm, torch.imported():
         source = Tensor(array_of(RANK + 1))
         cupy.cuda.Device().synchronize()
         for turn in range(6):
@@ -370,7 +370,7 @@ def results_are_tensors() -> None:
 
 def a_stream_that_goes_before_its_tensors() -> None:
     """Memory of tensors that a call has used on a stream of others: apart until that is done, and the stream may go."""
-    with Communicator(timeout=20) as comm, torch.imported():
+    with Communicator() as comm, torch.imported():
         source, waiting = Tensor(array_of(RANK + 1)), []
         cupy.cuda.Device().synchronize()
         for turn in range(4):
@@ -395,7 +395,7 @@ def a_stream_that_goes_before_its_tensors() -> None:
 
 def the_short_way() -> None:
     """Repeated calls on tensors are launched at once, and follow memory that moves under the same object."""
-    with Communicator(timeout=20) as comm, torch.imported():
+    with Communicator() as comm, torch.imported():
         source, out = Tensor(array_of(RANK + 1)), Tensor(array_of(0))
         other, counted = array_of(2 * (RANK + 1)), mock.Mock(side_effect=operands.DeviceOperands.of)
         side = torch.Stream()
@@ -436,7 +436,7 @@ def the_short_way() -> None:
 
 def a_stream_by_its_handle() -> None:
     """Repeated calls on ``stream=handle``, which nobody is known to keep, take the short way too, in order."""
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         one, two = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
         source, out = array_of(RANK + 1), array_of(0)
         cupy.cuda.Device().synchronize()
@@ -491,7 +491,7 @@ def torch_in_recordings() -> None:
         again.array[...] = first.array + returned.array
         return first, comm.allreduce(again, out=again)
 
-    with Communicator(timeout=20) as comm, torch.imported():
+    with Communicator() as comm, torch.imported():
         side, source = torch.Stream(), Tensor(array_of(0))
         for _ in range(2):
             graph = Graph(comm)
@@ -531,7 +531,7 @@ def torch_in_recordings() -> None:
 
 def other_memory_under_a_recorded_tensor() -> None:
     """A graph keeps the memory that it was recorded with, though the tensor is given other memory (``set_()``)."""
-    with Communicator(timeout=20) as comm, torch.imported():
+    with Communicator() as comm, torch.imported():
         source, target = torch.full_like(Tensor(array_of(0)), RANK + 1), torch.full_like(Tensor(array_of(0)), 0)
         with Graph(comm) as graph:
             with graph.record():
@@ -552,7 +552,7 @@ def other_memory_under_a_recorded_tensor() -> None:
 
 def addresses_of_weights() -> None:
     """The address check takes tensors that require grad, within ``torch.no_grad()``, and sees that they moved."""
-    with Communicator(timeout=20) as comm, torch.imported(), torch.no_grad():
+    with Communicator() as comm, torch.imported(), torch.no_grad():
         weight = Tensor(array_of(RANK + 1), requires_grad=True)
         inputs = {"weight": weight}
         with Graph(comm, check="always") as graph:
@@ -568,7 +568,7 @@ def addresses_of_weights() -> None:
 
 def after_a_wait() -> None:
     """A call behind synchronize() takes the short way, and later calls on other streams follow it."""
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         one, two = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
         array, other = array_of(RANK + 1), array_of(0)
         cupy.cuda.Device().synchronize()

@@ -36,7 +36,7 @@ from tests.simulated import driver, machine_streams
 # ---- one order of calls
 def threads_after_a_fault() -> None:
     """Two threads call after a fault; either may be the one that meets the other ranks."""
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         for _ in range(5):
             fault(comm)
             in_threads(*[lambda: [works(comm) for _ in range(10)]] * 2)
@@ -45,7 +45,7 @@ def threads_after_a_fault() -> None:
 def per_thread_default_streams() -> None:
     """The same handle is another stream in each thread: a call, or a recording, waits for the other thread's."""
     ptds = cupy.cuda.Stream.ptds
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         works(comm)
         source, larger = mine(), mine() * 10
         for recorded in (False, True):
@@ -90,7 +90,7 @@ def copied_out_on_a_raw_stream() -> None:
         delay(handle)
         copy_into(target, value, handle)
 
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         cupy.cuda.Device(OWN).synchronize()
         arrays.copy_into = late
         try:
@@ -105,7 +105,7 @@ def copied_out_on_a_raw_stream() -> None:
 def called_as_a_recording_ends() -> None:
     """Another thread's call, just as the recorded work is handed over to the caller's stream, comes behind it."""
     caller, stream = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         works(comm)
         source, larger, outs = mine(), mine() * 10, [cupy.zeros(1000, np.float32) for _ in range(2)]
         order, found = comm._engine.order, []
@@ -143,7 +143,7 @@ def called_as_a_recording_ends() -> None:
 def called_during_a_recording() -> None:
     """Another thread's call on a stream that does not capture is made at once, and is no part of the graph."""
     stream, source = cupy.cuda.Stream(non_blocking=True), mine()
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         out = cupy.zeros(1000, np.float32)
         works(comm)
         with Graph(comm) as graph:
@@ -163,7 +163,7 @@ def called_during_a_recording() -> None:
 def alone() -> None:
     """With one rank a call is a copy, for which synchronize() waits too."""
     stream, array = cupy.cuda.Stream(non_blocking=True), mine()
-    with Communicator(WORLD.Split(RANK, 0), timeout=20) as comm:
+    with Communicator(WORLD.Split(RANK, 0)) as comm:
         cupy.cuda.Device(OWN).synchronize()
         for given in (stream, stream.ptr):
             machine_streams.submit(stream.ptr, lambda: time.sleep(0.2))
@@ -175,7 +175,7 @@ def alone() -> None:
 def finaliser_within_a_call() -> None:
     """A graph with direct kernels is collected between a call's look at the last stream and its launch."""
     first, second = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
-    with Communicator(timeout=20, algorithm="direct") as comm:
+    with Communicator(algorithm="direct") as comm:
         works(comm)
         source, fresh, larger, outs = mine(), mine(), mine() * 10, [cupy.zeros(1000, np.float32) for _ in range(2)]
         graphs = [Graph(comm)]
@@ -216,7 +216,7 @@ def _before_the_next_launch(action: Callable[[int], Any]) -> Iterator[None]:
 # ---- what goes back to the driver
 def given_back_in_several_threads() -> None:
     """Every step runs, once, one at a time and each thread's in their order."""
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         context, running, done = comm._engine.context, threading.Lock(), []
 
         def step(*which: int) -> None:
@@ -242,7 +242,7 @@ def given_back_in_several_threads() -> None:
 
 def given_back_while_a_step_waits() -> None:
     """What a graph unmaps is unmapped once its kernels have ended, though another thread gives back meanwhile."""
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         context, done, begun, ended = comm._engine.context, [], threading.Event(), threading.Event()
 
         def wait() -> None:
@@ -265,7 +265,7 @@ def packets_under_way() -> None:
     """The abort word ends no wait for what comes within a moment: it may be about a later call than this one."""
     stream, array = cupy.cuda.Stream(non_blocking=True), mine()
     cupy.cuda.Device(OWN).synchronize()
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         works(comm)
         engine = comm._engine
         WORLD.Barrier()
@@ -287,7 +287,7 @@ def packets_under_way() -> None:
 def launches_that_fail() -> None:
     """While one is made, and after it has failed, the calls before it count as running until they are over."""
     kept, raw = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         works(comm)
         order = comm._engine.order
         machine_streams.submit(kept.ptr, lambda: time.sleep(0.2))
@@ -318,7 +318,7 @@ def memory_is_short() -> None:
             comm.allreduce(source)
         return graph
 
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         first = recorded(comm)
         with stream:
             first.replay()
@@ -334,7 +334,7 @@ def memory_is_short() -> None:
 def unknown_is_no_end() -> None:
     """A stream that captures by now, or that one which does would block, cannot be asked whether calls still run."""
     blocking, apart = cupy.cuda.Stream(), cupy.cuda.Stream(non_blocking=True)
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         order = comm._engine.order
         for used, captured in ((cupy.cuda.Stream.null, blocking), (apart, apart)):
             array = mine()
@@ -366,7 +366,7 @@ def asked_for(call: Callable[[], Any]) -> tuple[list[str], int]:
 def what_the_driver_is_asked() -> None:
     """A known call or replay on one stream is a launch; on two streams, from their first change on, an event more."""
     first, second = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
-    with Communicator(timeout=20) as comm, Graph(comm) as graph:
+    with Communicator() as comm, Graph(comm) as graph:
         source, out = mine(), mine()
         with first:
             comm.allreduce(source, out=out)

@@ -17,7 +17,7 @@ CALLS = [("?", "max", True), ("F", "mean", TOTAL / SIZE), ("D", "sum", TOTAL), (
 
 def of_no_dimension() -> None:
     """A device array of no dimension gives one, and the call waits for no work of the device."""
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         source = cupy.full((), RANK + 1, np.float32)
         right(comm.allreduce(source))  # by now its kernels are loaded
         gate, seen = threading.Event(), []
@@ -35,7 +35,7 @@ def of_no_dimension() -> None:
 def quick_the_second_time() -> None:
     """The fast path knows calls by every name of an op, and on bool and complex arrays."""
     usual: list[Any] = []
-    with Communicator(timeout=20) as comm:
+    with Communicator() as comm:
         reduce_device = comm._reduce_device
         comm._reduce_device = lambda *arguments: usual.append(arguments) or reduce_device(*arguments)  # type: ignore
         for dtype, op, due in CALLS:
@@ -53,7 +53,7 @@ def quick_the_second_time() -> None:
 def recorded() -> None:
     """Bool and complex arrays in a recording, staged and direct."""
     for algorithm in (None, "direct"):
-        with Communicator(timeout=20, algorithm=algorithm) as comm:
+        with Communicator(algorithm=algorithm) as comm:
             sources = [cupy.full((1024,), RANK + 1, dtype) for dtype, _, _ in CALLS]
             cupy.cuda.Device().synchronize()
             with Graph(comm) as graph:

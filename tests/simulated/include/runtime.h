@@ -17,6 +17,10 @@ void sim_run(void (*kernel)(const void* args), const void* args, uint32_t blocks
 // From now on, kernels on this OS thread also switch between CUDA threads at random points. A seed of 0 ends that.
 void sim_disturb(uint64_t seed);
 
+// The timer of the simulated GPU, in nanoseconds: the monotonic clock, and how far tests have moved it.
+uint64_t sim_timer();
+void sim_move_timer(uint64_t nanoseconds);
+
 // For sync.cuh: points where a CUDA thread yields to the others.
 void sim_sync_block();
 void sim_sync_warp();

@@ -5,7 +5,6 @@
 // words are relaxed atomics. All else is plain.
 #pragma once
 #include <runtime.h>
-#include <time.h>
 
 using u8 = unsigned char;
 using u16 = unsigned short;
@@ -124,9 +123,7 @@ DEVICE u64 load_u64_relaxed_gpu(u64 at) {
 }
 DEVICE void store_u32_relaxed_gpu(u64 at, u32 v) { store_u32_relaxed_sys(at, v); }
 DEVICE u64 globaltimer_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (u64)t.tv_sec * 1'000'000'000 + (u64)t.tv_nsec;
+  return sim_timer();
 }
 
 // ---- conversions

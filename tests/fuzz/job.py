@@ -15,13 +15,13 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
+
+from tests.shared.bounds import HANG
 
 from .programs import Step
 
-_SECONDS = 60.0  # for one program; the library's own waits are shorter
-_STOPPED_SECONDS = 3.0  # after which a rank that stopped itself goes on
+_SECONDS = 2 * HANG  # for one program; the library's own waits are shorter
 
 
 @dataclass
@@ -123,9 +123,12 @@ class Ranks:
 
         :param measured: the notes are to have what each rank holds then.
         """
-        line = json.dumps({"number": number, "steps": list(steps), "measured": measured}).encode() + b"\n"
         outcome = Outcome(number)
         death = steps[-1] if steps and steps[-1]["kind"] == "death" else None
+        if death and death["how"] == "stopped":
+            self._heard = tempfile.TemporaryDirectory()
+            steps = [*steps[:-1], death | {"heard": self._heard.name}]  # by files there, of each other rank
+        line = json.dumps({"number": number, "steps": list(steps), "measured": measured}).encode() + b"\n"
         due = set(range(self.size)) - ({death["rank"]} if death and death["how"] != "stopped" else set())
         try:
             for end in self._ends:
@@ -141,12 +144,11 @@ class Ranks:
 
     def _await(self, due: set[int], outcome: Outcome, death: Step | None) -> None:
         until = time.monotonic() + _SECONDS
-        wake = time.monotonic() + _STOPPED_SECONDS if death and death["how"] == "stopped" else None
+        stopped = death["rank"] if death and death["how"] == "stopped" else None
         while due:
-            if wake is not None and death is not None and self._is_stopped(death["rank"]):
-                time.sleep(_STOPPED_SECONDS)
-                os.kill(self.pids[death["rank"]], signal.SIGCONT)
-                wake = None
+            if stopped is not None and len(os.listdir(self._heard.name)) == self.size - 1:  # all others have heard
+                os.kill(self.pids[stopped], signal.SIGCONT)
+                stopped = None
             ready = select.select([self._ends[rank] for rank in due], [], [], 0.05)[0]
             for rank in [rank for rank in due if self._ends[rank] in ready]:
                 part = b""
@@ -166,12 +168,6 @@ class Ranks:
                     os.kill(self.pids[rank], signal.SIGUSR1)
                 time.sleep(0.5)
                 return
-
-    def _is_stopped(self, rank: int) -> bool:
-        try:
-            return Path(f"/proc/{self.pids[rank]}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
-        except OSError:
-            return False
 
     def end(self, outcome: Outcome | None = None) -> None:
         """Ends the processes; an outcome gets what they have written."""

@@ -27,8 +27,9 @@ from tests.fuzz.bodies import Wrong, expect_error
 from tests.fuzz.job import Pipes
 from tests.fuzz.programs import STREAMS, Step
 from tests.shared import reference
+from tests.shared.bounds import HANG
 
-TIMEOUT_SECONDS = 30.0
+TIMEOUT_SECONDS = HANG
 _PENDING = 30  # results that are not looked at yet
 
 

@@ -73,9 +73,10 @@ def _run(options: argparse.Namespace, ranks: Ranks) -> None:
     except UnsupportedError:
         if options.command != "info":  # which tells that MPI is missing
             raise
-    if ranks.rank == 0:
-        for text in unknown_variables():
-            warnings.warn(text, RuntimeWarning, stacklevel=1)
+    if ranks.rank:  # rank 0 warns for all
+        warnings.simplefilter("ignore")
+    for text in unknown_variables():
+        warnings.warn(text, RuntimeWarning, stacklevel=1)
     if options.command == "info":
         info.main(options, ranks)
     elif problem := ranks.mismatch():

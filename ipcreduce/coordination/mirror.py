@@ -16,7 +16,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from .. import clock
 from .control_page import Page
@@ -114,9 +113,13 @@ class Mirror:
         for peer in self._peers.values():
             if not peer.outgoing:
                 peer.outgoing += self._news(peer)
-            with suppress(OSError):  # BlockingIOError, or an end, which receive() finds
+            try:
                 while peer.outgoing:
                     del peer.outgoing[: peer.connection.send(peer.outgoing)]
+            except BlockingIOError:
+                pass
+            except OSError:  # it has gone, which receive() finds: nothing is left to say to it
+                peer.outgoing.clear()
 
     def _news(self, peer: _Peer) -> bytes:
         page, calls = self._page, self._page.calls

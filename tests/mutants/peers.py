@@ -252,4 +252,11 @@ MUTANTS = [
         "if False:",
         unit("exchange", "the_deadline_ends_a_wait"),
     ),
+    Mutant(
+        "close() waits for a rank that has gone to read its last words",
+        "ipcreduce/coordination/mirror.py",
+        "                peer.outgoing.clear()\n",
+        "                pass\n",
+        unit("mirror", "no_words_are_left_for_a_rank_that_has_gone"),
+    ),
 ]

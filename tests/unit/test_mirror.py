@@ -28,7 +28,7 @@ from ipcreduce.coordination.flight_recorder import RING, TEXTS
 from ipcreduce.coordination.mirror import Mirror
 from ipcreduce.errors import UnsupportedError
 from tests.shared import bounds, clock
-from tests.shared.bounds import LONG
+from tests.shared.bounds import LONG, no_hang
 from tests.unit.pages import in_threads, make_mirrored
 
 SUM, MAX = Fingerprint.of("a sum"), Fingerprint.of("a maximum")
@@ -111,6 +111,15 @@ def test_an_abort_does_not_come_back_later(ranks: Ranks):
         exchange_all(ranks)
     assert not first.aborted
     assert not second.aborted
+
+
+def test_no_words_are_left_for_a_rank_that_has_gone(ranks: Ranks):
+    """close() waits for those who have not read them yet, and not for it."""
+    pages, mirrors = ranks
+    mirrors[1].close(0)
+    pages[0].leave()
+    with no_hang("close()"):
+        mirrors[0].close(LONG)
 
 
 @pytest.mark.parametrize("calls", [1, RING - 2, 3 * RING])

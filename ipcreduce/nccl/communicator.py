@@ -102,6 +102,10 @@ class NcclCommunicator:
         if then is not None:
             then()
 
+    def is_freed(self, seconds: float) -> bool:
+        """True if NCCL has freed what was ended last; waits for it up to ``seconds``."""
+        return self._end_of_last is None or self._end_of_last.wait(seconds)
+
     def when_freed(self, then: Callable[[], None], seconds: float) -> bool:
         """Call ``then()`` once NCCL has freed all communicators that were ended; in the background if it is not yet.
 

@@ -187,6 +187,10 @@ class Engine(DeviceEngine):
             replay.argument = 0
         self._guard.forget()
         self._identity = b""
+        if not self.order.shared and not len(self.recorded):  # no graph holds it
+            # Freeing waits for all work on the device, and keeps others from the driver meanwhile: behind a call that
+            # waits for a rank in vain it would keep the guard from ending that.
+            self.nccl.is_freed(_FREED_SECONDS)
         self.join(offers[0][1:], clock.now() + self._timeout)
 
     def _close(self, deadline: float, unmap: Actions, unmapped: Actions, free: Actions) -> None:

@@ -14,8 +14,10 @@ import linecache
 import math
 import os
 import resource
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -474,13 +476,21 @@ def late_at_start_up(comm: Communicator) -> None:
 
 
 def exceptions_at_start_up(comm: Communicator) -> None:
-    """On the last rank, before and behind every exchange; nobody waits for a timeout of an hour."""
-    most, connections._MOST_SECONDS = (
-        connections._MOST_SECONDS,
-        0.3,
-    )  # for ranks that do not connect: they may be held up
-    places = start_up_faults.everywhere(lambda: Communicator(timeout=3600), right, RANK == LAST, SIZE)
-    connections._MOST_SECONDS = most
+    """On the last rank, before and behind every exchange; nobody waits for a timeout of years.
+
+    Once it has left, time passes for the connections for which the others wait.
+    """
+
+    def make() -> Communicator:
+        passing = clock.passing(bounds.LONG + 1, start_up_faults.has_left)
+        with contextlib.nullcontext() if RANK == LAST else passing:
+            return Communicator(timeout=1e8)
+
+    folder = WORLD.bcast(tempfile.mkdtemp() if RANK == 0 else "")
+    places = start_up_faults.everywhere(make, right, RANK == LAST, SIZE, folder)
+    WORLD.Barrier()
+    if RANK == 0:
+        shutil.rmtree(folder)
     assert places >= {"memory": 13, "page": 11, "apart": 9, "mpi": 5}[HOW], places
     right(comm)
 

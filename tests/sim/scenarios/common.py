@@ -142,7 +142,7 @@ def fault(comm: Any) -> None:
             works(comm)
 
 
-pages: list[str] = []  # the files of control pages that this rank has made
+pages: list[str] = []  # the files of shared memory that this rank has made
 
 
 def _noted(**arguments: Any) -> tuple[int, str]:

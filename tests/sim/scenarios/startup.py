@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import io
 import itertools
 import json
@@ -23,13 +24,15 @@ import numpy as np
 from mpi4py import MPI
 
 from ipcreduce import Communicator, Graph, errors
+from ipcreduce import clock as library_clock
 from ipcreduce.bench import info, ranks
 from ipcreduce.cuda import driver
 from ipcreduce.ipc import startup, tuning
 from ipcreduce.ipc.launches import Launches
 from ipcreduce.nccl import library
+from ipcreduce.nccl import startup as nccl_startup
 from tests.shared import clock, start_up_faults
-from tests.shared.bounds import as_shipped, late, no_hang
+from tests.shared.bounds import LONG, as_shipped, late, no_hang
 from tests.sim.scenarios.common import (
     GPUS,
     LAST,
@@ -456,16 +459,31 @@ def shared_gpus() -> None:
 
 
 def exceptions_at_start_up() -> None:
-    """On the last rank, before and behind every exchange, over our kernels and over NCCL."""
-    startup._VERIFY_SECONDS = 0.2  # for which the others' kernels wait for packets of a rank that has left
-    for backend, timeout, least in (("ipc", 3600, 30), ("nccl", 4, 20)):  # NCCL's own steps wait for half the timeout
+    """On the last rank, before and behind every exchange, over our kernels and over NCCL.
 
-        def make(backend: str = backend, timeout: float = timeout) -> Communicator:
-            return Communicator(timeout=timeout, backend=backend)
+    Once it has left, time passes for what the others wait for by themselves: packets of its kernels, and NCCL.
+    """
+    victim, has_left = RANK == LAST, start_up_faults.has_left
+    passing = {
+        "ipc": functools.partial(clock.passing, LONG + 1, has_left, move=clock.advance_device),
+        "nccl": functools.partial(clock.passing, LONG + 1, has_left),
+    }
+    with mock.patch.object(nccl_startup, "_half", side_effect=lambda _: library_clock.now() + LONG):
+        for backend, least in (("ipc", 30), ("nccl", 20)):
 
-        but = "starting CUDA" if backend == "nccl" else ""  # then the others join: that ends with all ranks or never
-        places = start_up_faults.everywhere(make, works, RANK == LAST, SIZE, but)
-        assert places >= least, (backend, places)
+            def make(backend: str = backend) -> Communicator:
+                with contextlib.nullcontext() if victim else passing[backend]():
+                    return Communicator(timeout=1e8, backend=backend)
+
+            but = (
+                "starting CUDA" if backend == "nccl" else ""
+            )  # then the others join: that ends with all ranks or never
+            folder = WORLD.bcast(tempfile.mkdtemp() if RANK == 0 else "")
+            places = start_up_faults.everywhere(make, works, victim, SIZE, folder, but)
+            assert places >= least, (backend, places)
+            WORLD.Barrier()
+            if RANK == 0:
+                shutil.rmtree(folder)
     good_communicator()
 
 

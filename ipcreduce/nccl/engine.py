@@ -31,7 +31,8 @@ from .communicator import NcclCommunicator
 from .guard import Guard
 
 _MOST_PREPARED = 4096
-_FREED_SECONDS = 1.0
+_FREED_SECONDS = 1.0  # at an end
+_FREE_SECONDS = 10.0  # before a new one: NCCL takes half a second, and waits for the program's work on the device
 _SLICE_SECONDS = 0.05  # of a wait for the ranks in NCCL, after which we look for losses
 _LONG_SECONDS = 3600.0
 _NOTICE_SECONDS = 1.0  # for the watchdog to notice the end of a rank
@@ -190,7 +191,7 @@ class Engine(DeviceEngine):
         if not self.order.shared and not len(self.recorded):  # no graph holds it
             # Freeing waits for all work on the device, and keeps others from the driver meanwhile: behind a call that
             # waits for a rank in vain it would keep the guard from ending that.
-            self.nccl.is_freed(_FREED_SECONDS)
+            self.nccl.is_freed(_FREE_SECONDS)
         self.join(offers[0][1:], clock.now() + self._timeout)
 
     def _close(self, deadline: float, unmap: Actions, unmapped: Actions, free: Actions) -> None:

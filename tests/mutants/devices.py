@@ -534,4 +534,11 @@ MUTANTS = [
         "            pass\n",
         scenario("nccl_graphs"),
     ),
+    Mutant(
+        "NCCL's next communicator is made while the last one is being freed",
+        "ipcreduce/nccl/engine.py",
+        "            self.nccl.is_freed(_FREE_SECONDS)\n",
+        "            pass\n",
+        unit("nccl", "the_next_communicator_is_made_when_the_last_one_is_freed"),
+    ),
 ]

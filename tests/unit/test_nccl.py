@@ -19,6 +19,7 @@ from ipcreduce.device.stream_order import StreamOrder
 from ipcreduce.nccl import communicator, library
 from ipcreduce.nccl import guard as guard_module
 from ipcreduce.nccl.communicator import NcclCommunicator
+from ipcreduce.nccl.engine import Engine
 from ipcreduce.nccl.guard import Guard
 from tests.shared import bounds, clock
 from tests.shared.bounds import HANG
@@ -117,14 +118,35 @@ def test_an_abort_waits_for_a_call_that_is_being_enqueued(binding: Binding):
     comm.abort()
     assert not comm.is_open
     assert not comm.when_freed(int, 0.05)
+    assert not comm.is_freed(0.05)
     assert not binding.aborted, "freed under a call"
     leave.set()
     assert comm.when_freed(int, 10)
     caller.join(HANG)
     assert binding.aborted == [slow]
+    assert comm.is_freed(0.0)
     comm.abort()
     assert comm.when_freed(int, 10)
     assert binding.aborted == [slow], "twice"
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_the_next_communicator_is_made_when_the_last_one_is_freed(held: bool):
+    """Freeing waits for the device, and keeps others from the driver. One that a graph holds is not waited for."""
+    did: list[str] = []
+    engine = Engine.__new__(Engine)
+    engine.nccl = SimpleNamespace(  # type: ignore[assignment]
+        abort=lambda: did.append("abort"), is_freed=lambda seconds: did.append("freed") or True
+    )
+    engine._guard = SimpleNamespace(forget=lambda: None)  # type: ignore[assignment]
+    engine.recorded = set()  # type: ignore[assignment]
+    engine.order = SimpleNamespace(shared=held)  # type: ignore[assignment]
+    engine._timeout = 60.0
+    engine.join = lambda identity, deadline: did.append("join")  # type: ignore[method-assign]
+    engine.reset([b"\1" + bytes(128)])
+    assert did == (["abort", "join"] if held else ["abort", "freed", "join"])
+    engine.reset([b"\0" + bytes(128)])
+    assert len(did) == 3 - held, "nobody has aborted"
 
 
 def test_an_abort_does_not_wait_for_graphs(binding: Binding, monkeypatch: pytest.MonkeyPatch):

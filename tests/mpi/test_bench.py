@@ -81,7 +81,7 @@ def test_peers_of_gpus_are_left_out(mpirun: Run) -> None:
         (("bench", "--json", "."), "--json cannot be written (Is a directory: .)", 2),
     ],
 )
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [3])
 def test_refused(mpirun: Run, n: int, arguments: tuple[str, ...], words: str, status: int) -> None:
     """Before anything is measured, and by rank 0 for all."""
     done = mpirun("ipcreduce", n, *arguments, env=HOST, check=False, timeout=60)

@@ -9,6 +9,7 @@ that operation on; with SIM_NO_NCCL=1 there is no such module.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
 import itertools
@@ -90,9 +91,9 @@ class Comm:
         data = np.frombuffer(self._map, np.uint8, nranks * _CHUNK, nranks * _LINE)
         self._areas = data.reshape(nranks, _CHUNK)
         self._joined[rank] = 1
-        self._wait(lambda: bool(self._joined.all()))
-        if rank == 0:
-            os.unlink(path)
+        if not self._wait(lambda: bool(self._joined.all())) or rank == 0:
+            with contextlib.suppress(FileNotFoundError):  # another rank that has given up was quicker
+                os.unlink(path)
 
     def _wait(self, condition: Any) -> bool:
         """True once the condition holds; False if the communicator is aborted before."""

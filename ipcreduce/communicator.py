@@ -215,7 +215,7 @@ class Communicator:
         if recorded:
             calls.withdraw()  # recorded, not executed: launching its segment counts as the call
         elif self._sync and not engine.is_capturing(handle):
-            self.synchronize(handle)
+            self._session.wait(handle)
         return used.result
 
     # ---- waiting and ending

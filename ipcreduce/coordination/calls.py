@@ -170,9 +170,11 @@ class CallSequence:
             if self.within:
                 self.nested.append((error, foreign))
             elif self.unusable is None:
-                with turns.alone(self):
-                    self.number += 1
-                    self.failed(error, foreign)
+                turns.alone(self, self._refuse_next, error, foreign)
+
+    def _refuse_next(self, error: BaseException, foreign: bool) -> None:
+        self.number += 1
+        self.failed(error, foreign)
 
     def leave(self, error: BaseException) -> None:
         """:meth:`refuse` for what the program raises, unless the peers know of a fault: they may wait for its vote."""

@@ -8,8 +8,7 @@ around it, which ends as if nothing had been. Calls of another communicator shar
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from ..errors import IpcReduceError, UnsupportedError, report
@@ -60,8 +59,10 @@ def make(calls: Calls, body: Callable[..., _T], *given: Any) -> _T:
             if calls.nested:
                 tell_nested(calls)
     finally:
-        with suppress(RuntimeError):  # interrupted before we had it
+        try:  # noqa: SIM105 - an interrupt within suppress() would leave the lock taken
             calls.lock.release()
+        except RuntimeError:  # interrupted before we had it
+            pass
 
 
 def make_way(calls: Calls) -> None:
@@ -82,16 +83,15 @@ def make_way(calls: Calls) -> None:
 
 def tell_nested(calls: Calls) -> None:
     """Tell the peers of a call that was refused within the one that has ended. The next one tells of any further."""
-    if not calls.raised:  # else the ranks have to meet first, which the next call does
+    if calls.nested and not calls.raised:  # else the ranks have to meet first, which the next call does
         calls.refuse(*calls.nested.pop(0))
 
 
-@contextmanager
-def alone(calls: Calls) -> Iterator[None]:
-    """Hold off nested calls in the block, which waits for the peers under the lock."""
-    try:
+def alone(calls: Calls, body: Callable[..., _T], *given: Any) -> _T:
+    """Hold off nested calls in ``body(*given)``, which waits for the peers under the lock."""
+    try:  # no context manager: an interrupt within its own methods would leave ``within`` set
         calls.within = True
-        yield
+        return body(*given)
     finally:
         calls.within = False
         if calls.nested:

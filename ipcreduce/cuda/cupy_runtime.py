@@ -204,10 +204,10 @@ def on_stream(stream: Stream) -> Iterator[None]:
     """
     cuda, device = load().cuda, current_device()
     before = cuda.get_current_stream()
-    if before.ptr == stream:
-        yield
-        return
     try:
+        if before.ptr == stream:
+            yield
+            return
         lent = _borrowed().from_external(_Foreign(stream))
         with lent, cuda.using_allocator(_lasting(cuda.get_allocator())):
             yield

@@ -223,7 +223,9 @@ def use_on(tensor: Any, stream: Stream, owner: Any) -> None:
     device = tensor.get_device()
     if stream == stream_handle(device):
         return
-    if stream > 1 and not keeps(owner) and not streams.capture_id(stream):
+    if stream > 1 and not keeps(owner):
+        if streams.capture_id(stream):  # the launches of that graph are not known here
+            return
         if device not in _waiting:
             _waiting[device] = torch.cuda.Stream(device)
         own = Stream(int(_waiting[device].cuda_stream))

@@ -161,6 +161,8 @@ class StreamOrder:
                     f"an eager call on stream {stream:#x} has to follow an earlier one on stream {self._eager:#x}, "
                     "which is now being captured. Call synchronize() before that capture begins."
                 )
+            else:  # NCCL orders its calls; a replay is more than those
+                self._wait_for_device()
             self.by_event = self._changes(self._eager, stream)
         if self.by_event or not (cupy_runtime.keeps(owner, stream) or torch_runtime.keeps(owner)):
             self._eager, self.event_free_stream, self.event_stream, self._owner = _RECORDED, _NONE, stream, None
@@ -203,8 +205,7 @@ class StreamOrder:
             except CudaError:  # the default stream, which cannot be asked while one that blocks it captures
                 capturing = True
             if capturing:  # its end can be neither recorded nor asked for by now
-                with using_relaxed(self._context):
-                    driver.synchronize()
+                self._wait_for_device()
             else:
                 streams.record_event(self._end, self._eager)
         self.by_event, self._eager, self._owner = True, _RECORDED, None
@@ -251,9 +252,9 @@ class StreamOrder:
             if streams.capture_id(stream):
                 return
             self.follow(stream)
+            streams.record_event(self._end, stream)  # first: the guard of NCCL's calls looks at it without the lock
             self._eager, self._owner = _RECORDED, None
             self.event_free_stream = self.event_stream = self.resting_stream = _NONE
-            streams.record_event(self._end, stream)
 
     def follow(self, stream: Stream) -> None:
         """Let the work that follows on ``stream`` wait for the calls so far. Not if it captures: it runs later."""
@@ -266,6 +267,13 @@ class StreamOrder:
                 streams.wait_event(stream, self._end)
             elif not streams.capture_id(self._eager):
                 self.chain(self._eager, stream)
+            else:
+                self._wait_for_device()
+
+    def _wait_for_device(self) -> None:
+        """Let the host wait for the calls, whose stream captures by now and can be neither recorded nor asked for."""
+        with using_relaxed(self._context):
+            driver.synchronize()
 
     def chain(self, before: Stream, after: Stream) -> None:
         """Let work that follows on stream ``after`` wait for the work on ``before``."""
@@ -275,6 +283,7 @@ class StreamOrder:
     # ---- waiting
     def synchronize(self, stream: Stream | None) -> None:
         """Wait for the calls made so far: on ``stream``, or for the last one, replays of others included."""
+        before = self.launched, self._eager
         with using_relaxed(self._context):
             if stream is not None:
                 streams.synchronize_stream(stream)
@@ -284,6 +293,8 @@ class StreamOrder:
                 streams.synchronize_stream(self._eager)
             if stream is None and self.shared and self._replayed is not None:
                 streams.synchronize_event(self._replayed)
+        if (self.launched, self._eager) != before:  # a signal handler has made a call meanwhile
+            return
         if stream is None or stream == self._eager:
             resting, owner = self.event_free_stream, self._owner
             if resting == _NONE:  # it may rest already

@@ -148,8 +148,7 @@ class GraphSession:
                 self.calls.leave(error)  # a peer may wait in the body, in a break for instance
             elif self._engine is not None and self._engine.generation != recording.generation:
                 stale = GraphStateError(_ABORTED_WITHIN)  # the others hear of it by the vote
-            with turns.alone(self.calls):
-                self._agree(recording.number, recording.segments, error, stale)
+            turns.alone(self.calls, self._agree, recording.number, recording.segments, error, stale)
 
     def _agree(
         self, number: int, segments: list[Segment], error: BaseException | None, stale: Exception | None = None
@@ -182,8 +181,7 @@ class GraphSession:
         graphs, self._recorded = self._recorded, []
         with self.calls.lock:
             if self.direct is not None:
-                with turns.alone(self.calls):
-                    self.direct.register(number, graphs)
+                turns.alone(self.calls, self.direct.register, number, graphs)
 
     def order(self, before: Stream, after: Stream) -> None:
         """Let the work that follows on stream ``after`` wait for the work on ``before``."""
@@ -238,7 +236,7 @@ class GraphSession:
             if segment.calls or segment.executable is None:
                 turns.make(calls, self._launch, segment, stream, owner)
                 if self._sync:
-                    self.synchronize(stream)
+                    self.wait(stream)
                 return
             calls.check_usable()
             try:
@@ -259,7 +257,17 @@ class GraphSession:
         self._engine.launch_graph(segment.executable, stream, owner)
 
     def synchronize(self, stream: Stream | None) -> None:
-        """See :meth:`Communicator.synchronize`. On a communicator without GPUs there is nothing to wait for."""
+        """See :meth:`Communicator.synchronize`. :raises UnsupportedError: within a call of the same thread."""
+        with self.calls.lock:
+            if self.calls.within:  # the order of streams is about to change
+                raise UnsupportedError(
+                    f"rank {self.calls.rank}: synchronize() within call {self.calls.number} of the same thread, by a "
+                    "signal handler or a finaliser. Let it set a flag, and synchronise where the program looks at that"
+                )
+            self.wait(stream)
+
+    def wait(self, stream: Stream | None) -> None:
+        """Wait for the calls, and raise what went wrong in them. Without GPUs there is nothing to wait for."""
         with self.calls.lock:
             self.calls.check_usable()
             if self._engine is not None:
@@ -299,8 +307,7 @@ class GraphSession:
                 raise error
             turns.make(calls, calls.enter, _CAPTURE, DEFAULT_STREAM)
             number = calls.number
-            with turns.alone(calls):
-                self._agree(number, [segment for graph in graphs for segment in graph.segments], None)
+            turns.alone(calls, self._agree, number, [segment for graph in graphs for segment in graph.segments], None)
             self._recorded = graphs
             self._register(number)
 

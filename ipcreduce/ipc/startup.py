@@ -81,7 +81,8 @@ def start(
         return made.engine
     except BaseException as error:
         exchange.tell(ranks, error, deadline)  # first: the others are to meet this rank in the next exchange
-        with suppress(IpcReduceError):
+        heard: IpcReduceError | None = None
+        try:
             if made.workspace is not None:
                 attempt(made.context, made.workspace.unmap_peers)
             if isinstance(error, Agreed):
@@ -94,6 +95,10 @@ def start(
                 attempt(made.context, made.workspace.free)
             if made.context:
                 driver.release_context(info.ordinal)
+        except IpcReduceError as caught:
+            heard = caught
+        if heard is not None and ranks.left and isinstance(error, Agreed):  # a rank has left start-up meanwhile
+            raise heard from error
         raise
 
 

@@ -73,8 +73,8 @@ MUTANTS = [
     Mutant(
         "a call waits for the work behind the one before it",
         ORDER,
-        "                )\n            self.by_event = self._changes(self._eager, stream)\n",
-        "                )\n",
+        "            self.by_event = self._changes(self._eager, stream)\n",
+        "",
         "mpirun -n 2 tests.simulated tests/gpu/scenarios.py work_behind_a_call",
     ),
     Mutant(
@@ -130,7 +130,7 @@ MUTANTS = [
     Mutant(
         "PyTorch is told of a stream that may be gone when it looks at it",
         TORCH,
-        "    if stream > 1 and not keeps(owner) and not streams.capture_id(stream):\n",
+        "    if stream > 1 and not keeps(owner):\n",
         "    if False:\n",
         scenario("a_stream_that_goes_before_its_tensors"),
     ),
@@ -540,5 +540,12 @@ MUTANTS = [
         "            self.nccl.is_freed(_FREE_SECONDS)\n",
         "            pass\n",
         unit("nccl", "the_next_communicator_is_made_when_the_last_one_is_freed"),
+    ),
+    Mutant(
+        "a call that a signal handler makes during synchronize() is forgotten",
+        ORDER,
+        "if (self.launched, self._eager) != before:",
+        "if False:",
+        "mpirun -n 2 tests.sim.scenarios called_within_synchronize",
     ),
 ]

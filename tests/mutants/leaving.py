@@ -44,8 +44,8 @@ MUTANTS = [
     Mutant(
         "the peers do not hear of a nested call",
         TURNS,
-        "        calls.refuse(*calls.nested.pop(0))\n\n\n@contextmanager",
-        "        calls.nested.pop(0)\n\n\n@contextmanager",
+        "        calls.refuse(*calls.nested.pop(0))\n\n\ndef alone",
+        "        calls.nested.pop(0)\n\n\ndef alone",
         on_hosts("nested"),
     ),
     Mutant(
@@ -58,8 +58,8 @@ MUTANTS = [
     Mutant(
         "a call in the vote of a recording is made",
         TURNS,
-        "    try:\n        calls.within = True\n        yield\n",
-        "    try:\n        yield\n",
+        "        calls.within = True\n        return body(*given)\n    finally:\n",
+        "        return body(*given)\n    finally:\n",
         unit("calls", "a_call_in_an_exchange_of_the_same_thread_is_refused"),
     ),
     Mutant(

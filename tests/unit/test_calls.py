@@ -357,9 +357,12 @@ def test_a_nested_call_in_one_that_fails_is_told_behind_the_meeting(ranks: list[
 
 def test_a_call_in_an_exchange_of_the_same_thread_is_refused(ranks: list[Rank]):
     """In the vote at the end of a recording, say, for which this thread has no call under way."""
-    with turns.alone(ranks[0].calls):
+
+    def exchange() -> None:
         assert type(outcome(ranks[0].call)) is UnsupportedError
         assert ranks[0].calls.number == 0
+
+    turns.alone(ranks[0].calls, exchange)
     for rank in ranks[1:]:
         raised_by(rank, PeerFailedError, "refused it .UnsupportedError")
     assert go_on(ranks) == [2] * len(ranks)

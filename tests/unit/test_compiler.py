@@ -141,7 +141,10 @@ EXCHANGES = [
 @needs_nvdisasm
 @pytest.mark.parametrize("capability", [ARCHITECTURES[0], ARCHITECTURES[-1]], ids="sm_{0[0]}{0[1]}".format)
 def test_a_packet_is_one_access(capability: tuple[int, int]):
-    """On the oldest and the newest architecture; ``make sass`` has all. Checked in the machine code: PTX does not split 128-bit accesses, and a compiler that did would be wrong."""
+    """Checked in the machine code: PTX does not split 128-bit accesses, and a compiler that did would be wrong.
+
+    Here it is that for the oldest and the newest architecture; ``make sass`` has all.
+    """
     cubins = compiled([(kernel, given, capability) for kernel, given in EXCHANGES])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = pool.map(lambda exchange, cubin: sass.problems(*exchange, cubin), EXCHANGES, cubins)

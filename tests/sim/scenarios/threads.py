@@ -15,9 +15,9 @@ from unittest import mock
 import cupy
 import numpy as np
 
-from ipcreduce import Communicator, Graph, arrays
+from ipcreduce import Communicator, Graph, arrays, errors
 from ipcreduce.cuda import cupy_runtime
-from ipcreduce.device import deferred_free
+from ipcreduce.device import deferred_free, stream_order
 from tests.sim.scenarios.common import (
     OWN,
     RANK,
@@ -27,6 +27,7 @@ from tests.sim.scenarios.common import (
     fault,
     in_threads,
     mine,
+    raises,
     right,
     works,
 )
@@ -394,7 +395,32 @@ def what_the_driver_is_asked() -> None:
         right(out)
 
 
+def called_within_synchronize() -> None:
+    """By a signal handler: the call is not forgotten by that wait. Within a call, nobody may wait for calls."""
+    with Communicator() as comm:
+        source, made, wait = mine(), [], stream_order.streams.synchronize_stream
+        comm.allreduce(source)
+
+        def interrupted(stream: Any) -> None:
+            wait(stream)
+            made.append(comm.allreduce(source))
+
+        with mock.patch.object(stream_order.streams, "synchronize_stream", interrupted):
+            comm.synchronize()
+        assert comm._engine.order._eager is not None, "a later call would not follow it"
+        comm.synchronize()
+        right(made[0])
+        comm._calls.within = True
+        try:
+            with raises(errors.UnsupportedError, "synchronize() within call"):
+                comm.synchronize()
+        finally:
+            comm._calls.within = False
+        works(comm)
+
+
 SCENARIOS = [
+    called_within_synchronize,
     threads_after_a_fault, per_thread_default_streams, copied_out_on_a_raw_stream, called_as_a_recording_ends,
     called_during_a_recording, finaliser_within_a_call, given_back_in_several_threads, given_back_while_a_step_waits,
     alone, memory_is_short, unknown_is_no_end, what_the_driver_is_asked, packets_under_way, launches_that_fail,

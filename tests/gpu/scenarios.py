@@ -1003,7 +1003,8 @@ def main(scenarios: list[Callable[[Any], None]], ours_only: Collection[Callable[
             if backend == "nccl" and scenario in ours_only:
                 continue
             started = time.time()
-            scenario(comm)
+            with worker.shown():
+                scenario(comm)
             WORLD.Barrier()
             if RANK == 0:
                 print(f"{scenario.__name__}: right, {time.time() - started:.1f} s", flush=True)

@@ -84,7 +84,8 @@ def main() -> None:
 def run(*scenarios: Callable[..., None], **arguments: Any) -> None:
     for scenario in scenarios:
         started = time.monotonic()
-        scenario(**arguments)
+        with worker.shown():  # before the communicator is closed, which may wait for the other ranks
+            scenario(**arguments)
         WORLD.Barrier()
         if RANK == 0:
             print(f"{scenario.__name__}: right, {time.monotonic() - started:.1f} s", flush=True)

@@ -39,12 +39,15 @@ BRIEF: dict[str, Any] = {} if SIM else {"timeout": 5.0}  # options where a rank 
 
 
 # ---- what the scenarios use
-def time_passes(comm: Any) -> AbstractContextManager[None]:
-    """In the block, whose call the last rank does not make, the time of the others is up once all of them wait."""
+def time_passes(comm: Any, within: bool = False) -> AbstractContextManager[None]:
+    """In the block, whose call the last rank does not make, the time of the others is up once all of them wait.
+
+    :param within: the last rank begins the call too, and does not come to its end.
+    """
     if RANK == LAST or not SIM:
         return contextlib.nullcontext()
     page, number = comm._page, comm._calls.number + 1
-    return clock.passing(LONG + 1, lambda: all(page.calls.call_of(rank) >= number for rank in range(LAST)))
+    return clock.passing(LONG + 1, lambda: all(page.calls.call_of(rank) >= number for rank in range(LAST + within)))
 
 
 def mine(count: int = 1000, dtype: Any = np.float32) -> Any:

@@ -282,7 +282,7 @@ def rank_missing(comm: Any) -> None:
         if where == "before":
             worker.await_others(WORLD)
         words = f"rank {LAST} never came", "recording of a graph"
-        with time_passes(brief), raises(PeerTimeoutError, *words), late.record():
+        with time_passes(brief, where == "within"), raises(PeerTimeoutError, *words), late.record():
             brief.allreduce(source)
             if where == "within":
                 worker.await_others(WORLD)

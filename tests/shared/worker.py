@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.shared.bounds import HANG
@@ -29,6 +30,16 @@ def show() -> None:
     traceback.print_exc()
     sys.stderr.flush()
     time.sleep(0.3)
+
+
+@contextlib.contextmanager
+def shown() -> Iterator[None]:
+    """Show an exception of the block at once: what closes behind it may wait for the other ranks."""
+    try:
+        yield
+    except BaseException:
+        show()
+        raise
 
 
 def await_others(world: Any) -> None:

@@ -71,7 +71,8 @@ def main() -> None:
     with Communicator(algorithm=options.algorithm) as comm:
         assert comm.backend != "mpi", comm.describe()
         works(comm)
-        known = [module.SCENARIOS[0] for module in MODULES] if options.first else SCENARIOS
+        modules = [one for one in MODULES if not options.modules or one.__name__.split(".")[-1] in options.modules]
+        known = [scenario for module in modules for scenario in module.SCENARIOS[: 1 if options.first else None]]
         chosen = [one for one in known if not options.names or one.__name__ in options.names]
         if comm.backend == "nccl":
             chosen = [one for one in chosen if one.__name__ not in OUR_KERNELS_ONLY]

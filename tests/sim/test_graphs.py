@@ -11,14 +11,18 @@ import pytest
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.mark.parametrize(("ranks", "forced"), [(3, []), (2, ["--algorithm", "direct"])])
+# What registration can change.
+DIRECT = ("replays", "memory", "pieces", "breaks", "errors", "quick")
+
+
+@pytest.mark.parametrize(("ranks", "forced"), [(3, []), (2, ["--algorithm", "direct", "--modules", *DIRECT])])
 def test_scenarios(mpirun: Run, ranks: int, forced: list[str]) -> None:
     output = mpirun("tests.graphs", ranks, "--sim", *forced, timeout=300).stdout
     count, right = re.search(r"(\d+) scenarios, all right", output)[1], len(re.findall(r"^\w+: right", output, re.M))
-    assert int(count) == right >= 86, output
+    assert int(count) == right >= (75 if forced else 86), output
 
 
-@pytest.mark.parametrize(("ranks", "hosts"), [(2, 1), (3, 2)])
+@pytest.mark.parametrize(("ranks", "hosts"), [(2, 1), (2, 2)])
 def test_over_nccl(mpirun: Run, ranks: int, hosts: int) -> None:
     environ = {"IPCREDUCE_BACKEND": "nccl"}
     output = mpirun("tests.graphs", ranks, "--sim", "--hosts", hosts, env=environ, timeout=300).stdout

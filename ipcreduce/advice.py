@@ -1,4 +1,4 @@
-"""What to do instead: for what people pass as an array, an op or a dtype, and cannot be taken as one.
+"""Advice for those who pass as an array, an op or a dtype what cannot be taken as one.
 
 Nothing here prints, converts or reads an array: its text is long, and on a GPU reading it waits for the device.
 """

@@ -115,7 +115,7 @@ def _close_all() -> None:
 
 
 def _end_of_program() -> str:
-    """How this program has ended, for the other ranks."""
+    """The end of this program, in words for the other ranks."""
     error = getattr(sys, "last_value", None)  # Python has shown it
     if not isinstance(error, BaseException) or hasattr(sys, "ps1"):  # a session goes on after an error
         return "its program ended"

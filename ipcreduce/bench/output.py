@@ -1,4 +1,4 @@
-"""What rank 0 of a command writes. If that fails, as for want of room or of a reader, every rank ends in order."""
+"""The output of a command, by rank 0. If it cannot be written, for want of room or a reader, all ranks end in order."""
 
 from __future__ import annotations
 

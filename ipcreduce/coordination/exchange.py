@@ -91,7 +91,7 @@ def message(dtype: np.dtype[Any], error: BaseException | str | None = None, **fi
 
 
 def _said(error: BaseException | str) -> tuple[str, int]:
-    """What the other ranks are told of an error, and a value of ``left``."""
+    """The words for the other ranks about an error, and a value of ``left``."""
     if isinstance(error, (str, IpcReduceError)):
         return words_of(error), _STAYS
     if isinstance(error, OSError):  # a process that can open no file would fail on another way too

@@ -43,7 +43,7 @@ def _wrapped(kind: type) -> str:
 
 
 def _tracer() -> str:
-    """What in this thread keeps a list of PyTorch's operators, or lets them run on no data; "" if nothing."""
+    """The tracer in this thread, which lists PyTorch's operators or runs them on no data; "" if there is none."""
     if torch_runtime.tracing_state() is not None:
         return "torch.jit.trace"
     if not torch_runtime.modes._is_in_torch_dispatch_mode:

@@ -89,7 +89,7 @@ def _plain(array: Array, what: str) -> Array:
 
     :raises ArgumentError: for a masked array, whose memory is not its values.
     """
-    if isinstance(array, np.ma.MaskedArray):
+    if _is_masked(array):
         remedy = "Fill it first" if what == "array" else "Pass its .data"
         raise ArgumentError(f"{what} must have no mask; found a masked array. {remedy}")
     return np.asarray(array)

@@ -240,7 +240,7 @@ def test_stop_leaves_nothing(ranks: Make):
             watch.stop()
             watch.stop()
         assert threading.active_count() == threads
-        assert len(os.listdir("/proc/self/fd")) == descriptors
+        assert len(os.listdir("/proc/self/fd")) <= descriptors  # what other tests have left may go meanwhile
 
 
 def test_it_costs_next_to_nothing(ranks: Make, monkeypatch: pytest.MonkeyPatch):

@@ -54,7 +54,7 @@ def test_nothing_is_left_of_a_page():
     descriptors, maps = len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("ipcreduce-")
     make_pages(4)
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
     assert Path("/proc/self/maps").read_text().count("ipcreduce-") == maps
 
 

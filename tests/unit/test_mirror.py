@@ -390,7 +390,7 @@ def test_strangers_keep_no_rank_out(monkeypatch: pytest.MonkeyPatch, visit: Call
         assert len(own) == 2, made
         for connection in own.values():
             connection.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_start_up_ends_though_strangers_come_without_end(monkeypatch: pytest.MonkeyPatch):
@@ -402,7 +402,7 @@ def test_start_up_ends_though_strangers_come_without_end(monkeypatch: pytest.Mon
         found = connect_all(2)
     assert "rank 0 has no connection to rank 1: timed out" in str(found[0])
     assert "rank 1 has no connection to rank 0: it has no address" in str(found[0])
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_rank_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch):

@@ -469,4 +469,4 @@ def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch):
     theirs.close()
     assert happens(lambda: watch.lost)
     watch.stop()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before

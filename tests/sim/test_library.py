@@ -51,7 +51,7 @@ def test_epochs_that_wrap(mpirun: Run) -> None:
     assert output.count(": 600 through the wrap, 5 samples right, ") == 3
 
 
-@pytest.mark.parametrize(("worker", "ranks"), [("scenarios", 3), ("captures", 2)])
+@pytest.mark.parametrize(("worker", "ranks"), [("scenarios", 2), ("captures", 2)])
 def test_scenarios(mpirun: Run, worker: str, ranks: int) -> None:
     """Work begins late at random: what nothing orders, in the library or in a scenario, comes in a wrong order."""
     assert "scenarios, all right" in on_sim(mpirun, worker, ranks, env={"SIM_LATE": "0.005"})

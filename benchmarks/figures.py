@@ -32,11 +32,11 @@ from mpi4py import MPI
 import ipcreduce
 from ipcreduce.bench import arguments, contenders, report, timing
 from ipcreduce.bench.limit import Limit
-from ipcreduce.coordination.flight_recorder import RING
 from ipcreduce.cuda import compiler, cupy_runtime, driver
+from ipcreduce.dtypes import DTYPES, OPS
 from ipcreduce.graphs.session import session_of
 from ipcreduce.ipc import launches as launching
-from ipcreduce.numerics import DTYPES, OPS
+from ipcreduce.page.flight_recorder import RING
 
 WORLD = MPI.COMM_WORLD
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -53,7 +53,7 @@ class Run:
         self.calls, self.replays, self.turns, self.before = (
             options.calls, options.replays, options.turns, options.before
         )  # fmt: skip
-        self.engine = session_of(comm).require_engine("figures")
+        self.backend = session_of(comm).require_backend("figures")
         self.rows: list[dict[str, Any]] = []
 
     def sizes(self) -> list[int]:
@@ -148,7 +148,7 @@ def eager(run: Run) -> None:
     for _ in range(4):
         call()
     run.comm.synchronize()
-    prepared = run.engine.launches.find(source.shape, source.dtype, "sum")
+    prepared = run.backend.launches.find(source.shape, source.dtype, "sum")
     assert prepared is not None
     launch, stream = prepared.launches[0][0], cupy_runtime.stream_of()[0]
     graph = ipcreduce.Graph(run.comm)
@@ -226,7 +226,7 @@ def three(array: Any, call: Call) -> None:
 @contextmanager
 def plain_launches(run: Run) -> Iterator[None]:
     """Launches prepared within are not programmatic."""
-    made, launches = launching.driver.Launch, run.engine.launches
+    made, launches = launching.driver.Launch, run.backend.launches
     kept, launches._prepared = launches._prepared, {}
 
     def plain(*arguments: Any, programmatic: bool = False) -> Any:
@@ -254,11 +254,11 @@ def ends_of_waits(run: Run) -> None:
 @contextmanager
 def endless_waits(run: Run) -> Iterator[None]:
     """Kernels that are compiled within look at neither the clock nor the abort word."""
-    launches = run.engine.launches
+    launches = run.backend.launches
     with tempfile.TemporaryDirectory() as directory:
         sources = Path(directory, "kernels")
         shutil.copytree(compiler.kernel_directory(), sources)
-        header = sources / "exchange.cuh"
+        header = sources / "packets.cuh"
         text = header.read_text()
         assert text.count("spins < kSpinsBetweenChecks") == 1
         header.write_text(text.replace("spins < kSpinsBetweenChecks", "true"))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 
 from .communicator import Communicator
-from .coordination.groups import Group
 from .default import allreduce, get_communicator
 from .errors import (
     AddressChangedError,
@@ -27,9 +26,10 @@ from .errors import (
 )
 from .graphs.addresses import collect_addresses
 from .graphs.breaks import eager_break
-from .graphs.context import forward_context, get_forward_context
+from .graphs.forward_context import forward_context, get_forward_context
 from .graphs.graph import Graph
 from .graphs.runner import GraphRunner
+from .ranks.groups import Group
 
 __version__ = "0.1.0"
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # programs that want the log add a handler of their own

@@ -20,7 +20,7 @@ from .bench import command as bench
 from .bench import info, output, tune
 from .bench.ranks import Ranks
 from .errors import ArgumentError, IpcReduceError, UnsupportedError
-from .ipc.options import unknown_variables
+from .options import unknown_variables
 
 
 def main(arguments: list[str] | None = None) -> None:

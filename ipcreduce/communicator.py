@@ -1,4 +1,4 @@
-"""The communicator: the facade over a call sequence, an engine or MPI, and a graph session."""
+"""The communicator: the facade over a call sequence, an backend or MPI, and a graph session."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from typing import Any, overload
 
 import numpy as np
 
-from . import arrays, lifetime, operands, startup
-from .annotations import Array, DType, Number, NumpyNumber, Op, Out, Shape
-from .coordination import faults, groups, turns
-from .coordination.calls import CallSequence
-from .coordination.exchange import Ranks
-from .coordination.mpi import MpiRanks
+from . import process, startup
+from .arrays import operands, views
+from .calls import faults, turns
+from .calls.sequence import CallSequence
 from .cuda import cupy_runtime
 from .cuda.contexts import using
 from .device import deferred_free
@@ -26,8 +24,12 @@ from .errors import ArgumentError, GraphStateError, PeerLostError, UnsupportedEr
 from .graphs.session import GraphSession
 from .host.over_mpi import MpiReducer
 from .host.reducer import HostReducer
-from .ipc.options import Options, unknown_variables
+from .options import Options, unknown_variables
+from .ranks import groups
+from .ranks.exchange import Ranks
+from .ranks.mpi import MpiRanks
 from .texts import described
+from .types import Array, DType, Number, NumpyNumber, Op, Out, Shape
 
 _log = logging.getLogger("ipcreduce")
 _ENDS = {  # by the error of later calls
@@ -68,8 +70,8 @@ class Communicator:
         self, group: Any = None, *, device: Any = None, timeout: float = 120.0, algorithm: str | None = None,
         backend: str | None = None, workspace: int | None = None, mpi_comm: Any = None,
     ) -> None:  # fmt: skip
-        lifetime.check_not_forked()
-        lifetime.close_dropped()
+        process.check_not_forked()
+        process.close_dropped()
         if mpi_comm is not None:
             if group is not None:
                 raise ArgumentError("mpi_comm is the old name of group; found both. Pass group alone")
@@ -83,23 +85,23 @@ class Communicator:
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
             if _log.isEnabledFor(logging.INFO):
                 _log.info("communicator made: %s", "; ".join(self.describe().splitlines()))
-        lifetime.add(_Open(self))
+        process.add(_Open(self))
 
     def _take(self, ranks: Ranks, options: Options, started: startup.Started) -> None:
         """Make this object of the parts of a communicator."""
         self._ranks, self._rank, self._size, self._sync = ranks, ranks.rank, ranks.size, options.sync
         self._page, self._watch, self._reasons = started.page, started.watch, started.reasons
-        self._engine = engine = started.engine
+        self._backend = backend = started.backend
         over_mpi = MpiReducer(ranks, options.timeout) if isinstance(ranks, MpiRanks) else None
-        engines = [one for one in (engine, started.shared) if one is not None]
+        backends = [one for one in (backend, started.shared) if one is not None]
         refuse = None if over_mpi is None else over_mpi.refuse
-        self._calls = CallSequence(self._rank, options.timeout, self._page, engines, refuse)
+        self._calls = CallSequence(self._rank, options.timeout, self._page, backends, refuse)
         self._host = HostReducer(self._calls, over_mpi, started.shared, self._reasons.get("shm", ""))
-        self._session = GraphSession(self._calls, engine, self._why_none(), self._sync)
+        self._session = GraphSession(self._calls, backend, self._why_none(), self._sync)
         self._fast = None
-        if engine is not None:
-            self._fast = None if self._sync else engine.open_fast_path(self._calls)
-            deferred_free.track(engine.order, self._calls.lock)
+        if backend is not None:
+            self._fast = None if self._sync else backend.open_fast_path(self._calls)
+            deferred_free.track(backend.order, self._calls.lock)
 
     # ---- identity
     @property
@@ -115,13 +117,13 @@ class Communicator:
     @property
     def backend(self) -> str:
         """The backend of device arrays: "ipc" (our kernels), "nccl", or "mpi" if only host arrays can be reduced."""
-        return "mpi" if self._engine is None else self._engine.name
+        return "mpi" if self._backend is None else self._backend.name
 
     def describe(self) -> str:
         """Backend, GPU and workspace, the way of host arrays, and why others were not chosen; several lines."""
         lines = [f"rank {self._rank} of {self._size}: backend {self.backend}"]
-        if self._engine is not None:
-            lines += self._engine.describe()
+        if self._backend is not None:
+            lines += self._backend.describe()
         lines.append(f"host arrays: {self._host.describe()}")
         lines += [f"not {name}: {self._reasons[name]}" for name in ("ipc", "nccl") if name in self._reasons]
         if "page" in self._reasons:
@@ -173,15 +175,15 @@ class Communicator:
         return turns.make(self._calls, self._allreduce, array, op, out, stream)
 
     def _allreduce(self, array: Any, op: Any, out: Any, stream: Any) -> Any:
-        if arrays.is_device(array):
+        if views.is_device(array):
             return self._reduce_device(array, op, out, stream)
         if stream is not None:
             cupy_runtime.stream_of(stream)  # refused as on GPUs; no work on the host waits for a stream
         return self._host.allreduce(array, op, out)
 
     def _reduce_device(self, array: Any, op: Any, out: Any, stream: Any) -> Any:
-        calls, engine = self._calls, self._engine
-        if engine is None:
+        calls, backend = self._calls, self._backend
+        if backend is None:
             raise UnsupportedError(
                 f"device arrays need backend ipc or nccl: {self._why_none()}. Pass NumPy arrays here"
             )
@@ -190,31 +192,31 @@ class Communicator:
         recorder = None if recording is None else recording.recorder(handle)
         recorded = recorder is not None
         allocating = nullcontext if recorded else partial(self._session.allocating, handle)
-        with using(engine.context):  # the thread may have another one, or none
+        with using(backend.context):  # the thread may have another one, or none
             used = operands.DeviceOperands.of(
-                array, out, handle, engine.device.ordinal, ordered=not recorded, allocating=allocating
+                array, out, handle, backend.device.ordinal, ordered=not recorded, allocating=allocating
             )
         source, destination = used.source, used.destination
-        prepared = engine.for_array(source, op)
+        prepared = backend.for_array(source, op)
         if prepared.through is not None:
             used.convert(prepared.through, allocating)
         if recorded:
-            recording.note(prepared.what, engine.name, source, destination, used.target)
+            recording.note(prepared.what, backend.name, source, destination, used.target)
         else:
             calls.enter(prepared.what, handle)
         if self._size == 1:
-            engine.order.launch(partial(arrays.copy_into, destination, source), handle, owner, recorded=recorded)
+            backend.order.launch(partial(views.copy_into, destination, source), handle, owner, recorded=recorded)
         else:
-            engine.run(prepared, used.source_address, used.destination_address, handle, owner, recorder)
+            backend.run(prepared, used.source_address, used.destination_address, handle, owner, recorder)
         if used.needs_write_back:
             used.write_back()
-            engine.order.extend(handle)
-        if not recorded and not arrays.is_cupy(array):
-            with using(engine.context):
+            backend.order.extend(handle)
+        if not recorded and not views.is_cupy(array):
+            with using(backend.context):
                 operands.note_uses((array, out), handle, owner)  # a new result is of that stream
         if recorded:
             calls.withdraw()  # recorded, not executed: launching its segment counts as the call
-        elif self._sync and not engine.is_capturing(handle):
+        elif self._sync and not backend.is_capturing(handle):
             self._session.wait(handle)
         return used.result
 
@@ -257,7 +259,7 @@ class Communicator:
         self._close("")
 
     def _close(self, why: str) -> None:
-        resources = lifetime.resources_of(self)
+        resources = process.resources_of(self)
         if resources is not None:
             resources.close(why)
 
@@ -271,7 +273,7 @@ class Communicator:
         self._close("" if value is None else f"its program left the communicator's block by {described(value)}")
 
     # ---- what Python and other modules of the package ask for
-    __reduce__ = lifetime.refuse_copies
+    __reduce__ = process.refuse_copies
 
     def __repr__(self) -> str:
         own = vars(self)  # also of a communicator whose __init__ has raised
@@ -281,7 +283,7 @@ class Communicator:
         return f"<Communicator: rank {self._rank} of {self._size}, {end or f'backend {self.backend}'}>"
 
     def _why_none(self) -> str:
-        """The reasons for which there is no engine."""
+        """The reasons for which there is no backend."""
         return "; ".join(
             f"not {name}, because {self._reasons[name]}" for name in ("ipc", "nccl") if name in self._reasons
         )
@@ -298,7 +300,7 @@ class _Open:
     def __init__(self, communicator: Communicator) -> None:
         self._owner = weakref.ref(communicator)
         self._calls, self._session, self._host = communicator._calls, communicator._session, communicator._host
-        self._engine, self._page, self._watch = communicator._engine, communicator._page, communicator._watch
+        self._backend, self._page, self._watch = communicator._backend, communicator._page, communicator._watch
         self._ranks = communicator._ranks
 
     def owner(self) -> Communicator | None:
@@ -308,24 +310,24 @@ class _Open:
     @property
     def is_needed(self) -> bool:
         """True if graphs captured by others may still be replayed, which use our memory."""
-        return self._engine is not None and self._engine.order.shared
+        return self._backend is not None and self._backend.order.shared
 
     def close(self, why: str = "") -> None:
-        """See :meth:`Communicator.close`, and :meth:`lifetime.Closable.close`."""
-        calls, engine, page = self._calls, self._engine, self._page
-        with lifetime.time_limit(lifetime.CLOSE_SECONDS), deferred_free.taking(calls.lock, page) as taken:
-            if not taken or self not in lifetime.live:
+        """See :meth:`Communicator.close`, and :meth:`process.Closable.close`."""
+        calls, backend, page = self._calls, self._backend, self._page
+        with process.time_limit(process.CLOSE_SECONDS), deferred_free.taking(calls.lock, page) as taken:
+            if not taken or self not in process.live:
                 return
             if calls.recording is not None and calls.recording.in_this_thread:
                 raise GraphStateError("close() within a recording: leave the with block first")
             if calls.within:  # by a signal handler or a finaliser
                 raise UnsupportedError(f"close() within call {calls.number} of the same thread: let that end first")
-            lifetime.live.remove(self)
+            process.live.remove(self)
             if page is not None and why:
                 faults.say_why(page, why)
             lost = calls.end(ArgumentError("the communicator is closed: make a new one"))
             self._session.close(0.0 if lost else _CLOSE_SECONDS)
-            if page is not None and engine is None:  # an engine leaves once it has unmapped the peers' memory
+            if page is not None and backend is None:  # an backend leaves once it has unmapped the peers' memory
                 page.leave()
             if self._watch is not None:
                 self._watch.stop()
@@ -338,14 +340,14 @@ class _Open:
         if self._watch is not None:
             self._watch.forked()
         self._let_go()
-        self._calls.forked(UnsupportedError(lifetime.FORKED))
+        self._calls.forked(UnsupportedError(process.FORKED))
         self._session.forked()
 
     def _let_go(self) -> None:
-        self._engine = self._page = self._watch = None
+        self._backend = self._page = self._watch = None
         owner = self.owner()
         if owner is not None:
-            owner._engine = owner._fast = owner._page = owner._watch = None
+            owner._backend = owner._fast = owner._page = owner._watch = None
         self._host.close()
 
 

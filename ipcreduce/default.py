@@ -8,12 +8,13 @@ from typing import Any, overload
 
 import numpy as np
 
-from . import arrays, lifetime
-from .annotations import Array, DType, Number, NumpyNumber, Op, Out, Shape
+from . import process
+from .arrays import views
 from .communicator import Communicator
 from .cuda import cupy_runtime
 from .errors import ArgumentError, IpcReduceError
 from .graphs.session import provide_default
+from .types import Array, DType, Number, NumpyNumber, Op, Out, Shape
 
 _default: Communicator | None = None
 _default_lock = threading.Lock()
@@ -27,11 +28,11 @@ def get_communicator() -> Communicator:
 def _default_for(array: Any) -> Communicator:
     global _default
     with _default_lock:
-        if _default is None or lifetime.resources_of(_default) is None:
+        if _default is None or process.resources_of(_default) is None:
             device = None
             with suppress(IpcReduceError):  # the call itself is refused, once there is somebody to tell
-                if array is not None and not isinstance(array, np.ndarray) and arrays.is_device(array):
-                    device = arrays.device_of(arrays.view(array, cupy_runtime.stream_of()[0]))
+                if array is not None and not isinstance(array, np.ndarray) and views.is_device(array):
+                    device = views.device_of(views.view(array, cupy_runtime.stream_of()[0]))
             _default = Communicator(device=device)
         return _default
 

@@ -13,20 +13,21 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from . import clock
-from .coordination import exchange, shared_files, watchdog
-from .coordination.connections import connect
-from .coordination.control_page import Page
-from .coordination.exchange import Agreed, Ranks
-from .coordination.mirror import Mirror
-from .coordination.watchdog import Watch
+from .device.backend import DeviceBackend
 from .device.devices import raise_wrong
-from .device.engine import DeviceEngine
 from .errors import ArgumentError, IpcReduceError, PeerTimeoutError, UnsupportedError, report
 from .host.segment import Segment
 from .host.shared import SharedReducer
-from .ipc import startup as ipc_startup
-from .ipc.options import Options
-from .nccl import startup as nccl_startup
+from .ipc import peers as ipc_startup
+from .nccl import join as nccl_startup
+from .options import Options
+from .page import shared_files, watchdog
+from .page.control_page import Page
+from .page.mirror import Mirror
+from .page.watchdog import Watch
+from .ranks import exchange
+from .ranks.connections import connect
+from .ranks.exchange import Agreed, Ranks
 from .texts import encoded, out_of_descriptors, with_limit
 
 _NO_ROOM = (
@@ -34,7 +35,7 @@ _NO_ROOM = (
     "they are short, or without MPI not at all. Close those that are not used any more, or make /dev/shm larger "
     "(docker run --shm-size)"
 )
-_CLOSE_SECONDS = 5.0  # for the peers to unmap our memory, where start-up fails behind the last engine's
+_CLOSE_SECONDS = 5.0  # for the peers to unmap our memory, where start-up fails behind the last backend's
 
 
 @dataclass
@@ -51,15 +52,15 @@ class Started:
     page: Page | None = None
     watch: Watch | None = None
     shared: SharedReducer | None = None
-    engine: DeviceEngine | None = None
+    backend: DeviceBackend | None = None
     reasons: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     def close(self) -> None:
         """Give everything back."""
-        if self.engine is not None:
+        if self.backend is not None:
             with suppress(IpcReduceError):
-                self.engine.close(_CLOSE_SECONDS, (), (), ())
+                self.backend.close(_CLOSE_SECONDS, (), (), ())
         elif self.page is not None:
             self.page.leave()
         if self.watch is not None:
@@ -82,7 +83,7 @@ def starting(ranks: Ranks, options: Options) -> Iterator[Started]:
     try:
         everyone = _meet(ranks, options, deadline)
         _see_each_other(ranks, everyone, started, deadline)
-        _choose_engine(ranks, options, everyone, started, deadline)
+        _choose_backend(ranks, options, everyone, started, deadline)
         yield started
         exchange.confirm(ranks, None, deadline, "the end of start-up")
     except BaseException as error:
@@ -96,7 +97,7 @@ def starting(ranks: Ranks, options: Options) -> Iterator[Started]:
 
 
 def _see_each_other(ranks: Ranks, everyone: np.ndarray[Any, Any], started: Started, deadline: float) -> None:
-    """All but the engine."""
+    """All but the backend."""
     hosts = len(set(everyone["host"]))
     try:
         if hosts > 1:
@@ -118,10 +119,10 @@ def _see_each_other(ranks: Ranks, everyone: np.ndarray[Any, Any], started: Start
             started.warnings.append(_NO_ROOM)
 
 
-def _choose_engine(
+def _choose_backend(
     ranks: Ranks, options: Options, everyone: np.ndarray[Any, Any], started: Started, deadline: float
 ) -> None:
-    """Make the first engine that can be, or the one that was asked for.
+    """Make the first backend that can be, or the one that was asked for.
 
     :raises UnsupportedError: if that one cannot be.
     """
@@ -133,7 +134,7 @@ def _choose_engine(
             try:
                 if "ipc" in reasons or started.page is None:
                     raise Agreed(reasons["ipc"])
-                started.engine = ipc_startup.start(ranks, options, started.page, local_rank, deadline, warn)
+                started.backend = ipc_startup.start(ranks, options, started.page, local_rank, deadline, warn)
                 return
             except Agreed as error:
                 reasons["ipc"] = str(error)
@@ -143,7 +144,7 @@ def _choose_engine(
             reason = reasons["ipc"] if wanted is None else "it was asked for"
             if started.page is None:
                 raise Agreed(reasons["page"])
-            started.engine = nccl_startup.start(ranks, options, started.page, local_rank, reason, deadline)
+            started.backend = nccl_startup.start(ranks, options, started.page, local_rank, reason, deadline)
             if wanted is None and len({*everyone["host"].tolist()}) == 1:  # over several hosts that is as it must be
                 warn(f"NCCL is used in place of ipcreduce's kernels: {reason}")
         else:

@@ -20,10 +20,10 @@ import torch
 from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-from . import default, lifetime
+from . import default, process
 from .communicator import Communicator
+from .dtypes import op_name
 from .errors import ArgumentError
-from .kinds import op_name
 from .texts import shown
 
 _PLAIN = torch.Tensor, torch.nn.Parameter
@@ -49,7 +49,7 @@ def register(name: str, comm: Communicator) -> None:
         raise ArgumentError(f"name must be a str other than {DEFAULT!r}; found {shown(name)}. Choose another one")
     with _lock:
         holder = _named[name]() if name in _named else None
-        if holder is not None and holder is not comm and lifetime.resources_of(holder) is not None:
+        if holder is not None and holder is not comm and process.resources_of(holder) is not None:
             raise ArgumentError(f"{name!r} is the name of {holder!r}. Choose another one, or close that communicator")
         _named[name] = weakref.ref(comm)
 

@@ -16,7 +16,7 @@
 //   the fence after the polls orders them before everything after this kernel. A flag is a packet like others, in the
 //   half of this epoch and restored to the sentinel by its reader, so the same rotation holds for it, also in blocks
 //   without a column.
-#include <exchange.cuh>
+#include <packets.cuh>
 
 constexpr int kDepth = IPCREDUCE_DEPTH;
 

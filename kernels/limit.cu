@@ -4,7 +4,7 @@
 // The grid stores args.bytes bytes to each peer, all of them the sentinel, so that slots at rest stay empty. The first
 // thread sends one flag to each peer and waits for theirs, which makes this an operation like the others: see
 // one_shot.cu, rotation. With args.bytes == 0 the flags alone are the barrier.
-#include <exchange.cuh>
+#include <packets.cuh>
 
 KERNEL(limit, 1024, 1)(KERNEL_ARGS args) {
   const u64 row = row_bytes(1);

@@ -18,7 +18,7 @@
 //   after it an acquire. Relaxed polls that are ordered once, at the boundary, cost nothing in the loop.
 //
 // * Progress. Block b waits for the peers' blocks b only, after it has sent all its own packets.
-#include <exchange.cuh>
+#include <packets.cuh>
 
 template <bool kAligned> DEVICE void run(const Args& args) {
   const auto in = message_at<kAligned>(args.in, args.bytes), out = message_at<kAligned>(args.out, args.bytes);

@@ -13,7 +13,7 @@
 //
 // Progress: block b waits for the peers' blocks b only. It sends tile t+1 before it waits for tile t, and the results
 // of tile t before it waits for results.
-#include <exchange.cuh>
+#include <packets.cuh>
 
 constexpr int kDepth = IPCREDUCE_DEPTH;
 

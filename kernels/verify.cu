@@ -4,7 +4,7 @@
 // Block b exchanges args.bytes rounds of packets with peer b + 1, in lockstep, through two slots in turn, polling as
 // the all-reduces do. A packet seen with only one of its 8-byte parts new is a split one. The verdict on rank r goes to
 // word r of args.out.
-#include <exchange.cuh>
+#include <packets.cuh>
 
 // Verdicts, of which the first in this order counts: kWrong, kNoData, kSplit, kWhole.
 constexpr u32 kNoData = 0, kWhole = 1, kSplit = 2, kWrong = 3;  // start-up in ipcreduce/ipc has the same

@@ -17,9 +17,9 @@ from typing import Any
 
 from ..communicator import Communicator
 from ..cuda import cupy_runtime
+from ..dtypes import DTYPES
 from ..errors import ArgumentError, IpcReduceError, UnsupportedError
 from ..ipc import plan
-from ..numerics import DTYPES
 from . import contenders, output, report, timing
 from .arguments import count, names_of, size, sizes, why_not_writable
 from .data import Message

@@ -76,7 +76,7 @@ class Ours(Contender):
         """The algorithm of the last call in this mode."""
         if mode == "graph" and self._graph is not None:
             return str(self._graph.segments[0].calls[0]).rpartition(" by ")[2]
-        prepared: Any = session_of(self._comm).require_engine("bench").for_array(source, "sum")
+        prepared: Any = session_of(self._comm).require_backend("bench").for_array(source, "sum")
         return str(prepared.launches[0][-1].algorithm) if isinstance(prepared, PreparedCall) else self._comm.backend
 
     def close(self) -> None:

@@ -17,11 +17,11 @@ from typing import Any
 
 from .. import __version__
 from ..communicator import Communicator
-from ..coordination.launchers import library
 from ..cuda import compiler, driver
 from ..errors import IpcReduceError
 from ..ipc import plan
-from ..ipc.options import workspace_bytes
+from ..options import workspace_bytes
+from ..ranks.launchers import library
 from . import report
 from .ranks import Ranks
 

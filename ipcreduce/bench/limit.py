@@ -18,7 +18,7 @@ from ..cuda import cupy_runtime
 from ..errors import UnsupportedError
 from ..graphs.session import session_of
 from ..ipc import plan
-from ..ipc.engine import Engine
+from ..ipc.backend import IpcBackend
 from . import timing
 
 _PUSH_BYTES = 64 << 20  # to each peer, in the bandwidth measurement
@@ -26,12 +26,12 @@ _COPIES = 20  # in a graph
 _BLOCKS, _THREADS = 132, 256  # at most one block a multiprocessor of an H200; at least 8 packets a thread
 
 
-def our_engine(comm: Communicator, what: str) -> Engine:
-    """The engine of our kernels, which ``what`` measures. :raises UnsupportedError: on another backend."""
-    engine = session_of(comm).require_engine(what)
-    if not isinstance(engine, Engine):
-        raise UnsupportedError(f"{what} measures the kernels of backend ipc; found backend {engine.name}")
-    return engine
+def our_backend(comm: Communicator, what: str) -> IpcBackend:
+    """The backend of our kernels, which ``what`` measures. :raises UnsupportedError: on another backend."""
+    backend = session_of(comm).require_backend(what)
+    if not isinstance(backend, IpcBackend):
+        raise UnsupportedError(f"{what} measures the kernels of backend ipc; found backend {backend.name}")
+    return backend
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,17 @@ class Limit:
     @classmethod
     def measure(cls, comm: Communicator, mpi: Any, replays: int) -> Limit:
         """Measure barrier and push by kernels/limit.cu, in CUDA graphs. Collective."""
-        engine = our_engine(comm, "the limit line")
-        room = engine.workspace.half_bytes - (comm.size - 1) * plan.row_bytes(1)
+        backend = our_backend(comm, "the limit line")
+        room = backend.workspace.half_bytes - (comm.size - 1) * plan.row_bytes(1)
         nbytes = min(_PUSH_BYTES, room // plan.PACKET_BYTES * plan.PACKET_BYTES)
 
         def median(size: int, shape: tuple[int, int], calls: int) -> float:
-            launch, (stream, owner) = engine.launches.limit(size, *shape), cupy_runtime.stream_of()
-            engine.order.launch(lambda stream: None, stream, owner)  # the launches below follow, with none between
+            launch, (stream, owner) = backend.launches.limit(size, *shape), cupy_runtime.stream_of()
+            backend.order.launch(lambda stream: None, stream, owner)  # the launches below follow, with none between
             graph = timing.captured(lambda: launch.run(stream), calls)
             return timing.in_graph(graph, calls, replays, mpi).median
 
-        most = min(_BLOCKS, plan.most_blocks(engine.launches.resident, engine.launches.sharing))
+        most = min(_BLOCKS, plan.most_blocks(backend.launches.resident, backend.launches.sharing))
         blocks = max(1, min(most, nbytes // plan.PACKET_BYTES // (8 * _THREADS)))
         median(nbytes, (blocks, _THREADS), 4)  # warm-up, so that clocks have risen
         barrier, push = median(0, (1, 32), 200), median(nbytes, (blocks, _THREADS), 4)

@@ -6,9 +6,9 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from ..coordination import mpi
-from ..coordination.launchers import Launch
 from ..errors import UnsupportedError
+from ..ranks import mpi
+from ..ranks.launchers import Launch
 from . import output
 
 _MEETING_SECONDS = 5.0  # how long a rank that ends waits for the others to end too

@@ -13,9 +13,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ..coordination.launchers import library
 from ..cuda import driver
 from ..errors import IpcReduceError, UnsupportedError
+from ..ranks.launchers import library
 from . import output
 
 _PACKAGES = ("cuda-bindings", "cuda-core", "cupy-cuda13x", "cupy-cuda12x", "mpi4py", "numpy", "torch")

@@ -14,14 +14,14 @@ from typing import Any
 
 from ..communicator import Communicator
 from ..cuda import cupy_runtime
+from ..dtypes import DTYPES
 from ..errors import IpcReduceError, UnsupportedError
 from ..ipc import plan, tuning
 from ..ipc.launches import Launches
-from ..numerics import DTYPES
 from . import output, report, timing
 from .arguments import count, size, sizes
 from .data import Message
-from .limit import our_engine
+from .limit import our_backend
 
 _SMALLEST, _DTYPE, _OP = 1 << 10, "float16", "sum"
 _GAIN = 0.02  # the least gain for which a choice changes: times vary by about as much
@@ -44,10 +44,10 @@ def main(options: argparse.Namespace) -> None:
     with Communicator(device="auto") as comm:
         if comm.backend != "ipc" or comm.size == 1:
             raise UnsupportedError(f"tune needs GPUs and at least 2 ranks under mpirun; found:\n{comm.describe()}")
-        if our_engine(comm, "tune").launches.sharing > 1:  # their kernels would take turns, and distort the times
+        if our_backend(comm, "tune").launches.sharing > 1:  # their kernels would take turns, and distort the times
             raise UnsupportedError(f"tune needs a GPU for each rank; found:\n{comm.describe()}")
         table, mpi = _measure(comm, options, MPI.COMM_WORLD), MPI.COMM_WORLD
-        gpu = our_engine(comm, "tune").device.name
+        gpu = our_backend(comm, "tune").device.name
         if not options.dry_run:  # kept first: it has taken minutes
             output.on_rank_0(partial(tuning.save, gpu, comm.size, table), mpi, "the table")
         output.on_rank_0(partial(_show, table, "" if options.dry_run else f"{tuning.path_of(gpu, comm.size)}"), mpi)
@@ -85,7 +85,7 @@ def _measure(comm: Communicator, options: argparse.Namespace, mpi: Any) -> plan.
 
 def _candidates(nbytes: int, comm: Communicator, before: list[plan.Choice]) -> Iterator[plan.Choice]:
     """Yield the candidates for a size: each kernel near its range, with every distinct block, grid and depth."""
-    n, launches = comm.size, our_engine(comm, "tune").launches
+    n, launches = comm.size, our_backend(comm, "tune").launches
     usual = launches.planned(nbytes)[0].algorithm
     found: dict[tuple[Any, ...], plan.Choice] = {}  # by launch shape: choices may coincide at this size
     for algorithm, blocks in _BLOCKS.items():
@@ -119,14 +119,14 @@ def _near(nbytes: int, launches: Launches) -> bool:
 
 def _time(comm: Communicator, message: Message, choice: plan.Choice, replays: int, mpi: Any) -> float:
     """Time a choice, in microseconds. :raises IpcReduceError: if the result is wrong."""
-    engine, nbytes = our_engine(comm, "tune"), message.source.nbytes
+    backend, nbytes = our_backend(comm, "tune"), message.source.nbytes
     step = plan.plan_launch(choice.algorithm, 0, nbytes, comm.size, choice)
-    prepared = engine.launches.by_steps([step], message.source.shape, _DTYPE, _OP, nbytes)
+    prepared = backend.launches.by_steps([step], message.source.shape, _DTYPE, _OP, nbytes)
     stream, owner = cupy_runtime.stream_of()
     source, target = message.source.data.ptr, message.target.data.ptr
     calls = max(4, min(100, (16 << 20) // nbytes))
     message.renew()
-    graph = timing.captured(lambda: engine.run(prepared, source, target, stream, owner), calls)
+    graph = timing.captured(lambda: backend.run(prepared, source, target, stream, owner), calls)
     found = timing.in_graph(graph, calls, replays, mpi).median
     if not all(mpi.allgather(message.is_right())):
         raise IpcReduceError(f"the sum of {nbytes} bytes by {choice} is wrong; nothing is kept")

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import ArgumentError, CudaError, UnsupportedError
-from ..handles import Stream
+from ..types import Stream
 from . import driver
 
 _LEGACY_STREAM = (0, 1)  # the default stream of a context; it lives as long as the context

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..handles import Stream
+from ..types import Stream
 from . import cupy_runtime, torch_runtime
 
 

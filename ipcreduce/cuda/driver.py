@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CudaError, UnsupportedError, first_line
-from ..handles import Stream
+from ..types import Stream
 
 IPC_HANDLE_BYTES = 64
 OUT_OF_MEMORY = 2

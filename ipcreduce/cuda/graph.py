@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..handles import Event
+from ..types import Event
 from .driver import Launch, call, load
 
 

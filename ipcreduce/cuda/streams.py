@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..handles import Event, Stream
+from ..types import Event, Stream
 from .driver import call, fail, load
 
 _NOT_READY = 600

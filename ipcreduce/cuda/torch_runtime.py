@@ -16,9 +16,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ..dtypes import DTYPES
 from ..errors import UnsupportedError
-from ..handles import Stream
-from ..numerics import DTYPES
+from ..types import Stream
 from . import streams
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

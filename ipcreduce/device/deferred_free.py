@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Protocol
 
-from .. import clock, lifetime
-from ..coordination import watchdog
+from .. import clock, process
 from ..cuda.contexts import using_relaxed
 from ..errors import CudaError
+from ..page import watchdog
 from .stream_order import StreamOrder
 
 _RECLAIM_SECONDS = 5.0
@@ -78,11 +78,11 @@ def taking(lock: Any, waiting: Waiting | None) -> Iterator[bool]:
     :returns: False if the lock did not come in time.
     """
     try:
-        taken = _take(lock, lifetime.at_most(_CALL_SECONDS))
+        taken = _take(lock, process.at_most(_CALL_SECONDS))
         if not taken:
             if waiting is not None:
                 waiting.end_waits()
-            taken = _take(lock, lifetime.at_most(_CALL_SECONDS))
+            taken = _take(lock, process.at_most(_CALL_SECONDS))
         if not taken:
             warnings.warn(
                 "close() has given up: another thread is in a call of the communicator that does not end. What the "
@@ -97,7 +97,7 @@ def taking(lock: Any, waiting: Waiting | None) -> Iterator[bool]:
 
 def give_back(context: int, *actions: Action) -> None:
     """Run actions that free something in ``context``, in their order, where and when that does no harm."""
-    if lifetime.is_over():
+    if process.is_over():
         return
     _deferred.extend((context, action) for action in actions)
     if watchdog.is_watching():
@@ -108,14 +108,14 @@ def give_back(context: int, *actions: Action) -> None:
 
 def give_back_after(ready: Callable[[], bool], context: int, *actions: Action) -> None:
     """:func:`give_back` once ``ready()``, which is asked now and at every :func:`flush`."""
-    if not lifetime.is_over():
+    if not process.is_over():
         _awaited.append((ready, context, actions))
         flush()
 
 
 def flush() -> None:
     """Run the deferred actions in order, unless a call runs, or another thread is running them."""
-    if lifetime.is_over():
+    if process.is_over():
         return
     for item in [item for item in _awaited if item[0]()]:
         with suppress(ValueError):  # another thread has found it too

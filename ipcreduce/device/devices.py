@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ..coordination import exchange
-from ..coordination.exchange import Ranks
 from ..cuda import cupy_runtime, driver
 from ..errors import ArgumentError, CudaError, IpcReduceError, UnsupportedError
+from ..ranks import exchange
+from ..ranks.exchange import Ranks
 from ..texts import encoded, shown
 
 _NAME_BYTES = exchange.DEVICE["name"].itemsize

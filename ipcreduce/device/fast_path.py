@@ -13,15 +13,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..coordination import turns
-from ..coordination.calls import CallSequence
-from ..coordination.control_page import Page
-from ..coordination.fingerprint import Fingerprint
-from ..coordination.flight_recorder import RING
+from ..calls import turns
+from ..calls.fingerprint import Fingerprint
+from ..calls.sequence import CallSequence
 from ..cuda import cupy_runtime, driver, torch_runtime
 from ..cuda.contexts import using
 from ..errors import CaptureError, CudaError
-from ..handles import DEFAULT_STREAM, Stream
+from ..page.control_page import Page
+from ..page.flight_recorder import RING
+from ..types import DEFAULT_STREAM, Stream
 from .stream_order import IN_A_CAPTURE, StreamOrder
 
 _MOST = 4096  # pairs of arrays that are remembered
@@ -86,7 +86,7 @@ def _nothing() -> None:
 
 
 class FastPath:
-    """The repeated calls on one engine. :meth:`make` takes the communicator's lock, and holds it around the rest.
+    """The repeated calls on one backend. :meth:`make` takes the communicator's lock, and holds it around the rest.
 
     Calls on contiguous CuPy arrays or PyTorch tensors, of a shape, dtype and op that came before, are launched by what
     the backend makes ready for their addresses. With the same two CuPy arrays, only the shapes are looked at.

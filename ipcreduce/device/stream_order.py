@@ -44,7 +44,7 @@ from .. import clock
 from ..cuda import cupy_runtime, driver, graph, streams, torch_runtime
 from ..cuda.contexts import using, using_relaxed
 from ..errors import CaptureError, CudaError
-from ..handles import Event, Stream
+from ..types import Event, Stream
 
 IN_A_CAPTURE = "replay() on a stream that is being captured: a graph cannot be part of another one"
 _NONE = Stream(-1)

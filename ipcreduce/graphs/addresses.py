@@ -1,8 +1,7 @@
-"""The address check: compare the device arrays of a replay's arguments with the recording's.
+"""The walk through a nest of containers to the device arrays in it.
 
-A replay uses the addresses of its recording and silently ignores an array allocated since then. So every array in a
-nest of containers is found and compared. No code of the containers' types is run, since a property may launch work,
-raise, or make a new array. The walk is iterative, since nests may be deep.
+No code of the containers' types is run, since a property may launch work, raise, or make a new array. The walk is
+iterative, since nests may be deep.
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ from contextlib import suppress
 from operator import is_
 from typing import Any, NamedTuple
 
-from .. import arrays
+from ..arrays import views
 from ..cuda import array_protocols
 from ..cuda.array_protocols import Locate
-from ..errors import AddressChangedError, ArgumentError, Location
+from ..errors import ArgumentError, Location
 
 LIMIT = 10**5  # the most objects that a walk visits
-SHOWN = 20  # the most differences in a message
 _SKIPPED = type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType
 
 Roots = Sequence[tuple[str, Any]]
@@ -39,32 +37,7 @@ def collect_addresses(obj: Any) -> dict[str, int]:
     :raises ArgumentError: if there are more than 100,000 objects, each counted once for every path to it; or if a
         device array does not give its address, or has no memory of its own.
     """
-    return {path: place[0] for path, place in _Walk([("", obj)]).locations().items()}
-
-
-class AddressCheck:
-    """The locations of all device arrays in a recording's arguments, for comparison. It keeps no array alive.
-
-    :param roots: (name, object) pairs, such as ``("args[0]", x)``. The names are distinct; paths begin with them.
-    :raises ArgumentError: see :func:`collect_addresses`.
-    """
-
-    def __init__(self, roots: Roots) -> None:
-        self._recorded = _Walk(roots)
-
-    def verify(self, roots: Roots) -> None:
-        """Compare a replay's arguments with the recording's.
-
-        :raises AddressChangedError: if an array is missing or new, or has another address, shape, dtype or strides.
-        :raises ArgumentError: see :func:`collect_addresses`.
-        """
-        if self._recorded.holds_for(roots):
-            return
-        found = _Walk(roots)
-        old, new = self._recorded.locations(), found.locations()
-        if old != new:
-            raise _difference(old, new)
-        self._recorded = found  # same arrays in other containers: the next comparison with these is fast
+    return {path: place[0] for path, place in Walk([("", obj)]).locations().items()}
 
 
 # ---- reading objects without running their code
@@ -108,7 +81,7 @@ def _layout(kind: type) -> _Layout:
     attributes = array_protocols.attributes(kind)
     if attributes is not None:
         parts.append(_Part(_attributes(attributes), ".{}".format))
-    return _Layout(arrays.locator(kind), tuple(parts), attributes)
+    return _Layout(views.locator(kind), tuple(parts), attributes)
 
 
 def item(key: Any) -> str:
@@ -174,7 +147,7 @@ class _Step(NamedTuple):
     containers: list[tuple[int, int]]  # positions and container numbers
 
 
-class _Walk:
+class Walk:
     """All paths from the roots to device arrays, and the steps that compare other roots with them.
 
     Containers are numbered in the order in which they are met, once for every path. Number 0 holds the roots.
@@ -205,7 +178,7 @@ class _Walk:
             if self._objects > LIMIT:
                 raise ArgumentError(
                     f"the search for arrays met more than {LIMIT} objects, {len(values)} of them in "
-                    f"{_short(self._path(number)) or 'the outermost one'}. Pass the arrays themselves, or skip the "
+                    f"{short(self._path(number)) or 'the outermost one'}. Pass the arrays themselves, or skip the "
                     'check: check="never"'
                 )
             step = _Step(number, read, keys, [*map(type, values)], [], [])
@@ -217,9 +190,9 @@ class _Walk:
                     locate = array_protocols.carried(type(value), layout.attributes(value))
                 if locate is not None:
                     try:
-                        place = arrays.checked(locate(value), type(value))
+                        place = views.checked(locate(value), type(value))
                     except ArgumentError as error:
-                        raise ArgumentError(f"{_short(self._path(number) + suffix(key))}: {error}") from error
+                        raise ArgumentError(f"{short(self._path(number) + suffix(key))}: {error}") from error
                     step.arrays.append((position, locate, place))
                     if place is not None:
                         inside.append((suffix, key, place))
@@ -279,30 +252,6 @@ class _Walk:
         return "".join(reversed(names))
 
 
-# ---- differences
-def _difference(old: dict[str, Location], new: dict[str, Location]) -> AddressChangedError:
-    missing = [path for path in old if path not in new]
-    added = [path for path in new if path not in old]
-    changed = {path: (old[path], new[path]) for path in old if path in new and old[path] != new[path]}
-    lines = [
-        *(f"changed {_short(path)}: {_change(*pair)}" for path, pair in changed.items()),
-        *(f"missing {_short(path)}: {old[path][0]:#x}" for path in missing),
-        *(f"added   {_short(path)}: {new[path][0]:#x}" for path in added),
-    ]
-    more = [f"and {len(lines) - SHOWN} more, see .changed, .missing and .added"] if len(lines) > SHOWN else []
-    message = "\n  ".join([
-        "expected the recording's device arrays; found others. Copy into those (array[...] = new), or record again",
-        *lines[:SHOWN],
-        *more,
-    ])  # fmt: skip
-    return AddressChangedError(message, missing, added, changed)
-
-
-def _change(old: Location, new: Location) -> str:
-    names = "", "shape ", "dtype ", "strides "
-    texts = [(hex(old[0]), hex(new[0])), *((str(was), str(now)) for was, now in zip(old[1:], new[1:], strict=True))]
-    return ", ".join(f"{name}{was} -> {now}" for name, (was, now) in zip(names, texts, strict=True) if was != now)
-
-
-def _short(path: str) -> str:
+def short(path: str) -> str:
+    """A path as a message shows it: of a long one, its two ends."""
     return path if len(path) <= 200 else f"{path[:100]} ... {path[-100:]}"

@@ -10,10 +10,10 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
-from .. import arrays
+from ..arrays import views
 from ..cuda import array_protocols, cupy_runtime, current_streams, torch_runtime
 from ..errors import ArgumentError, CaptureError
-from ..handles import Stream
+from ..types import Stream
 from .pool import GraphPool
 from .recording import in_pool
 
@@ -125,9 +125,9 @@ class Break:
             output = result
         else:
             with cupy_runtime.allocating(self._pool.allocator, stream):
-                output = arrays.empty(fresh.shape, fresh.dtype, stream, arrays.device_of(fresh))
-            arrays.copy_into(output, fresh, stream)
-        self._output = without_blocks(arrays.view(output, stream), self._pool)
+                output = views.empty(fresh.shape, fresh.dtype, stream, views.device_of(fresh))
+            views.copy_into(output, fresh, stream)
+        self._output = without_blocks(views.view(output, stream), self._pool)
         return (
             torch_runtime.over(output, result) if output is not result and torch_runtime.is_tensor(result) else output
         )
@@ -148,12 +148,12 @@ class Break:
                     f"the break {self._name} has to return {due.dtype} {due.shape}, as at the recording; found "
                     f"{found.dtype} {found.shape}. Record another graph for other shapes"
                 )
-            arrays.copy_into(due, found, stream)
+            views.copy_into(due, found, stream)
 
     def _array(self, result: Any, stream: Stream) -> Any:
         try:
-            if arrays.is_device(result, "what a break returns"):
-                return arrays.view(result, stream)
+            if views.is_device(result, "what a break returns"):
+                return views.view(result, stream)
         except ArgumentError:
             pass
         raise _cannot_return(self._name, result, "a device array")
@@ -185,6 +185,6 @@ def without_blocks(value: Any, pool: GraphPool) -> Any:
         return type(value)(without_blocks(one, pool) for one in value)
     if type(value) is dict:
         return {key: without_blocks(one, pool) for key, one in value.items()}
-    if arrays.is_cupy(value) and in_pool(value, pool):
-        return arrays.view_of(value, pool)
+    if views.is_cupy(value) and in_pool(value, pool):
+        return views.view_of(value, pool)
     return value

@@ -10,9 +10,9 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .. import arrays
+from ..arrays import views
 from ..errors import ArgumentError
-from ..handles import Stream
+from ..types import Stream
 from .addresses import item
 
 _Pair = tuple[str, Any, Any]  # path, array, the recording's array
@@ -26,35 +26,35 @@ def copy_arguments(new: Any, recorded: Any, stream: Stream) -> None:
     """
     pairs: list[_Pair] = []
     for name, source, target in _pairs(new, recorded, ""):
-        there, here = arrays.view(target, stream), arrays.view(source, stream)
+        there, here = views.view(target, stream), views.view(source, stream)
         if here.shape != there.shape or here.dtype != there.dtype:
             raise ArgumentError(
                 f"{name} must be {there.dtype} {there.shape}, as at the recording; found {here.dtype} {here.shape}"
             )
         if here.size:
             pairs.append((name, here, there))
-    moved = [(here, there) for _, here, there in pairs if not arrays.same_elements(here, there)]
+    moved = [(here, there) for _, here, there in pairs if not views.same_elements(here, there)]
     if not moved:
         return
     _check_apart(pairs)
-    written = _united(arrays.extent(there) for _, there in moved)
-    sources = [arrays.contiguous_copy(here, stream) if _meets(here, written) else here for here, _ in moved]
+    written = _united(views.extent(there) for _, there in moved)
+    sources = [views.contiguous_copy(here, stream) if _meets(here, written) else here for here, _ in moved]
     for source, (_, there) in zip(sources, moved, strict=True):
-        arrays.copy_into(there, source, stream)
+        views.copy_into(there, source, stream)
 
 
 def _check_apart(pairs: list[_Pair]) -> None:
     """:raises ArgumentError: if two arguments share memory in the recording, and not alike now."""
     open_ones: list[_Pair] = []  # that begin before the one at hand
-    for pair in sorted(pairs, key=lambda one: arrays.extent(one[2])[0]):
+    for pair in sorted(pairs, key=lambda one: views.extent(one[2])[0]):
         name, here, there = pair
-        if here.strides != there.strides and arrays.has_shared_elements(there):
+        if here.strides != there.strides and views.has_shared_elements(there):
             raise ArgumentError(f"{name} must have strides {there.strides}, as at the recording, where elements share "
                                 f"memory; found {here.strides}. Record with an array that has its own")  # fmt: skip
-        first = arrays.extent(there)[0]
-        open_ones = [one for one in open_ones if arrays.extent(one[2])[1] > first]
+        first = views.extent(there)[0]
+        open_ones = [one for one in open_ones if views.extent(one[2])[1] > first]
         for other in open_ones:
-            if arrays.share_memory(there, other[2]) and not _alike(pair, other):
+            if views.share_memory(there, other[2]) and not _alike(pair, other):
                 raise ArgumentError(
                     f"{other[0]} and {name} shared memory at the recording, so a replay cannot have a value for each. "
                     "Pass arrays that share it in the same way, or record with arrays of their own"
@@ -65,11 +65,9 @@ def _check_apart(pairs: list[_Pair]) -> None:
 def _alike(pair: _Pair, other: _Pair) -> bool:
     """True if two arguments are to each other as those of the recording."""
     (_, here, there), (_, other_here, other_there) = pair, other
-    if arrays.same_elements(here, other_here) and arrays.same_elements(there, other_there):
+    if views.same_elements(here, other_here) and views.same_elements(there, other_there):
         return True
-    moved_alike = arrays.pointer(here) - arrays.pointer(there) == arrays.pointer(other_here) - arrays.pointer(
-        other_there
-    )
+    moved_alike = views.pointer(here) - views.pointer(there) == views.pointer(other_here) - views.pointer(other_there)
     return moved_alike and here.strides == there.strides and other_here.strides == other_there.strides
 
 
@@ -86,7 +84,7 @@ def _united(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _meets(array: Any, ranges: list[tuple[int, int]]) -> bool:
     """True if an array begins or ends in one of these ranges, or has it within."""
-    first, past = arrays.extent(array)
+    first, past = views.extent(array)
     index = bisect_left(ranges, (past,)) - 1  # the last one that begins before its end
     return index >= 0 and ranges[index][1] > first
 
@@ -100,7 +98,7 @@ def _pairs(new: Any, recorded: Any, path: str) -> Iterator[tuple[str, Any, Any]]
         for key in recorded if type(recorded) is dict else range(len(recorded)):
             name = path + item(key) if path else ("args", "kwargs")[key]
             yield from _pairs(new[key], recorded[key], name)
-    elif arrays.locate(recorded) is not None:
-        if arrays.locate(new) is None:
+    elif views.locate(recorded) is not None:
+        if views.locate(new) is None:
             raise ArgumentError(f"{path} must be a device array, as at the recording; found {type(new).__qualname__}")
         yield path, new, recorded

@@ -16,16 +16,14 @@ from typing import Any
 from ..cuda import cupy_runtime, current_streams, streams, torch_runtime
 from ..cuda.graph import Executable
 from ..device import deferred_free
-from ..device.engine import DeviceEngine
+from ..device.backend import DeviceBackend
 from ..errors import ArgumentError, CaptureError, GraphStateError, IpcReduceError
-from ..handles import Stream
-from ..lifetime import refuse_copies
-from . import words
+from ..process import refuse_copies
+from ..types import Stream
+from .address_check import InputCheck, Inputs, check_word
 from .breaks import Break, current, open_recordings
-from .inputs import InputCheck, Inputs, check_word
 from .pool import GraphPool
-from .recording import Recording, Segment, explained, warn_about
-from .resources import Resources
+from .recording import Recording, Resources, Segment, explained, warn_about
 from .session import HasSession, session_of
 
 _READY = ("staged", "registered")
@@ -88,7 +86,16 @@ class Graph:
 
     def describe(self) -> str:
         """State, memory, and for each segment its nodes and all-reduces; several lines."""
-        return words.describe(self._name, self._state, self._pool, self._parts)
+        lines = [f"graph {self._name}: {self._state}, {len(self.segments)} segments".replace(" :", ":")]
+        if self._pool is not None:
+            lines.append(f"pool: {self._pool.nbytes} bytes in {self._pool.slabs} slabs")
+        for part in self._parts:
+            if isinstance(part, Break):
+                lines.append(f"break: {part}")
+            else:
+                lines.append(f"segment: {part.nodes.kernels} kernel nodes, {part.nodes.others} other nodes")
+                lines += [f"  all-reduce: {call}" for call in part.calls]
+        return "\n".join(lines)
 
     # ---- recording
     @contextmanager
@@ -111,17 +118,19 @@ class Graph:
         session.calls.check_usable()
         if not session.can_record:
             self._check_record(None, [], inputs)
-        engine = session.require_engine("a Graph", "Call the function itself, or by a GraphRunner, which does so here")
-        recording = Recording(self._name, current_streams.streams(engine.device.ordinal))
+        backend = session.require_backend(
+            "a Graph", "Call the function itself, or by a GraphRunner, which does so here"
+        )
+        recording = Recording(self._name, current_streams.streams(backend.device.ordinal))
         deferred_free.flush()
         error: BaseException | None = None
         began = False
         try:
-            session.begin_recording(recording, lambda: self._check_record(engine, recording.callers, inputs))
+            session.begin_recording(recording, lambda: self._check_record(backend, recording.callers, inputs))
             self._state, self._recording, current.graph, began = "recording", recording, self, True
             try:
                 open_recordings.append(self)
-                self._open(engine, recording)
+                self._open(backend, recording)
                 recording.begin_segment()
                 yield self
                 if recording.error is not None:  # the body has caught it
@@ -151,9 +160,9 @@ class Graph:
             self._again = session.replayer(last)
         warn_about(self.segments)
 
-    def _check_record(self, engine: DeviceEngine | None, callers: list[Stream], inputs: Inputs) -> None:
-        if engine is not None:
-            engine.use_context()
+    def _check_record(self, backend: DeviceBackend | None, callers: list[Stream], inputs: Inputs) -> None:
+        if backend is not None:
+            backend.use_context()
             torch_runtime.check_allocator()
         self._expect("record()", ("empty",), "make a new Graph for another recording")
         if current.graph is not None:
@@ -163,11 +172,11 @@ class Graph:
             raise CaptureError(text, within=True)
         self._inputs = InputCheck(self._check, inputs)
 
-    def _open(self, engine: DeviceEngine, recording: Recording) -> None:
-        self._pool = self._pool or GraphPool(engine.context, engine.device.ordinal)
-        self._resources = Resources(self._pool, engine.context, recording.segments)
+    def _open(self, backend: DeviceBackend, recording: Recording) -> None:
+        self._pool = self._pool or GraphPool(backend.context, backend.device.ordinal)
+        self._resources = Resources(self._pool, backend.context, recording.segments)
         weakref.finalize(self, self._resources.release).atexit = False  # then the process gives everything back
-        recording.pool, recording.stream = self._pool, engine.recording_stream()
+        recording.pool, recording.stream = self._pool, backend.recording_stream()
         for caller in recording.callers:
             self._session.order(caller, recording.stream)
 
@@ -298,7 +307,11 @@ class Graph:
 
     def __repr__(self) -> str:
         own = vars(self)  # also of a graph whose __init__ has raised
-        return words.one_line(own.get("_name", ""), own.get("_state", "not made"), own.get("_parts", ()))
+        name, state = own.get("_name", ""), own.get("_state", "not made")
+        segments = [part for part in own.get("_parts", ()) if isinstance(part, Segment)]
+        calls = sum(len(segment.calls) for segment in segments)
+        text = f", {calls} all-reduces in {len(segments)} segments" if segments else ""
+        return f"<Graph{f' {name!r}' if name else ''}: {state}{text}>"
 
     def close(self) -> None:
         """Give the graph back. Idempotent; arrays from its recording stay valid as long as they live."""

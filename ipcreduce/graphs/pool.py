@@ -21,8 +21,8 @@ from typing import Any
 from ..cuda import cupy_runtime, driver, streams, torch_runtime
 from ..cuda.contexts import using, using_relaxed
 from ..device.deferred_free import attempt, give_back, reclaim
-from ..handles import Stream
-from ..lifetime import refuse_copies
+from ..process import refuse_copies
+from ..types import Stream
 
 _numbers = itertools.count()
 _UNIT = 2 << 20  # bytes; smaller allocations share a block of the driver's, which IPC exports as a whole

@@ -9,16 +9,17 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from .. import arrays
-from ..coordination.fingerprint import Fingerprint
+from ..arrays import views
+from ..calls.fingerprint import Fingerprint
 from ..cuda import cupy_runtime, streams
 from ..cuda import graph as cuda_graph
-from ..device.engine import Recorder
+from ..device.backend import Recorder
+from ..device.deferred_free import give_back
 from ..device.fast_path import Ready
 from ..errors import CaptureError, CudaError, IpcReduceError
-from ..handles import DEFAULT_STREAM, Stream
 from ..ipc.plan import LaunchPlan
 from ..texts import text_of
+from ..types import DEFAULT_STREAM, Stream
 from .pool import GraphPool
 
 _REFUSED = (
@@ -119,7 +120,7 @@ class Recording:
         self.name = f"graph {name}" if name else "a graph"
         self.callers = callers
         self.number = 0  # of the call that the recording is
-        self.generation = 0  # of the engine, when it began
+        self.generation = 0  # of the backend, when it began
         self.error: BaseException | None = None  # of something in the body that the body may have caught
         self.segments: list[Segment] = []
         self.held: list[Any] = []
@@ -201,9 +202,38 @@ class Recording:
         self.held += [array for array in apart if not in_pool(array, self.pool)]
 
 
+class Resources:
+    """The driver's resources of a graph. Released at close(), or when the graph is collected, whichever is first."""
+
+    def __init__(self, pool: GraphPool, context: int, segments: list[Segment]) -> None:
+        self._pool, self._context, self._segments = pool, context, segments
+        self._drop: Callable[[], None] | None = None  # of a registration
+        self._released = False
+        pool.retain()
+
+    def register(self, executables: dict[Segment, cuda_graph.Executable], drop: Callable[[], None]) -> None:
+        """Take executables of a registration, which ``drop()`` ends."""
+        self._drop = drop
+        for segment, executable in executables.items():
+            segment.use(executable)
+
+    def release(self) -> None:
+        """Give everything back. Idempotent."""
+        if not self._released:
+            self._released = True
+            give_back(self._context, *self._actions(), self._pool.release)
+            self._drop = None
+
+    def _actions(self) -> Iterator[Callable[[], None]]:
+        if self._drop is not None:
+            yield self._drop
+        for segment in self._segments:
+            yield from segment.destroy_actions()
+
+
 def in_pool(array: Any, pool: GraphPool) -> bool:
     """True if a CuPy array lies in the pool's memory."""
-    first, past = arrays.extent(array)
+    first, past = views.extent(array)
     return pool.find(first, past - first) is not None
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from ..cuda import current_streams
 from ..errors import ArgumentError
-from ..lifetime import refuse_copies
+from ..process import refuse_copies
 from ..texts import text_of
+from .address_check import Inputs, check_word
 from .addresses import item
 from .breaks import rehearsing, without_blocks
-from .context import ForwardContext, check_mode, get_forward_context
 from .copied_inputs import copy_arguments
+from .forward_context import ForwardContext, check_mode, get_forward_context
 from .graph import Graph
-from .inputs import Inputs, check_word
 from .pool import GraphPool
 from .session import GraphSession, HasSession, default_communicator, session_of
 

@@ -9,19 +9,19 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .. import arrays
-from ..coordination import turns
-from ..coordination.calls import CallSequence
-from ..coordination.fingerprint import Fingerprint
-from ..coordination.votes import agree
+from ..arrays import views
+from ..calls import turns
+from ..calls.fingerprint import Fingerprint
+from ..calls.sequence import CallSequence
+from ..calls.votes import agree
 from ..cuda import cupy_runtime, current_streams
 from ..device import deferred_free
+from ..device.backend import DeviceBackend
 from ..device.deferred_free import Action
-from ..device.engine import DeviceEngine
 from ..device.fast_path import Ready
 from ..errors import ArgumentError, GraphStateError, IpcReduceError, UnsupportedError
-from ..handles import DEFAULT_STREAM, Stream
-from ..ipc.engine import Engine as IpcEngine
+from ..ipc.backend import IpcBackend
+from ..types import DEFAULT_STREAM, Stream
 from .direct.registration import DirectGraphs, Registrable
 from .pool import CapturedMemory, GraphPool
 from .recording import Recording, Segment
@@ -75,38 +75,38 @@ def session_of(comm: HasSession | None) -> GraphSession:
 class GraphSession:
     """Everything that graphs share of one communicator.
 
-    :param engine: None for ranks without GPUs.
-    :param reason: why there is no engine.
+    :param backend: None for ranks without GPUs.
+    :param reason: why there is no backend.
     :param sync: each call is waited for (``IPCREDUCE_SYNC``).
     """
 
-    def __init__(self, calls: CallSequence, engine: DeviceEngine | None, reason: str, sync: bool) -> None:
+    def __init__(self, calls: CallSequence, backend: DeviceBackend | None, reason: str, sync: bool) -> None:
         self.calls = calls
         self.memory: GraphPool | None = None  # of empty()
-        self._engine, self._reason, self._sync = engine, reason, sync
+        self._backend, self._reason, self._sync = backend, reason, sync
         self._recorded: list[Registrable] = []  # not registered yet
         self._capturing = 0  # depth of capture()
         self._said = False
-        self._captured_memory = None if engine is None else CapturedMemory(engine.context, engine.device.ordinal)
-        forced = isinstance(engine, IpcEngine) and engine.launches.algorithm == "direct"
-        self.direct = DirectGraphs(engine, calls) if isinstance(engine, IpcEngine) and forced else None
+        self._captured_memory = None if backend is None else CapturedMemory(backend.context, backend.device.ordinal)
+        forced = isinstance(backend, IpcBackend) and backend.launches.algorithm == "direct"
+        self.direct = DirectGraphs(backend, calls) if isinstance(backend, IpcBackend) and forced else None
 
     @property
     def can_record(self) -> bool:
         """False on a communicator without GPUs."""
-        return self._engine is not None
+        return self._backend is not None
 
     @property
     def device(self) -> int:
         """The ordinal of the GPU. :raises UnsupportedError: without one."""
-        return self.require_engine("a Graph").device.ordinal
+        return self.require_backend("a Graph").device.ordinal
 
-    def require_engine(self, what: str, advice: str = "") -> DeviceEngine:
-        """The engine. :raises UnsupportedError: without GPUs, which ``what`` needs."""
+    def require_backend(self, what: str, advice: str = "") -> DeviceBackend:
+        """The backend. :raises UnsupportedError: without GPUs, which ``what`` needs."""
         self.calls.check_usable()
-        if self._engine is None:
+        if self._backend is None:
             raise UnsupportedError(f"{what} needs backend ipc or nccl: {self._reason}" + (advice and f". {advice}"))
-        return self._engine
+        return self._backend
 
     def say_eager(self) -> None:
         """Log that nothing is recorded here: once for each communicator.
@@ -132,7 +132,7 @@ class GraphSession:
                 raise GraphStateError("record() while this communicator is recording already: end that one first")
             calls.enter(Fingerprint.of(f"recording of {recording.name}"), recording.callers[0])
             recording.number, calls.recording = calls.number, recording
-            recording.generation = 0 if self._engine is None else self._engine.generation
+            recording.generation = 0 if self._backend is None else self._backend.generation
 
         turns.make(calls, begin)
 
@@ -146,7 +146,7 @@ class GraphSession:
             stale: GraphStateError | None = None
             if error is not None:
                 self.calls.leave(error)  # a peer may wait in the body, in a break for instance
-            elif self._engine is not None and self._engine.generation != recording.generation:
+            elif self._backend is not None and self._backend.generation != recording.generation:
                 stale = GraphStateError(_ABORTED_WITHIN)  # the others hear of it by the vote
             turns.alone(self.calls, self._agree, recording.number, recording.segments, error, stale)
 
@@ -155,7 +155,7 @@ class GraphSession:
     ) -> None:
         """:param stale: raised unless a fault is pending, which then is its cause."""
         calls = self.calls
-        if self._engine is None:  # closed in the meantime
+        if self._backend is None:  # closed in the meantime
             raise error or ArgumentError("the communicator was closed during the recording")
         theirs: Exception | None
         try:
@@ -163,7 +163,7 @@ class GraphSession:
         except IpcReduceError as shared:
             calls.failed(shared)
             theirs, stale = shared, None
-        self._engine.recorded.update(segment.ready for segment in segments if segment.calls)
+        self._backend.recorded.update(segment.ready for segment in segments if segment.calls)
         if error is not None or theirs is not None:
             try:
                 calls.raise_pending()  # the same fault, more exactly
@@ -186,20 +186,20 @@ class GraphSession:
     def order(self, before: Stream, after: Stream) -> None:
         """Let the work that follows on stream ``after`` wait for the work on ``before``."""
         with self.calls.lock:
-            if self._engine is not None:
-                self._engine.order.chain(before, after)
+            if self._backend is not None:
+                self._backend.order.chain(before, after)
 
     def follow(self, stream: Stream) -> None:
         """Let the work that follows on ``stream`` wait for the calls so far, on whatever streams."""
         with self.calls.lock:
-            if self._engine is not None:
-                self._engine.order.follow(stream)
+            if self._backend is not None:
+                self._backend.order.follow(stream)
 
     def extend(self, stream: Stream) -> None:
         """Let the next call follow the work on ``stream``, too."""
         with self.calls.lock:
-            if self._engine is not None:
-                self._engine.order.extend(stream)
+            if self._backend is not None:
+                self._backend.order.extend(stream)
 
     def run_recording(self, last: Segment | None, recording: Recording) -> None:
         """Launch the last segment, and let the caller's streams wait for it."""
@@ -222,13 +222,13 @@ class GraphSession:
             stream, owner = current_streams.stream_of(self.device)
             self._launch(segment, stream, owner)
 
-        fast = self.require_engine("replay()").fast
+        fast = self.require_backend("replay()").fast
         return None if fast is None else (fast.make, segment.ready, usual)
 
     def launch(self, segment: Segment, stream: Stream, owner: Any) -> None:
         """Launch a segment. If it has all-reduces it is one call, compared and ordered as these are. Collective."""
         calls = self.calls
-        fast = None if self._engine is None else self._engine.fast
+        fast = None if self._backend is None else self._backend.fast
         if fast is not None and segment.calls and current_streams.stream_of(self.device)[0] == stream:
             fast.make(segment.ready, lambda *_: self._launch(segment, stream, owner))
             return
@@ -248,13 +248,13 @@ class GraphSession:
     def _launch(self, segment: Segment, stream: Stream, owner: Any) -> None:
         if segment.executable is None:
             raise GraphStateError("replay() of a graph that another thread has closed meanwhile")
-        assert self._engine is not None
+        assert self._backend is not None
         if segment.calls:
             self.calls.enter(segment.what, stream)
             if not segment.ready.argument:
                 where = f"rank {self.calls.rank}, call {self.calls.number}"
                 raise GraphStateError(f"{where}: {_STALE}", everywhere=True)
-        self._engine.launch_graph(segment.executable, stream, owner)
+        self._backend.launch_graph(segment.executable, stream, owner)
 
     def synchronize(self, stream: Stream | None) -> None:
         """See :meth:`Communicator.synchronize`. :raises UnsupportedError: within a call of the same thread."""
@@ -270,8 +270,8 @@ class GraphSession:
         """Wait for the calls, and raise what went wrong in them. Without GPUs there is nothing to wait for."""
         with self.calls.lock:
             self.calls.check_usable()
-            if self._engine is not None:
-                self._engine.order.synchronize(stream)
+            if self._backend is not None:
+                self._backend.order.synchronize(stream)
                 if self.direct is not None:
                     self.direct.collect()
                 deferred_free.flush()
@@ -283,7 +283,7 @@ class GraphSession:
         """See :meth:`Communicator.capture`."""
         calls = self.calls
         calls.check_usable()
-        if self._engine is None:
+        if self._backend is None:
             self.say_eager()
             yield
             return
@@ -321,20 +321,20 @@ class GraphSession:
         """See :meth:`Communicator.empty`."""
         with self.calls.lock:
             self.calls.check_usable()
-            if self._engine is None:
+            if self._backend is None:
                 return np.empty(shape, dtype)
             if self.memory is None:
-                self.memory = GraphPool(self._engine.context, self._engine.device.ordinal)
+                self.memory = GraphPool(self._backend.context, self._backend.device.ordinal)
                 self.memory.retain()
-            stream, device = cupy_runtime.stream_of()[0], self._engine.device.ordinal
+            stream, device = cupy_runtime.stream_of()[0], self._backend.device.ordinal
             shape = (shape,) if isinstance(shape, int) else shape
             with cupy_runtime.allocating(self.memory.allocator, stream):
-                return arrays.empty(shape, np.dtype(dtype), stream, device)
+                return views.empty(shape, np.dtype(dtype), stream, device)
 
     def close(self, wait: float) -> None:
-        """Close the engine, and free the memory of graphs with it. See :meth:`DeviceEngine.close`."""
-        engine, self._engine = self._engine, None
-        if engine is None:
+        """Close the backend, and free the memory of graphs with it. See :meth:`DeviceBackend.close`."""
+        backend, self._backend = self._backend, None
+        if backend is None:
             return
         unmap: list[Action] = []
         unmapped: list[Action] = []
@@ -345,8 +345,8 @@ class GraphSession:
             if pool is not None:
                 free.append(pool.release)
         self.direct = self._captured_memory = self.memory = None
-        engine.close(wait, unmap, unmapped, free)
+        backend.close(wait, unmap, unmapped, free)
 
     def forked(self) -> None:
         """In a child process: nothing of the parent's may be touched."""
-        self._engine = None
+        self._backend = None

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from .. import clock
-from ..coordination import exchange
-from ..coordination.mpi import MpiRanks, check_runs
+from ..dtypes import reduce
 from ..errors import IpcReduceError, PeerFailedError, PeerLostError, RankMismatchError, report
-from ..numerics import reduce
+from ..ranks import exchange
+from ..ranks.mpi import MpiRanks, check_runs
 from ..texts import described, encoded
 
 _ONE_SHOT_BYTES = 64 << 10  # up to here every rank gets and folds everything; above, a chunk each

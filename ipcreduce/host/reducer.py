@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from .. import clock
-from ..coordination.calls import CallSequence
-from ..coordination.fingerprint import Fingerprint
+from ..arrays.host_operands import HostOperands
+from ..calls.fingerprint import Fingerprint
+from ..calls.sequence import CallSequence
 from ..errors import UnsupportedError
-from ..handles import DEFAULT_STREAM
-from ..host_operands import HostOperands
+from ..types import DEFAULT_STREAM
 from .over_mpi import MpiReducer
 from .shared import SharedReducer
 

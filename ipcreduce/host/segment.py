@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..coordination import shared_files
+from ..page import shared_files
 from . import semaphores
 
 # Bytes of a rank's area: two ranks take 0.2 us more a MB with a quarter of it.

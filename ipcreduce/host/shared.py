@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ..handles import Stream
-from ..numerics import reduce
+from ..dtypes import reduce
+from ..types import Stream
 from .segment import Segment
 
 Check = Callable[[list[int]], None]
@@ -23,7 +23,7 @@ Array = np.ndarray[Any, Any]
 class SharedReducer:
     """All-reduce through one segment. Every call is collective and blocks until it is done.
 
-    It is an :class:`ipcreduce.coordination.backend.Engine` of a call sequence: nothing of it runs between calls.
+    It is an :class:`ipcreduce.calls.backend.Backend` of a call sequence: nothing of it runs between calls.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -95,7 +95,7 @@ class SharedReducer:
         for result, share in zip(results, shares, strict=True):
             target[share] = result
 
-    # ---- as the engine of a call sequence
+    # ---- as the backend of a call sequence
     def drain(self) -> None:
         """Nothing runs between calls."""
 

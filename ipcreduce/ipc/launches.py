@@ -11,17 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from ..coordination.fingerprint import Fingerprint, of_allreduce
-from ..coordination.page_layout import ABORT_OFFSET, missing_offset
+from ..calls.fingerprint import Fingerprint, of_allreduce
 from ..cuda import compiler, driver
 from ..cuda.contexts import using_relaxed
-from ..handles import DEFAULT_STREAM
-from ..kinds import kind_name, op_name, reduced_as
-from ..numerics import OPS
+from ..dtypes import OPS, kind_name, op_name, reduced_as
+from ..page.layout import ABORT_OFFSET, missing_offset
+from ..types import DEFAULT_STREAM
 from . import modules, plan
 from .workspace import Workspace
 
-# Words of struct Args (exchange.cuh)
+# Words of struct Args (packets.cuh)
 IN, OUT, _BYTES, _PEERS, _HALF = 0, 1, 2, 3, 11
 _EPOCHS, _ABORT, _MISSING, _TIMEOUT = 12, 13, 14, 15
 _OUTS = 16

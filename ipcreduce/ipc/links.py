@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ..coordination import exchange
 from ..cuda import driver
 from ..errors import UnsupportedError
+from ..ranks import exchange
 from . import plan
 
 VERDICT = exchange.struct(8, ("split", "<u4"), ("links", "u1", (plan.MAX_RANKS, plan.MAX_RANKS)))

@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..numerics import KIND_NAMES, OPS
+from ..dtypes import KIND_NAMES, OPS
 
 ALGORITHMS = ("one_shot", "two_shot", "direct")
 MAX_RANKS = 8
 PACKET_BYTES = 16
-EPOCH_SLOTS = 512  # as in exchange.cuh; also the largest grid
+EPOCH_SLOTS = 512  # as in packets.cuh; also the largest grid
 RESIDENT = 264  # blocks of a looped kernel resident on an H200, two a multiprocessor: see KERNEL in sync.cuh
 CODE_BYTES = 128  # distance between the slot origins of consecutive (dtype, op) codes
 CODES_BYTES = CODE_BYTES * len(KIND_NAMES) * len(OPS)
@@ -110,7 +110,7 @@ def code_offset(dtype: str, op: str) -> int:
 
 
 def row_bytes(packets: int) -> int:
-    """The bytes from one source rank's row of slots to the next one's: row_bytes() of exchange.cuh."""
+    """The bytes from one source rank's row of slots to the next one's: row_bytes() of packets.cuh."""
     warps = -(-packets // 32)
     return PACKET_BYTES * (warps * 32 + -(-warps // 8) * 8)
 

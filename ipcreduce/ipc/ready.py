@@ -9,7 +9,7 @@ from ..cuda import cupy_runtime, driver, graph
 from ..cuda.contexts import using_relaxed
 from ..device.fast_path import Ready
 from ..errors import CudaError
-from ..handles import Stream
+from ..types import Stream
 from . import plan
 from .launches import IN, OUT, PreparedCall
 
@@ -18,7 +18,7 @@ _MOST_GRAPHS = 256  # of 0.1 MB each, the first ones
 
 
 class ReadyLaunches:
-    """The ready launches of one engine. Short messages are graphs from the second time on (plan.eager_as_graph)."""
+    """The ready launches of one backend. Short messages are graphs from the second time on (plan.eager_as_graph)."""
 
     def __init__(self, context: int) -> None:
         self._context = context

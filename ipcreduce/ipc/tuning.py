@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from ..coordination import exchange
 from ..cuda.compiler import cache_directory
 from ..errors import UnsupportedError
+from ..ranks import exchange
 from ..texts import encoded
 from . import plan
 

@@ -14,12 +14,12 @@ import weakref
 from contextlib import suppress
 
 from .. import clock
-from ..coordination.control_page import REFUSED, Page
 from ..cuda import streams
 from ..cuda.contexts import using_relaxed
 from ..device.stream_order import StreamOrder
 from ..errors import CudaError
-from .communicator import NcclCommunicator
+from ..page.control_page import REFUSED, Page
+from .comm import NcclCommunicator
 
 _log = logging.getLogger("ipcreduce")
 _TICK_SECONDS = 0.05

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from ipcreduce.coordination import control_page, flight_recorder
+from ipcreduce.page import control_page, flight_recorder
 from tests.fuzz.targets import Target, targets
 
 _EXTREMES = (b"\0" * 8, b"\xff" * 8, b"\x7f" + b"\xff" * 7, b"\0\0\0\x80", b"\1")

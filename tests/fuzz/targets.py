@@ -17,16 +17,18 @@ from unittest import mock
 
 import numpy as np
 
-from ipcreduce.coordination import control_page, exchange, faults, votes
-from ipcreduce.coordination.control_page import Page
-from ipcreduce.coordination.fingerprint import of_allreduce
-from ipcreduce.coordination.mirror import Mirror
-from ipcreduce.coordination.page_layout import CHUNK_BYTES, rank_layout, ranks_offset
-from ipcreduce.coordination.records import Slot
-from ipcreduce.coordination.rounds import Left
+from ipcreduce.calls import faults, votes
+from ipcreduce.calls.fingerprint import of_allreduce
 from ipcreduce.errors import IpcReduceError
 from ipcreduce.graphs.direct import registration
 from ipcreduce.ipc import plan, tuning
+from ipcreduce.page import control_page
+from ipcreduce.page.control_page import Page
+from ipcreduce.page.layout import CHUNK_BYTES, rank_layout, ranks_offset
+from ipcreduce.page.mirror import Mirror
+from ipcreduce.page.records import Slot
+from ipcreduce.page.rounds import Left
+from ipcreduce.ranks import exchange
 from tests.unit.pages import make_pages
 
 N = 3

@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 import ipcreduce
-from ipcreduce.bench.limit import our_engine
+from ipcreduce.bench.limit import our_backend
 from ipcreduce.cuda import cupy_runtime
 from tests.gpu import cupy_module
 from tests.shared import bounds, reference, sweep_cases, worker
@@ -73,10 +73,10 @@ def barrier_and_push() -> int:
     """The kernel of bench's limit: flags alone, and with data."""
     with communicator() as comm:
         comm.allreduce(cupy.ones(10, np.float32))
-        engine, (stream, owner) = our_engine(comm, "the sanitizer's program"), cupy_runtime.stream_of()
+        backend, (stream, owner) = our_backend(comm, "the sanitizer's program"), cupy_runtime.stream_of()
         for nbytes in (0, 16, LARGEST // 16 * 16):
-            launch = engine.launches.limit(nbytes, 2, 256)
-            engine.order.launch(launch.run, stream, owner)
+            launch = backend.launches.limit(nbytes, 2, 256)
+            backend.order.launch(launch.run, stream, owner)
         comm.synchronize()
         assert (comm.allreduce(cupy.ones(10, np.float32)) == comm.size).all()
     return 3

@@ -11,15 +11,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ipcreduce import (
-    ArgumentError,
-    CaptureError,
-    Communicator,
-    Graph,
-    GraphStateError,
-    PeerFailedError,
-    eager_break,
-)
+from ipcreduce import ArgumentError, CaptureError, Communicator, Graph, GraphStateError, PeerFailedError, eager_break
 from tests.graphs.common import (
     LAST,
     RANK,

@@ -14,8 +14,8 @@ import cupy
 import numpy as np
 
 from ipcreduce import Communicator, Graph
-from ipcreduce.coordination.flight_recorder import RING
 from ipcreduce.cuda import cupy_runtime
+from ipcreduce.page.flight_recorder import RING
 from tests.graphs import options
 from tests.graphs.common import (
     FIGURES,

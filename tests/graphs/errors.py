@@ -24,7 +24,7 @@ from ipcreduce import (
     PeerTimeoutError,
     RankMismatchError,
 )
-from ipcreduce.coordination import calls as faults_module
+from ipcreduce.calls import sequence as faults_module
 from tests.graphs.common import (
     BRIEF,
     LAST,

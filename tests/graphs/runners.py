@@ -27,7 +27,7 @@ from tests.graphs.common import LAST, RANK, SIZE, TOTAL, given_back, held_by_lib
 
 @dataclass(frozen=True)
 class Batch:
-    """As engines describe one."""
+    """As backends describe one."""
 
     tokens: int
 

@@ -1,6 +1,6 @@
 /* Workspaces, and the memory system between the GPUs. Part of one_shot.pml, two_shot.pml, direct.pml and mixed.pml.
  *
- * Stands for kernels/exchange.cuh: slots in two halves by parity of the epoch, packets with a sentinel,
+ * Stands for kernels/packets.cuh: slots in two halves by parity of the epoch, packets with a sentinel,
  * restore_sentinels, check_wait's abandoned flags. A store is first on its way and arrives later, whenever it likes: a
  * packet in `coming` of its slot, a restored sentinel in `emptying`. Only a kernel's boundary waits, for this rank's
  * own restored sentinels.

@@ -15,9 +15,9 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from ipcreduce import ArgumentError, UnsupportedError, lifetime
-from ipcreduce.engines import seat
+from ipcreduce import ArgumentError, UnsupportedError, process
 from ipcreduce.ipc.workspace import bytes_for
+from ipcreduce.serving import seat
 from tests.shared import worker
 
 WORLD = MPI.COMM_WORLD
@@ -143,7 +143,7 @@ def main() -> None:
     how_it_is_made()
     engine = Engine()
     assert not engine.ca_comm.disabled
-    assert [one.owner() for one in lifetime.live] == [engine.ca_comm._comm]
+    assert [one.owner() for one in process.live] == [engine.ca_comm._comm]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         serve(engine, dtype)
     with torch.inference_mode():
@@ -152,7 +152,7 @@ def main() -> None:
     engine.ca_comm.close()
     engine.ca_comm.close()
     assert engine.ca_comm.disabled
-    assert not lifetime.live
+    assert not process.live
     assert engine.ca_comm.custom_all_reduce(torch.ones(8, device=DEVICE)) is None
     if not ON_GPU:  # the kernels cannot run: the engine goes on to its next way
         other = seat.EngineAllReduce(WORLD, 0)

@@ -42,13 +42,14 @@ from ipcreduce import (
     PeerTimeoutError,
     RankMismatchError,
     UnsupportedError,
+    options,
     startup,
 )
 from ipcreduce import clock as library_clock
-from ipcreduce.coordination import connections, exchange, watchdog
-from ipcreduce.coordination.control_page import Page
 from ipcreduce.host import over_mpi, shared
-from ipcreduce.ipc import options
+from ipcreduce.page import watchdog
+from ipcreduce.page.control_page import Page
+from ipcreduce.ranks import connections, exchange
 from tests.shared import (
     alarm,
     bad_call_table,

@@ -22,7 +22,7 @@ import pytest
 
 import ipcreduce
 from ipcreduce import Communicator, UnsupportedError
-from ipcreduce.coordination.page_layout import page_bytes
+from ipcreduce.page.layout import page_bytes
 from tests.shared import worker
 from tests.shared.bounds import late, until
 

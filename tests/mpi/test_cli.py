@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ipcreduce.coordination import launchers
+from ipcreduce.ranks import launchers
 from tests.tools.machine import ROOT, environment
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -1,14 +1,14 @@
-"""Mutants of the engines: stream order, fast path, plan, workspace, ends; and of NCCL's."""
+"""Mutants of the backends: stream order, fast path, plan, workspace, ends; and of NCCL's."""
 
 from __future__ import annotations
 
 from tests.mutants import Mutant, unit
 
 FAST, ORDER, FREEING = (f"ipcreduce/device/{name}.py" for name in ("fast_path", "stream_order", "deferred_free"))
-PLAN, ENGINE, LAUNCHES, READY = (f"ipcreduce/ipc/{name}.py" for name in ("plan", "engine", "launches", "ready"))
-STARTUP, WORKSPACE, LINKS = (f"ipcreduce/ipc/{name}.py" for name in ("startup", "workspace", "links"))
+PLAN, BACKEND, LAUNCHES, READY = (f"ipcreduce/ipc/{name}.py" for name in ("plan", "backend", "launches", "ready"))
+STARTUP, WORKSPACE, LINKS = (f"ipcreduce/ipc/{name}.py" for name in ("peers", "workspace", "links"))
 CUPY, TORCH = "ipcreduce/cuda/cupy_runtime.py", "ipcreduce/cuda/torch_runtime.py"
-GUARD, NCCL, LIBRARY = (f"ipcreduce/nccl/{name}.py" for name in ("guard", "engine", "library"))
+GUARD, NCCL, LIBRARY = (f"ipcreduce/nccl/{name}.py" for name in ("guard", "backend", "library"))
 
 
 def late(program: str, scenario: str) -> str:
@@ -245,8 +245,8 @@ MUTANTS = [
     Mutant(
         "ranks that share a GPU fill it alone",
         STARTUP,
-        "made.engine.launches.sharing = most_on_a_gpu(devices)",
-        "made.engine.launches.sharing = 1",
+        "made.backend.launches.sharing = most_on_a_gpu(devices)",
+        "made.backend.launches.sharing = 1",
         "SIM_DEVICES=1 " + scenario("shared_gpus"),
     ),
     Mutant(
@@ -258,7 +258,7 @@ MUTANTS = [
     ),
     Mutant(
         "the launches of a large message all write its beginning",
-        ENGINE,
+        BACKEND,
         "target + part.offset",
         "target",
         "mpirun -n 2 tests.simulated tests/gpu/sweep.py --cases 1 --largest 2000000 --smallest 1500000 --seed 164",
@@ -296,21 +296,21 @@ MUTANTS = [
     ),
     Mutant(
         "a rank that closes because of a loss is taken for the reason",
-        "ipcreduce/device/engine.py",
+        "ipcreduce/device/backend.py",
         "        if page.loss() is None:\n",
         "        if True:\n",
-        unit("device_engine", "a_rank_that_closes_because_of_a_loss_is_not_taken_for_the_reason"),
+        unit("device_backend", "a_rank_that_closes_because_of_a_loss_is_not_taken_for_the_reason"),
     ),
     Mutant(
         "a rank that closes because of a loss does not end its waits",
-        "ipcreduce/device/engine.py",
+        "ipcreduce/device/backend.py",
         "            page.abort(TOLD)\n",
         "            pass\n",
-        unit("device_engine", "a_rank_that_closes_because_of_a_loss_is_not_taken_for_the_reason"),
+        unit("device_backend", "a_rank_that_closes_because_of_a_loss_is_not_taken_for_the_reason"),
     ),
     Mutant(
         "after a fault the slots are not emptied",
-        ENGINE,
+        BACKEND,
         "            self.workspace.reset()\n",
         "            pass\n",
         "mpirun -n 2 tests.simulated tests/gpu/scenarios.py late_and_recover",
@@ -324,14 +324,14 @@ MUTANTS = [
     ),
     Mutant(
         "a workspace is freed while a peer has it mapped",
-        ENGINE,
+        BACKEND,
         "give_back_after(self.peers_have_left, self.context,",
         "give_back_after(lambda: True, self.context,",
         scenario("freed_once_unmapped"),
     ),
     Mutant(
         "a rank leaves before it has unmapped its peers' memory",
-        ENGINE,
+        BACKEND,
         "        forget(self.order)\n        attempt(self.context, self.workspace.unmap_peers, *unmap)\n",
         "        forget(self.order)\n        self.page.leave()\n"
         "        attempt(self.context, self.workspace.unmap_peers, *unmap)\n",
@@ -339,7 +339,7 @@ MUTANTS = [
     ),
     Mutant(
         "a graph gives its resources back twice",
-        "ipcreduce/graphs/resources.py",
+        "ipcreduce/graphs/recording.py",
         "            self._released = True\n",
         "",
         quick("states"),
@@ -362,7 +362,7 @@ MUTANTS = [
     Mutant(
         "a recording across an abort of NCCL's communicator succeeds",
         "ipcreduce/graphs/session.py",
-        "self._engine.generation != recording.generation:",
+        "self._backend.generation != recording.generation:",
         "False:",
         scenario("nccl_recordings_across_an_abort"),
     ),
@@ -375,8 +375,8 @@ MUTANTS = [
     ),
     Mutant(
         "close() gives a busy device up later",
-        "ipcreduce/device/engine.py",
-        "if not job.wait(lifetime.at_most(_GIVE_UP_SECONDS)):",
+        "ipcreduce/device/backend.py",
+        "if not job.wait(process.at_most(_GIVE_UP_SECONDS)):",
         "if not job.wait(2 * _GIVE_UP_SECONDS):",
         scenario("closed_on_a_busy_device"),
     ),
@@ -403,7 +403,7 @@ MUTANTS = [
     ),
     Mutant(
         "a refusal waits without end for work behind earlier calls",
-        "ipcreduce/device/engine.py",
+        "ipcreduce/device/backend.py",
         "self.order.ends_by(clock.now() + self._timeout)",
         "self.order.ends_by(float('inf'))",
         scenario("other_work_behind_a_call"),
@@ -431,7 +431,7 @@ MUTANTS = [
     ),
     Mutant(
         "NCCL's communicator is aborted in the foreground",
-        "ipcreduce/nccl/communicator.py",
+        "ipcreduce/nccl/comm.py",
         "        self._end_of_last = Job(partial(self._end_now, end, comm))  # without the lock: it may run at once\n",
         "        self._end_now(end, comm)\n",
         unit("nccl", "an_abort_does_not_wait_for_graphs"),
@@ -501,7 +501,7 @@ MUTANTS = [
     ),
     Mutant(
         "a start-up waits for NCCL's first sum without a deadline",
-        "ipcreduce/nccl/startup.py",
+        "ipcreduce/nccl/join.py",
         ".wait(_half(deadline) - clock.now()):",
         ".wait(60.0):",
         scenario("nccl_start_up_that_hangs"),
@@ -536,7 +536,7 @@ MUTANTS = [
     ),
     Mutant(
         "NCCL's next communicator is made while the last one is being freed",
-        "ipcreduce/nccl/engine.py",
+        "ipcreduce/nccl/backend.py",
         "            self.nccl.is_freed(_FREE_SECONDS)\n",
         "            pass\n",
         unit("nccl", "the_next_communicator_is_made_when_the_last_one_is_freed"),

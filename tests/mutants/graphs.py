@@ -7,8 +7,10 @@ from tests.mutants import Mutant, unit
 GRAPH, SESSION, RECORDING, RUNNER = (
     f"ipcreduce/graphs/{name}.py" for name in ("graph", "session", "recording", "runner")
 )
-BREAKS, POOL, ADDRESSES, INPUTS = (f"ipcreduce/graphs/{name}.py" for name in ("breaks", "pool", "addresses", "inputs"))
-COPIED, ARRAYS = "ipcreduce/graphs/copied_inputs.py", "ipcreduce/arrays.py"
+BREAKS, POOL, ADDRESSES, CHECK = (
+    f"ipcreduce/graphs/{name}.py" for name in ("breaks", "pool", "addresses", "address_check")
+)
+COPIED, ARRAYS = "ipcreduce/graphs/copied_inputs.py", "ipcreduce/arrays/views.py"
 MAPPINGS, REGISTRATION = (f"ipcreduce/graphs/direct/{name}.py" for name in ("mappings", "registration"))
 
 
@@ -37,7 +39,7 @@ MUTANTS = [
     Mutant(
         "what a break returns is not copied at a replay",
         BREAKS,
-        "            arrays.copy_into(due, found, stream)\n",
+        "            views.copy_into(due, found, stream)\n",
         "            pass\n",
         scenario("returned"),
     ),
@@ -142,7 +144,7 @@ MUTANTS = [
     ),
     Mutant(
         "a replay is part of a capture of others",
-        "ipcreduce/device/engine.py",
+        "ipcreduce/device/backend.py",
         "stream, owner, capturable=False)",
         "stream, owner)",
         scenario("a_replay_is_not_captured"),
@@ -236,14 +238,14 @@ MUTANTS = [
     ),
     Mutant(
         "a check of the first replay is done at every one",
-        INPUTS,
+        CHECK,
         "            if not self._always:\n",
         "            if False:\n",
         scenario("addresses"),
     ),
     Mutant(
         "a check at every replay is done once",
-        INPUTS,
+        CHECK,
         "            if not self._always:\n",
         "            if True:\n",
         scenario("addresses"),
@@ -252,15 +254,15 @@ MUTANTS = [
     Mutant(
         "a runner does not copy the inputs",
         COPIED,
-        "        arrays.copy_into(there, source, stream)\n",
+        "        views.copy_into(there, source, stream)\n",
         "        pass\n",
         scenario("copied_inputs"),
     ),
     Mutant(
         "a runner looks at the addresses of inputs only",
         COPIED,
-        "if not arrays.same_elements(here, there)]",
-        "if arrays.pointer(here) != arrays.pointer(there)]",
+        "if not views.same_elements(here, there)]",
+        "if views.pointer(here) != views.pointer(there)]",
         scenario("inputs_at_the_same_place"),
     ),
     Mutant(
@@ -273,7 +275,7 @@ MUTANTS = [
     Mutant(
         "different inputs are copied into memory that they share",
         COPIED,
-        "if arrays.share_memory(there, other[2]) and not _alike(pair, other):",
+        "if views.share_memory(there, other[2]) and not _alike(pair, other):",
         "if False:",
         scenario("inputs_that_share_memory"),
     ),

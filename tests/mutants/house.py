@@ -5,11 +5,11 @@ from __future__ import annotations
 from tests.mutants import Mutant, unit
 
 GROUPS, LAUNCHERS, HANDSHAKE, CONNECTIONS = (
-    f"ipcreduce/coordination/{name}.py" for name in ("groups", "launchers", "handshake", "connections")
+    f"ipcreduce/ranks/{name}.py" for name in ("groups", "launchers", "handshake", "connections")
 )
 COMPILER, FILES, SEGMENT, STARTUP = (
     "ipcreduce/cuda/compiler.py",
-    "ipcreduce/coordination/shared_files.py",
+    "ipcreduce/page/shared_files.py",
     "ipcreduce/host/segment.py",
     "ipcreduce/startup.py",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants import Mutant, unit
 
-EXCHANGE, REDUCE, VERIFY = "kernels/exchange.cuh", "kernels/reduce.cuh", "kernels/verify.cu"
+EXCHANGE, REDUCE, VERIFY = "kernels/packets.cuh", "kernels/reduce.cuh", "kernels/verify.cu"
 SWEEP = "mpirun -n 3 tests.simulated tests/gpu/sweep.py --cases 1 --largest 300 --seed"  # its first case is
 HALF_SUM, INT8_AVERAGE, INT8_SUM = f"{SWEEP} 782", f"{SWEEP} 336", f"{SWEEP} 960"
 FLOAT_MINIMUM = f"{SWEEP} 4392"  # of special values

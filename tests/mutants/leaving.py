@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from tests.mutants import Mutant, unit
 
-FOLDER = "ipcreduce/coordination"
-TURNS, CALLS, EXCHANGE, WATCHDOG = (f"{FOLDER}/{name}.py" for name in ("turns", "calls", "exchange", "watchdog"))
+TURNS, CALLS = "ipcreduce/calls/turns.py", "ipcreduce/calls/sequence.py"
+EXCHANGE, WATCHDOG = "ipcreduce/ranks/exchange.py", "ipcreduce/page/watchdog.py"
 TEXTS, STARTUP, COMMUNICATOR, LIFETIME = (
-    f"ipcreduce/{name}.py" for name in ("texts", "startup", "communicator", "lifetime")
+    f"ipcreduce/{name}.py" for name in ("texts", "startup", "communicator", "process")
 )
-CONNECTIONS = f"{FOLDER}/connections.py"
-FAST_PATH, IPC_STARTUP = "ipcreduce/device/fast_path.py", "ipcreduce/ipc/startup.py"
+CONNECTIONS = "ipcreduce/ranks/connections.py"
+FAST_PATH, IPC_STARTUP = "ipcreduce/device/fast_path.py", "ipcreduce/ipc/peers.py"
 
 
 def on_hosts(scenario: str, how: str = "memory") -> str:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from tests.mutants import Mutant, unit
 
-ARRAYS, OPERANDS, PROTOCOLS = "ipcreduce/arrays.py", "ipcreduce/operands.py", "ipcreduce/cuda/array_protocols.py"
+ARRAYS, OPERANDS, PROTOCOLS = (
+    "ipcreduce/arrays/views.py",
+    "ipcreduce/arrays/operands.py",
+    "ipcreduce/cuda/array_protocols.py",
+)
 TORCH, TENSORS = "ipcreduce/cuda/torch_runtime.py", "ipcreduce/cuda/torch_tensors.py"
-SHARED, NUMERICS = "ipcreduce/host/shared.py", "ipcreduce/numerics.py"
-KINDS = "ipcreduce/kinds.py"
+SHARED, NUMERICS = "ipcreduce/host/shared.py", "ipcreduce/dtypes.py"
+KINDS = "ipcreduce/dtypes.py"
 SWEEP = "mpirun -n 2 tests.simulated tests/gpu/sweep.py --cases 1 --largest"  # its first case is
 STRIDED_OUT, SHIFTED_OUT = f"{SWEEP} 300 --seed 1680", f"{SWEEP} 2000000 --smallest 1500000 --seed 127"
 WRONG_CALLS = "mpirun -n 2 tests.simulated tests/gpu/bad_calls.py"
@@ -57,7 +61,7 @@ MUTANTS = [
     Mutant(
         "a read-only out is written",
         OPERANDS,
-        "    if arrays.is_readonly(target):\n",
+        "    if views.is_readonly(target):\n",
         "    if False:\n",
         WRONG_CALLS,
     ),
@@ -71,7 +75,7 @@ MUTANTS = [
     Mutant(
         "an array on another GPU is taken",
         OPERANDS,
-        "    if arrays.device_of(array) != ordinal:\n",
+        "    if views.device_of(array) != ordinal:\n",
         "    if False:\n",
         "mpirun -n 2 tests.sim.scenarios arrays_of_another_device",
     ),
@@ -177,7 +181,7 @@ MUTANTS = [
     Mutant(
         "a tensor's call runs on CuPy's stream",
         OPERANDS,
-        "if stream is None and not arrays.is_cupy(array) and torch_runtime.is_tensor(array):",
+        "if stream is None and not views.is_cupy(array) and torch_runtime.is_tensor(array):",
         "if False:",
         tensors("on_torchs_stream"),
     ),
@@ -208,18 +212,18 @@ MUTANTS = [
         "ipcreduce/texts.py",
         "    return type(value).__qualname__\n",
         "    return repr(value)\n",
-        unit("kinds", "no_text_is_made_of_an_op"),
+        unit("ops", "no_text_is_made_of_an_op"),
     ),
     Mutant(
         "PyTorch's op is known by its first name",
         KINDS,
         "if op == getattr(holder, name))",
         "if True)",
-        unit("kinds", "ops_of_pytorch"),
+        unit("ops", "ops_of_pytorch"),
     ),
     Mutant(
         "a subclass of NumPy's arrays is indexed in its own way",
-        "ipcreduce/host_operands.py",
+        "ipcreduce/arrays/host_operands.py",
         "    return np.asarray(array)\n\n\ndef _as_numpy",
         "    return array\n\n\ndef _as_numpy",
         "mpirun -n 2 tests/mpi/host_worker.py memory subclasses",
@@ -321,6 +325,6 @@ MUTANTS = [
         NUMERICS,
         "_accumulate([value.astype(np.float32) for value in values], op, np.empty(out.shape, np.float32))",
         "_accumulate(values, op, out)",
-        unit("numerics", "half_types_round_once"),
+        unit("dtypes", "half_types_round_once"),
     ),
 ]

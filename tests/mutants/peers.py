@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from tests.mutants import Mutant, unit
-from tests.mutants.coordination import FOLDER, PAGE
+from tests.mutants.calls import PAGE
 
-RECORDER, MIRROR, WATCHDOG = (f"{FOLDER}/{name}.py" for name in ("flight_recorder", "mirror", "watchdog"))
-CONNECTIONS, EXCHANGE, COMPARISON = (f"{FOLDER}/{name}.py" for name in ("connections", "exchange", "comparison"))
+RECORDER, MIRROR, WATCHDOG, COMPARISON = (
+    f"ipcreduce/page/{name}.py" for name in ("flight_recorder", "mirror", "watchdog", "comparison")
+)
+CONNECTIONS, EXCHANGE = "ipcreduce/ranks/connections.py", "ipcreduce/ranks/exchange.py"
 
 MUTANTS = [
     Mutant(
@@ -54,7 +56,7 @@ MUTANTS = [
     ),
     Mutant(
         "a refusal hides an earlier call that differs",
-        f"{FOLDER}/faults.py",
+        "ipcreduce/calls/faults.py",
         "fault = _difference_before(page, call if fault is None else fault[0]) or fault",
         "pass",
         unit("control_page", "a_difference_that_nobody_has_found_comes_before_a_refused_call"),
@@ -82,7 +84,7 @@ MUTANTS = [
     ),
     Mutant(
         "a resynchronisation does not begin an era",
-        f"{FOLDER}/resynchronisation.py",
+        "ipcreduce/calls/resynchronisation.py",
         "    page.next_era()\n",
         "",
         unit("comparison", "an_era_ends_before_the_ranks_meet_and_as_the_page_is_cleared"),
@@ -210,14 +212,14 @@ MUTANTS = [
     ),
     Mutant(
         "a call that a fault has ended hides that fault",
-        f"{FOLDER}/calls.py",
+        "ipcreduce/calls/sequence.py",
         'earlier[0] < self.number + getattr(error, "ended", False)',
         "earlier[0] < self.number",
         unit("calls", "a_call_that_a_fault_has_ended_raises_that_fault"),
     ),
     Mutant(
         "whoever connects is taken for a rank",
-        f"{FOLDER}/handshake.py",
+        "ipcreduce/ranks/handshake.py",
         "        if not hmac.compare_digest(proof, ",
         "        if False and (proof, ",
         unit("mirror", "a_stranger_is_sent_away"),
@@ -254,7 +256,7 @@ MUTANTS = [
     ),
     Mutant(
         "close() waits for a rank that has gone to read its last words",
-        "ipcreduce/coordination/mirror.py",
+        "ipcreduce/page/mirror.py",
         "                peer.outgoing.clear()\n",
         "                pass\n",
         unit("mirror", "no_words_are_left_for_a_rank_that_has_gone"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants import coordination, devices, graphs, house, kernels, leaving, operands, peers
+from tests.mutants import calls, devices, graphs, house, kernels, leaving, operands, peers
 
-_MODULES = (kernels, coordination, peers, leaving, house, operands, devices, graphs)
+_MODULES = (kernels, calls, peers, leaving, house, operands, devices, graphs)
 MUTANTS = [one for module in _MODULES for one in module.MUTANTS]

@@ -26,9 +26,9 @@ import pytest
 
 import ipcreduce
 from ipcreduce import Communicator, errors
-from ipcreduce.coordination import connections
-from ipcreduce.coordination.control_page import Page
 from ipcreduce.host.segment import Segment
+from ipcreduce.page.control_page import Page
+from ipcreduce.ranks import connections
 from tests.shared import bounds, clock
 from tests.tools import machine
 

@@ -26,10 +26,10 @@ import numpy as np
 from mpi4py import MPI
 
 from ipcreduce import Communicator, errors
-from ipcreduce.coordination import connections
-from ipcreduce.coordination.control_page import Page
 from ipcreduce.cuda import compiler
 from ipcreduce.host.segment import Segment
+from ipcreduce.page.control_page import Page
+from ipcreduce.ranks import connections
 from tests.shared import bounds, clock
 from tests.shared.bounds import late, no_hang, until
 from tests.shared.by_files import ByFiles

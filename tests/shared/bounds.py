@@ -19,17 +19,17 @@ LONG = 5 * HANG  # for what the library would give up by itself: a test that rea
 
 # The library's own patience with what takes milliseconds, but for a timeout that the program has passed.
 _START_UP = {
-    "ipcreduce.coordination.connections": ("_GREET_SECONDS", "_MOST_SECONDS"),
-    "ipcreduce.ipc.startup": ("_VERIFY_SECONDS",),
+    "ipcreduce.ranks.connections": ("_GREET_SECONDS", "_MOST_SECONDS"),
+    "ipcreduce.ipc.peers": ("_VERIFY_SECONDS",),
 }
 _PATIENCE = _START_UP | {
     "ipcreduce.communicator": ("_CLOSE_SECONDS",),
-    "ipcreduce.lifetime": ("CLOSE_SECONDS",),
-    "ipcreduce.device.engine": ("_END_CALLS_SECONDS", "_GIVE_UP_SECONDS"),
+    "ipcreduce.process": ("CLOSE_SECONDS",),
+    "ipcreduce.device.backend": ("_END_CALLS_SECONDS", "_GIVE_UP_SECONDS"),
     "ipcreduce.device.deferred_free": ("_RECLAIM_SECONDS", "_CALL_SECONDS"),
-    "ipcreduce.coordination.control_page": ("_RECORD_SECONDS",),
-    "ipcreduce.coordination.calls": ("_PATIENCE_SECONDS",),
-    "ipcreduce.coordination.watchdog": ("_JOIN_SECONDS", "_LAST_WORDS_SECONDS"),
+    "ipcreduce.page.control_page": ("_RECORD_SECONDS",),
+    "ipcreduce.calls.sequence": ("_PATIENCE_SECONDS",),
+    "ipcreduce.page.watchdog": ("_JOIN_SECONDS", "_LAST_WORDS_SECONDS"),
     "ipcreduce.nccl.guard": ("_LAST_TURN_SECONDS",),
 }
 _shipped: dict[tuple[str, str], float] = {}

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from ipcreduce import PeerFailedError
-from ipcreduce.coordination import exchange
+from ipcreduce.ranks import exchange
 
 _turn = Path()  # a file that the victim makes, when it leaves in this turn
 KINDS = (MemoryError, KeyboardInterrupt, RuntimeWarning, LookupError)

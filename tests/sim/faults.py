@@ -53,25 +53,25 @@ class Fault:
 FAULTS = [
     Fault(
         "the half never alternates",
-        "exchange.cuh",
+        "packets.cuh",
         "return epoch.number & 1 ? args.half_bytes : 0;",
         "return 0;",
         ("value", "timeout"),
         [ONE_SHOT],
     ),
     Fault(
-        "no wait: receive_packets returns at once", "exchange.cuh", "if (!any(waiting)) return;", "return;", ("value",)
+        "no wait: receive_packets returns at once", "packets.cuh", "if (!any(waiting)) return;", "return;", ("value",)
     ),
     Fault(
         "the sentinel is not restored in slots",
-        "exchange.cuh",
+        "packets.cuh",
         "store_packet_weak(at + row_offset(i, stride), empty, active);",
         "",
         ("value", "not at rest"),
     ),
     Fault(
         "the sentinel is not restored in escape packets",
-        "exchange.cuh",
+        "packets.cuh",
         "empty, active && index % 32 == 0",
         "empty, false",
         ("value", "not at rest", "timeout"),
@@ -79,35 +79,35 @@ FAULTS = [
     ),
     Fault(
         "the epoch does not advance",
-        "exchange.cuh",
+        "packets.cuh",
         "store_u32_relaxed_gpu(args.epochs + 8 * j, epoch.number + 1)",
         "store_u32_relaxed_gpu(args.epochs + 8 * j, epoch.number)",
         ("value", "timeout", "not at rest"),
     ),
     Fault(
         "the epoch stays at its largest value",
-        "exchange.cuh",
+        "packets.cuh",
         "store_u32_relaxed_gpu(args.epochs + 8 * j, epoch.number + 1)",
         "store_u32_relaxed_gpu(args.epochs + 8 * j, epoch.number + 1 ? epoch.number + 1 : epoch.number)",
         ("value", "timeout", "not at rest"),
     ),
     Fault(
         "a block advances its own epoch only",
-        "exchange.cuh",
+        "packets.cuh",
         "store_u32_relaxed_gpu(args.epochs + 8 * j, epoch.number + 1)",
         "if (j < blocks_in_grid()) store_u32_relaxed_gpu(args.epochs + 8 * j, epoch.number + 1)",
         ("value", "timeout", "not at rest"),
     ),
     Fault(
         "no barrier before the epoch advances",
-        "exchange.cuh",
+        "packets.cuh",
         "  sync_block();\n",
         "",
         ("value", "timeout", "not at rest"),
     ),
     Fault(
         "no barrier before the sentinel is restored in escape packets",
-        "exchange.cuh",
+        "packets.cuh",
         "sync_warp();  // other",
         "// other",
         (TSAN,),
@@ -117,7 +117,7 @@ FAULTS = [
     Fault("a packet's load does not acquire", "sync.cuh", "__ATOMIC_ACQUIRE", "__ATOMIC_RELAXED", (TSAN,)),
     Fault(
         "one sentinel word for split packets",
-        "exchange.cuh",
+        "packets.cuh",
         "(kWholePackets || p.word[1] != kSentinel)",
         "true",
         ("value",),
@@ -133,7 +133,7 @@ FAULTS = [
     ),
     Fault(
         "only the first of a thread's columns is waited for",
-        "exchange.cuh",
+        "packets.cuh",
         "      all &= has_arrived(",
         "      all &= d > 0 || has_arrived(",
         ("value",),
@@ -150,7 +150,7 @@ FAULTS = [
     ),
     Fault(
         "a NaN equal to the sentinel is sent unchanged",
-        "exchange.cuh",
+        "packets.cuh",
         "if (p.word[3] == kSentinel) p.word[3] = kReplacementNan;",
         "",
         ("timeout",),
@@ -179,7 +179,7 @@ FAULTS = [
     ),
     Fault(
         "integers equal to the sentinel are sent unchanged",
-        "exchange.cuh",
+        "packets.cuh",
         "if (p.word[3] == kSentinel) p.word[3] = 0;",
         "",
         ("timeout",),
@@ -187,7 +187,7 @@ FAULTS = [
     ),
     Fault(
         "escape packets are not waited for",
-        "exchange.cuh",
+        "packets.cuh",
         "last[d][rank] != kSentinel",
         "true",
         ("value", "not at rest"),
@@ -196,7 +196,7 @@ FAULTS = [
     ),
     Fault(
         "every lane reads the escape word of the first 16 lanes",
-        "exchange.cuh",
+        "packets.cuh",
         "+ lane / 16 * 4",
         "",
         ("value",),
@@ -204,14 +204,14 @@ FAULTS = [
     ),
     Fault(
         "lanes without a packet poll another warp's packet",
-        "exchange.cuh",
+        "packets.cuh",
         "index : index - lane;",
         "index : 0;",
         (TSAN,),
     ),
     Fault(
         "escaped integers are not restored",
-        "exchange.cuh",
+        "packets.cuh",
         "if (last[d][rank] >> lane % 16 & 1) v[d][rank].word[3] = kSentinel;",
         "",
         ("value",),
@@ -226,7 +226,7 @@ FAULTS = [
     ),
     Fault(
         "the abort word is not read",
-        "exchange.cuh",
+        "packets.cuh",
         "if (load_u32_relaxed_sys(args.abort))",
         "if (false)",
         ("hang",),
@@ -234,7 +234,7 @@ FAULTS = [
     ),
     Fault(
         "the deadline is not checked",
-        "exchange.cuh",
+        "packets.cuh",
         "now - started > args.timeout_ns",
         "false",
         ("hang",),
@@ -260,7 +260,7 @@ FAULTS = [
     ),
     Fault(
         "kernels queued behind an abandoned one send all the same",
-        "exchange.cuh",
+        "packets.cuh",
         "slot >> 32 == 0",
         "true",
         ("value",),
@@ -268,7 +268,7 @@ FAULTS = [
     ),
     Fault(
         "only the block that abandoned its wait knows it",
-        "exchange.cuh",
+        "packets.cuh",
         "for (u32 j = 0; j < kEpochSlots; ++j) store_u32_relaxed_gpu(epochs + 8 * j + 4, 1);",
         "",
         ("value",),
@@ -276,7 +276,7 @@ FAULTS = [
     ),
     Fault(
         "the absent rank is not named",
-        "exchange.cuh",
+        "packets.cuh",
         "store_u32_relaxed_sys(args.missing, load_u32_relaxed_sys(args.missing) | missing);",
         "",
         ("verdict",),
@@ -284,7 +284,7 @@ FAULTS = [
     ),
     Fault(
         "packets go to the row of another rank",
-        "exchange.cuh",
+        "packets.cuh",
         "return row_offset(kRanks - i, stride);",
         "return row_offset(i, stride);",
         ("value", "timeout", "unequal bits"),
@@ -307,7 +307,7 @@ FAULTS = [
     ),
     Fault(
         "the sentinel is not restored in flags",
-        "exchange.cuh",
+        "packets.cuh",
         "    store_packet_weak(at + row_offset(i, stride), {{kSentinel, kSentinel, kSentinel, kSentinel}}, true);",
         "    ;",
         ("value", "not at rest"),

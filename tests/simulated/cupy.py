@@ -1,4 +1,4 @@
-"""Stands for CuPy: as much of it as ``ipcreduce.arrays`` and the tests use, over simulated memory.
+"""Stands for CuPy: as much of it as ``ipcreduce.arrays.views`` and the tests use, over simulated memory.
 
 Device memory can be reached from the host here, so an array keeps a NumPy view of its memory for its geometry and its
 arithmetic; the view's contents are touched only by work on a stream.

@@ -38,7 +38,7 @@ enum Finding { kValue = 3, kCanary, kTimeout, kUnequal, kNotAtRest, kHang, kVerd
   _exit(finding);
 }
 
-struct Args {  // as in exchange.cuh: tests/unit/test_kernel_layout.py compares them
+struct Args {  // as in packets.cuh: tests/unit/test_kernel_layout.py compares them
   u64 in, out, bytes, peers[8], half_bytes, epochs, abort, missing, timeout_ns, outs[8];
 };
 

@@ -19,7 +19,7 @@ import cupy
 import ml_dtypes
 import numpy as np
 
-from ipcreduce.numerics import DTYPES
+from ipcreduce.dtypes import DTYPES
 from tests.simulated import machine_streams
 
 _state = threading.local()

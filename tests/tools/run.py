@@ -31,7 +31,7 @@ QUICK_PROGRAMS = (
 )
 NO_CUDA = ({"docs"}, {"release"})  # the extras of those targets that need neither CUDA nor MPI
 # Their branches are reached on a GPU only: they are counted apart.
-GPU_MODULES = "ipcreduce/cuda/driver.py,ipcreduce/cuda/streams.py,ipcreduce/arrays.py"
+GPU_MODULES = "ipcreduce/cuda/driver.py,ipcreduce/cuda/streams.py,ipcreduce/arrays/views.py"
 # One of each, for the generation of CUDA that is asked for.
 TEST_EXTRAS = {12: "test-cuda12", 13: "test"}
 CUDA_EXTRAS = {12: "cuda12", 13: "cuda13"}
@@ -165,7 +165,7 @@ def sass(python: str) -> int:
 
 def engines(python: str) -> int:
     os.environ["TEST_ENGINES"] = "1"
-    return run(python, "-m", "pytest", "-q", "-rP", "tests/unit/test_engine_contracts.py", check=False)
+    return run(python, "-m", "pytest", "-q", "-rP", "tests/unit/test_serving_contracts.py", check=False)
 
 
 def check(python: str) -> int:

@@ -20,8 +20,8 @@ from typing import Any
 
 from ipcreduce.cuda import compiler
 from ipcreduce.device.devices import MIN_CAPABILITY
+from ipcreduce.dtypes import DTYPE_NAMES, OPS
 from ipcreduce.errors import IpcReduceError
-from ipcreduce.numerics import DTYPE_NAMES, OPS
 
 KERNELS = ("one_shot", "two_shot", "direct")  # those of every dtype and op; verify and limit have none
 Case = tuple[str, dict[str, str]]  # a kernel and its macros
@@ -56,7 +56,7 @@ def accesses(cubin: bytes) -> tuple[Counter[int], Counter[int]]:
 def problems(kernel: str, macros: dict[str, str], cubin: bytes) -> list[str]:
     """Deviations from code in which every packet is a single access of 128 bits; empty if there are none.
 
-    By sync.cuh and exchange.cuh, all other accesses of system scope are 32-bit words: two loads and three stores in
+    By sync.cuh and packets.cuh, all other accesses of system scope are 32-bit words: two loads and three stores in
     check_wait, and with each packet of integers the sentinel words of its escape packet. Of the flags of direct.cu and
     limit.cu only the sentinel words are used, so a compiler may narrow the loads of some or all flags to them.
     """

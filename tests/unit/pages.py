@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ipcreduce.coordination import shared_files, watchdog
-from ipcreduce.coordination.control_page import Page
-from ipcreduce.coordination.mirror import Mirror
+from ipcreduce.page import shared_files, watchdog
+from ipcreduce.page.control_page import Page
+from ipcreduce.page.mirror import Mirror
 
 
 def make_pages(n: int) -> list[Page]:

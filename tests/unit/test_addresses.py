@@ -17,11 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipcreduce import arrays
+from ipcreduce.arrays import views
 from ipcreduce.cuda import cupy_runtime
 from ipcreduce.errors import AddressChangedError, ArgumentError
-from ipcreduce.graphs import addresses
-from ipcreduce.graphs.addresses import LIMIT, SHOWN, AddressCheck, collect_addresses
+from ipcreduce.graphs import address_check
+from ipcreduce.graphs.address_check import SHOWN, AddressCheck
+from ipcreduce.graphs.addresses import LIMIT, collect_addresses
 
 
 class Array:
@@ -295,7 +296,7 @@ def test_a_deep_nest():
     made = check(nest)
     made.verify([("x", nest)])
     error = difference(made, deep(B))
-    assert error.changed == {f"x{path}": (arrays.locate(A), arrays.locate(B))}
+    assert error.changed == {f"x{path}": (views.locate(A), views.locate(B))}
     assert len(str(error)) < 500
 
 
@@ -404,7 +405,7 @@ def test_differences_are_named():
     error = caught.value
     assert error.missing == ("args[0][1]",)
     assert error.added == ("attn_metadata.x",)
-    assert error.changed == {"args[0][0]": (arrays.locate(A), arrays.locate(D))}
+    assert error.changed == {"args[0][0]": (views.locate(A), views.locate(D))}
     assert "args[0][0]: 0x1000 -> 0x4000" in str(error)
     assert "missing args[0][1]" in str(error)
     assert "added   attn_metadata.x" in str(error)
@@ -421,14 +422,14 @@ def test_differences_are_named():
 )
 def test_all_of_an_array_is_compared(attribute: str, value: Any, text: str):
     array = Array(0x1000)
-    made, before = check(array), arrays.locate(array)
+    made, before = check(array), views.locate(array)
     array.strides = (12, 4)  # as it is without
     made.verify([("x", array)])
     if attribute != "strides":
         array.strides = None
     setattr(array, attribute, value)
     error = difference(made, array)
-    assert error.changed == {"x": (before, arrays.locate(array))}
+    assert error.changed == {"x": (before, views.locate(array))}
     assert (error.missing, error.added) == ((), ())
     assert re.search(text + "$", str(error))
 
@@ -467,7 +468,7 @@ def test_other_keys_for_the_same_arrays():
 def test_other_containers_are_walked_once(monkeypatch: pytest.MonkeyPatch):
     made, other = check({"a": A, "b": B}), {"b": B, "a": A}
     made.verify([("x", other)])
-    monkeypatch.setattr(addresses, "_Walk", forbidden)
+    monkeypatch.setattr(address_check, "Walk", forbidden)
     made.verify([("x", other)])
     with pytest.raises(Forbidden):
         made.verify([("x", {"a": A, "b": B})])
@@ -613,7 +614,7 @@ def build(nodes: list[Node]) -> list[Any]:
 
 
 def located(found: dict[str, Array]) -> dict[str, Any]:
-    return {path: arrays.locate(array) for path, array in found.items()}
+    return {path: views.locate(array) for path, array in found.items()}
 
 
 @settings(max_examples=400, deadline=None)

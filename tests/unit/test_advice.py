@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce import arrays, texts
-from ipcreduce.coordination import groups
+from ipcreduce import texts
+from ipcreduce.arrays import views
 from ipcreduce.errors import ArgumentError
-from ipcreduce.graphs import context, inputs
-from ipcreduce.ipc.options import Options, workspace_bytes
+from ipcreduce.graphs import address_check, forward_context
+from ipcreduce.options import Options, workspace_bytes
+from ipcreduce.ranks import groups
 
 
 class Unreadable:
@@ -66,7 +67,7 @@ def test_a_value_is_shown_in_few_words(value: Any, text: str):
 )
 def test_what_is_no_array(value: Any, words: str):
     with pytest.raises(ArgumentError) as caught:
-        arrays.is_device(value)
+        views.is_device(value)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -75,7 +76,7 @@ def test_what_is_no_array(value: Any, words: str):
 @pytest.mark.parametrize(
     "check",
     [
-        context.check_mode, inputs.check_word, groups.of, workspace_bytes,
+        forward_context.check_mode, address_check.check_word, groups.of, workspace_bytes,
         lambda wrong: Options.of(wrong, 1.0, None), lambda wrong: Options.of(None, wrong, None),
         lambda wrong: Options.of(None, 1.0, wrong), lambda wrong: Options.of(None, 1.0, None, wrong),
     ],

@@ -19,20 +19,19 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 # A module imports none of a later layer. The longest prefix of its name counts.
-_FIRST = "errors", "handles", "annotations", "numerics", "texts", "advice", "kinds", "lifetime"
+_FIRST = "errors", "types", "dtypes", "texts", "advice", "process"
 LAYERS = (
     ("ipcreduce.clock",),
     tuple(f"ipcreduce.{name}" for name in _FIRST),
-    ("ipcreduce.coordination", "ipcreduce.cuda"),
-    ("ipcreduce.arrays",),
-    ("ipcreduce.operands", "ipcreduce.host_operands"),
+    ("ipcreduce.ranks", "ipcreduce.page", "ipcreduce.calls.fingerprint", "ipcreduce.cuda"),
+    ("ipcreduce.calls", "ipcreduce.arrays"),
     ("ipcreduce.device",),
-    ("ipcreduce.ipc", "ipcreduce.nccl", "ipcreduce.host"),
+    ("ipcreduce.options", "ipcreduce.ipc", "ipcreduce.nccl", "ipcreduce.host"),
     ("ipcreduce.graphs",),
     ("ipcreduce.startup", "ipcreduce.communicator"),
     ("ipcreduce.default",),
     ("ipcreduce",),
-    ("ipcreduce.cli", "ipcreduce.__main__", "ipcreduce.bench", "ipcreduce.torch", "ipcreduce.engines"),
+    ("ipcreduce.cli", "ipcreduce.__main__", "ipcreduce.bench", "ipcreduce.torch", "ipcreduce.serving"),
 )
 LONGEST = 400
 
@@ -74,19 +73,17 @@ def is_in(name: str, package: str) -> bool:
 
 def test_every_import_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The tests below see through relative imports, and find those for types and within functions too."""
-    assert {"ipcreduce.cuda.driver", "ipcreduce.errors", "ipcreduce.coordination.exchange"} <= own(
-        "ipcreduce.ipc.startup"
-    )
+    assert {"ipcreduce.cuda.driver", "ipcreduce.errors", "ipcreduce.ranks.exchange"} <= own("ipcreduce.ipc.peers")
     assert "cupy" in set(imports("ipcreduce.cuda.cupy_runtime"))
     assert "cuda.bindings.driver" in set(imports("ipcreduce.cuda.driver"))
     (tmp_path / "one.py").write_text(
         "import numpy, json as j\n"
         "if TYPE_CHECKING:\n    from ..cuda import driver\n"
-        "def f():\n    from . import plan\n    from .. import lifetime\n    from ..errors import report\n"
+        "def f():\n    from . import plan\n    from .. import process\n    from ..errors import report\n"
     )
     monkeypatch.setitem(MODULES, "ipcreduce.ipc.one", tmp_path / "one.py")
     assert own("ipcreduce.ipc.one") == {
-        "ipcreduce.cuda.driver", "ipcreduce.ipc.plan", "ipcreduce.lifetime", "ipcreduce.errors"
+        "ipcreduce.cuda.driver", "ipcreduce.ipc.plan", "ipcreduce.process", "ipcreduce.errors"
     }  # fmt: skip
     assert {"numpy", "json"} <= set(imports("ipcreduce.ipc.one"))
 
@@ -96,9 +93,8 @@ def test_the_longest_prefix_counts():
         "clock",
         "errors",
         "cuda.graph",
-        "arrays",
-        "operands",
-        "device.engine",
+        "calls.sequence",
+        "device.backend",
         "host.reducer",
         "graphs.graph",
         "communicator",
@@ -125,9 +121,10 @@ def test_no_import_goes_round():
     assert not graph, f"these import each other: {sorted(graph)}"
 
 
-def test_coordination_knows_nothing_of_cuda():
+def test_the_ranks_among_themselves_know_nothing_of_cuda():
     """Any backend can have it."""
-    taken = {imported for name in MODULES if is_in(name, "ipcreduce.coordination") for imported in imports(name)}
+    folders = "ipcreduce.ranks", "ipcreduce.page", "ipcreduce.calls"
+    taken = {imported for name in MODULES for folder in folders if is_in(name, folder) for imported in imports(name)}
     assert "ipcreduce.errors.report" in taken
     assert not {one for one in taken for library in ("ipcreduce.cuda", "cupy", "cuda") if is_in(one, library)}
 
@@ -144,8 +141,8 @@ def test_direct_has_one_seam():
 
 
 def test_nothing_imports_the_guests():
-    """Programs import ipcreduce.torch, and the engines' entry points ipcreduce.engines."""
-    for guest in ("ipcreduce.torch", "ipcreduce.engines"):
+    """Programs import ipcreduce.torch, and the entry points of vLLM and SGLang ipcreduce.serving."""
+    for guest in ("ipcreduce.torch", "ipcreduce.serving"):
         inside = {name for name in MODULES if is_in(name, guest)}
         assert inside
         assert not {name for name in MODULES.keys() - inside if own(name) & inside}
@@ -157,9 +154,9 @@ def test_nothing_imports_the_guests():
         ("cuda.bindings", {"ipcreduce.cuda.driver"}),
         ("cuda.core", {"ipcreduce.cuda.compiler"}),
         ("cupy", {"ipcreduce.cuda.cupy_runtime"}),
-        ("torch", {"ipcreduce.bench.contenders", "ipcreduce.torch", "ipcreduce.engines.seat"}),
-        ("vllm", {"ipcreduce.engines"}),
-        ("sglang", {"ipcreduce.engines"}),
+        ("torch", {"ipcreduce.bench.contenders", "ipcreduce.torch", "ipcreduce.serving.seat"}),
+        ("vllm", {"ipcreduce.serving"}),
+        ("sglang", {"ipcreduce.serving"}),
         ("nccl", {"ipcreduce.nccl.library"}),
         ("matplotlib", {"ipcreduce.bench.report"}),
     ],

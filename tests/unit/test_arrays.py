@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce import arrays
+from ipcreduce.arrays import views
 from ipcreduce.cuda import cupy_runtime, torch_runtime, torch_tensors
 from ipcreduce.errors import ArgumentError, UnsupportedError
 from tests.shared.capsules import capsule_of
@@ -35,29 +35,29 @@ class ByDlpack:
 
 
 def test_where_an_array_lies():
-    assert not arrays.is_device(np.ones(3))
-    assert arrays.is_device(OnDevice())
-    assert arrays.is_device(ByDlpack(2))  # kDLCUDA
-    assert arrays.is_device(ByDlpack(13))  # kDLCUDAManaged
+    assert not views.is_device(np.ones(3))
+    assert views.is_device(OnDevice())
+    assert views.is_device(ByDlpack(2))  # kDLCUDA
+    assert views.is_device(ByDlpack(13))  # kDLCUDAManaged
     for device_type in (1, 3, 11):  # the host, pinned by CUDA, by ROCm
-        assert not arrays.is_device(ByDlpack(device_type))
+        assert not views.is_device(ByDlpack(device_type))
     for device_type in (7, 10):  # Vulkan, ROCm
         with pytest.raises(ArgumentError, match=f"ByDlpack on DLPack device type {device_type}.*Move it to the GPU"):
-            arrays.is_device(ByDlpack(device_type))
+            views.is_device(ByDlpack(device_type))
     carrier = types.SimpleNamespace(__cuda_array_interface__=OnDevice.__cuda_array_interface__)
-    assert arrays.is_device(carrier)
+    assert views.is_device(carrier)
     carrier = types.SimpleNamespace(__dlpack__=ByDlpack(2).__dlpack__, __dlpack_device__=ByDlpack(2).__dlpack_device__)
-    assert arrays.is_device(carrier)
+    assert views.is_device(carrier)
     carrier.__dlpack_device__ = ByDlpack(1).__dlpack_device__
-    assert not arrays.is_device(carrier)
+    assert not views.is_device(carrier)
     carrier.__dlpack_device__ = ByDlpack(10).__dlpack_device__
     with pytest.raises(ArgumentError, match=r"SimpleNamespace on DLPack device type 10.*Move it to the GPU"):
-        arrays.is_device(carrier)
+        views.is_device(carrier)
     for number in (True, 3, 3.0, 3j, np.float32(3), np.bool_(True)):
-        assert not arrays.is_device(number)
+        assert not views.is_device(number)
     for wrong in ([1.0], None, "text", {}, memoryview(b"1234"), OnDevice, ByDlpack, np.ndarray):
         with pytest.raises(ArgumentError, match="array must be a NumPy array, a number, or an array with"):
-            arrays.is_device(wrong)
+            views.is_device(wrong)
 
 
 class Tensor:
@@ -111,7 +111,7 @@ def test_elements_that_share_memory():
                 for places in itertools.product(*map(range, shape))
                 for byte in range(itemsize)
             ]
-            assert arrays.has_shared_elements(array) == (len({*used}) < len(used)), (itemsize, shape, strides)
+            assert views.has_shared_elements(array) == (len({*used}) < len(used)), (itemsize, shape, strides)
 
 
 def test_large_arrays_are_not_looked_at_element_by_element():
@@ -123,16 +123,16 @@ def test_large_arrays_are_not_looked_at_element_by_element():
         ((1 << 40, 1 << 10), (1 << 12, 4), False),
     ):
         array = views.as_strided(base, shape, strides)
-        assert arrays.has_shared_elements(array) == shared
+        assert views.has_shared_elements(array) == shared
 
 
 def test_the_location_by_interface():
-    assert arrays.locate(OnDevice()) == (0x900, (3,), "float32", (4,))
-    assert arrays.locate(Tensor(interface((2, 3), "<f2"))) == (0x1000, (2, 3), "float16", (6, 2))
-    assert arrays.locate(Tensor(interface((2, 3), "<f8", (8, 16)))) == (0x1000, (2, 3), "float64", (8, 16))
-    assert arrays.locate(Tensor(interface((), "<i4"))) == (0x1000, (), "int32", ())
-    assert arrays.locate(Tensor(interface((4,), "<V2"))) == (0x1000, (4,), "bfloat16", (2,))
-    assert arrays.locate(Tensor(interface((4,), "|b1"))) == (0x1000, (4,), "bool", (1,))
+    assert views.locate(OnDevice()) == (0x900, (3,), "float32", (4,))
+    assert views.locate(Tensor(interface((2, 3), "<f2"))) == (0x1000, (2, 3), "float16", (6, 2))
+    assert views.locate(Tensor(interface((2, 3), "<f8", (8, 16)))) == (0x1000, (2, 3), "float64", (8, 16))
+    assert views.locate(Tensor(interface((), "<i4"))) == (0x1000, (), "int32", ())
+    assert views.locate(Tensor(interface((4,), "<V2"))) == (0x1000, (4,), "bfloat16", (2,))
+    assert views.locate(Tensor(interface((4,), "|b1"))) == (0x1000, (4,), "bool", (1,))
 
 
 @pytest.mark.parametrize("dtype", ["i1", "i8", "u2", "f2", "f4", "f8", "c8", "?"])
@@ -140,9 +140,9 @@ def test_the_location_by_dlpack(dtype: str):
     base = np.zeros((6, 8), dtype)
     for array in (base, base[1:, 2:], base[:, ::-2].T, base[2, 3:4].reshape(()), base[:0]):
         expected = array.ctypes.data, array.shape, array.dtype.name, array.strides
-        assert arrays.locate(Exported(array)) == expected
-        assert arrays.locate(Exported(array, 13)) == expected  # kDLCUDAManaged
-        assert arrays.locate(Exported(array, 1)) is None
+        assert views.locate(Exported(array)) == expected
+        assert views.locate(Exported(array, 13)) == expected  # kDLCUDAManaged
+        assert views.locate(Exported(array, 1)) is None
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_dlpack_with_an_offset_and_no_strides(code: int, bits: int, name: str):
     new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
     capsule = new(("PyCapsule_New", ctypes.pythonapi))(ctypes.addressof(tensor), b"dltensor", None)
     size = bits // 8
-    assert arrays.locate(Tensor(KeyError(), capsule)) == (0x1020, (2, 3), name, (3 * size, size))
+    assert views.locate(Tensor(KeyError(), capsule)) == (0x1020, (2, 3), name, (3 * size, size))
 
 
 class Producer:
@@ -193,15 +193,15 @@ def test_an_address_of_0_is_refused(versions: bool, monkeypatch: pytest.MonkeyPa
         types.SimpleNamespace(__cuda_array_interface__=interface((1,), "<f2") | {"data": (0, True)}),
     ):  # fmt: skip
         with pytest.raises(ArgumentError, match=f"the {type(nothing).__name__} {NOTHING}"):
-            arrays.locate(nothing)
+            views.locate(nothing)
     for fine in (Producer(versions, address=0, shape=(3, 0)), Tensor(interface((0,), "<f2") | {"data": (0, False)})):
-        place = arrays.locate(fine)
+        place = views.locate(fine)
         assert place is not None
         assert place[0] == 0
     for shape in ((6,), ()):
         with pytest.raises(ArgumentError, match=f"the Producer {NOTHING}"):
-            arrays.host_view(Producer(versions, address=0, shape=shape, device=1))
-    assert arrays.host_view(Producer(versions, address=0, shape=(2, 0), device=1)).shape == (2, 0)
+            views.host_view(Producer(versions, address=0, shape=shape, device=1))
+    assert views.host_view(Producer(versions, address=0, shape=(2, 0), device=1)).shape == (2, 0)
 
     class Array:
         def __init__(self, address: int, size: int) -> None:
@@ -209,7 +209,7 @@ def test_an_address_of_0_is_refused(versions: bool, monkeypatch: pytest.MonkeyPa
             self.dtype, self.strides = np.dtype("f4"), (4,)
 
     monkeypatch.setattr(cupy_runtime, "cupy", types.SimpleNamespace(ndarray=Array))
-    for read in (arrays.locate, lambda array: arrays.view(array, 0)):
+    for read in (views.locate, lambda array: views.view(array, 0)):
         with pytest.raises(ArgumentError, match=f"Array {NOTHING}"):
             read(Array(0, 1))
         read(Array(0, 0))
@@ -221,48 +221,48 @@ def test_what_says_that_it_may_be_written():
     for kind, of_version_1, before in ((Producer, True, False), (OfTorch, True, True), (BesideTorch, True, False)):
         for flags, writable in ((0, of_version_1), (1, False), (2, False), (3, False), (4, True), (None, before)):
             made = kind(flags is not None, flags=flags)
-            assert arrays.is_readonly(made) != writable, (kind, flags)
+            assert views.is_readonly(made) != writable, (kind, flags)
             memory = np.zeros(6, np.float32)
-            view = arrays.host_view(
+            view = views.host_view(
                 kind(flags is not None, flags=flags, device=1, address=memory.ctypes.data, shape=(6,))
             )
             assert view.flags.writeable == writable, (kind, flags)
             assert np.shares_memory(view, memory)
             made.__cuda_array_interface__ = interface((3,), "<f4")
-            assert not arrays.is_readonly(made)
+            assert not views.is_readonly(made)
             made.__cuda_array_interface__ |= {"data": (0x1000, True)}
-            assert arrays.is_readonly(made)
+            assert views.is_readonly(made)
 
     class NoTypestr(Producer):
         @property
         def __cuda_array_interface__(self) -> Any:
             raise RuntimeError("not for bfloat16")
 
-    assert not arrays.is_readonly(NoTypestr())
-    assert arrays.is_readonly(NoTypestr(flags=1))
-    assert arrays.is_readonly(Producer(major=2))
-    assert arrays.is_readonly(ByDlpack(2))
+    assert not views.is_readonly(NoTypestr())
+    assert views.is_readonly(NoTypestr(flags=1))
+    assert views.is_readonly(Producer(major=2))
+    assert views.is_readonly(ByDlpack(2))
 
 
 def test_the_location_by_a_capsule_of_version_1():
-    assert arrays.locate(Producer()) == (0x1000, (2, 3), "float32", (12, 4))
-    assert arrays.locate(Producer(flags=1)) == (0x1000, (2, 3), "float32", (12, 4))
-    for read in (arrays.locate, arrays.host_view):
+    assert views.locate(Producer()) == (0x1000, (2, 3), "float32", (12, 4))
+    assert views.locate(Producer(flags=1)) == (0x1000, (2, 3), "float32", (12, 4))
+    for read in (views.locate, views.host_view):
         with pytest.raises(ArgumentError, match=r"its capsule is of DLPack 2\.0, and 1 is understood"):
-            read(Producer(major=2, device=2 if read is arrays.locate else 1))
+            read(Producer(major=2, device=2 if read is views.locate else 1))
 
 
 def test_the_location_by_dlpack_when_the_interface_fails():
     array = np.arange(3.0)
-    assert arrays.locate(Tensor(KeyError("float8"), array.__dlpack__())) == arrays.locate(Exported(array))
+    assert views.locate(Tensor(KeyError("float8"), array.__dlpack__())) == views.locate(Exported(array))
     with pytest.raises(ArgumentError, match="Tensor does not give its address: requires grad"):
-        arrays.locate(Tensor(RuntimeError("no")))
+        views.locate(Tensor(RuntimeError("no")))
 
 
 def test_what_has_no_location():
-    assert arrays.locate(Tensor(AttributeError("on the host"), np.ones(1).__dlpack__())) is None
+    assert views.locate(Tensor(AttributeError("on the host"), np.ones(1).__dlpack__())) is None
     for wrong in (np.ones(3), np.float32(3), [OnDevice()], None, "text", OnDevice, memoryview(b"1")):
-        assert arrays.locate(wrong) is None
+        assert views.locate(wrong) is None
 
 
 def test_the_location_of_an_object_that_carries_its_interface():
@@ -276,10 +276,10 @@ def test_the_location_of_an_object_that_carries_its_interface():
     class OfNumpy(np.ndarray):
         pass
 
-    assert arrays.locate(Instance()) == (0x1000, (1,), "float32", (4,))
+    assert views.locate(Instance()) == (0x1000, (1,), "float32", (4,))
     host = np.ones(3).view(OfNumpy)
     host.__cuda_array_interface__ = interface((1,), "<f4")
-    assert arrays.locate(host) is None
+    assert views.locate(host) is None
 
 
 def test_tensors_are_known_without_an_import(monkeypatch: pytest.MonkeyPatch):
@@ -308,7 +308,7 @@ def test_tensors_are_known_without_an_import(monkeypatch: pytest.MonkeyPatch):
     ):  # fmt: skip
         assert words in torch_tensors.problem(tensor)
         with pytest.raises(ArgumentError, match=f"out must be .*{words}"):
-            arrays.is_device(tensor, "out")
+            views.is_device(tensor, "out")
     assert torch_tensors.problem(Tensor()) == ""
     torch.is_grad_enabled = lambda: False
     assert torch_tensors.problem(Tensor(requires_grad=True)) == ""
@@ -342,9 +342,9 @@ def test_the_location_of_a_cupy_array(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(cupy_runtime, "cupy", None)
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(ndarray=Array))  # by the user, not by us
-    assert arrays.locate(Array()) == (0x1000, (2, 2), "float16", (4, 2))
+    assert views.locate(Array()) == (0x1000, (2, 2), "float16", (4, 2))
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert arrays.locate(OnDevice()) == (0x900, (3,), "float32", (4,))
+    assert views.locate(OnDevice()) == (0x900, (3,), "float32", (4,))
 
 
 def test_cupy_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch):
@@ -354,8 +354,8 @@ def test_cupy_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch):
         cupy_runtime.load,
         cupy_runtime.current_device,
         cupy_runtime.stream_of,
-        lambda: arrays.view(OnDevice(), 0),
-        lambda: arrays.empty((3,), np.dtype("f4"), 0, 0),
+        lambda: views.view(OnDevice(), 0),
+        lambda: views.empty((3,), np.dtype("f4"), 0, 0),
     ):
         with pytest.raises(UnsupportedError, match=r"CuPy is not installed .*pip install 'ipcreduce\[cuda13\]'"):
             call()
@@ -414,5 +414,5 @@ def test_streams_of_every_kind(monkeypatch: pytest.MonkeyPatch):
 )
 def test_the_bytes_that_an_array_touches(make: Any):
     array = make(np.zeros((6, 8), np.float32)[1:].reshape(5, 8))
-    low, past = arrays.extent(array)
+    low, past = views.extent(array)
     assert (low, past) == np.lib.array_utils.byte_bounds(array) or (array.size == 0 and low == past)

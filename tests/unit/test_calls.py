@@ -1,4 +1,4 @@
-"""The life of a call: every edge of the state table in CallSequence's docstring, over a real page and a fake engine."""
+"""The life of a call: each edge of the state table in CallSequence's docstring, over a real page and a fake backend."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
-from ipcreduce.coordination import control_page, page_layout, resynchronisation, turns
-from ipcreduce.coordination.calls import CallSequence
-from ipcreduce.coordination.control_page import Page
-from ipcreduce.coordination.fingerprint import Fingerprint, of_allreduce
+from ipcreduce.calls import resynchronisation, turns
+from ipcreduce.calls.fingerprint import Fingerprint, of_allreduce
+from ipcreduce.calls.sequence import CallSequence
 from ipcreduce.cuda import cupy_runtime
 from ipcreduce.device.fast_path import FastPath, Ready
 from ipcreduce.errors import (
@@ -31,6 +30,8 @@ from ipcreduce.errors import (
     RankMismatchError,
     UnsupportedError,
 )
+from ipcreduce.page import control_page, layout
+from ipcreduce.page.control_page import Page
 from tests.shared import bounds, clock
 from tests.shared.bounds import HANG
 from tests.unit.pages import in_threads, make_mirrored, make_pages
@@ -48,7 +49,7 @@ def walks(*edges: str) -> Callable[[Any], Any]:
     return lambda test: test
 
 
-class Engine:
+class Backend:
     """Notes what is asked of it, and does what the test puts in."""
 
     def __init__(self) -> None:
@@ -81,8 +82,8 @@ def fail(error: BaseException) -> None:
 
 class Rank:
     def __init__(self, page: Page, timeout: float) -> None:
-        self.page, self.engine = page, Engine()
-        self.calls = CallSequence(page.rank, timeout, page, [self.engine], lambda *_: pytest.fail("not over the page"))
+        self.page, self.backend = page, Backend()
+        self.calls = CallSequence(page.rank, timeout, page, [self.backend], lambda *_: pytest.fail("not over the page"))
 
     def call(self, what: Fingerprint = SUM, stream: int = 0) -> int:
         """One call that is launched; its number."""
@@ -106,7 +107,7 @@ class Rank:
 
     def kernel_waits_in_vain(self, *peers: int) -> None:
         """What a kernel of this rank writes at its deadline."""
-        words = np.frombuffer(self.page._map, np.uint32, 2, page_layout.missing_offset(self.page.rank))
+        words = np.frombuffer(self.page._map, np.uint32, 2, layout.missing_offset(self.page.rank))
         words[:] = sum(1 << peer for peer in peers), 1
         self.page.abort()
 
@@ -205,7 +206,7 @@ def test_a_call_is_numbered_recorded_and_done(sharing: list[Rank]):
             assert rank.call() == number
             assert [other.page.calls.call_of(rank.page.rank) for other in sharing] == [number] * len(sharing)
     assert not sharing[0].page.aborted
-    assert all(rank.engine.log == [] for rank in sharing), "the engine has nothing to do with it"
+    assert all(rank.backend.log == [] for rank in sharing), "the backend has nothing to do with it"
 
 
 def fast_path_of(rank: Rank) -> FastPath:
@@ -436,7 +437,7 @@ def test_a_rank_refuses(ranks: list[Rank]):
     """The peers know, once the calls before have ended; the program has got the error, and no second one."""
     together(ranks)
     word: list[bool] = []
-    ranks[1].engine.act["drain"] = lambda: word.append(ranks[1].page.aborted)
+    ranks[1].backend.act["drain"] = lambda: word.append(ranks[1].page.aborted)
     error = ranks[1].refuse()
     assert str(error) == "rank 1, call 2: no such op"
     assert word == [False], "the abort word would end earlier calls too"
@@ -514,9 +515,9 @@ def test_an_interrupt_while_earlier_calls_are_waited_for_is_told(ranks: list[Ran
         raise KeyboardInterrupt
 
     together(ranks)
-    ranks[0].engine.act["drain"] = interrupted
+    ranks[0].backend.act["drain"] = interrupted
     assert type(ranks[0].refuse()) is KeyboardInterrupt
-    del ranks[0].engine.act["drain"]
+    del ranks[0].backend.act["drain"]
     for rank in ranks[1:]:
         raised_by(rank, PeerFailedError, "ArgumentError: rank 0, call 2: no such op")
     assert len({*together(ranks)}) == 1
@@ -546,7 +547,7 @@ def test_a_drain_that_fails_does_not_hide_the_fault(ranks: list[Rank]):
     def fail() -> None:
         raise PeerTimeoutError("of an earlier call")
 
-    ranks[0].engine.act["drain"] = fail
+    ranks[0].backend.act["drain"] = fail
     assert type(ranks[0].refuse()) is ArgumentError
     assert ranks[1].page.fault()[:3] == (1, 0, control_page.REFUSED)
 
@@ -592,7 +593,7 @@ def test_a_mismatch(sharing: list[Rank]):
     error = raised_by(sharing[1], RankMismatchError, act=lambda rank: rank.call(OTHER))
     assert str(error).startswith("rank 1, call 2: expected the same call 2 on every rank; found ")
     assert f"{OTHER} on rank 1 and {SUM} on rank 0" in str(error)
-    assert sharing[1].engine.log == ["drain"]
+    assert sharing[1].backend.log == ["drain"]
     assert sharing[1].calls.raised
     all_raise([rank for rank in sharing if rank is not sharing[1]], RankMismatchError)
     assert go_on(sharing) == [4] * len(sharing)
@@ -757,7 +758,7 @@ def test_a_refusal_behind_a_fault_that_is_raised_comes_after_the_meeting(ranks: 
 
     found = together(ranks, second)
     assert type(found[0]) is ArgumentError
-    assert [rank.engine.log.count("reset") for rank in ranks] == [1] * len(ranks)
+    assert [rank.backend.log.count("reset") for rank in ranks] == [1] * len(ranks)
     assert ranks[1].page.fault()[:2] == (2, 0)
     for rank, one in zip(ranks[1:], found[1:], strict=True):
         if one == 2:  # it was there before the refusal
@@ -810,8 +811,8 @@ def test_all_start_anew_with_the_highest_numbers(ranks: list[Rank]):
     assert [rank.calls.number for rank in ranks] == [5, 1, 1][: len(ranks)]
     assert go_on(ranks) == [6] * len(ranks)
     assert {rank.calls._rounds.last for rank in ranks} == {10}
-    assert [rank.engine.log[-2:] for rank in ranks] == [["quiesce", "reset"]] * len(ranks)
-    assert [rank.engine.log.count("reset") for rank in ranks] == [1] * len(ranks)
+    assert [rank.backend.log[-2:] for rank in ranks] == [["quiesce", "reset"]] * len(ranks)
+    assert [rank.backend.log.count("reset") for rank in ranks] == [1] * len(ranks)
     assert together(ranks, Rank.host) == [[b""] * len(ranks)] * len(ranks)
     assert [rank.calls.number for rank in ranks] == [7] * len(ranks)
 
@@ -849,7 +850,7 @@ def test_nobody_resets_before_all_are_quiet_nor_goes_on_before_all_have_reset(sl
                 hold(2)
             reset[number] = True
 
-        rank.engine.act.update(quiesce=quiesce, reset=start)
+        rank.backend.act.update(quiesce=quiesce, reset=start)
 
     def call(rank: Rank) -> None:
         rank.call()
@@ -880,7 +881,7 @@ def test_the_page_is_clear_for_all_before_any_goes_on(monkeypatch: pytest.Monkey
     monkeypatch.setattr(page, "write_meeting", noting("meeting", page.write_meeting))
     monkeypatch.setattr(resynchronisation, "fence", noting("fence", resynchronisation.fence))
     for name in ("quiesce", "reset"):
-        ranks[0].engine.act[name] = noting(name, lambda: None)
+        ranks[0].backend.act[name] = noting(name, lambda: None)
 
     def call(rank: Rank) -> None:
         here.noting = rank is ranks[0]
@@ -897,7 +898,7 @@ def test_a_capture_does_not_resynchronise(ranks: list[Rank]):
         error = raised_by(rank, CaptureError, "the ranks have not met yet", lambda one: one.call(stream=CAPTURING))
         assert error.within
         assert rank.calls.number == 1
-        assert rank.engine.log.count("quiesce") == 0
+        assert rank.backend.log.count("quiesce") == 0
     assert go_on(ranks) == [2] * len(ranks)
 
 
@@ -906,7 +907,7 @@ def test_several_faults_one_after_the_other(ranks: list[Rank]):
         ranks[turn % len(ranks)].refuse()
         all_raise([rank for rank in ranks if not rank.calls.raised], PeerFailedError)
         assert go_on(ranks) == [2 * turn + 2] * len(ranks)
-    assert [rank.engine.log.count("reset") for rank in ranks] == [10] * len(ranks)
+    assert [rank.backend.log.count("reset") for rank in ranks] == [10] * len(ranks)
 
 
 # ---- lost
@@ -936,7 +937,7 @@ def test_a_rank_that_does_not_come_to_the_clean_up(three: list[Rank]):
     assert "rank 2 to take part" in str(raised_by(three[2], PeerLostError)), "it comes too late"
     for rank in three:
         is_lost(rank)
-        assert rank.engine.log.count("reset") == 0
+        assert rank.backend.log.count("reset") == 0
         assert rank.calls.end(ArgumentError("closed")), "it was lost before"
         raised_by(rank, ArgumentError, "closed")
 
@@ -953,7 +954,7 @@ def test_a_rank_that_leaves_the_clean_up(ranks: list[Rank], step: str, error: Ba
     def fail() -> None:
         raise error
 
-    ranks[0].engine.act[step] = fail
+    ranks[0].backend.act[step] = fail
     found = together(ranks, lambda rank: outcome(rank.call))
     if isinstance(error, IpcReduceError):
         assert type(found[0]) is PeerLostError

@@ -13,7 +13,7 @@ import pytest
 
 import ipcreduce
 from ipcreduce.bench import contenders, info
-from ipcreduce.coordination import launchers
+from ipcreduce.ranks import launchers
 from tests.tools.machine import ROOT, environment
 
 VARIABLES = [name for _, *names in launchers._LAUNCHERS for name in names]

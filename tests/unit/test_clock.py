@@ -79,9 +79,9 @@ def test_it_passes_once_an_event_has_come():
 
 
 def test_a_library_that_is_patient_is_so_for_a_while():
-    from ipcreduce import lifetime
+    from ipcreduce import process
 
-    shipped = lifetime.CLOSE_SECONDS
+    shipped = process.CLOSE_SECONDS
     with bounds.patient():
-        assert lifetime.CLOSE_SECONDS == bounds.LONG > bounds.HANG
-    assert shipped == lifetime.CLOSE_SECONDS
+        assert process.CLOSE_SECONDS == bounds.LONG > bounds.HANG
+    assert shipped == process.CLOSE_SECONDS

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from ipcreduce.coordination import comparison
-from ipcreduce.coordination.comparison import Comparison
-from ipcreduce.coordination.control_page import MISMATCH, Page
-from ipcreduce.coordination.fingerprint import Fingerprint
-from ipcreduce.coordination.flight_recorder import RING
-from ipcreduce.coordination.resynchronisation import start_anew
-from ipcreduce.coordination.rounds import Meetings
+from ipcreduce.calls.fingerprint import Fingerprint
+from ipcreduce.calls.resynchronisation import start_anew
+from ipcreduce.page import comparison
+from ipcreduce.page.comparison import Comparison
+from ipcreduce.page.control_page import MISMATCH, Page
+from ipcreduce.page.flight_recorder import RING
+from ipcreduce.page.rounds import Meetings
 from tests.shared import clock
 from tests.unit.pages import make_mirrored, make_pages
 
@@ -230,8 +230,8 @@ def test_an_era_ends_before_the_ranks_meet_and_as_the_page_is_cleared():
             eras.append(page.era)
 
     before = page.era
-    engines: list[Any] = [Quiet()]
-    start_anew(page, engines, Meetings(page), 1, 0, clock.now() + 10)
+    backends: list[Any] = [Quiet()]
+    start_anew(page, backends, Meetings(page), 1, 0, clock.now() + 10)
     assert len({before, *eras}) == 2
     assert page.era not in (before, *eras)
     with page.in_era(before) as current:

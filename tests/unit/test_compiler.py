@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from ipcreduce.cuda import compiler
+from ipcreduce.dtypes import DTYPE_NAMES, OPS
 from ipcreduce.errors import IpcReduceError, UnsupportedError
-from ipcreduce.numerics import DTYPE_NAMES, OPS
 from tests.tools import machine, sass
 from tests.tools.sass import macros
 
@@ -265,7 +265,7 @@ def test_what_is_compiled_in_is_part_of_the_key(change: dict[str, Any]):
 
 def test_a_changed_header_is_compiled_anew(sources: Path):
     before = compiler.compile_kernel("one_shot", macros(), (9, 0))
-    header = sources / "exchange.cuh"
+    header = sources / "packets.cuh"
     text = header.read_text()
     changed = text.replace("kSpinsBetweenChecks = 256", "kSpinsBetweenChecks = 64")
     assert changed != text

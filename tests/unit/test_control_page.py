@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce.coordination import control_page, faults, flight_recorder, page_layout, shared_files, watchdog
-from ipcreduce.coordination.control_page import Page
-from ipcreduce.coordination.fingerprint import Fingerprint, of_allreduce
-from ipcreduce.coordination.flight_recorder import RING
+from ipcreduce.calls import faults
+from ipcreduce.calls.fingerprint import Fingerprint, of_allreduce
+from ipcreduce.dtypes import DTYPE_NAMES, OPS
 from ipcreduce.errors import PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError
-from ipcreduce.numerics import DTYPE_NAMES, OPS
+from ipcreduce.page import control_page, flight_recorder, layout, shared_files, watchdog
+from ipcreduce.page.control_page import Page
+from ipcreduce.page.flight_recorder import RING
 from tests.shared.bounds import LONG, late
 from tests.unit.pages import make_pages
 
@@ -42,7 +43,7 @@ def test_only_this_user_opens_the_file_and_it_goes():
     assert other.path != page.path
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert status.st_uid == os.getuid()
-    assert status.st_size == page.nbytes == page_layout.page_bytes(2)
+    assert status.st_size == page.nbytes == layout.page_bytes(2)
     assert not path.exists()
     shared_files.remove(page.path)  # again is harmless
     page.abort()  # the mapping stays
@@ -73,14 +74,14 @@ def test_a_page_that_has_gone_is_an_error():
 
 @pytest.mark.parametrize("n", [*range(1, 9), 40, 63, 64, 70, 100])
 def test_whole_pages_and_aligned_words(n: int):
-    assert page_layout.page_bytes(n) % mmap.PAGESIZE == 0
-    head, recorder, block = page_layout.head_bytes(n), flight_recorder.nbytes(n), page_layout.rank_layout(n).itemsize
-    assert page_layout.page_bytes(n) >= head + recorder + n * block
+    assert layout.page_bytes(n) % mmap.PAGESIZE == 0
+    head, recorder, block = layout.head_bytes(n), flight_recorder.nbytes(n), layout.rank_layout(n).itemsize
+    assert layout.page_bytes(n) >= head + recorder + n * block
     assert not any(size % 8 for size in (recorder, block)), "words are read by aligned accesses"
     lines = [head, flight_recorder._keys_bytes(n), flight_recorder._RANK.itemsize]
     assert not any(size % 64 for size in lines), "a rank's number has a cache line"
     assert head % mmap.PAGESIZE == 0, "the GPUs get whole pages"
-    lines = [page_layout.ABORT_OFFSET, *(page_layout.missing_offset(rank) for rank in range(n))]
+    lines = [layout.ABORT_OFFSET, *(layout.missing_offset(rank) for rank in range(n))]
     assert len({offset // 64 for offset in lines}) == n + 1, "a cache line each"
     assert max(lines) + 8 <= head, "two words each"
 
@@ -130,9 +131,9 @@ def test_rounds(pages: list[Page]):
         if serial > 1:
             assert None not in pages[0].read_round(serial - 1), "gone while a slow rank may still read it"
     parts = pages[1].read_round(3)
-    assert parts == [(True, 10, bytes([rank]).ljust(page_layout.CHUNK_BYTES, b"\0")) for rank in range(len(pages))]
-    pages[2].write_round(3, False, 5, b"x" * page_layout.CHUNK_BYTES)
-    assert pages[0].read_round(3)[2] == (False, 5, b"x" * page_layout.CHUNK_BYTES)
+    assert parts == [(True, 10, bytes([rank]).ljust(layout.CHUNK_BYTES, b"\0")) for rank in range(len(pages))]
+    pages[2].write_round(3, False, 5, b"x" * layout.CHUNK_BYTES)
+    assert pages[0].read_round(3)[2] == (False, 5, b"x" * layout.CHUNK_BYTES)
 
 
 def test_a_meeting_is_read_from_the_next_ones_record_too(pages: list[Page]):
@@ -171,8 +172,8 @@ def test_waiting_in_vain(pages: list[Page]):
 
 
 def test_a_rank_writes_only_its_own_block(pages: list[Page]):
-    begin = page_layout.ranks_offset(3)
-    blocks = slice(begin, begin + 3 * page_layout.rank_layout(3).itemsize)
+    begin = layout.ranks_offset(3)
+    blocks = slice(begin, begin + 3 * layout.rank_layout(3).itemsize)
     before = np.frombuffer(pages[0]._map, np.uint8)[blocks].reshape(3, -1).copy()
     pages[1].calls.enter(RING - 1, SUM)
     assert (np.frombuffer(pages[0]._map, np.uint8)[blocks].reshape(3, -1) == before).all(), "the recorder has its own"
@@ -225,7 +226,7 @@ def test_a_mismatch(pages: list[Page]):
 
 def miss(page: Page, *ranks: int) -> None:
     """What this rank's kernels write when their waits for these ranks pass the deadline."""
-    word = np.frombuffer(page._map, np.uint32, 1, page_layout.missing_offset(page.rank))
+    word = np.frombuffer(page._map, np.uint32, 1, layout.missing_offset(page.rank))
     word[0] = sum(1 << rank for rank in ranks)
 
 
@@ -350,7 +351,7 @@ def test_clear_takes_back_ones_own(pages: list[Page]):
     assert not any(page.aborted for page in pages)
     assert pages[2].fault() is None
     assert not pages[2].missed(), "they would be named beside those of the next fault"
-    assert not np.frombuffer(pages[2]._map, np.uint8, page_layout.head_bytes(3)).any()
+    assert not np.frombuffer(pages[2]._map, np.uint8, layout.head_bytes(3)).any()
 
 
 def test_long_and_foreign_texts(pages: list[Page]):
@@ -537,7 +538,7 @@ def test_an_abort_word_that_comes_before_its_record_is_no_timeout(
 
     def come() -> None:
         late(0.1)
-        bytes_of(pages[1])[page_layout.ranks_offset(3) :] = bytes_of(after)[page_layout.ranks_offset(3) :]
+        bytes_of(pages[1])[layout.ranks_offset(3) :] = bytes_of(after)[layout.ranks_offset(3) :]
 
     thread = threading.Thread(target=come)
     thread.start()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ipcreduce import lifetime
+from ipcreduce import process
 from ipcreduce.device import deferred_free
 from tests.shared import clock
 from tests.shared.bounds import HANG
@@ -131,22 +131,22 @@ def test_nothing_is_given_back_in_a_forked_child_or_at_the_end(monkeypatch: pyte
     ran = []
     monkeypatch.setattr(deferred_free, "attempt", lambda context, *steps: [step() for step in steps])
     for name in ("_forked", "_ended"):
-        monkeypatch.setattr(lifetime, name, True)
+        monkeypatch.setattr(process, name, True)
         deferred_free.give_back(1, lambda: ran.append(1))
         deferred_free.give_back_after(lambda: True, 1, lambda: ran.append(1))
         deferred_free.flush()
-        monkeypatch.setattr(lifetime, name, False)
+        monkeypatch.setattr(process, name, False)
     deferred_free.flush()
     assert not ran
 
 
 def test_waits_are_bounded_by_the_blocks_around():
-    assert lifetime.at_most(5.0) == 5.0
-    with clock.standing(), lifetime.time_limit(3.0), lifetime.time_limit(60.0):
-        assert lifetime.at_most(5.0) == pytest.approx(3)
-        assert lifetime.at_most(0.1) == 0.1
+    assert process.at_most(5.0) == 5.0
+    with clock.standing(), process.time_limit(3.0), process.time_limit(60.0):
+        assert process.at_most(5.0) == pytest.approx(3)
+        assert process.at_most(0.1) == 0.1
         clock.advance(1.0)
-        assert lifetime.at_most(5.0) == pytest.approx(2)
-        with lifetime.time_limit(0.0):
-            assert lifetime.at_most(5.0) == 0
-    assert lifetime.at_most(5.0) == 5.0
+        assert process.at_most(5.0) == pytest.approx(2)
+        with process.time_limit(0.0):
+            assert process.at_most(5.0) == 0
+    assert process.at_most(5.0) == 5.0

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce.coordination import exchange
 from ipcreduce.errors import PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, UnsupportedError
 from ipcreduce.ipc import links, tuning
+from ipcreduce.ranks import exchange
 from tests.shared import clock
 
 STRUCTS = {

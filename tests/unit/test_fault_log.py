@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from ipcreduce.coordination import turns
-from ipcreduce.coordination.calls import CallSequence
+from ipcreduce.calls import turns
+from ipcreduce.calls.sequence import CallSequence
 from ipcreduce.errors import ArgumentError, PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError
 from tests.tools import machine
 from tests.unit.pages import in_threads

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipcreduce.coordination import flight_recorder
-from ipcreduce.coordination.fingerprint import Fingerprint, of_allreduce
-from ipcreduce.coordination.flight_recorder import RING, FlightRecorder
+from ipcreduce.calls.fingerprint import Fingerprint, of_allreduce
+from ipcreduce.page import flight_recorder
+from ipcreduce.page.flight_recorder import RING, FlightRecorder
 
 SUM = of_allreduce((10,), "float32", "sum")
 ON_HOST = Fingerprint.of(f"{SUM} on the host")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import ipcreduce
-from ipcreduce.coordination import exchange, groups
 from ipcreduce.errors import ArgumentError, PeerLostError, PeerTimeoutError
+from ipcreduce.ranks import exchange, groups
 from tests.shared import clock
 
 

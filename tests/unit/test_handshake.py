@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ipcreduce.coordination.handshake import STRANGER, Guest, Visit
+from ipcreduce.ranks.handshake import STRANGER, Guest, Visit
 
 SECRET, OTHER = os.urandom(32), os.urandom(32)
 

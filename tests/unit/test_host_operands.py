@@ -12,16 +12,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ipcreduce import numerics
+from ipcreduce import dtypes
+from ipcreduce.arrays.host_operands import HostOperands
 from ipcreduce.errors import ArgumentError
-from ipcreduce.host_operands import HostOperands
 
 
 def reduced(array: Any, op: Any = "sum", out: Any = None, ranks: int = 2) -> Any:
     """What that many ranks would get that all bring ``array``."""
     used = HostOperands(array, op, out)
-    assert used.source.dtype in numerics.DTYPES
-    result = np.array(numerics.reduce([used.source] * ranks, used.op), order="C")
+    assert used.source.dtype in dtypes.DTYPES
+    result = np.array(dtypes.reduce([used.source] * ranks, used.op), order="C")
     if used.target is not None:
         assert used.target.dtype == used.source.dtype
         used.target[...] = result

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ipcreduce import arrays
+from ipcreduce.arrays import views
+from ipcreduce.arrays.host_operands import HostOperands
+from ipcreduce.dtypes import reduce
 from ipcreduce.errors import ArgumentError
-from ipcreduce.host_operands import HostOperands
-from ipcreduce.numerics import reduce
 
 torch = pytest.importorskip("torch")
 
@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 def reduced(array: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """The sum of twice the same array."""
     for name, one in (("array", array), ("out", out)):
-        assert one is None or not arrays.is_device(one, name)
+        assert one is None or not views.is_device(one, name)
     used = HostOperands(array, "sum", out)
     total = reduce([used.source, used.source], used.op)
     if used.target is not None:
@@ -121,8 +121,8 @@ def test_a_null_pointer_by_dlpack_is_refused():
     """As PyTorch exports it, whatever else is looked at."""
     zero = torch._efficientzerotensor((6,))
     with pytest.raises(ArgumentError, match="the Tensor does not give its memory: its elements have address 0"):
-        arrays.host_view(zero)
-    assert arrays.host_view(zero[:0]).shape == (0,)
+        views.host_view(zero)
+    assert views.host_view(zero[:0]).shape == (0,)
 
 
 def test_the_compiler_stays_out(monkeypatch: pytest.MonkeyPatch):
@@ -130,6 +130,6 @@ def test_the_compiler_stays_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     from torch._dynamo import trace_rules
 
-    arrays.is_device(torch.ones(1))
-    assert trace_rules.check(arrays.is_device)
+    views.is_device(torch.ones(1))
+    assert trace_rules.check(views.is_device)
     assert not trace_rules.check(reduced)

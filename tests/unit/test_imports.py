@@ -22,7 +22,7 @@ def test_importing_needs_no_gpu_no_mpi_and_no_framework():
         "cupy",
         "torch",
         "ipcreduce.torch",
-        "ipcreduce.engines",
+        "ipcreduce.serving",
         "cuda.bindings",
         "cuda.core",
         "mpi4py.MPI",

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce.coordination import shared_files
-from ipcreduce.coordination.control_page import Page
-from ipcreduce.coordination.faults import fault_error
-from ipcreduce.coordination.page_layout import ABORT_OFFSET, head_bytes, missing_offset
+from ipcreduce.calls.faults import fault_error
+from ipcreduce.dtypes import DTYPE_NAMES, DTYPES, OPS
 from ipcreduce.errors import PeerTimeoutError
-from ipcreduce.ipc import launches, plan, startup, workspace
-from ipcreduce.numerics import DTYPE_NAMES, DTYPES, OPS
+from ipcreduce.ipc import launches, peers, plan, workspace
+from ipcreduce.page import shared_files
+from ipcreduce.page.control_page import Page
+from ipcreduce.page.layout import ABORT_OFFSET, head_bytes, missing_offset
 from tests.tools.machine import ROOT
 
 KERNELS = ROOT / "kernels"
@@ -41,7 +41,7 @@ FIELDS = {  # of struct Args: the index of its first word in launches.py
     "timeout_ns": launches._TIMEOUT,
     "outs": launches._OUTS,
 }
-VERDICTS = {"kNoData": startup._NO_DATA, "kWhole": startup._WHOLE, "kSplit": startup._SPLIT}
+VERDICTS = {"kNoData": peers._NO_DATA, "kWhole": peers._WHOLE, "kSplit": peers._SPLIT}
 MACROS = {"IPCREDUCE_DTYPE": "int32", "IPCREDUCE_OP": "sum", "IPCREDUCE_WHOLE_PACKETS": "1"}
 
 RUNTIME = """
@@ -105,13 +105,13 @@ def args_of(text: str) -> list[tuple[str, int]]:
 
 def test_words_of_args(tmp_path: Path):
     """Offsets and sizes by the compiler, of exactly the fields that launches.py fills in."""
-    fields = args_of((KERNELS / "exchange.cuh").read_text())
+    fields = args_of((KERNELS / "packets.cuh").read_text())
     assert [name for name, _ in fields] == list(FIELDS)
     prints = "".join(
         f'  std::printf("{name} %zu %zu\\n", offsetof(Args, {name}), sizeof(Args::{name}));\n' for name in FIELDS
     )
     source = (
-        "#include <cstddef>\n#include <cstdio>\n#include <exchange.cuh>\n"
+        "#include <cstddef>\n#include <cstdio>\n#include <packets.cuh>\n"
         f'int main() {{\n{prints}  std::printf("%zu\\n", sizeof(Args));\n}}\n'
     )
     *lines, size = run_program(tmp_path, source)
@@ -125,7 +125,7 @@ def test_words_of_args(tmp_path: Path):
 def test_args_of_the_simulated_tests():
     """kernels.cpp launches kernels with a struct of its own."""
     kernels, simulated = (
-        args_of(path.read_text()) for path in (KERNELS / "exchange.cuh", ROOT / "tests" / "simulated" / "kernels.cpp")
+        args_of(path.read_text()) for path in (KERNELS / "packets.cuh", ROOT / "tests" / "simulated" / "kernels.cpp")
     )
     assert simulated == kernels
 
@@ -136,7 +136,7 @@ CHECK_WAIT = """
 #include <cstdlib>
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <exchange.cuh>
+#include <packets.cuh>
 static u32 epochs[2 * kEpochSlots + 3];
 int main(int count, char** words) {  // file, its size, absent rank, the words of Args with offsets in the page
   static const SimThread thread = {0, 1, 0, 1};
@@ -180,7 +180,7 @@ def test_words_of_the_control_page(tmp_path: Path, rank: int, absent: int):
 
 CHECK_GRACE = """
 #include <cstdio>
-#include <exchange.cuh>
+#include <packets.cuh>
 static u32 epochs[2 * kEpochSlots + 3], words[3];
 static bool goes_on(int microseconds) {  // a wait, where the abort word was seen so long ago
   Args args = {};
@@ -214,7 +214,7 @@ def test_each_rank_has_words_of_its_own():
 
 def test_a_slot_at_rest():
     """The host fills slots with the byte that the sentinel consists of."""
-    found = re.search(r"\bkSentinel = 0x([0-9A-F]{8})u?;", (KERNELS / "exchange.cuh").read_text())
+    found = re.search(r"\bkSentinel = 0x([0-9A-F]{8})u?;", (KERNELS / "packets.cuh").read_text())
     assert found
     assert bytes.fromhex(found[1]) == bytes([workspace.EMPTY]) * 4
 
@@ -263,7 +263,7 @@ def test_dtypes_and_ops_are_those_of_the_kernels():
 def test_sizes_and_kinds_of_dtypes(tmp_path: Path, name: str):
     """The kernels' element has the size and the kind of NumPy's."""
     source = (
-        "#include <cstdio>\n#include <exchange.cuh>\n"
+        "#include <cstdio>\n#include <packets.cuh>\n"
         'int main() { std::printf("%d %d %d\\n", kElementBytes, kFloat, (Acc)-1 < (Acc)0); }\n'
     )
     (line,) = run_program(tmp_path, source, IPCREDUCE_DTYPE=name)

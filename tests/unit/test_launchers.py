@@ -6,9 +6,9 @@ import pytest
 from mpi4py import MPI
 
 import ipcreduce
-from ipcreduce.coordination import groups, launchers
-from ipcreduce.coordination.launchers import Launch
 from ipcreduce.errors import ArgumentError, UnsupportedError
+from ipcreduce.ranks import groups, launchers
+from ipcreduce.ranks.launchers import Launch
 
 VARIABLES = [name for _, *names in launchers._LAUNCHERS for name in names]
 

@@ -21,12 +21,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce.coordination import connections, control_page, exchange, mirror, watchdog
-from ipcreduce.coordination.control_page import REFUSED, Page
-from ipcreduce.coordination.fingerprint import Fingerprint
-from ipcreduce.coordination.flight_recorder import RING, TEXTS
-from ipcreduce.coordination.mirror import Mirror
+from ipcreduce.calls.fingerprint import Fingerprint
 from ipcreduce.errors import UnsupportedError
+from ipcreduce.page import control_page, mirror, watchdog
+from ipcreduce.page.control_page import REFUSED, Page
+from ipcreduce.page.flight_recorder import RING, TEXTS
+from ipcreduce.page.mirror import Mirror
+from ipcreduce.ranks import connections, exchange
 from tests.shared import bounds, clock
 from tests.shared.bounds import LONG, no_hang
 from tests.unit.pages import in_threads, make_mirrored

@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 
 from ipcreduce import errors
-from ipcreduce.coordination.control_page import REFUSED, Page
-from ipcreduce.coordination.fingerprint import Fingerprint
+from ipcreduce.calls.fingerprint import Fingerprint
 from ipcreduce.device import background, stream_order
 from ipcreduce.device.stream_order import StreamOrder
-from ipcreduce.nccl import communicator, library
+from ipcreduce.nccl import comm as comm_module
 from ipcreduce.nccl import guard as guard_module
-from ipcreduce.nccl.communicator import NcclCommunicator
-from ipcreduce.nccl.engine import Engine
+from ipcreduce.nccl import library
+from ipcreduce.nccl.backend import NcclBackend
+from ipcreduce.nccl.comm import NcclCommunicator
 from ipcreduce.nccl.guard import Guard
+from ipcreduce.page.control_page import REFUSED, Page
 from tests.shared import bounds, clock
 from tests.shared.bounds import HANG
 
@@ -61,7 +62,7 @@ def binding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Binding]:
     package.nccl = made  # type: ignore[attr-defined]
     for name, module in (("nccl", package), ("nccl.bindings", package), ("nccl.bindings.nccl", made)):
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(communicator, "using_relaxed", lambda context: nullcontext())
+    monkeypatch.setattr(comm_module, "using_relaxed", lambda context: nullcontext())
     background.start()
     library.load.cache_clear()
     yield made
@@ -134,18 +135,18 @@ def test_an_abort_waits_for_a_call_that_is_being_enqueued(binding: Binding):
 def test_the_next_communicator_is_made_when_the_last_one_is_freed(held: bool):
     """Freeing waits for the device, and keeps others from the driver. One that a graph holds is not waited for."""
     did: list[str] = []
-    engine = Engine.__new__(Engine)
-    engine.nccl = SimpleNamespace(  # type: ignore[assignment]
+    backend = NcclBackend.__new__(NcclBackend)
+    backend.nccl = SimpleNamespace(  # type: ignore[assignment]
         abort=lambda: did.append("abort"), is_freed=lambda seconds: did.append("freed") or True
     )
-    engine._guard = SimpleNamespace(forget=lambda: None)  # type: ignore[assignment]
-    engine.recorded = set()  # type: ignore[assignment]
-    engine.order = SimpleNamespace(shared=held)  # type: ignore[assignment]
-    engine._timeout = 60.0
-    engine.join = lambda identity, deadline: did.append("join")  # type: ignore[method-assign]
-    engine.reset([b"\1" + bytes(128)])
+    backend._guard = SimpleNamespace(forget=lambda: None)  # type: ignore[assignment]
+    backend.recorded = set()  # type: ignore[assignment]
+    backend.order = SimpleNamespace(shared=held)  # type: ignore[assignment]
+    backend._timeout = 60.0
+    backend.join = lambda identity, deadline: did.append("join")  # type: ignore[method-assign]
+    backend.reset([b"\1" + bytes(128)])
     assert did == (["abort", "join"] if held else ["abort", "freed", "join"])
-    engine.reset([b"\0" + bytes(128)])
+    backend.reset([b"\0" + bytes(128)])
     assert len(did) == 3 - held, "nobody has aborted"
 
 

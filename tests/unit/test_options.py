@@ -7,9 +7,9 @@ import re
 
 import pytest
 
+from ipcreduce import options
 from ipcreduce.cuda import compiler
 from ipcreduce.errors import ArgumentError, UnsupportedError
-from ipcreduce.ipc import options
 from tests.tools.machine import ROOT
 
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ipcreduce.dtypes import KIND_NAMES, OPS
 from ipcreduce.ipc import plan, workspace
-from ipcreduce.numerics import KIND_NAMES, OPS
 from tests.tools.machine import ROOT
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
@@ -370,14 +370,14 @@ def test_halves_fit_the_workspace(megabytes: int):
 
 @pytest.fixture(scope="module")
 def rows_of_the_kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[int, int]:
-    """Bytes of a row of so many packets, as exchange.cuh itself has it, compiled for the CPU."""
+    """Bytes of a row of so many packets, as packets.cuh itself has it, compiled for the CPU."""
     stand_in = ROOT / "tests" / "simulated" / "include"
     if shutil.which("g++") is None:
         pytest.skip("no g++")
     folder = tmp_path_factory.mktemp("rows")
     packets = [*range(2100), *(k * 32 * 8 + d for k in (64, 1000, 65536) for d in (-33, -32, -1, 0, 1, 31, 32, 33))]
     (folder / "rows.cpp").write_text(
-        "#include <cstdio>\n#include <exchange.cuh>\nint main() {\n"
+        "#include <cstdio>\n#include <packets.cuh>\nint main() {\n"
         '  for (unsigned p; scanf("%u", &p) == 1;)\n'
         '    printf("%llu %llu\\n", row_bytes(p), escape_at(0, p, p ? p - 1 : 0));\n'
         "}\n"

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipcreduce.coordination.control_page import Page
 from ipcreduce.cuda import driver
 from ipcreduce.errors import UnsupportedError
 from ipcreduce.graphs import pool as pools
 from ipcreduce.graphs.direct.mappings import Mappings
 from ipcreduce.graphs.direct.registration import DirectGraphs
 from ipcreduce.graphs.pool import GraphPool
+from ipcreduce.page.control_page import Page
 
 MB = 1 << 20
 OPERATIONS = st.lists(

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce.coordination import control_page, rounds, shared_files
-from ipcreduce.coordination.control_page import Page
-from ipcreduce.coordination.page_layout import CHUNK_BYTES
-from ipcreduce.coordination.rounds import Left, Meetings, Rounds
 from ipcreduce.errors import PeerFailedError, PeerLostError
+from ipcreduce.page import control_page, rounds, shared_files
+from ipcreduce.page.control_page import Page
+from ipcreduce.page.layout import CHUNK_BYTES
+from ipcreduce.page.rounds import Left, Meetings, Rounds
 from tests.shared.bounds import HANG
 from tests.unit.pages import in_threads, make_pages
 

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce.coordination import shared_files
-from ipcreduce.coordination.page_layout import page_bytes
 from ipcreduce.errors import PeerTimeoutError, UnsupportedError
 from ipcreduce.host import segment as segment_module
 from ipcreduce.host import semaphores
 from ipcreduce.host.segment import Segment, areas, segment_bytes, small_bytes
 from ipcreduce.host.shared import SharedReducer
+from ipcreduce.page import shared_files
+from ipcreduce.page.layout import page_bytes
 from tests.shared.bounds import HANG
 from tests.unit.pages import in_threads
 

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from ipcreduce.coordination import shared_files
-from ipcreduce.coordination.control_page import Page
+from ipcreduce.page import shared_files
+from ipcreduce.page.control_page import Page
 from tests.tools import machine
 
 MAKES = """
 import sys
 from ipcreduce.coordination import shared_files
-from ipcreduce.coordination.control_page import Page
+from ipcreduce.page.control_page import Page
 made = Page.create(0, 2) if sys.argv[1] == "mapped" else shared_files.create(4096)
 print(made.path if sys.argv[1] == "mapped" else made[1], flush=True)
 sys.stdin.read()

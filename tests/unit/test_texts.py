@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from ipcreduce import texts
-from ipcreduce.coordination.fingerprint import Fingerprint
-from ipcreduce.coordination.records import Slot, record, text_of
-from ipcreduce.coordination.rounds import Left
-from ipcreduce.coordination.votes import Vote
+from ipcreduce.calls.fingerprint import Fingerprint
+from ipcreduce.calls.votes import Vote
+from ipcreduce.page.records import Slot, record, text_of
+from ipcreduce.page.rounds import Left
 
 
 class Mute(Exception):

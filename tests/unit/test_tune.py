@@ -10,7 +10,7 @@ import pytest
 
 from ipcreduce.bench import tune
 from ipcreduce.ipc import plan, workspace
-from ipcreduce.ipc.engine import Engine
+from ipcreduce.ipc.backend import IpcBackend
 
 KB, MB = 1 << 10, 1 << 20
 HALF = workspace.half_bytes(256 * MB)
@@ -21,9 +21,9 @@ def candidates(nbytes: int, n: int, resident: int = plan.RESIDENT, before: Any =
         return plan.make_plan(size, n, HALF, forced, (), resident)
 
     launches = SimpleNamespace(planned=planned, resident=resident)
-    engine = Engine.__new__(Engine)
-    engine.launches = launches  # type: ignore[assignment]
-    comm: Any = SimpleNamespace(size=n, _graph_session=SimpleNamespace(require_engine=lambda what: engine))
+    backend = IpcBackend.__new__(IpcBackend)
+    backend.launches = launches  # type: ignore[assignment]
+    comm: Any = SimpleNamespace(size=n, _graph_session=SimpleNamespace(require_backend=lambda what: backend))
     return list(tune._candidates(nbytes, comm, list(before)))
 
 

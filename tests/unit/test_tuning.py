@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ipcreduce.coordination import exchange
 from ipcreduce.errors import UnsupportedError
 from ipcreduce.ipc import plan, tuning
+from ipcreduce.ranks import exchange
 
 TABLE = plan.checked_table(
     [plan.Choice(1536, "one_shot", 96, 512, 1), plan.Choice(1 << 33, "two_shot", 256, 264, 4)], 4

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from ipcreduce.coordination.calls import CallSequence
-from ipcreduce.coordination.fingerprint import Fingerprint, of_allreduce
-from ipcreduce.coordination.page_layout import CHUNK_BYTES
-from ipcreduce.coordination.votes import Vote, agree, vote
+from ipcreduce.calls.fingerprint import Fingerprint, of_allreduce
+from ipcreduce.calls.sequence import CallSequence
+from ipcreduce.calls.votes import Vote, agree, vote
 from ipcreduce.errors import PeerFailedError, PeerTimeoutError, RankMismatchError
 from ipcreduce.graphs.session import GraphSession
+from ipcreduce.page.layout import CHUNK_BYTES
 from tests.shared import clock
 from tests.unit.pages import in_threads, make_pages
 
 SUM, OTHER = of_allreduce((10,), "float32", "sum"), of_allreduce((3,), "int8", "sum")
 
 
-class Engine:
+class Backend:
     """Nothing runs on it."""
 
     def drain(self) -> None: ...
@@ -36,7 +36,7 @@ def make_ranks(n: int, timeout: float = 120.0) -> list[CallSequence]:
     """All in call 1, the recording; each has made as many calls within it as its rank number."""
     ranks = []
     for page in make_pages(n):
-        calls = CallSequence(page.rank, timeout, page, [Engine()], lambda *_: pytest.fail("not over the page"))
+        calls = CallSequence(page.rank, timeout, page, [Backend()], lambda *_: pytest.fail("not over the page"))
         calls.number = 1
         calls.enter(Fingerprint.of("recording of a graph"), 0)
         calls.number += page.rank
@@ -65,8 +65,8 @@ def test_calls_before_a_vote_are_still_compared():
 def test_a_stale_recording_does_not_hide_the_timeout_of_its_vote():
     calls = make_ranks(2)[0]
     session = GraphSession.__new__(GraphSession)
-    engine = SimpleNamespace(generation=1, recorded=set())  # NCCL's communicator was aborted since
-    session.calls, session._engine = calls, engine  # type: ignore[assignment]
+    backend = SimpleNamespace(generation=1, recorded=set())  # NCCL's communicator was aborted since
+    session.calls, session._backend = calls, backend  # type: ignore[assignment]
     recording = SimpleNamespace(number=1, generation=0, segments=[])
     with clock.passing(121.0), pytest.raises(PeerTimeoutError, match="rank 1"):
         session.end_recording(recording, None)  # type: ignore[arg-type]

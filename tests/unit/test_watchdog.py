@@ -17,12 +17,13 @@ from typing import Any, Protocol
 
 import pytest
 
-from ipcreduce.coordination import faults, shared_files, watchdog
-from ipcreduce.coordination.control_page import Page
-from ipcreduce.coordination.fingerprint import of_allreduce
-from ipcreduce.coordination.mirror import Mirror
-from ipcreduce.coordination.watchdog import Watch, own_identity
+from ipcreduce.calls import faults
+from ipcreduce.calls.fingerprint import of_allreduce
 from ipcreduce.errors import PeerLostError
+from ipcreduce.page import shared_files, watchdog
+from ipcreduce.page.control_page import Page
+from ipcreduce.page.mirror import Mirror
+from ipcreduce.page.watchdog import Watch, own_identity
 from tests.shared import bounds
 
 SUM = of_allreduce((10,), "float32", "sum")

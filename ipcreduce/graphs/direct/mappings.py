@@ -11,10 +11,10 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from ...coordination.control_page import Page
-from ...coordination.page_layout import MARKS
 from ...cuda import driver
 from ...errors import CudaError, UnsupportedError
+from ...page.control_page import Page
+from ...page.layout import MARKS
 
 Key = tuple[int, int]  # rank, and the number of the slab there
 

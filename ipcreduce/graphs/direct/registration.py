@@ -14,13 +14,20 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...coordination import records
-from ...coordination.calls import CallSequence
+from ...calls.sequence import CallSequence
 from ...cuda import driver
 from ...cuda import graph as cuda_graph
-from ...errors import CudaError, IpcReduceError, PeerFailedError, PeerTimeoutError, RankMismatchError, UnsupportedError
+from ...errors import (
+    CudaError,
+    IpcReduceError,
+    PeerFailedError,
+    PeerTimeoutError,
+    RankMismatchError,
+    UnsupportedError,
+)
 from ...ipc import plan
-from ...ipc.engine import Engine
+from ...ipc.backend import IpcBackend
+from ...page import records
 from ...texts import decoded, described, encoded
 from ..pool import GraphPool
 from ..recording import LaunchedKernel, Segment
@@ -61,9 +68,9 @@ _Chosen = tuple[_Candidate, list[int], list[Key]]  # with each rank's address he
 class DirectGraphs:
     """The registered graphs of one communicator."""
 
-    def __init__(self, engine: Engine, calls: CallSequence) -> None:
-        self.mappings = Mappings(engine.page)
-        self._engine, self._calls = engine, calls
+    def __init__(self, backend: IpcBackend, calls: CallSequence) -> None:
+        self.mappings = Mappings(backend.page)
+        self._backend, self._calls = backend, calls
 
     def register(self, number: int, graphs: Sequence[Registrable]) -> None:
         """Switch to direct kernels in graphs that every rank has recorded alike, within call ``number``. Collective.
@@ -97,8 +104,8 @@ class DirectGraphs:
         self.mappings.release_all()
 
     def _planned(self, staged: plan.LaunchPlan) -> plan.LaunchPlan | None:
-        launches = self._engine.launches
-        return plan.direct(staged, self._engine.n, launches.resident, launches.sharing)
+        launches = self._backend.launches
+        return plan.direct(staged, self._backend.n, launches.resident, launches.sharing)
 
     def _gather(self, number: int, payload: bytes) -> list[bytes]:
         try:
@@ -117,7 +124,7 @@ class DirectGraphs:
 
         :raises UnsupportedError: if mapping fails on a rank.
         """
-        engine, mappings = self._engine, self.mappings
+        backend, mappings = self._backend, self.mappings
         error: IpcReduceError | None = None
         slabs: dict[int, np.ndarray[Any, Any]] = {}
         spans = np.zeros(len(candidates), _SPAN)
@@ -141,15 +148,15 @@ class DirectGraphs:
         all_spans = self._gather_rows(number, spans)
         if any(len(one) != len(spans) for one in all_spans):
             raise UnsupportedError("the ranks have different all-reduces to register")
-        check_spans(engine.rank, known, all_spans, [one.direct.nbytes for one in candidates])
+        check_spans(backend.rank, known, all_spans, [one.direct.nbytes for one in candidates])
         chosen = []
         try:
             for index, one in enumerate(candidates):
                 if any(rows["slab"][index] < 0 for rows in all_spans):
                     continue
                 addresses, keys = [one.target], []
-                for i in range(1, engine.n):
-                    rank = (engine.rank + i) % engine.n
+                for i in range(1, backend.n):
+                    rank = (backend.rank + i) % backend.n
                     key = rank, int(all_spans[rank]["slab"][index])
                     slab_row = known[rank][key[1]]
                     mapped = mappings.open(key, slab_row["handle"].tobytes(), int(slab_row["nbytes"]))
@@ -173,7 +180,7 @@ class DirectGraphs:
             for one, addresses, _ in chosen:
                 launched = one.launched
                 source = launched.source + one.direct.offset
-                launch = self._engine.launches.launch_to(one.direct, launched.dtype, launched.op, source, addresses)
+                launch = self._backend.launches.launch_to(one.direct, launched.dtype, launched.op, source, addresses)
                 cuda_graph.set_kernel(launched.node, launch)
             for segment in dict.fromkeys(one.segment for one, _, _ in chosen):
                 executables[segment] = cuda_graph.Executable(segment.graph)

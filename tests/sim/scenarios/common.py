@@ -18,7 +18,7 @@ import cupy
 import numpy as np
 
 from ipcreduce import Communicator, communicator, errors
-from ipcreduce.coordination import shared_files
+from ipcreduce.page import shared_files
 from tests.shared.bounds import HANG, until
 from tests.sim.scenarios import WORLD
 from tests.simulated import driver, machine, machine_streams

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ipcreduce import Communicator
-from ipcreduce.ipc import startup
+from ipcreduce.ipc import peers
 from tests.shared import clock
 from tests.shared.bounds import HANG, LONG
 from tests.sim.scenarios.common import (
@@ -46,7 +46,7 @@ def driver_faults() -> None:
     behind but what the driver refused to take back.
     """
     found: list[str] = []
-    startup._VERIFY_ROUNDS = 5
+    peers._VERIFY_ROUNDS = 5
     folder = Path(WORLD.bcast(tempfile.mkdtemp() if RANK == 0 else None))
     for rank in (0, LAST):
         for k in itertools.count(1):

@@ -69,9 +69,9 @@ def freed_once_unmapped() -> None:
     """A workspace is freed once every peer has unmapped it, however late that is, and a rank leaves behind its own."""
     comm = Communicator()
     works(comm)
-    assert comm._engine is not None
+    assert comm._backend is not None
     assert comm._page is not None
-    page, workspace, peers = comm._page, comm._engine.workspace, [rank for rank in range(SIZE) if rank != RANK]
+    page, workspace, peers = comm._page, comm._backend.workspace, [rank for rank in range(SIZE) if rank != RANK]
     own, free, unmap = workspace.address, driver.free, workspace.unmap_peers
     freed: list[bool] = []
     had_left: list[bool] = []
@@ -451,7 +451,7 @@ def registered_graph_in_a_fork() -> None:
             result = comm.allreduce(mine())
         assert graphs[0].state == "registered"
         comm.synchronize()
-        page, calls = comm._engine.page, driver.calls()
+        page, calls = comm._backend.page, driver.calls()
 
         def check() -> None:
             graphs.clear()

@@ -18,10 +18,11 @@ import ml_dtypes
 import numpy as np
 
 from ipcreduce import Communicator, Graph, eager_break, errors
-from ipcreduce.coordination.flight_recorder import FlightRecorder
 from ipcreduce.cuda import cupy_runtime, streams
-from ipcreduce.nccl import engine, guard, library
-from ipcreduce.numerics import DTYPES, OPS, reduce
+from ipcreduce.dtypes import DTYPES, OPS, reduce
+from ipcreduce.nccl import backend as nccl_backend
+from ipcreduce.nccl import guard, library
+from ipcreduce.page.flight_recorder import FlightRecorder
 from tests.shared import clock
 from tests.shared.bounds import LONG, late, no_hang, until
 from tests.sim.scenarios import WORLD
@@ -223,7 +224,7 @@ def nccl_repeated_call_that_is_late() -> None:
     """The deadline holds for repeated calls too, which take a shorter way."""
     with pretended_hosts(2):
         comm = Communicator(backend="nccl")
-    array, guard = mine(), comm._engine._guard
+    array, guard = mine(), comm._backend._guard
     for _ in range(4):
         comm.allreduce(array, out=array)
         until(lambda: guard._ended == comm._calls.number, "the guard's look at its end")
@@ -253,12 +254,12 @@ def nccl_calls_that_wait_on_the_host() -> None:
             raises(errors.ArgumentError, "op must be one of", lambda: comm.allreduce(mine(), "mode"))
             works(comm)
             continue
-        comm._engine.nccl._all_reduce = waits
+        comm._backend.nccl._all_reduce = waits
         with too_late(comm) if kind is errors.PeerTimeoutError else no_hang("a call"):
             error = error_of(lambda: comm.allreduce(mine()))
         assert isinstance(error, kind), error
         assert words in str(error), error
-        comm._engine.nccl._all_reduce = enqueue
+        comm._backend.nccl._all_reduce = enqueue
         works(comm)
     comm.close()
 
@@ -468,7 +469,7 @@ def killed_joining_anew() -> None:
     else:
         error = error_of(lambda: (comm.allreduce(mine()), comm.synchronize()))
         assert isinstance(error, errors.PeerFailedError), error
-    with mock.patch.object(engine, "_NOTICE_SECONDS", LONG), no_hang("what follows"):
+    with mock.patch.object(nccl_backend, "_NOTICE_SECONDS", LONG), no_hang("what follows"):
         for _ in range(2):
             error = error_of(lambda: comm.allreduce(mine()))
             assert isinstance(error, errors.PeerLostError), error

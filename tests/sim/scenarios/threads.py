@@ -15,7 +15,8 @@ from unittest import mock
 import cupy
 import numpy as np
 
-from ipcreduce import Communicator, Graph, arrays, errors
+from ipcreduce import Communicator, Graph, errors
+from ipcreduce.arrays import views
 from ipcreduce.cuda import cupy_runtime
 from ipcreduce.device import deferred_free, stream_order
 from tests.sim.scenarios.common import (
@@ -85,7 +86,7 @@ def per_thread_default_streams() -> None:
 def copied_out_on_a_raw_stream() -> None:
     """synchronize() waits for all of a call on a stream that nobody keeps: also for the copy into a strided ``out``."""
     stream, array, wide = cupy.cuda.Stream(non_blocking=True), mine(), cupy.zeros(2000, np.float32)
-    copy_into = arrays.copy_into
+    copy_into = views.copy_into
 
     def late(target: Any, value: Any, handle: int) -> None:
         delay(handle)
@@ -93,11 +94,11 @@ def copied_out_on_a_raw_stream() -> None:
 
     with Communicator() as comm:
         cupy.cuda.Device(OWN).synchronize()
-        arrays.copy_into = late
+        views.copy_into = late
         try:
             comm.allreduce(array, out=wide[::2], stream=stream.ptr)
         finally:
-            arrays.copy_into = copy_into
+            views.copy_into = copy_into
         comm.synchronize()
         right(wide[::2])
         works(comm)
@@ -109,7 +110,7 @@ def called_as_a_recording_ends() -> None:
     with Communicator() as comm:
         works(comm)
         source, larger, outs = mine(), mine() * 10, [cupy.zeros(1000, np.float32) for _ in range(2)]
-        order, found = comm._engine.order, []
+        order, found = comm._backend.order, []
         chain = order.chain
 
         def call() -> None:
@@ -218,7 +219,7 @@ def _before_the_next_launch(action: Callable[[int], Any]) -> Iterator[None]:
 def given_back_in_several_threads() -> None:
     """Every step runs, once, one at a time and each thread's in their order."""
     with Communicator() as comm:
-        context, running, done = comm._engine.context, threading.Lock(), []
+        context, running, done = comm._backend.context, threading.Lock(), []
 
         def step(*which: int) -> None:
             assert running.acquire(blocking=False), "two steps at once"
@@ -244,7 +245,7 @@ def given_back_in_several_threads() -> None:
 def given_back_while_a_step_waits() -> None:
     """What a graph unmaps is unmapped once its kernels have ended, though another thread gives back meanwhile."""
     with Communicator() as comm:
-        context, done, begun, ended = comm._engine.context, [], threading.Event(), threading.Event()
+        context, done, begun, ended = comm._backend.context, [], threading.Event(), threading.Event()
 
         def wait() -> None:
             begun.set()
@@ -268,19 +269,19 @@ def packets_under_way() -> None:
     cupy.cuda.Device(OWN).synchronize()
     with Communicator() as comm:
         works(comm)
-        engine = comm._engine
+        backend = comm._backend
         WORLD.Barrier()
         if RANK == 0:
             machine_streams.submit(stream.ptr, lambda: time.sleep(0.03))
-            engine.page.abort()
+            backend.page.abort()
         with stream:
             result = cupy.zeros(1000, np.float32)
-            prepared = engine.launches.prepare(array.shape, array.dtype, "float32", "sum", array.nbytes)
-            engine.run(prepared, array.data.ptr, result.data.ptr, stream.ptr, stream)
+            prepared = backend.launches.prepare(array.shape, array.dtype, "float32", "sum", array.nbytes)
+            backend.run(prepared, array.data.ptr, result.data.ptr, stream.ptr, stream)
             right(result)
         WORLD.Barrier()
-        engine.reset([])
-        engine.page.clear()
+        backend.reset([])
+        backend.page.clear()
         WORLD.Barrier()
         works(comm)
 
@@ -290,7 +291,7 @@ def launches_that_fail() -> None:
     kept, raw = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
     with Communicator() as comm:
         works(comm)
-        order = comm._engine.order
+        order = comm._backend.order
         machine_streams.submit(kept.ptr, lambda: time.sleep(0.2))
         comm.allreduce(mine(), stream=kept)
 
@@ -336,7 +337,7 @@ def unknown_is_no_end() -> None:
     """A stream that captures by now, or that one which does would block, cannot be asked whether calls still run."""
     blocking, apart = cupy.cuda.Stream(), cupy.cuda.Stream(non_blocking=True)
     with Communicator() as comm:
-        order = comm._engine.order
+        order = comm._backend.order
         for used, captured in ((cupy.cuda.Stream.null, blocking), (apart, apart)):
             array = mine()
             cupy.cuda.Device(OWN).synchronize()
@@ -407,7 +408,7 @@ def called_within_synchronize() -> None:
 
         with mock.patch.object(stream_order.streams, "synchronize_stream", interrupted):
             comm.synchronize()
-        assert comm._engine.order._eager is not None, "a later call would not follow it"
+        assert comm._backend.order._eager is not None, "a later call would not follow it"
         comm.synchronize()
         right(made[0])
         comm._calls.within = True

@@ -1,0 +1,137 @@
+"""Operands of a call on the host: numbers, CPU tensors, bool and complex arrays as NumPy arrays that can be reduced.
+
+The communicator adds rank and call to the messages.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..cuda import torch_runtime
+from ..dtypes import kind_name, op_name, reduced_as
+from ..errors import ArgumentError
+from . import views
+from .operands import check_own_elements, check_same_kind, check_writable
+
+Array = np.ndarray[Any, Any]
+
+
+def _int64(value: int) -> np.int64:
+    try:
+        return np.int64(value)
+    except OverflowError:
+        raise ArgumentError(
+            f"an int must lie between -2**63 and 2**63 - 1; found one of {value.bit_length()} bits. Pass float(it)"
+            + (", or numpy.uint64(it)" if 0 < value < 1 << 64 else "")
+        ) from None
+
+
+# Python's numbers as NumPy's. A bool is an int too, so it comes first.
+_NUMBERS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (bool, np.bool_),
+    (int, _int64),
+    (float, np.float64),
+    (complex, np.complex128),
+)
+
+
+class HostOperands:
+    """The arrays of a host all-reduce.
+
+    ``source`` is reduced by ``op`` into ``target``, or into a new array if that is None. Both are NumPy arrays, of a
+    dtype of numerics.DTYPES and of one shape, in the caller's memory. ``kind`` and ``shape`` are the caller's, for the
+    ranks to compare.
+    """
+
+    __slots__ = ("_array", "_out", "_viewed", "kind", "op", "shape", "source", "target")
+
+    def __init__(self, array: Any, op: Any, out: Any) -> None:
+        """The operands of ``allreduce(array, op, out=out)``. :raises ArgumentError: if an argument is wrong."""
+        self._array, self._out = array, out
+        source = _plain(array, "array") if isinstance(array, np.ndarray) else _as_numpy(array, "array")
+        self.op = op_name(op, source.dtype)
+        self.kind = kind_name(source.dtype, self.op)
+        target = None
+        if out is not None:  # a number is no place for a result, in place neither
+            in_place = out is array and not isinstance(array, views.NUMBERS)
+            target = source if in_place else _target(array, source, out)
+        if target is not None:
+            check_writable(target, out)
+            if not target.flags.c_contiguous:
+                check_own_elements(target)
+        self.shape = source.shape
+        dtype = reduced_as(self.kind)
+        self._viewed = dtype != self.kind
+        if self._viewed:
+            source = _parts(source, dtype)
+            target = None if target is None else _parts(target, dtype)
+        self.source, self.target = source, target
+
+    def result(self, reduced: Array) -> Any:
+        """The result in the caller's terms: ``out``, or else ``reduced``, which is C-contiguous, as array's kind."""
+        if self._out is not None:
+            return self._out
+        if self._viewed:
+            reduced = reduced.view(self.kind).reshape(self.shape)
+        if isinstance(self._array, np.ndarray):
+            return reduced
+        if not isinstance(self._array, views.NUMBERS):
+            return torch_runtime.of_numpy(reduced) if torch_runtime.is_tensor(self._array) else reduced
+        return reduced[()] if isinstance(self._array, np.generic) else reduced.item()
+
+
+def _plain(array: Array, what: str) -> Array:
+    """A plain array over the memory of a subclass, which may index and reshape in its own way: numpy.matrix say.
+
+    :raises ArgumentError: for a masked array, whose memory is not its values.
+    """
+    if _is_masked(array):
+        remedy = "Fill it first" if what == "array" else "Pass its .data"
+        raise ArgumentError(f"{what} must have no mask; found a masked array. {remedy}")
+    return np.asarray(array)
+
+
+def _as_numpy(array: Any, what: str) -> Array:
+    """A NumPy array of a number's value, or over the memory of an array of another library."""
+    if isinstance(array, np.generic):
+        return np.asarray(array)
+    for number, convert in _NUMBERS:
+        if isinstance(array, number):
+            return np.asarray(convert(array))
+    return views.host_view(array, what)
+
+
+def _target(array: Any, source: Array, out: Any) -> Array:
+    """The NumPy array over ``out``. :raises ArgumentError: if that is no array on the host that fits ``source``."""
+    if isinstance(array, views.NUMBERS):
+        raise ArgumentError(
+            f"out must be None for a number, whose result is a number; found {type(out).__qualname__}. Pass an array "
+            "of no dimension: numpy.asarray(it)"
+        )
+    if isinstance(out, views.NUMBERS) or (not isinstance(out, np.ndarray) and views.is_device(out, "out")):
+        raise ArgumentError(
+            f"out must be a NumPy array or a CPU tensor, as array lies on the host; found {type(out).__qualname__}. "
+            "Leave it out for a new array"
+        )
+    target = _plain(out, "out") if isinstance(out, np.ndarray) else _as_numpy(out, "out")
+    check_same_kind(source, target)
+    return target
+
+
+def _parts(array: Array, dtype: str) -> Array:
+    """The bytes of a bool array, or the real and imaginary parts of a complex one, along one more axis at the end."""
+    if array.dtype == bool:
+        return array.view(dtype)
+    parts = array.real  # a view; that of all numbers would need a contiguous last axis
+    shape, strides = (*array.shape, 2), (*array.strides, parts.itemsize)
+    return np.lib.stride_tricks.as_strided(parts, shape, strides)
+
+
+def _is_masked(array: Any) -> bool:
+    """True for NumPy's masked arrays. ``np.ma`` would import that module here, perhaps within a signal handler."""
+    module: Any = sys.modules.get("numpy.ma")
+    return isinstance(array, getattr(module, "MaskedArray", ()))

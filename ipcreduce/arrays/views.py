@@ -1,0 +1,368 @@
+"""Arrays of every library as CuPy arrays on the device and NumPy arrays on the host."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from .. import advice
+from ..cuda import array_protocols, cupy_runtime, streams, torch_runtime, torch_tensors
+from ..cuda.array_protocols import Locate
+from ..cuda.cupy_runtime import current_device, load, on_stream, stream_of
+from ..dtypes import KIND_NAMES
+from ..errors import ArgumentError, Location
+from ..texts import text_of
+from ..types import Stream
+
+NUMBERS = (np.generic, bool, int, float, complex)
+_ON_HOST = (1, 3, 11)  # DLPack's kDLCPU, kDLCUDAHost, kDLROCMHost
+_ON_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged
+
+
+def is_device(array: Any, what: str = "array") -> bool:
+    """True if ``array``, argument ``what``, lies on a GPU; False for arrays on the host, and for numbers.
+
+    :raises ArgumentError: for anything else.
+    """
+    if isinstance(array, np.ndarray):
+        return False
+    if cupy_runtime.cupy is not None and isinstance(array, cupy_runtime.cupy.ndarray):
+        return True
+    if isinstance(array, NUMBERS):
+        return False
+    if problem := torch_tensors.problem(array):
+        raise ArgumentError(f"{what} must be {problem}")
+    kind = type(array)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if _has(array, "__dlpack_device__"):
+        device_type = int(array.__dlpack_device__()[0])
+        if device_type in (*_ON_GPU, *_ON_HOST):
+            return device_type in _ON_GPU
+        raise ArgumentError(
+            f"{what} must lie on an NVIDIA GPU or on the host; found {name} on DLPack device type {device_type}. Move "
+            "it to the GPU, or to the host"
+        )
+    if _has(array, "__cuda_array_interface__"):
+        return True
+    taken = "a NumPy array" if what == "out" else "a NumPy array, a number,"
+    raise ArgumentError(
+        f"{what} must be {taken} or an array with __dlpack__ or __cuda_array_interface__; found {name}. "
+        f"{advice.for_array(array, what)}"
+    )
+
+
+def _has(array: Any, name: str) -> bool:
+    """True if the type has this member of a protocol, or the object carries it itself. A type is no array."""
+    return hasattr(type(array), name) or (hasattr(array, name) and not isinstance(array, type))
+
+
+def view(array: Any, stream: Stream, ordered: bool = True) -> Any:
+    """A CuPy array over the same memory, ready to be used on ``stream``.
+
+    ``__cuda_array_interface__``'s ``stream`` is waited for by an event; DLPack's producer is told ``stream``. Not so
+    unless ``ordered``: a recording cannot wait for work outside of it.
+
+    :raises ArgumentError: if the exporter refuses, the type is unknown, or the array has no memory of its own.
+    """
+    cupy = load()
+    if type(array) is cupy.ndarray:
+        found = array
+    elif isinstance(array, cupy.ndarray):  # a subclass may index, copy and reshape in its own way
+        found = cupy.ndarray.view(array, type=cupy.ndarray)
+    else:
+        found = _viewed(array, stream, ordered)
+    if not pointer(found) and found.size:
+        raise ArgumentError(_no_memory(type(array)))
+    return found
+
+
+def _viewed(array: Any, stream: Stream, ordered: bool) -> Any:
+    cupy = load()
+    try:
+        if torch_runtime.is_tensor(array) and (place := torch_runtime.place_of(array)) is not None:
+            return _from_tensor(array, place, stream, ordered)
+        if _has(array, "__dlpack__"):
+            with on_stream(stream):
+                return cupy.from_dlpack(array if ordered else _Unordered(array))
+        return _from_interface(array, stream, ordered)
+    except ArgumentError:
+        raise
+    except Exception as error:  # exporters raise what they like: PyTorch for a tensor that requires grad, say
+        raise ArgumentError(_refused(array, "an array", error)) from error
+
+
+def host_view(array: Any, what: str = "array") -> np.ndarray[Any, Any]:
+    """A NumPy array over the same memory as ``array``, which lies on the host and has DLPack.
+
+    :raises ArgumentError: if the exporter refuses, or NumPy lacks the dtype.
+    """
+    kind, bfloat16 = type(array).__qualname__, "bfloat16" in str(getattr(array, "dtype", ""))
+    try:
+        if torch_runtime.is_tensor(array):
+            view = array_protocols.host_view(torch_runtime.detached(array))
+            return view.view(ml_dtypes.bfloat16) if bfloat16 else view
+        return array_protocols.host_view(array)
+    except Exception as error:  # exporters raise what they like
+        if bfloat16:
+            raise ArgumentError(
+                f"{what} must have a dtype that NumPy takes by DLPack; found bfloat16 in a {kind} on the host. Pass "
+                "NumPy's view of it, with dtype ml_dtypes.bfloat16"
+            ) from error
+        raise ArgumentError(_refused(array, what, error)) from error
+
+
+def _refused(array: Any, what: str, error: object) -> str:
+    kind, dtype = type(array).__qualname__, str(getattr(array, "dtype", ""))
+    name = dtype.rpartition(".")[2]  # PyTorch's begin with "torch."
+    if name and name not in KIND_NAMES:
+        allowed = ", ".join(KIND_NAMES)
+        return f"{what} must have a dtype of {allowed}; found {dtype} in a {kind}. {advice.for_dtype_named(name)}"
+    return f"the {kind} does not give its memory: {text_of(error)}"
+
+
+def _no_memory(kind: type) -> str:
+    return f"the {kind.__qualname__} does not give its memory: {array_protocols.NO_MEMORY}"
+
+
+class _Unordered:
+    """An array by DLPack, for which its producer adds no waits."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        self.__dlpack_device__ = array.__dlpack_device__
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__(**options | {"stream": -1})
+
+
+def _from_tensor(tensor: Any, place: torch_runtime.Place, stream: Stream, ordered: bool) -> Any:
+    """View of a tensor's memory, in a tenth of the time that it takes by DLPack."""
+    cupy = load()
+    address, shape, dtype, strides, device = place
+    if ordered:
+        torch_runtime.order(device, stream)
+    _, past = _reach(shape, strides, dtype.itemsize)  # PyTorch's strides are never negative
+    # A recording keeps the memory, and not only the tensor, which may be given other memory (set_(), .data).
+    memory = cupy.cuda.UnownedMemory(address, past, tensor if ordered else tensor.detach(), device)
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides=strides)
+
+
+def _from_interface(array: Any, stream: Stream, ordered: bool) -> Any:
+    """View by ``__cuda_array_interface__`` (versions 2 and 3). Its typestr for bfloat16 is two opaque bytes."""
+    cupy = load()
+    interface = array.__cuda_array_interface__
+    dtype = array_protocols.interface_dtype(array, interface)
+    if interface.get("mask") is not None:
+        raise ArgumentError("array must have no mask; found one in its __cuda_array_interface__")
+    shape, strides = tuple(interface["shape"]), interface.get("strides")
+    address, _ = interface["data"]
+    low, past = _reach(shape, strides, dtype.itemsize)
+    producer = interface.get("stream") if ordered else None
+    if producer is not None and producer != stream and not (producer == 1 and stream == 0):
+        event = streams.create_event()
+        streams.record_event(event, producer)
+        streams.wait_event(stream, event)
+        streams.destroy_event(event)
+    memory = cupy.cuda.UnownedMemory(address + low, past - low, array, current_device() if not address else -1)
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, -low), strides=strides)
+
+
+def _reach(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: int) -> tuple[int, int]:
+    """(first, past the last) byte of an array, relative to the address of its element 0."""
+    if 0 in shape:
+        return 0, 0
+    if strides is None:
+        return 0, int(np.prod(shape, dtype=np.int64)) * itemsize
+    steps = [(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]
+    return sum(min(0, step) for step in steps), sum(max(0, step) for step in steps) + itemsize
+
+
+def is_readonly(array: Any) -> bool:
+    """True if the owner of the memory forbids writing, or does not allow it."""
+    if isinstance(array, np.ndarray):
+        return not array.flags.writeable
+    if is_cupy(array) or torch_runtime.is_tensor(array):  # which have no such mark
+        return False
+    return array_protocols.is_readonly(array)
+
+
+def pointer(array: Any) -> int:
+    """The address of a device array's first element."""
+    return array.data.ptr
+
+
+def device_of(array: Any) -> int:
+    """The ordinal of the device that a device array lies on."""
+    return array.data.device_id
+
+
+def is_contiguous(array: Any) -> bool:
+    """True if a device array is C-contiguous."""
+    return array._c_contiguous  # as flags.c_contiguous, without a flags object (0.3 us)
+
+
+def extent(array: Any) -> tuple[int, int]:
+    """(first, past the last) address of a device or host array."""
+    on_host = isinstance(array, np.ndarray)
+    start = array.ctypes.data if on_host else pointer(array)
+    if not on_host and is_contiguous(array):  # most are: 1 us less of each call in a recording
+        return start, start + array.nbytes
+    first, past = _reach(array.shape, array.strides, array.dtype.itemsize)
+    return start + first, start + past
+
+
+def same_elements(array: Any, other: Any) -> bool:
+    """True if two device arrays of one shape are the same elements in the same order: the same place and strides."""
+    same_place = pointer(array) == pointer(other) and array.strides == other.strides
+    return bool(same_place and array.dtype == other.dtype)
+
+
+def overlap(array: Any, other: Any) -> bool:
+    """True if one of two device arrays begins before the other one ends. They may have no byte in common."""
+    (first, past), (other_first, other_past) = extent(array), extent(other)
+    return first < other_past and other_first < past
+
+
+def share_memory(array: Any, other: Any) -> bool:
+    """True if two device arrays have a byte in common."""
+    return overlap(array, other) and np.shares_memory(_geometry(array), _geometry(other))
+
+
+def _geometry(array: Any) -> np.ndarray[Any, Any]:
+    """A NumPy array at the same addresses, which must not be read."""
+    place = SimpleNamespace(__array_interface__={
+        "shape": array.shape, "typestr": f"|V{array.itemsize}", "strides": array.strides,
+        "data": (pointer(array), True), "version": 3,
+    })  # fmt: skip
+    return np.asarray(place)
+
+
+def has_shared_elements(array: Any) -> bool:
+    """True if two elements of a device or host array lie in the same bytes."""
+    if not array.size:
+        return False
+    pairs = zip(array.shape, array.strides, strict=True)
+    steps = sorted((abs(stride), length) for length, stride in pairs if length > 1)
+    past = itemsize = array.dtype.itemsize
+    nested = True
+    for stride, length in steps:
+        nested = nested and stride >= past
+        past += (length - 1) * stride
+    if nested:
+        return False
+    if steps[0][0] < itemsize or past < array.nbytes:
+        return True
+    places = np.zeros(1, np.int64)  # only as_strided makes others: compare all
+    for stride, length in steps:
+        places = np.add.outer(places, stride * np.arange(length)).reshape(-1)
+    places.sort()
+    return bool((np.diff(places) < itemsize).any())
+
+
+def empty(shape: tuple[int, ...], dtype: np.dtype[Any], stream: Stream, device: int) -> Any:
+    """A new array on ``device``, from CuPy's allocator, for use on ``stream``."""
+    cupy = load()
+    if stream == stream_of()[0]:
+        array = cupy.empty(shape, dtype)
+    else:
+        with on_stream(stream):
+            array = cupy.empty(shape, dtype)
+    if array.data.device_id != device:  # this thread's current device is another one: looked at only now, for speed
+        with cupy.cuda.Device(device), on_stream(stream):
+            array = cupy.empty(shape, dtype)
+    return array
+
+
+def contiguous_copy(array: Any, stream: Stream) -> Any:
+    """A C-contiguous copy of a device array, made on ``stream``."""
+    cupy = load()
+    with cupy.cuda.Device(device_of(array)), on_stream(stream):
+        return array.copy(order="C")
+
+
+def converted(array: Any, dtype: np.dtype[Any], stream: Stream) -> Any:
+    """A C-contiguous copy of a device array with another dtype, made on ``stream``."""
+    cupy = load()
+    with cupy.cuda.Device(device_of(array)), on_stream(stream):
+        return array.astype(dtype, order="C")
+
+
+def copy_into(target: Any, value: Any, stream: Stream) -> None:
+    """``target[...] = value``, both device arrays of one shape, on ``stream``, also where they overlap."""
+    if same_elements(target, value):
+        return
+    if overlap(target, value):
+        value = contiguous_copy(value, stream)
+    cupy = load()
+    with cupy.cuda.Device(device_of(target)), on_stream(stream):
+        target[...] = value
+
+
+def is_cupy(array: Any) -> bool:
+    """True for a CuPy array."""
+    return cupy_runtime.cupy is not None and isinstance(array, cupy_runtime.cupy.ndarray)
+
+
+def view_of(array: Any, owner: Any) -> Any:
+    """A CuPy array over the same memory that keeps ``owner`` alive, and not the memory's block."""
+    cupy = load()
+    first, past = extent(array)
+    memory = cupy.cuda.UnownedMemory(first, past - first, owner, device_of(array))
+    place = cupy.cuda.MemoryPointer(memory, pointer(array) - first)
+    return cupy.ndarray(array.shape, array.dtype, place, strides=array.strides)
+
+
+def locator(kind: type) -> Locate | None:
+    """A function that reads where an object of this type lies, with no copy and no CUDA call; None for other types.
+
+    It returns the :data:`Location`, or None for an array that is not on a GPU.
+    """
+    cupy = cupy_runtime.cupy or sys.modules.get("cupy")  # nobody has an array of it who has not imported it
+    if cupy is not None and issubclass(kind, cupy.ndarray):
+        return lambda array: (array.data.ptr, array.shape, array_protocols.dtype_name(array.dtype), array.strides)
+    if torch_runtime.is_plain_type(kind):
+        return _locate_tensor
+    if torch_runtime.is_wrapper_type(kind):
+        return _refuse_wrapper
+    return array_protocols.locator(kind)
+
+
+def _refuse_wrapper(tensor: Any) -> None:
+    if tensor.device.type == "cuda":
+        raise ArgumentError(f"array must be {torch_tensors.problem(tensor)}")
+
+
+def _locate_tensor(tensor: Any) -> Location | None:
+    """By the tensor's own attributes: its protocols refuse one that requires grad, also within torch.no_grad()."""
+    problem = torch_tensors.own_problem(tensor)
+    if problem and tensor.is_cuda and torch_runtime.is_zero(tensor):
+        raise ArgumentError(f"array must be {problem}")
+    place = None if problem else torch_runtime.place_of(tensor)
+    if place is None:  # not on a GPU, or of a dtype of others, or not its values
+        read = array_protocols.locator(type(tensor))
+        return None if read is None else read(tensor)
+    address, shape, dtype, strides, _ = place
+    return address, shape, array_protocols.dtype_name(dtype), strides
+
+
+def locate(array: Any) -> Location | None:
+    """The location of a device array; None for any other object.
+
+    :raises ArgumentError: if it hides its address, or has no memory of its own.
+    """
+    kind = type(array)
+    find, attributes = locator(kind), array_protocols.attributes(kind)
+    if find is None and attributes is not None:
+        find = array_protocols.carried(kind, attributes(array))
+    return None if find is None else checked(find(array), kind)
+
+
+def checked(place: Location | None, kind: type) -> Location | None:
+    """The location of an array of this type. :raises ArgumentError: if nothing lies there."""
+    if place is not None and not place[0] and 0 not in place[1]:
+        raise ArgumentError(_no_memory(kind))
+    return place

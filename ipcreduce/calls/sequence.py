@@ -1,0 +1,336 @@
+"""The owner of a call's life: its number, faults and refusals, and the resynchronisation that follows them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from .. import clock
+from ..errors import (
+    CaptureError,
+    GraphStateError,
+    IpcReduceError,
+    PeerFailedError,
+    PeerLostError,
+    PeerTimeoutError,
+    RankMismatchError,
+    report,
+)
+from ..page import control_page
+from ..page.control_page import Page
+from ..page.rounds import Abandon, Left, Meetings, Rounds
+from ..texts import described, text_of
+from ..types import Stream
+from . import faults, turns
+from .backend import Backend, Body
+from .fingerprint import Fingerprint
+from .resynchronisation import start_anew
+
+_PATIENCE_SECONDS = 30.0  # in a resynchronisation, for a rank that came too late for a call and is still on its way
+_SHARED = (RankMismatchError, PeerFailedError, PeerTimeoutError, PeerLostError)  # raised on every rank without our help
+
+
+class CallSequence:
+    """The calls of one communicator, in the order in which threads take its lock.
+
+    A call is an attempt at an all-reduce, a replay, a recording, or the end of ``capture()``. All ranks make the same
+    calls, so the numbers are the same on all ranks. Each call goes through these states:
+
+    ============== ================================================ ========================= =======================
+    state          meaning                                          kept in                   next
+    ============== ================================================ ========================= =======================
+    entered        numbered; compared with the ranks that have come ``number``, recorder      done, withdrawn,
+                                                                                              refused, posted
+    done           launched; a wait in it may still end             the stream                posted
+    withdrawn      recorded, or invalid everywhere: has no number   ``number``                --
+    refused        this rank failed and has told its peers          fault record, abort word  raised
+    posted         a mismatch, a refusal or an ended wait is known  the page, abort word      raised
+    raised         the program has got the error                    ``raised``                resynchronised, lost
+    resynchronised all ranks have met, and start anew               ``number``: the highest   entered
+    lost           a rank has gone, or did not come to that meeting ``unusable``, loss record only ``close()``
+    ============== ================================================ ========================= =======================
+
+    :param page: None for ranks that have none: their calls are not compared here.
+    :param backends: what may still work on a call, or hold parts of one, when it has failed.
+    :param refuse: for that case, tells the peers of a refused call; returns why it is lost, if it is. None: it cannot.
+    """
+
+    def __init__(
+        self, rank: int, timeout: float, page: Page | None, backends: Sequence[Backend],
+        refuse: Callable[[BaseException, int], PeerLostError | None] | None,
+    ) -> None:  # fmt: skip
+        self.rank, self.timeout = rank, timeout
+        self.number = 0  # of the last attempt, refused ones included
+        self.raised = False  # this rank's program has got the error behind the abort word
+        self.unusable: IpcReduceError | None = None  # why no further call is possible: lost, or closed
+        self.recording: Any = None  # the open Recording
+        self.lock = threading.RLock()
+        self.within = False  # this and the next: see turns.py
+        self.nested: list[tuple[BaseException, bool]] = []
+        self._noted = 0  # see faults.note
+        self._page, self._backends, self._refuse_elsewhere = page, backends, refuse
+        self._rounds = Rounds(page) if page is not None else None
+        self._meetings = Meetings(page) if page is not None else None
+
+    @property
+    def has_page(self) -> bool:
+        """True if the ranks see each other on a control page."""
+        return self._page is not None
+
+    # ---- making a call
+    def check_usable(self) -> None:
+        """:raises IpcReduceError: if the communicator is closed or lost."""
+        if self.unusable is not None:
+            raise type(self.unusable)(str(self.unusable))
+
+    def enter(self, what: Fingerprint, stream: Stream) -> None:
+        """Settle an earlier fault, then record this call and compare it with the ranks that have come to it.
+
+        :raises IpcReduceError: an earlier fault that was not raised yet; :class:`RankMismatchError` if calls differ.
+        :raises CaptureError: if there is a fault to settle and ``stream`` is being captured.
+        """
+        page = self._page
+        if page is None:
+            return
+        if page.abort_word[0]:
+            self.raise_pending()
+            # Not raised: the fault belongs to a later call. This one (empty, or captured) does not depend on a peer.
+            if self.raised:
+                if any(backend.is_capturing(stream) for backend in self._backends):
+                    raise CaptureError(
+                        "expected no failed call before a capture; found one after which the ranks have not met yet. "
+                        "Make a call that is not captured on every rank, then capture again.",
+                        within=True,
+                    )
+                self._resynchronise()
+        other = page.calls.enter(self.number, what)
+        if other is not None:
+            self._raise_mismatch(what, other)
+
+    def compare(self, what: Fingerprint) -> None:
+        """Compare the current call with every rank's, once all have come to it.
+
+        Of two ranks that enter at one moment, :meth:`enter` may show neither the other's call.
+
+        :raises RankMismatchError: if calls differ.
+        """
+        assert self._page is not None
+        other = self._page.calls.compare(self.number, what)
+        if other is not None:
+            self._raise_mismatch(what, other)
+
+    def _raise_mismatch(self, what: Fingerprint, other: int) -> None:
+        page = self._page
+        assert page is not None
+        theirs = page.calls.describe(other, self.number)
+        self._post(control_page.MISMATCH, f"{what} on rank {page.rank} and {theirs} on rank {other}")
+        self.raise_pending()
+
+    def withdraw(self) -> None:
+        """Take the current call's number back: it is recorded, not made, or invalid on every rank alike."""
+        self.number -= 1
+
+    def catch_up(self, number: int) -> None:
+        """Go on from the highest call number of all ranks, which a vote or a resynchronisation has told."""
+        self.number = number
+        if self._page is not None:
+            self._page.calls.first = number + 1
+
+    # ---- a call that fails here
+    def failed(self, error: BaseException, foreign: bool = False) -> None:
+        """Add rank and call to the error of the current call; cancel the call on the peers, or raise PeerLostError.
+
+        :param foreign: it comes from the program, and may be another communicator's: the peers hear of every kind.
+        """
+        known = not foreign and (isinstance(error, _SHARED) or getattr(error, "everywhere", False))
+        if isinstance(error, PeerLostError) and not foreign:
+            self.unusable = error
+        elif self.unusable is None and not known:
+            if isinstance(error, IpcReduceError) and not (text := text_of(error)).startswith("rank "):
+                error.args = (f"rank {self.rank}, call {self.number}: {text}",)
+            body: Body | None = self.recording if self.recording is not None and self.recording.in_this_thread else None
+            within = isinstance(error, CaptureError) and error.within and not (foreign and body is None)
+            if within or (body and isinstance(error, GraphStateError)):
+                self.withdraw()
+                return
+            if body:
+                body.error = body.error or error  # even if the program catches it
+            try:
+                self._refuse(error)
+            except PeerLostError as lost:
+                self.failed(lost)
+                raise
+        self._noted = faults.note(self._page, self.rank, error, self._noted)
+
+    def refuse(self, error: BaseException, foreign: bool = False) -> None:
+        """Cancel a call on the peers that this rank does not begin. The caller raises ``error``."""
+        with self.lock, suppress(IpcReduceError):
+            if self.within:
+                self.nested.append((error, foreign))
+            elif self.unusable is None:
+                turns.alone(self, self._refuse_next, error, foreign)
+
+    def _refuse_next(self, error: BaseException, foreign: bool) -> None:
+        self.number += 1
+        self.failed(error, foreign)
+
+    def leave(self, error: BaseException) -> None:
+        """:meth:`refuse` for what the program raises, unless the peers know of a fault: they may wait for its vote."""
+        if self._page is not None and not self.raised:
+            self.refuse(error, foreign=True)
+
+    def _refuse(self, error: BaseException) -> None:
+        """:raises IpcReduceError: a fault of an earlier call: the earliest takes precedence."""
+        page = self._page
+        if page is None:
+            self.unusable = self._refuse_elsewhere(error, self.number) if self._refuse_elsewhere else None
+            return
+        if page.aborted:
+            earlier = page.fault()
+            if earlier is None or earlier[0] < self.number + getattr(error, "ended", False):
+                if not isinstance(error, Exception):  # Ctrl-C and exits pass at once: the next call meets the fault
+                    return
+                self.raise_pending()
+                self._resynchronise()
+        self._post(control_page.REFUSED, described(error), raised=True)
+
+    def _post(self, kind: int, text: str, of: int | None = None, *, raised: bool = False) -> None:
+        """Write a fault of this rank, or of rank ``of``, and end every wait.
+
+        :param raised: the program gets the error. That is noted once the fault stands on the page, not before.
+        """
+        assert self._page is not None
+        try:
+            for backend in self._backends:
+                with suppress(IpcReduceError):  # the fault at hand comes first
+                    backend.drain()  # the abort word would end earlier calls too
+        finally:  # also if the program is interrupted: the peers wait
+            self._page.post_fault(kind, self.number, text, of)
+            self.raised = self.raised or raised
+
+    # ---- faults of others
+    def raise_pending(self) -> None:
+        """Raise the fault behind the abort word, if it is not raised yet and concerns this rank's calls so far."""
+        page = self._page
+        if page is None or not page.aborted:
+            return
+        fault = page.fault()
+        if fault is None:
+            faults.raise_lost(page, self.number)
+        if not self.raised and (fault is None or fault[0] <= self.number):  # even if a rank was lost because of it
+            self.raised = True
+            raise faults.fault_error(page, self.number, self.timeout)
+        faults.raise_lost(page, self.number)
+
+    def check_faults(self) -> None:
+        """Raise what went wrong in the calls so far, once these have ended. See :meth:`raise_ended`."""
+        try:
+            self.raise_pending()
+            self.raise_ended()
+        except IpcReduceError as error:
+            self.failed(error)
+            raise
+
+    def raise_ended(self) -> None:
+        """Raise the reason for which a kernel of this rank has ended without data, raised before or not.
+
+        Replays of graphs captured by others are no calls, and end so until the ranks have met.
+        """
+        page = self._page
+        if page is not None and page.ended_without_data:
+            raise faults.ended_error(page, self.number, self.timeout)
+
+    # ---- exchanges over the page
+    def check_wait(self, number: int, deadline: float, missing: list[int]) -> None:
+        """Go on waiting for the ranks ``missing`` in call ``number``, or raise what has happened.
+
+        :param deadline: on the clock of :mod:`ipcreduce.clock`.
+        :raises IpcReduceError: if they do not come: they made another call, refused this one, or are late or lost.
+        """
+        page = self._page
+        if page is None:
+            self.check_usable()
+            return
+        fault = page.fault() if page.aborted else None
+        cancelled = fault is not None and fault[0] <= number  # first, even if a rank was lost because of it
+        if not cancelled:
+            faults.raise_lost(page, number)
+        late = clock.now() > deadline
+        if late:
+            page.post_timeout(missing)
+        if cancelled or late or (page.aborted and not faults.all_come(page, number)):
+            self.raised = True
+            raise faults.fault_error(page, number, self.timeout)
+
+    def gather(self, number: int, payload: bytes, abandon: Abandon | None = None) -> list[bytes]:
+        """Every rank's ``payload``, within call ``number``, which this rank has entered. See :meth:`Rounds.gather`.
+
+        :raises IpcReduceError: if a rank does not come: it made another call, refused this one, or is late or lost.
+        """
+        page = self._page
+        if page is None or self._rounds is None:
+            return [payload]
+        try:
+            check = partial(self.check_wait, number, clock.now() + self.timeout)
+            return self._rounds.gather(payload, check, abandon)
+        except Left as left:  # its fault may come later than its record of that
+            if not page.aborted and page.fault() is None:
+                self._post(control_page.REFUSED, left.text, left.rank)
+            if page.fault() is None:
+                faults.raise_lost(page, number)
+            self.raised = True
+            raise faults.fault_error(page, number, self.timeout) from None
+
+    def _resynchronise(self) -> None:
+        """Meet all ranks, each of which has raised its error, and start anew with one call number. Collective.
+
+        :raises PeerLostError: if a rank does not come.
+        """
+        page, rounds, meetings = self._page, self._rounds, self._meetings
+        assert page and rounds and meetings  # noqa: PT018
+        deadline = clock.now() + max(self.timeout, _PATIENCE_SECONDS)
+        try:
+            highest, rounds.last = start_anew(page, self._backends, meetings, self.number, rounds.last, deadline)
+            self.number = highest
+        except PeerLostError:
+            raise
+        except BaseException as error:
+            lost = self.lose("it left the resynchronisation after a fault", error)
+            if isinstance(error, IpcReduceError):
+                raise lost from error
+            raise
+        self.raised, self._noted = False, 0
+
+    def lose(self, why: str, cause: BaseException) -> PeerLostError:
+        """Lose the communicator on all ranks, because this one does not go on; the error is the caller's to raise."""
+        if self._page is not None:
+            self._page.post_lost(self.rank, f"{why} ({type(cause).__name__})")
+        self.unusable = lost = PeerLostError(report(
+            self.rank, self.number, expected="every rank to go on",
+            found=f"this on rank {self.rank}: {described(cause)}",
+            advice="The communicator can only be closed.",
+        ))  # fmt: skip
+        return lost
+
+    # ---- ends
+    def give_up(self, error: PeerLostError, cause: BaseException) -> None:
+        """Lose the communicator, because this rank has left a call halfway; its further calls raise ``error``."""
+        if self._page is not None:
+            self._page.post_lost(self.rank, f"it left call {self.number} halfway ({described(cause)})")
+        self.unusable = error
+
+    def end(self, error: IpcReduceError) -> bool:
+        """No call is possible any more; further ones raise ``error``. True if the communicator was lost before."""
+        lost = isinstance(self.unusable, PeerLostError)
+        self.unusable = error
+        self._page, self._backends = None, ()
+        self._rounds = self._meetings = None
+        return lost
+
+    def forked(self, error: IpcReduceError) -> None:
+        """In a child process: nothing of the parent's may be touched."""
+        self.lock, self.within, self.nested = threading.RLock(), False, []
+        self.end(error)

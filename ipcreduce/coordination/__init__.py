@@ -1,1 +1,0 @@
-"""The ranks of one host among themselves: calls, faults, the control page. It imports neither CUDA nor CuPy."""

@@ -1,0 +1,191 @@
+"""Dtypes and ops: their names, how people write them, and the reference reduction of NumPy arrays.
+
+The kernels have the bits of :func:`reduce`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from . import advice
+from .errors import ArgumentError
+from .texts import shown
+
+# A name's index in these tuples is its code on the wire and in the slots' offset (ipc/plan.py): never reorder.
+DTYPE_NAMES = (
+    "float16", "bfloat16", "float32", "float64",
+    "int8", "int16", "int32", "int64",
+    "uint8", "uint16", "uint32", "uint64",
+)  # fmt: skip
+OPS = ("sum", "prod", "min", "max", "avg")
+# Kinds that are reduced as another dtype in the same memory: its name, and the ops that mean the same on it.
+VIEWS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "bool": ("uint8", ("min", "max")),
+    "complex64": ("float32", ("sum", "avg")),
+    "complex128": ("float64", ("sum", "avg")),
+}
+KIND_NAMES = (*DTYPE_NAMES, *VIEWS)
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_NAN_BITS = {"float16": 0x7FFF, "bfloat16": 0x7FFF, "float32": 0x7FC00000, "float64": 0x7FF8 << 48}  # as in kernels/
+DTYPES = {(BFLOAT16 if name == "bfloat16" else np.dtype(name)): name for name in DTYPE_NAMES}
+_INSTEAD = {
+    "bool": 'Pass "any" or "all"; to count, pass ints',
+    "complex64": "Reduce array.real and array.imag, or abs(array)",
+    "complex128": "Reduce array.real and array.imag, or abs(array)",
+    "a product": "Take numpy.exp of the sum of numpy.log(array)",
+}
+_KINDS = DTYPES | {np.dtype(name): name for name in VIEWS}
+_LOGICAL = {"any": "max", "all": "min"}  # of bool only: elsewhere max and min say something else
+_OPS = dict(zip(OPS, OPS, strict=True)) | {"mean": "avg", "product": "prod"} | {name: name for name in _LOGICAL}
+_MPIS = {"SUM": "sum", "PROD": "prod", "MIN": "min", "MAX": "max", "LOR": "any", "LAND": "all"}
+_TORCHS = {"SUM": "sum", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "AVG": "avg"}
+_ALL = f"one of {', '.join(_OPS)}, or such an op of MPI or torch.distributed"
+
+
+def op_name(op: Any, dtype: np.dtype[Any] | None = None) -> str:
+    """The member of :data:`OPS` that ``op`` means: a name, "mean" say, or an op of mpi4py or torch.distributed.
+
+    :param dtype: of the arrays. None: it is not known yet.
+    :raises ArgumentError: if it is none of these, or ``any`` or ``all`` of another dtype than bool.
+    """
+    name = _OPS.get(op) if isinstance(op, str) else next(_names_of(op), None)
+    if name is None:
+        raise ArgumentError(f"op must be {_ALL}; found {_shown(op)}. {advice.for_op(op, _OPS)}")
+    if name in _LOGICAL:
+        if dtype is not None and dtype != np.dtype(bool):
+            raise ArgumentError(f"dtype must be bool for op {_shown(op)}; found {dtype}. Pass array != 0")
+        name = _LOGICAL[name]
+    return name
+
+
+def _libraries() -> Iterator[tuple[str, Any, tuple[type, ...], dict[str, str]]]:
+    """The libraries that have ops of their own: name, what holds them, their types, and what they mean here.
+
+    Nobody has an op of one who has not imported it.
+    """
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if mpi is not None:
+        yield "MPI", mpi, (mpi.Op,), _MPIS
+    torchs: Any = getattr(sys.modules.get("torch.distributed"), "ReduceOp", None)  # a PyTorch may be built without
+    if torchs is not None:
+        yield "ReduceOp", torchs, (torchs, getattr(torchs, "RedOpType", torchs)), _TORCHS
+
+
+def _names_of(op: Any) -> Iterator[str]:
+    for _, holder, kinds, names in _libraries():
+        if isinstance(op, kinds):
+            yield from (meant for name, meant in names.items() if op == getattr(holder, name))
+
+
+def _shown(op: Any) -> str:
+    for library, holder, kinds, _ in _libraries():
+        if isinstance(op, kinds):
+            others = [name for name in dir(holder) if isinstance(getattr(holder, name), kinds)]
+            found = [name for name in others if op == getattr(holder, name)]
+            return f"{library}.{min(found)}" if found else f"an op of {library} that the program has made"
+    return shown(op)
+
+
+@cache
+def kind_name(dtype: np.dtype[Any], op: str) -> str:
+    """The name of a dtype, of which ``op``, one of :data:`OPS`, can be made. :raises ArgumentError: if it cannot."""
+    name = _KINDS.get(dtype)
+    if name is None:
+        raise ArgumentError(f"dtype must be one of {', '.join(KIND_NAMES)}; found {dtype}. {advice.for_dtype(dtype)}")
+    _, ops = VIEWS.get(name, (name, OPS))
+    if op not in ops:
+        instead = _INSTEAD["a product" if op == "prod" and name != "bool" else name]
+        raise ArgumentError(f"op must be {' or '.join(ops)} for {name}; found {op}. {instead}")
+    return name
+
+
+def reduced_as(kind: str) -> str:
+    """The name of the dtype, one of :data:`DTYPE_NAMES`, as which kernels reduce a kind: bool as uint8, say."""
+    return VIEWS[kind][0] if kind in VIEWS else kind
+
+
+def reduce(
+    values: Sequence[np.ndarray[Any, Any]], op: str, out: np.ndarray[Any, Any] | None = None
+) -> np.ndarray[Any, Any]:
+    """Reduce ``values[0] op values[1] op ...`` elementwise, from left to right.
+
+    float16 and bfloat16 accumulate in float32 and round once. Integer sums and products wrap. The average of floats
+    is the sum divided by n; of integers, the exact sum divided by n, truncated toward zero. NaN propagates through
+    min and max. Of equal values (-0, +0) the first is kept. Every NaN becomes the dtype's one NaN of the kernels.
+
+    :param values: n arrays of one shape and dtype.
+    :param op: one of :data:`OPS`.
+    :param out: the array for the result, which overlaps none of ``values``; None for a new one.
+    :returns: ``out``, of that shape and dtype.
+    """
+    dtype = values[0].dtype
+    out = np.empty_like(values[0]) if out is None else out
+    if dtype.kind in "iu":
+        if op == "avg":
+            out[...] = _integer_average(values)
+        else:
+            _accumulate(values, op, out)
+        return out
+    if not out.size:
+        return out
+    with np.errstate(all="ignore"):
+        if dtype in (np.float16, BFLOAT16):
+            total = _accumulate([value.astype(np.float32) for value in values], op, np.empty(out.shape, np.float32))
+        else:
+            total = _accumulate(values, op, out)
+        if op == "avg":
+            np.divide(total, total.dtype.type(len(values)), out=total)
+        if total is not out:
+            out[...] = total
+        if _has_nan(total):
+            bits = np.array(_NAN_BITS[DTYPES[dtype]], f"u{dtype.itemsize}")
+            np.copyto(out, bits.view(dtype), where=np.isnan(total))  # payloads depend on a place in a vector
+    return out
+
+
+def _has_nan(values: np.ndarray[Any, Any]) -> bool:
+    """True if a value is NaN: one makes the product with itself, and the maximum, NaN."""
+    few = values.size <= _FEW  # then the product takes 0.3 us and the maximum 1.3; of many it would use threads
+    return math.isnan(np.vdot(values, values) if few else np.maximum.reduce(values, axis=None))
+
+
+_FEW = 2048
+_UFUNCS = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+
+
+def _accumulate(values: Sequence[np.ndarray[Any, Any]], op: str, out: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """``values``, which have the dtype of ``out``, reduced into ``out``."""
+    if len(values) == 1:
+        out[...] = values[0]
+        return out
+    ufunc, total = _UFUNCS[op], values[0]
+    for value in values[1:]:
+        total = ufunc(total, value, out=out)
+    if op in ("min", "max") and out.dtype.kind not in "iu":
+        zero = out == 0
+        if zero.any():  # of -0 and +0, which NumPy takes depends on a place in a vector: here the first one
+            for value in reversed(values):
+                np.copyto(out, value, where=zero & (value == 0))
+    return out
+
+
+def _integer_average(values: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    # The sum may overflow, so quotients and remainders (floor division, 0 <= remainder < n) are summed separately.
+    n = len(values)
+    quotients = np.zeros_like(values[0])
+    remainders = np.zeros(values[0].shape, np.int64)
+    for value in values:
+        floor = value // np.asarray(n, value.dtype)
+        remainders += (value - floor * np.asarray(n, value.dtype)).astype(np.int64)
+        quotients += floor
+    quotients += (remainders // n).astype(quotients.dtype)
+    quotients += ((quotients < 0) & (remainders % n > 0)).astype(quotients.dtype)  # from the floor toward zero
+    return quotients

@@ -1,0 +1,107 @@
+"""The check of addresses at replay: the device arrays of its arguments, compared with the recording's.
+
+A replay uses the addresses of its recording, and cannot see an array that was allocated since then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import AddressChangedError, ArgumentError, Location
+from ..texts import shown
+from .addresses import Roots, Walk, short
+
+CHECKS = ("first", "always", "never")
+SHOWN = 20  # the most differences in a message
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Nests of arrays by name. The paths of a nest's arrays begin with its name."""
+
+    roots: list[tuple[str, Any]]
+
+    @classmethod
+    def of(cls, value: Any) -> Inputs:
+        """Return ``value`` if it is an ``Inputs``, else wrap it under the name "inputs"."""
+        return value if isinstance(value, Inputs) else cls([("inputs", value)])
+
+
+class InputCheck:
+    """Comparison of a replay's inputs with the recording's. It keeps no array alive.
+
+    :param when: one of :data:`CHECKS`.
+    :raises ArgumentError: see :class:`AddressCheck`.
+    """
+
+    def __init__(self, when: str, inputs: Inputs) -> None:
+        self._always = when == "always"
+        self._check = None if when == "never" else AddressCheck(inputs.roots)
+
+    @property
+    def due(self) -> bool:
+        """True while :meth:`verify` still compares."""
+        return self._check is not None
+
+    def verify(self, inputs: Inputs) -> None:
+        """Compare before a replay, once or always. :raises AddressChangedError: if an array differs."""
+        if self._check is not None:
+            self._check.verify(inputs.roots)
+            if not self._always:
+                self._check = None
+
+
+def check_word(word: Any) -> None:
+    """:raises ArgumentError: if ``word`` is not one of :data:`CHECKS`."""
+    if not isinstance(word, str) or word not in CHECKS:
+        raise ArgumentError(f"check must be one of {', '.join(CHECKS)}; found {shown(word)}")
+
+
+class AddressCheck:
+    """The locations of all device arrays in a recording's arguments, for comparison. It keeps no array alive.
+
+    :param roots: (name, object) pairs, such as ``("args[0]", x)``. The names are distinct; paths begin with them.
+    :raises ArgumentError: see :func:`collect_addresses`.
+    """
+
+    def __init__(self, roots: Roots) -> None:
+        self._recorded = Walk(roots)
+
+    def verify(self, roots: Roots) -> None:
+        """Compare a replay's arguments with the recording's.
+
+        :raises AddressChangedError: if an array is missing or new, or has another address, shape, dtype or strides.
+        :raises ArgumentError: see :func:`collect_addresses`.
+        """
+        if self._recorded.holds_for(roots):
+            return
+        found = Walk(roots)
+        old, new = self._recorded.locations(), found.locations()
+        if old != new:
+            raise _difference(old, new)
+        self._recorded = found  # same arrays in other containers: the next comparison with these is fast
+
+
+def _difference(old: dict[str, Location], new: dict[str, Location]) -> AddressChangedError:
+    missing = [path for path in old if path not in new]
+    added = [path for path in new if path not in old]
+    changed = {path: (old[path], new[path]) for path in old if path in new and old[path] != new[path]}
+    lines = [
+        *(f"changed {short(path)}: {_change(*pair)}" for path, pair in changed.items()),
+        *(f"missing {short(path)}: {old[path][0]:#x}" for path in missing),
+        *(f"added   {short(path)}: {new[path][0]:#x}" for path in added),
+    ]
+    more = [f"and {len(lines) - SHOWN} more, see .changed, .missing and .added"] if len(lines) > SHOWN else []
+    message = "\n  ".join([
+        "expected the recording's device arrays; found others. Copy into those (array[...] = new), or record again",
+        *lines[:SHOWN],
+        *more,
+    ])  # fmt: skip
+    return AddressChangedError(message, missing, added, changed)
+
+
+def _change(old: Location, new: Location) -> str:
+    names = "", "shape ", "dtype ", "strides "
+    texts = [(hex(old[0]), hex(new[0])), *((str(was), str(now)) for was, now in zip(old[1:], new[1:], strict=True))]
+    return ", ".join(f"{name}{was} -> {now}" for name, (was, now) in zip(names, texts, strict=True) if was != now)

@@ -1,0 +1,119 @@
+"""The backend "ipc": our kernels, which write into the memory of the peers of one host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from .. import clock
+from ..calls.sequence import CallSequence
+from ..cuda import driver
+from ..cuda.contexts import using_relaxed
+from ..device.backend import Actions, DeviceBackend, Recorder
+from ..device.deferred_free import Action, attempt, flush, forget, give_back_after
+from ..device.fast_path import FastPath
+from ..errors import CudaError
+from ..page.control_page import Page
+from ..types import Stream
+from . import plan
+from .launches import IN, OUT, Launches, PreparedCall
+from .ready import ReadyLaunches
+from .workspace import Workspace
+
+_registered_for_good: list[Page] = []  # still mapped: no later page may get addresses that cannot be registered
+
+
+class IpcBackend(DeviceBackend):
+    """The backend of ranks whose GPUs reach each other's memory, made by :func:`ipcreduce.ipc.peers.start`.
+
+    In close(), memory that a live peer still maps is freed later: see deferred_free.py.
+    """
+
+    name = "ipc"
+
+    def __init__(
+        self, device: driver.DeviceInfo, context: int, workspace: Workspace, page: Page, *,
+        capability: tuple[int, int], timeout: float, algorithm: str | None,
+    ) -> None:  # fmt: skip
+        self.workspace = workspace
+        control = driver.register_host(page.address, page.head_bytes)
+        try:
+            super().__init__(device, context, page, timeout)
+        except CudaError:
+            _unregister(page)
+            raise
+        self.launches = Launches(
+            context, workspace, control, capability=capability, timeout=timeout, algorithm=algorithm
+        )
+        self.launches.before_loading = lambda: self.order.ends_by(clock.now() + timeout)
+        self._ready = ReadyLaunches(context)
+        self.packets = "packets arrive whole"  # until the start-up check says otherwise
+
+    def open_fast_path(self, calls: CallSequence) -> FastPath:
+        """The fast path for the calls of ``calls``, which is closed with the backend."""
+        find, make_ready = self.launches.find, self._ready.make
+        self.fast = FastPath(calls, self.device.ordinal, self.context, self.order, self.page, find, make_ready)
+        return self.fast
+
+    def describe(self) -> list[str]:
+        """GPU, workspace, packets, plan."""
+        launches = self.launches
+        lines = [
+            f"GPU {self.device.ordinal}: {self.device.name}, {self.workspace.nbytes >> 20} MB of workspace",
+            self.packets,
+            f"plan: tuned, {len(launches.table)} choices" if launches.table else "plan: default, not tuned",
+        ]
+        if launches.sharing > 1:
+            most = plan.most_blocks(launches.resident, launches.sharing)
+            lines.append(f"plan: {launches.sharing} ranks on a GPU, so at most {most} blocks a launch")
+        return lines
+
+    # ---- running
+    def for_array(self, array: Any, op: Any) -> PreparedCall:
+        """See :meth:`Launches.for_array`."""
+        return self.launches.for_array(array, op)
+
+    def start(
+        self, prepared: PreparedCall, source: int, target: int, stream: Stream, recorder: Recorder | None
+    ) -> None:  # fmt: skip
+        """Put the kernels of an all-reduce on ``stream``."""
+        for launch, words, part in prepared.launches:
+            words[IN], words[OUT] = source + part.offset, target + part.offset
+            launch.run(stream)
+            if recorder is not None:
+                recorder(prepared, part, source, target)
+
+    # ---- ends
+    def reset(self, offers: Sequence[bytes]) -> None:
+        """After every rank's :meth:`quiesce`: empty slots, fresh epochs."""
+        with using_relaxed(self.context):
+            self.workspace.reset()
+
+    def _close(self, deadline: float, unmap: Actions, unmapped: Actions, free: Actions) -> None:
+        attempt(self.context, lambda: self._end_calls(deadline), self.wait_for_device)
+        forget(self.order)
+        attempt(self.context, self.workspace.unmap_peers, *unmap)
+        self.page.leave()
+        while not self.peers_have_left() and clock.now() < deadline:
+            time.sleep(1e-3)
+        self.release()
+        leave = partial(driver.release_context, self.device.ordinal)
+        give_back_after(self.peers_have_left, self.context, *unmapped, self.workspace.free, leave)
+        for action in free:
+            action()
+        flush()
+
+    def release(self) -> None:
+        """Give back the resources that only this process uses."""
+        actions: list[Action] = [partial(_unregister, self.page), *self.own_resources(), *self._ready.destroy_actions()]
+        attempt(self.context, *actions, *self.launches.unload_actions())
+
+
+def _unregister(page: Page) -> None:
+    try:
+        driver.unregister_host(page.address)
+    except CudaError:
+        _registered_for_good.append(page)
+        raise

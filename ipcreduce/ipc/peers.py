@@ -1,0 +1,194 @@
+"""Start-up of the IPC backend: the ranks choose GPUs, map each other's memory, and try the links."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import clock
+from ..cuda import cupy_runtime, driver
+from ..device.deferred_free import attempt
+from ..device.devices import advise_spreading, most_on_a_gpu, open_to_processes, share_device
+from ..errors import CudaError, IpcReduceError, UnsupportedError
+from ..options import Options
+from ..page.control_page import Page
+from ..ranks import exchange
+from ..ranks.exchange import Agreed, Ranks
+from ..texts import decoded
+from . import links, plan, tuning
+from .backend import IpcBackend
+from .workspace import Workspace
+
+_VERIFY_SECONDS = 10.0
+_PART_SECONDS = 5.0  # where a rank leaves start-up, for the others to unmap its memory
+_VERIFY_ROUNDS = 200  # about 1 us each over NVLink
+_VERIFY_ROUNDS_SHARED = 2  # each is a time slice where two ranks share a GPU
+_NO_DATA, _WHOLE, _SPLIT = 0, 1, 2  # verify.cu
+
+
+def missing() -> str | None:
+    """The reason for which this rank has no GPU to use; None if it has one."""
+    try:
+        if not driver.device_count():
+            return "no GPU is visible (CUDA_VISIBLE_DEVICES?)"
+        cupy_runtime.load()
+        return None
+    except IpcReduceError as error:
+        return str(error)
+
+
+def start(
+    ranks: Ranks, options: Options, page: Page, local_rank: int, deadline: float, warn: Callable[[str], None]
+) -> IpcBackend:  # fmt: skip
+    """Make the IPC backend, step by step; each step is ended by a vote, so that all ranks go on or all give up.
+
+    :param ranks: they have joined, and each has a GPU to use.
+    :param page: the control page, which all have joined.
+    :param local_rank: this process's number on its host.
+    :param deadline: on the clock of :mod:`ipcreduce.clock`.
+    :param warn: takes what to warn of at the end, on every rank alike.
+    :raises ArgumentError: if ``options.device`` is wrong on a rank. :raises Agreed: if a step fails.
+    """
+    rank, n = ranks.rank, ranks.size
+    if n > plan.MAX_RANKS:
+        raise Agreed(f"{n} ranks; the kernels take up to {plan.MAX_RANKS}")
+    info, devices = share_device(ranks, options.device, local_rank, deadline)
+    advise_spreading(devices, warn)
+    made = _Made()
+    try:
+        with exchange.step(ranks, deadline, "starting CUDA"), open_to_processes(info.ordinal):
+            made.context = driver.retain_context(info.ordinal)
+        with exchange.step(ranks, deadline, "allocating workspaces"):
+            made.workspace = Workspace(rank, n, options.workspace if n > 1 else plan.MB)
+        assert made.workspace is not None
+        _map_peers(ranks, made.workspace, devices, deadline)
+        with exchange.step(ranks, deadline, "registering the control page"):
+            capability = min((int(major), int(minor)) for major, minor in devices["capability"])
+            made.backend = IpcBackend(
+                info, made.context, made.workspace, page,
+                capability=capability, timeout=options.timeout, algorithm=options.algorithm,
+            )  # fmt: skip
+        assert made.backend is not None
+        _verify(ranks, made.backend, devices, deadline)
+        made.backend.launches.table = _share_table(ranks, devices, deadline, warn)
+        made.backend.launches.resident = min(plan.EPOCH_SLOTS, 2 * int(devices["multiprocessors"].min()))
+        made.backend.launches.sharing = most_on_a_gpu(devices)
+        return made.backend
+    except BaseException as error:
+        exchange.tell(ranks, error, deadline)  # first: the others are to meet this rank in the next exchange
+        heard: IpcReduceError | None = None
+        try:
+            if made.workspace is not None:
+                attempt(made.context, made.workspace.unmap_peers)
+            if isinstance(error, Agreed):
+                exchange.confirm(ranks, None, deadline, "giving up")  # before anyone frees what another may still map
+            else:
+                _part(page)
+            if made.backend is not None:
+                made.backend.release()
+            if made.workspace is not None:
+                attempt(made.context, made.workspace.free)
+            if made.context:
+                driver.release_context(info.ordinal)
+        except IpcReduceError as caught:
+            heard = caught
+        if heard is not None and ranks.left and isinstance(error, Agreed):  # a rank has left start-up meanwhile
+            raise heard from error
+        raise
+
+
+def _part(page: Page) -> None:
+    """The same where start-up ends. :raises IpcReduceError: if a peer may still map our memory: it stays then."""
+    page.leave()
+    deadline = clock.now() + _PART_SECONDS
+    while not all(page.has_unmapped(peer) for peer in range(page.n) if peer != page.rank):
+        if clock.now() > deadline:
+            raise IpcReduceError("a rank has not unmapped its peers' memory")
+        time.sleep(1e-3)
+
+
+def _share_table(
+    ranks: Ranks, devices: np.ndarray[Any, Any], deadline: float, warn: Callable[[str], None]
+) -> plan.Table:  # fmt: skip
+    """Rank 0's tuned table, on every rank; empty if it has none, or the GPUs are of several kinds."""
+    table: plan.Table = ()
+    problems: list[str] = []
+    names = {bytes(device["name"]) for device in devices}
+    if ranks.rank == 0 and len(names) == 1:
+        with suppress(UnsupportedError):  # no cache: then there is no table either
+            table = tuning.load(decoded(names.pop()), ranks.size, problems.append)
+    everyone = exchange.allgather(ranks, tuning.message(table, *problems), deadline, "sharing the tuned table")
+    if problem := exchange.text_of(everyone[0]):
+        warn(problem)
+    with exchange.step(ranks, deadline, "sharing the tuned table"):
+        try:
+            return tuning.received(everyone[0], ranks.size)
+        except (ValueError, IndexError) as error:
+            raise UnsupportedError(str(error)) from error
+
+
+@dataclass
+class _Made:
+    """The resources that start-up has made so far."""
+
+    context: int = 0
+    workspace: Workspace | None = None
+    backend: IpcBackend | None = None
+
+
+def _map_peers(ranks: Ranks, workspace: Workspace, devices: np.ndarray[Any, Any], deadline: float) -> None:
+    error: IpcReduceError | None = None
+    handle = bytes(driver.IPC_HANDLE_BYTES)
+    try:
+        handle = workspace.export()
+    except CudaError as caught:
+        error = caught
+    record = exchange.message(exchange.MEMORY, error, handle=np.void(handle), nbytes=workspace.nbytes)
+    memory = exchange.allgather(ranks, record, deadline, "exporting workspaces")
+    exchange.check(ranks, memory, "exporting workspaces")
+    with exchange.step(ranks, deadline, "mapping the peers' workspaces"):
+        if (memory["nbytes"] != workspace.nbytes).any():
+            raise UnsupportedError(f"the workspaces differ in size: {memory['nbytes'].tolist()} bytes")
+        links.check_access(workspace.rank, devices)
+        workspace.map_peers([entry["handle"].tobytes() for entry in memory])
+
+
+def _verify(ranks: Ranks, backend: IpcBackend, devices: np.ndarray[Any, Any], deadline: float) -> None:
+    """Send real data between every two ranks through the mappings, and choose the backend's form of packets.
+
+    :raises UnsupportedError: if a pair fails, naming it, or a rank has no kernel.
+    """
+    with exchange.step(ranks, deadline, "loading the first kernel"):  # or a peer's would wait for our compiler
+        kinds = links.seen(devices)
+        backend.launches.load_verify()
+    rank, n = backend.rank, backend.n
+    error, verdict = None, np.zeros(plan.MAX_RANKS, np.uint32)
+    seconds = max(0.0, min(_VERIFY_SECONDS, (deadline - clock.now()) / 2))  # so that the verdicts still meet
+    shared = most_on_a_gpu(devices) > 1
+    try:
+        verdict = backend.launches.verify(_VERIFY_ROUNDS_SHARED if shared else _VERIFY_ROUNDS, seconds)
+        failed = [peer for peer in range(n) if peer != rank and verdict[peer] not in (_WHOLE, _SPLIT)]
+        if failed:
+            what = "no data" if verdict[failed[0]] == _NO_DATA else "wrong data"
+            raise UnsupportedError(
+                f"{what} arrived from rank {failed[0]} ({_name(devices, failed[0])}) at rank {rank} "
+                f"({_name(devices, rank)}), though the driver reports P2P access"
+            )
+    except IpcReduceError as caught:
+        error = caught
+    record = exchange.message(links.VERDICT, error, split=bool((verdict == _SPLIT).any()), links=kinds)
+    everyone = exchange.allgather(ranks, record, deadline, "trying the links")
+    exchange.check(ranks, everyone, "trying the links")
+    backend.launches.whole_packets, backend.packets = links.packets(everyone)
+    with exchange.step(ranks, deadline, "emptying the workspaces"):
+        backend.workspace.reset()
+
+
+def _name(devices: np.ndarray[Any, Any], rank: int) -> str:
+    name = decoded(bytes(devices["name"][rank]))
+    return f"{name}, GPU-{devices['uuid'][rank].tobytes().hex()[:8]}"

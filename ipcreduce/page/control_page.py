@@ -1,0 +1,338 @@
+"""The control page: memory in which the ranks see each other without MPI. On one host they share it.
+
+Ranks that share no memory have a page each, and every rank's links copy its part into the others' (mirror.py).
+
+Its head, which the GPUs reach too, holds the abort word, which ends every wait of every rank. For each rank it also
+holds two words that the rank's kernels write: the peers for which they waited in vain, and a flag once one of them has
+ended without data. Behind the head come the flight recorder and one block a rank: identity, fault, loss, rounds.
+
+Nothing here relies on the order in which another processor's stores become visible. Faults, losses, rounds and
+meetings are records (records.py), seen whole or not at all. A reader that finds the abort word raised by a host looks
+until it finds that host's record. All else is single words, each valid by itself: "dead" and the marks report ends of
+processes and of driver calls, not stores. One question takes two words, a rank's state and the number of its last
+call: has it closed *without* making a call? The answer is checked again after a pause; by then the number, written
+first, has arrived. (In a sleep a thread releases and takes the GIL, whose locks order its own loads.) Between clear()
+and the next fault lie a fence and a meeting of all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from .. import clock
+from . import shared_files
+from .flight_recorder import FlightRecorder
+from .layout import (
+    ABORT_OFFSET,
+    CHUNK_BYTES,
+    FAULT,
+    LOSS,
+    MEETING,
+    OFFER_BYTES,
+    ROUND,
+    head_bytes,
+    missing_offset,
+    page_bytes,
+    rank_layout,
+    ranks_offset,
+)
+from .records import Slot, text_of
+
+ACTIVE, CLOSED = 1, 2
+REFUSED, MISMATCH = 1, 2  # kinds of fault
+CLOSED_IT = "it closed the communicator"  # a loss for later calls only
+# Values of the abort word. Kernels only test it against zero.
+TIMED_OUT = 1  # by kernels, and by a host whose wait for a peer reached its deadline
+TOLD = 2  # by a host that has written a record of the reason
+_ANONYMOUS = -1  # in the place of a file's descriptor
+_RECORD_SECONDS = 1.0  # for a record to arrive whose abort word is there already: it takes microseconds
+
+
+class Page:
+    """The mapped control page. One rank calls :meth:`create`, the others :meth:`open`; then all :meth:`join`."""
+
+    def __init__(self, descriptor: int, path: str, rank: int, n: int) -> None:
+        self.path, self.rank, self.n = path, rank, n
+        self.nbytes, self.head_bytes = page_bytes(n), head_bytes(n)
+        try:
+            self._map = mmap.mmap(descriptor, self.nbytes)
+        finally:
+            if descriptor != _ANONYMOUS:
+                os.close(descriptor)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._words32 = memoryview(self._map).cast("I")
+        self._ranks = np.frombuffer(self._map, rank_layout(n), n, ranks_offset(n))
+        self.marks: np.ndarray[Any, Any] = self._ranks["marks"]  # shape (n, MARKS), uint64; each rank writes its row
+        self._faults, self._losses, self._meetings = (
+            [self.slot(rank, name, layout) for rank in range(n)]
+            for name, layout in (("fault", FAULT), ("loss", LOSS), ("meeting", MEETING))
+        )
+        self._rounds = [
+            [self.slot(rank, "rounds", ROUND, parity * ROUND.itemsize) for rank in range(n)] for parity in range(2)
+        ]
+        self._written = 0  # faults and losses, by this rank
+        self._writing = threading.RLock()  # the program's threads and the watchdog post
+        self.era = 0  # changes as this rank begins a resynchronisation, and as it clears its part of the page
+        self.aborts = 0  # how often this rank has raised the abort word
+        self.version = 0  # of this rank's block
+        self.changed: Callable[[], object] | None = None  # called when others are to read this rank's block
+        self.calls = FlightRecorder(self._map, self.head_bytes, rank, n)
+        self.abort_word = self._words32[ABORT_OFFSET // 4 : ABORT_OFFSET // 4 + 1]
+
+    @classmethod
+    def create(cls, rank: int, n: int) -> Page:
+        """A new page, in a file that only this user can open and nobody else made."""
+        return cls(*shared_files.create(page_bytes(n)), rank, n)
+
+    @classmethod
+    def open(cls, path: str, rank: int, n: int) -> Page:
+        """The page that another rank created."""
+        return cls(shared_files.open_existing(path), path, rank, n)
+
+    @classmethod
+    def alone(cls, rank: int, n: int) -> Page:
+        """A page that no other process has."""
+        return cls(_ANONYMOUS, "", rank, n)
+
+    def slot(self, rank: int, name: str, layout: np.dtype[Any], further: int = 0) -> Slot:
+        """The place of a record in a rank's block."""
+        block = rank_layout(self.n)
+        assert block.fields is not None
+        at = ranks_offset(self.n) + rank * block.itemsize + block.fields[name][1]
+        return Slot(self._map, at + further, layout)
+
+    def join(self, pid: int, namespace: int) -> None:
+        """Write this rank's identity."""
+        mine = self._ranks[self.rank]
+        mine["pid"], mine["namespace"], mine["state"] = pid, namespace, ACTIVE
+        self._tell()
+
+    # ---- copies of other ranks' blocks
+    def _tell(self) -> None:
+        self.version += 1
+        if self.changed is not None:
+            self.changed()
+
+    def _block(self, rank: int) -> slice:
+        layout = rank_layout(self.n)
+        assert layout.fields is not None
+        at = ranks_offset(self.n) + rank * layout.itemsize
+        return slice(at, at + layout.fields["marks"][1])
+
+    def read_block(self) -> bytes:
+        """A copy of this rank's block, without its marks."""
+        return self._map[self._block(self.rank)]
+
+    def store(self, rank: int, block: bytes, aborts: int, why: int) -> None:
+        """Store the abort word, if another rank ``aborts``, and then the copy of its block, unless that is empty.
+
+        In this order, as the block may lead to a meeting that clears the word; readers of the word wait for its record.
+
+        :raises ValueError: if the block has another length.
+        """
+        place = self._block(rank)
+        if len(block) not in (0, place.stop - place.start):
+            raise ValueError(f"a block of {len(block)} bytes")
+        if aborts:
+            self._words32[ABORT_OFFSET // 4] = why or TOLD
+        if block:
+            self._map[place] = block
+
+    # ---- words shared with the kernels
+    def abort(self, why: int = TIMED_OUT) -> None:
+        """End every wait of every rank."""
+        self.aborts += 1
+        self._words32[ABORT_OFFSET // 4] = why
+        self._tell()
+
+    @property
+    def aborted(self) -> bool:
+        return self.abort_word[0] != 0
+
+    @property
+    def ended_without_data(self) -> bool:
+        """True if a kernel of this rank has ended without data since the last :meth:`clear`."""
+        return self._words32[missing_offset(self.rank) // 4 + 1] != 0
+
+    def note_ended_without_data(self) -> None:
+        """Write that a call of this rank has ended without data, as kernels do."""
+        self._words32[missing_offset(self.rank) // 4 + 1] = 1
+
+    # ---- faults
+    def next_era(self) -> None:
+        """Let other threads of this rank post nothing more of what they have seen so far."""
+        with self._writing:
+            self.era += 1
+
+    @contextlib.contextmanager
+    def in_era(self, era: int) -> Iterator[bool]:
+        """Hold off the next era in the block, where a thread of ours posts what it has seen in ``era``.
+
+        :returns: False if that is over: the fault would be one of later calls.
+        """
+        with self._writing:
+            yield self.era == era
+
+    def post_fault(self, kind: int, call: int, text: str, of: int | None = None) -> None:
+        """Write the reason for which a call ends on all ranks, then raise the abort word.
+
+        :param of: the rank at fault; None: this one.
+        """
+        with self._writing:
+            self._written += 1
+            of = self.rank if of is None else of
+            self._faults[self.rank].write(self._written, kind=kind, call=call, rank=of, text=text)
+            self.abort(TOLD)
+
+    def fault(self) -> tuple[int, int, int, str] | None:
+        """(call, rank, kind, text) of the earliest fault on the page; None if there is none."""
+        deadline = None
+        while True:
+            found = [
+                (int(fault["call"]), int(fault["rank"]), int(fault["kind"]), text_of(fault))
+                for slot in self._faults
+                if (fault := slot.read()) is not None
+            ]
+            if found or self.abort_word[0] != TOLD or self.loss() is not None:
+                return min(found) if found else None
+            deadline = deadline or clock.now() + _RECORD_SECONDS
+            if clock.now() > deadline:
+                return None
+            time.sleep(1e-4)
+
+    def post_timeout(self, ranks: Iterable[int]) -> None:
+        """Write that this rank's wait for ``ranks`` has reached its deadline, and end every wait."""
+        for rank in ranks:
+            self._ranks[self.rank]["late"][rank] = 1
+        self.abort()
+
+    def missed(self) -> set[int]:
+        """The ranks for which another rank, or its kernels, waited in vain."""
+        found = set(np.flatnonzero(self._ranks["late"].any(axis=0)).tolist())
+        for rank in range(self.n):
+            bits = self._words32[missing_offset(rank) // 4]
+            found |= {other for other in range(self.n) if bits >> other & 1}
+        return found
+
+    def clear(self) -> None:
+        """Remove this rank's fault and the abort word: once all kernels have ended, before any rank goes on."""
+        with self._writing:
+            self.next_era()
+            self._faults[self.rank].clear()
+            self._ranks[self.rank]["late"] = 0
+            for word in (0, 1):
+                self._words32[missing_offset(self.rank) // 4 + word] = 0
+            self._words32[ABORT_OFFSET // 4] = 0
+
+    # ---- losses
+    def post_lost(self, rank: int, why: str) -> None:
+        """Write that ``rank`` has gone for good, unless there is a record, and end every wait of every rank."""
+        with self._writing:
+            new = self._losses[self.rank].read() is None
+            if new:
+                self._written += 1
+                self._losses[self.rank].write(self._written, rank=rank, text=why)
+            if new or not self.aborted:  # the watchdogs of mirrored pages would tell each other without end
+                self.abort(TOLD)
+
+    def end_waits(self) -> None:
+        """End every wait of this rank for good; the peers read that it has closed the communicator."""
+        if not self.has_left(self.rank):
+            self.post_lost(self.rank, f"{CLOSED_IT}, and ended its calls that still waited")
+
+    def loss(self, call: int | None = None) -> tuple[int, str] | None:
+        """(rank, why) of the rank that has gone first, as far as the records tell.
+
+        A rank's own record comes before its peers'. A rank that had recorded another's loss has left because of it.
+
+        :param call: leave out ranks that have closed the communicator after this call.
+        """
+        found = {}
+        for writer, slot in enumerate(self._losses):
+            record = slot.read()
+            if record is not None and record["rank"] < self.n:
+                rank, why = int(record["rank"]), text_of(record)
+                if call is None or why != CLOSED_IT or self.calls.call_of(rank) < call:
+                    found[writer] = rank, why
+        if not found:
+            return None
+        writer = min(found, key=lambda writer: (found[writer][0] != writer, found[writer][0]))
+        passed = {writer}
+        while (earlier := found[writer][0]) in found and earlier not in passed:
+            writer = earlier
+            passed.add(writer)
+        return found[writer]
+
+    # ---- rounds and meetings, in which every rank writes one record and reads all
+    def write_round(self, serial: int, ok: bool, total: int, chunk: bytes) -> None:
+        """This rank's part of round ``serial``, from 1: a chunk of a payload of ``total`` bytes."""
+        payload = np.void(chunk.ljust(CHUNK_BYTES, b"\0"))
+        self._rounds[serial % 2][self.rank].write(serial, ok=ok, total=total, payload=payload)
+        self._tell()
+
+    def read_round(self, serial: int) -> list[tuple[bool, int, bytes] | None]:
+        """Every rank's part of a round; None for ranks that have not come."""
+        return [
+            (bool(part["ok"]), int(part["total"]), part["payload"].tobytes())
+            if (part := slot.read()) is not None and part["serial"] == serial
+            else None
+            for slot in self._rounds[serial % 2]
+        ]
+
+    def write_meeting(self, serial: int, call: int, last_round: int, offer: bytes = b"") -> None:
+        """Write that this rank has come to meeting ``serial``, with its last call and round, and something to read."""
+        padded = np.void(offer.ljust(OFFER_BYTES, b"\0"))
+        self._meetings[self.rank].write(serial, call=call, round=last_round, offered=len(offer), offer=padded)
+        self._tell()
+
+    def read_meeting(self, serial: int) -> list[tuple[int, int, bytes] | None]:
+        """Every rank's (call, round, offer); None for those that have not come. One may be a meeting further."""
+        return [
+            (int(found["call"]), int(found["round"]), found["offer"].tobytes()[: int(found["offered"])])
+            if (found := slot.read()) is not None and found["serial"] >= serial
+            else None
+            for slot in self._meetings
+        ]
+
+    # ---- life
+    def identity(self, rank: int) -> tuple[int, int]:
+        """(pid, pid namespace) of a rank."""
+        entry = self._ranks[rank]
+        return int(entry["pid"]), int(entry["namespace"])
+
+    def mark_dead(self, rank: int) -> None:
+        """Write that this rank has seen the end of the process of ``rank``."""
+        self._ranks[self.rank]["dead"][rank] = 1
+        self._tell()
+
+    def has_unmapped(self, rank: int) -> bool:
+        """True if ``rank`` cannot reach its peers' memory any more."""
+        return self.has_left(rank) or bool(self._ranks["dead"][:, rank].any())
+
+    def leave(self) -> None:
+        """Write that this rank has unmapped its peers' memory and makes no further call."""
+        self._ranks[self.rank]["state"] = CLOSED
+        self._tell()
+
+    def has_left(self, rank: int) -> bool:
+        return bool(self._ranks[rank]["state"] == CLOSED)
+
+    def has_left_before(self, rank: int, call: int) -> bool:
+        """True if a rank has closed the communicator without making this call."""
+
+        def seen() -> bool:
+            return self.has_left(rank) and self.calls.call_of(rank) < call
+
+        if seen():
+            time.sleep(1e-3)  # some processors show the state before the number, which was written first
+            return seen()
+        return False

@@ -1,0 +1,135 @@
+"""Exchanges among all ranks over the control page: rounds of bytes, and the meetings of a resynchronisation."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+
+from ..errors import PeerFailedError, PeerLostError, RankMismatchError
+from ..texts import decoded, described, encoded
+from .control_page import Page
+from .layout import CHUNK_BYTES
+from .records import fence
+
+_SPINS = 20  # polls without a sleep, for ranks that come together
+_POLL_SECONDS = 1e-4  # the sleep between later ones
+
+Abandon = Callable[[BaseException], bytes]
+
+
+class Left(PeerFailedError):
+    """Rank ``rank`` has given a round up, for the reason ``text``."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(f"rank {rank} left an exchange between the ranks ({text})")
+        self.rank, self.text = rank, text
+
+    @classmethod
+    def because(cls, error: BaseException, page: Page) -> Left:
+        """The same of this rank, whose ``error`` may itself be because of another rank."""
+        if isinstance(error, cls):
+            return error
+        fault = page.fault() if isinstance(error, PeerFailedError) else None
+        return cls(page.rank, described(error)) if fault is None else cls(fault[1], fault[3])
+
+    def pack(self) -> bytes:
+        """As the payload of a chunk. The text is cut to its room."""
+        return encoded(f"{self.rank} {self.text}", CHUNK_BYTES)
+
+    @classmethod
+    def unpack(cls, chunk: bytes) -> Left:
+        """The one in ``chunk``. :raises RankMismatchError: if there is none."""
+        rank, _, text = decoded(chunk).partition(" ")
+        if not re.fullmatch("[0-9]{1,9}", rank):
+            raise RankMismatchError(
+                f"expected the number of a rank that left an exchange; found {rank[:20]!r}. Run the same version of "
+                "ipcreduce on every rank."
+            )
+        return cls(int(rank), text)
+
+
+def _pause(polls: int) -> int:
+    """Wait before the next poll; the number of polls so far."""
+    time.sleep(0 if polls < _SPINS else _POLL_SECONDS)
+    return polls + 1
+
+
+class Rounds:
+    """Numbered rounds, in each of which every rank writes one chunk and reads all.
+
+    Two buffers are enough: a rank writes round s + 2 after it has read all of round s + 1, which each peer wrote after
+    it had read all of round s. After a round that some ranks left, numbers may differ until a resynchronisation.
+    """
+
+    def __init__(self, page: Page) -> None:
+        self.last = 0  # number of the last round
+        self._page = page
+
+    def gather(self, payload: bytes, check: Callable[[list[int]], None], abandon: Abandon | None = None) -> list[bytes]:
+        """Every rank's payload, by rank; they may differ in length. Collective.
+
+        :param check: called between polls with the ranks that have not come; raises to give the round up.
+        :param abandon: makes a payload of one chunk from the exception that ends this rank's wait, for ranks that come
+            later. Without it they raise.
+        :raises Left: if a rank has given up, and has left no payload.
+        """
+        parts: list[bytes] = [b""] * self._page.n
+        lengths = [1] * self._page.n
+        begin = 0
+        while begin < max(lengths):
+            found = self._round(len(payload), payload[begin : begin + CHUNK_BYTES], check, abandon)
+            lengths = [total for total, _ in found]
+            parts = [part + chunk for part, (_, chunk) in zip(parts, found, strict=True)]
+            begin += CHUNK_BYTES
+        return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+
+    def _round(
+        self, total: int, chunk: bytes, check: Callable[[list[int]], None], abandon: Abandon | None
+    ) -> list[tuple[int, bytes]]:
+        page = self._page
+        self.last += 1
+        page.write_round(self.last, True, total, chunk)
+        try:
+            polls = 0
+            while None in (parts := page.read_round(self.last)):
+                polls = _pause(polls)
+                check([rank for rank, part in enumerate(parts) if part is None])
+            for part in parts:
+                if part is not None and not part[0]:
+                    raise Left.unpack(part[2])
+        except BaseException as error:  # a rank that comes later must not count on this one
+            left = Left.because(error, page).pack() if abandon is None else abandon(error)
+            page.write_round(self.last, abandon is not None, len(left), left[:CHUNK_BYTES])
+            raise
+        return [(part[1], part[2]) for part in parts if part is not None]
+
+
+class Meetings:
+    """Numbered meetings, to which every rank comes, or the communicator is lost. So the numbers never differ."""
+
+    def __init__(self, page: Page) -> None:
+        self._page, self._last = page, 0
+
+    def meet(
+        self, call: int, last_round: int, check: Callable[[list[int]], None], offer: bytes = b""
+    ) -> list[tuple[int, int, bytes]]:
+        """Every rank's (call, last round, offer), once all have come.
+
+        Meetings come in pairs to which a rank brings the same numbers. So it does no harm if a peer that has read this
+        meeting's records overwrites its own by the second one's. No peer gets further before this rank does.
+
+        :param check: see :meth:`Rounds.gather`.
+        """
+        self._last += 1
+        self._page.write_meeting(self._last, call, last_round, offer)
+        polls = 0
+        while None in (found := self._page.read_meeting(self._last)):
+            polls = _pause(polls)
+            try:
+                check([rank for rank, one in enumerate(found) if one is None])
+            except PeerLostError:
+                if None in self._page.read_meeting(self._last):
+                    raise  # else the rank has come and, once all had, has closed: its program was at its end
+        fence()  # loads of what the peers wrote before they came follow the loads of their records
+        return [one for one in found if one is not None]

@@ -1,0 +1,136 @@
+"""The plugins for the serving engines: inert unless they are asked for; what they change then, in stand-in engines."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+from importlib.metadata import entry_points
+from typing import Any
+
+import pytest
+
+from ipcreduce import serving
+from ipcreduce.errors import ArgumentError, UnsupportedError
+from tests.tools import machine
+from tests.unit.test_imports import python
+
+PLACE = "vllm.distributed.device_communicators"
+
+
+class Theirs:
+    """The class that vLLM makes by itself."""
+
+
+def module(name: str, **names: Any) -> types.ModuleType:
+    made = types.ModuleType(name)
+    vars(made).update(names)
+    return made
+
+
+@pytest.fixture
+def seat(monkeypatch: pytest.MonkeyPatch) -> type:
+    """What the engines get in place of a class that needs PyTorch."""
+    ours = type("EngineAllReduce", (), {})
+    monkeypatch.setitem(sys.modules, "ipcreduce.serving.seat", module("seat", EngineAllReduce=ours))
+    return ours
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """vLLM's module of the class, in a vLLM on CUDA. Loggers are as before afterwards."""
+    found = module(f"{PLACE}.custom_all_reduce", CustomAllreduce=Theirs)
+    platform = types.SimpleNamespace(is_cuda=lambda: True)
+    tree = {
+        "vllm": module("vllm"),
+        "vllm.platforms": module("vllm.platforms", current_platform=platform),
+        "vllm.distributed": module("vllm.distributed"),
+        PLACE: module(PLACE, custom_all_reduce=found),
+        found.__name__: found,
+    }
+    for name, one in tree.items():
+        monkeypatch.setitem(sys.modules, name, one)
+    for name in ("ipcreduce", "vllm"):
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [])
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
+    return found
+
+
+@pytest.mark.parametrize("text", [None, "", "0"])
+def test_inert_unless_asked_for(text: str | None, vllm: types.ModuleType, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("IPCREDUCE_ENGINES", raising=False)
+    if text is not None:
+        monkeypatch.setenv("IPCREDUCE_ENGINES", text)
+    monkeypatch.setitem(sys.modules, "sglang", None)  # an import would raise
+    serving.vllm_plugin()
+    serving.sglang_plugin()
+    assert vllm.CustomAllreduce is Theirs
+    assert logging.getLogger("ipcreduce").handlers == []
+
+
+def test_inert_plugins_import_nothing():
+    program = (
+        "import sys, ipcreduce; before = set(sys.modules)\n"
+        "import ipcreduce.serving as engines; serving.vllm_plugin(); serving.sglang_plugin()\n"
+        "print(sorted(set(sys.modules) - before))"
+    )
+    assert python(program).strip() == "['ipcreduce.serving']"
+
+
+def test_a_wrong_value_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("IPCREDUCE_ENGINES", "yes")
+    for plugin in (serving.vllm_plugin, serving.sglang_plugin):
+        with pytest.raises(ArgumentError, match="IPCREDUCE_ENGINES must be 0 or 1; found 'yes'"):
+            plugin()
+
+
+def test_vllm_makes_our_class_and_says_so(vllm: types.ModuleType, seat: type, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("IPCREDUCE_ENGINES", "1")
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("vllm").addHandler(handler)
+    logging.getLogger("vllm").setLevel(logging.INFO)
+    for _ in range(2):  # vLLM loads plugins again in every process
+        serving.vllm_plugin()
+    assert vllm.CustomAllreduce is seat
+    assert said == 2 * [f"IPCREDUCE_ENGINES=1: {vllm.__name__}.CustomAllreduce is now ipcreduce's EngineAllReduce"]
+    assert logging.getLogger("ipcreduce").handlers == [handler]
+
+
+def test_a_vllm_that_does_not_fit(vllm: types.ModuleType, seat: type, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("IPCREDUCE_ENGINES", "1")
+    monkeypatch.setattr(sys.modules["vllm.platforms"].current_platform, "is_cuda", lambda: False)
+    serving.vllm_plugin()
+    assert vllm.CustomAllreduce is Theirs
+    monkeypatch.setattr(sys.modules["vllm.platforms"].current_platform, "is_cuda", lambda: True)
+    del vllm.CustomAllreduce
+    with pytest.raises(UnsupportedError, match=r"found none in this vLLM\. Unset IPCREDUCE_ENGINES"):
+        serving.vllm_plugin()
+
+
+def test_sglang_chooses_our_class(seat: type, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("IPCREDUCE_ENGINES", "1")
+    hooks: list[tuple[str, Any, str]] = []
+    registry = types.SimpleNamespace(register=lambda *hook: hooks.append(hook))
+    place = "sglang.srt.plugins.hook_registry"
+    for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
+        monkeypatch.setitem(sys.modules, name, module(name))
+    kinds = types.SimpleNamespace(REPLACE="replace")
+    monkeypatch.setitem(sys.modules, place, module(place, HookRegistry=registry, HookType=kinds))
+    serving.sglang_plugin()
+    [(target, choose, kind)] = hooks
+    assert (target, kind) == (
+        "sglang.srt.distributed.device_communicators.custom_all_reduce.dispatch_custom_allreduce", "replace"
+    )  # fmt: skip
+    assert choose(group=None, device=None) is seat
+
+
+def test_the_entry_points_exist():
+    """They are in the metadata of an installation, where it is newer than they are, and always in pyproject.toml."""
+    text = (machine.ROOT / "pyproject.toml").read_text()
+    for group, name in (("vllm.general_plugins", "vllm_plugin"), ("sglang.srt.plugins", "sglang_plugin")):
+        assert f'[project.entry-points."{group}"]\nipcreduce = "ipcreduce.serving:{name}"\n' in text
+        for one in entry_points(group=group, name="ipcreduce"):
+            assert one.value == f"ipcreduce.serving:{name}"
+        assert callable(getattr(serving, name))

@@ -136,7 +136,7 @@ def test_an_op_of_the_programs_own():
 def test_names_need_no_mpi():
     """MPI is not imported to look at an op, as that would start it."""
     program = (
-        "import sys\nfrom ipcreduce import kinds\nprint(dtypes.op_name('mean'))\n"
+        "import sys\nfrom ipcreduce import dtypes\nprint(dtypes.op_name('mean'))\n"
         "try: dtypes.op_name(7)\nexcept ValueError as error: print(error)\nprint('mpi4py.MPI' in sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", program], env=machine.environment(), stdout=subprocess.PIPE, text=True)

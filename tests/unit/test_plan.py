@@ -269,7 +269,7 @@ def test_pure(nbytes: int, n: int, half: int, force: str | None):
 def test_reads_nothing_but_its_arguments():
     """No import through which a plan could come to know one rank's machine."""
     imported = set(re.findall(r"^(?:from|import) (\S+)", Path(plan.__file__).read_text(), re.M))
-    assert imported == {"__future__", "collections.abc", "dataclasses", "functools", "..numerics"}
+    assert imported == {"__future__", "collections.abc", "dataclasses", "functools", "..dtypes"}
 
 
 choices = st.builds(

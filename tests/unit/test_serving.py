@@ -71,7 +71,7 @@ def test_inert_unless_asked_for(text: str | None, vllm: types.ModuleType, monkey
 def test_inert_plugins_import_nothing():
     program = (
         "import sys, ipcreduce; before = set(sys.modules)\n"
-        "import ipcreduce.serving as engines; serving.vllm_plugin(); serving.sglang_plugin()\n"
+        "import ipcreduce.serving as serving; serving.vllm_plugin(); serving.sglang_plugin()\n"
         "print(sorted(set(sys.modules) - before))"
     )
     assert python(program).strip() == "['ipcreduce.serving']"

@@ -26,7 +26,7 @@ class Seat:
     """The interface of EngineAllReduce, from its source: importing it needs PyTorch."""
 
     def __init__(self) -> None:
-        tree = engine_sources.definition(ROOT / "ipcreduce" / "engines" / "seat.py", "EngineAllReduce")
+        tree = engine_sources.definition(ROOT / "ipcreduce" / "serving" / "seat.py", "EngineAllReduce")
         self.methods = {node.name: signature(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
         stored = {
             node.attr

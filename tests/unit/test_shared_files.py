@@ -19,7 +19,7 @@ from tests.tools import machine
 
 MAKES = """
 import sys
-from ipcreduce.coordination import shared_files
+from ipcreduce.page import shared_files
 from ipcreduce.page.control_page import Page
 made = Page.create(0, 2) if sys.argv[1] == "mapped" else shared_files.create(4096)
 print(made.path if sys.argv[1] == "mapped" else made[1], flush=True)
@@ -37,7 +37,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 def start(directory: Path, how: str) -> tuple[subprocess.Popen[str], Path]:
     """Another process that has made a file, and the file."""
-    program = f"from ipcreduce.coordination import shared_files\nshared_files._DIRECTORY = {str(directory)!r}\n{MAKES}"
+    program = f"from ipcreduce.page import shared_files\nshared_files._DIRECTORY = {str(directory)!r}\n{MAKES}"
     process = subprocess.Popen(
         [sys.executable, "-c", program, how], cwd=machine.ROOT, env=machine.environment(), text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""The lines of code of the package and its kernels, without docstrings, comments and blank lines, and its longest parts.
+"""The lines of code of the package and its kernels, without docstrings, comments and blanks, and its longest parts.
 
     python -m tests.tools.lines [TREE]
 

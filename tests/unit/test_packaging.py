@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.shared import documents
 from tests.tools.machine import ROOT
 
 FOLDERS = (".ci", "benchmarks", "docs", "ipcreduce", "kernels", "mpi_examples", "tests")
@@ -24,6 +25,7 @@ FILES = (
     "MANIFEST.in",
     "Makefile",
     "README.md",
+    "SECURITY.md",
     "pyproject.toml",
     "setup.cfg",
 )
@@ -69,6 +71,7 @@ def test_the_sdist_has_the_tests_and_all_that_they_read(build: Callable[[str], P
     with tarfile.open(build("sdist")) as sdist:
         found = {Path(*Path(name).parts[1:]) for name in sdist.getnames()}
     assert files - found == {Path("docs/_build/index.html")}
+    assert {page.relative_to(ROOT) for page in documents.pages()} <= found
 
 
 def test_only_the_extras_for_gpus_and_tests_need_cuda(build: Callable[[str], Path]):
@@ -82,9 +85,9 @@ def test_only_the_extras_for_gpus_and_tests_need_cuda(build: Callable[[str], Pat
 
 
 def test_the_readme_shows_the_same_elsewhere():
-    """A package index shows README.md without the tree: its pictures must have absolute addresses."""
-    pictures = re.findall(r"!\[[^]]*\]\(([^)]*)\)", (ROOT / "README.md").read_text())
-    assert all(picture.startswith("https://") for picture in pictures)
+    """A package index shows README.md without the tree. Links need absolute addresses, as soon as these are known."""
+    links = re.findall(r"\]\(([^)]*)\)", (ROOT / "README.md").read_text())
+    assert not documents.FILES or all(link.startswith("https://") for link in links)
 
 
 # ---- where the kernels are, beside another project's package named kernels: Hugging Face's has that name

@@ -85,9 +85,9 @@ def test_only_the_extras_for_gpus_and_tests_need_cuda(build: Callable[[str], Pat
 
 
 def test_the_readme_shows_the_same_elsewhere():
-    """A package index shows README.md without the tree. Links need absolute addresses, as soon as these are known."""
-    links = re.findall(r"\]\(([^)]*)\)", (ROOT / "README.md").read_text())
-    assert not documents.FILES or all(link.startswith("https://") for link in links)
+    """A package index shows README.md without the tree: its pictures must have absolute addresses."""
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]*)\)", (ROOT / "README.md").read_text())
+    assert all(picture.startswith("https://") for picture in pictures)
 
 
 # ---- where the kernels are, beside another project's package named kernels: Hugging Face's has that name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -19,7 +19,8 @@ from ..page.control_page import REFUSED, TOLD, Page
 from ..types import Stream
 from . import background
 from .deferred_free import Action
-from .fast_path import FastPath, Prepared, Ready
+from .fast_path import FastPath
+from .known_calls import KnownCalls, Prepared, Ready
 from .stream_order import StreamOrder
 
 _END_CALLS_SECONDS, _GIVE_UP_SECONDS = 5.0, 0.9  # of close(): until calls that wait are ended, and until it goes on
@@ -57,9 +58,20 @@ class DeviceBackend(ABC):
         return False
 
     # ---- running
-    @abstractmethod
     def open_fast_path(self, calls: CallSequence) -> FastPath:
         """The fast path for the calls of ``calls``, which is closed with the backend."""
+        known = KnownCalls(self.device.ordinal, self.order, self.prepared, self.make_ready)
+        self.fast = FastPath(calls, self.device.ordinal, self.context, self.order, self.page, known)
+        return self.fast
+
+    @property
+    @abstractmethod
+    def prepared(self) -> Mapping[tuple[Any, ...], Prepared]:
+        """The calls that :meth:`for_array` has seen, by shape, dtype and op; always the same mapping."""
+
+    @abstractmethod
+    def make_ready(self, prepared: Any, source: int, target: int, again: bool) -> Ready:
+        """The launch of a call of :attr:`prepared`, between two addresses. ``again``: they have come before."""
 
     @abstractmethod
     def describe(self) -> list[str]:
@@ -188,7 +200,7 @@ class DeviceBackend(ABC):
 
     def own_resources(self) -> list[Action]:
         """Actions that give back the events and the stream of ours."""
-        actions: list[Action] = [self.order.release]
+        actions: list[Action] = [self.order.close]
         if self._recording_stream is not None:
             actions.append(partial(streams.destroy_stream, self._recording_stream))
         return actions

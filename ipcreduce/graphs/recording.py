@@ -15,7 +15,7 @@ from ..cuda import cupy_runtime, streams
 from ..cuda import graph as cuda_graph
 from ..device.backend import Recorder
 from ..device.deferred_free import give_back
-from ..device.fast_path import Ready
+from ..device.known_calls import Ready
 from ..errors import CaptureError, CudaError, IpcReduceError
 from ..ipc.plan import LaunchPlan
 from ..texts import text_of
@@ -78,7 +78,7 @@ class Segment:
         text = f"replay of {name}: {len(calls)} all-reduces"
         every = [call.what for call in calls]
         self.what = Fingerprint.of(f"{text}, first {every[0]}" if every else text, f"{name} {every}")
-        self.ready = Ready(self.what, cupy_runtime.launch_graph, 0, False)
+        self.ready = Ready(self.what, cupy_runtime.launch_graph, 0)
 
     def make_executable(self) -> None:
         """:raises CaptureError: if that fails."""

@@ -8,12 +8,11 @@ from functools import partial
 from typing import Any
 
 from .. import clock
-from ..calls.sequence import CallSequence
 from ..cuda import driver
 from ..cuda.contexts import using_relaxed
 from ..device.backend import Actions, DeviceBackend, Recorder
 from ..device.deferred_free import Action, attempt, flush, forget, give_back_after
-from ..device.fast_path import FastPath
+from ..device.known_calls import Ready
 from ..errors import CudaError
 from ..page.control_page import Page
 from ..types import Stream
@@ -51,11 +50,14 @@ class IpcBackend(DeviceBackend):
         self._ready = ReadyLaunches(context)
         self.packets = "packets arrive whole"  # until the start-up check says otherwise
 
-    def open_fast_path(self, calls: CallSequence) -> FastPath:
-        """The fast path for the calls of ``calls``, which is closed with the backend."""
-        find, make_ready = self.launches.find, self._ready.make
-        self.fast = FastPath(calls, self.device.ordinal, self.context, self.order, self.page, find, make_ready)
-        return self.fast
+    @property
+    def prepared(self) -> dict[tuple[Any, ...], PreparedCall]:
+        """See :class:`DeviceBackend`."""
+        return self.launches.prepared
+
+    def make_ready(self, prepared: PreparedCall, source: int, target: int, again: bool) -> Ready:
+        """See :meth:`ReadyLaunches.make`."""
+        return self._ready.make(prepared, source, target, again)
 
     def describe(self) -> list[str]:
         """GPU, workspace, packets, plan."""
@@ -107,7 +109,7 @@ class IpcBackend(DeviceBackend):
 
     def release(self) -> None:
         """Give back the resources that only this process uses."""
-        actions: list[Action] = [partial(_unregister, self.page), *self.own_resources(), *self._ready.destroy_actions()]
+        actions: list[Action] = [partial(_unregister, self.page), *self.own_resources(), *self._ready.close_actions()]
         attempt(self.context, *actions, *self.launches.unload_actions())
 
 

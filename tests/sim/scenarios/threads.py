@@ -19,6 +19,7 @@ from ipcreduce import Communicator, Graph, errors
 from ipcreduce.arrays import views
 from ipcreduce.cuda import cupy_runtime
 from ipcreduce.device import deferred_free, stream_order
+from ipcreduce.device.last_call import NOTHING
 from tests.sim.scenarios.common import (
     OWN,
     RANK,
@@ -408,7 +409,7 @@ def called_within_synchronize() -> None:
 
         with mock.patch.object(stream_order.streams, "synchronize_stream", interrupted):
             comm.synchronize()
-        assert comm._backend.order._eager is not None, "a later call would not follow it"
+        assert comm._backend.order.last.state is not NOTHING, "a later call would not follow it"
         comm.synchronize()
         right(made[0])
         comm._calls.within = True

@@ -110,15 +110,15 @@ class FastPath:
             return False
         if state is RESTING:
             order.resume()
-        follows = state is ON_STREAM or state is RESTING
+            state = ON_STREAM
         try:
-            if follows:
+            if state is ON_STREAM:
                 ready.launch(ready.argument, stream)  # 0 by now if another thread closed the graph
             else:
                 order.launch_shared(partial(ready.launch, ready.argument), stream)
         except RuntimeError as error:
             start: Callable[[Stream], Any] = partial(ready.launch, argument)
-            self._launch_anyway(start if follows else partial(order.launch_shared, start), stream, error)
+            self._launch_anyway(start if state is ON_STREAM else partial(order.launch_shared, start), stream, error)
         order.launched = number
         return True
 

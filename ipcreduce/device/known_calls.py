@@ -17,6 +17,7 @@ from .stream_order import StreamOrder
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 MOST = 4096  # entries of a table
+_MOST_TARGETS = 8  # of the results of one known call: an allocator uses few in turn
 NOT_READY = None, None, DEFAULT_STREAM
 
 
@@ -48,9 +49,9 @@ MakeReady = Callable[[Any, int, int, bool], Ready]
 _Place = tuple[int, int, Any, Any, str]  # of a call: source, target, shape, dtype, op
 
 
-def keep(table: dict[_K, _V], key: _K, value: _V) -> _V:
+def keep(table: dict[_K, _V], key: _K, value: _V, most: int | None = None) -> _V:
     """Put an entry into a table. A full one is emptied first: calls that go on soon fill it again."""
-    if len(table) >= MOST and key not in table:
+    if len(table) >= (most or MOST) and key not in table:
         table.clear()
     table[key] = value
     return value
@@ -61,7 +62,8 @@ class _KnownCall:
 
     :ivar library: cupy_runtime or torch_runtime.
     :ivar places: address, shape and dtype of array and out; of CuPy's arrays only the shape may change.
-    :ivar target: address of out, or of the last new result.
+    :ivar target: address of out.
+    :ivar ready: the launches to it, or to new results, by their addresses.
     """
 
     __slots__ = ("array", "library", "out", "places", "prepared", "ready", "shape", "target")
@@ -71,7 +73,7 @@ class _KnownCall:
         self.out: Callable[[], Any] = _nothing if out is None else weakref.ref(out)
         self.shape: tuple[int, ...] = array.shape
         self.prepared, self.library, self.places, self.target = prepared, library, places, places[1][0]
-        self.ready: Ready | None = None
+        self.ready: dict[int, Ready] = {}
 
 
 def _nothing() -> None:
@@ -130,25 +132,23 @@ class KnownCalls:
             if current is None:
                 return NOT_READY
         if out is not None:
-            return known.ready or self._second(known, op), out, current
-        if current > 1 and not self._order.runs(current):
+            result, target = out, known.target
+        elif current > 1 and self._order.quick(current) is None:
             return NOT_READY  # a capture, into which allocations go their own way
-        result, target = library.empty_like(array, self._device)
-        if target == known.target:
-            return known.ready or self._second(known, op), result, current
-        if not target:
-            return NOT_READY
-        known.target, known.ready = target, None
-        return self._to_target(known, op), result, current
+        else:
+            result, target = library.empty_like(array, self._device)
+            if not target:
+                return NOT_READY
+        return known.ready.get(target) or self._to_target(known, target, op), result, current
 
-    def _second(self, known: _KnownCall, op: str) -> Ready:
-        """The launch of a known call to a target that has come before."""
-        known.ready = self._to_target(known, op)
-        return known.ready
-
-    def _to_target(self, known: _KnownCall, op: str) -> Ready:
+    def _to_target(self, known: _KnownCall, target: int, op: str) -> Ready:
+        """The launch of a known call to a target that has not come twice."""
         source, shape, kind = known.places[0]
-        return self._at((source, known.target, shape, kind, op), known.prepared, source, known.target)
+        at = source, target, shape, kind, op
+        ready = self._at(at, known.prepared, source, target)
+        if self.by_places[at] is not None:
+            keep(known.ready, target, ready, _MOST_TARGETS)
+        return ready
 
     def _at(self, at: _Place, prepared: Prepared, source: int, target: int) -> Ready:
         """The launch at a place: made anew the first two times, and then kept."""
@@ -174,20 +174,24 @@ class KnownCalls:
         other = place if out is array or out is None else library.plain(out, self._device)
         if current is None or other is None or other[1] != shape or other[2] != kind:
             return NOT_READY
-        at = source, other[0], shape, kind, op
-        if out is not None and (ready := self.by_places.get(at)) is not None:
-            return ready, out, current
+        if out is not None:
+            at = source, other[0], shape, kind, op
+            ready = self.by_places.get(at)
+            if ready is not None:
+                return ready, out, current
         dtype = library.dtype_of(kind)
         prepared = None if dtype is None else self._prepared.get((shape, dtype, op))
         if prepared is None or not prepared.fast:
             return NOT_READY
         result, target = out, other[0]
         if out is None:
-            if current > 1 and not self._order.runs(current):
+            if current > 1 and self._order.quick(current) is None:
                 return NOT_READY
             result, target = library.empty_like(array, self._device)
             at = source, target, shape, kind, op
-        if not target or 0 < abs(target - source) < prepared.nbytes or (source | target) % dtype.itemsize:
+        elif 0 < abs(target - source) < prepared.nbytes:
+            return NOT_READY
+        if not target or (source | target) % dtype.itemsize:
             return NOT_READY
         if key not in self.by_objects and library.can_be_known(kind):
             keep(self.by_objects, key, _KnownCall(array, out, prepared, library, (place, other)))

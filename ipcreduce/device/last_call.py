@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..types import Stream
 
@@ -44,7 +45,8 @@ class State(Enum):
 NOTHING, RESTING, ON_STREAM, BEHIND_CAPTURE, IN_EVENT, ALWAYS_IN_EVENT = State  # State.X takes 0.05 us
 
 
-class Last(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Last:
     """A state with its stream, and the object that keeps the stream. Replaced as a whole: other threads read it."""
 
     state: State
@@ -69,12 +71,12 @@ class Last(NamedTuple):
         """The state once a call has been captured."""
         if self.in_event:
             return Last(self.state)
-        return self._replace(state=BEHIND_CAPTURE) if self.state is ON_STREAM else self
+        return replace(self, state=BEHIND_CAPTURE) if self.state is ON_STREAM else self
 
     def waited_for(self) -> Last:
         """The state once the last call has been waited for."""
         if self.state is ON_STREAM or self.state is RESTING:
-            return self._replace(state=RESTING)
+            return replace(self, state=RESTING)
         return self.forgotten()
 
     def forgotten(self) -> Last:

@@ -36,7 +36,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import clock
@@ -89,29 +89,27 @@ class StreamOrder:
         self._replayed = self._events[2] if captured_in_order else None  # the end of the last replay of others
 
     # ---- launching
-    def runs(self, stream: Stream) -> bool:
-        """True if a launch on ``stream`` runs at once, and in our context, since each context has a default stream."""
-        try:
-            if stream < 2:  # which captures nothing
-                return bool(cupy_runtime.current_context() == self._context)
-            return not cupy_runtime.is_capturing(stream)
-        except RuntimeError:  # CuPy's: no context, or a capture that has failed
-            return False
-
-    def quick(self, stream: Stream, looked: bool) -> State | None:
+    def quick(self, stream: Stream, looked: bool = False) -> State | None:
         """The state in which a call on ``stream`` takes the fast path. None: only :meth:`launch` can make it.
 
-        In ON_STREAM a call is launched as it is, in RESTING behind :meth:`resume`, else by :meth:`launch_shared`.
+        In ON_STREAM a call is launched as it is, in RESTING behind :meth:`resume`, else by :meth:`launch_shared`. It
+        has to run at once, and in our context, since each context has a default stream.
 
         :param looked: the stream, unless it is a default stream, is known not to be captured.
         """
-        state, expected, _ = self.last
-        if stream == expected:
+        last = self.last
+        state = last.state
+        if stream == last.stream:
             if state is BEHIND_CAPTURE:
                 return None
         elif state is not ALWAYS_IN_EVENT:
             return None
-        return state if (looked and stream > 1) or self.runs(stream) else None
+        try:
+            if stream < 2:  # which captures nothing
+                return state if cupy_runtime.current_context() == self._context else None
+            return None if not looked and cupy_runtime.is_capturing(stream) else state
+        except RuntimeError:  # CuPy's: no context, or a capture that has failed
+            return None
 
     def launch(
         self,
@@ -129,7 +127,7 @@ class StreamOrder:
         :raises CaptureError: if it cannot, and ``stream`` captures; or if an eager call would have to follow one on a
             stream that is being captured now.
         """
-        if stream == self.last.stream and self.last.state is ON_STREAM and self.runs(stream):
+        if self.last.state is ON_STREAM and self.quick(stream) is not None:
             start(stream)
             return
         with using(self._context):
@@ -154,7 +152,7 @@ class StreamOrder:
 
     def resume(self) -> None:
         """Leave the state RESTING, since a call is launched on its stream."""
-        self.last = self.last._replace(state=ON_STREAM)
+        self.last = replace(self.last, state=ON_STREAM)
 
     def _follow(self, stream: Stream, owner: Any) -> bool:
         """Put an eager call behind the last one. True if its end has to be recorded in the event."""

@@ -33,8 +33,8 @@ MUTANTS = [
     Mutant(
         "the fast path launches on any stream without an event",
         ORDER,
-        "        state, expected, _ = self.last\n",
-        "        state, expected = ON_STREAM, stream\n",
+        "        last = self.last\n        state = last.state\n",
+        "        last = Last(ON_STREAM, stream)\n        state = last.state\n",
         scenario("after_a_wait"),
     ),
     Mutant(
@@ -203,7 +203,7 @@ MUTANTS = [
     Mutant(
         "the fast path takes an out that overlaps the input in part",
         KNOWN,
-        " or 0 < abs(target - source) < prepared.nbytes",
+        "        elif 0 < abs(target - source) < prepared.nbytes:\n            return NOT_READY\n",
         "",
         quick("not_as_quick"),
     ),

@@ -14,7 +14,7 @@ from ..calls.fingerprint import Fingerprint
 from ..cuda import cupy_runtime, streams
 from ..cuda import graph as cuda_graph
 from ..device.backend import Recorder
-from ..device.deferred_free import give_back
+from ..device.deferred_free import free_later
 from ..device.known_calls import Ready
 from ..errors import CaptureError, CudaError, IpcReduceError
 from ..ipc.plan import LaunchPlan
@@ -221,7 +221,7 @@ class Resources:
         """Give everything back. Idempotent."""
         if not self._released:
             self._released = True
-            give_back(self._context, *self._actions(), self._pool.release)
+            free_later(self._context, *self._actions(), self._pool.release)
             self._drop = None
 
     def _actions(self) -> Iterator[Callable[[], None]]:

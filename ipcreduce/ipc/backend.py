@@ -11,7 +11,7 @@ from .. import clock
 from ..cuda import driver
 from ..cuda.contexts import using_relaxed
 from ..device.backend import Actions, DeviceBackend, Recorder
-from ..device.deferred_free import Action, attempt, flush, forget, give_back_after
+from ..device.deferred_free import Action, attempt, flush, free_after, untrack
 from ..device.known_calls import Ready
 from ..errors import CudaError
 from ..page.control_page import Page
@@ -47,13 +47,8 @@ class IpcBackend(DeviceBackend):
             context, workspace, control, capability=capability, timeout=timeout, algorithm=algorithm
         )
         self.launches.before_loading = lambda: self.order.ends_by(clock.now() + timeout)
-        self._ready = ReadyLaunches(context)
+        self.prepared, self._ready = self.launches.prepared, ReadyLaunches(context)
         self.packets = "packets arrive whole"  # until the start-up check says otherwise
-
-    @property
-    def prepared(self) -> dict[tuple[Any, ...], PreparedCall]:
-        """See :class:`DeviceBackend`."""
-        return self.launches.prepared
 
     def make_ready(self, prepared: PreparedCall, source: int, target: int, again: bool) -> Ready:
         """See :meth:`ReadyLaunches.make`."""
@@ -94,15 +89,15 @@ class IpcBackend(DeviceBackend):
             self.workspace.reset()
 
     def _close(self, deadline: float, unmap: Actions, unmapped: Actions, free: Actions) -> None:
-        attempt(self.context, lambda: self._end_calls(deadline), self.wait_for_device)
-        forget(self.order)
+        attempt(self.context, lambda: self._abort_calls(deadline), self.wait_for_device)
+        untrack(self.order)
         attempt(self.context, self.workspace.unmap_peers, *unmap)
         self.page.leave()
         while not self.peers_have_left() and clock.now() < deadline:
             time.sleep(1e-3)
         self.release()
         leave = partial(driver.release_context, self.device.ordinal)
-        give_back_after(self.peers_have_left, self.context, *unmapped, self.workspace.free, leave)
+        free_after(self.peers_have_left, self.context, *unmapped, self.workspace.free, leave)
         for action in free:
             action()
         flush()

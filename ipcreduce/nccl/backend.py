@@ -19,7 +19,7 @@ from ..cuda import driver
 from ..cuda.contexts import using_relaxed
 from ..device import background
 from ..device.backend import Actions, DeviceBackend, Recorder
-from ..device.deferred_free import Action, attempt, flush, forget
+from ..device.deferred_free import Action, attempt, flush, untrack
 from ..device.known_calls import Prepared, Ready, keep
 from ..dtypes import kind_name, op_name, reduced_as
 from ..errors import CudaError
@@ -56,7 +56,7 @@ class NcclBackend(DeviceBackend):
         super().__init__(device, context, page, timeout)
         self.nccl = NcclCommunicator(context)
         self._reason = reason
-        self._prepared: dict[tuple[Any, ...], PreparedCall] = {}  # by shape, dtype and op
+        self.prepared: dict[tuple[Any, ...], PreparedCall] = {}
         self._joining: background.Job | None = None
         self._identity = b""  # offered and not used so far: NCCL keeps a socket and a thread for each
         with using_relaxed(context):
@@ -107,11 +107,6 @@ class NcclBackend(DeviceBackend):
         """Begin to watch over calls, once the ranks have met."""
         self._guard.start()
 
-    @property
-    def prepared(self) -> dict[tuple[Any, ...], PreparedCall]:
-        """See :class:`DeviceBackend`."""
-        return self._prepared
-
     @staticmethod
     def captured_in_order() -> bool:
         """See :class:`StreamOrder`. NCCL does it by events of its own, unless it is told that there is no need."""
@@ -131,12 +126,12 @@ class NcclBackend(DeviceBackend):
         name = op_name(op, array.dtype)
         kind = kind_name(array.dtype, name)
         key = array.shape, array.dtype, name
-        found = self._prepared.get(key)
+        found = self.prepared.get(key)
         if found is None:
             through, reduced = _WIDER.get(kind), reduced_as(kind)
             element = array.itemsize // 2 if kind.startswith("complex") else array.itemsize
             code = library.DTYPES[reduced if through is None else through.name]
-            found = keep(self._prepared, key, PreparedCall(
+            found = keep(self.prepared, key, PreparedCall(
                 what=of_allreduce(array.shape, kind, name), nbytes=array.nbytes, fast=through is None, through=through,
                 dtype=code, op=library.OPS[name], count=array.nbytes // element,
             ))  # fmt: skip
@@ -181,7 +176,7 @@ class NcclBackend(DeviceBackend):
 
     def _close(self, deadline: float, unmap: Actions, unmapped: Actions, free: Actions) -> None:
         attempt(self.context, lambda: self._stop(deadline))
-        forget(self.order)
+        untrack(self.order)
         self.page.leave()
         while not self.peers_have_left() and clock.now() < deadline:
             time.sleep(1e-3)
@@ -194,7 +189,7 @@ class NcclBackend(DeviceBackend):
 
     def _stop(self, deadline: float) -> None:
         """Wait for our calls, and end those that wait for a peer beyond the deadline."""
-        if not self._end_calls(deadline):
+        if not self._abort_calls(deadline):
             self.nccl.abort()
         self.wait_for_device()
 

@@ -326,15 +326,15 @@ MUTANTS = [
     Mutant(
         "a workspace is freed while a peer has it mapped",
         BACKEND,
-        "give_back_after(self.peers_have_left, self.context,",
-        "give_back_after(lambda: True, self.context,",
+        "free_after(self.peers_have_left, self.context,",
+        "free_after(lambda: True, self.context,",
         scenario("freed_once_unmapped"),
     ),
     Mutant(
         "a rank leaves before it has unmapped its peers' memory",
         BACKEND,
-        "        forget(self.order)\n        attempt(self.context, self.workspace.unmap_peers, *unmap)\n",
-        "        forget(self.order)\n        self.page.leave()\n"
+        "        untrack(self.order)\n        attempt(self.context, self.workspace.unmap_peers, *unmap)\n",
+        "        untrack(self.order)\n        self.page.leave()\n"
         "        attempt(self.context, self.workspace.unmap_peers, *unmap)\n",
         scenario("freed_once_unmapped"),
     ),

@@ -229,7 +229,7 @@ def given_back_in_several_threads() -> None:
 
         def give_back(thread: int) -> None:
             for turn in range(500):
-                deferred_free.give_back(context, *(lambda t=turn, k=k: step(thread, t, k) for k in range(3)))
+                deferred_free.free_later(context, *(lambda t=turn, k=k: step(thread, t, k) for k in range(3)))
 
         interval = sys.getswitchinterval()
         sys.setswitchinterval(1e-6)
@@ -254,12 +254,12 @@ def given_back_while_a_step_waits() -> None:
 
         def meanwhile() -> None:
             begun.wait(20)
-            deferred_free.give_back(context, lambda: done.append("of another"))
+            deferred_free.free_later(context, lambda: done.append("of another"))
             deferred_free.flush()
             assert done == [], f"rank {RANK}: {done}"
             ended.set()
 
-        in_threads(lambda: deferred_free.give_back(context, wait, lambda: done.append("unmapped")), meanwhile)
+        in_threads(lambda: deferred_free.free_later(context, wait, lambda: done.append("unmapped")), meanwhile)
         deferred_free.flush()
         assert done == [True, "unmapped", "of another"], f"rank {RANK}: {done}"
 

@@ -1,11 +1,11 @@
-"""The base of backends on GPUs: runs the all-reduces of one communicator on one GPU, one behind the other."""
+"""The base of the backends for GPUs. A backend runs one communicator's all-reduces on one GPU, one behind the other."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -19,10 +19,11 @@ from ..page.control_page import REFUSED, TOLD, Page
 from ..types import Stream
 from . import background
 from .deferred_free import Action
-from .fast_path import FastPath, Prepared, Ready
+from .fast_path import FastPath
+from .known_calls import KnownCalls, Prepared, Ready
 from .stream_order import StreamOrder
 
-_END_CALLS_SECONDS, _GIVE_UP_SECONDS = 5.0, 0.9  # of close(): until calls that wait are ended, and until it goes on
+_ABORT_SECONDS, _GIVE_UP_SECONDS = 5.0, 0.9  # of close(): until waits are aborted, and from there until it gives up
 
 Actions = Sequence[Action]
 Recorder = Callable[[Prepared, Any, int, int], None]  # of a launch: its call, part, source and target
@@ -36,19 +37,20 @@ class DeviceBackend(ABC):
     """
 
     name: ClassVar[str]  # of the backend
+    prepared: Mapping[tuple[Any, ...], Prepared]  # the calls of for_array() by shape, dtype and op; never replaced
 
     def __init__(self, device: driver.DeviceInfo, context: int, page: Page, timeout: float) -> None:
         self.device, self.context, self.page, self._timeout = device, context, page, timeout
         self.rank, self.n = page.rank, page.n
         self.order = StreamOrder(context, self.captured_in_order())
         self.fast: FastPath | None = None
-        self.recorded: weakref.WeakSet[Ready] = weakref.WeakSet()  # replays that a reset may make impossible
+        self.recorded: weakref.WeakSet[Ready] = weakref.WeakSet()  # replays, which a reset may make impossible
         self._recording_stream: Stream | None = None
         background.start()
 
     @property
     def generation(self) -> int:
-        """Changes when graphs recorded before cannot be launched any more."""
+        """A number that changes when graphs recorded earlier cannot be launched any more."""
         return 0
 
     @staticmethod
@@ -57,9 +59,15 @@ class DeviceBackend(ABC):
         return False
 
     # ---- running
-    @abstractmethod
     def open_fast_path(self, calls: CallSequence) -> FastPath:
         """The fast path for the calls of ``calls``, which is closed with the backend."""
+        known = KnownCalls(self.device.ordinal, self.order, self.prepared, self.make_ready)
+        self.fast = FastPath(calls, self.device.ordinal, self.context, self.order, self.page, known)
+        return self.fast
+
+    @abstractmethod
+    def make_ready(self, prepared: Any, source: int, target: int, again: bool) -> Ready:
+        """The launch of a call of :attr:`prepared`, between two addresses. ``again``: they have come before."""
 
     @abstractmethod
     def describe(self) -> list[str]:
@@ -109,30 +117,33 @@ class DeviceBackend(ABC):
         return streams.capture_id(stream) != 0
 
     def use_context(self) -> None:
-        """Make our context current in a thread that has none. :raises ArgumentError: if it has another one."""
+        """Make the communicator's context current in a thread without one. :raises ArgumentError: if it has another."""
         if not driver.current_context():
             driver.set_context(self.context)
         elif driver.current_context() != self.context:
-            raise ArgumentError(f"record() needs the communicator's GPU {self.device.ordinal} to be the current one")
+            gpu = self.device.ordinal
+            raise ArgumentError(f"record() was called while another GPU is current. Make GPU {gpu} current first")
 
     def recording_stream(self) -> Stream:
-        """The one stream of all recordings: graphs' pools keep their memory apart by stream."""
+        """The one stream of all recordings. There is one, since the pools of graphs keep memory of streams apart."""
         if self._recording_stream is None:
             self._recording_stream = self.order.recording_stream = streams.create_stream()
         return self._recording_stream
 
     # ---- ends
     def drain(self) -> None:
-        """Wait until this rank's eager calls have ended, at most for a call's time: other work behind may not end."""
+        """Wait until this rank's eager calls have ended, but not beyond ``timeout``: work behind them may never end."""
         self.order.ends_by(clock.now() + self._timeout)
 
     def quiesce(self, deadline: float) -> None:
-        """Wait until no work of ours runs, on any stream. The abort word is up, by which ours ends.
+        """Wait until no call runs any more, on any stream. The abort word is up, which ends the calls' waits.
 
         :raises IpcReduceError: if the device is still busy at ``deadline``, on the clock of :mod:`ipcreduce.clock`.
         """
         if not background.Job(self.wait_for_device).wait(deadline - clock.now()):
-            raise IpcReduceError(f"GPU {self.device.ordinal} is still busy, with something that is not ipcreduce's")
+            raise IpcReduceError(
+                f"GPU {self.device.ordinal} is still busy with other work than ipcreduce's. Let that work end"
+            )
         self.order.forget()
 
     def wait_for_device(self) -> None:
@@ -151,31 +162,31 @@ class DeviceBackend(ABC):
     def close(self, wait: float, unmap: Actions, unmapped: Actions, free: Actions) -> None:
         """Part from the peers, waiting for them up to ``wait`` seconds, and free everything.
 
-        It takes at most 6 s. What waits longer for the device is left to the end of the process, with a warning.
+        It takes at most 6 s. What the device still uses then is freed later, or when the process ends, with a warning.
 
         :param unmap: actions that unmap further memory of peers.
-        :param unmapped: actions for once no peer has our memory mapped.
-        :param free: actions that free further memory of ours, in the end.
+        :param unmapped: actions to run once no peer has this rank's memory mapped.
+        :param free: actions that free further memory of this rank, at the end.
         """
         job = background.Job(partial(self._close, clock.now() + process.at_most(wait), unmap, unmapped, free))
-        if not job.wait(process.at_most(_END_CALLS_SECONDS)):
+        if not job.wait(process.at_most(_ABORT_SECONDS)):
             self.page.end_waits()
         if not job.wait(process.at_most(_GIVE_UP_SECONDS)):
             warnings.warn(
-                f"rank {self.rank}: close() has given up waiting for GPU {self.device.ordinal}, where something runs "
-                "that is not ipcreduce's. What the communicator holds is freed when that ends, or with this process",
+                f"rank {self.rank}: close() has given up waiting for GPU {self.device.ordinal}, where other work than "
+                "ipcreduce's runs. The communicator's memory is freed when that work ends, or when this process ends",
                 RuntimeWarning,
                 stacklevel=3,
             )
 
-    def _end_calls(self, deadline: float) -> bool:
-        """Wait for our calls until ``deadline``, then end them. False if that was needed."""
+    def _abort_calls(self, deadline: float) -> bool:
+        """Wait for this rank's calls until ``deadline``, then abort their waits. False if that was needed."""
         page = self.page
         if self.order.ends_by(deadline):
             return True
         if page.loss() is None:
             page.post_fault(REFUSED, page.calls.call_of(self.rank), faults.why_closed(page, self.rank))
-        else:  # which ends all waits: a fault of this rank would come before it, as if it were the reason
+        else:  # the loss is the reason, and aborts all waits; a fault of this rank would be told in its place
             page.abort(TOLD)
         return False
 
@@ -183,12 +194,12 @@ class DeviceBackend(ABC):
     def _close(self, deadline: float, unmap: Actions, unmapped: Actions, free: Actions) -> None: ...
 
     def peers_have_left(self) -> bool:
-        """True if no other process uses this communicator any more, nor our memory."""
+        """True if no other process uses this communicator, or this rank's memory, any more."""
         return all(self.page.has_unmapped(rank) for rank in range(self.n) if rank != self.rank)
 
     def own_resources(self) -> list[Action]:
-        """Actions that give back the events and the stream of ours."""
-        actions: list[Action] = [self.order.release]
+        """Actions that free the events and the stream of this backend."""
+        actions: list[Action] = [self.order.close]
         if self._recording_stream is not None:
             actions.append(partial(streams.destroy_stream, self._recording_stream))
         return actions

@@ -1,8 +1,8 @@
 """A background thread for work that may block on the device forever, so that a caller can stop waiting for it.
 
-Freeing memory waits for all work on the device, which may include another library's kernel that never ends. The
-bindings release the GIL during a call (from 12.9.1 on). The thread is started with the first communicator, since Python
-starts none at the interpreter's exit.
+Freeing memory waits for all work on the device, which may include another library's kernel that never ends. cuda-python
+releases the GIL during a call from version 12.9.1 on. The thread is started with the first communicator, since Python
+starts no thread at the interpreter's exit.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from contextlib import suppress
 
 from .. import clock
 
-_OURS = "ipcreduce-"  # begins the names of our threads
+_OURS = "ipcreduce-"  # the names of this library's threads begin so
 _NAME = f"{_OURS}background"
-_turn = threading.RLock()  # of those who make jobs, a finaliser among them
+_turn = threading.RLock()  # for making a job, which a finaliser may do in the middle of anything
 _jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
 _last: Job | None = None
 
@@ -24,8 +24,8 @@ _last: Job | None = None
 class Job:
     """A function that runs in the background thread, after all earlier jobs.
 
-    Its end is told by a queue: the lock within a threading.Event stays taken if Ctrl-C comes right behind the moment
-    when a wait has taken it, and the background thread would wait for that lock forever.
+    A queue tells of its end. Ctrl-C at the wrong moment of a wait for a threading.Event would leave its inner lock
+    taken, and the background thread would wait for that lock forever.
 
     :ivar is_over: True once the function has ended.
     """
@@ -37,18 +37,18 @@ class Job:
         self._end: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         with _turn:
-            behind = _last is not None and not _last.is_over  # it may hang, so leave it its thread and queue
+            behind = _last is not None and not _last.is_over  # that job may hang: leave it its thread and queue
             at_once = behind and not start(anew=True) and threading.current_thread().name.startswith(_OURS)
             if not at_once:
                 _last = self
                 _jobs.put(self)
-        if at_once:  # the job before it may wait for this one, which another thread of ours makes, or it itself
+        if at_once:  # the job before may wait for this one, if it or another thread of this library makes this one
             self.run()
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` for the end, and return True if it has come. The function's exception is raised.
+        """Wait up to ``seconds`` for the end. True if it has come. The function's exception is raised here.
 
-        One thread may wait.
+        Only one thread may wait.
         """
         if not self.is_over:
             clock.wait(self._has_ended, seconds)
@@ -63,7 +63,7 @@ class Job:
 
     def run(self) -> None:
         """Run the function. Called by the background thread."""
-        function, self._function = self._function, None  # drops the function's references once it has run
+        function, self._function = self._function, None  # so its references are gone once it has run
         assert function is not None
         try:
             function()

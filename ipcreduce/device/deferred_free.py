@@ -1,9 +1,10 @@
-"""Deferred, best-effort release of driver resources; safe at any time, from any thread.
+"""Deferred, best-effort freeing of driver memory and objects; safe at any time, from any thread.
 
-Freeing waits for all that runs on the device. So nothing is freed while a call of a communicator runs: that waits for
-the peers, which may wait for this thread, or free something themselves. Objects are collected in any thread: also in
-one that captures, where the driver refuses to free, and in the watchdog's, on which every wait relies. At interpreter
-exit the context may be gone, and everything with it; in a forked child nothing is ours.
+Freeing waits for all work on the device. So nothing is freed while a call of a communicator runs: that call waits for
+the peers, which may in turn wait for this thread, or be freeing something themselves. Python collects objects in any
+thread: also in a thread that captures, where the driver refuses to free, and in the watchdog's thread, on which every
+wait relies. At the interpreter's exit the context may be gone, with everything in it. In a forked child nothing belongs
+to the child.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 from .. import clock, process
 from ..cuda.contexts import using_relaxed
 from ..errors import CudaError
 from ..page import watchdog
+from ..page.control_page import Page
 from .stream_order import StreamOrder
 
 _RECLAIM_SECONDS = 5.0
-_CALL_SECONDS = 2.0  # for a call of another thread to end, before close() ends its waits and after that
+_CALL_SECONDS = 2.0  # for a call of another thread to end, before close() aborts its waits and again after that
 
 _orders: dict[StreamOrder, Any] = {}  # of the open communicators, with their locks
 _deferred: deque[tuple[int, Action]] = deque()  # with their contexts
@@ -33,7 +35,7 @@ Action = Callable[[], object]
 
 
 class _Turn:
-    """A lock that nobody waits for, and that an interrupt right behind :meth:`acquire` cannot leave locked."""
+    """A lock for which nobody waits. An interrupt right behind :meth:`acquire` cannot leave it locked."""
 
     def __init__(self) -> None:
         self._holder: dict[int, object] = {}
@@ -52,37 +54,31 @@ _flushing = _Turn()
 
 
 def track(order: StreamOrder, lock: Any) -> None:
-    """Free nothing while calls in this order run, or a thread holds ``lock`` to make one."""
+    """Free nothing while calls in this order run, or while a thread holds ``lock`` to make one."""
     _orders[order] = lock
 
 
-def forget(order: StreamOrder) -> None:
-    """End of :func:`track`: there are no more calls in this order."""
+def untrack(order: StreamOrder) -> None:
+    """Undo :func:`track`: no more calls come in this order."""
     _orders.pop(order, None)
 
 
-class Waiting(Protocol):
-    """A backend whose calls may wait for peers."""
-
-    def end_waits(self) -> None: ...
-
-
 @contextmanager
-def taking(lock: Any, waiting: Waiting | None) -> Iterator[bool]:
-    """Hold ``lock`` in the block, for close(). If another thread keeps it, the waits of that thread's call are ended.
+def taking(lock: Any, page: Page | None) -> Iterator[bool]:
+    """Hold ``lock`` in the block, for close(). If another thread keeps it, the waits of that thread's call are aborted.
 
     :returns: False if the lock did not come in time.
     """
     try:
         taken = _take(lock, process.at_most(_CALL_SECONDS))
         if not taken:
-            if waiting is not None:
-                waiting.end_waits()
+            if page is not None:
+                page.end_waits()
             taken = _take(lock, process.at_most(_CALL_SECONDS))
         if not taken:
             warnings.warn(
-                "close() has given up: another thread is in a call of the communicator that does not end. What the "
-                "communicator holds is freed with this process",
+                "close() has given up: another thread is in a call of the communicator, and that call does not end. "
+                "The communicator's memory is freed when this process ends",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -91,8 +87,8 @@ def taking(lock: Any, waiting: Waiting | None) -> Iterator[bool]:
         _release(lock)
 
 
-def give_back(context: int, *actions: Action) -> None:
-    """Run actions that free something in ``context``, in their order, where and when that does no harm."""
+def free_later(context: int, *actions: Action) -> None:
+    """Run actions that free something in ``context``, in their order, in a thread and at a time that do no harm."""
     if process.is_over():
         return
     _deferred.extend((context, action) for action in actions)
@@ -102,8 +98,8 @@ def give_back(context: int, *actions: Action) -> None:
         flush()
 
 
-def give_back_after(ready: Callable[[], bool], context: int, *actions: Action) -> None:
-    """:func:`give_back` once ``ready()``, which is asked now and at every :func:`flush`."""
+def free_after(ready: Callable[[], bool], context: int, *actions: Action) -> None:
+    """Call :func:`free_later` once ``ready()`` is true, which is asked now and at every :func:`flush`."""
     if not process.is_over():
         _awaited.append((ready, context, actions))
         flush()
@@ -132,7 +128,7 @@ def flush() -> None:
 
 
 def reclaim() -> None:
-    """:func:`flush` when memory is short: waits for the calls that run, for a while."""
+    """Run the deferred actions since memory is short, once the running calls have ended: wait for these a while."""
     deadline = clock.now() + _RECLAIM_SECONDS
     for order, lock in list(_orders.items()):
         with ExitStack() as held:
@@ -162,7 +158,7 @@ def _release(lock: Any) -> None:
 
 
 def attempt(context: int, *actions: Action) -> None:
-    """Run each action with ``context`` current. One that the driver refuses is given up."""
+    """Run each action with ``context`` current. An action that the driver refuses is skipped."""
     with using_relaxed(context):
         for action in actions:
             with suppress(CudaError):

@@ -23,7 +23,7 @@ _UNAVAILABLE = 46  # CUDA_ERROR_DEVICE_UNAVAILABLE, and cudaErrorDevicesUnavaila
 def share_device(
     ranks: Ranks, device: Any, local_rank: int, deadline: float
 ) -> tuple[driver.DeviceInfo, np.ndarray[Any, Any]]:
-    """Choose this rank's GPU and exchange it. Collective. Returns it and every rank's exchange.DEVICE record.
+    """Choose this rank's GPU and tell the other ranks. Collective. Returns it and every rank's exchange.DEVICE record.
 
     :param device: the argument of ``Communicator``.
     :param local_rank: this process's number on its host, for "auto".
@@ -41,8 +41,8 @@ def share_device(
         if info.capability < MIN_CAPABILITY:
             found, needed = (".".join(map(str, one)) for one in (info.capability, MIN_CAPABILITY))
             raise UnsupportedError(
-                f"GPU {info.ordinal}, {info.name}, must have compute capability {needed} or more; found {found}. Hide "
-                "it by CUDA_VISIBLE_DEVICES, or choose another by device="
+                f"GPU {info.ordinal}, {info.name}, has compute capability {found}, and ipcreduce needs {needed} or "
+                "more. Hide that GPU by CUDA_VISIBLE_DEVICES, or choose another one by device="
             )
     except IpcReduceError as caught:
         error = caught
@@ -60,15 +60,15 @@ def share_device(
 
 @contextmanager
 def open_to_processes(ordinal: int) -> Iterator[None]:
-    """A block that begins to use a GPU. :raises UnsupportedError: if its compute mode keeps this process from it."""
+    """A block that begins to use a GPU. :raises UnsupportedError: if the GPU's compute mode excludes this process."""
     try:
         yield
     except CudaError as error:
         if error.code != _UNAVAILABLE:
             raise
         raise UnsupportedError(
-            f"GPU {ordinal} takes no further process, by its compute mode ({error}). Give each rank a GPU of its own, "
-            "start MPS, or set the compute mode to default: nvidia-smi -c 0"
+            f"GPU {ordinal} takes no further process, because of its compute mode ({error}). Give each rank a GPU of "
+            "its own, start MPS, or set the compute mode to default: nvidia-smi -c 0"
         ) from error
 
 
@@ -82,8 +82,8 @@ def choose_device(device: Any, local_rank: int) -> int:
     ordinal = getattr(device, "id", device)
     if ordinal >= count:  # its type has been checked: see Options
         raise ArgumentError(
-            f"device must be None, 'auto' or the ordinal of one of the {count} visible GPUs; found {shown(device)}. "
-            f"Pass one below {count}"
+            f"device={shown(device)} names no GPU: this process sees {count}. Pass an ordinal below {count}, 'auto' or "
+            "None"
         )
     return int(ordinal)
 
@@ -93,8 +93,9 @@ def advise_spreading(devices: np.ndarray[Any, Any], warn: Callable[[str], None])
     used = [uuid.tobytes() for uuid in devices["uuid"]]
     if len(set(used)) < min(len(used), int(devices["visible"].max())):
         warn(
-            f"{len(used)} ranks share {len(set(used))} GPU(s) while others are idle: kernels of one GPU take turns, "
-            "about 5 ms each. Make a device current on each rank, or pass Communicator(device='auto')"
+            f"{len(used)} ranks share {len(set(used))} GPU(s) while others are idle. Kernels of several ranks take "
+            "turns on a GPU, about 5 ms each. Make another device current on each rank, or "
+            "pass Communicator(device='auto')"
         )
 
 
@@ -104,9 +105,10 @@ def most_on_a_gpu(devices: np.ndarray[Any, Any]) -> int:
 
 
 def raise_wrong(own: int, everyone: np.ndarray[Any, Any]) -> None:
-    """:raises ArgumentError: if a rank's record is wrong, with this rank's own message or else the first wrong one's.
+    """Raise the error of a rank whose argument is wrong: this rank's own one, or else the first rank's.
 
     :param everyone: every rank's record, with a field ``wrong``.
+    :raises ArgumentError: if there is such a rank.
     """
     wrong = np.flatnonzero(everyone["wrong"])
     if len(wrong):

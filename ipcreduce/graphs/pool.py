@@ -20,7 +20,7 @@ from typing import Any
 
 from ..cuda import cupy_runtime, driver, streams, torch_runtime
 from ..cuda.contexts import using, using_relaxed
-from ..device.deferred_free import attempt, give_back, reclaim
+from ..device.deferred_free import attempt, free_later, reclaim
 from ..process import refuse_copies
 from ..types import Stream
 
@@ -182,7 +182,7 @@ class GraphPool:
 
     def _give_back(self) -> None:
         if not self._users:
-            give_back(self._context, self._shrink)
+            free_later(self._context, self._shrink)
 
     def _shrink(self) -> None:
         """Free unused slabs, if the pool has no user left."""

@@ -14,8 +14,8 @@ from ..calls.fingerprint import Fingerprint
 from ..cuda import cupy_runtime, streams
 from ..cuda import graph as cuda_graph
 from ..device.backend import Recorder
-from ..device.deferred_free import give_back
-from ..device.fast_path import Ready
+from ..device.deferred_free import free_later
+from ..device.known_calls import Ready
 from ..errors import CaptureError, CudaError, IpcReduceError
 from ..ipc.plan import LaunchPlan
 from ..texts import text_of
@@ -78,7 +78,7 @@ class Segment:
         text = f"replay of {name}: {len(calls)} all-reduces"
         every = [call.what for call in calls]
         self.what = Fingerprint.of(f"{text}, first {every[0]}" if every else text, f"{name} {every}")
-        self.ready = Ready(self.what, cupy_runtime.launch_graph, 0, False)
+        self.ready = Ready(self.what, cupy_runtime.launch_graph, 0)
 
     def make_executable(self) -> None:
         """:raises CaptureError: if that fails."""
@@ -221,7 +221,7 @@ class Resources:
         """Give everything back. Idempotent."""
         if not self._released:
             self._released = True
-            give_back(self._context, *self._actions(), self._pool.release)
+            free_later(self._context, *self._actions(), self._pool.release)
             self._drop = None
 
     def _actions(self) -> Iterator[Callable[[], None]]:

@@ -18,7 +18,7 @@ from ..cuda import cupy_runtime, current_streams
 from ..device import deferred_free
 from ..device.backend import DeviceBackend
 from ..device.deferred_free import Action
-from ..device.fast_path import Ready
+from ..device.known_calls import Ready
 from ..errors import ArgumentError, GraphStateError, IpcReduceError, UnsupportedError
 from ..ipc.backend import IpcBackend
 from ..types import DEFAULT_STREAM, Stream

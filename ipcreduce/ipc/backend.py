@@ -8,12 +8,11 @@ from functools import partial
 from typing import Any
 
 from .. import clock
-from ..calls.sequence import CallSequence
 from ..cuda import driver
 from ..cuda.contexts import using_relaxed
 from ..device.backend import Actions, DeviceBackend, Recorder
-from ..device.deferred_free import Action, attempt, flush, forget, give_back_after
-from ..device.fast_path import FastPath
+from ..device.deferred_free import Action, attempt, flush, free_after, untrack
+from ..device.known_calls import Ready
 from ..errors import CudaError
 from ..page.control_page import Page
 from ..types import Stream
@@ -48,14 +47,12 @@ class IpcBackend(DeviceBackend):
             context, workspace, control, capability=capability, timeout=timeout, algorithm=algorithm
         )
         self.launches.before_loading = lambda: self.order.ends_by(clock.now() + timeout)
-        self._ready = ReadyLaunches(context)
+        self.prepared, self._ready = self.launches.prepared, ReadyLaunches(context)
         self.packets = "packets arrive whole"  # until the start-up check says otherwise
 
-    def open_fast_path(self, calls: CallSequence) -> FastPath:
-        """The fast path for the calls of ``calls``, which is closed with the backend."""
-        find, make_ready = self.launches.find, self._ready.make
-        self.fast = FastPath(calls, self.device.ordinal, self.context, self.order, self.page, find, make_ready)
-        return self.fast
+    def make_ready(self, prepared: PreparedCall, source: int, target: int, again: bool) -> Ready:
+        """See :meth:`ReadyLaunches.make`."""
+        return self._ready.make(prepared, source, target, again)
 
     def describe(self) -> list[str]:
         """GPU, workspace, packets, plan."""
@@ -92,22 +89,22 @@ class IpcBackend(DeviceBackend):
             self.workspace.reset()
 
     def _close(self, deadline: float, unmap: Actions, unmapped: Actions, free: Actions) -> None:
-        attempt(self.context, lambda: self._end_calls(deadline), self.wait_for_device)
-        forget(self.order)
+        attempt(self.context, lambda: self._abort_calls(deadline), self.wait_for_device)
+        untrack(self.order)
         attempt(self.context, self.workspace.unmap_peers, *unmap)
         self.page.leave()
         while not self.peers_have_left() and clock.now() < deadline:
             time.sleep(1e-3)
         self.release()
         leave = partial(driver.release_context, self.device.ordinal)
-        give_back_after(self.peers_have_left, self.context, *unmapped, self.workspace.free, leave)
+        free_after(self.peers_have_left, self.context, *unmapped, self.workspace.free, leave)
         for action in free:
             action()
         flush()
 
     def release(self) -> None:
         """Give back the resources that only this process uses."""
-        actions: list[Action] = [partial(_unregister, self.page), *self.own_resources(), *self._ready.destroy_actions()]
+        actions: list[Action] = [partial(_unregister, self.page), *self.own_resources(), *self._ready.close_actions()]
         attempt(self.context, *actions, *self.launches.unload_actions())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from ..calls.fingerprint import Fingerprint, of_allreduce
+from ..calls.fingerprint import of_allreduce
 from ..cuda import compiler, driver
 from ..cuda.contexts import using_relaxed
+from ..device.known_calls import Prepared, keep
 from ..dtypes import OPS, kind_name, op_name, reduced_as
 from ..page.layout import ABORT_OFFSET, missing_offset
 from ..types import DEFAULT_STREAM
@@ -25,22 +26,17 @@ IN, OUT, _BYTES, _PEERS, _HALF = 0, 1, 2, 3, 11
 _EPOCHS, _ABORT, _MISSING, _TIMEOUT = 12, 13, 14, 15
 _OUTS = 16
 _ARG_WORDS = 24
-_MAX_PREPARED = 4096
 _VERIFY = "verify", "int32", "sum"
 _Kernel = tuple[str, str, str, int]  # name, dtype, op, depth
 
 
-@dataclass(frozen=True)
-class PreparedCall:
+@dataclass(frozen=True, kw_only=True)
+class PreparedCall(Prepared):
     """A call's launches, in order: each with its arguments and its offset in the message."""
 
-    what: Fingerprint
     dtype: str
     op: str
     launches: tuple[tuple[driver.Launch, memoryview, plan.LaunchPlan], ...]
-    nbytes: int
-    fast: bool  # one launch, or one rank's copy
-    through: None = None  # our kernels take every dtype
 
 
 class Launches:
@@ -62,11 +58,7 @@ class Launches:
         self._context = context
         self._shared: list[modules.Key] = []
         self._functions: dict[_Kernel, int] = {}
-        self._prepared: dict[tuple[Any, ...], PreparedCall] = {}
-
-    def find(self, shape: tuple[int, ...], dtype: np.dtype[Any], op: str) -> PreparedCall | None:
-        """The launches of a call that :meth:`prepare` has seen."""
-        return self._prepared.get((shape, dtype, op))
+        self.prepared: dict[tuple[Any, ...], PreparedCall] = {}  # by shape, dtype and op
 
     def for_array(self, array: Any, op: Any) -> PreparedCall:
         """The launches of an all-reduce of a device array, compiled if need be.
@@ -75,13 +67,15 @@ class Launches:
         :raises ArgumentError: if dtype or op is none of ours. See :meth:`prepare` for other errors.
         """
         shape, dtype = array.shape, array.dtype
-        prepared = self.find(shape, dtype, op) if type(op) is str else None
+        prepared = self.prepared.get((shape, dtype, op)) if type(op) is str else None
         if prepared is None:
             name = op_name(op, dtype)
             kind = kind_name(dtype, name)
-            prepared = self.find(shape, dtype, name) or self.prepare(shape, dtype, kind, name, array.nbytes)
-            if type(op) is str:
-                self._prepared[shape, dtype, op] = prepared
+            prepared = self.prepared.get((shape, dtype, name))
+            if prepared is None:
+                prepared = self.prepare(shape, dtype, kind, name, array.nbytes)
+            if type(op) is str and op != name:
+                keep(self.prepared, (shape, dtype, op), prepared)
         return prepared
 
     def prepare(self, shape: tuple[int, ...], dtype: np.dtype[Any], name: str, op: str, nbytes: int) -> PreparedCall:
@@ -89,13 +83,10 @@ class Launches:
 
         :raises IpcReduceError: if a kernel does not compile. :raises CudaError: if it does not load.
         """
-        if len(self._prepared) >= _MAX_PREPARED:
-            self._prepared.clear()
         kernels = plan.kernels(self._workspace.n, self.algorithm, self.table)
         self._load((kernel, reduced_as(name), other, depth) for kernel, depth in kernels for other in OPS)
         steps = self.planned(nbytes, self.algorithm, self.table)
-        prepared = self._prepared[shape, dtype, op] = self.by_steps(steps, shape, name, op, nbytes)
-        return prepared
+        return keep(self.prepared, (shape, dtype, op), self.by_steps(steps, shape, name, op, nbytes))
 
     def planned(self, nbytes: int, forced: str | None = None, table: plan.Table = ()) -> tuple[plan.LaunchPlan, ...]:
         """:func:`plan.make_plan` for this communicator."""
@@ -108,7 +99,8 @@ class Launches:
         """:meth:`prepare` by other steps than the planned ones, and not kept."""
         launches = tuple((*self._launch(step, dtype, op), step) for step in steps)
         fast = len(launches) == 1 or (self._workspace.n == 1 and nbytes > 0)
-        return PreparedCall(of_allreduce(shape, dtype, op), dtype, op, launches, nbytes, fast)
+        what = of_allreduce(shape, dtype, op)
+        return PreparedCall(what=what, nbytes=nbytes, fast=fast, dtype=dtype, op=op, launches=launches)
 
     def _launch(self, step: plan.LaunchPlan, dtype: str, op: str) -> tuple[driver.Launch, memoryview]:
         args = self._arguments(plan.code_offset(dtype, op))
@@ -206,7 +198,7 @@ class Launches:
         programmatic = self._capability >= (9, 0)
         return driver.Launch(self._function("limit", "int32", "sum"), grid, block, args, programmatic=programmatic)
 
-    def unload_actions(self) -> Iterator[Callable[[], None]]:
-        """Actions that unload the kernels."""
-        while self._shared:
-            yield partial(modules.give_up, self._shared.pop())
+    def unload_actions(self) -> list[Callable[[], None]]:
+        """Actions that unload the kernels, which are given only once."""
+        shared, self._shared = self._shared, []
+        return [partial(modules.give_up, key) for key in reversed(shared)]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 
 from ..cuda import cupy_runtime, driver, graph
 from ..cuda.contexts import using_relaxed
-from ..device.fast_path import Ready
+from ..device.known_calls import Ready
 from ..errors import CudaError
 from ..types import Stream
 from . import plan
 from .launches import IN, OUT, PreparedCall
 
-_MOST = 4096  # pairs of addresses that are remembered
 _MOST_GRAPHS = 256  # of 0.1 MB each, the first ones
 
 
@@ -22,37 +21,30 @@ class ReadyLaunches:
 
     def __init__(self, context: int) -> None:
         self._context = context
-        self._ready: dict[tuple[driver.Launch, int, int], Ready | None] = {}  # by addresses. None: seen once
-        self._graphs: list[graph.Executable] = []
+        self._graphs: dict[tuple[driver.Launch, int, int], graph.Executable] = {}  # by source and target
 
-    def make(self, prepared: PreparedCall, source: int, target: int) -> Ready:
-        """A call of one launch, from address ``source`` to ``target``. With one rank it is a copy."""
+    def make(self, prepared: PreparedCall, source: int, target: int, again: bool) -> Ready:
+        """A call of one launch, from address ``source`` to ``target``. With one rank it is a copy.
+
+        :param again: the addresses have come before.
+        """
         if not prepared.launches:
-            return Ready(prepared.what, _copy, (target, source, prepared.nbytes), True)
+            return Ready(prepared.what, _copy, (target, source, prepared.nbytes))
         ((launch, words, part),) = prepared.launches
         place = launch, source, target
-        known = self._ready.get(place)
-        if known is not None:
-            return known
-        if plan.eager_as_graph(part):
-            if place not in self._ready:
-                if len(self._ready) - len(self._graphs) >= _MOST:
-                    self._ready = {one: ready for one, ready in self._ready.items() if ready is not None}
-                self._ready[place] = None
-            elif len(self._graphs) < _MOST_GRAPHS:
-                with using_relaxed(self._context), suppress(CudaError):  # it is only faster
-                    words[IN], words[OUT] = source, target
-                    executable = graph.executable_of(launch)
-                    self._graphs.append(executable)
-                    ready = Ready(prepared.what, cupy_runtime.launch_graph, executable.handle, True)
-                    self._ready[place] = ready
-                    return ready
-        return Ready(prepared.what, _launch_kernel, (launch, words, source, target), True)
+        executable = self._graphs.get(place)
+        if executable is None and again and plan.eager_as_graph(part) and len(self._graphs) < _MOST_GRAPHS:
+            with using_relaxed(self._context), suppress(CudaError):  # without a graph the call is only slower
+                words[IN], words[OUT] = source, target
+                executable = self._graphs[place] = graph.executable_of(launch)
+        if executable is not None:
+            return Ready(prepared.what, cupy_runtime.launch_graph, executable.handle)
+        return Ready(prepared.what, _launch_kernel, (launch, words, source, target))
 
-    def destroy_actions(self) -> Iterator[Callable[[], None]]:
-        """Actions that destroy the graphs: before the kernels in them are unloaded, and after these have run."""
-        while self._graphs:
-            yield self._graphs.pop().destroy
+    def close_actions(self) -> list[Callable[[], None]]:
+        """Actions that close the graphs: before the kernels in them are unloaded, and after these have run."""
+        graphs, self._graphs = self._graphs, {}
+        return [executable.destroy for executable in graphs.values()]
 
 
 def _launch_kernel(argument: tuple[driver.Launch, memoryview, int, int], stream: Stream) -> None:

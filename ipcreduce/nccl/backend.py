@@ -14,14 +14,13 @@ import numpy as np
 
 from .. import clock
 from ..calls.faults import raise_lost
-from ..calls.fingerprint import Fingerprint, of_allreduce
-from ..calls.sequence import CallSequence
+from ..calls.fingerprint import of_allreduce
 from ..cuda import driver
 from ..cuda.contexts import using_relaxed
 from ..device import background
 from ..device.backend import Actions, DeviceBackend, Recorder
-from ..device.deferred_free import Action, attempt, flush, forget
-from ..device.fast_path import FastPath, Ready
+from ..device.deferred_free import Action, attempt, flush, untrack
+from ..device.known_calls import Prepared, Ready, keep
 from ..dtypes import kind_name, op_name, reduced_as
 from ..errors import CudaError
 from ..page.control_page import Page
@@ -30,7 +29,6 @@ from . import library
 from .comm import NcclCommunicator
 from .guard import Guard
 
-_MOST_PREPARED = 4096
 _FREED_SECONDS = 1.0  # at an end
 _FREE_SECONDS = 10.0  # before a new one: NCCL takes half a second, and waits for the program's work on the device
 _SLICE_SECONDS = 0.05  # of a wait for the ranks in NCCL, after which we look for losses
@@ -39,21 +37,13 @@ _NOTICE_SECONDS = 1.0  # for the watchdog to notice the end of a rank
 _WIDER = {"int16": np.dtype(np.int32), "uint16": np.dtype(np.uint32)}  # which NCCL lacks; sums wrap to the same bits
 
 
-@dataclass(frozen=True)
-class PreparedCall:
-    """A call, but for its addresses. ``through``: the dtype as which it is reduced, if not its own."""
+@dataclass(frozen=True, kw_only=True)
+class PreparedCall(Prepared):
+    """A call, but for its addresses, with NCCL's numbers for dtype and op."""
 
-    what: Fingerprint
     dtype: int
     op: int
     count: int
-    nbytes: int
-    through: np.dtype[Any] | None
-
-    @property
-    def fast(self) -> bool:
-        """True if NCCL takes the arrays as they are."""
-        return self.through is None
 
 
 class NcclBackend(DeviceBackend):
@@ -66,7 +56,7 @@ class NcclBackend(DeviceBackend):
         super().__init__(device, context, page, timeout)
         self.nccl = NcclCommunicator(context)
         self._reason = reason
-        self._prepared: dict[tuple[Any, ...], PreparedCall] = {}
+        self.prepared: dict[tuple[Any, ...], PreparedCall] = {}
         self._joining: background.Job | None = None
         self._identity = b""  # offered and not used so far: NCCL keeps a socket and a thread for each
         with using_relaxed(context):
@@ -117,13 +107,6 @@ class NcclBackend(DeviceBackend):
         """Begin to watch over calls, once the ranks have met."""
         self._guard.start()
 
-    def open_fast_path(self, calls: CallSequence) -> FastPath:
-        """The fast path for the calls of ``calls``, which is closed with the backend."""
-        self.fast = FastPath(
-            calls, self.device.ordinal, self.context, self.order, self.page, self._find, self._make_ready
-        )
-        return self.fast
-
     @staticmethod
     def captured_in_order() -> bool:
         """See :class:`StreamOrder`. NCCL does it by events of its own, unless it is told that there is no need."""
@@ -142,24 +125,21 @@ class NcclBackend(DeviceBackend):
         """See :class:`DeviceBackend`."""
         name = op_name(op, array.dtype)
         kind = kind_name(array.dtype, name)
-        found = self._find(array.shape, array.dtype, name)
+        key = array.shape, array.dtype, name
+        found = self.prepared.get(key)
         if found is None:
-            if len(self._prepared) >= _MOST_PREPARED:
-                self._prepared.clear()
             through, reduced = _WIDER.get(kind), reduced_as(kind)
             element = array.itemsize // 2 if kind.startswith("complex") else array.itemsize
             code = library.DTYPES[reduced if through is None else through.name]
-            found = self._prepared[array.shape, array.dtype, name] = PreparedCall(
-                of_allreduce(array.shape, kind, name), code, library.OPS[name], array.nbytes // element, array.nbytes,
-                through,
-            )  # fmt: skip
+            found = keep(self.prepared, key, PreparedCall(
+                what=of_allreduce(array.shape, kind, name), nbytes=array.nbytes, fast=through is None, through=through,
+                dtype=code, op=library.OPS[name], count=array.nbytes // element,
+            ))  # fmt: skip
         return found
 
-    def _find(self, shape: tuple[int, ...], dtype: np.dtype[Any], op: str) -> PreparedCall | None:
-        return self._prepared.get((shape, dtype, op))
-
-    def _make_ready(self, prepared: PreparedCall, source: int, target: int) -> Ready:
-        return Ready(prepared.what, self.nccl.all_reduce, _argument(prepared, source, target), True)
+    def make_ready(self, prepared: PreparedCall, source: int, target: int, again: bool) -> Ready:
+        """See :class:`DeviceBackend`."""
+        return Ready(prepared.what, self.nccl.all_reduce, _argument(prepared, source, target))
 
     def start(
         self, prepared: PreparedCall, source: int, target: int, stream: Stream, recorder: Recorder | None
@@ -196,7 +176,7 @@ class NcclBackend(DeviceBackend):
 
     def _close(self, deadline: float, unmap: Actions, unmapped: Actions, free: Actions) -> None:
         attempt(self.context, lambda: self._stop(deadline))
-        forget(self.order)
+        untrack(self.order)
         self.page.leave()
         while not self.peers_have_left() and clock.now() < deadline:
             time.sleep(1e-3)
@@ -209,7 +189,7 @@ class NcclBackend(DeviceBackend):
 
     def _stop(self, deadline: float) -> None:
         """Wait for our calls, and end those that wait for a peer beyond the deadline."""
-        if not self._end_calls(deadline):
+        if not self._abort_calls(deadline):
             self.nccl.abort()
         self.wait_for_device()
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -75,9 +76,77 @@ def calls_on_several_streams(comm: Any) -> None:
     right(array, SIZE * SIZE)
 
 
+class _Kinds:
+    """Calls of every kind on either of two streams, and what each has for a result."""
+
+    def __init__(self, comm: Any, graphs: Sequence[Any]) -> None:
+        self.comm, self.graphs, self.source, self.wide = comm, graphs, mine(), cupy.zeros((1000, 2), np.float32)
+        self.outs = [cupy.zeros(1000, np.float32) for _ in range(2)]
+        self.results: list[Any] = [None, None]
+        self.recorded: list[Any] = []
+        self.theirs: list[Any] = []
+        for graph in graphs:
+            with graph.record():
+                self.recorded.append(comm.allreduce(self.source))
+
+    def fresh(self, which: int, stream: Any) -> None:
+        self.results[which] = self.comm.allreduce(self.source)
+
+    def strided(self, which: int, stream: Any) -> None:
+        self.results[which] = self.comm.allreduce(self.source, out=self.wide[:, which])
+
+    def known(self, which: int, stream: Any) -> None:
+        self.results[which] = self.comm.allreduce(self.source, out=self.outs[which])
+
+    def by_handle(self, which: int, stream: Any) -> None:
+        self.results[which] = self.comm.allreduce(self.source, out=self.outs[which], stream=stream.ptr)
+
+    def replay(self, which: int, stream: Any) -> None:
+        self.graphs[which].replay()
+        self.results[which] = self.recorded[which]
+
+    def capture(self, which: int, stream: Any) -> None:
+        """Make a graph of others, which :meth:`replay_of_others` launches."""
+        with stream:
+            stream.begin_capture()
+            self.known(which, stream)
+            self.theirs.append(stream.end_capture())
+
+    def replay_of_others(self, which: int, stream: Any) -> None:
+        self.theirs[which].launch(stream)
+        self.results[which] = self.outs[which]
+
+    def clear(self) -> None:
+        for array in (*self.outs, self.wide, *self.recorded):
+            array.fill(-1)
+
+
 def work_behind_a_call(comm: Any) -> None:
     """A call on one stream is over while another one still works on what the program has put behind a call there."""
-    first, second = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    streams = first, second = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    _behind_the_first_calls(first, second)
+    with ipcreduce.Graph(comm) as one, ipcreduce.Graph(comm) as other:
+        made = _Kinds(comm, (one, other))
+        kinds = [made.fresh, made.strided, made.known, made.by_handle, made.replay]
+        for captured in (False, True):  # once there are graphs of others, too
+            if captured:
+                for which, stream in enumerate(streams):
+                    made.capture(which, stream)
+                kinds.append(made.replay_of_others)
+            for kind, (which, stream) in itertools.product(3 * kinds, enumerate(streams)):
+                with stream:  # every call is known then, and the streams have changed
+                    kind(which, stream)
+            cupy.cuda.Device().synchronize()
+            for kind, next_kind in itertools.product(kinds, kinds):
+                made.clear()
+                cupy.cuda.Device().synchronize()
+                what = f"{next_kind.__name__} behind {kind.__name__}"
+                overlaps(partial(kind, 0, first), partial(next_kind, 1, second), first, second, what)
+                right(made.results[0])
+                right(made.results[1])
+
+
+def _behind_the_first_calls(first: Any, second: Any) -> None:
     source, outs = mine(), [cupy.zeros(1000, np.float32) for _ in range(2)]
     with ipcreduce.Communicator(timeout=30) as other:
         cupy.cuda.Device().synchronize()
@@ -91,57 +160,6 @@ def work_behind_a_call(comm: Any) -> None:
             else:
                 calls[0]()
                 calls[1]()
-    wide, results = cupy.zeros((1000, 2), np.float32), [None, None]
-
-    def fresh(which: int, stream: Any) -> None:
-        results[which] = comm.allreduce(source)
-
-    def strided(which: int, stream: Any) -> None:
-        results[which] = comm.allreduce(source, out=wide[:, which])
-
-    def known(which: int, stream: Any) -> None:
-        results[which] = comm.allreduce(source, out=outs[which])
-
-    def by_handle(which: int, stream: Any) -> None:
-        results[which] = comm.allreduce(source, out=outs[which], stream=stream.ptr)
-
-    def replay(which: int, stream: Any) -> None:
-        graphs[which].replay()
-        results[which] = recorded[which]
-
-    def replay_of_others(which: int, stream: Any) -> None:
-        theirs[which].launch(stream)
-        results[which] = outs[which]
-
-    kinds = [fresh, strided, known, by_handle, replay]
-    with ipcreduce.Graph(comm) as one, ipcreduce.Graph(comm) as other:
-        graphs, recorded, theirs = [one, other], [], []
-        for graph in graphs:
-            with graph.record():
-                recorded.append(comm.allreduce(source))
-        for captured in (False, True):  # once there are graphs of others, too
-            if captured:
-                for which, stream in enumerate((first, second)):
-                    with stream:
-                        stream.begin_capture()
-                        known(which, stream)
-                        theirs.append(stream.end_capture())
-                kinds.append(replay_of_others)
-            for _ in range(3):  # every call is known, and the streams have changed
-                for kind in kinds:
-                    for which, stream in enumerate((first, second)):
-                        with stream:
-                            kind(which, stream)
-            cupy.cuda.Device().synchronize()
-            for kind in kinds:
-                for next_kind in kinds:
-                    for array in (*outs, wide, *recorded):
-                        array.fill(-1)
-                    cupy.cuda.Device().synchronize()
-                    what = f"{next_kind.__name__} behind {kind.__name__}"
-                    overlaps(partial(kind, 0, first), partial(next_kind, 1, second), first, second, what)
-                    right(results[0])
-                    right(results[1])
 
 
 def overlaps(call: Callable[[], None], other: Callable[[], None], first: Any, second: Any, what: str) -> None:

@@ -25,7 +25,7 @@ from ipcreduce import (
     RankMismatchError,
 )
 from ipcreduce.cuda import cupy_runtime
-from ipcreduce.device import fast_path
+from ipcreduce.device import known_calls
 from ipcreduce.ipc import ready
 from tests.graphs.common import (
     GPUS,
@@ -102,8 +102,13 @@ def the_same_arrays(comm: Any) -> None:
             source.shape = (20, 50)
             comm.allreduce(source, out=source)
         source.shape = (5, 200) if RANK == LAST else (200, 5)
+    works(comm)
+
+
+def arrays_in_the_place_of_others(comm: Any) -> None:
+    """New arrays with the ids of old ones, which a call then must not be taken for."""
     total = cupy.zeros(300, np.int32)
-    known, stale = comm._backend.fast._known, None
+    known, stale = comm._backend.fast.known.by_objects, None
     for held in ([], None):  # ids come again, with other addresses and with the same
         for turn in range(20):
             array = cupy.full((300,), turn * (RANK + 1), np.int32)
@@ -117,8 +122,12 @@ def the_same_arrays(comm: Any) -> None:
                 held.append(array[:])
             del array
         assert stale is not None
+
+
+def full_tables(comm: Any) -> None:
+    """More calls than the tables of known ones, and than there may be graphs."""
     most = len(kept_graphs(comm)) + 2
-    for module, name, limit in ((ready, "_MOST_GRAPHS", most), (ready, "_MOST", 6), (fast_path, "_MOST", 6)):
+    for module, name, limit in ((ready, "_MOST_GRAPHS", most), (known_calls, "MOST", 6)):
         with mock.patch.object(module, name, limit):
             pairs = [(cupy.full((64,), RANK + i, np.float32), cupy.zeros(64, np.float32)) for i in range(5)]
             for _ in range(4):
@@ -126,16 +135,10 @@ def the_same_arrays(comm: Any) -> None:
                     result.fill(-1)
                     comm.allreduce(array, out=result)
                     right(result, TOTAL - SIZE + SIZE * i)
-        if comm.backend == "nccl":
-            continue
-        if name == "_MOST_GRAPHS":
+        if module is ready and comm.backend == "ipc":
             assert len(kept_graphs(comm)) == most
-        elif module is ready:
-            assert len(comm._backend._ready._ready) - len(kept_graphs(comm)) <= 6
-        else:
-            assert len(known) <= 6
-            assert len(comm._backend.fast._placed) <= 6
-    works(comm)
+    known = comm._backend.fast.known
+    assert max(len(known.by_objects), len(known.by_places)) <= 6
 
 
 def other_arrays_at_the_same_places(comm: Any) -> None:
@@ -143,7 +146,7 @@ def other_arrays_at_the_same_places(comm: Any) -> None:
     source, *outs = (cupy.zeros(64, np.int32) for _ in range(3))
     draws = np.random.default_rng(5).integers(0, 1 << 30, (SIZE, 64)).astype(np.int32)
     source[...] = cupy.asarray(draws[RANK])
-    placed = comm._backend.fast._placed
+    placed = comm._backend.fast.known.by_places
     for turn in range(6):
         out = outs[turn % 2]
         calls = (64, np.int32, "sum"), (64, np.int32, "max"), (60, np.int32, "sum"), (32, np.int64, "sum")
@@ -166,7 +169,7 @@ def not_as_quick(comm: Any) -> None:
             array.fill(RANK + 1)
             right(comm.allreduce(array, out=result))
         right(memory[1::2], 0)
-    known = comm._backend.fast._known.get((id(overlapping[0]), id(overlapping[1]), "sum"))
+    known = comm._backend.fast.known.by_objects.get((id(overlapping[0]), id(overlapping[1]), "sum"))
     assert known is None or known.array() is not overlapping[0]  # of arrays that had these ids before
     works(comm)
 
@@ -579,6 +582,8 @@ def closed_by_another_thread(comm: Any) -> None:
 SCENARIOS = [
     wrong_outputs,
     the_same_arrays,
+    arrays_in_the_place_of_others,
+    full_tables,
     other_arrays_at_the_same_places,
     not_as_quick,
     errors_are_told,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from tests.mutants import Mutant, unit
 
-FAST, ORDER, FREEING = (f"ipcreduce/device/{name}.py" for name in ("fast_path", "stream_order", "deferred_free"))
+FAST, KNOWN, ORDER, FREEING = (
+    f"ipcreduce/device/{name}.py" for name in ("fast_path", "known_calls", "stream_order", "deferred_free")
+)
 PLAN, BACKEND, LAUNCHES, READY = (f"ipcreduce/ipc/{name}.py" for name in ("plan", "backend", "launches", "ready"))
 STARTUP, WORKSPACE, LINKS = (f"ipcreduce/ipc/{name}.py" for name in ("peers", "workspace", "links"))
 CUPY, TORCH = "ipcreduce/cuda/cupy_runtime.py", "ipcreduce/cuda/torch_runtime.py"
@@ -30,23 +32,23 @@ MUTANTS = [
     # ---- one order
     Mutant(
         "the fast path launches on any stream without an event",
-        FAST,
-        "follows = current == order.event_free_stream",
-        "follows = True",
+        ORDER,
+        "        last = self.last\n        state = last.state\n",
+        "        last = Last(ON_STREAM, stream)\n        state = last.state\n",
         scenario("after_a_wait"),
     ),
     Mutant(
         "a call on another stream does not wait for the last one",
         ORDER,
-        "                self.chain(self._eager, stream)\n            elif self._replayed is None:",
+        "                self.chain(last.busy, stream)\n            elif self._replayed is None:",
         "                pass\n            elif self._replayed is None:",
         late("scenarios", "calls_on_several_streams"),
     ),
     Mutant(
         "a call does not wait for the event of the last one",
         ORDER,
-        "            streams.wait_event(stream, self._end)\n            self.by_event",
-        "            pass\n            self.by_event",
+        "            streams.wait_event(stream, self._end)\n            always",
+        "            pass\n            always",
         late("captures", "graphs_eager_calls_and_replays"),
     ),
     Mutant(
@@ -66,14 +68,14 @@ MUTANTS = [
     Mutant(
         "the stream of the last call is kept by its handle alone",
         ORDER,
-        "if self.by_event or not (cupy_runtime.keeps(owner, stream) or torch_runtime.keeps(owner)):",
-        "if self.by_event:",
+        "if always or not (cupy_runtime.keeps(owner, stream) or torch_runtime.keeps(owner)):",
+        "if always:",
         "mpirun -n 2 tests.simulated tests/gpu/scenarios.py destroyed_streams",
     ),
     Mutant(
         "a call waits for the work behind the one before it",
         ORDER,
-        "            self.by_event = self._changes(self._eager, stream)\n",
+        "            always = self._changes(last.busy, stream)\n",
         "",
         "mpirun -n 2 tests.simulated tests/gpu/scenarios.py work_behind_a_call",
     ),
@@ -145,72 +147,71 @@ MUTANTS = [
     Mutant(
         "the fast path does not look at the abort word",
         FAST,
-        "                    and not self._abort_word[0]\n",
-        "",
+        "if not argument or self._abort_word[0]:",
+        "if not argument:",
         quick("faults_are_noticed"),
     ),
     Mutant(
         "the fast path does not compare calls",
         FAST,
-        "if page[at : at + nbytes] == agreed[what.crc] or self._recorder.differing(number) is None:",
-        "if True:",
+        "if page[at : at + nbytes] != agreed[what.crc] and self._recorder.differing(number) is not None:",
+        "if False:",
         unit("calls", "the_fast_path_sees_another_call"),
     ),
     Mutant(
         "the fast path takes an array for another one at its place in memory",
-        FAST,
+        KNOWN,
         "if known.array() is not array or known.out() is not out:",
         "if False:",
-        quick("the_same_arrays"),
+        quick("arrays_in_the_place_of_others"),
     ),
     Mutant(
         "a call is taken for one at the same places with another op",
-        FAST,
+        KNOWN,
         "at = source, other[0], shape, kind, op",
         "at = source, other[0], shape, kind",
         quick("other_arrays_at_the_same_places"),
     ),
     Mutant(
         "a call is taken for one at the same places with another shape",
-        FAST,
+        KNOWN,
         "at = source, other[0], shape, kind, op",
         "at = source, other[0], kind, op",
         quick("other_arrays_at_the_same_places"),
     ),
     Mutant(
         "a call is taken for one at the same places with another dtype",
-        FAST,
+        KNOWN,
         "at = source, other[0], shape, kind, op",
         "at = source, other[0], shape, op",
         quick("other_arrays_at_the_same_places"),
     ),
     Mutant(
         "a call is taken for one at the same places with another result's place",
-        FAST,
+        KNOWN,
         "at = source, other[0], shape, kind, op",
         "at = source, shape, kind, op",
         quick("other_arrays_at_the_same_places"),
     ),
     Mutant(
         "the fast path does not see that an array has another shape",
-        FAST,
+        KNOWN,
         "if array.shape != shape or (out is not array and out is not None and out.shape != shape):",
         "if False:",
         quick("outs_shape"),
     ),
     Mutant(
         "the fast path takes an out that overlaps the input in part",
-        FAST,
-        "        elif 0 < abs(target - source) < prepared.nbytes:\n            return _NOT_READY\n",
+        KNOWN,
+        "        elif 0 < abs(target - source) < prepared.nbytes:\n            return NOT_READY\n",
         "",
         quick("not_as_quick"),
     ),
     Mutant(
         "a result is made on another stream than it is used on",
-        FAST,
-        "            if given != current and (out is None or library is torch_runtime):\n"
-        "                return _NOT_READY  # memory of another stream\n",
-        "",
+        KNOWN,
+        "return None if given != current and only_current else given",
+        "return given",
         scenario("results_are_tensors"),
     ),
     # ---- plan
@@ -325,15 +326,15 @@ MUTANTS = [
     Mutant(
         "a workspace is freed while a peer has it mapped",
         BACKEND,
-        "give_back_after(self.peers_have_left, self.context,",
-        "give_back_after(lambda: True, self.context,",
+        "free_after(self.peers_have_left, self.context,",
+        "free_after(lambda: True, self.context,",
         scenario("freed_once_unmapped"),
     ),
     Mutant(
         "a rank leaves before it has unmapped its peers' memory",
         BACKEND,
-        "        forget(self.order)\n        attempt(self.context, self.workspace.unmap_peers, *unmap)\n",
-        "        forget(self.order)\n        self.page.leave()\n"
+        "        untrack(self.order)\n        attempt(self.context, self.workspace.unmap_peers, *unmap)\n",
+        "        untrack(self.order)\n        self.page.leave()\n"
         "        attempt(self.context, self.workspace.unmap_peers, *unmap)\n",
         scenario("freed_once_unmapped"),
     ),
@@ -474,8 +475,8 @@ MUTANTS = [
     Mutant(
         "the guard marks the order within a launch",
         ORDER,
-        "        if eager is None or self._open:\n",
-        "        if eager is None:\n",
+        "        if self._open:\n            return False\n        if last",
+        "        if last",
         unit("nccl", "the_order_is_not_marked_within_a_launch"),
     ),
     Mutant(
@@ -495,7 +496,7 @@ MUTANTS = [
     Mutant(
         "the fast path does not tell of its launches",
         FAST,
-        "                        order.launched = number\n",
+        "        order.launched = number\n",
         "",
         scenario("nccl_repeated_call_that_is_late"),
     ),
@@ -544,7 +545,7 @@ MUTANTS = [
     Mutant(
         "a call that a signal handler makes during synchronize() is forgotten",
         ORDER,
-        "if (self.launched, self._eager) != before:",
+        "if self.launched != launched or self.last is not last:",
         "if False:",
         "mpirun -n 2 tests.sim.scenarios called_within_synchronize",
     ),

@@ -272,14 +272,14 @@ MUTANTS = [
     ),
     Mutant(
         "a call that is known is made in a trace",
-        "ipcreduce/device/fast_path.py",
+        "ipcreduce/device/known_calls.py",
         "                torch_runtime.tracing_state() is not None\n",
         "                False\n",
         tensors("where_a_result_would_be_lost"),
     ),
     Mutant(
         "a call that is known is made within make_fx",
-        "ipcreduce/device/fast_path.py",
+        "ipcreduce/device/known_calls.py",
         "                or torch_runtime.modes._is_in_torch_dispatch_mode\n",
         "",
         tensors("where_a_result_would_be_lost"),

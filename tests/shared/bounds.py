@@ -25,7 +25,7 @@ _START_UP = {
 _PATIENCE = _START_UP | {
     "ipcreduce.communicator": ("_CLOSE_SECONDS",),
     "ipcreduce.process": ("CLOSE_SECONDS",),
-    "ipcreduce.device.backend": ("_END_CALLS_SECONDS", "_GIVE_UP_SECONDS"),
+    "ipcreduce.device.backend": ("_ABORT_SECONDS", "_GIVE_UP_SECONDS"),
     "ipcreduce.device.deferred_free": ("_RECLAIM_SECONDS", "_CALL_SECONDS"),
     "ipcreduce.page.control_page": ("_RECORD_SECONDS",),
     "ipcreduce.calls.sequence": ("_PATIENCE_SECONDS",),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import ipcreduce
+from tests.tools.lines import functions
 from tests.tools.machine import ROOT
 
 PACKAGE = ROOT / "ipcreduce"
@@ -34,6 +35,7 @@ LAYERS = (
     ("ipcreduce.cli", "ipcreduce.__main__", "ipcreduce.bench", "ipcreduce.torch", "ipcreduce.serving"),
 )
 LONGEST = 400
+LONGEST_FUNCTION = 60
 
 
 def imports(name: str) -> Iterator[str]:
@@ -193,6 +195,17 @@ def test_one_sitting(subtests: pytest.Subtests):
     for path in (*MODULES.values(), *(ROOT / "kernels").glob("*.cu*")):
         with subtests.test(file=path.name):
             assert len(path.read_text().splitlines()) <= LONGEST
+
+
+def test_no_function_is_longer_than_a_screen():
+    """Its complexity is bounded by ruff, in pyproject.toml."""
+    longer = {
+        f"{name}.{function}": lines
+        for name, path in MODULES.items()
+        for function, lines in functions(path.read_text())
+        if lines > LONGEST_FUNCTION
+    }
+    assert not longer
 
 
 def test_every_module_says_what_it_is(subtests: pytest.Subtests):

@@ -17,7 +17,9 @@ from ipcreduce.calls import resynchronisation, turns
 from ipcreduce.calls.fingerprint import Fingerprint, of_allreduce
 from ipcreduce.calls.sequence import CallSequence
 from ipcreduce.cuda import cupy_runtime
-from ipcreduce.device.fast_path import FastPath, Ready
+from ipcreduce.device.fast_path import FastPath
+from ipcreduce.device.known_calls import KnownCalls, Ready
+from ipcreduce.device.last_call import ON_STREAM
 from ipcreduce.errors import (
     ArgumentError,
     CaptureError,
@@ -211,11 +213,8 @@ def test_a_call_is_numbered_recorded_and_done(sharing: list[Rank]):
 
 def fast_path_of(rank: Rank) -> FastPath:
     """A fast path on stream 7, over no GPU."""
-    order: Any = SimpleNamespace(
-        event_free_stream=7, event_stream=-1, resting_stream=-1, by_event=False, runs=lambda stream: True
-    )
-    unused: Any = None
-    return FastPath(rank.calls, 0, 1, order, rank.page, unused, unused)
+    order: Any = SimpleNamespace(quick=lambda stream, looked: ON_STREAM if stream == 7 else None)
+    return FastPath(rank.calls, 0, 1, order, rank.page, KnownCalls(0, order, {}, Ready))
 
 
 @walks("entered -> done")
@@ -228,7 +227,7 @@ def test_the_fast_path_and_the_usual_one(sharing: list[Rank], monkeypatch: pytes
     def launch(argument: int, stream: int) -> None:
         made.append((calls.number, argument, stream))
 
-    ready = Ready(Fingerprint.of("a replay"), launch, 9, False)
+    ready = Ready(Fingerprint.of("a replay"), launch, 9)
 
     def usual(*given: Any) -> str:
         made.append((calls.number, *given))
@@ -253,7 +252,7 @@ def test_the_fast_path_sees_another_call(sharing: list[Rank], monkeypatch: pytes
     monkeypatch.setattr(cupy_runtime, "get_current_stream", lambda: SimpleNamespace(ptr=7))
     sharing[1].page.calls.enter(1, Fingerprint.of("another replay"))
     launched: list[Any] = []
-    ready = Ready(Fingerprint.of("a replay"), lambda *given: launched.append(given), 9, False)
+    ready = Ready(Fingerprint.of("a replay"), lambda *given: launched.append(given), 9)
     with pytest.raises(RankMismatchError, match="a replay on rank 0 and another replay on rank 1"):
         fast_path_of(sharing[0]).make(ready, lambda *_: sharing[0].calls.enter(ready.what, 0))
     assert not launched

@@ -55,7 +55,7 @@ def test_another_thread_has_just_run_it_all(monkeypatch: pytest.MonkeyPatch):
     deferred_free.flush()
     assert not ran
     monkeypatch.setattr(deferred_free, "_flushing", Met(lambda: None))
-    deferred_free.give_back(1, lambda: ran.append("first"), lambda: ran.append("second"))
+    deferred_free.free_later(1, lambda: ran.append("first"), lambda: ran.append("second"))
     assert ran == ["first", "second"]
     assert not deferred_free._deferred
 
@@ -67,7 +67,7 @@ def test_nothing_is_freed_beside_a_call(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(deferred_free, "attempt", lambda context, *steps: [step() for step in steps])
     monkeypatch.setattr(deferred_free, "_orders", {})
     deferred_free.track(order, lock)  # type: ignore[arg-type]
-    deferred_free.give_back(1, lambda: ran.append(1))
+    deferred_free.free_later(1, lambda: ran.append(1))
     assert not ran, "a call runs"
     order.over = True
     made, ended = threading.Event(), threading.Event()
@@ -93,7 +93,7 @@ def test_an_interrupt_behind_the_lock_does_not_keep_it(monkeypatch: pytest.Monke
     monkeypatch.setattr(deferred_free, "attempt", lambda context, *steps: [step() for step in steps])
     monkeypatch.setattr(deferred_free, "_flushing", Interrupted())
     with pytest.raises(KeyboardInterrupt):
-        deferred_free.give_back(1, lambda: ran.append(1))
+        deferred_free.free_later(1, lambda: ran.append(1))
     deferred_free.flush()
     assert ran == [1]
 
@@ -113,7 +113,7 @@ def test_an_interrupt_behind_a_communicators_lock_does_not_keep_it(monkeypatch: 
     lock, ran = Lock(), []
     monkeypatch.setattr(deferred_free, "attempt", lambda context, *steps: [step() for step in steps])
     monkeypatch.setattr(deferred_free, "_orders", {None: lock})
-    for call in (lambda: deferred_free.give_back(1, lambda: ran.append(1)), deferred_free.reclaim):
+    for call in (lambda: deferred_free.free_later(1, lambda: ran.append(1)), deferred_free.reclaim):
         with pytest.raises(KeyboardInterrupt):
             call()
         taken = []
@@ -127,13 +127,13 @@ def test_an_interrupt_behind_a_communicators_lock_does_not_keep_it(monkeypatch: 
     assert ran == [1]
 
 
-def test_nothing_is_given_back_in_a_forked_child_or_at_the_end(monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_freed_in_a_forked_child_or_at_the_end(monkeypatch: pytest.MonkeyPatch):
     ran = []
     monkeypatch.setattr(deferred_free, "attempt", lambda context, *steps: [step() for step in steps])
     for name in ("_forked", "_ended"):
         monkeypatch.setattr(process, name, True)
-        deferred_free.give_back(1, lambda: ran.append(1))
-        deferred_free.give_back_after(lambda: True, 1, lambda: ran.append(1))
+        deferred_free.free_later(1, lambda: ran.append(1))
+        deferred_free.free_after(lambda: True, 1, lambda: ran.append(1))
         deferred_free.flush()
         monkeypatch.setattr(process, name, False)
     deferred_free.flush()

@@ -15,10 +15,10 @@ from ipcreduce.page.control_page import CLOSED_IT, REFUSED, Page
 from .pages import make_pages
 
 
-def end_calls(page: Page, by_themselves: bool) -> bool:
+def abort_calls(page: Page, by_themselves: bool) -> bool:
     order = SimpleNamespace(ends_by=lambda deadline: by_themselves)
     backend: Any = SimpleNamespace(order=order, page=page, rank=page.rank)
-    return DeviceBackend._end_calls(backend, 0.0)
+    return DeviceBackend._abort_calls(backend, 0.0)
 
 
 def raised_by(page: Page) -> Exception:
@@ -32,13 +32,13 @@ def raised_by(page: Page) -> Exception:
 
 def test_calls_that_have_ended_are_no_news():
     pages = make_pages(2)
-    assert end_calls(pages[0], True)
+    assert abort_calls(pages[0], True)
     assert not pages[1].aborted
 
 
 def test_a_rank_that_closes_before_its_call_has_ended_is_named():
     pages = make_pages(2)
-    assert not end_calls(pages[0], False)
+    assert not abort_calls(pages[0], False)
     assert pages[1].aborted
     assert pages[1].fault() == (0, 0, REFUSED, CLOSED_IT)
     assert f"rank 0 refused it ({CLOSED_IT})" in str(raised_by(pages[1]))
@@ -49,7 +49,7 @@ def test_a_rank_that_closes_because_of_a_loss_is_not_taken_for_the_reason():
     pages = make_pages(3)
     pages[2].post_lost(0, "its process has ended")
     pages[2].clear()  # the abort word, as if it had come later
-    assert not end_calls(pages[2], False)
+    assert not abort_calls(pages[2], False)
     assert pages[1].aborted
     assert pages[1].fault() is None
     error = raised_by(pages[1])

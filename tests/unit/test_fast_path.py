@@ -31,7 +31,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> fast_path.FastPath:
     words = SimpleNamespace(recorded=[], number=[0], page=b"", keys_offset=0, slot_bytes=4, agreed={})
     page: Any = SimpleNamespace(abort_word=[0], calls=words)
     unused: Any = None
-    return fast_path.FastPath(unused, 0, OURS, unused, page, unused, unused)
+    return fast_path.FastPath(unused, 0, OURS, unused, page, unused)
 
 
 def attempt(calls: fast_path.FastPath, monkeypatch: pytest.MonkeyPatch, *outcomes: Exception | None) -> None:

@@ -14,6 +14,7 @@ import pytest
 from ipcreduce import errors
 from ipcreduce.calls.fingerprint import Fingerprint
 from ipcreduce.device import background, stream_order
+from ipcreduce.device.last_call import NOTHING, ON_STREAM, Last
 from ipcreduce.device.stream_order import StreamOrder
 from ipcreduce.nccl import comm as comm_module
 from ipcreduce.nccl import guard as guard_module
@@ -22,6 +23,7 @@ from ipcreduce.nccl.backend import NcclBackend
 from ipcreduce.nccl.comm import NcclCommunicator
 from ipcreduce.nccl.guard import Guard
 from ipcreduce.page.control_page import REFUSED, Page
+from ipcreduce.types import Stream
 from tests.shared import bounds, clock
 from tests.shared.bounds import HANG
 
@@ -308,7 +310,7 @@ def test_the_order_is_not_marked_within_a_launch(monkeypatch: pytest.MonkeyPatch
     """The event of a call that is being launched is still that of the call before."""
 
     class Launching(StreamOrder):
-        _open, _owner, _eager = True, None, 7
+        _open, last = True, Last(ON_STREAM, Stream(7))
 
         def __init__(self) -> None:
             pass
@@ -322,9 +324,9 @@ def test_the_order_is_asked_while_calls_go_on(monkeypatch: pytest.MonkeyPatch):
     asked: list[Any] = []
 
     class Moving(StreamOrder):
-        turns = iter([7, None, None, None])
-        _open, _owner, _replayed = False, None, None
-        _eager = property(lambda self: next(self.turns))  # type: ignore[assignment]
+        turns = iter([Last(ON_STREAM, Stream(7)), Last(NOTHING), Last(NOTHING)])
+        _open, _replayed = False, None
+        last = property(lambda self: next(self.turns))  # type: ignore[assignment]
 
         def __init__(self) -> None:
             self._context = 0

@@ -48,7 +48,7 @@ class Device:
 @pytest.fixture(scope="module")
 def patched() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pools, "give_back", lambda context, *steps: [step() for step in steps])
+        patch.setattr(pools, "free_later", lambda context, *steps: [step() for step in steps])
         patch.setattr(pools, "using_relaxed", lambda context: nullcontext())
         patch.setattr(pools, "attempt", lambda context, *steps: [step() for step in steps])
         yield patch
@@ -130,7 +130,7 @@ def test_nothing_goes_back_while_a_graph_uses_the_pool(device: Device):
 def test_a_pool_that_a_graph_uses_again_before_it_went_back_stays(device: Device, monkeypatch: pytest.MonkeyPatch):
     """What goes back to the driver may have to wait, for the end of a capture."""
     later: list[Any] = []
-    monkeypatch.setattr(pools, "give_back", lambda context, *steps: later.extend(steps))
+    monkeypatch.setattr(pools, "free_later", lambda context, *steps: later.extend(steps))
     pool = GraphPool(0, 0)
     pool.retain()
     pool._free(pool._allocate(512, 1))

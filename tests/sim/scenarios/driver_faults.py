@@ -98,11 +98,7 @@ def _life(rank: int, k: int, mark: Path) -> tuple[str, list[str]]:
         if "CUDA_ERROR_UNKNOWN" not in made[0].describe():
             problems.append(made[0].describe())
     elif ends[0] == "ipc":
-        results: list[Any] = []
-        todo = [lambda count=count: results.append(made[0].allreduce(mine(count))) for count in (10, 3000)]
-        if not any(map(step, [*todo, made[0].synchronize])):  # the first that fails is the last
-            step(lambda: [right(result) for result in results], may_fail=False)
-        results.clear()
+        _calls(made[0], step)
         driver.fault_at(0)
         if WORLD.bcast(bool(driver.failed), root=rank):
             for _ in range(2):
@@ -119,6 +115,14 @@ def _life(rank: int, k: int, mark: Path) -> tuple[str, list[str]]:
     if left and left != (REFUSED.get(where) if rank == RANK else None):
         problems.append(f"left behind: {left}")
     return where, problems
+
+
+def _calls(comm: Communicator, step: Callable[..., str]) -> None:
+    """Calls of two kernels. The first step that fails is the last one."""
+    results: list[Any] = []
+    todo = [lambda count=count: results.append(comm.allreduce(mine(count))) for count in (10, 3000)]
+    if not any(map(step, [*todo, comm.synchronize])):
+        step(lambda: [right(result) for result in results], may_fail=False)
 
 
 SCENARIOS = [driver_faults]

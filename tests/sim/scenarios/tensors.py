@@ -12,6 +12,7 @@ import numpy as np
 
 from ipcreduce import Communicator, Graph, GraphRunner, eager_break, errors, forward_context
 from ipcreduce.arrays import operands
+from ipcreduce.device.last_call import ON_STREAM
 from tests.shared.capsules import capsule_of
 from tests.sim.scenarios.common import RANK, SIZE, TOTAL, delay, raises, right, works
 from tests.simulated import pytorch as torch
@@ -416,7 +417,8 @@ def the_short_way() -> None:
                         aliases = [Tensor(torch.full_like(source, RANK + 1).array) for _ in range(2)]
                         aliases[1].array = aliases[0].array
                         right(comm.allreduce(aliases[0], out=aliases[1]).array)
-                    assert comm._backend.order.event_free_stream == stream.cuda_stream, "with events"
+                    last = comm._backend.order.last
+                    assert (last.state, last.stream) == (ON_STREAM, stream.cuda_stream), "with events"
             assert not counted.call_count, "on the usual way"
             before, source.array = source.array, other  # as p.data = other
             right(comm.allreduce(source, out=out).array, 2)

@@ -19,6 +19,7 @@ from ipcreduce import Communicator, Graph, errors
 from ipcreduce.arrays import views
 from ipcreduce.cuda import cupy_runtime
 from ipcreduce.device import deferred_free, stream_order
+from ipcreduce.device.last_call import NOTHING
 from tests.sim.scenarios.common import (
     OWN,
     RANK,
@@ -228,7 +229,7 @@ def given_back_in_several_threads() -> None:
 
         def give_back(thread: int) -> None:
             for turn in range(500):
-                deferred_free.give_back(context, *(lambda t=turn, k=k: step(thread, t, k) for k in range(3)))
+                deferred_free.free_later(context, *(lambda t=turn, k=k: step(thread, t, k) for k in range(3)))
 
         interval = sys.getswitchinterval()
         sys.setswitchinterval(1e-6)
@@ -253,12 +254,12 @@ def given_back_while_a_step_waits() -> None:
 
         def meanwhile() -> None:
             begun.wait(20)
-            deferred_free.give_back(context, lambda: done.append("of another"))
+            deferred_free.free_later(context, lambda: done.append("of another"))
             deferred_free.flush()
             assert done == [], f"rank {RANK}: {done}"
             ended.set()
 
-        in_threads(lambda: deferred_free.give_back(context, wait, lambda: done.append("unmapped")), meanwhile)
+        in_threads(lambda: deferred_free.free_later(context, wait, lambda: done.append("unmapped")), meanwhile)
         deferred_free.flush()
         assert done == [True, "unmapped", "of another"], f"rank {RANK}: {done}"
 
@@ -408,7 +409,7 @@ def called_within_synchronize() -> None:
 
         with mock.patch.object(stream_order.streams, "synchronize_stream", interrupted):
             comm.synchronize()
-        assert comm._backend.order._eager is not None, "a later call would not follow it"
+        assert comm._backend.order.last.state is not NOTHING, "a later call would not follow it"
         comm.synchronize()
         right(made[0])
         comm._calls.within = True

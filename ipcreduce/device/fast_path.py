@@ -49,6 +49,10 @@ class Prepared(Protocol):
     @property
     def what(self) -> Fingerprint: ...
     @property
+    def by(self) -> str:
+        """The names of the kernels or the library that run it."""
+
+    @property
     def nbytes(self) -> int: ...
     @property
     def fast(self) -> bool:

@@ -2,7 +2,7 @@
 
 A recording is a real run: the captured work is launched when the recording ends, so the outputs are filled as after an
 eager run. The kernels in it push into the peers' workspaces, never into memory of the graph, so nothing has to be
-exchanged before a replay and nothing can be missing. Registration (direct/) may then make all-reduces direct.
+exchanged before a replay and nothing can be missing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Any
 
 from ..cuda import cupy_runtime, current_streams, streams, torch_runtime
-from ..cuda.graph import Executable
 from ..device import deferred_free
 from ..device.backend import DeviceBackend
 from ..errors import ArgumentError, CaptureError, GraphStateError, IpcReduceError
@@ -25,8 +24,6 @@ from .breaks import Break, current, open_recordings
 from .pool import GraphPool
 from .recording import Recording, Resources, Segment, explained, warn_about
 from .session import HasSession, session_of
-
-_READY = ("staged", "registered")
 
 
 class Graph:
@@ -70,7 +67,7 @@ class Graph:
     @property
     def state(self) -> str:
         """See the class."""
-        return self._state
+        return self._resources.state if self._state == "staged" and self._resources is not None else self._state
 
     @property
     def checks_inputs(self) -> bool:
@@ -86,7 +83,7 @@ class Graph:
 
     def describe(self) -> str:
         """State, memory, and for each segment its nodes and all-reduces; several lines."""
-        lines = [f"graph {self._name}: {self._state}, {len(self.segments)} segments".replace(" :", ":")]
+        lines = [f"graph {self._name}: {self.state}, {len(self.segments)} segments".replace(" :", ":")]
         if self._pool is not None:
             lines.append(f"pool: {self._pool.nbytes} bytes in {self._pool.slabs} slabs")
         for part in self._parts:
@@ -126,7 +123,7 @@ class Graph:
         error: BaseException | None = None
         began = False
         try:
-            session.begin_recording(recording, lambda: self._check_record(backend, recording.callers, inputs))
+            session.begin_recording(recording, backend, lambda: self._check_record(backend, recording.callers, inputs))
             self._state, self._recording, current.graph, began = "recording", recording, self, True
             try:
                 open_recordings.append(self)
@@ -154,7 +151,8 @@ class Graph:
             raise
         self._held = [*recording.held, inputs]
         self._state = "staged"
-        session.recorded(self, recording.number)
+        assert self._resources is not None
+        session.recorded(self, self._resources, recording.number)
         session.run_recording(last, recording)
         if last is not None and last.calls and len(self._parts) == 1:
             self._again = session.replayer(last)
@@ -206,7 +204,7 @@ class Graph:
         """
         if current.graph is not self:
             raise GraphStateError(
-                f"add_eager() needs this graph's recording, in its thread and not within a break; it is {self._state}. "
+                f"add_eager() needs this graph's recording, in its thread and not within a break; it is {self.state}. "
                 "Call it inside of its record() block"
             )
         return self.add_break(function, (), {})
@@ -259,7 +257,7 @@ class Graph:
         session = self._session
         session.calls.check_usable()
         try:
-            if self._state not in _READY or current.graph is not None or inputs is not None:
+            if self._state != "staged" or current.graph is not None or inputs is not None:
                 self._check_replay(inputs, stream)
             handle, owner = current_streams.stream_of(session.device, stream)
         except BaseException as error:
@@ -280,34 +278,23 @@ class Graph:
     def _check_replay(self, inputs: Any, stream: Any) -> None:
         if stream is not None:
             cupy_runtime.stream_of(stream)
-        self._expect("replay()", _READY, "record it first, once, and do not close it")
+        self._expect("replay()", ("staged",), "record it first, once, and do not close it")
         if current.graph is not None:
             raise GraphStateError("replay() within a recording: a graph cannot be part of another one")
         if inputs is not None and self._inputs is not None:
             self._inputs.verify(Inputs.of(inputs))
 
-    # ---- registration
     @property
     def segments(self) -> list[Segment]:
         """Its parts between breaks."""
         return [part for part in self._parts if isinstance(part, Segment)]
-
-    def pools(self) -> list[GraphPool]:
-        """The memory of ours in which outputs can lie: this graph's pool, and the pool of ``comm.empty``."""
-        return [pool for pool in (self._pool, self._session.memory) if pool is not None]
-
-    def registered(self, executables: dict[Segment, Executable], drop: Callable[[], None]) -> None:
-        """Take executables in which all-reduces are direct; ``drop()`` ends that. Peers map our pools meanwhile."""
-        assert self._resources is not None
-        self._resources.register(executables, drop)
-        self._state = "registered"
 
     # ---- ends
     __reduce__ = refuse_copies
 
     def __repr__(self) -> str:
         own = vars(self)  # also of a graph whose __init__ has raised
-        name, state = own.get("_name", ""), own.get("_state", "not made")
+        name, state = own.get("_name", ""), self.state if "_resources" in own else "not made"
         segments = [part for part in own.get("_parts", ()) if isinstance(part, Segment)]
         calls = sum(len(segment.calls) for segment in segments)
         text = f", {calls} all-reduces in {len(segments)} segments" if segments else ""
@@ -329,7 +316,7 @@ class Graph:
 
     def _expect(self, what: str, states: tuple[str, ...], advice: str) -> None:
         if self._state not in states:
-            raise GraphStateError(f"{what} needs a graph that is {states[0]}; this one is {self._state}: {advice}")
+            raise GraphStateError(f"{what} needs a graph that is {states[0]}. This one is {self.state}: {advice}")
 
     def _end(self, state: str) -> None:
         if self._resources is not None:

@@ -8,7 +8,6 @@ not do: if an array outlives it, its chunks refer to each other and are never co
 
 from __future__ import annotations
 
-import itertools
 import threading
 from bisect import bisect
 from collections import deque
@@ -24,7 +23,6 @@ from ..device.deferred_free import attempt, give_back, reclaim
 from ..process import refuse_copies
 from ..types import Stream
 
-_numbers = itertools.count()
 _UNIT = 2 << 20  # bytes; smaller allocations share a block of the driver's, which IPC exports as a whole
 _ALIGNMENT = 512  # bytes, as in CuPy's pool
 
@@ -34,14 +32,13 @@ class Slab:
     """An allocation of the driver's, of ``nbytes`` bytes.
 
     ``stream`` is the stream that its blocks serve, as in CuPy's pool: a block that is free for the next work on this
-    stream may still be in use for another stream. ``number`` distinguishes it from a later allocation at the same
-    address. ``free`` lists the (address, bytes) of the free ranges, in order of address.
+    stream may still be in use for another stream. ``free`` lists the (address, bytes) of the free ranges, in order of
+    address.
     """
 
     address: int
     nbytes: int
     stream: Stream
-    number: int
     free: list[tuple[int, int]]
 
     def take(self, address: int, nbytes: int) -> None:
@@ -163,7 +160,7 @@ class GraphPool:
                 size = -(-nbytes // self._unit) * self._unit
                 with using_relaxed(self._context):
                     address = driver.allocate(size)
-                slab = Slab(address, size, stream, next(_numbers), [(address, size)])
+                slab = Slab(address, size, stream, [(address, size)])
                 self._slabs.append(slab)
             slab.take(address, nbytes)
             self._blocks[address] = nbytes, slab

@@ -70,7 +70,7 @@ def states(comm: Any) -> None:
             other.replay()
         with raises(GraphStateError, "close()", "leave the with block"):
             graph.close()
-        with raises(GraphStateError, "capture()", "other way round"):
+        with raises(GraphStateError, "capture()", "within a recording"):
             comm.capture().__enter__()
         second = comm.allreduce(first)
     assert graph.state in ("staged", "registered")

@@ -391,7 +391,7 @@ def one_smaller_gpu() -> None:
                 result = comm.allreduce(source)
             right(result)
             assert graph.state == "registered"
-            [[launched]] = comm._session.direct.launched.values()
+            launched = comm._session.direct.launched[graph.segments[0].calls[0]][0]
             assert (launched.part.algorithm, launched.part.grid) == ("direct", 2), launched
     good_communicator()
 

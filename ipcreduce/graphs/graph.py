@@ -50,9 +50,9 @@ class Graph:
         breaks: bool = True, name: str = "",
     ) -> None:  # fmt: skip
         if pool is not None and not isinstance(pool, GraphPool):
-            raise ArgumentError(f"pool must be another graph's .pool; found {type(pool).__qualname__}")
+            raise ArgumentError(f"pool must be another graph's .pool, not {type(pool).__qualname__}")
         if not isinstance(name, str):
-            raise ArgumentError(f"name must be a str; found {type(name).__qualname__}")
+            raise ArgumentError(f"name must be a str, not {type(name).__qualname__}")
         check_word(check)
         self._comm, self._session = comm, session_of(comm)  # a communicator that nobody has is closed
         self._pool, self._check, self._breaks, self._name = pool, check, breaks, name
@@ -76,9 +76,9 @@ class Graph:
 
     @property
     def pool(self) -> GraphPool:
-        """The memory of this graph, to be shared by others. :raises GraphStateError: before a recording."""
+        """The memory of this graph, which other graphs may share. :raises GraphStateError: before a recording."""
         if self._pool is None:
-            raise GraphStateError("a graph has a pool from its recording on; this one is empty. Record first")
+            raise GraphStateError("this graph is empty and has no pool yet. Record it first")
         return self._pool
 
     def describe(self) -> str:
@@ -164,9 +164,11 @@ class Graph:
             torch_runtime.check_allocator()
         self._expect("record()", ("empty",), "make a new Graph for another recording")
         if current.graph is not None:
-            raise GraphStateError("record() within a recording of the same thread: end that one first")
+            raise GraphStateError(
+                "record() was called within another recording of the same thread. End that recording first"
+            )
         if any(streams.capture_id(stream) for stream in callers):
-            text = "record() while the current stream is being captured: end that capture first"
+            text = "record() was called while the current stream is being captured. End that capture first"
             raise CaptureError(text, within=True)
         self._inputs = InputCheck(self._check, inputs)
 
@@ -193,19 +195,19 @@ class Graph:
     def add_eager(self, function: Callable[[], Any]) -> Any:
         """Within the recording of this graph: ends the segment, runs ``function``, keeps it, and goes on.
 
-        It runs with real data, on the recording's stream and with the caller's allocator; and again at each replay,
-        on the replay's. See :func:`ipcreduce.eager_break` for what it may return.
+        The function runs with real data, on the recording's stream and with the caller's allocator. Each replay runs it
+        again, on the stream of the replay. See :func:`ipcreduce.eager_break` for what it may return.
 
-        Side streams have to be joined before it: record an event there, and let the recording's stream wait for it.
-        They are forked again after it by an event that is recorded after it.
+        Join side streams before the break: record an event there, and let the recording's stream wait for the event.
+        Fork them again by an event that is recorded after the break.
 
         :returns: its result. With ``breaks=False``, the result of a plain call within the capture.
         :raises GraphStateError: outside of this graph's recording, in another thread, or within another break.
         """
         if current.graph is not self:
             raise GraphStateError(
-                f"add_eager() needs this graph's recording, in its thread and not within a break; it is {self.state}. "
-                "Call it inside of its record() block"
+                "add_eager() was called outside of this graph's recording, in another thread, or within a break. The "
+                f"graph is {self.state}. Call add_eager() in its record() block"
             )
         return self.add_break(function, (), {})
 
@@ -229,7 +231,7 @@ class Graph:
             recording.begin_segment()
             return result
         except BaseException as error:
-            recording.error = recording.error or error  # however the body takes it: nothing is captured any more
+            recording.error = recording.error or error  # also if the body catches it: nothing is captured any more
             self._session.calls.leave(error)
             raise
 
@@ -237,10 +239,10 @@ class Graph:
     def replay(self, inputs: Any = None, *, stream: Any = None) -> None:
         """Launch the recorded work on the current stream, or on ``stream``, and run its breaks between.
 
-        The current stream is CuPy's; PyTorch's, if of the two only that is not the default stream.
+        The current stream is CuPy's. If that is the default stream, it is PyTorch's.
 
-        Every rank has to. Returns before the work is done. Replays and eager calls of a communicator run in the order
-        in which they are made, on whatever streams.
+        Every rank has to replay. Returns before the work is done. Replays and eager calls of a communicator run in the
+        order in which they are made, whatever their streams are.
 
         :param inputs: the same nest as at the recording, to be checked; None for no check.
         :raises AddressChangedError: before anything is launched, if ``inputs`` are not the recording's.
@@ -280,7 +282,7 @@ class Graph:
             cupy_runtime.stream_of(stream)
         self._expect("replay()", ("staged",), "record it first, once, and do not close it")
         if current.graph is not None:
-            raise GraphStateError("replay() within a recording: a graph cannot be part of another one")
+            raise GraphStateError("replay() was called within a recording. A graph cannot be part of another graph")
         if inputs is not None and self._inputs is not None:
             self._inputs.verify(Inputs.of(inputs))
 
@@ -303,7 +305,7 @@ class Graph:
     def close(self) -> None:
         """Give the graph back. Idempotent; arrays from its recording stay valid as long as they live."""
         if self._state == "recording":
-            raise GraphStateError("close() within the recording: leave the with block first")
+            raise GraphStateError("close() was called within the recording. Leave the with block first")
         self._end("closed")
 
     def __enter__(self) -> Graph:

@@ -2,8 +2,8 @@
 
 CuPy's pool does not guarantee this: when memory is short, and at ``free_all_blocks()``, it frees blocks that a graph's
 nodes still use. Here a block that CuPy frees may serve a later request of a recording in this pool. A slab goes back to
-the driver when every graph of the pool is closed and CuPy has freed all its blocks. (A CuPy pool over our slabs would
-not do: if an array outlives it, its chunks refer to each other and are never collected; CuPy 14.2.)
+the driver when every graph of the pool is closed and CuPy has freed all its blocks. (A CuPy pool over these slabs would
+not work. If an array outlives that pool, its chunks refer to each other and are never collected: CuPy 14.2.)
 """
 
 from __future__ import annotations
@@ -106,9 +106,10 @@ class GraphPool:
 
     @contextmanager
     def allocating(self, stream: Stream) -> Iterator[None]:
-        """Make ``stream`` current and let this thread allocate from the pool, in the block; PyTorch from one beside it.
+        """In the block, make ``stream`` current and let this thread allocate from the pool. PyTorch gets its own pool.
 
-        PyTorch's lives as long as this pool has a user. What it freed meanwhile serves recordings in this pool only.
+        PyTorch's pool lives as long as this pool has a user. Memory that PyTorch frees meanwhile serves only recordings
+        in this pool.
         """
         with self._lock:
             if self._of_torch is None:

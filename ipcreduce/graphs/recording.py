@@ -30,15 +30,15 @@ _REFUSED = (
 _IN_OTHER_WORDS = "when stream is capturing"  # in the errors of PyTorch, for CUDA's error 900
 _ADVICE = {  # by CUresult, which is also the cudaError_t
     900: _REFUSED, 901: _REFUSED,
-    905: "A wait for work outside of the recording belongs before it, or into a break (eager_break outermost).",
-    904: "Work on another stream has to be joined, before the block or a break: wait for its event on the recording's "
-    "stream.",
-    907: "An event recorded before a break belongs to the segment that has ended; the break and what follows it come "
-    "behind that as they are. Join side streams before a break, and fork them again by an event recorded after it.",
+    905: "Wait for work outside of the recording before the recording, or in a break (eager_break outermost).",
+    904: "Join the other streams before a break, and before the end of the block: record an event on the other stream, "
+    "and let the recording's stream wait for it.",
+    907: "An event recorded before a break belongs to the segment that has ended, and the work after the break is in "
+    "another one. Join side streams before a break, and fork them again by an event recorded after it.",
 }  # fmt: skip
 
 
-_NONE, _BEGUN = -1, -2  # in the place of a capture's id: there is none; it begins, and its id is not known yet
+_NONE, _BEGUN = -1, -2  # in place of a capture's id: no capture; a capture whose id is not known yet
 
 
 @dataclass(eq=False)
@@ -122,7 +122,7 @@ class Recording:
 
     # ---- segments
     def begin_segment(self) -> None:
-        """The stream captures from now on. It is current, and memory comes from the pool."""
+        """Begin to capture on the stream, make it current, and allocate from the pool."""
         assert self.pool is not None
         self._memory = self.pool.allocating(self.stream)
         self._memory.__enter__()
@@ -131,7 +131,7 @@ class Recording:
         self._capture = streams.capture_id(self.stream)
 
     def end_segment(self) -> Segment:
-        """The segment captured since. :raises CaptureError: if that cannot be made into a graph."""
+        """End the capture. Returns its segment. :raises CaptureError: if the work cannot be made into a graph."""
         self._leave_memory()
         try:
             captured = streams.end_capture(self.stream)
@@ -150,7 +150,7 @@ class Recording:
             memory.__exit__(None, None, None)
 
     def abandon(self) -> None:
-        """Ends a capture that an exception has left open."""
+        """End a capture that an exception has left open."""
         self._leave_memory()
         if self._capture != _NONE:
             self._capture = _NONE
@@ -224,16 +224,16 @@ def warn_about(segments: list[Segment]) -> None:
 
 
 def cannot_be_captured(cause: BaseException, advice: str = "") -> CaptureError:
-    """The error for work that does not go into a graph. It begins with the cause's own words, which people look up."""
+    """The error for work that cannot be captured. It begins with the cause's own words, which people look up."""
     return CaptureError(
         f"{text_of(cause).rstrip('.')}. So the recording cannot be made into a graph. {advice}".rstrip()
     )
 
 
 def explained(error: BaseException, behind_a_break: bool = False) -> BaseException:
-    """CaptureError for what CuPy and PyTorch raise where a stream captures; any other exception as it is.
+    """Return a CaptureError for an exception of CuPy or PyTorch that a capture has caused, else the exception itself.
 
-    :param behind_a_break: whether it was raised there. For an event from before the driver then says 907 or only 1.
+    :param behind_a_break: True if a break has ended before. The driver then says 907, or only 1, of an older event.
     """
     status = cupy_runtime.runtime_status(error)
     advice = _ADVICE.get(907 if status == 1 and behind_a_break else status, "")

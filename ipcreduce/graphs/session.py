@@ -57,7 +57,7 @@ def default_communicator() -> HasSession:
 
 
 def session_of(comm: HasSession | None) -> GraphSession:
-    """The session of a communicator, or of the default one for None. No public member of a communicator shows it.
+    """The session of a communicator, or of the default communicator for None.
 
     :raises ArgumentError: if ``comm`` is no communicator.
     """
@@ -65,7 +65,7 @@ def session_of(comm: HasSession | None) -> GraphSession:
     session: GraphSession | None = getattr(comm, "_graph_session", None)
     if session is None or isinstance(comm, type):
         raise ArgumentError(
-            f"comm must be an ipcreduce.Communicator; found {type(comm).__qualname__}. Make one: Communicator()"
+            f"comm must be an ipcreduce.Communicator, not {type(comm).__qualname__}. Make one: Communicator()"
         )
     return session
 
@@ -116,8 +116,8 @@ class GraphSession:
     def say_eager(self) -> None:
         """Log that nothing is recorded here: once for each communicator.
 
-        Not a warning: results are right, and programs that run with and without GPUs run so on purpose. Where warnings
-        are errors, as in many tests, one would end them.
+        This is no warning. The results are right, and some programs run without GPUs on purpose. A warning would end
+        a program for which warnings are errors, as in many tests.
         """
         if not self._said and self.calls.unusable is None:
             self._said = True
@@ -314,7 +314,7 @@ class GraphSession:
 
     # ---- memory
     def allocating(self, stream: Stream) -> AbstractContextManager[Any]:
-        """A context in which a call on ``stream`` allocates: of memory of ours if others capture it."""
+        """A context in which a call on ``stream`` allocates. Memory for a capture by others stays until close()."""
         assert self._captured_memory is not None
         return self._captured_memory.allocating(stream)
 

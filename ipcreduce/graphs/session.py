@@ -333,7 +333,9 @@ class GraphSession:
         """Close the backend, and free the memory of graphs with it. See :meth:`DeviceBackend.close`."""
         backend, self._backend = self._backend, None
         if backend is not None:
-            free = [pool.release for pool in (self._captured_memory, self._memory) if pool is not None]
+            free = [] if self._captured_memory is None else [self._captured_memory.release]
+            if self._memory is not None and self._memory.slabs:
+                free.append(self._memory.release)
             self.direct = self._captured_memory = self._memory = None
             backend.close(wait, free)
 

@@ -20,6 +20,7 @@ from .calls.sequence import CallSequence
 from .cuda import cupy_runtime
 from .cuda.contexts import using
 from .device import deferred_free
+from .device.known_calls import Prepared
 from .errors import ArgumentError, GraphStateError, PeerLostError, UnsupportedError
 from .graphs.session import GraphSession
 from .host.over_mpi import MpiReducer
@@ -92,7 +93,7 @@ class Communicator:
         refuse = None if over_mpi is None else over_mpi.refuse
         self._calls = CallSequence(self._rank, options.timeout, self._page, backends, refuse)
         self._host = HostReducer(self._calls, over_mpi, started.shared, self._reasons.get("shm", ""))
-        self._session = GraphSession(self._calls, backend, self._why_none(), self._sync)
+        self._session = GraphSession(self._calls, backend, self._why_none(), self._sync, options.direct)
         self._fast = None
         if backend is not None:
             self._fast = None if self._sync else backend.open_fast_path(self._calls)
@@ -184,25 +185,24 @@ class Communicator:
             )
         recording = calls.recording
         handle, owner = operands.stream_of(array, stream)
-        recorder = None if recording is None else recording.recorder(handle)
-        recorded = recorder is not None
+        recorded = recording is not None and recording.captures(handle)
         allocating = nullcontext if recorded else partial(self._session.allocating, handle)
         with using(backend.context):  # the thread may have another one, or none
             used = operands.DeviceOperands.of(
                 array, out, handle, backend.device.ordinal, ordered=not recorded, allocating=allocating
             )
         source, destination = used.source, used.destination
-        prepared = backend.for_array(source, op)
+        prepared: Prepared = backend.for_array(source, op)
         if prepared.through is not None:
             used.convert(prepared.through, allocating)
         if recorded:
-            recording.note(prepared.what, backend.name, source, destination, used.target)
+            prepared = self._session.note(prepared, source, destination, used.target)
         else:
             calls.enter(prepared.what, handle)
         if self._size == 1:
             backend.order.launch(partial(views.copy_into, destination, source), handle, owner, recorded=recorded)
         else:
-            backend.run(prepared, used.source_address, used.destination_address, handle, owner, recorder)
+            backend.run(prepared, used.source_address, used.destination_address, handle, owner, recorded)
         if used.needs_write_back:
             used.write_back()
             backend.order.extend(handle)
@@ -228,13 +228,14 @@ class Communicator:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Around several recordings: they are registered together, at the end of the outermost block. Collective.
+        """Put this around several recordings: with ``algorithm="direct"`` they are registered together, at its end.
 
-        Within it, graphs are "staged" and can be replayed. If a rank's block raises, they stay so. On a communicator
-        without GPUs the block only runs: recordings in it raise, and runners call their functions.
+        Every rank has to. Within the block, graphs are "staged" and can be replayed. If a rank's block raises, they
+        stay staged. On a communicator without GPUs recordings in the block raise, and runners call their functions.
 
         :raises GraphStateError: within a recording.
-        :raises PeerFailedError: if another rank's block raised. An exception in the block passes unchanged.
+        :raises PeerFailedError: with ``algorithm="direct"``, if another rank's block raised. Otherwise the next call
+            raises it. An exception in the block passes unchanged.
         """
         with self._session.capture():
             yield

@@ -22,6 +22,7 @@ VARIABLES = (
     "IPCREDUCE_BACKEND", "IPCREDUCE_CACHE_DIR", "IPCREDUCE_ENGINES", "IPCREDUCE_HOSTID", "IPCREDUCE_SYNC",
     "IPCREDUCE_WORKSPACE_MB",
 )  # fmt: skip
+ALGORITHMS = (*plan.ALGORITHMS, "direct")
 BACKENDS = ("ipc", "nccl", "mpi")
 _DEFAULT_WORKSPACE_MB = 256
 _MOST_MB = 1 << 20  # 1 TB, more than any GPU has
@@ -39,6 +40,16 @@ class Options:
     workspace: int
     sync: bool
     wrong: str | None
+
+    @property
+    def direct(self) -> bool:
+        """True if graphs' kernels are to write straight into the peers' outputs."""
+        return self.algorithm == ALGORITHMS[-1]
+
+    @property
+    def staged(self) -> str | None:
+        """The algorithm of all calls that are not direct; None for the fastest at each size."""
+        return "two_shot" if self.direct else self.algorithm
 
     @classmethod
     def of(cls, device: Any, timeout: Any, algorithm: Any, backend: Any = None, workspace: Any = None) -> Options:
@@ -61,8 +72,8 @@ class Options:
                 "device must be None, 'auto' or the ordinal of one of the visible GPUs, from 0; found "
                 f"{shown(device)}. Leave it out: arrays on the host need none, and each rank gets a GPU of its own"
             )
-        if algorithm is not None and not (isinstance(algorithm, str) and algorithm in plan.ALGORITHMS):
-            wrong = f"algorithm must be None or one of {plan.ALGORITHMS}; found {shown(algorithm)}"
+        if algorithm is not None and not (isinstance(algorithm, str) and algorithm in ALGORITHMS):
+            wrong = f"algorithm must be None or one of {ALGORITHMS}; found {shown(algorithm)}"
             algorithm = None
         if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
             wrong = f"{where} must be one of {', '.join(BACKENDS)}; found {shown(backend)}. None chooses the best"

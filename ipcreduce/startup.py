@@ -60,7 +60,7 @@ class Started:
         """Give everything back."""
         if self.backend is not None:
             with suppress(IpcReduceError):
-                self.backend.close(_CLOSE_SECONDS, (), (), ())
+                self.backend.close(_CLOSE_SECONDS, ())
         elif self.page is not None:
             self.page.leave()
         if self.watch is not None:

@@ -19,7 +19,7 @@ from ..communicator import Communicator
 from ..cuda import cupy_runtime
 from ..dtypes import DTYPES
 from ..errors import ArgumentError, IpcReduceError, UnsupportedError
-from ..ipc import plan
+from ..options import ALGORITHMS
 from . import contenders, output, report, timing
 from .arguments import count, names_of, size, sizes, why_not_writable
 from .data import Message
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{', '.join(contenders.HOST_PEERS)} (default all; '' for none)"
     ))  # fmt: skip
     add("--replays", type=count, default=30, metavar="N", help="timed graph replays, or rounds of calls (default 30)")
-    add("--algorithm", choices=plan.ALGORITHMS, help="force one at all sizes (on GPUs)")
+    add("--algorithm", choices=ALGORITHMS, help="force one at all sizes (on GPUs)")
     add("--json", type=Path, metavar="FILE", help="write the times to this file")
     add("--plot", type=Path, metavar="FILE", help="draw the times into this .png, .svg or .pdf; needs matplotlib")
 

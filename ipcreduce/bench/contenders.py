@@ -17,7 +17,6 @@ from ..communicator import Communicator
 from ..cuda import cupy_runtime
 from ..graphs.graph import Graph
 from ..graphs.session import session_of
-from ..ipc.launches import PreparedCall
 from . import timing
 
 _NCCL_TYPES = {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9, "int8": 0, "int32": 2, "int64": 4, "uint8": 1}
@@ -77,7 +76,7 @@ class Ours(Contender):
         if mode == "graph" and self._graph is not None:
             return str(self._graph.segments[0].calls[0]).rpartition(" by ")[2]
         prepared: Any = session_of(self._comm).require_backend("bench").for_array(source, "sum")
-        return str(prepared.launches[0][-1].algorithm) if isinstance(prepared, PreparedCall) else self._comm.backend
+        return str(prepared.by)
 
     def close(self) -> None:
         if self._graph is not None:

@@ -233,11 +233,6 @@ def open_memory(handle: bytes) -> int:
     return int(call("cuIpcOpenMemHandle", ipc, 1))  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
-def allocation_bytes(address: int) -> int:
-    """The size of the allocation at ``address``, made or mapped by this process."""
-    return int(call("cuMemGetAddressRange", address)[1])
-
-
 def close_memory(address: int) -> None:
     """Unmap a mapping of :func:`open_memory`. Waits for all work in the context (measured, H100)."""
     call("cuIpcCloseMemHandle", address)

@@ -8,11 +8,6 @@ from ..types import Event
 from .driver import Launch, call, load
 
 
-def set_kernel(node: int, launch: Launch) -> None:
-    """Replace the launch of a kernel node. Executables that were instantiated before are not affected."""
-    call("cuGraphKernelNodeSetParams", node, launch.node_params())
-
-
 def add_event_wait(graph: int, event: Event) -> int:
     """Add and return a node that waits, at each launch, for the last record of ``event`` before that launch."""
     return int(call("cuGraphAddEventWaitNode", graph, None, 0, event))

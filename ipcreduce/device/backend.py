@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -26,7 +26,29 @@ from .stream_order import StreamOrder
 _ABORT_SECONDS, _GIVE_UP_SECONDS = 5.0, 0.9  # of close(): until waits are aborted, and from there until it gives up
 
 Actions = Sequence[Action]
-Recorder = Callable[[Prepared, Any, int, int], None]  # of a launch: its call, part, source and target
+
+
+class Life:
+    """The life of what recorded graphs hold of a backend. Once it has ended, these graphs cannot be launched."""
+
+    def __init__(self) -> None:
+        self.ended = False  # set in any thread
+        self._replays: weakref.WeakSet[Ready] = weakref.WeakSet()
+
+    @property
+    def is_held(self) -> bool:
+        """True if a graph holds it."""
+        return len(self._replays) > 0
+
+    def hold(self, replay: Ready) -> None:
+        """Note the replay of a graph that holds it."""
+        self._replays.add(replay)
+
+    def end(self) -> None:
+        """End it, so that the fast path launches no graph that holds it."""
+        self.ended = True
+        for replay in self._replays:
+            replay.argument = 0
 
 
 class DeviceBackend(ABC):
@@ -44,14 +66,9 @@ class DeviceBackend(ABC):
         self.rank, self.n = page.rank, page.n
         self.order = StreamOrder(context, self.captured_in_order())
         self.fast: FastPath | None = None
-        self.recorded: weakref.WeakSet[Ready] = weakref.WeakSet()  # replays, which a reset may make impossible
+        self.life = Life()  # of what graphs hold that are recorded now
         self._recording_stream: Stream | None = None
         background.start()
-
-    @property
-    def generation(self) -> int:
-        """A number that changes when graphs recorded earlier cannot be launched any more."""
-        return 0
 
     @staticmethod
     def captured_in_order() -> bool:
@@ -82,26 +99,19 @@ class DeviceBackend(ABC):
         """
 
     @abstractmethod
-    def start(
-        self, prepared: Any, source: int, target: int, stream: Stream, recorder: Recorder | None
-    ) -> None:  # fmt: skip
+    def start(self, prepared: Any, source: int, target: int, stream: Stream) -> None:
         """Put an all-reduce on ``stream``. See :meth:`run`."""
 
     def run(
-        self, prepared: Prepared, source: int, target: int, stream: Stream, owner: Any,
-        recorder: Recorder | None = None,
-    ) -> None:  # fmt: skip
+        self, prepared: Prepared, source: int, target: int, stream: Stream, owner: Any, recorded: bool = False
+    ) -> None:
         """Launch an all-reduce from address ``source`` to ``target`` (the same: in place) on ``stream``.
 
         :param owner: see :meth:`StreamOrder.launch`.
-        :param recorder: called for every launch, in a recording.
+        :param recorded: ``stream`` is part of the capture of a recording.
         :raises CudaError: if a launch fails.
         """
-
-        def start(stream: Stream) -> None:
-            self.start(prepared, source, target, stream, recorder)
-
-        self.order.launch(start, stream, owner, recorded=recorder is not None)
+        self.order.launch(partial(self.start, prepared, source, target), stream, owner, recorded=recorded)
         self.order.launched = self.page.calls.number[0]
 
     def launch_graph(self, executable: graph.Executable, stream: Stream, owner: Any) -> None:
@@ -159,16 +169,14 @@ class DeviceBackend(ABC):
     def reset(self, offers: Sequence[bytes]) -> None:
         """See :meth:`ipcreduce.calls.backend.Backend.reset`."""
 
-    def close(self, wait: float, unmap: Actions, unmapped: Actions, free: Actions) -> None:
+    def close(self, wait: float, free: Actions) -> None:
         """Part from the peers, waiting for them up to ``wait`` seconds, and free everything.
 
         It takes at most 6 s. What the device still uses then is freed later, or when the process ends, with a warning.
 
-        :param unmap: actions that unmap further memory of peers.
-        :param unmapped: actions to run once no peer has this rank's memory mapped.
         :param free: actions that free further memory of this rank, at the end.
         """
-        job = background.Job(partial(self._close, clock.now() + process.at_most(wait), unmap, unmapped, free))
+        job = background.Job(partial(self._close, clock.now() + process.at_most(wait), free))
         if not job.wait(process.at_most(_ABORT_SECONDS)):
             self.page.end_waits()
         if not job.wait(process.at_most(_GIVE_UP_SECONDS)):
@@ -191,7 +199,7 @@ class DeviceBackend(ABC):
         return False
 
     @abstractmethod
-    def _close(self, deadline: float, unmap: Actions, unmapped: Actions, free: Actions) -> None: ...
+    def _close(self, deadline: float, free: Actions) -> None: ...
 
     def peers_have_left(self) -> bool:
         """True if no other process uses this communicator, or this rank's memory, any more."""

@@ -55,7 +55,7 @@ class InputCheck:
 def check_word(word: Any) -> None:
     """:raises ArgumentError: if ``word`` is not one of :data:`CHECKS`."""
     if not isinstance(word, str) or word not in CHECKS:
-        raise ArgumentError(f"check must be one of {', '.join(CHECKS)}; found {shown(word)}")
+        raise ArgumentError(f"check must be one of {', '.join(CHECKS)}, not {shown(word)}")
 
 
 class AddressCheck:
@@ -94,7 +94,8 @@ def _difference(old: dict[str, Location], new: dict[str, Location]) -> AddressCh
     ]
     more = [f"and {len(lines) - SHOWN} more, see .changed, .missing and .added"] if len(lines) > SHOWN else []
     message = "\n  ".join([
-        "expected the recording's device arrays; found others. Copy into those (array[...] = new), or record again",
+        "a replay uses the device arrays of its recording, and these are not the same. Copy new values into the "
+        "recorded arrays (array[...] = new), or record again",
         *lines[:SHOWN],
         *more,
     ])  # fmt: skip

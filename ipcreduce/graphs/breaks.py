@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -22,22 +22,13 @@ _T = TypeVar("_T")
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, np.generic)
 
 
-class Breakable(Protocol):
-    """A graph that is being recorded."""
-
-    def add_break(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function between two segments; its result."""
-
-
 class _Current(threading.local):
-    graph: Breakable | None = None  # the graph whose body this thread executes; None within a break
+    graph: Any = None  # the Graph whose body this thread executes; None within a break
     rehearsing = False  # see rehearsing(); False within a break
 
 
 current = _Current()
-open_recordings: list[
-    Breakable
-] = []  # of all threads: each replay looks here first, as reading ``current`` takes 0.1 us
+open_recordings: list[Any] = []  # of all threads: each replay looks here first, as reading ``current`` takes 0.1 us
 
 
 def eager_break(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -45,7 +36,7 @@ def eager_break(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
     Each replay calls the function again with the arguments of the recording. Outside of a recording, and in one with
     ``breaks=False``, a call is a plain call. This must be the outermost decorator. A wrapper outside of it is not part
-    of the break: its work on the host is done once, at the recording, and its work on the GPU is captured.
+    of the break: its work on the host is done only at the recording, and its work on the GPU is captured.
 
     The function may write its results into arrays that it receives, or return one of these:
 
@@ -145,8 +136,8 @@ class Break:
             found, due = self._array(result, stream), self._output
             if found.shape != due.shape or found.dtype != due.dtype:
                 raise ArgumentError(
-                    f"the break {self._name} has to return {due.dtype} {due.shape}, as at the recording; found "
-                    f"{found.dtype} {found.shape}. Record another graph for other shapes"
+                    f"the break {self._name} returned {found.dtype} {found.shape}, but {due.dtype} {due.shape} at the "
+                    "recording. Record another graph for other shapes"
                 )
             views.copy_into(due, found, stream)
 
@@ -165,8 +156,8 @@ def _name(function: Callable[..., Any]) -> str:
 
 def _cannot_return(name: str, result: Any, array: str) -> CaptureError:
     return CaptureError(
-        f"the break {name} returned a {type(result).__qualname__}: expected {array}, a scalar or None. Write other "
-        "results into arrays that it gets"
+        f"the break {name} returned a {type(result).__qualname__}. It may return {array}, a scalar or None. Let it "
+        "write other results into arrays that it receives"
     )
 
 

@@ -1,7 +1,7 @@
 """The arguments of a runner's call, copied into those of the recording.
 
-They may overlap these in any way, as when two of them change places. So what a copy would overwrite before it is read
-is copied elsewhere first.
+They may overlap the recorded arguments in any way, as when two arrays change places. So an array that another copy
+would overwrite before it is read is first copied elsewhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def copy_arguments(new: Any, recorded: Any, stream: Stream) -> None:
         there, here = views.view(target, stream), views.view(source, stream)
         if here.shape != there.shape or here.dtype != there.dtype:
             raise ArgumentError(
-                f"{name} must be {there.dtype} {there.shape}, as at the recording; found {here.dtype} {here.shape}"
+                f"{name} is {here.dtype} {here.shape}, but was {there.dtype} {there.shape} at the recording. Pass an "
+                "array of the recorded dtype and shape, or record with this one"
             )
         if here.size:
             pairs.append((name, here, there))
@@ -44,13 +45,15 @@ def copy_arguments(new: Any, recorded: Any, stream: Stream) -> None:
 
 
 def _check_apart(pairs: list[_Pair]) -> None:
-    """:raises ArgumentError: if two arguments share memory in the recording, and not alike now."""
+    """:raises ArgumentError: if two arguments shared memory at the recording, and do not share it in the same way."""
     open_ones: list[_Pair] = []  # that begin before the one at hand
     for pair in sorted(pairs, key=lambda one: views.extent(one[2])[0]):
         name, here, there = pair
         if here.strides != there.strides and views.has_shared_elements(there):
-            raise ArgumentError(f"{name} must have strides {there.strides}, as at the recording, where elements share "
-                                f"memory; found {here.strides}. Record with an array that has its own")  # fmt: skip
+            raise ArgumentError(
+                f"{name} has strides {here.strides}, but had {there.strides} at the recording, where elements share "
+                "memory. Record with an array whose elements have memory of their own"
+            )
         first = views.extent(there)[0]
         open_ones = [one for one in open_ones if views.extent(one[2])[1] > first]
         for other in open_ones:
@@ -63,7 +66,7 @@ def _check_apart(pairs: list[_Pair]) -> None:
 
 
 def _alike(pair: _Pair, other: _Pair) -> bool:
-    """True if two arguments are to each other as those of the recording."""
+    """Return True if two arguments share memory in the same way as at the recording."""
     (_, here, there), (_, other_here, other_there) = pair, other
     if views.same_elements(here, other_here) and views.same_elements(there, other_there):
         return True
@@ -72,7 +75,7 @@ def _alike(pair: _Pair, other: _Pair) -> bool:
 
 
 def _united(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges of addresses, in order and apart."""
+    """Merge ranges of addresses that overlap. The result is in order."""
     found: list[tuple[int, int]] = []
     for first, past in sorted(ranges):
         if found and first < found[-1][1]:
@@ -83,7 +86,7 @@ def _united(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _meets(array: Any, ranges: list[tuple[int, int]]) -> bool:
-    """True if an array begins or ends in one of these ranges, or has it within."""
+    """Return True if an array overlaps one of these ranges."""
     first, past = views.extent(array)
     index = bisect_left(ranges, (past,)) - 1  # the last one that begins before its end
     return index >= 0 and ranges[index][1] > first
@@ -94,11 +97,11 @@ def _pairs(new: Any, recorded: Any, path: str) -> Iterator[tuple[str, Any, Any]]
     if type(recorded) in (list, tuple, dict):
         same = type(new) is type(recorded) and len(new) == len(recorded)
         if not same or (type(new) is dict and new.keys() != recorded.keys()):
-            raise ArgumentError(f"{path or 'the arguments'} must have the recording's {len(recorded)} entries")
+            raise ArgumentError(f"{path or 'the arguments'} must have {len(recorded)} entries, as at the recording")
         for key in recorded if type(recorded) is dict else range(len(recorded)):
             name = path + item(key) if path else ("args", "kwargs")[key]
             yield from _pairs(new[key], recorded[key], name)
     elif views.locate(recorded) is not None:
         if views.locate(new) is None:
-            raise ArgumentError(f"{path} must be a device array, as at the recording; found {type(new).__qualname__}")
+            raise ArgumentError(f"{path} was a device array at the recording, and is {type(new).__qualname__} now")
         yield path, new, recorded

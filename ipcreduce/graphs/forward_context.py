@@ -19,7 +19,7 @@ class ForwardContext:
     """The arguments of the :func:`forward_context` in effect.
 
     ``batch_descriptor`` selects the recording. ``mode`` selects the runners that record and replay. ``attn_metadata``
-    is the user's.
+    is for the program's own use.
     """
 
     batch_descriptor: Hashable
@@ -50,7 +50,7 @@ def forward_context(
     try:
         hash(batch_descriptor)
     except TypeError:
-        raise ArgumentError(f"batch_descriptor must be hashable; found {shown(batch_descriptor)}") from None
+        raise ArgumentError(f"batch_descriptor must be hashable: {shown(batch_descriptor)} is not") from None
     previous, _stack.top = _stack.top, ForwardContext(batch_descriptor, mode, attn_metadata)
     try:
         yield _stack.top
@@ -69,4 +69,4 @@ def get_forward_context() -> ForwardContext | None:
 def check_mode(mode: Any) -> None:
     """:raises ArgumentError: if ``mode`` is not one of :data:`MODES`."""
     if not isinstance(mode, str) or mode not in MODES:
-        raise ArgumentError(f"mode must be one of {', '.join(MODES)}; found {shown(mode)}")
+        raise ArgumentError(f"mode must be one of {', '.join(MODES)}, not {shown(mode)}")

@@ -2,7 +2,7 @@
 
 A recording is a real run: the captured work is launched when the recording ends, so the outputs are filled as after an
 eager run. The kernels in it push into the peers' workspaces, never into memory of the graph, so nothing has to be
-exchanged before a replay and nothing can be missing. Registration (direct/) may then make all-reduces direct.
+exchanged before a replay and nothing can be missing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Any
 
 from ..cuda import cupy_runtime, current_streams, streams, torch_runtime
-from ..cuda.graph import Executable
 from ..device import deferred_free
 from ..device.backend import DeviceBackend
 from ..errors import ArgumentError, CaptureError, GraphStateError, IpcReduceError
@@ -25,8 +24,6 @@ from .breaks import Break, current, open_recordings
 from .pool import GraphPool
 from .recording import Recording, Resources, Segment, explained, warn_about
 from .session import HasSession, session_of
-
-_READY = ("staged", "registered")
 
 
 class Graph:
@@ -53,9 +50,9 @@ class Graph:
         breaks: bool = True, name: str = "",
     ) -> None:  # fmt: skip
         if pool is not None and not isinstance(pool, GraphPool):
-            raise ArgumentError(f"pool must be another graph's .pool; found {type(pool).__qualname__}")
+            raise ArgumentError(f"pool must be another graph's .pool, not {type(pool).__qualname__}")
         if not isinstance(name, str):
-            raise ArgumentError(f"name must be a str; found {type(name).__qualname__}")
+            raise ArgumentError(f"name must be a str, not {type(name).__qualname__}")
         check_word(check)
         self._comm, self._session = comm, session_of(comm)  # a communicator that nobody has is closed
         self._pool, self._check, self._breaks, self._name = pool, check, breaks, name
@@ -70,7 +67,7 @@ class Graph:
     @property
     def state(self) -> str:
         """See the class."""
-        return self._state
+        return self._resources.state if self._state == "staged" and self._resources is not None else self._state
 
     @property
     def checks_inputs(self) -> bool:
@@ -79,14 +76,14 @@ class Graph:
 
     @property
     def pool(self) -> GraphPool:
-        """The memory of this graph, to be shared by others. :raises GraphStateError: before a recording."""
+        """The memory of this graph, which other graphs may share. :raises GraphStateError: before a recording."""
         if self._pool is None:
-            raise GraphStateError("a graph has a pool from its recording on; this one is empty. Record first")
+            raise GraphStateError("this graph is empty and has no pool yet. Record it first")
         return self._pool
 
     def describe(self) -> str:
         """State, memory, and for each segment its nodes and all-reduces; several lines."""
-        lines = [f"graph {self._name}: {self._state}, {len(self.segments)} segments".replace(" :", ":")]
+        lines = [f"graph {self._name}: {self.state}, {len(self.segments)} segments".replace(" :", ":")]
         if self._pool is not None:
             lines.append(f"pool: {self._pool.nbytes} bytes in {self._pool.slabs} slabs")
         for part in self._parts:
@@ -126,7 +123,7 @@ class Graph:
         error: BaseException | None = None
         began = False
         try:
-            session.begin_recording(recording, lambda: self._check_record(backend, recording.callers, inputs))
+            session.begin_recording(recording, backend, lambda: self._check_record(backend, recording.callers, inputs))
             self._state, self._recording, current.graph, began = "recording", recording, self, True
             try:
                 open_recordings.append(self)
@@ -154,7 +151,8 @@ class Graph:
             raise
         self._held = [*recording.held, inputs]
         self._state = "staged"
-        session.recorded(self, recording.number)
+        assert self._resources is not None
+        session.recorded(self, self._resources, recording.number)
         session.run_recording(last, recording)
         if last is not None and last.calls and len(self._parts) == 1:
             self._again = session.replayer(last)
@@ -166,9 +164,11 @@ class Graph:
             torch_runtime.check_allocator()
         self._expect("record()", ("empty",), "make a new Graph for another recording")
         if current.graph is not None:
-            raise GraphStateError("record() within a recording of the same thread: end that one first")
+            raise GraphStateError(
+                "record() was called within another recording of the same thread. End that recording first"
+            )
         if any(streams.capture_id(stream) for stream in callers):
-            text = "record() while the current stream is being captured: end that capture first"
+            text = "record() was called while the current stream is being captured. End that capture first"
             raise CaptureError(text, within=True)
         self._inputs = InputCheck(self._check, inputs)
 
@@ -195,19 +195,19 @@ class Graph:
     def add_eager(self, function: Callable[[], Any]) -> Any:
         """Within the recording of this graph: ends the segment, runs ``function``, keeps it, and goes on.
 
-        It runs with real data, on the recording's stream and with the caller's allocator; and again at each replay,
-        on the replay's. See :func:`ipcreduce.eager_break` for what it may return.
+        The function runs with real data, on the recording's stream and with the caller's allocator. Each replay runs it
+        again, on the stream of the replay. See :func:`ipcreduce.eager_break` for what it may return.
 
-        Side streams have to be joined before it: record an event there, and let the recording's stream wait for it.
-        They are forked again after it by an event that is recorded after it.
+        Join side streams before the break: record an event there, and let the recording's stream wait for the event.
+        Fork them again by an event that is recorded after the break.
 
         :returns: its result. With ``breaks=False``, the result of a plain call within the capture.
         :raises GraphStateError: outside of this graph's recording, in another thread, or within another break.
         """
         if current.graph is not self:
             raise GraphStateError(
-                f"add_eager() needs this graph's recording, in its thread and not within a break; it is {self._state}. "
-                "Call it inside of its record() block"
+                "add_eager() was called outside of this graph's recording, in another thread, or within a break. The "
+                f"graph is {self.state}. Call add_eager() in its record() block"
             )
         return self.add_break(function, (), {})
 
@@ -231,7 +231,7 @@ class Graph:
             recording.begin_segment()
             return result
         except BaseException as error:
-            recording.error = recording.error or error  # however the body takes it: nothing is captured any more
+            recording.error = recording.error or error  # also if the body catches it: nothing is captured any more
             self._session.calls.leave(error)
             raise
 
@@ -239,10 +239,10 @@ class Graph:
     def replay(self, inputs: Any = None, *, stream: Any = None) -> None:
         """Launch the recorded work on the current stream, or on ``stream``, and run its breaks between.
 
-        The current stream is CuPy's; PyTorch's, if of the two only that is not the default stream.
+        The current stream is CuPy's. If that is the default stream, it is PyTorch's.
 
-        Every rank has to. Returns before the work is done. Replays and eager calls of a communicator run in the order
-        in which they are made, on whatever streams.
+        Every rank has to replay. Returns before the work is done. Replays and eager calls of a communicator run in the
+        order in which they are made, whatever their streams are.
 
         :param inputs: the same nest as at the recording, to be checked; None for no check.
         :raises AddressChangedError: before anything is launched, if ``inputs`` are not the recording's.
@@ -259,7 +259,7 @@ class Graph:
         session = self._session
         session.calls.check_usable()
         try:
-            if self._state not in _READY or current.graph is not None or inputs is not None:
+            if self._state != "staged" or current.graph is not None or inputs is not None:
                 self._check_replay(inputs, stream)
             handle, owner = current_streams.stream_of(session.device, stream)
         except BaseException as error:
@@ -280,34 +280,23 @@ class Graph:
     def _check_replay(self, inputs: Any, stream: Any) -> None:
         if stream is not None:
             cupy_runtime.stream_of(stream)
-        self._expect("replay()", _READY, "record it first, once, and do not close it")
+        self._expect("replay()", ("staged",), "record it first, once, and do not close it")
         if current.graph is not None:
-            raise GraphStateError("replay() within a recording: a graph cannot be part of another one")
+            raise GraphStateError("replay() was called within a recording. A graph cannot be part of another graph")
         if inputs is not None and self._inputs is not None:
             self._inputs.verify(Inputs.of(inputs))
 
-    # ---- registration
     @property
     def segments(self) -> list[Segment]:
         """Its parts between breaks."""
         return [part for part in self._parts if isinstance(part, Segment)]
-
-    def pools(self) -> list[GraphPool]:
-        """The memory of ours in which outputs can lie: this graph's pool, and the pool of ``comm.empty``."""
-        return [pool for pool in (self._pool, self._session.memory) if pool is not None]
-
-    def registered(self, executables: dict[Segment, Executable], drop: Callable[[], None]) -> None:
-        """Take executables in which all-reduces are direct; ``drop()`` ends that. Peers map our pools meanwhile."""
-        assert self._resources is not None
-        self._resources.register(executables, drop)
-        self._state = "registered"
 
     # ---- ends
     __reduce__ = refuse_copies
 
     def __repr__(self) -> str:
         own = vars(self)  # also of a graph whose __init__ has raised
-        name, state = own.get("_name", ""), own.get("_state", "not made")
+        name, state = own.get("_name", ""), self.state if "_resources" in own else "not made"
         segments = [part for part in own.get("_parts", ()) if isinstance(part, Segment)]
         calls = sum(len(segment.calls) for segment in segments)
         text = f", {calls} all-reduces in {len(segments)} segments" if segments else ""
@@ -316,7 +305,7 @@ class Graph:
     def close(self) -> None:
         """Give the graph back. Idempotent; arrays from its recording stay valid as long as they live."""
         if self._state == "recording":
-            raise GraphStateError("close() within the recording: leave the with block first")
+            raise GraphStateError("close() was called within the recording. Leave the with block first")
         self._end("closed")
 
     def __enter__(self) -> Graph:
@@ -329,7 +318,7 @@ class Graph:
 
     def _expect(self, what: str, states: tuple[str, ...], advice: str) -> None:
         if self._state not in states:
-            raise GraphStateError(f"{what} needs a graph that is {states[0]}; this one is {self._state}: {advice}")
+            raise GraphStateError(f"{what} needs a graph that is {states[0]}. This one is {self.state}: {advice}")
 
     def _end(self, state: str) -> None:
         if self._resources is not None:

@@ -2,13 +2,12 @@
 
 CuPy's pool does not guarantee this: when memory is short, and at ``free_all_blocks()``, it frees blocks that a graph's
 nodes still use. Here a block that CuPy frees may serve a later request of a recording in this pool. A slab goes back to
-the driver when every graph of the pool is closed and CuPy has freed all its blocks. (A CuPy pool over our slabs would
-not do: if an array outlives it, its chunks refer to each other and are never collected; CuPy 14.2.)
+the driver when every graph of the pool is closed and CuPy has freed all its blocks. (A CuPy pool over these slabs would
+not work. If an array outlives that pool, its chunks refer to each other and are never collected: CuPy 14.2.)
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 from bisect import bisect
 from collections import deque
@@ -24,7 +23,6 @@ from ..device.deferred_free import attempt, free_later, reclaim
 from ..process import refuse_copies
 from ..types import Stream
 
-_numbers = itertools.count()
 _UNIT = 2 << 20  # bytes; smaller allocations share a block of the driver's, which IPC exports as a whole
 _ALIGNMENT = 512  # bytes, as in CuPy's pool
 
@@ -34,14 +32,13 @@ class Slab:
     """An allocation of the driver's, of ``nbytes`` bytes.
 
     ``stream`` is the stream that its blocks serve, as in CuPy's pool: a block that is free for the next work on this
-    stream may still be in use for another stream. ``number`` distinguishes it from a later allocation at the same
-    address. ``free`` lists the (address, bytes) of the free ranges, in order of address.
+    stream may still be in use for another stream. ``free`` lists the (address, bytes) of the free ranges, in order of
+    address.
     """
 
     address: int
     nbytes: int
     stream: Stream
-    number: int
     free: list[tuple[int, int]]
 
     def take(self, address: int, nbytes: int) -> None:
@@ -109,9 +106,10 @@ class GraphPool:
 
     @contextmanager
     def allocating(self, stream: Stream) -> Iterator[None]:
-        """Make ``stream`` current and let this thread allocate from the pool, in the block; PyTorch from one beside it.
+        """In the block, make ``stream`` current and let this thread allocate from the pool. PyTorch gets its own pool.
 
-        PyTorch's lives as long as this pool has a user. What it freed meanwhile serves recordings in this pool only.
+        PyTorch's pool lives as long as this pool has a user. Memory that PyTorch frees meanwhile serves only recordings
+        in this pool.
         """
         with self._lock:
             if self._of_torch is None:
@@ -163,7 +161,7 @@ class GraphPool:
                 size = -(-nbytes // self._unit) * self._unit
                 with using_relaxed(self._context):
                     address = driver.allocate(size)
-                slab = Slab(address, size, stream, next(_numbers), [(address, size)])
+                slab = Slab(address, size, stream, [(address, size)])
                 self._slabs.append(slab)
             slab.take(address, nbytes)
             self._blocks[address] = nbytes, slab

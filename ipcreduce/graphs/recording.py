@@ -6,18 +6,17 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..arrays import views
 from ..calls.fingerprint import Fingerprint
 from ..cuda import cupy_runtime, streams
 from ..cuda import graph as cuda_graph
-from ..device.backend import Recorder
+from ..device.backend import Life
 from ..device.deferred_free import free_later
 from ..device.known_calls import Ready
 from ..errors import CaptureError, CudaError, IpcReduceError
-from ..ipc.plan import LaunchPlan
 from ..texts import text_of
 from ..types import DEFAULT_STREAM, Stream
 from .pool import GraphPool
@@ -31,48 +30,33 @@ _REFUSED = (
 _IN_OTHER_WORDS = "when stream is capturing"  # in the errors of PyTorch, for CUDA's error 900
 _ADVICE = {  # by CUresult, which is also the cudaError_t
     900: _REFUSED, 901: _REFUSED,
-    905: "A wait for work outside of the recording belongs before it, or into a break (eager_break outermost).",
-    904: "Work on another stream has to be joined, before the block or a break: wait for its event on the recording's "
-    "stream.",
-    907: "An event recorded before a break belongs to the segment that has ended; the break and what follows it come "
-    "behind that as they are. Join side streams before a break, and fork them again by an event recorded after it.",
+    905: "Wait for work outside of the recording before the recording, or in a break (eager_break outermost).",
+    904: "Join the other streams before a break, and before the end of the block: record an event on the other stream, "
+    "and let the recording's stream wait for it.",
+    907: "An event recorded before a break belongs to the segment that has ended, and the work after the break is in "
+    "another one. Join side streams before a break, and fork them again by an event recorded after it.",
 }  # fmt: skip
 
 
-_NONE, _BEGUN = -1, -2  # in the place of a capture's id: there is none; it begins, and its id is not known yet
+_NONE, _BEGUN = -1, -2  # in place of a capture's id: no capture; a capture whose id is not known yet
 
 
-@dataclass
-class LaunchedKernel:
-    """One launch of a recorded all-reduce: its node, and all that another kernel in its place would need."""
-
-    node: int
-    part: LaunchPlan
-    dtype: str
-    op: str
-    source: int
-    target: int
-    algorithm: str
-
-
-@dataclass
+@dataclass(eq=False)
 class RecordedCall:
-    """A recorded all-reduce."""
+    """A recorded all-reduce, and the names of the kernels or the library that run it."""
 
     what: Fingerprint
-    backend: str
-    launches: list[LaunchedKernel] = field(default_factory=list)
+    by: str
 
     def __str__(self) -> str:
-        kernels = ", ".join(dict.fromkeys(one.algorithm for one in self.launches))
-        return f"{self.what} by {kernels or (self.backend if self.backend != 'ipc' else 'nothing')}"
+        return f"{self.what} by {self.by}"
 
 
 class Segment:
-    """A part of a recording without breaks: one CUDA graph."""
+    """A part of a recording without breaks: one CUDA graph, which can be launched until ``life`` ends."""
 
-    def __init__(self, graph: int, calls: list[RecordedCall], name: str) -> None:
-        self.graph, self.calls = graph, calls
+    def __init__(self, graph: int, calls: list[RecordedCall], name: str, life: Life) -> None:
+        self.graph, self.calls, self.life = graph, calls, life
         self.executable: cuda_graph.Executable | None = None  # None: nothing was captured
         self.nodes = cuda_graph.Nodes(0, 0, ())
         text = f"replay of {name}: {len(calls)} all-reduces"
@@ -120,7 +104,7 @@ class Recording:
         self.name = f"graph {name}" if name else "a graph"
         self.callers = callers
         self.number = 0  # of the call that the recording is
-        self.generation = 0  # of the backend, when it began
+        self.life = Life()  # of the backend, when the recording began
         self.error: BaseException | None = None  # of something in the body that the body may have caught
         self.segments: list[Segment] = []
         self.held: list[Any] = []
@@ -138,7 +122,7 @@ class Recording:
 
     # ---- segments
     def begin_segment(self) -> None:
-        """The stream captures from now on. It is current, and memory comes from the pool."""
+        """Begin to capture on the stream, make it current, and allocate from the pool."""
         assert self.pool is not None
         self._memory = self.pool.allocating(self.stream)
         self._memory.__enter__()
@@ -147,7 +131,7 @@ class Recording:
         self._capture = streams.capture_id(self.stream)
 
     def end_segment(self) -> Segment:
-        """The segment captured since. :raises CaptureError: if that cannot be made into a graph."""
+        """End the capture. Returns its segment. :raises CaptureError: if the work cannot be made into a graph."""
         self._leave_memory()
         try:
             captured = streams.end_capture(self.stream)
@@ -155,7 +139,7 @@ class Recording:
             self._capture = _NONE
             raise cannot_be_captured(error, _ADVICE.get(error.code, "")) from error
         self._capture = _NONE
-        segment = Segment(captured, self._calls, f"{self.name}, segment {len(self.segments) + 1}")
+        segment = Segment(captured, self._calls, f"{self.name}, segment {len(self.segments) + 1}", self.life)
         self.segments.append(segment)
         segment.make_executable()
         return segment
@@ -166,7 +150,7 @@ class Recording:
             memory.__exit__(None, None, None)
 
     def abandon(self) -> None:
-        """Ends a capture that an exception has left open."""
+        """End a capture that an exception has left open."""
         self._leave_memory()
         if self._capture != _NONE:
             self._capture = _NONE
@@ -174,46 +158,40 @@ class Recording:
                 cuda_graph.destroy_graph(streams.end_capture(self.stream))
 
     # ---- all-reduces
-    def recorder(self, stream: Stream) -> Recorder | None:
-        """A function to call for every launch on ``stream``; None if that is not part of the capture.
-
-        :raises CudaError: if that cannot be known.
-        """
+    def captures(self, stream: Stream) -> bool:
+        """Return True if ``stream`` is part of the capture. :raises CudaError: if that cannot be known."""
         try:
-            if self._capture == _NONE or streams.capture_id(stream) != self._capture:
-                return None
+            return self._capture != _NONE and streams.capture_id(stream) == self._capture
         except CudaError:
             if self.in_this_thread:
                 raise
-            return None  # a thread without a context, which does not record
+            return False  # a thread without a context, which does not record
 
-        def note(call: Any, part: LaunchPlan, source: int, target: int) -> None:
-            (node,) = streams.capture_nodes(stream)  # a launch leaves one node for the next to follow
-            launched = LaunchedKernel(node, part, call.dtype, call.op, source, target, part.algorithm)
-            self._calls[-1].launches.append(launched)
-
-        return note
-
-    def note(self, what: Fingerprint, backend: str, *used: Any) -> None:
+    def note(self, call: RecordedCall, *used: Any) -> None:
         """Note an all-reduce that follows, and hold the arrays that it uses. Memory of the pool may be used again."""
-        self._calls.append(RecordedCall(what, backend))
+        self._calls.append(call)
         assert self.pool is not None
         apart = {id(array): array for array in used}.values()
         self.held += [array for array in apart if not in_pool(array, self.pool)]
 
 
 class Resources:
-    """The driver's resources of a graph. Released at close(), or when the graph is collected, whichever is first."""
+    """The driver's resources of a graph. Released at close(), or when the graph is collected, whichever is first.
+
+    :ivar state: of the graph, as long as it can be replayed.
+    """
 
     def __init__(self, pool: GraphPool, context: int, segments: list[Segment]) -> None:
-        self._pool, self._context, self._segments = pool, context, segments
-        self._drop: Callable[[], None] | None = None  # of a registration
+        self.pool, self._context, self.segments = pool, context, segments
+        self.state = "staged"
+        self._first: list[Callable[[], None]] = []  # to be done before the segments are destroyed
         self._released = False
         pool.retain()
 
-    def register(self, executables: dict[Segment, cuda_graph.Executable], drop: Callable[[], None]) -> None:
-        """Take executables of a registration, which ``drop()`` ends."""
-        self._drop = drop
+    def use(self, state: str, executables: dict[Segment, cuda_graph.Executable], release: Callable[[], None]) -> None:
+        """Launch other executables from now on. ``release()`` gives back what these need."""
+        self.state = state
+        self._first.append(release)
         for segment, executable in executables.items():
             segment.use(executable)
 
@@ -221,14 +199,9 @@ class Resources:
         """Give everything back. Idempotent."""
         if not self._released:
             self._released = True
-            free_later(self._context, *self._actions(), self._pool.release)
-            self._drop = None
-
-    def _actions(self) -> Iterator[Callable[[], None]]:
-        if self._drop is not None:
-            yield self._drop
-        for segment in self._segments:
-            yield from segment.destroy_actions()
+            actions = [action for segment in self.segments for action in segment.destroy_actions()]
+            free_later(self._context, *self._first, *actions, self.pool.release)
+            self.segments, self._first = [], []
 
 
 def in_pool(array: Any, pool: GraphPool) -> bool:
@@ -251,16 +224,16 @@ def warn_about(segments: list[Segment]) -> None:
 
 
 def cannot_be_captured(cause: BaseException, advice: str = "") -> CaptureError:
-    """The error for work that does not go into a graph. It begins with the cause's own words, which people look up."""
+    """The error for work that cannot be captured. It begins with the cause's own words, which people look up."""
     return CaptureError(
         f"{text_of(cause).rstrip('.')}. So the recording cannot be made into a graph. {advice}".rstrip()
     )
 
 
 def explained(error: BaseException, behind_a_break: bool = False) -> BaseException:
-    """CaptureError for what CuPy and PyTorch raise where a stream captures; any other exception as it is.
+    """Return a CaptureError for an exception of CuPy or PyTorch that a capture has caused, else the exception itself.
 
-    :param behind_a_break: whether it was raised there. For an event from before the driver then says 907 or only 1.
+    :param behind_a_break: True if a break has ended before. The driver then says 907, or only 1, of an older event.
     """
     status = cupy_runtime.runtime_status(error)
     advice = _ADVICE.get(907 if status == 1 and behind_a_break else status, "")

@@ -40,7 +40,7 @@ class GraphRunner:
     :raises ArgumentError: if ``function`` cannot be called, ``comm`` is no communicator, or ``mode`` or ``check`` is
         another word.
 
-    Without GPUs the results of breaks are checked as in a recording, so that mistakes show there too.
+    Without GPUs the results of breaks are checked as in a recording, so that the same mistakes show everywhere.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class GraphRunner:
     ) -> None:  # fmt: skip
         if not callable(function):
             raise ArgumentError(
-                f"function must be callable; found {type(function).__qualname__}. Pass GraphRunner(function, comm)"
+                f"function must be callable, not {type(function).__qualname__}. Pass GraphRunner(function, comm)"
             )
         if comm is not None:
             session_of(comm)
         check_mode(mode)
         if mode == "none":
-            raise ArgumentError("mode must be 'piecewise' or 'full'; found 'none': call the function")
+            raise ArgumentError("mode must be 'piecewise' or 'full', not 'none'. To record nothing, call function")
         check_word(check)
         self._function, self._comm, self._mode, self._check = function, comm, mode, check
         self._record_new, self._copy_inputs = record_new, copy_inputs

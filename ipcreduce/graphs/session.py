@@ -1,4 +1,4 @@
-"""The graph session of a communicator: recordings, replays, their registration, and memory that peers can map."""
+"""The graph session of a communicator: recordings, replays, and memory for their outputs."""
 
 from __future__ import annotations
 
@@ -17,25 +17,23 @@ from ..calls.votes import agree
 from ..cuda import cupy_runtime, current_streams
 from ..device import deferred_free
 from ..device.backend import DeviceBackend
-from ..device.deferred_free import Action
-from ..device.known_calls import Ready
+from ..device.known_calls import Prepared, Ready
 from ..errors import ArgumentError, GraphStateError, IpcReduceError, UnsupportedError
 from ..ipc.backend import IpcBackend
-from ..types import DEFAULT_STREAM, Stream
-from .direct.registration import DirectGraphs, Registrable
+from ..types import Stream
+from .direct.registration import DirectGraphs
 from .pool import CapturedMemory, GraphPool
-from .recording import Recording, Segment
+from .recording import RecordedCall, Recording, Resources, Segment
 
 _log = logging.getLogger("ipcreduce")
 _STALE = (
-    "replay() of a graph recorded before a call failed: NCCL's communicator, which the graph holds, has been aborted "
-    "since. Record it again"
+    "this graph can no longer be replayed. A call failed after its recording, and NCCL's communicator, which the graph "
+    "uses, was replaced. Record the graph again"
 )
-_ABORTED_WITHIN = (
-    "record(): a call failed meanwhile, in a break or in another thread, and NCCL's communicator, which the graph "
-    "holds, has been aborted since. Record it again"
+_STALE_RECORDING = (
+    "recording failed: another call failed meanwhile, in a break or in another thread, and NCCL's communicator was "
+    "replaced. Record the graph again"
 )
-_CAPTURE = Fingerprint.of("the end of capture()")
 
 
 class HasSession(Protocol):
@@ -59,7 +57,7 @@ def default_communicator() -> HasSession:
 
 
 def session_of(comm: HasSession | None) -> GraphSession:
-    """The session of a communicator, or of the default one for None. No public member of a communicator shows it.
+    """The session of a communicator, or of the default communicator for None.
 
     :raises ArgumentError: if ``comm`` is no communicator.
     """
@@ -67,7 +65,7 @@ def session_of(comm: HasSession | None) -> GraphSession:
     session: GraphSession | None = getattr(comm, "_graph_session", None)
     if session is None or isinstance(comm, type):
         raise ArgumentError(
-            f"comm must be an ipcreduce.Communicator; found {type(comm).__qualname__}. Make one: Communicator()"
+            f"comm must be an ipcreduce.Communicator, not {type(comm).__qualname__}. Make one: Communicator()"
         )
     return session
 
@@ -78,18 +76,25 @@ class GraphSession:
     :param backend: None for ranks without GPUs.
     :param reason: why there is no backend.
     :param sync: each call is waited for (``IPCREDUCE_SYNC``).
+    :param direct: with backend ipc, graphs are to write straight into the peers' outputs: see direct/.
     """
 
-    def __init__(self, calls: CallSequence, backend: DeviceBackend | None, reason: str, sync: bool) -> None:
+    def __init__(
+        self, calls: CallSequence, backend: DeviceBackend | None, reason: str, sync: bool, direct: bool
+    ) -> None:
         self.calls = calls
-        self.memory: GraphPool | None = None  # of empty()
         self._backend, self._reason, self._sync = backend, reason, sync
-        self._recorded: list[Registrable] = []  # not registered yet
         self._capturing = 0  # depth of capture()
         self._said = False
-        self._captured_memory = None if backend is None else CapturedMemory(backend.context, backend.device.ordinal)
-        forced = isinstance(backend, IpcBackend) and backend.launches.algorithm == "direct"
-        self.direct = DirectGraphs(backend, calls) if isinstance(backend, IpcBackend) and forced else None
+        self._captured_memory: CapturedMemory | None = None
+        self._memory: GraphPool | None = None  # of empty()
+        self.direct: DirectGraphs | None = None
+        if backend is not None:
+            self._captured_memory = CapturedMemory(backend.context, backend.device.ordinal)
+            self._memory = GraphPool(backend.context, backend.device.ordinal)
+            self._memory.retain()
+            if direct and isinstance(backend, IpcBackend):
+                self.direct = DirectGraphs(backend, calls, self._agree, self._memory)
 
     @property
     def can_record(self) -> bool:
@@ -111,8 +116,8 @@ class GraphSession:
     def say_eager(self) -> None:
         """Log that nothing is recorded here: once for each communicator.
 
-        Not a warning: results are right, and programs that run with and without GPUs run so on purpose. Where warnings
-        are errors, as in many tests, one would end them.
+        This is no warning. The results are right, and some programs run without GPUs on purpose. A warning would end
+        a program for which warnings are errors, as in many tests.
         """
         if not self._said and self.calls.unusable is None:
             self._said = True
@@ -122,17 +127,17 @@ class GraphSession:
             )  # fmt: skip
 
     # ---- recording
-    def begin_recording(self, recording: Recording, check: Callable[[], None]) -> None:
-        """Open a recording, as one call. ``check`` raises if this rank cannot. Collective."""
+    def begin_recording(self, recording: Recording, backend: DeviceBackend, check: Callable[[], None]) -> None:
+        """Open a recording, as one call. ``check`` raises if this rank cannot record. Collective."""
         calls = self.calls
 
         def begin() -> None:
             check()
             if calls.recording is not None:
-                raise GraphStateError("record() while this communicator is recording already: end that one first")
+                raise GraphStateError("this communicator is already recording a graph: end that recording first")
             calls.enter(Fingerprint.of(f"recording of {recording.name}"), recording.callers[0])
             recording.number, calls.recording = calls.number, recording
-            recording.generation = 0 if self._backend is None else self._backend.generation
+            recording.life = backend.life
 
         turns.make(calls, begin)
 
@@ -146,8 +151,8 @@ class GraphSession:
             stale: GraphStateError | None = None
             if error is not None:
                 self.calls.leave(error)  # a peer may wait in the body, in a break for instance
-            elif self._backend is not None and self._backend.generation != recording.generation:
-                stale = GraphStateError(_ABORTED_WITHIN)  # the others hear of it by the vote
+            elif recording.life.ended:
+                stale = GraphStateError(_STALE_RECORDING)  # the others hear of it by the vote
             turns.alone(self.calls, self._agree, recording.number, recording.segments, error, stale)
 
     def _agree(
@@ -163,7 +168,9 @@ class GraphSession:
         except IpcReduceError as shared:
             calls.failed(shared)
             theirs, stale = shared, None
-        self._backend.recorded.update(segment.ready for segment in segments if segment.calls)
+        for segment in segments:
+            if segment.calls:
+                segment.life.hold(segment.ready)
         if error is not None or theirs is not None:
             try:
                 calls.raise_pending()  # the same fault, more exactly
@@ -171,17 +178,18 @@ class GraphSession:
                 theirs, stale = exactly, None
             raise error or stale or theirs  # type: ignore[misc]
 
-    def recorded(self, graph: Registrable, number: int) -> None:
-        """A recording, call ``number``, is complete: register it now, or at the end of :meth:`capture`. Collective."""
-        self._recorded.append(graph)
-        if not self._capturing:
-            self._register(number)
+    def note(self, prepared: Prepared, *used: Any) -> Prepared:
+        """Note an all-reduce of the open recording, which uses these arrays. Returns what is to be launched for it."""
+        call = RecordedCall(prepared.what, prepared.by)
+        self.calls.recording.note(call, *used)
+        return prepared if self.direct is None else self.direct.noted(prepared, call)
 
-    def _register(self, number: int) -> None:
-        graphs, self._recorded = self._recorded, []
-        with self.calls.lock:
-            if self.direct is not None:
-                turns.alone(self.calls, self.direct.register, number, graphs)
+    def recorded(self, graph: Any, resources: Resources, number: int) -> None:
+        """Take a complete recording, call ``number``. Collective only where graphs are direct."""
+        if self.direct is not None:
+            self.direct.add(graph, resources)
+            if not self._capturing:
+                self.direct.register(number)
 
     def order(self, before: Stream, after: Stream) -> None:
         """Let the work that follows on stream ``after`` wait for the work on ``before``."""
@@ -247,11 +255,11 @@ class GraphSession:
 
     def _launch(self, segment: Segment, stream: Stream, owner: Any) -> None:
         if segment.executable is None:
-            raise GraphStateError("replay() of a graph that another thread has closed meanwhile")
+            raise GraphStateError("another thread closed the graph while replay() ran. Close it after its last replay")
         assert self._backend is not None
         if segment.calls:
             self.calls.enter(segment.what, stream)
-            if not segment.ready.argument:
+            if segment.life.ended:
                 where = f"rank {self.calls.rank}, call {self.calls.number}"
                 raise GraphStateError(f"{where}: {_STALE}", everywhere=True)
         self._backend.launch_graph(segment.executable, stream, owner)
@@ -261,8 +269,9 @@ class GraphSession:
         with self.calls.lock:
             if self.calls.within:  # the order of streams is about to change
                 raise UnsupportedError(
-                    f"rank {self.calls.rank}: synchronize() within call {self.calls.number} of the same thread, by a "
-                    "signal handler or a finaliser. Let it set a flag, and synchronise where the program looks at that"
+                    f"rank {self.calls.rank}: a signal handler or a finaliser called synchronize() within call "
+                    f"{self.calls.number} of the same thread. Let it set a flag, and synchronise where the program "
+                    "looks at the flag"
                 )
             self.wait(stream)
 
@@ -273,7 +282,7 @@ class GraphSession:
             if self._backend is not None:
                 self._backend.order.synchronize(stream)
                 if self.direct is not None:
-                    self.direct.collect()
+                    self.direct.mappings.collect()
                 deferred_free.flush()
                 self.calls.check_faults()
 
@@ -288,32 +297,24 @@ class GraphSession:
             yield
             return
         if calls.recording is not None and calls.recording.in_this_thread:
-            raise GraphStateError("capture() within a recording: record within capture(), not the other way round")
+            raise GraphStateError("capture() cannot begin within a recording: open it first, and record within it")
         self._capturing += 1
-        error: BaseException | None = None
         try:
             yield
-        except BaseException as caught:
-            error = caught
-        self._capturing -= 1
-        if self._capturing:
-            if error is not None:
-                raise error
-            return
-        with calls.lock:
-            graphs, self._recorded = self._recorded, []
-            if error is not None:
+        except BaseException as error:
+            if self._capturing == 1:
+                if self.direct is not None:
+                    self.direct.forget()
                 calls.leave(error)
-                raise error
-            turns.make(calls, calls.enter, _CAPTURE, DEFAULT_STREAM)
-            number = calls.number
-            turns.alone(calls, self._agree, number, [segment for graph in graphs for segment in graph.segments], None)
-            self._recorded = graphs
-            self._register(number)
+            raise
+        finally:
+            self._capturing -= 1
+        if self.direct is not None and not self._capturing:
+            self.direct.register_together()
 
     # ---- memory
     def allocating(self, stream: Stream) -> AbstractContextManager[Any]:
-        """A context in which a call on ``stream`` allocates: of memory of ours if others capture it."""
+        """A context in which a call on ``stream`` allocates. Memory for a capture by others stays until close()."""
         assert self._captured_memory is not None
         return self._captured_memory.allocating(stream)
 
@@ -321,32 +322,23 @@ class GraphSession:
         """See :meth:`Communicator.empty`."""
         with self.calls.lock:
             self.calls.check_usable()
-            if self._backend is None:
+            if self._backend is None or self._memory is None:
                 return np.empty(shape, dtype)
-            if self.memory is None:
-                self.memory = GraphPool(self._backend.context, self._backend.device.ordinal)
-                self.memory.retain()
             stream, device = cupy_runtime.stream_of()[0], self._backend.device.ordinal
             shape = (shape,) if isinstance(shape, int) else shape
-            with cupy_runtime.allocating(self.memory.allocator, stream):
+            with cupy_runtime.allocating(self._memory.allocator, stream):
                 return views.empty(shape, np.dtype(dtype), stream, device)
 
     def close(self, wait: float) -> None:
         """Close the backend, and free the memory of graphs with it. See :meth:`DeviceBackend.close`."""
         backend, self._backend = self._backend, None
-        if backend is None:
-            return
-        unmap: list[Action] = []
-        unmapped: list[Action] = []
-        free: list[Action] = []
-        if self.direct is not None:
-            unmap, unmapped = [self.direct.unmap_all], [self.direct.release_all]
-        for pool in (self._captured_memory, self.memory):
-            if pool is not None:
-                free.append(pool.release)
-        self.direct = self._captured_memory = self.memory = None
-        backend.close(wait, unmap, unmapped, free)
+        if backend is not None:
+            free = [] if self._captured_memory is None else [self._captured_memory.release]
+            if self._memory is not None and self._memory.slabs:
+                free.append(self._memory.release)
+            self.direct = self._captured_memory = self._memory = None
+            backend.close(wait, free)
 
     def forked(self) -> None:
-        """In a child process: nothing of the parent's may be touched."""
+        """In a child process: leave alone whatever the parent owns."""
         self._backend = None

@@ -10,7 +10,7 @@ from typing import Any
 from .. import clock
 from ..cuda import driver
 from ..cuda.contexts import using_relaxed
-from ..device.backend import Actions, DeviceBackend, Recorder
+from ..device.backend import Actions, DeviceBackend
 from ..device.deferred_free import Action, attempt, flush, free_after, untrack
 from ..device.known_calls import Ready
 from ..errors import CudaError
@@ -37,6 +37,8 @@ class IpcBackend(DeviceBackend):
         capability: tuple[int, int], timeout: float, algorithm: str | None,
     ) -> None:  # fmt: skip
         self.workspace = workspace
+        # What the ranks map of each other: for each part of it, what unmaps the peers' and what frees ours.
+        self.shared: list[tuple[Action, Action]] = [(workspace.unmap_peers, workspace.free)]
         control = driver.register_host(page.address, page.head_bytes)
         try:
             super().__init__(device, context, page, timeout)
@@ -72,15 +74,11 @@ class IpcBackend(DeviceBackend):
         """See :meth:`Launches.for_array`."""
         return self.launches.for_array(array, op)
 
-    def start(
-        self, prepared: PreparedCall, source: int, target: int, stream: Stream, recorder: Recorder | None
-    ) -> None:  # fmt: skip
+    def start(self, prepared: PreparedCall, source: int, target: int, stream: Stream) -> None:
         """Put the kernels of an all-reduce on ``stream``."""
         for launch, words, part in prepared.launches:
             words[IN], words[OUT] = source + part.offset, target + part.offset
             launch.run(stream)
-            if recorder is not None:
-                recorder(prepared, part, source, target)
 
     # ---- ends
     def reset(self, offers: Sequence[bytes]) -> None:
@@ -88,16 +86,17 @@ class IpcBackend(DeviceBackend):
         with using_relaxed(self.context):
             self.workspace.reset()
 
-    def _close(self, deadline: float, unmap: Actions, unmapped: Actions, free: Actions) -> None:
+    def _close(self, deadline: float, free: Actions) -> None:
         attempt(self.context, lambda: self._abort_calls(deadline), self.wait_for_device)
         untrack(self.order)
-        attempt(self.context, self.workspace.unmap_peers, *unmap)
+        shared, self.shared = self.shared, []
+        attempt(self.context, *(unmap for unmap, _ in shared))
         self.page.leave()
         while not self.peers_have_left() and clock.now() < deadline:
             time.sleep(1e-3)
         self.release()
         leave = partial(driver.release_context, self.device.ordinal)
-        free_after(self.peers_have_left, self.context, *unmapped, self.workspace.free, leave)
+        free_after(self.peers_have_left, self.context, *(free for _, free in reversed(shared)), leave)
         for action in free:
             action()
         flush()

@@ -24,7 +24,6 @@ from .workspace import Workspace
 # Words of struct Args (packets.cuh)
 IN, OUT, _BYTES, _PEERS, _HALF = 0, 1, 2, 3, 11
 _EPOCHS, _ABORT, _MISSING, _TIMEOUT = 12, 13, 14, 15
-_OUTS = 16
 _ARG_WORDS = 24
 _VERIFY = "verify", "int32", "sum"
 _Kernel = tuple[str, str, str, int]  # name, dtype, op, depth
@@ -52,6 +51,7 @@ class Launches:
         self.algorithm = algorithm
         self.whole_packets = True  # until the start-up check says otherwise
         self.table: plan.Table = ()  # until the ranks have agreed on one
+        self.further_kernels: set[tuple[str, int]] = set()  # (algorithm, depth), to be loaded beside the planned ones
         self.resident, self.sharing = plan.RESIDENT, 1  # until they have compared their GPUs
         self.before_loading: Callable[[], object] = lambda: None  # waits for the calls in flight
         self._workspace, self._control, self._capability, self._timeout = workspace, control, capability, timeout
@@ -83,7 +83,7 @@ class Launches:
 
         :raises IpcReduceError: if a kernel does not compile. :raises CudaError: if it does not load.
         """
-        kernels = plan.kernels(self._workspace.n, self.algorithm, self.table)
+        kernels = plan.kernels(self._workspace.n, self.algorithm, self.table) | self.further_kernels
         self._load((kernel, reduced_as(name), other, depth) for kernel, depth in kernels for other in OPS)
         steps = self.planned(nbytes, self.algorithm, self.table)
         return keep(self.prepared, (shape, dtype, op), self.by_steps(steps, shape, name, op, nbytes))
@@ -97,24 +97,19 @@ class Launches:
         self, steps: Iterable[plan.LaunchPlan], shape: tuple[int, ...], dtype: str, op: str, nbytes: int
     ) -> PreparedCall:
         """:meth:`prepare` by other steps than the planned ones, and not kept."""
-        launches = tuple((*self._launch(step, dtype, op), step) for step in steps)
+        launches = tuple((*self.launch(step, dtype, op), step) for step in steps)
         fast = len(launches) == 1 or (self._workspace.n == 1 and nbytes > 0)
         what = of_allreduce(shape, dtype, op)
-        return PreparedCall(what=what, nbytes=nbytes, fast=fast, dtype=dtype, op=op, launches=launches)
+        by = ", ".join(dict.fromkeys(part.algorithm for *_, part in launches)) or "nothing"
+        return PreparedCall(what=what, by=by, nbytes=nbytes, fast=fast, dtype=dtype, op=op, launches=launches)
 
-    def _launch(self, step: plan.LaunchPlan, dtype: str, op: str) -> tuple[driver.Launch, memoryview]:
+    def launch(self, step: plan.LaunchPlan, dtype: str, op: str) -> tuple[driver.Launch, memoryview]:
+        """One launch and the words of its arguments, in which the addresses are still to be set."""
         args = self._arguments(plan.code_offset(dtype, op))
         args[_BYTES] = step.nbytes
         programmatic = self._capability >= (9, 0)
         function = self._function(step.algorithm, dtype, op, step.depth)
         return driver.Launch(function, step.grid, step.block, args, programmatic=programmatic), args.data
-
-    def launch_to(self, step: plan.LaunchPlan, dtype: str, op: str, source: int, outputs: list[int]) -> driver.Launch:
-        """A launch from address ``source`` to ``outputs``: this rank's, and the further ones that its kernel takes."""
-        launch, words = self._launch(step, dtype, op)
-        words[IN], words[OUT] = source, outputs[0]
-        words[_OUTS : _OUTS + len(outputs)] = memoryview(np.array(outputs, np.uint64).data)
-        return launch
 
     def _arguments(self, offset: int) -> np.ndarray[Any, Any]:
         args, workspace, control = np.zeros(_ARG_WORDS, np.uint64), self._workspace, self._control

@@ -71,7 +71,7 @@ def start(
             capability = min((int(major), int(minor)) for major, minor in devices["capability"])
             made.backend = IpcBackend(
                 info, made.context, made.workspace, page,
-                capability=capability, timeout=options.timeout, algorithm=options.algorithm,
+                capability=capability, timeout=options.timeout, algorithm=options.staged,
             )  # fmt: skip
         assert made.backend is not None
         _verify(ranks, made.backend, devices, deadline)

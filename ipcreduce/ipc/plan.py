@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from ..dtypes import KIND_NAMES, OPS
 
-ALGORITHMS = ("one_shot", "two_shot", "direct")
+ALGORITHMS = ("one_shot", "two_shot")
 MAX_RANKS = 8
 PACKET_BYTES = 16
 EPOCH_SLOTS = 512  # as in packets.cuh; also the largest grid
@@ -121,7 +121,7 @@ def staging_bytes(algorithm: str, nbytes: int, n: int) -> int:
     if algorithm == "one_shot":
         return (n - 1) * row_bytes(packets)
     columns = row_bytes(-(-packets // n))
-    return (n - 1) * (columns + row_bytes(EPOCH_SLOTS) if algorithm == "direct" else 2 * columns)
+    return (n - 1) * 2 * columns
 
 
 @lru_cache(maxsize=4096)
@@ -137,16 +137,13 @@ def make_plan(
     """Plan the launches, in order, for a message of ``nbytes`` bytes over ``n`` ranks.
 
     :param half_bytes: the size of each half of the workspace, the same on every rank.
-    :param forced: one of :data:`ALGORITHMS`, to use at any size; None for the fastest staged one. "direct" is planned
-        as two_shot, which runs until a graph is registered.
+    :param forced: one of :data:`ALGORITHMS`, to use at any size; None for the fastest one.
     :param table: measured choices, the same on every rank.
     :param resident: the blocks that every rank's GPU holds at once, as :data:`RESIDENT`.
     :param sharing: the most ranks on one GPU, the same on every rank.
     """
     if not nbytes or n == 1:
         return ()
-    if forced == "direct":
-        forced = "two_shot"
     choice, algorithm = None, forced or ("one_shot" if nbytes <= _ONE_SHOT_BYTES[n] else "two_shot")
     if table and not forced:
         choice = next((one for one in table if nbytes <= one.up_to), table[-1])
@@ -165,22 +162,10 @@ def make_plan(
     )
 
 
-def direct(step: LaunchPlan, n: int, resident: int = RESIDENT, sharing: int = 1) -> LaunchPlan:
-    """The direct launch that replaces a staged one where "direct" is forced and the peers have mapped the output.
-
-    It is never the default: over 2 and 4 H200 staged launches are as fast or faster at every size (NOTES.md).
-    """
-    resident = min(resident, most_blocks(resident, sharing))
-    shape = _direct_shape(-(-step.nbytes // PACKET_BYTES // n), n, resident)
-    return LaunchPlan("direct", step.offset, step.nbytes, *shape)
-
-
 def kernels(n: int, forced: str | None = None, table: Table = ()) -> set[tuple[str, int]]:
-    """The (algorithm, depth) of every kernel that :func:`make_plan` or :func:`direct` launches at some size."""
+    """The (algorithm, depth) of every kernel that :func:`make_plan` launches at some size."""
     if n == 1:
         return set()
-    if forced == "direct":
-        return {("two_shot", 1), ("direct", _direct_shape(1, n, RESIDENT)[2])}
     if forced:
         return {(forced, 1)}
     return {("one_shot", 1), ("two_shot", 1)} | {(choice.algorithm, choice.depth) for choice in table}
@@ -271,9 +256,3 @@ def _two_shot_shape(columns: int, n: int, resident: int) -> tuple[int, int, int]
     else:
         block, most = 256, -(-resident // 2)
     return min(most, -(-columns // block)), block, 1
-
-
-def _direct_shape(columns: int, n: int, resident: int) -> tuple[int, int, int]:
-    """(grid, block, depth): in tiles, of several columns a thread over 2 ranks."""
-    grid, block = (resident, 512) if n == 2 and columns > 256 * KB else (-(-resident // 2), 256)
-    return min(grid, -(-columns // block)), block, 4 if n == 2 else 1

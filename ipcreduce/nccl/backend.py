@@ -18,7 +18,7 @@ from ..calls.fingerprint import of_allreduce
 from ..cuda import driver
 from ..cuda.contexts import using_relaxed
 from ..device import background
-from ..device.backend import Actions, DeviceBackend, Recorder
+from ..device.backend import Actions, DeviceBackend
 from ..device.deferred_free import Action, attempt, flush, untrack
 from ..device.known_calls import Prepared, Ready, keep
 from ..dtypes import kind_name, op_name, reduced_as
@@ -78,6 +78,7 @@ class NcclBackend(DeviceBackend):
         self._joining = background.Job(join)
         try:
             self._wait_for_joining(deadline)
+            self.life = self.nccl.life
         except BaseException:
             given_up.append(True)
             self.nccl.abort()
@@ -97,11 +98,6 @@ class NcclBackend(DeviceBackend):
             raise_lost(self.page, number, any_call=True)
             if clock.now() > deadline:
                 raise error or CudaError("ncclCommInitRank", library.TIMEOUT, "the ranks did not meet in time")
-
-    @property
-    def generation(self) -> int:
-        """Changes when NCCL's communicator, which recorded graphs hold, is aborted."""
-        return self.nccl.generation
 
     def watch(self) -> None:
         """Begin to watch over calls, once the ranks have met."""
@@ -132,8 +128,8 @@ class NcclBackend(DeviceBackend):
             element = array.itemsize // 2 if kind.startswith("complex") else array.itemsize
             code = library.DTYPES[reduced if through is None else through.name]
             found = keep(self.prepared, key, PreparedCall(
-                what=of_allreduce(array.shape, kind, name), nbytes=array.nbytes, fast=through is None, through=through,
-                dtype=code, op=library.OPS[name], count=array.nbytes // element,
+                what=of_allreduce(array.shape, kind, name), by=self.name, nbytes=array.nbytes, fast=through is None,
+                through=through, dtype=code, op=library.OPS[name], count=array.nbytes // element,
             ))  # fmt: skip
         return found
 
@@ -141,9 +137,7 @@ class NcclBackend(DeviceBackend):
         """See :class:`DeviceBackend`."""
         return Ready(prepared.what, self.nccl.all_reduce, _argument(prepared, source, target))
 
-    def start(
-        self, prepared: PreparedCall, source: int, target: int, stream: Stream, recorder: Recorder | None
-    ) -> None:  # fmt: skip
+    def start(self, prepared: PreparedCall, source: int, target: int, stream: Stream) -> None:
         """Put an all-reduce on ``stream``."""
         if prepared.count:
             self.nccl.all_reduce(_argument(prepared, source, target), stream)
@@ -164,17 +158,16 @@ class NcclBackend(DeviceBackend):
             self._guard.forget()
             return
         self.nccl.abort()
-        for replay in self.recorded:  # their graphs hold the communicator that was aborted
-            replay.argument = 0
+        self.life.end()
         self._guard.forget()
         self._identity = b""
-        if not self.order.shared and not len(self.recorded):  # no graph holds it
+        if not self.order.shared and not self.life.is_held:  # no graph holds it
             # Freeing waits for all work on the device, and keeps others from the driver meanwhile: behind a call that
             # waits for a rank in vain it would keep the guard from ending that.
             self.nccl.is_freed(_FREE_SECONDS)
         self.join(offers[0][1:], clock.now() + self._timeout)
 
-    def _close(self, deadline: float, unmap: Actions, unmapped: Actions, free: Actions) -> None:
+    def _close(self, deadline: float, free: Actions) -> None:
         attempt(self.context, lambda: self._stop(deadline))
         untrack(self.order)
         self.page.leave()
@@ -183,7 +176,7 @@ class NcclBackend(DeviceBackend):
         if self.peers_have_left():  # nobody waits for what this rank still has to send
             attempt(self.context, self.nccl.destroy)
         self.release()
-        for action in (*unmap, *unmapped, *free):
+        for action in free:
             action()
         flush()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from .. import clock
 from ..cuda.contexts import using_relaxed
+from ..device.backend import Life
 from ..device.background import Job
 from ..errors import CudaError
 from ..types import Stream
@@ -22,7 +23,7 @@ _ENQUEUE_SECONDS = 1.0  # for a call that is being put on a stream, before the c
 class NcclCommunicator:
     """The current NCCL communicator of this rank, which the program's threads use and the guard aborts.
 
-    ``generation`` counts aborts: graphs recorded before the last one hold a communicator that is gone.
+    :ivar life: of this communicator, which graphs hold that record its calls.
     """
 
     def __init__(self, context: int) -> None:
@@ -34,7 +35,7 @@ class NcclCommunicator:
         self._all_reduce = library.load().all_reduce
         self._enqueuing: tuple[int, ...] | None = None
         self._aborting = threading.Lock()
-        self.generation = 0
+        self.life = Life()
 
     @property
     def is_open(self) -> bool:
@@ -48,7 +49,7 @@ class NcclCommunicator:
 
     def use(self, comm: Any) -> None:
         """Use a communicator from :func:`library.join`, which all ranks have joined, from now on."""
-        self._comm = comm
+        self._comm, self.life = comm, Life()
 
     def all_reduce(self, argument: tuple[int, int, int, int, int], stream: Stream) -> None:
         """Put an all-reduce on ``stream``.
@@ -84,7 +85,7 @@ class NcclCommunicator:
             comm, self._comm = self._comm, None
             if comm is None:
                 return
-            self.generation += 1
+            self.life.ended = True
             self._ending += 1
         self._end_of_last = Job(partial(self._end_now, end, comm))  # without the lock: it may run at once
 

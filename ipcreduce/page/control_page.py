@@ -8,7 +8,7 @@ ended without data. Behind the head come the flight recorder and one block a ran
 
 Nothing here relies on the order in which another processor's stores become visible. Faults, losses, rounds and
 meetings are records (records.py), seen whole or not at all. A reader that finds the abort word raised by a host looks
-until it finds that host's record. All else is single words, each valid by itself: "dead" and the marks report ends of
+until it finds that host's record. All else is single words, each valid by itself: "dead" and "state" report ends of
 processes and of driver calls, not stores. One question takes two words, a rank's state and the number of its last
 call: has it closed *without* making a call? The answer is checked again after a pause; by then the number, written
 first, has arrived. (In a sleep a thread releases and takes the GIL, whose locks order its own loads.) Between clear()
@@ -71,7 +71,6 @@ class Page:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._words32 = memoryview(self._map).cast("I")
         self._ranks = np.frombuffer(self._map, rank_layout(n), n, ranks_offset(n))
-        self.marks: np.ndarray[Any, Any] = self._ranks["marks"]  # shape (n, MARKS), uint64; each rank writes its row
         self._faults, self._losses, self._meetings = (
             [self.slot(rank, name, layout) for rank in range(n)]
             for name, layout in (("fault", FAULT), ("loss", LOSS), ("meeting", MEETING))
@@ -123,13 +122,12 @@ class Page:
             self.changed()
 
     def _block(self, rank: int) -> slice:
-        layout = rank_layout(self.n)
-        assert layout.fields is not None
-        at = ranks_offset(self.n) + rank * layout.itemsize
-        return slice(at, at + layout.fields["marks"][1])
+        nbytes = rank_layout(self.n).itemsize
+        at = ranks_offset(self.n) + rank * nbytes
+        return slice(at, at + nbytes)
 
     def read_block(self) -> bytes:
-        """A copy of this rank's block, without its marks."""
+        """A copy of this rank's block."""
         return self._map[self._block(self.rank)]
 
     def store(self, rank: int, block: bytes, aborts: int, why: int) -> None:

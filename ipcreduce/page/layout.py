@@ -11,7 +11,6 @@ import numpy as np
 from . import flight_recorder
 from .records import record
 
-MARKS = 1024  # words for each rank, for the owner of the page to use
 OFFER_BYTES = 136  # of a rank at a meeting
 CHUNK_BYTES = 1024  # of a rank's payload in one round
 ABORT_OFFSET = 0
@@ -31,7 +30,6 @@ def rank_layout(n: int) -> np.dtype[Any]:
         ("dead", "u1", (n,)), ("late", "u1", (n,)),
         ("fault", FAULT), ("loss", LOSS), ("farewell", FAREWELL), ("meeting", MEETING),
         ("rounds", ROUND, (2,)),  # by parity of the serial: no rank writes one before all have read the last but one
-        ("marks", "<u8", (MARKS,)),  # last: used between ranks of one page only
     ], align=True)  # fmt: skip
 
 

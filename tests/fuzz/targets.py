@@ -192,7 +192,7 @@ def _page() -> tuple[Target, Target]:
     layout = rank_layout(N)
     assert layout.fields is not None
     at = ranks_offset(N) + layout.itemsize
-    block = slice(at, at + layout.fields["marks"][1])
+    block = slice(at, at + layout.itemsize)
     recorder = slice(state.pages[0].head_bytes, ranks_offset(N))
     first = state.valid[block]
 

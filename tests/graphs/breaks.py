@@ -74,7 +74,7 @@ def add_eager(comm: Any) -> None:
     """The method: its result is the function's; refused where there is no recording; plain with breaks=False."""
     source, calls = mine(50), []
     graph = Graph(comm)
-    with raises(GraphStateError, "add_eager() needs this graph's recording", "empty"):
+    with raises(GraphStateError, "add_eager() was called outside of this graph's recording", "empty"):
         graph.add_eager(lambda: None)
     with graph.record():
         total = comm.allreduce(source)

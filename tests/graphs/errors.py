@@ -52,7 +52,7 @@ def states(comm: Any) -> None:
     assert graph.state == "empty"
     with raises(GraphStateError, "replay()", "empty", "record it first"):
         graph.replay()
-    with raises(GraphStateError, "empty", "Record first"):
+    with raises(GraphStateError, "empty", "Record it first"):
         _ = graph.pool
     with other.record():
         again = comm.allreduce(source)
@@ -62,15 +62,15 @@ def states(comm: Any) -> None:
         first = comm.allreduce(source)
         with raises(GraphStateError, "record()", "recording", "new Graph"):
             graph.record().__enter__()
-        with raises(GraphStateError, "record()", "same thread", "end that one first"):
+        with raises(GraphStateError, "record()", "same thread", "End that recording first"):
             Graph(comm).record().__enter__()
         with raises(GraphStateError, "replay()", "recording", "record it first"):
             graph.replay()
         with raises(GraphStateError, "replay()", "within a recording"):
             other.replay()
-        with raises(GraphStateError, "close()", "leave the with block"):
+        with raises(GraphStateError, "close()", "Leave the with block"):
             graph.close()
-        with raises(GraphStateError, "capture()", "other way round"):
+        with raises(GraphStateError, "capture()", "within a recording"):
             comm.capture().__enter__()
         second = comm.allreduce(first)
     assert graph.state in ("staged", "registered")
@@ -312,7 +312,7 @@ def foreign_capture(comm: Any) -> None:
     with stream:
         stream.begin_capture()
         result = comm.allreduce(source, out=source)
-        with raises(CaptureError, "end that capture first"):
+        with raises(CaptureError, "End that capture first"):
             Graph(comm).record().__enter__()
         captured = stream.end_capture()
         captured.launch(stream)
@@ -352,7 +352,7 @@ def waits_in_the_body(comm: Any) -> None:
     earlier = side.record()
     for wait, words in (
         (lambda: cupy.cuda.get_current_stream().synchronize(), ["before the recording"]),
-        (lambda: cupy.cuda.get_current_stream().wait_event(earlier), ["into a break", "eager_break outermost"]),
+        (lambda: cupy.cuda.get_current_stream().wait_event(earlier), ["in a break", "eager_break outermost"]),
     ):
         with raises(CaptureError, *words) as caught, Graph(comm).record():
             comm.allreduce(source)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import Any
+from unittest import mock
 
 from ipcreduce import Communicator, Graph, PeerFailedError
+from ipcreduce.calls.sequence import CallSequence
 from tests.graphs import options
 from tests.graphs.common import LAST, RANK, SIZE, TOTAL, WORLD, mine, raises, right, works
 
@@ -109,11 +112,17 @@ def nested_captures(comm: Any) -> None:
 
 
 def exception_in_capture(comm: Any) -> None:
-    """On one rank or on all: unchanged there, PeerFailedError on the others; graphs stay staged and can be replayed."""
+    """On one rank or on all: unchanged there; graphs stay staged and can be replayed.
+
+    The others get PeerFailedError: at the end of their blocks if graphs are registered there, else in the next call.
+    """
+    registers = comm._session.direct is not None
     for who in ([LAST], [0], range(SIZE)):
         for inner in (False, True):
             kept = []
-            with raises(KeyError if RANK in who else PeerFailedError, "of the program"), comm.capture():
+            told = raises(PeerFailedError, "of the program")
+            others = told if registers else contextlib.nullcontext()
+            with raises(KeyError, "of the program") if RANK in who else others, comm.capture():
                 kept.append(Layers(comm, 2))
                 if inner:
                     with comm.capture():
@@ -123,9 +132,32 @@ def exception_in_capture(comm: Any) -> None:
                     raise KeyError("of the program")
             assert kept[0].states() == {"staged"}
             WORLD.Barrier()
+            if RANK not in who and not registers:
+                with told:
+                    comm.allreduce(mine())
             kept[0].check(2)
             kept[0].close()
             works(comm)
+
+
+def one_vote(comm: Any) -> None:
+    """One exchange a recording; at the end of capture() another one and a call only if graphs are registered there."""
+    votes: list[int] = []
+    gather = CallSequence.gather
+
+    def count(calls: CallSequence, number: int, *given: Any) -> list[bytes]:
+        votes.append(number)
+        return gather(calls, number, *given)
+
+    with mock.patch.object(CallSequence, "gather", count), contextlib.ExitStack() as graphs:
+        with comm.capture():
+            for recordings in (1, 2, 3):
+                with graphs.enter_context(Graph(comm)).record():
+                    comm.allreduce(mine())
+                assert len(votes) == recordings
+            number = comm._calls.number
+        registers = comm._session.direct is not None
+        assert (len(votes) > 3, comm._calls.number - number) == (registers, registers)
 
 
 def one_registration(comm: Any) -> None:
@@ -148,4 +180,4 @@ def one_registration(comm: Any) -> None:
         layers.close()
 
 
-SCENARIOS = [warmed_up, captured_again, nested_captures, exception_in_capture, one_registration]
+SCENARIOS = [warmed_up, captured_again, nested_captures, exception_in_capture, one_vote, one_registration]

@@ -346,7 +346,7 @@ def inputs_that_share_memory(comm: Any) -> None:
     with GraphRunner(lambda one: [comm.allreduce(one * 1)], comm, copy_inputs=True) as runner:
         called_with(runner, every_row(x[0]))
         assert (called_with(runner, every_row(y[0]))[0] == sums(51)[0]).all()
-        with raises(ArgumentError, "args[0] must have strides (0, 4)", "elements share memory"):
+        with raises(ArgumentError, "args[0] has strides", "had (0, 4)", "elements share memory"):
             called_with(runner, y)
         works(comm)
 

@@ -153,17 +153,17 @@ def log() -> None:
 # ---- mistakes that a GPU would show
 def arguments() -> None:
     with Communicator() as comm:
-        words = "comm must be an ipcreduce.Communicator; found "
+        words = "comm must be an ipcreduce.Communicator, not "
         for wrong in (1, WORLD, Communicator, Graph(comm), "comm"):
             raises(ArgumentError, words, lambda wrong=wrong: Graph(wrong))
             raises(ArgumentError, words, lambda wrong=wrong: GraphRunner(step, wrong))
         for wrong in (3, None, "step"):
-            raises(ArgumentError, "function must be callable; found ", lambda wrong=wrong: GraphRunner(wrong, comm))
+            raises(ArgumentError, "function must be callable, not ", lambda wrong=wrong: GraphRunner(wrong, comm))
         raises(ArgumentError, "mode must be", lambda: GraphRunner(step, comm, mode="partial"))
         for kind in (Graph, lambda comm, **options: GraphRunner(step, comm, **options)):
             raises(ArgumentError, "check must be", lambda kind=kind: kind(comm, check="sometimes"))
         raises(ArgumentError, "pool must be", lambda: Graph(comm, pool=3))
-        raises(ArgumentError, "name must be a str; found int", lambda: Graph(comm, name=3))
+        raises(ArgumentError, "name must be a str, not int", lambda: Graph(comm, name=3))
         for stream in ("x", -1, 1.5):
             words = (
                 f"stream must be an int, a CuPy stream or an object with __cuda_stream__; found {type(stream).__name__}"
@@ -231,7 +231,7 @@ def results_of_breaks() -> None:
                 assert full(wrong) is wrong  # a full graph has no breaks
             with ipcreduce.forward_context("a"):
                 assert GraphRunner(give, comm, record_new=False)(wrong) is wrong
-                words = f"returned a {type(wrong).__name__}: expected an array, a scalar or None. Write other results"
+                words = f"returned a {type(wrong).__name__}. It may return an array, a scalar or None."
                 raises(CaptureError, words, lambda wrong=wrong: runner(wrong))
         for fine in (np.ones(2), np.float32(1), None, True, 7, 1.5, "x"):
             with ipcreduce.forward_context("a"):

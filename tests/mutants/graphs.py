@@ -11,7 +11,7 @@ BREAKS, POOL, ADDRESSES, CHECK = (
     f"ipcreduce/graphs/{name}.py" for name in ("breaks", "pool", "addresses", "address_check")
 )
 COPIED, ARRAYS = "ipcreduce/graphs/copied_inputs.py", "ipcreduce/arrays/views.py"
-MAPPINGS, REGISTRATION = (f"ipcreduce/graphs/direct/{name}.py" for name in ("mappings", "registration"))
+MAPPINGS, MARKS, REGISTRATION = (f"ipcreduce/graphs/direct/{name}.py" for name in ("mappings", "marks", "registration"))
 
 
 def scenario(name: str, *, ranks: int = 2, late: bool = False, direct: bool = False) -> str:
@@ -117,8 +117,8 @@ MUTANTS = [
     Mutant(
         "a closed graph is replayed, and does nothing",
         GRAPH,
-        '_READY = ("staged", "registered")',
-        '_READY = ("staged", "registered", "closed")',
+        'self._expect("replay()", ("staged",),',
+        'self._expect("replay()", ("staged", "closed"),',
         scenario("states"),
     ),
     Mutant(
@@ -131,8 +131,8 @@ MUTANTS = [
     Mutant(
         "two recordings of a communicator are open at once",
         SESSION,
-        '            if calls.recording is not None:\n                raise GraphStateError("record() while',
-        '            if False:\n                raise GraphStateError("record() while',
+        '            if calls.recording is not None:\n                raise GraphStateError("this',
+        '            if False:\n                raise GraphStateError("this',
         scenario("two_threads"),
     ),
     Mutant(
@@ -317,9 +317,9 @@ MUTANTS = [
     ),
     Mutant(
         "a graph's memory is freed while a peer has it mapped",
-        MAPPINGS,
-        "return bool((self._page.marks[:, serial % MARKS] == serial + 1).all())",
-        "return bool((self._page.marks[:, serial % MARKS] == serial + 1).any())",
+        MARKS,
+        "return bool((self._words[:, serial % MARKS] == serial + 1).all())",
+        "return bool((self._words[:, serial % MARKS] == serial + 1).any())",
         unit("pool", "memory_stays_until_every_rank_has_dropped_the_graph"),
     ),
     Mutant(

@@ -29,6 +29,7 @@ _STANDS_FOR = {
     "ipcreduce.cuda.streams": "tests.simulated.driver_streams",
     "ipcreduce.cuda.graph": "tests.simulated.graph",
     "ipcreduce.cuda.compiler": "tests.simulated.compiler",
+    "ipcreduce.graphs.direct.driver_calls": "tests.simulated.direct_calls",
     "cupy": "tests.simulated.cupy",
     "nccl": "tests.simulated.nccl_package",
     "nccl.bindings": "tests.simulated.nccl_package",

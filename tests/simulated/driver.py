@@ -205,11 +205,6 @@ def open_memory(handle: bytes) -> int:
     return address
 
 
-@api("cuMemGetAddressRange")
-def allocation_bytes(address: int) -> int:
-    return machine.block_at(address, 1).nbytes
-
-
 @api("cuIpcCloseMemHandle")
 def close_memory(address: int) -> None:
     """Waits for everything in the context, as the driver does."""

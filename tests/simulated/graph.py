@@ -12,12 +12,6 @@ from .driver import Launch, alive, api
 from .driver_streams import captured_nodes, graphs, nodes_of
 from .machine import Fault
 
-
-@api("cuGraphKernelNodeSetParams")
-def set_kernel(node: int, launch: Launch) -> None:
-    captured_nodes[node].work = launch.work()
-
-
 _handles = itertools.count(1)
 _executables: dict[int, machine_streams.Nodes] = {}
 

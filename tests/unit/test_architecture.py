@@ -36,6 +36,11 @@ LAYERS = (
 )
 LONGEST = 400
 LONGEST_FUNCTION = 60
+# Names and words that only graphs/direct may use.
+DIRECT_ONLY = {
+    "marks", "MARKS", "Marks", "outs", "OUTS", "_OUTS", "set_kernel", "allocation_bytes", "launch_to", "LaunchedKernel",
+    "Recorder", "recorder", "slab_number", "unmapped", "unmap_all", "release_all", "registered", "Registrable",
+}  # fmt: skip
 
 
 def imports(name: str) -> Iterator[str]:
@@ -140,6 +145,50 @@ def test_direct_has_one_seam():
         and any(is_in(imported, "ipcreduce.graphs.direct") for imported in imports(name))
     }
     assert importers == {"ipcreduce.graphs.session"}
+    assert strangers() == set()
+    options = {"ipcreduce.options", "ipcreduce.communicator"}
+    assert {name for name in MODULES if not is_direct(name) and "direct" in texts(name)} == {*importers, *options}
+
+
+def test_the_seam_of_direct_finds_what_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for code, found in (
+        ("def set_kernel(node): ...", "set_kernel"), ("page.marks[0] = 1", "marks"), ("_OUTS = 16", "_OUTS"),
+        ("def run(recorder=None): ...", "recorder"), ("close(unmap=[], unmapped=[])", "unmapped"),
+        ("state = 'registered'", "registered"), ("from .launches import LaunchedKernel", "LaunchedKernel"),
+        ("class Plan:\n    def for_direct_only(self): ...", "for_direct_only"), ("'The marks.'\nsteps = 3", None),
+    ):  # fmt: skip
+        (tmp_path / "one.py").write_text(code)
+        monkeypatch.setitem(MODULES, "ipcreduce.ipc.one", tmp_path / "one.py")
+        (tmp_path / "two.py").write_text("plan.for_direct_only()")
+        monkeypatch.setitem(MODULES, "ipcreduce.graphs.direct.two", tmp_path / "two.py")
+        assert strangers() == ({("ipcreduce.ipc.one", found)} if found else set())
+
+
+def is_direct(name: str) -> bool:
+    return is_in(name, "ipcreduce.graphs.direct")
+
+
+def texts(name: str) -> set[str]:
+    """All names and strings in a module's code."""
+    nodes = ast.walk(ast.parse(MODULES[name].read_text()))
+    return {value for node in nodes for _, value in ast.iter_fields(node) if isinstance(value, str)}
+
+
+def strangers() -> set[tuple[str, str]]:
+    """(module, name) of all that belongs to direct and stands outside of it: known names, and what only direct uses."""
+    used, defined = {True: set(), False: set()}, set()
+    for name in MODULES:
+        for node in ast.walk(ast.parse(MODULES[name].read_text())):
+            if isinstance(node, (ast.Name, ast.Attribute)):
+                text = node.id if isinstance(node, ast.Name) else node.attr
+                if isinstance(node.ctx, ast.Load):
+                    used[is_direct(name)].add(text)
+                elif not is_direct(name):
+                    defined.add((name, text))
+            elif isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not is_direct(name):
+                defined.add((name, node.name))
+    known = {(name, text) for name in MODULES if not is_direct(name) for text in texts(name) & DIRECT_ONLY}
+    return known | {(name, text) for name, text in defined if text in used[True] - used[False]}
 
 
 def test_nothing_imports_the_guests():

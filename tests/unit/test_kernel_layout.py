@@ -19,6 +19,7 @@ import pytest
 from ipcreduce.calls.faults import fault_error
 from ipcreduce.dtypes import DTYPE_NAMES, DTYPES, OPS
 from ipcreduce.errors import PeerTimeoutError
+from ipcreduce.graphs.direct import launches as direct_launches
 from ipcreduce.ipc import launches, peers, plan, workspace
 from ipcreduce.page import shared_files
 from ipcreduce.page.control_page import Page
@@ -39,7 +40,7 @@ FIELDS = {  # of struct Args: the index of its first word in launches.py
     "abort": launches._ABORT,
     "missing": launches._MISSING,
     "timeout_ns": launches._TIMEOUT,
-    "outs": launches._OUTS,
+    "outs": direct_launches.OUTS,
 }
 VERDICTS = {"kNoData": peers._NO_DATA, "kWhole": peers._WHOLE, "kSplit": peers._SPLIT}
 MACROS = {"IPCREDUCE_DTYPE": "int32", "IPCREDUCE_OP": "sum", "IPCREDUCE_WHOLE_PACKETS": "1"}

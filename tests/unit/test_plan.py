@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ipcreduce.dtypes import KIND_NAMES, OPS
+from ipcreduce.graphs.direct import shapes
 from ipcreduce.ipc import plan, workspace
 from tests.tools.machine import ROOT
 
@@ -71,13 +72,17 @@ def test_steps(nbytes: int, n: int, half: int, force: str | None):
         assert step.nbytes > 0
         assert step.nbytes % 16 == 0 or step is steps[-1]
         check_step(step, n, half)
-        assert force is None or step.algorithm == ("two_shot" if force == "direct" else force)  # direct comes later
+        assert force in (None, step.algorithm)
     assert end == nbytes
 
 
 def check_step(step: plan.LaunchPlan, n: int, half: int) -> None:
     """One launch fits the workspace and the limits of the kernel, and its threads cover its packets."""
-    assert plan.staging_bytes(step.algorithm, step.nbytes, n) + plan.CODES_BYTES <= half
+    if step.algorithm == "direct":  # data one way, as in two_shot, and then a packet a block
+        staged = plan.staging_bytes("two_shot", step.nbytes, n) // 2 + (n - 1) * plan.row_bytes(plan.EPOCH_SLOTS)
+    else:
+        staged = plan.staging_bytes(step.algorithm, step.nbytes, n)
+    assert staged + plan.CODES_BYTES <= half
     assert 1 <= step.grid <= plan.EPOCH_SLOTS
     assert step.block % 32 == 0
     assert 32 <= step.block <= launch_bound(step.algorithm, step.depth, n)
@@ -148,7 +153,7 @@ def test_looped_grids_are_resident_at_once(nbytes: int, n: int, multiprocessors:
     """Two blocks of the largest size a multiprocessor, which KERNEL(..., 2) keeps the registers for."""
     resident, half = min(plan.EPOCH_SLOTS, 2 * multiprocessors), workspace.half_bytes(256 * MB)
     for step in plan.make_plan(nbytes, n, half, "two_shot", (), resident):
-        found = plan.direct(step, n, resident) if direct else step
+        found = shapes.direct(step, n, resident) if direct else step
         check_step(found, n, half)
         most = launch_bound(found.algorithm, found.depth, n)
         assert direct or plan.most_threads(found.algorithm, found.depth, n) == most
@@ -181,14 +186,16 @@ def test_grids_of_ranks_on_one_gpu_are_resident_at_once(
     steps = plan.make_plan(nbytes, n, half, force, table, resident, sharing)
     assert sum(step.nbytes for step in steps) == nbytes
     assert [step.offset for step in steps] == [sum(other.nbytes for other in steps[:i]) for i in range(len(steps))]
-    if force == "direct":
-        steps += tuple(plan.direct(step, n, resident, sharing) for step in steps)
+    kernels = plan.kernels(n, force, table)
+    if force == "two_shot":
+        steps += tuple(shapes.direct(step, n, resident, sharing) for step in steps)
+        kernels |= {("direct", shapes.depth(n))}
     for step in {replace(step, offset=0) for step in steps}:
         check_step(step, n, half)
         assert 2 * sharing * step.grid <= 2 * multiprocessors, "more blocks than two a multiprocessor"
         assert 2 * step.block <= resident_threads(step.algorithm, step.depth, n)
         assert 2 * step.block <= 1536  # what the multiprocessors of the smaller GPUs hold
-    assert {(step.algorithm, step.depth) for step in steps} <= plan.kernels(n, force, table)
+    assert {(step.algorithm, step.depth) for step in steps} <= kernels
 
 
 @pytest.mark.parametrize(
@@ -208,8 +215,8 @@ def test_shapes_on_a_shared_gpu(n: int, sharing: int, nbytes: int, shape: tuple[
 @given(sizes, worlds)
 def test_direct_does_what_the_staged_launch_did(nbytes: int, n: int):
     half = workspace.half_bytes(256 * MB)
-    for staged in plan.make_plan(nbytes, n, half, "direct"):
-        step = plan.direct(staged, n)
+    for staged in plan.make_plan(nbytes, n, half, "two_shot"):
+        step = shapes.direct(staged, n)
         assert (step.algorithm, step.offset, step.nbytes) == ("direct", staged.offset, staged.nbytes)
         check_step(step, n, half)
 
@@ -420,6 +427,4 @@ def test_kernels_are_all_that_a_plan_may_launch(nbytes: int, n: int, half: int, 
     table = (plan.Choice(4 * KB, "one_shot", 64, 128, 1), plan.Choice(GB, "two_shot", 128, 256, 2)) if tuned else ()
     steps = plan.make_plan(nbytes, n, half, force, table)
     used = {(step.algorithm, step.depth) for step in steps}
-    if force == "direct":
-        used |= {(one.algorithm, one.depth) for one in (plan.direct(step, n) for step in steps)}
     assert used <= plan.kernels(n, force, table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -13,10 +14,12 @@ from hypothesis import strategies as st
 from ipcreduce.cuda import driver
 from ipcreduce.errors import UnsupportedError
 from ipcreduce.graphs import pool as pools
+from ipcreduce.graphs.direct import driver_calls
 from ipcreduce.graphs.direct.mappings import Mappings
+from ipcreduce.graphs.direct.marks import Marks, nbytes
 from ipcreduce.graphs.direct.registration import DirectGraphs
 from ipcreduce.graphs.pool import GraphPool
-from ipcreduce.page.control_page import Page
+from ipcreduce.page import shared_files
 
 MB = 1 << 20
 OPERATIONS = st.lists(
@@ -144,15 +147,19 @@ def test_a_pool_that_a_graph_uses_again_before_it_went_back_stays(device: Device
 
 # ---- memory that peers map
 def test_memory_stays_until_every_rank_has_dropped_the_graph():
-    page = Page.alone(0, 3)
     freed: list[int] = []
-    mappings = Mappings(page)
+    descriptor, path = shared_files.create(nbytes(3))
+    ranks = [Marks(os.dup(descriptor), rank, 3) for rank in range(3)]
+    os.close(descriptor)
+    shared_files.remove(path)
+    mappings = Mappings()
+    mappings.marks = ranks[0]
     serials = [mappings.use([], lambda number=number: freed.append(number)) for number in range(2)]
     mappings.drop(serials[0], [])
-    page.marks[1, serials[0]] = serials[0] + 1
+    ranks[1].set(serials[0])
     mappings.collect()
     assert not freed, "rank 2 has it mapped"
-    page.marks[2, serials[0]] = serials[0] + 1
+    ranks[2].set(serials[0])
     mappings.collect()
     assert freed == [0]
 
@@ -162,8 +169,8 @@ def test_a_slab_is_mapped_once_and_as_long_as_a_graph_uses_it(monkeypatch: pytes
     closed: list[int] = []
     monkeypatch.setattr(driver, "open_memory", lambda handle: opened.append(handle) or 4096 * len(opened))
     monkeypatch.setattr(driver, "close_memory", closed.append)
-    monkeypatch.setattr(driver, "allocation_bytes", lambda address: MB)
-    mappings, keys = Mappings(Page.alone(0, 2)), [(1, 7), (1, 8)]
+    monkeypatch.setattr(driver_calls, "allocation_bytes", lambda address: MB)
+    mappings, keys = Mappings(), [(1, 7), (1, 8)]
     assert [mappings.open(key, b"handle", MB) for key in (*keys, keys[0])] == [4096, 8192, 4096]
     serials = [mappings.use(used, lambda: None) for used in (keys, keys[:1])]
     mappings.drop(serials[0], keys)

@@ -10,6 +10,7 @@ import pytest
 from ipcreduce.calls.fingerprint import Fingerprint, of_allreduce
 from ipcreduce.calls.sequence import CallSequence
 from ipcreduce.calls.votes import Vote, agree, vote
+from ipcreduce.device.backend import Life
 from ipcreduce.errors import PeerFailedError, PeerTimeoutError, RankMismatchError
 from ipcreduce.graphs.session import GraphSession
 from ipcreduce.page.layout import CHUNK_BYTES
@@ -65,9 +66,9 @@ def test_calls_before_a_vote_are_still_compared():
 def test_a_stale_recording_does_not_hide_the_timeout_of_its_vote():
     calls = make_ranks(2)[0]
     session = GraphSession.__new__(GraphSession)
-    backend = SimpleNamespace(generation=1, recorded=set())  # NCCL's communicator was aborted since
-    session.calls, session._backend = calls, backend  # type: ignore[assignment]
-    recording = SimpleNamespace(number=1, generation=0, segments=[])
+    session.calls, session._backend = calls, SimpleNamespace()  # type: ignore[assignment]
+    recording = SimpleNamespace(number=1, life=Life(), segments=[])
+    recording.life.end()  # NCCL's communicator was aborted
     with clock.passing(121.0), pytest.raises(PeerTimeoutError, match="rank 1"):
         session.end_recording(recording, None)  # type: ignore[arg-type]
 

@@ -1,8 +1,8 @@
 """Mappings of graphs' memory between ranks, beyond the workspaces: the direct kernel writes to it.
 
-A slab is mapped once, however many graphs use it. Each registered graph has a serial number, the same on every rank; a
-rank marks on the control page when it has unmapped the slabs of a graph, and a graph's own memory is kept until every
-rank has marked it. So closing a graph waits for nobody.
+A slab is mapped once, however many graphs use it. Each registered graph has a serial number, the same on every rank. A
+rank sets a mark when it has unmapped the slabs of a graph, and a rank keeps a graph's memory until every rank has set
+the mark. So closing a graph waits for nobody.
 """
 
 from __future__ import annotations
@@ -13,46 +13,49 @@ from collections.abc import Callable, Iterable
 
 from ...cuda import driver
 from ...errors import CudaError, UnsupportedError
-from ...page.control_page import Page
-from ...page.layout import MARKS
+from . import driver_calls
+from .marks import MARKS, Marks
 
 Key = tuple[int, int]  # rank, and the number of the slab there
 
 
 class Mappings:
-    """The peers' slabs that one communicator has mapped, and the pins of our own."""
+    """The peers' slabs that one communicator has mapped, and the pins of this rank's slabs.
 
-    def __init__(self, page: Page) -> None:
-        self._page = page
+    :ivar marks: the ranks' marks, from the first registration on.
+    """
+
+    def __init__(self) -> None:
+        self.marks: Marks | None = None
         self._mapped: dict[Key, int] = {}
         self._uses: Counter[Key] = Counter()
         self._serial = 0
         self._lock = threading.RLock()  # graphs are collected in any thread
-        self._pins: dict[int, Callable[[], None]] = {}  # by serial number: frees our memory
+        self._pins: dict[int, Callable[[], None]] = {}  # by serial number: frees this rank's memory
 
     def open(self, key: Key, handle: bytes, nbytes: int) -> int:
-        """Map a peer's slab of ``nbytes`` bytes; its address here.
+        """Map a peer's slab of ``nbytes`` bytes, and return its address here.
 
-        :raises CudaError: if it cannot be mapped. :raises UnsupportedError: if it is smaller than that.
+        :raises CudaError: if the slab cannot be mapped. :raises UnsupportedError: if it is smaller than ``nbytes``.
         """
         with self._lock:
             if key not in self._mapped:
                 self._mapped[key] = driver.open_memory(handle)
             address = self._mapped[key]
-        found = driver.allocation_bytes(address)
+        found = driver_calls.allocation_bytes(address)
         if found < nbytes:
             raise UnsupportedError(f"rank {key[0]}'s allocation {key[1]} has {found} bytes here, not {nbytes}")
         return address
 
     def room(self) -> bool:
-        """True if one graph more can be registered: the page has marks for the last :data:`MARKS`."""
+        """Return True if one more graph can be registered. There are marks for the last :data:`MARKS` graphs."""
         self.collect()
         return self._serial - min(self._pins, default=self._serial) < MARKS
 
     def use(self, keys: Iterable[Key], release: Callable[[], None]) -> int:
-        """Count one graph more that writes to these slabs of peers, as theirs do to ours.
+        """Count one more graph that writes to these slabs of peers, as the peers' graphs write to this rank's slabs.
 
-        :param release: called once no peer has our slabs mapped for this graph.
+        :param release: called once no peer has this rank's slabs mapped for the graph.
         :returns: the graph's serial number, for :meth:`drop`.
         """
         with self._lock:
@@ -62,14 +65,15 @@ class Mappings:
             return serial
 
     def drop(self, serial: int, keys: Iterable[Key]) -> None:
-        """Count one graph less. Slabs that no other graph uses are unmapped, once its last replay is over.
+        """Count one graph less. Slabs that no other graph uses are unmapped, once the graph's last replay is over.
 
-        :raises CudaError: if that fails: the peers then keep their memory.
+        :raises CudaError: if unmapping fails. The peers then keep their memory.
         """
         with self._lock:
             self._uses.subtract(keys)
             self.unmap_unused()
-        self._page.marks[self._page.rank, serial % MARKS] = serial + 1
+        if self.marks is not None:
+            self.marks.set(serial)
         self.collect()
 
     def unmap_unused(self) -> None:
@@ -88,21 +92,18 @@ class Mappings:
     def collect(self) -> None:
         """Free the memory of graphs that every rank has dropped."""
         with self._lock:
-            over = [serial for serial in list(self._pins) if self._dropped_by_all(serial)]
+            over = [serial for serial in list(self._pins) if self.marks is not None and self.marks.all_set(serial)]
             free = [self._pins.pop(serial, None) for serial in over]  # a finaliser may have come in between
         for release in free:
             if release is not None:
                 release()
 
-    def _dropped_by_all(self, serial: int) -> bool:
-        return bool((self._page.marks[:, serial % MARKS] == serial + 1).all())
-
     def unmap_all(self) -> None:
-        """Unmap everything of the peers. Idempotent."""
+        """Unmap all slabs of the peers. Idempotent."""
         self._uses.clear()
         self.unmap_unused()
 
     def release_all(self) -> None:
-        """Free all memory of ours: every peer has unmapped it."""
+        """Free all pinned memory of this rank. Every peer must have unmapped it."""
         while self._pins:
             self._pins.popitem()[1]()

@@ -1,19 +1,24 @@
-"""Registration: once, after recording, all-reduces whose outputs lie in memory of ours become direct on all ranks.
+"""Registration: once, after recording, all-reduces whose outputs lie in memory of graphs become direct on all ranks.
 
-Only where the communicator asks for that (plan.direct says why it is off by default). Until then, and wherever a
-rank's output cannot be mapped, they stay staged, which is right too. So nothing here can make a graph wrong.
+Only ``Communicator(algorithm="direct")`` asks for that (shapes.py says why it is off by default). Until then, and
+wherever a rank's output cannot be mapped, all-reduces stay staged, which gives the same results. So nothing in here can
+make a graph wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from ...calls import turns
+from ...calls.fingerprint import Fingerprint
 from ...calls.sequence import CallSequence
 from ...cuda import driver
 from ...cuda import graph as cuda_graph
@@ -27,85 +32,128 @@ from ...errors import (
 )
 from ...ipc import plan
 from ...ipc.backend import IpcBackend
-from ...page import records
+from ...page import records, shared_files
 from ...texts import decoded, described, encoded
-from ..pool import GraphPool
-from ..recording import LaunchedKernel, Segment
+from ...types import DEFAULT_STREAM
+from ..pool import GraphPool, Slab
+from ..recording import RecordedCall, Resources, Segment
+from . import marks, shapes
+from .driver_calls import set_kernel
+from .launches import Launched, launch_to, noted
 from .mappings import Key, Mappings
 
 _SLAB = np.dtype([("number", "<i8"), ("nbytes", "<u8"), ("handle", "V64")])
 _SPAN = np.dtype([("slab", "<i8"), ("offset", "<u8")])  # slab -1: this all-reduce cannot be direct
+_CAPTURE = Fingerprint.of("the end of capture()")
+_REGISTERED = "registered"  # the state of graphs
 
-
-class Registrable(Protocol):
-    """A recorded graph."""
-
-    @property
-    def segments(self) -> list[Segment]: ...
-
-    def pools(self) -> list[GraphPool]:
-        """The memory in which outputs that peers may map can lie."""
-
-    def registered(self, executables: dict[Segment, cuda_graph.Executable], drop: Callable[[], None]) -> None:
-        """Take executables with direct kernels. ``drop()``: they will not be launched any more."""
+Agree = Callable[[int, list[Segment], "BaseException | None"], None]  # see GraphSession
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    graph: Registrable
+    resources: Resources
     segment: Segment
-    launched: LaunchedKernel
+    call: RecordedCall
+    launched: Launched
     direct: plan.LaunchPlan
-
-    @property
-    def target(self) -> int:
-        return self.launched.target + self.direct.offset
 
 
 _Chosen = tuple[_Candidate, list[int], list[Key]]  # with each rank's address here, and the peers' slabs
 
 
 class DirectGraphs:
-    """The registered graphs of one communicator."""
+    """The direct graphs of one communicator.
 
-    def __init__(self, backend: IpcBackend, calls: CallSequence) -> None:
-        self.mappings = Mappings(backend.page)
-        self._backend, self._calls = backend, calls
+    :param agree: votes on recordings.
+    :param memory: the pool of ``comm.empty()``, in which outputs may lie.
+    """
 
-    def register(self, number: int, graphs: Sequence[Registrable]) -> None:
-        """Switch to direct kernels in graphs that every rank has recorded alike, within call ``number``. Collective.
+    def __init__(self, backend: IpcBackend, calls: CallSequence, agree: Agree, memory: GraphPool) -> None:
+        self.mappings = Mappings()
+        self.launched: WeakKeyDictionary[RecordedCall, list[Launched]] = WeakKeyDictionary()
+        self._backend, self._calls, self._agree, self._memory = backend, calls, agree, memory
+        self._recorded: list[tuple[Any, Resources]] = []  # not registered yet
+        self._numbers: WeakKeyDictionary[Slab, int] = WeakKeyDictionary()  # an address may come again
+        self._next_number = count()
+        if backend.n > 1:
+            backend.launches.further_kernels = {(shapes.ALGORITHM, shapes.depth(backend.n))}
+        backend.shared.append((self.mappings.unmap_all, self.mappings.release_all))
 
-        :raises PeerLostError: if a rank does not come. Other trouble leaves the graphs staged, on all ranks.
+    def noted(self, prepared: Any, call: RecordedCall) -> Any:
+        """The prepared all-reduce ``call``, which also notes its launches when it is recorded."""
+        return noted(prepared, self.launched.setdefault(call, []))
+
+    def add(self, graph: Any, resources: Resources) -> None:
+        """Keep a graph that has been recorded, with its resources, for the next registration."""
+        self._recorded.append((graph, resources))
+
+    def forget(self) -> None:
+        """Let the graphs stay staged that have not been registered."""
+        self._recorded.clear()
+
+    def register_together(self) -> None:
+        """At the end of ``capture()``: register the graphs recorded in it, if every rank has come. Collective."""
+        calls = self._calls
+        with calls.lock:
+            recorded, self._recorded = self._recorded, []
+            segments = [segment for _, resources in recorded for segment in resources.segments]
+            turns.make(calls, calls.enter, _CAPTURE, DEFAULT_STREAM)
+            number = calls.number
+            turns.alone(calls, self._agree, number, segments, None)
+            self._recorded = recorded
+            self.register(number)
+
+    def register(self, number: int) -> None:
+        """Switch to direct kernels in the graphs that have been added, within call ``number``. Collective.
+
+        :raises PeerLostError: if a rank does not come. After any other error the graphs stay staged, on all ranks.
         :raises RankMismatchError: on every rank, if one describes its memory wrongly.
         """
+        recorded, self._recorded = self._recorded, []
+        with self._calls.lock:
+            turns.alone(self._calls, self._register, number, [resources for _, resources in recorded])
+
+    def _register(self, number: int, recorded: list[Resources]) -> None:
+        launches = self._backend.launches
         candidates = [
-            _Candidate(graph, segment, launched, direct)
-            for graph in graphs
-            for segment in graph.segments
+            _Candidate(
+                resources, segment, call, one,
+                shapes.direct(one.part, self._backend.n, launches.resident, launches.sharing),
+            )
+            for resources in recorded
+            for segment in resources.segments
             for call in segment.calls
-            for launched in call.launches
-            if (direct := self._planned(launched.part)) is not None
-        ]
+            for one in self.launched.get(call, ())
+        ]  # fmt: skip
         if not candidates:  # the same on every rank, since the recordings are
             return
         with suppress(UnsupportedError):  # a vote: on every rank alike
+            if self.mappings.marks is None:
+                self.mappings.marks = self._share_marks(number)
             self._switch(number, self._map(number, candidates))
 
-    def collect(self) -> None:
-        """Free the memory of graphs that every rank has dropped."""
-        self.mappings.collect()
-
-    def unmap_all(self) -> None:
-        """Unmap everything of the peers. Idempotent."""
-        self.mappings.unmap_all()
-
-    def release_all(self) -> None:
-        """Free all memory of ours: every peer has unmapped it."""
-        self.mappings.release_all()
-
-    def _planned(self, staged: plan.LaunchPlan) -> plan.LaunchPlan | None:
-        launches = self._backend.launches
-        return plan.direct(staged, self._backend.n, launches.resident, launches.sharing)
+    def _share_marks(self, number: int) -> marks.Marks:
+        """The ranks' marks, in a file that rank 0 makes. :raises UnsupportedError: if a rank cannot open it."""
+        page, path, error, shared = self._backend.page, "", None, None
+        try:
+            try:
+                if page.rank == 0:
+                    descriptor, path = shared_files.create(marks.nbytes(page.n))
+                    shared = marks.Marks(descriptor, page.rank, page.n)
+            except OSError as caught:
+                error = caught
+            path = decoded(self._gather(number, encoded(path))[0])
+            try:
+                if page.rank and path:
+                    shared = marks.Marks(shared_files.open_existing(path), page.rank, page.n)
+            except OSError as caught:
+                error = caught
+            self._confirm(number, error, "sharing the marks of graphs")
+        finally:
+            shared_files.remove(path)
+        assert shared is not None
+        return shared
 
     def _gather(self, number: int, payload: bytes) -> list[bytes]:
         try:
@@ -120,7 +168,7 @@ class DirectGraphs:
                 raise UnsupportedError(f"{what} failed on rank {rank}: {decoded(text)}")
 
     def _map(self, number: int, candidates: list[_Candidate]) -> list[_Chosen]:
-        """The candidates that direct.cu can take on all ranks, mapped.
+        """Map the outputs of the candidates that direct.cu can take on all ranks. Returns these.
 
         :raises UnsupportedError: if mapping fails on a rank.
         """
@@ -133,13 +181,14 @@ class DirectGraphs:
             if not mappings.room():
                 raise UnsupportedError("too many registered graphs have not been closed on every rank")
             for index, one in enumerate(candidates):
-                found = (pool.find(one.target, one.direct.nbytes) for pool in one.graph.pools())
+                source, target, nbytes = one.launched.source, one.launched.target, one.direct.nbytes
+                found = (pool.find(target, nbytes) for pool in self._pools(one.resources))
                 slab = next((slab for slab in found if slab is not None), None)
-                aligned = (one.launched.source | one.launched.target | one.direct.nbytes) % plan.PACKET_BYTES == 0
-                if slab is not None and aligned:
+                if slab is not None and (source | target | nbytes) % plan.PACKET_BYTES == 0:
                     handle = np.void(driver.export_memory(slab.address))
-                    slabs[slab.number] = np.array((slab.number, slab.nbytes, handle), _SLAB)
-                    spans[index] = slab.number, one.target - slab.address
+                    slab_number = self._number_of(slab)
+                    slabs[slab_number] = np.array((slab_number, slab.nbytes, handle), _SLAB)
+                    spans[index] = slab_number, target - slab.address
         except (CudaError, UnsupportedError) as caught:
             error = caught
         self._confirm(number, error, "exporting memory of graphs")
@@ -154,7 +203,7 @@ class DirectGraphs:
             for index, one in enumerate(candidates):
                 if any(rows["slab"][index] < 0 for rows in all_spans):
                     continue
-                addresses, keys = [one.target], []
+                addresses, keys = [one.launched.target], []
                 for i in range(1, backend.n):
                     rank = (backend.rank + i) % backend.n
                     key = rank, int(all_spans[rank]["slab"][index])
@@ -178,25 +227,34 @@ class DirectGraphs:
         executables: dict[Segment, cuda_graph.Executable] = {}
         try:
             for one, addresses, _ in chosen:
-                launched = one.launched
-                source = launched.source + one.direct.offset
-                launch = self._backend.launches.launch_to(one.direct, launched.dtype, launched.op, source, addresses)
-                cuda_graph.set_kernel(launched.node, launch)
+                set_kernel(one.launched.node, launch_to(self._backend.launches, one.launched, one.direct, addresses))
             for segment in dict.fromkeys(one.segment for one, _, _ in chosen):
                 executables[segment] = cuda_graph.Executable(segment.graph)
         except IpcReduceError as caught:
             error = caught
         with self._undone(*(executable.destroy for executable in executables.values())):
             self._confirm(number, error, "switching graphs to the direct kernel")
-        for graph in dict.fromkeys(one.graph for one, _, _ in chosen):
-            own = [(one, keys) for one, _, keys in chosen if one.graph is graph]
-            for one, _ in own:
-                one.launched.algorithm = one.direct.algorithm
-            keys = frozenset(key for _, keys in own for key in keys)
-            graph.registered({one.segment: executables[one.segment] for one, _ in own}, self._use(graph.pools(), keys))
+        for one, _, _ in chosen:
+            one.launched.part = one.direct
+            one.call.by = ", ".join(dict.fromkeys(each.part.algorithm for each in self.launched[one.call]))
+        for resources in dict.fromkeys(one.resources for one, _, _ in chosen):
+            own = [(one.segment, keys) for one, _, keys in chosen if one.resources is resources]
+            keys = frozenset(key for _, used in own for key in used)
+            used = {segment: executables[segment] for segment, _ in own}
+            resources.use(_REGISTERED, used, self._use(self._pools(resources), keys))
+
+    def _pools(self, resources: Resources) -> list[GraphPool]:
+        """The memory in which outputs that peers may map can lie."""
+        return [resources.pool, self._memory]
+
+    def _number_of(self, slab: Slab) -> int:
+        number = self._numbers.get(slab)
+        if number is None:
+            number = self._numbers[slab] = next(self._next_number)
+        return number
 
     def _use(self, pools: list[GraphPool], keys: frozenset[Key]) -> Callable[[], None]:
-        """Keep ``pools`` while peers map them. The result: the graph is gone."""
+        """Keep ``pools`` while peers map them. Returns the action for the end of the graph."""
         for pool in pools:
             pool.retain()
 
@@ -208,7 +266,7 @@ class DirectGraphs:
 
     @contextmanager
     def _undone(self, *actions: Callable[[], None]) -> Iterator[None]:
-        """If the block fails, runs ``actions`` and unmaps the slabs that no graph uses."""
+        """If the block fails, run ``actions`` and unmap the slabs that no graph uses."""
         try:
             yield
         except IpcReduceError:
@@ -227,7 +285,6 @@ def check_spans(
             held = int(slabs[number]["nbytes"]) if number in slabs else 0
             if number >= 0 and offset + size > held:
                 raise RankMismatchError(
-                    f"rank {own_rank}, registration of graphs: expected outputs of rank {rank} within its allocations; "
-                    f"found bytes {offset} to {offset + size} of number {number}, which has {held}. "
-                    "Run the same version of ipcreduce on every rank."
+                    f"rank {own_rank}, registration of graphs: rank {rank} names bytes {offset} to {offset + size} of "
+                    f"its allocation {number}, which has {held} bytes. Run the same version of ipcreduce on every rank."
                 )

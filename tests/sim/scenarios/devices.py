@@ -97,7 +97,7 @@ def memory_with_another_device() -> None:
             where = machine.block_at(array.data.ptr).gpu
             assert (array.data.device_id, where) == (OWN, machine.gpu(OWN).index), f"rank {RANK}: on GPU {where}"
         with cupy.cuda.Device(OTHER):  # what is allocated says so by itself
-            assert comm._graph_session.memory.allocator(512).device_id == OWN
+            assert comm._graph_session._memory.allocator(512).device_id == OWN
         works(comm)
 
 

@@ -451,7 +451,7 @@ def registered_graph_in_a_fork() -> None:
             result = comm.allreduce(mine())
         assert graphs[0].state == "registered"
         comm.synchronize()
-        page, calls = comm._backend.page, driver.calls()
+        marks, calls = comm._session.direct.mappings.marks, driver.calls()
 
         def check() -> None:
             graphs.clear()
@@ -459,7 +459,7 @@ def registered_graph_in_a_fork() -> None:
 
         worker.in_a_fork(check)
         WORLD.Barrier()
-        assert not page.marks.any(), "a child has said that we have unmapped"
+        assert not marks.any_set(), "a child has said that we have unmapped"
         assert driver.calls() == calls
         graphs[0].replay()
         right(result)
@@ -482,7 +482,7 @@ def registration_that_lies() -> None:
         with Communicator(algorithm="direct") as comm, Graph(comm) as graph:
             works(comm)
             with mock.patch.object(DirectGraphs, "_gather_rows", garbled):
-                refused = raises(errors.RankMismatchError, f"outputs of rank {LAST} within its allocations")
+                refused = raises(errors.RankMismatchError, f"rank {LAST} names bytes", "of its allocation")
                 with nullcontext() if field == "nbytes" else refused, graph.record():
                     result = comm.allreduce(mine())
             assert graph.state == "staged", graph.state

@@ -340,7 +340,9 @@ def nccl_graphs() -> None:
             error = error_of(lambda: (comm.allreduce(source), comm.synchronize()))
             assert isinstance(error, errors.PeerFailedError), error
         error = error_of(graph.replay)
-        assert error is None or (isinstance(error, errors.GraphStateError) and "Record it again" in str(error)), error
+        assert error is None or (
+            isinstance(error, errors.GraphStateError) and "Record the graph again" in str(error)
+        ), error
         assert len({*WORLD.allgather(type(error))}) == 1, "the ranks differ"
         source.fill(RANK + 1)
         works(comm)
@@ -492,7 +494,7 @@ def nccl_recordings_across_an_abort() -> None:
     graph = Graph(comm)
     error = error_of(lambda: _record(graph, comm, fragile))
     assert isinstance(error, (errors.GraphStateError, errors.PeerFailedError)), error
-    assert "Record it again" in str(error), error
+    assert "Record the graph again" in str(error), error
     graph.close()
     with Graph(comm) as again:
         total = _record(again, comm)

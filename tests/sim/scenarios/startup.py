@@ -391,8 +391,8 @@ def one_smaller_gpu() -> None:
                 result = comm.allreduce(source)
             right(result)
             assert graph.state == "registered"
-            direct = comm._session.direct._planned(graph.segments[0].calls[0].launches[0].part)
-            assert (direct.algorithm, direct.grid) == ("direct", 2), direct
+            launched = comm._session.direct.launched[graph.segments[0].calls[0]][0]
+            assert (launched.part.algorithm, launched.part.grid) == ("direct", 2), launched
     good_communicator()
 
 
@@ -454,8 +454,9 @@ def shared_gpus() -> None:
             result = comm.allreduce(source)
         right(result)
         assert graph.state == "registered"
-        for launched in graph.segments[0].calls[0].launches:
-            assert most == 1 or 2 * most * comm._session.direct._planned(launched.part).grid <= 264
+        for launched in comm._session.direct.launched[graph.segments[0].calls[0]]:
+            assert launched.part.algorithm == "direct"
+            assert most == 1 or 2 * most * launched.part.grid <= 264
 
 
 def exceptions_at_start_up() -> None:

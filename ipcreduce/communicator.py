@@ -57,8 +57,8 @@ class Communicator:
         same on every rank. None for ``IPCREDUCE_WORKSPACE_MB``. Messages that need more go in several launches.
     :param mpi_comm: the old name of ``group``, deprecated.
     :raises ArgumentError: if an argument is wrong or differs between ranks.
-    :raises UnsupportedError: if MPI is needed and not usable, or a forced backend cannot be. Missing GPUs are no error
-        else: ``backend`` is then "mpi".
+    :raises UnsupportedError: if MPI is needed and not usable; if the ranks neither share /dev/shm nor reach each other
+        over TCP; or if the backend that was asked for cannot be used. Without GPUs ``backend`` is "mpi" else.
     :raises PeerTimeoutError: if a rank does not come, or the group does not answer.
     :raises PeerLostError: if the group's ``allgather`` raises.
 
@@ -94,8 +94,8 @@ class Communicator:
         self._backend = backend = started.backend
         over_mpi = MpiReducer(ranks, options.timeout) if isinstance(ranks, MpiRanks) else None
         backends = [one for one in (backend, started.shared) if one is not None]
-        refuse = None if over_mpi is None else over_mpi.refuse
-        self._calls = CallSequence(self._rank, options.timeout, self._page, backends, refuse)
+        assert started.page is not None
+        self._calls = CallSequence(started.page, options.timeout, backends)
         self._host = HostReducer(self._calls, over_mpi, started.shared, self._reasons.get("shm", ""))
         self._session = GraphSession(self._calls, backend, self._why_none(), self._sync)
         self._fast = None
@@ -126,10 +126,6 @@ class Communicator:
             lines += self._backend.describe()
         lines.append(f"host arrays: {self._host.describe()}")
         lines += [f"not {name}: {self._reasons[name]}" for name in ("ipc", "nccl") if name in self._reasons]
-        if "page" in self._reasons:
-            over_mpi = isinstance(self._ranks, MpiRanks)
-            told = "failures are told by MPI's timeouts only" if over_mpi else "no call can be made"
-            lines.append(f"{told}: {self._reasons['page']}")
         return "\n".join(lines)
 
     # ---- the operation
@@ -323,11 +319,12 @@ class _Open:
             if calls.within:  # by a signal handler or a finaliser
                 raise UnsupportedError(f"close() within call {calls.number} of the same thread: let that end first")
             process.live.remove(self)
-            if page is not None and why:
+            assert page is not None
+            if why:
                 faults.say_why(page, why)
-            lost = calls.end(ArgumentError("the communicator is closed: make a new one"))
+            lost = calls.close(ArgumentError("the communicator is closed: make a new one"))
             self._session.close(0.0 if lost else _CLOSE_SECONDS)
-            if page is not None and backend is None:  # an backend leaves once it has unmapped the peers' memory
+            if backend is None:  # an backend leaves once it has unmapped the peers' memory
                 page.leave()
             if self._watch is not None:
                 self._watch.stop()

@@ -104,10 +104,15 @@ class CudaError(IpcReduceError):
         return type(self), (self.call, self.code, self._text)
 
 
-def report(rank: int, call: int, *, expected: str, found: str, advice: str) -> str:
-    """Format a message about a call. ``call`` 0 stands for the communicator's start-up."""
+def report(
+    rank: int, call: int, happened: str = "", advice: str = "", *, expected: str = "", found: str = ""
+) -> str:  # fmt: skip
+    """Format a message about a call. ``call`` 0 stands for the communicator's start-up.
+
+    :param happened: a sentence without its full stop, or several; ``advice``: what to do, in whole sentences.
+    """
     where = f"rank {rank}, call {call}" if call else f"rank {rank}, start-up"
-    return f"{where}: expected {expected}; found {found}. {advice}"
+    return f"{where}: {happened or f'expected {expected}; found {found}'}. {advice}"
 
 
 def first_line(error: BaseException) -> str:

@@ -19,20 +19,19 @@ _GO_ON = (
 )
 
 
-def note(page: Page | None, rank: int, error: BaseException, noted: int) -> int:
-    """Log a fault of a call at WARNING, with each rank's last call if a page has them.
+def note(page: Page, rank: int, error: BaseException, noted: int) -> int:
+    """Log a fault of a call at WARNING, with each rank's last call.
 
     :param noted: 0 since the ranks have met last. 1 after a fault: the same is then met again, in waits and votes.
         2 after a loss, the end of a communicator.
     :returns: ``noted`` from now on.
     """
     severity = 2 if isinstance(error, PeerLostError) else 1
-    if page is not None and severity <= noted:
+    if severity <= noted:
         return noted
     text = text_of(error)
     where = "" if text.startswith("rank ") else f"rank {rank}: "
-    last = "" if page is None else f" [last calls: {_last_calls(page)}]"
-    _log.warning("%s%s: %s%s", where, type(error).__name__, text, last)
+    _log.warning("%s%s: %s [last calls: %s]", where, type(error).__name__, text, _last_calls(page))
     return severity
 
 

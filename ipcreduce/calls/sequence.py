@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -53,16 +53,11 @@ class CallSequence:
     lost           a rank has gone, or did not come to that meeting ``unusable``, loss record only ``close()``
     ============== ================================================ ========================= =======================
 
-    :param page: None for ranks that have none: their calls are not compared here.
     :param backends: what may still work on a call, or hold parts of one, when it has failed.
-    :param refuse: for that case, tells the peers of a refused call; returns why it is lost, if it is. None: it cannot.
     """
 
-    def __init__(
-        self, rank: int, timeout: float, page: Page | None, backends: Sequence[Backend],
-        refuse: Callable[[BaseException, int], PeerLostError | None] | None,
-    ) -> None:  # fmt: skip
-        self.rank, self.timeout = rank, timeout
+    def __init__(self, page: Page, timeout: float, backends: Sequence[Backend]) -> None:
+        self.rank, self.timeout = page.rank, timeout
         self.number = 0  # of the last attempt, refused ones included
         self.raised = False  # this rank's program has got the error behind the abort word
         self.unusable: IpcReduceError | None = None  # why no further call is possible: lost, or closed
@@ -71,14 +66,11 @@ class CallSequence:
         self.within = False  # this and the next: see turns.py
         self.nested: list[tuple[BaseException, bool]] = []
         self._noted = 0  # see faults.note
-        self._page, self._backends, self._refuse_elsewhere = page, backends, refuse
-        self._rounds = Rounds(page) if page is not None else None
-        self._meetings = Meetings(page) if page is not None else None
+        self._take(page, backends)
 
-    @property
-    def has_page(self) -> bool:
-        """True if the ranks see each other on a control page."""
-        return self._page is not None
+    def _take(self, page: Page, backends: Sequence[Backend]) -> None:
+        self._page, self._backends = page, backends
+        self._rounds, self._meetings = Rounds(page), Meetings(page)
 
     # ---- making a call
     def check_usable(self) -> None:
@@ -93,8 +85,6 @@ class CallSequence:
         :raises CaptureError: if there is a fault to settle and ``stream`` is being captured.
         """
         page = self._page
-        if page is None:
-            return
         if page.abort_word[0]:
             self.raise_pending()
             # Not raised: the fault belongs to a later call. This one (empty, or captured) does not depend on a peer.
@@ -117,14 +107,12 @@ class CallSequence:
 
         :raises RankMismatchError: if calls differ.
         """
-        assert self._page is not None
         other = self._page.calls.compare(self.number, what)
         if other is not None:
             self._raise_mismatch(what, other)
 
     def _raise_mismatch(self, what: Fingerprint, other: int) -> None:
         page = self._page
-        assert page is not None
         theirs = page.calls.describe(other, self.number)
         self._post(control_page.MISMATCH, f"{what} on rank {page.rank} and {theirs} on rank {other}")
         self.raise_pending()
@@ -136,8 +124,7 @@ class CallSequence:
     def catch_up(self, number: int) -> None:
         """Go on from the highest call number of all ranks, which a vote or a resynchronisation has told."""
         self.number = number
-        if self._page is not None:
-            self._page.calls.first = number + 1
+        self._page.calls.first = number + 1
 
     # ---- a call that fails here
     def failed(self, error: BaseException, foreign: bool = False) -> None:
@@ -179,15 +166,12 @@ class CallSequence:
 
     def leave(self, error: BaseException) -> None:
         """:meth:`refuse` for what the program raises, unless the peers know of a fault: they may wait for its vote."""
-        if self._page is not None and not self.raised:
+        if not self.raised:
             self.refuse(error, foreign=True)
 
     def _refuse(self, error: BaseException) -> None:
         """:raises IpcReduceError: a fault of an earlier call: the earliest takes precedence."""
         page = self._page
-        if page is None:
-            self.unusable = self._refuse_elsewhere(error, self.number) if self._refuse_elsewhere else None
-            return
         if page.aborted:
             earlier = page.fault()
             if earlier is None or earlier[0] < self.number + getattr(error, "ended", False):
@@ -202,7 +186,6 @@ class CallSequence:
 
         :param raised: the program gets the error. That is noted once the fault stands on the page, not before.
         """
-        assert self._page is not None
         try:
             for backend in self._backends:
                 with suppress(IpcReduceError):  # the fault at hand comes first
@@ -215,7 +198,7 @@ class CallSequence:
     def raise_pending(self) -> None:
         """Raise the fault behind the abort word, if it is not raised yet and concerns this rank's calls so far."""
         page = self._page
-        if page is None or not page.aborted:
+        if not page.aborted:
             return
         fault = page.fault()
         if fault is None:
@@ -239,9 +222,8 @@ class CallSequence:
 
         Replays of graphs captured by others are no calls, and end so until the ranks have met.
         """
-        page = self._page
-        if page is not None and page.ended_without_data:
-            raise faults.ended_error(page, self.number, self.timeout)
+        if self._page.ended_without_data:
+            raise faults.ended_error(self._page, self.number, self.timeout)
 
     # ---- exchanges over the page
     def check_wait(self, number: int, deadline: float, missing: list[int]) -> None:
@@ -251,9 +233,6 @@ class CallSequence:
         :raises IpcReduceError: if they do not come: they made another call, refused this one, or are late or lost.
         """
         page = self._page
-        if page is None:
-            self.check_usable()
-            return
         fault = page.fault() if page.aborted else None
         cancelled = fault is not None and fault[0] <= number  # first, even if a rank was lost because of it
         if not cancelled:
@@ -271,8 +250,6 @@ class CallSequence:
         :raises IpcReduceError: if a rank does not come: it made another call, refused this one, or is late or lost.
         """
         page = self._page
-        if page is None or self._rounds is None:
-            return [payload]
         try:
             check = partial(self.check_wait, number, clock.now() + self.timeout)
             return self._rounds.gather(payload, check, abandon)
@@ -289,11 +266,12 @@ class CallSequence:
 
         :raises PeerLostError: if a rank does not come.
         """
-        page, rounds, meetings = self._page, self._rounds, self._meetings
-        assert page and rounds and meetings  # noqa: PT018
+        rounds = self._rounds
         deadline = clock.now() + max(self.timeout, _PATIENCE_SECONDS)
         try:
-            highest, rounds.last = start_anew(page, self._backends, meetings, self.number, rounds.last, deadline)
+            highest, rounds.last = start_anew(
+                self._page, self._backends, self._meetings, self.number, rounds.last, deadline
+            )
             self.number = highest
         except PeerLostError:
             raise
@@ -305,9 +283,11 @@ class CallSequence:
         self.raised, self._noted = False, 0
 
     def lose(self, why: str, cause: BaseException) -> PeerLostError:
-        """Lose the communicator on all ranks, because this one does not go on; the error is the caller's to raise."""
-        if self._page is not None:
-            self._page.post_lost(self.rank, f"{why} ({type(cause).__name__})")
+        """Lose the communicator on all ranks, because this one does not go on.
+
+        :returns: the error of its further calls; the caller raises it or ``cause``.
+        """
+        self._page.post_lost(self.rank, f"{why} ({described(cause)})")
         self.unusable = lost = PeerLostError(report(
             self.rank, self.number, expected="every rank to go on",
             found=f"this on rank {self.rank}: {described(cause)}",
@@ -316,21 +296,14 @@ class CallSequence:
         return lost
 
     # ---- ends
-    def give_up(self, error: PeerLostError, cause: BaseException) -> None:
-        """Lose the communicator, because this rank has left a call halfway; its further calls raise ``error``."""
-        if self._page is not None:
-            self._page.post_lost(self.rank, f"it left call {self.number} halfway ({described(cause)})")
-        self.unusable = error
-
-    def end(self, error: IpcReduceError) -> bool:
+    def close(self, error: IpcReduceError) -> bool:
         """No call is possible any more; further ones raise ``error``. True if the communicator was lost before."""
         lost = isinstance(self.unusable, PeerLostError)
         self.unusable = error
-        self._page, self._backends = None, ()
-        self._rounds = self._meetings = None
+        self._take(Page.alone(0, 1), ())  # the ranks' page can be freed, and nothing is written to it any more
         return lost
 
     def forked(self, error: IpcReduceError) -> None:
         """In a child process: nothing of the parent's may be touched."""
         self.lock, self.within, self.nested = threading.RLock(), False, []
-        self.end(error)
+        self.close(error)

@@ -1,6 +1,6 @@
-"""What ranks do with NumPy arrays: ``mpirun -n 4 python tests/mpi/host_worker.py memory|page|mpi scenario ...``.
+"""What ranks do with NumPy arrays: ``mpirun -n 4 python tests/mpi/host_worker.py memory|page|apart scenario ...``.
 
-The first argument says what the ranks share: memory for the data, a control page alone, or nothing but MPI.
+The first argument says what the ranks share: memory for the data, a control page alone, or (apart) no memory.
 
 Each function among the scenarios runs on every rank, and asserts.
 """
@@ -271,29 +271,8 @@ def late(comm: Communicator) -> None:
     right(comm)
 
 
-def late_over_mpi(comm: Communicator) -> None:
-    """MPI cannot cancel an exchange: after a timeout only close() is left, and the message says so."""
-    with Communicator() as brief:
-        right(brief)
-        WORLD.Barrier()
-        worker.await_others(WORLD)
-        begun = clock.now()
-        with clock.passing(20.0):
-            raises(PeerTimeoutError, f"rank {RANK}, call 2: expected all {SIZE} ranks at", lambda: right(brief))
-        assert clock.now() - begun > 120
-        worker.let_last_go(WORLD)
-        with no_hang("what follows"):
-            raises(PeerLostError, "can only be closed", lambda: right(brief))
-            raises(PeerLostError, "can only be closed", brief.synchronize)
-            brief.close()
-        raises(ArgumentError, "closed", lambda: right(brief))
-    right(comm)
-    with Communicator() as again:
-        right(again)
-
-
 def memory_outlives_a_wait(comm: Communicator) -> None:
-    """MPI writes to the buffers of a call that was given up when the late rank comes: they must not be freed."""
+    """MPI writes to the buffers of an exchange that was given up when the late rank comes: they must not be freed."""
     buffers = []
 
     def zeros(*args: Any) -> np.ndarray:
@@ -301,21 +280,38 @@ def memory_outlives_a_wait(comm: Communicator) -> None:
         buffers.append(weakref.ref(array))
         return array
 
-    brief = Communicator()
-    exchange.np = types.SimpleNamespace(**{**vars(np), "zeros": zeros})
-    WORLD.Barrier()
+    def take_part() -> None:
+        record = exchange.message(exchange.CONFIRMATION)
+        exchange.allgather(comm._ranks, record, library_clock.now() + 120, "a test")
+
     worker.await_others(WORLD)
-    with clock.passing(121.0):
-        raises(PeerTimeoutError, "in time", lambda: right(brief))
-    exchange.np = np
-    if RANK != LAST:  # what it received with; the last rank gave up in the next step, with the data
+    if RANK == LAST:
+        take_part()
+    else:
+        watched = types.SimpleNamespace(**{**vars(np), "zeros": zeros})
+        with mock.patch.object(exchange, "np", watched), clock.passing(121.0):
+            raises(PeerTimeoutError, "in time", take_part)
         _sent, received = buffers
-        brief.close()
         gc.collect()
         assert received() is not None, f"rank {RANK}: freed"
     worker.let_last_go(WORLD)
     WORLD.Barrier()
-    brief.close()
+    right(comm)
+
+
+def without_tcp(comm: Communicator) -> None:
+    """Ranks that neither share memory nor reach each other have no communicator; a world of one needs neither."""
+    words = "neither share memory (the ranks are on 2 hosts) nor reach each other over TCP (listening for the other"
+    with mock.patch.object(connections.socket, "create_server", no_room):
+        for text in (words, "No space left on device). Let the ranks share /dev/shm"):
+            with no_hang("start-up"):
+                raises(UnsupportedError, text, Communicator)
+        with mock.patch.object(startup.Page, "create", no_room), Communicator(MPI.COMM_SELF) as alone:
+            assert alone.allreduce(np.ones(3)).tolist() == [1.0] * 3
+            raises(ArgumentError, "op must be", lambda: alone.allreduce(np.ones(3), "mode"))
+            assert alone.allreduce(2.0) == 2.0
+    with Communicator() as again:
+        right(again)
     right(comm)
 
 
@@ -338,19 +334,6 @@ def refused_while_another_is_late(comm: Communicator) -> None:
     right(comm)
 
 
-def refused_over_mpi(comm: Communicator) -> None:
-    """The rank that refuses gets its own error, also if no other ever comes to hear of it."""
-    with Communicator() as brief:
-        right(brief)
-        if RANK == 0:
-            with clock.passing(121.0):
-                raises(ArgumentError, "op must be", lambda: brief.allreduce(np.ones(3), "mode"))
-                error = error_of(lambda: right(brief))
-            assert isinstance(error, PeerLostError), f"a call is pending, and the next one gave {error!r}"
-        WORLD.Barrier()
-    right(comm)
-
-
 def interrupted(comm: Communicator) -> None:
     """An exception out of a wait (Ctrl-C, an alarm) comes at once; no rank ever takes part of it for data."""
 
@@ -364,7 +347,7 @@ def interrupted(comm: Communicator) -> None:
             if RANK == 0:
 
                 def ring(brief: Communicator = brief) -> None:
-                    if brief._host._mpi.halfway if HOW == "mpi" else brief._page.calls.call_of(0) > 1:
+                    if brief._page.calls.call_of(0) > 1:
                         raise Alarm
                     alarm.call_later(0.1, ring)  # it is not in its call yet
 
@@ -376,16 +359,13 @@ def interrupted(comm: Communicator) -> None:
                     pass
                 else:
                     raise AssertionError("no alarm")
-                if HOW == "mpi":
-                    raises(PeerLostError, "can only be closed", lambda brief=brief: right(brief))
                 for rank in range(1, SIZE):
                     WORLD.send(None, rank)
             else:
                 WORLD.recv(source=0)
-                with clock.passing(121.0) if HOW == "mpi" else nullcontext():
-                    error = error_of(lambda count=count, brief=brief: brief.allreduce(np.ones(count)))
+                error = error_of(lambda count=count, brief=brief: brief.allreduce(np.ones(count)))
                 assert isinstance(error, IpcReduceError), f"rank {RANK} got {error!r}, with rank 0 gone from the call"
-                assert HOW == "mpi" or "refused it (Alarm" in str(error), error
+                assert "refused it (Alarm" in str(error), error
             WORLD.Barrier()
             if HOW == "memory":
                 right(brief)
@@ -407,8 +387,7 @@ def out_of_memory(comm: Communicator) -> None:
             raises(MemoryError, "no room", lambda: right(brief))
             module.reduce = reduce
         else:
-            with clock.passing(121.0) if HOW == "mpi" else nullcontext():  # over which no other way tells of it
-                error = error_of(lambda: right(brief))  # it may have all the data already
+            error = error_of(lambda: right(brief))  # it may have all the data already
             if HOW == "memory" and error is None:
                 error = error_of(lambda: right(brief))
             assert HOW != "memory" or "refused it (MemoryError: no room)" in str(error), error
@@ -416,8 +395,7 @@ def out_of_memory(comm: Communicator) -> None:
             right(brief)
         else:
             for _ in range(2):
-                with clock.passing(121.0) if HOW == "mpi" else nullcontext():
-                    error = error_of(lambda: right(brief))
+                error = error_of(lambda: right(brief))
                 assert error is None or isinstance(error, IpcReduceError), f"rank {RANK}: {error!r}"
                 assert not isinstance(error, RankMismatchError), f"rank {RANK}: {error!r}"
                 WORLD.Barrier()
@@ -492,7 +470,7 @@ def exceptions_at_start_up(comm: Communicator) -> None:
     WORLD.Barrier()
     if RANK == 0:
         shutil.rmtree(folder)
-    assert places >= {"memory": 13, "page": 11, "apart": 9, "mpi": 5}[HOW], places
+    assert places >= {"memory": 13, "page": 11, "apart": 9}[HOW], places
     right(comm)
 
 
@@ -752,10 +730,6 @@ def a_call_after_another_rank_has_closed(comm: Communicator) -> None:
     right(brief)
     if RANK == 0:
         brief.close()
-    elif HOW == "mpi":
-        with clock.passing(121.0):
-            raises(PeerTimeoutError, "in time", lambda: right(brief))
-        brief.close()
     else:
         with no_hang():
             raises(PeerLostError, "closed the communicator, after its call 1", lambda: right(brief))
@@ -899,7 +873,7 @@ SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
         every_kind, as_people_write, subclasses, random_sweep, a_float_sum_starts_at_rank_0, wrong_calls, late,
-        late_over_mpi, memory_outlives_a_wait, refused_while_another_is_late, refused_over_mpi, interrupted,
+        memory_outlives_a_wait, without_tcp, refused_while_another_is_late, interrupted,
         out_of_memory, arguments_differ, late_at_start_up, exceptions_at_start_up, warnings_at_start_up,
         no_descriptors, names_of_hosts, a_block_that_raises, texts_of_any_kind, nested, every_rank_is_watched,
         nothing_is_used_up, too_many, a_graph_keeps_its_communicator, runners, sub_communicators, side_by_side,
@@ -914,18 +888,15 @@ HOW = sys.argv[1]
 
 def main() -> None:
     bounds.patient()
-    if HOW in ("apart", "mpi"):
+    if HOW == "apart":
         os.environ["IPCREDUCE_HOSTID"] = f"host {RANK // 2 if SIZE > 2 else RANK}"
-    if HOW == "mpi":
-        connections.socket.create_server = no_room
-    elif HOW == "page":
+    if HOW == "page":
         startup.Segment = types.SimpleNamespace(create=no_room, open=no_room)
     with Communicator() as comm:
         assert comm.backend == "mpi", comm.describe()
         way = {"memory": "MB of shared memory", "page": "No space left on device"}
         assert way.get(HOW, "ranks are on 2 hosts") in comm.describe(), comm.describe()
-        assert ("by MPI's timeouts only" in comm.describe()) == (HOW == "mpi")
-        assert (comm._page is not None, comm._host._shared is not None) == (HOW != "mpi", HOW == "memory")
+        assert (comm._host._shared is not None) == (HOW == "memory")
         for name in sys.argv[2:]:
             started = time.monotonic()
             SCENARIOS[name](comm)

@@ -172,7 +172,7 @@ MUTANTS = [
     Mutant(
         "the others do not hear by what a rank has left the communicator's block",
         COMMUNICATOR,
-        "            if page is not None and why:\n",
+        "            if why:\n",
         "            if False:\n",
         on_hosts("a_block_that_raises"),
     ),

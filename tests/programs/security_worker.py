@@ -121,11 +121,16 @@ def together(group: ByFiles, directory: Path) -> None:
 
 def alone_in_its_network(group: ByFiles, directory: Path) -> None:
     """Ranks that do not reach each other at all: start-up ends in time, and says what to look at."""
-    with no_hang("start-up"), mock.patch.object(connections, "_MOST_SECONDS", 2.0):
-        made = Communicator(group)
-    with made as comm:
-        assert "connecting the ranks (is TCP between the hosts open?) failed" in comm.describe(), comm.describe()
-        right(comm)
+    words = (
+        "neither share memory (opening the control page",
+        "connecting the ranks (is TCP",
+        "Let the ranks share /dev/shm",
+    )
+    refused = raises(errors.UnsupportedError, *words)
+    with no_hang("start-up"), mock.patch.object(connections, "_MOST_SECONDS", 2.0), refused:
+        Communicator(group)
+    with Communicator(MPI.COMM_SELF) as alone:
+        right(alone)
 
 
 def dies_unseen(group: ByFiles, directory: Path) -> None:

@@ -32,6 +32,7 @@ from ipcreduce.errors import (
 )
 from ipcreduce.page import control_page, layout
 from ipcreduce.page.control_page import Page
+from ipcreduce.texts import described
 from tests.shared import bounds, clock
 from tests.shared.bounds import HANG
 from tests.unit.pages import in_threads, make_mirrored, make_pages
@@ -83,7 +84,7 @@ def fail(error: BaseException) -> None:
 class Rank:
     def __init__(self, page: Page, timeout: float) -> None:
         self.page, self.backend = page, Backend()
-        self.calls = CallSequence(page.rank, timeout, page, [self.backend], lambda *_: pytest.fail("not over the page"))
+        self.calls = CallSequence(page, timeout, [self.backend])
 
     def call(self, what: Fingerprint = SUM, stream: int = 0) -> int:
         """One call that is launched; its number."""
@@ -938,7 +939,7 @@ def test_a_rank_that_does_not_come_to_the_clean_up(three: list[Rank]):
     for rank in three:
         is_lost(rank)
         assert rank.backend.log.count("reset") == 0
-        assert rank.calls.end(ArgumentError("closed")), "it was lost before"
+        assert rank.calls.close(ArgumentError("closed")), "it was lost before"
         raised_by(rank, ArgumentError, "closed")
 
 
@@ -961,7 +962,7 @@ def test_a_rank_that_leaves_the_clean_up(ranks: list[Rank], step: str, error: Ba
         assert found[0].__cause__ is error
     else:
         assert found[0] is error
-    text = f"rank 0 to take part; found that it left the resynchronisation after a fault ({type(error).__name__})"
+    text = f"rank 0 to take part; found that it left the resynchronisation after a fault ({described(error)})"
     assert all(type(one) is PeerLostError and text in str(one) for one in found[1:])
     for rank in ranks:
         is_lost(rank)
@@ -1040,11 +1041,11 @@ def test_lose(ranks: list[Rank]):
     lost = ranks[0].calls.lose("it gave up", cause)
     assert "found this on rank 0: ValueError: why" in str(lost)
     is_lost(ranks[0])
-    raised_by(ranks[1], PeerLostError, r"rank 0 to take part; found that it gave up \(ValueError\)")
+    raised_by(ranks[1], PeerLostError, r"rank 0 to take part; found that it gave up \(ValueError: why\)")
 
 
 def test_the_end(ranks: list[Rank]):
-    assert not ranks[0].calls.end(ArgumentError("the communicator is closed"))
+    assert not ranks[0].calls.close(ArgumentError("the communicator is closed"))
     raised_by(ranks[0], ArgumentError, "is closed")
     assert ranks[0].calls.number == 0
     ranks[0].calls.check_faults()
@@ -1056,28 +1057,3 @@ def test_in_a_forked_child(ranks: list[Rank]):
     in_threads([calls.lock.acquire])
     calls.forked(ArgumentError("forked"))
     raised_by(ranks[0], ArgumentError, "forked")
-
-
-# ---- ranks that share no page
-def test_without_a_page():
-    told: list[Any] = []
-    lost = PeerLostError("MPI has gone")
-    answers = iter([None, lost])
-
-    def refuse(error: BaseException, number: int) -> PeerLostError | None:
-        told.append((error, number))
-        return next(answers)
-
-    calls = CallSequence(1, 5.0, None, [], refuse)
-    turns.make(calls, calls.enter, SUM, 0)
-    assert calls.gather(calls.number, b"mine") == [b"mine"]
-    calls.check_faults()
-    calls.leave(ValueError("not told"))
-    assert told == []
-    for number in (2, 3):
-        error = ValueError(number)
-        with pytest.raises(ValueError, match=str(number)):
-            turns.make(calls, fail, error)
-        assert told[-1] == (error, number)
-    with pytest.raises(PeerLostError, match="MPI has gone"):
-        calls.check_usable()

@@ -23,7 +23,7 @@ def end_calls(page: Page, by_themselves: bool) -> bool:
 
 def raised_by(page: Page) -> Exception:
     """The error of the next call on the rank of ``page``."""
-    calls = CallSequence(page.rank, 60, page, [], None)
+    calls = CallSequence(page, 60, [])
     calls.number = 5
     with pytest.raises((PeerFailedError, PeerLostError)) as caught:
         calls.raise_pending()

@@ -29,9 +29,8 @@ def note(page: Page, rank: int, error: BaseException, noted: int) -> int:
     severity = 2 if isinstance(error, PeerLostError) else 1
     if severity <= noted:
         return noted
-    text = text_of(error)
-    where = "" if text.startswith("rank ") else f"rank {rank}: "
-    _log.warning("%s%s: %s [last calls: %s]", where, type(error).__name__, text, _last_calls(page))
+    where = "" if isinstance(error, IpcReduceError) else f"rank {rank}: "
+    _log.warning("%s%s: %s [last calls: %s]", where, type(error).__name__, text_of(error), _last_calls(page))
     return severity
 
 

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from .. import clock
-from ..errors import (
-    CaptureError,
-    GraphStateError,
-    IpcReduceError,
-    PeerFailedError,
-    PeerLostError,
-    PeerTimeoutError,
-    RankMismatchError,
-    report,
-)
+from ..errors import CaptureError, GraphStateError, IpcReduceError, PeerLostError, Reach, report
 from ..page import control_page
 from ..page.control_page import Page
-from ..page.rounds import Abandon, Left, Meetings, Rounds
-from ..texts import described, text_of
+from ..page.records import fence
+from ..page.rounds import Abandon, Left, Rounds
+from ..texts import described
 from ..types import Stream
 from . import faults, turns
 from .backend import Backend, Body
-from .fingerprint import Fingerprint
-from .resynchronisation import start_anew
+from .fingerprint import Fingerprint, by_rank
 
 _PATIENCE_SECONDS = 30.0  # in a resynchronisation, for a rank that came too late for a call and is still on its way
-_SHARED = (RankMismatchError, PeerFailedError, PeerTimeoutError, PeerLostError)  # raised on every rank without our help
 
 
 class CallSequence:
@@ -64,13 +54,13 @@ class CallSequence:
         self.recording: Any = None  # the open Recording
         self.lock = threading.RLock()
         self.within = False  # this and the next: see turns.py
-        self.nested: list[tuple[BaseException, bool]] = []
+        self.nested: list[Callable[[], None]] = []
         self._noted = 0  # see faults.note
         self._take(page, backends)
 
     def _take(self, page: Page, backends: Sequence[Backend]) -> None:
         self._page, self._backends = page, backends
-        self._rounds, self._meetings = Rounds(page), Meetings(page)
+        self._rounds = Rounds(page)
 
     # ---- making a call
     def check_usable(self) -> None:
@@ -93,7 +83,7 @@ class CallSequence:
                     raise CaptureError(
                         "expected no failed call before a capture; found one after which the ranks have not met yet. "
                         "Make a call that is not captured on every rank, then capture again.",
-                        within=True,
+                        reach=Reach.CAPTURED,
                     )
                 self._resynchronise()
         other = page.calls.enter(self.number, what)
@@ -114,7 +104,7 @@ class CallSequence:
     def _raise_mismatch(self, what: Fingerprint, other: int) -> None:
         page = self._page
         theirs = page.calls.describe(other, self.number)
-        self._post(control_page.MISMATCH, f"{what} on rank {page.rank} and {theirs} on rank {other}")
+        self._post(control_page.MISMATCH, by_rank({page.rank: what.text, other: theirs}))
         self.raise_pending()
 
     def withdraw(self) -> None:
@@ -127,54 +117,59 @@ class CallSequence:
         self._page.calls.first = number + 1
 
     # ---- a call that fails here
-    def failed(self, error: BaseException, foreign: bool = False) -> None:
-        """Add rank and call to the error of the current call; cancel the call on the peers, or raise PeerLostError.
+    def fail(self, error: BaseException, *, begun: bool = True, foreign: bool = False) -> None:
+        """Tell the peers that a call of this rank raises ``error``, if it does not reach them: see :class:`Reach`.
 
-        :param foreign: it comes from the program, and may be another communicator's: the peers hear of every kind.
+        Rank and call are added to the message. The caller raises ``error``.
+
+        :param begun: False if the call has no number yet: this rank does not begin it.
+        :param foreign: the program raises ``error``, where the peers may be in a call or wait for this rank's vote.
+            It may be another communicator's, so the peers hear of every kind. They do not if they know of a fault.
+        :raises IpcReduceError: a fault of an earlier call, if ``begun``: the earliest takes precedence.
         """
-        known = not foreign and (isinstance(error, _SHARED) or getattr(error, "everywhere", False))
+        if begun:
+            self._fail(error, foreign)
+            return
+        with self.lock, suppress(IpcReduceError):
+            if foreign and self.raised:
+                return
+            if self.within:
+                self.nested.append(partial(self.fail, error, begun=False, foreign=foreign))
+            elif self.unusable is None:
+                turns.alone(self, self._fail_next, error, foreign)
+
+    def _fail_next(self, error: BaseException, foreign: bool) -> None:
+        self.number += 1
+        self._fail(error, foreign)
+
+    def _fail(self, error: BaseException, foreign: bool) -> None:
+        body: Body | None = self.recording if self.recording is not None and self.recording.in_this_thread else None
+        reach = error.reach if isinstance(error, IpcReduceError) else Reach.OWN
+        if foreign and not (body and reach is Reach.CAPTURED):
+            reach = Reach.OWN
         if isinstance(error, PeerLostError) and not foreign:
             self.unusable = error
-        elif self.unusable is None and not known:
-            if isinstance(error, IpcReduceError) and not (text := text_of(error)).startswith("rank "):
-                error.args = (f"rank {self.rank}, call {self.number}: {text}",)
-            body: Body | None = self.recording if self.recording is not None and self.recording.in_this_thread else None
-            within = isinstance(error, CaptureError) and error.within and not (foreign and body is None)
-            if within or (body and isinstance(error, GraphStateError)):
+        elif self.unusable is None and reach is not Reach.ALL:
+            if isinstance(error, IpcReduceError):
+                error.locate(self.rank, self.number)
+            if reach is Reach.CAPTURED or (body and isinstance(error, GraphStateError)):
                 self.withdraw()
                 return
             if body:
                 body.error = body.error or error  # even if the program catches it
             try:
-                self._refuse(error)
+                self._tell(error, reach)
             except PeerLostError as lost:
-                self.failed(lost)
+                self._fail(lost, foreign=False)
                 raise
         self._noted = faults.note(self._page, self.rank, error, self._noted)
 
-    def refuse(self, error: BaseException, foreign: bool = False) -> None:
-        """Cancel a call on the peers that this rank does not begin. The caller raises ``error``."""
-        with self.lock, suppress(IpcReduceError):
-            if self.within:
-                self.nested.append((error, foreign))
-            elif self.unusable is None:
-                turns.alone(self, self._refuse_next, error, foreign)
-
-    def _refuse_next(self, error: BaseException, foreign: bool) -> None:
-        self.number += 1
-        self.failed(error, foreign)
-
-    def leave(self, error: BaseException) -> None:
-        """:meth:`refuse` for what the program raises, unless the peers know of a fault: they may wait for its vote."""
-        if not self.raised:
-            self.refuse(error, foreign=True)
-
-    def _refuse(self, error: BaseException) -> None:
-        """:raises IpcReduceError: a fault of an earlier call: the earliest takes precedence."""
+    def _tell(self, error: BaseException, reach: Reach) -> None:
+        """:raises IpcReduceError: a fault of an earlier call, or the one that has ended this call."""
         page = self._page
         if page.aborted:
             earlier = page.fault()
-            if earlier is None or earlier[0] < self.number + getattr(error, "ended", False):
+            if earlier is None or earlier[0] < self.number + (reach is Reach.ENDED):
                 if not isinstance(error, Exception):  # Ctrl-C and exits pass at once: the next call meets the fault
                     return
                 self.raise_pending()
@@ -214,7 +209,7 @@ class CallSequence:
             self.raise_pending()
             self.raise_ended()
         except IpcReduceError as error:
-            self.failed(error)
+            self.fail(error)
             raise
 
     def raise_ended(self) -> None:
@@ -266,13 +261,8 @@ class CallSequence:
 
         :raises PeerLostError: if a rank does not come.
         """
-        rounds = self._rounds
-        deadline = clock.now() + max(self.timeout, _PATIENCE_SECONDS)
         try:
-            highest, rounds.last = start_anew(
-                self._page, self._backends, self._meetings, self.number, rounds.last, deadline
-            )
-            self.number = highest
+            self._start_anew(clock.now() + max(self.timeout, _PATIENCE_SECONDS))
         except PeerLostError:
             raise
         except BaseException as error:
@@ -281,6 +271,38 @@ class CallSequence:
                 raise lost from error
             raise
         self.raised, self._noted = False, 0
+
+    def _start_anew(self, deadline: float) -> None:
+        """Bring all ranks and what they use to the state of start-up, and the page with them. Collective.
+
+        After the first meeting all ranks are quiet, after the second all have reset.
+
+        :param deadline: on the clock of :mod:`ipcreduce.clock`.
+        :raises PeerLostError: if a rank has gone, or does not come until ``deadline``.
+        """
+        page = self._page
+
+        def check(missing: list[int]) -> None:
+            faults.raise_lost(page, self.number, any_call=True)
+            if clock.now() > deadline:
+                page.post_lost(missing[0], "it did not come to the resynchronisation after a fault")
+
+        for backend in self._backends:
+            backend.quiesce(deadline)
+        # Before this rank says what it offers, and a peer can go on: a fault that another thread has found before would
+        # be posted to what follows, and NCCL's guard, which has seen a call run, might abort behind the offer.
+        page.next_era()
+        offer = next(filter(None, (backend.offer() for backend in self._backends)), b"")
+        everyone = self._rounds.meet(self.number, check, offer)
+        calls, rounds, offers = zip(*everyone, strict=True)
+        for backend in self._backends:
+            backend.reset(offers)
+        # Before the abort word goes: earlier calls are not compared any more, but the one in which the ranks meet is.
+        page.calls.first = max(calls)
+        page.clear()
+        fence()  # before a peer goes on, and writes to the page, this has to be visible
+        self._rounds.meet(self.number, check, offer)
+        self.number, self._rounds.last = max(calls), max(rounds)
 
     def lose(self, why: str, cause: BaseException) -> PeerLostError:
         """Lose the communicator on all ranks, because this one does not go on.

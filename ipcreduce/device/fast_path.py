@@ -171,7 +171,7 @@ class FastPath:
                         return result
                 return usual(array, op, out, stream)
             except BaseException as error:
-                calls.failed(error)
+                calls.fail(error)
                 raise
             finally:
                 calls.within = False

@@ -19,7 +19,7 @@ from ..device import deferred_free
 from ..device.backend import DeviceBackend
 from ..device.deferred_free import Action
 from ..device.fast_path import Ready
-from ..errors import ArgumentError, GraphStateError, IpcReduceError, UnsupportedError
+from ..errors import ArgumentError, GraphStateError, IpcReduceError, Reach, UnsupportedError
 from ..ipc.backend import IpcBackend
 from ..types import DEFAULT_STREAM, Stream
 from .direct.registration import DirectGraphs, Registrable
@@ -145,7 +145,9 @@ class GraphSession:
             self.calls.recording = None
             stale: GraphStateError | None = None
             if error is not None:
-                self.calls.leave(error)  # a peer may wait in the body, in a break for instance
+                self.calls.fail(
+                    error, begun=False, foreign=True
+                )  # a peer may wait in the body, in a break for instance
             elif self._backend is not None and self._backend.generation != recording.generation:
                 stale = GraphStateError(_ABORTED_WITHIN)  # the others hear of it by the vote
             turns.alone(self.calls, self._agree, recording.number, recording.segments, error, stale)
@@ -161,7 +163,7 @@ class GraphSession:
         try:
             theirs = agree(calls, number, [call.what for segment in segments for call in segment.calls], error or stale)
         except IpcReduceError as shared:
-            calls.failed(shared)
+            calls.fail(shared)
             theirs, stale = shared, None
         self._backend.recorded.update(segment.ready for segment in segments if segment.calls)
         if error is not None or theirs is not None:
@@ -242,7 +244,7 @@ class GraphSession:
             try:
                 self._launch(segment, stream, owner)
             except BaseException as error:
-                calls.failed(error)
+                calls.fail(error)
                 raise
 
     def _launch(self, segment: Segment, stream: Stream, owner: Any) -> None:
@@ -253,7 +255,7 @@ class GraphSession:
             self.calls.enter(segment.what, stream)
             if not segment.ready.argument:
                 where = f"rank {self.calls.rank}, call {self.calls.number}"
-                raise GraphStateError(f"{where}: {_STALE}", everywhere=True)
+                raise GraphStateError(f"{where}: {_STALE}", reach=Reach.ALL)
         self._backend.launch_graph(segment.executable, stream, owner)
 
     def synchronize(self, stream: Stream | None) -> None:
@@ -303,7 +305,7 @@ class GraphSession:
         with calls.lock:
             graphs, self._recorded = self._recorded, []
             if error is not None:
-                calls.leave(error)
+                calls.fail(error, begun=False, foreign=True)
                 raise error
             turns.make(calls, calls.enter, _CAPTURE, DEFAULT_STREAM)
             number = calls.number

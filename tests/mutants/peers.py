@@ -84,8 +84,8 @@ MUTANTS = [
     ),
     Mutant(
         "a resynchronisation does not begin an era",
-        "ipcreduce/calls/resynchronisation.py",
-        "    page.next_era()\n",
+        "ipcreduce/calls/sequence.py",
+        "        page.next_era()\n",
         "",
         unit("comparison", "an_era_ends_before_the_ranks_meet_and_as_the_page_is_cleared"),
     ),
@@ -213,7 +213,7 @@ MUTANTS = [
     Mutant(
         "a call that a fault has ended hides that fault",
         "ipcreduce/calls/sequence.py",
-        'earlier[0] < self.number + getattr(error, "ended", False)',
+        "earlier[0] < self.number + (reach is Reach.ENDED)",
         "earlier[0] < self.number",
         unit("calls", "a_call_that_a_fault_has_ended_raises_that_fault"),
     ),

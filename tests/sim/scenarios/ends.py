@@ -397,7 +397,7 @@ def interrupted_where_others_meet() -> None:
     fault(comm)
     WORLD.Barrier()
     if RANK == 0:
-        page, meeting = comm._page, comm._calls._meetings._last + 1
+        page, meeting = comm._page, comm._calls._rounds._meeting + 1
 
         def interrupt() -> None:
             until(lambda: page.read_meeting(meeting)[0], "rank 0")

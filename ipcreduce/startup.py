@@ -200,18 +200,14 @@ def _meet(ranks: Ranks, options: Options, deadline: float) -> np.ndarray[Any, An
     comparable = (everyone["clock"] == record[0]["clock"]) & (everyone["clock"] != b"")
     gone = np.flatnonzero((everyone["until"] < clock.on_host(clock.now())) & comparable)
     if len(gone):
-        raise PeerTimeoutError(report(
-            rank, 0, expected="all ranks at start-up at one time",
-            found=f"that the time of rank {gone[0]} is up", advice=exchange.LATE,
-        ))  # fmt: skip
+        happened = f"rank {gone[0]} waits no more, as its timeout has passed"
+        raise PeerTimeoutError(report(rank, 0, happened, exchange.LATE))
     for other, identity in enumerate(everyone):
         for name in ("timeout", "algorithm", "backend", "workspace"):
             if identity[name] != record[0][name]:
-                raise ArgumentError(
-                    f"rank {rank}, start-up: expected the same {name} on every rank; found "
-                    f"{_shown(record[0][name])} here and {_shown(identity[name])} on rank {other}. Pass (or set) the "
-                    "same everywhere."
-                )
+                mine, theirs = _shown(record[0][name]), _shown(identity[name])
+                happened = f"{name} must be the same on every rank, but is {mine} here and {theirs} on rank {other}"
+                raise ArgumentError(report(rank, 0, happened, "Pass or set the same value on every rank."))
     return everyone
 
 

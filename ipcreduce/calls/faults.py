@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 
 from ..errors import IpcReduceError, PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, report
 from ..page.control_page import CLOSED_IT, MISMATCH, Page
@@ -12,10 +11,12 @@ from ..page.records import text_of as written
 from ..texts import text_of
 
 _log = logging.getLogger("ipcreduce")
+ONLY_CLOSE = "The communicator can only be closed."
+USE_AGAIN = "The communicator can be used again."
 _GO_ON = (
-    "What has been reduced on this rank since then is not to be used. Graphs captured by others work again once every "
-    "rank has made a call that is not captured: an all-reduce, or a replay of an ipcreduce.Graph. Those of backend "
-    "nccl have to be captured again then."
+    "Do not use what this rank has reduced since then. Graphs captured by other libraries work again once every rank "
+    "has made a call that is not captured: an all-reduce, or a replay of an ipcreduce.Graph. With backend nccl, "
+    "capture them again then."
 )
 
 
@@ -52,20 +53,16 @@ def fault_error(page: Page, call: int, timeout: float) -> PeerFailedError | Rank
         fault = _difference_before(page, call if fault is None else fault[0]) or fault
     if fault is None:
         return PeerTimeoutError(report(
-            page.rank, call, expected=f"every rank within {timeout:g} s", found=_positions(page),
-            advice="Look for a rank that waits elsewhere (a transfer, a lock, another collective, a decorator outside"
-            " of eager_break), or raise timeout=.",
+            page.rank, call, _positions(page, timeout), "Check whether a rank waits elsewhere (in a transfer, a lock, "
+            "another collective, or a decorator outside of eager_break), or raise timeout=.",
         ))  # fmt: skip
     where, rank, kind, text = fault
     if kind == MISMATCH:
         return RankMismatchError(report(
-            page.rank, call, expected=f"the same call {where} on every rank", found=text,
-            advice="Make the ranks' programs agree; the communicator can be used again.",
+            page.rank, call, f"call {where} is not the same on every rank: {text}",
+            f"Let the ranks make the same calls. {USE_AGAIN}",
         ))  # fmt: skip
-    return PeerFailedError(report(
-        page.rank, call, expected=f"call {where} on every rank", found=f"that rank {rank} refused it ({text})",
-        advice="The communicator can be used again.",
-    ))  # fmt: skip
+    return PeerFailedError(report(page.rank, call, f"in call {where}, rank {rank} raised an error ({text})", USE_AGAIN))
 
 
 def _difference_before(page: Page, call: int) -> tuple[int, int, int, str] | None:
@@ -73,13 +70,9 @@ def _difference_before(page: Page, call: int) -> tuple[int, int, int, str] | Non
     found = []
     for rank in range(page.n):
         last = min(call - 1, page.calls.call_of(rank), page.calls.number[0])
-        differing = page.calls.first_differing(rank, 1, last) if rank != page.rank else None
-        if differing is not None:
-            time.sleep(1e-3)  # some processors show another's key after the number that it wrote behind
-            differing = page.calls.first_differing(rank, differing, last)
-        if differing is not None:
-            mine, theirs = (page.calls.describe(one, differing) for one in (page.rank, rank))
-            found.append((differing, rank, MISMATCH, f"{mine} on rank {page.rank} and {theirs} on rank {rank}"))
+        difference = page.calls.difference(rank, 1, last)
+        if difference is not None:
+            found.append((difference[0], rank, MISMATCH, difference[1]))
     return min(found, default=None)
 
 
@@ -126,26 +119,26 @@ def why_closed(page: Page, rank: int) -> str:
 def _lost_error(page: Page, call: int, rank: int, why: str) -> PeerLostError:
     why = why_closed(page, rank) if why == CLOSED_IT else why
     last = page.calls.call_of(rank)
-    return PeerLostError(report(
-        page.rank, call, expected=f"rank {rank} to take part", found=f"that {why}, after its call {last}",
-        advice="The communicator can only be closed.",
-    ))  # fmt: skip
+    return PeerLostError(report(page.rank, call, f"rank {rank} is gone: {why}, after its call {last}", ONLY_CLOSE))
 
 
-def _positions(page: Page) -> str:
-    """The ranks that others missed, and each rank's last call."""
+def _positions(page: Page, timeout: float) -> str:
+    """The ranks for which others waited in vain, and the calls in which the others are, in words."""
     describe = page.calls.describe
     calls = [page.calls.call_of(rank) for rank in range(page.n)]
     behind = {rank for rank in range(page.n) if calls[rank] < max(calls)}
     missed = page.missed()
-    parts = []
+    sentences = []
     for rank in sorted(missed & behind or missed or behind):
-        last = describe(rank, calls[rank])
-        own = " in time, which is this rank" if rank == page.rank else ""
-        parts.append(f"rank {rank} never came{own}: its last call was {calls[rank]}" + (f" ({last})" if last else ""))
+        last = f"its last call was {calls[rank]}" + (f": {text}" if (text := describe(rank, calls[rank])) else "")
+        own = "; it is this rank" if rank == page.rank else ""
+        sentences.append(f"rank {rank} did not call within {timeout:g} s ({last}{own})")
+    sentences = sentences or [f"a wait for another rank took longer than {timeout:g} s"]
     others: dict[str, list[int]] = {}
     for rank in range(page.n):
         if calls[rank] == max(calls):
             others.setdefault(describe(rank, max(calls)), []).append(rank)
-    parts += [f"ranks {ranks} are at call {max(calls)} ({what})" for what, ranks in others.items()]
-    return "; ".join(parts)
+    for what, ranks in others.items():
+        who = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
+        sentences.append(f"{who} in call {max(calls)} ({what})")
+    return ". ".join([sentences[0], *(sentence[0].upper() + sentence[1:] for sentence in sentences[1:])])

@@ -18,7 +18,7 @@ from ..texts import described
 from ..types import Stream
 from . import faults, turns
 from .backend import Backend, Body
-from .fingerprint import Fingerprint, by_rank
+from .fingerprint import Fingerprint
 
 _PATIENCE_SECONDS = 30.0  # in a resynchronisation, for a rank that came too late for a call and is still on its way
 
@@ -81,14 +81,14 @@ class CallSequence:
             if self.raised:
                 if any(backend.is_capturing(stream) for backend in self._backends):
                     raise CaptureError(
-                        "expected no failed call before a capture; found one after which the ranks have not met yet. "
-                        "Make a call that is not captured on every rank, then capture again.",
+                        "a call failed before this capture, and the ranks have not met since. Make a call that is not "
+                        "captured on every rank, then capture again.",
                         reach=Reach.CAPTURED,
                     )
                 self._resynchronise()
         other = page.calls.enter(self.number, what)
         if other is not None:
-            self._raise_mismatch(what, other)
+            self._raise_mismatch(other)
 
     def compare(self, what: Fingerprint) -> None:
         """Compare the current call with every rank's, once all have come to it.
@@ -99,12 +99,10 @@ class CallSequence:
         """
         other = self._page.calls.compare(self.number, what)
         if other is not None:
-            self._raise_mismatch(what, other)
+            self._raise_mismatch(other)
 
-    def _raise_mismatch(self, what: Fingerprint, other: int) -> None:
-        page = self._page
-        theirs = page.calls.describe(other, self.number)
-        self._post(control_page.MISMATCH, by_rank({page.rank: what.text, other: theirs}))
+    def _raise_mismatch(self, other: int) -> None:
+        self._post(control_page.MISMATCH, self._page.calls.describe_both(other, self.number))
         self.raise_pending()
 
     def withdraw(self) -> None:
@@ -310,11 +308,8 @@ class CallSequence:
         :returns: the error of its further calls; the caller raises it or ``cause``.
         """
         self._page.post_lost(self.rank, f"{why} ({described(cause)})")
-        self.unusable = lost = PeerLostError(report(
-            self.rank, self.number, expected="every rank to go on",
-            found=f"this on rank {self.rank}: {described(cause)}",
-            advice="The communicator can only be closed.",
-        ))  # fmt: skip
+        happened = f"this rank cannot go on with the others ({described(cause)})"
+        self.unusable = lost = PeerLostError(report(self.rank, self.number, happened, faults.ONLY_CLOSE))
         return lost
 
     # ---- ends

@@ -45,8 +45,8 @@ class Left(PeerFailedError):
         rank, _, text = decoded(chunk).partition(" ")
         if not re.fullmatch("[0-9]{1,9}", rank):
             raise RankMismatchError(
-                f"expected the number of a rank that left an exchange; found {rank[:20]!r}. Run the same version of "
-                "ipcreduce on every rank."
+                f"a rank sent {rank[:20]!r} where the number of a rank was due. Run the same version of ipcreduce on "
+                "every rank."
             )
         return cls(int(rank), text)
 

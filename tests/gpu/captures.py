@@ -346,7 +346,7 @@ def refused_on_one_rank(comm: Any) -> None:
     if RANK:
         error = error_of(lambda: (work.call(), comm.synchronize()))
         assert isinstance(error, ipcreduce.PeerFailedError), error
-        assert "rank 0 refused it" in str(error), error
+        assert "rank 0 raised an error" in str(error), error
     work.prepare(5)
     work.call()
     comm.synchronize()

@@ -856,7 +856,9 @@ def late_on_the_device(comm: Any) -> None:
             stream.launch_host_func(lambda _: until(lambda: page.aborted, "the others' deadline"), None)
         with time_passes(brief):
             raises(
-                ipcreduce.PeerTimeoutError, "rank 1 never came", lambda: (brief.allreduce(array), brief.synchronize())
+                ipcreduce.PeerTimeoutError,
+                "rank 1 did not call within",
+                lambda: (brief.allreduce(array), brief.synchronize()),
             )
         right(brief.allreduce(array))
         brief.synchronize()
@@ -891,7 +893,7 @@ class Nesting:
 
 def nested_calls(comm: Any) -> None:
     """A call within one of the same thread is refused; the one around it is made, and so is another communicator's."""
-    words = "expected no call of this communicator within another one of the same thread"
+    words = "a signal handler, a finaliser or a method of an array has made this call within call"
     with ipcreduce.Communicator(timeout=30, backend=comm.backend) as other:
         for turn in range(3):
             array: Any = mine(1000 + turn)
@@ -902,7 +904,7 @@ def nested_calls(comm: Any) -> None:
                 assert type(array.outcome) is ipcreduce.UnsupportedError, repr(array.outcome)
                 assert words in str(array.outcome), array.outcome
             else:
-                told = f"rank 0 refused it (UnsupportedError: rank 0, call {comm._calls.number + 1}: {words}"
+                told = f"rank 0 raised an error (UnsupportedError: rank 0, call {comm._calls.number + 1}: {words}"
                 refused = lambda count=turn: (comm.allreduce(mine(10 + count)), comm.synchronize())  # noqa: E731
                 raises(ipcreduce.PeerFailedError, told, refused)
             right(comm.allreduce(mine()))

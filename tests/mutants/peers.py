@@ -43,8 +43,8 @@ MUTANTS = [
     Mutant(
         "a key that comes late is taken for another call",
         RECORDER,
-        "                if self._differs(rank, call):\n                    return rank\n",
-        "                return rank\n",
+        "ask_twice(partial(self._differs, rank, call))",
+        "self._differs(rank, call)",
         unit("flight_recorder", "a_key_that_comes_late_is_no_difference"),
     ),
     Mutant(
@@ -191,9 +191,9 @@ MUTANTS = [
     ),
     Mutant(
         "a key that has not arrived is taken for another call afterwards",
-        COMPARISON,
-        "            differing = calls.first_differing(rank, differing, last)\n",
-        "",
+        RECORDER,
+        "ask_twice(partial(self.first_differing, rank, first, last))",
+        "self.first_differing(rank, first, last)",
         unit("comparison", "a_key_that_comes_behind_its_number_is_no_difference"),
     ),
     Mutant(

@@ -157,7 +157,7 @@ def calls_differ(group: Files) -> None:
 
 
 def options_differ(group: Files) -> None:
-    with raises(errors.ArgumentError, "the same timeout on every rank"):
+    with raises(errors.ArgumentError, "timeout must be the same on every rank"):
         Communicator(group, timeout=100 + group.is_last)
     with Communicator(group) as comm:
         right(comm)

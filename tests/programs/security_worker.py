@@ -144,7 +144,7 @@ def dies_unseen(group: ByFiles, directory: Path) -> None:
     if group.Get_rank() == group.Get_size() - 1:
         os._exit(9)
     begun = clock.now()
-    with clock.passing(20.0), raises(errors.PeerTimeoutError, f"rank {group.Get_size() - 1} never came"):
+    with clock.passing(20.0), raises(errors.PeerTimeoutError, f"rank {group.Get_size() - 1} did not call within"):
         right(comm)
     assert clock.now() - begun > 120 or comm._page.missed()
     with no_hang("close()"):

@@ -9,7 +9,7 @@ import pytest
 
 from ipcreduce.calls.fingerprint import Fingerprint
 from ipcreduce.calls.sequence import CallSequence
-from ipcreduce.page import comparison
+from ipcreduce.page import comparison, records
 from ipcreduce.page.comparison import Comparison
 from ipcreduce.page.control_page import MISMATCH, Page
 from ipcreduce.page.flight_recorder import RING
@@ -122,7 +122,7 @@ def test_a_key_that_comes_behind_its_number_is_no_difference(monkeypatch: pytest
         slept.append(seconds)
         second.calls.write(1, SUM)
 
-    monkeypatch.setattr(comparison.time, "sleep", arrives)
+    monkeypatch.setattr(records.time, "sleep", arrives)
     Comparison(first).look()
     assert slept
     assert not first.aborted

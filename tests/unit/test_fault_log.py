@@ -64,7 +64,7 @@ def test_a_fault_that_is_met_again_is_not_logged_again(lines) -> None:
     first.kernel_waits_in_vain(1)
     raised(PeerTimeoutError, first, *[first.calls.check_faults] * 3)
     (line,) = lines()
-    assert line.startswith("PeerTimeoutError: rank 0, call 1: expected every rank within 120 s")
+    assert line.startswith("PeerTimeoutError: rank 0, call 1: rank 1 did not call within 120 s")
     assert line.endswith("[last calls: rank 0: 1 (sum of float32 (10,)); rank 1: none]")
 
 
@@ -75,7 +75,7 @@ def test_a_loss_after_a_fault_is_logged_too(lines) -> None:
     second.page.post_lost(1, "its process has ended")
     raised(PeerLostError, first, *[first.call] * 3)
     (line,) = lines()
-    assert "PeerLostError: rank 0, call 2: expected rank 1 to take part" in line
+    assert "PeerLostError: rank 0, call 2: rank 1 is gone" in line
 
 
 def test_a_mismatch_is_logged_by_both(lines) -> None:

@@ -113,7 +113,7 @@ def test_a_round_left_because_of_a_fault():
 
     def fail(missing: list[int]) -> None:
         ranks[0]._page.post_fault(control_page.REFUSED, 1, "ArgumentError: no", 7)
-        raise PeerFailedError("rank 0, call 1: found that rank 7 refused it (ArgumentError: no)")
+        raise PeerFailedError("rank 0, call 1: rank 7 raised an error (ArgumentError: no)")
 
     with pytest.raises(PeerFailedError):
         ranks[0].gather(b"", fail)

@@ -157,7 +157,7 @@ def _killed(call: Callable[[Any], None]) -> None:
         if RANK == LAST:
             late(0.2)  # the others are in their call
             os.kill(os.getpid(), signal.SIGKILL)
-        with raises(errors.PeerLostError, f"rank {LAST} to take part", "its process has ended", "can only be closed"):
+        with raises(errors.PeerLostError, f"rank {LAST} is gone", "its process has ended", "can only be closed"):
             call(comm)
     with raises(errors.PeerLostError, "can only be closed"):
         comm.allreduce(np.ones(3))
@@ -173,7 +173,7 @@ def synchronous() -> None:
     with environment(IPCREDUCE_SYNC="1"), Communicator() as comm:
         works(comm)
         for array, op in ((mine(), "max"), (mine().astype(np.int32), "sum"), (mine(999), "sum")):
-            with raises(errors.RankMismatchError, f"on rank {LAST}", "the same call"):
+            with raises(errors.RankMismatchError, f"on rank {LAST}", "is not the same on every rank"):
                 comm.allreduce(*((array, op) if RANK == LAST else (mine(),)))
             works(comm)
         if RANK == 0:
@@ -186,7 +186,7 @@ def synchronous() -> None:
         WORLD.Barrier()
         worker.await_others(WORLD)
         passing = clock.passing(121.0, others_wait(comm)) if RANK != LAST else nullcontext()
-        with passing, raises(errors.PeerTimeoutError, f"rank {LAST} never came"):
+        with passing, raises(errors.PeerTimeoutError, f"rank {LAST} did not call within"):
             comm.allreduce(mine())
         worker.let_last_go(WORLD)
         works(comm)

@@ -172,7 +172,7 @@ def nccl_refusals() -> None:
                 with no_hang("a call"):
                     error = error_of(lambda: (comm.allreduce(mine()), comm.synchronize()))
                 assert isinstance(error, errors.PeerFailedError), error
-                assert f"rank {LAST} refused it (ArgumentError" in str(error)
+                assert f"rank {LAST} raised an error (ArgumentError" in str(error)
             works(comm)
 
     over_hosts(check)
@@ -199,7 +199,7 @@ def nccl_timeouts() -> None:
         with too_late(comm):
             error = error_of(lambda: (comm.allreduce(mine()), comm.synchronize()))
         assert isinstance(error, errors.PeerTimeoutError), error
-        assert f"rank {LAST} never came" in str(error), error
+        assert f"rank {LAST} did not call within" in str(error), error
 
     over_hosts(check)
 
@@ -248,7 +248,10 @@ def nccl_calls_that_wait_on_the_host() -> None:
             time.sleep(1e-3)
         raise nccl.NCCLError(nccl.Result.InternalError)
 
-    for kind, words in ((errors.PeerFailedError, f"rank {LAST} refused it"), (errors.PeerTimeoutError, "never came")):
+    for kind, words in (
+        (errors.PeerFailedError, f"rank {LAST} raised an error"),
+        (errors.PeerTimeoutError, "did not call within"),
+    ):
         if kind is errors.PeerFailedError and RANK == LAST:
             until(others_wait(comm), "the others")
             raises(errors.ArgumentError, "op must be one of", lambda: comm.allreduce(mine(), "mode"))
@@ -424,7 +427,7 @@ def nccls_own_errors() -> None:
         comm = Communicator(backend="nccl")
         error = until(lambda: error_of(lambda: works(comm)), "NCCL's error")
         assert isinstance(error, errors.PeerFailedError), error
-        assert "rank 0 refused it (NCCL: RemoteError (6))" in str(error), error
+        assert "rank 0 raised an error (NCCL: RemoteError (6))" in str(error), error
         comm.close()
 
 
@@ -452,7 +455,7 @@ def killed_over_nccl() -> None:
     with mock.patch.object(guard, "_NOTICE_SECONDS", LONG), no_hang():  # NCCL's error comes first, and is less
         error = error_of(lambda: (comm.allreduce(mine()), comm.synchronize(), comm.synchronize()))
         assert isinstance(error, errors.PeerLostError), error
-        assert f"expected rank {LAST} to take part; found that its process has ended" in str(error), error
+        assert f"rank {LAST} is gone: its process has ended" in str(error), error
         comm.close()
     machine_streams.wait_for_all()
 
@@ -473,7 +476,7 @@ def killed_joining_anew() -> None:
         for _ in range(2):
             error = error_of(lambda: comm.allreduce(mine()))
             assert isinstance(error, errors.PeerLostError), error
-            assert f"expected rank {LAST} to take part; found that its process has ended" in str(error), error
+            assert f"rank {LAST} is gone: its process has ended" in str(error), error
     comm.close()
 
 

@@ -201,10 +201,10 @@ def wrong_options() -> None:
         _all_refuse(rank, name, value, f"rank {rank}'s {name} must be" if rank != RANK else f"{name} must be")
     for rank, other in enumerate([1, *[0] * LAST]):
         named = f"on rank {other if rank == RANK else rank}"
-        _all_refuse(rank, "IPCREDUCE_WORKSPACE_MB", "2", "the same workspace", named)
-        _all_refuse(rank, "workspace", 5 << 20, "the same workspace", named, str(5 << 20))
-        _all_refuse(rank, "timeout", 7.0, "the same timeout", named, "7.0", "120.0")
-        _all_refuse(rank, "algorithm", "two_shot", "the same algorithm", named, "two_shot")
+        _all_refuse(rank, "IPCREDUCE_WORKSPACE_MB", "2", "workspace must be the same", named)
+        _all_refuse(rank, "workspace", 5 << 20, "workspace must be the same", named, str(5 << 20))
+        _all_refuse(rank, "timeout", 7.0, "timeout must be the same", named, "7.0", "120.0")
+        _all_refuse(rank, "algorithm", "two_shot", "algorithm must be the same", named, "two_shot")
     good_communicator()
 
 

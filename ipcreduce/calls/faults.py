@@ -128,17 +128,17 @@ def _positions(page: Page, timeout: float) -> str:
     calls = [page.calls.call_of(rank) for rank in range(page.n)]
     behind = {rank for rank in range(page.n) if calls[rank] < max(calls)}
     missed = page.missed()
-    sentences = []
+    late = []
     for rank in sorted(missed & behind or missed or behind):
         last = f"its last call was {calls[rank]}" + (f": {text}" if (text := describe(rank, calls[rank])) else "")
         own = "; it is this rank" if rank == page.rank else ""
-        sentences.append(f"rank {rank} did not call within {timeout:g} s ({last}{own})")
-    sentences = sentences or [f"a wait for another rank took longer than {timeout:g} s"]
+        late.append(f"rank {rank} did not call within {timeout:g} s ({last}{own})")
     others: dict[str, list[int]] = {}
     for rank in range(page.n):
         if calls[rank] == max(calls):
             others.setdefault(describe(rank, max(calls)), []).append(rank)
+    sentences = [", and ".join(late) or f"a wait for another rank took longer than {timeout:g} s"]
     for what, ranks in others.items():
-        who = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
+        who = f"Rank {ranks[0]} is" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))} are"
         sentences.append(f"{who} in call {max(calls)} ({what})")
-    return ". ".join([sentences[0], *(sentence[0].upper() + sentence[1:] for sentence in sentences[1:])])
+    return ". ".join(sentences)

@@ -59,7 +59,7 @@ class CallSequence:
         self._take(page, backends)
 
     def _take(self, page: Page, backends: Sequence[Backend]) -> None:
-        self._page, self._backends = page, backends
+        self.page, self._backends = page, backends
         self._rounds = Rounds(page)
 
     # ---- making a call
@@ -74,7 +74,7 @@ class CallSequence:
         :raises IpcReduceError: an earlier fault that was not raised yet; :class:`RankMismatchError` if calls differ.
         :raises CaptureError: if there is a fault to settle and ``stream`` is being captured.
         """
-        page = self._page
+        page = self.page
         if page.abort_word[0]:
             self.raise_pending()
             # Not raised: the fault belongs to a later call. This one (empty, or captured) does not depend on a peer.
@@ -97,12 +97,12 @@ class CallSequence:
 
         :raises RankMismatchError: if calls differ.
         """
-        other = self._page.calls.compare(self.number, what)
+        other = self.page.calls.compare(self.number, what)
         if other is not None:
             self._raise_mismatch(other)
 
     def _raise_mismatch(self, other: int) -> None:
-        self._post(control_page.MISMATCH, self._page.calls.describe_both(other, self.number))
+        self._post(control_page.MISMATCH, self.page.calls.describe_both(other, self.number))
         self.raise_pending()
 
     def withdraw(self) -> None:
@@ -112,7 +112,7 @@ class CallSequence:
     def catch_up(self, number: int) -> None:
         """Go on from the highest call number of all ranks, which a vote or a resynchronisation has told."""
         self.number = number
-        self._page.calls.first = number + 1
+        self.page.calls.first = number + 1
 
     # ---- a call that fails here
     def fail(self, error: BaseException, *, begun: bool = True, foreign: bool = False) -> None:
@@ -160,11 +160,11 @@ class CallSequence:
             except PeerLostError as lost:
                 self._fail(lost, foreign=False)
                 raise
-        self._noted = faults.note(self._page, self.rank, error, self._noted)
+        self._noted = faults.note(self.page, self.rank, error, self._noted)
 
     def _tell(self, error: BaseException, reach: Reach) -> None:
         """:raises IpcReduceError: a fault of an earlier call, or the one that has ended this call."""
-        page = self._page
+        page = self.page
         if page.aborted:
             earlier = page.fault()
             if earlier is None or earlier[0] < self.number + (reach is Reach.ENDED):
@@ -184,13 +184,13 @@ class CallSequence:
                 with suppress(IpcReduceError):  # the fault at hand comes first
                     backend.drain()  # the abort word would end earlier calls too
         finally:  # also if the program is interrupted: the peers wait
-            self._page.post_fault(kind, self.number, text, of)
+            self.page.post_fault(kind, self.number, text, of)
             self.raised = self.raised or raised
 
     # ---- faults of others
     def raise_pending(self) -> None:
         """Raise the fault behind the abort word, if it is not raised yet and concerns this rank's calls so far."""
-        page = self._page
+        page = self.page
         if not page.aborted:
             return
         fault = page.fault()
@@ -215,8 +215,8 @@ class CallSequence:
 
         Replays of graphs captured by others are no calls, and end so until the ranks have met.
         """
-        if self._page.ended_without_data:
-            raise faults.ended_error(self._page, self.number, self.timeout)
+        if self.page.ended_without_data:
+            raise faults.ended_error(self.page, self.number, self.timeout)
 
     # ---- exchanges over the page
     def check_wait(self, number: int, deadline: float, missing: list[int]) -> None:
@@ -225,7 +225,7 @@ class CallSequence:
         :param deadline: on the clock of :mod:`ipcreduce.clock`.
         :raises IpcReduceError: if they do not come: they made another call, refused this one, or are late or lost.
         """
-        page = self._page
+        page = self.page
         fault = page.fault() if page.aborted else None
         cancelled = fault is not None and fault[0] <= number  # first, even if a rank was lost because of it
         if not cancelled:
@@ -242,7 +242,7 @@ class CallSequence:
 
         :raises IpcReduceError: if a rank does not come: it made another call, refused this one, or is late or lost.
         """
-        page = self._page
+        page = self.page
         try:
             check = partial(self.check_wait, number, clock.now() + self.timeout)
             return self._rounds.gather(payload, check, abandon)
@@ -278,7 +278,7 @@ class CallSequence:
         :param deadline: on the clock of :mod:`ipcreduce.clock`.
         :raises PeerLostError: if a rank has gone, or does not come until ``deadline``.
         """
-        page = self._page
+        page = self.page
 
         def check(missing: list[int]) -> None:
             faults.raise_lost(page, self.number, any_call=True)
@@ -307,7 +307,7 @@ class CallSequence:
 
         :returns: the error of its further calls; the caller raises it or ``cause``.
         """
-        self._page.post_lost(self.rank, f"{why} ({described(cause)})")
+        self.page.post_lost(self.rank, f"{why} ({described(cause)})")
         happened = f"this rank cannot go on with the others ({described(cause)})"
         self.unusable = lost = PeerLostError(report(self.rank, self.number, happened, faults.ONLY_CLOSE))
         return lost

@@ -827,7 +827,11 @@ def time_passes(comm: Any) -> AbstractContextManager[None]:
     """In the block, to whose call rank 1 comes too late, the time of the others is up once all of them wait."""
     if RANK == 1 or not SIMULATED:
         return nullcontext()
-    page, number, others = comm._page, comm._calls.number + 1, [rank for rank in range(SIZE) if rank != 1]
+    page, number, others = (
+        comm._open.calls.page,
+        comm._open.calls.number + 1,
+        [rank for rank in range(SIZE) if rank != 1],
+    )
     return clock.passing(121.0, lambda: all(page.calls.call_of(rank) >= number for rank in others))
 
 
@@ -837,7 +841,7 @@ def late_and_recover(comm: Any) -> None:
         right(brief.allreduce(mine()))
         brief.synchronize()
         if RANK == 1:
-            until(lambda: brief._page.aborted, "the others' deadline")
+            until(lambda: brief._open.calls.page.aborted, "the others' deadline")
         with no_hang(), time_passes(brief):
             raises(ipcreduce.PeerTimeoutError, "rank 1", lambda: (brief.allreduce(mine()), brief.synchronize()))
         right(brief.allreduce(mine()))
@@ -852,7 +856,7 @@ def late_on_the_device(comm: Any) -> None:
         brief.synchronize()
         WORLD.Barrier()
         if RANK == 1:
-            page = brief._page
+            page = brief._open.calls.page
             stream.launch_host_func(lambda _: until(lambda: page.aborted, "the others' deadline"), None)
         with time_passes(brief):
             raises(
@@ -904,7 +908,7 @@ def nested_calls(comm: Any) -> None:
                 assert type(array.outcome) is ipcreduce.UnsupportedError, repr(array.outcome)
                 assert words in str(array.outcome), array.outcome
             else:
-                told = f"rank 0 raised an error (UnsupportedError: rank 0, call {comm._calls.number + 1}: {words}"
+                told = f"rank 0 raised an error (UnsupportedError: rank 0, call {comm._open.calls.number + 1}: {words}"
                 refused = lambda count=turn: (comm.allreduce(mine(10 + count)), comm.synchronize())  # noqa: E731
                 raises(ipcreduce.PeerFailedError, told, refused)
             right(comm.allreduce(mine()))
@@ -953,7 +957,7 @@ def epoch_wrap(comm: Any) -> None:
     """The epochs pass 2**32."""
     comm.synchronize()
     WORLD.Barrier()
-    comm._backend.workspace.set_epochs(0xFFFFFFFB)
+    comm._open.backend.workspace.set_epochs(0xFFFFFFFB)
     WORLD.Barrier()
     for turn in range(12):
         right(comm.allreduce(mine(100 if turn % 2 else 100000)))

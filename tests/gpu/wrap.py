@@ -61,7 +61,7 @@ class Calls:
 def epoch(comm: ipcreduce.Communicator) -> int:
     """The epoch of the next call. No kernel may be running."""
     found = np.zeros(1, np.uint32)
-    driver.copy_to_host(found, comm._backend.workspace.address)  # type: ignore[union-attr]
+    driver.copy_to_host(found, comm._open.backend.workspace.address)  # type: ignore[union-attr]
     return int(found[0])
 
 
@@ -75,7 +75,7 @@ def through_the_wrap(algorithm: str, options: argparse.Namespace) -> dict[str, A
         comm.synchronize()
         WORLD.Barrier()
         start = WRAP - total // 2
-        comm._backend.workspace.set_epochs(start)  # type: ignore[union-attr]
+        comm._open.backend.workspace.set_epochs(start)  # type: ignore[union-attr]
         WORLD.Barrier()
         began, sampled, late = time.monotonic(), 0, 0
         for replay in range(options.replays):

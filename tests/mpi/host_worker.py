@@ -124,7 +124,7 @@ WAYS = {"two shots": (16, 1 << 20), "chunks of two shots": (16, 960), "chunks of
 def go(comm: Communicator, one_shot: int, chunk: int) -> None:
     """Let messages go this way. Through shared memory only two shots have chunks."""
     over_mpi._ONE_SHOT_BYTES, over_mpi._SEGMENT_BYTES = one_shot, chunk
-    through = comm._host._shared
+    through = comm._open.host._shared
     if through is not None:
         segment = through._segment
         segment.small_bytes = min(one_shot, segment.small[0][0].nbytes) if chunk >= one_shot else 16
@@ -257,7 +257,7 @@ def late(comm: Communicator) -> None:
         if RANK == LAST:
             raises(PeerTimeoutError, f"{words}; it is this rank)", lambda: right(brief))
         else:
-            page, others = brief._page, range(LAST)
+            page, others = brief._open.calls.page, range(LAST)
             come = lambda: all(page.calls.call_of(rank) > 1 for rank in others)  # noqa: E731
             begun = clock.now()
             with clock.passing(20.0, come):
@@ -282,7 +282,7 @@ def memory_outlives_a_wait(comm: Communicator) -> None:
 
     def take_part() -> None:
         record = exchange.message(exchange.CONFIRMATION)
-        exchange.allgather(comm._ranks, record, library_clock.now() + 120, "a test")
+        exchange.allgather(comm._open.ranks, record, library_clock.now() + 120, "a test")
 
     worker.await_others(WORLD)
     if RANK == LAST:
@@ -349,7 +349,7 @@ def interrupted(comm: Communicator) -> None:
             if RANK == 0:
 
                 def ring(brief: Communicator = brief) -> None:
-                    if brief._page.calls.call_of(0) > 1:
+                    if brief._open.calls.page.calls.call_of(0) > 1:
                         raise Alarm
                     alarm.call_later(0.1, ring)  # it is not in its call yet
 
@@ -557,9 +557,9 @@ def every_rank_is_watched(comm: Communicator) -> None:
     Page.join = join_late
     try:
         with Communicator() as watched:
-            assert watched._watch is not None
+            assert watched._open.watch is not None
             processes = watchdog._watchdog._processes.values()
-            ranks = {rank for process in processes for watch, rank in process.ranks if watch is watched._watch}
+            ranks = {rank for process in processes for watch, rank in process.ranks if watch is watched._open.watch}
             assert ranks == set(range(SIZE)) - {RANK}, ranks
     finally:
         Page.join = join
@@ -802,7 +802,7 @@ def nested(comm: Communicator) -> None:
 
         def ring(main: int = threading.get_ident()) -> None:
             time.sleep(1e-3)
-            while not brief._calls.within:
+            while not brief._open.calls.within:
                 time.sleep(1e-3)
             signal.pthread_kill(main, signal.SIGUSR1)
 
@@ -837,7 +837,7 @@ def default(comm: Communicator) -> None:
     assert ipcreduce.get_communicator() is first
     assert (first.rank, first.size, first.backend) == (RANK, SIZE, "mpi")
     assert ipcreduce.allreduce(np.full(3, 2)).tolist() == [2 * SIZE] * 3
-    assert first._calls.number == 1, "not on the default communicator"
+    assert first._open.calls.number == 1, "not on the default communicator"
     alone = Communicator(MPI.COMM_SELF)
     assert ipcreduce.allreduce(np.full(3, 2), comm=alone).tolist() == [2] * 3
     assert ipcreduce.allreduce(array := np.full(3, RANK), "max", out=array) is array
@@ -898,7 +898,7 @@ def main() -> None:
         assert comm.backend == "mpi", comm.describe()
         way = {"memory": "MB of shared memory", "page": "No space left on device"}
         assert way.get(HOW, "ranks are on 2 hosts") in comm.describe(), comm.describe()
-        assert (comm._host._shared is not None) == (HOW == "memory")
+        assert (comm._open.host._shared is not None) == (HOW == "memory")
         for name in sys.argv[2:]:
             started = time.monotonic()
             SCENARIOS[name](comm)

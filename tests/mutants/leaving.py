@@ -124,7 +124,7 @@ MUTANTS = [
         "warnings are given behind the last vote",
         COMMUNICATOR,
         "                warnings.warn(text, RuntimeWarning, stacklevel=2)\n",
-        "                warnings.warn(text, RuntimeWarning, stacklevel=2) if self._rank == 0 else None\n",
+        "                warnings.warn(text, RuntimeWarning, stacklevel=2) if self.rank == 0 else None\n",
         on_hosts("warnings_at_start_up"),
     ),
     Mutant(

@@ -59,7 +59,7 @@ def test_calls_before_a_vote_are_still_compared():
     for calls in ranks:
         calls.number = 1
     assert agreed(ranks, [[], []], [None, None]) == [None, None]
-    assert all(calls._page.calls.first == 1 for calls in ranks)
+    assert all(calls.page.calls.first == 1 for calls in ranks)
 
 
 def test_a_stale_recording_does_not_hide_the_timeout_of_its_vote():

@@ -224,10 +224,10 @@ def nccl_repeated_call_that_is_late() -> None:
     """The deadline holds for repeated calls too, which take a shorter way."""
     with pretended_hosts(2):
         comm = Communicator(backend="nccl")
-    array, guard = mine(), comm._backend._guard
+    array, guard = mine(), comm._open.backend._guard
     for _ in range(4):
         comm.allreduce(array, out=array)
-        until(lambda: guard._ended == comm._calls.number, "the guard's look at its end")
+        until(lambda: guard._ended == comm._open.calls.number, "the guard's look at its end")
     comm.synchronize()
     with too_late(comm):
         error = fault_of(comm, array, "sum", array)
@@ -257,12 +257,12 @@ def nccl_calls_that_wait_on_the_host() -> None:
             raises(errors.ArgumentError, "op must be one of", lambda: comm.allreduce(mine(), "mode"))
             works(comm)
             continue
-        comm._backend.nccl._all_reduce = waits
+        comm._open.backend.nccl._all_reduce = waits
         with too_late(comm) if kind is errors.PeerTimeoutError else no_hang("a call"):
             error = error_of(lambda: comm.allreduce(mine()))
         assert isinstance(error, kind), error
         assert words in str(error), error
-        comm._backend.nccl._all_reduce = enqueue
+        comm._open.backend.nccl._all_reduce = enqueue
         works(comm)
     comm.close()
 

@@ -58,7 +58,7 @@ def refused_and_closed() -> None:
         else:
             with raises(errors.PeerFailedError, "rank 0 refused", "op must be"):
                 comm.allreduce(mine())
-                watch = comm._watch
+                watch = comm._open.watch
                 until(lambda watch=watch: watch.lost, "the end of rank 0")  # the watchdog has seen it leave
                 comm.synchronize()
             with raises(errors.PeerLostError, "rank 0", "it closed the communicator"):

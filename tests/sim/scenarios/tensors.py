@@ -416,7 +416,7 @@ def the_short_way() -> None:
                         aliases = [Tensor(torch.full_like(source, RANK + 1).array) for _ in range(2)]
                         aliases[1].array = aliases[0].array
                         right(comm.allreduce(aliases[0], out=aliases[1]).array)
-                    assert comm._backend.order.event_free_stream == stream.cuda_stream, "with events"
+                    assert comm._open.backend.order.event_free_stream == stream.cuda_stream, "with events"
             assert not counted.call_count, "on the usual way"
             before, source.array = source.array, other  # as p.data = other
             right(comm.allreduce(source, out=out).array, 2)

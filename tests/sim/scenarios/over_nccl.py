@@ -93,7 +93,7 @@ def nccl_is_chosen() -> None:
     wrong = "gloo" if RANK == LAST else None
     raises(errors.ArgumentError, "backend must be one of ipc, nccl, mpi; found 'gloo'",
            lambda: Communicator(backend=wrong))  # fmt: skip
-    raises(errors.ArgumentError, "the same backend on every rank",
+    raises(errors.ArgumentError, "backend must be the same on every rank",
            lambda: Communicator(backend="nccl" if RANK == LAST else "ipc"))  # fmt: skip
 
 

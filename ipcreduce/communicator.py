@@ -57,8 +57,8 @@ class Communicator:
     :param workspace: bytes of GPU memory of each rank through which backend "ipc" exchanges data, at least 1 MB; the
         same on every rank. None for ``IPCREDUCE_WORKSPACE_MB``. Messages that need more go in several launches.
     :raises ArgumentError: if an argument is wrong or differs between ranks.
-    :raises UnsupportedError: if MPI is needed and not usable, or a forced backend cannot be. Missing GPUs are no error
-        else: ``backend`` is then "mpi".
+    :raises UnsupportedError: if MPI is needed and not usable; if the ranks neither share /dev/shm nor reach each other
+        over TCP; or if the backend that was asked for cannot be used. Without GPUs ``backend`` is "mpi" else.
     :raises PeerTimeoutError: if a rank does not come, or the group does not answer.
     :raises PeerLostError: if the group's ``allgather`` raises.
 
@@ -76,56 +76,38 @@ class Communicator:
         options = Options.of(device, timeout, algorithm, backend, workspace)
         ranks = given.join(options.timeout)
         with startup.starting(ranks, options) as started:
-            self._take(ranks, options, started)
+            self._open = _Open(self, ranks, options, started)
             for text in (*started.warnings, *unknown_variables()):
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
             if _log.isEnabledFor(logging.INFO):
                 _log.info("communicator made: %s", "; ".join(self.describe().splitlines()))
-        process.add(_Open(self))
-
-    def _take(self, ranks: Ranks, options: Options, started: startup.Started) -> None:
-        """Make this object of the parts of a communicator."""
-        self._ranks, self._rank, self._size, self._sync = ranks, ranks.rank, ranks.size, options.sync
-        self._page, self._watch, self._reasons = started.page, started.watch, started.reasons
-        self._backend = backend = started.backend
-        over_mpi = MpiReducer(ranks, options.timeout) if isinstance(ranks, MpiRanks) else None
-        backends = [one for one in (backend, started.shared) if one is not None]
-        refuse = None if over_mpi is None else over_mpi.refuse
-        self._calls = CallSequence(self._rank, options.timeout, self._page, backends, refuse)
-        self._host = HostReducer(self._calls, over_mpi, started.shared, self._reasons.get("shm", ""))
-        self._session = GraphSession(self._calls, backend, self._why_none(), self._sync, options.direct)
-        self._fast = None
-        if backend is not None:
-            self._fast = None if self._sync else backend.open_fast_path(self._calls)
-            deferred_free.track(backend.order, self._calls.lock)
+        process.add(self._open)
 
     # ---- identity
     @property
     def rank(self) -> int:
         """This process's number, 0 to ``size`` - 1."""
-        return self._rank
+        return self._open.ranks.rank
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self._size
+        return self._open.ranks.size
 
     @property
     def backend(self) -> str:
         """The backend of device arrays: "ipc" (our kernels), "nccl", or "mpi" if only host arrays can be reduced."""
-        return "mpi" if self._backend is None else self._backend.name
+        backend = self._open.backend
+        return "mpi" if backend is None else backend.name
 
     def describe(self) -> str:
         """Backend, GPU and workspace, the way of host arrays, and why others were not chosen; several lines."""
-        lines = [f"rank {self._rank} of {self._size}: backend {self.backend}"]
-        if self._backend is not None:
-            lines += self._backend.describe()
-        lines.append(f"host arrays: {self._host.describe()}")
-        lines += [f"not {name}: {self._reasons[name]}" for name in ("ipc", "nccl") if name in self._reasons]
-        if "page" in self._reasons:
-            over_mpi = isinstance(self._ranks, MpiRanks)
-            told = "failures are told by MPI's timeouts only" if over_mpi else "no call can be made"
-            lines.append(f"{told}: {self._reasons['page']}")
+        parts = self._open
+        lines = [f"rank {self.rank} of {self.size}: backend {self.backend}"]
+        if parts.backend is not None:
+            lines += parts.backend.describe()
+        lines.append(f"host arrays: {parts.host.describe()}")
+        lines += [f"not {name}: {parts.reasons[name]}" for name in ("ipc", "nccl") if name in parts.reasons]
         return "\n".join(lines)
 
     # ---- the operation
@@ -165,28 +147,27 @@ class Communicator:
         :meth:`synchronize`. Where data is missing, the result holds bytes 0xFF (NaN). On the host it returns when the
         work is done; after an error the values in ``out`` are undefined.
         """
-        fast = self._fast  # once: another thread may close the communicator
+        fast = self._open.fast  # once: another thread may close the communicator
         if fast is not None:
             return fast.make(None, self._allreduce, array, op, out, stream)
-        return turns.make(self._calls, self._allreduce, array, op, out, stream)
+        return turns.make(self._open.calls, self._allreduce, array, op, out, stream)
 
     def _allreduce(self, array: Any, op: Any, out: Any, stream: Any) -> Any:
         if views.is_device(array):
             return self._reduce_device(array, op, out, stream)
         if stream is not None:
             cupy_runtime.stream_of(stream)  # refused as on GPUs; no work on the host waits for a stream
-        return self._host.allreduce(array, op, out)
+        return self._open.host.allreduce(array, op, out)
 
     def _reduce_device(self, array: Any, op: Any, out: Any, stream: Any) -> Any:
-        calls, backend = self._calls, self._backend
+        parts = self._open
+        calls, backend = parts.calls, parts.backend
         if backend is None:
-            raise UnsupportedError(
-                f"device arrays need backend ipc or nccl: {self._why_none()}. Pass NumPy arrays here"
-            )
+            raise UnsupportedError(f"device arrays need backend ipc or nccl: {parts.why_none}. Pass NumPy arrays here")
         recording = calls.recording
         handle, owner = operands.stream_of(array, stream)
         recorded = recording is not None and recording.captures(handle)
-        allocating = nullcontext if recorded else partial(self._session.allocating, handle)
+        allocating = nullcontext if recorded else partial(parts.session.allocating, handle)
         with using(backend.context):  # the thread may have another one, or none
             used = operands.DeviceOperands.of(
                 array, out, handle, backend.device.ordinal, ordered=not recorded, allocating=allocating
@@ -196,10 +177,10 @@ class Communicator:
         if prepared.through is not None:
             used.convert(prepared.through, allocating)
         if recorded:
-            prepared = self._session.note(prepared, source, destination, used.target)
+            prepared = parts.session.note(prepared, source, destination, used.target)
         else:
             calls.enter(prepared.what, handle)
-        if self._size == 1:
+        if backend.n == 1:
             backend.order.launch(partial(views.copy_into, destination, source), handle, owner, recorded=recorded)
         else:
             backend.run(prepared, used.source_address, used.destination_address, handle, owner, recorded)
@@ -211,8 +192,8 @@ class Communicator:
                 operands.note_uses((array, out), handle, owner)  # a new result is of that stream
         if recorded:
             calls.withdraw()  # recorded, not executed: launching its segment counts as the call
-        elif self._sync and not backend.is_capturing(handle):
-            self._session.wait(handle)
+        elif parts.sync and not backend.is_capturing(handle):
+            parts.session.wait(handle)
         return used.result
 
     # ---- waiting and ending
@@ -224,7 +205,7 @@ class Communicator:
 
         :raises IpcReduceError: see :meth:`allreduce`.
         """
-        self._session.synchronize(None if stream is None else cupy_runtime.stream_of(stream)[0])
+        self._open.session.synchronize(None if stream is None else cupy_runtime.stream_of(stream)[0])
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -237,7 +218,7 @@ class Communicator:
         :raises PeerFailedError: with ``algorithm="direct"``, if another rank's block raised. Otherwise the next call
             raises it. An exception in the block passes unchanged.
         """
-        with self._session.capture():
+        with self._open.session.capture():
             yield
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> Any:
@@ -245,59 +226,65 @@ class Communicator:
 
         CuPy, or NumPy with backend "mpi". Not collective. Valid as long as it lives, also after close().
         """
-        return self._session.empty(shape, dtype)
+        return self._open.session.empty(shape, dtype)
 
     def close(self) -> None:
         """Give everything back. Every rank has to. It takes at most 6 s, whatever the others or the GPU are doing.
 
         Idempotent; also done at interpreter exit. Arrays that the caller has stay valid.
         """
-        self._close("")
-
-    def _close(self, why: str) -> None:
-        resources = process.resources_of(self)
-        if resources is not None:
-            resources.close(why)
+        self._open.close()
 
     def __enter__(self) -> Communicator:
-        self._calls.check_usable()
+        self._open.calls.check_usable()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close("" if value is None else f"its program left the communicator's block by {described(value)}")
+        self._open.close("" if value is None else f"its program left the communicator's block by {described(value)}")
 
     # ---- what Python and other modules of the package ask for
     __reduce__ = process.refuse_copies
 
     def __repr__(self) -> str:
-        own = vars(self)  # also of a communicator whose __init__ has raised
-        if "_session" not in own:
+        if "_open" not in vars(self):  # __init__ has raised
             return "<Communicator: not made>"
-        end = None if self._calls.unusable is None else _ENDS.get(type(self._calls.unusable), "not usable")
-        return f"<Communicator: rank {self._rank} of {self._size}, {end or f'backend {self.backend}'}>"
-
-    def _why_none(self) -> str:
-        """The reasons for which there is no backend."""
-        return "; ".join(
-            f"not {name}, because {self._reasons[name]}" for name in ("ipc", "nccl") if name in self._reasons
-        )
+        unusable = self._open.calls.unusable
+        end = None if unusable is None else _ENDS.get(type(unusable), "not usable")
+        return f"<Communicator: rank {self.rank} of {self.size}, {end or f'backend {self.backend}'}>"
 
     @property
     def _graph_session(self) -> GraphSession:
         """The recordings of this communicator: see session_of."""
-        return self._session
+        return self._open.session
 
 
 class _Open:
-    """The resources of an open communicator. They outlive one that the program drops without closing it."""
+    """The parts of a communicator. They outlive one that the program drops without closing it.
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._owner = weakref.ref(communicator)
-        self._calls, self._session, self._host = communicator._calls, communicator._session, communicator._host
-        self._backend, self._page, self._watch = communicator._backend, communicator._page, communicator._watch
-        self._ranks = communicator._ranks
+    :ivar backend: of device arrays; None without GPUs, and once the communicator is closed. So is ``fast``.
+    :ivar fast: the way of repeated calls; None also if each call is waited for (``sync``).
+    :ivar reasons: see :class:`startup.Started`. ``why_none``: those for which there is no backend, in words.
+    """
+
+    def __init__(self, owner: Communicator, ranks: Ranks, options: Options, started: startup.Started) -> None:
+        assert started.page is not None
+        self._owner = weakref.ref(owner)
+        self.ranks, self.sync, self.reasons = ranks, options.sync, started.reasons
+        self.backend, self.watch = started.backend, started.watch
+        self.why_none = "; ".join(
+            f"not {name}, because {self.reasons[name]}" for name in ("ipc", "nccl") if name in self.reasons
+        )
+        backends = [one for one in (started.backend, started.shared) if one is not None]
+        self.calls = CallSequence(started.page, options.timeout, backends)
+        over_mpi = MpiReducer(ranks, options.timeout) if isinstance(ranks, MpiRanks) else None
+        self.host = HostReducer(self.calls, over_mpi, started.shared, self.reasons.get("shm", ""))
+        self.session = GraphSession(self.calls, self.backend, self.why_none, self.sync, options.direct)
+        self.fast = None
+        if self.backend is not None:
+            self.fast = None if self.sync else self.backend.open_fast_path(self.calls)
+            deferred_free.track(self.backend.order, self.calls.lock)
 
     def owner(self) -> Communicator | None:
         """The communicator; None once the program has dropped it."""
@@ -306,11 +293,13 @@ class _Open:
     @property
     def is_needed(self) -> bool:
         """True if graphs captured by others may still be replayed, which use our memory."""
-        return self._backend is not None and self._backend.order.shared
+        return self.backend is not None and self.backend.order.shared
 
     def close(self, why: str = "") -> None:
-        """See :meth:`Communicator.close`, and :meth:`process.Closable.close`."""
-        calls, backend, page = self._calls, self._backend, self._page
+        """See :meth:`Communicator.close`, and :meth:`process.Closable.close`. Idempotent."""
+        if self not in process.live:
+            return
+        calls, page = self.calls, self.calls.page
         with process.time_limit(process.CLOSE_SECONDS), deferred_free.taking(calls.lock, page) as taken:
             if not taken or self not in process.live:
                 return
@@ -319,32 +308,29 @@ class _Open:
             if calls.within:  # by a signal handler or a finaliser
                 raise UnsupportedError(f"close() within call {calls.number} of the same thread: let that end first")
             process.live.remove(self)
-            if page is not None and why:
+            if why:
                 faults.say_why(page, why)
-            lost = calls.end(ArgumentError("the communicator is closed: make a new one"))
-            self._session.close(0.0 if lost else _CLOSE_SECONDS)
-            if page is not None and backend is None:  # an backend leaves once it has unmapped the peers' memory
+            lost = calls.close(ArgumentError("the communicator is closed: make a new one"))
+            self.session.close(0.0 if lost else _CLOSE_SECONDS)
+            if self.backend is None:  # a backend leaves once it has unmapped the peers' memory
                 page.leave()
-            if self._watch is not None:
-                self._watch.stop()
+            if self.watch is not None:
+                self.watch.stop()
             self._let_go()
             if not lost:
-                self._ranks.free()
+                self.ranks.free()
 
     def forked(self) -> None:
         """In a child process: nothing of the parent's may be touched or closed."""
-        if self._watch is not None:
-            self._watch.forked()
+        if self.watch is not None:
+            self.watch.forked()
         self._let_go()
-        self._calls.forked(UnsupportedError(process.FORKED))
-        self._session.forked()
+        self.calls.forked(UnsupportedError(process.FORKED))
+        self.session.forked()
 
     def _let_go(self) -> None:
-        self._backend = self._page = self._watch = None
-        owner = self.owner()
-        if owner is not None:
-            owner._backend = owner._fast = owner._page = owner._watch = None
-        self._host.close()
+        self.backend = self.fast = self.watch = None
+        self.host.close()
 
 
 # As torch.compiler.disable() does, without an import: torch.compile does not trace a call, but breaks its graph there.

@@ -1,20 +1,46 @@
 """The errors that ipcreduce raises deliberately. All derive from :class:`IpcReduceError`.
 
-A message about a call names the rank, the call number (from 1 on each communicator), the expected and the found
-values, and a remedy.
+A message about a call begins with the rank and the number of the call, which counts from 1 on each communicator. Then
+it says what happened, and what to do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from enum import Enum
 
 from .texts import text_of
 
 Location = tuple[int, tuple[int, ...], str, tuple[int, ...]]  # address, shape, dtype's name, strides in bytes
 
 
+class Reach(Enum):
+    """The ranks that an error of a call reaches: from this the call sequence knows whether its peers must be told."""
+
+    OWN = "only this rank raises it: the peers are told, and raise PeerFailedError"
+    ALL = "every rank raises it, or the fault behind it, without being told"
+    CAPTURED = "a call on a stream that is being captured: the peers are not told, as that would end the captured work"
+    ENDED = "a fault, perhaps of this same call on another rank, has ended this call: that fault is raised in its place"
+
+
 class IpcReduceError(RuntimeError):
     """Base class of ipcreduce's errors."""
+
+    reach = Reach.OWN
+    located = False  # locate() has been called
+
+    def __init__(self, *args: object, reach: Reach | None = None) -> None:
+        super().__init__(*args)
+        if reach is not None:
+            self.reach = reach
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _copy, (type(self), self.args, vars(self))
+
+    def locate(self, rank: int, call: int) -> None:
+        """Let the message begin with rank and call. Idempotent. Errors that reach all ranks are made with them."""
+        if not self.located and self.reach is not Reach.ALL:
+            self.located, self.args = True, (f"{_where(rank, call)}: {text_of(self)}",)
 
 
 class ArgumentError(IpcReduceError, ValueError):
@@ -28,40 +54,33 @@ class UnsupportedError(IpcReduceError):
 class RankMismatchError(IpcReduceError):
     """The ranks made different calls: call number, shape, dtype, op or order differ."""
 
+    reach = Reach.ALL
+
 
 class PeerLostError(IpcReduceError):
     """A rank has died, has closed, or missed a resynchronisation. The communicator can only be closed."""
+
+    reach = Reach.ALL
 
 
 class PeerTimeoutError(IpcReduceError):
     """A rank did not arrive at a call within the communicator's timeout."""
 
+    reach = Reach.ALL
+
 
 class PeerFailedError(IpcReduceError):
     """Another rank refused this call or raised in it. The message includes that rank's error message."""
 
+    reach = Reach.ALL
+
 
 class GraphStateError(IpcReduceError):
-    """A graph's present state does not allow the operation.
-
-    ``everywhere`` is True if every rank's call raises it, so that no rank has to be told.
-    """
-
-    def __init__(self, text: str, *, everywhere: bool = False) -> None:
-        super().__init__(text)
-        self.everywhere = everywhere
+    """A graph's present state does not allow the operation."""
 
 
 class CaptureError(IpcReduceError):
-    """A call cannot take part in a stream capture as it was made.
-
-    ``within`` is True for a call on a stream that is being captured. The other ranks are not told of such an error:
-    the abort word that ends their waits would also spoil the work captured here.
-    """
-
-    def __init__(self, text: str, *, within: bool = False) -> None:
-        super().__init__(text)
-        self.within = within
+    """A call cannot take part in a stream capture as it was made."""
 
 
 class AddressChangedError(IpcReduceError):
@@ -81,33 +100,35 @@ class AddressChangedError(IpcReduceError):
         super().__init__(message)
         self.missing, self.added, self.changed = tuple(missing), tuple(added), dict(changed or {})
 
-    def __reduce__(self) -> tuple[type[AddressChangedError], tuple[object, ...]]:
-        return type(self), (str(self), self.missing, self.added, self.changed)
-
 
 class CudaError(IpcReduceError):
-    """A CUDA call failed. ``call`` is its name; ``code`` is the CUresult or the runtime's cudaError_t, as an int.
-
-    ``ended`` is True for a call that was ended because of a fault, also of the same call on another rank. The error
-    behind that fault is raised in its place.
-    """
-
-    ended = False
+    """A CUDA call failed. ``call`` is its name; ``code`` is the CUresult or the runtime's cudaError_t, as an int."""
 
     def __init__(self, call: str, code: int, text: str) -> None:
         super().__init__(f"{call} failed: {text} ({code})")
         self.call = call
         self.code = code
-        self._text = text
-
-    def __reduce__(self) -> tuple[type[CudaError], tuple[str, int, str]]:
-        return type(self), (self.call, self.code, self._text)
 
 
-def report(rank: int, call: int, *, expected: str, found: str, advice: str) -> str:
-    """Format a message about a call. ``call`` 0 stands for the communicator's start-up."""
-    where = f"rank {rank}, call {call}" if call else f"rank {rank}, start-up"
-    return f"{where}: expected {expected}; found {found}. {advice}"
+def _copy(kind: type[IpcReduceError], args: tuple[object, ...], state: dict[str, object]) -> IpcReduceError:
+    """An error as it was when it was pickled."""
+    error = kind.__new__(kind, *args)
+    vars(error).update(state)
+    return error
+
+
+def report(
+    rank: int, call: int, happened: str = "", advice: str = "", *, expected: str = "", found: str = ""
+) -> str:  # fmt: skip
+    """Format a message about a call. ``call`` 0 stands for the communicator's start-up.
+
+    :param happened: a sentence without its full stop, or several; ``advice``: what to do, in whole sentences.
+    """
+    return f"{_where(rank, call)}: {happened or f'expected {expected}; found {found}'}. {advice}"
+
+
+def _where(rank: int, call: int) -> str:
+    return f"rank {rank}, call {call}" if call else f"rank {rank}, start-up"
 
 
 def first_line(error: BaseException) -> str:

@@ -35,6 +35,10 @@ _NO_ROOM = (
     "they are short, or without MPI not at all. Close those that are not used any more, or make /dev/shm larger "
     "(docker run --shm-size)"
 )
+_APART = (
+    "Let the ranks share /dev/shm (one container, or docker run --ipc=host), or open TCP between them, at ports that "
+    "the system chooses"
+)
 _CLOSE_SECONDS = 5.0  # for the peers to unmap our memory, where start-up fails behind the last backend's
 
 
@@ -42,10 +46,10 @@ _CLOSE_SECONDS = 5.0  # for the peers to unmap our memory, where start-up fails 
 class Started:
     """The parts of a communicator that start-up has made, the same ones on every rank.
 
-    :ivar page: the control page; None for ranks that share no memory, and then all else is None too.
+    :ivar page: the control page; None only while start-up has not made it.
     :ivar shared: carries host arrays; None: MPI does, if there is one.
-    :ivar reasons: the reason against each of "ipc" (our kernels), "nccl", "shm" (host arrays through shared memory)
-        and "page" (the control page) that was tried and is not used.
+    :ivar reasons: the reason against each of "ipc" (our kernels), "nccl" and "shm" (host arrays through shared memory)
+        that was tried and is not used.
     :ivar warnings: what to warn of, once all is made.
     """
 
@@ -77,6 +81,7 @@ def starting(ranks: Ranks, options: Options) -> Iterator[Started]:
     :raises ArgumentError: if the ranks' options differ, or are wrong on one.
     :raises PeerTimeoutError: if a rank does not come, or comes after another one has given up.
     :raises PeerFailedError: if an exception on another rank has ended start-up.
+    :raises UnsupportedError: if the ranks neither share memory nor reach each other, or the backend cannot be.
     """
     deadline = clock.now() + options.timeout
     started = Started()
@@ -97,7 +102,7 @@ def starting(ranks: Ranks, options: Options) -> Iterator[Started]:
 
 
 def _see_each_other(ranks: Ranks, everyone: np.ndarray[Any, Any], started: Started, deadline: float) -> None:
-    """All but the backend."""
+    """Make all parts but the backend."""
     hosts = len(set(everyone["host"]))
     try:
         if hosts > 1:
@@ -108,7 +113,7 @@ def _see_each_other(ranks: Ranks, everyone: np.ndarray[Any, Any], started: Start
         with exchange.step(ranks, deadline, "watching the other ranks"):
             started.watch = watchdog.watch(page)
     except Agreed as error:
-        _apart(ranks, str(error), started, deadline)
+        _see_over_tcp(ranks, str(error), started, deadline)
         return
     try:
         segment = _share(ranks, "memory for host arrays", Segment.create, Segment.open, deadline)
@@ -119,6 +124,32 @@ def _see_each_other(ranks: Ranks, everyone: np.ndarray[Any, Any], started: Start
             started.warnings.append(_NO_ROOM)
 
 
+def _see_over_tcp(ranks: Ranks, reason: str, started: Started, deadline: float) -> None:
+    """Make these parts for ranks that share no memory, for this ``reason``. Collective.
+
+    :raises UnsupportedError: if the ranks cannot connect either.
+    """
+    if started.watch is not None:
+        started.watch.stop()
+    started.page, started.watch = Page.alone(ranks.rank, ranks.size), None
+    started.reasons |= {"ipc": reason, "shm": reason}
+    connections: dict[int, socket.socket] = {}
+    try:
+        if ranks.size > 1:
+            connections = connect(ranks, _network(), deadline)
+        with exchange.step(ranks, deadline, "watching the other ranks"):
+            started.page.join(*watchdog.own_identity())
+            started.watch = watchdog.watch(started.page, Mirror(started.page, connections))
+    except Agreed as error:
+        raise UnsupportedError(report(
+            ranks.rank, 0, f"the ranks neither share memory ({reason}) nor reach each other over TCP ({error})", _APART
+        )) from error  # fmt: skip
+    finally:
+        if started.watch is None:
+            for connection in connections.values():
+                connection.close()
+
+
 def _choose_backend(
     ranks: Ranks, options: Options, everyone: np.ndarray[Any, Any], started: Started, deadline: float
 ) -> None:
@@ -126,61 +157,34 @@ def _choose_backend(
 
     :raises UnsupportedError: if that one cannot be.
     """
-    reasons, wanted, warn = started.reasons, options.backend, started.warnings.append
-    local_rank = ranks.local_rank(everyone["host"].tolist())
-    try:
-        _check_gpus(everyone)
-        if wanted in (None, "ipc"):
-            try:
-                if "ipc" in reasons or started.page is None:
-                    raise Agreed(reasons["ipc"])
-                started.backend = ipc_startup.start(ranks, options, started.page, local_rank, deadline, warn)
-                return
-            except Agreed as error:
-                reasons["ipc"] = str(error)
-                if wanted is not None:
-                    raise
-        if wanted in (None, "nccl"):
+    reasons, wanted, warn, page = started.reasons, options.backend, started.warnings.append, started.page
+    assert page is not None
+    hosts = everyone["host"].tolist()
+    local_rank = ranks.local_rank(hosts)
+
+    def tried(name: str, start: Callable[..., DeviceBackend], *given: Any) -> DeviceBackend | None:
+        try:
+            return start(ranks, options, page, local_rank, *given)
+        except Agreed as error:
+            reasons[name] = str(error)
+            return None
+
+    no_gpu = next((rank for rank, other in enumerate(everyone) if not other["ok"]), None)
+    if no_gpu is not None:
+        missing = f"rank {no_gpu} has no GPU to use: {exchange.text_of(everyone[no_gpu])}"
+        reasons[wanted if wanted in ("ipc", "nccl") else "nccl" if "ipc" in reasons else "ipc"] = missing
+    elif wanted == "mpi":
+        reasons["ipc"] = "backend mpi was asked for"
+    else:
+        if wanted != "nccl" and "ipc" not in reasons:
+            started.backend = tried("ipc", ipc_startup.start, deadline, warn)
+        if wanted != "ipc" and started.backend is None:
             reason = reasons["ipc"] if wanted is None else "it was asked for"
-            if started.page is None:
-                raise Agreed(reasons["page"])
-            started.backend = nccl_startup.start(ranks, options, started.page, local_rank, reason, deadline)
-            if wanted is None and len({*everyone["host"].tolist()}) == 1:  # over several hosts that is as it must be
+            started.backend = tried("nccl", nccl_startup.start, reason, deadline)
+            if started.backend is not None and wanted is None and len({*hosts}) == 1:  # over several it has to be
                 warn(f"NCCL is used in place of ipcreduce's kernels: {reason}")
-        else:
-            reasons["ipc"] = "backend mpi was asked for"
-    except Agreed as error:
-        if wanted in ("ipc", "nccl"):
-            raise UnsupportedError(f"backend {wanted} was asked for, and cannot be: {error}") from error
-        reasons["nccl" if "ipc" in reasons else "ipc"] = str(error)
-
-
-def _apart(ranks: Ranks, reason: str, started: Started, deadline: float) -> None:
-    """The parts for ranks that share no memory, for this ``reason``. Collective."""
-    if started.watch is not None:
-        started.watch.stop()
-    started.page = started.watch = None
-    started.reasons |= {"ipc": reason, "shm": reason}
-    try:
-        connections = connect(ranks, _network(), deadline)
-    except Agreed as error:
-        started.reasons["page"] = str(error)
-        return
-    try:
-        with exchange.step(ranks, deadline, "watching the other ranks"):
-            page = Page.alone(ranks.rank, ranks.size)
-            page.join(*watchdog.own_identity())
-            started.watch = watchdog.watch(page, Mirror(page, connections))
-        started.page = page
-    except Agreed as error:
-        if started.watch is not None:
-            started.watch.stop()
-        started.watch = None
-        started.reasons["page"] = str(error)
-    finally:
-        if started.watch is None:
-            for connection in connections.values():
-                connection.close()
+    if wanted in ("ipc", "nccl") and started.backend is None:
+        raise UnsupportedError(f"backend {wanted} was asked for, and cannot be: {reasons[wanted]}")
 
 
 def _meet(ranks: Ranks, options: Options, deadline: float) -> np.ndarray[Any, Any]:
@@ -196,18 +200,14 @@ def _meet(ranks: Ranks, options: Options, deadline: float) -> np.ndarray[Any, An
     comparable = (everyone["clock"] == record[0]["clock"]) & (everyone["clock"] != b"")
     gone = np.flatnonzero((everyone["until"] < clock.on_host(clock.now())) & comparable)
     if len(gone):
-        raise PeerTimeoutError(report(
-            rank, 0, expected="all ranks at start-up at one time",
-            found=f"that the time of rank {gone[0]} is up", advice=exchange.LATE,
-        ))  # fmt: skip
+        happened = f"rank {gone[0]} waits no more, as its timeout has passed"
+        raise PeerTimeoutError(report(rank, 0, happened, exchange.LATE))
     for other, identity in enumerate(everyone):
         for name in ("timeout", "algorithm", "backend", "workspace"):
             if identity[name] != record[0][name]:
-                raise ArgumentError(
-                    f"rank {rank}, start-up: expected the same {name} on every rank; found "
-                    f"{_shown(record[0][name])} here and {_shown(identity[name])} on rank {other}. Pass (or set) the "
-                    "same everywhere."
-                )
+                mine, theirs = _shown(record[0][name]), _shown(identity[name])
+                happened = f"{name} must be the same on every rank, but is {mine} here and {theirs} on rank {other}"
+                raise ArgumentError(report(rank, 0, happened, "Pass or set the same value on every rank."))
     return everyone
 
 
@@ -260,12 +260,6 @@ def _namespace(kind: str) -> str:
 def _digest(*parts: str) -> str:
     """64 characters that stand for names of any length and script, which only have to be told apart."""
     return hashlib.sha256(b"\0".join(map(encoded, parts))).hexdigest()
-
-
-def _check_gpus(everyone: np.ndarray[Any, Any]) -> None:
-    for rank, other in enumerate(everyone):
-        if not other["ok"]:
-            raise Agreed(f"rank {rank} has no GPU to use: {exchange.text_of(other)}")
 
 
 class _Shareable(Protocol):

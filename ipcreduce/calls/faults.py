@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 
 from ..errors import IpcReduceError, PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, report
 from ..page.control_page import CLOSED_IT, MISMATCH, Page
@@ -12,27 +11,27 @@ from ..page.records import text_of as written
 from ..texts import text_of
 
 _log = logging.getLogger("ipcreduce")
+ONLY_CLOSE = "The communicator can only be closed."
+USE_AGAIN = "The communicator can be used again."
 _GO_ON = (
-    "What has been reduced on this rank since then is not to be used. Graphs captured by others work again once every "
-    "rank has made a call that is not captured: an all-reduce, or a replay of an ipcreduce.Graph. Those of backend "
-    "nccl have to be captured again then."
+    "Do not use what this rank has reduced since then. Graphs captured by other libraries work again once every rank "
+    "has made a call that is not captured: an all-reduce, or a replay of an ipcreduce.Graph. With backend nccl, "
+    "capture them again then."
 )
 
 
-def note(page: Page | None, rank: int, error: BaseException, noted: int) -> int:
-    """Log a fault of a call at WARNING, with each rank's last call if a page has them.
+def note(page: Page, rank: int, error: BaseException, noted: int) -> int:
+    """Log a fault of a call at WARNING, with each rank's last call.
 
     :param noted: 0 since the ranks have met last. 1 after a fault: the same is then met again, in waits and votes.
         2 after a loss, the end of a communicator.
     :returns: ``noted`` from now on.
     """
     severity = 2 if isinstance(error, PeerLostError) else 1
-    if page is not None and severity <= noted:
+    if severity <= noted:
         return noted
-    text = text_of(error)
-    where = "" if text.startswith("rank ") else f"rank {rank}: "
-    last = "" if page is None else f" [last calls: {_last_calls(page)}]"
-    _log.warning("%s%s: %s%s", where, type(error).__name__, text, last)
+    where = "" if isinstance(error, IpcReduceError) else f"rank {rank}: "
+    _log.warning("%s%s: %s [last calls: %s]", where, type(error).__name__, text_of(error), _last_calls(page))
     return severity
 
 
@@ -54,20 +53,16 @@ def fault_error(page: Page, call: int, timeout: float) -> PeerFailedError | Rank
         fault = _difference_before(page, call if fault is None else fault[0]) or fault
     if fault is None:
         return PeerTimeoutError(report(
-            page.rank, call, expected=f"every rank within {timeout:g} s", found=_positions(page),
-            advice="Look for a rank that waits elsewhere (a transfer, a lock, another collective, a decorator outside"
-            " of eager_break), or raise timeout=.",
+            page.rank, call, _positions(page, timeout), "Check whether a rank waits elsewhere (in a transfer, a lock, "
+            "another collective, or a decorator outside of eager_break), or raise timeout=.",
         ))  # fmt: skip
     where, rank, kind, text = fault
     if kind == MISMATCH:
         return RankMismatchError(report(
-            page.rank, call, expected=f"the same call {where} on every rank", found=text,
-            advice="Make the ranks' programs agree; the communicator can be used again.",
+            page.rank, call, f"call {where} is not the same on every rank: {text}",
+            f"Let the ranks make the same calls. {USE_AGAIN}",
         ))  # fmt: skip
-    return PeerFailedError(report(
-        page.rank, call, expected=f"call {where} on every rank", found=f"that rank {rank} refused it ({text})",
-        advice="The communicator can be used again.",
-    ))  # fmt: skip
+    return PeerFailedError(report(page.rank, call, f"in call {where}, rank {rank} raised an error ({text})", USE_AGAIN))
 
 
 def _difference_before(page: Page, call: int) -> tuple[int, int, int, str] | None:
@@ -75,13 +70,9 @@ def _difference_before(page: Page, call: int) -> tuple[int, int, int, str] | Non
     found = []
     for rank in range(page.n):
         last = min(call - 1, page.calls.call_of(rank), page.calls.number[0])
-        differing = page.calls.first_differing(rank, 1, last) if rank != page.rank else None
-        if differing is not None:
-            time.sleep(1e-3)  # some processors show another's key after the number that it wrote behind
-            differing = page.calls.first_differing(rank, differing, last)
-        if differing is not None:
-            mine, theirs = (page.calls.describe(one, differing) for one in (page.rank, rank))
-            found.append((differing, rank, MISMATCH, f"{mine} on rank {page.rank} and {theirs} on rank {rank}"))
+        difference = page.calls.difference(rank, 1, last)
+        if difference is not None:
+            found.append((difference[0], rank, MISMATCH, difference[1]))
     return min(found, default=None)
 
 
@@ -128,26 +119,26 @@ def why_closed(page: Page, rank: int) -> str:
 def _lost_error(page: Page, call: int, rank: int, why: str) -> PeerLostError:
     why = why_closed(page, rank) if why == CLOSED_IT else why
     last = page.calls.call_of(rank)
-    return PeerLostError(report(
-        page.rank, call, expected=f"rank {rank} to take part", found=f"that {why}, after its call {last}",
-        advice="The communicator can only be closed.",
-    ))  # fmt: skip
+    return PeerLostError(report(page.rank, call, f"rank {rank} is gone: {why}, after its call {last}", ONLY_CLOSE))
 
 
-def _positions(page: Page) -> str:
-    """The ranks that others missed, and each rank's last call."""
+def _positions(page: Page, timeout: float) -> str:
+    """The ranks for which others waited in vain, and the calls in which the others are, in words."""
     describe = page.calls.describe
     calls = [page.calls.call_of(rank) for rank in range(page.n)]
     behind = {rank for rank in range(page.n) if calls[rank] < max(calls)}
     missed = page.missed()
-    parts = []
+    late = []
     for rank in sorted(missed & behind or missed or behind):
-        last = describe(rank, calls[rank])
-        own = " in time, which is this rank" if rank == page.rank else ""
-        parts.append(f"rank {rank} never came{own}: its last call was {calls[rank]}" + (f" ({last})" if last else ""))
+        last = f"its last call was {calls[rank]}" + (f": {text}" if (text := describe(rank, calls[rank])) else "")
+        own = "; it is this rank" if rank == page.rank else ""
+        late.append(f"rank {rank} did not call within {timeout:g} s ({last}{own})")
     others: dict[str, list[int]] = {}
     for rank in range(page.n):
         if calls[rank] == max(calls):
             others.setdefault(describe(rank, max(calls)), []).append(rank)
-    parts += [f"ranks {ranks} are at call {max(calls)} ({what})" for what, ranks in others.items()]
-    return "; ".join(parts)
+    sentences = [", and ".join(late) or f"a wait for another rank took longer than {timeout:g} s"]
+    for what, ranks in others.items():
+        who = f"Rank {ranks[0]} is" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))} are"
+        sentences.append(f"{who} in call {max(calls)} ({what})")
+    return ". ".join(sentences)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..texts import encoded
@@ -22,6 +23,11 @@ class Fingerprint:
 
     def __str__(self) -> str:
         return self.text
+
+
+def by_rank(texts: Mapping[int, str]) -> str:
+    """The calls of some ranks that differ, in words."""
+    return " and ".join(f"{text} on rank {rank}" for rank, text in texts.items())
 
 
 def of_allreduce(shape: tuple[int, ...], dtype: str, op: str) -> Fingerprint:

@@ -9,28 +9,18 @@ from functools import partial
 from typing import Any
 
 from .. import clock
-from ..errors import (
-    CaptureError,
-    GraphStateError,
-    IpcReduceError,
-    PeerFailedError,
-    PeerLostError,
-    PeerTimeoutError,
-    RankMismatchError,
-    report,
-)
+from ..errors import CaptureError, GraphStateError, IpcReduceError, PeerLostError, Reach, report
 from ..page import control_page
 from ..page.control_page import Page
-from ..page.rounds import Abandon, Left, Meetings, Rounds
-from ..texts import described, text_of
+from ..page.records import fence
+from ..page.rounds import Abandon, Left, Rounds
+from ..texts import described
 from ..types import Stream
 from . import faults, turns
 from .backend import Backend, Body
 from .fingerprint import Fingerprint
-from .resynchronisation import start_anew
 
 _PATIENCE_SECONDS = 30.0  # in a resynchronisation, for a rank that came too late for a call and is still on its way
-_SHARED = (RankMismatchError, PeerFailedError, PeerTimeoutError, PeerLostError)  # raised on every rank without our help
 
 
 class CallSequence:
@@ -53,32 +43,24 @@ class CallSequence:
     lost           a rank has gone, or did not come to that meeting ``unusable``, loss record only ``close()``
     ============== ================================================ ========================= =======================
 
-    :param page: None for ranks that have none: their calls are not compared here.
     :param backends: what may still work on a call, or hold parts of one, when it has failed.
-    :param refuse: for that case, tells the peers of a refused call; returns why it is lost, if it is. None: it cannot.
     """
 
-    def __init__(
-        self, rank: int, timeout: float, page: Page | None, backends: Sequence[Backend],
-        refuse: Callable[[BaseException, int], PeerLostError | None] | None,
-    ) -> None:  # fmt: skip
-        self.rank, self.timeout = rank, timeout
+    def __init__(self, page: Page, timeout: float, backends: Sequence[Backend]) -> None:
+        self.rank, self.timeout = page.rank, timeout
         self.number = 0  # of the last attempt, refused ones included
         self.raised = False  # this rank's program has got the error behind the abort word
         self.unusable: IpcReduceError | None = None  # why no further call is possible: lost, or closed
         self.recording: Any = None  # the open Recording
         self.lock = threading.RLock()
         self.within = False  # this and the next: see turns.py
-        self.nested: list[tuple[BaseException, bool]] = []
+        self.nested: list[Callable[[], None]] = []
         self._noted = 0  # see faults.note
-        self._page, self._backends, self._refuse_elsewhere = page, backends, refuse
-        self._rounds = Rounds(page) if page is not None else None
-        self._meetings = Meetings(page) if page is not None else None
+        self._take(page, backends)
 
-    @property
-    def has_page(self) -> bool:
-        """True if the ranks see each other on a control page."""
-        return self._page is not None
+    def _take(self, page: Page, backends: Sequence[Backend]) -> None:
+        self.page, self._backends = page, backends
+        self._rounds = Rounds(page)
 
     # ---- making a call
     def check_usable(self) -> None:
@@ -92,23 +74,21 @@ class CallSequence:
         :raises IpcReduceError: an earlier fault that was not raised yet; :class:`RankMismatchError` if calls differ.
         :raises CaptureError: if there is a fault to settle and ``stream`` is being captured.
         """
-        page = self._page
-        if page is None:
-            return
+        page = self.page
         if page.abort_word[0]:
             self.raise_pending()
             # Not raised: the fault belongs to a later call. This one (empty, or captured) does not depend on a peer.
             if self.raised:
                 if any(backend.is_capturing(stream) for backend in self._backends):
                     raise CaptureError(
-                        "expected no failed call before a capture; found one after which the ranks have not met yet. "
-                        "Make a call that is not captured on every rank, then capture again.",
-                        within=True,
+                        "a call failed before this capture, and the ranks have not met since. Make a call that is not "
+                        "captured on every rank, then capture again.",
+                        reach=Reach.CAPTURED,
                     )
                 self._resynchronise()
         other = page.calls.enter(self.number, what)
         if other is not None:
-            self._raise_mismatch(what, other)
+            self._raise_mismatch(other)
 
     def compare(self, what: Fingerprint) -> None:
         """Compare the current call with every rank's, once all have come to it.
@@ -117,16 +97,12 @@ class CallSequence:
 
         :raises RankMismatchError: if calls differ.
         """
-        assert self._page is not None
-        other = self._page.calls.compare(self.number, what)
+        other = self.page.calls.compare(self.number, what)
         if other is not None:
-            self._raise_mismatch(what, other)
+            self._raise_mismatch(other)
 
-    def _raise_mismatch(self, what: Fingerprint, other: int) -> None:
-        page = self._page
-        assert page is not None
-        theirs = page.calls.describe(other, self.number)
-        self._post(control_page.MISMATCH, f"{what} on rank {page.rank} and {theirs} on rank {other}")
+    def _raise_mismatch(self, other: int) -> None:
+        self._post(control_page.MISMATCH, self.page.calls.describe_both(other, self.number))
         self.raise_pending()
 
     def withdraw(self) -> None:
@@ -136,61 +112,62 @@ class CallSequence:
     def catch_up(self, number: int) -> None:
         """Go on from the highest call number of all ranks, which a vote or a resynchronisation has told."""
         self.number = number
-        if self._page is not None:
-            self._page.calls.first = number + 1
+        self.page.calls.first = number + 1
 
     # ---- a call that fails here
-    def failed(self, error: BaseException, foreign: bool = False) -> None:
-        """Add rank and call to the error of the current call; cancel the call on the peers, or raise PeerLostError.
+    def fail(self, error: BaseException, *, begun: bool = True, foreign: bool = False) -> None:
+        """Tell the peers that a call of this rank raises ``error``, if it does not reach them: see :class:`Reach`.
 
-        :param foreign: it comes from the program, and may be another communicator's: the peers hear of every kind.
+        Rank and call are added to the message. The caller raises ``error``.
+
+        :param begun: False if the call has no number yet: this rank does not begin it.
+        :param foreign: the program raises ``error``, where the peers may be in a call or wait for this rank's vote.
+            It may be another communicator's, so the peers hear of every kind. They do not if they know of a fault.
+        :raises IpcReduceError: a fault of an earlier call, if ``begun``: the earliest takes precedence.
         """
-        known = not foreign and (isinstance(error, _SHARED) or getattr(error, "everywhere", False))
+        if begun:
+            self._fail(error, foreign)
+            return
+        with self.lock, suppress(IpcReduceError):
+            if foreign and self.raised:
+                return
+            if self.within:
+                self.nested.append(partial(self.fail, error, begun=False, foreign=foreign))
+            elif self.unusable is None:
+                turns.alone(self, self._fail_next, error, foreign)
+
+    def _fail_next(self, error: BaseException, foreign: bool) -> None:
+        self.number += 1
+        self._fail(error, foreign)
+
+    def _fail(self, error: BaseException, foreign: bool) -> None:
+        body: Body | None = self.recording if self.recording is not None and self.recording.in_this_thread else None
+        reach = error.reach if isinstance(error, IpcReduceError) else Reach.OWN
+        if foreign and not (body and reach is Reach.CAPTURED):
+            reach = Reach.OWN
         if isinstance(error, PeerLostError) and not foreign:
             self.unusable = error
-        elif self.unusable is None and not known:
-            if isinstance(error, IpcReduceError) and not (text := text_of(error)).startswith("rank "):
-                error.args = (f"rank {self.rank}, call {self.number}: {text}",)
-            body: Body | None = self.recording if self.recording is not None and self.recording.in_this_thread else None
-            within = isinstance(error, CaptureError) and error.within and not (foreign and body is None)
-            if within or (body and isinstance(error, GraphStateError)):
+        elif self.unusable is None and reach is not Reach.ALL:
+            if isinstance(error, IpcReduceError):
+                error.locate(self.rank, self.number)
+            if reach is Reach.CAPTURED or (body and isinstance(error, GraphStateError)):
                 self.withdraw()
                 return
             if body:
                 body.error = body.error or error  # even if the program catches it
             try:
-                self._refuse(error)
+                self._tell(error, reach)
             except PeerLostError as lost:
-                self.failed(lost)
+                self._fail(lost, foreign=False)
                 raise
-        self._noted = faults.note(self._page, self.rank, error, self._noted)
+        self._noted = faults.note(self.page, self.rank, error, self._noted)
 
-    def refuse(self, error: BaseException, foreign: bool = False) -> None:
-        """Cancel a call on the peers that this rank does not begin. The caller raises ``error``."""
-        with self.lock, suppress(IpcReduceError):
-            if self.within:
-                self.nested.append((error, foreign))
-            elif self.unusable is None:
-                turns.alone(self, self._refuse_next, error, foreign)
-
-    def _refuse_next(self, error: BaseException, foreign: bool) -> None:
-        self.number += 1
-        self.failed(error, foreign)
-
-    def leave(self, error: BaseException) -> None:
-        """:meth:`refuse` for what the program raises, unless the peers know of a fault: they may wait for its vote."""
-        if self._page is not None and not self.raised:
-            self.refuse(error, foreign=True)
-
-    def _refuse(self, error: BaseException) -> None:
-        """:raises IpcReduceError: a fault of an earlier call: the earliest takes precedence."""
-        page = self._page
-        if page is None:
-            self.unusable = self._refuse_elsewhere(error, self.number) if self._refuse_elsewhere else None
-            return
+    def _tell(self, error: BaseException, reach: Reach) -> None:
+        """:raises IpcReduceError: a fault of an earlier call, or the one that has ended this call."""
+        page = self.page
         if page.aborted:
             earlier = page.fault()
-            if earlier is None or earlier[0] < self.number + getattr(error, "ended", False):
+            if earlier is None or earlier[0] < self.number + (reach is Reach.ENDED):
                 if not isinstance(error, Exception):  # Ctrl-C and exits pass at once: the next call meets the fault
                     return
                 self.raise_pending()
@@ -202,20 +179,19 @@ class CallSequence:
 
         :param raised: the program gets the error. That is noted once the fault stands on the page, not before.
         """
-        assert self._page is not None
         try:
             for backend in self._backends:
                 with suppress(IpcReduceError):  # the fault at hand comes first
                     backend.drain()  # the abort word would end earlier calls too
         finally:  # also if the program is interrupted: the peers wait
-            self._page.post_fault(kind, self.number, text, of)
+            self.page.post_fault(kind, self.number, text, of)
             self.raised = self.raised or raised
 
     # ---- faults of others
     def raise_pending(self) -> None:
         """Raise the fault behind the abort word, if it is not raised yet and concerns this rank's calls so far."""
-        page = self._page
-        if page is None or not page.aborted:
+        page = self.page
+        if not page.aborted:
             return
         fault = page.fault()
         if fault is None:
@@ -231,7 +207,7 @@ class CallSequence:
             self.raise_pending()
             self.raise_ended()
         except IpcReduceError as error:
-            self.failed(error)
+            self.fail(error)
             raise
 
     def raise_ended(self) -> None:
@@ -239,9 +215,8 @@ class CallSequence:
 
         Replays of graphs captured by others are no calls, and end so until the ranks have met.
         """
-        page = self._page
-        if page is not None and page.ended_without_data:
-            raise faults.ended_error(page, self.number, self.timeout)
+        if self.page.ended_without_data:
+            raise faults.ended_error(self.page, self.number, self.timeout)
 
     # ---- exchanges over the page
     def check_wait(self, number: int, deadline: float, missing: list[int]) -> None:
@@ -250,10 +225,7 @@ class CallSequence:
         :param deadline: on the clock of :mod:`ipcreduce.clock`.
         :raises IpcReduceError: if they do not come: they made another call, refused this one, or are late or lost.
         """
-        page = self._page
-        if page is None:
-            self.check_usable()
-            return
+        page = self.page
         fault = page.fault() if page.aborted else None
         cancelled = fault is not None and fault[0] <= number  # first, even if a rank was lost because of it
         if not cancelled:
@@ -270,9 +242,7 @@ class CallSequence:
 
         :raises IpcReduceError: if a rank does not come: it made another call, refused this one, or is late or lost.
         """
-        page = self._page
-        if page is None or self._rounds is None:
-            return [payload]
+        page = self.page
         try:
             check = partial(self.check_wait, number, clock.now() + self.timeout)
             return self._rounds.gather(payload, check, abandon)
@@ -289,12 +259,8 @@ class CallSequence:
 
         :raises PeerLostError: if a rank does not come.
         """
-        page, rounds, meetings = self._page, self._rounds, self._meetings
-        assert page and rounds and meetings  # noqa: PT018
-        deadline = clock.now() + max(self.timeout, _PATIENCE_SECONDS)
         try:
-            highest, rounds.last = start_anew(page, self._backends, meetings, self.number, rounds.last, deadline)
-            self.number = highest
+            self._start_anew(clock.now() + max(self.timeout, _PATIENCE_SECONDS))
         except PeerLostError:
             raise
         except BaseException as error:
@@ -304,33 +270,57 @@ class CallSequence:
             raise
         self.raised, self._noted = False, 0
 
+    def _start_anew(self, deadline: float) -> None:
+        """Bring all ranks and what they use to the state of start-up, and the page with them. Collective.
+
+        After the first meeting all ranks are quiet, after the second all have reset.
+
+        :param deadline: on the clock of :mod:`ipcreduce.clock`.
+        :raises PeerLostError: if a rank has gone, or does not come until ``deadline``.
+        """
+        page = self.page
+
+        def check(missing: list[int]) -> None:
+            faults.raise_lost(page, self.number, any_call=True)
+            if clock.now() > deadline:
+                page.post_lost(missing[0], "it did not come to the resynchronisation after a fault")
+
+        for backend in self._backends:
+            backend.quiesce(deadline)
+        # Before this rank says what it offers, and a peer can go on: a fault that another thread has found before would
+        # be posted to what follows, and NCCL's guard, which has seen a call run, might abort behind the offer.
+        page.next_era()
+        offer = next(filter(None, (backend.offer() for backend in self._backends)), b"")
+        everyone = self._rounds.meet(self.number, check, offer)
+        calls, rounds, offers = zip(*everyone, strict=True)
+        for backend in self._backends:
+            backend.reset(offers)
+        # Before the abort word goes: earlier calls are not compared any more, but the one in which the ranks meet is.
+        page.calls.first = max(calls)
+        page.clear()
+        fence()  # before a peer goes on, and writes to the page, this has to be visible
+        self._rounds.meet(self.number, check, offer)
+        self.number, self._rounds.last = max(calls), max(rounds)
+
     def lose(self, why: str, cause: BaseException) -> PeerLostError:
-        """Lose the communicator on all ranks, because this one does not go on; the error is the caller's to raise."""
-        if self._page is not None:
-            self._page.post_lost(self.rank, f"{why} ({type(cause).__name__})")
-        self.unusable = lost = PeerLostError(report(
-            self.rank, self.number, expected="every rank to go on",
-            found=f"this on rank {self.rank}: {described(cause)}",
-            advice="The communicator can only be closed.",
-        ))  # fmt: skip
+        """Lose the communicator on all ranks, because this one does not go on.
+
+        :returns: the error of its further calls; the caller raises it or ``cause``.
+        """
+        self.page.post_lost(self.rank, f"{why} ({described(cause)})")
+        happened = f"this rank cannot go on with the others ({described(cause)})"
+        self.unusable = lost = PeerLostError(report(self.rank, self.number, happened, faults.ONLY_CLOSE))
         return lost
 
     # ---- ends
-    def give_up(self, error: PeerLostError, cause: BaseException) -> None:
-        """Lose the communicator, because this rank has left a call halfway; its further calls raise ``error``."""
-        if self._page is not None:
-            self._page.post_lost(self.rank, f"it left call {self.number} halfway ({described(cause)})")
-        self.unusable = error
-
-    def end(self, error: IpcReduceError) -> bool:
+    def close(self, error: IpcReduceError) -> bool:
         """No call is possible any more; further ones raise ``error``. True if the communicator was lost before."""
         lost = isinstance(self.unusable, PeerLostError)
         self.unusable = error
-        self._page, self._backends = None, ()
-        self._rounds = self._meetings = None
+        self._take(Page.alone(0, 1), ())  # the ranks' page can be freed, and nothing is written to it any more
         return lost
 
     def forked(self, error: IpcReduceError) -> None:
         """In a child process: nothing of the parent's may be touched."""
         self.lock, self.within, self.nested = threading.RLock(), False, []
-        self.end(error)
+        self.close(error)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from ..errors import IpcReduceError, UnsupportedError, report
+from ..errors import IpcReduceError, UnsupportedError
 
 _T = TypeVar("_T")
 
@@ -20,20 +21,19 @@ class Calls(Protocol):
     """A sequence of calls: see calls.py.
 
     :ivar within: a call is under way, or an exchange: of the thread that holds the lock.
-    :ivar nested: the arguments of :meth:`refuse` for the calls that were refused meanwhile, and are not told yet.
+    :ivar nested: each tells the peers of a call that failed within another one, once that has ended.
     """
 
     lock: threading.RLock
     within: bool
-    nested: list[tuple[BaseException, bool]]
+    nested: list[Callable[[], None]]
     raised: bool
     rank: int
     number: int
     unusable: IpcReduceError | None
 
     def check_usable(self) -> None: ...
-    def failed(self, error: BaseException, foreign: bool = False) -> None: ...
-    def refuse(self, error: BaseException, foreign: bool = False) -> None: ...
+    def fail(self, error: BaseException, *, begun: bool = True) -> None: ...
 
 
 def make(calls: Calls, body: Callable[..., _T], *given: Any) -> _T:
@@ -52,7 +52,7 @@ def make(calls: Calls, body: Callable[..., _T], *given: Any) -> _T:
             calls.number += 1
             return body(*given)
         except BaseException as error:
-            calls.failed(error)
+            calls.fail(error)
             raise
         finally:
             calls.within = False
@@ -69,22 +69,21 @@ def make_way(calls: Calls) -> None:
     """Let a call begin. :raises UnsupportedError: within another one of this thread."""
     if not calls.within:
         while calls.nested:
-            calls.refuse(*calls.nested.pop(0))
+            calls.nested.pop(0)()
         return
-    error = UnsupportedError(report(
-        calls.rank, calls.number + 1 + len(calls.nested),
-        expected="no call of this communicator within another one of the same thread",
-        found=f"one within call {calls.number}, by a signal handler, a finaliser or a method of an array",
-        advice="Let it set a flag, and make the call where the program looks at that.",
-    ))  # fmt: skip
-    calls.nested.append((error, False))
+    error = UnsupportedError(
+        f"a signal handler, a finaliser or a method of an array has made this call within call {calls.number} of the "
+        "same communicator and thread. Let it set a flag, and make the call where the program looks at that flag."
+    )
+    error.locate(calls.rank, calls.number + 1 + len(calls.nested))
+    calls.nested.append(partial(calls.fail, error, begun=False))
     raise error
 
 
 def tell_nested(calls: Calls) -> None:
     """Tell the peers of a call that was refused within the one that has ended. The next one tells of any further."""
     if calls.nested and not calls.raised:  # else the ranks have to meet first, which the next call does
-        calls.refuse(*calls.nested.pop(0))
+        calls.nested.pop(0)()
 
 
 def alone(calls: Calls, body: Callable[..., _T], *given: Any) -> _T:

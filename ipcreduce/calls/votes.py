@@ -12,7 +12,8 @@ import numpy as np
 from ..errors import PeerFailedError, RankMismatchError, report
 from ..page.records import rows
 from ..texts import decoded, described, encoded
-from .fingerprint import Fingerprint
+from .faults import USE_AGAIN
+from .fingerprint import Fingerprint, by_rank
 from .sequence import CallSequence
 
 _TEXT_BYTES = 512
@@ -76,17 +77,15 @@ def agree(
     for other, one in enumerate(votes):
         if not one.ok:
             return PeerFailedError(report(
-                calls.rank, number, expected="every rank to end its recording",
-                found=f"that rank {other} failed in it ({one.text})",
-                advice="The graph has failed; the communicator can be used again.",
+                calls.rank, number, f"the recording failed on rank {other} ({one.text})", f"Record again. {USE_AGAIN}",
             ))  # fmt: skip
     if len({(one.count, one.crc) for one in votes}) == 1:
         return None
     index, texts = _first_difference(calls, number, recorded)
     return RankMismatchError(report(
-        calls.rank, number, expected=f"the same all-reduces in every rank's recording; number {index + 1} differs",
-        found="; ".join(f"rank {other}: {text}" for other, text in enumerate(texts)),
-        advice="Make the ranks' functions agree; the graph has failed, the communicator can be used again.",
+        calls.rank, number,
+        f"all-reduce {index + 1} of the recording is not the same on every rank: {by_rank(dict(enumerate(texts)))}",
+        f"Let the ranks' functions make the same calls, and record again. {USE_AGAIN}",
     ))  # fmt: skip
 
 
@@ -103,5 +102,5 @@ def _first_difference(calls: CallSequence, number: int, recorded: Sequence[Finge
     shortest = min(len(one) for one in everyone)
     different = (np.array([one[:shortest] for one in everyone]) != everyone[0][:shortest]).any(axis=0)
     index = int(different.argmax()) if different.any() else shortest
-    text = recorded[index].text if index < len(recorded) else f"none, it has {len(recorded)}"
+    text = recorded[index].text if index < len(recorded) else f"none (it has {len(recorded)})"
     return index, [decoded(data) for data in calls.gather(number, encoded(text))]

@@ -74,7 +74,7 @@ class FastPath:
                     return usual(array, op, out, stream)
                 return result
             except BaseException as error:
-                calls.failed(error)
+                calls.fail(error)
                 raise
             finally:
                 calls.within = False

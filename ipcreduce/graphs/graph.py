@@ -16,7 +16,7 @@ from typing import Any
 from ..cuda import cupy_runtime, current_streams, streams, torch_runtime
 from ..device import deferred_free
 from ..device.backend import DeviceBackend
-from ..errors import ArgumentError, CaptureError, GraphStateError, IpcReduceError
+from ..errors import ArgumentError, CaptureError, GraphStateError, IpcReduceError, Reach
 from ..process import refuse_copies
 from ..types import Stream
 from .address_check import InputCheck, Inputs, check_word
@@ -169,7 +169,7 @@ class Graph:
             )
         if any(streams.capture_id(stream) for stream in callers):
             text = "record() was called while the current stream is being captured. End that capture first"
-            raise CaptureError(text, within=True)
+            raise CaptureError(text, reach=Reach.CAPTURED)
         self._inputs = InputCheck(self._check, inputs)
 
     def _open(self, backend: DeviceBackend, recording: Recording) -> None:
@@ -232,7 +232,7 @@ class Graph:
             return result
         except BaseException as error:
             recording.error = recording.error or error  # also if the body catches it: nothing is captured any more
-            self._session.calls.leave(error)
+            self._session.calls.fail(error, begun=False, foreign=True)
             raise
 
     # ---- replay
@@ -263,7 +263,7 @@ class Graph:
                 self._check_replay(inputs, stream)
             handle, owner = current_streams.stream_of(session.device, stream)
         except BaseException as error:
-            session.calls.refuse(error)
+            session.calls.fail(error, begun=False)
             raise
         for part in self._parts:
             if isinstance(part, Segment):
@@ -272,7 +272,7 @@ class Graph:
                 try:
                     part.replay(handle)
                 except BaseException as error:
-                    session.calls.leave(error)
+                    session.calls.fail(error, begun=False, foreign=True)
                     raise
         if self._parts and isinstance(self._parts[-1], Break):
             session.extend(handle)

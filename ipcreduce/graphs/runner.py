@@ -87,7 +87,7 @@ class GraphRunner:
                     session.follow(stream)  # replays on other streams may still read the arrays
                     copy_arguments([args, kwargs], recorded.arguments, stream)
                 except BaseException as error:
-                    self._session().calls.refuse(error)
+                    self._session().calls.fail(error, begun=False)
                     raise
             graph = recorded.graph
             graph.replay(self._inputs(context, args, kwargs) if graph.checks_inputs else None)

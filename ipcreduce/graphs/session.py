@@ -18,7 +18,7 @@ from ..cuda import cupy_runtime, current_streams
 from ..device import deferred_free
 from ..device.backend import DeviceBackend
 from ..device.known_calls import Prepared, Ready
-from ..errors import ArgumentError, GraphStateError, IpcReduceError, UnsupportedError
+from ..errors import ArgumentError, GraphStateError, IpcReduceError, Reach, UnsupportedError
 from ..ipc.backend import IpcBackend
 from ..types import Stream
 from .direct.registration import DirectGraphs
@@ -150,7 +150,9 @@ class GraphSession:
             self.calls.recording = None
             stale: GraphStateError | None = None
             if error is not None:
-                self.calls.leave(error)  # a peer may wait in the body, in a break for instance
+                self.calls.fail(
+                    error, begun=False, foreign=True
+                )  # a peer may wait in the body, in a break for instance
             elif recording.life.ended:
                 stale = GraphStateError(_STALE_RECORDING)  # the others hear of it by the vote
             turns.alone(self.calls, self._agree, recording.number, recording.segments, error, stale)
@@ -166,7 +168,7 @@ class GraphSession:
         try:
             theirs = agree(calls, number, [call.what for segment in segments for call in segment.calls], error or stale)
         except IpcReduceError as shared:
-            calls.failed(shared)
+            calls.fail(shared)
             theirs, stale = shared, None
         for segment in segments:
             if segment.calls:
@@ -250,7 +252,7 @@ class GraphSession:
             try:
                 self._launch(segment, stream, owner)
             except BaseException as error:
-                calls.failed(error)
+                calls.fail(error)
                 raise
 
     def _launch(self, segment: Segment, stream: Stream, owner: Any) -> None:
@@ -261,7 +263,7 @@ class GraphSession:
             self.calls.enter(segment.what, stream)
             if segment.life.ended:
                 where = f"rank {self.calls.rank}, call {self.calls.number}"
-                raise GraphStateError(f"{where}: {_STALE}", everywhere=True)
+                raise GraphStateError(f"{where}: {_STALE}", reach=Reach.ALL)
         self._backend.launch_graph(segment.executable, stream, owner)
 
     def synchronize(self, stream: Stream | None) -> None:
@@ -305,7 +307,7 @@ class GraphSession:
             if self._capturing == 1:
                 if self.direct is not None:
                     self.direct.forget()
-                calls.leave(error)
+                calls.fail(error, begun=False, foreign=True)
             raise
         finally:
             self._capturing -= 1

@@ -13,6 +13,7 @@ from ..arrays.host_operands import HostOperands
 from ..calls.fingerprint import Fingerprint
 from ..calls.sequence import CallSequence
 from ..errors import UnsupportedError
+from ..ranks.mpi import check_runs
 from ..types import DEFAULT_STREAM
 from .over_mpi import MpiReducer
 from .shared import SharedReducer
@@ -25,8 +26,8 @@ class HostReducer:
     """The all-reduces of NumPy arrays of one communicator. Its lock is held around every method.
 
     :param mpi: None for ranks of a group that is not MPI's.
-    :param shared: None for ranks that share no memory, for this ``reason``: MPI carries the data then. If they share no
-        control page either, they compare their calls over MPI, too. Without MPI such ranks cannot reduce host arrays.
+    :param shared: None for ranks that share no memory, for this ``reason``. MPI carries their data. Without MPI they
+        cannot reduce host arrays.
     """
 
     def __init__(self, calls: CallSequence, mpi: MpiReducer | None, shared: SharedReducer | None, reason: str) -> None:
@@ -69,21 +70,19 @@ class HostReducer:
 
     def _reduce(self, used: HostOperands) -> Array:
         calls, array, op, out = self._calls, used.source, used.op, used.target
-        if self._shared is None and self._mpi is None:
+        what = self._fingerprint(used.shape, used.kind, op)
+        if self._shared is not None:
+            calls.enter(what, DEFAULT_STREAM)
+            return self._through_memory(self._shared, what, array, op, out)
+        if self._mpi is None:
             raise UnsupportedError(
                 f"host arrays need memory that the ranks share, or MPI: {self._reason}, and the group is not MPI's. "
                 "Make the Communicator of one of mpi4py, or pass device arrays"
             )
-        if not calls.has_page:
-            result = self._over_mpi(array, op, f"{op} of {used.kind} {used.shape}")
-        else:
-            what = self._fingerprint(used.shape, used.kind, op)
-            calls.enter(what, DEFAULT_STREAM)
-            if self._shared is not None:
-                return self._through_memory(self._shared, what, array, op, out)
-            calls.gather(calls.number, b"")
-            calls.compare(what)  # all have come: MPI does not compare what it carries
-            result = self._over_mpi(array, op, None)
+        calls.enter(what, DEFAULT_STREAM)
+        calls.gather(calls.number, b"")
+        calls.compare(what)  # all have come: MPI does not compare what it carries
+        result = self._over_mpi(self._mpi, array, op)
         if out is None:
             return result
         out[...] = result
@@ -112,16 +111,13 @@ class HostReducer:
         out[...] = target
         return out
 
-    def _over_mpi(self, array: Array, op: str, compared: str | None) -> Array:
-        calls, mpi = self._calls, self._mpi
-        assert mpi is not None
-        number = calls.number
-        interrupt = None if compared is not None else partial(calls.check_wait, number, math.inf, [])
+    def _over_mpi(self, mpi: MpiReducer, array: Array, op: str) -> Array:
+        check_runs()
+        calls, number = self._calls, self._calls.number
         try:
-            return mpi.allreduce(array, op, number, compared, interrupt)
+            return mpi.allreduce(array, op, number, partial(calls.check_wait, number, math.inf, []))
         except BaseException as error:
-            if mpi.halfway:
-                calls.give_up(mpi.left_halfway(number, error), error)
+            calls.lose(f"it left call {number} halfway", error)
             raise
 
     def close(self) -> None:

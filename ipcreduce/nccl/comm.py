@@ -13,7 +13,7 @@ from .. import clock
 from ..cuda.contexts import using_relaxed
 from ..device.backend import Life
 from ..device.background import Job
-from ..errors import CudaError
+from ..errors import CudaError, Reach
 from ..types import Stream
 from . import library
 
@@ -63,7 +63,7 @@ class NcclCommunicator:
         except Exception as error:
             if self._comm is None:
                 aborted = CudaError("ncclAllReduce", -1, "the NCCL communicator has been aborted")
-                aborted.ended = True
+                aborted.reach = Reach.ENDED
                 raise aborted from error
             raise library.failure("ncclAllReduce", error) from error
         finally:

@@ -6,7 +6,6 @@ other's, since a processor may read another's word before its own is visible the
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from .. import clock
@@ -14,7 +13,6 @@ from .control_page import MISMATCH, Page
 
 BUSY_SECONDS = 0.01  # between two looks while calls are made over mirrors: fewer than the flight recorder has room for
 _SETTLED_SECONDS = 0.5  # after which the last call of two ranks is compared too; a call may be withdrawn until the next
-_ARRIVAL_SECONDS = 1e-3  # some processors show another's key after the number that it wrote behind
 # From a mismatch that was found to its post, which ends earlier calls that still run, as this thread cannot wait for
 # them. A rank that enters such a call waits for its own before it posts: see CallSequence._post.
 _PATIENCE_SECONDS = 1.0
@@ -61,17 +59,12 @@ class Comparison:
                     page.post_fault(MISMATCH, found.call, found.text)
 
     def _compare(self, rank: int, settled: bool, era: int) -> None:
-        page, calls = self._page, self._page.calls
+        calls = self._page.calls
         last = min(self._number, calls.call_of(rank))
         last -= not (settled and self._number == calls.call_of(rank))
         if last <= self._compared[rank]:
             return
-        differing = calls.first_differing(rank, self._compared[rank] + 1, last)
+        difference = calls.difference(rank, self._compared[rank] + 1, last)
         self._compared[rank] = last
-        if differing is not None:
-            time.sleep(_ARRIVAL_SECONDS)
-            differing = calls.first_differing(rank, differing, last)
-        if differing is not None:
-            mine, theirs = calls.describe(page.rank, differing), calls.describe(rank, differing)
-            text = f"{mine} on rank {page.rank} and {theirs} on rank {rank}"
-            self._found = _Found(differing, text, era, clock.now())
+        if difference is not None:
+            self._found = _Found(*difference, era, clock.now())

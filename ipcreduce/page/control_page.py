@@ -45,7 +45,7 @@ from .layout import (
     rank_layout,
     ranks_offset,
 )
-from .records import Slot, text_of
+from .records import Slot, ask_twice, text_of
 
 ACTIVE, CLOSED = 1, 2
 REFUSED, MISMATCH = 1, 2  # kinds of fault
@@ -330,7 +330,4 @@ class Page:
         def seen() -> bool:
             return self.has_left(rank) and self.calls.call_of(rank) < call
 
-        if seen():
-            time.sleep(1e-3)  # some processors show the state before the number, which was written first
-            return seen()
-        return False
+        return ask_twice(seen)

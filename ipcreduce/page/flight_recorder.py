@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import mmap
 import sys
-import time
+from functools import partial
 
 import numpy as np
 
-from ..calls.fingerprint import Fingerprint
+from ..calls.fingerprint import Fingerprint, by_rank
 from ..texts import encoded
+from .records import ask_twice
 
 # Calls in the ring: more than a host can run ahead of its GPU. Those that repeat in cycles of up to 10 find in their
 # slots the keys that they would write, so the cache lines stay shared by the ranks' processors.
@@ -83,10 +84,8 @@ class FlightRecorder:
     def differing(self, call: int) -> int | None:
         """A rank whose call of this number, which this rank has entered, differs from ours; None if none has so far."""
         for rank, number in self._others:
-            if number[0] >= call and self._differs(rank, call):  # where calls change, most have not come
-                time.sleep(1e-3)  # some processors show another's key after the number that it wrote behind
-                if self._differs(rank, call):
-                    return rank
+            if number[0] >= call and ask_twice(partial(self._differs, rank, call)):  # most have not come
+                return rank
         return None
 
     def _differs(self, rank: int, call: int) -> bool:
@@ -143,6 +142,11 @@ class FlightRecorder:
         differing = differing[differing >= self._newest(rank) - RING + 2]  # the ranks go on meanwhile
         return int(differing[0]) if len(differing) else None
 
+    def difference(self, rank: int, first: int, last: int) -> tuple[int, str] | None:
+        """The call of :meth:`first_differing`, and what it is on both ranks, in words; None if none differs."""
+        call = ask_twice(partial(self.first_differing, rank, first, last))
+        return None if call is None else (call, self.describe_both(rank, call))
+
     def _newest(self, rank: int) -> int:
         """The highest number of a call of this rank or another one."""
         return min(max(self.number[0], self._numbers[rank][0]), _MOST_CALLS)
@@ -162,6 +166,10 @@ class FlightRecorder:
         texts = self._texts[rank]
         found = texts["text"][texts["key"] == self._keys[call % RING * self._n + rank]]
         return bytes(found[0]).decode(errors="replace") if len(found) else "another call"
+
+    def describe_both(self, rank: int, call: int) -> str:
+        """This rank's call of a number, and another's, for people."""
+        return by_rank({one: self.describe(one, call) for one in (self._rank, rank)})
 
 
 def _keys_bytes(n: int) -> int:

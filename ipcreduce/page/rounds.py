@@ -1,10 +1,11 @@
-"""Exchanges among all ranks over the control page: rounds of bytes, and the meetings of a resynchronisation."""
+"""Exchanges among all ranks over the control page: rounds of bytes, and the meetings after a fault."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from ..errors import PeerFailedError, PeerLostError, RankMismatchError
 from ..texts import decoded, described, encoded
@@ -16,6 +17,7 @@ _SPINS = 20  # polls without a sleep, for ranks that come together
 _POLL_SECONDS = 1e-4  # the sleep between later ones
 
 Abandon = Callable[[BaseException], bytes]
+_Record = TypeVar("_Record")
 
 
 class Left(PeerFailedError):
@@ -43,28 +45,36 @@ class Left(PeerFailedError):
         rank, _, text = decoded(chunk).partition(" ")
         if not re.fullmatch("[0-9]{1,9}", rank):
             raise RankMismatchError(
-                f"expected the number of a rank that left an exchange; found {rank[:20]!r}. Run the same version of "
-                "ipcreduce on every rank."
+                f"a rank sent {rank[:20]!r} where the number of a rank was due. Run the same version of ipcreduce on "
+                "every rank."
             )
         return cls(int(rank), text)
 
 
-def _pause(polls: int) -> int:
-    """Wait before the next poll; the number of polls so far."""
-    time.sleep(0 if polls < _SPINS else _POLL_SECONDS)
-    return polls + 1
+def _all(
+    read: Callable[[int], list[_Record | None]], serial: int, check: Callable[[list[int]], None]
+) -> list[_Record]:  # fmt: skip
+    """Every rank's record of this number, once all are there."""
+    polls = 0
+    while None in (found := read(serial)):
+        time.sleep(0 if polls < _SPINS else _POLL_SECONDS)
+        polls += 1
+        check([rank for rank, one in enumerate(found) if one is None])
+    return [one for one in found if one is not None]
 
 
 class Rounds:
-    """Numbered rounds, in each of which every rank writes one chunk and reads all.
+    """Numbered rounds, in each of which every rank writes one chunk and reads all; and meetings after a fault.
 
     Two buffers are enough: a rank writes round s + 2 after it has read all of round s + 1, which each peer wrote after
-    it had read all of round s. After a round that some ranks left, numbers may differ until a resynchronisation.
+    it had read all of round s. After a round that some ranks left, the numbers may differ until a meeting.
+
+    Meetings have numbers of their own. They never differ: every rank comes to each, or the communicator is lost.
     """
 
     def __init__(self, page: Page) -> None:
         self.last = 0  # number of the last round
-        self._page = page
+        self._page, self._meeting = page, 0
 
     def gather(self, payload: bytes, check: Callable[[list[int]], None], abandon: Abandon | None = None) -> list[bytes]:
         """Every rank's payload, by rank; they may differ in length. Collective.
@@ -91,45 +101,37 @@ class Rounds:
         self.last += 1
         page.write_round(self.last, True, total, chunk)
         try:
-            polls = 0
-            while None in (parts := page.read_round(self.last)):
-                polls = _pause(polls)
-                check([rank for rank, part in enumerate(parts) if part is None])
+            parts = _all(page.read_round, self.last, check)
             for part in parts:
-                if part is not None and not part[0]:
+                if not part[0]:
                     raise Left.unpack(part[2])
         except BaseException as error:  # a rank that comes later must not count on this one
             left = Left.because(error, page).pack() if abandon is None else abandon(error)
             page.write_round(self.last, abandon is not None, len(left), left[:CHUNK_BYTES])
             raise
-        return [(part[1], part[2]) for part in parts if part is not None]
-
-
-class Meetings:
-    """Numbered meetings, to which every rank comes, or the communicator is lost. So the numbers never differ."""
-
-    def __init__(self, page: Page) -> None:
-        self._page, self._last = page, 0
+        return [part[1:] for part in parts]
 
     def meet(
-        self, call: int, last_round: int, check: Callable[[list[int]], None], offer: bytes = b""
-    ) -> list[tuple[int, int, bytes]]:
-        """Every rank's (call, last round, offer), once all have come.
+        self, call: int, check: Callable[[list[int]], None], offer: bytes = b""
+    ) -> list[tuple[int, int, bytes]]:  # fmt: skip
+        """Every rank's (call, last round, offer), once all have come to this meeting.
 
         Meetings come in pairs to which a rank brings the same numbers. So it does no harm if a peer that has read this
         meeting's records overwrites its own by the second one's. No peer gets further before this rank does.
 
-        :param check: see :meth:`Rounds.gather`.
+        :param check: see :meth:`gather`.
         """
-        self._last += 1
-        self._page.write_meeting(self._last, call, last_round, offer)
-        polls = 0
-        while None in (found := self._page.read_meeting(self._last)):
-            polls = _pause(polls)
+        page = self._page
+        self._meeting += 1
+        page.write_meeting(self._meeting, call, self.last, offer)
+
+        def still_missing(missing: list[int]) -> None:
             try:
-                check([rank for rank, one in enumerate(found) if one is None])
+                check(missing)
             except PeerLostError:
-                if None in self._page.read_meeting(self._last):
+                if None in page.read_meeting(self._meeting):
                     raise  # else the rank has come and, once all had, has closed: its program was at its end
+
+        found = _all(page.read_meeting, self._meeting, still_missing)
         fence()  # loads of what the peers wrote before they came follow the loads of their records
-        return [one for one in found if one is not None]
+        return found

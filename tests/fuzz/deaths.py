@@ -110,16 +110,16 @@ def _problem(player: Player, how: str, victim: int, error: IpcReduceError, comm:
     """What is not right in the error that this rank got; "" if all is."""
     name, text = type(error).__name__, str(error)
     if how == "stopped":
-        fits = name == "PeerTimeoutError" and (player.rank == victim or f"rank {victim} never came" in text)
+        fits = name == "PeerTimeoutError" and (player.rank == victim or f"rank {victim} did not call within" in text)
         return "" if fits or player.rank == victim else f"{name}: {text}"
-    if isinstance(error, PeerFailedError) and f"rank {victim} refused it (" in text and how != "killed":
+    if isinstance(error, PeerFailedError) and f"rank {victim} raised an error (" in text and how != "killed":
         try:  # within a call; then the rank is gone
             comm.allreduce(source)
             comm.synchronize()
             return "a call without the rank that has ended worked"
         except IpcReduceError as later:
             error, name, text = later, type(later).__name__, str(later)
-    return "" if name == "PeerLostError" and f"expected rank {victim} to take part" in text else f"{name}: {text}"
+    return "" if name == "PeerLostError" and f"rank {victim} is gone" in text else f"{name}: {text}"
 
 
 def _goes_on(player: Player, comm: Any, source: Any) -> str:

@@ -71,7 +71,7 @@ def mismatch(player: Player, comm: Any, step: Step) -> None:
         comm.allreduce(cupy.ones(count, dtype), op)
         comm.synchronize()
 
-    expect_error(player.text, [RankMismatchError], "the same call", call)
+    expect_error(player.text, [RankMismatchError], "is not the same on every rank", call)
     settle(player, step["slot"])
 
 

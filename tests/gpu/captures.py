@@ -287,7 +287,7 @@ def after_a_fault(comm: Any) -> None:
             WORLD.Barrier()
             late = turn == 1 and RANK == SIZE - 1
             if late:
-                until(lambda: hurried._page.aborted, "the others' deadline")
+                until(lambda: hurried._open.calls.page.aborted, "the others' deadline")
             graph.launch(on)
             with clock.passing(121.0) if SIMULATED and turn == 1 and not late else nullcontext():
                 error = error_of(hurried.synchronize)
@@ -346,7 +346,7 @@ def refused_on_one_rank(comm: Any) -> None:
     if RANK:
         error = error_of(lambda: (work.call(), comm.synchronize()))
         assert isinstance(error, ipcreduce.PeerFailedError), error
-        assert "rank 0 refused it" in str(error), error
+        assert "rank 0 raised an error" in str(error), error
     work.prepare(5)
     work.call()
     comm.synchronize()

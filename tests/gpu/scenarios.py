@@ -845,7 +845,11 @@ def time_passes(comm: Any) -> AbstractContextManager[None]:
     """In the block, to whose call rank 1 comes too late, the time of the others is up once all of them wait."""
     if RANK == 1 or not SIMULATED:
         return nullcontext()
-    page, number, others = comm._page, comm._calls.number + 1, [rank for rank in range(SIZE) if rank != 1]
+    page, number, others = (
+        comm._open.calls.page,
+        comm._open.calls.number + 1,
+        [rank for rank in range(SIZE) if rank != 1],
+    )
     return clock.passing(121.0, lambda: all(page.calls.call_of(rank) >= number for rank in others))
 
 
@@ -855,7 +859,7 @@ def late_and_recover(comm: Any) -> None:
         right(brief.allreduce(mine()))
         brief.synchronize()
         if RANK == 1:
-            until(lambda: brief._page.aborted, "the others' deadline")
+            until(lambda: brief._open.calls.page.aborted, "the others' deadline")
         with no_hang(), time_passes(brief):
             raises(ipcreduce.PeerTimeoutError, "rank 1", lambda: (brief.allreduce(mine()), brief.synchronize()))
         right(brief.allreduce(mine()))
@@ -870,11 +874,13 @@ def late_on_the_device(comm: Any) -> None:
         brief.synchronize()
         WORLD.Barrier()
         if RANK == 1:
-            page = brief._page
+            page = brief._open.calls.page
             stream.launch_host_func(lambda _: until(lambda: page.aborted, "the others' deadline"), None)
         with time_passes(brief):
             raises(
-                ipcreduce.PeerTimeoutError, "rank 1 never came", lambda: (brief.allreduce(array), brief.synchronize())
+                ipcreduce.PeerTimeoutError,
+                "rank 1 did not call within",
+                lambda: (brief.allreduce(array), brief.synchronize()),
             )
         right(brief.allreduce(array))
         brief.synchronize()
@@ -909,7 +915,7 @@ class Nesting:
 
 def nested_calls(comm: Any) -> None:
     """A call within one of the same thread is refused; the one around it is made, and so is another communicator's."""
-    words = "expected no call of this communicator within another one of the same thread"
+    words = "a signal handler, a finaliser or a method of an array has made this call within call"
     with ipcreduce.Communicator(timeout=30, backend=comm.backend) as other:
         for turn in range(3):
             array: Any = mine(1000 + turn)
@@ -920,7 +926,7 @@ def nested_calls(comm: Any) -> None:
                 assert type(array.outcome) is ipcreduce.UnsupportedError, repr(array.outcome)
                 assert words in str(array.outcome), array.outcome
             else:
-                told = f"rank 0 refused it (UnsupportedError: rank 0, call {comm._calls.number + 1}: {words}"
+                told = f"rank 0 raised an error (UnsupportedError: rank 0, call {comm._open.calls.number + 1}: {words}"
                 refused = lambda count=turn: (comm.allreduce(mine(10 + count)), comm.synchronize())  # noqa: E731
                 raises(ipcreduce.PeerFailedError, told, refused)
             right(comm.allreduce(mine()))

@@ -271,7 +271,7 @@ def rank_missing(comm: Any) -> None:
             result = brief.allreduce(source)
         worker.await_others(WORLD)
         # Of three ranks another one may be named, whose packets are still on their way as time passes.
-        missing = f"rank {LAST} never came" if SIZE == 2 else "never came"
+        missing = f"rank {LAST} did not call within" if SIZE == 2 else "did not call within"
         with time_passes(brief), raises(PeerTimeoutError, missing, "replay of a graph"):
             graph.replay()
             brief.synchronize()
@@ -283,7 +283,7 @@ def rank_missing(comm: Any) -> None:
         late = Graph(brief)
         if where == "before":
             worker.await_others(WORLD)
-        words = f"rank {LAST} never came", "recording of a graph"
+        words = f"rank {LAST} did not call within", "recording of a graph"
         with time_passes(brief, where == "within"), raises(PeerTimeoutError, *words), late.record():
             brief.allreduce(source)
             if where == "within":

@@ -116,7 +116,7 @@ def exception_in_capture(comm: Any) -> None:
 
     The others get PeerFailedError: at the end of their blocks if graphs are registered there, else in the next call.
     """
-    registers = comm._session.direct is not None
+    registers = comm._open.session.direct is not None
     for who in ([LAST], [0], range(SIZE)):
         for inner in (False, True):
             kept = []
@@ -155,27 +155,27 @@ def one_vote(comm: Any) -> None:
                 with graphs.enter_context(Graph(comm)).record():
                     comm.allreduce(mine())
                 assert len(votes) == recordings
-            number = comm._calls.number
-        registers = comm._session.direct is not None
-        assert (len(votes) > 3, comm._calls.number - number) == (registers, registers)
+            number = comm._open.calls.number
+        registers = comm._open.session.direct is not None
+        assert (len(votes) > 3, comm._open.calls.number - number) == (registers, registers)
 
 
 def one_registration(comm: Any) -> None:
     """However many graphs there are: the ranks meet once, and a slab that several of them use is mapped once."""
     with Communicator(algorithm="direct") as forced:
-        opened, open_memory = [], forced._session.direct.mappings.open  # type: ignore[union-attr]
+        opened, open_memory = [], forced._open.session.direct.mappings.open  # type: ignore[union-attr]
 
         def count(key: Any, handle: bytes, nbytes: int) -> int:
             opened.append(key)
             return open_memory(key, handle, nbytes)
 
-        forced._session.direct.mappings.open = count  # type: ignore[union-attr,method-assign]
+        forced._open.session.direct.mappings.open = count  # type: ignore[union-attr,method-assign]
         with forced.capture():
             layers = Layers(forced, 2)
             assert not opened
         assert layers.states() == {"registered" if SIZE > 1 else "staged"}
         assert len(set(opened)) == SIZE - 1, "one slab on each other rank"
-        assert len(forced._session.direct.mappings._mapped) == SIZE - 1  # type: ignore[union-attr]
+        assert len(forced._open.session.direct.mappings._mapped) == SIZE - 1  # type: ignore[union-attr]
         layers.check(5)
         layers.close()
 

@@ -108,7 +108,7 @@ def the_same_arrays(comm: Any) -> None:
 def arrays_in_the_place_of_others(comm: Any) -> None:
     """New arrays with the ids of old ones, which a call then must not be taken for."""
     total = cupy.zeros(300, np.int32)
-    known, stale = comm._backend.fast.known.by_objects, None
+    known, stale = comm._open.backend.fast.known.by_objects, None
     for held in ([], None):  # ids come again, with other addresses and with the same
         for turn in range(20):
             array = cupy.full((300,), turn * (RANK + 1), np.int32)
@@ -137,7 +137,7 @@ def full_tables(comm: Any) -> None:
                     right(result, TOTAL - SIZE + SIZE * i)
         if module is ready and comm.backend == "ipc":
             assert len(kept_graphs(comm)) == most
-    known = comm._backend.fast.known
+    known = comm._open.backend.fast.known
     assert max(len(known.by_objects), len(known.by_places)) <= 6
 
 
@@ -146,7 +146,7 @@ def other_arrays_at_the_same_places(comm: Any) -> None:
     source, *outs = (cupy.zeros(64, np.int32) for _ in range(3))
     draws = np.random.default_rng(5).integers(0, 1 << 30, (SIZE, 64)).astype(np.int32)
     source[...] = cupy.asarray(draws[RANK])
-    placed = comm._backend.fast.known.by_places
+    placed = comm._open.backend.fast.known.by_places
     for turn in range(6):
         out = outs[turn % 2]
         calls = (64, np.int32, "sum"), (64, np.int32, "max"), (60, np.int32, "sum"), (32, np.int64, "sum")
@@ -169,7 +169,7 @@ def not_as_quick(comm: Any) -> None:
             array.fill(RANK + 1)
             right(comm.allreduce(array, out=result))
         right(memory[1::2], 0)
-    known = comm._backend.fast.known.by_objects.get((id(overlapping[0]), id(overlapping[1]), "sum"))
+    known = comm._open.backend.fast.known.by_objects.get((id(overlapping[0]), id(overlapping[1]), "sum"))
     assert known is None or known.array() is not overlapping[0]  # of arrays that had these ids before
     works(comm)
 
@@ -232,7 +232,7 @@ def interrupted_while_waiting(comm: Any) -> None:
             locked, done = threading.Event(), threading.Event()
 
             def hold(locked: threading.Event = locked, done: threading.Event = done) -> None:
-                with comm._calls.lock:
+                with comm._open.calls.lock:
                     locked.set()
                     done.wait(20)
 
@@ -338,12 +338,12 @@ def replaced_meanwhile(comm: Any) -> None:
                 graph.replay()
             stream.synchronize()
             executable = graph.segments[0].executable
-            direct._calls.lock.acquire()
+            direct._open.calls.lock.acquire()
             replay = OTHER_THREAD.submit(on(stream, graph.replay))
             late(0.2)  # it waits for the lock now
         assert graph.segments[0].executable is not executable
         WORLD.Barrier()
-        direct._calls.lock.release()
+        direct._open.calls.lock.release()
         replay.result()
         with stream:  # which nothing else orders behind the default one
             total.fill(-1)
@@ -494,7 +494,7 @@ def differences_of_ranks_apart(comm: Any) -> None:
     between = RANK % 2 == 1 or RANK > 2
     WORLD.Barrier()
     if SIZE > 3 and between:
-        until(lambda: comm._backend.page.aborted, "a difference")
+        until(lambda: comm._open.backend.page.aborted, "a difference")
     if SIZE > 3:
         with raises(RankMismatchError, "(50,)", "(51,)"):
             comm.allreduce(mine(51 if RANK == 2 else 50))

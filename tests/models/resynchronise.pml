@@ -1,6 +1,6 @@
-/* Calls, faults, and the resynchronisation after them: CallSequence.enter, _refuse, raise_pending and _resynchronise
- * (calls.py), start_anew (resynchronisation.py), Meetings.meet (rounds.py), Page.post_fault and clear
- * (control_page.py), Watch.look (watchdog.py).
+/* Calls, faults, and the resynchronisation after them: CallSequence.enter, _tell, raise_pending, _resynchronise and
+ * _start_anew (sequence.py), Rounds.meet (rounds.py), Page.post_fault and clear (control_page.py), Watch.look
+ * (watchdog.py).
  *
  * Each rank makes calls, which run until every rank has come to them or the abort word is up. FAULTS: as often a call
  * is refused on one rank, or a wait reaches its deadline, whichever and whenever. A host's store that clears the abort
@@ -118,7 +118,7 @@ proctype Rank(byte r) {
        :: else ->
           if :: abort && raised -> resynchronise() :: else fi;
           if
-          :: atomic { faults < FAULTS -> faults++ };           /* refused here: _refuse */
+          :: atomic { faults < FAULTS -> faults++ };           /* refused here: _tell */
              (ALL(HAS_ENDED) || abort || lost);                /* drain(), in _post */
              if
              /* an earlier fault comes first */

@@ -1,6 +1,6 @@
-"""What ranks do with NumPy arrays: ``mpirun -n 4 python tests/mpi/host_worker.py memory|page|mpi scenario ...``.
+"""What ranks do with NumPy arrays: ``mpirun -n 4 python tests/mpi/host_worker.py memory|page|apart scenario ...``.
 
-The first argument says what the ranks share: memory for the data, a control page alone, or nothing but MPI.
+The first argument says what the ranks share: memory for the data, a control page alone, or (apart) no memory.
 
 Each function among the scenarios runs on every rank, and asserts.
 """
@@ -124,7 +124,7 @@ WAYS = {"two shots": (16, 1 << 20), "chunks of two shots": (16, 960), "chunks of
 def go(comm: Communicator, one_shot: int, chunk: int) -> None:
     """Let messages go this way. Through shared memory only two shots have chunks."""
     over_mpi._ONE_SHOT_BYTES, over_mpi._SEGMENT_BYTES = one_shot, chunk
-    through = comm._host._shared
+    through = comm._open.host._shared
     if through is not None:
         segment = through._segment
         segment.small_bytes = min(one_shot, segment.small[0][0].nbytes) if chunk >= one_shot else 16
@@ -253,11 +253,11 @@ def late(comm: Communicator) -> None:
         right(brief)
         WORLD.Barrier()
         worker.await_others(WORLD)
-        words = f"rank {LAST} never came: its last call was 1 (sum of float64 (10,) on the host)"
+        words = f"rank {LAST} did not call within 120 s (its last call was 1: sum of float64 (10,) on the host"
         if RANK == LAST:
-            raises(PeerTimeoutError, "expected every rank within 120 s", lambda: right(brief))
+            raises(PeerTimeoutError, f"{words}; it is this rank)", lambda: right(brief))
         else:
-            page, others = brief._page, range(LAST)
+            page, others = brief._open.calls.page, range(LAST)
             come = lambda: all(page.calls.call_of(rank) > 1 for rank in others)  # noqa: E731
             begun = clock.now()
             with clock.passing(20.0, come):
@@ -271,29 +271,8 @@ def late(comm: Communicator) -> None:
     right(comm)
 
 
-def late_over_mpi(comm: Communicator) -> None:
-    """MPI cannot cancel an exchange: after a timeout only close() is left, and the message says so."""
-    with Communicator() as brief:
-        right(brief)
-        WORLD.Barrier()
-        worker.await_others(WORLD)
-        begun = clock.now()
-        with clock.passing(20.0):
-            raises(PeerTimeoutError, f"rank {RANK}, call 2: expected all {SIZE} ranks at", lambda: right(brief))
-        assert clock.now() - begun > 120
-        worker.let_last_go(WORLD)
-        with no_hang("what follows"):
-            raises(PeerLostError, "can only be closed", lambda: right(brief))
-            raises(PeerLostError, "can only be closed", brief.synchronize)
-            brief.close()
-        raises(ArgumentError, "closed", lambda: right(brief))
-    right(comm)
-    with Communicator() as again:
-        right(again)
-
-
 def memory_outlives_a_wait(comm: Communicator) -> None:
-    """MPI writes to the buffers of a call that was given up when the late rank comes: they must not be freed."""
+    """MPI writes to the buffers of an exchange that was given up when the late rank comes: they must not be freed."""
     buffers = []
 
     def zeros(*args: Any) -> np.ndarray:
@@ -301,21 +280,38 @@ def memory_outlives_a_wait(comm: Communicator) -> None:
         buffers.append(weakref.ref(array))
         return array
 
-    brief = Communicator()
-    exchange.np = types.SimpleNamespace(**{**vars(np), "zeros": zeros})
-    WORLD.Barrier()
+    def take_part() -> None:
+        record = exchange.message(exchange.CONFIRMATION)
+        exchange.allgather(comm._open.ranks, record, library_clock.now() + 120, "a test")
+
     worker.await_others(WORLD)
-    with clock.passing(121.0):
-        raises(PeerTimeoutError, "in time", lambda: right(brief))
-    exchange.np = np
-    if RANK != LAST:  # what it received with; the last rank gave up in the next step, with the data
+    if RANK == LAST:
+        take_part()
+    else:
+        watched = types.SimpleNamespace(**{**vars(np), "zeros": zeros})
+        with mock.patch.object(exchange, "np", watched), clock.passing(121.0):
+            raises(PeerTimeoutError, "in time", take_part)
         _sent, received = buffers
-        brief.close()
         gc.collect()
         assert received() is not None, f"rank {RANK}: freed"
     worker.let_last_go(WORLD)
     WORLD.Barrier()
-    brief.close()
+    right(comm)
+
+
+def without_tcp(comm: Communicator) -> None:
+    """Ranks that neither share memory nor reach each other have no communicator; a world of one needs neither."""
+    words = "neither share memory (the ranks are on 2 hosts) nor reach each other over TCP (listening for the other"
+    with mock.patch.object(connections.socket, "create_server", no_room):
+        for text in (words, "No space left on device). Let the ranks share /dev/shm"):
+            with no_hang("start-up"):
+                raises(UnsupportedError, text, Communicator)
+        with mock.patch.object(startup.Page, "create", no_room), Communicator(MPI.COMM_SELF) as alone:
+            assert alone.allreduce(np.ones(3)).tolist() == [1.0] * 3
+            raises(ArgumentError, "op must be", lambda: alone.allreduce(np.ones(3), "mode"))
+            assert alone.allreduce(2.0) == 2.0
+    with Communicator() as again:
+        right(again)
     right(comm)
 
 
@@ -332,22 +328,11 @@ def refused_while_another_is_late(comm: Communicator) -> None:
         else:
             WORLD.recv(source=0)
             raises(
-                PeerFailedError, "rank 0 refused it (ArgumentError: rank 0, call 2: op must be", lambda: right(brief)
+                PeerFailedError,
+                "rank 0 raised an error (ArgumentError: rank 0, call 2: op must be",
+                lambda: right(brief),
             )
         right(brief)
-    right(comm)
-
-
-def refused_over_mpi(comm: Communicator) -> None:
-    """The rank that refuses gets its own error, also if no other ever comes to hear of it."""
-    with Communicator() as brief:
-        right(brief)
-        if RANK == 0:
-            with clock.passing(121.0):
-                raises(ArgumentError, "op must be", lambda: brief.allreduce(np.ones(3), "mode"))
-                error = error_of(lambda: right(brief))
-            assert isinstance(error, PeerLostError), f"a call is pending, and the next one gave {error!r}"
-        WORLD.Barrier()
     right(comm)
 
 
@@ -364,7 +349,7 @@ def interrupted(comm: Communicator) -> None:
             if RANK == 0:
 
                 def ring(brief: Communicator = brief) -> None:
-                    if brief._host._mpi.halfway if HOW == "mpi" else brief._page.calls.call_of(0) > 1:
+                    if brief._open.calls.page.calls.call_of(0) > 1:
                         raise Alarm
                     alarm.call_later(0.1, ring)  # it is not in its call yet
 
@@ -376,16 +361,13 @@ def interrupted(comm: Communicator) -> None:
                     pass
                 else:
                     raise AssertionError("no alarm")
-                if HOW == "mpi":
-                    raises(PeerLostError, "can only be closed", lambda brief=brief: right(brief))
                 for rank in range(1, SIZE):
                     WORLD.send(None, rank)
             else:
                 WORLD.recv(source=0)
-                with clock.passing(121.0) if HOW == "mpi" else nullcontext():
-                    error = error_of(lambda count=count, brief=brief: brief.allreduce(np.ones(count)))
+                error = error_of(lambda count=count, brief=brief: brief.allreduce(np.ones(count)))
                 assert isinstance(error, IpcReduceError), f"rank {RANK} got {error!r}, with rank 0 gone from the call"
-                assert HOW == "mpi" or "refused it (Alarm" in str(error), error
+                assert "raised an error (Alarm" in str(error), error
             WORLD.Barrier()
             if HOW == "memory":
                 right(brief)
@@ -407,17 +389,15 @@ def out_of_memory(comm: Communicator) -> None:
             raises(MemoryError, "no room", lambda: right(brief))
             module.reduce = reduce
         else:
-            with clock.passing(121.0) if HOW == "mpi" else nullcontext():  # over which no other way tells of it
-                error = error_of(lambda: right(brief))  # it may have all the data already
+            error = error_of(lambda: right(brief))  # it may have all the data already
             if HOW == "memory" and error is None:
                 error = error_of(lambda: right(brief))
-            assert HOW != "memory" or "refused it (MemoryError: no room)" in str(error), error
+            assert HOW != "memory" or "raised an error (MemoryError: no room)" in str(error), error
         if HOW == "memory":
             right(brief)
         else:
             for _ in range(2):
-                with clock.passing(121.0) if HOW == "mpi" else nullcontext():
-                    error = error_of(lambda: right(brief))
+                error = error_of(lambda: right(brief))
                 assert error is None or isinstance(error, IpcReduceError), f"rank {RANK}: {error!r}"
                 assert not isinstance(error, RankMismatchError), f"rank {RANK}: {error!r}"
                 WORLD.Barrier()
@@ -427,13 +407,13 @@ def out_of_memory(comm: Communicator) -> None:
 def arguments_differ(comm: Communicator) -> None:
     """What has to be the same on every rank is compared, and named on every rank."""
     for arguments, words in (
-        ({"timeout": 100.0 + RANK}, "expected the same timeout on every rank; found 1"),
-        ({"timeout": 100.0 + (RANK == LAST)}, "expected the same timeout on every rank; found 1"),
-        ({"algorithm": "two_shot" if RANK else None}, "expected the same algorithm on every rank"),
-        ({"algorithm": "two_shot" if RANK else "one_shot"}, "expected the same algorithm on every rank"),
+        ({"timeout": 100.0 + RANK}, "timeout must be the same on every rank, but is 1"),
+        ({"timeout": 100.0 + (RANK == LAST)}, "timeout must be the same on every rank, but is 1"),
+        ({"algorithm": "two_shot" if RANK else None}, "algorithm must be the same on every rank"),
+        ({"algorithm": "two_shot" if RANK else "one_shot"}, "algorithm must be the same on every rank"),
     ):
         raises(ArgumentError, words, lambda arguments=arguments: Communicator(**arguments))
-    for text, words in ((str(64 + RANK), "the same workspace on every rank"), ("x", "found 'x'"), ("0", "found '0'")):
+    for text, words in ((str(64 + RANK), "workspace must be the same"), ("x", "found 'x'"), ("0", "found '0'")):
         os.environ["IPCREDUCE_WORKSPACE_MB"] = text
         raises(ArgumentError, words, Communicator)
     os.environ["IPCREDUCE_WORKSPACE_MB"] = "64"
@@ -492,7 +472,7 @@ def exceptions_at_start_up(comm: Communicator) -> None:
     WORLD.Barrier()
     if RANK == 0:
         shutil.rmtree(folder)
-    assert places >= {"memory": 13, "page": 11, "apart": 9, "mpi": 5}[HOW], places
+    assert places >= {"memory": 13, "page": 11, "apart": 9}[HOW], places
     right(comm)
 
 
@@ -577,9 +557,9 @@ def every_rank_is_watched(comm: Communicator) -> None:
     Page.join = join_late
     try:
         with Communicator() as watched:
-            assert watched._watch is not None
+            assert watched._open.watch is not None
             processes = watchdog._watchdog._processes.values()
-            ranks = {rank for process in processes for watch, rank in process.ranks if watch is watched._watch}
+            ranks = {rank for process in processes for watch, rank in process.ranks if watch is watched._open.watch}
             assert ranks == set(range(SIZE)) - {RANK}, ranks
     finally:
         Page.join = join
@@ -752,10 +732,6 @@ def a_call_after_another_rank_has_closed(comm: Communicator) -> None:
     right(brief)
     if RANK == 0:
         brief.close()
-    elif HOW == "mpi":
-        with clock.passing(121.0):
-            raises(PeerTimeoutError, "in time", lambda: right(brief))
-        brief.close()
     else:
         with no_hang():
             raises(PeerLostError, "closed the communicator, after its call 1", lambda: right(brief))
@@ -770,7 +746,7 @@ def a_block_that_raises(comm: Communicator) -> None:
         right(brief)
         if RANK == LAST:
             raise KeyError("weights")
-        words = "found that its program left the communicator's block by KeyError: 'weights', after its call 1"
+        words = "its program left the communicator's block by KeyError: 'weights', after its call 1"
         raises(PeerLostError, words, lambda: right(brief))
     WORLD.Barrier()
     right(comm)
@@ -805,7 +781,7 @@ def texts_of_any_kind(comm: Communicator) -> None:
                 assert found is error or "does not give its memory" in str(found), repr(found)
             else:
                 assert type(found) is PeerFailedError, repr(found)
-                assert f"rank {LAST} refused it" in str(found), found
+                assert f"rank {LAST} raised an error" in str(found), found
             right(brief)
     right(comm)
 
@@ -826,7 +802,7 @@ def nested(comm: Communicator) -> None:
 
         def ring(main: int = threading.get_ident()) -> None:
             time.sleep(1e-3)
-            while not brief._calls.within:
+            while not brief._open.calls.within:
                 time.sleep(1e-3)
             signal.pthread_kill(main, signal.SIGUSR1)
 
@@ -843,11 +819,11 @@ def nested(comm: Communicator) -> None:
             signal.signal(signal.SIGUSR1, before)
             error, closed, value = got
             assert type(error) is UnsupportedError, repr(error)
-            assert "expected no call of this communicator within another one of the same thread" in str(error), error
+            assert "a signal handler, a finaliser or a method of an array has made this call" in str(error), error
             assert type(closed) is UnsupportedError, repr(closed)
             assert value == due
         else:
-            words = "rank 0 refused it (UnsupportedError: rank 0, call"
+            words = "rank 0 raised an error (UnsupportedError: rank 0, call"
             raises(PeerFailedError, words, lambda: brief.allreduce(np.full(4, 100.0)))
         right(brief)
     brief.close()
@@ -861,7 +837,7 @@ def default(comm: Communicator) -> None:
     assert ipcreduce.get_communicator() is first
     assert (first.rank, first.size, first.backend) == (RANK, SIZE, "mpi")
     assert ipcreduce.allreduce(np.full(3, 2)).tolist() == [2 * SIZE] * 3
-    assert first._calls.number == 1, "not on the default communicator"
+    assert first._open.calls.number == 1, "not on the default communicator"
     alone = Communicator(MPI.COMM_SELF)
     assert ipcreduce.allreduce(np.full(3, 2), comm=alone).tolist() == [2] * 3
     assert ipcreduce.allreduce(array := np.full(3, RANK), "max", out=array) is array
@@ -899,7 +875,7 @@ SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
         every_kind, as_people_write, subclasses, random_sweep, a_float_sum_starts_at_rank_0, wrong_calls, late,
-        late_over_mpi, memory_outlives_a_wait, refused_while_another_is_late, refused_over_mpi, interrupted,
+        memory_outlives_a_wait, without_tcp, refused_while_another_is_late, interrupted,
         out_of_memory, arguments_differ, late_at_start_up, exceptions_at_start_up, warnings_at_start_up,
         no_descriptors, names_of_hosts, a_block_that_raises, texts_of_any_kind, nested, every_rank_is_watched,
         nothing_is_used_up, too_many, a_graph_keeps_its_communicator, runners, sub_communicators, side_by_side,
@@ -914,18 +890,15 @@ HOW = sys.argv[1]
 
 def main() -> None:
     bounds.patient()
-    if HOW in ("apart", "mpi"):
+    if HOW == "apart":
         os.environ["IPCREDUCE_HOSTID"] = f"host {RANK // 2 if SIZE > 2 else RANK}"
-    if HOW == "mpi":
-        connections.socket.create_server = no_room
-    elif HOW == "page":
+    if HOW == "page":
         startup.Segment = types.SimpleNamespace(create=no_room, open=no_room)
     with Communicator() as comm:
         assert comm.backend == "mpi", comm.describe()
         way = {"memory": "MB of shared memory", "page": "No space left on device"}
         assert way.get(HOW, "ranks are on 2 hosts") in comm.describe(), comm.describe()
-        assert ("by MPI's timeouts only" in comm.describe()) == (HOW == "mpi")
-        assert (comm._page is not None, comm._host._shared is not None) == (HOW != "mpi", HOW == "memory")
+        assert (comm._open.host._shared is not None) == (HOW == "memory")
         for name in sys.argv[2:]:
             started = time.monotonic()
             SCENARIOS[name](comm)

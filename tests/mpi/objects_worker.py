@@ -92,9 +92,9 @@ def reprs() -> None:
     for kind in (Communicator, Graph, GraphRunner):  # as a debugger shows them while __init__ raises
         assert repr(kind.__new__(kind)) == f"<{kind.__name__}: not made>"
     lost = Communicator()
-    lost._calls.give_up(PeerLostError("gone"), KeyError("x"))
+    lost._open.calls.lose("gone", KeyError("x"))
     assert repr(lost) == f"<Communicator: rank {RANK} of {SIZE}, lost: it can only be closed>"
-    raises(PeerLostError, "gone", lambda: enter(lost))
+    raises(PeerLostError, "can only be closed", lambda: enter(lost))
     lost.close()
     with Communicator() as parents:
 

@@ -63,13 +63,13 @@ else:
         for process in ranks:
             process.kill()
             process.wait()
-    assert f"expected rank 1 to take part; found that {ENDS[end]}" in heard
+    assert f"rank 1 is gone: {ENDS[end]}" in heard
 
 
 def test_a_turn_that_is_not_right_is_told():
     notes = {
         "error": "PeerLostError",
-        "text": "expected rank 1 to take part; found that its process has ended",
+        "text": "rank 1 is gone: its process has ended",
         "close": 0.0,
     }
     assert failures.problems("killed", 1, notes, 0.1, 1) == []

@@ -11,14 +11,14 @@ WORKER = "tests/mpi/host_worker.py"
 HOST = {"CUDA_VISIBLE_DEVICES": ""}  # on machines with GPUs too
 
 
-@pytest.mark.parametrize(("n", "how"), [(1, "memory"), (3, "memory"), (2, "page"), (2, "apart"), (3, "mpi")])
+@pytest.mark.parametrize(("n", "how"), [(1, "memory"), (3, "memory"), (2, "page"), (2, "apart")])
 def test_results(mpirun: Callable, n: int, how: str):
     scenarios = ["every_kind", "as_people_write", "subclasses", "random_sweep", "a_float_sum_starts_at_rank_0"]
     output = mpirun(WORKER, n, how, *scenarios, env=HOST).stdout
     assert all(f"{scenario}: right" in output for scenario in scenarios), output
 
 
-@pytest.mark.parametrize(("n", "how"), [(1, "memory"), (3, "memory"), (2, "page"), (3, "apart"), (2, "mpi")])
+@pytest.mark.parametrize(("n", "how"), [(1, "memory"), (3, "memory"), (2, "page"), (3, "apart")])
 def test_wrong_calls(mpirun: Callable, n: int, how: str):
     output = mpirun(WORKER, n, how, "wrong_calls", env=HOST).stdout
     assert "wrong_calls: right" in output
@@ -28,14 +28,7 @@ def test_wrong_calls(mpirun: Callable, n: int, how: str):
 WAITS = {
     "memory": ["late_at_start_up", "late", "refused_while_another_is_late", "a_call_after_another_rank_has_closed"],
     "page": ["a_call_after_another_rank_has_closed"],
-    "apart": ["late_at_start_up", "a_call_after_another_rank_has_closed"],
-    "mpi": [
-        "late_at_start_up",
-        "late_over_mpi",
-        "refused_over_mpi",
-        "memory_outlives_a_wait",
-        "a_call_after_another_rank_has_closed",
-    ],
+    "apart": ["late_at_start_up", "memory_outlives_a_wait", "a_call_after_another_rank_has_closed"],
 }
 
 
@@ -52,6 +45,11 @@ def test_communicators(mpirun: Callable, n: int, how: str):
     scenarios = ["sub_communicators", "side_by_side", "threads", "closing", "default", "runners", "forked"]
     output = mpirun(WORKER, n, how, *scenarios, env=HOST).stdout
     assert all(f"{scenario}: right" in output for scenario in scenarios), output
+
+
+def test_ranks_that_do_not_reach_each_other(mpirun: Callable):
+    output = mpirun(WORKER, 3, "apart", "without_tcp", env=HOST).stdout
+    assert "without_tcp: right" in output, output
 
 
 def test_arguments_that_differ(mpirun: Callable):
@@ -75,7 +73,6 @@ SEEN = ["a_block_that_raises"]  # on the control page
         (3, "memory", [*FAULTS, *SEEN]),
         (2, "page", [*FAULTS, *SEEN]),
         (2, "apart", [*FAULTS, *SEEN]),
-        (2, "mpi", FAULTS),
     ],
 )
 def test_faults_of_one_rank(mpirun: Callable, n: int, how: str, scenarios: list[str]):

@@ -5,9 +5,7 @@ from __future__ import annotations
 from tests.mutants import Mutant, unit
 
 PAGE, ROUNDS, RECORDS = (f"ipcreduce/page/{name}.py" for name in ("control_page", "rounds", "records"))
-CALLS, VOTES, RESYNCHRONISATION, FAULTS = (
-    f"ipcreduce/calls/{name}.py" for name in ("sequence", "votes", "resynchronisation", "faults")
-)
+CALLS, VOTES, FAULTS = (f"ipcreduce/calls/{name}.py" for name in ("sequence", "votes", "faults"))
 
 MUTANTS = [
     # ---- calls and resynchronisation
@@ -20,16 +18,16 @@ MUTANTS = [
     ),
     Mutant(
         "the call in which the ranks meet is not compared",
-        RESYNCHRONISATION,
-        "    page.calls.first = max(calls)\n",
-        "    page.calls.first = max(calls) + 1\n",
+        CALLS,
+        "        page.calls.first = max(calls)\n",
+        "        page.calls.first = max(calls) + 1\n",
         unit("calls", "the_call_in_which_the_ranks_meet_is_compared"),
     ),
     Mutant(
         "an error of another communicator in a break is not told",
         CALLS,
-        "self.refuse(error, foreign=True)",
-        "self.refuse(error)",
+        "        if foreign and not (body and reach is Reach.CAPTURED):\n",
+        "        if False:\n",
         unit("calls", "an_error_of_another_communicator_is_told"),
     ),
     Mutant(
@@ -64,37 +62,37 @@ MUTANTS = [
     ),
     Mutant(
         "the abort word is cleared before the first meeting",
-        RESYNCHRONISATION,
-        "    everyone = meetings.meet(",
-        "    page.clear()\n    everyone = meetings.meet(",
+        CALLS,
+        "        everyone = self._rounds.meet(",
+        "        page.clear()\n        everyone = self._rounds.meet(",
         unit("calls", "nobody_resets_before_all_are_quiet_nor_goes_on_before_all_have_reset"),
     ),
     Mutant(
         "the ranks resynchronise with one meeting only",
-        RESYNCHRONISATION,
-        "visible\n    meetings.meet(number, last_round, check, offer)\n",
+        CALLS,
+        "visible\n        self._rounds.meet(self.number, check, offer)\n",
         "visible\n",
         unit("calls", "the_page_is_clear_for_all_before_any_goes_on"),
     ),
     Mutant(
         "a rank resets before the others are quiet",
-        RESYNCHRONISATION,
-        "        backend.quiesce(deadline)\n",
-        "        backend.quiesce(deadline)\n        backend.reset([])\n",
+        CALLS,
+        "            backend.quiesce(deadline)\n",
+        "            backend.quiesce(deadline)\n            backend.reset([])\n",
         unit("calls", "nobody_resets_before_all_are_quiet_nor_goes_on_before_all_have_reset"),
     ),
     Mutant(
         "after a resynchronisation each rank counts from its own number",
-        RESYNCHRONISATION,
-        "return max(calls), max(rounds)",
-        "return number, last_round",
+        CALLS,
+        "        self.number, self._rounds.last = max(calls), max(rounds)\n",
+        "",
         unit("calls", "all_start_anew_with_the_highest_numbers"),
     ),
     Mutant(
         "a rank waits for ever for one that does not come to the clean-up",
-        RESYNCHRONISATION,
-        "if clock.now() > deadline:",
-        "if False:",
+        CALLS,
+        "            if clock.now() > deadline:\n",
+        "            if False:\n",
         unit("calls", "a_rank_that_does_not_come_to_the_clean_up"),
     ),
     Mutant(
@@ -228,7 +226,7 @@ MUTANTS = [
     Mutant(
         "a rank that closes right behind a meeting counts as lost before it",
         ROUNDS,
-        "                if None in self._page.read_meeting(self._last):\n",
+        "                if None in page.read_meeting(self._meeting):\n",
         "                if True:\n",
         unit("rounds", "a_rank_may_close_right_behind_a_meeting"),
     ),

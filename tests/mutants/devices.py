@@ -516,8 +516,8 @@ MUTANTS = [
     Mutant(
         "a communicator that was dropped ends its calls",
         "ipcreduce/communicator.py",
-        "            self._session.close(0.0 if lost else _CLOSE_SECONDS)\n",
-        "            self._session.close(0.0)\n",
+        "            self.session.close(0.0 if lost else _CLOSE_SECONDS)\n",
+        "            self.session.close(0.0)\n",
         scenario("dropped_with_a_call"),
     ),
     Mutant(

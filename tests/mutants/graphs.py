@@ -81,14 +81,14 @@ MUTANTS = [
     Mutant(
         "an exception in a break is kept from the peers",
         GRAPH,
-        "                    session.calls.leave(error)\n                    raise\n",
+        "                    session.calls.fail(error, begun=False, foreign=True)\n                    raise\n",
         "                    raise\n",
         scenario("exceptions_in_breaks"),
     ),
     Mutant(
         "an exception in a break is kept from the peers while the body goes on",
         GRAPH,
-        "any more\n            self._session.calls.leave(error)\n            raise\n",
+        "any more\n            self._session.calls.fail(error, begun=False, foreign=True)\n            raise\n",
         "any more\n            raise\n",
         scenario("caught_on_one_rank"),
     ),

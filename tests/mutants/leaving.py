@@ -37,21 +37,21 @@ MUTANTS = [
     Mutant(
         "a nested call is told while the one around it waits",
         TURNS,
-        "    calls.nested.append((error, False))\n    raise error\n",
-        "    calls.within = False\n    calls.refuse(error)\n    calls.within = True\n    raise error\n",
+        "    calls.nested.append(partial(calls.fail, error, begun=False))\n    raise error\n",
+        "    calls.within = False\n    calls.fail(error, begun=False)\n    calls.within = True\n    raise error\n",
         unit("calls", "a_nested_call_is_refused_and_the_one_around_it_is_made"),
     ),
     Mutant(
         "the peers do not hear of a nested call",
         TURNS,
-        "        calls.refuse(*calls.nested.pop(0))\n\n\ndef alone",
+        "        calls.nested.pop(0)()\n\n\ndef alone",
         "        calls.nested.pop(0)\n\n\ndef alone",
         on_hosts("nested"),
     ),
     Mutant(
         "a nested call in one that fails is forgotten",
         TURNS,
-        "        while calls.nested:\n            calls.refuse(*calls.nested.pop(0))\n",
+        "        while calls.nested:\n            calls.nested.pop(0)()\n",
         "        calls.nested.clear()\n",
         unit("calls", "a_nested_call_in_one_that_fails_is_told_behind_the_meeting"),
     ),
@@ -124,7 +124,7 @@ MUTANTS = [
         "warnings are given behind the last vote",
         COMMUNICATOR,
         "                warnings.warn(text, RuntimeWarning, stacklevel=2)\n",
-        "                warnings.warn(text, RuntimeWarning, stacklevel=2) if self._rank == 0 else None\n",
+        "                warnings.warn(text, RuntimeWarning, stacklevel=2) if self.rank == 0 else None\n",
         on_hosts("warnings_at_start_up"),
     ),
     Mutant(
@@ -172,7 +172,7 @@ MUTANTS = [
     Mutant(
         "the others do not hear by what a rank has left the communicator's block",
         COMMUNICATOR,
-        "            if page is not None and why:\n",
+        "            if why:\n",
         "            if False:\n",
         on_hosts("a_block_that_raises"),
     ),

@@ -43,8 +43,8 @@ MUTANTS = [
     Mutant(
         "a key that comes late is taken for another call",
         RECORDER,
-        "                if self._differs(rank, call):\n                    return rank\n",
-        "                return rank\n",
+        "ask_twice(partial(self._differs, rank, call))",
+        "self._differs(rank, call)",
         unit("flight_recorder", "a_key_that_comes_late_is_no_difference"),
     ),
     Mutant(
@@ -84,8 +84,8 @@ MUTANTS = [
     ),
     Mutant(
         "a resynchronisation does not begin an era",
-        "ipcreduce/calls/resynchronisation.py",
-        "    page.next_era()\n",
+        "ipcreduce/calls/sequence.py",
+        "        page.next_era()\n",
         "",
         unit("comparison", "an_era_ends_before_the_ranks_meet_and_as_the_page_is_cleared"),
     ),
@@ -191,9 +191,9 @@ MUTANTS = [
     ),
     Mutant(
         "a key that has not arrived is taken for another call afterwards",
-        COMPARISON,
-        "            differing = calls.first_differing(rank, differing, last)\n",
-        "",
+        RECORDER,
+        "ask_twice(partial(self.first_differing, rank, first, last))",
+        "self.first_differing(rank, first, last)",
         unit("comparison", "a_key_that_comes_behind_its_number_is_no_difference"),
     ),
     Mutant(
@@ -213,7 +213,7 @@ MUTANTS = [
     Mutant(
         "a call that a fault has ended hides that fault",
         "ipcreduce/calls/sequence.py",
-        'earlier[0] < self.number + getattr(error, "ended", False)',
+        "earlier[0] < self.number + (reach is Reach.ENDED)",
         "earlier[0] < self.number",
         unit("calls", "a_call_that_a_fault_has_ended_raises_that_fault"),
     ),

@@ -121,11 +121,16 @@ def together(group: ByFiles, directory: Path) -> None:
 
 def alone_in_its_network(group: ByFiles, directory: Path) -> None:
     """Ranks that do not reach each other at all: start-up ends in time, and says what to look at."""
-    with no_hang("start-up"), mock.patch.object(connections, "_MOST_SECONDS", 2.0):
-        made = Communicator(group)
-    with made as comm:
-        assert "connecting the ranks (is TCP between the hosts open?) failed" in comm.describe(), comm.describe()
-        right(comm)
+    words = (
+        "neither share memory (opening the control page",
+        "connecting the ranks (is TCP",
+        "Let the ranks share /dev/shm",
+    )
+    refused = raises(errors.UnsupportedError, *words)
+    with no_hang("start-up"), mock.patch.object(connections, "_MOST_SECONDS", 2.0), refused:
+        Communicator(group)
+    with Communicator(MPI.COMM_SELF) as alone:
+        right(alone)
 
 
 def dies_unseen(group: ByFiles, directory: Path) -> None:
@@ -139,9 +144,9 @@ def dies_unseen(group: ByFiles, directory: Path) -> None:
     if group.Get_rank() == group.Get_size() - 1:
         os._exit(9)
     begun = clock.now()
-    with clock.passing(20.0), raises(errors.PeerTimeoutError, f"rank {group.Get_size() - 1} never came"):
+    with clock.passing(20.0), raises(errors.PeerTimeoutError, f"rank {group.Get_size() - 1} did not call within"):
         right(comm)
-    assert clock.now() - begun > 120 or comm._page.missed()
+    assert clock.now() - begun > 120 or comm._open.calls.page.missed()
     with no_hang("close()"):
         comm.close()
 

@@ -30,17 +30,17 @@ from tests.tools import machine, pauses
 
 SIZES = (1, 100, 10_000, 100_000, 1_000_000)
 # The errors that may reach a survivor, with words about the victim.
-LOST = "PeerLostError", "expected rank {victim} to take part; found that its process has ended"
-ENDED = "PeerLostError", "expected rank {victim} to take part; found that its program ended, after its call"
-RAISED = "PeerLostError", "rank {victim} to take part; found that its program ended with RuntimeError: of the program,"
+LOST = "PeerLostError", "rank {victim} is gone: its process has ended"
+ENDED = "PeerLostError", "rank {victim} is gone: its program ended, after its call"
+RAISED = "PeerLostError", "rank {victim} is gone: its program ended with RuntimeError: of the program,"
 EXPECTED = {
     "killed": [LOST],
-    "exited": [ENDED, ("PeerFailedError", "rank {victim} refused it (SystemExit")],  # within a call
-    "raised": [RAISED, ("PeerFailedError", "rank {victim} refused it (RuntimeError: of the program")],  # the same
-    "stopped": [("PeerTimeoutError", "rank {victim} never came")],  # whose timeout the survivors' clocks pass
+    "exited": [ENDED, ("PeerFailedError", "rank {victim} raised an error (SystemExit")],  # within a call
+    "raised": [RAISED, ("PeerFailedError", "rank {victim} raised an error (RuntimeError: of the program")],  # the same
+    "stopped": [("PeerTimeoutError", "rank {victim} did not call within")],  # whose timeout the survivors' clocks pass
 }
 HALFWAY = {  # where MPI carries the data
-    "exited": ("PeerLostError", "expected rank {victim} to take part; found that it left call"),
+    "exited": ("PeerLostError", "rank {victim} is gone: it left call"),
     "raised": ("PeerLostError", "halfway (RuntimeError: of the program)"),
 }
 # Of a rank that was stopped while MPI or NCCL carried the data: they do not tell which, and MPI's communicator is lost.

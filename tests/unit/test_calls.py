@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
-from ipcreduce.calls import resynchronisation, turns
+from ipcreduce.calls import sequence, turns
 from ipcreduce.calls.fingerprint import Fingerprint, of_allreduce
 from ipcreduce.calls.sequence import CallSequence
 from ipcreduce.cuda import cupy_runtime
@@ -30,10 +30,12 @@ from ipcreduce.errors import (
     PeerLostError,
     PeerTimeoutError,
     RankMismatchError,
+    Reach,
     UnsupportedError,
 )
 from ipcreduce.page import control_page, layout
 from ipcreduce.page.control_page import Page
+from ipcreduce.texts import described
 from tests.shared import bounds, clock
 from tests.shared.bounds import HANG
 from tests.unit.pages import in_threads, make_mirrored, make_pages
@@ -85,7 +87,7 @@ def fail(error: BaseException) -> None:
 class Rank:
     def __init__(self, page: Page, timeout: float) -> None:
         self.page, self.backend = page, Backend()
-        self.calls = CallSequence(page.rank, timeout, page, [self.backend], lambda *_: pytest.fail("not over the page"))
+        self.calls = CallSequence(page, timeout, [self.backend])
 
     def call(self, what: Fingerprint = SUM, stream: int = 0) -> int:
         """One call that is launched; its number."""
@@ -288,12 +290,11 @@ def test_a_nested_call_is_refused_and_the_one_around_it_is_made(ranks: list[Rank
 
     (nested,), made = nested_in(first, how, [first.call if how == "usual" else fast])
     assert isinstance(nested, UnsupportedError), nested
-    assert re.match("rank 0, call 2: expected no call of this communicator within another one", str(nested))
-    assert "found one within call 1, by a signal handler, a finaliser" in str(nested)
+    assert re.match("rank 0, call 2: a signal handler, .* has made this call within call 1 of the same", str(nested))
     assert made == 1
     assert together(others) == [1] * len(others), "the call around it is made on every rank"
     for rank in others:
-        raised_by(rank, PeerFailedError, "rank 0 refused it .UnsupportedError: rank 0, call 2: expected no call")
+        raised_by(rank, PeerFailedError, "rank 0 raised an error .UnsupportedError: rank 0, call 2: a signal handler")
     assert go_on(ranks) == [3] * len(ranks)
 
 
@@ -309,13 +310,13 @@ def test_several_nested_calls_are_told_one_by_one(ranks: list[Rank]):
     """Also what refuses a call before it begins: a replay of a closed graph, say."""
     first, *others = ranks
     error = GraphStateError("closed")
-    found, made = nested_in(first, "usual", [first.call, lambda: first.calls.refuse(error)])
+    found, made = nested_in(first, "usual", [first.call, lambda: first.calls.fail(error, begun=False)])
     assert [type(one) for one in found] == [UnsupportedError, type(None)]
     assert made == 1
     together(others)
     for rank in others:
-        raised_by(rank, PeerFailedError, "refused it .UnsupportedError")
-    told_and_made(ranks, "refused it (GraphStateError: rank 0, call 3: closed)", call=4)
+        raised_by(rank, PeerFailedError, "raised an error .UnsupportedError")
+    told_and_made(ranks, "raised an error (GraphStateError: rank 0, call 3: closed)", call=4)
 
 
 def test_a_fault_that_cannot_be_posted_is_not_raised(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch):
@@ -351,8 +352,8 @@ def test_a_nested_call_in_one_that_fails_is_told_behind_the_meeting(ranks: list[
     (nested,), made = nested_in(first, "usual", [first.call], ArgumentError("no such op"))
     assert (type(nested), type(made)) == (UnsupportedError, ArgumentError)
     for rank in others:
-        raised_by(rank, PeerFailedError, "refused it .ArgumentError: rank 0, call 1: no such op")
-    told_and_made(ranks, "refused it (UnsupportedError: rank 0, call 2: expected no call", call=3)
+        raised_by(rank, PeerFailedError, "raised an error .ArgumentError: rank 0, call 1: no such op")
+    told_and_made(ranks, "raised an error (UnsupportedError: rank 0, call 2: a signal handler", call=3)
 
 
 def test_a_call_in_an_exchange_of_the_same_thread_is_refused(ranks: list[Rank]):
@@ -364,7 +365,7 @@ def test_a_call_in_an_exchange_of_the_same_thread_is_refused(ranks: list[Rank]):
 
     turns.alone(ranks[0].calls, exchange)
     for rank in ranks[1:]:
-        raised_by(rank, PeerFailedError, "refused it .UnsupportedError")
+        raised_by(rank, PeerFailedError, "raised an error .UnsupportedError")
     assert go_on(ranks) == [2] * len(ranks)
 
 
@@ -407,7 +408,7 @@ def test_a_call_that_is_recorded_has_no_number(ranks: list[Rank]):
 @pytest.mark.parametrize("catch", ["usual", "fast"])
 def test_a_capture_error_within_takes_no_number(ranks: list[Rank], catch: str):
     """The abort word would spoil the work that is captured."""
-    error = CaptureError("not here", within=True)
+    error = CaptureError("not here", reach=Reach.CAPTURED)
 
     def fail(*_: Any) -> None:
         raise error
@@ -451,10 +452,10 @@ def test_a_call_that_a_fault_has_ended_raises_that_fault(ranks: list[Rank]):
     together(ranks)
     ranks[1].refuse()
     ended = CudaError("ncclAllReduce", -1, "the NCCL communicator has been aborted")
-    ended.ended = True
+    ended.reach = Reach.ENDED
     error = ranks[0].refuse(ended)
     assert type(error) is PeerFailedError
-    assert "that rank 1 refused it (ArgumentError" in str(error)
+    assert "rank 1 raised an error (ArgumentError" in str(error)
     all_raise(ranks[2:], PeerFailedError)
     assert go_on(ranks) == [3] * len(ranks)
 
@@ -489,10 +490,10 @@ def test_an_error_of_another_communicator_is_told(ranks: list[Rank], kind: type[
     """One that a break raises, say: on this communicator only this rank knows of it."""
     together(ranks)
     error = kind("rank 3, call 7: of another one")
-    ranks[0].calls.leave(error)
+    ranks[0].calls.fail(error, begun=False, foreign=True)
     assert str(error) == "rank 3, call 7: of another one", "it passes unchanged"
     for rank in ranks[1:]:
-        raised_by(rank, PeerFailedError, rf"rank 0 refused it \({kind.__name__}: rank 3, call 7: of another")
+        raised_by(rank, PeerFailedError, rf"rank 0 raised an error \({kind.__name__}: rank 3, call 7: of another")
     assert len({*together(ranks)}) == 1, "the communicator works again"
 
 
@@ -502,7 +503,7 @@ def test_an_interrupt_at_the_end_of_a_call_leaves_the_lock_free(ranks: list[Rank
     def interrupted(*_: Any) -> None:  # a signal is handled as a function of Python's begins
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(calls, "failed", interrupted)
+    monkeypatch.setattr(calls, "fail", interrupted)
     with pytest.raises(KeyboardInterrupt):
         turns.make(calls, fail, ArgumentError("no such op"))
     assert in_threads([lambda: calls.lock.acquire(timeout=HANG)]) == [True]
@@ -534,12 +535,10 @@ def test_the_call_in_which_the_ranks_meet_is_compared(ranks: list[Rank]):
 
 
 def test_rank_and_call_are_added_once(ranks: list[Rank]):
-    together(ranks)
-    for error in (ArgumentError("x"), IpcReduceError("rank 0, call 7: x")):
-        before = str(error)
-        one = make_ranks(2)[0]
-        one.refuse(error)
-        assert str(error) == (before if before.startswith("rank") else f"rank 0, call 1: {before}")
+    error = ArgumentError("x")
+    for _ in range(2):
+        make_ranks(2)[0].refuse(error)
+        assert str(error) == "rank 0, call 1: x"
 
 
 def test_a_drain_that_fails_does_not_hide_the_fault(ranks: list[Rank]):
@@ -573,14 +572,14 @@ def test_what_a_recordings_body_refuses_is_noted_in_it(ranks: list[Rank]):
 
 def test_refuse_cancels_a_call_that_does_not_begin(ranks: list[Rank]):
     error = ArgumentError("wrong")
-    ranks[0].calls.refuse(error)
+    ranks[0].calls.fail(error, begun=False)
     assert ranks[1].page.fault()[:3] == (1, 0, control_page.REFUSED)
     assert str(error) == "rank 0, call 1: wrong"
-    ranks[0].calls.leave(ValueError())
+    ranks[0].calls.fail(ValueError(), begun=False, foreign=True)
     assert ranks[0].calls.number == 1, "the peers know of a fault, and may wait for a vote"
     all_raise(ranks[1:], PeerFailedError)
     assert go_on(ranks) == [2] * len(ranks)
-    ranks[0].calls.leave(ValueError())
+    ranks[0].calls.fail(ValueError(), begun=False, foreign=True)
     assert ranks[1].page.fault()[:3] == (3, 0, control_page.REFUSED)
 
 
@@ -590,7 +589,7 @@ def test_a_mismatch(sharing: list[Rank]):
     together(sharing)
     sharing[0].call(SUM)
     error = raised_by(sharing[1], RankMismatchError, act=lambda rank: rank.call(OTHER))
-    assert str(error).startswith("rank 1, call 2: expected the same call 2 on every rank; found ")
+    assert str(error).startswith("rank 1, call 2: call 2 is not the same on every rank: ")
     assert f"{OTHER} on rank 1 and {SUM} on rank 0" in str(error)
     assert sharing[1].backend.log == ["drain"]
     assert sharing[1].calls.raised
@@ -601,7 +600,7 @@ def test_a_mismatch(sharing: list[Rank]):
 @walks("entered -> posted", "posted -> raised")
 def test_a_peers_refusal_is_raised_once(ranks: list[Rank]):
     ranks[0].refuse()
-    error = raised_by(ranks[1], PeerFailedError, "rank 1, call 1: expected call 1 .* rank 0 refused it .*no such op")
+    error = raised_by(ranks[1], PeerFailedError, "rank 1, call 1: in call 1, rank 0 raised an error .*no such op")
     assert type(error) is PeerFailedError
     assert ranks[1].calls.raised
     assert ranks[1].calls.number == 1, "a refused attempt is a call"
@@ -613,9 +612,9 @@ def test_a_rank_that_does_not_come_to_an_exchange():
     with clock.passing(TIMEOUT + 1, when=lambda: [rank.page.calls.number[0] for rank in ranks[:2]] == [1, 1]):
         errors = together(ranks[:2], lambda rank: outcome(rank.host))
     assert [type(error) for error in errors] == [PeerTimeoutError] * 2
-    assert all("rank 2 never came: its last call was 0" in str(error) for error in errors)
+    assert all("rank 2 did not call within 120 s (its last call was 0)" in str(error) for error in errors)
     assert all(rank.calls.raised for rank in ranks[:2])
-    assert "rank 2 never came" in str(raised_by(ranks[2], PeerTimeoutError))
+    assert "rank 2 did not call within" in str(raised_by(ranks[2], PeerTimeoutError))
     assert together(ranks) == [2] * 3
     assert together(ranks, lambda rank: rank.host(b"%d" % rank.page.rank)) == [[b"0", b"1", b"2"]] * 3
 
@@ -625,7 +624,7 @@ def test_a_deadline_in_real_time():
     rank = make_ranks(2, timeout=0.3)[0]
     begun = time.monotonic()
     with bounds.no_hang():
-        raised_by(rank, PeerTimeoutError, "rank 1 never came", lambda rank: rank.host())
+        raised_by(rank, PeerTimeoutError, "rank 1 did not call within", lambda rank: rank.host())
     assert time.monotonic() - begun >= 0.3
 
 
@@ -672,9 +671,9 @@ def test_an_exchange_that_a_rank_has_left_is_told_once(how: str):
         left = raised_by(ranks[0], KeyboardInterrupt, act=lambda rank: rank.calls.gather(1, b""))
         del ranks[0].page.read_round
     found = raised_by(ranks[1], (PeerFailedError, PeerTimeoutError), act=lambda rank: rank.calls.gather(1, b""))  # type: ignore[arg-type]
-    ranks[1].calls.failed(found)
-    ranks[0].calls.failed(left)
-    assert str(found).startswith("rank 1, call 1: expected ")
+    ranks[1].calls.fail(found)
+    ranks[0].calls.fail(left)
+    assert str(found).startswith("rank 1, call 1: ")
     assert type(found) is (PeerTimeoutError if how == "late" else PeerFailedError)
     assert all(rank.calls.raised for rank in ranks)
     assert go_on(ranks) == [2, 2], "no rank raises it a second time"
@@ -697,9 +696,9 @@ def test_a_rank_that_leaves_an_exchange_is_named_by_all(ranks: list[Rank]):
     found = in_threads([lambda rank=rank: outcome(lambda: rank.calls.gather(1, b"")) for rank in ranks[:-1]])
     for rank, error in zip(ranks, found, strict=False):
         assert type(error) is PeerFailedError
-        assert f"found that rank {last.page.rank} refused it (SystemExit: 0). " in str(error)
-        rank.calls.failed(error)
-    last.calls.failed(left)
+        assert f"rank {last.page.rank} raised an error (SystemExit: 0). " in str(error)
+        rank.calls.fail(error)
+    last.calls.fail(left)
     assert go_on(ranks) == [2] * len(ranks)
 
 
@@ -711,13 +710,16 @@ def test_a_wait_in_a_call_that_is_done_ends(ranks: list[Rank], where: str):
         rank.call()
     ranks[0].kernel_waits_in_vain(len(ranks) - 1)
     act = Rank.call if where == "call" else lambda rank: rank.calls.check_faults()
-    error = raised_by(ranks[0], PeerTimeoutError, f"rank {len(ranks) - 1} never came", act)
+    error = raised_by(ranks[0], PeerTimeoutError, f"rank {len(ranks) - 1} did not call within", act)
     number = 2 if where == "call" else 1
     assert str(error).startswith(f"rank 0, call {number}: ")
     assert ranks[0].calls.raised
     for _ in range(2):
         raised_by(
-            ranks[0], PeerTimeoutError, "Graphs captured by others work again", lambda rank: rank.calls.raise_ended()
+            ranks[0],
+            PeerTimeoutError,
+            "Graphs captured by other libraries work",
+            lambda rank: rank.calls.raise_ended(),
         )
         raised_by(ranks[0], PeerTimeoutError, "work again", lambda rank: rank.calls.check_faults())
     all_raise(ranks[1:], PeerTimeoutError)
@@ -734,7 +736,7 @@ def test_the_earliest_fault_takes_precedence():
     ranks[1].calls.enter(SUM, 0)
     ranks[1].refuse(ArgumentError("of call 3"))
     ranks[2].calls.number = 7
-    raised_by(ranks[2], PeerFailedError, "expected call 3 on every rank; found that rank 1 refused it")
+    raised_by(ranks[2], PeerFailedError, "in call 3, rank 1 raised an error")
 
 
 def test_a_refusal_behind_a_fault_that_is_not_raised_gives_way_to_it(ranks: list[Rank]):
@@ -794,7 +796,7 @@ def test_a_fault_of_a_later_call_does_not_end_an_exchange():
     ranks[1].page.read_round = read  # type: ignore[method-assign]
     assert ranks[1].host(b"1") == [b"0", b"1"]
     assert seen[1:] == [True] * 3
-    raised_by(ranks[1], PeerFailedError, "expected call 2")
+    raised_by(ranks[1], PeerFailedError, "in call 2, rank 0 raised")
 
 
 # ---- raised
@@ -878,7 +880,7 @@ def test_the_page_is_clear_for_all_before_any_goes_on(monkeypatch: pytest.Monkey
     page = ranks[0].page
     monkeypatch.setattr(page, "clear", noting("clear", page.clear))
     monkeypatch.setattr(page, "write_meeting", noting("meeting", page.write_meeting))
-    monkeypatch.setattr(resynchronisation, "fence", noting("fence", resynchronisation.fence))
+    monkeypatch.setattr(sequence, "fence", noting("fence", sequence.fence))
     for name in ("quiesce", "reset"):
         ranks[0].backend.act[name] = noting(name, lambda: None)
 
@@ -894,8 +896,8 @@ def test_a_capture_does_not_resynchronise(ranks: list[Rank]):
     """On every rank alike, with no number; the next call that is not captured does."""
     failed_call(ranks)
     for rank in ranks:
-        error = raised_by(rank, CaptureError, "the ranks have not met yet", lambda one: one.call(stream=CAPTURING))
-        assert error.within
+        error = raised_by(rank, CaptureError, "the ranks have not met since", lambda one: one.call(stream=CAPTURING))
+        assert error.reach is Reach.CAPTURED
         assert rank.calls.number == 1
         assert rank.backend.log.count("quiesce") == 0
     assert go_on(ranks) == [2] * len(ranks)
@@ -920,7 +922,7 @@ def is_lost(rank: Rank) -> None:
         lambda one: one.calls.check_usable(),
     ):
         assert type(raised_by(rank, PeerLostError, act=act)) is PeerLostError
-    rank.calls.refuse(ArgumentError("nothing to refuse any more"))
+    rank.calls.fail(ArgumentError("nothing to refuse any more"), begun=False)
     assert rank.calls.number == number
 
 
@@ -930,14 +932,12 @@ def test_a_rank_that_does_not_come_to_the_clean_up(three: list[Rank]):
     with clock.passing(TIMEOUT + 1, when=lambda: all(three[2].page.read_meeting(1)[:2])):
         errors = together(three[:2], lambda rank: outcome(rank.call))
     assert [type(error) for error in errors] == [PeerLostError] * 2
-    assert all(
-        "rank 2 to take part; found that it did not come to the resynchronisation" in str(error) for error in errors
-    )
-    assert "rank 2 to take part" in str(raised_by(three[2], PeerLostError)), "it comes too late"
+    assert all("rank 2 is gone: it did not come to the resynchronisation" in str(error) for error in errors)
+    assert "rank 2 is gone" in str(raised_by(three[2], PeerLostError)), "it comes too late"
     for rank in three:
         is_lost(rank)
         assert rank.backend.log.count("reset") == 0
-        assert rank.calls.end(ArgumentError("closed")), "it was lost before"
+        assert rank.calls.close(ArgumentError("closed")), "it was lost before"
         raised_by(rank, ArgumentError, "closed")
 
 
@@ -960,7 +960,7 @@ def test_a_rank_that_leaves_the_clean_up(ranks: list[Rank], step: str, error: Ba
         assert found[0].__cause__ is error
     else:
         assert found[0] is error
-    text = f"rank 0 to take part; found that it left the resynchronisation after a fault ({type(error).__name__})"
+    text = f"rank 0 is gone: it left the resynchronisation after a fault ({described(error)})"
     assert all(type(one) is PeerLostError and text in str(one) for one in found[1:])
     for rank in ranks:
         is_lost(rank)
@@ -990,7 +990,7 @@ def test_a_rank_that_closed_instead(three: list[Rank], ahead: bool):
     three[2].page.leave()
     found = together(three[:2], lambda rank: outcome(rank.call))
     assert [type(one) for one in found] == [PeerLostError] * 2
-    assert all("rank 2 to take part; found that it closed the communicator" in str(one) for one in found)
+    assert all("rank 2 is gone: it closed the communicator" in str(one) for one in found)
     for rank in three[:2]:
         is_lost(rank)
 
@@ -1009,7 +1009,7 @@ def test_a_loss_without_a_fault(ranks: list[Rank]):
     raised_by(
         ranks[0],
         PeerLostError,
-        "rank 1 to take part; found that its process has ended",
+        "rank 1 is gone: its process has ended",
         lambda rank: rank.calls.check_faults(),
     )
     is_lost(ranks[0])
@@ -1037,13 +1037,13 @@ def test_the_fault_is_raised_before_a_loss_that_came_of_it(ranks: list[Rank]):
 def test_lose(ranks: list[Rank]):
     cause = ValueError("why")
     lost = ranks[0].calls.lose("it gave up", cause)
-    assert "found this on rank 0: ValueError: why" in str(lost)
+    assert "this rank cannot go on with the others (ValueError: why). The communicator can only be" in str(lost)
     is_lost(ranks[0])
-    raised_by(ranks[1], PeerLostError, r"rank 0 to take part; found that it gave up \(ValueError\)")
+    raised_by(ranks[1], PeerLostError, r"rank 0 is gone: it gave up \(ValueError: why\)")
 
 
 def test_the_end(ranks: list[Rank]):
-    assert not ranks[0].calls.end(ArgumentError("the communicator is closed"))
+    assert not ranks[0].calls.close(ArgumentError("the communicator is closed"))
     raised_by(ranks[0], ArgumentError, "is closed")
     assert ranks[0].calls.number == 0
     ranks[0].calls.check_faults()
@@ -1055,28 +1055,3 @@ def test_in_a_forked_child(ranks: list[Rank]):
     in_threads([calls.lock.acquire])
     calls.forked(ArgumentError("forked"))
     raised_by(ranks[0], ArgumentError, "forked")
-
-
-# ---- ranks that share no page
-def test_without_a_page():
-    told: list[Any] = []
-    lost = PeerLostError("MPI has gone")
-    answers = iter([None, lost])
-
-    def refuse(error: BaseException, number: int) -> PeerLostError | None:
-        told.append((error, number))
-        return next(answers)
-
-    calls = CallSequence(1, 5.0, None, [], refuse)
-    turns.make(calls, calls.enter, SUM, 0)
-    assert calls.gather(calls.number, b"mine") == [b"mine"]
-    calls.check_faults()
-    calls.leave(ValueError("not told"))
-    assert told == []
-    for number in (2, 3):
-        error = ValueError(number)
-        with pytest.raises(ValueError, match=str(number)):
-            turns.make(calls, fail, error)
-        assert told[-1] == (error, number)
-    with pytest.raises(PeerLostError, match="MPI has gone"):
-        calls.check_usable()

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 
 from ipcreduce.calls.fingerprint import Fingerprint
-from ipcreduce.calls.resynchronisation import start_anew
-from ipcreduce.page import comparison
+from ipcreduce.calls.sequence import CallSequence
+from ipcreduce.page import comparison, records
 from ipcreduce.page.comparison import Comparison
 from ipcreduce.page.control_page import MISMATCH, Page
 from ipcreduce.page.flight_recorder import RING
-from ipcreduce.page.rounds import Meetings
-from tests.shared import clock
 from tests.unit.pages import make_mirrored, make_pages
 
 SUM, MAX = Fingerprint.of("a sum"), Fingerprint.of("a maximum")
@@ -124,7 +122,7 @@ def test_a_key_that_comes_behind_its_number_is_no_difference(monkeypatch: pytest
         slept.append(seconds)
         second.calls.write(1, SUM)
 
-    monkeypatch.setattr(comparison.time, "sleep", arrives)
+    monkeypatch.setattr(records.time, "sleep", arrives)
     Comparison(first).look()
     assert slept
     assert not first.aborted
@@ -231,7 +229,7 @@ def test_an_era_ends_before_the_ranks_meet_and_as_the_page_is_cleared():
 
     before = page.era
     backends: list[Any] = [Quiet()]
-    start_anew(page, backends, Meetings(page), 1, 0, clock.now() + 10)
+    CallSequence(page, 60, backends)._resynchronise()
     assert len({before, *eras}) == 2
     assert page.era not in (before, *eras)
     with page.in_era(before) as current:

@@ -23,7 +23,7 @@ def abort_calls(page: Page, by_themselves: bool) -> bool:
 
 def raised_by(page: Page) -> Exception:
     """The error of the next call on the rank of ``page``."""
-    calls = CallSequence(page.rank, 60, page, [], None)
+    calls = CallSequence(page, 60, [])
     calls.number = 5
     with pytest.raises((PeerFailedError, PeerLostError)) as caught:
         calls.raise_pending()
@@ -41,7 +41,7 @@ def test_a_rank_that_closes_before_its_call_has_ended_is_named():
     assert not abort_calls(pages[0], False)
     assert pages[1].aborted
     assert pages[1].fault() == (0, 0, REFUSED, CLOSED_IT)
-    assert f"rank 0 refused it ({CLOSED_IT})" in str(raised_by(pages[1]))
+    assert f"rank 0 raised an error ({CLOSED_IT})" in str(raised_by(pages[1]))
 
 
 def test_a_rank_that_closes_because_of_a_loss_is_not_taken_for_the_reason():
@@ -54,4 +54,4 @@ def test_a_rank_that_closes_because_of_a_loss_is_not_taken_for_the_reason():
     assert pages[1].fault() is None
     error = raised_by(pages[1])
     assert isinstance(error, PeerLostError)
-    assert "expected rank 0 to take part" in str(error)
+    assert "rank 0 is gone" in str(error)

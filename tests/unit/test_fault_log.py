@@ -9,12 +9,10 @@ from collections.abc import Callable
 
 import pytest
 
-from ipcreduce.calls import turns
-from ipcreduce.calls.sequence import CallSequence
 from ipcreduce.errors import ArgumentError, PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError
 from tests.tools import machine
 from tests.unit.pages import in_threads
-from tests.unit.test_calls import OTHER, Rank, fail, make_ranks
+from tests.unit.test_calls import OTHER, Rank, make_ranks
 
 
 @pytest.fixture
@@ -66,7 +64,7 @@ def test_a_fault_that_is_met_again_is_not_logged_again(lines) -> None:
     first.kernel_waits_in_vain(1)
     raised(PeerTimeoutError, first, *[first.calls.check_faults] * 3)
     (line,) = lines()
-    assert line.startswith("PeerTimeoutError: rank 0, call 1: expected every rank within 120 s")
+    assert line.startswith("PeerTimeoutError: rank 0, call 1: rank 1 did not call within 120 s")
     assert line.endswith("[last calls: rank 0: 1 (sum of float32 (10,)); rank 1: none]")
 
 
@@ -77,7 +75,7 @@ def test_a_loss_after_a_fault_is_logged_too(lines) -> None:
     second.page.post_lost(1, "its process has ended")
     raised(PeerLostError, first, *[first.call] * 3)
     (line,) = lines()
-    assert "PeerLostError: rank 0, call 2: expected rank 1 to take part" in line
+    assert "PeerLostError: rank 0, call 2: rank 1 is gone" in line
 
 
 def test_a_mismatch_is_logged_by_both(lines) -> None:
@@ -88,14 +86,6 @@ def test_a_mismatch_is_logged_by_both(lines) -> None:
     assert "[last calls: rank 0: 1 (sum of float32 (10,)); rank 1: 1 (sum of int8 (3,))]" in line
     raised(RankMismatchError, first, first.calls.check_faults)
     assert len(lines()) == 1
-
-
-def test_without_a_page_each_fault_is_logged(lines) -> None:
-    calls = CallSequence(0, 1.0, None, None, lambda error, number: None)
-    for number in (1, 2):
-        with pytest.raises(ArgumentError, match="no such op"):
-            turns.make(calls, fail, ArgumentError("no such op"))
-        assert lines() == [f"ArgumentError: rank 0, call {number}: no such op"]
 
 
 def test_nothing_is_printed_by_default() -> None:

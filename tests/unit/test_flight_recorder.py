@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ipcreduce.calls.fingerprint import Fingerprint, of_allreduce
-from ipcreduce.page import flight_recorder
+from ipcreduce.page import flight_recorder, records
 from ipcreduce.page.flight_recorder import RING, FlightRecorder
 
 SUM = of_allreduce((10,), "float32", "sum")
@@ -191,7 +191,7 @@ def test_a_key_that_comes_late_is_no_difference(ranks: list[FlightRecorder], mon
     for rank in ranks[:2]:
         rank.enter(1, other)
     ranks[1].number[0] = 1 + RING
-    monkeypatch.setattr(flight_recorder.time, "sleep", lambda seconds: ranks[1].write((1 + RING) % RING, SUM))
+    monkeypatch.setattr(records.time, "sleep", lambda seconds: ranks[1].write((1 + RING) % RING, SUM))
     assert ranks[0].enter(1 + RING, SUM) is None
 
 

@@ -170,7 +170,7 @@ def test_words_of_the_control_page(tmp_path: Path, rank: int, absent: int):
         assert page.ended_without_data
         error = fault_error(page, 0, 1.0)
         assert isinstance(error, PeerTimeoutError)
-        assert re.findall(r"rank (\d+) never came", str(error)) == [str(absent)]
+        assert re.findall(r"rank (\d+) did not call within", str(error)) == [str(absent)]
         peers = [Page.open(page.path, other, n) for other in range(n) if other != rank]
         assert not any(peer.ended_without_data for peer in peers), "a kernel has written the words of another rank"
         page.clear()

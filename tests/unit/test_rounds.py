@@ -15,7 +15,7 @@ from ipcreduce.errors import PeerFailedError, PeerLostError
 from ipcreduce.page import control_page, rounds, shared_files
 from ipcreduce.page.control_page import Page
 from ipcreduce.page.layout import CHUNK_BYTES
-from ipcreduce.page.rounds import Left, Meetings, Rounds
+from ipcreduce.page.rounds import Left, Rounds
 from tests.shared.bounds import HANG
 from tests.unit.pages import in_threads, make_pages
 
@@ -113,7 +113,7 @@ def test_a_round_left_because_of_a_fault():
 
     def fail(missing: list[int]) -> None:
         ranks[0]._page.post_fault(control_page.REFUSED, 1, "ArgumentError: no", 7)
-        raise PeerFailedError("rank 0, call 1: found that rank 7 refused it (ArgumentError: no)")
+        raise PeerFailedError("rank 0, call 1: rank 7 raised an error (ArgumentError: no)")
 
     with pytest.raises(PeerFailedError):
         ranks[0].gather(b"", fail)
@@ -202,22 +202,18 @@ def test_an_interrupt_leaves_the_round_too(monkeypatch: pytest.MonkeyPatch):
 
 
 # ---- meetings
-def make_meetings(n: int) -> list[Meetings]:
-    return [Meetings(page) for page in make_pages(n)]
-
-
 @pytest.mark.parametrize("n", [1, 3, 40, 70])
 def test_all_get_the_same_numbers(n: int):
-    ranks = make_meetings(n)
-    found = in_threads(
-        [lambda rank=rank: ranks[rank].meet(7 + rank, 2 * rank, patient, bytes(rank)) for rank in range(n)]
-    )
+    ranks = make_rounds(n)
+    for rank, one in enumerate(ranks):
+        one.last = 2 * rank
+    found = in_threads([lambda rank=rank: ranks[rank].meet(7 + rank, patient, bytes(rank)) for rank in range(n)])
     assert found == [[(7 + rank, 2 * rank, bytes(rank)) for rank in range(n)]] * n
 
 
 def test_nobody_gets_past_a_meeting_before_all_have_come():
     n, turns = 4, 100
-    ranks, came, early = make_meetings(n), [0] * n, []
+    ranks, came, early = make_rounds(n), [0] * n, []
 
     def run(rank: int) -> None:
         delays = random.Random(rank)
@@ -225,7 +221,7 @@ def test_nobody_gets_past_a_meeting_before_all_have_come():
             if delays.random() < 0.3:
                 time.sleep(delays.random() * 2e-3)
             came[rank] = turn
-            ranks[rank].meet(turn // 2, 0, patient)
+            ranks[rank].meet(turn // 2, patient)
             early.extend(one for one in came if one < turn)
 
     in_threads([lambda rank=rank: run(rank) for rank in range(n)])
@@ -234,10 +230,11 @@ def test_nobody_gets_past_a_meeting_before_all_have_come():
 
 def test_a_fast_rank_overwrites_its_first_record_by_the_second_meetings():
     """It has read the first one's; a slow rank that has not takes the second one's, of the same numbers."""
-    fast, slow = make_meetings(2)
+    fast, slow = make_rounds(2)
+    fast.last, slow.last = 4, 3
 
     def twice() -> list[Any]:
-        return [fast.meet(9, 4, patient), fast.meet(9, 4, patient)]
+        return [fast.meet(9, patient), fast.meet(9, patient)]
 
     second = threading.Event()
     reading = slow._page.read_meeting
@@ -249,7 +246,7 @@ def test_a_fast_rank_overwrites_its_first_record_by_the_second_meetings():
         return reading(serial)
 
     slow._page.read_meeting = read  # type: ignore[method-assign]
-    found = in_threads([twice, lambda: [slow.meet(7, 3, patient), slow.meet(7, 3, patient)]])
+    found = in_threads([twice, lambda: [slow.meet(7, patient), slow.meet(7, patient)]])
     assert found == [[[(9, 4, b""), (7, 3, b"")]] * 2] * 2
 
 
@@ -262,22 +259,22 @@ def within(condition: Callable[[], object]) -> bool:
 
 def test_a_rank_may_close_right_behind_a_meeting():
     """A slow rank has read the records before the last one was written, and then sees that its writer is gone."""
-    slow, fast = make_meetings(2)
+    slow, fast = make_rounds(2)
 
     def closed(missing: list[int]) -> None:
         assert missing == [1]
         fast._page.write_meeting(1, 5, 0, b"")
         raise PeerLostError("it closed the communicator")
 
-    assert slow.meet(5, 0, closed) == [(5, 0, b""), (5, 0, b"")]
+    assert slow.meet(5, closed) == [(5, 0, b""), (5, 0, b"")]
 
 
 def test_a_meeting_that_is_given_up_leaves_its_record():
     """Unlike a round: the communicator is lost then, which is written elsewhere."""
-    ranks = make_meetings(2)
+    ranks = make_rounds(2)
     with pytest.raises(Gone, match=r"without \[1\]"):
-        ranks[0].meet(1, 1, gone)
-    assert ranks[1].meet(2, 2, gone) == [(1, 1, b""), (2, 2, b"")]
+        ranks[0].meet(1, gone)
+    assert ranks[1].meet(2, gone) == [(1, 0, b""), (2, 0, b"")]
 
 
 def test_pages_do_not_share_anything():

@@ -69,9 +69,12 @@ def freed_once_unmapped() -> None:
     """A workspace is freed once every peer has unmapped it, however late that is, and a rank leaves behind its own."""
     comm = Communicator()
     works(comm)
-    assert comm._backend is not None
-    assert comm._page is not None
-    page, workspace, peers = comm._page, comm._backend.workspace, [rank for rank in range(SIZE) if rank != RANK]
+    assert comm._open.backend is not None
+    page, workspace, peers = (
+        comm._open.calls.page,
+        comm._open.backend.workspace,
+        [rank for rank in range(SIZE) if rank != RANK],
+    )
     own, free, unmap = workspace.address, driver.free, workspace.unmap_peers
     freed: list[bool] = []
     had_left: list[bool] = []
@@ -157,7 +160,7 @@ def _killed(call: Callable[[Any], None]) -> None:
         if RANK == LAST:
             late(0.2)  # the others are in their call
             os.kill(os.getpid(), signal.SIGKILL)
-        with raises(errors.PeerLostError, f"rank {LAST} to take part", "its process has ended", "can only be closed"):
+        with raises(errors.PeerLostError, f"rank {LAST} is gone", "its process has ended", "can only be closed"):
             call(comm)
     with raises(errors.PeerLostError, "can only be closed"):
         comm.allreduce(np.ones(3))
@@ -173,20 +176,20 @@ def synchronous() -> None:
     with environment(IPCREDUCE_SYNC="1"), Communicator() as comm:
         works(comm)
         for array, op in ((mine(), "max"), (mine().astype(np.int32), "sum"), (mine(999), "sum")):
-            with raises(errors.RankMismatchError, f"on rank {LAST}", "the same call"):
+            with raises(errors.RankMismatchError, f"on rank {LAST}", "is not the same on every rank"):
                 comm.allreduce(*((array, op) if RANK == LAST else (mine(),)))
             works(comm)
         if RANK == 0:
             with raises(errors.ArgumentError, "op must be"):
                 comm.allreduce(mine(), "mode")
         else:
-            with raises(errors.PeerFailedError, "rank 0 refused"):
+            with raises(errors.PeerFailedError, "rank 0 raised an error"):
                 comm.allreduce(mine())
         works(comm)
         WORLD.Barrier()
         worker.await_others(WORLD)
         passing = clock.passing(121.0, others_wait(comm)) if RANK != LAST else nullcontext()
-        with passing, raises(errors.PeerTimeoutError, f"rank {LAST} never came"):
+        with passing, raises(errors.PeerTimeoutError, f"rank {LAST} did not call within"):
             comm.allreduce(mine())
         worker.let_last_go(WORLD)
         works(comm)
@@ -220,7 +223,7 @@ def forked() -> None:
         graph.close()
         comm.close()
 
-    with held_by_another_thread(comm._calls.lock):
+    with held_by_another_thread(comm._open.calls.lock):
         worker.in_a_fork(check)
     graph.replay()
     right(result)
@@ -358,9 +361,9 @@ def closed_beside_a_call() -> None:
 
     thread = threading.Thread(target=call, daemon=True)
     if RANK == 0:
-        before = comm._calls.number
+        before = comm._open.calls.number
         thread.start()
-        until(lambda: comm._calls.number > before, "the call")
+        until(lambda: comm._open.calls.number > before, "the call")
         closing_takes(comm, 2.25)
         thread.join(HANG)
         assert [type(error) for error in found] == [errors.PeerLostError], found
@@ -397,7 +400,7 @@ def interrupted_where_others_meet() -> None:
     fault(comm)
     WORLD.Barrier()
     if RANK == 0:
-        page, meeting = comm._page, comm._calls._meetings._last + 1
+        page, meeting = comm._open.calls.page, comm._open.calls._rounds._meeting + 1
 
         def interrupt() -> None:
             until(lambda: page.read_meeting(meeting)[0], "rank 0")
@@ -451,7 +454,7 @@ def registered_graph_in_a_fork() -> None:
             result = comm.allreduce(mine())
         assert graphs[0].state == "registered"
         comm.synchronize()
-        marks, calls = comm._session.direct.mappings.marks, driver.calls()
+        marks, calls = comm._open.session.direct.mappings.marks, driver.calls()
 
         def check() -> None:
             graphs.clear()

@@ -93,7 +93,7 @@ def nccl_is_chosen() -> None:
     wrong = "gloo" if RANK == LAST else None
     raises(errors.ArgumentError, "backend must be one of ipc, nccl, mpi; found 'gloo'",
            lambda: Communicator(backend=wrong))  # fmt: skip
-    raises(errors.ArgumentError, "the same backend on every rank",
+    raises(errors.ArgumentError, "backend must be the same on every rank",
            lambda: Communicator(backend="nccl" if RANK == LAST else "ipc"))  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def nccl_refusals() -> None:
                 with no_hang("a call"):
                     error = error_of(lambda: (comm.allreduce(mine()), comm.synchronize()))
                 assert isinstance(error, errors.PeerFailedError), error
-                assert f"rank {LAST} refused it (ArgumentError" in str(error)
+                assert f"rank {LAST} raised an error (ArgumentError" in str(error)
             works(comm)
 
     over_hosts(check)
@@ -199,7 +199,7 @@ def nccl_timeouts() -> None:
         with too_late(comm):
             error = error_of(lambda: (comm.allreduce(mine()), comm.synchronize()))
         assert isinstance(error, errors.PeerTimeoutError), error
-        assert f"rank {LAST} never came" in str(error), error
+        assert f"rank {LAST} did not call within" in str(error), error
 
     over_hosts(check)
 
@@ -224,10 +224,10 @@ def nccl_repeated_call_that_is_late() -> None:
     """The deadline holds for repeated calls too, which take a shorter way."""
     with pretended_hosts(2):
         comm = Communicator(backend="nccl")
-    array, guard = mine(), comm._backend._guard
+    array, guard = mine(), comm._open.backend._guard
     for _ in range(4):
         comm.allreduce(array, out=array)
-        until(lambda: guard._ended == comm._calls.number, "the guard's look at its end")
+        until(lambda: guard._ended == comm._open.calls.number, "the guard's look at its end")
     comm.synchronize()
     with too_late(comm):
         error = fault_of(comm, array, "sum", array)
@@ -248,18 +248,21 @@ def nccl_calls_that_wait_on_the_host() -> None:
             time.sleep(1e-3)
         raise nccl.NCCLError(nccl.Result.InternalError)
 
-    for kind, words in ((errors.PeerFailedError, f"rank {LAST} refused it"), (errors.PeerTimeoutError, "never came")):
+    for kind, words in (
+        (errors.PeerFailedError, f"rank {LAST} raised an error"),
+        (errors.PeerTimeoutError, "did not call within"),
+    ):
         if kind is errors.PeerFailedError and RANK == LAST:
             until(others_wait(comm), "the others")
             raises(errors.ArgumentError, "op must be one of", lambda: comm.allreduce(mine(), "mode"))
             works(comm)
             continue
-        comm._backend.nccl._all_reduce = waits
+        comm._open.backend.nccl._all_reduce = waits
         with too_late(comm) if kind is errors.PeerTimeoutError else no_hang("a call"):
             error = error_of(lambda: comm.allreduce(mine()))
         assert isinstance(error, kind), error
         assert words in str(error), error
-        comm._backend.nccl._all_reduce = enqueue
+        comm._open.backend.nccl._all_reduce = enqueue
         works(comm)
     comm.close()
 
@@ -426,7 +429,7 @@ def nccls_own_errors() -> None:
         comm = Communicator(backend="nccl")
         error = until(lambda: error_of(lambda: works(comm)), "NCCL's error")
         assert isinstance(error, errors.PeerFailedError), error
-        assert "rank 0 refused it (NCCL: RemoteError (6))" in str(error), error
+        assert "rank 0 raised an error (NCCL: RemoteError (6))" in str(error), error
         comm.close()
 
 
@@ -454,7 +457,7 @@ def killed_over_nccl() -> None:
     with mock.patch.object(guard, "_NOTICE_SECONDS", LONG), no_hang():  # NCCL's error comes first, and is less
         error = error_of(lambda: (comm.allreduce(mine()), comm.synchronize(), comm.synchronize()))
         assert isinstance(error, errors.PeerLostError), error
-        assert f"expected rank {LAST} to take part; found that its process has ended" in str(error), error
+        assert f"rank {LAST} is gone: its process has ended" in str(error), error
         comm.close()
     machine_streams.wait_for_all()
 
@@ -475,7 +478,7 @@ def killed_joining_anew() -> None:
         for _ in range(2):
             error = error_of(lambda: comm.allreduce(mine()))
             assert isinstance(error, errors.PeerLostError), error
-            assert f"expected rank {LAST} to take part; found that its process has ended" in str(error), error
+            assert f"rank {LAST} is gone: its process has ended" in str(error), error
     comm.close()
 
 

@@ -111,7 +111,7 @@ def called_as_a_recording_ends() -> None:
     with Communicator() as comm:
         works(comm)
         source, larger, outs = mine(), mine() * 10, [cupy.zeros(1000, np.float32) for _ in range(2)]
-        order, found = comm._backend.order, []
+        order, found = comm._open.backend.order, []
         chain = order.chain
 
         def call() -> None:
@@ -220,7 +220,7 @@ def _before_the_next_launch(action: Callable[[int], Any]) -> Iterator[None]:
 def given_back_in_several_threads() -> None:
     """Every step runs, once, one at a time and each thread's in their order."""
     with Communicator() as comm:
-        context, running, done = comm._backend.context, threading.Lock(), []
+        context, running, done = comm._open.backend.context, threading.Lock(), []
 
         def step(*which: int) -> None:
             assert running.acquire(blocking=False), "two steps at once"
@@ -246,7 +246,7 @@ def given_back_in_several_threads() -> None:
 def given_back_while_a_step_waits() -> None:
     """What a graph unmaps is unmapped once its kernels have ended, though another thread gives back meanwhile."""
     with Communicator() as comm:
-        context, done, begun, ended = comm._backend.context, [], threading.Event(), threading.Event()
+        context, done, begun, ended = comm._open.backend.context, [], threading.Event(), threading.Event()
 
         def wait() -> None:
             begun.set()
@@ -270,7 +270,7 @@ def packets_under_way() -> None:
     cupy.cuda.Device(OWN).synchronize()
     with Communicator() as comm:
         works(comm)
-        backend = comm._backend
+        backend = comm._open.backend
         WORLD.Barrier()
         if RANK == 0:
             machine_streams.submit(stream.ptr, lambda: time.sleep(0.03))
@@ -292,7 +292,7 @@ def launches_that_fail() -> None:
     kept, raw = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
     with Communicator() as comm:
         works(comm)
-        order = comm._backend.order
+        order = comm._open.backend.order
         machine_streams.submit(kept.ptr, lambda: time.sleep(0.2))
         comm.allreduce(mine(), stream=kept)
 
@@ -338,7 +338,7 @@ def unknown_is_no_end() -> None:
     """A stream that captures by now, or that one which does would block, cannot be asked whether calls still run."""
     blocking, apart = cupy.cuda.Stream(), cupy.cuda.Stream(non_blocking=True)
     with Communicator() as comm:
-        order = comm._backend.order
+        order = comm._open.backend.order
         for used, captured in ((cupy.cuda.Stream.null, blocking), (apart, apart)):
             array = mine()
             cupy.cuda.Device(OWN).synchronize()
@@ -409,15 +409,15 @@ def called_within_synchronize() -> None:
 
         with mock.patch.object(stream_order.streams, "synchronize_stream", interrupted):
             comm.synchronize()
-        assert comm._backend.order.last.state is not NOTHING, "a later call would not follow it"
+        assert comm._open.backend.order.last.state is not NOTHING, "a later call would not follow it"
         comm.synchronize()
         right(made[0])
-        comm._calls.within = True
+        comm._open.calls.within = True
         try:
             with raises(errors.UnsupportedError, "synchronize() within call"):
                 comm.synchronize()
         finally:
-            comm._calls.within = False
+            comm._open.calls.within = False
         works(comm)
 
 

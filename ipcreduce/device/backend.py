@@ -190,5 +190,5 @@ class DeviceBackend(ABC):
         """Actions that give back the events and the stream of ours."""
         actions: list[Action] = [self.order.release]
         if self._recording_stream is not None:
-            actions.append(partial(streams.destroy_stream, self._recording_stream))
+            actions.append(partial(streams.close_stream, self._recording_stream))
         return actions

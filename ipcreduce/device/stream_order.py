@@ -364,4 +364,4 @@ class StreamOrder:
         """Give the events back."""
         for event in self._events:
             with suppress(CudaError):
-                streams.destroy_event(event)
+                streams.close_event(event)

@@ -79,13 +79,13 @@ def checked_table(choices: Iterable[Choice], n: int) -> Table:
     for choice in table:
         numbers = (choice.up_to, choice.block, choice.blocks, choice.depth)
         if not all(type(number) is int and 0 <= number < 1 << 64 for number in numbers):  # a file has any JSON
-            raise ValueError(f"expected whole numbers in {choice}")
+            raise ValueError(f"{choice} has what is no whole number")
         threads = most_threads(choice.algorithm, choice.depth, n)
         if not (0 < choice.block <= threads and choice.block % 32 == 0 and 0 < choice.blocks <= EPOCH_SLOTS):
             raise ValueError(f"no kernel runs by {choice}")
     sizes = [choice.up_to for choice in table]
     if len(table) > MOST_CHOICES or sizes != sorted({*sizes}):
-        raise ValueError(f"expected up to {MOST_CHOICES} choices by size; found sizes {sizes}")
+        raise ValueError(f"the sizes {sizes} are more than {MOST_CHOICES}, or do not ascend")
     return table
 
 

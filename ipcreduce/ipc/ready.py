@@ -52,7 +52,7 @@ class ReadyLaunches:
     def destroy_actions(self) -> Iterator[Callable[[], None]]:
         """Actions that destroy the graphs: before the kernels in them are unloaded, and after these have run."""
         while self._graphs:
-            yield self._graphs.pop().destroy
+            yield self._graphs.pop().close
 
 
 def _launch_kernel(argument: tuple[driver.Launch, memoryview, int, int], stream: Stream) -> None:

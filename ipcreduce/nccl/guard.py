@@ -64,8 +64,8 @@ class Guard:
         if self._thread.is_alive():
             return
         with using_relaxed(self._context), suppress(CudaError):
-            streams.destroy_event(self._event)
-            streams.destroy_stream(self._stream)
+            streams.close_event(self._event)
+            streams.close_stream(self._stream)
 
     def forget(self) -> None:
         """Begin anew, since no call runs."""

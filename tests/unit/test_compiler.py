@@ -324,7 +324,7 @@ def test_a_directory_that_others_share_on_purpose_stays_as_it_is(fresh_cache: Pa
 def test_a_cache_of_another_user_is_refused(fresh_cache: Path):
     fresh_cache.mkdir(mode=0o700)
     os.chown(fresh_cache, 12345, -1)
-    words = r"expected owner 0 and mode 0700, found owner 12345 and mode 0700\. Set IPCREDUCE_CACHE_DIR"
+    words = r"its owner is 12345 and its mode 0700, and this process is of user 0\. Set IPCREDUCE_CACHE_DIR"
     with pytest.raises(UnsupportedError, match=words):
         compiler.cache_directory()
     works_without(words)

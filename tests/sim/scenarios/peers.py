@@ -53,10 +53,10 @@ def refused_and_closed() -> None:
         WORLD.Barrier()
         late(0.3 if (RANK == 0) == (others_come == "before") else 0)
         if RANK == 0:
-            with raises(errors.ArgumentError, "op must be"):
+            with raises(errors.ArgumentError, "there is no op"):
                 comm.allreduce(mine(), "mode")
         else:
-            with raises(errors.PeerFailedError, "rank 0 refused", "op must be"):
+            with raises(errors.PeerFailedError, "rank 0 refused", "there is no op"):
                 comm.allreduce(mine())
                 watch = comm._watch
                 until(lambda watch=watch: watch.lost, "the end of rank 0")  # the watchdog has seen it leave
@@ -120,7 +120,7 @@ def closed_ahead_of_a_fault() -> None:
         with close_seconds(0.5):
             comm.close()
     elif RANK == LAST:
-        with raises(errors.ArgumentError, "op must be"):
+        with raises(errors.ArgumentError, "there is no op"):
             comm.allreduce(mine(), "mode")
     else:
         with raises(errors.PeerFailedError, f"rank {LAST} refused"):
@@ -171,7 +171,7 @@ def first_call_refused() -> None:
     """The call that would have made the default communicator: it is made all the same, so that the others hear."""
     for array in (np.full(7, RANK + 1.0), mine()):
         if RANK == LAST:
-            with raises(errors.ArgumentError, "array must be a NumPy array", "found builtins.list"):
+            with raises(errors.ArgumentError, "array is a builtins.list"):
                 ipcreduce.allreduce([1.0, 2.0])
         else:
             with raises(errors.PeerFailedError, f"rank {LAST} refused", "found builtins.list"):
@@ -189,7 +189,7 @@ def list_among_host_arrays() -> None:
         for rank in (0, LAST):
             if rank == RANK:
                 late(0.3)
-                with raises(errors.ArgumentError, "array must be a NumPy array", "found builtins.list"):
+                with raises(errors.ArgumentError, "array is a builtins.list"):
                     comm.allreduce([1.0] * 7)
             else:
                 with raises(errors.PeerFailedError, f"rank {rank} refused", "found builtins.list"):

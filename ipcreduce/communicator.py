@@ -333,7 +333,7 @@ class _Open:
                 self._watch.stop()
             self._let_go()
             if not lost:
-                self._ranks.free()
+                self._ranks.close()
 
     def forked(self) -> None:
         """In a child process: nothing of the parent's may be touched or closed."""

@@ -143,7 +143,7 @@ class GroupRanks:
             return int(os.environ[_LOCAL_RANK])
         return list(hosts[: self.rank]).count(hosts[self.rank])
 
-    def free(self) -> None:
+    def close(self) -> None:
         """Do nothing, because the group belongs to the program."""
 
 

@@ -117,7 +117,7 @@ class MpiRanks:
                 return int(os.environ[variable])
         return int(loaded().COMM_WORLD.Get_rank())
 
-    def free(self) -> None:
+    def close(self) -> None:
         """Free the duplicate. Collective."""
         if not is_finalised():
             self.mpi.Free()

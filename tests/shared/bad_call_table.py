@@ -155,7 +155,7 @@ NO_ARRAYS = {
 ADVICE = {  # the generic one for the rest
     "a list": "Pass numpy.asarray(it)",
     "a tuple of arrays": "Make a call for each of its arrays",
-    "None": "one that has nothing to add passes zeros",
+    "None": "A rank that has nothing to add passes zeros",
     "a dict": "Make a call for each of its values",
     "bytes": "Pass numpy.frombuffer(it, dtype)",
     "a generator": "Pass numpy.asarray(list(it))",

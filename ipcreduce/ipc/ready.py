@@ -1,8 +1,8 @@
-"""Launches that are ready for the fast path: kernels, and for addresses that come again graphs of one kernel."""
+"""Launches that are ready for the fast path. For addresses that are used again, a launch is a graph of one kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 
 from ..cuda import cupy_runtime, driver, graph
@@ -14,19 +14,19 @@ from . import plan
 from .launches import IN, OUT, PreparedCall
 
 _MOST = 4096  # pairs of addresses that are remembered
-_MOST_GRAPHS = 256  # of 0.1 MB each, the first ones
+_MOST_GRAPHS = 256  # of 0.1 MB each. The first graphs are kept, and no more are made
 
 
 class ReadyLaunches:
-    """The ready launches of one backend. Short messages are graphs from the second time on (plan.eager_as_graph)."""
+    """The ready launches of one backend. A short message is a graph from the second time on (plan.eager_as_graph)."""
 
     def __init__(self, context: int) -> None:
         self._context = context
-        self._ready: dict[tuple[driver.Launch, int, int], Ready | None] = {}  # by addresses. None: seen once
+        self._ready: dict[tuple[driver.Launch, int, int], Ready | None] = {}  # None: these addresses were used once
         self._graphs: list[graph.Executable] = []
 
     def make(self, prepared: PreparedCall, source: int, target: int) -> Ready:
-        """A call of one launch, from address ``source`` to ``target``. With one rank it is a copy."""
+        """The ready call of one launch, from address ``source`` to ``target``. With one rank it is a copy."""
         if not prepared.launches:
             return Ready(prepared.what, _copy, (target, source, prepared.nbytes), True)
         ((launch, words, part),) = prepared.launches
@@ -40,7 +40,7 @@ class ReadyLaunches:
                     self._ready = {one: ready for one, ready in self._ready.items() if ready is not None}
                 self._ready[place] = None
             elif len(self._graphs) < _MOST_GRAPHS:
-                with using_relaxed(self._context), suppress(CudaError):  # it is only faster
+                with using_relaxed(self._context), suppress(CudaError):  # without a graph, the launch below still works
                     words[IN], words[OUT] = source, target
                     executable = graph.executable_of(launch)
                     self._graphs.append(executable)
@@ -49,10 +49,10 @@ class ReadyLaunches:
                     return ready
         return Ready(prepared.what, _launch_kernel, (launch, words, source, target), True)
 
-    def destroy_actions(self) -> Iterator[Callable[[], None]]:
-        """Actions that destroy the graphs: before the kernels in them are unloaded, and after these have run."""
-        while self._graphs:
-            yield self._graphs.pop().close
+    def close_actions(self) -> list[Callable[[], None]]:
+        """Actions that close the graphs. Their kernels must have run, and must not be unloaded yet."""
+        graphs, self._graphs = self._graphs, []
+        return [graph.close for graph in graphs]
 
 
 def _launch_kernel(argument: tuple[driver.Launch, memoryview, int, int], stream: Stream) -> None:

@@ -414,8 +414,8 @@ def packets_over_unseen_links() -> None:
     """Where no process sees both GPUs, the start-up test decides, and describe() says so."""
     with environment(SIM_PCIE=f"0-{LAST}"):
         _packets_go_whole(
-            "packets arrive whole, in the start-up test: no process sees the GPUs of both rank 0 and rank 1, to ask "
-            "the driver for NVLink"
+            "packets arrive whole in the start-up test. No process sees the GPUs of both rank 0 and rank 1, so the "
+            "driver could not be asked for NVLink"
         )
 
 

@@ -56,8 +56,8 @@ def wrong_outputs(comm: Any) -> None:
         (cupy.zeros(999, np.float32), "shape"),
         (cupy.zeros((10, 100), np.float32), "shape"),
         (cupy.zeros(1000, np.int32), "dtype"),
-        (misaligned, "multiples of their itemsize"),
-        (np.zeros(1000, np.float32), "found ndarray"),
+        (misaligned, "no multiple of the itemsize"),
+        (np.zeros(1000, np.float32), "out is a ndarray"),
     ]
     if GPUS > 1:
         with cupy.cuda.Device((cupy.cuda.Device().id + 1) % GPUS):

@@ -118,7 +118,7 @@ def public_interface() -> None:
 def copies() -> None:
     with Communicator() as comm:
         for thing in (comm, Graph(comm), GraphRunner(step, comm)):
-            words = f"a {type(thing).__name__} cannot be copied or pickled: it stands for this process"
+            words = f"a {type(thing).__name__} cannot be copied or pickled, because it stands for this process"
             for take in (copy.copy, copy.deepcopy, pickle.dumps):
                 raises(TypeError, words, lambda take=take, thing=thing: take(thing))
             raises(TypeError, words, lambda thing=thing: copy.deepcopy({"of a model": [thing]}))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ..errors import ArgumentError, CudaError, UnsupportedError
 from ..types import Stream
 from . import driver
+from .graph import Executable
 
 _LEGACY_STREAM = (0, 1)  # the default stream of a context; it lives as long as the context
 _ON_THE_DEVICE = 3  # cudaMemcpyDeviceToDevice
@@ -64,13 +65,7 @@ def copy(target: int, source: int, nbytes: int, stream: Stream) -> None:
         raise runtime_error("cudaMemcpyAsync", error) from None
 
 
-class Launchable(Protocol):
-    """A graph that can be launched."""
-
-    handle: int
-
-
-def launch(executable: Launchable, stream: Stream) -> None:
+def launch(executable: Executable, stream: Stream) -> None:
     """Launch a graph on a stream. :raises CudaError: if it fails."""
     try:
         launch_graph(executable.handle, stream)

@@ -170,7 +170,7 @@ def main() -> None:
             print("host at 1 KB once calls have been captured:", captured_before, flush=True)
     comm.synchronize()
     comm.close()
-    library.destroy(plain)
+    library.close(plain)
     cupys.destroy()
     if rank == 0 and options.json:
         found = {

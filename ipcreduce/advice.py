@@ -1,6 +1,6 @@
-"""Advice for those who pass as an array, an op or a dtype what cannot be taken as one.
+"""The last sentence of an error message about an array, an op or a dtype that a call cannot take: what to do.
 
-Nothing here prints, converts or reads an array: its text is long, and on a GPU reading it waits for the device.
+No function here prints, converts or reads an array: its text is long, and reading it from a GPU waits for the device.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ import numpy as np
 _IN_PLACE = "In place is out=x, with the array itself: allreduce(x, out=x)"
 _ALONE = "Pass the array alone, which knows its dtype: allreduce(x, out=y)"
 _PROTOCOLS = "__dlpack__", "__cuda_array_interface__"
-_OPS = {  # by names of functions, and of other libraries' ops
+_OPS = {  # the ops that functions, and other libraries' ops, of these names mean
     "add": "sum", "multiply": "prod", "minimum": "min", "maximum": "max", "average": "avg", "logical_or": "any",
     "logical_and": "all",
 }  # fmt: skip
 
 
 def for_array(value: Any, what: str) -> str:
-    """The advice for ``value``, which is no array, as argument ``what``: "array" or "out"."""
+    """The advice for a ``value`` that is no array. ``what`` is the argument: "array" or "out"."""
     if _is_in_place(value):
         return _IN_PLACE
     if isinstance(value, (list, tuple)) and any(map(_is_array, value)):
         several = sum(map(_is_array, value)) > 1
         return "Make a call for each of its arrays" if several else _ALONE
     if what == "out":
-        return "Leave it out for a new array"
+        return "Leave out= away for a new array"
     if value is None:
-        return "Pass an array on every rank: one that has nothing to add passes zeros"
+        return "Pass an array on every rank. A rank that has nothing to add passes zeros"
     if isinstance(value, dict):
         return "Make a call for each of its values"
     if isinstance(value, (list, tuple)) and len({_length(one) for one in value}) > 1:
-        return "Its rows differ in length: make a call for each, or pass numpy.concatenate(it)"
+        return "Its rows differ in length. Make a call for each, or pass numpy.concatenate(it)"
     if isinstance(value, bytes):
         return "Pass numpy.frombuffer(it, dtype)"
     if isinstance(value, Iterator):
@@ -48,7 +48,7 @@ def for_array(value: Any, what: str) -> str:
 
 
 def for_op(op: Any, known: dict[str, str]) -> str:
-    """The advice for ``op``, which is none of the names ``known``, nor an op of MPI's or PyTorch's."""
+    """The advice for an ``op`` that is none of the names ``known``, nor an op of MPI or PyTorch."""
     if _is_in_place(op):
         return _IN_PLACE
     if _is_array(op) or (isinstance(op, (list, tuple)) and any(map(_is_array, op))):
@@ -63,9 +63,9 @@ def for_op(op: Any, known: dict[str, str]) -> str:
 
 
 def for_dtype(dtype: np.dtype[Any]) -> str:
-    """The advice for an array of ``dtype``, which cannot be reduced."""
+    """The advice for an array of a ``dtype`` that cannot be reduced."""
     if dtype.kind == "O":
-        return "Convert the objects to numbers first: rows of different lengths need a call for each"
+        return "Convert the objects to numbers first. Rows of different lengths need a call for each"
     if dtype.names is not None:
         return "Convert it to an array for each field: array[name]"
     if dtype.kind in "Mm":
@@ -75,9 +75,9 @@ def for_dtype(dtype: np.dtype[Any]) -> str:
 
 
 def for_dtype_named(name: str) -> str:
-    """:func:`for_dtype` for a dtype that NumPy does not have, such as those of 8 bits."""
+    """The advice for a dtype that NumPy does not have, such as a float of 8 bits."""
     if name.startswith(("float8", "float6", "float4")):
-        return "Convert the array to float16 or bfloat16: a sum needs more digits than it has"
+        return "Convert the array to float16 or bfloat16: a sum needs more digits than this dtype has"
     if name.startswith(("int", "uint")):
         return f"Convert the array to {name.rstrip('0123456789')}8"
     return 'Convert the array to one of these, as by array.astype("float32")'
@@ -89,7 +89,7 @@ def _is_in_place(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    """True for arrays of all libraries, by their types: an attribute of the object may be computed."""
+    """True for an array of any library. Only its type is asked, because an object may compute its attributes."""
     return any(hasattr(type(value), name) for name in _PROTOCOLS)
 
 

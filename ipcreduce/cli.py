@@ -26,21 +26,21 @@ from .options import unknown_variables
 def main(arguments: list[str] | None = None) -> None:
     """Run a command. Collective under a launcher. Exits with status 2 if the arguments are wrong, 1 on an error.
 
-    :param arguments: those of the command line; None for ``sys.argv[1:]``.
+    :param arguments: the command line's arguments; None for ``sys.argv[1:]``.
     """
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the shell, as by >&-
+        if getattr(sys, name) is None:  # the shell has closed it, as by >&-
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     ranks = Ranks()
     options, text, status = _parsed(arguments)
     if options is None:
-        ranks.end(text, status)
+        ranks.exit(text, status)
     try:
         _run(options, ranks)
         output.settle()
     except IpcReduceError as error:
-        ranks.end(f"ipcreduce: {error}", 2 if isinstance(error, ArgumentError) else 1)
-    except Exception:  # perhaps on this rank only: abort, or the others would wait for the timeout
+        ranks.exit(f"ipcreduce: {error}", 2 if isinstance(error, ArgumentError) else 1)
+    except Exception:  # perhaps on this rank only: without an abort the others would wait until the timeout
         ranks.abort(traceback.format_exc())
 
 
@@ -71,9 +71,9 @@ def _run(options: argparse.Namespace, ranks: Ranks) -> None:
     try:
         ranks.join()
     except UnsupportedError:
-        if options.command != "info":  # which tells that MPI is missing
+        if options.command != "info":  # info reports that MPI is missing
             raise
-    if ranks.rank:  # rank 0 warns for all
+    if ranks.rank:  # rank 0 warns for all ranks
         warnings.simplefilter("ignore")
     for text in unknown_variables():
         warnings.warn(text, RuntimeWarning, stacklevel=1)

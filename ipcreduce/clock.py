@@ -1,7 +1,7 @@
-"""The clock of every deadline and patience in the package, and waits that go by it.
+"""The clock of every deadline in the package, and waits that use it.
 
-It is a module's attribute, read anew at each use, so that tests can stop and move it. What measures real time, as the
-benchmarks do, reads :mod:`time` itself.
+The clock is an attribute of this module, which each use reads, so that tests can stop and move it. Code that measures
+real time, such as the benchmarks, uses :mod:`time`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-_SLICE_SECONDS = 0.05  # of a wait in the operating system, which knows only its own clock
+_SLICE_SECONDS = 0.05  # the length of one wait in the operating system, which does not know this clock
 
 now: Callable[[], float] = time.monotonic  # in seconds
 
 
 def wait(attempt: Callable[[float], bool], seconds: float) -> bool:
-    """Wait up to ``seconds``. True once ``attempt(timeout)``, which waits up to ``timeout`` seconds, returns True."""
+    """Call ``attempt(timeout)``, which waits up to ``timeout`` seconds, until it returns True or ``seconds`` are over.
+
+    :returns: the last result of ``attempt``.
+    """
     until = now() + seconds
     while not attempt(max(0.0, min(_SLICE_SECONDS, until - now()))):
         if now() >= until:
@@ -24,5 +27,5 @@ def wait(attempt: Callable[[float], bool], seconds: float) -> bool:
 
 
 def on_host(deadline: float) -> float:
-    """``deadline`` on the monotonic clock, which all processes of a host share."""
+    """The same deadline on the monotonic clock, which all processes of a host share."""
     return time.monotonic() + deadline - now()

@@ -318,7 +318,7 @@ class _Open:
                 self.watch.stop()
             self._let_go()
             if not lost:
-                self.ranks.free()
+                self.ranks.close()
 
     def forked(self) -> None:
         """In a child process: nothing of the parent's may be touched or closed."""

@@ -21,7 +21,7 @@ _default_lock = threading.Lock()
 
 
 def get_communicator() -> Communicator:
-    """The default communicator: over ``MPI.COMM_WORLD``, on CuPy's current device. The first call is collective."""
+    """The default communicator, over ``MPI.COMM_WORLD`` and on CuPy's current device. The first call is collective."""
     return _default_for(None)
 
 
@@ -30,7 +30,7 @@ def _default_for(array: Any) -> Communicator:
     with _default_lock:
         if _default is None or process.resources_of(_default) is None:
             device = None
-            with suppress(IpcReduceError):  # the call itself is refused, once there is somebody to tell
+            with suppress(IpcReduceError):  # allreduce() raises the error, when it can also tell the other ranks
                 if array is not None and not isinstance(array, np.ndarray) and views.is_device(array):
                     device = views.device_of(views.view(array, cupy_runtime.stream_of()[0]))
             _default = Communicator(device=device)
@@ -63,12 +63,15 @@ def allreduce(array: Array, op: Op = ..., *, out: Out, comm: Communicator | None
 def allreduce(
     array: Any, op: Any = "sum", *, out: Any = None, comm: Communicator | None = None, stream: Any = None
 ) -> Any:
-    """:meth:`Communicator.allreduce` on ``comm``, or on the default communicator, which takes the first array's GPU."""
+    """All-reduce an array: see :meth:`Communicator.allreduce`.
+
+    :param comm: None for the default communicator, which the first call makes on the array's GPU.
+    """
     if comm is None:
         comm = _default_for(array)
     elif not isinstance(comm, Communicator):
         raise ArgumentError(
-            f"comm must be an ipcreduce.Communicator; found {type(comm).__qualname__}. Make one: Communicator(it)"
+            f"comm is a {type(comm).__qualname__}, which is no ipcreduce.Communicator. Make one: Communicator(it)"
         )
     return comm.allreduce(array, op, out=out, stream=stream)
 

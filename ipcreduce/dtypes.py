@@ -1,6 +1,6 @@
-"""Dtypes and ops: their names, how people write them, and the reference reduction of NumPy arrays.
+"""Dtypes and ops: their names, the objects that programs pass for them, and the reduction of NumPy arrays.
 
-The kernels have the bits of :func:`reduce`.
+The kernels give the same bits as :func:`reduce`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from . import advice
 from .errors import ArgumentError
 from .texts import shown
 
-# A name's index in these tuples is its code on the wire and in the slots' offset (ipc/plan.py): never reorder.
+# A name's index in these tuples is its code in messages and in the slots' offset (ipc/plan.py): never reorder them.
 DTYPE_NAMES = (
     "float16", "bfloat16", "float32", "float64",
     "int8", "int16", "int32", "int64",
     "uint8", "uint16", "uint32", "uint64",
 )  # fmt: skip
 OPS = ("sum", "prod", "min", "max", "avg")
-# Kinds that are reduced as another dtype in the same memory: its name, and the ops that mean the same on it.
+# Dtypes that are reduced as another one in the same memory: that one's name, and the ops that mean the same on it.
 VIEWS: dict[str, tuple[str, tuple[str, ...]]] = {
     "bool": ("uint8", ("min", "max")),
     "complex64": ("float32", ("sum", "avg")),
@@ -43,38 +43,39 @@ _INSTEAD = {
     "a product": "Take numpy.exp of the sum of numpy.log(array)",
 }
 _KINDS = DTYPES | {np.dtype(name): name for name in VIEWS}
-_LOGICAL = {"any": "max", "all": "min"}  # of bool only: elsewhere max and min say something else
+_LOGICAL = {"any": "max", "all": "min"}  # for bool only: for numbers, max and min mean something else
 _OPS = dict(zip(OPS, OPS, strict=True)) | {"mean": "avg", "product": "prod"} | {name: name for name in _LOGICAL}
 _MPIS = {"SUM": "sum", "PROD": "prod", "MIN": "min", "MAX": "max", "LOR": "any", "LAND": "all"}
 _TORCHS = {"SUM": "sum", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "AVG": "avg"}
-_ALL = f"one of {', '.join(_OPS)}, or such an op of MPI or torch.distributed"
+_ALL = f"{', '.join(_OPS)}, and such ops of MPI and torch.distributed"
 
 
 def op_name(op: Any, dtype: np.dtype[Any] | None = None) -> str:
-    """The member of :data:`OPS` that ``op`` means: a name, "mean" say, or an op of mpi4py or torch.distributed.
+    """The member of :data:`OPS` that ``op`` means.
 
-    :param dtype: of the arrays. None: it is not known yet.
-    :raises ArgumentError: if it is none of these, or ``any`` or ``all`` of another dtype than bool.
+    :param op: a name, such as "mean", or an op of mpi4py or torch.distributed.
+    :param dtype: that of the arrays; None if it is not known yet.
+    :raises ArgumentError: if ``op`` is none of these, or if it is ``any`` or ``all`` and ``dtype`` is not bool.
     """
     name = _OPS.get(op) if isinstance(op, str) else next(_names_of(op), None)
     if name is None:
-        raise ArgumentError(f"op must be {_ALL}; found {_shown(op)}. {advice.for_op(op, _OPS)}")
+        raise ArgumentError(f"there is no op {_shown(op)}. The ops are {_ALL}. {advice.for_op(op, _OPS)}")
     if name in _LOGICAL:
         if dtype is not None and dtype != np.dtype(bool):
-            raise ArgumentError(f"dtype must be bool for op {_shown(op)}; found {dtype}. Pass array != 0")
+            raise ArgumentError(f"op {_shown(op)} takes bool, and the array's dtype is {dtype}. Pass array != 0")
         name = _LOGICAL[name]
     return name
 
 
 def _libraries() -> Iterator[tuple[str, Any, tuple[type, ...], dict[str, str]]]:
-    """The libraries that have ops of their own: name, what holds them, their types, and what they mean here.
+    """The libraries with ops that the program has imported.
 
-    Nobody has an op of one who has not imported it.
+    Each comes as its name, the object whose attributes its ops are, the ops' types, and the meaning of each name here.
     """
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is not None:
         yield "MPI", mpi, (mpi.Op,), _MPIS
-    torchs: Any = getattr(sys.modules.get("torch.distributed"), "ReduceOp", None)  # a PyTorch may be built without
+    torchs: Any = getattr(sys.modules.get("torch.distributed"), "ReduceOp", None)  # some builds of PyTorch have none
     if torchs is not None:
         yield "ReduceOp", torchs, (torchs, getattr(torchs, "RedOpType", torchs)), _TORCHS
 
@@ -90,25 +91,26 @@ def _shown(op: Any) -> str:
         if isinstance(op, kinds):
             others = [name for name in dir(holder) if isinstance(getattr(holder, name), kinds)]
             found = [name for name in others if op == getattr(holder, name)]
-            return f"{library}.{min(found)}" if found else f"an op of {library} that the program has made"
+            return f"{library}.{min(found)}" if found else f"like this op of {library}, which the program has made"
     return shown(op)
 
 
 @cache
 def kind_name(dtype: np.dtype[Any], op: str) -> str:
-    """The name of a dtype, of which ``op``, one of :data:`OPS`, can be made. :raises ArgumentError: if it cannot."""
+    """The name of a dtype. :raises ArgumentError: if ``op``, one of :data:`OPS`, cannot reduce arrays of this dtype."""
     name = _KINDS.get(dtype)
     if name is None:
-        raise ArgumentError(f"dtype must be one of {', '.join(KIND_NAMES)}; found {dtype}. {advice.for_dtype(dtype)}")
+        kinds = ", ".join(KIND_NAMES)
+        raise ArgumentError(f"dtype {dtype} cannot be reduced. The dtypes are {kinds}. {advice.for_dtype(dtype)}")
     _, ops = VIEWS.get(name, (name, OPS))
     if op not in ops:
         instead = _INSTEAD["a product" if op == "prod" and name != "bool" else name]
-        raise ArgumentError(f"op must be {' or '.join(ops)} for {name}; found {op}. {instead}")
+        raise ArgumentError(f"dtype {name} has no {op}, but {' and '.join(ops)}. {instead}")
     return name
 
 
 def reduced_as(kind: str) -> str:
-    """The name of the dtype, one of :data:`DTYPE_NAMES`, as which kernels reduce a kind: bool as uint8, say."""
+    """The name of the dtype, one of :data:`DTYPE_NAMES`, as which kernels reduce ``kind``: uint8 for bool, say."""
     return VIEWS[kind][0] if kind in VIEWS else kind
 
 
@@ -118,13 +120,14 @@ def reduce(
     """Reduce ``values[0] op values[1] op ...`` elementwise, from left to right.
 
     float16 and bfloat16 accumulate in float32 and round once. Integer sums and products wrap. The average of floats
-    is the sum divided by n; of integers, the exact sum divided by n, truncated toward zero. NaN propagates through
-    min and max. Of equal values (-0, +0) the first is kept. Every NaN becomes the dtype's one NaN of the kernels.
+    is the sum divided by n. The average of integers is the exact sum divided by n, truncated toward zero. NaN
+    propagates through min and max. Of equal values (-0, +0) the first is kept. Every NaN becomes the one NaN that the
+    kernels use for the dtype.
 
     :param values: n arrays of one shape and dtype.
     :param op: one of :data:`OPS`.
-    :param out: the array for the result, which overlaps none of ``values``; None for a new one.
-    :returns: ``out``, of that shape and dtype.
+    :param out: the array for the result, which overlaps none of ``values``; None for a new array.
+    :returns: the result, of the same shape and dtype: ``out`` if it is given.
     """
     dtype = values[0].dtype
     out = np.empty_like(values[0]) if out is None else out
@@ -147,13 +150,13 @@ def reduce(
             out[...] = total
         if _has_nan(total):
             bits = np.array(_NAN_BITS[DTYPES[dtype]], f"u{dtype.itemsize}")
-            np.copyto(out, bits.view(dtype), where=np.isnan(total))  # payloads depend on a place in a vector
+            np.copyto(out, bits.view(dtype), where=np.isnan(total))  # a NaN's bits depend on its place in a vector
     return out
 
 
 def _has_nan(values: np.ndarray[Any, Any]) -> bool:
-    """True if a value is NaN: one makes the product with itself, and the maximum, NaN."""
-    few = values.size <= _FEW  # then the product takes 0.3 us and the maximum 1.3; of many it would use threads
+    """True if a value is NaN: a NaN makes the values' product with themselves, and their maximum, NaN."""
+    few = values.size <= _FEW  # then vdot takes 0.3 us and the maximum 1.3 us; for many values vdot uses threads
     return math.isnan(np.vdot(values, values) if few else np.maximum.reduce(values, axis=None))
 
 
@@ -162,7 +165,7 @@ _UFUNCS = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum,
 
 
 def _accumulate(values: Sequence[np.ndarray[Any, Any]], op: str, out: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """``values``, which have the dtype of ``out``, reduced into ``out``."""
+    """Reduce ``values``, which have the dtype of ``out``, into ``out``, and return it."""
     if len(values) == 1:
         out[...] = values[0]
         return out
@@ -171,7 +174,7 @@ def _accumulate(values: Sequence[np.ndarray[Any, Any]], op: str, out: np.ndarray
         total = ufunc(total, value, out=out)
     if op in ("min", "max") and out.dtype.kind not in "iu":
         zero = out == 0
-        if zero.any():  # of -0 and +0, which NumPy takes depends on a place in a vector: here the first one
+        if zero.any():  # whether NumPy takes -0 or +0 depends on the place in a vector: take the first one
             for value in reversed(values):
                 np.copyto(out, value, where=zero & (value == 0))
     return out

@@ -1,6 +1,6 @@
-"""Validation of a communicator's options. The ranks exchange their findings before any of them raises.
+"""Validation of a communicator's options, which come from arguments and from the environment variables ``VARIABLES``.
 
-They come from arguments and from environment variables, whose names are in ``VARIABLES``.
+The ranks tell each other what is wrong before any of them raises.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _DEFAULT_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Options:
-    """One rank's options. ``wrong`` describes an invalid option, which is then not used; None if all are valid."""
+    """One rank's options. ``wrong`` is the error message for an invalid option; None if all options are valid."""
 
     device: Any
     timeout: float
     algorithm: str | None
-    backend: str | None  # None: the first of BACKENDS that can be
+    backend: str | None  # None: the first of BACKENDS that works here
     workspace: int
     sync: bool
     wrong: str | None
@@ -53,7 +53,7 @@ class Options:
 
     @classmethod
     def of(cls, device: Any, timeout: Any, algorithm: Any, backend: Any = None, workspace: Any = None) -> Options:
-        """Check the arguments of ``Communicator``. Raises nothing. That GPU ``device`` exists is checked later.
+        """Check the arguments of ``Communicator`` without raising. Whether GPU ``device`` exists is checked later.
 
         :param timeout: seconds.
         :param workspace: bytes; None for ``IPCREDUCE_WORKSPACE_MB``.
@@ -69,17 +69,17 @@ class Options:
         ordinal = getattr(device, "id", device)
         if not (device is None or (isinstance(device, str) and device == "auto") or _is_ordinal(ordinal)):
             wrong = (
-                "device must be None, 'auto' or the ordinal of one of the visible GPUs, from 0; found "
-                f"{shown(device)}. Leave it out: arrays on the host need none, and each rank gets a GPU of its own"
+                f"device is {shown(device)}, which is no GPU's ordinal. Pass the ordinal of a visible GPU, from 0, or "
+                "'auto', or leave device= away: arrays on the host need no GPU, and each rank gets one of its own"
             )
         if algorithm is not None and not (isinstance(algorithm, str) and algorithm in ALGORITHMS):
-            wrong = f"algorithm must be None or one of {ALGORITHMS}; found {shown(algorithm)}"
+            wrong = f"algorithm is {shown(algorithm)}, which is unknown. Pass {', '.join(ALGORITHMS)} or None"
             algorithm = None
         if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
-            wrong = f"{where} must be one of {', '.join(BACKENDS)}; found {shown(backend)}. None chooses the best"
+            wrong = f"{where} is {shown(backend)}, which is unknown. Choose {', '.join(BACKENDS)}, or none for the best"
             backend = None
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
-            wrong = f"timeout must be a positive number of seconds; found {shown(timeout)}. Pass how late a rank may be"
+            wrong = f"timeout is {shown(timeout)}, which is no positive number of seconds. Pass how late a rank may be"
             timeout = _DEFAULT_SECONDS
         return cls(device, float(timeout), algorithm, backend, nbytes, sync, wrong)
 
@@ -89,19 +89,23 @@ def _is_ordinal(value: Any) -> bool:
 
 
 def workspace_bytes(given: Any = None) -> int:
-    """The bytes of workspace a rank: as given, or ``IPCREDUCE_WORKSPACE_MB``, or 256 MB.
+    """The bytes of a rank's workspace: ``given``, or ``IPCREDUCE_WORKSPACE_MB``, or 256 MB.
 
-    :raises ArgumentError: if that is less than 1 MB or more than 1 TB, or the variable is not a whole number.
+    :raises ArgumentError: if that is less than 1 MB or more than 1 TB, or if the variable is no whole number.
     """
     if given is not None:
         if not _is_ordinal(given) or not plan.MB <= given <= _MOST_MB * plan.MB:
             raise ArgumentError(
-                f"workspace must be None or {plan.MB} to {_MOST_MB * plan.MB} bytes; found {shown(given)}"
+                f"workspace is {shown(given)}, which is no number of bytes from {plan.MB} to {_MOST_MB * plan.MB}. "
+                f"Pass one, or None for {_DEFAULT_WORKSPACE_MB} MB"
             )
         return int(given)
     text = os.environ.get("IPCREDUCE_WORKSPACE_MB", str(_DEFAULT_WORKSPACE_MB))
     if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= _MOST_MB:
-        raise ArgumentError(f"IPCREDUCE_WORKSPACE_MB must be a whole number from 1 to {_MOST_MB}; found {text!r}")
+        raise ArgumentError(
+            f"IPCREDUCE_WORKSPACE_MB is {text!r}, which is no whole number from 1 to {_MOST_MB}. Set it to megabytes, "
+            "or unset it"
+        )
     return int(text) * plan.MB
 
 
@@ -109,19 +113,19 @@ def is_synchronous() -> bool:
     """True if ``IPCREDUCE_SYNC`` is 1. :raises ArgumentError: if it is set to anything but 0, 1 or nothing."""
     text = os.environ.get("IPCREDUCE_SYNC", "")
     if text not in ("", "0", "1"):
-        raise ArgumentError(f"IPCREDUCE_SYNC must be 0 or 1; found {text!r}")
+        raise ArgumentError(f"IPCREDUCE_SYNC is {text!r}. Set it to 0 or 1")
     return text == "1"
 
 
-_warned: set[str] = set()  # names, each of which is worth one warning
+_warned: set[str] = set()  # the variables about which this process has warned
 
 
 def unknown_variables() -> Iterator[str]:
-    """Warnings of set variables that are named like ours and that nothing reads, once each in a process."""
+    """Warnings about variables that begin with IPCREDUCE_ and that nothing reads, once for each in a process."""
     for name in sorted(name for name in os.environ if name.startswith(_PREFIX)):
         if name in VARIABLES or name in _warned:
             continue
         _warned.add(name)
         close = difflib.get_close_matches(name[len(_PREFIX) :], [known[len(_PREFIX) :] for known in VARIABLES], 1)
         meant = f"Did you mean {_PREFIX}{close[0]}?" if close else f"There are {', '.join(VARIABLES)}."
-        yield f"the environment variable {printable(name)} is not one of ipcreduce's, and has no effect. {meant}"
+        yield f"ipcreduce does not know the environment variable {printable(name)}, which has no effect. {meant}"

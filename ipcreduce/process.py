@@ -17,27 +17,29 @@ from .texts import described, text_of
 
 
 class Closable(Protocol):
-    """Resources that the process must give back in order."""
+    """Resources that the process must close in order."""
 
     def owner(self) -> object | None:
-        """The object that the program has; None once it has dropped that."""
+        """The program's object that uses the resources; None once the program has dropped it."""
 
     @property
-    def is_needed(self) -> bool: ...
+    def is_needed(self) -> bool:
+        """True if something other than the owner still uses the resources."""
 
     def close(self, why: str = "") -> None:
-        """:param why: for the other ranks, if there is more to say than that it was closed."""
+        """Close the resources. ``why`` is a reason to tell the other ranks, or ""."""
 
-    def forked(self) -> None: ...
+    def forked(self) -> None:
+        """Forget the resources in a forked child, which owns none of them."""
 
 
 FORKED = (
-    "this process was forked from one that used ipcreduce: neither CUDA nor MPI works in it. Start processes by spawn "
-    "(multiprocessing.set_start_method('spawn'))"
+    "this process was forked from one that used ipcreduce, and neither CUDA nor MPI works in it. Start processes by "
+    "spawn (multiprocessing.set_start_method('spawn'))"
 )
 live: list[Closable] = []  # in the order in which they were made, which is the same on every rank
 _used = _forked = _ended = False
-CLOSE_SECONDS = 6.0  # for a close(), and for all communicators together at the process's end
+CLOSE_SECONDS = 6.0  # for one close(), and for closing all communicators when the process ends
 _thread = threading.local()
 
 
@@ -49,14 +51,14 @@ def add(communicator: Closable) -> None:
 
 
 def resources_of(owner: object) -> Closable | None:
-    """The resources of an object that is not closed yet."""
+    """The resources of an object; None if it is closed."""
     return next((resources for resources in live if resources.owner() is owner), None)
 
 
 def close_dropped() -> None:
-    """Close what the program has dropped without closing it, unless it is still needed.
+    """Close the resources whose owner the program has dropped without closing it, unless they are still needed.
 
-    Not at once, when the garbage collector finds it: that may be in any thread, and within a capture.
+    The garbage collector does not close them itself: it may run in any thread, and within a capture.
     """
     for resources in list(live):
         if resources.owner() is None and not resources.is_needed:
@@ -64,30 +66,30 @@ def close_dropped() -> None:
 
 
 def check_not_forked() -> None:
-    """:raises UnsupportedError: in a child of a process that has made a communicator."""
+    """Check that this is no forked process. :raises UnsupportedError: in a child of one that has used ipcreduce."""
     if _forked:
         raise UnsupportedError(FORKED)
 
 
 def is_over() -> bool:
-    """True if nothing is given back any more: the process ends, or is a fork, which owns nothing."""
+    """True if nothing must be closed any more: the process ends, or it is a forked child, which owns nothing."""
     return _ended or _forked
 
 
 def refuse_copies(thing: object) -> NoReturn:
-    """``__reduce__`` of an object that stands for this process among the ranks.
+    """Raise the error of copy and pickle for an object that stands for this process among the ranks.
 
-    :raises TypeError: always, from copy and pickle, as Python's own sockets and locks do.
+    :raises TypeError: always, as Python's sockets and locks do.
     """
     raise TypeError(
-        f"a {type(thing).__name__} cannot be copied or pickled: it stands for this process among the ranks. Pass the "
-        "object itself, or make a new one where it is needed"
+        f"a {type(thing).__name__} cannot be copied or pickled, because it stands for this process among the ranks. "
+        "Pass the object itself, or make a new one where you need it"
     )
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Bound the waits of this thread in the block, which all go by :func:`at_most`, to ``seconds`` in all."""
+    """Limit the waits of this thread in the block, all of which use :func:`at_most`, to ``seconds`` in total."""
     before = getattr(_thread, "deadline", math.inf)
     _thread.deadline = min(before, clock.now() + seconds)
     try:
@@ -97,7 +99,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def at_most(seconds: float) -> float:
-    """``seconds``, or the time left in the blocks around, if that is less: see :func:`time_limit`."""
+    """The smaller of ``seconds`` and the time that the surrounding blocks of :func:`time_limit` have left."""
     return max(0.0, min(seconds, getattr(_thread, "deadline", math.inf) - clock.now()))
 
 
@@ -109,15 +111,15 @@ def _close_all() -> None:
         for communicator in list(live):
             try:
                 communicator.close(why)
-            except Exception as error:  # the others still have to be closed
+            except Exception as error:  # the other communicators still have to be closed
                 print(f"ipcreduce: closing a communicator at exit: {text_of(error)}", file=sys.stderr, flush=True)
     _ended = True
 
 
 def _end_of_program() -> str:
-    """The end of this program, in words for the other ranks."""
-    error = getattr(sys, "last_value", None)  # Python has shown it
-    if not isinstance(error, BaseException) or hasattr(sys, "ps1"):  # a session goes on after an error
+    """The text that tells the other ranks how this program has ended."""
+    error = getattr(sys, "last_value", None)  # the error that Python has printed
+    if not isinstance(error, BaseException) or hasattr(sys, "ps1"):  # an interactive session goes on after an error
         return "its program ended"
     return f"its program ended with {described(error)}"
 

@@ -95,7 +95,7 @@ def starting(ranks: Ranks, options: Options) -> Iterator[Started]:
         exchange.tell(ranks, error, deadline)
         started.close()
         if ranks.left:  # MPI has some thousand communicators, and frees one if all ranks do
-            ranks.free()
+            ranks.close()
         if isinstance(error, OSError):
             raise UnsupportedError(f"rank {ranks.rank}, start-up: {with_limit(error)}") from error
         raise

@@ -1,7 +1,7 @@
-"""Texts of other people's objects: exceptions, names, values. Nothing here raises, whatever they are.
+"""The text of any object, for messages: exceptions, names, values. No function here raises, whatever the object is.
 
-Every text that comes out can be encoded and printed: a lone surrogate, as in file names by :func:`os.fsdecode`, is
-spelt out as ``\\udcff``.
+Every text can be encoded and printed: a lone surrogate, as :func:`os.fsdecode` makes it in file names, is written as
+``\\udcff``.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import reprlib
 import resource
 from typing import Any
 
-_SHOWN = (str, bytes, bool, int, float, complex)  # by their values
+_SHOWN = (str, bytes, bool, int, float, complex)  # messages show the values of these types
 _NO_DESCRIPTOR = errno.EMFILE, errno.ENFILE
 
 
 def text_of(thing: Any) -> str:
-    """``str(thing)``, or a note of the kind of error that this raises."""
+    """``str(thing)``; if that raises, a text that names the error."""
     try:
         return printable(str(thing))
     except Exception as error:
@@ -24,9 +24,9 @@ def text_of(thing: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as a message shows it: None, a number or a str by its text, cut; all else by its type only.
+    """A value as a message shows it: the short text of None, a number or a str, and the type of any other object.
 
-    An array's text is long, and on a GPU reading it waits for the device.
+    The text of an array is long, and reading it from a GPU waits for the device.
     """
     if value is None or type(value) in _SHOWN:
         try:
@@ -37,27 +37,27 @@ def shown(value: Any) -> str:
 
 
 def described(error: BaseException) -> str:
-    """The error as a traceback ends: its class and its text."""
+    """The last line of the error's traceback: its class and its text."""
     text = text_of(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def with_limit(error: OSError) -> str:
-    """The text of an error of the system, and the limit that the process has met by it, if it is that of open files."""
+    """The text of an error of the system. If the process has too many files open, it includes their limit."""
     text = text_of(error)
     if not out_of_descriptors(error):
         return text
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return f"{text}: this process may have {soft} files open (ulimit -n)"
+    return f"{text}: this process may have {soft} open files (ulimit -n)"
 
 
 def out_of_descriptors(error: BaseException | None) -> bool:
-    """True for the error of a process, or a system, that cannot open any further file."""
+    """True for the error that this process, or the whole system, cannot open a further file."""
     return isinstance(error, OSError) and error.errno in _NO_DESCRIPTOR
 
 
 def printable(text: str) -> str:
-    """The text, with its lone surrogates spelt out."""
+    """The text with its lone surrogates written as ``\\udcff``."""
     return str.encode(text, "utf-8", "backslashreplace").decode()
 
 
@@ -68,5 +68,5 @@ def encoded(text: str, most: int | None = None) -> bytes:
 
 
 def decoded(data: bytes) -> str:
-    """The text of bytes that should be UTF-8, without the zeros that fill its field."""
+    """The text of UTF-8 bytes, without the zeros that fill its field. Wrong bytes are replaced."""
     return data.rstrip(b"\0").decode(errors="replace")

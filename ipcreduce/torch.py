@@ -1,13 +1,14 @@
 """All-reduce as operators of PyTorch, for torch.compile, export and autograd. Importing this module imports PyTorch.
 
     register("tp", comm)
-    all_reduce(x, op="sum", communicator="tp")     a new contiguous tensor, which every rank gets
-    all_reduce_(x, op="sum", communicator="tp")    in place
+    all_reduce(x, op="sum", communicator="tp")     returns a new contiguous tensor
+    all_reduce_(x, op="sum", communicator="tp")    works in place
 
-They are torch.ops.ipcreduce.all_reduce and torch.ops.ipcreduce.all_reduce_. Tensors, streams and errors are those of
-:meth:`Communicator.allreduce`, and ``op`` is one of its names. ``communicator`` is a registered name, because a graph
-that is compiled or exported can hold no object; without it they use the default communicator. The derivative of a sum
-is the sum of the ranks' derivatives, and that of an average their average, backward and forward. Other ops have none.
+The operators are torch.ops.ipcreduce.all_reduce and torch.ops.ipcreduce.all_reduce_. Tensors, streams and errors are
+those of :meth:`Communicator.allreduce`, and ``op`` is one of its names. ``communicator`` is a name, because a compiled
+or exported graph cannot hold an object. Without it, the operators use the default communicator. The derivative of a sum
+is the sum of the ranks' derivatives, and the derivative of an average is their average, backward and forward. Other ops
+have no derivative.
 """
 
 from __future__ import annotations
@@ -27,35 +28,35 @@ from .errors import ArgumentError
 from .texts import shown
 
 _PLAIN = torch.Tensor, torch.nn.Parameter
-DEFAULT = "default"  # the name of ipcreduce.get_communicator(), which is looked for at each call
+DEFAULT = "default"  # the name of the default communicator, which each call looks up
 
-_named: dict[str, weakref.ref[Communicator]] = {}  # a name stays when its communicator is gone, for the message
+_named: dict[str, weakref.ref[Communicator]] = {}  # a name stays after its communicator is gone, for the message
 _lock = threading.Lock()
 
 
 def register(name: str, comm: Communicator) -> None:
-    """Name a communicator for the operators. It is held weakly, so keep it as long as they use it.
+    """Name a communicator for the operators. Keep a reference to it: this module refers to it weakly.
 
-    A communicator may have several names, and the ranks' names may differ. An exported program looks for the name in
-    the process that runs it. A name becomes free when its communicator is closed or dropped.
+    A communicator may have several names, and the ranks may use different names. An exported program looks up the name
+    in the process that runs it. A name can be given again once its communicator is closed or dropped.
 
     :raises ArgumentError: if an open communicator has the name, or an argument is of the wrong type.
     """
     if not isinstance(comm, Communicator):
         raise ArgumentError(
-            f"comm must be an ipcreduce.Communicator; found {type(comm).__qualname__}. Call register(name, comm)"
+            f"comm is a {type(comm).__qualname__}, which is no ipcreduce.Communicator. Call register(name, comm)"
         )
     if not isinstance(name, str) or name == DEFAULT:
-        raise ArgumentError(f"name must be a str other than {DEFAULT!r}; found {shown(name)}. Choose another one")
+        raise ArgumentError(f"{shown(name)} cannot name a communicator. Pass a str other than {DEFAULT!r}")
     with _lock:
         holder = _named[name]() if name in _named else None
         if holder is not None and holder is not comm and process.resources_of(holder) is not None:
-            raise ArgumentError(f"{name!r} is the name of {holder!r}. Choose another one, or close that communicator")
+            raise ArgumentError(f"{name!r} is the name of {holder!r}. Choose another name, or close that communicator")
         _named[name] = weakref.ref(comm)
 
 
 def _find(name: str) -> Communicator | None:
-    """The communicator of this name; None for the default one. :raises ArgumentError: if there is none."""
+    """The communicator of this name; None for the default communicator. :raises ArgumentError: if there is none."""
     if name == DEFAULT:
         return None
     found = _named.get(name)
@@ -63,19 +64,19 @@ def _find(name: str) -> Communicator | None:
     if comm is None:
         state = "no communicator has been given this name" if found is None else "its communicator is gone"
         raise ArgumentError(
-            f"communicator must be a name of ipcreduce.torch.register(name, comm); found {name!r}: {state}. Register "
-            "one, and keep it as long as it is used"
+            f"there is no communicator {name!r}: {state}. Call ipcreduce.torch.register(name, comm), and keep comm as "
+            "long as the operators use it"
         )
     return comm
 
 
-# ---- the operators. By torch.library.custom_op an eager call would cost the host twice as much.
+# ---- the operators. With torch.library.custom_op an eager call would take the host twice as long.
 _library: Any = torch.library.Library("ipcreduce", "DEF")
 _library.define(f'all_reduce(Tensor x, str op="sum", str communicator="{DEFAULT}") -> Tensor')
 _library.define(f'all_reduce_(Tensor(a!) x, str op="sum", str communicator="{DEFAULT}") -> ()')
 
 
-# PyTorch leaves out arguments that have the schema's defaults.
+# The functions need the schema's defaults: PyTorch does not pass arguments that equal them.
 def _all_reduce(x: torch.Tensor, op: Any = "sum", communicator: str = DEFAULT) -> torch.Tensor:
     return default.allreduce(x.detach(), op, comm=_find(communicator))
 
@@ -84,7 +85,7 @@ def _all_reduce_in_place(x: torch.Tensor, op: Any = "sum", communicator: str = D
     x = x.detach()
     default.allreduce(x, op, out=x, comm=_find(communicator))
     if not x.is_inference():
-        torch.autograd.graph.increment_version(x)  # a backward that has saved the old values then raises
+        torch.autograd.graph.increment_version(x)  # a backward pass that needs the old values then raises
 
 
 def _fake(x: torch.Tensor, op: str = "sum", communicator: str = DEFAULT) -> torch.Tensor:
@@ -98,7 +99,7 @@ def _fake_in_place(x: torch.Tensor, op: str = "sum", communicator: str = DEFAULT
 
 # ---- derivatives
 def _is_plain(x: torch.Tensor) -> bool:
-    """True if the dispatcher has nothing to do between autograd and the functions above: 2 us less of a call."""
+    """True if a call may skip PyTorch's dispatcher below autograd, which saves 2 us."""
     return bool(
         type(x) in _PLAIN
         and not torch._C._len_torch_dispatch_stack()
@@ -121,10 +122,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 
 def _linear(ctx: Any, derivative: torch.Tensor) -> torch.Tensor:
-    """The derivative of the ranks' result; of a sum and an average the same as the function, in both directions."""
+    """The derivative of the result. For a sum and an average it is the same function, backward and forward."""
     if op_name(ctx.op) not in ("sum", "avg"):
         raise ArgumentError(
-            f"op must be sum or avg for a derivative; found {ctx.op}. Pass x.detach(), or call within torch.no_grad()"
+            f"op {ctx.op} has no derivative: only sum and avg have one. Pass x.detach(), or call within torch.no_grad()"
         )
     return all_reduce(derivative, ctx.op, ctx.communicator)
 
@@ -140,11 +141,11 @@ def _jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
 def _batched(
     info: Any, in_dims: tuple[int, None, None], x: torch.Tensor, op: str = "sum", communicator: str = DEFAULT
 ) -> tuple[torch.Tensor, int]:  # fmt: skip
-    """One call on the whole batch."""
+    """Reduce the whole batch in one call."""
     return all_reduce(x.movedim(in_dims[0], 0), op, communicator), 0
 
 
-# torch.library.register_autograd() would make one for backward alone, and none that torch.func takes.
+# torch.library.register_autograd() would give a backward derivative only, and nothing that torch.func can use.
 _Differentiable: Any = type(
     "AllReduce",
     (torch.autograd.Function,),
@@ -153,11 +154,11 @@ _Differentiable: Any = type(
         "jvp": staticmethod(_jvp),
     },
 )  # fmt: skip
-_apply: Any = super(torch.autograd.Function, _Differentiable).apply  # Function.apply() itself takes 20 us more
+_apply: Any = super(torch.autograd.Function, _Differentiable).apply  # Function.apply() would take 20 us more
 
 
 def _is_differentiated(x: torch.Tensor) -> bool:
-    """True if autograd may have to know of a call."""
+    """True if autograd may need to record a call."""
     return bool(
         (x.requires_grad and torch.is_grad_enabled())
         or forward_ad._current_level >= 0
@@ -170,7 +171,7 @@ def _differentiable(x: torch.Tensor, op: Any = "sum", communicator: str = DEFAUL
         return _forward(x, op, communicator)
     if not torch._C._are_functorch_transforms_active():
         return _apply(x, op, communicator)
-    # The dispatcher goes from one of torch.func's transforms to the next by itself: this is autograd for one of them.
+    # The dispatcher calls this once for each transform of torch.func. This call is autograd for one of them.
     with enable_single_level_autograd_function():
         return _apply(x, op, communicator)
 
@@ -184,20 +185,20 @@ def _differentiable_in_place(x: torch.Tensor, op: Any = "sum", communicator: str
     base = x._base if x._is_view() else x
     if torch.is_grad_enabled() and base.is_leaf and base.requires_grad:
         raise ArgumentError(
-            "x must be no leaf that requires grad, nor a view of one, as PyTorch changes none in place. Use "
-            "all_reduce, or call within torch.no_grad()"
+            "x is a leaf that requires grad, or a view of one, which PyTorch does not change in place. Use all_reduce, "
+            "or call within torch.no_grad()"
         )
     x.copy_(all_reduce(x, op, communicator))
 
 
-# For tensors of every device: CUDA's and the host's.
+# These serve tensors on GPUs and on the host.
 _library.impl("all_reduce", _all_reduce, "CompositeExplicitAutograd")
 _library.impl("all_reduce_", _all_reduce_in_place, "CompositeExplicitAutograd")
 _library.impl("all_reduce", _differentiable, "Autograd")
 _library.impl("all_reduce_", _differentiable_in_place, "Autograd")
 torch.library.register_fake("ipcreduce::all_reduce", _fake, lib=_library)
 torch.library.register_fake("ipcreduce::all_reduce_", _fake_in_place, lib=_library)
-if hasattr(torch.library, "register_vmap"):  # without it PyTorch makes a call for each element of the batch
+if hasattr(torch.library, "register_vmap"):  # otherwise PyTorch makes one call for each element of the batch
     torch.library.register_vmap("ipcreduce::all_reduce", _batched, lib=_library)
 all_reduce: Any = torch.ops.ipcreduce.all_reduce
 all_reduce_: Any = torch.ops.ipcreduce.all_reduce_

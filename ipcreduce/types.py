@@ -1,4 +1,4 @@
-"""Types for signatures: arguments and results of calls, and CUDA handles, which are ints."""
+"""The types in signatures: arguments and results of calls, and CUDA handles, which are ints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DType = TypeVar("DType", bound="np.dtype[Any]")
 
 
 class DLPackArray(Protocol):
-    """An array with DLPack: PyTorch's, CuPy's, JAX's and NumPy's."""
+    """An array with DLPack, as those of PyTorch, CuPy, JAX and NumPy."""
 
     def __dlpack__(self, *args: Any, **options: Any) -> Any: ...
 
@@ -39,7 +39,7 @@ class DLPackArray(Protocol):
 
 
 class CudaArray(Protocol):
-    """A device array of any other library."""
+    """A device array with ``__cuda_array_interface__``, as those of other libraries."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]: ...

@@ -1,21 +1,21 @@
-// Direct all-reduce: two-shot, except that results go straight into the peers' outputs. It stages half as much and
-// writes the gathered part once. The outputs must lie in memory that the peers have mapped: that of graphs, and of
-// comm.empty(). Messages must be aligned and consist of whole packets: the registers of a thread hold no more.
+// Direct all-reduce: as two-shot, but results go straight into the outputs of the peers, and not through a workspace.
+// The gathered part is then written once. The outputs must lie in memory that the peers have mapped: that of graphs,
+// and of comm.empty(). Messages must be aligned and consist of whole packets: a thread has no registers for more.
 //
-// The first hop is that of two_shot.cu, with the same columns, tiles and arguments for arrival, rotation and progress.
+// The first hop is that of two_shot.cu, with the same columns, tiles and proofs of arrival, rotation and progress.
 //
-// * Entry. I write column p of my chunk into a peer's output only after that peer's column p has arrived. Its kernel
-//   sent that column after everything before it in its stream, so nothing there uses the output any more. In place is
-//   safe too: what I overwrite, the peer's column p of my chunk, it has read in order to send it. (I observe the packet
-//   by a relaxed load, and my stores depend on it. An acquire between them would cost as much as the exit's fence, for
-//   every packet.)
+// * Entry. This rank writes column p of its chunk into a peer's output only after that peer's column p has arrived. The
+//   peer's kernel sent that column after all earlier work of its stream, so no earlier work uses the output any more.
+//   In place is safe, too: this rank overwrites the peer's column p of its chunk, which the peer has read to send it.
+//   (This rank observes the packet by a relaxed load, on which its stores depend. An acquire between them would cost as
+//   much as the fence at the exit, for every packet.)
 //
 // * Exit. The results are plain stores, so a flag guards them. After a block's stores come a barrier and a system
-//   fence, then one packet a peer, at the block's index of that peer's row of flags. A kernel ends only when the flag
-//   of the same block of every peer has arrived. Barrier and fence order the stores of the whole block before the flag;
-//   the fence after the polls orders them before everything after this kernel. A flag is a packet like others, in the
-//   half of this epoch and restored to the sentinel by its reader, so the same rotation holds for it, also in blocks
-//   without a column.
+//   fence, then one packet for each peer, at the block's index in the row of flags. A kernel ends when the flag of the
+//   same block of every peer has arrived. Barrier and fence order the stores of the whole block before the flag. The
+//   fence after the polls orders them before everything after this kernel. A flag is an ordinary packet: it lies in the
+//   half of this epoch, and its reader restores the sentinel. So the same rotation holds for it, also in blocks without
+//   a column.
 #include <packets.cuh>
 
 constexpr int kDepth = IPCREDUCE_DEPTH;
@@ -60,8 +60,8 @@ KERNEL(direct, 512, 2)(KERNEL_ARGS args) {
     if (warp_has_packet(column, columns)) reduce_columns(column);
   }
 
-  // One thread sends the flags of its block: the barrier orders the other threads' stores before them. No flags are
-  // sent if a wait of this block was abandoned, or of any other as far as this block knows.
+  // One thread sends the flags of its block. The barrier orders the other threads' stores before the flags. No flags
+  // are sent if a wait of this block was abandoned, or, as far as this block knows, one of another block.
   sync_block();
   if (thread_in_block() == 0) {
     fence_acq_rel_sys();
@@ -76,7 +76,7 @@ KERNEL(direct, 512, 2)(KERNEL_ARGS args) {
   sync_block();
   if (!wait_abandoned(args)) return;
 
-  // Some results of a peer are missing: none of the peers' results in this block's columns can be trusted.
+  // Some results of a peer are missing, so none of the peers' results in this block's columns can be trusted.
   for (column = thread_in_grid(); column < columns; column += threads_in_grid())
 #pragma unroll
     for (int i = 1; i < kRanks; ++i)

@@ -1,9 +1,10 @@
 // Lower bounds for any all-reduce on a machine, for `python -m ipcreduce bench`: a barrier of flags, and stores of
 // whole packets to every peer at once.
 //
-// The grid stores args.bytes bytes to each peer, all of them the sentinel, so that slots at rest stay empty. The first
-// thread sends one flag to each peer and waits for theirs, which makes this an operation like the others: see
-// one_shot.cu, rotation. With args.bytes == 0 the flags alone are the barrier.
+// The grid stores args.bytes bytes to each peer. All of them are the sentinel, so that slots at rest stay empty. The
+// first thread sends one flag to each peer, and waits for a flag from each peer. So this operation, like the others,
+// sends at least one packet between every pair of ranks: see one_shot.cu, rotation. With args.bytes == 0 it is a
+// barrier.
 #include <packets.cuh>
 
 KERNEL(limit, 1024, 1)(KERNEL_ARGS args) {

@@ -1,19 +1,21 @@
 // Packet exchange between ranks: slot layout, arrival detection, and bounded waits.
 //
-// Each rank owns a workspace, which its peers have mapped and push into. A workspace has two halves; operations
-// alternate between them by the parity of the epoch. A half holds groups of rows of slots, one slot a packet and one
-// row a peer, row_bytes() apart: row i - 1 holds the packets of peer_rank(i). A slot at rest is empty: its flag words
-// hold kSentinel. The reader restores the sentinel after the load, so every slot is empty again when its kernel ends.
+// Each rank owns a workspace, which its peers have mapped and store packets into. A workspace has two halves, and
+// operations alternate between them by the parity of the epoch. A half holds groups of rows of slots. A slot holds one
+// packet, and a row the packets of one peer: row i - 1 is that of peer_rank(i). Rows are row_bytes() apart. A slot at
+// rest is empty: its flag words hold kSentinel. The reader restores the sentinel after the load, so every slot is empty
+// again when the reader's kernel ends.
 //
 // Related protocols:
 // * NCCL LL stores a 4-byte flag beside each 4 bytes of data, in 8-byte accesses. LL128 keeps 8 bytes of flag in a line
 //   of 128 bytes, and relies on the link to deliver that line whole.
 // * Lamport buffers (TensorRT-LLM, FlashInfer) also poll the data for a sentinel, -0.0. They rotate three buffers.
 // * The custom all-reduces of vLLM and SGLang place barriers of separate flags around plain loads of the peers' data.
-// Here the last word of a 16-byte packet is data and flag at once, and the packet is one 128-bit access: arrival needs
-// no fence, and for floats no byte beside the data. Integers have no spare value: one escape packet a warp says which
-// words were equal to the sentinel (see send_packet). Each rank counts epochs in its own GPU's memory; no packet
-// carries one. Two buffers are enough because the reader restores the sentinel itself (see one_shot.cu, rotation).
+// Here the last word of a 16-byte packet is data and flag at once, and the packet is one 128-bit access. So arrival
+// needs no fence, and floats need no byte beside the data. Integers have no spare value, so each warp sends an escape
+// packet, which says which words were equal to the sentinel (see send_packet). Each rank counts epochs in its own GPU's
+// memory, and no packet carries an epoch. Two buffers are enough, because the reader restores the sentinel (see
+// one_shot.cu, rotation).
 #pragma once
 #include <reduce.cuh>
 
@@ -36,7 +38,7 @@ constexpr u32 kSentinel = 0xFFFFFFFFu;
 constexpr u32 kReplacementNan = 0x7FFF7FFFu;  // in a flag word, a NaN of every float type
 
 // True if the links deliver 16 bytes as one access. Then the last word of a packet is the flag for all of it. Otherwise
-// packets are split: each 8-byte part arrives by itself and its last word is its own flag. The ranks agree at start-up.
+// each 8-byte part of a packet arrives by itself, and its last word is its flag. The ranks agree on this at start-up.
 constexpr bool kWholePackets = IPCREDUCE_WHOLE_PACKETS;
 
 // Peers are numbered from this rank on: peer i is rank kRank + i, modulo kRanks, and peer 0 is this rank.
@@ -46,18 +48,18 @@ DEVICE u64 row_offset(int i, u64 stride) { return (i - 1) * stride; }
 DEVICE u64 row_offset_at_peer(int i, u64 stride) { return row_offset(kRanks - i, stride); }
 DEVICE u32 ceil_div(u32 a, u32 b) { return (a + b - 1) / b; }
 
-// ---- epochs: every launch advances every slot by one, on every rank alike, so a block needs its own slot only.
+// ---- epochs: every launch advances every slot by one, on every rank, so a block needs to read its own slot only.
 struct Epoch {
   u32 number;
   bool alive;  // false once a wait on this GPU was abandoned: see wait_for_peers()
 };
-DEVICE Epoch load_epoch(const Args& args) {  // one load for both, shared by the lanes of a warp: all see the same alive
+DEVICE Epoch load_epoch(const Args& args) {  // one load for both, and for a whole warp: its lanes see the same alive
   const u64 slot = load_u64_relaxed_gpu(args.epochs + 8 * block_in_grid());
   return {(u32)slot, slot >> 32 == 0};
 }
 DEVICE u64 parity_half_offset(const Args& args, Epoch epoch) { return epoch.number & 1 ? args.half_bytes : 0; }
 
-// Called after the block's sends and before its polls. The barrier: all threads have read the slot before it changes.
+// Called after the block's sends and before its polls. After the barrier, all threads have read the slot.
 DEVICE void advance_epochs(const Args& args, Epoch epoch) {
   sync_block();
   for (u32 j = block_in_grid() + thread_in_block() * blocks_in_grid(); j < kEpochSlots;
@@ -65,15 +67,18 @@ DEVICE void advance_epochs(const Args& args, Epoch epoch) {
     store_u32_relaxed_gpu(args.epochs + 8 * j, epoch.number + 1);
 }
 
-// ---- waits: a poll loads data. Every kSpinsBetweenChecks polls it also reads the clock, and the abort word through a
-// copy in this GPU's memory: if every waiting warp read host memory itself, the reads would queue for milliseconds.
+// ---- waits: a poll loads data. After every kSpinsBetweenChecks polls, a wait also reads the clock and the abort word.
+// It reads a copy of that word in this GPU's memory: if every waiting warp read host memory, the reads would queue for
+// milliseconds.
 constexpr u32 kSpinsBetweenChecks = 256;
 constexpr u32 kMicrosecondsBetweenAbortReads = 16;  // by the whole GPU
-// Waits continue for this long once the abort word is seen. The abort may concern a later call, while packets of this
-// one are still to come: from a rank that is slower than the one that aborted, or has no time slice of a shared GPU.
+// Waits go on for this long after the abort word was seen. The abort may concern a later call, while packets of this
+// one have not arrived yet: from a rank that is slower than the one that aborted, or waits for its time slice of a
+// shared GPU.
 constexpr u32 kGraceMicroseconds = 100000;
 
-// Returns the wait's start time, or 0 once abandoned; every later wait on this GPU is then abandoned until a reset.
+// Returns the start time of the wait, or 0 if it is abandoned. Then every later wait on this GPU is abandoned, too,
+// until a reset.
 DEVICE_NOINLINE u64 check_wait(u64 started, u32 missing, const Args& args) {
   const u64 epochs = args.epochs, abandoned = epochs + 8 * kEpochSlots;
   const u64 abort_read_at = abandoned + 4, abort_seen_at = abandoned + 8;
@@ -82,11 +87,11 @@ DEVICE_NOINLINE u64 check_wait(u64 started, u32 missing, const Args& args) {
   if (!started) started = now;
   const bool late = now - started > args.timeout_ns;
   if (late) {
-    // Or-ed into the word: warps may miss different ranks.
+    // Or-ed into the word, because warps may miss different ranks.
     store_u32_relaxed_sys(args.missing, load_u32_relaxed_sys(args.missing) | missing);
     store_u32_relaxed_sys(args.abort, 1);
   }
-  const u32 seen = load_u32_relaxed_gpu(abort_seen_at);  // a time, or 0; another thread's clock may be ahead of ours
+  const u32 seen = load_u32_relaxed_gpu(abort_seen_at);  // 0, or a time, which may be ahead of this thread's
   if (!seen && microseconds - load_u32_relaxed_gpu(abort_read_at) > kMicrosecondsBetweenAbortReads) {
     store_u32_relaxed_gpu(abort_read_at, microseconds);
     if (load_u32_relaxed_sys(args.abort)) store_u32_relaxed_gpu(abort_seen_at, microseconds | 1);
@@ -109,14 +114,14 @@ DEVICE bool wait_abandoned(const Args& args) {
   return load_u32_relaxed_gpu(args.epochs + 8 * block_in_grid() + 4) != 0;
 }
 
-// Polls until the data of every peer have arrived. `alive` becomes false once a wait on this GPU was abandoned: from
-// then on nothing is waited for, and nothing sent. Kernels queued behind the abandoned one must not send either: a
+// Polls until the data of every peer have arrived. `alive` becomes false once a wait on this GPU was abandoned. From
+// then on, kernels neither wait nor send. Kernels that are queued behind the abandoned one must not send either: a
 // slower rank may still be in that operation, and packets sent two operations later would go into the same half.
-// load_slots() loads; arrived_from(i) says if all data of peer i were in that load. The missing ranks are collected for
-// check_wait only: in every poll, it would double the instructions between the loads and the reduction.
+// load_slots() loads, and arrived_from(i) says if all data of peer i were in that load. The missing ranks are collected
+// for check_wait only: in every poll, this would double the instructions between the loads and the reduction.
 //
-// kWarp: the lanes of a warp wait together. If each went on as its own packet arrived, the late lanes would poll again
-// only after the early ones had reduced and stored theirs: 0.1 us of 2 (H200).
+// kWarp: the lanes of a warp wait together. If each lane went on when its own packet arrived, the late lanes would poll
+// again only after the early lanes had reduced and stored: that costs 0.1 us of 2 us (H200).
 template <bool kWarp, class LoadSlots, class ArrivedFrom>
 DEVICE void wait_for_peers(bool& alive, const Args& args, const LoadSlots& load_slots,
                            const ArrivedFrom& arrived_from) {
@@ -135,13 +140,14 @@ DEVICE void wait_for_peers(bool& alive, const Args& args, const LoadSlots& load_
     u32 missing = 0;
 #pragma unroll
     for (int i = 1; i < kRanks; ++i) missing |= arrived_from(i) ? 0 : 1u << peer_rank(i);
-    started = check_wait(started, kWarp ? warp_or(missing) : missing, args);  // stores of lanes are in no order
+    started = check_wait(started, kWarp ? warp_or(missing) : missing, args);  // one value, as lanes store in any order
     alive = !any(!started);
   }
 }
 
 // ---- rows of slots
-// The packets of a row are followed by its escape packets, one a warp (see send_packet). Rows begin at 128-byte lines.
+// The packets of a row are followed by its escape packets, one for each warp (see send_packet). A row begins at a line
+// of 128 bytes.
 DEVICE u64 escape_at(u64 row, u32 packets, u32 index) {
   return row + kPacketBytes * ((u64)ceil_div(packets, 32) * 32 + index / 32);
 }
@@ -150,10 +156,10 @@ DEVICE u64 row_bytes(u32 packets) {
   return kPacketBytes * (u64)(warps * 32 + ceil_div(warps, 8) * 8);
 }
 
-// The escape packet of a warp: one bit a lane for each word that was equal to the sentinel. Its words are, in order:
-// the last words of lanes 0 to 15, of lanes 16 to 31, then the second words likewise. Each word uses 16 bits, so none
-// equals the sentinel and each is its own flag: a compiler may narrow a load to the words in use, and two loads see
-// different moments.
+// The escape packet of a warp: for each lane, a bit says whether a word was equal to the sentinel. Its words are, in
+// order: the last words of lanes 0 to 15, of lanes 16 to 31, and then the second words in the same way. Each word uses
+// 16 bits, so no word equals the sentinel, and each is its own flag. That is needed because a compiler may narrow a
+// load to the words in use, and two loads see different moments.
 DEVICE Packet make_escape(u32 last, u32 second) {
   return {{last & 0xFFFF, last >> 16, second & 0xFFFF, second >> 16}};
 }
@@ -161,8 +167,8 @@ DEVICE Packet make_escape(u32 last, u32 second) {
 DEVICE bool has_arrived(const Packet& p) { return p.word[3] != kSentinel && (kWholePackets || p.word[1] != kSentinel); }
 
 // Floats: a flag word equal to the sentinel belongs to a NaN, and is sent as another NaN. Results of reduce() never
-// contain one. A rank's own input passes through here too, so that all ranks reduce the same bits. Integers: see
-// send_packet().
+// contain such a word. A rank's own input passes through here, too, so that all ranks reduce the same bits. Integers:
+// see send_packet().
 DEVICE Packet replace_sentinel_nan(Packet p) {
   if constexpr (kFloat) {
     if (p.word[3] == kSentinel) p.word[3] = kReplacementNan;
@@ -171,9 +177,10 @@ DEVICE Packet replace_sentinel_nan(Packet p) {
   return p;
 }
 
-// Stores packet `index` of a row of `packets` in a peer's workspace. All lanes of a warp call it; lanes with nothing to
+// Stores packet `index` of a row of `packets` in a peer's workspace. All lanes of a warp call it. Lanes with nothing to
 // send pass active == false. Integers have no spare value, so a flag word equal to the sentinel is sent as zero, and
-// one escape packet a warp, always sent, says which words were: 1/32 more on the wire, and no epoch in the data.
+// each warp always sends one escape packet, which says which words these were. That adds 1/32 to the bytes sent, and
+// the data need no epoch.
 DEVICE void send_packet(u64 row, u32 packets, u32 index, Packet p, bool active) {
   if constexpr (!kFloat) {
     const u32 last = warp_ballot(active && p.word[3] == kSentinel);
@@ -185,23 +192,23 @@ DEVICE void send_packet(u64 row, u32 packets, u32 index, Packet p, bool active) 
   store_packet_relaxed_sys(row + (u64)kPacketBytes * index, p, active);
 }
 
-// A thread handles kDepth packets at a time: index, index + threads_in_grid(), ... of a row, as far as they exist.
+// A thread handles up to kDepth packets of a row at a time: index, index + threads_in_grid(), and so on.
 DEVICE u32 packet_index(u32 index, int d) { return index + d * threads_in_grid(); }
 DEVICE bool warp_has_packet(u32 index, u32 packets) { return index - index % 32 < packets; }
 
 // Stands in the output for data that did not arrive: NaN, or -1.
 DEVICE Packet poison() { return {{kSentinel, kSentinel, kSentinel, kSentinel}}; }
 
-// Waits for kDepth packets from the row of every peer, into v[d][rank]; the group begins at `rows`. Each poll issues
-// all its loads before it tests the first. v[d][kRank] is not touched. If the wait is abandoned, alive is false and v
-// must not be used. All lanes of a warp call it, if the warp has any packet to wait for.
+// Waits for kDepth packets from the row of every peer, and loads them into v[d][rank]. The group of rows begins at
+// `rows`. Each poll issues all its loads before it tests the first. v[d][kRank] is not touched. If the wait is
+// abandoned, alive is false and v must not be used. If a warp has any packet to wait for, all its lanes call this.
 template <int kDepth>
 DEVICE void receive_packets(Packet (&v)[kDepth][kMaxRanks], const Args& args, u64 rows, u32 packets, u32 index,
                             bool& alive) {
   const u64 stride = row_bytes(packets);
   const u32 lane = index % 32;
   u32 last[kDepth][kMaxRanks], second[kDepth][kMaxRanks];  // this lane's words of the escape packets
-  const u32 spare = index < packets ? index : index - lane;  // for lanes without a packet: one that their warp polls
+  const u32 spare = index < packets ? index : index - lane;  // lanes without a packet poll one that their warp polls
   const auto load_slots = [&] {
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
@@ -227,7 +234,7 @@ DEVICE void receive_packets(Packet (&v)[kDepth][kMaxRanks], const Args& args, u6
     return all;
   };
   wait_for_peers<true>(alive, args, load_slots, arrived_from);
-  if (kFloat || !alive) return;  // nothing uses v after an abandoned wait: otherwise every poll would copy it
+  if (kFloat || !alive) return;  // if v could be used after an abandoned wait, every poll would copy it
 #pragma unroll
   for (int d = 0; d < kDepth; ++d)
 #pragma unroll
@@ -238,9 +245,9 @@ DEVICE void receive_packets(Packet (&v)[kDepth][kMaxRanks], const Args& args, u6
     }
 }
 
-// Restores the sentinel in the slots that receive_packets() read, where active; all lanes of a warp call it. Never
-// after an abandoned wait: a late packet would fill the slot again, so the host empties it once every kernel has ended
-// (Workspace.reset, in the resynchronisation).
+// Restores the sentinel in the slots that receive_packets() has read, where active. All lanes of a warp call it. It is
+// not called after an abandoned wait: a late packet would fill the slot again, so the host empties the slots when every
+// kernel has ended (Workspace.reset, in the resynchronisation).
 DEVICE void restore_sentinels(u64 rows, u32 packets, u32 index, bool active) {
   const Packet empty = {{kSentinel, kSentinel, kSentinel, kSentinel}};
   const u64 stride = row_bytes(packets), at = rows + (u64)kPacketBytes * index;
@@ -293,8 +300,8 @@ DEVICE void receive_columns(Packet (&v)[kDepth][kMaxRanks], const Args& args, co
   receive_packets(v, args, args.peers[0] + rows, columns, column, alive);
 }
 
-// ---- flags (direct.cu, limit.cu) Waits for a flag of every peer, a packet at `index` of its row, and restores the
-// sentinel. One thread calls it for its block; the fence is the caller's (see direct.cu).
+// ---- flags (direct.cu, limit.cu). Waits for a flag of every peer, which is the packet at `index` of its row, and
+// restores the sentinel. One thread calls it for its block. A fence, if needed, is up to the caller (see direct.cu).
 DEVICE void wait_for_flags(const Args& args, u64 rows, u64 stride, u32 index, bool& alive) {
   const u64 at = rows + (u64)kPacketBytes * index;
   Packet flag[kMaxRanks];

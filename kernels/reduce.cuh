@@ -1,5 +1,6 @@
 // The reduction of one packet, for any dtype and op. An element is always reduced in rank order, so that every rank and
-// every algorithm gets the same bits. Compiled for one pair: -DIPCREDUCE_DTYPE=bfloat16 -DIPCREDUCE_OP=sum.
+// every algorithm gets the same bits. A kernel is compiled for one pair, as by -DIPCREDUCE_DTYPE=bfloat16
+// -DIPCREDUCE_OP=sum.
 #pragma once
 #include <vec.cuh>
 
@@ -34,7 +35,8 @@ struct bfloat16 : Float<float, u16> {
   DEVICE static Acc load(Bits b) { return bfloat16_to_float(b); }
   DEVICE static Bits store(Acc a) { return float_to_bfloat16(a); }
 };
-// All NaN become one: the compiler chooses the operand whose payload an instruction keeps, differently between ranks.
+// All NaNs become the same one: the compiler chooses which operand's NaN an instruction keeps, and kernels of different
+// ranks may differ.
 struct float32 : Float<float, u32> {
   DEVICE static Acc load(Bits b) { return bits_to_float(b); }
   DEVICE static Bits store(Acc a) { return a == a ? to_bits(a) : 0x7FC00000u; }
@@ -52,8 +54,8 @@ constexpr int kElementBytes = sizeof(Dtype::Bits);
 
 // ---- ops: init(a) of rank 0's element, combine(value, b) for each further rank, then finalize(value) once
 namespace op {
-// Integers wrap around, as in NumPy: computed in an unsigned type of at least 32 bits, where C++ has neither overflow
-// nor integer promotion.
+// Integers wrap around, as in NumPy. They are computed in an unsigned type of at least 32 bits, for which C++ has
+// neither overflow nor integer promotion.
 template <int kBytes> struct Wrapping { using type = u32; };
 template <> struct Wrapping<8> { using type = u64; };
 using Wide = Wrapping<sizeof(Acc)>::type;
@@ -97,7 +99,7 @@ template <class T> struct IntegerAvg {
   }
   DEVICE static T finalize(Value v) {
     T result = (T)(v.quotients + v.remainders / kRanks);
-    const int rest = v.remainders % kRanks;  // not divided yet: it matters if its sign is opposite to the result's
+    const int rest = v.remainders % kRanks;  // not divided yet; it matters if its sign is opposite to that of result
     if (rest < 0 && result > 0) --result;
     if (rest > 0 && (T)-1 < 0 && result < 0) ++result;
     return result;

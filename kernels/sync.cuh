@@ -1,7 +1,7 @@
 // The hardware layer of the kernels: all inline assembly, memory scopes and orders, and launch attributes.
 //
-// The tests compile the kernels for the CPU with a stand-in for this one file (tests/simulated/include), so no other file in
-// kernels/ may assume a GPU. Include it as <sync.cuh>: with quotes the compiler would never find the stand-in.
+// The tests compile the kernels for the CPU with a stand-in for this file (tests/simulated/include), so no other file
+// in kernels/ may assume a GPU. Include it as <sync.cuh>: with quotes the compiler would never find the stand-in.
 //
 // Accessors are named after the PTX memory model: order (relaxed, or weak for plain accesses), then scope (gpu, sys).
 #pragma once
@@ -11,20 +11,22 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-// World size and rank are compile-time constants: loops over the ranks unroll, and arrays of packets stay in registers.
+// The number of ranks and the rank are compile-time constants, so that loops over the ranks unroll and arrays of
+// packets stay in registers.
 constexpr int kRanks = IPCREDUCE_RANKS;
 constexpr int kRank = IPCREDUCE_RANK;
 constexpr int kMaxRanks = IPCREDUCE_RANKS;  // array bound; in the stand-in, kRanks is a run-time value
 
-// max_threads: limit of threads a block. blocks: registers are limited so that this number of blocks of that size fits
-// on a multiprocessor; the plan relies on it for grids that must be resident at once.
+// max_threads: the most threads in a block. blocks: the compiler limits registers so that this number of blocks of that
+// size fits on a multiprocessor. The plan relies on it for grids that must be resident at once.
 #define KERNEL(name, max_threads, blocks) extern "C" __global__ void __launch_bounds__(max_threads, blocks) name
 #define KERNEL_ARGS const __grid_constant__ Args
 #define DEVICE __device__ __forceinline__
 #define DEVICE_NOINLINE __device__ __noinline__
 
-// The unit of every transfer between GPUs: one 128-bit access, one instruction in SASS, so data and sentinel word
-// arrive together. The start-up check sees a link that splits it. docs/protocol.md has what is documented of this.
+// The unit of every transfer between GPUs. It is one 128-bit access, which is one instruction in SASS, so data and
+// sentinel word arrive together. The start-up check detects links that split it. docs/protocol.md says what is
+// documented about this.
 struct alignas(16) Packet {
   u32 word[4];
 };
@@ -43,14 +45,15 @@ DEVICE u32 warp_ballot(bool mine) { return __ballot_sync(0xFFFFFFFFu, mine); }
 DEVICE void spin_pause() {}  // once per poll; the stand-in switches to another thread here
 
 // ---- programmatic dependent launch (sm_90 on): no-ops in a launch without that attribute
-// As cudaGridDependencySynchronize(). Work that needs no memory goes before it: 0.03 us less (benchmarks/NOTES.md).
+// As cudaGridDependencySynchronize(). Work that needs no memory goes before it, which saves 0.03 us
+// (benchmarks/NOTES.md).
 DEVICE void grid_dependency_sync() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// As cudaTriggerProgrammaticLaunchCompletion(). It goes after the first sends: any earlier, and the blocks of the next
-// kernel delay them (benchmarks/NOTES.md).
+// As cudaTriggerProgrammaticLaunchCompletion(). It goes after the first sends. If it came earlier, the blocks of the
+// next kernel would delay them (benchmarks/NOTES.md).
 DEVICE void trigger_programmatic_launch() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -65,7 +68,7 @@ DEVICE Packet load_packet_relaxed_sys(u64 at) {
                : "=r"(p.word[0]), "=r"(p.word[1]), "=r"(p.word[2]), "=r"(p.word[3]) : "l"(at) : "memory");
   return p;
 }
-// Predicated, not branched around: the address is ready by the time the data arrive.
+// Predicated, without a branch, so that the address is ready by the time the data arrive.
 DEVICE void store_packet_relaxed_sys(u64 at, const Packet& p, bool active = true) {
   const u64 low = (u64)p.word[1] << 32 | p.word[0], high = (u64)p.word[3] << 32 | p.word[2];
   asm volatile("{ .reg .b128 t; .reg .pred p; setp.ne.u32 p, %3, 0;"

@@ -1,15 +1,15 @@
-// Two-shot all-reduce: the message is split into one chunk a rank. Each rank pushes to every peer that peer's chunk,
-// reduces its own chunk, and pushes the result to all. 2 (n-1)/n S bytes leave each rank, in two hops.
+// Two-shot all-reduce: the message is split into one chunk for each rank. Each rank sends every peer that peer's chunk,
+// reduces its own chunk, and sends the result to all. 2 (n-1)/n S bytes leave each rank, in two hops.
 //
-// Thread p owns column p of every chunk, from the first load to the last store, so no barrier is needed between the
-// hops, and in place is safe. Columns beyond the threads of the grid are further tiles of the same threads. Tile t+1 is
-// sent before tile t is reduced, and tile t-1 is gathered after it, so the links never idle while a thread waits. A
-// tile's local stores come after its last poll: with a single tile, nobody waits for them there. A thread takes kDepth
-// columns of a tile: one, unless `python -m ipcreduce tune` has found several to be faster.
+// Thread p owns column p of every chunk, from the first load to the last store. So no barrier is needed between the
+// hops, and in place is safe. If there are more columns than threads in the grid, the threads take them in tiles. Tile
+// t+1 is sent before tile t is reduced, and tile t-1 is gathered after it, so the links never idle while a thread
+// waits. The local stores of a tile come after its last poll: with a single tile, no peer waits for them there. A
+// thread takes kDepth columns of a tile. That is one, unless `python -m ipcreduce tune` has found more to be faster.
 //
-// Arrival, rotation and visibility: as in one_shot.cu, with two groups of rows in a half. Chunks arrive in `scatter`,
-// results in `gather`. All chunks are padded to the same number of packets, so at least one packet goes between every
-// pair.
+// Arrival, rotation and visibility: as in one_shot.cu, with two groups of rows in each half. Chunks arrive in
+// `scatter`, and results in `gather`. All chunks are padded to the same number of packets, so at least one packet goes
+// between every pair of ranks.
 //
 // Progress: block b waits for the peers' blocks b only. It sends tile t+1 before it waits for tile t, and the results
 // of tile t before it waits for results.
@@ -17,14 +17,14 @@
 
 constexpr int kDepth = IPCREDUCE_DEPTH;
 
-// kTiled: there are more columns than fit a tile. The code for a single tile is compiled separately: it is a third as
-// long (see vec.cuh).
+// kTiled: the columns take more than one tile. The code for a single tile is compiled separately, because it is a third
+// as long (see vec.cuh).
 template <bool kTiled, bool kAligned> DEVICE void run(const Args& args, u32 columns, u32 tile) {
   const auto in = message_at<kAligned>(args.in, args.bytes), out = message_at<kAligned>(args.out, args.bytes);
   u32 column = thread_in_grid();
   grid_dependency_sync();
 
-  const Epoch epoch = load_epoch(args);  // first used after the message's loads are issued too: one latency for both
+  const Epoch epoch = load_epoch(args);  // first used after the loads of the message are issued: one latency for both
   bool alive = epoch.alive;
   Packet chunks[kDepth][kMaxRanks];
   load_chunks(chunks, in, columns, column);
@@ -76,10 +76,10 @@ template <bool kTiled, bool kAligned> DEVICE void run(const Args& args, u32 colu
   advance_epochs(args, epoch);
   Packet results[kDepth], previous[kDepth];
   if (!kTiled) {
-    // A return: with a branch around the rest, the compiler would not know that warps stay converged.
+    // This returns, because with a branch around the rest the compiler would not know that warps stay converged.
     if (!warp_has_packet(column, columns)) return;
     reduce_columns(column, results);
-    // gather_columns() would do the same. Returning here spares its wait the first test of alive.
+    // gather_columns() would do the same. Returning here saves the first test of alive in its wait.
     if (!alive) [[unlikely]] return poison_columns(column);
     return gather_columns(column, results);
   }

@@ -27,10 +27,10 @@ template <> struct Unsigned<2> { using type = u16; };
 template <> struct Unsigned<4> { using type = u32; };
 template <> struct Unsigned<8> { using type = u64; };
 
-// An array in this rank's memory. Its first `vector_packets` packets are loaded and stored by 16-byte accesses, the
-// others by elements. kAligned: base and bytes are multiples of 16, so all are. Kernels are compiled for both cases:
-// they are 100 to 300 instructions long, and even an instruction that is jumped over takes its share of the 1.5 us of a
-// small message (0.1 us for the functions below).
+// An array in this rank's memory. Its first `vector_packets` packets are loaded and stored by 16-byte accesses, and the
+// other packets by elements. kAligned: base and bytes are multiples of 16, so that all are loaded by 16-byte accesses.
+// Kernels are compiled for both cases: they are 100 to 300 instructions long, and even an instruction that is jumped
+// over takes its share of the 1.5 us of a small message (0.1 us for the functions below).
 template <bool kAligned> struct Message {
   u64 base;
   u32 bytes, vector_packets;
@@ -40,8 +40,9 @@ template <bool kAligned> DEVICE Message<kAligned> message_at(u64 base, u64 bytes
 }
 DEVICE bool is_aligned(u64 in, u64 out, u64 bytes) { return (in | out | bytes) % kPacketBytes == 0; }
 
-// A packet by elements, of which the message still has `left` bytes: bytes beyond its end read as zero and are not
-// written. Elements smaller than a 32-bit word are stored by aligned words as far as possible: any 16 bytes hold three.
+// Load and store a packet by elements. The message has `left` bytes from there on: bytes beyond its end read as zero,
+// and are not written. Elements smaller than a 32-bit word are stored by aligned words as far as possible: any 16 bytes
+// contain three.
 template <int kElementBytes> DEVICE void load_elements(Packet& p, u64 at, int left) {
 #pragma unroll
   for (int j = 0; j < (int)kPacketBytes / kElementBytes; ++j)
@@ -64,9 +65,9 @@ template <int kElementBytes> DEVICE void store_elements(u64 at, int left, Packet
       store_weak<u32>(at + lead + 4 * k, (u32)(((u64)p.word[k + 1] << 32 | p.word[k]) >> 8 * lead));
 }
 
-// Packet `index`; zero where active is false. kBranch: warps with no packet to load by elements branch around those
-// loads. That suits threads with several packets. With one packet a thread, all loads should be under way before
-// anything waits, and a branch waits for its condition.
+// Packet `index`; zero where active is false. kBranch: warps that load no packet by elements branch around those loads.
+// That suits threads with several packets. If each thread has one packet, all loads should be under way before anything
+// waits, and a branch would wait for its condition.
 template <int kElementBytes, bool kBranch, bool kAligned>
 DEVICE Packet load_message(const Message<kAligned>& m, u32 index, bool active) {
   const u64 at = m.base + (u64)kPacketBytes * index;

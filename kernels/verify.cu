@@ -1,13 +1,13 @@
-// Start-up check of the links: every peer's data reach this rank, from the right peer, and 16 bytes arrive as one
-// access.
+// Start-up check of the links: do every peer's data reach this rank, from the right peer, and do 16 bytes arrive as one
+// access?
 //
-// Block b exchanges args.bytes rounds of packets with peer b + 1, in lockstep, through two slots in turn, polling as
-// the all-reduces do. A packet seen with only one of its 8-byte parts new is a split one. The verdict on rank r goes to
+// Block b exchanges args.bytes rounds of packets with peer b + 1, in lockstep, through two slots in turn. It polls as
+// the all-reduces do. A packet is split if a poll sees only one of its 8-byte parts new. The verdict on rank r goes to
 // word r of args.out.
 #include <packets.cuh>
 
-// Verdicts, of which the first in this order counts: kWrong, kNoData, kSplit, kWhole.
-constexpr u32 kNoData = 0, kWhole = 1, kSplit = 2, kWrong = 3;  // start-up in ipcreduce/ipc has the same
+// The verdicts. If the lanes of a warp differ, the first one in this order counts: kWrong, kNoData, kSplit, kWhole.
+constexpr u32 kNoData = 0, kWhole = 1, kSplit = 2, kWrong = 3;  // ipcreduce/ipc/peers.py has the same
 
 KERNEL(verify, 32, 1)(KERNEL_ARGS args) {
   const int i = (int)block_in_grid() + 1;

@@ -1,6 +1,6 @@
-"""Operands of a call on the host: numbers, CPU tensors, bool and complex arrays as NumPy arrays that can be reduced.
+"""The arguments of a call on the host as NumPy arrays that can be reduced: of numbers, CPU tensors, bool and complex.
 
-The communicator adds rank and call to the messages.
+The error messages here name neither rank nor call: the communicator adds both.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def _int64(value: int) -> np.int64:
         return np.int64(value)
     except OverflowError:
         raise ArgumentError(
-            f"an int must lie between -2**63 and 2**63 - 1; found one of {value.bit_length()} bits. Pass float(it)"
+            f"an int of {value.bit_length()} bits does not fit into int64. Pass float(it)"
             + (", or numpy.uint64(it)" if 0 < value < 1 << 64 else "")
         ) from None
 
 
-# Python's numbers as NumPy's. A bool is an int too, so it comes first.
+# Python's number types, and how each becomes NumPy's. A bool is also an int, so bool comes first.
 _NUMBERS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (bool, np.bool_),
     (int, _int64),
@@ -42,21 +42,21 @@ _NUMBERS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
 class HostOperands:
     """The arrays of a host all-reduce.
 
-    ``source`` is reduced by ``op`` into ``target``, or into a new array if that is None. Both are NumPy arrays, of a
-    dtype of numerics.DTYPES and of one shape, in the caller's memory. ``kind`` and ``shape`` are the caller's, for the
-    ranks to compare.
+    ``source`` is reduced by ``op`` into ``target``, or into a new array if ``target`` is None. Both are NumPy arrays in
+    the caller's memory, of the same shape and of a dtype in ``dtypes.DTYPES``. ``kind`` and ``shape`` are those of the
+    array that the caller passed: the ranks compare them.
     """
 
     __slots__ = ("_array", "_out", "_viewed", "kind", "op", "shape", "source", "target")
 
     def __init__(self, array: Any, op: Any, out: Any) -> None:
-        """The operands of ``allreduce(array, op, out=out)``. :raises ArgumentError: if an argument is wrong."""
+        """Take the arguments of ``allreduce(array, op, out=out)``. :raises ArgumentError: if one is wrong."""
         self._array, self._out = array, out
         source = _plain(array, "array") if isinstance(array, np.ndarray) else _as_numpy(array, "array")
         self.op = op_name(op, source.dtype)
         self.kind = kind_name(source.dtype, self.op)
         target = None
-        if out is not None:  # a number is no place for a result, in place neither
+        if out is not None:  # a number cannot hold a result, even if out is array
             in_place = out is array and not isinstance(array, views.NUMBERS)
             target = source if in_place else _target(array, source, out)
         if target is not None:
@@ -72,7 +72,10 @@ class HostOperands:
         self.source, self.target = source, target
 
     def result(self, reduced: Array) -> Any:
-        """The result in the caller's terms: ``out``, or else ``reduced``, which is C-contiguous, as array's kind."""
+        """The object to return: ``out`` if there is one, or else ``reduced`` as the library and dtype of ``array``.
+
+        :param reduced: the result, C-contiguous.
+        """
         if self._out is not None:
             return self._out
         if self._viewed:
@@ -85,18 +88,18 @@ class HostOperands:
 
 
 def _plain(array: Array, what: str) -> Array:
-    """A plain array over the memory of a subclass, which may index and reshape in its own way: numpy.matrix say.
+    """A plain NumPy array over the memory of a subclass: numpy.matrix, say, indexes and reshapes in its own way.
 
     :raises ArgumentError: for a masked array, whose memory is not its values.
     """
     if _is_masked(array):
         remedy = "Fill it first" if what == "array" else "Pass its .data"
-        raise ArgumentError(f"{what} must have no mask; found a masked array. {remedy}")
+        raise ArgumentError(f"{what} is a masked array, whose masked elements have no value. {remedy}")
     return np.asarray(array)
 
 
 def _as_numpy(array: Any, what: str) -> Array:
-    """A NumPy array of a number's value, or over the memory of an array of another library."""
+    """A NumPy array that holds a number, or that lies over the memory of another library's array."""
     if isinstance(array, np.generic):
         return np.asarray(array)
     for number, convert in _NUMBERS:
@@ -106,16 +109,16 @@ def _as_numpy(array: Any, what: str) -> Array:
 
 
 def _target(array: Any, source: Array, out: Any) -> Array:
-    """The NumPy array over ``out``. :raises ArgumentError: if that is no array on the host that fits ``source``."""
+    """The NumPy array over ``out``. :raises ArgumentError: if ``out`` is not on the host or does not fit ``source``."""
     if isinstance(array, views.NUMBERS):
         raise ArgumentError(
-            f"out must be None for a number, whose result is a number; found {type(out).__qualname__}. Pass an array "
-            "of no dimension: numpy.asarray(it)"
+            f"the result of a number is a number, which cannot go into out, a {type(out).__qualname__}. Leave out= "
+            "away, or pass array as an array without dimensions: numpy.asarray(it)"
         )
     if isinstance(out, views.NUMBERS) or (not isinstance(out, np.ndarray) and views.is_device(out, "out")):
         raise ArgumentError(
-            f"out must be a NumPy array or a CPU tensor, as array lies on the host; found {type(out).__qualname__}. "
-            "Leave it out for a new array"
+            f"array lies on the host, but out is a {type(out).__qualname__}. Pass a NumPy array or a CPU tensor as "
+            "out, or leave out= away for a new array"
         )
     target = _plain(out, "out") if isinstance(out, np.ndarray) else _as_numpy(out, "out")
     check_same_kind(source, target)
@@ -123,15 +126,15 @@ def _target(array: Any, source: Array, out: Any) -> Array:
 
 
 def _parts(array: Array, dtype: str) -> Array:
-    """The bytes of a bool array, or the real and imaginary parts of a complex one, along one more axis at the end."""
+    """The same memory as numbers of ``dtype``: a bool's byte, or the two parts of a complex on a new last axis."""
     if array.dtype == bool:
         return array.view(dtype)
-    parts = array.real  # a view; that of all numbers would need a contiguous last axis
+    parts = array.real  # array.view(dtype) would need a contiguous last axis
     shape, strides = (*array.shape, 2), (*array.strides, parts.itemsize)
     return np.lib.stride_tricks.as_strided(parts, shape, strides)
 
 
 def _is_masked(array: Any) -> bool:
-    """True for NumPy's masked arrays. ``np.ma`` would import that module here, perhaps within a signal handler."""
+    """True for NumPy's masked arrays. Reading ``np.ma`` would import that module, perhaps within a signal handler."""
     module: Any = sys.modules.get("numpy.ma")
     return isinstance(array, getattr(module, "MaskedArray", ()))

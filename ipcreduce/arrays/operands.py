@@ -1,6 +1,6 @@
-"""Operands of a call: its arguments, checked and brought into the form in which kernels take them.
+"""The arguments of a call on a GPU, checked and brought into the form in which kernels take them.
 
-The communicator adds rank and call to the messages.
+The error messages here name neither rank nor call: the communicator adds both.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ Allocating = Callable[[], AbstractContextManager[Any]]
 
 
 def stream_of(array: Any, stream: Any) -> tuple[Stream, Any]:
-    """The stream of a call on a device array: its handle, and the object that keeps it.
+    """The stream of a call on a device array: its handle, and the object that keeps the handle valid.
 
-    None is the current stream: PyTorch's for a tensor, and CuPy's for all else.
-
+    :param stream: None stands for PyTorch's current stream if ``array`` is a tensor, and else for CuPy's.
     :raises ArgumentError: if ``stream`` is no stream.
     """
     if stream is None and not views.is_cupy(array) and torch_runtime.is_tensor(array):
@@ -33,7 +32,7 @@ def stream_of(array: Any, stream: Any) -> tuple[Stream, Any]:
 
 
 def note_uses(used: tuple[Any, ...], stream: Stream, owner: Any) -> None:
-    """Let PyTorch know of the tensors that the work on ``stream`` uses by now."""
+    """Tell PyTorch that the work queued on ``stream`` uses the tensors among ``used``."""
     for one in used:
         if torch_runtime.is_tensor(one):
             torch_runtime.use_on(one, stream, owner)
@@ -43,9 +42,9 @@ def note_uses(used: tuple[Any, ...], stream: Stream, owner: Any) -> None:
 class DeviceOperands:
     """The arrays of a device all-reduce.
 
-    Kernels read ``source`` and write ``destination``: both contiguous and aligned, and the same array or apart. The
-    result belongs into ``target``; where that is another array than ``destination``, :meth:`write_back` copies it.
-    ``result`` is the array to return.
+    Kernels read ``source`` and write ``destination``. Both are contiguous and aligned, and they are either the same
+    array or do not overlap. The result belongs into ``target``: if ``target`` is not ``destination``,
+    :meth:`write_back` copies the result there. ``result`` is the array to return.
     """
 
     source: Any
@@ -60,9 +59,10 @@ class DeviceOperands:
     def of(
         cls, array: Any, out: Any, stream: Stream, device: int, *, ordered: bool, allocating: Allocating
     ) -> DeviceOperands:  # fmt: skip
-        """The operands of ``allreduce(array, out=out)`` on ``stream`` of GPU ``device``.
+        """Take the arguments of ``allreduce(array, out=out)`` on ``stream`` of GPU ``device``.
 
-        :param ordered: False in a recording, which cannot wait for the arrays' producers outside of it.
+        :param ordered: whether ``stream`` waits for the work that produces the arrays. A recording cannot wait for
+            work outside of it, and passes False.
         :param allocating: the context in which results and copies are allocated.
         :raises ArgumentError: if an argument is wrong.
         """
@@ -93,24 +93,25 @@ class DeviceOperands:
         return cls(source, source_address, destination, destination_address, target, result, stream)
 
     def convert(self, dtype: Any, allocating: Allocating) -> None:
-        """Let the kernels work on a copy of the source of another dtype, in place."""
+        """Copy the source to ``dtype``, and let the kernels work on that copy in place."""
         with allocating():
             self.source = self.destination = views.converted(self.source, dtype, self.stream)
         self.source_address = self.destination_address = views.pointer(self.source)
 
     @property
     def needs_write_back(self) -> bool:
+        """True if :meth:`write_back` has something to copy."""
         return self.destination is not self.target
 
     def write_back(self) -> None:
-        """Copy the result into ``target``."""
+        """Copy the result from ``destination`` into ``target``."""
         views.copy_into(self.target, self.destination, self.stream)
 
 
 def _new(array: Any, source: Any, stream: Stream, device: int, ordered: bool) -> tuple[Any, Any]:
-    """A CuPy array for the result, and the result, of the library of ``array``, over the same memory.
+    """A new CuPy array for the result, and an array of the library of ``array`` over the same memory.
 
-    A recording's results lie in the memory of its graph.
+    In a recording, where ``ordered`` is False, the memory belongs to the graph.
     """
     if source is array or not torch_runtime.is_tensor(array):
         target = views.empty(source.shape, source.dtype, stream, device)
@@ -126,7 +127,8 @@ def _out(device: int, source: Any, out: Any, stream: Stream, ordered: bool) -> A
     """The CuPy array over ``out``: see :func:`views.view`. :raises ArgumentError: if it does not fit ``source``."""
     if not views.is_device(out, "out"):
         raise ArgumentError(
-            f"out must lie on the device, as array does; found {type(out).__qualname__}. Leave it out for a new array"
+            f"array lies on the GPU, but out is a {type(out).__qualname__} on the host. Pass an array on the same GPU "
+            "as out, or leave out= away for a new array"
         )
     target = views.view(out, stream, ordered)
     check_same_kind(source, target)
@@ -137,39 +139,42 @@ def _out(device: int, source: Any, out: Any, stream: Stream, ordered: bool) -> A
 
 
 def check_same_kind(array: Any, out: Any) -> None:
-    """:raises ArgumentError: if shape or dtype of ``out`` are not those of ``array``."""
+    """Compare shape and dtype. :raises ArgumentError: if those of ``out`` are not those of ``array``."""
     if out.shape != array.shape or out.dtype != array.dtype:
         raise ArgumentError(
-            f"out must have array's shape {array.shape} and dtype {array.dtype}; found {out.shape} and {out.dtype}. "
-            "Leave it out for a new array"
+            f"out has shape {out.shape} and dtype {out.dtype}, but array has shape {array.shape} and dtype "
+            f"{array.dtype}. Pass an out like array, or leave out= away for a new array"
         )
 
 
 def check_writable(target: Any, out: Any) -> None:
-    """:raises ArgumentError: if the owner of ``out``'s memory, over which ``target`` lies, does not allow writing."""
+    """Look for a mark of read-only memory. :raises ArgumentError: if the owner of ``out``'s memory forbids writing.
+
+    :param target: the array over the memory of ``out``.
+    """
     if views.is_readonly(target):
-        found = "array"
+        why = "this array is read-only"
         if not isinstance(out, np.ndarray):
-            found = f"{type(out).__qualname__}, or one that does not say by DLPack 1.0 that it may be written"
+            why = f"this {type(out).__qualname__} is read-only, or does not say by DLPack 1.0 that it may be written"
         raise ArgumentError(
-            f"out must be writable; found a read-only {found}. Pass a copy in NumPy or CuPy, or leave it out"
+            f"out cannot be written: {why}. Pass a copy in NumPy or CuPy, or leave out= away for a new array"
         )
 
 
 def check_own_elements(out: Any) -> None:
-    """:raises ArgumentError: if elements share memory."""
+    """Check that each element has memory of its own. :raises ArgumentError: if two elements share memory."""
     if views.has_shared_elements(out):
         raise ArgumentError(
-            f"out must have memory of its own for each element; found shape {out.shape} with strides {out.strides}, "
-            "by which elements share it. Pass a copy: out.copy()"
+            f"elements of out share memory: its shape is {out.shape} and its strides are {out.strides}. Pass a copy: "
+            "out.copy()"
         )
 
 
 def _check_device(ordinal: int, array: Any, name: str) -> None:
     if views.device_of(array) != ordinal:
         raise ArgumentError(
-            f"{name} must lie on this communicator's GPU {ordinal}; found one on GPU "
-            f"{views.device_of(array)}. Move it, or make the communicator with device="
+            f"{name} lies on GPU {views.device_of(array)}, but this communicator uses GPU {ordinal}. Move {name} to "
+            "that GPU, or make the communicator with device="
         )
 
 
@@ -177,13 +182,13 @@ def _check_aligned(*used: Any) -> None:
     for array in used:
         if views.pointer(array) % array.itemsize:
             raise ArgumentError(
-                f"array and out must lie at multiples of their itemsize, {array.itemsize}; found address "
-                f"{views.pointer(array):#x}. Copy it to a new array first"
+                f"address {views.pointer(array):#x} of array or out is no multiple of the itemsize, {array.itemsize}. "
+                "Copy it to a new array first"
             )
 
 
 def _overlap_in_part(source: Any, target: Any) -> bool:
-    """True if writing ``target`` could change parts of ``source`` that are not read yet. In place is safe."""
+    """True if the arrays overlap without being the same: writing ``target`` could then change unread ``source``."""
     first, other = views.pointer(source), views.pointer(target)
     if views.is_contiguous(source) and views.is_contiguous(target):
         return first != other and abs(first - other) < source.nbytes

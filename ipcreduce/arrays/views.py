@@ -1,4 +1,4 @@
-"""Arrays of every library as CuPy arrays on the device and NumPy arrays on the host."""
+"""Views of every library's arrays: as CuPy arrays on the GPU, and as NumPy arrays on the host."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ _ON_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged
 
 
 def is_device(array: Any, what: str = "array") -> bool:
-    """True if ``array``, argument ``what``, lies on a GPU; False for arrays on the host, and for numbers.
+    """True if ``array`` lies on a GPU; False for arrays on the host, and for numbers.
 
+    :param what: the argument's name, for messages.
     :raises ArgumentError: for anything else.
     """
     if isinstance(array, np.ndarray):
@@ -35,7 +36,7 @@ def is_device(array: Any, what: str = "array") -> bool:
     if isinstance(array, NUMBERS):
         return False
     if problem := torch_tensors.problem(array):
-        raise ArgumentError(f"{what} must be {problem}")
+        raise ArgumentError(f"{what} {problem}")
     kind = type(array)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if _has(array, "__dlpack_device__"):
@@ -43,35 +44,31 @@ def is_device(array: Any, what: str = "array") -> bool:
         if device_type in (*_ON_GPU, *_ON_HOST):
             return device_type in _ON_GPU
         raise ArgumentError(
-            f"{what} must lie on an NVIDIA GPU or on the host; found {name} on DLPack device type {device_type}. Move "
-            "it to the GPU, or to the host"
+            f"{what}, a {name}, lies on DLPack device type {device_type}. Move it to an NVIDIA GPU, or to the host"
         )
     if _has(array, "__cuda_array_interface__"):
         return True
-    taken = "a NumPy array" if what == "out" else "a NumPy array, a number,"
-    raise ArgumentError(
-        f"{what} must be {taken} or an array with __dlpack__ or __cuda_array_interface__; found {name}. "
-        f"{advice.for_array(array, what)}"
-    )
+    remedy = advice.for_array(array, what)
+    raise ArgumentError(f"{what} is a {name}, which has neither __dlpack__ nor __cuda_array_interface__. {remedy}")
 
 
 def _has(array: Any, name: str) -> bool:
-    """True if the type has this member of a protocol, or the object carries it itself. A type is no array."""
+    """True if the type or the object itself has this member of a protocol. False for a type, which is no array."""
     return hasattr(type(array), name) or (hasattr(array, name) and not isinstance(array, type))
 
 
 def view(array: Any, stream: Stream, ordered: bool = True) -> Any:
     """A CuPy array over the same memory, ready to be used on ``stream``.
 
-    ``__cuda_array_interface__``'s ``stream`` is waited for by an event; DLPack's producer is told ``stream``. Not so
-    unless ``ordered``: a recording cannot wait for work outside of it.
-
-    :raises ArgumentError: if the exporter refuses, the type is unknown, or the array has no memory of its own.
+    :param ordered: whether ``stream`` waits for the work that produces the array: by an event for the stream that
+        ``__cuda_array_interface__`` names, and by the producer itself, which is told ``stream``, for DLPack. A
+        recording cannot wait for work outside of it, and passes False.
+    :raises ArgumentError: if the array's library gives no view, or if the array has no memory of its own.
     """
     cupy = load()
     if type(array) is cupy.ndarray:
         found = array
-    elif isinstance(array, cupy.ndarray):  # a subclass may index, copy and reshape in its own way
+    elif isinstance(array, cupy.ndarray):  # of a subclass, which may index, copy and reshape in its own way
         found = cupy.ndarray.view(array, type=cupy.ndarray)
     else:
         found = _viewed(array, stream, ordered)
@@ -91,14 +88,15 @@ def _viewed(array: Any, stream: Stream, ordered: bool) -> Any:
         return _from_interface(array, stream, ordered)
     except ArgumentError:
         raise
-    except Exception as error:  # exporters raise what they like: PyTorch for a tensor that requires grad, say
-        raise ArgumentError(_refused(array, "an array", error)) from error
+    except Exception as error:  # each library raises errors of its own
+        raise ArgumentError(_refused(array, error)) from error
 
 
 def host_view(array: Any, what: str = "array") -> np.ndarray[Any, Any]:
     """A NumPy array over the same memory as ``array``, which lies on the host and has DLPack.
 
-    :raises ArgumentError: if the exporter refuses, or NumPy lacks the dtype.
+    :param what: the argument's name, for messages.
+    :raises ArgumentError: if the array's library gives no view, or NumPy does not have the dtype.
     """
     kind, bfloat16 = type(array).__qualname__, "bfloat16" in str(getattr(array, "dtype", ""))
     try:
@@ -106,21 +104,22 @@ def host_view(array: Any, what: str = "array") -> np.ndarray[Any, Any]:
             view = array_protocols.host_view(torch_runtime.detached(array))
             return view.view(ml_dtypes.bfloat16) if bfloat16 else view
         return array_protocols.host_view(array)
-    except Exception as error:  # exporters raise what they like
+    except Exception as error:  # each library raises errors of its own
         if bfloat16:
             raise ArgumentError(
-                f"{what} must have a dtype that NumPy takes by DLPack; found bfloat16 in a {kind} on the host. Pass "
-                "NumPy's view of it, with dtype ml_dtypes.bfloat16"
+                f"{what} is a {kind} of bfloat16 on the host, which NumPy does not take by DLPack. Pass NumPy's view "
+                "of it, with dtype ml_dtypes.bfloat16"
             ) from error
-        raise ArgumentError(_refused(array, what, error)) from error
+        raise ArgumentError(_refused(array, error)) from error
 
 
-def _refused(array: Any, what: str, error: object) -> str:
+def _refused(array: Any, error: object) -> str:
     kind, dtype = type(array).__qualname__, str(getattr(array, "dtype", ""))
-    name = dtype.rpartition(".")[2]  # PyTorch's begin with "torch."
+    name = dtype.rpartition(".")[2]  # PyTorch's dtypes begin with "torch."
     if name and name not in KIND_NAMES:
         allowed = ", ".join(KIND_NAMES)
-        return f"{what} must have a dtype of {allowed}; found {dtype} in a {kind}. {advice.for_dtype_named(name)}"
+        remedy = advice.for_dtype_named(name)
+        return f"a {kind} of {dtype} cannot be reduced. The dtypes are {allowed}. {remedy}"
     return f"the {kind} does not give its memory: {text_of(error)}"
 
 
@@ -129,7 +128,7 @@ def _no_memory(kind: type) -> str:
 
 
 class _Unordered:
-    """An array by DLPack, for which its producer adds no waits."""
+    """An array that asks its producer, in DLPack's way, to add no wait."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -140,24 +139,24 @@ class _Unordered:
 
 
 def _from_tensor(tensor: Any, place: torch_runtime.Place, stream: Stream, ordered: bool) -> Any:
-    """View of a tensor's memory, in a tenth of the time that it takes by DLPack."""
+    """A view of a PyTorch tensor's memory. It takes a tenth of the time that DLPack takes."""
     cupy = load()
     address, shape, dtype, strides, device = place
     if ordered:
         torch_runtime.order(device, stream)
     _, past = _reach(shape, strides, dtype.itemsize)  # PyTorch's strides are never negative
-    # A recording keeps the memory, and not only the tensor, which may be given other memory (set_(), .data).
+    # A recording has to keep the memory: a tensor may later be given other memory (set_(), .data).
     memory = cupy.cuda.UnownedMemory(address, past, tensor if ordered else tensor.detach(), device)
     return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides=strides)
 
 
 def _from_interface(array: Any, stream: Stream, ordered: bool) -> Any:
-    """View by ``__cuda_array_interface__`` (versions 2 and 3). Its typestr for bfloat16 is two opaque bytes."""
+    """A view by ``__cuda_array_interface__`` (versions 2 and 3)."""
     cupy = load()
     interface = array.__cuda_array_interface__
     dtype = array_protocols.interface_dtype(array, interface)
     if interface.get("mask") is not None:
-        raise ArgumentError("array must have no mask; found one in its __cuda_array_interface__")
+        raise ArgumentError("array has a mask in its __cuda_array_interface__. Pass an array without one")
     shape, strides = tuple(interface["shape"]), interface.get("strides")
     address, _ = interface["data"]
     low, past = _reach(shape, strides, dtype.itemsize)
@@ -166,13 +165,13 @@ def _from_interface(array: Any, stream: Stream, ordered: bool) -> Any:
         event = streams.create_event()
         streams.record_event(event, producer)
         streams.wait_event(stream, event)
-        streams.destroy_event(event)
+        streams.close_event(event)
     memory = cupy.cuda.UnownedMemory(address + low, past - low, array, current_device() if not address else -1)
     return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, -low), strides=strides)
 
 
 def _reach(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: int) -> tuple[int, int]:
-    """(first, past the last) byte of an array, relative to the address of its element 0."""
+    """The first byte of an array, and the one past its last, relative to the address of its element 0."""
     if 0 in shape:
         return 0, 0
     if strides is None:
@@ -182,10 +181,10 @@ def _reach(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: in
 
 
 def is_readonly(array: Any) -> bool:
-    """True if the owner of the memory forbids writing, or does not allow it."""
+    """True if the array's library forbids writing to its memory, or does not say that it allows it."""
     if isinstance(array, np.ndarray):
         return not array.flags.writeable
-    if is_cupy(array) or torch_runtime.is_tensor(array):  # which have no such mark
+    if is_cupy(array) or torch_runtime.is_tensor(array):  # their libraries have no read-only arrays
         return False
     return array_protocols.is_readonly(array)
 
@@ -206,23 +205,23 @@ def is_contiguous(array: Any) -> bool:
 
 
 def extent(array: Any) -> tuple[int, int]:
-    """(first, past the last) address of a device or host array."""
+    """The first address of a device or host array, and the one past its last."""
     on_host = isinstance(array, np.ndarray)
     start = array.ctypes.data if on_host else pointer(array)
-    if not on_host and is_contiguous(array):  # most are: 1 us less of each call in a recording
+    if not on_host and is_contiguous(array):  # the usual case: saves 1 us of each call in a recording
         return start, start + array.nbytes
     first, past = _reach(array.shape, array.strides, array.dtype.itemsize)
     return start + first, start + past
 
 
 def same_elements(array: Any, other: Any) -> bool:
-    """True if two device arrays of one shape are the same elements in the same order: the same place and strides."""
+    """True if two device arrays of one shape are the same elements: the same address, strides and dtype."""
     same_place = pointer(array) == pointer(other) and array.strides == other.strides
     return bool(same_place and array.dtype == other.dtype)
 
 
 def overlap(array: Any, other: Any) -> bool:
-    """True if one of two device arrays begins before the other one ends. They may have no byte in common."""
+    """True if the address ranges of two device arrays overlap. Strided arrays may still have no byte in common."""
     (first, past), (other_first, other_past) = extent(array), extent(other)
     return first < other_past and other_first < past
 
@@ -233,7 +232,7 @@ def share_memory(array: Any, other: Any) -> bool:
 
 
 def _geometry(array: Any) -> np.ndarray[Any, Any]:
-    """A NumPy array at the same addresses, which must not be read."""
+    """A NumPy array with the device array's addresses, for comparisons. Reading its elements would crash."""
     place = SimpleNamespace(__array_interface__={
         "shape": array.shape, "typestr": f"|V{array.itemsize}", "strides": array.strides,
         "data": (pointer(array), True), "version": 3,
@@ -256,7 +255,7 @@ def has_shared_elements(array: Any) -> bool:
         return False
     if steps[0][0] < itemsize or past < array.nbytes:
         return True
-    places = np.zeros(1, np.int64)  # only as_strided makes others: compare all
+    places = np.zeros(1, np.int64)  # strides such as only as_strided makes: compare the places of all elements
     for stride, length in steps:
         places = np.add.outer(places, stride * np.arange(length)).reshape(-1)
     places.sort()
@@ -271,7 +270,7 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any], stream: Stream, device: 
     else:
         with on_stream(stream):
             array = cupy.empty(shape, dtype)
-    if array.data.device_id != device:  # this thread's current device is another one: looked at only now, for speed
+    if array.data.device_id != device:  # the thread's current device was another one: looked at only now, for speed
         with cupy.cuda.Device(device), on_stream(stream):
             array = cupy.empty(shape, dtype)
     return array
@@ -292,7 +291,7 @@ def converted(array: Any, dtype: np.dtype[Any], stream: Stream) -> Any:
 
 
 def copy_into(target: Any, value: Any, stream: Stream) -> None:
-    """``target[...] = value``, both device arrays of one shape, on ``stream``, also where they overlap."""
+    """Copy one device array into another of the same shape, on ``stream``. The arrays may overlap."""
     if same_elements(target, value):
         return
     if overlap(target, value):
@@ -308,7 +307,7 @@ def is_cupy(array: Any) -> bool:
 
 
 def view_of(array: Any, owner: Any) -> Any:
-    """A CuPy array over the same memory that keeps ``owner`` alive, and not the memory's block."""
+    """A CuPy array over the same memory that keeps ``owner`` alive, in place of the memory's block."""
     cupy = load()
     first, past = extent(array)
     memory = cupy.cuda.UnownedMemory(first, past - first, owner, device_of(array))
@@ -317,11 +316,11 @@ def view_of(array: Any, owner: Any) -> Any:
 
 
 def locator(kind: type) -> Locate | None:
-    """A function that reads where an object of this type lies, with no copy and no CUDA call; None for other types.
+    """A function that reads where an array of this type lies, without copy or CUDA call; None for other types.
 
-    It returns the :data:`Location`, or None for an array that is not on a GPU.
+    The function returns the :data:`Location`, or None for an array that is not on a GPU.
     """
-    cupy = cupy_runtime.cupy or sys.modules.get("cupy")  # nobody has an array of it who has not imported it
+    cupy = cupy_runtime.cupy or sys.modules.get("cupy")
     if cupy is not None and issubclass(kind, cupy.ndarray):
         return lambda array: (array.data.ptr, array.shape, array_protocols.dtype_name(array.dtype), array.strides)
     if torch_runtime.is_plain_type(kind):
@@ -333,16 +332,16 @@ def locator(kind: type) -> Locate | None:
 
 def _refuse_wrapper(tensor: Any) -> None:
     if tensor.device.type == "cuda":
-        raise ArgumentError(f"array must be {torch_tensors.problem(tensor)}")
+        raise ArgumentError(f"array {torch_tensors.problem(tensor)}")
 
 
 def _locate_tensor(tensor: Any) -> Location | None:
-    """By the tensor's own attributes: its protocols refuse one that requires grad, also within torch.no_grad()."""
+    """Read the tensor's own attributes: its protocols fail if it requires grad, also within torch.no_grad()."""
     problem = torch_tensors.own_problem(tensor)
     if problem and tensor.is_cuda and torch_runtime.is_zero(tensor):
-        raise ArgumentError(f"array must be {problem}")
+        raise ArgumentError(f"array {problem}")
     place = None if problem else torch_runtime.place_of(tensor)
-    if place is None:  # not on a GPU, or of a dtype of others, or not its values
+    if place is None:  # it is not on a GPU, or has a dtype that NumPy lacks, or its memory is not its values
         read = array_protocols.locator(type(tensor))
         return None if read is None else read(tensor)
     address, shape, dtype, strides, _ = place
@@ -352,7 +351,7 @@ def _locate_tensor(tensor: Any) -> Location | None:
 def locate(array: Any) -> Location | None:
     """The location of a device array; None for any other object.
 
-    :raises ArgumentError: if it hides its address, or has no memory of its own.
+    :raises ArgumentError: if the array does not give its address, or has no memory of its own.
     """
     kind = type(array)
     find, attributes = locator(kind), array_protocols.attributes(kind)
@@ -362,7 +361,10 @@ def locate(array: Any) -> Location | None:
 
 
 def checked(place: Location | None, kind: type) -> Location | None:
-    """The location of an array of this type. :raises ArgumentError: if nothing lies there."""
+    """The location itself, checked. :raises ArgumentError: if its address is 0 although it has elements.
+
+    :param kind: the array's type, for the message.
+    """
     if place is not None and not place[0] and 0 not in place[1]:
         raise ArgumentError(_no_memory(kind))
     return place

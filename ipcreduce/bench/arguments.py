@@ -1,4 +1,4 @@
-"""The types of the commands' arguments, each with an error that says what is allowed; and the sizes to measure."""
+"""The parsers of the commands' arguments, and the sizes to measure."""
 
 from __future__ import annotations
 
@@ -14,38 +14,43 @@ _LARGEST = 1 << 40
 def size(text: str, least: int = 1) -> int:
     """Parse a number of bytes, such as "4", "64K" or "1G".
 
-    :raises argparse.ArgumentTypeError: if it is none, or not from ``least`` to 1024G.
+    :raises argparse.ArgumentTypeError: if the text is no number of bytes from ``least`` to 1024G.
     """
     found = re.fullmatch(r"([0-9]{1,15})([KMG]?)", text.upper())
     nbytes = int(found[1]) * _UNITS[found[2]] if found else 0
     if not least <= nbytes <= _LARGEST:
-        raise argparse.ArgumentTypeError(f"expected bytes, as 4, 64K, 1M or 1G, from {least} to 1024G; found {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of bytes from {least} to 1024G. Write it as 4, 64K, 1M or 1G"
+        )
     return nbytes
 
 
 def count(text: str) -> int:
-    """Parse a number from 1 to 1,000,000. :raises argparse.ArgumentTypeError: if it is none."""
+    """Parse a whole number from 1 to 1,000,000. :raises argparse.ArgumentTypeError: if the text is no such number."""
     if not re.fullmatch("[0-9]{1,7}", text) or not 1 <= int(text) <= 1_000_000:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 1000000; found {text!r}")
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to 1000000")
     return int(text)
 
 
 def names_of(known: Callable[[], Collection[str]], text: str) -> list[str]:
-    """Parse names with commas between them; "" is no name. :raises argparse.ArgumentTypeError: if one is not known."""
+    """Parse names with commas between them; none for "". :raises argparse.ArgumentTypeError: if a name is unknown."""
     found = list(dict.fromkeys(name.strip() for name in text.split(","))) if text.strip() else []
     if unknown := [name for name in found if name not in known()]:
-        raise argparse.ArgumentTypeError(f"expected names of {', '.join(known())}; found {unknown[0]!r}")
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown. Choose from {', '.join(known())}")
     return found
 
 
 def sizes(smallest: int, largest: int, between: bool, itemsize: int = 1) -> list[int]:
-    """The powers of two from ``smallest`` to ``largest`` bytes, and with ``between`` also 3 * 2**k: whole elements."""
+    """The powers of two from ``smallest`` to ``largest`` bytes that are multiples of ``itemsize``.
+
+    :param between: whether to add the sizes 3 * 2**k.
+    """
     found = [1 << k for k in range(41)] + ([3 << k for k in range(40)] if between else [])
     return sorted(nbytes for nbytes in found if smallest <= nbytes <= largest and nbytes % itemsize == 0)
 
 
 def why_not_writable(path: Path) -> str:
-    """The reason for which a file cannot be written; "" if it can. An existing file keeps its content."""
+    """The reason why a file cannot be written; "" if it can. An existing file keeps its content."""
     new = not path.exists()
     try:
         with path.open("ab"):

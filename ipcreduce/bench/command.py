@@ -1,6 +1,6 @@
 """The ``bench`` command: choose sizes and contenders, check each contender's results, then time it.
 
-Without GPUs it measures NumPy arrays, against MPI's own Allreduce.
+Without GPUs it measures NumPy arrays, and compares ipcreduce with MPI's Allreduce.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _CHECKS = 4  # checks with new data, before a size is timed
 _LATE_SECONDS = 2e-3  # the longest random delay of a rank before a check
 _LARGE = 64 << 20  # bytes; larger messages are checked once, and timed in fewer calls
 _MODES = ("graph", "eager")
-_LARGEST, _HOST_LARGEST = 1 << 30, 64 << 20  # bytes, unless the user says otherwise
-_EAGER_TURNS = 3  # turns of all contenders, since the pace of a host changes within seconds
+_LARGEST, _HOST_LARGEST = 1 << 30, 64 << 20  # bytes: the defaults of --largest
+_EAGER_TURNS = 3  # all contenders take turns this often, because a host's pace changes within seconds
 
 _Run = tuple[timing.Times, timing.Times | None]  # times of a call, end to end and on the host alone
 
@@ -55,15 +55,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuse options that do not fit together. Exits with status 2."""
+    """Check that the options fit together. Exits with status 2 if they do not."""
     if options.largest is not None and options.smallest > options.largest:
         parser.error(f"--smallest {options.smallest} is above --largest {options.largest} bytes")
     if options.mode == []:
-        parser.error(f"argument --mode: expected names of {', '.join(_MODES)}; found ''")
+        parser.error(f"argument --mode: '' names no mode. Choose from {', '.join(_MODES)}")
 
 
 def main(options: argparse.Namespace) -> None:
-    """Run the command. Collective. :raises IpcReduceError: on every rank, if it cannot run or a sum is wrong."""
+    """Run the command. Collective.
+
+    :raises IpcReduceError: on every rank, if the command cannot run or a sum is wrong.
+    """
     from mpi4py import MPI
 
     if problem := MPI.COMM_WORLD.bcast(_why_not_kept(options) if MPI.COMM_WORLD.rank == 0 else ""):
@@ -88,24 +91,27 @@ def _show(result: dict[str, Any], n: int, options: argparse.Namespace) -> None:
 
 
 def _why_not_kept(options: argparse.Namespace) -> str:
-    """The reason for which a file could not be written after the measurement; "" if it can."""
+    """The reason why a file of results cannot be written; "" if all can. It is asked before the measurement."""
     for option, path in (("--json", options.json), ("--plot", options.plot)):
         if path is not None and (reason := why_not_writable(path)):
-            return f"{option} cannot be written ({reason}): name a file in a directory that you may write to"
+            return f"{option} cannot be written ({reason}). Name a file in a directory that you may write to"
     return report.why_not_drawn(options.plot) if options.plot else ""
 
 
 def _fitted(options: argparse.Namespace, comm: Communicator) -> argparse.Namespace:
-    """The options with what was left open filled in for GPUs or for the host.
+    """The options, with defaults for GPUs or for the host.
 
-    :raises UnsupportedError: if they need GPUs, and there are none. :raises ArgumentError: if no size is left.
+    :raises UnsupportedError: if the options need GPUs, and there are none.
+    :raises ArgumentError: if the options allow no size.
     """
     on_host = comm.backend == "mpi"
     if on_host and (options.algorithm or "graph" in (options.mode or ())):
         what = f"--algorithm {options.algorithm}" if options.algorithm else "--mode graph"
-        raise UnsupportedError(f"{what} needs GPUs: leave it out, to measure NumPy arrays; found:\n{comm.describe()}")
+        raise UnsupportedError(
+            f"{what} needs GPUs, and these ranks have none. Leave it out to measure NumPy arrays.\n{comm.describe()}"
+        )
     if not on_host and comm.size == 1:
-        raise UnsupportedError(f"bench needs at least 2 ranks: mpirun -n 2 ...; found:\n{comm.describe()}")
+        raise UnsupportedError(f"bench needs at least 2 ranks. Start it by mpirun -n 2 ...\n{comm.describe()}")
     found = argparse.Namespace(**vars(options))
     found.mode = [mode for mode in _MODES if mode in (options.mode or (_MODES[1:] if on_host else _MODES))]
     found.dtype = options.dtype or ("float32" if on_host else "bfloat16")
@@ -115,8 +121,8 @@ def _fitted(options: argparse.Namespace, comm: Communicator) -> argparse.Namespa
     found.sizes = sizes(least, usual if options.largest is None else options.largest, options.between, itemsize)
     if not found.sizes:
         raise ArgumentError(
-            f"expected a power of two from --smallest to --largest, and at least one {found.dtype}; found "
-            f"{options.smallest} to {options.largest} bytes. --between adds the sizes 3 * 2**k"
+            f"there is no size to measure: no power of two from --smallest to --largest, {options.smallest} to "
+            f"{options.largest} bytes, has room for one {found.dtype}. Choose others, or add 3 * 2**k by --between"
         )
     return found
 
@@ -176,7 +182,7 @@ def _measure(comm: Communicator, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _trouble(action: Callable[[], None], mpi: Any) -> str:
-    """Run ``action`` on every rank and return the first failing rank's error in one line; "" if none fails."""
+    """Run ``action`` on every rank. Returns the first failing rank's error in one line; "" if none fails."""
     reason = ""
     try:
         action()
@@ -186,7 +192,7 @@ def _trouble(action: Callable[[], None], mpi: Any) -> str:
 
 
 def _check(one: contenders.Contender, message: Message) -> None:
-    """Check a contender's results. Arrays that it does not take pass. :raises ArithmeticError: if one is wrong."""
+    """Check a contender's results, if it takes such arrays. :raises ArithmeticError: if a result is wrong."""
     right = True
     for _ in range(_CHECKS if message.source.nbytes <= _LARGE else 1):
         message.renew()
@@ -198,7 +204,7 @@ def _check(one: contenders.Contender, message: Message) -> None:
             call()
             one.collect()
         message.wait()
-        right &= message.is_right()  # raised at the end: earlier, the other ranks would wait in the next call
+        right &= message.is_right()  # the error is raised at the end, because the other ranks wait in the next call
     if not right:
         raise ArithmeticError("its result is wrong")
 
@@ -215,13 +221,13 @@ def _time(one: contenders.Contender, message: Message, mode: str, replays: int, 
         return timing.on_host(call, replays, mpi), None
     calls = max(4, min(200, _LARGE // nbytes))
     with one.running():
-        call()  # first-call work, such as compiling, is kept out of the capture and the times
+        call()  # does the work of a first call, such as compiling, before the capture and the times
         message.wait()
-        if mode == "eager":  # at least 20 calls, since the time includes the synchronisation at the end
+        if mode == "eager":  # at least 20 calls, because the time includes the synchronisation at the end
             return timing.eagerly(call, max(calls, 20) if nbytes <= _LARGE else calls, replays, mpi)
     launch = one.captured(call, calls)
     found = timing.in_graph(launch, calls, replays, mpi)
-    if isinstance(one, contenders.Ours):  # check these too: a graph may run other kernels
+    if isinstance(one, contenders.Ours):  # _measure() checks the last results: let them be those of the graph
         message.renew()
         launch()
         message.wait()

@@ -1,7 +1,7 @@
-"""The all-reduces that are timed: ours, CuPy's and PyTorch's if installed, and on the host MPI's.
+"""The all-reduces that bench times: ipcreduce's; on GPUs those of CuPy and PyTorch; on the host that of MPI.
 
-Each contender sums ``source`` over the ranks into ``target``, arrays of one dtype: CuPy's, on CuPy's current stream, or
-NumPy's. Only this module imports PyTorch, and only when asked for it.
+Each contender sums ``source`` over the ranks into ``target``. Both are CuPy arrays, used on CuPy's current stream, or
+both are NumPy arrays. PyTorch is imported when one of its contenders is asked for.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ class Contender(ABC):
 
     @abstractmethod
     def prepare(self, source: Any, target: Any) -> Callable[[], Any] | None:
-        """Return a function that makes one call, within :meth:`running`; None if it does not take such arrays."""
+        """A function that makes one call, within :meth:`running`; None if the contender does not take such arrays."""
 
     def running(self) -> AbstractContextManager[Any]:
         """The context in which to make calls that are not captured."""
         return nullcontext()
 
     def captured(self, call: Callable[[], Any], calls: int) -> Callable[[], None]:
-        """Capture a graph of ``calls`` calls. Returns a function that launches it."""
+        """Capture a graph of ``calls`` calls, and return a function that launches it."""
         return timing.captured(call, calls)
 
     def collect(self) -> None:  # noqa: B027
-        """Copy a call's result into ``target`` if it is elsewhere. Not timed."""
+        """Copy a call's result into ``target`` if it is elsewhere. This is not timed."""
 
     def close(self) -> None:  # noqa: B027
-        """Release the contender's resources. Collective."""
+        """Free the contender's resources. Collective."""
 
 
 class Ours(Contender):
-    """ipcreduce; captured calls are recorded in its own graphs."""
+    """ipcreduce. Captured calls are recorded in its graphs."""
 
     name = "ours"
 
@@ -109,7 +109,7 @@ class _Torch(Contender):
 
         self._torch = torch
         torch.cuda.set_device(cupy_runtime.current_device())
-        if not torch.distributed.is_initialized():  # one process group serves all of these classes
+        if not torch.distributed.is_initialized():  # one process group serves all contenders of PyTorch
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 address = mpi.bcast(f"tcp://127.0.0.1:{probe.getsockname()[1]}")
@@ -118,7 +118,7 @@ class _Torch(Contender):
             )
 
     def _tensor(self, array: Any) -> Any:
-        """A PyTorch tensor over an array. bfloat16 passes as int16: not every DLPack version takes CuPy's bfloat16."""
+        """A PyTorch tensor over an array. bfloat16 passes as int16, because some versions of DLPack lack bfloat16."""
         if array.dtype.name == "bfloat16":
             return self._torch.from_dlpack(array.view("int16")).view(self._torch.bfloat16)
         return self._torch.from_dlpack(array)
@@ -149,7 +149,7 @@ class _Torch(Contender):
 
 
 class TorchNccl(_Torch):
-    """torch.distributed.all_reduce, in place on a copy, since it has no out-of-place form."""
+    """torch.distributed.all_reduce, which only works in place, on a copy."""
 
     name = "torch_nccl"
 
@@ -198,7 +198,7 @@ class TorchSymmetric(_Torch):
 
 
 class Mpi(Contender):
-    """MPI's own Allreduce. It has no half types."""
+    """MPI's Allreduce, which has no 16-bit floats."""
 
     name = "mpi"
 
@@ -229,10 +229,10 @@ def known() -> list[str]:
 
 
 def find(names: list[str] | None, mpi: Any, on_host: bool) -> tuple[list[Contender], dict[str, str]]:
-    """Return the named peers that work on every rank, and for each other one the reason. Collective.
+    """The named peers that work on every rank, and for each other peer the reason why it does not. Collective.
 
     :param names: None for all that take such arrays.
-    :param on_host: for NumPy arrays.
+    :param on_host: whether they are to take NumPy arrays.
     """
     peers, kind = (HOST_PEERS, "GPU") if on_host else (PEERS, "NumPy")
     found, left_out = [], {}

@@ -1,4 +1,4 @@
-"""Test data for timed reductions, and the check of their results. Small integers sum exactly in any order."""
+"""The data of timed calls, small integers that sum exactly in any order, and the check of the results."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 from ..communicator import Communicator
 from ..cuda import cupy_runtime
 
-_MOST = 65521  # elements drawn; longer messages repeat them. A prime period, so that misplaced data is noticed
+_MOST = 65521  # elements that are drawn. Longer messages repeat them, with this prime period: misplaced data is noticed
 _LARGEST = 8  # largest magnitude: the sum over 8 ranks is then exact in every dtype
 
 
 class Message:
-    """This rank's ``source`` and ``target`` arrays of ``nbytes`` bytes: CuPy's, or NumPy's if there are no GPUs."""
+    """This rank's arrays ``source`` and ``target`` of ``nbytes`` bytes: CuPy's, or NumPy's if there are no GPUs."""
 
     def __init__(self, nbytes: int, dtype: np.dtype[Any], comm: Communicator) -> None:
         self._dtype, self._rank, self._ranks = dtype, comm.rank, comm.size
@@ -44,7 +44,7 @@ class Message:
         self.target.fill(_LARGEST * self._ranks + 1)
 
     def is_right(self) -> bool:
-        """Return True if ``target`` is the sum over the ranks."""
+        """True if ``target`` is the sum over the ranks."""
         found = self.target if self.on_host else cupy_runtime.load().asnumpy(self.target)
         return all(
             (part.astype(np.float64) == self._expected[: len(part)]).all()
@@ -52,6 +52,6 @@ class Message:
         )
 
     def wait(self) -> None:
-        """Wait for the calls made on CuPy's current stream. Calls on host arrays have ended already."""
+        """Wait for the calls on CuPy's current stream. Calls on host arrays have ended already."""
         if not self.on_host:
             cupy_runtime.load().cuda.get_current_stream().synchronize()

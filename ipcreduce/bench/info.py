@@ -37,15 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace, ranks: Ranks) -> None:
-    """Run the command. Collective; rank 0 prints. Where MPI or GPUs are missing it tells why."""
-    if ranks.rank and ranks.size <= 1:  # a launcher's, whose ranks do not see each other: one of them tells that
+    """Run the command. Collective; rank 0 prints. If MPI or GPUs are missing, the report says why."""
+    if ranks.rank and ranks.size <= 1:  # the launcher's ranks do not see each other, and its rank 0 reports that
         return
     found = collect(ranks)
     ranks.tell(json.dumps(found, indent=1) if options.json else _text(found))
 
 
 def collect(ranks: Ranks) -> dict[str, Any]:
-    """Gather the report of ``info --json``. Collective; only ``rank`` differs between the ranks."""
+    """The report of ``info --json``. Collective; only ``rank`` differs between the ranks."""
     return {
         "ipcreduce": __version__,
         "python": platform.python_version(),
@@ -77,7 +77,7 @@ def _versions() -> dict[str, str]:
 
 
 def _mpi(ranks: Ranks) -> dict[str, Any]:
-    """Return mpi4py's library, the launcher that a shell would find, and the ranks by launcher and by MPI."""
+    """mpi4py's library, the launcher that a shell would find, and the ranks according to launcher and MPI."""
     launch = ranks.launch
     return {
         "library": _attempt(library),
@@ -90,7 +90,7 @@ def _mpi(ranks: Ranks) -> dict[str, Any]:
 
 
 def _launcher() -> str:
-    """The path and version of mpirun: the one beside this Python, else the first on PATH; "" if there is none."""
+    """The path and version of mpirun: the one beside this Python, or else the first on PATH; "" if there is none."""
     beside = str(Path(sys.executable).parent)
     path = shutil.which("mpirun", path=os.pathsep.join([beside, *os.get_exec_path()]))
     if path is None:
@@ -102,13 +102,13 @@ def _launcher() -> str:
     except (OSError, subprocess.TimeoutExpired):
         return f"{path} (does not run)"
     lines = [" ".join(line.split()) for line in done.stdout.splitlines() if line.strip()]
-    if lines and lines[0].startswith("HYDRA"):  # MPICH's; its version has a line of its own
+    if lines and lines[0].startswith("HYDRA"):  # that of MPICH, which prints its version in another line
         lines[0] = " ".join(["Hydra", *(line.split()[-1] for line in lines if line.startswith("Version:"))])
     return f"{path} ({lines[0]})" if lines else path
 
 
 def _gpus() -> dict[str, Any]:
-    """Return the driver, the GPUs and their P2P matrix as this process sees them, or the reason for their absence."""
+    """The driver, the GPUs and their P2P matrix as this process sees them, or the reason why there are none."""
     try:
         devices = [driver.device_info(ordinal) for ordinal in range(driver.device_count())]
         return {
@@ -133,7 +133,7 @@ def _gpus() -> dict[str, Any]:
 
 
 def _ranks() -> dict[str, Any]:
-    """Return backend and reasons of a communicator over MPI.COMM_WORLD with device="auto", or why there is none."""
+    """Backend and reasons of a communicator over MPI.COMM_WORLD with device="auto", or why none can be made."""
     try:
         with Communicator(device="auto") as comm:
             return {
@@ -168,7 +168,7 @@ def _text(found: dict[str, Any]) -> str:
         lines.append(f"GPUs (driver of CUDA {gpus['driver']})")
         lines.append(report.table(("GPU", "name", "capability", "memory", "UUID", "P2P with"), rows))
     if "error" in ranks:
-        lines += [] if mpi["problem"] else [f"no communicator: {ranks['error']}"]  # that is the reason, said above
+        lines += [] if mpi["problem"] else [f"no communicator: {ranks['error']}"]  # mpi's problem is the same error
     else:
         lines.append(f"{report.ranks_text(ranks['size'])}: backend {ranks['backend']}")
         lines += [f"  {line}" for line in ranks["description"]]

@@ -1,8 +1,8 @@
 """A lower bound on a machine's all-reduce time: L(n, S) = flag barrier + wire bytes / push bandwidth.
 
 Wire bytes are the bytes that leave each rank: the smaller of (n-1) S, in one hop, and 2 (n-1)/n S, in two.
-For host arrays, and over NCCL, whose way of the data is not ours to know, the bound is a copy of the message by every
-rank at once: all input is read, and all output written.
+For host arrays, and over NCCL, whose number of hops is unknown, the bound is the time in which every rank copies the
+message, all at once: all input is read, and all output written.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _BLOCKS, _THREADS = 132, 256  # at most one block a multiprocessor of an H200; a
 
 
 def our_backend(comm: Communicator, what: str) -> IpcBackend:
-    """The backend of our kernels, which ``what`` measures. :raises UnsupportedError: on another backend."""
+    """The backend of ipcreduce's kernels, which ``what`` measures. :raises UnsupportedError: on another backend."""
     backend = session_of(comm).require_backend(what)
     if not isinstance(backend, IpcBackend):
-        raise UnsupportedError(f"{what} measures the kernels of backend ipc; found backend {backend.name}")
+        raise UnsupportedError(f"{what} measures the kernels of backend ipc, but the ranks have backend {backend.name}")
     return backend
 
 
@@ -64,7 +64,7 @@ class Limit:
 
         def median(size: int, shape: tuple[int, int], calls: int) -> float:
             launch, (stream, owner) = backend.launches.limit(size, *shape), cupy_runtime.stream_of()
-            backend.order.launch(lambda stream: None, stream, owner)  # the launches below follow, with none between
+            backend.order.launch(lambda stream: None, stream, owner)  # orders the launches below behind earlier calls
             graph = timing.captured(lambda: launch.run(stream), calls)
             return timing.in_graph(graph, calls, replays, mpi).median
 
@@ -84,7 +84,7 @@ class CopyLimit:
     on_host: bool
 
     def figures(self) -> dict[str, float]:
-        """No figures: each row of a stored result has a copy's time."""
+        """No figures, because each row of a stored result has the time of a copy."""
         return {}
 
     def microseconds(self, nbytes: int) -> float:

@@ -1,4 +1,4 @@
-"""The output of a command, by rank 0. If it cannot be written, for want of room or a reader, all ranks end in order."""
+"""The output of a command, by rank 0. If it cannot be written, all ranks raise the same error."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..errors import IpcReduceError
 def on_rank_0(write: Callable[[], object], mpi: Any = None, what: str = "the output") -> None:
     """Call ``write`` on rank 0, which prints or stores something. Collective.
 
-    :param mpi: an mpi4py communicator; None for a process alone.
-    :param what: what is written, in words.
+    :param mpi: an mpi4py communicator; None for a single process.
+    :param what: the name of the output in messages.
     :raises IpcReduceError: on every rank, if it cannot be written.
     """
     problem = ""
@@ -35,7 +35,7 @@ def on_rank_0(write: Callable[[], object], mpi: Any = None, what: str = "the out
 
 
 def put(text: str, file: TextIO) -> str:
-    """Print ``text``. Returns "", or the reason for which that was not possible."""
+    """Print ``text``. Returns "", or the reason why that was not possible."""
     try:
         print(text, file=file, flush=True)
     except OSError as error:
@@ -45,12 +45,12 @@ def put(text: str, file: TextIO) -> str:
 
 
 def settle() -> None:
-    """Flush the standard streams, and give up what cannot be written: the interpreter would fail of it in the end."""
+    """Flush the standard streams, and discard what cannot be written: it would make the interpreter's exit fail."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:
-            with suppress(OSError):  # a stream of the program's own has no descriptor
+            with suppress(OSError):  # a stream that the program has made has no descriptor
                 descriptor = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(descriptor, stream.fileno())
                 os.close(descriptor)

@@ -1,4 +1,4 @@
-"""The ranks of a command: the launcher that started them, the MPI that they see, and their common end."""
+"""The ranks of a command: the launcher that started them, the MPI that they see, and their common exit."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ..ranks import mpi
 from ..ranks.launchers import Launch
 from . import output
 
-_MEETING_SECONDS = 5.0  # how long a rank that ends waits for the others to end too
-_UNREAD_SECONDS = 0.3  # a launcher may drop what it has not yet read when a rank fails
+_MEETING_SECONDS = 5.0  # how long a rank that exits waits for the others to exit, too
+_UNREAD_SECONDS = 0.3  # when a rank fails, a launcher may lose what it has not yet read
 
 
 class Ranks:
-    """The ranks of this run. ``rank`` is MPI's where MPI has several, or else the launcher's."""
+    """The ranks of this run. ``rank`` is that of MPI if MPI has several ranks, or else that of the launcher."""
 
     def __init__(self) -> None:
         self.launch = Launch.seen()
-        self.rank, self.size = self.launch.rank, 0  # of MPI, after join()
-        self._ends: Any = None  # a communicator for nothing but the end
+        self.rank, self.size = self.launch.rank, 0  # join() replaces them by those of MPI
+        self._ends: Any = None  # a communicator that serves the exit only
 
     def join(self) -> None:
         """Initialise MPI. Collective. :raises UnsupportedError: if there is none."""
@@ -32,22 +32,22 @@ class Ranks:
                 self.rank = int(self._ends.Get_rank())
 
     def mismatch(self) -> str:
-        """The words for a launcher whose ranks MPI takes for single programs; "" if all is well. After join()."""
+        """The error message if MPI takes the launcher's ranks for single programs; else "". After :meth:`join`."""
         return self.launch.mismatch(self.size)
 
     def tell(self, text: str) -> None:
         """Print ``text`` on rank 0. Collective. :raises IpcReduceError: on every rank, if it cannot be written."""
         output.on_rank_0(lambda: print(text), self._ends if self.size > 1 else None)
 
-    def end(self, text: str, status: int) -> NoReturn:
-        """Exit with ``status`` on every rank, once rank 0 has printed ``text``: to stderr if ``status`` is not 0.
+    def exit(self, text: str, status: int) -> NoReturn:
+        """Exit with ``status`` on every rank, after rank 0 has printed ``text``: to stderr if ``status`` is not 0.
 
-        A rank that ends alone prints its own text after 5 s, and ends the others.
+        A rank that exits alone prints its own text after 5 s, and aborts the others.
         """
         problem = output.put(text, sys.stderr if status else sys.stdout) if self.rank == 0 else ""
         if status and max(self.size, self.launch.size) > 1:
             self._meet(text, status)
-        if problem and not status:  # only of help and version: no rank has joined the others, so none is told
+        if problem and not status:  # only for help and version, before the ranks have joined
             output.put(f"ipcreduce: {problem}", sys.stderr)
             status = 1
         sys.exit(status)
@@ -55,7 +55,7 @@ class Ranks:
     def _meet(self, text: str, status: int) -> None:
         try:
             self.join()
-        except UnsupportedError:  # then the pause below has to do
+        except UnsupportedError:  # without MPI, the pause below is all
             pass
         else:
             request, deadline = self._ends.Ibarrier(), time.monotonic() + _MEETING_SECONDS
@@ -64,10 +64,10 @@ class Ranks:
                     self.abort("" if self.rank == 0 else text, status)
                 time.sleep(1e-3)
         if self.rank:
-            time.sleep(_UNREAD_SECONDS)  # a launcher may end rank 0 when this one has failed
+            time.sleep(_UNREAD_SECONDS)  # a launcher may kill rank 0 when this rank has failed
 
     def abort(self, text: str, status: int = 1) -> NoReturn:
-        """Print ``text`` to stderr and end every rank. After join()."""
+        """Print ``text`` to stderr and abort every rank. After :meth:`join`."""
         if text:
             output.put(text, sys.stderr)
         if self.size > 1:

@@ -129,14 +129,14 @@ def require_matplotlib() -> Any:
 
 
 def why_not_drawn(path: Path) -> str:
-    """The reason for which a plot cannot be drawn into this file; "" if it can."""
+    """The reason why a plot cannot be drawn into this file; "" if it can."""
     try:
         kinds = require_matplotlib().Figure().canvas.get_supported_filetypes()
     except UnsupportedError as error:
         return str(error)
     if path.suffix[1:].lower() in kinds:
         return ""
-    return f"--plot draws {', '.join(f'.{kind}' for kind in sorted(kinds))}; found {path.name}"
+    return f"--plot cannot draw {path.name}. Name a file that ends in {', '.join(f'.{kind}' for kind in sorted(kinds))}"
 
 
 def plot(path: Path, result: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Timing of a call, in a CUDA graph of many calls, eagerly, or on the host. A result is the slowest rank's."""
+"""The time of a call: in a CUDA graph of many calls, eagerly, or on the host. Each result is the slowest rank's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROUND_SECONDS, _MOST_CALLS = 5e-3, 100  # a round on the host has as many calls
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds a call: minimum, median and 99th percentile over graph replays or rounds of calls."""
+    """Microseconds for a call: minimum, median and 99th percentile over graph replays or rounds of calls."""
 
     least: float
     median: float
@@ -25,14 +25,14 @@ class Times:
 
     @classmethod
     def of(cls, samples: list[float], mpi: Any) -> Times:
-        """Summarise samples, in seconds a call: each statistic is the largest over the ranks. Collective."""
+        """The statistics of samples, in seconds for a call. Each statistic is the largest of all ranks. Collective."""
         found = sorted(sample * 1e6 for sample in samples)
         own = (found[0], statistics.median(found), found[min(len(found) - 1, int(0.99 * len(found)))])
         return cls(*(max(one) for one in zip(*mpi.allgather(own), strict=True)))
 
 
 def captured(call: Callable[[], Any], calls: int) -> Callable[[], None]:
-    """Capture ``calls`` calls on CuPy's current stream. Returns a function that launches the graph there."""
+    """Capture ``calls`` calls on CuPy's current stream, and return a function that launches the graph there."""
     stream = cupy_runtime.load().cuda.get_current_stream()
     stream.begin_capture()
     for _ in range(calls):
@@ -42,7 +42,7 @@ def captured(call: Callable[[], Any], calls: int) -> Callable[[], None]:
 
 
 def in_graph(launch: Callable[[], None], calls: int, replays: int, mpi: Any) -> Times:
-    """Time one call in a graph of ``calls``, by events around each of ``replays`` launches. Collective."""
+    """The time of a call in a graph of ``calls`` calls, by events around each of ``replays`` launches. Collective."""
     cuda = cupy_runtime.load().cuda
     stream = cuda.get_current_stream()
     events = [cuda.Event() for _ in range(replays + 1)]
@@ -50,7 +50,7 @@ def in_graph(launch: Callable[[], None], calls: int, replays: int, mpi: Any) -> 
         launch()
     stream.synchronize()
     mpi.Barrier()
-    launch()  # untimed: it absorbs the difference between the ranks' exits from the barrier
+    launch()  # untimed, because the ranks do not leave the barrier at the same moment
     events[0].record(stream)
     for event in events[1:]:
         launch()
@@ -61,7 +61,7 @@ def in_graph(launch: Callable[[], None], calls: int, replays: int, mpi: Any) -> 
 
 
 def eagerly(call: Callable[[], Any], calls: int, rounds: int, mpi: Any) -> tuple[Times, Times]:
-    """Time one of ``calls`` calls made in a row. Returns (end to end, host alone). Collective."""
+    """The time of one of ``calls`` calls in a row: from end to end, and on the host alone. Collective."""
     stream = cupy_runtime.load().cuda.get_current_stream()
     ends, hosts = [], []
     for turn in range(_WARM + rounds):
@@ -79,7 +79,7 @@ def eagerly(call: Callable[[], Any], calls: int, rounds: int, mpi: Any) -> tuple
 
 
 def on_host(call: Callable[[], Any], rounds: int, mpi: Any) -> Times:
-    """Time one of many blocking calls, made in ``rounds`` rounds of calls in a row. Collective."""
+    """The time of a blocking call, measured in ``rounds`` rounds of many calls in a row. Collective."""
     calls, found = 1, []
     for turn in range(_WARM + rounds):
         mpi.Barrier()

@@ -38,17 +38,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    """Run the command. Collective. :raises IpcReduceError: on every rank, if it cannot run or a sum is wrong."""
+    """Run the command. Collective.
+
+    :raises IpcReduceError: on every rank, if the command cannot run or a sum is wrong.
+    """
     from mpi4py import MPI
 
     with Communicator(device="auto") as comm:
         if comm.backend != "ipc" or comm.size == 1:
-            raise UnsupportedError(f"tune needs GPUs and at least 2 ranks under mpirun; found:\n{comm.describe()}")
+            raise UnsupportedError(f"tune needs GPUs and at least 2 ranks. Start it by mpirun.\n{comm.describe()}")
         if our_backend(comm, "tune").launches.sharing > 1:  # their kernels would take turns, and distort the times
-            raise UnsupportedError(f"tune needs a GPU for each rank; found:\n{comm.describe()}")
+            raise UnsupportedError(f"tune needs a GPU for each rank. Start fewer ranks.\n{comm.describe()}")
         table, mpi = _measure(comm, options, MPI.COMM_WORLD), MPI.COMM_WORLD
         gpu = our_backend(comm, "tune").device.name
-        if not options.dry_run:  # kept first: it has taken minutes
+        if not options.dry_run:  # stored before it is printed, because it has taken minutes
             output.on_rank_0(partial(tuning.save, gpu, comm.size, table), mpi, "the table")
         output.on_rank_0(partial(_show, table, "" if options.dry_run else f"{tuning.path_of(gpu, comm.size)}"), mpi)
 
@@ -84,10 +87,10 @@ def _measure(comm: Communicator, options: argparse.Namespace, mpi: Any) -> plan.
 
 
 def _candidates(nbytes: int, comm: Communicator, before: list[plan.Choice]) -> Iterator[plan.Choice]:
-    """Yield the candidates for a size: each kernel near its range, with every distinct block, grid and depth."""
+    """The candidates for a size: each kernel near its range, with every distinct block, grid and depth."""
     n, launches = comm.size, our_backend(comm, "tune").launches
     usual = launches.planned(nbytes)[0].algorithm
-    found: dict[tuple[Any, ...], plan.Choice] = {}  # by launch shape: choices may coincide at this size
+    found: dict[tuple[Any, ...], plan.Choice] = {}  # by launch shape, which several choices may share at this size
     for algorithm, blocks in _BLOCKS.items():
         if (algorithm != usual and not _near(nbytes, launches)) or len(launches.planned(nbytes, algorithm)) > 1:
             continue
@@ -100,7 +103,7 @@ def _candidates(nbytes: int, comm: Communicator, before: list[plan.Choice]) -> I
             grids = {resident // 2, resident, plan.resident_blocks(block, depth, n, resident)}
             for grid in [plan.EPOCH_SLOTS] if algorithm == "one_shot" else sorted(grids):
                 if (algorithm == "one_shot" and needed > grid) or (depth > 1 and needed <= grid):
-                    continue  # the grid is too small; or the depth has no effect, as no thread loops
+                    continue  # the grid is too small, or no thread loops and the depth has no effect
                 choice = plan.Choice(nbytes, algorithm, block, grid, depth)
                 found.setdefault((algorithm, block, min(needed, grid), depth), choice)
     yield from found.values()
@@ -112,7 +115,7 @@ def _candidates(nbytes: int, comm: Communicator, before: list[plan.Choice]) -> I
 
 
 def _near(nbytes: int, launches: Launches) -> bool:
-    """Return True if the planned kernels at an eighth and at 8 times this size differ."""
+    """True if the planned kernels at an eighth and at 8 times this size differ."""
     around = {launches.planned(max(1, nearby))[0].algorithm for nearby in (nbytes // 8, nbytes * 8)}
     return len(around) > 1
 
@@ -129,12 +132,12 @@ def _time(comm: Communicator, message: Message, choice: plan.Choice, replays: in
     graph = timing.captured(lambda: backend.run(prepared, source, target, stream, owner), calls)
     found = timing.in_graph(graph, calls, replays, mpi).median
     if not all(mpi.allgather(message.is_right())):
-        raise IpcReduceError(f"the sum of {nbytes} bytes by {choice} is wrong; nothing is kept")
+        raise IpcReduceError(f"the sum of {nbytes} bytes by {choice} is wrong. No table is stored")
     return found
 
 
 def _fewest(table: list[plan.Choice]) -> list[plan.Choice]:
-    """Shorten a table to ``plan.MOST_CHOICES``: of neighbours with one algorithm, drop the smaller size's choice."""
+    """Shorten a table to ``plan.MOST_CHOICES``: of two neighbours with one algorithm, drop that for smaller sizes."""
     table = list(table)
     while len(table) > plan.MOST_CHOICES:
         alike = (i for i in range(len(table) - 1) if table[i].algorithm == table[i + 1].algorithm)

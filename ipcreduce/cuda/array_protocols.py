@@ -1,7 +1,7 @@
 """Address, shape, dtype and strides of device arrays, by ``__cuda_array_interface__`` and DLPack.
 
-No data is copied and no CUDA function is called. Attributes are read as ``object`` and ``type`` read them, so that no
-``__getattribute__`` of a type or metaclass runs. An array has a protocol through its type or in its own ``__dict__``.
+No data is copied and no CUDA function is called. An array may have a protocol through its type or in its own
+``__dict__``. Both are read in the way of ``object`` and ``type``, so that no ``__getattribute__`` runs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Locate = Callable[[Any], "Location | None"]
 PROTOCOLS = "__cuda_array_interface__", "__dlpack__", "__dlpack_device__"
 NO_MEMORY = "its elements have address 0, where nothing lies. Pass the array that holds them, or a copy"
 _VERSIONED = b"dltensor_versioned"
-_NOT_TO_BE_WRITTEN = 1 | 2  # DLPack's flags: read-only; a copy, through which nothing would be written
-_MUTABLE = "torch", "cupy", "numba"  # libraries all of whose arrays may be written
+_NOT_TO_BE_WRITTEN = 1 | 2  # DLPack's flags for a read-only array, and for a copy, whose original nothing would reach
+_MUTABLE = "torch", "cupy", "numba"  # libraries whose arrays can all be written
 _is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
 _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
@@ -38,7 +38,7 @@ def namespaces(kind: type) -> list[Mapping[str, Any]]:
 
 
 def attributes(kind: type) -> Callable[[Any], dict[str, Any]] | None:
-    """A function that returns the ``__dict__`` of an object of this type; None if objects have none, or are types."""
+    """A function that returns the ``__dict__`` of an object of this type; None if they have none, or are types."""
     for namespace in namespaces(kind) if not issubclass(kind, type) else ():
         if type(namespace.get("__dict__")) in (types.GetSetDescriptorType, types.MemberDescriptorType):
             get: Callable[[Any], dict[str, Any]] = namespace["__dict__"].__get__
@@ -47,19 +47,19 @@ def attributes(kind: type) -> Callable[[Any], dict[str, Any]] | None:
 
 
 def carried(kind: type, own: dict[str, Any]) -> Locate | None:
-    """:func:`locator` for an object with the attributes ``own``; None if none of the protocols is among them."""
-    get = dict.get  # runs no code of a dict subclass. An attribute of None means that the object is no array
+    """:func:`locator` for an object with the attributes ``own``; None if they contain no protocol."""
+    get = dict.get  # a dict's subclass may have a get() of its own. A protocol of None means that this is no array
     names = [name for name in PROTOCOLS if get(own, name) is not None]
     return locator(kind, names) if names else None
 
 
 def locator(kind: type, own: Collection[str] = ()) -> Locate | None:
-    """A function that returns the location of an array of this type; None if the type is not an array's, or NumPy's.
+    """A function that returns the location of an array of this type; None for NumPy's arrays, and for other types.
 
     The function returns None for an array that is not on an NVIDIA GPU. It raises ``ArgumentError`` for an array that
     does not give its address. If an array has both protocols, DLPack is tried when the interface fails.
 
-    :param own: names of the object's own attributes, besides its type's.
+    :param own: names of the object's own attributes, in addition to those of its type.
     """
     found = [*namespaces(kind), own]
     interface, *dlpack = (any(name in names for names in found) for name in PROTOCOLS)
@@ -81,7 +81,7 @@ def locator(kind: type, own: Collection[str] = ()) -> Locate | None:
 
 
 def interface_dtype(array: Any, interface: dict[str, Any]) -> np.dtype[Any]:
-    """The dtype of an array with this interface, in which bfloat16 appears as two opaque bytes."""
+    """The dtype of an array with this interface, whose typestr for bfloat16 is that of two opaque bytes."""
     typestr = interface["typestr"]
     bfloat16 = typestr[1:] == "V2" and "bfloat16" in str(getattr(array, "dtype", ""))
     return np.dtype(ml_dtypes.bfloat16 if bfloat16 else typestr)
@@ -115,14 +115,14 @@ def _by_dlpack(array: Any) -> Location | None:
 
 
 def _tensor_of(capsule: Any) -> tuple[int, int | None]:
-    """The address of a capsule's DLTensor, and its flags; None before DLPack's version 1, which has none."""
+    """The address of a capsule's DLTensor, and its flags, which are None before DLPack's version 1."""
     if not _is_valid(capsule, _VERSIONED):
         return _pointer(capsule, b"dltensor"), None
     managed = _pointer(capsule, _VERSIONED)
     # DLManagedTensorVersioned: major and minor version, context, deleter, flags, DLTensor
     major, minor, _, _, flags = struct.unpack("=2I3Q", ctypes.string_at(managed, 32))
     if major != 1:
-        raise BufferError(f"its capsule is of DLPack {major}.{minor}, and 1 is understood")
+        raise BufferError(f"its capsule is of DLPack {major}.{minor}, and ipcreduce reads version 1")
     return managed + 32, flags
 
 
@@ -134,25 +134,25 @@ def _is_mutable(array: Any, flags: int | None) -> bool:
 
 
 def is_readonly(array: Any) -> bool:
-    """True if an array on the device, by its protocols, may not be written, or does not say that it may."""
+    """True if the protocols of a device array forbid writing, or do not say that they allow it."""
     try:
         interface = array.__cuda_array_interface__
-    except Exception:  # AttributeError, or for a dtype without a typestr any other
+    except Exception:  # AttributeError, or any other error for a dtype without a typestr
         interface = None
     if interface is not None:
         return bool(interface["data"][1])
     try:
         try:
             capsule = array.__dlpack__(stream=-1, max_version=(1, 0))
-        except TypeError:  # of a producer that knows no versions
+        except TypeError:  # this library does not know DLPack's versions
             capsule = array.__dlpack__(stream=-1)
         return not _is_mutable(array, _tensor_of(capsule)[1])
-    except Exception:  # exporters raise what they like
+    except Exception:  # each library raises errors of its own
         return True
 
 
 class _Exporter:
-    """An array on the host, which notes what the capsule says that it gives."""
+    """A host array that remembers the flags of the DLPack capsule which it gives."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -166,14 +166,14 @@ class _Exporter:
         tensor, self.flags = _tensor_of(capsule)
         data, _, _, ndim, _, shape = struct.unpack("=Q3iIQ", ctypes.string_at(tensor, 32))
         if not data and all((ctypes.c_int64 * ndim).from_address(shape) if ndim else ()):
-            raise BufferError(NO_MEMORY)  # NumPy would take memory of its own, of any content
+            raise BufferError(NO_MEMORY)  # NumPy would allocate memory, of any content
         return capsule
 
 
 def host_view(array: Any) -> np.ndarray[Any, Any]:
-    """A NumPy array over the memory of an array on the host, by DLPack. It is read-only unless that may be written.
+    """A NumPy array over the memory of a host array, by DLPack. It is read-only if the array's library says so.
 
-    NumPy asks for version 1, and makes the view of an older capsule read-only.
+    NumPy itself makes the view of a capsule before version 1 read-only.
     """
     exporter = _Exporter(array)
     view = np.from_dlpack(exporter)

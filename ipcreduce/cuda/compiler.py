@@ -1,6 +1,6 @@
-"""Compilation of the kernels by NVRTC, through ``cuda.core``, with a cache on disk. Needs no GPU.
+"""Compilation of the kernels by NVRTC, through ``cuda.core``, with a cache on disk. It needs no GPU.
 
-A kernel is compiled for one (world size, rank, dtype, op, architecture), in 55 ms, when it is first needed.
+A kernel is compiled when it is first needed, for one world size, rank, dtype, op and architecture. That takes 55 ms.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import IpcReduceError, UnsupportedError
 
 _log = logging.getLogger("ipcreduce")
-_SOME_SOURCES = "one_shot.cu", "sync.cuh"  # enough to tell our ``kernels`` from another project's
+_SOME_SOURCES = "one_shot.cu", "sync.cuh"  # enough to tell ipcreduce's ``kernels`` from another project's
 
 
 @lru_cache(maxsize=1)
@@ -34,15 +34,15 @@ def kernel_directory() -> Path:
         if all((directory / name).is_file() for name in _SOME_SOURCES):
             return directory
     raise UnsupportedError(
-        f"the kernels' sources are missing: expected {' and '.join(_SOME_SOURCES)} in {package}, as in a wheel, or in "
-        f"{tree}, as in a source tree. Install ipcreduce again, with pip install --force-reinstall."
+        f"the kernels' sources are missing: neither {package}, their place in a wheel, nor {tree}, their place in a "
+        f"source tree, has {' and '.join(_SOME_SOURCES)}. Install ipcreduce again: pip install --force-reinstall"
     )
 
 
 def cache_directory() -> Path:
     """The per-user cache: ``IPCREDUCE_CACHE_DIR``, or ``ipcreduce`` in XDG's cache directory. Created if missing.
 
-    Its contents run on our GPU, so no other user may be able to write to it.
+    Its contents run on this user's GPU, so no other user may be able to write to it.
 
     :raises UnsupportedError: if it cannot be created, or if another user owns it or may write to it.
     """
@@ -51,22 +51,22 @@ def cache_directory() -> Path:
     path = Path(os.path.expanduser(chosen)) if chosen else Path(base) / "ipcreduce"
     what = f"the kernel cache IPCREDUCE_CACHE_DIR={chosen}" if chosen else f"the kernel cache {path}"
     try:
-        homeless = not chosen or chosen.startswith("~")  # if $HOME is unset, and the system does not list this user
+        homeless = not chosen or chosen.startswith("~")  # "~" stays if $HOME is unset and the system lists no such user
         if homeless and not path.is_absolute():
             raise FileNotFoundError("no home directory is known, or XDG_CACHE_HOME is relative")
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.stat()
     except OSError as error:
         raise UnsupportedError(
-            f"{what} cannot be made ({error}): set IPCREDUCE_CACHE_DIR to a directory of yours"
+            f"{what} cannot be made ({error}). Set IPCREDUCE_CACHE_DIR to a directory of yours"
         ) from None
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        # Who set one of these bits shares the directory on purpose: root would lock everybody out of /tmp.
+        # A directory with one of these bits is shared on purpose, as /tmp is: chmod 700 would lock everybody out.
         shared = status.st_uid != os.getuid() or status.st_mode & (stat.S_ISVTX | stat.S_ISGID)
         raise UnsupportedError(
-            f"{what} must be yours alone: expected owner {os.getuid()} and mode 0700, found owner "
-            f"{status.st_uid} and mode {stat.S_IMODE(status.st_mode):04o}. "
-            f"{'Set' if shared else 'Run chmod 700 on it, or set'} IPCREDUCE_CACHE_DIR to another directory."
+            f"other users may write to {what}: its owner is {status.st_uid} and its mode "
+            f"{stat.S_IMODE(status.st_mode):04o}, and this process is of user {os.getuid()}. "
+            f"{'Set' if shared else 'Run chmod 700 on it, or set'} IPCREDUCE_CACHE_DIR to another directory"
         )
     return path
 
@@ -79,14 +79,14 @@ def _headers_digest() -> bytes:
     return digest.digest()
 
 
-_SEAL = struct.Struct("<16sQ32s")  # in front of an entry: a mark, the length of the kernel, its SHA-256
+_SEAL = struct.Struct("<16sQ32s")  # before each entry of the cache: a mark, the kernel's length, its SHA-256
 _MARK = b"ipcreduce kernel"
 
 
 class _Cache:
-    """Compiled kernels on disk. What is wrong with it costs the time of a compilation, and never a call.
+    """Compiled kernels on disk. If the cache cannot be used, kernels are compiled anew, and no call fails.
 
-    Each entry is sealed: the driver may crash on a kernel that has been cut by a full disk or a host that went down.
+    Each entry begins with a checksum: the driver may crash on a kernel that a full disk or a dying host has cut.
     """
 
     def __init__(self) -> None:
@@ -112,12 +112,12 @@ class _Cache:
             return None
         kernel = bytes(entry[_SEAL.size :])
         if entry[: _SEAL.size] != _sealing(kernel):
-            _log.warning("an entry of the kernel cache is damaged: it is compiled anew, and replaced")
+            _log.warning("an entry of the kernel cache is damaged. Its kernel is compiled anew, and the entry replaced")
             return None
         return kernel
 
     def put(self, key: bytes, kernel: bytes) -> None:
-        """Keep a kernel, if that can be."""
+        """Store a kernel, if the cache can be written."""
         if self._entries is None:
             return
         try:
@@ -133,7 +133,7 @@ class _Cache:
         text = f"every start compiles the kernels anew, as the kernel cache cannot be {done}: {error}{advice}"
         try:
             warnings.warn(text, RuntimeWarning, stacklevel=4)
-        except RuntimeWarning:  # made an error by the program: it would end a call, and on this rank only
+        except RuntimeWarning:  # the program makes warnings errors, which would end a call on this rank only
             _log.warning(text)
 
 
@@ -176,7 +176,7 @@ def compile_kernel(name: str, macros: dict[str, str], capability: tuple[int, int
     if cubin is None:
         try:
             cubin = bytes(Program(source, "c++", options).compile("cubin").code)
-        except Exception as error:  # cuda.core raises another exception type for each library that it calls
+        except Exception as error:  # cuda.core has an exception type for each library that it calls
             if "NVRTC" not in str(error) and "nvrtc" not in str(error):
                 raise UnsupportedError(
                     f"the compiler does not run ({error}): pip install 'ipcreduce[cuda13]', or [cuda12]"

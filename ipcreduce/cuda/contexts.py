@@ -1,6 +1,6 @@
 """Context managers that make a CUDA context current for a block, for code that may run in any thread.
 
-They are classes, since each generator of contextlib takes a microsecond more.
+They are classes, because a generator of contextlib takes a microsecond more.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from . import driver
 
 
 def using(context: int) -> AbstractContextManager[None]:
-    """Make ``context`` this thread's current one for a block, if it still exists: at interpreter exit it may not."""
+    """Make ``context`` current in this thread for a block, if it still exists: it may be gone when Python exits."""
     return _Using(context)
 
 
 def using_relaxed(context: int) -> AbstractContextManager[None]:
-    """As :func:`using`, and in relaxed capture mode: waits, allocations and frees then invalidate no capture."""
+    """Do as :func:`using`, in relaxed capture mode: waits, allocations and frees then invalidate no capture."""
     return _UsingRelaxed(context)
 
 
@@ -35,7 +35,7 @@ class _Using:
                 driver.set_context(self._context)
         except CudaError:
             pass
-        except BaseException:  # an interrupt, behind which nobody calls __exit__()
+        except BaseException:  # after an interrupt here, Python does not call __exit__()
             _Using.__exit__(self)
             raise
 

@@ -1,33 +1,34 @@
-"""CuPy's device, stream and allocator in a thread. The only importer of CuPy, at the first device array."""
+"""CuPy's device, stream and allocator in a thread. Only this module imports CuPy, when a device array needs it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ..errors import ArgumentError, CudaError, UnsupportedError
 from ..types import Stream
 from . import driver
+from .graph import Executable
 
 _LEGACY_STREAM = (0, 1)  # the default stream of a context; it lives as long as the context
 _ON_THE_DEVICE = 3  # cudaMemcpyDeviceToDevice
-_PER_THREAD_STREAM = 2  # another one in every thread
-cupy: Any = None  # once it is imported
-# CuPy's, for speed: by the bindings a graph's launch takes 0.2 to 0.5 us more (NOTES.md).
+_PER_THREAD_STREAM = 2  # this handle means another stream in every thread
+cupy: Any = None  # the module, once it is imported
+# Functions of CuPy, for speed: cuda.bindings takes 0.2 to 0.5 us more to launch a graph (benchmarks/NOTES.md).
 get_current_stream: Any = None
-current_context: Any = None  # this thread's
-is_capturing: Any = None  # a stream
-launch_graph: Any = None  # an executable's handle, on a stream
-record_event: Any = None  # an event, on a stream
-wait_event: Any = None  # a stream, for an event
+current_context: Any = None  # of this thread
+is_capturing: Any = None  # (stream)
+launch_graph: Any = None  # (handle of an executable, stream)
+record_event: Any = None  # (event, stream)
+wait_event: Any = None  # (stream, event)
 
 
 def load() -> Any:
-    """CuPy. :raises UnsupportedError: if it is missing."""
+    """The module CuPy, imported if need be. :raises UnsupportedError: if it is missing."""
     global cupy, get_current_stream, current_context, is_capturing, launch_graph, record_event, wait_event
     if cupy is None:
         try:
@@ -40,12 +41,12 @@ def load() -> Any:
         runtime = found.cuda.runtime
         is_capturing = runtime.streamIsCapturing
         launch_graph, record_event, wait_event = runtime.graphLaunch, runtime.eventRecord, runtime.streamWaitEvent
-        cupy = found  # last: then other threads use all of them
+        cupy = found  # last: other threads use the names above once they see this one
     return cupy
 
 
 def nccl() -> Any:
-    """CuPy's NCCL, for bench. :raises UnsupportedError: if it is missing."""
+    """CuPy's module for NCCL, which bench measures. :raises UnsupportedError: if it is missing."""
     load()
     try:
         from cupy.cuda import nccl as found
@@ -64,13 +65,7 @@ def copy(target: int, source: int, nbytes: int, stream: Stream) -> None:
         raise runtime_error("cudaMemcpyAsync", error) from None
 
 
-class Launchable(Protocol):
-    """An executable graph."""
-
-    handle: int
-
-
-def launch(executable: Launchable, stream: Stream) -> None:
+def launch(executable: Executable, stream: Stream) -> None:
     """Launch a graph on a stream. :raises CudaError: if it fails."""
     try:
         launch_graph(executable.handle, stream)
@@ -79,19 +74,19 @@ def launch(executable: Launchable, stream: Stream) -> None:
 
 
 def launch_error(error: Exception) -> Exception:
-    """An exception of :func:`launch_graph`: CuPy's as a CudaError, any other as it is."""
+    """The exception to raise for one of :func:`launch_graph`: a CudaError for CuPy's, and any other as it is."""
     return runtime_error("cudaGraphLaunch", error)
 
 
 def runtime_error(name: str, error: Exception) -> Exception:
-    """An exception of the runtime's call ``name``: CuPy's as a CudaError, any other as it is."""
+    """The exception to raise for one of the runtime's call ``name``: a CudaError for CuPy's, any other as it is."""
     status = runtime_status(error)
     return CudaError(name, status, str(error)) if status else error
 
 
-# ---- the fast path's part: see also torch_runtime
+# ---- for the fast path: torch_runtime has the same functions
 def plain(array: Any, device: int) -> tuple[int, Any, Any] | None:
-    """(address, shape, dtype) of a C-contiguous CuPy array on this GPU; None for all else."""
+    """Address, shape and dtype of a C-contiguous CuPy array on this GPU; None for any other array."""
     if type(array) is not cupy.ndarray or not array._c_contiguous:
         return None
     place = array.data
@@ -100,7 +95,7 @@ def plain(array: Any, device: int) -> tuple[int, Any, Any] | None:
 
 
 def dtype_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """NumPy's dtype for CuPy's: the same."""
+    """NumPy's dtype for a dtype of CuPy, which is the same."""
     return dtype
 
 
@@ -110,14 +105,14 @@ def stream_handle(device: int) -> Stream:
 
 
 def can_be_known(dtype: np.dtype[Any]) -> bool:
-    """True if a call on the same arrays can be known again."""
+    """True: a call on the same arrays can be recognised for every dtype."""
     return True
 
 
 def empty_like(array: Any, device: int) -> tuple[Any, int]:
-    """A new C-contiguous array of the same shape and dtype, from CuPy's allocator, for its current stream.
+    """A new C-contiguous array of the same shape and dtype, from CuPy's allocator for its current stream.
 
-    :returns: also its address; 0 if it is not on this GPU, because another one is CuPy's current one.
+    :returns: the array and its address. The address is 0 if CuPy's current device is another GPU than ``device``.
     """
     result = cupy.empty(array.shape, array.dtype)
     place = result.data
@@ -143,10 +138,11 @@ def use_device(ordinal: int) -> None:
 
 
 def stream_of(stream: Any = None) -> tuple[Stream, Any]:
-    """The handle of a CuPy or PyTorch stream, one with ``__cuda_stream__``, or an int; None: CuPy's current stream.
+    """The handle of a stream, and the object that keeps the handle valid.
 
-    :returns: also the object that it is the handle of.
-    :raises ArgumentError: if it is none of these.
+    :param stream: a stream of CuPy or PyTorch, an object with ``__cuda_stream__``, or a handle as an int. None stands
+        for CuPy's current stream.
+    :raises ArgumentError: if ``stream`` is none of these.
     """
     if stream is None:
         stream = (cupy or load()).cuda.get_current_stream()
@@ -155,9 +151,9 @@ def stream_of(stream: Any = None) -> tuple[Stream, Any]:
 
 
 def keeps(owner: Any, handle: Stream) -> bool:
-    """True if ``handle`` is known to stay valid, and to mean the same stream, as long as ``owner`` lives.
+    """True if ``handle`` certainly means the same stream as long as ``owner`` lives.
 
-    That is known of CuPy's own streams and of the default stream only.
+    That is certain for CuPy's own streams and for the default stream.
     """
     if handle in _LEGACY_STREAM:
         return True
@@ -176,8 +172,8 @@ def _handle(stream: Any) -> Stream:
         if isinstance(getattr(stream, attribute, None), int):
             return Stream(int(getattr(stream, attribute)))
     raise ArgumentError(
-        f"stream must be an int, a CuPy stream or an object with __cuda_stream__; found {type(stream).__name__}. "
-        "Leave it out for the current stream"
+        f"stream is a {type(stream).__name__}, which is no stream. Pass an int, a CuPy stream or an object with "
+        "__cuda_stream__, or leave stream= away for the current stream"
     )
 
 
@@ -191,16 +187,17 @@ class _Foreign:
 
 @cache
 def _borrowed() -> Any:
-    """A type of its own, since :func:`keeps` takes a cupy.cuda.Stream for the owner of its stream."""
+    """A subclass of cupy.cuda.Stream for handles of others: :func:`keeps` takes a plain one for its stream's owner."""
     return type("BorrowedStream", (load().cuda.Stream,), {})
 
 
 @contextmanager
 def on_stream(stream: Stream) -> Iterator[None]:
-    """Make this stream CuPy's current one in the block. The program's own object stays, if it is current already.
+    """Make this stream CuPy's current one in the block.
 
-    Any other ends with the block. CuPy's MemoryAsyncPool keeps the stream object of an allocation weakly: once that has
-    gone, it gives the memory back on whatever stream is current then. So it is not used in such a block.
+    If the stream is current already, the program's object for it stays. Otherwise a new object serves the block. CuPy's
+    MemoryAsyncPool refers weakly to the stream object of an allocation. Without that object, it returns the memory on
+    whatever stream is current. So that pool is not used in a block with a new object.
     """
     cuda, device = load().cuda, current_device()
     before = cuda.get_current_stream()
@@ -211,7 +208,7 @@ def on_stream(stream: Stream) -> Iterator[None]:
         lent = _borrowed().from_external(_Foreign(stream))
         with lent, cuda.using_allocator(_lasting(cuda.get_allocator())):
             yield
-    finally:  # CuPy restores the stream of the with block around, not one that use() has made current
+    finally:  # CuPy restores the stream of the surrounding with block, but not one that use() has made current
         if cuda.get_current_stream(device) is not before:
             with cuda.Device(device):
                 before.use()
@@ -219,7 +216,7 @@ def on_stream(stream: Stream) -> Iterator[None]:
 
 # ---- allocators
 def _lasting(allocate: Callable[[int], Any]) -> Callable[[int], Any]:
-    """An allocator with CuPy's default pool, which knows streams by handles, in the place of a MemoryAsyncPool."""
+    """An allocator that uses CuPy's default pool, which knows streams by handles, instead of a MemoryAsyncPool."""
 
     def malloc(nbytes: int) -> Any:
         place = allocate(nbytes)
@@ -231,7 +228,7 @@ def _lasting(allocate: Callable[[int], Any]) -> Callable[[int], Any]:
 
 
 class _Block:
-    """Memory that is given back with the last array in it."""
+    """Memory that is freed with the last array in it."""
 
     def __init__(self, address: int, free: Callable[[int], None]) -> None:
         self._address, self._free = address, free
@@ -246,10 +243,12 @@ def make_allocator(
 ) -> Callable[[int], Any]:  # fmt: skip
     """A CuPy allocator of memory on ``device``, whatever device is current.
 
-    Over ``allocate(nbytes, stream)``, ``free(address)``, ``held()``, the bytes so far, and ``reclaim()``, which gives
-    the driver what it can when memory is short.
+    :param allocate: returns the address of new memory.
+    :param free: takes the address of memory that is not used any more.
+    :param held: the number of bytes allocated so far.
+    :param reclaim: is called when memory is short, and returns unused memory to the driver.
 
-    Not a cupy.cuda.PythonFunctionAllocator: that crashes when an array is collected in a cycle (CuPy 14.2).
+    It is no cupy.cuda.PythonFunctionAllocator, which crashes when an array is collected in a cycle (CuPy 14.2).
     """
     cuda = load().cuda
 
@@ -275,14 +274,14 @@ def make_allocator(
 
 @contextmanager
 def allocating(allocator: Any, stream: Stream) -> Iterator[None]:
-    """Make ``allocator`` and ``stream`` CuPy's in this thread in the block."""
+    """Let CuPy use ``allocator`` and ``stream`` in this thread, in the block."""
     with load().cuda.using_allocator(allocator), on_stream(stream):
         yield
 
 
 # ---- errors
 def runtime_status(error: BaseException) -> int:
-    """The cudaError_t of a call of CuPy's that failed; 0 for any other error."""
+    """The cudaError_t of a CUDA call that failed in CuPy; 0 for any other error."""
     return int(error.status) if cupy is not None and isinstance(error, cupy.cuda.runtime.CUDARuntimeError) else 0
 
 

@@ -1,4 +1,4 @@
-"""The current streams of CuPy and, where the program has imported it, of PyTorch, taken together."""
+"""The current streams of CuPy and, if the program has imported it, of PyTorch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from . import cupy_runtime, torch_runtime
 
 
 def stream_of(device: int, stream: Any = None) -> tuple[Stream, Any]:
-    """The handle of a stream that is given, and the object that keeps it: see :func:`cupy_runtime.stream_of`.
+    """The handle of a stream, and the object that keeps it valid: see :func:`cupy_runtime.stream_of`.
 
-    None is CuPy's current stream; PyTorch's, if of the two only that is not the default stream.
-
-    :raises ArgumentError: if it is no stream.
+    :param stream: None stands for CuPy's current stream. If that is the default stream, it stands for PyTorch's.
+    :raises ArgumentError: if ``stream`` is no stream.
     """
     handle, owner = cupy_runtime.stream_of(stream)
     if stream is None and not handle and torch_runtime.works():
@@ -24,7 +23,7 @@ def stream_of(device: int, stream: Any = None) -> tuple[Stream, Any]:
 
 
 def streams(device: int) -> list[Stream]:
-    """The current stream of each of the libraries, once."""
+    """The current streams of both libraries, without repetition."""
     found = [cupy_runtime.stream_of()[0]]
     if torch_runtime.works():
         found.append(torch_runtime.stream_handle(device))

@@ -1,7 +1,7 @@
-"""The part of the CUDA driver API that ipcreduce uses. The only importer of ``cuda.bindings``.
+"""The part of the CUDA driver API that ipcreduce uses. Only this module imports ``cuda.bindings``.
 
-Handles and addresses are plain ints. Each function checks its driver call and raises a :class:`CudaError` naming it.
-The tests replace this module by a simulated device (tests/simulated), so no other module may call the driver.
+Handles and addresses are plain ints. Each function raises a :class:`CudaError` that names its driver call if the call
+fails. The tests replace this module by a simulated device (tests/simulated), so no other module may call the driver.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def load() -> Any:
         try:
             from cuda.bindings import driver as bindings
         except ImportError as error:
-            if not _has_library():  # without a GPU nobody needs the bindings
+            if not _has_library():  # without a driver, the bindings would be of no use
                 raise UnsupportedError(_NO_DRIVER) from None
             raise UnsupportedError(
                 f"cuda-python is not installed ({error}): pip install 'ipcreduce[cuda13]', or [cuda12]"
@@ -68,7 +68,7 @@ def _has_library() -> bool:
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Call the driver function ``name`` and return its results. :raises CudaError: naming it, if it fails."""
+    """Call the driver function ``name`` and return its results. :raises CudaError: if it fails."""
     bindings = _bindings or load()
     result = getattr(bindings, name)(*arguments)
     if result[0]:
@@ -77,7 +77,7 @@ def call(name: str, *arguments: Any) -> Any:
 
 
 def fail(name: str, code: Any) -> None:
-    """:raises CudaError: for the function ``name``, which returned ``code``."""
+    """Raise the error of the function ``name``, which returned ``code``. :raises CudaError: always."""
     text = _bindings.cuGetErrorString(code)[1]
     raise CudaError(name, int(code), f"{getattr(code, 'name', code)}, {text.decode() if text else 'unknown error'}")
 
@@ -95,7 +95,7 @@ def device_count() -> int:
 
 
 def device_info(ordinal: int) -> DeviceInfo:
-    """Query the driver about the visible GPU ``ordinal``."""
+    """The driver's description of the visible GPU ``ordinal``."""
     device = call("cuDeviceGet", ordinal)
     attribute = load().CUdevice_attribute
     major = call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
@@ -111,12 +111,12 @@ def device_info(ordinal: int) -> DeviceInfo:
 
 
 def can_access_peer(ordinal: int, peer: int) -> bool:
-    """Return True if the driver reports P2P access between two visible GPUs. It may still fail: see verify.cu."""
+    """True if the driver reports P2P access between two visible GPUs. The access may still fail: see verify.cu."""
     return bool(call("cuDeviceCanAccessPeer", call("cuDeviceGet", ordinal), call("cuDeviceGet", peer)))
 
 
 def native_atomics(ordinal: int, peer: int) -> bool:
-    """Return True if the link between two visible GPUs has native atomics: NVLink does, PCIe does not.
+    """True if the link between two visible GPUs has native atomics: NVLink has them, and PCIe has not.
 
     (Measured on H200, driver 580: 1 over NVLink, in both directions.)
     """
@@ -148,10 +148,9 @@ def set_context(context: int) -> None:
 
 
 def synchronize() -> None:
-    """Wait for all work in the current context, without ending anyone's capture.
+    """Wait for all work in the current context, and leave captures intact.
 
-    Done by cuMemFree, which leaves captures intact; cuCtxSynchronize ends every capture in the context (both seen on
-    H100, CUDA 13).
+    The wait is that of cuMemFree: cuCtxSynchronize would end every capture in the context (both seen on H100, CUDA 13).
     """
     with relaxed():
         try:
@@ -193,7 +192,7 @@ def _relaxed_mode() -> Any:
 
 # ---- memory
 def allocate(nbytes: int) -> int:
-    """Allocate device memory that can be exported to other processes (cuMemAlloc). Returns its address."""
+    """Allocate device memory that can be exported to other processes (cuMemAlloc), and return its address."""
     return int(call("cuMemAlloc", nbytes))
 
 
@@ -203,9 +202,9 @@ def free(address: int) -> None:
 
 
 def fill(address: int, byte: int, nbytes: int) -> None:
-    """Set ``nbytes`` bytes of device memory to ``byte``, and wait for it.
+    """Set ``nbytes`` bytes of device memory to ``byte``, and wait until that is done.
 
-    This takes a stream of its own: the default stream is unusable while a stream that synchronises with it captures.
+    It makes a stream for this: the default stream is unusable while a stream that synchronises with it captures.
     """
     stream = call("cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING
     try:
@@ -216,42 +215,42 @@ def fill(address: int, byte: int, nbytes: int) -> None:
 
 
 def copy_to_host(data: np.ndarray, address: int) -> None:
-    """Copy device memory into a contiguous host array, and wait for it."""
+    """Copy device memory into a contiguous host array, and wait until that is done."""
     call("cuMemcpyDtoH", data.ctypes.data, address, data.nbytes)
 
 
 def export_memory(address: int) -> bytes:
     """The IPC handle (64 bytes) of an allocation."""
-    handle = call("cuIpcGetMemHandle", address)  # named, so that it lives while getPtr()'s address is read
+    handle = call("cuIpcGetMemHandle", address)  # in a variable, so that it lives while its memory is read
     return ctypes.string_at(handle.getPtr(), IPC_HANDLE_BYTES)
 
 
 def open_memory(handle: bytes) -> int:
-    """Map another process's allocation, enabling peer access. Returns its address here."""
-    ipc = load().CUipcMemHandle()  # by getPtr(): bindings 12.9.10 and 13.4.4 have no field for the bytes, 13.0 has
+    """Map another process's allocation with peer access, and return its address in this process."""
+    ipc = load().CUipcMemHandle()  # filled by getPtr(): bindings 12.9.10 and 13.4.4 have no field for the bytes
     ctypes.memmove(ipc.getPtr(), handle, IPC_HANDLE_BYTES)
     return int(call("cuIpcOpenMemHandle", ipc, 1))  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 def close_memory(address: int) -> None:
-    """Unmap a mapping of :func:`open_memory`. Waits for all work in the context (measured, H100)."""
+    """Unmap what :func:`open_memory` has mapped. This waits for all work in the context (measured on H100)."""
     call("cuIpcCloseMemHandle", address)
 
 
 def register_host(address: int, nbytes: int) -> int:
-    """Make whole pages of host memory accessible to the GPU. Returns their device address."""
+    """Make whole pages of host memory accessible to the GPU, and return their device address."""
     call("cuMemHostRegister", address, nbytes, 1 | 2)  # PORTABLE | DEVICEMAP
     return int(call("cuMemHostGetDevicePointer", address, 0))
 
 
 def unregister_host(address: int) -> None:
-    """Undo :func:`register_host`; ``address`` is the host's."""
+    """Undo :func:`register_host`. ``address`` is that on the host."""
     call("cuMemHostUnregister", address)
 
 
 # ---- kernels
 def load_module(cubin: bytes) -> int:
-    """Load a cubin into the current context. Returns the module."""
+    """Load a cubin into the current context, and return the module."""
     return int(call("cuModuleLoadData", cubin))
 
 
@@ -261,16 +260,19 @@ def unload_module(module: int) -> None:
 
 
 def get_function(module: int, name: str) -> int:
-    """Return a module's kernel, fully loaded: lazy loading later could wait for a kernel that waits for this rank."""
+    """A module's kernel, fully loaded.
+
+    If the driver loaded it at the first launch, that could wait for a kernel which waits for this rank.
+    """
     function = int(call("cuModuleGetFunction", module, name.encode()))
     call("cuFuncLoad", function)
     return function
 
 
 class Launch:
-    """A prepared kernel launch. ``args`` (uint64 words, passed by value) may change between runs.
+    """A prepared kernel launch. ``args``, uint64 words that are passed by value, may change between runs.
 
-    ``programmatic`` lets the kernel start before its predecessor ends (sm_90). The kernel itself then waits for that.
+    ``programmatic`` lets the kernel start before the one before it ends (sm_90). The kernel itself then waits for that.
     """
 
     __slots__ = ("_config", "_function", "_launch", "_params", "_pointer", "_stream", "args")
@@ -296,7 +298,7 @@ class Launch:
         self._stream = -1
 
     def node_params(self) -> Any:
-        """Return the parameters of a graph node for this launch. A driver call that takes them copies the arguments."""
+        """The parameters of a graph node for this launch. The driver call that takes them copies the arguments."""
         params, config = _bindings.CUDA_KERNEL_NODE_PARAMS(), self._config
         params.func = self._function
         params.gridDimX, params.gridDimY, params.gridDimZ = config.gridDimX, 1, 1

@@ -42,16 +42,16 @@ def _change_edges(graph: int, before: list[int], node: int, *, add: bool) -> Non
 
 
 class Executable:
-    """An instantiated graph, launched by :func:`cupy_runtime.launch`. ``handle`` is 0 once it is destroyed."""
+    """An instantiated graph, launched by :func:`cupy_runtime.launch`. ``handle`` is 0 once it is closed."""
 
     __slots__ = ("handle",)
 
     def __init__(self, graph: int) -> None:
-        """:raises CudaError: if ``graph``, which is left as it is, cannot be instantiated."""
+        """Instantiate ``graph``, which is not changed. :raises CudaError: if that fails."""
         self.handle = int(call("cuGraphInstantiate", graph, 0))
 
-    def destroy(self) -> None:
-        """Destroy it, once its last launch has ended. Any later launch is an error."""
+    def close(self) -> None:
+        """Free the executable, whose last launch must have ended. Any later launch is an error."""
         handle, self.handle = self.handle, 0
         call("cuGraphExecDestroy", handle)
 
@@ -59,25 +59,25 @@ class Executable:
 def executable_of(launch: Launch) -> Executable:
     """Instantiate a graph of this launch alone, with its present arguments. :raises CudaError: if that fails.
 
-    The arguments stay: cuGraphExecKernelNodeSetParams, which could change them, crashes in a thread without a context
-    (driver of CUDA 13).
+    The arguments never change: cuGraphExecKernelNodeSetParams, which could change them, crashes in a thread without a
+    context (seen with the driver of CUDA 13).
     """
     graph = call("cuGraphCreate", 0)
     try:
         call("cuGraphAddKernelNode", graph, None, 0, launch.node_params())
         return Executable(graph)
     finally:
-        destroy_graph(graph)
+        close_graph(graph)
 
 
-def destroy_graph(graph: int) -> None:
-    """Destroy a graph. Executables instantiated from it stay valid."""
+def close_graph(graph: int) -> None:
+    """Free a graph. Executables instantiated from it stay valid."""
     call("cuGraphDestroy", graph)
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Node counts of a graph. ``host_copies`` has the bytes of each copy from or to host memory."""
+    """The numbers of a graph's nodes. ``host_copies`` has the size in bytes of each copy from or to host memory."""
 
     kernels: int
     others: int
@@ -85,7 +85,7 @@ class Nodes:
 
 
 def inspect_graph(graph: int) -> Nodes:
-    """Count a graph's nodes, and find the copies that bake in an address of host memory."""
+    """Count a graph's nodes, and find the copies that have a fixed address of host memory."""
     bindings = load()
     kind, host = bindings.CUgraphNodeType, bindings.CUmemorytype.CU_MEMORYTYPE_HOST
     count = call("cuGraphGetNodes", graph, 0)[1]

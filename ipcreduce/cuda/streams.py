@@ -18,18 +18,18 @@ def create_stream() -> Stream:
     return Stream(int(call("cuStreamCreate", 1)))
 
 
-def destroy_stream(stream: Stream) -> None:
-    """Destroy a stream. Work already on it still completes."""
+def close_stream(stream: Stream) -> None:
+    """Free a stream. Work that is already on it still completes."""
     call("cuStreamDestroy", stream)
 
 
 def begin_capture(stream: Stream) -> None:
-    """Begin a capture in relaxed mode: in the other modes, any thread's allocation would invalidate it."""
+    """Begin a capture in relaxed mode. In the other modes, an allocation in any thread would invalidate it."""
     call("cuStreamBeginCapture", stream, load().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
 
 
 def end_capture(stream: Stream) -> int:
-    """End a capture and return its graph. :raises CudaError: if some work in it could not be captured."""
+    """End a capture and return its graph. :raises CudaError: if CUDA could not capture some of the work."""
     return int(call("cuStreamEndCapture", stream))
 
 
@@ -38,8 +38,8 @@ def create_event() -> Event:
     return Event(int(call("cuEventCreate", 2)))
 
 
-def destroy_event(event: Event) -> None:
-    """Destroy an event. Work that already waits for it is not disturbed."""
+def close_event(event: Event) -> None:
+    """Free an event. Work that already waits for it still does."""
     call("cuEventDestroy", event)
 
 
@@ -59,7 +59,7 @@ def synchronize_stream(stream: Stream) -> None:
 
 
 def is_idle(stream: Stream) -> bool:
-    """Return True if all work on ``stream`` is done."""
+    """True if all work on ``stream`` is done."""
     return _is_done("cuStreamQuery", stream)
 
 
@@ -69,7 +69,7 @@ def synchronize_event(event: Event) -> None:
 
 
 def is_over(event: Event) -> bool:
-    """Return True if all work before the last record of ``event`` is done."""
+    """True if all work before the last record of ``event`` is done."""
     return _is_done("cuEventQuery", event)
 
 
@@ -81,13 +81,13 @@ def _is_done(name: str, handle: int) -> bool:
 
 
 def capture_id(stream: Stream) -> int:
-    """The id (never 0) of the capture that ``stream`` takes part in, or 0 if there is none."""
+    """The id of the capture that ``stream`` takes part in; 0 if there is none."""
     status, identity, *_ = _capture_info(stream)
     return int(identity) if int(status) == 1 else 0
 
 
 def capture_nodes(stream: Stream) -> tuple[int, ...]:
-    """The nodes on which the next node captured on ``stream`` depends. They are valid as long as their graph."""
+    """The nodes on which the next node captured on ``stream`` will depend. They are valid as long as their graph."""
     return tuple(int(node) for node in _capture_info(stream)[3] or ())
 
 

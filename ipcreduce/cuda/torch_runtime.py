@@ -1,7 +1,7 @@
-"""PyTorch's tensors, streams and allocator, in a program that has imported it. It is never imported here.
+"""PyTorch's tensors, streams and allocator, in a program that has imported PyTorch. This module never imports it.
 
-Its allocator gives memory back in the order of the stream that it was allocated on. So a tensor that is freed behind a
-call on that stream is safe, and one that a call uses on another stream has to be noted there: :func:`use_on`.
+PyTorch's allocator reuses memory in the order of the stream on which it was allocated. So a tensor may be freed after a
+call on that stream. A call that uses it on another stream has to tell PyTorch: :func:`use_on`.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from . import streams
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _OTHER_DTYPES = ("bool", "complex64", "complex128")
 torch: Any = None  # once a tensor has been looked for in a program that has imported it
-# PyTorch's, for speed.
-_kinds: tuple[Any, Any] = (None, None)  # torch.Tensor and Parameter: subclasses can mean anything
+# Objects of PyTorch, kept here for speed.
+_kinds: tuple[Any, Any] = (None, None)  # torch.Tensor and Parameter, without subclasses, which can mean anything
 strided: Any = None
 _untraced = False
 _dtypes: dict[Any, np.dtype[Any]] = {}
-get_stream: Any = None  # the current one's handle, by the device's ordinal; None without a GPU
-tracing_state: Any = None  # torch.jit.trace's in this thread; None outside of it
+get_stream: Any = None  # a function: the device's ordinal -> its current stream's handle; None without a GPU
+tracing_state: Any = None  # a function: the state of torch.jit.trace in this thread, or None
 modes: Any = None  # the module that knows whether a TorchDispatchMode is on
 duals: Any = None  # the module of forward-mode derivatives
-is_zero: Any = None  # true of a tensor of zeros without memory
-is_transformed: Any = None  # true of a tensor of torch.func's transforms, which has none either
-_waiting: dict[int, Any] = {}  # by the device's ordinal: a stream of PyTorch's pool, for use_on()
+is_zero: Any = None  # a function: is this a tensor of zeros without memory?
+is_transformed: Any = None  # a function: is this a tensor of torch.func's transforms, which have no memory?
+_waiting: dict[int, Any] = {}  # a stream of PyTorch's pool for use_on(), by the device's ordinal
 
 
 def _nothing(*_: Any) -> None:
-    """In the place of functions that a version of PyTorch lacks."""
+    """Return None, in place of a function that this version of PyTorch lacks."""
 
 
 def _bind(found: Any) -> None:
@@ -49,7 +49,7 @@ def _bind(found: Any) -> None:
     names = [name for name in (*(dtype.name for dtype in DTYPES), *_OTHER_DTYPES) if hasattr(found, name)]
     _dtypes = {getattr(found, name): _BFLOAT16 if name == "bfloat16" else np.dtype(name) for name in names}
     get: Any = None
-    if found.cuda.is_available():  # not with PyTorch for CPUs
+    if found.cuda.is_available():
         get = getattr(getattr(found, "_C", None), "_cuda_getCurrentRawStream", None)
         get = get or (lambda device: found.cuda.current_stream(device).cuda_stream)
     get_stream = get
@@ -58,7 +58,7 @@ def _bind(found: Any) -> None:
     is_transformed = _of(found, "_C._functorch.is_functorch_wrapped_tensor", _nothing)
     no_modes, no_duals = SimpleNamespace(_is_in_torch_dispatch_mode=False), SimpleNamespace(_current_level=-1)
     modes, duals = _of(found, "utils._python_dispatch", no_modes), _of(found, "autograd.forward_ad", no_duals)
-    torch = found  # last: then other threads use all of them
+    torch = found  # last: other threads use the names above once they see this one
 
 
 def _of(found: Any, path: str, otherwise: Any) -> Any:
@@ -70,7 +70,7 @@ def _of(found: Any, path: str, otherwise: Any) -> Any:
 
 def _is_imported() -> bool:
     found = sys.modules.get("torch")
-    if found is None or not (hasattr(found, "Tensor") and hasattr(found, "cuda")):  # another thread is at the import
+    if found is None or not (hasattr(found, "Tensor") and hasattr(found, "cuda")):  # another thread is importing it
         return False
     if found is not torch:
         if getattr(found.__spec__, "_initializing", False):
@@ -82,45 +82,45 @@ def _is_imported() -> bool:
 
 
 def _stay_untraced() -> None:
-    """Keep torch.compile out of this package, in whose locks and pages it has nothing to do."""
+    """Tell torch.compile not to trace into this package."""
     global _untraced
     _untraced = True
-    with suppress(Exception):  # it has no public name
+    with suppress(Exception):  # the set has no public name, and may move
         sys.modules["torch._dynamo.trace_rules"].add(__name__.partition(".")[0])
 
 
 def is_tensor(array: Any) -> bool:
-    """True for a PyTorch tensor. There is none in a program that has not imported PyTorch."""
+    """True for a PyTorch tensor."""
     return _is_imported() and isinstance(array, _kinds[0])
 
 
 def works() -> bool:
-    """True if the program has imported PyTorch, and that can use GPUs."""
+    """True if the program has imported PyTorch, and PyTorch can use GPUs."""
     return _is_imported() and get_stream is not None
 
 
 def is_plain_kind(tensor: Any) -> bool:
-    """True for torch.Tensor and Parameter themselves. Other subclasses are asked for their memory by DLPack."""
+    """True for a torch.Tensor or Parameter, and False for other subclasses, which DLPack asks for their memory."""
     return type(tensor) in _kinds
 
 
 def is_plain_type(kind: type) -> bool:
-    """True for the type of such tensors."""
-    return _is_imported() and (kind is _kinds[0] or kind is _kinds[1])  # `in` asks the metaclass
+    """True for the types torch.Tensor and Parameter themselves."""
+    return _is_imported() and (kind is _kinds[0] or kind is _kinds[1])  # `in` would call the metaclass's __eq__
 
 
 def is_wrapper_type(kind: type) -> bool:
-    """True for a tensor type that interprets operators itself: its tensors need not have memory (DTensor has none)."""
+    """True for a tensor type with operators of its own. Its tensors may have no memory, as those of DTensor."""
     if not _is_imported() or not issubclass(kind, _kinds[0]):
         return False
     return getattr(kind, "__torch_dispatch__", None) is not getattr(_kinds[0], "__torch_dispatch__", None)
 
 
-# ---- the fast path's part: see also cupy_runtime
+# ---- for the fast path: cupy_runtime has the same functions
 def plain(tensor: Any, device: int) -> tuple[int, Any, Any] | None:
-    """(address, shape, dtype) of a contiguous tensor of numbers on this GPU; None for all else, as in a trace.
+    """Address, shape and dtype of a contiguous tensor of numbers on this GPU; None for any other, and in a trace.
 
-    Any of these may change under the same object: by ``set_()``, ``resize_()``, or an assignment to ``.data``.
+    All three may change for the same object: by ``set_()``, by ``resize_()``, or by an assignment to ``.data``.
     """
     kind = type(tensor)
     if (
@@ -140,12 +140,15 @@ def plain(tensor: Any, device: int) -> tuple[int, Any, Any] | None:
     try:
         address = tensor.data_ptr()
         return (address, tensor.shape, tensor.dtype) if address else None
-    except RuntimeError:  # one of torch.func's, which has no memory, or a nested one, which has no shape
+    except RuntimeError:  # a tensor of torch.func has no memory, and a nested tensor has no shape
         return None
 
 
 def is_at(tensor: Any, place: tuple[int, Any, Any]) -> bool:
-    """True if :func:`plain` would say of this tensor what it has said before, of a dtype that :func:`can_be_known`."""
+    """True if :func:`plain` would return the same again for this tensor.
+
+    :param place: what it has returned before, of a dtype that :func:`can_be_known`.
+    """
     address, shape, dtype = place
     return bool(
         tensor.data_ptr() == address
@@ -158,12 +161,12 @@ def is_at(tensor: Any, place: tuple[int, Any, Any]) -> bool:
 
 
 def can_be_known(dtype: Any) -> bool:
-    """True for real numbers: tensors of complex ones may be conjugated under the same object."""
+    """True for real dtypes. A complex tensor may become a conjugated one while the object stays the same."""
     return not dtype.is_complex
 
 
 def dtype_of(dtype: Any) -> np.dtype[Any] | None:
-    """NumPy's dtype for PyTorch's; None for one that cannot be reduced."""
+    """NumPy's dtype for a dtype of PyTorch; None if it cannot be reduced."""
     return _dtypes.get(dtype)
 
 
@@ -174,25 +177,29 @@ def stream_handle(device: int) -> Stream:
 
 
 def empty_like(tensor: Any, device: int) -> tuple[Any, int]:
-    """A new tensor like a contiguous one, from PyTorch's allocator, for its current stream, and its address, or 0."""
+    """A new tensor like a contiguous one, from PyTorch's allocator and for its current stream, and its address.
+
+    The address is 0 for a tensor that is constant to torch.func.
+    """
     result = torch.empty_like(tensor)
     try:
         return result, result.data_ptr()
-    except RuntimeError:  # of a tensor that is constant to torch.func
+    except RuntimeError:
         return result, 0
 
 
 # ---- streams
 def current_stream(device: int) -> tuple[Stream, Any]:
-    """The handle of PyTorch's current stream on a GPU, and the object that it is the handle of."""
+    """The handle of PyTorch's current stream on a GPU, and the stream object."""
     stream = torch.cuda.current_stream(device)
     return Stream(int(stream.cuda_stream)), stream
 
 
 def keeps(owner: Any) -> bool:
-    """True for a stream of PyTorch's pool, which lives as long as the process: its id is odd, external ones' are even.
+    """True for a stream of PyTorch's pool, which lives as long as the process.
 
-    Source: c10/cuda/CUDAStream.cpp, from PyTorch 2.0 on.
+    The ids of the pool's streams are odd, and those of external streams are even. Source: c10/cuda/CUDAStream.cpp, from
+    PyTorch 2.0 on.
     """
     kind = getattr(getattr(torch, "cuda", None), "Stream", None)
     return kind is not None and type(owner) is kind and bool(getattr(owner, "stream_id", 0) & 1)
@@ -200,7 +207,7 @@ def keeps(owner: Any) -> bool:
 
 @contextmanager
 def on_stream(stream: Stream, device: int) -> Iterator[None]:
-    """Make a stream PyTorch's current one in the block, if the program has imported it."""
+    """Make a stream PyTorch's current one in the block, if the program has imported PyTorch."""
     if not works() or stream_handle(device) == stream:
         yield
         return
@@ -215,16 +222,16 @@ def empty_on(tensor: Any, stream: Stream) -> Any:
 
 
 def use_on(tensor: Any, stream: Stream, owner: Any) -> None:
-    """Keep a tensor's memory, once it is freed, until the work that ``stream`` has by now is done.
+    """Let PyTorch keep a tensor's memory until the present work on ``stream`` is done, even if the tensor is freed.
 
-    PyTorch looks at the stream when the tensor is freed. One of others may have been destroyed by then: so it is told
-    of a stream of its own, that waits for the work on the other.
+    PyTorch uses the stream when the tensor is freed, and the program may have closed a stream of its own by then. So
+    PyTorch is told of a stream of its pool, which waits for the present work on ``stream``.
     """
     device = tensor.get_device()
     if stream == stream_handle(device):
         return
     if stream > 1 and not keeps(owner):
-        if streams.capture_id(stream):  # the launches of that graph are not known here
+        if streams.capture_id(stream):  # the work runs when the graph is launched, and nothing here knows when
             return
         if device not in _waiting:
             _waiting[device] = torch.cuda.Stream(device)
@@ -235,18 +242,18 @@ def use_on(tensor: Any, stream: Stream, owner: Any) -> None:
 
 
 def order(device: int, stream: Stream) -> None:
-    """Let ``stream`` wait for PyTorch's current one on a GPU, if they differ."""
+    """Let ``stream`` wait for PyTorch's current stream on a GPU, if they differ."""
     current = stream_handle(device)
     if current != stream:
         _let_wait(stream, current)
 
 
 def _let_wait(stream: Stream, other: Stream) -> None:
-    """Let ``stream`` wait for the work that another one has by now."""
+    """Let ``stream`` wait for the present work on another stream."""
     event = streams.create_event()
     streams.record_event(event, other)
     streams.wait_event(stream, event)
-    streams.destroy_event(event)
+    streams.close_event(event)
 
 
 # ---- memory
@@ -254,7 +261,10 @@ Place = tuple[int, tuple[int, ...], np.dtype[Any], tuple[int, ...], int]
 
 
 def place_of(tensor: Any) -> Place | None:
-    """(address, shape, dtype, strides in bytes, device) of a tensor on a GPU that has no :func:`problem`, or None."""
+    """Address, shape, dtype, strides in bytes and device of a tensor on a GPU; None for any other tensor.
+
+    The tensor must have no :func:`torch_tensors.problem`.
+    """
     if not is_plain_kind(tensor) or not tensor.is_cuda:
         return None
     dtype = _dtypes.get(tensor.dtype)
@@ -265,29 +275,29 @@ def place_of(tensor: Any) -> Place | None:
 
 
 def check_allocator() -> None:
-    """:raises UnsupportedError: if PyTorch cannot set memory apart for a recording."""
+    """Check that PyTorch can reserve memory for a recording. :raises UnsupportedError: if it cannot."""
     name = getattr(torch.cuda, "get_allocator_backend", str)() if works() else ""
     if name == "cudaMallocAsync":
         raise UnsupportedError(
-            "PyTorch allocates by cudaMallocAsync here, by which it cannot set memory apart for a recording. Start the "
-            "program with backend:native in PYTORCH_CUDA_ALLOC_CONF, or without that variable"
+            "PyTorch's allocator is cudaMallocAsync, which cannot reserve memory for a recording. Start the program "
+            "with backend:native in PYTORCH_CUDA_ALLOC_CONF, or without that variable"
         )
 
 
 def make_pool() -> Any:
-    """Memory that PyTorch gives to nothing else as long as the pool lives; None if the program has not imported it.
+    """A torch.cuda.MemPool: memory that PyTorch uses for nothing else while the pool lives.
 
-    It is torch.cuda.MemPool, of PyTorch 2.6 and later.
+    :returns: None if the program has not imported PyTorch, or for PyTorch before 2.6.
     """
     if not works() or not hasattr(torch.cuda, "MemPool"):
         return None
-    torch.cuda.init()  # not within a capture
+    torch.cuda.init()  # now, because it cannot be done within a capture
     return torch.cuda.MemPool()
 
 
 @contextmanager
 def allocating(pool: Any, stream: Stream, device: int) -> Iterator[None]:
-    """Let PyTorch work on ``stream`` and allocate from a pool of :func:`make_pool` in this thread, in the block."""
+    """Let PyTorch use ``stream`` and a pool of :func:`make_pool` in this thread, in the block."""
     if pool is None:
         yield
         return
@@ -296,7 +306,7 @@ def allocating(pool: Any, stream: Stream, device: int) -> Iterator[None]:
 
 
 def detached(tensor: Any) -> Any:
-    """The tensor without its gradient, as other libraries take it. Of a bfloat16 one on the host its bits as int16."""
+    """The tensor without its gradient, as NumPy takes it. A bfloat16 tensor on the host is returned as int16 bits."""
     tensor = tensor.detach()
     if tensor.dtype is torch.bfloat16 and tensor.device.type == "cpu":
         return tensor.view(torch.int16)
@@ -311,9 +321,9 @@ def of_numpy(array: np.ndarray[Any, Any]) -> Any:
 
 
 def over(array: Any, tensor: Any) -> Any:
-    """A tensor over the memory of a contiguous CuPy array, which it keeps, of the dtype and device of ``tensor``.
+    """A tensor over the memory of a contiguous CuPy array, with the shape, dtype and device of ``tensor``.
 
-    Neither library's streams wait for each other.
+    The new tensor keeps the array alive. No stream waits for another.
     """
     if not array.size:
         return torch.empty_like(tensor)

@@ -1,6 +1,7 @@
-"""PyTorch's tensors whose memory is not their values, or whose derivatives or traces a call would not reach.
+"""The PyTorch tensors that a call cannot take, with the remedy for each.
 
-Each is named with its remedy. :func:`torch_runtime.plain` takes none of them.
+The memory of some is not their values. From others, a call would lose the derivative or the trace.
+:func:`torch_runtime.plain` takes none of these tensors.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ _OPERATOR = "torch.ops.ipcreduce.all_reduce (import ipcreduce.torch)"
 
 
 def problem(tensor: Any) -> str:
-    """The reason for which a call cannot take a tensor, and the remedy; "" if there is none."""
+    """The reason for which a call cannot take a tensor, and the remedy; "" if it can.
+
+    The text follows the argument's name: "is on the device meta, ...".
+    """
     if not torch_runtime.is_tensor(tensor):
         return ""
     is_plain = torch_runtime.is_plain_kind(tensor)
     if not is_plain and torch_runtime.is_wrapper_type(type(tensor)):
         return _wrapped(type(tensor))
     if tracer := _tracer():
-        return f"a tensor outside of a trace; found one in {tracer}, to which the result is a constant. Use {_OPERATOR}"
+        return f"is used in a trace by {tracer}, which would take the result for a constant. Use {_OPERATOR}"
     return own_problem(tensor) if is_plain else ""
 
 
@@ -39,11 +43,14 @@ def _wrapped(kind: type) -> str:
     else:
         way = f"Use {_OPERATOR}, or pass the tensor that it holds"
     name = kind.__qualname__
-    return f"a tensor with memory of its own; found one of type {name}, which overrides __torch_dispatch__. {way}"
+    return f"is a {name}, which overrides __torch_dispatch__ and may have no memory of its own. {way}"
 
 
 def _tracer() -> str:
-    """The tracer in this thread, which lists PyTorch's operators or runs them on no data; "" if there is none."""
+    """The name of the tracer that is on in this thread; "" if there is none.
+
+    A tracer lists PyTorch's operators, or runs them without data.
+    """
     if torch_runtime.tracing_state() is not None:
         return "torch.jit.trace"
     if not torch_runtime.modes._is_in_torch_dispatch_mode:
@@ -57,36 +64,33 @@ def _tracer() -> str:
 
 def _lazy(tensor: Any) -> str:
     if tensor.layout is not torch_runtime.strided:
-        return f"a dense tensor; found one of layout {tensor.layout}. Pass tensor.to_dense()"
+        return f"is a tensor of layout {tensor.layout}, and only dense tensors can be reduced. Pass tensor.to_dense()"
     if tensor.is_quantized:
-        return "a tensor of numbers; found a quantised one. Pass tensor.dequantize()"
+        return "is a quantised tensor. Pass tensor.dequantize()"
     if tensor.device.type == "meta":
-        return "a tensor with memory; found one on the device meta. Make it on a GPU"
-    for name in ("neg", "conj"):
+        return "is a tensor on the device meta, which has no memory. Make it on a GPU"
+    for name, meaning in (("neg", "negated"), ("conj", "conjugated")):
         if getattr(tensor, f"is_{name}")():
-            return (
-                "a tensor that holds its values; found one whose memory PyTorch reads as negated or conjugated. Pass "
-                f"tensor.resolve_{name}()"
-            )
+            return f"is a tensor whose memory PyTorch reads as {meaning}. Pass tensor.resolve_{name}()"
     if torch_runtime.is_zero(tensor):
-        return "a tensor with memory of its own; found one that PyTorch knows to be zero. Pass tensor.clone()"
+        return "is a tensor that PyTorch knows to be zero, without memory of its own. Pass tensor.clone()"
     if torch_runtime.is_transformed(tensor):
-        return f"a tensor with memory of its own; found one of torch.func's transforms. Use {_OPERATOR}"
+        return f"is a tensor of torch.func's transforms, without memory of its own. Use {_OPERATOR}"
     return ""
 
 
 def _differentiated(tensor: Any) -> str:
     if tensor.requires_grad and torch_runtime.torch.is_grad_enabled():
         return (
-            "a tensor without gradient; found one that requires grad. Pass tensor.detach(), call within "
+            "is a tensor that requires grad, and a call has no gradient. Pass tensor.detach(), call within "
             f"torch.no_grad(), or use {_OPERATOR}, which has a gradient"
         )
     duals = torch_runtime.duals
     if duals._current_level < 0 or torch_runtime.torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):
-        return ""  # the operator's own call comes from below autograd
+        return ""  # this call comes from the operator, below autograd
     if duals.unpack_dual(tensor).tangent is None:
         return ""
     return (
-        "a tensor without derivative; found one with a forward-mode derivative. Pass tensor.detach(), or use "
-        f"{_OPERATOR}, which takes it along"
+        "is a tensor with a forward-mode derivative, which a call would lose. Pass tensor.detach(), or use "
+        f"{_OPERATOR}, which takes the derivative along"
     )

@@ -209,5 +209,5 @@ class DeviceBackend(ABC):
         """Actions that free the events and the stream of this backend."""
         actions: list[Action] = [self.order.close]
         if self._recording_stream is not None:
-            actions.append(partial(streams.destroy_stream, self._recording_stream))
+            actions.append(partial(streams.close_stream, self._recording_stream))
         return actions

@@ -363,4 +363,4 @@ class StreamOrder:
         """Free the events."""
         for event in self._events:
             with suppress(CudaError):
-                streams.destroy_event(event)
+                streams.close_event(event)

@@ -79,18 +79,18 @@ class Segment:
         self.ready.argument = executable.handle
         if old is not None:
             with suppress(CudaError):
-                old.destroy()
+                old.close()
 
     def destroy_actions(self) -> Iterator[Callable[[], None]]:
         """Actions that give it back."""
         yield self._destroy
-        yield lambda: cuda_graph.destroy_graph(self.graph)
+        yield lambda: cuda_graph.close_graph(self.graph)
 
     def _destroy(self) -> None:
         executable, self.executable = self.executable, None  # no other thread may launch it from now on
         self.ready.argument = 0
         if executable is not None:
-            executable.destroy()
+            executable.close()
 
 
 class Recording:
@@ -155,7 +155,7 @@ class Recording:
         if self._capture != _NONE:
             self._capture = _NONE
             with suppress(CudaError):
-                cuda_graph.destroy_graph(streams.end_capture(self.stream))
+                cuda_graph.close_graph(streams.end_capture(self.stream))
 
     # ---- all-reduces
     def captures(self, stream: Stream) -> bool:

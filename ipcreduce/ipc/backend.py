@@ -1,4 +1,4 @@
-"""The backend "ipc": our kernels, which write into the memory of the peers of one host."""
+"""The backend "ipc": kernels that write into the memory of the other ranks' GPUs on the same host."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from .launches import IN, OUT, Launches, PreparedCall
 from .ready import ReadyLaunches
 from .workspace import Workspace
 
-_registered_for_good: list[Page] = []  # still mapped: no later page may get addresses that cannot be registered
+# Pages that the driver did not unregister. They stay mapped, so that no later page gets their addresses: the driver
+# could not register these again.
+_registered_for_good: list[Page] = []
 
 
 class IpcBackend(DeviceBackend):
-    """The backend of ranks whose GPUs reach each other's memory, made by :func:`ipcreduce.ipc.peers.start`.
+    """The backend of ranks whose GPUs reach each other's memory. :func:`ipcreduce.ipc.peers.start` makes it.
 
-    In close(), memory that a live peer still maps is freed later: see deferred_free.py.
+    If a live peer still maps this rank's memory in close(), the memory is freed later: see deferred_free.py.
     """
 
     name = "ipc"
@@ -57,7 +59,7 @@ class IpcBackend(DeviceBackend):
         return self._ready.make(prepared, source, target, again)
 
     def describe(self) -> list[str]:
-        """GPU, workspace, packets, plan."""
+        """Lines about the GPU, the workspace, the packets and the plan."""
         launches = self.launches
         lines = [
             f"GPU {self.device.ordinal}: {self.device.name}, {self.workspace.nbytes >> 20} MB of workspace",
@@ -82,7 +84,7 @@ class IpcBackend(DeviceBackend):
 
     # ---- ends
     def reset(self, offers: Sequence[bytes]) -> None:
-        """After every rank's :meth:`quiesce`: empty slots, fresh epochs."""
+        """Empty the slots and reset the epochs. Every rank must have called :meth:`quiesce`."""
         with using_relaxed(self.context):
             self.workspace.reset()
 
@@ -102,9 +104,9 @@ class IpcBackend(DeviceBackend):
         flush()
 
     def release(self) -> None:
-        """Give back the resources that only this process uses."""
+        """Free the resources that no other process uses."""
         actions: list[Action] = [partial(_unregister, self.page), *self.own_resources(), *self._ready.close_actions()]
-        attempt(self.context, *actions, *self.launches.unload_actions())
+        attempt(self.context, *actions, *self.launches.release_actions())
 
 
 def _unregister(page: Page) -> None:

@@ -1,4 +1,4 @@
-"""The kernel launches of calls: planned, compiled and filled in once, except for the two addresses."""
+"""The kernel launches of calls. They are planned, compiled and filled in once, except for the two addresses."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Launches:
     def for_array(self, array: Any, op: Any) -> PreparedCall:
         """The launches of an all-reduce of a device array, compiled if need be.
 
-        :param op: as :func:`op_name` takes it. Any str is found from the second time on, "mean" too.
-        :raises ArgumentError: if dtype or op is none of ours. See :meth:`prepare` for other errors.
+        :param op: as :func:`op_name` takes it. A str, such as "mean", is found in a table from the second time on.
+        :raises ArgumentError: if dtype or op is unknown. See :meth:`prepare` for other errors.
         """
         shape, dtype = array.shape, array.dtype
         prepared = self.prepared.get((shape, dtype, op)) if type(op) is str else None
@@ -128,9 +128,9 @@ class Launches:
         """Compile and load the kernels that are not loaded yet.
 
         Loading waits for all work on the device: 0.7 s behind a kernel of 0.7 s, whatever the size of the module
-        and the loading mode (H200, driver 580). If that is a call of ours, a peer may be waiting for this process. So
-        kernels are loaded for every op and size as soon as a dtype is used, and else with no call of ours in flight.
-        Communicators share them.
+        and the loading mode (H200, driver 580). If that work is an all-reduce, a peer may be waiting for this process.
+        So the first use of a dtype loads the kernels for every op and size, and loading waits until this communicator
+        has no call in flight. Communicators share the kernels.
         """
         missing = [key for key in kernels if key not in self._functions and not self._take(key)]
         if not missing:
@@ -175,7 +175,10 @@ class Launches:
             self._function(*_VERIFY)
 
     def verify(self, rounds: int, seconds: float) -> np.ndarray[Any, Any]:
-        """Exchange data with each rank ``rounds`` times; verify.cu's verdicts by rank, shape ``(8,)``, uint32."""
+        """Exchange data with each rank ``rounds`` times.
+
+        :returns: the verdicts of verify.cu by rank, uint32 of shape ``(8,)``.
+        """
         verdict = np.zeros(plan.MAX_RANKS, np.uint32)
         if self._workspace.n > 1:
             args = self._arguments(0)
@@ -187,13 +190,13 @@ class Launches:
         return verdict
 
     def limit(self, nbytes: int, grid: int, block: int) -> driver.Launch:
-        """A launch of limit.cu: ``nbytes`` bytes to each peer, of which the workspace has to have room. For bench."""
+        """A launch of limit.cu for bench: ``nbytes`` bytes to each peer, for which the workspace must have room."""
         args = self._arguments(0)
         args[_BYTES] = nbytes
         programmatic = self._capability >= (9, 0)
         return driver.Launch(self._function("limit", "int32", "sum"), grid, block, args, programmatic=programmatic)
 
-    def unload_actions(self) -> list[Callable[[], None]]:
-        """Actions that unload the kernels, which are given only once."""
+    def release_actions(self) -> list[Callable[[], None]]:
+        """Actions that release the kernels, which other communicators may still use."""
         shared, self._shared = self._shared, []
-        return [partial(modules.give_up, key) for key in reversed(shared)]
+        return [partial(modules.release, key) for key in reversed(shared)]

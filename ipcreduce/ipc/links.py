@@ -1,4 +1,4 @@
-"""The links between the ranks' GPUs, as the driver describes them: P2P access, and the packet form for each."""
+"""The links between the ranks' GPUs, as the driver describes them: P2P access, and whether packets arrive whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..ranks import exchange
 from . import plan
 
 VERDICT = exchange.struct(8, ("split", "<u4"), ("links", "u1", (plan.MAX_RANKS, plan.MAX_RANKS)))
-_UNKNOWN, _LOCAL, _PCIE = 0, 1, 2  # values of VERDICT's ``links``. Local is NVLink, or one GPU
+_UNKNOWN, _LOCAL, _PCIE = 0, 1, 2  # values of VERDICT's ``links``. _LOCAL stands for NVLink, and for one GPU of both
 
 
 def _ordinals() -> dict[bytes, int]:
@@ -22,9 +22,11 @@ def _ordinals() -> dict[bytes, int]:
 
 
 def check_access(rank: int, devices: np.ndarray[Any, Any]) -> None:
-    """Check P2P access to every peer's GPU. A GPU that is not visible here is left to the start-up test of the links.
+    """Check the P2P access from this rank's GPU to those of all ranks.
 
-    :raises UnsupportedError: naming the first pair for which the driver reports no access.
+    A GPU that this process does not see is not checked here: the start-up test of the links tries it.
+
+    :raises UnsupportedError: if the driver reports no access for a pair of GPUs. The message names the first one.
     """
     ordinals = _ordinals()
     own = ordinals[devices["uuid"][rank].tobytes()]
@@ -38,7 +40,7 @@ def check_access(rank: int, devices: np.ndarray[Any, Any]) -> None:
 
 
 def seen(devices: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The kind of each link, as a (MAX_RANKS, MAX_RANKS) array; known between GPUs visible to this process."""
+    """The kind of each link, as uint8 of shape (MAX_RANKS, MAX_RANKS): known between GPUs that this process sees."""
     links, ordinals = np.full((plan.MAX_RANKS, plan.MAX_RANKS), _UNKNOWN, np.uint8), _ordinals()
     uuids = [uuid.tobytes() for uuid in devices["uuid"]]
     for a, b in permutations(range(len(uuids)), 2):
@@ -51,11 +53,11 @@ def seen(devices: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def packets(everyone: np.ndarray[Any, Any]) -> tuple[bool, str]:
-    """Decide from every rank's VERDICT if packets travel whole. Returns the decision and a readable reason.
+    """Decide from every rank's VERDICT whether packets are sent whole. Returns the decision and its reason.
 
-    PCIe guarantees only 8 bytes at a time, so packets go in halves there, even if an idle link kept them whole in the
-    start-up test. NVLink kept them whole wherever it was tried. If no process sees both GPUs of a pair, as with
-    CUDA_VISIBLE_DEVICES of one GPU a rank, the driver describes no link, and the start-up test alone decides.
+    PCIe guarantees 8 bytes at a time, so packets go in halves there, even if the link kept them whole in the start-up
+    test. NVLink has kept them whole in every test. If no process sees both GPUs of a pair, as with
+    CUDA_VISIBLE_DEVICES of one GPU for each rank, the driver describes no link, and the start-up test alone decides.
     """
     n, links = len(everyone), everyone["links"].max(axis=0)  # the union of all ranks' knowledge
     pairs = [
@@ -69,6 +71,6 @@ def packets(everyone: np.ndarray[Any, Any]) -> tuple[bool, str]:
     if links[a, b] == _PCIE:
         return False, f"packets go in halves of 8 bytes: PCIe between the GPUs of rank {a} and rank {b}"
     return True, (
-        f"packets arrive whole, in the start-up test: no process sees the GPUs of both rank {a} and rank {b}, to ask "
-        "the driver for NVLink"
+        f"packets arrive whole in the start-up test. No process sees the GPUs of both rank {a} and rank {b}, so the "
+        "driver could not be asked for NVLink"
     )

@@ -1,6 +1,6 @@
-"""Loaded kernels, shared by the communicators of a process, since loading waits for all work on the device.
+"""Loaded kernels, which the communicators of a process share.
 
-A communicator loads no kernel that another one already uses, so it does not wait for calls in flight.
+Loading a kernel waits for all work on the device. A communicator that uses a loaded kernel does not have to wait.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from ..cuda import driver
 
-Key = tuple[Any, ...]  # context and compilation parameters; the kernel's name comes last
+Key = tuple[Any, ...]  # the context and the parameters of compilation. The kernel's name comes last
 
 
 @dataclass
@@ -22,11 +22,11 @@ class _Loaded:
 
 
 _loaded: dict[Key, _Loaded] = {}
-_lock = threading.RLock()  # re-entrant: a finaliser may run while this thread holds it
+_lock = threading.RLock()  # re-entrant, because a finaliser may run while this thread holds it
 
 
 def take(key: Key) -> int | None:
-    """Add a user to a loaded kernel and return its function; None if it is not loaded."""
+    """Add a user to a loaded kernel, and return its function; None if the kernel is not loaded."""
     with _lock:
         found = _loaded.get(key)
         if found is None:
@@ -36,7 +36,7 @@ def take(key: Key) -> int | None:
 
 
 def load(key: Key, cubin: bytes) -> int:
-    """Add a user to a kernel, loading it from ``cubin`` if necessary. :raises CudaError: if that fails."""
+    """Add a user to a kernel, after loading it from ``cubin`` if need be. :raises CudaError: if that fails."""
     with _lock:
         if key not in _loaded:
             module = driver.load_module(cubin)
@@ -50,8 +50,8 @@ def load(key: Key, cubin: bytes) -> int:
         return function
 
 
-def give_up(key: Key) -> None:
-    """Remove a user from a kernel, and unload it after the last. :raises CudaError: if unloading fails."""
+def release(key: Key) -> None:
+    """Remove a user from a kernel, and unload the kernel after its last user. :raises CudaError: if that fails."""
     with _lock:
         found = _loaded[key]
         found.users -= 1

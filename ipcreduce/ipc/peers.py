@@ -25,14 +25,14 @@ from .backend import IpcBackend
 from .workspace import Workspace
 
 _VERIFY_SECONDS = 10.0
-_PART_SECONDS = 5.0  # where a rank leaves start-up, for the others to unmap its memory
+_PART_SECONDS = 5.0  # how long a rank that leaves start-up waits for the others to unmap its memory
 _VERIFY_ROUNDS = 200  # about 1 us each over NVLink
-_VERIFY_ROUNDS_SHARED = 2  # each is a time slice where two ranks share a GPU
-_NO_DATA, _WHOLE, _SPLIT = 0, 1, 2  # verify.cu
+_VERIFY_ROUNDS_SHARED = 2  # if two ranks share a GPU, each round takes a time slice
+_NO_DATA, _WHOLE, _SPLIT = 0, 1, 2  # the verdicts of verify.cu
 
 
 def missing() -> str | None:
-    """The reason for which this rank has no GPU to use; None if it has one."""
+    """The reason why this rank has no GPU to use; None if it has one."""
     try:
         if not driver.device_count():
             return "no GPU is visible (CUDA_VISIBLE_DEVICES?)"
@@ -45,13 +45,13 @@ def missing() -> str | None:
 def start(
     ranks: Ranks, options: Options, page: Page, local_rank: int, deadline: float, warn: Callable[[str], None]
 ) -> IpcBackend:  # fmt: skip
-    """Make the IPC backend, step by step; each step is ended by a vote, so that all ranks go on or all give up.
+    """Make the IPC backend, step by step. A vote ends each step, so that either all ranks go on, or all raise.
 
-    :param ranks: they have joined, and each has a GPU to use.
-    :param page: the control page, which all have joined.
+    :param ranks: the ranks, which have joined. Each has a GPU to use.
+    :param page: the control page, which all ranks have joined.
     :param local_rank: this process's number on its host.
     :param deadline: on the clock of :mod:`ipcreduce.clock`.
-    :param warn: takes what to warn of at the end, on every rank alike.
+    :param warn: takes warnings to show at the end, the same on every rank.
     :raises ArgumentError: if ``options.device`` is wrong on a rank. :raises Agreed: if a step fails.
     """
     rank, n = ranks.rank, ranks.size
@@ -80,13 +80,13 @@ def start(
         made.backend.launches.sharing = most_on_a_gpu(devices)
         return made.backend
     except BaseException as error:
-        exchange.tell(ranks, error, deadline)  # first: the others are to meet this rank in the next exchange
+        exchange.tell(ranks, error, deadline)  # first, because the others wait for this rank in the next exchange
         heard: IpcReduceError | None = None
         try:
             if made.workspace is not None:
                 attempt(made.context, made.workspace.unmap_peers)
             if isinstance(error, Agreed):
-                exchange.confirm(ranks, None, deadline, "giving up")  # before anyone frees what another may still map
+                exchange.confirm(ranks, None, deadline, "giving up")  # all have unmapped before any rank frees memory
             else:
                 _part(page)
             if made.backend is not None:
@@ -97,30 +97,33 @@ def start(
                 driver.release_context(info.ordinal)
         except IpcReduceError as caught:
             heard = caught
-        if heard is not None and ranks.left and isinstance(error, Agreed):  # a rank has left start-up meanwhile
+        if heard is not None and ranks.left and isinstance(error, Agreed):  # a rank has left start-up in between
             raise heard from error
         raise
 
 
 def _part(page: Page) -> None:
-    """The same where start-up ends. :raises IpcReduceError: if a peer may still map our memory: it stays then."""
+    """Wait until the peers have unmapped this rank's memory, when start-up ends with an error.
+
+    :raises IpcReduceError: if a peer may still map it after 5 s: then the memory must not be freed.
+    """
     page.leave()
     deadline = clock.now() + _PART_SECONDS
     while not all(page.has_unmapped(peer) for peer in range(page.n) if peer != page.rank):
         if clock.now() > deadline:
-            raise IpcReduceError("a rank has not unmapped its peers' memory")
+            raise IpcReduceError("a rank still maps the memory of the other ranks")
         time.sleep(1e-3)
 
 
 def _share_table(
     ranks: Ranks, devices: np.ndarray[Any, Any], deadline: float, warn: Callable[[str], None]
 ) -> plan.Table:  # fmt: skip
-    """Rank 0's tuned table, on every rank; empty if it has none, or the GPUs are of several kinds."""
+    """Rank 0's tuned table, on every rank. It is empty if rank 0 has none, or if the GPUs are of several kinds."""
     table: plan.Table = ()
     problems: list[str] = []
     names = {bytes(device["name"]) for device in devices}
     if ranks.rank == 0 and len(names) == 1:
-        with suppress(UnsupportedError):  # no cache: then there is no table either
+        with suppress(UnsupportedError):  # without a cache there is no table
             table = tuning.load(decoded(names.pop()), ranks.size, problems.append)
     everyone = exchange.allgather(ranks, tuning.message(table, *problems), deadline, "sharing the tuned table")
     if problem := exchange.text_of(everyone[0]):
@@ -159,16 +162,16 @@ def _map_peers(ranks: Ranks, workspace: Workspace, devices: np.ndarray[Any, Any]
 
 
 def _verify(ranks: Ranks, backend: IpcBackend, devices: np.ndarray[Any, Any], deadline: float) -> None:
-    """Send real data between every two ranks through the mappings, and choose the backend's form of packets.
+    """Send data between every two ranks through the mappings, and decide whether packets are sent whole.
 
-    :raises UnsupportedError: if a pair fails, naming it, or a rank has no kernel.
+    :raises Agreed: if data did not arrive between two ranks, which the message names, or if a rank has no kernel.
     """
-    with exchange.step(ranks, deadline, "loading the first kernel"):  # or a peer's would wait for our compiler
+    with exchange.step(ranks, deadline, "loading the first kernel"):  # otherwise a peer's kernel waits for a compiler
         kinds = links.seen(devices)
         backend.launches.load_verify()
     rank, n = backend.rank, backend.n
     error, verdict = None, np.zeros(plan.MAX_RANKS, np.uint32)
-    seconds = max(0.0, min(_VERIFY_SECONDS, (deadline - clock.now()) / 2))  # so that the verdicts still meet
+    seconds = max(0.0, min(_VERIFY_SECONDS, (deadline - clock.now()) / 2))  # leaves time to exchange the verdicts
     shared = most_on_a_gpu(devices) > 1
     try:
         verdict = backend.launches.verify(_VERIFY_ROUNDS_SHARED if shared else _VERIFY_ROUNDS, seconds)

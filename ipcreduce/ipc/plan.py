@@ -1,8 +1,8 @@
 """The plan of an all-reduce: its kernel launches, as a pure function of values that all ranks share.
 
-Nothing here may depend on one rank's pointers, GPU load or environment: grids that differ between ranks hang. Shapes
-and limits are the fastest ones measured over 2 and 4 H200 (benchmarks/NOTES.md). Other GPUs and world sizes use them
-as reasoned defaults.
+No function here may use one rank's pointers, GPU load or environment, because kernels whose grids differ between ranks
+hang. The shapes and limits were the fastest over 2 and 4 H200 (benchmarks/NOTES.md). For other GPUs and numbers of
+ranks they are estimates.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ CODES_BYTES = CODE_BYTES * len(KIND_NAMES) * len(OPS)
 
 KB, MB = 1 << 10, 1 << 20
 
-# Largest message, by n, for which one hop of (n-1) S bytes is faster than two of 2 (n-1)/n S. Above n = 4 these are
-# not measured, but smaller because the traffic of one hop grows with n.
+# The largest message, by n, for which one hop of (n-1) S bytes is faster than two hops of 2 (n-1)/n S bytes. From n = 5
+# on the sizes are estimates, which fall because the traffic of one hop grows with n.
 _ONE_SHOT_BYTES = {1: 0, 2: 8 * MB, 3: 192 * KB, 4: 192 * KB, 5: 128 * KB, 6: 96 * KB, 7: 64 * KB, 8: 64 * KB}
-_LAUNCH_BYTES = 1 << 30  # the most for one launch: kernels count its packets and bytes in 32 bits
-_GRAPH_BYTES = 1 * MB  # up to this size most hosts take longer to launch an eager call than the GPU takes to run it
+_LAUNCH_BYTES = 1 << 30  # the most of one launch, because kernels count its packets and bytes in 32 bits
+_GRAPH_BYTES = 1 * MB  # up to this size, most hosts take longer to launch an eager call than the GPU takes to run it
 
 MOST_CHOICES = 24  # rows of a table
 
@@ -43,11 +43,11 @@ class Choice:
     depth: int  # packets that a thread takes at a time
 
 
-Table = tuple[Choice, ...]  # by size; the last row also serves all larger messages. Empty: the defaults below
+Table = tuple[Choice, ...]  # by size. The last row also serves all larger messages. Empty: the defaults below
 
 
 def most_threads(algorithm: str, depth: int, n: int) -> int:
-    """The most threads a block of a staged kernel; 0 if there is no such kernel."""
+    """The most threads in a block of one_shot or two_shot; 0 if there is no such kernel."""
     if algorithm == "one_shot":
         return 1024 if depth == 1 else 0
     if algorithm == "two_shot" and depth in (1, 2, 4):
@@ -58,15 +58,15 @@ def most_threads(algorithm: str, depth: int, n: int) -> int:
 def most_blocks(resident: int, sharing: int) -> int:
     """The most blocks of one launch for which the blocks of all ranks on a GPU are resident at once.
 
-    Where ranks share a GPU, blocks that wait for a peer must not keep the peer's blocks from running. A block then has
-    at most 512 threads, and ``resident`` counts two such blocks a multiprocessor, for which every kernel leaves room.
-    A rank may have two grids there: with programmatic launch the next one waits beside the running one.
+    If ranks share a GPU, blocks that wait for a peer must not keep the peer's blocks from running. A block then has at
+    most 512 threads, and ``resident`` counts two such blocks for each multiprocessor, for which every kernel leaves
+    room. A rank may have two grids there: with programmatic launch, the next grid waits beside the running one.
     """
     return EPOCH_SLOTS if sharing == 1 else max(1, resident // (2 * sharing))
 
 
 def resident_blocks(block: int, depth: int, n: int, resident: int) -> int:
-    """The blocks of a two_shot launch that every rank's GPU holds at once, at most ``EPOCH_SLOTS``."""
+    """The number of blocks of a two_shot launch that every rank's GPU holds at once, at most ``EPOCH_SLOTS``."""
     return min(EPOCH_SLOTS, resident * most_threads("two_shot", depth, n) // block)
 
 
@@ -78,20 +78,20 @@ def checked_table(choices: Iterable[Choice], n: int) -> Table:
     table = tuple(choices)
     for choice in table:
         numbers = (choice.up_to, choice.block, choice.blocks, choice.depth)
-        if not all(type(number) is int and 0 <= number < 1 << 64 for number in numbers):  # a file has any JSON
-            raise ValueError(f"expected whole numbers in {choice}")
+        if not all(type(number) is int and 0 <= number < 1 << 64 for number in numbers):  # a file may hold any JSON
+            raise ValueError(f"{choice} has what is no whole number")
         threads = most_threads(choice.algorithm, choice.depth, n)
         if not (0 < choice.block <= threads and choice.block % 32 == 0 and 0 < choice.blocks <= EPOCH_SLOTS):
             raise ValueError(f"no kernel runs by {choice}")
     sizes = [choice.up_to for choice in table]
     if len(table) > MOST_CHOICES or sizes != sorted({*sizes}):
-        raise ValueError(f"expected up to {MOST_CHOICES} choices by size; found sizes {sizes}")
+        raise ValueError(f"the sizes {sizes} are more than {MOST_CHOICES}, or do not ascend")
     return table
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """One kernel launch, which all-reduces ``nbytes`` bytes at byte ``offset`` of the message."""
+    """One kernel launch, which reduces ``nbytes`` bytes from byte ``offset`` of the message on."""
 
     algorithm: str
     offset: int
@@ -104,19 +104,19 @@ class LaunchPlan:
 def code_offset(dtype: str, op: str) -> int:
     """The byte offset, in each half of a workspace, of the slots for this dtype and op.
 
-    Ranks that disagree about dtype or op thus wait for each other's packets instead of reducing them.
+    With slots of their own, ranks that differ in dtype or op wait for each other's packets instead of reducing them.
     """
     return CODE_BYTES * (KIND_NAMES.index(dtype) * len(OPS) + OPS.index(op))
 
 
 def row_bytes(packets: int) -> int:
-    """The bytes from one source rank's row of slots to the next one's: row_bytes() of packets.cuh."""
+    """The bytes from one source rank's row of slots to the next row, as row_bytes() of packets.cuh."""
     warps = -(-packets // 32)
     return PACKET_BYTES * (warps * 32 + -(-warps // 8) * 8)
 
 
 def staging_bytes(algorithm: str, nbytes: int, n: int) -> int:
-    """The bytes that one launch needs in each half of every workspace."""
+    """The bytes that one launch needs in each half of each workspace."""
     packets = -(-nbytes // PACKET_BYTES)
     if algorithm == "one_shot":
         return (n - 1) * row_bytes(packets)
@@ -137,9 +137,9 @@ def make_plan(
     """Plan the launches, in order, for a message of ``nbytes`` bytes over ``n`` ranks.
 
     :param half_bytes: the size of each half of the workspace, the same on every rank.
-    :param forced: one of :data:`ALGORITHMS`, to use at any size; None for the fastest one.
+    :param forced: one of :data:`ALGORITHMS`, to use at any size; None for the faster of one_shot and two_shot.
     :param table: measured choices, the same on every rank.
-    :param resident: the blocks that every rank's GPU holds at once, as :data:`RESIDENT`.
+    :param resident: the number of blocks that every rank's GPU holds at once, as :data:`RESIDENT`.
     :param sharing: the most ranks on one GPU, the same on every rank.
     """
     if not nbytes or n == 1:
@@ -150,10 +150,10 @@ def make_plan(
         algorithm = choice.algorithm
     one_shot_packets = most_blocks(resident, sharing) * _one_shot_threads(sharing)
     segment = _segment_bytes(algorithm, n, half_bytes, one_shot_packets)
-    if algorithm == "one_shot" and not forced and nbytes > segment:  # two_shot stages less, and loops
+    if algorithm == "one_shot" and not forced and nbytes > segment:  # two_shot needs less room, and its threads loop
         algorithm = "two_shot"
         segment = _segment_bytes(algorithm, n, half_bytes, one_shot_packets)
-    even = -(-nbytes // -(-nbytes // segment))  # equal launches: a small last one would cost as much to start
+    even = -(-nbytes // -(-nbytes // segment))  # launches of equal size, because each takes the same time to start
     unit = _unit(segment)
     even = -(-even // unit) * unit
     return tuple(
@@ -172,28 +172,29 @@ def kernels(n: int, forced: str | None = None, table: Table = ()) -> set[tuple[s
 
 
 def eager_as_graph(step: LaunchPlan) -> bool:
-    """Return True if an eager call of this launch should run as a graph of one kernel.
+    """True if an eager call of this launch should run as a graph of one kernel.
 
-    That saves the host 2 us, the bottleneck at these sizes. It costs the GPU 1 us, for lack of overlap (NOTES.md).
+    That saves the host 2 us, and the host is the bottleneck at these sizes. The GPU takes 1 us longer, because the
+    kernels do not overlap (benchmarks/NOTES.md).
     """
     return step.nbytes <= _GRAPH_BYTES
 
 
 def _unit(nbytes: int) -> int:
-    """The number of bytes of which a launch of about ``nbytes`` bytes is a multiple."""
+    """The unit, in bytes, to which the size of a launch of about ``nbytes`` bytes is rounded."""
     return 16 * KB if nbytes > 16 * KB else PACKET_BYTES
 
 
 def _one_shot_threads(sharing: int) -> int:
-    """The most threads a block of one_shot. A multiprocessor may hold only one block of 1,024 threads."""
+    """The most threads in a block of one_shot. A multiprocessor may have room for one block of 1,024 threads only."""
     return 1024 if sharing == 1 else 512
 
 
 def _segment_bytes(algorithm: str, n: int, half_bytes: int, one_shot_packets: int) -> int:
-    """The bytes of the largest launch. one_shot has a thread a packet, so at most ``one_shot_packets`` packets."""
+    """The bytes of the largest launch. one_shot has a thread for each packet, so at most ``one_shot_packets``."""
     room = half_bytes - CODES_BYTES
     rows = (n - 1) * (1 if algorithm == "one_shot" else 2)
-    packets = max(32, room // rows // PACKET_BYTES * 32 // 33 - 8 - 32)  # 33 packets a warp, rounded up to lines of 8
+    packets = max(32, room // rows // PACKET_BYTES * 32 // 33 - 8 - 32)  # room for 33 a warp, rounded to lines of 8
     if algorithm == "one_shot":
         packets = min(packets, one_shot_packets)
     else:
@@ -247,7 +248,7 @@ def _one_shot_shape(packets: int, most: int) -> tuple[int, int, int]:
 
 
 def _two_shot_shape(columns: int, n: int, resident: int) -> tuple[int, int, int]:
-    """(grid, block, depth): a thread a column, spread over the multiprocessors, up to 3 MB at n=4; then in tiles."""
+    """Grid, block and depth. Up to 3 MB at n=4, each column has a thread, and these fill the GPU. Then come tiles."""
     if columns <= 48 * KB:
         block = 32 if columns <= 4 * KB else 64 if columns <= 32 * KB else 128
         most = resident_blocks(block, 1, n, resident)

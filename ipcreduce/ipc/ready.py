@@ -1,4 +1,4 @@
-"""Launches that are ready for the fast path: kernels, and for addresses that come again graphs of one kernel."""
+"""Launches that are ready for the fast path. For addresses that are used again, a launch is a graph of one kernel."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ..types import Stream
 from . import plan
 from .launches import IN, OUT, PreparedCall
 
-_MOST_GRAPHS = 256  # of 0.1 MB each, the first ones
+_MOST_GRAPHS = 256  # of 0.1 MB each. The first graphs are kept, and no more are made
 
 
 class ReadyLaunches:
-    """The ready launches of one backend. Short messages are graphs from the second time on (plan.eager_as_graph)."""
+    """The ready launches of one backend. A short message is a graph from the second time on (plan.eager_as_graph)."""
 
     def __init__(self, context: int) -> None:
         self._context = context
         self._graphs: dict[tuple[driver.Launch, int, int], graph.Executable] = {}  # by source and target
 
     def make(self, prepared: PreparedCall, source: int, target: int, again: bool) -> Ready:
-        """A call of one launch, from address ``source`` to ``target``. With one rank it is a copy.
+        """The ready call of one launch, from address ``source`` to ``target``. With one rank it is a copy.
 
         :param again: the addresses have come before.
         """
@@ -34,7 +34,7 @@ class ReadyLaunches:
         place = launch, source, target
         executable = self._graphs.get(place)
         if executable is None and again and plan.eager_as_graph(part) and len(self._graphs) < _MOST_GRAPHS:
-            with using_relaxed(self._context), suppress(CudaError):  # without a graph the call is only slower
+            with using_relaxed(self._context), suppress(CudaError):  # without a graph, the launch below still works
                 words[IN], words[OUT] = source, target
                 executable = self._graphs[place] = graph.executable_of(launch)
         if executable is not None:
@@ -42,9 +42,9 @@ class ReadyLaunches:
         return Ready(prepared.what, _launch_kernel, (launch, words, source, target))
 
     def close_actions(self) -> list[Callable[[], None]]:
-        """Actions that close the graphs: before the kernels in them are unloaded, and after these have run."""
+        """Actions that close the graphs. Their kernels must have run, and must not be unloaded yet."""
         graphs, self._graphs = self._graphs, {}
-        return [executable.destroy for executable in graphs.values()]
+        return [executable.close for executable in graphs.values()]
 
 
 def _launch_kernel(argument: tuple[driver.Launch, memoryview, int, int], stream: Stream) -> None:

@@ -1,6 +1,6 @@
-"""Storage of tuning tables in the user's cache: kernel and grid by message size, for a GPU model and world size.
+"""Storage of tuning tables in the user's cache: kernel and grid by message size, for a GPU model and number of ranks.
 
-At start-up all ranks receive rank 0's table, since grids that differ between ranks hang.
+At start-up all ranks receive rank 0's table, because kernels whose grids differ between ranks hang.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TUNING = exchange.struct(
     12, ("count", "<u4"), ("crc", "<u4"), ("up_to", "<u8", (plan.MOST_CHOICES,)),
     ("shape", "<u2", (plan.MOST_CHOICES, 4)),
 )  # fmt: skip
-_VERSION = 3  # raised when the kernels give a table's rows another meaning
+_VERSION = 3  # of the tables. A change of the kernels that gives the rows another meaning raises it
 
 
 def path_of(gpu: str, n: int) -> Path:
@@ -42,13 +42,16 @@ def save(gpu: str, n: int, table: plan.Table) -> Path:
         spare.write_text(json.dumps(content, indent=1) + "\n")
         spare.replace(path)
     except OSError as error:
-        advice = "set IPCREDUCE_CACHE_DIR to a directory of yours"
-        raise UnsupportedError(f"the table cannot be kept ({error}): {advice}") from error
+        advice = "Set IPCREDUCE_CACHE_DIR to a directory of yours"
+        raise UnsupportedError(f"the table cannot be stored ({error}). {advice}") from error
     return path
 
 
 def load(gpu: str, n: int, warn: Callable[[str], None]) -> plan.Table:
-    """Load the table for ``n`` ranks on GPUs of this name; empty if missing, or, with a warning, if unusable."""
+    """Load the table for ``n`` ranks on GPUs of this name. It is empty if there is none, or none that can be used.
+
+    :param warn: takes a warning about a table that cannot be used.
+    """
     path = path_of(gpu, n)
     try:
         content = json.loads(path.read_text())
@@ -58,7 +61,7 @@ def load(gpu: str, n: int, warn: Callable[[str], None]) -> plan.Table:
     except FileNotFoundError:
         return ()
     except (OSError, ValueError, TypeError, KeyError) as error:
-        warn(f"the table {path} is not used ({error}): tune again, or remove it")
+        warn(f"the table {path} cannot be used ({error}). Tune again, or remove it")
         return ()
 
 
@@ -68,7 +71,7 @@ def checksum(table: plan.Table) -> int:
 
 
 def message(table: plan.Table, problem: str = "") -> np.ndarray[Any, Any]:
-    """Encode a table as a TUNING message, with what there is to warn of."""
+    """Encode a table, and a warning if there is one, as a TUNING message."""
     record = exchange.message(TUNING, count=len(table), crc=checksum(table))
     record["text"] = encoded(problem, exchange.TEXT_BYTES)
     for index, choice in enumerate(table):
@@ -79,7 +82,7 @@ def message(table: plan.Table, problem: str = "") -> np.ndarray[Any, Any]:
 
 
 def received(record: Any, n: int) -> plan.Table:
-    """Decode the table in a TUNING message. :raises ValueError: if it is unusable or arrived damaged."""
+    """Decode the table in a TUNING message. :raises ValueError: if it cannot be used, or arrived damaged."""
     rows = zip(record["up_to"].tolist(), record["shape"].tolist(), strict=True)
     choices = [
         plan.Choice(up_to, plan.ALGORITHMS[kind], block, blocks, depth)

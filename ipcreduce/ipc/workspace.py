@@ -1,4 +1,4 @@
-"""The memory into which peers push: one allocation a rank, mapped by every peer when the communicator is made."""
+"""The memory into which the peers write packets: an allocation of each rank, which every peer maps at start-up."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from ..errors import CudaError
 from . import plan
 
 _EPOCHS_BYTES = 8192  # plan.EPOCH_SLOTS pairs of 32-bit words, and padding up to the next page
-EMPTY = 0xFF  # the sentinel: every byte of an empty slot
+EMPTY = 0xFF  # every byte of an empty slot, whose words are then the sentinel
 
 
 class Workspace:
-    """This rank's workspace and its mappings of the peers': epochs, then two halves of slots.
+    """This rank's workspace, which consists of epochs and two halves of slots, and its mappings of the peers' ones.
 
-    ``peers[i]`` is the address, as mapped here, at which the slots of rank (rank + i) % n begin.
+    ``peers[i]`` is the address in this process at which the slots of rank (rank + i) % n begin.
     """
 
     def __init__(self, rank: int, n: int, nbytes: int) -> None:
-        """Allocate ``nbytes`` bytes on the current device, all slots empty. :raises CudaError: if memory is short."""
+        """Allocate ``nbytes`` bytes on the current device, and empty the slots. :raises CudaError: if that fails."""
         self.rank, self.n, self.nbytes = rank, n, nbytes
         self.half_bytes = half_bytes(nbytes)
         self.address = driver.allocate(nbytes)
@@ -31,6 +31,7 @@ class Workspace:
 
     @property
     def epochs(self) -> int:
+        """The address of the epochs."""
         return self.address
 
     def export(self) -> bytes:
@@ -41,7 +42,7 @@ class Workspace:
         """Map every peer's workspace.
 
         :param handles: IPC handles, by rank.
-        :raises CudaError: naming the call that failed.
+        :raises CudaError: if that fails.
         """
         for i in range(1, self.n):
             mapped = driver.open_memory(handles[(self.rank + i) % self.n])
@@ -49,7 +50,7 @@ class Workspace:
             self.peers.append(mapped + _EPOCHS_BYTES)
 
     def reset(self) -> None:
-        """Empty every slot and reset the epochs. No kernel may be running, here or on a peer."""
+        """Empty every slot and reset the epochs. No kernel may be running on any rank."""
         driver.fill(self.address, 0, _EPOCHS_BYTES)
         driver.fill(self.address + _EPOCHS_BYTES, EMPTY, 2 * self.half_bytes)
 
@@ -59,7 +60,7 @@ class Workspace:
             try:
                 driver.close_memory(self._mapped.pop())
             finally:
-                self.unmap_peers()  # the remaining ones, even if this one fails
+                self.unmap_peers()  # the other mappings, even if this one fails
 
     def free(self) -> None:
         """Free the memory. Every peer must have unmapped it. Idempotent."""
@@ -74,9 +75,9 @@ def half_bytes(nbytes: int) -> int:
 
 
 def bytes_for(nbytes: int) -> int:
-    """The bytes of a workspace through which a message of ``nbytes`` goes in one launch, whatever number the ranks are.
+    """The bytes of a workspace that lets a message of ``nbytes`` pass in one launch, for every number of ranks.
 
-    Messages of more than 1 GB take several launches, as with every workspace.
+    Messages of more than 1 GB take several launches with any workspace.
     """
     size = plan.MB
     for n in range(2, plan.MAX_RANKS + 1):

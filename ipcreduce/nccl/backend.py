@@ -1,4 +1,4 @@
-"""The backend of the backend "nccl": NCCL's all-reduces, in the order and with the errors of our own."""
+"""The backend "nccl": NCCL's all-reduces, with the same order of calls and the same errors as the other backends."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from . import library
 from .comm import NcclCommunicator
 from .guard import Guard
 
-_FREED_SECONDS = 1.0  # at an end
-_FREE_SECONDS = 10.0  # before a new one: NCCL takes half a second, and waits for the program's work on the device
-_SLICE_SECONDS = 0.05  # of a wait for the ranks in NCCL, after which we look for losses
+_FREED_SECONDS = 1.0  # the wait in close() for NCCL to free a communicator
+_FREE_SECONDS = 10.0  # the same wait before a new communicator: NCCL also waits for the program's work on the device
+_SLICE_SECONDS = 0.05  # between two looks for lost ranks, while NCCL waits for the ranks
 _LONG_SECONDS = 3600.0
-_NOTICE_SECONDS = 1.0  # for the watchdog to notice the end of a rank
-_WIDER = {"int16": np.dtype(np.int32), "uint16": np.dtype(np.uint32)}  # which NCCL lacks; sums wrap to the same bits
+_NOTICE_SECONDS = 1.0  # in which the watchdog notices the end of a rank
+_WIDER = {"int16": np.dtype(np.int32), "uint16": np.dtype(np.uint32)}  # NCCL lacks int16; its low bits are the same
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedCall(Prepared):
-    """A call, but for its addresses, with NCCL's numbers for dtype and op."""
+    """A call without its addresses, with NCCL's numbers for dtype and op."""
 
     dtype: int
     op: int
@@ -47,32 +47,32 @@ class PreparedCall(Prepared):
 
 
 class NcclBackend(DeviceBackend):
-    """A communicator's backend over NCCL, made by :func:`ipcreduce.nccl.join.start`."""
+    """A communicator's backend over NCCL. :func:`ipcreduce.nccl.join.start` makes it."""
 
     name = "nccl"
 
     def __init__(self, device: driver.DeviceInfo, context: int, page: Page, *, timeout: float, reason: str) -> None:
-        """:param reason: why it is this backend."""
+        """Make the backend; :meth:`join` connects it. ``reason`` says why this backend was chosen."""
         super().__init__(device, context, page, timeout)
         self.nccl = NcclCommunicator(context)
         self._reason = reason
         self.prepared: dict[tuple[Any, ...], PreparedCall] = {}
         self._joining: background.Job | None = None
-        self._identity = b""  # offered and not used so far: NCCL keeps a socket and a thread for each
+        self._identity = b""  # kept until it is used, because NCCL has a socket and a thread for each identity
         with using_relaxed(context):
             self._guard = Guard(context, page, self.order, self.nccl, timeout)
 
     def join(self, identity: bytes, deadline: float) -> None:
         """Make the NCCL communicator. Collective.
 
-        :raises CudaError: if that fails, or takes beyond ``deadline``. :raises PeerLostError: if a rank has gone.
+        :raises CudaError: if that fails, or takes beyond ``deadline``. :raises PeerLostError: if a rank is lost.
         """
-        given_up: list[bool] = []
+        too_late: list[bool] = []
 
         def join() -> None:
             with using_relaxed(self.context):
                 self.nccl.use(library.join(self.n, self.rank, identity))
-            if given_up:
+            if too_late:
                 self.nccl.abort()
 
         self._joining = background.Job(join)
@@ -80,7 +80,7 @@ class NcclBackend(DeviceBackend):
             self._wait_for_joining(deadline)
             self.life = self.nccl.life
         except BaseException:
-            given_up.append(True)
+            too_late.append(True)
             self.nccl.abort()
             raise
 
@@ -92,7 +92,7 @@ class NcclBackend(DeviceBackend):
                 if self._joining.wait(_SLICE_SECONDS):
                     return
             except CudaError as caught:
-                if error is None:  # NCCL may have noticed a rank's end before the watchdog
+                if error is None:  # NCCL may notice a rank's end before the watchdog does
                     error, deadline = caught, clock.now() + _NOTICE_SECONDS
                 time.sleep(_SLICE_SECONDS)
             raise_lost(self.page, number, any_call=True)
@@ -100,16 +100,16 @@ class NcclBackend(DeviceBackend):
                 raise error or CudaError("ncclCommInitRank", library.TIMEOUT, "the ranks did not meet in time")
 
     def watch(self) -> None:
-        """Begin to watch over calls, once the ranks have met."""
+        """Begin to watch over calls. All ranks must have joined."""
         self._guard.start()
 
     @staticmethod
     def captured_in_order() -> bool:
-        """See :class:`StreamOrder`. NCCL does it by events of its own, unless it is told that there is no need."""
+        """True if NCCL orders captured calls by its events, which it does unless NCCL_GRAPH_MIXING_SUPPORT is 0."""
         return os.environ.get(library.MIXING, "1") != "0"
 
     def describe(self) -> list[str]:
-        """GPU, NCCL's version, and the reason for this backend."""
+        """Lines about the GPU, NCCL's version, and the reason for this backend."""
         major, minor, patch = (library.version() // step % 100 for step in (10_000, 100, 1))
         return [
             f"GPU {self.device.ordinal}: {self.device.name}",
@@ -142,9 +142,9 @@ class NcclBackend(DeviceBackend):
         if prepared.count:
             self.nccl.all_reduce(_argument(prepared, source, target), stream)
 
-    # ---- ends: in quiesce() the guard aborts NCCL's communicator if a call waits for a rank in vain
+    # ---- ends. In quiesce() the guard aborts NCCL's communicator if a call waits for a rank that does not come
     def offer(self) -> bytes:
-        """One byte that says if this rank has aborted; and of rank 0 that by which the ranks find each other again."""
+        """One byte that says whether this rank has aborted. Rank 0 adds the identity of a new communicator."""
         if self.rank == 0 and not self._identity:
             self._identity = library.new_id()
         return bytes([not self.nccl.is_open]) + self._identity
@@ -155,48 +155,48 @@ class NcclBackend(DeviceBackend):
         :raises CudaError: if that fails.
         """
         if not any(offer[0] for offer in offers):
-            self._guard.forget()
+            self._guard.reset()
             return
         self.nccl.abort()
         self.life.end()
-        self._guard.forget()
+        self._guard.reset()
         self._identity = b""
         if not self.order.shared and not self.life.is_held:  # no graph holds it
-            # Freeing waits for all work on the device, and keeps others from the driver meanwhile: behind a call that
-            # waits for a rank in vain it would keep the guard from ending that.
+            # Freeing waits for all work on the device, and blocks other threads' calls of the driver. If a new call
+            # waited for a late rank meanwhile, the guard could not abort it.
             self.nccl.is_freed(_FREE_SECONDS)
         self.join(offers[0][1:], clock.now() + self._timeout)
 
     def _close(self, deadline: float, free: Actions) -> None:
-        attempt(self.context, lambda: self._stop(deadline))
+        attempt(self.context, lambda: self._finish(deadline))
         untrack(self.order)
         self.page.leave()
         while not self.peers_have_left() and clock.now() < deadline:
             time.sleep(1e-3)
-        if self.peers_have_left():  # nobody waits for what this rank still has to send
-            attempt(self.context, self.nccl.destroy)
+        if self.peers_have_left():  # no rank waits for data of this one
+            attempt(self.context, self.nccl.close)
         self.release()
         for action in free:
             action()
         flush()
 
-    def _stop(self, deadline: float) -> None:
-        """Wait for our calls, and end those that wait for a peer beyond the deadline."""
+    def _finish(self, deadline: float) -> None:
+        """Wait for this communicator's calls, and abort those that wait for a peer beyond the deadline."""
         if not self._abort_calls(deadline):
             self.nccl.abort()
         self.wait_for_device()
 
     def release(self) -> None:
-        """Give back all that this process has."""
-        self._guard.stop()
+        """Free all resources of this process."""
+        self._guard.close()
         attempt(self.context, self.nccl.abort, *self.own_resources())
-        if self._joining is not None and not self._joining.is_over:  # it was given up, and has the context
-            background.Job(self._leave)
+        if self._joining is not None and not self._joining.is_over:  # the thread that joins still uses the context
+            background.Job(self._release_context)
         else:
-            self._leave()
+            self._release_context()
 
-    def _leave(self) -> None:
-        """Give the context back once NCCL does not use it any more."""
+    def _release_context(self) -> None:
+        """Release the context once NCCL does not use it any more."""
         with suppress(CudaError):
             while self._joining is not None and not self._joining.wait(_LONG_SECONDS):
                 pass

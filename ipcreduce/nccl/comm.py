@@ -1,4 +1,4 @@
-"""One NCCL communicator after the other: a failed call aborts it, and the next resynchronisation makes a new one."""
+"""The NCCL communicator of a rank. A failed call aborts it, and the next resynchronisation makes a new one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..errors import CudaError, Reach
 from ..types import Stream
 from . import library
 
-_ENQUEUE_SECONDS = 1.0  # for a call that is being put on a stream, before the communicator is aborted under it
+_ENQUEUE_SECONDS = 1.0  # how long an abort waits for a thread that is putting a call on a stream
 
 
 class NcclCommunicator:
-    """The current NCCL communicator of this rank, which the program's threads use and the guard aborts.
+    """The current NCCL communicator of this rank. The program's threads use it, and the guard may abort it.
 
     :ivar life: of this communicator, which graphs hold that record its calls.
     """
@@ -29,8 +29,8 @@ class NcclCommunicator:
     def __init__(self, context: int) -> None:
         self._context = context
         self._comm: Any = None
-        self._ending = 0  # communicators that NCCL has still to free
-        self._end_of_last: Job | None = None
+        self._closing = 0  # the number of communicators that NCCL has not freed yet
+        self._last_close: Job | None = None
         self._then: Callable[[], None] | None = None
         self._all_reduce = library.load().all_reduce
         self._enqueuing: tuple[int, ...] | None = None
@@ -39,23 +39,23 @@ class NcclCommunicator:
 
     @property
     def is_open(self) -> bool:
-        """False once it is aborted or destroyed."""
+        """False once the communicator is aborted or closed."""
         return self._comm is not None
 
     @property
     def enqueuing(self) -> object | None:
-        """An object for the call that is being put on a stream, else None. A first one may wait for the others here."""
+        """An object for the call that is being put on a stream, else None. A first call may wait here for the ranks."""
         return self._enqueuing
 
     def use(self, comm: Any) -> None:
-        """Use a communicator from :func:`library.join`, which all ranks have joined, from now on."""
+        """From now on, use a communicator that :func:`library.join` has made."""
         self._comm, self.life = comm, Life()
 
     def all_reduce(self, argument: tuple[int, int, int, int, int], stream: Stream) -> None:
         """Put an all-reduce on ``stream``.
 
-        :param argument: source, target, count, dtype and op, the last two as NCCL's codes.
-        :raises CudaError: if NCCL refuses it, or the communicator is gone.
+        :param argument: source address, target address, count, and NCCL's codes of dtype and op.
+        :raises CudaError: if NCCL fails, or if the communicator is gone.
         """
         self._enqueuing = argument  # before the communicator is looked up: see abort()
         try:
@@ -70,56 +70,57 @@ class NcclCommunicator:
             self._enqueuing = None
 
     def abort(self) -> None:
-        """End what runs, and let the communicator be freed. Idempotent; from any thread; does not wait.
+        """Abort the running calls, and let NCCL free the communicator. Idempotent, for any thread, without waiting.
 
-        NCCL ends the calls at once, but frees a communicator only when no graph holds a call of it any more.
+        NCCL aborts the calls at once. It frees the communicator when no graph holds a call of it any more.
         """
-        self._end(library.abort)
+        self._close(library.abort)
 
-    def destroy(self) -> None:
-        """Let the communicator be freed, which no rank uses any more. Does not wait."""
-        self._end(library.destroy)
+    def close(self) -> None:
+        """Let NCCL free the communicator, which no rank uses any more. This does not wait."""
+        self._close(library.close)
 
-    def _end(self, end: Callable[[Any], None]) -> None:
+    def _close(self, close: Callable[[Any], None]) -> None:
         with self._aborting:
             comm, self._comm = self._comm, None
             if comm is None:
                 return
             self.life.ended = True
-            self._ending += 1
-        self._end_of_last = Job(partial(self._end_now, end, comm))  # without the lock: it may run at once
+            self._closing += 1
+        self._last_close = Job(partial(self._close_now, close, comm))  # not under the lock: it may run now
 
-    def _end_now(self, end: Callable[[Any], None], comm: Any) -> None:
+    def _close_now(self, close: Callable[[Any], None], comm: Any) -> None:
         deadline = clock.now() + _ENQUEUE_SECONDS
         while self._enqueuing is not None and clock.now() < deadline:  # NCCL must not free what a call is using
             time.sleep(1e-4)
-        with using_relaxed(self._context), suppress(CudaError):  # it is gone in any case
-            end(comm)
+        with using_relaxed(self._context), suppress(CudaError):  # after an error the communicator is gone, too
+            close(comm)
         then = None
         with self._aborting:
-            self._ending -= 1
-            if not self._ending:
+            self._closing -= 1
+            if not self._closing:
                 then, self._then = self._then, None
         if then is not None:
             then()
 
     def is_freed(self, seconds: float) -> bool:
-        """True if NCCL has freed what was ended last; waits for it up to ``seconds``."""
-        return self._end_of_last is None or self._end_of_last.wait(seconds)
+        """Wait up to ``seconds``. True if NCCL has freed the communicator that was closed last."""
+        return self._last_close is None or self._last_close.wait(seconds)
 
     def when_freed(self, then: Callable[[], None], seconds: float) -> bool:
-        """Call ``then()`` once NCCL has freed all communicators that were ended; in the background if it is not yet.
+        """Call ``then()`` once NCCL has freed all closed communicators: now, or later in another thread.
 
-        :returns: True if it has been called, for which it waits up to ``seconds``.
+        :param seconds: how long to wait for the call.
+        :returns: True if ``then()`` has been called.
         """
         with self._aborting:
-            is_freed, job = not self._ending, self._end_of_last
+            is_freed, job = not self._closing, self._last_close
             if not is_freed:
                 self._then = then
         if is_freed:
             then()
             return True
-        return job is not None and job.wait(seconds) and not self._ending  # another one may still be freed
+        return job is not None and job.wait(seconds) and not self._closing  # NCCL may still free another communicator
 
     def problem(self) -> str | None:
         """See :func:`library.problem`."""

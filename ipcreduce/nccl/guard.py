@@ -1,8 +1,8 @@
-"""The guard of a NCCL communicator: a thread that ends waits, since NCCL's kernels know no deadline and no abort word.
+"""The guard of a NCCL communicator: a thread that aborts calls which wait too long.
 
-Once any rank has raised the abort word, it aborts the communicator if a call does not end by itself. It tells the
-others of NCCL's own errors, and posts a timeout when calls have not ended in time. The watchdog makes no CUDA call, and
-so cannot do this.
+NCCL's kernels know neither a deadline nor the abort word of the control page. So the guard does three things. It aborts
+the communicator if a rank has raised the abort word and a call does not end by itself. It tells the other ranks of
+NCCL's errors. It posts a timeout when calls do not end in time. The watchdog cannot do this, as it makes no CUDA call.
 """
 
 from __future__ import annotations
@@ -23,57 +23,58 @@ from .comm import NcclCommunicator
 
 _log = logging.getLogger("ipcreduce")
 _TICK_SECONDS = 0.05
-# For a call that all ranks have made: an abort costs a new communicator, and recorded graphs hold the old one.
+# How long a call may still run after the abort word. A call that all ranks have made ends by itself. An abort would
+# cost a new communicator, and recorded graphs would have to be recorded again.
 _GRACE_SECONDS = 0.1
 _LAST_TURN_SECONDS = 1.0
-_NOTICE_SECONDS = 0.5  # for the watchdog to notice the end of a rank, before NCCL's error for it is told
+_NOTICE_SECONDS = 0.5  # in which the watchdog notices the end of a rank, before NCCL's error for it is posted
 _NAME = "ipcreduce-nccl"
 
 
 class Guard:
-    """The guard's thread, from :meth:`start` to :meth:`stop`.
+    """The guard's thread, from :meth:`start` to :meth:`close`.
 
-    A call's time counts from the moment at which the guard has seen it, at most a tick after it was made. Work that
-    the program has put on the stream before it counts too, as on the other ranks, which wait for it.
+    The time of a call counts from the moment at which the guard sees the call, at most 0.05 s after it was made. It
+    includes work that the program has put on the stream before the call, because the other ranks wait for that, too.
     """
 
     def __init__(self, context: int, page: Page, order: StreamOrder, nccl: NcclCommunicator, timeout: float) -> None:
         self._context, self._page, self._order, self._nccl, self._timeout = context, page, order, nccl, timeout
-        self._stopped: queue.SimpleQueue[None] = queue.SimpleQueue()  # has something once it is: see background.Job
+        self._stopped: queue.SimpleQueue[None] = queue.SimpleQueue()  # holds an item after close(): see background.Job
         run = weakref.ref(self), self._stopped
         self._thread = threading.Thread(target=_run, args=run, name=_NAME, daemon=True)
         self._event, self._stream = streams.create_event(), streams.create_stream()
-        self._aborting = 0.0  # when the abort word was seen beside a call that runs
-        self._problem_at = 0.0  # when NCCL's error was seen first
-        self._marked = 0  # number of the last call before the event; 0: none is waited for
+        self._aborting = 0.0  # when the abort word was seen while a call runs; 0: not seen
+        self._problem_at = 0.0  # when NCCL's error was seen first; 0: not seen
+        self._marked = 0  # the number of the last call before the event; 0: the guard waits for no event
         self._since = 0.0  # when the event was recorded
-        self._ended = 0  # number of the last call that is known to have ended
-        self._enqueuing: object | None = None  # in the last turn, with the number of the rank's last call then
-        self._enqueuing_at = 0
+        self._ended = 0  # the number of the last call that is known to have ended
+        self._enqueuing: object | None = None  # the call that was being put on a stream in the last turn
+        self._enqueuing_at = 0  # the number of the rank's last call in that turn
         self._enqueuing_since = 0.0
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """End, and give event and stream back, unless the thread hangs in a call that uses them."""
+    def close(self) -> None:
+        """Stop the thread, and close event and stream, unless the thread hangs in a call that uses them."""
         self._stopped.put(None)
         if self._thread.is_alive():
             self._thread.join(_LAST_TURN_SECONDS)
         if self._thread.is_alive():
             return
         with using_relaxed(self._context), suppress(CudaError):
-            streams.destroy_event(self._event)
-            streams.destroy_stream(self._stream)
+            streams.close_event(self._event)
+            streams.close_stream(self._stream)
 
-    def forget(self) -> None:
-        """Begin anew, since no call runs."""
+    def reset(self) -> None:
+        """Forget all calls. No call may be running."""
         self._marked, self._enqueuing, self._aborting, self._problem_at = 0, None, 0.0, 0.0
         self._ended = self._page.calls.number[0]
 
     def look(self) -> None:
-        """One turn."""
+        """Look once for all that the guard has to do."""
         page, nccl, era = self._page, self._nccl, self._page.era
         if not nccl.is_open:
             return
@@ -85,7 +86,7 @@ class Guard:
             elif clock.now() - self._aborting > _GRACE_SECONDS:
                 self._aborting = 0.0
                 with page.in_era(era) as current:
-                    if current:  # else the calls of that era have ended
+                    if current:  # otherwise the calls of that era have ended
                         page.note_ended_without_data()
                         nccl.abort()
             return
@@ -99,7 +100,7 @@ class Guard:
                 if current:
                     page.post_fault(REFUSED, max(1, page.calls.number[0]), problem)
                     page.note_ended_without_data()
-                    nccl.abort()  # it is of no use any more, whether a call waits or not
+                    nccl.abort()  # the communicator is broken, whether a call waits or not
             return
         try:
             with using_relaxed(self._context):
@@ -109,19 +110,19 @@ class Guard:
         self._watch_enqueuing(era)
 
     def _watch_calls(self, era: int) -> None:
-        """Post a timeout for a call on a stream that takes too long."""
+        """Post a timeout if a call on a stream takes too long."""
         if self._marked:
             if streams.is_over(self._event):
                 self._marked, self._ended = 0, self._marked
             elif clock.now() - self._since > self._timeout:
                 self._post_timeout(self._marked, era)
                 return
-        number = self._order.launched  # before the event, which then stands behind that call
+        number = self._order.launched  # read before the event is recorded, which then comes after that call
         if not self._marked and number > self._ended and self._order.mark(self._event, self._stream):
             self._marked, self._since = number, clock.now()
 
     def _watch_enqueuing(self, era: int) -> None:
-        """Post a timeout for a call that NCCL does not put on its stream: it makes its links in the first calls."""
+        """Post a timeout if NCCL takes too long to put a call on its stream, as in the first calls, which connect."""
         enqueuing, number = self._nccl.enqueuing, self._page.calls.number[0]
         if enqueuing is not self._enqueuing or number != self._enqueuing_at:
             self._enqueuing, self._enqueuing_at, self._enqueuing_since = enqueuing, number, clock.now()
@@ -145,6 +146,6 @@ def _run(guard: weakref.ref[Guard], stopped: queue.SimpleQueue[None]) -> None:
             return
         try:
             alive.look()
-        except Exception:  # the next turn may do better; without one nothing would end a wait
+        except Exception:  # the thread goes on, because without it a wait could last for ever
             _log.exception("the guard of a NCCL communicator has failed in a turn")
         del alive

@@ -22,15 +22,15 @@ from . import library
 from .backend import NcclBackend
 
 _NETWORK = exchange.struct(9, ("nccl", "<u4"), ("identity", f"V{library.ID_BYTES}"))
-_TRIED = (1, 1 << 18)  # numbers of float32: one message of each of NCCL's protocols, so that its links are made now
+_TRIED = (1, 1 << 18)  # numbers of float32. Each message uses another protocol of NCCL, which makes its links now
 
 
 def start(ranks: Ranks, options: Options, page: Page, local_rank: int, reason: str, deadline: float) -> NcclBackend:
-    """Make the backend, step by step; each step is ended by a vote, so that all ranks go on or all give up.
+    """Make the backend, step by step. A vote ends each step, so that either all ranks go on, or all raise.
 
-    :param ranks: they have joined, and each has a GPU to use.
+    :param ranks: the ranks, which have joined. Each has a GPU to use.
     :param local_rank: this process's number on its host.
-    :param reason: why it is this backend.
+    :param reason: why this backend was chosen.
     :param deadline: on the clock of :mod:`ipcreduce.clock`.
     :raises ArgumentError: if ``options.device`` is wrong on a rank. :raises Agreed: if a step fails.
     """
@@ -61,12 +61,12 @@ def start(ranks: Ranks, options: Options, page: Page, local_rank: int, reason: s
 
 
 def _half(deadline: float) -> float:
-    """The end of a step whose failure all ranks are to hear of before ``deadline``."""
+    """A deadline for a step that leaves half of the time until ``deadline`` for the vote after it."""
     return (clock.now() + deadline) / 2
 
 
 def _share_identity(ranks: Ranks, deadline: float) -> bytes:
-    """Rank 0's identity for NCCL, on every rank. :raises Agreed: if NCCL is missing, or differs."""
+    """Rank 0's identity for NCCL, on every rank. :raises Agreed: if a rank has no NCCL, or another version of it."""
     identity, version, error = bytes(library.ID_BYTES), 0, None
     try:
         version = library.version()
@@ -84,7 +84,7 @@ def _share_identity(ranks: Ranks, deadline: float) -> bytes:
 
 
 def _try(backend: NcclBackend, rank: int) -> None:
-    """:raises UnsupportedError: if a sum is wrong."""
+    """Make the first all-reduces, and check their sums. :raises UnsupportedError: if a sum is wrong."""
     cupy, n = cupy_runtime.load(), backend.n
     with using_relaxed(backend.context), cupy.cuda.Device(backend.device.ordinal):
         for count in _TRIED:

@@ -1,6 +1,6 @@
-"""NCCL through the low layer of NVIDIA's binding, which takes addresses (nccl4py, ``nccl.bindings``).
+"""NCCL through ``nccl.bindings``, the low layer of NVIDIA's binding nccl4py, which takes addresses.
 
-The layer above it, ``nccl.core``, takes the host 22 to 41 us a call on arrays (measured over 2 H200, NCCL 2.28.9).
+With the layer above, ``nccl.core``, the host takes 22 to 41 us for a call on arrays (over 2 H200, NCCL 2.28.9).
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 from ..errors import CudaError, UnsupportedError, first_line
 
 ID_BYTES = 128
-# Codes of nccl.h. NCCL has no 16-bit integers.
+# The codes of nccl.h. NCCL has no 16-bit integers.
 DTYPES = {
     "int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5,
     "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9,
 }  # fmt: skip
 OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 _SUCCESS, _IN_PROGRESS, TIMEOUT = 0, 7, 8
-MIXING = "NCCL_GRAPH_MIXING_SUPPORT"  # 0: NCCL does not order captured calls
+MIXING = "NCCL_GRAPH_MIXING_SUPPORT"  # if it is 0, NCCL does not order captured calls
 
 
 @cache
@@ -47,14 +47,14 @@ def version() -> int:
 
 
 def failure(name: str, error: BaseException) -> BaseException:
-    """A CudaError for an error of the binding's, raised by function ``name`` of NCCL; any other error as it is."""
+    """A CudaError for an error that the binding's function ``name`` has raised; any other error unchanged."""
     if not isinstance(error, load().NCCLError):
         return error
     return CudaError(name, int(getattr(error, "status", -1)), first_line(error))
 
 
 def new_id() -> bytes:
-    """An identity by which the ranks of one communicator meet. :raises CudaError: if NCCL has no network to use."""
+    """An identity with which the ranks of a communicator find each other. :raises CudaError: if NCCL has no network."""
     try:
         return bytes(load().get_unique_id())
     except Exception as error:
@@ -71,15 +71,15 @@ def join(n: int, rank: int, identity: bytes) -> Any:
 
 
 def abort(comm: Any) -> None:
-    """End what runs on a communicator, and free it. :raises CudaError: if that fails."""
+    """Abort the calls of a communicator, and free it. :raises CudaError: if that fails."""
     try:
         load().comm_abort(comm)
     except Exception as error:
         raise failure("ncclCommAbort", error) from error
 
 
-def destroy(comm: Any) -> None:
-    """Free a communicator; every rank does. :raises CudaError: if that fails."""
+def close(comm: Any) -> None:
+    """Free a communicator. Collective. :raises CudaError: if that fails."""
     try:
         load().comm_destroy(comm)
     except Exception as error:
@@ -87,7 +87,7 @@ def destroy(comm: Any) -> None:
 
 
 def problem(comm: Any) -> str | None:
-    """The error that NCCL has met in a communicator since; None if there is none."""
+    """The error that NCCL has met in a communicator; None if there is none."""
     nccl = load()
     try:
         code = int(nccl.comm_get_async_error(comm))

@@ -1,7 +1,7 @@
-"""TCP connections between every two ranks, for the mirror of their control pages. Made at start-up.
+"""TCP connections between every two ranks, made at start-up. They carry the mirror of the control pages.
 
-A rank listens at a port of its own choice until all have come. It takes nobody, and takes nobody's word at an address,
-who does not prove that he knows the secret that the ranks have shared at start-up: handshake.py.
+Each rank listens at a port that the system chooses, until all ranks have connected. Both sides of a connection prove
+that they know a secret which the ranks have shared at start-up (handshake.py). Otherwise the connection is closed.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from . import exchange
 from .exchange import Ranks
 from .handshake import SECRET_BYTES, STRANGER, Guest, Visit
 
-_ADDRESSES_BYTES = 1024  # of one rank: the text of at least 64
+_ADDRESSES_BYTES = 1024  # for the addresses of one rank, which is room for at least 64
 _PLACE = exchange.struct(
     8, ("network", "S64"), ("port", "<u4"), ("addresses", f"S{_ADDRESSES_BYTES}"), ("secret", f"V{SECRET_BYTES}")
 )
-_GREET_SECONDS = 2.0  # for a connection to say who it is; a rank that was slower comes again
-_TICK_SECONDS = 0.1  # between two looks for guests that take too long, and for visits to be made again
-_MOST_GUESTS = 64  # connections that have not said it yet
-_MOST_VISITS = 128  # to addresses that have not answered yet: all of some ranks
-_MOST_REASONS = 3
-_MOST_SECONDS = 20.0  # for all of them, where ranks do not reach each other
+_GREET_SECONDS = 2.0  # the time in which a guest has to prove itself. A rank that was slower connects again
+_TICK_SECONDS = 0.1  # between two looks for guests that take too long, and for visits to be repeated
+_MOST_GUESTS = 64  # guests that have not proved themselves yet
+_MOST_VISITS = 128  # visits without an answer yet
+_MOST_REASONS = 3  # in an error message
+_MOST_SECONDS = 20.0  # for all connections together
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
-# Keepalive probes tell of a host that has gone, within 4 s. A process that is stopped still answers them.
+# Keepalive probes detect within 4 s that a host is gone. The system of a stopped process still answers them.
 _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 1),
     (socket.TCP_KEEPINTVL, 1),
@@ -47,9 +47,9 @@ _KEEPALIVE = (
 
 
 def connect(ranks: Ranks, network: str, deadline: float) -> dict[int, socket.socket]:
-    """A connection to every other rank, by rank; not blocking. Collective.
+    """A non-blocking connection to every other rank, by rank. Collective.
 
-    :param network: an identifier of this process's loopback address, at which ranks that share it meet.
+    :param network: an identifier of this process's loopback network. Ranks with the same one connect over loopback.
     :param deadline: on the clock of :mod:`ipcreduce.clock`.
     :raises UnsupportedError: if two ranks do not reach each other.
     """
@@ -69,7 +69,7 @@ def connect(ranks: Ranks, network: str, deadline: float) -> dict[int, socket.soc
         exchange.check(ranks, places, "listening for the other ranks")
         assert listener is not None
         now = clock.now()
-        until = min(now + _MOST_SECONDS, (now + deadline) / 2)  # so that the votes still meet
+        until = min(now + _MOST_SECONDS, (now + deadline) / 2)  # leaves time for the vote
         secret = places[0]["secret"].tobytes()
         with exchange.step(ranks, deadline, "connecting the ranks (is TCP between the hosts open?)"):
             with _Meeting(listener, secret, rank, places) as meeting:
@@ -84,7 +84,7 @@ def connect(ranks: Ranks, network: str, deadline: float) -> dict[int, socket.soc
 
 
 def own_addresses() -> list[str]:
-    """This host's IPv4 addresses, one for each interface that is up, without loopback's."""
+    """This host's IPv4 addresses, one for each interface that is up, without those of loopback."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
@@ -95,14 +95,17 @@ def own_addresses() -> list[str]:
 
 
 def joined(addresses: Sequence[str]) -> str:
-    """The addresses as one text, without those for which there is no room."""
+    """The addresses as one text. The last ones are left out if there is no room for them."""
     while len(text := ",".join(addresses)) > _ADDRESSES_BYTES:
         addresses = addresses[:-1]
     return text
 
 
 def _addresses(place: Any, own: Any) -> list[str]:
-    """Where the rank at ``place`` may be reached. An address that is also one of this host's leads back to it."""
+    """The addresses at which the rank of record ``place`` may be reached.
+
+    An address that this host also has would lead back to this host, so it is left out if the rank has others.
+    """
     if place["network"] == own["network"]:
         return ["127.0.0.1"]
     mine = bytes(own["addresses"]).decode().split(",")
@@ -111,10 +114,9 @@ def _addresses(place: Any, own: Any) -> list[str]:
 
 
 class _Meeting:
-    """The connections of one rank while they are made: to all lower ranks, and of all higher ones.
+    """The connections of one rank while they are made: it visits all lower ranks, and all higher ranks are its guests.
 
-    Every address is tried and everybody who has connected is heard at once, so that nobody who is silent keeps a rank
-    waiting.
+    It tries all addresses and listens to all guests at the same time, so a silent one delays nobody.
     """
 
     def __init__(self, listener: socket.socket, secret: bytes, rank: int, places: Any) -> None:
@@ -123,11 +125,11 @@ class _Meeting:
         self._addresses = [_addresses(place, places[rank]) for place in places[:rank]]
         self._awaited = set(range(len(places))) - {rank}
         self._found: dict[int, socket.socket] = {}
-        self._guests: dict[Guest, float] = {}  # until when each may say who it is, the oldest first
-        self._visits: dict[Visit, tuple[int, str]] = {}  # to which rank's address
+        self._guests: dict[Guest, float] = {}  # with the time until which each has to prove itself, the oldest first
+        self._visits: dict[Visit, tuple[int, str]] = {}  # with the rank and the address
         self._due = deque((other, address) for other in range(rank) for address in self._addresses[other])
-        self._again: list[tuple[float, int, str]] = []  # from when on
-        self._reasons: list[dict[str, str]] = [{} for _ in range(rank)]  # of ranks, by address
+        self._again: list[tuple[float, int, str]] = []  # visits to repeat: from when on, rank, address
+        self._reasons: list[dict[str, str]] = [{} for _ in range(rank)]  # why visits failed, by rank and address
         self._selector = selectors.DefaultSelector()
 
     def __enter__(self) -> _Meeting:
@@ -136,7 +138,7 @@ class _Meeting:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close all but the connections that :meth:`hold` has returned."""
+        """Close all connections except those that :meth:`hold` has returned."""
         self._selector.close()
         for one in (*self._guests, *self._visits):
             one.connection.close()
@@ -144,7 +146,10 @@ class _Meeting:
             connection.close()
 
     def hold(self, until: float) -> dict[int, socket.socket]:
-        """The connections, by rank. :raises UnsupportedError: at ``until``, or if no address of a rank is left."""
+        """Make the connections, and return them by rank.
+
+        :raises UnsupportedError: if not all are made at ``until``, or if all addresses of a rank have failed.
+        """
         while self._awaited - self._found.keys():
             now = clock.now()
             if now > until:
@@ -154,7 +159,7 @@ class _Meeting:
                 self._act(key.data, mask)
             guests = list(self._guests)
             for guest in [guest for guest in guests if self._guests[guest] < now] or guests[:-_MOST_GUESTS]:
-                self._drop(guest)
+                self._close(guest)
         found, self._found = self._found, {}
         return found
 
@@ -164,7 +169,7 @@ class _Meeting:
         elif isinstance(one, Guest):
             self._heard(one)
         elif one not in self._visits:
-            pass  # another visit to its rank has just been the right one
+            pass  # another visit to the same rank has just succeeded
         elif mask & selectors.EVENT_WRITE:
             self._connected(one)
         else:
@@ -179,9 +184,9 @@ class _Meeting:
             f"rank {self._rank} has no connection to rank {rank}: {'; '.join(reasons) or 'it has no address'}"
         )
 
-    # ---- ranks that listen
+    # ---- visits, to lower ranks
     def _visit(self, now: float) -> None:
-        """Make the visits that are due."""
+        """Begin the visits that are due."""
         for one in [one for one in self._again if one[0] < now]:
             self._again.remove(one)
             self._due.append(one[1:])
@@ -199,17 +204,17 @@ class _Meeting:
         self._visits[visit] = rank, address
         try:
             code = connection.connect_ex((address, self._ports[rank]))
-        except OSError as error:  # what is no address
-            self._give_up(visit, str(error))
+        except OSError as error:  # the text is no address
+            self._fail(visit, str(error))
             return
         if code not in (0, errno.EINPROGRESS):
-            self._give_up(visit, os.strerror(code))
+            self._fail(visit, os.strerror(code))
             return
         self._selector.register(connection, selectors.EVENT_WRITE, visit)
 
     def _connected(self, visit: Visit) -> None:
         if code := visit.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self._give_up(visit, os.strerror(code))
+            self._fail(visit, os.strerror(code))
         else:
             self._selector.modify(visit.connection, selectors.EVENT_READ, visit)
 
@@ -217,25 +222,26 @@ class _Meeting:
         rank, address = self._visits[visit]
         try:
             known = visit.is_host()
-        except OSError:  # it has too many guests at a time, or does not wait any longer
-            self._drop(visit)
+        except OSError:  # the rank has too many guests, or this visit took too long
+            self._close(visit)
             self._again.append((clock.now() + _TICK_SECONDS, rank, address))
             return
         if known:
             self._found[rank] = self._take(visit)
             for other in [other for other, (of, _) in self._visits.items() if of == rank]:
-                self._drop(other)
+                self._close(other)
         elif known is not None:
-            self._give_up(visit, "somebody answers who does not know the secret of this start-up")
+            self._fail(visit, "another program answers, which does not know the secret of this start-up")
 
-    def _give_up(self, visit: Visit, why: str) -> None:
+    def _fail(self, visit: Visit, why: str) -> None:
+        """Close a visit, and note for the error message why it has failed."""
         rank, address = self._visits[visit]
         self._reasons[rank][address] = why
-        self._drop(visit)
+        self._close(visit)
 
-    # ---- ranks that connect
+    # ---- guests, of which the right ones are higher ranks
     def _admit(self) -> None:
-        with suppress(BlockingIOError, ConnectionError):  # it has gone again
+        with suppress(BlockingIOError, ConnectionError):  # the guest has gone again
             connection, _ = self._listener.accept()
             with ExitStack() as failed:
                 failed.callback(connection.close)
@@ -249,11 +255,11 @@ class _Meeting:
         if rank is None:
             return
         if rank != STRANGER and rank > self._rank and rank in self._awaited - self._found.keys():
-            with suppress(OSError):  # it has gone: let it come again
+            with suppress(OSError):  # the rank has closed this connection, and connects again
                 guest.welcome()
                 self._found[rank] = self._take(guest)
                 return
-        self._drop(guest)
+        self._close(guest)
 
     # ---- both
     def _take(self, one: Guest | Visit) -> socket.socket:
@@ -262,7 +268,7 @@ class _Meeting:
             self._selector.unregister(one.connection)
         return one.connection
 
-    def _drop(self, one: Guest | Visit) -> None:
+    def _close(self, one: Guest | Visit) -> None:
         self._take(one).close()
 
 

@@ -1,7 +1,7 @@
-"""The exchange at start-up: fixed structs, by :class:`Ranks`, with a deadline. No handle is logged.
+"""The exchanges at start-up: every rank sends a fixed struct and gets those of all ranks, within a deadline.
 
-All ranks make the same exchanges. A rank that leaves start-up says so in its part of the next one, or in place of it,
-whichever that is: so the others hear of any exception at once.
+All ranks make the same exchanges. A rank that leaves start-up with an exception says so in the next exchange, so that
+the others hear of it at once. The structs hold IPC handles, and nothing logs them.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from ..texts import text_of as words_of
 MAGIC = 0x1B_C4ED
 VERSION = 2
 TEXT_BYTES = 512
-MESSAGE_BYTES = 2048  # of every kind, so that ranks at different steps get an error and not MPI's truncation
-_LAST_WORDS_SECONDS = 5.0  # for the others to hear of Ctrl-C or an exit, for which nobody should wait long
+MESSAGE_BYTES = 2048  # the same for all kinds: otherwise ranks at different steps would get MPI's error of truncation
+_LAST_WORDS_SECONDS = 5.0  # how long a rank that ends by Ctrl-C or an exit waits for the others to hear of it
 
-# Values of ``left``: the rank goes on, perhaps by another way; it leaves start-up as it lacks something, or otherwise.
+# Values of ``left``: the rank goes on; it leaves start-up because it lacks something; it leaves for another reason.
 _STAYS, _LACKS, _LEAVES = 0, 1, 2
 _HEADER = [("magic", "<u4"), ("version", "<u2"), ("kind", "<u2"), ("length", "<u4"), ("ok", "<u4"), ("left", "<u4")]
 
 
 def struct(kind: int, *fields: tuple[Any, ...]) -> np.dtype[Any]:
-    """The layout of a message: common header, a text for errors, and fields. ``kind`` tells messages apart."""
+    """The layout of a message: a common header, a text for errors, and fields. Each layout has its own ``kind``."""
     used = np.dtype([*_HEADER, ("text", f"S{TEXT_BYTES}"), *fields])
     padded = [*used.descr, ("padding", f"V{MESSAGE_BYTES - used.itemsize}")]
     return np.dtype(padded, metadata={"kind": kind})
@@ -49,7 +49,7 @@ IDENTITY = struct(
     1,
     ("wrong", "<u4"),
     ("host", "S64"),
-    ("clock", "S64"),  # that by which this rank tells the time; b"" if it does not know
+    ("clock", "S64"),  # an identifier of this rank's clock; b"" if it is unknown
     ("until", "<f8"),  # this rank's deadline, by that clock
     ("timeout", "<f8"),
     ("algorithm", "S16"),
@@ -69,15 +69,15 @@ PAGE = struct(3, ("path", "S64"))
 MEMORY = struct(4, ("handle", "V64"), ("nbytes", "<u8"))
 CONFIRMATION = struct(5)
 CALL = struct(7, ("call", "<u8"))
-LEAVING = struct(11)  # in place of any other
+LEAVING = struct(11)  # sent in place of any other message
 
 
 class Agreed(UnsupportedError):
-    """The ranks have agreed that this way does not go: each of them raises it, and tries the next way."""
+    """The ranks have agreed that this backend does not work: every rank raises this error, and tries the next one."""
 
 
 def message(dtype: np.dtype[Any], error: BaseException | str | None = None, **fields: Any) -> np.ndarray[Any, Any]:
-    """A filled-in record of ``dtype``, of shape ``(1,)``; with an error it is not ok, and has the error's text."""
+    """A record of ``dtype``, of shape ``(1,)``, with these fields. With an error it is not ok, and has its text."""
     assert dtype.metadata is not None
     record = np.zeros(1, dtype)
     record["magic"], record["version"], record["kind"] = MAGIC, VERSION, dtype.metadata["kind"]
@@ -91,10 +91,10 @@ def message(dtype: np.dtype[Any], error: BaseException | str | None = None, **fi
 
 
 def _said(error: BaseException | str) -> tuple[str, int]:
-    """The words for the other ranks about an error, and a value of ``left``."""
+    """The text of an error for the other ranks, and a value of ``left``."""
     if isinstance(error, (str, IpcReduceError)):
         return words_of(error), _STAYS
-    if isinstance(error, OSError):  # a process that can open no file would fail on another way too
+    if isinstance(error, OSError):  # a process that can open no file would fail with every backend
         return with_limit(error), _LACKS if out_of_descriptors(error) else _STAYS
     return described(error), _LEAVES
 
@@ -108,16 +108,16 @@ class Request(Protocol):
     """An exchange under way."""
 
     def Test(self) -> bool:
-        """True once it is done. :raises IpcReduceError: if it never will be."""
+        """True once the exchange is done. :raises IpcReduceError: if it fails."""
 
 
 class Ranks(Protocol):
-    """The ranks of one communicator, as start-up needs them: over MPI or over any group that the program has."""
+    """The ranks of one communicator, as start-up needs them: over MPI, or over another group of the program."""
 
     rank: int
     size: int
-    silence: str  # the words for ranks that do not answer in time
-    left: bool  # a rank has left start-up, and all know: no exchange follows
+    silence: str  # the part of an error message for ranks that do not answer in time
+    left: bool  # True once all ranks know that one has left start-up: no exchange follows
 
     def gather(self, sent: np.ndarray[Any, Any], received: np.ndarray[Any, Any]) -> Request:
         """Begin to collect every rank's ``sent``, uint8 of shape ``(m,)``, by rank in ``received``, ``(size * m,)``.
@@ -126,21 +126,21 @@ class Ranks(Protocol):
         """
 
     def join(self, timeout: float) -> Ranks:
-        """The same ranks, by a way on which they meet nothing of the program's. Collective.
+        """The same ranks, over a channel that the program does not use. Collective.
 
         :raises PeerTimeoutError: if a rank does not come within ``timeout`` seconds.
         """
 
     def local_rank(self, hosts: Sequence[bytes]) -> int:
-        """This process's number on its host. ``hosts`` has an identifier of every rank's."""
+        """This process's number on its host. ``hosts`` has an identifier of each rank's host."""
 
-    def free(self) -> None:
-        """Give back what :meth:`join` has made."""
+    def close(self) -> None:
+        """Close the channel that :meth:`join` has made."""
 
 
 LATE = "Look for a rank that has not made its Communicator, then make it again on every rank."
-_STOPPED = "Look for a rank that waits elsewhere or has stopped; only close() is left."
-_abandoned: list[Any] = []  # requests that were given up, with their buffers: MPI may still write into them
+_STOPPED = "Look for a rank that waits elsewhere or has stopped, and close the communicator."
+_abandoned: list[Any] = []  # requests that did not end in time, with their buffers, into which MPI may still write
 
 
 def complete(
@@ -153,10 +153,12 @@ def complete(
     interrupt: Callable[[], None] | None = None,
     advice: str = _STOPPED,
 ) -> None:
-    """Wait for a request; ``interrupt()`` is called between polls, and may raise.
+    """Wait for a request.
 
     :param deadline: on the clock of :mod:`ipcreduce.clock`, in seconds.
-    :raises PeerTimeoutError: when the deadline has passed. The request stays pending: its communicator is lost.
+    :param what: the exchange, for messages.
+    :param interrupt: called between polls; it may raise.
+    :raises PeerTimeoutError: when the deadline has passed. The request stays pending, so its communicator is lost.
     """
     try:
         pause = 0.0
@@ -174,7 +176,7 @@ def complete(
                 interrupt()
             if pause:
                 time.sleep(pause)
-            pause = min(1e-3, pause + 1e-6)  # quick at first, easy on the processor later
+            pause = min(1e-3, pause + 1e-6)  # polls often at first, and rarely later
     except BaseException:
         _abandoned.append(request)
         raise
@@ -192,9 +194,10 @@ def allgather(
 ) -> np.ndarray[Any, Any]:
     """Every rank's record, shape ``(n,)``, checked to be of the same kind, version and length.
 
-    :raises RankMismatchError: if a rank sends something else. :raises PeerTimeoutError: see :func:`complete`.
-    :raises UnsupportedError: if MPI is finalised. :raises PeerLostError: if the program's group fails.
-    :raises PeerFailedError: if a rank leaves start-up. :raises UnsupportedError: if it does as it lacks something.
+    :raises RankMismatchError: if a rank sends another kind of record. :raises PeerTimeoutError: see :func:`complete`.
+    :raises UnsupportedError: if MPI is finalised, or if a rank leaves start-up because it lacks something.
+    :raises PeerFailedError: if a rank leaves start-up for another reason.
+    :raises PeerLostError: if the program's group fails.
     """
     gathered = np.zeros(ranks.size, record.dtype)
     complete(
@@ -221,7 +224,7 @@ def allgather(
 
 
 def confirm(ranks: Ranks, error: BaseException | None, deadline: float, what: str) -> None:
-    """End a step of start-up on all ranks alike: if any rank met an error, every rank raises.
+    """End a step of start-up: if any rank has an error, every rank raises.
 
     :raises Agreed: naming the ranks that failed and why.
     """
@@ -229,7 +232,7 @@ def confirm(ranks: Ranks, error: BaseException | None, deadline: float, what: st
 
 
 def check(ranks: Ranks, gathered: np.ndarray[Any, Any], what: str) -> None:
-    """:raises Agreed: if a rank's record is not ok, which every message says."""
+    """Check that every rank's record is ok. :raises Agreed: on every rank, if one is not."""
     failed = [rank for rank in range(len(gathered)) if not gathered[rank]["ok"]]
     if failed:
         reasons = "; ".join(f"rank {rank}: {text_of(gathered[rank])}" for rank in failed[:3])
@@ -238,10 +241,10 @@ def check(ranks: Ranks, gathered: np.ndarray[Any, Any], what: str) -> None:
 
 @contextmanager
 def step(ranks: Ranks, deadline: float, what: str) -> Iterator[None]:
-    """The block, then a vote: all ranks go on or all give up.
+    """Run the block, then vote: either all ranks go on, or all raise.
 
-    :raises Agreed: with every rank's reason. :raises IpcReduceError: if a rank leaves start-up: see :func:`allgather`.
-        An exception that is neither ours nor the system's passes unchanged on its own rank.
+    :raises Agreed: with the ranks' reasons. :raises IpcReduceError: if a rank leaves start-up: see :func:`allgather`.
+        An exception that is no IpcReduceError and no OSError is raised unchanged on its own rank.
     """
     error: BaseException | None = None
     try:
@@ -270,9 +273,9 @@ def _raise_left(ranks: Ranks, gathered: np.ndarray[Any, Any], what: str) -> None
 
 
 def tell(ranks: Ranks, error: BaseException, deadline: float) -> None:
-    """Tell the other ranks, in their next exchange, that this one leaves start-up for ``error``, unless they know.
+    """Tell the other ranks, in their next exchange, that this rank leaves start-up with ``error``.
 
-    If every rank raises the same by itself, they all tell each other, and none has to wait.
+    Nothing is sent if they know already. If every rank raises by itself, all tell each other, and none waits.
     """
     if ranks.left or isinstance(error, (Agreed, PeerTimeoutError, PeerLostError, RankMismatchError)):
         return
@@ -280,14 +283,14 @@ def tell(ranks: Ranks, error: BaseException, deadline: float) -> None:
     lacks = left == _LACKS or isinstance(error, (UnsupportedError, OSError))
     record = message(LEAVING, error, left=_LACKS if lacks else _LEAVES)
     gathered = np.zeros(ranks.size, record.dtype)
-    with suppress(RuntimeError):  # MPI's errors, and ours: ``error`` is the one to raise
+    with suppress(RuntimeError):  # an error of MPI or ipcreduce here must not hide ``error``
         request = ranks.gather(record.view(np.uint8), gathered.view(np.uint8))
         complete(request, ranks, last_words(error, deadline), "the end of start-up")
         ranks.left = True
 
 
 def last_words(error: BaseException | None, deadline: float) -> float:
-    """The end of this rank's wait for the others to hear of its error."""
+    """The time until which this rank waits for the others to hear of its error."""
     if error is None or isinstance(error, Exception):
         return deadline
     return min(deadline, clock.now() + _LAST_WORDS_SECONDS)

@@ -1,4 +1,4 @@
-"""The groups of ranks that a communicator can be made of: mpi4py's, PyTorch's, and any that can gather bytes."""
+"""The groups of which a communicator can be made: mpi4py's, PyTorch's, and any other that can gather bytes."""
 
 from __future__ import annotations
 
@@ -19,18 +19,14 @@ from ..texts import described, shown
 from . import exchange, launchers, mpi
 from .mpi import MpiRanks
 
-_LOCAL_RANK = "LOCAL_RANK"  # of torchrun
+_LOCAL_RANK = "LOCAL_RANK"  # a variable that torchrun sets
 _MEMBER = exchange.struct(10, ("rank", "<u4"), ("size", "<u4"))
-_TAKEN = (
-    "group must be an mpi4py intracommunicator, a torch.distributed process group, or an object with rank, size and "
-    "allgather(bytes) (see ipcreduce.Group)"
-)
 
 
 class Group(Protocol):
-    """Processes that can exchange bytes: all that :class:`Communicator` needs of them, and only at its start-up.
+    """Processes that can exchange bytes. A :class:`Communicator` needs this at its start-up, and not later.
 
-    Write one over whatever has started the processes: pipes or a manager of multiprocessing, Ray, Dask, a TCP store.
+    Write one over what has started the processes: pipes or a manager of multiprocessing, Ray, Dask, a TCP store.
     """
 
     @property
@@ -44,57 +40,61 @@ class Group(Protocol):
     def allgather(self, data: bytes, /) -> list[bytes]:
         """Every process's ``data``, in the order of their ranks. All give the same number of bytes, about 2 KB.
 
-        It is called in another thread, one call at a time, about 20 times for each communicator. It may block.
-        Once the communicator's ``timeout`` is up, nobody waits for it any more. An exception means that the group has
-        failed, and becomes :class:`PeerLostError`.
+        It is called in another thread, one call at a time, about 20 times for each communicator. It may block: the
+        communicator stops waiting after its ``timeout``. An exception means that the group has failed, and becomes
+        :class:`PeerLostError`.
         """
 
 
 def of(group: Any) -> exchange.Ranks:
-    """The ranks of ``group``; None stands for MPI.COMM_WORLD. Asks nobody else.
+    """The ranks of ``group``. No other rank is asked.
 
-    :raises ArgumentError: if it is no group, or its rank and size cannot be.
-    :raises UnsupportedError: if it is one of MPI's and MPI cannot be used, or does not know the launcher's ranks.
+    :param group: None stands for MPI.COMM_WORLD.
+    :raises ArgumentError: if it is no group, or if its rank is not between 0 and its size.
+    :raises UnsupportedError: if it is a group of MPI, and MPI cannot be used or does not know the launcher's ranks.
     """
     if group is None:
         group = mpi.require().COMM_WORLD
     module: Any = mpi.loaded()
     if module is not None and isinstance(group, module.Comm):
         ranks = MpiRanks.of(group)
-        if group == module.COMM_WORLD:  # another group of one is meant to be one
+        if group == module.COMM_WORLD:  # any other communicator of one rank is meant to have one
             launchers.check(group)
         return ranks
     try:
         made = _of_torch(group) or _of_object(group)
-    except Exception as error:  # of the group's own
-        raise ArgumentError(f"{_TAKEN}; found {shown(group)}, which says {described(error)}") from error
+    except Exception as error:  # the group's library raises errors of its own
+        raise ArgumentError(
+            f"group is {shown(group)}, which is no group ({described(error)}). Pass an mpi4py intracommunicator, a "
+            "torch.distributed process group, or an object with rank, size and allgather(bytes): see ipcreduce.Group"
+        ) from error
     if not 0 <= made.rank < made.size:
         raise ArgumentError(
-            f"group must have a rank from 0 to size - 1; found rank {made.rank} of {made.size}. Make the communicator "
-            "in processes of the group only"
+            f"this process has rank {made.rank} in a group of {made.size}, and ranks go from 0 to size - 1. Make the "
+            "communicator in the processes of the group only"
         )
     return made
 
 
 def _of_object(group: Any) -> GroupRanks:
-    """:raises Exception: if it is no :class:`Group`."""
+    """The ranks of an object with the members of :class:`Group`. :raises Exception: if it has not all of them."""
     if not callable(group.allgather):
         raise TypeError("allgather is no method")
     return GroupRanks(group, group.allgather, operator.index(group.rank), operator.index(group.size))
 
 
 def _of_torch(group: Any) -> GroupRanks | None:
-    """The ranks of a process group of PyTorch; None if it is none.
+    """The ranks of a process group of PyTorch; None for any other object.
 
-    :raises Exception: if PyTorch does not know it any more.
+    :raises Exception: if PyTorch does not know the group any more.
     """
     distributed: Any = sys.modules.get("torch.distributed")
-    kind = getattr(distributed, "ProcessGroup", None)  # missing where PyTorch was built without it
+    kind = getattr(distributed, "ProcessGroup", None)  # some builds of PyTorch have none
     if kind is None or not isinstance(group, kind):
         return None
     rank, size = distributed.get_rank(group), distributed.get_world_size(group)
     cuda = sys.modules["torch"].cuda
-    # NCCL's groups take data on the current GPU, and each thread has a current one of its own.
+    # Groups over NCCL take data from the current GPU, and each thread has its own current GPU.
     on_device = partial(cuda.device, cuda.current_device()) if cuda.is_initialized() else nullcontext
 
     def allgather(data: bytes) -> list[bytes]:
@@ -121,31 +121,34 @@ class GroupRanks:
         return _Gathering(self, _begin(self._group, self._allgather, sent.tobytes()), received)
 
     def join(self, timeout: float) -> GroupRanks:
-        """Meet all ranks. :raises ArgumentError: if the group does not bring them in the order of their ranks."""
+        """Wait for all ranks. :raises ArgumentError: if the group does not order the data by rank."""
         record = exchange.message(_MEMBER, rank=self.rank, size=self.size)
         until = clock.now() + timeout
         everyone = exchange.allgather(self, record, until, "start-up", advice=exchange.LATE)
         for place, other in enumerate(everyone):
             if (other["rank"], other["size"]) != (place, self.size):
                 raise ArgumentError(
-                    f"the group's allgather must bring the bytes of rank {place} of {self.size} at place {place}; "
-                    f"found those of rank {other['rank']} of {other['size']}. Give each process a rank of its own, "
+                    f"the group's allgather has put the bytes of rank {other['rank']} of {other['size']} at place "
+                    f"{place}, where those of rank {place} of {self.size} belong. Give each process a rank of its own, "
                     "and sort by it"
                 )
         return self
 
     def local_rank(self, hosts: Sequence[bytes]) -> int:
-        """By torchrun's variable, as this may be a part of its ranks, or else among the ranks of this host."""
+        """This process's number on its host: torchrun's, or else the number of lower ranks on this host.
+
+        :param hosts: an identifier of each rank's host.
+        """
         if os.environ.get(_LOCAL_RANK, "").isdigit():
             return int(os.environ[_LOCAL_RANK])
         return list(hosts[: self.rank]).count(hosts[self.rank])
 
-    def free(self) -> None:
-        """The group is the program's own: there is nothing to give back."""
+    def close(self) -> None:
+        """Do nothing, because the group belongs to the program."""
 
 
 class _Call:
-    """One ``allgather`` of a group, in a thread of its own, once the one before it has ended."""
+    """One call of a group's ``allgather``, in a thread of its own, after the call before it has ended."""
 
     def __init__(self, group: Any, allgather: Callable[[bytes], Any], data: bytes, before: _Call | None) -> None:
         self.group, self.data = group, data
@@ -167,8 +170,9 @@ class _Call:
             self.ended = True
 
 
-# Calls whose answer nobody has taken, by the identity of the group, which they keep. Of one that was given up, the next
-# start-up over the group takes the answer if it says the same, and else lets it end first: so calls of all ranks match.
+# Calls whose answer nothing has used yet, by the id of their group, which they keep alive. A start-up that stops
+# waiting leaves its call here. The next start-up over the group uses that call if it would send the same data, or else
+# lets it end before its own call. So the calls of all ranks still match.
 _open: dict[int, _Call] = {}
 
 
@@ -181,7 +185,7 @@ def _begin(group: Any, allgather: Callable[[bytes], Any], data: bytes) -> _Call:
 
 
 class _Gathering:
-    """The wait for a call, as the exchange has it."""
+    """A call under way: see :class:`exchange.Request`."""
 
     def __init__(self, ranks: GroupRanks, call: _Call, received: np.ndarray[Any, Any]) -> None:
         self._ranks, self._call, self._received = ranks, call, received
@@ -189,7 +193,7 @@ class _Gathering:
     def Test(self) -> bool:
         """True once the data of all ranks are there.
 
-        :raises PeerLostError: if the group has failed. :raises ArgumentError: if it has answered something else.
+        :raises PeerLostError: if the group has failed. :raises ArgumentError: if it has returned anything else.
         """
         call = self._call
         if not call.ended:
@@ -210,8 +214,8 @@ class _Gathering:
                 problem = problem or f"{_described(data)} of rank {rank}"
         if problem:
             raise ArgumentError(
-                f"the group's allgather must return a list of {size} bytes objects of {length} bytes, which is what "
-                f"each rank gave; found {problem}. See ipcreduce.Group"
+                f"the group's allgather has returned {problem}, though each of {size} ranks gave {length} bytes. "
+                f"Return a list of {size} bytes objects of that length: see ipcreduce.Group"
             )
         self._received.reshape(-1)[:] = np.frombuffer(b"".join(found), np.uint8)
         return True

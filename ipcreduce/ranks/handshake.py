@@ -1,12 +1,12 @@
-"""The proof of two processes that a connection has brought together that both know the secret of this start-up.
+"""The handshake on a new connection, in which both sides prove that they know the secret of this start-up.
 
-    who listens                        who connects
+    the side that listens              the side that connects
     challenge                    ──►
                                  ◄──   rank, challenge, proof
     proof, if the rank is taken  ──►
 
-A proof is an HMAC over both challenges, both ranks and the side that gives it. So the secret itself never travels, no
-proof serves twice, and none can be sent back to where it came from.
+A proof is an HMAC over both challenges, both ranks and the side that gives it. So the secret itself is never sent, a
+proof is valid once, and a proof of one side is no proof of the other.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ SECRET_BYTES = 32
 STRANGER = -1
 _CHALLENGE_BYTES = 32
 _CLAIM = struct.Struct(f"<I{_CHALLENGE_BYTES}s32s")  # rank, challenge, proof
-_PROVED = struct.Struct(f"<16sII{_CHALLENGE_BYTES}s{_CHALLENGE_BYTES}s")  # side, who listens, who connects, challenges
+_PROVED = struct.Struct(f"<16sII{_CHALLENGE_BYTES}s{_CHALLENGE_BYTES}s")  # side, both ranks, both challenges
 _PROOF_BYTES = 32
 _LISTENS, _CONNECTS = b"listens", b"connects"
 
 
 class _End:
-    """One end of a connection. It does not block."""
+    """One end of a connection, whose methods do not block."""
 
     def __init__(self, connection: socket.socket, secret: bytes) -> None:
         connection.setblocking(False)
@@ -34,7 +34,7 @@ class _End:
         self._received = b""
 
     def _next(self, nbytes: int) -> bytes | None:
-        """The next message, of this length; None while more has to arrive. :raises OSError: if none will."""
+        """The next message, of this length; None while it is incomplete. :raises OSError: if the connection ends."""
         try:
             data = self.connection.recv(nbytes - len(self._received))
         except BlockingIOError:
@@ -52,7 +52,7 @@ class _End:
 
 
 class Guest(_End):
-    """Somebody who has connected to this rank. :raises OSError: if he has gone again."""
+    """The connection of a process that has connected to this rank. :raises OSError: if it is closed already."""
 
     def __init__(self, connection: socket.socket, secret: bytes, rank: int) -> None:
         super().__init__(connection, secret)
@@ -60,7 +60,7 @@ class Guest(_End):
         self.connection.sendall(self._challenge)
 
     def rank(self) -> int | None:
-        """The rank that has come; STRANGER if it is none, or has gone; None while more has to arrive."""
+        """The guest's rank once it is proved, and None before. STRANGER for a wrong proof or a closed connection."""
         try:
             claim = self._next(_CLAIM.size)
         except OSError:
@@ -74,20 +74,20 @@ class Guest(_End):
         return int(rank)
 
     def welcome(self) -> None:
-        """Answer a rank that has come and is taken. :raises OSError: if it has gone."""
+        """Prove to a guest that this rank knows the secret, too. :raises OSError: if the guest is gone."""
         self.connection.sendall(self._proven)
 
 
 class Visit(_End):
-    """A connection to an address at which rank ``host`` may listen, or anybody else."""
+    """A connection to an address at which rank ``host`` or another program listens."""
 
     def __init__(self, connection: socket.socket, secret: bytes, rank: int, host: int) -> None:
         super().__init__(connection, secret)
         self._rank, self._host = rank, host
-        self._due = b""  # the host's proof, once this rank has given its own
+        self._due = b""  # the proof that the host has to give, once this rank has given its own
 
     def is_host(self) -> bool | None:
-        """True once the host has taken this rank; False if somebody else answers; None while more has to arrive.
+        """True once the host has proved itself; None before that. False for a wrong proof.
 
         :raises OSError: if the connection has ended.
         """

@@ -1,6 +1,6 @@
-"""The launchers of ranks by the environment variables that they set, and whether MPI sees the ranks that they started.
+"""The launcher that has started this process, known by its environment variables, and whether MPI sees its ranks.
 
-A launcher and an MPI that do not belong together give as many programs of one rank each, whose sums are all wrong.
+If the launcher belongs to another MPI library, each process is rank 0 of 1, and all sums are wrong.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any
 from ..errors import ArgumentError, UnsupportedError
 from . import mpi
 
-_LAUNCHERS = (  # name, and the variables of rank and size; the first that is set counts, since they nest in this order
+_LAUNCHERS = (  # name, variable of the rank, variable of the size. Launchers nest in this order: the first one counts
     ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
     ("MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE"),
     ("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
     ("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # SLURM_NTASKS is also set in a batch script, which is no rank
 )
-_WORLD_SIZE, _TORCHRUN = "WORLD_SIZE", "TORCHELASTIC_RUN_ID"  # of torchrun
+_WORLD_SIZE, _TORCHRUN = "WORLD_SIZE", "TORCHELASTIC_RUN_ID"  # variables that torchrun sets
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A launcher, as its environment variables tell. ``name`` is "" if none is known to have started this process.
+    """A launcher and the rank that it has given this process. ``name`` is "" if no known launcher has started it.
 
-    :ivar variables: the names of those of rank and size.
+    :ivar variables: the names of the environment variables that hold rank and size.
     """
 
     name: str = ""
@@ -44,22 +44,22 @@ class Launch:
         return cls()
 
     def mismatch(self, size: int) -> str:
-        """The words for a launcher whose ranks MPI takes for single programs; "" if all is well.
+        """The error message if MPI takes the launcher's ranks for single programs; else "".
 
-        :param size: of MPI.COMM_WORLD; 0 if there is none.
+        :param size: the size of MPI.COMM_WORLD; 0 if there is no MPI.
         """
         if size != 1 or self.size == 1:
             return ""
         return (
             f"the launcher started {self.size} ranks ({self.variables[-1]}={self.size}, of {self.name}), but to MPI "
-            f"each of them is rank 0 of 1: launcher and mpi4py do not belong together. mpi4py uses {library()}. Start "
-            "the ranks with the mpirun of that library, or install mpi4py for the launcher's: "
+            "each of them is rank 0 of 1, because launcher and mpi4py use different MPI libraries. mpi4py uses "
+            f"{library()}. Start the ranks with the mpirun of that library, or install mpi4py for the launcher's: "
             "pip install --force-reinstall --no-cache-dir --no-binary mpi4py mpi4py"
         )
 
 
 def check(world: Any) -> None:
-    """Refuse an ``MPI.COMM_WORLD`` of one rank in a process that a launcher has started with others.
+    """Check that ``MPI.COMM_WORLD`` has more than one rank if a launcher has started several.
 
     :raises ArgumentError: under torchrun, whose ranks MPI does not know.
     :raises UnsupportedError: if the launcher is of another MPI than mpi4py's.
@@ -67,14 +67,15 @@ def check(world: Any) -> None:
     size = int(world.Get_size())
     if size == 1 and _TORCHRUN in os.environ and os.environ.get(_WORLD_SIZE, "1") != "1":
         raise ArgumentError(
-            f"group must be given under torchrun, of whose {os.environ[_WORLD_SIZE]} processes MPI knows this one "
-            "only. Call init_process_group(), then make Communicator(torch.distributed.group.WORLD) and call that"
+            f"torchrun has started {os.environ[_WORLD_SIZE]} processes, but MPI knows this one only, and without a "
+            "group ipcreduce uses MPI. Call init_process_group(), make Communicator(torch.distributed.group.WORLD), "
+            "and call its allreduce()"
         )
     launch = Launch.seen()
     if problem := launch.mismatch(size):
         raise UnsupportedError(
-            f"{problem}. If this process is meant to be alone, pass Communicator(MPI.COMM_SELF); one that a rank has "
-            f"started by itself inherits {' and '.join(launch.variables)}: unset them for it"
+            f"{problem}. If this process is meant to be alone, make Communicator(MPI.COMM_SELF). A process that a rank "
+            f"has started inherits {' and '.join(launch.variables)}: unset them for it"
         )
 
 

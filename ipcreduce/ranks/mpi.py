@@ -1,4 +1,4 @@
-"""The ranks of an mpi4py communicator, on a duplicate of it, by nonblocking calls."""
+"""The ranks of an mpi4py communicator. They exchange data by nonblocking calls on a duplicate of it."""
 
 from __future__ import annotations
 
@@ -14,47 +14,48 @@ from ..errors import ArgumentError, IpcReduceError, UnsupportedError, first_line
 from . import exchange
 
 _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-# Duplications of communicators that a rank has given up waiting for. MPI cannot cancel one, so the next start-up over
-# the same communicator takes it up again: else the ranks' start-ups would never fit together any more.
+# Duplications for which a start-up has stopped waiting: the communicator, its duplicate and the request. MPI cannot
+# cancel them, so the next start-up over the same communicator goes on with them. Otherwise its duplications would not
+# match those of the other ranks.
 _pending: list[tuple[Any, Any, Any]] = []
 
 
 def loaded() -> Any:
-    """mpi4py's module MPI if the program has imported it, else None: to import it would initialise MPI."""
+    """mpi4py's module MPI if the program has imported it, else None. Importing it would initialise MPI."""
     return sys.modules.get("mpi4py.MPI")
 
 
 def is_finalised() -> bool:
-    """True if no MPI call may be made any more."""
+    """True if the program has finalised MPI, after which MPI allows no call."""
     module = loaded()
     return module is not None and module.Is_finalized()
 
 
 def check_runs() -> None:
-    """:raises UnsupportedError: if the program has finalised MPI."""
+    """Check that MPI still runs. :raises UnsupportedError: if the program has finalised it."""
     if is_finalised():
-        raise UnsupportedError("MPI is finalised: make and use communicators before MPI.Finalize()")
+        raise UnsupportedError("MPI is finalised. Make and use communicators before MPI.Finalize()")
 
 
 def require() -> Any:
     """The MPI module, initialised. :raises UnsupportedError: if MPI is missing, not initialised or finalised."""
     try:
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # mpi4py's wheel raises RuntimeError where it finds no MPI library
+    except (ImportError, RuntimeError) as error:  # mpi4py's wheel raises RuntimeError if it finds no MPI library
         raise UnsupportedError(
             f"MPI cannot be loaded ({first_line(error)}): pip install 'ipcreduce[mpi]', or install MPICH or Open MPI, "
             "or pass Communicator a torch.distributed process group or another ipcreduce.Group"
         ) from None
     check_runs()
     if not MPI.Is_initialized():
-        raise UnsupportedError("MPI is not initialised: call MPI.Init(), or leave mpi4py.rc.initialize at True")
+        raise UnsupportedError("MPI is not initialised. Call MPI.Init(), or leave mpi4py.rc.initialize at True")
     return MPI
 
 
 class MpiRanks:
     """The ranks of one mpi4py communicator. See :class:`exchange.Ranks`.
 
-    :ivar mpi: that communicator; after :meth:`join` one of our own.
+    :ivar mpi: the mpi4py communicator; in what :meth:`join` returns, a duplicate of it.
     """
 
     silence = "that some did not come in time"
@@ -66,28 +67,32 @@ class MpiRanks:
 
     @classmethod
     def of(cls, mpi: Any) -> MpiRanks:
-        """The ranks of ``mpi``, a communicator of mpi4py. :raises ArgumentError: if it is no intracommunicator.
+        """The ranks of ``mpi``, a communicator of mpi4py.
 
+        :raises ArgumentError: if it is no intracommunicator, or COMM_NULL.
         :raises UnsupportedError: if MPI is not initialised, or finalised.
         """
         module = require()
-        if not isinstance(mpi, module.Intracomm) or mpi == module.COMM_NULL:
-            found, remedy = type(mpi).__name__, "Pass its Merge()"
-            if mpi == module.COMM_NULL:
-                found = "COMM_NULL, as Split() and Create() give it to ranks that are not in the new group"
-                remedy = "Make the Communicator on the ranks of the group only: if comm != MPI.COMM_NULL"
+        if mpi == module.COMM_NULL:
             raise ArgumentError(
-                f"a communicator of mpi4py must be an Intracomm and not COMM_NULL; found {found}. {remedy}"
+                "group is MPI.COMM_NULL, which Split() and Create() give to ranks that are not in the new group. Make "
+                "the Communicator on the ranks of the group only: if comm != MPI.COMM_NULL"
             )
+        if not isinstance(mpi, module.Intracomm):
+            raise ArgumentError(f"group is mpi4py's {type(mpi).__name__}, which is no Intracomm. Pass its Merge()")
         return cls(mpi)
 
     def gather(self, sent: np.ndarray[Any, Any], received: np.ndarray[Any, Any]) -> exchange.Request:
-        """:raises UnsupportedError: if MPI is finalised."""
+        """See :class:`exchange.Ranks`. :raises UnsupportedError: if MPI is finalised."""
         check_runs()
         return self.mpi.Iallgather(sent, received)
 
     def join(self, timeout: float) -> MpiRanks:
-        """A duplicate of the communicator. :raises UnsupportedError: if MPI has no more of them."""
+        """The same ranks on a duplicate of the communicator. Collective.
+
+        :raises PeerTimeoutError: if a rank does not come within ``timeout`` seconds.
+        :raises UnsupportedError: if MPI can make no further communicator.
+        """
         kept = [one for one in _pending if one[0] == self.mpi]
         _pending[:] = [one for one in _pending if one[0] != self.mpi]
         mine = request = None
@@ -106,13 +111,13 @@ class MpiRanks:
         return MpiRanks(mine)
 
     def local_rank(self, hosts: Sequence[bytes]) -> int:
-        """By the launcher's variables, or else the rank in MPI.COMM_WORLD, as this may be a part of the ranks."""
+        """This process's number on its host, by the launcher's variables; without them its rank in MPI.COMM_WORLD."""
         for variable in _LOCAL_RANKS:
             if os.environ.get(variable, "").isdigit():
                 return int(os.environ[variable])
         return int(loaded().COMM_WORLD.Get_rank())
 
-    def free(self) -> None:
+    def close(self) -> None:
         """Free the duplicate. Collective."""
         if not is_finalised():
             self.mpi.Free()

@@ -1,7 +1,7 @@
-"""All-reduce for the tensor-parallel groups of vLLM and SGLang, in the place of their own. Asked for by an environment
-variable: without ``IPCREDUCE_ENGINES=1`` the two entry points below do nothing, so an installation changes no server.
+"""All-reduce for the tensor-parallel groups of the servers vLLM and SGLang, in place of the servers' own.
 
-``ipcreduce.serving.seat`` has the class that the engines make. It was never run in a real server.
+Set the environment variable ``IPCREDUCE_ENGINES=1`` to use it. Without the variable, the two entry points below do
+nothing. ``ipcreduce.serving.seat`` has the class that the servers make. It has not yet run in a real server.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ def is_wanted() -> bool:
     """True if ``IPCREDUCE_ENGINES`` is 1. :raises ArgumentError: if it is set to anything but 0, 1 or nothing."""
     text = os.environ.get("IPCREDUCE_ENGINES", "")
     if text not in ("", "0", "1"):
-        raise ArgumentError(f"IPCREDUCE_ENGINES must be 0 or 1; found {text!r}")
+        raise ArgumentError(f"IPCREDUCE_ENGINES is {text!r}. Set it to 0 or 1")
     return text == "1"
 
 
 def vllm_plugin() -> None:
-    """Entry point of ``vllm.general_plugins``: let vLLM make our class where it makes its CustomAllreduce.
+    """Let vLLM make EngineAllReduce in place of its CustomAllreduce. Entry point of ``vllm.general_plugins``.
 
-    The log of ipcreduce then goes where vLLM's goes. It may be called more than once.
+    The log of ipcreduce then goes where vLLM's log goes. vLLM may call this more than once.
 
     :raises UnsupportedError: if this vLLM has no CustomAllreduce.
     """
@@ -47,15 +47,13 @@ def vllm_plugin() -> None:
         _log.warning("vLLM keeps its own all-reduce: IPCREDUCE_ENGINES is for NVIDIA's GPUs")
         return
     if not hasattr(custom_all_reduce, "CustomAllreduce"):
-        raise UnsupportedError(
-            f"expected {_VLLM_MODULE}.CustomAllreduce; found none in this vLLM. Unset IPCREDUCE_ENGINES"
-        )
+        raise UnsupportedError(f"this vLLM has no {_VLLM_MODULE}.CustomAllreduce. Unset IPCREDUCE_ENGINES")
     custom_all_reduce.CustomAllreduce = EngineAllReduce
     _log.info("IPCREDUCE_ENGINES=1: %s.CustomAllreduce is now ipcreduce's EngineAllReduce", _VLLM_MODULE)
 
 
 def sglang_plugin() -> None:
-    """Entry point of ``sglang.srt.plugins``: let SGLang choose our class for its groups."""
+    """Let SGLang choose EngineAllReduce for its groups. Entry point of ``sglang.srt.plugins``."""
     if not is_wanted():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

@@ -13,7 +13,7 @@ from ..dtypes import DTYPE_NAMES
 from ..errors import UnsupportedError
 from ..ipc.workspace import bytes_for
 
-MAX_SIZE = 8 << 20  # both engines' own
+MAX_SIZE = 8 << 20  # bytes; the default of both vLLM and SGLang
 _DTYPES = frozenset(getattr(torch, name) for name in DTYPE_NAMES if hasattr(torch, name))
 _log = logging.getLogger("ipcreduce.serving")
 
@@ -21,18 +21,19 @@ _log = logging.getLogger("ipcreduce.serving")
 class EngineAllReduce:
     """Sums tensors of a group of ranks on one host, eagerly and in captures. Making one is collective.
 
-    :param group: the ranks, as :class:`Communicator` takes them; the engines pass a process group of gloo.
-    :param device: this rank's GPU, as an ordinal, a name or a ``torch.device``. With "cpu" it sums tensors on the host.
-    :param max_size: the largest message, in bytes; larger ones are declined. The workspace has room for one.
-    :param symm_mem_enabled: vLLM's; it has no effect, because ``max_size`` alone decides.
-    :param register_graph_buffers: vLLM's; it has no effect, because nothing has to be registered.
+    :param group: the ranks, as :class:`Communicator` takes them. The servers pass a process group of gloo.
+    :param device: this rank's GPU, as an ordinal, a name or a ``torch.device``; or "cpu" for tensors on the host.
+    :param max_size: the largest message, in bytes. The workspace has room for one message of this size. Larger tensors
+        are declined.
+    :param symm_mem_enabled: a parameter of vLLM without effect, because ``max_size`` alone decides.
+    :param register_graph_buffers: a parameter of vLLM without effect, because no buffer has to be registered.
     :raises PeerTimeoutError: if a rank does not come.
 
-    Where the kernels cannot run, as between several hosts, it is ``disabled`` on every rank, and the engine goes on to
-    its next way. An engine may set ``disabled`` itself. A dropped one is closed at the end of the process.
+    If the kernels cannot run, as between several hosts, ``disabled`` is True on every rank, and the server uses another
+    all-reduce. A server may also set ``disabled``. An object that was dropped is closed at the end of the process.
     """
 
-    # vLLM's models ask for these before they take all-gathers or fused kernels of vLLM's own class. Here are none.
+    # vLLM's models read these before they use all-gathers or fused kernels of vLLM's own class, which this class lacks.
     fully_connected = False
     mnnvl_lamport_ag_multicast_ptr = 0
 
@@ -52,14 +53,17 @@ class EngineAllReduce:
         except UnsupportedError as error:
             _log.warning("ipcreduce's all-reduce is disabled: %s", error)
             return
-        for dtype in (torch.float16, torch.bfloat16, torch.float32):  # loads the kernels: never first in a capture
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):  # loads the kernels, which a capture could not
             self._comm.allreduce(torch.zeros(8, dtype=dtype, device=self.device))
         self._comm.synchronize()
         self.disabled = False
         _log.info("ipcreduce's all-reduce: %s", "; ".join(self._comm.describe().splitlines()))
 
     def should_custom_ar(self, inp: torch.Tensor) -> bool:
-        """True if :meth:`custom_all_reduce` takes the tensor: by size, dtype, layout and device, as on every rank."""
+        """True if :meth:`custom_all_reduce` takes the tensor.
+
+        That depends on its size, dtype, layout and device, so it is the same on every rank.
+        """
         return (
             not self.disabled
             and inp.numel() * inp.element_size() <= self.max_size
@@ -69,7 +73,7 @@ class EngineAllReduce:
         )
 
     def custom_all_reduce(self, input: torch.Tensor) -> torch.Tensor | None:
-        """The sum over the ranks, a new tensor; None for a tensor that is declined. It can be captured.
+        """The sum over the ranks in a new tensor; None for a tensor that is declined. It can be captured.
 
         :raises IpcReduceError: see :meth:`Communicator.allreduce`.
         """
@@ -78,17 +82,17 @@ class EngineAllReduce:
         return self._comm.allreduce(input)
 
     def capture(self) -> AbstractContextManager[None]:
-        """A context around captures. Nothing is to do there: a captured call is complete by itself, a warm-up real."""
+        """A context for captures, which does nothing: ipcreduce's calls need no preparation for a capture."""
         return nullcontext()
 
     def custom_all_gather(self, inp: torch.Tensor) -> None:
-        """None: declined, always."""
+        """Decline the tensor: return None."""
 
     def custom_reduce_scatter(self, inp: torch.Tensor) -> None:
-        """None: declined, always."""
+        """Decline the tensor: return None."""
 
     def close(self) -> None:
-        """Give the memory back, and decline everything from now on. Every rank has to. Idempotent."""
+        """Free the memory, and decline every tensor from now on. Every rank must call it. Idempotent."""
         self.disabled = True
         if self._comm is not None:
             self._comm.close()

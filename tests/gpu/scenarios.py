@@ -336,7 +336,7 @@ def destroyed_streams(comm: Any) -> None:
         stream.synchronize()
         del stream
         right(out)
-    refused(comm, lambda: comm.allreduce(array, "mode"), "op must be")
+    refused(comm, lambda: comm.allreduce(array, "mode"), "there is no op")
 
 
 def captured_meanwhile(comm: Any) -> None:
@@ -354,7 +354,7 @@ def captured_meanwhile(comm: Any) -> None:
     comm.allreduce(array, out=out, stream=stream)
     again.close()
     del recorded
-    raises(ipcreduce.ArgumentError, "op must be", comm.allreduce, array, "mode")
+    raises(ipcreduce.ArgumentError, "there is no op", comm.allreduce, array, "mode")
     comm.allreduce(array, out=array)
     comm.allreduce(out, out=out, stream=stream)
     captured = stream.end_capture()
@@ -670,7 +670,7 @@ def torch_refused(comm: Any) -> None:
                     refused(comm, call, words)
     for call, words in refusals.within_traces(comm, x, out):
         refused(comm, call, words)
-    forward_ad, words = torch.autograd.forward_ad, "found one with a forward-mode derivative"
+    forward_ad, words = torch.autograd.forward_ad, "is a tensor with a forward-mode derivative"
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x.clone(), x)
         for call in (lambda: comm.allreduce(dual), lambda: comm.allreduce(x, out=dual)):
@@ -892,7 +892,7 @@ def refused_right_behind(comm: Any) -> None:
         with ipcreduce.Communicator(algorithm=algorithm) as forced:
             for turn in range(10):
                 result = forced.allreduce(mine(2000 + 2000 * turn))
-                raises(ipcreduce.ArgumentError, "op must be", forced.allreduce, result, "mode")
+                raises(ipcreduce.ArgumentError, "there is no op", forced.allreduce, result, "mode")
                 right(result)
 
 
@@ -960,11 +960,14 @@ def abort_is_quick(comm: Any) -> None:
         WORLD.Barrier()
         if RANK == 0:
             late(0.05)
-            raises(ipcreduce.ArgumentError, "op must be", comm.allreduce, array, "mode")
+            raises(ipcreduce.ArgumentError, "there is no op", comm.allreduce, array, "mode")
         else:
             with no_hang():
                 raises(
-                    ipcreduce.PeerFailedError, "op must be", lambda a: (comm.allreduce(a), comm.synchronize()), array
+                    ipcreduce.PeerFailedError,
+                    "there is no op",
+                    lambda a: (comm.allreduce(a), comm.synchronize()),
+                    array,
                 )
         WORLD.Barrier()
         right(comm.allreduce(mine()))

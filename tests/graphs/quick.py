@@ -56,8 +56,8 @@ def wrong_outputs(comm: Any) -> None:
         (cupy.zeros(999, np.float32), "shape"),
         (cupy.zeros((10, 100), np.float32), "shape"),
         (cupy.zeros(1000, np.int32), "dtype"),
-        (misaligned, "multiples of their itemsize"),
-        (np.zeros(1000, np.float32), "found ndarray"),
+        (misaligned, "no multiple of the itemsize"),
+        (np.zeros(1000, np.float32), "out is a ndarray"),
     ]
     if GPUS > 1:
         with cupy.cuda.Device((cupy.cuda.Device().id + 1) % GPUS):
@@ -71,7 +71,7 @@ def wrong_outputs(comm: Any) -> None:
     for _ in range(2):
         right(comm.allreduce(array))
     right(comm.allreduce(wide[:1000], out=wide[500:]))  # which overlap
-    with raises(ArgumentError, "op must be"):
+    with raises(ArgumentError, "there is no op"):
         comm.allreduce(array, ["sum"])
     works(comm)
 
@@ -448,11 +448,11 @@ def faults_are_noticed(comm: Any) -> None:
                 call()
             WORLD.Barrier()
             if RANK == LAST:
-                with raises(ArgumentError, "op must be"):
+                with raises(ArgumentError, "there is no op"):
                     comm.allreduce(source, "mode")
             WORLD.Barrier()
             if RANK != LAST:
-                with raises(PeerFailedError, f"rank {LAST}", "op must be"):
+                with raises(PeerFailedError, f"rank {LAST}", "there is no op"):
                     call()
             result.fill(-1)
             call()

@@ -159,7 +159,7 @@ def main() -> None:
         assert other.disabled
         assert not other.should_custom_ar(torch.ones(8))
         other.close()
-    with pytest.raises(ArgumentError, match="found 'the ranks'"):
+    with pytest.raises(ArgumentError, match="group is 'the ranks'"):
         seat.EngineAllReduce("the ranks", DEVICE)
     print("right", flush=True)
 

@@ -322,14 +322,14 @@ def refused_while_another_is_late(comm: Communicator) -> None:
         WORLD.Barrier()
         if RANK == 0:
             with no_hang("the refusal"):
-                raises(ArgumentError, "op must be", lambda: brief.allreduce(np.ones(3), "mode"))
+                raises(ArgumentError, "there is no op", lambda: brief.allreduce(np.ones(3), "mode"))
             for rank in range(1, SIZE):
                 WORLD.send(None, rank)
         else:
             WORLD.recv(source=0)
             raises(
                 PeerFailedError,
-                "rank 0 raised an error (ArgumentError: rank 0, call 2: op must be",
+                "rank 0 raised an error (ArgumentError: rank 0, call 2: there is no op",
                 lambda: right(brief),
             )
         right(brief)
@@ -413,7 +413,11 @@ def arguments_differ(comm: Communicator) -> None:
         ({"algorithm": "two_shot" if RANK else "one_shot"}, "algorithm must be the same on every rank"),
     ):
         raises(ArgumentError, words, lambda arguments=arguments: Communicator(**arguments))
-    for text, words in ((str(64 + RANK), "workspace must be the same"), ("x", "found 'x'"), ("0", "found '0'")):
+    for text, words in (
+        (str(64 + RANK), "the same workspace on every rank"),
+        ("x", "IPCREDUCE_WORKSPACE_MB is 'x'"),
+        ("0", "IPCREDUCE_WORKSPACE_MB is '0'"),
+    ):
         os.environ["IPCREDUCE_WORKSPACE_MB"] = text
         raises(ArgumentError, words, Communicator)
     os.environ["IPCREDUCE_WORKSPACE_MB"] = "64"
@@ -451,7 +455,7 @@ def late_at_start_up(comm: Communicator) -> None:
     worker.let_last_go(WORLD)
     with Communicator() as third:
         right(third)
-    raises(ArgumentError, "timeout must be", lambda: Communicator(timeout=-1 if RANK == 0 else 20))
+    raises(ArgumentError, "timeout is -1", lambda: Communicator(timeout=-1 if RANK == 0 else 20))
     with Communicator() as fourth:
         right(fourth)
 
@@ -479,7 +483,7 @@ def exceptions_at_start_up(comm: Communicator) -> None:
 def warnings_at_start_up(comm: Communicator) -> None:
     """Where one is an error, no rank has a communicator, and none waits. Else each rank has it once."""
     os.environ["IPCREDUCE_TIMEOUT"] = "9"
-    words = "the environment variable IPCREDUCE_TIMEOUT is not one of ipcreduce's"
+    words = "ipcreduce does not know the environment variable IPCREDUCE_TIMEOUT"
     for strict in ({LAST}, set(range(SIZE))):
         options._warned.clear()
         with warnings.catch_warnings(record=True) as caught:

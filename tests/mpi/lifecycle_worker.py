@@ -47,7 +47,7 @@ def not_initialised() -> None:
     """rc.initialize = False: said so until MPI.Init(), and after MPI.Finalize()."""
     mpi4py.rc.initialize = False
     everything = (Communicator, ipcreduce.get_communicator, lambda: ipcreduce.allreduce(np.ones(3)))
-    unsupported("MPI is not initialised: call MPI.Init()", *everything)
+    unsupported("MPI is not initialised. Call MPI.Init()", *everything)
     from mpi4py import MPI
 
     assert not MPI.Is_initialized(), "initialised behind the program's back"

@@ -418,8 +418,8 @@ MUTANTS = [
     Mutant(
         "NCCL's communicator is aborted though the ranks have met since it was seen",
         GUARD,
-        "                    if current:  # else",
-        "                    if True:  # else",
+        "                    if current:  # otherwise",
+        "                    if True:  # otherwise",
         unit("nccl", "what_was_seen_before_the_ranks_met_is_not_acted_on"),
     ),
     Mutant(
@@ -432,8 +432,8 @@ MUTANTS = [
     Mutant(
         "NCCL's communicator is aborted in the foreground",
         "ipcreduce/nccl/comm.py",
-        "        self._end_of_last = Job(partial(self._end_now, end, comm))  # without the lock: it may run at once\n",
-        "        self._end_now(end, comm)\n",
+        "        self._last_close = Job(partial(self._close_now, close, comm))  # not under the lock: it may run now\n",
+        "        self._close_now(close, comm)\n",
         unit("nccl", "an_abort_does_not_wait_for_graphs"),
     ),
     Mutant(

@@ -98,8 +98,8 @@ MUTANTS = [
     Mutant(
         "a rank that was sent away for want of room does not come again",
         CONNECTIONS,
-        "            self._drop(visit)\n            self._again.append(",
-        '            self._give_up(visit, "")\n            self._again.append(',
+        "            self._close(visit)\n            self._again.append(",
+        '            self._fail(visit, "")\n            self._again.append(',
         unit("mirror", "ranks_take_turns_where_there_are_too_many"),
     ),
     Mutant(

@@ -41,8 +41,8 @@ def distributed(x: torch.Tensor) -> torch.Tensor:
 
 def without_memory(x: torch.Tensor) -> list[tuple[Any, str]]:
     """Tensors of the shape, dtype and device of ``x``, within :func:`a_group`, and words of the errors."""
-    words = "type {}, which overrides __torch_dispatch__. "
-    clone = "found one that PyTorch knows to be zero. Pass tensor.clone()"
+    words = "{}, which overrides __torch_dispatch__ and may have no memory of its own. "
+    clone = "that PyTorch knows to be zero, without memory of its own. Pass tensor.clone()"
     double = torch._efficientzerotensor((2 * len(x),), dtype=x.dtype, device=x.device)
     return [
         (AsyncCollectiveTensor(x), words.format("AsyncCollectiveTensor") + "Pass tensor.wait()"),
@@ -71,9 +71,9 @@ def within_traces(comm: Any, x: torch.Tensor, out: torch.Tensor) -> list[tuple[C
 
     found: list[tuple[Callable[[], Any], str]] = []
     for call in (fresh, in_place, of_others, into_others):
-        words = f"to which the result is a constant. U{OPERATOR}"
-        found.append((lambda call=call: torch.jit.trace(call, x.clone()), f"in torch.jit.trace, {words}"))
+        words = f"which would take the result for a constant. U{OPERATOR}"
+        found.append((lambda call=call: torch.jit.trace(call, x.clone()), f"a trace by torch.jit.trace, {words}"))
         for before in (False, True):
             made = make_fx(call, pre_dispatch=before)
-            found.append((lambda made=made: made(x.clone()), f"in ProxyTorchDispatchMode, {words}"))
+            found.append((lambda made=made: made(x.clone()), f"a trace by ProxyTorchDispatchMode, {words}"))
     return found

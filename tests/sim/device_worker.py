@@ -190,7 +190,7 @@ def order() -> None:
     gate.set()
     driver.synchronize()
     assert seen == ["apart", "first", "second", "legacy", "after legacy"]
-    driver_streams.destroy_event(event)
+    driver_streams.close_event(event)
 
 
 def captures() -> None:
@@ -291,7 +291,7 @@ def faults() -> None:
     address, event = driver.allocate(1), driver_streams.create_event()
     assert driver.leaks() == {"contexts": 1, "allocations": 1, "events": 1}
     driver.free(address)
-    driver_streams.destroy_event(event)
+    driver_streams.close_event(event)
 
 
 def arrays() -> None:

@@ -76,4 +76,4 @@ def test_a_spoilt_table_is_not_used(mpirun: Run, tmp_path: Path) -> None:
     (tmp_path / TABLE.format(2)).write_text("{")
     done = mpirun("tests.simulated", 2, "-m", "ipcreduce", "info", env=env)
     assert "plan: default, not tuned" in done.stdout
-    assert done.stdout.count("is not used (") == 1  # rank 0 reads it, for all
+    assert done.stdout.count("cannot be used (") == 1  # rank 0 reads it, for all

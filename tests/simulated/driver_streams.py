@@ -27,7 +27,7 @@ def create_stream() -> int:
 
 
 @api("cuStreamDestroy")
-def destroy_stream(stream: int) -> None:
+def close_stream(stream: int) -> None:
     machine_streams.destroy(stream)
     alive["streams"] -= 1
 
@@ -64,8 +64,8 @@ def create_event() -> int:
 
 
 @api("cuEventDestroy")
-def destroy_event(event: int) -> None:
-    machine_streams.destroy_event(event)
+def close_event(event: int) -> None:
+    machine_streams.close_event(event)
     alive["events"] -= 1
 
 

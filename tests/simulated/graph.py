@@ -52,7 +52,7 @@ class Executable:
         alive["executables"] += 1
 
     @api("cuGraphExecDestroy")
-    def destroy(self) -> None:
+    def close(self) -> None:
         machine_streams.refuse_while_capturing()
         del _executables[self.handle]
         self.handle = 0
@@ -84,7 +84,7 @@ def executable_of(launch: Launch) -> Executable:
 
 
 @api("cuGraphDestroy")
-def destroy_graph(graph: int) -> None:
+def close_graph(graph: int) -> None:
     for node in graphs.pop(graph):
         captured_nodes.pop(id(node), None)
     alive["graphs"] -= 1

@@ -256,7 +256,7 @@ def _event(handle: int) -> Event:
     return _events[handle]
 
 
-def destroy_event(handle: int) -> None:
+def close_event(handle: int) -> None:
     _event(handle)
     del _events[handle]
 

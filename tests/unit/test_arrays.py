@@ -42,7 +42,9 @@ def test_where_an_array_lies():
     for device_type in (1, 3, 11):  # the host, pinned by CUDA, by ROCm
         assert not views.is_device(ByDlpack(device_type))
     for device_type in (7, 10):  # Vulkan, ROCm
-        with pytest.raises(ArgumentError, match=f"ByDlpack on DLPack device type {device_type}.*Move it to the GPU"):
+        with pytest.raises(
+            ArgumentError, match=f"ByDlpack, lies on DLPack device type {device_type}.*Move it to an NVIDIA GPU"
+        ):
             views.is_device(ByDlpack(device_type))
     carrier = types.SimpleNamespace(__cuda_array_interface__=OnDevice.__cuda_array_interface__)
     assert views.is_device(carrier)
@@ -51,12 +53,14 @@ def test_where_an_array_lies():
     carrier.__dlpack_device__ = ByDlpack(1).__dlpack_device__
     assert not views.is_device(carrier)
     carrier.__dlpack_device__ = ByDlpack(10).__dlpack_device__
-    with pytest.raises(ArgumentError, match=r"SimpleNamespace on DLPack device type 10.*Move it to the GPU"):
+    with pytest.raises(
+        ArgumentError, match=r"SimpleNamespace, lies on DLPack device type 10.*Move it to an NVIDIA GPU"
+    ):
         views.is_device(carrier)
     for number in (True, 3, 3.0, 3j, np.float32(3), np.bool_(True)):
         assert not views.is_device(number)
     for wrong in ([1.0], None, "text", {}, memoryview(b"1234"), OnDevice, ByDlpack, np.ndarray):
-        with pytest.raises(ArgumentError, match="array must be a NumPy array, a number, or an array with"):
+        with pytest.raises(ArgumentError, match="which has neither __dlpack__ nor __cuda_array_interface__"):
             views.is_device(wrong)
 
 
@@ -248,7 +252,7 @@ def test_the_location_by_a_capsule_of_version_1():
     assert views.locate(Producer()) == (0x1000, (2, 3), "float32", (12, 4))
     assert views.locate(Producer(flags=1)) == (0x1000, (2, 3), "float32", (12, 4))
     for read in (views.locate, views.host_view):
-        with pytest.raises(ArgumentError, match=r"its capsule is of DLPack 2\.0, and 1 is understood"):
+        with pytest.raises(ArgumentError, match=r"its capsule is of DLPack 2\.0, and ipcreduce reads version 1"):
             read(Producer(major=2, device=2 if read is views.locate else 1))
 
 
@@ -307,7 +311,7 @@ def test_tensors_are_known_without_an_import(monkeypatch: pytest.MonkeyPatch):
         (Tensor(device=types.SimpleNamespace(type="meta")), "on the device meta"),
     ):  # fmt: skip
         assert words in torch_tensors.problem(tensor)
-        with pytest.raises(ArgumentError, match=f"out must be .*{words}"):
+        with pytest.raises(ArgumentError, match=f"out .*{words}"):
             views.is_device(tensor, "out")
     assert torch_tensors.problem(Tensor()) == ""
     torch.is_grad_enabled = lambda: False
@@ -395,7 +399,7 @@ def test_streams_of_every_kind(monkeypatch: pytest.MonkeyPatch):
         found, owner = cupy_runtime.stream_of(stream)
         assert (found, cupy_runtime.keeps(owner, found)) == (handle, kept)
     for wrong in (-1, True, 1.5, "0", b"0", [0], object(), types.SimpleNamespace(ptr="79")):
-        with pytest.raises(ArgumentError, match="stream must be an int, a CuPy stream or an object with"):
+        with pytest.raises(ArgumentError, match=r"which is no stream\. Pass an int, a CuPy stream or an object with"):
             cupy_runtime.stream_of(wrong)
 
 

@@ -137,6 +137,6 @@ def test_a_launch_as_a_graph_of_its_own(bindings: Any, failing: str):
     pointer = ctypes.cast(params.kernelParams, ctypes.POINTER(ctypes.c_uint64))[0]
     assert np.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(ctypes.c_uint64)), (25,)).tolist() == args.tolist()
     assert executable.handle == 7
-    executable.destroy()
+    executable.close()
     assert calls[-1] == ("cuGraphExecDestroy", 7)
     assert not executable.handle, "which is an error to launch"

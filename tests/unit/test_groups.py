@@ -69,7 +69,7 @@ def test_it_is_called_in_another_thread_one_call_at_a_time():
 )
 def test_what_is_no_group_is_refused(group: Any, words: str):
     with pytest.raises(
-        ArgumentError, match=r"group must be an mpi4py intracommunicator, .* process group, or an object"
+        ArgumentError, match=r"Pass an mpi4py intracommunicator, .* process group, or an object"
     ) as caught:
         ipcreduce.Communicator(group)
     assert words in str(caught.value)
@@ -77,7 +77,7 @@ def test_what_is_no_group_is_refused(group: Any, words: str):
 
 @pytest.mark.parametrize(("rank", "size"), [(-1, 2), (2, 2), (0, 0), (0, -1), (5, 3)])
 def test_a_rank_outside_of_its_group_is_refused(rank: int, size: int):
-    with pytest.raises(ArgumentError, match=f"a rank from 0 to size - 1; found rank {rank} of {size}"):
+    with pytest.raises(ArgumentError, match=f"this process has rank {rank} in a group of {size}, and ranks go from 0"):
         ipcreduce.Communicator(types.SimpleNamespace(rank=rank, size=size, allgather=list))
 
 
@@ -96,7 +96,7 @@ def test_a_rank_outside_of_its_group_is_refused(rank: int, size: int):
 )
 def test_an_answer_of_another_form_is_refused(answer: Any, found: str):
     group = types.SimpleNamespace(rank=1, size=3, allgather=lambda data: answer)
-    words = f"a list of 3 bytes objects of 2048 bytes, which is what each rank gave; found {found}. See ipcreduce.Group"
+    words = f"allgather has returned {found}, though each of 3 ranks gave 2048 bytes. Return a list of 3 bytes objects"
     with pytest.raises(ArgumentError, match=re.escape(words)):
         gather(group)
     with pytest.raises(ArgumentError, match=re.escape(words)):
@@ -148,7 +148,9 @@ def test_the_answer_to_a_call_that_was_given_up_is_taken(opened: str):
         group.opened.set()
     else:
         threading.Timer(0.05, group.opened.set).start()
-    with pytest.raises(ArgumentError, match="place 0; found those of rank 1"):  # they say what this one says
+    with pytest.raises(
+        ArgumentError, match=r"has put the bytes of rank 1 of .* at place 0"
+    ):  # they say what this one says
         groups.of(group).join(60)
     assert len(group.sent) == 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import gc
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -85,7 +86,7 @@ def test_a_float_is_reduced_in_float64():
 
 @pytest.mark.parametrize("number", [1 << 63, -(1 << 63) - 1, pytest.param(10**5000, id="a very long one")])
 def test_an_int_has_to_fit(number: int):
-    with pytest.raises(ArgumentError, match=f"found one of {number.bit_length()} bits.*Pass float"):
+    with pytest.raises(ArgumentError, match=f"an int of {number.bit_length()} bits .*Pass float"):
         HostOperands(number, "sum", None)
 
 
@@ -95,7 +96,7 @@ def test_numbers_of_other_classes():
 
     assert reduced(Level.LOW) == 6
     for wrong, name in ((np.longdouble(1), "float128"), (np.str_("1"), "<U1"), (np.datetime64("2020"), "datetime64")):
-        with pytest.raises(ArgumentError, match=rf"dtype must be one of .*; found {name}"):
+        with pytest.raises(ArgumentError, match=rf"dtype {name}.* cannot be reduced"):
             HostOperands(wrong, "sum", None)
 
 
@@ -183,7 +184,7 @@ def test_a_tensors_memory_lives_as_long_as_its_view():
 def test_read_only_tensors():
     array = np.frombuffer(bytes(24))
     assert reduced(Tensor(array)).tolist() == [0, 0, 0]
-    with pytest.raises(ArgumentError, match="out must be writable"):
+    with pytest.raises(ArgumentError, match="out cannot be written: this Tensor is read-only"):
         reduced(np.zeros(3), "sum", Tensor(array))
     with pytest.raises(ArgumentError, match="the Tensor does not give its memory: Cannot export readonly"):
         reduced(Tensor(array, version=0))
@@ -196,8 +197,8 @@ def test_an_out_that_does_not_say_that_it_may_be_written():
     assert reduced(tensor).tolist() == [2, 2, 2]
     for source in (np.zeros(3), tensor):  # also in place
         words = (
-            "out must be writable; found a read-only Tensor, or one that does not say by DLPack 1.0 that it may be "
-            "written. Pass a copy in NumPy or CuPy, or leave it out"
+            "out cannot be written: this Tensor is read-only, or does not say by DLPack 1.0 that it may be written. "
+            "Pass a copy in NumPy or CuPy, or leave out= away"
         )
         with pytest.raises(ArgumentError, match=words):
             reduced(source, "sum", tensor)
@@ -212,7 +213,7 @@ def test_arrays_of_jax_are_immutable(monkeypatch: pytest.MonkeyPatch):
     array = jax.numpy.arange(3.0) + 1
     assert reduced(array).tolist() == [2, 4, 6]
     for source in (np.zeros(3, np.float32), array):
-        with pytest.raises(ArgumentError, match=r"out must be writable; found a read-only ArrayImpl.*Pass a copy"):
+        with pytest.raises(ArgumentError, match=r"out cannot be written: this ArrayImpl is.*Pass a copy"):
             reduced(source, "sum", array)
     copy = np.array(array)
     assert reduced(array, "sum", copy) is copy
@@ -222,20 +223,18 @@ def test_arrays_of_jax_are_immutable(monkeypatch: pytest.MonkeyPatch):
 def test_bfloat16_tensors_are_refused_with_advice():
     tensor = Tensor(np.zeros(3, ml_dtypes.bfloat16))
     for arguments, name in (((tensor,), "array"), ((np.zeros(3), "sum", tensor), "out")):
-        with pytest.raises(
-            ArgumentError, match=rf"{name} must have a dtype .*found bfloat16 in a Tensor.*NumPy's view"
-        ):
+        with pytest.raises(ArgumentError, match=rf"{name} is a Tensor of bfloat16 on the host.*NumPy's view"):
             reduced(*arguments)
 
 
 # ---- out
 @pytest.mark.parametrize("number", [1, 1.0, True, 1j, np.float32(1)])
 def test_a_number_has_no_out(number: Any):
-    with pytest.raises(ArgumentError, match=r"out must be None for a number.*found ndarray\. Pass .*numpy\.asarray"):
+    with pytest.raises(ArgumentError, match=r"cannot go into out, a ndarray\. .*numpy\.asarray"):
         HostOperands(number, "max" if number is True else "sum", np.zeros(()))
-    with pytest.raises(ArgumentError, match="out must be None for a number"):  # it would come back as it was
+    with pytest.raises(ArgumentError, match="the result of a number is a number"):  # it would come back as it was
         HostOperands(number, "max" if number is True else "sum", number)
-    with pytest.raises(ArgumentError, match=rf"out must be a NumPy array or a CPU tensor.*{type(number).__name__}"):
+    with pytest.raises(ArgumentError, match=rf"array lies on the host, but out is a {type(number).__name__}"):
         HostOperands(np.zeros(()), "sum", number)
 
 
@@ -244,9 +243,9 @@ def test_an_out_that_does_not_fit(make: Callable[[np.ndarray], Any]):
     array = np.zeros((2, 3), "F")
     for other in (np.zeros((2, 3, 2), "f4"), np.zeros((2, 3), "D"), np.zeros((3, 2), "F")):
         words = (
-            rf"shape \(2, 3\) and dtype complex64; found {str(other.shape).replace('(', '.')[:-1]}. and {other.dtype}"
+            rf"out has shape {re.escape(str(other.shape))} and dtype {other.dtype}, but array has shape \(2, 3\) and"
         )
         with pytest.raises(ArgumentError, match=words):
             HostOperands(array, "sum", make(other))
-    with pytest.raises(ArgumentError, match="memory of its own for each element"):
+    with pytest.raises(ArgumentError, match="elements of out share memory"):
         HostOperands(array, "sum", make(np.lib.stride_tricks.as_strided(array.copy(), (2, 3), (0, 8))))

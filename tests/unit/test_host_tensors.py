@@ -37,7 +37,7 @@ def test_a_tensor_in_a_tensor_out(name: str):
 
 def test_gradients():
     weight = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(ArgumentError, match=r"array must be a tensor without gradient.*Pass tensor\.detach\(\)"):
+    with pytest.raises(ArgumentError, match=r"array is a tensor that requires grad.*Pass tensor\.detach\(\)"):
         reduced(weight)
     assert reduced(weight.detach()).tolist() == [2, 2, 2]
     with torch.no_grad():
@@ -59,7 +59,7 @@ def test_memory_that_is_not_the_values():
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
 def test_tensors_of_8_bits(name: str):
     tensor = torch.zeros(3).to(getattr(torch, name))
-    words = rf"array must have a dtype of float16, .*; found torch\.{name} in a Tensor\. Convert the array to float16"
+    words = rf"a Tensor of torch\.{name} cannot be reduced\. The dtypes are .*\. Convert the array to float16"
     with pytest.raises(ArgumentError, match=words):
         reduced(tensor)
 
@@ -72,10 +72,12 @@ def test_ops_of_pytorch():
         assert (
             HostOperands(torch.ones(3), member, None).op == HostOperands(torch.ones(3), ops(member), None).op == meant
         )
-    with pytest.raises(ArgumentError, match=r"found ReduceOp\.BXOR\. Pass one of these"):
+    with pytest.raises(ArgumentError, match=r"there is no op ReduceOp\.BXOR\. .*\. Pass one of these"):
         HostOperands(torch.ones(3), ops.BXOR, None)
     for wrong in (torch.ones(3), torch.ones(3, requires_grad=True)):
-        with pytest.raises(ArgumentError, match=r"found Tensor\. The array for the result is the argument out="):
+        with pytest.raises(
+            ArgumentError, match=r"there is no op Tensor\. .*\. The array for the result is the argument out="
+        ):
             HostOperands(torch.ones(3), wrong, None)
 
 
@@ -100,14 +102,14 @@ def test_tensors_without_memory(monkeypatch: pytest.MonkeyPatch):
 
     ones, zero = torch.ones(6), torch._efficientzerotensor((12,))
     for wrong, words in (
-        (Wrapper(ones), r"Wrapper, which overrides __torch_dispatch__\. Use torch\.ops\.ipcreduce\.all_reduce"),
-        (Local(ones), r"Local, which overrides __torch_dispatch__\. Pass tensor\.to_local\(\)"),
+        (Wrapper(ones), r"Wrapper, which overrides __torch_dispatch__ .*\. Use torch\.ops\.ipcreduce\.all_reduce"),
+        (Local(ones), r"Local, which overrides __torch_dispatch__ .*\. Pass tensor\.to_local\(\)"),
         (FakeTensorMode().from_tensor(ones), "FakeTensor, which overrides"),
-        (zero[:6], r"knows to be zero\. Pass tensor\.clone\(\)"), (zero[6:], "knows to be zero"),
+        (zero[:6], r"knows to be zero, .*\. Pass tensor\.clone\(\)"), (zero[6:], "knows to be zero"),
     ):  # fmt: skip
-        with pytest.raises(ArgumentError, match=f"array must be a tensor with memory of its own; .*{words}"):
+        with pytest.raises(ArgumentError, match=f"array is a .*{words}"):
             reduced(wrong)
-        with pytest.raises(ArgumentError, match=f"out must be a tensor with memory of its own; .*{words}"):
+        with pytest.raises(ArgumentError, match=f"out is a .*{words}"):
             reduced(ones, wrong)
     assert reduced(zero.clone()).tolist() == [0] * 12
 

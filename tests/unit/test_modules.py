@@ -45,10 +45,10 @@ def test_one_module_for_all_that_are_alike(driver: Any):
     assert modules.load(OTHER, b"") == 200
     assert driver.loaded == [1, 2]
     for left in ([1, 2], [1, 2], [2]):
-        modules.give_up(KEY)
+        modules.release(KEY)
         assert driver.loaded == left
     assert modules.take(KEY) is None
-    modules.give_up(OTHER)
+    modules.release(OTHER)
     assert driver.loaded == []
 
 

@@ -142,7 +142,7 @@ def test_the_next_communicator_is_made_when_the_last_one_is_freed(held: bool):
     backend.nccl = SimpleNamespace(  # type: ignore[assignment]
         abort=lambda: did.append("abort"), is_freed=lambda seconds: did.append("freed") or True
     )
-    backend._guard = SimpleNamespace(forget=lambda: None)  # type: ignore[assignment]
+    backend._guard = SimpleNamespace(reset=lambda: None)  # type: ignore[assignment]
     backend.life = Life()
     backend.order = SimpleNamespace(shared=held)  # type: ignore[assignment]
     backend._timeout = 60.0
@@ -361,7 +361,7 @@ def test_each_fault_has_its_own_time_of_grace(guarded: Any, monkeypatch: pytest.
     guarded.page.post_fault(REFUSED, 1, "why")
     guarded.guard.look()
     clock.advance(1.5 * guard_module._GRACE_SECONDS)
-    guarded.guard.forget()
+    guarded.guard.reset()
     guarded.guard.look()
     assert guarded.nccl.is_open
 

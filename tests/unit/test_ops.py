@@ -38,7 +38,9 @@ def test_ops_of_truth_values(op: Any, name: str):
     """Of other dtypes min and max are numbers, and not truth values."""
     assert dtypes.op_name(op, np.dtype(bool)) == dtypes.op_name(op) == name
     for dtype in ("u1", "f4", "F"):
-        with pytest.raises(ArgumentError, match=rf"dtype must be bool for op .*; found {np.dtype(dtype)}\. Pass array"):
+        with pytest.raises(
+            ArgumentError, match=rf"takes bool, and the array's dtype is {np.dtype(dtype)}\. Pass array"
+        ):
             dtypes.op_name(op, np.dtype(dtype))
 
 
@@ -67,13 +69,15 @@ def test_ops_of_pytorch(monkeypatch: pytest.MonkeyPatch):
         names = [dtypes.op_name(given(member)) for member in Member if member is not Member.BAND]
         assert names == ["sum", "prod", "min", "max", "avg"]
     for wrong, found in (
-        (Member.BAND, "found ReduceOp.BAND. Pass one of these"),
-        (ReduceOp(Member.BAND), "found ReduceOp.BAND. Pass one of these"),
-        (ReduceOp(Member.SUM, 2.0), "found an op of ReduceOp that the program has made. Pass one of these"),
+        (Member.BAND, "no op ReduceOp.BAND| Pass one of these"),
+        (ReduceOp(Member.BAND), "no op ReduceOp.BAND| Pass one of these"),
+        (ReduceOp(Member.SUM, 2.0), "no op like this op of ReduceOp, which the program has made| Pass one of these"),
     ):
         with pytest.raises(ArgumentError) as caught:
             dtypes.op_name(wrong)
-        assert str(caught.value).endswith(found)
+        start, end = found.split("| ")
+        assert f"there is {start}. " in str(caught.value)
+        assert str(caught.value).endswith(end)
     monkeypatch.setitem(sys.modules, "torch.distributed", SimpleNamespace())  # type: ignore[arg-type]
     assert dtypes.op_name(MPI.SUM) == "sum", "a PyTorch that was built without"
 
@@ -83,34 +87,36 @@ def test_type_checkers_know_the_same_names():
     assert {dtypes.op_name(name) for name in names} == set(OPS)
     with pytest.raises(ArgumentError) as caught:
         dtypes.op_name(None)
-    due = f"op must be one of {', '.join(names)}, or such an op of MPI or torch.distributed; found None. Pass one of"
+    due = f"there is no op None. The ops are {', '.join(names)}, and such ops of MPI and torch.distributed. Pass one of"
     assert due in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("op", "words"),
     [
-        ("sun", "found 'sun'. Pass one of these"),
-        (" mean", "found ' mean'. Pass \"mean\""),
-        ("SUM", "found 'SUM'. Pass \"sum\""),
-        (b"sum", "found b'sum'. Pass one of these"),
-        (["sum"], "found list. Pass one of these"),
-        (np.add, 'found ufunc. Pass "sum"'),
-        (max, 'found builtin_function_or_method. Pass "max"'),
-        (np.zeros((30, 30)), "found ndarray. The array for the result is the argument out=: allreduce(x, out=y)"),
-        ([np.zeros(3), MPI.DOUBLE], "found list. The array for the result is the argument out=: allreduce(x, out=y)"),
-        (MPI.IN_PLACE, "found InPlaceType. In place is out=x, with the array itself: allreduce(x, out=x)"),
-        ("x" * 999, "found 'xxxxxxxxxxxx...xxxxxxxxxxxxx'. Pass one of these"),
-        pytest.param(10**5000, "found int. Pass one of these", id="a very long one"),
+        ("sun", "no op 'sun'| Pass one of these"),
+        (" mean", "no op ' mean'| Pass \"mean\""),
+        ("SUM", "no op 'SUM'| Pass \"sum\""),
+        (b"sum", "no op b'sum'| Pass one of these"),
+        (["sum"], "no op list| Pass one of these"),
+        (np.add, 'no op ufunc| Pass "sum"'),
+        (max, 'no op builtin_function_or_method| Pass "max"'),
+        (np.zeros((30, 30)), "no op ndarray| The array for the result is the argument out=: allreduce(x, out=y)"),
+        ([np.zeros(3), MPI.DOUBLE], "no op list| The array for the result is the argument out=: allreduce(x, out=y)"),
+        (MPI.IN_PLACE, "no op InPlaceType| In place is out=x, with the array itself: allreduce(x, out=x)"),
+        ("x" * 999, "no op 'xxxxxxxxxxxx...xxxxxxxxxxxxx'| Pass one of these"),
+        pytest.param(10**5000, "no op int| Pass one of these", id="a very long one"),
         (SimpleNamespace(name="SUM"), 'Pass "sum"'),  # as torch.distributed's ReduceOp.SUM
-        (MPI.LXOR, "found MPI.LXOR. Pass one of these"),
-        (MPI.OP_NULL, "found MPI.OP_NULL. Pass one of these"),
+        (MPI.LXOR, "no op MPI.LXOR| Pass one of these"),
+        (MPI.OP_NULL, "no op MPI.OP_NULL| Pass one of these"),
     ],
 )
 def test_what_is_no_op(op: Any, words: str):
     with pytest.raises(ArgumentError) as caught:
         dtypes.op_name(op)
-    assert str(caught.value).endswith(words)
+    start, _, end = words.rpartition("| ")
+    assert start in str(caught.value)
+    assert str(caught.value).endswith(end)
 
 
 def test_no_text_is_made_of_an_op():
@@ -122,13 +128,13 @@ def test_no_text_is_made_of_an_op():
         def __repr__(self) -> str:
             raise AssertionError("read from the GPU")
 
-    with pytest.raises(ArgumentError, match=r"found .*OnDevice\. The array for the result is the argument out="):
+    with pytest.raises(ArgumentError, match=r"no op .*OnDevice\. .*The array for the result is the argument out="):
         dtypes.op_name(OnDevice())
 
 
 def test_an_op_of_the_programs_own():
     op = MPI.Op.Create(lambda *_: None)
-    with pytest.raises(ArgumentError, match="found an op of MPI that the program has made"):
+    with pytest.raises(ArgumentError, match="no op like this op of MPI, which the program has made"):
         dtypes.op_name(op)
     op.Free()
 
@@ -142,7 +148,7 @@ def test_names_need_no_mpi():
     run = subprocess.run([sys.executable, "-c", program], env=machine.environment(), stdout=subprocess.PIPE, text=True)
     lines = run.stdout.splitlines()
     assert (lines[0], lines[-1]) == ("avg", "False")
-    assert "found 7" in lines[1]
+    assert "no op 7" in lines[1]
 
 
 def test_ops():
@@ -157,7 +163,7 @@ def test_ops():
             if op in ops:
                 assert dtypes.kind_name(dtype, op) == name
             else:
-                with pytest.raises(ArgumentError, match=rf"op must be {' or '.join(ops)} for {name}; found {op}\. \w+"):
+                with pytest.raises(ArgumentError, match=rf"dtype {name} has no {op}, but {' and '.join(ops)}\. \w+"):
                     dtypes.kind_name(dtype, op)
 
 
@@ -169,7 +175,7 @@ def test_ops():
         (">c8", 'array.astype("complex64")'),
         ("g", 'array.astype("float64")'),
         ("G", 'array.astype("complex128")'),
-        ("O", "rows of different lengths need a call for each"),
+        ("O", "Rows of different lengths need a call for each"),
         ("U1", 'array.astype("float32")'),
         ("M8[s]", 'array.view("int64")'),
         ("V2", 'array.astype("float32")'),
@@ -184,5 +190,5 @@ def test_what_is_no_kind(dtype: Any, advice: str):
     with pytest.raises(ArgumentError) as caught:
         dtypes.kind_name(np.dtype(dtype), "sum")
     text = str(caught.value)
-    assert f"dtype must be one of {', '.join(KIND_NAMES)}; found {np.dtype(dtype)}. Convert" in text
+    assert f"dtype {np.dtype(dtype)} cannot be reduced. The dtypes are {', '.join(KIND_NAMES)}. Convert" in text
     assert advice in text

@@ -30,9 +30,9 @@ def test_an_unknown_name_warns_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("IPCREDUCE_SYNCH", "1")
     monkeypatch.setenv("IPCREDUCE_X", "")
     assert list(options.unknown_variables()) == [
-        "the environment variable IPCREDUCE_SYNCH is not one of ipcreduce's, and has no effect. "
+        "ipcreduce does not know the environment variable IPCREDUCE_SYNCH, which has no effect. "
         "Did you mean IPCREDUCE_SYNC?",
-        "the environment variable IPCREDUCE_X is not one of ipcreduce's, and has no effect. "
+        "ipcreduce does not know the environment variable IPCREDUCE_X, which has no effect. "
         "There are IPCREDUCE_BACKEND, IPCREDUCE_CACHE_DIR, IPCREDUCE_ENGINES, IPCREDUCE_HOSTID, IPCREDUCE_SYNC, "
         "IPCREDUCE_WORKSPACE_MB.",
     ]
@@ -58,20 +58,21 @@ def test_a_wrong_sync_is_an_error(monkeypatch: pytest.MonkeyPatch, text: str):
     monkeypatch.setenv("IPCREDUCE_SYNC", text)
     with pytest.raises(ArgumentError):
         options.is_synchronous()
-    assert options.Options.of(None, 1.0, None).wrong == f"IPCREDUCE_SYNC must be 0 or 1; found {text!r}"
+    assert options.Options.of(None, 1.0, None).wrong == f"IPCREDUCE_SYNC is {text!r}. Set it to 0 or 1"
 
 
 def test_a_wrong_workspace_is_an_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("IPCREDUCE_WORKSPACE_MB", "1G")
     assert options.Options.of(None, 1.0, None).wrong == (
-        "IPCREDUCE_WORKSPACE_MB must be a whole number from 1 to 1048576; found '1G'"
+        "IPCREDUCE_WORKSPACE_MB is '1G', which is no whole number from 1 to 1048576. Set it to megabytes, or unset it"
     )
 
 
 @pytest.mark.parametrize("given", [True, 1.5, "8", 0, (1 << 20) - 1, (1 << 40) + 1])
 def test_a_wrong_workspace_argument_is_an_error(given: object):
     assert options.Options.of(None, 1.0, None, None, given).wrong == (
-        f"workspace must be None or 1048576 to 1099511627776 bytes; found {given!r}"
+        f"workspace is {given!r}, which is no number of bytes from 1048576 to 1099511627776. "
+        "Pass one, or None for 256 MB"
     )
 
 
@@ -83,6 +84,6 @@ def test_the_workspace_argument_comes_first(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_wrong_cache_directory_is_an_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("IPCREDUCE_CACHE_DIR", f"{__file__}/cache")
-    with pytest.raises(UnsupportedError, match=r"set IPCREDUCE_CACHE_DIR to a directory of yours$") as caught:
+    with pytest.raises(UnsupportedError, match=r"Set IPCREDUCE_CACHE_DIR to a directory of yours$") as caught:
         compiler.cache_directory()
     assert str(caught.value).startswith(f"the kernel cache IPCREDUCE_CACHE_DIR={__file__}/cache cannot be made (")

@@ -37,7 +37,7 @@ def test_kept_and_found_again(cache: Path):
 
 def test_a_table_that_cannot_be_kept(cache: Path):
     (cache / "tuned-NVIDIA-H200-4.json").mkdir()
-    with pytest.raises(UnsupportedError, match=r"cannot be kept \(.*: set IPCREDUCE_CACHE_DIR"):
+    with pytest.raises(UnsupportedError, match=r"cannot be stored \(.*\. Set IPCREDUCE_CACHE_DIR"):
         tuning.save(GPU, 4, TABLE)
 
 
@@ -55,7 +55,7 @@ def test_not_usable(text: str | None):
     path.write_text(text)
     told: list[str] = []
     assert tuning.load(GPU, 4, told.append) == ()
-    assert [text.startswith(f"the table {path} is not used") for text in told] == [True]
+    assert [text.startswith(f"the table {path} cannot be used") for text in told] == [True]
     sent = tuning.message((), *told)[0]
     assert exchange.text_of(sent) == told[0][: exchange.TEXT_BYTES], "for every rank to warn of"
     assert sent["ok"]

@@ -232,7 +232,7 @@ class DirectGraphs:
                 executables[segment] = cuda_graph.Executable(segment.graph)
         except IpcReduceError as caught:
             error = caught
-        with self._undone(*(executable.destroy for executable in executables.values())):
+        with self._undone(*(executable.close for executable in executables.values())):
             self._confirm(number, error, "switching graphs to the direct kernel")
         for one, _, _ in chosen:
             one.launched.part = one.direct

@@ -53,10 +53,10 @@ def refused_and_closed() -> None:
         WORLD.Barrier()
         late(0.3 if (RANK == 0) == (others_come == "before") else 0)
         if RANK == 0:
-            with raises(errors.ArgumentError, "op must be"):
+            with raises(errors.ArgumentError, "there is no op"):
                 comm.allreduce(mine(), "mode")
         else:
-            with raises(errors.PeerFailedError, "rank 0 raised an error", "op must be"):
+            with raises(errors.PeerFailedError, "rank 0 raised an error", "there is no op"):
                 comm.allreduce(mine())
                 watch = comm._open.watch
                 until(lambda watch=watch: watch.lost, "the end of rank 0")  # the watchdog has seen it leave
@@ -120,7 +120,7 @@ def closed_ahead_of_a_fault() -> None:
         with close_seconds(0.5):
             comm.close()
     elif RANK == LAST:
-        with raises(errors.ArgumentError, "op must be"):
+        with raises(errors.ArgumentError, "there is no op"):
             comm.allreduce(mine(), "mode")
     else:
         with raises(errors.PeerFailedError, f"rank {LAST} raised an error"):
@@ -171,10 +171,10 @@ def first_call_refused() -> None:
     """The call that would have made the default communicator: it is made all the same, so that the others hear."""
     for array in (np.full(7, RANK + 1.0), mine()):
         if RANK == LAST:
-            with raises(errors.ArgumentError, "array must be a NumPy array", "found builtins.list"):
+            with raises(errors.ArgumentError, "array is a builtins.list"):
                 ipcreduce.allreduce([1.0, 2.0])
         else:
-            with raises(errors.PeerFailedError, f"rank {LAST} raised an error", "found builtins.list"):
+            with raises(errors.PeerFailedError, f"rank {LAST} raised an error", "array is a builtins.list"):
                 ipcreduce.allreduce(array)
                 ipcreduce.get_communicator().synchronize()
         right(ipcreduce.allreduce(array))
@@ -189,10 +189,10 @@ def list_among_host_arrays() -> None:
         for rank in (0, LAST):
             if rank == RANK:
                 late(0.3)
-                with raises(errors.ArgumentError, "array must be a NumPy array", "found builtins.list"):
+                with raises(errors.ArgumentError, "array is a builtins.list"):
                     comm.allreduce([1.0] * 7)
             else:
-                with raises(errors.PeerFailedError, f"rank {rank} raised an error", "found builtins.list"):
+                with raises(errors.PeerFailedError, f"rank {rank} raised an error", "array is a builtins.list"):
                     host_works(comm)
             host_works(comm)
             works(comm)
@@ -205,10 +205,12 @@ def misaligned_arrays() -> None:
     with Communicator() as comm:
         for array, out in ((odd, None), (mine(), odd), (odd, odd)):
             if RANK == LAST:
-                with raises(errors.ArgumentError, "multiples of their itemsize, 4", f"found address {odd.data.ptr:#x}"):
+                with raises(
+                    errors.ArgumentError, f"address {odd.data.ptr:#x} of array or out is no multiple of the itemsize, 4"
+                ):
                     comm.allreduce(array, out=out)
             else:
-                with raises(errors.PeerFailedError, f"rank {LAST} raised an error", "multiples of their itemsize"):
+                with raises(errors.PeerFailedError, f"rank {LAST} raised an error", "no multiple of the itemsize"):
                     works(comm, 1000)
             works(comm)
         aligned = cupy.ndarray((1000,), np.float32, memory.data + 4)

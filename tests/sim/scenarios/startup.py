@@ -198,7 +198,7 @@ def wrong_options() -> None:
     wrong += [("device", value) for value in (GPUS, -1, "cuda:0", True, 1.0, cupy.cuda.Device(77))]
     wrong += [("workspace", 1000), ("timeout", 0), ("timeout", None), ("algorithm", "three_shot")]
     for rank, (name, value) in itertools.product(range(SIZE), wrong):
-        _all_refuse(rank, name, value, f"rank {rank}'s {name} must be" if rank != RANK else f"{name} must be")
+        _all_refuse(rank, name, value, f"rank {rank}'s {name} " if rank != RANK else f"{name} ")
     for rank, other in enumerate([1, *[0] * LAST]):
         named = f"on rank {other if rank == RANK else rank}"
         _all_refuse(rank, "IPCREDUCE_WORKSPACE_MB", "2", "workspace must be the same", named)
@@ -215,7 +215,7 @@ def odd_options() -> None:
         assert (comm.allreduce(cupy.ones(1 << 20, np.float32)) == SIZE).all()
     odd = [("device", np.array([0, 1])), ("algorithm", np.array(["one_shot", "two_shot"]))]
     for name, value in [("IPCREDUCE_WORKSPACE_MB", "²"), ("IPCREDUCE_WORKSPACE_MB", "9" * 17), *odd]:
-        _all_refuse(LAST, name, value, f"{name} must be")
+        _all_refuse(LAST, name, value, f"{name} is ")
     good_communicator()
 
 
@@ -332,7 +332,7 @@ def no_secret_is_shown() -> None:
     found = [one for of_rank in WORLD.allgather(found) for one in of_rank]
     assert mapped
     text = "\n".join([log.getvalue(), *shown])
-    for word in ("op must be", f"({6 + SIZE},)", "GraphStateError", "kernel cache: ", "float32"):
+    for word in ("there is no op", f"({6 + SIZE},)", "GraphStateError", "kernel cache: ", "float32"):
         assert word in text, word
     for secret_bytes in found:
         for part in (secret_bytes[8:40], secret_bytes[-24:]):  # as text, as hexadecimal digits, as a list of numbers
@@ -416,8 +416,8 @@ def packets_over_unseen_links() -> None:
     """Where no process sees both GPUs, the start-up test decides, and describe() says so."""
     with environment(SIM_PCIE=f"0-{LAST}"):
         _packets_go_whole(
-            "packets arrive whole, in the start-up test: no process sees the GPUs of both rank 0 and rank 1, to ask "
-            "the driver for NVLink"
+            "packets arrive whole in the start-up test. No process sees the GPUs of both rank 0 and rank 1, so the "
+            "driver could not be asked for NVLink"
         )
 
 

@@ -182,7 +182,7 @@ class NcclBackend(DeviceBackend):
         self.life.end()
         self._guard.forget()
         self._identity = b""
-        if not self.order.shared and not self.life.is_held:  # no graph holds it
+        if not self.order.shared and not self.life.replays:  # no graph holds it
             # Freeing waits for all work on the device, and keeps others from the driver meanwhile: behind a call that
             # waits for a rank in vain it would keep the guard from ending that.
             self.nccl.is_freed(_FREE_SECONDS)

@@ -86,5 +86,5 @@ def test_other_arguments(check: Callable[[Any], Any], wrong: Any):
         text = check(wrong).wrong
     except ArgumentError as error:
         text = str(error)
-    assert f"found {type(wrong).__qualname__}" in text
+    assert f" {type(wrong).__qualname__}" in text
     assert len(text) < 400

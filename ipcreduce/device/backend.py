@@ -29,25 +29,20 @@ Actions = Sequence[Action]
 
 
 class Life:
-    """The life of what recorded graphs hold of a backend. Once it has ended, these graphs cannot be launched."""
+    """The life of what recorded graphs hold of a backend. Once it has ended, these graphs cannot be launched.
+
+    :ivar ended: set in any thread.
+    :ivar replays: of the graphs that hold it.
+    """
 
     def __init__(self) -> None:
-        self.ended = False  # set in any thread
-        self._replays: weakref.WeakSet[Ready] = weakref.WeakSet()
-
-    @property
-    def is_held(self) -> bool:
-        """True if a graph holds it."""
-        return len(self._replays) > 0
-
-    def hold(self, replay: Ready) -> None:
-        """Note the replay of a graph that holds it."""
-        self._replays.add(replay)
+        self.ended = False
+        self.replays: weakref.WeakSet[Ready] = weakref.WeakSet()
 
     def end(self) -> None:
-        """End it, so that the fast path launches no graph that holds it."""
+        """End it, and keep the graphs that hold it from the fast path."""
         self.ended = True
-        for replay in self._replays:
+        for replay in self.replays:
             replay.argument = 0
 
 

@@ -172,7 +172,7 @@ class GraphSession:
             theirs, stale = shared, None
         for segment in segments:
             if segment.calls:
-                segment.life.hold(segment.ready)
+                segment.life.replays.add(segment.ready)
         if error is not None or theirs is not None:
             try:
                 calls.raise_pending()  # the same fault, more exactly

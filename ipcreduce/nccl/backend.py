@@ -161,7 +161,7 @@ class NcclBackend(DeviceBackend):
         self.life.end()
         self._guard.reset()
         self._identity = b""
-        if not self.order.shared and not self.life.is_held:  # no graph holds it
+        if not self.order.shared and not self.life.replays:  # no graph holds it
             # Freeing waits for all work on the device, and blocks other threads' calls of the driver. If a new call
             # waited for a late rank meanwhile, the guard could not abort it.
             self.nccl.is_freed(_FREE_SECONDS)

@@ -170,11 +170,11 @@ def arguments() -> None:
             raises(ArgumentError, words, lambda stream=stream: Graph(comm).replay(stream=stream))
             raises(ArgumentError, words, lambda stream=stream: comm.allreduce(np.ones(2), stream=stream))
         assert comm.allreduce(np.ones(2), stream=0).tolist() == [SIZE] * 2
-        raises(GraphStateError, "replay() needs a graph that is staged; this one is empty", Graph(comm).replay)
+        raises(GraphStateError, "replay() needs a graph that is staged. This one is empty", Graph(comm).replay)
         over = Graph(comm)
         over.close()
         raises(
-            GraphStateError, "record() needs a graph that is empty; this one is closed", lambda: enter(over.record())
+            GraphStateError, "record() needs a graph that is empty. This one is closed", lambda: enter(over.record())
         )
         with mock.patch("ipcreduce.graphs.address_check.AddressCheck", side_effect=ArgumentError("hides its address")):
             raises(ArgumentError, "hides its address", lambda: enter(Graph(comm).record([1])))

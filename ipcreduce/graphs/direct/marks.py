@@ -30,10 +30,6 @@ class Marks:
         """Return True if every rank has dropped graph number ``serial``."""
         return bool((self._words[:, serial % MARKS] == serial + 1).all())
 
-    def any_set(self) -> bool:
-        """Return True if a rank has dropped a graph."""
-        return bool(self._words.any())
-
 
 def nbytes(n: int) -> int:
     """The bytes of the marks of ``n`` ranks."""

@@ -186,7 +186,7 @@ class DirectGraphs:
                 slab = next((slab for slab in found if slab is not None), None)
                 if slab is not None and (source | target | nbytes) % plan.PACKET_BYTES == 0:
                     handle = np.void(driver.export_memory(slab.address))
-                    slab_number = self._number_of(slab)
+                    slab_number = self._numbers.setdefault(slab, next(self._next_number))
                     slabs[slab_number] = np.array((slab_number, slab.nbytes, handle), _SLAB)
                     spans[index] = slab_number, target - slab.address
         except (CudaError, UnsupportedError) as caught:
@@ -246,12 +246,6 @@ class DirectGraphs:
     def _pools(self, resources: Resources) -> list[GraphPool]:
         """The memory in which outputs that peers may map can lie."""
         return [resources.pool, self._memory]
-
-    def _number_of(self, slab: Slab) -> int:
-        number = self._numbers.get(slab)
-        if number is None:
-            number = self._numbers[slab] = next(self._next_number)
-        return number
 
     def _use(self, pools: list[GraphPool], keys: frozenset[Key]) -> Callable[[], None]:
         """Keep ``pools`` while peers map them. Returns the action for the end of the graph."""

@@ -462,7 +462,7 @@ def registered_graph_in_a_fork() -> None:
 
         worker.in_a_fork(check)
         WORLD.Barrier()
-        assert not marks.any_set(), "a child has said that we have unmapped"
+        assert not marks._words.any(), "a child has said that we have unmapped"
         assert driver.calls() == calls
         graphs[0].replay()
         right(result)

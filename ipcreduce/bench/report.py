@@ -82,9 +82,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: bool 
 
 
 def progress(work: Sequence[int], mpi: Any) -> Iterator[int]:
-    """Yield the sizes in ``work``, with a line about each on stderr from rank 0. Collective over ``mpi``.
+    """Yield the sizes in ``work``. Rank 0 prints a line about each on stderr. Collective over ``mpi``.
 
-    :raises IpcReduceError: on every rank, if nobody reads that any more.
+    :raises IpcReduceError: on every rank, if the line cannot be written.
     """
     for number, nbytes in enumerate(work, 1):
         line = f"size {number} of {len(work)}: {size_text(nbytes)}"
@@ -93,7 +93,7 @@ def progress(work: Sequence[int], mpi: Any) -> Iterator[int]:
 
 
 def show(rows: list[dict[str, Any]], title: str) -> None:
-    """Print the rows of one mode as a table, without columns that are empty."""
+    """Print the rows of one mode as a table, without empty columns."""
     peers = sorted({name for row in rows for name in row["peers_us"]})
     columns = ["bytes", "algorithm", "us", "min", "p99", "bus GB/s", "host us", "limit us", *peers, "best peer / us"]
     cells = []

@@ -215,7 +215,7 @@ def plan_launch(
     resident: int = RESIDENT,
     sharing: int = 1,
 ) -> LaunchPlan:
-    """Shape one launch: by ``choice`` if it has this algorithm and its grid holds the message, else by default."""
+    """Plan one launch: by ``choice`` if it has this algorithm and its grid holds the message, or else by default."""
     packets = -(-nbytes // PACKET_BYTES)
     threads = packets if algorithm == "one_shot" else -(-packets // n)
     most = most_blocks(resident, sharing)
@@ -232,7 +232,7 @@ def plan_launch(
 
 
 def _one_shot_shape(packets: int, most: int) -> tuple[int, int, int]:
-    """(grid, block, depth): a thread a packet; at most two blocks up to 4 KB, then spread over the multiprocessors.
+    """Grid, block and depth. Each packet has a thread. Up to 4 KB there are at most two blocks; then they fill the GPU.
 
     :param most: the largest grid.
     """

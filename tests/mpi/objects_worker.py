@@ -153,7 +153,7 @@ def log() -> None:
 # ---- mistakes that a GPU would show
 def arguments() -> None:
     with Communicator() as comm:
-        words = "is no ipcreduce.Communicator"
+        words = "comm must be an ipcreduce.Communicator; found "
         for wrong in (1, WORLD, Communicator, Graph(comm), "comm"):
             raises(ArgumentError, words, lambda wrong=wrong: Graph(wrong))
             raises(ArgumentError, words, lambda wrong=wrong: GraphRunner(step, wrong))

@@ -269,7 +269,7 @@ def nccl_calls_that_wait_on_the_host() -> None:
 
 def nccl_start_up_that_hangs() -> None:
     """NCCL's communicator, or its first sum, does not come: all ranks say so in half of the time, and go on without."""
-    hanging = {"library.join": "joining NCCL's communicator", "startup._try": "trying NCCL's all-reduce"}
+    hanging = {"library.join": "joining NCCL's communicator", "join._try": "trying NCCL's all-reduce"}
     for place, words in hanging.items():
         over, hangs = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""The communicator: the facade over a call sequence, an backend or MPI, and a graph session."""
+"""The communicator: what programs see of a call sequence, a backend, host arrays, and a graph session."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ENDS = {  # by the error of later calls
     PeerLostError: "lost: it can only be closed",
     UnsupportedError: "of the process that this one was forked from",
 }
-_CLOSE_SECONDS = 5.0  # how long close() waits for the peers to unmap our memory before leaving it to the process's end
+_CLOSE_SECONDS = 5.0  # for the peers to unmap this rank's memory, before close() leaves it to the process's end
 
 
 class Communicator:
@@ -96,12 +96,12 @@ class Communicator:
 
     @property
     def backend(self) -> str:
-        """The backend of device arrays: "ipc" (our kernels), "nccl", or "mpi" if only host arrays can be reduced."""
+        """How device arrays are reduced: "ipc" (this package's kernels), "nccl", or "mpi" (only host arrays can be)."""
         backend = self._open.backend
         return "mpi" if backend is None else backend.name
 
     def describe(self) -> str:
-        """Backend, GPU and workspace, the way of host arrays, and why others were not chosen; several lines."""
+        """Backend, GPU, workspace, how host arrays travel, and why other backends were not chosen: several lines."""
         parts = self._open
         lines = [f"rank {self.rank} of {self.size}: backend {self.backend}"]
         if parts.backend is not None:
@@ -229,7 +229,7 @@ class Communicator:
         return self._open.session.empty(shape, dtype)
 
     def close(self) -> None:
-        """Give everything back. Every rank has to. It takes at most 6 s, whatever the others or the GPU are doing.
+        """Give everything back. Every rank has to. It takes at most 6 s, whatever the peers and the GPU are doing.
 
         Idempotent; also done at interpreter exit. Arrays that the caller has stay valid.
         """
@@ -292,7 +292,7 @@ class _Open:
 
     @property
     def is_needed(self) -> bool:
-        """True if graphs captured by others may still be replayed, which use our memory."""
+        """True if graphs that other libraries captured, which use this memory, may still be replayed."""
         return self.backend is not None and self.backend.order.shared
 
     def close(self, why: str = "") -> None:

@@ -39,7 +39,7 @@ _APART = (
     "Let the ranks share /dev/shm (one container, or docker run --ipc=host), or open TCP between them, at ports that "
     "the system chooses"
 )
-_CLOSE_SECONDS = 5.0  # for the peers to unmap our memory, where start-up fails behind the last backend's
+_CLOSE_SECONDS = 5.0  # for the peers to unmap this rank's memory, if start-up fails once the backend is made
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Started:
     """The parts of a communicator that start-up has made, the same ones on every rank.
 
     :ivar page: the control page; None only while start-up has not made it.
-    :ivar shared: carries host arrays; None: MPI does, if there is one.
+    :ivar shared: reduces host arrays; None if MPI has to, where there is one.
     :ivar reasons: the reason against each of "ipc" (our kernels), "nccl" and "shm" (host arrays through shared memory)
         that was tried and is not used.
     :ivar warnings: what to warn of, once all is made.
@@ -73,9 +73,9 @@ class Started:
 
 @contextmanager
 def starting(ranks: Ranks, options: Options) -> Iterator[Started]:
-    """All that the ranks can use, for the block to make a communicator of. Collective.
+    """Make all that the ranks can use, for the block to make a communicator of. Collective.
 
-    Every exception, here and in the block, is told to all ranks at once, and none of them has a communicator then.
+    All ranks hear at once of an exception, here or in the block. Then no rank has a communicator.
 
     :param ranks: they have joined.
     :raises ArgumentError: if the ranks' options differ, or are wrong on one.
@@ -221,18 +221,18 @@ def _host() -> str:
 
 
 def _network() -> str:
-    """An identifier of this machine's loopback address: containers may have a network of their own."""
+    """An identifier of this process's loopback address: containers may have a network of their own."""
     return _digest(_machine(), _namespace("net"))
 
 
 def _clock() -> str:
-    """An identifier of what ``time.monotonic()`` shows: containers may have a clock of their own. "" if unknown."""
+    """An identifier of the clock of ``time.monotonic()``: containers may have their own. "" if it is unknown."""
     boot = _boot()
     return _digest(boot, _namespace("time")) if boot else ""
 
 
 def _machine() -> str:
-    """An identifier of this machine. Its containers count as one, and share nothing if they share no memory."""
+    """An identifier of this machine, the same in all containers on it."""
     return _boot() or socket.gethostname()
 
 
@@ -258,7 +258,7 @@ def _namespace(kind: str) -> str:
 
 
 def _digest(*parts: str) -> str:
-    """64 characters that stand for names of any length and script, which only have to be told apart."""
+    """64 characters that stand for names of any length and script. They serve only to tell the names apart."""
     return hashlib.sha256(b"\0".join(map(encoded, parts))).hexdigest()
 
 
@@ -273,7 +273,7 @@ def _share(
     ranks: Ranks, name: str, create: Callable[[int, int], _Shared], open_it: Callable[[str, int, int], _Shared],
     deadline: float,
 ) -> _Shared:  # fmt: skip
-    """Shared memory that rank 0 creates and all others open. :raises Agreed: if a rank cannot."""
+    """Shared memory that rank 0 creates and all other ranks open. :raises Agreed: if a rank cannot."""
     rank, n = ranks.rank, ranks.size
     mine: _Shared | None = None
     error: Exception | None = None

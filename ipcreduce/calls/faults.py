@@ -1,4 +1,4 @@
-"""Faults that are on the control page, as errors; and every fault in the log."""
+"""Errors made from the faults on the control page, and the log of faults."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _GO_ON = (
 
 
 def note(page: Page, rank: int, error: BaseException, noted: int) -> int:
-    """Log a fault of a call at WARNING, with each rank's last call.
+    """Log a fault of a call at WARNING, with each rank's last call, unless it has been logged.
 
-    :param noted: 0 since the ranks have met last. 1 after a fault: the same is then met again, in waits and votes.
-        2 after a loss, the end of a communicator.
-    :returns: ``noted`` from now on.
+    :param noted: what has been logged since all ranks last met: 0 nothing; 1 a fault, which later waits and votes meet
+        again; 2 a loss, which ends the communicator.
+    :returns: the next value of ``noted``.
     """
     severity = 2 if isinstance(error, PeerLostError) else 1
     if severity <= noted:
@@ -47,7 +47,7 @@ def _last_calls(page: Page) -> str:
 
 
 def fault_error(page: Page, call: int, timeout: float) -> PeerFailedError | RankMismatchError | PeerTimeoutError:
-    """The error behind the raised abort word, for this rank to raise in its call ``call``."""
+    """The error that this rank has to raise in its call ``call``, once the abort word is up."""
     fault = page.fault()
     if fault is None or (fault[2] != MISMATCH and fault[1] != page.rank):
         fault = _difference_before(page, call if fault is None else fault[0]) or fault
@@ -66,7 +66,10 @@ def fault_error(page: Page, call: int, timeout: float) -> PeerFailedError | Rank
 
 
 def _difference_before(page: Page, call: int) -> tuple[int, int, int, str] | None:
-    """As :meth:`Page.fault`, the first call before ``call`` in which a rank differs from this one: nobody has told."""
+    """The first call before ``call`` in which a rank differs from this one, in the form of :meth:`Page.fault`.
+
+    No rank has found this difference so far.
+    """
     found = []
     for rank in range(page.n):
         last = min(call - 1, page.calls.call_of(rank), page.calls.number[0])
@@ -77,7 +80,7 @@ def _difference_before(page: Page, call: int) -> tuple[int, int, int, str] | Non
 
 
 def ended_error(page: Page, call: int, timeout: float) -> IpcReduceError:
-    """:func:`fault_error` for a kernel of this rank that has ended without data, with the way to go on."""
+    """:func:`fault_error` for a rank whose kernel has ended without data, with advice on how to go on."""
     error = fault_error(page, call, timeout)
     error.args = (f"{error} {_GO_ON}",)
     return error
@@ -93,12 +96,12 @@ def raise_lost(page: Page, number: int, any_call: bool = False) -> None:
                 loss = rank, CLOSED_IT
                 break
     if loss is not None:
-        page.post_lost(*loss)  # before this rank closes because of it: later readers are to find the first loss
+        page.post_lost(*loss)  # before this rank closes because of it, so that later readers find the first loss
         raise _lost_error(page, number, *(page.loss(concerned) or loss))
 
 
 def all_come(page: Page, number: int) -> bool:
-    """True if every rank has entered this call, or will: no fault keeps it from that."""
+    """True if every rank has entered this call, or will enter it because no fault prevents it."""
     fault = page.fault()
     if fault is not None:
         return fault[0] > number
@@ -106,7 +109,7 @@ def all_come(page: Page, number: int) -> bool:
 
 
 def say_why(page: Page, why: str) -> None:
-    """Write why this rank is about to close the communicator, for the others to hear in place of that it has."""
+    """Write why this rank is about to close the communicator. The other ranks' errors then name this reason."""
     page.slot(page.rank, "farewell", FAREWELL).write(1, text=why)
 
 

@@ -1,4 +1,4 @@
-"""The owner of a call's life: its number, faults and refusals, and the resynchronisation that follows them."""
+"""The sequence of calls of a communicator: their numbers, what happens if one fails, and how the ranks go on then."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CallSequence:
                                                                                               refused, posted
     done           launched; a wait in it may still end             the stream                posted
     withdrawn      recorded, or invalid everywhere: has no number   ``number``                --
-    refused        this rank failed and has told its peers          fault record, abort word  raised
+    refused        this rank failed, and told its peers             fault record, abort word  raised
     posted         a mismatch, a refusal or an ended wait is known  the page, abort word      raised
     raised         the program has got the error                    ``raised``                resynchronised, lost
     resynchronised all ranks have met, and start anew               ``number``: the highest   entered
@@ -69,7 +69,7 @@ class CallSequence:
             raise type(self.unusable)(str(self.unusable))
 
     def enter(self, what: Fingerprint, stream: Stream) -> None:
-        """Settle an earlier fault, then record this call and compare it with the ranks that have come to it.
+        """Settle an earlier fault, then record this call and compare it with that of each rank that has come to it.
 
         :raises IpcReduceError: an earlier fault that was not raised yet; :class:`RankMismatchError` if calls differ.
         :raises CaptureError: if there is a fault to settle and ``stream`` is being captured.
@@ -93,7 +93,7 @@ class CallSequence:
     def compare(self, what: Fingerprint) -> None:
         """Compare the current call with every rank's, once all have come to it.
 
-        Of two ranks that enter at one moment, :meth:`enter` may show neither the other's call.
+        :meth:`enter` may have missed a difference between two ranks that entered the call at the same moment.
 
         :raises RankMismatchError: if calls differ.
         """
@@ -106,11 +106,11 @@ class CallSequence:
         self.raise_pending()
 
     def withdraw(self) -> None:
-        """Take the current call's number back: it is recorded, not made, or invalid on every rank alike."""
+        """Take the current call's number back, as the call is only recorded, or invalid on every rank alike."""
         self.number -= 1
 
     def catch_up(self, number: int) -> None:
-        """Go on from the highest call number of all ranks, which a vote or a resynchronisation has told."""
+        """Go on from the highest call number of all ranks, which a vote has shown."""
         self.number = number
         self.page.calls.first = number + 1
 
@@ -202,7 +202,7 @@ class CallSequence:
         faults.raise_lost(page, self.number)
 
     def check_faults(self) -> None:
-        """Raise what went wrong in the calls so far, once these have ended. See :meth:`raise_ended`."""
+        """Raise what went wrong in the calls so far, once they have ended. See :meth:`raise_ended`."""
         try:
             self.raise_pending()
             self.raise_ended()
@@ -211,9 +211,9 @@ class CallSequence:
             raise
 
     def raise_ended(self) -> None:
-        """Raise the reason for which a kernel of this rank has ended without data, raised before or not.
+        """Raise the reason for which a kernel of this rank has ended without data, even if it was raised before.
 
-        Replays of graphs captured by others are no calls, and end so until the ranks have met.
+        Replays of graphs that other libraries captured are no calls. Until the ranks have met, they end without data.
         """
         if self.page.ended_without_data:
             raise faults.ended_error(self.page, self.number, self.timeout)

@@ -1,8 +1,9 @@
-"""The turns of a communicator's calls: one at a time, and none within another one of the same thread.
+"""The turns of a communicator's calls: one call at a time, and no call within another one of the same thread.
 
 A signal handler or a finaliser runs in the middle of whatever its thread does. If it makes a call while that thread is
-within one, it is refused at once, as the two would take each other's data. The peers hear of that call behind the one
-around it, which ends as if nothing had been. Calls of another communicator share nothing with it, and are made.
+within a call of the same communicator, the inner call raises an error at once, as the two would take each other's data.
+The outer call goes on undisturbed. After it, the peers are told that the inner one failed. Calls of another
+communicator are made as usual.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class Calls(Protocol):
-    """A sequence of calls: see calls.py.
+    """The part of :class:`CallSequence` that is needed here.
 
     :ivar within: a call is under way, or an exchange: of the thread that holds the lock.
     :ivar nested: each tells the peers of a call that failed within another one, once that has ended.
@@ -37,7 +38,7 @@ class Calls(Protocol):
 
 
 def make(calls: Calls, body: Callable[..., _T], *given: Any) -> _T:
-    """Make one call, under the lock: ``body(*given)``, whose exception is told to the peers.
+    """Make one call, under the lock: run ``body(*given)``, and tell the peers if it raises.
 
     ``FastPath.make`` does the same for the repeated calls on GPUs.
     """
@@ -66,7 +67,7 @@ def make(calls: Calls, body: Callable[..., _T], *given: Any) -> _T:
 
 
 def make_way(calls: Calls) -> None:
-    """Let a call begin. :raises UnsupportedError: within another one of this thread."""
+    """Let a call begin. :raises UnsupportedError: if this thread is within another one."""
     if not calls.within:
         while calls.nested:
             calls.nested.pop(0)()
@@ -81,13 +82,13 @@ def make_way(calls: Calls) -> None:
 
 
 def tell_nested(calls: Calls) -> None:
-    """Tell the peers of a call that was refused within the one that has ended. The next one tells of any further."""
-    if calls.nested and not calls.raised:  # else the ranks have to meet first, which the next call does
+    """Tell the peers of a call that failed within the one that has ended. The next call tells of any further ones."""
+    if calls.nested and not calls.raised:  # after a fault the ranks have to meet first, which the next call does
         calls.nested.pop(0)()
 
 
 def alone(calls: Calls, body: Callable[..., _T], *given: Any) -> _T:
-    """Hold off nested calls in ``body(*given)``, which waits for the peers under the lock."""
+    """Run ``body(*given)``, which waits for the peers under the lock, and let no nested call be made meanwhile."""
     try:  # no context manager: an interrupt within its own methods would leave ``within`` set
         calls.within = True
         return body(*given)

@@ -1,6 +1,6 @@
 """All-reduce of NumPy arrays over MPI, for ranks that share no memory, with the bits of the kernels.
 
-The ranks have compared the call on the control page before: MPI does not compare what it carries.
+The ranks compare each call on the control page before, as MPI does not compare what it carries.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Wait = Callable[[Any], None]
 
 
 class MpiReducer:
-    """All-reduce over one MPI communicator (our own). Every call is collective and blocks until it is done."""
+    """All-reduce over an MPI communicator that nobody else uses. Calls are collective, and return when done."""
 
     def __init__(self, ranks: MpiRanks, timeout: float) -> None:
         self._ranks, self._mpi, self._timeout = ranks, ranks.mpi, timeout

@@ -1,4 +1,4 @@
-"""The backend of host arrays: through shared memory where the ranks have some, else over MPI."""
+"""The all-reduces of host arrays: through shared memory if the ranks have some, else over MPI."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class HostReducer:
         self._plain: dict[tuple[tuple[int, ...], Any, str], Fingerprint] = {}  # of NumPy arrays that are no views
 
     def describe(self) -> str:
-        """The way of the data, and the reason if it is not through shared memory."""
+        """How the data travel, and the reason if they do not go through shared memory."""
         return self._way
 
     def allreduce(self, array: Any, op: Any, out: Any) -> Any:

@@ -23,7 +23,7 @@ Array = np.ndarray[Any, Any]
 class SharedReducer:
     """All-reduce through one segment. Every call is collective and blocks until it is done.
 
-    It is an :class:`ipcreduce.calls.backend.Backend` of a call sequence: nothing of it runs between calls.
+    It is a :class:`ipcreduce.calls.backend.Backend` of a call sequence. Nothing of it runs between calls.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -73,10 +73,10 @@ class SharedReducer:
         return parts
 
     def _two_shot(self, source: Array, op: str, target: Array, check: Check, agreed: Callable[[], None]) -> None:
-        """Each rank's area takes its data for the others, apart from that the result of its own share.
+        """Each rank's area takes its data for the other ranks. Another place takes the result of its own share.
 
-        One area is enough, since the second handover says that all data are read; and one place for results, since the
-        first handover of the next chunk says that the results are. They lie apart, since chunks differ in length.
+        One area is enough: after the second handover, all ranks have read the data. One place for results is enough:
+        after the first handover of the next chunk, all ranks have read the results.
         """
         rank, n, size = self._rank, self._n, source.size
         length = -(-size // n)

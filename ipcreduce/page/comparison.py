@@ -1,7 +1,7 @@
-"""The comparison of calls afterwards: of those that were not seen to differ when they were made.
+"""The comparison of calls after they were made, which finds the differences that could not be seen before.
 
-Between hosts no rank sees the others' calls then. On one host two ranks that enter a call at one moment may miss each
-other's, since a processor may read another's word before its own is visible there.
+Between hosts no rank sees the other ranks' calls as it makes its own. On one host, two ranks that enter a call at the
+same moment may miss each other's call: a processor may read another processor's word before its own is visible there.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from .control_page import MISMATCH, Page
 
 BUSY_SECONDS = 0.01  # between two looks while calls are made over mirrors: fewer than the flight recorder has room for
 _SETTLED_SECONDS = 0.5  # after which the last call of two ranks is compared too; a call may be withdrawn until the next
-# From a mismatch that was found to its post, which ends earlier calls that still run, as this thread cannot wait for
-# them. A rank that enters such a call waits for its own before it posts: see CallSequence._post.
+# From finding a mismatch to posting it. The post ends earlier calls that still run: this thread cannot wait for them.
+# A rank that finds the mismatch itself, as it enters the call, waits for them first: see CallSequence._post.
 _PATIENCE_SECONDS = 1.0
 
 
@@ -23,25 +23,25 @@ class _Found:
     call: int
     text: str
     era: int
-    seen: float  # on our clock
+    seen: float  # on the clock of ipcreduce.clock
 
 
 class Comparison:
-    """The calls of this rank with those of every other one, so far as both have made them."""
+    """Compares this rank's calls with those of every other rank, as far as both have made them."""
 
     def __init__(self, page: Page) -> None:
         self._page = page
         self._compared = [0] * page.n  # the last call, by rank
-        self._number, self._moved = 0, clock.now()  # of our last call, and when it was seen first
+        self._number, self._moved = 0, clock.now()  # of this rank's last call, and when it was seen first
         self._found: _Found | None = None  # not posted yet
 
     @property
     def is_busy(self) -> bool:
-        """True while this rank makes calls, which the others are to hear of soon."""
+        """True while this rank makes calls, of which the other ranks must hear soon."""
         return clock.now() - self._moved < 2 * BUSY_SECONDS
 
     def look(self) -> None:
-        """Compare the calls made since the last look; post the first mismatch if nobody has after a while."""
+        """Compare the calls made since the last look. Post the first mismatch if no rank has done so after a while."""
         page, era = self._page, self._page.era
         number = page.calls.number[0]
         if number != self._number:

@@ -1,6 +1,7 @@
-"""The control page: memory in which the ranks see each other without MPI. On one host they share it.
+"""The control page: memory in which the ranks see each other's calls and faults. The ranks of one host share it.
 
-Ranks that share no memory have a page each, and every rank's links copy its part into the others' (mirror.py).
+Ranks that share no memory have a page each, and each rank's part is copied to the other pages over TCP (mirror.py). A
+single rank may have a page of its own, too.
 
 Its head, which the GPUs reach too, holds the abort word, which ends every wait of every rank. For each rank it also
 holds two words that the rank's kernels write: the peers for which they waited in vain, and a flag once one of them has
@@ -8,11 +9,10 @@ ended without data. Behind the head come the flight recorder and one block a ran
 
 Nothing here relies on the order in which another processor's stores become visible. Faults, losses, rounds and
 meetings are records (records.py), seen whole or not at all. A reader that finds the abort word raised by a host looks
-until it finds that host's record. All else is single words, each valid by itself: "dead" and "state" report ends of
-processes and of driver calls, not stores. One question takes two words, a rank's state and the number of its last
-call: has it closed *without* making a call? The answer is checked again after a pause; by then the number, written
-first, has arrived. (In a sleep a thread releases and takes the GIL, whose locks order its own loads.) Between clear()
-and the next fault lie a fence and a meeting of all ranks.
+until it finds that host's record. All other data are single words, each valid by itself: "dead" and "state" report
+ends of processes and of driver calls, not stores. has_left_before() reads two words that may arrive in either order,
+so it asks again after 1 ms. (In a sleep a thread releases and takes the GIL, whose locks order its own loads.) Between
+clear() and the next fault lie a fence and a meeting of all ranks.
 """
 
 from __future__ import annotations
@@ -167,15 +167,15 @@ class Page:
 
     # ---- faults
     def next_era(self) -> None:
-        """Let other threads of this rank post nothing more of what they have seen so far."""
+        """Begin another era: what other threads of this rank have seen before is not posted any more."""
         with self._writing:
             self.era += 1
 
     @contextlib.contextmanager
     def in_era(self, era: int) -> Iterator[bool]:
-        """Hold off the next era in the block, where a thread of ours posts what it has seen in ``era``.
+        """Hold off the next era in the block, in which a thread posts what it has seen in ``era``.
 
-        :returns: False if that is over: the fault would be one of later calls.
+        :returns: False if ``era`` is over: the fault would count as one of later calls.
         """
         with self._writing:
             yield self.era == era
@@ -317,7 +317,7 @@ class Page:
         return self.has_left(rank) or bool(self._ranks["dead"][:, rank].any())
 
     def leave(self) -> None:
-        """Write that this rank has unmapped its peers' memory and makes no further call."""
+        """Write that this rank has closed the communicator: it has unmapped its peers' memory and makes no call."""
         self._ranks[self.rank]["state"] = CLOSED
         self._tell()
 

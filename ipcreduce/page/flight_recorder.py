@@ -1,4 +1,4 @@
-"""The flight recorder: each rank's last calls, in memory that all see, for every rank to compare with its own.
+"""The flight recorder: each rank's last calls, in memory that all ranks see, so that each can compare its own calls.
 
 A ring of slots, by call number. In a slot the ranks' keys stand side by side, so one comparison shows that all agree.
 A key is the checksum of a call's fingerprint. Each rank has a table of the texts behind its keys.

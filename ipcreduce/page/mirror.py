@@ -1,4 +1,4 @@
-"""The mirror of a control page whose ranks share no memory: each rank copies its own part to every other, over TCP.
+"""The mirror of a control page, for ranks that share no memory: each rank copies its own part to every other, over TCP.
 
 The page's readers and writers are the same as on one host. Copies are of states, not of events: a message has this
 rank's block if that has changed, the keys of its calls since the last message, and the abort word if it has raised it.
@@ -84,7 +84,7 @@ class Mirror:
         try:
             self._read_messages(peer)
         except (ValueError, struct.error):
-            return "it sent something that is no message of ours"
+            return "it sent something that is no message of ipcreduce"
         return why
 
     def _read_messages(self, peer: _Peer) -> None:

@@ -117,14 +117,12 @@ def _copy(kind: type[IpcReduceError], args: tuple[object, ...], state: dict[str,
     return error
 
 
-def report(
-    rank: int, call: int, happened: str = "", advice: str = "", *, expected: str = "", found: str = ""
-) -> str:  # fmt: skip
+def report(rank: int, call: int, happened: str, advice: str) -> str:
     """Format a message about a call. ``call`` 0 stands for the communicator's start-up.
 
     :param happened: a sentence without its full stop, or several; ``advice``: what to do, in whole sentences.
     """
-    return f"{_where(rank, call)}: {happened or f'expected {expected}; found {found}'}. {advice}"
+    return f"{_where(rank, call)}: {happened}. {advice}"
 
 
 def _where(rank: int, call: int) -> str:

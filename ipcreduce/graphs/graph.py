@@ -115,9 +115,7 @@ class Graph:
         session.calls.check_usable()
         if not session.can_record:
             self._check_record(None, [], inputs)
-        backend = session.require_backend(
-            "a Graph", "Call the function itself, or by a GraphRunner, which does so here"
-        )
+        backend = session.require_backend("a Graph", "Call the function itself, or a GraphRunner, which calls it here")
         recording = Recording(self._name, current_streams.streams(backend.device.ordinal))
         deferred_free.flush()
         error: BaseException | None = None

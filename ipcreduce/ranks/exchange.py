@@ -166,12 +166,8 @@ def complete(
             now = clock.now()
             if now > deadline:
                 raise PeerTimeoutError(
-                    report(
-                        ranks.rank, call, expected=f"all {ranks.size} ranks at {what}",
-                        found=ranks.silence,
-                        advice=advice,
-                    )
-                )  # fmt: skip
+                    report(ranks.rank, call, f"not all {ranks.size} ranks came to {what}: {ranks.silence}", advice)
+                )
             if interrupt is not None:
                 interrupt()
             if pause:
@@ -215,9 +211,9 @@ def allgather(
             if other[field] != record[0][field]:
                 raise RankMismatchError(
                     report(
-                        ranks.rank, call, expected=f"{field} {record[0][field]} at {what}",
-                        found=f"{field} {other[field]} from rank {rank}",
-                        advice="Run the same version of ipcreduce and the same program on every rank.",
+                        ranks.rank, call,
+                        f"rank {rank} has {field} {other[field]} at {what}, and this rank has {record[0][field]}",
+                        "Run the same version of ipcreduce and the same program on every rank.",
                     )
                 )  # fmt: skip
     return gathered
@@ -266,9 +262,8 @@ def _raise_left(ranks: Ranks, gathered: np.ndarray[Any, Any], what: str) -> None
         if ours and other["left"]:
             ranks.left = True
             raise (UnsupportedError if other["left"] == _LACKS else PeerFailedError)(report(
-                ranks.rank, 0, expected=f"all {ranks.size} ranks at {what}",
-                found=f"that rank {rank} has left start-up ({text_of(other)})",
-                advice="Mend that, then make the Communicator again on every rank.",
+                ranks.rank, 0, f"rank {rank} left start-up at {what} ({text_of(other)})",
+                "Mend that, then make the Communicator again on every rank.",
             ))  # fmt: skip
 
 

@@ -109,7 +109,7 @@ def _of_torch(group: Any) -> GroupRanks | None:
 class GroupRanks:
     """The ranks of a group that only has a blocking ``allgather``. See :class:`exchange.Ranks`."""
 
-    silence = "that the group's allgather has not answered in time"
+    silence = "the group's allgather has not answered in time"
     left = False
 
     def __init__(self, group: Any, allgather: Callable[[bytes], Any], rank: int, size: int) -> None:
@@ -201,9 +201,8 @@ class _Gathering:
         _open.pop(id(call.group), None)
         if call.error is not None:
             raise PeerLostError(report(
-                self._ranks.rank, 0, expected="the group's allgather to bring the data of all ranks",
-                found=f"that it raised {described(call.error)}",
-                advice="Look for a rank that has ended, then make the group and the Communicator anew on every rank.",
+                self._ranks.rank, 0, f"the group's allgather raised {described(call.error)}",
+                "Look for a rank that has ended, then make the group and the Communicator anew on every rank.",
             )) from call.error  # fmt: skip
         found, size, length = call.found, self._ranks.size, len(call.data)
         problem = "" if isinstance(found, (list, tuple)) else type(found).__name__

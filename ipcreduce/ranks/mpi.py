@@ -58,7 +58,7 @@ class MpiRanks:
     :ivar mpi: the mpi4py communicator; in what :meth:`join` returns, a duplicate of it.
     """
 
-    silence = "that some did not come in time"
+    silence = "some did not come in time"
     left = False
 
     def __init__(self, mpi: Any) -> None:

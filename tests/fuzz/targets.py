@@ -173,7 +173,7 @@ class _Page:
         for ask in (
             lambda: faults.raise_lost(page, number), lambda: faults.raise_lost(page, number, any_call=True),
             lambda: faults.fault_error(page, number, 1.0), lambda: faults.all_come(page, number),
-            lambda: faults._positions(page), lambda: faults._last_calls(page),
+            lambda: faults._positions(page, 1.0), lambda: faults._last_calls(page),
             lambda: page.read_round(1), lambda: page.read_round(2), lambda: page.read_meeting(1),
             page.fault, page.loss, page.missed, lambda: page.calls.differing(number),
             lambda: page.calls.first_differing(1, 1, number), lambda: page.identity(1), lambda: page.has_unmapped(1),

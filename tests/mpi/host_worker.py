@@ -437,7 +437,7 @@ def late_at_start_up(comm: Communicator) -> None:
         with mock.patch.object(library_clock, "on_host", lambda deadline: on_host(deadline) + 121):
             return meet(*given)
 
-    words = f"expected all {SIZE} ranks at start-up"
+    words = f"not all {SIZE} ranks came to start-up"
     if RANK == LAST:
         worker.await_others(WORLD)
     else:

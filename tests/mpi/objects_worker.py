@@ -186,7 +186,7 @@ def nothing_is_recorded() -> None:
     with logged() as records, Communicator() as comm:
         del records[:]
         graph = Graph(comm)
-        words = "Call the function itself, or by a GraphRunner, which does so here"
+        words = "Call the function itself, or a GraphRunner, which calls it here"
         raises(UnsupportedError, words, lambda: enter(graph.record()))
         raises(UnsupportedError, "a Graph needs backend ipc or nccl: ", lambda: enter(graph.record()))
         assert graph.state == "empty"

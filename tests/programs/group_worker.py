@@ -203,7 +203,7 @@ def late(group: Files) -> None:
         for rank in range(group.size - 1):
             group.await_file(f"gave up {rank}")
     else:
-        words = f"expected all {group.size} ranks at start-up", "allgather has not answered", "then make it again"
+        words = f"not all {group.size} ranks came to start-up", "allgather has not answered", "then make it again"
         with clock.passing(121.0), raises(errors.PeerTimeoutError, *words):
             Communicator(group)
         group.write(f"gave up {group.rank}")

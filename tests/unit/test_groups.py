@@ -131,7 +131,7 @@ class Gate(Echo):
 
 def test_a_group_that_does_not_answer_is_named():
     group = Gate()
-    answer = "expected all 3 ranks at start-up; found that the group's allgather has"
+    answer = "not all 3 ranks came to start-up: the group's allgather has not answered"
     with clock.passing(121.0), pytest.raises(PeerTimeoutError, match=answer):
         ipcreduce.Communicator(group)
     group.opened.set()

@@ -57,7 +57,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
 
 
 ERRORS, COMMAND = "ipcreduce/errors.py", unit("errors", "report_has_one_form")
-WHERE = '    where = f"rank {rank}, call {call}" if call else'
+WHERE = '    return f"rank {rank}, call {call}" if call else'
 
 
 @pytest.mark.parametrize(

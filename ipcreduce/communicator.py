@@ -55,7 +55,6 @@ class Communicator:
         first of them that can be.
     :param workspace: bytes of GPU memory of each rank through which backend "ipc" exchanges data, at least 1 MB; the
         same on every rank. None for ``IPCREDUCE_WORKSPACE_MB``. Messages that need more go in several launches.
-    :param mpi_comm: the old name of ``group``, deprecated.
     :raises ArgumentError: if an argument is wrong or differs between ranks.
     :raises UnsupportedError: if MPI is needed and not usable; if the ranks neither share /dev/shm nor reach each other
         over TCP; or if the backend that was asked for cannot be used. Without GPUs ``backend`` is "mpi" else.
@@ -68,15 +67,11 @@ class Communicator:
 
     def __init__(
         self, group: Any = None, *, device: Any = None, timeout: float = 120.0, algorithm: str | None = None,
-        backend: str | None = None, workspace: int | None = None, mpi_comm: Any = None,
+        backend: str | None = None, workspace: int | None = None,
     ) -> None:  # fmt: skip
         process.check_not_forked()
         process.close_dropped()
-        if mpi_comm is not None:
-            if group is not None:
-                raise ArgumentError("mpi_comm is the old name of group; found both. Pass group alone")
-            warnings.warn("mpi_comm= is deprecated: pass group=", DeprecationWarning, stacklevel=2)
-        given = groups.of(mpi_comm if group is None else group)
+        given = groups.of(group)
         options = Options.of(device, timeout, algorithm, backend, workspace)
         ranks = given.join(options.timeout)
         with startup.starting(ranks, options) as started:

@@ -1,6 +1,6 @@
 // Direct all-reduce: two-shot, except that results go straight into the peers' outputs. It stages half as much and
-// writes the gathered part once. The outputs must lie in memory that the peers have mapped: that of graphs
-// (ipcreduce/graphs). For aligned messages of whole packets only: the registers of a thread hold no more.
+// writes the gathered part once. The outputs must lie in memory that the peers have mapped: that of graphs, and of
+// comm.empty(). Messages must be aligned and consist of whole packets: the registers of a thread hold no more.
 //
 // The first hop is that of two_shot.cu, with the same columns, tiles and arguments for arrival, rotation and progress.
 //

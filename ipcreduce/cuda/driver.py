@@ -215,11 +215,6 @@ def fill(address: int, byte: int, nbytes: int) -> None:
         call("cuStreamDestroy", stream)
 
 
-def copy_to_device(address: int, data: np.ndarray) -> None:
-    """Copy a contiguous host array to the device, and wait for it."""
-    call("cuMemcpyHtoD", address, data.ctypes.data, data.nbytes)
-
-
 def copy_to_host(data: np.ndarray, address: int) -> None:
     """Copy device memory into a contiguous host array, and wait for it."""
     call("cuMemcpyDtoH", data.ctypes.data, address, data.nbytes)

@@ -47,7 +47,7 @@ def _change_edges(graph: int, before: list[int], node: int, *, add: bool) -> Non
 
 
 class Executable:
-    """An instantiated graph, launched by ``surroundings.launch``. ``handle`` is 0 once it is destroyed."""
+    """An instantiated graph, launched by :func:`cupy_runtime.launch`. ``handle`` is 0 once it is destroyed."""
 
     __slots__ = ("handle",)
 

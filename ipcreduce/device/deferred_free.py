@@ -47,10 +47,6 @@ class _Turn:
         if self._holder.get(0) is token:
             del self._holder[0]
 
-    def locked(self) -> bool:
-        """True if anybody has it."""
-        return bool(self._holder)
-
 
 _flushing = _Turn()
 

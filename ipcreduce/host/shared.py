@@ -2,7 +2,7 @@
 
 Small messages are one-shot: every rank writes its data, hands it over, and reduces everybody's. Larger ones are
 two-shot, chunk by chunk: each rank reduces its share of the chunk, and all copy the results. These are the algorithms
-of the kernels (kernels/one_shot.cuh, two_shot.cuh), with a handover in place of packets.
+of the kernels (kernels/one_shot.cu, two_shot.cu), with a handover in place of packets.
 """
 
 from __future__ import annotations

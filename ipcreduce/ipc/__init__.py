@@ -1,1 +1,1 @@
-"""All-reduce over CUDA IPC: the pure plan, the exchange, the workspace, the control page, the launches."""
+"""The backend "ipc": how its ranks find each other's GPUs, its plan, its workspace and its launches."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from ..cuda import driver
 from ..errors import CudaError
 from . import plan
@@ -54,10 +52,6 @@ class Workspace:
         """Empty every slot and reset the epochs. No kernel may be running, here or on a peer."""
         driver.fill(self.address, 0, _EPOCHS_BYTES)
         driver.fill(self.address + _EPOCHS_BYTES, EMPTY, 2 * self.half_bytes)
-
-    def set_epochs(self, epoch: int) -> None:
-        """Set all epochs, for tests of the wrap. No kernel may be running."""
-        driver.copy_to_device(self.address, np.array([[epoch, 0]] * plan.EPOCH_SLOTS, np.uint32))
 
     def unmap_peers(self) -> None:
         """Unmap the peers' workspaces. No kernel of this rank may be running. Idempotent."""

@@ -98,6 +98,6 @@ def rows(data: bytes, layout: np.dtype[Any], what: str) -> np.ndarray[Any, Any]:
     return np.frombuffer(data, layout)
 
 
-def text_of(found: Any, name: str = "text") -> str:
-    """A text field of a record."""
-    return decoded(bytes(found[name]))
+def text_of(found: Any) -> str:
+    """The text of a record."""
+    return decoded(bytes(found["text"]))

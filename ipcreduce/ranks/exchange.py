@@ -220,14 +220,12 @@ def allgather(
     return gathered
 
 
-def confirm(
-    ranks: Ranks, error: BaseException | None, deadline: float, what: str, interrupt: Callable[[], None] | None = None
-) -> None:
+def confirm(ranks: Ranks, error: BaseException | None, deadline: float, what: str) -> None:
     """End a step of start-up on all ranks alike: if any rank met an error, every rank raises.
 
     :raises Agreed: naming the ranks that failed and why.
     """
-    check(ranks, allgather(ranks, message(CONFIRMATION, error), deadline, what, interrupt=interrupt), what)
+    check(ranks, allgather(ranks, message(CONFIRMATION, error), deadline, what), what)
 
 
 def check(ranks: Ranks, gathered: np.ndarray[Any, Any], what: str) -> None:

@@ -957,7 +957,7 @@ def epoch_wrap(comm: Any) -> None:
     """The epochs pass 2**32."""
     comm.synchronize()
     WORLD.Barrier()
-    comm._open.backend.workspace.set_epochs(0xFFFFFFFB)
+    cupy_module.set_epochs(comm, 0xFFFFFFFB)
     WORLD.Barrier()
     for turn in range(12):
         right(comm.allreduce(mine(100 if turn % 2 else 100000)))

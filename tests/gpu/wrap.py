@@ -20,6 +20,7 @@ from mpi4py import MPI
 import ipcreduce
 from ipcreduce.bench import report
 from ipcreduce.cuda import driver
+from tests.gpu import cupy_module
 from tests.shared import bounds, worker
 
 WORLD = MPI.COMM_WORLD
@@ -75,7 +76,7 @@ def through_the_wrap(algorithm: str, options: argparse.Namespace) -> dict[str, A
         comm.synchronize()
         WORLD.Barrier()
         start = WRAP - total // 2
-        comm._open.backend.workspace.set_epochs(start)  # type: ignore[union-attr]
+        cupy_module.set_epochs(comm, start)
         WORLD.Barrier()
         began, sampled, late = time.monotonic(), 0, 0
         for replay in range(options.replays):

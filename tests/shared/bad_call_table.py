@@ -452,7 +452,6 @@ CONSTRUCTOR: list[tuple[dict[str, Any], str]] = [
         ({"group": group}, "group must be an mpi4py intracommunicator, a torch.distributed process group, or an object")
         for group in (MPI.INFO_NULL, MPI, 0, "world", [0, 1], np.ones((30, 30)))
     ),
-    ({"group": 0, "mpi_comm": 0}, "found both. Pass group alone"),
 ]
 DEVICE_CONSTRUCTOR: list[tuple[dict[str, Any], str]] = [
     ({"device": 99}, "device must be None, 'auto' or the ordinal of one of the"),

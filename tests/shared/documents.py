@@ -18,11 +18,15 @@ from pathlib import Path
 
 from tests.tools.machine import ROOT
 
+# How the address of a file of this tree begins, such as "https://HOST/PROJECT/blob/main/". Empty: it is not known yet.
+# The addresses for readers are in [project.urls] of pyproject.toml.
+FILES = ""
 _PIECE = re.compile(
     r"^(?:(?P<fence>`{3,}|~{3,})(?P<language>[^\n`]*)\n(?P<block>.*?)^(?P=fence)[ \t]*$"
     r"|<!--[ \t]*(?P<kind>fragment|not shown):(?P<text>.*?)-->[ \t]*$)",
     re.DOTALL | re.MULTILINE,
 )
+FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _SPELLINGS = re.compile(r"python\b|py(thon)?3?$|ipython|pycon|\{.*\}\s*py", re.IGNORECASE)
 
 
@@ -45,6 +49,12 @@ def pages() -> list[Path]:
     """The pages whose code is tested."""
     written = (path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(written)]
+
+
+def links(page: Path) -> list[str]:
+    """The targets of a page's links and pictures. The address of a file of this tree becomes its path."""
+    found = re.findall(r"\]\(([^)\s]+)\)", FENCED.sub("", page.read_text()))
+    return [f"{ROOT}/{link[len(FILES) :]}" if FILES and link.startswith(FILES) else link for link in found]
 
 
 def first_program(page: Path) -> str:

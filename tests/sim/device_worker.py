@@ -245,7 +245,7 @@ def captures() -> None:
     assert failing("relaxed", outside) == (905, 901)
     assert failing("relaxed", fork) == (0, 904)
     stream = cupy.cuda.Stream()
-    assert failing("relaxed", lambda: driver.copy_to_device(address, np.zeros(64, np.uint8))) == (906, 901)
+    assert failing("relaxed", lambda: driver.copy_to_host(np.zeros(64, np.uint8), address)) == (906, 901)
     driver.free(address)
 
 

@@ -186,13 +186,6 @@ def fill(address: int, byte: int, nbytes: int) -> None:
     machine_streams.destroy(stream)
 
 
-@api("cuMemcpyHtoD")
-def copy_to_device(address: int, data: np.ndarray) -> None:
-    machine.block_at(address, data.nbytes)
-    machine_streams.submit(0, lambda: ctypes.memmove(address, data.ctypes.data, data.nbytes))
-    machine_streams.synchronize(0)
-
-
 @api("cuMemcpyDtoH")
 def copy_to_host(data: np.ndarray, address: int) -> None:
     machine.block_at(address, data.nbytes)

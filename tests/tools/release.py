@@ -1,6 +1,6 @@
 """make release: wheel and sdist of the version that the tree names, checked, and tried in a fresh environment.
 
-Publishes nothing: ``twine upload dist/*`` does that.
+At the end it lists what nobody has decided yet. It publishes nothing: ``twine upload dist/*`` does that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.tools import machine
 
 
 def release(python: str) -> int:
-    """Leave both files in dist/, if all that is asked of them holds. ``python`` has build and twine."""
+    """Leave both files in dist/, if all that is asked of them holds. ``python`` has build, pytest and twine."""
     version = version_of_the_tree(machine.ROOT)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -30,24 +30,47 @@ def release(python: str) -> int:
                 f"expected {expected}, found {[file.name for file in files]}: is __version__ written as PEP 440 has it?"
             )
         step("checks the metadata", python, "-m", "twine", "check", "--strict", *files)
+        try_sdist(files[1], folder, python)
         try_wheel(files[0], folder / "fresh")
         dist = machine.ROOT / "dist"
         dist.mkdir(exist_ok=True)
         for file in files:
             print(shutil.copy(file, dist))
+    print("release: before it is published, these are missing:", *(missing(machine.ROOT) or ["none"]), sep="\n  ")
     return 0
 
 
 def version_of_the_tree(root: Path) -> str:
-    """The version in ipcreduce/__init__.py; ends the program if CHANGELOG.md has no section of it."""
+    """The version in ipcreduce/__init__.py. If CHANGELOG.md has no section of it, the program ends."""
     [version] = re.findall(r'^__version__ = "(.*)"$', (root / "ipcreduce" / "__init__.py").read_text(), re.MULTILINE)
     sections = re.findall(r"^## \[?([^\]\s]+)", (root / "CHANGELOG.md").read_text(), re.MULTILINE)
     if version not in sections:
         sys.exit(
-            f"ipcreduce/__init__.py has version {version}: expected a section '## {version}' in CHANGELOG.md, found "
-            f"{', '.join(sections) or 'none'}. Rename the section of this release, or change the version."
+            f"ipcreduce/__init__.py has version {version}, and CHANGELOG.md has no section '## {version}'. "
+            f"Its sections are: {', '.join(sections) or 'none'}. Rename one of them, or change the version."
         )
     return version
+
+
+def missing(root: Path) -> list[str]:
+    """What a published version needs, and this tree does not have."""
+    section = rf"^## {re.escape(version_of_the_tree(root))} - \d{{4}}-\d\d-\d\d$"
+    asked = (  # what, the file, and a pattern that is in it once that is there
+        ("the addresses for readers, in [project.urls]", "pyproject.toml", r"^\[project\.urls\]\n+[^\n\[]"),
+        ("absolute links, for package indexes", "README.md", r"\A(?!(.|\n)*\]\((?!https://|#))"),
+        ("an address for private reports", "SECURITY.md", r"^## Reports\n(.|\n)*(https://|@)"),
+        ("the date of this version", "CHANGELOG.md", section),
+    )
+    found = [f"{file}: {what}" for what, file, there in asked if not re.search(there, (root / file).read_text(), re.M)]
+    return found if documents.FILES else ["tests/shared/documents.py: FILES, the address of the files", *found]
+
+
+def try_sdist(sdist: Path, folder: Path, python: str) -> None:
+    """Unpack it, and run the tests of the documents there. They fail if a file is missing that a page names."""
+    shutil.unpack_archive(sdist, folder)
+    tree = folder / sdist.name.removesuffix(".tar.gz")
+    tests = tree / "tests" / "unit" / "test_documents.py"
+    step("tests the documents in the unpacked sdist", python, "-m", "pytest", "--quiet", tests, cwd=tree)
 
 
 def try_wheel(wheel: Path, venv: Path) -> None:

@@ -59,6 +59,8 @@ def main() -> int:
         return test_pythons(args.venv)
     if args.what == "test":
         print(f"make test: {TEST_TIME}, after the environment is there", flush=True)
+    if args.what == "release":
+        release.version_of_the_tree(machine.ROOT)  # before minutes go into an environment
     python = sys.executable
     if args.venv:
         generation = 12 if args.what == "test-cuda12" else fitting_generation()

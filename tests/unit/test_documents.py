@@ -14,7 +14,6 @@ from tests.shared import documents
 from tests.tools.machine import ROOT
 
 PAGES = {str(page.relative_to(ROOT)): page for page in [*documents.pages(), ROOT / "CHANGELOG.md"]}
-FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 
 def text_of(name: str) -> str:
@@ -80,17 +79,34 @@ def test_the_readme_is_short() -> None:
 
 def anchors(page: Path) -> set[str]:
     """The links that lead to a page's headings."""
-    headings = re.findall(r"^#+ +(.*)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    headings = re.findall(r"^#+ +(.*)$", documents.FENCED.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_links_lead_somewhere(name: str) -> None:
-    links = re.findall(r"\]\(([^)\s]+)\)", FENCED.sub("", text_of(name)))
-    for target, _, anchor in (link.partition("#") for link in links if not link.startswith("https://")):
-        page = (PAGES[name].parent / target).resolve() if target else PAGES[name]
-        assert page.exists(), f"{name}: {target}"
-        assert not anchor or anchor in anchors(page), f"{name}: {target}#{anchor}"
+    assert broken_links(PAGES[name]) == []
+
+
+def broken_links(page: Path) -> list[str]:
+    """The links of a page to files and headings that do not exist. Links to other sites are not followed."""
+    broken = []
+    for link in documents.links(page):
+        target, _, anchor = link.partition("#")
+        other = (page.parent / target).resolve() if target else page
+        if not link.startswith("https://") and not (other.exists() and (not anchor or anchor in anchors(other))):
+            broken.append(link)
+    return broken
+
+
+def test_broken_links_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    right = ("#a-heading", "page.md#a-heading", "https://other.invalid/x", "https://here.invalid/Makefile")
+    wrong = ("#no-heading", "page.md#no-heading", "no-page.md", "https://here.invalid/no-file")
+    page.write_text("# A heading\n" + "".join(f"[text]({link})\n" for link in right + wrong))
+    assert broken_links(page) == list(wrong[:3])
+    monkeypatch.setattr(documents, "FILES", "https://here.invalid/")
+    assert broken_links(page) == [*wrong[:3], f"{ROOT}/no-file"]
 
 
 # ---- figures

@@ -190,15 +190,6 @@ class One:
         return [data]
 
 
-def test_the_old_name_of_the_argument():
-    with pytest.warns(DeprecationWarning, match="mpi_comm= is deprecated: pass group=") as caught:
-        comm = ipcreduce.Communicator(mpi_comm=One())
-    comm.close()
-    assert [warning.filename for warning in caught] == [__file__]
-    with pytest.raises(ArgumentError, match=r"found both\. Pass group alone"):
-        ipcreduce.Communicator(One(), mpi_comm=One())
-
-
 def test_a_group_needs_no_pytorch(monkeypatch: pytest.MonkeyPatch):
     """Nor that it has torch.distributed, which some builds lack."""
     for module in (None, types.ModuleType("torch.distributed")):

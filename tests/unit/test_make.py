@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.shared import documents
 from tests.tools import machine, release, run, times
 
 WITH_PROGRESS = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "tests.tools.progress"]
@@ -21,11 +22,37 @@ def test_a_release_needs_its_section_of_the_changelog(tmp_path: Path):
     changelog = tmp_path / "CHANGELOG.md"
     changelog.write_text("# Changelog\n## Unreleased\n## 1.2.30 - 2030-01-02\n")
     with pytest.raises(
-        SystemExit, match=r"version 1\.2\.3: expected a section '## 1\.2\.3' .* found Unreleased, 1\.2\.30"
+        SystemExit, match=r"version 1\.2\.3, .* no section '## 1\.2\.3'\. .* are: Unreleased, 1\.2\.30\."
     ):
         release.version_of_the_tree(tmp_path)
     changelog.write_text("# Changelog\n## 1.2.3 - 2030-01-02\n")
     assert release.version_of_the_tree(tmp_path) == "1.2.3"
+
+
+def test_a_release_looks_for_its_section_before_it_installs_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["run", "release", "--venv", str(tmp_path / "venv")])
+    monkeypatch.setattr(release, "version_of_the_tree", lambda root: sys.exit("no section"))
+    monkeypatch.setattr(run, "set_up", pytest.fail)
+    with pytest.raises(SystemExit, match="no section"):
+        run.main()
+
+
+def test_what_a_release_lacks_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "ipcreduce").mkdir()
+    (tmp_path / "ipcreduce" / "__init__.py").write_text('__version__ = "1.2.3"\n')
+    texts = {  # by file: as long as nobody knows, and once they do
+        "pyproject.toml": ("[project.urls]\n\n[project.scripts]\n", '[project.urls]\nHome = "https://a.invalid"\n'),
+        "README.md": ("[a page](docs/a.md)\n", "[a page](https://a.invalid/docs/a.md) [a heading](#a)\n"),
+        "SECURITY.md": ("https://a.invalid\n\n## Reports\n\nTell us.\n", "\n## Reports\n\nWrite to a@b.invalid.\n"),
+        "CHANGELOG.md": ("## 1.2.3\n", "## 1.2.3 - 2030-01-02\n"),
+    }
+    for name, (before, _) in texts.items():
+        (tmp_path / name).write_text(before)
+    assert {what.partition(":")[0] for what in release.missing(tmp_path)} == {*texts, "tests/shared/documents.py"}
+    monkeypatch.setattr(documents, "FILES", "https://a.invalid/")
+    for name, (_, after) in texts.items():
+        (tmp_path / name).write_text(after)
+    assert release.missing(tmp_path) == []
 
 
 def test_a_new_module_needs_a_new_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

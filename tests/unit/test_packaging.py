@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.shared import documents
 from tests.tools.machine import ROOT
 
 FOLDERS = (".ci", "benchmarks", "docs", "ipcreduce", "kernels", "mpi_examples", "tests")
@@ -24,6 +25,7 @@ FILES = (
     "MANIFEST.in",
     "Makefile",
     "README.md",
+    "SECURITY.md",
     "pyproject.toml",
     "setup.cfg",
 )
@@ -69,6 +71,7 @@ def test_the_sdist_has_the_tests_and_all_that_they_read(build: Callable[[str], P
     with tarfile.open(build("sdist")) as sdist:
         found = {Path(*Path(name).parts[1:]) for name in sdist.getnames()}
     assert files - found == {Path("docs/_build/index.html")}
+    assert {page.relative_to(ROOT) for page in documents.pages()} <= found
 
 
 def test_only_the_extras_for_gpus_and_tests_need_cuda(build: Callable[[str], Path]):
@@ -81,10 +84,11 @@ def test_only_the_extras_for_gpus_and_tests_need_cuda(build: Callable[[str], Pat
     assert extras == {"cuda12", "cuda13", "nccl-cuda12", "nccl-cuda13", "test", "test-cuda12", "test-tools"}
 
 
-def test_the_readme_shows_the_same_elsewhere():
-    """A package index shows README.md without the tree: its pictures must have absolute addresses."""
+def test_the_readme_shows_pictures_that_exist():
+    """A package index shows README.md without the tree, so the pictures need https addresses once there are any."""
     pictures = re.findall(r"!\[[^]]*\]\(([^)]*)\)", (ROOT / "README.md").read_text())
-    assert all(picture.startswith("https://") for picture in pictures)
+    assert pictures
+    assert all(picture.startswith("https://") or (ROOT / picture).is_file() for picture in pictures)
 
 
 # ---- where the kernels are, beside another project's package named kernels: Hugging Face's has that name

@@ -122,11 +122,16 @@ def _rank_0_is_killed(group: Files, kind: Any) -> None:
 
     def opening(path: str, *arguments: Any) -> Any:
         paths.append(path)
-        if group.is_last:
+        if group.is_last:  # once the others have opened it: the name may go at once, with the next file of anybody
+            for rank in range(1, group.size - 1):
+                group.await_file(f"opened-{rank}")
             assert os.path.exists(path)
+        opened = opens(path, *arguments)
+        if group.is_last:
             os.kill(int((group.directory / "pid").read_text()), signal.SIGKILL)
             group.write("failed")
-        return opens(path, *arguments)
+        group.write(f"opened-{group.rank}")
+        return opened
 
     def telling(data: bytes) -> list[bytes]:
         if is_created:
@@ -176,7 +181,7 @@ def allgather_raises(group: Files) -> None:
     if group.is_last:
         group.allgather = fails  # type: ignore[method-assign]
     found = "EOFError: of the program" if group.is_last else "ConnectionResetError: a rank has failed"
-    with raises(errors.PeerLostError, f"rank {group.rank}, start-up: ", f"found that it raised {found}", "anew"):
+    with raises(errors.PeerLostError, f"rank {group.rank}, start-up: ", f"the group's allgather raised {found}", "anew"):
         Communicator(group)
 
 
@@ -192,7 +197,7 @@ def allgather_hangs(group: Files) -> None:
     if group.is_last:
         group.allgather = hangs  # type: ignore[method-assign]
     passing = clock.passing(121.0, (group.directory / "hangs").exists)
-    words = "start-up: ", "found that the group's allgather has not answered in time"
+    words = "start-up: ", "the group's allgather has not answered in time"
     with passing, raises(errors.PeerTimeoutError, *words):
         Communicator(group)
 

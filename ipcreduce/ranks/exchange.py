@@ -262,7 +262,7 @@ def _raise_left(ranks: Ranks, gathered: np.ndarray[Any, Any], what: str) -> None
         if ours and other["left"]:
             ranks.left = True
             raise (UnsupportedError if other["left"] == _LACKS else PeerFailedError)(report(
-                ranks.rank, 0, f"rank {rank} left start-up at {what} ({text_of(other)})",
+                ranks.rank, 0, f"rank {rank} has left start-up ({text_of(other)})",
                 "Mend that, then make the Communicator again on every rank.",
             ))  # fmt: skip
 

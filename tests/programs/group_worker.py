@@ -181,7 +181,9 @@ def allgather_raises(group: Files) -> None:
     if group.is_last:
         group.allgather = fails  # type: ignore[method-assign]
     found = "EOFError: of the program" if group.is_last else "ConnectionResetError: a rank has failed"
-    with raises(errors.PeerLostError, f"rank {group.rank}, start-up: ", f"the group's allgather raised {found}", "anew"):
+    with raises(
+        errors.PeerLostError, f"rank {group.rank}, start-up: ", f"the group's allgather raised {found}", "anew"
+    ):
         Communicator(group)
 
 

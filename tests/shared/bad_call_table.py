@@ -476,7 +476,7 @@ CONSTRUCTOR: list[tuple[dict[str, Any], str]] = [
     ),
 ]
 DEVICE_CONSTRUCTOR: list[tuple[dict[str, Any], str]] = [
-    ({"device": 99}, "names no GPU: this process sees"),
+    ({"device": 99}, "GPUs that this process sees"),
 ]
 
 

@@ -148,8 +148,7 @@ def test_another_program_or_version_is_named(field: str, other: int):
 
     with pytest.raises(RankMismatchError) as caught:
         World(change).allgather(exchange.message(exchange.CONFIRMATION), call=5)
-    assert re.match("rank 1, call 5: expected ", str(caught.value))
-    assert f"{field} 77 from rank {other}" in str(caught.value)
+    assert re.match(f"rank 1, call 5: rank {other} has {field} 77 at ", str(caught.value))
     assert "same version of ipcreduce" in str(caught.value)
 
 
@@ -176,7 +175,7 @@ def test_what_was_given_up_is_kept():
 
 
 def test_start_up_has_no_call_number():
-    with pytest.raises(PeerTimeoutError, match="rank 1, start-up: expected"):
+    with pytest.raises(PeerTimeoutError, match="rank 1, start-up: not all 3 ranks came to "):
         World(at=None).allgather(exchange.message(exchange.CONFIRMATION), seconds=0.0)
 
 
@@ -257,7 +256,7 @@ def test_a_rank_that_leaves_is_named_at_the_next_exchange(dtype: Any, error: Bas
             leaves(record, error)
 
     world = World(change)
-    with pytest.raises(kind, match="rank 1, start-up: rank 2 left start-up at a test") as found:
+    with pytest.raises(kind, match="rank 1, start-up: rank 2 has left start-up") as found:
         world.allgather(exchange.message(dtype))
     assert "none left" in str(found.value)
     assert world.left

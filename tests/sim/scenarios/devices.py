@@ -78,10 +78,10 @@ def recordings_with_another_device() -> None:
         works(comm)
         for wrong in ([LAST], range(SIZE)):
             if RANK in wrong:
-                with cupy.cuda.Device(OTHER), raises(errors.ArgumentError, f"GPU {OWN} to be the current one"):
+                with cupy.cuda.Device(OTHER), raises(errors.ArgumentError, f"Make GPU {OWN} current first"):
                     record(comm)
             else:
-                with raises(errors.PeerFailedError, f"rank {LAST} raised an error", "to be the current one"):
+                with raises(errors.PeerFailedError, f"rank {LAST} raised an error", "another GPU is current"):
                     record(comm)
             record(comm)
             works(comm)

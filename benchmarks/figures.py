@@ -226,7 +226,8 @@ def three(array: Any, call: Call) -> None:
 def plain_launches(run: Run) -> Iterator[None]:
     """Launches prepared within are not programmatic."""
     made, launches = launching.driver.Launch, run.backend.launches
-    kept, launches._prepared = launches._prepared, {}
+    kept = dict(launches.prepared)
+    launches.prepared.clear()
 
     def plain(*arguments: Any, programmatic: bool = False) -> Any:
         return made(*arguments)
@@ -235,7 +236,8 @@ def plain_launches(run: Run) -> Iterator[None]:
         with mock.patch.object(launching.driver, "Launch", plain):
             yield
     finally:
-        launches._prepared = kept
+        launches.prepared.clear()
+        launches.prepared.update(kept)
 
 
 def ends_of_waits(run: Run) -> None:
@@ -261,14 +263,17 @@ def endless_waits(run: Run) -> Iterator[None]:
         text = header.read_text()
         assert text.count("spins < kSpinsBetweenChecks") == 1
         header.write_text(text.replace("spins < kSpinsBetweenChecks", "true"))
-        kept = launches._functions, launches._prepared
-        launches._functions, launches._prepared = {}, {}
+        kept = dict(launches._functions), dict(launches.prepared)
+        launches._functions.clear()
+        launches.prepared.clear()
         compiler._headers_digest.cache_clear()
         try:
             with mock.patch.object(compiler, "kernel_directory", return_value=sources):
                 yield
         finally:
-            launches._functions, launches._prepared = kept
+            for table, old in zip((launches._functions, launches.prepared), kept, strict=True):
+                table.clear()
+                table.update(old)
             compiler._headers_digest.cache_clear()
 
 

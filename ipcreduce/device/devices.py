@@ -82,8 +82,8 @@ def choose_device(device: Any, local_rank: int) -> int:
     ordinal = getattr(device, "id", device)
     if ordinal >= count:  # its type has been checked: see Options
         raise ArgumentError(
-            f"device {shown(device)} is none of the {count} GPUs that this process sees. Pass an ordinal below {count}, "
-            "'auto' or None"
+            f"device {shown(device)} is none of the {count} GPUs that this process sees. Pass an ordinal below "
+            f"{count}, 'auto' or None"
         )
     return int(ordinal)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..types import Event, Stream
-from .driver import call, fail, load
+from .driver import call, fail, load, newest
 
 _NOT_READY = 600
 
@@ -99,12 +99,8 @@ def captured_graph(stream: Stream) -> int:
 def follow_nodes(stream: Stream, nodes: tuple[int, ...]) -> None:
     """Make the next node captured on ``stream`` depend on ``nodes`` too."""
     handles = [load().CUgraphNode(node) for node in nodes]
-    if hasattr(load(), "cuStreamUpdateCaptureDependencies_v2"):  # CUDA 12's plain name takes no edge data
-        call("cuStreamUpdateCaptureDependencies_v2", stream, handles, None, len(handles), 0)  # ADD
-    else:
-        call("cuStreamUpdateCaptureDependencies", stream, handles, None, len(handles), 0)
+    call(newest("cuStreamUpdateCaptureDependencies"), stream, handles, None, len(handles), 0)  # ADD
 
 
 def _capture_info(stream: Stream) -> Any:
-    name = "cuStreamGetCaptureInfo_v3" if hasattr(load(), "cuStreamGetCaptureInfo_v3") else "cuStreamGetCaptureInfo"
-    return call(name, stream)
+    return call(newest("cuStreamGetCaptureInfo", 3), stream)

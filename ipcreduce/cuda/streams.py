@@ -53,6 +53,14 @@ def wait_event(stream: Stream, event: Event) -> None:
     call("cuStreamWaitEvent", stream, event, 0)
 
 
+def let_wait(stream: Stream, other: Stream) -> None:
+    """Let ``stream`` wait for the present work on another stream."""
+    event = create_event()
+    record_event(event, other)
+    wait_event(stream, event)
+    close_event(event)
+
+
 def synchronize_stream(stream: Stream) -> None:
     """Wait on the host for all work on ``stream``."""
     call("cuStreamSynchronize", stream)

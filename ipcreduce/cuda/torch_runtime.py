@@ -236,7 +236,7 @@ def use_on(tensor: Any, stream: Stream, owner: Any) -> None:
         if device not in _waiting:
             _waiting[device] = torch.cuda.Stream(device)
         own = Stream(int(_waiting[device].cuda_stream))
-        _let_wait(own, stream)
+        streams.let_wait(own, stream)
         stream = own
     tensor.record_stream(torch.cuda.ExternalStream(stream, device=tensor.device))
 
@@ -245,15 +245,7 @@ def order(device: int, stream: Stream) -> None:
     """Let ``stream`` wait for PyTorch's current stream on a GPU, if they differ."""
     current = stream_handle(device)
     if current != stream:
-        _let_wait(stream, current)
-
-
-def _let_wait(stream: Stream, other: Stream) -> None:
-    """Let ``stream`` wait for the present work on another stream."""
-    event = streams.create_event()
-    streams.record_event(event, other)
-    streams.wait_event(stream, event)
-    streams.close_event(event)
+        streams.let_wait(stream, current)
 
 
 # ---- memory

@@ -91,7 +91,7 @@ class _Cache:
 
     def __init__(self) -> None:
         self._said = False
-        self._entries: Any = None
+        self._entries: Any = {}  # those of this process only, if there is no directory for them
         try:
             from cuda.core.utils import FileStreamProgramCache
 
@@ -101,8 +101,6 @@ class _Cache:
 
     def get(self, key: bytes) -> bytes | None:
         """The kernel kept by this key; None if there is none, or it is damaged."""
-        if self._entries is None:
-            return None
         try:
             entry = self._entries.get(key)
         except OSError as error:
@@ -118,8 +116,6 @@ class _Cache:
 
     def put(self, key: bytes, kernel: bytes) -> None:
         """Store a kernel, if the cache can be written."""
-        if self._entries is None:
-            return
         try:
             self._entries[key] = _sealing(kernel) + kernel
         except OSError as error:

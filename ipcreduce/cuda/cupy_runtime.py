@@ -70,12 +70,7 @@ def launch(executable: Executable, stream: Stream) -> None:
     try:
         launch_graph(executable.handle, stream)
     except RuntimeError as error:
-        raise launch_error(error) from None
-
-
-def launch_error(error: Exception) -> Exception:
-    """The exception to raise for one of :func:`launch_graph`: a CudaError for CuPy's, and any other as it is."""
-    return runtime_error("cudaGraphLaunch", error)
+        raise runtime_error("cudaGraphLaunch", error) from None
 
 
 def runtime_error(name: str, error: Exception) -> Exception:

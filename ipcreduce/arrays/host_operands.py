@@ -127,5 +127,4 @@ def _parts(array: Array, dtype: str) -> Array:
     if array.dtype == bool:
         return array.view(dtype)
     parts = array.real  # array.view(dtype) would need a contiguous last axis
-    shape, strides = (*array.shape, 2), (*array.strides, parts.itemsize)
-    return np.lib.stride_tricks.as_strided(parts, shape, strides)
+    return np.lib.stride_tricks.as_strided(parts, (*array.shape, 2), (*array.strides, parts.itemsize))

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..errors import IpcReduceError, UnsupportedError
+from ..errors import INSTALL, IpcReduceError, UnsupportedError
 
 _log = logging.getLogger("ipcreduce")
 _SOME_SOURCES = "one_shot.cu", "sync.cuh"  # enough to tell ipcreduce's ``kernels`` from another project's
@@ -153,9 +153,7 @@ def compile_kernel(name: str, macros: dict[str, str], capability: tuple[int, int
         from cuda.core import Program, ProgramOptions
         from cuda.core.utils import make_program_cache_key
     except ImportError as error:
-        raise UnsupportedError(
-            f"the compiler is not installed ({error}): pip install 'ipcreduce[cuda13]', or [cuda12]"
-        ) from None
+        raise UnsupportedError(f"the compiler is not installed ({error}): {INSTALL}") from None
     directory = kernel_directory()
     source = (directory / f"{name}.cu").read_text()
     options = ProgramOptions(
@@ -174,9 +172,7 @@ def compile_kernel(name: str, macros: dict[str, str], capability: tuple[int, int
             cubin = bytes(Program(source, "c++", options).compile("cubin").code)
         except Exception as error:  # cuda.core has an exception type for each library that it calls
             if "NVRTC" not in str(error) and "nvrtc" not in str(error):
-                raise UnsupportedError(
-                    f"the compiler does not run ({error}): pip install 'ipcreduce[cuda13]', or [cuda12]"
-                ) from error
+                raise UnsupportedError(f"the compiler does not run ({error}): {INSTALL}") from error
             raise IpcReduceError(f"{name}.cu does not compile for {options.arch}:\n{error}") from error
         _cache().put(key, cubin)
     return cubin

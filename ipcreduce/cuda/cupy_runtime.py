@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, CudaError, UnsupportedError
+from ..errors import INSTALL, ArgumentError, CudaError, UnsupportedError
 from ..types import Stream
 from . import driver
 from .graph import Executable
@@ -34,9 +35,7 @@ def load() -> Any:
         try:
             import cupy as found
         except ImportError as error:
-            raise UnsupportedError(
-                f"CuPy is not installed ({error}): pip install 'ipcreduce[cuda13]', or [cuda12] for a driver of CUDA 12"
-            ) from None
+            raise UnsupportedError(f"CuPy is not installed ({error}): {INSTALL} for a driver of CUDA 12") from None
         get_current_stream, current_context = found.cuda.get_current_stream, found.cuda.driver.ctxGetCurrent
         runtime = found.cuda.runtime
         is_capturing = runtime.streamIsCapturing
@@ -282,7 +281,5 @@ def runtime_status(error: BaseException) -> int:
 
 def raised_by_cupy(error: BaseException) -> bool:
     """True if the exception was raised within CuPy."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and "cupy" in str(trace.tb_frame.f_globals.get("__name__"))
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return bool(frames) and "cupy" in str(frames[-1].f_globals.get("__name__"))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CudaError, UnsupportedError, first_line
+from ..errors import INSTALL, CudaError, UnsupportedError, first_line
 from ..types import Stream
 
 IPC_HANDLE_BYTES = 64
@@ -47,9 +47,7 @@ def load() -> Any:
                 ctypes.CDLL("libcuda.so.1")
             except OSError:  # without a driver, the bindings would be of no use
                 raise UnsupportedError(_NO_DRIVER) from None
-            raise UnsupportedError(
-                f"cuda-python is not installed ({error}): pip install 'ipcreduce[cuda13]', or [cuda12]"
-            ) from None
+            raise UnsupportedError(f"cuda-python is not installed ({error}): {INSTALL}") from None
         try:
             code = int(bindings.cuInit(0)[0])
         except Exception as error:  # without libcuda.so the bindings raise various types

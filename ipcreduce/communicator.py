@@ -184,8 +184,8 @@ class Communicator:
             backend.order.launch(partial(views.copy_into, destination, source), handle, owner, recorded=recorded)
         else:
             backend.run(prepared, used.source_address, used.destination_address, handle, owner, recorded)
-        if used.needs_write_back:
-            used.write_back()
+        if used.destination is not used.target:
+            views.copy_into(used.target, used.destination, handle)
             backend.order.extend(handle)
         if not recorded and not views.is_cupy(array):
             with using(backend.context):

@@ -12,6 +12,7 @@ from enum import Enum
 from .texts import text_of
 
 Location = tuple[int, tuple[int, ...], str, tuple[int, ...]]  # address, shape, dtype's name, strides in bytes
+INSTALL = "pip install 'ipcreduce[cuda13]', or [cuda12]"  # the remedy if a library for GPUs is missing
 
 
 class Reach(Enum):

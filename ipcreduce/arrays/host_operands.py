@@ -52,14 +52,13 @@ class HostOperands:
     def __init__(self, array: Any, op: Any, out: Any) -> None:
         """Take the arguments of ``allreduce(array, op, out=out)``. :raises ArgumentError: if one is wrong."""
         self._array, self._out = array, out
-        source = _plain(array, "array") if isinstance(array, np.ndarray) else _as_numpy(array, "array")
+        source = _as_numpy(array, "array")
         self.op = op_name(op, source.dtype)
         self.kind = kind_name(source.dtype, self.op)
         target = None
         if out is not None:  # a number cannot hold a result, even if out is array
             in_place = out is array and not isinstance(array, views.NUMBERS)
             target = source if in_place else _target(array, source, out)
-        if target is not None:
             check_writable(target, out)
             if not target.flags.c_contiguous:
                 check_own_elements(target)
@@ -87,20 +86,18 @@ class HostOperands:
         return reduced[()] if isinstance(self._array, np.generic) else reduced.item()
 
 
-def _plain(array: Array, what: str) -> Array:
-    """A plain NumPy array over the memory of a subclass: numpy.matrix, say, indexes and reshapes in its own way.
+def _as_numpy(array: Any, what: str) -> Array:
+    """A plain NumPy array that holds a number, or that lies over the memory of an array of any kind.
+
+    It is of no subclass: numpy.matrix, say, indexes and reshapes in its own way.
 
     :raises ArgumentError: for a masked array, whose memory is not its values.
     """
-    if _is_masked(array):
+    module = sys.modules.get("numpy.ma")  # reading np.ma would import that module, perhaps within a signal handler
+    if isinstance(array, getattr(module, "MaskedArray", ())):
         remedy = "Fill it first" if what == "array" else "Pass its .data"
         raise ArgumentError(f"{what} is a masked array, whose masked elements have no value. {remedy}")
-    return np.asarray(array)
-
-
-def _as_numpy(array: Any, what: str) -> Array:
-    """A NumPy array that holds a number, or that lies over the memory of another library's array."""
-    if isinstance(array, np.generic):
+    if isinstance(array, (np.ndarray, np.generic)):
         return np.asarray(array)
     for number, convert in _NUMBERS:
         if isinstance(array, number):
@@ -115,12 +112,12 @@ def _target(array: Any, source: Array, out: Any) -> Array:
             f"the result of a number is a number, which cannot go into out, a {type(out).__qualname__}. Leave out= "
             "away, or pass array as an array without dimensions: numpy.asarray(it)"
         )
-    if isinstance(out, views.NUMBERS) or (not isinstance(out, np.ndarray) and views.is_device(out, "out")):
+    if isinstance(out, views.NUMBERS) or views.is_device(out, "out"):
         raise ArgumentError(
             f"array lies on the host, but out is a {type(out).__qualname__}. Pass a NumPy array or a CPU tensor as "
             "out, or leave out= away for a new array"
         )
-    target = _plain(out, "out") if isinstance(out, np.ndarray) else _as_numpy(out, "out")
+    target = _as_numpy(out, "out")
     check_same_kind(source, target)
     return target
 
@@ -130,11 +127,4 @@ def _parts(array: Array, dtype: str) -> Array:
     if array.dtype == bool:
         return array.view(dtype)
     parts = array.real  # array.view(dtype) would need a contiguous last axis
-    shape, strides = (*array.shape, 2), (*array.strides, parts.itemsize)
-    return np.lib.stride_tricks.as_strided(parts, shape, strides)
-
-
-def _is_masked(array: Any) -> bool:
-    """True for NumPy's masked arrays. Reading ``np.ma`` would import that module, perhaps within a signal handler."""
-    module: Any = sys.modules.get("numpy.ma")
-    return isinstance(array, getattr(module, "MaskedArray", ()))
+    return np.lib.stride_tricks.as_strided(parts, (*array.shape, 2), (*array.strides, parts.itemsize))

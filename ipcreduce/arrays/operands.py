@@ -43,8 +43,8 @@ class DeviceOperands:
     """The arrays of a device all-reduce.
 
     Kernels read ``source`` and write ``destination``. Both are contiguous and aligned, and they are either the same
-    array or do not overlap. The result belongs into ``target``: if ``target`` is not ``destination``,
-    :meth:`write_back` copies the result there. ``result`` is the array to return.
+    array or do not overlap. The result belongs into ``target``: if ``target`` is not ``destination``, the caller copies
+    the result there. ``result`` is the array to return.
     """
 
     source: Any
@@ -88,24 +88,19 @@ class DeviceOperands:
             with allocating():
                 source = views.contiguous_copy(source, stream)
         source_address, destination_address = views.pointer(source), views.pointer(destination)
-        if (source_address | destination_address) & (source.itemsize - 1):
-            _check_aligned(source, destination)
+        for address in (source_address, destination_address):
+            if address & (source.itemsize - 1):
+                raise ArgumentError(
+                    f"address {address:#x} of array or out is no multiple of the itemsize, {source.itemsize}. "
+                    "Copy it to a new array first"
+                )
         return cls(source, source_address, destination, destination_address, target, result, stream)
 
     def convert(self, dtype: Any, allocating: Allocating) -> None:
         """Copy the source to ``dtype``, and let the kernels work on that copy in place."""
         with allocating():
-            self.source = self.destination = views.converted(self.source, dtype, self.stream)
+            self.source = self.destination = views.contiguous_copy(self.source, self.stream, dtype)
         self.source_address = self.destination_address = views.pointer(self.source)
-
-    @property
-    def needs_write_back(self) -> bool:
-        """True if :meth:`write_back` has something to copy."""
-        return self.destination is not self.target
-
-    def write_back(self) -> None:
-        """Copy the result from ``destination`` into ``target``."""
-        views.copy_into(self.target, self.destination, self.stream)
 
 
 def _new(array: Any, source: Any, stream: Stream, device: int, ordered: bool) -> tuple[Any, Any]:
@@ -113,14 +108,12 @@ def _new(array: Any, source: Any, stream: Stream, device: int, ordered: bool) ->
 
     In a recording, where ``ordered`` is False, the memory belongs to the graph.
     """
-    if source is array or not torch_runtime.is_tensor(array):
-        target = views.empty(source.shape, source.dtype, stream, device)
-        return target, target
-    if ordered:
+    is_tensor = source is not array and torch_runtime.is_tensor(array)
+    if is_tensor and ordered:
         result = torch_runtime.empty_on(array, stream)
         return views.view(result, stream, ordered=False), result
     target = views.empty(source.shape, source.dtype, stream, device)
-    return target, torch_runtime.over(target, array)
+    return target, torch_runtime.over(target, array) if is_tensor else target
 
 
 def _out(device: int, source: Any, out: Any, stream: Stream, ordered: bool) -> Any:
@@ -178,19 +171,9 @@ def _check_device(ordinal: int, array: Any, name: str) -> None:
         )
 
 
-def _check_aligned(*used: Any) -> None:
-    for array in used:
-        if views.pointer(array) % array.itemsize:
-            raise ArgumentError(
-                f"address {views.pointer(array):#x} of array or out is no multiple of the itemsize, {array.itemsize}. "
-                "Copy it to a new array first"
-            )
-
-
 def _overlap_in_part(source: Any, target: Any) -> bool:
     """True if the arrays overlap without being the same: writing ``target`` could then change unread ``source``."""
-    first, other = views.pointer(source), views.pointer(target)
     if views.is_contiguous(source) and views.is_contiguous(target):
+        first, other = views.pointer(source), views.pointer(target)
         return first != other and abs(first - other) < source.nbytes
-    (first, past), (other, other_past) = views.extent(source), views.extent(target)
-    return first < other_past and other < past
+    return views.overlap(source, target)

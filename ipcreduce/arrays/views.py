@@ -140,33 +140,34 @@ class _Unordered:
 
 def _from_tensor(tensor: Any, place: torch_runtime.Place, stream: Stream, ordered: bool) -> Any:
     """A view of a PyTorch tensor's memory. It takes a tenth of the time that DLPack takes."""
-    cupy = load()
     address, shape, dtype, strides, device = place
     if ordered:
         torch_runtime.order(device, stream)
-    _, past = _reach(shape, strides, dtype.itemsize)  # PyTorch's strides are never negative
     # A recording has to keep the memory: a tensor may later be given other memory (set_(), .data).
-    memory = cupy.cuda.UnownedMemory(address, past, tensor if ordered else tensor.detach(), device)
-    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides=strides)
+    return _over(address, shape, dtype, strides, tensor if ordered else tensor.detach(), device)
 
 
 def _from_interface(array: Any, stream: Stream, ordered: bool) -> Any:
     """A view by ``__cuda_array_interface__`` (versions 2 and 3)."""
-    cupy = load()
     interface = array.__cuda_array_interface__
     dtype = array_protocols.interface_dtype(array, interface)
     if interface.get("mask") is not None:
         raise ArgumentError("array has a mask in its __cuda_array_interface__. Pass an array without one")
     shape, strides = tuple(interface["shape"]), interface.get("strides")
     address, _ = interface["data"]
-    low, past = _reach(shape, strides, dtype.itemsize)
     producer = interface.get("stream") if ordered else None
     if producer is not None and producer != stream and not (producer == 1 and stream == 0):
-        event = streams.create_event()
-        streams.record_event(event, producer)
-        streams.wait_event(stream, event)
-        streams.close_event(event)
-    memory = cupy.cuda.UnownedMemory(address + low, past - low, array, current_device() if not address else -1)
+        streams.let_wait(stream, producer)
+    return _over(address, shape, dtype, strides, array, current_device() if not address else -1)
+
+
+def _over(
+    address: int, shape: tuple[int, ...], dtype: np.dtype[Any], strides: tuple[int, ...] | None, owner: Any, device: int
+) -> Any:  # fmt: skip
+    """A CuPy array over memory that ``owner`` keeps alive. ``address`` is that of element 0."""
+    cupy = load()
+    low, past = _reach(shape, strides, dtype.itemsize)
+    memory = cupy.cuda.UnownedMemory(address + low, past - low, owner, device)
     return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, -low), strides=strides)
 
 
@@ -216,8 +217,7 @@ def extent(array: Any) -> tuple[int, int]:
 
 def same_elements(array: Any, other: Any) -> bool:
     """True if two device arrays of one shape are the same elements: the same address, strides and dtype."""
-    same_place = pointer(array) == pointer(other) and array.strides == other.strides
-    return bool(same_place and array.dtype == other.dtype)
+    return bool(pointer(array) == pointer(other) and array.strides == other.strides and array.dtype == other.dtype)
 
 
 def overlap(array: Any, other: Any) -> bool:
@@ -276,18 +276,10 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any], stream: Stream, device: 
     return array
 
 
-def contiguous_copy(array: Any, stream: Stream) -> Any:
-    """A C-contiguous copy of a device array, made on ``stream``."""
-    cupy = load()
-    with cupy.cuda.Device(device_of(array)), on_stream(stream):
-        return array.copy(order="C")
-
-
-def converted(array: Any, dtype: np.dtype[Any], stream: Stream) -> Any:
-    """A C-contiguous copy of a device array with another dtype, made on ``stream``."""
-    cupy = load()
-    with cupy.cuda.Device(device_of(array)), on_stream(stream):
-        return array.astype(dtype, order="C")
+def contiguous_copy(array: Any, stream: Stream, dtype: np.dtype[Any] | None = None) -> Any:
+    """A C-contiguous copy of a device array, made on ``stream``. It has another dtype if one is given."""
+    with load().cuda.Device(device_of(array)), on_stream(stream):
+        return array.copy(order="C") if dtype is None else array.astype(dtype, order="C")
 
 
 def copy_into(target: Any, value: Any, stream: Stream) -> None:
@@ -296,8 +288,7 @@ def copy_into(target: Any, value: Any, stream: Stream) -> None:
         return
     if overlap(target, value):
         value = contiguous_copy(value, stream)
-    cupy = load()
-    with cupy.cuda.Device(device_of(target)), on_stream(stream):
+    with load().cuda.Device(device_of(target)), on_stream(stream):
         target[...] = value
 
 
@@ -308,11 +299,7 @@ def is_cupy(array: Any) -> bool:
 
 def view_of(array: Any, owner: Any) -> Any:
     """A CuPy array over the same memory that keeps ``owner`` alive, in place of the memory's block."""
-    cupy = load()
-    first, past = extent(array)
-    memory = cupy.cuda.UnownedMemory(first, past - first, owner, device_of(array))
-    place = cupy.cuda.MemoryPointer(memory, pointer(array) - first)
-    return cupy.ndarray(array.shape, array.dtype, place, strides=array.strides)
+    return _over(pointer(array), array.shape, array.dtype, array.strides, owner, device_of(array))
 
 
 def locator(kind: type) -> Locate | None:

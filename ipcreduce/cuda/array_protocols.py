@@ -12,6 +12,7 @@ import math
 import struct
 import types
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 import ml_dtypes
@@ -41,8 +42,7 @@ def attributes(kind: type) -> Callable[[Any], dict[str, Any]] | None:
     """A function that returns the ``__dict__`` of an object of this type; None if they have none, or are types."""
     for namespace in namespaces(kind) if not issubclass(kind, type) else ():
         if type(namespace.get("__dict__")) in (types.GetSetDescriptorType, types.MemberDescriptorType):
-            get: Callable[[Any], dict[str, Any]] = namespace["__dict__"].__get__
-            return get
+            return namespace["__dict__"].__get__
     return None
 
 
@@ -135,10 +135,9 @@ def _is_mutable(array: Any, flags: int | None) -> bool:
 
 def is_readonly(array: Any) -> bool:
     """True if the protocols of a device array forbid writing, or do not say that they allow it."""
-    try:
+    interface = None
+    with suppress(Exception):  # AttributeError, or any other error for a dtype without a typestr
         interface = array.__cuda_array_interface__
-    except Exception:  # AttributeError, or any other error for a dtype without a typestr
-        interface = None
     if interface is not None:
         return bool(interface["data"][1])
     try:
@@ -182,9 +181,8 @@ def host_view(array: Any) -> np.ndarray[Any, Any]:
         view.flags.writeable = False
     elif mutable and not view.flags.writeable:
         interface = view.__array_interface__
-        writable = types.SimpleNamespace(__array_interface__=interface | {"data": (interface["data"][0], False)})
-        writable.owner = view
-        view = np.asarray(writable)
+        interface["data"] = interface["data"][0], False
+        view = np.asarray(types.SimpleNamespace(__array_interface__=interface, owner=view))
     return view
 
 

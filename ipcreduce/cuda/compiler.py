@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..errors import IpcReduceError, UnsupportedError
+from ..errors import INSTALL, IpcReduceError, UnsupportedError
 
 _log = logging.getLogger("ipcreduce")
 _SOME_SOURCES = "one_shot.cu", "sync.cuh"  # enough to tell ipcreduce's ``kernels`` from another project's
@@ -91,7 +91,7 @@ class _Cache:
 
     def __init__(self) -> None:
         self._said = False
-        self._entries: Any = None
+        self._entries: Any = {}  # those of this process only, if there is no directory for them
         try:
             from cuda.core.utils import FileStreamProgramCache
 
@@ -101,8 +101,6 @@ class _Cache:
 
     def get(self, key: bytes) -> bytes | None:
         """The kernel kept by this key; None if there is none, or it is damaged."""
-        if self._entries is None:
-            return None
         try:
             entry = self._entries.get(key)
         except OSError as error:
@@ -118,8 +116,6 @@ class _Cache:
 
     def put(self, key: bytes, kernel: bytes) -> None:
         """Store a kernel, if the cache can be written."""
-        if self._entries is None:
-            return
         try:
             self._entries[key] = _sealing(kernel) + kernel
         except OSError as error:
@@ -157,9 +153,7 @@ def compile_kernel(name: str, macros: dict[str, str], capability: tuple[int, int
         from cuda.core import Program, ProgramOptions
         from cuda.core.utils import make_program_cache_key
     except ImportError as error:
-        raise UnsupportedError(
-            f"the compiler is not installed ({error}): pip install 'ipcreduce[cuda13]', or [cuda12]"
-        ) from None
+        raise UnsupportedError(f"the compiler is not installed ({error}): {INSTALL}") from None
     directory = kernel_directory()
     source = (directory / f"{name}.cu").read_text()
     options = ProgramOptions(
@@ -178,9 +172,7 @@ def compile_kernel(name: str, macros: dict[str, str], capability: tuple[int, int
             cubin = bytes(Program(source, "c++", options).compile("cubin").code)
         except Exception as error:  # cuda.core has an exception type for each library that it calls
             if "NVRTC" not in str(error) and "nvrtc" not in str(error):
-                raise UnsupportedError(
-                    f"the compiler does not run ({error}): pip install 'ipcreduce[cuda13]', or [cuda12]"
-                ) from error
+                raise UnsupportedError(f"the compiler does not run ({error}): {INSTALL}") from error
             raise IpcReduceError(f"{name}.cu does not compile for {options.arch}:\n{error}") from error
         _cache().put(key, cubin)
     return cubin

@@ -5,24 +5,16 @@ They are classes, because a generator of contextlib takes a microsecond more.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import Any
 
 from ..errors import CudaError
 from . import driver
 
 
-def using(context: int) -> AbstractContextManager[None]:
+class using:
     """Make ``context`` current in this thread for a block, if it still exists: it may be gone when Python exits."""
-    return _Using(context)
 
-
-def using_relaxed(context: int) -> AbstractContextManager[None]:
-    """Do as :func:`using`, in relaxed capture mode: waits, allocations and frees then invalidate no capture."""
-    return _UsingRelaxed(context)
-
-
-class _Using:
     __slots__ = ("_context", "_previous")
 
     def __init__(self, context: int) -> None:
@@ -36,7 +28,7 @@ class _Using:
         except CudaError:
             pass
         except BaseException:  # after an interrupt here, Python does not call __exit__()
-            _Using.__exit__(self)
+            using.__exit__(self)
             raise
 
     def __exit__(self, *error: Any) -> None:
@@ -45,7 +37,9 @@ class _Using:
                 driver.set_context(self._previous)
 
 
-class _UsingRelaxed(_Using):
+class using_relaxed(using):
+    """Do as :class:`using`, in relaxed capture mode: waits, allocations and frees then invalidate no capture."""
+
     __slots__ = ("_relaxed",)
 
     def __enter__(self) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, CudaError, UnsupportedError
+from ..errors import INSTALL, ArgumentError, CudaError, UnsupportedError
 from ..types import Stream
 from . import driver
 from .graph import Executable
@@ -34,9 +35,7 @@ def load() -> Any:
         try:
             import cupy as found
         except ImportError as error:
-            raise UnsupportedError(
-                f"CuPy is not installed ({error}): pip install 'ipcreduce[cuda13]', or [cuda12] for a driver of CUDA 12"
-            ) from None
+            raise UnsupportedError(f"CuPy is not installed ({error}): {INSTALL} for a driver of CUDA 12") from None
         get_current_stream, current_context = found.cuda.get_current_stream, found.cuda.driver.ctxGetCurrent
         runtime = found.cuda.runtime
         is_capturing = runtime.streamIsCapturing
@@ -70,12 +69,7 @@ def launch(executable: Executable, stream: Stream) -> None:
     try:
         launch_graph(executable.handle, stream)
     except RuntimeError as error:
-        raise launch_error(error) from None
-
-
-def launch_error(error: Exception) -> Exception:
-    """The exception to raise for one of :func:`launch_graph`: a CudaError for CuPy's, and any other as it is."""
-    return runtime_error("cudaGraphLaunch", error)
+        raise runtime_error("cudaGraphLaunch", error) from None
 
 
 def runtime_error(name: str, error: Exception) -> Exception:
@@ -287,7 +281,5 @@ def runtime_status(error: BaseException) -> int:
 
 def raised_by_cupy(error: BaseException) -> bool:
     """True if the exception was raised within CuPy."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and "cupy" in str(trace.tb_frame.f_globals.get("__name__"))
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return bool(frames) and "cupy" in str(frames[-1].f_globals.get("__name__"))

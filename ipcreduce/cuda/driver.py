@@ -7,14 +7,13 @@ fails. The tests replace this module by a simulated device (tests/simulated), so
 from __future__ import annotations
 
 import ctypes
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from ..errors import CudaError, UnsupportedError, first_line
+from ..errors import INSTALL, CudaError, UnsupportedError, first_line
 from ..types import Stream
 
 IPC_HANDLE_BYTES = 64
@@ -44,11 +43,11 @@ def load() -> Any:
         try:
             from cuda.bindings import driver as bindings
         except ImportError as error:
-            if not _has_library():  # without a driver, the bindings would be of no use
+            try:
+                ctypes.CDLL("libcuda.so.1")
+            except OSError:  # without a driver, the bindings would be of no use
                 raise UnsupportedError(_NO_DRIVER) from None
-            raise UnsupportedError(
-                f"cuda-python is not installed ({error}): pip install 'ipcreduce[cuda13]', or [cuda12]"
-            ) from None
+            raise UnsupportedError(f"cuda-python is not installed ({error}): {INSTALL}") from None
         try:
             code = int(bindings.cuInit(0)[0])
         except Exception as error:  # without libcuda.so the bindings raise various types
@@ -59,14 +58,6 @@ def load() -> Any:
     return _bindings
 
 
-def _has_library() -> bool:
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
-
-
 def call(name: str, *arguments: Any) -> Any:
     """Call the driver function ``name`` and return its results. :raises CudaError: if it fails."""
     bindings = _bindings or load()
@@ -74,6 +65,12 @@ def call(name: str, *arguments: Any) -> Any:
     if result[0]:
         fail(name, result[0])
     return result[1] if len(result) == 2 else result[1:]
+
+
+def newest(name: str, version: int = 2) -> str:
+    """The name of a driver function's newest form. CUDA 12's bindings call it ``name_v2``, say, and 13's ``name``."""
+    versioned = f"{name}_v{version}"
+    return versioned if hasattr(load(), versioned) else name
 
 
 def fail(name: str, code: Any) -> None:
@@ -102,10 +99,7 @@ def device_info(ordinal: int) -> DeviceInfo:
     minor = call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
     multiprocessors = call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device)
     name = call("cuDeviceGetName", 128, device).split(b"\0")[0].decode()
-    # CUDA 12's bindings have both functions: the one without _v2 returns one uuid for all instances of a MIG device.
-    uuid = bytes(
-        call("cuDeviceGetUuid_v2" if hasattr(load(), "cuDeviceGetUuid_v2") else "cuDeviceGetUuid", device).bytes
-    )
+    uuid = bytes(call(newest("cuDeviceGetUuid"), device).bytes)  # the older form: one for all instances of a MIG device
     memory_bytes = int(call("cuDeviceTotalMem", device))
     return DeviceInfo(ordinal, uuid, name, (int(major), int(minor)), int(multiprocessors), memory_bytes)
 
@@ -163,12 +157,9 @@ def synchronize() -> None:
             free(address)
 
 
-def relaxed() -> AbstractContextManager[Any]:
-    """Put this thread in relaxed capture mode for a block: waits and allocations then invalidate no capture."""
-    return _Relaxed()
+class relaxed:
+    """A context manager for relaxed capture mode in this thread: waits and allocations then invalidate no capture."""
 
-
-class _Relaxed:
     __slots__ = ("_mode",)
 
     def __enter__(self) -> None:

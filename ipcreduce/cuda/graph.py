@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..types import Event
-from .driver import Launch, call, load
+from .driver import Launch, call, load, newest
 
 
 def add_event_wait(graph: int, event: Event) -> int:
@@ -20,25 +20,13 @@ def add_event_record(graph: int, event: Event) -> int:
 
 def move_edges(graph: int, old: tuple[int, ...], new: tuple[int, ...], node: int) -> None:
     """Replace the dependencies of ``node`` on the nodes ``old`` by ``new``. Also works during a capture."""
-    _change_edges(graph, [one for one in new if one not in old], node, add=True)
-    _change_edges(graph, [one for one in old if one not in new], node, add=False)
-
-
-def _change_edges(graph: int, before: list[int], node: int, *, add: bool) -> None:
-    bindings, count = load(), len(before)
-    if not count:
-        return
-    sources = [bindings.CUgraphNode(one) for one in before]
-    targets = [bindings.CUgraphNode(node)] * count
-    if hasattr(load(), "cuGraphAddDependencies_v2"):  # CUDA 12's plain names take no edge data
-        if add:
-            call("cuGraphAddDependencies_v2", graph, sources, targets, None, count)
-        else:
-            call("cuGraphRemoveDependencies_v2", graph, sources, targets, None, count)
-    elif add:
-        call("cuGraphAddDependencies", graph, sources, targets, None, count)
-    else:
-        call("cuGraphRemoveDependencies", graph, sources, targets, None, count)
+    handle = load().CUgraphNode
+    added = [handle(one) for one in new if one not in old]
+    removed = [handle(one) for one in old if one not in new]
+    if added:
+        call(newest("cuGraphAddDependencies"), graph, added, [handle(node)] * len(added), None, len(added))
+    if removed:
+        call(newest("cuGraphRemoveDependencies"), graph, removed, [handle(node)] * len(removed), None, len(removed))
 
 
 class Executable:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..types import Event, Stream
-from .driver import call, fail, load
+from .driver import call, fail, load, newest
 
 _NOT_READY = 600
 
@@ -51,6 +51,14 @@ def record_event(event: Event, stream: Stream) -> None:
 def wait_event(stream: Stream, event: Event) -> None:
     """Make ``stream`` wait for the last record of ``event``."""
     call("cuStreamWaitEvent", stream, event, 0)
+
+
+def let_wait(stream: Stream, other: Stream) -> None:
+    """Let ``stream`` wait for the present work on another stream."""
+    event = create_event()
+    record_event(event, other)
+    wait_event(stream, event)
+    close_event(event)
 
 
 def synchronize_stream(stream: Stream) -> None:
@@ -99,12 +107,8 @@ def captured_graph(stream: Stream) -> int:
 def follow_nodes(stream: Stream, nodes: tuple[int, ...]) -> None:
     """Make the next node captured on ``stream`` depend on ``nodes`` too."""
     handles = [load().CUgraphNode(node) for node in nodes]
-    if hasattr(load(), "cuStreamUpdateCaptureDependencies_v2"):  # CUDA 12's plain name takes no edge data
-        call("cuStreamUpdateCaptureDependencies_v2", stream, handles, None, len(handles), 0)  # ADD
-    else:
-        call("cuStreamUpdateCaptureDependencies", stream, handles, None, len(handles), 0)
+    call(newest("cuStreamUpdateCaptureDependencies"), stream, handles, None, len(handles), 0)  # ADD
 
 
 def _capture_info(stream: Stream) -> Any:
-    name = "cuStreamGetCaptureInfo_v3" if hasattr(load(), "cuStreamGetCaptureInfo_v3") else "cuStreamGetCaptureInfo"
-    return call(name, stream)
+    return call(newest("cuStreamGetCaptureInfo", 3), stream)

@@ -69,6 +69,7 @@ def _of(found: Any, path: str, otherwise: Any) -> Any:
 
 
 def _is_imported() -> bool:
+    global _untraced
     found = sys.modules.get("torch")
     if found is None or not (hasattr(found, "Tensor") and hasattr(found, "cuda")):  # another thread is importing it
         return False
@@ -77,16 +78,10 @@ def _is_imported() -> bool:
             return False
         _bind(found)
     if not _untraced and "torch._dynamo.trace_rules" in sys.modules:
-        _stay_untraced()
+        _untraced = True  # torch.compile does not trace into this package
+        with suppress(Exception):  # the set has no public name, and may move
+            sys.modules["torch._dynamo.trace_rules"].add(__name__.partition(".")[0])
     return True
-
-
-def _stay_untraced() -> None:
-    """Tell torch.compile not to trace into this package."""
-    global _untraced
-    _untraced = True
-    with suppress(Exception):  # the set has no public name, and may move
-        sys.modules["torch._dynamo.trace_rules"].add(__name__.partition(".")[0])
 
 
 def is_tensor(array: Any) -> bool:
@@ -99,13 +94,8 @@ def works() -> bool:
     return _is_imported() and get_stream is not None
 
 
-def is_plain_kind(tensor: Any) -> bool:
-    """True for a torch.Tensor or Parameter, and False for other subclasses, which DLPack asks for their memory."""
-    return type(tensor) in _kinds
-
-
 def is_plain_type(kind: type) -> bool:
-    """True for the types torch.Tensor and Parameter themselves."""
+    """True for torch.Tensor and Parameter, and False for other subclasses, which DLPack asks for their memory."""
     return _is_imported() and (kind is _kinds[0] or kind is _kinds[1])  # `in` would call the metaclass's __eq__
 
 
@@ -172,8 +162,7 @@ def dtype_of(dtype: Any) -> np.dtype[Any] | None:
 
 def stream_handle(device: int) -> Stream:
     """The handle of PyTorch's current stream on a GPU."""
-    handle: Stream = get_stream(device)
-    return handle
+    return get_stream(device)
 
 
 def empty_like(tensor: Any, device: int) -> tuple[Any, int]:
@@ -236,7 +225,7 @@ def use_on(tensor: Any, stream: Stream, owner: Any) -> None:
         if device not in _waiting:
             _waiting[device] = torch.cuda.Stream(device)
         own = Stream(int(_waiting[device].cuda_stream))
-        _let_wait(own, stream)
+        streams.let_wait(own, stream)
         stream = own
     tensor.record_stream(torch.cuda.ExternalStream(stream, device=tensor.device))
 
@@ -245,15 +234,7 @@ def order(device: int, stream: Stream) -> None:
     """Let ``stream`` wait for PyTorch's current stream on a GPU, if they differ."""
     current = stream_handle(device)
     if current != stream:
-        _let_wait(stream, current)
-
-
-def _let_wait(stream: Stream, other: Stream) -> None:
-    """Let ``stream`` wait for the present work on another stream."""
-    event = streams.create_event()
-    streams.record_event(event, other)
-    streams.wait_event(stream, event)
-    streams.close_event(event)
+        streams.let_wait(stream, current)
 
 
 # ---- memory
@@ -265,7 +246,7 @@ def place_of(tensor: Any) -> Place | None:
 
     The tensor must have no :func:`torch_tensors.problem`.
     """
-    if not is_plain_kind(tensor) or not tensor.is_cuda:
+    if type(tensor) not in _kinds or not tensor.is_cuda:
         return None
     dtype = _dtypes.get(tensor.dtype)
     if dtype is None:

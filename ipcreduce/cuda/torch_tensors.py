@@ -22,7 +22,7 @@ def problem(tensor: Any) -> str:
     """
     if not torch_runtime.is_tensor(tensor):
         return ""
-    is_plain = torch_runtime.is_plain_kind(tensor)
+    is_plain = torch_runtime.is_plain_type(type(tensor))
     if not is_plain and torch_runtime.is_wrapper_type(type(tensor)):
         return _wrapped(type(tensor))
     if tracer := _tracer():

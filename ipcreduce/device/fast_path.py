@@ -124,7 +124,7 @@ class FastPath:
 
     def _launch_anyway(self, start: Callable[[Stream], Any], stream: Stream, error: Exception) -> None:
         """Launch in our context, if the error was for want of that. :raises CudaError: if not, or CaptureError."""
-        error = cupy_runtime.launch_error(error)
+        error = cupy_runtime.runtime_error("cudaGraphLaunch", error)
         wants_ours = isinstance(error, CudaError) and error.code in driver.INVALID_CONTEXT
         if wants_ours and driver.current_context() != self._context:
             try:
@@ -132,7 +132,7 @@ class FastPath:
                     start(stream)
                 return
             except RuntimeError as again:
-                error = cupy_runtime.launch_error(again)
+                error = cupy_runtime.runtime_error("cudaGraphLaunch", again)
         if isinstance(error, CudaError) and error.code in _CAPTURING:
             raise CaptureError(IN_A_CAPTURE) from error
         raise error

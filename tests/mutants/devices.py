@@ -139,7 +139,7 @@ MUTANTS = [
     Mutant(
         "PyTorch's stream does not wait for the call of which it is to tell",
         TORCH,
-        "        _let_wait(own, stream)\n",
+        "        streams.let_wait(own, stream)\n",
         "",
         scenario("a_stream_that_goes_before_its_tensors"),
     ),

@@ -40,15 +40,15 @@ MUTANTS = [
     Mutant(
         "the alignment is not checked",
         OPERANDS,
-        "if (source_address | destination_address) & (source.itemsize - 1):",
+        "if address & (source.itemsize - 1):",
         "if False:",
         "mpirun -n 2 tests.sim.scenarios misaligned_arrays",
     ),
     Mutant(
         "an out that is not contiguous is not written back",
-        OPERANDS,
-        "return self.destination is not self.target",
-        "return False",
+        "ipcreduce/communicator.py",
+        "        if used.destination is not used.target:\n",
+        "        if False:\n",
         STRIDED_OUT,
     ),
     Mutant(
@@ -89,8 +89,8 @@ MUTANTS = [
     Mutant(
         "the producer's stream is not waited for",
         ARRAYS,
-        "        streams.wait_event(stream, event)\n",
-        "",
+        "        streams.let_wait(stream, producer)\n",
+        "        pass\n",
         tensors("by_interface"),
     ),
     Mutant(
@@ -174,8 +174,8 @@ MUTANTS = [
     Mutant(
         "a tensor is read before PyTorch's stream has written it",
         TORCH,
-        "    if current != stream:\n        _let_wait",
-        "    if False:\n        _let_wait",
+        "    if current != stream:\n        streams.let_wait",
+        "    if False:\n        streams.let_wait",
         tensors("on_torchs_stream"),
     ),
     Mutant(
@@ -224,8 +224,8 @@ MUTANTS = [
     Mutant(
         "a subclass of NumPy's arrays is indexed in its own way",
         "ipcreduce/arrays/host_operands.py",
-        "    return np.asarray(array)\n\n\ndef _as_numpy",
-        "    return array\n\n\ndef _as_numpy",
+        "        return np.asarray(array)\n    for number",
+        "        return array\n    for number",
         "mpirun -n 2 tests/mpi/host_worker.py memory subclasses",
     ),
     Mutant(

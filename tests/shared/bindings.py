@@ -168,11 +168,15 @@ class Reader:
         if called == "load":
             own = self._has_own_load and isinstance(node.func, ast.Name)
             return UNKNOWN if own else self.bindings
+        if called == "newest" and isinstance(arguments[0], str):
+            self.found.add(arguments[0])  # other bindings may have only this one
+            versioned = "{}_v{}".format(*arguments, 2)
+            return versioned if hasattr(self.bindings, versioned) else arguments[0]
         asked = called in ("hasattr", "getattr") and arguments[0] is self.bindings
         if asked or called in CALLERS:
             name = arguments[asked]
             if not isinstance(name, str):
-                if self._function not in CALLERS:
+                if self._function not in (*CALLERS, "newest"):
                     self._problem(node, f"{ast.unparse(node)}: the name is not understood")
                 return UNKNOWN
             if called == "hasattr":

@@ -79,6 +79,13 @@ def wait_event(stream: int, event: int) -> None:
     machine_streams.wait_event(stream, event)
 
 
+def let_wait(stream: int, other: int) -> None:
+    event = create_event()
+    record_event(event, other)
+    wait_event(stream, event)
+    close_event(event)
+
+
 @api("cuStreamSynchronize")
 def synchronize_stream(stream: int) -> None:
     machine_streams.synchronize(stream)

@@ -37,7 +37,7 @@ _Run = tuple[timing.Times, timing.Times | None]  # times of a call, end to end a
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to ``parser``."""
-    modes, peers = partial(names_of, lambda: _MODES), partial(names_of, contenders.known)
+    modes, peers = partial(names_of, _MODES), partial(names_of, contenders.known())
     add = parser.add_argument
     add("--smallest", type=size, default=4, metavar="BYTES", help="4, 64K, 1M, ... (default 4)")
     add("--largest", type=size, metavar="BYTES", help="(default 1G; without GPUs 64M)")

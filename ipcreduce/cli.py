@@ -32,9 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
         if getattr(sys, name) is None:  # the shell has closed it, as by >&-
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     ranks = Ranks()
-    options, text, status = _parsed(arguments)
-    if options is None:
-        ranks.exit(text, status)
+    options = _parsed(arguments, ranks)
     try:
         _run(options, ranks)
         output.settle()
@@ -44,8 +42,8 @@ def main(arguments: list[str] | None = None) -> None:
         ranks.abort(traceback.format_exc())
 
 
-def _parsed(arguments: list[str] | None) -> tuple[argparse.Namespace | None, str, int]:
-    """Parse the arguments. Returns (options, "", 0), or None, a text to print, and the exit status."""
+def _parsed(arguments: list[str] | None, ranks: Ranks) -> argparse.Namespace:
+    """Parse the arguments. Exits after --help and --version, and if the arguments are wrong."""
     name = "python -m ipcreduce" if Path(sys.argv[0]).name == "__main__.py" else "ipcreduce"
     parser = argparse.ArgumentParser(prog=name, description="All-reduce for the GPUs of one host.")
     parser.add_argument("--version", action="version", version=f"ipcreduce {__version__}")
@@ -63,8 +61,8 @@ def _parsed(arguments: list[str] | None) -> tuple[argparse.Namespace | None, str
             if options.command == "bench":
                 bench.check(timed, options)
     except SystemExit as end:
-        return None, written.getvalue().rstrip(), int(end.code or 0)
-    return options, "", 0
+        ranks.exit(written.getvalue().rstrip(), int(end.code or 0))
+    return options
 
 
 def _run(options: argparse.Namespace, ranks: Ranks) -> None:

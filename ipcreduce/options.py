@@ -63,7 +63,7 @@ class Options:
         if backend is None:
             backend, where = os.environ.get("IPCREDUCE_BACKEND") or None, "IPCREDUCE_BACKEND"
         try:
-            nbytes, sync = workspace_bytes(workspace), is_synchronous()
+            nbytes, sync = workspace_bytes(workspace), is_on("IPCREDUCE_SYNC")
         except ArgumentError as error:
             wrong = text_of(error)
         ordinal = getattr(device, "id", device)
@@ -109,11 +109,11 @@ def workspace_bytes(given: Any = None) -> int:
     return int(text) * plan.MB
 
 
-def is_synchronous() -> bool:
-    """True if ``IPCREDUCE_SYNC`` is 1. :raises ArgumentError: if it is set to anything but 0, 1 or nothing."""
-    text = os.environ.get("IPCREDUCE_SYNC", "")
+def is_on(variable: str) -> bool:
+    """True if an environment variable is 1. :raises ArgumentError: if it is set to anything but 0, 1 or nothing."""
+    text = os.environ.get(variable, "")
     if text not in ("", "0", "1"):
-        raise ArgumentError(f"IPCREDUCE_SYNC is {text!r}. Set it to 0 or 1")
+        raise ArgumentError(f"{variable} is {text!r}. Set it to 0 or 1")
     return text == "1"
 
 

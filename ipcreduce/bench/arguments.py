@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -32,11 +32,11 @@ def count(text: str) -> int:
     return int(text)
 
 
-def names_of(known: Callable[[], Collection[str]], text: str) -> list[str]:
+def names_of(known: Collection[str], text: str) -> list[str]:
     """Parse names with commas between them; none for "". :raises argparse.ArgumentTypeError: if a name is unknown."""
     found = list(dict.fromkeys(name.strip() for name in text.split(","))) if text.strip() else []
-    if unknown := [name for name in found if name not in known()]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown. Choose from {', '.join(known())}")
+    if unknown := [name for name in found if name not in known]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown. Choose from {', '.join(known)}")
     return found
 
 
@@ -53,8 +53,7 @@ def why_not_writable(path: Path) -> str:
     """The reason why a file cannot be written; "" if it can. An existing file keeps its content."""
     new = not path.exists()
     try:
-        with path.open("ab"):
-            pass
+        path.open("ab").close()
         if new:
             path.unlink()
     except OSError as error:

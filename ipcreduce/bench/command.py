@@ -9,11 +9,12 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ..communicator import Communicator
 from ..cuda import cupy_runtime
@@ -23,7 +24,7 @@ from ..options import ALGORITHMS
 from . import contenders, output, report, timing
 from .arguments import count, names_of, size, sizes, why_not_writable
 from .data import Message
-from .limit import CopyLimit, Limit
+from .limit import Limit, copy_microseconds
 
 _CHECKS = 4  # checks with new data, before a size is timed
 _LATE_SECONDS = 2e-3  # the longest random delay of a rank before a check
@@ -37,7 +38,7 @@ _Run = tuple[timing.Times, timing.Times | None]  # times of a call, end to end a
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to ``parser``."""
-    modes, peers = partial(names_of, lambda: _MODES), partial(names_of, contenders.known)
+    modes, peers = partial(names_of, _MODES), partial(names_of, contenders.known())
     add = parser.add_argument
     add("--smallest", type=size, default=4, metavar="BYTES", help="4, 64K, 1M, ... (default 4)")
     add("--largest", type=size, metavar="BYTES", help="(default 1G; without GPUs 64M)")
@@ -69,17 +70,18 @@ def main(options: argparse.Namespace) -> None:
     """
     from mpi4py import MPI
 
-    if problem := MPI.COMM_WORLD.bcast(_why_not_kept(options) if MPI.COMM_WORLD.rank == 0 else ""):
+    mpi = MPI.COMM_WORLD
+    if problem := mpi.bcast(_why_not_kept(options) if mpi.rank == 0 else ""):
         raise ArgumentError(problem)
     with Communicator(device="auto", algorithm=options.algorithm) as comm:
         options = _fitted(options, comm)
         if comm.backend == "mpi":
             text = f"NumPy arrays, since there is no GPU for these ranks:\n{comm.describe()}\n"
-            output.on_rank_0(partial(print, text), MPI.COMM_WORLD)
-        result = _measure(comm, options)
+            output.on_rank_0(partial(print, text), mpi)
+        result = _measure(comm, options, mpi)
         if options.plot:
-            output.on_rank_0(partial(report.plot, options.plot, result), MPI.COMM_WORLD, "--plot")
-        output.on_rank_0(partial(_show, result, comm.size, options), MPI.COMM_WORLD)
+            output.on_rank_0(partial(report.plot, options.plot, result), mpi, "--plot")
+        output.on_rank_0(partial(_show, result, comm.size, options), mpi)
 
 
 def _show(result: dict[str, Any], n: int, options: argparse.Namespace) -> None:
@@ -115,7 +117,7 @@ def _fitted(options: argparse.Namespace, comm: Communicator) -> argparse.Namespa
     found = argparse.Namespace(**vars(options))
     found.mode = [mode for mode in _MODES if mode in (options.mode or (_MODES[1:] if on_host else _MODES))]
     found.dtype = options.dtype or ("float32" if on_host else "bfloat16")
-    itemsize = _dtype(found.dtype).itemsize
+    itemsize = np.dtype(found.dtype).itemsize
     least = max(options.smallest, itemsize)
     usual = max(2 * least, _HOST_LARGEST if on_host else _LARGEST)
     found.sizes = sizes(least, usual if options.largest is None else options.largest, options.between, itemsize)
@@ -127,27 +129,21 @@ def _fitted(options: argparse.Namespace, comm: Communicator) -> argparse.Namespa
     return found
 
 
-def _dtype(name: str) -> Any:
-    return next(one for one, known in DTYPES.items() if known == name)
-
-
-def _measure(comm: Communicator, options: argparse.Namespace) -> dict[str, Any]:
-    from mpi4py import MPI
-
-    mpi, on_host, dtype = MPI.COMM_WORLD, comm.backend == "mpi", _dtype(options.dtype)
+def _measure(comm: Communicator, options: argparse.Namespace, mpi: Any) -> dict[str, Any]:
+    on_host, dtype = comm.backend == "mpi", np.dtype(options.dtype)
     peers, left_out = contenders.find(options.peers, mpi, on_host)
     ours = contenders.Ours(comm)
     result: dict[str, Any] = {**report.header(["-m", "ipcreduce", *sys.argv[1:]]), "left_out": left_out, "rows": []}
     with nullcontext() if on_host else cupy_runtime.load().cuda.Stream(non_blocking=True):
-        copies = comm.backend != "ipc"
-        limit = CopyLimit(mpi, options.replays, on_host) if copies else Limit.measure(comm, mpi, options.replays)
-        result["limit"] = limit.figures()
+        limit = Limit.measure(comm, mpi, options.replays) if comm.backend == "ipc" else None
+        result["limit"] = {"barrier_us": limit.barrier_us, "push_GBps": limit.push_gbps} if limit else {}
+        bound = limit.microseconds if limit else partial(copy_microseconds, mpi, options.replays, on_host)
         for nbytes in report.progress(options.sizes, mpi):
             message = Message(nbytes, dtype, comm)
-            if reason := _trouble(partial(_check, ours, message), mpi):
+            if reason := _trouble(ours, message, mpi):
                 raise IpcReduceError(f"the sum of {nbytes} bytes, before it was timed: {reason}")
             for peer in peers:
-                if peer.name not in left_out and (reason := _trouble(partial(_check, peer, message), mpi)):
+                if peer.name not in left_out and (reason := _trouble(peer, message, mpi)):
                     left_out[peer.name] = f"{reason}, at {nbytes} bytes"
             for mode in options.mode:
                 takers = [peer for peer in peers if peer.name not in left_out]
@@ -170,7 +166,7 @@ def _measure(comm: Communicator, options: argparse.Namespace) -> dict[str, Any]:
                     "ours_us": usual.median, "ours_min_us": usual.least, "ours_p99_us": usual.p99,
                     "host_us": host and host.median, "bus_GBps": report.bus_gbps(nbytes, usual.median, comm.size),
                     "algorithm": None if on_host else ours.algorithm(mode, message.source),
-                    "limit_us": limit.microseconds(nbytes),
+                    "limit_us": bound(nbytes),
                     "peers_us": times,
                 })  # fmt: skip
             if options.json:  # after each size, in case a later one fails
@@ -181,14 +177,10 @@ def _measure(comm: Communicator, options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def _trouble(action: Callable[[], None], mpi: Any) -> str:
-    """Run ``action`` on every rank. Returns the first failing rank's error in one line; "" if none fails."""
-    reason = ""
-    try:
-        action()
-    except Exception as error:  # other libraries raise any type
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    return next((one for one in mpi.allgather(reason) if one), "")
+def _trouble(one: contenders.Contender, message: Message, mpi: Any) -> str:
+    """Check a contender on every rank. Returns the first failing rank's error in one line; "" if none fails."""
+    _, reason = contenders.attempt(partial(_check, one, message), mpi)
+    return "".join(reason.splitlines()[:1])
 
 
 def _check(one: contenders.Contender, message: Message) -> None:

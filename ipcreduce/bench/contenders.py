@@ -11,6 +11,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from ..communicator import Communicator
@@ -189,8 +190,7 @@ class TorchSymmetric(_Torch):
         return lambda: ops.two_shot_all_reduce_(buffer, "sum", self._group)
 
     def collect(self) -> None:
-        if self._shots == "two_shot":
-            self._collect()
+        self._collect()
 
     def close(self) -> None:
         self._buffer = None
@@ -228,6 +228,16 @@ def known() -> list[str]:
     return [*PEERS, *HOST_PEERS]
 
 
+def attempt(action: Callable[[], Any], mpi: Any) -> tuple[Any, str]:
+    """Run ``action`` on every rank. Returns its result, and the first failing rank's error; "" if none fails."""
+    result, reason = None, ""
+    try:
+        result = action()
+    except Exception as error:  # of any type: a library, a symbol or a GPU feature may be missing
+        reason = f"{type(error).__name__}: {error}"
+    return result, next((one for one in mpi.allgather(reason) if one), "")
+
+
 def find(names: list[str] | None, mpi: Any, on_host: bool) -> tuple[list[Contender], dict[str, str]]:
     """The named peers that work on every rank, and for each other peer the reason why it does not. Collective.
 
@@ -240,14 +250,9 @@ def find(names: list[str] | None, mpi: Any, on_host: bool) -> tuple[list[Contend
         if name not in peers:
             left_out[name] = f"it takes {kind} arrays"
             continue
-        peer, reason = None, ""
-        try:
-            peer = peers[name](mpi)
-        except Exception as error:  # of any type: a library, a symbol or a GPU feature may be missing
-            reason = f"{type(error).__name__}: {error}"
-        reasons = [one for one in mpi.allgather(reason) if one]
-        if peer is None or reasons:
-            left_out[name] = reasons[0]
+        peer, reason = attempt(partial(peers[name], mpi), mpi)
+        if reason:
+            left_out[name] = reason
         else:
             found.append(peer)
     return found, left_out

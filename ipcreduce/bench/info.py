@@ -11,7 +11,6 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ def collect(ranks: Ranks) -> dict[str, Any]:
     return {
         "ipcreduce": __version__,
         "python": platform.python_version(),
-        "packages": _versions(),
+        "packages": report.versions(_PACKAGES),
         "mpi": _mpi(ranks),
         "gpus": _gpus(),
         "cache": _attempt(lambda: str(compiler.cache_directory())),
@@ -64,16 +63,6 @@ def _attempt(function: Callable[[], Any]) -> Any:
         return function()
     except IpcReduceError as error:
         return f"error: {error}"
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _mpi(ranks: Ranks) -> dict[str, Any]:

@@ -51,10 +51,6 @@ class Limit:
         wire = min((n - 1) * nbytes, 2 * (n - 1) * nbytes / n)
         return self.barrier_us + wire / self.push_gbps / 1e3
 
-    def figures(self) -> dict[str, float]:
-        """The measured figures, for a stored result."""
-        return {"barrier_us": self.barrier_us, "push_GBps": self.push_gbps}
-
     @classmethod
     def measure(cls, comm: Communicator, mpi: Any, replays: int) -> Limit:
         """Measure barrier and push by kernels/limit.cu, in CUDA graphs. Collective."""
@@ -75,24 +71,11 @@ class Limit:
         return cls(comm.size, barrier, (comm.size - 1) * nbytes / push / 1e3)
 
 
-@dataclass(frozen=True)
-class CopyLimit:
-    """The limit of host arrays and of NCCL: the time in which every rank copies the message, all at once."""
-
-    mpi: Any
-    rounds: int
-    on_host: bool
-
-    def figures(self) -> dict[str, float]:
-        """No figures, because each row of a stored result has the time of a copy."""
-        return {}
-
-    def microseconds(self, nbytes: int) -> float:
-        """Measure the limit for a message of ``nbytes`` bytes, in microseconds. Collective."""
-        if not self.on_host:
-            cupy = cupy_runtime.load()
-            given, copy = cupy.zeros(nbytes, np.uint8), cupy.zeros(nbytes, np.uint8)
-            graph = timing.captured(lambda: operator.setitem(copy, ..., given), _COPIES)
-            return timing.in_graph(graph, _COPIES, self.rounds, self.mpi).median
-        source, target = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-        return timing.on_host(lambda: np.copyto(target, source), self.rounds, self.mpi).median
+def copy_microseconds(mpi: Any, rounds: int, on_host: bool, nbytes: int) -> float:
+    """The limit of host arrays and of NCCL: the time in which all ranks copy ``nbytes`` bytes at once. Collective."""
+    library = np if on_host else cupy_runtime.load()
+    source, target = library.zeros(nbytes, np.uint8), library.zeros(nbytes, np.uint8)
+    if on_host:
+        return timing.on_host(lambda: np.copyto(target, source), rounds, mpi).median
+    graph = timing.captured(lambda: operator.setitem(target, ..., source), _COPIES)
+    return timing.in_graph(graph, _COPIES, rounds, mpi).median

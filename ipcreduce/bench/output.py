@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, TextIO
 
 from ..errors import IpcReduceError
@@ -18,16 +19,7 @@ def on_rank_0(write: Callable[[], object], mpi: Any = None, what: str = "the out
     :param what: the name of the output in messages.
     :raises IpcReduceError: on every rank, if it cannot be written.
     """
-    problem = ""
-    if mpi is None or mpi.Get_rank() == 0:
-        try:
-            write()
-            sys.stdout.flush()
-        except IpcReduceError as error:
-            problem = str(error)
-        except OSError as error:
-            problem = f"{what} cannot be written ({_reason(error)})"
-            settle()
+    problem = _tried(write, what) if mpi is None or mpi.Get_rank() == 0 else ""
     if mpi is not None:
         problem = mpi.bcast(problem)
     if problem:
@@ -36,12 +28,7 @@ def on_rank_0(write: Callable[[], object], mpi: Any = None, what: str = "the out
 
 def put(text: str, file: TextIO) -> str:
     """Print ``text``. Returns "", or the reason why that was not possible."""
-    try:
-        print(text, file=file, flush=True)
-    except OSError as error:
-        settle()
-        return f"the output cannot be written ({_reason(error)})"
-    return ""
+    return _tried(partial(print, text, file=file, flush=True), "the output")
 
 
 def settle() -> None:
@@ -56,5 +43,15 @@ def settle() -> None:
                 os.close(descriptor)
 
 
-def _reason(error: OSError) -> str:
-    return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+def _tried(write: Callable[[], object], what: str) -> str:
+    """Call ``write``. Returns "", or the reason why ``what`` cannot be written."""
+    try:
+        write()
+        sys.stdout.flush()
+    except IpcReduceError as error:
+        return str(error)
+    except OSError as error:
+        settle()
+        where = f": {error.filename}" if error.filename else ""
+        return f"{what} cannot be written ({error.strerror or error}{where})"
+    return ""

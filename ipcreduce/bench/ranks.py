@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from ..errors import UnsupportedError
@@ -53,11 +54,8 @@ class Ranks:
         sys.exit(status)
 
     def _meet(self, text: str, status: int) -> None:
-        try:
+        with suppress(UnsupportedError):  # without MPI, the pause below is all
             self.join()
-        except UnsupportedError:  # without MPI, the pause below is all
-            pass
-        else:
             request, deadline = self._ends.Ibarrier(), time.monotonic() + _MEETING_SECONDS
             while not request.Test():
                 if time.monotonic() > deadline:

@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -24,23 +25,24 @@ _PACKAGES = ("cuda-bindings", "cuda-core", "cupy-cuda13x", "cupy-cuda12x", "mpi4
 def header(command: list[str]) -> dict[str, Any]:
     """The fields that every stored result begins with: machine, versions, date and command. Needs MPI."""
     machine: dict[str, Any] = {"gpus": [], "processor": _processor(), "cores": len(os.sched_getaffinity(0))}
-    try:
+    with suppress(IpcReduceError):  # no driver
         gpus = [driver.device_info(ordinal).name for ordinal in range(driver.device_count())]
         machine |= {"gpus": gpus, "driver_cuda": "{}.{}".format(*driver.driver_version())}
-    except IpcReduceError:  # no driver
-        pass
-    versions = {"python": platform.python_version(), "mpi": library()}
-    for name in _PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return {
         "machine": machine,
-        "versions": versions,
+        "versions": {"python": platform.python_version(), "mpi": library(), **versions(_PACKAGES)},
         "date": datetime.date.today().isoformat(),
         "command": " ".join(command),
     }
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of those of the packages that are installed."""
+    found = {}
+    for name in packages:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def _processor() -> str:

@@ -12,9 +12,10 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import numpy as np
+
 from ..communicator import Communicator
 from ..cuda import cupy_runtime
-from ..dtypes import DTYPES
 from ..errors import IpcReduceError, UnsupportedError
 from ..ipc import plan, tuning
 from ..ipc.launches import Launches
@@ -71,7 +72,7 @@ def _measure(comm: Communicator, options: argparse.Namespace, mpi: Any) -> plan.
     work = sizes(_SMALLEST, options.largest, between=True)
     with cupy_runtime.load().cuda.Stream(non_blocking=True):
         for nbytes in report.progress(work, mpi):
-            message = Message(nbytes, next(one for one, name in DTYPES.items() if name == _DTYPE), comm)
+            message = Message(nbytes, np.dtype(_DTYPE), comm)
             times = {
                 choice: _time(comm, message, choice, options.replays, mpi)
                 for choice in _candidates(nbytes, comm, table[-1:])
@@ -108,9 +109,8 @@ def _candidates(nbytes: int, comm: Communicator, before: list[plan.Choice]) -> I
                 found.setdefault((algorithm, block, min(needed, grid), depth), choice)
     yield from found.values()
     for choice in before:
-        if (
-            plan.plan_launch(choice.algorithm, 0, nbytes, n, choice).block == choice.block
-        ):  # its grid holds this size, too
+        step = plan.plan_launch(choice.algorithm, 0, nbytes, n, choice)
+        if step.block == choice.block:  # its grid holds this size, too
             yield replace(choice, up_to=nbytes)
 
 

@@ -7,22 +7,14 @@ nothing. ``ipcreduce.serving.seat`` has the class that the servers make. It has 
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import UnsupportedError
+from ..options import is_on
 
 _VLLM_MODULE = "vllm.distributed.device_communicators.custom_all_reduce"
 _SGLANG_TARGET = "sglang.srt.distributed.device_communicators.custom_all_reduce.dispatch_custom_allreduce"
 _log = logging.getLogger("ipcreduce.serving")
-
-
-def is_wanted() -> bool:
-    """True if ``IPCREDUCE_ENGINES`` is 1. :raises ArgumentError: if it is set to anything but 0, 1 or nothing."""
-    text = os.environ.get("IPCREDUCE_ENGINES", "")
-    if text not in ("", "0", "1"):
-        raise ArgumentError(f"IPCREDUCE_ENGINES is {text!r}. Set it to 0 or 1")
-    return text == "1"
 
 
 def vllm_plugin() -> None:
@@ -32,7 +24,7 @@ def vllm_plugin() -> None:
 
     :raises UnsupportedError: if this vLLM has no CustomAllreduce.
     """
-    if not is_wanted():
+    if not is_on("IPCREDUCE_ENGINES"):
         return
     from vllm.distributed.device_communicators import custom_all_reduce
     from vllm.platforms import current_platform
@@ -54,7 +46,7 @@ def vllm_plugin() -> None:
 
 def sglang_plugin() -> None:
     """Let SGLang choose EngineAllReduce for its groups. Entry point of ``sglang.srt.plugins``."""
-    if not is_wanted():
+    if not is_on("IPCREDUCE_ENGINES"):
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -23,7 +23,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_known_names_are_those_that_are_read():
     code = "".join(path.read_text() for path in (ROOT / "ipcreduce").rglob("*.py"))
-    assert set(re.findall(r"environ(?:\.get\(|\[)\s*\"(IPCREDUCE_\w+)\"", code)) == {*options.VARIABLES}
+    assert set(re.findall(r"(?:environ\.get|environ|is_on)[(\[]\s*\"(IPCREDUCE_\w+)\"", code)) == {*options.VARIABLES}
 
 
 def test_an_unknown_name_warns_once(monkeypatch: pytest.MonkeyPatch):
@@ -57,7 +57,7 @@ def test_sync(monkeypatch: pytest.MonkeyPatch, text: str | None, meant: bool):
 def test_a_wrong_sync_is_an_error(monkeypatch: pytest.MonkeyPatch, text: str):
     monkeypatch.setenv("IPCREDUCE_SYNC", text)
     with pytest.raises(ArgumentError):
-        options.is_synchronous()
+        options.is_on("IPCREDUCE_SYNC")
     assert options.Options.of(None, 1.0, None).wrong == f"IPCREDUCE_SYNC is {text!r}. Set it to 0 or 1"
 
 

@@ -19,7 +19,9 @@ def on_rank_0(write: Callable[[], object], mpi: Any = None, what: str = "the out
     :param what: the name of the output in messages.
     :raises IpcReduceError: on every rank, if it cannot be written.
     """
-    problem = _tried(write, what) if mpi is None or mpi.Get_rank() == 0 else ""
+    problem = ""
+    if mpi is None or mpi.Get_rank() == 0:
+        problem = _tried(write, what) or _tried(sys.stdout.flush, what)
     if mpi is not None:
         problem = mpi.bcast(problem)
     if problem:
@@ -47,7 +49,6 @@ def _tried(write: Callable[[], object], what: str) -> str:
     """Call ``write``. Returns "", or the reason why ``what`` cannot be written."""
     try:
         write()
-        sys.stdout.flush()
     except IpcReduceError as error:
         return str(error)
     except OSError as error:

@@ -312,7 +312,7 @@ class GraphSession:
         finally:
             self._capturing -= 1
         if self.direct is not None and not self._capturing:
-            self.direct.register_together()
+            self.direct.register()
 
     # ---- memory
     def allocating(self, stream: Stream) -> AbstractContextManager[Any]:

@@ -11,7 +11,7 @@ BREAKS, POOL, ADDRESSES, CHECK = (
     f"ipcreduce/graphs/{name}.py" for name in ("breaks", "pool", "addresses", "address_check")
 )
 COPIED, ARRAYS = "ipcreduce/graphs/copied_inputs.py", "ipcreduce/arrays/views.py"
-MAPPINGS, MARKS, REGISTRATION = (f"ipcreduce/graphs/direct/{name}.py" for name in ("mappings", "marks", "registration"))
+MAPPINGS, REGISTRATION = (f"ipcreduce/graphs/direct/{name}.py" for name in ("mappings", "registration"))
 
 
 def scenario(name: str, *, ranks: int = 2, late: bool = False, direct: bool = False) -> str:
@@ -304,8 +304,8 @@ MUTANTS = [
     Mutant(
         "graphs are registered though a rank could not",
         REGISTRATION,
-        '            if text:\n                raise UnsupportedError(f"{what} failed',
-        '            if False:\n                raise UnsupportedError(f"{what} failed',
+        '                if text:\n                    raise UnsupportedError(f"{what} failed',
+        '                if False:\n                    raise UnsupportedError(f"{what} failed',
         unit("pool", "no_rank_goes_on_with_a_registration_that_has_failed_on_one"),
     ),
     Mutant(
@@ -317,7 +317,7 @@ MUTANTS = [
     ),
     Mutant(
         "a graph's memory is freed while a peer has it mapped",
-        MARKS,
+        MAPPINGS,
         "return bool((self._words[:, serial % MARKS] == serial + 1).all())",
         "return bool((self._words[:, serial % MARKS] == serial + 1).any())",
         unit("pool", "memory_stays_until_every_rank_has_dropped_the_graph"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import TracebackType
 from typing import Any
 
 from ..cuda import cupy_runtime, current_streams, streams, torch_runtime
@@ -19,7 +18,7 @@ from ..device.backend import DeviceBackend
 from ..errors import ArgumentError, CaptureError, GraphStateError, IpcReduceError, Reach
 from ..process import refuse_copies
 from ..types import Stream
-from .address_check import InputCheck, Inputs, check_word
+from .address_check import AddressCheck, Inputs, check_word, named
 from .breaks import Break, current, open_recordings
 from .pool import GraphPool
 from .recording import Recording, Resources, Segment, explained, warn_about
@@ -56,7 +55,7 @@ class Graph:
         check_word(check)
         self._comm, self._session = comm, session_of(comm)  # a communicator that nobody has is closed
         self._pool, self._check, self._breaks, self._name = pool, check, breaks, name
-        self._inputs: InputCheck | None = None
+        self._inputs: AddressCheck | None = None
         self._state = "empty"
         self._parts: list[Segment | Break] = []
         self._again: Any = None  # of a graph of one segment: see GraphSession.replayer
@@ -111,7 +110,7 @@ class Graph:
         :raises RankMismatchError: if the ranks' all-reduces differ: the first that does, on all ranks.
         :raises PeerFailedError: if another rank's body raised. An exception in the body passes unchanged.
         """
-        session, inputs = self._session, Inputs.of(inputs)
+        session, inputs = self._session, named(inputs)
         session.calls.check_usable()
         if not session.can_record:
             self._check_record(None, [], inputs)
@@ -168,7 +167,7 @@ class Graph:
         if any(streams.capture_id(stream) for stream in callers):
             text = "record() was called while the current stream is being captured. End that capture first"
             raise CaptureError(text, reach=Reach.CAPTURED)
-        self._inputs = InputCheck(self._check, inputs)
+        self._inputs = AddressCheck(inputs, self._check)
 
     def _open(self, backend: DeviceBackend, recording: Recording) -> None:
         self._pool = self._pool or GraphPool(backend.context, backend.device.ordinal)
@@ -282,7 +281,7 @@ class Graph:
         if current.graph is not None:
             raise GraphStateError("replay() was called within a recording. A graph cannot be part of another graph")
         if inputs is not None and self._inputs is not None:
-            self._inputs.verify(Inputs.of(inputs))
+            self._inputs.verify(named(inputs))
 
     @property
     def segments(self) -> list[Segment]:
@@ -309,9 +308,7 @@ class Graph:
     def __enter__(self) -> Graph:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _expect(self, what: str, states: tuple[str, ...], advice: str) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..arrays import views
@@ -81,10 +82,9 @@ class Segment:
             with suppress(CudaError):
                 old.close()
 
-    def destroy_actions(self) -> Iterator[Callable[[], None]]:
+    def destroy_actions(self) -> list[Callable[[], None]]:
         """Actions that give it back."""
-        yield self._destroy
-        yield lambda: cuda_graph.close_graph(self.graph)
+        return [self._destroy, partial(cuda_graph.close_graph, self.graph)]
 
     def _destroy(self) -> None:
         executable, self.executable = self.executable, None  # no other thread may launch it from now on

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from types import FunctionType, MappingProxyType, MethodType, TracebackType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
 
 from ..cuda import current_streams
@@ -113,13 +113,13 @@ class GraphRunner:
         return outputs
 
     def _inputs(self, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-        roots: list[tuple[str, Any]] = []
+        roots = Inputs()
         if not self._copy_inputs:
             roots += [(f"args[{index}]", value) for index, value in enumerate(args)]
             roots += [(f"kwargs{item(name)}", value) for name, value in kwargs.items()]
         if self._mode == "full":
             roots.append(("attn_metadata", context.attn_metadata))
-        return Inputs(roots)
+        return roots
 
     def _session(self) -> GraphSession:
         self._comm = default_communicator() if self._comm is None else self._comm
@@ -145,9 +145,7 @@ class GraphRunner:
     def __enter__(self) -> GraphRunner:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -86,12 +86,10 @@ class GraphSession:
         self._backend, self._reason, self._sync = backend, reason, sync
         self._capturing = 0  # depth of capture()
         self._said = False
-        self._captured_memory: CapturedMemory | None = None
-        self._memory: GraphPool | None = None  # of empty()
         self.direct: DirectGraphs | None = None
         if backend is not None:
             self._captured_memory = CapturedMemory(backend.context, backend.device.ordinal)
-            self._memory = GraphPool(backend.context, backend.device.ordinal)
+            self._memory = GraphPool(backend.context, backend.device.ordinal)  # of empty()
             self._memory.retain()
             if direct and isinstance(backend, IpcBackend):
                 self.direct = DirectGraphs(backend, calls, self._agree, self._memory)
@@ -317,14 +315,13 @@ class GraphSession:
     # ---- memory
     def allocating(self, stream: Stream) -> AbstractContextManager[Any]:
         """A context in which a call on ``stream`` allocates. Memory for a capture by others stays until close()."""
-        assert self._captured_memory is not None
         return self._captured_memory.allocating(stream)
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Any:
         """See :meth:`Communicator.empty`."""
         with self.calls.lock:
             self.calls.check_usable()
-            if self._backend is None or self._memory is None:
+            if self._backend is None:
                 return np.empty(shape, dtype)
             stream, device = cupy_runtime.stream_of()[0], self._backend.device.ordinal
             shape = (shape,) if isinstance(shape, int) else shape
@@ -335,10 +332,11 @@ class GraphSession:
         """Close the backend, and free the memory of graphs with it. See :meth:`DeviceBackend.close`."""
         backend, self._backend = self._backend, None
         if backend is not None:
-            free = [] if self._captured_memory is None else [self._captured_memory.release]
-            if self._memory is not None and self._memory.slabs:
+            free = [self._captured_memory.release]
+            if self._memory.slabs:
                 free.append(self._memory.release)
-            self.direct = self._captured_memory = self._memory = None
+            self.direct = None
+            del self._captured_memory, self._memory
             backend.close(wait, free)
 
     def forked(self) -> None:

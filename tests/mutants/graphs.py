@@ -182,8 +182,8 @@ MUTANTS = [
     Mutant(
         "a pool is given back while a graph uses it",
         POOL,
-        "unused = [] if self._users else [slab",
-        "unused = [slab",
+        "            if self._users:\n                return\n",
+        "",
         unit("pool", "a_pool_that_a_graph_uses_again_before_it_went_back_stays"),
     ),
     Mutant(
@@ -239,15 +239,15 @@ MUTANTS = [
     Mutant(
         "a check of the first replay is done at every one",
         CHECK,
-        "            if not self._always:\n",
-        "            if False:\n",
+        "        if not self._always:\n",
+        "        if False:\n",
         scenario("addresses"),
     ),
     Mutant(
         "a check at every replay is done once",
         CHECK,
-        "            if not self._always:\n",
-        "            if True:\n",
+        "        if not self._always:\n",
+        "        if True:\n",
         scenario("addresses"),
     ),
     # ---- runners

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import AddressChangedError, ArgumentError, Location
-from ..texts import shown
+from ..errors import AddressChangedError, Location
 from .addresses import Walk, short
 
 CHECKS = ("first", "always", "never")
@@ -22,12 +21,6 @@ class Inputs(list[tuple[str, Any]]):
 def named(inputs: Any) -> Inputs:
     """Return ``inputs`` if it is an ``Inputs``, else wrap it under the name "inputs"."""
     return inputs if isinstance(inputs, Inputs) else Inputs([("inputs", inputs)])
-
-
-def check_word(word: Any) -> None:
-    """:raises ArgumentError: if ``word`` is not one of :data:`CHECKS`."""
-    if not isinstance(word, str) or word not in CHECKS:
-        raise ArgumentError(f"check must be one of {', '.join(CHECKS)}, not {shown(word)}")
 
 
 class AddressCheck:

@@ -15,11 +15,13 @@ from typing import Any
 from ..cuda import cupy_runtime, current_streams, streams, torch_runtime
 from ..device import deferred_free
 from ..device.backend import DeviceBackend
+from ..device.stream_order import StreamOrder
 from ..errors import ArgumentError, CaptureError, GraphStateError, IpcReduceError, Reach
 from ..process import refuse_copies
 from ..types import Stream
-from .address_check import AddressCheck, Inputs, check_word, named
+from .address_check import CHECKS, AddressCheck, Inputs, named
 from .breaks import Break, current, open_recordings
+from .forward_context import check_word
 from .pool import GraphPool
 from .recording import Recording, Resources, Segment, explained, warn_about
 from .session import HasSession, session_of
@@ -52,7 +54,7 @@ class Graph:
             raise ArgumentError(f"pool must be another graph's .pool, not {type(pool).__qualname__}")
         if not isinstance(name, str):
             raise ArgumentError(f"name must be a str, not {type(name).__qualname__}")
-        check_word(check)
+        check_word("check", check, CHECKS)
         self._comm, self._session = comm, session_of(comm)  # a communicator that nobody has is closed
         self._pool, self._check, self._breaks, self._name = pool, check, breaks, name
         self._inputs: AddressCheck | None = None
@@ -112,7 +114,7 @@ class Graph:
         """
         session, inputs = self._session, named(inputs)
         session.calls.check_usable()
-        if not session.can_record:
+        if session.backend is None:
             self._check_record(None, [], inputs)
         backend = session.require_backend("a Graph", "Call the function itself, or a GraphRunner, which calls it here")
         recording = Recording(self._name, current_streams.streams(backend.device.ordinal))
@@ -175,7 +177,7 @@ class Graph:
         weakref.finalize(self, self._resources.release).atexit = False  # then the process gives everything back
         recording.pool, recording.stream = self._pool, backend.recording_stream()
         for caller in recording.callers:
-            self._session.order(caller, recording.stream)
+            self._session.order(StreamOrder.chain, caller, recording.stream)
 
     def _leave_recording(self) -> None:
         self._recording = current.graph = None
@@ -272,7 +274,7 @@ class Graph:
                     session.calls.fail(error, begun=False, foreign=True)
                     raise
         if self._parts and isinstance(self._parts[-1], Break):
-            session.extend(handle)
+            session.order(StreamOrder.extend, handle)
 
     def _check_replay(self, inputs: Any, stream: Any) -> None:
         if stream is not None:

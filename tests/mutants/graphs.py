@@ -60,7 +60,7 @@ MUTANTS = [
     Mutant(
         "the work of a break at the end is no part of the replay",
         GRAPH,
-        "            session.extend(handle)\n",
+        "            session.order(StreamOrder.extend, handle)\n",
         "            pass\n",
         scenario("the_break_at_the_end"),
     ),
@@ -153,14 +153,14 @@ MUTANTS = [
     Mutant(
         "a recording does not wait for the caller's stream",
         GRAPH,
-        "            self._session.order(caller, recording.stream)\n",
+        "            self._session.order(StreamOrder.chain, caller, recording.stream)\n",
         "            pass\n",
         scenario("filled_at_the_exit", late=True),
     ),
     Mutant(
         "the caller's stream does not wait for what was recorded",
         SESSION,
-        "                self.order(recording.stream, caller)\n",
+        "                self.order(StreamOrder.chain, recording.stream, caller)\n",
         "                pass\n",
         scenario("filled_at_the_exit", late=True),
     ),
@@ -289,7 +289,7 @@ MUTANTS = [
     Mutant(
         "inputs are copied while a replay on another stream reads them",
         RUNNER,
-        "                    session.follow(stream)  #",
+        "                    session.order(StreamOrder.follow, stream)  #",
         "                    #",
         scenario("inputs_of_a_replay_that_runs"),
     ),

@@ -65,13 +65,14 @@ class DirectGraphs:
 
     :param agree: votes on recordings.
     :param memory: the pool of ``comm.empty()``, in which outputs may lie.
+    :ivar recorded: graphs with their resources, for the next registration.
     """
 
     def __init__(self, backend: IpcBackend, calls: CallSequence, agree: Agree, memory: GraphPool) -> None:
         self.mappings = Mappings()
         self.launched: WeakKeyDictionary[RecordedCall, list[Launched]] = WeakKeyDictionary()
         self._backend, self._calls, self._agree, self._memory = backend, calls, agree, memory
-        self._recorded: list[tuple[Any, Resources]] = []  # not registered yet
+        self.recorded: list[tuple[Any, Resources]] = []
         self._numbers: WeakKeyDictionary[Slab, int] = WeakKeyDictionary()  # an address may come again
         self._next_number = count()
         if backend.n > 1:
@@ -82,16 +83,8 @@ class DirectGraphs:
         """The prepared all-reduce ``call``, which also notes its launches when it is recorded."""
         return noted(prepared, self.launched.setdefault(call, []))
 
-    def add(self, graph: Any, resources: Resources) -> None:
-        """Keep a graph that has been recorded, with its resources, for the next registration."""
-        self._recorded.append((graph, resources))
-
-    def forget(self) -> None:
-        """Let the graphs stay staged that have not been registered."""
-        self._recorded.clear()
-
     def register(self, number: int | None = None) -> None:
-        """Switch to direct kernels in the graphs that have been added. Collective.
+        """Switch to direct kernels in the graphs of :attr:`recorded`, and empty it. Collective.
 
         :param number: the call to be part of; None for a call of its own, at the end of ``capture()``, at which the
             ranks compare the recordings once more.
@@ -100,7 +93,7 @@ class DirectGraphs:
         """
         calls = self._calls
         with calls.lock:
-            recorded, self._recorded = self._recorded, []
+            recorded, self.recorded = self.recorded, []
             if number is None:
                 turns.make(calls, calls.enter, _CAPTURE, DEFAULT_STREAM)
                 number = calls.number

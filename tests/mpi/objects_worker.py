@@ -153,7 +153,7 @@ def log() -> None:
 # ---- mistakes that a GPU would show
 def arguments() -> None:
     with Communicator() as comm:
-        words = "comm must be an ipcreduce.Communicator; found "
+        words = "comm must be an ipcreduce.Communicator, not "
         for wrong in (1, WORLD, Communicator, Graph(comm), "comm"):
             raises(ArgumentError, words, lambda wrong=wrong: Graph(wrong))
             raises(ArgumentError, words, lambda wrong=wrong: GraphRunner(step, wrong))

@@ -5,82 +5,56 @@ A replay uses the addresses of its recording, and cannot see an array that was a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from ..errors import AddressChangedError, ArgumentError, Location
-from ..texts import shown
-from .addresses import Roots, Walk, short
+from ..errors import AddressChangedError, Location
+from .addresses import Walk, short
 
 CHECKS = ("first", "always", "never")
 SHOWN = 20  # the most differences in a message
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """Nests of arrays by name. The paths of a nest's arrays begin with its name."""
-
-    roots: list[tuple[str, Any]]
-
-    @classmethod
-    def of(cls, value: Any) -> Inputs:
-        """Return ``value`` if it is an ``Inputs``, else wrap it under the name "inputs"."""
-        return value if isinstance(value, Inputs) else cls([("inputs", value)])
+class Inputs(list[tuple[str, Any]]):
+    """Nests of arrays by name. The names are distinct, and the paths of a nest's arrays begin with its name."""
 
 
-class InputCheck:
-    """Comparison of a replay's inputs with the recording's. It keeps no array alive.
+def named(inputs: Any) -> Inputs:
+    """Return ``inputs`` if it is an ``Inputs``, else wrap it under the name "inputs"."""
+    return inputs if isinstance(inputs, Inputs) else Inputs([("inputs", inputs)])
 
+
+class AddressCheck:
+    """The locations of all device arrays in a recording's inputs, to compare a replay's with. It keeps no array alive.
+
+    :param inputs: as :class:`Inputs`, such as ``[("args[0]", x)]``.
     :param when: one of :data:`CHECKS`.
-    :raises ArgumentError: see :class:`AddressCheck`.
+    :raises ArgumentError: see :func:`collect_addresses`.
     """
 
-    def __init__(self, when: str, inputs: Inputs) -> None:
+    def __init__(self, inputs: list[tuple[str, Any]], when: str = "always") -> None:
         self._always = when == "always"
-        self._check = None if when == "never" else AddressCheck(inputs.roots)
+        self._recorded = None if when == "never" else Walk(inputs)
 
     @property
     def due(self) -> bool:
         """True while :meth:`verify` still compares."""
-        return self._check is not None
+        return self._recorded is not None
 
-    def verify(self, inputs: Inputs) -> None:
-        """Compare before a replay, once or always. :raises AddressChangedError: if an array differs."""
-        if self._check is not None:
-            self._check.verify(inputs.roots)
-            if not self._always:
-                self._check = None
-
-
-def check_word(word: Any) -> None:
-    """:raises ArgumentError: if ``word`` is not one of :data:`CHECKS`."""
-    if not isinstance(word, str) or word not in CHECKS:
-        raise ArgumentError(f"check must be one of {', '.join(CHECKS)}, not {shown(word)}")
-
-
-class AddressCheck:
-    """The locations of all device arrays in a recording's arguments, for comparison. It keeps no array alive.
-
-    :param roots: (name, object) pairs, such as ``("args[0]", x)``. The names are distinct; paths begin with them.
-    :raises ArgumentError: see :func:`collect_addresses`.
-    """
-
-    def __init__(self, roots: Roots) -> None:
-        self._recorded = Walk(roots)
-
-    def verify(self, roots: Roots) -> None:
-        """Compare a replay's arguments with the recording's.
+    def verify(self, inputs: list[tuple[str, Any]]) -> None:
+        """Compare before a replay, once or always.
 
         :raises AddressChangedError: if an array is missing or new, or has another address, shape, dtype or strides.
         :raises ArgumentError: see :func:`collect_addresses`.
         """
-        if self._recorded.holds_for(roots):
-            return
-        found = Walk(roots)
-        old, new = self._recorded.locations(), found.locations()
-        if old != new:
-            raise _difference(old, new)
-        self._recorded = found  # same arrays in other containers: the next comparison with these is fast
+        recorded = self._recorded
+        if recorded is not None and not recorded.holds_for(inputs):
+            found = Walk(inputs)
+            old, new = recorded.locations(), found.locations()
+            if old != new:
+                raise _difference(old, new)
+            self._recorded = found  # same arrays in other containers: the next comparison with these is fast
+        if not self._always:
+            self._recorded = None
 
 
 def _difference(old: dict[str, Location], new: dict[str, Location]) -> AddressChangedError:

@@ -10,6 +10,7 @@ import json
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -23,7 +24,8 @@ _SKIPPED = type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType
 
 Roots = Sequence[tuple[str, Any]]
 Suffix = Callable[[Any], str]  # maps a key to its part of a path
-Read = Callable[[Any], tuple[Sequence[Any], Sequence[Any]]]  # maps a container to its keys and values
+_Content = tuple[Sequence[Any], Sequence[Any]]  # a container's keys and values
+Read = Callable[[Any], _Content]  # maps a container to them
 
 
 def collect_addresses(obj: Any) -> dict[str, int]:
@@ -67,20 +69,20 @@ def _layout(kind: type) -> _Layout:
     if issubclass(kind, dict):
         parts.append(_ITEMS)
     elif issubclass(kind, list):
-        parts.append(_Part(_elements(list.__iter__), "[{}]".format))
+        parts.append(_Part(partial(_elements, list.__iter__, ()), "[{}]".format))
     elif issubclass(kind, tuple):
         fields = next((namespace["_fields"] for namespace in namespaces if "_fields" in namespace), ())
-        parts.append(_Part(_elements(tuple.__iter__, fields), (".{}" if fields else "[{}]").format))
+        parts.append(_Part(partial(_elements, tuple.__iter__, fields), (".{}" if fields else "[{}]").format))
     slots: dict[str, Any] = {}
     for namespace in reversed(namespaces):
         for name, member in namespace.items() if "__slots__" in namespace else ():
             if type(member) is types.MemberDescriptorType and not name.startswith("_"):
                 slots[name] = member.__get__
     if slots:
-        parts.append(_Part(_slots(slots), ".{}".format))
+        parts.append(_Part(partial(_slots, slots), ".{}".format))
     attributes = array_protocols.attributes(kind)
     if attributes is not None:
-        parts.append(_Part(_attributes(attributes), ".{}".format))
+        parts.append(_Part(partial(_attributes, attributes), ".{}".format))
     return _Layout(views.locator(kind), tuple(parts), attributes)
 
 
@@ -97,36 +99,27 @@ def item(key: Any) -> str:
 _ITEMS = _Part(lambda container: ([*dict.keys(container)], [*dict.values(container)]), item)
 
 
-def _elements(iterate: Callable[[Any], Iterator[Any]], fields: tuple[str, ...] = ()) -> Read:
-    def read(container: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-        values = [*iterate(container)]
-        return fields if len(fields) == len(values) else range(len(values)), values
-
-    return read
+def _elements(iterate: Callable[[Any], Iterator[Any]], fields: tuple[str, ...], container: Any) -> _Content:
+    values = [*iterate(container)]
+    return fields if len(fields) == len(values) else range(len(values)), values
 
 
-def _slots(slots: dict[str, Callable[[Any], Any]]) -> Read:
-    def read(container: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-        found = {}
-        for name, get in slots.items():
-            with suppress(AttributeError):  # an unset slot
-                found[name] = get(container)
-        return [*found], [*found.values()]
-
-    return read
+def _slots(slots: dict[str, Callable[[Any], Any]], container: Any) -> _Content:
+    found = {}
+    for name, get in slots.items():
+        with suppress(AttributeError):  # an unset slot
+            found[name] = get(container)
+    return [*found], [*found.values()]
 
 
-def _attributes(get: Callable[[Any], dict[str, Any]]) -> Read:
-    def read(container: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-        attributes = dict.items(get(container))
-        found = {
-            name: value
-            for name, value in attributes  # protocols are kept: an object that gains one later has become an array
-            if type(name) is str and (name[:1] != "_" or name in array_protocols.PROTOCOLS)
-        }
-        return [*found], [*found.values()]
-
-    return read
+def _attributes(get: Callable[[Any], dict[str, Any]], container: Any) -> _Content:
+    attributes = dict.items(get(container))
+    found = {
+        name: value
+        for name, value in attributes  # protocols are kept: an object that gains one later has become an array
+        if type(name) is str and (name[:1] != "_" or name in array_protocols.PROTOCOLS)
+    }
+    return [*found], [*found.values()]
 
 
 # ---- walking

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar
+from contextlib import contextmanager, suppress
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
@@ -57,10 +57,8 @@ def eager_break(function: Callable[_P, _T]) -> Callable[_P, _T]:
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         graph = current.graph
         if graph is None:
-            result = function(*args, **kwargs) if not current.rehearsing else _rehearsed(function, args, kwargs)
-        else:
-            result = graph.add_break(function, args, kwargs)
-        return result
+            return _rehearsed(function, args, kwargs) if current.rehearsing else function(*args, **kwargs)
+        return cast("_T", graph.add_break(function, args, kwargs))
 
     return wrapper
 
@@ -93,10 +91,8 @@ class Break:
     def __init__(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], pool: GraphPool
     ) -> None:
-        self._function = function
-        self._name = _name(function)
+        self._function, self._name, self._pool = function, _name(function), pool
         self._args, self._kwargs = without_blocks(args, pool), without_blocks(kwargs, pool)
-        self._pool = pool
         self._output: Any = None  # the array returned to the body, if any
 
     def __str__(self) -> str:
@@ -142,11 +138,9 @@ class Break:
             views.copy_into(due, found, stream)
 
     def _array(self, result: Any, stream: Stream) -> Any:
-        try:
+        with suppress(ArgumentError):
             if views.is_device(result, "what a break returns"):
                 return views.view(result, stream)
-        except ArgumentError:
-            pass
         raise _cannot_return(self._name, result, "a device array")
 
 

@@ -46,7 +46,7 @@ def forward_context(
     :param attn_metadata: any object, passed on to the code in the block.
     :raises ArgumentError: if ``mode`` is another word, or the descriptor is not hashable.
     """
-    check_mode(mode)
+    check_word("mode", mode, MODES)
     try:
         hash(batch_descriptor)
     except TypeError:
@@ -66,7 +66,7 @@ def get_forward_context() -> ForwardContext | None:
     return _stack.top
 
 
-def check_mode(mode: Any) -> None:
-    """:raises ArgumentError: if ``mode`` is not one of :data:`MODES`."""
-    if not isinstance(mode, str) or mode not in MODES:
-        raise ArgumentError(f"mode must be one of {', '.join(MODES)}, not {shown(mode)}")
+def check_word(name: str, word: Any, words: tuple[str, ...]) -> None:
+    """:raises ArgumentError: if ``word``, the argument called ``name``, is not one of ``words``."""
+    if not isinstance(word, str) or word not in words:
+        raise ArgumentError(f"{name} must be one of {', '.join(words)}, not {shown(word)}")

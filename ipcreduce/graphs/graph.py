@@ -10,17 +10,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import TracebackType
 from typing import Any
 
 from ..cuda import cupy_runtime, current_streams, streams, torch_runtime
 from ..device import deferred_free
 from ..device.backend import DeviceBackend
+from ..device.stream_order import StreamOrder
 from ..errors import ArgumentError, CaptureError, GraphStateError, IpcReduceError, Reach
 from ..process import refuse_copies
 from ..types import Stream
-from .address_check import InputCheck, Inputs, check_word
+from .address_check import CHECKS, AddressCheck, Inputs, named
 from .breaks import Break, current, open_recordings
+from .forward_context import check_word
 from .pool import GraphPool
 from .recording import Recording, Resources, Segment, explained, warn_about
 from .session import HasSession, session_of
@@ -53,10 +54,10 @@ class Graph:
             raise ArgumentError(f"pool must be another graph's .pool, not {type(pool).__qualname__}")
         if not isinstance(name, str):
             raise ArgumentError(f"name must be a str, not {type(name).__qualname__}")
-        check_word(check)
+        check_word("check", check, CHECKS)
         self._comm, self._session = comm, session_of(comm)  # a communicator that nobody has is closed
         self._pool, self._check, self._breaks, self._name = pool, check, breaks, name
-        self._inputs: InputCheck | None = None
+        self._inputs: AddressCheck | None = None
         self._state = "empty"
         self._parts: list[Segment | Break] = []
         self._again: Any = None  # of a graph of one segment: see GraphSession.replayer
@@ -111,9 +112,9 @@ class Graph:
         :raises RankMismatchError: if the ranks' all-reduces differ: the first that does, on all ranks.
         :raises PeerFailedError: if another rank's body raised. An exception in the body passes unchanged.
         """
-        session, inputs = self._session, Inputs.of(inputs)
+        session, inputs = self._session, named(inputs)
         session.calls.check_usable()
-        if not session.can_record:
+        if session.backend is None:
             self._check_record(None, [], inputs)
         backend = session.require_backend("a Graph", "Call the function itself, or a GraphRunner, which calls it here")
         recording = Recording(self._name, current_streams.streams(backend.device.ordinal))
@@ -168,7 +169,7 @@ class Graph:
         if any(streams.capture_id(stream) for stream in callers):
             text = "record() was called while the current stream is being captured. End that capture first"
             raise CaptureError(text, reach=Reach.CAPTURED)
-        self._inputs = InputCheck(self._check, inputs)
+        self._inputs = AddressCheck(inputs, self._check)
 
     def _open(self, backend: DeviceBackend, recording: Recording) -> None:
         self._pool = self._pool or GraphPool(backend.context, backend.device.ordinal)
@@ -176,7 +177,7 @@ class Graph:
         weakref.finalize(self, self._resources.release).atexit = False  # then the process gives everything back
         recording.pool, recording.stream = self._pool, backend.recording_stream()
         for caller in recording.callers:
-            self._session.order(caller, recording.stream)
+            self._session.order(StreamOrder.chain, caller, recording.stream)
 
     def _leave_recording(self) -> None:
         self._recording = current.graph = None
@@ -273,7 +274,7 @@ class Graph:
                     session.calls.fail(error, begun=False, foreign=True)
                     raise
         if self._parts and isinstance(self._parts[-1], Break):
-            session.extend(handle)
+            session.order(StreamOrder.extend, handle)
 
     def _check_replay(self, inputs: Any, stream: Any) -> None:
         if stream is not None:
@@ -282,7 +283,7 @@ class Graph:
         if current.graph is not None:
             raise GraphStateError("replay() was called within a recording. A graph cannot be part of another graph")
         if inputs is not None and self._inputs is not None:
-            self._inputs.verify(Inputs.of(inputs))
+            self._inputs.verify(named(inputs))
 
     @property
     def segments(self) -> list[Segment]:
@@ -309,9 +310,7 @@ class Graph:
     def __enter__(self) -> Graph:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _expect(self, what: str, states: tuple[str, ...], advice: str) -> None:

@@ -186,10 +186,10 @@ class GraphPool:
         """Free unused slabs, if the pool has no user left."""
         with self._lock:
             self._take_back()
-            unused = [] if self._users else [slab for slab in self._slabs if slab.unused]
-            of_torch = None
-            if not self._users:
-                of_torch, self._of_torch = self._of_torch, None
+            if self._users:
+                return
+            unused = [slab for slab in self._slabs if slab.unused]
+            of_torch, self._of_torch = self._of_torch, None
             self._slabs = [slab for slab in self._slabs if slab not in unused]
         # Outside the lock, since cuMemFree waits until the last replay has ended.
         attempt(self._context, *(partial(driver.free, slab.address) for slab in unused))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..arrays import views
@@ -73,24 +74,17 @@ class Segment:
         except CudaError as error:
             raise cannot_be_captured(error) from error
 
-    def use(self, executable: cuda_graph.Executable) -> None:
-        """Launch this executable from now on; the one before is destroyed once it has run."""
-        old, self.executable = self.executable, executable
-        self.ready.argument = executable.handle
+    def use(self, executable: cuda_graph.Executable | None) -> None:
+        """Launch this executable from now on, or none; the one before is destroyed once it has run."""
+        old, self.executable = self.executable, executable  # first: no other thread may launch it from now on
+        self.ready.argument = 0 if executable is None else executable.handle
         if old is not None:
             with suppress(CudaError):
                 old.close()
 
-    def destroy_actions(self) -> Iterator[Callable[[], None]]:
+    def destroy_actions(self) -> list[Callable[[], None]]:
         """Actions that give it back."""
-        yield self._destroy
-        yield lambda: cuda_graph.close_graph(self.graph)
-
-    def _destroy(self) -> None:
-        executable, self.executable = self.executable, None  # no other thread may launch it from now on
-        self.ready.argument = 0
-        if executable is not None:
-            executable.close()
+        return [partial(self.use, None), partial(cuda_graph.close_graph, self.graph)]
 
 
 class Recording:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from types import FunctionType, MappingProxyType, MethodType, TracebackType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
 
 from ..cuda import current_streams
+from ..device.stream_order import StreamOrder
 from ..errors import ArgumentError
 from ..process import refuse_copies
 from ..texts import text_of
-from .address_check import Inputs, check_word
+from .address_check import CHECKS, Inputs
 from .addresses import item
 from .breaks import rehearsing, without_blocks
 from .copied_inputs import copy_arguments
-from .forward_context import ForwardContext, check_mode, get_forward_context
+from .forward_context import MODES, ForwardContext, check_word, get_forward_context
 from .graph import Graph
 from .pool import GraphPool
 from .session import GraphSession, HasSession, default_communicator, session_of
@@ -53,10 +54,10 @@ class GraphRunner:
             )
         if comm is not None:
             session_of(comm)
-        check_mode(mode)
+        check_word("mode", mode, MODES)
         if mode == "none":
             raise ArgumentError("mode must be 'piecewise' or 'full', not 'none'. To record nothing, call function")
-        check_word(check)
+        check_word("check", check, CHECKS)
         self._function, self._comm, self._mode, self._check = function, comm, mode, check
         self._record_new, self._copy_inputs = record_new, copy_inputs
         self._pool: GraphPool | None = None
@@ -84,7 +85,7 @@ class GraphRunner:
                 try:
                     session = self._session()
                     stream = current_streams.stream_of(session.device)[0]
-                    session.follow(stream)  # replays on other streams may still read the arrays
+                    session.order(StreamOrder.follow, stream)  # replays on other streams may still read the arrays
                     copy_arguments([args, kwargs], recorded.arguments, stream)
                 except BaseException as error:
                     self._session().calls.fail(error, begun=False)
@@ -94,7 +95,7 @@ class GraphRunner:
             return recorded.outputs
         if not self._record_new:
             return self._function(*args, **kwargs)
-        if self._session().can_record:
+        if self._session().backend is not None:
             return self._record(context, args, kwargs)
         self._session().say_eager()
         with rehearsing(self._mode == "piecewise"):
@@ -113,13 +114,13 @@ class GraphRunner:
         return outputs
 
     def _inputs(self, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-        roots: list[tuple[str, Any]] = []
+        roots = Inputs()
         if not self._copy_inputs:
             roots += [(f"args[{index}]", value) for index, value in enumerate(args)]
             roots += [(f"kwargs{item(name)}", value) for name, value in kwargs.items()]
         if self._mode == "full":
             roots.append(("attn_metadata", context.attn_metadata))
-        return Inputs(roots)
+        return roots
 
     def _session(self) -> GraphSession:
         self._comm = default_communicator() if self._comm is None else self._comm
@@ -130,11 +131,11 @@ class GraphRunner:
     def __repr__(self) -> str:
         own = vars(self)  # also of a runner whose __init__ has raised
         function = own.get("_function")
-        name = (
-            function.__qualname__ if isinstance(function, (FunctionType, MethodType)) else type(function).__qualname__
-        )
+        named = function if isinstance(function, (FunctionType, MethodType)) else type(function)
         mode, recordings = own.get("_mode"), len(own.get("_recorded", ()))
-        return f"<GraphRunner of {name}: mode {mode}, {recordings} recordings>" if mode else "<GraphRunner: not made>"
+        if not mode:
+            return "<GraphRunner: not made>"
+        return f"<GraphRunner of {named.__qualname__}: mode {mode}, {recordings} recordings>"
 
     def close(self) -> None:
         """Close the recordings. Later calls record again. Outputs of earlier calls are no longer valid."""
@@ -145,9 +146,7 @@ class GraphRunner:
     def __enter__(self) -> GraphRunner:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

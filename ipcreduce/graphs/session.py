@@ -18,6 +18,7 @@ from ..cuda import cupy_runtime, current_streams
 from ..device import deferred_free
 from ..device.backend import DeviceBackend
 from ..device.known_calls import Prepared, Ready
+from ..device.stream_order import StreamOrder
 from ..errors import ArgumentError, GraphStateError, IpcReduceError, Reach, UnsupportedError
 from ..ipc.backend import IpcBackend
 from ..types import Stream
@@ -73,7 +74,7 @@ def session_of(comm: HasSession | None) -> GraphSession:
 class GraphSession:
     """Everything that graphs share of one communicator.
 
-    :param backend: None for ranks without GPUs.
+    :param backend: None for ranks without GPUs, and once it is closed.
     :param reason: why there is no backend.
     :param sync: each call is waited for (``IPCREDUCE_SYNC``).
     :param direct: with backend ipc, graphs are to write straight into the peers' outputs: see direct/.
@@ -83,23 +84,16 @@ class GraphSession:
         self, calls: CallSequence, backend: DeviceBackend | None, reason: str, sync: bool, direct: bool
     ) -> None:
         self.calls = calls
-        self._backend, self._reason, self._sync = backend, reason, sync
+        self.backend, self._reason, self._sync = backend, reason, sync
         self._capturing = 0  # depth of capture()
         self._said = False
-        self._captured_memory: CapturedMemory | None = None
-        self._memory: GraphPool | None = None  # of empty()
         self.direct: DirectGraphs | None = None
         if backend is not None:
             self._captured_memory = CapturedMemory(backend.context, backend.device.ordinal)
-            self._memory = GraphPool(backend.context, backend.device.ordinal)
+            self._memory = GraphPool(backend.context, backend.device.ordinal)  # of empty()
             self._memory.retain()
             if direct and isinstance(backend, IpcBackend):
                 self.direct = DirectGraphs(backend, calls, self._agree, self._memory)
-
-    @property
-    def can_record(self) -> bool:
-        """False on a communicator without GPUs."""
-        return self._backend is not None
 
     @property
     def device(self) -> int:
@@ -109,9 +103,9 @@ class GraphSession:
     def require_backend(self, what: str, advice: str = "") -> DeviceBackend:
         """The backend. :raises UnsupportedError: without GPUs, which ``what`` needs."""
         self.calls.check_usable()
-        if self._backend is None:
+        if self.backend is None:
             raise UnsupportedError(f"{what} needs backend ipc or nccl: {self._reason}" + (advice and f". {advice}"))
-        return self._backend
+        return self.backend
 
     def say_eager(self) -> None:
         """Log that nothing is recorded here: once for each communicator.
@@ -150,9 +144,8 @@ class GraphSession:
             self.calls.recording = None
             stale: GraphStateError | None = None
             if error is not None:
-                self.calls.fail(
-                    error, begun=False, foreign=True
-                )  # a peer may wait in the body, in a break for instance
+                # A peer may wait in the body, in a break for instance.
+                self.calls.fail(error, begun=False, foreign=True)
             elif recording.life.ended:
                 stale = GraphStateError(_STALE_RECORDING)  # the others hear of it by the vote
             turns.alone(self.calls, self._agree, recording.number, recording.segments, error, stale)
@@ -162,7 +155,7 @@ class GraphSession:
     ) -> None:
         """:param stale: raised unless a fault is pending, which then is its cause."""
         calls = self.calls
-        if self._backend is None:  # closed in the meantime
+        if self.backend is None:  # closed in the meantime
             raise error or ArgumentError("the communicator was closed during the recording")
         theirs: Exception | None
         try:
@@ -189,27 +182,15 @@ class GraphSession:
     def recorded(self, graph: Any, resources: Resources, number: int) -> None:
         """Take a complete recording, call ``number``. Collective only where graphs are direct."""
         if self.direct is not None:
-            self.direct.add(graph, resources)
+            self.direct.recorded.append((graph, resources))
             if not self._capturing:
                 self.direct.register(number)
 
-    def order(self, before: Stream, after: Stream) -> None:
-        """Let the work that follows on stream ``after`` wait for the work on ``before``."""
+    def order(self, method: Callable[..., None], *streams: Stream) -> None:
+        """Order the work on streams by a method of :class:`StreamOrder`, unless the communicator is closed."""
         with self.calls.lock:
-            if self._backend is not None:
-                self._backend.order.chain(before, after)
-
-    def follow(self, stream: Stream) -> None:
-        """Let the work that follows on ``stream`` wait for the calls so far, on whatever streams."""
-        with self.calls.lock:
-            if self._backend is not None:
-                self._backend.order.follow(stream)
-
-    def extend(self, stream: Stream) -> None:
-        """Let the next call follow the work on ``stream``, too."""
-        with self.calls.lock:
-            if self._backend is not None:
-                self._backend.order.extend(stream)
+            if self.backend is not None:
+                method(self.backend.order, *streams)
 
     def run_recording(self, last: Segment | None, recording: Recording) -> None:
         """Launch the last segment, and let the caller's streams wait for it."""
@@ -217,9 +198,9 @@ class GraphSession:
             if last is not None:
                 self.launch(last, recording.stream, None)
             else:  # a break is at its end
-                self.extend(recording.stream)
+                self.order(StreamOrder.extend, recording.stream)
             for caller in recording.callers:
-                self.order(recording.stream, caller)
+                self.order(StreamOrder.chain, recording.stream, caller)
 
     # ---- replay
     def replayer(self, segment: Segment) -> tuple[Callable[..., Any], Ready, Callable[..., Any]] | None:
@@ -227,18 +208,15 @@ class GraphSession:
 
         None where each call is waited for.
         """
-
-        def usual(*_: Any) -> None:
-            stream, owner = current_streams.stream_of(self.device)
-            self._launch(segment, stream, owner)
-
         fast = self.require_backend("replay()").fast
-        return None if fast is None else (fast.make, segment.ready, usual)
+        if fast is None:
+            return None
+        return fast.make, segment.ready, lambda *_: self._launch(segment, *current_streams.stream_of(self.device))
 
     def launch(self, segment: Segment, stream: Stream, owner: Any) -> None:
         """Launch a segment. If it has all-reduces it is one call, compared and ordered as these are. Collective."""
         calls = self.calls
-        fast = None if self._backend is None else self._backend.fast
+        fast = None if self.backend is None else self.backend.fast
         if fast is not None and segment.calls and current_streams.stream_of(self.device)[0] == stream:
             fast.make(segment.ready, lambda *_: self._launch(segment, stream, owner))
             return
@@ -258,13 +236,13 @@ class GraphSession:
     def _launch(self, segment: Segment, stream: Stream, owner: Any) -> None:
         if segment.executable is None:
             raise GraphStateError("another thread closed the graph while replay() ran. Close it after its last replay")
-        assert self._backend is not None
+        assert self.backend is not None
         if segment.calls:
             self.calls.enter(segment.what, stream)
             if segment.life.ended:
                 where = f"rank {self.calls.rank}, call {self.calls.number}"
                 raise GraphStateError(f"{where}: {_STALE}", reach=Reach.ALL)
-        self._backend.launch_graph(segment.executable, stream, owner)
+        self.backend.launch_graph(segment.executable, stream, owner)
 
     def synchronize(self, stream: Stream | None) -> None:
         """See :meth:`Communicator.synchronize`. :raises UnsupportedError: within a call of the same thread."""
@@ -281,8 +259,8 @@ class GraphSession:
         """Wait for the calls, and raise what went wrong in them. Without GPUs there is nothing to wait for."""
         with self.calls.lock:
             self.calls.check_usable()
-            if self._backend is not None:
-                self._backend.order.synchronize(stream)
+            if self.backend is not None:
+                self.backend.order.synchronize(stream)
                 if self.direct is not None:
                     self.direct.mappings.collect()
                 deferred_free.flush()
@@ -294,7 +272,7 @@ class GraphSession:
         """See :meth:`Communicator.capture`."""
         calls = self.calls
         calls.check_usable()
-        if self._backend is None:
+        if self.backend is None:
             self.say_eager()
             yield
             return
@@ -306,41 +284,41 @@ class GraphSession:
         except BaseException as error:
             if self._capturing == 1:
                 if self.direct is not None:
-                    self.direct.forget()
+                    self.direct.recorded.clear()  # they stay staged
                 calls.fail(error, begun=False, foreign=True)
             raise
         finally:
             self._capturing -= 1
         if self.direct is not None and not self._capturing:
-            self.direct.register_together()
+            self.direct.register()
 
     # ---- memory
     def allocating(self, stream: Stream) -> AbstractContextManager[Any]:
         """A context in which a call on ``stream`` allocates. Memory for a capture by others stays until close()."""
-        assert self._captured_memory is not None
         return self._captured_memory.allocating(stream)
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Any:
         """See :meth:`Communicator.empty`."""
         with self.calls.lock:
             self.calls.check_usable()
-            if self._backend is None or self._memory is None:
+            if self.backend is None:
                 return np.empty(shape, dtype)
-            stream, device = cupy_runtime.stream_of()[0], self._backend.device.ordinal
+            stream, device = cupy_runtime.stream_of()[0], self.backend.device.ordinal
             shape = (shape,) if isinstance(shape, int) else shape
             with cupy_runtime.allocating(self._memory.allocator, stream):
                 return views.empty(shape, np.dtype(dtype), stream, device)
 
     def close(self, wait: float) -> None:
         """Close the backend, and free the memory of graphs with it. See :meth:`DeviceBackend.close`."""
-        backend, self._backend = self._backend, None
+        backend, self.backend = self.backend, None
         if backend is not None:
-            free = [] if self._captured_memory is None else [self._captured_memory.release]
-            if self._memory is not None and self._memory.slabs:
+            free = [self._captured_memory.release]
+            if self._memory.slabs:
                 free.append(self._memory.release)
-            self.direct = self._captured_memory = self._memory = None
+            self.direct = None
+            del self._captured_memory, self._memory
             backend.close(wait, free)
 
     def forked(self) -> None:
         """In a child process: leave alone whatever the parent owns."""
-        self._backend = None
+        self.backend = None

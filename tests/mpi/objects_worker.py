@@ -176,7 +176,7 @@ def arguments() -> None:
         raises(
             GraphStateError, "record() needs a graph that is empty. This one is closed", lambda: enter(over.record())
         )
-        with mock.patch("ipcreduce.graphs.address_check.AddressCheck", side_effect=ArgumentError("hides its address")):
+        with mock.patch("ipcreduce.graphs.graph.AddressCheck", side_effect=ArgumentError("hides its address")):
             raises(ArgumentError, "hides its address", lambda: enter(Graph(comm).record([1])))
     Communicator(device=SIZE + 90).close()  # of another machine, where it may exist
 

@@ -11,7 +11,7 @@ BREAKS, POOL, ADDRESSES, CHECK = (
     f"ipcreduce/graphs/{name}.py" for name in ("breaks", "pool", "addresses", "address_check")
 )
 COPIED, ARRAYS = "ipcreduce/graphs/copied_inputs.py", "ipcreduce/arrays/views.py"
-MAPPINGS, MARKS, REGISTRATION = (f"ipcreduce/graphs/direct/{name}.py" for name in ("mappings", "marks", "registration"))
+MAPPINGS, REGISTRATION = (f"ipcreduce/graphs/direct/{name}.py" for name in ("mappings", "registration"))
 
 
 def scenario(name: str, *, ranks: int = 2, late: bool = False, direct: bool = False) -> str:
@@ -60,7 +60,7 @@ MUTANTS = [
     Mutant(
         "the work of a break at the end is no part of the replay",
         GRAPH,
-        "            session.extend(handle)\n",
+        "            session.order(StreamOrder.extend, handle)\n",
         "            pass\n",
         scenario("the_break_at_the_end"),
     ),
@@ -153,14 +153,14 @@ MUTANTS = [
     Mutant(
         "a recording does not wait for the caller's stream",
         GRAPH,
-        "            self._session.order(caller, recording.stream)\n",
+        "            self._session.order(StreamOrder.chain, caller, recording.stream)\n",
         "            pass\n",
         scenario("filled_at_the_exit", late=True),
     ),
     Mutant(
         "the caller's stream does not wait for what was recorded",
         SESSION,
-        "                self.order(recording.stream, caller)\n",
+        "                self.order(StreamOrder.chain, recording.stream, caller)\n",
         "                pass\n",
         scenario("filled_at_the_exit", late=True),
     ),
@@ -182,8 +182,8 @@ MUTANTS = [
     Mutant(
         "a pool is given back while a graph uses it",
         POOL,
-        "unused = [] if self._users else [slab",
-        "unused = [slab",
+        "            if self._users:\n                return\n",
+        "",
         unit("pool", "a_pool_that_a_graph_uses_again_before_it_went_back_stays"),
     ),
     Mutant(
@@ -239,15 +239,15 @@ MUTANTS = [
     Mutant(
         "a check of the first replay is done at every one",
         CHECK,
-        "            if not self._always:\n",
-        "            if False:\n",
+        "        if not self._always:\n",
+        "        if False:\n",
         scenario("addresses"),
     ),
     Mutant(
         "a check at every replay is done once",
         CHECK,
-        "            if not self._always:\n",
-        "            if True:\n",
+        "        if not self._always:\n",
+        "        if True:\n",
         scenario("addresses"),
     ),
     # ---- runners
@@ -289,7 +289,7 @@ MUTANTS = [
     Mutant(
         "inputs are copied while a replay on another stream reads them",
         RUNNER,
-        "                    session.follow(stream)  #",
+        "                    session.order(StreamOrder.follow, stream)  #",
         "                    #",
         scenario("inputs_of_a_replay_that_runs"),
     ),
@@ -304,8 +304,8 @@ MUTANTS = [
     Mutant(
         "graphs are registered though a rank could not",
         REGISTRATION,
-        '            if text:\n                raise UnsupportedError(f"{what} failed',
-        '            if False:\n                raise UnsupportedError(f"{what} failed',
+        '                if text:\n                    raise UnsupportedError(f"{what} failed',
+        '                if False:\n                    raise UnsupportedError(f"{what} failed',
         unit("pool", "no_rank_goes_on_with_a_registration_that_has_failed_on_one"),
     ),
     Mutant(
@@ -317,7 +317,7 @@ MUTANTS = [
     ),
     Mutant(
         "a graph's memory is freed while a peer has it mapped",
-        MARKS,
+        MAPPINGS,
         "return bool((self._words[:, serial % MARKS] == serial + 1).all())",
         "return bool((self._words[:, serial % MARKS] == serial + 1).any())",
         unit("pool", "memory_stays_until_every_rank_has_dropped_the_graph"),

@@ -12,7 +12,7 @@ import pytest
 from ipcreduce import texts
 from ipcreduce.arrays import views
 from ipcreduce.errors import ArgumentError
-from ipcreduce.graphs import address_check, forward_context
+from ipcreduce.graphs.forward_context import MODES, check_word
 from ipcreduce.options import Options, workspace_bytes
 from ipcreduce.ranks import groups
 
@@ -76,7 +76,7 @@ def test_what_is_no_array(value: Any, words: str):
 @pytest.mark.parametrize(
     "check",
     [
-        forward_context.check_mode, address_check.check_word, groups.of, workspace_bytes,
+        lambda wrong: check_word("mode", wrong, MODES), groups.of, workspace_bytes,
         lambda wrong: Options.of(wrong, 1.0, None), lambda wrong: Options.of(None, wrong, None),
         lambda wrong: Options.of(None, 1.0, wrong), lambda wrong: Options.of(None, 1.0, None, wrong),
     ],

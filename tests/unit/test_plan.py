@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ipcreduce.dtypes import KIND_NAMES, OPS
-from ipcreduce.graphs.direct import shapes
+from ipcreduce.graphs.direct import launches
 from ipcreduce.ipc import plan, workspace
 from tests.tools.machine import ROOT
 
@@ -153,7 +153,7 @@ def test_looped_grids_are_resident_at_once(nbytes: int, n: int, multiprocessors:
     """Two blocks of the largest size a multiprocessor, which KERNEL(..., 2) keeps the registers for."""
     resident, half = min(plan.EPOCH_SLOTS, 2 * multiprocessors), workspace.half_bytes(256 * MB)
     for step in plan.make_plan(nbytes, n, half, "two_shot", (), resident):
-        found = shapes.direct(step, n, resident) if direct else step
+        found = launches.direct(step, n, resident) if direct else step
         check_step(found, n, half)
         most = launch_bound(found.algorithm, found.depth, n)
         assert direct or plan.most_threads(found.algorithm, found.depth, n) == most
@@ -188,8 +188,8 @@ def test_grids_of_ranks_on_one_gpu_are_resident_at_once(
     assert [step.offset for step in steps] == [sum(other.nbytes for other in steps[:i]) for i in range(len(steps))]
     kernels = plan.kernels(n, force, table)
     if force == "two_shot":
-        steps += tuple(shapes.direct(step, n, resident, sharing) for step in steps)
-        kernels |= {("direct", shapes.depth(n))}
+        steps += tuple(launches.direct(step, n, resident, sharing) for step in steps)
+        kernels |= {("direct", launches.depth(n))}
     for step in {replace(step, offset=0) for step in steps}:
         check_step(step, n, half)
         assert 2 * sharing * step.grid <= 2 * multiprocessors, "more blocks than two a multiprocessor"
@@ -216,7 +216,7 @@ def test_shapes_on_a_shared_gpu(n: int, sharing: int, nbytes: int, shape: tuple[
 def test_direct_does_what_the_staged_launch_did(nbytes: int, n: int):
     half = workspace.half_bytes(256 * MB)
     for staged in plan.make_plan(nbytes, n, half, "two_shot"):
-        step = shapes.direct(staged, n)
+        step = launches.direct(staged, n)
         assert (step.algorithm, step.offset, step.nbytes) == ("direct", staged.offset, staged.nbytes)
         check_step(step, n, half)
 

@@ -15,8 +15,7 @@ from ipcreduce.cuda import driver
 from ipcreduce.errors import UnsupportedError
 from ipcreduce.graphs import pool as pools
 from ipcreduce.graphs.direct import driver_calls
-from ipcreduce.graphs.direct.mappings import Mappings
-from ipcreduce.graphs.direct.marks import Marks, nbytes
+from ipcreduce.graphs.direct.mappings import Mappings, Marks, marks_bytes
 from ipcreduce.graphs.direct.registration import DirectGraphs
 from ipcreduce.graphs.pool import GraphPool
 from ipcreduce.page import shared_files
@@ -148,7 +147,7 @@ def test_a_pool_that_a_graph_uses_again_before_it_went_back_stays(device: Device
 # ---- memory that peers map
 def test_memory_stays_until_every_rank_has_dropped_the_graph():
     freed: list[int] = []
-    descriptor, path = shared_files.create(nbytes(3))
+    descriptor, path = shared_files.create(marks_bytes(3))
     ranks = [Marks(os.dup(descriptor), rank, 3) for rank in range(3)]
     os.close(descriptor)
     shared_files.remove(path)

@@ -66,7 +66,7 @@ def test_calls_before_a_vote_are_still_compared():
 def test_a_stale_recording_does_not_hide_the_timeout_of_its_vote():
     calls = make_ranks(2)[0]
     session = GraphSession.__new__(GraphSession)
-    session.calls, session._backend = calls, SimpleNamespace()  # type: ignore[assignment]
+    session.calls, session.backend = calls, SimpleNamespace()  # type: ignore[assignment]
     recording = SimpleNamespace(number=1, life=Life(), segments=[])
     recording.life.end()  # NCCL's communicator was aborted
     with clock.passing(121.0), pytest.raises(PeerTimeoutError, match="rank 1"):

@@ -7,16 +7,49 @@ the mark. So closing a graph waits for nobody.
 
 from __future__ import annotations
 
+import mmap
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
 
 from ...cuda import driver
 from ...errors import CudaError, UnsupportedError
 from . import driver_calls
-from .marks import MARKS, Marks
 
 Key = tuple[int, int]  # rank, and the number of the slab there
+MARKS = 1024  # words for each rank
+
+
+def marks_bytes(n: int) -> int:
+    """The bytes of the marks of ``n`` ranks."""
+    return n * MARKS * 8
+
+
+class Marks:
+    """The marks of ``n`` ranks, in memory that all of them see.
+
+    A word holds the number, plus 1, of the last graph with this place that was dropped.
+    """
+
+    def __init__(self, descriptor: int, rank: int, n: int) -> None:
+        try:
+            content = mmap.mmap(descriptor, marks_bytes(n))
+        finally:
+            os.close(descriptor)
+        self._words: np.ndarray[Any, Any] = np.frombuffer(content, "<u8").reshape(n, MARKS)
+        self._rank = rank
+
+    def set(self, serial: int) -> None:
+        """Say that this rank has dropped graph number ``serial``."""
+        self._words[self._rank, serial % MARKS] = serial + 1
+
+    def all_set(self, serial: int) -> bool:
+        """Return True if every rank has dropped graph number ``serial``."""
+        return bool((self._words[:, serial % MARKS] == serial + 1).all())
 
 
 class Mappings:
@@ -31,7 +64,7 @@ class Mappings:
         self._uses: Counter[Key] = Counter()
         self._serial = 0
         self._lock = threading.RLock()  # graphs are collected in any thread
-        self._pins: dict[int, Callable[[], None]] = {}  # by serial number: frees this rank's memory
+        self._pins: dict[int, tuple[Callable[[], None], ...]] = {}  # by serial number: they free this rank's memory
 
     def open(self, key: Key, handle: bytes, nbytes: int) -> int:
         """Map a peer's slab of ``nbytes`` bytes, and return its address here.
@@ -52,16 +85,16 @@ class Mappings:
         self.collect()
         return self._serial - min(self._pins, default=self._serial) < MARKS
 
-    def use(self, keys: Iterable[Key], release: Callable[[], None]) -> int:
+    def use(self, keys: Iterable[Key], *releases: Callable[[], None]) -> int:
         """Count one more graph that writes to these slabs of peers, as the peers' graphs write to this rank's slabs.
 
-        :param release: called once no peer has this rank's slabs mapped for the graph.
+        :param releases: called once no peer has this rank's slabs mapped for the graph.
         :returns: the graph's serial number, for :meth:`drop`.
         """
         with self._lock:
             self._uses.update(keys)
             serial, self._serial = self._serial, self._serial + 1
-            self._pins[serial] = release
+            self._pins[serial] = releases
             return serial
 
     def drop(self, serial: int, keys: Iterable[Key]) -> None:
@@ -93,10 +126,9 @@ class Mappings:
         """Free the memory of graphs that every rank has dropped."""
         with self._lock:
             over = [serial for serial in list(self._pins) if self.marks is not None and self.marks.all_set(serial)]
-            free = [self._pins.pop(serial, None) for serial in over]  # a finaliser may have come in between
+            free = [one for serial in over for one in self._pins.pop(serial, ())]  # a finaliser may have come between
         for release in free:
-            if release is not None:
-                release()
+            release()
 
     def unmap_all(self) -> None:
         """Unmap all slabs of the peers. Idempotent."""
@@ -106,4 +138,5 @@ class Mappings:
     def release_all(self) -> None:
         """Free all pinned memory of this rank. Every peer must have unmapped it."""
         while self._pins:
-            self._pins.popitem()[1]()
+            for release in self._pins.popitem()[1]:
+                release()

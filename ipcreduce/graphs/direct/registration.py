@@ -1,14 +1,14 @@
 """Registration: once, after recording, all-reduces whose outputs lie in memory of graphs become direct on all ranks.
 
-Only ``Communicator(algorithm="direct")`` asks for that (shapes.py says why it is off by default). Until then, and
+Only ``Communicator(algorithm="direct")`` asks for that (launches.py says why it is off by default). Until then, and
 wherever a rank's output cannot be mapped, all-reduces stay staged, which gives the same results. So nothing in here can
 make a graph wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -37,15 +37,13 @@ from ...texts import decoded, described, encoded
 from ...types import DEFAULT_STREAM
 from ..pool import GraphPool, Slab
 from ..recording import RecordedCall, Resources, Segment
-from . import marks, shapes
 from .driver_calls import set_kernel
-from .launches import Launched, launch_to, noted
-from .mappings import Key, Mappings
+from .launches import ALGORITHM, Launched, depth, direct, launch_to, noted
+from .mappings import Key, Mappings, Marks, marks_bytes
 
 _SLAB = np.dtype([("number", "<i8"), ("nbytes", "<u8"), ("handle", "V64")])
 _SPAN = np.dtype([("slab", "<i8"), ("offset", "<u8")])  # slab -1: this all-reduce cannot be direct
 _CAPTURE = Fingerprint.of("the end of capture()")
-_REGISTERED = "registered"  # the state of graphs
 
 Agree = Callable[[int, list[Segment], "BaseException | None"], None]  # see GraphSession
 
@@ -67,59 +65,48 @@ class DirectGraphs:
 
     :param agree: votes on recordings.
     :param memory: the pool of ``comm.empty()``, in which outputs may lie.
+    :ivar recorded: graphs with their resources, for the next registration.
     """
 
     def __init__(self, backend: IpcBackend, calls: CallSequence, agree: Agree, memory: GraphPool) -> None:
         self.mappings = Mappings()
         self.launched: WeakKeyDictionary[RecordedCall, list[Launched]] = WeakKeyDictionary()
         self._backend, self._calls, self._agree, self._memory = backend, calls, agree, memory
-        self._recorded: list[tuple[Any, Resources]] = []  # not registered yet
+        self.recorded: list[tuple[Any, Resources]] = []
         self._numbers: WeakKeyDictionary[Slab, int] = WeakKeyDictionary()  # an address may come again
         self._next_number = count()
         if backend.n > 1:
-            backend.launches.further_kernels = {(shapes.ALGORITHM, shapes.depth(backend.n))}
+            backend.launches.further_kernels = {(ALGORITHM, depth(backend.n))}
         backend.shared.append((self.mappings.unmap_all, self.mappings.release_all))
 
     def noted(self, prepared: Any, call: RecordedCall) -> Any:
         """The prepared all-reduce ``call``, which also notes its launches when it is recorded."""
         return noted(prepared, self.launched.setdefault(call, []))
 
-    def add(self, graph: Any, resources: Resources) -> None:
-        """Keep a graph that has been recorded, with its resources, for the next registration."""
-        self._recorded.append((graph, resources))
+    def register(self, number: int | None = None) -> None:
+        """Switch to direct kernels in the graphs of :attr:`recorded`, and empty it. Collective.
 
-    def forget(self) -> None:
-        """Let the graphs stay staged that have not been registered."""
-        self._recorded.clear()
-
-    def register_together(self) -> None:
-        """At the end of ``capture()``: register the graphs recorded in it, if every rank has come. Collective."""
-        calls = self._calls
-        with calls.lock:
-            recorded, self._recorded = self._recorded, []
-            segments = [segment for _, resources in recorded for segment in resources.segments]
-            turns.make(calls, calls.enter, _CAPTURE, DEFAULT_STREAM)
-            number = calls.number
-            turns.alone(calls, self._agree, number, segments, None)
-            self._recorded = recorded
-            self.register(number)
-
-    def register(self, number: int) -> None:
-        """Switch to direct kernels in the graphs that have been added, within call ``number``. Collective.
-
+        :param number: the call to be part of; None for a call of its own, at the end of ``capture()``, at which the
+            ranks compare the recordings once more.
         :raises PeerLostError: if a rank does not come. After any other error the graphs stay staged, on all ranks.
         :raises RankMismatchError: on every rank, if one describes its memory wrongly.
         """
-        recorded, self._recorded = self._recorded, []
-        with self._calls.lock:
-            turns.alone(self._calls, self._register, number, [resources for _, resources in recorded])
+        calls = self._calls
+        with calls.lock:
+            recorded, self.recorded = self.recorded, []
+            if number is None:
+                turns.make(calls, calls.enter, _CAPTURE, DEFAULT_STREAM)
+                number = calls.number
+                segments = [segment for _, resources in recorded for segment in resources.segments]
+                turns.alone(calls, self._agree, number, segments, None)
+            turns.alone(calls, self._register, number, [resources for _, resources in recorded])
 
     def _register(self, number: int, recorded: list[Resources]) -> None:
         launches = self._backend.launches
         candidates = [
             _Candidate(
                 resources, segment, call, one,
-                shapes.direct(one.part, self._backend.n, launches.resident, launches.sharing),
+                direct(one.part, self._backend.n, launches.resident, launches.sharing),
             )
             for resources in recorded
             for segment in resources.segments
@@ -133,20 +120,20 @@ class DirectGraphs:
                 self.mappings.marks = self._share_marks(number)
             self._switch(number, self._map(number, candidates))
 
-    def _share_marks(self, number: int) -> marks.Marks:
+    def _share_marks(self, number: int) -> Marks:
         """The ranks' marks, in a file that rank 0 makes. :raises UnsupportedError: if a rank cannot open it."""
         page, path, error, shared = self._backend.page, "", None, None
         try:
             try:
                 if page.rank == 0:
-                    descriptor, path = shared_files.create(marks.nbytes(page.n))
-                    shared = marks.Marks(descriptor, page.rank, page.n)
+                    descriptor, path = shared_files.create(marks_bytes(page.n))
+                    shared = Marks(descriptor, page.rank, page.n)
             except OSError as caught:
                 error = caught
             path = decoded(self._gather(number, encoded(path))[0])
             try:
                 if page.rank and path:
-                    shared = marks.Marks(shared_files.open_existing(path), page.rank, page.n)
+                    shared = Marks(shared_files.open_existing(path), page.rank, page.n)
             except OSError as caught:
                 error = caught
             self._confirm(number, error, "sharing the marks of graphs")
@@ -161,11 +148,20 @@ class DirectGraphs:
         except (PeerTimeoutError, PeerFailedError, RankMismatchError) as error:  # peers may have gone on
             raise self._calls.lose("it left a registration of graphs", error) from error
 
-    def _confirm(self, number: int, error: Exception | None, what: str) -> None:
-        """:raises UnsupportedError: on every rank, if one has an error."""
-        for rank, text in enumerate(self._gather(number, b"" if error is None else encoded(described(error)))):
-            if text:
-                raise UnsupportedError(f"{what} failed on rank {rank}: {decoded(text)}")
+    def _confirm(self, number: int, error: Exception | None, what: str, *undo: Callable[[], None]) -> None:
+        """Go on if no rank has an error; else run ``undo`` on every rank.
+
+        :raises UnsupportedError: on every rank, if one has an error.
+        """
+        try:
+            for rank, text in enumerate(self._gather(number, b"" if error is None else encoded(described(error)))):
+                if text:
+                    raise UnsupportedError(f"{what} failed on rank {rank}: {decoded(text)}")
+        except IpcReduceError:
+            for action in undo:
+                with suppress(CudaError):
+                    action()
+            raise
 
     def _map(self, number: int, candidates: list[_Candidate]) -> list[_Chosen]:
         """Map the outputs of the candidates that direct.cu can take on all ranks. Returns these.
@@ -182,7 +178,7 @@ class DirectGraphs:
                 raise UnsupportedError("too many registered graphs have not been closed on every rank")
             for index, one in enumerate(candidates):
                 source, target, nbytes = one.launched.source, one.launched.target, one.direct.nbytes
-                found = (pool.find(target, nbytes) for pool in self._pools(one.resources))
+                found = (pool.find(target, nbytes) for pool in (one.resources.pool, self._memory))
                 slab = next((slab for slab in found if slab is not None), None)
                 if slab is not None and (source | target | nbytes) % plan.PACKET_BYTES == 0:
                     handle = np.void(driver.export_memory(slab.address))
@@ -214,8 +210,7 @@ class DirectGraphs:
                 chosen.append((one, addresses, keys))
         except (CudaError, UnsupportedError) as caught:
             error = caught
-        with self._undone():
-            self._confirm(number, error, "mapping memory of graphs")
+        self._confirm(number, error, "mapping memory of graphs", mappings.unmap_unused)
         return chosen
 
     def _gather_rows(self, number: int, rows: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
@@ -232,8 +227,8 @@ class DirectGraphs:
                 executables[segment] = cuda_graph.Executable(segment.graph)
         except IpcReduceError as caught:
             error = caught
-        with self._undone(*(executable.close for executable in executables.values())):
-            self._confirm(number, error, "switching graphs to the direct kernel")
+        close = (executable.close for executable in executables.values())
+        self._confirm(number, error, "switching graphs to the direct kernel", *close, self.mappings.unmap_unused)
         for one, _, _ in chosen:
             one.launched.part = one.direct
             one.call.by = ", ".join(dict.fromkeys(each.part.algorithm for each in self.launched[one.call]))
@@ -241,33 +236,11 @@ class DirectGraphs:
             own = [(one.segment, keys) for one, _, keys in chosen if one.resources is resources]
             keys = frozenset(key for _, used in own for key in used)
             used = {segment: executables[segment] for segment, _ in own}
-            resources.use(_REGISTERED, used, self._use(self._pools(resources), keys))
-
-    def _pools(self, resources: Resources) -> list[GraphPool]:
-        """The memory in which outputs that peers may map can lie."""
-        return [resources.pool, self._memory]
-
-    def _use(self, pools: list[GraphPool], keys: frozenset[Key]) -> Callable[[], None]:
-        """Keep ``pools`` while peers map them. Returns the action for the end of the graph."""
-        for pool in pools:
-            pool.retain()
-
-        def unpin() -> None:
+            pools = resources.pool, self._memory  # peers may map both
             for pool in pools:
-                pool.release()
-
-        return partial(self.mappings.drop, self.mappings.use(keys, unpin), keys)
-
-    @contextmanager
-    def _undone(self, *actions: Callable[[], None]) -> Iterator[None]:
-        """If the block fails, run ``actions`` and unmap the slabs that no graph uses."""
-        try:
-            yield
-        except IpcReduceError:
-            for action in (*actions, self.mappings.unmap_unused):
-                with suppress(CudaError):
-                    action()
-            raise
+                pool.retain()
+            serial = self.mappings.use(keys, *(pool.release for pool in pools))
+            resources.use("registered", used, partial(self.mappings.drop, serial, keys))
 
 
 def check_spans(

@@ -6,7 +6,6 @@ import logging
 
 from ..errors import IpcReduceError, PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, report
 from ..page.control_page import CLOSED_IT, MISMATCH, Page
-from ..page.layout import FAREWELL
 from ..page.records import text_of as written
 from ..texts import text_of
 
@@ -39,9 +38,7 @@ def _last_calls(page: Page) -> str:
     """The flight record: each rank's last call."""
     numbers = [page.calls.call_of(rank) for rank in range(page.n)]
     return "; ".join(
-        f"rank {rank}: {number} ({page.calls.describe(rank, number) or 'not recorded'})"
-        if number
-        else f"rank {rank}: none"
+        f"rank {rank}: " + (f"{number} ({page.calls.describe(rank, number) or 'not recorded'})" if number else "none")
         for rank, number in enumerate(numbers)
     )
 
@@ -110,12 +107,12 @@ def all_come(page: Page, number: int) -> bool:
 
 def say_why(page: Page, why: str) -> None:
     """Write why this rank is about to close the communicator. The other ranks' errors then name this reason."""
-    page.slot(page.rank, "farewell", FAREWELL).write(1, text=why)
+    page.slot(page.rank, "farewell").write(1, text=why)
 
 
 def why_closed(page: Page, rank: int) -> str:
     """Why a rank has closed the communicator, in words."""
-    farewell = page.slot(rank, "farewell", FAREWELL).read()
+    farewell = page.slot(rank, "farewell").read()
     return CLOSED_IT if farewell is None else written(farewell)
 
 

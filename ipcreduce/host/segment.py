@@ -35,11 +35,8 @@ class Segment:
 
     def __init__(self, descriptor: int, path: str, rank: int, n: int) -> None:
         self.path, self.rank, self.n = path, rank, n
-        try:
-            self.nbytes = os.fstat(descriptor).st_size
-            self._map = mmap.mmap(descriptor, self.nbytes)
-        finally:
-            os.close(descriptor)
+        self._map = shared_files.mapped(descriptor)
+        self.nbytes = len(self._map)
         # By its size every rank knows what rank 0 has chosen.
         self.small_bytes, self.area_bytes = small_bytes(n), _area_of(n, self.nbytes)
         place = _place_bytes(n, self.area_bytes)

@@ -267,7 +267,6 @@ class _Open:
     """
 
     def __init__(self, owner: Communicator, ranks: Ranks, options: Options, started: startup.Started) -> None:
-        assert started.page is not None
         self.owner = weakref.ref(owner)
         self.ranks, self.sync, self.reasons = ranks, options.sync, started.reasons
         self.backend, self.watch = started.backend, started.watch

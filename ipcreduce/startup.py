@@ -46,14 +46,14 @@ _CLOSE_SECONDS = 5.0  # for the peers to unmap this rank's memory, if start-up f
 class Started:
     """The parts of a communicator that start-up has made, the same ones on every rank.
 
-    :ivar page: the control page; None only while start-up has not made it.
+    :ivar page: the control page; until start-up has made it, one that no other process has.
     :ivar shared: reduces host arrays; None if MPI has to, where there is one.
     :ivar reasons: the reason against each of "ipc" (our kernels), "nccl" and "shm" (host arrays through shared memory)
         that was tried and is not used.
     :ivar warnings: what to warn of, once all is made.
     """
 
-    page: Page | None = None
+    page: Page
     watch: Watch | None = None
     shared: SharedReducer | None = None
     backend: DeviceBackend | None = None
@@ -65,7 +65,7 @@ class Started:
         if self.backend is not None:
             with suppress(IpcReduceError):
                 self.backend.close(_CLOSE_SECONDS, ())
-        elif self.page is not None:
+        else:
             self.page.leave()
         if self.watch is not None:
             self.watch.stop()
@@ -84,7 +84,7 @@ def starting(ranks: Ranks, options: Options) -> Iterator[Started]:
     :raises UnsupportedError: if the ranks neither share memory nor reach each other, or the backend cannot be.
     """
     deadline = clock.now() + options.timeout
-    started = Started()
+    started = Started(Page.alone(ranks.rank, ranks.size))
     try:
         everyone = _meet(ranks, options, deadline)
         _see_each_other(ranks, everyone, started, deadline)
@@ -157,7 +157,6 @@ def _choose_backend(
     :raises UnsupportedError: if that one cannot be.
     """
     reasons, wanted, warn, page = started.reasons, options.backend, started.warnings.append, started.page
-    assert page is not None
     hosts = everyone["host"].tolist()
     local_rank = ranks.local_rank(hosts)
 

@@ -86,12 +86,8 @@ def ended_error(page: Page, call: int, timeout: float) -> IpcReduceError:
 def raise_lost(page: Page, number: int, any_call: bool = False) -> None:
     """:raises PeerLostError: if a rank has gone without making call ``number``; ``any_call``: if one has gone."""
     concerned = None if any_call else number
-    loss = page.loss(concerned)
-    if loss is None:
-        for rank in range(page.n):
-            if page.has_left_before(rank, number) or (any_call and page.has_left(rank)):
-                loss = rank, CLOSED_IT
-                break
+    gone = (rank for rank in range(page.n) if page.has_left_before(rank, number) or (any_call and page.has_left(rank)))
+    loss = page.loss(concerned) or next(((rank, CLOSED_IT) for rank in gone), None)
     if loss is not None:
         page.post_lost(*loss)  # before this rank closes because of it, so that later readers find the first loss
         raise _lost_error(page, number, *(page.loss(concerned) or loss))

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import TracebackType
 from typing import Any, overload
 
 import numpy as np
@@ -239,9 +238,7 @@ class Communicator:
         self._open.calls.check_usable()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
         self._open.close("" if value is None else f"its program left the communicator's block by {described(value)}")
 
     # ---- what Python and other modules of the package ask for
@@ -263,14 +260,14 @@ class Communicator:
 class _Open:
     """The parts of a communicator. They outlive one that the program drops without closing it.
 
+    :ivar owner: returns the communicator; None once the program has dropped it.
     :ivar backend: of device arrays; None without GPUs, and once the communicator is closed. So is ``fast``.
     :ivar fast: the way of repeated calls; None also if each call is waited for (``sync``).
     :ivar reasons: see :class:`startup.Started`. ``why_none``: those for which there is no backend, in words.
     """
 
     def __init__(self, owner: Communicator, ranks: Ranks, options: Options, started: startup.Started) -> None:
-        assert started.page is not None
-        self._owner = weakref.ref(owner)
+        self.owner = weakref.ref(owner)
         self.ranks, self.sync, self.reasons = ranks, options.sync, started.reasons
         self.backend, self.watch = started.backend, started.watch
         self.why_none = "; ".join(
@@ -285,10 +282,6 @@ class _Open:
         if self.backend is not None:
             self.fast = None if self.sync else self.backend.open_fast_path(self.calls)
             deferred_free.track(self.backend.order, self.calls.lock)
-
-    def owner(self) -> Communicator | None:
-        """The communicator; None once the program has dropped it."""
-        return self._owner()
 
     @property
     def is_needed(self) -> bool:

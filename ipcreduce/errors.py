@@ -107,8 +107,7 @@ class CudaError(IpcReduceError):
 
     def __init__(self, call: str, code: int, text: str) -> None:
         super().__init__(f"{call} failed: {text} ({code})")
-        self.call = call
-        self.code = code
+        self.call, self.code = call, code
 
 
 def _copy(kind: type[IpcReduceError], args: tuple[object, ...], state: dict[str, object]) -> IpcReduceError:

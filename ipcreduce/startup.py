@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -46,14 +46,14 @@ _CLOSE_SECONDS = 5.0  # for the peers to unmap this rank's memory, if start-up f
 class Started:
     """The parts of a communicator that start-up has made, the same ones on every rank.
 
-    :ivar page: the control page; None only while start-up has not made it.
+    :ivar page: the control page; until start-up has made it, one that no other process has.
     :ivar shared: reduces host arrays; None if MPI has to, where there is one.
     :ivar reasons: the reason against each of "ipc" (our kernels), "nccl" and "shm" (host arrays through shared memory)
         that was tried and is not used.
     :ivar warnings: what to warn of, once all is made.
     """
 
-    page: Page | None = None
+    page: Page
     watch: Watch | None = None
     shared: SharedReducer | None = None
     backend: DeviceBackend | None = None
@@ -65,7 +65,7 @@ class Started:
         if self.backend is not None:
             with suppress(IpcReduceError):
                 self.backend.close(_CLOSE_SECONDS, ())
-        elif self.page is not None:
+        else:
             self.page.leave()
         if self.watch is not None:
             self.watch.stop()
@@ -84,7 +84,7 @@ def starting(ranks: Ranks, options: Options) -> Iterator[Started]:
     :raises UnsupportedError: if the ranks neither share memory nor reach each other, or the backend cannot be.
     """
     deadline = clock.now() + options.timeout
-    started = Started()
+    started = Started(Page.alone(ranks.rank, ranks.size))
     try:
         everyone = _meet(ranks, options, deadline)
         _see_each_other(ranks, everyone, started, deadline)
@@ -107,7 +107,7 @@ def _see_each_other(ranks: Ranks, everyone: np.ndarray[Any, Any], started: Start
     try:
         if hosts > 1:
             raise Agreed(f"the ranks are on {hosts} hosts")
-        started.page = page = _share(ranks, "the control page", Page.create, Page.open, deadline)
+        started.page = page = _share(ranks, "the control page", Page, deadline)
         with exchange.step(ranks, deadline, "joining the control page"):  # before anybody looks for a rank there
             page.join(*watchdog.own_identity())
         with exchange.step(ranks, deadline, "watching the other ranks"):
@@ -116,8 +116,7 @@ def _see_each_other(ranks: Ranks, everyone: np.ndarray[Any, Any], started: Start
         _see_over_tcp(ranks, str(error), started, deadline)
         return
     try:
-        segment = _share(ranks, "memory for host arrays", Segment.create, Segment.open, deadline)
-        started.shared = SharedReducer(segment)
+        started.shared = SharedReducer(_share(ranks, "memory for host arrays", Segment, deadline))
     except Agreed as error:
         started.reasons["shm"] = str(error)
         if shared_files.NO_ROOM in str(error):
@@ -158,7 +157,6 @@ def _choose_backend(
     :raises UnsupportedError: if that one cannot be.
     """
     reasons, wanted, warn, page = started.reasons, options.backend, started.warnings.append, started.page
-    assert page is not None
     hosts = everyone["host"].tolist()
     local_rank = ranks.local_rank(hosts)
 
@@ -262,24 +260,17 @@ def _digest(*parts: str) -> str:
     return hashlib.sha256(b"\0".join(map(encoded, parts))).hexdigest()
 
 
-class _Shareable(Protocol):
-    path: str
+_Shared = TypeVar("_Shared", Page, Segment)
 
 
-_Shared = TypeVar("_Shared", bound=_Shareable)
-
-
-def _share(
-    ranks: Ranks, name: str, create: Callable[[int, int], _Shared], open_it: Callable[[str, int, int], _Shared],
-    deadline: float,
-) -> _Shared:  # fmt: skip
+def _share(ranks: Ranks, name: str, kind: type[_Shared], deadline: float) -> _Shared:
     """Shared memory that rank 0 creates and all other ranks open. :raises Agreed: if a rank cannot."""
     rank, n = ranks.rank, ranks.size
     mine: _Shared | None = None
     error: Exception | None = None
     path = ""
     try:
-        mine = create(rank, n) if rank == 0 else None
+        mine = kind.create(rank, n) if rank == 0 else None
     except (OSError, UnsupportedError) as caught:
         error = caught
     try:
@@ -289,7 +280,7 @@ def _share(
         path = bytes(pages[0]["path"]).decode()
         exchange.check(ranks, pages, f"creating {name}")
         with exchange.step(ranks, deadline, f"opening {name} (is /dev/shm shared between the ranks?)"):
-            mine = mine if mine is not None else open_it(path, rank, n)
+            mine = mine if mine is not None else kind.open(path, rank, n)
     finally:
         shared_files.remove(path)  # by every rank: rank 0 may have been killed
     assert mine is not None

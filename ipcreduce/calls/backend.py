@@ -1,25 +1,30 @@
-"""The protocols between calls and what makes them: a new backend implements :class:`Backend`."""
+"""What the calls of a communicator ask of a backend. A new backend begins with :class:`Backend`."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 from ..types import Stream
 
 
-class Backend(Protocol):
-    """The part of a backend that a call sequence needs. Times are on the clock of :mod:`ipcreduce.clock`."""
+class Backend(ABC):
+    """The part of a backend that a call sequence needs. Times are on the clock of :mod:`ipcreduce.clock`.
 
-    def drain(self) -> None:
+    The methods here are those of a backend of which nothing runs between calls.
+    """
+
+    def drain(self) -> None:  # noqa: B027  (a backend may have nothing to do)
         """Wait until this rank's calls so far have ended."""
 
-    def quiesce(self, deadline: float) -> None:
+    def quiesce(self, deadline: float) -> None:  # noqa: B027  (a backend may have nothing to do)
         """Wait until no work of ours runs, the abort word being up. :raises IpcReduceError: at ``deadline``."""
 
     def offer(self) -> bytes:
         """Up to 136 bytes that the other ranks' :meth:`reset` is to get; b"" for none."""
+        return b""
 
+    @abstractmethod
     def reset(self, offers: Sequence[bytes]) -> None:
         """Return to the state of start-up, once every rank is quiet. ``offers``: every rank's :meth:`offer`.
 
@@ -28,13 +33,4 @@ class Backend(Protocol):
 
     def is_capturing(self, stream: Stream) -> bool:
         """True if work on ``stream`` is captured, and does not run yet."""
-
-
-class Body(Protocol):
-    """A recording in progress."""
-
-    error: BaseException | None  # the first one raised within it
-
-    @property
-    def in_this_thread(self) -> bool:
-        """True if it is this thread that records."""
+        return False

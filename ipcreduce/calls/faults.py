@@ -6,7 +6,6 @@ import logging
 
 from ..errors import IpcReduceError, PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, report
 from ..page.control_page import CLOSED_IT, MISMATCH, Page
-from ..page.layout import FAREWELL
 from ..page.records import text_of as written
 from ..texts import text_of
 
@@ -39,9 +38,7 @@ def _last_calls(page: Page) -> str:
     """The flight record: each rank's last call."""
     numbers = [page.calls.call_of(rank) for rank in range(page.n)]
     return "; ".join(
-        f"rank {rank}: {number} ({page.calls.describe(rank, number) or 'not recorded'})"
-        if number
-        else f"rank {rank}: none"
+        f"rank {rank}: " + (f"{number} ({page.calls.describe(rank, number) or 'not recorded'})" if number else "none")
         for rank, number in enumerate(numbers)
     )
 
@@ -89,12 +86,8 @@ def ended_error(page: Page, call: int, timeout: float) -> IpcReduceError:
 def raise_lost(page: Page, number: int, any_call: bool = False) -> None:
     """:raises PeerLostError: if a rank has gone without making call ``number``; ``any_call``: if one has gone."""
     concerned = None if any_call else number
-    loss = page.loss(concerned)
-    if loss is None:
-        for rank in range(page.n):
-            if page.has_left_before(rank, number) or (any_call and page.has_left(rank)):
-                loss = rank, CLOSED_IT
-                break
+    gone = (rank for rank in range(page.n) if page.has_left_before(rank, number) or (any_call and page.has_left(rank)))
+    loss = page.loss(concerned) or next(((rank, CLOSED_IT) for rank in gone), None)
     if loss is not None:
         page.post_lost(*loss)  # before this rank closes because of it, so that later readers find the first loss
         raise _lost_error(page, number, *(page.loss(concerned) or loss))
@@ -110,12 +103,12 @@ def all_come(page: Page, number: int) -> bool:
 
 def say_why(page: Page, why: str) -> None:
     """Write why this rank is about to close the communicator. The other ranks' errors then name this reason."""
-    page.slot(page.rank, "farewell", FAREWELL).write(1, text=why)
+    page.slot(page.rank, "farewell").write(1, text=why)
 
 
 def why_closed(page: Page, rank: int) -> str:
     """Why a rank has closed the communicator, in words."""
-    farewell = page.slot(rank, "farewell", FAREWELL).read()
+    farewell = page.slot(rank, "farewell").read()
     return CLOSED_IT if farewell is None else written(farewell)
 
 

@@ -17,7 +17,7 @@ from ..page.rounds import Abandon, Left, Rounds
 from ..texts import described
 from ..types import Stream
 from . import faults, turns
-from .backend import Backend, Body
+from .backend import Backend
 from .fingerprint import Fingerprint
 
 _PATIENCE_SECONDS = 30.0  # in a resynchronisation, for a rank that came too late for a call and is still on its way
@@ -51,7 +51,7 @@ class CallSequence:
         self.number = 0  # of the last attempt, refused ones included
         self.raised = False  # this rank's program has got the error behind the abort word
         self.unusable: IpcReduceError | None = None  # why no further call is possible: lost, or closed
-        self.recording: Any = None  # the open Recording
+        self.recording: Any = None  # the open Recording of graphs/, which calls/ cannot import
         self.lock = threading.RLock()
         self.within = False  # this and the next: see turns.py
         self.nested: list[Callable[[], None]] = []
@@ -141,7 +141,7 @@ class CallSequence:
         self._fail(error, foreign)
 
     def _fail(self, error: BaseException, foreign: bool) -> None:
-        body: Body | None = self.recording if self.recording is not None and self.recording.in_this_thread else None
+        body = self.recording if self.recording is not None and self.recording.in_this_thread else None
         reach = error.reach if isinstance(error, IpcReduceError) else Reach.OWN
         if foreign and not (body and reach is Reach.CAPTURED):
             reach = Reach.OWN

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import PeerFailedError, RankMismatchError, report
-from ..page.records import rows
+from ..page.records import rows, text_of
 from ..texts import decoded, described, encoded
 from .faults import USE_AGAIN
 from .fingerprint import Fingerprint, by_rank
@@ -41,8 +41,7 @@ class Vote:
     def unpack(cls, data: bytes) -> Vote:
         """The vote in ``data``. :raises RankMismatchError: if there is none."""
         row = rows(data.ljust(1, b"\0"), _VOTE, "votes")[0]
-        text = decoded(bytes(row["text"]))
-        return cls(int(row["call"]), bool(row["ok"]), int(row["count"]), int(row["crc"]), text)
+        return cls(int(row["call"]), bool(row["ok"]), int(row["count"]), int(row["crc"]), text_of(row))
 
 
 def vote(calls: CallSequence, number: int, mine: Vote) -> list[Vote]:

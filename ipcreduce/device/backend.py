@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
 from .. import clock, process
 from ..calls import faults
+from ..calls.backend import Backend
 from ..calls.sequence import CallSequence
 from ..cuda import cupy_runtime, driver, graph, streams
 from ..cuda.contexts import using_relaxed
@@ -46,11 +47,10 @@ class Life:
             replay.argument = 0
 
 
-class DeviceBackend(ABC):
+class DeviceBackend(Backend):
     """A communicator's backend on one GPU.
 
-    It is the :class:`ipcreduce.calls.backend.Backend` of a call sequence. Not thread-safe: the communicator's
-    lock is held around every method.
+    Not thread-safe: the communicator's lock is held around every method.
     """
 
     name: ClassVar[str]  # of the backend
@@ -155,14 +155,6 @@ class DeviceBackend(ABC):
         """Wait until nothing runs on the GPU in this context."""
         with using_relaxed(self.context):
             driver.synchronize()
-
-    def offer(self) -> bytes:
-        """See :meth:`ipcreduce.calls.backend.Backend.offer`."""
-        return b""
-
-    @abstractmethod
-    def reset(self, offers: Sequence[bytes]) -> None:
-        """See :meth:`ipcreduce.calls.backend.Backend.reset`."""
 
     def close(self, wait: float, free: Actions) -> None:
         """Part from the peers, waiting for them up to ``wait`` seconds, and free everything.

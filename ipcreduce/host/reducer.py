@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,6 @@ class HostReducer:
             self._way = shared.describe()
         else:
             self._way = f"{'cannot be reduced' if mpi is None else 'by messages of MPI'}, because {reason}"
-        self._known: dict[tuple[tuple[int, ...], str, str], Fingerprint] = {}
         self._plain: dict[tuple[tuple[int, ...], Any, str], Fingerprint] = {}  # of NumPy arrays that are no views
 
     def describe(self) -> str:
@@ -55,7 +54,7 @@ class HostReducer:
         used = HostOperands(array, op, out)
         result = used.result(self._reduce(used))
         if used.source is array and op == used.op and type(op) is str and len(self._plain) < _MOST_KNOWN:
-            self._plain[array.shape, array.dtype, op] = self._fingerprint(used.shape, used.kind, used.op)
+            self._plain[array.shape, array.dtype, op] = _fingerprint(used.shape, used.kind, used.op)
         return result
 
     def _repeated(self, array: Any, op: Any, out: Any) -> Fingerprint | None:
@@ -70,7 +69,7 @@ class HostReducer:
 
     def _reduce(self, used: HostOperands) -> Array:
         calls, array, op, out = self._calls, used.source, used.op, used.target
-        what = self._fingerprint(used.shape, used.kind, op)
+        what = _fingerprint(used.shape, used.kind, op)
         if self._shared is not None:
             calls.enter(what, DEFAULT_STREAM)
             return self._through_memory(self._shared, what, array, op, out)
@@ -88,22 +87,12 @@ class HostReducer:
         out[...] = result
         return out
 
-    def _fingerprint(self, shape: tuple[int, ...], name: str, op: str) -> Fingerprint:
-        key = shape, name, op
-        found = self._known.get(key)
-        if found is None:
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            found = self._known[key] = Fingerprint.of(f"{op} of {name} {shape} on the host")
-        return found
-
     def _through_memory(
         self, shared: SharedReducer, what: Fingerprint, array: Array, op: str, out: Array | None
     ) -> Array:
         calls = self._calls
         source = array if array.flags.c_contiguous else np.ascontiguousarray(array)
-        through = out is not None and out.flags.c_contiguous
-        target = out if out is not None and through else np.empty(array.shape, array.dtype)
+        target = out if out is not None and out.flags.c_contiguous else np.empty(array.shape, array.dtype)
         check = partial(calls.check_wait, calls.number, clock.now() + calls.timeout)
         shared.allreduce(source, op, target, check, partial(calls.compare, what))
         if out is None or target is out:
@@ -123,3 +112,8 @@ class HostReducer:
     def close(self) -> None:
         """Let go of the shared memory. There are no more calls."""
         self._shared = None
+
+
+@lru_cache(_MOST_KNOWN)
+def _fingerprint(shape: tuple[int, ...], name: str, op: str) -> Fingerprint:
+    return Fingerprint.of(f"{op} of {name} {shape} on the host")

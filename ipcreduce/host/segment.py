@@ -35,13 +35,11 @@ class Segment:
 
     def __init__(self, descriptor: int, path: str, rank: int, n: int) -> None:
         self.path, self.rank, self.n = path, rank, n
-        try:
-            self.nbytes = os.fstat(descriptor).st_size
-            self._map = mmap.mmap(descriptor, self.nbytes)
-        finally:
-            os.close(descriptor)
+        self._map = shared_files.mapped(descriptor)
+        self.nbytes = len(self._map)
         # By its size every rank knows what rank 0 has chosen.
-        self.small_bytes, self.area_bytes = small_bytes(n), _area_of(n, self.nbytes)
+        self.area_bytes = {segment_bytes(n, area): area for area in areas(n)}[self.nbytes]
+        self.small_bytes = small_bytes(n)
         place = _place_bytes(n, self.area_bytes)
         data = np.frombuffer(self._map, np.uint8)
         places = [data[begin : begin + place] for begin in range(0, n * place, place)]
@@ -129,10 +127,6 @@ def _area_bytes(n: int, room: int) -> int:
     """The area to take where so many bytes are left: many communicators find room, and each one's pages, too."""
     fitting = (area for area in areas(n) if segment_bytes(n, area) * _PART_OF_ROOM <= room)
     return next(fitting, areas(n)[-1])
-
-
-def _area_of(n: int, nbytes: int) -> int:
-    return {segment_bytes(n, area): area for area in areas(n)}[nbytes]
 
 
 def _place_bytes(n: int, area: int) -> int:

@@ -7,6 +7,7 @@ every processor.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import time
 
@@ -20,7 +21,12 @@ class _Timespec(ctypes.Structure):
 
 
 class _Library:
-    """The functions of the C library. Those that never wait keep the GIL, since releasing it takes longer."""
+    """The functions of the C library. Those that never wait keep the GIL, since releasing it takes longer.
+
+    ``post`` and ``try_wait`` take an address. The latter returns 0 if it has taken the semaphore.
+
+    :raises UnsupportedError: if the C library has none.
+    """
 
     def __init__(self) -> None:
         try:
@@ -37,17 +43,7 @@ class _Library:
         self.wait.argtypes = (ctypes.c_void_p, *(ctypes.c_int for _ in self.clock), ctypes.c_void_p)
 
 
-_libraries: list[_Library] = []
-
-
-def library() -> _Library:
-    """The functions. ``post`` and ``try_wait`` take an address; the latter returns 0 if it has taken the semaphore.
-
-    :raises UnsupportedError: if the C library has none.
-    """
-    if not _libraries:
-        _libraries.append(_Library())
-    return _libraries[0]
+library = functools.cache(_Library)  # made once a process
 
 
 def init(address: int) -> None:

@@ -12,18 +12,18 @@ from typing import Any
 
 import numpy as np
 
+from ..calls.backend import Backend
 from ..dtypes import reduce
-from ..types import Stream
 from .segment import Segment
 
 Check = Callable[[list[int]], None]
 Array = np.ndarray[Any, Any]
 
 
-class SharedReducer:
+class SharedReducer(Backend):
     """All-reduce through one segment. Every call is collective and blocks until it is done.
 
-    It is a :class:`ipcreduce.calls.backend.Backend` of a call sequence. Nothing of it runs between calls.
+    Nothing of it runs between calls.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -59,7 +59,10 @@ class SharedReducer:
 
     def _one_shot(self, source: Array, op: str, target: Array, check: Check, agreed: Callable[[], None]) -> None:
         """Two parts in turns are enough: a peer hands over once more only after it has read the last ones."""
-        parts = self._parts.get(source.dtype) or self._view_parts(source.dtype)
+        dtype = source.dtype
+        parts = self._parts.get(dtype)
+        if parts is None:
+            parts = self._parts[dtype] = [[one.view(dtype) for one in part] for part in self._segment.small]
         self._part = 1 - self._part
         size = source.size
         views = [part[:size] for part in parts[self._part]]
@@ -67,10 +70,6 @@ class SharedReducer:
         self._segment.hand_over(check)
         agreed()
         reduce(views, op, target)
-
-    def _view_parts(self, dtype: Any) -> list[list[Array]]:
-        parts = self._parts[dtype] = [[one.view(dtype) for one in part] for part in self._segment.small]
-        return parts
 
     def _two_shot(self, source: Array, op: str, target: Array, check: Check, agreed: Callable[[], None]) -> None:
         """Each rank's area takes its data for the other ranks. Another place takes the result of its own share.
@@ -96,24 +95,10 @@ class SharedReducer:
             target[share] = result
 
     # ---- as the backend of a call sequence
-    def drain(self) -> None:
-        """Nothing runs between calls."""
-
-    def quiesce(self, deadline: float) -> None:
-        """Nothing runs between calls."""
-
-    def offer(self) -> bytes:
-        """Nothing."""
-        return b""
-
     def reset(self, offers: Sequence[bytes]) -> None:
         """Forget the handovers of calls that failed, once every rank is quiet."""
         self._segment.drain()
         self._part = 0
-
-    def is_capturing(self, stream: Stream) -> bool:
-        """False: host arrays are not captured."""
-        return False
 
 
 def _nothing() -> None:

@@ -20,31 +20,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import numpy as np
 
 from .. import clock
 from . import shared_files
 from .flight_recorder import FlightRecorder
-from .layout import (
-    ABORT_OFFSET,
-    CHUNK_BYTES,
-    FAULT,
-    LOSS,
-    MEETING,
-    OFFER_BYTES,
-    ROUND,
-    head_bytes,
-    missing_offset,
-    page_bytes,
-    rank_layout,
-    ranks_offset,
-)
+from .layout import ABORT_OFFSET, head_bytes, missing_offset, page_bytes, rank_layout, ranks_offset
 from .records import Slot, ask_twice, text_of
 
 ACTIVE, CLOSED = 1, 2
@@ -53,31 +38,22 @@ CLOSED_IT = "it closed the communicator"  # a loss for later calls only
 # Values of the abort word. Kernels only test it against zero.
 TIMED_OUT = 1  # by kernels, and by a host whose wait for a peer reached its deadline
 TOLD = 2  # by a host that has written a record of the reason
-_ANONYMOUS = -1  # in the place of a file's descriptor
 _RECORD_SECONDS = 1.0  # for a record to arrive whose abort word is there already: it takes microseconds
 
 
 class Page:
     """The mapped control page. One rank calls :meth:`create`, the others :meth:`open`; then all :meth:`join`."""
 
-    def __init__(self, descriptor: int, path: str, rank: int, n: int) -> None:
-        self.path, self.rank, self.n = path, rank, n
+    def __init__(self, mapping: mmap.mmap, path: str, rank: int, n: int) -> None:
+        self._map, self.path, self.rank, self.n = mapping, path, rank, n
         self.nbytes, self.head_bytes = page_bytes(n), head_bytes(n)
-        try:
-            self._map = mmap.mmap(descriptor, self.nbytes)
-        finally:
-            if descriptor != _ANONYMOUS:
-                os.close(descriptor)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._words32 = memoryview(self._map).cast("I")
         self._ranks = np.frombuffer(self._map, rank_layout(n), n, ranks_offset(n))
         self._faults, self._losses, self._meetings = (
-            [self.slot(rank, name, layout) for rank in range(n)]
-            for name, layout in (("fault", FAULT), ("loss", LOSS), ("meeting", MEETING))
+            [self.slot(rank, name) for rank in range(n)] for name in ("fault", "loss", "meeting")
         )
-        self._rounds = [
-            [self.slot(rank, "rounds", ROUND, parity * ROUND.itemsize) for rank in range(n)] for parity in range(2)
-        ]
+        self._rounds = [[self.slot(rank, "rounds", parity) for rank in range(n)] for parity in range(2)]
         self._written = 0  # faults and losses, by this rank
         self._writing = threading.RLock()  # the program's threads and the watchdog post
         self.era = 0  # changes as this rank begins a resynchronisation, and as it clears its part of the page
@@ -90,24 +66,25 @@ class Page:
     @classmethod
     def create(cls, rank: int, n: int) -> Page:
         """A new page, in a file that only this user can open and nobody else made."""
-        return cls(*shared_files.create(page_bytes(n)), rank, n)
+        descriptor, path = shared_files.create(page_bytes(n))
+        return cls(shared_files.mapped(descriptor), path, rank, n)
 
     @classmethod
     def open(cls, path: str, rank: int, n: int) -> Page:
         """The page that another rank created."""
-        return cls(shared_files.open_existing(path), path, rank, n)
+        return cls(shared_files.mapped(shared_files.open_existing(path)), path, rank, n)
 
     @classmethod
     def alone(cls, rank: int, n: int) -> Page:
         """A page that no other process has."""
-        return cls(_ANONYMOUS, "", rank, n)
+        return cls(mmap.mmap(-1, page_bytes(n)), "", rank, n)
 
-    def slot(self, rank: int, name: str, layout: np.dtype[Any], further: int = 0) -> Slot:
-        """The place of a record in a rank's block."""
-        block = rank_layout(self.n)
-        assert block.fields is not None
-        at = ranks_offset(self.n) + rank * block.itemsize + block.fields[name][1]
-        return Slot(self._map, at + further, layout)
+    def slot(self, rank: int, name: str, index: int = 0) -> Slot:
+        """The place of a record in a rank's block: of the field ``name``, or the one at ``index`` in it."""
+        fields = rank_layout(self.n).fields
+        assert fields is not None
+        layout, offset = fields[name][0].base, fields[name][1]
+        return Slot(self._map, self._block(rank).start + offset + index * layout.itemsize, layout)
 
     def join(self, pid: int, namespace: int) -> None:
         """Write this rank's identity."""
@@ -273,8 +250,7 @@ class Page:
     # ---- rounds and meetings, in which every rank writes one record and reads all
     def write_round(self, serial: int, ok: bool, total: int, chunk: bytes) -> None:
         """This rank's part of round ``serial``, from 1: a chunk of a payload of ``total`` bytes."""
-        payload = np.void(chunk.ljust(CHUNK_BYTES, b"\0"))
-        self._rounds[serial % 2][self.rank].write(serial, ok=ok, total=total, payload=payload)
+        self._rounds[serial % 2][self.rank].write(serial, ok=ok, total=total, payload=chunk)
         self._tell()
 
     def read_round(self, serial: int) -> list[tuple[bool, int, bytes] | None]:
@@ -288,8 +264,7 @@ class Page:
 
     def write_meeting(self, serial: int, call: int, last_round: int, offer: bytes = b"") -> None:
         """Write that this rank has come to meeting ``serial``, with its last call and round, and something to read."""
-        padded = np.void(offer.ljust(OFFER_BYTES, b"\0"))
-        self._meetings[self.rank].write(serial, call=call, round=last_round, offered=len(offer), offer=padded)
+        self._meetings[self.rank].write(serial, call=call, round=last_round, offered=len(offer), offer=offer)
         self._tell()
 
     def read_meeting(self, serial: int) -> list[tuple[int, int, bytes] | None]:
@@ -326,8 +301,4 @@ class Page:
 
     def has_left_before(self, rank: int, call: int) -> bool:
         """True if a rank has closed the communicator without making this call."""
-
-        def seen() -> bool:
-            return self.has_left(rank) and self.calls.call_of(rank) < call
-
-        return ask_twice(seen)
+        return ask_twice(lambda: self.has_left(rank) and self.calls.call_of(rank) < call)

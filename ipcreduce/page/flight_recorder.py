@@ -119,12 +119,8 @@ class FlightRecorder:
         :raises ValueError: if they do not fit.
         """
         past = keys * _KEY_BYTES
-        if (
-            max(first, number) > _MOST_CALLS
-            or keys > RING
-            or text + texts > TEXTS
-            or len(body) != past + texts * _TEXT.itemsize
-        ):
+        fits = keys <= RING and text + texts <= TEXTS and len(body) == past + texts * _TEXT.itemsize
+        if not fits or max(first, number) > _MOST_CALLS:
             raise ValueError("keys or texts that do not fit")
         self._texts[rank, text : text + texts] = np.frombuffer(body, _TEXT, texts, past)
         self._columns[(first + np.arange(keys)) % RING, rank] = np.frombuffer(body, "<u4", keys)

@@ -47,7 +47,7 @@ class Mirror:
     def __init__(self, page: Page, connections: dict[int, socket.socket]) -> None:
         """:param connections: by rank; connected, and not blocking."""
         self._page = page
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
         self.ended: Callable[[int], object] = lambda descriptor: None  # called before a connection is closed
         self._peers = {connection.fileno(): _Peer(rank, connection) for rank, connection in connections.items()}
         self._most = page.calls.most_news + len(page.read_block())  # bytes behind a head
@@ -107,19 +107,16 @@ class Mirror:
     def send(self) -> None:
         """Tell every rank what it has not been told yet, as far as its connection takes it."""
         with self._turn:
-            self._send()
-
-    def _send(self) -> None:
-        for peer in self._peers.values():
-            if not peer.outgoing:
-                peer.outgoing += self._news(peer)
-            try:
-                while peer.outgoing:
-                    del peer.outgoing[: peer.connection.send(peer.outgoing)]
-            except BlockingIOError:
-                pass
-            except OSError:  # it has gone, which receive() finds: nothing is left to say to it
-                peer.outgoing.clear()
+            for peer in self._peers.values():
+                if not peer.outgoing:
+                    peer.outgoing += self._news(peer)
+                try:
+                    while peer.outgoing:
+                        del peer.outgoing[: peer.connection.send(peer.outgoing)]
+                except BlockingIOError:
+                    pass
+                except OSError:  # it has gone, which receive() finds: nothing is left to say to it
+                    peer.outgoing.clear()
 
     def _news(self, peer: _Peer) -> bytes:
         page, calls = self._page, self._page.calls
@@ -152,10 +149,10 @@ class Mirror:
         """Send what is left to say, for up to ``seconds``, and close the connections."""
         deadline = clock.now() + seconds
         with self._turn:
-            self._send()
+            self.send()
             while any(peer.outgoing for peer in self._peers.values()) and clock.now() < deadline:
                 time.sleep(1e-3)
-                self._send()
+                self.send()
             for descriptor in list(self._peers):
                 self._close(descriptor)
 

@@ -64,7 +64,10 @@ class Slot:
         self._place = slice(offset, offset + layout.itemsize)
 
     def write(self, serial: int, **fields: Any) -> None:
-        """Store a record, in one step as other threads of this process see it. Texts are cut to their room."""
+        """Store a record, in one step as other threads of this process see it. Texts are cut to their room.
+
+        Bytes that are shorter than their room are followed by zeros.
+        """
         new = np.zeros(1, self._layout)
         new["serial"] = serial
         for name, value in fields.items():

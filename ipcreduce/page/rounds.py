@@ -16,6 +16,7 @@ from .records import fence
 _SPINS = 20  # polls without a sleep, for ranks that come together
 _POLL_SECONDS = 1e-4  # the sleep between later ones
 
+Check = Callable[[list[int]], None]
 Abandon = Callable[[BaseException], bytes]
 _Record = TypeVar("_Record")
 
@@ -51,9 +52,7 @@ class Left(PeerFailedError):
         return cls(int(rank), text)
 
 
-def _all(
-    read: Callable[[int], list[_Record | None]], serial: int, check: Callable[[list[int]], None]
-) -> list[_Record]:  # fmt: skip
+def _all(read: Callable[[int], list[_Record | None]], serial: int, check: Check) -> list[_Record]:
     """Every rank's record of this number, once all are there."""
     polls = 0
     while None in (found := read(serial)):
@@ -76,7 +75,7 @@ class Rounds:
         self.last = 0  # number of the last round
         self._page, self._meeting = page, 0
 
-    def gather(self, payload: bytes, check: Callable[[list[int]], None], abandon: Abandon | None = None) -> list[bytes]:
+    def gather(self, payload: bytes, check: Check, abandon: Abandon | None = None) -> list[bytes]:
         """Every rank's payload, by rank; they may differ in length. Collective.
 
         :param check: called between polls with the ranks that have not come; raises to give the round up.
@@ -94,9 +93,7 @@ class Rounds:
             begin += CHUNK_BYTES
         return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
-    def _round(
-        self, total: int, chunk: bytes, check: Callable[[list[int]], None], abandon: Abandon | None
-    ) -> list[tuple[int, bytes]]:
+    def _round(self, total: int, chunk: bytes, check: Check, abandon: Abandon | None) -> list[tuple[int, bytes]]:
         page = self._page
         self.last += 1
         page.write_round(self.last, True, total, chunk)
@@ -111,9 +108,7 @@ class Rounds:
             raise
         return [part[1:] for part in parts]
 
-    def meet(
-        self, call: int, check: Callable[[list[int]], None], offer: bytes = b""
-    ) -> list[tuple[int, int, bytes]]:  # fmt: skip
+    def meet(self, call: int, check: Check, offer: bytes = b"") -> list[tuple[int, int, bytes]]:
         """Every rank's (call, last round, offer), once all have come to this meeting.
 
         Meetings come in pairs to which a rank brings the same numbers. So it does no harm if a peer that has read this

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
+import mmap
 import os
 import tempfile
 from contextlib import suppress
@@ -45,6 +47,14 @@ def open_existing(path: str) -> int:
     return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
+def mapped(descriptor: int) -> mmap.mmap:
+    """The memory of a whole file, whose descriptor is closed."""
+    try:
+        return mmap.mmap(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
 def remove(path: str) -> None:
     """Remove the name of such a file, if it is there and this user's; mappings stay."""
     folder, name = os.path.split(path)
@@ -74,11 +84,8 @@ def _lock(descriptor: int, path: str) -> bool:
 
 
 def _remove_what_is_left() -> None:
-    names: list[str] = []
-    with suppress(OSError), os.scandir(_DIRECTORY) as found:
-        names = [one.path for one in found if one.name.startswith(_PREFIX) and one.is_file(follow_symlinks=False)]
-    for path in names:
-        with suppress(OSError):  # gone already, or still in use
+    for path in glob.glob(f"{_DIRECTORY}/{_PREFIX}*"):
+        with suppress(OSError):  # gone already, still in use, or no file
             _remove_if_left(path)
 
 

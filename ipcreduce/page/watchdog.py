@@ -30,7 +30,7 @@ class Watch:
     survivors read that on the page, and the abort word is kept up, so that every wait ends.
     """
 
-    def __init__(self, page: Page, mirror: Mirror | None = None) -> None:
+    def __init__(self, page: Page, mirror: Mirror) -> None:
         self.lost: tuple[int, str] | None = None
         self.mirror = mirror
         self.comparison = Comparison(page)
@@ -45,9 +45,8 @@ class Watch:
 
     def look(self) -> None:
         """Compare calls, look for ranks that have closed the communicator, and tell the peers of a loss."""
-        if self.mirror is not None:
-            for rank, why in self.mirror.receive():
-                self.died(rank, why)
+        for rank, why in self.mirror.receive():
+            self.died(rank, why)
         try:
             self.comparison.look()
         finally:  # a loss is told in any case
@@ -57,13 +56,11 @@ class Watch:
                     self.lost = self.lost or (rank, CLOSED_IT)
             if self.lost is not None:
                 self._page.post_lost(*self.lost)
-            if self.mirror is not None:
-                self.mirror.send()
+            self.mirror.send()
 
     def forked(self) -> None:
         """In a child process: let go of what would keep the parent's end from being seen."""
-        if self.mirror is not None:
-            self.mirror.forked()
+        self.mirror.forked()
 
     def stop(self) -> None:
         """End the watch, and the thread if this was the last one. Idempotent."""
@@ -108,10 +105,10 @@ class _Watchdog:
                     _close(*self._let_go())
                     raise
             self._watches.append(watch)
-            if watch.mirror is not None:
+            if descriptors := watch.mirror.descriptors():
                 assert self._epoll is not None
                 watch.mirror.ended = self._unregister
-                for descriptor in watch.mirror.descriptors():
+                for descriptor in descriptors:
                     self._epoll.register(descriptor, select.EPOLLIN)
                 page.changed = self.wake
                 return  # the connections tell of the ranks' ends
@@ -178,9 +175,8 @@ class _Watchdog:
             if watch not in self._watches:
                 return
             self._watches.remove(watch)
-            if watch.mirror is not None:
-                watch.mirror.close(_LAST_WORDS_SECONDS)
-                watch._page.changed = None
+            watch.mirror.close(_LAST_WORDS_SECONDS)
+            watch._page.changed = None
             for pid, process in list(self._processes.items()):
                 process.ranks = [one for one in process.ranks if one[0] is not watch]
                 if not process.ranks:
@@ -207,11 +203,9 @@ class _Watchdog:
 
     def _run(self, epoll: select.epoll) -> None:
         while epoll is self._epoll:  # it is not once the last watch was stopped, perhaps by a finaliser in this thread
-            epoll.poll(BUSY_SECONDS if self._is_busy() else _TICK_SECONDS)
+            is_busy = any(watch.mirror.descriptors() and watch.comparison.is_busy for watch in list(self._watches))
+            epoll.poll(BUSY_SECONDS if is_busy else _TICK_SECONDS)
             self._look(epoll)  # in a function, so that no watch, nor its page, is kept alive meanwhile
-
-    def _is_busy(self) -> bool:
-        return any(watch.mirror is not None and watch.comparison.is_busy for watch in list(self._watches))
 
     def _look(self, epoll: select.epoll) -> None:
         """Tell the watches of the processes that have ended, and let each look at its page."""
@@ -249,7 +243,7 @@ _watchdog = _Watchdog()
 
 def watch(page: Page, mirror: Mirror | None = None) -> Watch:
     """Watch the processes of the other ranks of ``page``, through ``mirror`` where each rank has a page of its own."""
-    new = Watch(page, mirror)
+    new = Watch(page, mirror or Mirror(page, {}))
     try:
         _watchdog.add(new, page)
     except BaseException:

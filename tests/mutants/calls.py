@@ -162,8 +162,8 @@ MUTANTS = [
     Mutant(
         "a rank that has closed is lost also to calls that it has made",
         PAGE,
-        "return self.has_left(rank) and self.calls.call_of(rank) < call",
-        "return self.has_left(rank)",
+        "ask_twice(lambda: self.has_left(rank) and self.calls.call_of(rank) < call)",
+        "ask_twice(lambda: self.has_left(rank))",
         unit("control_page", "a_rank_that_closed_after_a_call_has_taken_part_in_it"),
     ),
     Mutant(
@@ -197,8 +197,8 @@ MUTANTS = [
     Mutant(
         "both rounds share one buffer",
         PAGE,
-        'self.slot(rank, "rounds", ROUND, parity * ROUND.itemsize)',
-        'self.slot(rank, "rounds", ROUND, 0)',
+        'self.slot(rank, "rounds", parity)',
+        'self.slot(rank, "rounds", 0)',
         unit("rounds", "two_buffers_are_enough"),
     ),
     Mutant(

@@ -207,7 +207,7 @@ MUTANTS = [
         "calls of one host are not compared afterwards",
         WATCHDOG,
         "            self.comparison.look()\n",
-        "            if self.mirror is not None:\n                self.comparison.look()\n",
+        "            if self.mirror.descriptors():\n                self.comparison.look()\n",
         "mpirun -n 2 tests.sim.scenarios nccl_mismatches_unseen_at_first",
     ),
     Mutant(

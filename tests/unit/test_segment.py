@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import threading
@@ -206,7 +207,7 @@ def test_without_semaphores(monkeypatch: pytest.MonkeyPatch):
     class Nothing:
         def __init__(self, _: object) -> None: ...
 
-    monkeypatch.setattr(semaphores, "_libraries", [])
+    monkeypatch.setattr(semaphores, "library", functools.cache(semaphores._Library))
     monkeypatch.setattr(semaphores.ctypes, "PyDLL", Nothing)
     with pytest.raises(UnsupportedError, match="has no semaphores"):
         Segment.create(0, 2)

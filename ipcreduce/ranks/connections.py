@@ -54,19 +54,17 @@ def connect(ranks: Ranks, network: str, deadline: float) -> dict[int, socket.soc
     :raises UnsupportedError: if two ranks do not reach each other.
     """
     rank, n = ranks.rank, ranks.size
+    listener: socket.socket | None = None
+    addresses = joined(own_addresses())
     with ExitStack() as failed:
-        listener: socket.socket | None = None
-        error: OSError | None = None
-        try:
+
+        def own() -> dict[str, Any]:
+            nonlocal listener
             listener = failed.enter_context(socket.create_server(("", 0), backlog=n + _MOST_GUESTS))
-        except OSError as caught:
-            error = caught
-        record = exchange.message(
-            _PLACE, error, network=network, port=listener.getsockname()[1] if listener else 0,
-            addresses=joined(own_addresses()), secret=np.void(secrets.token_bytes(SECRET_BYTES)),
-        )  # fmt: skip
-        places = exchange.allgather(ranks, record, deadline, "listening for the other ranks")
-        exchange.check(ranks, places, "listening for the other ranks")
+            secret = np.void(secrets.token_bytes(SECRET_BYTES))
+            return {"network": network, "port": listener.getsockname()[1], "addresses": addresses, "secret": secret}
+
+        places = exchange.share(ranks, _PLACE, own, deadline, "listening for the other ranks")
         assert listener is not None
         now = clock.now()
         until = min(now + _MOST_SECONDS, (now + deadline) / 2)  # leaves time for the vote

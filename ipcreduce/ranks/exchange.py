@@ -202,6 +202,23 @@ def allgather(
     return gathered
 
 
+def share(
+    ranks: Ranks, dtype: np.dtype[Any], make: Callable[[], dict[str, Any]], deadline: float, what: str
+) -> np.ndarray[Any, Any]:
+    """Every rank's record of ``dtype``, with the fields that ``make()`` returns on that rank.
+
+    :raises Agreed: on every rank, if ``make()`` has raised IpcReduceError or OSError on one.
+    """
+    error, fields = None, {}
+    try:
+        fields = make()
+    except (IpcReduceError, OSError) as caught:
+        error = caught
+    gathered = allgather(ranks, message(dtype, error, **fields), deadline, what)
+    check(ranks, gathered, what)
+    return gathered
+
+
 def confirm(ranks: Ranks, error: BaseException | None, deadline: float, what: str) -> None:
     """End a step of start-up: if any rank has an error, every rank raises.
 

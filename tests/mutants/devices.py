@@ -246,8 +246,8 @@ MUTANTS = [
     Mutant(
         "ranks that share a GPU fill it alone",
         STARTUP,
-        "made.backend.launches.sharing = most_on_a_gpu(devices)",
-        "made.backend.launches.sharing = 1",
+        "backend.launches.sharing = most_on_a_gpu(devices)",
+        "backend.launches.sharing = 1",
         "SIM_DEVICES=1 " + scenario("shared_gpus"),
     ),
     Mutant(

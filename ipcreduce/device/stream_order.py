@@ -170,7 +170,7 @@ class StreamOrder:
                     "which is now being captured. Call synchronize() before that capture begins."
                 )
             else:  # NCCL orders its calls; a replay is more than those
-                self._wait_for_device()
+                self.wait_for_device()
             always = self._changes(last.busy, stream)
         if always or not (cupy_runtime.keeps(owner, stream) or torch_runtime.keeps(owner)):
             self.last = last.recorded(stream, always)
@@ -214,7 +214,7 @@ class StreamOrder:
             except CudaError:  # the default stream, which cannot be asked while one that blocks it captures
                 capturing = True
             if capturing:  # its end can be neither recorded nor asked for by now
-                self._wait_for_device()
+                self.wait_for_device()
             else:
                 streams.record_event(self._end, busy)
         self.last = self.last.recorded(None, always=True)
@@ -276,10 +276,10 @@ class StreamOrder:
             elif not streams.capture_id(busy):
                 self.chain(busy, stream)
             else:
-                self._wait_for_device()
+                self.wait_for_device()
 
-    def _wait_for_device(self) -> None:
-        """Let the host wait for the calls: their stream is being captured, and can be neither recorded nor asked."""
+    def wait_for_device(self) -> None:
+        """Wait until nothing runs on the GPU in this context, also where a stream can be neither recorded nor asked."""
         with using_relaxed(self._context):
             driver.synchronize()
 
@@ -360,7 +360,9 @@ class StreamOrder:
         return True
 
     def close(self) -> None:
-        """Free the events."""
+        """Free the events and the stream of recordings."""
         for event in self._events:
             with suppress(CudaError):
                 streams.close_event(event)
+        if self.recording_stream is not None:
+            streams.close_stream(self.recording_stream)

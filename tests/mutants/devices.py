@@ -103,8 +103,8 @@ MUTANTS = [
     Mutant(
         "NCCL is to order captured calls though it is told not to",
         NCCL,
-        'return os.environ.get(library.MIXING, "1") != "0"',
-        "return True",
+        'timeout, os.environ.get(library.MIXING, "1") != "0")',
+        "timeout, True)",
         "NCCL_GRAPH_MIXING_SUPPORT=0 IPCREDUCE_BACKEND=nccl " + late("captures", "two_graphs"),
     ),
     Mutant(
@@ -332,9 +332,9 @@ MUTANTS = [
     ),
     Mutant(
         "a rank leaves before it has unmapped its peers' memory",
-        BACKEND,
-        "        attempt(self.context, *(unmap for unmap, _ in shared))\n",
-        "        self.page.leave()\n        attempt(self.context, *(unmap for unmap, _ in shared))\n",
+        "ipcreduce/device/backend.py",
+        "        attempt(self.context, *(unmap for unmap, _ in self.shared))\n",
+        "        self.page.leave()\n        attempt(self.context, *(unmap for unmap, _ in self.shared))\n",
         scenario("freed_once_unmapped"),
     ),
     Mutant(

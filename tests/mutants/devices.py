@@ -40,15 +40,15 @@ MUTANTS = [
     Mutant(
         "a call on another stream does not wait for the last one",
         ORDER,
-        "                self.chain(last.busy, stream)\n            elif self._replayed is None:",
-        "                pass\n            elif self._replayed is None:",
+        "            self.chain(busy, stream)\n        return True\n",
+        "        return True\n",
         late("scenarios", "calls_on_several_streams"),
     ),
     Mutant(
         "a call does not wait for the event of the last one",
         ORDER,
-        "            streams.wait_event(stream, self._end)\n            always",
-        "            pass\n            always",
+        "            streams.wait_event(stream, self._end)\n        elif busy is not None",
+        "            pass\n        elif busy is not None",
         late("captures", "graphs_eager_calls_and_replays"),
     ),
     Mutant(
@@ -75,8 +75,8 @@ MUTANTS = [
     Mutant(
         "a call waits for the work behind the one before it",
         ORDER,
-        "            always = self._changes(last.busy, stream)\n",
-        "",
+        "        before = last.stream if last.in_event else last.busy\n",
+        "        before = last.stream if last.in_event else None\n",
         "mpirun -n 2 tests.simulated tests/gpu/scenarios.py work_behind_a_call",
     ),
     Mutant(

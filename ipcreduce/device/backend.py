@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
 from abc import abstractmethod
@@ -14,12 +15,11 @@ from ..calls import faults
 from ..calls.backend import Backend
 from ..calls.sequence import CallSequence
 from ..cuda import cupy_runtime, driver, graph, streams
-from ..cuda.contexts import using_relaxed
 from ..errors import ArgumentError, IpcReduceError
 from ..page.control_page import REFUSED, TOLD, Page
 from ..types import Stream
 from . import background
-from .deferred_free import Action
+from .deferred_free import Action, attempt, flush, untrack
 from .fast_path import FastPath
 from .known_calls import KnownCalls, Prepared, Ready
 from .stream_order import StreamOrder
@@ -56,19 +56,18 @@ class DeviceBackend(Backend):
     name: ClassVar[str]  # of the backend
     prepared: Mapping[tuple[Any, ...], Prepared]  # the calls of for_array() by shape, dtype and op; never replaced
 
-    def __init__(self, device: driver.DeviceInfo, context: int, page: Page, timeout: float) -> None:
+    def __init__(
+        self, device: driver.DeviceInfo, context: int, page: Page, timeout: float, captured_in_order: bool = False
+    ) -> None:  # fmt: skip
+        """:param captured_in_order: see :class:`StreamOrder`."""
         self.device, self.context, self.page, self._timeout = device, context, page, timeout
         self.rank, self.n = page.rank, page.n
-        self.order = StreamOrder(context, self.captured_in_order())
+        self.order = StreamOrder(context, captured_in_order)
         self.fast: FastPath | None = None
+        # What the ranks map of each other: for each part of it, what unmaps the peers' and what frees this rank's.
+        self.shared: list[tuple[Action, Action]] = []
         self.life = Life()  # of what graphs hold that are recorded now
-        self._recording_stream: Stream | None = None
         background.start()
-
-    @staticmethod
-    def captured_in_order() -> bool:
-        """See :class:`StreamOrder`."""
-        return False
 
     # ---- running
     def open_fast_path(self, calls: CallSequence) -> FastPath:
@@ -131,9 +130,9 @@ class DeviceBackend(Backend):
 
     def recording_stream(self) -> Stream:
         """The one stream of all recordings. There is one, since the pools of graphs keep memory of streams apart."""
-        if self._recording_stream is None:
-            self._recording_stream = self.order.recording_stream = streams.create_stream()
-        return self._recording_stream
+        if self.order.recording_stream is None:
+            self.order.recording_stream = streams.create_stream()
+        return self.order.recording_stream
 
     # ---- ends
     def drain(self) -> None:
@@ -145,16 +144,11 @@ class DeviceBackend(Backend):
 
         :raises IpcReduceError: if the device is still busy at ``deadline``, on the clock of :mod:`ipcreduce.clock`.
         """
-        if not background.Job(self.wait_for_device).wait(deadline - clock.now()):
+        if not background.Job(self.order.wait_for_device).wait(deadline - clock.now()):
             raise IpcReduceError(
                 f"GPU {self.device.ordinal} is still busy with other work than ipcreduce's. Let that work end"
             )
         self.order.forget()
-
-    def wait_for_device(self) -> None:
-        """Wait until nothing runs on the GPU in this context."""
-        with using_relaxed(self.context):
-            driver.synchronize()
 
     def close(self, wait: float, free: Actions) -> None:
         """Part from the peers, waiting for them up to ``wait`` seconds, and free everything.
@@ -185,16 +179,22 @@ class DeviceBackend(Backend):
             page.abort(TOLD)
         return False
 
+    def _close(self, deadline: float, free: Actions) -> None:
+        attempt(self.context, lambda: self._abort_calls(deadline), self.order.wait_for_device)
+        untrack(self.order)
+        attempt(self.context, *(unmap for unmap, _ in self.shared))
+        self.page.leave()
+        while not self.peers_have_left() and clock.now() < deadline:
+            time.sleep(1e-3)
+        self.end()
+        for action in free:
+            action()
+        flush()
+
     @abstractmethod
-    def _close(self, deadline: float, free: Actions) -> None: ...
+    def end(self) -> None:
+        """Free everything of this backend, or let it be freed later. The peers have left, or have not come in time."""
 
     def peers_have_left(self) -> bool:
         """True if no other process uses this communicator, or this rank's memory, any more."""
         return all(self.page.has_unmapped(rank) for rank in range(self.n) if rank != self.rank)
-
-    def own_resources(self) -> list[Action]:
-        """Actions that free the events and the stream of this backend."""
-        actions: list[Action] = [self.order.close]
-        if self._recording_stream is not None:
-            actions.append(partial(streams.close_stream, self._recording_stream))
-        return actions

@@ -13,9 +13,8 @@ from ..cuda import cupy_runtime, driver
 from ..errors import ArgumentError, CudaError, IpcReduceError, UnsupportedError
 from ..ranks import exchange
 from ..ranks.exchange import Ranks
-from ..texts import encoded, shown
+from ..texts import shown
 
-_NAME_BYTES = exchange.DEVICE["name"].itemsize
 MIN_CAPABILITY = (8, 0)
 _UNAVAILABLE = 46  # CUDA_ERROR_DEVICE_UNAVAILABLE, and cudaErrorDevicesUnavailable
 
@@ -31,10 +30,10 @@ def share_device(
     :raises ArgumentError: on every rank, if ``device`` is wrong on one.
     :raises UnsupportedError: if a rank's GPU is unusable.
     """
-    info, error, count = None, None, 0
+    info, error, fields = None, None, {}
     try:
         count = driver.device_count()
-        info = driver.device_info(choose_device(device, local_rank))
+        info = driver.device_info(_chosen(device, local_rank, count))
         if isinstance(device, str) and device == "auto":
             with open_to_processes(info.ordinal):
                 cupy_runtime.use_device(info.ordinal)
@@ -44,13 +43,13 @@ def share_device(
                 f"GPU {info.ordinal}, {info.name}, has compute capability {found}, and ipcreduce needs {needed} or "
                 "more. Hide that GPU by CUDA_VISIBLE_DEVICES, or choose another one by device="
             )
+        fields = {
+            "uuid": np.void(info.uuid), "capability": info.capability, "multiprocessors": info.multiprocessors,
+            "visible": count, "name": info.name,
+        }  # fmt: skip
     except IpcReduceError as caught:
         error = caught
-    record = exchange.message(exchange.DEVICE, error, wrong=isinstance(error, ArgumentError))
-    if info is not None:
-        record["uuid"], record["capability"] = np.void(info.uuid), info.capability
-        record["multiprocessors"], record["visible"] = info.multiprocessors, count
-        record["name"] = encoded(info.name, _NAME_BYTES)
+    record = exchange.message(exchange.DEVICE, error, wrong=isinstance(error, ArgumentError), **fields)
     devices = exchange.allgather(ranks, record, deadline, "choosing devices")
     raise_wrong(ranks.rank, devices)
     exchange.check(ranks, devices, "choosing devices")
@@ -72,9 +71,8 @@ def open_to_processes(ordinal: int) -> Iterator[None]:
         ) from error
 
 
-def choose_device(device: Any, local_rank: int) -> int:
-    """Resolve ``device`` to the ordinal of a visible GPU. :raises ArgumentError: if it names none."""
-    count = driver.device_count()
+def _chosen(device: Any, local_rank: int, count: int) -> int:
+    """The ordinal of ``device``, which is one of ``count`` visible GPUs. :raises ArgumentError: if it names none."""
     if device is None:
         return cupy_runtime.current_device()
     if isinstance(device, str) and device == "auto":

@@ -157,26 +157,31 @@ class StreamOrder:
     def _follow(self, stream: Stream, owner: Any) -> bool:
         """Put an eager call behind the last one. True if its end has to be recorded in the event."""
         last = self.last
-        always = False
-        if last.in_event:
-            streams.wait_event(stream, self._end)
-            always = last.state is ALWAYS_IN_EVENT or self._changes(last.stream, stream)
-        elif last.busy is not None and last.busy != stream:
-            if not streams.capture_id(last.busy):
-                self.chain(last.busy, stream)
-            elif self._replayed is None:
+        if not self._waits_for_last(stream):
+            if self._replayed is None:
                 raise CaptureError(
                     f"an eager call on stream {stream:#x} has to follow an earlier one on stream {last.busy:#x}, "
                     "which is now being captured. Call synchronize() before that capture begins."
                 )
-            else:  # NCCL orders its calls; a replay is more than those
-                self._wait_for_device()
-            always = self._changes(last.busy, stream)
+            self.wait_for_device()  # NCCL orders its calls; a replay is more than those
+        before = last.stream if last.in_event else last.busy
+        always = last.state is ALWAYS_IN_EVENT or self._changes(before, stream)
         if always or not (cupy_runtime.keeps(owner, stream) or torch_runtime.keeps(owner)):
             self.last = last.recorded(stream, always)
             return True
         self.last = Last(ON_STREAM, stream, owner)
         return False
+
+    def _waits_for_last(self, stream: Stream) -> bool:
+        """Let ``stream`` wait for the last eager call. False if it cannot, since that call's stream is captured now."""
+        busy = self.last.busy
+        if self.last.in_event:
+            streams.wait_event(stream, self._end)
+        elif busy is not None and busy != stream:
+            if streams.capture_id(busy):
+                return False
+            self.chain(busy, stream)
+        return True
 
     def _changes(self, before: Stream | None, stream: Stream) -> bool:
         """True if the program has changed streams. A recording does not count: it puts nothing behind its calls."""
@@ -214,7 +219,7 @@ class StreamOrder:
             except CudaError:  # the default stream, which cannot be asked while one that blocks it captures
                 capturing = True
             if capturing:  # its end can be neither recorded nor asked for by now
-                self._wait_for_device()
+                self.wait_for_device()
             else:
                 streams.record_event(self._end, busy)
         self.last = self.last.recorded(None, always=True)
@@ -265,21 +270,14 @@ class StreamOrder:
 
     def follow(self, stream: Stream) -> None:
         """Let the work that follows on ``stream`` wait for the calls so far, unless it is captured and runs later."""
-        in_event, busy = self.last.in_event, self.last.busy
-        if not in_event and busy in (None, stream):
+        if not self.last.in_event and self.last.busy in (None, stream):
             return
         with using(self._context):
-            if streams.capture_id(stream):
-                return
-            if busy is None:
-                streams.wait_event(stream, self._end)
-            elif not streams.capture_id(busy):
-                self.chain(busy, stream)
-            else:
-                self._wait_for_device()
+            if not streams.capture_id(stream) and not self._waits_for_last(stream):
+                self.wait_for_device()
 
-    def _wait_for_device(self) -> None:
-        """Let the host wait for the calls: their stream is being captured, and can be neither recorded nor asked."""
+    def wait_for_device(self) -> None:
+        """Wait until nothing runs on the GPU in this context, also where a stream can be neither recorded nor asked."""
         with using_relaxed(self._context):
             driver.synchronize()
 
@@ -360,7 +358,9 @@ class StreamOrder:
         return True
 
     def close(self) -> None:
-        """Free the events."""
+        """Free the events and the stream of recordings."""
         for event in self._events:
             with suppress(CudaError):
                 streams.close_event(event)
+        if self.recording_stream is not None:
+            streams.close_stream(self.recording_stream)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 from .. import clock
 from ..cuda import driver
 from ..cuda.contexts import using_relaxed
-from ..device.backend import Actions, DeviceBackend
-from ..device.deferred_free import Action, attempt, flush, free_after, untrack
+from ..device.backend import DeviceBackend
+from ..device.deferred_free import Action, attempt, free_after
 from ..device.known_calls import Ready
 from ..errors import CudaError
 from ..page.control_page import Page
@@ -39,14 +38,13 @@ class IpcBackend(DeviceBackend):
         capability: tuple[int, int], timeout: float, algorithm: str | None,
     ) -> None:  # fmt: skip
         self.workspace = workspace
-        # What the ranks map of each other: for each part of it, what unmaps the peers' and what frees ours.
-        self.shared: list[tuple[Action, Action]] = [(workspace.unmap_peers, workspace.free)]
         control = driver.register_host(page.address, page.head_bytes)
         try:
             super().__init__(device, context, page, timeout)
         except CudaError:
             _unregister(page)
             raise
+        self.shared.append((workspace.unmap_peers, workspace.free))
         self.launches = Launches(
             context, workspace, control, capability=capability, timeout=timeout, algorithm=algorithm
         )
@@ -88,24 +86,16 @@ class IpcBackend(DeviceBackend):
         with using_relaxed(self.context):
             self.workspace.reset()
 
-    def _close(self, deadline: float, free: Actions) -> None:
-        attempt(self.context, lambda: self._abort_calls(deadline), self.wait_for_device)
-        untrack(self.order)
-        shared, self.shared = self.shared, []
-        attempt(self.context, *(unmap for unmap, _ in shared))
-        self.page.leave()
-        while not self.peers_have_left() and clock.now() < deadline:
-            time.sleep(1e-3)
+    def end(self) -> None:
+        """See :class:`DeviceBackend`."""
         self.release()
+        shared, self.shared = self.shared, []
         leave = partial(driver.release_context, self.device.ordinal)
         free_after(self.peers_have_left, self.context, *(free for _, free in reversed(shared)), leave)
-        for action in free:
-            action()
-        flush()
 
     def release(self) -> None:
         """Free the resources that no other process uses."""
-        actions: list[Action] = [partial(_unregister, self.page), *self.own_resources(), *self._ready.close_actions()]
+        actions: list[Action] = [partial(_unregister, self.page), self.order.close, *self._ready.close_actions()]
         attempt(self.context, *actions, *self.launches.release_actions())
 
 

@@ -55,7 +55,7 @@ class Launches:
         self.resident, self.sharing = plan.RESIDENT, 1  # until they have compared their GPUs
         self.before_loading: Callable[[], object] = lambda: None  # waits for the calls in flight
         self._workspace, self._control, self._capability, self._timeout = workspace, control, capability, timeout
-        self._context = context
+        self._context, self._programmatic = context, capability >= (9, 0)
         self._shared: list[modules.Key] = []
         self._functions: dict[_Kernel, int] = {}
         self.prepared: dict[tuple[Any, ...], PreparedCall] = {}  # by shape, dtype and op
@@ -107,14 +107,13 @@ class Launches:
         """One launch and the words of its arguments, in which the addresses are still to be set."""
         args = self._arguments(plan.code_offset(dtype, op))
         args[_BYTES] = step.nbytes
-        programmatic = self._capability >= (9, 0)
         function = self._function(step.algorithm, dtype, op, step.depth)
-        return driver.Launch(function, step.grid, step.block, args, programmatic=programmatic), args.data
+        return driver.Launch(function, step.grid, step.block, args, programmatic=self._programmatic), args.data
 
     def _arguments(self, offset: int) -> np.ndarray[Any, Any]:
         args, workspace, control = np.zeros(_ARG_WORDS, np.uint64), self._workspace, self._control
         args[_PEERS : _PEERS + workspace.n] = [peer + offset for peer in workspace.peers]
-        args[_HALF], args[_EPOCHS] = workspace.half_bytes, workspace.epochs
+        args[_HALF], args[_EPOCHS] = workspace.half_bytes, workspace.address
         args[_ABORT], args[_MISSING] = control + ABORT_OFFSET, control + missing_offset(workspace.rank)
         args[_TIMEOUT] = int(self._timeout * 1e9)
         return args
@@ -140,17 +139,17 @@ class Launches:
         self.before_loading()
         with using_relaxed(self._context):  # a thread that makes its first call may have no context
             for key, cubin in zip(missing, cubins, strict=True):
-                self._taken(key, modules.load(self._shared_key(key), cubin))
+                self._take(key, cubin)
 
-    def _take(self, key: _Kernel) -> bool:
-        function = modules.take(self._shared_key(key))
-        if function is not None:
-            self._taken(key, function)
-        return function is not None
-
-    def _taken(self, key: _Kernel, function: int) -> None:
+    def _take(self, key: _Kernel, cubin: bytes | None = None) -> bool:
+        """Use a kernel that is loaded, or is to be loaded from ``cubin``. False if there is none."""
+        shared = self._shared_key(key)
+        function = modules.take(shared, cubin)
+        if function is None:
+            return False
         self._functions[key] = function
-        self._shared.append(self._shared_key(key))
+        self._shared.append(shared)
+        return True
 
     def _shared_key(self, key: _Kernel) -> modules.Key:
         kernel, *compiled_for = key
@@ -182,19 +181,19 @@ class Launches:
         verdict = np.zeros(plan.MAX_RANKS, np.uint32)
         if self._workspace.n > 1:
             args = self._arguments(0)
-            args[OUT] = self._workspace.epochs  # not in use yet
+            args[OUT] = self._workspace.address  # not in use yet
             args[_BYTES], args[_TIMEOUT] = rounds, int(seconds * 1e9)
             driver.Launch(self._function(*_VERIFY), self._workspace.n - 1, 32, args).run(DEFAULT_STREAM)
             driver.synchronize()
-            driver.copy_to_host(verdict, self._workspace.epochs)
+            driver.copy_to_host(verdict, self._workspace.address)
         return verdict
 
     def limit(self, nbytes: int, grid: int, block: int) -> driver.Launch:
         """A launch of limit.cu for bench: ``nbytes`` bytes to each peer, for which the workspace must have room."""
         args = self._arguments(0)
         args[_BYTES] = nbytes
-        programmatic = self._capability >= (9, 0)
-        return driver.Launch(self._function("limit", "int32", "sum"), grid, block, args, programmatic=programmatic)
+        function = self._function("limit", "int32", "sum")
+        return driver.Launch(function, grid, block, args, programmatic=self._programmatic)
 
     def release_actions(self) -> list[Callable[[], None]]:
         """Actions that release the kernels, which other communicators may still use."""

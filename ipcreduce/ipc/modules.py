@@ -25,29 +25,24 @@ _loaded: dict[Key, _Loaded] = {}
 _lock = threading.RLock()  # re-entrant, because a finaliser may run while this thread holds it
 
 
-def take(key: Key) -> int | None:
-    """Add a user to a loaded kernel, and return its function; None if the kernel is not loaded."""
-    with _lock:
-        found = _loaded.get(key)
-        if found is None:
-            return None
-        found.users += 1
-        return found.function
+def take(key: Key, cubin: bytes | None = None) -> int | None:
+    """Add a user to a kernel, and return its function; None if the kernel is not loaded.
 
-
-def load(key: Key, cubin: bytes) -> int:
-    """Add a user to a kernel, after loading it from ``cubin`` if need be. :raises CudaError: if that fails."""
+    :param cubin: the kernel is loaded from it if need be. :raises CudaError: if that fails.
+    """
     with _lock:
-        if key not in _loaded:
+        if key not in _loaded and cubin is not None:
             module = driver.load_module(cubin)
             try:
                 _loaded[key] = _Loaded(module, driver.get_function(module, key[-1]))
             except BaseException:
                 driver.unload_module(module)
                 raise
-        function = take(key)
-        assert function is not None
-        return function
+        found = _loaded.get(key)
+        if found is None:
+            return None
+        found.users += 1
+        return found.function
 
 
 def release(key: Key) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from .. import clock
 from ..cuda import cupy_runtime, driver
 from ..device.deferred_free import attempt
 from ..device.devices import advise_spreading, most_on_a_gpu, open_to_processes, share_device
-from ..errors import CudaError, IpcReduceError, UnsupportedError
+from ..errors import IpcReduceError, UnsupportedError
 from ..options import Options
 from ..page.control_page import Page
 from ..ranks import exchange
@@ -59,41 +58,39 @@ def start(
         raise Agreed(f"{n} ranks; the kernels take up to {plan.MAX_RANKS}")
     info, devices = share_device(ranks, options.device, local_rank, deadline)
     advise_spreading(devices, warn)
-    made = _Made()
+    context, workspace, backend = 0, None, None
     try:
         with exchange.step(ranks, deadline, "starting CUDA"), open_to_processes(info.ordinal):
-            made.context = driver.retain_context(info.ordinal)
+            context = driver.retain_context(info.ordinal)
         with exchange.step(ranks, deadline, "allocating workspaces"):
-            made.workspace = Workspace(rank, n, options.workspace if n > 1 else plan.MB)
-        assert made.workspace is not None
-        _map_peers(ranks, made.workspace, devices, deadline)
+            workspace = Workspace(rank, n, options.workspace if n > 1 else plan.MB)
+        _map_peers(ranks, workspace, devices, deadline)
         with exchange.step(ranks, deadline, "registering the control page"):
             capability = min((int(major), int(minor)) for major, minor in devices["capability"])
-            made.backend = IpcBackend(
-                info, made.context, made.workspace, page,
+            backend = IpcBackend(
+                info, context, workspace, page,
                 capability=capability, timeout=options.timeout, algorithm=options.staged,
             )  # fmt: skip
-        assert made.backend is not None
-        _verify(ranks, made.backend, devices, deadline)
-        made.backend.launches.table = _share_table(ranks, devices, deadline, warn)
-        made.backend.launches.resident = min(plan.EPOCH_SLOTS, 2 * int(devices["multiprocessors"].min()))
-        made.backend.launches.sharing = most_on_a_gpu(devices)
-        return made.backend
+        _verify(ranks, backend, devices, deadline)
+        backend.launches.table = _share_table(ranks, devices, deadline, warn)
+        backend.launches.resident = min(plan.EPOCH_SLOTS, 2 * int(devices["multiprocessors"].min()))
+        backend.launches.sharing = most_on_a_gpu(devices)
+        return backend
     except BaseException as error:
         exchange.tell(ranks, error, deadline)  # first, because the others wait for this rank in the next exchange
         heard: IpcReduceError | None = None
         try:
-            if made.workspace is not None:
-                attempt(made.context, made.workspace.unmap_peers)
+            if workspace is not None:
+                attempt(context, workspace.unmap_peers)
             if isinstance(error, Agreed):
                 exchange.confirm(ranks, None, deadline, "giving up")  # all have unmapped before any rank frees memory
             else:
                 _part(page)
-            if made.backend is not None:
-                made.backend.release()
-            if made.workspace is not None:
-                attempt(made.context, made.workspace.free)
-            if made.context:
+            if backend is not None:
+                backend.release()
+            if workspace is not None:
+                attempt(context, workspace.free)
+            if context:
                 driver.release_context(info.ordinal)
         except IpcReduceError as caught:
             heard = caught
@@ -135,25 +132,11 @@ def _share_table(
             raise UnsupportedError(str(error)) from error
 
 
-@dataclass
-class _Made:
-    """The resources that start-up has made so far."""
-
-    context: int = 0
-    workspace: Workspace | None = None
-    backend: IpcBackend | None = None
-
-
 def _map_peers(ranks: Ranks, workspace: Workspace, devices: np.ndarray[Any, Any], deadline: float) -> None:
-    error: IpcReduceError | None = None
-    handle = bytes(driver.IPC_HANDLE_BYTES)
-    try:
-        handle = workspace.export()
-    except CudaError as caught:
-        error = caught
-    record = exchange.message(exchange.MEMORY, error, handle=np.void(handle), nbytes=workspace.nbytes)
-    memory = exchange.allgather(ranks, record, deadline, "exporting workspaces")
-    exchange.check(ranks, memory, "exporting workspaces")
+    def own() -> dict[str, Any]:
+        return {"handle": np.void(workspace.export()), "nbytes": workspace.nbytes}
+
+    memory = exchange.share(ranks, exchange.MEMORY, own, deadline, "exporting workspaces")
     with exchange.step(ranks, deadline, "mapping the peers' workspaces"):
         if (memory["nbytes"] != workspace.nbytes).any():
             raise UnsupportedError(f"the workspaces differ in size: {memory['nbytes'].tolist()} bytes")
@@ -170,11 +153,11 @@ def _verify(ranks: Ranks, backend: IpcBackend, devices: np.ndarray[Any, Any], de
         kinds = links.seen(devices)
         backend.launches.load_verify()
     rank, n = backend.rank, backend.n
-    error, verdict = None, np.zeros(plan.MAX_RANKS, np.uint32)
     seconds = max(0.0, min(_VERIFY_SECONDS, (deadline - clock.now()) / 2))  # leaves time to exchange the verdicts
-    shared = most_on_a_gpu(devices) > 1
-    try:
-        verdict = backend.launches.verify(_VERIFY_ROUNDS_SHARED if shared else _VERIFY_ROUNDS, seconds)
+    rounds = _VERIFY_ROUNDS_SHARED if most_on_a_gpu(devices) > 1 else _VERIFY_ROUNDS
+
+    def own() -> dict[str, Any]:
+        verdict = backend.launches.verify(rounds, seconds)
         failed = [peer for peer in range(n) if peer != rank and verdict[peer] not in (_WHOLE, _SPLIT)]
         if failed:
             what = "no data" if verdict[failed[0]] == _NO_DATA else "wrong data"
@@ -182,11 +165,9 @@ def _verify(ranks: Ranks, backend: IpcBackend, devices: np.ndarray[Any, Any], de
                 f"{what} arrived from rank {failed[0]} ({_name(devices, failed[0])}) at rank {rank} "
                 f"({_name(devices, rank)}), though the driver reports P2P access"
             )
-    except IpcReduceError as caught:
-        error = caught
-    record = exchange.message(links.VERDICT, error, split=bool((verdict == _SPLIT).any()), links=kinds)
-    everyone = exchange.allgather(ranks, record, deadline, "trying the links")
-    exchange.check(ranks, everyone, "trying the links")
+        return {"split": bool((verdict == _SPLIT).any()), "links": kinds}
+
+    everyone = exchange.share(ranks, links.VERDICT, own, deadline, "trying the links")
     backend.launches.whole_packets, backend.packets = links.packets(everyone)
     with exchange.step(ranks, deadline, "emptying the workspaces"):
         backend.workspace.reset()

@@ -120,8 +120,7 @@ def staging_bytes(algorithm: str, nbytes: int, n: int) -> int:
     packets = -(-nbytes // PACKET_BYTES)
     if algorithm == "one_shot":
         return (n - 1) * row_bytes(packets)
-    columns = row_bytes(-(-packets // n))
-    return (n - 1) * 2 * columns
+    return (n - 1) * 2 * row_bytes(-(-packets // n))
 
 
 @lru_cache(maxsize=4096)

@@ -18,7 +18,6 @@ import numpy as np
 from ..cuda.compiler import cache_directory
 from ..errors import UnsupportedError
 from ..ranks import exchange
-from ..texts import encoded
 from . import plan
 
 TUNING = exchange.struct(
@@ -72,8 +71,7 @@ def checksum(table: plan.Table) -> int:
 
 def message(table: plan.Table, problem: str = "") -> np.ndarray[Any, Any]:
     """Encode a table, and a warning if there is one, as a TUNING message."""
-    record = exchange.message(TUNING, count=len(table), crc=checksum(table))
-    record["text"] = encoded(problem, exchange.TEXT_BYTES)
+    record = exchange.message(TUNING, count=len(table), crc=checksum(table), text=problem)
     for index, choice in enumerate(table):
         kind = plan.ALGORITHMS.index(choice.algorithm)
         record[0]["up_to"][index] = choice.up_to

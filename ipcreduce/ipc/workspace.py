@@ -13,7 +13,8 @@ EMPTY = 0xFF  # every byte of an empty slot, whose words are then the sentinel
 class Workspace:
     """This rank's workspace, which consists of epochs and two halves of slots, and its mappings of the peers' ones.
 
-    ``peers[i]`` is the address in this process at which the slots of rank (rank + i) % n begin.
+    ``address`` is that of the epochs. ``peers[i]`` is the address in this process at which the slots of rank
+    (rank + i) % n begin.
     """
 
     def __init__(self, rank: int, n: int, nbytes: int) -> None:
@@ -28,11 +29,6 @@ class Workspace:
         except CudaError:
             self.free()
             raise
-
-    @property
-    def epochs(self) -> int:
-        """The address of the epochs."""
-        return self.address
 
     def export(self) -> bytes:
         """The IPC handle by which peers map this workspace."""

@@ -18,8 +18,8 @@ from ..calls.fingerprint import of_allreduce
 from ..cuda import driver
 from ..cuda.contexts import using_relaxed
 from ..device import background
-from ..device.backend import Actions, DeviceBackend
-from ..device.deferred_free import Action, attempt, flush, untrack
+from ..device.backend import DeviceBackend
+from ..device.deferred_free import Action, attempt
 from ..device.known_calls import Prepared, Ready, keep
 from ..dtypes import kind_name, op_name, reduced_as
 from ..errors import CudaError
@@ -53,7 +53,8 @@ class NcclBackend(DeviceBackend):
 
     def __init__(self, device: driver.DeviceInfo, context: int, page: Page, *, timeout: float, reason: str) -> None:
         """Make the backend; :meth:`join` connects it. ``reason`` says why this backend was chosen."""
-        super().__init__(device, context, page, timeout)
+        # NCCL orders captured calls by its events, unless this variable is 0.
+        super().__init__(device, context, page, timeout, os.environ.get(library.MIXING, "1") != "0")
         self.nccl = NcclCommunicator(context)
         self._reason = reason
         self.prepared: dict[tuple[Any, ...], PreparedCall] = {}
@@ -102,11 +103,6 @@ class NcclBackend(DeviceBackend):
     def watch(self) -> None:
         """Begin to watch over calls. All ranks must have joined."""
         self._guard.start()
-
-    @staticmethod
-    def captured_in_order() -> bool:
-        """True if NCCL orders captured calls by its events, which it does unless NCCL_GRAPH_MIXING_SUPPORT is 0."""
-        return os.environ.get(library.MIXING, "1") != "0"
 
     def describe(self) -> list[str]:
         """Lines about the GPU, NCCL's version, and the reason for this backend."""
@@ -167,29 +163,22 @@ class NcclBackend(DeviceBackend):
             self.nccl.is_freed(_FREE_SECONDS)
         self.join(offers[0][1:], clock.now() + self._timeout)
 
-    def _close(self, deadline: float, free: Actions) -> None:
-        attempt(self.context, lambda: self._finish(deadline))
-        untrack(self.order)
-        self.page.leave()
-        while not self.peers_have_left() and clock.now() < deadline:
-            time.sleep(1e-3)
+    def _abort_calls(self, deadline: float) -> bool:
+        have_ended = super()._abort_calls(deadline)
+        if not have_ended:
+            self.nccl.abort()
+        return have_ended
+
+    def end(self) -> None:
+        """See :class:`DeviceBackend`."""
         if self.peers_have_left():  # no rank waits for data of this one
             attempt(self.context, self.nccl.close)
         self.release()
-        for action in free:
-            action()
-        flush()
-
-    def _finish(self, deadline: float) -> None:
-        """Wait for this communicator's calls, and abort those that wait for a peer beyond the deadline."""
-        if not self._abort_calls(deadline):
-            self.nccl.abort()
-        self.wait_for_device()
 
     def release(self) -> None:
         """Free all resources of this process."""
         self._guard.close()
-        attempt(self.context, self.nccl.abort, *self.own_resources())
+        attempt(self.context, self.nccl.abort, self.order.close)
         if self._joining is not None and not self._joining.is_over:  # the thread that joins still uses the context
             background.Job(self._release_context)
         else:

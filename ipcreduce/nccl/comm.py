@@ -24,6 +24,7 @@ class NcclCommunicator:
     """The current NCCL communicator of this rank. The program's threads use it, and the guard may abort it.
 
     :ivar life: of this communicator, which graphs hold that record its calls.
+    :ivar enqueuing: the call that is being put on a stream, else None. A first call may wait here for the ranks.
     """
 
     def __init__(self, context: int) -> None:
@@ -33,7 +34,7 @@ class NcclCommunicator:
         self._last_close: Job | None = None
         self._then: Callable[[], None] | None = None
         self._all_reduce = library.load().all_reduce
-        self._enqueuing: tuple[int, ...] | None = None
+        self.enqueuing: tuple[int, ...] | None = None
         self._aborting = threading.Lock()
         self.life = Life()
 
@@ -41,11 +42,6 @@ class NcclCommunicator:
     def is_open(self) -> bool:
         """False once the communicator is aborted or closed."""
         return self._comm is not None
-
-    @property
-    def enqueuing(self) -> object | None:
-        """An object for the call that is being put on a stream, else None. A first call may wait here for the ranks."""
-        return self._enqueuing
 
     def use(self, comm: Any) -> None:
         """From now on, use a communicator that :func:`library.join` has made."""
@@ -57,7 +53,7 @@ class NcclCommunicator:
         :param argument: source address, target address, count, and NCCL's codes of dtype and op.
         :raises CudaError: if NCCL fails, or if the communicator is gone.
         """
-        self._enqueuing = argument  # before the communicator is looked up: see abort()
+        self.enqueuing = argument  # before the communicator is looked up: see abort()
         try:
             self._all_reduce(*argument, self._comm, stream)
         except Exception as error:
@@ -67,7 +63,7 @@ class NcclCommunicator:
                 raise aborted from error
             raise library.failure("ncclAllReduce", error) from error
         finally:
-            self._enqueuing = None
+            self.enqueuing = None
 
     def abort(self) -> None:
         """Abort the running calls, and let NCCL free the communicator. Idempotent, for any thread, without waiting.
@@ -91,7 +87,7 @@ class NcclCommunicator:
 
     def _close_now(self, close: Callable[[Any], None], comm: Any) -> None:
         deadline = clock.now() + _ENQUEUE_SECONDS
-        while self._enqueuing is not None and clock.now() < deadline:  # NCCL must not free what a call is using
+        while self.enqueuing is not None and clock.now() < deadline:  # NCCL must not free what a call is using
             time.sleep(1e-4)
         with using_relaxed(self._context), suppress(CudaError):  # after an error the communicator is gone, too
             close(comm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -67,16 +68,13 @@ def _half(deadline: float) -> float:
 
 def _share_identity(ranks: Ranks, deadline: float) -> bytes:
     """Rank 0's identity for NCCL, on every rank. :raises Agreed: if a rank has no NCCL, or another version of it."""
-    identity, version, error = bytes(library.ID_BYTES), 0, None
-    try:
+
+    def own() -> dict[str, Any]:
         version = library.version()
-        if ranks.rank == 0:
-            identity = library.new_id()
-    except IpcReduceError as caught:
-        error = caught
-    record = exchange.message(_NETWORK, error, nccl=version, identity=np.void(identity))
-    everyone = exchange.allgather(ranks, record, deadline, "loading NCCL")
-    exchange.check(ranks, everyone, "loading NCCL")
+        identity = library.new_id() if ranks.rank == 0 else bytes(library.ID_BYTES)
+        return {"nccl": version, "identity": np.void(identity)}
+
+    everyone = exchange.share(ranks, _NETWORK, own, deadline, "loading NCCL")
     versions = sorted({int(one) for one in everyone["nccl"]})
     if len(versions) > 1:
         raise exchange.Agreed(f"the ranks have NCCL {' and '.join(map(str, versions))}. Install one of them everywhere")

@@ -5,6 +5,7 @@ With the layer above, ``nccl.core``, the host takes 22 to 41 us for a call on ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -53,37 +54,32 @@ def failure(name: str, error: BaseException) -> BaseException:
     return CudaError(name, int(getattr(error, "status", -1)), first_line(error))
 
 
+def _made(name: str, call: Callable[..., Any], *given: Any) -> Any:
+    """The result of a call of the binding, whose errors name the function ``name`` of NCCL."""
+    try:
+        return call(*given)
+    except Exception as error:
+        raise failure(name, error) from error
+
+
 def new_id() -> bytes:
     """An identity with which the ranks of a communicator find each other. :raises CudaError: if NCCL has no network."""
-    try:
-        return bytes(load().get_unique_id())
-    except Exception as error:
-        raise failure("ncclGetUniqueId", error) from error
+    return bytes(_made("ncclGetUniqueId", load().get_unique_id))
 
 
 def join(n: int, rank: int, identity: bytes) -> Any:
     """A new communicator on the current context's GPU. It waits for all ranks. :raises CudaError: if that fails."""
-    nccl = load()
-    try:
-        return nccl.comm_init_rank(n, nccl.UniqueId.from_buffer(identity), rank)
-    except Exception as error:
-        raise failure("ncclCommInitRank", error) from error
+    return _made("ncclCommInitRank", load().comm_init_rank, n, load().UniqueId.from_buffer(identity), rank)
 
 
 def abort(comm: Any) -> None:
     """Abort the calls of a communicator, and free it. :raises CudaError: if that fails."""
-    try:
-        load().comm_abort(comm)
-    except Exception as error:
-        raise failure("ncclCommAbort", error) from error
+    _made("ncclCommAbort", load().comm_abort, comm)
 
 
 def close(comm: Any) -> None:
     """Free a communicator. Collective. :raises CudaError: if that fails."""
-    try:
-        load().comm_destroy(comm)
-    except Exception as error:
-        raise failure("ncclCommDestroy", error) from error
+    _made("ncclCommDestroy", load().comm_destroy, comm)
 
 
 def problem(comm: Any) -> str | None:

@@ -38,11 +38,13 @@ _MOST_REASONS = 3  # in an error message
 _MOST_SECONDS = 20.0  # for all connections together
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 # Keepalive probes detect within 4 s that a host is gone. The system of a stopped process still answers them.
-_KEEPALIVE = (
-    (socket.TCP_KEEPIDLE, 1),
-    (socket.TCP_KEEPINTVL, 1),
-    (socket.TCP_KEEPCNT, 3),
-    (socket.TCP_USER_TIMEOUT, 4000),
+_OPTIONS = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 4000),
 )
 
 
@@ -54,19 +56,17 @@ def connect(ranks: Ranks, network: str, deadline: float) -> dict[int, socket.soc
     :raises UnsupportedError: if two ranks do not reach each other.
     """
     rank, n = ranks.rank, ranks.size
+    listener: socket.socket | None = None
+    addresses = joined(own_addresses())
     with ExitStack() as failed:
-        listener: socket.socket | None = None
-        error: OSError | None = None
-        try:
+
+        def own() -> dict[str, Any]:
+            nonlocal listener
             listener = failed.enter_context(socket.create_server(("", 0), backlog=n + _MOST_GUESTS))
-        except OSError as caught:
-            error = caught
-        record = exchange.message(
-            _PLACE, error, network=network, port=listener.getsockname()[1] if listener else 0,
-            addresses=joined(own_addresses()), secret=np.void(secrets.token_bytes(SECRET_BYTES)),
-        )  # fmt: skip
-        places = exchange.allgather(ranks, record, deadline, "listening for the other ranks")
-        exchange.check(ranks, places, "listening for the other ranks")
+            secret = np.void(secrets.token_bytes(SECRET_BYTES))
+            return {"network": network, "port": listener.getsockname()[1], "addresses": addresses, "secret": secret}
+
+        places = exchange.share(ranks, _PLACE, own, deadline, "listening for the other ranks")
         assert listener is not None
         now = clock.now()
         until = min(now + _MOST_SECONDS, (now + deadline) / 2)  # leaves time for the vote
@@ -77,7 +77,8 @@ def connect(ranks: Ranks, network: str, deadline: float) -> dict[int, socket.soc
             for connection in connections.values():
                 failed.enter_context(connection)
             for connection in connections.values():
-                _prepare(connection)
+                for option in _OPTIONS:
+                    connection.setsockopt(*option)
         failed.pop_all()
         listener.close()
     return connections
@@ -270,11 +271,3 @@ class _Meeting:
 
     def _close(self, one: Guest | Visit) -> None:
         self._take(one).close()
-
-
-def _prepare(connection: socket.socket) -> None:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEPALIVE:
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    connection.setblocking(False)

@@ -68,7 +68,6 @@ DEVICE = struct(
 PAGE = struct(3, ("path", "S64"))
 MEMORY = struct(4, ("handle", "V64"), ("nbytes", "<u8"))
 CONFIRMATION = struct(5)
-CALL = struct(7, ("call", "<u8"))
 LEAVING = struct(11)  # sent in place of any other message
 
 
@@ -179,14 +178,7 @@ def complete(
 
 
 def allgather(
-    ranks: Ranks,
-    record: np.ndarray[Any, Any],
-    deadline: float,
-    what: str,
-    *,
-    call: int = 0,
-    interrupt: Callable[[], None] | None = None,
-    advice: str = _STOPPED,
+    ranks: Ranks, record: np.ndarray[Any, Any], deadline: float, what: str, advice: str = _STOPPED
 ) -> np.ndarray[Any, Any]:
     """Every rank's record, shape ``(n,)``, checked to be of the same kind, version and length.
 
@@ -196,26 +188,34 @@ def allgather(
     :raises PeerLostError: if the program's group fails.
     """
     gathered = np.zeros(ranks.size, record.dtype)
-    complete(
-        ranks.gather(record.view(np.uint8), gathered.view(np.uint8)),
-        ranks,
-        deadline,
-        what,
-        call=call,
-        interrupt=interrupt,
-        advice=advice,
-    )
+    request = ranks.gather(record.view(np.uint8), gathered.view(np.uint8))
+    complete(request, ranks, deadline, what, advice=advice)
     _raise_left(ranks, gathered, what)
     for rank, other in enumerate(gathered):
         for field in ("magic", "version", "kind", "length"):
             if other[field] != record[0][field]:
-                raise RankMismatchError(
-                    report(
-                        ranks.rank, call,
-                        f"rank {rank} has {field} {other[field]} at {what}, and this rank has {record[0][field]}",
-                        "Run the same version of ipcreduce and the same program on every rank.",
-                    )
-                )  # fmt: skip
+                raise RankMismatchError(report(
+                    ranks.rank, 0,
+                    f"rank {rank} has {field} {other[field]} at {what}, and this rank has {record[0][field]}",
+                    "Run the same version of ipcreduce and the same program on every rank.",
+                ))  # fmt: skip
+    return gathered
+
+
+def share(
+    ranks: Ranks, dtype: np.dtype[Any], make: Callable[[], dict[str, Any]], deadline: float, what: str
+) -> np.ndarray[Any, Any]:
+    """Every rank's record of ``dtype``, with the fields that ``make()`` returns on that rank.
+
+    :raises Agreed: on every rank, if ``make()`` has raised IpcReduceError or OSError on one.
+    """
+    error, fields = None, {}
+    try:
+        fields = make()
+    except (IpcReduceError, OSError) as caught:
+        error = caught
+    gathered = allgather(ranks, message(dtype, error, **fields), deadline, what)
+    check(ranks, gathered, what)
     return gathered
 
 

@@ -118,7 +118,10 @@ class GroupRanks:
 
     def gather(self, sent: np.ndarray[Any, Any], received: np.ndarray[Any, Any]) -> exchange.Request:
         """See :class:`exchange.Ranks`."""
-        return _Gathering(self, _begin(self._group, self._allgather, sent.tobytes()), received)
+        data, call = sent.tobytes(), _open.get(id(self._group))
+        if call is None or call.data != data:
+            call = _open[id(self._group)] = _Call(self._group, self._allgather, data, call)
+        return _Gathering(self, call, received)
 
     def join(self, timeout: float) -> GroupRanks:
         """Wait for all ranks. :raises ArgumentError: if the group does not order the data by rank."""
@@ -174,14 +177,6 @@ class _Call:
 # waiting leaves its call here. The next start-up over the group uses that call if it would send the same data, or else
 # lets it end before its own call. So the calls of all ranks still match.
 _open: dict[int, _Call] = {}
-
-
-def _begin(group: Any, allgather: Callable[[bytes], Any], data: bytes) -> _Call:
-    before = _open.get(id(group))
-    if before is not None and before.data == data:
-        return before
-    call = _open[id(group)] = _Call(group, allgather, data, before)
-    return call
 
 
 class _Gathering:

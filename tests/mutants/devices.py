@@ -40,15 +40,15 @@ MUTANTS = [
     Mutant(
         "a call on another stream does not wait for the last one",
         ORDER,
-        "                self.chain(last.busy, stream)\n            elif self._replayed is None:",
-        "                pass\n            elif self._replayed is None:",
+        "            self.chain(busy, stream)\n        return True\n",
+        "        return True\n",
         late("scenarios", "calls_on_several_streams"),
     ),
     Mutant(
         "a call does not wait for the event of the last one",
         ORDER,
-        "            streams.wait_event(stream, self._end)\n            always",
-        "            pass\n            always",
+        "            streams.wait_event(stream, self._end)\n        elif busy is not None",
+        "            pass\n        elif busy is not None",
         late("captures", "graphs_eager_calls_and_replays"),
     ),
     Mutant(
@@ -75,8 +75,8 @@ MUTANTS = [
     Mutant(
         "a call waits for the work behind the one before it",
         ORDER,
-        "            always = self._changes(last.busy, stream)\n",
-        "",
+        "        before = last.stream if last.in_event else last.busy\n",
+        "        before = last.stream if last.in_event else None\n",
         "mpirun -n 2 tests.simulated tests/gpu/scenarios.py work_behind_a_call",
     ),
     Mutant(
@@ -103,8 +103,8 @@ MUTANTS = [
     Mutant(
         "NCCL is to order captured calls though it is told not to",
         NCCL,
-        'return os.environ.get(library.MIXING, "1") != "0"',
-        "return True",
+        'timeout, os.environ.get(library.MIXING, "1") != "0")',
+        "timeout, True)",
         "NCCL_GRAPH_MIXING_SUPPORT=0 IPCREDUCE_BACKEND=nccl " + late("captures", "two_graphs"),
     ),
     Mutant(
@@ -246,8 +246,8 @@ MUTANTS = [
     Mutant(
         "ranks that share a GPU fill it alone",
         STARTUP,
-        "made.backend.launches.sharing = most_on_a_gpu(devices)",
-        "made.backend.launches.sharing = 1",
+        "backend.launches.sharing = most_on_a_gpu(devices)",
+        "backend.launches.sharing = 1",
         "SIM_DEVICES=1 " + scenario("shared_gpus"),
     ),
     Mutant(
@@ -332,9 +332,9 @@ MUTANTS = [
     ),
     Mutant(
         "a rank leaves before it has unmapped its peers' memory",
-        BACKEND,
-        "        attempt(self.context, *(unmap for unmap, _ in shared))\n",
-        "        self.page.leave()\n        attempt(self.context, *(unmap for unmap, _ in shared))\n",
+        "ipcreduce/device/backend.py",
+        "        attempt(self.context, *(unmap for unmap, _ in self.shared))\n",
+        "        self.page.leave()\n        attempt(self.context, *(unmap for unmap, _ in self.shared))\n",
         scenario("freed_once_unmapped"),
     ),
     Mutant(

@@ -21,6 +21,7 @@ STRUCTS = {
     name: value for module in (exchange, links, tuning) for name, value in vars(module).items()
     if isinstance(value, np.dtype)
 }  # fmt: skip
+SAMPLE = exchange.struct(99, ("call", "<u8"))
 
 
 class Request:
@@ -52,19 +53,26 @@ class World:
         def finish() -> None:
             received[:] = np.tile(sent, 3)
             kind = sent.view(exchange.CONFIRMATION)["kind"]
-            [dtype] = [struct for struct in STRUCTS.values() if struct.metadata["kind"] == kind]
+            [dtype] = [struct for struct in (*STRUCTS.values(), SAMPLE) if struct.metadata["kind"] == kind]
             for rank in (0, 2):
                 self.change(rank, received.view(dtype)[rank : rank + 1])
 
         self.requests.append(Request(finish, self.at))
         return self.requests[-1]
 
-    def allgather(self, record: np.ndarray, seconds: float = 10.0, **options: Any) -> np.ndarray:
-        return exchange.allgather(self, record, clock.now() + seconds, "a test", **options)
+    def allgather(self, record: np.ndarray, seconds: float = 10.0) -> np.ndarray:
+        return exchange.allgather(self, record, clock.now() + seconds, "a test")
+
+    def complete(self, seconds: float = 10.0, **options: Any) -> np.ndarray:
+        """What the ranks have sent in an exchange that :func:`exchange.complete` has waited for."""
+        record, gathered = exchange.message(SAMPLE, call=4), np.zeros(3, SAMPLE)
+        request = self.gather(record.view(np.uint8), gathered.view(np.uint8))
+        exchange.complete(request, self, clock.now() + seconds, "a test", **options)
+        return gathered
 
 
 def test_all_messages_have_one_size_and_their_own_kind():
-    names = {"IDENTITY", "DEVICE", "PAGE", "MEMORY", "CONFIRMATION", "CALL", "LEAVING", "VERDICT", "TUNING"}
+    names = {"IDENTITY", "DEVICE", "PAGE", "MEMORY", "CONFIRMATION", "LEAVING", "VERDICT", "TUNING"}
     assert names == set(STRUCTS)
     assert {struct.itemsize for struct in STRUCTS.values()} == {exchange.MESSAGE_BYTES}
     kinds = [struct.metadata["kind"] for struct in STRUCTS.values()]
@@ -133,9 +141,9 @@ def test_gathers_every_ranks_record_by_rank(polls: int):
         record["call"] = 10 * rank
 
     world = World(number, at=polls)
-    gathered = world.allgather(exchange.message(exchange.CALL, call=11))
+    gathered = world.allgather(exchange.message(SAMPLE, call=11))
     assert gathered["call"].tolist() == [0, 11, 20]
-    assert gathered.dtype == exchange.CALL
+    assert gathered.dtype == SAMPLE
     assert world.requests[0].polls == polls
 
 
@@ -147,8 +155,8 @@ def test_another_program_or_version_is_named(field: str, other: int):
             record[field] = 77
 
     with pytest.raises(RankMismatchError) as caught:
-        World(change).allgather(exchange.message(exchange.CONFIRMATION), call=5)
-    assert re.match(f"rank 1, call 5: rank {other} has {field} 77 at ", str(caught.value))
+        World(change).allgather(exchange.message(exchange.CONFIRMATION))
+    assert re.match(f"rank 1, start-up: rank {other} has {field} 77 at a test, and this rank", str(caught.value))
     assert "same version of ipcreduce" in str(caught.value)
 
 
@@ -156,9 +164,7 @@ def test_the_deadline_ends_a_wait():
     with clock.standing():
         begun = clock.now()
         with pytest.raises(PeerTimeoutError, match=r"rank 1, call 9: not all 3 ranks came to a test") as caught:
-            World(at=None).allgather(
-                exchange.message(exchange.CALL), seconds=100.0, call=9, interrupt=lambda: clock.advance(9.0)
-            )
+            World(at=None).complete(seconds=100.0, call=9, interrupt=lambda: clock.advance(9.0))
         assert 100 < clock.now() - begun <= 109
     assert "close" in str(caught.value), "what is left to do"
 
@@ -168,7 +174,7 @@ def test_what_was_given_up_is_kept():
     world = World(at=None)
     for interrupt in (None, lambda: 1 / 0):
         with pytest.raises((PeerTimeoutError, ZeroDivisionError)):
-            world.allgather(exchange.message(exchange.CALL), seconds=0.01, interrupt=interrupt)
+            world.complete(seconds=0.01, interrupt=interrupt)
         request = weakref.ref(world.requests.pop())
         gc.collect()
         assert request() is not None
@@ -181,7 +187,6 @@ def test_start_up_has_no_call_number():
 
 def test_a_late_answer_within_the_deadline_is_taken():
     world = World(at=None)
-    record = exchange.message(exchange.CALL, call=4)
 
     def ask() -> None:
         clock.advance(1.0)
@@ -189,7 +194,7 @@ def test_a_late_answer_within_the_deadline_is_taken():
             world.requests[0]._at = world.requests[0].polls + 1
 
     with clock.standing():
-        assert world.allgather(record, interrupt=ask)["call"].tolist() == [4, 4, 4]
+        assert world.complete(interrupt=ask)["call"].tolist() == [4, 4, 4]
 
 
 def test_the_wait_can_be_interrupted():
@@ -202,7 +207,7 @@ def test_the_wait_can_be_interrupted():
             raise RuntimeError("a rank has gone")
 
     with pytest.raises(RuntimeError, match="a rank has gone"):
-        World(at=None).allgather(exchange.message(exchange.CALL), interrupt=interrupt)
+        World(at=None).complete(interrupt=interrupt)
     assert asked == 5
 
 
@@ -210,7 +215,7 @@ def test_a_long_wait_leaves_the_processor_to_others(monkeypatch: pytest.MonkeyPa
     slept: list[float] = []
     monkeypatch.setattr(exchange.time, "sleep", lambda seconds: (slept.append(seconds), clock.advance(seconds)))
     with clock.standing(), pytest.raises(PeerTimeoutError):
-        World(at=None).allgather(exchange.message(exchange.CALL), seconds=10.0)
+        World(at=None).complete(seconds=10.0)
     assert len(slept) < 12_000, "a poll takes a millisecond after some time"
     assert sum(slept) > 9.9
 

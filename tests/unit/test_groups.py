@@ -16,6 +16,8 @@ from ipcreduce.errors import ArgumentError, PeerLostError, PeerTimeoutError
 from ipcreduce.ranks import exchange, groups
 from tests.shared import clock
 
+SAMPLE = exchange.struct(99, ("call", "<u8"))
+
 
 class Echo:
     """Rank 1 of 3. The others send what it sends, changed by ``change(rank, data)``."""
@@ -32,13 +34,13 @@ class Echo:
 
 
 def gather(group: Any, seconds: float = 60.0, **fields: Any) -> Any:
-    record = exchange.message(exchange.CALL, **fields)
+    record = exchange.message(SAMPLE, **fields)
     return exchange.allgather(groups.of(group), record, clock.now() + seconds, "a test")
 
 
 def test_every_ranks_bytes_arrive_by_rank():
     def number(rank: int, data: bytes) -> bytes:
-        record = exchange.message(exchange.CALL, call=rank * 10)
+        record = exchange.message(SAMPLE, call=rank * 10)
         return record.tobytes()
 
     group = Echo(number)

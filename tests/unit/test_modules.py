@@ -41,8 +41,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_one_module_for_all_that_are_alike(driver: Any):
     assert modules.take(KEY) is None
-    assert modules.load(KEY, b"") == modules.load(KEY, b"") == modules.take(KEY) == 100
-    assert modules.load(OTHER, b"") == 200
+    assert modules.take(KEY, b"") == modules.take(KEY, b"") == modules.take(KEY) == 100
+    assert modules.take(OTHER, b"") == 200
     assert driver.loaded == [1, 2]
     for left in ([1, 2], [1, 2], [2]):
         modules.release(KEY)
@@ -55,7 +55,7 @@ def test_one_module_for_all_that_are_alike(driver: Any):
 def test_what_fails_leaves_nothing(driver: Any):
     driver.fails = True
     with pytest.raises(CudaError, match="cuModuleGetFunction"):
-        modules.load(KEY, b"")
+        modules.take(KEY, b"")
     assert driver.loaded == []
     driver.fails = False
-    assert modules.load(KEY, b"") == 200
+    assert modules.take(KEY, b"") == 200

@@ -285,7 +285,7 @@ def test_many_calls_that_are_quick_are_none_that_waits(guarded: Any):
     argument = (1, 2, 3, 7, 0)
     for number in range(1, 5):
         guarded.page.calls.enter(number, Fingerprint.of("a sum"))
-        guarded.nccl._enqueuing = argument
+        guarded.nccl.enqueuing = argument
         guarded.guard.look()
         clock.advance(60.0)
     assert not guarded.page.aborted

@@ -97,7 +97,7 @@ def tried_in_vain(a: int, b: int, seconds: tuple[float, float]) -> Iterator[None
     def tried(launches: Launches, rounds: int, given: float) -> Any:
         least, most = seconds
         assert least <= given <= most, given
-        verdicts = (ctypes.c_uint32 * SIZE).from_address(launches._workspace.epochs)  # see Launches.verify
+        verdicts = (ctypes.c_uint32 * SIZE).from_address(launches._workspace.address)  # see Launches.verify
         verdicts[:] = [0] * SIZE
         good = [peer for peer in range(SIZE) if peer != RANK and {peer, RANK} != {a, b}]
         when = lambda: all(verdicts[peer] for peer in good)  # noqa: E731

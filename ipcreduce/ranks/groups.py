@@ -157,7 +157,6 @@ class _Call:
         self.group, self.data = group, data
         self.found: Any = None
         self.error: BaseException | None = None
-        self.ended = False
         run = partial(self._run, allgather, before)
         self.thread = threading.Thread(target=run, name="ipcreduce-allgather", daemon=True)
         self.thread.start()
@@ -169,8 +168,6 @@ class _Call:
             self.found = allgather(self.data)
         except BaseException as error:  # SystemExit too: it would end this thread only
             self.error = error
-        finally:
-            self.ended = True
 
 
 # Calls whose answer nothing has used yet, by the id of their group, which they keep alive. A start-up that stops
@@ -191,7 +188,7 @@ class _Gathering:
         :raises PeerLostError: if the group has failed. :raises ArgumentError: if it has returned anything else.
         """
         call = self._call
-        if not call.ended:
+        if call.thread.is_alive():
             return False
         _open.pop(id(call.group), None)
         if call.error is not None:

@@ -20,6 +20,7 @@ from ipcreduce.arrays import views
 from ipcreduce.cuda import cupy_runtime
 from ipcreduce.device import deferred_free, stream_order
 from ipcreduce.device.last_call import NOTHING
+from ipcreduce.device.stream_order import StreamOrder
 from tests.sim.scenarios.common import (
     OWN,
     RANK,
@@ -111,8 +112,8 @@ def called_as_a_recording_ends() -> None:
     with Communicator() as comm:
         works(comm)
         source, larger, outs = mine(), mine() * 10, [cupy.zeros(1000, np.float32) for _ in range(2)]
-        order, found = comm._open.backend.order, []
-        chain = order.chain
+        found: list[BaseException | None] = []
+        chain = StreamOrder.chain
 
         def call() -> None:
             with cupy.cuda.Device(OWN):
@@ -121,18 +122,16 @@ def called_as_a_recording_ends() -> None:
 
         thread = threading.Thread(target=call, daemon=True)
 
-        def late(before: int, after: int) -> None:
+        def late(order: StreamOrder, before: int, after: int) -> None:
             if after == caller.ptr:
                 thread.start()
                 thread.join(0.2)
-            chain(before, after)
+            chain(order, before, after)
 
-        order.chain = late
         with Graph(comm) as graph:
-            with caller, graph.record():
+            with mock.patch.object(StreamOrder, "chain", late), caller, graph.record():
                 result = comm.allreduce(source)
             thread.join(20)
-            del order.chain
             with caller:
                 comm.allreduce(source, out=outs[1])
             cupy.cuda.Device().synchronize()

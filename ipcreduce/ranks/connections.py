@@ -57,13 +57,13 @@ def connect(ranks: Ranks, network: str, deadline: float) -> dict[int, socket.soc
     """
     rank, n = ranks.rank, ranks.size
     listener: socket.socket | None = None
-    addresses = joined(own_addresses())
     with ExitStack() as failed:
 
         def own() -> dict[str, Any]:
             nonlocal listener
             listener = failed.enter_context(socket.create_server(("", 0), backlog=n + _MOST_GUESTS))
             secret = np.void(secrets.token_bytes(SECRET_BYTES))
+            addresses = joined(own_addresses())  # opens a socket: without one to spare, no connection can be made
             return {"network": network, "port": listener.getsockname()[1], "addresses": addresses, "secret": secret}
 
         places = exchange.share(ranks, _PLACE, own, deadline, "listening for the other ranks")

@@ -11,6 +11,7 @@ from ipcreduce import Communicator, Graph, PeerFailedError
 from ipcreduce.calls.sequence import CallSequence
 from tests.graphs import options
 from tests.graphs.common import LAST, RANK, SIZE, TOTAL, WORLD, mine, raises, right, works
+from tests.shared.bounds import until
 
 READY = "registered" if options.algorithm == "direct" and SIZE > 1 else "staged"
 
@@ -133,6 +134,7 @@ def exception_in_capture(comm: Any) -> None:
             assert kept[0].states() == {"staged"}
             WORLD.Barrier()
             if RANK not in who and not registers:
+                until(lambda: comm._open.calls.page.abort_word[0])  # between hosts the word takes a while
                 with told:
                     comm.allreduce(mine())
             kept[0].check(2)

@@ -136,7 +136,7 @@ MUTANTS = [
         STARTUP,
         "        shared_files.remove(path)  #",
         "        rank or shared_files.remove(path)  #",
-        "pytest tests/mpi/test_without_mpi.py::test_scenario[rank_0_is_killed_while_the_page_is_opened-2]",
+        "pytest tests/mpi/test_without_mpi.py::test_scenario[rank_0_is_killed_while_the_page_is_opened-3]",
     ),
     Mutant(
         "segments do not shrink where room is little",

@@ -73,7 +73,7 @@ def everywhere(
             assert found is due, f"{found!r} where {due!r} was due, at {at}, {behind}"
         else:
             assert type(found) is PeerFailedError, f"{found!r} at {at}, {behind}: {due!r} on another rank"
-            assert f"rank {size - 1} left start-up at " in str(found), found
+            assert f"rank {size - 1} has left start-up (" in str(found), found
             assert f" ({type(due).__name__}: \\udcff)" in str(found), found
         due = found = None  # with their frames, and all that these hold
         _turn = Path()

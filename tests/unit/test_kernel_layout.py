@@ -64,10 +64,10 @@ void sim_await_predecessor() {}
 """
 
 
-def launches_of(rank: int, n: int) -> launches.Launches:
+def launches_of(rank: int, n: int, timeout: float = 0) -> launches.Launches:
     """The launches of a rank whose control page begins at address 0, without a GPU."""
     none: Any = SimpleNamespace(rank=rank, n=n, peers=[0] * n, half_bytes=0, address=0)
-    return launches.Launches(0, none, 0, capability=(9, 0), timeout=0, algorithm=None)
+    return launches.Launches(0, none, 0, capability=(9, 0), timeout=timeout, algorithm=None)
 
 
 def run_program(folder: Path, source: str, *arguments: object, **macros: str) -> list[str]:
@@ -196,7 +196,7 @@ static bool goes_on(int microseconds) {  // a wait, where the abort word was see
 int main() {
   static const SimThread thread = {0, 1, 0, 1};
   sim_thread = &thread;
-  const int grace = kGraceMicroseconds;
+  const int grace = 100'000;  // as in docs/architecture.md
   std::printf("%d %d %d\\n", goes_on(-10'000'000), goes_on(grace - 1'000), goes_on(grace + 1'000));
 }
 """
@@ -205,6 +205,33 @@ int main() {
 def test_waits_go_on_for_a_while_after_an_abort(tmp_path: Path):
     """Where another thread's clock, ahead of ours, has seen it, too."""
     assert run_program(tmp_path, CHECK_GRACE) == ["1 1 0"]
+
+
+CHECK_TIMEOUT = """
+#include <cstdio>
+#include <cstdlib>
+#include <packets.cuh>
+static u32 epochs[2 * kEpochSlots + 3], words[3];
+int main(int count, char** arguments) {  // timeout_ns, and how long ago each of some waits began
+  static const SimThread thread = {0, 1, 0, 1};
+  sim_thread = &thread;
+  Args args = {};
+  args.epochs = (u64)epochs;
+  args.abort = (u64)words;
+  args.missing = (u64)(words + 1);
+  args.timeout_ns = std::strtoull(arguments[1], nullptr, 10);
+  for (int i = 2; i < count; ++i) {
+    const u64 started = globaltimer_ns() - std::strtoull(arguments[i], nullptr, 10);
+    std::printf("%d\\n", check_wait(started, 2, args) == started);
+  }
+}
+"""
+
+
+def test_a_wait_goes_on_until_the_timeout(tmp_path: Path):
+    """The kernel's deadline is the communicator's timeout, of which the host makes nanoseconds."""
+    nanoseconds = launches_of(0, 2, timeout=2.5)._arguments(0)[launches._TIMEOUT]
+    assert run_program(tmp_path, CHECK_TIMEOUT, nanoseconds, 2_499_000_000, 2_501_000_000) == ["1", "0"]
 
 
 def test_each_rank_has_words_of_its_own():

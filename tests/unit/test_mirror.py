@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from ipcreduce.page.flight_recorder import RING, TEXTS
 from ipcreduce.page.mirror import Mirror
 from ipcreduce.ranks import connections, exchange
 from tests.shared import bounds, clock
-from tests.shared.bounds import LONG, no_hang
+from tests.shared.bounds import LONG
 from tests.unit.pages import in_threads, make_mirrored
 
 SUM, MAX = Fingerprint.of("a sum"), Fingerprint.of("a maximum")
@@ -114,13 +115,18 @@ def test_an_abort_does_not_come_back_later(ranks: Ranks):
     assert not second.aborted
 
 
-def test_no_words_are_left_for_a_rank_that_has_gone(ranks: Ranks):
-    """close() waits for those who have not read them yet, and not for it."""
+def test_no_words_are_left_for_a_rank_that_has_gone(ranks: Ranks, monkeypatch: pytest.MonkeyPatch):
+    """close() waits for those who have not read them yet. Here close() itself finds that the rank has gone."""
     pages, mirrors = ranks
+    pages[0].changed = None
     mirrors[1].close(0)
     pages[0].leave()
-    with no_hang("close()"):
-        mirrors[0].close(LONG)
+
+    def sleep(seconds: float) -> None:
+        raise AssertionError("close() waits")
+
+    monkeypatch.setattr(mirror, "time", SimpleNamespace(sleep=sleep))
+    mirrors[0].close(LONG)
 
 
 @pytest.mark.parametrize("calls", [1, RING - 2, 3 * RING])

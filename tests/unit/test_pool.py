@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ipcreduce.cuda import driver
 from ipcreduce.errors import UnsupportedError
 from ipcreduce.graphs import pool as pools
+from ipcreduce.graphs import recording
 from ipcreduce.graphs.direct import driver_calls
 from ipcreduce.graphs.direct.mappings import Mappings, Marks, marks_bytes
 from ipcreduce.graphs.direct.registration import DirectGraphs
@@ -142,6 +143,20 @@ def test_a_pool_that_a_graph_uses_again_before_it_went_back_stays(device: Device
     for step in later:
         step()
     assert pool.nbytes == 2 * MB == sum(device.held.values())
+
+
+def test_a_graph_that_ends_twice_is_one_user(device: Device, patched: pytest.MonkeyPatch):
+    """By close() and when it is collected. The other graphs of its pool keep the memory."""
+    patched.setattr(recording, "free_later", pools.free_later)
+    pool = GraphPool(0, 0)
+    one, other = (recording.Resources(pool, 0, []) for _ in range(2))
+    pool._free(pool._allocate(512, 1))
+    for _ in range(2):
+        one.release()
+    assert pool.nbytes == 2 * MB == sum(device.held.values())
+    for _ in range(2):
+        other.release()
+    assert pool.nbytes == 0 == len(device.held)
 
 
 # ---- memory that peers map

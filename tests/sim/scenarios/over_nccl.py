@@ -19,9 +19,10 @@ import numpy as np
 
 from ipcreduce import Communicator, Graph, eager_break, errors
 from ipcreduce.cuda import cupy_runtime, streams
+from ipcreduce.device.background import Job
 from ipcreduce.dtypes import DTYPES, OPS, reduce
 from ipcreduce.nccl import backend as nccl_backend
-from ipcreduce.nccl import guard, library
+from ipcreduce.nccl import guard, join, library
 from ipcreduce.page.flight_recorder import FlightRecorder
 from tests.shared import clock
 from tests.shared.bounds import LONG, late, no_hang, until
@@ -270,6 +271,13 @@ def nccl_calls_that_wait_on_the_host() -> None:
 def nccl_start_up_that_hangs() -> None:
     """NCCL's communicator, or its first sum, does not come: all ranks say so in half of the time, and go on without."""
     hanging = {"library.join": "joining NCCL's communicator", "join._try": "trying NCCL's all-reduce"}
+    half, waits = 59.0, []
+
+    class Noted(Job):
+        def wait(self, seconds: float) -> bool:
+            waits.append(seconds)
+            return super().wait(min(seconds, half))
+
     for place, words in hanging.items():
         over, hangs = threading.Event(), threading.Event()
 
@@ -278,14 +286,16 @@ def nccl_start_up_that_hangs() -> None:
             over.wait(LONG)
             raise errors.CudaError("ncclCommInitRank", 3, "simulated")
 
-        with pretended_hosts(2), mock.patch(f"ipcreduce.nccl.{place}", hang):
-            with clock.passing(61.0, hangs.is_set, most=61.0):
-                made = Communicator()
+        with pretended_hosts(2), mock.patch(f"ipcreduce.nccl.{place}", hang), mock.patch.object(join, "Job", Noted):
+            with clock.passing(half + 1, hangs.is_set, most=half + 1):
+                made = Communicator(timeout=2 * half)
             with made as comm:
                 assert comm.backend == "mpi"
                 assert f"not nccl: {words} failed on {SIZE} of {SIZE} ranks" in comm.describe()
                 right(comm.allreduce(np.full(5, RANK + 1.0)))
         over.set()
+    assert len(waits) == 1, waits
+    assert waits[0] <= half, "the first sum has no deadline of its own"
     with pretended_hosts(2), Communicator() as comm:
         works(comm)
 

@@ -54,6 +54,7 @@ class Stream:
     capture: Capture | None = None
     frontier: frozenset[int] = frozenset()  # of the capture: the nodes that the next one follows
     waits: int = 0  # for events, since the last node
+    awaited: threading.Event | None = None  # the last fence of another stream that its thread has come to
 
     def put(self, work: Work | None, fences: Iterable[threading.Event]) -> threading.Event:
         if self.queue is None:
@@ -63,10 +64,22 @@ class Stream:
         self.queue.put((work, list(fences), self.done))
         return self.done
 
+    def waits_or_ends(self) -> Callable[[], bool]:
+        """A condition for tests: what comes next on the stream waits for another one, or is over."""
+        before = self.done
+
+        def condition() -> bool:
+            done, awaited = self.done, self.awaited
+            waits = awaited is not None and not awaited.is_set()
+            return waits or (done is not before and done is not None and done.is_set())
+
+        return condition
+
     def _run(self, items: queue.SimpleQueue[Any]) -> None:
         while (item := items.get()) is not None:
             work, fences, done = item
             for fence in fences:
+                self.awaited = fence
                 fence.wait()
             if work is not None and LATE:
                 time.sleep(random.random() * LATE)

@@ -19,8 +19,8 @@ from ipcreduce import Communicator, Graph, errors
 from ipcreduce.arrays import views
 from ipcreduce.cuda import cupy_runtime
 from ipcreduce.device import deferred_free, stream_order
-from ipcreduce.device.last_call import NOTHING
 from ipcreduce.device.stream_order import StreamOrder
+from tests.shared.bounds import until
 from tests.sim.scenarios.common import (
     OWN,
     RANK,
@@ -396,6 +396,32 @@ def what_the_driver_is_asked() -> None:
         right(out)
 
 
+def overtakes_nothing() -> None:
+    """A call on another stream follows the last one: on rank 0 that one begins only once the other waits, or is over.
+
+    The first change of streams has an event of its own; from then on there is one behind each call.
+    """
+    one, two = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    sources, results = [mine(), mine() * 10], [mine(), mine()]
+    cupy.cuda.Device(OWN).synchronize()
+    with Communicator() as comm:
+        with one:
+            comm.allreduce(sources[0], out=results[0])  # loads the kernel
+        comm.synchronize()
+        for before, after in ((one, two), (two, one), (one, two)):
+            if RANK:
+                after = before  # so that here the calls come in their order, whatever orders them
+            else:
+                overtaking = machine_streams.find(after.ptr)
+                machine_streams.submit(before.ptr, functools.partial(until, overtaking.waits_or_ends()))
+            for stream, source, result in zip((before, after), sources, results, strict=True):
+                with stream:
+                    comm.allreduce(source, out=result)
+            comm.synchronize()
+            right(results[0])
+            right(results[1], 10)
+
+
 def called_within_synchronize() -> None:
     """By a signal handler: the call is not forgotten by that wait. Within a call, nobody may wait for calls."""
     with Communicator() as comm:
@@ -408,7 +434,8 @@ def called_within_synchronize() -> None:
 
         with mock.patch.object(stream_order.streams, "synchronize_stream", interrupted):
             comm.synchronize()
-        assert comm._open.backend.order.last.state is not NOTHING, "a later call would not follow it"
+        last = comm._open.backend.order.last
+        assert last.in_event or last.busy is not None, "a call on another stream would not follow it"
         comm.synchronize()
         right(made[0])
         comm._open.calls.within = True
@@ -421,7 +448,7 @@ def called_within_synchronize() -> None:
 
 
 SCENARIOS = [
-    called_within_synchronize,
+    called_within_synchronize, overtakes_nothing,
     threads_after_a_fault, per_thread_default_streams, copied_out_on_a_raw_stream, called_as_a_recording_ends,
     called_during_a_recording, finaliser_within_a_call, given_back_in_several_threads, given_back_while_a_step_waits,
     alone, memory_is_short, unknown_is_no_end, what_the_driver_is_asked, packets_under_way, launches_that_fail,

@@ -42,7 +42,7 @@ MUTANTS = [
         ORDER,
         "            self.chain(busy, stream)\n        return True\n",
         "        return True\n",
-        late("scenarios", "calls_on_several_streams"),
+        scenario("overtakes_nothing"),
     ),
     Mutant(
         "a call does not wait for the event of the last one",
@@ -269,7 +269,7 @@ MUTANTS = [
         LAUNCHES,
         "args[_TIMEOUT] = int(self._timeout * 1e9)",
         "args[_TIMEOUT] = int(self._timeout * 1e12)",
-        "mpirun -n 2 tests.simulated tests/gpu/scenarios.py late_on_the_device",
+        unit("kernel_layout", "a_wait_goes_on_until_the_timeout"),
     ),
     Mutant(
         "packets over PCIe travel whole",
@@ -342,7 +342,7 @@ MUTANTS = [
         "ipcreduce/graphs/recording.py",
         "            self._released = True\n",
         "",
-        quick("states"),
+        unit("pool", "a_graph_that_ends_twice_is_one_user"),
     ),
     Mutant(
         "memory is freed at once, whoever makes a call",

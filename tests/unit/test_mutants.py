@@ -38,7 +38,8 @@ def test_each_has_a_name_of_its_own():
 
 
 def test_what_a_command_names_exists(subtests: pytest.Subtests):
-    """A test in a file, a program, and scenarios, which are functions beside it."""
+    """A test in a file, a program, and its scenario, which is a function there or beside it."""
+    packages = {"tests.sim.scenarios": "tests/sim/scenarios", "tests.graphs": "tests/graphs"}
     for command in sorted({one.command for one in tables.MUTANTS}):
         with subtests.test(command=command):
             for file, test in re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", command):
@@ -46,8 +47,9 @@ def test_what_a_command_names_exists(subtests: pytest.Subtests):
                 assert not test or re.search(rf"^def {test}\b", text, re.MULTILINE), f"{file} has no {test}"
             name = command.split()[-1]
             if name.isidentifier():  # a scenario's
-                folders = ("graphs", "sim/scenarios", "gpu", "mpi")
-                sources = [one for folder in folders for one in ROOT.glob(f"tests/{folder}/*.py")]
+                folders = [folder for program, folder in packages.items() if program in command.split()]
+                sources = [ROOT / word for word in command.split() if word.endswith(".py")]
+                sources += [source for folder in folders for source in ROOT.glob(f"{folder}/*.py")]
                 assert any(re.search(rf"^def {name}\b", source.read_text(), re.MULTILINE) for source in sources), name
 
 

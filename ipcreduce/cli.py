@@ -1,7 +1,7 @@
 """The command line: ``ipcreduce info``, ``bench`` and ``tune``, or ``python -m ipcreduce ...``.
 
 Under a launcher rank 0 prints, and all ranks exit with the same status: 0, 1 if the command failed, 2 if its arguments
-were wrong.
+were wrong, 141 if nobody reads the output to its end, as of ``| head -1``.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         _run(options, ranks)
         output.settle()
+    except output.ReaderLeftError:
+        ranks.exit("", output.READER_LEFT_STATUS)
     except IpcReduceError as error:
         ranks.exit(f"ipcreduce: {error}", 2 if isinstance(error, ArgumentError) else 1)
     except Exception:  # perhaps on this rank only: without an abort the others would wait until the timeout

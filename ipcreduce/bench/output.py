@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -11,13 +12,22 @@ from typing import Any, TextIO
 
 from ..errors import IpcReduceError
 
+# The problem if the reader of a pipe leaves early, as by ``| head -1``. The command then is silent, and ends with the
+# status that a shell shows for programs that SIGPIPE has ended.
+READER_LEFT = f"the output cannot be written ({os.strerror(errno.EPIPE)})"
+READER_LEFT_STATUS = 141
+
+
+class ReaderLeftError(IpcReduceError):
+    """Nobody reads the output any more."""
+
 
 def on_rank_0(write: Callable[[], object], mpi: Any = None, what: str = "the output") -> None:
     """Call ``write`` on rank 0, which prints or stores something. Collective.
 
     :param mpi: an mpi4py communicator; None for a single process.
     :param what: the name of the output in messages.
-    :raises IpcReduceError: on every rank, if it cannot be written.
+    :raises IpcReduceError: on every rank, if it cannot be written. :raises ReaderLeftError: if its pipe is closed.
     """
     problem = ""
     if mpi is None or mpi.Get_rank() == 0:
@@ -25,7 +35,7 @@ def on_rank_0(write: Callable[[], object], mpi: Any = None, what: str = "the out
     if mpi is not None:
         problem = mpi.bcast(problem)
     if problem:
-        raise IpcReduceError(problem)
+        raise (ReaderLeftError if problem == READER_LEFT else IpcReduceError)(problem)
 
 
 def put(text: str, file: TextIO) -> str:

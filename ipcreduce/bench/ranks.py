@@ -45,10 +45,12 @@ class Ranks:
 
         A rank that exits alone prints its own text after 5 s, and aborts the others.
         """
-        problem = output.put(text, sys.stderr if status else sys.stdout) if self.rank == 0 else ""
+        problem = output.put(text, sys.stderr if status else sys.stdout) if text and self.rank == 0 else ""
         if status and max(self.size, self.launch.size) > 1:
             self._meet(text, status)
         if problem and not status:  # only for help and version, before the ranks have joined
+            if problem == output.READER_LEFT:
+                sys.exit(output.READER_LEFT_STATUS)
             output.put(f"ipcreduce: {problem}", sys.stderr)
             status = 1
         sys.exit(status)

@@ -44,8 +44,9 @@ class Communicator:
     """All-reduce among the ranks of a group. Making one is collective.
 
     :param group: an mpi4py intracommunicator; a ``torch.distributed`` process group; or any :class:`Group`, which has
-        ``rank``, ``size`` and ``allgather(bytes)``. None for ``MPI.COMM_WORLD``. Only mpi4py's are used after start-up,
-        to reduce host arrays where the ranks share no memory. MPI is not initialised for the others.
+        ``rank``, ``size`` and ``allgather(bytes)``. None for ``MPI.COMM_WORLD``; without an MPI library and without a
+        launcher that is this process alone. Only mpi4py's are used after start-up, to reduce host arrays where the
+        ranks share no memory. MPI is not initialised for the others.
     :param device: this rank's GPU: an ordinal, "auto" for the local rank modulo the visible GPUs (it is made
         current), or None for CuPy's current device.
     :param timeout: seconds after which a wait for another rank ends in an error; the same on every rank.

@@ -21,7 +21,10 @@ _default_lock = threading.Lock()
 
 
 def get_communicator() -> Communicator:
-    """The default communicator, over ``MPI.COMM_WORLD`` and on CuPy's current device. The first call is collective."""
+    """The default communicator, over ``MPI.COMM_WORLD`` and on CuPy's current device. The first call is collective.
+
+    Without an MPI library and without a launcher it has this process only.
+    """
     return _default_for(None)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ from ..texts import described, shown
 from . import exchange, launchers, mpi
 from .mpi import MpiRanks
 
+_log = logging.getLogger("ipcreduce")
 _LOCAL_RANK = "LOCAL_RANK"  # a variable that torchrun sets
 _MEMBER = exchange.struct(10, ("rank", "<u4"), ("size", "<u4"))
 
@@ -49,12 +51,14 @@ class Group(Protocol):
 def of(group: Any) -> exchange.Ranks:
     """The ranks of ``group``. No other rank is asked.
 
-    :param group: None stands for MPI.COMM_WORLD.
+    :param group: None stands for MPI.COMM_WORLD, or for this process alone if there is neither MPI nor a launcher.
     :raises ArgumentError: if it is no group, or if its rank is not between 0 and its size.
     :raises UnsupportedError: if it is a group of MPI, and MPI cannot be used or does not know the launcher's ranks.
     """
     if group is None:
-        group = mpi.require().COMM_WORLD
+        missing = mpi.why_missing()
+        alone = missing and launchers.seems_alone() and not _torch_has_ranks()
+        group = _alone(missing) if alone else mpi.require().COMM_WORLD
     module: Any = mpi.loaded()
     if module is not None and isinstance(group, module.Comm):
         ranks = MpiRanks.of(group)
@@ -76,11 +80,37 @@ def of(group: Any) -> exchange.Ranks:
     return made
 
 
+class _Alone:
+    """A :class:`Group` of this process only."""
+
+    rank, size = 0, 1
+
+    def allgather(self, data: bytes) -> list[bytes]:
+        return [data]
+
+
+@cache
+def _alone(missing: str) -> _Alone:
+    """The group of this process where there is no MPI, for the reason ``missing``. The first call logs it."""
+    _log.info(
+        "MPI cannot be loaded (%s), and no launcher has started this process: it is a group of one rank, in which an "
+        "all-reduce is a copy", missing,
+    )  # fmt: skip
+    return _Alone()
+
+
 def _of_object(group: Any) -> GroupRanks:
     """The ranks of an object with the members of :class:`Group`. :raises Exception: if it has not all of them."""
     if not callable(group.allgather):
         raise TypeError("allgather is no method")
     return GroupRanks(group, group.allgather, operator.index(group.rank), operator.index(group.size))
+
+
+def _torch_has_ranks() -> bool:
+    """True if the program has made a group of several processes in PyTorch, even if no launcher has started them."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    started = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return started and distributed.get_world_size() > 1
 
 
 def _of_torch(group: Any) -> GroupRanks | None:

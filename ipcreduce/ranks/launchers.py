@@ -20,6 +20,7 @@ _LAUNCHERS = (  # name, variable of the rank, variable of the size. Launchers ne
     ("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # SLURM_NTASKS is also set in a batch script, which is no rank
 )
 _WORLD_SIZE, _TORCHRUN = "WORLD_SIZE", "TORCHELASTIC_RUN_ID"  # variables that torchrun sets
+_OTHERS = (_TORCHRUN, "PMIX_RANK", "PALS_RANKID")  # set by launchers, of which the last two may tell no size
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,13 @@ class Launch:
             f"{library()}. Start the ranks with the mpirun of that library, or install mpi4py for the launcher's: "
             "pip install --force-reinstall --no-cache-dir --no-binary mpi4py mpi4py"
         )
+
+
+def seems_alone() -> bool:
+    """True if nothing in the environment tells of a launcher, which may have started other ranks."""
+    if Launch.seen().name or any(name in os.environ for name in _OTHERS):
+        return False
+    return os.environ.get(_WORLD_SIZE, "1") == "1"
 
 
 def check(world: Any) -> None:

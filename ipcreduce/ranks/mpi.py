@@ -37,15 +37,24 @@ def check_runs() -> None:
         raise UnsupportedError("MPI is finalised. Make and use communicators before MPI.Finalize()")
 
 
+def why_missing() -> str:
+    """The reason why mpi4py or its MPI library cannot be loaded; "" if it can: then MPI is initialised."""
+    try:
+        from mpi4py import MPI  # noqa: F401
+    except (ImportError, RuntimeError) as error:  # mpi4py's wheel raises RuntimeError if it finds no MPI library
+        return first_line(error)
+    return ""
+
+
 def require() -> Any:
     """The MPI module, initialised. :raises UnsupportedError: if MPI is missing, not initialised or finalised."""
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # mpi4py's wheel raises RuntimeError if it finds no MPI library
+    if reason := why_missing():
         raise UnsupportedError(
-            f"MPI cannot be loaded ({first_line(error)}): pip install 'ipcreduce[mpi]', or install MPICH or Open MPI, "
+            f"MPI cannot be loaded ({reason}): pip install 'ipcreduce[mpi]', or install MPICH or Open MPI, "
             "or pass Communicator a torch.distributed process group or another ipcreduce.Group"
-        ) from None
+        )
+    from mpi4py import MPI
+
     check_runs()
     if not MPI.Is_initialized():
         raise UnsupportedError("MPI is not initialised. Call MPI.Init(), or leave mpi4py.rc.initialize at True")

@@ -8,9 +8,13 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.shared import documents
 from tests.tools import machine, sanitizers
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
+BEFORE_AND_AFTER = (
+    "from_mpi4py.md", "from_nccl.md", "from_torch_distributed.md", "from_vllm_and_sglang.md", "recipes.md",
+)  # fmt: skip
 
 
 def worlds() -> list[tuple[int, bool]]:
@@ -51,6 +55,17 @@ def test_captures_of_others(mpirun: Run, ranks: int) -> None:
 @pytest.mark.parametrize("example", ["allreduce.py", "llama_torch.py", "tensor_parallel.py", "train_digits.py"])
 def test_examples(mpirun: Run, example: str) -> None:
     assert "backend ipc" in mpirun(f"mpi_examples/{example}", 2, timeout=300).stdout
+
+
+@pytest.mark.skipif(machine.cuda()[0] < 2, reason="NCCL needs a GPU for each rank")
+def test_pages_that_bring_people_over(mpirun: Run) -> None:
+    """The programs before and after, with CuPy's NCCL and PyTorch's."""
+    pages = [machine.ROOT / "docs" / name for name in BEFORE_AND_AFTER]
+    output = mpirun("tests.mpi.documents", 2, *pages, timeout=300).stdout
+    for page in pages:
+        shown = [piece for piece in documents.pieces(page) if piece.fragment in (None, "needs NCCL")]
+        assert shown
+        assert all(f"{piece.page}, line {piece.line}: right\n" in output for piece in shown), output
 
 
 @pytest.mark.skipif(bool(sanitizers.missing()), reason=sanitizers.missing())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -24,3 +25,14 @@ def test_the_first_program(
     total = n * (n - 1) // 2
     expected = [f"{rank} {total}.0 {n - 1}.0" for rank in range(n)] + ["mpi numpy"] * n
     assert sorted(lines) == sorted(expected)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+@pytest.mark.parametrize("n", [1, 2])
+def test_programs_of_pytorch(mpirun: Callable[..., subprocess.CompletedProcess[str]], n: int) -> None:
+    """Both give the same loss, on tensors of the CPU."""
+    page = machine.ROOT / "docs/from_torch_distributed.md"
+    output = mpirun("tests.mpi.documents", n, page, env={"CUDA_VISIBLE_DEVICES": ""}).stdout
+    programs = [piece for piece in documents.pieces(page) if piece.fragment == "needs PyTorch"]
+    assert len(programs) == 2
+    assert all(f"line {piece.line}: right\n" in output for piece in programs), output

@@ -186,6 +186,10 @@ class Event:
         with _its_errors():
             return machine_streams.is_over(self.ptr)
 
+    def synchronize(self) -> None:
+        while not self.done:
+            time.sleep(1e-4)
+
 
 def get_elapsed_time(start: Event, end: Event) -> float:
     """Milliseconds."""
@@ -376,6 +380,9 @@ class ndarray:
 
     def __truediv__(self, other: Any) -> ndarray:
         return self._with(np.true_divide, other)
+
+    def __rtruediv__(self, other: Any) -> ndarray:
+        return self._with(lambda mine, theirs, **out: np.true_divide(theirs, mine, **out), other)
 
     def __pow__(self, other: Any) -> ndarray:
         return self._with(np.power, other)

@@ -15,7 +15,7 @@ Rows = list[dict[str, Any]]
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 SIZES = (16, *(1 << power for power in (10, 14, 16, 18, 20, 22, 24, 26, 28, 30)))  # bytes
 README_SIZES = (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 24, 1 << 28)
-_PEERS = {
+PEERS = {
     "nccl": "CuPy's NCCL",
     "torch_nccl": "PyTorch NCCL",
     "torch_symm_one_shot": "symmetric memory, one shot",
@@ -54,12 +54,12 @@ def bench_table(ranks: int, mode: str = "graph", sizes: Sequence[int] = SIZES) -
     second = ("limit", "limit_us") if mode == "graph" else ("of which host", "host_us")
     rows = {row["bytes"]: row for row in read(f"bench-h200-x{ranks}")["rows"] if row["mode"] == mode}
     return table(
-        ["bytes", "ipcreduce", second[0], *_PEERS.values()],
+        ["bytes", "ipcreduce", second[0], *PEERS.values()],
         (
             [
                 size_text(nbytes),
                 *(us_text(us) for us in (rows[nbytes]["ours_us"], rows[nbytes][second[1]])),
-                *(us_text(rows[nbytes]["peers_us"].get(peer)) for peer in _PEERS),
+                *(us_text(rows[nbytes]["peers_us"].get(peer)) for peer in PEERS),
             ]
             for nbytes in sizes
         ),

@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import metadata
@@ -20,6 +20,8 @@ from ..ranks.launchers import library
 from . import output
 
 _PACKAGES = ("cuda-bindings", "cuda-core", "cupy-cuda13x", "cupy-cuda12x", "mpi4py", "numpy", "torch")
+_MODES = {"graph": "in CUDA graphs", "eager": "eager calls"}  # for titles of a plot
+_MARKED = (4, 64, *(1 << power for power in (10, 14, 18, 22, 26, 30)))  # bytes on its axis
 
 
 def header(command: list[str]) -> dict[str, Any]:
@@ -141,24 +143,31 @@ def why_not_drawn(path: Path) -> str:
     return f"--plot cannot draw {path.name}. Name a file that ends in {', '.join(f'.{kind}' for kind in sorted(kinds))}"
 
 
-def plot(path: Path, result: dict[str, Any]) -> None:
-    """Plot microseconds over bytes, log-log, one panel a mode: ipcreduce, its peers and the limit."""
+def plot(path: Path, result: dict[str, Any], names: Mapping[str, str] | None = None, note: str = "") -> None:
+    """Plot microseconds over bytes, log-log, one panel a mode: ipcreduce, its peers and the limit.
+
+    :param names: of peers, for the legend; a peer that it lacks keeps its own.
+    :param note: text that is put into a .png and that nobody sees.
+    """
     pyplot = require_matplotlib()
     modes = sorted({row["mode"] for row in result["rows"]}, reverse=True)
-    figure, panels = pyplot.subplots(1, len(modes), figsize=(7 * len(modes), 5), squeeze=False)
+    figure, panels = pyplot.subplots(1, len(modes), figsize=(4.6 * len(modes), 4), sharey=True, squeeze=False)
     for panel, mode in zip(panels[0], modes, strict=True):
         rows = [row for row in result["rows"] if row["mode"] == mode]
+        sizes = [row["bytes"] for row in rows]
         for name in sorted({name for row in rows for name in row["peers_us"]}):
             points = [(row["bytes"], row["peers_us"][name]) for row in rows if name in row["peers_us"]]
-            panel.plot(*zip(*points, strict=True), marker=".", linewidth=1, label=name)
-        sizes = [row["bytes"] for row in rows]
-        panel.plot(sizes, [row["ours_us"] for row in rows], marker="o", linewidth=2, color="black", label="ipcreduce")
+            panel.plot(*zip(*points, strict=True), linewidth=1.5, label=(names or {}).get(name, name))
+        panel.plot(sizes, [row["ours_us"] for row in rows], linewidth=3, color="black", label="ipcreduce")
         panel.plot(sizes, [row["limit_us"] for row in rows], linestyle="--", color="gray", label="limit")
-        panel.set(
-            xscale="log", yscale="log", xlabel="bytes", ylabel="us", title=f"{mode}, {ranks_text(rows[0]['ranks'])}"
-        )
-        panel.grid(alpha=0.3, which="both")
-        panel.legend()
+        panel.set(xscale="log", yscale="log", title=f"{_MODES.get(mode, mode)}, {ranks_text(rows[0]['ranks'])}")
+        marked = [size for size in _MARKED if min(sizes) <= size <= max(sizes)]
+        panel.set_xticks(marked, list(map(size_text, marked)))
+        panel.minorticks_off()
+        panel.yaxis.set_major_formatter(lambda us, _: f"{us:,g}")
+        panel.grid(alpha=0.3)
+    panels[0][0].set_ylabel("time in µs")
+    panels[0][0].legend()
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, dpi=150, metadata={"Comment": note} if note else None)
     pyplot.close(figure)

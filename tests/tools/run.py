@@ -48,7 +48,7 @@ def main() -> int:
         "demo": demo, "quick": quick, "test": test, "test-cuda12": test_cuda12, "coverage": coverage,
         "failures": failures, "fuzz": fuzz, "mutants": mutants,
         "models": models, "sanitizers": sanitizers, "sass": sass, "engines": engines,
-        "check": check, "docs": docs, "release": release.release,
+        "check": check, "pictures": pictures, "docs": docs, "release": release.release,
     }  # fmt: skip
     parser = argparse.ArgumentParser(prog="tests.tools.run", description=__doc__)
     parser.add_argument("what", choices=[*commands, "test-pythons"])
@@ -173,6 +173,10 @@ def engines(python: str) -> int:
 def check(python: str) -> int:
     tools = (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"])
     return max(run(python, "-m", *tool, check=False) for tool in tools)
+
+
+def pictures(python: str) -> int:
+    return run(python, "-m", "benchmarks.pictures", check=False)
 
 
 def docs(python: str) -> int:

@@ -99,8 +99,13 @@ def test_plot(tmp_path: Path):
         }  # fmt: skip
 
     path = tmp_path / "plot.png"
-    report.plot(path, {"rows": [row(mode, nbytes) for mode in ("graph", "eager") for nbytes in (4, 1024)]})
-    assert path.read_bytes().startswith(b"\x89PNG")
+    rows = [row(mode, nbytes) for mode in ("graph", "eager") for nbytes in (4, 1024)]
+    report.plot(path, {"rows": rows}, {"nccl": "NCCL"}, "a note")
+    drawn = path.read_bytes()
+    assert drawn.startswith(b"\x89PNG")
+    assert b"a note" in drawn
+    for suffix in (".svg", ".pdf"):
+        report.plot(path.with_suffix(suffix), {"rows": rows})
 
 
 def test_times_are_those_of_the_slowest_rank():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import ipcreduce
+from benchmarks import pictures
 from docs import results
 from tests.shared import documents
 from tests.tools.machine import ROOT
@@ -123,6 +124,18 @@ def test_broken_links_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_tables_are_those_of_the_result_files(name: str, table: str) -> None:
     """If not: python docs/results.py prints the present ones."""
     assert table in text_of(name)
+
+
+@pytest.mark.parametrize("name", pictures.DRAWN)
+def test_pictures_are_drawn_from_the_result_files(name: str) -> None:
+    """If not: make pictures draws them anew."""
+    assert pictures.note(name).encode() in (results.RESULTS / f"{name}.png").read_bytes()
+
+
+def test_every_picture_that_is_shown_can_be_drawn() -> None:
+    shown = {Path(link).name for page in PAGES.values() for link in documents.links(page) if link.endswith(".png")}
+    assert shown
+    assert shown <= {f"{name}.png" for name in pictures.DRAWN}
 
 
 @pytest.mark.parametrize(

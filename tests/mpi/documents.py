@@ -1,7 +1,7 @@
 """``mpirun -n 2 python -m tests.mpi.documents PAGE...`` runs the code of pages with the libraries that are installed.
 
-Programs that need PyTorch or NCCL run here, too, with the environment variables of torchrun: see tests/sim/documents.py
-for all others. Every rank needs a GPU of its own where NCCL is.
+Programs that need PyTorch or NCCL run here, too, with the environment variables of torchrun. tests/sim/documents.py
+runs all others. NCCL needs a GPU for each rank.
 """
 
 from __future__ import annotations

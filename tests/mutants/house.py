@@ -17,6 +17,20 @@ COMPILER, FILES, SEGMENT, STARTUP = (
 MUTANTS = [
     # ---- launchers
     Mutant(
+        "a rank of a launcher is a world of one where there is no MPI",
+        LAUNCHERS,
+        "    if Launch.seen().name or any(name in os.environ for name in _OTHERS):\n        return False\n",
+        "",
+        unit("imports", "ranks_without_mpi_are_told_so"),
+    ),
+    Mutant(
+        "a process of a PyTorch group is a world of one where there is no MPI",
+        GROUPS,
+        "launchers.seems_alone() and not _torch_has_ranks()",
+        "launchers.seems_alone()",
+        unit("imports", "ranks_without_mpi_are_told_so"),
+    ),
+    Mutant(
         "a launcher of another MPI is not noticed",
         GROUPS,
         "            launchers.check(group)\n",

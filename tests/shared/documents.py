@@ -4,6 +4,7 @@ Every block fenced by ```python runs on two ranks of the simulated device. The b
 kinds of HTML comments, which a reader does not see, may stand before a block or behind it:
 
     <!-- fragment: needs PyTorch -->     The next block does not run, for this reason. It still has to be Python.
+                                         tests/mpi/documents.py runs those that need PyTorch or NCCL, of some pages.
     <!-- not shown:                      Code that runs in this place: it prepares a block, or checks the result.
     x = cupy.ones(4)
     -->

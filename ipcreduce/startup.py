@@ -28,7 +28,7 @@ from .page.watchdog import Watch
 from .ranks import exchange
 from .ranks.connections import connect
 from .ranks.exchange import Agreed, Ranks
-from .texts import encoded, out_of_descriptors, with_limit
+from .texts import encoded, out_of_descriptors, text_in, with_limit
 
 _NO_ROOM = (
     "/dev/shm has no room for one more communicator: its NumPy arrays go by messages of MPI, some 100 times as slow if "
@@ -169,7 +169,7 @@ def _choose_backend(
 
     no_gpu = next((rank for rank, other in enumerate(everyone) if not other["ok"]), None)
     if no_gpu is not None:
-        missing = f"rank {no_gpu} has no GPU to use: {exchange.text_of(everyone[no_gpu])}"
+        missing = f"rank {no_gpu} has no GPU to use: {text_in(everyone[no_gpu])}"
         reasons[wanted if wanted in ("ipc", "nccl") else "nccl" if "ipc" in reasons else "ipc"] = missing
     elif wanted == "mpi":
         reasons["ipc"] = "backend mpi was asked for"

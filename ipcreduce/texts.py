@@ -70,3 +70,8 @@ def encoded(text: str, most: int | None = None) -> bytes:
 def decoded(data: bytes) -> str:
     """The text of UTF-8 bytes, without the zeros that fill its field. Wrong bytes are replaced."""
     return data.rstrip(b"\0").decode(errors="replace")
+
+
+def text_in(record: Any) -> str:
+    """The field ``text`` of a NumPy record, which another rank may have written."""
+    return decoded(bytes(record["text"]))

@@ -6,8 +6,7 @@ import logging
 
 from ..errors import IpcReduceError, PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, report
 from ..page.control_page import CLOSED_IT, MISMATCH, Page
-from ..page.records import text_of as written
-from ..texts import text_of
+from ..texts import text_in, text_of
 
 _log = logging.getLogger("ipcreduce")
 ONLY_CLOSE = "The communicator can only be closed."
@@ -109,7 +108,7 @@ def say_why(page: Page, why: str) -> None:
 def why_closed(page: Page, rank: int) -> str:
     """Why a rank has closed the communicator, in words."""
     farewell = page.slot(rank, "farewell").read()
-    return CLOSED_IT if farewell is None else written(farewell)
+    return CLOSED_IT if farewell is None else text_in(farewell)
 
 
 def _lost_error(page: Page, call: int, rank: int, why: str) -> PeerLostError:

@@ -40,7 +40,7 @@ class Calls(Protocol):
 def make(calls: Calls, body: Callable[..., _T], *given: Any) -> _T:
     """Make one call, under the lock: run ``body(*given)``, and tell the peers if it raises.
 
-    ``FastPath.make`` does the same for the repeated calls on GPUs.
+    ``FastPath.make`` repeats these lines for the repeated calls on GPUs, where a function of their own costs 0.1 us.
     """
     try:
         calls.lock.acquire()  # here, so that an interrupt behind it still releases the lock

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import PeerFailedError, RankMismatchError, report
-from ..page.records import rows, text_of
-from ..texts import decoded, described, encoded
+from ..page.records import rows
+from ..texts import decoded, described, encoded, text_in
 from .faults import USE_AGAIN
 from .fingerprint import Fingerprint, by_rank
 from .sequence import CallSequence
@@ -41,7 +41,7 @@ class Vote:
     def unpack(cls, data: bytes) -> Vote:
         """The vote in ``data``. :raises RankMismatchError: if there is none."""
         row = rows(data.ljust(1, b"\0"), _VOTE, "votes")[0]
-        return cls(int(row["call"]), bool(row["ok"]), int(row["count"]), int(row["crc"]), text_of(row))
+        return cls(int(row["call"]), bool(row["ok"]), int(row["count"]), int(row["crc"]), text_in(row))
 
 
 def vote(calls: CallSequence, number: int, mine: Vote) -> list[Vote]:

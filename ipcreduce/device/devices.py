@@ -13,7 +13,7 @@ from ..cuda import cupy_runtime, driver
 from ..errors import ArgumentError, CudaError, IpcReduceError, UnsupportedError
 from ..ranks import exchange
 from ..ranks.exchange import Ranks
-from ..texts import shown
+from ..texts import shown, text_in
 
 MIN_CAPABILITY = (8, 0)
 _UNAVAILABLE = 46  # CUDA_ERROR_DEVICE_UNAVAILABLE, and cudaErrorDevicesUnavailable
@@ -112,4 +112,4 @@ def raise_wrong(own: int, everyone: np.ndarray[Any, Any]) -> None:
     if len(wrong):
         rank = own if own in wrong else int(wrong[0])
         where = "" if rank == own else f"rank {rank}'s "
-        raise ArgumentError(f"rank {own}, start-up: {where}{exchange.text_of(everyone[rank])}")
+        raise ArgumentError(f"rank {own}, start-up: {where}{text_in(everyone[rank])}")

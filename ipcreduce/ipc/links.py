@@ -12,7 +12,7 @@ from ..errors import UnsupportedError
 from ..ranks import exchange
 from . import plan
 
-VERDICT = exchange.struct(8, ("split", "<u4"), ("links", "u1", (plan.MAX_RANKS, plan.MAX_RANKS)))
+VERDICT = exchange.struct(exchange.Kind.LINKS, ("split", "<u4"), ("links", "u1", (plan.MAX_RANKS, plan.MAX_RANKS)))
 _UNKNOWN, _LOCAL, _PCIE = 0, 1, 2  # values of VERDICT's ``links``. _LOCAL stands for NVLink, and for one GPU of both
 
 

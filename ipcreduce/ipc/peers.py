@@ -18,7 +18,7 @@ from ..options import Options
 from ..page.control_page import Page
 from ..ranks import exchange
 from ..ranks.exchange import Agreed, Ranks
-from ..texts import decoded
+from ..texts import decoded, text_in
 from . import links, plan, tuning
 from .backend import IpcBackend
 from .workspace import Workspace
@@ -123,7 +123,7 @@ def _share_table(
         with suppress(UnsupportedError):  # without a cache there is no table
             table = tuning.load(decoded(names.pop()), ranks.size, problems.append)
     everyone = exchange.allgather(ranks, tuning.message(table, *problems), deadline, "sharing the tuned table")
-    if problem := exchange.text_of(everyone[0]):
+    if problem := text_in(everyone[0]):
         warn(problem)
     with exchange.step(ranks, deadline, "sharing the tuned table"):
         try:

@@ -21,7 +21,7 @@ from ..ranks import exchange
 from . import plan
 
 TUNING = exchange.struct(
-    12, ("count", "<u4"), ("crc", "<u4"), ("up_to", "<u8", (plan.MOST_CHOICES,)),
+    exchange.Kind.TUNING, ("count", "<u4"), ("crc", "<u4"), ("up_to", "<u8", (plan.MOST_CHOICES,)),
     ("shape", "<u2", (plan.MOST_CHOICES, 4)),
 )  # fmt: skip
 _VERSION = 3  # of the tables. A change of the kernels that gives the rows another meaning raises it

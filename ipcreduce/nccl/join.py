@@ -22,7 +22,7 @@ from ..types import DEFAULT_STREAM
 from . import library
 from .backend import NcclBackend
 
-_NETWORK = exchange.struct(9, ("nccl", "<u4"), ("identity", f"V{library.ID_BYTES}"))
+_NETWORK = exchange.struct(exchange.Kind.NETWORK, ("nccl", "<u4"), ("identity", f"V{library.ID_BYTES}"))
 _TRIED = (1, 1 << 18)  # numbers of float32. Each message uses another protocol of NCCL, which makes its links now
 
 

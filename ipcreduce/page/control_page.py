@@ -27,10 +27,11 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from .. import clock
+from ..texts import text_in
 from . import shared_files
 from .flight_recorder import FlightRecorder
 from .layout import ABORT_OFFSET, head_bytes, missing_offset, page_bytes, rank_layout, ranks_offset
-from .records import Slot, ask_twice, text_of
+from .records import Slot, ask_twice
 
 ACTIVE, CLOSED = 1, 2
 REFUSED, MISMATCH = 1, 2  # kinds of fault
@@ -173,7 +174,7 @@ class Page:
         deadline = None
         while True:
             found = [
-                (int(fault["call"]), int(fault["rank"]), int(fault["kind"]), text_of(fault))
+                (int(fault["call"]), int(fault["rank"]), int(fault["kind"]), text_in(fault))
                 for slot in self._faults
                 if (fault := slot.read()) is not None
             ]
@@ -235,7 +236,7 @@ class Page:
         for writer, slot in enumerate(self._losses):
             record = slot.read()
             if record is not None and record["rank"] < self.n:
-                rank, why = int(record["rank"]), text_of(record)
+                rank, why = int(record["rank"]), text_in(record)
                 if call is None or why != CLOSED_IT or self.calls.call_of(rank) < call:
                     found[writer] = rank, why
         if not found:

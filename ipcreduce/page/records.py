@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import RankMismatchError
-from ..texts import decoded, encoded
+from ..texts import encoded
 
 _SEAL_BYTES = 4
 _fence = threading.Lock()
@@ -99,8 +99,3 @@ def rows(data: bytes, layout: np.dtype[Any], what: str) -> np.ndarray[Any, Any]:
             "Run the same version of ipcreduce on every rank."
         )
     return np.frombuffer(data, layout)
-
-
-def text_of(found: Any) -> str:
-    """The text of a record."""
-    return decoded(bytes(found["text"]))

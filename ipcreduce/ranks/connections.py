@@ -23,12 +23,16 @@ import numpy as np
 from .. import clock
 from ..errors import UnsupportedError
 from . import exchange
-from .exchange import Ranks
+from .exchange import Kind, Ranks
 from .handshake import SECRET_BYTES, STRANGER, Guest, Visit
 
 _ADDRESSES_BYTES = 1024  # for the addresses of one rank, which is room for at least 64
 _PLACE = exchange.struct(
-    8, ("network", "S64"), ("port", "<u4"), ("addresses", f"S{_ADDRESSES_BYTES}"), ("secret", f"V{SECRET_BYTES}")
+    Kind.PLACE,
+    ("network", "S64"),
+    ("port", "<u4"),
+    ("addresses", f"S{_ADDRESSES_BYTES}"),
+    ("secret", f"V{SECRET_BYTES}"),
 )
 _GREET_SECONDS = 2.0  # the time in which a guest has to prove itself. A rank that was slower connects again
 _TICK_SECONDS = 0.1  # between two looks for guests that take too long, and for visits to be repeated

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from enum import IntEnum, unique
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,8 +24,7 @@ from ..errors import (
     UnsupportedError,
     report,
 )
-from ..texts import decoded, described, encoded, out_of_descriptors, with_limit
-from ..texts import text_of as words_of
+from ..texts import described, encoded, out_of_descriptors, text_in, text_of, with_limit
 
 MAGIC = 0x1B_C4ED
 VERSION = 2
@@ -37,8 +37,25 @@ _STAYS, _LACKS, _LEAVES = 0, 1, 2
 _HEADER = [("magic", "<u4"), ("version", "<u2"), ("kind", "<u2"), ("length", "<u4"), ("ok", "<u4"), ("left", "<u4")]
 
 
-def struct(kind: int, *fields: tuple[Any, ...]) -> np.dtype[Any]:
-    """The layout of a message: a common header, a text for errors, and fields. Each layout has its own ``kind``."""
+@unique
+class Kind(IntEnum):
+    """The kinds of message. Each has a layout of its own, which its module makes by :func:`struct`."""
+
+    IDENTITY = 1
+    DEVICE = 2
+    PAGE = 3
+    MEMORY = 4
+    CONFIRMATION = 5
+    LEAVING = 6  # sent in place of any other message
+    MEMBER = 7
+    PLACE = 8
+    LINKS = 9
+    TUNING = 10
+    NETWORK = 11
+
+
+def struct(kind: Kind, *fields: tuple[Any, ...]) -> np.dtype[Any]:
+    """The layout of the messages of a kind: a common header, a text for errors, and fields."""
     used = np.dtype([*_HEADER, ("text", f"S{TEXT_BYTES}"), *fields])
     padded = [*used.descr, ("padding", f"V{MESSAGE_BYTES - used.itemsize}")]
     return np.dtype(padded, metadata={"kind": kind})
@@ -46,7 +63,7 @@ def struct(kind: int, *fields: tuple[Any, ...]) -> np.dtype[Any]:
 
 # Identity and options of a rank. All ranks must have the same timeout, algorithm, backend and workspace.
 IDENTITY = struct(
-    1,
+    Kind.IDENTITY,
     ("wrong", "<u4"),
     ("host", "S64"),
     ("clock", "S64"),  # an identifier of this rank's clock; b"" if it is unknown
@@ -57,7 +74,7 @@ IDENTITY = struct(
     ("workspace", "<u8"),
 )
 DEVICE = struct(
-    2,
+    Kind.DEVICE,
     ("wrong", "<u4"),
     ("uuid", "V16"),
     ("capability", "<u4", (2,)),
@@ -65,10 +82,10 @@ DEVICE = struct(
     ("visible", "<u4"),
     ("name", "S64"),
 )
-PAGE = struct(3, ("path", "S64"))
-MEMORY = struct(4, ("handle", "V64"), ("nbytes", "<u8"))
-CONFIRMATION = struct(5)
-LEAVING = struct(11)  # sent in place of any other message
+PAGE = struct(Kind.PAGE, ("path", "S64"))
+MEMORY = struct(Kind.MEMORY, ("handle", "V64"), ("nbytes", "<u8"))
+CONFIRMATION = struct(Kind.CONFIRMATION)
+LEAVING = struct(Kind.LEAVING)
 
 
 class Agreed(UnsupportedError):
@@ -92,15 +109,10 @@ def message(dtype: np.dtype[Any], error: BaseException | str | None = None, **fi
 def _said(error: BaseException | str) -> tuple[str, int]:
     """The text of an error for the other ranks, and a value of ``left``."""
     if isinstance(error, (str, IpcReduceError)):
-        return words_of(error), _STAYS
+        return text_of(error), _STAYS
     if isinstance(error, OSError):  # a process that can open no file would fail with every backend
         return with_limit(error), _LACKS if out_of_descriptors(error) else _STAYS
     return described(error), _LEAVES
-
-
-def text_of(record: Any) -> str:
-    """The text of one record."""
-    return decoded(bytes(record["text"]))
 
 
 class Request(Protocol):
@@ -231,7 +243,7 @@ def check(ranks: Ranks, gathered: np.ndarray[Any, Any], what: str) -> None:
     """Check that every rank's record is ok. :raises Agreed: on every rank, if one is not."""
     failed = [rank for rank in range(len(gathered)) if not gathered[rank]["ok"]]
     if failed:
-        reasons = "; ".join(f"rank {rank}: {text_of(gathered[rank])}" for rank in failed[:3])
+        reasons = "; ".join(f"rank {rank}: {text_in(gathered[rank])}" for rank in failed[:3])
         raise Agreed(f"{what} failed on {len(failed)} of {len(gathered)} ranks: {reasons}")
 
 
@@ -262,7 +274,7 @@ def _raise_left(ranks: Ranks, gathered: np.ndarray[Any, Any], what: str) -> None
         if ours and other["left"]:
             ranks.left = True
             raise (UnsupportedError if other["left"] == _LACKS else PeerFailedError)(report(
-                ranks.rank, 0, f"rank {rank} has left start-up ({text_of(other)})",
+                ranks.rank, 0, f"rank {rank} has left start-up ({text_in(other)})",
                 "Mend that, then make the Communicator again on every rank.",
             ))  # fmt: skip
 

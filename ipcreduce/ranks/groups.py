@@ -22,7 +22,7 @@ from .mpi import MpiRanks
 
 _log = logging.getLogger("ipcreduce")
 _LOCAL_RANK = "LOCAL_RANK"  # a variable that torchrun sets
-_MEMBER = exchange.struct(10, ("rank", "<u4"), ("size", "<u4"))
+_MEMBER = exchange.struct(exchange.Kind.MEMBER, ("rank", "<u4"), ("size", "<u4"))
 
 
 class Group(Protocol):

@@ -29,6 +29,7 @@ from ipcreduce.page.mirror import Mirror
 from ipcreduce.page.records import Slot
 from ipcreduce.page.rounds import Left
 from ipcreduce.ranks import exchange
+from ipcreduce.texts import text_in
 from tests.unit.pages import make_pages
 
 N = 3
@@ -270,10 +271,10 @@ def _mirror() -> Target:
 def targets(directory: Path) -> list[Target]:
     page, recorder = _page()
     return [
-        _startup("identity", exchange.message(exchange.IDENTITY, host=b"host"), exchange.text_of),
+        _startup("identity", exchange.message(exchange.IDENTITY, host=b"host"), text_in),
         _startup("device", exchange.message(exchange.DEVICE, name=b"GPU"), lambda one: bytes(one["name"])),
-        _startup("handle", exchange.message(exchange.MEMORY, nbytes=4096), exchange.text_of),
-        _startup("confirmation", exchange.message(exchange.CONFIRMATION, "an error"), exchange.text_of),
+        _startup("handle", exchange.message(exchange.MEMORY, nbytes=4096), text_in),
+        _startup("confirmation", exchange.message(exchange.CONFIRMATION, "an error"), text_in),
         _startup("tuned table", tuning.message(_TABLE), _received),
         _tuned_file(directory), _vote(), _left(), _registration(), page, recorder, _sealed(), _mirror(),
     ]  # fmt: skip

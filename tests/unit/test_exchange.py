@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import importlib
 import re
 import weakref
 from collections.abc import Callable
@@ -13,14 +14,20 @@ import numpy as np
 import pytest
 
 from ipcreduce.errors import PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, UnsupportedError
-from ipcreduce.ipc import links, tuning
 from ipcreduce.ranks import exchange
+from ipcreduce.ranks.exchange import Kind
+from ipcreduce.texts import text_in
 from tests.shared import clock
+from tests.tools.machine import ROOT
 
-STRUCTS = {
-    name: value for module in (exchange, links, tuning) for name, value in vars(module).items()
-    if isinstance(value, np.dtype)
-}  # fmt: skip
+MODULES = [
+    importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    for path in sorted((ROOT / "ipcreduce").rglob("*.py")) if re.search(r"\bstruct\(", path.read_text())
+]  # fmt: skip
+STRUCTS = [
+    value for module in MODULES for value in vars(module).values()
+    if isinstance(value, np.dtype) and "kind" in (value.metadata or ())
+]  # fmt: skip
 SAMPLE = exchange.struct(99, ("call", "<u8"))
 
 
@@ -53,7 +60,7 @@ class World:
         def finish() -> None:
             received[:] = np.tile(sent, 3)
             kind = sent.view(exchange.CONFIRMATION)["kind"]
-            [dtype] = [struct for struct in (*STRUCTS.values(), SAMPLE) if struct.metadata["kind"] == kind]
+            [dtype] = [struct for struct in (*STRUCTS, SAMPLE) if struct.metadata["kind"] == kind]
             for rank in (0, 2):
                 self.change(rank, received.view(dtype)[rank : rank + 1])
 
@@ -72,12 +79,10 @@ class World:
 
 
 def test_all_messages_have_one_size_and_their_own_kind():
-    names = {"IDENTITY", "DEVICE", "PAGE", "MEMORY", "CONFIRMATION", "LEAVING", "VERDICT", "TUNING"}
-    assert names == set(STRUCTS)
-    assert {struct.itemsize for struct in STRUCTS.values()} == {exchange.MESSAGE_BYTES}
-    kinds = [struct.metadata["kind"] for struct in STRUCTS.values()]
-    assert len(set(kinds)) == len(kinds)
-    for struct in STRUCTS.values():
+    """In whatever module they are made."""
+    assert sorted(struct.metadata["kind"] for struct in STRUCTS) == sorted(Kind)
+    assert {struct.itemsize for struct in STRUCTS} == {exchange.MESSAGE_BYTES}
+    for struct in STRUCTS:
         for field in ("magic", "version", "kind", "length", "ok", "left", "text"):
             assert struct.fields[field] == exchange.CONFIRMATION.fields[field], "read before the kind is known"
         assert not struct.hasobject
@@ -93,7 +98,7 @@ def test_a_message_is_filled_in():
     assert record["ok"] == 1
     assert record["handle"][0].tobytes() == bytes(range(64))
     assert record["nbytes"] == 1 << 40
-    assert exchange.text_of(record[0]) == ""
+    assert text_in(record[0]) == ""
 
 
 STAYS, LACKS, LEAVES = 0, 1, 2
@@ -115,7 +120,7 @@ def test_an_error_travels_as_text(error: Any, text: str, left: int):
     """With what the rank does next: errors of ours and of the system lead to another way, as far as that helps."""
     record = exchange.message(exchange.CONFIRMATION, error)[0]
     assert (record["ok"], record["left"]) == (0, left)
-    assert exchange.text_of(record).startswith(text)
+    assert text_in(record).startswith(text)
 
 
 def test_a_text_for_a_field_is_cut_between_characters():
@@ -126,7 +131,7 @@ def test_a_text_for_a_field_is_cut_between_characters():
 
 @pytest.mark.parametrize("text", ["x" * 5000, "é" * 5000, "x" + "é" * 5000, "\N{SNOWMAN}" * 5000])
 def test_a_long_text_is_cut_and_stays_readable(text: str):
-    found = exchange.text_of(exchange.message(exchange.CONFIRMATION, text)[0])
+    found = text_in(exchange.message(exchange.CONFIRMATION, text)[0])
     assert text.startswith(found)
     assert len(found.encode()) > exchange.TEXT_BYTES - 4
 

@@ -575,11 +575,6 @@ def test_addresses_of_both_hosts_are_left_out():
     assert connections._addresses(told[0], told[1]) == ["127.0.0.1"]
 
 
-def test_messages_of_start_up_have_kinds_of_their_own():
-    kinds = [dtype.metadata["kind"] for dtype in vars(exchange).values() if getattr(dtype, "metadata", None)]
-    assert connections._PLACE.metadata["kind"] not in kinds
-
-
 def test_all_addresses_of_a_host_are_told_as_far_as_they_fit():
     """And none is cut: what is left of one may be another host's."""
     for count in (1, 24, 64, 500):

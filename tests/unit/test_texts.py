@@ -10,7 +10,7 @@ import pytest
 from ipcreduce import texts
 from ipcreduce.calls.fingerprint import Fingerprint
 from ipcreduce.calls.votes import Vote
-from ipcreduce.page.records import Slot, record, text_of
+from ipcreduce.page.records import Slot, record
 from ipcreduce.page.rounds import Left
 
 
@@ -106,7 +106,7 @@ def test_a_text_in_a_record():
     memory = bytearray(layout.itemsize)
     slot = Slot(memory, 0, layout)  # type: ignore[arg-type]
     slot.write(1, text=TEXT)
-    assert text_of(slot.read()) == r"a\udcff" + "é" * 4
+    assert texts.text_in(slot.read()) == r"a\udcff" + "é" * 4
 
 
 def test_a_fingerprint_of_any_name():

@@ -10,6 +10,7 @@ import pytest
 from ipcreduce.errors import UnsupportedError
 from ipcreduce.ipc import plan, tuning
 from ipcreduce.ranks import exchange
+from ipcreduce.texts import text_in
 
 TABLE = plan.checked_table(
     [plan.Choice(1536, "one_shot", 96, 512, 1), plan.Choice(1 << 33, "two_shot", 256, 264, 4)], 4
@@ -57,7 +58,7 @@ def test_not_usable(text: str | None):
     assert tuning.load(GPU, 4, told.append) == ()
     assert [text.startswith(f"the table {path} cannot be used") for text in told] == [True]
     sent = tuning.message((), *told)[0]
-    assert exchange.text_of(sent) == told[0][: exchange.TEXT_BYTES], "for every rank to warn of"
+    assert text_in(sent) == told[0][: exchange.TEXT_BYTES], "for every rank to warn of"
     assert sent["ok"]
 
 

@@ -96,7 +96,7 @@ class Communicator:
 
     @property
     def backend(self) -> str:
-        """How device arrays are reduced: "ipc" (this package's kernels), "nccl", or "mpi" (only host arrays can be)."""
+        """The backend of device arrays: "ipc" (this package's kernels) or "nccl"; "mpi" if there is none."""
         backend = self._open.backend
         return "mpi" if backend is None else backend.name
 

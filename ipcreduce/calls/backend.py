@@ -1,4 +1,4 @@
-"""What the calls of a communicator ask of a backend. A new backend begins with :class:`Backend`."""
+"""The base of all backends: the part of a backend that the calls of a communicator use."""
 
 from __future__ import annotations
 

@@ -83,7 +83,10 @@ def ended_error(page: Page, call: int, timeout: float) -> IpcReduceError:
 
 
 def raise_lost(page: Page, number: int, any_call: bool = False) -> None:
-    """:raises PeerLostError: if a rank has gone without making call ``number``; ``any_call``: if one has gone."""
+    """Check that no rank has gone without making call ``number``; with ``any_call``, that none has gone at all.
+
+    :raises PeerLostError: if one has.
+    """
     concerned = None if any_call else number
     gone = (rank for rank in range(page.n) if page.has_left_before(rank, number) or (any_call and page.has_left(rank)))
     loss = page.loss(concerned) or next(((rank, CLOSED_IT) for rank in gone), None)
@@ -106,7 +109,7 @@ def say_why(page: Page, why: str) -> None:
 
 
 def why_closed(page: Page, rank: int) -> str:
-    """Why a rank has closed the communicator, in words."""
+    """The reason for which a rank has closed the communicator, in words."""
     farewell = page.slot(rank, "farewell").read()
     return CLOSED_IT if farewell is None else text_in(farewell)
 

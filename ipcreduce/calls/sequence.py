@@ -64,7 +64,7 @@ class CallSequence:
 
     # ---- making a call
     def check_usable(self) -> None:
-        """:raises IpcReduceError: if the communicator is closed or lost."""
+        """Check that calls can be made. :raises IpcReduceError: if the communicator is closed or lost."""
         if self.unusable is not None:
             raise type(self.unusable)(str(self.unusable))
 
@@ -163,7 +163,7 @@ class CallSequence:
         self._noted = faults.note(self.page, self.rank, error, self._noted)
 
     def _tell(self, error: BaseException, reach: Reach) -> None:
-        """:raises IpcReduceError: a fault of an earlier call, or the one that has ended this call."""
+        """Write ``error`` on the page, for the peers. :raises IpcReduceError: an earlier fault, in its place."""
         page = self.page
         if page.aborted:
             earlier = page.fault()

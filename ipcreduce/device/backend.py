@@ -41,7 +41,7 @@ class Life:
         self.replays: weakref.WeakSet[Ready] = weakref.WeakSet()
 
     def end(self) -> None:
-        """End it, and keep the graphs that hold it from the fast path."""
+        """End this life, and keep the graphs that hold it from the fast path."""
         self.ended = True
         for replay in self.replays:
             replay.argument = 0
@@ -82,7 +82,7 @@ class DeviceBackend(Backend):
 
     @abstractmethod
     def describe(self) -> list[str]:
-        """Lines of ``Communicator.describe``."""
+        """The backend's lines in ``Communicator.describe``."""
 
     @abstractmethod
     def for_array(self, array: Any, op: Any) -> Prepared:

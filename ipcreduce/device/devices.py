@@ -59,7 +59,10 @@ def share_device(
 
 @contextmanager
 def open_to_processes(ordinal: int) -> Iterator[None]:
-    """A block that begins to use a GPU. :raises UnsupportedError: if the GPU's compute mode excludes this process."""
+    """Run a block that begins to use a GPU.
+
+    :raises UnsupportedError: if the GPU's compute mode excludes this process.
+    """
     try:
         yield
     except CudaError as error:

@@ -79,7 +79,7 @@ class _KnownCall:
 
 
 def _nothing() -> None:
-    """In the place of a reference to an out that is not given."""
+    """Stand in for the reference to an ``out`` that is not given."""
 
 
 class KnownCalls:
@@ -164,7 +164,7 @@ class KnownCalls:
     def _unknown(
         self, key: tuple[int, int, str], array: Any, op: str, out: Any, stream: Any
     ) -> tuple[Ready | None, Any, Stream]:  # fmt: skip
-        """As :meth:`find`, of arrays that have not come before."""
+        """Do the same as :meth:`find` for arrays that have not come before."""
         library: Any = cupy_runtime if type(array) is getattr(cupy_runtime.cupy, "ndarray", None) else torch_runtime
         place = library.plain(array, self._device)
         if place is None:

@@ -41,7 +41,7 @@ class AddressCheck:
         return self._recorded is not None
 
     def verify(self, inputs: list[tuple[str, Any]]) -> None:
-        """Compare before a replay, once or always.
+        """Compare the arrays of a replay with the recording's: in the first replay, or in every one.
 
         :raises AddressChangedError: if an array is missing or new, or has another address, shape, dtype or strides.
         :raises ArgumentError: see :func:`collect_addresses`.

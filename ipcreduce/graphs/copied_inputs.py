@@ -45,7 +45,7 @@ def copy_arguments(new: Any, recorded: Any, stream: Stream) -> None:
 
 
 def _check_apart(pairs: list[_Pair]) -> None:
-    """:raises ArgumentError: if two arguments shared memory at the recording, and do not share it in the same way."""
+    """Check that two arguments share memory exactly as at the recording. :raises ArgumentError: if not."""
     open_ones: list[_Pair] = []  # that begin before the one at hand
     for pair in sorted(pairs, key=lambda one: views.extent(one[2])[0]):
         name, here, there = pair

@@ -67,6 +67,6 @@ def get_forward_context() -> ForwardContext | None:
 
 
 def check_word(name: str, word: Any, words: tuple[str, ...]) -> None:
-    """:raises ArgumentError: if ``word``, the argument called ``name``, is not one of ``words``."""
+    """Check that an argument called ``name`` is one of ``words``. :raises ArgumentError: if not."""
     if not isinstance(word, str) or word not in words:
         raise ArgumentError(f"{name} must be one of {', '.join(words)}, not {shown(word)}")

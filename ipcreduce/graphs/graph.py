@@ -28,7 +28,7 @@ from .session import HasSession, session_of
 
 
 class Graph:
-    """Records GPU work with all-reduces of one communicator, and replays it.
+    """A recording of GPU work with all-reduces of one communicator, which can be replayed.
 
     :param comm: None for the default communicator. Every rank makes, records, replays and closes its graphs in the
         same order.
@@ -67,7 +67,7 @@ class Graph:
 
     @property
     def state(self) -> str:
-        """See the class."""
+        """One word for what the graph can do now: see the class."""
         return self._resources.state if self._state == "staged" and self._resources is not None else self._state
 
     @property
@@ -192,10 +192,11 @@ class Graph:
         return segment
 
     def add_eager(self, function: Callable[[], Any]) -> Any:
-        """Within the recording of this graph: ends the segment, runs ``function``, keeps it, and goes on.
+        """Run ``function`` between two segments of this graph's recording, and again in each replay.
 
-        The function runs with real data, on the recording's stream and with the caller's allocator. Each replay runs it
-        again, on the stream of the replay. See :func:`ipcreduce.eager_break` for what it may return.
+        The segment ends before the function, and another one begins behind it. The function runs with real data, on the
+        recording's stream and with the caller's allocator. A replay runs it on the stream of the
+        replay. See :func:`ipcreduce.eager_break` for what it may return.
 
         Join side streams before the break: record an event there, and let the recording's stream wait for the event.
         Fork them again by an event that is recorded after the break.
@@ -287,7 +288,7 @@ class Graph:
 
     @property
     def segments(self) -> list[Segment]:
-        """Its parts between breaks."""
+        """The parts of the graph between breaks."""
         return [part for part in self._parts if isinstance(part, Segment)]
 
     # ---- ends
@@ -302,7 +303,7 @@ class Graph:
         return f"<Graph{f' {name!r}' if name else ''}: {state}{text}>"
 
     def close(self) -> None:
-        """Give the graph back. Idempotent; arrays from its recording stay valid as long as they live."""
+        """Close the graph, and free its memory. Idempotent. Arrays from its recording stay valid while they live."""
         if self._state == "recording":
             raise GraphStateError("close() was called within the recording. Leave the with block first")
         self._end("closed")

@@ -66,7 +66,7 @@ class Segment:
         self.ready = Ready(self.what, cupy_runtime.launch_graph, 0)
 
     def make_executable(self) -> None:
-        """:raises CaptureError: if that fails."""
+        """Make the captured graph executable. :raises CaptureError: if that fails."""
         try:
             self.nodes = cuda_graph.inspect_graph(self.graph)
             if self.nodes.kernels + self.nodes.others:

@@ -39,7 +39,7 @@ class HostReducer:
         self._plain: dict[tuple[tuple[int, ...], Any, str], Fingerprint] = {}  # of NumPy arrays that are no views
 
     def describe(self) -> str:
-        """How the data travel, and the reason if they do not go through shared memory."""
+        """The way that the data take, and the reason if it is not shared memory."""
         return self._way
 
     def allreduce(self, array: Any, op: Any, out: Any) -> Any:

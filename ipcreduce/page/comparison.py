@@ -27,7 +27,7 @@ class _Found:
 
 
 class Comparison:
-    """Compares this rank's calls with those of every other rank, as far as both have made them."""
+    """The comparison of this rank's calls with those of every other rank, as far as both have made them."""
 
     def __init__(self, page: Page) -> None:
         self._page = page

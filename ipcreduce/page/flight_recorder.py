@@ -82,7 +82,7 @@ class FlightRecorder:
         self.agreed[what.crc] = what.crc.to_bytes(_KEY_BYTES, sys.byteorder) * self._n
 
     def differing(self, call: int) -> int | None:
-        """A rank whose call of this number, which this rank has entered, differs from ours; None if none has so far."""
+        """A rank whose call of this number, which this rank has entered, is another one; None if none has so far."""
         for rank, number in self._others:
             if number[0] >= call and ask_twice(partial(self._differs, rank, call)):  # most have not come
                 return rank

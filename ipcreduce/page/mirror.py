@@ -88,7 +88,7 @@ class Mirror:
         return why
 
     def _read_messages(self, peer: _Peer) -> None:
-        """:raises ValueError: if what has arrived is no message."""
+        """Store the messages that have arrived whole. :raises ValueError: if something else has arrived."""
         page, incoming = self._page, peer.incoming
         while len(incoming) >= _HEAD.size:
             nbytes, read, aborts, word, number, first, keys, text, texts, block = _HEAD.unpack_from(incoming)

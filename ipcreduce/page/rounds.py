@@ -22,7 +22,7 @@ _Record = TypeVar("_Record")
 
 
 class Left(PeerFailedError):
-    """Rank ``rank`` has given a round up, for the reason ``text``."""
+    """The error that rank ``rank`` has given up a round, for the reason ``text``."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(f"rank {rank} left an exchange between the ranks ({text})")
@@ -30,19 +30,19 @@ class Left(PeerFailedError):
 
     @classmethod
     def because(cls, error: BaseException, page: Page) -> Left:
-        """The same of this rank, whose ``error`` may itself be because of another rank."""
+        """The error that this rank leaves a round for ``error``. It names another rank if that one is the cause."""
         if isinstance(error, cls):
             return error
         fault = page.fault() if isinstance(error, PeerFailedError) else None
         return cls(page.rank, described(error)) if fault is None else cls(fault[1], fault[3])
 
     def pack(self) -> bytes:
-        """As the payload of a chunk. The text is cut to its room."""
+        """The payload of a chunk that tells the others of this error. Its text is cut to the room."""
         return encoded(f"{self.rank} {self.text}", CHUNK_BYTES)
 
     @classmethod
     def unpack(cls, chunk: bytes) -> Left:
-        """The one in ``chunk``. :raises RankMismatchError: if there is none."""
+        """The error that a peer has packed into ``chunk``. :raises RankMismatchError: if there is none."""
         rank, _, text = decoded(chunk).partition(" ")
         if not re.fullmatch("[0-9]{1,9}", rank):
             raise RankMismatchError(

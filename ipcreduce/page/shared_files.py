@@ -56,7 +56,7 @@ def mapped(descriptor: int) -> mmap.mmap:
 
 
 def remove(path: str) -> None:
-    """Remove the name of such a file, if it is there and this user's; mappings stay."""
+    """Remove the name of a file of this package, if it is there and this user's. Mappings stay."""
     folder, name = os.path.split(path)
     if folder == _DIRECTORY and name.startswith(_PREFIX):  # another rank has told it
         with suppress(OSError):
@@ -64,7 +64,7 @@ def remove(path: str) -> None:
 
 
 def free_bytes() -> int:
-    """The room that is left for files."""
+    """The bytes that /dev/shm has left."""
     status = os.statvfs(_DIRECTORY)
     return status.f_bavail * status.f_frsize
 
@@ -90,7 +90,7 @@ def _remove_what_is_left() -> None:
 
 
 def _remove_if_left(path: str) -> None:
-    """:raises OSError: if its lock is held."""
+    """Remove the file unless it is another user's. :raises OSError: if its lock is held."""
     if os.lstat(path).st_uid != os.geteuid():  # root could open it
         return
     descriptor = open_existing(path)

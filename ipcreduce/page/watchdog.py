@@ -38,7 +38,7 @@ class Watch:
         self._page = page
 
     def died(self, rank: int, why: str = "its process has ended") -> None:
-        """``rank`` has gone, or cannot be reached any more."""
+        """Note that ``rank`` has gone, or cannot be reached any more."""
         self._page.mark_dead(rank)
         if not self._page.has_left(rank):
             self.lost = self.lost or (rank, why)
@@ -162,7 +162,7 @@ class _Watchdog:
         return set() if self._epoll is None else {descriptor for descriptor, _ in self._epoll.poll(0)}
 
     def _end(self, pid: int) -> None:
-        """A process of peers has ended."""
+        """Note that a process of peers has ended."""
         process = self._processes.pop(pid)
         self._unregister(process.descriptor)
         os.close(process.descriptor)
@@ -197,7 +197,7 @@ class _Watchdog:
         return held
 
     def _unregister(self, descriptor: int) -> None:
-        """Look at a descriptor no more. Closing it is not enough, since a forked child may have it too."""
+        """Stop watching a descriptor. Closing it is not enough, since a forked child may have it too."""
         if self._epoll is not None:
             self._epoll.unregister(descriptor)
 

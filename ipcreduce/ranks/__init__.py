@@ -1,1 +1,1 @@
-"""How the ranks find each other: MPI or another group, the exchange at start-up, and connections between hosts."""
+"""The start-up of the ranks: MPI or another group, the exchange of their first data, connections between hosts."""

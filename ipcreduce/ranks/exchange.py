@@ -89,7 +89,7 @@ LEAVING = struct(Kind.LEAVING)
 
 
 class Agreed(UnsupportedError):
-    """The ranks have agreed that this backend does not work: every rank raises this error, and tries the next one."""
+    """The error that every rank raises once all have agreed that a backend does not work. They try the next one."""
 
 
 def message(dtype: np.dtype[Any], error: BaseException | str | None = None, **fields: Any) -> np.ndarray[Any, Any]:

@@ -1,4 +1,4 @@
-"""The direct launches, and all that is known of the recorded launches in whose place they are put."""
+"""Direct launches, and the recorded launches that they replace."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ class _Noted:
 
 
 def noted(prepared: PreparedCall, launched: list[Launched]) -> PreparedCall:
-    """The same call, whose launches are added to ``launched`` when they are captured."""
+    """A copy of a prepared call that adds its launches to ``launched`` when they are captured."""
     notes: Any = (_Noted(*one, prepared, launched) for one in prepared.launches)
     return replace(prepared, launches=tuple((note, note.words, note.part) for note in notes))
 
 
 def launch_to(launches: Launches, launched: Launched, step: LaunchPlan, outputs: list[int]) -> Launch:
-    """The direct launch ``step`` in the place of a recorded one.
+    """Make the direct launch ``step``, which takes the place of a recorded one.
 
     :param outputs: the addresses of the output on this rank and on the next ones, as they are mapped here.
     """

@@ -1,4 +1,4 @@
-"""Mappings of graphs' memory between ranks, beyond the workspaces: the direct kernel writes to it.
+"""Mappings of the peers' graph memory, into which direct kernels write.
 
 A slab is mapped once, however many graphs use it. Each registered graph has a serial number, the same on every rank. A
 rank sets a mark when it has unmapped the slabs of a graph, and a rank keeps a graph's memory until every rank has set

@@ -1,4 +1,6 @@
-"""Registration: once, after recording, all-reduces whose outputs lie in memory of graphs become direct on all ranks.
+"""Registration: the switch from staged to direct kernels, made once after recording, on all ranks alike.
+
+It concerns all-reduces whose outputs lie in the memory of graphs.
 
 Only ``Communicator(algorithm="direct")`` asks for that (launches.py says why it is off by default). Until then, and
 wherever a rank's output cannot be mapped, all-reduces stay staged, which gives the same results. So nothing in here can
@@ -80,7 +82,7 @@ class DirectGraphs:
         backend.shared.append((self.mappings.unmap_all, self.mappings.release_all))
 
     def noted(self, prepared: Any, call: RecordedCall) -> Any:
-        """The prepared all-reduce ``call``, which also notes its launches when it is recorded."""
+        """The prepared all-reduce, made to note its launches under ``call`` when they are captured."""
         return noted(prepared, self.launched.setdefault(call, []))
 
     def register(self, number: int | None = None) -> None:
@@ -246,7 +248,10 @@ class DirectGraphs:
 def check_spans(
     own_rank: int, known: list[dict[int, Any]], spans: list[np.ndarray[Any, Any]], nbytes: list[int]
 ) -> None:
-    """:raises RankMismatchError: on every rank, if one names an allocation that it has not sent, or bytes outside."""
+    """Check that each rank's outputs lie in allocations that it has sent.
+
+    :raises RankMismatchError: on every rank, if one does not.
+    """
     for rank, slabs in enumerate(known):
         for (number, offset), size in zip(spans[rank].tolist(), nbytes, strict=True):
             held = int(slabs[number]["nbytes"]) if number in slabs else 0

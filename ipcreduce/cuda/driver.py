@@ -245,8 +245,8 @@ def load_module(cubin: bytes) -> int:
     return int(call("cuModuleLoadData", cubin))
 
 
-def unload_module(module: int) -> None:
-    """Unload a module. None of its kernels may be running."""
+def close_module(module: int) -> None:
+    """Close a module, which unloads its kernels. None of them may be running."""
     call("cuModuleUnload", module)
 
 

@@ -148,7 +148,7 @@ class DeviceBackend(Backend):
             raise IpcReduceError(
                 f"GPU {self.device.ordinal} is still busy with other work than ipcreduce's. Let that work end"
             )
-        self.order.forget()
+        self.order.reset()
 
     def close(self, wait: float, free: Actions) -> None:
         """Part from the peers, waiting for them up to ``wait`` seconds, and free everything.
@@ -159,7 +159,7 @@ class DeviceBackend(Backend):
         """
         job = background.Job(partial(self._close, clock.now() + process.at_most(wait), free))
         if not job.wait(process.at_most(_ABORT_SECONDS)):
-            self.page.end_waits()
+            self.page.abort_at_close()
         if not job.wait(process.at_most(_GIVE_UP_SECONDS)):
             warnings.warn(
                 f"rank {self.rank}: close() has given up waiting for GPU {self.device.ordinal}, where other work than "

@@ -73,7 +73,7 @@ def taking(lock: Any, page: Page | None) -> Iterator[bool]:
         taken = _take(lock, process.at_most(_CALL_SECONDS))
         if not taken:
             if page is not None:
-                page.end_waits()
+                page.abort_at_close()
             taken = _take(lock, process.at_most(_CALL_SECONDS))
         if not taken:
             warnings.warn(

@@ -30,7 +30,7 @@ class State(Enum):
                     follow
     =============== ====================================================== ==========================================
 
-    From every other state extend() leads to IN_EVENT, forget() to NOTHING, and a graph of others to ALWAYS_IN_EVENT
+    From every other state extend() leads to IN_EVENT, reset() to NOTHING, and a graph of others to ALWAYS_IN_EVENT
     (not over NCCL). A change to or from the stream of recordings is none.
     """
 
@@ -77,8 +77,8 @@ class Last:
         """The state once the last call has been waited for."""
         if self.state is ON_STREAM or self.state is RESTING:
             return replace(self, state=RESTING)
-        return self.forgotten()
+        return self.after_reset()
 
-    def forgotten(self) -> Last:
+    def after_reset(self) -> Last:
         """The state once no eager call runs any more, and no stream is trusted."""
         return Last(ALWAYS_IN_EVENT if self.state is ALWAYS_IN_EVENT else NOTHING)

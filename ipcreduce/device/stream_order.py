@@ -304,9 +304,9 @@ class StreamOrder:
         if stream is None or stream == last.busy:
             self.last = last.waited_for()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Begin anew, since no eager call runs any more: the next call follows none, nor a stream that has failed."""
-        self.last = self.last.forgotten()
+        self.last = self.last.after_reset()
 
     def ends_by(self, deadline: float) -> bool:
         """Wait for the eager calls until ``deadline``, on the clock of :mod:`ipcreduce.clock`. True if they have ended.

@@ -75,15 +75,15 @@ class Segment:
             raise cannot_be_captured(error) from error
 
     def use(self, executable: cuda_graph.Executable | None) -> None:
-        """Launch this executable from now on, or none; the one before is destroyed once it has run."""
+        """Launch this executable from now on, or none; the one before is closed, and freed once it has run."""
         old, self.executable = self.executable, executable  # first: no other thread may launch it from now on
         self.ready.argument = 0 if executable is None else executable.handle
         if old is not None:
             with suppress(CudaError):
                 old.close()
 
-    def destroy_actions(self) -> list[Callable[[], None]]:
-        """Actions that give it back."""
+    def close_actions(self) -> list[Callable[[], None]]:
+        """The actions that close the segment."""
         return [partial(self.use, None), partial(cuda_graph.close_graph, self.graph)]
 
 
@@ -178,7 +178,7 @@ class Resources:
     def __init__(self, pool: GraphPool, context: int, segments: list[Segment]) -> None:
         self.pool, self._context, self.segments = pool, context, segments
         self.state = "staged"
-        self._first: list[Callable[[], None]] = []  # to be done before the segments are destroyed
+        self._first: list[Callable[[], None]] = []  # to be done before the segments are closed
         self._released = False
         pool.retain()
 
@@ -193,7 +193,7 @@ class Resources:
         """Give everything back. Idempotent."""
         if not self._released:
             self._released = True
-            actions = [action for segment in self.segments for action in segment.destroy_actions()]
+            actions = [action for segment in self.segments for action in segment.close_actions()]
             free_later(self._context, *self._first, *actions, self.pool.release)
             self.segments, self._first = [], []
 

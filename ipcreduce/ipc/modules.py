@@ -36,7 +36,7 @@ def take(key: Key, cubin: bytes | None = None) -> int | None:
             try:
                 _loaded[key] = _Loaded(module, driver.get_function(module, key[-1]))
             except BaseException:
-                driver.unload_module(module)
+                driver.close_module(module)
                 raise
         found = _loaded.get(key)
         if found is None:
@@ -52,4 +52,4 @@ def release(key: Key) -> None:
         found.users -= 1
         if not found.users:
             del _loaded[key]
-            driver.unload_module(found.module)
+            driver.close_module(found.module)

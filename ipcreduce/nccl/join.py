@@ -92,4 +92,4 @@ def _try(backend: NcclBackend, rank: int) -> None:
             driver.synchronize()
             if not (cupy.asnumpy(array) == n * (n + 1) / 2).all():
                 raise UnsupportedError(f"a sum of {count} numbers by NCCL is wrong on rank {rank}")
-        backend.order.forget()
+        backend.order.reset()

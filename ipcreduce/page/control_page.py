@@ -220,8 +220,8 @@ class Page:
             if new or not self.aborted:  # the watchdogs of mirrored pages would tell each other without end
                 self.abort(TOLD)
 
-    def end_waits(self) -> None:
-        """End every wait of this rank for good; the peers read that it has closed the communicator."""
+    def abort_at_close(self) -> None:
+        """Abort every wait, since this rank closes and a call of it still waits. The peers read that it has closed."""
         if not self.has_left(self.rank):
             self.post_lost(self.rank, f"{CLOSED_IT}, and ended its calls that still waited")
 

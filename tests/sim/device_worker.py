@@ -276,8 +276,8 @@ def kernels() -> None:
         assert target.get().tolist() == list(range(8))
     assert code(driver.Launch(function, 1, 2048, args).run, stream.ptr) == 1
     assert code(driver.Launch(function, 1, 32, args[:16].copy()).run, stream.ptr) == 1
-    driver.unload_module(module)
-    assert code(driver.unload_module, module) == 400
+    driver.close_module(module)
+    assert code(driver.close_module, module) == 400
 
 
 def faults() -> None:

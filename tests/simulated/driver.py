@@ -290,7 +290,7 @@ def load_module(cubin: bytes) -> int:
 
 
 @api("cuModuleUnload")
-def unload_module(module: int) -> None:
+def close_module(module: int) -> None:
     machine_streams.refuse_while_capturing()
     if _modules.pop(module, None) is None:
         raise Fault(400)

@@ -74,7 +74,7 @@ ACTS = {
     "captured": call(Stream(100)),
     "extend": lambda order: order.extend(THERE),
     "synchronize": lambda order: order.synchronize(None),
-    "forget": lambda order: order.forget(),
+    "reset": lambda order: order.reset(),
 }
 EDGES: dict[State, tuple[State, ...]] = {  # in the order of ACTS
     NOTHING: (ON_STREAM, IN_EVENT, ON_STREAM, ON_STREAM, NOTHING, IN_EVENT, NOTHING, NOTHING),

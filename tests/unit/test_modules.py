@@ -30,7 +30,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
                 raise CudaError("cuModuleGetFunction", 500, "not found")
             return module * 100
 
-        def unload_module(self, module: int) -> None:
+        def close_module(self, module: int) -> None:
             self.loaded.remove(module)
 
     driver = Driver()

@@ -216,7 +216,7 @@ class Communicator:
 
         :raises GraphStateError: within a recording.
         :raises PeerFailedError: with ``algorithm="direct"``, if another rank's block raised. Otherwise the next call
-            raises it. An exception in the block passes unchanged.
+            raises it; with NCCL graphs may then have to be recorded again. An exception in the block passes unchanged.
         """
         with self._open.session.capture():
             yield

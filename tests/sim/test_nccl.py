@@ -42,7 +42,13 @@ def test_nccls_own_errors(hold: Hold) -> None:
 
 
 def test_recordings_and_other_work(hold: Hold) -> None:
-    hold(3, "nccl_recordings_across_an_abort", "other_work_behind_a_call", "nccl_replays_of_others")
+    hold(
+        3,
+        "nccl_recordings_across_an_abort",
+        "nccl_exception_in_capture",
+        "other_work_behind_a_call",
+        "nccl_replays_of_others",
+    )
 
 
 def test_ends(hold: Hold) -> None:

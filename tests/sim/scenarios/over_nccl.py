@@ -370,6 +370,42 @@ def nccl_graphs() -> None:
     over_hosts(check)
 
 
+def nccl_exception_in_capture() -> None:
+    """Graphs outlive an exception in a capture() block, unless another rank is in its next call, which is given up."""
+
+    def check(comm: Communicator) -> None:
+        source, graph = mine(), Graph(comm)
+        with graph.record():
+            total = comm.allreduce(source)
+        comm.synchronize()
+        WORLD.Barrier()  # no rank still runs that call when another one fails
+        for waits in (False, True):
+            if RANK == LAST:
+                begun = others_wait(comm)
+                with raising(KeyError, "of the program"), comm.capture():
+                    if waits:
+                        until(begun, "the others' next call")
+                    raise KeyError("of the program")
+            else:
+                with comm.capture():
+                    pass
+                if not waits:
+                    told(comm)
+                error = error_of(lambda: (comm.allreduce(source), comm.synchronize()))
+                assert isinstance(error, errors.PeerFailedError), error
+                assert "of the program" in str(error), error
+            works(comm)
+            total.fill(0)
+            if waits:
+                raises(errors.GraphStateError, "Record the graph again", graph.replay)
+            else:
+                graph.replay()
+                right(total)
+        graph.close()
+
+    over_hosts(check)
+
+
 def recorded_by_some(comm: Communicator, graph: Graph) -> None:
     """A recording in which rank LAST refuses a call."""
     with graph.record():
@@ -553,5 +589,6 @@ SCENARIOS: list[Any] = [
     nccl_mismatches_unseen_at_first, nccl_calls_that_wait_on_the_host, nccl_start_up_that_hangs, dropped_with_a_call,
     killed_joining_anew, nccl_repeated_call_that_is_late,
     nccl_is_chosen, without_p2p, without_the_binding, nccl_results, nccl_refusals, nccl_mismatches, nccl_timeouts,
-    nccl_graphs, nccl_threads_and_streams, nccls_own_errors, nccl_closes_in_time, killed_over_nccl,
+    nccl_graphs, nccl_exception_in_capture, nccl_threads_and_streams, nccls_own_errors, nccl_closes_in_time,
+    killed_over_nccl,
 ]  # fmt: skip

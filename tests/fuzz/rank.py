@@ -22,6 +22,7 @@ import numpy as np
 
 import ipcreduce
 from ipcreduce import Communicator, Graph
+from ipcreduce.page import comparison
 from tests.fuzz import bodies, deaths, faults
 from tests.fuzz.bodies import Wrong, expect_error
 from tests.fuzz.job import Pipes
@@ -31,6 +32,9 @@ from tests.shared.bounds import HANG
 
 TIMEOUT_SECONDS = HANG
 _PENDING = 30  # results that are not looked at yet
+# A rank that finds a mismatch first waits for its earlier calls. The watchdogs of other ranks wait only 1 s, and end
+# those calls then: on a busy machine that is too soon, and their results would be missing.
+_PATIENCE_SECONDS = 10.0
 
 
 class Player:
@@ -298,6 +302,7 @@ def live(group: Pipes, end: socket.socket, simulated: bool) -> None:
     """Run the programs that come, and answer each by a line, until no more come."""
     logging.getLogger("ipcreduce").setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")
+    comparison._PATIENCE_SECONDS = _PATIENCE_SECONDS
     with end.makefile("r") as programs:
         player = Player(group, simulated)
         for line in programs:

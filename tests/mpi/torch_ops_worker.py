@@ -228,7 +228,7 @@ def transforms() -> None:
     assert torch.equal(batched, torch.stack([summed(3), 2 * summed(3)]))
     torch.testing.assert_close(torch.func.vmap(torch.func.grad(cubed), in_dims=1)(pair), torch.stack([once, 4 * once]))
     refused("op max has no derivative", lambda: torch.func.grad(lambda a: OPERATOR(a, "max", "world").sum())(x))
-    words = "one of torch.func's transforms. Use torch.ops.ipcreduce.all_reduce"
+    words = "a tensor of torch.func's transforms, without memory of its own. Use torch.ops.ipcreduce.all_reduce"
     for transform in (torch.func.grad, torch.func.vmap, torch.func.functionalize):
         refused(words, lambda transform=transform: transform(lambda a: comm.allreduce(a).sum())(x))
     refused(words, lambda: torch.func.jvp(comm.allreduce, (x,), (tangent,)))
@@ -295,7 +295,7 @@ def names() -> None:
     third.close()
     del third
     gc.collect()
-    refused("its communicator is gone. Register one", lambda: OPERATOR(x, "sum", "second"))
+    refused("its communicator is gone. Call ipcreduce.torch.register", lambda: OPERATOR(x, "sum", "second"))
 
 
 def checks_of_pytorch() -> None:

@@ -11,7 +11,7 @@ from ..types import Stream
 class Backend(ABC):
     """The part of a backend that a call sequence needs. Times are on the clock of :mod:`ipcreduce.clock`.
 
-    The methods here are those of a backend of which nothing runs between calls.
+    It is an interface without state. Its methods are those of a backend of which nothing runs between calls.
     """
 
     def drain(self) -> None:  # noqa: B027  (a backend may have nothing to do)

@@ -17,7 +17,7 @@ from .texts import described, text_of
 
 
 class Closable(Protocol):
-    """Resources that the process must close in order."""
+    """Resources that the process must close in order. Their classes stand in higher layers, above this module."""
 
     def owner(self) -> object | None:
         """The program's object that uses the resources; None once the program has dropped it."""

@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class Calls(Protocol):
-    """The part of :class:`CallSequence` that is needed here.
+    """The part of :class:`CallSequence` that is needed here. Its module imports this one, which cannot import it.
 
     :ivar within: a call is under way, or an exchange: of the thread that holds the lock.
     :ivar nested: each tells the peers of a call that failed within another one, once that has ended.

@@ -38,7 +38,7 @@ _STALE_RECORDING = (
 
 
 class HasSession(Protocol):
-    """A communicator, as graphs know it: see :func:`session_of`."""
+    """A communicator, as graphs know it: see :func:`session_of`. Its class stands in a higher layer."""
 
     @property
     def _graph_session(self) -> GraphSession: ...

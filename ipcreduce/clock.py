@@ -27,5 +27,5 @@ def wait(attempt: Callable[[float], bool], seconds: float) -> bool:
 
 
 def on_host(deadline: float) -> float:
-    """The same deadline on the monotonic clock, which all processes of a host share."""
+    """A deadline of this clock, on the monotonic clock, which all processes of a host share."""
     return time.monotonic() + deadline - now()

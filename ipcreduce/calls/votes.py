@@ -32,7 +32,7 @@ class Vote:
     text: str  # the error, if not ok
 
     def pack(self) -> bytes:
-        """As bytes for a round. The text is cut to its room."""
+        """The vote as bytes for a round. Its text is cut to the room."""
         row: np.ndarray[Any, Any] = np.zeros(1, _VOTE)
         row[0] = (self.call, self.ok, self.count, self.crc, encoded(self.text, _TEXT_BYTES))
         return row.tobytes()

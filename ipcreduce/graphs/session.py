@@ -153,7 +153,7 @@ class GraphSession:
     def _agree(
         self, number: int, segments: list[Segment], error: BaseException | None, stale: Exception | None = None
     ) -> None:
-        """:param stale: raised unless a fault is pending, which then is its cause."""
+        """Vote on a recording. :param stale: raised unless a fault is pending, which then is its cause."""
         calls = self.calls
         if self.backend is None:  # closed in the meantime
             raise error or ArgumentError("the communicator was closed during the recording")

@@ -75,6 +75,15 @@ def test_random_bytes(found: list[messages.Target], index: int, monkeypatch: pyt
     assert messages.attack(found[index], 400, seed=1)[1] == ""
 
 
+def test_the_command_for_random_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    pytest.importorskip("cuda.core", reason="cuda-core is not installed")
+    monkeypatch.setattr("sys.argv", ["messages", "--turns", "200", "--json", str(tmp_path / "rows.json")])
+    assert messages.main() == 0, capsys.readouterr()
+    assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 13
+
+
 def test_an_error_of_another_kind_is_told():
     def read(data: bytes) -> None:
         if data[:1] == b"\xff":

@@ -1,8 +1,11 @@
-"""All-reduce as operators of PyTorch, for torch.compile, export and autograd. Importing this module imports PyTorch.
+"""All-reduce in PyTorch: operators for torch.compile, export and autograd, and a hook for DistributedDataParallel.
+
+Importing this module imports PyTorch.
 
     register("tp", comm)
-    all_reduce(x, op="sum", communicator="tp")     returns a new contiguous tensor
-    all_reduce_(x, op="sum", communicator="tp")    works in place
+    all_reduce(x, op="sum", communicator="tp")       returns a new contiguous tensor
+    all_reduce_(x, op="sum", communicator="tp")      works in place
+    model.register_comm_hook(None, ddp_hook(comm))   averages the gradients of a model
 
 The operators are torch.ops.ipcreduce.all_reduce and torch.ops.ipcreduce.all_reduce_. Tensors, streams and errors are
 those of :meth:`Communicator.allreduce`, and ``op`` is one of its names. ``communicator`` is a name, because a compiled
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +26,7 @@ from torch._functorch.autograd_function import enable_single_level_autograd_func
 from torch.autograd import forward_ad
 
 from . import default, process
+from .buckets import Buckets
 from .communicator import Communicator
 from .dtypes import op_name
 from .errors import ArgumentError
@@ -42,10 +47,7 @@ def register(name: str, comm: Communicator) -> None:
 
     :raises ArgumentError: if an open communicator has the name, or an argument is of the wrong type.
     """
-    if not isinstance(comm, Communicator):
-        raise ArgumentError(
-            f"comm is a {type(comm).__qualname__}, which is no ipcreduce.Communicator. Call register(name, comm)"
-        )
+    _check_is_communicator(comm, "register(name, comm)")
     if not isinstance(name, str) or name == DEFAULT:
         raise ArgumentError(f"{shown(name)} cannot name a communicator. Pass a str other than {DEFAULT!r}")
     with _lock:
@@ -53,6 +55,41 @@ def register(name: str, comm: Communicator) -> None:
         if holder is not None and holder is not comm and process.resources_of(holder) is not None:
             raise ArgumentError(f"{name!r} is the name of {holder!r}. Choose another name, or close that communicator")
         _named[name] = weakref.ref(comm)
+
+
+def _check_is_communicator(comm: Any, call: str) -> None:
+    if not isinstance(comm, Communicator):
+        raise ArgumentError(f"comm is a {type(comm).__qualname__}, which is no ipcreduce.Communicator. Call {call}")
+
+
+def ddp_hook(comm: Communicator) -> Callable[[Any, Any], Any]:
+    """A communication hook for ``DistributedDataParallel`` that averages the gradients over the ranks.
+
+        model = DistributedDataParallel(model)
+        model.register_comm_hook(None, ipcreduce.torch.ddp_hook(comm))
+
+    Each model needs a hook of its own. The average has the same bits on every rank: those of ``comm.allreduce(bucket,
+    "mean")``. On the GPU the all-reduces run on a stream of their own, beside the rest of the backward pass. With
+    tensors on the host each is done before the backward pass goes on.
+
+    The hook's state is the model's process group, or None for the default group. In the first backward pass the ranks
+    compare it with the communicator.
+
+    ``backward()`` then raises the errors of :meth:`Communicator.allreduce`, and ArgumentError on every rank if the
+    processes of the group are not the communicator's ranks, in their order. If ``backward()`` raises on one rank, the
+    others get PeerFailedError. DistributedDataParallel cannot go on with that model: wrap it again, on every rank.
+
+    :raises ArgumentError: if ``comm`` is no Communicator.
+    """
+    _check_is_communicator(comm, "ddp_hook(comm)")
+    buckets = Buckets(comm, torch)
+
+    def hook(state: Any, bucket: Any) -> Any:
+        return buckets.average(state, bucket)
+
+    hook.__annotations__.clear()  # PyTorch checks them, and takes none or its own classes, not their names
+    hook.__qualname__ = "ipcreduce.torch.ddp_hook"  # for PyTorch's log
+    return hook
 
 
 def _find(name: str) -> Communicator | None:

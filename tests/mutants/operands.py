@@ -9,6 +9,7 @@ ARRAYS, OPERANDS, PROTOCOLS = (
     "ipcreduce/arrays/operands.py",
     "ipcreduce/cuda/array_protocols.py",
 )
+BUCKETS = "ipcreduce/buckets.py"
 TORCH, TENSORS = "ipcreduce/cuda/torch_runtime.py", "ipcreduce/cuda/torch_tensors.py"
 SHARED, NUMERICS = "ipcreduce/host/shared.py", "ipcreduce/dtypes.py"
 KINDS = "ipcreduce/dtypes.py"
@@ -23,6 +24,27 @@ def tensors(scenario: str) -> str:
 
 
 MUTANTS = [
+    Mutant(
+        "the all-reduce of a bucket does not wait for its gradients",
+        BUCKETS,
+        "        self._stream.wait_stream(cuda.current_stream(tensor.device))\n",
+        "",
+        tensors("buckets_behind_the_gradients"),
+    ),
+    Mutant(
+        "a bucket that is dropped may be reused while it is reduced",
+        BUCKETS,
+        "        tensor.record_stream(self._stream)",
+        "        #",
+        tensors("a_bucket_that_is_dropped"),
+    ),
+    Mutant(
+        "nobody hears of a backward pass that raises",
+        BUCKETS,
+        "queue_callback(finished)\n            return\n",
+        "queue_callback(finished)\n",
+        tensors("a_backward_pass_that_raises"),
+    ),
     Mutant(
         "a recording keeps a tensor, and not its memory",
         ARRAYS,

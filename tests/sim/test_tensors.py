@@ -1,4 +1,4 @@
-"""Arrays of other kinds than CuPy's of numbers: tests/sim/scenarios/tensors.py and written.py."""
+"""Arrays of other kinds than CuPy's of numbers: tests/sim/scenarios/tensors.py, gradients.py and written.py."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ def test_tensors(hold: Callable[..., None]) -> None:
         "other_memory_under_a_recorded_tensor", "addresses_of_weights", "a_stream_that_goes_before_its_tensors",
         "without_memory", "where_a_result_would_be_lost", "not_to_be_written", "without_memory_apart",
         "words_of_pytorch",
+    )  # fmt: skip
+
+
+def test_gradients(hold: Callable[..., None]) -> None:
+    hold(
+        3, "buckets_behind_the_gradients", "buckets_beside_the_backward_pass", "a_bucket_that_is_dropped",
+        "a_backward_pass_that_raises", "buckets_without_a_backward_pass", "buckets_of_another_group",
     )  # fmt: skip
 
 

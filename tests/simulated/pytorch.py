@@ -49,10 +49,13 @@ globals().update(_dtypes)
 class Stream:
     """Of PyTorch's pool: it is never destroyed."""
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.of_cupy = cupy.cuda.Stream(non_blocking=True)
         _streams.append(self.of_cupy)
         self.cuda_stream, self.stream_id = self.of_cupy.ptr, 2 * len(_streams) + 1
+
+    def wait_stream(self, other: Any) -> None:
+        self.of_cupy.wait_event(cupy.cuda.ExternalStream(other.cuda_stream).record())
 
 
 class ExternalStream(Stream):
@@ -180,6 +183,58 @@ class Tensor:
         return array
 
 
+class Future:
+    """With a result on the GPU: who asks for it waits, on the current stream, for the stream on which it was set."""
+
+    def __init__(self, devices: Any = ()) -> None:
+        self.devices = devices
+
+    def set_result(self, tensor: Tensor) -> None:
+        assert tensor.device in self.devices, "expected the future's value to be on its devices"
+        self.tensor, self.done = tensor, cupy.cuda.ExternalStream(current_stream().cuda_stream).record()
+
+    def wait(self) -> Tensor:
+        cupy.cuda.ExternalStream(current_stream().cuda_stream).wait_event(self.done)
+        self.tensor.record_stream(current_stream())
+        return self.tensor
+
+
+class ProcessGroup:
+    """Of all ranks. The scenarios may say otherwise."""
+
+    def __init__(self, rank: int, processes: list[int]) -> None:
+        self.rank, self.processes = rank, processes
+
+
+class GradBucket:
+    """Of DistributedDataParallel: one tensor of gradients."""
+
+    def __init__(self, tensor: Tensor, index: int = 0) -> None:
+        self.index, self.buffer = (lambda: index), (lambda: tensor)
+
+
+class BackwardPass:
+    """The engine, and one pass of it: callbacks of a pass that fails are dropped."""
+
+    def __init__(self) -> None:
+        self.callbacks: list[Any] = []
+
+    def queue_callback(self, callback: Any) -> None:
+        if getattr(_state, "backward", None) is None:
+            raise RuntimeError("Final callbacks can only be installed during backward pass.")
+        _state.backward.callbacks.append(callback)
+
+    def __enter__(self) -> None:
+        _state.backward = self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        _state.backward = None
+        while self.callbacks:
+            callback = self.callbacks.pop()
+            if kind is None:
+                callback()
+
+
 class WrapperTensor(Tensor):
     """Interprets PyTorch's operators itself, and has no memory."""
 
@@ -279,7 +334,12 @@ _modes: dict[str, Any] = {}
 _python_dispatch = SimpleNamespace(_is_in_torch_dispatch_mode=False)
 utils = SimpleNamespace(_python_dispatch=_python_dispatch)
 forward_ad = SimpleNamespace(_current_level=-1, unpack_dual=lambda tensor: SimpleNamespace(tangent=tensor.tangent))
-autograd = SimpleNamespace(forward_ad=forward_ad)
+autograd = SimpleNamespace(forward_ad=forward_ad, Variable=SimpleNamespace(_execution_engine=BackwardPass()))
+futures = SimpleNamespace(Future=Future)
+distributed = SimpleNamespace(
+    group=SimpleNamespace(WORLD=None), ProcessGroup=ProcessGroup, get_rank=lambda group: group.rank,
+    get_world_size=lambda group: len(group.processes), get_process_group_ranks=lambda group: group.processes,
+)  # fmt: skip
 _C = SimpleNamespace(
     _cuda_getCurrentRawStream=lambda device: current_stream().cuda_stream,
     _get_tracing_state=lambda: getattr(_state, "trace", None),

@@ -32,7 +32,14 @@ LAYERS = (
     ("ipcreduce.startup", "ipcreduce.communicator"),
     ("ipcreduce.default",),
     ("ipcreduce",),
-    ("ipcreduce.cli", "ipcreduce.__main__", "ipcreduce.bench", "ipcreduce.torch", "ipcreduce.serving"),
+    (
+        "ipcreduce.cli",
+        "ipcreduce.__main__",
+        "ipcreduce.bench",
+        "ipcreduce.buckets",
+        "ipcreduce.torch",
+        "ipcreduce.serving",
+    ),
 )
 LONGEST = 400
 LONGEST_FUNCTION = 60

@@ -20,6 +20,7 @@ from tests.sim.scenarios import (
     devices,
     driver_faults,
     ends,
+    gradients,
     options,
     over_nccl,
     peers,
@@ -30,7 +31,7 @@ from tests.sim.scenarios import (
 )
 from tests.sim.scenarios.common import GPUS, RANK, WORLD, grown, held, host_works
 
-MODULES = (startup, driver_faults, ends, peers, threads, captures, devices, tensors, written, over_nccl)
+MODULES = (startup, driver_faults, ends, peers, threads, captures, devices, tensors, gradients, written, over_nccl)
 SCENARIOS = {scenario.__name__: scenario for module in MODULES for scenario in module.SCENARIOS}
 
 

@@ -1,0 +1,148 @@
+"""The gradient buckets of PyTorch's DistributedDataParallel, averaged beside the backward pass.
+
+    PyTorch's stream     gradients of bucket 0 | of bucket 1     | of bucket 2     |            | the optimizer
+    the hook's stream                          | all-reduce of 0 | all-reduce of 1 | ... of 2   |
+
+``ipcreduce.torch.ddp_hook`` makes a hook of this. The module itself imports no PyTorch: it is given it.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from .calls import turns
+from .calls.fingerprint import Fingerprint
+from .communicator import Communicator
+from .errors import ArgumentError, Reach, report
+from .graphs.session import session_of
+from .page.records import rows
+from .types import DEFAULT_STREAM
+
+_COMPARISON = Fingerprint.of("comparison of the model's process group with the communicator")
+_MEMBER = np.dtype([("rank", "<i8"), ("size", "<i8"), ("processes", "<u4")])
+_REMEDY = (
+    "Make the communicator of the model's process group: ipcreduce.Communicator(group). If that is not PyTorch's "
+    "default group, pass it with the hook: model.register_comm_hook(group, hook)"
+)
+
+
+class Buckets:
+    """The buckets of one model on this rank.
+
+    :param torch: the module torch, or what stands for it.
+    """
+
+    def __init__(self, comm: Communicator, torch: Any) -> None:
+        self._comm, self._torch = comm, torch
+        self._calls = session_of(comm).calls
+        self._group: Any = None  # the process group that has been compared with the communicator
+        self._stream: Any = None  # of the all-reduces of tensors on the GPU
+        self._unfinished: Any = None  # tells the peers if the backward pass ends by an exception
+
+    def average(self, group: Any, bucket: Any) -> Any:
+        """Average a bucket over the ranks, in place. Collective.
+
+        On the GPU the all-reduce waits for the work on the current stream, and runs on a stream of its own. On the host
+        it is done at once.
+
+        :param group: the model's process group; None for PyTorch's default group.
+        :returns: a Future of the bucket's tensor, flat. The stream that is current in its ``wait()`` waits for the
+            all-reduce.
+        :raises ArgumentError: on every rank, if the processes of the group are not the ranks in their order.
+        :raises IpcReduceError: see :meth:`Communicator.allreduce`.
+        """
+        torch, begun = self._torch, False
+        try:
+            if bucket.index() == 0:
+                self._watch_this_pass()
+            tensor = bucket.buffer()
+            stream = self._stream_beside(tensor) if tensor.is_cuda else None
+            begun = True  # from here on the calls tell the peers
+            self._compare_once(torch.distributed.group.WORLD if group is None else group)
+            if stream is None:
+                return self._reduce(tensor, torch.futures.Future())
+            with torch.cuda.stream(stream):
+                return self._reduce(tensor, torch.futures.Future(devices=[tensor.device]))
+        except BaseException as error:
+            if self._unfinished is not None:
+                self._unfinished.detach()
+            if not begun:
+                self._calls.fail(error, begun=False, foreign=True)
+            raise
+
+    def _reduce(self, tensor: Any, future: Any) -> Any:
+        self._comm.allreduce(tensor, "avg", out=tensor)
+        future.set_result(tensor)  # records the end of the current stream's work, for those who wait
+        return future
+
+    def _stream_beside(self, tensor: Any) -> Any:
+        """The stream of the all-reduces, behind the present work on the current stream, with the tensor's memory."""
+        cuda = self._torch.cuda
+        if self._stream is None:  # of high priority, so that the all-reduces start between the backward pass's kernels
+            self._stream = cuda.Stream(tensor.device, priority=-1)
+        self._stream.wait_stream(cuda.current_stream(tensor.device))
+        tensor.record_stream(self._stream)  # if the backward pass fails, the bucket may be freed while it is reduced
+        return self._stream
+
+    # ---- the end of a backward pass
+    def _watch_this_pass(self) -> None:
+        """Tell the peers if the present backward pass ends by an exception, wherever that is raised.
+
+        PyTorch calls ``finished`` at the end of the pass. If the pass fails, it drops ``finished`` without a call.
+        """
+
+        def finished() -> None:
+            unfinished.detach()
+
+        unfinished = weakref.finalize(finished, self._tell_of_the_failed_pass)
+        unfinished.atexit = False
+        self._unfinished = unfinished
+        with suppress(RuntimeError):  # in DistributedDataParallel.join() there is no backward pass
+            self._torch.autograd.Variable._execution_engine.queue_callback(finished)
+            return
+        unfinished.detach()
+
+    def _tell_of_the_failed_pass(self) -> None:
+        error = RuntimeError("its backward pass raised an exception, after its first bucket of gradients")
+        self._calls.fail(error, begun=False, foreign=True)
+
+    # ---- the process group
+    def _compare_once(self, group: Any) -> None:
+        """Compare a process group with the communicator, unless it was the last one. Collective.
+
+        :raises ArgumentError: on every rank, if they differ.
+        """
+        if group is not self._group:
+            turns.make(self._calls, self._compare, group)
+            self._group = group
+
+    def _compare(self, group: Any) -> None:
+        distributed, calls, number = self._torch.distributed, self._calls, self._calls.number
+        if not isinstance(group, distributed.ProcessGroup):
+            raise ArgumentError(
+                f"the hook's state is a {type(group).__qualname__}. Pass None for PyTorch's default group, or the "
+                "model's process group: model.register_comm_hook(None, hook)"
+            )
+        member = np.zeros(1, _MEMBER)
+        processes = np.array(distributed.get_process_group_ranks(group), "<i8")
+        member[0] = distributed.get_rank(group), distributed.get_world_size(group), zlib.crc32(processes.tobytes())
+        calls.enter(_COMPARISON, DEFAULT_STREAM)
+        everyone = [
+            rows(data, _MEMBER, "ranks of a process group")[0] for data in calls.gather(number, member.tobytes())
+        ]
+        size = len(everyone)
+        differing = [
+            f"rank {rank} of {size} is rank {other['rank']} of {other['size']} there"
+            for rank, other in enumerate(everyone)
+            if (other["rank"], other["size"]) != (rank, size)
+        ]
+        if not differing and len({int(other["processes"]) for other in everyone}) > 1:
+            differing = ["its processes are not the same on every rank"]
+        if differing:
+            happened = f"the model's process group is not the communicator's ranks: {'; '.join(differing)}"
+            raise ArgumentError(report(calls.rank, number, happened, _REMEDY), reach=Reach.ALL)

@@ -1,0 +1,148 @@
+"""The buckets of DistributedDataParallel (tests/simulated/pytorch.py stands for PyTorch): streams, memory, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import cupy
+import numpy as np
+
+from ipcreduce import Communicator, errors
+from ipcreduce.buckets import Buckets
+from tests.sim.scenarios import WORLD
+from tests.sim.scenarios.common import LAST, RANK, SIZE, TOTAL, delay, raises, works
+from tests.simulated import pytorch as torch
+from tests.simulated.pytorch import BackwardPass, GradBucket, Tensor
+
+COUNT = 1000
+Hook = Any
+
+
+@contextmanager
+def hooked() -> Iterator[tuple[Communicator, Hook]]:
+    """A communicator and a hook of it, in a program that has imported PyTorch, whose default group are the ranks."""
+    world = torch.ProcessGroup(RANK, [*range(SIZE)])
+    with (
+        Communicator() as comm, torch.imported(), mock.patch.object(torch.distributed.group, "WORLD", world)
+    ):  # fmt: skip
+        works(comm)
+        hook = Buckets(comm, torch)
+        with BackwardPass():
+            averaged(hook.average(None, bucket_of(RANK + 1)))
+        yield comm, hook
+
+
+def bucket_of(value: float, index: int = 0) -> GradBucket:
+    like = Tensor(cupy.empty((COUNT,), np.float32))
+    return GradBucket(torch.full_like(like, value), index)
+
+
+def averaged(future: Any, factor: float = 1) -> None:
+    """The current stream finds the average of ``RANK + 1`` when it waits for the future."""
+    found = cupy.asnumpy(future.wait().array)
+    assert np.allclose(found, factor * TOTAL / SIZE, rtol=1e-6), f"rank {RANK}: {found[:4]}"
+
+
+def buckets_behind_the_gradients() -> None:
+    """An all-reduce follows the work that fills its bucket, and precedes what waits for its future."""
+    backward = torch.Stream()
+    with hooked() as (_, hook), torch.stream(backward):
+        for turn in (1, 2):
+            buckets = [bucket_of(0, index) for index in range(2)]
+            with BackwardPass():
+                futures = []
+                for bucket in buckets:
+                    delay(backward.cuda_stream)
+                    bucket.buffer().array.fill(turn * (RANK + 1) * (bucket.index() + 1))
+                    futures.append(hook.average(None, bucket))
+                for index, future in enumerate(futures):
+                    averaged(future, turn * (index + 1))
+
+
+def buckets_beside_the_backward_pass() -> None:
+    """The backward pass's stream does not wait for a rank that is late for a bucket."""
+    backward = torch.Stream()
+    with hooked() as (_, hook), torch.stream(backward), BackwardPass():
+        if RANK == LAST:
+            WORLD.Barrier()
+        future = hook.average(None, bucket_of(RANK + 1))
+        if RANK != LAST:
+            cupy.full((COUNT,), 1, np.float32)
+            backward.of_cupy.synchronize()  # would not end if the all-reduce ran there
+            WORLD.Barrier()
+        averaged(future)
+
+
+def a_bucket_that_is_dropped() -> None:
+    """As after a backward pass that fails: its memory serves nothing else while it is reduced."""
+    backward = torch.Stream()
+    with hooked() as (comm, hook), torch.stream(backward), BackwardPass():
+        if RANK == LAST:
+            WORLD.Barrier()
+        future = hook.average(None, bucket_of(RANK + 1))
+        if RANK != LAST:
+            del future
+            others = [bucket_of(-1) for _ in range(4)]
+            backward.of_cupy.synchronize()
+            WORLD.Barrier()
+            comm.synchronize()
+            assert all((cupy.asnumpy(other.buffer().array) == -1).all() for other in others)
+        else:
+            averaged(future)
+
+
+def a_backward_pass_that_raises() -> None:
+    """The other ranks hear of it at once: if the hook raises, and if anything else does after the first bucket."""
+    with hooked() as (comm, hook):
+        for where in ("hook", "pass"):
+            if RANK:
+                words = "KeyError" if where == "hook" else "its backward pass raised an exception"
+                with raises(errors.PeerFailedError, "rank 0 raised an error", words), BackwardPass():
+                    hook.average(None, bucket_of(RANK + 1))
+                    hook.average(None, bucket_of(RANK + 1, 1))
+                    comm.synchronize()
+            else:
+                with raises(KeyError), BackwardPass():
+                    bucket = bucket_of(RANK + 1)
+                    if where == "hook":
+                        bucket.buffer = lambda: {}["gone"]
+                    averaged(hook.average(None, bucket))
+                    raise KeyError
+            works(comm)
+        with BackwardPass():
+            averaged(hook.average(None, bucket_of(RANK + 1)))
+
+
+def buckets_without_a_backward_pass() -> None:
+    """``DistributedDataParallel.join()`` calls the hook of a rank without data outside of a pass."""
+    with hooked() as (comm, hook):
+        averaged(hook.average(None, bucket_of(RANK + 1)))
+        works(comm)
+
+
+def buckets_of_another_group() -> None:
+    """Every rank raises, also those whose own rank is the same in both."""
+    with hooked() as (comm, hook):
+        turned = {0: 0} | {rank: SIZE - rank for rank in range(1, SIZE)}
+        for group, words in (
+            (torch.ProcessGroup(turned[RANK], [0, *range(SIZE - 1, 0, -1)]), f"rank {LAST} of {SIZE} is rank 1 of"),
+            (torch.ProcessGroup(RANK, [*range(SIZE + 1)]), f"rank 0 of {SIZE} is rank 0 of {SIZE + 1} there"),
+            (torch.ProcessGroup(RANK, [*range(RANK, SIZE + RANK)]), "its processes are not the same on every rank"),
+            ("mine", "the hook's state is a str"),
+        ):
+            if SIZE == 2 and "is rank 1 of" in words:
+                continue
+            with raises(errors.ArgumentError, words), BackwardPass():
+                hook.average(group, bucket_of(RANK + 1))
+        with BackwardPass():
+            averaged(hook.average(None, bucket_of(RANK + 1)))
+        works(comm)
+
+
+SCENARIOS = [
+    buckets_behind_the_gradients, buckets_beside_the_backward_pass, a_bucket_that_is_dropped,
+    a_backward_pass_that_raises, buckets_without_a_backward_pass, buckets_of_another_group,
+]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
@@ -52,7 +53,10 @@ def test_captures_of_others(mpirun: Run, ranks: int) -> None:
     assert result.stdout.count(": right, ") == len(SCENARIOS)
 
 
-@pytest.mark.parametrize("example", ["allreduce.py", "llama_torch.py", "tensor_parallel.py", "train_digits.py"])
+EXAMPLES = ("allreduce.py", "llama_torch.py", "tensor_parallel.py", "train_ddp.py", "train_digits.py")
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_examples(mpirun: Run, example: str) -> None:
     assert "backend ipc" in mpirun(f"mpi_examples/{example}", 2, timeout=300).stdout
 
@@ -66,6 +70,13 @@ def test_pages_that_bring_people_over(mpirun: Run) -> None:
         shown = [piece for piece in documents.pieces(page) if piece.fragment in (None, "needs NCCL")]
         assert shown
         assert all(f"{piece.page}, line {piece.line}: right\n" in output for piece in shown), output
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+def test_gradients(mpirun: Run) -> None:
+    scenarios = "bits", "unsynchronised", "unused", "static", "as_without", "failures", "left", "groups"
+    output = mpirun("tests/mpi/ddp_worker.py", 2, *scenarios, timeout=300).stdout
+    assert all(f"{scenario}: right" in output for scenario in scenarios), output
 
 
 @pytest.mark.skipif(bool(sanitizers.missing()), reason=sanitizers.missing())

@@ -262,6 +262,10 @@ _RUNS: dict[str, Callable[[dict[str, Any], Rows], tuple[str, str]]] = {  # by a 
         f"{_BEFORE_TIMING}; {len(rows)} rows",
     ),
     "startup": lambda _, rows: ("`benchmarks.figures`", f"{len(rows)} ratios; times only"),
+    "timeline_ms": lambda content, _: (
+        "a training step with and without overlap, `benchmarks/overlap.py`",
+        f"{_BEFORE_TIMING}; {len(content['ms_of_step'])} times and a timeline",
+    ),
     "us": lambda *_: ("host times beside PyTorch, `benchmarks.torch_host`", "times only"),
 }
 

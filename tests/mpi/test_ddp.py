@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -40,3 +41,13 @@ def test_the_example_notices_a_wrong_sum(mpirun: Callable, tmp_path: Path):
     assert run.returncode != 0
     assert "Traceback" not in run.stdout
     assert run.stdout.count("the ranks have DIFFERENT weights") == 2, run.stdout
+
+
+def test_the_benchmark_of_overlap(mpirun: Callable, tmp_path: Path):
+    """Small, on the host: each way's gradients are right, and the file has all that the documents read."""
+    small = "--layers", 3, "--hidden", 64, "--tokens", 8, "--turns", 2, "--steps", 2
+    mpirun("benchmarks/overlap.py", 2, tmp_path / "found.json", *small, env=HOST)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["ms_of_step"].keys() == {"alone", "overlapped", "after", "all-reduces"}
+    [(full, averaged)] = found["timeline_ms"]["buckets"]  # 25 KB fit into one
+    assert 0 <= full <= averaged <= found["timeline_ms"]["end"]

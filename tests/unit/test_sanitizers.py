@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,8 +67,17 @@ def test_a_line_of_the_table(tool: Path, script: str, expected: tuple[int, int, 
     assert (row["found"][:2] == shown) == (ERRORS in script)
 
 
-def test_a_hang_is_ended_with_all_that_it_has_started(tool: Path, tmp_path: Path):
-    alive = tmp_path / "alive"
+def test_a_hang_is_ended_with_all_that_it_has_started(tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    alive, wait = tmp_path / "alive", subprocess.Popen.wait
+    alive.touch()
+
+    def until_both_hang(process: Any, timeout: float | None = None) -> int:
+        if timeout is None:
+            return wait(process)
+        bounds.until(lambda: len(alive.read_text().split()) == 2, "both ranks")
+        raise subprocess.TimeoutExpired("the ranks", timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", until_both_hang)
     tool.write_text(f"#!/bin/sh\n{LOG}setsid sleep 600 &\necho $! >> {alive}\nwait\n")
     row = sanitizers.run(LAUNCHER, "racecheck", "direct", 1)
     assert row["problem"] == "not done after 1 s"

@@ -6,20 +6,18 @@ import logging
 import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from typing import Any, overload
 
 import numpy as np
 
 from . import process, startup
-from .arrays import operands, views
+from .arrays import lists, views
 from .calls import faults, turns
 from .calls.sequence import CallSequence
 from .cuda import cupy_runtime
-from .cuda.contexts import using
 from .device import deferred_free
-from .device.known_calls import Prepared
+from .device_reducer import DeviceReducer
 from .errors import ArgumentError, GraphStateError, PeerLostError, UnsupportedError
 from .graphs.session import GraphSession
 from .host.over_mpi import MpiReducer
@@ -153,48 +151,16 @@ class Communicator:
         return turns.make(self._open.calls, self._allreduce, array, op, out, stream)
 
     def _allreduce(self, array: Any, op: Any, out: Any, stream: Any) -> Any:
-        if views.is_device(array):
-            return self._reduce_device(array, op, out, stream)
+        parts, several = self._open, lists.is_list(array)
+        on_device = lists.on_device(array) if several else views.is_device(array)
+        if on_device is None:  # an empty list
+            on_device = parts.backend is not None
+        if on_device:
+            reducer = parts.device
+            return (reducer.allreduce_list if several else reducer.allreduce)(array, op, out, stream)
         if stream is not None:
             cupy_runtime.stream_of(stream)  # refused as on GPUs; no work on the host waits for a stream
-        return self._open.host.allreduce(array, op, out)
-
-    def _reduce_device(self, array: Any, op: Any, out: Any, stream: Any) -> Any:
-        parts = self._open
-        calls, backend = parts.calls, parts.backend
-        if backend is None:
-            raise UnsupportedError(f"device arrays need backend ipc or nccl: {parts.why_none}. Pass NumPy arrays here")
-        recording = calls.recording
-        handle, owner = operands.stream_of(array, stream)
-        recorded = recording is not None and recording.captures(handle)
-        allocating = nullcontext if recorded else partial(parts.session.allocating, handle)
-        with using(backend.context):  # the thread may have another one, or none
-            used = operands.DeviceOperands.of(
-                array, out, handle, backend.device.ordinal, ordered=not recorded, allocating=allocating
-            )
-        source, destination = used.source, used.destination
-        prepared: Prepared = backend.for_array(source, op)
-        if prepared.through is not None:
-            used.convert(prepared.through, allocating)
-        if recorded:
-            prepared = parts.session.note(prepared, source, destination, used.target)
-        else:
-            calls.enter(prepared.what, handle)
-        if backend.n == 1:
-            backend.order.launch(partial(views.copy_into, destination, source), handle, owner, recorded=recorded)
-        else:
-            backend.run(prepared, used.source_address, used.destination_address, handle, owner, recorded)
-        if used.destination is not used.target:
-            views.copy_into(used.target, used.destination, handle)
-            backend.order.extend(handle)
-        if not recorded and not views.is_cupy(array):
-            with using(backend.context):
-                operands.note_uses((array, out), handle, owner)  # a new result is of that stream
-        if recorded:
-            calls.withdraw()  # recorded, not executed: launching its segment counts as the call
-        elif parts.sync and not backend.is_capturing(handle):
-            parts.session.wait(handle)
-        return used.result
+        return (parts.host.allreduce_list if several else parts.host.allreduce)(array, op, out)
 
     # ---- waiting and ending
     def synchronize(self, stream: Any = None) -> None:
@@ -279,6 +245,7 @@ class _Open:
         over_mpi = MpiReducer(ranks, options.timeout) if isinstance(ranks, MpiRanks) else None
         self.host = HostReducer(self.calls, over_mpi, started.shared, self.reasons.get("shm", ""))
         self.session = GraphSession(self.calls, self.backend, self.why_none, self.sync, options.direct)
+        self.device = DeviceReducer(self.calls, self.backend, self.why_none, self.session, self.sync)
         self.fast = None
         if self.backend is not None:
             self.fast = None if self.sync else self.backend.open_fast_path(self.calls)
@@ -324,6 +291,7 @@ class _Open:
 
     def _let_go(self) -> None:
         self.backend = self.fast = self.watch = None
+        self.device.close()
         self.host.close()
 
 

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from . import advice
-from .errors import ArgumentError
+from .errors import ArgumentError, naming_member
 from .texts import shown
 
 # A name's index in these tuples is its code in messages and in the slots' offset (ipc/plan.py): never reorder them.
@@ -107,6 +107,22 @@ def kind_name(dtype: np.dtype[Any], op: str) -> str:
         instead = _INSTEAD["a product" if op == "prod" and name != "bool" else name]
         raise ArgumentError(f"dtype {name} has no {op}, but {' and '.join(ops)}. {instead}")
     return name
+
+
+def list_kinds(dtypes: Sequence[np.dtype[Any]], op: Any) -> list[tuple[str, str]]:
+    """The name of each dtype, and the op for it: see :func:`kind_name` and :func:`op_name`.
+
+    :raises ArgumentError: if one of these dtypes cannot be reduced so. It names the member of the list.
+    """
+    found: list[tuple[str, str]] = []
+    known: dict[np.dtype[Any], tuple[str, str]] = {}
+    for index, dtype in enumerate(dtypes):
+        if dtype not in known:
+            with naming_member(index):
+                name = op_name(op, dtype)
+                known[dtype] = kind_name(dtype, name), name
+        found.append(known[dtype])
+    return found
 
 
 def reduced_as(kind: str) -> str:

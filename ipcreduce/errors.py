@@ -6,7 +6,8 @@ it says what happened, and what to do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 
 from .texts import text_of
@@ -46,6 +47,15 @@ class IpcReduceError(RuntimeError):
 
 class ArgumentError(IpcReduceError, ValueError):
     """An argument of a call is wrong: type, dtype, shape, device, op or stream; or the communicator is closed."""
+
+
+@contextmanager
+def naming_member(index: int) -> Iterator[None]:
+    """Add to an :class:`ArgumentError` that the block raises which member of a list of arrays it is about."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise ArgumentError(f"member {index} of the list: {text_of(error)}") from error
 
 
 class UnsupportedError(IpcReduceError):

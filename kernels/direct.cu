@@ -21,7 +21,7 @@
 constexpr int kDepth = IPCREDUCE_DEPTH;
 
 KERNEL(direct, 512, 2)(KERNEL_ARGS args) {
-  const auto in = message_at<true>(args.in, args.bytes);
+  const auto in = input_of<true>(args);
   const u32 columns = columns_per_chunk(args), tile = kDepth * threads_in_grid(), tiles = ceil_div(columns, tile);
   const u64 row = row_bytes(columns), flag_row = row_bytes(blocks_in_grid()), own_workspace = args.peers[0];
   grid_dependency_sync();

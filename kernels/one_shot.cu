@@ -22,8 +22,9 @@
 #include <packets.cuh>
 
 template <bool kAligned> DEVICE void run(const Args& args) {
-  const auto in = message_at<kAligned>(args.in, args.bytes), out = message_at<kAligned>(args.out, args.bytes);
-  const u32 packets = ceil_div(in.bytes, kPacketBytes), index = thread_in_grid();
+  const auto input = input_of<kAligned>(args), output = output_of<kAligned>(args);
+  const u32 packets = ceil_div((u32)args.bytes, kPacketBytes), index = thread_in_grid();
+  const auto in = array_with(input, index), out = array_with(output, index);
   const bool active = index < packets;
   grid_dependency_sync();
 

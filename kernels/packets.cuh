@@ -17,6 +17,7 @@
 // memory, and no packet carries an epoch. Two buffers are enough, because the reader restores the sentinel (see
 // one_shot.cu, rotation).
 #pragma once
+#include <list.cuh>
 #include <reduce.cuh>
 
 // The arguments of every kernel, all 64-bit words; ipcreduce/ipc/launches.py fills them in by index.
@@ -31,7 +32,19 @@ struct Args {
                         // non-zero if a wait of this rank has ended without data
   u64 timeout_ns;       // deadline of a wait, from its start
   u64 outs[8];          // direct.cu: output of peer_rank(i), as mapped in this process
+#ifdef IPCREDUCE_PARTS  // a list: in and out are all addresses or-ed together, and bytes counts whole packets
+  PartTable parts;
+#endif
 };
+
+// This rank's input and output, for load_message() and store_message().
+#ifdef IPCREDUCE_PARTS
+template <bool kAligned> DEVICE List<kAligned> input_of(const Args& args) { return {args.parts, true}; }
+template <bool kAligned> DEVICE List<kAligned> output_of(const Args& args) { return {args.parts, false}; }
+#else
+template <bool kAligned> DEVICE auto input_of(const Args& args) { return message_at<kAligned>(args.in, args.bytes); }
+template <bool kAligned> DEVICE auto output_of(const Args& args) { return message_at<kAligned>(args.out, args.bytes); }
+#endif
 
 constexpr u32 kEpochSlots = 512;  // upper bound of the grid, in blocks; plan.EPOCH_SLOTS is the same
 constexpr u32 kSentinel = 0xFFFFFFFFu;
@@ -263,8 +276,8 @@ DEVICE void restore_sentinels(u64 rows, u32 packets, u32 index, bool active) {
 // ---- the first hop of two_shot.cu and direct.cu: the chunk of rank r begins at packet r * columns of the message
 DEVICE u32 columns_per_chunk(const Args& args) { return ceil_div(ceil_div((u32)args.bytes, kPacketBytes), kRanks); }
 
-template <bool kAligned, int kDepth>
-DEVICE void load_chunks(Packet (&chunk)[kDepth][kMaxRanks], const Message<kAligned>& in, u32 columns, u32 column) {
+template <class Input, int kDepth>
+DEVICE void load_chunks(Packet (&chunk)[kDepth][kMaxRanks], const Input& in, u32 columns, u32 column) {
 #pragma unroll
   for (int d = 0; d < kDepth; ++d) {
     const u32 own_column = packet_index(column, d);
@@ -288,9 +301,9 @@ DEVICE void push_chunks(const Packet (&chunk)[kDepth][kMaxRanks], const Args& ar
 
 // Loads kDepth columns of this rank's own chunk and waits for those of every peer. As for receive_packets(), v must not
 // be used after an abandoned wait.
-template <bool kAligned, int kDepth>
-DEVICE void receive_columns(Packet (&v)[kDepth][kMaxRanks], const Args& args, const Message<kAligned>& in, u64 rows,
-                            u32 columns, u32 column, bool& alive) {
+template <class Input, int kDepth>
+DEVICE void receive_columns(Packet (&v)[kDepth][kMaxRanks], const Args& args, const Input& in, u64 rows, u32 columns,
+                            u32 column, bool& alive) {
 #pragma unroll
   for (int d = 0; d < kDepth; ++d) {
     const u32 own_column = packet_index(column, d);

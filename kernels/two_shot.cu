@@ -20,7 +20,7 @@ constexpr int kDepth = IPCREDUCE_DEPTH;
 // kTiled: the columns take more than one tile. The code for a single tile is compiled separately, because it is a third
 // as long (see vec.cuh).
 template <bool kTiled, bool kAligned> DEVICE void run(const Args& args, u32 columns, u32 tile) {
-  const auto in = message_at<kAligned>(args.in, args.bytes), out = message_at<kAligned>(args.out, args.bytes);
+  const auto in = input_of<kAligned>(args), out = output_of<kAligned>(args);
   u32 column = thread_in_grid();
   grid_dependency_sync();
 

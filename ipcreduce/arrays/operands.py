@@ -44,9 +44,10 @@ class DeviceOperands:
 
     Kernels read ``source`` and write ``destination``. Both are contiguous and aligned, and they are either the same
     array or do not overlap. The result belongs into ``target``: if ``target`` is not ``destination``, the caller copies
-    the result there. ``result`` is the array to return.
+    the result there. ``given`` is the caller's array, and ``result`` the array to return.
     """
 
+    given: Any
     source: Any
     source_address: int
     destination: Any
@@ -66,7 +67,7 @@ class DeviceOperands:
         :param allocating: the context in which results and copies are allocated.
         :raises ArgumentError: if an argument is wrong.
         """
-        source = views.view(array, stream, ordered)
+        source = given = views.view(array, stream, ordered)
         _check_device(device, source, "array")
         if out is None:
             with allocating():
@@ -94,7 +95,7 @@ class DeviceOperands:
                     f"address {address:#x} of array or out is no multiple of the itemsize, {source.itemsize}. "
                     "Copy it to a new array first"
                 )
-        return cls(source, source_address, destination, destination_address, target, result, stream)
+        return cls(given, source, source_address, destination, destination_address, target, result, stream)
 
     def convert(self, dtype: Any, allocating: Allocating) -> None:
         """Copy the source to ``dtype``, and let the kernels work on that copy in place."""

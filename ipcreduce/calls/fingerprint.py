@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..texts import encoded
@@ -28,6 +28,13 @@ class Fingerprint:
 def by_rank(texts: Mapping[int, str]) -> str:
     """The calls of some ranks that differ, in words."""
     return " and ".join(f"{text} on rank {rank}" for rank, text in texts.items())
+
+
+def of_list(members: Sequence[tuple[tuple[int, ...], str]], op: str, where: str = "") -> Fingerprint:
+    """The fingerprint of an all-reduce of a list of arrays, of these shapes and dtypes."""
+    every = ", ".join(f"{dtype} {shape}" for shape, dtype in members)
+    text = f"{op} of {len(members)} arrays{where}"
+    return Fingerprint.of(f"{text}: {every}")
 
 
 def of_allreduce(shape: tuple[int, ...], dtype: str, op: str) -> Fingerprint:

@@ -21,7 +21,7 @@ from ..types import Stream
 from . import background
 from .deferred_free import Action, attempt, flush, untrack
 from .fast_path import FastPath
-from .known_calls import KnownCalls, Prepared, Ready
+from .known_calls import KnownCalls, Prepared, PreparedList, Ready
 from .stream_order import StreamOrder
 
 _ABORT_SECONDS, _GIVE_UP_SECONDS = 5.0, 0.9  # of close(): until waits are aborted, and from there until it gives up
@@ -106,6 +106,22 @@ class DeviceBackend(Backend):
         :raises CudaError: if a launch fails.
         """
         self.order.launch(partial(self.start, prepared, source, target), stream, owner, recorded=recorded)
+        self.order.launched = self.page.calls.number[0]
+
+    @abstractmethod
+    def for_list(self, arrays: Sequence[Any], op: Any) -> PreparedList:
+        """As :meth:`for_array`, of a list of device arrays. Its errors name the member."""
+
+    @abstractmethod
+    def start_list(self, prepared: Any, sources: Sequence[int], targets: Sequence[int], stream: Stream) -> None:
+        """As :meth:`start`, of a list of arrays."""
+
+    def run_list(
+        self, prepared: PreparedList, sources: Sequence[int], targets: Sequence[int], stream: Stream, owner: Any,
+        recorded: bool = False,
+    ) -> None:  # fmt: skip
+        """As :meth:`run`, of a list of arrays: all its launches are one call."""
+        self.order.launch(partial(self.start_list, prepared, sources, targets), stream, owner, recorded=recorded)
         self.order.launched = self.page.calls.number[0]
 
     def launch_graph(self, executable: graph.Executable, stream: Stream, owner: Any) -> None:

@@ -46,6 +46,18 @@ class Prepared:
     through: np.dtype[Any] | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class PreparedList:
+    """All that a backend knows of an all-reduce of a list of arrays before their addresses are given.
+
+    :ivar through: by member, as for :class:`Prepared`.
+    """
+
+    what: Fingerprint
+    by: str
+    through: tuple[np.dtype[Any] | None, ...]
+
+
 # From a prepared call, the addresses of source and target, and whether these have come before.
 MakeReady = Callable[[Any, int, int, bool], Ready]
 _Place = tuple[int, int, Any, Any, str]  # of a call: source, target, shape, dtype, op

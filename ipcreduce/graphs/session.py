@@ -17,7 +17,7 @@ from ..calls.votes import agree
 from ..cuda import cupy_runtime, current_streams
 from ..device import deferred_free
 from ..device.backend import DeviceBackend
-from ..device.known_calls import Prepared, Ready
+from ..device.known_calls import Prepared, PreparedList, Ready
 from ..device.stream_order import StreamOrder
 from ..errors import ArgumentError, GraphStateError, IpcReduceError, Reach, UnsupportedError
 from ..ipc.backend import IpcBackend
@@ -178,6 +178,10 @@ class GraphSession:
         call = RecordedCall(prepared.what, prepared.by)
         self.calls.recording.note(call, *used)
         return prepared if self.direct is None else self.direct.noted(prepared, call)
+
+    def note_list(self, prepared: PreparedList, *used: Any) -> None:
+        """As :meth:`note`, of an all-reduce of a list, which is never direct."""
+        self.calls.recording.note(RecordedCall(prepared.what, prepared.by), *used)
 
     def recorded(self, graph: Any, resources: Resources, number: int) -> None:
         """Take a complete recording, call ``number``. Collective only where graphs are direct."""

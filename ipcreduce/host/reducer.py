@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from .. import clock
 from ..arrays.host_operands import HostOperands
-from ..calls.fingerprint import Fingerprint
+from ..arrays.lists import HostLists
+from ..calls.fingerprint import Fingerprint, of_list
 from ..calls.sequence import CallSequence
+from ..dtypes import op_name
 from ..errors import UnsupportedError
 from ..ranks.mpi import check_runs
 from ..types import DEFAULT_STREAM
@@ -68,19 +71,41 @@ class HostReducer:
         return what if same and out.flags.carray else None  # carray: contiguous, aligned and writable
 
     def _reduce(self, used: HostOperands) -> Array:
-        calls, array, op, out = self._calls, used.source, used.op, used.target
-        what = _fingerprint(used.shape, used.kind, op)
-        if self._shared is not None:
-            calls.enter(what, DEFAULT_STREAM)
-            return self._through_memory(self._shared, what, array, op, out)
-        if self._mpi is None:
+        what = _fingerprint(used.shape, used.kind, used.op)
+        self._enter(what)
+        return self._exchange(what, used.source, used.op, used.target)
+
+    def allreduce_list(self, arrays: Any, op: Any, out: Any) -> Any:
+        """One call on a list of arrays. Those of one dtype are copied behind each other, and handed over together."""
+        used = HostLists(arrays, op, out)
+        what = of_list([(one.shape, one.kind) for one in used.members], op_name(op), " on the host")
+        self._enter(what)
+        if not used.members:  # it waits for the other ranks, too
+            self._exchange(what, np.empty(0, np.uint8), "sum", None)
+        reduced: dict[HostOperands, Array] = {}
+        for name, members in used.by_dtype():
+            flat = self._exchange(what, np.concatenate([one.source.reshape(-1) for one in members]), name, None)
+            ends = accumulate(one.source.size for one in members)
+            for one, end in zip(members, ends, strict=True):
+                reduced[one] = flat[end - one.source.size : end].reshape(one.source.shape)
+        return used.results([reduced[one] for one in used.members])
+
+    def _enter(self, what: Fingerprint) -> None:
+        calls = self._calls
+        if self._shared is None and self._mpi is None:
             raise UnsupportedError(
                 f"host arrays need memory that the ranks share, or MPI: {self._reason}, and the group is not MPI's. "
                 "Make the Communicator of one of mpi4py, or pass device arrays"
             )
         calls.enter(what, DEFAULT_STREAM)
-        calls.gather(calls.number, b"")
-        calls.compare(what)  # all have come: MPI does not compare what it carries
+        if self._shared is None:
+            calls.gather(calls.number, b"")
+            calls.compare(what)  # all have come: MPI does not compare what it carries
+
+    def _exchange(self, what: Fingerprint, array: Array, op: str, out: Array | None) -> Array:
+        if self._shared is not None:
+            return self._through_memory(self._shared, what, array, op, out)
+        assert self._mpi is not None
         result = self._over_mpi(self._mpi, array, op)
         if out is None:
             return result

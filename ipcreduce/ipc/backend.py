@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from .. import clock
 from ..cuda import driver
 from ..cuda.contexts import using_relaxed
@@ -15,7 +17,7 @@ from ..device.known_calls import Ready
 from ..errors import CudaError
 from ..page.control_page import Page
 from ..types import Stream
-from . import plan
+from . import lists, plan
 from .launches import IN, OUT, Launches, PreparedCall
 from .ready import ReadyLaunches
 from .workspace import Workspace
@@ -79,6 +81,16 @@ class IpcBackend(DeviceBackend):
         for launch, words, part in prepared.launches:
             words[IN], words[OUT] = source + part.offset, target + part.offset
             launch.run(stream)
+
+    def for_list(self, arrays: Sequence[Any], op: Any) -> lists.PreparedLaunches:
+        """See :meth:`Launches.for_list`."""
+        return self.launches.for_list(arrays, op)
+
+    def start_list(
+        self, prepared: lists.PreparedLaunches, sources: Sequence[int], targets: Sequence[int], stream: Stream
+    ) -> None:  # fmt: skip
+        """Put the kernels of an all-reduce of a list on ``stream``."""
+        prepared.run(np.array(sources, np.uint64), np.array(targets, np.uint64), stream)
 
     # ---- ends
     def reset(self, offers: Sequence[bytes]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from ..calls.fingerprint import of_allreduce
+from ..calls.fingerprint import of_allreduce, of_list
 from ..cuda import compiler, driver
 from ..cuda.contexts import using_relaxed
 from ..device.known_calls import Prepared, keep
-from ..dtypes import OPS, kind_name, op_name, reduced_as
+from ..dtypes import OPS, kind_name, list_kinds, op_name, reduced_as
 from ..page.layout import ABORT_OFFSET, missing_offset
 from ..types import DEFAULT_STREAM
-from . import modules, plan
+from . import lists, modules, plan
 from .workspace import Workspace
 
 # Words of struct Args (packets.cuh)
@@ -26,7 +26,8 @@ IN, OUT, _BYTES, _PEERS, _HALF = 0, 1, 2, 3, 11
 _EPOCHS, _ABORT, _MISSING, _TIMEOUT = 12, 13, 14, 15
 _ARG_WORDS = 24
 _VERIFY = "verify", "int32", "sum"
-_Kernel = tuple[str, str, str, int]  # name, dtype, op, depth
+_MOST_LISTS = 256  # prepared, each with up to 32 KB of arguments for each launch
+_Kernel = tuple[str, str, str, int, int]  # name, dtype, op, depth; the most parts of a list, or 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,8 @@ class Launches:
         self._shared: list[modules.Key] = []
         self._functions: dict[_Kernel, int] = {}
         self.prepared: dict[tuple[Any, ...], PreparedCall] = {}  # by shape, dtype and op
+        self.lists: dict[tuple[Any, ...], lists.PreparedLaunches] = {}  # by op, and the members' shapes and dtypes
+        self._most_parts = lists.most_parts()
 
     def for_array(self, array: Any, op: Any) -> PreparedCall:
         """The launches of an all-reduce of a device array, compiled if need be.
@@ -83,10 +86,42 @@ class Launches:
 
         :raises IpcReduceError: if a kernel does not compile. :raises CudaError: if it does not load.
         """
-        kernels = plan.kernels(self._workspace.n, self.algorithm, self.table) | self.further_kernels
-        self._load((kernel, reduced_as(name), other, depth) for kernel, depth in kernels for other in OPS)
+        self._load_all(name)
         steps = self.planned(nbytes, self.algorithm, self.table)
         return keep(self.prepared, (shape, dtype, op), self.by_steps(steps, shape, name, op, nbytes))
+
+    def for_list(self, arrays: Sequence[Any], op: Any) -> lists.PreparedLaunches:
+        """The launches of an all-reduce of a list of device arrays, compiled if need be. See :meth:`for_array`."""
+        members = tuple((array.shape, array.dtype) for array in arrays)
+        name = op_name(op) if not members or type(op) is not str else op
+        prepared = self.lists.get((name, members))
+        if prepared is None:
+            prepared = keep(self.lists, (name, members), self._prepare_list(arrays, op), _MOST_LISTS)
+        return prepared
+
+    def _prepare_list(self, arrays: Sequence[Any], op: Any) -> lists.PreparedLaunches:
+        names = list_kinds([array.dtype for array in arrays], op)
+        launches: list[lists.ListLaunch] = []
+        for kind, name in dict.fromkeys(names):
+            sizes = [array.nbytes if of == (kind, name) else 0 for array, of in zip(arrays, names, strict=True)]
+            planned = lists.make_plan(sizes, self._most_parts, self._planned_list)
+            for parts in {one.parts for one in planned}:
+                self._load_all(kind, parts)
+            launches += [self._launch_list(one, kind, name) for one in planned]
+        what = of_list([(array.shape, kind) for array, (kind, _) in zip(arrays, names, strict=True)], op_name(op))
+        by = ", ".join(dict.fromkeys(one.plan.step.algorithm for one in launches)) or "nothing"
+        return lists.PreparedLaunches(what=what, by=by, through=(None,) * len(arrays), launches=tuple(launches))
+
+    def _launch_list(self, planned: lists.ListPlan, dtype: str, op: str) -> lists.ListLaunch:
+        step = planned.step
+        args = np.concatenate([self._arguments(plan.code_offset(dtype, op)), lists.table(planned)])
+        args[_BYTES] = step.nbytes
+        function = self._function(step.algorithm, dtype, op, step.depth, planned.parts)
+        launch = driver.Launch(function, step.grid, step.block, args, programmatic=self._programmatic)
+        return lists.ListLaunch(planned, launch, args)
+
+    def _planned_list(self, nbytes: int) -> tuple[plan.LaunchPlan, ...]:
+        return self.planned(nbytes, self.algorithm, self.table)
 
     def planned(self, nbytes: int, forced: str | None = None, table: plan.Table = ()) -> tuple[plan.LaunchPlan, ...]:
         """:func:`plan.make_plan` for this communicator."""
@@ -118,10 +153,17 @@ class Launches:
         args[_TIMEOUT] = int(self._timeout * 1e9)
         return args
 
-    def _function(self, kernel: str, dtype: str, op: str, depth: int = 1) -> int:
-        key = kernel, reduced_as(dtype), op, depth
+    def _function(self, kernel: str, dtype: str, op: str, depth: int = 1, parts: int = 0) -> int:
+        key = kernel, reduced_as(dtype), op, depth, parts
         self._load([key])
         return self._functions[key]
+
+    def _load_all(self, dtype: str, parts: int = 0) -> None:
+        """Load the kernels for every op and size. :param parts: the most parts of a list; 0 for single arrays."""
+        kernels = plan.kernels(self._workspace.n, self.algorithm, self.table)
+        if not parts:
+            kernels |= self.further_kernels
+        self._load((kernel, reduced_as(dtype), op, depth, parts) for kernel, depth in kernels for op in OPS)
 
     def _load(self, kernels: Iterable[_Kernel]) -> None:
         """Compile and load the kernels that are not loaded yet.
@@ -157,7 +199,7 @@ class Launches:
         return self._context, n, rank, self.whole_packets, *compiled_for, kernel
 
     def _compile(self, key: _Kernel) -> bytes:
-        kernel, dtype, op, depth = key
+        kernel, dtype, op, depth, parts = key
         macros = {
             "IPCREDUCE_RANKS": str(self._workspace.n),
             "IPCREDUCE_RANK": str(self._workspace.rank),
@@ -166,6 +208,8 @@ class Launches:
             "IPCREDUCE_DEPTH": str(depth),
             "IPCREDUCE_WHOLE_PACKETS": str(int(self.whole_packets)),
         }
+        if parts:
+            macros["IPCREDUCE_PARTS"] = str(parts)
         return compiler.compile_kernel(kernel, macros, self._capability)
 
     def load_verify(self) -> None:

@@ -14,14 +14,14 @@ import numpy as np
 
 from .. import clock
 from ..calls.faults import raise_lost
-from ..calls.fingerprint import of_allreduce
+from ..calls.fingerprint import of_allreduce, of_list
 from ..cuda import driver
 from ..cuda.contexts import using_relaxed
 from ..device import background
 from ..device.backend import DeviceBackend
 from ..device.deferred_free import Action, attempt
-from ..device.known_calls import Prepared, Ready, keep
-from ..dtypes import kind_name, op_name, reduced_as
+from ..device.known_calls import Prepared, PreparedList, Ready, keep
+from ..dtypes import kind_name, list_kinds, op_name, reduced_as
 from ..errors import CudaError
 from ..page.control_page import Page
 from ..types import Stream
@@ -44,6 +44,13 @@ class PreparedCall(Prepared):
     dtype: int
     op: int
     count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedCalls(PreparedList):
+    """A call on a list of arrays: an all-reduce for each."""
+
+    calls: tuple[PreparedCall, ...]
 
 
 class NcclBackend(DeviceBackend):
@@ -137,6 +144,20 @@ class NcclBackend(DeviceBackend):
         """Put an all-reduce on ``stream``."""
         if prepared.count:
             self.nccl.all_reduce(_argument(prepared, source, target), stream)
+
+    def for_list(self, arrays: Sequence[Any], op: Any) -> PreparedCalls:
+        """See :class:`DeviceBackend`."""
+        names = list_kinds([array.dtype for array in arrays], op)
+        every = tuple(self.for_array(array, op) for array in arrays)
+        what = of_list([(array.shape, kind) for array, (kind, _) in zip(arrays, names, strict=True)], op_name(op))
+        return PreparedCalls(what=what, by=self.name, through=tuple(one.through for one in every), calls=every)
+
+    def start_list(
+        self, prepared: PreparedCalls, sources: Sequence[int], targets: Sequence[int], stream: Stream
+    ) -> None:  # fmt: skip
+        """Put the all-reduces of a list on ``stream``, as one group."""
+        every = zip(prepared.calls, sources, targets, strict=True)
+        self.nccl.all_reduce_group([_argument(*one) for one in every if one[0].count], stream)
 
     # ---- ends. In quiesce() the guard aborts NCCL's communicator if a call waits for a rank that does not come
     def offer(self) -> bytes:

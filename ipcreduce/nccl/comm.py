@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -64,6 +64,19 @@ class NcclCommunicator:
             raise library.failure("ncclAllReduce", error) from error
         finally:
             self.enqueuing = None
+
+    def all_reduce_group(self, arguments: Sequence[tuple[int, int, int, int, int]], stream: Stream) -> None:
+        """Put several all-reduces on ``stream`` as one operation of NCCL. See :meth:`all_reduce`."""
+        library.start_group()
+        try:
+            for argument in arguments:
+                self.all_reduce(argument, stream)
+        finally:
+            self.enqueuing = arguments[0] if arguments else None  # NCCL puts them on the stream only now
+            try:
+                library.end_group()
+            finally:
+                self.enqueuing = None
 
     def abort(self) -> None:
         """Abort the running calls, and let NCCL free the communicator. Idempotent, for any thread, without waiting.

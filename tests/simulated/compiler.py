@@ -87,16 +87,19 @@ def build_kernel(
     *,
     whole: bool = True,
     depth: int = 1,
+    parts: int = 0,
     tsan: bool = False,
     directory: Path | None = None,
     **where: Path,
 ) -> Path:
     """The shared object of one kernel; it needs the functions of the runtime. ``where``: other sources, see gxx."""
     macros = {"DTYPE": dtype, "OP": op, "WHOLE_PACKETS": str(int(whole)), "DEPTH": str(depth)}
+    if parts:
+        macros["PARTS"] = str(parts)
     flags = ["-shared", *(TSAN if tsan else ()), *(f"-DIPCREDUCE_{key}={value}" for key, value in macros.items())]
-    target = (
-        "-".join([name, dtype, op, "whole" if whole else "halves", str(depth), *(["tsan"] if tsan else [])]) + ".so"
-    )
+    kind = [name, dtype, op, "whole" if whole else "halves", str(depth)]
+    kind += [str(parts)] * (parts > 0) + ["tsan"] * tsan
+    target = "-".join(kind) + ".so"
     kernels = where.get("kernels", KERNELS)
     return gxx((directory or builds_directory()) / target, ["-xc++", kernels / f"{name}.cu"], *flags, **where)
 
@@ -113,7 +116,7 @@ def compile_kernel(name: str, macros: dict[str, str], capability: tuple[int, int
     """
     given = {key.removeprefix("IPCREDUCE_"): value for key, value in macros.items()}
     known = ("RANK", "RANKS", "DTYPE", "OP", "WHOLE_PACKETS", "DEPTH")
-    if given.keys() != {*known}:
+    if given.keys() - {"PARTS"} != {*known}:
         raise IpcReduceError(f"{name}.cu: the simulated compiler knows {known}, not {[*given]}")
     return json.dumps({"kernel": name, **given}).encode()
 
@@ -121,4 +124,5 @@ def compile_kernel(name: str, macros: dict[str, str], capability: tuple[int, int
 def build_compiled(content: dict[str, str]) -> Path:
     """The shared object of what :func:`compile_kernel` has made."""
     whole, depth = content["WHOLE_PACKETS"] == "1", int(content["DEPTH"])
-    return build_kernel(content["kernel"], content["DTYPE"], content["OP"], whole=whole, depth=depth)
+    parts = int(content.get("PARTS", 0))
+    return build_kernel(content["kernel"], content["DTYPE"], content["OP"], whole=whole, depth=depth, parts=parts)

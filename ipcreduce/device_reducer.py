@@ -90,6 +90,8 @@ class DeviceReducer:
         else:
             sources, targets = [one.source_address for one in members], [one.destination_address for one in members]
             backend.run_list(prepared, sources, targets, stream, place.owner, place.recorded)
+            if backend.known_lists is not None and not place.recorded:
+                backend.known_lists.learn(arrays, op, prepared)
         self._end(place, members, *arrays, *(out or ()))
         return used.result
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from traceback import walk_tb
@@ -86,6 +86,21 @@ def plain(array: Any, device: int) -> tuple[int, Any, Any] | None:
     place = array.data
     address = place.ptr
     return (address, array.shape, array.dtype) if address and place.device_id == device else None
+
+
+def plain_list(arrays: Sequence[Any], device: int) -> tuple[list[int], list[Any], list[Any]] | None:
+    """Addresses, shapes and dtypes of arrays of which each is :func:`plain`; None if one is not."""
+    try:
+        places = [array.data for array in arrays]
+        addresses = [place.ptr for place in places]
+        others = [place for place in places if place.device_id != device]
+        if others or not all(addresses) or not all(array._c_contiguous for array in arrays):
+            return None
+    except AttributeError:  # an array of another library
+        return None
+    if {*map(type, arrays)} != {cupy.ndarray}:
+        return None
+    return addresses, [array.shape for array in arrays], [array.dtype for array in arrays]
 
 
 def dtype_of(dtype: np.dtype[Any]) -> np.dtype[Any]:

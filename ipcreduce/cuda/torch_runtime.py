@@ -7,7 +7,7 @@ call on that stream. A call that uses it on another stream has to tell PyTorch: 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from operator import attrgetter
 from types import SimpleNamespace
@@ -130,6 +130,28 @@ def plain(tensor: Any, device: int) -> tuple[int, Any, Any] | None:
     try:
         address = tensor.data_ptr()
         return (address, tensor.shape, tensor.dtype) if address else None
+    except RuntimeError:  # a tensor of torch.func has no memory, and a nested tensor has no shape
+        return None
+
+
+def plain_list(tensors: Sequence[Any], device: int) -> tuple[list[int], list[Any], list[Any]] | None:
+    """Addresses, shapes and dtypes of tensors of which each is :func:`plain`; None if one is not."""
+    if not {*map(type, tensors)} <= {*_kinds}:
+        return None
+    if tracing_state() is not None or modes._is_in_torch_dispatch_mode or duals._current_level >= 0:
+        return None
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return None
+    for tensor in tensors:
+        if tensor.get_device() != device or tensor.layout is not strided or not tensor.is_contiguous():
+            return None
+        if tensor.is_neg() or tensor.is_conj() or is_zero(tensor):
+            return None
+    try:
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if not all(addresses):
+            return None
+        return addresses, [tensor.shape for tensor in tensors], [tensor.dtype for tensor in tensors]
     except RuntimeError:  # a tensor of torch.func has no memory, and a nested tensor has no shape
         return None
 

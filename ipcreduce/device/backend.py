@@ -22,6 +22,7 @@ from . import background
 from .deferred_free import Action, attempt, flush, untrack
 from .fast_path import FastPath
 from .known_calls import KnownCalls, Prepared, PreparedList, Ready
+from .known_lists import Addresses, KnownLists
 from .stream_order import StreamOrder
 
 _ABORT_SECONDS, _GIVE_UP_SECONDS = 5.0, 0.9  # of close(): until waits are aborted, and from there until it gives up
@@ -64,6 +65,7 @@ class DeviceBackend(Backend):
         self.rank, self.n = page.rank, page.n
         self.order = StreamOrder(context, captured_in_order)
         self.fast: FastPath | None = None
+        self.known_lists: KnownLists | None = None  # with the fast path
         # What the ranks map of each other: for each part of it, what unmaps the peers' and what frees this rank's.
         self.shared: list[tuple[Action, Action]] = []
         self.life = Life()  # of what graphs hold that are recorded now
@@ -73,6 +75,8 @@ class DeviceBackend(Backend):
     def open_fast_path(self, calls: CallSequence) -> FastPath:
         """The fast path for the calls of ``calls``, which is closed with the backend."""
         known = KnownCalls(self.device.ordinal, self.order, self.prepared, self.make_ready)
+        self.known_lists = KnownLists(self.device.ordinal, self.order, self.make_ready_list)
+        known.find_list = self.known_lists.find
         self.fast = FastPath(calls, self.device.ordinal, self.context, self.order, self.page, known)
         return self.fast
 
@@ -115,6 +119,10 @@ class DeviceBackend(Backend):
     @abstractmethod
     def start_list(self, prepared: Any, sources: Sequence[int], targets: Sequence[int], stream: Stream) -> None:
         """As :meth:`start`, of a list of arrays."""
+
+    @abstractmethod
+    def make_ready_list(self, prepared: Any, sources: Addresses, targets: Addresses, again: bool) -> Ready | None:
+        """As :meth:`make_ready`, of a list of arrays. None if it has to go the usual way."""
 
     def run_list(
         self, prepared: PreparedList, sources: Sequence[int], targets: Sequence[int], stream: Stream, owner: Any,

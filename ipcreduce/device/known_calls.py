@@ -107,6 +107,7 @@ class KnownCalls:
         # By the ids of array and out, and op. None: these ids belong to short-lived arrays, whose calls are not kept.
         self.by_objects: dict[tuple[int, int, str], _KnownCall | None] = {}
         self.by_places: dict[_Place, Ready | None] = {}  # for any objects there. None: it has come once
+        self.find_list: Callable[..., tuple[Ready | None, Any, Stream]] | None = None  # see known_lists.py
 
     def find(self, array: Any, op: Any, out: Any, stream: Any) -> tuple[Ready | None, Any, Stream]:
         """An eager call, its result and its stream, if it can be ready.
@@ -142,7 +143,7 @@ class KnownCalls:
                 return NOT_READY
             current = torch_runtime.get_stream(self._device)
         if stream is not None:
-            current = _given(stream, current, out is None or library is torch_runtime)
+            current = given_stream(stream, current, out is None or library is torch_runtime)
             if current is None:
                 return NOT_READY
         if out is not None:
@@ -177,13 +178,15 @@ class KnownCalls:
         self, key: tuple[int, int, str], array: Any, op: str, out: Any, stream: Any
     ) -> tuple[Ready | None, Any, Stream]:  # fmt: skip
         """Do the same as :meth:`find` for arrays that have not come before."""
+        if self.find_list is not None and (type(array) is list or type(array) is tuple):
+            return self.find_list(array, op, out, stream)
         library: Any = cupy_runtime if type(array) is getattr(cupy_runtime.cupy, "ndarray", None) else torch_runtime
         place = library.plain(array, self._device)
         if place is None:
             return NOT_READY
         current = library.stream_handle(self._device)
         if stream is not None:
-            current = _given(stream, current, out is None or library is torch_runtime)
+            current = given_stream(stream, current, out is None or library is torch_runtime)
         source, shape, kind = place
         other = place if out is array or out is None else library.plain(out, self._device)
         if current is None or other is None or other[1] != shape or other[2] != kind:
@@ -212,7 +215,7 @@ class KnownCalls:
         return self._at(at, prepared, source, target), result, current
 
 
-def _given(stream: Any, current: Stream, only_current: bool) -> Stream | None:
+def given_stream(stream: Any, current: Stream, only_current: bool) -> Stream | None:
     """The handle of the stream of a call. None if it is another one than the current one, on which memory is made."""
     given = cupy_runtime.stream_of(stream)[0]
     return None if given != current and only_current else given

@@ -14,6 +14,7 @@ from ..cuda.contexts import using_relaxed
 from ..device.backend import DeviceBackend
 from ..device.deferred_free import Action, attempt, free_after
 from ..device.known_calls import Ready
+from ..device.known_lists import Addresses
 from ..errors import CudaError
 from ..page.control_page import Page
 from ..types import Stream
@@ -91,6 +92,12 @@ class IpcBackend(DeviceBackend):
     ) -> None:  # fmt: skip
         """Put the kernels of an all-reduce of a list on ``stream``."""
         prepared.run(np.array(sources, np.uint64), np.array(targets, np.uint64), stream)
+
+    def make_ready_list(
+        self, prepared: lists.PreparedLaunches, sources: Addresses, targets: Addresses, again: bool
+    ) -> Ready | None:  # fmt: skip
+        """See :meth:`ReadyLaunches.make_list`."""
+        return self._ready.make_list(prepared, sources, targets, again)
 
     # ---- ends
     def reset(self, offers: Sequence[bytes]) -> None:

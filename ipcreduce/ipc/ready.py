@@ -12,6 +12,7 @@ from ..errors import CudaError
 from ..types import Stream
 from . import plan
 from .launches import IN, OUT, PreparedCall
+from .lists import Addresses, PreparedLaunches
 
 _MOST_GRAPHS = 256  # of 0.1 MB each. The first graphs are kept, and no more are made
 
@@ -22,6 +23,7 @@ class ReadyLaunches:
     def __init__(self, context: int) -> None:
         self._context = context
         self._graphs: dict[tuple[driver.Launch, int, int], graph.Executable] = {}  # by source and target
+        self._of_lists: list[graph.Executable] = []
 
     def make(self, prepared: PreparedCall, source: int, target: int, again: bool) -> Ready:
         """The ready call of one launch, from address ``source`` to ``target``. With one rank it is a copy.
@@ -33,7 +35,7 @@ class ReadyLaunches:
         ((launch, words, part),) = prepared.launches
         place = launch, source, target
         executable = self._graphs.get(place)
-        if executable is None and again and plan.eager_as_graph(part) and len(self._graphs) < _MOST_GRAPHS:
+        if executable is None and again and plan.eager_as_graph(part) and self._has_room:
             with using_relaxed(self._context), suppress(CudaError):  # without a graph, the launch below still works
                 words[IN], words[OUT] = source, target
                 executable = self._graphs[place] = graph.executable_of(launch)
@@ -41,16 +43,41 @@ class ReadyLaunches:
             return Ready(prepared.what, cupy_runtime.launch_graph, executable.handle)
         return Ready(prepared.what, _launch_kernel, (launch, words, source, target))
 
+    def make_list(
+        self, prepared: PreparedLaunches, sources: Addresses, targets: Addresses, again: bool
+    ) -> Ready | None:  # fmt: skip
+        """The ready call on a list of arrays. None for lists without bytes, and for one rank, which copies them."""
+        launches = prepared.launches
+        if not launches:
+            return None
+        if again and len(launches) == 1 and plan.eager_as_graph(launches[0].plan.step) and self._has_room:
+            with using_relaxed(self._context), suppress(CudaError):
+                launches[0].set(sources, targets)
+                executable = graph.executable_of(launches[0].launch)
+                self._of_lists.append(executable)
+                return Ready(prepared.what, cupy_runtime.launch_graph, executable.handle)
+        return Ready(prepared.what, _launch_list, (prepared, sources, targets))
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._graphs) + len(self._of_lists) < _MOST_GRAPHS
+
     def close_actions(self) -> list[Callable[[], None]]:
         """Actions that close the graphs. Their kernels must have run, and must not be unloaded yet."""
-        graphs, self._graphs = self._graphs, {}
-        return [executable.close for executable in graphs.values()]
+        graphs = [*self._graphs.values(), *self._of_lists]
+        self._graphs, self._of_lists = {}, []
+        return [executable.close for executable in graphs]
 
 
 def _launch_kernel(argument: tuple[driver.Launch, memoryview, int, int], stream: Stream) -> None:
     launch, words, source, target = argument
     words[IN], words[OUT] = source, target
     launch.run(stream)
+
+
+def _launch_list(argument: tuple[PreparedLaunches, Addresses, Addresses], stream: Stream) -> None:
+    prepared, sources, targets = argument
+    prepared.run(sources, targets, stream)
 
 
 def _copy(argument: tuple[int, int, int], stream: Stream) -> None:

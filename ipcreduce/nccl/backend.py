@@ -21,6 +21,7 @@ from ..device import background
 from ..device.backend import DeviceBackend
 from ..device.deferred_free import Action, attempt
 from ..device.known_calls import Prepared, PreparedList, Ready, keep
+from ..device.known_lists import Addresses
 from ..dtypes import kind_name, list_kinds, op_name, reduced_as
 from ..errors import CudaError
 from ..page.control_page import Page
@@ -158,6 +159,14 @@ class NcclBackend(DeviceBackend):
         """Put the all-reduces of a list on ``stream``, as one group."""
         every = zip(prepared.calls, sources, targets, strict=True)
         self.nccl.all_reduce_group([_argument(*one) for one in every if one[0].count], stream)
+
+    def make_ready_list(
+        self, prepared: PreparedCalls, sources: Addresses, targets: Addresses, again: bool
+    ) -> Ready | None:  # fmt: skip
+        """See :class:`DeviceBackend`."""
+        every = zip(prepared.calls, sources.tolist(), targets.tolist(), strict=True)
+        arguments = [_argument(*one) for one in every if one[0].count]
+        return Ready(prepared.what, self.nccl.all_reduce_group, arguments) if arguments else None
 
     # ---- ends. In quiesce() the guard aborts NCCL's communicator if a call waits for a rank that does not come
     def offer(self) -> bytes:

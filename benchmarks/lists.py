@@ -1,0 +1,223 @@
+"""Times lists of arrays in one call, beside a call on one array of the same bytes, NCCL's groups, and PyTorch.
+
+    mpirun -n 2 python benchmarks/lists.py OUT.json
+
+Every list is checked against NumPy before it is timed. Times are microseconds a call: in a CUDA graph of many calls
+(median over replays, maximum over ranks), and on the host (median over rounds, maximum over ranks). "known" is a list
+of the same arrays at each call, "new" one of other arrays each time, as gradients are after zero_grad().
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import cupy as cp
+import ml_dtypes
+import numpy as np
+from mpi4py import MPI
+
+import ipcreduce
+from ipcreduce.bench import report, timing
+
+WORLD = MPI.COMM_WORLD
+KB = 1024
+REPLAYS, ROUNDS, NEW_CALLS = 40, 20, 10
+
+
+def resnet50() -> list[int]:
+    """The elements of the 161 parameters of ResNet-50 (He et al. 2015, torchvision's variant)."""
+    sizes, wide = [64 * 3 * 49, 64, 64], 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            sizes += [wide * width, width, width, width * width * 9, width, width, width * 4 * width, 4 * width]
+            sizes += [4 * width]
+            if block == 0:
+                sizes += [wide * 4 * width, 4 * width, 4 * width]
+            wide = 4 * width
+    return [*sizes, 2048 * 1000, 1000]
+
+
+def llama_layer() -> list[int]:
+    """The elements of the parameters of one layer of Llama 3 8B: hidden 4096, 8 key-value heads of 128, MLP 14336."""
+    hidden, kv, mlp = 4096, 1024, 14336
+    return [hidden * hidden, hidden * kv, hidden * kv, hidden * hidden, *[hidden * mlp] * 3, hidden, hidden]
+
+
+LISTS: dict[str, Callable[[int], list[int]]] = {
+    **{f"{count} x 1 KB": (lambda itemsize, count=count: [KB // itemsize] * count) for count in (4, 32, 200, 1000)},
+    "100 x 800 B": lambda itemsize: [800 // itemsize] * 100,
+    "ResNet-50": lambda itemsize: resnet50(),
+    "Llama layer": lambda itemsize: llama_layer(),
+}
+
+
+def values(size: int, dtype: Any, seed: int, rank: int) -> Any:
+    """Small integers, whose sums are exact in every dtype."""
+    return np.random.default_rng([seed, rank]).integers(-8, 9, size).astype(dtype)
+
+
+def check(call: Callable[[list[Any]], Any], sizes: list[int], dtype: Any, seed: int) -> None:
+    """Compare one in-place call with NumPy. :raises AssertionError: if a result differs."""
+    given = [values(size, dtype, seed + i, WORLD.rank) for i, size in enumerate(sizes)]
+    arrays = [cp.asarray(one.view(np.uint8)).view(cp.dtype(dtype)) for one in given]
+    call(arrays)
+    cp.cuda.get_current_stream().synchronize()
+    for i, (array, size) in enumerate(zip(arrays, sizes, strict=True)):
+        total = sum(values(size, dtype, seed + i, rank).astype(np.float64) for rank in range(WORLD.size))
+        assert np.array_equal(array.get().astype(np.float64), total), f"member {i} of {len(sizes)}"
+
+
+def host(call: Callable[[], Any], calls: int) -> float:
+    """Median over rounds of the host's time for a call, of the slowest rank."""
+    found = []
+    for turn in range(ROUNDS + 3):
+        cp.cuda.get_current_stream().synchronize()
+        WORLD.Barrier()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        found += [(time.perf_counter() - begin) / calls * 1e6] if turn >= 3 else []
+    cp.cuda.get_current_stream().synchronize()
+    return float(WORLD.allreduce(statistics.median(found), MPI.MAX))
+
+
+def graph_of(call: Callable[[], Any], calls: int) -> float:
+    """Median over replays of the time of a call in a graph that CuPy captures."""
+    return timing.in_graph(timing.captured(call, calls), calls, REPLAYS, WORLD).median
+
+
+class Nccl:
+    """CuPy's NCCL, with a group around the all-reduces of a list."""
+
+    def __init__(self) -> None:
+        from cupy.cuda import nccl
+
+        self._nccl, self.version = nccl, nccl.get_version()
+        identity = WORLD.bcast(nccl.get_unique_id() if WORLD.rank == 0 else None)
+        self._comm = nccl.NcclCommunicator(WORLD.size, identity, WORLD.rank)
+
+    def __call__(self, arrays: list[Any]) -> None:
+        """Reduce the arrays in place."""
+        kind = {"float32": 7, "bfloat16": 9}[str(arrays[0].dtype)]
+        stream = cp.cuda.get_current_stream().ptr
+        self._nccl.groupStart()
+        for array in arrays:
+            self._comm.allReduce(array.data.ptr, array.data.ptr, array.size, kind, 0, stream)
+        self._nccl.groupEnd()
+
+
+class Torch:
+    """torch.distributed's all_reduce_coalesced over NCCL."""
+
+    def __init__(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29511")
+        torch.cuda.set_device(cp.cuda.Device().id)
+        dist.init_process_group("nccl", rank=WORLD.rank, world_size=WORLD.size)
+        self.torch, self._dist = torch, dist
+
+    def tensors(self, arrays: list[Any]) -> list[Any]:
+        """PyTorch's own tensors of the same sizes."""
+        kind = getattr(self.torch, str(arrays[0].dtype))
+        return [self.torch.zeros(array.size, dtype=kind, device="cuda") for array in arrays]
+
+    def empty(self, size: int, dtype: Any) -> Any:
+        """A new tensor."""
+        return self.torch.empty(size, dtype=dtype, device="cuda")
+
+    def __call__(self, tensors: list[Any]) -> None:
+        """Reduce the tensors in place."""
+        self._dist.all_reduce_coalesced(tensors)
+
+
+def new_lists(arrays: list[Any], empty: Callable[[int, Any], Any]) -> Iterator[list[Any]]:
+    """Lists like this one, of which no array has been used before: views of one array, at other addresses each time."""
+    most = NEW_CALLS * (ROUNDS + 3)
+    lengths = [array.size if isinstance(array, cp.ndarray) else array.numel() for array in arrays]
+    padded = [-(-length // 64) * 64 for length in lengths]
+    room = empty(sum(padded) + 64 * most, arrays[0].dtype)
+    begins = [end - length for end, length in zip(accumulate(padded), padded, strict=True)]
+    return iter(
+        [
+            [room[begin + 64 * turn :][:length] for begin, length in zip(begins, lengths, strict=True)]
+            for turn in range(most)
+        ]
+    )
+
+
+def in_place(comm: ipcreduce.Communicator, lists: Iterator[list[Any]]) -> Callable[[], None]:
+    """A function that reduces the next list in place."""
+
+    def call() -> None:
+        given = next(lists)
+        comm.allreduce(given, out=given)
+
+    return call
+
+
+def each(reduce: Callable[[list[Any]], Any], lists: Iterator[list[Any]]) -> Callable[[], None]:
+    """A function that reduces the next list in place by ``reduce``."""
+    return lambda: reduce(next(lists))
+
+
+def measure(comm: ipcreduce.Communicator, sizes: list[int], dtype: Any, peers: dict[str, Any]) -> dict[str, Any]:
+    """The row of one list."""
+    itemsize, padded = dtype.itemsize, sum(-(-size * dtype.itemsize // 16) * 16 for size in sizes)
+    arrays = [cp.ones(size, dtype) for size in sizes]
+    one = cp.ones(padded // itemsize, dtype)
+    large = padded > 8 << 20
+    calls, host_calls = (10, 5) if large else (100, 100)
+    check(lambda given: comm.allreduce(given, out=given), sizes, dtype, 7)
+    row: dict[str, Any] = {"bytes": padded, "members": len(sizes)}
+    row["graph"] = graph_of(lambda: comm.allreduce(arrays, out=arrays), calls)
+    row["graph, one array"] = graph_of(lambda: comm.allreduce(one, out=one), calls)
+    row["host, known"] = host(lambda: comm.allreduce(arrays, out=arrays), host_calls)
+    row["host, new"] = host(in_place(comm, new_lists(arrays, cp.empty)), NEW_CALLS)
+    row["host, one array"] = host(lambda: comm.allreduce(one, out=one), host_calls)
+    if nccl := peers.get("nccl"):
+        row["graph, NCCL's group"] = graph_of(lambda: nccl(arrays), calls)
+        row["host, NCCL's group"] = host(lambda: nccl(arrays), host_calls)
+    if torch := peers.get("torch"):
+        tensors = torch.tensors(arrays)
+        row["host, all_reduce_coalesced"] = host(lambda: torch(tensors), host_calls)
+        row["host, tensors, known"] = host(lambda: comm.allreduce(tensors, out=tensors), host_calls)
+        row["host, tensors, new"] = host(in_place(comm, new_lists(tensors, torch.empty)), NEW_CALLS)
+        row["host, all_reduce_coalesced, new"] = host(each(torch, new_lists(tensors, torch.empty)), NEW_CALLS)
+    return row
+
+
+def main(out: str) -> None:
+    """Measure every list, and write the rows on rank 0."""
+    comm = ipcreduce.Communicator(device="auto")
+    peers: dict[str, Any] = {}
+    for name, peer in (("nccl", Nccl), ("torch", Torch)):
+        try:
+            peers[name] = peer()
+        except Exception as error:
+            if comm.rank == 0:
+                print(f"without {name}: {error}")
+    rows: dict[str, Any] = {}
+    with cp.cuda.Stream(non_blocking=True):
+        for name, make in LISTS.items():
+            for dtype in (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)):
+                row = measure(comm, make(dtype.itemsize), dtype, peers)
+                rows[f"{name}, {dtype}"] = row
+                if comm.rank == 0:
+                    print(name, dtype, {key: round(value, 2) for key, value in row.items()}, flush=True)
+    if comm.rank == 0:
+        report.write_json(Path(out), report.header(["benchmarks/lists.py"]) | {"rows": rows})
+    comm.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

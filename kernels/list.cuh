@@ -17,7 +17,7 @@ struct PartTable {
   u32 bytes[kParts];            // of a part
 };
 
-constexpr u32 largest_power_of_two_below(u32 n) {
+DEVICE constexpr u32 largest_power_of_two_below(u32 n) {
   u32 power = 1;
   while (2 * power < n) power *= 2;
   return power;

@@ -93,8 +93,9 @@ def plain_list(arrays: Sequence[Any], device: int) -> tuple[list[int], list[Any]
     try:
         places = [array.data for array in arrays]
         addresses = [place.ptr for place in places]
-        others = [place for place in places if place.device_id != device]
-        if others or not all(addresses) or not all(array._c_contiguous for array in arrays):
+        if False in [place.device_id == device for place in places] or 0 in addresses:
+            return None
+        if False in [array._c_contiguous for array in arrays]:
             return None
     except AttributeError:  # an array of another library
         return None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from itertools import pairwise
+from operator import or_
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from .known_calls import NOT_READY, PreparedList, Ready, given_stream, keep
 from .stream_order import StreamOrder
 
 _MOST = 256  # lists that are known; each may have a thousand members
+_MANY = 32  # members from which on NumPy is faster than Python
 
 Addresses = np.ndarray[Any, np.dtype[np.uint64]]
 # From a prepared call, the addresses of sources and targets, and whether these have come before. None: the usual way.
@@ -32,8 +35,14 @@ class _Kind:
     prepared: PreparedList
     shapes: list[Any]
     dtypes: list[Any]
-    sizes: Addresses  # bytes of the members
-    unaligned: Addresses  # bits that must be 0 in the members' addresses
+    sizes: list[int]  # bytes of the members
+    itemsizes: list[int]
+
+    def fits(self, addresses: list[int]) -> bool:
+        """True if these are addresses of elements, for all members."""
+        if reduce(or_, addresses) % max(self.itemsizes) == 0:
+            return 0 not in addresses
+        return all(address and address % size == 0 for address, size in zip(addresses, self.itemsizes, strict=True))
 
 
 class KnownLists:
@@ -57,9 +66,9 @@ class KnownLists:
         if not plain:
             return
         _, shapes, dtypes = plain
-        sizes = np.fromiter((array.nbytes for array in arrays), np.uint64, len(arrays))
-        unaligned = np.fromiter((library.dtype_of(dtype).itemsize - 1 for dtype in dtypes), np.uint64, len(arrays))
-        keep(self._kinds, _key(op, shapes, dtypes), _Kind(prepared, shapes, dtypes, sizes, unaligned), _MOST)
+        itemsizes = [library.dtype_of(dtype).itemsize for dtype in dtypes]
+        sizes = [array.nbytes for array in arrays]
+        keep(self._kinds, _key(op, shapes, dtypes), _Kind(prepared, shapes, dtypes, sizes, itemsizes), _MOST)
 
     def find(self, arrays: Sequence[Any], op: str, out: Any, stream: Any) -> tuple[Ready | None, Any, Stream]:
         """As :meth:`KnownCalls.find`, for a list or a tuple of arrays."""
@@ -107,10 +116,12 @@ class KnownLists:
         ready = self._by_places.get(place)
         if ready is not None:
             return ready
-        froms = np.fromiter(sources, np.uint64, len(sources))
-        tos = froms if targets is sources else np.fromiter(targets, np.uint64, len(targets))
-        if not tos.all() or ((froms | tos) & kind.unaligned).any() or not (new or _are_apart(froms, tos, kind.sizes)):
+        if not kind.fits(sources) or (targets is not sources and not kind.fits(targets)):
             return None
+        if not new and not _are_apart(sources, targets, kind.sizes):
+            return None
+        froms = np.array(sources, np.uint64)
+        tos = froms if targets is sources else np.array(targets, np.uint64)
         again = place in self._by_places
         ready = self._make_ready(kind.prepared, froms, tos, again)
         if ready is not None:
@@ -152,12 +163,16 @@ def _key(op: str, shapes: list[Any], dtypes: list[Any]) -> tuple[Any, ...]:
     return op, len(shapes), shapes[0], shapes[-1], dtypes[0], dtypes[-1]
 
 
-def _are_apart(sources: Addresses, targets: Addresses, sizes: Addresses) -> bool:
+def _are_apart(sources: list[int], targets: list[int], sizes: list[int]) -> bool:
     """True if no output overlaps another one, or a source that is not its own. False if that is not certain."""
-    first, nbytes = targets, sizes
+    firsts, nbytes = targets, sizes
     if targets is not sources:
-        others = sources != targets
-        first, nbytes = np.concatenate([targets, sources[others]]), np.concatenate([sizes, sizes[others]])
-    order = first.argsort()
-    first, past = first[order], first[order] + nbytes[order]
-    return bool((first[1:] >= past[:-1]).all())
+        others = [at for at, source in enumerate(sources) if source != targets[at]]
+        firsts, nbytes = targets + [sources[at] for at in others], sizes + [sizes[at] for at in others]
+    if len(firsts) < _MANY:
+        ends = sorted(zip(firsts, nbytes, strict=True))
+        return all(first + size <= later for (first, size), (later, _) in pairwise(ends))
+    begin, length = np.array(firsts, np.uint64), np.array(nbytes, np.uint64)
+    order = begin.argsort()
+    begin, length = begin[order], length[order]
+    return bool((begin[:-1] + length[:-1] <= begin[1:]).all())

@@ -107,18 +107,18 @@ class Launches:
             planned = lists.make_plan(sizes, self._most_parts, self._planned_list)
             for parts in {one.parts for one in planned}:
                 self._load_all(kind, parts)
-            launches += [self._launch_list(one, kind, name) for one in planned]
+            launches += [self._launch_list(one, kind, name, len(arrays)) for one in planned]
         what = of_list([(array.shape, kind) for array, (kind, _) in zip(arrays, names, strict=True)], op_name(op))
         by = ", ".join(dict.fromkeys(one.plan.step.algorithm for one in launches)) or "nothing"
         return lists.PreparedLaunches(what=what, by=by, through=(None,) * len(arrays), launches=tuple(launches))
 
-    def _launch_list(self, planned: lists.ListPlan, dtype: str, op: str) -> lists.ListLaunch:
+    def _launch_list(self, planned: lists.ListPlan, dtype: str, op: str, length: int) -> lists.ListLaunch:
         step = planned.step
         args = np.concatenate([self._arguments(plan.code_offset(dtype, op)), lists.table(planned)])
         args[_BYTES] = step.nbytes
         function = self._function(step.algorithm, dtype, op, step.depth, planned.parts)
         launch = driver.Launch(function, step.grid, step.block, args, programmatic=self._programmatic)
-        return lists.ListLaunch(planned, launch, args)
+        return lists.ListLaunch(planned, launch, args, length)
 
     def _planned_list(self, nbytes: int) -> tuple[plan.LaunchPlan, ...]:
         return self.planned(nbytes, self.algorithm, self.table)

@@ -92,19 +92,30 @@ def table(plan: ListPlan) -> np.ndarray[Any, np.dtype[np.uint64]]:
 class ListLaunch:
     """One launch of a list, and its arguments. :meth:`run` sets the addresses in these."""
 
-    def __init__(self, plan: ListPlan, launch: driver.Launch, args: np.ndarray[Any, np.dtype[np.uint64]]) -> None:
-        self.plan, self.launch, self._args = plan, launch, args
+    def __init__(
+        self, plan: ListPlan, launch: driver.Launch, args: np.ndarray[Any, np.dtype[np.uint64]], length: int
+    ) -> None:  # fmt: skip
+        """``length``: of the list."""
+        self.plan, self.launch, self._words = plan, launch, args.data
         count, ins, outs = len(plan.members), ARGUMENT_WORDS, ARGUMENT_WORDS + plan.parts
         self._ins, self._outs = args[ins : ins + count], args[outs : outs + count]
         self._odd = int(np.bitwise_or.reduce(plan.nbytes)) % PACKET_BYTES  # some part is no whole number of packets
+        self._every = count == length and not plan.offsets.any()  # each member is a part
 
     def set(self, sources: Addresses, targets: Addresses) -> None:
-        """Set the addresses of the arrays, by member of the list."""
-        members, offsets = self.plan.members, self.plan.offsets
-        np.add(sources[members], offsets, out=self._ins)
-        np.add(targets[members], offsets, out=self._outs)
-        self._args[_IN] = int(np.bitwise_or.reduce(self._ins)) | self._odd  # by these the kernel sees alignment
-        self._args[_OUT] = np.bitwise_or.reduce(self._outs)
+        """Set the addresses of the arrays, by member of the list. In place, both are the same object."""
+        self._set(self._ins, sources, self._odd, _IN)
+        if targets is sources:
+            self._outs[:], self._words[_OUT] = self._ins, self._words[_IN]
+        else:
+            self._set(self._outs, targets, 0, _OUT)
+
+    def _set(self, parts: Addresses, addresses: Addresses, odd: int, word: int) -> None:
+        if self._every:
+            parts[:] = addresses
+        else:
+            np.add(addresses[self.plan.members], self.plan.offsets, out=parts)
+        self._words[word] = int(np.bitwise_or.reduce(parts)) | odd  # by which the kernel sees alignment
 
     def run(self, sources: Addresses, targets: Addresses, stream: Stream) -> None:
         """Launch it for these arrays on ``stream``."""

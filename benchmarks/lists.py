@@ -181,9 +181,9 @@ def measure(comm: ipcreduce.Communicator, sizes: list[int], dtype: Any, peers: d
     row: dict[str, Any] = {"bytes": padded, "members": len(sizes)}
     row["graph"] = graph_of(lambda: comm.allreduce(arrays, out=arrays), calls)
     row["graph, one array"] = graph_of(lambda: comm.allreduce(one, out=one), calls)
+    row["host, one array"] = host(lambda: comm.allreduce(one, out=one), host_calls)
     row["host, known"] = host(lambda: comm.allreduce(arrays, out=arrays), host_calls)
     row["host, new"] = host(in_place(comm, new_lists(arrays, cp.empty)), NEW_CALLS)
-    row["host, one array"] = host(lambda: comm.allreduce(one, out=one), host_calls)
     if nccl := peers.get("nccl"):
         row["graph, NCCL's group"] = graph_of(lambda: nccl(arrays), calls)
         row["host, NCCL's group"] = host(lambda: nccl(arrays), host_calls)

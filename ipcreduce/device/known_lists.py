@@ -45,13 +45,16 @@ class _Kind:
         return all(address and address % size == 0 for address, size in zip(addresses, self.itemsizes, strict=True))
 
 
+_Places = tuple[_Kind, tuple[int, ...], tuple[int, ...] | None]  # of a call: sources and targets, None in place
+
+
 class KnownLists:
     """The calls on lists that have come before. The communicator's lock is held around every method."""
 
     def __init__(self, device: int, order: StreamOrder, make_ready: MakeReadyList) -> None:
         self._device, self._order, self._make_ready = device, order, make_ready
         self._kinds: dict[tuple[Any, ...], _Kind] = {}  # by op, length, and the first and last member's shape and dtype
-        self._by_places: dict[tuple[Any, ...], Ready | None] = {}  # None: it has come once
+        self._by_places: dict[_Places, Ready | None] = {}  # None: it has come once
         # By op and the ids of CuPy's arrays: their memory stays the same as long as they live. Their shapes may change,
         # which changes neither the bytes nor the order of their elements.
         self._by_objects: dict[tuple[Any, ...], Ready | None] = {}
@@ -66,9 +69,13 @@ class KnownLists:
         if not plain:
             return
         _, shapes, dtypes = plain
+        key = _key(op, shapes, dtypes)
+        known = self._kinds.get(key)
+        if known is not None and known.shapes == shapes and known.dtypes == dtypes:
+            return
         itemsizes = [library.dtype_of(dtype).itemsize for dtype in dtypes]
         sizes = [array.nbytes for array in arrays]
-        keep(self._kinds, _key(op, shapes, dtypes), _Kind(prepared, shapes, dtypes, sizes, itemsizes), _MOST)
+        keep(self._kinds, key, _Kind(prepared, shapes, dtypes, sizes, itemsizes), _MOST)
 
     def find(self, arrays: Sequence[Any], op: str, out: Any, stream: Any) -> tuple[Ready | None, Any, Stream]:
         """As :meth:`KnownCalls.find`, for a list or a tuple of arrays."""
@@ -95,9 +102,9 @@ class KnownLists:
         if kind is None or kind.shapes != shapes or kind.dtypes != dtypes:
             return NOT_READY
         result, targets = out, sources
+        if current > 1 and self._order.quick(current) is None:
+            return NOT_READY  # a capture, say, into which allocations go their own way
         if out is None:
-            if current > 1 and self._order.quick(current) is None:
-                return NOT_READY  # a capture, into which allocations go their own way
             made = [library.empty_like(array, self._device) for array in arrays]
             result, targets = [one for one, _ in made], [address for _, address in made]
         elif out is not arrays:
@@ -105,17 +112,15 @@ class KnownLists:
             if others is None or others[1] != shapes or others[2] != dtypes:
                 return NOT_READY
             targets = others[0]
-        ready = self._at(kind, sources, targets, new=out is None)
-        if ready is not None and objects is not None:
-            self._watch(objects, ready, arrays, out)
+        place = kind, tuple(sources), None if targets is sources else tuple(targets)
+        ready = self._by_places.get(place) or self._at(place, sources, targets, new=out is None)
+        if objects is not None and self._by_places.get(place) is not None:
+            self._watch(objects, self._by_places[place], arrays, out)
         return ready, result, current
 
-    def _at(self, kind: _Kind, sources: list[int], targets: list[int], new: bool) -> Ready | None:
-        """The launches at these addresses: made anew the first two times, and then kept. None: by the usual way."""
-        place = kind, tuple(sources), None if targets is sources else tuple(targets)
-        ready = self._by_places.get(place)
-        if ready is not None:
-            return ready
+    def _at(self, place: _Places, sources: list[int], targets: list[int], new: bool) -> Ready | None:
+        """The launch at these addresses: made anew the first two times, and then kept. None: by the usual way."""
+        kind = place[0]
         if not kind.fits(sources) or (targets is not sources and not kind.fits(targets)):
             return None
         if not new and not _are_apart(sources, targets, kind.sizes):
@@ -128,15 +133,12 @@ class KnownLists:
             keep(self._by_places, place, ready if again else None, _MOST)
         return ready
 
-    def _watch(self, objects: tuple[Any, ...], ready: Ready, arrays: Sequence[Any], out: Sequence[Any]) -> None:
-        """Know the list by its arrays from the second time on, until one of them dies."""
-        if objects not in self._by_objects:
-            keep(self._by_objects, objects, None, _MOST)
-            return
+    def _watch(self, objects: tuple[Any, ...], ready: Ready | None, arrays: Sequence[Any], out: Sequence[Any]) -> None:
+        """Know the list by its arrays, until one of them dies."""
         forget = partial(_forget, weakref.ref(self), objects)
         every = arrays if out is arrays else (*arrays, *out)
-        self._watched[objects] = [weakref.ref(array, forget) for array in every]
-        self._by_objects[objects] = ready
+        keep(self._watched, objects, [weakref.ref(array, forget) for array in every], _MOST)
+        keep(self._by_objects, objects, ready, _MOST)
 
     def forget(self, objects: tuple[Any, ...]) -> None:
         """Forget a list of which an array has died, so that its id may become another one's."""

@@ -114,21 +114,21 @@ class DeviceBackend(Backend):
 
     @abstractmethod
     def for_list(self, arrays: Sequence[Any], op: Any) -> PreparedList:
-        """As :meth:`for_array`, of a list of device arrays. Its errors name the member."""
+        """Do the same as :meth:`for_array` for a list of device arrays. Errors name the member."""
 
     @abstractmethod
     def start_list(self, prepared: Any, sources: Sequence[int], targets: Sequence[int], stream: Stream) -> None:
-        """As :meth:`start`, of a list of arrays."""
+        """Do the same as :meth:`start` for a list of arrays."""
 
     @abstractmethod
     def make_ready_list(self, prepared: Any, sources: Addresses, targets: Addresses, again: bool) -> Ready | None:
-        """As :meth:`make_ready`, of a list of arrays. None if it has to go the usual way."""
+        """The launch of a call on a list of arrays: see :meth:`make_ready`. None if it has to go the usual way."""
 
     def run_list(
         self, prepared: PreparedList, sources: Sequence[int], targets: Sequence[int], stream: Stream, owner: Any,
         recorded: bool = False,
     ) -> None:  # fmt: skip
-        """As :meth:`run`, of a list of arrays: all its launches are one call."""
+        """Do the same as :meth:`run` for a list of arrays. All its launches are one call."""
         self.order.launch(partial(self.start_list, prepared, sources, targets), stream, owner, recorded=recorded)
         self.order.launched = self.page.calls.number[0]
 

@@ -78,7 +78,7 @@ class KnownLists:
         keep(self._kinds, key, _Kind(prepared, shapes, dtypes, sizes, itemsizes), _MOST)
 
     def find(self, arrays: Sequence[Any], op: str, out: Any, stream: Any) -> tuple[Ready | None, Any, Stream]:
-        """As :meth:`KnownCalls.find`, for a list or a tuple of arrays."""
+        """Do the same as :meth:`KnownCalls.find` for a list or a tuple of arrays."""
         library = _library(arrays)
         if library is None:
             return NOT_READY

@@ -180,7 +180,7 @@ class GraphSession:
         return prepared if self.direct is None else self.direct.noted(prepared, call)
 
     def note_list(self, prepared: PreparedList, *used: Any) -> None:
-        """As :meth:`note`, of an all-reduce of a list, which is never direct."""
+        """Note an all-reduce of a list, which is never direct. See :meth:`note`."""
         self.calls.recording.note(RecordedCall(prepared.what, prepared.by), *used)
 
     def recorded(self, graph: Any, resources: Resources, number: int) -> None:

@@ -126,8 +126,7 @@ class Run:
         return [parameter.grad for parameter in self.models[name].parameters()]
 
     def average(self, gradients: list[torch.Tensor]) -> None:
-        for gradient in gradients:
-            self.comm.allreduce(gradient, "avg", out=gradient)
+        self.comm.allreduce(gradients, "avg", out=gradients)
 
     def average_by_nccl(self, gradients: list[torch.Tensor]) -> None:
         for gradient in gradients:

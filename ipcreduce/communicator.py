@@ -27,7 +27,7 @@ from .ranks import groups
 from .ranks.exchange import Ranks
 from .ranks.mpi import MpiRanks
 from .texts import described
-from .types import Array, DType, Number, NumpyNumber, Op, Out, Shape
+from .types import Array, DType, Number, NumpyNumber, Op, Out, OutList, Shape
 
 _log = logging.getLogger("ipcreduce")
 _ENDS = {  # by the error of later calls
@@ -115,6 +115,14 @@ class Communicator:
     def allreduce(self, array: Number, op: Op = ..., *, out: None = ..., stream: Any = ...) -> Number: ...
     @overload
     def allreduce(
+        self, array: list[Any] | tuple[Any, ...], op: Op = ..., *, out: None = ..., stream: Any = ...
+    ) -> list[Any]: ...
+    @overload
+    def allreduce(
+        self, array: list[Any] | tuple[Any, ...], op: Op = ..., *, out: OutList, stream: Any = ...
+    ) -> OutList: ...
+    @overload
+    def allreduce(
         self, array: np.ndarray[Shape, DType], op: Op = ..., *, out: None = ..., stream: Any = ...
     ) -> np.ndarray[Shape, DType]: ...
     @overload
@@ -128,15 +136,17 @@ class Communicator:
             host; any shape, alignment and layout; the same shape and dtype on every rank. dtypes: float16, bfloat16,
             float32, float64, signed and unsigned integers of 8 to 64 bits; bool for "any", "all", "min" and "max";
             complex64 and complex128 for "sum" and "avg". Or a number of Python's or NumPy's; an int is an int64, and
-            wraps as one. Masked arrays are refused; other subclasses count as plain arrays.
+            wraps as one. Masked arrays are refused; other subclasses count as plain arrays. Or a list or tuple of
+            arrays, of any shapes and dtypes, which is one call: all on the device or all on the host.
         :param op: "sum", "prod" or "product", "min", "max", "avg" or "mean", or "any" or "all"; or an op of MPI or
             ``torch.distributed.ReduceOp`` that means one of these. The average of integers is truncated toward zero.
         :param out: the array for the result, of the same shape and dtype, and on the device if ``array`` is;
-            ``out=array`` is in place.
+            ``out=array`` is in place. For a list, a list of such arrays, which share no memory with each other.
         :param stream: for device arrays: an int, a CuPy stream or an object with ``__cuda_stream__``; None for the
             current stream: PyTorch's for its tensors, and CuPy's for all else.
         :returns: ``out``, or a new C-contiguous array, whatever the layout of ``array``: for a tensor a tensor, from
             PyTorch's allocator; else CuPy for device arrays, NumPy for host arrays. For a number one of the same type.
+            For a list of arrays a list.
         :raises ArgumentError: if this rank's arguments are wrong. The other ranks get :class:`PeerFailedError`.
         :raises RankMismatchError: if the ranks' calls differ.
         :raises PeerTimeoutError: if a rank did not come in time. :raises PeerLostError: if a rank has gone.

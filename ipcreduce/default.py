@@ -14,7 +14,7 @@ from .communicator import Communicator
 from .cuda import cupy_runtime
 from .errors import ArgumentError, IpcReduceError
 from .graphs.session import provide_default
-from .types import Array, DType, Number, NumpyNumber, Op, Out, Shape
+from .types import Array, DType, Number, NumpyNumber, Op, Out, OutList, Shape
 
 _default: Communicator | None = None
 _default_lock = threading.Lock()
@@ -50,6 +50,24 @@ def allreduce(
 ) -> Number: ...
 @overload
 def allreduce(
+    array: list[Any] | tuple[Any, ...],
+    op: Op = ...,
+    *,
+    out: None = ...,
+    comm: Communicator | None = ...,
+    stream: Any = ...,
+) -> list[Any]: ...
+@overload
+def allreduce(
+    array: list[Any] | tuple[Any, ...],
+    op: Op = ...,
+    *,
+    out: OutList,
+    comm: Communicator | None = ...,
+    stream: Any = ...,
+) -> OutList: ...
+@overload
+def allreduce(
     array: np.ndarray[Shape, DType],
     op: Op = ...,
     *,
@@ -66,12 +84,12 @@ def allreduce(array: Array, op: Op = ..., *, out: Out, comm: Communicator | None
 def allreduce(
     array: Any, op: Any = "sum", *, out: Any = None, comm: Communicator | None = None, stream: Any = None
 ) -> Any:
-    """All-reduce an array: see :meth:`Communicator.allreduce`.
+    """All-reduce an array, a number or a list of arrays: see :meth:`Communicator.allreduce`.
 
     :param comm: None for the default communicator, which the first call makes on the array's GPU.
     """
     if comm is None:
-        comm = _default_for(array)
+        comm = _default_for(array[0] if isinstance(array, (list, tuple)) and array else array)
     elif not isinstance(comm, Communicator):
         raise ArgumentError(
             f"comm is a {type(comm).__qualname__}, which is no ipcreduce.Communicator. Make one: Communicator(it)"

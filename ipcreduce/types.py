@@ -47,6 +47,7 @@ class CudaArray(Protocol):
 
 Array = DLPackArray | CudaArray
 Out = TypeVar("Out", bound=Array)
+OutList = TypeVar("OutList", list[Any], tuple[Any, ...])
 
 Stream = NewType("Stream", int)  # a cudaStream_t; 0 and 1 are the legacy default stream, 2 the per-thread one
 Event = NewType("Event", int)  # a cudaEvent_t

@@ -54,8 +54,8 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def average_gradients(model: torch.nn.Module) -> None:
     """Average the gradients over the ranks, in place."""
-    for parameter in model.parameters():
-        comm.allreduce(parameter.grad, "mean", out=parameter.grad)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    comm.allreduce(gradients, "mean", out=gradients)
 
 
 def train(model: torch.nn.Module, ranks: list[int], averaged: bool) -> list[torch.Tensor]:

@@ -61,7 +61,6 @@ class Launches:
         self._functions: dict[_Kernel, int] = {}
         self.prepared: dict[tuple[Any, ...], PreparedCall] = {}  # by shape, dtype and op
         self.lists: dict[tuple[Any, ...], lists.PreparedLaunches] = {}  # by op, and the members' shapes and dtypes
-        self._most_parts = lists.most_parts()
 
     def for_array(self, array: Any, op: Any) -> PreparedCall:
         """The launches of an all-reduce of a device array, compiled if need be.
@@ -104,7 +103,7 @@ class Launches:
         launches: list[lists.ListLaunch] = []
         for kind, name in dict.fromkeys(names):
             sizes = [array.nbytes if of == (kind, name) else 0 for array, of in zip(arrays, names, strict=True)]
-            planned = lists.make_plan(sizes, self._most_parts, self._planned_list)
+            planned = lists.make_plan(sizes, lists.most_parts(), self._planned_list)
             for parts in {one.parts for one in planned}:
                 self._load_all(kind, parts)
             launches += [self._launch_list(one, kind, name, len(arrays)) for one in planned]

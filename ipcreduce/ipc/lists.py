@@ -97,8 +97,8 @@ class ListLaunch:
     ) -> None:  # fmt: skip
         """``length``: of the list."""
         self.plan, self.launch, self._words = plan, launch, args.data
-        count, ins, outs = len(plan.members), ARGUMENT_WORDS, ARGUMENT_WORDS + plan.parts
-        self._ins, self._outs = args[ins : ins + count], args[outs : outs + count]
+        count, (ins, targets) = len(plan.members), (ARGUMENT_WORDS, ARGUMENT_WORDS + plan.parts)
+        self._ins, self._outs = args[ins : ins + count], args[targets : targets + count]
         self._odd = int(np.bitwise_or.reduce(plan.nbytes)) % PACKET_BYTES  # some part is no whole number of packets
         self._every = count == length and not plan.offsets.any()  # each member is a part
 

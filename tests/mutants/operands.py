@@ -68,9 +68,9 @@ MUTANTS = [
     ),
     Mutant(
         "an out that is not contiguous is not written back",
-        "ipcreduce/communicator.py",
-        "        if used.destination is not used.target:\n",
-        "        if False:\n",
+        "ipcreduce/device_reducer.py",
+        "copied = [used for used in members if used.destination is not used.target]",
+        "copied: list[DeviceOperands] = []",
         STRIDED_OUT,
     ),
     Mutant(

@@ -29,7 +29,7 @@ LAYERS = (
     ("ipcreduce.device",),
     ("ipcreduce.options", "ipcreduce.ipc", "ipcreduce.nccl", "ipcreduce.host"),
     ("ipcreduce.graphs",),
-    ("ipcreduce.startup", "ipcreduce.communicator"),
+    ("ipcreduce.startup", "ipcreduce.device_reducer", "ipcreduce.communicator"),
     ("ipcreduce.default",),
     ("ipcreduce",),
     (

@@ -20,7 +20,7 @@ from ipcreduce.calls.faults import fault_error
 from ipcreduce.dtypes import DTYPE_NAMES, DTYPES, OPS
 from ipcreduce.errors import PeerTimeoutError
 from ipcreduce.graphs.direct import launches as direct_launches
-from ipcreduce.ipc import launches, peers, plan, workspace
+from ipcreduce.ipc import launches, lists, peers, plan, workspace
 from ipcreduce.page import shared_files
 from ipcreduce.page.control_page import Page
 from ipcreduce.page.layout import ABORT_OFFSET, head_bytes, missing_offset
@@ -90,8 +90,12 @@ def run_program(folder: Path, source: str, *arguments: object, **macros: str) ->
 
 # ---- struct Args
 def args_of(text: str) -> list[tuple[str, int]]:
-    """(field, words) of ``struct Args`` in a source file, in order; every field is a u64 or an array of them."""
-    found = re.search(r"^struct Args \{[^\n]*\n(.*?)^\};", re.sub(r" *//.*", "", text), re.M | re.S)
+    """(field, words) of ``struct Args`` in a source file, in order; every field is a u64 or an array of them.
+
+    The table that a launch of a list has behind them is left out.
+    """
+    plain = re.sub(r"^#ifdef IPCREDUCE_PARTS.*?^#endif\n", "", re.sub(r" *//.*", "", text), flags=re.M | re.S)
+    found = re.search(r"^struct Args \{[^\n]*\n(.*?)^\};", plain, re.M | re.S)
     assert found, "no struct Args"
     fields = []
     for declaration in found[1].split(";"):
@@ -120,7 +124,90 @@ def test_words_of_args(tmp_path: Path):
     sizes = {name: int(nbytes) for name, _, nbytes in map(str.split, lines)}
     assert offsets == {name: WORD * index for name, index in FIELDS.items()}
     assert sizes == {name: WORD * (plan.MAX_RANKS if name in ("peers", "outs") else 1) for name in FIELDS}
-    assert int(size) == WORD * launches._ARG_WORDS
+    assert int(size) == WORD * launches._ARG_WORDS == WORD * lists.ARGUMENT_WORDS
+
+
+# ---- the table of a list
+LIST_LAYOUT = """
+#include <cstddef>
+#include <cstdio>
+#include <packets.cuh>
+int main() {
+  std::printf("%zu %zu %zu %zu %zu %zu\\n", offsetof(Args, parts), offsetof(PartTable, in), offsetof(PartTable, out),
+              offsetof(PartTable, first), offsetof(PartTable, bytes), sizeof(Args));
+}
+"""
+MOST_ARGUMENT_BYTES = {lists.SHORT: 4096, lists.LONG: 32_764}  # of a kernel: until CUDA 12.1, and since
+
+
+def test_words_of_a_list(tmp_path: Path, subtests: pytest.Subtests):
+    """As many parts as fit into the arguments of a kernel, each where ipc/lists.py puts it."""
+    one: Any = SimpleNamespace(offset=0, nbytes=32)
+    for places, most in MOST_ARGUMENT_BYTES.items():
+        with subtests.test(places=places):
+            (line,) = run_program(tmp_path, LIST_LAYOUT, IPCREDUCE_PARTS=str(places))
+            table, sources, targets, first, nbytes, size = map(int, line.split())
+            assert table == WORD * lists.ARGUMENT_WORDS
+            assert (sources, targets, first, nbytes) == (0, *(WORD * places * half // 2 for half in (2, 4, 5)))
+            assert most - 4 * WORD <= size <= most, "a kernel takes no more, and there is hardly room for more"
+            offsets = np.array([0, 0], np.uint64)
+            plan: Any = lists.ListPlan(one, places, np.array([0, 2]), offsets, np.array([0, 1]), np.array([16, 7]))
+            words = np.concatenate([np.zeros(lists.ARGUMENT_WORDS, np.uint64), lists.table(plan)])
+            assert words.nbytes == size
+            launch: Any = None
+            lists.ListLaunch(plan, launch, words, 3).set(
+                np.array([160, 0, 3], np.uint64), np.array([32, 0, 4], np.uint64)
+            )
+            raw = words.tobytes()
+            assert np.frombuffer(raw, np.uint64, 3, table + sources).tolist() == [160, 3, 0]
+            assert np.frombuffer(raw, np.uint64, 3, table + targets).tolist() == [32, 4, 0]
+            assert np.frombuffer(raw, np.uint32, 3, table + first).tolist() == [0, 1, 0xFFFFFFFF]
+            assert np.frombuffer(raw, np.uint32, 3, table + nbytes).tolist() == [16, 7, 0]
+            assert words[launches.IN] % 16, "a part of 7 bytes: not all packets are whole"
+            assert words[launches.OUT] == 32 | 4
+
+
+FIND = """
+#include <cstdio>
+#include <cstdlib>
+#include <packets.cuh>
+static Args args;
+int main(int, char** words) {  // a file with the table, the packets
+  std::FILE* file = std::fopen(words[1], "rb");
+  if (!file || std::fread(&args.parts, sizeof args.parts, 1, file) != 1) return 1;
+  for (int index = 0; index < std::atoi(words[2]); ++index) {
+    const auto in = array_with(input_of<false>(args), index), out = array_with(output_of<false>(args), index);
+    std::printf("%u %llu %llu %u\\n", find_part(args.parts, index), (unsigned long long)in.base + 16 * index,
+                (unsigned long long)out.base + 16 * index, in.bytes - 16 * index);
+  }
+}
+"""
+
+
+def test_a_thread_finds_its_array(tmp_path: Path, subtests: pytest.Subtests):
+    """The kernels' search in the table, for each packet of lists of 1 array, of as many as fit, and between."""
+    rng = np.random.default_rng(7)
+    for places in MOST_ARGUMENT_BYTES:
+        for count in sorted({1, 2, 3, 128, 129, places - 1, places}):
+            with subtests.test(places=places, count=count):
+                nbytes = rng.integers(1, 70, count)
+                packets = -(-nbytes // 16)
+                first = np.cumsum(packets) - packets
+                one = SimpleNamespace(offset=0, nbytes=16 * int(packets.sum()))
+                plan: Any = SimpleNamespace(
+                    members=np.arange(count), parts=places, first=first, nbytes=nbytes, step=one
+                )
+                words = lists.table(plan)
+                words[:count], words[places : places + count] = 1 << 20, 1 << 30
+                words[:count] += np.arange(count, dtype=np.uint64) * 4096
+                (tmp_path / "table").write_bytes(words.tobytes())
+                found = run_program(tmp_path, FIND, tmp_path / "table", int(packets.sum()), IPCREDUCE_PARTS=str(places))
+                expected = [
+                    f"{part} {(1 << 20) + 4096 * part + 16 * at} {(1 << 30) + 16 * at} {nbytes[part] - 16 * at}"
+                    for part in range(count)
+                    for at in range(packets[part])
+                ]
+                assert found == expected
 
 
 def test_args_of_the_simulated_tests():
@@ -262,8 +349,8 @@ def test_macros_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch):
         used |= {*re.findall(r"\bIPCREDUCE_[A-Z_]+", re.sub(r"//.*", "", path.read_text()))}
     passed: dict[str, str] = {}
     monkeypatch.setattr(launches.compiler, "compile_kernel", lambda name, macros, capability: passed.update(macros))
-    launches_of(3, 4)._compile(("two_shot", "float16", "avg", 2))
-    assert {*passed} == used
+    launches_of(3, 4)._compile(("two_shot", "float16", "avg", 2, 0))
+    assert {*passed} == used - {"IPCREDUCE_PARTS"}
     assert passed == {
         "IPCREDUCE_RANKS": "4",
         "IPCREDUCE_RANK": "3",
@@ -272,6 +359,9 @@ def test_macros_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch):
         "IPCREDUCE_DEPTH": "2",
         "IPCREDUCE_WHOLE_PACKETS": "1",
     }
+    one_array = dict(passed)
+    launches_of(3, 4)._compile(("two_shot", "float16", "avg", 2, lists.SHORT))
+    assert passed == one_array | {"IPCREDUCE_PARTS": str(lists.SHORT)}
 
 
 def structs(text: str, namespace: str) -> set[str]:

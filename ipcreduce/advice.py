@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numbers
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,17 +25,14 @@ def for_array(value: Any, what: str) -> str:
     """The advice for a ``value`` that is no array. ``what`` is the argument: "array" or "out"."""
     if _is_in_place(value):
         return _IN_PLACE
-    if isinstance(value, (list, tuple)) and any(map(_is_array, value)):
-        several = sum(map(_is_array, value)) > 1
-        return "Make a call for each of its arrays" if several else _ALONE
+    if _is_mpi_datatype(value) or (isinstance(value, (list, tuple)) and any(map(_is_array, value))):
+        return _ALONE
     if what == "out":
         return "Leave out= away for a new array"
     if value is None:
         return "Pass an array on every rank. A rank that has nothing to add passes zeros"
     if isinstance(value, dict):
-        return "Make a call for each of its values"
-    if isinstance(value, (list, tuple)) and len({_length(one) for one in value}) > 1:
-        return "Its rows differ in length. Make a call for each, or pass numpy.concatenate(it)"
+        return "Pass a list of its values, in the same order on every rank"
     if isinstance(value, bytes):
         return "Pass numpy.frombuffer(it, dtype)"
     if isinstance(value, Iterator):
@@ -45,6 +42,15 @@ def for_array(value: Any, what: str) -> str:
     if hasattr(type(value), "toarray"):  # scipy.sparse's
         return "Pass it.toarray()"
     return "Pass numpy.asarray(it) or cupy.asarray(it)"
+
+
+def for_member(value: Any, arrays: Sequence[Any]) -> str:
+    """The advice for a ``value`` that is a number, a list or a str, in a list that a call takes as a list of arrays."""
+    if not any(map(_is_array, arrays)):
+        return "If the list stands for one array, pass numpy.array(list)"
+    if isinstance(value, str) or any(map(_is_mpi_datatype, arrays)):
+        return _ALONE
+    return "Pass all arrays in one list" if isinstance(value, (list, tuple)) else "Pass numpy.array(it)"
 
 
 def for_op(op: Any, known: dict[str, str]) -> str:
@@ -65,7 +71,7 @@ def for_op(op: Any, known: dict[str, str]) -> str:
 def for_dtype(dtype: np.dtype[Any]) -> str:
     """The advice for an array of a ``dtype`` that cannot be reduced."""
     if dtype.kind == "O":
-        return "Convert the objects to numbers first. Rows of different lengths need a call for each"
+        return "Convert the objects to numbers first. Pass rows of different lengths as a list of arrays"
     if dtype.names is not None:
         return "Convert it to an array for each field: array[name]"
     if dtype.kind in "Mm":
@@ -88,10 +94,11 @@ def _is_in_place(value: Any) -> bool:
     return mpi is not None and value is mpi.IN_PLACE
 
 
+def _is_mpi_datatype(value: Any) -> bool:
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and isinstance(value, getattr(mpi, "Datatype", ()))
+
+
 def _is_array(value: Any) -> bool:
     """True for an array of any library. Only its type is asked, because an object may compute its attributes."""
     return any(hasattr(type(value), name) for name in _PROTOCOLS)
-
-
-def _length(value: Any) -> int:
-    return len(value) if isinstance(value, (list, tuple)) else -1

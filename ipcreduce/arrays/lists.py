@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import advice
 from ..cuda import cupy_runtime, torch_runtime
 from ..errors import ArgumentError, naming_member
 from ..types import Stream
@@ -39,6 +40,11 @@ def outputs(arrays: Members, out: Any) -> Members:
         raise ArgumentError(
             f"array is a list of {len(arrays)} arrays, but out is a list of {len(out)}. Pass an output for each array"
         )
+    for index, output in enumerate(out):
+        if output is None:
+            raise ArgumentError(
+                f"member {index} of the list: out is None. Pass an output for each array, or no out= for new ones"
+            )
     return out
 
 
@@ -50,7 +56,7 @@ def on_device(arrays: Members) -> bool | None:
     places = []
     for index, array in enumerate(arrays):
         with naming_member(index):
-            _check_is_array(array)
+            _check_is_array(array, arrays)
             places.append(views.is_device(array))
         if places[index] != places[0]:
             one, other = ("on the GPU", "on the host") if places[0] else ("on the host", "on the GPU")
@@ -61,13 +67,12 @@ def on_device(arrays: Members) -> bool | None:
     return places[0] if places else None
 
 
-def _check_is_array(array: Any) -> None:
+def _check_is_array(array: Any, arrays: Members) -> None:
     if array is None:
         raise ArgumentError("it is None, as the gradient of an unused parameter is. Leave it out on every rank")
-    if isinstance(array, views.NUMBERS):
-        raise ArgumentError(f"it is a {type(array).__qualname__}, and no array. Pass numpy.array(it)")
-    if is_list(array):
-        raise ArgumentError("it is a list itself. Pass all arrays in one list")
+    if isinstance(array, (*views.NUMBERS, list, tuple, str)):
+        advised = advice.for_member(array, arrays)
+        raise ArgumentError(f"it is a {type(array).__qualname__}, and no array. {advised}")
 
 
 def check_streams(arrays: Members) -> None:

@@ -136,8 +136,6 @@ class Convertible:
 
 
 NO_ARRAYS = {
-    "a list": [1.0, 2.0],
-    "a tuple of arrays": (np.ones(2), np.ones(2)),
     "None": None,
     "a str": "ones",
     "a dict": {"x": np.ones(2)},
@@ -148,20 +146,16 @@ NO_ARRAYS = {
     "a generator": (x for x in [1.0]),
     "an object with __array__": Convertible(),
     "MPI.IN_PLACE": MPI.IN_PLACE,
-    "rows of different lengths": [[1.0, 2.0], [3.0]],
-    "an array and its type": [np.ones((30, 30), "f4"), MPI.FLOAT],
+    "MPI.FLOAT": MPI.FLOAT,
     "a fraction": fractions.Fraction(1, 2),
 }
 ADVICE = {  # the generic one for the rest
-    "a list": "Pass numpy.asarray(it)",
-    "a tuple of arrays": "Make a call for each of its arrays",
     "None": "A rank that has nothing to add passes zeros",
-    "a dict": "Make a call for each of its values",
+    "a dict": "Pass a list of its values, in the same order on every rank",
     "bytes": "Pass numpy.frombuffer(it, dtype)",
     "a generator": "Pass numpy.asarray(list(it))",
     "MPI.IN_PLACE": "allreduce(x, out=x)",
-    "rows of different lengths": "Its rows differ in length",
-    "an array and its type": "Pass the array alone, which knows its dtype: allreduce(x, out=y)",
+    "MPI.FLOAT": "Pass the array alone, which knows its dtype: allreduce(x, out=y)",
     "a fraction": "Pass float(it)",
 }
 NO_OPS = {
@@ -213,6 +207,80 @@ def bad_arrays() -> Iterator[Row]:
         yield Row("array: without memory", lambda m, c, kind=kind: c.allreduce(kind()), words, on=on)
         yield Row("out: without memory", lambda m, c, kind=kind: c.allreduce(mine(m, c), out=kind()), words, on=on)
     yield Row("array: no export", lambda m, c: c.allreduce(ByDlpack(2)), ("not exported today",), on="device")
+
+
+def three(module: Any, comm: Any) -> list[Any]:
+    """A list of arrays."""
+    return [mine(module, comm, count) for count in (6, 3, 1)]
+
+
+def bad_lists() -> Iterator[Row]:
+    """Lists of arrays: what is wrong is named by its index."""
+
+    def lists(name: str, make: Call, *words: str, on: str = "any") -> Row:
+        return Row(f"list: {name}", lambda m, c: c.allreduce(make(m, c)), words, on=on)
+
+    alone, whole = "Pass the array alone, which knows its dtype", "If the list stands for one array, pass numpy.array("
+    for name, thing, words in (
+        ("a number", 1.0, ("it is a float, and no array. Pass numpy.array(it)",)),
+        ("a NumPy number", np.float32(1), ("it is a float32, and no array. Pass numpy.array(it)",)),
+        ("None", None, ("it is None, as the gradient of an unused parameter is. Leave it out on every rank",)),
+        ("a list", [np.ones(2)], ("it is a list, and no array. Pass all arrays in one list",)),
+        ("MPI's type", MPI.FLOAT, ("array is a mpi4py.MPI.Datatype, which has neither", alone)),
+        ("a letter", "f", ("it is a str, and no array.", alone)),
+        ("an object", object(), ("array is a builtins.object, which has neither", "Pass numpy.asarray(it)")),
+    ):
+        words = ("member 2 of the list: ", *words)
+        yield lists(f"with {name}", lambda m, c, thing=thing: [*three(m, c)[:2], thing, mine(m, c)], *words)
+    yield lists("of numbers", lambda m, c: [1.0, 2.0], "member 0 of the list: it is a float, and no array. " + whole)
+    yield lists(
+        "of rows", lambda m, c: [[1.0, 2.0], [3.0]], "member 0 of the list: it is a list, and no array. " + whole
+    )
+    yield lists(
+        "with a count and a type", lambda m, c: [mine(m, c), 6, MPI.FLOAT], "member 1 of the list: it is a int", alone
+    )
+    words = (
+        "member 0 of the list lies on the GPU, but member 3 on the host. Make a call for those on the GPU, and one",
+    )
+    yield lists("of both kinds", lambda m, c: [*three(m, c), np.ones(2)], *words, on="device")
+    yield lists(
+        "with a dtype", lambda m, c: [mine(m, c), np.ones(2, "M8[s]")], "member 1 of the list: dtype ", on="host"
+    )
+    for op, words in (("mode", ("there is no op 'mode'",)), ("any", ("member 0 of the list: ", "takes bool"))):
+        yield Row(f"list: op {op}", lambda m, c, op=op: c.allreduce(three(m, c), op), words)
+    for name, out, words in (
+        ("an array", lambda m, a: a[0], ("a list of 3 arrays, but out is a ", "Pass a list of 3 arrays as out")),
+        ("shorter", lambda m, a: a[:2], ("of 3 arrays, but out is a list of 2. Pass an output for each",)),
+        ("longer", lambda m, a: (*a, a[0]), ("array is a list of 3 arrays, but out is a list of 4.",)),
+        ("in another order", lambda m, a: a[::-1], ("member 0 of the list: out has shape (1,)",)),
+        ("a number", lambda m, a: [*a[:2], 1.0], ("member 2 of the list: ", "but out is a float")),
+        ("None", lambda m, a: [a[0], None, a[2]], ("member 1 of the list: out is None",)),
+        ("one twice", lambda m, a: [a[0], *[ours(m, [0] * 3)] * 2], ("member 2 of the list: out has shape (3,)",)),
+    ):  # fmt: skip
+        words = tuple(words)
+        yield Row(f"list: out {name}", lambda m, c, out=out: c.allreduce(a := three(m, c), out=out(m, a)), words)
+    of_list = "of the list shares memory with the"
+    words = (f"the output of member 0 {of_list} output of member 2",)
+    yield Row("list: one array twice, in place", twice, words)
+    words = (
+        "the output of member ",
+        f" {of_list} array of member ",
+        "Pass outputs that share no memory with anything but",
+    )
+    yield Row("list: an output over an input", crossed, words)
+
+
+def twice(module: Any, comm: Any) -> Any:
+    """Its result would depend on who writes first."""
+    array = mine(module, comm)
+    arrays = [array, mine(module, comm), array]
+    return comm.allreduce(arrays, out=arrays)
+
+
+def crossed(module: Any, comm: Any) -> Any:
+    """Two arrays of which each is to have the sum of the other."""
+    arrays = [mine(module, comm), mine(module, comm)]
+    return comm.allreduce(arrays, out=arrays[::-1])
 
 
 def bad_dtypes() -> Iterator[Row]:
@@ -366,7 +434,7 @@ def bad_communicators() -> Iterator[Row]:
 
 def rows() -> list[Row]:
     """The table."""
-    groups = (bad_arrays, bad_dtypes, bad_ops, bad_outs, bad_streams, differences, bad_communicators)
+    groups = (bad_arrays, bad_lists, bad_dtypes, bad_ops, bad_outs, bad_streams, differences, bad_communicators)
     return [row for group in groups for row in group()]
 
 

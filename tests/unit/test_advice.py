@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ipcreduce import texts
-from ipcreduce.arrays import views
+from ipcreduce.arrays import lists, views
 from ipcreduce.errors import ArgumentError
 from ipcreduce.graphs.forward_context import MODES, check_word
 from ipcreduce.options import Options, workspace_bytes
@@ -55,12 +55,7 @@ def test_a_value_is_shown_in_few_words(value: Any, text: str):
     ("value", "words"),
     [
         (Unreadable(), "Pass numpy.asarray(it)"),
-        ([Unreadable(), Unreadable()], "Pass numpy.asarray(it)"),
-        ([[1, 2], [3, 4]], "Pass numpy.asarray(it)"),
-        ([[1, 2], [3]], "Its rows differ in length"),
-        ([1, [2]], "Its rows differ in length"),
-        ([np.zeros(2), "f"], "Pass the array alone"),
-        ((np.zeros(2), np.zeros(3)), "Make a call for each of its arrays"),
+        ({"x": np.zeros(2)}, "Pass a list of its values"),
         (Sparse(), "Pass it.toarray()"),
         (decimal.Decimal(1), "Pass float(it)"),
     ],
@@ -68,6 +63,26 @@ def test_a_value_is_shown_in_few_words(value: Any, text: str):
 def test_what_is_no_array(value: Any, words: str):
     with pytest.raises(ArgumentError) as caught:
         views.is_device(value)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ([Unreadable(), Unreadable()], "member 0 of the list: array is a "),
+        ([[1, 2], [3]], "member 0 of the list: it is a list, and no array. If the list stands for one array"),
+        ([np.zeros(2), 1], "member 1 of the list: it is a int, and no array. Pass numpy.array(it)"),
+        ([np.zeros(2), None], "member 1 of the list: it is None, as the gradient of an unused parameter is. Leave"),
+        ([np.zeros(2), [np.zeros(2)]], "member 1 of the list: it is a list, and no array. Pass all arrays in one list"),
+        ([np.zeros(2), "f"], "member 1 of the list: it is a str, and no array. Pass the array alone"),
+        ((1.0, np.zeros(3)), "member 0 of the list: it is a float"),
+        ([np.zeros(2), Sparse()], "Pass it.toarray()"),
+    ],
+)  # fmt: skip
+def test_what_is_no_list_of_arrays(arrays: Any, words: str):
+    with pytest.raises(ArgumentError) as caught:
+        lists.on_device(arrays)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -171,10 +171,10 @@ def first_call_refused() -> None:
     """The call that would have made the default communicator: it is made all the same, so that the others hear."""
     for array in (np.full(7, RANK + 1.0), mine()):
         if RANK == LAST:
-            with raises(errors.ArgumentError, "array is a builtins.list"):
+            with raises(errors.ArgumentError, "member 0 of the list: it is a float"):
                 ipcreduce.allreduce([1.0, 2.0])
         else:
-            with raises(errors.PeerFailedError, f"rank {LAST} raised an error", "array is a builtins.list"):
+            with raises(errors.PeerFailedError, f"rank {LAST} raised an error", "member 0 of the list: it is a float"):
                 ipcreduce.allreduce(array)
                 ipcreduce.get_communicator().synchronize()
         right(ipcreduce.allreduce(array))
@@ -189,10 +189,12 @@ def list_among_host_arrays() -> None:
         for rank in (0, LAST):
             if rank == RANK:
                 late(0.3)
-                with raises(errors.ArgumentError, "array is a builtins.list"):
+                with raises(errors.ArgumentError, "member 0 of the list: it is a float"):
                     comm.allreduce([1.0] * 7)
             else:
-                with raises(errors.PeerFailedError, f"rank {rank} raised an error", "array is a builtins.list"):
+                with raises(
+                    errors.PeerFailedError, f"rank {rank} raised an error", "member 0 of the list: it is a float"
+                ):
                     host_works(comm)
             host_works(comm)
             works(comm)

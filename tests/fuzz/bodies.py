@@ -45,17 +45,6 @@ def draws(step: Step, size: int, dtype: np.dtype[Any], special: bool) -> Values:
     ]
 
 
-def reduced(values: Values, op: str) -> np.ndarray[Any, Any]:
-    """:func:`reference.reduce`; sums and products of integers wrap, which NumPy does by itself."""
-    if reference.is_float(values[0].dtype) or op not in ("sum", "prod"):
-        return reference.reduce(values, op)
-    result = values[0].copy()
-    with np.errstate(all="ignore"):
-        for value in values[1:]:
-            result = result + value if op == "sum" else result * value
-    return result
-
-
 def on_device(data: np.ndarray[Any, Any], layout: str) -> Any:
     """A device array of these values."""
     flat = cupy.asarray(data)
@@ -154,7 +143,7 @@ class Recorded:
         values = self._inputs()
         for kind, detail in self.body:
             if kind in ("reduce", "into", "reducing break"):
-                values = [reduced(values, detail)] * self.size
+                values = [reference.wrapping(values, detail)] * self.size
             elif kind == "scale":
                 values = [value * value.dtype.type(detail) for value in values]
             elif kind == "add":

@@ -179,7 +179,7 @@ class Player:
             returned = comm.allreduce(source, op, out=out, stream=stream)
         if out is not None and returned is not out:
             raise Wrong(f"{self.text}: out= was not returned")
-        self.later(returned if result is None else result, bodies.reduced(draws, op), stream)
+        self.later(returned if result is None else result, reference.wrapping(draws, op), stream)
 
     def do_threads(self, comm: Any, step: Step) -> None:
         """Calls of two communicators from two threads, each on a stream of its own.

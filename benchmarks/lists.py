@@ -78,13 +78,13 @@ def host(call: Callable[[], Any], calls: int) -> float:
     """Median over rounds of the host's time for a call, of the slowest rank."""
     found = []
     for turn in range(ROUNDS + 3):
-        cp.cuda.get_current_stream().synchronize()
+        cp.cuda.runtime.deviceSynchronize()  # PyTorch has a stream of its own
         WORLD.Barrier()
         begin = time.perf_counter()
         for _ in range(calls):
             call()
         found += [(time.perf_counter() - begin) / calls * 1e6] if turn >= 3 else []
-    cp.cuda.get_current_stream().synchronize()
+    cp.cuda.runtime.deviceSynchronize()
     return float(WORLD.allreduce(statistics.median(found), MPI.MAX))
 
 
@@ -206,14 +206,14 @@ def main(out: str) -> None:
         except Exception as error:
             if comm.rank == 0:
                 print(f"without {name}: {error}")
-    rows: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
     with cp.cuda.Stream(non_blocking=True):
         for name, make in LISTS.items():
             for dtype in (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)):
-                row = measure(comm, make(dtype.itemsize), dtype, peers)
-                rows[f"{name}, {dtype}"] = row
+                row = {"list": name, "dtype": str(dtype)} | measure(comm, make(dtype.itemsize), dtype, peers)
+                rows.append(row)
                 if comm.rank == 0:
-                    print(name, dtype, {key: round(value, 2) for key, value in row.items()}, flush=True)
+                    print(row, flush=True)
     if comm.rank == 0:
         report.write_json(Path(out), report.header(["benchmarks/lists.py"]) | {"rows": rows})
     comm.close()

@@ -49,10 +49,10 @@ def us_text(us: float | None) -> str:
     return "–" if us is None else f"{us:,.0f}" if us >= 999.5 else f"{us:#.3g}".rstrip(".")
 
 
-def bench_table(ranks: int, mode: str = "graph", sizes: Sequence[int] = SIZES) -> str:
+def bench_table(ranks: int, mode: str = "graph", sizes: Sequence[int] = SIZES, gpu: str = "h200") -> str:
     """Times of the last bench over so many GPUs; ``mode`` "eager" has the host's time in place of the limit."""
     second = ("limit", "limit_us") if mode == "graph" else ("of which host", "host_us")
-    rows = {row["bytes"]: row for row in read(f"bench-h200-x{ranks}")["rows"] if row["mode"] == mode}
+    rows = {row["bytes"]: row for row in read(f"bench-{gpu}-x{ranks}")["rows"] if row["mode"] == mode}
     return table(
         ["bytes", "ipcreduce", second[0], *PEERS.values()],
         (
@@ -109,6 +109,34 @@ def llama_table() -> str:
     batches = sorted(next(iter(times.values())))
     header = ["a step by", *(f"batch {batch}" for batch in batches)]
     return table(header, ([way, *(us_text(found[batch]) for batch in batches)] for way, found in times.items()))
+
+
+def list_table() -> str:
+    """Times of lists of arrays in one call over 2 GPUs, in graphs, beside one array of the same bytes and NCCL's group."""
+    columns = {"one call": "graph", "one array": "graph, one array", "NCCL's group": "graph, NCCL's group"}
+    lines = []
+    for row in read("lists-h100-x2")["rows"]:
+        ratio = row["graph"] / row["graph, one array"]
+        lines.append([row["list"], row["dtype"], *(us_text(row[key]) for key in columns.values()), f"{ratio:.2f}"])
+    return table(["arrays", "dtype", *columns, "ratio to one array"], lines)
+
+
+def list_host_table() -> str:
+    """The host's time of the same calls in bfloat16, beside NCCL's group and PyTorch's all_reduce_coalesced."""
+    columns = {
+        "one array": "host, one array", "known arrays": "host, known", "new arrays": "host, new",
+        "NCCL's group": "host, NCCL's group", "known tensors": "host, tensors, known",
+        "new tensors": "host, tensors, new", "all_reduce_coalesced": "host, all_reduce_coalesced, new",
+    }  # fmt: skip
+    rows = [row for row in read("lists-h100-x2")["rows"] if row["dtype"] == "bfloat16"]
+    return table(
+        ["arrays", *columns], ([row["list"], *(us_text(row[key]) for key in columns.values())] for row in rows)
+    )
+
+
+def overlap_table() -> str:
+    """Times of a training step by ``benchmarks/overlap.py`` over 2 GPUs, in milliseconds."""
+    return table(["way", "ms"], ([way, f"{ms:.2f}"] for way, ms in read("overlap-h100-x2")["ms_of_step"].items()))
 
 
 HOST_SIZES = (4, *(1 << power for power in (10, 12, 14, 16, 18, 20, 22, 24, 26, 28)))
@@ -241,9 +269,10 @@ _RUNS: dict[str, Callable[[dict[str, Any], Rows], tuple[str, str]]] = {  # by a 
         f"{content['models']} searches without an error, {content['breaks']} breaks found",
     ),
     "cases": lambda content, rows: (
-        f"sweep, {content['cases']} cases{_over(content, rows)}",
-        f"{content['calls']:,} calls right",
+        f"sweep{' of lists' if 'members' in content['counted'] else ''}, {content['cases']} cases{_over(content, rows)}",
+        f"{content.get('calls') or content['counted']['calls']:,} calls right",
     ),
+    "list": lambda _, rows: ("lists of arrays, `benchmarks/lists.py`", f"{_BEFORE_TIMING}; {len(rows)} rows"),
     "right": lambda content, rows: (_scenarios_of(content) + _over(content, rows), _scenarios(content)),
     "prototype_us": lambda _, rows: ("times beside the prototypes", f"{len(rows)} rows"),
     "before": lambda content, rows: (
@@ -277,5 +306,8 @@ def _software(content: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     figures = [bench_table(n, mode) for n in (4, 2) for mode in ("graph", "eager")]
-    for text in (bench_table(4, sizes=README_SIZES), *figures, ratio_table(), llama_table(), host_table(), run_table()):
+    figures += [bench_table(2, mode, gpu="h100") for mode in ("graph", "eager")]
+    lists = list_table(), list_host_table(), overlap_table()
+    others = ratio_table(), llama_table(), host_table(), run_table()
+    for text in (bench_table(4, sizes=README_SIZES), *figures, *lists, *others):
         print(text, end="\n\n")

@@ -112,7 +112,7 @@ def llama_table() -> str:
 
 
 def list_table() -> str:
-    """Times of lists of arrays in one call over 2 GPUs, in graphs, beside one array of the same bytes and NCCL's group."""
+    """Times of lists of arrays over 2 GPUs in graphs, beside one array of the same bytes and NCCL's group."""
     columns = {"one call": "graph", "one array": "graph, one array", "NCCL's group": "graph, NCCL's group"}
     lines = []
     for row in read("lists-h100-x2")["rows"]:
@@ -269,7 +269,7 @@ _RUNS: dict[str, Callable[[dict[str, Any], Rows], tuple[str, str]]] = {  # by a 
         f"{content['models']} searches without an error, {content['breaks']} breaks found",
     ),
     "cases": lambda content, rows: (
-        f"sweep{' of lists' if 'members' in content['counted'] else ''}, {content['cases']} cases{_over(content, rows)}",
+        f"sweep{' of lists' * ('members' in content.get('counted', {}))}, {content['cases']} cases{_over(content, rows)}",
         f"{content.get('calls') or content['counted']['calls']:,} calls right",
     ),
     "list": lambda _, rows: ("lists of arrays, `benchmarks/lists.py`", f"{_BEFORE_TIMING}; {len(rows)} rows"),

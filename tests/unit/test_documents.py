@@ -116,6 +116,10 @@ def test_broken_links_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     [
         ("README.md", results.bench_table(4, sizes=results.README_SIZES)),
         *(("docs/performance.md", results.bench_table(n, mode)) for n in (2, 4) for mode in ("graph", "eager")),
+        ("docs/performance.md", results.bench_table(2, gpu="h100")),
+        ("docs/performance.md", results.list_table()),
+        ("docs/performance.md", results.list_host_table()),
+        ("docs/performance.md", results.overlap_table()),
         ("docs/performance.md", results.ratio_table()),
         ("docs/performance.md", results.host_table()),
         ("docs/pytorch.md", results.llama_table()),

@@ -236,6 +236,12 @@ def _soaked(content: dict[str, Any], rows: Rows) -> tuple[str, str]:
     return "soak, `make fuzz`", f"{counts} made and closed: {rows[0]['wrong'] or 'nothing has grown'}"
 
 
+def _swept_lists(content: dict[str, Any], rows: Rows) -> tuple[str, str]:
+    counted = content["counted"]
+    what = f"sweep of lists, {content['cases']} cases{_over(content, rows)}"
+    return what, f"{counted['calls']:,} calls on {counted['members']:,} arrays right"
+
+
 _BEFORE_TIMING = "results right before each timing"
 _RUNS: dict[str, Callable[[dict[str, Any], Rows], tuple[str, str]]] = {  # by a key of the content or of its first row
     "tool": lambda _, rows: (
@@ -268,9 +274,10 @@ _RUNS: dict[str, Callable[[dict[str, Any], Rows], tuple[str, str]]] = {  # by a 
         "`make models`",
         f"{content['models']} searches without an error, {content['breaks']} breaks found",
     ),
+    "first": _swept_lists,
     "cases": lambda content, rows: (
-        f"sweep{' of lists' * ('members' in content.get('counted', {}))}, {content['cases']} cases{_over(content, rows)}",
-        f"{content.get('calls') or content['counted']['calls']:,} calls right",
+        f"sweep, {content['cases']} cases{_over(content, rows)}",
+        f"{content['calls']:,} calls right",
     ),
     "list": lambda _, rows: ("lists of arrays, `benchmarks/lists.py`", f"{_BEFORE_TIMING}; {len(rows)} rows"),
     "right": lambda content, rows: (_scenarios_of(content) + _over(content, rows), _scenarios(content)),

@@ -90,16 +90,12 @@ def plain(array: Any, device: int) -> tuple[int, Any, Any] | None:
 
 def plain_list(arrays: Sequence[Any], device: int) -> tuple[list[int], list[Any], list[Any]] | None:
     """Addresses, shapes and dtypes of arrays of which each is :func:`plain`; None if one is not."""
-    try:
-        places = [array.data for array in arrays]
-        addresses = [place.ptr for place in places]
-        if False in [place.device_id == device for place in places] or 0 in addresses:
-            return None
-        if False in [array._c_contiguous for array in arrays]:
-            return None
-    except AttributeError:  # an array of another library
+    kind = cupy.ndarray
+    if False in [type(array) is kind for array in arrays] or False in [array._c_contiguous for array in arrays]:
         return None
-    if {*map(type, arrays)} != {cupy.ndarray}:
+    places = [array.data for array in arrays]
+    addresses = [place.ptr for place in places]
+    if False in [place.device_id == device for place in places] or 0 in addresses:
         return None
     return addresses, [array.shape for array in arrays], [array.dtype for array in arrays]
 

@@ -136,13 +136,13 @@ def plain(tensor: Any, device: int) -> tuple[int, Any, Any] | None:
 
 def plain_list(tensors: Sequence[Any], device: int) -> tuple[list[int], list[Any], list[Any]] | None:
     """Addresses, shapes and dtypes of tensors of which each is :func:`plain`; None if one is not."""
-    if not {*map(type, tensors)} <= {*_kinds}:
+    kind, parameter = _kinds
+    if False in [type(tensor) is kind or type(tensor) is parameter for tensor in tensors]:
         return None
     if tracing_state() is not None or modes._is_in_torch_dispatch_mode or duals._current_level >= 0:
         return None
     if torch.is_grad_enabled() and True in [tensor.requires_grad for tensor in tensors]:
         return None
-    kind = _kinds[0]
     try:  # by map(), which calls the methods in half of the time
         if {*map(kind.get_device, tensors)} != {device} or False in map(kind.is_contiguous, tensors):
             return None

@@ -80,7 +80,7 @@ class KnownLists:
     def find(self, arrays: Sequence[Any], op: str, out: Any, stream: Any) -> tuple[Ready | None, Any, Stream]:
         """Do the same as :meth:`KnownCalls.find` for a list or a tuple of arrays."""
         library = _library(arrays)
-        if library is None:
+        if library is None or not (out is None or type(out) is list or type(out) is tuple):
             return NOT_READY
         current = library.stream_handle(self._device)
         if stream is not None:

@@ -57,26 +57,36 @@ class NcclCommunicator:
         try:
             self._all_reduce(*argument, self._comm, stream)
         except Exception as error:
-            if self._comm is None:
-                aborted = CudaError("ncclAllReduce", -1, "the NCCL communicator has been aborted")
-                aborted.reach = Reach.ENDED
-                raise aborted from error
-            raise library.failure("ncclAllReduce", error) from error
+            raise self._failure("ncclAllReduce", error) from error
         finally:
             self.enqueuing = None
 
+    def _failure(self, name: str, error: Exception) -> BaseException:
+        if self._comm is None:
+            aborted = CudaError(name, -1, "the NCCL communicator has been aborted")
+            aborted.reach = Reach.ENDED
+            return aborted
+        return library.failure(name, error)
+
     def all_reduce_group(self, arguments: Sequence[tuple[int, int, int, int, int]], stream: Stream) -> None:
         """Put several all-reduces on ``stream`` as one operation of NCCL. See :meth:`all_reduce`."""
-        library.start_group()
+        if not arguments:
+            return
+        self.enqueuing = arguments[0]  # until the end: only there NCCL puts them on the stream
         try:
-            for argument in arguments:
-                self.all_reduce(argument, stream)
-        finally:
-            self.enqueuing = arguments[0] if arguments else None  # NCCL puts them on the stream only now
+            library.start_group()
             try:
-                library.end_group()
-            finally:
-                self.enqueuing = None
+                for argument in arguments:
+                    self._all_reduce(*argument, self._comm, stream)
+            except BaseException:
+                with suppress(CudaError):  # no call of the program may be within this group
+                    library.end_group()
+                raise
+            library.end_group()
+        except Exception as error:
+            raise self._failure("ncclGroupEnd", error) from error
+        finally:
+            self.enqueuing = None
 
     def abort(self) -> None:
         """Abort the running calls, and let NCCL free the communicator. Idempotent, for any thread, without waiting.

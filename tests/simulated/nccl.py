@@ -16,6 +16,7 @@ import itertools
 import mmap
 import os
 import secrets
+import threading
 import time
 import weakref
 from typing import Any
@@ -148,7 +149,9 @@ class _Use:
 
 def _average(total: np.ndarray, n: int) -> np.ndarray:
     if total.dtype.kind in "iu":
-        return (np.sign(total) * (np.abs(total) // np.asarray(n, total.dtype))).astype(total.dtype)  # toward zero
+        divisor = np.asarray(n, total.dtype)
+        down = (total < 0) & (total % divisor != 0)
+        return (total // divisor + down).astype(total.dtype)  # toward zero
     return (total / total.dtype.type(n)).astype(total.dtype)
 
 
@@ -164,11 +167,39 @@ def comm_init_rank(nranks: int, comm_id: UniqueId, rank: int) -> Comm:
     return Comm(nranks, bytes(comm_id), rank)
 
 
+class _Groups(threading.local):
+    """The open groups of a thread, and the calls within them."""
+
+    def __init__(self) -> None:
+        self.depth, self.calls = 0, []
+
+
+_groups = _Groups()
+
+
+def group_start() -> None:
+    _groups.depth += 1
+
+
+def group_end() -> None:
+    """As NCCL does, it puts the calls on their streams only when the outermost group ends."""
+    if not _groups.depth:
+        raise NCCLError(Result.InvalidUsage)
+    _groups.depth -= 1
+    if not _groups.depth:
+        calls, _groups.calls = _groups.calls, []
+        for call in calls:
+            all_reduce(*call)
+
+
 def all_reduce(sendbuff: int, recvbuff: int, count: int, datatype: int, op: int, comm: Comm, stream: int) -> None:
     if not isinstance(comm, Comm):
         raise TypeError(f"Cannot convert {type(comm).__name__} to nccl.bindings.nccl.Comm")
     if comm.dead:
         raise NCCLError(Result.InvalidArgument)
+    if _groups.depth:
+        _groups.calls.append((sendbuff, recvbuff, count, datatype, op, comm, stream))
+        return
     use, handle = _Use(comm), int(stream)
     capture = machine_streams.find(handle).capture
     if capture is None:

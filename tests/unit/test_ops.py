@@ -175,7 +175,7 @@ def test_ops():
         (">c8", 'array.astype("complex64")'),
         ("g", 'array.astype("float64")'),
         ("G", 'array.astype("complex128")'),
-        ("O", "Rows of different lengths need a call for each"),
+        ("O", "Pass rows of different lengths as a list of arrays"),
         ("U1", 'array.astype("float32")'),
         ("M8[s]", 'array.view("int64")'),
         ("V2", 'array.astype("float32")'),

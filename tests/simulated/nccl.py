@@ -104,11 +104,16 @@ class Comm:
             time.sleep(_POLL_SECONDS)
         return True
 
-    def reduce(self, source: int, target: int, count: int, kind: int, op: int) -> None:
-        """One operation, in a stream's thread."""
+    def reduce_all(self, calls: list[tuple[int, int, int, int, int]]) -> None:
+        """The operations of a group, in a stream's thread."""
         if self.dead:
             ghosts.append(self)
-            return
+        for call in calls:
+            if not self.dead:
+                self.reduce(*call)
+
+    def reduce(self, source: int, target: int, count: int, kind: int, op: int) -> None:
+        """One operation."""
         self.last = next(self.operations)
         dtype = _TYPES[kind]
         given, result = (_memory(address, count * dtype.itemsize) for address in (source, target))
@@ -188,8 +193,8 @@ def group_end() -> None:
     _groups.depth -= 1
     if not _groups.depth:
         calls, _groups.calls = _groups.calls, []
-        for call in calls:
-            all_reduce(*call)
+        for comm, stream in dict.fromkeys(call[-2:] for call in calls):
+            _put(comm, stream, [call[:-2] for call in calls if call[-2:] == (comm, stream)])
 
 
 def all_reduce(sendbuff: int, recvbuff: int, count: int, datatype: int, op: int, comm: Comm, stream: int) -> None:
@@ -198,15 +203,22 @@ def all_reduce(sendbuff: int, recvbuff: int, count: int, datatype: int, op: int,
     if comm.dead:
         raise NCCLError(Result.InvalidArgument)
     if _groups.depth:
-        _groups.calls.append((sendbuff, recvbuff, count, datatype, op, comm, stream))
-        return
-    use, handle = _Use(comm), int(stream)
+        _groups.calls.append((sendbuff, recvbuff, count, datatype, op, comm, int(stream)))
+    else:
+        _put(comm, int(stream), [(sendbuff, recvbuff, count, datatype, op)])
+
+
+def _put(comm: Comm, handle: int, calls: list[tuple[int, int, int, int, int]]) -> None:
+    """Put the calls of a group on a stream as one piece of work, which an abort ends as a whole."""
+    if comm.dead:
+        raise NCCLError(Result.InvalidArgument)
+    use = _Use(comm)
     capture = machine_streams.find(handle).capture
     if capture is None:
         machine_streams.wait_event(handle, comm.event)
     elif _mixes():
         machine_streams.follow(handle, [_before(comm, capture)])
-    machine_streams.submit(handle, lambda: use.comm.reduce(sendbuff, recvbuff, count, datatype, op))
+    machine_streams.submit(handle, lambda: use.comm.reduce_all(calls))
     if capture is None:
         machine_streams.record_event(comm.event, handle)
     elif _mixes():

@@ -128,6 +128,10 @@ class Tensor:
     def shape(self) -> tuple[int, ...]:
         return self.array.shape
 
+    @property
+    def nbytes(self) -> int:
+        return int(self.array.nbytes)
+
     is_cuda = True
 
     def stride(self) -> tuple[int, ...]:

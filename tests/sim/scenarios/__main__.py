@@ -21,6 +21,7 @@ from tests.sim.scenarios import (
     driver_faults,
     ends,
     gradients,
+    lists,
     options,
     over_nccl,
     peers,
@@ -31,7 +32,9 @@ from tests.sim.scenarios import (
 )
 from tests.sim.scenarios.common import GPUS, RANK, WORLD, grown, held, host_works
 
-MODULES = (startup, driver_faults, ends, peers, threads, captures, devices, tensors, gradients, written, over_nccl)
+MODULES = (
+    startup, driver_faults, ends, peers, threads, captures, devices, tensors, gradients, written, over_nccl, lists
+)  # fmt: skip
 SCENARIOS = {scenario.__name__: scenario for module in MODULES for scenario in module.SCENARIOS}
 
 

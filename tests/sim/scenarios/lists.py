@@ -1,0 +1,431 @@
+"""Lists of arrays in one call: recordings, faults, streams, and lists of PyTorch's tensors.
+
+The results of random lists are those of tests/gpu/list_sweep.py, which runs here, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import cupy
+import ml_dtypes
+import numpy as np
+
+import ipcreduce
+from ipcreduce import Communicator, Graph, GraphRunner, eager_break, errors, forward_context
+from tests.shared import clock
+from tests.shared.bounds import no_hang, until
+from tests.sim.scenarios.common import (
+    LAST,
+    RANK,
+    SIZE,
+    TOTAL,
+    WORLD,
+    delay,
+    environment,
+    others_wait,
+    raises,
+    right,
+    told,
+    works,
+)
+from tests.simulated import pytorch as torch
+from tests.simulated.pytorch import Tensor
+
+COUNTS = (1, 5, 0, 333, 16, 4097)
+DTYPES = (np.float32, np.int8, np.float64, np.float32, np.dtype(ml_dtypes.bfloat16), np.float32)
+
+
+def few(value: float = RANK + 1) -> list[Any]:
+    """A list of arrays of several dtypes, one of them empty."""
+    return [cupy.full((count,), value, dtype) for count, dtype in zip(COUNTS, DTYPES, strict=True)]
+
+
+def all_right(arrays: Any, factor: int = 1) -> None:
+    assert len(arrays) == len(COUNTS)
+    for index, (array, count, dtype) in enumerate(zip(arrays, COUNTS, DTYPES, strict=True)):
+        values = cupy.asnumpy(array).astype(np.float64)
+        assert (values.shape, np.dtype(array.dtype)) == ((count,), np.dtype(dtype))
+        assert (values == TOTAL * factor).all(), f"rank {RANK}, member {index}: {values[:4]}, expected {TOTAL * factor}"
+
+
+def filled(arrays: Any, value: float) -> None:
+    for array in arrays:
+        array.fill(value)
+
+
+def over_backends(scenario: Callable[[Any], None]) -> None:
+    """Run a scenario on both backends of a GPU."""
+    for backend in ("ipc", "nccl"):
+        with Communicator(backend=backend) as comm:
+            scenario(comm)
+            works(comm)
+
+
+# ---- results
+def forms_of_lists() -> None:
+    """A list or a tuple, new results or the caller's own, of no members, and by the module's function."""
+
+    def check(comm: Any) -> None:
+        for form in (list, tuple):
+            for turn in range(4):  # from the second time on they are known
+                arrays, out = form(few()), form(few(0))
+                result = comm.allreduce(arrays)
+                assert type(result) is list
+                all_right(result)
+                assert comm.allreduce(arrays, out=out) is out
+                all_right(out)
+                assert comm.allreduce(arrays, "mean", out=arrays) is arrays
+                for array in arrays:
+                    assert (cupy.asnumpy(array).astype(np.float64) == int(TOTAL / SIZE)).all() or SIZE % 2 == 0, turn
+            one = cupy.full((3, 4), RANK + 1, np.int32)
+            (again,) = comm.allreduce(form([one]))
+            assert again.shape == (3, 4)
+            right(again)
+        number, out = comm._open.calls.number, []
+        assert comm.allreduce(out, out=out) is out
+        assert comm.allreduce(()) == []
+        assert comm._open.calls.number == number + 2, "an empty list is a call"
+        kept = few()
+        for value in (3, 5):  # the same arrays again, of other shapes and values
+            for _ in range(3):
+                filled(kept, value)
+                comm.allreduce(kept, "max", out=kept)
+                assert all((cupy.asnumpy(one).astype(np.float64) == value).all() for one in kept)
+
+    over_backends(check)
+    ipcreduce.get_communicator().close()
+    for _ in range(2):
+        all_right(ipcreduce.allreduce(few()))
+    ipcreduce.get_communicator().close()
+
+
+def known_lists_of_another_shape() -> None:
+    """A list is known by its arrays, whose shapes the program may change: the ranks compare them as they are."""
+    with Communicator() as comm:
+        arrays = [cupy.full((6,), RANK + 1, np.float32), cupy.full((4,), RANK + 1, np.float32)]
+        for _ in range(4):
+            comm.allreduce(arrays, out=arrays)
+        for array in arrays:
+            array.shape = (2, array.size // 2)
+        if RANK == LAST:
+            arrays = [array.copy() for array in arrays]  # known on the other ranks alone
+        comm.allreduce(arrays, out=arrays)
+        comm.synchronize()
+        works(comm)
+
+
+def larger_than_the_workspace() -> None:
+    """Arrays that several launches share, behind others of odd bytes; and more members than a launch takes."""
+    with Communicator(workspace=1 << 20) as comm:
+        sizes = ((7, np.int8), (2_000_001, np.int8), (3, np.int8), (300_000, np.float32), (1, np.float32))
+        big = [cupy.full((count,), RANK + 1, dtype) for count, dtype in sizes]
+        for result in (comm.allreduce(big), comm.allreduce(big, out=big)):
+            for array in result:
+                right(array)
+        for count in (162, 163, 1356, 1357, 2000):
+            parts = cupy.zeros(count * 8, np.int16)
+            arrays = [parts[8 * index : 8 * index + 1 + index % 8] for index in range(count)]
+            parts[...] = cupy.asarray(np.arange(count * 8, dtype=np.int16) * (RANK + 1))
+            expected = np.arange(count * 8, dtype=np.int16)
+            beside = np.array([index % 8 < 1 + index // 8 % 8 for index in range(count * 8)])
+            comm.allreduce(arrays, out=arrays)
+            found = cupy.asnumpy(parts)
+            assert (found == np.where(beside, expected * TOTAL, expected * (RANK + 1)).astype(np.int16)).all(), count
+
+
+def lists_of_tensors() -> None:
+    """Tensors, and tensors beside arrays of CuPy: on whose stream the call is, and what it gives back."""
+    with Communicator() as comm, torch.imported():
+        works(comm)
+        side = torch.Stream()
+        for turn in range(4):
+            tensors = [Tensor(cupy.full((count,), RANK + 1, np.float32)) for count in (10, 300)]
+            cupy.cuda.Device().synchronize()
+            with torch.stream(side):
+                delay(side.cuda_stream)
+                for tensor in tensors:
+                    with side.of_cupy:
+                        tensor.array.fill(2 * (RANK + 1))
+                results = comm.allreduce(tensors)
+                assert [type(one) for one in results] == [Tensor] * 2
+                for one in results:
+                    right(one.array, 2)
+                assert comm.allreduce(tensors, out=tensors) is tensors
+                for one in tensors:
+                    right(one.array, 2)
+            array = cupy.full((7,), RANK + 1, np.float32)
+            with torch.stream(side):
+                mixed = comm.allreduce([tensors[0], array], "max", stream=side)
+                assert [type(one) for one in mixed] == [Tensor, cupy.ndarray], turn
+                side.of_cupy.synchronize()
+        for first in (True, False):  # two current streams, and no stream=
+            array = cupy.full((7,), RANK + 1, np.float32)
+            tensor = Tensor(array.copy())
+            torch.make_current(side)
+            with raises(errors.ArgumentError, "tensors of PyTorch and other arrays", "stream="):
+                comm.allreduce([tensor, array] if first else [array, tensor])
+            torch.make_current(None)
+            works(comm)
+        weight = Tensor(cupy.full((7,), RANK + 1, np.float32), requires_grad=True)
+        with raises(errors.ArgumentError, "member 1 of the list: "):
+            comm.allreduce([Tensor(cupy.zeros(3, np.float32)), weight])
+        works(comm)
+
+
+def lists_on_several_streams() -> None:
+    """Lists and plain calls on streams in turns are one order, and a call is on the stream that it is given."""
+
+    def check(comm: Any) -> None:
+        streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+        kept = few()
+        for turn in range(8):
+            filled(kept, RANK + 1)
+            cupy.cuda.Device().synchronize()
+            stream = streams[turn % 2]
+            with stream:
+                delay(stream.ptr)
+                comm.allreduce(kept, out=kept)
+                comm.allreduce(kept[3], out=kept[3])
+            comm.allreduce(kept, "max", out=kept, stream=streams[turn // 2 % 2])
+            comm.synchronize()
+            assert (cupy.asnumpy(kept[3]) == TOTAL * SIZE).all()
+            kept[3][...] = TOTAL
+            all_right(kept)
+
+    over_backends(check)
+
+
+def synchronous_lists() -> None:
+    """IPCREDUCE_SYNC: the result is there when the call returns."""
+    with environment(IPCREDUCE_SYNC="1"), Communicator() as comm:
+        stream = cupy.cuda.Stream(non_blocking=True)
+        arrays = few()
+        cupy.cuda.Device().synchronize()
+        for _ in range(3):
+            filled(arrays, RANK + 1)
+            cupy.cuda.Device().synchronize()
+            delay(stream.ptr)
+            result = comm.allreduce(arrays, stream=stream)
+            assert stream.done
+            all_right(result)
+
+
+# ---- graphs
+@eager_break
+def between(comm: Any, arrays: list[Any]) -> None:
+    """A break that reduces a list."""
+    comm.allreduce(arrays, "max", out=arrays)
+
+
+def recorded_lists() -> None:
+    """In recordings, with a break, in other memory than the program's, and direct graphs, which keep lists staged."""
+    for arguments in ({}, {"backend": "nccl"}, {"algorithm": "direct"}):
+        with Communicator(**arguments) as comm:
+            arrays, out = few(), few(0)
+            with Graph(comm) as graph:
+                with graph.record():
+                    new = comm.allreduce([array * 1 for array in arrays])  # of which the graph alone has the memory
+                    between(comm, new)
+                    assert comm.allreduce(tuple(new), out=out) is out
+                    comm.allreduce(arrays[0])
+                    assert comm.allreduce([]) == []
+                for factor in (1, 2, 3):
+                    filled(arrays, (RANK + 1) * factor)
+                    poison = [few(-1) for _ in range(3)]
+                    graph.replay()
+                    all_right([one if one.dtype != np.int8 else one * 0 + TOTAL * factor for one in new], factor)
+                    del poison
+                    values = cupy.asnumpy(out[3])
+                    assert (values == TOTAL * factor * SIZE).all(), values[:3]
+            works(comm)
+
+
+def captured_lists() -> None:
+    """In a capture of the program's own, on two streams."""
+
+    def check(comm: Any) -> None:
+        stream, arrays, out = cupy.cuda.Stream(non_blocking=True), few(), few(0)
+        comm.allreduce(arrays, out=out)  # compiled before
+        comm.synchronize()
+        for _ in range(3):
+            stream.begin_capture()
+            with stream:
+                comm.allreduce(arrays, out=out)
+                comm.allreduce(out[3], "max", out=out[3])
+            graph = stream.end_capture()
+            for factor in (1, 2):
+                filled(arrays, (RANK + 1) * factor)
+                filled(out, 0)
+                cupy.cuda.Device().synchronize()
+                graph.launch(stream)
+                stream.synchronize()
+                all_right(out, factor)
+                works(comm)
+
+    over_backends(check)
+
+
+def checked_and_run_lists() -> None:
+    """The address check sees a member that moved, and a runner replays lists."""
+    with Communicator() as comm:
+        arrays = few()
+        inputs = {"grads": arrays}
+        with Graph(comm, check="always") as graph:
+            with graph.record(inputs):
+                total = comm.allreduce(arrays)
+            graph.replay(inputs)
+            all_right(total)
+            moved = [*arrays[:3], arrays[3].copy(), *arrays[4:]]
+            with raises(errors.AddressChangedError, 'inputs["grads"][3]'):
+                graph.replay({"grads": moved})
+        with GraphRunner(lambda x: comm.allreduce([x, x + 1])[1], comm) as runner:
+            x = cupy.full((9,), RANK + 1, np.float32)
+            for factor in (1, 2, 3):
+                x.fill((RANK + 1) * factor)
+                with forward_context("batch"):
+                    found = runner(x)
+                assert (cupy.asnumpy(found) == TOTAL * factor + SIZE).all()
+            assert list(runner.recordings) == ["batch"]
+        works(comm)
+
+
+# ---- faults
+def lists_that_differ() -> None:
+    """Each difference is named by both of its sides, and all go on."""
+
+    def check(comm: Any) -> None:
+        own = few()
+        for change, words in (
+            (own[:-1], "sum of 5 arrays"), ([], "sum of 0 arrays"), (own[::-1], "sum of 6 arrays"),
+            ([*own[:3], own[3].reshape(1, 333), *own[4:]], "(1, 333)"),
+            ([*own[:3], own[3].view(np.int32), *own[4:]], "int32 (333,)"),
+        ):  # fmt: skip
+            works(comm)
+            given = change if RANK == LAST else own
+            error = failed(comm, given)
+            assert isinstance(error, errors.RankMismatchError), error
+            assert f"on rank {LAST}" in str(error), error
+            assert "sum of 6 arrays" in str(error), error
+            assert words in str(error) or len(str(error)) > 250, error
+            works(comm)
+        for one in (own[0], cupy.zeros(3, np.float32)):  # a plain call where the others have a list
+            error = failed(comm, one if RANK == LAST else own)
+            assert isinstance(error, errors.RankMismatchError), error
+            works(comm)
+        error = failed(comm, own, "max" if RANK == LAST else "sum")
+        assert isinstance(error, errors.RankMismatchError), error
+
+    over_backends(check)
+
+
+def failed(comm: Any, given: Any, op: str = "sum") -> errors.IpcReduceError | None:
+    """The fault of a call, from it or from what comes behind it."""
+
+    def of(call: Callable[[], Any]) -> errors.IpcReduceError | None:
+        try:
+            call()
+        except errors.IpcReduceError as error:
+            return error.with_traceback(None)
+        return None
+
+    return of(lambda: comm.allreduce(given, op)) or until(lambda: of(comm.synchronize), "a fault")
+
+
+def refused_members() -> None:
+    """A member that one rank refuses: it is named, nothing is written to any output, and all go on."""
+    with Communicator() as comm:
+        for known in (False, True):
+            arrays, out = few(), few(7)
+            for _ in range(4 if known else 0):
+                comm.allreduce(arrays, out=out)
+            comm.synchronize()
+            filled(out, 7)
+            cupy.cuda.Device().synchronize()
+            wrong = [*arrays[:4], arrays[4].view(np.int16), arrays[5]]
+            if RANK == LAST:
+                with raises(errors.ArgumentError, "member 4 of the list: out has shape (16,)"):
+                    comm.allreduce(wrong, out=out)
+            else:
+                with raises(errors.PeerFailedError, f"rank {LAST} raised an error", "member 4 of the list"):
+                    comm.allreduce(arrays, out=out)
+                    comm.synchronize()
+            cupy.cuda.Device().synchronize()
+            if RANK == LAST:
+                assert all((cupy.asnumpy(one).astype(np.float64) == 7).all() for one in out), "written"
+            works(comm)
+            comm.allreduce(arrays, out=out)
+            all_right(out)
+        for recording in (True, False):
+            with Graph(comm) as graph:
+                kind = errors.ArgumentError if RANK == LAST or not recording else errors.PeerFailedError
+                bad = [arrays[0], None] if RANK == LAST or not recording else arrays[:2]
+                with raises(kind, "member 1 of the list: it is None"), graph.record():
+                    comm.allreduce(bad)
+                assert graph.state == "failed"
+            works(comm)
+
+
+def late_for_a_list() -> None:
+    """A rank that does not come: every output holds 0xFF where data is missing, and synchronize() names the rank."""
+    for algorithm in ("one_shot", "two_shot"):
+        with Communicator(algorithm=algorithm) as comm:
+            works(comm)
+            arrays, out = few(), few(7)
+            for _ in range(2):
+                comm.allreduce(arrays, out=out)
+            comm.synchronize()
+            filled(out, 7)
+            cupy.cuda.Device().synchronize()
+            WORLD.Barrier()
+            if RANK == LAST:
+                told(comm)
+                with raises(errors.PeerTimeoutError, f"rank {LAST} did not call within"):
+                    comm.allreduce(arrays, out=out)
+                    comm.synchronize()
+            else:
+                with (
+                    clock.passing(121.0, others_wait(comm)),
+                    raises(errors.PeerTimeoutError, f"rank {LAST} did not call"),
+                ):
+                    comm.allreduce(arrays, out=out)
+                    comm.synchronize()
+                if algorithm == "one_shot":
+                    for array in out:
+                        assert not array.size or (cupy.asnumpy(array).view(np.uint8) == 0xFF).all(), array.dtype
+            works(comm)
+            comm.allreduce(arrays, out=out)
+            all_right(out)
+
+
+def interrupted_list() -> None:
+    """Ctrl-C on one rank within a list's call: the others hear of it, and all go on."""
+
+    def check(comm: Any) -> None:
+        works(comm)
+        arrays = few()
+        if RANK == LAST:
+            interrupt = mock.patch.object(comm._open.backend, "start_list", side_effect=KeyboardInterrupt)
+            with contextlib.suppress(KeyboardInterrupt), interrupt:
+                comm.allreduce(arrays)
+                raise AssertionError("no KeyboardInterrupt")
+        else:
+            with no_hang("the interrupted call"):
+                error = failed(comm, arrays)
+            assert isinstance(error, errors.PeerFailedError), error
+            assert f"rank {LAST} raised an error (KeyboardInterrupt" in str(error), error
+        works(comm)
+        for _ in range(3):
+            all_right(comm.allreduce(arrays))
+
+    over_backends(check)
+
+
+SCENARIOS = [
+    forms_of_lists, known_lists_of_another_shape, larger_than_the_workspace, lists_of_tensors, lists_on_several_streams,
+    synchronous_lists, recorded_lists, captured_lists, checked_and_run_lists, lists_that_differ, refused_members,
+    late_for_a_list, interrupted_list,
+]  # fmt: skip

@@ -1,0 +1,45 @@
+"""Lists of arrays in one call: random ones against NumPy, and tests/sim/scenarios/lists.py."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+Hold = Callable[..., None]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+SWEEP = "tests/gpu/list_sweep.py"
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(1, 40), (2, 120), (3, 60), (4, 20)])
+def test_random_lists(mpirun: Run, ranks: int, cases: int) -> None:
+    output = mpirun("tests.simulated", ranks, SWEEP, "--cases", cases, "--largest", 8000, "--seed", ranks).stdout
+    assert f"{cases} lists of " in output
+    assert f" calls on {ranks} ranks, all right" in output
+
+
+def test_random_lists_where_packets_arrive_in_halves(mpirun: Run) -> None:
+    environ = {"SIM_SPLIT_PACKETS": "1", "SIM_LATE": "0.002"}
+    arguments = "--cases", 10, "--largest", 3000, "--most", 200
+    assert "10 lists of " in mpirun("tests.simulated", 3, SWEEP, *arguments, env=environ).stdout
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_random_lists_over_nccl(mpirun: Run, hosts: int) -> None:
+    arguments = "--cases", 60, "--largest", 8000, "--most", 300, "--backend", "nccl", "--hosts", hosts
+    assert "60 lists of " in mpirun("tests.simulated", 2, SWEEP, *arguments).stdout
+
+
+def test_results(hold: Hold) -> None:
+    hold(3, "forms_of_lists", "larger_than_the_workspace", "lists_of_tensors", "synchronous_lists")
+
+
+def test_graphs_and_streams(hold: Hold) -> None:
+    hold(
+        3, "recorded_lists", "captured_lists", "checked_and_run_lists", "lists_on_several_streams", SIM_LATE="0.002"
+    )  # fmt: skip
+
+
+def test_faults(hold: Hold) -> None:
+    hold(3, "lists_that_differ", "refused_members", "late_for_a_list", "interrupted_list")

@@ -1,0 +1,208 @@
+"""Lists of arrays: the plan of their launches, outputs that share memory, and what a list of host arrays gives."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ipcreduce.arrays.lists import HostLists, check_apart, outputs
+from ipcreduce.calls.fingerprint import of_list
+from ipcreduce.errors import ArgumentError
+from ipcreduce.ipc import lists, plan
+
+PACKET = plan.PACKET_BYTES
+
+
+def in_steps(most_packets: int) -> Any:
+    """A plan of launches of up to so many packets."""
+
+    def planned(nbytes: int) -> list[Any]:
+        assert nbytes % PACKET == 0
+        most = most_packets * PACKET
+        return [
+            SimpleNamespace(offset=begin, nbytes=min(most, nbytes - begin), algorithm="", grid=1, block=1)
+            for begin in range(0, nbytes, most)
+        ]
+
+    return planned
+
+
+# ---- the plan
+@given(
+    st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2000)), max_size=60), st.integers(1, 20), st.integers(1, 300)
+)
+def test_every_byte_is_in_one_part(sizes: list[int], most: int, most_packets: int):
+    """Every byte of every array once and in order, in parts whose packets lie one behind the other in their launch."""
+    done = [0] * len(sizes)
+    last = -1
+    for one in lists.make_plan(sizes, most, in_steps(most_packets)):
+        assert 1 <= len(one.members) <= min(most, one.parts)
+        packet = 0
+        for member, offset, first, nbytes in zip(one.members, one.offsets, one.first, one.nbytes, strict=True):
+            assert member >= last, "in the order of the list"
+            assert (offset, first) == (done[member], packet)
+            assert nbytes > 0
+            assert nbytes % PACKET == 0 or offset + nbytes == sizes[member], "but for the last one, whole packets"
+            done[member] += int(nbytes)
+            packet += -(-int(nbytes) // PACKET)
+            last = member
+        assert packet * PACKET == one.step.nbytes, "no packet of a launch is without an array"
+    assert done == sizes
+
+
+@given(st.lists(st.integers(0, 500), max_size=400))
+def test_the_table_has_the_parts_and_no_others(sizes: list[int]):
+    for one in lists.make_plan(sizes, lists.LONG, in_steps(1 << 20)):
+        assert one.parts == (lists.SHORT if len(one.members) <= lists.SHORT else lists.LONG)
+        words = lists.table(one)
+        assert len(words) == 3 * one.parts
+        numbers, count = words[2 * one.parts :].view(np.uint32), len(one.members)
+        assert numbers[:count].tolist() == one.first.tolist()
+        assert (numbers[count : one.parts] == 0xFFFFFFFF).all()
+        assert numbers[one.parts : one.parts + count].tolist() == one.nbytes.tolist()
+
+
+@pytest.mark.parametrize("most_packets", [1000, 3], ids=["one launch", "several"])
+def test_addresses_of_parts(most_packets: int):
+    """Each part has its array's address and what comes before it; by the words in and out kernels see alignment."""
+    sizes = [16, 0, 100, 32]
+    sources, targets = (np.array(ones, np.uint64) for ones in ([4096, 1, 8192, 1 << 20], [64, 3, 256, 16]))
+    found: dict[int, list[tuple[int, int, int]]] = {}
+    launch: Any = None
+    for one in lists.make_plan(sizes, 100, in_steps(most_packets)):
+        words = np.concatenate([np.zeros(lists.ARGUMENT_WORDS, np.uint64), lists.table(one)])
+        lists.ListLaunch(one, launch, words, len(sizes)).set(sources, targets)
+        ins = words[lists.ARGUMENT_WORDS :]
+        outs = ins[one.parts :]
+        for at, member in enumerate(one.members.tolist()):
+            found.setdefault(member, []).append((int(ins[at]), int(outs[at]), int(one.nbytes[at])))
+        assert bool(words[0] % 16) == any(one.nbytes % 16), "the kernel takes all packets for whole, or none"
+        assert words[1] % 16 == 0
+    for member, parts in found.items():
+        at = 0
+        for source, target, nbytes in parts:
+            assert (source, target) == (int(sources[member]) + at, int(targets[member]) + at)
+            at += nbytes
+        assert at == sizes[member]
+    assert sorted(found) == [0, 2, 3]
+
+
+def test_as_many_parts_as_the_driver_takes(monkeypatch: pytest.MonkeyPatch):
+    for version, most in (((11, 8), lists.SHORT), ((12, 0), lists.SHORT), ((12, 1), lists.LONG), ((13, 0), lists.LONG)):
+        monkeypatch.setattr(lists.driver, "driver_version", lambda version=version: version)
+        assert lists.most_parts() == most
+
+
+def test_what_the_ranks_compare():
+    """Shapes, dtypes, their order, the op and the number of arrays."""
+    one = [((2, 3), "float32"), ((6,), "int8")]
+    others = [
+        (one[::-1], "sum"), (one, "max"), (one[:1], "sum"), ([((6,), "float32"), one[1]], "sum"), ([], "sum"),
+        ([one[0], ((6,), "uint8")], "sum"),
+    ]  # fmt: skip
+    fingerprints = {of_list(members, op).crc for members, op in [(one, "sum"), *others]}
+    assert len(fingerprints) == 1 + len(others)
+    assert of_list(one, "sum").crc == of_list(list(one), "sum").crc
+
+
+# ---- outputs
+def test_outputs_of_a_list():
+    arrays = [np.zeros(2), np.zeros(3)]
+    assert outputs(arrays, None) == [None, None]
+    assert outputs(arrays, arrays) is arrays
+    for out, words in (
+        (arrays[0], "array is a list of 2 arrays, but out is a ndarray"),
+        (arrays[:1], "out is a list of 1. Pass an output for each array"),
+        ([arrays[0], None], "member 1 of the list: out is None"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            outputs(arrays, out)
+
+
+def test_outputs_that_share_no_memory():
+    memory = np.zeros((6, 8))
+    rows = [*memory]
+    interleaved = [memory[:, column] for column in range(8)]
+    empty = np.zeros((0, 3))
+    fresh = np.zeros((6, 8))
+    for pairs in (
+        [],
+        [(row, row) for row in rows],
+        [(column, column) for column in interleaved],
+        list(zip(interleaved, [fresh[:, column] for column in range(8)], strict=True)),
+        [(rows[0], fresh[0]), (rows[0], fresh[1])],  # one array as two inputs
+        [(empty, empty), (empty, empty), (rows[0], rows[0])],
+        [(memory[0, :4], memory[0, 2:6]), (rows[1], rows[2])],  # an output over a part of its own array
+        [(memory[0, 1:1], memory[0, 2:2]), (rows[0], rows[0])],
+    ):
+        check_apart(pairs)
+
+
+def test_outputs_that_share_memory(subtests: pytest.Subtests):
+    memory, fresh = np.zeros((6, 8)), np.zeros((6, 8))
+    rows = [*memory]
+    for pairs, first, kind, second in (
+        ([(rows[0], rows[0]), (rows[1], rows[1]), (rows[0], rows[0])], 0, "output", 2),  # twice in place
+        ([(fresh[0], rows[0]), (fresh[1], rows[0])], 0, "output", 1),
+        ([(fresh[0, :5], memory[0, :5]), (fresh[1, :4], memory[0, 4:])], 0, "output", 1),  # by one element
+        ([(rows[0], rows[1]), (rows[1], fresh[0])], 0, "array", 1),
+        ([(rows[1], fresh[0]), (rows[0], rows[1])], 1, "array", 0),
+        ([(np.zeros(6), memory[:, 3]), (memory[2], fresh[2])], 0, "array", 1),  # strided over a row
+        ([(fresh[0], rows[3]), (fresh[1], memory.reshape(-1)[20:28])], 0, "output", 1),
+        ([(memory, memory), (fresh[0], rows[2])], 0, "output", 1),  # a small one within a large one
+        ([(memory, memory), (fresh[0], rows[1]), (fresh[1], rows[5])], 0, "output", 1),
+    ):  # fmt: skip
+        with subtests.test(first=first, kind=kind, second=second):
+            words = f"the output of member {first} of the list shares memory with the {kind} of member {second}"
+            with pytest.raises(ArgumentError, match=words):
+                check_apart(pairs)
+
+
+# ---- on the host
+def test_lists_of_host_arrays_by_dtype():
+    """Those of a dtype and an op go together, complex numbers as their parts and truth values as bytes."""
+    arrays = [np.ones(2, "f4"), np.ones(3, "f8"), np.ones((2, 2), "f4"), np.ones(1, "F"), np.zeros(0, "f8")]
+    groups = HostLists(arrays, "sum", None).by_dtype()
+    assert [(op, [one.source.size for one in members]) for op, members in groups] == [
+        ("sum", [2, 4, 2]), ("sum", [3, 0])
+    ]  # fmt: skip
+    flags = HostLists([np.array([True]), np.array([False, True])], "any", None).by_dtype()
+    assert [(op, len(members), members[0].source.dtype) for op, members in flags] == [("max", 2, np.uint8)]
+
+
+def test_results_of_host_lists():
+    arrays = [np.ones((2, 3)), np.ones(2, "F"), np.array([True, False]), np.ones(3, ml_dtypes.bfloat16)[::2]]
+    used = HostLists(arrays[:2] + arrays[3:], "sum", None)
+    reduced = [2 * one.source for one in used.members]
+    found = used.results(reduced)
+    assert [(one.shape, one.dtype) for one in found] == [(one.shape, one.dtype) for one in (*arrays[:2], arrays[3])]
+    assert not any(np.shares_memory(one, other) for one, other in zip(found, reduced, strict=True))
+    wide = np.zeros((2, 6))
+    out = (wide[:, ::2],)
+    assert HostLists(arrays[:1], "sum", out).results([np.full((2, 3), 7.0)]) is out
+    assert wide.tolist() == [[7.0, 0.0] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        ([np.zeros(2), np.zeros(4)], r"member 1 of the list: out has shape \(4,\)"),
+        ([np.zeros(2), np.zeros(3, "f4")], "member 1 of the list: out has shape .* dtype float32"),
+        ([np.frombuffer(bytes(16)), np.zeros(3)], "member 0 of the list: out cannot be written"),
+        ([np.zeros(2), 1.0], "member 1 of the list: .*out is a float"),
+    ],
+)
+def test_outputs_that_do_not_fit(out: Any, words: str):
+    with pytest.raises(ArgumentError, match=words):
+        HostLists([np.zeros(2), np.zeros(3)], "sum", out)
+
+
+def test_an_op_that_a_member_does_not_take():
+    with pytest.raises(ArgumentError, match="member 1 of the list: dtype bool has no"):
+        HostLists([np.zeros(2), np.zeros(2, bool)], "sum", None)

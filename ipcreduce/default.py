@@ -9,7 +9,7 @@ from typing import Any, overload
 import numpy as np
 
 from . import process
-from .arrays import lists, views
+from .arrays import views
 from .communicator import Communicator
 from .cuda import cupy_runtime
 from .errors import ArgumentError, IpcReduceError
@@ -29,15 +29,14 @@ def get_communicator() -> Communicator:
 
 
 def _default_for(array: Any) -> Communicator:
-    """The default communicator. :param array: on whose GPU it is made, or a list of them; None for the current GPU."""
+    """The default communicator. :param array: on whose GPU it is made; None for the current GPU."""
     global _default
     with _default_lock:
         if _default is None or process.resources_of(_default) is None:
             device = None
             with suppress(IpcReduceError):  # allreduce() raises the error, when it can also tell the other ranks
-                one = next(iter(array), None) if lists.is_list(array) else array
-                if one is not None and not isinstance(one, np.ndarray) and views.is_device(one):
-                    device = views.device_of(views.view(one, cupy_runtime.stream_of()[0]))
+                if array is not None and not isinstance(array, np.ndarray) and views.is_device(array):
+                    device = views.device_of(views.view(array, cupy_runtime.stream_of()[0]))
             _default = Communicator(device=device)
         return _default
 

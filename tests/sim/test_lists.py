@@ -32,7 +32,14 @@ def test_random_lists_over_nccl(mpirun: Run, hosts: int) -> None:
 
 
 def test_results(hold: Hold) -> None:
-    hold(3, "forms_of_lists", "larger_than_the_workspace", "lists_of_tensors", "synchronous_lists")
+    hold(
+        3,
+        "forms_of_lists",
+        "first_list_of_the_default_communicator",
+        "larger_than_the_workspace",
+        "lists_of_tensors",
+        "synchronous_lists",
+    )
 
 
 def test_graphs_and_streams(hold: Hold) -> None:

@@ -146,7 +146,7 @@ def test_outputs_that_share_no_memory():
 
 def test_outputs_that_share_memory(subtests: pytest.Subtests):
     memory, fresh = np.zeros((6, 8)), np.zeros((6, 8))
-    rows = [*memory]
+    rows, column = [*memory], memory[:, 0]
     for pairs, first, kind, second in (
         ([(rows[0], rows[0]), (rows[1], rows[1]), (rows[0], rows[0])], 0, "output", 2),  # twice in place
         ([(fresh[0], rows[0]), (fresh[1], rows[0])], 0, "output", 1),
@@ -156,7 +156,7 @@ def test_outputs_that_share_memory(subtests: pytest.Subtests):
         ([(np.zeros(6), memory[:, 3]), (memory[2], fresh[2])], 0, "array", 1),  # strided over a row
         ([(fresh[0], rows[3]), (fresh[1], memory.reshape(-1)[20:28])], 0, "output", 1),
         ([(memory, memory), (fresh[0], rows[2])], 0, "output", 1),  # a small one within a large one
-        ([(memory, memory), (fresh[0], rows[1]), (fresh[1], rows[5])], 0, "output", 1),
+        ([(column, column), (fresh[0, :1], memory[1, 1:2]), (fresh[0, :1], memory[5, :1])], 0, "output", 2),
     ):  # fmt: skip
         with subtests.test(first=first, kind=kind, second=second):
             words = f"the output of member {first} of the list shares memory with the {kind} of member {second}"

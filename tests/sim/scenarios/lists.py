@@ -20,6 +20,7 @@ from tests.shared import clock
 from tests.shared.bounds import no_hang, until
 from tests.sim.scenarios.common import (
     LAST,
+    OTHER,
     RANK,
     SIZE,
     TOTAL,
@@ -100,6 +101,17 @@ def forms_of_lists() -> None:
     ipcreduce.get_communicator().close()
     for _ in range(2):
         all_right(ipcreduce.allreduce(few()))
+    ipcreduce.get_communicator().close()
+
+
+def first_list_of_the_default_communicator() -> None:
+    """It is made on the GPU of the list's arrays, which is not the current one."""
+    with cupy.cuda.Device(OTHER):
+        arrays = few()
+    result = ipcreduce.allreduce(arrays)
+    assert f"GPU {OTHER}:" in ipcreduce.get_communicator().describe()
+    ipcreduce.get_communicator().synchronize()
+    all_right(result)
     ipcreduce.get_communicator().close()
 
 
@@ -241,6 +253,16 @@ def recorded_lists() -> None:
                     del poison
                     values = cupy.asnumpy(out[3])
                     assert (values == TOTAL * factor * SIZE).all(), values[:3]
+                filled(arrays, RANK + 1)
+            kept, dropped = few(0), few()
+            with Graph(comm) as graph:
+                with graph.record():
+                    comm.allreduce(dropped, out=kept)
+                del dropped
+                later = [few(-1) for _ in range(3)]  # in the memory that is free by now
+                graph.replay()
+                all_right(kept)
+                del later
             works(comm)
 
 
@@ -425,7 +447,7 @@ def interrupted_list() -> None:
 
 
 SCENARIOS = [
-    forms_of_lists, known_lists_of_another_shape, larger_than_the_workspace, lists_of_tensors, lists_on_several_streams,
-    synchronous_lists, recorded_lists, captured_lists, checked_and_run_lists, lists_that_differ, refused_members,
-    late_for_a_list, interrupted_list,
+    forms_of_lists, first_list_of_the_default_communicator, known_lists_of_another_shape, larger_than_the_workspace,
+    lists_of_tensors, lists_on_several_streams, synchronous_lists, recorded_lists, captured_lists,
+    checked_and_run_lists, lists_that_differ, refused_members, late_for_a_list, interrupted_list,
 ]  # fmt: skip

@@ -1,0 +1,172 @@
+"""Mutants of lists of arrays in one call: plan, table, kernels, operands, comparison, recordings, NCCL's groups."""
+
+from __future__ import annotations
+
+from tests.mutants import Mutant, unit
+
+PLAN, KERNELS, OPERANDS = "ipcreduce/ipc/lists.py", "kernels/list.cuh", "ipcreduce/arrays/lists.py"
+REDUCER, NCCL = "ipcreduce/device_reducer.py", "ipcreduce/nccl/comm.py"
+EVERY_BYTE, TABLE = unit("lists", "every_byte_is_in_one_part"), unit("lists", "the_table_has_the_parts_and_no_others")
+FINDS, ADDRESSES = unit("kernel_layout", "a_thread_finds_its_array"), unit("lists", "addresses_of_parts")
+
+
+def scenario(name: str, ranks: int = 2) -> str:
+    """The command of a scenario of lists."""
+    return f"mpirun -n {ranks} tests.sim.scenarios {name}"
+
+
+MUTANTS = [
+    # ---- kernels
+    Mutant(
+        "a packet belongs to the array that begins behind it",
+        KERNELS,
+        "parts.first[part + step] <= index",
+        "parts.first[part + step] <= index + 1",
+        FINDS,
+    ),
+    Mutant(
+        "the last place of a list's table is not looked at",
+        KERNELS,
+        "if (part + step < kParts && ",
+        "if (part + step < kParts - 1 && ",
+        FINDS,
+    ),
+    Mutant(
+        "an array of a list is read from its first packet on, whatever packet is meant",
+        KERNELS,
+        "message_at<kAligned>(base - bytes_before,",
+        "message_at<kAligned>(base,",
+        FINDS,
+    ),
+    Mutant(
+        "an array of a list ends with its launch",
+        KERNELS,
+        "bytes_before + list.parts.bytes[part]);",
+        "bytes_before + 16 * list.parts.bytes[part]);",
+        FINDS,
+    ),
+    Mutant(
+        "the inputs of a list are its outputs",
+        KERNELS,
+        "list.in ? list.parts.in[part] : list.parts.out[part]",
+        "list.parts.out[part]",
+        scenario("forms_of_lists"),
+    ),
+    # ---- plan
+    Mutant(
+        "what earlier launches took of an array is taken again",
+        PLAN,
+        "chunk[low:high], skipped.astype(np.uint64), first",
+        "chunk[low:high], (0 * skipped).astype(np.uint64), first",
+        EVERY_BYTE,
+    ),
+    Mutant(
+        "a part has more bytes than its launch has room for",
+        PLAN,
+        "left = np.minimum(nbytes[low:high] - skipped, (end - begin - first) * PACKET_BYTES)",
+        "left = nbytes[low:high] - skipped",
+        EVERY_BYTE,
+    ),
+    Mutant(
+        "arrays of a list share packets",
+        PLAN,
+        "packets = -(-nbytes // PACKET_BYTES)",
+        "packets = nbytes // PACKET_BYTES + (nbytes < PACKET_BYTES)",
+        EVERY_BYTE,
+    ),
+    Mutant("places without a part count as the first one", PLAN, "= _NO_PART\n    numbers", "= 0\n    numbers", TABLE),
+    Mutant(
+        "odd bytes in a list count as whole packets",
+        PLAN,
+        "int(np.bitwise_or.reduce(parts)) | odd",
+        "int(np.bitwise_or.reduce(parts))",
+        ADDRESSES,
+    ),
+    Mutant(
+        "a part has the address of its array",
+        PLAN,
+        "            np.add(addresses[self.plan.members], self.plan.offsets, out=parts)\n",
+        "            parts[:] = addresses[self.plan.members]\n",
+        ADDRESSES,
+    ),
+    Mutant(
+        "a list of two dtypes is reduced as one",
+        "ipcreduce/ipc/launches.py",
+        "array.nbytes if of == (kind, name) else 0",
+        "array.nbytes",
+        scenario("forms_of_lists"),
+    ),
+    # ---- what the ranks compare
+    Mutant(
+        "lists are compared without their shapes",
+        "ipcreduce/calls/fingerprint.py",
+        'f"{dtype} {shape}" for shape, dtype in members',
+        "dtype for shape, dtype in members",
+        unit("lists", "what_the_ranks_compare"),
+    ),
+    # ---- operands
+    Mutant(
+        "outputs of a list are not compared with one another",
+        OPERANDS,
+        "if other == index or not (written or other_written):",
+        "if other == index or written == other_written:",
+        unit("lists", "outputs_that_share_memory"),
+    ),
+    Mutant(
+        "outputs of a list are compared with the next array alone",
+        OPERANDS,
+        "        open_ones.append(((first, past), index, written))\n",
+        "        open_ones = [((first, past), index, written)]\n",
+        unit("lists", "outputs_that_share_memory"),
+    ),
+    Mutant(
+        "the outputs of a list on the GPU may share memory",
+        OPERANDS,
+        "        if out is not None:\n            check_apart([(used.given, used.target)",
+        "        if False:\n            check_apart([(used.given, used.target)",
+        "mpirun -n 2 tests.simulated tests/gpu/bad_calls.py",
+    ),
+    Mutant(
+        "an output that is None is left out",
+        OPERANDS,
+        "        if output is None:\n",
+        "        if False:\n",
+        unit("lists", "outputs_of_a_list"),
+    ),
+    Mutant(
+        "tensors and other arrays are reduced on the first one's stream",
+        OPERANDS,
+        "if of_torch != cupy_runtime.stream_of()[0]:",
+        "if False:",
+        scenario("lists_of_tensors"),
+    ),
+    # ---- recordings, ends, NCCL
+    Mutant(
+        "a recording does not hold the members of a list",
+        REDUCER,
+        "self._session.note_list(prepared, *arrays_used)",
+        "self._session.note_list(prepared)",
+        scenario("recorded_lists"),
+    ),
+    Mutant(
+        "a synchronous list is not waited for",
+        REDUCER,
+        "elif self._sync and not backend.is_capturing(stream):",
+        "elif False:",
+        scenario("synchronous_lists"),
+    ),
+    Mutant(
+        "a group of NCCL is not ended",
+        NCCL,
+        "            library.end_group()\n        except Exception",
+        "        except Exception",
+        scenario("captured_lists"),
+    ),
+    Mutant(
+        "the default communicator is made on another GPU than a list's arrays",
+        "ipcreduce/default.py",
+        "array[0] if isinstance(array, (list, tuple)) and array else array",
+        "array",
+        scenario("first_list_of_the_default_communicator"),
+    ),
+]

@@ -119,6 +119,11 @@ class Recorded:
                 value = comm.allreduce(value, detail)
             elif kind == "into":
                 comm.allreduce(value, detail, out=value)
+            elif kind == "list":
+                value, other = comm.allreduce([value, value * 2], detail)
+                if into is not None:
+                    self._held.append(other)
+                value = value + other
             elif kind == "scale":
                 value = value * detail
             elif kind == "add":
@@ -144,6 +149,9 @@ class Recorded:
         for kind, detail in self.body:
             if kind in ("reduce", "into", "reducing break"):
                 values = [reference.wrapping(values, detail)] * self.size
+            elif kind == "list":
+                both = [reference.wrapping([value * value.dtype.type(by) for value in values], detail) for by in (1, 2)]
+                values = [both[0] + both[1]] * self.size
             elif kind == "scale":
                 values = [value * value.dtype.type(detail) for value in values]
             elif kind == "add":

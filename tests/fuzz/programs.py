@@ -25,8 +25,9 @@ _LATE_SECONDS = 0.004
 
 # How often each kind of step comes. Faults of driver calls are the simulated device's.
 WEIGHTS = {
-    "reduce": 10, "record": 3, "replay": 6, "capture": 2, "launch": 3, "threads": 1, "new": 1, "close": 1,
-    "close graph": 1, "refuse": 1, "mismatch": 1, "raise in record": 1, "interrupt": 1, "driver fault": 1, "check": 1,
+    "reduce": 10, "reduce list": 4, "record": 3, "replay": 6, "capture": 2, "launch": 3, "threads": 1, "new": 1, "close": 1,
+    "close graph": 1, "refuse": 1, "mismatch": 1, "raise in record": 1, "interrupt": 1, "driver fault": 1,
+    "check": 1,
 }  # fmt: skip
 # Of a soak: what is made and closed, again and again.
 MADE = {"new": 4, "close": 3, "record": 10, "replay": 3, "close graph": 6, "capture": 2, "reduce": 2, "refuse": 1}
@@ -71,9 +72,9 @@ def _reduce(draw: random.Random) -> Step:
 
 
 def _body(draw: random.Random, breaks: bool) -> list[list[Any]]:
-    kinds = ["reduce", "reduce", "into", "scale", "add", "temporary"] + ["break", "reducing break"] * breaks
+    kinds = ["reduce", "reduce", "into", "list", "scale", "add", "temporary"] + ["break", "reducing break"] * breaks
     return [
-        [kind, draw.choice(("sum", "max", "min", "avg")) if kind in ("reduce", "into", "reducing break")
+        [kind, draw.choice(("sum", "max", "min", "avg")) if kind in ("reduce", "into", "list", "reducing break")
          else draw.randint(1, 3)]
         for kind in draw.choices(kinds, k=draw.randint(1, 5))
     ]  # fmt: skip
@@ -83,8 +84,23 @@ def _array(draw: random.Random) -> Step:
     return {"dtype": draw.choice(("float32", "int32")), "count": draw.choice(COUNTS)}
 
 
+def _reduce_list(draw: random.Random) -> Step:
+    several = [draw.choice(FLOATS + INTEGERS) for _ in range(draw.choice((1, 1, 3)))]
+    count = draw.choice((0, 1, 2, 5, 12, 170, 1400) if draw.random() < 0.1 else (1, 2, 5, 12))
+    members = [
+        [draw.choice(several), 0 if draw.random() < 0.05 else draw.choice(COUNTS[:-2] if count < 100 else (1, 2, 3)),
+         draw.choice(LAYOUTS)]
+        for _ in range(count)
+    ]  # fmt: skip
+    return {
+        "members": members, "op": draw.choice(OPS), "special": draw.random() < 0.2, "calls": draw.choice((1, 1, 1, 3)),
+        "out": draw.choice(("new", "same", "array", "strided")), "by": draw.choice(("method", "function", "stream")),
+    }  # fmt: skip
+
+
 _DETAILS: dict[str, Callable[[random.Random], Step]] = {
     "reduce": _reduce,
+    "reduce list": _reduce_list,
     "record": lambda draw: _array(draw) | {
         "body": _body(draw, breaks=True), "graph": draw.randrange(3), "shares": draw.random() < 0.3,
         "breaks": draw.random() < 0.9, "within_capture": draw.random() < 0.2,
@@ -144,6 +160,9 @@ def _simpler(step: Step) -> list[Step]:
     found = [step | {name: plain} for name, plain in _PLAIN.items() if name in step and step[name] != plain]
     if len(step.get("body", ())) > 1:
         found += [step | {"body": [*step["body"][:at], *step["body"][at + 1 :]]} for at in range(len(step["body"]))]
+    if len(step.get("members", ())) > 1:
+        half = len(step["members"]) // 2
+        found += [step | {"members": part} for part in (step["members"][:half], step["members"][half:])]
     return found
 
 

@@ -181,6 +181,32 @@ class Player:
             raise Wrong(f"{self.text}: out= was not returned")
         self.later(returned if result is None else result, reference.wrapping(draws, op), stream)
 
+    def do_reduce_list(self, comm: Any, step: Step) -> None:
+        """One call on a list, and the same again: it is known then."""
+        op, drawn = step["op"], []
+        for index, (name, count, _) in enumerate(step["members"]):
+            one, dtype = {"count": count, "seed": step["seed"] + index}, bodies.dtype_of(name)
+            drawn.append(bodies.draws(one, self.size, dtype, reference.is_float(dtype) and step["special"]))
+        stream = self.streams[step["stream"]]
+        for turn in range(step["calls"]):
+            with stream:
+                layouts = [layout for *_, layout in step["members"]]
+                pairs = zip(drawn, layouts, strict=True)
+                sources = [bodies.on_device(values[self.rank], layout) for values, layout in pairs]
+                outs = [bodies.output(one, step["out"], comm) for one in sources]
+                out = None if step["out"] == "new" else [
+                    source if given is None else given for source, (given, _) in zip(sources, outs, strict=True)
+                ]  # fmt: skip
+                call = comm.allreduce if step["by"] == "method" else _by_function(comm)
+                if step["by"] != "stream":
+                    returned = call(sources if turn else tuple(sources), op, out=out)
+            if step["by"] == "stream":
+                returned = comm.allreduce(sources, op, out=out, stream=stream)
+            if out is not None and returned is not out:
+                raise Wrong(f"{self.text}: out= was not returned")
+            for (_, result), one, values in zip(outs, returned, drawn, strict=True):
+                self.later(one if result is None else result, reference.wrapping(values, op), stream)
+
     def do_threads(self, comm: Any, step: Step) -> None:
         """Calls of two communicators from two threads, each on a stream of its own.
 

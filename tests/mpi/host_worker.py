@@ -55,6 +55,7 @@ from tests.shared import (
     bad_call_table,
     bounds,
     clock,
+    list_cases,
     reference,
     start_up_faults,
     sweep_cases,
@@ -183,6 +184,74 @@ def reduce_one(comm: Communicator, value: np.ndarray, op: str, layout: str, outp
 def random_sweep(comm: Communicator) -> None:
     """tests/shared/sweep_cases.py's cases, alignments and late ranks among them."""
     sweep_cases.run(HostModule, {"planned": comm}, seed=3, cases=80, sizes=(1, 200_000), late_seconds=0.01)
+
+
+def random_lists(comm: Communicator) -> None:
+    """tests/shared/list_cases.py's."""
+    list_cases.run(HostModule, {"host": comm}, seed=5, cases=60, largest=50_000, most=300, late_seconds=0.01)
+
+
+def lists(comm: Communicator) -> None:
+    """Truth values, complex numbers, tensors and arrays of any layout in one list; and lists that are no call alike."""
+    total = SIZE * (SIZE + 1) // 2
+    wide = np.zeros((4, 6), "F")
+    arrays = [
+        np.full((2, 3), RANK + 1, "f4").T, np.full(3, (RANK + 1) * 1j), np.full((), RANK + 1, "i8"), np.zeros((0, 2)),
+        np.full((3, 4), RANK + 1, "f4")[::-1, ::2], np.full((4, 3), RANK + 1, "F"), np.full(30_000, RANK + 1, "u1"),
+    ]  # fmt: skip
+    due = [total * np.ones(one.shape, one.dtype) * (1j if one.dtype == "D" else 1) for one in arrays]
+    for form in (list, tuple):
+        found = comm.allreduce(form(arrays))
+        assert type(found) is list
+        for one, wanted in zip(found, due, strict=True):
+            assert (one.shape, one.dtype) == (wanted.shape, wanted.dtype)
+            assert (one == wanted.astype(one.dtype)).all()
+        out = form([*(np.zeros_like(one) for one in arrays[:5]), wide[:, ::2], arrays[6]])
+        before = arrays[6].copy()
+        assert comm.allreduce(form(arrays), out=out) is out
+        assert all((one == wanted.astype(one.dtype)).all() for one, wanted in zip(out, due, strict=True))
+        assert not wide[:, 1::2].any(), "wrote beside the output"
+        arrays[6][...] = before
+    own = [one.copy() for one in arrays]
+    assert comm.allreduce(own, out=own) is own
+    assert all((one == wanted.astype(one.dtype)).all() for one, wanted in zip(own, due, strict=True))
+    flags = [np.array([RANK == 0, False, True]), np.array(RANK != LAST)]
+    assert [one.tolist() for one in comm.allreduce(flags, "any")] == [[True, False, True], SIZE > 1]
+    assert [one.tolist() for one in comm.allreduce(flags, "all")] == [[SIZE == 1, False, True], False]
+    tensor = bad_call_table.HostTensor(np.full(5, RANK + 1.0))
+    mixed = [tensor, np.full(2, RANK + 1.0)]
+    assert comm.allreduce(mixed, out=mixed) is mixed
+    assert mixed[0] is tensor
+    assert (tensor.array == total).all()
+    assert comm.allreduce([]) == comm.allreduce(()) == []
+    right(comm)
+
+
+def lists_that_differ(comm: Communicator) -> None:
+    """The ranks' lists are named by both sides; a member that one rank refuses leaves all outputs alone."""
+    own = [np.ones(3), np.ones((2, 2), "f4")]
+    for other, words in (
+        (own[:1], "sum of 1 arrays on the host: float64 (3,)"), ([], "sum of 0 arrays on the host"),
+        (own[::-1], "float32 (2, 2), float64 (3,)"), ([own[0], np.ones(4, "f4")], "float32 (4,)"),
+        (own[0], "sum of float64 (3,) on the host"),
+    ):  # fmt: skip
+        given = other if RANK == LAST else own
+        error = error_of(lambda given=given: comm.allreduce(given))
+        assert type(error) is RankMismatchError, f"rank {RANK}: {error!r}"
+        for part in (words, "sum of 2 arrays on the host: float64 (3,), float32 (2, 2)", f"on rank {LAST}"):
+            assert part in str(error), f"rank {RANK}: {part!r} is not in {str(error)!r}"
+        right(comm)
+    for wrong, words in (
+        (None, "member 1 of the list: it is None"),
+        (np.ones(2, "M8[s]"), "member 1 of the list: dtype"),
+    ):
+        out = [np.full(3, 7.0), np.full((2, 2), 7.0, "f4")]
+        if RANK == LAST:
+            raises(ArgumentError, words, lambda wrong=wrong, out=out: comm.allreduce([own[0], wrong], out=out))
+        else:
+            raises(PeerFailedError, words, lambda out=out: comm.allreduce(own, out=out))
+        assert all((one == 7).all() for one in out), "written"
+        right(comm)
 
 
 def as_people_write(comm: Communicator) -> None:
@@ -878,7 +947,8 @@ def no_room(*_: Any, **__: Any) -> None:
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
-        every_kind, as_people_write, subclasses, random_sweep, a_float_sum_starts_at_rank_0, wrong_calls, late,
+        every_kind, as_people_write, subclasses, random_sweep, random_lists, lists, lists_that_differ,
+        a_float_sum_starts_at_rank_0, wrong_calls, late,
         memory_outlives_a_wait, without_tcp, refused_while_another_is_late, interrupted,
         out_of_memory, arguments_differ, late_at_start_up, exceptions_at_start_up, warnings_at_start_up,
         no_descriptors, names_of_hosts, a_block_that_raises, texts_of_any_kind, nested, every_rank_is_watched,

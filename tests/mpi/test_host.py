@@ -14,6 +14,7 @@ HOST = {"CUDA_VISIBLE_DEVICES": ""}  # on machines with GPUs too
 @pytest.mark.parametrize(("n", "how"), [(1, "memory"), (3, "memory"), (2, "page"), (2, "apart")])
 def test_results(mpirun: Callable, n: int, how: str):
     scenarios = ["every_kind", "as_people_write", "subclasses", "random_sweep", "a_float_sum_starts_at_rank_0"]
+    scenarios += ["random_lists", "lists"]
     output = mpirun(WORKER, n, how, *scenarios, env=HOST).stdout
     assert all(f"{scenario}: right" in output for scenario in scenarios), output
 
@@ -53,7 +54,10 @@ def test_ranks_that_do_not_reach_each_other(mpirun: Callable):
 
 
 def test_arguments_that_differ(mpirun: Callable):
-    assert "arguments_differ: right" in mpirun(WORKER, 3, "memory", "arguments_differ", env=HOST).stdout
+    output = mpirun(WORKER, 3, "memory", "arguments_differ", "lists_that_differ", env=HOST).stdout
+    assert "arguments_differ: right" in output
+    assert "lists_that_differ: right" in output
+    assert "lists_that_differ: right" in mpirun(WORKER, 4, "apart", "lists_that_differ", env=HOST).stdout
 
 
 def test_resources(mpirun: Callable):

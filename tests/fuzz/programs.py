@@ -25,8 +25,8 @@ _LATE_SECONDS = 0.004
 
 # How often each kind of step comes. Faults of driver calls are the simulated device's.
 WEIGHTS = {
-    "reduce": 10, "reduce list": 4, "record": 3, "replay": 6, "capture": 2, "launch": 3, "threads": 1, "new": 1, "close": 1,
-    "close graph": 1, "refuse": 1, "mismatch": 1, "raise in record": 1, "interrupt": 1, "driver fault": 1,
+    "reduce": 10, "reduce list": 4, "record": 3, "replay": 6, "capture": 2, "launch": 3, "threads": 1, "new": 1,
+    "close": 1, "close graph": 1, "refuse": 1, "mismatch": 1, "raise in record": 1, "interrupt": 1, "driver fault": 1,
     "check": 1,
 }  # fmt: skip
 # Of a soak: what is made and closed, again and again.

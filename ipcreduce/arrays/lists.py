@@ -114,7 +114,7 @@ class DeviceLists:
 
     @property
     def result(self) -> Any:
-        """What the call returns: the caller's ``out``, or a list of new arrays."""
+        """The result of the call: the caller's ``out``, or a list of new arrays."""
         return [used.result for used in self.members] if self._out is None else self._out
 
 
@@ -177,7 +177,7 @@ class HostLists:
         return [(op, members) for (_, op), members in groups.items()]
 
     def results(self, reduced: Sequence[np.ndarray[Any, Any]]) -> Any:
-        """What the call returns: the caller's ``out``, filled, or a list of new arrays.
+        """The result of the call: the caller's ``out``, filled, or a list of new arrays.
 
         :param reduced: the result of each member, in memory of ours.
         """

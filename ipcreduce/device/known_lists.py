@@ -27,7 +27,7 @@ MakeReadyList = Callable[[PreparedList, Addresses, Addresses, bool], "Ready | No
 
 @dataclass(frozen=True, eq=False)
 class _Kind:
-    """What lists of one kind have in common.
+    """The common part of all lists of one kind.
 
     :ivar shapes: of the members, and ``dtypes``: of the members, of their library.
     """

@@ -86,7 +86,7 @@ def _array(draw: random.Random) -> Step:
 
 def _reduce_list(draw: random.Random) -> Step:
     several = [draw.choice(FLOATS + INTEGERS) for _ in range(draw.choice((1, 1, 3)))]
-    count = draw.choice((0, 1, 2, 5, 12, 170, 1400) if draw.random() < 0.1 else (1, 2, 5, 12))
+    count = draw.choice((0, 40, 170) if draw.random() < 0.1 else (1, 2, 5, 12))
     members = [
         [draw.choice(several), 0 if draw.random() < 0.05 else draw.choice(COUNTS[:-2] if count < 100 else (1, 2, 3)),
          draw.choice(LAYOUTS)]

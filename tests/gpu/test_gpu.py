@@ -31,6 +31,13 @@ def test_sweep(mpirun: Run, ranks: int, shared: bool) -> None:
     assert f"{cases} cases, {4 * cases} calls on {ranks} ranks, all right" in result.stdout
 
 
+@pytest.mark.parametrize(("ranks", "shared"), worlds())
+def test_lists(mpirun: Run, ranks: int, shared: bool) -> None:
+    cases, largest = (30, 50_000) if shared else (300, 4 << 20)
+    result = mpirun("tests/gpu/list_sweep.py", ranks, "--cases", cases, "--largest", largest, timeout=500)
+    assert f"{cases} lists of " in result.stdout
+
+
 def test_epochs_that_wrap(mpirun: Run) -> None:
     calls, replays = (60, 5) if machine.cuda()[0] < 2 else (1000, 100)
     output = mpirun("tests/gpu/wrap.py", 2, "--calls", calls, "--replays", replays, "--samples", 5, timeout=300).stdout

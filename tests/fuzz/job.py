@@ -21,7 +21,7 @@ from tests.shared.bounds import HANG
 
 from .programs import Step
 
-_SECONDS = 2 * HANG  # for one program; the library's own waits are shorter
+_SECONDS = 4 * HANG  # for one program, for which kernels may have to be built; the library's own waits are shorter
 
 
 @dataclass

@@ -12,9 +12,10 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 SWEEP = "tests/gpu/list_sweep.py"
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(1, 40), (2, 120), (3, 60), (4, 20)])
+@pytest.mark.parametrize(("ranks", "cases"), [(1, 20), (2, 60), (3, 40), (4, 20)])
 def test_random_lists(mpirun: Run, ranks: int, cases: int) -> None:
-    output = mpirun("tests.simulated", ranks, SWEEP, "--cases", cases, "--largest", 8000, "--seed", ranks).stdout
+    """The same lists on all worlds: each kernel is built once."""
+    output = mpirun("tests.simulated", ranks, SWEEP, "--cases", cases, "--largest", 8000).stdout
     assert f"{cases} lists of " in output
     assert f" calls on {ranks} ranks, all right" in output
 

@@ -36,8 +36,9 @@ def quick_the_second_time() -> None:
     """The fast path knows calls by every name of an op, and on bool and complex arrays."""
     usual: list[Any] = []
     with Communicator() as comm:
-        reduce_device = comm._reduce_device
-        comm._reduce_device = lambda *arguments: usual.append(arguments) or reduce_device(*arguments)  # type: ignore
+        reducer = comm._open.device
+        reduce_device = reducer.allreduce
+        reducer.allreduce = lambda *arguments: usual.append(arguments) or reduce_device(*arguments)  # type: ignore
         for dtype, op, due in CALLS:
             array, out = cupy.full((100,), RANK + 1, dtype), cupy.zeros(100, dtype)
             usual.clear()

@@ -55,9 +55,8 @@ class KnownLists:
         self._device, self._order, self._make_ready = device, order, make_ready
         self._kinds: dict[tuple[Any, ...], _Kind] = {}  # by op, length, and the first and last member's shape and dtype
         self._by_places: dict[_Places, Ready | None] = {}  # None: it has come once
-        # By op and the ids of CuPy's arrays: their memory stays the same as long as they live. Their shapes may change,
-        # which changes neither the bytes nor the order of their elements.
-        self._by_objects: dict[tuple[Any, ...], Ready | None] = {}
+        # By op and the ids of CuPy's arrays, of which only the shape may change while they live: launch and shapes.
+        self._by_objects: dict[tuple[Any, ...], tuple[Ready, list[Any]]] = {}
         self._watched: dict[tuple[Any, ...], list[Any]] = {}  # references to the arrays of _by_objects
 
     def learn(self, arrays: Sequence[Any], op: Any, prepared: PreparedList) -> None:
@@ -91,9 +90,12 @@ class KnownLists:
         objects: tuple[Any, ...] | None = None
         if out is not None and library is cupy_runtime:
             objects = op, tuple(map(id, arrays)), out is arrays or tuple(map(id, out))
-            ready = self._by_objects.get(objects)
-            if ready is not None:
-                return ready, out, current
+            found = self._by_objects.get(objects)
+            if found is not None:
+                ready, shapes = found
+                same = [array.shape for array in arrays] == shapes
+                if same and (out is arrays or [one.shape for one in out] == shapes):
+                    return ready, out, current
         plain = library.plain_list(arrays, self._device)
         if plain is None:
             return NOT_READY
@@ -113,10 +115,10 @@ class KnownLists:
                 return NOT_READY
             targets = others[0]
         place = kind, tuple(sources), None if targets is sources else tuple(targets)
-        ready = self._by_places.get(place) or self._at(place, sources, targets, new=out is None)
-        if objects is not None and self._by_places.get(place) is not None:
-            self._watch(objects, self._by_places[place], arrays, out)
-        return ready, result, current
+        kept = self._by_places.get(place)
+        if kept is not None and objects is not None:
+            self._watch(objects, (kept, shapes), arrays, out)
+        return kept or self._at(place, sources, targets, new=out is None), result, current
 
     def _at(self, place: _Places, sources: list[int], targets: list[int], new: bool) -> Ready | None:
         """The launch at these addresses: made anew the first two times, and then kept. None: by the usual way."""
@@ -133,12 +135,14 @@ class KnownLists:
             keep(self._by_places, place, ready if again else None, _MOST)
         return ready
 
-    def _watch(self, objects: tuple[Any, ...], ready: Ready | None, arrays: Sequence[Any], out: Sequence[Any]) -> None:
+    def _watch(
+        self, objects: tuple[Any, ...], found: tuple[Ready, list[Any]], arrays: Sequence[Any], out: Sequence[Any]
+    ) -> None:  # fmt: skip
         """Know the list by its arrays, until one of them dies."""
         forget = partial(_forget, weakref.ref(self), objects)
         every = arrays if out is arrays else (*arrays, *out)
         keep(self._watched, objects, [weakref.ref(array, forget) for array in every], _MOST)
-        keep(self._by_objects, objects, ready, _MOST)
+        keep(self._by_objects, objects, found, _MOST)
 
     def forget(self, objects: tuple[Any, ...]) -> None:
         """Forget a list of which an array has died, so that its id may become another one's."""

@@ -9,7 +9,6 @@ from hypothesis import settings
 
 from tests.shared import clock
 
-
 settings.register_profile("any pace", deadline=None)  # no verdict depends on how fast the machine is
 settings.load_profile("any pace")
 

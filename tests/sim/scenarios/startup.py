@@ -405,7 +405,9 @@ def packets_over_pcie() -> None:
             assert f"packets go in halves of 8 bytes: PCIe between the GPUs of rank {a} and rank {b}" in comm.describe()
             assert not comm._open.backend.launches.whole_packets
             works(comm, 5000)
-            assert comm._open.backend.launches._compile(("one_shot", "float32", "sum", 1, 0)).count(b'PACKETS": "0"') == 1
+            assert (
+                comm._open.backend.launches._compile(("one_shot", "float32", "sum", 1, 0)).count(b'PACKETS": "0"') == 1
+            )
     with environment(LAST, SIM_PCIE=f"0-{LAST}"), Communicator() as comm:  # only one sees it
         assert not comm._open.backend.launches.whole_packets
         works(comm)

@@ -145,7 +145,7 @@ def check_apart(pairs: Sequence[tuple[Any, Any]]) -> None:
 def _share_memory(array: Any, other: Any) -> bool:
     if views.is_cupy(array):
         return views.share_memory(array, other)
-    return bool(np.shares_memory(array, other))
+    return views.share_host_memory(array, other)
 
 
 def _sharing(output: tuple[bool, int], other: tuple[bool, int]) -> str:

@@ -135,7 +135,7 @@ def lists(run: Run) -> None:
                 run.captured(functools.partial(run.comm.allreduce, source, out=target), nbytes),
                 run.captured(functools.partial(run.comm.allreduce, sources, out=targets), nbytes),
             )
-            run.keep(f"{count} arrays of {dtype}", nbytes, us, base, 1.1 + 1 / base)
+            run.keep(f"list, {count} {dtype}", nbytes, us, base, 1.1 + 1 / base)
 
 
 def long(run: Run) -> None:

@@ -235,7 +235,7 @@ def share_memory(array: Any, other: Any) -> bool:
 def share_host_memory(array: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
     """Do the same for two NumPy arrays."""
     try:
-        return bool(np.shares_memory(array, other, max_work=_MOST_WORK))  # type: ignore[arg-type]  # a stub that is too strict
+        return bool(np.shares_memory(array, other, max_work=_MOST_WORK))  # type: ignore[arg-type]  # its stub is strict
     except np.exceptions.TooHardError:  # with odd strides the exact answer may take hours
         return True
 

@@ -141,7 +141,5 @@ def test_figures(mpirun: Run, tmp_path: Path) -> None:
     few = ("--calls", 8, "--replays", 2, "--turns", 2, "--before", 3)
     mpirun("tests.simulated", 2, "-m", "benchmarks.figures", *wanted, *few, "--json", kept, timeout=300, env=SMALL)
     rows = json.loads(kept.read_text())["rows"]
-    assert {"sum of float64", "max of uint8", "ragged", "in place", "4 arrays of bfloat16"} <= {
-        row["what"] for row in rows
-    }
+    assert {"sum of float64", "max of uint8", "ragged", "in place", "list, 4 bfloat16"} <= {row["what"] for row in rows}
     assert all(row["ratio"] == row["us"] / row["base_us"] > 0 for row in rows)

@@ -181,6 +181,13 @@ MUTANTS = [
         unit("mirror", "the_reason_to_close_is_heard_though_a_peer_tells_of_the_end_first"),
     ),
     Mutant(
+        "a rank that leaves halfway does not tell the fault that it has heard of",
+        CALLS,
+        "            page.post_fault(kind, call, text, rank)",
+        "            pass",
+        unit("mirror", "a_fault_is_found_though_a_peer_tells_first_of_the_loss_that_came_of_it"),
+    ),
+    Mutant(
         "the last loss counts",
         PAGE,
         "            if new:\n",

@@ -24,6 +24,7 @@ import pytest
 
 from ipcreduce.calls import faults
 from ipcreduce.calls.fingerprint import Fingerprint
+from ipcreduce.calls.sequence import CallSequence
 from ipcreduce.errors import PeerLostError, UnsupportedError
 from ipcreduce.page import control_page, mirror, watchdog
 from ipcreduce.page.control_page import CLOSED_IT, REFUSED, Page
@@ -168,6 +169,12 @@ def test_the_end_of_a_rank(ranks: Ranks):
 
 
 # ---- a rank that has closed, of which a peer tells before its own block arrives
+def hold_back(one: Mirror, rank: int) -> dict[int, Any]:
+    """Let ``one`` tell ``rank`` nothing, until its ``_peers`` are given back what this returns."""
+    (descriptor,) = (descriptor for descriptor, peer in one._peers.items() if peer.rank == rank)
+    return {descriptor: one._peers.pop(descriptor)}
+
+
 class Closing:
     """Four ranks in call 1. Rank 2 closes the communicator, and rank 0 tells rank 1 so; rank 2's block comes later."""
 
@@ -180,9 +187,7 @@ class Closing:
         self.heard_by = self.pages[1]
         self.waits = 0
         self._monkeypatch = monkeypatch
-        peers = self.mirrors[2]._peers
-        (held,) = (descriptor for descriptor, peer in peers.items() if peer.rank == 1)
-        self._held = {held: peers.pop(held)}
+        self._held = hold_back(self.mirrors[2], 1)
         before(self.pages[2])
         self.pages[2].leave()
         self.mirrors[2].send()
@@ -279,6 +284,28 @@ def test_a_block_that_does_not_come_is_not_waited_for_again(
         with pytest.raises(PeerLostError, match="rank 2 is gone: it closed the communicator, after its call 1"):
             faults.raise_lost(closing.heard_by, 2)
     assert closing.waits == (1 if end == "the time" else 2)
+
+
+def test_a_fault_is_found_though_a_peer_tells_first_of_the_loss_that_came_of_it():
+    """Rank 2 has failed, and rank 0 leaves the call halfway because of that. Rank 2's own record comes last."""
+    pages, mirrors = make_mirrored(3)
+    for page in pages:
+        page.calls.enter(1, SUM)
+    exchange_all((pages, mirrors))
+    held = hold_back(mirrors[2], 1)
+    pages[2].post_fault(REFUSED, 1, "SystemExit: 0")
+    mirrors[2].send()
+    mirrors[0].receive()
+    calls = CallSequence(pages[0], LONG, [])
+    calls.number = 1
+    calls.lose("it left call 1 halfway", faults.fault_error(pages[0], 1, LONG))
+    mirrors[0].send()
+    mirrors[1].receive()
+    assert pages[1].loss() is not None
+    assert pages[1].fault() == (1, 2, REFUSED, "SystemExit: 0")
+    mirrors[2]._peers |= held
+    for one in mirrors:
+        one.close(0)
 
 
 def test_a_rank_that_does_not_read_is_not_flooded(ranks: Ranks):

@@ -12,7 +12,8 @@ from typing import Any, overload
 import numpy as np
 
 from . import process, startup
-from .arrays import lists, views
+from .arrays import lists, norms, views
+from .arrays.norms import FP8, NormArguments
 from .calls import faults, turns
 from .calls.sequence import CallSequence
 from .cuda import cupy_runtime
@@ -172,6 +173,66 @@ class Communicator:
             cupy_runtime.stream_of(stream)  # refused as on GPUs; no work on the host waits for a stream
         return (parts.host.allreduce_list if several else parts.host.allreduce)(array, op, out)
 
+    # ---- the operation and a norm
+    @overload
+    def allreduce_rmsnorm(
+        self, x: np.ndarray[Shape, DType], weight: Any, eps: float = ..., *, residual: Any = ...,
+        out: np.ndarray[Shape, DType] | None = ..., residual_out: np.ndarray[Shape, DType] | None = ...,
+        weight_bias: float = ..., quantize: None = ..., stream: Any = ...,
+    ) -> tuple[np.ndarray[Shape, DType], np.ndarray[Shape, DType]]: ...  # fmt: skip
+    @overload
+    def allreduce_rmsnorm(
+        self, x: Array, weight: Array, eps: float = ..., *, residual: Array | None = ..., out: Any = ...,
+        residual_out: Any = ..., weight_bias: float = ..., quantize: None = ..., stream: Any = ...,
+    ) -> tuple[Any, Any]: ...  # fmt: skip
+    @overload
+    def allreduce_rmsnorm(
+        self, x: Array, weight: Array, eps: float = ..., *, residual: Array | None = ..., out: Any = ...,
+        residual_out: Any = ..., weight_bias: float = ..., quantize: FP8, quant_out: Any = ..., scales_out: Any = ...,
+        stream: Any = ...,
+    ) -> tuple[Any, Any, Any]: ...  # fmt: skip
+    def allreduce_rmsnorm(
+        self, x: Any, weight: Any, eps: float = 1e-6, *, residual: Any = None, out: Any = None,
+        residual_out: Any = None, weight_bias: float = 0.0, quantize: FP8 | None = None, quant_out: Any = None,
+        scales_out: Any = None, stream: Any = None,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """The sum of every rank's ``x``, with the residual added, and its rows normalised by RMSNorm; one call.
+
+        The residual sum is the plain all-reduce's sum plus ``residual``. Of each of its rows r the result is
+        y = r * (weight + weight_bias) / sqrt(mean(r * r) + eps). docs/fused.md says how each step is rounded.
+
+        :param x: an array of shape (..., hidden), of float16, bfloat16 or float32; see :meth:`allreduce`. All arrays
+            lie on the device, or all on the host, and have the dtype of ``x``.
+        :param weight: of shape (hidden,). :param eps: 0 or more; the same on every rank, as ``weight_bias``.
+        :param residual: of the shape of ``x``, the same values on every rank; None for no residual.
+        :param out: the array for y. ``out=x`` is in place. :param residual_out: the array for the residual sum.
+            ``residual_out=residual`` is in place. No other two arguments may share memory if one of them is written.
+        :param quantize: y is also rounded to numbers of 8 bits, with scales, as :class:`FP8` says.
+        :param quant_out: the array for these numbers: of float8_e4m3fn, or of uint8 for their bytes.
+        :param scales_out: the array for their scales, of float32, unless ``quantize`` gives the scale.
+        :param stream: see :meth:`allreduce`.
+        :returns: (y, residual sum); with ``quantize`` (numbers, scales, residual sum), and y only in ``out``. Each is
+            the caller's array or a new one of the library of ``x``. Scales are (..., 1) for each row, (..., hidden/128)
+            for each 128 elements, or the given scale itself.
+        :raises IpcReduceError: see :meth:`allreduce`. Where data is missing, all outputs are NaN.
+        """
+        given = NormArguments(
+            x, weight, eps, residual, out, residual_out, weight_bias, quantize, quant_out, scales_out
+        )  # fmt: skip
+        fast = self._open.fast
+        if fast is not None:
+            made: tuple[Any, ...] = fast.make(None, self._allreduce_rmsnorm, given, None, None, stream)
+            return made
+        return turns.make(self._open.calls, self._allreduce_rmsnorm, given, None, None, stream)
+
+    def _allreduce_rmsnorm(self, given: NormArguments, _op: None, _out: Any, stream: Any) -> tuple[Any, ...]:
+        parts = self._open
+        if norms.on_device(given):
+            return parts.device.allreduce_rmsnorm(given, stream)
+        if stream is not None:
+            cupy_runtime.stream_of(stream)  # refused as on GPUs
+        return parts.host.allreduce_rmsnorm(given)
+
     # ---- waiting and ending
     def synchronize(self, stream: Any = None) -> None:
         """Wait for the calls made so far on ``stream`` (None: the last one's), and raise what went wrong in them.
@@ -306,5 +367,6 @@ class _Open:
 
 
 # As torch.compiler.disable() does, without an import: torch.compile does not trace a call, but breaks its graph there.
-setattr(Communicator.allreduce, "_torchdynamo_disable", True)  # noqa: B010  (a function has no such attribute)
-setattr(Communicator.allreduce, "_torchdynamo_disable_msg", "use torch.ops.ipcreduce.all_reduce")  # noqa: B010
+for _call in (Communicator.allreduce, Communicator.allreduce_rmsnorm):
+    setattr(_call, "_torchdynamo_disable", True)  # noqa: B010  (a function has no such attribute)
+    setattr(_call, "_torchdynamo_disable_msg", "use torch.ops.ipcreduce.all_reduce")  # noqa: B010

@@ -136,16 +136,10 @@ def check_apart(pairs: Sequence[tuple[Any, Any]]) -> None:
         for _, other, other_written in open_ones:
             if other == index or not (written or other_written):
                 continue
-            if _share_memory(pairs[other][other_written], pairs[index][written]):
+            if views.share_memory(pairs[other][other_written], pairs[index][written]):
                 outputs_first = sorted([(not written, index), (not other_written, other)])
                 raise ArgumentError(_sharing(*outputs_first))
         open_ones.append(((first, past), index, written))
-
-
-def _share_memory(array: Any, other: Any) -> bool:
-    if views.is_cupy(array):
-        return views.share_memory(array, other)
-    return bool(np.shares_memory(array, other))
 
 
 def _sharing(output: tuple[bool, int], other: tuple[bool, int]) -> str:

@@ -216,8 +216,9 @@ def extent(array: Any) -> tuple[int, int]:
 
 
 def same_elements(array: Any, other: Any) -> bool:
-    """True if two device arrays of one shape are the same elements: the same address, strides and dtype."""
-    return bool(pointer(array) == pointer(other) and array.strides == other.strides and array.dtype == other.dtype)
+    """True if two arrays of one place and shape are the same elements: the same address, strides and dtype."""
+    first, other_first = (one.ctypes.data if isinstance(one, np.ndarray) else pointer(one) for one in (array, other))
+    return bool(first == other_first and array.strides == other.strides and array.dtype == other.dtype)
 
 
 def overlap(array: Any, other: Any) -> bool:
@@ -227,7 +228,9 @@ def overlap(array: Any, other: Any) -> bool:
 
 
 def share_memory(array: Any, other: Any) -> bool:
-    """True if two device arrays have a byte in common."""
+    """True if two arrays, both on the device or both on the host, have a byte in common."""
+    if isinstance(array, np.ndarray):
+        return bool(np.shares_memory(array, other))
     return overlap(array, other) and np.shares_memory(_geometry(array), _geometry(other))
 
 

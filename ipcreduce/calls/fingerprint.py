@@ -6,7 +6,10 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..texts import encoded
+from .norm_shape import NormShape
 
 
 @dataclass(frozen=True)
@@ -40,3 +43,18 @@ def of_list(members: Sequence[tuple[tuple[int, ...], str]], op: str, where: str 
 def of_allreduce(shape: tuple[int, ...], dtype: str, op: str) -> Fingerprint:
     """The fingerprint of an all-reduce on the device."""
     return Fingerprint.of(f"{op} of {dtype} {shape}")
+
+
+_SCALES = {"given": "a given scale", "token": "a scale a row", "group": "a scale every 128 elements"}
+
+
+def of_norm(of: tuple[int, ...], shape: NormShape, where: str = "") -> Fingerprint:
+    """The fingerprint of an all-reduce with RMSNorm of an array of shape ``of``."""
+    text = f"sum and RMSNorm of {shape.dtype} {of}{where}, eps {np.float32(shape.eps)}"
+    if shape.weight_bias:
+        text += f", weight_bias {np.float32(shape.weight_bias)}"
+    text += ", with a residual" if shape.residual else ", without a residual"
+    if shape.scales:
+        text += f", as e4m3 by {_SCALES[shape.scales]}"
+        text += ", column-major" * shape.column_major + ", without out" * (not shape.keeps_y)
+    return Fingerprint.of(text)

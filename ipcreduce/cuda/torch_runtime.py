@@ -324,6 +324,20 @@ def of_numpy(array: np.ndarray[Any, Any]) -> Any:
     return torch.from_numpy(array)
 
 
+def as_bytes(tensor: Any) -> Any:
+    """A tensor of e4m3 as one of bytes, over the same memory. Any other array is returned as it is."""
+    return tensor.view(torch.uint8) if is_tensor(tensor) and tensor.dtype is _float8() else tensor
+
+
+def of_bytes(tensor: Any) -> Any:
+    """A tensor of bytes as one of e4m3, over the same memory; the tensor itself where PyTorch has no such dtype."""
+    return tensor if _float8() is None else tensor.view(_float8())
+
+
+def _float8() -> Any:
+    return getattr(torch, "float8_e4m3fn", None)
+
+
 def over(array: Any, tensor: Any) -> Any:
     """A tensor over the memory of a contiguous CuPy array, with the shape, dtype and device of ``tensor``.
 

@@ -18,7 +18,7 @@ class NormShape:
     :ivar residual: a residual is added to the sum.
     :ivar scales: of the quantised result: "" for none, or "given" (one scale), "token" (one a row), "group" (one for
         each 128 elements).
-    :ivar column_major: the scales of "group" lie by columns.
+    :ivar column_major: the scales of "group" lie by columns: :attr:`scales_stride` elements from one to the next.
     :ivar keeps_y: the normalised rows are written. False: only the quantised ones.
     """
 
@@ -41,6 +41,11 @@ class NormShape:
     def nbytes(self) -> int:
         """The bytes of an array of this shape and dtype."""
         return self.elements * ITEMSIZES[self.dtype]
+
+    @property
+    def scales_stride(self) -> int:
+        """From one column of scales to the next: so many elements, a multiple of 16 bytes, as DeepGEMM takes them."""
+        return -(-self.rows // 4) * 4
 
 
 class NormAddresses(NamedTuple):

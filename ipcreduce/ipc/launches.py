@@ -14,11 +14,12 @@ import numpy as np
 from ..calls.fingerprint import of_allreduce, of_list
 from ..cuda import compiler, driver
 from ..cuda.contexts import using_relaxed
+from ..device import modules
 from ..device.known_calls import Prepared, keep
 from ..dtypes import OPS, kind_name, list_kinds, op_name, reduced_as
 from ..page.layout import ABORT_OFFSET, missing_offset
 from ..types import DEFAULT_STREAM
-from . import lists, modules, plan
+from . import lists, plan
 from .workspace import Workspace
 
 # Words of struct Args (packets.cuh)

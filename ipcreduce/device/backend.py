@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from .. import clock, process
 from ..calls import faults
 from ..calls.backend import Backend
+from ..calls.norm_shape import NormAddresses
 from ..calls.sequence import CallSequence
 from ..cuda import cupy_runtime, driver, graph, streams
 from ..errors import ArgumentError, IpcReduceError
@@ -23,6 +24,8 @@ from .deferred_free import Action, attempt, flush, untrack
 from .fast_path import FastPath
 from .known_calls import KnownCalls, Prepared, PreparedList, Ready
 from .known_lists import Addresses, KnownLists
+from .norm_kernels import NormKernels
+from .norms import Norms, PreparedNorm
 from .stream_order import StreamOrder
 
 _ABORT_SECONDS, _GIVE_UP_SECONDS = 5.0, 0.9  # of close(): until waits are aborted, and from there until it gives up
@@ -66,6 +69,8 @@ class DeviceBackend(Backend):
         self.order = StreamOrder(context, captured_in_order)
         self.fast: FastPath | None = None
         self.known_lists: KnownLists | None = None  # with the fast path
+        kernels = NormKernels(context, device.capability, lambda: self.order.ends_by(clock.now() + timeout), self.n)
+        self.norms = Norms(self.n, kernels, self.for_array, self.start)
         # What the ranks map of each other: for each part of it, what unmaps the peers' and what frees this rank's.
         self.shared: list[tuple[Action, Action]] = []
         self.life = Life()  # of what graphs hold that are recorded now
@@ -130,6 +135,13 @@ class DeviceBackend(Backend):
     ) -> None:  # fmt: skip
         """Do the same as :meth:`run` for a list of arrays. All its launches are one call."""
         self.order.launch(partial(self.start_list, prepared, sources, targets), stream, owner, recorded=recorded)
+        self.order.launched = self.page.calls.number[0]
+
+    def run_norm(
+        self, prepared: PreparedNorm, addresses: NormAddresses, stream: Stream, owner: Any, recorded: bool = False
+    ) -> None:  # fmt: skip
+        """Do the same as :meth:`run` for an all-reduce with RMSNorm. All its launches are one call."""
+        self.order.launch(partial(self.norms.start, prepared, addresses), stream, owner, recorded=recorded)
         self.order.launched = self.page.calls.number[0]
 
     def launch_graph(self, executable: graph.Executable, stream: Stream, owner: Any) -> None:

@@ -58,7 +58,9 @@ def normalise(
             _round((x * added) * factors[:, None], y)
             if found.quantised is not None:
                 scales = None if found.scales is None else found.scales[block]
-                _quantise(y.astype(np.float32), scales, scale, found.quantised[block])
+                values = y.astype(np.float32)
+                values[np.isinf(factors)] = np.nan  # of rows of zeros, without eps
+                _quantise(values, scales, scale, found.quantised[block])
     return found
 
 

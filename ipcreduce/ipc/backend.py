@@ -115,7 +115,8 @@ class IpcBackend(DeviceBackend):
     def release(self) -> None:
         """Free the resources that no other process uses."""
         actions: list[Action] = [partial(_unregister, self.page), self.order.close, *self._ready.close_actions()]
-        attempt(self.context, *actions, *self.launches.release_actions())
+        kernels = [*self.launches.release_actions(), *self.norms.kernels.release_actions()]
+        attempt(self.context, *actions, *kernels)
 
 
 def _unregister(page: Page) -> None:

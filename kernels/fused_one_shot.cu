@@ -116,7 +116,7 @@ template <bool kTiled> DEVICE void run(const Args& args, GroupSums& sums) {
 }
 
 // From 5 ranks on, a thread of 1,024 has too few registers for the packets of all.
-CLUSTER_KERNEL(fused_one_shot, kMaxRanks <= 4 ? 1024 : 512, 1)(KERNEL_ARGS args) {
+CLUSTER_KERNEL(fused_one_shot, kRanks <= 4 ? 1024 : 512, 1)(KERNEL_ARGS args) {
   SHARED(GroupSums, sums);
   if (kCluster == 1 && args.norm.rows > blocks_in_grid()) run<true>(args, sums);
   else run<false>(args, sums);

@@ -94,7 +94,7 @@ DEVICE void run(const Args& args, GroupSums& sums) {
 }
 
 // A thread holds a unit of each rank's part, so blocks of many ranks have few threads, and many registers for each.
-CLUSTER_KERNEL(fused_two_shot, kMaxRanks == 2 ? 512 : kMaxRanks <= 4 ? 256 : 128, 2)(KERNEL_ARGS args) {
+CLUSTER_KERNEL(fused_two_shot, kRanks <= 2 ? 512 : kRanks <= 4 ? 256 : 128, 2)(KERNEL_ARGS args) {
   SHARED(GroupSums, sums);
   run(args, sums);
 }

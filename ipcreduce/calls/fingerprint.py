@@ -45,16 +45,16 @@ def of_allreduce(shape: tuple[int, ...], dtype: str, op: str) -> Fingerprint:
     return Fingerprint.of(f"{op} of {dtype} {shape}")
 
 
-_SCALES = {"given": "a given scale", "token": "a scale a row", "group": "a scale every 128 elements"}
+_SCALES = {"given": "by a given scale", "token": "by row", "group": "by 128"}
 
 
 def of_norm(of: tuple[int, ...], shape: NormShape, where: str = "") -> Fingerprint:
-    """The fingerprint of an all-reduce with RMSNorm of an array of shape ``of``."""
-    text = f"sum and RMSNorm of {shape.dtype} {of}{where}, eps {np.float32(shape.eps)}"
+    """The fingerprint of an all-reduce with RMSNorm of an array of shape ``of``. Records have room for 80 bytes."""
+    text = f"sum and norm of {shape.dtype} {of}{where}, eps {np.float32(shape.eps)!s}"
     if shape.weight_bias:
-        text += f", weight_bias {np.float32(shape.weight_bias)}"
-    text += ", with a residual" if shape.residual else ", without a residual"
+        text += f", bias {np.float32(shape.weight_bias)!s}"
+    if shape.residual:
+        text += ", residual"
     if shape.scales:
-        text += f", as e4m3 by {_SCALES[shape.scales]}"
-        text += ", column-major" * shape.column_major + ", without out" * (not shape.keeps_y)
+        text += f", e4m3 {_SCALES[shape.scales]}{' in columns' * shape.column_major}{', no out' * (not shape.keeps_y)}"
     return Fingerprint.of(text)

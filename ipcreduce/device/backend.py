@@ -24,7 +24,6 @@ from .deferred_free import Action, attempt, flush, untrack
 from .fast_path import FastPath
 from .known_calls import KnownCalls, Prepared, PreparedList, Ready
 from .known_lists import Addresses, KnownLists
-from .norm_kernels import NormKernels
 from .norms import Norms, PreparedNorm
 from .stream_order import StreamOrder
 
@@ -58,6 +57,7 @@ class DeviceBackend(Backend):
     """
 
     name: ClassVar[str]  # of the backend
+    norms: Norms  # the calls with RMSNorm
     prepared: Mapping[tuple[Any, ...], Prepared]  # the calls of for_array() by shape, dtype and op; never replaced
 
     def __init__(
@@ -69,8 +69,6 @@ class DeviceBackend(Backend):
         self.order = StreamOrder(context, captured_in_order)
         self.fast: FastPath | None = None
         self.known_lists: KnownLists | None = None  # with the fast path
-        kernels = NormKernels(context, device.capability, lambda: self.order.ends_by(clock.now() + timeout), self.n)
-        self.norms = Norms(self.n, kernels, self.for_array, self.start)
         # What the ranks map of each other: for each part of it, what unmaps the peers' and what frees this rank's.
         self.shared: list[tuple[Action, Action]] = []
         self.life = Life()  # of what graphs hold that are recorded now

@@ -48,15 +48,16 @@ class PreparedNorm:
 class Norms:
     """The all-reduces with RMSNorm of one backend. Not thread-safe.
 
-    :ivar fused: the launch of a fused kernel, with its name; None for shapes that have none.
+    :param for_array: prepares a plain all-reduce, and ``start``: puts it on a stream.
+    :param fused: makes the launch of a fused kernel, or None for shapes that have none.
     """
 
     def __init__(
-        self, ranks: int, kernels: NormKernels, for_array: Callable[[Any, Any], Prepared], start: Start
+        self, ranks: int, kernels: NormKernels, for_array: Callable[[Any, Any], Prepared], start: Start,
+        fused: Callable[[NormShape], NormLaunch | None] = lambda shape: None,
     ) -> None:  # fmt: skip
-        self.kernels = kernels
-        self.fused: Callable[[NormShape], tuple[str, NormLaunch] | None] = lambda shape: None
-        self._ranks, self._for_array, self._start = ranks, for_array, start
+        self.kernels, self._ranks = kernels, ranks
+        self._for_array, self._start, self._fused = for_array, start, fused
         self._prepared: dict[tuple[tuple[int, ...], NormShape], PreparedNorm] = {}
 
     def prepare(self, of: tuple[int, ...], shape: NormShape) -> PreparedNorm:
@@ -73,11 +74,11 @@ class Norms:
         what, itemsize = of_norm(of, shape), ITEMSIZES[shape.dtype]
         if not shape.rows:
             return PreparedNorm(what=what, by="nothing", shape=shape, alignment=itemsize, plain=None, norm=None)
-        fused = self.fused(shape)
+        fused = self._fused(shape)
         if fused is not None:
-            by, norm = fused
-            return PreparedNorm(what=what, by=by, shape=shape, alignment=PACKET_BYTES, plain=None, norm=norm)
-        norm, by, plain = self.kernels.pair_launch(shape), "rmsnorm", None
+            return PreparedNorm(what=what, by=fused.name, shape=shape, alignment=PACKET_BYTES, plain=None, norm=fused)
+        norm, plain = self.kernels.pair_launch(shape), None
+        by = norm.name
         if self._ranks > 1:
             like = SimpleNamespace(shape=of, dtype=_DTYPES[shape.dtype], nbytes=shape.nbytes, itemsize=itemsize)
             plain = self._for_array(like, "sum")

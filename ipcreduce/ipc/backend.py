@@ -15,6 +15,7 @@ from ..device.backend import DeviceBackend
 from ..device.deferred_free import Action, attempt, free_after
 from ..device.known_calls import Ready
 from ..device.known_lists import Addresses
+from ..device.norms import Norms
 from ..errors import CudaError
 from ..page.control_page import Page
 from ..types import Stream
@@ -53,6 +54,9 @@ class IpcBackend(DeviceBackend):
         )
         self.launches.before_loading = lambda: self.order.ends_by(clock.now() + timeout)
         self.prepared, self._ready = self.launches.prepared, ReadyLaunches(context)
+        self.norms = Norms(
+            self.n, self.launches.norm_kernels, self.for_array, self.start, self.launches.fused_norm
+        )  # fmt: skip
         self.packets = "packets arrive whole"  # until the start-up check says otherwise
 
     def make_ready(self, prepared: PreparedCall, source: int, target: int, again: bool) -> Ready:
@@ -115,8 +119,7 @@ class IpcBackend(DeviceBackend):
     def release(self) -> None:
         """Free the resources that no other process uses."""
         actions: list[Action] = [partial(_unregister, self.page), self.order.close, *self._ready.close_actions()]
-        kernels = [*self.launches.release_actions(), *self.norms.kernels.release_actions()]
-        attempt(self.context, *actions, *kernels)
+        attempt(self.context, *actions, *self.launches.release_actions())
 
 
 def _unregister(page: Page) -> None:

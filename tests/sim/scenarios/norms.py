@@ -325,9 +325,9 @@ def synchronous_norms() -> None:
 
 # ---- graphs
 @eager_break
-def between(comm: Any, case: Case, x: Any) -> Any:
+def between(comm: Any, case: Case, x: Any, residual: Any, out: Any, residual_out: Any) -> None:
     """A break that makes a call."""
-    return case.call(comm, x=x)
+    case.call(comm, x=x, residual=residual, out=out, residual_out=residual_out)
 
 
 def recorded_norms() -> None:
@@ -337,25 +337,25 @@ def recorded_norms() -> None:
             for dtype, scales in (("bfloat16", ""), ("bfloat16", "token"), ("float32", "group")):
                 case, other = Case((4, 256), dtype, scales), Case((4, 256), dtype, scales, seed=5)
                 x, residual = case.x.copy(), case.residual.copy()
-                own, added = case.x * 0, case.residual * 0
+                own, added, out, total = (case.x * 0 for _ in range(4))
                 with Graph(comm) as graph:
                     with graph.record():
                         found = case.call(comm, x=x * 1, residual=residual)  # of which the graph alone has the memory
-                        broken = between(comm, case, x)
+                        between(comm, case, x, residual, out, total)
                         own[...], added[...] = x, residual
                         kept = case.call(comm, x=own, residual=added, out=own, residual_out=added)
                         comm.allreduce(x)
                     assert len(graph.segments) == 2
-                    for one in (case, other, case):
+                    for one in (Case((4, 256), dtype, scales), other):
                         x[...], residual[...] = one.x, one.residual
                         case.weight[...] = one.weight
-                        case.residual[...] = one.residual
                         poison = [one.x * 0 - 1 for _ in range(4)]
                         graph.replay()
-                        for results in (found, broken, kept):
-                            one.check(results, own if results is kept else None)
+                        one.check(found)
+                        one.check(kept, own)
+                        one.check_one("y of the break", out, one.expected.y)
+                        one.check_one("the break's sum", total, one.expected.residual_out)
                         del poison
-                    case.residual[...] = residual
             kept, dropped = cupy.zeros((4, 256), case.kind), Case((4, 256), dtype, "token")
             expected = dropped.expected
             with Graph(comm) as graph:
@@ -443,9 +443,9 @@ def norms_that_differ() -> None:
         case, token = Case((4, 256)), Case((4, 256), scales="token")
         short = Case((2, 512))
         for one, change, words in (
-            (case, {"eps": 1e-6}, "eps 1e-06"), (case, {"weight_bias": 1.0}, "weight_bias 1.0"),
-            (case, {"residual": None}, "without a residual"), (short, {}, "(2, 512)"),
-            (token, {}, "as e4m3 by a scale a row"), (Case((4, 256), "float16"), {}, "float16"),
+            (case, {"eps": 1e-6}, "eps 1e-06"), (case, {"weight_bias": 1.0}, "bias 1.0"),
+            (case, {"residual": None}, "(4, 256), eps 1e-05 on"), (short, {}, "(2, 512)"),
+            (token, {}, "e4m3 by row"), (Case((4, 256), "float16"), {}, "float16"),
         ):  # fmt: skip
             for _ in range(3):
                 case.call(comm)  # known
@@ -453,7 +453,7 @@ def norms_that_differ() -> None:
             error = failed(comm, partial(one.call, comm, **change) if RANK == LAST else partial(case.call, comm))
             assert isinstance(error, errors.RankMismatchError), error
             assert f"on rank {LAST}" in str(error), error
-            assert "sum and RMSNorm of bfloat16 (4, 256), eps 1e-05, with a residual" in str(error), error
+            assert "sum and norm of bfloat16 (4, 256), eps 1e-05, residual" in str(error), error
             assert words in str(error), (error, words)
             works(comm)
         error = failed(comm, lambda: comm.allreduce(case.x) if RANK == LAST else case.call(comm))

@@ -88,7 +88,8 @@ class KnownNorms:
         key = _key_of(given)
         if key is None:
             return
-        arrays = [(index, one) for index, one in enumerate(given) if index in _ARRAYS and one is not None]
+        apart = {id(given[index]): (index, given[index]) for index in _ARRAYS if given[index] is not None}
+        arrays = list(apart.values())  # in place, two arguments are one array
         of_cupy = all(type(one) is cupy_runtime.cupy.ndarray for _, one in arrays)
         library: Any = cupy_runtime if of_cupy else torch_runtime
         of_scale = None if scale is None else library.plain(scale, self._device)

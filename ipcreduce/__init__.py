@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 
+from .arrays.norms import FP8
 from .communicator import Communicator
-from .default import allreduce, get_communicator
+from .default import allreduce, allreduce_rmsnorm, get_communicator
 from .errors import (
     AddressChangedError,
     ArgumentError,
@@ -34,12 +35,13 @@ from .ranks.groups import Group
 __version__ = "0.1.0"
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # programs that want the log add a handler of their own
 
-__all__ = [
+__all__ = [  # noqa: RUF022 - as sorted() sorts
     "AddressChangedError",
     "ArgumentError",
     "CaptureError",
     "Communicator",
     "CudaError",
+    "FP8",
     "Graph",
     "GraphRunner",
     "GraphStateError",
@@ -51,6 +53,7 @@ __all__ = [
     "RankMismatchError",
     "UnsupportedError",
     "allreduce",
+    "allreduce_rmsnorm",
     "collect_addresses",
     "eager_break",
     "forward_context",

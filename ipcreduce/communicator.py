@@ -12,7 +12,8 @@ from typing import Any, overload
 import numpy as np
 
 from . import process, startup
-from .arrays import lists, views
+from .arrays import lists, norms, views
+from .arrays.norms import FP8, NormArguments
 from .calls import faults, turns
 from .calls.sequence import CallSequence
 from .cuda import cupy_runtime
@@ -172,6 +173,72 @@ class Communicator:
             cupy_runtime.stream_of(stream)  # refused as on GPUs; no work on the host waits for a stream
         return (parts.host.allreduce_list if several else parts.host.allreduce)(array, op, out)
 
+    # ---- the operation and a norm
+    @overload
+    def allreduce_rmsnorm(
+        self, x: np.ndarray[Shape, DType], weight: Any, eps: float = ..., *, residual: Any = ...,
+        out: np.ndarray[Shape, DType] | None = ..., residual_out: np.ndarray[Shape, DType] | None = ...,
+        weight_bias: float = ..., quantize: None = ..., stream: Any = ...,
+    ) -> tuple[np.ndarray[Shape, DType], np.ndarray[Shape, DType]]: ...  # fmt: skip
+    @overload
+    def allreduce_rmsnorm(
+        self, x: Array, weight: Array, eps: float = ..., *, residual: Array | None = ..., out: Any = ...,
+        residual_out: Any = ..., weight_bias: float = ..., quantize: None = ..., stream: Any = ...,
+    ) -> tuple[Any, Any]: ...  # fmt: skip
+    @overload
+    def allreduce_rmsnorm(
+        self, x: Array, weight: Array, eps: float = ..., *, residual: Array | None = ..., out: Any = ...,
+        residual_out: Any = ..., weight_bias: float = ..., quantize: FP8, quant_out: Any = ..., scales_out: Any = ...,
+        stream: Any = ...,
+    ) -> tuple[Any, Any, Any]: ...  # fmt: skip
+    def allreduce_rmsnorm(
+        self, x: Any, weight: Any, eps: float = 1e-6, *, residual: Any = None, out: Any = None,
+        residual_out: Any = None, weight_bias: float = 0.0, quantize: FP8 | None = None, quant_out: Any = None,
+        scales_out: Any = None, stream: Any = None,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """The sum of every rank's ``x``, with the residual added, and its rows normalised by RMSNorm; one call.
+
+        The residual sum is the plain all-reduce's sum plus ``residual``. Of each of its rows r the result is
+        y = r * (weight + weight_bias) / sqrt(mean(r * r) + eps). docs/fused.md says how each step is rounded.
+
+        :param x: an array of shape (..., hidden), of float16, bfloat16 or float32; see :meth:`allreduce`. All arrays
+            lie on the device, or all on the host, and have the dtype of ``x``.
+        :param weight: of shape (hidden,). :param eps: 0 or more; the same on every rank, as ``weight_bias``.
+        :param residual: of the shape of ``x``, the same values on every rank; None for no residual.
+        :param out: the array for y. ``out=x`` is in place. :param residual_out: the array for the residual sum.
+            ``residual_out=residual`` is in place. No other two arguments may share memory if one of them is written.
+        :param quantize: y is also rounded to numbers of 8 bits, with scales, as :class:`FP8` says.
+        :param quant_out: the array for these numbers: of float8_e4m3fn, or of uint8 for their bytes.
+        :param scales_out: the array for their scales, of float32, unless ``quantize`` gives the scale.
+        :param stream: see :meth:`allreduce`.
+        :returns: (y, residual sum); with ``quantize`` (numbers, scales, residual sum), and y only in ``out``. Each is
+            the caller's array or a new one of the library of ``x``. Scales are (..., 1) for each row, (..., hidden/128)
+            for each 128 elements, or the given scale itself.
+        :raises IpcReduceError: see :meth:`allreduce`. Where data is missing, all outputs are NaN.
+        """
+        given = x, weight, eps, residual, out, residual_out, weight_bias, quantize, quant_out, scales_out
+        parts = self._open
+        fast, known, ready = parts.fast, parts.known_norms, None
+        if fast is None or known is None:
+            return turns.make(parts.calls, self._allreduce_rmsnorm, given, None, None, stream)
+        if residual_out is not None and (quantize is None or type(quantize) is FP8):
+            ready = known.find(given, stream)
+        made = fast.make(ready, self._allreduce_rmsnorm, given, None, given, stream)
+        if made is not True:
+            usual: tuple[Any, ...] = made
+            return usual
+        if quantize is None:
+            return out, residual_out
+        return quant_out, quantize.scale if scales_out is None else scales_out, residual_out
+
+    def _allreduce_rmsnorm(self, arguments: tuple[Any, ...], _op: None, _out: Any, stream: Any) -> tuple[Any, ...]:
+        parts, given = self._open, NormArguments(*arguments)
+        if norms.on_device(given):
+            return parts.device.allreduce_rmsnorm(given, stream)
+        if stream is not None:
+            cupy_runtime.stream_of(stream)  # refused as on GPUs
+        return parts.host.allreduce_rmsnorm(given)
+
     # ---- waiting and ending
     def synchronize(self, stream: Any = None) -> None:
         """Wait for the calls made so far on ``stream`` (None: the last one's), and raise what went wrong in them.
@@ -238,8 +305,9 @@ class _Open:
     """The parts of a communicator. They outlive one that the program drops without closing it.
 
     :ivar owner: returns the communicator; None once the program has dropped it.
-    :ivar backend: of device arrays; None without GPUs, and once the communicator is closed. So is ``fast``.
+    :ivar backend: of device arrays; None without GPUs, and once the communicator is closed. So are the next two.
     :ivar fast: the way of repeated calls; None also if each call is waited for (``sync``).
+    :ivar known_norms: the calls with RMSNorm that go this way.
     :ivar reasons: see :class:`startup.Started`. ``why_none``: those for which there is no backend, in words.
     """
 
@@ -256,9 +324,10 @@ class _Open:
         self.host = HostReducer(self.calls, over_mpi, started.shared, self.reasons.get("shm", ""))
         self.session = GraphSession(self.calls, self.backend, self.why_none, self.sync, options.direct)
         self.device = DeviceReducer(self.calls, self.backend, self.why_none, self.session, self.sync)
-        self.fast = None
+        self.fast = self.known_norms = None
         if self.backend is not None:
             self.fast = None if self.sync else self.backend.open_fast_path(self.calls)
+            self.known_norms = self.backend.known_norms
             deferred_free.track(self.backend.order, self.calls.lock)
 
     @property
@@ -300,11 +369,12 @@ class _Open:
         self.session.forked()
 
     def _let_go(self) -> None:
-        self.backend = self.fast = self.watch = None
+        self.backend = self.fast = self.known_norms = self.watch = None
         self.device.close()
         self.host.close()
 
 
 # As torch.compiler.disable() does, without an import: torch.compile does not trace a call, but breaks its graph there.
-setattr(Communicator.allreduce, "_torchdynamo_disable", True)  # noqa: B010  (a function has no such attribute)
-setattr(Communicator.allreduce, "_torchdynamo_disable_msg", "use torch.ops.ipcreduce.all_reduce")  # noqa: B010
+for _call in (Communicator.allreduce, Communicator.allreduce_rmsnorm):
+    setattr(_call, "_torchdynamo_disable", True)  # noqa: B010  (a function has no such attribute)
+    setattr(_call, "_torchdynamo_disable_msg", "use torch.ops.ipcreduce.all_reduce")  # noqa: B010

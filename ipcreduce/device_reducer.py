@@ -10,6 +10,8 @@ from itertools import chain
 from typing import Any
 
 from .arrays import lists, operands, views
+from .arrays.device_norms import DeviceNorm, Output
+from .arrays.norms import NormArguments
 from .arrays.operands import Allocating, DeviceOperands
 from .calls.sequence import CallSequence
 from .cuda.contexts import using
@@ -95,6 +97,28 @@ class DeviceReducer:
         self._end(place, members, *arrays, *(out or ()))
         return used.result
 
+    def allreduce_rmsnorm(self, given: NormArguments, stream: Any) -> tuple[Any, ...]:
+        """One call: see :meth:`ipcreduce.Communicator.allreduce_rmsnorm`."""
+        arrays = list(given.arrays().values())
+        if stream is None:
+            lists.check_streams(arrays, "the arguments are")
+        place = self._place(given.x, stream)
+        backend, stream = place.backend, place.stream
+        with using(backend.context):
+            used = DeviceNorm(given, stream, backend.device.ordinal, ordered=not place.recorded)
+        prepared = backend.norms.prepare(used.form, used.shape)
+        with using(backend.context), place.allocating():
+            addresses = used.place(prepared.alignment, prepared.needs_out(used.in_place))
+        if place.recorded:
+            self._session.note_list(prepared, *used.held)
+        else:
+            self._calls.enter(prepared.what, stream)
+        backend.run_norm(prepared, addresses, stream, place.owner, place.recorded)
+        if backend.known_norms is not None and not place.recorded and used.is_plain:
+            backend.known_norms.learn(given, given.scale, prepared, addresses)
+        self._end(place, used.outputs, *arrays)
+        return used.result
+
     def _place(self, first: Any, stream: Any) -> _Place:
         """:raises UnsupportedError: without a GPU. :raises ArgumentError: if ``stream`` is no stream."""
         if self._backend is None:
@@ -114,7 +138,7 @@ class DeviceReducer:
 
         place.backend.order.launch(copy, place.stream, place.owner, recorded=place.recorded)
 
-    def _end(self, place: _Place, members: Sequence[DeviceOperands], *given: Any) -> None:
+    def _end(self, place: _Place, members: Sequence[DeviceOperands | Output], *given: Any) -> None:
         """Write the results through to the caller's arrays, and note that the call uses these."""
         backend, stream = place.backend, place.stream
         copied = [used for used in members if used.destination is not used.target]

@@ -19,6 +19,9 @@
 #pragma once
 #include <list.cuh>
 #include <reduce.cuh>
+#ifdef IPCREDUCE_SCALE
+#include <rmsnorm.cuh>
+#endif
 
 // The arguments of every kernel, all 64-bit words; ipcreduce/ipc/launches.py fills them in by index.
 struct Args {
@@ -34,6 +37,9 @@ struct Args {
   u64 outs[8];          // direct.cu: output of peer_rank(i), as mapped in this process
 #ifdef IPCREDUCE_PARTS  // a list: in and out are all addresses or-ed together, and bytes counts whole packets
   PartTable parts;
+#endif
+#ifdef IPCREDUCE_SCALE  // a fused kernel
+  NormArgs norm;
 #endif
 };
 
@@ -59,7 +65,6 @@ DEVICE u32 peer_rank(int i) { return (kRank + i) % kRanks; }
 // Offsets within a group: of peer i's row in this rank's workspace, and of this rank's row in peer i's workspace.
 DEVICE u64 row_offset(int i, u64 stride) { return (i - 1) * stride; }
 DEVICE u64 row_offset_at_peer(int i, u64 stride) { return row_offset(kRanks - i, stride); }
-DEVICE u32 ceil_div(u32 a, u32 b) { return (a + b - 1) / b; }
 
 // ---- epochs: every launch advances every slot by one, on every rank, so a block needs to read its own slot only.
 struct Epoch {

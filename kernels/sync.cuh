@@ -21,6 +21,14 @@ constexpr int kMaxRanks = IPCREDUCE_RANKS;  // array bound; in the stand-in, kRa
 // size fits on a multiprocessor. The plan relies on it for grids that must be resident at once.
 #define KERNEL(name, max_threads, blocks) extern "C" __global__ void __launch_bounds__(max_threads, blocks) name
 #define KERNEL_ARGS const __grid_constant__ Args
+// A kernel whose blocks form clusters of IPCREDUCE_CLUSTER blocks (sm_90 on).
+#if IPCREDUCE_CLUSTER > 1
+#define CLUSTER_KERNEL(name, max_threads, blocks) \
+  extern "C" __global__ void __launch_bounds__(max_threads, blocks) __cluster_dims__(IPCREDUCE_CLUSTER, 1, 1) name
+#else
+#define CLUSTER_KERNEL(name, max_threads, blocks) KERNEL(name, max_threads, blocks)
+#endif
+#define SHARED(Type, name) __shared__ Type name  // a block's one variable in shared memory
 #define DEVICE __device__ __forceinline__
 #define DEVICE_NOINLINE __device__ __noinline__
 
@@ -42,6 +50,7 @@ DEVICE void sync_warp() { __syncwarp(); }
 DEVICE bool warp_any(bool mine) { return __any_sync(0xFFFFFFFFu, mine); }
 DEVICE u32 warp_or(u32 mine) { return __reduce_or_sync(0xFFFFFFFFu, mine); }
 DEVICE u32 warp_ballot(bool mine) { return __ballot_sync(0xFFFFFFFFu, mine); }
+DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
 DEVICE void spin_pause() {}  // once per poll; the stand-in switches to another thread here
 
 // ---- programmatic dependent launch (sm_90 on): no-ops in a launch without that attribute
@@ -111,6 +120,10 @@ template <int kBytes> DEVICE u64 load_element_weak(u64 at, bool active) {  // ze
   return kBytes == 8 ? wide : bits;
 }
 template <class T> DEVICE void store_weak(u64 at, T value) { *(T*)at = value; }
+DEVICE void store_8_bytes_weak(u64 at, u32 low, u32 high, bool active) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %3, 0; @p st.global.v2.u32 [%0], {%1, %2}; }"
+               :: "l"(at), "r"(low), "r"(high), "r"((u32)active) : "memory");
+}
 
 // ---- single words: epochs (scope of this GPU), and the control page in host memory (system scope)
 DEVICE u32 load_u32_relaxed_gpu(u64 at) {
@@ -161,3 +174,74 @@ DEVICE u16 float_to_bfloat16(float x) {  // round to nearest, ties to even
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
   return bits;
 }
+
+// ---- arithmetic whose rounding is part of a contract (rmsnorm.cuh): the compiler contracts none of it into an fma
+DEVICE float add_rounded(float a, float b) { return __fadd_rn(a, b); }
+DEVICE float multiply_rounded(float a, float b) { return __fmul_rn(a, b); }
+DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }  // rounded once
+DEVICE float reciprocal(float x) { return __frcp_rn(x); }
+DEVICE float reciprocal_square_root(float x) { return __frsqrt_rn(x); }  // correctly rounded
+DEVICE float max_nan(float a, float b) {  // NaN wins
+  float m;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(a), "f"(b));
+  return m;
+}
+// Two e4m3 numbers, the first in the low byte: rounded to nearest, ties to even, at most +-448, and NaN is 0x7F.
+#if __CUDA_ARCH__ >= 890
+constexpr bool kConvertsToE4m3 = true;
+DEVICE u32 floats_to_e4m3(float low, float high) {
+  u16 both;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
+  return both;
+}
+#else
+constexpr bool kConvertsToE4m3 = false;
+DEVICE u32 floats_to_e4m3(float, float) { return 0; }
+#endif
+
+// ---- clusters of blocks, which run at once and reach each other's shared memory
+#if __CUDA_ARCH__ >= 900
+DEVICE u32 block_in_cluster() {
+  u32 r;
+  asm volatile("mov.u32 %0, %cluster_ctarank;" : "=r"(r));
+  return r;
+}
+// A barrier of all threads of a cluster, in two parts. It orders what they did before the first part before what they
+// do after the second.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// In a block's shared memory: opens once, when so many bytes have come by store_to_block(). One thread prepares it, and
+// the other blocks may store after the cluster's barrier.
+struct Gate {
+  u64 mbarrier;
+};
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+DEVICE void prepare_gate(Gate& gate, u32 bytes) {
+  const u32 at = shared_address(&gate.mbarrier);
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(at) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("{ .reg .b64 s; mbarrier.arrive.expect_tx.shared::cta.b64 s, [%0], %1; }"
+               :: "r"(at), "r"(bytes) : "memory");
+}
+DEVICE void wait_at_gate(const Gate& gate) {
+  asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0;"
+               " @!p bra again; }" :: "r"(shared_address(&gate.mbarrier)) : "memory");
+}
+// Stores x where block `block` of the cluster has what `at` is in this block, and counts 4 bytes at its gate.
+DEVICE void store_to_block(float& at, Gate& gate, u32 block, float x, bool active) {
+  asm volatile("{ .reg .pred p; .reg .b32 there, gate; setp.ne.u32 p, %4, 0;"
+               " mapa.shared::cluster.u32 there, %0, %2; mapa.shared::cluster.u32 gate, %1, %2;"
+               " @p st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %3, [gate]; }"
+               :: "r"(shared_address(&at)), "r"(shared_address(&gate.mbarrier)), "r"(block), "r"(to_bits(x)),
+                  "r"((u32)active) : "memory");
+}
+#else
+struct Gate {};
+DEVICE u32 block_in_cluster() { return 0; }
+DEVICE void cluster_arrive() {}
+DEVICE void cluster_wait() {}
+DEVICE void prepare_gate(Gate&, u32) {}
+DEVICE void wait_at_gate(const Gate&) {}
+DEVICE void store_to_block(float&, Gate&, u32, float, bool) {}
+#endif

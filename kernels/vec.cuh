@@ -3,6 +3,7 @@
 #include <sync.cuh>
 
 constexpr u32 kPacketBytes = 16;
+DEVICE u32 ceil_div(u32 a, u32 b) { return (a + b - 1) / b; }
 
 // Bits of element j of a packet. All indices are constants after unrolling, so these compile to shifts and moves.
 template <int kBytes> DEVICE u64 get_element_bits(const Packet& p, int j) {

@@ -217,8 +217,9 @@ def extent(array: Any) -> tuple[int, int]:
 
 
 def same_elements(array: Any, other: Any) -> bool:
-    """True if two device arrays of one shape are the same elements: the same address, strides and dtype."""
-    return bool(pointer(array) == pointer(other) and array.strides == other.strides and array.dtype == other.dtype)
+    """True if two arrays of one place and shape are the same elements: the same address, strides and dtype."""
+    first, other_first = (one.ctypes.data if isinstance(one, np.ndarray) else pointer(one) for one in (array, other))
+    return bool(first == other_first and array.strides == other.strides and array.dtype == other.dtype)
 
 
 def overlap(array: Any, other: Any) -> bool:
@@ -228,12 +229,12 @@ def overlap(array: Any, other: Any) -> bool:
 
 
 def share_memory(array: Any, other: Any) -> bool:
-    """True if two device arrays have a byte in common. True also if that takes too long to find out."""
-    return overlap(array, other) and share_host_memory(_geometry(array), _geometry(other))
+    """True if two arrays, both on the device or both on the host, have a byte in common.
 
-
-def share_host_memory(array: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
-    """Do the same for two NumPy arrays."""
+    True also if that takes too long to find out.
+    """
+    if not isinstance(array, np.ndarray):
+        return overlap(array, other) and share_memory(_geometry(array), _geometry(other))
     try:
         return bool(np.shares_memory(array, other, max_work=_MOST_WORK))  # type: ignore[arg-type]  # its stub is strict
     except np.exceptions.TooHardError:  # with odd strides the exact answer may take hours

@@ -10,15 +10,18 @@ from typing import Any
 import numpy as np
 
 from .. import clock
+from ..arrays.host_norms import HostNorm
 from ..arrays.host_operands import HostOperands
 from ..arrays.lists import HostLists
-from ..calls.fingerprint import Fingerprint, of_list
+from ..arrays.norms import NormArguments
+from ..calls.fingerprint import Fingerprint, of_list, of_norm
 from ..calls.sequence import CallSequence
 from ..dtypes import op_name
 from ..errors import UnsupportedError
 from ..ranks.mpi import check_runs
 from ..types import DEFAULT_STREAM
 from .over_mpi import MpiReducer
+from .rmsnorm import normalise
 from .shared import SharedReducer
 
 _MOST_KNOWN = 4096
@@ -89,6 +92,14 @@ class HostReducer:
             for one, end in zip(members, ends, strict=True):
                 reduced[one] = flat[end - one.source.size : end].reshape(one.source.shape)
         return used.results([reduced[one] for one in used.members])
+
+    def allreduce_rmsnorm(self, given: NormArguments) -> tuple[Any, ...]:
+        """One call: see :meth:`ipcreduce.Communicator.allreduce_rmsnorm`."""
+        used = HostNorm(given)
+        what = of_norm(used.source.shape, used.shape, " on the host")
+        self._enter(what)
+        reduced = self._exchange(what, used.source, "sum", None)
+        return used.results(*normalise(used.shape, used.as_rows(reduced), used.weight, used.residual, used.scale))
 
     def _enter(self, what: Fingerprint) -> None:
         calls = self._calls

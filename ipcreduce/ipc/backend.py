@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 
 from .. import clock
+from ..calls.norm_shape import NormAddresses
 from ..cuda import driver
 from ..cuda.contexts import using_relaxed
 from ..device.backend import DeviceBackend
 from ..device.deferred_free import Action, attempt, free_after
 from ..device.known_calls import Ready
 from ..device.known_lists import Addresses
+from ..device.norms import Norms, PreparedNorm
 from ..errors import CudaError
 from ..page.control_page import Page
 from ..types import Stream
@@ -53,6 +55,9 @@ class IpcBackend(DeviceBackend):
         )
         self.launches.before_loading = lambda: self.order.ends_by(clock.now() + timeout)
         self.prepared, self._ready = self.launches.prepared, ReadyLaunches(context)
+        self.norms = Norms(
+            self.n, self.launches.norm_kernels, self.for_array, self.start, self.launches.fused_norm
+        )  # fmt: skip
         self.packets = "packets arrive whole"  # until the start-up check says otherwise
 
     def make_ready(self, prepared: PreparedCall, source: int, target: int, again: bool) -> Ready:
@@ -98,6 +103,10 @@ class IpcBackend(DeviceBackend):
     ) -> Ready | None:  # fmt: skip
         """See :meth:`ReadyLaunches.make_list`."""
         return self._ready.make_list(prepared, sources, targets, again)
+
+    def make_ready_norm(self, prepared: PreparedNorm, addresses: NormAddresses) -> Ready:
+        """See :meth:`ReadyLaunches.make_norm`."""
+        return self._ready.make_norm(prepared, addresses) or self.norms.make_ready(prepared, addresses)
 
     # ---- ends
     def reset(self, offers: Sequence[bytes]) -> None:

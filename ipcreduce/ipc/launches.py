@@ -12,13 +12,16 @@ from typing import Any
 import numpy as np
 
 from ..calls.fingerprint import of_allreduce, of_list
+from ..calls.norm_shape import NormShape
 from ..cuda import compiler, driver
 from ..cuda.contexts import using_relaxed
+from ..device import modules
 from ..device.known_calls import Prepared, keep
+from ..device.norm_kernels import NormKernels, NormLaunch
 from ..dtypes import OPS, kind_name, list_kinds, op_name, reduced_as
 from ..page.layout import ABORT_OFFSET, missing_offset
 from ..types import DEFAULT_STREAM
-from . import lists, modules, plan
+from . import lists, norm_plan, norms, plan
 from .workspace import Workspace
 
 # Words of struct Args (packets.cuh)
@@ -57,6 +60,7 @@ class Launches:
         self.before_loading: Callable[[], object] = lambda: None  # waits for the calls in flight
         self._workspace, self._control, self._capability, self._timeout = workspace, control, capability, timeout
         self._context, self._programmatic = context, capability >= (9, 0)
+        self.norm_kernels = NormKernels(context, capability, lambda: self.before_loading(), workspace.n)
         self._shared: list[modules.Key] = []
         self._functions: dict[_Kernel, int] = {}
         self.prepared: dict[tuple[Any, ...], PreparedCall] = {}  # by shape, dtype and op
@@ -199,17 +203,40 @@ class Launches:
 
     def _compile(self, key: _Kernel) -> bytes:
         kernel, dtype, op, depth, parts = key
-        macros = {
-            "IPCREDUCE_RANKS": str(self._workspace.n),
-            "IPCREDUCE_RANK": str(self._workspace.rank),
+        macros = self._exchange_macros() | {
             "IPCREDUCE_DTYPE": dtype,
             "IPCREDUCE_OP": op,
             "IPCREDUCE_DEPTH": str(depth),
-            "IPCREDUCE_WHOLE_PACKETS": str(int(self.whole_packets)),
         }
         if parts:
             macros["IPCREDUCE_PARTS"] = str(parts)
         return compiler.compile_kernel(kernel, macros, self._capability)
+
+    def _exchange_macros(self) -> dict[str, str]:
+        return {
+            "IPCREDUCE_RANKS": str(self._workspace.n),
+            "IPCREDUCE_RANK": str(self._workspace.rank),
+            "IPCREDUCE_WHOLE_PACKETS": str(int(self.whole_packets)),
+        }
+
+    def fused_norm(self, shape: NormShape, planned: norm_plan.NormPlan | None = None) -> NormLaunch | None:
+        """The launch of an all-reduce with RMSNorm of aligned rows, compiled if need be; None if it needs the pair.
+
+        See :meth:`prepare` for errors. :param planned: another plan than :meth:`norm_plan` gives.
+        """
+        planned = planned or self.norm_plan(shape)
+        if planned is None:
+            return None
+        variants = norm_plan.variants(shape, self._workspace.n, *self._norm_limits())
+        base = self._arguments(norm_plan.code_offset(shape.dtype))
+        return norms.fused_launch(planned, shape, self.norm_kernels, base, self._exchange_macros(), variants)
+
+    def norm_plan(self, shape: NormShape) -> norm_plan.NormPlan | None:
+        """:func:`norm_plan.make_plan` for this communicator."""
+        return norm_plan.make_plan(shape, self._workspace.n, self._workspace.half_bytes, *self._norm_limits())
+
+    def _norm_limits(self) -> tuple[str | None, int, int, bool]:
+        return self.algorithm, self.resident, self.sharing, self._programmatic
 
     def load_verify(self) -> None:
         """Compile and load the kernel of :meth:`verify`."""
@@ -241,4 +268,4 @@ class Launches:
     def release_actions(self) -> list[Callable[[], None]]:
         """Actions that release the kernels, which other communicators may still use."""
         shared, self._shared = self._shared, []
-        return [partial(modules.release, key) for key in reversed(shared)]
+        return [*self.norm_kernels.release_actions(), *(partial(modules.release, key) for key in reversed(shared))]

@@ -14,14 +14,16 @@ import shlex
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from ipcreduce.errors import IpcReduceError
 
 SIM = Path(__file__).resolve().parent
 KERNELS = SIM.parents[1] / "kernels"
 INCLUDE = SIM / "include"
+FURTHER = frozenset({"PARTS", "SCALE", "CLUSTER"})  # macros of some kernels only
 TSAN = ("-fsanitize=thread", "-g")
 
 
@@ -87,18 +89,19 @@ def build_kernel(
     *,
     whole: bool = True,
     depth: int = 1,
-    parts: int = 0,
     tsan: bool = False,
     directory: Path | None = None,
+    further: Mapping[str, str] = MappingProxyType({}),
     **where: Path,
 ) -> Path:
-    """The shared object of one kernel; it needs the functions of the runtime. ``where``: other sources, see gxx."""
-    macros = {"DTYPE": dtype, "OP": op, "WHOLE_PACKETS": str(int(whole)), "DEPTH": str(depth)}
-    if parts:
-        macros["PARTS"] = str(parts)
+    """The shared object of one kernel; it needs the functions of the runtime.
+
+    :param further: macros of some kernels only. :param where: other sources, see :func:`gxx`.
+    """
+    macros = {"DTYPE": dtype, "OP": op, "WHOLE_PACKETS": str(int(whole)), "DEPTH": str(depth), **further}
     flags = ["-shared", *(TSAN if tsan else ()), *(f"-DIPCREDUCE_{key}={value}" for key, value in macros.items())]
     kind = [name, dtype, op, "whole" if whole else "halves", str(depth)]
-    kind += [str(parts)] * (parts > 0) + ["tsan"] * tsan
+    kind += [f"{key.lower()}{value}" for key, value in sorted(further.items())] + ["tsan"] * tsan
     target = "-".join(kind) + ".so"
     kernels = where.get("kernels", KERNELS)
     return gxx((directory or builds_directory()) / target, ["-xc++", kernels / f"{name}.cu"], *flags, **where)
@@ -116,7 +119,7 @@ def compile_kernel(name: str, macros: dict[str, str], capability: tuple[int, int
     """
     given = {key.removeprefix("IPCREDUCE_"): value for key, value in macros.items()}
     known = ("RANK", "RANKS", "DTYPE", "OP", "WHOLE_PACKETS", "DEPTH")
-    if given.keys() - {"PARTS"} != {*known}:
+    if given.keys() - FURTHER != {*known}:
         raise IpcReduceError(f"{name}.cu: the simulated compiler knows {known}, not {[*given]}")
     return json.dumps({"kernel": name, **given}).encode()
 
@@ -124,5 +127,5 @@ def compile_kernel(name: str, macros: dict[str, str], capability: tuple[int, int
 def build_compiled(content: dict[str, str]) -> Path:
     """The shared object of what :func:`compile_kernel` has made."""
     whole, depth = content["WHOLE_PACKETS"] == "1", int(content["DEPTH"])
-    parts = int(content.get("PARTS", 0))
-    return build_kernel(content["kernel"], content["DTYPE"], content["OP"], whole=whole, depth=depth, parts=parts)
+    further = {key: content[key] for key in FURTHER if key in content}
+    return build_kernel(content["kernel"], content["DTYPE"], content["OP"], whole=whole, depth=depth, further=further)

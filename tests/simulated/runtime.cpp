@@ -17,8 +17,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <deque>
 #include <mutex>
 #include <vector>
@@ -56,6 +58,7 @@ std::atomic<uint64_t> moved;  // nanoseconds
 constexpr size_t kStackBytes = 64 << 10, kGuardBytes = 4 << 10;
 constexpr size_t kGuarded = 2048;  // fibers of a grid whose stacks have a guard page
 constexpr uint32_t kWarp = 32;
+constexpr int kLeft = 0xA5;  // what shared memory holds when a kernel begins
 // Rounds in which all fibers poll: first the OS thread yields, then it sleeps, from the shortest time to the longest.
 constexpr int kYields = 4;
 constexpr long kShortestSleep = 10'000, kLongestSleep = 40'000;  // nanoseconds
@@ -73,6 +76,7 @@ struct Fiber {
   enum { kReady, kWaiting, kDone } state;
   Meeting *block, *warp;
   uint32_t votes;
+  uint32_t passed[2];  // at shuffles, by parity of the round: a fast lane may be one round ahead
   bool polls;  // since its last barrier or store; votes are part of a poll
   bool before_predecessor, started = false;
   ucontext_t context;
@@ -84,7 +88,8 @@ struct Grid {
   void (*kernel)(const void*);
   const void* args;
   std::deque<Fiber> fibers;  // a deque: fibers do not move when it grows
-  std::deque<Meeting> blocks, warps;
+  std::deque<Meeting> blocks, warps, clusters;
+  std::deque<std::vector<std::max_align_t>> shared;  // by block
   uint64_t random = 0;
   char begin, end;  // for ThreadSanitizer: order between a launch and its fibers
   ucontext_t context;
@@ -233,6 +238,9 @@ void sim_run(void (*kernel)(const void*), const void* args, uint32_t blocks, uin
   grid->args = args;
   grid->blocks.resize(blocks);
   grid->warps.resize(blocks * warps);
+  grid->clusters.assign(blocks, {});
+  grid->shared.resize(blocks);
+  for (auto& memory : grid->shared) memory.clear();
   for (uint32_t b = 0; b < blocks; ++b) {
     const uint32_t first = b * threads;
     grid->blocks[b] = {first, threads, 0, 0, 0, {}};
@@ -301,6 +309,30 @@ void sim_disturb(uint64_t seed) {
 void sim_sync_block() { meet(*self->block, false, true); }
 void sim_sync_warp() { meet(*self->warp, false, true); }
 uint32_t sim_vote(bool mine) { return meet(*self->warp, mine, false); }
+uint32_t sim_shuffle_xor(uint32_t mine, uint32_t mask) {
+  Meeting& warp = *self->warp;
+  const uint32_t turn = warp.round & 1, other = self->thread.thread % kWarp ^ mask;
+  if (other >= warp.expected) fatal("shuffles with a lane that its warp does not have");
+  self->passed[turn] = mine;
+  meet(warp, false, false);
+  return grid->fibers[warp.first + other].passed[turn];
+}
+void sim_sync_cluster(uint32_t blocks) {
+  const uint32_t first = self->thread.block / blocks * blocks, threads = self->thread.threads;
+  if (self->thread.blocks % blocks) fatal("the grid is no whole number of clusters");
+  Meeting& cluster = grid->clusters[first];
+  cluster.first = first * threads;
+  cluster.expected = blocks * threads;
+  meet(cluster, false, true);
+}
+void* sim_shared(uint32_t block, size_t bytes) {
+  auto& memory = grid->shared[block];
+  if (memory.empty()) {
+    memory.resize(bytes / sizeof(std::max_align_t) + 1);
+    std::memset(memory.data(), kLeft, memory.size() * sizeof memory[0]);
+  }
+  return memory.data();
+}
 void sim_relax() {
   self->polls = true;
   leave();

@@ -1,5 +1,6 @@
 // Threads of the simulated GPU: the interface for kernels (through sync.cuh) and for launchers.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 
 extern "C" {
@@ -25,6 +26,10 @@ void sim_move_timer(uint64_t nanoseconds);
 void sim_sync_block();
 void sim_sync_warp();
 uint32_t sim_vote(bool mine);
+uint32_t sim_shuffle_xor(uint32_t mine, uint32_t mask);  // what that lane of the warp has passed
+void sim_sync_cluster(uint32_t blocks);                  // of clusters of so many blocks
+// For sync.cuh: shared memory of a block of the grid, with what an earlier kernel may have left in it.
+void* sim_shared(uint32_t block, size_t bytes);
 void sim_relax();     // between two polls
 void sim_make_way();  // between two steps
 void sim_touch();  // before each access to memory

@@ -21,6 +21,8 @@ constexpr int kMaxRanks = 8;  // kRanks and kRank are run-time values: one build
   }                                                                \
   extern "C" void name
 #define KERNEL_ARGS const Args&
+#define CLUSTER_KERNEL(name, max_threads, blocks) KERNEL(name, max_threads, blocks)
+#define SHARED(Type, name) Type& name = *(Type*)sim_shared(sim_thread->block, sizeof(Type))
 #define DEVICE inline
 #define DEVICE_NOINLINE
 
@@ -44,6 +46,13 @@ DEVICE u32 warp_or(u32 mine) {
   return all;
 }
 DEVICE u32 warp_ballot(bool mine) { return sim_vote(mine); }
+template <class To, class From> DEVICE To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  __builtin_memcpy(&to, &from, sizeof to);
+  return to;
+}
+DEVICE float shuffle_xor(float x, int mask) { return bit_cast<float>(sim_shuffle_xor(bit_cast<u32>(x), (u32)mask)); }
 DEVICE void spin_pause() { sim_relax(); }
 DEVICE void grid_dependency_sync() { sim_await_predecessor(); }
 DEVICE void trigger_programmatic_launch() {}
@@ -106,6 +115,9 @@ DEVICE Packet load_packet_weak(u64 at, bool active) { return active ? load_weak<
 DEVICE void store_packet_weak(u64 at, const Packet& p, bool active) {
   if (active) store_weak(at, p);
 }
+DEVICE void store_8_bytes_weak(u64 at, u32 low, u32 high, bool active) {
+  if (active) store_weak(at, (u64)high << 32 | low);
+}
 
 // ---- single words
 DEVICE u32 load_u32_relaxed_sys(u64 at) {
@@ -127,12 +139,6 @@ DEVICE u64 globaltimer_ns() {
 }
 
 // ---- conversions
-template <class To, class From> DEVICE To bit_cast(From from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  __builtin_memcpy(&to, &from, sizeof to);
-  return to;
-}
 DEVICE float bits_to_float(u32 bits) { return bit_cast<float>(bits); }
 DEVICE u32 to_bits(float x) { return bit_cast<u32>(x); }
 DEVICE double bits_to_double(u64 bits) { return bit_cast<double>(bits); }
@@ -156,3 +162,37 @@ DEVICE u16 float_to_half(float x) {  // round to nearest, ties to even; NaN as o
     return (u16)(sign | (to_bits(bits_to_float(size) + 0.5f) - 0x3F000000));
   return (u16)(sign | ((size + 0xFFF + (size >> 13 & 1)) - 0x38000000) >> 13);
 }
+
+// ---- arithmetic: g++ contracts nothing here (-ffp-contract=off)
+DEVICE float add_rounded(float a, float b) { return a + b; }
+DEVICE float multiply_rounded(float a, float b) { return a * b; }
+DEVICE float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+DEVICE float reciprocal(float x) { return 1 / x; }
+DEVICE float reciprocal_square_root(float x) {  // tests/unit/test_norm_kernels.py compares all with exact arithmetic
+  return (float)(1 / __builtin_sqrt((double)x));
+}
+DEVICE float max_nan(float a, float b) { return a != a || b != b ? bits_to_float(0x7FFFFFFF) : a > b ? a : b; }
+constexpr bool kConvertsToE4m3 = false;
+DEVICE u32 floats_to_e4m3(float, float) { return 0; }
+
+// ---- clusters
+#ifdef IPCREDUCE_CLUSTER
+DEVICE u32 block_in_cluster() { return sim_thread->block % IPCREDUCE_CLUSTER; }
+DEVICE void cluster_arrive() {}
+DEVICE void cluster_wait() { sim_sync_cluster(IPCREDUCE_CLUSTER); }
+struct Gate {
+  u32 left;  // bytes
+};
+DEVICE void prepare_gate(Gate& gate, u32 bytes) { __atomic_store_n(&gate.left, bytes, __ATOMIC_RELAXED); }
+DEVICE void wait_at_gate(const Gate& gate) {
+  while (__atomic_load_n(&gate.left, __ATOMIC_ACQUIRE)) sim_relax();
+}
+DEVICE void store_to_block(float& at, Gate& gate, u32 block, float x, bool active) {
+  if (!active) return;
+  const u32 own = sim_thread->block, other = own - own % IPCREDUCE_CLUSTER + block;
+  const char* const here = (const char*)sim_shared(own, 0);
+  char* const there = (char*)sim_shared(other, 0);
+  *(float*)(there + ((const char*)&at - here)) = x;
+  __atomic_fetch_sub((u32*)(there + ((const char*)&gate - here)), 4, __ATOMIC_RELEASE);
+}
+#endif

@@ -1,0 +1,130 @@
+"""The plan of a fused all-reduce with RMSNorm: kernel and launch shape, as a pure function of what all ranks share.
+
+A row lies in a block or in a cluster of blocks (kernels/fused_one_shot.cu, fused_two_shot.cu). The shapes were the
+fastest of those tried over 2 H100. For other GPUs and numbers of ranks they are estimates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..calls.norm_shape import ITEMSIZES, NormShape
+from .plan import CODE_BYTES, CODES_BYTES, EPOCH_SLOTS, KB, MB, PACKET_BYTES, RESIDENT, most_blocks, row_bytes
+
+KERNELS = {"one_shot": "fused_one_shot", "two_shot": "fused_two_shot"}
+DTYPES = ("float16", "bfloat16")  # of the fused kernels; the order of their codes
+UNIT = 8  # elements of a packet
+GROUP = 64  # elements of which a row must have whole numbers
+MOST_HIDDEN = 16_384  # for which the kernels have room
+_SHARE = 16  # units; the share of a block is a multiple of it
+_SOME_ROWS = 32  # up to here, several blocks have a row
+_MOST_DEPTH = 2
+# The largest message, by n, for one hop: as for the plain all-reduce, because the norm costs the same behind both.
+_ONE_SHOT_BYTES = {2: 8 * MB, 3: 192 * KB, 4: 192 * KB, 5: 128 * KB, 6: 96 * KB, 7: 64 * KB, 8: 64 * KB}
+_CODES_END = CODES_BYTES + CODE_BYTES * len(DTYPES)
+
+
+@dataclass(frozen=True)
+class NormPlan:
+    """One launch. ``grid`` counts blocks, of which ``cluster`` have a row together; ``depth``: units a thread."""
+
+    kernel: str
+    cluster: int
+    depth: int
+    grid: int
+    block: int
+    staging: int  # bytes in each half of each workspace
+
+    def tiles(self, rows: int) -> int:
+        """The rows that a block has, one after the other."""
+        return -(-rows // (self.grid // self.cluster))
+
+
+def code_offset(dtype: str) -> int:
+    """The byte offset, in each half of a workspace, of the slots of fused kernels. The plain kernels' end before it."""
+    return CODES_BYTES + CODE_BYTES * DTYPES.index(dtype)
+
+
+def most_threads(kernel: str, n: int, sharing: int) -> int:
+    """The most threads in a block: see the kernels. If ranks share a GPU, a multiprocessor has to hold two blocks."""
+    if kernel == "fused_two_shot":
+        return 512 if n == 2 else 256 if n <= 4 else 128
+    return (1024 if n <= 4 else 512) // (1 if sharing == 1 else 2)
+
+
+def make_plan(
+    shape: NormShape,
+    n: int,
+    half_bytes: int,
+    forced: str | None = None,
+    resident: int = RESIDENT,
+    sharing: int = 1,
+    clusters: bool = True,
+) -> NormPlan | None:
+    """Plan the launch for rows of ``shape``, which are aligned; None if no fused kernel takes them.
+
+    :param clusters: the GPUs have clusters of blocks (sm_90). See :func:`ipcreduce.ipc.plan.make_plan` for the others.
+    """
+    fits = shape.dtype in DTYPES and shape.hidden % GROUP == 0 and 0 < shape.hidden <= MOST_HIDDEN
+    if n == 1 or not shape.rows or not fits:
+        return None
+    nbytes = shape.elements * ITEMSIZES[shape.dtype]
+    algorithm = forced or ("one_shot" if nbytes <= _ONE_SHOT_BYTES[n] else "two_shot")
+    for name in dict.fromkeys((algorithm, forced or "two_shot")):  # two_shot needs less room
+        for cluster in _clusters(shape, clusters):
+            plan = plan_launch(KERNELS[name], cluster, shape, n, resident, sharing)
+            if plan is not None and plan.staging <= half_bytes - _CODES_END:
+                return plan
+    return None
+
+
+def variants(
+    shape: NormShape, n: int, forced: str | None = None, resident: int = RESIDENT, sharing: int = 1,
+    clusters: bool = True,
+) -> set[tuple[str, int, int]]:  # fmt: skip
+    """The kernel, cluster and depth of every launch for rows of this length, whatever their number and the room."""
+    found = set()
+    for name in [forced] if forced else [*KERNELS]:
+        for rows in (1, _SOME_ROWS + 1, EPOCH_SLOTS):
+            one = NormShape(rows, shape.hidden, shape.dtype, shape.eps, shape.weight_bias, shape.residual)
+            plan = make_plan(one, n, 1 << 62, name, resident, sharing, clusters)
+            if plan is not None:
+                found.add((plan.kernel, plan.cluster, plan.depth))
+    return found
+
+
+def _clusters(shape: NormShape, clusters: bool) -> list[int]:
+    """The numbers of blocks for a row, the best first: 4 for few rows (2 to 8, by their length), and 1 for many."""
+    if not clusters:
+        return [1]
+    few = 8 if shape.hidden > 8192 else 4 if shape.hidden >= 2048 else 2 if shape.hidden >= 1024 else 1
+    many = [1, 2, 4]  # more than 1 where a block cannot hold a row
+    return [few, *many] if shape.rows <= _SOME_ROWS else many
+
+
+def plan_launch(kernel: str, cluster: int, shape: NormShape, n: int, resident: int, sharing: int) -> NormPlan | None:
+    """Plan a launch with so many blocks for a row, whatever the room.
+
+    None if they do not hold it, or if it takes tiles, which clusters do not have.
+    """
+    two_shot, most = kernel == "fused_two_shot", most_threads(kernel, n, sharing)
+    units = shape.hidden // UNIT
+    parts = cluster * (n if two_shot else 1)
+    for depth in (1,) if two_shot else range(1, _MOST_DEPTH + 1):
+        share = _SHARE * -(-units // (_SHARE * parts * depth))
+        block = 32 * -(-share // 32)
+        if block <= most:
+            break
+    else:
+        return None
+    blocks = most_blocks(resident, sharing)
+    if two_shot:
+        blocks = min(blocks, resident)
+    if cluster > 1 and shape.rows * cluster > blocks:
+        return None
+    grid = min(shape.rows * cluster, blocks)
+    slots = block * grid * depth * -(-shape.rows * cluster // grid)
+    staging = (n - 1) * (2 if two_shot else 1) * row_bytes(slots)
+    if slots * PACKET_BYTES >= 1 << 32:  # the kernels count slots in 32 bits
+        return None
+    return NormPlan(kernel, cluster, depth, grid, block, staging)

@@ -1,0 +1,324 @@
+// RMSNorm of rows, with a residual added before and e4m3 made after: what the fused kernels and rmsnorm.cu share.
+//
+// The contract. T is the dtype, and every step is in float32 and rounded to it, unless another rounding is named:
+//
+//   residual_out = T(reduced + residual)                 without a residual the reduced value
+//   sum          = squares of residual_out, rounded, added in the order below
+//   rstd         = 1 / sqrt(fma(sum, 1 / hidden, eps))   correctly rounded as a whole
+//   y            = T((residual_out * (weight + weight_bias)) * rstd)
+//   quantised    = e4m3(y / scale)                       of the rounded y, at most +-448; NaN stays NaN
+//   scale        = max(max |y| / 448, 1e-10)             of a row, or of 128 elements; NaN wins
+//   quantised    = e4m3(y * (1 / scale))                 where the scale is given
+//
+// The order of the sum depends on an element's place in its row alone. A unit has 8 elements: those at even places are
+// added in order, then those at odd places, then both. A group has 8 units, which are added as a tree (three shuffles).
+// A chunk has 128 groups: lane l of a warp adds groups 4 l to 4 l + 3 as (a + b) + (c + d), for one chunk after the
+// other. At last the 32 lanes are added as a tree (five shuffles). What lies beyond the row is +0. Addition commutes, so
+// all lanes of a tree get the same bits. So a row has the same bits on every rank and GPU, in every run, batch, grid and
+// algorithm, and on the host (ipcreduce/host/rmsnorm.py).
+//
+// Why (x * w) * rstd, and not (x * rstd) * w: x * w needs no sum, so it is computed while the sum is on its way. And as
+// rounding is monotonic, max |y| = T(max |x * w| * rstd). So a row's scale crosses the threads together with the sum.
+// There is one exception: if rstd is infinite, y is infinite, or NaN where x * w is 0. Then the scales of rows and of
+// groups are NaN.
+//
+// The fused kernels of FlashInfer, TensorRT-LLM, vLLM and SGLang add the squares in an order that depends on their
+// launch shape.
+#pragma once
+#include <reduce.cuh>
+
+// What all these kernels need; ipcreduce/device/norm_kernels.py fills it in by index.
+struct NormArgs {
+  u64 residual;                // 0: none is added
+  u64 residual_out, weight;    // an output of these kernels that is 0 is not written: `out` of struct Args
+  u64 quantised;               // e4m3
+  u64 scales;                  // float32: the given one, or an output
+  u64 rows, hidden;
+  u64 scale_strides;           // in numbers: from a row's scale to the next row's, and in the high word to the next one
+  u64 numbers;                 // two floats: eps, and weight_bias in the high word
+  u64 reciprocal_of_hidden;    // a float
+};
+
+constexpr int kNoScale = 0, kGivenScale = 1, kTokenScale = 2, kGroupScale = 3;  // norm_kernels.py has the same
+constexpr int kScale = IPCREDUCE_SCALE;
+constexpr int kCluster = IPCREDUCE_CLUSTER;  // blocks that have a row together: 1, 2, 4 or 8
+
+// ---- units of 8 elements
+constexpr u32 kUnitElements = 8;
+constexpr int kUnitPackets = kUnitElements * kElementBytes / kPacketBytes;
+constexpr int kPerPacket = kPacketBytes / kElementBytes;
+constexpr u32 kNan = 0x7FC00000u;  // every NaN among scales
+constexpr u32 kGroupUnits = 8, kScaleUnits = 16;  // of the sum, and of a scale every 128 elements
+struct Unit {
+  Packet packet[kUnitPackets];
+};
+
+DEVICE float element(const Unit& unit, int j) {
+  return Dtype::load((Dtype::Bits)get_element_bits<kElementBytes>(unit.packet[j / kPerPacket], j % kPerPacket));
+}
+DEVICE void set_element(Unit& unit, int j, float x) {
+  set_element_bits<kElementBytes>(unit.packet[j / kPerPacket], j % kPerPacket, Dtype::store(x));
+}
+
+// kAligned: all arrays begin at a multiple of 16 (quantised: of 8), and rows have whole units.
+template <bool kAligned> DEVICE Unit load_unit(u64 row, u32 hidden, u32 index, bool active) {
+  Unit unit = {};
+#pragma unroll
+  for (int i = 0; i < kUnitPackets; ++i) {
+    const u32 packet = index * kUnitPackets + i;
+    const u64 at = row + (u64)kPacketBytes * packet;
+    if (kAligned) unit.packet[i] = load_packet_weak(at, active);
+    else load_elements<kElementBytes>(unit.packet[i], at, active ? (int)(hidden - packet * kPerPacket) * kElementBytes : 0);
+  }
+  return unit;
+}
+template <bool kAligned> DEVICE void store_unit(u64 row, u32 hidden, u32 index, const Unit& unit, bool active) {
+#pragma unroll
+  for (int i = 0; i < kUnitPackets; ++i) {
+    const u32 packet = index * kUnitPackets + i;
+    const u64 at = row + (u64)kPacketBytes * packet;
+    const int left = (int)(hidden - packet * kPerPacket) * kElementBytes;
+    if (kAligned) store_packet_weak(at, unit.packet[i], active);
+    else if (active && left > 0) store_elements<kElementBytes>(at, left, unit.packet[i]);
+  }
+}
+DEVICE u64 row_at(u64 array, const NormArgs& args, u32 row) { return array + (u64)row * args.hidden * kElementBytes; }
+
+// Of the residual; where there is none -0, which leaves every number as it is.
+template <bool kAligned> DEVICE Unit load_residual(const NormArgs& args, u32 row, u32 index, bool active) {
+  const bool present = args.residual != 0;
+  Unit unit = load_unit<kAligned>(row_at(args.residual, args, row), (u32)args.hidden, index, active && present);
+  const u32 signs = present ? 0 : kElementBytes == 2 ? 0x80008000u : 0x80000000u;
+#pragma unroll
+  for (Packet& packet : unit.packet)
+#pragma unroll
+    for (u32& word : packet.word) word |= signs;
+  return unit;
+}
+
+DEVICE Unit add(const Unit& a, const Unit& b) {
+  Unit sum = {};
+#pragma unroll
+  for (int j = 0; j < (int)kUnitElements; ++j) set_element(sum, j, element(a, j) + element(b, j));
+  return sum;
+}
+
+DEVICE float sum_of_squares(const Unit& x) {
+  float even = 0, odd = 0;
+#pragma unroll
+  for (int j = 0; j < (int)kUnitElements; ++j) {
+    const float square = multiply_rounded(element(x, j), element(x, j));
+    float& sum = j % 2 ? odd : even;
+    sum = add_rounded(sum, square);
+  }
+  return add_rounded(even, odd);
+}
+
+template <int kLanes, class Combine> DEVICE float over_lanes(float x, const Combine& combine) {
+#pragma unroll
+  for (int mask = 1; mask < kLanes; mask *= 2) x = combine(x, shuffle_xor(x, mask));
+  return x;
+}
+struct Sum {
+  DEVICE float operator()(float a, float b) const { return add_rounded(a, b); }
+};
+struct Most {
+  DEVICE float operator()(float a, float b) const { return max_nan(a, b); }
+};
+DEVICE float absolute(float x) { return bits_to_float(to_bits(x) & 0x7FFFFFFFu); }
+DEVICE bool is_infinite(float x) { return to_bits(x) == 0x7F800000u; }  // and positive
+
+// ---- numbers that every thread has
+struct Numbers {
+  float eps, weight_bias, reciprocal_of_hidden;
+  float given;  // 1 / scale, where that is given
+};
+DEVICE Numbers numbers_of(const NormArgs& args) {
+  return {bits_to_float((u32)args.numbers), bits_to_float((u32)(args.numbers >> 32)),
+          bits_to_float((u32)args.reciprocal_of_hidden), 0};
+}
+DEVICE void load_given_scale(const NormArgs& args, Numbers& numbers) {  // long before it is used
+  if constexpr (kScale == kGivenScale)
+    numbers.given = reciprocal(bits_to_float((u32)load_element_weak<4>(args.scales, true)));
+}
+DEVICE float rstd_of(float sum, const Numbers& numbers) {
+  return reciprocal_square_root(multiply_add(sum, numbers.reciprocal_of_hidden, numbers.eps));
+}
+
+// x * w of a unit, and the largest of their absolute values.
+struct Products {
+  float of[kUnitElements];
+  float most;
+};
+DEVICE Products multiply(const Unit& x, const Unit& weight, const Numbers& numbers) {
+  Products products = {};
+#pragma unroll
+  for (int j = 0; j < (int)kUnitElements; ++j) {
+    products.of[j] = multiply_rounded(element(x, j), add_rounded(element(weight, j), numbers.weight_bias));
+    if constexpr (kScale >= kTokenScale) products.most = max_nan(products.most, absolute(products.of[j]));
+  }
+  return products;
+}
+
+// ---- e4m3
+// In software, for GPUs without the instruction. Below 2^-6, e4m3 has multiples of 2^-9: so has float32 at 2^14.
+DEVICE u32 float_to_e4m3(float x) {
+  const u32 bits = to_bits(x), sign = bits >> 24 & 0x80, size = bits & 0x7FFFFFFFu;
+  if (size > 0x7F800000u) return 0x7F;
+  if (size < 0x3C800000u) return sign | (to_bits(add_rounded(bits_to_float(size), 16384.0f)) - 0x46800000u);
+  const u32 rounded = ((size + 0x7FFFFu + (size >> 20 & 1)) >> 20) - (120 << 3);
+  return sign | (rounded < 0x7E ? rounded : 0x7E);
+}
+DEVICE u32 two_to_e4m3(float low, float high) {
+  if constexpr (kConvertsToE4m3) return floats_to_e4m3(low, high);
+  else return float_to_e4m3(low) | float_to_e4m3(high) << 8;
+}
+
+// x / y, correctly rounded, by Markstein's theorem: `inverse` is 1 / y, correctly rounded. With an infinite y pass
+// 0 in its place, and `inverse` 0: the remainder is then x, and x * 0 is 0, or NaN where x is infinite. The remainder is
+// subtracted, and not its negative added, because that would lose the sign of -0.
+// It is not correct where the remainder underflows, which is where the quotient is far below what e4m3 can hold.
+DEVICE float divide(float x, float y, float inverse) {
+  const float quotient = multiply_rounded(x, inverse);
+  return multiply_add(-multiply_add(quotient, y, -x), inverse, quotient);
+}
+
+// The scale for elements of which the largest |x * w| is `most`.
+DEVICE float scale_of(float most, float rstd) {
+  const float largest = is_infinite(rstd) ? bits_to_float(kNan) : Dtype::load(Dtype::store(multiply_rounded(most, rstd)));
+  return max_nan(is_infinite(largest) ? largest : divide(largest, 448.0f, 1.0f / 448.0f), 1e-10f);
+}
+
+// y of a unit, of its products with the weight, which become y too.
+DEVICE Unit finish(Products& products, float rstd) {
+  Unit y = {};
+#pragma unroll
+  for (int j = 0; j < (int)kUnitElements; ++j) {
+    const float rounded = multiply_rounded(products.of[j], rstd);
+    set_element(y, j, rounded);
+    if constexpr (kScale) products.of[j] = Dtype::load(Dtype::store(rounded));
+  }
+  return y;
+}
+
+template <bool kAligned>
+DEVICE void store_quantised(const NormArgs& args, u32 row, u32 index, const Products& y, float scale, float inverse,
+                            bool active) {
+  const float divisor = is_infinite(scale) ? 0 : scale;
+  const auto scaled = [&](float x) {
+    return kScale == kGivenScale ? multiply_rounded(x, inverse) : divide(x, divisor, inverse);
+  };
+  u32 word[2] = {};
+#pragma unroll
+  for (int j = 0; j < (int)kUnitElements; j += 2)
+    word[j / 4] |= two_to_e4m3(scaled(y.of[j]), scaled(y.of[j + 1])) << 16 * (j / 2 % 2);
+  const u64 at = args.quantised + (u64)row * args.hidden + kUnitElements * index;
+  if (kAligned) return store_8_bytes_weak(at, word[0], word[1], active);
+#pragma unroll
+  for (u32 j = 0; j < kUnitElements; ++j)
+    if (active && kUnitElements * index + j < (u32)args.hidden) store_weak<u8>(at + j, (u8)(word[j / 4] >> 8 * (j % 4)));
+}
+
+// The results of a unit, when the sum of its row is known. `most` is the largest product of all that share a scale.
+template <bool kAligned>
+DEVICE void store_results(u64 out, const NormArgs& args, u32 row, u32 index, Products products, float most, float rstd,
+                          const Numbers& numbers, bool active) {
+  const Unit y = finish(products, rstd);
+  store_unit<kAligned>(row_at(out, args, row), (u32)args.hidden, index, y, active && out);
+  if constexpr (kScale == kGivenScale) store_quantised<kAligned>(args, row, index, products, 1, numbers.given, active);
+  if constexpr (kScale >= kTokenScale) {
+    const float scale = scale_of(most, rstd);
+    store_quantised<kAligned>(args, row, index, products, scale, reciprocal(scale), active);
+    const u32 number = kScale == kTokenScale ? index : index % kScaleUnits;  // the first one stores the scale
+    const u64 column = kScale == kTokenScale ? 0 : index / kScaleUnits * (args.scale_strides >> 32);
+    if (active && number == 0)
+      store_weak<u32>(args.scales + 4 * (row * (u64)(u32)args.scale_strides + column), scale == scale ? to_bits(scale) : kNan);
+  }
+}
+DEVICE float most_of_scale(float most) {  // of the units of a scale every 128 elements, whose lanes lie together
+  if constexpr (kScale == kGroupScale) return over_lanes<kScaleUnits>(most, Most());
+  else return most;
+}
+
+// ---- sums of a row's groups, which cross the threads of a block, or of a cluster, through shared memory
+constexpr u32 kChunkGroups = 128;
+constexpr u32 kMostGroups = 256;  // of the rows that the threads hold at once
+constexpr bool kWithMost = kScale == kTokenScale;
+
+struct alignas(16) GroupSums {
+  float sum[2][kMostGroups];  // by turns: a fast warp may be one row ahead
+  float most[2][kWithMost ? kMostGroups : 4];
+  Gate gate;                  // of a cluster
+};
+
+// Before anything else: entries beyond the groups of a row are zero, and the gate is prepared.
+DEVICE void prepare(GroupSums& sums, u32 groups) {
+  for (u32 i = groups + thread_in_block(); i < kMostGroups; i += threads_in_block()) {
+    sums.sum[0][i] = sums.sum[1][i] = 0;
+    if (kWithMost) sums.most[0][i] = sums.most[1][i] = 0;
+  }
+  if constexpr (kCluster > 1) {
+    if (thread_in_block() == 0) prepare_gate(sums.gate, groups * 4 * (1 + kWithMost));
+    cluster_arrive();
+  }
+}
+
+// Gives a value that the 8 lanes of a group share to every block of the cluster. All lanes of a warp call it.
+DEVICE void give(float* to, Gate& gate, u32 group, float value, bool active) {
+  const u32 lane = thread_in_block() % kGroupUnits;
+  if constexpr (kCluster > 1) store_to_block(to[group], gate, lane % kCluster, value, active && lane < kCluster);
+  else if (active && lane == 0) to[group] = value;
+}
+DEVICE void give_sum(GroupSums& sums, u32 turn, u32 group, const Unit& x, bool active) {
+  give(sums.sum[turn], sums.gate, group, over_lanes<kGroupUnits>(active ? sum_of_squares(x) : 0, Sum()), active);
+}
+DEVICE void give_most(GroupSums& sums, u32 turn, u32 group, float most, bool active) {
+  if constexpr (kWithMost)
+    give(sums.most[turn], sums.gate, group, over_lanes<kGroupUnits>(active ? most : 0, Most()), active);
+}
+
+// This lane's part of a chunk.
+template <class Combine> DEVICE float part_of_chunk(const float* groups, const Combine& combine) {
+  const Packet four = *(const Packet*)(groups + 4 * (thread_in_block() % 32));
+  return combine(combine(bits_to_float(four.word[0]), bits_to_float(four.word[1])),
+                 combine(bits_to_float(four.word[2]), bits_to_float(four.word[3])));
+}
+template <class Combine> DEVICE float over_groups(const float* sums, u32 groups, const Combine& combine) {
+  float part = part_of_chunk(sums, combine);
+  if (groups > kChunkGroups) part = combine(part, part_of_chunk(sums + kChunkGroups, combine));
+  return over_lanes<32>(part, combine);
+}
+
+// ---- the units of a row that a thread holds, from the reduced values to the results. All threads of the block, or of
+// the cluster, call it. Of `kUnits` units `count` are in use. meanwhile() runs while the sums are on their way.
+template <bool kAligned, int kUnits, class Meanwhile>
+DEVICE void normalise(u64 out, const NormArgs& args, GroupSums& sums, u32 turn, u32 row, const Numbers& numbers,
+                      const Unit (&reduced)[kUnits], const Unit (&residual)[kUnits], const Unit (&weight)[kUnits],
+                      const u32 (&index)[kUnits], const bool (&active)[kUnits], int count, const Meanwhile& meanwhile) {
+  Unit x[kUnits];
+  Products products[kUnits];
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    x[i] = add(reduced[i], residual[i]);
+    give_sum(sums, turn, index[i] / kGroupUnits, x[i], active[i]);
+  }
+  float most[kUnits];
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    products[i] = multiply(x[i], weight[i], numbers);
+    give_most(sums, turn, index[i] / kGroupUnits, products[i].most, active[i]);
+    most[i] = most_of_scale(active[i] ? products[i].most : 0);
+    store_unit<kAligned>(row_at(args.residual_out, args, row), (u32)args.hidden, index[i], x[i], active[i]);
+  }
+  meanwhile();
+  if constexpr (kCluster > 1) wait_at_gate(sums.gate);
+  else sync_block();
+  const u32 groups = ceil_div((u32)args.hidden, kUnitElements * kGroupUnits);
+  const float rstd = rstd_of(over_groups(sums.sum[turn], groups, Sum()), numbers);
+  float most_of_row = 0;
+  if constexpr (kWithMost) most_of_row = over_groups(sums.most[turn], groups, Most());
+#pragma unroll
+  for (int i = 0; i < count; ++i)
+    store_results<kAligned>(out, args, row, index[i], products[i], kWithMost ? most_of_row : most[i], rstd, numbers,
+                            active[i]);
+}

@@ -126,6 +126,8 @@ DEVICE u64 globaltimer_ns() {
   return sim_timer();
 }
 
+DEVICE void hide_from_compiler(u32& word) { asm("" : "+r"(word)); }
+
 // ---- conversions
 template <class To, class From> DEVICE To bit_cast(From from) {
   static_assert(sizeof(To) == sizeof(From));

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 
+from .arrays.maps import Map
 from .communicator import Communicator
 from .default import allreduce, get_communicator
 from .errors import (
@@ -45,6 +46,7 @@ __all__ = [
     "GraphStateError",
     "Group",
     "IpcReduceError",
+    "Map",
     "PeerFailedError",
     "PeerLostError",
     "PeerTimeoutError",

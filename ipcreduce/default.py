@@ -10,6 +10,7 @@ import numpy as np
 
 from . import process
 from .arrays import views
+from .arrays.maps import Map
 from .communicator import Communicator
 from .cuda import cupy_runtime
 from .errors import ArgumentError, IpcReduceError
@@ -43,11 +44,23 @@ def _default_for(array: Any) -> Communicator:
 
 @overload
 def allreduce(
-    array: NumpyNumber, op: Op = ..., *, out: None = ..., comm: Communicator | None = ..., stream: Any = ...
+    array: NumpyNumber,
+    op: Op = ...,
+    *,
+    out: None = ...,
+    then: Map | None = ...,
+    comm: Communicator | None = ...,
+    stream: Any = ...,
 ) -> NumpyNumber: ...
 @overload
 def allreduce(
-    array: Number, op: Op = ..., *, out: None = ..., comm: Communicator | None = ..., stream: Any = ...
+    array: Number,
+    op: Op = ...,
+    *,
+    out: None = ...,
+    then: Map | None = ...,
+    comm: Communicator | None = ...,
+    stream: Any = ...,
 ) -> Number: ...
 @overload
 def allreduce(
@@ -55,6 +68,7 @@ def allreduce(
     op: Op = ...,
     *,
     out: None = ...,
+    then: None = ...,
     comm: Communicator | None = ...,
     stream: Any = ...,
 ) -> list[Any]: ...
@@ -64,6 +78,7 @@ def allreduce(
     op: Op = ...,
     *,
     out: OutList,
+    then: None = ...,
     comm: Communicator | None = ...,
     stream: Any = ...,
 ) -> OutList: ...
@@ -73,17 +88,38 @@ def allreduce(
     op: Op = ...,
     *,
     out: None = ...,
+    then: Map | None = ...,
     comm: Communicator | None = ...,
     stream: Any = ...,
 ) -> np.ndarray[Shape, DType]: ...
 @overload
 def allreduce(
-    array: Array, op: Op = ..., *, out: None = ..., comm: Communicator | None = ..., stream: Any = ...
+    array: Array,
+    op: Op = ...,
+    *,
+    out: None = ...,
+    then: Map | None = ...,
+    comm: Communicator | None = ...,
+    stream: Any = ...,
 ) -> Any: ...
 @overload
-def allreduce(array: Array, op: Op = ..., *, out: Out, comm: Communicator | None = ..., stream: Any = ...) -> Out: ...
 def allreduce(
-    array: Any, op: Any = "sum", *, out: Any = None, comm: Communicator | None = None, stream: Any = None
+    array: Array,
+    op: Op = ...,
+    *,
+    out: Out,
+    then: Map | None = ...,
+    comm: Communicator | None = ...,
+    stream: Any = ...,
+) -> Out: ...
+def allreduce(
+    array: Any,
+    op: Any = "sum",
+    *,
+    out: Any = None,
+    then: Any = None,
+    comm: Communicator | None = None,
+    stream: Any = None,
 ) -> Any:
     """All-reduce an array, a number or a list of arrays: see :meth:`Communicator.allreduce`.
 
@@ -95,6 +131,8 @@ def allreduce(
         raise ArgumentError(
             f"comm is a {type(comm).__qualname__}, which is no ipcreduce.Communicator. Make one: Communicator(it)"
         )
+    if then is not None:
+        return comm.allreduce(array, op, out=out, then=then, stream=stream)
     return comm.allreduce(array, op, out=out, stream=stream)
 
 

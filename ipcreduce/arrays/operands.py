@@ -68,7 +68,7 @@ class DeviceOperands:
         :raises ArgumentError: if an argument is wrong.
         """
         source = given = views.view(array, stream, ordered)
-        _check_device(device, source, "array")
+        check_device(device, source, "array")
         if out is None:
             with allocating():
                 target, result = _new(array, source, stream, device, ordered)
@@ -126,7 +126,7 @@ def _out(device: int, source: Any, out: Any, stream: Stream, ordered: bool) -> A
         )
     target = views.view(out, stream, ordered)
     check_same_kind(source, target)
-    _check_device(device, target, "out")
+    check_device(device, target, "out")
     if target is not out:
         check_writable(out, out)
     return target
@@ -164,7 +164,8 @@ def check_own_elements(out: Any) -> None:
         )
 
 
-def _check_device(ordinal: int, array: Any, name: str) -> None:
+def check_device(ordinal: int, array: Any, name: str) -> None:
+    """:raises ArgumentError: if the array ``name`` of a call does not lie on GPU ``ordinal``."""
     if views.device_of(array) != ordinal:
         raise ArgumentError(
             f"{name} lies on GPU {views.device_of(array)}, but this communicator uses GPU {ordinal}. Move {name} to "

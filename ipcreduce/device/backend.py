@@ -15,6 +15,7 @@ from ..calls import faults
 from ..calls.backend import Backend
 from ..calls.sequence import CallSequence
 from ..cuda import cupy_runtime, driver, graph, streams
+from ..cuda.expressions import Expression
 from ..errors import ArgumentError, IpcReduceError
 from ..page.control_page import REFUSED, TOLD, Page
 from ..types import Stream
@@ -23,6 +24,7 @@ from .deferred_free import Action, attempt, flush, untrack
 from .fast_path import FastPath
 from .known_calls import KnownCalls, Prepared, PreparedList, Ready
 from .known_lists import Addresses, KnownLists
+from .maps import MapKernels, PreparedMap
 from .stream_order import StreamOrder
 
 _ABORT_SECONDS, _GIVE_UP_SECONDS = 5.0, 0.9  # of close(): until waits are aborted, and from there until it gives up
@@ -69,6 +71,7 @@ class DeviceBackend(Backend):
         # What the ranks map of each other: for each part of it, what unmaps the peers' and what frees this rank's.
         self.shared: list[tuple[Action, Action]] = []
         self.life = Life()  # of what graphs hold that are recorded now
+        self.map_kernels = MapKernels(context, device.capability, lambda: self.order.ends_by(clock.now() + timeout))
         background.start()
 
     # ---- running
@@ -130,6 +133,21 @@ class DeviceBackend(Backend):
     ) -> None:  # fmt: skip
         """Do the same as :meth:`run` for a list of arrays. All its launches are one call."""
         self.order.launch(partial(self.start_list, prepared, sources, targets), stream, owner, recorded=recorded)
+        self.order.launched = self.page.calls.number[0]
+
+    def for_map(self, array: Any, op: Any, expression: Expression) -> PreparedMap:
+        """Do the same as :meth:`for_array` for a call with an expression.
+
+        It is applied by a kernel of its own, here. :raises ArgumentError: if the expression does not compile.
+        """
+        return self.map_kernels.prepare(array, op, expression, None if self.n == 1 else self.for_array(array, op))
+
+    def run_map(
+        self, prepared: PreparedMap, source: int, target: int, operands: Sequence[int], stream: Stream, owner: Any,
+        recorded: bool = False,
+    ) -> None:  # fmt: skip
+        """Do the same as :meth:`run` for a call with an expression that is not preceded by another one."""
+        self.order.launch(partial(prepared.run, source, target, operands), stream, owner, recorded=recorded)
         self.order.launched = self.page.calls.number[0]
 
     def launch_graph(self, executable: graph.Executable, stream: Stream, owner: Any) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 from .. import clock
 from ..arrays.host_operands import HostOperands
 from ..arrays.lists import HostLists
-from ..calls.fingerprint import Fingerprint, of_list
+from ..arrays.maps import HostMap, Map
+from ..calls.fingerprint import Fingerprint, of_list, of_map
 from ..calls.sequence import CallSequence
 from ..dtypes import op_name
 from ..errors import UnsupportedError
@@ -89,6 +90,18 @@ class HostReducer:
             for one, end in zip(members, ends, strict=True):
                 reduced[one] = flat[end - one.source.size : end].reshape(one.source.shape)
         return used.results([reduced[one] for one in used.members])
+
+    def allreduce_then(self, array: Any, op: Any, out: Any, then: Map) -> Any:
+        """One call with an expression, for which the host has a function of the program."""
+        used = HostOperands(array, op, out)
+        mapped = HostMap(then, used)
+        expression = mapped.expression
+        what = of_map(used.shape, used.kind, used.op, str(expression), expression.text, " on the host")
+        self._enter(what)
+        value = mapped.apply(self._exchange(what, used.source, used.op, None))
+        if used.target is not None:
+            used.target[...] = value
+        return used.result(value)
 
     def _enter(self, what: Fingerprint) -> None:
         calls = self._calls

@@ -208,7 +208,7 @@ class NcclBackend(DeviceBackend):
     def release(self) -> None:
         """Free all resources of this process."""
         self._guard.close()
-        attempt(self.context, self.nccl.abort, self.order.close)
+        attempt(self.context, self.nccl.abort, self.order.close, *self.map_kernels.close_actions())
         if self._joining is not None and not self._joining.is_over:  # the thread that joins still uses the context
             background.Job(self._release_context)
         else:

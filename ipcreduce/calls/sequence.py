@@ -205,6 +205,8 @@ class CallSequence:
         fault = page.fault()
         if fault is None:
             faults.raise_lost(page, self.number)
+            if page.loss() is not None and not page.missed():
+                return  # a rank has closed the communicator, which concerns later calls only
         if not self.raised and (fault is None or fault[0] <= self.number):  # even if a rank was lost because of it
             self.raised = True
             raise faults.fault_error(page, self.number, self.timeout)

@@ -181,6 +181,13 @@ MUTANTS = [
         unit("mirror", "the_reason_to_close_is_heard_though_a_peer_tells_of_the_end_first"),
     ),
     Mutant(
+        "a rank that closes later is a timeout of the calls before",
+        CALLS,
+        "if page.loss() is not None and not page.missed():",
+        "if False:",
+        unit("calls", "a_rank_that_closes_after_its_last_call_is_missed_in_later_calls_only"),
+    ),
+    Mutant(
         "a rank that leaves halfway does not tell the fault that it has heard of",
         CALLS,
         "            page.post_fault(kind, call, text, rank)",

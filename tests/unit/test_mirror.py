@@ -131,6 +131,29 @@ def test_no_words_are_left_for_a_rank_that_has_gone(ranks: Ranks, monkeypatch: p
     mirrors[0].close(LONG)
 
 
+def test_the_last_words_go_behind_what_a_connection_had_not_taken(ranks: Ranks):
+    pages, mirrors = ranks
+    pages[0].changed = None
+    (peer,) = (peer for peer in mirrors[0]._peers.values() if peer.rank == 1)
+    connection, peer.connection = peer.connection, Full()
+    pages[0].calls.enter(1, SUM)
+    mirrors[0].send()
+    assert peer.outgoing
+    pages[0].leave()
+    peer.connection = connection
+    mirrors[0].close(LONG)
+    mirrors[1].receive()
+    assert pages[1].calls.call_of(0) == 1
+    assert pages[1].has_left(0)
+
+
+class Full:
+    """Stands for a connection that takes nothing at present."""
+
+    def send(self, data: bytes) -> int:
+        raise BlockingIOError
+
+
 @pytest.mark.parametrize("calls", [1, RING - 2, 3 * RING])
 def test_calls_arrive_with_their_texts(ranks: Ranks, calls: int):
     first, second = ranks[0]

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..calls.norm_shape import NormAddresses
 from ..cuda import cupy_runtime, torch_runtime
+from ..errors import ArgumentError
 from ..types import Stream
 from .known_calls import Ready, given_stream, keep
 from .norms import PreparedNorm
@@ -76,8 +77,12 @@ class KnownNorms:
             ):
                 return None
             current = torch_runtime.get_stream(self._device)
-        if stream is not None and given_stream(stream, current, True) is None:
-            return None
+        if stream is not None:
+            try:
+                if given_stream(stream, current, True) is None:
+                    return None
+            except ArgumentError:  # to be raised in a call, of which the peers hear
+                return None
         return known.ready
 
     def learn(self, given: Arguments, scale: Any, prepared: PreparedNorm, addresses: NormAddresses) -> None:

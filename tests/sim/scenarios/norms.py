@@ -189,9 +189,10 @@ def known_norms() -> None:
                     case.check(case.call(comm, **own), x)
                     torch.make_current(None)
                 x[...], residual[...] = case.x, case.residual
-                with raises(errors.ArgumentError, "eps is nan"):
-                    case.call(comm, **own, eps=float("nan"))
-                works(comm)
+                for wrong, words in (({"eps": float("nan")}, "eps is nan"), ({"stream": "fast"}, "stream is a str")):
+                    with raises(errors.ArgumentError, f"rank {RANK}, call", words):
+                        case.call(comm, **own, **wrong)
+                    works(comm)
                 calls.reset_mock()
                 case.check(case.call(comm, **own), x)
                 assert not calls.called

@@ -29,7 +29,7 @@ MUTANTS = [
         HOST,
         "odd = np.where((error > 0) & even,",
         "odd = np.where((error > 0) & ~even & even,",
-        unit("rmsnorm", "fused_multiply_add_is_rounded_once"),
+        unit("rmsnorm", "fused_multiply_add_near_the_middle_of_two_numbers"),
     ),
     Mutant(
         "y is quantised before it is rounded",

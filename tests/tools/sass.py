@@ -24,6 +24,13 @@ from ipcreduce.dtypes import DTYPE_NAMES, OPS
 from ipcreduce.errors import IpcReduceError
 
 KERNELS = ("one_shot", "two_shot", "direct")  # those of every dtype and op; verify and limit have none
+# Those with RMSNorm, and their dtypes: sums only.
+NORMS = {
+    "fused_one_shot": ("float16", "bfloat16"),
+    "fused_two_shot": ("float16", "bfloat16"),
+    "rmsnorm": ("float16", "bfloat16", "float32"),
+}
+SCALES, CLUSTERS = 4, (1, 2, 4, 8)
 Case = tuple[str, dict[str, str]]  # a kernel and its macros
 
 # Instructions such as STG.E.128.STRONG.SYS. No width means 32 bits.
@@ -61,6 +68,8 @@ def problems(kernel: str, macros: dict[str, str], cubin: bytes) -> list[str]:
     limit.cu only the sentinel words are used, so a compiler may narrow the loads of some or all flags to them.
     """
     loads, stores = accesses(cubin)
+    if kernel == "rmsnorm":  # which exchanges nothing
+        return [f"rmsnorm: accesses of system scope, {dict(loads)}, {dict(stores)}"] if loads or stores else []
     peers = int(macros["IPCREDUCE_RANKS"]) - 1
     sentinels = 1 if int(macros["IPCREDUCE_WHOLE_PACKETS"]) else 2
     control_loads, control_stores = (0, 0) if kernel == "verify" else (2, 3)
@@ -81,10 +90,12 @@ def problems(kernel: str, macros: dict[str, str], cubin: bytes) -> list[str]:
 
 # ---- all of them
 def macros(
-    dtype: str = "float32", op: str = "sum", *, n: int = 2, rank: int = 0, whole: int = 1, depth: int = 1
-) -> dict[str, str]:
-    """Those that a kernel's source requires."""
-    return {
+    dtype: str = "float32", op: str = "sum", *, n: int = 2, rank: int = 0, whole: int = 1, depth: int = 1,
+    scale: int | None = None, cluster: int = 1,
+) -> dict[str, str]:  # fmt: skip
+    """Those that a kernel's source requires. ``scale`` and ``cluster``: those with RMSNorm."""
+    norm = {"IPCREDUCE_SCALE": str(scale), "IPCREDUCE_CLUSTER": str(cluster)} if scale is not None else {}
+    return norm | {
         "IPCREDUCE_RANKS": str(n),
         "IPCREDUCE_RANK": str(rank),
         "IPCREDUCE_DTYPE": dtype,
@@ -104,6 +115,18 @@ def cases(turn: int) -> Iterator[Case]:
                 at = turn + column + row + whole
                 n, depth = 2 + at % 7, (1, 2, 4)[at % 3] if kernel != "one_shot" else 1
                 yield kernel, macros(dtype, OPS[at % len(OPS)], n=n, rank=at % n, whole=whole, depth=depth)
+
+
+def norm_cases(turn: int, capability: tuple[int, int]) -> Iterator[Case]:
+    """The kernels with RMSNorm, each with its dtypes; the kinds of scales, clusters, depths and ranks take turns."""
+    for column, (kernel, dtypes) in enumerate(NORMS.items()):
+        for row, dtype in enumerate(dtypes):
+            at = turn + column + row
+            n, whole = (2 + at % 7, at % 2) if kernel != "rmsnorm" else (1, 1)
+            cluster = CLUSTERS[at % 4] if capability >= (9, 0) and kernel != "rmsnorm" else 1
+            depth = {"rmsnorm": at % 3, "fused_one_shot": 1 + at % 2}.get(kernel, 1)
+            given = macros(dtype, n=n, rank=at % n, whole=whole, depth=depth, scale=at % SCALES, cluster=cluster)
+            yield kernel, given
 
 
 def architectures() -> list[tuple[int, int]]:
@@ -153,7 +176,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as cache:
         os.environ["IPCREDUCE_CACHE_DIR"] = cache
         for turn, capability in enumerate(architectures()):
-            rows.append(row := check(capability, cases(turn)))
+            rows.append(row := check(capability, [*cases(turn), *norm_cases(turn, capability)]))
             told = row.get("left out") or "; ".join(row["problems"]) or "none"
             print(f"{row['arch']:8} {row['kernels']:7} {row['loads']:13} {row['stores']:7}  {told}", flush=True)
     if options.json:

@@ -25,7 +25,8 @@ from tests.tools.sass import macros
 
 pytest.importorskip("cuda.core", reason="cuda-core is not installed")
 
-KERNELS = sorted(path.stem for path in (machine.ROOT / "kernels").glob("*.cu"))
+EVERY_KERNEL = sorted(path.stem for path in (machine.ROOT / "kernels").glob("*.cu"))
+KERNELS = [kernel for kernel in EVERY_KERNEL if kernel not in sass.NORMS]
 ARCHITECTURES = [(8, 0), (9, 0), (10, 0), (12, 0)]
 
 
@@ -84,6 +85,21 @@ def test_every_kernel_compiles(oldest: bool):
             op = OPS[(index + turn) % len(OPS)] if kernel != "verify" else "sum"
             given = macros(dtype, op, n=max(2, n), rank=n // 2, whole=index % 2, depth=(1, 2, 4)[index % 3])
             jobs.append((kernel, given, capability))
+    check_compiled(jobs)
+
+
+def test_every_kernel_of_norms_compiles():
+    """Each dtype with each of them, for the oldest architecture; for the newer ones every other one, with clusters."""
+    jobs = []
+    for turn, capability in enumerate(ARCHITECTURES):
+        every = list(sass.norm_cases(turn, capability))
+        jobs += [(kernel, given, capability) for kernel, given in (every[turn % 2 :: 2] if turn else every)]
+    assert {given["IPCREDUCE_CLUSTER"] for _, given, _ in jobs} == {"1", "2", "4", "8"}
+    check_compiled(jobs)
+
+
+def check_compiled(jobs: list[tuple[str, dict[str, str], tuple[int, int]]]) -> None:
+    """Each kernel is in its cubin, for its architecture."""
     for (kernel, _, capability), cubin in zip(jobs, compiled(jobs), strict=True):
         assert cubin.startswith(b"\x7fELF")
         assert f".text.{kernel}\0".encode() in cubin, "no such kernel in the binary"
@@ -100,6 +116,10 @@ def architecture_of(cubin: bytes) -> int:
     """The SM version in e_flags of the ELF header: in its low byte, or in the second since CUDA 13's format."""
     flags = int.from_bytes(cubin[48:52], "little")
     return flags >> 8 & 0xFF if cubin[8] >= 8 else flags & 0xFF
+
+
+def test_each_kernel_is_in_one_of_these_lists():
+    assert {*EVERY_KERNEL} == {*KERNELS, *sass.NORMS}
 
 
 def test_every_pair_of_dtype_and_op_compiles():
@@ -137,6 +157,13 @@ EXCHANGES = [
     ("direct", macros("uint64")),
     ("verify", macros("int32")),
     ("limit", macros("int32", n=4)),
+    ("fused_one_shot", macros("bfloat16", n=3, scale=2)),
+    ("fused_two_shot", macros("float16", whole=0, scale=3)),
+    ("rmsnorm", macros("float32", n=1, depth=2, scale=1)),
+]
+CLUSTERS = [
+    ("fused_one_shot", macros("float16", n=4, depth=2, scale=3, cluster=8)),
+    ("fused_two_shot", macros("bfloat16", n=4, scale=0, cluster=2)),
 ]
 
 
@@ -147,9 +174,10 @@ def test_a_packet_is_one_access(capability: tuple[int, int]):
 
     Here it is that for the oldest and the newest architecture; ``make sass`` has all.
     """
-    cubins = compiled([(kernel, given, capability) for kernel, given in EXCHANGES])
+    exchanges = EXCHANGES + CLUSTERS * (capability >= (9, 0))
+    cubins = compiled([(kernel, given, capability) for kernel, given in exchanges])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(lambda exchange, cubin: sass.problems(*exchange, cubin), EXCHANGES, cubins)
+        found = pool.map(lambda exchange, cubin: sass.problems(*exchange, cubin), exchanges, cubins)
         assert not [problem for problems in found for problem in problems]
 
 
@@ -160,6 +188,8 @@ def test_every_kernel_and_dtype_is_among_those_of_make_sass():
             (kernel, given["IPCREDUCE_DTYPE"], given["IPCREDUCE_WHOLE_PACKETS"]) for kernel, given in sass.cases(turn)
         ]
         assert {kernel for kernel, _, _ in cases} == {*KERNELS}
+        norms = [(kernel, given["IPCREDUCE_DTYPE"]) for kernel, given in sass.norm_cases(turn, (9, 0))]
+        assert {*norms} == {(kernel, dtype) for kernel in sass.NORMS for dtype in sass.NORMS[kernel]}
         for kernel in sass.KERNELS:
             assert {case[1:] for case in cases if case[0] == kernel} == {(d, w) for d in DTYPE_NAMES for w in "01"}
     assert {*ARCHITECTURES} <= {*sass.architectures()}

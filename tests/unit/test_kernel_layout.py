@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 
 from ipcreduce.calls.faults import fault_error
+from ipcreduce.calls.norm_shape import NormShape
+from ipcreduce.device import norm_kernels
 from ipcreduce.dtypes import DTYPE_NAMES, DTYPES, OPS
 from ipcreduce.errors import PeerTimeoutError
 from ipcreduce.graphs.direct import launches as direct_launches
@@ -54,6 +56,8 @@ bool sim_split_packets;
 void sim_sync_block() { abort(); }
 void sim_sync_warp() {}
 uint32_t sim_vote(bool mine) { return mine; }
+uint32_t sim_shuffle_xor(uint32_t, uint32_t) { abort(); }
+void* sim_shared(uint32_t, size_t) { abort(); }
 void sim_relax() {}
 uint64_t sim_timer() {  // each look takes a while, so that a deadline passes
   static uint64_t now = 1'000'000'000'000;
@@ -92,9 +96,9 @@ def run_program(folder: Path, source: str, *arguments: object, **macros: str) ->
 def args_of(text: str) -> list[tuple[str, int]]:
     """(field, words) of ``struct Args`` in a source file, in order; every field is a u64 or an array of them.
 
-    The table that a launch of a list has behind them is left out.
+    What launches of lists and fused kernels have behind them is left out.
     """
-    plain = re.sub(r"^#ifdef IPCREDUCE_PARTS.*?^#endif\n", "", re.sub(r" *//.*", "", text), flags=re.M | re.S)
+    plain = re.sub(r"^#ifdef IPCREDUCE_\w+\s*$.*?^#endif\n", "", re.sub(r" *//.*", "", text), flags=re.M | re.S)
     found = re.search(r"^struct Args \{[^\n]*\n(.*?)^\};", plain, re.M | re.S)
     assert found, "no struct Args"
     fields = []
@@ -208,6 +212,47 @@ def test_a_thread_finds_its_array(tmp_path: Path, subtests: pytest.Subtests):
                     for at in range(packets[part])
                 ]
                 assert found == expected
+
+
+# ---- the arguments of a norm
+NORM_FIELDS = {  # of struct NormArgs
+    "residual": norm_kernels._RESIDUAL,
+    "residual_out": norm_kernels._RESIDUAL_OUT,
+    "weight": norm_kernels._WEIGHT,
+    "quantised": norm_kernels._QUANTISED,
+    "scales": norm_kernels._SCALES,
+    "rows": norm_kernels._ROWS,
+    "hidden": norm_kernels._HIDDEN,
+    "scale_strides": norm_kernels._STRIDES,
+    "numbers": norm_kernels._NUMBERS,
+    "reciprocal_of_hidden": norm_kernels._RECIPROCAL,
+}
+
+
+def test_words_of_a_norm(tmp_path: Path):
+    """Behind those of every other kernel, and in rmsnorm.cu behind two addresses."""
+    prints = "".join(
+        f'  std::printf("{name} %zu\\n", offsetof(Args, norm) + offsetof(NormArgs, {name}));\n' for name in NORM_FIELDS
+    )
+    source = (
+        "#include <cstddef>\n#include <cstdio>\n#include HEADER\n"
+        f'int main() {{\n{prints}  std::printf("%zu\\n", sizeof(Args));\n}}\n'
+    )
+    pair = norm_kernels._PAIR_WORDS
+    for header, before in (("<packets.cuh>", launches._ARG_WORDS), ("<rmsnorm.cu>", pair)):
+        given = {"IPCREDUCE_DTYPE": "float16", "IPCREDUCE_SCALE": "0", "IPCREDUCE_CLUSTER": "1", "IPCREDUCE_DEPTH": "1"}
+        *lines, size = run_program(tmp_path, source, HEADER=header, **given)
+        offsets = {name: int(offset) for name, offset in map(str.split, lines)}
+        assert offsets == {name: WORD * (before + index) for name, index in NORM_FIELDS.items()}
+        assert int(size) == WORD * (before + norm_kernels.WORDS)
+    assert (norm_kernels.IN, norm_kernels.OUT) == (launches.IN, launches.OUT)
+
+
+def test_codes_of_scales():
+    text = (KERNELS / "rmsnorm.cuh").read_text()
+    found = re.search(r"constexpr int kNoScale = 0, kGivenScale = 1, kTokenScale = 2, kGroupScale = 3;", text)
+    assert found
+    assert norm_kernels.SCALES == ("", "given", "token", "group")
 
 
 def test_args_of_the_simulated_tests():
@@ -350,7 +395,8 @@ def test_macros_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch):
     passed: dict[str, str] = {}
     monkeypatch.setattr(launches.compiler, "compile_kernel", lambda name, macros, capability: passed.update(macros))
     launches_of(3, 4)._compile(("two_shot", "float16", "avg", 2, 0))
-    assert {*passed} == used - {"IPCREDUCE_PARTS"}
+    of_norms = {"IPCREDUCE_SCALE", "IPCREDUCE_CLUSTER"}
+    assert {*passed} == used - {"IPCREDUCE_PARTS"} - of_norms
     assert passed == {
         "IPCREDUCE_RANKS": "4",
         "IPCREDUCE_RANK": "3",
@@ -362,6 +408,12 @@ def test_macros_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch):
     one_array = dict(passed)
     launches_of(3, 4)._compile(("two_shot", "float16", "avg", 2, lists.SHORT))
     assert passed == one_array | {"IPCREDUCE_PARTS": str(lists.SHORT)}
+    shape = NormShape(rows=1, hidden=64, dtype="float16", eps=1e-6, weight_bias=0.0, residual=True, scales="token")
+    fused = norm_kernels.macros_of(shape, 2, 4, launches_of(3, 4)._exchange_macros())
+    assert {*dict(fused)} == {*dict(norm_kernels.macros_of(shape, 1))} == {*one_array} | of_norms
+    assert dict(fused) == one_array | {
+        "IPCREDUCE_OP": "sum", "IPCREDUCE_SCALE": "2", "IPCREDUCE_CLUSTER": "4"
+    }  # fmt: skip
 
 
 def structs(text: str, namespace: str) -> set[str]:

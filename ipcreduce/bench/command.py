@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"what to time too, if installed: on GPUs {', '.join(contenders.PEERS)}; without GPUs "
         f"{', '.join(contenders.HOST_PEERS)} (default all; '' for none)"
     ))  # fmt: skip
+    add("--arrays", type=count, metavar="N", help="a call on a list of N arrays, which have this many bytes together")
     add("--replays", type=count, default=30, metavar="N", help="timed graph replays, or rounds of calls (default 30)")
     add("--algorithm", choices=ALGORITHMS, help="force one at all sizes (on GPUs)")
     add("--json", type=Path, metavar="FILE", help="write the times to this file")
@@ -89,7 +90,8 @@ def _show(result: dict[str, Any], n: int, options: argparse.Namespace) -> None:
         print(f"without {name}: {reason}")
     for mode in options.mode:
         rows = [row for row in result["rows"] if row["mode"] == mode]
-        report.show(rows, f"{mode}, {report.ranks_text(n)}, sum of {options.dtype}")
+        what = f"{options.dtype} in {options.arrays} arrays" if options.arrays else options.dtype
+        report.show(rows, f"{mode}, {report.ranks_text(n)}, sum of {what}")
 
 
 def _why_not_kept(options: argparse.Namespace) -> str:
@@ -118,13 +120,14 @@ def _fitted(options: argparse.Namespace, comm: Communicator) -> argparse.Namespa
     found.mode = [mode for mode in _MODES if mode in (options.mode or (_MODES[1:] if on_host else _MODES))]
     found.dtype = options.dtype or ("float32" if on_host else "bfloat16")
     itemsize = np.dtype(found.dtype).itemsize
-    least = max(options.smallest, itemsize)
+    least = max(options.smallest, itemsize * (options.arrays or 1))
     usual = max(2 * least, _HOST_LARGEST if on_host else _LARGEST)
     found.sizes = sizes(least, usual if options.largest is None else options.largest, options.between, itemsize)
     if not found.sizes:
         raise ArgumentError(
             f"there is no size to measure: no power of two from --smallest to --largest, {options.smallest} to "
-            f"{options.largest} bytes, has room for one {found.dtype}. Choose others, or add 3 * 2**k by --between"
+            f"{options.largest} bytes, has room for {options.arrays or 'one'} {found.dtype}. Choose others, or add "
+            "3 * 2**k by --between"
         )
     return found
 
@@ -139,7 +142,7 @@ def _measure(comm: Communicator, options: argparse.Namespace, mpi: Any) -> dict[
         result["limit"] = {"barrier_us": limit.barrier_us, "push_GBps": limit.push_gbps} if limit else {}
         bound = limit.microseconds if limit else partial(copy_microseconds, mpi, options.replays, on_host)
         for nbytes in report.progress(options.sizes, mpi):
-            message = Message(nbytes, dtype, comm)
+            message = Message(nbytes, dtype, comm, options.arrays or 0)
             if reason := _trouble(ours, message, mpi):
                 raise IpcReduceError(f"the sum of {nbytes} bytes, before it was timed: {reason}")
             for peer in peers:
@@ -165,7 +168,7 @@ def _measure(comm: Communicator, options: argparse.Namespace, mpi: Any) -> dict[
                     "ranks": comm.size, "bytes": nbytes, "dtype": options.dtype, "op": "sum", "mode": mode,
                     "ours_us": usual.median, "ours_min_us": usual.least, "ours_p99_us": usual.p99,
                     "host_us": host and host.median, "bus_GBps": report.bus_gbps(nbytes, usual.median, comm.size),
-                    "algorithm": None if on_host else ours.algorithm(mode, message.source),
+                    "algorithm": None if on_host else ours.algorithm(mode, message.source), "arrays": options.arrays,
                     "limit_us": bound(nbytes),
                     "peers_us": times,
                 })  # fmt: skip
@@ -186,7 +189,7 @@ def _trouble(one: contenders.Contender, message: Message, mpi: Any) -> str:
 def _check(one: contenders.Contender, message: Message) -> None:
     """Check a contender's results, if it takes such arrays. :raises ArithmeticError: if a result is wrong."""
     right = True
-    for _ in range(_CHECKS if message.source.nbytes <= _LARGE else 1):
+    for _ in range(_CHECKS if message.nbytes <= _LARGE else 1):
         message.renew()
         call = one.prepare(message.source, message.target)
         if call is None:
@@ -207,7 +210,7 @@ def _usual(runs: list[_Run]) -> _Run:
 
 
 def _time(one: contenders.Contender, message: Message, mode: str, replays: int, mpi: Any) -> _Run:
-    call, nbytes = one.prepare(message.source, message.target), message.source.nbytes
+    call, nbytes = one.prepare(message.source, message.target), message.nbytes
     assert call is not None
     if message.on_host:
         return timing.on_host(call, replays, mpi), None

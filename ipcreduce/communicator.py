@@ -216,17 +216,23 @@ class Communicator:
             for each 128 elements, or the given scale itself.
         :raises IpcReduceError: see :meth:`allreduce`. Where data is missing, all outputs are NaN.
         """
-        given = NormArguments(
-            x, weight, eps, residual, out, residual_out, weight_bias, quantize, quant_out, scales_out
-        )  # fmt: skip
-        fast = self._open.fast
-        if fast is not None:
-            made: tuple[Any, ...] = fast.make(None, self._allreduce_rmsnorm, given, None, None, stream)
-            return made
-        return turns.make(self._open.calls, self._allreduce_rmsnorm, given, None, None, stream)
-
-    def _allreduce_rmsnorm(self, given: NormArguments, _op: None, _out: Any, stream: Any) -> tuple[Any, ...]:
+        given = x, weight, eps, residual, out, residual_out, weight_bias, quantize, quant_out, scales_out
         parts = self._open
+        fast, known, ready = parts.fast, parts.known_norms, None
+        if fast is None or known is None:
+            return turns.make(parts.calls, self._allreduce_rmsnorm, given, None, None, stream)
+        if residual_out is not None and (quantize is None or type(quantize) is FP8):
+            ready = known.find(given, stream)
+        made = fast.make(ready, self._allreduce_rmsnorm, given, None, given, stream)
+        if made is not True:
+            usual: tuple[Any, ...] = made
+            return usual
+        if quantize is None:
+            return out, residual_out
+        return quant_out, quantize.scale if scales_out is None else scales_out, residual_out
+
+    def _allreduce_rmsnorm(self, arguments: tuple[Any, ...], _op: None, _out: Any, stream: Any) -> tuple[Any, ...]:
+        parts, given = self._open, NormArguments(*arguments)
         if norms.on_device(given):
             return parts.device.allreduce_rmsnorm(given, stream)
         if stream is not None:
@@ -299,8 +305,9 @@ class _Open:
     """The parts of a communicator. They outlive one that the program drops without closing it.
 
     :ivar owner: returns the communicator; None once the program has dropped it.
-    :ivar backend: of device arrays; None without GPUs, and once the communicator is closed. So is ``fast``.
+    :ivar backend: of device arrays; None without GPUs, and once the communicator is closed. So are the next two.
     :ivar fast: the way of repeated calls; None also if each call is waited for (``sync``).
+    :ivar known_norms: the calls with RMSNorm that go this way.
     :ivar reasons: see :class:`startup.Started`. ``why_none``: those for which there is no backend, in words.
     """
 
@@ -317,9 +324,10 @@ class _Open:
         self.host = HostReducer(self.calls, over_mpi, started.shared, self.reasons.get("shm", ""))
         self.session = GraphSession(self.calls, self.backend, self.why_none, self.sync, options.direct)
         self.device = DeviceReducer(self.calls, self.backend, self.why_none, self.session, self.sync)
-        self.fast = None
+        self.fast = self.known_norms = None
         if self.backend is not None:
             self.fast = None if self.sync else self.backend.open_fast_path(self.calls)
+            self.known_norms = self.backend.known_norms
             deferred_free.track(self.backend.order, self.calls.lock)
 
     @property
@@ -361,7 +369,7 @@ class _Open:
         self.session.forked()
 
     def _let_go(self) -> None:
-        self.backend = self.fast = self.watch = None
+        self.backend = self.fast = self.known_norms = self.watch = None
         self.device.close()
         self.host.close()
 

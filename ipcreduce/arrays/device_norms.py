@@ -32,6 +32,7 @@ class DeviceNorm:
     """The arguments of a call on a GPU as CuPy arrays, checked.
 
     :ivar shape: what the ranks compare, and ``form``: the shape of x.
+    :ivar is_plain: no array had to be made, or copied.
     :ivar outputs: the results that are written, and ``held``: every array that the call uses.
     """
 
@@ -64,6 +65,7 @@ class DeviceNorm:
                 )
         if "quant_out" in self._arrays and self._arrays["quant_out"].dtype == FLOAT8:
             self._arrays["quant_out"] = self._arrays["quant_out"].view(np.uint8)
+        self.is_plain = True
         self.outputs: list[Output] = []
         self.held: list[Any] = []
         self._results: dict[str, Any] = {}
@@ -90,7 +92,7 @@ class DeviceNorm:
         if shape.keeps_y:
             every["out"] = self._write("out", self.form, x.dtype, alignment)
         elif needs_out:
-            every["out"] = self._hold(views.empty(self.form, x.dtype, self._stream, self._device))
+            every["out"] = self._hold(self._empty("out", self.form, x.dtype))
         if shape.scales:
             every["quantised"] = self._write("quant_out", self.form, _BYTES, max(1, alignment // x.itemsize))
             if shape.scales != "given":
@@ -107,7 +109,7 @@ class DeviceNorm:
         array = self._arrays[name]
         self.held.append(array)
         if array.size and (not views.is_contiguous(array) or views.pointer(array) % alignment):
-            array = views.contiguous_copy(array, self._stream)
+            array, self.is_plain = views.contiguous_copy(array, self._stream), False
         return self._hold(array)
 
     def _write(self, name: str, form: tuple[int, ...], dtype: np.dtype[Any], alignment: int) -> int:
@@ -127,6 +129,7 @@ class DeviceNorm:
         return self._hold(destination)
 
     def _empty(self, name: str, form: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        self.is_plain = False
         if name == "scales_out" and self.shape.column_major:
             base = views.empty((form[-1], self.shape.scales_stride), dtype, self._stream, self._device)
             return _columns(base, self.shape, form)
@@ -137,6 +140,7 @@ class DeviceNorm:
 
         In a recording the memory belongs to the graph.
         """
+        self.is_plain = False
         x = self._given.x
         by_columns = name == "scales_out" and self.shape.column_major
         base_form = (form[-1], self.shape.scales_stride) if by_columns else form

@@ -24,6 +24,7 @@ from .deferred_free import Action, attempt, flush, untrack
 from .fast_path import FastPath
 from .known_calls import KnownCalls, Prepared, PreparedList, Ready
 from .known_lists import Addresses, KnownLists
+from .known_norms import KnownNorms
 from .norms import Norms, PreparedNorm
 from .stream_order import StreamOrder
 
@@ -69,6 +70,7 @@ class DeviceBackend(Backend):
         self.order = StreamOrder(context, captured_in_order)
         self.fast: FastPath | None = None
         self.known_lists: KnownLists | None = None  # with the fast path
+        self.known_norms: KnownNorms | None = None  # so is this
         # What the ranks map of each other: for each part of it, what unmaps the peers' and what frees this rank's.
         self.shared: list[tuple[Action, Action]] = []
         self.life = Life()  # of what graphs hold that are recorded now
@@ -80,6 +82,7 @@ class DeviceBackend(Backend):
         known = KnownCalls(self.device.ordinal, self.order, self.prepared, self.make_ready)
         self.known_lists = KnownLists(self.device.ordinal, self.order, self.make_ready_list)
         known.find_list = self.known_lists.find
+        self.known_norms = KnownNorms(self.device.ordinal, self.make_ready_norm)
         self.fast = FastPath(calls, self.device.ordinal, self.context, self.order, self.page, known)
         return self.fast
 
@@ -134,6 +137,10 @@ class DeviceBackend(Backend):
         """Do the same as :meth:`run` for a list of arrays. All its launches are one call."""
         self.order.launch(partial(self.start_list, prepared, sources, targets), stream, owner, recorded=recorded)
         self.order.launched = self.page.calls.number[0]
+
+    def make_ready_norm(self, prepared: PreparedNorm, addresses: NormAddresses) -> Ready:
+        """The launch of a call with RMSNorm, between addresses that have come before: see :meth:`make_ready`."""
+        return self.norms.make_ready(prepared, addresses)
 
     def run_norm(
         self, prepared: PreparedNorm, addresses: NormAddresses, stream: Stream, owner: Any, recorded: bool = False

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from .. import clock
+from ..calls.norm_shape import NormAddresses
 from ..cuda import driver
 from ..cuda.contexts import using_relaxed
 from ..device.backend import DeviceBackend
 from ..device.deferred_free import Action, attempt, free_after
 from ..device.known_calls import Ready
 from ..device.known_lists import Addresses
-from ..device.norms import Norms
+from ..device.norms import Norms, PreparedNorm
 from ..errors import CudaError
 from ..page.control_page import Page
 from ..types import Stream
@@ -102,6 +103,10 @@ class IpcBackend(DeviceBackend):
     ) -> Ready | None:  # fmt: skip
         """See :meth:`ReadyLaunches.make_list`."""
         return self._ready.make_list(prepared, sources, targets, again)
+
+    def make_ready_norm(self, prepared: PreparedNorm, addresses: NormAddresses) -> Ready:
+        """See :meth:`ReadyLaunches.make_norm`."""
+        return self._ready.make_norm(prepared, addresses) or self.norms.make_ready(prepared, addresses)
 
     # ---- ends
     def reset(self, offers: Sequence[bytes]) -> None:

@@ -219,19 +219,24 @@ class Launches:
             "IPCREDUCE_WHOLE_PACKETS": str(int(self.whole_packets)),
         }
 
-    def fused_norm(self, shape: NormShape) -> NormLaunch | None:
+    def fused_norm(self, shape: NormShape, planned: norm_plan.NormPlan | None = None) -> NormLaunch | None:
         """The launch of an all-reduce with RMSNorm of aligned rows, compiled if need be; None if it needs the pair.
 
-        See :meth:`prepare` for errors.
+        See :meth:`prepare` for errors. :param planned: another plan than :meth:`norm_plan` gives.
         """
-        workspace = self._workspace
-        limits = self.algorithm, self.resident, self.sharing, self._programmatic
-        planned = norm_plan.make_plan(shape, workspace.n, workspace.half_bytes, *limits)
+        planned = planned or self.norm_plan(shape)
         if planned is None:
             return None
-        variants = norm_plan.variants(shape, workspace.n, *limits)
+        variants = norm_plan.variants(shape, self._workspace.n, *self._norm_limits())
         base = self._arguments(norm_plan.code_offset(shape.dtype))
         return norms.fused_launch(planned, shape, self.norm_kernels, base, self._exchange_macros(), variants)
+
+    def norm_plan(self, shape: NormShape) -> norm_plan.NormPlan | None:
+        """:func:`norm_plan.make_plan` for this communicator."""
+        return norm_plan.make_plan(shape, self._workspace.n, self._workspace.half_bytes, *self._norm_limits())
+
+    def _norm_limits(self) -> tuple[str | None, int, int, bool]:
+        return self.algorithm, self.resident, self.sharing, self._programmatic
 
     def load_verify(self) -> None:
         """Compile and load the kernel of :meth:`verify`."""

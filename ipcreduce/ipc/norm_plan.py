@@ -72,7 +72,7 @@ def make_plan(
     algorithm = forced or ("one_shot" if nbytes <= _ONE_SHOT_BYTES[n] else "two_shot")
     for name in dict.fromkeys((algorithm, forced or "two_shot")):  # two_shot needs less room
         for cluster in _clusters(shape, clusters):
-            plan = _launch(KERNELS[name], cluster, shape, n, resident, sharing)
+            plan = plan_launch(KERNELS[name], cluster, shape, n, resident, sharing)
             if plan is not None and plan.staging <= half_bytes - _CODES_END:
                 return plan
     return None
@@ -102,8 +102,11 @@ def _clusters(shape: NormShape, clusters: bool) -> list[int]:
     return [few, *many] if shape.rows <= _SOME_ROWS else many
 
 
-def _launch(kernel: str, cluster: int, shape: NormShape, n: int, resident: int, sharing: int) -> NormPlan | None:
-    """The launch with so many blocks for a row; None if they do not hold it, or if they have no tiles for the rows."""
+def plan_launch(kernel: str, cluster: int, shape: NormShape, n: int, resident: int, sharing: int) -> NormPlan | None:
+    """Plan a launch with so many blocks for a row, whatever the room.
+
+    None if they do not hold it, or if it takes tiles, which clusters do not have.
+    """
     two_shot, most = kernel == "fused_two_shot", most_threads(kernel, n, sharing)
     units = shape.hidden // UNIT
     parts = cluster * (n if two_shot else 1)

@@ -16,7 +16,6 @@ import numpy as np
 from ipcreduce.bench.limit import our_backend
 from ipcreduce.calls.norm_shape import NormAddresses, NormShape
 from ipcreduce.cuda import cupy_runtime
-from ipcreduce.ipc import norm_plan
 from tests.shared import norms, reference
 
 POISON = 0xA5
@@ -112,11 +111,7 @@ class Played:
         return found
 
     def _kernel(self) -> str:
-        launches, workspace = self.launches, self.backend.workspace
-        plan = norm_plan.make_plan(
-            self.shape, workspace.n, workspace.half_bytes, launches.algorithm, launches.resident, launches.sharing,
-            self.backend.device.capability >= (9, 0),
-        )  # fmt: skip
+        plan = self.launches.norm_plan(self.shape)
         assert plan is not None
         tiled = " in tiles" if plan.tiles(self.shape.rows) > 1 else ""
         return f"{plan.kernel}, {plan.cluster} blocks a row, depth {plan.depth}{tiled}"
@@ -150,10 +145,14 @@ class Played:
         arrays = (source, row, added, out, residual_out, quantised, scales)
         start(
             NormAddresses(
-                source=source.address, weight=row.address, residual=added.address * shape.residual,
-                out=out.address * (shape.keeps_y or how == "pair"), residual_out=residual_out.address,
-                quantised=quantised.address * bool(shape.scales), scales=scales.address * bool(shape.scales),
-            )  # fmt: skip
+                source=source.address,
+                weight=row.address,
+                residual=added.address * shape.residual,
+                out=out.address * (shape.keeps_y or how == "pair"),
+                residual_out=residual_out.address,
+                quantised=quantised.address * bool(shape.scales),
+                scales=scales.address * bool(shape.scales),
+            )
         )
         self.comm.synchronize()
         right = norms.results(
@@ -217,7 +216,8 @@ class Guarded:
     def check(self, what: str) -> None:
         """:raises AssertionError: if what lies around the array has changed."""
         found = self._bytes()
-        assert (found[:GUARD] == POISON).all() and (found[-GUARD:] == POISON).all(), f"written beside an array: {what}"
+        around = np.concatenate([found[:GUARD], found[-GUARD:]])
+        assert (around == POISON).all(), f"written beside an array: {what}"
 
     def _bytes(self) -> Any:
         return self._module.read(self._buffer)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ipcreduce.errors import CudaError
 from ipcreduce.device import modules
+from ipcreduce.errors import CudaError
 
 KEY, OTHER = (1, 2, 0, True, "float32", "sum", 1, "one_shot"), (1, 2, 0, False, "float32", "sum", 1, "one_shot")
 

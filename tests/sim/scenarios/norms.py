@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -146,6 +147,73 @@ def in_place_norms() -> None:
             other.check(other.call(comm, x=x, residual=residual, out=x, residual_out=residual), x)
 
     over_backends(check)
+
+
+def known_norms() -> None:
+    """Calls into the program's own arrays are ready from the third time on, as long as these stay as they are."""
+
+    def check(comm: Any) -> None:
+        calls = mock.Mock(wraps=comm._open.device.allreduce_rmsnorm)
+        with mock.patch.object(comm._open.device, "allreduce_rmsnorm", calls):
+            for dtype, scales in itertools.product(("bfloat16", "float32"), SCALES):
+                case = Case((4, 256), dtype, scales)
+                x, residual = case.x.copy(), case.residual.copy()
+                own = {"x": x, "residual": residual, "out": x, "residual_out": residual}
+                if scales:
+                    own |= {"quant_out": cupy.zeros((4, 256), np.uint8)}
+                if scales in ("token", "group"):
+                    own |= {"scales_out": cupy.zeros((4, 1 if scales == "token" else 2), np.float32)}
+                calls.reset_mock()
+                for turn in range(5):
+                    x[...], residual[...] = case.x, case.residual
+                    case.check(case.call(comm, **own), x)
+                    assert calls.call_count == min(2, turn + 1), "known"
+                side = cupy.cuda.Stream(non_blocking=True)
+                cupy.cuda.Device().synchronize()
+                for current in (side, cupy.cuda.Stream(null=True)):  # the call's stream, and another one
+                    x[...], residual[...] = case.x, case.residual
+                    cupy.cuda.Device().synchronize()
+                    with current:
+                        delay(side.ptr)
+                        found = case.call(comm, **own, stream=side)
+                    side.synchronize()
+                    case.check(found, x)
+                with torch.imported():  # CuPy's arrays on CuPy's stream, whatever PyTorch's is
+                    torch.make_current(torch.Stream())
+                    x[...], residual[...] = case.x, case.residual
+                    case.check(case.call(comm, **own), x)
+                    torch.make_current(None)
+                x[...], residual[...] = case.x, case.residual
+                with raises(errors.ArgumentError, "eps is nan"):
+                    case.call(comm, **own, eps=float("nan"))
+                works(comm)
+                calls.reset_mock()
+                case.check(case.call(comm, **own), x)
+                assert not calls.called
+                table = comm._open.known_norms._by_key
+                found = len([one for one in table.values() if one is not None])
+                del own, x, residual
+                calls.reset_mock()
+                gc.collect()  # the error above holds them
+                assert len([one for one in table.values() if one is not None]) == found - 1, "an array has died"
+
+    over_backends(check)
+    with Communicator() as comm, torch.imported():
+        case, places = Case((4, 256)), [cupy.zeros((4, 256), norms.DTYPES["bfloat16"]) for _ in range(2)]
+        calls = mock.Mock(wraps=comm._open.device.allreduce_rmsnorm)
+        weight, residual, x = Tensor(case.weight), Tensor(case.residual.copy()), Tensor(places[0])
+        with mock.patch.object(comm._open.device, "allreduce_rmsnorm", calls):
+            for turn in range(8):
+                x.array = places[turn // 4]  # as set_() does
+                x.array[...], residual.array[...] = case.x, case.residual
+                found = case.call(comm, x=x, weight=weight, residual=residual, out=x, residual_out=residual)
+                assert found[0] is x
+                case.check(found)
+                assert calls.call_count == (min(2, turn + 1) if turn < 4 else 3), turn
+            x.array, weight.requires_grad = places[0], True
+            with raises(errors.ArgumentError, "weight is a tensor that requires grad"):
+                case.call(comm, x=x, weight=weight, residual=residual, out=x, residual_out=residual)
+        works(comm)
 
 
 def known_norms_of_another_shape() -> None:
@@ -554,7 +622,7 @@ def interrupted_norm() -> None:
 
 
 SCENARIOS = [
-    forms_of_norms, in_place_norms, known_norms_of_another_shape, laid_out_norms, norms_without_rows, norms_of_tensors,
-    norms_on_several_streams, synchronous_norms, recorded_norms, captured_norms, checked_and_run_norms,
-    norms_that_differ, refused_norms, late_for_a_norm, interrupted_norm,
+    forms_of_norms, in_place_norms, known_norms, known_norms_of_another_shape, laid_out_norms, norms_without_rows,
+    norms_of_tensors, norms_on_several_streams, synchronous_norms, recorded_norms, captured_norms,
+    checked_and_run_norms, norms_that_differ, refused_norms, late_for_a_norm, interrupted_norm,
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -37,6 +37,8 @@ class Contender(ABC):
     """An implementation of all-reduce."""
 
     name: str
+    own = False  # a part of ipcreduce, and no peer
+    gives = "all"  # what of a message's results it gives: see the messages' is_right()
 
     @abstractmethod
     def prepare(self, source: Any, target: Any) -> Callable[[], Any] | None:
@@ -70,7 +72,7 @@ class Ours(Contender):
         return lambda: self._comm.allreduce(source, out=target)
 
     def captured(self, call: Callable[[], Any], calls: int) -> Callable[[], None]:
-        self.close()
+        self._close_graph()
         graph = self._graph = Graph(self._comm)
         with graph.record():
             for _ in range(calls):
@@ -86,6 +88,9 @@ class Ours(Contender):
         return prepared.by
 
     def close(self) -> None:
+        self._close_graph()
+
+    def _close_graph(self) -> None:
         if self._graph is not None:
             self._graph.close()
 
@@ -249,13 +254,14 @@ class Mpi(Contender):
         return one_by_one
 
 
-PEERS: dict[str, Callable[[Any], Contender]] = {
+Make = Callable[[Any], Contender]  # from MPI's communicator
+PEERS: dict[str, Make] = {
     "nccl": CupyNccl,
     "torch_nccl": TorchNccl,
     "torch_symm_one_shot": lambda mpi: TorchSymmetric(mpi, "one_shot"),
     "torch_symm_two_shot": lambda mpi: TorchSymmetric(mpi, "two_shot"),
 }
-HOST_PEERS: dict[str, Callable[[Any], Contender]] = {"mpi": Mpi}
+HOST_PEERS: dict[str, Make] = {"mpi": Mpi}
 
 
 def known() -> list[str]:
@@ -273,17 +279,22 @@ def attempt(action: Callable[[], Any], mpi: Any) -> tuple[Any, str]:
     return result, next((one for one in mpi.allgather(reason) if one), "")
 
 
-def find(names: list[str] | None, mpi: Any, on_host: bool) -> tuple[list[Contender], dict[str, str]]:
+def find(
+    names: list[str] | None, mpi: Any, on_host: bool, peers: Mapping[str, Make] | None = None
+) -> tuple[list[Contender], dict[str, str]]:  # fmt: skip
     """The named peers that work on every rank, and for each other peer the reason why it does not. Collective.
 
     :param names: None for all that take such arrays.
     :param on_host: whether they are to take NumPy arrays.
+    :param peers: those that there are; None for those that only add.
     """
-    peers, kind = (HOST_PEERS, "GPU") if on_host else (PEERS, "NumPy")
+    why = f"it takes {'GPU' if on_host else 'NumPy'} arrays" if peers is None else "it is not timed with this --op"
+    if peers is None:
+        peers = HOST_PEERS if on_host else PEERS
     found, left_out = [], {}
     for name in peers if names is None else names:
         if name not in peers:
-            left_out[name] = f"it takes {kind} arrays"
+            left_out[name] = why
             continue
         peer, reason = attempt(partial(peers[name], mpi), mpi)
         if reason:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,7 +20,10 @@ class Message:
 
     :param arrays: into how many arrays of the same length, or one more, the data are split; 0 for one array.
     :ivar source: an array, or a list of ``arrays`` arrays; and ``target``.
+    :ivar what: what contenders compute, and ``fields``: further fields of a stored row.
     """
+
+    fields: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, nbytes: int, dtype: np.dtype[Any], comm: Communicator, arrays: int = 0) -> None:
         self._dtype, self._rank, self._ranks, self.nbytes = dtype, comm.rank, comm.size, nbytes
@@ -35,6 +38,7 @@ class Message:
         self._targets = [comm.empty(count, dtype) for count in counts]
         self.source: Any = self._sources if arrays else self._sources[0]
         self.target: Any = self._targets if arrays else self._targets[0]
+        self.what = f"the sum of {nbytes} bytes"
         self._turn = 0
 
     def renew(self) -> None:
@@ -55,8 +59,8 @@ class Message:
                     part.set(mine[: len(part)])
             target.fill(_LARGEST * self._ranks + 1)
 
-    def is_right(self) -> bool:
-        """True if ``target`` is the sum over the ranks."""
+    def is_right(self, gives: str = "all") -> bool:
+        """True if ``target`` is the sum over the ranks. :param gives: what a contender gives, which is all here."""
         for begin, target in zip(self._begins, self._targets, strict=False):
             expected = np.roll(self._expected, -begin)
             found = target if self.on_host else cupy_runtime.load().asnumpy(target)

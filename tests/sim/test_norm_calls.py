@@ -1,10 +1,17 @@
-"""All-reduce and RMSNorm in one call: tests/sim/scenarios/norms.py."""
+"""All-reduce and RMSNorm in one call: random ones against NumPy, and tests/sim/scenarios/norms.py."""
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 
 Hold = Callable[..., None]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_random_calls(mpirun: Run) -> None:
+    output = mpirun("tests.simulated", 3, "tests/gpu/norm_calls.py", "--cases", 14, "--rows", 9, "--seed", 2).stdout
+    assert "14 calls with RMSNorm on 3 ranks, all right" in output
 
 
 def test_results(hold: Hold) -> None:

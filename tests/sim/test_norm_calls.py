@@ -32,7 +32,8 @@ def test_known_calls(hold: Hold) -> None:
 
 def test_graphs_and_streams(hold: Hold) -> None:
     hold(
-        3, "recorded_norms", "captured_norms", "checked_and_run_norms", "norms_on_several_streams", "norms_of_tensors",
+        3, "recorded_norms", "laid_out_norms_in_graphs", "captured_norms", "checked_and_run_norms",
+        "norms_on_several_streams", "norms_of_tensors",
         SIM_LATE="0.002",
     )  # fmt: skip
 

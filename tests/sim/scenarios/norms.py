@@ -450,6 +450,44 @@ def recorded_norms() -> None:
             works(comm)
 
 
+def laid_out_norms_in_graphs() -> None:
+    """Strided and misaligned arrays, which are copied, in recordings and in captures of the program's own."""
+
+    def check(comm: Any) -> None:
+        stream = cupy.cuda.Stream(non_blocking=True)
+        for dtype, scales in (("bfloat16", "group"), ("float32", "token")):
+            cases = [Case((3, 256), dtype, scales, seed=seed, column_major=scales == "group") for seed in (0, 4)]
+            first, kind = cases[0], cases[0].kind
+            x, out = (cupy.zeros((3, 512), kind)[:, ::2] for _ in range(2))
+            residual = cupy.zeros(3 * 256 + 1, kind)[1:].reshape(3, 256)
+            numbers = cupy.zeros((3, 512), np.uint8)[:, 1::2]
+            own = {"x": x, "residual": residual, "residual_out": residual, "out": out, "quant_out": numbers}
+            first.call(comm, **own)  # compiled before
+            comm.synchronize()
+            with Graph(comm) as graph:
+                with graph.record():
+                    found = first.call(comm, **own)
+                stream.begin_capture()
+                with stream:
+                    captured = first.call(comm, **own)
+                theirs = stream.end_capture()
+                for one, (launch, results) in itertools.product(
+                    cases, ((graph.replay, found), (partial(theirs.launch, stream), captured))
+                ):  # fmt: skip
+                    x[...], residual[...], first.weight[...] = one.x, one.residual, one.weight
+                    out[...], numbers[...] = 0, 0
+                    poison = [cupy.full((3, 512), -1, kind) for _ in range(4)]
+                    cupy.cuda.Device().synchronize()
+                    launch()
+                    stream.synchronize()
+                    one.check(results, out)
+                    del poison
+                first.weight[...] = Case((3, 256), dtype, scales).weight
+            works(comm)
+
+    over_backends(check)
+
+
 def captured_norms() -> None:
     """In a capture of the program's own."""
 
@@ -635,6 +673,6 @@ def interrupted_norm() -> None:
 
 SCENARIOS = [
     forms_of_norms, in_place_norms, known_norms, known_norms_of_another_shape, laid_out_norms, norms_without_rows,
-    norms_of_tensors, norms_on_several_streams, synchronous_norms, recorded_norms, captured_norms,
-    checked_and_run_norms, norms_that_differ, refused_norms, late_for_a_norm, interrupted_norm,
+    norms_of_tensors, norms_on_several_streams, synchronous_norms, recorded_norms, laid_out_norms_in_graphs,
+    captured_norms, checked_and_run_norms, norms_that_differ, refused_norms, late_for_a_norm, interrupted_norm,
 ]  # fmt: skip

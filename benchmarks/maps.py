@@ -91,7 +91,9 @@ def measure(comm: Any, alone: Any, rows: int, name: str) -> dict[str, Any]:
         for key, call in calls.items():
             median = timing.in_graph(timing.captured(call, CALLS), CALLS, REPLAYS, WORLD).median
             found_times[key] = round(min(median, found_times.get(key, median)), 3)
-    eager = {f"host of {key}": round(timing.eagerly(calls[key], 200, 5, WORLD)[1].median, 2) for key in ("plain", "mapped")}
+    eager = {
+        f"host of {key}": round(timing.eagerly(calls[key], 200, 5, WORLD)[1].median, 2) for key in ("plain", "mapped")
+    }
     return {"rows": rows, "KB": rows * HIDDEN * 2 // 1024, "expression": text} | found_times | eager
 
 

@@ -142,12 +142,8 @@ class Communicator:
         self, array: Array, op: Op = ..., *, out: None = ..., then: Map | None = ..., stream: Any = ...
     ) -> Any: ...
     @overload
-    def allreduce(
-        self, array: Array, op: Op = ..., *, out: Out, then: Map | None = ..., stream: Any = ...
-    ) -> Out: ...
-    def allreduce(
-        self, array: Any, op: Any = "sum", *, out: Any = None, then: Any = None, stream: Any = None
-    ) -> Any:
+    def allreduce(self, array: Array, op: Op = ..., *, out: Out, then: Map | None = ..., stream: Any = ...) -> Out: ...
+    def allreduce(self, array: Any, op: Any = "sum", *, out: Any = None, then: Any = None, stream: Any = None) -> Any:
         """The element-wise reduction of every rank's ``array``; every rank gets the same bits.
 
         :param array: NumPy, CuPy, or any array with DLPack or ``__cuda_array_interface__``, on the device or on the
@@ -258,6 +254,7 @@ class Communicator:
         if stream is not None:
             cupy_runtime.stream_of(stream)  # refused as on GPUs
         return parts.host.allreduce_rmsnorm(given)
+
     def _allreduce_then(self, array: Any, op: Any, out: Any, stream: Any, then: Any) -> Any:
         maps.check_call(array, out, then)
         if views.is_device(array):

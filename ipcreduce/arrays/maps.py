@@ -230,7 +230,11 @@ class HostMap:
                 "the shape of v"
             )
         with np.errstate(all="ignore"):
-            return np.array(value, reduced.dtype, order="C") if value.dtype == reduced.dtype else value.astype(reduced.dtype)
+            return (
+                np.array(value, reduced.dtype, order="C")
+                if value.dtype == reduced.dtype
+                else value.astype(reduced.dtype)
+            )
 
 
 def _widened(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

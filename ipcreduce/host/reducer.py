@@ -101,6 +101,7 @@ class HostReducer:
         self._enter(what)
         reduced = self._exchange(what, used.source, "sum", None)
         return used.results(*normalise(used.shape, used.as_rows(reduced), used.weight, used.residual, used.scale))
+
     def allreduce_then(self, array: Any, op: Any, out: Any, then: Map) -> Any:
         """One call with an expression, for which the host has a function of the program."""
         used = HostOperands(array, op, out)

@@ -17,9 +17,12 @@ UNIT = 8  # elements of a packet
 GROUP = 64  # elements of which a row must have whole numbers
 MOST_HIDDEN = 16_384  # for which the kernels have room
 _SHARE = 16  # units; the share of a block is a multiple of it
-_SOME_ROWS = 32  # up to here, several blocks have a row
+_FEW_ROWS, _SOME_ROWS = 8, 32  # up to here, eight blocks have a long row, or four
+_SHORT_HIDDEN = 5120  # up to here, one block has a row even if there are few
 _MOST_DEPTH = 2
-# The largest message, by n, for one hop: as for the plain all-reduce, because the norm costs the same behind both.
+# The largest message, by n, for one hop: as for the plain all-reduce, because the norm costs the same behind both. Over
+# 2 ranks long rows go in two hops from 2 MB on, since then a block has fewer threads.
+_LATE_HIDDEN = 4096
 _ONE_SHOT_BYTES = {2: 8 * MB, 3: 192 * KB, 4: 192 * KB, 5: 128 * KB, 6: 96 * KB, 7: 64 * KB, 8: 64 * KB}
 _TWO_SHOT_THREADS = {2: 512, 3: 352, 4: 256, 5: 224, 6: 224, 7: 160, 8: 160}  # by n
 _CODES_END = CODES_BYTES + CODE_BYTES * len(DTYPES)
@@ -70,7 +73,8 @@ def make_plan(
     if n == 1 or not shape.rows or not fits:
         return None
     nbytes = shape.elements * ITEMSIZES[shape.dtype]
-    algorithm = forced or ("one_shot" if nbytes <= _ONE_SHOT_BYTES[n] else "two_shot")
+    most = 2 * MB if n == 2 and shape.hidden > _LATE_HIDDEN else _ONE_SHOT_BYTES[n]
+    algorithm = forced or ("one_shot" if nbytes <= most else "two_shot")
     for name in dict.fromkeys((algorithm, forced or "two_shot")):  # two_shot needs less room
         for cluster in _clusters(shape, clusters):
             plan = plan_launch(KERNELS[name], cluster, shape, n, resident, sharing)
@@ -86,7 +90,7 @@ def variants(
     """The kernel, cluster and depth of every launch for rows of this length, whatever their number and the room."""
     found = set()
     limits = {most_blocks(resident, sharing), min(resident, most_blocks(resident, sharing))}
-    edges = {blocks // cluster for blocks in limits for cluster in (1, 2, 4, 8)} | {_SOME_ROWS, EPOCH_SLOTS}
+    edges = {blocks // cluster for blocks in limits for cluster in (1, 2, 4, 8)} | {_FEW_ROWS, _SOME_ROWS, EPOCH_SLOTS}
     for name in [forced] if forced else [*KERNELS]:
         for rows in {1} | edges | {edge + 1 for edge in edges}:  # where the plan may change
             one = NormShape(rows, shape.hidden, shape.dtype, shape.eps, shape.weight_bias, shape.residual)
@@ -97,12 +101,17 @@ def variants(
 
 
 def _clusters(shape: NormShape, clusters: bool) -> list[int]:
-    """The numbers of blocks for a row, the best first: 4 for few rows (2 to 8, by their length), and 1 for many."""
+    """The numbers of blocks for a row, the best first: several for few long rows, else 1.
+
+    Several blocks send and poll a row faster than one, but a cluster starts 0.4 us later, unless the kernel before lets
+    its successor start early. Programs have other kernels between their all-reduces, which mostly do not.
+    """
     if not clusters:
         return [1]
-    few = 8 if shape.hidden > 8192 else 4 if shape.hidden >= 2048 else 2 if shape.hidden >= 1024 else 1
     many = [1, 2, 4]  # more than 1 where a block cannot hold a row
-    return [few, *many] if shape.rows <= _SOME_ROWS else many
+    if shape.rows > _SOME_ROWS or shape.hidden <= _SHORT_HIDDEN:
+        return many
+    return [8 if shape.rows <= _FEW_ROWS or shape.hidden > 8192 else 4, *many]
 
 
 def plan_launch(kernel: str, cluster: int, shape: NormShape, n: int, resident: int, sharing: int) -> NormPlan | None:

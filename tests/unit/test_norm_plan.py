@@ -87,18 +87,22 @@ def test_usual_rows_have_a_kernel(rows: int, hidden: int, n: int):
 @pytest.mark.parametrize(
     ("rows", "hidden", "n", "kernel", "cluster", "grid", "block", "depth"),
     [
-        (1, 4096, 2, "one_shot", 4, 4, 128, 1),
+        (1, 4096, 2, "one_shot", 1, 1, 512, 1),
+        (8, 8192, 2, "one_shot", 8, 64, 128, 1),
+        (9, 8192, 2, "one_shot", 4, 36, 256, 1),
         (32, 8192, 2, "one_shot", 4, 128, 256, 1),
         (33, 8192, 2, "one_shot", 1, 33, 1024, 1),
-        (512, 5120, 2, "one_shot", 1, 512, 640, 1),
-        (16, 4096, 8, "two_shot", 4, 64, 32, 1),
-        (4, 8192, 8, "one_shot", 4, 16, 256, 1),
+        (512, 4096, 2, "one_shot", 1, 512, 512, 1),
+        (204, 5120, 2, "one_shot", 1, 204, 640, 1),
+        (205, 5120, 2, "two_shot", 1, 205, 320, 1),
+        (16, 4096, 8, "two_shot", 1, 16, 64, 1),
+        (4, 8192, 8, "one_shot", 8, 32, 128, 1),
         (600, 8192, 2, "two_shot", 1, 264, 512, 1),
         (8, 16_384, 2, "one_shot", 8, 64, 256, 1),
     ],
 )
 def test_the_rule(rows: int, hidden: int, n: int, kernel: str, cluster: int, grid: int, block: int, depth: int):
-    """Four blocks a row up to 32 rows, and one for more; one shot up to the sizes of the plain all-reduce."""
+    """Several blocks for few long rows, else one; one shot up to the sizes of the plain all-reduce, or to 2 MB."""
     found = norm_plan.make_plan(shape_of(rows, hidden), n, ANY)
     assert found is not None
     assert found.kernel == norm_plan.KERNELS[kernel]

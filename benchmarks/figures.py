@@ -121,6 +121,23 @@ def shapes(run: Run) -> None:
             run.keep(what, nbytes, us, times[0], wanted)
 
 
+def lists(run: Run) -> None:
+    """Lists of arrays within 1.1 times one array of the same bytes, plus 1 us."""
+    for dtype in (BFLOAT16, np.dtype(np.float32)):
+        for count in (4, 32, 200, 1000):
+            if count << 10 > run.largest:
+                continue
+            pairs = [arrays_of(1 << 10, dtype) for _ in range(count)]
+            sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
+            nbytes = count << 10
+            source, target = arrays_of(nbytes, dtype)
+            base, us = run.in_turns(
+                run.captured(functools.partial(run.comm.allreduce, source, out=target), nbytes),
+                run.captured(functools.partial(run.comm.allreduce, sources, out=targets), nbytes),
+            )
+            run.keep(f"list, {count} {dtype}", nbytes, us, base, 1.1 + 1 / base)
+
+
 def long(run: Run) -> None:
     """512 MB and 1 GiB within 1.1 of the wire's time; and what direct launches, which no plan has, would bring."""
     limit = Limit.measure(run.comm, WORLD, run.replays)
@@ -277,7 +294,7 @@ def endless_waits(run: Run) -> Iterator[None]:
             compiler._headers_digest.cache_clear()
 
 
-PARTS = {part.__name__: part for part in (dtypes, shapes, long, eager, block, ends_of_waits)}
+PARTS = {part.__name__: part for part in (dtypes, shapes, lists, long, eager, block, ends_of_waits)}
 
 
 def main() -> None:

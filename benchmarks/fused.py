@@ -1,207 +1,253 @@
-"""Times all-reduce, residual and RMSNorm in one kernel, beside the plain all-reduce and the unfused pair.
+"""Times all-reduce, residual and RMSNorm in one kernel beside the plain all-reduce and the unfused pair.
 
-    mpirun -n 2 python benchmarks/fused.py OUT.json [--hidden 4096 8192] [--rows 1 16] [--scales given] [--shapes]
+    mpirun -n 2 python benchmarks/fused.py OUT.json [--only table,fp8,chain,shapes,eager] [--seconds 220]
 
-Times are microseconds an operation, in CUDA graphs of 100 (the median over replays, of the slowest rank), bfloat16, in
-place, with a residual. "chain": the operation behind a matrix product of cuBLAS that writes its input, in float16, less
-the plain all-reduce in the same chain. ``--shapes``: every number of blocks a row, by both algorithms.
-Results are compared with NumPy before they are timed.
+- table: bfloat16 with a residual, in graphs of 100: all-reduce, fused, pair, and what the last two take more
+- fp8: the results quantised by a given scale, by one a row, and by one every 128 elements, beside those that are not
+- chain: between two matrix products of PyTorch, from which only the time of all three is known
+- shapes: every number of blocks and units a thread for which there is room, behind one another and in that chain
+- eager: calls that are not captured, on the host alone and from end to end
+
+"pair" is the all-reduce and the norm as the library runs them where a shape has no fused kernel. Before something is
+timed, its results are compared with NumPy's bit for bit, three times: with other data, outputs that are poisoned, and
+one rank late. Times are microseconds: medians of the slowest rank, over replays and over three turns. Without PyTorch
+the chain has copies instead of products. A part that runs out of its time says what it left out.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import faulthandler
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import cupy as cp
-import ml_dtypes
-import numpy as np
 from mpi4py import MPI
 
 import ipcreduce
 from ipcreduce.bench import report, timing
-from ipcreduce.bench.limit import our_backend
-from ipcreduce.calls.norm_shape import NormAddresses, NormShape
-from ipcreduce.ipc import norm_plan
+
+try:
+    from benchmarks.norm_cases import EPS, Call, Case, Products, WrongError, load, name_of, plans
+except ImportError:  # a script whose clone is not on the path
+    from norm_cases import EPS, Call, Case, Products, WrongError, load, name_of, plans
 
 WORLD = MPI.COMM_WORLD
-CALLS, REPLAYS, INNER = 100, 15, 256  # INNER: of the matrix products
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+HIDDEN, ROWS = (4096, 5120, 8192), tuple(1 << power for power in range(10))
+FEW_ROWS, FP8_ROWS = (1, 8, 32, 64), (1, 8, 32, 64, 128, 256)
+TURNS = 3
+
+
+def say(text: str) -> None:
+    """Print on rank 0."""
+    if WORLD.rank == 0:
+        print(text, flush=True)
 
 
 class Bench:
-    """The arrays and launches of one shape."""
+    """The parts, their options and their rows."""
 
-    def __init__(self, comm: ipcreduce.Communicator, shape: NormShape) -> None:
-        self.comm, self.shape = comm, shape
-        self._launches = our_backend(comm, "this benchmark").launches
-        size, dtype = (shape.rows, shape.hidden), DTYPES[shape.dtype]
-        self._values = [np.random.default_rng(rank).standard_normal(size).astype(dtype) for rank in range(comm.size)]
-        self._residual = np.random.default_rng(99).standard_normal(size).astype(dtype)
-        self._weight = np.random.default_rng(98).standard_normal(shape.hidden).astype(dtype)
-        self.x, self._added = self._device(self._values[comm.rank]), self._device(self._residual)
-        self._row = self._device(self._weight)
-        self._quantised = cp.zeros(size, np.uint8)
-        self._scales = cp.full(max(1, shape.rows * shape.hidden // 128), 0.05, np.float32)
-        self._left = cp.full((shape.rows, INNER), 0.01, np.float16)
-        self._right = cp.full((INNER, shape.hidden), 0.01, np.float16)
+    def __init__(self, comm: ipcreduce.Communicator, options: argparse.Namespace) -> None:
+        self.comm, self.options, self.wrong = comm, options, 0
+        self.ends = 0.0  # of the part that runs
 
-    @staticmethod
-    def _device(values: Any) -> Any:
-        return cp.asarray(values.view(np.uint16)).view(values.dtype)
+    def cases(self, rows: tuple[int, ...], scales: str = "") -> Iterator[Case]:
+        """A case for every shape, as long as there is time."""
+        every = [(h, r) for r in self.options.rows or rows for h in self.options.hidden]  # the largest come last
+        for index, (hidden, count) in enumerate(every):
+            if WORLD.bcast(time.monotonic() > self.ends):
+                say(f"  out of time: {len(every) - index} shapes left out, from {hidden} x {count} on")
+                return
+            yield Case(self.comm, count, hidden, scales)
 
-    def addresses(self, pair: bool = False) -> NormAddresses:
-        """In place. With a quantised result the pair alone writes y, over the input."""
-        shape, x, added = self.shape, self.x.data.ptr, self._added.data.ptr
-        return NormAddresses(
-            source=x, weight=self._row.data.ptr, residual=added, residual_out=added,
-            out=x if shape.keeps_y or pair else 0,
-            quantised=self._quantised.data.ptr if shape.scales else 0,
-            scales=self._scales.data.ptr if shape.scales else 0,
-        )  # fmt: skip
+    def checked(self, case: Case, name: str, call: Call, plain: bool = False) -> bool:
+        """True if the results of a call are right, which it says otherwise."""
+        try:
+            case.check(name, call, plain)
+        except WrongError as error:
+            self.wrong += 1
+            say(f"  WRONG {error}")
+            return False
+        return True
 
-    def fused(self, plan: norm_plan.NormPlan | None = None) -> Callable[[], None] | None:
-        """A function that launches the fused kernel; None if there is none."""
-        found = self._launches.fused_norm(self.shape, plan)
-        if found is None:
-            return None
-        found.set(self.addresses())
-        return lambda: found.launch.run(cp.cuda.get_current_stream().ptr)
+    def timed(self, calls: dict[str, Call], captured: Callable[[Call, int], Call] = timing.captured) -> dict[str, Any]:
+        """The microseconds of each call in a graph. All take turns."""
+        count = self.options.calls
+        graphs = {name: captured(call, count) for name, call in calls.items()}
+        found: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(TURNS):
+            for name, launch in graphs.items():
+                found[name].append(timing.in_graph(launch, count, self.options.replays, WORLD).median)
+        return {name: round(statistics.median(times), 3) for name, times in found.items()}
 
-    def plain(self) -> None:
-        """The all-reduce alone, in place."""
-        self.comm.allreduce(self.x, out=self.x)
+    def calls(self, case: Case, pair: bool = True) -> dict[str, Call]:
+        """The calls of a shape whose results are right."""
+        every = {"all-reduce": case.plain, "fused": case.fused} | ({"pair": case.pair()} if pair else {})
+        return {name: call for name, call in every.items() if self.checked(case, name, call, name == "all-reduce")}
 
-    def pair(self) -> Callable[[], None]:
-        """A function that launches the all-reduce, and then the norm."""
-        norm = self._launches.norm_kernels.pair_launch(self.shape)
-        norm.set(self.addresses(pair=True))
+    def table(self) -> Iterator[dict[str, Any]]:
+        """All-reduce, fused, and pair."""
+        for case in self.cases(ROWS):
+            yield place(case) | {"by": case.by} | more(self.timed(self.calls(case)))
 
-        def call() -> None:
-            self.plain()
-            norm.launch.run(cp.cuda.get_current_stream().ptr)
+    def fp8(self) -> Iterator[dict[str, Any]]:
+        """The three kinds of scales beside the call without quantisation."""
+        for case in self.cases(FP8_ROWS):
+            calls = {"fused": case.fused} if self.checked(case, "fused", case.fused) else {}
+            for kind in ("given", "token", "group"):
+                other = Case(self.comm, *case.x.shape, kind)
+                if self.checked(other, kind, other.fused):
+                    calls[kind] = other.fused
+            yield place(case) | more(self.timed(calls), "fused")
 
-        return call
+    def chain(self) -> Iterator[dict[str, Any]]:
+        """The same as the table, between two products."""
+        for case in self.cases(FEW_ROWS):
+            products = Products(case)
+            calls = {name: products.around(call, name == "all-reduce") for name, call in self.calls(case).items()}
+            found = more(self.timed(calls, products.captured))
+            yield place(case) | {"by": case.by, "products": "torch" if products.torch else "copies"} | found
 
-    def product(self) -> None:
-        """A matrix product that writes the input."""
-        cp.matmul(self._left, self._right, out=self.x)
+    def shapes(self) -> Iterator[dict[str, Any]]:
+        """Every launch, alone and between products. The times are what they take more than the all-reduce there."""
+        for case in self.cases(ROWS):
+            planned = list(plans(case))
+            load(case, planned)
+            calls: dict[str, Call] = {"all-reduce": case.plain}
+            calls |= {name_of(one): case.by_plan(one) for one in planned}
+            calls = {name: call for name, call in calls.items() if self.checked(case, name, call, call == case.plain)}
+            products = Products(case)
+            chains = {name: products.around(call, name == "all-reduce") for name, call in calls.items()}
+            alone, chained = self.timed(calls), self.timed(chains, products.captured)
+            yield place(case) | {"by": case.by, "alone": alone, "chained": chained} | best(alone, chained)
 
-    def plans(self) -> dict[str, norm_plan.NormPlan]:
-        """The launch by every algorithm and number of blocks a row for which there is room."""
-        launches, found = self._launches, {}
-        for name, kernel in norm_plan.KERNELS.items():
-            for cluster in (1, 2, 4, 8):
-                plan = norm_plan.plan_launch(
-                    kernel, cluster, self.shape, self.comm.size, launches.resident, launches.sharing
-                )
-                if plan is not None and plan.staging <= self._room():
-                    found[f"{name} {cluster}"] = plan
-        return found
+    def eager(self) -> Iterator[dict[str, Any]]:
+        """Calls that are not captured, for arrays of CuPy and PyTorch."""
+        for case in self.cases((1, 16)):
+            allreduce, norm = case.comm.allreduce, case.comm.allreduce_rmsnorm
+            kinds: dict[str, Any] = {"": (case.x, case.weight, case.residual, case.total)}
+            products = Products(case)
+            if products.torch:
+                kinds[" tensors"] = tuple(map(products._tensor, kinds[""]))
+            row = place(case)
+            for kind, (x, weight, residual, total) in kinds.items():
+                calls = {
+                    "all-reduce": partial(allreduce, x, out=total),
+                    "in place": partial(norm, x, weight, EPS, residual=residual, out=x, residual_out=residual),
+                    "new outputs": partial(norm, x, weight, EPS, residual=residual),
+                }
+                if not kind:
+                    calls["pair"] = case.pair()
+                for name, call in calls.items():
+                    row[name + kind] = self._eagerly(call, products)
+            yield row
 
-    def _room(self) -> int:
-        return our_backend(self.comm, "this benchmark").workspace.half_bytes - (64 << 10)
-
-    def reset(self) -> None:
-        """Set the inputs to their first values."""
-        self.x.view(np.uint16)[...] = cp.asarray(self._values[self.comm.rank].view(np.uint16))
-        self._added.view(np.uint16)[...] = cp.asarray(self._residual.view(np.uint16))
-
-    def check(self, call: Callable[[], Any], keeps_y: bool = True) -> None:
-        """One call from the first values. :raises AssertionError: if it is far from NumPy's float64."""
-        self.reset()
-        cp.cuda.get_current_stream().synchronize()
-        call()
-        cp.cuda.get_current_stream().synchronize()
-        total = sum(values.astype(np.float64) for values in self._values) + self._residual.astype(np.float64)
-        assert np.allclose(self._added.get().astype(np.float64), total, rtol=0.02, atol=0.05), "residual_out"
-        y = total / np.sqrt((total**2).mean(1, keepdims=True) + self.shape.eps) * self._weight.astype(np.float64)
-        if keeps_y:
-            assert np.allclose(self.x.get().astype(np.float64), y, rtol=0.03, atol=0.05), "y"
-
-
-def graph_of(call: Callable[[], Any], calls: int = CALLS) -> float:
-    """Microseconds a call."""
-    return round(timing.in_graph(timing.captured(call, calls), calls, REPLAYS, WORLD).median, 3)
-
-
-def in_chain(bench: Bench, call: Callable[[], Any]) -> float:
-    """Microseconds of a product and a call behind it."""
-
-    def link() -> None:
-        bench.product()
-        call()
-
-    link()  # cuBLAS allocates its memory
-    return graph_of(link)
-
-
-def shape_of(rows: int, hidden: int, dtype: str, scales: str) -> NormShape:
-    """With a quantised result, y is not kept."""
-    return NormShape(rows, hidden, dtype, float(np.float32(1e-6)), 0.0, True, scales, keeps_y=not scales)
+    def _eagerly(self, call: Call, products: Products) -> str:
+        """Host alone, and from end to end."""
+        torch = products.torch
+        with torch.cuda.stream(products._stream) if torch else cp.cuda.get_current_stream():
+            both = [timing.eagerly(call, self.options.calls, self.options.replays, WORLD) for _ in range(TURNS)]
+        ends, hosts = (statistics.median(one[i].median for one in both) for i in (0, 1))
+        return f"{hosts:.2f}, {ends:.2f}"
 
 
-def row_of(comm: ipcreduce.Communicator, rows: int, hidden: int, scales: str, shapes: bool) -> dict[str, Any]:
-    """The times of one shape."""
-    bench = Bench(comm, shape_of(rows, hidden, "bfloat16", scales))
-    fused, pair, planned = bench.fused(), bench.pair(), our_backend(comm, "").launches.norm_plan(bench.shape)
-    row: dict[str, Any] = {"hidden": hidden, "rows": rows, "KB": rows * hidden * 2 // 1024, "scales": scales}
-    row["plan"] = f"{planned.kernel} {planned.cluster} {planned.grid} x {planned.block}" if planned else "pair"
-    row["all-reduce"] = graph_of(bench.plain)
-    bench.check(pair)
-    row["pair"] = graph_of(pair)
-    if fused is not None:
-        bench.check(fused, bench.shape.keeps_y)
-        row["fused"] = graph_of(fused)
-    if shapes:
-        for name, plan in bench.plans().items():
-            call = bench.fused(plan)
-            assert call is not None
-            bench.check(call, bench.shape.keeps_y)
-            row[name] = graph_of(call)
-    return row
+def place(case: Case) -> dict[str, Any]:
+    """The shape, as every row has it."""
+    shape = case.shape
+    return {"hidden": shape.hidden, "rows": shape.rows, "KB": shape.nbytes // 1024}
 
 
-def chain_of(comm: ipcreduce.Communicator, rows: int, hidden: int, scales: str, shapes: bool) -> dict[str, Any]:
-    """The further time of fused kernels and pair behind a matrix product, over the all-reduce there."""
-    bench = Bench(comm, shape_of(rows, hidden, "float16", scales))
-    plain = in_chain(bench, bench.plain)
-    row: dict[str, Any] = {"chain, product and all-reduce": plain}
-    calls: dict[str, Callable[[], None] | None] = {"pair": bench.pair(), "fused": bench.fused()}
-    calls |= {name: bench.fused(plan) for name, plan in (bench.plans() if shapes else {}).items()}
-    for name, call in calls.items():
-        if call is not None:
-            row[f"chain, {name}"] = round(in_chain(bench, call) - plain, 3)
-    return row
+def more(times: dict[str, float], base: str = "all-reduce") -> dict[str, Any]:
+    """The times, and behind each what it takes more than the base."""
+    found: dict[str, Any] = {}
+    for name, microseconds in times.items():
+        found[name] = microseconds
+        if name != base and base in times:
+            found[f"{name}, more"] = round(microseconds - times[base], 3)
+    return found
+
+
+def best(alone: dict[str, float], chained: dict[str, float]) -> dict[str, Any]:
+    """Of all launches the best alone, the best in a chain, and that with the least sum of both: +alone/+chained."""
+    base = alone["all-reduce"], chained["all-reduce"]
+    extra = {name: (alone[name] - base[0], chained[name] - base[1]) for name in alone if name != "all-reduce"}
+    orders = {"best alone": lambda one: one[0], "best chained": lambda one: one[1], "best in both": sum}
+    found = {}
+    for what, key in orders.items():
+        name = min(extra, key=lambda one: key(extra[one]), default="")
+        found[what] = f"{name} {extra[name][0]:+.2f}/{extra[name][1]:+.2f}" if name else ""
+    return found
+
+
+def shown(row: dict[str, Any]) -> str:
+    """A row in one line. Tables of shapes follow in lines of their own."""
+    first = f"{row['hidden']:>5} x {row['rows']:<3} {row['KB']:>5} KB"
+    apart = "hidden", "rows", "KB", "alone", "chained"
+    cells = [f"{name} {value}" for name, value in row.items() if name not in apart]
+    lines = [" | ".join([first, *cells])]
+    if "alone" in row:
+        base = row["alone"]["all-reduce"], row["chained"]["all-reduce"]
+        lines.append(f"      all-reduce {base[0]:.2f}, chained {base[1]:.2f}; each launch +alone/+chained:")
+        every = [
+            f"{name} {row['alone'][name] - base[0]:+.2f}/{row['chained'][name] - base[1]:+.2f}"
+            for name in row["alone"] if name != "all-reduce"
+        ]  # fmt: skip
+        lines += ["      " + "; ".join(every[start : start + 6]) for start in range(0, len(every), 6)]
+    return "\n".join(lines)
+
+
+PARTS = {"table": Bench.table, "fp8": Bench.fp8, "chain": Bench.chain, "shapes": Bench.shapes, "eager": Bench.eager}
+
+
+def arguments() -> argparse.Namespace:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser()
+    add = parser.add_argument
+    add("json", type=Path)
+    add("--only", default=",".join(PARTS), help="parts, with commas between them")
+    add("--seconds", type=float, default=220, help="for all parts together")
+    add("--hidden", type=int, nargs="+", default=HIDDEN)
+    add("--rows", type=int, nargs="+", help="instead of each part's own")
+    add("--calls", type=int, default=100, help="in a graph")
+    add("--replays", type=int, default=13)
+    options = parser.parse_args()
+    options.only = options.only.split(",")
+    if unknown := [name for name in options.only if name not in PARTS]:
+        parser.error(f"--only {unknown[0]}: there is no such part. Choose from {', '.join(PARTS)}")
+    return options
 
 
 def main() -> None:
-    """Measure every shape, and write the rows on rank 0."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("json", type=Path)
-    parser.add_argument("--hidden", type=int, nargs="+", default=[4096, 5120, 8192])
-    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--scales", nargs="+", default=["none"], choices=["none", "given", "token", "group"])
-    parser.add_argument("--shapes", action="store_true")
-    parser.add_argument("--no-chain", action="store_true")
-    options = parser.parse_args()
+    """Run the parts, and write the rows on rank 0 after each."""
+    options = arguments()
+    faulthandler.dump_traceback_later(1.5 * options.seconds + 60, exit=True)
     comm = ipcreduce.Communicator(device="auto", backend="ipc")
-    rows: list[dict[str, Any]] = []
+    bench, result = Bench(comm, options), report.header(["benchmarks/fused.py", *options.only])
+    begin = time.monotonic()
     with cp.cuda.Stream(non_blocking=True):
-        for hidden in options.hidden:
-            for count in options.rows:
-                for scales in options.scales:
-                    rows.append(row_of(comm, count, hidden, scales.replace("none", ""), options.shapes))
-                    if not options.no_chain:
-                        rows[-1] |= chain_of(comm, count, hidden, scales.replace("none", ""), options.shapes)
-                    if comm.rank == 0:
-                        print(rows[-1], flush=True)
-    if comm.rank == 0:
-        report.write_json(options.json, report.header(["benchmarks/fused.py"]) | {"rows": rows})
+        for index, name in enumerate(options.only):
+            left = begin + options.seconds - time.monotonic()
+            bench.ends = time.monotonic() + left / (len(options.only) - index)
+            say(f"{name} (at {time.monotonic() - begin:.0f} s)")
+            rows = result[name] = []
+            try:
+                for row in PARTS[name](bench):
+                    rows.append(row)
+                    say(shown(row))
+            except Exception as error:  # the other parts may still work
+                traceback.print_exc()
+                result[f"{name}, error"] = f"{type(error).__name__}: {error}"
+                bench.wrong += 1
+            if WORLD.rank == 0:
+                report.write_json(options.json, result)
+    say(f"{time.monotonic() - begin:.0f} s, {bench.wrong} wrong")
     comm.close()
+    raise SystemExit(bool(bench.wrong))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 
+from .arrays.maps import Map
+from .arrays.norms import FP8
 from .communicator import Communicator
-from .default import allreduce, get_communicator
+from .default import allreduce, allreduce_rmsnorm, get_communicator
 from .errors import (
     AddressChangedError,
     ArgumentError,
@@ -34,23 +36,26 @@ from .ranks.groups import Group
 __version__ = "0.1.0"
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # programs that want the log add a handler of their own
 
-__all__ = [
+__all__ = [  # noqa: RUF022 - as sorted() sorts
     "AddressChangedError",
     "ArgumentError",
     "CaptureError",
     "Communicator",
     "CudaError",
+    "FP8",
     "Graph",
     "GraphRunner",
     "GraphStateError",
     "Group",
     "IpcReduceError",
+    "Map",
     "PeerFailedError",
     "PeerLostError",
     "PeerTimeoutError",
     "RankMismatchError",
     "UnsupportedError",
     "allreduce",
+    "allreduce_rmsnorm",
     "collect_addresses",
     "eager_break",
     "forward_context",

@@ -12,7 +12,9 @@ from typing import Any, overload
 import numpy as np
 
 from . import process, startup
-from .arrays import lists, views
+from .arrays import lists, maps, norms, views
+from .arrays.maps import Map
+from .arrays.norms import FP8, NormArguments
 from .calls import faults, turns
 from .calls.sequence import CallSequence
 from .cuda import cupy_runtime
@@ -110,26 +112,42 @@ class Communicator:
 
     # ---- the operation
     @overload
-    def allreduce(self, array: NumpyNumber, op: Op = ..., *, out: None = ..., stream: Any = ...) -> NumpyNumber: ...
-    @overload
-    def allreduce(self, array: Number, op: Op = ..., *, out: None = ..., stream: Any = ...) -> Number: ...
+    def allreduce(
+        self, array: NumpyNumber, op: Op = ..., *, out: None = ..., then: Map | None = ..., stream: Any = ...
+    ) -> NumpyNumber: ...
     @overload
     def allreduce(
-        self, array: list[Any] | tuple[Any, ...], op: Op = ..., *, out: None = ..., stream: Any = ...
+        self, array: Number, op: Op = ..., *, out: None = ..., then: Map | None = ..., stream: Any = ...
+    ) -> Number: ...
+    @overload
+    def allreduce(
+        self, array: list[Any] | tuple[Any, ...], op: Op = ..., *, out: None = ..., then: None = ..., stream: Any = ...
     ) -> list[Any]: ...
     @overload
     def allreduce(
-        self, array: list[Any] | tuple[Any, ...], op: Op = ..., *, out: OutList, stream: Any = ...
+        self, array: list[Any] | tuple[Any, ...], op: Op = ..., *, out: OutList, then: None = ..., stream: Any = ...
     ) -> OutList: ...
     @overload
     def allreduce(
-        self, array: np.ndarray[Shape, DType], op: Op = ..., *, out: None = ..., stream: Any = ...
+        self,
+        array: np.ndarray[Shape, DType],
+        op: Op = ...,
+        *,
+        out: None = ...,
+        then: Map | None = ...,
+        stream: Any = ...,
     ) -> np.ndarray[Shape, DType]: ...
     @overload
-    def allreduce(self, array: Array, op: Op = ..., *, out: None = ..., stream: Any = ...) -> Any: ...
+    def allreduce(
+        self, array: Array, op: Op = ..., *, out: None = ..., then: Map | None = ..., stream: Any = ...
+    ) -> Any: ...
     @overload
-    def allreduce(self, array: Array, op: Op = ..., *, out: Out, stream: Any = ...) -> Out: ...
-    def allreduce(self, array: Any, op: Any = "sum", *, out: Any = None, stream: Any = None) -> Any:
+    def allreduce(
+        self, array: Array, op: Op = ..., *, out: Out, then: Map | None = ..., stream: Any = ...
+    ) -> Out: ...
+    def allreduce(
+        self, array: Any, op: Any = "sum", *, out: Any = None, then: Any = None, stream: Any = None
+    ) -> Any:
         """The element-wise reduction of every rank's ``array``; every rank gets the same bits.
 
         :param array: NumPy, CuPy, or any array with DLPack or ``__cuda_array_interface__``, on the device or on the
@@ -142,6 +160,7 @@ class Communicator:
             ``torch.distributed.ReduceOp`` that means one of these. The average of integers is truncated toward zero.
         :param out: the array for the result, of the same shape and dtype, and on the device if ``array`` is;
             ``out=array`` is in place. For a list, a list of such arrays, which share no memory with each other.
+        :param then: a :class:`Map`: an element-wise expression that each rank applies to its result. Not for lists.
         :param stream: for device arrays: an int, a CuPy stream or an object with ``__cuda_stream__``; None for the
             current stream: PyTorch's for its tensors, and CuPy's for all else.
         :returns: ``out``, or a new C-contiguous array, whatever the layout of ``array``: for a tensor a tensor, from
@@ -155,6 +174,8 @@ class Communicator:
         :meth:`synchronize`. Where data is missing, the result holds bytes 0xFF (NaN). On the host it returns when the
         work is done; after an error the values in ``out`` are undefined.
         """
+        if then is not None:
+            return turns.make(self._open.calls, self._allreduce_then, array, op, out, stream, then)
         fast = self._open.fast  # once: another thread may close the communicator
         if fast is not None:
             return fast.make(None, self._allreduce, array, op, out, stream)
@@ -171,6 +192,79 @@ class Communicator:
         if stream is not None:
             cupy_runtime.stream_of(stream)  # refused as on GPUs; no work on the host waits for a stream
         return (parts.host.allreduce_list if several else parts.host.allreduce)(array, op, out)
+
+    # ---- the operation and a norm
+    @overload
+    def allreduce_rmsnorm(
+        self, x: np.ndarray[Shape, DType], weight: Any, eps: float = ..., *, residual: Any = ...,
+        out: np.ndarray[Shape, DType] | None = ..., residual_out: np.ndarray[Shape, DType] | None = ...,
+        weight_bias: float = ..., quantize: None = ..., stream: Any = ...,
+    ) -> tuple[np.ndarray[Shape, DType], np.ndarray[Shape, DType]]: ...  # fmt: skip
+    @overload
+    def allreduce_rmsnorm(
+        self, x: Array, weight: Array, eps: float = ..., *, residual: Array | None = ..., out: Any = ...,
+        residual_out: Any = ..., weight_bias: float = ..., quantize: None = ..., stream: Any = ...,
+    ) -> tuple[Any, Any]: ...  # fmt: skip
+    @overload
+    def allreduce_rmsnorm(
+        self, x: Array, weight: Array, eps: float = ..., *, residual: Array | None = ..., out: Any = ...,
+        residual_out: Any = ..., weight_bias: float = ..., quantize: FP8, quant_out: Any = ..., scales_out: Any = ...,
+        stream: Any = ...,
+    ) -> tuple[Any, Any, Any]: ...  # fmt: skip
+    def allreduce_rmsnorm(
+        self, x: Any, weight: Any, eps: float = 1e-6, *, residual: Any = None, out: Any = None,
+        residual_out: Any = None, weight_bias: float = 0.0, quantize: FP8 | None = None, quant_out: Any = None,
+        scales_out: Any = None, stream: Any = None,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """The sum of every rank's ``x``, with the residual added, and its rows normalised by RMSNorm; one call.
+
+        The residual sum is the plain all-reduce's sum plus ``residual``. Of each of its rows r the result is
+        y = r * (weight + weight_bias) / sqrt(mean(r * r) + eps). docs/fused.md says how each step is rounded.
+
+        :param x: an array of shape (..., hidden), of float16, bfloat16 or float32; see :meth:`allreduce`. All arrays
+            lie on the device, or all on the host, and have the dtype of ``x``.
+        :param weight: of shape (hidden,). :param eps: 0 or more; the same on every rank, as ``weight_bias``.
+        :param residual: of the shape of ``x``, the same values on every rank; None for no residual.
+        :param out: the array for y. ``out=x`` is in place. :param residual_out: the array for the residual sum.
+            ``residual_out=residual`` is in place. No other two arguments may share memory if one of them is written.
+        :param quantize: y is also rounded to numbers of 8 bits, with scales, as :class:`FP8` says.
+        :param quant_out: the array for these numbers: of float8_e4m3fn, or of uint8 for their bytes.
+        :param scales_out: the array for their scales, of float32, unless ``quantize`` gives the scale.
+        :param stream: see :meth:`allreduce`.
+        :returns: (y, residual sum); with ``quantize`` (numbers, scales, residual sum), and y only in ``out``. Each is
+            the caller's array or a new one of the library of ``x``. Scales are (..., 1) for each row, (..., hidden/128)
+            for each 128 elements, or the given scale itself.
+        :raises IpcReduceError: see :meth:`allreduce`. Where data is missing, all outputs are NaN.
+        """
+        given = x, weight, eps, residual, out, residual_out, weight_bias, quantize, quant_out, scales_out
+        parts = self._open
+        fast, known, ready = parts.fast, parts.known_norms, None
+        if fast is None or known is None:
+            return turns.make(parts.calls, self._allreduce_rmsnorm, given, None, None, stream)
+        if residual_out is not None and (quantize is None or type(quantize) is FP8):
+            ready = known.find(given, stream)
+        made = fast.make(ready, self._allreduce_rmsnorm, given, None, given, stream)
+        if made is not True:
+            usual: tuple[Any, ...] = made
+            return usual
+        if quantize is None:
+            return out, residual_out
+        return quant_out, quantize.scale if scales_out is None else scales_out, residual_out
+
+    def _allreduce_rmsnorm(self, arguments: tuple[Any, ...], _op: None, _out: Any, stream: Any) -> tuple[Any, ...]:
+        parts, given = self._open, NormArguments(*arguments)
+        if norms.on_device(given):
+            return parts.device.allreduce_rmsnorm(given, stream)
+        if stream is not None:
+            cupy_runtime.stream_of(stream)  # refused as on GPUs
+        return parts.host.allreduce_rmsnorm(given)
+    def _allreduce_then(self, array: Any, op: Any, out: Any, stream: Any, then: Any) -> Any:
+        maps.check_call(array, out, then)
+        if views.is_device(array):
+            return self._open.device.allreduce_then(array, op, out, stream, then)
+        if stream is not None:
+            cupy_runtime.stream_of(stream)
+        return self._open.host.allreduce_then(array, op, out, then)
 
     # ---- waiting and ending
     def synchronize(self, stream: Any = None) -> None:
@@ -238,8 +332,9 @@ class _Open:
     """The parts of a communicator. They outlive one that the program drops without closing it.
 
     :ivar owner: returns the communicator; None once the program has dropped it.
-    :ivar backend: of device arrays; None without GPUs, and once the communicator is closed. So is ``fast``.
+    :ivar backend: of device arrays; None without GPUs, and once the communicator is closed. So are the next two.
     :ivar fast: the way of repeated calls; None also if each call is waited for (``sync``).
+    :ivar known_norms: the calls with RMSNorm that go this way.
     :ivar reasons: see :class:`startup.Started`. ``why_none``: those for which there is no backend, in words.
     """
 
@@ -256,9 +351,10 @@ class _Open:
         self.host = HostReducer(self.calls, over_mpi, started.shared, self.reasons.get("shm", ""))
         self.session = GraphSession(self.calls, self.backend, self.why_none, self.sync, options.direct)
         self.device = DeviceReducer(self.calls, self.backend, self.why_none, self.session, self.sync)
-        self.fast = None
+        self.fast = self.known_norms = None
         if self.backend is not None:
             self.fast = None if self.sync else self.backend.open_fast_path(self.calls)
+            self.known_norms = self.backend.known_norms
             deferred_free.track(self.backend.order, self.calls.lock)
 
     @property
@@ -300,11 +396,12 @@ class _Open:
         self.session.forked()
 
     def _let_go(self) -> None:
-        self.backend = self.fast = self.watch = None
+        self.backend = self.fast = self.known_norms = self.watch = None
         self.device.close()
         self.host.close()
 
 
 # As torch.compiler.disable() does, without an import: torch.compile does not trace a call, but breaks its graph there.
-setattr(Communicator.allreduce, "_torchdynamo_disable", True)  # noqa: B010  (a function has no such attribute)
-setattr(Communicator.allreduce, "_torchdynamo_disable_msg", "use torch.ops.ipcreduce.all_reduce")  # noqa: B010
+for _call in (Communicator.allreduce, Communicator.allreduce_rmsnorm):
+    setattr(_call, "_torchdynamo_disable", True)  # noqa: B010  (a function has no such attribute)
+    setattr(_call, "_torchdynamo_disable_msg", "use torch.ops.ipcreduce.all_reduce")  # noqa: B010

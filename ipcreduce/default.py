@@ -10,6 +10,8 @@ import numpy as np
 
 from . import process
 from .arrays import views
+from .arrays.maps import Map
+from .arrays.norms import FP8
 from .communicator import Communicator
 from .cuda import cupy_runtime
 from .errors import ArgumentError, IpcReduceError
@@ -43,11 +45,23 @@ def _default_for(array: Any) -> Communicator:
 
 @overload
 def allreduce(
-    array: NumpyNumber, op: Op = ..., *, out: None = ..., comm: Communicator | None = ..., stream: Any = ...
+    array: NumpyNumber,
+    op: Op = ...,
+    *,
+    out: None = ...,
+    then: Map | None = ...,
+    comm: Communicator | None = ...,
+    stream: Any = ...,
 ) -> NumpyNumber: ...
 @overload
 def allreduce(
-    array: Number, op: Op = ..., *, out: None = ..., comm: Communicator | None = ..., stream: Any = ...
+    array: Number,
+    op: Op = ...,
+    *,
+    out: None = ...,
+    then: Map | None = ...,
+    comm: Communicator | None = ...,
+    stream: Any = ...,
 ) -> Number: ...
 @overload
 def allreduce(
@@ -55,6 +69,7 @@ def allreduce(
     op: Op = ...,
     *,
     out: None = ...,
+    then: None = ...,
     comm: Communicator | None = ...,
     stream: Any = ...,
 ) -> list[Any]: ...
@@ -64,6 +79,7 @@ def allreduce(
     op: Op = ...,
     *,
     out: OutList,
+    then: None = ...,
     comm: Communicator | None = ...,
     stream: Any = ...,
 ) -> OutList: ...
@@ -73,29 +89,91 @@ def allreduce(
     op: Op = ...,
     *,
     out: None = ...,
+    then: Map | None = ...,
     comm: Communicator | None = ...,
     stream: Any = ...,
 ) -> np.ndarray[Shape, DType]: ...
 @overload
 def allreduce(
-    array: Array, op: Op = ..., *, out: None = ..., comm: Communicator | None = ..., stream: Any = ...
+    array: Array,
+    op: Op = ...,
+    *,
+    out: None = ...,
+    then: Map | None = ...,
+    comm: Communicator | None = ...,
+    stream: Any = ...,
 ) -> Any: ...
 @overload
-def allreduce(array: Array, op: Op = ..., *, out: Out, comm: Communicator | None = ..., stream: Any = ...) -> Out: ...
 def allreduce(
-    array: Any, op: Any = "sum", *, out: Any = None, comm: Communicator | None = None, stream: Any = None
+    array: Array,
+    op: Op = ...,
+    *,
+    out: Out,
+    then: Map | None = ...,
+    comm: Communicator | None = ...,
+    stream: Any = ...,
+) -> Out: ...
+def allreduce(
+    array: Any,
+    op: Any = "sum",
+    *,
+    out: Any = None,
+    then: Any = None,
+    comm: Communicator | None = None,
+    stream: Any = None,
 ) -> Any:
     """All-reduce an array, a number or a list of arrays: see :meth:`Communicator.allreduce`.
 
     :param comm: None for the default communicator, which the first call makes on the array's GPU.
     """
+    if not isinstance(comm, Communicator):
+        comm = _chosen(comm, array[0] if isinstance(array, (list, tuple)) and array else array)
+    if then is not None:
+        return comm.allreduce(array, op, out=out, then=then, stream=stream)
+    return comm.allreduce(array, op, out=out, stream=stream)
+
+
+def _chosen(comm: Communicator | None, array: Any) -> Communicator:
+    """The communicator of a call on ``array``. :raises ArgumentError: if ``comm`` is none."""
     if comm is None:
-        comm = _default_for(array[0] if isinstance(array, (list, tuple)) and array else array)
-    elif not isinstance(comm, Communicator):
+        return _default_for(array)
+    if not isinstance(comm, Communicator):
         raise ArgumentError(
             f"comm is a {type(comm).__qualname__}, which is no ipcreduce.Communicator. Make one: Communicator(it)"
         )
-    return comm.allreduce(array, op, out=out, stream=stream)
+    return comm
+
+
+@overload
+def allreduce_rmsnorm(
+    x: np.ndarray[Shape, DType],
+    weight: Any,
+    eps: float = ...,
+    *,
+    quantize: None = ...,
+    out: np.ndarray[Shape, DType] | None = ...,
+    residual_out: np.ndarray[Shape, DType] | None = ...,
+    comm: Communicator | None = ...,
+    **further: Any,
+) -> tuple[np.ndarray[Shape, DType], np.ndarray[Shape, DType]]: ...
+@overload
+def allreduce_rmsnorm(
+    x: Array, weight: Any, eps: float = ..., *, quantize: None = ..., comm: Communicator | None = ..., **further: Any
+) -> tuple[Any, Any]: ...
+@overload
+def allreduce_rmsnorm(
+    x: Array, weight: Any, eps: float = ..., *, quantize: FP8, comm: Communicator | None = ..., **further: Any
+) -> tuple[Any, Any, Any]: ...
+def allreduce_rmsnorm(
+    x: Any, weight: Any, eps: float = 1e-6, *, comm: Communicator | None = None, **further: Any
+) -> tuple[Any, ...]:
+    """All-reduce an array, add a residual and normalise the rows: see :meth:`Communicator.allreduce_rmsnorm`.
+
+    :param comm: None for the default communicator, which the first call makes on the array's GPU.
+    :param further: the other arguments of that method.
+    """
+    made: tuple[Any, ...] = _chosen(comm, x).allreduce_rmsnorm(x, weight, eps, **further)
+    return made
 
 
 provide_default(get_communicator)

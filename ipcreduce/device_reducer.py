@@ -9,12 +9,15 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from .arrays import lists, operands, views
+from .arrays import lists, maps, operands, views
+from .arrays.device_norms import DeviceNorm, Output
+from .arrays.norms import NormArguments
 from .arrays.operands import Allocating, DeviceOperands
 from .calls.sequence import CallSequence
 from .cuda.contexts import using
 from .device.backend import DeviceBackend
 from .device.known_calls import Prepared, PreparedList
+from .device.maps import PreparedMap
 from .errors import UnsupportedError
 from .graphs.session import GraphSession
 from .types import Stream
@@ -95,6 +98,73 @@ class DeviceReducer:
         self._end(place, members, *arrays, *(out or ()))
         return used.result
 
+    def allreduce_rmsnorm(self, given: NormArguments, stream: Any) -> tuple[Any, ...]:
+        """One call: see :meth:`ipcreduce.Communicator.allreduce_rmsnorm`."""
+        arrays = list(given.arrays().values())
+        if stream is None:
+            lists.check_streams(arrays, "the arguments are")
+        place = self._place(given.x, stream)
+        backend, stream = place.backend, place.stream
+        with using(backend.context):
+            used = DeviceNorm(given, stream, backend.device.ordinal, ordered=not place.recorded)
+        prepared = backend.norms.prepare(used.form, used.shape)
+        with using(backend.context), place.allocating():
+            addresses = used.place(prepared.alignment, prepared.needs_out(used.in_place))
+        if place.recorded:
+            self._session.note_list(prepared, *used.held)
+        else:
+            self._calls.enter(prepared.what, stream)
+        backend.run_norm(prepared, addresses, stream, place.owner, place.recorded)
+        if backend.known_norms is not None and not place.recorded and used.is_plain:
+            backend.known_norms.learn(given, given.scale, prepared, addresses)
+        self._end(place, used.outputs, *arrays)
+        return used.result
+
+    def allreduce_then(self, array: Any, op: Any, out: Any, stream: Any, then: maps.Map) -> Any:
+        """One call with an expression: see :meth:`ipcreduce.Communicator.allreduce`."""
+        place = self._place(array, stream)
+        backend, stream, device = place.backend, place.stream, place.backend.device.ordinal
+        with using(backend.context):
+            ordered, allocating = not place.recorded, place.allocating
+            used = DeviceOperands.of(array, out, stream, device, ordered=ordered, allocating=allocating)
+            mapped = maps.DeviceMap(
+                then, used, device, ordered=ordered, allocating=allocating, written=out is not None
+            )  # fmt: skip
+        prepared = backend.for_map(used.source, op, mapped.expression)
+        if place.recorded:
+            self._session.note_list(prepared, used.source, used.destination, used.target, *mapped.arrays)
+        else:
+            self._calls.enter(prepared.what, stream)
+        if prepared.first is not None:
+            self._reduce_first(place, prepared, prepared.first, used, mapped)
+        else:
+            addresses = used.source_address, used.destination_address, mapped.words
+            backend.run_map(prepared, *addresses, stream, place.owner, place.recorded)
+        self._end(place, [used], array, out, *then.operands.values())
+        return used.result
+
+    def _reduce_first(
+        self, place: _Place, prepared: PreparedMap, first: Prepared, used: DeviceOperands, mapped: maps.DeviceMap
+    ) -> None:
+        """Make a call whose expression has a kernel of its own, behind the all-reduce ``first``."""
+        backend, stream, dtype = place.backend, place.stream, used.source.dtype
+        source, reduced = used.source, used.destination
+        with using(backend.context):
+            if first.through is not None:
+                with place.allocating():
+                    source = reduced = views.contiguous_copy(source, stream, first.through)
+            elif any(views.overlap(one, reduced) for one in mapped.arrays):  # they are read after the all-reduce
+                with place.allocating():
+                    reduced = views.empty(source.shape, dtype, stream, backend.device.ordinal)
+        addresses = views.pointer(source), views.pointer(reduced)
+        backend.run(first, *addresses, stream, place.owner, place.recorded)
+        with using(backend.context):
+            if first.through is not None:
+                with place.allocating():
+                    reduced = views.contiguous_copy(reduced, stream, dtype)
+            prepared.run(views.pointer(reduced), used.destination_address, mapped.words, stream)
+        backend.order.extend(stream)
+
     def _place(self, first: Any, stream: Any) -> _Place:
         """:raises UnsupportedError: without a GPU. :raises ArgumentError: if ``stream`` is no stream."""
         if self._backend is None:
@@ -114,7 +184,7 @@ class DeviceReducer:
 
         place.backend.order.launch(copy, place.stream, place.owner, recorded=place.recorded)
 
-    def _end(self, place: _Place, members: Sequence[DeviceOperands], *given: Any) -> None:
+    def _end(self, place: _Place, members: Sequence[DeviceOperands | Output], *given: Any) -> None:
         """Write the results through to the caller's arrays, and note that the call uses these."""
         backend, stream = place.backend, place.stream
         copied = [used for used in members if used.destination is not used.target]

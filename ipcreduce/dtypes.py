@@ -34,6 +34,7 @@ VIEWS: dict[str, tuple[str, tuple[str, ...]]] = {
 KIND_NAMES = (*DTYPE_NAMES, *VIEWS)
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)  # no array of it is reduced
 _NAN_BITS = {"float16": 0x7FFF, "bfloat16": 0x7FFF, "float32": 0x7FC00000, "float64": 0x7FF8 << 48}  # as in kernels/
 DTYPES = {(BFLOAT16 if name == "bfloat16" else np.dtype(name)): name for name in DTYPE_NAMES}
 _INSTEAD = {
@@ -164,10 +165,18 @@ def reduce(
             np.divide(total, total.dtype.type(len(values)), out=total)
         if total is not out:
             out[...] = total
-        if _has_nan(total):
-            bits = np.array(_NAN_BITS[DTYPES[dtype]], f"u{dtype.itemsize}")
-            np.copyto(out, bits.view(dtype), where=np.isnan(total))  # a NaN's bits depend on its place in a vector
+        set_nans(out, total)
     return out
+
+
+def set_nans(out: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
+    """Give ``out``, which has the values of ``values``, the one NaN of its dtype wherever these are NaN.
+
+    The bits of a NaN that NumPy makes depend on its place in a vector.
+    """
+    if _has_nan(values):
+        bits = np.array(_NAN_BITS[DTYPES[out.dtype]], f"u{out.itemsize}")
+        np.copyto(out, bits.view(out.dtype), where=np.isnan(values))
 
 
 def _has_nan(values: np.ndarray[Any, Any]) -> bool:

@@ -52,7 +52,7 @@ class HostOperands:
     def __init__(self, array: Any, op: Any, out: Any) -> None:
         """Take the arguments of ``allreduce(array, op, out=out)``. :raises ArgumentError: if one is wrong."""
         self._array, self._out = array, out
-        source = _as_numpy(array, "array")
+        source = as_numpy(array, "array")
         self.op = op_name(op, source.dtype)
         self.kind = kind_name(source.dtype, self.op)
         target = None
@@ -86,7 +86,7 @@ class HostOperands:
         return reduced[()] if isinstance(self._array, np.generic) else reduced.item()
 
 
-def _as_numpy(array: Any, what: str) -> Array:
+def as_numpy(array: Any, what: str) -> Array:
     """A plain NumPy array that holds a number, or that lies over the memory of an array of any kind.
 
     It is of no subclass: numpy.matrix, say, indexes and reshapes in its own way.
@@ -117,7 +117,7 @@ def _target(array: Any, source: Array, out: Any) -> Array:
             f"array lies on the host, but out is a {type(out).__qualname__}. Pass a NumPy array or a CPU tensor as "
             "out, or leave out= away for a new array"
         )
-    target = _as_numpy(out, "out")
+    target = as_numpy(out, "out")
     check_same_kind(source, target)
     return target
 

@@ -75,14 +75,18 @@ def _check_is_array(array: Any, arrays: Members) -> None:
         raise ArgumentError(f"it is a {type(array).__qualname__}, and no array. {advised}")
 
 
-def check_streams(arrays: Members) -> None:
-    """:raises ArgumentError: if the members' libraries have different current streams, so the call has no own one."""
+def check_streams(arrays: Members, which: str = "the list has") -> None:
+    """Check that the arrays' libraries have one current stream, which is the call's.
+
+    :param which: the arrays, in a message.
+    :raises ArgumentError: if they have not.
+    """
     tensors = [array for array in arrays if not views.is_cupy(array) and torch_runtime.is_tensor(array)]
     if tensors and len(tensors) < len(arrays):
         of_torch = torch_runtime.stream_handle(tensors[0].get_device())
         if of_torch != cupy_runtime.stream_of()[0]:
             raise ArgumentError(
-                "the list has tensors of PyTorch and other arrays, and the two libraries have different current "
+                f"{which} tensors of PyTorch and other arrays, and the two libraries have different current "
                 "streams. Say by stream= on which one the call is to run, and let that one wait for the other"
             )
 
@@ -136,16 +140,10 @@ def check_apart(pairs: Sequence[tuple[Any, Any]]) -> None:
         for _, other, other_written in open_ones:
             if other == index or not (written or other_written):
                 continue
-            if _share_memory(pairs[other][other_written], pairs[index][written]):
+            if views.share_memory(pairs[other][other_written], pairs[index][written]):
                 outputs_first = sorted([(not written, index), (not other_written, other)])
                 raise ArgumentError(_sharing(*outputs_first))
         open_ones.append(((first, past), index, written))
-
-
-def _share_memory(array: Any, other: Any) -> bool:
-    if views.is_cupy(array):
-        return views.share_memory(array, other)
-    return bool(np.shares_memory(array, other))
 
 
 def _sharing(output: tuple[bool, int], other: tuple[bool, int]) -> str:

@@ -68,7 +68,7 @@ class DeviceOperands:
         :raises ArgumentError: if an argument is wrong.
         """
         source = given = views.view(array, stream, ordered)
-        _check_device(device, source, "array")
+        check_device(device, source, "array")
         if out is None:
             with allocating():
                 target, result = _new(array, source, stream, device, ordered)
@@ -126,7 +126,7 @@ def _out(device: int, source: Any, out: Any, stream: Stream, ordered: bool) -> A
         )
     target = views.view(out, stream, ordered)
     check_same_kind(source, target)
-    _check_device(device, target, "out")
+    check_device(device, target, "out")
     if target is not out:
         check_writable(out, out)
     return target
@@ -141,30 +141,32 @@ def check_same_kind(array: Any, out: Any) -> None:
         )
 
 
-def check_writable(target: Any, out: Any) -> None:
+def check_writable(target: Any, out: Any, name: str = "out") -> None:
     """Look for a mark of read-only memory. :raises ArgumentError: if the owner of ``out``'s memory forbids writing.
 
     :param target: the array over the memory of ``out``.
+    :param name: the argument's.
     """
     if views.is_readonly(target):
         why = "this array is read-only"
         if not isinstance(out, np.ndarray):
             why = f"this {type(out).__qualname__} is read-only, or does not say by DLPack 1.0 that it may be written"
         raise ArgumentError(
-            f"out cannot be written: {why}. Pass a copy in NumPy or CuPy, or leave out= away for a new array"
+            f"{name} cannot be written: {why}. Pass a copy in NumPy or CuPy, or leave {name}= away for a new array"
         )
 
 
-def check_own_elements(out: Any) -> None:
+def check_own_elements(out: Any, name: str = "out") -> None:
     """Check that each element has memory of its own. :raises ArgumentError: if two elements share memory."""
     if views.has_shared_elements(out):
         raise ArgumentError(
-            f"elements of out share memory: its shape is {out.shape} and its strides are {out.strides}. Pass a copy: "
-            "out.copy()"
+            f"elements of {name} share memory: its shape is {out.shape} and its strides are {out.strides}. Pass a "
+            "copy: out.copy()"
         )
 
 
-def _check_device(ordinal: int, array: Any, name: str) -> None:
+def check_device(ordinal: int, array: Any, name: str) -> None:
+    """Look where a device array lies. :raises ArgumentError: if it is not on this GPU."""
     if views.device_of(array) != ordinal:
         raise ArgumentError(
             f"{name} lies on GPU {views.device_of(array)}, but this communicator uses GPU {ordinal}. Move {name} to "

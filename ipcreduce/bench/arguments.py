@@ -32,6 +32,11 @@ def count(text: str) -> int:
     return int(text)
 
 
+def counts(text: str) -> list[int]:
+    """Parse numbers with commas between them. :raises argparse.ArgumentTypeError: if :func:`count` takes one not."""
+    return [count(part.strip()) for part in text.split(",")]
+
+
 def names_of(known: Collection[str], text: str) -> list[str]:
     """Parse names with commas between them; none for "". :raises argparse.ArgumentTypeError: if a name is unknown."""
     found = list(dict.fromkeys(name.strip() for name in text.split(","))) if text.strip() else []

@@ -21,8 +21,8 @@ from ..cuda import cupy_runtime
 from ..dtypes import DTYPES
 from ..errors import ArgumentError, IpcReduceError, UnsupportedError
 from ..options import ALGORITHMS
-from . import contenders, output, report, timing
-from .arguments import count, names_of, size, sizes, why_not_writable
+from . import contenders, norms, output, report, timing
+from .arguments import count, counts, names_of, size, sizes, why_not_writable
 from .data import Message
 from .limit import Limit, copy_microseconds
 
@@ -30,6 +30,7 @@ _CHECKS = 4  # checks with new data, before a size is timed
 _LATE_SECONDS = 2e-3  # the longest random delay of a rank before a check
 _LARGE = 64 << 20  # bytes; larger messages are checked once, and timed in fewer calls
 _MODES = ("graph", "eager")
+_SMALLEST = 4  # bytes: the default of --smallest
 _LARGEST, _HOST_LARGEST = 1 << 30, 64 << 20  # bytes: the defaults of --largest
 _EAGER_TURNS = 3  # all contenders take turns this often, because a host's pace changes within seconds
 
@@ -38,9 +39,9 @@ _Run = tuple[timing.Times, timing.Times | None]  # times of a call, end to end a
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to ``parser``."""
-    modes, peers = partial(names_of, _MODES), partial(names_of, contenders.known())
+    modes, peers = partial(names_of, _MODES), partial(names_of, [*contenders.known(), *norms.OWN])
     add = parser.add_argument
-    add("--smallest", type=size, default=4, metavar="BYTES", help="4, 64K, 1M, ... (default 4)")
+    add("--smallest", type=size, default=_SMALLEST, metavar="BYTES", help="4, 64K, 1M, ... (default 4)")
     add("--largest", type=size, metavar="BYTES", help="(default 1G; without GPUs 64M)")
     add("--between", action="store_true", help="also 3 * 2**k bytes, not only powers of two")
     add("--dtype", choices=sorted(DTYPES.values()), help="(default bfloat16; without GPUs float32)")
@@ -49,6 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"what to time too, if installed: on GPUs {', '.join(contenders.PEERS)}; without GPUs "
         f"{', '.join(contenders.HOST_PEERS)} (default all; '' for none)"
     ))  # fmt: skip
+    add("--arrays", type=count, metavar="N", help="a call on a list of N arrays, which have this many bytes together")
+    add("--op", choices=("allreduce", norms.OP), default="allreduce", help="(default allreduce)")
+    add("--hidden", type=count, metavar="N", help=f"the length of the rows of {norms.OP} (default {norms.HIDDEN})")
+    add("--rows", type=counts, metavar="N,N,...", help="their numbers (default 1, 2, 4, ..., 512)")
+    add("--quantize", choices=norms.QUANTIZE, help="e4m3, by scales of this kind (default none)")
     add("--replays", type=count, default=30, metavar="N", help="timed graph replays, or rounds of calls (default 30)")
     add("--algorithm", choices=ALGORITHMS, help="force one at all sizes (on GPUs)")
     add("--json", type=Path, metavar="FILE", help="write the times to this file")
@@ -61,6 +67,17 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         parser.error(f"--smallest {options.smallest} is above --largest {options.largest} bytes")
     if options.mode == []:
         parser.error(f"argument --mode: '' names no mode. Choose from {', '.join(_MODES)}")
+    if options.op == norms.OP:
+        sizes_of = {"--smallest": options.smallest != _SMALLEST, "--largest": options.largest is not None}
+        sizes_of |= {"--between": options.between, "--arrays": options.arrays is not None}
+        given = [name for name, is_given in sizes_of.items() if is_given]
+        quantize = options.quantize or "none"
+        if reason := norms.why_not(options.hidden or norms.HIDDEN, quantize, options.dtype, given):
+            parser.error(reason)
+    else:
+        for name in ("hidden", "rows", "quantize"):
+            if getattr(options, name) is not None:
+                parser.error(f"--{name} has no meaning without --op {norms.OP}")
 
 
 def main(options: argparse.Namespace) -> None:
@@ -89,7 +106,11 @@ def _show(result: dict[str, Any], n: int, options: argparse.Namespace) -> None:
         print(f"without {name}: {reason}")
     for mode in options.mode:
         rows = [row for row in result["rows"] if row["mode"] == mode]
-        report.show(rows, f"{mode}, {report.ranks_text(n)}, sum of {options.dtype}")
+        what = f"sum of {options.dtype} in {options.arrays} arrays" if options.arrays else f"sum of {options.dtype}"
+        if options.op == norms.OP:
+            what = f"RMSNorm of the {what} in rows of {options.hidden}"
+            what += "" if options.quantize == "none" else f", quantised: {options.quantize}"
+        report.show(rows, f"{mode}, {report.ranks_text(n)}, {what}")
 
 
 def _why_not_kept(options: argparse.Namespace) -> str:
@@ -118,30 +139,53 @@ def _fitted(options: argparse.Namespace, comm: Communicator) -> argparse.Namespa
     found.mode = [mode for mode in _MODES if mode in (options.mode or (_MODES[1:] if on_host else _MODES))]
     found.dtype = options.dtype or ("float32" if on_host else "bfloat16")
     itemsize = np.dtype(found.dtype).itemsize
-    least = max(options.smallest, itemsize)
+    if options.op == norms.OP:
+        found.hidden, found.quantize = options.hidden or norms.HIDDEN, options.quantize or "none"
+        found.sizes = [rows * found.hidden * itemsize for rows in options.rows or norms.ROWS]
+        return found
+    least = max(options.smallest, itemsize * (options.arrays or 1))
     usual = max(2 * least, _HOST_LARGEST if on_host else _LARGEST)
     found.sizes = sizes(least, usual if options.largest is None else options.largest, options.between, itemsize)
     if not found.sizes:
         raise ArgumentError(
             f"there is no size to measure: no power of two from --smallest to --largest, {options.smallest} to "
-            f"{options.largest} bytes, has room for one {found.dtype}. Choose others, or add 3 * 2**k by --between"
+            f"{options.largest} bytes, has room for {options.arrays or 'one'} {found.dtype}. Choose others, or add "
+            "3 * 2**k by --between"
         )
     return found
 
 
+def _message(nbytes: int, comm: Communicator, options: argparse.Namespace) -> Message | norms.Message:
+    dtype = np.dtype(options.dtype)
+    if options.op == norms.OP:
+        rows = nbytes // (options.hidden * dtype.itemsize)
+        return norms.Message(rows, options.hidden, dtype, comm, options.quantize)
+    return Message(nbytes, dtype, comm, options.arrays or 0)
+
+
+def _contenders(
+    comm: Communicator, options: argparse.Namespace, mpi: Any
+) -> tuple[contenders.Ours, list[contenders.Contender], dict[str, str]]:
+    """Ours, the others, and the reasons why those are left out that do not work."""
+    on_host = comm.backend == "mpi"
+    if options.op == norms.OP:
+        others = norms.peers(comm, options.algorithm)
+        return norms.Ours(comm), *contenders.find(options.peers, mpi, on_host, others)
+    return contenders.Ours(comm), *contenders.find(options.peers, mpi, on_host)
+
+
 def _measure(comm: Communicator, options: argparse.Namespace, mpi: Any) -> dict[str, Any]:
-    on_host, dtype = comm.backend == "mpi", np.dtype(options.dtype)
-    peers, left_out = contenders.find(options.peers, mpi, on_host)
-    ours = contenders.Ours(comm)
+    on_host = comm.backend == "mpi"
+    ours, peers, left_out = _contenders(comm, options, mpi)
     result: dict[str, Any] = {**report.header(["-m", "ipcreduce", *sys.argv[1:]]), "left_out": left_out, "rows": []}
     with nullcontext() if on_host else cupy_runtime.load().cuda.Stream(non_blocking=True):
         limit = Limit.measure(comm, mpi, options.replays) if comm.backend == "ipc" else None
         result["limit"] = {"barrier_us": limit.barrier_us, "push_GBps": limit.push_gbps} if limit else {}
         bound = limit.microseconds if limit else partial(copy_microseconds, mpi, options.replays, on_host)
         for nbytes in report.progress(options.sizes, mpi):
-            message = Message(nbytes, dtype, comm)
+            message = _message(nbytes, comm, options)
             if reason := _trouble(ours, message, mpi):
-                raise IpcReduceError(f"the sum of {nbytes} bytes, before it was timed: {reason}")
+                raise IpcReduceError(f"{message.what}, before it was timed: {reason}")
             for peer in peers:
                 if peer.name not in left_out and (reason := _trouble(peer, message, mpi)):
                     left_out[peer.name] = f"{reason}, at {nbytes} bytes"
@@ -158,16 +202,17 @@ def _measure(comm: Communicator, options: argparse.Namespace, mpi: Any) -> dict[
                     for one, found in runs.items():
                         found.append(_time(one, message, mode, -(-options.replays // turns), mpi))
                     if not all(mpi.allgather(message.is_right())):  # the last results are ours
-                        raise IpcReduceError(f"the sum of {nbytes} bytes is wrong ({mode}, when timed)")
-                times = {peer.name: _usual(runs[peer])[0].median for peer in takers}
+                        raise IpcReduceError(f"{message.what} is wrong ({mode}, when timed)")
+                own, times = ({one.name: _usual(runs[one])[0].median for one in takers if one.own is is_own}
+                              for is_own in (True, False))  # fmt: skip
                 usual, host = _usual(runs[ours])
                 result["rows"].append({
                     "ranks": comm.size, "bytes": nbytes, "dtype": options.dtype, "op": "sum", "mode": mode,
                     "ours_us": usual.median, "ours_min_us": usual.least, "ours_p99_us": usual.p99,
                     "host_us": host and host.median, "bus_GBps": report.bus_gbps(nbytes, usual.median, comm.size),
-                    "algorithm": None if on_host else ours.algorithm(mode, message.source),
+                    "algorithm": None if on_host else ours.algorithm(mode, message.source), "arrays": options.arrays,
                     "limit_us": bound(nbytes),
-                    "peers_us": times,
+                    "peers_us": times, "own_us": own, **message.fields,
                 })  # fmt: skip
             if options.json:  # after each size, in case a later one fails
                 output.on_rank_0(partial(report.write_json, options.json, result), mpi, "--json")
@@ -177,16 +222,16 @@ def _measure(comm: Communicator, options: argparse.Namespace, mpi: Any) -> dict[
     return result
 
 
-def _trouble(one: contenders.Contender, message: Message, mpi: Any) -> str:
+def _trouble(one: contenders.Contender, message: Message | norms.Message, mpi: Any) -> str:
     """Check a contender on every rank. Returns the first failing rank's error in one line; "" if none fails."""
     _, reason = contenders.attempt(partial(_check, one, message), mpi)
     return "".join(reason.splitlines()[:1])
 
 
-def _check(one: contenders.Contender, message: Message) -> None:
+def _check(one: contenders.Contender, message: Message | norms.Message) -> None:
     """Check a contender's results, if it takes such arrays. :raises ArithmeticError: if a result is wrong."""
     right = True
-    for _ in range(_CHECKS if message.source.nbytes <= _LARGE else 1):
+    for _ in range(_CHECKS if message.nbytes <= _LARGE else 1):
         message.renew()
         call = one.prepare(message.source, message.target)
         if call is None:
@@ -196,7 +241,9 @@ def _check(one: contenders.Contender, message: Message) -> None:
             call()
             one.collect()
         message.wait()
-        right &= message.is_right()  # the error is raised at the end, because the other ranks wait in the next call
+        right &= message.is_right(
+            one.gives
+        )  # the error is raised at the end, because the other ranks wait in the next call
     if not right:
         raise ArithmeticError("its result is wrong")
 
@@ -206,8 +253,10 @@ def _usual(runs: list[_Run]) -> _Run:
     return sorted(runs, key=lambda run: run[0].median)[len(runs) // 2]
 
 
-def _time(one: contenders.Contender, message: Message, mode: str, replays: int, mpi: Any) -> _Run:
-    call, nbytes = one.prepare(message.source, message.target), message.source.nbytes
+def _time(
+    one: contenders.Contender, message: Message | norms.Message, mode: str, replays: int, mpi: Any
+) -> _Run:  # fmt: skip
+    call, nbytes = one.prepare(message.source, message.target), message.nbytes
     assert call is not None
     if message.on_host:
         return timing.on_host(call, replays, mpi), None

@@ -1,7 +1,7 @@
 """The all-reduces that bench times: ipcreduce's; on GPUs those of CuPy and PyTorch; on the host that of MPI.
 
 Each contender sums ``source`` over the ranks into ``target``. Both are CuPy arrays, used on CuPy's current stream, or
-both are NumPy arrays. PyTorch is imported when one of its contenders is asked for.
+both are NumPy arrays, or both are lists of such arrays. PyTorch is imported when one of its contenders is asked for.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -28,10 +28,17 @@ _MPI_TYPES = {"float32": "FLOAT", "float64": "DOUBLE"} | {
 _PATIENCE = datetime.timedelta(seconds=60)  # timeout of PyTorch's process group
 
 
+def as_lists(source: Any, target: Any) -> tuple[list[Any], list[Any]]:
+    """Two arrays, or two lists of arrays, as lists."""
+    return (source, target) if isinstance(source, list) else ([source], [target])
+
+
 class Contender(ABC):
     """An implementation of all-reduce."""
 
     name: str
+    own = False  # a part of ipcreduce, and no peer
+    gives = "all"  # what of a message's results it gives: see the messages' is_right()
 
     @abstractmethod
     def prepare(self, source: Any, target: Any) -> Callable[[], Any] | None:
@@ -65,7 +72,7 @@ class Ours(Contender):
         return lambda: self._comm.allreduce(source, out=target)
 
     def captured(self, call: Callable[[], Any], calls: int) -> Callable[[], None]:
-        self.close()
+        self._close_graph()
         graph = self._graph = Graph(self._comm)
         with graph.record():
             for _ in range(calls):
@@ -76,31 +83,48 @@ class Ours(Contender):
         """The algorithm of the last call in this mode."""
         if mode == "graph" and self._graph is not None:
             return str(self._graph.segments[0].calls[0]).rpartition(" by ")[2]
-        prepared: Any = session_of(self._comm).require_backend("bench").for_array(source, "sum")
-        return str(prepared.by)
+        backend = session_of(self._comm).require_backend("bench")
+        prepared = (backend.for_list if isinstance(source, list) else backend.for_array)(source, "sum")
+        return prepared.by
 
     def close(self) -> None:
+        self._close_graph()
+
+    def _close_graph(self) -> None:
         if self._graph is not None:
             self._graph.close()
 
 
 class CupyNccl(Contender):
-    """NCCL through CuPy's bindings."""
+    """NCCL through CuPy's bindings. A list is a group of calls."""
 
     name = "nccl"
 
     def __init__(self, mpi: Any) -> None:
-        nccl = cupy_runtime.nccl()
-        identity = mpi.bcast(nccl.get_unique_id() if mpi.Get_rank() == 0 else None)
-        self._comm = nccl.NcclCommunicator(mpi.Get_size(), identity, mpi.Get_rank())
+        self._nccl = cupy_runtime.nccl()
+        identity = mpi.bcast(self._nccl.get_unique_id() if mpi.Get_rank() == 0 else None)
+        self._comm = self._nccl.NcclCommunicator(mpi.Get_size(), identity, mpi.Get_rank())
 
     def prepare(self, source: Any, target: Any) -> Callable[[], Any] | None:
-        kind = _NCCL_TYPES.get(source.dtype.name)
+        sources, targets = as_lists(source, target)
+        kind = _NCCL_TYPES.get(sources[0].dtype.name)
         if kind is None:
             return None
-        arguments = source.data.ptr, target.data.ptr, source.size, kind, _NCCL_SUM
+        calls = [
+            (one.data.ptr, other.data.ptr, one.size, kind, _NCCL_SUM)
+            for one, other in zip(sources, targets, strict=True)
+        ]
         stream = cupy_runtime.stream_of()[0]
-        return lambda: self._comm.allReduce(*arguments, stream)
+        if not isinstance(source, list):
+            return lambda: self._comm.allReduce(*calls[0], stream)
+
+        def group() -> None:
+            self._nccl.groupStart()
+            for arguments in calls:
+                self._comm.allReduce(*arguments, stream)
+            self._nccl.groupEnd()
+
+        return group
 
 
 class _Torch(Contender):
@@ -150,14 +174,18 @@ class _Torch(Contender):
 
 
 class TorchNccl(_Torch):
-    """torch.distributed.all_reduce, which only works in place, on a copy."""
+    """torch.distributed.all_reduce, which only works in place, on a copy. A list goes to all_reduce_coalesced."""
 
     name = "torch_nccl"
 
     def prepare(self, source: Any, target: Any) -> Callable[[], Any] | None:
-        target[...] = source
-        tensor = self._tensor(target)
-        return lambda: self._torch.distributed.all_reduce(tensor)
+        sources, targets = as_lists(source, target)
+        for one, other in zip(sources, targets, strict=True):
+            other[...] = one
+        tensors, distributed = [self._tensor(other) for other in targets], self._torch.distributed
+        if isinstance(source, list):
+            return lambda: distributed.all_reduce_coalesced(tensors)
+        return lambda: distributed.all_reduce(tensors[0])
 
 
 class TorchSymmetric(_Torch):
@@ -174,8 +202,10 @@ class TorchSymmetric(_Torch):
         self._buffer: Any = None  # kept for calls of the same size: its rendezvous is collective and slow
 
     def prepare(self, source: Any, target: Any) -> Callable[[], Any] | None:
+        if isinstance(source, list) or source.nbytes % 16:
+            return None
         given = self._tensor(source)
-        if given.dtype not in (self._torch.bfloat16, self._torch.float32) or source.nbytes % 16:
+        if given.dtype not in (self._torch.bfloat16, self._torch.float32):
             return None
         if self._buffer is None or (self._buffer.shape, self._buffer.dtype) != (given.shape, given.dtype):
             self._buffer = self._symmetric.empty(given.shape, dtype=given.dtype, device=given.device)
@@ -198,7 +228,7 @@ class TorchSymmetric(_Torch):
 
 
 class Mpi(Contender):
-    """MPI's Allreduce, which has no 16-bit floats."""
+    """MPI's Allreduce, which has no 16-bit floats. A list is a call for each array."""
 
     name = "mpi"
 
@@ -208,19 +238,30 @@ class Mpi(Contender):
     def prepare(self, source: Any, target: Any) -> Callable[[], Any] | None:
         from mpi4py import MPI
 
-        if source.dtype.name not in _MPI_TYPES:
+        sources, targets = as_lists(source, target)
+        name = sources[0].dtype.name
+        if name not in _MPI_TYPES:
             return None
-        kind = getattr(MPI, _MPI_TYPES[source.dtype.name])
-        return lambda: self._mpi.Allreduce([source, kind], [target, kind])
+        kind = getattr(MPI, _MPI_TYPES[name])
+        pairs = [([one, kind], [other, kind]) for one, other in zip(sources, targets, strict=True)]
+        if not isinstance(source, list):
+            return lambda: self._mpi.Allreduce(*pairs[0])
+
+        def one_by_one() -> None:
+            for pair in pairs:
+                self._mpi.Allreduce(*pair)
+
+        return one_by_one
 
 
-PEERS: dict[str, Callable[[Any], Contender]] = {
+Make = Callable[[Any], Contender]  # from MPI's communicator
+PEERS: dict[str, Make] = {
     "nccl": CupyNccl,
     "torch_nccl": TorchNccl,
     "torch_symm_one_shot": lambda mpi: TorchSymmetric(mpi, "one_shot"),
     "torch_symm_two_shot": lambda mpi: TorchSymmetric(mpi, "two_shot"),
 }
-HOST_PEERS: dict[str, Callable[[Any], Contender]] = {"mpi": Mpi}
+HOST_PEERS: dict[str, Make] = {"mpi": Mpi}
 
 
 def known() -> list[str]:
@@ -238,17 +279,22 @@ def attempt(action: Callable[[], Any], mpi: Any) -> tuple[Any, str]:
     return result, next((one for one in mpi.allgather(reason) if one), "")
 
 
-def find(names: list[str] | None, mpi: Any, on_host: bool) -> tuple[list[Contender], dict[str, str]]:
+def find(
+    names: list[str] | None, mpi: Any, on_host: bool, peers: Mapping[str, Make] | None = None
+) -> tuple[list[Contender], dict[str, str]]:  # fmt: skip
     """The named peers that work on every rank, and for each other peer the reason why it does not. Collective.
 
     :param names: None for all that take such arrays.
     :param on_host: whether they are to take NumPy arrays.
+    :param peers: those that there are; None for those that only add.
     """
-    peers, kind = (HOST_PEERS, "GPU") if on_host else (PEERS, "NumPy")
+    why = f"it takes {'GPU' if on_host else 'NumPy'} arrays" if peers is None else "it is not timed with this --op"
+    if peers is None:
+        peers = HOST_PEERS if on_host else PEERS
     found, left_out = [], {}
     for name in peers if names is None else names:
         if name not in peers:
-            left_out[name] = f"it takes {kind} arrays"
+            left_out[name] = why
             continue
         peer, reason = attempt(partial(peers[name], mpi), mpi)
         if reason:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -14,15 +16,29 @@ _LARGEST = 8  # largest magnitude: the sum over 8 ranks is then exact in every d
 
 
 class Message:
-    """This rank's arrays ``source`` and ``target`` of ``nbytes`` bytes: CuPy's, or NumPy's if there are no GPUs."""
+    """This rank's data of ``nbytes`` bytes, and room for the sum: CuPy's arrays, or NumPy's if there are no GPUs.
 
-    def __init__(self, nbytes: int, dtype: np.dtype[Any], comm: Communicator) -> None:
-        self._dtype, self._rank, self._ranks = dtype, comm.rank, comm.size
+    :param arrays: into how many arrays of the same length, or one more, the data are split; 0 for one array.
+    :ivar source: an array, or a list of ``arrays`` arrays; and ``target``.
+    :ivar what: what contenders compute, and ``fields``: further fields of a stored row.
+    """
+
+    fields: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, nbytes: int, dtype: np.dtype[Any], comm: Communicator, arrays: int = 0) -> None:
+        self._dtype, self._rank, self._ranks, self.nbytes = dtype, comm.rank, comm.size, nbytes
         self._count = max(1, nbytes // dtype.itemsize)
         self._period = min(self._count, _MOST)
         self.on_host = comm.backend == "mpi"
         library = np if self.on_host else cupy_runtime.load()
-        self.source, self.target = library.empty(self._count, dtype), comm.empty(self._count, dtype)
+        parts = max(1, arrays)
+        self._begins = [self._count * part // parts for part in range(parts + 1)]
+        counts = [end - begin for begin, end in pairwise(self._begins)]
+        self._sources = [library.empty(count, dtype) for count in counts]
+        self._targets = [comm.empty(count, dtype) for count in counts]
+        self.source: Any = self._sources if arrays else self._sources[0]
+        self.target: Any = self._targets if arrays else self._targets[0]
+        self.what = f"the sum of {nbytes} bytes"
         self._turn = 0
 
     def renew(self) -> None:
@@ -34,22 +50,27 @@ class Message:
             for rank in range(self._ranks)
         ]
         self._expected = np.sum([draw.astype(np.float64) for draw in draws], axis=0)
-        for begin in range(0, self._count, self._period):
-            piece = draws[self._rank][: self._count - begin]
-            part = self.source[begin : begin + self._period]
-            if self.on_host:
-                part[...] = piece
-            else:
-                part.set(piece)
-        self.target.fill(_LARGEST * self._ranks + 1)
+        for begin, source, target in zip(self._begins, self._sources, self._targets, strict=False):
+            mine = np.roll(draws[self._rank], -begin)
+            for part in self._periods(source):
+                if self.on_host:
+                    part[...] = mine[: len(part)]
+                else:
+                    part.set(mine[: len(part)])
+            target.fill(_LARGEST * self._ranks + 1)
 
-    def is_right(self) -> bool:
-        """True if ``target`` is the sum over the ranks."""
-        found = self.target if self.on_host else cupy_runtime.load().asnumpy(self.target)
-        return all(
-            (part.astype(np.float64) == self._expected[: len(part)]).all()
-            for part in (found[begin : begin + self._period] for begin in range(0, self._count, self._period))
-        )
+    def is_right(self, gives: str = "all") -> bool:
+        """True if ``target`` is the sum over the ranks. :param gives: what a contender gives, which is all here."""
+        for begin, target in zip(self._begins, self._targets, strict=False):
+            expected = np.roll(self._expected, -begin)
+            found = target if self.on_host else cupy_runtime.load().asnumpy(target)
+            if not all((part.astype(np.float64) == expected[: len(part)]).all() for part in self._periods(found)):
+                return False
+        return True
+
+    def _periods(self, array: Any) -> Iterator[Any]:
+        """The parts of an array in each of which the data begin anew."""
+        return (array[begin : begin + self._period] for begin in range(0, len(array), self._period))
 
     def wait(self) -> None:
         """Wait for the calls on CuPy's current stream. Calls on host arrays have ended already."""

@@ -98,15 +98,18 @@ def progress(work: Sequence[int], mpi: Any) -> Iterator[int]:
 
 def show(rows: list[dict[str, Any]], title: str) -> None:
     """Print the rows of one mode as a table, without empty columns."""
-    peers = sorted({name for row in rows for name in row["peers_us"]})
-    columns = ["bytes", "algorithm", "us", "min", "p99", "bus GB/s", "host us", "limit us", *peers, "best peer / us"]
+    peers, own = (sorted({name for row in rows for name in row.get(of, {})}) for of in ("peers_us", "own_us"))
+    columns = ["rows", "bytes", "algorithm", "us", "min", "p99", "bus GB/s", "host us", "limit us", *own, *peers]
+    columns.append("best peer / us")
     cells = []
     for row in rows:
         best = min(row["peers_us"].values(), default=None)
         cells.append([
-            size_text(row["bytes"]), row["algorithm"] or "", f"{row['ours_us']:.2f}", f"{row['ours_min_us']:.2f}",
-            f"{row['ours_p99_us']:.2f}", f"{row['bus_GBps']:.1f}",
+            str(row.get("rows", "")), size_text(row["bytes"]), row["algorithm"] or "",
+            f"{row['ours_us']:.2f}", f"{row['ours_min_us']:.2f}", f"{row['ours_p99_us']:.2f}",
+            f"{row['bus_GBps']:.1f}",
             "" if row["host_us"] is None else f"{row['host_us']:.2f}", f"{row['limit_us']:.2f}",
+            *(f"{row['own_us'][name]:.2f}" if name in row["own_us"] else "" for name in own),
             *(f"{row['peers_us'][name]:.2f}" if name in row["peers_us"] else "" for name in peers),
             "" if best is None else f"{best / row['ours_us']:.2f}",
         ])  # fmt: skip

@@ -6,7 +6,10 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..texts import encoded
+from .norm_shape import NormShape
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,30 @@ def of_list(members: Sequence[tuple[tuple[int, ...], str]], op: str, where: str 
     return Fingerprint.of(f"{text}: {every}")
 
 
+def of_map(shape: tuple[int, ...], dtype: str, op: str, expression: str, source: str, where: str = "") -> Fingerprint:
+    """The fingerprint of an all-reduce with a user's expression.
+
+    :param expression: it and its operands, in one line. :param source: the expression as it is compiled.
+    """
+    text = f"{op} of {dtype} {shape}{where}, then {expression}"
+    return Fingerprint.of(text, f"{text}\0{source}")
+
+
 def of_allreduce(shape: tuple[int, ...], dtype: str, op: str) -> Fingerprint:
     """The fingerprint of an all-reduce on the device."""
     return Fingerprint.of(f"{op} of {dtype} {shape}")
+
+
+_SCALES = {"given": "by a given scale", "token": "by row", "group": "by 128"}
+
+
+def of_norm(of: tuple[int, ...], shape: NormShape, where: str = "") -> Fingerprint:
+    """The fingerprint of an all-reduce with RMSNorm of an array of shape ``of``. Records have room for 80 bytes."""
+    text = f"sum and norm of {shape.dtype} {of}{where}, eps {np.float32(shape.eps)!s}"
+    if shape.weight_bias:
+        text += f", bias {np.float32(shape.weight_bias)!s}"
+    if shape.residual:
+        text += ", residual"
+    if shape.scales:
+        text += f", e4m3 {_SCALES[shape.scales]}{' in columns' * shape.column_major}{', no out' * (not shape.keeps_y)}"
+    return Fingerprint.of(text)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..dtypes import FLOAT8
 from ..errors import INSTALL, ArgumentError, CudaError, UnsupportedError
 from ..types import Stream
 from . import driver
@@ -123,6 +124,16 @@ def empty_like(array: Any, device: int) -> tuple[Any, int]:
     result = cupy.empty(array.shape, array.dtype)
     place = result.data
     return result, place.ptr if place.device_id == device else 0
+
+
+@cache
+def float8() -> np.dtype[Any] | None:
+    """CuPy's dtype for e4m3; None for a CuPy that has no such arrays."""
+    try:
+        found: np.dtype[Any] = load().empty(0, FLOAT8).dtype
+        return found
+    except (TypeError, ValueError):
+        return None
 
 
 # ---- devices and streams

@@ -200,6 +200,10 @@ def empty_like(tensor: Any, device: int) -> tuple[Any, int]:
         return result, 0
 
 
+def _of_numpy_dtype(dtype: np.dtype[Any]) -> Any:
+    return next(of_torch for of_torch, of_numpy in _dtypes.items() if of_numpy == dtype)
+
+
 # ---- streams
 def current_stream(device: int) -> tuple[Stream, Any]:
     """The handle of PyTorch's current stream on a GPU, and the stream object."""
@@ -231,6 +235,12 @@ def empty_on(tensor: Any, stream: Stream) -> Any:
     """A new contiguous tensor of the same shape and dtype, from PyTorch's allocator, for use on ``stream``."""
     with on_stream(stream, tensor.get_device()):
         return torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
+
+
+def new_on(tensor: Any, shape: tuple[int, ...], dtype: np.dtype[Any], stream: Stream) -> Any:
+    """A new contiguous tensor on the device of ``tensor``, from PyTorch's allocator, for use on ``stream``."""
+    with on_stream(stream, tensor.get_device()):
+        return torch.empty(shape, dtype=_of_numpy_dtype(dtype), device=tensor.device)
 
 
 def use_on(tensor: Any, stream: Stream, owner: Any) -> None:
@@ -324,12 +334,27 @@ def of_numpy(array: np.ndarray[Any, Any]) -> Any:
     return torch.from_numpy(array)
 
 
+def as_bytes(tensor: Any) -> Any:
+    """A tensor of e4m3 as one of bytes, over the same memory. Any other array is returned as it is."""
+    return tensor.view(torch.uint8) if is_tensor(tensor) and tensor.dtype is _float8() else tensor
+
+
+def of_bytes(tensor: Any) -> Any:
+    """A tensor of bytes as one of e4m3, over the same memory; the tensor itself where PyTorch has no such dtype."""
+    return tensor if _float8() is None else tensor.view(_float8())
+
+
+def _float8() -> Any:
+    return getattr(torch, "float8_e4m3fn", None)
+
+
 def over(array: Any, tensor: Any) -> Any:
-    """A tensor over the memory of a contiguous CuPy array, with the shape, dtype and device of ``tensor``.
+    """A tensor over the memory of a contiguous CuPy array, on the device of ``tensor``.
 
     The new tensor keeps the array alive. No stream waits for another.
     """
+    dtype = _of_numpy_dtype(array.dtype)
     if not array.size:
-        return torch.empty_like(tensor)
+        return torch.empty(array.shape, dtype=dtype, device=tensor.device)
     flat = torch.as_tensor(array.reshape(-1).view(np.uint8), device=tensor.device)
-    return flat.view(tensor.dtype).view(tensor.shape)
+    return flat.view(dtype).view(array.shape)

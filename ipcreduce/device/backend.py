@@ -13,8 +13,10 @@ from typing import Any, ClassVar
 from .. import clock, process
 from ..calls import faults
 from ..calls.backend import Backend
+from ..calls.norm_shape import NormAddresses
 from ..calls.sequence import CallSequence
 from ..cuda import cupy_runtime, driver, graph, streams
+from ..cuda.expressions import Expression
 from ..errors import ArgumentError, IpcReduceError
 from ..page.control_page import REFUSED, TOLD, Page
 from ..types import Stream
@@ -23,6 +25,9 @@ from .deferred_free import Action, attempt, flush, untrack
 from .fast_path import FastPath
 from .known_calls import KnownCalls, Prepared, PreparedList, Ready
 from .known_lists import Addresses, KnownLists
+from .known_norms import KnownNorms
+from .maps import MapKernels, PreparedMap
+from .norms import Norms, PreparedNorm
 from .stream_order import StreamOrder
 
 _ABORT_SECONDS, _GIVE_UP_SECONDS = 5.0, 0.9  # of close(): until waits are aborted, and from there until it gives up
@@ -55,6 +60,7 @@ class DeviceBackend(Backend):
     """
 
     name: ClassVar[str]  # of the backend
+    norms: Norms  # the calls with RMSNorm
     prepared: Mapping[tuple[Any, ...], Prepared]  # the calls of for_array() by shape, dtype and op; never replaced
 
     def __init__(
@@ -66,9 +72,11 @@ class DeviceBackend(Backend):
         self.order = StreamOrder(context, captured_in_order)
         self.fast: FastPath | None = None
         self.known_lists: KnownLists | None = None  # with the fast path
+        self.known_norms: KnownNorms | None = None  # so is this
         # What the ranks map of each other: for each part of it, what unmaps the peers' and what frees this rank's.
         self.shared: list[tuple[Action, Action]] = []
         self.life = Life()  # of what graphs hold that are recorded now
+        self.map_kernels = MapKernels(context, device.capability, lambda: self.order.ends_by(clock.now() + timeout))
         background.start()
 
     # ---- running
@@ -77,6 +85,7 @@ class DeviceBackend(Backend):
         known = KnownCalls(self.device.ordinal, self.order, self.prepared, self.make_ready)
         self.known_lists = KnownLists(self.device.ordinal, self.order, self.make_ready_list)
         known.find_list = self.known_lists.find
+        self.known_norms = KnownNorms(self.device.ordinal, self.make_ready_norm)
         self.fast = FastPath(calls, self.device.ordinal, self.context, self.order, self.page, known)
         return self.fast
 
@@ -130,6 +139,30 @@ class DeviceBackend(Backend):
     ) -> None:  # fmt: skip
         """Do the same as :meth:`run` for a list of arrays. All its launches are one call."""
         self.order.launch(partial(self.start_list, prepared, sources, targets), stream, owner, recorded=recorded)
+        self.order.launched = self.page.calls.number[0]
+
+    def make_ready_norm(self, prepared: PreparedNorm, addresses: NormAddresses) -> Ready:
+        """The launch of a call with RMSNorm, between addresses that have come before: see :meth:`make_ready`."""
+        return self.norms.make_ready(prepared, addresses)
+
+    def run_norm(
+        self, prepared: PreparedNorm, addresses: NormAddresses, stream: Stream, owner: Any, recorded: bool = False
+    ) -> None:  # fmt: skip
+        """Do the same as :meth:`run` for an all-reduce with RMSNorm. All its launches are one call."""
+        self.order.launch(partial(self.norms.start, prepared, addresses), stream, owner, recorded=recorded)
+    def for_map(self, array: Any, op: Any, expression: Expression) -> PreparedMap:
+        """Do the same as :meth:`for_array` for a call with an expression.
+
+        It is applied by a kernel of its own, here. :raises ArgumentError: if the expression does not compile.
+        """
+        return self.map_kernels.prepare(array, op, expression, None if self.n == 1 else self.for_array(array, op))
+
+    def run_map(
+        self, prepared: PreparedMap, source: int, target: int, operands: Sequence[int], stream: Stream, owner: Any,
+        recorded: bool = False,
+    ) -> None:  # fmt: skip
+        """Do the same as :meth:`run` for a call with an expression that is not preceded by another one."""
+        self.order.launch(partial(prepared.run, source, target, operands), stream, owner, recorded=recorded)
         self.order.launched = self.page.calls.number[0]
 
     def launch_graph(self, executable: graph.Executable, stream: Stream, owner: Any) -> None:

@@ -34,8 +34,9 @@ Kernel = tuple[str, tuple[tuple[str, str], ...]]  # the name, and the macros in 
 
 
 class NormLaunch(NamedTuple):
-    """A launch, its arguments, and the function that sets the addresses in these."""
+    """A launch, its arguments, and the function that sets the addresses in these. ``name``: the kernel's."""
 
+    name: str
     launch: driver.Launch
     args: Words
     set: Callable[[NormAddresses], None]
@@ -66,7 +67,7 @@ class NormKernels:
         self.load([kernel])
         args = np.concatenate([np.zeros(_PAIR_WORDS, np.uint64), words_of(shape)])
         launch = driver.Launch(self.function(kernel), grid, block, args, programmatic=self.programmatic)
-        return NormLaunch(launch, args, partial(set_addresses, args.data, _PAIR_WORDS))
+        return NormLaunch("rmsnorm", launch, args, partial(set_addresses, args.data, _PAIR_WORDS))
 
     def function(self, kernel: Kernel) -> int:
         """A kernel that is loaded."""

@@ -10,15 +10,19 @@ from typing import Any
 import numpy as np
 
 from .. import clock
+from ..arrays.host_norms import HostNorm
 from ..arrays.host_operands import HostOperands
 from ..arrays.lists import HostLists
-from ..calls.fingerprint import Fingerprint, of_list
+from ..arrays.maps import HostMap, Map
+from ..arrays.norms import NormArguments
+from ..calls.fingerprint import Fingerprint, of_list, of_map, of_norm
 from ..calls.sequence import CallSequence
 from ..dtypes import op_name
 from ..errors import UnsupportedError
 from ..ranks.mpi import check_runs
 from ..types import DEFAULT_STREAM
 from .over_mpi import MpiReducer
+from .rmsnorm import normalise
 from .shared import SharedReducer
 
 _MOST_KNOWN = 4096
@@ -89,6 +93,25 @@ class HostReducer:
             for one, end in zip(members, ends, strict=True):
                 reduced[one] = flat[end - one.source.size : end].reshape(one.source.shape)
         return used.results([reduced[one] for one in used.members])
+
+    def allreduce_rmsnorm(self, given: NormArguments) -> tuple[Any, ...]:
+        """One call: see :meth:`ipcreduce.Communicator.allreduce_rmsnorm`."""
+        used = HostNorm(given)
+        what = of_norm(used.source.shape, used.shape, " on the host")
+        self._enter(what)
+        reduced = self._exchange(what, used.source, "sum", None)
+        return used.results(*normalise(used.shape, used.as_rows(reduced), used.weight, used.residual, used.scale))
+    def allreduce_then(self, array: Any, op: Any, out: Any, then: Map) -> Any:
+        """One call with an expression, for which the host has a function of the program."""
+        used = HostOperands(array, op, out)
+        mapped = HostMap(then, used)
+        expression = mapped.expression
+        what = of_map(used.shape, used.kind, used.op, str(expression), expression.text, " on the host")
+        self._enter(what)
+        value = mapped.apply(self._exchange(what, used.source, used.op, None))
+        if used.target is not None:
+            used.target[...] = value
+        return used.result(value)
 
     def _enter(self, what: Fingerprint) -> None:
         calls = self._calls

@@ -35,4 +35,4 @@ def fused_launch(
     launch = driver.Launch(
         kernels.function(wanted), plan.grid, plan.block, args, programmatic=kernels.programmatic
     )  # fmt: skip
-    return NormLaunch(launch, args, partial(set_addresses, args.data, len(base)))
+    return NormLaunch(plan.kernel, launch, args, partial(set_addresses, args.data, len(base)))

@@ -176,7 +176,12 @@ def eager_as_graph(step: LaunchPlan) -> bool:
     That saves the host 2 us, and the host is the bottleneck at these sizes. The GPU takes 1 us longer, because the
     kernels do not overlap (benchmarks/NOTES.md).
     """
-    return step.nbytes <= _GRAPH_BYTES
+    return is_short(step.nbytes)
+
+
+def is_short(nbytes: int) -> bool:
+    """True if a launch of so many bytes is one that :func:`eager_as_graph` means."""
+    return nbytes <= _GRAPH_BYTES
 
 
 def _unit(nbytes: int) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
+from ..calls.norm_shape import NormAddresses
 from ..cuda import cupy_runtime, driver, graph
 from ..cuda.contexts import using_relaxed
 from ..device.known_calls import Ready
+from ..device.norms import PreparedNorm
 from ..errors import CudaError
 from ..types import Stream
 from . import plan
@@ -23,7 +25,7 @@ class ReadyLaunches:
     def __init__(self, context: int) -> None:
         self._context = context
         self._graphs: dict[tuple[driver.Launch, int, int], graph.Executable] = {}  # by source and target
-        self._of_lists: list[graph.Executable] = []
+        self._more: list[graph.Executable] = []  # of lists and norms
 
     def make(self, prepared: PreparedCall, source: int, target: int, again: bool) -> Ready:
         """The ready call of one launch, from address ``source`` to ``target``. With one rank it is a copy.
@@ -54,18 +56,31 @@ class ReadyLaunches:
             with using_relaxed(self._context), suppress(CudaError):
                 launches[0].set(sources, targets)
                 executable = graph.executable_of(launches[0].launch)
-                self._of_lists.append(executable)
+                self._more.append(executable)
                 return Ready(prepared.what, cupy_runtime.launch_graph, executable.handle)
         return Ready(prepared.what, _launch_list, (prepared, sources, targets))
 
+    def make_norm(self, prepared: PreparedNorm, addresses: NormAddresses) -> Ready | None:
+        """The ready call with RMSNorm as a graph. None if it is no short message, or several launches."""
+        norm = prepared.norm
+        if norm is None or prepared.plain is not None or not plan.is_short(prepared.shape.nbytes):
+            return None
+        if self._has_room:
+            with using_relaxed(self._context), suppress(CudaError):
+                norm.set(addresses)
+                executable = graph.executable_of(norm.launch)
+                self._more.append(executable)
+                return Ready(prepared.what, cupy_runtime.launch_graph, executable.handle)
+        return None
+
     @property
     def _has_room(self) -> bool:
-        return len(self._graphs) + len(self._of_lists) < _MOST_GRAPHS
+        return len(self._graphs) + len(self._more) < _MOST_GRAPHS
 
     def close_actions(self) -> list[Callable[[], None]]:
         """Actions that close the graphs. Their kernels must have run, and must not be unloaded yet."""
-        graphs = [*self._graphs.values(), *self._of_lists]
-        self._graphs, self._of_lists = {}, []
+        graphs = [*self._graphs.values(), *self._more]
+        self._graphs, self._more = {}, []
         return [executable.close for executable in graphs]
 
 

@@ -22,6 +22,8 @@ from ..device.backend import DeviceBackend
 from ..device.deferred_free import Action, attempt
 from ..device.known_calls import Prepared, PreparedList, Ready, keep
 from ..device.known_lists import Addresses
+from ..device.norm_kernels import NormKernels
+from ..device.norms import Norms
 from ..dtypes import kind_name, list_kinds, op_name, reduced_as
 from ..errors import CudaError
 from ..page.control_page import Page
@@ -66,6 +68,8 @@ class NcclBackend(DeviceBackend):
         self.nccl = NcclCommunicator(context)
         self._reason = reason
         self.prepared: dict[tuple[Any, ...], PreparedCall] = {}
+        kernels = NormKernels(context, device.capability, lambda: self.order.ends_by(clock.now() + timeout), self.n)
+        self.norms = Norms(self.n, kernels, self.for_array, self.start)
         self._joining: background.Job | None = None
         self._identity = b""  # kept until it is used, because NCCL has a socket and a thread for each identity
         with using_relaxed(context):
@@ -208,7 +212,8 @@ class NcclBackend(DeviceBackend):
     def release(self) -> None:
         """Free all resources of this process."""
         self._guard.close()
-        attempt(self.context, self.nccl.abort, self.order.close)
+        own = *self.norms.kernels.release_actions(), *self.map_kernels.close_actions()
+        attempt(self.context, self.nccl.abort, self.order.close, *own)
         if self._joining is not None and not self._joining.is_over:  # the thread that joins still uses the context
             background.Job(self._release_context)
         else:

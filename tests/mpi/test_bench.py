@@ -47,6 +47,17 @@ def test_dtypes(mpirun: Run, tmp_path: Path, dtype: str) -> None:
     assert (row["dtype"], [*row["peers_us"]]) == (dtype, [] if half else ["mpi"])
 
 
+def test_lists(mpirun: Run, tmp_path: Path) -> None:
+    """--arrays: MPI's Allreduce is called for each array."""
+    kept = tmp_path / "bench.json"
+    output = mpirun("ipcreduce", 2, *QUICK, "--largest", "1K", "--arrays", 5, "--json", kept, env=HOST).stdout
+    assert "eager, 2 ranks, sum of float32 in 5 arrays" in output
+    (row,) = json.loads(kept.read_text())["rows"]
+    assert (row["bytes"], row["arrays"], [*row["peers_us"]]) == (1024, 5, ["mpi"])
+    few = mpirun("ipcreduce", 2, *QUICK, "--largest", "1K", "--arrays", 257, env=HOST, check=False)
+    assert "has room for 257 float32" in few.stdout
+
+
 def test_a_smallest_size_above_the_usual_largest(mpirun: Run, tmp_path: Path) -> None:
     """It is measured, and no more than one size."""
     kept = tmp_path / "bench.json"

@@ -39,6 +39,19 @@ def test_rows(mpirun: Run, tmp_path: Path, ranks: int, dtype: str, sizes: tuple[
     assert {"machine", "versions", "date", "command"} <= result.keys()
 
 
+def test_lists(mpirun: Run, tmp_path: Path) -> None:
+    """--arrays: the bytes of a row are those of all arrays, and each array is checked."""
+    kept = tmp_path / "bench.json"
+    wanted = ("--smallest", 4, "--largest", "2K", "--arrays", 300, "--json", kept)
+    output = mpirun("tests.simulated", 2, "-m", "ipcreduce", "bench", *wanted, *QUICK, env=SMALL).stdout
+    assert "eager, 2 ranks, sum of bfloat16 in 300 arrays" in output
+    rows = json.loads(kept.read_text())["rows"]
+    assert [(row["mode"], row["bytes"]) for row in rows] == [
+        (mode, nbytes) for nbytes in (1024, 2048) for mode in ("graph", "eager")
+    ]
+    assert {(row["arrays"], row["algorithm"]) for row in rows} == {(300, "one_shot")}
+
+
 def test_over_nccl(mpirun: Run, tmp_path: Path) -> None:
     kept = tmp_path / "bench.json"
     wanted = ("--smallest", "1K", "--largest", "2K", "--json", kept)
@@ -124,9 +137,9 @@ def test_graphs_of_ours_are_checked_too(mpirun: Run, tmp_path: Path) -> None:
 
 def test_figures(mpirun: Run, tmp_path: Path) -> None:
     kept = tmp_path / "figures.json"
-    wanted = ("--only", "dtypes,shapes,eager,block", "--largest", "16K")
+    wanted = ("--only", "dtypes,shapes,lists,eager,block", "--largest", "16K")
     few = ("--calls", 8, "--replays", 2, "--turns", 2, "--before", 3)
     mpirun("tests.simulated", 2, "-m", "benchmarks.figures", *wanted, *few, "--json", kept, timeout=300, env=SMALL)
     rows = json.loads(kept.read_text())["rows"]
-    assert {"sum of float64", "max of uint8", "ragged", "in place"} <= {row["what"] for row in rows}
+    assert {"sum of float64", "max of uint8", "ragged", "in place", "list, 4 bfloat16"} <= {row["what"] for row in rows}
     assert all(row["ratio"] == row["us"] / row["base_us"] > 0 for row in rows)

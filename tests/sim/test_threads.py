@@ -52,6 +52,7 @@ def test_captures(hold: Hold) -> None:
         "joins_an_open_capture",
         "joined_within_a_recording",
         "captured_on_a_blocking_stream",
+        "order_of_a_graph_of_others",
         "first_use_while_a_call_runs",
         "graph_dropped_within_a_capture",
         "eager_call_behind_a_capture",

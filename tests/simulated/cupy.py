@@ -72,12 +72,12 @@ class Device:
 # ---- streams and events
 class Graph:
     def __init__(self, nodes: machine_streams.Nodes) -> None:
-        self._nodes, self._executable = nodes, machine_streams.in_some_order(nodes)
+        self.all_nodes, self._executable = nodes, machine_streams.in_some_order(nodes)
 
     @property
     def nodes(self) -> list[machine_streams.Node]:
         """Those that work, each after those that it follows, directly or through nodes of events."""
-        return machine_streams.without_events(self._nodes)
+        return machine_streams.without_events(self.all_nodes)
 
     def launch(self, stream: Stream | None = None) -> None:
         machine_streams.launch(self._executable, (stream or get_current_stream()).ptr)

@@ -32,7 +32,7 @@ strided, sparse_coo, contiguous_format = object(), "torch.sparse_coo", object()
 
 class Dtype:
     def __init__(self, name: str) -> None:
-        self.numpy = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+        self.numpy = np.dtype(getattr(ml_dtypes, name, name))
 
     @property
     def is_complex(self) -> bool:
@@ -42,7 +42,8 @@ class Dtype:
         return f"torch.{self.numpy.name}"
 
 
-_dtypes = {name: Dtype(name) for name in (*(dtype.name for dtype in DTYPES), "bool", "complex64", "complex128")}
+_OTHERS = "bool", "complex64", "complex128", "float8_e4m3fn"
+_dtypes = {name: Dtype(name) for name in (*(dtype.name for dtype in DTYPES), *_OTHERS)}
 globals().update(_dtypes)
 
 
@@ -164,6 +165,11 @@ class Tensor:
         array = self.array.view(wanted.numpy) if isinstance(wanted, Dtype) else self.array.reshape(wanted)
         return Tensor(array, self.storage)
 
+    def as_strided(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+        itemsize, base = self.array.itemsize, self.array.data
+        steps = tuple(step * itemsize for step in strides)
+        return Tensor(cupy.ndarray(shape, self.array.dtype, base, strides=steps), self.storage)
+
     def record_stream(self, other: Any) -> None:
         if self.storage is not None and other.cuda_stream != self.storage.place[0]:
             self.storage.recorded.add(other.cuda_stream)
@@ -267,6 +273,12 @@ def empty_like(tensor: Tensor, memory_format: Any = None, requires_grad: bool = 
     """As PyTorch does, with memory of the current stream."""
     storage = Storage(tensor.array.nbytes)
     return Tensor(storage.array.view(tensor.array.dtype).reshape(tensor.shape), storage)
+
+
+def empty(shape: tuple[int, ...], dtype: Dtype, device: Any = None) -> Tensor:
+    assert device.type == "cuda"
+    storage = Storage(int(np.prod(shape)) * dtype.numpy.itemsize)
+    return Tensor(storage.array.view(dtype.numpy).reshape(shape), storage)
 
 
 def full_like(tensor: Tensor, value: Any) -> Tensor:

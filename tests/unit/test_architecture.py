@@ -24,7 +24,13 @@ _FIRST = "errors", "types", "dtypes", "texts", "advice", "process"
 LAYERS = (
     ("ipcreduce.clock",),
     tuple(f"ipcreduce.{name}" for name in _FIRST),
-    ("ipcreduce.ranks", "ipcreduce.page", "ipcreduce.calls.fingerprint", "ipcreduce.cuda"),
+    (
+        "ipcreduce.ranks",
+        "ipcreduce.page",
+        "ipcreduce.calls.fingerprint",
+        "ipcreduce.calls.norm_shape",
+        "ipcreduce.cuda",
+    ),
     ("ipcreduce.calls", "ipcreduce.arrays"),
     ("ipcreduce.device",),
     ("ipcreduce.options", "ipcreduce.ipc", "ipcreduce.nccl", "ipcreduce.host"),

@@ -114,7 +114,7 @@ def test_broken_links_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("name", "table"),
     [
-        ("README.md", results.bench_table(4, sizes=results.README_SIZES)),
+        ("README.md", results.readme_table()),
         *(("docs/performance.md", results.bench_table(n, mode)) for n in (2, 4) for mode in ("graph", "eager")),
         ("docs/performance.md", results.bench_table(2, gpu="h100")),
         ("docs/performance.md", results.list_table()),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.lib.stride_tricks import as_strided
 
 from ipcreduce.arrays.lists import HostLists, check_apart, outputs
 from ipcreduce.calls.fingerprint import of_list
@@ -162,6 +163,15 @@ def test_outputs_that_share_memory(subtests: pytest.Subtests):
             words = f"the output of member {first} of the list shares memory with the {kind} of member {second}"
             with pytest.raises(ArgumentError, match=words):
                 check_apart(pairs)
+
+
+def test_outputs_for_which_it_takes_hours_to_tell():
+    """They count as sharing memory. NumPy looks for a common byte of such strides for many minutes."""
+    memory = np.zeros(192163377, np.int8)
+    one = as_strided(memory, (1049, 1049, 1049), (36674, 61119, 85569))
+    other = as_strided(memory[64023025:], (1049, 1049, 1), (12223, 12224, 1))
+    with pytest.raises(ArgumentError, match="the output of member 0 of the list shares memory with"):
+        check_apart([(one, one), (other, other)])
 
 
 # ---- on the host

@@ -79,6 +79,24 @@ def one_edge_is_enough() -> None:
         works(comm)
 
 
+def order_of_a_graph_of_others() -> None:
+    """Its first call waits for the last call before each launch, and its end is recorded behind its last call."""
+    stream, source, target = cupy.cuda.Stream(non_blocking=True), mine(), cupy.zeros(1000, np.float32)
+    with Communicator() as comm:
+        comm.allreduce(source, out=target)
+        cupy.cuda.Device().synchronize()
+        stream.begin_capture()
+        for _ in range(2):
+            comm.allreduce(source, out=target, stream=stream)
+        nodes = stream.end_capture().all_nodes
+        calls = [index for index, node in enumerate(nodes) if node.work is not None]
+        (wait,) = (index for index, node in enumerate(nodes) if node.waits_for is not None)
+        (end,) = (index for index, node in enumerate(nodes) if node.records is not None)
+        assert wait in nodes[calls[0]].after
+        assert nodes[end].after == {calls[-1]}
+        works(comm)
+
+
 def captured_on_a_blocking_stream() -> None:
     """As CuPy's streams are by default, after an eager call on the default stream: that cannot be asked meanwhile."""
     stream, source, target = cupy.cuda.Stream(), mine(), cupy.zeros(1000, np.float32)
@@ -291,5 +309,5 @@ def first_use_while_a_call_runs() -> None:
 SCENARIOS = [
     captured_after_a_fault, fault_within_a_recording, fault_beside_a_recording, graph_dropped_within_a_capture,
     eager_call_behind_a_capture, one_edge_is_enough, joins_an_open_capture, joined_within_a_recording,
-    captured_on_a_blocking_stream, first_use_while_a_call_runs,
+    captured_on_a_blocking_stream, order_of_a_graph_of_others, first_use_while_a_call_runs,
 ]  # fmt: skip

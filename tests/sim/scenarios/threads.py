@@ -399,11 +399,17 @@ def what_the_driver_is_asked() -> None:
 def overtakes_nothing() -> None:
     """A call on another stream follows the last one: on rank 0 that one begins only once the other waits, or is over.
 
-    The first change of streams has an event of its own; from then on there is one behind each call.
+    The first change of streams has an event of its own; from then on there is one behind each call. Contiguous arrays
+    go by the fast path, others by the usual one.
     """
     one, two = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
-    sources, results = [mine(), mine() * 10], [mine(), mine()]
-    cupy.cuda.Device(OWN).synchronize()
+    for step in (1, 2):
+        sources, results = [mine()[::step], (mine() * 10)[::step]], [mine()[::step], mine()[::step]]
+        cupy.cuda.Device(OWN).synchronize()
+        _overtake(one, two, sources, results)
+
+
+def _overtake(one: Any, two: Any, sources: list[Any], results: list[Any]) -> None:
     with Communicator() as comm:
         with one:
             comm.allreduce(sources[0], out=results[0])  # loads the kernel

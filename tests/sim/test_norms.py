@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+
+from tests.simulated import compiler, kernels, norms
+from tests.simulated.norms import Library
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 SWEEP = "tests/gpu/norm_sweep.py"
@@ -39,3 +44,50 @@ def test_where_packets_arrive_in_halves(mpirun: Run) -> None:
 def test_a_late_rank(mpirun: Run, ranks: int) -> None:
     """The others' waits end, and all that they have is NaN. It gets no wrong values itself."""
     assert "abandoned launches on" in mpirun("tests.simulated", ranks, SWEEP, "--abandoned").stdout
+
+
+# ---- the fused kernels alone, with ranks as threads of one process
+LIBRARIES = [
+    Library("fused_one_shot", scale=2),
+    Library("fused_one_shot", cluster=4, scale=2),
+    Library("fused_one_shot", cluster=2, scale=3, depth=2),
+    Library("fused_two_shot", scale=2),
+    Library("fused_two_shot", cluster=2, scale=1),
+]
+TSAN = "ThreadSanitizer"
+
+
+@pytest.fixture(scope="module")
+def tsan() -> None:
+    try:
+        kernels.tsan_launcher()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.usefixtures("tsan")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_order_between_and_within_blocks(ranks: int) -> None:
+    assert norms.run(LIBRARIES, ranks=ranks, operations=30, seed=ranks, tsan=True) == ("nothing", "ok\n")
+
+
+@pytest.mark.usefixtures("tsan")
+@pytest.mark.parametrize(
+    ("file", "old", "new", "caught_by"),
+    [
+        ("rmsnorm.cuh", "  else sync_block();", "  else sync_warp();", {TSAN}),
+        ("fused_one_shot.cu", "for (u32 turn = 0;; turn ^= 1)", "for (u32 turn = 0;; turn ^= 0)", {TSAN}),
+        ("fused_one_shot.cu", "restore_sentinels(rows_at, slots, packet_index(slot, d), alive);", "sync_warp();",
+         {TSAN, "unequal bits", "not at rest"}),
+    ],
+    ids=["no barrier before the sums are read", "one table for all rows", "slots are not emptied"],
+)  # fmt: skip
+def test_faults_are_caught(file: str, old: str, new: str, caught_by: set[str], tmp_path: Path) -> None:
+    directory = tmp_path / "kernels"
+    shutil.copytree(compiler.KERNELS, directory)
+    text = (directory / file).read_text()
+    assert text.count(old) == 1
+    (directory / file).write_text(text.replace(old, new))
+    sources = kernels.Sources(directory, compiler.INCLUDE, tmp_path)
+    finding, output = norms.run(LIBRARIES[:1], ranks=2, operations=30, tsan=True, sources=sources)
+    assert finding in caught_by, output

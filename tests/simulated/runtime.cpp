@@ -20,7 +20,6 @@
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <deque>
 #include <mutex>
 #include <vector>
@@ -58,7 +57,8 @@ std::atomic<uint64_t> moved;  // nanoseconds
 constexpr size_t kStackBytes = 64 << 10, kGuardBytes = 4 << 10;
 constexpr size_t kGuarded = 2048;  // fibers of a grid whose stacks have a guard page
 constexpr uint32_t kWarp = 32;
-constexpr int kLeft = 0xA5;  // what shared memory holds when a kernel begins
+constexpr size_t kSharedBytes = 16 << 10;
+constexpr uint8_t kLeft = 0x7F;  // what shared memory holds when a kernel begins: as floats, large numbers
 // Rounds in which all fibers poll: first the OS thread yields, then it sleeps, from the shortest time to the longest.
 constexpr int kYields = 4;
 constexpr long kShortestSleep = 10'000, kLongestSleep = 40'000;  // nanoseconds
@@ -84,12 +84,17 @@ struct Fiber {
   void* tsan;
 };
 
+struct Shared {  // memory of a block; ready: filled for this kernel
+  void* memory;
+  bool ready;
+};
+
 struct Grid {
   void (*kernel)(const void*);
   const void* args;
   std::deque<Fiber> fibers;  // a deque: fibers do not move when it grows
   std::deque<Meeting> blocks, warps, clusters;
-  std::deque<std::vector<std::max_align_t>> shared;  // by block
+  std::deque<Shared> shared;  // by block
   uint64_t random = 0;
   char begin, end;  // for ThreadSanitizer: order between a launch and its fibers
   ucontext_t context;
@@ -239,8 +244,12 @@ void sim_run(void (*kernel)(const void*), const void* args, uint32_t blocks, uin
   grid->blocks.resize(blocks);
   grid->warps.resize(blocks * warps);
   grid->clusters.assign(blocks, {});
-  grid->shared.resize(blocks);
-  for (auto& memory : grid->shared) memory.clear();
+  while (grid->shared.size() < blocks) {  // here, since ThreadSanitizer takes a mapping for a write
+    void* memory = mmap(nullptr, kSharedBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) fatal("no shared memory");
+    grid->shared.push_back({memory, false});
+  }
+  for (Shared& shared : grid->shared) shared.ready = false;
   for (uint32_t b = 0; b < blocks; ++b) {
     const uint32_t first = b * threads;
     grid->blocks[b] = {first, threads, 0, 0, 0, {}};
@@ -326,12 +335,14 @@ void sim_sync_cluster(uint32_t blocks) {
   meet(cluster, false, true);
 }
 void* sim_shared(uint32_t block, size_t bytes) {
-  auto& memory = grid->shared[block];
-  if (memory.empty()) {
-    memory.resize(bytes / sizeof(std::max_align_t) + 1);
-    std::memset(memory.data(), kLeft, memory.size() * sizeof memory[0]);
+  Shared& shared = grid->shared[block];
+  if (bytes > kSharedBytes) fatal("wants more shared memory than a block has");
+  if (!shared.ready) {
+    shared.ready = true;
+    volatile uint8_t* const at = (volatile uint8_t*)shared.memory;  // ThreadSanitizer would see a memset
+    for (size_t i = 0; i < bytes; ++i) at[i] = kLeft;
   }
-  return memory.data();
+  return shared.memory;
 }
 void sim_relax() {
   self->polls = true;

@@ -94,7 +94,9 @@ DEVICE void run(const Args& args, GroupSums& sums) {
 }
 
 // A thread holds a unit of each rank's part, so blocks of many ranks have few threads, and many registers for each.
-CLUSTER_KERNEL(fused_two_shot, kRanks <= 2 ? 512 : kRanks <= 4 ? 256 : 128, 2)(KERNEL_ARGS args) {
+// One block has room for a row of 8,192 elements.
+CLUSTER_KERNEL(fused_two_shot, kRanks <= 2 ? 512 : kRanks <= 3 ? 352 : kRanks <= 4 ? 256 : kRanks <= 6 ? 224 : 160, 2)
+(KERNEL_ARGS args) {
   SHARED(GroupSums, sums);
   run(args, sums);
 }

@@ -217,9 +217,8 @@ def extent(array: Any) -> tuple[int, int]:
 
 
 def same_elements(array: Any, other: Any) -> bool:
-    """True if two arrays of one place and shape are the same elements: the same address, strides and dtype."""
-    first, other_first = (one.ctypes.data if isinstance(one, np.ndarray) else pointer(one) for one in (array, other))
-    return bool(first == other_first and array.strides == other.strides and array.dtype == other.dtype)
+    """True if two device arrays of one shape are the same elements: the same address, strides and dtype."""
+    return bool(pointer(array) == pointer(other) and array.strides == other.strides and array.dtype == other.dtype)
 
 
 def overlap(array: Any, other: Any) -> bool:

@@ -21,6 +21,7 @@ _SOME_ROWS = 32  # up to here, several blocks have a row
 _MOST_DEPTH = 2
 # The largest message, by n, for one hop: as for the plain all-reduce, because the norm costs the same behind both.
 _ONE_SHOT_BYTES = {2: 8 * MB, 3: 192 * KB, 4: 192 * KB, 5: 128 * KB, 6: 96 * KB, 7: 64 * KB, 8: 64 * KB}
+_TWO_SHOT_THREADS = {2: 512, 3: 352, 4: 256, 5: 224, 6: 224, 7: 160, 8: 160}  # by n
 _CODES_END = CODES_BYTES + CODE_BYTES * len(DTYPES)
 
 
@@ -48,7 +49,7 @@ def code_offset(dtype: str) -> int:
 def most_threads(kernel: str, n: int, sharing: int) -> int:
     """The most threads in a block: see the kernels. If ranks share a GPU, a multiprocessor has to hold two blocks."""
     if kernel == "fused_two_shot":
-        return 512 if n == 2 else 256 if n <= 4 else 128
+        return _TWO_SHOT_THREADS[n]
     return (1024 if n <= 4 else 512) // (1 if sharing == 1 else 2)
 
 
@@ -84,8 +85,10 @@ def variants(
 ) -> set[tuple[str, int, int]]:  # fmt: skip
     """The kernel, cluster and depth of every launch for rows of this length, whatever their number and the room."""
     found = set()
+    limits = {most_blocks(resident, sharing), min(resident, most_blocks(resident, sharing))}
+    edges = {blocks // cluster for blocks in limits for cluster in (1, 2, 4, 8)} | {_SOME_ROWS, EPOCH_SLOTS}
     for name in [forced] if forced else [*KERNELS]:
-        for rows in (1, _SOME_ROWS + 1, EPOCH_SLOTS):
+        for rows in {1} | edges | {edge + 1 for edge in edges}:  # where the plan may change
             one = NormShape(rows, shape.hidden, shape.dtype, shape.eps, shape.weight_bias, shape.residual)
             plan = make_plan(one, n, 1 << 62, name, resident, sharing, clusters)
             if plan is not None:

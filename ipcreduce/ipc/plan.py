@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..calls.norm_shape import NormShape
 from ..dtypes import KIND_NAMES, OPS
 
 ALGORITHMS = ("one_shot", "two_shot")
@@ -171,13 +170,18 @@ def kernels(n: int, forced: str | None = None, table: Table = ()) -> set[tuple[s
     return {("one_shot", 1), ("two_shot", 1)} | {(choice.algorithm, choice.depth) for choice in table}
 
 
-def eager_as_graph(step: LaunchPlan | NormShape) -> bool:
-    """True if an eager call of this launch, or of this one of rows with RMSNorm, should run as a graph of one kernel.
+def eager_as_graph(step: LaunchPlan) -> bool:
+    """True if an eager call of this launch should run as a graph of one kernel.
 
     That saves the host 2 us, and the host is the bottleneck at these sizes. The GPU takes 1 us longer, because the
     kernels do not overlap (benchmarks/NOTES.md).
     """
-    return step.nbytes <= _GRAPH_BYTES
+    return is_short(step.nbytes)
+
+
+def is_short(nbytes: int) -> bool:
+    """True if a launch of so many bytes is one that :func:`eager_as_graph` means."""
+    return nbytes <= _GRAPH_BYTES
 
 
 def _unit(nbytes: int) -> int:

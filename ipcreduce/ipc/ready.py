@@ -63,7 +63,7 @@ class ReadyLaunches:
     def make_norm(self, prepared: PreparedNorm, addresses: NormAddresses) -> Ready | None:
         """The ready call with RMSNorm as a graph. None if it is no short message, or several launches."""
         norm = prepared.norm
-        if norm is None or prepared.plain is not None or not plan.eager_as_graph(prepared.shape):
+        if norm is None or prepared.plain is not None or not plan.is_short(prepared.shape.nbytes):
             return None
         if self._has_room:
             with using_relaxed(self._context), suppress(CudaError):

@@ -25,7 +25,8 @@ _LATE_SECONDS = 0.004
 
 # How often each kind of step comes. Faults of driver calls are the simulated device's.
 WEIGHTS = {
-    "reduce": 10, "reduce list": 4, "record": 3, "replay": 6, "capture": 2, "launch": 3, "threads": 1, "new": 1,
+    "reduce": 10, "reduce list": 4, "reduce norm": 3, "record": 3, "replay": 6, "capture": 2, "launch": 3, "threads": 1,
+    "new": 1,
     "close": 1, "close graph": 1, "refuse": 1, "mismatch": 1, "raise in record": 1, "interrupt": 1, "driver fault": 1,
     "check": 1,
 }  # fmt: skip
@@ -98,9 +99,21 @@ def _reduce_list(draw: random.Random) -> Step:
     }  # fmt: skip
 
 
+def _reduce_norm(draw: random.Random) -> Step:
+    hidden = draw.choice((1, 7, 100, 128, 256, 384, 1024, 2880))
+    return {
+        "dtype": draw.choice(("float32", "float16", "bfloat16", "bfloat16")), "hidden": hidden,
+        "count": hidden * draw.choice((1, 2, 3, 5, 17, 40)), "special": draw.random() < 0.2,
+        "scales": draw.choice(("", "", "given", "token", "group") if hidden % 128 == 0 else ("", "token")),
+        "layout": draw.choice(LAYOUTS), "residual": draw.random() < 0.8, "in_place": draw.random() < 0.5,
+        "calls": draw.choice((1, 1, 3)),
+    }  # fmt: skip
+
+
 _DETAILS: dict[str, Callable[[random.Random], Step]] = {
     "reduce": _reduce,
     "reduce list": _reduce_list,
+    "reduce norm": _reduce_norm,
     "record": lambda draw: _array(draw) | {
         "body": _body(draw, breaks=True), "graph": draw.randrange(3), "shares": draw.random() < 0.3,
         "breaks": draw.random() < 0.9, "within_capture": draw.random() < 0.2,

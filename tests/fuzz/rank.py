@@ -27,7 +27,7 @@ from tests.fuzz import bodies, deaths, faults
 from tests.fuzz.bodies import Wrong, expect_error
 from tests.fuzz.job import Pipes
 from tests.fuzz.programs import STREAMS, Step
-from tests.shared import reference
+from tests.shared import norms, reference
 from tests.shared.bounds import HANG
 
 TIMEOUT_SECONDS = HANG
@@ -206,6 +206,45 @@ class Player:
                 raise Wrong(f"{self.text}: out= was not returned")
             for (_, result), one, values in zip(outs, returned, drawn, strict=True):
                 self.later(one if result is None else result, reference.wrapping(values, op), stream)
+
+    def do_reduce_norm(self, comm: Any, step: Step) -> None:
+        """One call with RMSNorm, and the same again in place, on the same arrays: it is known then."""
+        hidden, scales, dtype = step["hidden"], step["scales"], bodies.dtype_of(step["dtype"])
+        form = step["count"] // hidden, hidden
+        draws = bodies.draws(step, self.size, dtype, step["special"])
+        (row,) = bodies.draws({"count": hidden, "seed": step["seed"] + 1}, 1, dtype, False)
+        (added,) = bodies.draws(step | {"seed": step["seed"] + 2}, 1, dtype, False)
+        with np.errstate(all="ignore"):
+            right = norms.results(
+                reference.reduce(draws, "sum").reshape(form), added.reshape(form) if step["residual"] else None, row,
+                dtype=step["dtype"], eps=1e-5, scales=scales, given=0.5,
+            )  # fmt: skip
+        stream = self.streams[step["stream"]]
+        with stream:
+            x, residual = (
+                bodies.on_device(flat, step["layout"]).reshape(form) if step["layout"] != "strided"
+                else bodies.on_device(flat.reshape(form)[:, ::-1].copy(), "plain")[:, ::-1]
+                for flat in (draws[self.rank], added)
+            )  # fmt: skip
+            scale = cupy.full((1,), 0.5, np.float32)
+            options: dict[str, Any] = {"quantize": None}
+            if scales:
+                per = {"token": "token", "group": 128}.get(scales)
+                options["quantize"] = ipcreduce.FP8(None if per else scale, per)
+            if step["in_place"]:
+                options |= {"out": x} | ({"residual_out": residual} if step["residual"] else {})
+            weight, sources = cupy.asarray(row), (x.copy(), residual.copy())
+            for _ in range(step["calls"]):
+                x[...], residual[...] = sources
+                given = residual if step["residual"] else None
+                found = comm.allreduce_rmsnorm(x, weight, 1e-5, residual=given, **options)
+                results = {"residual_out": found[-1]} | ({"quantised": found[0].view(np.uint8)} if scales else {})
+                if not scales or step["in_place"]:
+                    results["y"] = x if step["in_place"] else found[0]
+                if right.scales is not None:
+                    results["scales"] = found[1]
+                for name, result in results.items():
+                    self.later(result.copy(), getattr(right, name), stream)
 
     def do_threads(self, comm: Any, step: Step) -> None:
         """Calls of two communicators from two threads, each on a stream of its own.

@@ -1,6 +1,7 @@
 """The sweep of all-reduces with RMSNorm on GPUs: ``mpirun -n 2 python tests/gpu/norm_sweep.py [--cases 2000] [OUT]``.
 
-It launches the fused kernels and the unfused pair by themselves, below the public call.
+It launches the fused kernels and the unfused pair by themselves, below the public call. With --abandoned the last rank
+comes too late, in every launch shape: the others' waits end, and no rank gets a wrong value.
 """
 
 from __future__ import annotations
@@ -30,9 +31,15 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=8 << 20, help="bytes of the rows, together")
     parser.add_argument("--rows", type=int, default=300)
     parser.add_argument("--late", type=float, default=0.002, help="seconds that a late rank is late")
+    parser.add_argument("--abandoned", action="store_true")
     options = parser.parse_args()
     world = MPI.COMM_WORLD
     cupy.cuda.Device(world.rank % cupy.cuda.runtime.getDeviceCount()).use()
+    if options.abandoned:
+        shapes = norm_cases.abandoned(cupy_module, world)
+        if world.rank == 0:
+            print(f"{shapes} abandoned launches on {world.size} ranks, all right")
+        return
     communicators = {"planned": ipcreduce.Communicator(backend="ipc")}
     for name in ("one_shot", "two_shot"):
         communicators[name] = ipcreduce.Communicator(algorithm=name)

@@ -6,6 +6,7 @@ tests/shared/sweep_cases.py.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -13,9 +14,11 @@ from typing import Any
 
 import numpy as np
 
+import ipcreduce
 from ipcreduce.bench.limit import our_backend
 from ipcreduce.calls.norm_shape import NormAddresses, NormShape
 from ipcreduce.cuda import cupy_runtime
+from ipcreduce.ipc import launches
 from tests.shared import norms, reference
 
 POISON = 0xA5
@@ -129,8 +132,11 @@ class Played:
         weight = reference.random_array(rng, (self.shape.hidden,), self.dtype, False)
         return inputs, residual, weight, np.float32(rng.uniform(0.001, 0.1))
 
-    def _call(self, values: Any, turn: int, start: Any, how: str) -> None:
-        """One call on new arrays, with all results poisoned before, and compared afterwards."""
+    def _call(self, values: Any, turn: int, start: Any, how: str, late: bool | None = None) -> None:
+        """One call on new arrays, with all results poisoned before, and compared afterwards.
+
+        :param late: the last rank comes too late, and this rank is that one.
+        """
         inputs, residual, weight, given = values
         shape, in_place = self.shape, self.case.in_place
         source, added = self._array(inputs[self.comm.rank]), self._array(residual)
@@ -154,22 +160,31 @@ class Played:
                 scales=scales.address * bool(shape.scales),
             )
         )
-        self.comm.synchronize()
+        if late is None:
+            self.comm.synchronize()
+        else:  # which would tell the fault
+            cupy_runtime.load().cuda.get_current_stream().synchronize()
         right = norms.results(
             reference.reduce(inputs, "sum"), residual if shape.residual else None, weight, dtype=shape.dtype,
             eps=shape.eps, weight_bias=shape.weight_bias, scales=shape.scales, given=float(given),
         )  # fmt: skip
-        what = f"{how}, turn {turn}, {self.case}"
-        assert norms.same(residual_out.read(), right.residual_out), f"residual_out: {what}"
-        if shape.keeps_y:
-            assert norms.same(out.read(), right.y), f"y: {what}"
-        if shape.scales:
-            assert norms.same(quantised.read(), right.quantised), f"quantised: {what}"
-        if right.scales is not None:
-            found = scales.read()
-            assert norms.same(found.T[: shape.rows].copy() if shape.column_major else found, right.scales), what
+        found = norms.Results(
+            residual_out.read(),
+            out.read(),
+            quantised.read() if shape.scales else None,
+            (scales.read().T[: shape.rows].copy() if shape.column_major else scales.read())
+            if right.scales is not None
+            else None,
+        )
+        self.compare(found, right, f"{how}, turn {turn}, {self.case}", late)
         for array in arrays:
-            array.check(what)
+            array.check(f"{how}, {self.case}")
+
+    def compare(self, found: norms.Results, right: norms.Results, what: str, late: bool | None) -> None:
+        """:raises AssertionError: if a result has not the bits of the contract."""
+        for name, one, other in zip(found._fields, found, right, strict=True):
+            if one is not None and other is not None and (name != "y" or self.shape.keeps_y):
+                assert norms.same(one, other), f"{name}: {what}"
 
     def _array(self, values: Any, poison: int | None = None) -> Guarded:
         return Guarded(self.module, values, poison)
@@ -195,6 +210,68 @@ class Played:
         count = -(-self.case.plain // 4)
         result = self.comm.allreduce(self.module.buffer(np.full(4 * count, 0, np.uint8)).view(np.float32) + turn + 1)
         assert (self.module.read(result) == (turn + 1) * self.comm.size).all(), f"a plain all-reduce after {self.case}"
+
+
+# Rows, elements of a row, and the algorithm of launches in which the last rank comes too late.
+ABANDONED = (
+    (1, 2048, "one_shot"),
+    (3, 512, "one_shot"),
+    (40, 192, "one_shot"),
+    (2, 16_384, "one_shot"),
+    (1, 4096, "two_shot"),
+    (5, 320, "two_shot"),
+    (40, 1024, "two_shot"),
+)
+
+
+def abandoned(module: Any, world: Any, seconds: float = 1.0) -> int:
+    """Launches for which the last rank comes when the others' waits have ended. Returns their number.
+
+    :raises AssertionError: if those have a result that is not NaN, or if the late rank has a wrong one.
+    """
+    for number, (rows, hidden, algorithm) in enumerate(ABANDONED):
+        scales = ("", "given", "token", "group")[number % 4] if hidden % 128 == 0 else "token"
+        shape = NormShape(rows, hidden, ("float16", "bfloat16")[number % 2], 1e-6, 0.0, number % 3 > 0, scales)
+        comm = ipcreduce.Communicator(backend="ipc", algorithm=algorithm)
+        Late(module, comm, Case(number, shape, "", False, 1, -1, 0), number).run_late(world, seconds)
+        with contextlib.suppress(ipcreduce.IpcReduceError):  # the fault is told at the next call
+            comm.close()
+    return len(ABANDONED)
+
+
+class Late(Played):
+    """A launch for which the last rank comes too late."""
+
+    def run_late(self, world: Any, seconds: float) -> None:
+        """Run it on the other ranks, and then on the last one."""
+        fused = self.launches.fused_norm(self.shape)
+        assert fused is not None, self.shape
+        fused.args[launches._TIMEOUT] = int(seconds * 1e9)  # of the kernel alone: start-up takes longer
+        self.comm.allreduce(self.module.buffer(np.zeros(4, np.uint8)))  # all have compiled what they need
+        self.comm.synchronize()
+        world.Barrier()
+        if world.rank == world.size - 1:
+            world.Barrier()
+        values = self._values(0)
+        self._call(values, 0, lambda one: self._start(fused, one), "fused", late=world.rank == world.size - 1)
+        if world.rank != world.size - 1:
+            world.Barrier()
+
+    def compare(self, found: norms.Results, right: norms.Results, what: str, late: bool | None) -> None:
+        """All NaN; on the late rank a row may be right instead."""
+        none = 0x7F
+        nan = np.array(norms.NAN_BITS[self.shape.dtype], np.uint16).view(found.y.dtype)
+        for row in range(self.shape.rows):
+            for name, one, other in zip(found._fields, found, right, strict=True):
+                if one is None or other is None:
+                    continue
+                given = {"quantised": np.uint8(none), "scales": np.float32(np.nan)}.get(name, nan)
+                lost = one[row].tobytes() == np.full_like(one[row], given).tobytes()
+                same = one[row].tobytes() == other[row].tobytes()
+                if name == "residual_out" and late:  # NaN is what is missing of it
+                    missing = one[row].view(np.uint16) == nan.view(np.uint16)
+                    same = bool((missing | (one[row].view(np.uint16) == other[row].view(np.uint16))).all())
+                assert lost or (same and late), f"{name} of row {row}: {what}"
 
 
 class Guarded:

@@ -137,7 +137,8 @@ def norm(
         if scales == "given":
             found.quantised = e4m3(values * (f32(1) / f32(scale))).reshape(form)
         elif scales:
-            parts = values.reshape(len(values), -1, hidden if scales == "token" else 128)
+            length = hidden if scales == "token" else 128
+            parts = values.reshape(len(values), hidden // length, length)
             each = np.maximum(np.abs(parts).max(axis=2) / f32(448), f32(1e-10))
             found.scales = each.reshape(*form[:-1], parts.shape[1])
             found.quantised = e4m3(parts / each[..., None]).reshape(form)

@@ -153,6 +153,21 @@ def test_rows_that_no_block_holds(scales: str):
         check(shape_of(20_001, "float16", scales, rows=4, residual=False), 3)
 
 
+def test_several_rows_of_a_block():
+    """Of lengths that leave most of a chunk empty, with sums in both tables."""
+    for hidden in (64, 192, 8256):
+        check(shape_of(hidden, "bfloat16", rows=9), hidden)
+
+
+@pytest.mark.parametrize("dtype", norms.DTYPES)
+def test_a_negative_zero_stays_one(dtype: str, monkeypatch: pytest.MonkeyPatch):
+    """Without a residual every reduced number stays as it is."""
+    zeros = np.full((3, 64), -0.0, norms.DTYPES[dtype])
+    monkeypatch.setitem(globals(), "inputs", lambda shape, seed: (zeros.copy(), zeros.copy(), zeros[0].copy()))
+    for offset in (0, zeros.itemsize):
+        check(shape_of(64, dtype, rows=3, residual=False), 0, offset)
+
+
 @pytest.mark.parametrize("eps", [0.0, 1e-30, 1.0])
 def test_rows_of_zeros_and_of_tiny_numbers(eps: float):
     """With eps 0 a row of zeros is NaN, and so are its scales."""

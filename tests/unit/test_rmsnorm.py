@@ -119,31 +119,38 @@ def test_every_reciprocal_root_is_rounded_correctly(exponent: int):
 
 def test_fused_multiply_add_is_rounded_once():
     rng = np.random.default_rng(5)
-    close = 0
     for hidden in (1, 3, 640, 2880, 5120, 8191):
         sums = (rng.random(200) * 10.0 ** rng.integers(-30, 30, 200)).astype(np.float32)
         for eps in (np.float32(1e-6), np.float32(0), np.float32(1.5), np.float32(2e-45)):
             found = rmsnorm.fused_mean(sums, hidden, eps)
             factor = np.float32(1 / hidden)
             assert all(norm_reference.fma(one, factor, eps) == got for one, got in zip(sums, found, strict=True))
-    # Sums that float64 rounds to the middle between two float32, from either side of it.
-    for tail in range(-3, 4):
-        total = np.array([1 + 2**-23], np.float32)
-        eps = np.float32(2**-24 * (1 + tail * 2**-23)) if tail else np.float32(2**-24)
-        exact = Fraction(float(total[0])) + Fraction(float(eps))
-        found = rmsnorm.fused_mean(total, 1, eps)
-        assert found[0] == norm_reference.rounded(exact)
-        close += abs(exact - Fraction(1) - Fraction(1, 1 << 23)) != Fraction(1, 1 << 24)
-    wide = np.array([np.float32(2.0**30) * (1 + 2**-23)], np.float32)  # the middle, and 2^-60 of it more or less
-    for eps in (np.float32(64.0), np.float32(64.000008), np.float32(63.999996)):
-        exact = Fraction(float(wide[0])) + Fraction(float(eps))
-        assert rmsnorm.fused_mean(wide, 1, eps)[0] == norm_reference.rounded(exact)
-    third = np.float32(1 / 3)
-    for bits in range(1, 4000):  # the product has 48 bits, and what float64 rounds off decides
-        one = np.array([np.uint32(0x4B000000 + bits * 1237)], np.uint32).view(np.float32)
-        exact = Fraction(float(one[0])) * Fraction(float(third)) + Fraction(float(np.float32(1e-10)))
-        assert rmsnorm.fused_mean(one, 3, np.float32(1e-10))[0] == norm_reference.rounded(exact)
-    assert close
+
+
+def test_fused_multiply_add_near_the_middle_of_two_numbers():
+    """float64 rounds these sums to the middle between two float32, from which it cannot tell where they were."""
+    rng, twice, below, above = np.random.default_rng(6), 0, 0, 0
+    for hidden in (3, 7, 5121):
+        factor = np.float32(1 / hidden)
+        sums = (1 + rng.random(3000)).astype(np.float32)
+        product = sums.astype(np.float64) * np.float64(factor)
+        low = product.astype(np.float32)
+        low = np.where(low > product, np.nextafter(low, np.float32(0)), low)
+        middle = (low.astype(np.float64) + np.nextafter(low, np.float32(1))) / 2
+        gap = middle - product
+        chosen = np.flatnonzero((gap > 0) & (gap < product * 2.0**-31))
+        for index, side in itertools.product(chosen, (0, 1)):
+            eps = np.nextafter(np.float32(gap[index]), np.float32(side))  # all but what is missing to the middle
+            exact = Fraction(float(product[index])) + Fraction(float(eps))
+            right = norm_reference.rounded(exact)
+            assert rmsnorm.fused_mean(sums[index : index + 1], hidden, eps)[0] == right
+            if np.float32(product[index] + np.float64(eps)) != right:
+                twice += 1
+                above += exact > Fraction(float(middle[index]))
+                below += exact < Fraction(float(middle[index]))
+    assert above > 5, "two roundings go down where one goes up"
+    assert below > 5
+    assert twice == above + below
 
 
 # ---- outputs

@@ -63,7 +63,15 @@ TYPES = {
     "ipcreduce.allreduce(a, comm=comm)": "NDArray[np.float64]",
     "ipcreduce.allreduce(2.5, 'avg')": "float",
     "ipcreduce.allreduce(a, out=device)": "OnDevice",
-}
+    "comm.allreduce_rmsnorm(a, a)": "tuple[NDArray[np.float64], NDArray[np.float64]]",
+    "comm.allreduce_rmsnorm(a, a, 1e-6, residual=a, out=maybe, residual_out=a)":
+        "tuple[NDArray[np.float64], NDArray[np.float64]]",
+    "comm.allreduce_rmsnorm(tensor, tensor, weight_bias=1, residual=device, out=tensor)": "tuple[Any, Any]",
+    "comm.allreduce_rmsnorm(a, a, quantize=ipcreduce.FP8(per=128), quant_out=tensor)": "tuple[Any, Any, Any]",
+    "ipcreduce.allreduce_rmsnorm(a, a)": "tuple[NDArray[np.float64], NDArray[np.float64]]",
+    "ipcreduce.allreduce_rmsnorm(tensor, tensor, residual=tensor, comm=comm)": "tuple[Any, Any]",
+    "ipcreduce.allreduce_rmsnorm(tensor, tensor, quantize=ipcreduce.FP8(per='token'))": "tuple[Any, Any, Any]",
+}  # fmt: skip
 REFUSED = [
     "comm.allreduce(a, 'sun')",
     "comm.allreduce(a, op='SUM')",
@@ -76,6 +84,11 @@ REFUSED = [
     "comm.allreduce(1.0, out=a)",
     "ipcreduce.allreduce(a, 'sun')",
     "ipcreduce.allreduce(a, comm=MPI.COMM_WORLD)",
+    "comm.allreduce_rmsnorm(a)",
+    "comm.allreduce_rmsnorm(a, a, text)",
+    "comm.allreduce_rmsnorm(1.0, a)",
+    "comm.allreduce_rmsnorm(a, a, quantize='token')",
+    "comm.allreduce_rmsnorm(a, a, quant_out=a)",
 ]
 
 

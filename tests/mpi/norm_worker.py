@@ -1,0 +1,128 @@
+"""All-reduce and RMSNorm of NumPy arrays: ``mpirun -n 3 python tests/mpi/norm_worker.py memory|apart scenario ...``.
+
+Each function among the scenarios runs on every rank, and asserts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import ipcreduce
+from ipcreduce import FP8, ArgumentError, Communicator, IpcReduceError, PeerFailedError, RankMismatchError
+from tests.shared import bounds, norm_reference, reference, worker
+from tests.shared.norm_reference import same_bits
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+LAST = SIZE - 1
+HOW = sys.argv[1]
+
+
+def some(number: int, form: tuple[int, ...], dtype: np.dtype, special: bool = False) -> np.ndarray:
+    """The same on every rank."""
+    return reference.random_array(np.random.default_rng((number, *form)), form, dtype, special)
+
+
+def works(comm: Communicator) -> None:
+    assert comm.allreduce(RANK) == SIZE * (SIZE - 1) // 2
+
+
+def bits(comm: Communicator) -> None:
+    """The results of random calls, as the unfused steps give them one after the other."""
+    for number in range(40):
+        rng = np.random.default_rng(number)
+        dtype = np.dtype(rng.choice([np.float16, reference.BFLOAT16, np.float32]))
+        hidden = int(rng.choice([1, 60, 128, 384, 1000, 4096, 8200]))
+        form = (*rng.integers(0, 4, int(rng.integers(0, 3))).tolist(), hidden)
+        scales = str(rng.choice(["", "given", "token", "group"])) if hidden % 128 == 0 else ""
+        every = [some(100 * number + rank, form, dtype, bool(rng.random() < 0.1)) for rank in range(SIZE)]
+        weight, bias = some(100 * number + 50, (hidden,), dtype), float(rng.choice([0.0, 1.0]))
+        residual = some(100 * number + 51, form, dtype) if rng.random() < 0.7 else None
+        how = {"given": FP8(scale=np.array(0.05, np.float32)), "token": FP8(per="token"), "group": FP8(per=128)}
+        x, out = every[RANK].copy(), np.zeros(form, dtype) if rng.random() < 0.3 else None
+        if number % 3 == 0:
+            out = x
+        reduced = comm.allreduce(every[RANK])
+        expected = norm_reference.norm(reduced, weight, 1e-5, residual, bias, scales, 0.05)
+        found = comm.allreduce_rmsnorm(
+            x, weight, 1e-5, residual=residual, weight_bias=bias, out=out, quantize=how.get(scales)
+        )  # fmt: skip
+        assert same_bits(found[-1], expected.residual_out), number
+        assert not scales or same_bits(found[0].view(np.uint8), expected.quantised), number
+        assert scales in ("", "given") or reference.same(found[1], expected.scales), number
+        y = out if scales else found[0]
+        assert y is None or same_bits(y, expected.y), number
+        assert scales or out is None or y is out
+
+
+def differences(comm: Communicator) -> None:
+    """Each is named by both of its sides, and all go on."""
+    form = (4, 256)
+    x, weight = np.ones(form, np.float16), np.ones(256, np.float16)
+    usual: dict[str, Any] = {"x": x, "weight": weight, "eps": 1e-5, "residual": x}
+    for change, words in (
+        ({"eps": 1e-6}, "eps 1e-06"), ({"weight_bias": 1.0}, "bias 1.0"), ({"residual": None}, "(4, 256) on the host"),
+        ({"x": x.reshape(2, 512), "residual": x.reshape(2, 512), "weight": np.ones(512, np.float16)}, "(2, 512)"),
+        ({"quantize": FP8(per="token")}, "e4m3 by row"), ({"quantize": FP8(per=128)}, "e4m3 by 128"),
+        ({"x": x.astype(np.float32), "residual": None, "weight": weight.astype(np.float32)}, "float32"),
+    ):  # fmt: skip
+        works(comm)
+        text = mismatch(comm, **usual | (change if RANK == LAST else {}))
+        assert "sum and norm of float16 (4, 256) on the host, eps 1e-05, residual" in text, text
+        assert words in text, (words, text)
+        works(comm)
+    text = mismatch(comm, **({"array": x} if RANK == LAST else usual))
+    assert "sum of float16 (4, 256)" in text, text
+    works(comm)
+
+
+def mismatch(comm: Communicator, **arguments: Any) -> str:
+    """What the ranks are told of calls that differ. With an ``array`` it is a plain call."""
+    try:
+        (comm.allreduce if "array" in arguments else comm.allreduce_rmsnorm)(**arguments)
+    except RankMismatchError as error:
+        return str(error)
+    raise AssertionError(f"no error with {arguments}")
+
+
+def refused(comm: Communicator) -> None:
+    """A wrong argument on one rank: it raises and writes nothing, and the others hear of it."""
+    out = np.full((4, 256), 7, np.float32)
+    x, weight = np.ones((4, 256), np.float32), np.ones(256, np.float32)
+    found: IpcReduceError | None = None
+    try:
+        comm.allreduce_rmsnorm(x, weight[:255] if RANK == LAST else weight, out=out)
+    except IpcReduceError as error:
+        found = error
+    assert type(found) is (ArgumentError if RANK == LAST else PeerFailedError), found
+    assert "weight has shape (255,)" in str(found), found
+    assert RANK != LAST or (out == 7).all()
+    works(comm)
+    y, total = ipcreduce.allreduce_rmsnorm(x, weight, 0.0, comm=comm)
+    assert (total == SIZE).all()
+    assert (y == 1).all()
+
+
+SCENARIOS = {scenario.__name__: scenario for scenario in (bits, differences, refused)}
+
+
+def main() -> None:
+    bounds.patient()
+    if HOW == "apart":
+        os.environ["IPCREDUCE_HOSTID"] = f"host {RANK}"
+    with Communicator() as comm:
+        assert comm.backend == "mpi", comm.describe()
+        for name in sys.argv[2:]:
+            SCENARIOS[name](comm)
+            WORLD.Barrier()
+            if RANK == 0:
+                print(f"{name}: right", flush=True)
+
+
+if __name__ == "__main__":
+    worker.run(main)

@@ -1,0 +1,164 @@
+"""Mutants of calls with RMSNorm above the kernels: NumPy's bits, arguments, copies, comparison, known calls."""
+
+from __future__ import annotations
+
+from tests.mutants import Mutant, unit
+
+HOST, ARGUMENTS, DEVICE = "ipcreduce/host/rmsnorm.py", "ipcreduce/arrays/norms.py", "ipcreduce/arrays/device_norms.py"
+CALLS, KNOWN, REDUCER = "ipcreduce/device/norms.py", "ipcreduce/device/known_norms.py", "ipcreduce/device_reducer.py"
+BITS, QUANTISED = unit("rmsnorm", "bits_of_rows"), unit("rmsnorm", "bits_of_e4m3")
+SHARED, COMPARED = unit("rmsnorm", "outputs_that_share_memory"), unit("rmsnorm", "what_the_ranks_compare")
+
+
+def scenario(name: str) -> str:
+    """The command of a scenario of norms."""
+    return f"mpirun -n 2 tests.sim.scenarios {name}"
+
+
+MUTANTS = [
+    # ---- on the host
+    Mutant(
+        "the sums of a tree are those of its halves",
+        HOST,
+        "values[:, 0::2] + values[:, 1::2]",
+        "values[:, : values.shape[1] // 2] + values[:, values.shape[1] // 2 :]",
+        BITS,
+    ),
+    Mutant(
+        "fma rounds twice",
+        HOST,
+        "odd = np.where((error > 0) & even,",
+        "odd = np.where((error > 0) & ~even & even,",
+        unit("rmsnorm", "fused_multiply_add_near_the_middle_of_two_numbers"),
+    ),
+    Mutant(
+        "y is quantised before it is rounded",
+        HOST,
+        "values = y.astype(np.float32)",
+        "values = (x * added) * factors[:, None]",
+        QUANTISED,
+    ),
+    Mutant(
+        "what is too large for e4m3 becomes NaN",
+        HOST,
+        "np.clip(scaled, -_LARGEST, _LARGEST).astype",
+        "scaled.astype",
+        QUANTISED,
+    ),
+    Mutant(
+        "the residual sum is not rounded before the norm",
+        HOST,
+        "    return out.astype(np.float32)",
+        "    return values",
+        BITS,
+    ),
+    # ---- arguments
+    Mutant(
+        "an output may share memory with any argument",
+        ARGUMENTS,
+        "if _IN_PLACE.get(output) != name:",
+        "if False:",
+        SHARED,
+    ),
+    Mutant(
+        "an output may share a part of the memory of its input",
+        ARGUMENTS,
+        "if not _same_elements(written, array):",
+        "if False:",
+        SHARED,
+    ),
+    Mutant(
+        "a read-only output is written",
+        ARGUMENTS,
+        "check_writable(argument if on_gpu else arrays[name], argument, name)",
+        "pass",
+        SHARED,
+    ),
+    Mutant(
+        "columns of scales begin anywhere",
+        "ipcreduce/calls/norm_shape.py",
+        "return -(-self.rows // 4) * 4",
+        "return self.rows",
+        unit("rmsnorm", "column_major_scales"),
+    ),
+    # ---- what the ranks compare
+    Mutant(
+        "calls are compared without eps",
+        "ipcreduce/calls/fingerprint.py",
+        ", eps {np.float32(shape.eps)!s}",
+        "",
+        COMPARED,
+    ),
+    Mutant(
+        "calls are compared without their residual",
+        "ipcreduce/calls/fingerprint.py",
+        'text += ", residual"',
+        'text += ""',
+        COMPARED,
+    ),
+    # ---- on the GPU
+    Mutant(
+        "misaligned arrays are not copied",
+        DEVICE,
+        "(not views.is_contiguous(array) or views.pointer(array) % alignment)",
+        "not views.is_contiguous(array)",
+        scenario("laid_out_norms"),
+    ),
+    Mutant(
+        "strided outputs are not written",
+        REDUCER,
+        "self._end(place, used.outputs, *arrays)",
+        "self._end(place, [], *arrays)",
+        scenario("laid_out_norms"),
+    ),
+    Mutant(
+        "the sum of a pair overwrites the residual",
+        CALLS,
+        "return self.plain is not None and not self.shape.keeps_y and in_place",
+        "return False",
+        scenario("in_place_norms"),
+    ),
+    Mutant(
+        "a recording does not hold the arrays of a call",
+        REDUCER,
+        "self._session.note_list(prepared, *used.held)",
+        "self._session.note_list(prepared)",
+        scenario("recorded_norms"),
+    ),
+    # ---- known calls
+    Mutant(
+        "a known call has the shapes of the first one",
+        KNOWN,
+        "if given[index].shape != shape:",
+        "if False:",
+        scenario("known_norms_of_another_shape"),
+    ),
+    Mutant(
+        "a known call on CuPy's arrays is on PyTorch's stream",
+        KNOWN,
+        "                if current:\n                    return False\n",
+        "",
+        scenario("known_norms"),
+    ),
+    Mutant(
+        "a call is known by its arrays alone",
+        KNOWN,
+        "return id(x), id(weight), eps, id(residual), id(out), id(residual_out), bias",
+        "return id(x), id(weight), id(residual), id(out), id(residual_out)",
+        scenario("known_norms_of_another_shape"),
+    ),
+    Mutant(
+        "a call is known by the places of its arrays alone",
+        KNOWN,
+        "found: list[Any] = [given[2], given[6]]",
+        "found: list[Any] = []",
+        scenario("known_norms_of_another_shape"),
+    ),
+    Mutant(
+        "a known call is not forgotten with its arrays",
+        KNOWN,
+        "        norms.forget(key)\n",
+        "        pass\n",
+        scenario("known_norms"),
+    ),
+]

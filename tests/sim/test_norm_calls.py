@@ -1,0 +1,42 @@
+"""All-reduce and RMSNorm in one call: random ones against NumPy, and tests/sim/scenarios/norms.py."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+
+Hold = Callable[..., None]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_random_calls(mpirun: Run) -> None:
+    output = mpirun("tests.simulated", 3, "tests/gpu/norm_calls.py", "--cases", 14, "--rows", 9, "--seed", 2).stdout
+    assert "14 calls with RMSNorm on 3 ranks, all right" in output
+
+
+def test_results(hold: Hold) -> None:
+    hold(3, "forms_of_norms", "in_place_norms", "laid_out_norms", "norms_without_rows", "synchronous_norms")
+
+
+def test_results_of_two_ranks(hold: Hold) -> None:
+    hold(2, "forms_of_norms", "in_place_norms", "norms_without_rows", SIM_SPLIT_PACKETS="1", SIM_LATE="0.002")
+
+
+def test_results_of_one_rank(hold: Hold) -> None:
+    hold(1, "forms_of_norms", "in_place_norms", "laid_out_norms", "norms_without_rows", "norms_of_tensors")
+
+
+def test_known_calls(hold: Hold) -> None:
+    hold(2, "known_norms", "known_norms_of_another_shape")
+
+
+def test_graphs_and_streams(hold: Hold) -> None:
+    hold(
+        3, "recorded_norms", "laid_out_norms_in_graphs", "captured_norms", "checked_and_run_norms",
+        "norms_on_several_streams", "norms_of_tensors",
+        SIM_LATE="0.002",
+    )  # fmt: skip
+
+
+def test_faults(hold: Hold) -> None:
+    hold(3, "norms_that_differ", "refused_norms", "late_for_a_norm", "interrupted_norm")

@@ -1,0 +1,141 @@
+"""The plan of a fused all-reduce with RMSNorm covers every row, fits every workspace, and agrees with the kernels."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ipcreduce.calls.norm_shape import NormShape
+from ipcreduce.ipc import norm_plan, plan, workspace
+from tests.tools.machine import ROOT
+
+MB = 1 << 20
+ANY = 1 << 50  # bytes of a half that has room for everything
+
+worlds = st.integers(2, plan.MAX_RANKS)
+hiddens = st.integers(1, 256).map(lambda groups: 64 * groups)
+counts = st.integers(1, 700) | st.integers(0, 16).map(lambda power: 1 << power)
+halves = st.just(ANY) | st.integers(1, 256).map(lambda megabytes: workspace.half_bytes(megabytes * MB))
+forced = st.sampled_from([None, *plan.ALGORITHMS])
+sharings = st.sampled_from([1, 1, 2, 4])
+
+
+def shape_of(rows: int, hidden: int, dtype: str = "bfloat16") -> NormShape:
+    return NormShape(rows=rows, hidden=hidden, dtype=dtype, eps=1e-6, weight_bias=0.0, residual=True)
+
+
+def launch_bound(kernel: str, n: int) -> int:
+    """The most threads a block, from the kernel's source."""
+    source = (ROOT / "kernels" / f"{kernel}.cu").read_text()
+    [words] = re.findall(rf"KERNEL\({kernel}, (.+?), \d\)\s*\(KERNEL_ARGS", source)
+    limits = [(int(most), int(threads)) for most, threads in re.findall(r"kRanks <= (\d+) \? (\d+)", words)]
+    return next((threads for most, threads in limits if n <= most), int(words.split()[-1]))
+
+
+def check(found: norm_plan.NormPlan, shape: NormShape, n: int, half: int, resident: int, sharing: int) -> None:
+    """One launch fits the workspace and the limits of its kernel, and its threads cover the rows."""
+    two_shot = found.kernel == "fused_two_shot"
+    assert found.grid % found.cluster == 0
+    assert 0 < found.grid <= min(plan.EPOCH_SLOTS, plan.most_blocks(resident, sharing))
+    assert found.block % 32 == 0
+    assert 0 < found.block <= launch_bound(found.kernel, n) // (1 if sharing == 1 or two_shot else 2)
+    parts = found.cluster * found.depth * (n if two_shot else 1)
+    units = shape.hidden // 8
+    width = 16 * -(-units // (16 * parts))  # as in the kernels
+    assert width <= found.block < width + 32
+    assert found.depth in (1, 2)
+    tiles = -(-shape.rows * found.cluster // found.grid)
+    assert found.tiles(shape.rows) == tiles
+    assert tiles == 1 or found.cluster == 1, "a cluster has one row"
+    if two_shot:
+        assert found.grid <= resident, "its blocks wait for two hops"
+    rows = (n - 1) * (2 if two_shot else 1) * plan.row_bytes(found.block * found.grid * found.depth * tiles)
+    assert found.staging == rows
+    assert norm_plan.code_offset(shape.dtype) + found.staging <= half
+
+
+@given(counts, hiddens, worlds, halves, forced, sharings, st.booleans(), st.sampled_from([16, 216, 264]))
+@settings(max_examples=600, deadline=None)
+@example(512, 4096, 2, ANY, None, 1, True, 264)
+@example(1, 16_384, 8, ANY, "one_shot", 4, False, 264)
+def test_launches(rows: int, hidden: int, n: int, half: int, force: Any, sharing: int, clusters: bool, resident: int):
+    shape = shape_of(rows, hidden)
+    found = norm_plan.make_plan(shape, n, half, force, resident, sharing, clusters)
+    if found is None:
+        return
+    check(found, shape, n, half, resident, sharing)
+    assert clusters or found.cluster == 1
+    assert force is None or found.kernel == norm_plan.KERNELS[force]
+    kernel = found.kernel, found.cluster, found.depth
+    if half == ANY:
+        assert kernel in norm_plan.variants(shape, n, force, resident, sharing, clusters)
+
+
+@given(st.integers(1, 512), st.integers(8, 64).map(lambda groups: 128 * groups), worlds)
+@settings(deadline=None)
+def test_usual_rows_have_a_kernel(rows: int, hidden: int, n: int):
+    """Hidden sizes of 1,024 to 8,192, in the usual workspace, as long as they fit."""
+    half = workspace.half_bytes(128 * MB)
+    found = norm_plan.make_plan(shape_of(rows, hidden), n, half)
+    assert found is not None or 2 * 3 * rows * hidden * n > half
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "n", "kernel", "cluster", "grid", "block", "depth"),
+    [
+        (1, 4096, 2, "one_shot", 4, 4, 128, 1),
+        (32, 8192, 2, "one_shot", 4, 128, 256, 1),
+        (33, 8192, 2, "one_shot", 1, 33, 1024, 1),
+        (512, 5120, 2, "one_shot", 1, 512, 640, 1),
+        (16, 4096, 8, "two_shot", 4, 64, 32, 1),
+        (4, 8192, 8, "one_shot", 4, 16, 256, 1),
+        (600, 8192, 2, "two_shot", 1, 264, 512, 1),
+        (8, 16_384, 2, "one_shot", 8, 64, 256, 1),
+    ],
+)
+def test_the_rule(rows: int, hidden: int, n: int, kernel: str, cluster: int, grid: int, block: int, depth: int):
+    """Four blocks a row up to 32 rows, and one for more; one shot up to the sizes of the plain all-reduce."""
+    found = norm_plan.make_plan(shape_of(rows, hidden), n, ANY)
+    assert found is not None
+    assert found.kernel == norm_plan.KERNELS[kernel]
+    assert (found.cluster, found.grid, found.block, found.depth) == (cluster, grid, block, depth)
+
+
+def test_one_shot_as_far_as_the_plain_all_reduce():
+    for n in range(2, plan.MAX_RANKS + 1):
+        assert norm_plan._ONE_SHOT_BYTES[n] == plan._ONE_SHOT_BYTES[n]
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "dtype", "n", "half"),
+    [
+        (1, 4096, "float32", 2, ANY),
+        (1, 4128, "bfloat16", 2, ANY),
+        (1, 16_448, "bfloat16", 2, ANY),
+        (0, 4096, "bfloat16", 2, ANY),
+        (1, 4096, "bfloat16", 1, ANY),
+        (4096, 8192, "bfloat16", 2, 1 << 20),
+    ],
+    ids=["float32", "no whole groups", "too long", "no rows", "one rank", "no room"],
+)
+def test_the_pair_has_the_rest(rows: int, hidden: int, dtype: str, n: int, half: int):
+    assert norm_plan.make_plan(shape_of(rows, hidden, dtype), n, half) is None
+
+
+def test_slots_are_no_plain_kernels():
+    """A fused kernel's slots begin where no plain kernel's do, and those of its dtypes differ."""
+    offsets = [norm_plan.code_offset(dtype) for dtype in norm_plan.DTYPES]
+    assert len({*offsets}) == len(offsets)
+    assert all(plan.CODES_BYTES <= offset < norm_plan._CODES_END for offset in offsets)
+    assert all(offset % plan.CODE_BYTES == 0 for offset in offsets)
+
+
+def test_what_the_kernels_have_room_for():
+    text = (ROOT / "kernels" / "rmsnorm.cuh").read_text()
+    groups = int(re.findall(r"constexpr u32 kMostGroups = (\d+);", text)[0])
+    assert groups * norm_plan.GROUP == norm_plan.MOST_HIDDEN
+    assert re.findall(r"kScaleUnits = (\d+);", text) == [str(norm_plan._SHARE)]

@@ -66,25 +66,42 @@ def bench_table(ranks: int, mode: str = "graph", sizes: Sequence[int] = SIZES, g
     )
 
 
+def readme_table() -> str:
+    """Times in graphs over 4 H200 and over 2 H100, beside NCCL and the faster of PyTorch's symmetric-memory kernels."""
+    header, cells = ["bytes"], [[size_text(nbytes)] for nbytes in README_SIZES]
+    for gpu, ranks in (("h200", 4), ("h100", 2)):
+        header += [f"{ranks} × {gpu.upper()}: ipcreduce", "limit", "NCCL", "symmetric memory"]
+        rows = {row["bytes"]: row for row in read(f"bench-{gpu}-x{ranks}")["rows"] if row["mode"] == "graph"}
+        for nbytes, line in zip(README_SIZES, cells, strict=True):
+            row, peers = rows[nbytes], rows[nbytes]["peers_us"]
+            symmetric = min(us for name, us in peers.items() if name.startswith("torch_symm"))
+            line += map(us_text, (row["ours_us"], row["limit_us"], peers["nccl"], symmetric))
+    return table(header, cells)
+
+
 def ratio_table() -> str:
     """The range of each kind of ratio in the last figures, over 2 and over 4 GPUs."""
-    kinds: dict[str, dict[int, list[float]]] = {}
-    for ranks in (2, 4):
-        for row in read(f"figures-h200-x{ranks}")["rows"]:
+    kinds: dict[str, dict[str, list[float]]] = {}
+    machines = {"2 × H200": "h200-x2", "4 × H200": "h200-x4", "2 × H100": "h100-x2"}
+    for machine, name in machines.items():
+        for row in read(f"figures-{name}")["rows"]:
             kind = _kind(row["what"])
             if kind:
-                kinds.setdefault(kind, {}).setdefault(ranks, []).append(row["ratio"])
+                kinds.setdefault(kind, {}).setdefault(machine, []).append(row["ratio"])
     return table(
-        ["time of", "2 GPUs", "4 GPUs"],
-        (
-            [kind, *(f"{min(found[ranks]):.2f} to {max(found[ranks]):.2f}" for ranks in (2, 4))]
-            for kind, found in kinds.items()
-        ),
+        ["time of", *machines],
+        ([kind, *(_range(found.get(machine, [])) for machine in machines)] for kind, found in kinds.items()),
     )
+
+
+def _range(ratios: list[float]) -> str:
+    return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "–"
 
 
 def _kind(what: str) -> str:
     """The row of :func:`ratio_table` for a row of a figures file; "" for none."""
+    if what.startswith("list, "):
+        return "lists of arrays of 1 KB, against one array of the same bytes"
     dtype = what.partition(" of ")[2]
     if dtype in _FLOATS:
         return "" if what == "sum of bfloat16" else "floats and their ops, against bfloat16 sum"
@@ -316,5 +333,5 @@ if __name__ == "__main__":
     figures += [bench_table(2, mode, gpu="h100") for mode in ("graph", "eager")]
     lists = list_table(), list_host_table(), overlap_table()
     others = ratio_table(), llama_table(), host_table(), run_table()
-    for text in (bench_table(4, sizes=README_SIZES), *figures, *lists, *others):
+    for text in (readme_table(), *figures, *lists, *others):
         print(text, end="\n\n")

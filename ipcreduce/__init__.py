@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 
+from .arrays.maps import Map
 from .arrays.norms import FP8
 from .communicator import Communicator
 from .default import allreduce, allreduce_rmsnorm, get_communicator
@@ -47,6 +48,7 @@ __all__ = [  # noqa: RUF022 - as sorted() sorts
     "GraphStateError",
     "Group",
     "IpcReduceError",
+    "Map",
     "PeerFailedError",
     "PeerLostError",
     "PeerTimeoutError",

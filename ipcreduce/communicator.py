@@ -12,7 +12,8 @@ from typing import Any, overload
 import numpy as np
 
 from . import process, startup
-from .arrays import lists, norms, views
+from .arrays import lists, maps, norms, views
+from .arrays.maps import Map
 from .arrays.norms import FP8, NormArguments
 from .calls import faults, turns
 from .calls.sequence import CallSequence
@@ -111,26 +112,42 @@ class Communicator:
 
     # ---- the operation
     @overload
-    def allreduce(self, array: NumpyNumber, op: Op = ..., *, out: None = ..., stream: Any = ...) -> NumpyNumber: ...
-    @overload
-    def allreduce(self, array: Number, op: Op = ..., *, out: None = ..., stream: Any = ...) -> Number: ...
+    def allreduce(
+        self, array: NumpyNumber, op: Op = ..., *, out: None = ..., then: Map | None = ..., stream: Any = ...
+    ) -> NumpyNumber: ...
     @overload
     def allreduce(
-        self, array: list[Any] | tuple[Any, ...], op: Op = ..., *, out: None = ..., stream: Any = ...
+        self, array: Number, op: Op = ..., *, out: None = ..., then: Map | None = ..., stream: Any = ...
+    ) -> Number: ...
+    @overload
+    def allreduce(
+        self, array: list[Any] | tuple[Any, ...], op: Op = ..., *, out: None = ..., then: None = ..., stream: Any = ...
     ) -> list[Any]: ...
     @overload
     def allreduce(
-        self, array: list[Any] | tuple[Any, ...], op: Op = ..., *, out: OutList, stream: Any = ...
+        self, array: list[Any] | tuple[Any, ...], op: Op = ..., *, out: OutList, then: None = ..., stream: Any = ...
     ) -> OutList: ...
     @overload
     def allreduce(
-        self, array: np.ndarray[Shape, DType], op: Op = ..., *, out: None = ..., stream: Any = ...
+        self,
+        array: np.ndarray[Shape, DType],
+        op: Op = ...,
+        *,
+        out: None = ...,
+        then: Map | None = ...,
+        stream: Any = ...,
     ) -> np.ndarray[Shape, DType]: ...
     @overload
-    def allreduce(self, array: Array, op: Op = ..., *, out: None = ..., stream: Any = ...) -> Any: ...
+    def allreduce(
+        self, array: Array, op: Op = ..., *, out: None = ..., then: Map | None = ..., stream: Any = ...
+    ) -> Any: ...
     @overload
-    def allreduce(self, array: Array, op: Op = ..., *, out: Out, stream: Any = ...) -> Out: ...
-    def allreduce(self, array: Any, op: Any = "sum", *, out: Any = None, stream: Any = None) -> Any:
+    def allreduce(
+        self, array: Array, op: Op = ..., *, out: Out, then: Map | None = ..., stream: Any = ...
+    ) -> Out: ...
+    def allreduce(
+        self, array: Any, op: Any = "sum", *, out: Any = None, then: Any = None, stream: Any = None
+    ) -> Any:
         """The element-wise reduction of every rank's ``array``; every rank gets the same bits.
 
         :param array: NumPy, CuPy, or any array with DLPack or ``__cuda_array_interface__``, on the device or on the
@@ -143,6 +160,7 @@ class Communicator:
             ``torch.distributed.ReduceOp`` that means one of these. The average of integers is truncated toward zero.
         :param out: the array for the result, of the same shape and dtype, and on the device if ``array`` is;
             ``out=array`` is in place. For a list, a list of such arrays, which share no memory with each other.
+        :param then: a :class:`Map`: an element-wise expression that each rank applies to its result. Not for lists.
         :param stream: for device arrays: an int, a CuPy stream or an object with ``__cuda_stream__``; None for the
             current stream: PyTorch's for its tensors, and CuPy's for all else.
         :returns: ``out``, or a new C-contiguous array, whatever the layout of ``array``: for a tensor a tensor, from
@@ -156,6 +174,8 @@ class Communicator:
         :meth:`synchronize`. Where data is missing, the result holds bytes 0xFF (NaN). On the host it returns when the
         work is done; after an error the values in ``out`` are undefined.
         """
+        if then is not None:
+            return turns.make(self._open.calls, self._allreduce_then, array, op, out, stream, then)
         fast = self._open.fast  # once: another thread may close the communicator
         if fast is not None:
             return fast.make(None, self._allreduce, array, op, out, stream)
@@ -238,6 +258,13 @@ class Communicator:
         if stream is not None:
             cupy_runtime.stream_of(stream)  # refused as on GPUs
         return parts.host.allreduce_rmsnorm(given)
+    def _allreduce_then(self, array: Any, op: Any, out: Any, stream: Any, then: Any) -> Any:
+        maps.check_call(array, out, then)
+        if views.is_device(array):
+            return self._open.device.allreduce_then(array, op, out, stream, then)
+        if stream is not None:
+            cupy_runtime.stream_of(stream)
+        return self._open.host.allreduce_then(array, op, out, then)
 
     # ---- waiting and ending
     def synchronize(self, stream: Any = None) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from . import process
 from .arrays import views
+from .arrays.maps import Map
 from .arrays.norms import FP8
 from .communicator import Communicator
 from .cuda import cupy_runtime
@@ -44,11 +45,23 @@ def _default_for(array: Any) -> Communicator:
 
 @overload
 def allreduce(
-    array: NumpyNumber, op: Op = ..., *, out: None = ..., comm: Communicator | None = ..., stream: Any = ...
+    array: NumpyNumber,
+    op: Op = ...,
+    *,
+    out: None = ...,
+    then: Map | None = ...,
+    comm: Communicator | None = ...,
+    stream: Any = ...,
 ) -> NumpyNumber: ...
 @overload
 def allreduce(
-    array: Number, op: Op = ..., *, out: None = ..., comm: Communicator | None = ..., stream: Any = ...
+    array: Number,
+    op: Op = ...,
+    *,
+    out: None = ...,
+    then: Map | None = ...,
+    comm: Communicator | None = ...,
+    stream: Any = ...,
 ) -> Number: ...
 @overload
 def allreduce(
@@ -56,6 +69,7 @@ def allreduce(
     op: Op = ...,
     *,
     out: None = ...,
+    then: None = ...,
     comm: Communicator | None = ...,
     stream: Any = ...,
 ) -> list[Any]: ...
@@ -65,6 +79,7 @@ def allreduce(
     op: Op = ...,
     *,
     out: OutList,
+    then: None = ...,
     comm: Communicator | None = ...,
     stream: Any = ...,
 ) -> OutList: ...
@@ -74,24 +89,48 @@ def allreduce(
     op: Op = ...,
     *,
     out: None = ...,
+    then: Map | None = ...,
     comm: Communicator | None = ...,
     stream: Any = ...,
 ) -> np.ndarray[Shape, DType]: ...
 @overload
 def allreduce(
-    array: Array, op: Op = ..., *, out: None = ..., comm: Communicator | None = ..., stream: Any = ...
+    array: Array,
+    op: Op = ...,
+    *,
+    out: None = ...,
+    then: Map | None = ...,
+    comm: Communicator | None = ...,
+    stream: Any = ...,
 ) -> Any: ...
 @overload
-def allreduce(array: Array, op: Op = ..., *, out: Out, comm: Communicator | None = ..., stream: Any = ...) -> Out: ...
 def allreduce(
-    array: Any, op: Any = "sum", *, out: Any = None, comm: Communicator | None = None, stream: Any = None
+    array: Array,
+    op: Op = ...,
+    *,
+    out: Out,
+    then: Map | None = ...,
+    comm: Communicator | None = ...,
+    stream: Any = ...,
+) -> Out: ...
+def allreduce(
+    array: Any,
+    op: Any = "sum",
+    *,
+    out: Any = None,
+    then: Any = None,
+    comm: Communicator | None = None,
+    stream: Any = None,
 ) -> Any:
     """All-reduce an array, a number or a list of arrays: see :meth:`Communicator.allreduce`.
 
     :param comm: None for the default communicator, which the first call makes on the array's GPU.
     """
-    of = array[0] if isinstance(array, (list, tuple)) and array else array
-    return _chosen(comm, of).allreduce(array, op, out=out, stream=stream)
+    if not isinstance(comm, Communicator):
+        comm = _chosen(comm, array[0] if isinstance(array, (list, tuple)) and array else array)
+    if then is not None:
+        return comm.allreduce(array, op, out=out, then=then, stream=stream)
+    return comm.allreduce(array, op, out=out, stream=stream)
 
 
 def _chosen(comm: Communicator | None, array: Any) -> Communicator:

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from .arrays import lists, operands, views
+from .arrays import lists, maps, operands, views
 from .arrays.device_norms import DeviceNorm, Output
 from .arrays.norms import NormArguments
 from .arrays.operands import Allocating, DeviceOperands
@@ -17,6 +17,7 @@ from .calls.sequence import CallSequence
 from .cuda.contexts import using
 from .device.backend import DeviceBackend
 from .device.known_calls import Prepared, PreparedList
+from .device.maps import PreparedMap
 from .errors import UnsupportedError
 from .graphs.session import GraphSession
 from .types import Stream
@@ -118,6 +119,51 @@ class DeviceReducer:
             backend.known_norms.learn(given, prepared, addresses)
         self._end(place, used.outputs, *arrays)
         return used.result
+
+    def allreduce_then(self, array: Any, op: Any, out: Any, stream: Any, then: maps.Map) -> Any:
+        """One call with an expression: see :meth:`ipcreduce.Communicator.allreduce`."""
+        place = self._place(array, stream)
+        backend, stream, device = place.backend, place.stream, place.backend.device.ordinal
+        with using(backend.context):
+            ordered, allocating = not place.recorded, place.allocating
+            used = DeviceOperands.of(array, out, stream, device, ordered=ordered, allocating=allocating)
+            mapped = maps.DeviceMap(
+                then, used, device, ordered=ordered, allocating=allocating, written=out is not None
+            )  # fmt: skip
+        prepared = backend.for_map(used.source, op, mapped.expression)
+        if place.recorded:
+            self._session.note_list(prepared, used.source, used.destination, used.target, *mapped.arrays)
+        else:
+            self._calls.enter(prepared.what, stream)
+        if prepared.first is not None:
+            self._reduce_first(place, prepared, prepared.first, used, mapped)
+        else:
+            addresses = used.source_address, used.destination_address, mapped.words
+            backend.run_map(prepared, *addresses, stream, place.owner, place.recorded)
+        self._end(place, [used], array, out, *then.operands.values())
+        return used.result
+
+    def _reduce_first(
+        self, place: _Place, prepared: PreparedMap, first: Prepared, used: DeviceOperands, mapped: maps.DeviceMap
+    ) -> None:
+        """Make a call whose expression has a kernel of its own, behind the all-reduce ``first``."""
+        backend, stream, dtype = place.backend, place.stream, used.source.dtype
+        source, reduced = used.source, used.destination
+        with using(backend.context):
+            if first.through is not None:
+                with place.allocating():
+                    source = reduced = views.contiguous_copy(source, stream, first.through)
+            elif any(views.overlap(one, reduced) for one in mapped.arrays):  # they are read after the all-reduce
+                with place.allocating():
+                    reduced = views.empty(source.shape, dtype, stream, backend.device.ordinal)
+        addresses = views.pointer(source), views.pointer(reduced)
+        backend.run(first, *addresses, stream, place.owner, place.recorded)
+        with using(backend.context):
+            if first.through is not None:
+                with place.allocating():
+                    reduced = views.contiguous_copy(reduced, stream, dtype)
+            prepared.run(views.pointer(reduced), used.destination_address, mapped.words, stream)
+        backend.order.extend(stream)
 
     def _place(self, first: Any, stream: Any) -> _Place:
         """:raises UnsupportedError: without a GPU. :raises ArgumentError: if ``stream`` is no stream."""

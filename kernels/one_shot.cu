@@ -41,19 +41,21 @@ template <bool kAligned> DEVICE void run(const Args& args) {
                 active && alive);
 
   trigger_programmatic_launch();
+  const Operands operands = operands_of<kAligned>(args, index, active);  // of an expression: behind the sends
   advance_epochs(args, epoch);
   if (!warp_has_packet(index, packets)) return;
 
   receive_packets(v, args, rows, packets, index, alive);
   // This exit is separate, so that no instruction lies between the last poll and the reduction.
   if (!alive) [[unlikely]] return store_message<kElementBytes>(out, index, poison(), active);
-  store_message<kElementBytes>(out, index, reduce(v[0]), active);
+  store_message<kElementBytes>(out, index, map_packet(reduce(v[0]), operands), active);
   restore_sentinels(rows, packets, index, active);
 }
 
 // Over 2 GPUs one_shot is fastest even for messages that need more threads than a GPU holds at once. So a
-// multiprocessor gets as many blocks of 1,024 threads as fit, which is two.
-KERNEL(one_shot, 1024, kRanks == 2 ? 2 : 1)(KERNEL_ARGS args) {
-  if (is_aligned(args.in, args.out, args.bytes)) [[likely]] run<true>(args);
+// multiprocessor gets as many blocks of 1,024 threads as fit, which is two. The arrays of an expression need more registers
+// than that leaves.
+KERNEL(one_shot, 1024, kRanks == 2 && !Operands::kPackets ? 2 : 1)(KERNEL_ARGS args) {
+  if (is_aligned(args.in, args.out, args.bytes) && operands_aligned(args)) [[likely]] run<true>(args);
   else run<false>(args);
 }

@@ -18,6 +18,7 @@
 // one_shot.cu, rotation).
 #pragma once
 #include <list.cuh>
+#include <map.cuh>
 #include <reduce.cuh>
 #ifdef IPCREDUCE_SCALE
 #include <rmsnorm.cuh>
@@ -38,6 +39,9 @@ struct Args {
 #ifdef IPCREDUCE_PARTS  // a list: in and out are all addresses or-ed together, and bytes counts whole packets
   PartTable parts;
 #endif
+#ifdef IPCREDUCE_MAP
+  OperandTable operands;
+#endif
 #ifdef IPCREDUCE_SCALE  // a fused kernel
   NormArgs norm;
 #endif
@@ -50,6 +54,17 @@ template <bool kAligned> DEVICE List<kAligned> output_of(const Args& args) { ret
 #else
 template <bool kAligned> DEVICE auto input_of(const Args& args) { return message_at<kAligned>(args.in, args.bytes); }
 template <bool kAligned> DEVICE auto output_of(const Args& args) { return message_at<kAligned>(args.out, args.bytes); }
+#endif
+
+// The operands of packet `index` for map_packet(), and whether all can be loaded as kAligned says.
+#ifdef IPCREDUCE_MAP
+template <bool kAligned> DEVICE Operands operands_of(const Args& args, u32 index, bool active) {
+  return load_operands<kAligned>(args.operands, (u32)args.bytes, index, active);
+}
+DEVICE bool operands_aligned(const Args& args) { return operands_are_aligned(args.operands); }
+#else
+template <bool kAligned> DEVICE Operands operands_of(const Args&, u32, bool) { return {}; }
+#define operands_aligned(args) true  // a function would change the order of instructions
 #endif
 
 constexpr u32 kEpochSlots = 512;  // upper bound of the grid, in blocks; plan.EPOCH_SLOTS is the same

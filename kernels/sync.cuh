@@ -153,6 +153,9 @@ DEVICE u64 globaltimer_ns() {
   return t;
 }
 
+// What the compiler knows of a value ends here.
+DEVICE void hide_from_compiler(u32& word) { asm("" : "+r"(word)); }
+
 // ---- conversions between bits and numbers: without a toolkit, NVRTC has no cuda_fp16.h
 DEVICE float bits_to_float(u32 bits) { return __uint_as_float(bits); }
 DEVICE u32 to_bits(float x) { return __float_as_uint(x); }

@@ -46,6 +46,9 @@ template <bool kTiled, bool kAligned> DEVICE void run(const Args& args, u32 colu
     }
   };
 
+  const auto operands_at = [&](u32 column, int i) {
+    return operands_of<kAligned>(args, peer_rank(i) * columns + column, column < columns);
+  };
   const auto store_result = [&](u32 column, int i, const Packet& p) {
     store_message<kElementBytes>(out, peer_rank(i) * columns + column, p, column < columns);
   };
@@ -56,16 +59,29 @@ template <bool kTiled, bool kAligned> DEVICE void run(const Args& args, u32 colu
       for (int i = 0; i < kRanks; ++i) store_result(packet_index(column, d), i, poison());
   };
 
+  // The operands of an expression are loaded before the wait for results if the registers suffice, or else after it.
+  constexpr bool kOperandsEarly = kDepth * kMaxRanks * Operands::kPackets <= (kDepth * kMaxRanks <= 4 ? 4 : 8);
   const auto gather_columns = [&](u32 column, const Packet (&results)[kDepth]) {
     Packet v[kDepth][kMaxRanks];
+    Operands operands[kDepth][kMaxRanks];
+    if constexpr (kOperandsEarly) {
+#pragma unroll
+      for (int d = 0; d < kDepth; ++d)
+#pragma unroll
+        for (int i = 0; i < kRanks; ++i) operands[d][i] = operands_at(packet_index(column, d), i);
+    }
+    [[maybe_unused]] const auto operands_of_packet = [&](int d, int i) {
+      return kOperandsEarly ? operands[d][i] : operands_at(packet_index(column, d), i);
+    };
     receive_packets(v, args, own_workspace + gather, columns, column, alive);
     if (!alive) [[unlikely]] return poison_columns(column);
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
       const bool active = packet_index(column, d) < columns;
-      store_result(packet_index(column, d), 0, results[d]);
+      store_result(packet_index(column, d), 0, map_packet(results[d], operands_of_packet(d, 0)));
 #pragma unroll
-      for (int i = 1; i < kRanks; ++i) store_result(packet_index(column, d), i, v[d][peer_rank(i)]);
+      for (int i = 1; i < kRanks; ++i)
+        store_result(packet_index(column, d), i, map_packet(v[d][peer_rank(i)], operands_of_packet(d, i)));
       restore_sentinels(own_workspace + scatter, columns, packet_index(column, d), active);
       restore_sentinels(own_workspace + gather, columns, packet_index(column, d), active);
     }
@@ -100,6 +116,6 @@ template <bool kTiled, bool kAligned> DEVICE void run(const Args& args, u32 colu
 KERNEL(two_shot, kDepth * kRanks <= 4 ? 512 : 256, 2)(KERNEL_ARGS args) {
   const u32 columns = columns_per_chunk(args), tile = kDepth * threads_in_grid();
   if (columns > tile) run<true, false>(args, columns, tile);
-  else if (is_aligned(args.in, args.out, args.bytes)) run<false, true>(args, columns, tile);
+  else if (is_aligned(args.in, args.out, args.bytes) && operands_aligned(args)) run<false, true>(args, columns, tile);
   else run<false, false>(args, columns, tile);
 }

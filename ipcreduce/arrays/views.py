@@ -228,17 +228,12 @@ def overlap(array: Any, other: Any) -> bool:
 
 
 def share_memory(array: Any, other: Any) -> bool:
-    """True if two arrays, both on the device or both on the host, have a byte in common, or may have one.
+    """True if two arrays, both on the device or both on the host, have a byte in common.
 
-    To find out takes too long for some strides.
+    True also if that takes too long to find out.
     """
-    if isinstance(array, np.ndarray):
-        return share_host_memory(array, other)
-    return overlap(array, other) and share_host_memory(_geometry(array), _geometry(other))
-
-
-def share_host_memory(array: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
-    """Do the same for two arrays on the host."""
+    if not isinstance(array, np.ndarray):
+        return overlap(array, other) and share_memory(_geometry(array), _geometry(other))
     try:
         return bool(np.shares_memory(array, other, max_work=_MOST_WORK))  # type: ignore[arg-type]  # its stub is strict
     except np.exceptions.TooHardError:  # with odd strides the exact answer may take hours

@@ -6,6 +6,7 @@ import logging
 
 from ..errors import IpcReduceError, PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, report
 from ..page.control_page import CLOSED_IT, MISMATCH, Page
+from ..page.records import ask_twice
 from ..texts import text_in, text_of
 
 _log = logging.getLogger("ipcreduce")
@@ -110,8 +111,10 @@ def say_why(page: Page, why: str) -> None:
 
 def why_closed(page: Page, rank: int) -> str:
     """The reason for which a rank has closed the communicator, in words."""
-    farewell = page.slot(rank, "farewell").read()
-    return CLOSED_IT if farewell is None else text_in(farewell)
+    slot = page.slot(rank, "farewell")
+    if ask_twice(lambda: slot.read() is None):  # the state may become visible before it
+        return CLOSED_IT
+    return text_in(slot.read())
 
 
 def _lost_error(page: Page, call: int, rank: int, why: str) -> PeerLostError:

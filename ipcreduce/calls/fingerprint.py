@@ -40,6 +40,15 @@ def of_list(members: Sequence[tuple[tuple[int, ...], str]], op: str, where: str 
     return Fingerprint.of(f"{text}: {every}")
 
 
+def of_map(shape: tuple[int, ...], dtype: str, op: str, expression: str, source: str, where: str = "") -> Fingerprint:
+    """The fingerprint of an all-reduce with a user's expression.
+
+    :param expression: it and its operands, in one line. :param source: the expression as it is compiled.
+    """
+    text = f"{op} of {dtype} {shape}{where}, then {expression}"
+    return Fingerprint.of(text, f"{text}\0{source}")
+
+
 def of_allreduce(shape: tuple[int, ...], dtype: str, op: str) -> Fingerprint:
     """The fingerprint of an all-reduce on the device."""
     return Fingerprint.of(f"{op} of {dtype} {shape}")

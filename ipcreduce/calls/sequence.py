@@ -9,7 +9,16 @@ from functools import partial
 from typing import Any
 
 from .. import clock
-from ..errors import CaptureError, GraphStateError, IpcReduceError, PeerLostError, Reach, report
+from ..errors import (
+    CaptureError,
+    GraphStateError,
+    IpcReduceError,
+    PeerFailedError,
+    PeerLostError,
+    RankMismatchError,
+    Reach,
+    report,
+)
 from ..page import control_page
 from ..page.control_page import Page
 from ..page.records import fence
@@ -196,6 +205,8 @@ class CallSequence:
         fault = page.fault()
         if fault is None:
             faults.raise_lost(page, self.number)
+            if page.loss() is not None and not page.missed():
+                return  # a rank has closed the communicator, which concerns later calls only
         if not self.raised and (fault is None or fault[0] <= self.number):  # even if a rank was lost because of it
             self.raised = True
             raise faults.fault_error(page, self.number, self.timeout)
@@ -307,7 +318,12 @@ class CallSequence:
 
         :returns: the error of its further calls; the caller raises it or ``cause``.
         """
-        self.page.post_lost(self.rank, f"{why} ({described(cause)})")
+        page = self.page
+        fault = page.fault() if isinstance(cause, (PeerFailedError, RankMismatchError)) else None
+        if fault is not None:
+            call, rank, kind, text = fault
+            page.post_fault(kind, call, text, rank)  # its own record may reach a peer behind the loss that came of it
+        page.post_lost(self.rank, f"{why} ({described(cause)})")
         happened = f"this rank cannot go on with the others ({described(cause)})"
         self.unusable = lost = PeerLostError(report(self.rank, self.number, happened, faults.ONLY_CLOSE))
         return lost

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import INSTALL, IpcReduceError, UnsupportedError
+from .expressions import Expression
 
 _log = logging.getLogger("ipcreduce")
 _SOME_SOURCES = "one_shot.cu", "sync.cuh"  # enough to tell ipcreduce's ``kernels`` from another project's
@@ -142,12 +143,16 @@ def _cache() -> _Cache:
     return _Cache()
 
 
-def compile_kernel(name: str, macros: dict[str, str], capability: tuple[int, int]) -> bytes:
+def compile_kernel(
+    name: str, macros: dict[str, str], capability: tuple[int, int], expression: Expression | None = None
+) -> bytes:
     """Compile ``kernels/<name>.cu`` for a compute capability, or take it from the cache. Returns the cubin.
 
     :param macros: the macros that the source requires, by name.
+    :param expression: the user's expression that the kernel applies to the reduced elements, if any.
     :raises UnsupportedError: if ``cuda.core`` or NVRTC is missing.
     :raises IpcReduceError: if the source does not compile; the message is NVRTC's log, with file and line.
+    :raises ArgumentError: if the expression is wrong; the message has its lines, and what NVRTC says about them.
     """
     try:
         from cuda.core import Program, ProgramOptions
@@ -156,6 +161,8 @@ def compile_kernel(name: str, macros: dict[str, str], capability: tuple[int, int
         raise UnsupportedError(f"the compiler is not installed ({error}): {INSTALL}") from None
     directory = kernel_directory()
     source = (directory / f"{name}.cu").read_text()
+    if expression is not None:
+        source = expression.before(name) + source
     options = ProgramOptions(
         std="c++17",
         arch=f"sm_{capability[0]}{capability[1]}",
@@ -173,6 +180,8 @@ def compile_kernel(name: str, macros: dict[str, str], capability: tuple[int, int
         except Exception as error:  # cuda.core has an exception type for each library that it calls
             if "NVRTC" not in str(error) and "nvrtc" not in str(error):
                 raise UnsupportedError(f"the compiler does not run ({error}): {INSTALL}") from error
+            if expression is not None:
+                raise expression.error(error) from error
             raise IpcReduceError(f"{name}.cu does not compile for {options.arch}:\n{error}") from error
         _cache().put(key, cubin)
     return cubin

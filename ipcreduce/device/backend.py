@@ -16,6 +16,7 @@ from ..calls.backend import Backend
 from ..calls.norm_shape import NormAddresses
 from ..calls.sequence import CallSequence
 from ..cuda import cupy_runtime, driver, graph, streams
+from ..cuda.expressions import Expression
 from ..errors import ArgumentError, IpcReduceError
 from ..page.control_page import REFUSED, TOLD, Page
 from ..types import Stream
@@ -25,6 +26,7 @@ from .fast_path import FastPath
 from .known_calls import KnownCalls, Prepared, PreparedList, Ready
 from .known_lists import Addresses, KnownLists
 from .known_norms import KnownNorms
+from .maps import MapKernels, PreparedMap
 from .norms import Norms, PreparedNorm
 from .stream_order import StreamOrder
 
@@ -74,6 +76,7 @@ class DeviceBackend(Backend):
         # What the ranks map of each other: for each part of it, what unmaps the peers' and what frees this rank's.
         self.shared: list[tuple[Action, Action]] = []
         self.life = Life()  # of what graphs hold that are recorded now
+        self.map_kernels = MapKernels(context, device.capability, lambda: self.order.ends_by(clock.now() + timeout))
         background.start()
 
     # ---- running
@@ -147,6 +150,19 @@ class DeviceBackend(Backend):
     ) -> None:  # fmt: skip
         """Do the same as :meth:`run` for an all-reduce with RMSNorm. All its launches are one call."""
         self.order.launch(partial(self.norms.start, prepared, addresses), stream, owner, recorded=recorded)
+    def for_map(self, array: Any, op: Any, expression: Expression) -> PreparedMap:
+        """Do the same as :meth:`for_array` for a call with an expression.
+
+        It is applied by a kernel of its own, here. :raises ArgumentError: if the expression does not compile.
+        """
+        return self.map_kernels.prepare(array, op, expression, None if self.n == 1 else self.for_array(array, op))
+
+    def run_map(
+        self, prepared: PreparedMap, source: int, target: int, operands: Sequence[int], stream: Stream, owner: Any,
+        recorded: bool = False,
+    ) -> None:  # fmt: skip
+        """Do the same as :meth:`run` for a call with an expression that is not preceded by another one."""
+        self.order.launch(partial(prepared.run, source, target, operands), stream, owner, recorded=recorded)
         self.order.launched = self.page.calls.number[0]
 
     def launch_graph(self, executable: graph.Executable, stream: Stream, owner: Any) -> None:

@@ -18,6 +18,7 @@ from ..cuda import cupy_runtime, current_streams
 from ..device import deferred_free
 from ..device.backend import DeviceBackend
 from ..device.known_calls import Prepared, PreparedList, Ready
+from ..device.maps import PreparedMap
 from ..device.norms import PreparedNorm
 from ..device.stream_order import StreamOrder
 from ..errors import ArgumentError, GraphStateError, IpcReduceError, Reach, UnsupportedError
@@ -180,8 +181,8 @@ class GraphSession:
         self.calls.recording.note(call, *used)
         return prepared if self.direct is None else self.direct.noted(prepared, call)
 
-    def note_list(self, prepared: PreparedList | PreparedNorm, *used: Any) -> None:
-        """Note an all-reduce of a list, or one with a norm, which is never direct. See :meth:`note`."""
+    def note_list(self, prepared: PreparedList | PreparedMap | PreparedNorm, *used: Any) -> None:
+        """Note an all-reduce that is never direct: of a list, with an expression, or with a norm. See :meth:`note`."""
         self.calls.recording.note(RecordedCall(prepared.what, prepared.by), *used)
 
     def recorded(self, graph: Any, resources: Resources, number: int) -> None:

@@ -13,8 +13,9 @@ from .. import clock
 from ..arrays.host_norms import HostNorm
 from ..arrays.host_operands import HostOperands
 from ..arrays.lists import HostLists
+from ..arrays.maps import HostMap, Map
 from ..arrays.norms import NormArguments
-from ..calls.fingerprint import Fingerprint, of_list, of_norm
+from ..calls.fingerprint import Fingerprint, of_list, of_map, of_norm
 from ..calls.sequence import CallSequence
 from ..dtypes import op_name
 from ..errors import UnsupportedError
@@ -100,6 +101,17 @@ class HostReducer:
         self._enter(what)
         reduced = self._exchange(what, used.source, "sum", None)
         return used.results(*normalise(used.shape, used.as_rows(reduced), used.weight, used.residual, used.scale))
+    def allreduce_then(self, array: Any, op: Any, out: Any, then: Map) -> Any:
+        """One call with an expression, for which the host has a function of the program."""
+        used = HostOperands(array, op, out)
+        mapped = HostMap(then, used)
+        expression = mapped.expression
+        what = of_map(used.shape, used.kind, used.op, str(expression), expression.text, " on the host")
+        self._enter(what)
+        value = mapped.apply(self._exchange(what, used.source, used.op, None))
+        if used.target is not None:
+            used.target[...] = value
+        return used.result(value)
 
     def _enter(self, what: Fingerprint) -> None:
         calls = self._calls

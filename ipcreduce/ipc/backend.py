@@ -12,10 +12,12 @@ from .. import clock
 from ..calls.norm_shape import NormAddresses
 from ..cuda import driver
 from ..cuda.contexts import using_relaxed
+from ..cuda.expressions import Expression
 from ..device.backend import DeviceBackend
 from ..device.deferred_free import Action, attempt, free_after
 from ..device.known_calls import Ready
 from ..device.known_lists import Addresses
+from ..device.maps import PreparedMap
 from ..device.norms import Norms, PreparedNorm
 from ..errors import CudaError
 from ..page.control_page import Page
@@ -98,6 +100,10 @@ class IpcBackend(DeviceBackend):
         """Put the kernels of an all-reduce of a list on ``stream``."""
         prepared.run(np.array(sources, np.uint64), np.array(targets, np.uint64), stream)
 
+    def for_map(self, array: Any, op: Any, expression: Expression) -> PreparedMap:
+        """See :meth:`DeviceBackend.for_map`. Several ranks apply the expression in the kernels of the exchange."""
+        return super().for_map(array, op, expression) if self.n == 1 else self.launches.for_map(array, op, expression)
+
     def make_ready_list(
         self, prepared: lists.PreparedLaunches, sources: Addresses, targets: Addresses, again: bool
     ) -> Ready | None:  # fmt: skip
@@ -124,7 +130,7 @@ class IpcBackend(DeviceBackend):
     def release(self) -> None:
         """Free the resources that no other process uses."""
         actions: list[Action] = [partial(_unregister, self.page), self.order.close, *self._ready.close_actions()]
-        attempt(self.context, *actions, *self.launches.release_actions())
+        attempt(self.context, *actions, *self.map_kernels.close_actions(), *self.launches.release_actions())
 
 
 def _unregister(page: Page) -> None:

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from ..calls.fingerprint import of_allreduce, of_list
+from ..calls.fingerprint import of_allreduce, of_list, of_map
 from ..calls.norm_shape import NormShape
 from ..cuda import compiler, driver
 from ..cuda.contexts import using_relaxed
-from ..device import modules
+from ..cuda.expressions import Expression
+from ..device import maps, modules
 from ..device.known_calls import Prepared, keep
 from ..device.norm_kernels import NormKernels, NormLaunch
 from ..dtypes import OPS, kind_name, list_kinds, op_name, reduced_as
@@ -30,7 +31,8 @@ _EPOCHS, _ABORT, _MISSING, _TIMEOUT = 12, 13, 14, 15
 _ARG_WORDS = 24
 _VERIFY = "verify", "int32", "sum"
 _MOST_LISTS = 256  # prepared, each with up to 32 KB of arguments for each launch
-_Kernel = tuple[str, str, str, int, int]  # name, dtype, op, depth; the most parts of a list, or 0
+_MOST_MAPS = 1024
+_Kernel = tuple[Any, ...]  # name, dtype, op, depth; the most parts of a list, or 0; an expression, if there is one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,7 @@ class Launches:
         self._functions: dict[_Kernel, int] = {}
         self.prepared: dict[tuple[Any, ...], PreparedCall] = {}  # by shape, dtype and op
         self.lists: dict[tuple[Any, ...], lists.PreparedLaunches] = {}  # by op, and the members' shapes and dtypes
+        self._maps: dict[tuple[Any, ...], maps.PreparedMap] = {}  # by shape, dtype, op and expression
 
     def for_array(self, array: Any, op: Any) -> PreparedCall:
         """The launches of an all-reduce of a device array, compiled if need be.
@@ -122,6 +125,37 @@ class Launches:
         function = self._function(step.algorithm, dtype, op, step.depth, planned.parts)
         launch = driver.Launch(function, step.grid, step.block, args, programmatic=self._programmatic)
         return lists.ListLaunch(planned, launch, args, length)
+
+    def for_map(self, array: Any, op: Any, expression: Expression) -> maps.PreparedMap:
+        """The launches of an all-reduce with an expression, compiled if need be. See :meth:`for_array`.
+
+        :raises ArgumentError: if the expression does not compile.
+        """
+        name = op_name(op, array.dtype)
+        key = array.shape, array.dtype, name, expression
+        prepared = self._maps.get(key)
+        if prepared is None:
+            kind = kind_name(array.dtype, name)
+            kernels = plan.kernels(self._workspace.n, self.algorithm, self.table)
+            self._load((kernel, kind, name, depth, 0, expression) for kernel, depth in kernels)
+            steps = self.planned(array.nbytes, self.algorithm, self.table)
+            launches = tuple(self._launch_map(step, array, kind, name, expression) for step in steps)
+            what = of_map(array.shape, kind, name, str(expression), expression.text)
+            by = ", ".join(dict.fromkeys(step.algorithm for step in steps)) or "nothing"
+            prepared = maps.PreparedMap(what=what, by=by, first=None, launches=launches)
+            keep(self._maps, key, prepared, _MOST_MAPS)
+        return prepared
+
+    def _launch_map(
+        self, step: plan.LaunchPlan, array: Any, dtype: str, op: str, expression: Expression
+    ) -> maps.MapLaunch:  # fmt: skip
+        args = np.concatenate([
+            self._arguments(plan.code_offset(dtype, op)), maps.table(array, step.offset, expression)
+        ])  # fmt: skip
+        args[_BYTES] = step.nbytes
+        function = self._functions[step.algorithm, dtype, op, step.depth, 0, expression]
+        launch = driver.Launch(function, step.grid, step.block, args, programmatic=self._programmatic)
+        return maps.MapLaunch(launch, args, step.offset, array.itemsize, expression)
 
     def _planned_list(self, nbytes: int) -> tuple[plan.LaunchPlan, ...]:
         return self.planned(nbytes, self.algorithm, self.table)
@@ -202,7 +236,7 @@ class Launches:
         return self._context, n, rank, self.whole_packets, *compiled_for, kernel
 
     def _compile(self, key: _Kernel) -> bytes:
-        kernel, dtype, op, depth, parts = key
+        kernel, dtype, op, depth, parts, *expressions = key
         macros = self._exchange_macros() | {
             "IPCREDUCE_DTYPE": dtype,
             "IPCREDUCE_OP": op,
@@ -210,7 +244,7 @@ class Launches:
         }
         if parts:
             macros["IPCREDUCE_PARTS"] = str(parts)
-        return compiler.compile_kernel(kernel, macros, self._capability)
+        return compiler.compile_kernel(kernel, macros, self._capability, *expressions)
 
     def _exchange_macros(self) -> dict[str, str]:
         return {

@@ -212,7 +212,8 @@ class NcclBackend(DeviceBackend):
     def release(self) -> None:
         """Free all resources of this process."""
         self._guard.close()
-        attempt(self.context, self.nccl.abort, self.order.close, *self.norms.kernels.release_actions())
+        own = *self.norms.kernels.release_actions(), *self.map_kernels.close_actions()
+        attempt(self.context, self.nccl.abort, self.order.close, *own)
         if self._joining is not None and not self._joining.is_over:  # the thread that joins still uses the context
             background.Job(self._release_context)
         else:

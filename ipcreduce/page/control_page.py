@@ -40,6 +40,7 @@ CLOSED_IT = "it closed the communicator"  # a loss for later calls only
 TIMED_OUT = 1  # by kernels, and by a host whose wait for a peer reached its deadline
 TOLD = 2  # by a host that has written a record of the reason
 _RECORD_SECONDS = 1.0  # for a record to arrive whose abort word is there already: it takes microseconds
+_END_SECONDS = 5.0  # for a rank's last block, once a peer has read it: networks send again what they have lost
 
 
 class Page:
@@ -55,6 +56,7 @@ class Page:
             [self.slot(rank, name) for rank in range(n)] for name in ("fault", "loss", "meeting")
         )
         self._rounds = [[self.slot(rank, "rounds", parity) for rank in range(n)] for parity in range(2)]
+        self._unheard: set[int] = set()  # ranks that have closed, as peers say, and whose last block has not come
         self._written = 0  # faults and losses, by this rank
         self._writing = threading.RLock()  # the program's threads and the watchdog post
         self.era = 0  # changes as this rank begins a resynchronisation, and as it clears its part of the page
@@ -173,12 +175,13 @@ class Page:
         """(call, rank, kind, text) of the earliest fault on the page; None if there is none."""
         deadline = None
         while True:
+            is_told = self.abort_word[0] != TOLD or self.loss() is not None  # first: loss() may wait for a fault, too
             found = [
                 (int(fault["call"]), int(fault["rank"]), int(fault["kind"]), text_in(fault))
                 for slot in self._faults
                 if (fault := slot.read()) is not None
             ]
-            if found or self.abort_word[0] != TOLD or self.loss() is not None:
+            if found or is_told:
                 return min(found) if found else None
             deadline = deadline or clock.now() + _RECORD_SECONDS
             if clock.now() > deadline:
@@ -229,16 +232,15 @@ class Page:
         """(rank, why) of the rank that has gone first, as far as the records tell.
 
         A rank's own record comes before its peers'. A rank that had recorded another's loss has left because of it.
+        What a rank that has closed wrote before is waited for.
 
         :param call: leave out ranks that have closed the communicator after this call.
         """
-        found = {}
-        for writer, slot in enumerate(self._losses):
-            record = slot.read()
-            if record is not None and record["rank"] < self.n:
-                rank, why = int(record["rank"]), text_in(record)
-                if call is None or why != CLOSED_IT or self.calls.call_of(rank) < call:
-                    found[writer] = rank, why
+        found = {
+            writer: (rank, why)
+            for writer, (rank, why) in self._told_losses().items()
+            if call is None or why != CLOSED_IT or self.calls.call_of(rank) < call
+        }
         if not found:
             return None
         writer = min(found, key=lambda writer: (found[writer][0] != writer, found[writer][0]))
@@ -247,6 +249,32 @@ class Page:
             writer = earlier
             passed.add(writer)
         return found[writer]
+
+    def _told_losses(self) -> dict[int, tuple[int, str]]:
+        """The (rank, why) that each rank has recorded, by writer."""
+        while True:
+            records = {
+                writer: record for writer, slot in enumerate(self._losses) if (record := slot.read()) is not None
+            }
+            told = {writer: (int(one["rank"]), text_in(one)) for writer, one in records.items() if one["rank"] < self.n}
+            if not any(self._await_end(rank) for rank, why in told.values() if why == CLOSED_IT):
+                return told
+
+    def _await_end(self, rank: int) -> bool:
+        """Wait for the last block of a rank that has closed, as a peer says. True if it has come meanwhile.
+
+        To a mirrored page it comes over another connection than the peer's word, and perhaps later. Only the block
+        tells the rank's last call, its reason to close, and its own fault or record of an earlier loss.
+        """
+        if rank == self.rank or rank in self._unheard or self.has_left(rank):
+            return False
+        deadline, is_over = clock.now() + _END_SECONDS, False
+        while not (has_come := self.has_left(rank)) and not is_over:
+            is_over = bool(self._ranks[self.rank]["dead"][rank]) or clock.now() > deadline
+            time.sleep(1e-4)
+        if not has_come:
+            self._unheard.add(rank)
+        return has_come
 
     # ---- rounds and meetings, in which every rank writes one record and reads all
     def write_round(self, serial: int, ok: bool, total: int, chunk: bytes) -> None:

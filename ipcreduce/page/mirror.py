@@ -149,10 +149,11 @@ class Mirror:
         """Send what is left to say, for up to ``seconds``, and close the connections."""
         deadline = clock.now() + seconds
         with self._turn:
-            self.send()
-            while any(peer.outgoing for peer in self._peers.values()) and clock.now() < deadline:
-                time.sleep(1e-3)
+            for _ in range(2):  # what a connection had not taken yet, and then the news behind that
                 self.send()
+                while any(peer.outgoing for peer in self._peers.values()) and clock.now() < deadline:
+                    time.sleep(1e-3)
+                    self.send()
             for descriptor in list(self._peers):
                 self._close(descriptor)
 

@@ -17,7 +17,7 @@ import ipcreduce
 from ipcreduce.bench.limit import our_backend
 from ipcreduce.cuda import cupy_runtime
 from tests.gpu import cupy_module
-from tests.shared import bounds, reference, sweep_cases, worker
+from tests.shared import bounds, norm_cases, reference, sweep_cases, worker
 
 CASES = 40
 LARGEST = 20_000  # bytes: several tiles, but few time slices
@@ -82,10 +82,20 @@ def barrier_and_push() -> int:
     return 3
 
 
+def normed(algorithm: str | None) -> int:
+    """Random all-reduces with RMSNorm, by the fused kernels and by the pair. Returns the number of launches."""
+    with communicator(algorithm) as comm:
+        counted = norm_cases.run(cupy_module, {"one": comm}, 1, CASES, LARGEST, rows=20, late_seconds=0.0)["counted"]
+    return sum(count for name, count in counted.items() if name == "pair" or name.startswith("fused_"))
+
+
 PROGRAMS = {
     "one_shot": lambda: swept("one_shot") + graphs("one_shot"),
     "two_shot": lambda: swept("two_shot") + graphs("two_shot"),
     "direct": lambda: graphs("direct"),
+    "fused_one_shot": lambda: normed("one_shot"),
+    "fused_two_shot": lambda: normed("two_shot"),
+    "rmsnorm": lambda: normed(None),
     "verify": start_up,
     "limit": barrier_and_push,
 }

@@ -169,9 +169,30 @@ MUTANTS = [
     Mutant(
         "an abort word that comes before its record is taken for a timeout",
         PAGE,
-        "if found or self.abort_word[0] != TOLD or self.loss() is not None:",
+        "if found or is_told:",
         "if True:",
         unit("control_page", "an_abort_word_that_comes_before_its_record_is_no_timeout"),
+    ),
+    Mutant(
+        "a rank's end counts before its own words of it have come",
+        PAGE,
+        "if rank == self.rank or rank in self._unheard or self.has_left(rank):",
+        "if True:",
+        unit("mirror", "the_reason_to_close_is_heard_though_a_peer_tells_of_the_end_first"),
+    ),
+    Mutant(
+        "a rank that closes later is a timeout of the calls before",
+        CALLS,
+        "if page.loss() is not None and not page.missed():",
+        "if False:",
+        unit("calls", "a_rank_that_closes_after_its_last_call_is_missed_in_later_calls_only"),
+    ),
+    Mutant(
+        "a rank that leaves halfway does not tell the fault that it has heard of",
+        CALLS,
+        "            page.post_fault(kind, call, text, rank)",
+        "            pass",
+        unit("mirror", "a_fault_is_found_though_a_peer_tells_first_of_the_loss_that_came_of_it"),
     ),
     Mutant(
         "the last loss counts",

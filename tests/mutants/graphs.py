@@ -282,7 +282,7 @@ MUTANTS = [
     Mutant(
         "inputs beside each other in the same rows are taken for ones that share memory",
         ARRAYS,
-        "return overlap(array, other) and share_host_memory(_geometry(array), _geometry(other))",
+        "return overlap(array, other) and share_memory(_geometry(array), _geometry(other))",
         "return overlap(array, other)",
         scenario("inputs_that_share_memory"),
     ),

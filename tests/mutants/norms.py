@@ -46,7 +46,7 @@ MUTANTS = [
         CONTRACT,
         "operator()(float a, float b) const { return max_nan(a, b); }",
         "operator()(float a, float b) const { return a > b ? a : b; }",
-        QUANTISED,
+        unit("norm_kernels", "a_nan_in_the_weight_is_in_its_scales"),
     ),
     Mutant(
         "a scale has no lower bound",
@@ -120,10 +120,10 @@ MUTANTS = [
         TILES,
     ),
     Mutant(
-        "a fused kernel reduces what has not arrived",
+        "a rank takes its own row for the sum when the others' do not come",
         ONE_SHOT,
         "reduced[d].packet[0] = alive ? reduce(v[d]) : poison();",
-        "reduced[d].packet[0] = reduce(v[d]);",
+        "reduced[d].packet[0] = alive ? reduce(v[d]) : own[d].packet[0];",
         LATE,
     ),
     Mutant(

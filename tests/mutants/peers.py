@@ -134,6 +134,13 @@ MUTANTS = [
     ),
     # ---- between hosts
     Mutant(
+        "the last words stay behind where a connection was full before",
+        MIRROR,
+        "            for _ in range(2):  # what",
+        "            for _ in range(1):  # what",
+        unit("mirror", "the_last_words_go_behind_what_a_connection_had_not_taken"),
+    ),
+    Mutant(
         "the mirror drops aborts",
         MIRROR,
         "aborts = raised - peer.aborts",

@@ -27,7 +27,7 @@ _PATIENCE = _START_UP | {
     "ipcreduce.process": ("CLOSE_SECONDS",),
     "ipcreduce.device.backend": ("_ABORT_SECONDS", "_GIVE_UP_SECONDS"),
     "ipcreduce.device.deferred_free": ("_RECLAIM_SECONDS", "_CALL_SECONDS"),
-    "ipcreduce.page.control_page": ("_RECORD_SECONDS",),
+    "ipcreduce.page.control_page": ("_RECORD_SECONDS", "_END_SECONDS"),
     "ipcreduce.calls.sequence": ("_PATIENCE_SECONDS",),
     "ipcreduce.page.watchdog": ("_JOIN_SECONDS", "_LAST_WORDS_SECONDS"),
     "ipcreduce.nccl.guard": ("_LAST_TURN_SECONDS",),

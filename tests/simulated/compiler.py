@@ -5,6 +5,7 @@ Rank and world size are run-time values there, so one build serves all; they tra
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import functools
 import hashlib
@@ -18,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from ipcreduce.cuda.expressions import Expression, Operand
 from ipcreduce.errors import IpcReduceError
 
 SIM = Path(__file__).resolve().parent
@@ -89,6 +91,7 @@ def build_kernel(
     *,
     whole: bool = True,
     depth: int = 1,
+    expression: Expression | None = None,
     tsan: bool = False,
     directory: Path | None = None,
     further: Mapping[str, str] = MappingProxyType({}),
@@ -103,8 +106,18 @@ def build_kernel(
     kind = [name, dtype, op, "whole" if whole else "halves", str(depth)]
     kind += [f"{key.lower()}{value}" for key, value in sorted(further.items())] + ["tsan"] * tsan
     target = "-".join(kind) + ".so"
-    kernels = where.get("kernels", KERNELS)
-    return gxx((directory or builds_directory()) / target, ["-xc++", kernels / f"{name}.cu"], *flags, **where)
+    source = where.get("kernels", KERNELS) / f"{name}.cu"
+    builds = directory or builds_directory()
+    if expression is not None:
+        text = f"#include <intrinsics.h>\n{expression.before(name)}{source.read_text()}"
+        target = f"{target.removesuffix('.so')}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+        source = builds / f"{target}.{os.getpid()}.cu"
+        source.write_text(text)
+        try:
+            return gxx(builds / target, ["-xc++", source], *flags, **where)
+        finally:
+            source.unlink()
+    return gxx(builds / target, ["-xc++", source], *flags, **where)
 
 
 def build_runtime() -> Path:
@@ -112,20 +125,40 @@ def build_runtime() -> Path:
     return gxx(builds_directory() / "runtime.so", [SIM / "runtime.cpp"], "-shared", "-pthread")
 
 
-def compile_kernel(name: str, macros: dict[str, str], capability: tuple[int, int]) -> bytes:
+def compile_kernel(
+    name: str, macros: dict[str, str], capability: tuple[int, int], expression: Expression | None = None
+) -> bytes:
     """As ``ipcreduce.cuda.compiler.compile_kernel``; what the simulated driver's ``load_module`` takes.
 
-    That is what to build: g++ takes a second a kernel, and most are loaded but never launched.
+    That is what to build: g++ takes a second a kernel, and most are loaded but never launched. Those with an expression
+    are built at once, as their errors are the caller's.
     """
     given = {key.removeprefix("IPCREDUCE_"): value for key, value in macros.items()}
     known = ("RANK", "RANKS", "DTYPE", "OP", "WHOLE_PACKETS", "DEPTH")
     if given.keys() - FURTHER != {*known}:
         raise IpcReduceError(f"{name}.cu: the simulated compiler knows {known}, not {[*given]}")
-    return json.dumps({"kernel": name, **given}).encode()
+    content = {"kernel": name, **given}
+    if expression is not None:
+        content["EXPRESSION"] = json.dumps([expression.text, *map(list, map(dataclasses.astuple, expression.operands))])
+        try:
+            build_compiled(content)
+        except IpcReduceError as error:
+            raise expression.error(error) from error
+    return json.dumps(content).encode()
 
 
 def build_compiled(content: dict[str, str]) -> Path:
     """The shared object of what :func:`compile_kernel` has made."""
     whole, depth = content["WHOLE_PACKETS"] == "1", int(content["DEPTH"])
     further = {key: content[key] for key in FURTHER if key in content}
-    return build_kernel(content["kernel"], content["DTYPE"], content["OP"], whole=whole, depth=depth, further=further)
+    text, *operands = json.loads(content.get("EXPRESSION", "[null]"))
+    expression = None if text is None else Expression(text, tuple(Operand(*one) for one in operands))
+    return build_kernel(
+        content["kernel"],
+        content["DTYPE"],
+        content["OP"],
+        whole=whole,
+        depth=depth,
+        expression=expression,
+        further=further,
+    )

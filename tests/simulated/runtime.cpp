@@ -58,7 +58,7 @@ std::atomic<uint64_t> moved;  // nanoseconds
 constexpr size_t kStackBytes = 64 << 10, kGuardBytes = 4 << 10;
 constexpr size_t kGuarded = 2048;  // fibers of a grid whose stacks have a guard page
 constexpr uint32_t kWarp = 32;
-constexpr int kLeft = 0xA5;  // what shared memory holds when a kernel begins
+constexpr int kLeft = 0x7F;  // what shared memory holds when a kernel begins: as floats, large numbers
 // Rounds in which all fibers poll: first the OS thread yields, then it sleeps, from the shortest time to the longest.
 constexpr int kYields = 4;
 constexpr long kShortestSleep = 10'000, kLongestSleep = 40'000;  // nanoseconds

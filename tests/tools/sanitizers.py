@@ -27,7 +27,7 @@ from typing import Any
 from tests.tools import machine
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-KERNELS = ("one_shot", "two_shot", "direct", "verify", "limit")
+KERNELS = ("one_shot", "two_shot", "direct", "fused_one_shot", "fused_two_shot", "rmsnorm", "verify", "limit")
 RANKS = 2
 FOUND = 9  # the tool's exit status if it has found something
 # A tool's last line. Racecheck's count is of hazards: errors and warnings.

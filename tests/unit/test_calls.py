@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
-from ipcreduce.calls import sequence, turns
+from ipcreduce.calls import faults, sequence, turns
 from ipcreduce.calls.fingerprint import Fingerprint, of_allreduce
 from ipcreduce.calls.sequence import CallSequence
 from ipcreduce.cuda import cupy_runtime
@@ -1013,6 +1013,16 @@ def test_a_loss_without_a_fault(ranks: list[Rank]):
         lambda rank: rank.calls.check_faults(),
     )
     is_lost(ranks[0])
+
+
+def test_a_rank_that_closes_after_its_last_call_is_missed_in_later_calls_only(three: list[Rank]):
+    """Also where another rank, in a later call, has ended every wait because of it."""
+    together(three)
+    faults.say_why(three[2].page, "its program ended")
+    three[2].page.leave()
+    raised_by(three[0], PeerLostError, "rank 2 is gone: its program ended, after its call 1", Rank.host)
+    three[1].calls.check_faults()
+    raised_by(three[1], PeerLostError, "rank 2 is gone: its program ended, after its call 1", Rank.host)
 
 
 def test_a_loss_ends_an_exchange(ranks: list[Rank]):

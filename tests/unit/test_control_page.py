@@ -400,6 +400,7 @@ def test_all_have_come_unless_a_fault_keeps_one_from_it(pages: list[Page]):
 
 def test_the_first_loss_counts_and_what_a_rank_says_of_itself_comes_first(pages: list[Page]):
     pages[0].post_lost(2, "its process has ended")
+    pages[1].leave()
     pages[0].post_lost(1, "it closed the communicator")
     assert [page.loss() for page in pages] == [(2, "its process has ended")] * 3
     pages[2].post_lost(2, "it was interrupted")

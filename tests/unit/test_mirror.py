@@ -22,10 +22,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ipcreduce.calls import faults
 from ipcreduce.calls.fingerprint import Fingerprint
-from ipcreduce.errors import UnsupportedError
+from ipcreduce.calls.sequence import CallSequence
+from ipcreduce.errors import PeerLostError, UnsupportedError
 from ipcreduce.page import control_page, mirror, watchdog
-from ipcreduce.page.control_page import REFUSED, Page
+from ipcreduce.page.control_page import CLOSED_IT, REFUSED, Page
 from ipcreduce.page.flight_recorder import RING, TEXTS
 from ipcreduce.page.mirror import Mirror
 from ipcreduce.ranks import connections, exchange
@@ -129,6 +131,29 @@ def test_no_words_are_left_for_a_rank_that_has_gone(ranks: Ranks, monkeypatch: p
     mirrors[0].close(LONG)
 
 
+def test_the_last_words_go_behind_what_a_connection_had_not_taken(ranks: Ranks):
+    pages, mirrors = ranks
+    pages[0].changed = None
+    (peer,) = (peer for peer in mirrors[0]._peers.values() if peer.rank == 1)
+    connection, peer.connection = peer.connection, Full()
+    pages[0].calls.enter(1, SUM)
+    mirrors[0].send()
+    assert peer.outgoing
+    pages[0].leave()
+    peer.connection = connection
+    mirrors[0].close(LONG)
+    mirrors[1].receive()
+    assert pages[1].calls.call_of(0) == 1
+    assert pages[1].has_left(0)
+
+
+class Full:
+    """Stands for a connection that takes nothing at present."""
+
+    def send(self, data: bytes) -> int:
+        raise BlockingIOError
+
+
 @pytest.mark.parametrize("calls", [1, RING - 2, 3 * RING])
 def test_calls_arrive_with_their_texts(ranks: Ranks, calls: int):
     first, second = ranks[0]
@@ -164,6 +189,146 @@ def test_the_end_of_a_rank(ranks: Ranks):
     assert ranks[1][0].receive() == []
     ranks[1][0].send()
     assert not second.has_left(0)
+
+
+# ---- a rank that has closed, of which a peer tells before its own block arrives
+def hold_back(one: Mirror, rank: int) -> dict[int, Any]:
+    """Let ``one`` tell ``rank`` nothing, until its ``_peers`` are given back what this returns."""
+    (descriptor,) = (descriptor for descriptor, peer in one._peers.items() if peer.rank == rank)
+    return {descriptor: one._peers.pop(descriptor)}
+
+
+class Closing:
+    """Four ranks in call 1. Rank 2 closes the communicator, and rank 0 tells rank 1 so; rank 2's block comes later."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, before: Callable[[Page], object], ahead: int) -> None:
+        """:param before: what rank 2 does before it leaves. ``ahead``: the call in which rank 0 misses it."""
+        self.pages, self.mirrors = make_mirrored(4)
+        for page in self.pages:
+            page.calls.enter(1, SUM)
+        exchange_all((self.pages, self.mirrors))
+        self.heard_by = self.pages[1]
+        self.waits = 0
+        self._monkeypatch = monkeypatch
+        self._held = hold_back(self.mirrors[2], 1)
+        before(self.pages[2])
+        self.pages[2].leave()
+        self.mirrors[2].send()
+        self.mirrors[0].receive()
+        self.pages[0].calls.enter(ahead, SUM)
+        assert self.pages[0].has_left_before(2, ahead)
+        self.pages[0].post_lost(2, CLOSED_IT)  # as rank 0's watchdog does
+        self.mirrors[0].send()
+        self.mirrors[1].receive()
+        assert self.heard_by.aborted
+        assert not self.heard_by.has_left(2)
+
+    def arrive(self) -> None:
+        """Let rank 2's block come to rank 1."""
+        self.mirrors[2]._peers |= self._held
+        self.mirrors[2].send()
+        self.mirrors[1].receive()
+
+    def then(self, act: Callable[[], object]) -> None:
+        """Let ``act`` happen while rank 1 waits."""
+
+        def sleep(_: float) -> None:
+            self.waits += 1
+            act()
+
+        self._monkeypatch.setattr(control_page, "time", SimpleNamespace(sleep=sleep))
+
+    def end(self) -> None:
+        for one in self.mirrors:
+            one.close(0)
+
+
+MakeClosing = Callable[..., Closing]
+
+
+@pytest.fixture
+def close(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeClosing]:
+    made: list[Closing] = []
+
+    def close(before: Callable[[Page], object], ahead: int = 2) -> Closing:
+        made.append(Closing(monkeypatch, before, ahead))
+        return made[-1]
+
+    yield close
+    for one in made:
+        one.end()
+
+
+def says_why(page: Page) -> None:
+    faults.say_why(page, "its program ended")
+
+
+def test_the_reason_to_close_is_heard_though_a_peer_tells_of_the_end_first(close: MakeClosing):
+    closing = close(says_why)
+    closing.then(closing.arrive)
+    with pytest.raises(PeerLostError, match="rank 2 is gone: its program ended, after its call 1"):
+        faults.raise_lost(closing.heard_by, 2)
+    assert closing.waits == 1
+
+
+def test_the_first_to_go_is_named_though_a_peer_tells_of_the_second_first(close: MakeClosing):
+    """Rank 2 has closed because of rank 3."""
+    closing = close(lambda page: page.post_lost(3, "its process has ended"))
+    closing.then(closing.arrive)
+    with pytest.raises(PeerLostError, match="rank 3 is gone: its process has ended"):
+        faults.raise_lost(closing.heard_by, 2)
+
+
+def test_a_fault_is_found_though_a_peer_tells_first_that_its_rank_has_closed(close: MakeClosing):
+    closing = close(lambda page: page.post_fault(REFUSED, 2, "ValueError: why"))
+    closing.then(closing.arrive)
+    assert closing.heard_by.fault() == (2, 2, REFUSED, "ValueError: why")
+
+
+def test_a_rank_is_not_lost_to_a_call_that_it_has_made_though_that_is_heard_later(close: MakeClosing):
+    closing = close(lambda page: page.calls.enter(2, SUM), ahead=3)
+    closing.then(closing.arrive)
+    faults.raise_lost(closing.heard_by, 2)
+    with pytest.raises(PeerLostError, match="rank 2 is gone: it closed the communicator, after its call 2"):
+        faults.raise_lost(closing.heard_by, 3)
+
+
+@pytest.mark.parametrize("end", ["its connection", "the time"])
+def test_a_block_that_does_not_come_is_not_waited_for_again(
+    close: MakeClosing, monkeypatch: pytest.MonkeyPatch, end: str
+):
+    closing = close(says_why)
+    if end == "the time":
+        monkeypatch.setattr(control_page, "_END_SECONDS", -1.0)
+        closing.then(lambda: None)
+    else:
+        closing.then(lambda: closing.heard_by.mark_dead(2))
+    for _ in range(2):
+        with pytest.raises(PeerLostError, match="rank 2 is gone: it closed the communicator, after its call 1"):
+            faults.raise_lost(closing.heard_by, 2)
+    assert closing.waits == (1 if end == "the time" else 2)
+
+
+def test_a_fault_is_found_though_a_peer_tells_first_of_the_loss_that_came_of_it():
+    """Rank 2 has failed, and rank 0 leaves the call halfway because of that. Rank 2's own record comes last."""
+    pages, mirrors = make_mirrored(3)
+    for page in pages:
+        page.calls.enter(1, SUM)
+    exchange_all((pages, mirrors))
+    held = hold_back(mirrors[2], 1)
+    pages[2].post_fault(REFUSED, 1, "SystemExit: 0")
+    mirrors[2].send()
+    mirrors[0].receive()
+    calls = CallSequence(pages[0], LONG, [])
+    calls.number = 1
+    calls.lose("it left call 1 halfway", faults.fault_error(pages[0], 1, LONG))
+    mirrors[0].send()
+    mirrors[1].receive()
+    assert pages[1].loss() is not None
+    assert pages[1].fault() == (1, 2, REFUSED, "SystemExit: 0")
+    mirrors[2]._peers |= held
+    for one in mirrors:
+        one.close(0)
 
 
 def test_a_rank_that_does_not_read_is_not_flooded(ranks: Ranks):

@@ -148,7 +148,7 @@ def test_a_row_of_any_length_has_one_scale():
 @pytest.mark.parametrize("scales", ["", "given", "token", "group"])
 def test_rows_that_no_block_holds(scales: str):
     check(shape_of(16_512, "bfloat16", scales), 1)
-    check(shape_of(17_024, "float32", scales, rows=4), 2, 4, in_place=True)
+    check(shape_of(25_088, "float32", scales, rows=20), 2, 4, in_place=True)  # the order of the sum shows in float32
     if scales in ("", "token"):
         check(shape_of(20_001, "float16", scales, rows=4, residual=False), 3)
 
@@ -169,10 +169,35 @@ def test_a_negative_zero_stays_one(dtype: str, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-30, 1.0])
-def test_rows_of_zeros_and_of_tiny_numbers(eps: float):
-    """With eps 0 a row of zeros is NaN, and so are its scales."""
-    for scales in ("token", "group"):
-        check(shape_of(256, "float32", scales, rows=40, eps=float(np.float32(eps))), 5)
+def test_rows_of_zeros_and_of_tiny_numbers(eps: float, monkeypatch: pytest.MonkeyPatch):
+    """With eps 0 a row of zeros is NaN, and so are its scales. That holds, too, where all squares are 0."""
+    shapes = [shape_of(256, "float32", scales, rows=40, eps=float(np.float32(eps))) for scales in ("token", "group")]
+    for shape in shapes:
+        check(shape, 5)
+    usual = inputs
+    monkeypatch.setitem(globals(), "inputs", lambda shape, seed: scaled(usual(shape, seed), np.float32(1e-30)))
+    for shape in shapes:
+        check(shape, 6)
+
+
+def scaled(arrays: tuple[Any, Any, Any], factor: Any) -> tuple[Any, Any, Any]:
+    """The rows multiplied by a factor, and the weight as it is."""
+    x, residual, weight = arrays
+    return x * factor, residual * factor, weight
+
+
+@pytest.mark.parametrize("scales", ["token", "group"])
+@pytest.mark.parametrize("column", [0, 9, 127, 200])
+def test_a_nan_in_the_weight_is_in_its_scales(scales: str, column: int, monkeypatch: pytest.MonkeyPatch):
+    usual = inputs
+
+    def with_nan(shape: NormShape, seed: int) -> tuple[Any, Any, Any]:
+        x, residual, weight = usual(shape, seed)
+        weight[column] = np.nan
+        return x, residual, weight
+
+    monkeypatch.setitem(globals(), "inputs", with_nan)
+    check(shape_of(256, "float16", scales), 1)
 
 
 E4M3 = """

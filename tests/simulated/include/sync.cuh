@@ -138,6 +138,8 @@ DEVICE u64 globaltimer_ns() {
   return sim_timer();
 }
 
+DEVICE void hide_from_compiler(u32& word) { asm("" : "+r"(word)); }
+
 // ---- conversions
 DEVICE float bits_to_float(u32 bits) { return bit_cast<float>(bits); }
 DEVICE u32 to_bits(float x) { return bit_cast<u32>(x); }

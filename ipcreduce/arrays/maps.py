@@ -1,0 +1,237 @@
+"""A user's element-wise expression behind an all-reduce: its description, and its operands in a call.
+
+The error messages here name neither rank nor call: the communicator adds both.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from ..cuda import torch_runtime
+from ..cuda.expressions import Expression, Operand
+from ..dtypes import BFLOAT16, DTYPES, VIEWS
+from ..errors import ArgumentError, UnsupportedError
+from ..texts import shown
+from ..types import Stream
+from . import views
+from .host_operands import HostOperands, as_numpy
+from .operands import Allocating, DeviceOperands, check_device
+
+_MOST_OPERANDS = 32
+_NUMBERS = (bool, int, float, np.generic)
+_HALVES = "float16", "bfloat16"
+# The words of C++ that are no words of Python, the macros of kernels/, and what their headers or compilers may define.
+_CPP = """
+alignas alignof and_eq asm auto bitand bitor bool case catch char char16_t char32_t char8_t co_await co_return co_yield
+compl concept const const_cast consteval constexpr constinit decltype default delete do double dynamic_cast enum
+explicit export extern float friend goto inline int long mutable namespace new noexcept not_eq nullptr operator or_eq
+private protected public register reinterpret_cast requires short signed sizeof static static_assert static_cast struct
+switch template this thread_local throw true false typedef typeid typename union unsigned using virtual void volatile
+wchar_t xor xor_eq
+"""
+_RESERVED = frozenset([
+    "v", *_CPP.split(), *(word.lower() for word in keyword.kwlist),
+    "DEVICE", "DEVICE_NOINLINE", "KERNEL", "KERNEL_ARGS", "MAP_ELEMENT", "NULL", "OPERAND", "linux", "unix",
+])  # fmt: skip
+_RESERVED_FORMS = re.compile(r"__|IPCREDUCE|_[A-Z]|operand_|operandtype_")  # at the beginning of a name
+
+
+class Map:
+    """An element-wise expression that an all-reduce applies to its result: ``comm.allreduce(x, then=Map("v * s", s=2))``.
+
+    :param expression: C++ in the names of the operands and ``v``, the reduced element. ``v`` is rounded as the result of
+        a plain all-reduce is, and then a float; for float64 and integers it has their own type. The value is converted
+        to the dtype of the array once. It is code of your program, which is compiled as it stands: never make it of text
+        that others send.
+    :param host: the same for NumPy arrays, as a function ``host(v, **operands)`` that returns an array. float16 and
+        bfloat16 come as float32. None: a call on NumPy arrays raises :class:`UnsupportedError`.
+    :param operands: by name, a number; or an array of the shape of the array that is reduced, or of its last dimension.
+        A number of Python's has the type of ``v``, or int64 or float64 where ``v`` is an integer; one of NumPy's has its
+        own dtype. A new number compiles nothing. Elements of float16 and bfloat16 are floats in the expression.
+    :raises ArgumentError: if a name cannot be one of C++, or there are more than 32 operands.
+    """
+
+    __slots__ = ("expression", "host", "operands")
+
+    def __init__(self, expression: str, /, *, host: Callable[..., Any] | None = None, **operands: Any) -> None:
+        if not isinstance(expression, str) or not expression.strip():
+            raise ArgumentError(f'the expression is {shown(expression)}. Pass C++ in a str, such as "v * s + a"')
+        if host is not None and not callable(host):
+            raise ArgumentError(f"host is a {type(host).__qualname__}. Pass a function of v and the operands")
+        if len(operands) > _MOST_OPERANDS:
+            raise ArgumentError(f"there are {len(operands)} operands. An expression has at most {_MOST_OPERANDS}")
+        for name in operands:
+            _check_name(name)
+        self.expression = expression
+        self.host = host
+        self.operands: Mapping[str, Any] = MappingProxyType(dict(operands))
+
+    def __repr__(self) -> str:
+        return f"Map({', '.join([repr(self.expression), *self.operands])})"
+
+
+def _check_name(name: str) -> None:
+    if not re.fullmatch("[A-Za-z_][A-Za-z_0-9]*", name):
+        raise ArgumentError(f"the operand {name!r} has a name that C++ does not know. Use a-z, A-Z, 0-9 and _")
+    if name in _RESERVED or _RESERVED_FORMS.match(name):
+        why = "v is the reduced element" if name == "v" else f"{name} is a word of C++, or of the kernels"
+        raise ArgumentError(f"an operand cannot have the name {name}, because {why}. Use another name")
+
+
+def check_call(array: Any, out: Any, then: Any) -> None:
+    """Check that a call can have an expression. :raises IpcReduceError: if not."""
+    if not isinstance(then, Map):
+        raise ArgumentError(f"then is {shown(then)}, which is no ipcreduce.Map. Pass then=ipcreduce.Map(...)")
+    if isinstance(array, (list, tuple)):
+        raise UnsupportedError("a list of arrays cannot have then=. Make a call for each array")
+    for one in (array, out, *then.operands.values()):
+        if torch_runtime.is_tensor(one) and one.requires_grad and torch_runtime.torch.is_grad_enabled():
+            raise UnsupportedError(
+                "a call with then= has no gradient, and a tensor requires grad. Pass tensor.detach(), or call within "
+                "torch.no_grad()"
+            )
+
+
+def _check_dtype(kind: str) -> None:
+    """:raises ArgumentError: for an array that is reduced as one of another dtype."""
+    if kind in VIEWS:
+        raise ArgumentError(f"then= takes arrays of numbers, and the array's dtype is {kind}. Pass array.view(...)")
+
+
+def _extent(name: str, shape: tuple[int, ...], of: tuple[int, ...]) -> str:
+    """The kind of an array among the operands. :raises ArgumentError: if its shape is of neither kind."""
+    if shape == of:
+        return "full"
+    if of and shape == of[-1:]:
+        return "row"
+    choice = f"{of} or {of[-1:]}" if len(of) > 1 else f"{of}"
+    raise ArgumentError(f"the operand {name} has shape {shape}, and array has {of}. Pass a number, or shape {choice}")
+
+
+def _element(name: str, dtype: np.dtype[Any]) -> str:
+    found = DTYPES.get(dtype)
+    if found is None:
+        raise ArgumentError(f"the operand {name} has dtype {dtype}. The dtypes are {', '.join(DTYPES.values())}")
+    return found
+
+
+def _number(name: str, value: Any, kind: str) -> np.ndarray[Any, Any]:
+    """A number as the kernels take it, for an array of dtype ``kind``."""
+    if isinstance(value, np.generic):
+        dtype = np.asarray(value).dtype
+        of = "uint8" if dtype == bool else _element(name, dtype)
+        of = "float32" if of in _HALVES else of
+    elif kind.startswith("float") or kind == "bfloat16":
+        of = "float64" if kind == "float64" else "float32"
+    else:
+        of = "float64" if isinstance(value, float) else "int64"
+    try:
+        with np.errstate(over="ignore"):
+            return np.asarray(value).astype(of) if isinstance(value, np.generic) else np.array(value, of)
+    except OverflowError:
+        raise ArgumentError(f"the operand {name} does not fit into {of}. Pass a smaller number") from None
+
+
+class DeviceMap:
+    """The operands of a device all-reduce.
+
+    :ivar arrays: those that kernels read. They are contiguous, and lie on the call's GPU.
+    :ivar words: by operand, the address of its array, or the bits of its number.
+    """
+
+    def __init__(
+        self, then: Map, used: DeviceOperands, device: int, *, ordered: bool, allocating: Allocating, written: bool
+    ) -> None:  # fmt: skip
+        """Take the operands of a call on the arrays ``used``. See :meth:`DeviceOperands.of` for the other arguments.
+
+        :param written: the caller has passed ``out``. :raises ArgumentError: if an operand is wrong.
+        """
+        kind = DTYPES.get(used.source.dtype)
+        _check_dtype(used.source.dtype.name if kind is None else kind)
+        assert kind is not None
+        operands, self.words = [], []
+        self.arrays: list[Any] = []
+        for name, value in then.operands.items():
+            if isinstance(value, _NUMBERS):
+                number = _number(name, value, kind)
+                operands.append(Operand(name, number.dtype.name, "scalar"))
+                self.words.append(int.from_bytes(number.tobytes(), "little"))
+                continue
+            view = _device_view(name, value, used, device, ordered, written)
+            operands.append(Operand(name, _element(name, view.dtype), _extent(name, view.shape, used.source.shape)))
+            if not views.is_contiguous(view):
+                with allocating():
+                    view = views.contiguous_copy(view, used.stream)
+            if views.pointer(view) % view.itemsize:
+                raise ArgumentError(
+                    f"the address of the operand {name} is no multiple of its itemsize. Copy it to a new array first"
+                )
+            self.arrays.append(view)
+            self.words.append(views.pointer(view))
+        self.expression = Expression(then.expression, tuple(operands))
+
+
+def _device_view(name: str, value: Any, used: DeviceOperands, device: int, ordered: bool, written: bool) -> Any:
+    """The CuPy array over an operand, with shape and dtype as given."""
+    what = f"the operand {name}"
+    if not views.is_device(value, what):
+        raise ArgumentError(f"{what} lies on the host, and array on the GPU. Pass a number, or an array on that GPU")
+    view: Any = views.view(value, used.stream, ordered)
+    check_device(device, view, what)
+    same = view.shape == used.target.shape and views.same_elements(view, used.target)
+    if written and not same and views.share_memory(view, used.target):
+        raise ArgumentError(
+            f"{what} shares memory with out, which the call would write before it has read all of that. Pass a copy, "
+            "or out itself"
+        )
+    return view
+
+
+class HostMap:
+    """The operands of a host all-reduce, and the function of the expression."""
+
+    def __init__(self, then: Map, used: HostOperands) -> None:
+        """Take the operands of a call on the arrays ``used``.
+
+        :raises UnsupportedError: without a function for the host. :raises ArgumentError: if an operand is wrong.
+        """
+        _check_dtype(used.kind)
+        if then.host is None:
+            raise UnsupportedError(
+                "the expression of then= is compiled for GPUs, and array lies on the host. Pass the same as a Python "
+                "function, Map(..., host=lambda v, a: v + a), or pass an array on a GPU"
+            )
+        self._host, self._values = then.host, {}
+        operands = []
+        for name, value in then.operands.items():
+            if isinstance(value, _NUMBERS):
+                operands.append(Operand(name, _number(name, value, used.kind).dtype.name, "scalar"))
+                self._values[name] = value
+                continue
+            if views.is_device(value, f"the operand {name}"):
+                raise ArgumentError(f"the operand {name} lies on a GPU, and array on the host. Pass a NumPy array")
+            array = as_numpy(value, f"the operand {name}")
+            operands.append(Operand(name, _element(name, array.dtype), _extent(name, array.shape, used.shape)))
+            self._values[name] = _widened(array)
+        self.expression = Expression(then.expression, tuple(operands))
+
+    def apply(self, reduced: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """A new array with the function's values. :raises ArgumentError: if they have another shape."""
+        value = np.asarray(self._host(_widened(reduced), **self._values))
+        if value.shape != reduced.shape:
+            raise ArgumentError(
+                f"host of then= has returned shape {value.shape} for shape {reduced.shape}. Let it return an array of "
+                "the shape of v"
+            )
+        with np.errstate(all="ignore"):
+            return np.array(value, reduced.dtype, order="C") if value.dtype == reduced.dtype else value.astype(reduced.dtype)
+
+
+def _widened(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return array.astype(np.float32) if array.dtype in (np.float16, BFLOAT16) else array

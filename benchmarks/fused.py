@@ -8,10 +8,10 @@
 - shapes: every number of blocks and units a thread for which there is room, behind one another and in that chain
 - eager: calls that are not captured, on the host alone and from end to end
 
-"pair" is the all-reduce and the norm as the library runs them where a shape has no fused kernel. Before something is
-timed, its results are compared with NumPy's bit for bit, three times: with other data, outputs that are poisoned, and
-one rank late. Times are microseconds: medians of the slowest rank, over replays and over three turns. Without PyTorch
-the chain has copies instead of products. A part that runs out of its time says what it left out.
+"pair" is the call of a communicator without fused kernels, which runs the all-reduce, and then the norm. Before it is
+timed, a call's results are compared with NumPy's bit for bit, three times: with other data, outputs that are poisoned,
+and one rank late. Times are microseconds: medians of the slowest rank, over replays and over three turns. The chain
+has copies instead of products if there is no PyTorch. A part that runs out of its time says what it left out.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from mpi4py import MPI
 
 import ipcreduce
 from ipcreduce.bench import report, timing
+from ipcreduce.bench.norms import without_fused
 
 try:
     from benchmarks.norm_cases import EPS, Call, Case, Products, WrongError, load, name_of, plans
@@ -52,8 +53,8 @@ def say(text: str) -> None:
 class Bench:
     """The parts, their options and their rows."""
 
-    def __init__(self, comm: ipcreduce.Communicator, options: argparse.Namespace) -> None:
-        self.comm, self.options, self.wrong = comm, options, 0
+    def __init__(self, comms: tuple[Any, Any], options: argparse.Namespace) -> None:
+        self.comms, self.options, self.wrong = comms, options, 0
         self.ends = 0.0  # of the part that runs
 
     def cases(self, rows: tuple[int, ...], scales: str = "") -> Iterator[Case]:
@@ -63,7 +64,7 @@ class Bench:
             if WORLD.bcast(time.monotonic() > self.ends):
                 say(f"  out of time: {len(every) - index} shapes left out, from {hidden} x {count} on")
                 return
-            yield Case(self.comm, count, hidden, scales)
+            yield Case(self.comms, count, hidden, scales)
 
     def checked(self, case: Case, name: str, call: Call, plain: bool = False) -> bool:
         """True if the results of a call are right, which it says otherwise."""
@@ -85,9 +86,9 @@ class Bench:
                 found[name].append(timing.in_graph(launch, count, self.options.replays, WORLD).median)
         return {name: round(statistics.median(times), 3) for name, times in found.items()}
 
-    def calls(self, case: Case, pair: bool = True) -> dict[str, Call]:
+    def calls(self, case: Case) -> dict[str, Call]:
         """The calls of a shape whose results are right."""
-        every = {"all-reduce": case.plain, "fused": case.fused} | ({"pair": case.pair()} if pair else {})
+        every = {"all-reduce": case.plain, "fused": case.fused, "pair": case.pair}
         return {name: call for name, call in every.items() if self.checked(case, name, call, name == "all-reduce")}
 
     def table(self) -> Iterator[dict[str, Any]]:
@@ -100,7 +101,7 @@ class Bench:
         for case in self.cases(FP8_ROWS):
             calls = {"fused": case.fused} if self.checked(case, "fused", case.fused) else {}
             for kind in ("given", "token", "group"):
-                other = Case(self.comm, *case.x.shape, kind)
+                other = Case(self.comms, *case.x.shape, kind)
                 if self.checked(other, kind, other.fused):
                     calls[kind] = other.fused
             yield place(case) | more(self.timed(calls), "fused")
@@ -129,7 +130,7 @@ class Bench:
     def eager(self) -> Iterator[dict[str, Any]]:
         """Calls that are not captured, for arrays of CuPy and PyTorch."""
         for case in self.cases((1, 16)):
-            allreduce, norm = case.comm.allreduce, case.comm.allreduce_rmsnorm
+            allreduce, norm, pair = case.comm.allreduce, case.comm.allreduce_rmsnorm, self.comms[1].allreduce_rmsnorm
             kinds: dict[str, Any] = {"": (case.x, case.weight, case.residual, case.total)}
             products = Products(case)
             if products.torch:
@@ -140,9 +141,8 @@ class Bench:
                     "all-reduce": partial(allreduce, x, out=total),
                     "in place": partial(norm, x, weight, EPS, residual=residual, out=x, residual_out=residual),
                     "new outputs": partial(norm, x, weight, EPS, residual=residual),
+                    "pair in place": partial(pair, x, weight, EPS, residual=residual, out=x, residual_out=residual),
                 }
-                if not kind:
-                    calls["pair"] = case.pair()
                 for name, call in calls.items():
                     row[name + kind] = self._eagerly(call, products)
             yield row
@@ -226,8 +226,9 @@ def main() -> None:
     """Run the parts, and write the rows on rank 0 after each."""
     options = arguments()
     faulthandler.dump_traceback_later(1.5 * options.seconds + 60, exit=True)
-    comm = ipcreduce.Communicator(device="auto", backend="ipc")
-    bench, result = Bench(comm, options), report.header(["benchmarks/fused.py", *options.only])
+    comms = tuple(ipcreduce.Communicator(device="auto", backend="ipc") for _ in range(2))
+    without_fused(comms[1])
+    bench, result = Bench(comms, options), report.header(["benchmarks/fused.py", *options.only])
     begin = time.monotonic()
     with cp.cuda.Stream(non_blocking=True):
         for index, name in enumerate(options.only):
@@ -246,7 +247,8 @@ def main() -> None:
             if WORLD.rank == 0:
                 report.write_json(options.json, result)
     say(f"{time.monotonic() - begin:.0f} s, {bench.wrong} wrong")
-    comm.close()
+    for comm in comms:
+        comm.close()
     raise SystemExit(bool(bench.wrong))
 
 

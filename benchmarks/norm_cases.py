@@ -18,7 +18,7 @@ from ipcreduce.calls.fingerprint import of_norm
 from ipcreduce.calls.norm_shape import NormAddresses, NormShape
 from ipcreduce.cuda import cupy_runtime
 from ipcreduce.device.norm_kernels import macros_of
-from ipcreduce.device.norms import PACKET_BYTES, Norms, PreparedNorm
+from ipcreduce.device.norms import PACKET_BYTES, PreparedNorm
 from ipcreduce.host import rmsnorm
 from ipcreduce.ipc import norm_plan, plan
 
@@ -38,8 +38,9 @@ class WrongError(Exception):
 class Case:
     """The arrays of one shape, what is to come out, and the calls that give it."""
 
-    def __init__(self, comm: ipcreduce.Communicator, rows: int, hidden: int, scales: str = "") -> None:
-        self.comm, self.backend = comm, our_backend(comm, "this benchmark")
+    def __init__(self, comms: tuple[Any, Any], rows: int, hidden: int, scales: str = "") -> None:
+        self.comm, self._pairs = comms  # the second one has no fused kernels
+        self.backend = our_backend(self.comm, "this benchmark")
         self.shape = NormShape(rows, hidden, "bfloat16", EPS, 0.0, True, scales, keeps_y=not scales)
         self._turn, self._late = 0, np.random.default_rng([rows, hidden])  # the same on all ranks
         size = rows, hidden
@@ -85,6 +86,9 @@ class Case:
 
     def fused(self) -> None:
         """The call that programs make."""
+        self._call(self.comm)
+
+    def _call(self, comm: ipcreduce.Communicator) -> None:
         kind = KINDS[self.shape.scales]
         options: dict[str, Any] = {"out": self.out}
         if kind is not None:
@@ -92,7 +96,7 @@ class Case:
             options = {"quantize": how, "quant_out": self.quantised}
             if kind != "scale":
                 options["scales_out"] = self.scales
-        self.comm.allreduce_rmsnorm(
+        comm.allreduce_rmsnorm(
             self.x, self.weight, EPS, residual=self.residual, residual_out=self.residual_out, **options
         )
 
@@ -106,11 +110,9 @@ class Case:
             return prepared.by
         return name_of(planned)
 
-    def pair(self) -> Call:
-        """A call that launches the all-reduce, and then the norm."""
-        backend = self.backend
-        norms = Norms(backend.n, backend.launches.norm_kernels, backend.for_array, backend.start)
-        return self._through(norms.prepare(self.x.shape, self.shape))
+    def pair(self) -> None:
+        """The same call of the communicator without fused kernels."""
+        self._call(self._pairs)
 
     def by_plan(self, planned: norm_plan.NormPlan) -> Call:
         """A call that launches a fused kernel in this shape."""
@@ -139,8 +141,9 @@ class Case:
             self.draw()
             cp.cuda.get_current_stream().synchronize()
             WORLD.Barrier()
-            if self._late.integers(WORLD.size) == WORLD.rank:
-                time.sleep(self._late.random() * LATE_SECONDS)
+            late, seconds = self._late.integers(WORLD.size), self._late.random() * LATE_SECONDS
+            if late == WORLD.rank:
+                time.sleep(seconds)
             call()
             cp.cuda.get_current_stream().synchronize()
             wrong = wrong or self._wrong(plain)

@@ -11,6 +11,7 @@ import pytest
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 HOST = {"CUDA_VISIBLE_DEVICES": ""}  # on machines with GPUs too
+NORM = ("bench", "--op", "allreduce_rmsnorm")
 QUICK = ("bench", "--replays", 2, "--smallest", "1K")
 
 
@@ -58,6 +59,19 @@ def test_lists(mpirun: Run, tmp_path: Path) -> None:
     assert "has room for 257 float32" in few.stdout
 
 
+@pytest.mark.parametrize("quantize", ["none", "128"])
+def test_norms(mpirun: Run, tmp_path: Path, quantize: str) -> None:
+    """On the host there is no pair, and no peer."""
+    kept = tmp_path / "bench.json"
+    wanted = ("bench", "--op", "allreduce_rmsnorm", "--hidden", 256, "--rows", "2,1", "--quantize", quantize)
+    output = mpirun("ipcreduce", 2, *wanted, "--replays", 2, "--json", kept, env=HOST).stdout
+    assert "eager, 2 ranks, RMSNorm of the sum of float32 in rows of 256" in output
+    rows = json.loads(kept.read_text())["rows"]
+    assert [(row["rows"], row["bytes"], [*row["own_us"]]) for row in rows] == [
+        (2, 2048, ["allreduce"]), (1, 1024, ["allreduce"])
+    ]  # fmt: skip
+
+
 def test_a_smallest_size_above_the_usual_largest(mpirun: Run, tmp_path: Path) -> None:
     """It is measured, and no more than one size."""
     kept = tmp_path / "bench.json"
@@ -87,6 +101,11 @@ def test_peers_of_gpus_are_left_out(mpirun: Run) -> None:
         (("bench", "--replays", "0"), "--replays: '0' is no whole number", 2),
         (("bench", "--smallest", "5", "--largest", "7"), "no power of two from --smallest to --largest", 2),
         (("bench", "--largest", "2", "--smallest", "1"), "1 to 2 bytes, has room for one float32", 2),
+        (("bench", "--hidden", "8"), "--hidden has no meaning without --op allreduce_rmsnorm", 2),
+        ((*NORM, "--largest", "1M"), "--largest has no meaning with --op allreduce_rmsnorm", 2),
+        ((*NORM, "--dtype", "int8"), "--dtype int8 cannot be normalised", 2),
+        ((*NORM, "--quantize", "128", "--hidden", "64"), "--hidden 64 is no multiple of 128", 2),
+        ((*NORM, "--rows", "1,0"), "'0' is no whole number from 1", 2),
         (("bench", "--json", "/no/such/x"), "--json cannot be written (No such file or directory: /no/such/x)", 2),
         (("bench", "--plot", "/no/such/x.png"), "--plot cannot be written (No such file or directory", 2),
         (("bench", "--json", "."), "--json cannot be written (Is a directory: .)", 2),

@@ -1,4 +1,4 @@
-"""Odd contenders: ``... THIS_FILE RESULT.json [ours | graph | misplaced | breaks]``."""
+"""Odd contenders: ``... THIS_FILE RESULT.json [ours | graph | misplaced | breaks | norm_ours | norm_pair]``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 import ipcreduce
 from ipcreduce import cli
-from ipcreduce.bench import command, contenders
+from ipcreduce.bench import command, contenders, norms
 
 COMMAND = ["bench", "--mode", "graph", "--replays", "2", "--dtype", "float32"]
 
@@ -68,6 +68,16 @@ class Breaks(Elsewhere):
         return super().captured(call, calls)
 
 
+def run(parser: argparse.ArgumentParser, arguments: list[str]) -> bool:
+    """True if the command ends well. Otherwise every rank says how."""
+    try:
+        command.main(parser.parse_args(arguments))
+    except ipcreduce.IpcReduceError as error:
+        print(f"{MPI.COMM_WORLD.rank}: {error}")
+        return False
+    return True
+
+
 def main() -> None:
     contenders.PEERS.update({"wrong": lambda mpi: Wrong(), "elsewhere": lambda mpi: Elsewhere()})
     contenders.PEERS.update({"misplaced": lambda mpi: Misplaced(), "breaks": lambda mpi: Breaks()})
@@ -82,16 +92,18 @@ def main() -> None:
         contenders.Ours.prepare = Wrong.prepare
     if sys.argv[2:] == ["graph"]:
         contenders.Ours.captured = lambda self, call, calls: lambda: None
+    if sys.argv[2:] == ["norm_ours"]:
+        norms.Ours.prepare = Wrong.prepare
+    if sys.argv[2:] == ["norm_pair"]:
+        norms.Pair.prepare = Wrong.prepare
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     kept = sys.argv[1]
-    wanted = ["--smallest", "64", "--largest", "64", "--replays", "2", "--dtype", "float32", "--json", kept]
-    try:
-        command.main(parser.parse_args([*wanted, "--peers", "wrong,elsewhere"]))
-    except ipcreduce.IpcReduceError as error:
-        print(f"{MPI.COMM_WORLD.rank}: {error}")
+    if sys.argv[2:] in (["norm_ours"], ["norm_pair"]):
+        run(parser, ["--op", "allreduce_rmsnorm", "--rows", "2", "--hidden", "64", "--mode", "graph", "--replays", "2"])
         return
-    if MPI.COMM_WORLD.rank == 0:
+    wanted = ["--smallest", "64", "--largest", "64", "--replays", "2", "--dtype", "float32", "--json", kept]
+    if run(parser, [*wanted, "--peers", "wrong,elsewhere"]) and MPI.COMM_WORLD.rank == 0:
         print("peers", [sorted(row["peers_us"]) for row in json.loads(Path(kept).read_text())["rows"]])
 
 

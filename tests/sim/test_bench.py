@@ -52,6 +52,54 @@ def test_lists(mpirun: Run, tmp_path: Path) -> None:
     assert {(row["arrays"], row["algorithm"]) for row in rows} == {(300, "one_shot")}
 
 
+@pytest.mark.parametrize(("ranks", "dtype", "quantize"), [
+    (2, "bfloat16", "none"), (2, "float16", "static"), (3, "bfloat16", "token"), (2, "bfloat16", "128"),
+])  # fmt: skip
+def test_norms(mpirun: Run, tmp_path: Path, ranks: int, dtype: str, quantize: str) -> None:
+    """--op allreduce_rmsnorm: the fused call, beside the pair and the all-reduce, all of whose results are checked."""
+    kept = tmp_path / "bench.json"
+    wanted = ("--op", "allreduce_rmsnorm", "--hidden", 256, "--rows", "1,5", "--dtype", dtype, "--quantize", quantize)
+    quick = ("--replays", 2, "--peers", "pair,allreduce", "--json", kept)
+    output = mpirun("tests.simulated", ranks, "-m", "ipcreduce", "bench", *wanted, *quick, env=SMALL).stdout
+    suffix = "" if quantize == "none" else f", quantised: {quantize}"
+    assert f"graph, {ranks} ranks, RMSNorm of the sum of {dtype} in rows of 256{suffix}\n" in output
+    result = json.loads(kept.read_text())
+    assert result["left_out"] == {}
+    rows = result["rows"]
+    assert [(row["mode"], row["rows"], row["bytes"]) for row in rows] == [
+        (mode, count, count * 512) for count in (1, 5) for mode in ("graph", "eager")
+    ]
+    for row in rows:
+        assert (row["op"], row["hidden"], row["quantize"]) == ("allreduce_rmsnorm", 256, quantize)
+        assert (row["algorithm"], row["peers_us"]) == ("fused_one_shot", {})
+        assert {*row["own_us"]} == {"pair", "allreduce"}
+        assert min(row["ours_us"], *row["own_us"].values()) > 0
+
+
+def test_norms_that_are_a_pair_anyway(mpirun: Run, tmp_path: Path) -> None:
+    kept = tmp_path / "bench.json"
+    wanted = ("--op", "allreduce_rmsnorm", "--hidden", 100, "--rows", 3, "--mode", "graph", "--json", kept)
+    for backend, by in (("ipc", "one_shot, rmsnorm"), ("nccl", "nccl, rmsnorm")):
+        environ = SMALL | {"IPCREDUCE_BACKEND": backend}
+        quick = ("--replays", 2, "--peers", "pair,allreduce,torch_nccl,mpi")
+        output = mpirun("tests.simulated", 2, "-m", "ipcreduce", "bench", *wanted, *quick, env=environ).stdout
+        assert "without torch_nccl: ModuleNotFoundError" in output
+        assert "without mpi: it is not timed with this --op" in output
+        (row,) = json.loads(kept.read_text())["rows"]
+        assert (row["algorithm"], [*row["own_us"]]) == (by, ["allreduce"])
+
+
+@pytest.mark.parametrize("who", ["ours", "pair"])
+def test_norms_that_are_wrong(mpirun: Run, tmp_path: Path, who: str) -> None:
+    kept = tmp_path / "kept.json"
+    output = mpirun("tests.simulated", 2, "tests/sim/bench_worker.py", kept, f"norm_{who}", env=SMALL).stdout
+    if who == "ours":
+        for rank in range(2):
+            assert f"{rank}: the RMSNorm of 2 rows, before it was timed: ArithmeticError: its result is" in output
+    else:
+        assert "without pair: ArithmeticError: its result is wrong, at 256 bytes" in output
+
+
 def test_over_nccl(mpirun: Run, tmp_path: Path) -> None:
     kept = tmp_path / "bench.json"
     wanted = ("--smallest", "1K", "--largest", "2K", "--json", kept)
@@ -143,3 +191,24 @@ def test_figures(mpirun: Run, tmp_path: Path) -> None:
     rows = json.loads(kept.read_text())["rows"]
     assert {"sum of float64", "max of uint8", "ragged", "in place", "list, 4 bfloat16"} <= {row["what"] for row in rows}
     assert all(row["ratio"] == row["us"] / row["base_us"] > 0 for row in rows)
+
+
+def test_fused(mpirun: Run, tmp_path: Path) -> None:
+    """All parts of the benchmark of fused kernels; each result in it is compared with NumPy's."""
+    kept = tmp_path / "fused.json"
+    few = ("--hidden", 256, "--rows", 3, "--calls", 2, "--replays", 2, "--seconds", 60)
+    output = mpirun("tests.simulated", 2, "benchmarks/fused.py", kept, *few, timeout=200, env=SMALL).stdout
+    assert ", 0 wrong" in output
+    result = json.loads(kept.read_text())
+    assert all(len(result[part]) == 1 for part in ("table", "fp8", "chain", "shapes", "eager"))
+    assert {"all-reduce", "fused", "pair", "fused, more"} <= result["table"][0].keys()
+    assert {"one c1 d1 3x32", "one c2 d1 6x32", "two c1 d1 3x32"} <= result["shapes"][0]["alone"].keys()
+    assert result["shapes"][0]["alone"].keys() == result["shapes"][0]["chained"].keys()
+
+
+def test_fused_without_time(mpirun: Run, tmp_path: Path) -> None:
+    kept = tmp_path / "fused.json"
+    few = ("--only", "table", "--hidden", 256, "--rows", 3, "--seconds", 0)
+    output = mpirun("tests.simulated", 2, "benchmarks/fused.py", kept, *few, env=SMALL).stdout
+    assert "out of time: 1 shapes left out, from 256 x 3 on" in output
+    assert json.loads(kept.read_text())["table"] == []

@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 
-from ipcreduce.bench import arguments, contenders, report, timing
+from ipcreduce.bench import arguments, contenders, norms, report, timing
 from ipcreduce.bench.limit import Limit
+from ipcreduce.host import rmsnorm
 
 
 def test_sizes():
@@ -40,6 +44,56 @@ def test_counts():
     for text in ("0", "-1", "x", "", "1000001", "²", "9" * 5000):
         with pytest.raises(argparse.ArgumentTypeError, match="is no whole number from 1 to 1000000"):
             arguments.count(text)
+
+
+def test_lists_of_counts():
+    assert arguments.counts("4, 1,512") == [4, 1, 512]
+    for text in ("", "1,", "1;2", "1,0"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is no whole number from 1 to 1000000"):
+            arguments.counts(text)
+
+
+@pytest.mark.parametrize(("quantize", "results"), [
+    ("none", ["y", "residual_out"]), ("static", ["quantised", "residual_out"]),
+    ("token", ["quantised", "scales", "residual_out"]), ("128", ["quantised", "scales", "residual_out"]),
+])  # fmt: skip
+def test_every_bit_of_a_norm_is_checked(quantize: str, results: list[str]):
+    comm: Any = SimpleNamespace(rank=0, size=1, backend="mpi")
+    message = norms.Message(3, 256, np.dtype(ml_dtypes.bfloat16), comm, quantize)
+    arrays = message.source
+    for _ in range(2):
+        message.renew()
+        assert not message.is_right(), "poisoned"
+        scale = arrays.scales if quantize == "static" else None
+        found = rmsnorm.normalise(arrays.shape, arrays.x, arrays.weight, arrays.residual, scale)
+        for name in results:
+            getattr(arrays, name)[...] = getattr(found, name)
+        assert message.is_right()
+        for name in results:
+            for place in (0, -1):
+                getattr(arrays, name).view(np.uint8).reshape(-1)[place] ^= 1
+                assert not message.is_right(), name
+                getattr(arrays, name).view(np.uint8).reshape(-1)[place] ^= 1
+    assert message.is_right()
+
+
+def test_norms_of_peers_are_near_and_sums_exact():
+    comm: Any = SimpleNamespace(rank=0, size=1, backend="mpi")
+    message = norms.Message(3, 256, np.dtype(ml_dtypes.bfloat16), comm, "none")
+    message.renew()
+    arrays = message.source
+    found = rmsnorm.normalise(arrays.shape, arrays.x, arrays.weight, arrays.residual, None)
+    arrays.residual_out[...] = found.residual_out
+    for factor, right in ((1.0, True), (1 + 2**-7, True), (1 + 2**-5, False), (np.nan, False)):
+        arrays.y[...] = found.y.astype(np.float32) * np.float32(factor)
+        assert message.is_right("near") is right
+    arrays.y[...] = found.y
+    arrays.residual_out.view(np.uint16)[2, 255] ^= 1
+    assert not message.is_right("near")
+    arrays.y[...] = arrays.x
+    assert message.is_right("sum")
+    arrays.y.view(np.uint16)[2, 255] ^= 1
+    assert not message.is_right("sum")
 
 
 def test_names():

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import ipcreduce
 import ipcreduce.torch as operators
@@ -300,7 +301,7 @@ def traced(comm: Any, device: str) -> None:
 
     program = torch.export.export(Model(), (x * 0, weight, residual))
     assert [node.target for node in program.graph.nodes].count(PLAIN) == 1
-    made = torch.fx.experimental.proxy_tensor.make_fx(Model())(x * 0, weight, residual)
+    made = make_fx(Model())(x * 0, weight, residual)
     assert [node.target for node in made.graph.nodes].count(PLAIN) == 1
     for call in (program.module(), made, torch.jit.trace(Model(), (x * 0, weight, residual))):
         y, added = call(x, weight, residual)

@@ -399,6 +399,6 @@ class _Open:
 
 
 # As torch.compiler.disable() does, without an import: torch.compile does not trace a call, but breaks its graph there.
-for _call in (Communicator.allreduce, Communicator.allreduce_rmsnorm):
+for _call, _name in (Communicator.allreduce, "all_reduce"), (Communicator.allreduce_rmsnorm, "all_reduce_rmsnorm"):
     setattr(_call, "_torchdynamo_disable", True)  # noqa: B010  (a function has no such attribute)
-    setattr(_call, "_torchdynamo_disable_msg", "use torch.ops.ipcreduce.all_reduce")  # noqa: B010
+    setattr(_call, "_torchdynamo_disable_msg", f"use torch.ops.ipcreduce.{_name}")  # noqa: B010

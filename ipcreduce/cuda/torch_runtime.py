@@ -328,7 +328,9 @@ def detached(tensor: Any) -> Any:
 
 
 def of_numpy(array: np.ndarray[Any, Any]) -> Any:
-    """A tensor over the memory of a NumPy array."""
+    """A tensor over the memory of a NumPy array. An empty one is new: NumPy's strides there are 0."""
+    if not array.size:
+        return torch.empty(array.shape, dtype=_of_numpy_dtype(array.dtype))
     if array.dtype == _BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)

@@ -693,6 +693,15 @@ def torch_refused(comm: Any) -> None:
         assert comm.allreduce(x, out=out).tolist() == [TOTAL] * 4
 
 
+def torch_norms(comm: Any) -> None:
+    """PyTorch's operators of an all-reduce with RMSNorm, also compiled and in torch.cuda.graph."""
+    torch = pytorch()
+    if torch is None:
+        return
+    torch.cuda.set_device(cupy.cuda.Device().id)
+    importlib.import_module("tests.shared.torch_norms").run(comm, "cuda")
+
+
 def torch_recordings(comm: Any) -> None:
     """PyTorch's work in bodies and breaks: products, temporaries that are freed, side streams, shared pools."""
     torch = pytorch()
@@ -1006,8 +1015,8 @@ def refused(comm: Any, call: Callable[[], Any], words: str) -> None:
 SCENARIOS = [
     calls_on_several_streams, work_behind_a_call, asynchronous_pool, foreign_capture, programmatic_edges,
     destroyed_streams, captured_meanwhile, threads, interfaces, layouts, subclasses, torch_capture, torch_streams,
-    torch_refused, torch_recordings, communicators, as_people_write, host_arrays, nan_bits, late_and_recover,
-    late_on_the_device, refused_right_behind, nested_calls, abort_is_quick, epoch_wrap,
+    torch_refused, torch_norms, torch_recordings, communicators, as_people_write, host_arrays, nan_bits,
+    late_and_recover, late_on_the_device, refused_right_behind, nested_calls, abort_is_quick, epoch_wrap,
 ]  # fmt: skip
 # Beside a capture in the strictest mode NCCL's own eager calls end it.
 OUR_KERNELS_ONLY = {

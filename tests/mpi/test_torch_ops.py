@@ -1,4 +1,4 @@
-"""The operators of PyTorch on CPU tensors. What the ranks do is in torch_ops_worker.py."""
+"""The operators of PyTorch on CPU tensors. What the ranks do is in torch_ops_worker.py and in torch_norms_worker.py."""
 
 from __future__ import annotations
 
@@ -23,6 +23,17 @@ SCENARIOS = (
 def test_operators(mpirun: Callable, n: int):
     output = mpirun("tests/mpi/torch_ops_worker.py", n, *SCENARIOS, env={"CUDA_VISIBLE_DEVICES": ""}).stdout
     assert all(f"{scenario}: right" in output for scenario in SCENARIOS), output
+
+
+NORMS = (
+    "results", "quantised", "differentiated", "changed", "wrong", "checks_of_pytorch", "compiled", "traced",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_norms(mpirun: Callable, n: int):
+    output = mpirun("tests/mpi/torch_norms_worker.py", n, *NORMS, env={"CUDA_VISIBLE_DEVICES": ""}).stdout
+    assert all(f"{check}: right" in output for check in NORMS), output
 
 
 @pytest.mark.parametrize("n", [1, 2])

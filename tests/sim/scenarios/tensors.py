@@ -188,14 +188,14 @@ def not_to_be_read() -> list[tuple[Any, str]]:
     zero, part, transformed = Tensor(array), Tensor(array), Tensor(array)
     zero.nowhere, part.nowhere = 0, 8  # what is behind the start of no memory has an address
     transformed.is_transformed = True
-    operator = "se torch.ops.ipcreduce.all_reduce"
+    operator = "se torch.ops.ipcreduce.all_reduce or all_reduce_rmsnorm (import ipcreduce.torch)"
     return [
         (zero, "Pass tensor.clone()"),
         (part, "Pass tensor.clone()"),
         (transformed, f"without memory of its own. U{operator}"),
         (torch.AsyncCollectiveTensor(array), "Pass tensor.wait()"),
         (torch.DTensor(array), "Pass tensor.to_local()"),
-        (torch.TwoTensor(array), f"U{operator} (import ipcreduce.torch), or pass the tensor that it holds"),
+        (torch.TwoTensor(array), f"U{operator}, or pass the tensor that it holds"),
     ]  # fmt: skip
 
 

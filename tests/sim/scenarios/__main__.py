@@ -22,6 +22,7 @@ from tests.sim.scenarios import (
     ends,
     gradients,
     lists,
+    maps,
     options,
     over_nccl,
     peers,
@@ -33,7 +34,7 @@ from tests.sim.scenarios import (
 from tests.sim.scenarios.common import GPUS, RANK, WORLD, grown, held, host_works
 
 MODULES = (
-    startup, driver_faults, ends, peers, threads, captures, devices, tensors, gradients, written, over_nccl, lists
+    startup, driver_faults, ends, peers, threads, captures, devices, tensors, gradients, written, over_nccl, lists, maps
 )  # fmt: skip
 SCENARIOS = {scenario.__name__: scenario for module in MODULES for scenario in module.SCENARIOS}
 

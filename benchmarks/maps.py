@@ -2,9 +2,9 @@
 
     mpirun -n 2 python benchmarks/maps.py OUT.json
 
-Every call is checked against NumPy before it is timed. Times are microseconds a call in a CUDA graph of 100 (median over
-replays, maximum over ranks). The second kernel is this package's own (kernels/map.cu, on a communicator of one rank),
-and CuPy's ElementwiseKernel.
+Every call is checked against NumPy before it is timed. Times are microseconds a call in a CUDA graph of 100 (median
+over replays, maximum over ranks). The second kernel is this package's own (kernels/map.cu, on a communicator of one
+rank), and CuPy's ElementwiseKernel.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ def measure(comm: Any, alone: Any, rows: int, name: str) -> dict[str, Any]:
         for key, call in calls.items():
             median = timing.in_graph(timing.captured(call, CALLS), CALLS, REPLAYS, WORLD).median
             found_times[key] = round(min(median, found_times.get(key, median)), 3)
-    eager = {f"host of {key}": round(timing.eagerly(calls[key], 200, 5, WORLD)[1].median, 2) for key in ("plain", "mapped")}
+    eager = {
+        f"host of {key}": round(timing.eagerly(calls[key], 200, 5, WORLD)[1].median, 2) for key in ("plain", "mapped")
+    }
     return {"rows": rows, "KB": rows * HIDDEN * 2 // 1024, "expression": text} | found_times | eager
 
 

@@ -37,9 +37,7 @@ def of_list(members: Sequence[tuple[tuple[int, ...], str]], op: str, where: str 
     return Fingerprint.of(f"{text}: {every}")
 
 
-def of_map(
-    shape: tuple[int, ...], dtype: str, op: str, expression: str, source: str, where: str = ""
-) -> Fingerprint:
+def of_map(shape: tuple[int, ...], dtype: str, op: str, expression: str, source: str, where: str = "") -> Fingerprint:
     """The fingerprint of an all-reduce with a user's expression.
 
     :param expression: it and its operands, in one line. :param source: the expression as it is compiled.

@@ -96,9 +96,7 @@ class MapKernels:
         if found is None:
             kind = kind_name(array.dtype, name)
             function = self._function(kind, expression)
-            launches = [
-                self._launch(function, array, at, expression) for at in range(0, array.nbytes, _LAUNCH_BYTES)
-            ]
+            launches = [self._launch(function, array, at, expression) for at in range(0, array.nbytes, _LAUNCH_BYTES)]
             by = "map" if first is None else f"{first.by}, map"
             what = of_map(array.shape, kind, name, str(expression), expression.text)
             found = PreparedMap(what=what, by=by, first=first, launches=tuple(launches))

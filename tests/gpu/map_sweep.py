@@ -1,4 +1,4 @@
-"""The sweep of calls with an expression on GPUs: ``mpirun -n 2 python tests/gpu/map_sweep.py [--cases 2000] [OUT.json]``."""
+"""The sweep of calls with an expression on GPUs: ``mpirun -n 2 python tests/gpu/map_sweep.py [--cases 2000]``."""
 
 from __future__ import annotations
 

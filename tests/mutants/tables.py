@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants import calls, devices, graphs, house, kernels, leaving, lists, operands, peers
+from tests.mutants import calls, devices, graphs, house, kernels, leaving, lists, maps, operands, peers
 
-_MODULES = (kernels, calls, peers, leaving, house, operands, lists, devices, graphs)
+_MODULES = (kernels, calls, peers, leaving, house, operands, lists, maps, devices, graphs)
 MUTANTS = [one for module in _MODULES for one in module.MUTANTS]

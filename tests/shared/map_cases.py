@@ -66,7 +66,10 @@ class Case:
         how = str(rng.choice(["new", "out", "in place"]))
         aligned = own.random() < 0.5
         places = tuple(
-            (0 if aligned else int(own.integers(0, 16)), 1 if aligned or own.random() < 0.7 else int(own.integers(2, 4)))
+            (
+                0 if aligned else int(own.integers(0, 16)),
+                1 if aligned or own.random() < 0.7 else int(own.integers(2, 4)),
+            )
             for _ in range(4)
         )
         same = bool(how != "new" and kind[0] == kind[3] and own.random() < 0.3)
@@ -112,7 +115,7 @@ class Sweep:
         return calls
 
     def _run(self, case: Case, name: str, comm: Any) -> None:
-        dtype, op, *others = case.kind
+        op = case.kind[1]
         own = [case.values(self.seed, comm.rank, which) for which in range(3)]
         array, row, full = (self._place(value, *case.places[at]) for at, value in enumerate(own))
         out, guard = None, None

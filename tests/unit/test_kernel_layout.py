@@ -92,9 +92,9 @@ def run_program(folder: Path, source: str, *arguments: object, **macros: str) ->
 def args_of(text: str) -> list[tuple[str, int]]:
     """(field, words) of ``struct Args`` in a source file, in order; every field is a u64 or an array of them.
 
-    The table that a launch of a list has behind them is left out.
+    The tables that launches of lists, and of expressions, have behind them are left out.
     """
-    plain = re.sub(r"^#ifdef IPCREDUCE_PARTS.*?^#endif\n", "", re.sub(r" *//.*", "", text), flags=re.M | re.S)
+    plain = re.sub(r"^#ifdef IPCREDUCE_(PARTS|MAP).*?^#endif\n", "", re.sub(r" *//.*", "", text), flags=re.M | re.S)
     found = re.search(r"^struct Args \{[^\n]*\n(.*?)^\};", plain, re.M | re.S)
     assert found, "no struct Args"
     fields = []
@@ -350,7 +350,7 @@ def test_macros_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch):
     passed: dict[str, str] = {}
     monkeypatch.setattr(launches.compiler, "compile_kernel", lambda name, macros, capability: passed.update(macros))
     launches_of(3, 4)._compile(("two_shot", "float16", "avg", 2, 0))
-    assert {*passed} == used - {"IPCREDUCE_PARTS"}
+    assert {*passed} == used - {"IPCREDUCE_PARTS", "IPCREDUCE_MAP", "IPCREDUCE_OPERANDS"}
     assert passed == {
         "IPCREDUCE_RANKS": "4",
         "IPCREDUCE_RANK": "3",

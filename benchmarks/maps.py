@@ -2,9 +2,9 @@
 
     mpirun -n 2 python benchmarks/maps.py OUT.json
 
-Every call is checked against NumPy before it is timed. Times are microseconds a call in a CUDA graph of 100 (median over
-replays, maximum over ranks). The second kernel is this package's own (kernels/map.cu, on a communicator of one rank),
-and CuPy's ElementwiseKernel.
+Every call is checked against NumPy before it is timed. Times are microseconds a call in a CUDA graph of 100 (median
+over replays, maximum over ranks). The second kernel is this package's own (kernels/map.cu, on a communicator of one
+rank), and CuPy's ElementwiseKernel.
 """
 
 from __future__ import annotations

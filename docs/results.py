@@ -291,6 +291,11 @@ _RUNS: dict[str, Callable[[dict[str, Any], Rows], tuple[str, str]]] = {  # by a 
         "`make models`",
         f"{content['models']} searches without an error, {content['breaks']} breaks found",
     ),
+    "expressions": lambda content, rows: (
+        f"sweep of expressions, {content['expressions']} cases{_over(content, rows)}",
+        f"{content['calls']:,} calls right",
+    ),
+    "expression": lambda _, rows: ("expressions, `benchmarks/maps.py`", f"{_BEFORE_TIMING}; {len(rows)} rows"),
     "first": _swept_lists,
     "cases": lambda content, rows: (
         f"sweep, {content['cases']} cases{_over(content, rows)}",

@@ -18,7 +18,6 @@ from ..cuda.expressions import Expression, Operand
 from ..dtypes import BFLOAT16, DTYPES, VIEWS
 from ..errors import ArgumentError, UnsupportedError
 from ..texts import shown
-from ..types import Stream
 from . import views
 from .host_operands import HostOperands, as_numpy
 from .operands import Allocating, DeviceOperands, check_device
@@ -43,21 +42,19 @@ _RESERVED_FORMS = re.compile(r"__|IPCREDUCE|_[A-Z]|operand_|operandtype_")  # at
 
 
 class Map:
-    """An element-wise expression that an all-reduce applies to its result: ``comm.allreduce(x, then=Map("v * s", s=2))``.
+    """An element-wise expression for the result of an all-reduce: ``comm.allreduce(x, then=Map("v * s", s=2))``.
 
-    :param expression: C++ in the names of the operands and ``v``, the reduced element. ``v`` is rounded as the result of
-        a plain all-reduce is, and then a float; for float64 and integers it has their own type. The value is converted
-        to the dtype of the array once. It is code of your program, which is compiled as it stands: never make it of text
-        that others send.
+    :param expression: C++ in the names of the operands and ``v``, the reduced element. ``v`` is rounded as the result
+        of a plain all-reduce is, and then a float; for float64 and integers it has their own type. The value is
+        converted to the dtype of the array once. The expression is code of your program, and is compiled as it stands:
+        never make it of text that others send.
     :param host: the same for NumPy arrays, as a function ``host(v, **operands)`` that returns an array. float16 and
         bfloat16 come as float32. None: a call on NumPy arrays raises :class:`UnsupportedError`.
     :param operands: by name, a number; or an array of the shape of the array that is reduced, or of its last dimension.
-        A number of Python's has the type of ``v``, or int64 or float64 where ``v`` is an integer; one of NumPy's has its
-        own dtype. A new number compiles nothing. Elements of float16 and bfloat16 are floats in the expression.
+        A number of Python's has the type of ``v``, or int64 or float64 where ``v`` is an integer. One of NumPy's has
+        its own dtype. A new number compiles nothing. Elements of float16 and bfloat16 are floats in the expression.
     :raises ArgumentError: if a name cannot be one of C++, or there are more than 32 operands.
     """
-
-    __slots__ = ("expression", "host", "operands")
 
     def __init__(self, expression: str, /, *, host: Callable[..., Any] | None = None, **operands: Any) -> None:
         if not isinstance(expression, str) or not expression.strip():
@@ -125,7 +122,7 @@ def _number(name: str, value: Any, kind: str) -> np.ndarray[Any, Any]:
     """A number as the kernels take it, for an array of dtype ``kind``."""
     if isinstance(value, np.generic):
         dtype = np.asarray(value).dtype
-        of = "uint8" if dtype == bool else _element(name, dtype)
+        of = "uint8" if dtype.kind == "b" else _element(name, dtype)
         of = "float32" if of in _HALVES else of
     elif kind.startswith("float") or kind == "bfloat16":
         of = "float64" if kind == "float64" else "float32"
@@ -207,7 +204,8 @@ class HostMap:
                 "the expression of then= is compiled for GPUs, and array lies on the host. Pass the same as a Python "
                 "function, Map(..., host=lambda v, a: v + a), or pass an array on a GPU"
             )
-        self._host, self._values = then.host, {}
+        self._host = then.host
+        self._values: dict[str, Any] = {}
         operands = []
         for name, value in then.operands.items():
             if isinstance(value, _NUMBERS):

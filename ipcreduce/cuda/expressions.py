@@ -62,6 +62,6 @@ class Expression:
             return IpcReduceError(f"a kernel with the expression {self} does not compile:\n{text}")
         said = "; ".join(f"line {line}: {what}" for line, what in dict.fromkeys(found[:_MOST_ERRORS]))
         return ArgumentError(
-            f"the expression of then= does not compile. {said}. The expression is {self}. It is C++, and knows v and the "
-            "operands by their names"
+            f"the expression of then= does not compile. {said}. The expression is {self}. It is C++, and knows v and "
+            "the operands by their names"
         )

@@ -1,4 +1,4 @@
-"""The sweep of calls with an expression on GPUs: ``mpirun -n 2 python tests/gpu/map_sweep.py [--cases 2000] [OUT.json]``."""
+"""The sweep of calls with an expression on GPUs: ``mpirun -n 2 python tests/gpu/map_sweep.py [--cases 2000]``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def main() -> None:
     for comm in communicators.values():
         comm.close()
     if world.rank == 0:
-        result = {"cases": options.cases, "calls": calls, "ranks": world.size, "backend": options.backend}
+        result = {"expressions": options.cases, "calls": calls, "ranks": world.size, "backend": options.backend}
         result |= {"seconds": round(time.time() - started, 1), "seed": options.seed, "first": options.first}
         print(f"{options.cases} expressions in {calls} calls on {world.size} ranks, all right, {result['seconds']} s")
         if options.json:

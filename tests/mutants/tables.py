@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from tests.mutants import calls, devices, graphs, house, kernels, leaving, lists, norm_calls, norms, operands, peers
+from tests.mutants import (
+    calls,
+    devices,
+    graphs,
+    house,
+    kernels,
+    leaving,
+    lists,
+    maps,
+    norm_calls,
+    norms,
+    operands,
+    peers,
+)
 
-_MODULES = (kernels, calls, peers, leaving, house, operands, lists, norms, norm_calls, devices, graphs)
+_MODULES = (kernels, calls, peers, leaving, house, operands, lists, maps, norms, norm_calls, devices, graphs)
 MUTANTS = [one for module in _MODULES for one in module.MUTANTS]

@@ -115,7 +115,7 @@ class Sweep:
         return calls
 
     def _run(self, case: Case, name: str, comm: Any) -> None:
-        dtype, op, *others = case.kind
+        op = case.kind[1]
         own = [case.values(self.seed, comm.rank, which) for which in range(3)]
         array, row, full = (self._place(value, *case.places[at]) for at, value in enumerate(own))
         out, guard = None, None

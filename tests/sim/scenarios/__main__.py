@@ -22,6 +22,7 @@ from tests.sim.scenarios import (
     ends,
     gradients,
     lists,
+    maps,
     norms,
     options,
     over_nccl,
@@ -35,7 +36,7 @@ from tests.sim.scenarios.common import GPUS, RANK, WORLD, grown, held, host_work
 
 MODULES = (
     startup, driver_faults, ends, peers, threads, captures, devices, tensors, gradients, written, over_nccl, lists,
-    norms,
+    maps, norms,
 )  # fmt: skip
 SCENARIOS = {scenario.__name__: scenario for module in MODULES for scenario in module.SCENARIOS}
 

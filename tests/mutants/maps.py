@@ -1,0 +1,109 @@
+"""Mutants of calls with an expression: kernels, operands, comparison, recordings, and the kernel behind NCCL."""
+
+from __future__ import annotations
+
+from tests.mutants import Mutant, unit
+from tests.mutants.lists import scenario
+
+KERNELS, ONE_SHOT, TWO_SHOT = "kernels/map.cuh", "kernels/one_shot.cu", "kernels/two_shot.cu"
+OPERANDS, LAUNCHES, REDUCER = "ipcreduce/arrays/maps.py", "ipcreduce/device/maps.py", "ipcreduce/device_reducer.py"
+SWEEP = "mpirun -n 2 tests.simulated tests/gpu/map_sweep.py --cases 40 --largest 6000 --kinds 3"
+
+MUTANTS = [
+    # ---- kernels
+    Mutant(
+        "a row of an operand begins anew with each launch",
+        LAUNCHES,
+        "offset // array.itemsize % columns",
+        "0 * offset",
+        unit("maps", "words_of_operands"),
+    ),
+    Mutant(
+        "an operand of the array's shape begins anew with each launch",
+        LAUNCHES,
+        'if one.kind == "full" else 0',
+        'if one.kind == "row" else 0',
+        unit("maps", "words_of_operands"),
+    ),
+    Mutant("a row of an operand never ends", KERNELS, "if (++at == columns) at = 0;", "++at;", SWEEP),
+    Mutant(
+        "rows of an operand are loaded by packets, whatever their length",
+        KERNELS,
+        "(kKind == full || (table.columns | table.first) % kElements == 0)",
+        "true",
+        SWEEP,
+    ),
+    Mutant(
+        "the peers' results are stored without the expression",
+        TWO_SHOT,
+        "map_packet(v[d][peer_rank(i)], operands_of_packet(d, i))",
+        "v[d][peer_rank(i)]",
+        SWEEP,
+    ),
+    Mutant(
+        "two_shot sends mapped values",
+        TWO_SHOT,
+        "results[d] = alive ? reduce(v[d]) : poison();",
+        "results[d] = alive ? map_packet(reduce(v[d]), operands_at(packet_index(column, d), 0)) : poison();",
+        SWEEP,
+    ),
+    Mutant(
+        "one_shot stores the result without the expression",
+        ONE_SHOT,
+        "map_packet(reduce(v[0]), operands)",
+        "reduce(v[0])",
+        SWEEP,
+    ),
+    # ---- what the ranks compare
+    Mutant(
+        "spaces in an expression are not compared",
+        "ipcreduce/calls/fingerprint.py",
+        'f"{text}\\0{source}"',
+        "text",
+        unit("maps", "what_the_ranks_compare"),
+    ),
+    # ---- operands
+    Mutant(
+        "an operand may share memory with out",
+        OPERANDS,
+        "if written and not same and views.share_memory(view, used.target):",
+        "if False:",
+        scenario("refused_expressions"),
+    ),
+    Mutant(
+        "numbers are rounded to the array's dtype",
+        OPERANDS,
+        'of = "float32" if of in _HALVES else of',
+        'of = "float32" if of in _HALVES or kind == "float32" else of',
+        unit("maps", "numbers"),
+    ),
+    Mutant(
+        "the function of the host gets half types as they are",
+        OPERANDS,
+        "return array.astype(np.float32) if array.dtype in (np.float16, BFLOAT16) else array",
+        "return array",
+        unit("maps", "the_function_of_the_host"),
+    ),
+    # ---- recordings, NCCL, ends
+    Mutant(
+        "a recording does not hold the operands",
+        REDUCER,
+        "used.source, used.destination, used.target, *mapped.arrays)",
+        "used.source, used.destination, used.target)",
+        scenario("recorded_expressions"),
+    ),
+    Mutant(
+        "behind NCCL an operand is read after the sum has taken its place",
+        REDUCER,
+        "elif any(views.overlap(one, reduced) for one in mapped.arrays):",
+        "elif False:",
+        scenario("forms_of_expressions"),
+    ),
+    Mutant(
+        "the kernels of expressions are never unloaded",
+        "ipcreduce/nccl/backend.py",
+        "self.order.close, *self.map_kernels.close_actions())",
+        "self.order.close)",
+        scenario("rounded_once"),
+    ),
+]

@@ -7,13 +7,13 @@
 // stored, the slots are emptied, and x * w is computed while the sum of the row is on its way.
 //
 // * Arrival, rotation and visibility: as in one_shot.cu. The epochs and the workspace are those of the plain kernels,
-//   so both may follow each other in any order. Their slots differ (norm_plan.code_offset), so that a fused kernel and a
-//   plain one wait for each other's packets, and do not reduce them. Every thread sends at least one packet to every
+//   so both may follow each other in any order. Their slots differ (norm_plan.code_offset), so that a fused kernel and
+//   a plain one wait for each other's packets, and do not reduce them. Every thread sends at least one packet to every
 //   peer.
 //
 // * Sums within a block: the threads write the sums of their groups into shared memory, and after a barrier each warp
-//   reads all of them. With more rows than blocks (tiles), two tables are used by turns: a warp writes into the table of
-//   row t + 2 after the barrier of row t + 1, which the other warps reach only after they have read that of row t.
+//   reads all of them. With more rows than blocks (tiles), two tables are used by turns: a warp writes into the table
+//   of row t + 2 after the barrier of row t + 1, which the other warps reach only after they have read that of row t.
 //
 // * Sums within a cluster: every block gets the sums of all groups in its own shared memory, by stores that count their
 //   bytes at a gate there. A store goes to a block that runs and has prepared its gate: the sender has passed the
@@ -21,15 +21,15 @@
 //   that still runs: no block ends before its gate has opened, which is when all that is sent to it has come. A cluster
 //   has one row only, so a gate opens once.
 //
-// * Progress. Block b waits for the blocks b of the peers, after it has sent its packets; tile t + 1 is sent before tile
-//   t is waited for. A block of a cluster waits for the other blocks of it, too, which run at the same time. These send
-//   before they wait, and give their sums even after an abandoned wait.
+// * Progress. Block b waits for the blocks b of the peers, after it has sent its packets; tile t + 1 is sent before
+//   tile t is waited for. A block of a cluster waits for the other blocks of it, too, which run at the same time. These
+//   send before they wait, and give their sums even after an abandoned wait.
 //
 // * After an abandoned wait the reduced packets are NaN. So are residual_out there, the sum, and with it y and the
 //   scales of the whole row, and all its e4m3 numbers.
 //
-// The fused kernels of FlashInfer and SGLang reduce the sum of a row over a cluster, too, with a cluster barrier for it.
-// The gate takes one hop, where barrier and remote loads take three.
+// The fused kernels of FlashInfer and SGLang reduce the sum of a row over a cluster, too, with a cluster barrier for
+// it. The gate takes one hop, where barrier and remote loads take three.
 #include <packets.cuh>
 
 static_assert(kElementBytes == 2 && kFloat, "a unit is one packet");
@@ -75,7 +75,8 @@ template <bool kTiled> DEVICE void run(const Args& args, GroupSums& sums) {
       packet = replace_sentinel_nan(packet);
 #pragma unroll
       for (int i = 1; i < kRanks; ++i)
-        send_packet(args.peers[i] + half + row_offset_at_peer(i, slot_row), slots, packet_index(slot, d), packet, alive);
+        send_packet(args.peers[i] + half + row_offset_at_peer(i, slot_row), slots, packet_index(slot, d), packet,
+                    alive);
     }
   };
   send(slot, own);

@@ -18,7 +18,7 @@ static_assert(kElementBytes == 2 && kFloat, "a unit is one packet");
 DEVICE void run(const Args& args, GroupSums& sums) {
   const NormArgs& norm = args.norm;
   const u32 hidden = (u32)norm.hidden, units = hidden / kUnitElements, rows = (u32)norm.rows;
-  const u32 width = ceil_div(units, kScaleUnits * kCluster * kRanks) * kScaleUnits;  // units of a block's share of a part
+  const u32 width = ceil_div(units, kScaleUnits * kCluster * kRanks) * kScaleUnits;  // units of a part in a block
   const u32 block = kCluster > 1 ? block_in_cluster() : 0, stride = blocks_in_grid() / kCluster;
   u32 row = block_in_grid() / kCluster, slot = thread_in_grid();
   const u32 slots = threads_in_grid() * ceil_div(rows, stride);

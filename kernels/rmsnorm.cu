@@ -1,6 +1,6 @@
-// The second half of the unfused pair: RMSNorm of rows that an all-reduce has written, for shapes, dtypes and alignments
-// that have no fused kernel. There is no exchange between GPUs. It gives the bits of the fused kernels, because it
-// computes by the same functions.
+// The second half of the unfused pair: RMSNorm of rows that an all-reduce has written, for shapes, dtypes and
+// alignments that have no fused kernel. There is no exchange between GPUs. It gives the bits of the fused kernels,
+// because it computes by the same functions.
 //
 // A block has a row at a time. Rows of up to 16,384 elements are held in registers, in kDepth units a thread. Longer
 // rows (kDepth == 0) are read in chunks of 8,192 elements by blocks of 1,024 threads, and residual_out is read again
@@ -19,8 +19,8 @@ constexpr u32 kChunkUnits = kChunkGroups * kGroupUnits;  // and threads of a blo
 
 DEVICE bool is_aligned(const Args& args) {
   const NormArgs& norm = args.norm;
-  return (args.in | args.out | norm.residual | norm.residual_out | norm.weight | 2 * norm.quantised) % kPacketBytes == 0 &&
-         norm.hidden % kUnitElements == 0;
+  const u64 addresses = args.in | args.out | norm.residual | norm.residual_out | norm.weight | 2 * norm.quantised;
+  return addresses % kPacketBytes == 0 && norm.hidden % kUnitElements == 0;
 }
 
 template <bool kAligned> DEVICE void short_rows(const Args& args, GroupSums& sums) {

@@ -13,9 +13,9 @@
 // The order of the sum depends on an element's place in its row alone. A unit has 8 elements: those at even places are
 // added in order, then those at odd places, then both. A group has 8 units, which are added as a tree (three shuffles).
 // A chunk has 128 groups: lane l of a warp adds groups 4 l to 4 l + 3 as (a + b) + (c + d), for one chunk after the
-// other. At last the 32 lanes are added as a tree (five shuffles). What lies beyond the row is +0. Addition commutes, so
-// all lanes of a tree get the same bits. So a row has the same bits on every rank and GPU, in every run, batch, grid and
-// algorithm, and on the host (ipcreduce/host/rmsnorm.py).
+// other. At last the 32 lanes are added as a tree (five shuffles). What lies beyond the row is +0. Addition commutes,
+// so all lanes of a tree get the same bits. So a row has the same bits on every rank and GPU, in every run, batch, grid
+// and algorithm, and on the host (ipcreduce/host/rmsnorm.py).
 //
 // Why (x * w) * rstd, and not (x * rstd) * w: x * w needs no sum, so it is computed while the sum is on its way. And as
 // rounding is monotonic, max |y| = T(max |x * w| * rstd). So a row's scale crosses the threads together with the sum.
@@ -67,8 +67,9 @@ template <bool kAligned> DEVICE Unit load_unit(u64 row, u32 hidden, u32 index, b
   for (int i = 0; i < kUnitPackets; ++i) {
     const u32 packet = index * kUnitPackets + i;
     const u64 at = row + (u64)kPacketBytes * packet;
+    const int left = (int)(hidden - packet * kPerPacket) * kElementBytes;
     if (kAligned) unit.packet[i] = load_packet_weak(at, active);
-    else load_elements<kElementBytes>(unit.packet[i], at, active ? (int)(hidden - packet * kPerPacket) * kElementBytes : 0);
+    else load_elements<kElementBytes>(unit.packet[i], at, active ? left : 0);
   }
   return unit;
 }
@@ -174,10 +175,10 @@ DEVICE u32 two_to_e4m3(float low, float high) {
   else return float_to_e4m3(low) | float_to_e4m3(high) << 8;
 }
 
-// x / y, correctly rounded, by Markstein's theorem: `inverse` is 1 / y, correctly rounded. With an infinite y pass
-// 0 in its place, and `inverse` 0: the remainder is then x, and x * 0 is 0, or NaN where x is infinite. The remainder is
-// subtracted, and not its negative added, because that would lose the sign of -0.
-// It is not correct where the remainder underflows, which is where the quotient is far below what e4m3 can hold.
+// x / y, correctly rounded, by Markstein's theorem: `inverse` is 1 / y, correctly rounded. With an infinite y pass 0 in
+// its place, and `inverse` 0: the remainder is then x, and x * 0 is 0, or NaN where x is infinite. The remainder is
+// subtracted, and not its negative added, because that would lose the sign of -0. It is not correct where the remainder
+// underflows, which is where the quotient is far below what e4m3 can hold.
 DEVICE float divide(float x, float y, float inverse) {
   const float quotient = multiply_rounded(x, inverse);
   return multiply_add(-multiply_add(quotient, y, -x), inverse, quotient);
@@ -185,7 +186,8 @@ DEVICE float divide(float x, float y, float inverse) {
 
 // The scale for elements of which the largest |x * w| is `most`.
 DEVICE float scale_of(float most, float rstd) {
-  const float largest = is_infinite(rstd) ? bits_to_float(kNan) : Dtype::load(Dtype::store(multiply_rounded(most, rstd)));
+  const float rounded = Dtype::load(Dtype::store(multiply_rounded(most, rstd)));
+  const float largest = is_infinite(rstd) ? bits_to_float(kNan) : rounded;
   return max_nan(is_infinite(largest) ? largest : divide(largest, 448.0f, 1.0f / 448.0f), 1e-10f);
 }
 
@@ -216,7 +218,8 @@ DEVICE void store_quantised(const NormArgs& args, u32 row, u32 index, const Prod
   if (kAligned) return store_8_bytes_weak(at, word[0], word[1], active);
 #pragma unroll
   for (u32 j = 0; j < kUnitElements; ++j)
-    if (active && kUnitElements * index + j < (u32)args.hidden) store_weak<u8>(at + j, (u8)(word[j / 4] >> 8 * (j % 4)));
+    if (active && kUnitElements * index + j < (u32)args.hidden)
+      store_weak<u8>(at + j, (u8)(word[j / 4] >> 8 * (j % 4)));
 }
 
 // The results of a unit, when the sum of its row is known. `most` is the largest product of all that share a scale.
@@ -231,8 +234,8 @@ DEVICE void store_results(u64 out, const NormArgs& args, u32 row, u32 index, Pro
     store_quantised<kAligned>(args, row, index, products, scale, reciprocal(scale), active);
     const u32 number = kScale == kTokenScale ? index : index % kScaleUnits;  // the first one stores the scale
     const u64 column = kScale == kTokenScale ? 0 : index / kScaleUnits * (args.scale_strides >> 32);
-    if (active && number == 0)
-      store_weak<u32>(args.scales + 4 * (row * (u64)(u32)args.scale_strides + column), scale == scale ? to_bits(scale) : kNan);
+    const u64 at = args.scales + 4 * (row * (u64)(u32)args.scale_strides + column);
+    if (active && number == 0) store_weak<u32>(at, scale == scale ? to_bits(scale) : kNan);
   }
 }
 DEVICE float most_of_scale(float most) {  // of the units of a scale every 128 elements, whose lanes lie together

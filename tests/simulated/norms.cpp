@@ -111,7 +111,9 @@ int main(int count, char** words) {
       return 2;
     }
     const std::string path = words[i], name = path.substr(path.rfind('/') + 1), kernel = name.substr(0, name.find('-'));
-    const auto number = [&](const char* key) { return (u32)std::atoi(name.c_str() + name.find(key) + std::strlen(key)); };
+    const auto number = [&](const char* key) {
+      return (u32)std::atoi(name.c_str() + name.find(key) + std::strlen(key));
+    };
     libraries.push_back({kernel, (void (*)(const void*))dlsym(handle, kernel.c_str()), number("whole-"),
                          number("cluster"), number("scale")});
     if (((const u32*)dlsym(handle, (kernel + "_limits").c_str()))[1] != sizeof(u64[kWords])) return 2;
@@ -127,7 +129,8 @@ int main(int count, char** words) {
   for (int rank = 0; rank < ranks; ++rank)
     threads.emplace_back([&, rank] {
       sim_disturb(mix(seed ^ rank) | 1);
-      for (int number = 0; number < operations; ++number) hashes[(size_t)number * ranks + rank] = run(number, rank, ranks);
+      for (int number = 0; number < operations; ++number)
+        hashes[(size_t)number * ranks + rank] = run(number, rank, ranks);
       sim_disturb(0);
     });
   for (auto& thread : threads) thread.join();

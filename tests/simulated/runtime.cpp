@@ -245,7 +245,8 @@ void sim_run(void (*kernel)(const void*), const void* args, uint32_t blocks, uin
   grid->warps.resize(blocks * warps);
   grid->clusters.assign(blocks, {});
   while (grid->shared.size() < blocks) {  // here, since ThreadSanitizer takes a mapping for a write
-    void* memory = mmap(nullptr, kSharedBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* memory = mmap(nullptr, kSharedBytes, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (memory == MAP_FAILED) fatal("no shared memory");
     grid->shared.push_back({memory, false});
   }

@@ -170,7 +170,7 @@ DEVICE float add_rounded(float a, float b) { return a + b; }
 DEVICE float multiply_rounded(float a, float b) { return a * b; }
 DEVICE float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 DEVICE float reciprocal(float x) { return 1 / x; }
-DEVICE float reciprocal_square_root(float x) {  // tests/unit/test_norm_kernels.py compares all with exact arithmetic
+DEVICE float reciprocal_square_root(float x) {  // right for every x: see reciprocal_root() of ipcreduce/host/rmsnorm.py
   return (float)(1 / __builtin_sqrt((double)x));
 }
 DEVICE float max_nan(float a, float b) { return a != a || b != b ? bits_to_float(0x7FFFFFFF) : a > b ? a : b; }

@@ -115,7 +115,7 @@ class DeviceReducer:
             self._calls.enter(prepared.what, stream)
         backend.run_norm(prepared, addresses, stream, place.owner, place.recorded)
         if backend.known_norms is not None and not place.recorded and used.is_plain:
-            backend.known_norms.learn(given, given.scale, prepared, addresses)
+            backend.known_norms.learn(given, prepared, addresses)
         self._end(place, used.outputs, *arrays)
         return used.result
 

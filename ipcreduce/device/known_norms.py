@@ -1,4 +1,8 @@
-"""The memory of all-reduces with RMSNorm: a call on the same arrays, into the caller's arrays, is ready at once."""
+"""The memory of all-reduces with RMSNorm: a call that has come before is ready at once, as in known_calls.py.
+
+It is known by its arrays, or else by their places, as tensors that come and go have the same ones again and again. All
+results have to go into the caller's arrays.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +24,13 @@ _MOST = 4096  # calls that are known: two for each layer of a model, and batch s
 
 Arguments = Sequence[Any]  # of a call, in the order of NormArguments
 Key = tuple[Any, ...]  # of a call: ids of its arrays, and what else makes it another call
+_ARRAYS = 0, 1, 3, 4, 5, 8, 9  # the indices of arrays among the arguments
+_HOW = 7  # the index of the quantisation
 
 
 @dataclass(frozen=True, eq=False)
 class _KnownNorm:
-    """A call that has come before.
+    """A call on arrays that have come before.
 
     :ivar library: cupy_runtime or torch_runtime, of which all arrays are.
     :ivar places: the index of each array among the arguments, and its place. CuPy's arrays may change only the shape.
@@ -41,33 +47,28 @@ class KnownNorms:
 
     def __init__(self, device: int, make_ready: Callable[[PreparedNorm, NormAddresses], Ready]) -> None:
         self._device, self._make_ready = device, make_ready
-        self._by_key: dict[Key | None, _KnownNorm | None] = {}  # None: it has come once
-        self._watched: dict[Key, list[Any]] = {}  # references to the arrays
+        self.by_key: dict[Key | None, _KnownNorm] = {}
+        self._by_places: dict[Key, Ready | None] = {}  # None: it has come once
+        self._watched: dict[Key, list[Any]] = {}  # references to the arrays of by_key
 
     def find(self, given: Arguments, stream: Any) -> Ready | None:
         """The launch of a call, if it is ready and on the stream that :meth:`FastPath.make` takes for a launch.
 
         For speed it reads the attributes of arrays by their own libraries, not by ``ipcreduce.arrays``.
         """
-        known = self._by_key.get(_key_of(given))
+        known = self.by_key.get(_key_of(given))
         if known is None:
-            return None
-        current: Stream = cupy_runtime.get_current_stream().ptr
-        if known.library is cupy_runtime:
-            if not current and (torch_runtime.get_stream or ("torch" in modules and torch_runtime.works())):
-                current = torch_runtime.get_stream(self._device)  # which FastPath.make would take
-                if current:
-                    return None
+            return self._find_by_places(given, stream)
+        library = known.library
+        if library is cupy_runtime:
             for index, shape in known.places:
                 if given[index].shape != shape:
                     return None
         else:
-            if current and current != torch_runtime.get_stream(self._device):
-                return None
             unmoved = torch_runtime.is_at
             for index, place in known.places:
                 if not unmoved(given[index], place):
-                    return None
+                    return self._find_by_places(given, stream)
             if known.scale is not None and not unmoved(known.scale[0](), known.scale[1]):
                 return None
             if (
@@ -76,50 +77,94 @@ class KnownNorms:
                 or torch_runtime.duals._current_level >= 0
             ):
                 return None
-            current = torch_runtime.get_stream(self._device)
-        if stream is not None:
-            try:
-                if given_stream(stream, current, True) is None:
+        return known.ready if self._is_on(library, stream) else None
+
+    def _is_on(self, library: Any, stream: Any) -> bool:
+        """True if the call's stream is the one that :meth:`FastPath.make` takes for a launch."""
+        current: Stream = cupy_runtime.get_current_stream().ptr
+        if library is cupy_runtime:
+            if not current and (torch_runtime.get_stream or ("torch" in modules and torch_runtime.works())):
+                current = torch_runtime.get_stream(self._device)  # which FastPath.make would take
+                if current:
+                    return False
+        else:
+            of_torch = torch_runtime.get_stream(self._device)
+            if current and current != of_torch:
+                return False
+            current = of_torch
+        if stream is None:
+            return True
+        try:
+            return given_stream(stream, current, True) is not None
+        except ArgumentError:  # to be raised in a call, of which the peers hear
+            return False
+
+    def _find_by_places(self, given: Arguments, stream: Any) -> Ready | None:
+        """Do the same as :meth:`find` for arrays that have not come before."""
+        if not self._by_places:
+            return None
+        place = self._place(given)
+        ready = None if place is None else self._by_places.get(place)
+        if ready is None:
+            return None
+        library = _library(given)
+        if library is cupy_runtime:
+            self._watch(given, ready)
+        return ready if self._is_on(library, stream) else None
+
+    def _place(self, given: Arguments) -> Key | None:
+        """Where a call's arrays lie, and what else makes it another call. None if it cannot be known."""
+        if type(given[2]) is not float or type(given[6]) is not float:
+            return None
+        library, how = _library(given), given[_HOW]
+        found: list[Any] = [given[2], given[6]]
+        for index in _ARRAYS:
+            place = None
+            if given[index] is not None:
+                place = library.plain(given[index], self._device)
+                if place is None:
                     return None
-            except ArgumentError:  # to be raised in a call, of which the peers hear
+            found.append(place)
+        if how is not None:
+            scale = None if how.scale is None else library.plain(how.scale, self._device)
+            if scale is None and how.scale is not None:
                 return None
-        return known.ready
+            found += [scale, how.per, how.column_major]
+        return tuple(found)
 
-    def learn(self, given: Arguments, scale: Any, prepared: PreparedNorm, addresses: NormAddresses) -> None:
-        """Remember a call that was made by the usual way on arrays as they are, into the caller's arrays.
-
-        :param scale: the given one, or None.
-        """
-        key = _key_of(given)
-        if key is None:
+    def learn(self, given: Arguments, prepared: PreparedNorm, addresses: NormAddresses) -> None:
+        """Remember a call that was made by the usual way on arrays as they are, into the caller's arrays."""
+        place = self._place(given)
+        if place is None:
             return
+        if place not in self._by_places:
+            keep(self._by_places, place, None, _MOST)
+            return
+        ready = self._by_places[place] or self._make_ready(prepared, addresses)
+        keep(self._by_places, place, ready, _MOST)
+        self._watch(given, ready)
+
+    def _watch(self, given: Arguments, ready: Ready) -> None:
+        """Know a call by its arrays, until one of them dies."""
+        key, library, how = _key_of(given), _library(given), given[_HOW]
         apart = {id(given[index]): (index, given[index]) for index in _ARRAYS if given[index] is not None}
         arrays = list(apart.values())  # in place, two arguments are one array
-        of_cupy = all(type(one) is cupy_runtime.cupy.ndarray for _, one in arrays)
-        library: Any = cupy_runtime if of_cupy else torch_runtime
-        of_scale = None if scale is None else library.plain(scale, self._device)
         places = tuple((index, library.plain(one, self._device)) for index, one in arrays)
-        if any(place is None for _, place in places) or (scale is not None and of_scale is None):
-            return
-        if key not in self._by_key:
-            keep(self._by_key, key, None, _MOST)
-            return
-        if of_cupy:
+        if library is cupy_runtime:
             places = tuple((index, place[1]) for index, place in places)
-        every = [one for _, one in arrays] + ([] if scale is None else [scale])
+        every, scale = [one for _, one in arrays], None
+        if how is not None and how.scale is not None:
+            every.append(how.scale)
+            scale = weakref.ref(how.scale), library.plain(how.scale, self._device)
+        assert key is not None
         forget = partial(_forget, weakref.ref(self), key)
-        known_scale = None if scale is None else (weakref.ref(scale), of_scale)
-        known = _KnownNorm(self._make_ready(prepared, addresses), library, places, known_scale)
         keep(self._watched, key, [weakref.ref(one, forget) for one in every], _MOST)
-        keep(self._by_key, key, known, _MOST)
+        keep(self.by_key, key, _KnownNorm(ready, library, places, scale), _MOST)
 
     def forget(self, key: Key) -> None:
         """Forget a call of which an array has died, so that its id may become another one's."""
-        self._by_key.pop(key, None)
+        self.by_key.pop(key, None)
         self._watched.pop(key, None)
-
-
-_ARRAYS = 0, 1, 3, 4, 5, 8, 9  # the indices of arrays among the arguments
 
 
 def _key_of(given: Arguments) -> Key | None:
@@ -131,6 +176,11 @@ def _key_of(given: Arguments) -> Key | None:
     return (
         id(x), id(weight), eps, id(residual), id(out), id(residual_out), bias, id(quant_out), id(scales_out), how._key
     )  # fmt: skip
+
+
+def _library(given: Arguments) -> Any:
+    """The library of x, which all other arrays have to be of, too."""
+    return cupy_runtime if type(given[0]) is getattr(cupy_runtime.cupy, "ndarray", None) else torch_runtime
 
 
 def _forget(known: Callable[[], KnownNorms | None], key: Key, _: Any) -> None:

@@ -136,7 +136,7 @@ MUTANTS = [
     Mutant(
         "a known call on CuPy's arrays is on PyTorch's stream",
         KNOWN,
-        "                if current:\n                    return None\n",
+        "                if current:\n                    return False\n",
         "",
         scenario("known_norms"),
     ),
@@ -145,6 +145,13 @@ MUTANTS = [
         KNOWN,
         "return id(x), id(weight), eps, id(residual), id(out), id(residual_out), bias",
         "return id(x), id(weight), id(residual), id(out), id(residual_out)",
+        scenario("known_norms_of_another_shape"),
+    ),
+    Mutant(
+        "a call is known by the places of its arrays alone",
+        KNOWN,
+        "found: list[Any] = [given[2], given[6]]",
+        "found: list[Any] = []",
         scenario("known_norms_of_another_shape"),
     ),
     Mutant(

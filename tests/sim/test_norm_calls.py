@@ -1,10 +1,17 @@
-"""All-reduce and RMSNorm in one call: tests/sim/scenarios/norms.py."""
+"""All-reduce and RMSNorm in one call: random ones against NumPy, and tests/sim/scenarios/norms.py."""
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 
 Hold = Callable[..., None]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_random_calls(mpirun: Run) -> None:
+    output = mpirun("tests.simulated", 3, "tests/gpu/norm_calls.py", "--cases", 14, "--rows", 9, "--seed", 2).stdout
+    assert "14 calls with RMSNorm on 3 ranks, all right" in output
 
 
 def test_results(hold: Hold) -> None:
@@ -25,7 +32,8 @@ def test_known_calls(hold: Hold) -> None:
 
 def test_graphs_and_streams(hold: Hold) -> None:
     hold(
-        3, "recorded_norms", "captured_norms", "checked_and_run_norms", "norms_on_several_streams", "norms_of_tensors",
+        3, "recorded_norms", "laid_out_norms_in_graphs", "captured_norms", "checked_and_run_norms",
+        "norms_on_several_streams", "norms_of_tensors",
         SIM_LATE="0.002",
     )  # fmt: skip
 

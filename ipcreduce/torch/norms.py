@@ -35,7 +35,7 @@ def _rmsnorm(
     weight_bias: float = 0.0, communicator: str = DEFAULT,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     found: tuple[torch.Tensor, torch.Tensor] = default.allreduce_rmsnorm(
-        _bare(x), _bare(weight), eps, residual=_bare(residual), weight_bias=weight_bias, comm=find(communicator)
+        x, weight, eps, residual=residual, weight_bias=weight_bias, comm=find(communicator)
     )
     return found
 
@@ -44,9 +44,8 @@ def _rmsnorm_in_place(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, eps: float = 1e-6, weight_bias: float = 0.0,
     communicator: str = DEFAULT,
 ) -> None:  # fmt: skip
-    x, residual = _bare(x), _bare(residual)
     default.allreduce_rmsnorm(
-        x, _bare(weight), eps, residual=residual, out=x, residual_out=residual, weight_bias=weight_bias,
+        x, weight, eps, residual=residual, out=x, residual_out=residual, weight_bias=weight_bias,
         comm=find(communicator),
     )  # fmt: skip
     changed(x)
@@ -58,9 +57,8 @@ def _static(
     eps: float = 1e-6, weight_bias: float = 0.0, communicator: str = DEFAULT,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     quantised, _, residual_out = default.allreduce_rmsnorm(
-        _bare(x), _bare(weight), eps, residual=_bare(residual), weight_bias=weight_bias,
-        quantize=FP8(scale=_bare(scale)), comm=find(communicator),
-    )  # fmt: skip
+        x, weight, eps, residual=residual, weight_bias=weight_bias, quantize=FP8(scale=scale), comm=find(communicator)
+    )
     return quantised, residual_out  # an operator must not return an argument, as the scale is
 
 
@@ -69,15 +67,9 @@ def _dynamic(
     eps: float = 1e-6, weight_bias: float = 0.0, communicator: str = DEFAULT,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = default.allreduce_rmsnorm(
-        _bare(x), _bare(weight), eps, residual=_bare(residual), weight_bias=weight_bias, quantize=_quantize(per),
-        comm=find(communicator),
-    )  # fmt: skip
+        x, weight, eps, residual=residual, weight_bias=weight_bias, quantize=_quantize(per), comm=find(communicator)
+    )
     return found
-
-
-def _bare(x: Any) -> Any:
-    """The tensor, or None, as a call takes it: calls refuse tensors that require grad."""
-    return x.detach() if x is not None and x.requires_grad else x
 
 
 def _quantize(per: str) -> FP8:

@@ -199,6 +199,9 @@ def differentiated(comm: Any, device: str) -> None:
     right = due()
     with torch.no_grad():
         same(PLAIN(x, parameter, residual, *numbers)[0], right.y, (3, HIDDEN))
+        leaf = x.clone().requires_grad_()
+        IN_PLACE(leaf, parameter, residual.clone(), *numbers)
+        same(leaf.detach(), right.y, (3, HIDDEN))
     with torch.inference_mode():
         IN_PLACE(x.clone(), parameter, residual.clone(), *numbers)
     total = float(right.y.astype(np.float32).sum())
@@ -247,6 +250,8 @@ def checks_of_pytorch(comm: Any, device: str) -> None:
         ]
         if form == FORMS[0]:
             cases.append((PLAIN, (torch.stack([x, x], 1)[:, 0], weight, residual, *numbers)))
+        if form == FORMS[1]:
+            cases += [(PLAIN, (x.mT, weight[:3], None, *numbers)), (DYNAMIC, (x.movedim(0, 1), weight))]
         for operator, arguments in cases:
             found = torch.library.opcheck(operator, arguments)
             assert set(found.values()) == {"SUCCESS"}, (operator, form, found)
@@ -287,6 +292,12 @@ def compiled(comm: Any, device: str, backends: tuple[str, ...] = ("aot_eager", "
                 for one, other in zip(found, due, strict=True):
                     assert one.equal(other), (backend, per, rows)
         torch._dynamo.reset()
+        with_gradients = torch.compile(
+            lambda x: PLAIN(x, layer.weight.detach(), residual, communicator=NAME)[0] * 1,
+            fullgraph=True,
+            backend=backend,
+        )
+        assert with_gradients(x).equal(comm.allreduce_rmsnorm(x, weight, residual=residual)[0])
         refused("weight requires grad or has a tangent", lambda graph=graph: graph(x, residual), Exception)
         assert comm.allreduce(1) == comm.size, "the ranks are apart"
 

@@ -44,7 +44,8 @@ MUTANTS = [
         "two_shot sends mapped values",
         TWO_SHOT,
         "results[d] = alive ? reduce(v[d]) : poison();",
-        "results[d] = alive ? map_packet(reduce(v[d]), operands_at(packet_index(column, d), 0)) : poison();",
+        "results[d] = alive ? map_packet(reduce(v[d]), operands_of<kAligned>(args, kRank * columns + column, true))"
+        " : poison();",
         SWEEP,
     ),
     Mutant(

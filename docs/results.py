@@ -253,8 +253,11 @@ def _soaked(content: dict[str, Any], rows: Rows) -> tuple[str, str]:
     return "soak, `make fuzz`", f"{counts} made and closed: {rows[0]['wrong'] or 'nothing has grown'}"
 
 
-def _swept_lists(content: dict[str, Any], rows: Rows) -> tuple[str, str]:
+def _swept_more(content: dict[str, Any], rows: Rows) -> tuple[str, str]:
     counted = content["counted"]
+    if "pair" in counted:
+        what = f"sweep of all-reduces with RMSNorm, {content['cases']} cases{_over(content, rows)}"
+        return what, f"{counted['rows']:,} rows right, by every kernel and by the pair"
     what = f"sweep of lists, {content['cases']} cases{_over(content, rows)}"
     return what, f"{counted['calls']:,} calls on {counted['members']:,} arrays right"
 
@@ -296,7 +299,11 @@ _RUNS: dict[str, Callable[[dict[str, Any], Rows], tuple[str, str]]] = {  # by a 
         f"{content['calls']:,} calls right",
     ),
     "expression": lambda _, rows: ("expressions, `benchmarks/maps.py`", f"{_BEFORE_TIMING}; {len(rows)} rows"),
-    "first": _swept_lists,
+    "first": _swept_more,
+    "chain": lambda content, _: (
+        "all-reduces with RMSNorm, `benchmarks/fused.py`",
+        f"{_BEFORE_TIMING}; {sum(len(content[part]) for part in ('table', 'fp8', 'chain', 'shapes', 'eager'))} rows",
+    ),
     "cases": lambda content, rows: (
         f"sweep, {content['cases']} cases{_over(content, rows)}",
         f"{content['calls']:,} calls right",

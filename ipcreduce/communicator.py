@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, overload
@@ -15,19 +14,13 @@ from . import process, startup
 from .arrays import lists, maps, norms, views
 from .arrays.maps import Map
 from .arrays.norms import FP8, NormArguments
-from .calls import faults, turns
-from .calls.sequence import CallSequence
+from .calls import turns
 from .cuda import cupy_runtime
-from .device import deferred_free
-from .device_reducer import DeviceReducer
-from .errors import ArgumentError, GraphStateError, PeerLostError, UnsupportedError
+from .errors import ArgumentError, PeerLostError, UnsupportedError
 from .graphs.session import GraphSession
-from .host.over_mpi import MpiReducer
-from .host.reducer import HostReducer
+from .open_communicator import OpenCommunicator
 from .options import Options, unknown_variables
 from .ranks import groups
-from .ranks.exchange import Ranks
-from .ranks.mpi import MpiRanks
 from .texts import described
 from .types import Array, DType, Number, NumpyNumber, Op, Out, OutList, Shape
 
@@ -37,7 +30,6 @@ _ENDS = {  # by the error of later calls
     PeerLostError: "lost: it can only be closed",
     UnsupportedError: "of the process that this one was forked from",
 }
-_CLOSE_SECONDS = 5.0  # for the peers to unmap this rank's memory, before close() leaves it to the process's end
 
 
 class Communicator:
@@ -76,7 +68,7 @@ class Communicator:
         options = Options.of(device, timeout, algorithm, backend, workspace)
         ranks = given.join(options.timeout)
         with startup.starting(ranks, options) as started:
-            self._open = _Open(self, ranks, options, started)
+            self._open = OpenCommunicator(self, ranks, options, started)
             for text in (*started.warnings, *unknown_variables()):
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
             if _log.isEnabledFor(logging.INFO):
@@ -323,79 +315,6 @@ class Communicator:
     def _graph_session(self) -> GraphSession:
         """The recordings of this communicator: see session_of."""
         return self._open.session
-
-
-class _Open:
-    """The parts of a communicator. They outlive one that the program drops without closing it.
-
-    :ivar owner: returns the communicator; None once the program has dropped it.
-    :ivar backend: of device arrays; None without GPUs, and once the communicator is closed. So are the next two.
-    :ivar fast: the way of repeated calls; None also if each call is waited for (``sync``).
-    :ivar known_norms: the calls with RMSNorm that go this way.
-    :ivar reasons: see :class:`startup.Started`. ``why_none``: those for which there is no backend, in words.
-    """
-
-    def __init__(self, owner: Communicator, ranks: Ranks, options: Options, started: startup.Started) -> None:
-        self.owner = weakref.ref(owner)
-        self.ranks, self.sync, self.reasons = ranks, options.sync, started.reasons
-        self.backend, self.watch = started.backend, started.watch
-        self.why_none = "; ".join(
-            f"not {name}, because {self.reasons[name]}" for name in ("ipc", "nccl") if name in self.reasons
-        )
-        backends = [one for one in (started.backend, started.shared) if one is not None]
-        self.calls = CallSequence(started.page, options.timeout, backends)
-        over_mpi = MpiReducer(ranks, options.timeout) if isinstance(ranks, MpiRanks) else None
-        self.host = HostReducer(self.calls, over_mpi, started.shared, self.reasons.get("shm", ""))
-        self.session = GraphSession(self.calls, self.backend, self.why_none, self.sync, options.direct)
-        self.device = DeviceReducer(self.calls, self.backend, self.why_none, self.session, self.sync)
-        self.fast = self.known_norms = None
-        if self.backend is not None:
-            self.fast = None if self.sync else self.backend.open_fast_path(self.calls)
-            self.known_norms = self.backend.known_norms
-            deferred_free.track(self.backend.order, self.calls.lock)
-
-    @property
-    def is_needed(self) -> bool:
-        """True if graphs that other libraries captured, which use this memory, may still be replayed."""
-        return self.backend is not None and self.backend.order.shared
-
-    def close(self, why: str = "") -> None:
-        """See :meth:`Communicator.close`, and :meth:`process.Closable.close`. Idempotent."""
-        if self not in process.live:
-            return
-        calls, page = self.calls, self.calls.page
-        with process.time_limit(process.CLOSE_SECONDS), deferred_free.taking(calls.lock, page) as taken:
-            if not taken or self not in process.live:
-                return
-            if calls.recording is not None and calls.recording.in_this_thread:
-                raise GraphStateError("close() within a recording: leave the with block first")
-            if calls.within:  # by a signal handler or a finaliser
-                raise UnsupportedError(f"close() within call {calls.number} of the same thread: let that end first")
-            process.live.remove(self)
-            if why:
-                faults.say_why(page, why)
-            lost = calls.close(ArgumentError("the communicator is closed: make a new one"))
-            self.session.close(0.0 if lost else _CLOSE_SECONDS)
-            if self.backend is None:  # a backend leaves once it has unmapped the peers' memory
-                page.leave()
-            if self.watch is not None:
-                self.watch.stop()
-            self._let_go()
-            if not lost:
-                self.ranks.close()
-
-    def forked(self) -> None:
-        """In a child process: nothing of the parent's may be touched or closed."""
-        if self.watch is not None:
-            self.watch.forked()
-        self._let_go()
-        self.calls.forked(UnsupportedError(process.FORKED))
-        self.session.forked()
-
-    def _let_go(self) -> None:
-        self.backend = self.fast = self.known_norms = self.watch = None
-        self.device.close()
-        self.host.close()
 
 
 # As torch.compiler.disable() does, without an import: torch.compile does not trace a call, but breaks its graph there.

@@ -36,7 +36,8 @@ wchar_t xor xor_eq
 """
 _RESERVED = frozenset([
     "v", *_CPP.split(), *(word.lower() for word in keyword.kwlist),
-    "DEVICE", "DEVICE_NOINLINE", "KERNEL", "KERNEL_ARGS", "MAP_ELEMENT", "NULL", "OPERAND", "linux", "unix",
+    "CLUSTER_KERNEL", "DEVICE", "DEVICE_NOINLINE", "KERNEL", "KERNEL_ARGS", "MAP_ELEMENT", "NULL", "OPERAND", "SHARED",
+    "linux", "unix",
 ])  # fmt: skip
 _RESERVED_FORMS = re.compile(r"__|IPCREDUCE|_[A-Z]|operand_|operandtype_")  # at the beginning of a name
 

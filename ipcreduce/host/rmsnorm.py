@@ -59,7 +59,8 @@ def normalise(
             if found.quantised is not None:
                 scales = None if found.scales is None else found.scales[block]
                 values = y.astype(np.float32)
-                values[np.isinf(factors)] = np.nan  # of rows of zeros, without eps
+                if scales is not None:
+                    values[np.isinf(factors)] = np.nan  # of rows whose sum is 0, without eps
                 _quantise(values, scales, scale, found.quantised[block])
     return found
 

@@ -382,7 +382,7 @@ MUTANTS = [
     ),
     Mutant(
         "close() waits longer for a peer that does not close",
-        "ipcreduce/communicator.py",
+        "ipcreduce/open_communicator.py",
         "_CLOSE_SECONDS = 5.0",
         "_CLOSE_SECONDS = 7.0",
         scenario("never_closed"),
@@ -515,7 +515,7 @@ MUTANTS = [
     ),
     Mutant(
         "a communicator that was dropped ends its calls",
-        "ipcreduce/communicator.py",
+        "ipcreduce/open_communicator.py",
         "            self.session.close(0.0 if lost else _CLOSE_SECONDS)\n",
         "            self.session.close(0.0)\n",
         scenario("dropped_with_a_call"),

@@ -6,8 +6,8 @@ from tests.mutants import Mutant, unit
 
 TURNS, CALLS = "ipcreduce/calls/turns.py", "ipcreduce/calls/sequence.py"
 EXCHANGE, WATCHDOG = "ipcreduce/ranks/exchange.py", "ipcreduce/page/watchdog.py"
-TEXTS, STARTUP, COMMUNICATOR, LIFETIME = (
-    f"ipcreduce/{name}.py" for name in ("texts", "startup", "communicator", "process")
+TEXTS, STARTUP, COMMUNICATOR, OPEN, LIFETIME = (
+    f"ipcreduce/{name}.py" for name in ("texts", "startup", "communicator", "open_communicator", "process")
 )
 CONNECTIONS = "ipcreduce/ranks/connections.py"
 FAST_PATH, IPC_STARTUP = "ipcreduce/device/fast_path.py", "ipcreduce/ipc/peers.py"
@@ -64,7 +64,7 @@ MUTANTS = [
     ),
     Mutant(
         "a nested close() takes the ground from under the call around it",
-        COMMUNICATOR,
+        OPEN,
         "            if calls.within:  # by a signal handler or a finaliser\n",
         "            if False:\n",
         on_hosts("nested"),
@@ -171,7 +171,7 @@ MUTANTS = [
     ),
     Mutant(
         "the others do not hear by what a rank has left the communicator's block",
-        COMMUNICATOR,
+        OPEN,
         "            if why:\n",
         "            if False:\n",
         on_hosts("a_block_that_raises"),

@@ -103,8 +103,8 @@ MUTANTS = [
     Mutant(
         "the kernels of expressions are never unloaded",
         "ipcreduce/nccl/backend.py",
-        "self.order.close, *self.map_kernels.close_actions())",
-        "self.order.close)",
+        "        own = *self.norms.kernels.release_actions(), *self.map_kernels.close_actions()\n",
+        "        own = self.norms.kernels.release_actions()\n",
         scenario("rounded_once"),
     ),
 ]

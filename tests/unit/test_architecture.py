@@ -35,7 +35,7 @@ LAYERS = (
     ("ipcreduce.device",),
     ("ipcreduce.options", "ipcreduce.ipc", "ipcreduce.nccl", "ipcreduce.host"),
     ("ipcreduce.graphs",),
-    ("ipcreduce.startup", "ipcreduce.device_reducer", "ipcreduce.communicator"),
+    ("ipcreduce.startup", "ipcreduce.device_reducer", "ipcreduce.open_communicator", "ipcreduce.communicator"),
     ("ipcreduce.default",),
     ("ipcreduce",),
     (
@@ -160,7 +160,7 @@ def test_direct_has_one_seam():
     }
     assert importers == {"ipcreduce.graphs.session"}
     assert strangers() == set()
-    options = {"ipcreduce.options", "ipcreduce.communicator"}
+    options = {"ipcreduce.options", "ipcreduce.open_communicator"}
     assert {name for name in MODULES if not is_direct(name) and "direct" in texts(name)} == {*importers, *options}
 
 

@@ -167,7 +167,7 @@ def resident_threads(kernel: str, depth: int, n: int) -> int:
     source = (KERNELS / f"{kernel}.cu").read_text()
     [blocks] = re.findall(rf"KERNEL\({kernel}, .+, (.+)\)\(KERNEL_ARGS", source)
     if not blocks.isdecimal():
-        [(two, other)] = re.findall(r"kRanks == 2 \? (\d) : (\d)", blocks)
+        [(two, other)] = re.findall(r"^kRanks == 2 .*\? (\d) : (\d)$", blocks)
         blocks = two if n == 2 else other
     return launch_bound(kernel, depth, n) * int(blocks)
 

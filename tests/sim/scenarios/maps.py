@@ -186,10 +186,10 @@ def ordered_expressions() -> None:
 
     over_backends(check)
     with environment(IPCREDUCE_SYNC="1"), Communicator() as comm:
-        stream = cupy.cuda.Stream(non_blocking=True)
+        stream, x, a = cupy.cuda.Stream(non_blocking=True), mine(), floats(3)
         cupy.cuda.Device().synchronize()
         delay(stream.ptr)
-        holds(comm.allreduce(mine(), then=Map(SUM, s=2, a=floats(3)), stream=stream), TOTAL * 2 + 3)
+        holds(comm.allreduce(x, then=Map(SUM, s=2, a=a), stream=stream), TOTAL * 2 + 3)
         assert stream.done
 
 

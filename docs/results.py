@@ -151,6 +151,33 @@ def list_host_table() -> str:
     )
 
 
+NORM_ROWS = (1, 8, 32, 64, 256)
+
+
+def norm_table() -> str:
+    """Times of all-reduces with RMSNorm over 2 GPUs, in graphs: alone, and between two matrix products of PyTorch."""
+    content = read("fused-h100-x2")
+    chained = {(row["hidden"], row["rows"]): row for row in content["chain"]}
+    ways = "all-reduce", "fused", "pair"
+    lines = []
+    for row in content["table"]:
+        if row["rows"] in NORM_ROWS:
+            other = chained.get((row["hidden"], row["rows"]), {})
+            cells = [us_text(one.get(way)) for one in (row, other) for way in ways]
+            lines.append([str(row["hidden"]), str(row["rows"]), *cells])
+    lines.sort(key=lambda line: (int(line[0]), int(line[1])))
+    return table(["hidden", "rows", *ways, *(f"chain: {way}" for way in ways)], lines)
+
+
+def norm_fp8_table() -> str:
+    """Times of the same calls with quantised results, in graphs."""
+    kinds = {"fused": "no e4m3", "given": "a given scale", "token": "a scale a row", "group": "a scale every 128"}
+    rows = [row for row in read("fused-h100-x2")["fp8"] if row["rows"] in NORM_ROWS]
+    rows.sort(key=lambda row: (row["hidden"], row["rows"]))
+    lines = ([str(row["hidden"]), str(row["rows"]), *(us_text(row[kind]) for kind in kinds)] for row in rows)
+    return table(["hidden", "rows", *kinds.values()], lines)
+
+
 def overlap_table() -> str:
     """Times of a training step by ``benchmarks/overlap.py`` over 2 GPUs, in milliseconds."""
     return table(["way", "ms"], ([way, f"{ms:.2f}"] for way, ms in read("overlap-h100-x2")["ms_of_step"].items()))
@@ -343,7 +370,7 @@ def _software(content: dict[str, Any]) -> str:
 if __name__ == "__main__":
     figures = [bench_table(n, mode) for n in (4, 2) for mode in ("graph", "eager")]
     figures += [bench_table(2, mode, gpu="h100") for mode in ("graph", "eager")]
-    lists = list_table(), list_host_table(), overlap_table()
+    lists = list_table(), list_host_table(), overlap_table(), norm_table(), norm_fp8_table()
     others = ratio_table(), llama_table(), host_table(), run_table()
     for text in (readme_table(), *figures, *lists, *others):
         print(text, end="\n\n")

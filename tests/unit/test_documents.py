@@ -123,6 +123,8 @@ def test_broken_links_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("docs/performance.md", results.ratio_table()),
         ("docs/performance.md", results.host_table()),
         ("docs/pytorch.md", results.llama_table()),
+        ("docs/fused.md", results.norm_table()),
+        ("docs/fused.md", results.norm_fp8_table()),
     ],
 )
 def test_tables_are_those_of_the_result_files(name: str, table: str) -> None:

@@ -1,7 +1,7 @@
 """The memory of all-reduces with RMSNorm: a call that has come before is ready at once, as in known_calls.py.
 
-A call into the caller's arrays is known by these, or else by their places, as tensors that come and go have the same ones
-again and again. A call with new results is known by its kind: by all that is the same for other arrays, too.
+A call into the caller's arrays is known by these, or else by their places, as tensors that come and go have the same
+ones again and again. A call with new results is known by its kind: by all that is the same for other arrays, too.
 """
 
 from __future__ import annotations

@@ -226,15 +226,20 @@ class Communicator:
         """
         given = x, weight, eps, residual, out, residual_out, weight_bias, quantize, quant_out, scales_out
         parts = self._open
-        fast, known, ready = parts.fast, parts.known_norms, None
+        fast, known, ready, results = parts.fast, parts.known_norms, None, ((), None)
         if fast is None or known is None:
             return turns.make(parts.calls, self._allreduce_rmsnorm, given, None, None, stream)
-        if residual_out is not None and (quantize is None or type(quantize) is FP8):
-            ready = known.find(given, stream)
+        if quantize is None or type(quantize) is FP8:
+            if residual_out is not None:
+                ready = known.find(given, stream)
+            if ready is None:
+                ready, results = known.find_new(given, stream)
         made = fast.make(ready, self._allreduce_rmsnorm, given, None, given, stream)
         if made is not True:
             usual: tuple[Any, ...] = made
             return usual
+        if results[0]:
+            return results[0]
         if quantize is None:
             return out, residual_out
         return quant_out, quantize.scale if scales_out is None else scales_out, residual_out

@@ -115,8 +115,11 @@ class DeviceReducer:
         else:
             self._calls.enter(prepared.what, stream)
         backend.run_norm(prepared, addresses, stream, place.owner, place.recorded)
-        if backend.known_norms is not None and not place.recorded and used.is_plain:
-            backend.known_norms.learn(given, prepared, addresses)
+        if backend.known_norms is not None and not place.recorded and used.is_as_given:
+            if used.is_plain:
+                backend.known_norms.learn(given, prepared, addresses)
+            else:
+                backend.known_norms.learn_new(given, prepared, used.results)
         self._end(place, used.outputs, *arrays)
         return used.result
 

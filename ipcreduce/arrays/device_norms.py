@@ -32,7 +32,8 @@ class DeviceNorm:
     """The arguments of a call on a GPU as CuPy arrays, checked.
 
     :ivar shape: what the ranks compare, and ``form``: the shape of x.
-    :ivar is_plain: no array had to be made, or copied.
+    :ivar is_plain: no array had to be made, or copied. :ivar is_as_given: none had to be copied.
+    :ivar results: those that the caller gets, by the names of arguments.
     :ivar outputs: the results that are written, and ``held``: every array that the call uses.
     """
 
@@ -65,10 +66,10 @@ class DeviceNorm:
                 )
         if "quant_out" in self._arrays and self._arrays["quant_out"].dtype == FLOAT8:
             self._arrays["quant_out"] = self._arrays["quant_out"].view(np.uint8)
-        self.is_plain = True
+        self.is_plain = self.is_as_given = True
         self.outputs: list[Output] = []
         self.held: list[Any] = []
-        self._results: dict[str, Any] = {}
+        self.results: dict[str, Any] = {}
 
     @property
     def in_place(self) -> bool:
@@ -109,7 +110,8 @@ class DeviceNorm:
         array = self._arrays[name]
         self.held.append(array)
         if array.size and (not views.is_contiguous(array) or views.pointer(array) % alignment):
-            array, self.is_plain = views.contiguous_copy(array, self._stream), False
+            array = views.contiguous_copy(array, self._stream)
+            self.is_plain = self.is_as_given = False
         return self._hold(array)
 
     def _write(self, name: str, form: tuple[int, ...], dtype: np.dtype[Any], alignment: int) -> int:
@@ -117,13 +119,13 @@ class DeviceNorm:
         by_columns = name == "scales_out" and self.shape.column_major
         target = self._arrays.get(name)
         if target is None:
-            destination, self._results[name] = self._new(name, form, dtype)
+            destination, self.results[name] = self._new(name, form, dtype)
             target = destination
         else:
-            self._results[name], destination = getattr(self._given, name), target
+            self.results[name], destination = getattr(self._given, name), target
             fits = target.strides == _column_strides(self.shape, form) if by_columns else views.is_contiguous(target)
             if target.size and (not fits or views.pointer(target) % alignment):
-                destination = self._empty(name, form, dtype)
+                destination, self.is_as_given = self._empty(name, form, dtype), False
         self.held.append(target)
         self.outputs.append(Output(target, destination))
         return self._hold(destination)
@@ -162,7 +164,7 @@ class DeviceNorm:
     @property
     def result(self) -> tuple[Any, ...]:
         """The tuple to return."""
-        found = self._results
+        found = self.results
         if not self.shape.scales:
             return found["out"], found["residual_out"]
         return found["quant_out"], found.get("scales_out", self._given.scale), found["residual_out"]

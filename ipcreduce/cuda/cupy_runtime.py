@@ -126,6 +126,13 @@ def empty_like(array: Any, device: int) -> tuple[Any, int]:
     return result, place.ptr if place.device_id == device else 0
 
 
+def empty(like: Any, shape: Any, dtype: Any, device: int) -> tuple[Any, int]:
+    """Do the same as :func:`empty_like` for another shape and dtype of CuPy."""
+    result = cupy.empty(shape, dtype)
+    place = result.data
+    return result, place.ptr if place.device_id == device else 0
+
+
 @cache
 def float8() -> np.dtype[Any] | None:
     """CuPy's dtype for e4m3; None for a CuPy that has no such arrays."""

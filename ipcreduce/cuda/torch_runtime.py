@@ -200,6 +200,15 @@ def empty_like(tensor: Any, device: int) -> tuple[Any, int]:
         return result, 0
 
 
+def empty(like: Any, shape: Any, dtype: Any, device: int) -> tuple[Any, int]:
+    """Do the same as :func:`empty_like` for another shape and dtype of PyTorch, on the device of ``like``."""
+    result = torch.empty(shape, dtype=dtype, device=like.device)
+    try:
+        return result, result.data_ptr()
+    except RuntimeError:
+        return result, 0
+
+
 def _of_numpy_dtype(dtype: np.dtype[Any]) -> Any:
     return next(of_torch for of_torch, of_numpy in _dtypes.items() if of_numpy == dtype)
 

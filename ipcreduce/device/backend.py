@@ -85,7 +85,9 @@ class DeviceBackend(Backend):
         known = KnownCalls(self.device.ordinal, self.order, self.prepared, self.make_ready)
         self.known_lists = KnownLists(self.device.ordinal, self.order, self.make_ready_list)
         known.find_list = self.known_lists.find
-        self.known_norms = KnownNorms(self.device.ordinal, self.make_ready_norm)
+        self.known_norms = KnownNorms(
+            self.device.ordinal, calls, self.order, self.norms.start, self.make_ready_norm
+        )  # fmt: skip
         self.fast = FastPath(calls, self.device.ordinal, self.context, self.order, self.page, known)
         return self.fast
 

@@ -1,31 +1,37 @@
 """The memory of all-reduces with RMSNorm: a call that has come before is ready at once, as in known_calls.py.
 
-It is known by its arrays, or else by their places, as tensors that come and go have the same ones again and again. All
-results have to go into the caller's arrays.
+A call into the caller's arrays is known by these, or else by their places, as tensors that come and go have the same
+ones again and again. A call with new results is known by its kind: by all that is the same for other arrays, too.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from sys import modules
 from typing import Any
 
-from ..calls.norm_shape import NormAddresses
+from ..calls.norm_shape import ITEMSIZES, NormAddresses
+from ..calls.sequence import CallSequence
 from ..cuda import cupy_runtime, torch_runtime
 from ..errors import ArgumentError
 from ..types import Stream
 from .known_calls import Ready, given_stream, keep
 from .norms import PreparedNorm
+from .stream_order import StreamOrder
 
+NOT_KNOWN = None, ((), None)
 _MOST = 4096  # calls that are known: two for each layer of a model, and batch sizes
 
 Arguments = Sequence[Any]  # of a call, in the order of NormArguments
 Key = tuple[Any, ...]  # of a call: ids of its arrays, and what else makes it another call
 _ARRAYS = 0, 1, 3, 4, 5, 8, 9  # the indices of arrays among the arguments
 _HOW = 7  # the index of the quantisation
+_OUTPUTS = {3: ("out", 0), 4: ("residual_out", 2), 5: ("quant_out", None), 6: ("scales_out", None)}
+# By the index of an output among NormAddresses, as which _ARRAYS come: its name, and the input that it may be.
+_OUT, _SCALES = 3, 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,11 +48,61 @@ class _KnownNorm:
     scale: tuple[Any, Any] | None  # a reference to the given scale, and its place
 
 
-class KnownNorms:
-    """The calls on one backend that have come before. The communicator's lock is held, but not around :meth:`find`."""
+@dataclass(frozen=True, eq=False)
+class _Kind:
+    """A call with new results, without its addresses.
 
-    def __init__(self, device: int, make_ready: Callable[[PreparedNorm, NormAddresses], Ready]) -> None:
-        self._device, self._make_ready = device, make_ready
+    :ivar made: by the index among NormAddresses, the shape and dtype of each new array. None: those of x.
+    :ivar written: the indices of outputs that are given.
+    :ivar sizes: the bytes of the arrays that are given.
+    :ivar alignments: of the addresses of arrays of the dtype of x, and of the quantised array.
+    """
+
+    prepared: PreparedNorm
+    made: tuple[tuple[int, tuple[Any, Any] | None], ...]
+    written: tuple[int, ...]
+    sizes: tuple[int, ...]
+    alignments: tuple[int, int]
+
+    def fits(self, addresses: Sequence[int]) -> bool:
+        """True if kernels take arrays at these addresses as they are."""
+        source, weight, residual, out, residual_out, quantised, scales = addresses
+        alignment, of_bytes = self.alignments
+        return not (
+            (source | weight | residual | out | residual_out) % alignment or quantised % of_bytes or scales % 4
+        )  # fmt: skip
+
+    def is_apart(self, addresses: Sequence[int]) -> bool:
+        """True if no output that is given shares memory with an argument that it may not be."""
+        for at in self.written:
+            first, past = addresses[at], addresses[at] + self.sizes[at]
+            for other, begin in enumerate(addresses):
+                if other == at or (begin == first and other == _OUTPUTS[at][1]):
+                    continue
+                if begin < past and first < begin + self.sizes[other]:
+                    return False
+        return True
+
+
+_Place = tuple[_Kind, NormAddresses]
+
+
+class KnownNorms:
+    """The calls on one backend that have come before.
+
+    The communicator's lock is held, but not around :meth:`find` and :meth:`find_new`.
+
+    :param start: puts a call on a stream. :param make_ready: makes the launch of one that comes again and again.
+    """
+
+    def __init__(
+        self, device: int, calls: CallSequence, order: StreamOrder,
+        start: Callable[[PreparedNorm, NormAddresses, Stream], Any],
+        make_ready: Callable[[PreparedNorm, NormAddresses], Ready],
+    ) -> None:  # fmt: skip
+        self._device, self._calls, self._order, self._start, self._make_ready = device, calls, order, start, make_ready
+        self._kinds: dict[Key, _Kind] = {}
+        self._of_kinds: dict[_Place, Ready | None] = {}  # with new results. None: it has come once
         self.by_key: dict[Key | None, _KnownNorm] = {}
         self._by_places: dict[Key, Ready | None] = {}  # None: it has come once
         self._watched: dict[Key, list[Any]] = {}  # references to the arrays of by_key
@@ -101,7 +157,7 @@ class KnownNorms:
 
     def _find_by_places(self, given: Arguments, stream: Any) -> Ready | None:
         """Do the same as :meth:`find` for arrays that have not come before."""
-        if not self._by_places:
+        if not self._by_places or not _has_all_results(given):
             return None
         place = self._place(given)
         ready = None if place is None else self._by_places.get(place)
@@ -132,6 +188,109 @@ class KnownNorms:
             found += [scale, how.per, how.column_major]
         return tuple(found)
 
+    # ---- new results
+    def find_new(self, given: Arguments, stream: Any) -> tuple[Ready | None, tuple[tuple[Any, ...], Any]]:
+        """The launch of a call with new results, if it can be ready, under the conditions of :meth:`KnownCalls.find`.
+
+        :returns: the launch, and with it the tuple to return, and y, whose memory has to be kept until the launch.
+        """
+        if not self._kinds or self._calls.recording is not None:
+            return NOT_KNOWN
+        library = _library(given)
+        looked = self._look(given, library)
+        if looked is None:
+            return NOT_KNOWN
+        key, addresses = looked
+        kind = self._kinds.get(key)
+        if kind is None or not self._is_on(library, stream) or (kind.written and not kind.is_apart(addresses)):
+            return NOT_KNOWN
+        current = library.stream_handle(self._device)
+        if current > 1 and self._order.quick(current) is None:
+            return NOT_KNOWN  # a capture, say, into which allocations go their own way
+        x, _, _, _, out, total, _, how, numbers, scales = given
+        results: list[Any] = [None, None, None, out, total, numbers, scales]
+        try:
+            for at, like in kind.made:
+                made = library.empty_like(x, self._device) if like is None else library.empty(x, *like, self._device)
+                results[at], addresses[at] = made
+                if not addresses[at]:
+                    return NOT_KNOWN
+        except (MemoryError, RuntimeError):  # to be raised in a call, of which the peers hear
+            return NOT_KNOWN
+        if not kind.fits(addresses):
+            return NOT_KNOWN
+        place = kind, NormAddresses(*addresses)
+        ready = self._of_kinds.get(place) or Ready(kind.prepared.what, self._start_new, place)
+        _, _, _, out, total, numbers, scales = results
+        if how is None:
+            return ready, ((out, total), out)
+        return ready, ((numbers, scales if how.scale is None else how.scale, total), out)
+
+    def _look(self, given: Arguments, library: Any) -> tuple[Key, list[int]] | None:
+        """The key of a call's kind, and the addresses of its arrays, 0 where there is none. None if it has no kind."""
+        how, device, plain = given[_HOW], self._device, library.plain
+        if type(given[2]) is not float or type(given[6]) is not float or (how is not None and how.column_major):
+            return None
+        key: list[Any] = [given[2], given[6]]
+        addresses: list[int] = []
+        for index in _ARRAYS:
+            array, address = given[index], 0
+            if array is None:
+                key.append(None)
+            else:
+                place = plain(array, device)
+                if place is None:
+                    return None
+                address, shape, dtype = place
+                key += shape, dtype
+            addresses.append(address)
+        if how is not None:
+            key.append(how.per)
+            if how.scale is not None:
+                place = plain(how.scale, device)
+                if place is None:
+                    return None
+                addresses[_SCALES], shape, dtype = place
+                key += shape, dtype
+        return tuple(key), addresses
+
+    def _start_new(self, place: _Place, stream: Stream) -> None:
+        """Put a call on ``stream`` whose addresses have not come twice. The second time it gets a launch of its own.
+
+        It is a launch of :class:`Ready`, so the communicator's lock is held, as the launches of all calls need it.
+        """
+        if place in self._of_kinds:
+            ready = keep(self._of_kinds, place, self._make_ready(place[0].prepared, place[1]), _MOST)
+            ready.launch(ready.argument, stream)
+        else:
+            keep(self._of_kinds, place, None, _MOST)
+            self._start(place[0].prepared, place[1], stream)
+
+    def learn_new(self, given: Arguments, prepared: PreparedNorm, results: Mapping[str, Any]) -> None:
+        """Remember the kind of a call that was made by the usual way on arrays as they are.
+
+        :param results: the given and the new ones, by name.
+        """
+        library = _library(given)
+        looked = self._look(given, library)
+        if looked is None or looked[0] in self._kinds:
+            return
+        arrays = [given[index] for index in _ARRAYS]
+        written = tuple(at for at in _OUTPUTS if arrays[at] is not None)
+        made: list[tuple[int, tuple[Any, Any] | None]] = []
+        for at, (name, _) in _OUTPUTS.items():
+            if arrays[at] is None and name in results:
+                one = results[name]
+                made.append((at, None if at < 5 else (one.shape, one.dtype)))
+        if prepared.needs_out(in_place=arrays[4] is not None):
+            made.append((_OUT, None))
+        if arrays[_SCALES] is None and given[_HOW] is not None:
+            arrays[_SCALES] = given[_HOW].scale
+        sizes = tuple(0 if array is None else array.nbytes for array in arrays)
+        alignments = prepared.alignment, max(1, prepared.alignment // ITEMSIZES[prepared.shape.dtype])
+        keep(self._kinds, looked[0], _Kind(prepared, tuple(made), written, sizes, alignments), _MOST)
+
+    # ---- results in the caller's arrays
     def learn(self, given: Arguments, prepared: PreparedNorm, addresses: NormAddresses) -> None:
         """Remember a call that was made by the usual way on arrays as they are, into the caller's arrays."""
         place = self._place(given)
@@ -176,6 +335,14 @@ def _key_of(given: Arguments) -> Key | None:
     return (
         id(x), id(weight), eps, id(residual), id(out), id(residual_out), bias, id(quant_out), id(scales_out), how._key
     )  # fmt: skip
+
+
+def _has_all_results(given: Arguments) -> bool:
+    """True if every array that the call returns is the caller's."""
+    _, _, _, _, out, residual_out, _, how, quant_out, scales_out = given
+    if residual_out is None or (how is None and out is None):
+        return False
+    return how is None or (quant_out is not None and (scales_out is not None or how.scale is not None))
 
 
 def _library(given: Arguments) -> Any:

@@ -30,6 +30,10 @@ def test_known_calls(hold: Hold) -> None:
     hold(2, "known_norms", "known_norms_of_another_shape")
 
 
+def test_known_calls_with_new_results(hold: Hold) -> None:
+    hold(2, "new_results_of_norms", "known_kinds_of_norms", "new_results_on_streams", "new_tensors_of_norms")
+
+
 def test_graphs_and_streams(hold: Hold) -> None:
     hold(
         3, "recorded_norms", "laid_out_norms_in_graphs", "captured_norms", "checked_and_run_norms",

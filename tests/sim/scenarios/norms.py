@@ -252,6 +252,168 @@ def known_norms_of_another_shape() -> None:
             assert (cupy.asnumpy(x) == short.expected.y).all() == (not change), "another call than before"
 
 
+@contextlib.contextmanager
+def usual_calls(comm: Any) -> Any:
+    """A count of the calls that go the usual way."""
+    calls = mock.Mock(wraps=comm._open.device.allreduce_rmsnorm)
+    with mock.patch.object(comm._open.device, "allreduce_rmsnorm", calls):
+        yield calls
+
+
+def new_results_of_norms() -> None:
+    """Calls with new results are ready from the second time on, whatever their arrays are; between others in place."""
+
+    def check(comm: Any) -> None:
+        with usual_calls(comm) as calls:
+            for dtype, scales in itertools.product(("bfloat16", "float32"), SCALES):
+                case, other = Case((4, 256), dtype, scales), Case((4, 256), dtype, scales, seed=7)
+                x, residual = case.x.copy(), case.residual.copy()
+                kept, numbers = [], {"quant_out": cupy.zeros((4, 256), np.uint8)} if scales else {}
+                forms = {}, {"residual_out": residual}, {"out": x}, {"out": x, **numbers}
+                for form in forms[: 4 if scales else 3]:
+                    calls.reset_mock()
+                    for turn in range(5):
+                        one = other if turn % 2 else case
+                        x[...], residual[...] = one.x, one.residual
+                        mine = one.call(comm, x=x, residual=residual, **form, weight=one.weight.copy())
+                        one.check(mine, form.get("out"))
+                        assert (mine[-1] is residual) == ("residual_out" in form)
+                        if not form:
+                            kept.append((one, mine))
+                            mine = one.call(comm, x=one.x.copy(), residual=one.residual.copy())  # others than before
+                            one.check(mine)
+                    assert calls.call_count == 1, (dtype, scales, form)
+                calls.reset_mock()
+                for _ in range(3):
+                    x[...], residual[...] = case.x, case.residual
+                    case.check(case.call(comm))
+                    case.check(case.call(comm, x=x, residual=residual, out=x, residual_out=residual), x)
+                for one, mine in kept:
+                    one.check(mine)
+                places = {array.data.ptr for _, mine in kept for array in (mine[0], mine[-1])}
+                assert len(places) == 10, "new results share memory"
+
+    over_backends(check)
+
+
+def known_kinds_of_norms() -> None:
+    """What makes another call than before is seen: shapes, numbers, memory that is shared, misaligned arrays."""
+
+    def check(comm: Any) -> None:
+        case, place = Case((4, 256)), cupy.zeros(4 * 256 + 1, norms.DTYPES["bfloat16"])
+        x = place[:-1].reshape(4, 256)
+        with usual_calls(comm) as calls:
+            for form in ((4, 256), (2, 2, 256), (4, 256)):
+                x.shape = form  # at the same address
+                for _ in range(3):
+                    x[...] = case.x.reshape(form)
+                    y, total = case.call(comm, x=x, residual=case.residual.reshape(form))
+                    assert y.shape == total.shape == form
+                    case.check((y.reshape(4, 256), total.reshape(4, 256)))
+            assert calls.call_count == 2
+            case.call(comm, eps=1e-3), case.call(comm, weight_bias=1.0), case.call(comm, residual=None)
+            assert calls.call_count == 5
+            aside = place[1:].reshape(4, 256)
+            aside[...] = case.x
+            case.check(case.call(comm, x=aside))
+            assert calls.call_count == (6 if comm.backend == "ipc" else 5), "fused kernels take no misaligned arrays"
+            calls.reset_mock()
+            for turn in range(4):  # arrays die, and others get their ids
+                one = Case((4 + turn % 2, 256), seed=turn)
+                one.check(one.call(comm))
+                del one
+            assert calls.call_count == 1
+        for out, words in ((case.residual, "shares memory with residual"), (aside, "shares a part of the memory of x")):
+            first = cupy.zeros((4, 256), case.kind)
+            case.call(comm, x=x, out=first)
+            with raises(errors.ArgumentError, "out " + words):
+                case.call(comm, x=x, out=out)
+            works(comm)
+        with raises(errors.ArgumentError, "weight has shape (128,)"):
+            case.call(comm, weight=case.weight[:128])
+        works(comm)
+        with raises(errors.ArgumentError, "stream is a str"):
+            case.call(comm, stream="fast")
+
+    over_backends(check)
+
+
+def new_results_on_streams() -> None:
+    """Known calls with new results, on other streams, in a recording and in a capture."""
+
+    def check(comm: Any) -> None:
+        for scales in ("", "token"):
+            case, other = Case((4, 256), scales=scales), Case((4, 256), scales=scales, seed=5)
+            x, residual = case.x.copy(), case.residual.copy()
+            for _ in range(3):
+                case.check(case.call(comm, x=x, residual=residual))
+            side = cupy.cuda.Stream(non_blocking=True)
+            for turn in range(6):
+                one = other if turn % 2 else case
+                cupy.cuda.Device().synchronize()
+                with side if turn < 4 else contextlib.nullcontext():
+                    delay(side.ptr)
+                    with side:
+                        x[...], residual[...], weight = one.x, one.residual, one.weight.copy()
+                    found = case.call(comm, x=x, residual=residual, weight=weight, stream=side if turn > 2 else None)
+                side.synchronize()
+                one.check(found)
+            cupy.cuda.Device().synchronize()
+            with side, Graph(comm) as graph:
+                with graph.record():
+                    recorded = case.call(comm, x=x, residual=residual)
+                side.begin_capture()
+                captured = case.call(comm, x=x, residual=residual)
+                theirs = side.end_capture()
+                assert len(graph.segments[0].calls) == 1
+                for one in (case, other, case):
+                    x[...], residual[...], case.weight[...] = one.x, one.residual, one.weight.copy()
+                    poison = [cupy.full((4, 256), -1, case.kind) for _ in range(6)]
+                    graph.replay()
+                    theirs.launch(side)
+                    side.synchronize()
+                    one.check(recorded)
+                    one.check(captured)
+                    del poison
+                    case.weight[...] = Case((4, 256), scales=scales).weight
+            works(comm)
+
+    over_backends(check)
+
+
+def new_tensors_of_norms() -> None:
+    """Known calls with new tensors: on PyTorch's stream alone, and not of what requires grad."""
+    with Communicator() as comm, torch.imported(), usual_calls(comm) as calls:
+        for scales in SCALES:
+            case = Case((3, 256), "bfloat16", scales)
+            if scales == "given":
+                case.options["quantize"] = FP8(scale=Tensor(case.scale))
+            calls.reset_mock()
+            for turn in range(6):
+                x, weight, residual = (Tensor(one.copy()) for one in (case.x, case.weight, case.residual))
+                inside = {"residual_out": residual} if turn % 2 else {}
+                found = case.call(comm, x=x, weight=weight, residual=residual, **inside)
+                assert [type(one) for one in found] == [Tensor] * (3 if scales else 2)
+                assert not scales or repr(found[0].dtype) == "torch.float8_e4m3fn"
+                case.check(found)
+            assert calls.call_count == 2, "one of each kind"
+        case = Case((3, 256), "bfloat16")
+        plain = {"x": Tensor(case.x), "weight": Tensor(case.weight), "residual": Tensor(case.residual)}
+        for name in plain:
+            with raises(errors.ArgumentError, f"{name} is a tensor that requires grad"):
+                case.call(comm, **plain | {name: Tensor(plain[name].array, requires_grad=True)})
+            works(comm)
+        side = torch.Stream()
+        cupy.cuda.Device().synchronize()
+        for current in (side, cupy.cuda.Stream(non_blocking=True)):
+            with torch.stream(side):
+                delay(side.cuda_stream)
+                with current.of_cupy if current is side else current:
+                    case.check(case.call(comm, **plain, stream=side))
+        cupy.cuda.Device().synchronize()
+        works(comm)
+
+
 def laid_out_norms() -> None:
     """Strided and misaligned arrays, with the bits of plain ones; column-major scales."""
 
@@ -672,7 +834,8 @@ def interrupted_norm() -> None:
 
 
 SCENARIOS = [
-    forms_of_norms, in_place_norms, known_norms, known_norms_of_another_shape, laid_out_norms, norms_without_rows,
+    forms_of_norms, in_place_norms, known_norms, known_norms_of_another_shape, new_results_of_norms,
+    known_kinds_of_norms, new_results_on_streams, new_tensors_of_norms, laid_out_norms, norms_without_rows,
     norms_of_tensors, norms_on_several_streams, synchronous_norms, recorded_norms, laid_out_norms_in_graphs,
     captured_norms, checked_and_run_norms, norms_that_differ, refused_norms, late_for_a_norm, interrupted_norm,
 ]  # fmt: skip

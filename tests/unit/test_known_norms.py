@@ -1,0 +1,210 @@
+"""Calls with RMSNorm and new results that have come before, with stand-ins for CuPy and the launches."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ipcreduce.arrays.norms import FP8
+from ipcreduce.calls.norm_shape import NormAddresses, NormShape
+from ipcreduce.device import known_calls, known_norms
+from ipcreduce.device.known_calls import Ready
+from ipcreduce.device.known_norms import NOT_KNOWN, KnownNorms
+from ipcreduce.device.norms import PreparedNorm
+from ipcreduce.errors import ArgumentError
+
+FORM, CURRENT, OTHER = (4, 256), 8, 9
+NBYTES = 4 * 256 * 2
+
+
+class Array:
+    """Memory of the simplest kind. ``address``: 0 for an array that is not plain."""
+
+    def __init__(self, address: int, shape: tuple[int, ...] = FORM, dtype: str = "bfloat16") -> None:
+        self.address, self.shape, self.dtype, self.nbytes = address, shape, dtype, NBYTES
+
+
+class Library:
+    """CuPy's place. ``free``: the addresses of new arrays, one after the other."""
+
+    def __init__(self) -> None:
+        self.cupy, self.free, self.made = SimpleNamespace(ndarray=Array), list(range(1 << 20, 2 << 20, 1 << 14)), 0
+
+    def plain(self, array: Any, device: int) -> Any:
+        assert device == 0
+        return (array.address, array.shape, array.dtype) if array.address else None
+
+    def empty_like(self, array: Any, device: int) -> tuple[Any, int]:
+        return self.empty(array, array.shape, array.dtype, device)
+
+    def empty(self, like: Any, shape: Any, dtype: Any, device: int) -> tuple[Any, int]:
+        if not self.free:
+            raise MemoryError
+        self.made += 1
+        made = Array(self.free.pop(0), shape, dtype)
+        return made, made.address
+
+    def stream_handle(self, device: int) -> int:
+        return CURRENT
+
+    def get_current_stream(self) -> Any:
+        return SimpleNamespace(ptr=CURRENT)
+
+    def stream_of(self, stream: Any) -> tuple[int, Any]:
+        if not isinstance(stream, int):
+            raise ArgumentError("no stream")
+        return stream, stream
+
+
+class Known:
+    """A memory of calls. ``log``: the addresses of launches, with the way of each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.library, self.log = Library(), []
+        monkeypatch.setattr(known_norms, "cupy_runtime", self.library)
+        monkeypatch.setattr(known_calls, "cupy_runtime", self.library)
+        self.calls: Any = SimpleNamespace(recording=None)
+        self.state: Any = "ON_STREAM"
+        order: Any = SimpleNamespace(quick=lambda stream: self.state)
+        self.norms = KnownNorms(0, self.calls, order, self._start, self._make_ready)
+
+    def _start(self, prepared: PreparedNorm, addresses: NormAddresses, stream: Any) -> None:
+        self.log.append(("start", addresses, stream))
+
+    def _make_ready(self, prepared: PreparedNorm, addresses: NormAddresses) -> Ready:
+        self.log.append(("made", addresses))
+        return Ready(prepared.what, lambda argument, stream: self.log.append(("graph", argument, stream)), addresses)
+
+    def learn(self, given: tuple[Any, ...], alignment: int = 16, plain: Any = None) -> None:
+        how = given[7]
+        what: Any = "what"
+        scales = "" if how is None else "token" if how.scale is None else "given"
+        shape = NormShape(4, 256, "bfloat16", 1e-6, 0.0, True, scales=scales, keeps_y=not scales)
+        prepared = PreparedNorm(what=what, by="", shape=shape, alignment=alignment, plain=plain, norm=None)
+        results = {"residual_out": Array(64)}
+        if not scales:
+            results["out"] = Array(64)
+        else:
+            results["quant_out"] = Array(64, dtype="e4m3")
+        if scales == "token":
+            results["scales_out"] = Array(64, (4, 1), "float32")
+        self.norms.learn_new(given, prepared, results)
+
+    def find(self, given: tuple[Any, ...], stream: Any = None) -> Any:
+        return self.norms.find_new(given, stream)
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> Known:
+    return Known(monkeypatch)
+
+
+def arguments(x: Any = None, **change: Any) -> tuple[Any, ...]:
+    every = {
+        "x": x or Array(0x1000), "weight": Array(0x3000, (256,)), "eps": 1e-6, "residual": Array(0x4000), "out": None,
+        "residual_out": None, "weight_bias": 0.0, "quantize": None, "quant_out": None, "scales_out": None,
+    }  # fmt: skip
+    return tuple((every | change).values())
+
+
+def test_the_third_launch_at_a_place_is_kept(known: Known):
+    known.learn(arguments())
+    for turn, way in enumerate((["start"], ["made", "graph"], ["graph"], ["graph"])):
+        known.library.free = [0x10000, 0x20000]
+        ready, ((out, total), _) = known.find(arguments())
+        assert (out.address, total.address) == (0x10000, 0x20000)
+        known.log.clear()
+        ready.launch(ready.argument, CURRENT)
+        assert [entry[0] for entry in known.log] == way, turn
+        assert known.log[-1][1] == NormAddresses(0x1000, 0x3000, 0x4000, 0x10000, 0x20000, 0, 0)
+    known.library.free = [0x20000, 0x10000]
+    ready, _ = known.find(arguments())
+    known.log.clear()
+    ready.launch(ready.argument, CURRENT)
+    assert known.log == [("start", NormAddresses(0x1000, 0x3000, 0x4000, 0x20000, 0x10000, 0, 0), CURRENT)]
+
+
+def test_a_recording_and_a_capture(known: Known):
+    known.learn(arguments())
+    known.calls.recording = "open"
+    assert known.find(arguments()) == NOT_KNOWN
+    known.calls.recording, known.state = None, None
+    assert known.find(arguments()) == NOT_KNOWN
+    assert not known.library.made
+    known.state = "ON_STREAM"
+    assert known.find(arguments())[0] is not None
+
+
+def test_another_stream(known: Known):
+    known.learn(arguments())
+    assert known.find(arguments(), CURRENT)[0] is not None
+    made = known.library.made
+    for stream in (OTHER, "fast"):
+        assert known.find(arguments(), stream) == NOT_KNOWN
+    assert known.library.made == made
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"x": Array(0x1000, (2, 512))}, {"x": Array(0x1000, dtype="float16")}, {"eps": 1e-5}, {"weight_bias": 1.0},
+        {"weight_bias": 0}, {"residual": None}, {"x": Array(0x1008)}, {"residual": Array(0)}, {"out": Array(0x8000)},
+        {"quantize": FP8(per="token")}, {"quantize": FP8(per=128, column_major=True)},
+    ],
+)  # fmt: skip
+def test_other_calls(known: Known, change: dict[str, Any]):
+    known.learn(arguments())
+    assert known.find(arguments(**change)) == NOT_KNOWN
+
+
+def test_memory_that_is_short(known: Known):
+    """The usual way raises the error, in a call."""
+    known.learn(arguments())
+    known.library.free = [0x10000]
+    assert known.find(arguments()) == NOT_KNOWN
+
+
+def test_outputs_that_share_memory(known: Known):
+    x, residual = Array(0x1000), Array(0x4000)
+    known.learn(arguments(x, residual=residual, out=Array(0x8000)))
+    for address in (0x8000, 0x1000, 0x1000 + NBYTES):
+        assert known.find(arguments(x, residual=residual, out=Array(address)))[0] is not None, address
+    for address in (0x4000, 0x1000 + NBYTES - 16, 0x1000 - NBYTES + 16, 0x3000, 0x4000 + NBYTES - 16):
+        assert known.find(arguments(x, residual=residual, out=Array(address))) == NOT_KNOWN, address
+
+
+def test_what_a_pair_hands_on_has_memory(known: Known):
+    """It lies in y, which is not returned, but has to live until the launch."""
+    residual, plain = Array(0x4000), "an all-reduce"
+    change = {"residual": residual, "residual_out": residual, "quantize": FP8(per="token")}
+    known.learn(arguments(**change), alignment=2, plain=plain)
+    ready, ((numbers, scales, total), y) = known.find(arguments(**change))
+    assert (numbers.dtype, scales.shape, scales.dtype, total) == ("e4m3", (4, 1), "float32", residual)
+    ready.launch(ready.argument, CURRENT)
+    assert known.log[0][1] == NormAddresses(
+        0x1000, 0x3000, 0x4000, y.address, 0x4000, numbers.address, scales.address
+    )  # fmt: skip
+
+
+def test_a_given_scale_is_returned(known: Known):
+    scale = Array(0x9000, (1,), "float32")
+    change = {"quantize": FP8(scale=scale)}
+    known.learn(arguments(**change))
+    ready, ((_, found, _), _) = known.find(arguments(**change))
+    assert found is scale
+    assert ready.argument[1].scales == 0x9000
+    moved = {"quantize": FP8(scale=Array(0x9002, (1,), "float32"))}
+    assert known.find(arguments(**moved)) == NOT_KNOWN
+
+
+def test_tables_are_bounded(known: Known, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(known_norms, "_MOST", 2)
+    for eps in (1e-3, 1e-4, 1e-5):
+        known.learn(arguments(eps=eps))
+        for _ in range(3):
+            ready, _ = known.find(arguments(eps=eps))
+            ready.launch(ready.argument, CURRENT)
+    assert known.find(arguments(eps=1e-3)) == NOT_KNOWN
+    assert len(known.norms._of_kinds) <= 2

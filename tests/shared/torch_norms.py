@@ -64,7 +64,7 @@ def drawn(comm: Any, device: str, *form: int, dtype: str = "bfloat16") -> Inputs
 
 
 def bits(x: torch.Tensor) -> bytes:
-    return x.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return x.cpu().clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
 
 
 def same(found: torch.Tensor, due: Any, form: tuple[int, ...]) -> None:

@@ -290,6 +290,7 @@ def _swept_more(content: dict[str, Any], rows: Rows) -> tuple[str, str]:
 
 
 _BEFORE_TIMING = "results right before each timing"
+_NORM_PARTS = "table", "fp8", "chain", "shapes", "eager"
 _RUNS: dict[str, Callable[[dict[str, Any], Rows], tuple[str, str]]] = {  # by a key of the content or of its first row
     "tool": lambda _, rows: (
         "compute-sanitizer, `make sanitizers`",
@@ -329,7 +330,7 @@ _RUNS: dict[str, Callable[[dict[str, Any], Rows], tuple[str, str]]] = {  # by a 
     "first": _swept_more,
     "chain": lambda content, _: (
         "all-reduces with RMSNorm, `benchmarks/fused.py`",
-        f"{_BEFORE_TIMING}; {sum(len(content[part]) for part in ('table', 'fp8', 'chain', 'shapes', 'eager'))} rows",
+        f"{_BEFORE_TIMING}; {sum(map(len, (content.get(part, ()) for part in _NORM_PARTS)))} rows",
     ),
     "cases": lambda content, rows: (
         f"sweep, {content['cases']} cases{_over(content, rows)}",

@@ -21,7 +21,7 @@ _FEW_ROWS, _SOME_ROWS = 8, 32  # up to here, eight blocks have a long row, or fo
 _SHORT_HIDDEN = 5120  # up to here, one block has a row even if there are few
 _MOST_DEPTH = 2
 # The largest message, by n, for one hop: as for the plain all-reduce, because the norm costs the same behind both. Over
-# 2 ranks long rows go in two hops from 2 MB on, since then a block has fewer threads.
+# 2 ranks long rows go in two hops from 2 MB on, since then a block has fewer threads; shorter ones only without tiles.
 _LATE_HIDDEN = 4096
 _ONE_SHOT_BYTES = {2: 8 * MB, 3: 192 * KB, 4: 192 * KB, 5: 128 * KB, 6: 96 * KB, 7: 64 * KB, 8: 64 * KB}
 _TWO_SHOT_THREADS = {2: 512, 3: 352, 4: 256, 5: 224, 6: 224, 7: 160, 8: 160}  # by n
@@ -73,7 +73,8 @@ def make_plan(
     if n == 1 or not shape.rows or not fits:
         return None
     nbytes = shape.elements * ITEMSIZES[shape.dtype]
-    most = 2 * MB if n == 2 and shape.hidden > _LATE_HIDDEN else _ONE_SHOT_BYTES[n]
+    is_long = shape.hidden > _SHORT_HIDDEN or (shape.hidden > _LATE_HIDDEN and shape.rows <= resident)
+    most = 2 * MB if n == 2 and is_long else _ONE_SHOT_BYTES[n]
     algorithm = forced or ("one_shot" if nbytes <= most else "two_shot")
     for name in dict.fromkeys((algorithm, forced or "two_shot")):  # two_shot needs less room
         for cluster in _clusters(shape, clusters):

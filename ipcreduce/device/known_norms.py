@@ -260,7 +260,8 @@ class KnownNorms:
         It is a launch of :class:`Ready`, so the communicator's lock is held, as the launches of all calls need it.
         """
         if place in self._of_kinds:
-            ready = keep(self._of_kinds, place, self._make_ready(place[0].prepared, place[1]), _MOST)
+            ready = self._make_ready(place[0].prepared, place[1])
+            keep(self._of_kinds, place, ready, _MOST)
             ready.launch(ready.argument, stream)
         else:
             keep(self._of_kinds, place, None, _MOST)

@@ -179,8 +179,13 @@ def _reach(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: in
         return 0, 0
     if strides is None:
         return 0, math.prod(shape) * itemsize
-    steps = [(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]
-    return sum(min(0, step) for step in steps), sum(max(0, step) for step in steps) + itemsize
+    first, past = 0, itemsize
+    for length, stride in zip(shape, strides, strict=True):
+        if stride < 0:
+            first += (length - 1) * stride
+        else:
+            past += (length - 1) * stride
+    return first, past
 
 
 def is_readonly(array: Any) -> bool:

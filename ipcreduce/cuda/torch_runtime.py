@@ -73,9 +73,11 @@ def _of(found: Any, path: str, otherwise: Any) -> Any:
 def _is_imported() -> bool:
     global _untraced
     found = sys.modules.get("torch")
-    if found is None or not (hasattr(found, "Tensor") and hasattr(found, "cuda")):  # another thread is importing it
+    if found is None:
         return False
     if found is not torch:
+        if not (hasattr(found, "Tensor") and hasattr(found, "cuda")):  # another thread is importing it
+            return False
         if getattr(found.__spec__, "_initializing", False):
             return False
         _bind(found)

@@ -235,11 +235,9 @@ class Communicator:
             if ready is None:
                 ready, results = known.find_new(given, stream)
         made = fast.make(ready, self._allreduce_rmsnorm, given, None, given, stream)
-        if made is not True:
-            usual: tuple[Any, ...] = made
-            return usual
-        if results[0]:
-            return results[0]
+        found: tuple[Any, ...] = results[0] if made is True else made
+        if found:
+            return found
         if quantize is None:
             return out, residual_out
         return quant_out, quantize.scale if scales_out is None else scales_out, residual_out

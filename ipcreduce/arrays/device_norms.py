@@ -54,6 +54,7 @@ class DeviceNorm:
             self._arrays[name] = seen[id(array)]
             check_device(device, self._arrays[name], name)
         x = self._arrays["x"]
+        self._is_tensor = x is not given.x and torch_runtime.is_tensor(given.x)
         self.shape: NormShape = norms.shape_of(given, x)
         self.form: tuple[int, ...] = x.shape
         norms.check(self.shape, self._arrays)
@@ -143,15 +144,15 @@ class DeviceNorm:
         In a recording the memory belongs to the graph.
         """
         self.is_plain = False
-        x = self._given.x
+        x, is_tensor = self._given.x, self._is_tensor
         by_columns = name == "scales_out" and self.shape.column_major
         base_form = (form[-1], self.shape.scales_stride) if by_columns else form
-        if torch_runtime.is_tensor(x) and self._ordered:
+        if is_tensor and self._ordered:
             tensor = torch_runtime.new_on(x, base_form, dtype, self._stream)
-            base = views.view(tensor, self._stream, ordered=False)
+            base = views.of_new(tensor, base_form, dtype, self._device)
         else:
             base = views.empty(base_form, dtype, self._stream, self._device)
-            tensor = torch_runtime.over(base, x) if torch_runtime.is_tensor(x) else None
+            tensor = torch_runtime.over(base, x) if is_tensor else None
         array = _columns(base, self.shape, form) if by_columns else base
         if tensor is None:
             float8 = cupy_runtime.float8() if name == "quant_out" else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -177,9 +178,14 @@ def _reach(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: in
     if 0 in shape:
         return 0, 0
     if strides is None:
-        return 0, int(np.prod(shape, dtype=np.int64)) * itemsize
-    steps = [(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]
-    return sum(min(0, step) for step in steps), sum(max(0, step) for step in steps) + itemsize
+        return 0, math.prod(shape) * itemsize
+    first, past = 0, itemsize
+    for length, stride in zip(shape, strides, strict=True):
+        if stride < 0:
+            first += (length - 1) * stride
+        else:
+            past += (length - 1) * stride
+    return first, past
 
 
 def is_readonly(array: Any) -> bool:
@@ -299,6 +305,11 @@ def copy_into(target: Any, value: Any, stream: Stream) -> None:
         value = contiguous_copy(value, stream)
     with load().cuda.Device(device_of(target)), on_stream(stream):
         target[...] = value
+
+
+def of_new(tensor: Any, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> Any:
+    """A CuPy array over a new contiguous tensor of PyTorch, of which all is known: no check, and no wait."""
+    return _over(tensor.data_ptr(), shape, dtype, None, tensor, device)
 
 
 def is_cupy(array: Any) -> bool:

@@ -29,6 +29,7 @@ _kinds: tuple[Any, Any] = (None, None)  # torch.Tensor and Parameter, without su
 strided: Any = None
 _untraced = False
 _dtypes: dict[Any, np.dtype[Any]] = {}
+_of_numpy: dict[np.dtype[Any], Any] = {}  # the same, the other way round
 get_stream: Any = None  # a function: the device's ordinal -> its current stream's handle; None without a GPU
 tracing_state: Any = None  # a function: the state of torch.jit.trace in this thread, or None
 modes: Any = None  # the module that knows whether a TorchDispatchMode is on
@@ -43,11 +44,12 @@ def _nothing(*_: Any) -> None:
 
 
 def _bind(found: Any) -> None:
-    global torch, _kinds, strided, _dtypes, get_stream, tracing_state, modes, duals, is_zero, is_transformed
+    global torch, _kinds, strided, _dtypes, _of_numpy, get_stream, tracing_state, modes, duals, is_zero, is_transformed
     _kinds = found.Tensor, getattr(getattr(found, "nn", None), "Parameter", None)
     strided = getattr(found, "strided", None)
     names = [name for name in (*(dtype.name for dtype in DTYPES), *_OTHER_DTYPES) if hasattr(found, name)]
     _dtypes = {getattr(found, name): _BFLOAT16 if name == "bfloat16" else np.dtype(name) for name in names}
+    _of_numpy = {of_numpy: of_torch for of_torch, of_numpy in _dtypes.items()}
     get: Any = None
     if found.cuda.is_available():
         get = getattr(getattr(found, "_C", None), "_cuda_getCurrentRawStream", None)
@@ -71,9 +73,11 @@ def _of(found: Any, path: str, otherwise: Any) -> Any:
 def _is_imported() -> bool:
     global _untraced
     found = sys.modules.get("torch")
-    if found is None or not (hasattr(found, "Tensor") and hasattr(found, "cuda")):  # another thread is importing it
+    if found is None:
         return False
     if found is not torch:
+        if not (hasattr(found, "Tensor") and hasattr(found, "cuda")):  # another thread is importing it
+            return False
         if getattr(found.__spec__, "_initializing", False):
             return False
         _bind(found)
@@ -210,7 +214,7 @@ def empty(like: Any, shape: Any, dtype: Any, device: int) -> tuple[Any, int]:
 
 
 def _of_numpy_dtype(dtype: np.dtype[Any]) -> Any:
-    return next(of_torch for of_torch, of_numpy in _dtypes.items() if of_numpy == dtype)
+    return _of_numpy[dtype]
 
 
 # ---- streams

@@ -17,7 +17,7 @@ from unittest import mock
 import cupy
 import numpy as np
 
-from ipcreduce import Communicator, communicator, errors
+from ipcreduce import Communicator, errors, open_communicator
 from ipcreduce.page import shared_files
 from tests.shared.bounds import HANG, until
 from tests.sim.scenarios import WORLD
@@ -129,7 +129,7 @@ def environment(rank: int | None = None, **variables: str) -> Iterator[None]:
 
 def close_seconds(seconds: float) -> Any:
     """For a while, how long close() waits for the peers."""
-    return mock.patch.object(communicator, "_CLOSE_SECONDS", seconds)
+    return mock.patch.object(open_communicator, "_CLOSE_SECONDS", seconds)
 
 
 def fault(comm: Any) -> None:

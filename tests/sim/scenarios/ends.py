@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 import ipcreduce
-from ipcreduce import Communicator, Graph, communicator, errors
+from ipcreduce import Communicator, Graph, errors, open_communicator
 from ipcreduce.device import deferred_free
 from ipcreduce.graphs.direct.registration import DirectGraphs
 from tests.shared import clock, worker
@@ -89,7 +89,7 @@ def freed_once_unmapped() -> None:
         unmap()
 
     workspace.unmap_peers = unmapping
-    with mock.patch.object(driver, "free", freeing), mock.patch.object(communicator, "_CLOSE_SECONDS", 0.2):
+    with mock.patch.object(driver, "free", freeing), mock.patch.object(open_communicator, "_CLOSE_SECONDS", 0.2):
         if RANK != 0:
             WORLD.Barrier()
         comm.close()

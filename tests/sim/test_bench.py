@@ -53,24 +53,24 @@ def test_lists(mpirun: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "dtype", "quantize"), [
-    (2, "bfloat16", "none"), (2, "float16", "static"), (3, "bfloat16", "token"), (2, "bfloat16", "128"),
+    (2, "float16", "none"), (2, "bfloat16", "token"),
 ])  # fmt: skip
 def test_norms(mpirun: Run, tmp_path: Path, ranks: int, dtype: str, quantize: str) -> None:
     """--op allreduce_rmsnorm: the fused call, beside the pair and the all-reduce, all of whose results are checked."""
     kept = tmp_path / "bench.json"
-    wanted = ("--op", "allreduce_rmsnorm", "--hidden", 256, "--rows", "1,5", "--dtype", dtype, "--quantize", quantize)
+    wanted = ("--op", "allreduce_rmsnorm", "--hidden", 128, "--rows", "1,3", "--dtype", dtype, "--quantize", quantize)
     quick = ("--replays", 2, "--peers", "pair,allreduce", "--json", kept)
     output = mpirun("tests.simulated", ranks, "-m", "ipcreduce", "bench", *wanted, *quick, env=SMALL).stdout
     suffix = "" if quantize == "none" else f", quantised: {quantize}"
-    assert f"graph, {ranks} ranks, RMSNorm of the sum of {dtype} in rows of 256{suffix}\n" in output
+    assert f"graph, {ranks} ranks, RMSNorm of the sum of {dtype} in rows of 128{suffix}\n" in output
     result = json.loads(kept.read_text())
     assert result["left_out"] == {}
     rows = result["rows"]
     assert [(row["mode"], row["rows"], row["bytes"]) for row in rows] == [
-        (mode, count, count * 512) for count in (1, 5) for mode in ("graph", "eager")
+        (mode, count, count * 256) for count in (1, 3) for mode in ("graph", "eager")
     ]
     for row in rows:
-        assert (row["op"], row["hidden"], row["quantize"]) == ("allreduce_rmsnorm", 256, quantize)
+        assert (row["op"], row["hidden"], row["quantize"]) == ("allreduce_rmsnorm", 128, quantize)
         assert (row["algorithm"], row["peers_us"]) == ("fused_one_shot", {})
         assert {*row["own_us"]} == {"pair", "allreduce"}
         assert min(row["ours_us"], *row["own_us"].values()) > 0

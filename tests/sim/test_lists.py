@@ -12,7 +12,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 SWEEP = "tests/gpu/list_sweep.py"
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(1, 20), (2, 60), (3, 40), (4, 20)])
+@pytest.mark.parametrize(("ranks", "cases"), [(1, 10), (2, 30), (3, 30), (4, 10)])
 def test_random_lists(mpirun: Run, ranks: int, cases: int) -> None:
     """The same lists on all worlds: each kernel is built once."""
     output = mpirun("tests.simulated", ranks, SWEEP, "--cases", cases, "--largest", 8000).stdout

@@ -12,7 +12,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 SWEEP = "tests/gpu/map_sweep.py"
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(1, 30), (2, 40), (3, 40)])
+@pytest.mark.parametrize(("ranks", "cases"), [(1, 10), (2, 20), (3, 30)])
 def test_random_expressions(mpirun: Run, ranks: int, cases: int) -> None:
     """The same calls on all worlds: each kernel is built once."""
     output = mpirun("tests.simulated", ranks, SWEEP, "--cases", cases, "--largest", 6000, "--kinds", 7).stdout

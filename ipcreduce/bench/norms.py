@@ -222,7 +222,7 @@ class ThenTorch(contenders._Torch):
 
 
 def peers(comm: Communicator, algorithm: str | None) -> dict[str, contenders.Make]:
-    """What is timed beside the call."""
+    """The launches and libraries that are timed beside the call."""
     found: dict[str, contenders.Make] = {"allreduce": lambda mpi: Allreduce(comm)}
     if comm.backend != "mpi":
         found["pair"] = lambda mpi: Pair(comm, algorithm)

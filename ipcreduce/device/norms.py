@@ -61,7 +61,7 @@ class Norms:
         self._prepared: dict[tuple[tuple[int, ...], NormShape], PreparedNorm] = {}
 
     def prepare(self, of: tuple[int, ...], shape: NormShape) -> PreparedNorm:
-        """What is launched for an array of shape ``of``, compiled if need be.
+        """The launches for an array of shape ``of``, compiled if need be.
 
         :raises IpcReduceError: if a kernel does not compile. :raises CudaError: if it does not load.
         """

@@ -25,7 +25,7 @@ _BYTES = FLOAT8, np.dtype(np.uint8)
 
 
 class FP8:
-    """How results are quantised to e4m3, numbers of 8 bits: by a given scale, or by scales of their own values.
+    """A quantisation to e4m3, numbers of 8 bits: by a given scale, or by scales of the results' own values.
 
     It cannot be changed.
 
@@ -137,7 +137,7 @@ def on_device(given: NormArguments) -> bool:
 
 
 def shape_of(given: NormArguments, x: Any) -> NormShape:
-    """What the ranks compare, from the arguments and the array ``x``, of CuPy or NumPy.
+    """The part of a call that the ranks compare, from the arguments and the array ``x``, of CuPy or NumPy.
 
     :raises ArgumentError: if x cannot be normalised, or a number is wrong.
     """

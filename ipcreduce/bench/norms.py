@@ -1,4 +1,4 @@
-"""What ``bench --op allreduce_rmsnorm`` times: the call, its parts, and peers that norm behind NCCL by PyTorch.
+"""The contenders of ``bench --op allreduce_rmsnorm``: the call, its parts, and peers that norm behind NCCL by PyTorch.
 
 Each contender takes :class:`Rows` as its source. The sums are exact in any order, so the reduced rows are everybody's.
 The results of ipcreduce must have the bits that NumPy gives; those of peers, which round elsewhere, must be near.

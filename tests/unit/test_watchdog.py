@@ -399,11 +399,21 @@ def test_a_number_that_is_used_again_right_behind_a_poll(ranks: Make, monkeypatc
     late: list[Watch] = []
     descriptors: list[set[int]] = []
 
+    def numbers() -> set[int]:
+        return {one.descriptor for one in watchdog._watchdog._processes.values()}
+
     def change() -> None:
-        descriptors.append({one.descriptor for one in watchdog._watchdog._processes.values()})
+        descriptors.append(numbers())
         other.stop()
+        (free,) = descriptors[0] - numbers()
+        below: list[int] = []  # numbers that are free too, by an earlier test's rubbish: the lowest is given first
+        while (number := os.open(os.devnull, os.O_RDONLY)) != free:
+            below.append(number)
+        os.close(free)
         late.append(comes.watch())
-        descriptors.append({one.descriptor for one in watchdog._watchdog._processes.values()})
+        descriptors.append(numbers())
+        for number in below:
+            os.close(number)
 
     behind.append(change)
     goes.end(1)

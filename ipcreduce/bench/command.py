@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rows", type=counts, metavar="N,N,...", help="their numbers (default 1, 2, 4, ..., 512)")
     add("--quantize", choices=norms.QUANTIZE, help="e4m3, by scales of this kind (default none)")
     add("--replays", type=count, default=30, metavar="N", help="timed graph replays, or rounds of calls (default 30)")
+    add("--calls", type=count, metavar="N", help="in a graph or a row, on GPUs (default by the bytes, 4 to 200)")
     add("--algorithm", choices=ALGORITHMS, help="force one at all sizes (on GPUs)")
     add("--json", type=Path, metavar="FILE", help="write the times to this file")
     add("--plot", type=Path, metavar="FILE", help="draw the times into this .png, .svg or .pdf; needs matplotlib")
@@ -128,8 +129,12 @@ def _fitted(options: argparse.Namespace, comm: Communicator) -> argparse.Namespa
     :raises ArgumentError: if the options allow no size.
     """
     on_host = comm.backend == "mpi"
-    if on_host and (options.algorithm or "graph" in (options.mode or ())):
-        what = f"--algorithm {options.algorithm}" if options.algorithm else "--mode graph"
+    of_gpus = {
+        f"--algorithm {options.algorithm}": options.algorithm is not None,
+        f"--calls {options.calls}": options.calls is not None,
+        "--mode graph": "graph" in (options.mode or ()),
+    }
+    if on_host and (what := next((option for option, given in of_gpus.items() if given), "")):
         raise UnsupportedError(
             f"{what} needs GPUs, and these ranks have none. Leave it out to measure NumPy arrays.\n{comm.describe()}"
         )
@@ -179,7 +184,7 @@ def _measure(comm: Communicator, options: argparse.Namespace, mpi: Any) -> dict[
     ours, peers, left_out = _contenders(comm, options, mpi)
     result: dict[str, Any] = {**report.header(["-m", "ipcreduce", *sys.argv[1:]]), "left_out": left_out, "rows": []}
     with nullcontext() if on_host else cupy_runtime.load().cuda.Stream(non_blocking=True):
-        limit = Limit.measure(comm, mpi, options.replays) if comm.backend == "ipc" else None
+        limit = Limit.measure(comm, mpi, options.replays, options.calls) if comm.backend == "ipc" else None
         result["limit"] = {"barrier_us": limit.barrier_us, "push_GBps": limit.push_gbps} if limit else {}
         bound = limit.microseconds if limit else partial(copy_microseconds, mpi, options.replays, on_host)
         for nbytes in report.progress(options.sizes, mpi):
@@ -200,7 +205,7 @@ def _measure(comm: Communicator, options: argparse.Namespace, mpi: Any) -> dict[
                 for _ in range(turns):
                     message.renew()
                     for one, found in runs.items():
-                        found.append(_time(one, message, mode, -(-options.replays // turns), mpi))
+                        found.append(_time(one, message, mode, -(-options.replays // turns), options.calls, mpi))
                     if not all(mpi.allgather(message.is_right())):  # the last results are ours
                         raise IpcReduceError(f"{message.what} is wrong ({mode}, when timed)")
                 own, times = ({one.name: _usual(runs[one])[0].median for one in takers if one.own is is_own}
@@ -254,18 +259,21 @@ def _usual(runs: list[_Run]) -> _Run:
 
 
 def _time(
-    one: contenders.Contender, message: Message | norms.Message, mode: str, replays: int, mpi: Any
-) -> _Run:  # fmt: skip
+    one: contenders.Contender, message: Message | norms.Message, mode: str, replays: int, calls: int | None, mpi: Any
+) -> _Run:
     call, nbytes = one.prepare(message.source, message.target), message.nbytes
     assert call is not None
     if message.on_host:
         return timing.on_host(call, replays, mpi), None
-    calls = max(4, min(200, _LARGE // nbytes))
+    if calls is None:
+        calls = max(4, min(200, _LARGE // nbytes))
+        if mode == "eager" and nbytes <= _LARGE:
+            calls = max(calls, 20)  # because the time includes the synchronisation at the end
     with one.running():
         call()  # does the work of a first call, such as compiling, before the capture and the times
         message.wait()
-        if mode == "eager":  # at least 20 calls, because the time includes the synchronisation at the end
-            return timing.eagerly(call, max(calls, 20) if nbytes <= _LARGE else calls, replays, mpi)
+        if mode == "eager":
+            return timing.eagerly(call, calls, replays, mpi)
     launch = one.captured(call, calls)
     found = timing.in_graph(launch, calls, replays, mpi)
     if isinstance(one, contenders.Ours):  # _measure() checks the last results: let them be those of the graph

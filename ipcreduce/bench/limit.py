@@ -52,8 +52,11 @@ class Limit:
         return self.barrier_us + wire / self.push_gbps / 1e3
 
     @classmethod
-    def measure(cls, comm: Communicator, mpi: Any, replays: int) -> Limit:
-        """Measure barrier and push by kernels/limit.cu, in CUDA graphs. Collective."""
+    def measure(cls, comm: Communicator, mpi: Any, replays: int, calls: int | None = None) -> Limit:
+        """Measure barrier and push by kernels/limit.cu, in CUDA graphs. Collective.
+
+        :param calls: of the barrier in a graph.
+        """
         backend = our_backend(comm, "the limit line")
         room = backend.workspace.half_bytes - (comm.size - 1) * plan.row_bytes(1)
         nbytes = min(_PUSH_BYTES, room // plan.PACKET_BYTES * plan.PACKET_BYTES)
@@ -67,7 +70,7 @@ class Limit:
         most = min(_BLOCKS, plan.most_blocks(backend.launches.resident, backend.launches.sharing))
         blocks = max(1, min(most, nbytes // plan.PACKET_BYTES // (8 * _THREADS)))
         median(nbytes, (blocks, _THREADS), 4)  # warm-up, so that clocks have risen
-        barrier, push = median(0, (1, 32), 200), median(nbytes, (blocks, _THREADS), 4)
+        barrier, push = median(0, (1, 32), calls or 200), median(nbytes, (blocks, _THREADS), 4)
         return cls(comm.size, barrier, (comm.size - 1) * nbytes / push / 1e3)
 
 

@@ -97,6 +97,7 @@ def test_peers_of_gpus_are_left_out(mpirun: Run) -> None:
     [
         (("bench", "--mode", "graph"), "--mode graph needs GPUs", 1),
         (("bench", "--algorithm", "one_shot"), "--algorithm one_shot needs GPUs", 1),
+        (("bench", "--calls", "4"), "--calls 4 needs GPUs", 1),
         (("tune",), "tune needs GPUs and at least 2 ranks. Start it", 1),
         (("bench", "--replays", "0"), "--replays: '0' is no whole number", 2),
         (("bench", "--smallest", "5", "--largest", "7"), "no power of two from --smallest to --largest", 2),

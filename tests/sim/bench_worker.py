@@ -15,7 +15,8 @@ import ipcreduce
 from ipcreduce import cli
 from ipcreduce.bench import command, contenders, norms
 
-COMMAND = ["bench", "--mode", "graph", "--replays", "2", "--dtype", "float32"]
+QUICK = ["--replays", "2", "--calls", "5"]
+COMMAND = ["bench", "--mode", "graph", *QUICK, "--dtype", "float32"]
 
 
 class Wrong(contenders.Contender):
@@ -82,7 +83,6 @@ def main() -> None:
     contenders.PEERS.update({"wrong": lambda mpi: Wrong(), "elsewhere": lambda mpi: Elsewhere()})
     contenders.PEERS.update({"misplaced": lambda mpi: Misplaced(), "breaks": lambda mpi: Breaks()})
     if sys.argv[2:] == ["misplaced"]:  # chunks of a power of two elements
-        command._LARGE = 1 << 20  # fewer calls are timed
         cli.main([*COMMAND, "--peers", "misplaced", "--smallest", "512K", "--largest", "512K", "--json", sys.argv[1]])
         return
     if sys.argv[2:] == ["breaks"]:
@@ -100,9 +100,9 @@ def main() -> None:
     command.add_arguments(parser)
     kept = sys.argv[1]
     if sys.argv[2:] in (["norm_ours"], ["norm_pair"]):
-        run(parser, ["--op", "allreduce_rmsnorm", "--rows", "2", "--hidden", "64", "--mode", "graph", "--replays", "2"])
+        run(parser, ["--op", "allreduce_rmsnorm", "--rows", "2", "--hidden", "64", "--mode", "graph", *QUICK])
         return
-    wanted = ["--smallest", "64", "--largest", "64", "--replays", "2", "--dtype", "float32", "--json", kept]
+    wanted = ["--smallest", "64", "--largest", "64", *QUICK, "--dtype", "float32", "--json", kept]
     if run(parser, [*wanted, "--peers", "wrong,elsewhere"]) and MPI.COMM_WORLD.rank == 0:
         print("peers", [sorted(row["peers_us"]) for row in json.loads(Path(kept).read_text())["rows"]])
 

@@ -12,7 +12,7 @@ import pytest
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 SMALL = {"IPCREDUCE_WORKSPACE_MB": "1"}
-QUICK = ("--replays", 2, "--peers", "")
+QUICK = ("--replays", 2, "--calls", 5, "--peers", "")
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_norms(mpirun: Run, tmp_path: Path, ranks: int, dtype: str, quantize: st
     """--op allreduce_rmsnorm: the fused call, beside the pair and the all-reduce, all of whose results are checked."""
     kept = tmp_path / "bench.json"
     wanted = ("--op", "allreduce_rmsnorm", "--hidden", 128, "--rows", "1,3", "--dtype", dtype, "--quantize", quantize)
-    quick = ("--replays", 2, "--peers", "pair,allreduce", "--json", kept)
+    quick = ("--replays", 2, "--calls", 5, "--peers", "pair,allreduce", "--json", kept)
     output = mpirun("tests.simulated", ranks, "-m", "ipcreduce", "bench", *wanted, *quick, env=SMALL).stdout
     suffix = "" if quantize == "none" else f", quantised: {quantize}"
     assert f"graph, {ranks} ranks, RMSNorm of the sum of {dtype} in rows of 128{suffix}\n" in output
@@ -81,7 +81,7 @@ def test_norms_that_are_a_pair_anyway(mpirun: Run, tmp_path: Path) -> None:
     wanted = ("--op", "allreduce_rmsnorm", "--hidden", 100, "--rows", 3, "--mode", "graph", "--json", kept)
     for backend, by in (("ipc", "one_shot, rmsnorm"), ("nccl", "nccl, rmsnorm")):
         environ = SMALL | {"IPCREDUCE_BACKEND": backend}
-        quick = ("--replays", 2, "--peers", "pair,allreduce,torch_nccl,mpi")
+        quick = ("--replays", 2, "--calls", 5, "--peers", "pair,allreduce,torch_nccl,mpi")
         output = mpirun("tests.simulated", 2, "-m", "ipcreduce", "bench", *wanted, *quick, env=environ).stdout
         assert "without torch_nccl: ModuleNotFoundError" in output
         assert "without mpi: it is not timed with this --op" in output
@@ -116,8 +116,8 @@ def test_over_nccl(mpirun: Run, tmp_path: Path) -> None:
 def test_a_log_has_whole_numbers(mpirun: Run, tmp_path: Path, terminal: dict[str, str]) -> None:
     """In columns, wider than a terminal, with no control codes, whatever a launcher says of one."""
     kept = tmp_path / "bench.json"
-    wanted = ("--smallest", 64, "--largest", 128, "--replays", 2, "--mode", "graph", "--peers", "", "--json", kept)
-    output = mpirun("tests.simulated", 2, "-m", "ipcreduce", "bench", *wanted, env=SMALL | terminal).stdout
+    wanted = ("--smallest", 64, "--largest", 128, "--mode", "graph", "--json", kept)
+    output = mpirun("tests.simulated", 2, "-m", "ipcreduce", "bench", *wanted, *QUICK, env=SMALL | terminal).stdout
     assert output.isascii(), output
     assert "\x1b" not in output
     assert "\r" not in output
@@ -140,7 +140,7 @@ def test_a_log_has_whole_numbers(mpirun: Run, tmp_path: Path, terminal: dict[str
 def test_one_mode_and_a_forced_algorithm(mpirun: Run, tmp_path: Path) -> None:
     kept = tmp_path / "bench.json"
     wanted = ("--smallest", 64, "--largest", 64, "--mode", "eager", "--algorithm", "two_shot", "--json", kept)
-    output = mpirun("tests.simulated", 2, "-m", "ipcreduce", "bench", *wanted, "--replays", 2, env=SMALL).stdout
+    output = mpirun("tests.simulated", 2, "-m", "ipcreduce", "bench", *wanted, "--calls", 5, "--replays", 2, env=SMALL).stdout
     assert "without nccl: " in output
     assert "without torch_symm_one_shot: ModuleNotFoundError" in output
     (row,) = json.loads(kept.read_text())["rows"]

@@ -72,7 +72,7 @@ def gxx(
         partial = output.with_name(f"{output.name}.partial")
         command = [
             *shlex.split(os.environ.get("CXX", "g++")),
-            *("-std=c++17", "-O2", "-fPIC", "-pthread", "-fno-strict-aliasing", "-ffp-contract=off"),
+            *("-std=c++17", "-O1", "-fPIC", "-pthread", "-fno-strict-aliasing", "-ffp-contract=off"),
             "-U_FORTIFY_SOURCE",  # some systems' default: it takes our change from one stack to another for an error
             *(f"-I{include}", f"-I{kernels}", *flags, *shlex.split(os.environ.get("CXXFLAGS", ""))),
             *("-o", str(partial), *map(str, sources), "-ldl"),

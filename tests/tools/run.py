@@ -214,18 +214,24 @@ def test_cuda12(python: str) -> int:
     print("CUDA bindings {}, NVRTC {}".format(*found), flush=True)
     if not all(version.startswith("12.") for version in found):
         sys.exit("expected those of CUDA 12: leave out VENV=, or install the extra test-cuda12 and no other NVRTC")
-    return run(python, "-m", "pytest", *TEST_OPTIONS, *workers(python), "-m", "unit or gpu", check=False)
+    return pytest(python, "-m", "unit or gpu")
 
 
 def test(python: str) -> int:
     left_out(python)
     with times.noted():
-        return run(python, "-m", "pytest", *TEST_OPTIONS, *workers(python), check=False)
+        return pytest(python)
+
+
+def pytest(python: str, *options: str, measured: tuple[str, ...] = ()) -> int:
+    """Run tests, and keep the bytecode of what they import: thousands of ranks do, and may be told to write none."""
+    run(python, "-m", "compileall", "-q", "-j", "2", "ipcreduce", "tests", "benchmarks", "mpi_examples")
+    return run(python, *measured, "-m", "pytest", *TEST_OPTIONS, *workers(python), *options, check=False)
 
 
 def quick(python: str) -> int:
     """For a developer's loop: quick tests of the tier unit, a scenario of each file, the first block of each page."""
-    status = run(python, "-m", "pytest", *TEST_OPTIONS, *workers(python), "--quick", "-m", "unit", check=False)
+    status = pytest(python, "--quick", "-m", "unit")
     if reasons := [reason for tier, reason in machine.left_out(python).items() if tier != "gpu"]:
         print(f"left out: the ranks: {reasons[0]}")
         return status
@@ -242,7 +248,7 @@ def coverage(python: str) -> int:
         return 1
     coverage = [python, "-m", "coverage"]
     run(*coverage, "erase")
-    status = run(*coverage, "run", "-m", "pytest", *TEST_OPTIONS, *workers(python), check=False)
+    status = pytest(python, measured=("-m", "coverage", "run"))
     run(*coverage, "combine", "--quiet")
     for left in Path().glob(".coverage.*"):  # of a process that was killed while it wrote
         left.unlink()
@@ -268,8 +274,7 @@ def test_pythons(venv: Path) -> int:
             continue
         own = venv.absolute().with_name(f"{venv.name}-py{version}")
         python = set_up(own, {"examples", TEST_EXTRAS[generation]}, generation, base)
-        command = [python, "-m", "pytest", *TEST_OPTIONS, *workers(python), "-m", "unit or mpi"]
-        results[version] = f"exit code {status}" if (status := run(*command, check=False)) else "passed"
+        results[version] = f"exit code {status}" if (status := pytest(python, "-m", "unit or mpi")) else "passed"
     for version, result in results.items():
         print(f"Python {version:5} {result}")
     return int(any(result.startswith("exit code") for result in results.values()) or "passed" not in results.values())

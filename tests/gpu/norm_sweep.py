@@ -36,7 +36,7 @@ def main() -> None:
     world = MPI.COMM_WORLD
     cupy.cuda.Device(world.rank % cupy.cuda.runtime.getDeviceCount()).use()
     if options.abandoned:
-        shapes = norm_cases.abandoned(cupy_module, world)
+        shapes = norm_cases.abandoned(cupy_module, world, 1.0 if cupy.__name__ == "cupy" else 0.2)
         if world.rank == 0:
             print(f"{shapes} abandoned launches on {world.size} ranks, all right")
         return

@@ -13,6 +13,7 @@ from tests.graphs.common import (
     HUGE,
     LAST,
     RANK,
+    SIM,
     SIZE,
     TOTAL,
     Canaries,
@@ -43,7 +44,7 @@ def freed_in_the_body(comm: Any) -> None:
                 gc.collect()
                 free_all_blocks()
         canaries = Canaries(*[1 << 22] * 2, *[16_000] * 20, *[512] * 8)
-        for turn in range(1, 9):
+        for turn in range(1, 5):
             right(total, TOTAL * 7 * max(1, turn - 1) + 30)
             canaries.intact()
             source.fill((RANK + 1) * turn)
@@ -212,7 +213,7 @@ def arrays_are_held(comm: Any) -> None:
 
 
 def many(comm: Any) -> None:
-    """200 graphs recorded and closed: everything is back."""
+    """Many graphs recorded and closed: everything is back."""
     source = mine(2000)
 
     def one(turn: int) -> None:
@@ -226,7 +227,7 @@ def many(comm: Any) -> None:
 
     one(0)
     before = held_by_library(comm)
-    for turn in range(200):
+    for turn in range(60 if SIM else 200):
         one(turn)
     given_back(comm, before)
 

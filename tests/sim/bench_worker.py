@@ -82,8 +82,9 @@ def run(parser: argparse.ArgumentParser, arguments: list[str]) -> bool:
 def main() -> None:
     contenders.PEERS.update({"wrong": lambda mpi: Wrong(), "elsewhere": lambda mpi: Elsewhere()})
     contenders.PEERS.update({"misplaced": lambda mpi: Misplaced(), "breaks": lambda mpi: Breaks()})
-    if sys.argv[2:] == ["misplaced"]:  # chunks of a power of two elements
-        cli.main([*COMMAND, "--peers", "misplaced", "--smallest", "512K", "--largest", "512K", "--json", sys.argv[1]])
+    if sys.argv[2:] == ["misplaced"]:  # of twice as many elements as are drawn, and a power of two
+        size = ["--dtype", "int8", "--smallest", "128K", "--largest", "128K"]
+        cli.main([*COMMAND, "--peers", "misplaced", *size, "--json", sys.argv[1]])
         return
     if sys.argv[2:] == ["breaks"]:
         cli.main([*COMMAND, "--peers", "breaks", "--smallest", "64", "--largest", "128", "--json", sys.argv[1]])

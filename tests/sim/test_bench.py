@@ -158,7 +158,7 @@ def test_what_is_misplaced_is_wrong(mpirun: Run, tmp_path: Path) -> None:
     output = mpirun(
         "tests.simulated", 2, "tests/sim/bench_worker.py", tmp_path / "kept.json", "misplaced", env=SMALL
     ).stdout
-    assert "without misplaced: ArithmeticError: its result is wrong, at 524288 bytes" in output
+    assert "without misplaced: ArithmeticError: its result is wrong, at 131072 bytes" in output
 
 
 def test_an_exception_on_one_rank_ends_all_and_leaves_what_there_is(mpirun: Run, tmp_path: Path) -> None:

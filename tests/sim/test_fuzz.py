@@ -38,7 +38,7 @@ def test_programs(ranks: int, tmp_path: Path):
 
 def test_deaths(tmp_path: Path):
     done = run(
-        "-m", "tests.fuzz", "--deaths", "--programs", "15", "--ranks", "2", "4", "--script", str(tmp_path / "found.py")
+        "-m", "tests.fuzz", "--deaths", "--programs", "10", "--ranks", "2", "4", "--script", str(tmp_path / "found.py")
     )
     assert done.returncode == 0, done.stdout
     assert "survivors" in done.stdout

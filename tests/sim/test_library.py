@@ -25,8 +25,8 @@ def test_sweep(mpirun: Run, ranks: int, cases: int) -> None:
 
 
 def test_sweep_where_packets_arrive_in_halves(mpirun: Run) -> None:
-    output = on_sim(mpirun, "sweep", 3, "--cases", 40, "--largest", 3000, env={"SIM_SPLIT_PACKETS": "1"})
-    assert "40 cases, 160 calls on 3 ranks, all right" in output
+    output = on_sim(mpirun, "sweep", 3, "--cases", 25, "--largest", 3000, env={"SIM_SPLIT_PACKETS": "1"})
+    assert "25 cases, 100 calls on 3 ranks, all right" in output
 
 
 def test_on_systems_that_fortify_programs(mpirun: Run) -> None:
@@ -43,8 +43,8 @@ def test_no_access_behind_an_array(mpirun: Run) -> None:
 
 
 def test_messages_larger_than_the_workspace(mpirun: Run) -> None:
-    output = on_sim(mpirun, "sweep", 4, "--cases", 3, "--largest", 400_000, "--smallest", 200_000)
-    assert "3 cases, 12 calls on 4 ranks, all right" in output
+    output = on_sim(mpirun, "sweep", 3, "--cases", 3, "--largest", 300_000, "--smallest", 200_000)
+    assert "3 cases, 12 calls on 3 ranks, all right" in output
 
 
 def test_epochs_that_wrap(mpirun: Run) -> None:

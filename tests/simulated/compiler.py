@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ipcreduce.cuda.expressions import Expression, Operand
-from ipcreduce.errors import IpcReduceError
+from ipcreduce.errors import ArgumentError, IpcReduceError
 
 SIM = Path(__file__).resolve().parent
 KERNELS = SIM.parents[1] / "kernels"
@@ -70,6 +70,7 @@ def gxx(
         if output.exists():
             return output
         partial = output.with_name(f"{output.name}.partial")
+        partial.touch()  # with -fsyntax-only nobody else makes it
         command = [
             *shlex.split(os.environ.get("CXX", "g++")),
             *("-std=c++17", "-O1", "-fPIC", "-pthread", "-fno-strict-aliasing", "-ffp-contract=off"),
@@ -92,6 +93,7 @@ def build_kernel(
     whole: bool = True,
     depth: int = 1,
     expression: Expression | None = None,
+    checked: Path | None = None,
     tsan: bool = False,
     directory: Path | None = None,
     further: Mapping[str, str] = MappingProxyType({}),
@@ -99,6 +101,7 @@ def build_kernel(
 ) -> Path:
     """The shared object of one kernel; it needs the functions of the runtime.
 
+    :param checked: only see if the kernel with the expression compiles, unless this file says that it does.
     :param further: macros of some kernels only. :param where: other sources, see :func:`gxx`.
     """
     macros = {"DTYPE": dtype, "OP": op, "WHOLE_PACKETS": str(int(whole)), "DEPTH": str(depth), **further}
@@ -114,6 +117,8 @@ def build_kernel(
         source = builds / f"{target}.{os.getpid()}.cu"
         source.write_text(text)
         try:
+            if checked is not None:
+                return gxx(checked, ["-xc++", source], "-fsyntax-only", *flags, **where)
             return gxx(builds / target, ["-xc++", source], *flags, **where)
         finally:
             source.unlink()
@@ -130,8 +135,8 @@ def compile_kernel(
 ) -> bytes:
     """As ``ipcreduce.cuda.compiler.compile_kernel``; what the simulated driver's ``load_module`` takes.
 
-    That is what to build: g++ takes a second a kernel, and most are loaded but never launched. Those with an expression
-    are built at once, as their errors are the caller's.
+    That is what to build: g++ takes a second a kernel, and most are loaded but never launched. An expression is checked
+    at once, as its errors are the caller's, and by the first kernel that it is for.
     """
     given = {key.removeprefix("IPCREDUCE_"): value for key, value in macros.items()}
     known = ("RANK", "RANKS", "DTYPE", "OP", "WHOLE_PACKETS", "DEPTH")
@@ -140,15 +145,30 @@ def compile_kernel(
     content = {"kernel": name, **given}
     if expression is not None:
         content["EXPRESSION"] = json.dumps([expression.text, *map(list, map(dataclasses.astuple, expression.operands))])
-        try:
-            build_compiled(content)
-        except IpcReduceError as error:
-            raise expression.error(error) from error
+        check(content, expression)
     return json.dumps(content).encode()
 
 
-def build_compiled(content: dict[str, str]) -> Path:
-    """The shared object of what :func:`compile_kernel` has made."""
+def check(content: dict[str, str], expression: Expression) -> None:
+    """See if an expression compiles, once for each dtype. :raises ArgumentError: if it does not."""
+    words = f"{content['EXPRESSION']} {content['DTYPE']}"
+    checked = builds_directory() / f"{hashlib.sha256(words.encode()).hexdigest()[:16]}.checked"
+    failed = checked.with_suffix(".failed")
+    if failed.exists():
+        raise ArgumentError(failed.read_text())
+    try:
+        build_compiled(content, checked)
+    except IpcReduceError as error:
+        found = expression.error(error)
+        if isinstance(found, ArgumentError):
+            partial = failed.with_suffix(f".{os.getpid()}")
+            partial.write_text(str(found))
+            os.replace(partial, failed)
+        raise found from error
+
+
+def build_compiled(content: dict[str, str], checked: Path | None = None) -> Path:
+    """The shared object of what :func:`compile_kernel` has made. :param checked: see :func:`build_kernel`."""
     whole, depth = content["WHOLE_PACKETS"] == "1", int(content["DEPTH"])
     further = {key: content[key] for key in FURTHER if key in content}
     text, *operands = json.loads(content.get("EXPRESSION", "[null]"))
@@ -160,5 +180,6 @@ def build_compiled(content: dict[str, str]) -> Path:
         whole=whole,
         depth=depth,
         expression=expression,
+        checked=checked,
         further=further,
     )

@@ -140,7 +140,9 @@ def test_a_log_has_whole_numbers(mpirun: Run, tmp_path: Path, terminal: dict[str
 def test_one_mode_and_a_forced_algorithm(mpirun: Run, tmp_path: Path) -> None:
     kept = tmp_path / "bench.json"
     wanted = ("--smallest", 64, "--largest", 64, "--mode", "eager", "--algorithm", "two_shot", "--json", kept)
-    output = mpirun("tests.simulated", 2, "-m", "ipcreduce", "bench", *wanted, "--calls", 5, "--replays", 2, env=SMALL).stdout
+    output = mpirun(
+        "tests.simulated", 2, "-m", "ipcreduce", "bench", *wanted, "--calls", 5, "--replays", 2, env=SMALL
+    ).stdout
     assert "without nccl: " in output
     assert "without torch_symm_one_shot: ModuleNotFoundError" in output
     (row,) = json.loads(kept.read_text())["rows"]

@@ -11,8 +11,8 @@ import contextlib
 import importlib
 import time
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
-from unittest import mock
 
 HANG = 60.0  # seconds
 LONG = 5 * HANG  # for what the library would give up by itself: a test that reaches it has met HANG before
@@ -35,6 +35,17 @@ _PATIENCE = _START_UP | {
 _shipped: dict[tuple[str, str], float] = {}
 
 
+@contextlib.contextmanager
+def _changed(module: ModuleType, name: str, value: float) -> Iterator[None]:
+    """As mock.patch.object, which takes longer to import than the rest of what a rank needs from here."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
 def patient(*, at_the_end: bool = True) -> contextlib.ExitStack:
     """From now on the library in this process gives nothing up before LONG; until the result is closed.
 
@@ -47,7 +58,7 @@ def patient(*, at_the_end: bool = True) -> contextlib.ExitStack:
         found = importlib.import_module(module)
         for name in names:
             _shipped.setdefault((module, name), getattr(found, name))
-            patched.enter_context(mock.patch.object(found, name, LONG))
+            patched.enter_context(_changed(found, name, LONG))
     return patched
 
 
@@ -56,7 +67,7 @@ def as_shipped() -> Iterator[None]:
     """In the block, the library has its own patience again: for those whose subject it is. They move the clock."""
     with contextlib.ExitStack() as patched:
         for (module, name), seconds in _shipped.items():
-            patched.enter_context(mock.patch.object(importlib.import_module(module), name, seconds))
+            patched.enter_context(_changed(importlib.import_module(module), name, seconds))
         yield
 
 

@@ -14,6 +14,7 @@ WHOLE = [Library(kernel, dtype) for kernel in ("one_shot", "two_shot") for dtype
 WHOLE += [Library("two_shot", dtype, depth=depth) for dtype in ("float32", "int8") for depth in (2, 4)]
 WHOLE += [Library("direct", dtype, depth=depth) for dtype, depth in (("float32", 1), ("int32", 2), ("float64", 4))]
 HALVES = [library._replace(whole=False) for library in WHOLE]
+OF_EACH_SIZE = [library for library in WHOLE + HALVES if library.dtype in ("int8", "float32", "float64")]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def test_4096_threads() -> None:
 @pytest.mark.usefixtures("tsan")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_order_between_and_within_ranks(ranks: int) -> None:
-    result = kernels.run("sweep", WHOLE + HALVES, ranks=ranks, operations=150, seed=ranks, tsan=True)
+    result = kernels.run("sweep", OF_EACH_SIZE, ranks=ranks, operations=150, seed=ranks, tsan=True)
     assert result == ("nothing", "ok\n")
 
 

@@ -26,7 +26,7 @@ SIM = Path(__file__).resolve().parent
 KERNELS = SIM.parents[1] / "kernels"
 INCLUDE = SIM / "include"
 FURTHER = frozenset({"PARTS", "SCALE", "CLUSTER"})  # macros of some kernels only
-TSAN = ("-fsanitize=thread", "-g")
+TSAN = ("-fsanitize=thread", "-g1")
 
 
 def kernel_directory() -> Path:

@@ -35,15 +35,10 @@ _PATIENCE = _START_UP | {
 _shipped: dict[tuple[str, str], float] = {}
 
 
-@contextlib.contextmanager
-def _changed(module: ModuleType, name: str, value: float) -> Iterator[None]:
+def _change(patched: contextlib.ExitStack, module: ModuleType, name: str, value: float) -> None:
     """As mock.patch.object, which takes longer to import than the rest of what a rank needs from here."""
-    before = getattr(module, name)
+    patched.callback(setattr, module, name, getattr(module, name))
     setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
 
 
 def patient(*, at_the_end: bool = True) -> contextlib.ExitStack:
@@ -58,7 +53,7 @@ def patient(*, at_the_end: bool = True) -> contextlib.ExitStack:
         found = importlib.import_module(module)
         for name in names:
             _shipped.setdefault((module, name), getattr(found, name))
-            patched.enter_context(_changed(found, name, LONG))
+            _change(patched, found, name, LONG)
     return patched
 
 
@@ -67,7 +62,7 @@ def as_shipped() -> Iterator[None]:
     """In the block, the library has its own patience again: for those whose subject it is. They move the clock."""
     with contextlib.ExitStack() as patched:
         for (module, name), seconds in _shipped.items():
-            patched.enter_context(_changed(importlib.import_module(module), name, seconds))
+            _change(patched, importlib.import_module(module), name, seconds)
         yield
 
 

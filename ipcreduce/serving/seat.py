@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..calls.norm_shape import ITEMSIZES
 from ..communicator import Communicator
 from ..dtypes import DTYPE_NAMES
 from ..errors import UnsupportedError
@@ -15,6 +16,7 @@ from ..ipc.workspace import bytes_for
 
 MAX_SIZE = 8 << 20  # bytes; the default of both vLLM and SGLang
 _DTYPES = frozenset(getattr(torch, name) for name in DTYPE_NAMES if hasattr(torch, name))
+_NORM_DTYPES = frozenset(getattr(torch, name) for name in ITEMSIZES)
 _log = logging.getLogger("ipcreduce.serving")
 
 
@@ -57,7 +59,6 @@ class EngineAllReduce:
             self._comm.allreduce(torch.zeros(8, dtype=dtype, device=self.device))
         self._comm.synchronize()
         self.disabled = False
-        _log.info("ipcreduce's all-reduce: %s", "; ".join(self._comm.describe().splitlines()))
 
     def should_custom_ar(self, inp: torch.Tensor) -> bool:
         """True if :meth:`custom_all_reduce` takes the tensor.
@@ -80,6 +81,40 @@ class EngineAllReduce:
         if self._comm is None or not self.should_custom_ar(input):
             return None
         return self._comm.allreduce(input)
+
+    def fused_allreduce_rmsnorm(
+        self, input_: torch.Tensor, residual_inp_: torch.Tensor, weight_: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The normalised rows and the residual sum, in new tensors; None for tensors that are declined.
+
+        SGLang calls it, and ignores what it raises. So the choice depends on sizes, dtypes, layouts and devices alone,
+        which are the same on every rank, and an error is in the log.
+
+        :raises IpcReduceError: see :meth:`Communicator.allreduce_rmsnorm`.
+        """
+        if self._comm is None or not self._can_normalise(input_, residual_inp_, weight_):
+            return None
+        try:
+            found: tuple[torch.Tensor, torch.Tensor] = self._comm.allreduce_rmsnorm(
+                input_, weight_, eps, residual=residual_inp_
+            )
+        except Exception:
+            _log.exception("an all-reduce with RMSNorm failed")
+            raise
+        return found
+
+    def _can_normalise(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> bool:
+        return (
+            self.should_custom_ar(x)
+            and x.dtype in _NORM_DTYPES
+            and x.numel() > 0
+            and x.dim() > 0
+            and tuple(residual.shape) == tuple(x.shape)
+            and tuple(weight.shape) == (x.shape[-1],)
+            and all(
+                one.dtype == x.dtype and one.device == x.device and one.is_contiguous() for one in (residual, weight)
+            )
+        )
 
     def capture(self) -> AbstractContextManager[None]:
         """A context for captures, which does nothing: ipcreduce's calls need no preparation for a capture."""

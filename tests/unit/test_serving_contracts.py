@@ -144,4 +144,5 @@ def test_sglang(tmp_path: Path):
     assert [arg.arg for arg in register.args.args][:4] == ["cls", "target", "hook", "hook_type"]
     kinds = engine_sources.definition(plugins / "hook_registry.py", "HookType")
     assert "REPLACE = 'replace'" in ast.unparse(kinds)
-    checked(package, {"disabled", "should_custom_ar", "custom_all_reduce", "capture", "close"})
+    wanted = {"disabled", "should_custom_ar", "custom_all_reduce", "capture", "close", "fused_allreduce_rmsnorm"}
+    checked(package, wanted)

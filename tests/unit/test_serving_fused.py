@@ -1,0 +1,85 @@
+"""The fused call that SGLang asks the seat for, with stand-ins for PyTorch and the communicator."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from ipcreduce import serving
+from ipcreduce.errors import PeerLostError
+
+
+class Tensor:
+    """What the seat asks of a tensor."""
+
+    def __init__(self, *shape: int, dtype: str = "bfloat16", device: str = "cuda:0", whole: bool = True) -> None:
+        self.shape, self.dtype, self.device, self.whole = shape, dtype, device, whole
+
+    def numel(self) -> int:
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def element_size(self) -> int:
+        return 2
+
+    def is_contiguous(self) -> bool:
+        return self.whole
+
+
+@pytest.fixture
+def comm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A seat over a communicator that returns the arguments of its call."""
+    torch = types.ModuleType("torch")
+    vars(torch).update({name: name for name in ("float16", "bfloat16", "float32", "int32")}, Tensor=Tensor)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.delitem(sys.modules, "ipcreduce.serving.seat", raising=False)
+    monkeypatch.setattr(serving, "seat", None, raising=False)  # the import sets it; it is undone afterwards
+    made = object.__new__(importlib.import_module("ipcreduce.serving.seat").EngineAllReduce)
+    sys.modules.pop("ipcreduce.serving.seat")
+    made.device, made.max_size, made.disabled = "cuda:0", 1024, False
+    made._comm = types.SimpleNamespace(allreduce_rmsnorm=lambda x, w, eps, *, residual: (x, w, eps, residual))
+    return made
+
+
+def test_the_fused_call(comm: Any):
+    x, residual, weight = Tensor(4, 64), Tensor(4, 64), Tensor(64)
+    assert comm.fused_allreduce_rmsnorm(x, residual, weight, 1e-5) == (x, weight, 1e-5, residual)
+
+
+def test_what_the_fused_call_declines(comm: Any):
+    x, weight = Tensor(4, 64), Tensor(64)
+    others = [
+        (Tensor(16, 64), Tensor(16, 64), weight),
+        (Tensor(4, 64, dtype="int32"), Tensor(4, 64, dtype="int32"), Tensor(64, dtype="int32")),
+        (Tensor(0, 64), Tensor(0, 64), weight),
+        (Tensor(), Tensor(), weight),
+        (x, Tensor(2, 64), weight),
+        (x, x, Tensor(32)),
+        (x, x, Tensor(64, dtype="float32")),
+        (x, Tensor(4, 64, whole=False), weight),
+        (x, x, Tensor(64, device="cuda:1")),
+    ]
+    for three in others:
+        assert comm.fused_allreduce_rmsnorm(*three, 1e-6) is None
+    comm.disabled = True
+    assert comm.fused_allreduce_rmsnorm(x, x, weight, 1e-6) is None
+
+
+def test_an_error_of_the_fused_call_is_in_the_log(comm: Any, caplog: pytest.LogCaptureFixture):
+    def fail(*_: Any, **__: Any) -> None:
+        raise PeerLostError("rank 1 is gone")
+
+    comm._comm.allreduce_rmsnorm = fail
+    with pytest.raises(PeerLostError):
+        comm.fused_allreduce_rmsnorm(Tensor(4, 64), Tensor(4, 64), Tensor(64), 1e-6)
+    assert "an all-reduce with RMSNorm failed" in caplog.text
+    assert "rank 1 is gone" in caplog.text

@@ -19,11 +19,12 @@ from .texts import printable, shown, text_of
 
 _PREFIX = "IPCREDUCE_"
 VARIABLES = (
-    "IPCREDUCE_BACKEND", "IPCREDUCE_CACHE_DIR", "IPCREDUCE_ENGINES", "IPCREDUCE_HOSTID", "IPCREDUCE_SYNC",
-    "IPCREDUCE_WORKSPACE_MB",
+    "IPCREDUCE_BACKEND", "IPCREDUCE_CACHE_DIR", "IPCREDUCE_ENGINES", "IPCREDUCE_HOSTID",
+    "IPCREDUCE_MEMORY", "IPCREDUCE_SYNC", "IPCREDUCE_WORKSPACE_MB",
 )  # fmt: skip
 ALGORITHMS = (*plan.ALGORITHMS, "direct")
 BACKENDS = ("ipc", "nccl", "mpi")
+MEMORIES = ("ipc", "vmm")  # of workspaces: behind IPC handles, or CUDA's virtual memory. The first is the default
 _DEFAULT_WORKSPACE_MB = 256
 _MOST_MB = 1 << 20  # 1 TB, more than any GPU has
 _DEFAULT_SECONDS = 120.0
@@ -40,11 +41,17 @@ class Options:
     workspace: int
     sync: bool
     wrong: str | None
+    memory: str = MEMORIES[0]
 
     @property
     def direct(self) -> bool:
         """True if graphs' kernels are to write straight into the peers' outputs."""
         return self.algorithm == ALGORITHMS[-1]
+
+    @property
+    def virtual(self) -> bool:
+        """True if workspaces are to be in virtual memory, where every rank can have them there."""
+        return self.memory == MEMORIES[1]
 
     @property
     def staged(self) -> str | None:
@@ -58,12 +65,12 @@ class Options:
         :param timeout: seconds.
         :param workspace: bytes; None for ``IPCREDUCE_WORKSPACE_MB``.
         """
-        wrong, nbytes, sync = None, 0, False
+        wrong, nbytes, sync, memory = None, 0, False, MEMORIES[0]
         where = "backend"
         if backend is None:
             backend, where = os.environ.get("IPCREDUCE_BACKEND") or None, "IPCREDUCE_BACKEND"
         try:
-            nbytes, sync = workspace_bytes(workspace), is_on("IPCREDUCE_SYNC")
+            nbytes, sync, memory = workspace_bytes(workspace), is_on("IPCREDUCE_SYNC"), workspace_memory()
         except ArgumentError as error:
             wrong = text_of(error)
         ordinal = getattr(device, "id", device)
@@ -81,7 +88,7 @@ class Options:
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
             wrong = f"timeout is {shown(timeout)}, which is no positive number of seconds. Pass how late a rank may be"
             timeout = _DEFAULT_SECONDS
-        return cls(device, float(timeout), algorithm, backend, nbytes, sync, wrong)
+        return cls(device, float(timeout), algorithm, backend, nbytes, sync, wrong, memory)
 
 
 def _is_ordinal(value: Any) -> bool:
@@ -107,6 +114,14 @@ def workspace_bytes(given: Any = None) -> int:
             "or unset it"
         )
     return int(text) * plan.MB
+
+
+def workspace_memory() -> str:
+    """The one of :data:`MEMORIES` that ``IPCREDUCE_MEMORY`` names. :raises ArgumentError: if it names none of them."""
+    text = os.environ.get("IPCREDUCE_MEMORY") or MEMORIES[0]
+    if text not in MEMORIES:
+        raise ArgumentError(f"IPCREDUCE_MEMORY is {text!r}. Set it to {' or '.join(MEMORIES)}, or unset it")
+    return text
 
 
 def is_on(variable: str) -> bool:

@@ -191,7 +191,7 @@ def _meet(ranks: Ranks, options: Options, deadline: float) -> np.ndarray[Any, An
     record = exchange.message(
         exchange.IDENTITY, options.wrong or ipc_startup.missing(), wrong=options.wrong is not None, host=_host(),
         clock=_clock(), until=clock.on_host(deadline), timeout=options.timeout, algorithm=options.algorithm or "",
-        backend=options.backend or "", workspace=options.workspace,
+        backend=options.backend or "", workspace=options.workspace, memory=options.memory,
     )  # fmt: skip
     everyone = exchange.allgather(ranks, record, deadline, "start-up", advice=exchange.LATE)
     raise_wrong(rank, everyone)
@@ -201,7 +201,7 @@ def _meet(ranks: Ranks, options: Options, deadline: float) -> np.ndarray[Any, An
         happened = f"rank {gone[0]} waits no more, as its timeout has passed"
         raise PeerTimeoutError(report(rank, 0, happened, exchange.LATE))
     for other, identity in enumerate(everyone):
-        for name in ("timeout", "algorithm", "backend", "workspace"):
+        for name in ("timeout", "algorithm", "backend", "workspace", "memory"):
             if identity[name] != record[0][name]:
                 mine, theirs = _shown(record[0][name]), _shown(identity[name])
                 happened = f"{name} must be the same on every rank, but is {mine} here and {theirs} on rank {other}"

@@ -60,6 +60,7 @@ class IpcBackend(DeviceBackend):
         self.norms = Norms(
             self.n, self.launches.norm_kernels, self.for_array, self.start, self.launches.fused_norm
         )  # fmt: skip
+        self.not_virtual = ""  # why the workspace is not in virtual memory, if that was asked for
         self.packets = "packets arrive whole"  # until the start-up check says otherwise
 
     def make_ready(self, prepared: PreparedCall, source: int, target: int, again: bool) -> Ready:
@@ -68,12 +69,15 @@ class IpcBackend(DeviceBackend):
 
     def describe(self) -> list[str]:
         """Lines about the GPU, the workspace, the packets and the plan."""
-        launches = self.launches
+        launches, where = self.launches, self.workspace.where
         lines = [
-            f"GPU {self.device.ordinal}: {self.device.name}, {self.workspace.nbytes >> 20} MB of workspace",
+            f"GPU {self.device.ordinal}: {self.device.name}, {self.workspace.nbytes >> 20} MB of workspace"
+            + (f" in {where}" if where else ""),
             self.packets,
             f"plan: tuned, {len(launches.table)} choices" if launches.table else "plan: default, not tuned",
         ]
+        if self.not_virtual:
+            lines.append(f"workspace: behind IPC handles, not in virtual memory: {self.not_virtual}")
         if launches.sharing > 1:
             most = plan.most_blocks(launches.resident, launches.sharing)
             lines.append(f"plan: {launches.sharing} ranks on a GPU, so at most {most} blocks a launch")

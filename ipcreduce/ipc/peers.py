@@ -19,7 +19,7 @@ from ..page.control_page import Page
 from ..ranks import exchange
 from ..ranks.exchange import Agreed, Ranks
 from ..texts import decoded, text_in
-from . import links, plan, tuning
+from . import links, plan, tuning, virtual
 from .backend import IpcBackend
 from .workspace import Workspace
 
@@ -58,13 +58,15 @@ def start(
         raise Agreed(f"{n} ranks; the kernels take up to {plan.MAX_RANKS}")
     info, devices = share_device(ranks, options.device, local_rank, deadline)
     advise_spreading(devices, warn)
-    context, workspace, backend = 0, None, None
+    context, workspace, backend, not_virtual = 0, None, None, ""
     try:
         with exchange.step(ranks, deadline, "starting CUDA"), open_to_processes(info.ordinal):
             context = driver.retain_context(info.ordinal)
-        with exchange.step(ranks, deadline, "allocating workspaces"):
-            workspace = Workspace(rank, n, options.workspace if n > 1 else plan.MB)
-        _map_peers(ranks, workspace, devices, deadline)
+        workspace, not_virtual = virtual.start(ranks, options, info.ordinal, context, devices, deadline)
+        if workspace is None:
+            with exchange.step(ranks, deadline, "allocating workspaces"):
+                workspace = Workspace(rank, n, options.workspace if n > 1 else plan.MB)
+            _map_peers(ranks, workspace, devices, deadline)
         with exchange.step(ranks, deadline, "registering the control page"):
             capability = min((int(major), int(minor)) for major, minor in devices["capability"])
             backend = IpcBackend(
@@ -75,6 +77,7 @@ def start(
         backend.launches.table = _share_table(ranks, devices, deadline, warn)
         backend.launches.resident = min(plan.EPOCH_SLOTS, 2 * int(devices["multiprocessors"].min()))
         backend.launches.sharing = most_on_a_gpu(devices)
+        backend.not_virtual = not_virtual
         return backend
     except BaseException as error:
         exchange.tell(ranks, error, deadline)  # first, because the others wait for this rank in the next exchange

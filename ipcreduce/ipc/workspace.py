@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
 from ..cuda import driver
 from ..errors import CudaError
 from . import plan
@@ -17,12 +21,14 @@ class Workspace:
     (rank + i) % n begin.
     """
 
+    where = ""  # what :meth:`IpcBackend.describe` says of the kind of memory
+
     def __init__(self, rank: int, n: int, nbytes: int) -> None:
         """Allocate ``nbytes`` bytes on the current device, and empty the slots. :raises CudaError: if that fails."""
         self.rank, self.n, self.nbytes = rank, n, nbytes
         self.half_bytes = half_bytes(nbytes)
-        self.address = driver.allocate(nbytes)
-        self._mapped: list[int] = []
+        self.address = self._allocate()
+        self._mapped: list[Callable[[], None]] = []  # they unmap the peers' workspaces
         self.peers = [self.address + _EPOCHS_BYTES]
         try:
             self.reset()
@@ -30,20 +36,28 @@ class Workspace:
             self.free()
             raise
 
+    def _allocate(self) -> int:
+        return driver.allocate(self.nbytes)
+
     def export(self) -> bytes:
         """The IPC handle by which peers map this workspace."""
         return driver.export_memory(self.address)
 
-    def map_peers(self, handles: list[bytes]) -> None:
+    def map_peers(self, handles: Sequence[Any]) -> None:
         """Map every peer's workspace.
 
         :param handles: IPC handles, by rank.
         :raises CudaError: if that fails.
         """
         for i in range(1, self.n):
-            mapped = driver.open_memory(handles[(self.rank + i) % self.n])
-            self._mapped.append(mapped)
+            mapped, unmap = self._map(handles[(self.rank + i) % self.n])
+            self._mapped.append(unmap)
             self.peers.append(mapped + _EPOCHS_BYTES)
+
+    def _map(self, handle: Any) -> tuple[int, Callable[[], None]]:
+        """Map one workspace. Returns its address here, and what unmaps it."""
+        mapped = driver.open_memory(handle)
+        return mapped, partial(driver.close_memory, mapped)
 
     def reset(self) -> None:
         """Empty every slot and reset the epochs. No kernel may be running on any rank."""
@@ -54,7 +68,7 @@ class Workspace:
         """Unmap the peers' workspaces. No kernel of this rank may be running. Idempotent."""
         while self._mapped:
             try:
-                driver.close_memory(self._mapped.pop())
+                self._mapped.pop()()
             finally:
                 self.unmap_peers()  # the other mappings, even if this one fails
 

@@ -27,7 +27,7 @@ from ..errors import (
 from ..texts import described, encoded, out_of_descriptors, text_in, text_of, with_limit
 
 MAGIC = 0x1B_C4ED
-VERSION = 2
+VERSION = 3
 TEXT_BYTES = 512
 MESSAGE_BYTES = 2048  # the same for all kinds: otherwise ranks at different steps would get MPI's error of truncation
 _LAST_WORDS_SECONDS = 5.0  # how long a rank that ends by Ctrl-C or an exit waits for the others to hear of it
@@ -52,6 +52,7 @@ class Kind(IntEnum):
     LINKS = 9
     TUNING = 10
     NETWORK = 11
+    DESCRIPTOR = 12
 
 
 def struct(kind: Kind, *fields: tuple[Any, ...]) -> np.dtype[Any]:
@@ -61,7 +62,7 @@ def struct(kind: Kind, *fields: tuple[Any, ...]) -> np.dtype[Any]:
     return np.dtype(padded, metadata={"kind": kind})
 
 
-# Identity and options of a rank. All ranks must have the same timeout, algorithm, backend and workspace.
+# Identity and options of a rank. All ranks must have the same timeout, algorithm, backend, workspace and memory.
 IDENTITY = struct(
     Kind.IDENTITY,
     ("wrong", "<u4"),
@@ -72,6 +73,7 @@ IDENTITY = struct(
     ("algorithm", "S16"),
     ("backend", "S16"),
     ("workspace", "<u8"),
+    ("memory", "S8"),
 )
 DEVICE = struct(
     Kind.DEVICE,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ os.environ["SIM_BROKEN_P2P"] = "0-2"
 simulated.install()
 import cupy  # noqa: E402
 
-from ipcreduce.cuda import compiler  # noqa: E402
+from ipcreduce.cuda import compiler, virtual_memory  # noqa: E402
 from ipcreduce.errors import CudaError, UnsupportedError  # noqa: E402
 from tests.simulated import driver, driver_streams, machine, machine_streams  # noqa: E402
 
@@ -294,6 +295,129 @@ def faults() -> None:
     driver_streams.close_event(event)
 
 
+MB2 = 2 << 20
+
+
+def _attached(nbytes: int = MB2) -> tuple[virtual_memory.Range, int]:
+    """A range with new memory, and a descriptor of it."""
+    there = virtual_memory.Range(rank, nbytes)
+    there.attach(virtual_memory.create(rank, nbytes))
+    return there, there.export()
+
+
+def virtual() -> None:
+    """As the library calls it; a descriptor is valid in this process, too."""
+    assert virtual_memory.missing(rank) is None
+    assert virtual_memory.rounded(rank, 1) == virtual_memory.rounded(rank, MB2) == MB2
+    free = machine.memory_info()[0]
+    there, descriptor = _attached(2 * MB2)
+    assert machine.memory_info()[0] == free - 2 * MB2
+    assert (on_host(there.address, 2 * MB2) == machine.NEW).all()
+    assert code(machine.export, there.address) == code(driver.free, there.address) == 1
+    again = virtual_memory.Range(rank, 2 * MB2)
+    again.attach(virtual_memory.import_descriptor(descriptor))
+    os.close(descriptor)  # the imported memory does not need it
+    driver.fill(there.address + MB2, 7, MB2)
+    assert (on_host(again.address + MB2, MB2) == 7).all()
+    address = there.address
+    there.detach()
+    there.detach()
+    assert code(driver.fill, address, 0, 1) == 1, "nothing is there"
+    assert machine.memory_info()[0] == free - 2 * MB2, "it is still mapped elsewhere"
+    there.attach(virtual_memory.create(rank, 2 * MB2))
+    assert there.address == address
+    assert (on_host(address, MB2) == machine.NEW).all()
+    there.close()
+    again.close()
+    again.close()
+    assert machine.memory_info()[0] == free
+    assert driver.leaks() == {"contexts": 1}
+
+
+def virtual_misused() -> None:
+    """Each wrong use has the error of the driver, and changes nothing."""
+    call, model = driver.call, driver.load()
+    there, descriptor = _attached(2 * MB2)
+    at, properties = there.address, virtual_memory._properties(rank)
+    empty, other = virtual_memory.Range(rank, 2 * MB2), virtual_memory.create(rank, MB2)
+    access, far = virtual_memory._access(rank), virtual_memory._access(3)
+    wrong: list[tuple[Any, ...]] = [
+        ("cuMemMap", at, MB2, 0, other, 0),  # something is there
+        ("cuMemMap", at + MB2, MB2, 0, other, 0),
+        ("cuMemMap", empty.address, 2 * MB2, 0, other, 0),  # more than there is
+        ("cuMemMap", empty.address, MB2, MB2, other, 0),
+        ("cuMemMap", empty.address + 4096, MB2, 0, other, 0),
+        ("cuMemMap", empty.address + 2 * MB2, MB2, 0, other, 0),  # not reserved
+        ("cuMemMap", empty.address, MB2, 0, 99, 0),
+        ("cuMemUnmap", at, MB2),  # a part
+        ("cuMemUnmap", empty.address, MB2),
+        ("cuMemSetAccess", empty.address, MB2, [access], 1),  # nothing is there
+        ("cuMemSetAccess", at, MB2, [access], 1),
+        ("cuMemSetAccess", at, 2 * MB2, [access], 2),
+        ("cuMemSetAccess", at, 2 * MB2, [model.CUmemAccessDesc()], 1),
+        ("cuMemAddressFree", at, 2 * MB2),  # something is there
+        ("cuMemAddressFree", empty.address, MB2),  # a part
+        ("cuMemAddressReserve", 4096, 0, 0, 0),
+        ("cuMemCreate", 4096, properties, 0),
+        ("cuMemCreate", MB2, model.CUmemAllocationProp(), 0),
+        ("cuMemRelease", 99),
+        ("cuMemExportToShareableHandle", other, model.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_NONE, 0),
+        ("cuMemImportFromShareableHandle", 0, virtual_memory._descriptor()),
+    ]
+    before = driver.leaks()
+    for arguments in wrong:
+        assert code(call, *arguments) == 1, arguments
+    assert code(call, "cuMemSetAccess", at, 2 * MB2, [far], 1) == 101
+    assert code(call, "cuMemCreate", 1 << 40, properties, 0) == 2
+    assert driver.leaks() == before
+    driver.fill(at, 1, 2 * MB2)
+    os.close(descriptor)
+    virtual_memory.release(other)
+    assert code(virtual_memory.release, other) == 1
+    there.close()
+    empty.close()
+    _virtual_that_is_missing()
+    assert driver.leaks() == {"contexts": 1}
+
+
+def _virtual_that_is_missing() -> None:
+    for value, words in (("1", "no virtual memory"), ("descriptors", "exports no memory")):
+        os.environ["SIM_NO_VMM"] = value
+        assert words in str(virtual_memory.missing(rank))
+        assert code(virtual_memory.create, rank, MB2) == 801
+    del os.environ["SIM_NO_VMM"]
+
+
+@contextmanager
+def on_gpu(ordinal: int) -> Iterator[None]:
+    before = driver.current_context()
+    driver.retain_context(ordinal)
+    yield
+    driver.set_context(before)
+    driver.release_context(ordinal)
+
+
+def virtual_of_a_peer() -> None:
+    """Over a link that loses data, one without access, and one that is well."""
+    for owner, user, refusal, arrives in ((0, 2, 0, False), (1, 2, 101, False), (0, 1, 0, True), (2, 0, 0, False)):
+        memory = virtual_memory.create(owner, MB2)
+        descriptor = virtual_memory.export(memory)
+        with on_gpu(user):
+            there = virtual_memory.Range(user, MB2)
+            assert code(there.attach, virtual_memory.import_descriptor(descriptor)) == refusal
+            if not refusal:
+                driver.fill(there.address, 7, MB2)
+            there.close()
+        with on_gpu(owner):
+            there = virtual_memory.Range(owner, MB2)
+            there.attach(virtual_memory.import_descriptor(descriptor))
+            assert (on_host(there.address, MB2) == (7 if arrives else machine.NEW)).all()
+            there.close()
+        os.close(descriptor)
+        virtual_memory.release(memory)
+    assert driver.leaks() == {"contexts": 1}
+
+
 def arrays() -> None:
     host = np.arange(24, dtype=np.int16).reshape(4, 6)
     array = cupy.asarray(host)
@@ -329,7 +453,10 @@ def arrays() -> None:
 
 
 driver.retain_context(rank)
-for check in (devices, contexts, memory, handles, links, order, captures, kernels, faults, arrays):
+for check in (
+    devices, contexts, memory, handles, links, order, captures, kernels, faults, virtual, virtual_misused,
+    virtual_of_a_peer, arrays,
+):  # fmt: skip
     check()
 driver.release_context(rank)
 assert driver.leaks() == {}

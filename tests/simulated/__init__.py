@@ -8,8 +8,8 @@ Environment: SIM_DEVICES GPUs (default: one a rank), each seen by all ranks unle
 SIM_NO_P2P and SIM_BROKEN_P2P, such as "0-2,1-3": pairs without peer access, and pairs that have it but lose the data;
 SIM_PCIE: pairs without NVLink; SIM_SPLIT_PACKETS=1: packets arrive in two halves; SIM_MEMORY: bytes of each GPU
 (default 1 GiB); SIM_MULTIPROCESSORS: of each GPU (default 132); SIM_EXCLUSIVE=1: its
-compute mode keeps this process out; SIM_LATE: seconds, at most, by which each piece of work
-begins late, at random: what nothing orders comes in the wrong order at some time.
+compute mode keeps this process out; SIM_NO_VMM: see virtual_memory.py; SIM_LATE: seconds, at most, by which each piece
+of work begins late, at random: what nothing orders comes in the wrong order at some time.
 """
 
 from __future__ import annotations

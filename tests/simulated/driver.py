@@ -1,6 +1,8 @@
 """Stands for ``ipcreduce.cuda.driver``, over the simulated machine.
 
-For tests: :func:`fault_at`, :func:`calls`, :func:`leaks`.
+The calls for virtual memory are simulated one level lower, behind :func:`call`: see virtual_memory.py.
+
+For tests: :func:`fault_at`, :func:`fault_in`, :func:`calls`, :func:`leaks`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ipcreduce.errors import CudaError, UnsupportedError
-from tests.simulated import compiler, machine, machine_streams
+from tests.simulated import compiler, machine, machine_streams, virtual_memory
 from tests.simulated.machine import ERRORS, Fault
 
 IPC_HANDLE_BYTES = machine.HANDLE_BYTES
@@ -43,7 +45,8 @@ class DeviceInfo:
 # ---- for tests
 _calls = 0
 _fault_at = 0
-failed: list[str] = []  # the names of the calls that fault_at() made fail
+_fault_in = ""
+failed: list[str] = []  # the names of the calls that fault_at() and fault_in() made fail
 alive: Counter[str] = Counter()  # what this module has handed out and not got back, by kind
 
 
@@ -53,6 +56,12 @@ def fault_at(k: int) -> None:
     _fault_at = _calls + k if k else 0
 
 
+def fault_in(name: str) -> None:
+    """The next driver call of this name raises CudaError instead of doing anything; "": none."""
+    global _fault_in
+    _fault_in = name
+
+
 def calls() -> int:
     """Number of driver calls so far, launches included."""
     return _calls
@@ -60,7 +69,7 @@ def calls() -> int:
 
 def leaks() -> dict[str, int]:
     """How many contexts, allocations, mappings, ... the library has taken and not given back; {} is none."""
-    return {kind: count for kind, count in alive.items() if count}
+    return {kind: count for kind, count in alive.items() if count} | virtual_memory.held()
 
 
 def api(name: str) -> Callable[[_F], _F]:
@@ -69,13 +78,14 @@ def api(name: str) -> Callable[[_F], _F]:
     def wrap(function: _F) -> _F:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            global _calls
+            global _calls, _fault_in
             if not machine.gpus():
                 raise UnsupportedError("the NVIDIA driver does not start (cuInit gave 100): is a GPU visible?")
             machine_streams.collect()
             _calls += 1
             try:
-                if _calls == _fault_at:
+                if _calls == _fault_at or name == _fault_in:
+                    _fault_in = "" if name == _fault_in else _fault_in
                     failed.append(name)
                     raise Fault(999)
                 return function(*args, **kwargs)
@@ -85,6 +95,16 @@ def api(name: str) -> Callable[[_F], _F]:
         return call  # type: ignore[return-value]
 
     return wrap
+
+
+# ---- calls as cuda.bindings has them
+def load() -> Any:
+    """The types of the bindings."""
+    return virtual_memory
+
+
+def call(name: str, *arguments: Any) -> Any:
+    return api(name)(virtual_memory.CALLS[name])(*arguments)
 
 
 # ---- devices and contexts

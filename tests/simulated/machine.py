@@ -40,6 +40,7 @@ ERRORS = {
     712: "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED, part or all of the requested memory range is already mapped",
     713: "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED, pointer does not correspond to a registered memory region",
     719: "CUDA_ERROR_LAUNCH_FAILED, unspecified launch failure",
+    801: "CUDA_ERROR_NOT_SUPPORTED, operation not supported",
     900: "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, operation not permitted when stream is capturing",
     901: "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, operation failed due to a previous error during capture",
     904: "CUDA_ERROR_STREAM_CAPTURE_UNJOINED, capturing stream has unjoined work",
@@ -174,6 +175,7 @@ def require() -> Context:
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_size_t
 _libc.mmap.argtypes = [ctypes.c_size_t, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
 _NO_ACCESS, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
 _FIXED, _NO_RESERVE = 0x10, 0x4000
 _RANGE_BYTES = 1 << 38
@@ -196,10 +198,12 @@ class Block:
 
 
 _blocks: dict[int, Block] = {}  # by address
+_virtual: dict[int, Block] = {}  # what virtual_memory.py has opened, by address
+physical: dict[str, list[int]] = {}  # what it has created, by name: [GPU, bytes, how often this process holds it]
 
 
-def _map(address: int, nbytes: int, protection: int, flags: int, fd: int = -1) -> int:
-    mapped = _libc.mmap(address, nbytes, protection, flags, fd, 0)
+def _map(address: int, nbytes: int, protection: int, flags: int, fd: int = -1, offset: int = 0) -> int:
+    mapped = _libc.mmap(address, nbytes, protection, flags, fd, offset)
     if mapped == ctypes.c_size_t(-1).value:
         raise OSError(ctypes.get_errno(), "mmap")
     return int(mapped)
@@ -260,15 +264,20 @@ def free(address: int) -> None:
 
 def memory_info() -> tuple[int, int]:
     """(free, total) bytes of the current GPU."""
-    index = require().gpu.index
+    return free_bytes(require().gpu.index), memory_bytes()
+
+
+def free_bytes(index: int) -> int:
+    """Of a GPU, as far as this process uses it."""
     used = sum(block.nbytes for block in _blocks.values() if block.gpu == index and not block.opened)
-    return memory_bytes() - used, memory_bytes()
+    used += sum(nbytes for gpu, nbytes, holders in physical.values() if gpu == index and holders)
+    return memory_bytes() - used
 
 
 def block_at(address: int, nbytes: int = 1) -> Block:
     """The block in which these bytes lie. :raises Fault: if they lie in none."""
     with lock:
-        for block in _blocks.values():
+        for block in (*_blocks.values(), *_virtual.values()):
             if block.address <= address and address + nbytes <= block.address + block.nbytes:
                 return block
     raise Fault(1)
@@ -326,3 +335,30 @@ def close_handle(address: int) -> None:
         block.opened -= 1
         if not block.opened:
             _withdraw(block)
+
+
+# ---- addresses of virtual memory
+def reserve(nbytes: int, alignment: int) -> int:
+    """Addresses that nothing else gets and no one may touch."""
+    found = _map(0, nbytes + alignment, _NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+    address = -(-found // alignment) * alignment
+    _libc.munmap(found, address - found)
+    _libc.munmap(address + nbytes, found + alignment - address)
+    return address
+
+
+def unreserve(address: int, nbytes: int) -> None:
+    _libc.munmap(address, nbytes)
+
+
+def open_access(block: Block, fd: int, offset: int, shared: bool) -> None:
+    """Let kernels and copies of this process reach memory at reserved addresses."""
+    kind = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
+    _map(block.address, block.nbytes, _READ_WRITE, kind | _FIXED, fd, offset)
+    _virtual[block.address] = block
+
+
+def close_access(address: int, nbytes: int) -> None:
+    """Undo :func:`open_access`; the addresses stay reserved."""
+    _virtual.pop(address, None)
+    _map(address, nbytes, _NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE | _FIXED)

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce.cuda import driver
+from ipcreduce.cuda import driver, virtual_memory
+from ipcreduce.errors import CudaError
 from tests.shared.bindings import Reader
 from tests.tools import machine
 
@@ -157,3 +158,70 @@ def test_a_launch_is_filled_in(calls: dict[str, Any]):
     assert [node.blockDimX, node.blockDimY, node.blockDimZ] == [64, 1, 1]
     assert (int(node.func), int(node.kernelParams), node.sharedMemBytes) == (0x7000, params, 0)
     assert ctypes.c_uint64.from_address(params).value == args.ctypes.data
+
+
+@pytest.fixture
+def virtual(calls: dict[str, Any]) -> list[tuple[str, tuple[Any, ...]]]:
+    """The virtual memory calls, with their arguments, and the waits for all work (cuMemFree)."""
+    seen: list[tuple[str, tuple[Any, ...]]] = []
+
+    def answer(name: str, *results: Any) -> None:
+        calls[name] = lambda *given: seen.append((name, given)) or (0, *results)
+
+    answer("cuMemGetAllocationGranularity", 2 << 20)
+    answer("cuMemAddressReserve", bindings.CUdeviceptr(64 << 20))
+    answer("cuMemCreate", bindings.CUmemGenericAllocationHandle(77))
+    answer("cuMemImportFromShareableHandle", bindings.CUmemGenericAllocationHandle(78))
+    answer("cuMemExportToShareableHandle", 9)
+    answer("cuMemAlloc", bindings.CUdeviceptr(1))
+    answer("cuThreadExchangeStreamCaptureMode", bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+    for name in ("Map", "Unmap", "SetAccess", "Release", "AddressFree", "Free"):
+        answer(f"cuMem{name}")
+    return seen
+
+
+def test_virtual_memory_is_asked_for(virtual: list[tuple[str, tuple[Any, ...]]]):
+    """Of the right GPU, for other processes, readable and writable; unmapped once all work has ended."""
+    nbytes = virtual_memory.rounded(3, (2 << 20) + 1)
+    assert nbytes == 4 << 20
+    there = virtual_memory.Range(3, nbytes)
+    there.attach(virtual_memory.create(3, nbytes))
+    assert there.export() == 9
+    there.close()
+    given = dict(virtual)
+    size, properties, flags = given["cuMemCreate"]
+    assert (size, flags, properties.location.id, int(properties.location.type), int(properties.type)) == (
+        nbytes, 0, 3, 1, 1,
+    )  # fmt: skip
+    assert int(properties.requestedHandleTypes) == 1
+    address, size, [access], count = given["cuMemSetAccess"]
+    assert (address, size, access.location.id, int(access.location.type), int(access.flags), count) == (
+        64 << 20, nbytes, 3, 1, 3, 1,
+    )  # fmt: skip
+    assert given["cuMemMap"] == (64 << 20, nbytes, 0, 77, 0)
+    assert given["cuMemExportToShareableHandle"] == (77, 1, 0)
+    ends = [name for name, _ in virtual if name != "cuThreadExchangeStreamCaptureMode"]
+    assert ends[-4:] == ["cuMemFree", "cuMemUnmap", "cuMemRelease", "cuMemAddressFree"]
+    assert virtual_memory.import_descriptor(5) == 78
+    assert virtual[-1] == ("cuMemImportFromShareableHandle", (5, 1))
+
+
+@pytest.mark.parametrize("failing", ["cuMemMap", "cuMemSetAccess", "cuMemAlloc", "cuMemUnmap", "cuMemRelease"])
+def test_virtual_memory_is_given_back_whatever_fails(
+    virtual: list[tuple[str, tuple[Any, ...]]], calls: dict[str, Any], failing: str
+):
+    """Each of the calls that give it back is tried once, in their order; the first error of attach() is raised."""
+    calls[failing] = lambda *given: virtual.append((failing, given)) or (1, None)
+    calls["cuGetErrorString"] = lambda code: (0, b"why")
+    there = virtual_memory.Range(0, 2 << 20)
+
+    def live() -> None:
+        there.attach(77)
+        there.close()
+
+    with pytest.raises(CudaError, match=failing):
+        live()
+    there.close()
+    there.close()
+    found = [name for name, _ in virtual if name in ("cuMemUnmap", "cuMemRelease", "cuMemAddressFree")]
+    assert found == ["cuMemUnmap"] * (failing != "cuMemMap") + ["cuMemRelease", "cuMemAddressFree"]

@@ -33,8 +33,8 @@ def test_an_unknown_name_warns_once(monkeypatch: pytest.MonkeyPatch):
         "ipcreduce does not know the environment variable IPCREDUCE_SYNCH, which has no effect. "
         "Did you mean IPCREDUCE_SYNC?",
         "ipcreduce does not know the environment variable IPCREDUCE_X, which has no effect. "
-        "There are IPCREDUCE_BACKEND, IPCREDUCE_CACHE_DIR, IPCREDUCE_ENGINES, IPCREDUCE_HOSTID, IPCREDUCE_SYNC, "
-        "IPCREDUCE_WORKSPACE_MB.",
+        "There are IPCREDUCE_BACKEND, IPCREDUCE_CACHE_DIR, IPCREDUCE_ENGINES, IPCREDUCE_HOSTID, IPCREDUCE_MEMORY, "
+        "IPCREDUCE_SYNC, IPCREDUCE_WORKSPACE_MB.",
     ]
     assert not list(options.unknown_variables())
 
@@ -59,6 +59,19 @@ def test_a_wrong_sync_is_an_error(monkeypatch: pytest.MonkeyPatch, text: str):
     with pytest.raises(ArgumentError):
         options.is_on("IPCREDUCE_SYNC")
     assert options.Options.of(None, 1.0, None).wrong == f"IPCREDUCE_SYNC is {text!r}. Set it to 0 or 1"
+
+
+@pytest.mark.parametrize(("text", "virtual"), [(None, False), ("", False), ("ipc", False), ("vmm", True)])
+def test_memory(monkeypatch: pytest.MonkeyPatch, text: str | None, virtual: bool):
+    if text is not None:
+        monkeypatch.setenv("IPCREDUCE_MEMORY", text)
+    found = options.Options.of(None, 1.0, None)
+    assert (found.virtual, found.wrong) == (virtual, None)
+
+
+def test_a_wrong_memory_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("IPCREDUCE_MEMORY", "VMM")
+    assert options.Options.of(None, 1.0, None).wrong == "IPCREDUCE_MEMORY is 'VMM'. Set it to ipc or vmm, or unset it"
 
 
 def test_a_wrong_workspace_is_an_error(monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,135 @@
+"""CUDA's virtual memory: addresses are reserved, and memory is created, mapped there and taken away again.
+
+Memory travels to other processes as a file descriptor. It lives as long as a handle, a mapping or a descriptor of it
+does, in any process. Handles and addresses are plain ints. Every call goes through :func:`ipcreduce.cuda.driver.call`.
+
+The virtual memory calls wait for nothing, unlike cuMemFree and cuIpcCloseMemHandle. So the class here waits itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import driver
+from .driver import call, load
+
+
+def missing(ordinal: int) -> str | None:
+    """The reason why virtual memory of a GPU cannot be had, or not by other processes; None if it can."""
+    attribute = load().CUdevice_attribute
+    device = call("cuDeviceGet", ordinal)
+    supported = attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+    if not call("cuDeviceGetAttribute", supported, device):
+        return f"the driver has no virtual memory for GPU {ordinal}"
+    supported = attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+    if not call("cuDeviceGetAttribute", supported, device):
+        return f"the driver exports no memory of GPU {ordinal} as file descriptors"
+    return None
+
+
+def rounded(ordinal: int, nbytes: int) -> int:
+    """``nbytes`` rounded up to whole pieces of memory, which the driver maps: 2 MB on the GPUs that are known."""
+    option = load().CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    piece = int(call("cuMemGetAllocationGranularity", _properties(ordinal), option))
+    return -(-nbytes // piece) * piece
+
+
+def create(ordinal: int, nbytes: int) -> int:
+    """Create memory of a GPU that can be exported, and return its handle. :param nbytes: as :func:`rounded` gives."""
+    return int(call("cuMemCreate", nbytes, _properties(ordinal), 0))
+
+
+def release(handle: int) -> None:
+    """Give a handle back. Its memory stays while it is mapped, or while a descriptor of it is open."""
+    call("cuMemRelease", handle)
+
+
+def export(handle: int) -> int:
+    """A new file descriptor of memory, which the caller closes."""
+    return int(call("cuMemExportToShareableHandle", handle, _descriptor(), 0))
+
+
+def import_descriptor(descriptor: int) -> int:
+    """The handle of another process's memory. The descriptor stays the caller's, who may close it."""
+    return int(call("cuMemImportFromShareableHandle", descriptor, _descriptor()))
+
+
+class Range:
+    """Reserved addresses of this process, at which kernels of one GPU reach memory while some is mapped there.
+
+    Every method tries all of its steps, and raises the last error.
+    """
+
+    def __init__(self, ordinal: int, nbytes: int) -> None:
+        """Reserve addresses. :param nbytes: as :func:`rounded` gives. :raises CudaError: if that fails."""
+        self._ordinal, self.nbytes = ordinal, nbytes
+        self._handle, self._mapped = 0, False
+        self.address = int(call("cuMemAddressReserve", nbytes, 0, 0, 0))
+
+    def attach(self, handle: int) -> None:
+        """Map memory here, whose handle is this object's from now on.
+
+        :raises CudaError: if that fails. Then nothing is mapped, and the handle is released.
+        """
+        self._handle = handle
+        try:
+            call("cuMemMap", self.address, self.nbytes, 0, handle, 0)
+            self._mapped = True
+            call("cuMemSetAccess", self.address, self.nbytes, [_access(self._ordinal)], 1)
+        except BaseException:
+            self._detach()
+            raise
+
+    def export(self) -> int:
+        """A new file descriptor of the memory, which the caller closes."""
+        return export(self._handle)
+
+    def detach(self) -> None:
+        """Wait for all work in the context, then unmap the memory. The addresses stay reserved. Idempotent."""
+        if self._handle:
+            try:
+                driver.synchronize()
+            finally:
+                self._detach()
+
+    def _detach(self) -> None:
+        try:
+            if self._mapped:
+                self._mapped = False
+                call("cuMemUnmap", self.address, self.nbytes)
+        finally:
+            if self._handle:
+                handle, self._handle = self._handle, 0
+                release(handle)
+
+    def close(self) -> None:
+        """Do as :meth:`detach`, and give the addresses back. Idempotent."""
+        try:
+            self.detach()
+        finally:
+            if self.address:
+                address, self.address = self.address, 0
+                call("cuMemAddressFree", address, self.nbytes)
+
+
+def _properties(ordinal: int) -> Any:
+    bindings = load()
+    properties = bindings.CUmemAllocationProp()
+    properties.type = bindings.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.requestedHandleTypes = _descriptor()
+    properties.location.type = bindings.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = ordinal
+    return properties
+
+
+def _access(ordinal: int) -> Any:
+    bindings = load()
+    access = bindings.CUmemAccessDesc()
+    access.location.type = bindings.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = ordinal
+    access.flags = bindings.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    return access
+
+
+def _descriptor() -> Any:
+    return load().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR

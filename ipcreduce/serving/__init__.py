@@ -1,13 +1,15 @@
 """All-reduce for the tensor-parallel groups of the servers vLLM and SGLang, in place of the servers' own.
 
 Set the environment variable ``IPCREDUCE_ENGINES=1`` to use it. Without the variable, the two entry points below do
-nothing. ``ipcreduce.serving.seat`` has the class that the servers make. It has run in
-vLLM 0.26.0, offline, and not in SGLang on GPUs.
+nothing. ``ipcreduce.serving.seat`` has the class that the servers make. It has run in vLLM 0.26.0, offline, and not in
+SGLang on GPUs.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+from functools import cache
 from typing import Any
 
 from ..errors import UnsupportedError
@@ -15,6 +17,7 @@ from ..options import is_on
 
 _VLLM_MODULE = "vllm.distributed.device_communicators.custom_all_reduce"
 _SGLANG_TARGET = "sglang.srt.distributed.device_communicators.custom_all_reduce.dispatch_custom_allreduce"
+_FLASHINFER = "VLLM_ALLREDUCE_USE_FLASHINFER"  # 0 by default in vLLM 0.26.0, and 1 in 0.33.0
 _log = logging.getLogger("ipcreduce.serving")
 
 
@@ -27,6 +30,8 @@ def vllm_plugin() -> None:
     """
     if not is_on("IPCREDUCE_ENGINES"):
         return
+    from importlib.util import find_spec
+
     from vllm.distributed.device_communicators import custom_all_reduce
     from vllm.platforms import current_platform
 
@@ -43,6 +48,20 @@ def vllm_plugin() -> None:
         raise UnsupportedError(f"this vLLM has no {_VLLM_MODULE}.CustomAllreduce. Unset IPCREDUCE_ENGINES")
     custom_all_reduce.CustomAllreduce = EngineAllReduce
     _log.info("IPCREDUCE_ENGINES=1: %s.CustomAllreduce is now ipcreduce's EngineAllReduce", _VLLM_MODULE)
+    if find_spec("flashinfer") is not None:
+        _come_before_flashinfer()
+
+
+@cache  # said once in a process
+def _come_before_flashinfer() -> None:
+    """Switch vLLM's use of FlashInfer's all-reduce off, unless the user has set it, and say what else comes first."""
+    given = os.environ.setdefault(_FLASHINFER, "0")
+    if given != "0":
+        _log.warning("%s=%s: vLLM asks FlashInfer first, and seldom ipcreduce. Set it to 0", _FLASHINFER, given)
+    _log.info(
+        "%s is %s. FlashInfer's pass may still replace all-reduces that a RMSNorm follows. To have ipcreduce's, pass "
+        """--compilation-config '{"pass_config": {"fuse_allreduce_rms": false}}'""", _FLASHINFER, given,
+    )  # fmt: skip
 
 
 def sglang_plugin() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -59,6 +61,12 @@ class EngineAllReduce:
             self._comm.allreduce(torch.zeros(8, dtype=dtype, device=self.device))
         self._comm.synchronize()
         self.disabled = False
+        self._count_calls()
+
+    def _count_calls(self) -> None:
+        """Let the log tell, when this object ends, how many calls it has served."""
+        self._calls = itertools.count()
+        self._tell = weakref.finalize(self, _tell, self._calls)
 
     def should_custom_ar(self, inp: torch.Tensor) -> bool:
         """True if :meth:`custom_all_reduce` takes the tensor.
@@ -80,6 +88,7 @@ class EngineAllReduce:
         """
         if self._comm is None or not self.should_custom_ar(input):
             return None
+        next(self._calls)
         return self._comm.allreduce(input)
 
     def fused_allreduce_rmsnorm(
@@ -94,6 +103,7 @@ class EngineAllReduce:
         """
         if self._comm is None or not self._can_normalise(input_, residual_inp_, weight_):
             return None
+        next(self._calls)
         try:
             found: tuple[torch.Tensor, torch.Tensor] = self._comm.allreduce_rmsnorm(
                 input_, weight_, eps, residual=residual_inp_
@@ -128,6 +138,12 @@ class EngineAllReduce:
 
     def close(self) -> None:
         """Free the memory, and decline every tensor from now on. Every rank must call it. Idempotent."""
+        if not self.disabled:
+            self._tell()
         self.disabled = True
         if self._comm is not None:
             self._comm.close()
+
+
+def _tell(calls: itertools.count[int]) -> None:
+    _log.info("ipcreduce has served %d calls of the server; one that was captured counts once", next(calls))

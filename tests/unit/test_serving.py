@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -38,7 +40,9 @@ def seat(monkeypatch: pytest.MonkeyPatch) -> type:
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """vLLM's module of the class, in a vLLM on CUDA. Loggers are as before afterwards."""
+    """vLLM's module of the class, in a vLLM on CUDA without FlashInfer. Loggers are as before afterwards."""
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    serving._come_before_flashinfer.cache_clear()
     found = module(f"{PLACE}.custom_all_reduce", CustomAllreduce=Theirs)
     platform = types.SimpleNamespace(is_cuda=lambda: True)
     tree = {
@@ -96,6 +100,30 @@ def test_vllm_makes_our_class_and_says_so(vllm: types.ModuleType, seat: type, mo
     assert vllm.CustomAllreduce is seat
     assert said == 2 * [f"IPCREDUCE_ENGINES=1: {vllm.__name__}.CustomAllreduce is now ipcreduce's EngineAllReduce"]
     assert logging.getLogger("ipcreduce").handlers == [handler]
+
+
+@pytest.mark.parametrize("given", [None, "0", "1"])
+def test_flashinfer_does_not_come_first_unnoticed(
+    given: str | None,
+    vllm: types.ModuleType,
+    seat: type,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    monkeypatch.setenv("IPCREDUCE_ENGINES", "1")
+    monkeypatch.setitem(sys.modules, "flashinfer", module("flashinfer", __spec__=ModuleSpec("flashinfer", None)))
+    monkeypatch.setenv(serving._FLASHINFER, given or "")
+    if given is None:
+        monkeypatch.delenv(serving._FLASHINFER)
+    logging.getLogger("vllm").setLevel(logging.INFO)
+    for _ in range(2):
+        serving.vllm_plugin()
+    assert os.environ[serving._FLASHINFER] == (given or "0")
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warned == [f"{serving._FLASHINFER}=1: vLLM asks FlashInfer first, and seldom ipcreduce. Set it to 0"] * (
+        given == "1"
+    )
+    assert caplog.text.count("fuse_allreduce_rms") == 1
 
 
 def test_a_vllm_that_does_not_fit(vllm: types.ModuleType, seat: type, monkeypatch: pytest.MonkeyPatch):

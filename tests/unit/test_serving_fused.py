@@ -46,7 +46,9 @@ def comm(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = object.__new__(importlib.import_module("ipcreduce.serving.seat").EngineAllReduce)
     sys.modules.pop("ipcreduce.serving.seat")
     made.device, made.max_size, made.disabled = "cuda:0", 1024, False
-    made._comm = types.SimpleNamespace(allreduce_rmsnorm=lambda x, w, eps, *, residual: (x, w, eps, residual))
+    made._comm = types.SimpleNamespace(allreduce=lambda x: x, close=lambda: None)
+    made._comm.allreduce_rmsnorm = lambda x, w, eps, *, residual: (x, w, eps, residual)
+    made._count_calls()
     return made
 
 
@@ -72,6 +74,23 @@ def test_what_the_fused_call_declines(comm: Any):
         assert comm.fused_allreduce_rmsnorm(*three, 1e-6) is None
     comm.disabled = True
     assert comm.fused_allreduce_rmsnorm(x, x, weight, 1e-6) is None
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_the_calls_served_are_told_once(comm: Any, closed: bool, caplog: pytest.LogCaptureFixture):
+    """At close(), or when the server drops the object."""
+    caplog.set_level("INFO", "ipcreduce")
+    x = Tensor(4, 64)
+    comm.custom_all_reduce(x)
+    comm.fused_allreduce_rmsnorm(x, x, Tensor(64), 1e-6)
+    comm.custom_all_reduce(Tensor(1000, 64))  # too large
+    if closed:
+        comm.close()
+        comm.close()
+    else:
+        assert comm._tell.atexit
+        comm._tell()
+    assert caplog.text.count("ipcreduce has served 2 calls") == 1
 
 
 def test_an_error_of_the_fused_call_is_in_the_log(comm: Any, caplog: pytest.LogCaptureFixture):

@@ -70,14 +70,14 @@ def fresh_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pat
 # ---- kernels
 @pytest.mark.parametrize("oldest", [True, False], ids=["sm_80", "newer"])
 def test_every_kernel_compiles(oldest: bool):
-    """Each dtype and each op with each kernel, for the newer architectures every fourth one; all else takes turns.
+    """Every other dtype with each kernel, for the newer architectures every fourth one; all else takes turns.
 
     An instruction that an architecture lacks is one that the oldest lacks. ``make sass`` compiles all for each.
     """
     jobs = []
     for number, kernel in enumerate(KERNELS):
         for index, dtype in enumerate(DTYPE_NAMES if kernel != "verify" else ["int32"]):
-            if not oldest and (number + index) % 4:
+            if kernel != "verify" and (number + index) % (2 if oldest else 4):
                 continue
             capability = ARCHITECTURES[0] if oldest else ARCHITECTURES[1 + (number + index) // 4 % 3]
             turn = ARCHITECTURES.index(capability)

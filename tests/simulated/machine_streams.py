@@ -211,7 +211,7 @@ def submit(handle: int, work: Work | None, fences: Iterable[threading.Event] = (
 def _wait(fence: threading.Event) -> None:
     """Wait on the host. Not by the event: its lock would stay taken if Ctrl-C came right behind its acquire()."""
     while not fence.is_set():
-        time.sleep(2e-5)
+        time.sleep(1e-4)
 
 
 def synchronize(handle: int) -> None:

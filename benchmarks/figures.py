@@ -176,8 +176,8 @@ def eager(run: Run) -> None:
     call()
     bare = functools.partial(launch.run, stream)
     bare_graph = of_cupy = functools.partial(cupy_runtime.launch_graph, executable.handle, stream)
-    if hasattr(driver, "load"):  # not on the simulated device
-        bindings = driver.load()
+    bindings = driver.load()
+    if hasattr(bindings, "CUgraphExec"):  # not on the simulated device
         handles = bindings.CUgraphExec(executable.handle), bindings.CUstream(stream)
         bare_graph = functools.partial(bindings.cuGraphLaunch, *handles)
     for which, before in (("", run.before), (" behind others", 0)):  # then the flight recorder's slots are rewritten

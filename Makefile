@@ -13,6 +13,7 @@
 # make sass          compiles every kernel for every GPU that NVRTC knows, and looks for packets that are not one access
 # make check         lint, format, types
 # make engines       fetches the newest vLLM and SGLang, and checks that our class still fits their calls
+# make serve-vllm    runs vLLM with ipcreduce, with its own all-reduce and with NCCL on two GPUs, and compares them
 # make pictures      draws the pictures of README.md and docs/ anew, from the results in benchmarks/results
 # make docs          builds docs/ into docs/_build, in .venv-docs; warnings are errors
 # make release       builds wheel and sdist into dist/, checks them, and tries the wheel in a fresh environment
@@ -38,10 +39,10 @@ test-pythons:
 docs release:
 	@$(PYTHON) -m tests.tools.run $@ $(if $(VENV),--venv "$(VENV)-$@")
 
-models:
+models serve-vllm:
 	@$(PYTHON) -m tests.tools.run $@
 
 limits:
 	@$(PYTHON) -m tests.tools.times
 
-.PHONY: demo quick test coverage limits test-pythons test-cuda12 failures fuzz mutants sanitizers sass engines check pictures docs release models
+.PHONY: demo quick test coverage limits test-pythons test-cuda12 failures fuzz mutants sanitizers sass engines check pictures docs release models serve-vllm

@@ -23,6 +23,7 @@ QUICK_SCENARIOS = (  # one of each file
     "wrong_options", "closed_early", "refused_and_closed", "threads_after_a_fault", "captured_after_a_fault",
     "threads_with_another_device", "after_a_wait", "of_no_dimension",
 )  # fmt: skip
+SERVED = ("ours", "stock", "nccl", "ours-piecewise", "ours-eager", "stock-eager", "ours-spawn")  # engines of vLLM
 QUICK_PROGRAMS = (
     ("tests.sim.scenarios", *QUICK_SCENARIOS),
     ("tests.graphs", "--sim", "--first"),
@@ -48,7 +49,7 @@ def main() -> int:
         "demo": demo, "quick": quick, "test": test, "test-cuda12": test_cuda12, "coverage": coverage,
         "failures": failures, "fuzz": fuzz, "mutants": mutants,
         "models": models, "sanitizers": sanitizers, "sass": sass, "engines": engines,
-        "check": check, "pictures": pictures, "docs": docs, "release": release.release,
+        "serve-vllm": serve_vllm, "check": check, "pictures": pictures, "docs": docs, "release": release.release,
     }  # fmt: skip
     parser = argparse.ArgumentParser(prog="tests.tools.run", description=__doc__)
     parser.add_argument("what", choices=[*commands, "test-pythons"])
@@ -168,6 +169,20 @@ def sass(python: str) -> int:
 def engines(python: str) -> int:
     os.environ["TEST_ENGINES"] = "1"
     return run(python, "-m", "pytest", "-q", "-rP", "tests/unit/test_serving_contracts.py", check=False)
+
+
+def serve_vllm(python: str) -> int:
+    """Archives for a machine with two GPUs; where it is this one, also the engines and their tables."""
+    folder, out = Path("build/serving"), Path("build/serving-results")
+    run(python, "-m", "benchmarks.serving.prepare", folder)
+    command = [python, "-m", "benchmarks.serving.run", out, "--archives", folder, "--total", "3600", *SERVED]
+    table = [python, "-m", "benchmarks.serving.table", out]
+    if machine.cuda()[0] < 2:
+        print("On a machine with two GPUs, with this tree and the archives in it, run:")
+        print(shlex.join(map(str, command)), shlex.join(map(str, table)), sep="\n")
+        return 0
+    status = max(run(*command, "--layers", layers, check=False) for layers in ("8", "16"))
+    return max(status, run(*table, check=False))
 
 
 def check(python: str) -> int:

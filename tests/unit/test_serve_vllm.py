@@ -1,0 +1,203 @@
+"""make serve-vllm: what can be seen of it without a GPU. The names, the archives' content, results and tables."""
+
+from __future__ import annotations
+
+import json
+import struct
+from argparse import ArgumentTypeError
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.serving import engine, fatbins, run, table
+from benchmarks.serving.names import Name, result_path
+
+LAYERS = 2
+ALLREDUCES = 2 * LAYERS + 1  # of a pass: two a layer, and one for the embedding
+
+
+def test_names():
+    assert Name.of("ours") == Name("ours", "graphs")
+    assert Name.of("stock-eager") == Name("stock", "eager")
+    for text in ("ours", "nccl-piecewise"):
+        assert str(Name.of(text)) == text
+    for wrong in ("theirs", "ours-slow", "-eager"):
+        with pytest.raises(ArgumentTypeError, match="Name one of ours, stock, nccl, alone or"):
+            Name.of(wrong)
+
+
+def test_what_makes_engines_differ_is_not_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("IPCREDUCE_ENGINES", "1")
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
+    stock, ours = (run.environment(Name.of(text), tmp_path) for text in ("stock", "ours-spawn"))
+    assert (stock["IPCREDUCE_ENGINES"], stock["VLLM_WORKER_MULTIPROC_METHOD"]) == ("0", "fork")
+    assert (ours["IPCREDUCE_ENGINES"], ours["VLLM_WORKER_MULTIPROC_METHOD"]) == ("1", "spawn")
+    assert ours["VLLM_USE_DEEP_GEMM"] == "1"
+    assert ours["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+def test_settings_of_the_engines(tmp_path: Path):
+    folder = engine.model(tmp_path, 8)
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 8
+    graphs, pieces, eager, nccl = (
+        engine.settings(Name.of(text), folder, [1, 256]) for text in ("ours", "ours-piecewise", "ours-eager", "nccl")
+    )
+    assert graphs["compilation_config"] == {"cudagraph_capture_sizes": [1, 2, 4, 8, 64, 256]}
+    assert pieces["compilation_config"] == {**graphs["compilation_config"], "cudagraph_mode": "PIECEWISE"}
+    assert eager["enforce_eager"]
+    assert not graphs["enforce_eager"]
+    assert [one["disable_custom_all_reduce"] for one in (graphs, eager, nccl)] == [False, False, True]
+
+
+# ---- the runner
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The names of the engines that have run, in place of vLLM; nothing is unpacked."""
+    ran: list[str] = []
+
+    def run_one(args: Any, name: Name, limit: float) -> str:
+        ran.append(f"{name} {limit:.0f}")
+        path = result_path(args.out, name, args.layers)
+        path.with_suffix(".log").write_text("it\nbroke")
+        path.write_text(json.dumps({} if name.engine == "nccl" else {"done": True, "after": {}}))
+        return "exit code 0"
+
+    monkeypatch.setattr(run, "run_engine", run_one)
+    monkeypatch.setattr(run, "unpack", lambda archives, site: None)
+    monkeypatch.setattr(
+        run.sys, "argv", ["run", str(tmp_path / "out"), "ours", "nccl", "stock", "--archives", str(tmp_path)]
+    )
+    return ran
+
+
+def test_the_runner_goes_on_where_it_stopped(engines: list[str], capsys: pytest.CaptureFixture[str]):
+    assert run.main() == 0
+    assert engines == ["ours 240", "nccl 240", "stock 240"]
+    assert "it\nbroke" in capsys.readouterr().out
+    engines.clear()
+    run.main()
+    assert engines == ["nccl 240"]
+
+
+def test_no_engine_begins_too_late(engines: list[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run.sys, "argv", [*run.sys.argv, "--total", "30"])
+    assert run.main() == 1
+    assert engines == []
+
+
+def test_what_an_engine_leaves_behind_is_told_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The engine here is a module of that name which starts a process and writes its result."""
+    package = tmp_path / "benchmarks" / "serving"
+    package.mkdir(parents=True)
+    result = result_path(tmp_path, Name.of("ours"), LAYERS)
+    (package / "engine.py").write_text(
+        "import pathlib, subprocess, sys\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"pathlib.Path({str(result)!r}).write_text('{{\"done\": true}}')\n"
+    )
+    args = run.parse([str(tmp_path), "ours", "--archives", str(tmp_path), "--site", str(tmp_path), "--layers", "2"])
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    assert run.run_engine(args, Name.of("ours"), 600) == "exit code 0"
+    assert run.is_whole(result)
+    after = json.loads(result.read_text())["after"]
+    assert (after["status"], after["processes"]) == ("exit code 0", 1)
+    (package / "engine.py").write_text("import time\ntime.sleep(600)\n")
+    assert run.run_engine(args, Name.of("ours"), 0.1) == "ended after 0 s"
+    assert not result.exists()
+
+
+# ---- tables
+def a_run(name: str, **changed: Any) -> dict[str, Any]:
+    """What an engine writes, after a way through its file."""
+    device = {"all_us": 4000.0, "allreduce_us": 100.0 * ALLREDUCES, "allreduces": 10.0 * ALLREDUCES}
+    found = {
+        "name": name, "layers": LAYERS, "machine": {"processor": "a processor", "cores": 3}, "versions": {"vllm": "1"},
+        "date": "2030-01-02", "import_s": 3.0, "start_s": 70.0, "shutdown_s": 2.0,
+        "workers": 2 * [{"gpu": "H100"}], "workers_at_end": [{"seat": "a.B", "used_mb": mb} for mb in (10.0, 11.0)],
+        "tokens": {8: [[1, 2, 3], [4, 5, 6]]}, "logprobs": {8: [[-1.0, -2.0, -3.0], [-4.0, -5.0, -6.0]]},
+        "decode": {1: {"step_us": [500.0, 520.0, 510.0], "device": [device, {**device, "allreduce_us": 9000.0}]}},
+        "allreduce_us": [{1: 3.0}, {1: 2.0}], "prefill_us": {512: [9.0, 8.0, 7.0]},
+        "after": {"status": "exit code 0", "processes": 0, "shared": []},
+    }  # fmt: skip
+    return json.loads(json.dumps(found | changed))
+
+
+def test_a_row_has_what_the_runs_say():
+    kept = table.keep([a_run("stock"), a_run("ours")])
+    assert (kept["machine"]["gpus"], kept["machine"]["cores"], kept["date"]) == (["H100", "H100"], 3, "2030-01-02")
+    ours, _ = kept["rows"]
+    assert ours["name"] == "ours"
+    assert ours["decode"] == {
+        "1": {"us": [510.0, 500.0, 520.0], "device_us": 400.0, "allreduce_us": 10.0 * ALLREDUCES, "part": 0.125}
+    }
+    assert ours["allreduce_us"] == {"1": 2.0}
+    assert ours["used_mb"] == 11.0
+    assert ours["compared"]["8"] == {
+        "sequences": 2, "same_tokens": 2, "same_logprobs": 2, "largest_difference": 0.0
+    }  # fmt: skip
+
+
+def test_differences_of_two_engines_are_counted():
+    """Behind the first token that differs, the logprobs are of other texts."""
+    tokens, logprobs = {8: [[1, 2, 3], [4, 9, 6]]}, {8: [[-1.0, -2.25, -3.0], [-4.5, -7.0, -60.0]]}
+    [ours, _] = table.keep([a_run("ours", tokens=tokens, logprobs=logprobs), a_run("stock")])["rows"]
+    assert ours["compared"]["8"] == {
+        "sequences": 2, "same_tokens": 1, "same_logprobs": 0, "largest_difference": 0.5
+    }  # fmt: skip
+
+
+def test_only_the_same_mode_and_layers_are_compared():
+    runs = [a_run("ours-eager"), a_run("stock"), a_run("ours", layers=4)]
+    assert [one["name"] for one in table.keep(runs)["rows"] if "compared" in one] == ["stock"]
+
+
+def test_tables_of_whole_and_of_broken_runs():
+    broken = {key: value for key, value in a_run("nccl").items() if key in ("name", "layers")}
+    steps, calls, rest = table.tables(table.keep([a_run("stock"), a_run("ours"), broken])["rows"])
+    assert "| ours | 2 | 510 ± 10, device 400, all-reduce 50 (12.5%) |" in steps
+    assert "| nccl | 2 | – |" in steps
+    assert "| ours | 2 | 2.0 |" in calls
+    assert "nccl" not in calls
+    assert "| ours | 2 | 70.0 | 2.0 | 11.0 | 8 ± 1 | 2 and 2 of 2, 0 | exit code 0, 0 and 0 |" in rest
+    assert "| nccl | 2 | – | – | – | – |  | not whole |" in rest
+    with pytest.raises(SystemExit, match="no engine has started"):
+        table.keep([broken])
+
+
+# ---- device code
+def library(path: Path, *fat: list[tuple[int, int, bytes]]) -> None:
+    """An ELF file with one section of fat binaries, each of (kind, architecture, content)."""
+    section = b""
+    for entries in fat:
+        body = b"".join(
+            struct.pack("<HHIQ", kind, 1, 64, len(content)) + bytes(12) + struct.pack("<I", arch) + bytes(32) + content
+            for kind, arch, content in entries
+        )
+        section += struct.pack("<IHHQ", fatbins.MAGIC, 1, 16, len(body)) + body + bytes(-len(body) % 8 + 8)
+    names = b"\0.nv_fatbin\0.shstrtab\0"
+    heads = b"".join(
+        struct.pack("<IIQQQQIIQQ", name, 1, 0, 0, start, size, 0, 0, 0, 0)
+        for name, start, size in ((0, 0, 0), (1, 64, len(section)), (12, 64 + len(section), len(names)))
+    )
+    elf = b"\x7fELF".ljust(40, b"\0") + struct.pack("<Q", 64 + len(section) + len(names)) + bytes(10)
+    path.write_bytes(elf + struct.pack("<HHH", 64, 3, 2) + section + names + heads)
+
+
+@pytest.mark.parametrize("keep_ptx", [True, False])
+def test_device_code_of_other_gpus_is_zero(tmp_path: Path, keep_ptx: bool):
+    path = tmp_path / "one.so"
+    library(
+        path,
+        [(2, 80, b"cubin 80"), (2, 90, b"cubin 90"), (1, 90, b"ptx   90")],
+        [(2, 80, b"other 80"), (1, 80, b"other p8"), (1, 100, b"other p10")],
+    )
+    before = path.read_bytes()
+    zeroed = fatbins.blank(path, 90, keep_ptx=keep_ptx)
+    after = path.read_bytes()
+    assert len(after) == len(before)
+    kept = [b"cubin 90"] + [b"other p8"] * keep_ptx
+    gone = [b"cubin 80", b"ptx   90", b"other 80", b"other p10"] + [b"other p8"] * (not keep_ptx)
+    assert all(one in after for one in kept)
+    assert not any(one in after for one in gone)
+    assert zeroed == sum(map(len, gone))

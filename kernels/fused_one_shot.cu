@@ -86,7 +86,7 @@ template <bool kTiled> DEVICE void run(const Args& args, GroupSums& sums) {
   for (int d = 0; d < kDepth; ++d) weight[d] = load_unit<true>(norm.weight, hidden, index[d], active[d]);
   load_residuals(row);
   advance_epochs(args, epoch);
-  if constexpr (kCluster > 1) cluster_wait();
+  meet_cluster(sums, units / kGroupUnits);
 
   for (u32 turn = 0;; turn ^= 1) {
     const bool more = kTiled && row + stride < rows;

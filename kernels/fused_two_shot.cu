@@ -58,7 +58,7 @@ DEVICE void run(const Args& args, GroupSums& sums) {
   trigger_programmatic_launch();
   load_given_scale(norm, numbers);
   advance_epochs(args, epoch);
-  if constexpr (kCluster > 1) cluster_wait();
+  meet_cluster(sums, units / kGroupUnits);
 
   for (u32 turn = 0;; turn ^= 1) {
     const bool more = kCluster == 1 && row + stride < rows;

@@ -102,7 +102,7 @@ DEVICE void advance_epochs(const Args& args, Epoch epoch) {
 
 // ---- waits: a poll loads data. After every kSpinsBetweenChecks polls, a wait also reads the clock and the abort word.
 // It reads a copy of that word in this GPU's memory: if every waiting warp read host memory, the reads would queue for
-// milliseconds.
+// milliseconds. Warps check at about the same time, so one of them claims the next read of host memory.
 constexpr u32 kSpinsBetweenChecks = 256;
 constexpr u32 kMicrosecondsBetweenAbortReads = 16;  // by the whole GPU
 // Waits go on for this long after the abort word was seen. The abort may concern a later call, while packets of this
@@ -125,10 +125,10 @@ DEVICE_NOINLINE u64 check_wait(u64 started, u32 missing, const Args& args) {
     store_u32_relaxed_sys(args.abort, 1);
   }
   const u32 seen = load_u32_relaxed_gpu(abort_seen_at);  // 0, or a time, which may be ahead of this thread's
-  if (!seen && microseconds - load_u32_relaxed_gpu(abort_read_at) > kMicrosecondsBetweenAbortReads) {
-    store_u32_relaxed_gpu(abort_read_at, microseconds);
-    if (load_u32_relaxed_sys(args.abort)) store_u32_relaxed_gpu(abort_seen_at, microseconds | 1);
-  }
+  const u32 read_at = load_u32_relaxed_gpu(abort_read_at);
+  if (!seen && microseconds - read_at > kMicrosecondsBetweenAbortReads && is_first_active_lane() &&
+      replace_u32_relaxed_gpu(abort_read_at, read_at, microseconds) && load_u32_relaxed_sys(args.abort))
+    store_u32_relaxed_gpu(abort_seen_at, microseconds | 1);
   const bool known = load_u32_relaxed_gpu(abandoned);
   if (!late && !known && !(seen && (int)(microseconds - seen) > (int)kGraceMicroseconds)) return started;
   store_u32_relaxed_gpu(epochs + 8 * block_in_grid() + 4, 1);  // before this block's next barrier

@@ -261,8 +261,15 @@ DEVICE void prepare(GroupSums& sums, u32 groups) {
     if (kWithMost) sums.most[0][i] = sums.most[1][i] = 0;
   }
   if constexpr (kCluster > 1) {
-    if (thread_in_block() == 0) prepare_gate(sums.gate, groups * 4 * (1 + kWithMost));
+    if (thread_in_block() == 0) prepare_gate(sums.gate);
     cluster_arrive();
+  }
+}
+// Before the first sum: the other blocks of the cluster have prepared theirs.
+DEVICE void meet_cluster(GroupSums& sums, u32 groups) {
+  if constexpr (kCluster > 1) {
+    cluster_wait();
+    if (thread_in_block() == 0) expect_at_gate(sums.gate, groups * 4 * (1 + kWithMost));
   }
 }
 

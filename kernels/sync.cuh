@@ -51,6 +51,7 @@ DEVICE bool warp_any(bool mine) { return __any_sync(0xFFFFFFFFu, mine); }
 DEVICE u32 warp_or(u32 mine) { return __reduce_or_sync(0xFFFFFFFFu, mine); }
 DEVICE u32 warp_ballot(bool mine) { return __ballot_sync(0xFFFFFFFFu, mine); }
 DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
+DEVICE bool is_first_active_lane() { return thread_in_block() % 32 == (u32)__ffs((int)__activemask()) - 1; }
 DEVICE void spin_pause() {}  // once per poll; the stand-in switches to another thread here
 
 // ---- programmatic dependent launch (sm_90 on): no-ops in a launch without that attribute
@@ -139,6 +140,13 @@ DEVICE u64 load_u64_relaxed_gpu(u64 at) {
 DEVICE void store_u32_relaxed_gpu(u64 at, u32 v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(at), "r"(v) : "memory");
 }
+// Stores `to` if `from` is there still. Returns true for the one thread that has stored.
+DEVICE bool replace_u32_relaxed_gpu(u64 at, u32 from, u32 to) {
+  u32 found;
+  asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], %2, %3;" : "=r"(found) : "l"(at), "r"(from), "r"(to)
+               : "memory");
+  return found == from;
+}
 DEVICE u32 load_u32_relaxed_sys(u64 at) {
   u32 v;
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
@@ -214,18 +222,20 @@ DEVICE u32 block_in_cluster() {
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// In a block's shared memory: opens once, when so many bytes have come by store_to_block(). One thread prepares it, and
-// the other blocks may store after the cluster's barrier.
+// In a block's shared memory: opens once, when so many bytes have come by store_to_block(). One thread prepares it, the
+// other blocks may store after the cluster's barrier, and behind that barrier one thread says how many bytes are due.
+// Bytes may come before that: the gate stays shut until the thread has said it.
 struct Gate {
   u64 mbarrier;
 };
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-DEVICE void prepare_gate(Gate& gate, u32 bytes) {
-  const u32 at = shared_address(&gate.mbarrier);
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(at) : "memory");
+DEVICE void prepare_gate(Gate& gate) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(&gate.mbarrier)) : "memory");
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+DEVICE void expect_at_gate(Gate& gate, u32 bytes) {
   asm volatile("{ .reg .b64 s; mbarrier.arrive.expect_tx.shared::cta.b64 s, [%0], %1; }"
-               :: "r"(at), "r"(bytes) : "memory");
+               :: "r"(shared_address(&gate.mbarrier)), "r"(bytes) : "memory");
 }
 DEVICE void wait_at_gate(const Gate& gate) {
   asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0;"
@@ -244,7 +254,8 @@ struct Gate {};
 DEVICE u32 block_in_cluster() { return 0; }
 DEVICE void cluster_arrive() {}
 DEVICE void cluster_wait() {}
-DEVICE void prepare_gate(Gate&, u32) {}
+DEVICE void prepare_gate(Gate&) {}
+DEVICE void expect_at_gate(Gate&, u32) {}
 DEVICE void wait_at_gate(const Gate&) {}
 DEVICE void store_to_block(float&, Gate&, u32, float, bool) {}
 #endif

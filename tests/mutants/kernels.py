@@ -11,6 +11,13 @@ FLOAT_MINIMUM = f"{SWEEP} 4392"  # of special values
 
 MUTANTS = [
     Mutant(
+        "every waiting warp reads host memory",
+        EXCHANGE,
+        "replace_u32_relaxed_gpu(abort_read_at, read_at, microseconds) &&",
+        "(store_u32_relaxed_gpu(abort_read_at, microseconds), true) &&",
+        unit("kernel_layout", "one_of_many_waits_reads_host_memory"),
+    ),
+    Mutant(
         "half types are rounded after each addition",
         REDUCE,
         "return a + b;",

@@ -366,6 +366,57 @@ def test_a_wait_goes_on_until_the_timeout(tmp_path: Path):
     assert run_program(tmp_path, CHECK_TIMEOUT, nanoseconds, 2_499_000_000, 2_501_000_000) == ["1", "0"]
 
 
+CHECK_READS = """
+#include <atomic>
+#include <cstdio>
+#include <pthread.h>
+#include <thread>
+#include <vector>
+#include <sync.cuh>
+constexpr int kThreads = 8;
+static u32 words[3];
+static u64 read_at;
+static std::atomic<int> reads;
+static pthread_barrier_t all_have_loaded;
+static u32 load_gpu(u64 at) {
+  const u32 found = load_u32_relaxed_gpu(at);
+  if (at == read_at) pthread_barrier_wait(&all_have_loaded);
+  return found;
+}
+static u32 load_sys(u64 at) {
+  reads += at == (u64)words;
+  return load_u32_relaxed_sys(at);
+}
+#define load_u32_relaxed_gpu load_gpu
+#define load_u32_relaxed_sys load_sys
+#include <packets.cuh>
+static u32 epochs[2 * kEpochSlots + 3];
+int main() {
+  Args args = {};
+  args.epochs = (u64)epochs;
+  args.abort = (u64)words;
+  args.missing = (u64)(words + 1);
+  args.timeout_ns = 1ull << 62;
+  read_at = (u64)(epochs + 2 * kEpochSlots + 1);
+  pthread_barrier_init(&all_have_loaded, nullptr, kThreads);
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kThreads; ++i)
+    threads.emplace_back([&] {
+      static const SimThread thread = {0, 1, 0, 1};
+      sim_thread = &thread;
+      check_wait(0, 2, args);
+    });
+  for (std::thread& thread : threads) thread.join();
+  std::printf("%d\\n", (int)reads);
+}
+"""
+
+
+def test_one_of_many_waits_reads_host_memory(tmp_path: Path):
+    """All have loaded the time of the last read before any of them stores a new one."""
+    assert run_program(tmp_path, CHECK_READS) == ["1"]
+
+
 def test_each_rank_has_words_of_its_own():
     words = [missing_offset(rank) + 4 * word for rank in range(plan.MAX_RANKS) for word in (0, 1)]
     assert len({ABORT_OFFSET, *words}) == 1 + len(words)

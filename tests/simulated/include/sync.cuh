@@ -53,6 +53,7 @@ template <class To, class From> DEVICE To bit_cast(From from) {
   return to;
 }
 DEVICE float shuffle_xor(float x, int mask) { return bit_cast<float>(sim_shuffle_xor(bit_cast<u32>(x), (u32)mask)); }
+DEVICE bool is_first_active_lane() { return true; }
 DEVICE void spin_pause() { sim_relax(); }
 DEVICE void grid_dependency_sync() { sim_await_predecessor(); }
 DEVICE void trigger_programmatic_launch() {}
@@ -134,6 +135,10 @@ DEVICE u64 load_u64_relaxed_gpu(u64 at) {
   return __atomic_load_n((const u64*)at, __ATOMIC_RELAXED);
 }
 DEVICE void store_u32_relaxed_gpu(u64 at, u32 v) { store_u32_relaxed_sys(at, v); }
+DEVICE bool replace_u32_relaxed_gpu(u64 at, u32 from, u32 to) {
+  sim_touch();
+  return __atomic_compare_exchange_n((u32*)at, &from, to, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+}
 DEVICE u64 globaltimer_ns() {
   return sim_timer();
 }
@@ -183,9 +188,12 @@ DEVICE u32 block_in_cluster() { return sim_thread->block % IPCREDUCE_CLUSTER; }
 DEVICE void cluster_arrive() {}
 DEVICE void cluster_wait() { sim_sync_cluster(IPCREDUCE_CLUSTER); }
 struct Gate {
-  u32 left;  // bytes
+  u32 left;  // bytes, and the highest bit until it is known how many are due
 };
-DEVICE void prepare_gate(Gate& gate, u32 bytes) { __atomic_store_n(&gate.left, bytes, __ATOMIC_RELAXED); }
+DEVICE void prepare_gate(Gate& gate) { __atomic_store_n(&gate.left, 1u << 31, __ATOMIC_RELAXED); }
+DEVICE void expect_at_gate(Gate& gate, u32 bytes) {
+  __atomic_fetch_add(&gate.left, bytes - (1u << 31), __ATOMIC_RELEASE);
+}
 DEVICE void wait_at_gate(const Gate& gate) {
   while (__atomic_load_n(&gate.left, __ATOMIC_ACQUIRE)) sim_relax();
 }

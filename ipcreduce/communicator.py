@@ -16,7 +16,7 @@ from .arrays.maps import Map
 from .arrays.norms import FP8, NormArguments
 from .calls import turns
 from .cuda import cupy_runtime
-from .errors import ArgumentError, PeerLostError, UnsupportedError
+from .errors import ArgumentError, GraphStateError, PeerLostError, UnsupportedError
 from .graphs.session import GraphSession
 from .open_communicator import OpenCommunicator
 from .options import Options, unknown_variables
@@ -27,6 +27,7 @@ from .types import Array, DType, Number, NumpyNumber, Op, Out, OutList, Shape
 _log = logging.getLogger("ipcreduce")
 _ENDS = {  # by the error of later calls
     ArgumentError: "closed",
+    GraphStateError: "suspended",
     PeerLostError: "lost: it can only be closed",
     UnsupportedError: "of the process that this one was forked from",
 }
@@ -95,7 +96,8 @@ class Communicator:
     def describe(self) -> str:
         """Backend, GPU, workspace, how host arrays travel, and why other backends were not chosen: several lines."""
         parts = self._open
-        lines = [f"rank {self.rank} of {self.size}: backend {self.backend}"]
+        suspended = ", suspended" if parts.suspension.is_on else ""
+        lines = [f"rank {self.rank} of {self.size}: backend {self.backend}{suspended}"]
         if parts.backend is not None:
             lines += parts.backend.describe()
         lines.append(f"host arrays: {parts.host.describe()}")
@@ -289,6 +291,33 @@ class Communicator:
         CuPy, or NumPy with backend "mpi". Not collective. Valid as long as it lives, also after close().
         """
         return self._open.session.empty(shape, dtype)
+
+    def suspend(self, timeout: float | None = None) -> None:
+        """Give the workspace's memory back, until :meth:`resume`. Every rank has to. Graphs stay valid.
+
+        It waits for all work on the GPU first. Until :meth:`resume`, calls and replays raise :class:`GraphStateError`.
+        A graph that another library captured would write bytes 0xFF, so launch none, nor during this call. With
+        backend "mpi" and in a world of one it does nothing. Idempotent. docs/graphs.md has a table of what stays.
+
+        :param timeout: how many seconds the GPU's work may take; None, or more, for the communicator's timeout.
+        :raises UnsupportedError: on every rank, if the workspaces are not in virtual memory (``IPCREDUCE_MEMORY=vmm``).
+        :raises GraphStateError: in a recording or a capture.
+        :raises PeerTimeoutError: if this rank's GPU is still busy then. Nothing has changed.
+        :raises PeerFailedError: if another rank cannot suspend. Nothing has changed.
+        :raises PeerLostError: if a rank has gone, or if the driver refuses to take memory back.
+        """
+        self._open.suspension.suspend(timeout)
+
+    def resume(self) -> None:
+        """Get new memory for the workspace, at the same addresses. Every rank has to. Idempotent.
+
+        :raises CudaError: if this rank gets no memory. Free some, and call it again on every rank.
+        :raises PeerFailedError: if another rank gets none. The communicator is still suspended.
+        :raises GraphStateError: if a graph of another library was launched while the communicator was suspended. It is
+            resumed on every rank.
+        :raises PeerLostError: if a rank has gone, or if mapping the memory fails.
+        """
+        self._open.suspension.resume()
 
     def close(self) -> None:
         """Give everything back. Every rank has to. It takes at most 6 s, whatever the peers and the GPU are doing.

@@ -17,6 +17,7 @@ from .host.reducer import HostReducer
 from .options import Options
 from .ranks.exchange import Ranks
 from .ranks.mpi import MpiRanks
+from .suspension import Suspension
 
 _CLOSE_SECONDS = 5.0  # for the peers to unmap this rank's memory, before close() leaves it to the process's end
 
@@ -43,6 +44,7 @@ class OpenCommunicator:
         over_mpi = MpiReducer(ranks, options.timeout) if isinstance(ranks, MpiRanks) else None
         self.host = HostReducer(self.calls, over_mpi, started.shared, self.reasons.get("shm", ""))
         self.session = GraphSession(self.calls, self.backend, self.why_none, self.sync, options.direct)
+        self.suspension = Suspension(self.calls, self.backend, self.session)
         self.device = DeviceReducer(self.calls, self.backend, self.why_none, self.session, self.sync)
         self.fast = self.known_norms = None
         if self.backend is not None:
@@ -90,5 +92,6 @@ class OpenCommunicator:
 
     def _let_go(self) -> None:
         self.backend = self.fast = self.known_norms = self.watch = None
+        self.suspension.close()
         self.device.close()
         self.host.close()

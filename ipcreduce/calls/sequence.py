@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -270,15 +270,8 @@ class CallSequence:
 
         :raises PeerLostError: if a rank does not come.
         """
-        try:
+        with self.losing("it left the resynchronisation after a fault"):
             self._start_anew(clock.now() + max(self.timeout, _PATIENCE_SECONDS))
-        except PeerLostError:
-            raise
-        except BaseException as error:
-            lost = self.lose("it left the resynchronisation after a fault", error)
-            if isinstance(error, IpcReduceError):
-                raise lost from error
-            raise
         self.raised, self._noted = False, 0
 
     def _start_anew(self, deadline: float) -> None:
@@ -312,6 +305,22 @@ class CallSequence:
         fence()  # before a peer goes on, and writes to the page, this has to be visible
         self._rounds.meet(self.number, check, offer)
         self.number, self._rounds.last = max(calls), max(rounds)
+
+    @contextmanager
+    def losing(self, why: str) -> Iterator[None]:
+        """Lose the communicator, for this reason, if the block raises: the ranks are not alike any more.
+
+        :raises PeerLostError: in place of any IpcReduceError of the block.
+        """
+        try:
+            yield
+        except PeerLostError:
+            raise
+        except BaseException as error:
+            lost = self.lose(why, error)
+            if isinstance(error, IpcReduceError):
+                raise lost from error
+            raise
 
     def lose(self, why: str, cause: BaseException) -> PeerLostError:
         """Lose the communicator on all ranks, because this one does not go on.

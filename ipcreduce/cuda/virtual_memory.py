@@ -63,19 +63,20 @@ class Range:
     def __init__(self, ordinal: int, nbytes: int) -> None:
         """Reserve addresses. :param nbytes: as :func:`rounded` gives. :raises CudaError: if that fails."""
         self._ordinal, self.nbytes = ordinal, nbytes
-        self._handle, self._mapped = 0, False
+        self._handle = self._mapped = 0
         self.address = int(call("cuMemAddressReserve", nbytes, 0, 0, 0))
 
-    def attach(self, handle: int) -> None:
-        """Map memory here, whose handle is this object's from now on.
+    def attach(self, handle: int, nbytes: int | None = None) -> None:
+        """Map memory here, from the first address on. Its handle is this object's from now on.
 
+        :param nbytes: the size of the memory. None: it fills the addresses.
         :raises CudaError: if that fails. Then nothing is mapped, and the handle is released.
         """
-        self._handle = handle
+        self._handle, nbytes = handle, nbytes or self.nbytes
         try:
-            call("cuMemMap", self.address, self.nbytes, 0, handle, 0)
-            self._mapped = True
-            call("cuMemSetAccess", self.address, self.nbytes, [_access(self._ordinal)], 1)
+            call("cuMemMap", self.address, nbytes, 0, handle, 0)
+            self._mapped = nbytes
+            call("cuMemSetAccess", self.address, nbytes, [_access(self._ordinal)], 1)
         except BaseException:
             self._detach()
             raise
@@ -95,8 +96,8 @@ class Range:
     def _detach(self) -> None:
         try:
             if self._mapped:
-                self._mapped = False
-                call("cuMemUnmap", self.address, self.nbytes)
+                nbytes, self._mapped = self._mapped, 0
+                call("cuMemUnmap", self.address, nbytes)
         finally:
             if self._handle:
                 handle, self._handle = self._handle, 0

@@ -17,8 +17,9 @@ from ..calls.norm_shape import NormAddresses
 from ..calls.sequence import CallSequence
 from ..cuda import cupy_runtime, driver, graph, streams
 from ..cuda.expressions import Expression
-from ..errors import ArgumentError, IpcReduceError
+from ..errors import ArgumentError, IpcReduceError, PeerTimeoutError, report
 from ..page.control_page import REFUSED, TOLD, Page
+from ..ranks.exchange import Channel
 from ..types import Stream
 from . import background
 from .deferred_free import Action, attempt, flush, untrack
@@ -193,6 +194,45 @@ class DeviceBackend(Backend):
         if self.order.recording_stream is None:
             self.order.recording_stream = streams.create_stream()
         return self.order.recording_stream
+
+    # ---- suspend and resume: the methods are called in this order, by :mod:`ipcreduce.suspension`
+    @abstractmethod
+    def check_suspendable(self) -> None:
+        """Check that this backend can give memory back. :raises UnsupportedError: on every rank, if it cannot."""
+
+    def prepare_suspension(self, seconds: float) -> None:
+        """Wait for all work on the GPU, and get what :meth:`suspend` needs.
+
+        :raises PeerTimeoutError: if the GPU is still busy after ``seconds``.
+        :raises CudaError: if there is no memory.
+        """
+        self._wait_for_gpu(seconds)
+
+    @abstractmethod
+    def drop_prepared(self) -> None:
+        """Give back what was prepared and not used. Idempotent."""
+
+    @abstractmethod
+    def suspend(self) -> None:
+        """Give the memory back. Every rank has prepared for it. :raises CudaError: if that fails."""
+
+    def prepare_resumption(self, seconds: float) -> None:
+        """Do as :meth:`prepare_suspension`, for :meth:`resume`."""
+        self._wait_for_gpu(seconds)
+
+    @abstractmethod
+    def resume(self, ranks: Channel, deadline: float) -> bool:
+        """Get new memory in place of the old one. Collective.
+
+        :returns: True if a graph of others was launched on this rank meanwhile.
+        :raises IpcReduceError: if that fails.
+        """
+
+    def _wait_for_gpu(self, seconds: float) -> None:
+        if not background.Job(self.order.wait_for_device).wait(seconds):
+            happened = f"GPU {self.device.ordinal} was still busy after {seconds:g} s"
+            raise PeerTimeoutError(report(self.rank, int(self.page.calls.number[0]), happened, "Let its work end."))
+        self.order.reset()
 
     # ---- ends
     def drain(self) -> None:

@@ -102,6 +102,11 @@ class GraphSession:
         """The ordinal of the GPU. :raises UnsupportedError: without one."""
         return self.require_backend("a Graph").device.ordinal
 
+    @property
+    def is_capturing(self) -> bool:
+        """True in a recording, of any thread, and in capture()."""
+        return self.calls.recording is not None or self._capturing > 0
+
     def require_backend(self, what: str, advice: str = "") -> DeviceBackend:
         """The backend. :raises UnsupportedError: without GPUs, which ``what`` needs."""
         self.calls.check_usable()

@@ -19,12 +19,14 @@ from ..device.known_calls import Ready
 from ..device.known_lists import Addresses
 from ..device.maps import PreparedMap
 from ..device.norms import Norms, PreparedNorm
-from ..errors import CudaError
+from ..errors import CudaError, Reach, UnsupportedError
 from ..page.control_page import Page
+from ..ranks.exchange import Channel
 from ..types import Stream
-from . import lists, plan
+from . import lists, plan, virtual
 from .launches import IN, OUT, Launches, PreparedCall
 from .ready import ReadyLaunches
+from .virtual import VirtualWorkspace
 from .workspace import Workspace
 
 # Pages that the driver did not unregister. They stay mapped, so that no later page gets their addresses: the driver
@@ -61,6 +63,7 @@ class IpcBackend(DeviceBackend):
             self.n, self.launches.norm_kernels, self.for_array, self.start, self.launches.fused_norm
         )  # fmt: skip
         self.not_virtual = ""  # why the workspace is not in virtual memory, if that was asked for
+        self._used = False  # a kernel has run while it was suspended
         self.packets = "packets arrive whole"  # until the start-up check says otherwise
 
     def make_ready(self, prepared: PreparedCall, source: int, target: int, again: bool) -> Ready:
@@ -117,6 +120,47 @@ class IpcBackend(DeviceBackend):
     def make_ready_norm(self, prepared: PreparedNorm, addresses: NormAddresses) -> Ready:
         """See :meth:`ReadyLaunches.make_norm`."""
         return self._ready.make_norm(prepared, addresses) or self.norms.make_ready(prepared, addresses)
+
+    # ---- suspend and resume
+    def _virtual(self) -> VirtualWorkspace:
+        workspace = self.workspace
+        if isinstance(workspace, VirtualWorkspace):
+            return workspace
+        why = self.not_virtual or "start the program with IPCREDUCE_MEMORY=vmm"
+        happened = f"the workspace is behind IPC handles, and only virtual memory can be given back: {why}"
+        raise UnsupportedError(f"rank {self.rank}, suspend(): {happened}", reach=Reach.ALL)
+
+    def check_suspendable(self) -> None:
+        """See :meth:`DeviceBackend.check_suspendable`. The ranks have agreed at start-up where workspaces are."""
+        self._virtual()
+
+    def prepare_suspension(self, seconds: float) -> None:
+        """See :meth:`DeviceBackend.prepare_suspension`."""
+        super().prepare_suspension(seconds)
+        with using_relaxed(self.context):
+            self._virtual().prepare(suspended=True)
+
+    def drop_prepared(self) -> None:
+        """See :meth:`DeviceBackend.drop_prepared`."""
+        attempt(self.context, self._virtual().drop_prepared)
+
+    def suspend(self) -> None:
+        """See :meth:`DeviceBackend.suspend`."""
+        with using_relaxed(self.context):
+            self._virtual().suspend()
+
+    def prepare_resumption(self, seconds: float) -> None:
+        """See :meth:`DeviceBackend.prepare_resumption`."""
+        super().prepare_resumption(seconds)
+        with using_relaxed(self.context):
+            self._used = self._virtual().was_used()
+            self._virtual().prepare(suspended=False)
+
+    def resume(self, ranks: Channel, deadline: float) -> bool:
+        """See :meth:`DeviceBackend.resume`."""
+        with using_relaxed(self.context):
+            virtual.resume(ranks, self._virtual(), deadline)
+        return self._used
 
     # ---- ends
     def reset(self, offers: Sequence[bytes]) -> None:

@@ -5,21 +5,23 @@ Unlike memory behind an IPC handle, such memory can be taken away and put back a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..cuda import virtual_memory
+from ..cuda import driver, virtual_memory
 from ..cuda.virtual_memory import Range
 from ..device.deferred_free import attempt
 from ..errors import CudaError, UnsupportedError
 from ..options import Options
 from ..ranks import exchange
 from ..ranks.descriptors import handed_over
-from ..ranks.exchange import Agreed, Ranks
+from ..ranks.exchange import Agreed, Channel, Ranks
 from . import links
-from .workspace import Workspace
+from .workspace import EMPTY, EPOCHS_BYTES, Workspace
+
+_STOPPED = 0xFFFFFFFF  # an epoch of EMPTY bytes
 
 
 class VirtualWorkspace(Workspace):
@@ -29,8 +31,11 @@ class VirtualWorkspace(Workspace):
 
     def __init__(self, rank: int, n: int, nbytes: int, ordinal: int) -> None:
         """Do as :class:`Workspace`, in memory of the GPU ``ordinal``. :raises CudaError: if that fails."""
-        self._ordinal = ordinal
+        self._ordinal, self._piece = ordinal, virtual_memory.rounded(ordinal, 1)
         self._own = Range(ordinal, virtual_memory.rounded(ordinal, nbytes))
+        self._there: list[Range] = []  # the peers', in the order of ``peers``
+        self._prepared = 0  # the handle of memory that is to be mapped next
+        self._is_suspended = False
         super().__init__(rank, n, nbytes)
 
     @property
@@ -58,12 +63,80 @@ class VirtualWorkspace(Workspace):
         except CudaError:
             there.close()
             raise
+        self._there.append(there)
         return there.address, there.close
+
+    def reset(self) -> None:
+        """See :meth:`Workspace.reset`. While it is suspended there is nothing to reset."""
+        if not self._is_suspended:
+            super().reset()
+
+    # ---- memory that is given back. Each method may raise CudaError.
+    def prepare(self, suspended: bool) -> None:
+        """Create the memory for :meth:`suspend`, or for :meth:`resume`. It is all that they need."""
+        nbytes = self._piece if suspended else self._own.nbytes
+        self._prepared = virtual_memory.create(self._ordinal, nbytes)
+
+    def drop_prepared(self) -> None:
+        """Release what :meth:`prepare` has created, unless it is mapped. Idempotent."""
+        if self._prepared:
+            virtual_memory.release(self._take_prepared())
+
+    def _take_prepared(self) -> int:
+        handle, self._prepared = self._prepared, 0
+        return handle
+
+    def suspend(self) -> None:
+        """Give all memory back but one piece, in place of the epochs, and keep the addresses.
+
+        No kernel of this rank may be running. A kernel of a graph of others may come later. In the piece every epoch
+        is that of an abandoned wait. So the kernel neither waits nor sends, and touches nothing else of any workspace.
+        """
+        self._is_suspended = True
+        self._own.detach()
+        self._own.attach(self._take_prepared(), self._piece)
+        driver.fill(self._own.address, EMPTY, EPOCHS_BYTES)
+        for there in self._there:
+            there.detach()
+
+    def was_used(self) -> bool:
+        """True if a kernel has run since :meth:`suspend`. It has counted an epoch."""
+        epoch = np.zeros(1, np.uint32)
+        driver.copy_to_host(epoch, self._own.address)
+        return bool(epoch[0] != _STOPPED)
+
+    def resume(self) -> None:
+        """Map new memory at this rank's addresses, and empty it. The peers' is mapped by :meth:`attach_peers`."""
+        self._own.detach()
+        self._own.attach(self._take_prepared())
+        self._is_suspended = False
+        self.reset()
+
+    def attach_peers(self, descriptors: Sequence[int]) -> None:
+        """Map the peers' new memory where their old one was. :param descriptors: by rank."""
+        for i, there in enumerate(self._there, 1):
+            there.attach(virtual_memory.import_descriptor(descriptors[(self.rank + i) % self.n]))
 
     def free(self) -> None:
         """Free the memory and its addresses. Idempotent."""
         self.address = 0
-        self._own.close()
+        try:
+            self._own.close()
+        finally:
+            self.drop_prepared()
+
+
+def resume(ranks: Channel, workspace: VirtualWorkspace, deadline: float) -> None:
+    """Put new memory into a suspended workspace, and map that of the peers. Collective. Each has prepared it.
+
+    :raises IpcReduceError: if that fails. Then the workspace is of no use any more.
+    """
+    workspace.resume()
+    with (
+        handed_over(ranks, workspace.descriptor, workspace.mapped_bytes, deadline, "workspaces") as descriptors,
+        exchange.step(ranks, deadline, "mapping the peers' workspaces"),
+    ):
+        workspace.attach_peers(descriptors)
 
 
 def start(

@@ -10,7 +10,7 @@ from ..cuda import driver
 from ..errors import CudaError
 from . import plan
 
-_EPOCHS_BYTES = 8192  # plan.EPOCH_SLOTS pairs of 32-bit words, and padding up to the next page
+EPOCHS_BYTES = 8192  # plan.EPOCH_SLOTS pairs of 32-bit words, and padding up to the next page
 EMPTY = 0xFF  # every byte of an empty slot, whose words are then the sentinel
 
 
@@ -29,7 +29,7 @@ class Workspace:
         self.half_bytes = half_bytes(nbytes)
         self.address = self._allocate()
         self._mapped: list[Callable[[], None]] = []  # they unmap the peers' workspaces
-        self.peers = [self.address + _EPOCHS_BYTES]
+        self.peers = [self.address + EPOCHS_BYTES]
         try:
             self.reset()
         except CudaError:
@@ -52,7 +52,7 @@ class Workspace:
         for i in range(1, self.n):
             mapped, unmap = self._map(handles[(self.rank + i) % self.n])
             self._mapped.append(unmap)
-            self.peers.append(mapped + _EPOCHS_BYTES)
+            self.peers.append(mapped + EPOCHS_BYTES)
 
     def _map(self, handle: Any) -> tuple[int, Callable[[], None]]:
         """Map one workspace. Returns its address here, and what unmaps it."""
@@ -61,8 +61,8 @@ class Workspace:
 
     def reset(self) -> None:
         """Empty every slot and reset the epochs. No kernel may be running on any rank."""
-        driver.fill(self.address, 0, _EPOCHS_BYTES)
-        driver.fill(self.address + _EPOCHS_BYTES, EMPTY, 2 * self.half_bytes)
+        driver.fill(self.address, 0, EPOCHS_BYTES)
+        driver.fill(self.address + EPOCHS_BYTES, EMPTY, 2 * self.half_bytes)
 
     def unmap_peers(self) -> None:
         """Unmap the peers' workspaces. No kernel of this rank may be running. Idempotent."""
@@ -81,7 +81,7 @@ class Workspace:
 
 def half_bytes(nbytes: int) -> int:
     """The bytes of each half of a workspace of ``nbytes`` bytes."""
-    return (nbytes - _EPOCHS_BYTES) // 2 // plan.CODE_BYTES * plan.CODE_BYTES
+    return (nbytes - EPOCHS_BYTES) // 2 // plan.CODE_BYTES * plan.CODE_BYTES
 
 
 def bytes_for(nbytes: int) -> int:

@@ -25,8 +25,9 @@ from ..device.known_lists import Addresses
 from ..device.norm_kernels import NormKernels
 from ..device.norms import Norms
 from ..dtypes import kind_name, list_kinds, op_name, reduced_as
-from ..errors import CudaError
+from ..errors import CudaError, Reach, UnsupportedError
 from ..page.control_page import Page
+from ..ranks.exchange import Channel
 from ..types import Stream
 from . import library
 from .comm import NcclCommunicator
@@ -90,19 +91,19 @@ class NcclBackend(DeviceBackend):
 
         self._joining = background.Job(join)
         try:
-            self._wait_for_joining(deadline)
+            self._wait_for(self._joining, deadline)
             self.life = self.nccl.life
         except BaseException:
             too_late.append(True)
             self.nccl.abort()
             raise
 
-    def _wait_for_joining(self, deadline: float) -> None:
-        assert self._joining is not None
+    def _wait_for(self, job: background.Job, deadline: float) -> None:
+        """Wait for a job in which NCCL waits for the ranks. See :meth:`join` for errors."""
         number, error = self.page.calls.number[0], None
         while True:
             try:
-                if self._joining.wait(_SLICE_SECONDS):
+                if job.wait(_SLICE_SECONDS):
                     return
             except CudaError as caught:
                 if error is None:  # NCCL may notice a rank's end before the watchdog does
@@ -118,10 +119,9 @@ class NcclBackend(DeviceBackend):
 
     def describe(self) -> list[str]:
         """Lines about the GPU, NCCL's version, and the reason for this backend."""
-        major, minor, patch = (library.version() // step % 100 for step in (10_000, 100, 1))
         return [
             f"GPU {self.device.ordinal}: {self.device.name}",
-            f"NCCL {major}.{minor}.{patch}, because {self._reason}",
+            f"NCCL {library.shown_version(library.version())}, because {self._reason}",
         ]
 
     # ---- running
@@ -171,6 +171,25 @@ class NcclBackend(DeviceBackend):
         every = zip(prepared.calls, sources.tolist(), targets.tolist(), strict=True)
         arguments = [_argument(*one) for one in every if one[0].count]
         return Ready(prepared.what, self.nccl.all_reduce_group, arguments) if arguments else None
+
+    # ---- suspend and resume
+    def check_suspendable(self) -> None:
+        """See :class:`DeviceBackend`. All ranks have the same NCCL, or they could not have joined."""
+        why = library.cannot_suspend()
+        if why is not None:
+            raise UnsupportedError(f"rank {self.rank}, suspend(): {why}", reach=Reach.ALL)
+
+    def drop_prepared(self) -> None:
+        """See :class:`DeviceBackend`. Nothing is."""
+
+    def suspend(self) -> None:
+        """See :class:`DeviceBackend`."""
+        self._wait_for(background.Job(self.nccl.suspend), clock.now() + self._timeout)
+
+    def resume(self, ranks: Channel, deadline: float) -> bool:
+        """See :class:`DeviceBackend`. Nobody notices a launch meanwhile: it reaches memory that is not there."""
+        self._wait_for(background.Job(self.nccl.resume), deadline)
+        return False
 
     # ---- ends. In quiesce() the guard aborts NCCL's communicator if a call waits for a rank that does not come
     def offer(self) -> bytes:

@@ -141,6 +141,16 @@ class NcclCommunicator:
             return True
         return job is not None and job.wait(seconds) and not self._closing  # NCCL may still free another communicator
 
+    def suspend(self) -> None:
+        """See :func:`library.suspend`."""
+        with using_relaxed(self._context):
+            library.suspend(self._comm)
+
+    def resume(self) -> None:
+        """See :func:`library.resume`."""
+        with using_relaxed(self._context):
+            library.resume(self._comm)
+
     def problem(self) -> str | None:
         """See :func:`library.problem`."""
         with self._aborting:

@@ -19,6 +19,8 @@ DTYPES = {
 }  # fmt: skip
 OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 _SUCCESS, _IN_PROGRESS, TIMEOUT = 0, 7, 8
+SUSPENDS = 22907  # the first version with ncclCommSuspend
+_MEMORY = 1  # NCCL_SUSPEND_MEM, its flag
 MIXING = "NCCL_GRAPH_MIXING_SUPPORT"  # if it is 0, NCCL does not order captured calls
 
 
@@ -90,6 +92,30 @@ def abort(comm: Any) -> None:
 def close(comm: Any) -> None:
     """Free a communicator. Collective. :raises CudaError: if that fails."""
     _made("ncclCommDestroy", load().comm_destroy, comm)
+
+
+def cannot_suspend() -> str | None:
+    """The reason why NCCL cannot give memory back; None if it can."""
+    found = version()
+    if found >= SUSPENDS and hasattr(load(), "comm_suspend"):
+        return None
+    wanted, has = shown_version(SUSPENDS), shown_version(found)
+    return f"NCCL gives memory back from {wanted} on, and with a binding that has ncclCommSuspend; here is NCCL {has}"
+
+
+def shown_version(number: int) -> str:
+    """A version of NCCL, such as 2.28.9 for 22809."""
+    return ".".join(str(number // step % 100) for step in (10_000, 100, 1))
+
+
+def suspend(comm: Any) -> None:
+    """Let NCCL give back the memory that it can, of a communicator at rest. :raises CudaError: if that fails."""
+    _made("ncclCommSuspend", load().comm_suspend, comm, _MEMORY)
+
+
+def resume(comm: Any) -> None:
+    """Undo :func:`suspend`. It waits for all ranks. :raises CudaError: if that fails."""
+    _made("ncclCommResume", load().comm_resume, comm)
 
 
 def problem(comm: Any) -> str | None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from ..errors import UnsupportedError
 from . import exchange
-from .exchange import Kind, Ranks
+from .exchange import Channel, Kind
 
 _PLACE = exchange.struct(Kind.DESCRIPTOR, ("socket", "S64"), ("pid", "<u4"), ("nbytes", "<u8"))
 _RANK = struct.Struct("<I")  # all that a message says beside its descriptor
@@ -112,7 +112,7 @@ def _contents(parts: list[tuple[int, int, bytes]]) -> tuple[int, int, list[int]]
 
 @contextmanager
 def handed_over(
-    ranks: Ranks, export: Callable[[], int], nbytes: int, deadline: float, what: str
+    ranks: Channel, export: Callable[[], int], nbytes: int, deadline: float, what: str
 ) -> Iterator[list[int]]:  # fmt: skip
     """Give every rank's descriptor to every rank, for a block: a list by rank. Collective.
 

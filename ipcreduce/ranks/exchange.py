@@ -124,8 +124,8 @@ class Request(Protocol):
         """True once the exchange is done. :raises IpcReduceError: if it fails."""
 
 
-class Ranks(Protocol):
-    """The ranks of one communicator, as start-up needs them: over MPI, or over another group of the program."""
+class Channel(Protocol):
+    """What the exchanges go over: MPI, another group of the program, or later the control page."""
 
     rank: int
     size: int
@@ -137,6 +137,10 @@ class Ranks(Protocol):
 
         Collective. Both arrays must stay as they are until the request is done.
         """
+
+
+class Ranks(Channel, Protocol):
+    """The ranks of one communicator, as start-up needs them."""
 
     def join(self, timeout: float) -> Ranks:
         """The same ranks, over a channel that the program does not use. Collective.
@@ -158,7 +162,7 @@ _abandoned: list[Any] = []  # requests that did not end in time, with their buff
 
 def complete(
     request: Request,
-    ranks: Ranks,
+    ranks: Channel,
     deadline: float,
     what: str,
     *,
@@ -192,7 +196,7 @@ def complete(
 
 
 def allgather(
-    ranks: Ranks, record: np.ndarray[Any, Any], deadline: float, what: str, advice: str = _STOPPED
+    ranks: Channel, record: np.ndarray[Any, Any], deadline: float, what: str, advice: str = _STOPPED
 ) -> np.ndarray[Any, Any]:
     """Every rank's record, shape ``(n,)``, checked to be of the same kind, version and length.
 
@@ -217,7 +221,7 @@ def allgather(
 
 
 def share(
-    ranks: Ranks, dtype: np.dtype[Any], make: Callable[[], dict[str, Any]], deadline: float, what: str
+    ranks: Channel, dtype: np.dtype[Any], make: Callable[[], dict[str, Any]], deadline: float, what: str
 ) -> np.ndarray[Any, Any]:
     """Every rank's record of ``dtype``, with the fields that ``make()`` returns on that rank.
 
@@ -233,7 +237,7 @@ def share(
     return gathered
 
 
-def confirm(ranks: Ranks, error: BaseException | None, deadline: float, what: str) -> None:
+def confirm(ranks: Channel, error: BaseException | None, deadline: float, what: str) -> None:
     """End a step of start-up: if any rank has an error, every rank raises.
 
     :raises Agreed: naming the ranks that failed and why.
@@ -241,7 +245,7 @@ def confirm(ranks: Ranks, error: BaseException | None, deadline: float, what: st
     check(ranks, allgather(ranks, message(CONFIRMATION, error), deadline, what), what)
 
 
-def check(ranks: Ranks, gathered: np.ndarray[Any, Any], what: str) -> None:
+def check(ranks: Channel, gathered: np.ndarray[Any, Any], what: str) -> None:
     """Check that every rank's record is ok. :raises Agreed: on every rank, if one is not."""
     failed = [rank for rank in range(len(gathered)) if not gathered[rank]["ok"]]
     if failed:
@@ -250,7 +254,7 @@ def check(ranks: Ranks, gathered: np.ndarray[Any, Any], what: str) -> None:
 
 
 @contextmanager
-def step(ranks: Ranks, deadline: float, what: str) -> Iterator[None]:
+def step(ranks: Channel, deadline: float, what: str) -> Iterator[None]:
     """Run the block, then vote: either all ranks go on, or all raise.
 
     :raises Agreed: with the ranks' reasons. :raises IpcReduceError: if a rank leaves start-up: see :func:`allgather`.
@@ -270,7 +274,7 @@ def step(ranks: Ranks, deadline: float, what: str) -> Iterator[None]:
 
 
 # ---- ranks that leave
-def _raise_left(ranks: Ranks, gathered: np.ndarray[Any, Any], what: str) -> None:
+def _raise_left(ranks: Channel, gathered: np.ndarray[Any, Any], what: str) -> None:
     for rank, other in enumerate(gathered):
         ours = (other["magic"], other["version"], other["length"]) == (MAGIC, VERSION, MESSAGE_BYTES)
         if ours and other["left"]:

@@ -35,7 +35,8 @@ LAYERS = (
     ("ipcreduce.device",),
     ("ipcreduce.options", "ipcreduce.ipc", "ipcreduce.nccl", "ipcreduce.host"),
     ("ipcreduce.graphs",),
-    ("ipcreduce.startup", "ipcreduce.device_reducer", "ipcreduce.open_communicator", "ipcreduce.communicator"),
+    tuple(f"ipcreduce.{name}" for name in ("startup", "device_reducer", "suspension", "open_communicator")),
+    ("ipcreduce.communicator",),
     ("ipcreduce.default",),
     ("ipcreduce",),
     (

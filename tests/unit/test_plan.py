@@ -363,7 +363,7 @@ def test_the_kernels_constants():
     assert constant("kEpochSlots") == plan.EPOCH_SLOTS
     assert constant("kPacketBytes") == plan.PACKET_BYTES
     epochs_and_words_of_check_wait = 8 * plan.EPOCH_SLOTS + 12
-    room = workspace._EPOCHS_BYTES
+    room = workspace.EPOCHS_BYTES
     assert epochs_and_words_of_check_wait <= room
     assert room % 128 == 0
 
@@ -372,7 +372,7 @@ def test_the_kernels_constants():
 def test_halves_fit_the_workspace(megabytes: int):
     half = workspace.half_bytes(megabytes * MB)
     assert half % 128 == 0
-    assert 0 <= megabytes * MB - (workspace._EPOCHS_BYTES + 2 * half) < 2 * 128
+    assert 0 <= megabytes * MB - (workspace.EPOCHS_BYTES + 2 * half) < 2 * 128
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,32 @@
+"""The control page as a channel for the exchanges of :mod:`ipcreduce.ranks.exchange`, once start-up is over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..page.records import rows
+from .sequence import CallSequence
+
+
+class OverPage:
+    """The ranks of a communicator within a call, which this rank has entered. It is a request that is done, too."""
+
+    silence = "they did not answer"  # never shown: gather() waits, and its errors say who did not come
+    left = False
+
+    def __init__(self, calls: CallSequence) -> None:
+        self.rank, self.size = calls.rank, calls.page.n
+        self._calls = calls
+
+    def gather(self, sent: np.ndarray[Any, Any], received: np.ndarray[Any, Any]) -> OverPage:
+        """Collect every rank's ``sent``, by rank in ``received``. :raises IpcReduceError: as CallSequence.gather()."""
+        parts = self._calls.gather(self._calls.number, sent.tobytes())
+        layout = np.dtype((np.void, sent.nbytes))
+        received[:] = np.concatenate([rows(part, layout, "an exchange") for part in parts]).view(np.uint8)
+        return self
+
+    def Test(self) -> bool:
+        """True: see :class:`ipcreduce.ranks.exchange.Request`."""
+        return True

@@ -1,0 +1,150 @@
+"""The ranks give the memory of their workspaces back, and get new memory at the same addresses: suspend() and resume().
+
+Each is one call of the communicator. What may fail for want of something, such as memory, comes first, and the ranks
+vote on it: then all go on, or nothing has changed. An error behind the vote loses the communicator on every rank.
+While it is suspended, its sequence of calls is unusable. So calls and replays raise at once, and no rank tells another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from . import clock
+from .calls import turns
+from .calls.fingerprint import Fingerprint
+from .calls.over_page import OverPage
+from .calls.sequence import CallSequence
+from .cuda import current_streams
+from .cuda.contexts import using
+from .device.backend import DeviceBackend
+from .errors import ArgumentError, GraphStateError, IpcReduceError, PeerFailedError, Reach, report
+from .graphs.session import GraphSession
+from .texts import decoded, encoded, shown, text_of
+from .types import DEFAULT_STREAM
+
+_SUSPEND, _RESUME = "suspend()", "resume()"
+_TEXT_BYTES = 512
+
+
+class Suspension:
+    """Whether a communicator is suspended, and how it comes to be and ends.
+
+    :param backend: None without GPUs. Then, and in a world of one, nothing has to be done.
+    """
+
+    def __init__(self, calls: CallSequence, backend: DeviceBackend | None, session: GraphSession) -> None:
+        self._calls, self._session = calls, session
+        self._backend = None if backend is None or backend.n == 1 else backend
+        self._error: GraphStateError | None = None  # of all calls, while it is suspended
+
+    @property
+    def is_on(self) -> bool:
+        """True while the communicator is suspended, and neither lost nor closed."""
+        return self._error is not None and self._calls.unusable is self._error
+
+    def suspend(self, timeout: float | None) -> None:
+        """See :meth:`ipcreduce.Communicator.suspend`."""
+        with self._calls.lock:
+            if not self.is_on:
+                turns.make(self._calls, self._suspend, timeout)
+
+    def resume(self) -> None:
+        """See :meth:`ipcreduce.Communicator.resume`."""
+        calls = self._calls
+        with calls.lock:
+            if calls.unusable is not self._error:
+                calls.check_usable()
+            if self._error is None:
+                return
+            calls.unusable = None
+            try:
+                turns.make(calls, self._resume)
+            finally:
+                if calls.unusable is None:
+                    calls.unusable = self._error  # None, if it is resumed
+
+    def close(self) -> None:
+        """Let go of the backend. The communicator is closed."""
+        self._backend = None
+
+    def _suspend(self, timeout: Any) -> None:
+        calls, backend = self._calls, self._backend
+        seconds = calls.timeout if timeout is None else timeout
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+            raise ArgumentError(f"timeout is {shown(timeout)}. Pass a positive number of seconds, or None")
+        self._check_outside(_SUSPEND)
+        if backend is None:
+            calls.withdraw()
+            return
+        self._meet(_SUSPEND)
+        backend.check_suspendable()
+        try:
+            self._vote(lambda: backend.prepare_suspension(min(seconds, calls.timeout)), "suspend()", "The communicator goes on as before.")
+            with calls.losing("it left suspend()"):
+                backend.suspend()
+                calls.gather(calls.number, b"")  # no rank is suspended unless all are
+        except BaseException:
+            backend.drop_prepared()
+            raise
+        advice = "Call resume() on every rank first."
+        self._error = GraphStateError(report(calls.rank, calls.number, "the communicator is suspended", advice))
+        calls.unusable = self._error
+
+    def _resume(self) -> None:
+        calls, backend = self._calls, self._backend
+        assert backend is not None
+        self._check_outside(_RESUME)
+        self._meet(_RESUME)
+        try:
+            self._vote(lambda: backend.prepare_resumption(calls.timeout), "resume()", "Call resume() again after that.")
+            with calls.losing("it left resume()"):
+                used = backend.resume(OverPage(calls), clock.now() + calls.timeout)
+        except BaseException:
+            backend.drop_prepared()
+            raise
+        self._error = None
+        if used:
+            raise GraphStateError(
+                "the communicator is resumed, but a graph that another library captured was launched while it was "
+                "suspended. Its all-reduces wrote bytes 0xFF. Launch such graphs only after resume()"
+            )
+
+    def _check_outside(self, what: str) -> None:
+        """:raises GraphStateError: in a recording, in capture(), or while a current stream is captured."""
+        if self._session.is_capturing:
+            raise GraphStateError(f"{what} was called in a recording or in capture(). Leave that block first")
+        backend = self._backend
+        if backend is None:
+            return
+        with using(backend.context):
+            if any(map(backend.is_capturing, current_streams.streams(backend.device.ordinal))):
+                text = f"{what} was called while the current stream is being captured. End that capture first"
+                raise GraphStateError(text, reach=Reach.CAPTURED)
+
+    def _meet(self, what: str) -> None:
+        """Enter the call, and go on once all ranks have."""
+        calls, fingerprint = self._calls, Fingerprint.of(what)
+        calls.enter(fingerprint, DEFAULT_STREAM)
+        calls.gather(calls.number, b"")
+        calls.compare(fingerprint)
+
+    def _vote(self, prepare: Callable[[], None], what: str, advice: str) -> None:
+        """Run ``prepare()`` on every rank, and go on if no rank has an error.
+
+        :raises IpcReduceError: this rank's error; or PeerFailedError, with another rank's.
+        """
+        calls, error = self._calls, None
+        try:
+            prepare()
+        except IpcReduceError as caught:
+            error = caught
+        text = b"" if error is None else encoded(text_of(error), _TEXT_BYTES)
+        failed = {rank: decoded(data) for rank, data in enumerate(calls.gather(calls.number, text)) if data}
+        if error is not None:
+            error.locate(calls.rank, calls.number)
+            error.reach = Reach.ALL
+            raise error
+        for rank, reason in failed.items():
+            happened = f"{what} failed on rank {rank} ({reason})"
+            raise PeerFailedError(report(calls.rank, calls.number, happened, advice))

@@ -1,0 +1,399 @@
+"""Communicators that give their memory back for a while: suspend() and resume()."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import cupy
+import numpy as np
+
+from ipcreduce import FP8, Communicator, Graph, Map, errors
+from ipcreduce.device import deferred_free
+from tests.shared.bounds import until
+from tests.sim.scenarios.common import (
+    LAST,
+    RANK,
+    WORLD,
+    environment,
+    error_of,
+    fault,
+    good_communicator,
+    grown,
+    held,
+    host_works,
+    mine,
+    raises,
+    works,
+)
+from tests.sim.scenarios.ends import gives_back, no_hang
+from tests.sim.scenarios.virtual import virtual
+from tests.simulated import driver, machine, machine_streams, virtual_memory
+
+MB = 1 << 20
+PIECE = 2 * MB
+IS_SUSPENDED = "the communicator is suspended. Call resume() on every rank first."
+
+
+def _bits(array: Any) -> bytes:
+    cupy.cuda.Device().synchronize()
+    return cupy.asnumpy(array).tobytes()
+
+
+def _memory() -> tuple[int, dict[str, int]]:
+    """The GPU's free bytes, without what CuPy keeps, and what the library holds."""
+    now = held()
+    return machine.memory_info()[0], now
+
+
+@contextmanager
+def _recorded(comm: Communicator, count: int = 40_001) -> Iterator[tuple[Graph, Any]]:
+    """A graph of a long call and short ones, and the result of the first."""
+    source = cupy.asarray(np.random.default_rng(RANK).standard_normal(count).astype(np.float32))
+    with Graph(comm) as graph:
+        with graph.record():
+            result = comm.allreduce(source, "avg")
+            for _ in range(3):
+                comm.allreduce(result[:100], "max")
+        comm.synchronize()
+        yield graph, result
+
+
+def replays_after_resume() -> None:
+    """A graph has the same bits; the memory, as the driver counts it, is given back but for a piece."""
+    with virtual(workspace=16 * MB) as comm, _recorded(comm) as (graph, result):
+        expected, before = _bits(result), _memory()
+        for _ in range(3):
+            comm.suspend()
+            assert _memory()[0] == before[0] + 16 * MB - PIECE
+            assert "backend ipc, suspended" in comm.describe()
+            assert "suspended" in repr(comm)
+            for refused in (
+                graph.replay, lambda: works(comm), lambda: host_works(comm), comm.synchronize,
+                lambda: comm.empty(1), lambda: comm.allreduce([mine()]), Graph(comm).record().__enter__,
+            ):  # fmt: skip
+                with raises(errors.GraphStateError, f"rank {RANK}, call", IS_SUSPENDED):
+                    refused()
+            result.fill(0)
+            comm.resume()
+            assert "suspended" not in comm.describe() + repr(comm)
+            assert (now := _memory()) == before, (now, before)
+            graph.replay()
+            assert _bits(result) == expected
+            works(comm)
+            host_works(comm)
+
+
+def idempotent() -> None:
+    """Each may be called again; and around close(), after errors, and with nobody to give memory to."""
+    with virtual(workspace=4 * MB) as comm:
+        comm.resume()
+        comm.suspend()
+        before = held()
+        comm.suspend(timeout=1)
+        assert not grown(before)
+        comm.resume()
+        comm.resume()
+        works(comm)
+        fault(comm)  # the next call settles it
+        comm.suspend()
+        comm.resume()
+        works(comm)
+        comm.suspend()
+    for again in (comm.suspend, comm.resume):
+        with raises(errors.ArgumentError, "the communicator is closed"):
+            again()
+    comm.close()
+    with Communicator() as comm:
+        for wrong in (0, -1, True, "1", float("nan")):
+            with raises(errors.ArgumentError, "timeout is "):
+                comm.suspend(timeout=wrong)  # type: ignore[arg-type]
+        works(comm)
+    with Communicator(backend="mpi") as comm:
+        comm.suspend()
+        host_works(comm)
+        comm.resume()
+    good_communicator()
+
+
+def not_suspended() -> None:
+    """Without virtual memory every rank raises; in a recording or a capture too; nothing changes."""
+    with Communicator() as comm:
+        with raises(errors.UnsupportedError, f"rank {RANK}, suspend()", "behind IPC handles", "IPCREDUCE_MEMORY=vmm"):
+            comm.suspend()
+        works(comm)
+    with environment(LAST, SIM_NO_VMM="1"), environment(IPCREDUCE_MEMORY="vmm"), Communicator() as comm:
+        with raises(errors.UnsupportedError, "behind IPC handles", f"rank {LAST}: the driver has no virtual memory"):
+            comm.suspend()
+        works(comm)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with virtual(workspace=4 * MB) as comm:
+        works(comm)
+        with raises(errors.GraphStateError, "in a recording"), Graph(comm) as graph, graph.record():
+            comm.suspend()
+        with comm.capture(), raises(errors.GraphStateError, "in capture()"):
+            comm.suspend()
+        works(comm)
+        with stream:
+            stream.begin_capture()
+            with raises(errors.GraphStateError, "the current stream is being captured"):
+                comm.suspend()
+            comm.allreduce(mine(), out=cupy.zeros(1000, np.float32))
+            stream.end_capture()
+        works(comm)
+
+
+def ranks_that_differ() -> None:
+    """A rank makes another call, comes late, or is busy: all ranks raise, and go on as before."""
+    with virtual(workspace=4 * MB, timeout=1.0) as comm:
+        works(comm)
+        with raises(errors.RankMismatchError, "suspend() on rank 0", "sum of float32 (10,)"):
+            comm.suspend() if RANK == 0 else works(comm)
+        works(comm)
+        if RANK == 0:
+            with raises(errors.PeerTimeoutError, "did not call within 1 s"):
+                comm.suspend()
+        WORLD.Barrier()
+        if RANK:
+            with raises(errors.PeerTimeoutError, "did not call within 1 s"):
+                comm.suspend()
+        works(comm)
+    with virtual(workspace=4 * MB) as comm:
+        works(comm)
+        release = [False]
+        stream = cupy.cuda.Stream(non_blocking=True)
+        if RANK == 0:
+            machine_streams.submit(stream.ptr, lambda: until(lambda: release[0], "the end of the test"))
+            with raises(errors.PeerTimeoutError, "rank 0, call", "GPU 0 was still busy after 0.1 s"):
+                comm.suspend(timeout=0.1)
+        else:
+            with raises(errors.PeerFailedError, "suspend() failed on rank 0 (rank 0, call", "GPU 0 was still busy"):
+                comm.suspend(timeout=0.1)
+        release[0] = True
+        cupy.cuda.Device().synchronize()
+        works(comm)
+
+
+def late_for_resume() -> None:
+    """A rank that comes too late for resume() finds all suspended as before. They try again."""
+    with virtual(workspace=4 * MB, timeout=1.0) as comm, _recorded(comm) as (graph, result):
+        expected = _bits(result)
+        comm.suspend()
+        if RANK == 0:
+            with raises(errors.PeerTimeoutError, "did not call within 1 s"):
+                comm.resume()
+        WORLD.Barrier()
+        if RANK:
+            with raises(errors.PeerTimeoutError, "did not call within 1 s"):
+                comm.resume()
+        with raises(errors.GraphStateError, IS_SUSPENDED):
+            works(comm)
+        comm.resume()
+        graph.replay()
+        assert _bits(result) == expected
+
+
+def no_memory_to_resume() -> None:
+    """Another program has taken the memory: all stay suspended, until there is some again."""
+    with virtual(workspace=4 * MB) as comm, _recorded(comm) as (graph, result):
+        expected = _bits(result)
+        comm.suspend()
+        before = held()
+        used = machine.memory_bytes() - machine.memory_info()[0]
+        with environment(0, SIM_MEMORY=str(used + 3 * MB)):
+            if RANK == 0:
+                with raises(errors.CudaError, "rank 0, call", "cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY"):
+                    comm.resume()
+            else:
+                with raises(errors.PeerFailedError, "resume() failed on rank 0", "OUT_OF_MEMORY", "again after that"):
+                    comm.resume()
+        assert not grown(before), grown(before)
+        with raises(errors.GraphStateError, IS_SUSPENDED):
+            graph.replay()
+        comm.resume()
+        graph.replay()
+        assert _bits(result) == expected
+        comm.suspend()
+
+
+def _lacks_data(array: Any) -> bool:
+    """True if all of it is NaN, or -1 where there is none."""
+    _bits(array)
+    host = cupy.asnumpy(array)
+    return bool((host == -1).all() if host.dtype.kind == "i" else np.isnan(host.astype(np.float32)).all())
+
+
+def graphs_of_others() -> None:
+    """Their replays end at once while suspended, with bytes 0xFF, whatever their kernels; resume() tells of them."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    half = cupy.full((4, 512), RANK + 1, np.float16)
+    weight = cupy.ones(512, np.float16)
+    large = mine(300_000)
+    calls: list[Callable[[Communicator], Any]] = [
+        lambda comm: comm.allreduce(mine()),
+        lambda comm: comm.allreduce(cupy.full((5,), 7, np.int32)),
+        lambda comm: comm.allreduce(large),
+        lambda comm: comm.allreduce([mine(), mine(5)])[0],
+        lambda comm: comm.allreduce(mine(), then=Map("v + 1")),
+        lambda comm: comm.allreduce_rmsnorm(half, weight)[0],
+        lambda comm: comm.allreduce_rmsnorm(half, weight, quantize=FP8(per="token"))[2],
+    ]
+    for algorithm in ("one_shot", "two_shot"):
+        with virtual(workspace=8 * MB, algorithm=algorithm) as comm:
+            graphs, outs, expected = [], [], []
+            for call in calls:
+                expected.append(_bits(call(comm)))
+                with stream:
+                    stream.begin_capture()
+                    outs.append(call(comm))
+                    graphs.append(stream.end_capture())
+            for turn in range(3):
+                if turn:
+                    comm.suspend()
+                    for graph, out in zip(graphs, outs, strict=True):
+                        if turn == 1 or RANK == 0:
+                            graph.launch(stream)
+                            assert _lacks_data(out)
+                    if turn == 1 or RANK == 0:
+                        with raises(
+                            errors.GraphStateError, f"rank {RANK}, call", "was launched while it was suspended"
+                        ):
+                            comm.resume()
+                    else:
+                        comm.resume()
+                    if turn == 2 and RANK:
+                        with raises(errors.PeerFailedError, "rank 0 raised an error (GraphStateError"):
+                            works(comm)
+                    works(comm)
+                for graph, out, bits in zip(graphs, outs, expected, strict=True):
+                    graph.launch(stream)
+                    assert _bits(out) == bits
+
+
+def a_hundred_cycles() -> None:
+    """Flat in memory, descriptors, mappings and handles, with replays between."""
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("ipcreduce-sim-physical")
+
+    with virtual(workspace=2 * MB) as comm, _recorded(comm, 100) as (graph, result):
+        expected = _bits(result)
+        comm.suspend()
+        suspended = held(), machine.memory_info(), mapped()
+        comm.resume()
+        resumed = held(), machine.memory_info(), mapped()
+        for _ in range(100):
+            comm.suspend()
+            assert (machine.memory_info(), mapped()) == suspended[1:]
+            comm.resume()
+            graph.replay()
+        assert _bits(result) == expected
+        assert (machine.memory_info(), mapped()) == resumed[1:]
+        assert not grown(resumed[0]), grown(resumed[0])
+        comm.suspend()
+        assert not grown(suspended[0]), grown(suspended[0])
+
+
+def killed_while_suspended() -> None:
+    """With --among: the last rank is killed meanwhile. The others hear of it in resume(), and close."""
+    _killed("")
+
+
+def killed_in_resume() -> None:
+    """With --among: it is killed when it has sent its descriptor, or before."""
+    _killed("cuMemExportToShareableHandle")
+
+
+def _killed(at: str) -> None:
+    before = held()
+    with cupy.cuda.Device(RANK):
+        comm = Communicator(WORLD, device=RANK, workspace=4 * MB)
+        works(comm)
+        comm.suspend()
+        if RANK == LAST:
+            if at:
+                kill = mock.Mock(side_effect=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+                with mock.patch.dict(virtual_memory.CALLS, {at: kill}):
+                    comm.resume()
+            os.kill(os.getpid(), signal.SIGKILL)
+        with raises(errors.PeerLostError, f"rank {LAST} is gone", "its process has ended"):
+            comm.resume()
+        with raises(errors.PeerLostError, "can only be closed"):
+            works(comm)
+    with no_hang("close()"):
+        comm.close()
+    del comm
+    gives_back(before)
+
+
+# What may stay behind if the driver does not take it back, by the call that fails.
+_STAYS = {
+    "cuMemFree": {"allocations", "descriptors"},
+    "cuMemUnmap": {"virtual mappings", "reserved ranges", "descriptors"},
+    "cuMemRelease": {"physical", "descriptors"},
+}
+
+
+def suspended_driver_faults() -> None:
+    """Each driver call of suspend() and resume() fails once, on each rank: a typed error on every rank, and no leak."""
+    for name in ("suspend", "resume"):
+        for rank in (0, LAST):
+            k = 1
+            while _fails_at(name, rank, k):
+                k += 1
+            assert k > 8, f"only {k} driver calls in {name}()"
+    good_communicator()
+
+
+def _fails_at(name: str, rank: int, k: int) -> bool:
+    """Let the k-th driver call fail. False if there are fewer."""
+    before, known = held(), len(driver.failed)
+    with virtual(workspace=2 * MB) as comm:
+        works(comm)
+        if name == "resume":
+            comm.suspend()
+        driver.fault_at(k if rank == RANK else 0)
+        error = error_of(getattr(comm, name))
+        driver.fault_at(0)
+        failed = WORLD.bcast(driver.failed[known:], rank)
+        known = len(driver.failed)
+        errors_of_ranks = WORLD.allgather(error)
+        if failed:
+            _check_errors(comm, name, failed[0], errors_of_ranks)
+        elif name == "suspend":
+            comm.resume()
+    stays = _STAYS.get(failed[0] if failed else "", set()) if rank == RANK else set()
+
+    def is_freed() -> bool:
+        deferred_free.flush()  # what a peer had mapped when this rank closed
+        return set(grown(before)) <= stays
+
+    until(is_freed, f"the end of all that was held when call {k} of {name}(), {failed}, failed")
+    return bool(failed)
+
+
+def _check_errors(comm: Communicator, name: str, failed: str, found: list[str]) -> None:
+    assert all(text.startswith("ours: ") for text in found) or not any(found), (name, failed, found)
+    if not any(found):  # a failure that does not matter
+        comm.resume()
+        works(comm)
+    elif "PeerLostError" in found[0]:
+        assert all("PeerLostError" in text for text in found), (name, failed, found)
+        with raises(errors.PeerLostError):
+            works(comm)
+    elif name == "suspend":
+        works(comm)
+    else:
+        comm.resume()
+        works(comm)
+
+
+SCENARIOS = [
+    replays_after_resume, idempotent, not_suspended, ranks_that_differ, late_for_resume, no_memory_to_resume,
+    graphs_of_others, a_hundred_cycles, killed_while_suspended, killed_in_resume, suspended_driver_faults,
+]  # fmt: skip

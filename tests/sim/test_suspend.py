@@ -1,0 +1,32 @@
+"""Memory that is given back for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.sim.test_ends import among_plain_processes
+
+Hold = Callable[..., None]
+
+
+def test_graphs_and_calls(hold: Hold) -> None:
+    hold(3, "replays_after_resume", "idempotent", "not_suspended", "graphs_of_others", SIM_NO_NCCL="1")
+
+
+def test_ranks_that_differ(hold: Hold) -> None:
+    hold(2, "ranks_that_differ", "late_for_resume", "no_memory_to_resume", SIM_NO_NCCL="1")
+
+
+def test_what_is_held(hold: Hold) -> None:
+    """The last scenario leaves what its driver refuses to take back."""
+    hold(2, "a_hundred_cycles", "suspended_driver_faults", SIM_NO_NCCL="1")
+
+
+@pytest.mark.parametrize("name", ["killed_while_suspended", "killed_in_resume"])
+def test_a_rank_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("IPCREDUCE_MEMORY", "vmm")
+    outputs = among_plain_processes(name, 3, tmp_path)
+    assert outputs == [f"{name}: right on rank 0\n", f"{name}: right on rank 1\n", ""]

@@ -59,10 +59,12 @@ class Suspension:
                 return
             calls.unusable = None
             try:
-                turns.make(calls, self._resume)
+                used = turns.make(calls, self._resume)
             finally:
                 if calls.unusable is None:
                     calls.unusable = self._error  # None, if it is resumed
+            if used:  # a call of its own: a peer may not have left resume() yet, and a fault in that would lose it
+                turns.make(calls, _raise_used)
 
     def close(self) -> None:
         """Let go of the backend. The communicator is closed."""
@@ -70,9 +72,10 @@ class Suspension:
 
     def _suspend(self, timeout: Any) -> None:
         calls, backend = self._calls, self._backend
-        seconds = calls.timeout if timeout is None else timeout
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+        limit = calls.timeout if timeout is None else timeout
+        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
             raise ArgumentError(f"timeout is {shown(timeout)}. Pass a positive number of seconds, or None")
+        seconds = min(limit, calls.timeout)
         self._check_outside(_SUSPEND)
         if backend is None:
             calls.withdraw()
@@ -80,7 +83,11 @@ class Suspension:
         self._meet(_SUSPEND)
         backend.check_suspendable()
         try:
-            self._vote(lambda: backend.prepare_suspension(min(seconds, calls.timeout)), "suspend()", "The communicator goes on as before.")
+            self._vote(
+                lambda: backend.prepare_suspension(seconds),
+                "suspend()",
+                "The communicator goes on as before.",
+            )
             with calls.losing("it left suspend()"):
                 backend.suspend()
                 calls.gather(calls.number, b"")  # no rank is suspended unless all are
@@ -91,7 +98,7 @@ class Suspension:
         self._error = GraphStateError(report(calls.rank, calls.number, "the communicator is suspended", advice))
         calls.unusable = self._error
 
-    def _resume(self) -> None:
+    def _resume(self) -> bool:
         calls, backend = self._calls, self._backend
         assert backend is not None
         self._check_outside(_RESUME)
@@ -104,11 +111,7 @@ class Suspension:
             backend.drop_prepared()
             raise
         self._error = None
-        if used:
-            raise GraphStateError(
-                "the communicator is resumed, but a graph that another library captured was launched while it was "
-                "suspended. Its all-reduces wrote bytes 0xFF. Launch such graphs only after resume()"
-            )
+        return used
 
     def _check_outside(self, what: str) -> None:
         """:raises GraphStateError: in a recording, in capture(), or while a current stream is captured."""
@@ -148,3 +151,10 @@ class Suspension:
         for rank, reason in failed.items():
             happened = f"{what} failed on rank {rank} ({reason})"
             raise PeerFailedError(report(calls.rank, calls.number, happened, advice))
+
+
+def _raise_used() -> None:
+    raise GraphStateError(
+        "the communicator is resumed, but a graph that another library captured was launched while it was suspended. "
+        "Its all-reduces wrote bytes 0xFF. Launch such graphs only after resume()"
+    )

@@ -583,6 +583,11 @@ class _Runtime:
     getDeviceCount = staticmethod(lambda: len(machine.gpus()))
 
     @staticmethod
+    def memGetInfo() -> tuple[int, int]:
+        _require_context()
+        return machine.memory_info()
+
+    @staticmethod
     def eventRecord(event: int, stream: int) -> None:
         with _its_errors():
             machine_streams.record_event(event, stream)

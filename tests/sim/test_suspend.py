@@ -25,6 +25,10 @@ def test_what_is_held(hold: Hold) -> None:
     hold(2, "a_hundred_cycles", "suspended_driver_faults", SIM_NO_NCCL="1")
 
 
+def test_over_nccl(hold: Hold) -> None:
+    hold(2, "suspended_over_nccl")
+
+
 @pytest.mark.parametrize("name", ["killed_while_suspended", "killed_in_resume"])
 def test_a_rank_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("IPCREDUCE_MEMORY", "vmm")

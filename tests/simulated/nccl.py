@@ -89,6 +89,7 @@ class Comm:
         os.close(descriptor)
         words = np.frombuffer(self._map, np.uint64, nranks * _LINE // 8).reshape(nranks, -1)
         self._joined, self._bytes, self._given, self._read = words[:, 0], words[:, 1], words[:, 2], words[:, 3]
+        self.suspended, self._resumed = False, words[:, 4]
         data = np.frombuffer(self._map, np.uint8, nranks * _CHUNK, nranks * _LINE)
         self._areas = data.reshape(nranks, _CHUNK)
         self._joined[rank] = 1
@@ -104,9 +105,16 @@ class Comm:
             time.sleep(_POLL_SECONDS)
         return True
 
+    def resume(self) -> None:
+        """Waits for all ranks."""
+        self._resumed[self.rank] += 1
+        mine = int(self._resumed[self.rank])
+        if self._wait(lambda: bool((self._resumed >= mine).all())):
+            self.suspended = False
+
     def reduce_all(self, calls: list[tuple[int, int, int, int, int]]) -> None:
         """The operations of a group, in a stream's thread."""
-        if self.dead:
+        if self.dead or self.suspended:
             ghosts.append(self)
         for call in calls:
             if not self.dead:
@@ -238,6 +246,18 @@ def _before(comm: Comm, capture: machine_streams.Capture) -> machine_streams.Nod
         capture.nodes += nodes
         comm.captured[capture.identity] = weakref.ref(nodes[0]), weakref.ref(nodes[1])
     return comm.captured[capture.identity][0]()
+
+
+def comm_suspend(comm: Comm, flags: int) -> None:
+    if flags != 1 or comm.dead or comm.suspended:
+        raise NCCLError(Result.InvalidArgument)
+    comm.suspended = True
+
+
+def comm_resume(comm: Comm) -> None:
+    if comm.dead or not comm.suspended:
+        raise NCCLError(Result.InvalidUsage)
+    comm.resume()
 
 
 def comm_get_async_error(comm: Comm) -> int:

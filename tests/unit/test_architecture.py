@@ -35,8 +35,9 @@ LAYERS = (
     ("ipcreduce.device",),
     ("ipcreduce.options", "ipcreduce.ipc", "ipcreduce.nccl", "ipcreduce.host"),
     ("ipcreduce.graphs",),
-    tuple(f"ipcreduce.{name}" for name in ("startup", "device_reducer", "suspension", "open_communicator")),
-    ("ipcreduce.communicator",),
+    tuple(
+        f"ipcreduce.{name}" for name in ("startup", "device_reducer", "suspension", "open_communicator", "communicator")
+    ),
     ("ipcreduce.default",),
     ("ipcreduce",),
     (

@@ -15,6 +15,7 @@ import numpy as np
 
 from ipcreduce import FP8, Communicator, Graph, Map, errors
 from ipcreduce.device import deferred_free
+from ipcreduce.nccl import library
 from tests.shared.bounds import until
 from tests.sim.scenarios.common import (
     LAST,
@@ -33,7 +34,7 @@ from tests.sim.scenarios.common import (
 )
 from tests.sim.scenarios.ends import gives_back, no_hang
 from tests.sim.scenarios.virtual import virtual
-from tests.simulated import driver, machine, machine_streams, virtual_memory
+from tests.simulated import driver, machine, machine_streams, nccl, virtual_memory
 
 MB = 1 << 20
 PIECE = 2 * MB
@@ -331,6 +332,27 @@ def _killed(at: str) -> None:
     gives_back(before)
 
 
+def suspended_over_nccl() -> None:
+    """NCCL does it, from 2.29.7 on. An older one is refused on every rank."""
+    with Communicator(backend="nccl") as comm, _recorded(comm, 100) as (graph, result):
+        expected = _bits(result)
+        older = mock.patch.object(library, "version", return_value=22809)
+        with older, raises(errors.UnsupportedError, "from 2.29.7 on", "here is NCCL 2.28.9"):
+            comm.suspend()
+        works(comm)
+        for _ in range(2):
+            comm.suspend()
+            with raises(errors.GraphStateError, IS_SUSPENDED):
+                graph.replay()
+            comm.suspend()
+            comm.resume()
+            graph.replay()
+            assert _bits(result) == expected
+            works(comm)
+        comm.suspend()
+    assert not nccl.ghosts
+
+
 # What may stay behind if the driver does not take it back, by the call that fails.
 _STAYS = {
     "cuMemFree": {"allocations", "descriptors"},
@@ -395,5 +417,6 @@ def _check_errors(comm: Communicator, name: str, failed: str, found: list[str]) 
 
 SCENARIOS = [
     replays_after_resume, idempotent, not_suspended, ranks_that_differ, late_for_resume, no_memory_to_resume,
-    graphs_of_others, a_hundred_cycles, killed_while_suspended, killed_in_resume, suspended_driver_faults,
+    graphs_of_others, a_hundred_cycles, suspended_over_nccl, killed_while_suspended, killed_in_resume,
+    suspended_driver_faults,
 ]  # fmt: skip

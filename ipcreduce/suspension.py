@@ -83,20 +83,16 @@ class Suspension:
         self._meet(_SUSPEND)
         backend.check_suspendable()
         try:
-            self._vote(
-                lambda: backend.prepare_suspension(seconds),
-                "suspend()",
-                "The communicator goes on as before.",
-            )
+            self._vote(_SUSPEND, lambda: backend.prepare_suspension(seconds), "The communicator goes on as before.")
             with calls.losing("it left suspend()"):
                 backend.suspend()
-                calls.gather(calls.number, b"")  # no rank is suspended unless all are
+                advice = "Call resume() on every rank first."
+                self._error = GraphStateError(report(calls.rank, calls.number, "the communicator is suspended", advice))
+                calls.unusable = self._error  # an error in the block replaces it
+                calls.gather(calls.number, b"")  # no rank goes on unless all are suspended
         except BaseException:
             backend.drop_prepared()
             raise
-        advice = "Call resume() on every rank first."
-        self._error = GraphStateError(report(calls.rank, calls.number, "the communicator is suspended", advice))
-        calls.unusable = self._error
 
     def _resume(self) -> bool:
         calls, backend = self._calls, self._backend
@@ -104,14 +100,14 @@ class Suspension:
         self._check_outside(_RESUME)
         self._meet(_RESUME)
         try:
-            self._vote(lambda: backend.prepare_resumption(calls.timeout), "resume()", "Call resume() again after that.")
+            self._vote(_RESUME, lambda: backend.prepare_resumption(calls.timeout), "Call resume() again after that.")
             with calls.losing("it left resume()"):
                 used = backend.resume(OverPage(calls), clock.now() + calls.timeout)
+                self._error = None
+            return used
         except BaseException:
             backend.drop_prepared()
             raise
-        self._error = None
-        return used
 
     def _check_outside(self, what: str) -> None:
         """:raises GraphStateError: in a recording, in capture(), or while a current stream is captured."""
@@ -132,7 +128,7 @@ class Suspension:
         calls.gather(calls.number, b"")
         calls.compare(fingerprint)
 
-    def _vote(self, prepare: Callable[[], None], what: str, advice: str) -> None:
+    def _vote(self, what: str, prepare: Callable[[], None], advice: str) -> None:
         """Run ``prepare()`` on every rank, and go on if no rank has an error.
 
         :raises IpcReduceError: this rank's error; or PeerFailedError, with another rank's.

@@ -15,7 +15,10 @@ from tests.mutants import (
     norms,
     operands,
     peers,
+    suspended,
 )
 
-_MODULES = (kernels, calls, peers, leaving, house, operands, lists, maps, norms, norm_calls, devices, graphs)
+_MODULES = (
+    kernels, calls, peers, leaving, house, operands, lists, maps, norms, norm_calls, devices, suspended, graphs,
+)  # fmt: skip
 MUTANTS = [one for module in _MODULES for one in module.MUTANTS]

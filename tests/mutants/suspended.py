@@ -1,0 +1,88 @@
+"""Mutants of suspend() and resume()."""
+
+from __future__ import annotations
+
+from tests.mutants import Mutant
+from tests.mutants.devices import scenario
+
+SUSPENSION, VIRTUAL, BACKEND = "ipcreduce/suspension.py", "ipcreduce/ipc/virtual.py", "ipcreduce/device/backend.py"
+
+MUTANTS = [
+    Mutant(
+        "a kernel of others works on while there is no workspace",
+        VIRTUAL,
+        "driver.fill(self._own.address, EMPTY, EPOCHS_BYTES)",
+        "driver.fill(self._own.address, 0, EPOCHS_BYTES)",
+        scenario("graphs_of_others"),
+    ),
+    Mutant(
+        "a launch while suspended is told to nobody",
+        VIRTUAL,
+        "        return bool(epoch[0] != _STOPPED)\n",
+        "        return False\n",
+        scenario("graphs_of_others"),
+    ),
+    Mutant(
+        "the workspace comes back as it is",
+        VIRTUAL,
+        "        self._is_suspended = False\n        self.reset()\n",
+        "        self._is_suspended = False\n",
+        scenario("replays_after_resume"),
+    ),
+    Mutant(
+        "a peer's memory stays mapped while suspended",
+        VIRTUAL,
+        "        for there in self._there:\n            there.detach()\n",
+        "",
+        scenario("replays_after_resume"),
+    ),
+    Mutant(
+        "a fault while suspended is settled in memory that is gone",
+        VIRTUAL,
+        "        if not self._is_suspended:\n            super().reset()\n",
+        "        super().reset()\n",
+        scenario("late_for_resume"),
+    ),
+    Mutant(
+        "suspend() does not wait for the work on the GPU",
+        BACKEND,
+        "        if not background.Job(self.order.wait_for_device).wait(seconds):\n",
+        "        if False:\n",
+        scenario("ranks_that_differ"),
+    ),
+    Mutant(
+        "calls go through while suspended",
+        SUSPENSION,
+        "                calls.unusable = self._error  # an error in the block replaces it\n",
+        "",
+        scenario("replays_after_resume"),
+    ),
+    Mutant(
+        "a rank goes on before all have given their memory back",
+        SUSPENSION,
+        '                calls.gather(calls.number, b"")  # no rank goes on unless all are suspended\n',
+        "",
+        scenario("suspended_driver_faults"),
+    ),
+    Mutant(
+        "an error of the driver within suspend() does not lose the communicator",
+        SUSPENSION,
+        '            with calls.losing("it left suspend()"):\n',
+        "            if True:\n",
+        scenario("suspended_driver_faults"),
+    ),
+    Mutant(
+        "memory that a rank has got for a resume() that is not to be is kept",
+        SUSPENSION,
+        "            return used\n        except BaseException:\n            backend.drop_prepared()\n",
+        "            return used\n        except BaseException:\n",
+        scenario("no_memory_to_resume"),
+    ),
+    Mutant(
+        "suspend() in a recording is not refused",
+        SUSPENSION,
+        "        if self._session.is_capturing:\n",
+        "        if False:\n",
+        scenario("not_suspended"),
+    ),
+]

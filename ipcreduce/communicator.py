@@ -292,13 +292,15 @@ class Communicator:
         """
         return self._open.session.empty(shape, dtype)
 
-    def suspend(self, timeout: float | None = None) -> None:
+    def suspend(self, pools: bool = False, timeout: float | None = None) -> None:
         """Give the workspace's memory back, until :meth:`resume`. Every rank has to. Graphs stay valid.
 
         It waits for all work on the GPU first. Until :meth:`resume`, calls and replays raise :class:`GraphStateError`.
         A graph that another library captured would write bytes 0xFF, so launch none, nor during this call. With
         backend "mpi" and in a world of one it does nothing. Idempotent. docs/graphs.md has a table of what stays.
 
+        :param pools: give back the memory of graphs, too, the same on every rank. What is in it is lost, results of
+            graphs among it: do not read them until they are filled again. An array of comm.empty() keeps its values.
         :param timeout: how many seconds the GPU's work may take; None, or more, for the communicator's timeout.
         :raises UnsupportedError: on every rank, if the workspaces are not in virtual memory (``IPCREDUCE_MEMORY=vmm``).
         :raises GraphStateError: in a recording or a capture.
@@ -306,7 +308,7 @@ class Communicator:
         :raises PeerFailedError: if another rank cannot suspend. Nothing has changed.
         :raises PeerLostError: if a rank has gone, or if the driver refuses to take memory back.
         """
-        self._open.suspension.suspend(timeout)
+        self._open.suspension.suspend(pools, timeout)
 
     def resume(self) -> None:
         """Get new memory for the workspace, at the same addresses. Every rank has to. Idempotent.

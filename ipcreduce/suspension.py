@@ -7,7 +7,7 @@ While it is suspended, its sequence of calls is unusable. So calls and replays r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import clock
@@ -18,7 +18,8 @@ from .calls.sequence import CallSequence
 from .cuda import current_streams
 from .cuda.contexts import using
 from .device.backend import DeviceBackend
-from .errors import ArgumentError, GraphStateError, IpcReduceError, PeerFailedError, Reach, report
+from .errors import ArgumentError, GraphStateError, IpcReduceError, PeerFailedError, Reach, UnsupportedError, report
+from .graphs.pools import Pools
 from .graphs.session import GraphSession
 from .texts import decoded, encoded, shown, text_of
 from .types import DEFAULT_STREAM
@@ -43,11 +44,11 @@ class Suspension:
         """True while the communicator is suspended, and neither lost nor closed."""
         return self._error is not None and self._calls.unusable is self._error
 
-    def suspend(self, timeout: float | None) -> None:
+    def suspend(self, pools: bool, timeout: float | None) -> None:
         """See :meth:`ipcreduce.Communicator.suspend`."""
         with self._calls.lock:
             if not self.is_on:
-                turns.make(self._calls, self._suspend, timeout)
+                turns.make(self._calls, self._suspend, pools, timeout)
 
     def resume(self) -> None:
         """See :meth:`ipcreduce.Communicator.resume`."""
@@ -70,7 +71,7 @@ class Suspension:
         """Let go of the backend. The communicator is closed."""
         self._backend = None
 
-    def _suspend(self, timeout: Any) -> None:
+    def _suspend(self, pools: bool, timeout: Any) -> None:
         calls, backend = self._calls, self._backend
         limit = calls.timeout if timeout is None else timeout
         if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
@@ -80,18 +81,27 @@ class Suspension:
         if backend is None:
             calls.withdraw()
             return
-        self._meet(_SUSPEND)
+        self._meet("suspend(pools=True)" if pools else _SUSPEND)
         backend.check_suspendable()
+        given = self._pools(pools)
+
+        def prepare() -> None:
+            backend.prepare_suspension(seconds)
+            for one in given:
+                one.prepare_suspension()
+
         try:
-            self._vote(_SUSPEND, lambda: backend.prepare_suspension(seconds), "The communicator goes on as before.")
+            self._vote(_SUSPEND, prepare, "The communicator goes on as before.")
             with calls.losing("it left suspend()"):
+                for one in given:
+                    one.suspend()
                 backend.suspend()
                 advice = "Call resume() on every rank first."
                 self._error = GraphStateError(report(calls.rank, calls.number, "the communicator is suspended", advice))
                 calls.unusable = self._error  # an error in the block replaces it
                 calls.gather(calls.number, b"")  # no rank goes on unless all are suspended
         except BaseException:
-            backend.drop_prepared()
+            self._drop_prepared(backend)
             raise
 
     def _resume(self) -> bool:
@@ -99,15 +109,36 @@ class Suspension:
         assert backend is not None
         self._check_outside(_RESUME)
         self._meet(_RESUME)
+
+        def prepare() -> None:
+            backend.prepare_resumption(calls.timeout)
+            self._session.pools.prepare_resumption()
+
         try:
-            self._vote(_RESUME, lambda: backend.prepare_resumption(calls.timeout), "Call resume() again after that.")
+            self._vote(_RESUME, prepare, "Call resume() again after that.")
             with calls.losing("it left resume()"):
+                self._session.pools.resume()
                 used = backend.resume(OverPage(calls), clock.now() + calls.timeout)
                 self._error = None
             return used
         except BaseException:
-            backend.drop_prepared()
+            self._drop_prepared(backend)
             raise
+
+    def _pools(self, wanted: bool) -> Sequence[Pools]:
+        """The pools of graphs, if they are to be given back. :raises UnsupportedError: if they cannot."""
+        pools = self._session.pools
+        if wanted and not pools.are_virtual:
+            raise UnsupportedError(
+                f"rank {self._calls.rank}, suspend(pools=True): the pools of this communicator's graphs are not in "
+                'virtual memory. With backend nccl and algorithm="direct" they cannot be. Call suspend()',
+                reach=Reach.ALL,
+            )
+        return [pools] if wanted else []
+
+    def _drop_prepared(self, backend: DeviceBackend) -> None:
+        backend.drop_prepared()
+        self._session.pools.drop_prepared()
 
     def _check_outside(self, what: str) -> None:
         """:raises GraphStateError: in a recording, in capture(), or while a current stream is captured."""

@@ -81,13 +81,27 @@ class Range:
             self._detach()
             raise
 
+    def cover(self, handle: int, nbytes: int) -> None:
+        """Map one piece of memory again and again, over all addresses. Its handle stays the caller's.
+
+        :param nbytes: the size of the memory. :raises CudaError: if that fails. Then nothing is mapped.
+        """
+        try:
+            while self._mapped < self.nbytes:
+                call("cuMemMap", self.address + self._mapped, nbytes, 0, handle, 0)
+                self._mapped += nbytes
+            call("cuMemSetAccess", self.address, self.nbytes, [_access(self._ordinal)], 1)
+        except BaseException:
+            self._detach()
+            raise
+
     def export(self) -> int:
         """A new file descriptor of the memory, which the caller closes."""
         return export(self._handle)
 
     def detach(self) -> None:
         """Wait for all work in the context, then unmap the memory. The addresses stay reserved. Idempotent."""
-        if self._handle:
+        if self._handle or self._mapped:
             try:
                 driver.synchronize()
             finally:

@@ -172,7 +172,7 @@ class Graph:
         self._inputs = AddressCheck(inputs, self._check)
 
     def _open(self, backend: DeviceBackend, recording: Recording) -> None:
-        self._pool = self._pool or GraphPool(backend.context, backend.device.ordinal)
+        self._pool = self._session.pool_of(self._pool)
         self._resources = Resources(self._pool, backend.context, recording.segments)
         weakref.finalize(self, self._resources.release).atexit = False  # then the process gives everything back
         recording.pool, recording.stream = self._pool, backend.recording_stream()

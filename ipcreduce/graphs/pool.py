@@ -14,16 +14,17 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
+from weakref import WeakSet
 
-from ..cuda import cupy_runtime, driver, streams, torch_runtime
+from ..cuda import cupy_runtime, driver, streams, torch_runtime, virtual_memory
 from ..cuda.contexts import using, using_relaxed
+from ..cuda.virtual_memory import Range
 from ..device.deferred_free import attempt, free_later, reclaim
 from ..process import refuse_copies
 from ..types import Stream
 
-_UNIT = 2 << 20  # bytes; smaller allocations share a block of the driver's, which IPC exports as a whole
+UNIT = 2 << 20  # bytes; smaller allocations share a block of the driver's, which IPC exports as a whole
 _ALIGNMENT = 512  # bytes, as in CuPy's pool
 
 
@@ -40,6 +41,28 @@ class Slab:
     nbytes: int
     stream: Stream
     free: list[tuple[int, int]]
+    place: Range | None = None  # the addresses, if the memory is virtual memory
+
+    @classmethod
+    def new(cls, nbytes: int, stream: Stream, device: int, virtual: bool) -> Slab:
+        """A new slab on the current device, of ``nbytes`` bytes or more. :raises CudaError: if memory is short."""
+        if not virtual:
+            address = driver.allocate(nbytes)
+            return cls(address, nbytes, stream, [(address, nbytes)])
+        place = Range(device, virtual_memory.rounded(device, nbytes))
+        try:
+            place.attach(virtual_memory.create(device, place.nbytes))
+        except BaseException:
+            place.close()
+            raise
+        return cls(place.address, place.nbytes, stream, [(place.address, place.nbytes)], place)
+
+    def release(self) -> None:
+        """Give the memory back to the driver, with its addresses."""
+        if self.place is None:
+            driver.free(self.address)
+        else:
+            self.place.close()
 
     def take(self, address: int, nbytes: int) -> None:
         """Cut ``nbytes`` off the free range at ``address``."""
@@ -71,10 +94,15 @@ class GraphPool:
     Graphs that share a pool reuse each other's memory: an output is then valid until the next replay of any of them.
 
     :param unit: slab sizes are multiples of this many bytes.
+    :param virtual: slabs are virtual memory, which can be given back while the addresses stay.
+    :ivar sessions: of the communicators whose graphs use the pool.
     """
 
-    def __init__(self, context: int, device: int, unit: int = _UNIT) -> None:
-        self._context, self.device, self._unit = context, device, unit
+    def __init__(self, context: int, device: int, unit: int = UNIT, virtual: bool = False) -> None:
+        self._context, self.device, self._unit, self._virtual = context, device, unit, virtual
+        self.sessions: WeakSet[Any] = WeakSet()
+        self.is_suspended = False
+        self._prepared: list[tuple[Slab, int]] = []  # with the handles of their next memory
         self._of_torch: Any = None
         self._users = 0  # graphs, and registrations while peers have the memory mapped
         self._slabs: list[Slab] = []
@@ -139,6 +167,43 @@ class GraphPool:
             self._users -= 1
         self._give_back()
 
+    # ---- memory that is given back: see Pools
+    def suspend(self, piece: int, nbytes: int) -> None:
+        """Give the memory of the slabs back, and cover their addresses: what still writes there ends no program.
+
+        :param piece: the handle of ``nbytes`` bytes for this.
+        """
+        with self._lock:
+            self.is_suspended = True
+            for slab in self._slabs:
+                if slab.place is not None:
+                    slab.place.detach()
+                    slab.place.cover(piece, nbytes)
+
+    def prepare(self) -> None:
+        """Create memory for the slabs, if theirs was given back."""
+        with self._lock:
+            for slab in self._slabs if self.is_suspended else ():
+                self._prepared.append((slab, virtual_memory.create(self.device, slab.nbytes)))
+
+    def drop_prepared(self) -> None:
+        """Release what :meth:`prepare` has created, unless it is mapped. Idempotent."""
+        with self._lock:
+            while self._prepared:
+                virtual_memory.release(self._prepared.pop()[1])
+
+    def resume(self) -> None:
+        """Map the new memory. What was in the old one is lost."""
+        with self._lock:
+            while self._prepared:
+                slab, handle = self._prepared.pop()
+                if slab.place is not None and slab in self._slabs:
+                    slab.place.detach()
+                    slab.place.attach(handle)
+                else:  # it was freed meanwhile
+                    virtual_memory.release(handle)
+            self.is_suspended = False
+
     # ---- blocks
     def _allocate(self, nbytes: int, stream: Stream) -> int:
         """Take a block from the smallest free range that fits, or from a new slab. Returns its address.
@@ -160,8 +225,8 @@ class GraphPool:
             else:
                 size = -(-nbytes // self._unit) * self._unit
                 with using_relaxed(self._context):
-                    address = driver.allocate(size)
-                slab = Slab(address, size, stream, [(address, size)])
+                    slab = Slab.new(size, stream, self.device, self._virtual)
+                address = slab.address
                 self._slabs.append(slab)
             slab.take(address, nbytes)
             self._blocks[address] = nbytes, slab
@@ -192,7 +257,7 @@ class GraphPool:
             of_torch, self._of_torch = self._of_torch, None
             self._slabs = [slab for slab in self._slabs if slab not in unused]
         # Outside the lock, since cuMemFree waits until the last replay has ended.
-        attempt(self._context, *(partial(driver.free, slab.address) for slab in unused))
+        attempt(self._context, *(slab.release for slab in unused))
         del of_torch
 
 
@@ -202,8 +267,9 @@ class CapturedMemory:
     CuPy's own pool would reuse a call's temporary memory at once, while replays still write to it.
     """
 
-    def __init__(self, context: int, device: int) -> None:
-        self._context, self._device = context, device
+    def __init__(self, context: int, new: Callable[[int], GraphPool]) -> None:
+        """:param new: makes a pool of this unit."""
+        self._context, self._new = context, new
         self._pools: dict[int, GraphPool] = {}  # by capture id
 
     def allocating(self, stream: Stream) -> AbstractContextManager[None]:
@@ -214,7 +280,7 @@ class CapturedMemory:
             return nullcontext()
         pool = self._pools.get(capture)
         if pool is None:
-            pool = self._pools[capture] = GraphPool(self._context, self._device, unit=_ALIGNMENT)
+            pool = self._pools[capture] = self._new(_ALIGNMENT)
             pool.retain()
         return cupy_runtime.allocating(pool.allocator, stream)
 

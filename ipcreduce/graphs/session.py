@@ -26,6 +26,7 @@ from ..ipc.backend import IpcBackend
 from ..types import Stream
 from .direct.registration import DirectGraphs
 from .pool import CapturedMemory, GraphPool
+from .pools import Pools
 from .recording import RecordedCall, Recording, Resources, Segment
 
 _log = logging.getLogger("ipcreduce")
@@ -91,7 +92,10 @@ class GraphSession:
         self._said = False
         self.direct: DirectGraphs | None = None
         if backend is not None:
-            self._captured_memory = CapturedMemory(backend.context, backend.device.ordinal)
+            # The peers map outputs of direct kernels by IPC handles.
+            virtual = isinstance(backend, IpcBackend) and backend.is_virtual and not direct
+            self.pools = Pools(backend.context, backend.device.ordinal, virtual)
+            self._captured_memory = CapturedMemory(backend.context, self.pools.new)
             self._memory = GraphPool(backend.context, backend.device.ordinal)  # of empty()
             self._memory.retain()
             if direct and isinstance(backend, IpcBackend):
@@ -196,6 +200,18 @@ class GraphSession:
             self.direct.recorded.append((graph, resources))
             if not self._capturing:
                 self.direct.register(number)
+
+    def pool_of(self, pool: GraphPool | None) -> GraphPool:
+        """The pool of a graph, which is new for None.
+
+        :raises GraphStateError: if another communicator has given its memory back.
+        """
+        if pool is None:
+            pool = self.pools.new()
+        elif pool.is_suspended:
+            raise GraphStateError("the pool's memory was given back by suspend(pools=True). Call resume() first")
+        pool.sessions.add(self)
+        return pool
 
     def order(self, method: Callable[..., None], *streams: Stream) -> None:
         """Order the work on streams by a method of :class:`StreamOrder`, unless the communicator is closed."""
@@ -327,7 +343,7 @@ class GraphSession:
             if self._memory.slabs:
                 free.append(self._memory.release)
             self.direct = None
-            del self._captured_memory, self._memory
+            del self._captured_memory, self._memory, self.pools
             backend.close(wait, free)
 
     def forked(self) -> None:

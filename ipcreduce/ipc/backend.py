@@ -130,6 +130,11 @@ class IpcBackend(DeviceBackend):
         happened = f"the workspace is behind IPC handles, and only virtual memory can be given back: {why}"
         raise UnsupportedError(f"rank {self.rank}, suspend(): {happened}", reach=Reach.ALL)
 
+    @property
+    def is_virtual(self) -> bool:
+        """True if the workspace is in virtual memory, on every rank."""
+        return isinstance(self.workspace, VirtualWorkspace)
+
     def check_suspendable(self) -> None:
         """See :meth:`DeviceBackend.check_suspendable`. The ranks have agreed at start-up where workspaces are."""
         self._virtual()

@@ -25,6 +25,10 @@ def test_what_is_held(hold: Hold) -> None:
     hold(2, "a_hundred_cycles", "suspended_driver_faults", SIM_NO_NCCL="1")
 
 
+def test_pools(hold: Hold) -> None:
+    hold(2, "pools_given_back", SIM_NO_NCCL="1")
+
+
 def test_over_nccl(hold: Hold) -> None:
     hold(2, "suspended_over_nccl")
 

@@ -30,6 +30,7 @@ from tests.sim.scenarios.common import (
     host_works,
     mine,
     raises,
+    right,
     works,
 )
 from tests.sim.scenarios.ends import gives_back, no_hang
@@ -47,9 +48,9 @@ def _bits(array: Any) -> bytes:
 
 
 def _memory() -> tuple[int, dict[str, int]]:
-    """The GPU's free bytes, without what CuPy keeps, and what the library holds."""
+    """The GPU's free bytes, without what CuPy keeps, and what the library holds, without launches that it repeats."""
     now = held()
-    return machine.memory_info()[0], now
+    return machine.memory_info()[0], now | {"executables": 0}
 
 
 @contextmanager
@@ -353,6 +354,67 @@ def suspended_over_nccl() -> None:
     assert not nccl.ghosts
 
 
+def pools_given_back() -> None:
+    """The memory of graphs, too: of ours and of others', but for two pieces. A shared one stays."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with virtual(workspace=4 * MB) as comm, virtual(workspace=2 * MB) as other, Graph(comm) as graph:
+        kept = comm.empty(1000)
+        kept.fill(7)
+        sources = [mine(300_000), mine()]
+        with graph.record():
+            copies = [source * 1 for source in sources]
+            results = [comm.allreduce(copy) for copy in copies]
+        with stream:
+            stream.begin_capture()
+            captured = comm.allreduce(sources[0])
+            theirs = stream.end_capture()
+        before = _memory()
+        assert graph.pool.nbytes >= 2 * PIECE
+        for _ in range(3):
+            comm.suspend(pools=True)
+            # Of a workspace of 4 MB, pools, and a result of others, a piece each stays for the workspace and the pools.
+            assert _memory()[0] == before[0] + 4 * MB + graph.pool.nbytes + PIECE - 2 * PIECE
+            assert (cupy.asnumpy(kept) == 7).all()
+            theirs.launch(stream)
+            cupy.cuda.Device().synchronize()
+            with raises(errors.GraphStateError, "suspend(pools=True)", "Call resume() first"):
+                _record_in(other, graph)
+            with raises(errors.GraphStateError, "was launched while it was suspended"):
+                comm.resume()
+            works(comm)
+            assert (now := _memory()) == before, (now, before)
+            theirs.launch(stream)
+            cupy.cuda.Device().synchronize()
+            right(captured)
+            graph.replay()
+            for result in results:
+                right(result)
+        shared = _record_in(other, graph)
+        before = _memory()
+        comm.suspend(pools=True)
+        assert _memory()[0] == before[0] + 4 * MB + PIECE - 2 * PIECE
+        shared.replay()
+        comm.resume()
+        graph.replay()
+        shared.close()
+        comm.suspend(pools=True)
+        graph.close()  # frees what is not there
+        comm.resume()
+        works(comm)
+    with virtual(algorithm="direct") as comm:
+        with raises(errors.UnsupportedError, "pools of this communicator's graphs are not in virtual memory"):
+            comm.suspend(pools=True)
+        works(comm)
+
+
+def _record_in(comm: Communicator, graph: Graph) -> Graph:
+    """A graph of another communicator, in the pool of this graph."""
+    other = Graph(comm, pool=graph.pool)
+    with other.record():
+        comm.allreduce(mine())
+    return other
+
+
 # What may stay behind if the driver does not take it back, by the call that fails.
 _STAYS = {
     "cuMemFree": {"allocations", "descriptors"},
@@ -417,6 +479,6 @@ def _check_errors(comm: Communicator, name: str, failed: str, found: list[str]) 
 
 SCENARIOS = [
     replays_after_resume, idempotent, not_suspended, ranks_that_differ, late_for_resume, no_memory_to_resume,
-    graphs_of_others, a_hundred_cycles, suspended_over_nccl, killed_while_suspended, killed_in_resume,
+    graphs_of_others, a_hundred_cycles, suspended_over_nccl, pools_given_back, killed_while_suspended, killed_in_resume,
     suspended_driver_faults,
 ]  # fmt: skip

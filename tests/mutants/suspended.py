@@ -79,6 +79,27 @@ MUTANTS = [
         scenario("no_memory_to_resume"),
     ),
     Mutant(
+        "the memory of a graph is given back under another communicator",
+        "ipcreduce/graphs/pools.py",
+        "                if len(pool.sessions) < 2:\n",
+        "                if True:\n",
+        scenario("pools_given_back"),
+    ),
+    Mutant(
+        "nothing covers the addresses of graphs' memory that is given back",
+        "ipcreduce/graphs/pool.py",
+        "                    slab.place.cover(piece, nbytes)\n",
+        "",
+        scenario("pools_given_back"),
+    ),
+    Mutant(
+        "a recording allocates from memory that is given back",
+        "ipcreduce/graphs/session.py",
+        "        elif pool.is_suspended:\n",
+        "        elif False:\n",
+        scenario("pools_given_back"),
+    ),
+    Mutant(
         "suspend() in a recording is not refused",
         SUSPENSION,
         "        if self._session.is_capturing:\n",

@@ -360,8 +360,9 @@ def pools_given_back() -> None:
     with virtual(workspace=4 * MB) as comm, virtual(workspace=2 * MB) as other, Graph(comm) as graph:
         kept = comm.empty(1000)
         kept.fill(7)
-        sources = [mine(300_000), mine()]
+        sources = [mine(10_000), mine()]
         with graph.record():
+            scratch = cupy.empty(3 * MB, np.uint8)  # of a slab of several pieces
             copies = [source * 1 for source in sources]
             results = [comm.allreduce(copy) for copy in copies]
         with stream:
@@ -369,7 +370,8 @@ def pools_given_back() -> None:
             captured = comm.allreduce(sources[0])
             theirs = stream.end_capture()
         before = _memory()
-        assert graph.pool.nbytes >= 2 * PIECE
+        assert graph.pool.nbytes == 2 * PIECE
+        del scratch
         for _ in range(3):
             comm.suspend(pools=True)
             # Of a workspace of 4 MB, pools, and a result of others, a piece each stays for the workspace and the pools.

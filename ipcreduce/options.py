@@ -24,7 +24,8 @@ VARIABLES = (
 )  # fmt: skip
 ALGORITHMS = (*plan.ALGORITHMS, "direct")
 BACKENDS = ("ipc", "nccl", "mpi")
-MEMORIES = ("ipc", "vmm")  # of workspaces: behind IPC handles, or CUDA's virtual memory. The first is the default
+VIRTUAL = "vmm"
+MEMORIES = ("ipc", VIRTUAL)  # of workspaces: behind IPC handles, or CUDA's virtual memory. The first is the default
 _DEFAULT_WORKSPACE_MB = 256
 _MOST_MB = 1 << 20  # 1 TB, more than any GPU has
 _DEFAULT_SECONDS = 120.0
@@ -51,7 +52,7 @@ class Options:
     @property
     def virtual(self) -> bool:
         """True if workspaces are to be in virtual memory, where every rank can have them there."""
-        return self.memory == MEMORIES[1]
+        return self.memory == VIRTUAL
 
     @property
     def staged(self) -> str | None:

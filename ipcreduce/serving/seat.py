@@ -15,6 +15,8 @@ from ..communicator import Communicator
 from ..dtypes import DTYPE_NAMES
 from ..errors import UnsupportedError
 from ..ipc.workspace import bytes_for
+from ..options import VIRTUAL, workspace_memory
+from . import sleep
 
 MAX_SIZE = 8 << 20  # bytes; the default of both vLLM and SGLang
 _DTYPES = frozenset(getattr(torch, name) for name in DTYPE_NAMES if hasattr(torch, name))
@@ -62,6 +64,8 @@ class EngineAllReduce:
         self._comm.synchronize()
         self.disabled = False
         self._count_calls()
+        if workspace_memory() == VIRTUAL:
+            sleep.follow(self)
 
     def _count_calls(self) -> None:
         """Let the log tell, when this object ends, how many calls it has served."""
@@ -136,13 +140,27 @@ class EngineAllReduce:
     def custom_reduce_scatter(self, inp: torch.Tensor) -> None:
         """Decline the tensor: return None."""
 
+    def suspend(self) -> None:
+        """Give the workspace's memory back, as the server sleeps. Every rank must call it. Captures stay valid.
+
+        :raises UnsupportedError: on every rank, if the workspace is not in virtual memory.
+        """
+        if self._comm is not None:
+            self._comm.suspend()
+
+    def resume(self) -> None:
+        """Get the memory again. Every rank must call it. :raises IpcReduceError: see :meth:`Communicator.resume`."""
+        if self._comm is not None:
+            self._comm.resume()
+
     def close(self) -> None:
         """Free the memory, and decline every tensor from now on. Every rank must call it. Idempotent."""
         if not self.disabled:
             self._tell()
         self.disabled = True
-        if self._comm is not None:
-            self._comm.close()
+        comm, self._comm = self._comm, None
+        if comm is not None:
+            comm.close()
 
 
 def _tell(calls: itertools.count[int]) -> None:

@@ -89,16 +89,26 @@ def plain(array: Any, device: int) -> tuple[int, Any, Any] | None:
     return (address, array.shape, array.dtype) if address and place.device_id == device else None
 
 
-def plain_list(arrays: Sequence[Any], device: int) -> tuple[list[int], list[Any], list[Any]] | None:
-    """Addresses, shapes and dtypes of arrays of which each is :func:`plain`; None if one is not."""
-    kind = cupy.ndarray
-    if False in [type(array) is kind for array in arrays] or False in [array._c_contiguous for array in arrays]:
+def reader(arrays: Sequence[Any], device: int) -> Callable[[Sequence[Any]], list[int] | None] | None:
+    """A function that returns the addresses of lists like this one, and None for other lists.
+
+    Each array there has shape and dtype of the one here, and is :func:`plain`, but for an address of 0.
+
+    :returns: None instead of a function, if this is no list of plain arrays.
+    """
+    kind, length = cupy.ndarray, len(arrays)
+    if False in [type(array) is kind for array in arrays]:
         return None
-    places = [array.data for array in arrays]
-    addresses = [place.ptr for place in places]
-    if False in [place.device_id == device for place in places] or 0 in addresses:
-        return None
-    return addresses, [array.shape for array in arrays], [array.dtype for array in arrays]
+    shapes, dtypes = [array.shape for array in arrays], [array.dtype for array in arrays]
+
+    def read(others: Sequence[Any]) -> list[int] | None:
+        places = [array.data for array in others if type(array) is kind and array._c_contiguous]
+        addresses = [place.ptr for place in places if place.device_id == device]
+        if len(others) != length or len(addresses) != length or [array.shape for array in others] != shapes:
+            return None
+        return addresses if [array.dtype for array in others] == dtypes else None
+
+    return None if read(arrays) is None else read
 
 
 def dtype_of(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -7,7 +7,7 @@ call on that stream. A call that uses it on another stream has to tell PyTorch: 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from operator import attrgetter
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _OTHER_DTYPES = ("bool", "complex64", "complex128")
 torch: Any = None  # once a tensor has been looked for in a program that has imported it
 # Objects of PyTorch, kept here for speed.
-_kinds: tuple[Any, Any] = (None, None)  # torch.Tensor and Parameter, without subclasses, which can mean anything
+kinds: tuple[Any, Any] = (None, None)  # torch.Tensor and Parameter, without subclasses, which can mean anything
 strided: Any = None
 _untraced = False
 _dtypes: dict[Any, np.dtype[Any]] = {}
@@ -44,8 +44,8 @@ def _nothing(*_: Any) -> None:
 
 
 def _bind(found: Any) -> None:
-    global torch, _kinds, strided, _dtypes, _of_numpy, get_stream, tracing_state, modes, duals, is_zero, is_transformed
-    _kinds = found.Tensor, getattr(getattr(found, "nn", None), "Parameter", None)
+    global torch, kinds, strided, _dtypes, _of_numpy, get_stream, tracing_state, modes, duals, is_zero, is_transformed
+    kinds = found.Tensor, getattr(getattr(found, "nn", None), "Parameter", None)
     strided = getattr(found, "strided", None)
     names = [name for name in (*(dtype.name for dtype in DTYPES), *_OTHER_DTYPES) if hasattr(found, name)]
     _dtypes = {getattr(found, name): _BFLOAT16 if name == "bfloat16" else np.dtype(name) for name in names}
@@ -90,7 +90,7 @@ def _is_imported() -> bool:
 
 def is_tensor(array: Any) -> bool:
     """True for a PyTorch tensor."""
-    return _is_imported() and isinstance(array, _kinds[0])
+    return _is_imported() and isinstance(array, kinds[0])
 
 
 def works() -> bool:
@@ -100,14 +100,14 @@ def works() -> bool:
 
 def is_plain_type(kind: type) -> bool:
     """True for torch.Tensor and Parameter, and False for other subclasses, which DLPack asks for their memory."""
-    return _is_imported() and (kind is _kinds[0] or kind is _kinds[1])  # `in` would call the metaclass's __eq__
+    return _is_imported() and (kind is kinds[0] or kind is kinds[1])  # `in` would call the metaclass's __eq__
 
 
 def is_wrapper_type(kind: type) -> bool:
     """True for a tensor type with operators of its own. Its tensors may have no memory, as those of DTensor."""
-    if not _is_imported() or not issubclass(kind, _kinds[0]):
+    if not _is_imported() or not issubclass(kind, kinds[0]):
         return False
-    return getattr(kind, "__torch_dispatch__", None) is not getattr(_kinds[0], "__torch_dispatch__", None)
+    return getattr(kind, "__torch_dispatch__", None) is not getattr(kinds[0], "__torch_dispatch__", None)
 
 
 # ---- for the fast path: cupy_runtime has the same functions
@@ -118,7 +118,7 @@ def plain(tensor: Any, device: int) -> tuple[int, Any, Any] | None:
     """
     kind = type(tensor)
     if (
-        (kind is not _kinds[0] and kind is not _kinds[1])
+        (kind is not kinds[0] and kind is not kinds[1])
         or tensor.get_device() != device
         or tensor.layout is not strided
         or not tensor.is_contiguous()
@@ -135,29 +135,6 @@ def plain(tensor: Any, device: int) -> tuple[int, Any, Any] | None:
         address = tensor.data_ptr()
         return (address, tensor.shape, tensor.dtype) if address else None
     except RuntimeError:  # a tensor of torch.func has no memory, and a nested tensor has no shape
-        return None
-
-
-def plain_list(tensors: Sequence[Any], device: int) -> tuple[list[int], list[Any], list[Any]] | None:
-    """Addresses, shapes and dtypes of tensors of which each is :func:`plain`; None if one is not."""
-    kind, parameter = _kinds
-    if False in [type(tensor) is kind or type(tensor) is parameter for tensor in tensors]:
-        return None
-    if tracing_state() is not None or modes._is_in_torch_dispatch_mode or duals._current_level >= 0:
-        return None
-    if torch.is_grad_enabled() and True in [tensor.requires_grad for tensor in tensors]:
-        return None
-    try:  # by map(), which calls the methods in half of the time
-        if {*map(kind.get_device, tensors)} != {device} or False in map(kind.is_contiguous, tensors):
-            return None
-        dtypes = [tensor.dtype for tensor in tensors]
-        if True in map(kind.is_neg, tensors) or not all(map(can_be_known, {*dtypes})):
-            return None
-        addresses = list(map(kind.data_ptr, tensors))
-        if 0 in addresses:  # of no elements, or of zeros without memory
-            return None
-        return addresses, [tensor.shape for tensor in tensors], dtypes
-    except RuntimeError:  # a sparse tensor, or one of torch.func, has no memory, and a nested tensor has no shape
         return None
 
 
@@ -292,7 +269,7 @@ def place_of(tensor: Any) -> Place | None:
 
     The tensor must have no :func:`torch_tensors.problem`.
     """
-    if type(tensor) not in _kinds or not tensor.is_cuda:
+    if type(tensor) not in kinds or not tensor.is_cuda:
         return None
     dtype = _dtypes.get(tensor.dtype)
     if dtype is None:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import weakref
+from array import array as packed
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from itertools import pairwise
 from operator import or_
 from typing import Any
 
 import numpy as np
 
-from ..cuda import cupy_runtime, torch_runtime
+from ..cuda import cupy_runtime, torch_lists, torch_runtime
 from ..types import Stream
 from .known_calls import NOT_READY, PreparedList, Ready, given_stream, keep
 from .stream_order import StreamOrder
 
 _MOST = 256  # lists that are known; each may have a thousand members
-_MANY = 32  # members from which on NumPy is faster than Python
+_MANY = 16  # members from which on NumPy is faster than Python
 
 Addresses = np.ndarray[Any, np.dtype[np.uint64]]
 # From a prepared call, the addresses of sources and targets, and whether these have come before. None: the usual way.
@@ -26,26 +26,79 @@ MakeReadyList = Callable[[PreparedList, Addresses, Addresses, bool], "Ready | No
 
 
 @dataclass(frozen=True, eq=False)
-class _Kind:
+class Kind:
     """The common part of all lists of one kind.
 
-    :ivar shapes: of the members, and ``dtypes``: of the members, of their library.
+    :ivar read: the addresses of a list, if it is of this kind; else None.
+    :ivar sizes: of the members, in bytes.
     """
 
     prepared: PreparedList
-    shapes: list[Any]
-    dtypes: list[Any]
-    sizes: list[int]  # bytes of the members
+    read: Callable[[Sequence[Any]], list[int] | None]
+    sizes: list[int]
+    lengths: Addresses  # the sizes once more, for NumPy
     itemsizes: list[int]
+    largest: int  # of the itemsizes
 
-    def fits(self, addresses: list[int]) -> bool:
-        """True if these are addresses of elements, for all members."""
-        if reduce(or_, addresses) % max(self.itemsizes) == 0:
-            return 0 not in addresses
-        return all(address and address % size == 0 for address, size in zip(addresses, self.itemsizes, strict=True))
+    def fits(self, addresses: list[int], words: Addresses) -> bool:
+        """True if these are addresses of elements, for all members. ``words``: the same once more."""
+        if len(addresses) < _MANY:
+            bits, somewhere = reduce(or_, addresses), 0 not in addresses
+        else:
+            bits, somewhere = int(np.bitwise_or.reduce(words)), bool(words.all())
+        if bits % self.largest == 0:
+            return somewhere
+        return somewhere and all(at % size == 0 for at, size in zip(addresses, self.itemsizes, strict=True))
+
+    def are_apart(self, sources: list[int], targets: list[int], froms: Addresses, tos: Addresses) -> bool:
+        """True if no output overlaps another one, or a source that is not its own. False if that is not certain.
+
+        :param froms: the sources once more, and ``tos`` the targets.
+        """
+        if len(sources) < _MANY:
+            firsts, nbytes = targets, self.sizes
+            if targets is not sources:
+                others = [at for at, source in enumerate(sources) if source != targets[at]]
+                firsts, nbytes = targets + [sources[at] for at in others], nbytes + [nbytes[at] for at in others]
+            past = 0
+            for first, size in sorted(zip(firsts, nbytes, strict=True)):
+                if first < past:
+                    return False
+                past = first + size
+            return True
+        begin, length = tos, self.lengths
+        if targets is not sources:
+            moved = froms != tos
+            begin, length = np.concatenate([tos, froms[moved]]), np.concatenate([length, length[moved]])
+        order = begin.argsort()
+        begin = begin[order]
+        return bool((begin[:-1] + length[order[:-1]] <= begin[1:]).all())
 
 
-_Places = tuple[_Kind, tuple[int, ...], tuple[int, ...] | None]  # of a call: sources and targets, None in place
+_Places = tuple[Kind, bytes, bytes]  # of a call: the addresses of sources and targets
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """A call on CuPy's arrays, of which only the shape may change while they live.
+
+    :ivar ids: of the arrays and of the outputs, where these are others.
+    :ivar alive: references to all of them.
+    """
+
+    ready: Ready
+    ids: tuple[list[int], list[int] | None]
+    shapes: list[Any]
+    alive: list[Any]
+
+    def is_of(self, arrays: Sequence[Any], out: Sequence[Any]) -> bool:
+        """True if it is a call on these arrays."""
+        ids, others = self.ids
+        if [*map(id, arrays)] != ids or [array.shape for array in arrays] != self.shapes:
+            return False
+        if out is arrays or others is None:
+            return out is arrays and others is None
+        return [*map(id, out)] == others and [one.shape for one in out] == self.shapes
 
 
 class KnownLists:
@@ -53,33 +106,37 @@ class KnownLists:
 
     def __init__(self, device: int, order: StreamOrder, make_ready: MakeReadyList) -> None:
         self._device, self._order, self._make_ready = device, order, make_ready
-        self._kinds: dict[tuple[Any, ...], _Kind] = {}  # by op, length, and the first and last member's shape and dtype
+        self._kinds: dict[tuple[Any, ...], Kind] = {}  # by op, length, and the first and last member's shape and dtype
         self._by_places: dict[_Places, Ready | None] = {}  # None: it has come once
-        # By op and the ids of CuPy's arrays, of which only the shape may change while they live: launch and shapes.
-        self._by_objects: dict[tuple[Any, ...], tuple[Ready, list[Any]]] = {}
-        self._watched: dict[tuple[Any, ...], list[Any]] = {}  # references to the arrays of _by_objects
+        self._by_objects: dict[tuple[Any, ...], _Known] = {}  # by op, length, and a few of the arrays' ids
 
     def learn(self, arrays: Sequence[Any], op: Any, prepared: PreparedList) -> None:
         """Remember a call that was made by the usual way, if lists like this can be ready."""
-        if type(op) is not str or not arrays or any(through is not None for through in prepared.through):
+        if type(op) is not str or any(through is not None for through in prepared.through):
             return
         library = _library(arrays)
-        plain = library and library.plain_list(arrays, self._device)
-        if not plain:
+        key = library and self._key(library, arrays, op)
+        if not key:
             return
-        _, shapes, dtypes = plain
-        key = _key(op, shapes, dtypes)
         known = self._kinds.get(key)
-        if known is not None and known.shapes == shapes and known.dtypes == dtypes:
+        if known is not None and known.read(arrays) is not None:
             return
-        itemsizes = [library.dtype_of(dtype).itemsize for dtype in dtypes]
-        sizes = [array.nbytes for array in arrays]
-        keep(self._kinds, key, _Kind(prepared, shapes, dtypes, sizes, itemsizes), _MOST)
+        read = (cupy_runtime if library is cupy_runtime else torch_lists).reader(arrays, self._device)
+        if read is None:
+            return
+        sizes, itemsizes = [one.nbytes for one in arrays], [library.dtype_of(one.dtype).itemsize for one in arrays]
+        kind = Kind(prepared, read, sizes, np.array(sizes, np.uint64), itemsizes, max(itemsizes))
+        keep(self._kinds, key, kind, _MOST)
+
+    def _key(self, library: Any, arrays: Sequence[Any], op: str) -> tuple[Any, ...] | None:
+        """By what a kind of lists is found. None for a list whose first or last array is not as the fast path needs."""
+        first, last = library.plain(arrays[0], self._device), library.plain(arrays[-1], self._device)
+        return None if first is None or last is None else (op, len(arrays), *first[1:], *last[1:])
 
     def find(self, arrays: Sequence[Any], op: str, out: Any, stream: Any) -> tuple[Ready | None, Any, Stream]:
         """Do the same as :meth:`KnownCalls.find` for a list or a tuple of arrays."""
         library = _library(arrays)
-        if library is None or not (out is None or type(out) is list or type(out) is tuple):
+        if library is None or not (out is None or ((type(out) is list or type(out) is tuple) and out)):
             return NOT_READY
         current = library.stream_handle(self._device)
         if stream is not None:
@@ -89,19 +146,14 @@ class KnownLists:
             current = given
         objects: tuple[Any, ...] | None = None
         if out is not None and library is cupy_runtime:
-            objects = op, tuple(map(id, arrays)), out is arrays or tuple(map(id, out))
+            objects = op, len(arrays), id(arrays[0]), id(arrays[-1]), out is arrays or id(out[0])
             found = self._by_objects.get(objects)
-            if found is not None:
-                ready, shapes = found
-                same = [array.shape for array in arrays] == shapes
-                if same and (out is arrays or [one.shape for one in out] == shapes):
-                    return ready, out, current
-        plain = library.plain_list(arrays, self._device)
-        if plain is None:
-            return NOT_READY
-        sources, shapes, dtypes = plain
-        kind = self._kinds.get(_key(op, shapes, dtypes))
-        if kind is None or kind.shapes != shapes or kind.dtypes != dtypes:
+            if found is not None and found.is_of(arrays, out):
+                return found.ready, out, current
+        key = self._key(library, arrays, op)
+        kind = None if key is None else self._kinds.get(key)
+        sources = None if kind is None else kind.read(arrays)
+        if kind is None or sources is None:
             return NOT_READY
         result, targets = out, sources
         if current > 1 and self._order.quick(current) is None:
@@ -110,44 +162,45 @@ class KnownLists:
             made = [library.empty_like(array, self._device) for array in arrays]
             result, targets = [one for one, _ in made], [address for _, address in made]
         elif out is not arrays:
-            others = library.plain_list(out, self._device)
-            if others is None or others[1] != shapes or others[2] != dtypes:
+            others = kind.read(out)
+            if others is None:
                 return NOT_READY
-            targets = others[0]
-        place = kind, tuple(sources), None if targets is sources else tuple(targets)
-        kept = self._by_places.get(place)
-        if kept is not None and objects is not None:
-            self._watch(objects, (kept, shapes), arrays, out)
-        return kept or self._at(place, sources, targets, new=out is None), result, current
+            targets = others
+        froms = packed("Q", sources).tobytes()
+        place = kind, froms, froms if targets is sources else packed("Q", targets).tobytes()
+        ready = self._by_places.get(place)
+        if ready is None:
+            ready = self._at(place, sources, targets, new=out is None)
+        elif objects is not None:
+            self._watch(objects, ready, arrays, out)
+        return ready, result, current
 
     def _at(self, place: _Places, sources: list[int], targets: list[int], new: bool) -> Ready | None:
         """The launch at these addresses: made anew the first two times, and then kept. None: by the usual way."""
         kind = place[0]
-        if not kind.fits(sources) or (targets is not sources and not kind.fits(targets)):
+        froms = np.frombuffer(place[1], np.uint64)
+        tos = froms if targets is sources else np.frombuffer(place[2], np.uint64)
+        if not kind.fits(sources, froms) or (targets is not sources and not kind.fits(targets, tos)):
             return None
-        if not new and not _are_apart(sources, targets, kind.sizes):
+        if not new and not kind.are_apart(sources, targets, froms, tos):
             return None
-        froms = np.array(sources, np.uint64)
-        tos = froms if targets is sources else np.array(targets, np.uint64)
         again = place in self._by_places
         ready = self._make_ready(kind.prepared, froms, tos, again)
         if ready is not None:
             keep(self._by_places, place, ready if again else None, _MOST)
         return ready
 
-    def _watch(
-        self, objects: tuple[Any, ...], found: tuple[Ready, list[Any]], arrays: Sequence[Any], out: Sequence[Any]
-    ) -> None:  # fmt: skip
+    def _watch(self, objects: tuple[Any, ...], ready: Ready, arrays: Sequence[Any], out: Sequence[Any]) -> None:
         """Know the list by its arrays, until one of them dies."""
         forget = partial(_forget, weakref.ref(self), objects)
         every = arrays if out is arrays else (*arrays, *out)
-        keep(self._watched, objects, [weakref.ref(array, forget) for array in every], _MOST)
-        keep(self._by_objects, objects, found, _MOST)
+        ids = [*map(id, arrays)], None if out is arrays else [*map(id, out)]
+        alive = [weakref.ref(array, forget) for array in every]
+        keep(self._by_objects, objects, _Known(ready, ids, [array.shape for array in arrays], alive), _MOST)
 
     def forget(self, objects: tuple[Any, ...]) -> None:
         """Forget a list of which an array has died, so that its id may become another one's."""
         self._by_objects.pop(objects, None)
-        self._watched.pop(objects, None)
 
 
 def _forget(known: Callable[[], KnownLists | None], objects: tuple[Any, ...], _: Any) -> None:
@@ -163,22 +216,3 @@ def _library(arrays: Sequence[Any]) -> Any:
     if type(arrays[0]) is getattr(cupy_runtime.cupy, "ndarray", None):
         return cupy_runtime
     return torch_runtime if torch_runtime.works() and torch_runtime.is_plain_type(type(arrays[0])) else None
-
-
-def _key(op: str, shapes: list[Any], dtypes: list[Any]) -> tuple[Any, ...]:
-    return op, len(shapes), shapes[0], shapes[-1], dtypes[0], dtypes[-1]
-
-
-def _are_apart(sources: list[int], targets: list[int], sizes: list[int]) -> bool:
-    """True if no output overlaps another one, or a source that is not its own. False if that is not certain."""
-    firsts, nbytes = targets, sizes
-    if targets is not sources:
-        others = [at for at, source in enumerate(sources) if source != targets[at]]
-        firsts, nbytes = targets + [sources[at] for at in others], sizes + [sizes[at] for at in others]
-    if len(firsts) < _MANY:
-        ends = sorted(zip(firsts, nbytes, strict=True))
-        return all(first + size <= later for (first, size), (later, _) in pairwise(ends))
-    begin, length = np.array(firsts, np.uint64), np.array(nbytes, np.uint64)
-    order = begin.argsort()
-    begin, length = begin[order], length[order]
-    return bool((begin[:-1] + length[:-1] <= begin[1:]).all())

@@ -1,0 +1,80 @@
+"""The addresses of lists of PyTorch's tensors, for the fast path.
+
+Gradients are new tensors at each step, and their shapes and dtypes are always the same. So a list is compared with the
+one before it, without a look at each tensor from Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+from . import torch_runtime
+
+
+def reader(tensors: Sequence[Any], device: int) -> Callable[[Sequence[Any]], list[int] | None] | None:
+    """Do the same as :func:`cupy_runtime.reader`. The first tensor of every list has to be :func:`torch_runtime.plain`.
+
+    The memory of a tensor may change at any time, by ``set_()`` say, so its address is read at each call.
+    """
+    found = _plain_list(tensors, device)
+    if found is None:
+        return None
+    alike, length, data_ptr = found[1:], len(tensors), torch_runtime.torch.Tensor.data_ptr
+    # A tensor that requires grad is plain within no_grad() only, at which a guard does not look.
+    check = None if any(tensor.requires_grad for tensor in tensors) or not _guards_work() else _guard(tensors)
+
+    def read(others: Sequence[Any]) -> list[int] | None:
+        if check is not None and len(others) == length and check(*others):
+            with suppress(RuntimeError):
+                return list(map(data_ptr, others))
+        found = _plain_list(others, device)
+        return found[0] if found is not None and found[1:] == alike else None
+
+    return read
+
+
+def _plain_list(tensors: Sequence[Any], device: int) -> tuple[list[int], list[Any], list[Any]] | None:
+    """Addresses, shapes and dtypes of tensors that are all plain if the first one is; None if one is not."""
+    torch, (kind, parameter) = torch_runtime.torch, torch_runtime.kinds
+    if False in [type(tensor) is kind or type(tensor) is parameter for tensor in tensors]:
+        return None
+    if torch.is_grad_enabled() and True in [tensor.requires_grad for tensor in tensors]:
+        return None
+    try:  # by map(), which calls the methods in half of the time
+        if {*map(kind.get_device, tensors)} != {device} or False in map(kind.is_contiguous, tensors):
+            return None
+        dtypes = [tensor.dtype for tensor in tensors]
+        if True in map(kind.is_neg, tensors) or not all(map(torch_runtime.can_be_known, {*dtypes})):
+            return None
+        return list(map(kind.data_ptr, tensors)), [tensor.shape for tensor in tensors], dtypes
+    except RuntimeError:  # a sparse tensor, or one of torch.func, has no memory, and a nested tensor has no shape
+        return None
+
+
+def _guard(tensors: Sequence[Any]) -> Any:
+    """A function: are these tensors like those in type, device, dtype, shape, strides, and all else but their memory?
+
+    torch.compile looks at its arguments by it. It takes a fifth of the time of :func:`_plain_list`.
+    """
+    guards = torch_runtime.torch._C._dynamo.guards.TensorGuards
+    return guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+
+
+@cache
+def _guards_work() -> bool:
+    """True if a guard tells tensors apart in this PyTorch, in which it has no public name, and may change."""
+    torch, parameter = torch_runtime.torch, torch_runtime.kinds[1]
+    try:
+        one, same = torch.zeros(4, device="cpu"), torch.ones(4, device="cpu")
+        others = [
+            torch.zeros(2, device="cpu"), torch.zeros(2, 2, device="cpu"), torch.zeros(8, device="cpu")[::2],
+            one.double(), one.detach().requires_grad_(), parameter(one, requires_grad=False), torch._neg_view(one),
+            torch._efficientzerotensor(4, device="cpu"), one.to_sparse(), torch.empty(4, device="meta"), None,
+        ]  # fmt: skip
+        check = _guard([one])
+        return bool(check(same)) and not any(check(other) for other in others)
+    except Exception:
+        return False

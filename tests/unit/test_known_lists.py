@@ -1,0 +1,104 @@
+"""Lists that have come before: what makes addresses usable, told by Python for few members and by NumPy for many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ipcreduce.device.known_lists import Kind
+
+MANY = 40
+COUNTS = pytest.mark.parametrize("count", [1, 3, MANY])
+
+
+def kind_of(sizes: list[int], itemsizes: list[int] | None = None) -> Kind:
+    itemsizes = itemsizes or [1] * len(sizes)
+    prepared: Any = None
+    return Kind(prepared, lambda _: None, sizes, np.array(sizes, np.uint64), itemsizes, max(itemsizes))
+
+
+def words(addresses: list[int]) -> Any:
+    return np.array(addresses, np.uint64)
+
+
+def fits(kind: Kind, addresses: list[int]) -> bool:
+    return kind.fits(addresses, words(addresses))
+
+
+def apart(sizes: list[int], sources: list[int], targets: list[int] | None = None) -> bool:
+    targets = sources if targets is None else targets
+    froms = words(sources)
+    return kind_of(sizes).are_apart(sources, targets, froms, froms if targets is sources else words(targets))
+
+
+@COUNTS
+def test_addresses_that_fit(count: int):
+    """Each is a multiple of its own itemsize, and none is 0."""
+    itemsizes = [8, 4, 1][:count] * count
+    kind = kind_of([64] * count, itemsizes[:count])
+    good = [4096 + 64 * at for at in range(count)]
+    assert fits(kind, good)
+    for at, size in enumerate(itemsizes[:count]):
+        assert not fits(kind, [*good[:at], 0, *good[at + 1 :]])
+        assert fits(kind, [*good[:at], good[at] + size, *good[at + 1 :]])
+        if size > 1:
+            assert not fits(kind, [*good[:at], good[at] + 1, *good[at + 1 :]])
+    if count > 1:  # the first one is no multiple of 8, and no other has to be
+        assert not fits(kind, [0, *(one + 4 for one in good[1:])])
+
+
+@st.composite
+def places(draw: st.DrawFn) -> tuple[list[int], list[int], list[int] | None]:
+    """Sizes, sources and targets of lists that are close together, and some apart."""
+    count = draw(st.one_of(st.integers(1, 6), st.integers(14, 40)))
+    sizes = draw(st.lists(st.integers(1, 30), min_size=count, max_size=count))
+    step = draw(st.sampled_from([29, 30, 31, 64]))
+    sources = [1000 + step * at for at in draw(st.permutations(range(count)))]
+    targets = [100_000 + step * at for at in draw(st.permutations(range(count)))]
+    for at in draw(st.lists(st.integers(0, count - 1), max_size=2)):
+        targets[at] = draw(st.sampled_from(sources)) + draw(st.sampled_from([0, 0, 1, -1]))
+    return sizes, sources, draw(st.sampled_from([None, targets]))
+
+
+@given(places())
+def test_outputs_that_are_apart(given: tuple[list[int], list[int], list[int] | None]):
+    """None is let through in which an output has a byte of another output, or of a source that is not its own."""
+    sizes, sources, outs = given
+    targets = sources if outs is None else outs
+    spans = [(at, size, -1) for at, size in zip(targets, sizes, strict=True)]
+    shared = any(
+        first < other + size and other < first + length
+        for at, (first, length, _) in enumerate(spans)
+        for to, (other, size, _) in enumerate(spans)
+        if at != to
+    ) or any(
+        first < source + size and source < first + length and not (at == to and first == source)
+        for at, (first, length, _) in enumerate(spans)
+        for to, (source, size) in enumerate(zip(sources, sizes, strict=True))
+        if outs is not None
+    )  # fmt: skip
+    if apart(sizes, sources, outs):
+        assert not shared
+    elif outs is None:
+        assert shared
+
+
+@COUNTS
+def test_lists_side_by_side_are_apart(count: int):
+    """Without a byte between them, and in any order."""
+    sizes = [16 + at % 3 for at in range(count)]
+    ends = np.cumsum(sizes).tolist()
+    sources = [end - size for end, size in zip(ends, sizes, strict=True)]
+    others = [ends[-1] + at for at in sources]
+    order = np.random.default_rng(1).permutation(count).tolist()
+    sizes, sources, others = ([ones[at] for at in order] for ones in (sizes, sources, others))
+    assert apart(sizes, sources)
+    assert apart(sizes, sources, others)
+    assert apart(sizes, sources, [*sources[:-1], others[-1]]), "in place but for one"
+    if count > 1:
+        assert not apart(sizes, sources, [*others[:-1], others[0]])
+        assert not apart(sizes, sources, [*others[:-1], sources[0]])

@@ -16,6 +16,7 @@ from .arrays.maps import Map
 from .arrays.norms import FP8, NormArguments
 from .calls import turns
 from .cuda import cupy_runtime
+from .device.known_calls import Mapped
 from .errors import ArgumentError, GraphStateError, PeerLostError, UnsupportedError
 from .graphs.session import GraphSession
 from .open_communicator import OpenCommunicator
@@ -165,11 +166,17 @@ class Communicator:
         work is done; after an error the values in ``out`` are undefined.
         """
         if then is not None:
-            return turns.make(self._open.calls, self._allreduce_then, array, op, out, stream, then)
+            return self._make_mapped(array, Mapped(op, then), out, stream)
         fast = self._open.fast  # once: another thread may close the communicator
         if fast is not None:
             return fast.make(None, self._allreduce, array, op, out, stream)
         return turns.make(self._open.calls, self._allreduce, array, op, out, stream)
+
+    def _make_mapped(self, array: Any, mapped: Mapped, out: Any, stream: Any) -> Any:
+        fast = self._open.fast
+        if fast is not None and type(mapped.then) is maps.Map:
+            return fast.make(None, self._allreduce_then, array, mapped, out, stream)
+        return turns.make(self._open.calls, self._allreduce_then, array, mapped, out, stream)
 
     def _allreduce(self, array: Any, op: Any, out: Any, stream: Any) -> Any:
         parts, several = self._open, lists.is_list(array)
@@ -252,7 +259,8 @@ class Communicator:
             cupy_runtime.stream_of(stream)  # refused as on GPUs
         return parts.host.allreduce_rmsnorm(given)
 
-    def _allreduce_then(self, array: Any, op: Any, out: Any, stream: Any, then: Any) -> Any:
+    def _allreduce_then(self, array: Any, mapped: Mapped, out: Any, stream: Any) -> Any:
+        op, then = mapped.op, mapped.then
         maps.check_call(array, out, then)
         if views.is_device(array):
             return self._open.device.allreduce_then(array, op, out, stream, then)

@@ -143,6 +143,8 @@ class DeviceReducer:
         else:
             addresses = used.source_address, used.destination_address, mapped.words
             backend.run_map(prepared, *addresses, stream, place.owner, place.recorded)
+        if backend.known_maps is not None and not place.recorded:
+            backend.known_maps.learn(array, op, out, then, prepared, mapped.expression)
         self._end(place, [used], array, out, *then.operands.values())
         return used.result
 

@@ -26,6 +26,7 @@ from .deferred_free import Action, attempt, flush, untrack
 from .fast_path import FastPath
 from .known_calls import KnownCalls, Prepared, PreparedList, Ready
 from .known_lists import Addresses, KnownLists
+from .known_maps import KnownMaps
 from .known_norms import KnownNorms
 from .maps import MapKernels, PreparedMap
 from .norms import Norms, PreparedNorm
@@ -73,7 +74,8 @@ class DeviceBackend(Backend):
         self.order = StreamOrder(context, captured_in_order)
         self.fast: FastPath | None = None
         self.known_lists: KnownLists | None = None  # with the fast path
-        self.known_norms: KnownNorms | None = None  # so is this
+        self.known_norms: KnownNorms | None = None  # so are these
+        self.known_maps: KnownMaps | None = None
         # What the ranks map of each other: for each part of it, what unmaps the peers' and what frees this rank's.
         self.shared: list[tuple[Action, Action]] = []
         self.life = Life()  # of what graphs hold that are recorded now
@@ -86,6 +88,8 @@ class DeviceBackend(Backend):
         known = KnownCalls(self.device.ordinal, self.order, self.prepared, self.make_ready)
         self.known_lists = KnownLists(self.device.ordinal, self.order, self.make_ready_list)
         known.find_list = self.known_lists.find
+        self.known_maps = KnownMaps(self.device.ordinal, self.order, self.make_ready_map)
+        known.find_map = self.known_maps.find
         self.known_norms = KnownNorms(
             self.device.ordinal, calls, self.order, self.norms.start, self.make_ready_norm
         )  # fmt: skip
@@ -168,6 +172,19 @@ class DeviceBackend(Backend):
         """Do the same as :meth:`run` for a call with an expression that is not preceded by another one."""
         self.order.launch(partial(prepared.run, source, target, operands), stream, owner, recorded=recorded)
         self.order.launched = self.page.calls.number[0]
+
+    def make_ready_map(
+        self, prepared: PreparedMap, source: int, target: int, operands: Sequence[int], again: bool
+    ) -> Ready:  # fmt: skip
+        """The launch of a call with an expression, between two addresses: see :meth:`make_ready`."""
+        return Ready(prepared.what, self._start_map, (prepared, source, target, operands))
+
+    def _start_map(self, argument: tuple[PreparedMap, int, int, Sequence[int]], stream: Stream) -> None:
+        prepared, source, target, operands = argument
+        if prepared.first is not None:
+            self.start(prepared.first, source, target, stream)
+            source = target
+        prepared.run(source, target, operands, stream)
 
     def launch_graph(self, executable: graph.Executable, stream: Stream, owner: Any) -> None:
         """Launch an executable graph on ``stream``, behind the last call.

@@ -17,8 +17,17 @@ from .stream_order import StreamOrder
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 MOST = 4096  # entries of a table
-_MOST_TARGETS = 8  # of the results of one known call: an allocator uses few in turn
+MOST_TARGETS = 8  # of the results of one known call: an allocator uses few in turn
 NOT_READY = None, None, DEFAULT_STREAM
+
+
+class Mapped:
+    """The op of a call with an expression, and the expression: a ``Map``."""
+
+    __slots__ = "op", "then"
+
+    def __init__(self, op: Any, then: Any) -> None:
+        self.op, self.then = op, then
 
 
 class Ready:
@@ -84,13 +93,13 @@ class _KnownCall:
 
     def __init__(self, array: Any, out: Any, prepared: Prepared, library: Any, places: tuple[Any, Any]) -> None:
         self.array: Callable[[], Any] = weakref.ref(array)
-        self.out: Callable[[], Any] = _nothing if out is None else weakref.ref(out)
+        self.out: Callable[[], Any] = nothing if out is None else weakref.ref(out)
         self.shape: tuple[int, ...] = array.shape
         self.prepared, self.library, self.places, self.target = prepared, library, places, places[1][0]
         self.ready: dict[int, Ready] = {}
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """Stand in for the reference to an ``out`` that is not given."""
 
 
@@ -108,6 +117,7 @@ class KnownCalls:
         self.by_objects: dict[tuple[int, int, str], _KnownCall | None] = {}
         self.by_places: dict[_Place, Ready | None] = {}  # for any objects there. None: it has come once
         self.find_list: Callable[..., tuple[Ready | None, Any, Stream]] | None = None  # see known_lists.py
+        self.find_map: Callable[..., tuple[Ready | None, Any, Stream]] | None = None  # see known_maps.py
 
     def find(self, array: Any, op: Any, out: Any, stream: Any) -> tuple[Ready | None, Any, Stream]:
         """An eager call, its result and its stream, if it can be ready.
@@ -115,7 +125,7 @@ class KnownCalls:
         For speed it reads the attributes of arrays by their own libraries, not by ``ipcreduce.arrays``.
         """
         if type(op) is not str:
-            return NOT_READY
+            return self.find_map(array, op, out, stream) if self.find_map and type(op) is Mapped else NOT_READY
         key = id(array), id(out), op
         known = self.by_objects.get(key)
         if known is None:
@@ -162,7 +172,7 @@ class KnownCalls:
         at = source, target, shape, kind, op
         ready = self._at(at, known.prepared, source, target)
         if self.by_places[at] is not None:
-            keep(known.ready, target, ready, _MOST_TARGETS)
+            keep(known.ready, target, ready, MOST_TARGETS)
         return ready
 
     def _at(self, at: _Place, prepared: Prepared, source: int, target: int) -> Ready:

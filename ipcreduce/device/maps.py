@@ -36,7 +36,7 @@ def table(array: Any, offset: int, expression: Expression) -> np.ndarray[Any, np
 
 
 class MapLaunch:
-    """One launch with an expression. :meth:`run` sets the addresses and the numbers in its arguments.
+    """One launch with an expression. :meth:`set` sets the addresses and the numbers in its arguments.
 
     :param args: the words of struct Args, with its table.
     :param offset: of the launch in the message, in bytes.
@@ -45,18 +45,17 @@ class MapLaunch:
     def __init__(
         self, launch: driver.Launch, args: np.ndarray[Any, Any], offset: int, itemsize: int, expression: Expression
     ) -> None:  # fmt: skip
-        self._launch, self._words, self._offset = launch, args.data, offset
+        self.launch, self._words, self._offset = launch, args.data, offset
         self._steps = [
             offset // itemsize * _ITEMSIZES[one.dtype] if one.kind == "full" else 0 for one in expression.operands
         ]
 
-    def run(self, source: int, target: int, operands: Sequence[int], stream: Stream) -> None:
-        """Launch it on ``stream``. ``operands``: addresses of arrays, and bits of numbers."""
+    def set(self, source: int, target: int, operands: Sequence[int]) -> None:
+        """Set the arguments. ``operands``: addresses of arrays, and bits of numbers."""
         words, at = self._words, ARGUMENT_WORDS + _OPERANDS
         words[_IN], words[_OUT] = source + self._offset, target + self._offset
         for index, (word, step) in enumerate(zip(operands, self._steps, strict=True), at):
             words[index] = word + step
-        self._launch.run(stream)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +67,15 @@ class PreparedMap:
 
     what: Fingerprint
     by: str
+    nbytes: int
     first: Prepared | None
     launches: tuple[MapLaunch, ...]
 
     def run(self, source: int, target: int, operands: Sequence[int], stream: Stream) -> None:
-        """Put the launches on ``stream``. See :meth:`MapLaunch.run`."""
-        for launch in self.launches:
-            launch.run(source, target, operands, stream)
+        """Put the launches on ``stream``. See :meth:`MapLaunch.set`."""
+        for one in self.launches:
+            one.set(source, target, operands)
+            one.launch.run(stream)
 
 
 class MapKernels:
@@ -99,7 +100,7 @@ class MapKernels:
             launches = [self._launch(function, array, at, expression) for at in range(0, array.nbytes, _LAUNCH_BYTES)]
             by = "map" if first is None else f"{first.by}, map"
             what = of_map(array.shape, kind, name, str(expression), expression.text)
-            found = PreparedMap(what=what, by=by, first=first, launches=tuple(launches))
+            found = PreparedMap(what=what, by=by, nbytes=array.nbytes, first=first, launches=tuple(launches))
             keep(self._prepared, key, found, _MOST)
         return found
 

@@ -121,6 +121,13 @@ class IpcBackend(DeviceBackend):
         """See :meth:`ReadyLaunches.make_norm`."""
         return self._ready.make_norm(prepared, addresses) or self.norms.make_ready(prepared, addresses)
 
+    def make_ready_map(
+        self, prepared: PreparedMap, source: int, target: int, operands: Sequence[int], again: bool
+    ) -> Ready:  # fmt: skip
+        """See :meth:`ReadyLaunches.make_map`."""
+        ready = self._ready.make_map(prepared, source, target, operands) if again else None
+        return ready or super().make_ready_map(prepared, source, target, operands, again)
+
     # ---- suspend and resume
     def _virtual(self) -> VirtualWorkspace:
         workspace = self.workspace

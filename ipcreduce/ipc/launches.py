@@ -142,7 +142,7 @@ class Launches:
             launches = tuple(self._launch_map(step, array, kind, name, expression) for step in steps)
             what = of_map(array.shape, kind, name, str(expression), expression.text)
             by = ", ".join(dict.fromkeys(step.algorithm for step in steps)) or "nothing"
-            prepared = maps.PreparedMap(what=what, by=by, first=None, launches=launches)
+            prepared = maps.PreparedMap(what=what, by=by, nbytes=array.nbytes, first=None, launches=launches)
             keep(self._maps, key, prepared, _MOST_MAPS)
         return prepared
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from ..calls.norm_shape import NormAddresses
 from ..cuda import cupy_runtime, driver, graph
 from ..cuda.contexts import using_relaxed
 from ..device.known_calls import Ready
+from ..device.maps import PreparedMap
 from ..device.norms import PreparedNorm
 from ..errors import CudaError
 from ..types import Stream
@@ -24,7 +26,7 @@ class ReadyLaunches:
 
     def __init__(self, context: int) -> None:
         self._context = context
-        self._graphs: dict[tuple[driver.Launch, int, int], graph.Executable] = {}  # by source and target
+        self._graphs: dict[tuple[Any, ...], graph.Executable] = {}  # by launch, source, target, and operands if any
         self._more: list[graph.Executable] = []  # of lists and norms
 
     def make(self, prepared: PreparedCall, source: int, target: int, again: bool) -> Ready:
@@ -72,6 +74,19 @@ class ReadyLaunches:
                 self._more.append(executable)
                 return Ready(prepared.what, cupy_runtime.launch_graph, executable.handle)
         return None
+
+    def make_map(self, prepared: PreparedMap, source: int, target: int, operands: Sequence[int]) -> Ready | None:
+        """The ready call with an expression as a graph. None if it is no short message, or several launches."""
+        if len(prepared.launches) != 1 or prepared.first is not None or not plan.is_short(prepared.nbytes):
+            return None
+        (one,) = prepared.launches
+        place = one.launch, source, target, operands
+        executable = self._graphs.get(place)
+        if executable is None and self._has_room:
+            with using_relaxed(self._context), suppress(CudaError):
+                one.set(source, target, operands)
+                executable = self._graphs[place] = graph.executable_of(one.launch)
+        return None if executable is None else Ready(prepared.what, cupy_runtime.launch_graph, executable.handle)
 
     @property
     def _has_room(self) -> bool:

@@ -254,11 +254,8 @@ def test_words_of_operands(tmp_path: Path):
         np.zeros(launches.ARGUMENT_WORDS, np.uint64), launches.table(array, 32, expression)
     ])  # fmt: skip
     assert words.nbytes == size
-    ran: list[Any] = []
-    launch: Any = SimpleNamespace(run=ran.append)
-    stream: Any = 5
-    launches.MapLaunch(launch, words, 32, 2, expression).run(1000, 2000, (64, 7, 128), stream)
-    assert ran == [5]
+    launch: Any = None
+    launches.MapLaunch(launch, words, 32, 2, expression).set(1000, 2000, (64, 7, 128))
     assert words[:3].tolist() == [1032, 2032, 0]
     assert words[launches.ARGUMENT_WORDS :].tolist() == [7, 16 % 7, 64, 7, 128 + 16 * 8]
 

@@ -9,6 +9,7 @@ import keyword
 import re
 import struct
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -96,6 +97,7 @@ class Map:
         return f"Map({', '.join([repr(self.expression), *self.operands])})"
 
 
+@lru_cache(1024)  # a program may make a Map for each call
 def _check_name(name: str) -> None:
     if not re.fullmatch("[A-Za-z_][A-Za-z_0-9]*", name):
         raise ArgumentError(f"the operand {name!r} has a name that C++ does not know. Use a-z, A-Z, 0-9 and _")

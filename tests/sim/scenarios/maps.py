@@ -5,7 +5,8 @@ The results of random calls are those of tests/gpu/map_sweep.py, which runs here
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -193,6 +194,124 @@ def ordered_expressions() -> None:
         assert stream.done
 
 
+@contextlib.contextmanager
+def usual_calls(comm: Any) -> Iterator[Any]:
+    """A count of the calls that go the usual way."""
+    calls = mock.Mock(wraps=comm._open.device.allreduce_then)
+    with mock.patch.object(comm._open.device, "allreduce_then", calls):
+        yield calls
+
+
+def known_expressions() -> None:
+    """Only the first call of a kind takes the usual way: others may have other arrays, other numbers, another Map."""
+
+    def check(comm: Any) -> None:
+        with usual_calls(comm) as calls:
+            x, out, a = mine(), floats(0), floats(5)
+            then = Map(SUM, s=2.0, a=a)
+            for turn in range(5):
+                a.fill(turn)
+                assert comm.allreduce(x, out=out, then=then) is out
+                holds(out, TOTAL * 2 + turn)
+                holds(comm.allreduce(x, then=then), TOTAL * 2 + turn)
+                holds(comm.allreduce(x, out=out, then=Map(SUM, s=float(turn), a=a)), TOTAL * turn + turn)
+                holds(comm.allreduce(mine(), then=Map(SUM, s=0.5, a=floats(turn))), TOTAL * 0.5 + turn)
+            assert calls.call_count == 1
+            for turn in range(4):  # in place; over NCCL, an operand that is the output has a copy
+                comm.allreduce(x, out=x, then=then)
+                holds(x, TOTAL * 2 + 4)
+                x.fill(RANK + 1)
+                out.fill(turn)
+                holds(comm.allreduce(x, out=out, then=Map(SUM, s=2.0, a=out)), TOTAL * 2 + turn)
+            assert calls.call_count == (5 if comm.backend == "nccl" else 1)
+            calls.reset_mock()
+            both = floats(3, 2000)
+            for other in (both[:1000], both[500:1500], both[1000:]):
+                for _ in range(3):
+                    comm.allreduce(x, out=out, then=Map(SUM, s=2.0, a=other))
+                    holds(out, TOTAL * 2 + 3)
+            assert not calls.called
+            whole = both.view(np.int32)[:1000]  # the address of a known operand, with another dtype
+            whole.fill(9)
+            for _ in range(3):
+                holds(comm.allreduce(x, out=out, then=Map(SUM, s=2.0, a=whole)), TOTAL * 2 + 9)
+            assert calls.call_count == 1
+            for text, wanted in (("v * s - a", -4), ("v + s * a", 8 - TOTAL)):
+                for _ in range(3):
+                    holds(comm.allreduce(x, out=out, then=Map(text, s=2.0, a=a)), TOTAL * 2 + wanted)
+            for op, wanted in (("max", SIZE), ("min", 1), ("sum", TOTAL)):
+                for _ in range(3):
+                    holds(comm.allreduce(x, op, out=out, then=then), wanted * 2 + 4)
+
+    over_backends(check)
+
+
+def known_expressions_around() -> None:
+    """What a known call must not miss: shapes, memory that is shared, streams, recordings, peers that differ."""
+
+    def check(comm: Any) -> None:
+        x, out, a = mine(), floats(7), floats(5)
+        then, both = Map(SUM, s=2.0, a=a), floats(0, 2000)
+        for _ in range(4):
+            holds(comm.allreduce(x, out=out, then=then), TOTAL * 2 + 5)
+            comm.allreduce(x, out=both[:1000], then=then)
+        out.fill(7)
+        a.shape = (10, 100)
+        with raises(errors.ArgumentError, "operand a has shape (10, 100)"):
+            comm.allreduce(x, out=out, then=then)
+        a.shape = (1000,)
+        for target in (both[8:1008], both[:1000]):
+            with raises(errors.ArgumentError, "operand a shares memory with out"):
+                comm.allreduce(x, out=target, then=Map(SUM, s=2.0, a=both[4:1004]))
+            works(comm)
+        with raises(errors.ArgumentError, "stream is a str"):
+            comm.allreduce(x, out=out, then=then, stream="fast")
+        works(comm)
+        holds(out, 7)
+        streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+        cupy.cuda.Device().synchronize()
+        for turn in range(4):
+            stream = streams[turn % 2]
+            with stream:
+                delay(stream.ptr)
+                a.fill(turn)
+            comm.allreduce(x, out=out, then=then, stream=stream)
+            stream.synchronize()
+            holds(out, TOTAL * 2 + turn)
+        with Graph(comm) as graph:
+            with graph.record():
+                comm.allreduce(x, out=out, then=then)
+            a.fill(1)
+            holds(comm.allreduce(x, out=both[:1000], then=Map(SUM, s=3.0, a=a)), TOTAL * 3 + 1)
+            graph.replay()
+            holds(out, TOTAL * 2 + 1)
+        kind = then if RANK == LAST else Map("v", s=2.0, a=a)
+        comm.allreduce(x, out=out, then=Map("v", s=2.0, a=a))
+        comm.synchronize()
+        assert isinstance(failed(mock.Mock(
+            allreduce=lambda given, op: comm.allreduce(given, op, out=out, then=kind), synchronize=comm.synchronize
+        ), x), errors.RankMismatchError)  # fmt: skip
+        works(comm)
+        with torch.imported():
+            tensors = [Tensor(one) for one in (x, out, a)]
+            with usual_calls(comm) as calls:
+                of_tensors = Map(SUM, s=2.0, a=tensors[2])
+                for turn in range(8):
+                    tensors[turn % 3].array = tensors[turn % 3].array.copy()  # as set_() does
+                    tensors[2].array.fill(turn)
+                    for _ in range(3):
+                        comm.allreduce(tensors[0], out=tensors[1], then=of_tensors)
+                        comm.synchronize()
+                        holds(tensors[1], TOTAL * 2 + turn)
+                assert calls.call_count == 1
+            tensors[2].requires_grad = True
+            with raises(errors.UnsupportedError, "no gradient"):
+                comm.allreduce(tensors[0], out=tensors[1], then=of_tensors)
+        works(comm)
+
+    over_backends(check)
+
+
 # ---- faults
 def expressions_that_do_not_compile() -> None:
     """Every rank names the line of the expression, nothing is launched, and all go on."""
@@ -372,7 +491,8 @@ def host_expressions() -> None:
 
 
 SCENARIOS = [
-    forms_of_expressions, rounded_once, compiled_once, recorded_expressions, captured_expressions, ordered_expressions,
+    forms_of_expressions, rounded_once, compiled_once, known_expressions, known_expressions_around,
+    recorded_expressions, captured_expressions, ordered_expressions,
     expressions_that_do_not_compile, expressions_that_differ, late_for_an_expression, refused_expressions,
     host_expressions,
 ]  # fmt: skip

@@ -1,0 +1,261 @@
+"""Calls with an expression that have come before, with stand-ins for CuPy and the launches."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ipcreduce import Map
+from ipcreduce.arrays import maps
+from ipcreduce.cuda.expressions import Expression, Operand
+from ipcreduce.device import known_calls, known_maps
+from ipcreduce.device.known_calls import NOT_READY, Mapped, Ready
+from ipcreduce.device.known_maps import KnownMaps
+from ipcreduce.device.maps import PreparedMap
+from ipcreduce.errors import ArgumentError
+
+FORM, CURRENT, OTHER = (4, 256), 8, 9
+NBYTES = 4 * 256 * 2
+WHAT: Any = "what"
+
+
+class Array:
+    """Memory of the simplest kind. ``address``: 0 for an array that is not plain."""
+
+    def __init__(self, address: int, shape: tuple[int, ...] = FORM, dtype: Any = np.float16) -> None:
+        self.address, self.shape, self.dtype = address, shape, np.dtype(dtype)
+        self.nbytes = int(np.prod(shape)) * self.dtype.itemsize
+
+
+class Library:
+    """CuPy's place. ``free``: the address of new arrays."""
+
+    def __init__(self) -> None:
+        self.cupy, self.free, self.made = SimpleNamespace(ndarray=Array), 1 << 20, 0
+
+    def plain(self, array: Any, device: int) -> Any:
+        assert device == 0
+        return (array.address, array.shape, array.dtype) if type(array) is Array and array.address else None
+
+    def dtype_of(self, dtype: Any) -> Any:
+        return dtype
+
+    def empty_like(self, array: Any, device: int) -> tuple[Any, int]:
+        self.made += 1
+        return Array(self.free), self.free
+
+    def stream_handle(self, device: int) -> int:
+        return CURRENT
+
+    def get_current_stream(self) -> Any:
+        return SimpleNamespace(ptr=CURRENT)
+
+    def stream_of(self, stream: Any) -> tuple[int, Any]:
+        if not isinstance(stream, int):
+            raise ArgumentError("no stream")
+        return stream, stream
+
+
+class Known:
+    """A memory of calls. ``made``: source, target, and words of each launch that was made, and whether to keep it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.library, self.state = Library(), "ON_STREAM"
+        self.made: list[tuple[int, int, tuple[int, ...], bool]] = []
+        monkeypatch.setattr(known_maps, "cupy_runtime", self.library)
+        monkeypatch.setattr(known_calls, "cupy_runtime", self.library)
+        order: Any = SimpleNamespace(quick=lambda stream: self.state)
+        self.maps = KnownMaps(0, order, self._make_ready)
+
+    def _make_ready(self, prepared: PreparedMap, source: int, target: int, words: Any, again: bool) -> Ready:
+        self.made.append((source, target, words, again))
+        return Ready(prepared.what, print, (source, target, words))
+
+    def learn(self, x: Array, out: Any, then: Map, first: Any = None, op: str = "sum") -> None:
+        operands = []
+        for name, value in then.operands.items():
+            if isinstance(value, Array):
+                operands.append(Operand(name, value.dtype.name, "full" if value.shape == x.shape else "row"))
+            else:
+                operands.append(Operand(name, maps._number(name, value, x.dtype.name).dtype.name, "scalar"))
+        prepared = PreparedMap(what=WHAT, by="", nbytes=x.nbytes, first=first, launches=())
+        self.maps.learn(x, op, out, then, prepared, Expression(then.expression, tuple(operands)))
+
+    def find(self, x: Any, out: Any, then: Map, stream: Any = None, op: str = "sum") -> Any:
+        return self.maps.find(x, Mapped(op, then), out, stream)
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> Known:
+    return Known(monkeypatch)
+
+
+X, OUT, ROW = Array(0x1000), Array(0x4000), Array(0x8000, (256,))
+
+
+def number(value: float) -> int:
+    return int(np.float32(value).view(np.uint32))
+
+
+def then(s: Any = 2.0, a: Any = ROW, text: str = "v * s + a") -> Map:
+    return Map(text, s=s, a=a)
+
+
+def test_the_third_launch_at_a_place_is_kept(known: Known):
+    one, words = then(), (number(2), 0x8000)
+    known.learn(X, OUT, one)
+    for turn in range(4):
+        ready, result, stream = known.find(X, OUT, one)
+        assert (ready.argument, result, stream) == ((0x1000, 0x4000, words), OUT, CURRENT), turn
+    assert known.made == [(0x1000, 0x4000, words, False), (0x1000, 0x4000, words, True)]
+    assert known.find(X, OUT, then())[0] is known.find(Array(0x1000), Array(0x4000), then())[0]
+    assert len(known.made) == 2
+
+
+def test_new_results(known: Known):
+    one = then()
+    known.learn(X, None, one)
+    for turn in range(6):
+        known.library.free = 0x20000 + turn % 2 * 0x10000
+        ready, result, _ = known.find(X, None, one)
+        assert ready.argument[1] == result.address == known.library.free
+    assert [again for *_, again in known.made] == [False, False, True, True]
+    known.state = None  # type: ignore[assignment]
+    made = known.library.made
+    assert known.find(X, None, one) == NOT_READY
+    assert known.find(X, None, then()) == NOT_READY
+    assert known.library.made == made
+
+
+def test_other_numbers_and_addresses(known: Known):
+    known.learn(X, OUT, then())
+    for value in (3.0, -0.5, float("inf"), 1e-46):
+        ready, *_ = known.find(X, OUT, then(value))
+        assert ready.argument[2] == (number(value), 0x8000)
+    for x, out, a in ((0x1800, 0x4000, 0x8000), (0x1800, 0x4800, 0x8000), (0x1800, 0x4800, 0x8002)):
+        ready, *_ = known.find(Array(x), Array(out), then(a=Array(a, (256,))))
+        assert ready.argument == (x, out, (number(2), a))
+    assert known.find(X, OUT, then(1e300)) == NOT_READY
+
+
+def test_other_calls(known: Known):
+    known.learn(X, OUT, then())
+    assert known.find(X, OUT, then())[0]
+    for change in (
+        {"text": "v*s + a"}, {"s": 2}, {"s": np.float32(2)}, {"a": 2.0}, {"a": Array(0x8000)},
+        {"a": Array(0x8000, (256,), np.int16)}, {"a": Array(0, (256,))}, {"a": np.zeros(256, np.float16)},
+    ):  # fmt: skip
+        assert known.find(X, OUT, then(**change)) == NOT_READY, change
+    assert known.find(X, OUT, Map("v * s + a", a=ROW, s=2.0)) == NOT_READY  # the order of the operands
+    assert known.find(X, OUT, then(), op="max") == NOT_READY
+    for x, out in (
+        (Array(0x1000, (2, 512)), Array(0x4000, (2, 512))), (X, Array(0x4000, (2, 512))),
+        (X, Array(0x4000, dtype=np.int16)), (Array(0x1000, dtype=np.int16), Array(0x4000, dtype=np.int16)),
+        (Array(0), OUT), (X, Array(0)), ([X], [OUT]),
+    ):  # fmt: skip
+        assert known.find(x, out, then()) == NOT_READY
+
+
+def test_an_object_that_has_changed_or_died(known: Known):
+    one, x, out, row = then(), Array(0x1000), Array(0x4000), Array(0x8000, (256,))
+    known.learn(x, out, one)
+    one = then(a=row)
+    for array in (x, out, row):
+        for _ in range(3):
+            assert known.find(x, out, one)[0]
+        form = array.shape
+        array.shape = (128, 2)
+        assert known.find(x, out, one) == NOT_READY
+        array.shape = form
+    (key,) = known.maps.by_objects
+    for at, given in ((0, (Array(0x1800), out, one)), (1, (x, Array(0x4800), one)), (2, (x, out, then(3.0, row)))):
+        found = known.find(x, out, one)[0]
+        entry = known.maps.by_objects[key]
+        ids = list(key)
+        ids[at] = id(given[at])  # as if the new object had the id of a dead one
+        known.maps.by_objects[tuple(ids)] = entry  # type: ignore[index]
+        assert known.find(*given)[0].argument != found.argument
+        assert known.maps.by_objects[tuple(ids)] is None  # type: ignore[index]
+
+
+def test_memory_that_is_shared(known: Known):
+    """The usual way makes a copy, or raises an error in a call."""
+    known.learn(X, OUT, then(a=Array(0x8000)))
+    for x, out, a, ready in (
+        (0x1000, 0x1000, 0x8000, True), (0x1000, 0x1000, 0x1000, True), (0x1000, 0x4000, 0x1000, True),
+        (0x1000, 0x4000, 0x4000, True), (0x1000, 0x1000 + NBYTES, 0x4000, True),
+        (0x1000, 0x1000 + NBYTES - 2, 0x4000, False),
+        (0x1000, 0x1000 - NBYTES + 2, 0x4000, False), (0x1000, 0x4000, 0x4002, False), (0x1000, 0x4000, 0x3FFE, False),
+        (0x1000, 0x4000, 0x4000 + NBYTES, True), (0x1000, 0x4000, 0x4000 - NBYTES, True),
+        (0x1001, 0x4000, 0x8000, False),
+        (0x1000, 0x4001, 0x8000, False), (0x1000, 0x4000, 0x8001, False),
+    ):  # fmt: skip
+        given = Array(x), Array(out), then(a=Array(a))
+        assert (known.find(*given)[0] is not None) is ready, (x, out, a)
+    for a in (Array(0x8000, dtype=np.int16), ROW):  # neither has the elements of the output
+        known.learn(X, OUT, then(a=a))
+        assert known.find(X, OUT, then(a=a))[0]
+        assert known.find(X, OUT, then(a=Array(0x4000, a.shape, a.dtype))) == NOT_READY
+
+
+def test_behind_an_all_reduce_of_its_own(known: Known):
+    """The second kernel reads the operands when the first one has written the output."""
+    known.learn(X, OUT, then(a=Array(0x8000)), first=SimpleNamespace(through=None))
+    assert known.find(X, OUT, then(a=X))[0]
+    assert known.find(X, OUT, then(a=OUT)) == NOT_READY
+    known.learn(X, OUT, then(text="v"), first=SimpleNamespace(through=np.dtype(np.int32)))
+    assert known.find(X, OUT, then(text="v")) == NOT_READY
+
+
+def test_streams(known: Known):
+    one = then()
+    known.learn(X, OUT, one)
+    for _ in range(3):
+        assert known.find(X, OUT, one, OTHER)[2] == OTHER
+        assert known.find(X, None, one, OTHER) == NOT_READY
+        with pytest.raises(ArgumentError):
+            known.find(X, OUT, one, "fast")
+
+
+def test_short_lived_maps_are_not_kept(known: Known):
+    known.learn(X, OUT, then())
+    for value in range(50):
+        assert known.find(X, OUT, then(float(value)))[0]
+    assert not any(known.maps.by_objects.values())
+
+
+@pytest.mark.parametrize("kind", ["float16", "float32", "float64", "int32"])
+def test_numbers_are_packed_as_the_usual_way_does(kind: str):
+    values = [
+        0, -3, 2**40, True, 0.1, -0.0, 1e-42, 3e38, 1e-320, float("inf"), float("nan"), 16777217,
+        *(np.dtype(name).type(3) for name in ("int8", "uint64", "int64", "float16", "float32", "float64", "bool")),
+        ml_dtypes.bfloat16(1.5),
+    ]  # fmt: skip
+    for value in values:
+        wanted = maps._number("s", value, kind)
+        assert maps.pack_of(type(value), wanted.dtype.name)(value) == wanted.tobytes(), value
+
+
+def test_an_expression_cannot_be_changed():
+    one = then()
+    for name in ("expression", "operands", "host"):
+        with pytest.raises(AttributeError):
+            setattr(one, name, None)
+    with pytest.raises(TypeError):
+        one.operands["s"] = 3  # type: ignore[index]
+
+
+def test_tables_are_bounded(known: Known, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(known_calls, "MOST", 3)
+    every = [then(text=f"v + {number}") for number in range(8)]
+    for one in every:
+        known.learn(X, OUT, one)
+        for _ in range(3):
+            assert known.find(X, OUT, one)[0]
+    assert known.find(X, OUT, every[0]) == NOT_READY
+    for table in (known.maps._kinds, known.maps.by_objects, known.maps.by_places):
+        assert len(table) <= 3

@@ -7,6 +7,7 @@ from tests.mutants.lists import scenario
 
 KERNELS, ONE_SHOT, TWO_SHOT = "kernels/map.cuh", "kernels/one_shot.cu", "kernels/two_shot.cu"
 OPERANDS, LAUNCHES, REDUCER = "ipcreduce/arrays/maps.py", "ipcreduce/device/maps.py", "ipcreduce/device_reducer.py"
+KNOWN = "ipcreduce/device/known_maps.py"
 SWEEP = "mpirun -n 2 tests.simulated tests/gpu/map_sweep.py --cases 40 --largest 6000 --kinds 3"
 
 MUTANTS = [
@@ -84,6 +85,70 @@ MUTANTS = [
         "return array.astype(np.float32) if array.dtype in (np.float16, BFLOAT16) else array",
         "return array",
         unit("maps", "the_function_of_the_host"),
+    ),
+    # ---- known calls
+    Mutant(
+        "a known call has the shapes of the first one",
+        KNOWN,
+        "if values[index].shape != at[1]:",
+        "if False:",
+        scenario("known_expressions_around"),
+    ),
+    Mutant(
+        "a known call has whatever Map has the id of the first one",
+        KNOWN,
+        "or known.then() is not then:",
+        "or False:",
+        unit("known_maps", "an_object_that_has_changed_or_died"),
+    ),
+    Mutant(
+        "a kind of calls has no dtypes of operands",
+        KNOWN,
+        "key += at[1], at[2]",
+        "key += (at[1],)",
+        scenario("known_expressions"),
+    ),
+    Mutant(
+        "a known call writes over its operands",
+        KNOWN,
+        "if address < past and target < address + size and not (can_be_result and address == target):",
+        "if False:",
+        scenario("known_expressions_around"),
+    ),
+    Mutant(
+        "behind NCCL a known call reads an operand after the sum has taken its place",
+        KNOWN,
+        "can_be_result = first is None and at[1:] == place[1:]",
+        "can_be_result = at[1:] == place[1:]",
+        scenario("known_expressions"),
+    ),
+    Mutant(
+        "a known call has the numbers of the first one",
+        KNOWN,
+        "at = kind, source, target, words\n        ready",
+        "at = kind, source, target, ()\n        ready",
+        unit("known_maps", "other_numbers_and_addresses"),
+    ),
+    Mutant(
+        "a graph of a known call has whatever numbers",
+        "ipcreduce/ipc/ready.py",
+        "place = one.launch, source, target, operands",
+        "place = one.launch, source, target",
+        scenario("known_expressions"),
+    ),
+    Mutant(
+        "a new result of a known call is made in a capture",
+        KNOWN,
+        "if current > 1 and self._order.quick(current) is None:",
+        "if False:",
+        unit("known_maps", "new_results"),
+    ),
+    Mutant(
+        "a known call on tensors has the memory of the first one",
+        KNOWN,
+        "        if not unmoved(values[index], at):\n            return False\n",
+        "        pass\n",
+        scenario("known_expressions_around"),
     ),
     # ---- recordings, NCCL, ends
     Mutant(

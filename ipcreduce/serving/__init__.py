@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from functools import cache
 from typing import Any
 
@@ -48,7 +49,7 @@ def vllm_plugin() -> None:
         raise UnsupportedError(f"this vLLM has no {_VLLM_MODULE}.CustomAllreduce. Unset IPCREDUCE_ENGINES")
     custom_all_reduce.CustomAllreduce = EngineAllReduce
     _log.info("IPCREDUCE_ENGINES=1: %s.CustomAllreduce is now ipcreduce's EngineAllReduce", _VLLM_MODULE)
-    if find_spec("flashinfer") is not None:
+    if sys.modules.get("flashinfer") or find_spec("flashinfer"):  # find_spec raises for a module without __spec__
         _come_before_flashinfer()
 
 

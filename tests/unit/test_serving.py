@@ -126,6 +126,25 @@ def test_flashinfer_does_not_come_first_unnoticed(
     assert caplog.text.count("fuse_allreduce_rms") == 1
 
 
+def test_a_stand_in_for_flashinfer_counts_as_flashinfer(
+    vllm: types.ModuleType, seat: type, monkeypatch: pytest.MonkeyPatch
+):
+    """One that another package has put into sys.modules, without what the import system adds."""
+    monkeypatch.setenv("IPCREDUCE_ENGINES", "1")
+    monkeypatch.setenv(serving._FLASHINFER, "")
+    monkeypatch.delenv(serving._FLASHINFER)
+    stand_in = module("flashinfer")
+    monkeypatch.setitem(sys.modules, "flashinfer", stand_in)
+    for spec in (None, ...):
+        if spec is ...:
+            del stand_in.__spec__
+        serving._come_before_flashinfer.cache_clear()
+        os.environ.pop(serving._FLASHINFER, None)
+        serving.vllm_plugin()
+        assert vllm.CustomAllreduce is seat
+        assert os.environ[serving._FLASHINFER] == "0"
+
+
 def test_a_vllm_that_does_not_fit(vllm: types.ModuleType, seat: type, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("IPCREDUCE_ENGINES", "1")
     monkeypatch.setattr(sys.modules["vllm.platforms"].current_platform, "is_cuda", lambda: False)

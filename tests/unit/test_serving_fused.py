@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ipcreduce import serving
@@ -36,15 +38,30 @@ class Tensor:
 
 
 @pytest.fixture
-def comm(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A seat over a communicator that returns the arguments of its call."""
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The seat's module, over a stand-in for PyTorch."""
     torch = types.ModuleType("torch")
     vars(torch).update({name: name for name in ("float16", "bfloat16", "float32", "int32")}, Tensor=Tensor)
+    vars(torch).update(
+        device=lambda name: types.SimpleNamespace(type=name, index=None),
+        zeros=lambda count, dtype, device: np.zeros(count, np.float32),
+    )
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.delitem(sys.modules, "ipcreduce.serving.seat", raising=False)
     monkeypatch.setattr(serving, "seat", None, raising=False)  # the import sets it; it is undone afterwards
-    made = object.__new__(importlib.import_module("ipcreduce.serving.seat").EngineAllReduce)
+    found = importlib.import_module("ipcreduce.serving.seat")
     sys.modules.pop("ipcreduce.serving.seat")
+    return found
+
+
+@pytest.fixture
+def comm(module: Any) -> Any:
+    return a_seat(module)
+
+
+def a_seat(module: Any) -> Any:
+    """One over a communicator that returns the arguments of its call."""
+    made = object.__new__(module.EngineAllReduce)
     made.device, made.max_size, made.disabled = "cuda:0", 1024, False
     made._comm = types.SimpleNamespace(allreduce=lambda x: x, close=lambda: None)
     made._comm.allreduce_rmsnorm = lambda x, w, eps, *, residual: (x, w, eps, residual)
@@ -77,20 +94,35 @@ def test_what_the_fused_call_declines(comm: Any):
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_the_calls_served_are_told_once(comm: Any, closed: bool, caplog: pytest.LogCaptureFixture):
-    """At close(), or when the server drops the object."""
+def test_the_calls_served_are_told_once(module: Any, closed: bool, caplog: pytest.LogCaptureFixture):
+    """At close(), or when the server drops the object; vLLM does only the second."""
     caplog.set_level("INFO", "ipcreduce")
-    x = Tensor(4, 64)
+    comm, x = a_seat(module), Tensor(4, 64)
     comm.custom_all_reduce(x)
     comm.fused_allreduce_rmsnorm(x, x, Tensor(64), 1e-6)
     comm.custom_all_reduce(Tensor(1000, 64))  # too large
     if closed:
         comm.close()
         comm.close()
-    else:
-        assert comm._tell.atexit
-        comm._tell()
-    assert caplog.text.count("ipcreduce has served 2 calls") == 1
+    told = "ipcreduce has served 2 calls"
+    assert caplog.text.count(told) == closed
+    assert comm._tell.atexit != closed  # also where the server drops it at its end only
+    del comm
+    gc.collect()
+    assert caplog.text.count(told) == 1
+
+
+def test_a_communicator_is_told_once(module: Any, caplog: pytest.LogCaptureFixture):
+    """By itself, and not by the seat, too. It is of one rank, over NumPy arrays in place of tensors."""
+    caplog.set_level("INFO")
+    group = types.SimpleNamespace(rank=0, size=1, allgather=lambda part: [part])
+    seat = module.EngineAllReduce(group, "cpu")
+    try:
+        assert not seat.disabled
+        [record] = caplog.records
+        assert "communicator made" in record.getMessage()
+    finally:
+        seat.close()
 
 
 def test_an_error_of_the_fused_call_is_in_the_log(comm: Any, caplog: pytest.LogCaptureFixture):

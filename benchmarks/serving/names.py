@@ -6,12 +6,15 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import NamedTuple
 
-ENGINES = {"ours": "ipcreduce", "stock": "vLLM's own", "nccl": "NCCL"}
+ENGINES = ("ours", "fused", "stock", "nccl")
 MODES = ("graphs", "piecewise", "eager", "spawn")
 
 
 class Name(NamedTuple):
-    """The all-reduce of an engine, and its mode: "graphs" is vLLM's default, "spawn" has spawned workers besides."""
+    """The all-reduce of an engine, and its mode: "graphs" is vLLM's default, "spawn" has spawned workers besides.
+
+    "ours" is ipcreduce, "fused" ipcreduce with its pass for RMSNorm, "stock" vLLM's own, and "nccl" NCCL.
+    """
 
     engine: str
     mode: str

@@ -120,7 +120,8 @@ def environment(name: Name, site: Path) -> dict[str, str]:
     """A process's environment for this engine. What the user has set stays, but for what makes the engines differ."""
     found = {**SETTINGS, **os.environ}
     found["PYTHONPATH"] = os.pathsep.join([str(site), str(ROOT)])
-    found["IPCREDUCE_ENGINES"] = "1" if name.engine == "ours" else "0"
+    found["IPCREDUCE_ENGINES"] = "1" if name.engine in ("ours", "fused") else "0"
+    found["IPCREDUCE_FUSED"] = "1" if name.engine == "fused" else "0"
     found["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn" if name.mode == "spawn" else "fork"
     return found
 

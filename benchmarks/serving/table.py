@@ -46,7 +46,7 @@ def keep(runs: list[Run]) -> Run:
 
 
 def order(run: Run) -> tuple[int, int, str]:
-    return run["layers"], list(ENGINES).index(Name.of(run["name"]).engine), run["name"]
+    return run["layers"], ENGINES.index(Name.of(run["name"]).engine), run["name"]
 
 
 def reference(run: Run, runs: list[Run]) -> Run | None:

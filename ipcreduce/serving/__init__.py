@@ -18,6 +18,7 @@ from ..options import is_on
 
 _VLLM_MODULE = "vllm.distributed.device_communicators.custom_all_reduce"
 _SGLANG_TARGET = "sglang.srt.distributed.device_communicators.custom_all_reduce.dispatch_custom_allreduce"
+_PASS_MANAGER = "ipcreduce.serving.passes.PassManager"
 _FLASHINFER = "VLLM_ALLREDUCE_USE_FLASHINFER"  # 0 by default in vLLM 0.26.0, and 1 in 0.33.0
 _log = logging.getLogger("ipcreduce.serving")
 
@@ -49,6 +50,8 @@ def vllm_plugin() -> None:
         raise UnsupportedError(f"this vLLM has no {_VLLM_MODULE}.CustomAllreduce. Unset IPCREDUCE_ENGINES")
     custom_all_reduce.CustomAllreduce = EngineAllReduce
     _log.info("IPCREDUCE_ENGINES=1: %s.CustomAllreduce is now ipcreduce's EngineAllReduce", _VLLM_MODULE)
+    if is_on("IPCREDUCE_FUSED"):
+        _bring_the_pass(current_platform)
     if sys.modules.get("flashinfer") or find_spec("flashinfer"):  # find_spec raises for a module without __spec__
         _come_before_flashinfer()
 
@@ -63,6 +66,33 @@ def _come_before_flashinfer() -> None:
         "%s is %s. FlashInfer's pass may still replace all-reduces that a RMSNorm follows. To have ipcreduce's, pass "
         """--compilation-config '{"pass_config": {"fuse_allreduce_rms": false}}'""", _FLASHINFER, given,
     )  # fmt: skip
+
+
+@cache  # once in a process
+def _bring_the_pass(platform: Any) -> None:
+    """Let vLLM compile with our pass, and keep what it compiles apart from what it compiles without."""
+    from vllm.config import VllmConfig
+
+    from . import fusion
+
+    fusion.define(_seat_of)  # now, because a compiled model may come from vLLM's cache
+    theirs = VllmConfig.compute_hash
+    VllmConfig.compute_hash = lambda self: f"{theirs(self)}-ipcreduce-{fusion.key()}"
+    platform.get_pass_manager_cls = lambda: _PASS_MANAGER
+    _log.info("IPCREDUCE_FUSED=1: vLLM compiles all-reduces and the RMSNorms that follow them to one call of ipcreduce")
+
+
+def _seat_of(name: str) -> Any:
+    """The EngineAllReduce of vLLM's group of this name."""
+    from vllm.distributed import parallel_state
+
+    from .seat import EngineAllReduce
+
+    group = parallel_state._groups[name]()
+    found = None if group is None else group.device_communicator.ca_comm
+    if not isinstance(found, EngineAllReduce):
+        raise UnsupportedError(f"the group {name} has no all-reduce of ipcreduce. Unset IPCREDUCE_FUSED")
+    return found
 
 
 def sglang_plugin() -> None:

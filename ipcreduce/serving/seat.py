@@ -105,16 +105,28 @@ class EngineAllReduce:
 
         :raises IpcReduceError: see :meth:`Communicator.allreduce_rmsnorm`.
         """
-        if self._comm is None or not self._can_normalise(input_, residual_inp_, weight_):
+        if not self._can_normalise(input_, residual_inp_, weight_):
             return None
-        next(self._calls)
         try:
-            found: tuple[torch.Tensor, torch.Tensor] = self._comm.allreduce_rmsnorm(
-                input_, weight_, eps, residual=residual_inp_
-            )
+            return self.normalise(input_, weight_, residual_inp_, eps)
         except Exception:
             _log.exception("an all-reduce with RMSNorm failed")
             raise
+
+    def normalise(
+        self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, weight_bias: float = 0.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The normalised rows and the residual sum, in new tensors, of any size. It can be captured.
+
+        :raises UnsupportedError: if this object is disabled.
+        :raises IpcReduceError: see :meth:`Communicator.allreduce_rmsnorm`.
+        """
+        if self._comm is None or self.disabled:
+            raise UnsupportedError("ipcreduce's all-reduce is disabled here. Start the engine without its fused pass")
+        next(self._calls)
+        found: tuple[torch.Tensor, torch.Tensor] = self._comm.allreduce_rmsnorm(
+            x, weight, eps, residual=residual, weight_bias=weight_bias
+        )
         return found
 
     def _can_normalise(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -23,7 +23,7 @@ QUICK_SCENARIOS = (  # one of each file
     "wrong_options", "closed_early", "refused_and_closed", "threads_after_a_fault", "captured_after_a_fault",
     "threads_with_another_device", "after_a_wait", "of_no_dimension",
 )  # fmt: skip
-SERVED = ("ours", "stock", "nccl", "ours-piecewise", "ours-eager", "stock-eager", "ours-spawn")  # engines of vLLM
+SERVED = ("ours", "fused", "stock", "nccl", "ours-piecewise", "ours-eager", "stock-eager", "ours-spawn")  # by vLLM
 QUICK_PROGRAMS = (
     ("tests.sim.scenarios", *QUICK_SCENARIOS),
     ("tests.graphs", "--sim", "--first"),

@@ -23,14 +23,16 @@ def test_names():
     for text in ("ours", "nccl-piecewise"):
         assert str(Name.of(text)) == text
     for wrong in ("theirs", "ours-slow", "-eager"):
-        with pytest.raises(ArgumentTypeError, match="Name one of ours, stock, nccl, alone or"):
+        with pytest.raises(ArgumentTypeError, match="Name one of ours, fused, stock, nccl, alone or"):
             Name.of(wrong)
 
 
 def test_what_makes_engines_differ_is_not_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("IPCREDUCE_ENGINES", "1")
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
-    stock, ours = (run.environment(Name.of(text), tmp_path) for text in ("stock", "ours-spawn"))
+    stock, ours, fused = (run.environment(Name.of(text), tmp_path) for text in ("stock", "ours-spawn", "fused"))
+    assert [one["IPCREDUCE_FUSED"] for one in (stock, ours, fused)] == ["0", "0", "1"]
+    assert fused["IPCREDUCE_ENGINES"] == "1"
     assert (stock["IPCREDUCE_ENGINES"], stock["VLLM_WORKER_MULTIPROC_METHOD"]) == ("0", "fork")
     assert (ours["IPCREDUCE_ENGINES"], ours["VLLM_WORKER_MULTIPROC_METHOD"]) == ("1", "spawn")
     assert ours["VLLM_USE_DEEP_GEMM"] == "1"

@@ -102,6 +102,16 @@ def test_vllm_makes_our_class_and_says_so(vllm: types.ModuleType, seat: type, mo
     assert logging.getLogger("ipcreduce").handlers == [handler]
 
 
+@pytest.mark.parametrize("text", ["", "0", "1"])
+def test_the_fused_pass_is_asked_for(text: str, vllm: types.ModuleType, seat: type, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("IPCREDUCE_ENGINES", "1")
+    monkeypatch.setenv("IPCREDUCE_FUSED", text)
+    platforms: list[Any] = []
+    monkeypatch.setattr(serving, "_bring_the_pass", platforms.append)
+    serving.vllm_plugin()
+    assert platforms == [sys.modules["vllm.platforms"].current_platform] * (text == "1")
+
+
 @pytest.mark.parametrize("given", [None, "0", "1"])
 def test_flashinfer_does_not_come_first_unnoticed(
     given: str | None,

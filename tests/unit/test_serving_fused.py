@@ -64,14 +64,17 @@ def a_seat(module: Any) -> Any:
     made = object.__new__(module.EngineAllReduce)
     made.device, made.max_size, made.disabled = "cuda:0", 1024, False
     made._comm = types.SimpleNamespace(allreduce=lambda x: x, close=lambda: None)
-    made._comm.allreduce_rmsnorm = lambda x, w, eps, *, residual: (x, w, eps, residual)
+    made._comm.allreduce_rmsnorm = lambda x, w, eps, *, residual, weight_bias: (x, w, eps, residual, weight_bias)
     made._count_calls()
     return made
 
 
 def test_the_fused_call(comm: Any):
     x, residual, weight = Tensor(4, 64), Tensor(4, 64), Tensor(64)
-    assert comm.fused_allreduce_rmsnorm(x, residual, weight, 1e-5) == (x, weight, 1e-5, residual)
+    assert comm.fused_allreduce_rmsnorm(x, residual, weight, 1e-5) == (x, weight, 1e-5, residual, 0)
+    large = Tensor(1000, 64)
+    assert comm.fused_allreduce_rmsnorm(large, large, weight, 1e-5) is None
+    assert comm.normalise(large, weight, None, 1e-5, 1.0) == (large, weight, 1e-5, None, 1), "vLLM cannot take another"
 
 
 def test_what_the_fused_call_declines(comm: Any):

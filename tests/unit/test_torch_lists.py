@@ -62,7 +62,10 @@ def test_lists_of_another_kind():
         assert read([ones[0], other, ones[2]]) is None, other
     assert read(ones[:2]) is None
     assert read([*ones, ones[0]]) is None
-    nowhere = torch._efficientzerotensor(2, 3, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.float64, device="meta")
+    nowhere = (
+        torch._efficientzerotensor(2, 3, dtype=torch.float64),
+        torch.zeros(2, 3, dtype=torch.float64, device="meta"),
+    )
     for other in nowhere:
         assert 0 in (read([ones[0], other, ones[2]]) or [0]), "nothing lies at address 0"
     assert read(ones) == addresses(ones)

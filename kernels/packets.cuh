@@ -103,7 +103,6 @@ DEVICE void advance_epochs(const Args& args, Epoch epoch) {
 // ---- waits: a poll loads data. After every kSpinsBetweenChecks polls, a wait also reads the clock and the abort word.
 // It reads a copy of that word in this GPU's memory: if every waiting warp read host memory, the reads would queue for
 // milliseconds. Warps check at about the same time, so one of them claims the next read of host memory.
-constexpr u32 kSpinsBetweenChecks = 256;
 constexpr u32 kMicrosecondsBetweenAbortReads = 16;  // by the whole GPU
 // Waits go on for this long after the abort word was seen. The abort may concern a later call, while packets of this
 // one have not arrived yet: from a rank that is slower than the one that aborted, or waits for its time slice of a

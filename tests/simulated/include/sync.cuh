@@ -55,6 +55,7 @@ template <class To, class From> DEVICE To bit_cast(From from) {
 DEVICE float shuffle_xor(float x, int mask) { return bit_cast<float>(sim_shuffle_xor(bit_cast<u32>(x), (u32)mask)); }
 DEVICE bool is_first_active_lane() { return true; }
 DEVICE void spin_pause() { sim_relax(); }
+constexpr u32 kSpinsBetweenChecks = 256;  // a poll takes longer here
 DEVICE void grid_dependency_sync() { sim_await_predecessor(); }
 DEVICE void trigger_programmatic_launch() {}
 

@@ -35,6 +35,7 @@ SIZES = {"8 KB": 8 << 10, "256 KB": 256 << 10, "2 MB": 2 << 20, "64 MB": 64 << 2
 MEMORIES = "ipc", "vmm"
 CALLS = 64
 STARTS = 5
+POOL_BYTES = 512 << 20
 STRAY = 16  # mappings of Python's own that may come meanwhile; one left in each cycle would be many more
 
 
@@ -167,6 +168,34 @@ def cycles(comm: ipcreduce.Communicator, count: int) -> dict[str, Any]:
     }
 
 
+def pools(comm: ipcreduce.Communicator, count: int) -> dict[str, Any]:
+    """With the memory of a graph of 512 MB, too."""
+    source = cupy.ones(2048, np.float32)
+    suspends, resumes = [], []
+    with ipcreduce.Graph(comm) as graph:
+        with graph.record():
+            scratch = cupy.empty(POOL_BYTES, np.uint8)
+            result = comm.allreduce(source)
+        del scratch
+        comm.synchronize()
+        for _ in range(count):
+            before = held()
+            suspends.append(timed(lambda: comm.suspend(pools=True)))
+            suspended = held()
+            resumes.append(timed(comm.resume))
+            after = held()
+            graph.replay()
+            assert (cupy.asnumpy(result) == SIZE).all(), cupy.asnumpy(result)[:4]
+    given = suspended["free bytes"] - before["free bytes"]
+    return {
+        "pool bytes": POOL_BYTES,
+        "suspend ms": summary(suspends),
+        "resume ms": summary(resumes),
+        "bytes given back": min(WORLD.allgather(given)),
+        "flat": all(WORLD.allgather(before["free bytes"] == after["free bytes"])),
+    }
+
+
 def refused(call: Callable[[], Any]) -> float:
     """Seconds until a call while suspended has raised."""
     begin = time.perf_counter()
@@ -235,6 +264,8 @@ def main() -> None:
     comms.pop("ipc").close()
     found["cycles"] = cycles(comms["vmm"], options.cycles)
     say(found["cycles"])
+    found["cycles with pools"] = pools(comms["vmm"], min(options.cycles, 20))
+    say(found["cycles with pools"])
     found["while suspended"] = while_suspended(comms["vmm"])
     say(found["while suspended"])
     comms["ipc"] = made("ipc")

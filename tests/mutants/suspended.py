@@ -74,7 +74,7 @@ MUTANTS = [
     Mutant(
         "memory that a rank has got for a resume() that is not to be is kept",
         SUSPENSION,
-        "            return used\n        except BaseException:\n            backend.drop_prepared()\n",
+        "            return used\n        except BaseException:\n            self._drop_prepared(backend)\n",
         "            return used\n        except BaseException:\n",
         scenario("no_memory_to_resume"),
     ),

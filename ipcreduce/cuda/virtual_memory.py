@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..errors import CudaError
 from . import driver
 from .driver import call, load
 
@@ -64,6 +65,7 @@ class Range:
         """Reserve addresses. :param nbytes: as :func:`rounded` gives. :raises CudaError: if that fails."""
         self._ordinal, self.nbytes = ordinal, nbytes
         self._handle = self._mapped = 0
+        self._piece = nbytes  # bytes of each mapping
         self.address = int(call("cuMemAddressReserve", nbytes, 0, 0, 0))
 
     def attach(self, handle: int, nbytes: int | None = None) -> None:
@@ -73,24 +75,22 @@ class Range:
         :raises CudaError: if that fails. Then nothing is mapped, and the handle is released.
         """
         self._handle, nbytes = handle, nbytes or self.nbytes
-        try:
-            call("cuMemMap", self.address, nbytes, 0, handle, 0)
-            self._mapped = nbytes
-            call("cuMemSetAccess", self.address, nbytes, [_access(self._ordinal)], 1)
-        except BaseException:
-            self._detach()
-            raise
+        self._map(handle, nbytes, nbytes)
 
     def cover(self, handle: int, nbytes: int) -> None:
         """Map one piece of memory again and again, over all addresses. Its handle stays the caller's.
 
         :param nbytes: the size of the memory. :raises CudaError: if that fails. Then nothing is mapped.
         """
+        self._map(handle, nbytes, self.nbytes)
+
+    def _map(self, handle: int, piece: int, nbytes: int) -> None:
+        self._piece = piece
         try:
-            while self._mapped < self.nbytes:
-                call("cuMemMap", self.address + self._mapped, nbytes, 0, handle, 0)
-                self._mapped += nbytes
-            call("cuMemSetAccess", self.address, self.nbytes, [_access(self._ordinal)], 1)
+            while self._mapped < nbytes:
+                call("cuMemMap", self.address + self._mapped, piece, 0, handle, 0)
+                self._mapped += piece
+            call("cuMemSetAccess", self.address, nbytes, [_access(self._ordinal)], 1)
         except BaseException:
             self._detach()
             raise
@@ -108,14 +108,20 @@ class Range:
                 self._detach()
 
     def _detach(self) -> None:
+        errors = []
         try:
-            if self._mapped:
-                nbytes, self._mapped = self._mapped, 0
-                call("cuMemUnmap", self.address, nbytes)
+            while self._mapped:  # the driver promises to unmap what was mapped at once, not several of these
+                self._mapped -= self._piece
+                try:
+                    call("cuMemUnmap", self.address + self._mapped, self._piece)
+                except CudaError as error:
+                    errors.append(error)
         finally:
             if self._handle:
                 handle, self._handle = self._handle, 0
                 release(handle)
+        if errors:
+            raise errors[0]
 
     def close(self) -> None:
         """Do as :meth:`detach`, and give the addresses back. Idempotent."""

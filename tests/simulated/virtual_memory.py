@@ -245,12 +245,13 @@ def _exactly(ptr: int, size: int) -> list[int]:
 
 
 def unmap(ptr: int, size: int) -> None:
-    """Waits for nothing: whoever unmaps has to."""
+    """Waits for nothing: whoever unmaps has to. The range is one that was mapped at once: no more is documented."""
     with machine.lock:
-        for start in _exactly(ptr, size):
-            mapping = _mappings.pop(start)
-            machine.close_access(start, mapping.nbytes)
-            mapping.memory.drop()
+        if _exactly(ptr, size) != [ptr] or _mappings[ptr].nbytes != size:
+            raise Fault(1)
+        mapping = _mappings.pop(ptr)
+        machine.close_access(ptr, size)
+        mapping.memory.drop()
 
 
 def set_access(ptr: int, size: int, desc: Sequence[CUmemAccessDesc], count: int) -> None:

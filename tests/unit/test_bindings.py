@@ -206,6 +206,20 @@ def test_virtual_memory_is_asked_for(virtual: list[tuple[str, tuple[Any, ...]]])
     assert virtual[-1] == ("cuMemImportFromShareableHandle", (5, 1))
 
 
+def test_addresses_are_covered(virtual: list[tuple[str, tuple[Any, ...]]]):
+    """By one piece that stays the caller's; each of its mappings is taken away by itself."""
+    there, piece = virtual_memory.Range(3, 4 << 20), 2 << 20
+    there.cover(77, piece)
+    maps = [(64 << 20, piece, 0, 77, 0), (66 << 20, piece, 0, 77, 0)]
+    assert [given for name, given in virtual if name == "cuMemMap"] == maps
+    [(address, size, *_)] = [given for name, given in virtual if name == "cuMemSetAccess"]
+    assert (address, size) == (64 << 20, 4 << 20)
+    there.close()
+    assert sorted(given for name, given in virtual if name == "cuMemUnmap") == [one[:2] for one in maps]
+    assert "cuMemRelease" not in dict(virtual)
+    assert dict(virtual)["cuMemAddressFree"] == (64 << 20, 4 << 20)
+
+
 @pytest.mark.parametrize("failing", ["cuMemMap", "cuMemSetAccess", "cuMemAlloc", "cuMemUnmap", "cuMemRelease"])
 def test_virtual_memory_is_given_back_whatever_fails(
     virtual: list[tuple[str, tuple[Any, ...]]], calls: dict[str, Any], failing: str

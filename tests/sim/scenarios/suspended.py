@@ -403,7 +403,13 @@ def pools_given_back() -> None:
         graph.close()  # frees what is not there
         comm.resume()
         works(comm)
-    with virtual(algorithm="direct") as comm:
+    with virtual(algorithm="direct") as comm, _recorded(comm) as (graph, result):
+        assert graph.state == "registered"
+        expected = _bits(result)
+        comm.suspend()
+        comm.resume()
+        graph.replay()
+        assert _bits(result) == expected
         with raises(errors.UnsupportedError, "pools of this communicator's graphs are not in virtual memory"):
             comm.suspend(pools=True)
         works(comm)

@@ -12,6 +12,7 @@ from unittest import mock
 
 import cupy
 import numpy as np
+from mpi4py import MPI
 
 from ipcreduce import FP8, Communicator, Graph, Map, errors
 from ipcreduce.device import deferred_free
@@ -21,6 +22,7 @@ from tests.sim.scenarios.common import (
     LAST,
     RANK,
     WORLD,
+    delay,
     environment,
     error_of,
     fault,
@@ -119,6 +121,10 @@ def idempotent() -> None:
     with Communicator(backend="mpi") as comm:
         comm.suspend()
         host_works(comm)
+        comm.resume()
+    with Communicator(MPI.COMM_SELF) as comm:
+        comm.suspend(pools=True)
+        assert (cupy.asnumpy(comm.allreduce(mine())) == RANK + 1).all()
         comm.resume()
     good_communicator()
 
@@ -256,7 +262,12 @@ def graphs_of_others() -> None:
                     graphs.append(stream.end_capture())
             for turn in range(3):
                 if turn:
+                    outs[0].fill(0)
+                    cupy.cuda.Device().synchronize()
+                    delay(stream.ptr)
+                    graphs[0].launch(stream)
                     comm.suspend()
+                    assert _bits(outs[0]) == expected[0], "suspend() waits for what was launched before"
                     for graph, out in zip(graphs, outs, strict=True):
                         if turn == 1 or RANK == 0:
                             graph.launch(stream)

@@ -123,8 +123,33 @@ def test_vllm(tmp_path: Path):
         for node in ast.walk(maker)
     )
     assert '"vllm.general_plugins"' in (package / "plugins" / "__init__.py").read_text()
-    engine_sources.definition(package / "platforms" / "interface.py", "Platform.is_cuda")
+    for name in ("Platform.is_cuda", "Platform.get_pass_manager_cls"):
+        engine_sources.definition(package / "platforms" / "interface.py", name)
+    check_what_the_pass_needs(package)
     checked(package, {"disabled", "fully_connected", "should_custom_ar", "custom_all_reduce", "capture"})
+
+
+def check_what_the_pass_needs(package: Path) -> None:
+    passes = package / "compilation" / "passes"
+    assert "current_platform.get_pass_manager_cls()" in (package / "compilation" / "backends.py").read_text()
+    configure = engine_sources.definition(passes / "pass_manager.py", "PostGradPassManager.configure")
+    assert [arg.arg for arg in configure.args.args] == ["self", "config"]
+    added = [ast.unparse(node.value) for node in ast.walk(configure) if isinstance(node, ast.AugAssign)]
+    assert added[0] == "[NoOpEliminationPass(config)]", "ours is the second, or the first where this is off"
+    assert "self.pass_config.enable_sp" in ast.unparse(configure)
+    engine_sources.definition(passes / "inductor_pass.py", "InductorPass.uuid")
+    engine_sources.definition(package / "config" / "vllm.py", "VllmConfig.compute_hash")
+    state = package / "distributed" / "parallel_state.py"
+    engine_sources.definition(state, "get_tp_group")
+    reduced = engine_sources.definition(state, "all_reduce")
+    assert [arg.arg for arg in reduced.args.args] == ["tensor", "group_name"]
+    assert "_groups[group_name]()" in ast.unparse(reduced)
+    for name, wanted in (
+        ("rms_norm", ["x", "weight", "epsilon", "variance_size"]),
+        ("fused_add_rms_norm", ["x", "x_residual", "weight", "epsilon", "variance_size"]),
+    ):
+        operator = engine_sources.definition(package / "ir" / "ops" / "layernorm.py", name)
+        assert [arg.arg for arg in operator.args.args] == wanted
 
 
 @asked_for

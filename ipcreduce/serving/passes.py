@@ -39,7 +39,10 @@ class PassManager(PostGradPassManager):  # type: ignore[misc]
         passes = config.compilation_config.pass_config
         group = parallel_state.get_tp_group()
         seat = getattr(group.device_communicator, "ca_comm", None)
-        if passes.enable_sp or not isinstance(seat, EngineAllReduce) or seat.disabled:
+        in_parts = getattr(
+            passes, "enable_sp", False
+        )  # sequence parallelism, which vLLM 0.33.0 no longer has as a pass
+        if in_parts or not isinstance(seat, EngineAllReduce) or seat.disabled:
             _log.warning("IPCREDUCE_FUSED has no effect: this engine has no all-reduces of ipcreduce to fuse")
             return
         self.passes.insert(int(bool(passes.eliminate_noops)), FusedNorms(group.unique_name))

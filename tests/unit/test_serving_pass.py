@@ -188,7 +188,7 @@ def vllm(fusion: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def configured(vllm: Any, **settings: bool) -> Any:
     manager = vllm.passes.PassManager()
-    pass_config = types.SimpleNamespace(**{"eliminate_noops": True, "enable_sp": False, **settings})
+    pass_config = types.SimpleNamespace(**{"eliminate_noops": True, **settings})
     manager.configure(types.SimpleNamespace(compilation_config=types.SimpleNamespace(pass_config=pass_config)))
     return manager.passes
 
@@ -198,6 +198,7 @@ def test_our_pass_comes_before_those_of_norms(vllm: Any, seat: Seat, caplog: pyt
     first, ours, last = configured(vllm)
     assert (first, last) == ("no-ops", "norms")
     assert configured(vllm, eliminate_noops=False)[1:] == ["norms"]
+    assert len(configured(vllm, enable_sp=False)) == 3
     graph = fx_of(layers, tracing_mode="fake")(torch.ones(4, HIDDEN), torch.ones(4, HIDDEN), torch.ones(HIDDEN))
     ours(graph.graph)
     assert "3 all-reduces of a compiled graph now include the RMSNorm" in caplog.text

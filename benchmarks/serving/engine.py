@@ -138,7 +138,7 @@ def decoding(llm: Any, batch: int) -> dict[str, Any]:
     engine = llm.llm_engine
     some = WARM + WINDOWS * STEPS + PROFILED + 8  # one for the prefill, others for what is under way while it profiles
     for number, prompt in enumerate(prompts(batch)):
-        engine.add_request(f"{batch}-{number}", prompt, sampling(some))
+        engine.add_request(f"{batch}-{number}", {"type": "token", **prompt}, sampling(some))
 
     def steps(count: int) -> None:
         for _ in range(count):

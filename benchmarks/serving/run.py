@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -58,7 +59,8 @@ def main() -> int:
         say(begin, f"{name}: {status}")
         whole = is_whole(path)
         if not whole:
-            print("\n".join(path.with_suffix(".log").read_text(errors="replace").splitlines()[-25:]))
+            lines = path.with_suffix(".log").read_text(errors="replace").splitlines()[-25:]
+            print("\n".join(line[:300] for line in lines))
     return 0 if whole else 1
 
 
@@ -151,7 +153,13 @@ def run_engine(args: argparse.Namespace, name: Name, limit: float) -> str:
     if path.exists():
         found = json.loads(path.read_text())
         if found.get("done"):
-            found["after"] = {"status": status, "processes": len(left), "shared": sorted(shared_memory() - before)}
+            served = re.findall(
+                r"ipcreduce has served (\d+) calls", path.with_suffix(".log").read_text(errors="replace")
+            )
+            found["after"] = {
+                "status": status, "processes": len(left), "shared": sorted(shared_memory() - before),
+                "served": [int(count) for count in served],
+            }  # fmt: skip
             path.write_text(json.dumps(found))
     return status
 

@@ -161,9 +161,11 @@ def rest_table(rows: list[Run]) -> str:
         left = f"{after['status']}, {after['processes']} and {len(after['shared'])}" if after else "not whole"
         seconds = [str(one.get(key, "–")) for key in ("start_s", "shutdown_s")]
         memory = str(one.get("used_mb", "–"))
-        lines.append([one["name"], str(one["layers"]), *seconds, memory, *prefill, "; ".join(same), left])
+        served = " and ".join(f"{count:,}" for count in after["served"]) if after else ""
+        lines.append([one["name"], str(one["layers"]), *seconds, memory, *prefill, "; ".join(same), served, left])
     header = ["engine", "layers", "start, s", "end, s", "memory, MB", *(f"prefill of {one}, µs" for one in lengths)]
-    return markdown([*header, "same tokens and logprobs, largest difference", "end, processes and files left"], lines)
+    header += ["same tokens and logprobs, largest difference", "calls served", "end, processes and files left"]
+    return markdown(header, lines)
 
 
 def markdown(header: list[str], lines: list[list[str]]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
+import types
 from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,83 @@ def test_settings_of_the_engines(tmp_path: Path):
     assert [one["disable_custom_all_reduce"] for one in (graphs, eager, nccl)] == [False, False, True]
 
 
+class Engine:
+    """vLLM's engine with two batches under way: a step plans one, and gives the tokens of the one before."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, int] = {}  # the tokens that a request still gets
+        self.planned: list[list[str]] = []
+        self.engine_core = types.SimpleNamespace(shutdown=lambda: None)
+        self.profiled: list[set[int]] = []  # how many requests each batch had, while the workers profiled
+        self.profiling = False
+
+    def add_request(self, name: str, prompt: Any, params: Any) -> None:
+        assert (prompt["type"], len(prompt["prompt_token_ids"])) == ("token", 16)
+        self.left[name] = params.max_tokens
+
+    def step(self) -> None:
+        self.planned.append(list(self.left))
+        if self.profiling:
+            self.profiled[-1].add(len(self.planned[-1]))
+        if len(self.planned) == 2:
+            for name in self.planned.pop(0):
+                if name in self.left:
+                    self.left[name] -= 1
+                    if not self.left[name]:
+                        del self.left[name]
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.left)
+
+
+class LLM:
+    """What the benchmark takes of vLLM's class."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.llm_engine = Engine()
+
+    def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> list[Any]:
+        logprobs = [{7: types.SimpleNamespace(logprob=-0.5)}] * params.max_tokens
+        one = types.SimpleNamespace(token_ids=(7,) * params.max_tokens, logprobs=logprobs)
+        return [types.SimpleNamespace(outputs=[one]) for _ in prompts]
+
+    def collective_rpc(self, name: str, args: tuple = ()) -> list[Any]:
+        assert hasattr_of_worker(name)
+        self.llm_engine.profiling = name == "bench_profile_start"
+        if self.llm_engine.profiling:
+            self.llm_engine.profiled.append(set())
+        answers = {
+            "bench_state": {"gpu": "H100", "seat": "a.B", "used_mb": 1.0},
+            "bench_allreduce": dict.fromkeys(args[0], 2.0) if args else None,
+            "bench_profile_stop": {"all_us": 8.0, "allreduce_us": 1.0, "allreduces": 1.0, "kernels": []},
+        }
+        return 2 * [answers.get(name)]
+
+
+def hasattr_of_worker(name: str) -> bool:
+    """Its module needs PyTorch."""
+    return f"def {name}(" in (Path(engine.__file__).with_name("worker.py")).read_text()
+
+
+def test_an_engine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made: list[LLM] = []
+    vllm = types.ModuleType("vllm")
+    vllm.LLM = lambda **settings: made.append(LLM(**settings)) or made[-1]  # type: ignore[attr-defined]
+    vllm.SamplingParams = lambda **names: types.SimpleNamespace(**names)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setattr(engine, "version", lambda name: "1")
+    monkeypatch.setattr(sys, "argv", ["engine", "ours", str(tmp_path), "--layers", "2", "--batches", "1,8"])
+    engine.main()
+    assert made[0].llm_engine.profiled == [{1}, {8}], "no request has ended while the steps are profiled"
+    run_of = json.loads(result_path(tmp_path, Name.of("ours"), LAYERS).read_text())
+    assert run_of["done"]
+    [row] = table.keep([run_of])["rows"]
+    assert row["decode"].keys() == {"1", "8"}
+    assert row["allreduce_us"].keys() == {"1", "8", "512", "2048"}
+    assert len(run_of["tokens"]["64"]) == 64
+    assert table.tables([row])[0].count("device") == 2
+
+
 # ---- the runner
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
@@ -97,13 +176,14 @@ def test_what_an_engine_leaves_behind_is_told_and_ended(tmp_path: Path, monkeypa
         "import pathlib, subprocess, sys\n"
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         f"pathlib.Path({str(result)!r}).write_text('{{\"done\": true}}')\n"
+        "print('(Worker_TP0 pid=3) INFO ipcreduce has served 12 calls of the server; one')\n"
     )
     args = run.parse([str(tmp_path), "ours", "--archives", str(tmp_path), "--site", str(tmp_path), "--layers", "2"])
     monkeypatch.setattr(run, "ROOT", tmp_path)
     assert run.run_engine(args, Name.of("ours"), 600) == "exit code 0"
     assert run.is_whole(result)
     after = json.loads(result.read_text())["after"]
-    assert (after["status"], after["processes"]) == ("exit code 0", 1)
+    assert (after["status"], after["processes"], after["served"]) == ("exit code 0", 1, [12])
     (package / "engine.py").write_text("import time\ntime.sleep(600)\n")
     assert run.run_engine(args, Name.of("ours"), 0.1) == "ended after 0 s"
     assert not result.exists()
@@ -120,7 +200,7 @@ def a_run(name: str, **changed: Any) -> dict[str, Any]:
         "tokens": {8: [[1, 2, 3], [4, 5, 6]]}, "logprobs": {8: [[-1.0, -2.0, -3.0], [-4.0, -5.0, -6.0]]},
         "decode": {1: {"step_us": [500.0, 520.0, 510.0], "device": [device, {**device, "allreduce_us": 9000.0}]}},
         "allreduce_us": [{1: 3.0}, {1: 2.0}], "prefill_us": {512: [9.0, 8.0, 7.0]},
-        "after": {"status": "exit code 0", "processes": 0, "shared": []},
+        "after": {"status": "exit code 0", "processes": 0, "shared": [], "served": [1234, 5]},
     }  # fmt: skip
     return json.loads(json.dumps(found | changed))
 
@@ -161,8 +241,8 @@ def test_tables_of_whole_and_of_broken_runs():
     assert "| nccl | 2 | – |" in steps
     assert "| ours | 2 | 2.0 |" in calls
     assert "nccl" not in calls
-    assert "| ours | 2 | 70.0 | 2.0 | 11.0 | 8 ± 1 | 2 and 2 of 2, 0 | exit code 0, 0 and 0 |" in rest
-    assert "| nccl | 2 | – | – | – | – |  | not whole |" in rest
+    assert "| ours | 2 | 70.0 | 2.0 | 11.0 | 8 ± 1 | 2 and 2 of 2, 0 | 1,234 and 5 | exit code 0, 0 and 0 |" in rest
+    assert "| nccl | 2 | – | – | – | – |  |  | not whole |" in rest
     with pytest.raises(SystemExit, match="no engine has started"):
         table.keep([broken])
 

@@ -15,10 +15,11 @@ from tests.mutants import (
     norms,
     operands,
     peers,
+    serving,
     suspended,
 )
 
 _MODULES = (
-    kernels, calls, peers, leaving, house, operands, lists, maps, norms, norm_calls, devices, suspended, graphs,
+    kernels, calls, peers, leaving, house, operands, lists, maps, norms, norm_calls, devices, suspended, graphs, serving,
 )  # fmt: skip
 MUTANTS = [one for module in _MODULES for one in module.MUTANTS]

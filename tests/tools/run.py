@@ -179,7 +179,7 @@ def serve_vllm(python: str) -> int:
     table = [python, "-m", "benchmarks.serving.table", out]
     if machine.cuda()[0] < 2:
         print("On a machine with two GPUs, with this tree and the archives in it, run:")
-        print(shlex.join(map(str, command)), shlex.join(map(str, table)), sep="\n")
+        print(*(shlex.join(["python3", *map(str, words[1:])]) for words in (command, table)), sep="\n")
         return 0
     status = max(run(*command, "--layers", layers, check=False) for layers in ("8", "16"))
     return max(status, run(*table, check=False))

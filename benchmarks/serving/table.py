@@ -143,7 +143,7 @@ def allreduce_table(rows: list[Run]) -> str:
         for one in rows
         if "allreduce_us" in one
     ]
-    return markdown(["engine", "layers", *(f"{size} tokens" for size in sizes)], lines) if lines else ""
+    return markdown(["engine", "layers", *(f"tokens: {size}" for size in sizes)], lines) if lines else ""
 
 
 def rest_table(rows: list[Run]) -> str:

@@ -7,7 +7,6 @@ one before it, without a look at each tensor from Python.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -15,7 +14,7 @@ from . import torch_runtime
 
 
 def reader(tensors: Sequence[Any], device: int) -> Callable[[Sequence[Any]], list[int] | None] | None:
-    """Do the same as :func:`cupy_runtime.reader`. The first tensor of every list has to be :func:`torch_runtime.plain`.
+    """Do the same as :func:`cupy_runtime.reader`. In a trace, no tensor is plain.
 
     The memory of a tensor may change at any time, by ``set_()`` say, so its address is read at each call.
     """
@@ -23,13 +22,18 @@ def reader(tensors: Sequence[Any], device: int) -> Callable[[Sequence[Any]], lis
     if found is None:
         return None
     alike, length, data_ptr = found[1:], len(tensors), torch_runtime.torch.Tensor.data_ptr
+    tracing_state, modes, duals = torch_runtime.tracing_state, torch_runtime.modes, torch_runtime.duals
     # A tensor that requires grad is plain within no_grad() only, at which a guard does not look.
     check = None if any(tensor.requires_grad for tensor in tensors) or not _guards_work() else _guard(tensors)
 
     def read(others: Sequence[Any]) -> list[int] | None:
+        if tracing_state() is not None or modes._is_in_torch_dispatch_mode or duals._current_level >= 0:
+            return None
         if check is not None and len(others) == length and check(*others):
-            with suppress(RuntimeError):
+            try:
                 return list(map(data_ptr, others))
+            except RuntimeError:  # one that has lost its memory
+                return None
         found = _plain_list(others, device)
         return found[0] if found is not None and found[1:] == alike else None
 
@@ -37,7 +41,7 @@ def reader(tensors: Sequence[Any], device: int) -> Callable[[Sequence[Any]], lis
 
 
 def _plain_list(tensors: Sequence[Any], device: int) -> tuple[list[int], list[Any], list[Any]] | None:
-    """Addresses, shapes and dtypes of tensors that are all plain if the first one is; None if one is not."""
+    """Addresses, shapes and dtypes of tensors that are plain, but for traces and addresses of 0; else None."""
     torch, (kind, parameter) = torch_runtime.torch, torch_runtime.kinds
     if False in [type(tensor) is kind or type(tensor) is parameter for tensor in tensors]:
         return None

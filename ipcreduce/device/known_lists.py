@@ -18,11 +18,16 @@ from .known_calls import NOT_READY, PreparedList, Ready, given_stream, keep
 from .stream_order import StreamOrder
 
 _MOST = 256  # lists that are known; each may have a thousand members
-_MANY = 16  # members from which on NumPy is faster than Python
+_MANY = 48  # members from which on NumPy is faster than Python
 
 Addresses = np.ndarray[Any, np.dtype[np.uint64]]
 # From a prepared call, the addresses of sources and targets, and whether these have come before. None: the usual way.
 MakeReadyList = Callable[[PreparedList, Addresses, Addresses, bool], "Ready | None"]
+
+
+def bits_of(words: Addresses) -> int:
+    """The bits that are set in any of the words."""
+    return reduce(or_, words.tolist()) if len(words) < _MANY else int(np.bitwise_or.reduce(words))
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,13 +47,11 @@ class Kind:
 
     def fits(self, addresses: list[int], words: Addresses) -> bool:
         """True if these are addresses of elements, for all members. ``words``: the same once more."""
-        if len(addresses) < _MANY:
-            bits, somewhere = reduce(or_, addresses), 0 not in addresses
-        else:
-            bits, somewhere = int(np.bitwise_or.reduce(words)), bool(words.all())
-        if bits % self.largest == 0:
-            return somewhere
-        return somewhere and all(at % size == 0 for at, size in zip(addresses, self.itemsizes, strict=True))
+        if not (0 not in addresses if len(addresses) < _MANY else words.all()):
+            return False
+        if bits_of(words) % self.largest == 0:
+            return True
+        return all(at % size == 0 for at, size in zip(addresses, self.itemsizes, strict=True))
 
     def are_apart(self, sources: list[int], targets: list[int], froms: Addresses, tos: Addresses) -> bool:
         """True if no output overlaps another one, or a source that is not its own. False if that is not certain.
@@ -115,8 +118,8 @@ class KnownLists:
         if type(op) is not str or any(through is not None for through in prepared.through):
             return
         library = _library(arrays)
-        key = library and self._key(library, arrays, op)
-        if not key:
+        key = None if library is None else _key(library, arrays, op)
+        if key is None:
             return
         known = self._kinds.get(key)
         if known is not None and known.read(arrays) is not None:
@@ -127,11 +130,6 @@ class KnownLists:
         sizes, itemsizes = [one.nbytes for one in arrays], [library.dtype_of(one.dtype).itemsize for one in arrays]
         kind = Kind(prepared, read, sizes, np.array(sizes, np.uint64), itemsizes, max(itemsizes))
         keep(self._kinds, key, kind, _MOST)
-
-    def _key(self, library: Any, arrays: Sequence[Any], op: str) -> tuple[Any, ...] | None:
-        """By what a kind of lists is found. None for a list whose first or last array is not as the fast path needs."""
-        first, last = library.plain(arrays[0], self._device), library.plain(arrays[-1], self._device)
-        return None if first is None or last is None else (op, len(arrays), *first[1:], *last[1:])
 
     def find(self, arrays: Sequence[Any], op: str, out: Any, stream: Any) -> tuple[Ready | None, Any, Stream]:
         """Do the same as :meth:`KnownCalls.find` for a list or a tuple of arrays."""
@@ -150,7 +148,7 @@ class KnownLists:
             found = self._by_objects.get(objects)
             if found is not None and found.is_of(arrays, out):
                 return found.ready, out, current
-        key = self._key(library, arrays, op)
+        key = _key(library, arrays, op)
         kind = None if key is None else self._kinds.get(key)
         sources = None if kind is None else kind.read(arrays)
         if kind is None or sources is None:
@@ -216,3 +214,14 @@ def _library(arrays: Sequence[Any]) -> Any:
     if type(arrays[0]) is getattr(cupy_runtime.cupy, "ndarray", None):
         return cupy_runtime
     return torch_runtime if torch_runtime.works() and torch_runtime.is_plain_type(type(arrays[0])) else None
+
+
+def _key(library: Any, arrays: Sequence[Any], op: str) -> tuple[Any, ...] | None:
+    """By what a kind of lists is found. None if the last array is not of the library, or an end has no shape."""
+    first, last = arrays[0], arrays[-1]
+    if type(last) is not type(first) and _library((last,)) is not library:
+        return None
+    try:
+        return op, len(arrays), first.shape, first.dtype, last.shape, last.dtype
+    except RuntimeError:  # PyTorch's, of a nested tensor
+        return None

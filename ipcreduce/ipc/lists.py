@@ -14,6 +14,7 @@ import numpy as np
 
 from ..cuda import driver
 from ..device.known_calls import PreparedList
+from ..device.known_lists import Addresses, bits_of
 from ..types import Stream
 from .plan import PACKET_BYTES, LaunchPlan
 
@@ -25,7 +26,6 @@ _LONG_SINCE = 12, 1
 _IN, _OUT = 0, 1  # words of struct Args
 _NO_PART = 0xFFFFFFFF
 
-Addresses = np.ndarray[Any, np.dtype[np.uint64]]
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -115,7 +115,7 @@ class ListLaunch:
             parts[:] = addresses
         else:
             np.add(addresses[self.plan.members], self.plan.offsets, out=parts)
-        self._words[word] = int(np.bitwise_or.reduce(parts)) | odd  # by which the kernel sees alignment
+        self._words[word] = bits_of(parts) | odd  # by which the kernel sees alignment
 
     def run(self, sources: Addresses, targets: Addresses, stream: Stream) -> None:
         """Launch it for these arrays on ``stream``."""

@@ -10,13 +10,14 @@ from ..calls.norm_shape import NormAddresses
 from ..cuda import cupy_runtime, driver, graph
 from ..cuda.contexts import using_relaxed
 from ..device.known_calls import Ready
+from ..device.known_lists import Addresses
 from ..device.maps import PreparedMap
 from ..device.norms import PreparedNorm
 from ..errors import CudaError
 from ..types import Stream
 from . import plan
 from .launches import IN, OUT, PreparedCall
-from .lists import Addresses, PreparedLaunches
+from .lists import PreparedLaunches
 
 _MOST_GRAPHS = 256  # of 0.1 MB each. The first graphs are kept, and no more are made
 

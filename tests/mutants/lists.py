@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants import Mutant, unit
 
 PLAN, KERNELS, OPERANDS = "ipcreduce/ipc/lists.py", "kernels/list.cuh", "ipcreduce/arrays/lists.py"
+KNOWN = "ipcreduce/device/known_lists.py"
 REDUCER, NCCL = "ipcreduce/device_reducer.py", "ipcreduce/nccl/comm.py"
 EVERY_BYTE, TABLE = unit("lists", "every_byte_is_in_one_part"), unit("lists", "the_table_has_the_parts_and_no_others")
 FINDS, ADDRESSES = unit("kernel_layout", "a_thread_finds_its_array"), unit("lists", "addresses_of_parts")
@@ -78,8 +79,8 @@ MUTANTS = [
     Mutant(
         "odd bytes in a list count as whole packets",
         PLAN,
-        "int(np.bitwise_or.reduce(parts)) | odd",
-        "int(np.bitwise_or.reduce(parts))",
+        "bits_of(parts) | odd",
+        "bits_of(parts)",
         ADDRESSES,
     ),
     Mutant(
@@ -139,6 +140,56 @@ MUTANTS = [
         "if of_torch != cupy_runtime.stream_of()[0]:",
         "if False:",
         scenario("lists_of_tensors"),
+    ),
+    # ---- lists that are known
+    Mutant(
+        "a list is known by its first and its last array",
+        KNOWN,
+        "if [*map(id, arrays)] != ids or ",
+        "if ",
+        scenario("known_lists_of_other_arrays"),
+    ),
+    Mutant(
+        "a list is known by its first output",
+        KNOWN,
+        "return [*map(id, out)] == others and ",
+        "return ",
+        scenario("known_lists_of_other_arrays"),
+    ),
+    Mutant(
+        "a list is known although its shapes are others",
+        KNOWN,
+        " or [array.shape for array in arrays] != self.shapes:",
+        ":",
+        scenario("known_lists_of_another_shape"),
+    ),
+    Mutant(
+        "a list is known after its arrays have died",
+        KNOWN,
+        "        self._by_objects.pop(objects, None)\n",
+        "        return\n",
+        scenario("known_lists_of_other_arrays"),
+    ),
+    Mutant(
+        "outputs of a known list may share memory",
+        KNOWN,
+        "if not new and not kind.are_apart(",
+        "if False and not kind.are_apart(",
+        scenario("known_lists_of_other_arrays"),
+    ),
+    Mutant(
+        "outputs of a long list are compared with each other alone",
+        KNOWN,
+        "        if targets is not sources:\n            moved",
+        "        if False:\n            moved",
+        unit("known_lists", "lists_side_by_side_are_apart"),
+    ),
+    Mutant(
+        "an array of a list has address 0",
+        KNOWN,
+        "len(addresses) < _MANY else words.all()",
+        "len(addresses) < _MANY else True",
+        unit("known_lists", "addresses_that_fit"),
     ),
     # ---- recordings, ends, NCCL
     Mutant(

@@ -37,6 +37,7 @@ def test_results(hold: Hold) -> None:
         3,
         "forms_of_lists",
         "known_lists_of_another_shape",
+        "known_lists_of_other_arrays",
         "first_list_of_the_default_communicator",
         "larger_than_the_workspace",
         "lists_of_tensors",

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ipcreduce.device import known_lists
 from ipcreduce.device.known_lists import Kind
 
-MANY = 40
+MANY = known_lists._MANY + 7
 COUNTS = pytest.mark.parametrize("count", [1, 3, MANY])
 
 
@@ -54,7 +55,7 @@ def test_addresses_that_fit(count: int):
 @st.composite
 def places(draw: st.DrawFn) -> tuple[list[int], list[int], list[int] | None]:
     """Sizes, sources and targets of lists that are close together, and some apart."""
-    count = draw(st.one_of(st.integers(1, 6), st.integers(14, 40)))
+    count = draw(st.one_of(st.integers(1, 6), st.integers(MANY - 14, MANY)))
     sizes = draw(st.lists(st.integers(1, 30), min_size=count, max_size=count))
     step = draw(st.sampled_from([29, 30, 31, 64]))
     sources = [1000 + step * at for at in draw(st.permutations(range(count)))]

@@ -10,6 +10,7 @@ from ipcreduce.cuda import torch_lists, torch_runtime
 
 torch = pytest.importorskip("torch")
 ON_CPU = -1  # of get_device()
+_works = torch_lists._guards_work.__wrapped__  # which remembers nothing
 
 
 @pytest.fixture(params=[True, False], ids=["guard", "no guard"], autouse=True)
@@ -62,11 +63,8 @@ def test_lists_of_another_kind():
         assert read([ones[0], other, ones[2]]) is None, other
     assert read(ones[:2]) is None
     assert read([*ones, ones[0]]) is None
-    nowhere = (
-        torch._efficientzerotensor(2, 3, dtype=torch.float64),
-        torch.zeros(2, 3, dtype=torch.float64, device="meta"),
-    )
-    for other in nowhere:
+    zero = torch._efficientzerotensor(2, 3, dtype=torch.float64)
+    for other in (zero, torch.zeros(2, 3, dtype=torch.float64, device="meta")):
         assert 0 in (read([ones[0], other, ones[2]]) or [0]), "nothing lies at address 0"
     assert read(ones) == addresses(ones)
 
@@ -107,6 +105,29 @@ def test_tensors_that_require_grad():
         assert read(ones) == addresses(ones)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit.trace
+def test_traces():
+    """The results would be constants there, and memory may be missing."""
+    counter = pytest.importorskip("torch.utils.flop_counter")
+    ones = tensors()
+    read = read_of(ones)
+    found: list[Any] = []
+
+    def traced(one: Any) -> Any:
+        found.append(read(ones))
+        return one
+
+    torch.jit.trace(traced, torch.zeros(2), check_trace=False)
+    with counter.FlopCounterMode(display=False):
+        traced(None)
+    with torch.autograd.forward_ad.dual_level():
+        traced(None)
+    torch.func.vmap(lambda one: [found.append(read([one])), one][1])(torch.zeros(2, 5))
+    assert found
+    assert set(map(str, found)) == {"None"}
+    assert read(ones) == addresses(ones)
+
+
 def test_lists_that_no_reader_takes():
     for wrong in (torch.zeros(4)[::2], torch.zeros(3, dtype=torch.complex64), None):
         assert torch_lists.reader([torch.zeros(5), wrong], ON_CPU) is None
@@ -115,7 +136,7 @@ def test_lists_that_no_reader_takes():
 def test_a_guard_that_takes_too_much_is_not_used(monkeypatch: pytest.MonkeyPatch):
     """It has no public name: a later PyTorch may compare less, or take other arguments."""
     one = torch.zeros(4)
-    real = torch_lists._guard
+    real, works = torch_lists._guard, _works
     for blind in (
         lambda _: lambda *_: True,
         lambda _: lambda *_: False,
@@ -124,4 +145,4 @@ def test_a_guard_that_takes_too_much_is_not_used(monkeypatch: pytest.MonkeyPatch
         lambda ones: real(ones, 1),
     ):
         monkeypatch.setattr(torch_lists, "_guard", blind)
-        assert not torch_lists._guards_work.__wrapped__()
+        assert not works()

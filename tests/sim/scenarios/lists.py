@@ -130,6 +130,56 @@ def known_lists_of_another_shape() -> None:
         works(comm)
 
 
+def known_lists_of_other_arrays() -> None:
+    """Lists that begin and end as a known one does, arrays at the id of a dead one, and tensors with other memory."""
+    with Communicator() as comm:
+        every = [cupy.full((6,), 0, np.float32) for _ in range(5)]
+        first, middle, last, other, second = every
+        for arrays, out in (
+            ([first, middle, last], [first, middle, last]), ([first, other, last], [first, other, last]),
+            ([first, middle, last], [second, middle, last]), ([first, middle, last], [second, other, last]),
+            ([first, middle], [first, middle]),
+        ):  # fmt: skip
+            for form in (arrays, tuple(arrays)):
+                for _ in range(4):
+                    filled(every, RANK + 1)
+                    same = all(one is to for one, to in zip(arrays, out, strict=True))
+                    comm.allreduce(form, out=form if same else out)
+                    for one in every:
+                        value = TOTAL if any(one is to for to in out) else RANK + 1
+                        assert (cupy.asnumpy(one) == value).all(), (len(arrays), value)
+        kept: list[Any] = []
+        for _ in range(12):
+            short = cupy.full((6,), RANK + 1, np.float32)
+            for _ in range(3):
+                filled([first, short, last], RANK + 1)
+                comm.allreduce([first, short, last], out=[second, short, last])
+            right(short)
+            kept.append(short.data)  # so that the next one has other memory
+            del short
+        with torch.imported():
+            for count in (2, 60):
+                tensors = [Tensor(cupy.full((10,), RANK + 1, np.float32)) for _ in range(count)]
+                for _ in range(4):
+                    filled([one.array for one in tensors], RANK + 1)
+                    comm.allreduce(tensors, out=tensors)
+                before = tensors[1].array
+                tensors[1].array = cupy.full((10,), RANK + 1, np.float32)  # as set_() does
+                before.fill(7)
+                comm.allreduce(tensors, out=tensors)
+                right(tensors[1].array)
+                assert (cupy.asnumpy(before) == 7).all()
+        for count in (3, 60):  # a known list's kind, with outputs that share memory
+            arrays = [cupy.full((6,), RANK + 1, np.float32) for _ in range(count)]
+            for _ in range(3):
+                comm.allreduce(arrays, out=arrays)
+            wrong = [*arrays[:-1], arrays[0]]
+            words = f"member 0 of the list shares memory with the output of member {count - 1}"
+            with raises(errors.ArgumentError, words):
+                comm.allreduce(arrays, out=wrong)
+        works(comm)
+
+
 def larger_than_the_workspace() -> None:
     """Arrays that several launches share, behind others of odd bytes; and more members than a launch takes."""
     with Communicator(workspace=1 << 20) as comm:
@@ -447,7 +497,8 @@ def interrupted_list() -> None:
 
 
 SCENARIOS = [
-    forms_of_lists, first_list_of_the_default_communicator, known_lists_of_another_shape, larger_than_the_workspace,
+    forms_of_lists, first_list_of_the_default_communicator, known_lists_of_another_shape,
+    known_lists_of_other_arrays, larger_than_the_workspace,
     lists_of_tensors, lists_on_several_streams, synchronous_lists, recorded_lists, captured_lists,
     checked_and_run_lists, lists_that_differ, refused_members, late_for_a_list, interrupted_list,
 ]  # fmt: skip

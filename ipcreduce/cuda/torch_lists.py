@@ -23,10 +23,10 @@ def reader(tensors: Sequence[Any], device: int) -> Callable[[Sequence[Any]], lis
         return None
     alike, length, data_ptr = found[1:], len(tensors), torch_runtime.torch.Tensor.data_ptr
     tracing_state, modes, duals = torch_runtime.tracing_state, torch_runtime.modes, torch_runtime.duals
-    # A tensor that requires grad is plain within no_grad() only, at which a guard does not look.
-    check = None if any(tensor.requires_grad for tensor in tensors) or not _guards_work() else _guard(tensors)
+    check = _trusted_guard(tensors)
 
     def read(others: Sequence[Any]) -> list[int] | None:
+        nonlocal check
         if tracing_state() is not None or modes._is_in_torch_dispatch_mode or duals._current_level >= 0:
             return None
         if check is not None and len(others) == length and check(*others):
@@ -35,7 +35,10 @@ def reader(tensors: Sequence[Any], device: int) -> Callable[[Sequence[Any]], lis
             except RuntimeError:  # one that has lost its memory
                 return None
         found = _plain_list(others, device)
-        return found[0] if found is not None and found[1:] == alike else None
+        if found is None or found[1:] != alike:
+            return None
+        check = _trusted_guard(others)  # which tells apart inference_mode(), too, and autocast()
+        return found[0]
 
     return read
 
@@ -56,6 +59,11 @@ def _plain_list(tensors: Sequence[Any], device: int) -> tuple[list[int], list[An
         return list(map(kind.data_ptr, tensors)), [tensor.shape for tensor in tensors], dtypes
     except RuntimeError:  # a sparse tensor, or one of torch.func, has no memory, and a nested tensor has no shape
         return None
+
+
+def _trusted_guard(tensors: Sequence[Any]) -> Any:
+    """:func:`_guard`, or None for tensors that require grad: these are plain within no_grad() alone."""
+    return None if any(tensor.requires_grad for tensor in tensors) or not _guards_work() else _guard(tensors)
 
 
 def _guard(tensors: Sequence[Any]) -> Any:

@@ -51,6 +51,18 @@ def test_a_guard_is_used(guarded: bool, monkeypatch: pytest.MonkeyPatch):
     assert (read(tensors()) is not None) is guarded
 
 
+def test_modes_in_which_a_guard_is_another(guarded: bool, monkeypatch: pytest.MonkeyPatch):
+    """After the first list in a mode, a guard reads the others there."""
+    read = read_of(tensors())
+    for mode in (torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu"), torch.enable_grad):
+        with mode():
+            ones = tensors()
+            assert read(ones) == addresses(ones)
+            with monkeypatch.context() as without:
+                without.setattr(torch_lists, "_plain_list", lambda *_: None)
+                assert read(ones) == (addresses(ones) if guarded else None)
+
+
 def test_lists_of_another_kind():
     read, ones = read_of(tensors()), tensors()
     wrong: list[Any] = [
@@ -100,9 +112,6 @@ def test_tensors_that_require_grad():
     assert read(plain) is None
     with torch.no_grad():
         assert read(plain) == addresses(plain)
-    with torch.inference_mode():
-        ones = tensors()
-        assert read(ones) == addresses(ones)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit.trace

@@ -1,5 +1,7 @@
 """``python -m ipcreduce tune``: find the fastest kernel and grid for each message size, and store them as a table.
 
+With ``--hidden`` also the fastest kernel for rows with RMSNorm: see tune_norms.py.
+
 The ranks measure together, in CUDA graphs, and use the slowest rank's time. Communicators made later use the table.
 """
 
@@ -19,13 +21,12 @@ from ..cuda import cupy_runtime
 from ..errors import IpcReduceError, UnsupportedError
 from ..ipc import plan, tuning
 from ..ipc.launches import Launches
-from . import output, report, timing
+from . import output, report, timing, tune_norms
 from .arguments import count, size, sizes
 from .data import Message
 from .limit import our_backend
 
 _SMALLEST, _DTYPE, _OP = 1 << 10, "float16", "sum"
-_GAIN = 0.02  # the least gain for which a choice changes: times vary by about as much
 _BLOCKS = {"one_shot": (32, 64, 96, 128, 256, 512, 1024), "two_shot": (32, 64, 128, 256, 512)}
 _DEPTHS = (1, 2, 4)
 
@@ -34,6 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to ``parser``."""
     largest = partial(size, least=_SMALLEST)
     parser.add_argument("--largest", type=largest, default=64 << 20, metavar="BYTES", help="1K or more (default 64M)")
+    parser.add_argument(
+        "--hidden", type=tune_norms.hidden_sizes, default=[], metavar="N,...",
+        help="also tune allreduce_rmsnorm for these hidden sizes, of which there are up to 4",
+    )  # fmt: skip
     parser.add_argument("--replays", type=count, default=7, metavar="N", help="replays of each candidate (default 7)")
     parser.add_argument("--dry-run", action="store_true", help="show the table, and do not keep it")
 
@@ -50,19 +55,23 @@ def main(options: argparse.Namespace) -> None:
             raise UnsupportedError(f"tune needs GPUs and at least 2 ranks. Start it by mpirun.\n{comm.describe()}")
         if our_backend(comm, "tune").launches.sharing > 1:  # their kernels would take turns, and distort the times
             raise UnsupportedError(f"tune needs a GPU for each rank. Start fewer ranks.\n{comm.describe()}")
-        table, mpi = _measure(comm, options, MPI.COMM_WORLD), MPI.COMM_WORLD
+        mpi = MPI.COMM_WORLD
+        messages = _measure(comm, options, mpi)
+        tables = tuning.Tables(messages, tune_norms.measure(comm, options.hidden, options.replays, mpi))
         gpu = our_backend(comm, "tune").device.name
         if not options.dry_run:  # stored before it is printed, because it has taken minutes
-            output.on_rank_0(partial(tuning.save, gpu, comm.size, table), mpi, "the table")
-        output.on_rank_0(partial(_show, table, "" if options.dry_run else f"{tuning.path_of(gpu, comm.size)}"), mpi)
+            output.on_rank_0(partial(tuning.save, gpu, comm.size, tables), mpi, "the table")
+        output.on_rank_0(partial(_show, tables, "" if options.dry_run else f"{tuning.path_of(gpu, comm.size)}"), mpi)
 
 
-def _show(table: plan.Table, path: str) -> None:
-    for choice in table:
+def _show(tables: tuning.Tables, path: str) -> None:
+    for choice in tables.messages:
         print(
             f"up to {report.size_text(choice.up_to):>7}: {choice.algorithm}, blocks of {choice.block}, at most "
             f"{choice.blocks} of them, {choice.depth} packets a thread"
         )
+    for norm in tables.norms:
+        print(f"hidden {norm.hidden}, up to {norm.up_to:>4} rows: {norm.algorithm}, blocks for a row: {norm.cluster}")
     if path:
         print(f"kept in {path}")
 
@@ -79,7 +88,7 @@ def _measure(comm: Communicator, options: argparse.Namespace, mpi: Any) -> plan.
             }
             best = min(times, key=lambda choice: times[choice])
             before = replace(table[-1], up_to=nbytes) if table else best
-            if table and times.get(before, float("inf")) <= times[best] * (1 + _GAIN):
+            if table and times.get(before, float("inf")) <= times[best] * (1 + tune_norms.GAIN):
                 table[-1] = before
             else:
                 table.append(best)

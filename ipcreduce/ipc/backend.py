@@ -79,6 +79,9 @@ class IpcBackend(DeviceBackend):
             self.packets,
             f"plan: tuned, {len(launches.table)} choices" if launches.table else "plan: default, not tuned",
         ]
+        if launches.norm_table:
+            hidden = ", ".join(map(str, dict.fromkeys(choice.hidden for choice in launches.norm_table)))
+            lines.append(f"plan: tuned for RMSNorm of hidden size {hidden}")
         if self.not_virtual:
             lines.append(f"workspace: behind IPC handles, not in virtual memory: {self.not_virtual}")
         if launches.sharing > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -57,6 +57,7 @@ class Launches:
         self.algorithm = algorithm
         self.whole_packets = True  # until the start-up check says otherwise
         self.table: plan.Table = ()  # until the ranks have agreed on one
+        self.norm_table: norm_plan.NormTable = ()  # so is this
         self.further_kernels: set[tuple[str, int]] = set()  # (algorithm, depth), to be loaded beside the planned ones
         self.resident, self.sharing = plan.RESIDENT, 1  # until they have compared their GPUs
         self.before_loading: Callable[[], object] = lambda: None  # waits for the calls in flight
@@ -265,12 +266,17 @@ class Launches:
         base = self._arguments(norm_plan.code_offset(shape.dtype))
         return norms.fused_launch(planned, shape, self.norm_kernels, base, self._exchange_macros(), variants)
 
+    def norm_plans(self, shape: NormShape) -> Iterator[tuple[str, int, norm_plan.NormPlan]]:
+        """:func:`norm_plan.every_plan` for this communicator."""
+        n, half_bytes = self._workspace.n, self._workspace.half_bytes
+        return norm_plan.every_plan(shape, n, half_bytes, self.resident, self.sharing, self._programmatic)
+
+    def _norm_limits(self) -> tuple[str | None, int, int, bool, norm_plan.NormTable]:
+        return self.algorithm, self.resident, self.sharing, self._programmatic, self.norm_table
+
     def norm_plan(self, shape: NormShape) -> norm_plan.NormPlan | None:
         """:func:`norm_plan.make_plan` for this communicator."""
         return norm_plan.make_plan(shape, self._workspace.n, self._workspace.half_bytes, *self._norm_limits())
-
-    def _norm_limits(self) -> tuple[str | None, int, int, bool]:
-        return self.algorithm, self.resident, self.sharing, self._programmatic
 
     def load_verify(self) -> None:
         """Compile and load the kernel of :meth:`verify`."""

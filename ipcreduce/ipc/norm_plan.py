@@ -1,15 +1,28 @@
 """The plan of a fused all-reduce with RMSNorm: kernel and launch shape, as a pure function of what all ranks share.
 
 A row lies in a block or in a cluster of blocks (kernels/fused_one_shot.cu, fused_two_shot.cu). The shapes were the
-fastest of those tried over 2 H100. For other GPUs and numbers of ranks they are estimates.
+fastest of those tried over 2 H100. For other GPUs and numbers of ranks they are estimates, until ``tune`` has measured
+a hidden size there.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from ..calls.norm_shape import ITEMSIZES, NormShape
-from .plan import CODE_BYTES, CODES_BYTES, EPOCH_SLOTS, KB, MB, PACKET_BYTES, RESIDENT, most_blocks, row_bytes
+from .plan import (
+    ALGORITHMS,
+    CODE_BYTES,
+    CODES_BYTES,
+    EPOCH_SLOTS,
+    KB,
+    MB,
+    PACKET_BYTES,
+    RESIDENT,
+    most_blocks,
+    row_bytes,
+)
 
 KERNELS = {"one_shot": "fused_one_shot", "two_shot": "fused_two_shot"}
 DTYPES = ("float16", "bfloat16")  # of the fused kernels; the order of their codes
@@ -26,6 +39,43 @@ _LATE_HIDDEN = 4096
 _ONE_SHOT_BYTES = {2: 8 * MB, 3: 192 * KB, 4: 192 * KB, 5: 128 * KB, 6: 96 * KB, 7: 64 * KB, 8: 64 * KB}
 _TWO_SHOT_THREADS = {2: 512, 3: 352, 4: 256, 5: 224, 6: 224, 7: 160, 8: 160}  # by n
 _CODES_END = CODES_BYTES + CODE_BYTES * len(DTYPES)
+_CLUSTERS = (1, 2, 4, 8)
+
+MOST_CHOICES = 40  # rows of a table
+
+
+@dataclass(frozen=True)
+class NormChoice:
+    """The kernel for up to ``up_to`` rows of ``hidden`` elements, as found by ``python -m ipcreduce tune --hidden``."""
+
+    hidden: int
+    up_to: int
+    algorithm: str
+    cluster: int  # blocks that have a row together
+
+
+NormTable = tuple[NormChoice, ...]  # by hidden size and rows. The last row of a hidden size also serves more rows
+
+
+def checked_table(choices: Iterable[NormChoice]) -> NormTable:
+    """Validate a table. :raises ValueError: if a choice has no kernel, or if they are too many or in disorder."""
+    table = tuple(choices)
+    for choice in table:
+        numbers = choice.hidden, choice.up_to, choice.cluster
+        if not all(type(number) is int and 0 < number < 1 << 32 for number in numbers):  # a file may hold any JSON
+            raise ValueError(f"{choice} has what is no whole number")
+        fits = choice.hidden % GROUP == 0 and choice.hidden <= MOST_HIDDEN
+        if not fits or choice.algorithm not in ALGORITHMS or choice.cluster not in _clusters_for(choice.hidden):
+            raise ValueError(f"no kernel runs by {choice}")
+    places = [(choice.hidden, choice.up_to) for choice in table]
+    if len(table) > MOST_CHOICES or places != sorted({*places}):
+        raise ValueError(f"the rows {places} are more than {MOST_CHOICES}, or do not ascend")
+    return table
+
+
+def _clusters_for(hidden: int) -> list[int]:
+    """The numbers of blocks that can have a row together, so that each has a part of it."""
+    return [one for one in _CLUSTERS if one == 1 or one * _SHARE * UNIT <= hidden]
 
 
 @dataclass(frozen=True)
@@ -64,29 +114,55 @@ def make_plan(
     resident: int = RESIDENT,
     sharing: int = 1,
     clusters: bool = True,
+    table: NormTable = (),
 ) -> NormPlan | None:
     """Plan the launch for rows of ``shape``, which are aligned; None if no fused kernel takes them.
 
     :param clusters: the GPUs have clusters of blocks (sm_90). See :func:`ipcreduce.ipc.plan.make_plan` for the others.
     """
-    fits = shape.dtype in DTYPES and shape.hidden % GROUP == 0 and 0 < shape.hidden <= MOST_HIDDEN
-    if n == 1 or not shape.rows or not fits:
+    if n == 1 or not shape.rows or not _has_kernel(shape):
         return None
     nbytes = shape.elements * ITEMSIZES[shape.dtype]
     is_long = shape.hidden > _SHORT_HIDDEN or (shape.hidden > _LATE_HIDDEN and shape.rows <= resident)
     most = 2 * MB if n == 2 and is_long else _ONE_SHOT_BYTES[n]
     algorithm = forced or ("one_shot" if nbytes <= most else "two_shot")
-    for name in dict.fromkeys((algorithm, forced or "two_shot")):  # two_shot needs less room
-        for cluster in _clusters(shape, clusters):
-            plan = plan_launch(KERNELS[name], cluster, shape, n, resident, sharing)
-            if plan is not None and plan.staging <= half_bytes - _CODES_END:
-                return plan
+    names = dict.fromkeys((algorithm, forced or "two_shot"))  # two_shot needs less room
+    ways = [(name, cluster) for name in names for cluster in _clusters(shape, clusters)]
+    chosen = [
+        (one.algorithm, one.cluster) for one in _choices(shape, forced, clusters, table) if shape.rows <= one.up_to
+    ]
+    for name, cluster in (*chosen[:1], *ways):
+        plan = plan_launch(KERNELS[name], cluster, shape, n, resident, sharing)
+        if plan is not None and plan.staging <= half_bytes - _CODES_END:
+            return plan
     return None
+
+
+def _has_kernel(shape: NormShape) -> bool:
+    return shape.dtype in DTYPES and shape.hidden % GROUP == 0 and 0 < shape.hidden <= MOST_HIDDEN
+
+
+def _choices(shape: NormShape, forced: str | None, clusters: bool, table: NormTable) -> list[NormChoice]:
+    """The measured choices for rows of this length, of which the last one is for any number of rows."""
+    found = [] if forced else [one for one in table if one.hidden == shape.hidden and (clusters or one.cluster == 1)]
+    return [*found[:-1], *(replace(last, up_to=max(last.up_to, shape.rows)) for last in found[-1:])]
+
+
+def every_plan(
+    shape: NormShape, n: int, half_bytes: int, resident: int = RESIDENT, sharing: int = 1, clusters: bool = True
+) -> Iterator[tuple[str, int, NormPlan]]:
+    """Every launch that a table can choose for ``shape``: its algorithm, its blocks for a row, and its plan."""
+    if n > 1 and shape.rows and _has_kernel(shape):
+        for name, kernel in KERNELS.items():
+            for cluster in _clusters_for(shape.hidden) if clusters else [1]:
+                plan = plan_launch(kernel, cluster, shape, n, resident, sharing)
+                if plan is not None and plan.staging <= half_bytes - _CODES_END:
+                    yield name, cluster, plan
 
 
 def variants(
     shape: NormShape, n: int, forced: str | None = None, resident: int = RESIDENT, sharing: int = 1,
-    clusters: bool = True,
+    clusters: bool = True, table: NormTable = (),
 ) -> set[tuple[str, int, int]]:  # fmt: skip
     """The kernel, cluster and depth of every launch for rows of this length, whatever their number and the room."""
     found = set()
@@ -98,6 +174,11 @@ def variants(
             plan = make_plan(one, n, 1 << 62, name, resident, sharing, clusters)
             if plan is not None:
                 found.add((plan.kernel, plan.cluster, plan.depth))
+    for choice in _choices(shape, forced, clusters, table):  # whose depth is the same for every number of rows
+        row = replace(shape, rows=1)
+        plan = plan_launch(KERNELS[choice.algorithm], choice.cluster, row, n, resident, sharing)
+        if plan is not None:
+            found.add((plan.kernel, plan.cluster, plan.depth))
     return found
 
 

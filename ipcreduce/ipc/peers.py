@@ -74,7 +74,8 @@ def start(
                 capability=capability, timeout=options.timeout, algorithm=options.staged,
             )  # fmt: skip
         _verify(ranks, backend, devices, deadline)
-        backend.launches.table = _share_table(ranks, devices, deadline, warn)
+        tables = _share_tables(ranks, devices, deadline, warn)
+        backend.launches.table, backend.launches.norm_table = tables
         backend.launches.resident = min(plan.EPOCH_SLOTS, 2 * int(devices["multiprocessors"].min()))
         backend.launches.sharing = most_on_a_gpu(devices)
         backend.not_virtual = not_virtual
@@ -115,17 +116,17 @@ def _part(page: Page) -> None:
         time.sleep(1e-3)
 
 
-def _share_table(
+def _share_tables(
     ranks: Ranks, devices: np.ndarray[Any, Any], deadline: float, warn: Callable[[str], None]
-) -> plan.Table:  # fmt: skip
-    """Rank 0's tuned table, on every rank. It is empty if rank 0 has none, or if the GPUs are of several kinds."""
-    table: plan.Table = ()
+) -> tuning.Tables:  # fmt: skip
+    """Rank 0's tuned tables, on every rank. They are empty if rank 0 has none, or if the GPUs are of several kinds."""
+    tables = tuning.Tables()
     problems: list[str] = []
     names = {bytes(device["name"]) for device in devices}
     if ranks.rank == 0 and len(names) == 1:
         with suppress(UnsupportedError):  # without a cache there is no table
-            table = tuning.load(decoded(names.pop()), ranks.size, problems.append)
-    everyone = exchange.allgather(ranks, tuning.message(table, *problems), deadline, "sharing the tuned table")
+            tables = tuning.load(decoded(names.pop()), ranks.size, problems.append)
+    everyone = exchange.allgather(ranks, tuning.message(tables, *problems), deadline, "sharing the tuned table")
     if problem := text_in(everyone[0]):
         warn(problem)
     with exchange.step(ranks, deadline, "sharing the tuned table"):

@@ -1,4 +1,6 @@
-"""Storage of tuning tables in the user's cache: kernel and grid by message size, for a GPU model and number of ranks.
+"""Storage of tuning tables in the user's cache, for a GPU model and number of ranks.
+
+One has the kernel and grid by message size, the other one the kernel of rows with RMSNorm by their length and number.
 
 At start-up all ranks receive rank 0's table, because kernels whose grids differ between ranks hang.
 """
@@ -11,31 +13,39 @@ import zlib
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..cuda.compiler import cache_directory
 from ..errors import UnsupportedError
 from ..ranks import exchange
-from . import plan
+from . import norm_plan, plan
 
 TUNING = exchange.struct(
     exchange.Kind.TUNING, ("count", "<u4"), ("crc", "<u4"), ("up_to", "<u8", (plan.MOST_CHOICES,)),
-    ("shape", "<u2", (plan.MOST_CHOICES, 4)),
+    ("shape", "<u2", (plan.MOST_CHOICES, 4)), ("norm_count", "<u4"), ("norms", "<u4", (norm_plan.MOST_CHOICES, 4)),
 )  # fmt: skip
 _VERSION = 3  # of the tables. A change of the kernels that gives the rows another meaning raises it
 
 
+class Tables(NamedTuple):
+    """What was measured: for messages, and for rows with RMSNorm. Both are empty if nothing was."""
+
+    messages: plan.Table = ()
+    norms: norm_plan.NormTable = ()
+
+
 def path_of(gpu: str, n: int) -> Path:
-    """The path of the table for ``n`` ranks on GPUs of this name. :raises UnsupportedError: if no cache is usable."""
+    """The path of the tables for ``n`` ranks on GPUs of this name. :raises UnsupportedError: if no cache is usable."""
     return cache_directory() / f"tuned-{re.sub('[^A-Za-z0-9]+', '-', gpu)}-{n}.json"
 
 
-def save(gpu: str, n: int, table: plan.Table) -> Path:
-    """Store a table and return its path. :raises UnsupportedError: if that fails."""
+def save(gpu: str, n: int, tables: Tables) -> Path:
+    """Store tables and return their path. :raises UnsupportedError: if that fails."""
     path = path_of(gpu, n)
-    content = {"version": _VERSION, "gpu": gpu, "ranks": n, "choices": [asdict(choice) for choice in table]}
+    content = {"version": _VERSION, "gpu": gpu, "ranks": n, "choices": [asdict(choice) for choice in tables.messages]}
+    content["norms"] = [asdict(choice) for choice in tables.norms]
     spare = path.with_suffix(".new")
     try:
         spare.write_text(json.dumps(content, indent=1) + "\n")
@@ -46,8 +56,8 @@ def save(gpu: str, n: int, table: plan.Table) -> Path:
     return path
 
 
-def load(gpu: str, n: int, warn: Callable[[str], None]) -> plan.Table:
-    """Load the table for ``n`` ranks on GPUs of this name. It is empty if there is none, or none that can be used.
+def load(gpu: str, n: int, warn: Callable[[str], None]) -> Tables:
+    """Load the tables for ``n`` ranks on GPUs of this name. They are empty if there are none that can be used.
 
     :param warn: takes a warning about a table that cannot be used.
     """
@@ -55,38 +65,47 @@ def load(gpu: str, n: int, warn: Callable[[str], None]) -> plan.Table:
     try:
         content = json.loads(path.read_text())
         if content["version"] != _VERSION:
-            return ()
-        return plan.checked_table((plan.Choice(**choice) for choice in content["choices"]), n)
+            return Tables()
+        messages = plan.checked_table((plan.Choice(**choice) for choice in content["choices"]), n)
+        norms = (norm_plan.NormChoice(**choice) for choice in content.get("norms", ()))
+        return Tables(messages, norm_plan.checked_table(norms))
     except FileNotFoundError:
-        return ()
+        return Tables()
     except (OSError, ValueError, TypeError, KeyError) as error:
         warn(f"the table {path} cannot be used ({error}). Tune again, or remove it")
-        return ()
+        return Tables()
 
 
-def checksum(table: plan.Table) -> int:
+def checksum(tables: Tables) -> int:
     """A CRC-32 by which the ranks compare tables."""
-    return zlib.crc32(repr(table).encode())
+    return zlib.crc32(repr(tables).encode())
 
 
-def message(table: plan.Table, problem: str = "") -> np.ndarray[Any, Any]:
-    """Encode a table, and a warning if there is one, as a TUNING message."""
-    record = exchange.message(TUNING, count=len(table), crc=checksum(table), text=problem)
-    for index, choice in enumerate(table):
+def message(tables: Tables, problem: str = "") -> np.ndarray[Any, Any]:
+    """Encode tables, and a warning if there is one, as a TUNING message."""
+    count, norm_count = len(tables.messages), len(tables.norms)
+    record = exchange.message(TUNING, count=count, norm_count=norm_count, crc=checksum(tables), text=problem)
+    for index, choice in enumerate(tables.messages):
         kind = plan.ALGORITHMS.index(choice.algorithm)
         record[0]["up_to"][index] = choice.up_to
         record[0]["shape"][index] = kind, choice.block, choice.blocks, choice.depth
+    for index, norm in enumerate(tables.norms):
+        record[0]["norms"][index] = norm.hidden, norm.up_to, plan.ALGORITHMS.index(norm.algorithm), norm.cluster
     return record
 
 
-def received(record: Any, n: int) -> plan.Table:
-    """Decode the table in a TUNING message. :raises ValueError: if it cannot be used, or arrived damaged."""
+def received(record: Any, n: int) -> Tables:
+    """Decode the tables in a TUNING message. :raises ValueError: if they cannot be used, or arrived damaged."""
     rows = zip(record["up_to"].tolist(), record["shape"].tolist(), strict=True)
     choices = [
         plan.Choice(up_to, plan.ALGORITHMS[kind], block, blocks, depth)
         for up_to, (kind, block, blocks, depth) in list(rows)[: int(record["count"])]
     ]
-    table = plan.checked_table(choices, n)
-    if checksum(table) != int(record["crc"]):
+    norms = [
+        norm_plan.NormChoice(hidden, up_to, plan.ALGORITHMS[kind], cluster)
+        for hidden, up_to, kind, cluster in record["norms"].tolist()[: int(record["norm_count"])]
+    ]
+    tables = Tables(plan.checked_table(choices, n), norm_plan.checked_table(norms))
+    if checksum(tables) != int(record["crc"]):
         raise ValueError("the table differs from rank 0's")
-    return table
+    return tables

@@ -19,9 +19,10 @@ import numpy as np
 
 from ipcreduce.calls import faults, votes
 from ipcreduce.calls.fingerprint import of_allreduce
+from ipcreduce.calls.norm_shape import NormShape
 from ipcreduce.errors import IpcReduceError
 from ipcreduce.graphs.direct import registration
-from ipcreduce.ipc import plan, tuning
+from ipcreduce.ipc import norm_plan, plan, tuning
 from ipcreduce.page import control_page
 from ipcreduce.page.control_page import Page
 from ipcreduce.page.layout import CHUNK_BYTES, rank_layout, ranks_offset
@@ -76,9 +77,13 @@ def _received(record: Any) -> None:
         tuning.received(record, 2)
 
 
-_TABLE = plan.checked_table(
-    [plan.Choice(1 << 16, "one_shot", 128, 128, 1), plan.Choice(1 << 30, "two_shot", 256, 132, 1)], 2
+_TABLE = tuning.Tables(
+    plan.checked_table(
+        [plan.Choice(1 << 16, "one_shot", 128, 128, 1), plan.Choice(1 << 30, "two_shot", 256, 132, 1)], 2
+    ),
+    norm_plan.checked_table([norm_plan.NormChoice(4096, 8, "one_shot", 4)]),
 )
+_ROWS = NormShape(rows=8, hidden=4096, dtype="float16", eps=1e-6, weight_bias=0.0, residual=True)
 
 
 def _tuned_file(directory: Path) -> Target:
@@ -90,9 +95,10 @@ def _tuned_file(directory: Path) -> Target:
         path.write_bytes(data)
         with mock.patch.object(tuning, "path_of", return_value=path):
             table = tuning.load("GPU", 2, lambda text: None)
-        if table:  # start-up sends it, and plans by it
+        if table.messages:  # start-up sends it, and plans by it
             tuning.received(tuning.message(table)[0], 2)
-            plan.make_plan(1 << 20, 2, 8 << 20, table=table)
+            plan.make_plan(1 << 20, 2, 8 << 20, table=table.messages)
+            norm_plan.make_plan(_ROWS, 2, 8 << 20, table=table.norms)
 
     return Target("tuned table in a file", [path.read_bytes(), *_odd_tables(path)], read, may_raise=())
 
@@ -102,9 +108,10 @@ def _odd_tables(path: Path) -> list[bytes]:
     found = []
     for odd in (None, True, 128.0, 0.5, -1, 1 << 70, "128", "", [], [128], {}, {"block": 1}):
         content = json.loads(path.read_text())
-        for name in content["choices"][0]:
-            row = {**content["choices"][0], name: odd}
-            found.append(json.dumps({**content, "choices": [row]}).encode())
+        for part in ("choices", "norms"):
+            for name in content[part][0]:
+                row = {**content[part][0], name: odd}
+                found.append(json.dumps({**content, part: [row]}).encode())
         for name in content:
             found.append(json.dumps({**content, name: odd}).encode())
         found.append(json.dumps(odd).encode())

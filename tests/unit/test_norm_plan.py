@@ -110,6 +110,48 @@ def test_the_rule(rows: int, hidden: int, n: int, kernel: str, cluster: int, gri
     assert (found.cluster, found.grid, found.block, found.depth) == (cluster, grid, block, depth)
 
 
+def test_measured_choices():
+    """The first one with room for the rows, the last one for more; only for its hidden size, and where it can run."""
+    table = norm_plan.checked_table(
+        norm_plan.NormChoice(*one)
+        for one in ((4096, 2, "two_shot", 1), (4096, 16, "one_shot", 4), (8192, 8, "one_shot", 1))
+    )
+
+    def found(rows: int, hidden: int = 4096, half: int = ANY, **options: Any) -> tuple[str, int]:
+        shape, limits = shape_of(rows, hidden), {"forced": None, "clusters": True} | options
+        planned = norm_plan.make_plan(shape, 2, half, table=table, **limits)
+        assert planned is not None
+        check(planned, shape, 2, half, plan.RESIDENT, 1)
+        of_row = norm_plan.variants(shape, 2, table=table, **limits)
+        assert (planned.kernel, planned.cluster, planned.depth) in of_row
+        return planned.kernel, planned.cluster
+
+    assert [found(rows) for rows in (1, 2)] == [("fused_two_shot", 1)] * 2
+    assert [found(rows) for rows in (3, 16, 17, 60)] == [("fused_one_shot", 4)] * 4
+    assert found(2000) == ("fused_two_shot", 1), "clusters have no tiles"
+    assert found(2, forced="one_shot") == ("fused_one_shot", 1)
+    assert found(16, clusters=False) == ("fused_two_shot", 1), "the last one without clusters"
+    assert found(4, 8192) == ("fused_one_shot", 1)
+    assert found(4, 6144) == ("fused_one_shot", 8)
+    tight = norm_plan._CODES_END + 60_000
+    assert found(2, 8192, tight) == ("fused_one_shot", 1)
+    assert found(8, 8192, 4 * tight)[0] == "fused_one_shot"
+
+
+@given(counts, hiddens, worlds, halves, sharings, st.booleans(), st.sampled_from([16, 264]))
+@settings(max_examples=300, deadline=None)
+def test_what_a_table_can_choose(
+    rows: int, hidden: int, n: int, half: int, sharing: int, clusters: bool, resident: int
+):  # fmt: skip
+    shape = shape_of(rows, hidden)
+    for algorithm, cluster, planned in norm_plan.every_plan(shape, n, half, resident, sharing, clusters):
+        check(planned, shape, n, half, resident, sharing)
+        table = norm_plan.checked_table([norm_plan.NormChoice(hidden, rows, algorithm, cluster)])
+        assert norm_plan.make_plan(shape, n, half, None, resident, sharing, clusters, table) == planned
+        kernel = planned.kernel, planned.cluster, planned.depth
+        assert kernel in norm_plan.variants(shape, n, None, resident, sharing, clusters, table)
+
+
 def test_one_shot_as_far_as_the_plain_all_reduce():
     for n in range(2, plan.MAX_RANKS + 1):
         assert norm_plan._ONE_SHOT_BYTES[n] == plan._ONE_SHOT_BYTES[n]

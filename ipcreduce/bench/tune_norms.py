@@ -1,0 +1,100 @@
+"""The part of ``tune`` for all-reduces with RMSNorm: the fastest kernel, by hidden size and number of rows.
+
+Each call is timed behind a kernel that does not let its successor start early, as most kernels of a program: which
+kernel is the fastest depends on that (norm_plan.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from ..calls.fingerprint import of_norm
+from ..calls.norm_shape import NormAddresses
+from ..communicator import Communicator
+from ..cuda import cupy_runtime
+from ..device.norms import PACKET_BYTES, PreparedNorm
+from ..errors import IpcReduceError
+from ..ipc import norm_plan
+from . import norms, timing
+from .arguments import counts
+from .limit import our_backend
+
+GAIN = 0.02  # the least gain for which a choice changes: times vary by about as much
+_DTYPE, _CALLS, _MOST_SIZES = "float16", 50, 4
+
+
+def hidden_sizes(text: str) -> list[int]:
+    """Parse hidden sizes. :raises argparse.ArgumentTypeError: if there are too many, or one has no fused kernel."""
+    found = sorted({*counts(text)})
+    wrong = [one for one in found if one % norm_plan.GROUP or one > norm_plan.MOST_HIDDEN]
+    if wrong:
+        raise argparse.ArgumentTypeError(
+            f"{wrong[0]} has no fused kernel. Pass multiples of {norm_plan.GROUP} up to {norm_plan.MOST_HIDDEN}"
+        )
+    if len(found) > _MOST_SIZES:
+        raise argparse.ArgumentTypeError(f"there are {len(found)} hidden sizes. Pass at most {_MOST_SIZES}")
+    return found
+
+
+def measure(comm: Communicator, hidden: Sequence[int], replays: int, mpi: Any) -> norm_plan.NormTable:
+    """The table with these hidden sizes, and with those of the present table, as far as there is room. Collective.
+
+    :raises IpcReduceError: on every rank, if a result is wrong.
+    """
+    found: list[norm_plan.NormChoice] = []
+    with cupy_runtime.load().cuda.Stream(non_blocking=True):
+        for size, rows in product(hidden, norms.ROWS):
+            message = norms.Message(rows, size, np.dtype(_DTYPE), comm, "none")
+            times = {
+                (algorithm, cluster): _time(comm, message, planned, replays, mpi)
+                for algorithm, cluster, planned in our_backend(comm, "tune").launches.norm_plans(message.source.shape)
+            }
+            if times:
+                _add(found, size, rows, times)
+    comm.synchronize()
+    before = [one for one in our_backend(comm, "tune").launches.norm_table if one.hidden not in hidden]
+    both = sorted([*found, *before], key=lambda one: (one.hidden, one.up_to))
+    return norm_plan.checked_table(both if len(both) <= norm_plan.MOST_CHOICES else found)
+
+
+def _add(table: list[norm_plan.NormChoice], hidden: int, rows: int, times: dict[tuple[str, int], float]) -> None:
+    """Add the fastest kernel, or let the choice for fewer rows serve these, too."""
+    best = min(times, key=lambda way: times[way])
+    last = table[-1] if table and table[-1].hidden == hidden else None
+    if last is not None and times.get((last.algorithm, last.cluster), float("inf")) <= times[best] * (1 + GAIN):
+        table[-1] = replace(last, up_to=rows)
+    else:
+        table.append(norm_plan.NormChoice(hidden, rows, *best))
+
+
+def _time(
+    comm: Communicator, message: norms.Message, planned: norm_plan.NormPlan, replays: int, mpi: Any
+) -> float:  # fmt: skip
+    """Time a launch, in microseconds. :raises IpcReduceError: if the result is wrong."""
+    backend, arrays = our_backend(comm, "tune"), message.source
+    launch = backend.launches.fused_norm(arrays.shape, planned)
+    prepared = PreparedNorm(
+        what=of_norm(arrays.x.shape, arrays.shape), by=planned.kernel, shape=arrays.shape, alignment=PACKET_BYTES,
+        plain=None, norm=launch,
+    )  # fmt: skip
+    addresses = NormAddresses(
+        source=arrays.x.data.ptr, weight=arrays.weight.data.ptr, residual=arrays.residual.data.ptr,
+        out=arrays.y.data.ptr, residual_out=arrays.residual_out.data.ptr, quantised=0, scales=0,
+    )  # fmt: skip
+    stream, owner = cupy_runtime.stream_of()
+
+    def call() -> None:
+        arrays.y.fill(1)  # no zero: that would be no kernel
+        backend.run_norm(prepared, addresses, stream, owner)
+
+    message.renew()
+    found = timing.in_graph(timing.captured(call, _CALLS), _CALLS, replays, mpi).median
+    if not all(mpi.allgather(message.is_right())):
+        raise IpcReduceError(f"{message.what} by {planned} is wrong. No table is stored")
+    return found

@@ -26,10 +26,14 @@ def test_measured_kept_and_used(mpirun: Run, tmp_path: Path) -> None:
     dry = mpirun("tests.simulated", 2, "-m", "ipcreduce", *quick, "--dry-run", env=env).stdout
     assert "up to    2 KB: one_shot, blocks of " in dry
     assert not [*tmp_path.iterdir()]
-    output = mpirun("tests.simulated", 2, "-m", "ipcreduce", *quick, env=env).stdout
     path = tmp_path / TABLE.format(2)
+    rows = [{"hidden": 64, "up_to": 1, "algorithm": "two_shot", "cluster": 1}]
+    path.write_text(json.dumps({"version": 3, "choices": [], "norms": rows}))
+    output = mpirun("tests.simulated", 2, "-m", "ipcreduce", *quick, env=env).stdout
     assert f"kept in {path}" in output
-    choices = json.loads(path.read_text())["choices"]
+    assert "hidden 64, up to    1 rows: two_shot, blocks for a row: 1" in output
+    choices, kept = (json.loads(path.read_text())[name] for name in ("choices", "norms"))
+    assert kept == rows, "which only --hidden changes"
     assert choices[-1]["up_to"] == 2048
     narrow = {"COLUMNS": "40", "TERM": "dumb", "FORCE_COLOR": "1"}  # as a launcher may say of a log
     info = mpirun("tests.simulated", 2, "-m", "ipcreduce", "info", env=env | narrow).stdout
@@ -39,26 +43,12 @@ def test_measured_kept_and_used(mpirun: Run, tmp_path: Path) -> None:
         assert text.isascii(), text
         assert "\x1b" not in text, text
     assert f"plan: tuned, {len(choices)} choices" in info
+    assert "plan: tuned for RMSNorm of hidden size 64" in info
     assert "plan: default, not tuned" in mpirun("tests.simulated", 3, "-m", "ipcreduce", "info", env=env).stdout
 
 
-def test_rows_with_rmsnorm(mpirun: Run, tmp_path: Path) -> None:
-    """Kept beside the table of messages, used by the next communicators, and kept by a later tune without --hidden."""
-    env, path = environment(tmp_path), tmp_path / TABLE.format(2)
-    quick = ("-m", "ipcreduce", "tune", "--largest", "1K", "--replays", 1)
-    output = mpirun("tests.simulated", 2, *quick, "--hidden", "64", env=env).stdout
-    norms = json.loads(path.read_text())["norms"]
-    assert (norms[-1]["hidden"], norms[-1]["up_to"]) == (64, 512)
-    assert f"hidden 64, up to  512 rows: {norms[-1]['algorithm']}, blocks for a row: 1" in output
-    chosen = [{"hidden": 64, "up_to": 1, "algorithm": "two_shot", "cluster": 1}]
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"norms": chosen}))
-    mpirun("tests.simulated", 2, *quick, env=env)
-    assert json.loads(path.read_text())["norms"] == chosen
-    bench = ("--op", "allreduce_rmsnorm", "--hidden", 64, "--rows", "2", "--peers", "", "--mode", "eager", "--calls", 5)
-    mpirun("tests.simulated", 2, "-m", "ipcreduce", "bench", *bench, "--json", tmp_path / "bench.json", env=env)
-    assert [row["algorithm"] for row in json.loads((tmp_path / "bench.json").read_text())["rows"]] == ["fused_two_shot"]
-    info = mpirun("tests.simulated", 2, "-m", "ipcreduce", "info", env=env).stdout
-    assert "plan: tuned for RMSNorm of hidden size 64" in info
+def test_rows_with_rmsnorm(hold: Callable[..., None]) -> None:
+    hold(2, "tuned_norms")
 
 
 def test_needs_a_gpu_for_each_rank(mpirun: Run, tmp_path: Path) -> None:

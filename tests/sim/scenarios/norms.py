@@ -15,6 +15,9 @@ import numpy as np
 
 import ipcreduce
 from ipcreduce import FP8, Communicator, Graph, GraphRunner, eager_break, errors, forward_context
+from ipcreduce.bench import norms as bench_norms
+from ipcreduce.bench import tune_norms
+from ipcreduce.ipc import norm_plan, tuning
 from tests.shared import clock, norms, reference
 from tests.shared.bounds import no_hang
 from tests.sim.scenarios.common import (
@@ -833,9 +836,43 @@ def interrupted_norm() -> None:
     over_backends(check)
 
 
+def tuned_norms() -> None:
+    """``tune`` checks and times every kernel that it may choose, and a communicator launches the chosen one."""
+    choice = norm_plan.NormChoice(64, 1, "two_shot", 1)
+    chosen = mock.Mock(return_value=tuning.Tables((), (choice,)))
+    with (
+        mock.patch.object(tuning, "load", chosen),
+        mock.patch.object(bench_norms, "ROWS", (1, 3)),
+        mock.patch.object(tune_norms, "_CALLS", 3),
+        Communicator(device="auto") as comm,
+    ):
+        assert chosen.call_count == (RANK == 0), "rank 0 tells the others"
+        assert "plan: tuned for RMSNorm of hidden size 64" in comm.describe()
+        case = Case((3, 64))
+        case.check(case.call(comm))
+        assert [one.by for one in comm._open.backend.norms._prepared.values()] == ["fused_two_shot"]
+        launched = mock.Mock(wraps=comm._open.backend.launches.fused_norm)
+        with mock.patch.object(comm._open.backend.launches, "fused_norm", launched):
+            table = tune_norms.measure(comm, [256], 1, WORLD)
+        ways = {(given.args[1].kernel, given.args[1].cluster) for given in launched.call_args_list}
+        assert ways == {(kernel, blocks) for kernel in ("fused_one_shot", "fused_two_shot") for blocks in (1, 2)}
+        assert table[0] == choice
+        assert [one.hidden for one in table[1:]] == [256] * (len(table) - 1)
+        assert table[-1].up_to == 3
+        assert len({*WORLD.allgather(table)}) == 1
+        wrong = mock.Mock(return_value=RANK != LAST)
+        with (
+            mock.patch.object(bench_norms.Message, "is_right", wrong),
+            raises(errors.IpcReduceError, "the RMSNorm of 1 rows by", "is wrong"),
+        ):
+            tune_norms.measure(comm, [256], 1, WORLD)
+        works(comm)
+
+
 SCENARIOS = [
     forms_of_norms, in_place_norms, known_norms, known_norms_of_another_shape, new_results_of_norms,
     known_kinds_of_norms, new_results_on_streams, new_tensors_of_norms, laid_out_norms, norms_without_rows,
     norms_of_tensors, norms_on_several_streams, synchronous_norms, recorded_norms, laid_out_norms_in_graphs,
     captured_norms, checked_and_run_norms, norms_that_differ, refused_norms, late_for_a_norm, interrupted_norm,
+    tuned_norms,
 ]  # fmt: skip

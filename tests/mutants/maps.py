@@ -88,7 +88,7 @@ MUTANTS = [
     ),
     # ---- known calls
     Mutant(
-        "a known call has the shapes of the first one",
+        "a known call with an expression has operands of the first shape",
         KNOWN,
         "if values[index].shape != at[1]:",
         "if False:",

@@ -26,7 +26,7 @@ ALGORITHMS = (*plan.ALGORITHMS, "direct")
 BACKENDS = ("ipc", "nccl", "mpi")
 VIRTUAL = "vmm"
 MEMORIES = ("ipc", VIRTUAL)  # of workspaces: behind IPC handles, or CUDA's virtual memory. The first is the default
-_DEFAULT_WORKSPACE_MB = 256
+_DEFAULT_WORKSPACE_MB = 128  # the smallest that costs at most 2 % up to 1 GB: docs/performance.md
 _MOST_MB = 1 << 20  # 1 TB, more than any GPU has
 _DEFAULT_SECONDS = 120.0
 
@@ -97,7 +97,7 @@ def _is_ordinal(value: Any) -> bool:
 
 
 def workspace_bytes(given: Any = None) -> int:
-    """The bytes of a rank's workspace: ``given``, or ``IPCREDUCE_WORKSPACE_MB``, or 256 MB.
+    """The bytes of a rank's workspace: ``given``, or ``IPCREDUCE_WORKSPACE_MB``, or 128 MB.
 
     :raises ArgumentError: if that is less than 1 MB or more than 1 TB, or if the variable is no whole number.
     """

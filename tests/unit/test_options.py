@@ -85,7 +85,7 @@ def test_a_wrong_workspace_is_an_error(monkeypatch: pytest.MonkeyPatch):
 def test_a_wrong_workspace_argument_is_an_error(given: object):
     assert options.Options.of(None, 1.0, None, None, given).wrong == (
         f"workspace is {given!r}, which is no number of bytes from 1048576 to 1099511627776. "
-        "Pass one, or None for 256 MB"
+        "Pass one, or None for 128 MB"
     )
 
 

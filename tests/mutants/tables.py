@@ -20,6 +20,7 @@ from tests.mutants import (
 )
 
 _MODULES = (
-    kernels, calls, peers, leaving, house, operands, lists, maps, norms, norm_calls, devices, suspended, graphs, serving,
+    kernels, calls, peers, leaving, house, operands, lists, maps, norms, norm_calls, devices, suspended, graphs,
+    serving,
 )  # fmt: skip
 MUTANTS = [one for module in _MODULES for one in module.MUTANTS]

@@ -3,9 +3,9 @@
 The program is tests/gpu/sanitized.py. A line of the table is right if both ranks' tools have found nothing, all calls
 were right, and all ended in time. The exit status is 1 if one is not, and 2 where the tool or a GPU is missing.
 
-memcheck: accesses outside allocations, misaligned ones. racecheck: hazards in shared memory, where
-the kernels with RMSNorm have the sums of a row. synccheck: barriers and warp functions that not all threads
-reach. initcheck: reads of device memory that this process has not written.
+memcheck: accesses outside allocations, misaligned ones. racecheck: hazards in shared memory, where the kernels with
+RMSNorm have the sums of a row. synccheck: barriers and warp functions that not all threads reach. initcheck: reads of
+device memory that this process has not written.
 """
 
 from __future__ import annotations

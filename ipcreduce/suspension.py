@@ -29,7 +29,7 @@ _TEXT_BYTES = 512
 
 
 class Suspension:
-    """Whether a communicator is suspended, and how it comes to be and ends.
+    """The state of a communicator that is suspended or not, and the two calls that change it.
 
     :param backend: None without GPUs. Then, and in a world of one, nothing has to be done.
     """

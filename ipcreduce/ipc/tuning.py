@@ -30,7 +30,7 @@ _VERSION = 3  # of the tables. A change of the kernels that gives the rows anoth
 
 
 class Tables(NamedTuple):
-    """What was measured: for messages, and for rows with RMSNorm. Both are empty if nothing was."""
+    """Measured tables: for messages, and for rows with RMSNorm. Both are empty if nothing was measured."""
 
     messages: plan.Table = ()
     norms: norm_plan.NormTable = ()

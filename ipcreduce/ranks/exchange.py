@@ -125,7 +125,7 @@ class Request(Protocol):
 
 
 class Channel(Protocol):
-    """What the exchanges go over: MPI, another group of the program, or later the control page."""
+    """The way of the exchanges: MPI, another group of the program, or later the control page."""
 
     rank: int
     size: int

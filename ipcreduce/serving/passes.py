@@ -39,9 +39,7 @@ class PassManager(PostGradPassManager):  # type: ignore[misc]
         passes = config.compilation_config.pass_config
         group = parallel_state.get_tp_group()
         seat = getattr(group.device_communicator, "ca_comm", None)
-        in_parts = getattr(
-            passes, "enable_sp", False
-        )  # sequence parallelism, which vLLM 0.33.0 no longer has as a pass
+        in_parts = getattr(passes, "enable_sp", False)  # vLLM 0.33.0 has no such pass any more
         if in_parts or not isinstance(seat, EngineAllReduce) or seat.disabled:
             _log.warning("IPCREDUCE_FUSED has no effect: this engine has no all-reduces of ipcreduce to fuse")
             return

@@ -227,8 +227,8 @@ FAULTS = [
     Fault(
         "the abort word is not read",
         "packets.cuh",
-        "if (load_u32_relaxed_sys(args.abort))",
-        "if (false)",
+        "microseconds) && load_u32_relaxed_sys(args.abort))",
+        "microseconds) && false)",
         ("hang",),
         mode="absent",
     ),

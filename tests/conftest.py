@@ -17,10 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools import machine
+from tests.tools import machine, processes
 
 TIERS = ("unit", "mpi", "sim", "gpu")
-TOKEN = "TEST_RUN_OF_IPCREDUCE"  # in the environment of every process of a run of ranks, whoever its parent is
 SHOWN = 10_000  # characters of a rank's output, if it fails
 # Each rank's output goes into a file of its own in the folder $0: MPICH's launcher or Open MPI's says which rank it is.
 INTO_FILES = 'exec "$@" > "$0/rank${PMI_RANK-$OMPI_COMM_WORLD_RANK}" 2>&1'
@@ -79,7 +78,7 @@ def run_ranks(
     check: bool = True,
     env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    token = f"{TOKEN}={uuid.uuid4()}"
+    token = f"{machine.TOKEN}={uuid.uuid4()}"
     what = [str(program)] if str(program).endswith(".py") else ["-m", str(program)]
     launcher = [*machine.mpirun(sys.executable), "-n", str(n)]
     command = [sys.executable, *what, *map(str, args)]
@@ -103,11 +102,14 @@ def run_ranks(
             process.wait(timeout)
         except subprocess.TimeoutExpired:
             problem = f"not done after {timeout:g} s"
-            end(token, signal.SIGABRT, program=os.path.realpath(sys.executable))
+            for rank in processes.marked(token):
+                with contextlib.suppress(OSError):
+                    if os.readlink(rank / "exe") == os.path.realpath(sys.executable):
+                        os.kill(int(rank.name), signal.SIGABRT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
         finally:
-            end(token, signal.SIGKILL)
+            processes.kill(token)
             process.wait()
         files = sorted(Path(folder).glob("rank*"), key=lambda file: int(file.name[4:]))
         parts = {file.name.replace("rank", "rank "): file.read_text(errors="replace") for file in files}
@@ -119,12 +121,3 @@ def run_ranks(
         said = "".join(f"--- {name}\n{text[-SHOWN:].rstrip()}\n" for name, text in parts.items() if text.strip())
         pytest.fail(f"{problem}: {shlex.join([*launcher, *command])}\n{said}", pytrace=False)
     return subprocess.CompletedProcess([*launcher, *command], process.returncode, "".join(parts.values()))
-
-
-def end(token: str, how: signal.Signals, program: str | None = None) -> None:
-    """Send a signal to the processes that have token in their environment, and run program if it is given."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # gone meanwhile, or another user's
-            mine = token.encode() in (process / "environ").read_bytes().split(b"\0")
-            if mine and program in (None, os.readlink(process / "exe")):
-                os.kill(int(process.name), how)

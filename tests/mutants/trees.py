@@ -5,7 +5,6 @@ from __future__ import annotations
 import compileall
 import py_compile
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -15,9 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.conftest import end
 from tests.mutants import Mutant, words
-from tests.tools import machine
+from tests.tools import machine, processes
 
 _LEFT_OUT = (".git", ".venv*", "__pycache__", ".*_cache", ".coverage*", "_build", "build", "dist", "*.egg-info")
 _PACKAGES = ("ipcreduce", "tests")
@@ -61,7 +59,7 @@ class Tree:
             except subprocess.TimeoutExpired:
                 pass
             finally:
-                end(token, signal.SIGKILL)
+                processes.kill(token)
                 process.wait()
             output.seek(0)
             return Run(status, time.monotonic() - started, output.read())

@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.tools import machine
+from tests.tools import machine, processes
 
 _OWNER = "PAUSES_OF_IPCREDUCE"  # in the environment of the command, and so of its ranks: this process
 _SHORTEST, _LONGEST = 0.1, 5.0  # seconds, of a pause
@@ -29,18 +29,13 @@ _POLL_SECONDS = 0.02
 
 def ranks(owner: int) -> list[int]:
     """The ranks of the command, whoever their parent is."""
-    return [int(process.name) for process in Path("/proc").glob("[0-9]*") if _is_rank(process, owner)]
+    return [int(process.name) for process in processes.marked(f"{_OWNER}={owner}") if _is_rank(process)]
 
 
-def _is_rank(process: Path, owner: int) -> bool:
-    with contextlib.suppress(OSError):  # gone meanwhile, or another user's
-        words = (process / "environ").read_bytes().split(b"\0")
-        program = Path(os.readlink(process / "exe")).name
-        return (
-            program.startswith("python")
-            and f"{_OWNER}={owner}".encode() in words
-            and any(word.startswith(f"{machine.TOKEN}=".encode()) for word in words)
-        )
+def _is_rank(process: Path) -> bool:
+    with contextlib.suppress(OSError):  # gone meanwhile
+        of_tests = any(word.startswith(f"{machine.TOKEN}=".encode()) for word in processes.words(process))
+        return of_tests and Path(os.readlink(process / "exe")).name.startswith("python")
     return False
 
 

@@ -11,11 +11,8 @@ device memory that this process has not written.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.tools import machine
+from tests.tools import machine, processes
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 KERNELS = ("one_shot", "two_shot", "direct", "fused_one_shot", "fused_two_shot", "rmsnorm", "verify", "limit")
@@ -66,7 +63,7 @@ def run(launcher: Sequence[str], tool: str, kernel: str, seconds: float) -> dict
         except subprocess.TimeoutExpired:
             row["problem"] = f"not done after {seconds:g} s"
         finally:
-            kill(token)
+            processes.kill(token)
             process.wait()
         output.seek(0)
         text = output.read()
@@ -92,14 +89,6 @@ def judge(row: dict[str, Any], status: int, text: str, logs: list[str]) -> None:
         row["problem"] = f"{len(summaries)} summaries of the tool, expected {RANKS}"
     elif not row["cases"]:
         row["problem"] = "no calls were made"
-
-
-def kill(token: str) -> None:
-    """Kill the processes that have ``token`` in their environment, whoever their parent is."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # gone meanwhile, or another user's
-            if token.encode() in (process / "environ").read_bytes().split(b"\0"):
-                os.kill(int(process.name), signal.SIGKILL)
 
 
 def missing() -> str:

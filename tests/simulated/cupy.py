@@ -187,8 +187,8 @@ class Event:
             return machine_streams.is_over(self.ptr)
 
     def synchronize(self) -> None:
-        while not self.done:
-            time.sleep(1e-4)
+        with _its_errors():
+            machine_streams.synchronize_event(self.ptr)
 
 
 def get_elapsed_time(start: Event, end: Event) -> float:

@@ -11,10 +11,12 @@ import ctypes
 import functools
 import itertools
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -288,6 +290,7 @@ def _runtime() -> ctypes.CDLL:
     runtime.sim_run.restype = None
     runtime.sim_move_timer.argtypes = [ctypes.c_uint64]
     runtime.sim_move_timer.restype = None
+    runtime.sim_share_bell(os.fsencode(Path(os.environ.get("SIM_NCCL") or compiler.builds_directory(), "bell")))
     return runtime
 
 

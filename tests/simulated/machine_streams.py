@@ -1,7 +1,7 @@
 """Streams, events and captures of the simulated machine.
 
 A stream is an OS thread that works through a queue, made when the first work comes. An event, and all order between
-streams, is a fence: a threading.Event that is set when a piece of work and all before it on its stream are done.
+streams, is a fence, which is set when a piece of work and all before it on its stream are done.
 
 Real streams run no Python. So no object may end in a stream's thread, where its finaliser could wait for that very
 stream: :func:`collect`, on the way of every driver call, does it for them, and install() turns the collector's own
@@ -42,6 +42,30 @@ _thread = threading.local()
 _capture_ids = itertools.count(1)
 
 
+class Fence:
+    """An event without a lock, which would stay taken if Ctrl-C came right behind its acquire()."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiting: list[queue.SimpleQueue[None]] = []
+
+    def set(self) -> None:
+        self._is_set = True
+        while self._waiting:
+            self._waiting.pop().put(None)
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def wait(self) -> None:
+        """Wait until it is set."""
+        if not self._is_set:
+            waiting: queue.SimpleQueue[None] = queue.SimpleQueue()
+            self._waiting.append(waiting)
+            if not self._is_set:  # or set() may not have seen it
+                waiting.get()
+
+
 @dataclass(eq=False)
 class Stream:
     """``blocking`` ones and the context's legacy stream wait for each other."""
@@ -49,18 +73,18 @@ class Stream:
     context: Context
     handle: int
     blocking: bool = True
-    done: threading.Event | None = None  # the fence of the last work
+    done: Fence | None = None  # the fence of the last work
     queue: queue.SimpleQueue[Any] | None = None
     capture: Capture | None = None
     frontier: frozenset[int] = frozenset()  # of the capture: the nodes that the next one follows
     waits: int = 0  # for events, since the last node
-    awaited: threading.Event | None = None  # the last fence of another stream that its thread has come to
+    awaited: Fence | None = None  # the last fence of another stream that its thread has come to
 
-    def put(self, work: Work | None, fences: Iterable[threading.Event]) -> threading.Event:
+    def put(self, work: Work | None, fences: Iterable[Fence]) -> Fence:
         if self.queue is None:
             self.queue = queue.SimpleQueue()
             threading.Thread(target=self._run, args=[self.queue], daemon=True, name=f"stream {self.handle:#x}").start()
-        self.done = threading.Event()
+        self.done = Fence()
         self.queue.put((work, list(fences), self.done))
         return self.done
 
@@ -97,7 +121,7 @@ class Stream:
 @dataclass(eq=False)
 class Event:
     context: Context
-    fence: threading.Event | None = None
+    fence: Fence | None = None
     captured: tuple[Capture, frozenset[int]] | None = None
 
 
@@ -128,7 +152,7 @@ class Capture:
 
 
 _COLLECT_EVERY = 100  # driver calls; each of them once a test has set the collector's threshold to 1
-_finished: deque[tuple[threading.Event, Work | None]] = deque()
+_finished: deque[tuple[Fence, Work | None]] = deque()
 _collecting = threading.Lock()
 _calls = itertools.count()
 
@@ -192,7 +216,7 @@ def _blocking(context: Context) -> list[Stream]:
     return [stream for stream in context.streams.values() if stream.blocking and not _is_legacy(stream)]
 
 
-def submit(handle: int, work: Work | None, fences: Iterable[threading.Event] = ()) -> threading.Event | None:
+def submit(handle: int, work: Work | None, fences: Iterable[Fence] = ()) -> Fence | None:
     """Queues work on a stream, or records it if the stream captures; the fence after it, or None."""
     with machine.lock:
         stream = find(handle)
@@ -208,19 +232,13 @@ def submit(handle: int, work: Work | None, fences: Iterable[threading.Event] = (
         return stream.put(work, [*fences, *(other.done for other in others if other.done is not None)])
 
 
-def _wait(fence: threading.Event) -> None:
-    """Wait on the host. Not by the event: its lock would stay taken if Ctrl-C came right behind its acquire()."""
-    while not fence.is_set():
-        time.sleep(1e-4)
-
-
 def synchronize(handle: int) -> None:
     stream = find(handle)
     refuse_while_capturing()
     _refuse_unsafe(stream.context, [stream])
     fence = submit(handle, None) if _is_legacy(stream) else stream.done
     if fence is not None:
-        _wait(fence)
+        fence.wait()
     collect()
     machine.require()
 
@@ -232,7 +250,7 @@ def synchronize_context() -> None:
     _refuse_unsafe(context, streams)
     for stream in streams:
         if stream.done is not None:
-            _wait(stream.done)
+            stream.done.wait()
     collect()
     machine.require()
 
@@ -241,7 +259,7 @@ def wait_for_all() -> None:
     """As several calls do on their way, which leaves captures alone."""
     for stream in list(machine.require().streams.values()):
         if stream.done is not None:
-            _wait(stream.done)
+            stream.done.wait()
     collect()
     machine.require()
 
@@ -282,7 +300,7 @@ def drop_event(handle: int) -> None:
 def synchronize_event(handle: int) -> None:
     fence = _fence(handle)
     if fence is not None:
-        _wait(fence)
+        fence.wait()
     collect()
 
 
@@ -291,7 +309,7 @@ def is_over(handle: int) -> bool:
     return fence is None or fence.is_set()
 
 
-def _fence(handle: int) -> threading.Event | None:
+def _fence(handle: int) -> Fence | None:
     event = _event(handle)
     refuse_while_capturing()
     if event.captured is not None:

@@ -1,25 +1,31 @@
 // Runs a CUDA grid on one OS thread: each CUDA thread is a fiber, which yields at barriers, warp votes and polls.
 //
-// All blocks of a launch are resident at once. Fibers run in turn; when all of them poll, the OS thread yields and then
-// sleeps, so that other ranks run: there may be fewer processors than ranks. Fibers and their stacks are kept for the
-// next launch, and those of a stream that has ended for another stream.
+// All blocks of a launch are resident at once. Fibers run in turn. A warp whose lanes all poll is mostly not run: this
+// file looks at the memory that they have polled, which costs less than 64 changes of stacks. When nothing has changed,
+// the OS thread sleeps, so that other ranks run: there may be fewer processors than ranks. A rank that has stored
+// something rings a bell, which wakes the sleepers. Fibers and their stacks are kept for the next launch, and those of
+// a stream that has ended for another stream.
 //
 // ThreadSanitizer (-DSIM_TSAN) is told of the fibers, and of no more order between them than CUDA guarantees: barriers,
 // __syncwarp and the ends of kernels order memory; votes, polls and the scheduling in this file do not. This file
 // itself is not instrumented.
 #include "runtime.h"
 
-#include <sys/mman.h>
-#include <sched.h>
+#include <fcntl.h>
+#include <linux/futex.h>
 #include <setjmp.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <ucontext.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <deque>
 #include <mutex>
 #include <vector>
@@ -59,10 +65,26 @@ constexpr size_t kGuarded = 2048;  // fibers of a grid whose stacks have a guard
 constexpr uint32_t kWarp = 32;
 constexpr size_t kSharedBytes = 16 << 10;
 constexpr uint8_t kLeft = 0x7F;  // what shared memory holds when a kernel begins: as floats, large numbers
-// Rounds in which all fibers poll: first the OS thread yields, then it sleeps, from the shortest time to the longest.
-constexpr int kYields = 4;
-constexpr long kShortestSleep = 10'000, kLongestSleep = 40'000;  // nanoseconds
-constexpr uint32_t kStepsBetweenSleeps = 61;                     // prime, so that each thread of a block has its turn
+constexpr long kLongestSleep = 300'000;  // nanoseconds: nobody rings for an abort or a deadline
+constexpr uint32_t kRoundsBetweenPolls = 8;  // of a warp that sees no change
+constexpr uint32_t kStepsBetweenRings = 61;  // prime, so that each thread of a block has its turn
+
+struct Bell {
+  std::atomic<uint32_t> rings, sleepers;
+};
+Bell own_bell;
+Bell* bell = &own_bell;  // or one in memory that all ranks share
+
+void ring() {
+  ++bell->rings;
+  if (bell->sleepers) syscall(SYS_futex, &bell->rings, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+}
+void sleep_unless_rung_since(uint32_t rings) {
+  const timespec longest = {0, kLongestSleep};
+  ++bell->sleepers;
+  syscall(SYS_futex, &bell->rings, FUTEX_WAIT, rings, &longest, nullptr, 0);
+  --bell->sleepers;
+}
 
 // A barrier: of a block's threads at __syncthreads, or of a warp's at a vote.
 struct Meeting {
@@ -78,6 +100,8 @@ struct Fiber {
   uint32_t votes;
   uint32_t passed[2];  // at shuffles, by parity of the round: a fast lane may be one round ahead
   bool polls;  // since its last barrier or store; votes are part of a poll
+  uint32_t watched;  // of what it has polled, what was there, until it runs again; 0: not known
+  unsigned char seen[kSimLoads][16];
   bool before_predecessor, started = false;
   ucontext_t context;
   jmp_buf resume;
@@ -126,11 +150,6 @@ void fatal(const char* message) {
   std::abort();
 }
 
-void sleep_for(long nanoseconds) {
-  const timespec pause = {0, nanoseconds};
-  nanosleep(&pause, nullptr);
-}
-
 uint32_t random_bits() {  // xorshift64*
   uint64_t& x = grid->random;
   x ^= x >> 12, x ^= x << 25, x ^= x >> 27;
@@ -147,14 +166,15 @@ void leave() {
   swapcontext(&self->context, &grid->context);
 }
 #else
-// swapcontext makes a system call for the signal mask, so it is avoided; setcontext only enters a new stack.
-void enter(Fiber& fiber) {
+// swapcontext makes a system call for the signal mask, so it is avoided; setcontext only enters a new stack. The
+// library's setjmp keeps more registers, and its longjmp looks for cleanup handlers.
+__attribute__((noinline)) void enter(Fiber& fiber) {
   if (_setjmp(grid->resume)) return;
   if (fiber.started) _longjmp(fiber.resume, 1);
   fiber.started = true;
   setcontext(&fiber.context);
 }
-void leave() {
+__attribute__((noinline)) void leave() {
   if (!_setjmp(self->resume)) _longjmp(grid->resume, 1);
 }
 #endif
@@ -211,6 +231,32 @@ void make_fibers(size_t count) {
   }
 }
 
+// Keeps what a fiber has seen in its last poll. ThreadSanitizer would see these reads, and so every poll runs there.
+void watch(Fiber& fiber) {
+  const SimThread& thread = fiber.thread;
+#ifndef SIM_TSAN
+  fiber.watched = thread.loads <= kSimLoads ? thread.loads : 0;
+#endif
+  for (uint32_t i = 0; i < fiber.watched; ++i) std::memcpy(fiber.seen[i], thread.loaded[i].at, thread.loaded[i].bytes);
+  thread.loads = 0;
+}
+bool sees_no_change(const Fiber& fiber) {
+  for (uint32_t i = 0; i < fiber.watched; ++i)
+    if (std::memcmp(fiber.seen[i], fiber.thread.loaded[i].at, fiber.thread.loaded[i].bytes)) return false;
+  return fiber.watched != 0;
+}
+// Whether the lanes of a warp that are not at a barrier all poll, and would see what they have seen.
+bool polls_in_vain(const Meeting& warp) {
+  bool any = false;
+  for (uint32_t i = warp.first; i < warp.first + warp.expected; ++i) {
+    const Fiber& fiber = grid->fibers[i];
+    if (fiber.state != Fiber::kReady) continue;
+    if (!sees_no_change(fiber)) return false;
+    any = true;
+  }
+  return any;
+}
+
 // Waits for the other threads of a meeting. Returns the votes of all.
 uint32_t meet(Meeting& meeting, bool vote, bool orders) {
   char* order = &meeting.order[meeting.round & 1];
@@ -258,7 +304,8 @@ void sim_run(void (*kernel)(const void*), const void* args, uint32_t blocks, uin
       grid->warps[b * warps + w] = {first + w * kWarp, w + 1 < warps ? kWarp : threads - w * kWarp, 0, 0, 0, {}};
     for (uint32_t t = 0; t < threads; ++t) {
       Fiber& fiber = grid->fibers[first + t];
-      fiber.thread = {b, blocks, t, threads};
+      fiber.thread = {b, blocks, t, threads, 0, {}};
+      fiber.watched = 0;
       fiber.state = Fiber::kReady;
       fiber.polls = false;
       fiber.block = &grid->blocks[b];
@@ -273,31 +320,32 @@ void sim_run(void (*kernel)(const void*), const void* args, uint32_t blocks, uin
 #endif
   release(&grid->begin);
 
-  int idle_rounds = 0;
-  long pause = kShortestSleep;
-  for (uint32_t done = 0; done < count;) {
+  for (uint32_t done = 0, round = 0; done < count; ++round) {
+    const uint32_t rings = bell->rings;
     bool progress = false, stuck = true;
     for (uint32_t i = 0; i < count; ++i) {
       Fiber& fiber = grid->fibers[i];
+      const Meeting& warp = *fiber.warp;
+      if (i == warp.first && !grid->random && (round + i / kWarp) % kRoundsBetweenPolls && polls_in_vain(warp)) {
+        stuck = false;
+        i += warp.expected - 1;
+        continue;
+      }
       if (fiber.state != Fiber::kReady) continue;
       stuck = false;
       if (grid->random && random_bits() % 4 == 0) continue;
       self = &fiber;
       sim_thread = &fiber.thread;
+      fiber.watched = 0;
       enter(fiber);
       done += fiber.state == Fiber::kDone;
       progress |= !fiber.polls || fiber.state == Fiber::kDone;
     }
     if (stuck) fatal("threads wait for others that have returned");
-    if (progress) {
-      idle_rounds = 0;
-      pause = kShortestSleep;
-    } else if (++idle_rounds <= kYields) {
-      sched_yield();
-    } else if (idle_rounds % 2) {  // a poll takes two rounds, with its vote
-      sleep_for(pause);
-      pause = std::min(2 * pause, kLongestSleep);
-    }
+    if (progress)
+      ring();
+    else
+      sleep_unless_rung_since(rings);
   }
   self = nullptr;
   sim_thread = nullptr;
@@ -310,6 +358,15 @@ uint64_t sim_timer() {
   return (uint64_t)t.tv_sec * 1'000'000'000 + (uint64_t)t.tv_nsec + moved;
 }
 void sim_move_timer(uint64_t nanoseconds) { moved += nanoseconds; }
+
+void sim_share_bell(const char* path) {
+  const int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+  if (file < 0 || ftruncate(file, sizeof(Bell))) fatal("no file for the bell");
+  void* const shared = mmap(nullptr, sizeof(Bell), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  if (shared == MAP_FAILED) fatal("no memory for the bell");
+  close(file);
+  bell = (Bell*)shared;
+}
 
 void sim_disturb(uint64_t seed) {
   if (!grid) take_grid();
@@ -346,6 +403,7 @@ void* sim_shared(uint32_t block, size_t bytes) {
   return shared.memory;
 }
 void sim_relax() {
+  watch(*self);
   self->polls = true;
   leave();
 }
@@ -353,7 +411,10 @@ void sim_make_way() {
   thread_local uint32_t calls;
   self->polls = false;
   leave();
-  if (++calls % kStepsBetweenSleeps == 0) sleep_for(4 * kLongestSleep);  // ranks that sleep between polls see it too
+  if (++calls % kStepsBetweenRings) return;
+  ring();
+  const timespec pause = {0, kLongestSleep / 2};  // others see the half of a packet, too
+  nanosleep(&pause, nullptr);
 }
 void sim_await_predecessor() { self->before_predecessor = false; }
 void sim_touch() {

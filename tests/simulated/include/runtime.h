@@ -4,8 +4,14 @@
 #include <cstdint>
 
 extern "C" {
+constexpr uint32_t kSimLoads = 16;
 struct SimThread {
   uint32_t block, blocks, thread, threads;
+  mutable uint32_t loads;  // since the last poll; the first kSimLoads are kept
+  mutable struct {
+    const void* at;
+    uint32_t bytes;
+  } loaded[kSimLoads];
 };
 extern __thread const SimThread* sim_thread;  // the CUDA thread now running on this OS thread
 extern __thread int kRank, kRanks;            // of the launch now running on this OS thread
@@ -15,6 +21,8 @@ extern bool sim_split_packets;                // packets arrive as two 8-byte pa
 // grid_dependency_sync(); the process ends with a message if it does.
 void sim_run(void (*kernel)(const void* args), const void* args, uint32_t blocks, uint32_t threads, int rank, int ranks,
              bool programmatic);
+// Ranks in other processes are woken through this file, which is made if it is not there.
+void sim_share_bell(const char* path);
 // From now on, kernels on this OS thread also switch between CUDA threads at random points. A seed of 0 ends that.
 void sim_disturb(uint64_t seed);
 
@@ -34,4 +42,9 @@ void sim_relax();     // between two polls
 void sim_make_way();  // between two steps
 void sim_touch();  // before each access to memory
 void sim_await_predecessor();
+}
+// For sync.cuh: notes a load that may be part of a poll.
+inline void sim_loads(const void* at, uint32_t bytes) {
+  const uint32_t number = sim_thread->loads++;
+  if (number < kSimLoads) sim_thread->loaded[number] = {at, bytes};
 }

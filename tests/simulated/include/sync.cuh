@@ -55,7 +55,7 @@ template <class To, class From> DEVICE To bit_cast(From from) {
 DEVICE float shuffle_xor(float x, int mask) { return bit_cast<float>(sim_shuffle_xor(bit_cast<u32>(x), (u32)mask)); }
 DEVICE bool is_first_active_lane() { return true; }
 DEVICE void spin_pause() { sim_relax(); }
-constexpr u32 kSpinsBetweenChecks = 256;  // a poll takes longer here
+constexpr u32 kSpinsBetweenChecks = 16;  // a poll takes longer here
 DEVICE void grid_dependency_sync() { sim_await_predecessor(); }
 DEVICE void trigger_programmatic_launch() {}
 
@@ -65,6 +65,7 @@ DEVICE bool split_packets() { return !IPCREDUCE_WHOLE_PACKETS || sim_split_packe
 
 DEVICE Packet load_packet_relaxed_sys(u64 at) {
   sim_touch();
+  sim_loads((const void*)at, sizeof(Packet));
   Packet p;
   if (split_packets()) {
     const u64 low = __atomic_load_n((const u64*)at, __ATOMIC_ACQUIRE);
@@ -124,6 +125,7 @@ DEVICE void store_8_bytes_weak(u64 at, u32 low, u32 high, bool active) {
 // ---- single words
 DEVICE u32 load_u32_relaxed_sys(u64 at) {
   sim_touch();
+  sim_loads((const void*)at, sizeof(u32));
   return __atomic_load_n((const u32*)at, __ATOMIC_RELAXED);
 }
 DEVICE void store_u32_relaxed_sys(u64 at, u32 v) {

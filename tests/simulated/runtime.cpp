@@ -416,6 +416,7 @@ void sim_make_way() {
   const timespec pause = {0, kLongestSleep / 2};  // others see the half of a packet, too
   nanosleep(&pause, nullptr);
 }
+void sim_misaligned() { fatal("misaligned address"); }
 void sim_await_predecessor() { self->before_predecessor = false; }
 void sim_touch() {
   if (self->before_predecessor) fatal("touches memory before grid_dependency_sync()");

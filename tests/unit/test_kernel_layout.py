@@ -65,6 +65,7 @@ uint64_t sim_timer() {  // each look takes a while, so that a deadline passes
 }
 void sim_touch() {}
 void sim_await_predecessor() {}
+[[noreturn]] void sim_misaligned() { abort(); }
 """
 
 

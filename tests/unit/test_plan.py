@@ -396,6 +396,7 @@ def rows_of_the_kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[int, i
         "bool sim_split_packets; void sim_sync_block() { abort(); } void sim_sync_warp() { abort(); }\n"
         "uint32_t sim_vote(bool) { abort(); } void sim_relax() { abort(); } void sim_touch() { abort(); }\n"
         "void sim_await_predecessor() { abort(); } uint64_t sim_timer() { abort(); }\n"
+        "void sim_misaligned() { abort(); }\n"
     )
     command = ["g++", "-std=c++17", *macros, f"-I{stand_in}", f"-I{KERNELS}", "rows.cpp", "runtime.cpp", "-o", "rows"]
     built = subprocess.run(command, cwd=folder, capture_output=True, text=True)

@@ -42,6 +42,7 @@ void sim_relax();     // between two polls
 void sim_make_way();  // between two steps
 void sim_touch();  // before each access to memory
 void sim_await_predecessor();
+[[noreturn]] void sim_misaligned();
 }
 // For sync.cuh: notes a load that may be part of a poll.
 inline void sim_loads(const void* at, uint32_t bytes) {

@@ -98,9 +98,10 @@ DEVICE void store_packet_relaxed_sys(u64 at, const Packet& p, bool active = true
 #endif
 }
 
-// ---- this rank's own memory
+// ---- this rank's own memory. A GPU faults at an address that is no multiple of the bytes; this processor would not.
 template <class T> T load_weak(u64 at) {
   sim_touch();
+  if (at % sizeof(T)) sim_misaligned();
   return *(const T*)at;
 }
 template <int kBytes> DEVICE u64 load_element_weak(u64 at, bool active) {
@@ -112,6 +113,7 @@ template <int kBytes> DEVICE u64 load_element_weak(u64 at, bool active) {
 }
 template <class T> DEVICE void store_weak(u64 at, T value) {
   sim_touch();
+  if (at % sizeof(T)) sim_misaligned();
   *(T*)at = value;
 }
 DEVICE Packet load_packet_weak(u64 at, bool active) { return active ? load_weak<Packet>(at) : Packet{}; }

@@ -7,7 +7,7 @@ from array import array as packed
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from operator import or_
+from operator import or_, sub
 from typing import Any
 
 import numpy as np
@@ -34,22 +34,26 @@ def bits_of(words: Addresses) -> int:
 class Kind:
     """The common part of all lists of one kind.
 
+    :ivar library: cupy_runtime or torch_runtime.
     :ivar read: the addresses of a list, if it is of this kind; else None.
     :ivar sizes: of the members, in bytes.
     """
 
+    library: Any
     prepared: PreparedList
     read: Callable[[Sequence[Any]], list[int] | None]
     sizes: list[int]
     lengths: Addresses  # the sizes once more, for NumPy
     itemsizes: list[int]
     largest: int  # of the itemsizes
+    longest: int  # of the sizes
 
     def fits(self, addresses: list[int], words: Addresses) -> bool:
         """True if these are addresses of elements, for all members. ``words``: the same once more."""
-        if not (0 not in addresses if len(addresses) < _MANY else words.all()):
+        few = len(addresses) < _MANY
+        if not (0 not in addresses if few else np.count_nonzero(words) == len(words)):
             return False
-        if bits_of(words) % self.largest == 0:
+        if (reduce(or_, addresses) if few else int(np.bitwise_or.reduce(words))) % self.largest == 0:
             return True
         return all(at % size == 0 for at, size in zip(addresses, self.itemsizes, strict=True))
 
@@ -63,6 +67,9 @@ class Kind:
             if targets is not sources:
                 others = [at for at, source in enumerate(sources) if source != targets[at]]
                 firsts, nbytes = targets + [sources[at] for at in others], nbytes + [nbytes[at] for at in others]
+            ordered = sorted(firsts)
+            if min(map(sub, ordered[1:], ordered), default=self.longest) >= self.longest:
+                return True
             past = 0
             for first, size in sorted(zip(firsts, nbytes, strict=True)):
                 if first < past:
@@ -75,33 +82,50 @@ class Kind:
             begin, length = np.concatenate([tos, froms[moved]]), np.concatenate([length, length[moved]])
         order = begin.argsort()
         begin = begin[order]
-        return bool((begin[:-1] + length[order[:-1]] <= begin[1:]).all())
+        return not np.count_nonzero(begin[:-1] + length[order[:-1]] > begin[1:])
 
 
 _Places = tuple[Kind, bytes, bytes]  # of a call: the addresses of sources and targets
+_Ends = tuple[str, int, int, int, int]  # op, length, ids of the first and last array and of the first output, if other
 
 
-@dataclass(frozen=True, eq=False)
-class _Known:
+class _KnownArrays:
     """A call on CuPy's arrays, of which only the shape may change while they live.
 
     :ivar ids: of the arrays and of the outputs, where these are others.
-    :ivar alive: references to all of them.
     """
 
-    ready: Ready
-    ids: tuple[list[int], list[int] | None]
-    shapes: list[Any]
-    alive: list[Any]
+    __slots__ = ("_alive", "_have_shapes", "ids", "library", "ready")
+
+    def __init__(self, ready: Ready, arrays: Sequence[Any], out: Sequence[Any], forget: Callable[[Any], None]) -> None:
+        """``forget`` is called when one of the arrays dies, so that its id may become another one's."""
+        every = arrays if out is arrays else (*arrays, *out)
+        self.library, self.ready = cupy_runtime, ready
+        self.ids = [*map(id, arrays)], None if out is arrays else [*map(id, out)]
+        self._alive = [weakref.ref(array, forget) for array in every]
+        self._have_shapes = cupy_runtime.same_shapes(arrays)
 
     def is_of(self, arrays: Sequence[Any], out: Sequence[Any]) -> bool:
-        """True if it is a call on these arrays."""
+        """True if it is a call on these arrays. ``out`` is ``arrays`` if it was so in the first call."""
         ids, others = self.ids
-        if [*map(id, arrays)] != ids or [array.shape for array in arrays] != self.shapes:
+        if [*map(id, arrays)] != ids or not self._have_shapes(arrays):
             return False
-        if out is arrays or others is None:
-            return out is arrays and others is None
-        return [*map(id, out)] == others and [one.shape for one in out] == self.shapes
+        return others is None or ([*map(id, out)] == others and self._have_shapes(out))
+
+
+class _KnownTensors:
+    """A call on PyTorch's tensors, which may change in any way: all is compared, but how to is known."""
+
+    __slots__ = ("_kind", "_sources", "_targets", "library", "ready")
+
+    def __init__(self, ready: Ready, kind: Kind, sources: list[int], targets: list[int]) -> None:
+        self.library, self.ready = torch_runtime, ready
+        self._kind, self._sources, self._targets = kind, sources, targets
+
+    def is_of(self, tensors: Sequence[Any], out: Sequence[Any]) -> bool:
+        """True if it is a call on these tensors. ``out`` is ``tensors`` if it was so in the first call."""
+        read = self._kind.read
+        return read(tensors) == self._sources and (out is tensors or read(out) == self._targets)
 
 
 class KnownLists:
@@ -111,7 +135,11 @@ class KnownLists:
         self._device, self._order, self._make_ready = device, order, make_ready
         self._kinds: dict[tuple[Any, ...], Kind] = {}  # by op, length, and the first and last member's shape and dtype
         self._by_places: dict[_Places, Ready | None] = {}  # None: it has come once
-        self._by_objects: dict[tuple[Any, ...], _Known] = {}  # by op, length, and a few of the arrays' ids
+        # By op, length, and a few of the arrays' ids. None: tensors whose memory changes.
+        self._by_ends: dict[_Ends, _KnownArrays | _KnownTensors | None] = {}
+        self._firsts: dict[
+            _Ends, Callable[[], Any]
+        ] = {}  # references to the first arrays of lists that may be known so
 
     def learn(self, arrays: Sequence[Any], op: Any, prepared: PreparedList) -> None:
         """Remember a call that was made by the usual way, if lists like this can be ready."""
@@ -128,13 +156,49 @@ class KnownLists:
         if read is None:
             return
         sizes, itemsizes = [one.nbytes for one in arrays], [library.dtype_of(one.dtype).itemsize for one in arrays]
-        kind = Kind(prepared, read, sizes, np.array(sizes, np.uint64), itemsizes, max(itemsizes))
+        lengths = np.array(sizes, np.uint64)
+        kind = Kind(library, prepared, read, sizes, lengths, itemsizes, max(itemsizes), max(sizes))
         keep(self._kinds, key, kind, _MOST)
 
     def find(self, arrays: Sequence[Any], op: str, out: Any, stream: Any) -> tuple[Ready | None, Any, Stream]:
         """Do the same as :meth:`KnownCalls.find` for a list or a tuple of arrays."""
+        if not arrays:
+            return NOT_READY
+        if out is arrays:
+            ends = op, len(arrays), id(arrays[0]), id(arrays[-1]), 0
+        elif out is None:
+            return self._unknown(None, arrays, op, out, stream)
+        elif (type(out) is list or type(out) is tuple) and out:
+            ends = op, len(arrays), id(arrays[0]), id(arrays[-1]), id(out[0])
+        else:
+            return NOT_READY
+        known = self._by_ends.get(ends)
+        if known is None:
+            return self._unknown(ends, arrays, op, out, stream)
+        library = known.library
+        current = library.stream_handle(self._device)
+        if stream is not None:
+            given = given_stream(stream, current, library is torch_runtime)
+            if given is None:
+                return NOT_READY
+            current = given
+        if known.is_of(arrays, out):
+            return known.ready, out, current
+        if library is torch_runtime:
+            self._by_ends[ends] = None
+        else:
+            del self._by_ends[ends]
+        return self._unknown(ends, arrays, op, out, stream)
+
+    def _unknown(
+        self, ends: _Ends | None, arrays: Sequence[Any], op: str, out: Any, stream: Any
+    ) -> tuple[Ready | None, Any, Stream]:  # fmt: skip
+        """Do the same as :meth:`find` for a list that is not known by its arrays.
+
+        :param ends: by what it may become known.
+        """
         library = _library(arrays)
-        if library is None or not (out is None or ((type(out) is list or type(out) is tuple) and out)):
+        if library is None:
             return NOT_READY
         current = library.stream_handle(self._device)
         if stream is not None:
@@ -142,12 +206,6 @@ class KnownLists:
             if given is None:
                 return NOT_READY
             current = given
-        objects: tuple[Any, ...] | None = None
-        if out is not None and library is cupy_runtime:
-            objects = op, len(arrays), id(arrays[0]), id(arrays[-1]), out is arrays or id(out[0])
-            found = self._by_objects.get(objects)
-            if found is not None and found.is_of(arrays, out):
-                return found.ready, out, current
         key = _key(library, arrays, op)
         kind = None if key is None else self._kinds.get(key)
         sources = None if kind is None else kind.read(arrays)
@@ -169,8 +227,8 @@ class KnownLists:
         ready = self._by_places.get(place)
         if ready is None:
             ready = self._at(place, sources, targets, new=out is None)
-        elif objects is not None:
-            self._watch(objects, ready, arrays, out)
+        elif ends is not None and ends not in self._by_ends:
+            self._watch(ends, ready, arrays, out, (kind, sources, targets))
         return ready, result, current
 
     def _at(self, place: _Places, sources: list[int], targets: list[int], new: bool) -> Ready | None:
@@ -188,23 +246,35 @@ class KnownLists:
             keep(self._by_places, place, ready if again else None, _MOST)
         return ready
 
-    def _watch(self, objects: tuple[Any, ...], ready: Ready, arrays: Sequence[Any], out: Sequence[Any]) -> None:
-        """Know the list by its arrays, until one of them dies."""
-        forget = partial(_forget, weakref.ref(self), objects)
-        every = arrays if out is arrays else (*arrays, *out)
-        ids = [*map(id, arrays)], None if out is arrays else [*map(id, out)]
-        alive = [weakref.ref(array, forget) for array in every]
-        keep(self._by_objects, objects, _Known(ready, ids, [array.shape for array in arrays], alive), _MOST)
+    def _watch(
+        self, ends: _Ends, ready: Ready, arrays: Sequence[Any], out: Sequence[Any],
+        read: tuple[Kind, list[int], list[int]],
+    ) -> None:  # fmt: skip
+        """Know a list by its arrays, if they come again: those of CuPy until one of them dies.
 
-    def forget(self, objects: tuple[Any, ...]) -> None:
-        """Forget a list of which an array has died, so that its id may become another one's."""
-        self._by_objects.pop(objects, None)
+        Gradients are new arrays each time, at the addresses of others before them. To know these would be for nothing.
+        """
+        first = self._firsts.get(ends)
+        if first is None or first() is not arrays[0]:
+            reference: Callable[[], Any] = weakref.ref(arrays[0])
+            keep(self._firsts, ends, reference, _MOST)
+            return
+        known: _KnownArrays | _KnownTensors
+        if read[0].library is torch_runtime:
+            known = _KnownTensors(ready, *read)
+        else:
+            known = _KnownArrays(ready, arrays, out, partial(_forget, weakref.ref(self), ends))
+        keep(self._by_ends, ends, known, _MOST)
+
+    def forget(self, ends: _Ends) -> None:
+        """Forget a list of which an array has died."""
+        self._by_ends.pop(ends, None)
 
 
-def _forget(known: Callable[[], KnownLists | None], objects: tuple[Any, ...], _: Any) -> None:
+def _forget(known: Callable[[], KnownLists | None], ends: _Ends, _: Any) -> None:
     lists = known()
     if lists is not None:
-        lists.forget(objects)
+        lists.forget(ends)
 
 
 def _library(arrays: Sequence[Any]) -> Any:

@@ -122,6 +122,11 @@ class ListLaunch:
         self.set(sources, targets)
         self.launch.run(stream)
 
+    def run_at(self, addresses: tuple[Addresses, Addresses], stream: Stream) -> None:
+        """Do the same for a pair of sources and targets, as a :class:`Ready` call is launched."""
+        self.set(*addresses)
+        self.launch.run(stream)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedLaunches(PreparedList):

@@ -61,6 +61,8 @@ class ReadyLaunches:
                 executable = graph.executable_of(launches[0].launch)
                 self._more.append(executable)
                 return Ready(prepared.what, cupy_runtime.launch_graph, executable.handle)
+        if len(launches) == 1:
+            return Ready(prepared.what, launches[0].run_at, (sources, targets))
         return Ready(prepared.what, _launch_list, (prepared, sources, targets))
 
     def make_norm(self, prepared: PreparedNorm, addresses: NormAddresses) -> Ready | None:

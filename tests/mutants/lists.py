@@ -5,7 +5,13 @@ from __future__ import annotations
 from tests.mutants import Mutant, unit
 
 PLAN, KERNELS, OPERANDS = "ipcreduce/ipc/lists.py", "kernels/list.cuh", "ipcreduce/arrays/lists.py"
-KNOWN = "ipcreduce/device/known_lists.py"
+KNOWN, CUPY = "ipcreduce/device/known_lists.py", "ipcreduce/cuda/cupy_runtime.py"
+OTHERS, SHAPES, READ = (
+    unit("known_arrays", name)
+    for name in (
+        "other_arrays_are_not_those_of_a_known_list", "any_change_of_shapes_is_seen", "what_a_reader_of_arrays_takes"
+    )
+)  # fmt: skip
 REDUCER, NCCL = "ipcreduce/device_reducer.py", "ipcreduce/nccl/comm.py"
 EVERY_BYTE, TABLE = unit("lists", "every_byte_is_in_one_part"), unit("lists", "the_table_has_the_parts_and_no_others")
 FINDS, ADDRESSES = unit("kernel_layout", "a_thread_finds_its_array"), unit("lists", "addresses_of_parts")
@@ -147,28 +153,98 @@ MUTANTS = [
         KNOWN,
         "if [*map(id, arrays)] != ids or ",
         "if ",
-        scenario("known_lists_of_other_arrays"),
+        OTHERS,
     ),
     Mutant(
         "a list is known by its first output",
         KNOWN,
-        "return [*map(id, out)] == others and ",
-        "return ",
-        scenario("known_lists_of_other_arrays"),
+        "[*map(id, out)] == others and ",
+        "",
+        OTHERS,
     ),
     Mutant(
         "a list is known although its shapes are others",
         KNOWN,
-        " or [array.shape for array in arrays] != self.shapes:",
+        " or not self._have_shapes(arrays):",
         ":",
-        scenario("known_lists_of_another_shape"),
+        unit("known_arrays", "the_shape_of_a_known_array_changes"),
+    ),
+    Mutant(
+        "a list is known although its outputs have other shapes",
+        KNOWN,
+        " and self._have_shapes(out))",
+        ")",
+        unit("known_arrays", "the_shape_of_a_known_array_changes"),
     ),
     Mutant(
         "a list is known after its arrays have died",
         KNOWN,
-        "        self._by_objects.pop(objects, None)\n",
+        "        self._by_ends.pop(ends, None)\n",
         "        return\n",
-        scenario("known_lists_of_other_arrays"),
+        unit("known_arrays", "a_known_array_dies"),
+    ),
+    Mutant(
+        "lists of arrays that come once are known by these",
+        KNOWN,
+        "if first is None or first() is not arrays[0]:",
+        "if False:",
+        unit("known_arrays", "new_arrays_at_the_addresses_of_others"),
+    ),
+    Mutant(
+        "known tensors are where they were",
+        KNOWN,
+        "return read(tensors) == self._sources and (",
+        "return (",
+        unit("known_arrays", "tensors_whose_memory_changes"),
+    ),
+    Mutant(
+        "known tensors for results are where they were",
+        KNOWN,
+        "read(out) == self._targets)",
+        "True)",
+        unit("known_arrays", "tensors_whose_memory_changes"),
+    ),
+    Mutant(
+        "a known array of two axes has the shape that it had",
+        CUPY,
+        "by = [_ndim, len]",
+        "by = [_ndim]",
+        SHAPES,
+    ),
+    Mutant(
+        "the shape of an array without elements is known by its length",
+        CUPY,
+        " and not any(0 in shape for shape in shapes)",
+        "",
+        SHAPES,
+    ),
+    Mutant(
+        "new arrays of a list have as many elements as those before",
+        CUPY,
+        "array.ndim == 1 and len(array) == size",
+        "array.ndim == 1",
+        READ,
+    ),
+    Mutant(
+        "new arrays of a list are as long as those before, whatever their shape",
+        CUPY,
+        "array.ndim == 1 and len(array) == size",
+        "len(array) == size",
+        READ,
+    ),
+    Mutant(
+        "new arrays of a list may lie on another GPU",
+        CUPY,
+        "            if place.device_id == device\n        ]",
+        "            if True\n        ]",
+        READ,
+    ),
+    Mutant(
+        "new arrays of a list may have strides",
+        CUPY,
+        "            and array._c_contiguous\n",
+        "",
+        READ,
     ),
     Mutant(
         "outputs of a known list may share memory",
@@ -187,8 +263,8 @@ MUTANTS = [
     Mutant(
         "an array of a list has address 0",
         KNOWN,
-        "len(addresses) < _MANY else words.all()",
-        "len(addresses) < _MANY else True",
+        "if few else np.count_nonzero(words) == len(words)",
+        "if few else True",
         unit("known_lists", "addresses_that_fit"),
     ),
     # ---- recordings, ends, NCCL

@@ -19,7 +19,8 @@ COUNTS = pytest.mark.parametrize("count", [1, 3, MANY])
 def kind_of(sizes: list[int], itemsizes: list[int] | None = None) -> Kind:
     itemsizes = itemsizes or [1] * len(sizes)
     prepared: Any = None
-    return Kind(prepared, lambda _: None, sizes, np.array(sizes, np.uint64), itemsizes, max(itemsizes))
+    lengths = np.array(sizes, np.uint64)
+    return Kind(None, prepared, lambda _: None, sizes, lengths, itemsizes, max(itemsizes), max(sizes))
 
 
 def words(addresses: list[int]) -> Any:

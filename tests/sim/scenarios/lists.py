@@ -36,6 +36,7 @@ from tests.sim.scenarios.common import (
 from tests.simulated import pytorch as torch
 from tests.simulated.pytorch import Tensor
 
+TURNS = 6  # in the last of them a list is known by its arrays
 COUNTS = (1, 5, 0, 333, 16, 4097)
 DTYPES = (np.float32, np.int8, np.float64, np.float32, np.dtype(ml_dtypes.bfloat16), np.float32)
 
@@ -119,7 +120,7 @@ def known_lists_of_another_shape() -> None:
     """A list is known by its arrays, whose shapes the program may change: the ranks compare them as they are."""
     with Communicator() as comm:
         arrays = [cupy.full((6,), RANK + 1, np.float32), cupy.full((4,), RANK + 1, np.float32)]
-        for _ in range(4):
+        for _ in range(TURNS):
             comm.allreduce(arrays, out=arrays)
         for array in arrays:
             array.shape = (2, array.size // 2)
@@ -141,7 +142,7 @@ def known_lists_of_other_arrays() -> None:
             ([first, middle], [first, middle]),
         ):  # fmt: skip
             for form in (arrays, tuple(arrays)):
-                for _ in range(4):
+                for _ in range(TURNS):
                     filled(every, RANK + 1)
                     same = all(one is to for one, to in zip(arrays, out, strict=True))
                     comm.allreduce(form, out=form if same else out)
@@ -151,7 +152,7 @@ def known_lists_of_other_arrays() -> None:
         kept: list[Any] = []
         for _ in range(12):
             short = cupy.full((6,), RANK + 1, np.float32)
-            for _ in range(3):
+            for _ in range(TURNS):
                 filled([first, short, last], RANK + 1)
                 comm.allreduce([first, short, last], out=[second, short, last])
             right(short)
@@ -160,7 +161,7 @@ def known_lists_of_other_arrays() -> None:
         with torch.imported():
             for count in (2, 60):
                 tensors = [Tensor(cupy.full((10,), RANK + 1, np.float32)) for _ in range(count)]
-                for _ in range(4):
+                for _ in range(TURNS):
                     filled([one.array for one in tensors], RANK + 1)
                     comm.allreduce(tensors, out=tensors)
                 before = tensors[1].array

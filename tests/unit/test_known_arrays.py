@@ -1,0 +1,282 @@
+"""Lists that are known by their arrays, or by the addresses of their tensors, with stand-ins for both libraries."""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ipcreduce.cuda import cupy_runtime, torch_lists, torch_runtime
+from ipcreduce.device.known_calls import NOT_READY, PreparedList, Ready
+from ipcreduce.device.known_lists import KnownLists
+
+TURNS = 6  # in the last of them a list is known by its arrays
+CURRENT, OTHER = 8, 9
+DTYPE = np.dtype(np.float32)
+
+
+class Array:
+    """What the fast path reads of CuPy's arrays. ``looks``: how often any array was asked where it lies."""
+
+    looks = 0
+
+    def __init__(self, shape: tuple[int, ...] = (6,), at: int = 0, dtype: Any = DTYPE, device: int = 0) -> None:
+        self._of = np.zeros(shape, dtype)
+        self.place, self._c_contiguous = SimpleNamespace(ptr=at, device_id=device), True
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    @property
+    def data(self) -> Any:
+        Array.looks += 1
+        return self.place
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._of.shape
+
+    @shape.setter
+    def shape(self, shape: tuple[int, ...]) -> None:
+        self._of = self._of.reshape(shape)
+
+    dtype = property(lambda self: self._of.dtype)
+    ndim = property(lambda self: self._of.ndim)
+    nbytes = property(lambda self: self._of.nbytes)
+
+
+class Subclass(Array):
+    """A class of the program's own, which can mean anything."""
+
+
+class Tensor:
+    """A tensor whose memory the program may change."""
+
+    shape, dtype, nbytes = (6,), "float32", 24
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+
+def arrays_of(count: int, first: int = 4096) -> list[Array]:
+    return [Array(at=first + 64 * index) for index in range(count)]
+
+
+@pytest.fixture(autouse=True)
+def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cupy_runtime, "cupy", SimpleNamespace(ndarray=Array))
+    monkeypatch.setattr(cupy_runtime, "get_current_stream", lambda: SimpleNamespace(ptr=CURRENT))
+    monkeypatch.setattr(torch_runtime, "works", lambda: True)
+    monkeypatch.setattr(torch_runtime, "is_plain_type", lambda kind: kind is Tensor)
+    monkeypatch.setattr(torch_runtime, "stream_handle", lambda device: OTHER)
+    monkeypatch.setattr(torch_runtime, "dtype_of", lambda dtype: np.dtype(dtype))
+    monkeypatch.setattr(torch_lists, "reader", reader_of_tensors)
+
+
+def reader_of_tensors(tensors: Sequence[Any], device: int) -> Callable[[Sequence[Any]], list[int] | None]:
+    def read(others: Sequence[Any]) -> list[int] | None:
+        return [one.at for one in others] if len(others) == len(tensors) else None
+
+    return read
+
+
+class Known:
+    """The memory of lists. Each call returns the addresses for which its launch was made, and its stream."""
+
+    def __init__(self) -> None:
+        order: Any = SimpleNamespace(quick=lambda stream: "ON_STREAM")
+        self.lists = KnownLists(0, order, self._make_ready)
+        self.made = 0
+
+    def _make_ready(self, prepared: PreparedList, sources: Any, targets: Any, again: bool) -> Ready:
+        self.made += 1
+        return Ready(prepared.what, lambda *_: None, (sources.tolist(), targets.tolist()))
+
+    def learn(self, arrays: Sequence[Any]) -> None:
+        what: Any = len(arrays)
+        self.lists.learn(arrays, "sum", PreparedList(what=what, by="", through=(None,) * len(arrays)))
+
+    def find(self, arrays: Sequence[Any], out: Any, stream: Any = None) -> Any:
+        ready, result, current = self.lists.find(arrays, "sum", out, stream)
+        if ready is None:
+            assert (ready, result, current) == NOT_READY
+            return None
+        assert result is out
+        return ready.argument, current
+
+    def is_known(self, arrays: Sequence[Any], out: Any) -> bool:
+        """A launch is found without a look at where the arrays lie."""
+        before = Array.looks
+        assert self.find(arrays, out) is not None
+        return Array.looks == before
+
+
+def known_list(arrays: Sequence[Any], out: Any) -> Known:
+    known = Known()
+    known.learn(arrays)
+    for _ in range(TURNS):
+        assert known.find(arrays, out) is not None
+    return known
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_list_is_known_by_its_arrays(in_place: bool):
+    arrays = arrays_of(3)
+    out = arrays if in_place else arrays_of(3, 8192)
+    known = known_list(arrays, out)
+    made, places = known.made, tuple([one.place.ptr for one in ones] for ones in (arrays, out))
+    assert known.is_known(arrays, out)
+    assert known.find(arrays, out) == (places, CURRENT)
+    again = [*arrays]
+    assert known.is_known(again, again if in_place else tuple(out)), "another list of the same arrays"
+    assert known.find(arrays, out, CURRENT) == (places, CURRENT)
+    assert known.find(arrays, out, OTHER) == (places, OTHER), "on the stream that it is given"
+    assert known.made == made
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_other_arrays_are_not_those_of_a_known_list(at: int, in_place: bool):
+    arrays = arrays_of(3)
+    out = arrays if in_place else arrays_of(3, 8192)
+    for changed in (arrays, out):
+        known = known_list(arrays, out)
+        before, changed[at] = changed[at], Array(at=1 << 20)
+        places = tuple([one.place.ptr for one in ones] for ones in (arrays, out))
+        for _ in range(TURNS):
+            assert known.find(arrays, out) == (places, CURRENT)
+        changed[at] = before
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_the_shape_of_a_known_array_changes(in_place: bool):
+    arrays = arrays_of(3)
+    out = arrays if in_place else arrays_of(3, 8192)
+    for changed in (arrays, out):
+        known = known_list(arrays, out)
+        changed[1].shape = (2, 3)
+        assert known.find(arrays, out) is None
+        changed[1].shape = (6,)
+        assert known.find(arrays, out) is not None
+
+
+def test_a_known_array_dies():
+    """Another one may have its id then, and other memory."""
+    arrays = arrays_of(3)
+    known = known_list(arrays, arrays)
+    dead = id(arrays[1])
+    arrays[1] = None  # type: ignore[call-overload]
+    kept = []
+    for turn in range(100):
+        kept.append(Array(at=(1 << 20) + 64 * turn))
+        if id(kept[-1]) == dead:
+            break
+    arrays[1] = kept[-1]
+    places = [one.place.ptr for one in arrays]
+    assert known.find(arrays, arrays) == ((places, places), CURRENT)
+
+
+def test_new_arrays_at_the_addresses_of_others():
+    """As gradients are, of which each comes once: to refer to all of them would take as long as to read them."""
+    known, kept = Known(), []
+    known.learn(arrays_of(3))
+    for _ in range(2 * TURNS):
+        arrays = arrays_of(3)
+        kept.append(arrays)
+        assert known.find(arrays, arrays) is not None
+        assert [weakref.getweakrefcount(one) for one in arrays[1:]] == [0, 0]
+    assert known.made == 2
+
+
+def test_tensors_whose_memory_changes():
+    tensors = [Tensor(4096 + 64 * index) for index in range(3)]
+    for out in (tensors, [Tensor(8192 + 64 * index) for index in range(3)]):
+        for changed in (tensors, out):
+            known = known_list(tensors, out)
+            for at in (1 << 20, 1 << 21):
+                changed[1].at = at
+                places = tuple([one.at for one in ones] for ones in (tensors, out))
+                for _ in range(TURNS):
+                    assert known.find(tensors, out) == (places, OTHER)
+    assert known.find(tensors, out, OTHER) == (places, OTHER)
+    assert known.find(tensors, out, CURRENT) is None, "PyTorch has to be told of another stream"
+
+
+def test_ids_of_tensors_that_arrays_have_by_now(monkeypatch: pytest.MonkeyPatch):
+    """The call is on the stream of the arrays' own library."""
+    arrays = arrays_of(2)
+    tensors = [Tensor(one.place.ptr) for one in arrays]
+    known = known_list(tensors, tensors)
+    known.learn(arrays)
+    (ends,) = known.lists._by_ends
+    known.lists._by_ends[("sum", 2, id(arrays[0]), id(arrays[-1]), 0)] = known.lists._by_ends[ends]
+    monkeypatch.setattr(Array, "at", -1, raising=False)  # which the tensors' reader reads
+    places = [one.place.ptr for one in arrays]
+    assert known.find(arrays, arrays) == ((places, places), CURRENT)
+
+
+@st.composite
+def lists_of_shapes(draw: st.DrawFn) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Shapes of a list's arrays, each with one of as many elements."""
+    most = draw(st.integers(1, 4))
+    shapes = draw(st.lists(st.lists(st.integers(0, 3), min_size=0, max_size=most).map(tuple), min_size=1, max_size=4))
+    found = []
+    for shape in shapes:
+        others = [shape, tuple(reversed(shape)), (int(np.prod(shape)),), (*shape, 1), (1, *shape)]
+        if not np.prod(shape):
+            others += [(0, 5), (5, 0), (0,)]
+        found.append((shape, draw(st.sampled_from(others))))
+    return found
+
+
+@given(lists_of_shapes())
+@example([((2, 3), (3, 2)), ((4,), (4,))])
+@example([((2, 3), (6,)), ((6,), (2, 3))])
+@example([((0, 3), (0, 5))])
+def test_any_change_of_shapes_is_seen(shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]):
+    arrays = [Array(shape) for shape, _ in shapes]
+    have_shapes = cupy_runtime.same_shapes(arrays)
+    assert have_shapes(arrays)
+    for array, (_, other) in zip(arrays, shapes, strict=True):
+        array.shape = other
+    assert have_shapes(arrays) is all(shape == other for shape, other in shapes)
+
+
+SHAPES: list[tuple[int, ...]] = [(6,), (2, 3), (2, 3, 1), (), (0,)]
+
+
+def test_what_a_reader_of_arrays_takes():
+    ones = [Array(shape, 4096 + 64 * index) for index, shape in enumerate(SHAPES)]
+    read = cupy_runtime.reader(ones, 0)
+    assert read is not None
+    places = [one.place.ptr for one in ones]
+    assert read(ones) == read(tuple(ones)) == places
+    assert read(ones[:-1]) is None
+    assert read([*ones, ones[0]]) is None
+    strided, elsewhere = (Array(at=4096, device=device) for device in (0, 1))
+    strided._c_contiguous = False
+    for at in range(len(SHAPES)):
+        others = [Array(shape, 4096) for shape in [*SHAPES, (3,), (7,), (3, 2)] if shape != SHAPES[at]]
+        others += [Array(SHAPES[at], 4096, np.int32), Subclass(SHAPES[at], 4096), elsewhere, strided]
+        for other in [*others, None, 1.0]:
+            wrong: list[Any] = [*ones[:at], other, *ones[at + 1 :]]
+            assert read(wrong) is None, (at, other)
+    same = pickle.loads(pickle.dumps(np.dtype([("a", "f4")])))
+    assert same is not np.dtype([("a", "f4")])
+    read = cupy_runtime.reader([Array(at=1, dtype=same)], 0)
+    assert read is not None
+    assert read([Array(at=2, dtype=np.dtype([("a", "f4")]))]) == [2], "an equal dtype is the same"
+
+
+def test_lists_without_a_reader():
+    strided = Array()
+    strided._c_contiguous = False
+    for wrong in (strided, Array(device=1), Subclass(), None):
+        assert cupy_runtime.reader([Array(), wrong], 0) is None

@@ -5,6 +5,11 @@
 Every list is checked against NumPy before it is timed. Times are microseconds a call: in a CUDA graph of many calls
 (median over replays, maximum over ranks), and on the host (median over rounds, maximum over ranks). "known" is a list
 of the same arrays at each call, "new" one of other arrays each time, as gradients are after zero_grad().
+
+A host time may only be compared with one of the same library, since CuPy's arrays and PyTorch's tensors are on streams
+of their own: "one array" and "one tensor" are plain calls with out=. Each library has a communicator, whose calls are
+all on one stream, and no graph is captured before all host times are known. Otherwise each call would also wait for an
+event and record it, as in a program that changes streams or captures graphs.
 """
 
 from __future__ import annotations
@@ -28,7 +33,8 @@ from ipcreduce.bench import report, timing
 
 WORLD = MPI.COMM_WORLD
 KB = 1024
-REPLAYS, ROUNDS, NEW_CALLS = 40, 20, 10
+REPLAYS, ROUNDS, WARM = 40, 20, 3
+NEW_CALLS = 50  # at most in a round
 
 
 def resnet50() -> list[int]:
@@ -74,18 +80,33 @@ def check(call: Callable[[list[Any]], Any], sizes: list[int], dtype: Any, seed: 
         assert np.array_equal(array.get().astype(np.float64), total), f"member {i} of {len(sizes)}"
 
 
-def host(call: Callable[[], Any], calls: int) -> float:
-    """Median over rounds of the host's time for a call, of the slowest rank."""
+def host(call: Callable[[], Any], calls: int, prepare: Callable[[], None] = lambda: None) -> float:
+    """Median over rounds of the host's time for a call, of the slowest rank. ``prepare`` comes before each round."""
     found = []
-    for turn in range(ROUNDS + 3):
+    for turn in range(ROUNDS + WARM):
+        prepare()
         cp.cuda.runtime.deviceSynchronize()  # PyTorch has a stream of its own
         WORLD.Barrier()
         begin = time.perf_counter()
         for _ in range(calls):
             call()
-        found += [(time.perf_counter() - begin) / calls * 1e6] if turn >= 3 else []
+        found += [(time.perf_counter() - begin) / calls * 1e6] if turn >= WARM else []
     cp.cuda.runtime.deviceSynchronize()
     return float(WORLD.allreduce(statistics.median(found), MPI.MAX))
+
+
+def host_new(
+    reduce: Callable[[list[Any]], Any], arrays: list[Any], empty: Callable[[int, Any], Any], calls: int
+) -> float:
+    """The host's time for a call on a list of which no array has been used before, and which were made just before."""
+    calls = min(calls, NEW_CALLS)
+    every, given = new_lists(arrays, empty, calls * (ROUNDS + WARM)), iter(())
+
+    def prepare() -> None:
+        nonlocal given
+        given = iter([next(every) for _ in range(calls)])
+
+    return host(lambda: reduce(next(given)), calls, prepare)
 
 
 def graph_of(call: Callable[[], Any], calls: int) -> float:
@@ -140,83 +161,90 @@ class Torch:
         self._dist.all_reduce_coalesced(tensors)
 
 
-def new_lists(arrays: list[Any], empty: Callable[[int, Any], Any]) -> Iterator[list[Any]]:
-    """Lists like this one, of which no array has been used before: views of one array, at other addresses each time."""
-    most = NEW_CALLS * (ROUNDS + 3)
+def new_lists(arrays: list[Any], empty: Callable[[int, Any], Any], most: int) -> Iterator[list[Any]]:
+    """So many lists like this one, made when they are asked for: views of one array, at other addresses each time."""
     lengths = [array.size if isinstance(array, cp.ndarray) else array.numel() for array in arrays]
     padded = [-(-length // 64) * 64 for length in lengths]
     room = empty(sum(padded) + 64 * most, arrays[0].dtype)
     begins = [end - length for end, length in zip(accumulate(padded), padded, strict=True)]
-    return iter(
-        [
-            [room[begin + 64 * turn :][:length] for begin, length in zip(begins, lengths, strict=True)]
-            for turn in range(most)
-        ]
-    )
+    for turn in range(most):
+        yield [room[begin + 64 * turn :][:length] for begin, length in zip(begins, lengths, strict=True)]
 
 
-def in_place(comm: ipcreduce.Communicator, lists: Iterator[list[Any]]) -> Callable[[], None]:
-    """A function that reduces the next list in place."""
-
-    def call() -> None:
-        given = next(lists)
-        comm.allreduce(given, out=given)
-
-    return call
+def in_place(comm: ipcreduce.Communicator) -> Callable[[Any], Any]:
+    """A function that reduces an array or a list in place."""
+    return lambda given: comm.allreduce(given, out=given)
 
 
-def each(reduce: Callable[[list[Any]], Any], lists: Iterator[list[Any]]) -> Callable[[], None]:
-    """A function that reduces the next list in place by ``reduce``."""
-    return lambda: reduce(next(lists))
+class Case:
+    """A list of arrays, and one array of as many bytes."""
 
+    def __init__(self, sizes: list[int], dtype: Any) -> None:
+        self.sizes, self.dtype = sizes, dtype
+        self.nbytes = sum(-(-size * dtype.itemsize // 16) * 16 for size in sizes)
+        self._large = self.nbytes > 8 << 20
+        self._host_calls = 5 if self._large else 100
 
-def measure(comm: ipcreduce.Communicator, sizes: list[int], dtype: Any, peers: dict[str, Any]) -> dict[str, Any]:
-    """The row of one list."""
-    itemsize, padded = dtype.itemsize, sum(-(-size * dtype.itemsize // 16) * 16 for size in sizes)
-    arrays = [cp.ones(size, dtype) for size in sizes]
-    one = cp.ones(padded // itemsize, dtype)
-    large = padded > 8 << 20
-    calls, host_calls = (10, 5) if large else (100, 100)
-    check(lambda given: comm.allreduce(given, out=given), sizes, dtype, 7)
-    row: dict[str, Any] = {"bytes": padded, "members": len(sizes)}
-    row["graph"] = graph_of(lambda: comm.allreduce(arrays, out=arrays), calls)
-    row["graph, one array"] = graph_of(lambda: comm.allreduce(one, out=one), calls)
-    row["host, one array"] = host(lambda: comm.allreduce(one, out=one), host_calls)
-    row["host, known"] = host(lambda: comm.allreduce(arrays, out=arrays), host_calls)
-    row["host, new"] = host(in_place(comm, new_lists(arrays, cp.empty)), NEW_CALLS)
-    if nccl := peers.get("nccl"):
-        row["graph, NCCL's group"] = graph_of(lambda: nccl(arrays), calls)
-        row["host, NCCL's group"] = host(lambda: nccl(arrays), host_calls)
-    if torch := peers.get("torch"):
-        tensors = torch.tensors(arrays)
-        row["host, all_reduce_coalesced"] = host(lambda: torch(tensors), host_calls)
-        row["host, tensors, known"] = host(lambda: comm.allreduce(tensors, out=tensors), host_calls)
-        row["host, tensors, new"] = host(in_place(comm, new_lists(tensors, torch.empty)), NEW_CALLS)
-        row["host, all_reduce_coalesced, new"] = host(each(torch, new_lists(tensors, torch.empty)), NEW_CALLS)
-    return row
+    def _arrays(self) -> tuple[list[Any], Any]:
+        return [cp.ones(size, self.dtype) for size in self.sizes], cp.ones(
+            self.nbytes // self.dtype.itemsize, self.dtype
+        )
+
+    def host(self, comm: ipcreduce.Communicator, peers: dict[str, Any]) -> dict[str, Any]:
+        """The host times."""
+        arrays, one = self._arrays()
+        calls, reduce = self._host_calls, in_place(comm)
+        check(reduce, self.sizes, self.dtype, 7)
+        row: dict[str, Any] = {"bytes": self.nbytes, "members": len(self.sizes)}
+        row["host, one array"] = host(lambda: reduce(one), calls)
+        row["host, known"] = host(lambda: reduce(arrays), calls)
+        row["host, new"] = host_new(reduce, arrays, cp.empty, calls)
+        if nccl := peers.get("nccl"):
+            row["host, NCCL's group"] = host(lambda: nccl(arrays), calls)
+        if torch := peers.get("torch"):
+            tensors, (tensor,) = torch.tensors(arrays), torch.tensors([one])
+            reduce = in_place(peers["comm of tensors"])
+            row["host, all_reduce_coalesced"] = host(lambda: torch(tensors), calls)
+            row["host, one tensor"] = host(lambda: reduce(tensor), calls)
+            row["host, tensors, known"] = host(lambda: reduce(tensors), calls)
+            row["host, tensors, new"] = host_new(reduce, tensors, torch.empty, calls)
+            row["host, all_reduce_coalesced, new"] = host_new(torch, tensors, torch.empty, calls)
+        return row
+
+    def in_graphs(self, comm: ipcreduce.Communicator, peers: dict[str, Any]) -> dict[str, Any]:
+        """The times in CUDA graphs."""
+        arrays, one = self._arrays()
+        calls, reduce = 10 if self._large else 100, in_place(comm)
+        row = {"graph": graph_of(lambda: reduce(arrays), calls)}
+        row["graph, one array"] = graph_of(lambda: reduce(one), calls)
+        if nccl := peers.get("nccl"):
+            row["graph, NCCL's group"] = graph_of(lambda: nccl(arrays), calls)
+        return row
 
 
 def main(out: str) -> None:
     """Measure every list, and write the rows on rank 0."""
-    comm = ipcreduce.Communicator(device="auto")
-    peers: dict[str, Any] = {}
+    comm, of_tensors = (ipcreduce.Communicator(device="auto") for _ in range(2))
+    peers: dict[str, Any] = {"comm of tensors": of_tensors}
     for name, peer in (("nccl", Nccl), ("torch", Torch)):
         try:
             peers[name] = peer()
         except Exception as error:
             if comm.rank == 0:
                 print(f"without {name}: {error}")
-    rows: list[dict[str, Any]] = []
+    dtypes = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+    cases = [(name, Case(make(dtype.itemsize), dtype)) for name, make in LISTS.items() for dtype in dtypes]
+    rows: list[dict[str, Any]] = [{"list": name, "dtype": str(case.dtype)} for name, case in cases]
     with cp.cuda.Stream(non_blocking=True):
-        for name, make in LISTS.items():
-            for dtype in (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)):
-                row = {"list": name, "dtype": str(dtype)} | measure(comm, make(dtype.itemsize), dtype, peers)
-                rows.append(row)
+        for measure in (Case.host, Case.in_graphs):
+            for row, (_, case) in zip(rows, cases, strict=True):
+                row |= measure(case, comm, peers)
                 if comm.rank == 0:
                     print(row, flush=True)
     if comm.rank == 0:
         report.write_json(Path(out), report.header(["benchmarks/lists.py"]) | {"rows": rows})
     comm.close()
+    of_tensors.close()
 
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ class KnownLists:
         if library is torch_runtime:
             self._by_ends[ends] = None
         else:
-            del self._by_ends[ends]
+            self.forget(ends)
         return self._unknown(ends, arrays, op, out, stream)
 
     def _unknown(
@@ -267,7 +267,7 @@ class KnownLists:
         keep(self._by_ends, ends, known, _MOST)
 
     def forget(self, ends: _Ends) -> None:
-        """Forget a list of which an array has died."""
+        """Forget a list of which an array has died, or changed. Python may call this at any time, in any thread."""
         self._by_ends.pop(ends, None)
 
 

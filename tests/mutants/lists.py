@@ -184,6 +184,20 @@ MUTANTS = [
         unit("known_arrays", "a_known_array_dies"),
     ),
     Mutant(
+        "a known list that has died meanwhile cannot be forgotten",
+        KNOWN,
+        "            self.forget(ends)\n",
+        "            del self._by_ends[ends]\n",
+        unit("known_arrays", "a_known_array_dies_within_a_call"),
+    ),
+    Mutant(
+        "a list is launched for each array",
+        "ipcreduce/ipc/launches.py",
+        "for kind, name in dict.fromkeys(names):",
+        "for kind, name in names:",
+        scenario("forms_of_lists"),
+    ),
+    Mutant(
         "lists of arrays that come once are known by these",
         KNOWN,
         "if first is None or first() is not arrays[0]:",

@@ -167,20 +167,47 @@ def test_the_shape_of_a_known_array_changes(in_place: bool):
         assert known.find(arrays, out) is not None
 
 
-def test_a_known_array_dies():
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_known_array_dies(in_place: bool):
     """Another one may have its id then, and other memory."""
     arrays = arrays_of(3)
-    known = known_list(arrays, arrays)
-    dead = id(arrays[1])
-    arrays[1] = None  # type: ignore[call-overload]
+    out = arrays if in_place else arrays_of(3, 8192)
+    known = known_list(arrays, out)
+    dead = id(out[1])
+    out[1] = None  # type: ignore[call-overload]
     kept = []
     for turn in range(100):
         kept.append(Array(at=(1 << 20) + 64 * turn))
         if id(kept[-1]) == dead:
             break
-    arrays[1] = kept[-1]
-    places = [one.place.ptr for one in arrays]
-    assert known.find(arrays, arrays) == ((places, places), CURRENT)
+    out[1] = kept[-1]
+    places = tuple([one.place.ptr for one in ones] for ones in (arrays, out))
+    assert known.find(arrays, out) == (places, CURRENT)
+
+
+def test_a_known_array_dies_within_a_call(monkeypatch: pytest.MonkeyPatch):
+    """In another thread, say, between two looks at it."""
+    arrays = arrays_of(3)
+    known = known_list(arrays, arrays)
+    arrays[1].shape = (2, 3)
+
+    def stream() -> Any:
+        known.lists._by_ends.clear()
+        return SimpleNamespace(ptr=CURRENT)
+
+    monkeypatch.setattr(cupy_runtime, "get_current_stream", stream)
+    assert known.find(arrays, arrays) is None
+
+
+def test_outputs_of_another_length():
+    """The usual way tells what is wrong."""
+    arrays, out = arrays_of(3), arrays_of(4, 8192)
+    known = known_list(arrays, out[:3])
+    for wrong in (out, out[:2], [], (), iter(out), out[0], arrays[:2]):
+        assert known.find(arrays, wrong) is None
+    assert known.find(out, arrays) is None
+    assert known.find([], []) is None
+    assert known.find(arrays, out[:3]) is not None
 
 
 def test_new_arrays_at_the_addresses_of_others():

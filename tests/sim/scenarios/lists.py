@@ -83,6 +83,10 @@ def forms_of_lists() -> None:
                 assert comm.allreduce(arrays, "mean", out=arrays) is arrays
                 for array in arrays:
                     assert (cupy.asnumpy(array).astype(np.float64) == int(TOTAL / SIZE)).all() or SIZE % 2 == 0, turn
+            if comm.backend == "ipc":
+                small = [cupy.zeros((200,), np.float32) for _ in range(100)]
+                for arrays, most in ((small, 1), (few(), 3)):  # one launch for all arrays of a dtype, but empty ones
+                    assert len(comm._open.backend.for_list(arrays, "sum").launches) == most
             one = cupy.full((3, 4), RANK + 1, np.int32)
             (again,) = comm.allreduce(form([one]))
             assert again.shape == (3, 4)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import cupy
 import numpy as np
 
-from ipcreduce import Graph, IpcReduceError, PeerFailedError
+from ipcreduce import Graph, IpcReduceError, PeerFailedError, PeerLostError
+from tests.fuzz import faults
 from tests.fuzz.programs import Step
 from tests.shared import alarm, clock
 from tests.shared.bounds import HANG
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 _SIMULATED = cupy.__name__ != "cupy"
 # Of communicators with a rank that is stopped. On the simulated device the others' clocks pass it; GPUs wait for it.
 _TIMEOUT_SECONDS = HANG if _SIMULATED else 10.0
-_ADVICE_ON_LOSS = "can only be closed"
+_LEFT = "it left suspend()", "it left resume()", "cannot go on with the others"
+_SUSPENDED_SECONDS = 0.004  # at most; the end may come meanwhile
 
 
 class Heard(Exception):
@@ -58,6 +60,7 @@ def run(player: Player, step: Step) -> None:
     if player.rank == victim:
         _prepare(how, step["delay"])
     notes: dict[str, Any] = {"how": how}
+    suspends = step["suspends"] if faults.can_suspend(comm, True) else 0
     total = player.size * (player.size + 1) // 2
     passing = contextlib.nullcontext()
     if how == "stopped" and _SIMULATED and player.rank != victim:
@@ -65,6 +68,10 @@ def run(player: Player, step: Step) -> None:
     try:
         with passing:
             while True:
+                if order.random() < suspends:
+                    comm.suspend(pools=bool(order.random() < 0.5))
+                    time.sleep(order.random() * _SUSPENDED_SECONDS)
+                    comm.resume()
                 if order.random() < 0.5:
                     graph.replay()
                     found, due = result, 2 * total
@@ -106,14 +113,23 @@ def _prepare(how: str, delay: float) -> None:
         alarm.call_later(delay, act)
 
 
+def _left(victim: int, text: str) -> bool:
+    """True if the ranks parted for the victim's sake, where suspend() and resume() cannot go back any more."""
+    causes = f"rank {victim} did not call within", f"rank {victim} raised an error ("
+    return any(words in text for words in _LEFT) and any(words in text for words in causes)
+
+
 def _problem(player: Player, how: str, victim: int, error: IpcReduceError, comm: Any, source: Any) -> str:
     """What is not right in the error that this rank got; "" if all is."""
     name, text = type(error).__name__, str(error)
+    if name == "PeerLostError" and _left(victim, text):
+        return ""
     if how == "stopped":
         fits = name == "PeerTimeoutError" and (player.rank == victim or f"rank {victim} did not call within" in text)
         return "" if fits or player.rank == victim else f"{name}: {text}"
     if isinstance(error, PeerFailedError) and f"rank {victim} raised an error (" in text and how != "killed":
         try:  # within a call; then the rank is gone
+            comm.resume()
             comm.allreduce(source)
             comm.synchronize()
             return "a call without the rank that has ended worked"
@@ -127,10 +143,13 @@ def _goes_on(player: Player, comm: Any, source: Any) -> str:
     last = ""
     for _ in range(3 * player.size + 3):
         try:
+            comm.resume()
             comm.allreduce(source)
             comm.synchronize()
         except IpcReduceError as error:
             last = f"{type(error).__name__}: {error}"
+            if isinstance(error, PeerLostError) and any(words in str(error) for words in _LEFT):
+                return ""
         else:
             return ""
     return f"does not go on: {last}"

@@ -98,8 +98,13 @@ def interrupt(player: Player, comm: Any, step: Step) -> None:
     def act() -> None:
         raise KeyboardInterrupt
 
+    suspends = step["suspends"] and can_suspend(comm, step["pools"])
+
     def calls() -> None:
         for _ in range(step["calls"]):
+            if suspends:
+                comm.suspend(pools=step["pools"])
+                comm.resume()
             result = comm.allreduce(source)
         comm.synchronize()
         player.later(result, np.full(200, player.size, np.float32), player.streams[0])
@@ -125,7 +130,9 @@ def driver_fault(player: Player, comm: Any, step: Step) -> None:
 
     source, mine = ones(300), player.rank == step["rank"]
     recorded = player.graphs.get((step["slot"], 0))
-    what = "reduce" if step["what"] == "replay" and recorded is None else step["what"]
+    what = step["what"]
+    if (what == "replay" and recorded is None) or (what == "suspend" and not can_suspend(comm, step["pools"])):
+        what = "reduce"
 
     def calls() -> None:
         if what == "reduce":
@@ -133,6 +140,9 @@ def driver_fault(player: Player, comm: Any, step: Step) -> None:
         elif what == "replay":
             assert recorded is not None
             recorded.graph.replay()
+        elif what == "suspend":
+            comm.suspend(pools=step["pools"])
+            comm.resume()
         else:
             with Graph(comm) as graph, graph.record():
                 comm.allreduce(comm.allreduce(source) * 2)
@@ -153,6 +163,11 @@ def driver_fault(player: Player, comm: Any, step: Step) -> None:
         driver.fault_at(0)
     if any(player.meet(failed)):
         settle(player, step["slot"], by=step["rank"])
+
+
+def can_suspend(comm: Any, pools: bool) -> bool:
+    """True if this communicator can give its memory back, with the pools of its graphs or without."""
+    return comm.size == 1 or (comm.backend == "ipc" and "of workspace in virtual memory" in comm.describe())
 
 
 def ones(count: int) -> Any:
@@ -189,6 +204,7 @@ def settle(player: Player, slot: int, by: int | None = None, interrupted: bool =
     for turn in range(_SETTLING if by is not None else 1):
         state = "works"
         try:
+            comm.resume()  # a fault may have come while it was suspended
             result = comm.allreduce(ones(5), "mode" if interrupted and not turn else "sum")
             comm.synchronize()
             if not (cupy.asnumpy(result) == player.size).all():

@@ -26,12 +26,17 @@ _LATE_SECONDS = 0.004
 # How often each kind of step comes. Faults of driver calls are the simulated device's.
 WEIGHTS = {
     "reduce": 10, "reduce list": 4, "reduce norm": 3, "record": 3, "replay": 6, "capture": 2, "launch": 3, "threads": 1,
-    "new": 1,
+    "new": 1, "suspend": 4,
     "close": 1, "close graph": 1, "refuse": 1, "mismatch": 1, "raise in record": 1, "interrupt": 1, "driver fault": 1,
     "check": 1,
 }  # fmt: skip
 # Of a soak: what is made and closed, again and again.
-MADE = {"new": 4, "close": 3, "record": 10, "replay": 3, "close graph": 6, "capture": 2, "reduce": 2, "refuse": 1}
+MADE = {
+    "new": 4, "close": 3, "record": 10, "replay": 3, "close graph": 6, "capture": 2, "reduce": 2, "refuse": 1,
+    "suspend": 2,
+}  # fmt: skip
+MEANWHILE = ("refused", "again", "launch", "launch", "other", "drop")  # what comes while suspended
+MEMORIES = ("vmm", "vmm", "ipc")
 FAULTS = {"refuse", "mismatch", "raise in record", "interrupt", "driver fault"}
 
 
@@ -48,7 +53,7 @@ def program(
     if death:
         how = draw.choices(DEATHS, (3, 2, 2, 1))[0]
         steps.append({"kind": "death", "how": how, "rank": draw.randrange(ranks), "delay": draw.uniform(0, 0.06)})
-        steps[-1] |= {"seed": draw.randrange(1 << 30), "slot": 0}
+        steps[-1] |= {"seed": draw.randrange(1 << 30), "slot": 0, "suspends": draw.choice((0, 0.3, 0.9))}
     return steps
 
 
@@ -57,7 +62,7 @@ def _step(draw: random.Random, kind: str, ranks: int) -> Step:
     if draw.random() < 0.3:
         step["late"] = {str(draw.randrange(ranks)): round(draw.uniform(0, _LATE_SECONDS), 4)}
     step["stream"] = draw.choice((0, 0, 1, 2))
-    if kind in FAULTS:
+    if kind in FAULTS or kind == "suspend":
         step["rank"] = draw.randrange(ranks)
     return step | _DETAILS.get(kind, lambda draw: {})(draw)
 
@@ -110,6 +115,15 @@ def _reduce_norm(draw: random.Random) -> Step:
     }  # fmt: skip
 
 
+def _suspend(draw: random.Random) -> Step:
+    return {
+        "pools": draw.random() < 0.5, "times": draw.choice((1, 1, 2)), "timeout": draw.choice((None, 60.0)),
+        "meanwhile": draw.choices(MEANWHILE, k=draw.randint(0, 3)), "graph": draw.randrange(2),
+        "everywhere": draw.random() < 0.5, "both": draw.random() < 0.5, "closed": draw.random() < 0.15,
+        "memory": draw.choice(MEMORIES),
+    }  # fmt: skip
+
+
 _DETAILS: dict[str, Callable[[random.Random], Step]] = {
     "reduce": _reduce,
     "reduce list": _reduce_list,
@@ -124,12 +138,22 @@ _DETAILS: dict[str, Callable[[random.Random], Step]] = {
     "launch": lambda draw: {"graph": draw.randrange(2), "times": draw.choice((1, 1, 3))},
     "close graph": lambda draw: {"graph": draw.randrange(3), "dropped": draw.random() < 0.5},
     "threads": lambda draw: {"calls": draw.randint(1, 4)},
-    "new": lambda draw: {"algorithm": draw.choice((None, None, "one_shot", "two_shot", "direct"))},
+    "new": lambda draw: {
+        "algorithm": draw.choice((None, None, "one_shot", "two_shot", "direct")), "memory": draw.choice(MEMORIES),
+    },
+    "close": lambda draw: {"memory": draw.choice(MEMORIES)},
+    "suspend": _suspend,
     "refuse": lambda draw: {"how": draw.choice(("op", "dtype", "out")), "where": draw.choice(("call", "record"))},
     "mismatch": lambda draw: {"how": draw.choice(("count", "dtype", "op"))},
     "raise in record": lambda draw: {"behind": draw.randint(0, 2)},
-    "interrupt": lambda draw: {"delay": draw.uniform(0.0005, 0.02), "calls": draw.randint(2, 12)},
-    "driver fault": lambda draw: {"call": draw.randint(1, 40), "what": draw.choice(("reduce", "record", "replay"))},
+    "interrupt": lambda draw: {
+        "delay": draw.uniform(0.0005, 0.02), "calls": draw.randint(2, 12), "suspends": draw.random() < 0.4,
+        "pools": draw.random() < 0.5,
+    },
+    "driver fault": lambda draw: {
+        "call": draw.randint(1, 40), "what": draw.choice(("reduce", "record", "replay", "suspend")),
+        "pools": draw.random() < 0.5,
+    },
 }  # fmt: skip
 
 
@@ -164,7 +188,8 @@ def shrink(steps: Sequence[Step], fails: Callable[[list[Step]], bool], tries: in
 
 _PLAIN = {
     "stream": 0, "late": {}, "layout": "plain", "out": "new", "by": "method", "special": False, "dtype": "float32",
-    "count": 1, "shares": False, "within_capture": False, "times": 1, "algorithm": None, "slot": 0,
+    "count": 1, "shares": False, "within_capture": False, "times": 1, "algorithm": None, "slot": 0, "pools": False,
+    "memory": "vmm", "closed": False, "everywhere": True, "both": False, "suspends": 0,
 }  # fmt: skip
 
 
@@ -173,6 +198,11 @@ def _simpler(step: Step) -> list[Step]:
     found = [step | {name: plain} for name, plain in _PLAIN.items() if name in step and step[name] != plain]
     if len(step.get("body", ())) > 1:
         found += [step | {"body": [*step["body"][:at], *step["body"][at + 1 :]]} for at in range(len(step["body"]))]
+    if step.get("meanwhile"):
+        found += [
+            step | {"meanwhile": [*step["meanwhile"][:at], *step["meanwhile"][at + 1 :]]}
+            for at in range(len(step["meanwhile"]))
+        ]
     if len(step.get("members", ())) > 1:
         half = len(step["members"]) // 2
         found += [step | {"members": part} for part in (step["members"][:half], step["members"][half:])]

@@ -23,7 +23,7 @@ import numpy as np
 import ipcreduce
 from ipcreduce import Communicator, Graph
 from ipcreduce.page import comparison
-from tests.fuzz import bodies, deaths, faults
+from tests.fuzz import bodies, deaths, faults, suspends
 from tests.fuzz.bodies import Wrong, expect_error
 from tests.fuzz.job import Pipes
 from tests.fuzz.programs import STREAMS, Step
@@ -56,7 +56,10 @@ class Player:
         """This rank's GPU."""
         return cupy.cuda.Device(self.rank % cupy.cuda.runtime.getDeviceCount())
 
-    def new_communicator(self, algorithm: str | None = None, timeout: float = TIMEOUT_SECONDS) -> Any:
+    def new_communicator(
+        self, algorithm: str | None = None, timeout: float = TIMEOUT_SECONDS, memory: str = "vmm"
+    ) -> Any:  # fmt: skip
+        os.environ["IPCREDUCE_MEMORY"] = memory
         return Communicator(self.group, timeout=timeout, algorithm=algorithm)
 
     # ---- a program
@@ -87,6 +90,8 @@ class Player:
             return
         elif step["kind"] in faults.STEPS:
             faults.STEPS[step["kind"]](self, comm, step)
+        elif step["kind"] == "suspend":
+            suspends.suspend(self, comm, step)
         else:
             getattr(self, "do_" + step["kind"].replace(" ", "_"))(comm, step)
 
@@ -154,7 +159,7 @@ class Player:
         if slot in self.comms:
             self.lose(slot)
         if step["kind"] == "new" or slot == 0:
-            self.comms[slot] = self.new_communicator(step.get("algorithm"))
+            self.comms[slot] = self.new_communicator(step.get("algorithm"), memory=step.get("memory", "vmm"))
 
     def lose(self, slot: int) -> None:
         """Close a communicator; its graphs must say so from now on."""

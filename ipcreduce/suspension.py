@@ -8,6 +8,7 @@ While it is suspended, its sequence of calls is unusable. So calls and replays r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from . import clock
@@ -58,8 +59,8 @@ class Suspension:
                 calls.check_usable()
             if self._error is None:
                 return
-            calls.unusable = None
             try:
+                calls.unusable = None
                 used = turns.make(calls, self._resume)
             finally:
                 if calls.unusable is None:
@@ -117,8 +118,9 @@ class Suspension:
         try:
             self._vote(_RESUME, prepare, "Call resume() again after that.")
             with calls.losing("it left resume()"):
-                self._session.pools.resume()
-                used = backend.resume(OverPage(calls), clock.now() + calls.timeout)
+                ranks = OverPage(calls.page, partial(calls.gather, calls.number))
+                self._session.pools.resume(ranks, clock.now() + calls.timeout)
+                used = backend.resume(ranks, clock.now() + calls.timeout)
                 self._error = None
             return used
         except BaseException:
@@ -131,7 +133,7 @@ class Suspension:
         if wanted and not pools.are_virtual:
             raise UnsupportedError(
                 f"rank {self._calls.rank}, suspend(pools=True): the pools of this communicator's graphs are not in "
-                'virtual memory. With backend nccl and algorithm="direct" they cannot be. Call suspend()',
+                "virtual memory. With backend nccl they cannot be. Call suspend()",
                 reach=Reach.ALL,
             )
         return [pools] if wanted else []

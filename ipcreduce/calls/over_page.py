@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from ..page.control_page import Page
 from ..page.records import rows
-from .sequence import CallSequence
 
 
 class OverPage:
@@ -16,13 +17,14 @@ class OverPage:
     silence = "they did not answer"  # never shown: gather() waits, and its errors say who did not come
     left = False
 
-    def __init__(self, calls: CallSequence) -> None:
-        self.rank, self.size = calls.rank, calls.page.n
-        self._calls = calls
+    def __init__(self, page: Page, gather: Callable[[bytes], list[bytes]]) -> None:
+        """:param gather: collects every rank's bytes."""
+        self.rank, self.size = page.rank, page.n
+        self._gather = gather
 
     def gather(self, sent: np.ndarray[Any, Any], received: np.ndarray[Any, Any]) -> OverPage:
         """Collect every rank's ``sent``, by rank in ``received``. :raises IpcReduceError: as CallSequence.gather()."""
-        parts = self._calls.gather(self._calls.number, sent.tobytes())
+        parts = self._gather(sent.tobytes())
         layout = np.dtype((np.void, sent.nbytes))
         received[:] = np.concatenate([rows(part, layout, "an exchange") for part in parts]).view(np.uint8)
         return self

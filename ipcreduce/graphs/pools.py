@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Protocol
 from weakref import WeakSet
 
 from ..cuda import virtual_memory
 from ..cuda.contexts import using_relaxed
 from ..device.deferred_free import attempt
+from ..ranks.exchange import Channel
 from .pool import UNIT, GraphPool
+
+
+class Elsewhere(Protocol):
+    """Memory of the peers' pools that is mapped here. Its class is in direct/, which imports this module."""
+
+    def suspend(self) -> None: ...
+    def resume(self, ranks: Channel, deadline: float) -> None: ...
 
 
 class Pools:
     """The pools that one communicator has made, but for that of ``empty()``.
 
     :param virtual: their memory is virtual memory, and can be given back.
+    :ivar elsewhere: the memory of peers that graphs use; None if they use none.
     """
 
     def __init__(self, context: int, device: int, virtual: bool) -> None:
         self._context, self._device, self.are_virtual = context, device, virtual
         self._all: WeakSet[GraphPool] = WeakSet()
+        self.elsewhere: Elsewhere | None = None
+        self._is_suspended = False
         self._piece = 0  # the handle of memory that is to cover the addresses
 
     def new(self, unit: int = UNIT) -> GraphPool:
@@ -35,7 +47,10 @@ class Pools:
 
     def suspend(self) -> None:
         """Give the memory back of all pools that no graph of another communicator uses."""
+        self._is_suspended = True
         with using_relaxed(self._context):
+            if self.elsewhere is not None:
+                self.elsewhere.suspend()
             for pool in self._all:
                 if len(pool.sessions) < 2:
                     pool.suspend(self._piece, virtual_memory.rounded(self._device, 1))
@@ -47,11 +62,19 @@ class Pools:
             for pool in self._all:
                 pool.prepare()
 
-    def resume(self) -> None:
-        """Map the memory in place of the old one."""
+    def resume(self, ranks: Channel, deadline: float) -> None:
+        """Map the memory in place of the old one. Collective, if it was given back.
+
+        :raises IpcReduceError: if a peer's memory cannot be mapped.
+        """
+        if not self._is_suspended:
+            return
+        self._is_suspended = False
         with using_relaxed(self._context):
             for pool in self._all:
                 pool.resume()
+            if self.elsewhere is not None:
+                self.elsewhere.resume(ranks, deadline)
 
     def drop_prepared(self) -> None:
         """Give back what was prepared and not used. Idempotent."""

@@ -92,14 +92,13 @@ class GraphSession:
         self._said = False
         self.direct: DirectGraphs | None = None
         if backend is not None:
-            # The peers map outputs of direct kernels by IPC handles.
-            virtual = isinstance(backend, IpcBackend) and backend.is_virtual and not direct
+            virtual = isinstance(backend, IpcBackend) and backend.is_virtual
             self.pools = Pools(backend.context, backend.device.ordinal, virtual)
             self._captured_memory = CapturedMemory(backend.context, self.pools.new)
             self._memory = GraphPool(backend.context, backend.device.ordinal)  # of empty()
             self._memory.retain()
             if direct and isinstance(backend, IpcBackend):
-                self.direct = DirectGraphs(backend, calls, self._agree, self._memory)
+                self.direct = self.pools.elsewhere = DirectGraphs(backend, calls, self._agree, self._memory)
 
     @property
     def device(self) -> int:

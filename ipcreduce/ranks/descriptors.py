@@ -14,7 +14,7 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -25,12 +25,13 @@ from .exchange import Channel, Kind
 _PLACE = exchange.struct(Kind.DESCRIPTOR, ("socket", "S64"), ("pid", "<u4"), ("nbytes", "<u8"))
 _RANK = struct.Struct("<I")  # all that a message says beside its descriptor
 _CREDENTIALS = struct.Struct("=3i")  # pid, uid, gid: struct ucred
-_ROOM = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(4)
+MOST = 32  # descriptors of a rank at a time: a process may have only 1,024 files open
+_ROOM = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(4 * MOST)
 _MOST_MESSAGES = 1000  # that are looked at: whoever sends without end keeps no rank
 
 
 class Mailbox:
-    """A socket at which this rank gets a descriptor from each peer. :raises OSError: if there is none to be had."""
+    """A socket at which this rank gets descriptors from each peer. :raises OSError: if there is none to be had."""
 
     def __init__(self) -> None:
         self.name = f"ipcreduce-{secrets.token_hex(16)}"
@@ -47,30 +48,32 @@ class Mailbox:
         """Close the socket, and with it all descriptors that nobody has received."""
         self._socket.close()
 
-    def send(self, name: str, rank: int, descriptor: int) -> None:
-        """Send a descriptor to the mailbox of another process. The caller keeps its own, and may close it.
+    def send(self, name: str, rank: int, *descriptors: int) -> None:
+        """Send descriptors to the mailbox of another process. The caller keeps its own, and may close them.
 
         :param rank: this process's one. :raises OSError: if the mailbox is gone, or full.
         """
-        rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor])
+        rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors)
         self._socket.sendmsg([_RANK.pack(rank)], [rights], 0, _address(name))
 
-    def receive(self, pids: Mapping[int, int]) -> dict[int, int]:
-        """Take out each peer's descriptor, by rank, which the caller closes. All of them must have been sent.
+    def receive(self, pids: Mapping[int, int], counts: Mapping[int, int]) -> dict[int, list[int]]:
+        """Take out each peer's descriptors, by rank, which the caller closes. All of them must have been sent.
 
         :param pids: the peers' processes, by rank. Descriptors from any other process are closed.
-        :raises UnsupportedError: if a rank's is not there. :raises OSError: if this process can open no further file.
+        :param counts: how many each of them has sent at once.
+        :raises UnsupportedError: if a rank's are not there. :raises OSError: if this process can open no further file.
         """
-        found: dict[int, int] = {}
+        found: dict[int, list[int]] = {}
         try:
             for _ in range(_MOST_MESSAGES):
                 if len(found) == len(pids):
                     return found
-                self._receive_one(pids, found)
+                self._receive_one(pids, counts, found)
             raise BlockingIOError
         except BaseException as error:
-            for descriptor in found.values():
-                os.close(descriptor)
+            for descriptors in found.values():
+                for descriptor in descriptors:
+                    os.close(descriptor)
             if not isinstance(error, BlockingIOError):
                 raise
             missing = min(pids.keys() - found.keys())
@@ -79,17 +82,17 @@ class Mailbox:
                 "processes only in one PID namespace and as one user"
             ) from None
 
-    def _receive_one(self, pids: Mapping[int, int], found: dict[int, int]) -> None:
+    def _receive_one(self, pids: Mapping[int, int], counts: Mapping[int, int], found: dict[int, list[int]]) -> None:
         data, parts, flags, _ = self._socket.recvmsg(_RANK.size, _ROOM, socket.MSG_CMSG_CLOEXEC)
         pid, uid, descriptors = _contents(parts)
         try:
             rank = int(_RANK.unpack(data)[0]) if len(data) == _RANK.size else -1
             if uid != os.getuid() or pids.get(rank) != pid or rank in found:
                 return
-            if flags & socket.MSG_CTRUNC and not descriptors:
+            if flags & socket.MSG_CTRUNC and len(descriptors) < counts[rank]:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            if descriptors:
-                found[rank] = descriptors.pop()
+            if len(descriptors) == counts[rank]:
+                found[rank], descriptors = descriptors, []
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -116,21 +119,35 @@ def handed_over(
 ) -> Iterator[list[int]]:  # fmt: skip
     """Give every rank's descriptor to every rank, for a block: a list by rank. Collective.
 
-    All descriptors of it, and the one that ``export`` has made, are closed at the end of the block.
+    :param export: makes this rank's descriptor. See :func:`several_handed_over` for the rest.
+    """
+    with several_handed_over(ranks, [export], [1] * ranks.size, nbytes, deadline, what) as found:
+        yield [one for [one] in found]
 
-    :param export: makes this rank's descriptor.
-    :param nbytes: the size of the memory behind it, which must be the same on every rank.
+
+@contextmanager
+def several_handed_over(
+    ranks: Channel, exports: Sequence[Callable[[], int]], counts: Sequence[int], nbytes: int, deadline: float, what: str
+) -> Iterator[list[list[int]]]:  # fmt: skip
+    """Give every rank's descriptors to every rank, for a block: a list of them by rank. Collective.
+
+    All descriptors, those that ``exports`` have made among them, are closed at the end of the block.
+
+    :param exports: each makes one of this rank's descriptors. There are at most :data:`MOST`.
+    :param counts: how many each rank has.
+    :param nbytes: the size of the memory behind them, which must be the same on every rank.
     :param what: what the descriptors stand for, in messages.
     :raises Agreed: on every rank, if one of them cannot take part. :raises IpcReduceError: see ``exchange.allgather``.
     """
     mailbox: Mailbox | None = None
-    own = -1
+    own: list[int] = []
     with ExitStack() as held:
 
         def make() -> dict[str, Any]:
-            nonlocal mailbox, own
-            own = export()
-            held.callback(_close, own)
+            nonlocal mailbox
+            for export in exports:
+                own.append(export())
+                held.callback(_close, own[-1])
             mailbox = Mailbox()
             held.callback(mailbox.close)
             return {"socket": mailbox.name, "pid": os.getpid(), "nbytes": nbytes}
@@ -141,13 +158,15 @@ def handed_over(
         with exchange.step(ranks, deadline, f"sending {what}"):
             if (places["nbytes"] != nbytes).any():
                 raise UnsupportedError(f"{what} differ in size: {places['nbytes'].tolist()} bytes")
-            for rank in pids:
-                mailbox.send(bytes(places[rank]["socket"]).decode(), ranks.rank, own)
+            for rank in pids if own else ():
+                mailbox.send(bytes(places[rank]["socket"]).decode(), ranks.rank, *own)
         with exchange.step(ranks, deadline, f"receiving {what}"):
-            found = mailbox.receive(pids)
-            for descriptor in found.values():
-                held.callback(_close, descriptor)
-        yield [found.get(rank, own) for rank in range(ranks.size)]
+            sent = {rank: count for rank, count in enumerate(counts) if count and rank != ranks.rank}
+            found = mailbox.receive({rank: pids[rank] for rank in sent}, sent)
+            for descriptors in found.values():
+                for descriptor in descriptors:
+                    held.callback(_close, descriptor)
+        yield [own if rank == ranks.rank else found.get(rank, []) for rank in range(ranks.size)]
 
 
 def _close(descriptor: int) -> None:

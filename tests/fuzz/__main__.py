@@ -25,7 +25,9 @@ def search(options: argparse.Namespace, ranks: int, notes: list[dict[str, Any]],
     """Run the programs on so many ranks; the script of one that fails, or ""."""
     running, done = None, []
     for number in range(options.first, options.first + options.programs):
-        steps = programs.program(number, ranks, simulated=not options.gpu, death=options.deaths)
+        steps = programs.program(
+            number, ranks, simulated=not options.gpu, death=options.deaths, kinds=kinds_of(options)
+        )
         running = running or job.Ranks(ranks, not options.gpu)
         outcome = running.run(number, steps)
         kinds.update(step["kind"] for step in steps)
@@ -43,6 +45,11 @@ def search(options: argparse.Namespace, ranks: int, notes: list[dict[str, Any]],
     if running:
         running.end()
     return ""
+
+
+def kinds_of(options: argparse.Namespace) -> dict[str, int]:
+    """How often each kind of step comes."""
+    return programs.SUSPENDED if options.suspends else programs.WEIGHTS
 
 
 def explain(steps: list[Step], before: list[list[Step]], ranks: int, options: argparse.Namespace, why: str) -> str:
@@ -66,6 +73,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 1, 4])
     parser.add_argument("--gpu", action="store_true", help="on the GPUs, which ranks may share")
     parser.add_argument("--deaths", action="store_true", help="each program ends or stops a rank")
+    parser.add_argument("--suspends", action="store_true", help="most of them around suspend() and resume()")
     parser.add_argument("--tries", type=int, default=3, help="runs of a shorter program until it counts as right (3)")
     parser.add_argument("--script", type=Path, default=Path("fuzz_failure.py"), help="where one that fails is written")
     parser.add_argument("--json", type=Path, help="write the table there, too")

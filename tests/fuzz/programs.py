@@ -37,6 +37,11 @@ MADE = {
 }  # fmt: skip
 MEANWHILE = ("refused", "again", "launch", "launch", "other", "drop")  # what comes while suspended
 MEMORIES = ("vmm", "vmm", "ipc")
+# Of programs around suspend(): several communicators and graphs, and faults meanwhile.
+SUSPENDED = {
+    "new": 4, "suspend": 10, "record": 6, "replay": 2, "capture": 3, "launch": 1, "reduce": 1, "close": 1,
+    "close graph": 1, "interrupt": 2, "driver fault": 2, "refuse": 1,
+}  # fmt: skip
 FAULTS = {"refuse", "mismatch", "raise in record", "interrupt", "driver fault"}
 
 

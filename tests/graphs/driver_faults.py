@@ -34,6 +34,9 @@ REFUSED = {  # what may stay behind, if the driver does not take it back
     "cuGraphDestroy": [{"graphs": 1}],
     "cuGraphExecDestroy": [{"executables": 1}],
     # A peer does not free what is still mapped here.
+    "cuMemUnmap": [{"virtual mappings": 1, "reserved ranges": 1}],
+    "cuMemRelease": [{"physical": 1}],
+    "cuMemAddressFree": [{"reserved ranges": 1}],
     "cuIpcCloseMemHandle": [{"mappings": 1}, {"allocations": 1}, {"mappings": 1, "allocations": 1}],
 }
 

@@ -18,6 +18,7 @@ from ipcreduce.ranks.descriptors import Mailbox
 from tests.programs.descriptors_worker import open_files
 from tests.tools.machine import ROOT
 
+ONE = dict.fromkeys(range(9), 1)
 # A process that sends a descriptor, as rank sys.argv[2]; as another user, if there is one more argument.
 SENDER = """
 import array, os, socket, sys
@@ -97,9 +98,9 @@ def sent_by_another(mailbox: Mailbox, rank: int = 1, *user: str) -> int:
 
 def taken(mailbox: Mailbox, pids: dict[int, int]) -> dict[int, bytes]:
     """The content behind each descriptor that is taken out."""
-    found = mailbox.receive(pids)
-    contents = {rank: os.pread(one, 20, 0) for rank, one in found.items()}
-    for one in found.values():
+    found = mailbox.receive(pids, ONE)
+    contents = {rank: os.pread(one, 20, 0) for rank, [one] in found.items()}
+    for [one] in found.values():
         os.close(one)
     return contents
 
@@ -113,7 +114,7 @@ def test_a_process_that_is_no_rank_is_not_heard(memory: int, mailbox: Mailbox):
     for rank in (0, 1, 7):
         sent_by_another(mailbox, rank)
     with pytest.raises(UnsupportedError, match=rf"no descriptor has come from rank 1, process {os.getpid()}: "):
-        mailbox.receive({1: os.getpid()})
+        mailbox.receive({1: os.getpid()}, ONE)
     sent_by_another(mailbox)
     mailbox.send(mailbox.name, 1, memory)
     mailbox.send(mailbox.name, 2, memory)
@@ -125,17 +126,31 @@ def test_another_user_is_not_heard(mailbox: Mailbox, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patched:
         patched.setattr(descriptors.os, "getuid", lambda: 4242)
         with pytest.raises(UnsupportedError, match="as one user"):
-            mailbox.receive({1: pid})
+            mailbox.receive({1: pid}, ONE)
     if os.getuid() == 0:
         pid = sent_by_another(mailbox, 1, "nobody")
         with pytest.raises(UnsupportedError, match="as one user"):
-            mailbox.receive({1: pid})
+            mailbox.receive({1: pid}, ONE)
 
 
 def test_what_came_is_closed_if_another_is_missing(memory: int, mailbox: Mailbox):
     mailbox.send(mailbox.name, 1, memory)
     with pytest.raises(UnsupportedError, match="no descriptor has come from rank 2"):
-        mailbox.receive({1: os.getpid(), 2: os.getpid()})
+        mailbox.receive({1: os.getpid(), 2: os.getpid()}, ONE)
+
+
+def test_several_at_once(memory: int, mailbox: Mailbox):
+    """In their order, and only as many as are due."""
+    other = os.memfd_create("other")
+    os.write(other, b"other")
+    mailbox.send(mailbox.name, 1, memory)
+    mailbox.send(mailbox.name, 1, memory, other, memory)
+    mailbox.send(mailbox.name, 1, *[memory] * descriptors.MOST)
+    found = mailbox.receive({1: os.getpid()}, {1: 3})
+    assert [os.pread(one, 20, 0) for one in found[1]] == [b"ours", b"other", b"ours"]
+    most = mailbox.receive({1: os.getpid()}, {1: descriptors.MOST})
+    for one in [other, *found[1], *most[1]]:
+        os.close(one)
 
 
 def test_messages_that_are_none(memory: int, mailbox: Mailbox):
@@ -168,14 +183,17 @@ def test_a_mailbox_that_is_gone(memory: int, mailbox: Mailbox):
         mailbox.send(other.name, 1, memory)
 
 
-def test_no_room_for_a_descriptor(memory: int, mailbox: Mailbox):
-    mailbox.send(mailbox.name, 1, memory)
+@pytest.mark.parametrize("count", [1, 3])
+def test_no_room_for_a_descriptor(memory: int, mailbox: Mailbox, count: int):
+    mailbox.send(mailbox.name, 1, *[memory] * count)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
     copies = copies_without_end(memory)
+    for _ in range(count - 1):  # one too few
+        os.close(copies.pop())
     try:
         with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
-            mailbox.receive({1: os.getpid()})
+            mailbox.receive({1: os.getpid()}, {1: count})
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for one in copies:

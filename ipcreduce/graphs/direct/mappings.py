@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ...cuda import driver
+from ...cuda import driver, virtual_memory
+from ...cuda.virtual_memory import Range
 from ...errors import CudaError, UnsupportedError
 from . import driver_calls
 
@@ -61,13 +62,14 @@ class Mappings:
     def __init__(self) -> None:
         self.marks: Marks | None = None
         self._mapped: dict[Key, int] = {}
+        self._places: dict[Key, Range] = {}  # of those in virtual memory
         self._uses: Counter[Key] = Counter()
         self._serial = 0
         self._lock = threading.RLock()  # graphs are collected in any thread
         self._pins: dict[int, tuple[Callable[[], None], ...]] = {}  # by serial number: they free this rank's memory
 
-    def open(self, key: Key, handle: bytes, nbytes: int) -> int:
-        """Map a peer's slab of ``nbytes`` bytes, and return its address here.
+    def open(self, key: Key, handle: bytes, nbytes: int) -> None:
+        """Map a peer's slab of ``nbytes`` bytes behind an IPC handle, unless it is mapped.
 
         :raises CudaError: if the slab cannot be mapped. :raises UnsupportedError: if it is smaller than ``nbytes``.
         """
@@ -78,7 +80,44 @@ class Mappings:
         found = driver_calls.allocation_bytes(address)
         if found < nbytes:
             raise UnsupportedError(f"rank {key[0]}'s allocation {key[1]} has {found} bytes here, not {nbytes}")
-        return address
+
+    def take(self, key: Key, descriptor: int, ordinal: int, nbytes: int) -> None:
+        """Map a peer's slab in virtual memory for GPU ``ordinal``, unless it is mapped.
+
+        :param nbytes: its size. More than it has cannot be mapped. :raises CudaError: if the slab cannot be mapped.
+        """
+        with self._lock:
+            if key in self._mapped:
+                return
+            place = Range(ordinal, nbytes)
+            try:
+                place.attach(virtual_memory.import_descriptor(descriptor))
+            except BaseException:
+                place.close()
+                raise
+            self._places[key], self._mapped[key] = place, place.address
+
+    def address(self, key: Key) -> int:
+        """The address at which a slab is mapped."""
+        return self._mapped[key]
+
+    # ---- memory that is given back: see graphs/pools.py
+    def suspend(self) -> None:
+        """Unmap the peers' virtual memory, and keep the addresses. :raises CudaError: if that fails."""
+        with self._lock:
+            for place in self._places.values():
+                place.detach()
+
+    def kept(self) -> list[Key]:
+        """The slabs for which there are addresses."""
+        with self._lock:
+            return list(self._places)
+
+    def take_again(self, key: Key, descriptor: int) -> None:
+        """Map a peer's new memory where its old one was, if its slab is in use here. :raises CudaError: if it fails."""
+        with self._lock:
+            if key in self._places:  # its last graph may have been closed meanwhile
+                self._places[key].attach(virtual_memory.import_descriptor(descriptor))
 
     def room(self) -> bool:
         """Return True if one more graph can be registered. There are marks for the last :data:`MARKS` graphs."""
@@ -115,10 +154,15 @@ class Mappings:
         with self._lock:
             for key in [key for key in list(self._mapped) if self._uses[key] <= 0]:
                 del self._uses[key]
+                place, address = self._places.pop(key, None), self._mapped.pop(key)
                 try:
-                    driver.close_memory(self._mapped.pop(key))
+                    if place is None:
+                        driver.close_memory(address)
+                    else:
+                        place.close()
                 except CudaError as error:
-                    failed = error
+                    if place is None:  # the owner may free virtual memory that is still mapped here
+                        failed = error
         if failed is not None:
             raise failed
 

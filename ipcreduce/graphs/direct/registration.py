@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 
+from ... import clock
 from ...calls import turns
 from ...calls.fingerprint import Fingerprint
+from ...calls.over_page import OverPage
 from ...calls.sequence import CallSequence
 from ...cuda import driver
 from ...cuda import graph as cuda_graph
@@ -35,16 +37,21 @@ from ...errors import (
 from ...ipc import plan
 from ...ipc.backend import IpcBackend
 from ...page import records, shared_files
+from ...ranks.exchange import Channel
 from ...texts import decoded, described, encoded
 from ...types import DEFAULT_STREAM
 from ..pool import GraphPool, Slab
 from ..recording import RecordedCall, Resources, Segment
 from .driver_calls import set_kernel
+from .handing_over import hand_over
 from .launches import ALGORITHM, Launched, depth, direct, launch_to, noted
 from .mappings import Key, Mappings, Marks, marks_bytes
 
-_SLAB = np.dtype([("number", "<i8"), ("nbytes", "<u8"), ("handle", "V64")])
+# "virtual": it is in virtual memory, and has no IPC handle.
+_SLAB = np.dtype([("number", "<i8"), ("nbytes", "<u8"), ("virtual", "<u1"), ("handle", "V64")])
+_LEFT = "it left a registration of graphs"
 _SPAN = np.dtype([("slab", "<i8"), ("offset", "<u8")])  # slab -1: this all-reduce cannot be direct
+_KEY = np.dtype([("rank", "<i8"), ("slab", "<i8")])
 _CAPTURE = Fingerprint.of("the end of capture()")
 
 Agree = Callable[[int, list[Segment], "BaseException | None"], None]  # see GraphSession
@@ -76,6 +83,7 @@ class DirectGraphs:
         self._backend, self._calls, self._agree, self._memory = backend, calls, agree, memory
         self.recorded: list[tuple[Any, Resources]] = []
         self._numbers: WeakKeyDictionary[Slab, int] = WeakKeyDictionary()  # an address may come again
+        self._slabs: WeakValueDictionary[int, Slab] = WeakValueDictionary()  # by number
         self._next_number = count()
         if backend.n > 1:
             backend.launches.further_kernels = {(ALGORITHM, depth(backend.n))}
@@ -148,7 +156,7 @@ class DirectGraphs:
         try:
             return self._calls.gather(number, payload)
         except (PeerTimeoutError, PeerFailedError, RankMismatchError) as error:  # peers may have gone on
-            raise self._calls.lose("it left a registration of graphs", error) from error
+            raise self._calls.lose(_LEFT, error) from error
 
     def _confirm(self, number: int, error: Exception | None, what: str, *undo: Callable[[], None]) -> None:
         """Go on if no rank has an error; else run ``undo`` on every rank.
@@ -170,50 +178,99 @@ class DirectGraphs:
 
         :raises UnsupportedError: if mapping fails on a rank.
         """
-        backend, mappings = self._backend, self.mappings
+        backend = self._backend
+        own, spans = self._export(number, candidates)
+        known = [{int(slab["number"]): slab for slab in rows} for rows in self._gather_rows(number, own)]
+        all_spans = self._gather_rows(number, spans)
+        if any(len(one) != len(spans) for one in all_spans):
+            raise UnsupportedError("the ranks have different all-reduces to register")
+        check_spans(backend.rank, known, all_spans, [one.direct.nbytes for one in candidates])
+        indices = [i for i in range(len(candidates)) if all(rows["slab"][i] >= 0 for rows in all_spans)]
+        self._open(number, known, [sorted({int(rows["slab"][i]) for i in indices}) for rows in all_spans])
+        chosen = []
+        for index in indices:
+            addresses, keys = [candidates[index].launched.target], []
+            for i in range(1, backend.n):
+                rank = (backend.rank + i) % backend.n
+                keys.append((rank, int(all_spans[rank]["slab"][index])))
+                addresses.append(self.mappings.address(keys[-1]) + int(all_spans[rank]["offset"][index]))
+            chosen.append((candidates[index], addresses, keys))
+        return chosen
+
+    def _export(
+        self, number: int, candidates: list[_Candidate]
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:  # fmt: skip
+        """The slabs in which this rank's outputs lie, and where in them. :raises UnsupportedError: if a rank cannot."""
         error: IpcReduceError | None = None
         slabs: dict[int, np.ndarray[Any, Any]] = {}
         spans = np.zeros(len(candidates), _SPAN)
         spans["slab"] = -1
         try:
-            if not mappings.room():
+            if not self.mappings.room():
                 raise UnsupportedError("too many registered graphs have not been closed on every rank")
             for index, one in enumerate(candidates):
                 source, target, nbytes = one.launched.source, one.launched.target, one.direct.nbytes
                 found = (pool.find(target, nbytes) for pool in (one.resources.pool, self._memory))
                 slab = next((slab for slab in found if slab is not None), None)
                 if slab is not None and (source | target | nbytes) % plan.PACKET_BYTES == 0:
-                    handle = np.void(driver.export_memory(slab.address))
+                    handle = np.void(driver.export_memory(slab.address) if slab.place is None else bytes(64))
                     slab_number = self._numbers.setdefault(slab, next(self._next_number))
-                    slabs[slab_number] = np.array((slab_number, slab.nbytes, handle), _SLAB)
+                    self._slabs[slab_number] = slab
+                    row = slab_number, slab.nbytes, slab.place is not None, handle
+                    slabs[slab_number] = np.array(row, _SLAB)
                     spans[index] = slab_number, target - slab.address
         except (CudaError, UnsupportedError) as caught:
             error = caught
         self._confirm(number, error, "exporting memory of graphs")
-        own = np.array(list(slabs.values()), _SLAB)
-        known = [{int(slab["number"]): slab for slab in rows} for rows in self._gather_rows(number, own)]
-        all_spans = self._gather_rows(number, spans)
-        if any(len(one) != len(spans) for one in all_spans):
-            raise UnsupportedError("the ranks have different all-reduces to register")
-        check_spans(backend.rank, known, all_spans, [one.direct.nbytes for one in candidates])
-        chosen = []
+        return np.array(list(slabs.values()), _SLAB), spans
+
+    def _open(self, number: int, known: list[dict[int, Any]], wanted: list[list[int]]) -> None:
+        """Map the slabs that are ``wanted`` of each rank. :raises UnsupportedError: if a rank cannot. Then none has."""
+        mappings, error = self.mappings, None
+        ordinal = self._backend.device.ordinal
+
+        def take(key: Key, descriptor: int) -> None:
+            mappings.take(key, descriptor, ordinal, int(known[key[0]][key[1]]["nbytes"]))
+
+        virtual = [[slab for slab in slabs if known[rank][slab]["virtual"]] for rank, slabs in enumerate(wanted)]
+        ranks = OverPage(self._backend.page, partial(self._gather, number))
         try:
-            for index, one in enumerate(candidates):
-                if any(rows["slab"][index] < 0 for rows in all_spans):
-                    continue
-                addresses, keys = [one.launched.target], []
-                for i in range(1, backend.n):
-                    rank = (backend.rank + i) % backend.n
-                    key = rank, int(all_spans[rank]["slab"][index])
-                    slab_row = known[rank][key[1]]
-                    mapped = mappings.open(key, slab_row["handle"].tobytes(), int(slab_row["nbytes"]))
-                    addresses.append(mapped + int(all_spans[rank]["offset"][index]))
-                    keys.append(key)
-                chosen.append((one, addresses, keys))
+            hand_over(ranks, virtual, self._descriptor, take, clock.now() + self._calls.timeout)
+        except IpcReduceError as failed:
+            with suppress(CudaError):
+                mappings.unmap_unused()
+            if isinstance(failed, (PeerTimeoutError, PeerFailedError, RankMismatchError)):
+                raise self._calls.lose(_LEFT, failed) from failed
+            raise
+        try:
+            for rank, slabs in enumerate(wanted):
+                for slab in slabs if rank != self._backend.rank else ():
+                    row = known[rank][slab]
+                    if not row["virtual"]:
+                        mappings.open((rank, slab), row["handle"].tobytes(), int(row["nbytes"]))
         except (CudaError, UnsupportedError) as caught:
             error = caught
         self._confirm(number, error, "mapping memory of graphs", mappings.unmap_unused)
-        return chosen
+
+    def _descriptor(self, number: int) -> int:
+        """A new descriptor of one of this rank's slabs. :raises UnsupportedError: if there is no such slab."""
+        slab = self._slabs.get(number)
+        if slab is None or slab.place is None:
+            raise UnsupportedError(f"there is no allocation {number} in virtual memory")
+        return slab.place.export()
+
+    # ---- memory that is given back: see graphs/pools.py
+    def suspend(self) -> None:
+        """Give up the peers' memory, and keep its addresses. :raises CudaError: if that fails."""
+        self.mappings.suspend()
+
+    def resume(self, ranks: Channel, deadline: float) -> None:
+        """Map the peers' new memory at these addresses. Collective. :raises IpcReduceError: if that fails."""
+        calls = self._calls
+        sent = np.array(self.mappings.kept(), _KEY).tobytes()
+        asked = np.concatenate([records.rows(one, _KEY, "slabs") for one in calls.gather(calls.number, sent)])
+        wanted = [sorted({int(slab) for owner, slab in asked.tolist() if owner == rank}) for rank in range(ranks.size)]
+        hand_over(ranks, wanted, self._descriptor, self.mappings.take_again, deadline)
 
     def _gather_rows(self, number: int, rows: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
         return [records.rows(data, rows.dtype, "memory of graphs") for data in self._gather(number, rows.tobytes())]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import tempfile
 import threading
 import time
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -168,6 +170,15 @@ def held() -> dict[str, int]:
         "mapped pages": Path("/proc/self/maps").read_text().count("/dev/shm/ipcreduce-"),
         "threads": len(names) + ("ipcreduce-background" not in names),  # that one stays
     }
+
+
+def open_files() -> Counter[str]:
+    """What the descriptors of this process stand for, without numbers of their own, such as inodes."""
+    found: Counter[str] = Counter()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the list itself
+            found[re.sub(r"[0-9a-f]{16}|\d+", "", os.readlink(f"/proc/self/fd/{descriptor}"))] += 1
+    return found
 
 
 def grown(before: dict[str, int]) -> dict[str, int]:

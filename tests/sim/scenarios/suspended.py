@@ -17,10 +17,12 @@ from mpi4py import MPI
 from ipcreduce import FP8, Communicator, Graph, Map, errors
 from ipcreduce.device import deferred_free
 from ipcreduce.nccl import library
+from ipcreduce.ranks.descriptors import MOST
 from tests.shared.bounds import until
 from tests.sim.scenarios.common import (
     LAST,
     RANK,
+    SIZE,
     WORLD,
     delay,
     environment,
@@ -31,6 +33,7 @@ from tests.sim.scenarios.common import (
     held,
     host_works,
     mine,
+    open_files,
     raises,
     right,
     works,
@@ -423,16 +426,85 @@ def pools_given_back() -> None:
         graph.close()  # frees what is not there
         comm.resume()
         works(comm)
-    with virtual(algorithm="direct") as comm, _recorded(comm) as (graph, result):
+
+
+def direct_graphs() -> None:
+    """They write to the peers' new memory at the old addresses, in pools and in arrays of empty()."""
+    before, was_open = held(), open_files()
+    with virtual(workspace=4 * MB, algorithm="direct") as comm, Graph(comm) as graph:
+        source, kept = mine(10_000), comm.empty(10_000)
+        with graph.record():
+            results = [comm.allreduce(source) for _ in range(3)]
+            comm.allreduce(source, out=kept)
+        assert graph.state == "registered", graph.describe()
+        comm.synchronize()
+        mapped = held()["virtual mappings"]
+        assert mapped == SIZE + SIZE, "workspaces, and each rank's pool"
+        for turn in range(4):
+            free = machine.memory_info()[0]
+            comm.suspend(pools=turn < 3)
+            given = machine.memory_info()[0] - free
+            assert given == (4 * MB + graph.pool.nbytes - 2 * PIECE if turn < 3 else 4 * MB - PIECE), given
+            right(kept)
+            for each in [*results, kept]:
+                each.fill(0)
+            comm.resume()
+            assert machine.memory_info()[0] == free
+            assert held()["virtual mappings"] == mapped
+            graph.replay()
+            for each in [*results, kept]:
+                right(each)
         assert graph.state == "registered"
-        expected = _bits(result)
-        comm.suspend()
+        _closed_meanwhile(comm)
+        comm.suspend(pools=True)
+        del each, results, kept, source  # an array keeps its memory
+    assert not grown(before), (grown(before), open_files() - was_open)
+
+
+def _closed_meanwhile(comm: Communicator) -> None:
+    """One rank closes a graph while suspended, and the other ranks after that."""
+    graph, other = Graph(comm), Graph(comm)
+    for each in (graph, other):
+        with each.record():
+            result = comm.allreduce(mine())
+        assert each.state == "registered"
+    comm.synchronize()
+    comm.suspend(pools=True)
+    if RANK == 0:
+        graph.close()
+    comm.resume()
+    other.replay()
+    right(result)
+    graph.close()
+    comm.synchronize()
+    other.replay()
+    right(result)
+    other.close()
+
+
+def many_direct_outputs() -> None:
+    """More slabs than go in one message, of which the ranks have different numbers."""
+    count = MOST + 5
+    with virtual(workspace=2 * MB, algorithm="direct") as comm, Graph(comm) as graph:
+        before = held()["descriptors"]
+        with graph.record():
+            held_back = [cupy.empty(PIECE, np.uint8) for _ in range(2 * RANK)]
+            results = []
+            for _ in range(count):
+                results.append(comm.allreduce(mine(100)))
+                held_back.append(cupy.empty(PIECE - 1024, np.uint8))  # so the next is in another slab
+        assert graph.state == "registered", graph.describe()
+        del held_back
+        comm.synchronize()
+        comm.suspend(pools=True)
         comm.resume()
         graph.replay()
-        assert _bits(result) == expected
-        with raises(errors.UnsupportedError, "pools of this communicator's graphs are not in virtual memory"):
-            comm.suspend(pools=True)
+        for each in results:
+            right(each)
         works(comm)
+        opened = held()
+        # Each piece of memory is a descriptor of the simulated device's.
+        assert opened["descriptors"] - before <= opened["virtual mappings"] + 1, (before, opened)
 
 
 def _record_in(comm: Communicator, graph: Graph) -> Graph:
@@ -507,6 +579,7 @@ def _check_errors(comm: Communicator, name: str, failed: str, found: list[str]) 
 
 SCENARIOS = [
     replays_after_resume, idempotent, not_suspended, ranks_that_differ, late_for_resume, no_memory_to_resume,
-    graphs_of_others, a_hundred_cycles, suspended_over_nccl, pools_given_back, killed_while_suspended, killed_in_resume,
+    graphs_of_others, a_hundred_cycles, suspended_over_nccl, pools_given_back, direct_graphs,
+    many_direct_outputs, killed_while_suspended, killed_in_resume,
     suspended_driver_faults,
 ]  # fmt: skip

@@ -196,11 +196,13 @@ class GraphPool:
         """Map the new memory. What was in the old one is lost."""
         with self._lock:
             while self._prepared:
-                slab, handle = self._prepared.pop()
+                slab, handle = self._prepared[-1]
                 if slab.place is not None and slab in self._slabs:
-                    slab.place.detach()
+                    slab.place.detach()  # if that fails, drop_prepared() has still to release the handle
+                    self._prepared.pop()
                     slab.place.attach(handle)
                 else:  # it was freed meanwhile
+                    self._prepared.pop()
                     virtual_memory.release(handle)
             self.is_suspended = False
 

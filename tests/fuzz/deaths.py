@@ -45,9 +45,9 @@ class _Ended(BaseException):
 def run(player: Player, step: Step) -> None:
     """Make calls and replays until the victim ends. :raises Heard: on the others, with what was not right."""
     how, victim = step["how"], step["rank"]
-    if how == "stopped":
+    if how == "stopped" or step["algorithm"]:
         player.lose(0)
-        player.comms[0] = player.new_communicator(timeout=_TIMEOUT_SECONDS)
+        player.comms[0] = player.new_communicator(step["algorithm"], _TIMEOUT_SECONDS)
     comm = player.comms[0]
     at = player.group.allgather  # a moment that all share
     source = cupy.full((600,), player.rank + 1, np.float32)

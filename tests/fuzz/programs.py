@@ -58,7 +58,12 @@ def program(
     if death:
         how = draw.choices(DEATHS, (3, 2, 2, 1))[0]
         steps.append({"kind": "death", "how": how, "rank": draw.randrange(ranks), "delay": draw.uniform(0, 0.06)})
-        steps[-1] |= {"seed": draw.randrange(1 << 30), "slot": 0, "suspends": draw.choice((0, 0.3, 0.9))}
+        steps[-1] |= {
+            "seed": draw.randrange(1 << 30),
+            "slot": 0,
+            "suspends": draw.choice((0, 0.3, 0.9)),
+            "algorithm": draw.choice((None, None, "direct")),
+        }
     return steps
 
 

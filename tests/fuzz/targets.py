@@ -141,7 +141,7 @@ def _left() -> Target:
 
 
 def _registration() -> Target:
-    slab = np.array([(3, 4096, np.void(bytes(64)))], registration._SLAB)
+    slab = np.array([(3, 4096, 0, np.void(bytes(64)))], registration._SLAB)
     spans = np.array([(3, 256), (-1, 0)], registration._SPAN)
     first = slab.tobytes()
 

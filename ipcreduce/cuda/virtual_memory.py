@@ -35,9 +35,13 @@ def rounded(ordinal: int, nbytes: int) -> int:
     return -(-nbytes // piece) * piece
 
 
-def create(ordinal: int, nbytes: int) -> int:
-    """Create memory of a GPU that can be exported, and return its handle. :param nbytes: as :func:`rounded` gives."""
-    return int(call("cuMemCreate", nbytes, _properties(ordinal), 0))
+def create(ordinal: int, nbytes: int, exportable: bool = True) -> int:
+    """Create memory of a GPU, and return its handle.
+
+    :param nbytes: as :func:`rounded` gives.
+    :param exportable: :func:`export` can be called for it.
+    """
+    return int(call("cuMemCreate", nbytes, _properties(ordinal, exportable), 0))
 
 
 def release(handle: int) -> None:
@@ -133,11 +137,12 @@ class Range:
                 call("cuMemAddressFree", address, self.nbytes)
 
 
-def _properties(ordinal: int) -> Any:
+def _properties(ordinal: int, exportable: bool = True) -> Any:
     bindings = load()
     properties = bindings.CUmemAllocationProp()
     properties.type = bindings.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    properties.requestedHandleTypes = _descriptor()
+    if exportable:
+        properties.requestedHandleTypes = _descriptor()
     properties.location.type = bindings.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     properties.location.id = ordinal
     return properties

@@ -43,7 +43,8 @@ class Pools:
     def prepare_suspension(self) -> None:
         """Create what :meth:`suspend` needs."""
         with using_relaxed(self._context):
-            self._piece = virtual_memory.create(self._device, virtual_memory.rounded(self._device, 1))
+            piece = virtual_memory.rounded(self._device, 1)
+            self._piece = virtual_memory.create(self._device, piece, exportable=False)
 
     def suspend(self) -> None:
         """Give the memory back of all pools that no graph of another communicator uses."""

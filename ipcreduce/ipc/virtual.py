@@ -75,7 +75,7 @@ class VirtualWorkspace(Workspace):
     def prepare(self, suspended: bool) -> None:
         """Create the memory for :meth:`suspend`, or for :meth:`resume`. It is all that they need."""
         nbytes = self._piece if suspended else self._own.nbytes
-        self._prepared = virtual_memory.create(self._ordinal, nbytes)
+        self._prepared = virtual_memory.create(self._ordinal, nbytes, exportable=not suspended)
 
     def drop_prepared(self) -> None:
         """Release what :meth:`prepare` has created, unless it is mapped. Idempotent."""

@@ -122,7 +122,7 @@ def _left(victim: int, text: str) -> bool:
 def _problem(player: Player, how: str, victim: int, error: IpcReduceError, comm: Any, source: Any) -> str:
     """What is not right in the error that this rank got; "" if all is."""
     name, text = type(error).__name__, str(error)
-    if name == "PeerLostError" and _left(victim, text):
+    if how == "stopped" and name == "PeerLostError" and _left(victim, text):
         return ""
     if how == "stopped":
         fits = name == "PeerTimeoutError" and (player.rank == victim or f"rank {victim} did not call within" in text)
@@ -135,7 +135,8 @@ def _problem(player: Player, how: str, victim: int, error: IpcReduceError, comm:
             return "a call without the rank that has ended worked"
         except IpcReduceError as later:
             error, name, text = later, type(later).__name__, str(later)
-    return "" if name == "PeerLostError" and f"rank {victim} is gone" in text else f"{name}: {text}"
+    fits = f"rank {victim} is gone" in text or _left(victim, text)
+    return "" if name == "PeerLostError" and fits else f"{name}: {text}"
 
 
 def _goes_on(player: Player, comm: Any, source: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants import Mutant
+from tests.mutants import Mutant, unit
 from tests.mutants.devices import scenario
 
 SUSPENSION, VIRTUAL, BACKEND = "ipcreduce/suspension.py", "ipcreduce/ipc/virtual.py", "ipcreduce/device/backend.py"
@@ -139,6 +139,6 @@ MUTANTS = [
         "ipcreduce/ranks/descriptors.py",
         "            if len(descriptors) == counts[rank]:\n",
         "            if descriptors:\n",
-        "tests/unit/test_descriptors.py::test_several_at_once",
+        unit("descriptors", "several_at_once"),
     ),
 ]

@@ -26,7 +26,7 @@ def test_what_is_held(hold: Hold) -> None:
 
 
 def test_pools(hold: Hold) -> None:
-    hold(2, "pools_given_back", "direct_graphs", "many_direct_outputs", SIM_NO_NCCL="1")
+    hold(2, "pools_given_back", "direct_graphs", "many_direct_outputs", "nothing_is_shared", SIM_NO_NCCL="1")
 
 
 def test_over_nccl(hold: Hold) -> None:

@@ -461,6 +461,37 @@ def direct_graphs() -> None:
     assert not grown(before), (grown(before), open_files() - was_open)
 
 
+def nothing_is_shared() -> None:
+    """While suspended this process has none of the peers' memory, and none of its own is open to others."""
+    memory = "/memfd:ipcreduce-sim-physical-"
+
+    def physical() -> list[list[str]]:
+        found = [os.path.realpath(f"/proc/self/fd/{one}") for one in os.listdir("/proc/self/fd")]
+        return [name.removeprefix(memory).split("-")[1:3] for name in found if name.startswith(memory)]
+
+    with virtual(workspace=4 * MB, algorithm="direct") as comm, Graph(comm) as graph:
+        with graph.record():
+            result = comm.allreduce(mine())
+        comm.synchronize()
+        opened, leaks = open_files(), driver.leaks()
+        assert {pid for _, pid in physical()} == {str(pid) for pid in WORLD.allgather(os.getpid())}
+        export = mock.Mock(wraps=virtual_memory.CALLS["cuMemExportToShareableHandle"])
+        with mock.patch.dict(virtual_memory.CALLS, {"cuMemExportToShareableHandle": export}):
+            comm.suspend(pools=True)
+        own = [str(PIECE), str(os.getpid())]
+        # One for the workspace, one for the pools. The simulated device has a descriptor of each of its memories.
+        assert physical() == [own, own], physical()
+        assert not open_files() - opened, open_files() - opened
+        assert "mappings" not in driver.leaks(), "behind IPC handles"
+        assert not export.called
+        for piece in virtual_memory._handles.values():
+            assert not piece.exportable
+        comm.resume()
+        graph.replay()
+        right(result)
+        assert (open_files(), driver.leaks()) == (opened, leaks)
+
+
 def _closed_meanwhile(comm: Communicator) -> None:
     """One rank closes a graph while suspended, and the other ranks after that."""
     graph, other = Graph(comm), Graph(comm)
@@ -586,6 +617,6 @@ def _check_errors(comm: Communicator, name: str, failed: str, found: list[str]) 
 SCENARIOS = [
     replays_after_resume, idempotent, not_suspended, ranks_that_differ, late_for_resume, no_memory_to_resume,
     graphs_of_others, a_hundred_cycles, suspended_over_nccl, pools_given_back, direct_graphs,
-    many_direct_outputs, killed_while_suspended, killed_in_resume,
+    many_direct_outputs, nothing_is_shared, killed_while_suspended, killed_in_resume,
     suspended_driver_faults,
 ]  # fmt: skip

@@ -237,14 +237,15 @@ class CallSequence:
         :raises IpcReduceError: if they do not come: they made another call, refused this one, or are late or lost.
         """
         page = self.page
-        fault = page.fault() if page.aborted else None
+        aborted = page.aborted  # once, before the records: behind them it may be the word of one that came meanwhile
+        fault = page.fault() if aborted else None
         cancelled = fault is not None and fault[0] <= number  # first, even if a rank was lost because of it
         if not cancelled:
             faults.raise_lost(page, number)
         late = clock.now() > deadline
         if late:
             page.post_timeout(missing)
-        if cancelled or late or (page.aborted and not faults.all_come(page, number)):
+        if cancelled or late or (aborted and not faults.all_come(page, number)):
             self.raised = True
             raise faults.fault_error(page, number, self.timeout)
 

@@ -286,4 +286,11 @@ MUTANTS = [
         "if len({one.count for one in votes}) == 1:",
         unit("votes", "another_recording"),
     ),
+    Mutant(
+        "the end of a process is a timeout, if it is told between two looks at the page",
+        "ipcreduce/calls/sequence.py",
+        "if cancelled or late or (aborted and not",
+        "if cancelled or late or (page.aborted and not",
+        unit("calls", "a_loss_that_is_told_while_a_rank_looks_at_the_page"),
+    ),
 ]

@@ -1065,3 +1065,20 @@ def test_in_a_forked_child(ranks: list[Rank]):
     in_threads([calls.lock.acquire])
     calls.forked(ArgumentError("forked"))
     raised_by(ranks[0], ArgumentError, "forked")
+
+
+def test_a_loss_that_is_told_while_a_rank_looks_at_the_page(three: list[Rank], monkeypatch: pytest.MonkeyPatch):
+    """It came behind the look at the records of losses: the rank finds it in its next look, and no timeout."""
+    waiting, other, dead = three
+    look = faults.raise_lost
+
+    def meanwhile(page: Page, number: int) -> None:
+        look(page, number)
+        other.page.post_lost(dead.page.rank, "its process has ended")
+
+    waiting.call()
+    with monkeypatch.context() as patched:
+        patched.setattr(faults, "raise_lost", meanwhile)
+        waiting.calls.check_wait(1, sequence.clock.now() + HANG, [2])
+    with pytest.raises(PeerLostError, match="rank 2 is gone: its process has ended"):
+        waiting.calls.check_wait(1, sequence.clock.now() + HANG, [2])

@@ -118,7 +118,7 @@ class Suspension:
         try:
             self._vote(_RESUME, prepare, "Call resume() again after that.")
             with calls.losing("it left resume()"):
-                ranks = OverPage(calls.page, partial(calls.gather, calls.number))
+                ranks = OverPage(calls.page, calls.number, partial(calls.gather, calls.number))
                 self._session.pools.resume(ranks, clock.now() + calls.timeout)
                 used = backend.resume(ranks, clock.now() + calls.timeout)
                 self._error = None

@@ -17,9 +17,9 @@ class OverPage:
     silence = "they did not answer"  # never shown: gather() waits, and its errors say who did not come
     left = False
 
-    def __init__(self, page: Page, gather: Callable[[bytes], list[bytes]]) -> None:
-        """:param gather: collects every rank's bytes."""
-        self.rank, self.size = page.rank, page.n
+    def __init__(self, page: Page, call: int, gather: Callable[[bytes], list[bytes]]) -> None:
+        """:param call: its number. :param gather: collects every rank's bytes."""
+        self.rank, self.size, self.call = page.rank, page.n, call
         self._gather = gather
 
     def gather(self, sent: np.ndarray[Any, Any], received: np.ndarray[Any, Any]) -> OverPage:

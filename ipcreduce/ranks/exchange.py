@@ -129,6 +129,7 @@ class Channel(Protocol):
 
     rank: int
     size: int
+    call: int  # in which the exchanges take place; 0 at start-up
     silence: str  # the part of an error message for ranks that do not answer in time
     left: bool  # True once all ranks know that one has left start-up: no exchange follows
 
@@ -213,7 +214,7 @@ def allgather(
         for field in ("magic", "version", "kind", "length"):
             if other[field] != record[0][field]:
                 raise RankMismatchError(report(
-                    ranks.rank, 0,
+                    ranks.rank, ranks.call,
                     f"rank {rank} has {field} {other[field]} at {what}, and this rank has {record[0][field]}",
                     "Run the same version of ipcreduce and the same program on every rank.",
                 ))  # fmt: skip
@@ -279,8 +280,9 @@ def _raise_left(ranks: Channel, gathered: np.ndarray[Any, Any], what: str) -> No
         ours = (other["magic"], other["version"], other["length"]) == (MAGIC, VERSION, MESSAGE_BYTES)
         if ours and other["left"]:
             ranks.left = True
+            happened = "raised an error" if ranks.call else "has left start-up"
             raise (UnsupportedError if other["left"] == _LACKS else PeerFailedError)(report(
-                ranks.rank, 0, f"rank {rank} has left start-up ({text_in(other)})",
+                ranks.rank, ranks.call, f"rank {rank} {happened} ({text_in(other)})",
                 "Mend that, then make the Communicator again on every rank.",
             ))  # fmt: skip
 

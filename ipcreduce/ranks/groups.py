@@ -139,6 +139,7 @@ def _of_torch(group: Any) -> GroupRanks | None:
 class GroupRanks:
     """The ranks of a group that only has a blocking ``allgather``. See :class:`exchange.Ranks`."""
 
+    call = 0
     silence = "the group's allgather has not answered in time"
     left = False
 

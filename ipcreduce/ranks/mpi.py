@@ -67,6 +67,7 @@ class MpiRanks:
     :ivar mpi: the mpi4py communicator; in what :meth:`join` returns, a duplicate of it.
     """
 
+    call = 0
     silence = "some did not come in time"
     left = False
 

@@ -53,7 +53,7 @@ def _startup(name: str, record: np.ndarray[Any, Any], use: Callable[[Any], objec
     own = record.tobytes()
 
     class Two:
-        rank, size, silence = 0, 2, ""
+        rank, size, call, silence = 0, 2, 0, ""
         theirs = b""
 
         def gather(self, sent: np.ndarray[Any, Any], received: np.ndarray[Any, Any]) -> Any:

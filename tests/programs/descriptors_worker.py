@@ -25,7 +25,7 @@ from ipcreduce.ranks import descriptors
 class Ranks:
     """As much of the ranks as an exchange needs."""
 
-    silence, left = "no answer", False
+    call, silence, left = 0, "no answer", False
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         self.rank, self.size, self.folder, self._number = rank, size, folder, itertools.count()

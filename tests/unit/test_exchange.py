@@ -51,7 +51,7 @@ class World:
         self.change, self.at = change, at
         self.requests: list[Request] = []
 
-    rank, size, silence, left = 1, 3, "silence", False
+    rank, size, call, silence, left = 1, 3, 0, "silence", False
 
     def gather(self, sent: np.ndarray, received: np.ndarray) -> Request:
         assert sent.dtype == received.dtype == np.uint8, "pickled or typed data"
@@ -251,6 +251,14 @@ def leaves(record: Any, error: BaseException) -> None:
     """Makes a record that of a rank which leaves, in place of whatever it was."""
     left = exchange.message(exchange.PAGE, error)["left"]
     record[:] = exchange.message(exchange.LEAVING, error, left=left).view(record.dtype)
+
+
+def test_a_rank_that_raises_in_an_exchange_of_a_call_is_named():
+    """No start-up is meant there."""
+    world = World(lambda rank, record: leaves(record, MemoryError("none left")) if rank == 2 else None)
+    world.call = 7
+    with pytest.raises(PeerFailedError, match=r"rank 1, call 7: rank 2 raised an error \(MemoryError: none left\)"):
+        world.allgather(exchange.message(exchange.CONFIRMATION))
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,7 @@ class DirectGraphs:
             mappings.take(key, descriptor, ordinal, int(known[key[0]][key[1]]["nbytes"]))
 
         virtual = [[slab for slab in slabs if known[rank][slab]["virtual"]] for rank, slabs in enumerate(wanted)]
-        ranks = OverPage(self._backend.page, partial(self._gather, number))
+        ranks = OverPage(self._backend.page, number, partial(self._gather, number))
         try:
             hand_over(ranks, virtual, self._descriptor, take, clock.now() + self._calls.timeout)
         except IpcReduceError as failed:

@@ -307,6 +307,9 @@ class DeviceBackend(Backend):
         for action in free:
             action()
         flush()
+        # The rest may wait for the garbage collector. The page may not: a mapping of Python's holds a descriptor.
+        self.fast = self.known_norms = None
+        self.page = Page.alone(0, 1)
 
     @abstractmethod
     def end(self) -> None:
@@ -314,4 +317,9 @@ class DeviceBackend(Backend):
 
     def peers_have_left(self) -> bool:
         """True if no other process uses this communicator, or this rank's memory, any more."""
-        return all(self.page.has_unmapped(rank) for rank in range(self.n) if rank != self.rank)
+        return have_left(self.page)
+
+
+def have_left(page: Page) -> bool:
+    """True if no other rank uses anything of this rank's any more."""
+    return all(page.has_unmapped(rank) for rank in range(page.n) if rank != page.rank)

@@ -13,7 +13,7 @@ from ..calls.norm_shape import NormAddresses
 from ..cuda import driver
 from ..cuda.contexts import using_relaxed
 from ..cuda.expressions import Expression
-from ..device.backend import DeviceBackend
+from ..device.backend import DeviceBackend, have_left
 from ..device.deferred_free import Action, attempt, free_after
 from ..device.known_calls import Ready
 from ..device.known_lists import Addresses
@@ -188,7 +188,7 @@ class IpcBackend(DeviceBackend):
         self.release()
         shared, self.shared = self.shared, []
         leave = partial(driver.release_context, self.device.ordinal)
-        free_after(self.peers_have_left, self.context, *(free for _, free in reversed(shared)), leave)
+        free_after(partial(have_left, self.page), self.context, *(free for _, free in reversed(shared)), leave)
 
     def release(self) -> None:
         """Free the resources that no other process uses."""

@@ -233,7 +233,8 @@ def share(
         fields = make()
     except (IpcReduceError, OSError) as caught:
         error = caught
-    gathered = allgather(ranks, message(dtype, error, **fields), deadline, what)
+    sent, error = message(dtype, error, **fields), None  # for its traceback has this frame
+    gathered = allgather(ranks, sent, deadline, what)
     check(ranks, gathered, what)
     return gathered
 
@@ -272,6 +273,8 @@ def step(ranks: Channel, deadline: float, what: str) -> Iterator[None]:
         if error is None or isinstance(error, (IpcReduceError, OSError)):
             raise shared from error
         raise error from None
+    finally:
+        del error  # its traceback has this frame, and with it all callers' variables
 
 
 # ---- ranks that leave

@@ -141,4 +141,25 @@ MUTANTS = [
         "            if descriptors:\n",
         unit("descriptors", "several_at_once"),
     ),
+    Mutant(
+        "what stays while suspended can be exported",
+        VIRTUAL,
+        "exportable=not suspended",
+        "exportable=True",
+        scenario("nothing_is_shared"),
+    ),
+    Mutant(
+        "the descriptor of a closed communicator's page waits for the garbage collector",
+        BACKEND,
+        "        self.page = Page.alone(0, 1)\n",
+        "",
+        scenario("no_descriptor_is_left"),
+    ),
+    Mutant(
+        "the memory of a failed start waits for the garbage collector",
+        "ipcreduce/ranks/exchange.py",
+        "        del error  # its traceback",
+        "        pass  # its traceback",
+        scenario("no_descriptor_is_left"),
+    ),
 ]

@@ -16,7 +16,14 @@ def test_start_calls_and_graphs(hold: Hold) -> None:
 
 def test_what_stays_behind(hold: Hold) -> None:
     """The last scenario leaves what its driver refuses to take back."""
-    hold(2, "a_link_that_loses_data", "fifty_communicators", "virtual_driver_faults", SIM_NO_NCCL="1")
+    hold(
+        2,
+        "a_link_that_loses_data",
+        "fifty_communicators",
+        "no_descriptor_is_left",
+        "virtual_driver_faults",
+        SIM_NO_NCCL="1",
+    )
 
 
 def test_exceptions_of_one_rank(hold: Hold) -> None:

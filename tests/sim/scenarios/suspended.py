@@ -523,8 +523,9 @@ def many_direct_outputs() -> None:
             results = []
             for _ in range(count):
                 results.append(comm.allreduce(mine(100)))
-                held_back.append(cupy.empty(PIECE - 1024, np.uint8))  # so the next is in another slab
+                held_back.append(cupy.empty(PIECE - 512, np.uint8))  # so the next is in another slab
         assert graph.state == "registered", graph.describe()
+        assert graph.pool.slabs >= count
         del held_back
         comm.synchronize()
         comm.suspend(pools=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import types
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import cupy
 import numpy as np
 
 from ipcreduce import Communicator, Graph, errors
+from ipcreduce.device import deferred_free
 from ipcreduce.ipc import peers
 from ipcreduce.ranks import descriptors
 from tests.sim.scenarios.common import (
@@ -27,6 +29,7 @@ from tests.sim.scenarios.common import (
     grown,
     held,
     host_works,
+    open_files,
     raises,
     works,
 )
@@ -191,7 +194,50 @@ def fifty_communicators() -> None:
     assert (mapped(), machine.memory_info()) == (0, free)
 
 
+def no_descriptor_is_left() -> None:
+    """Of communicators that work, that fail to start, or whose start is interrupted.
+
+    None waits for the garbage collector, but those of the interrupted ones.
+    """
+    good_communicator()
+    collect = gc.collect
+    for memory in ("ipc", "vmm"):
+        with environment(IPCREDUCE_MEMORY=memory), mock.patch.object(gc, "collect", return_value=0):
+            expected = open_files()
+            for turn in range(25):
+                _made(turn)
+                WORLD.Barrier()  # each has closed, so the memory of all is free
+                deferred_free.flush()
+                if turn % 5 == 3:
+                    collect()
+                assert open_files() == expected, (memory, turn, open_files() - expected)
+
+
+def _made(turn: int) -> None:
+    """A communicator that lives shortly, if it does; the last rank has a fault in some turns."""
+    failing = ("cuMemImportFromShareableHandle", "cuMemExportToShareableHandle", "cuIpcOpenMemHandle", "cuMemSetAccess")
+    if turn % 5 == 4:
+        driver.fault_in(failing[turn // 5 % 4] if RANK == LAST else "")
+    interrupted = mock.patch.object(descriptors.Mailbox, "send", side_effect=KeyboardInterrupt)
+    try:
+        with (
+            interrupted if (turn % 5, RANK) == (3, LAST) else contextlib.nullcontext(),
+            Communicator(algorithm="direct" if turn % 5 == 2 else None) as comm,
+            contextlib.ExitStack() as held_back,
+        ):
+            if comm.backend == "ipc":
+                works(comm)
+                if turn % 5 == 2:
+                    with held_back.enter_context(Graph(comm)).record():
+                        comm.allreduce(cupy.ones(100, np.float32))
+            host_works(comm)
+    except (KeyboardInterrupt, errors.PeerFailedError):
+        assert turn % 5 == 3, turn
+    finally:
+        driver.fault_in("")
+
+
 SCENARIOS = [
     in_both_memories, not_in_virtual_memory, peers_without_access, a_link_that_loses_data, fifty_communicators,
-    virtual_driver_faults,
+    no_descriptor_is_left, virtual_driver_faults,
 ]  # fmt: skip

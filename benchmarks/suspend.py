@@ -1,6 +1,6 @@
 """suspend() and resume(): what they give back and how long they take, and workspaces in virtual memory beside IPC's.
 
-    mpirun -n 2 python -m benchmarks.suspend --json FILE [--cycles 1000] [--turns 7]
+    mpirun -n 2 python -m benchmarks.suspend --json FILE [--cycles 1000] [--turns 7] [--pool-mb 512]
 
 "ipc" is a communicator whose workspaces are behind IPC handles, and "vmm" one with workspaces in virtual memory; both
 have the default size. They take turns. Latencies are of float32 sums from one array into another: in a Graph of CALLS
@@ -12,12 +12,15 @@ its bits are compared. Whatever is wrong ends the program with an error.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
+import re
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,8 @@ SIZES = {"8 KB": 8 << 10, "256 KB": 256 << 10, "2 MB": 2 << 20, "64 MB": 64 << 2
 MEMORIES = "ipc", "vmm"
 CALLS = 64
 STARTS = 5
-POOL_BYTES = 512 << 20
+OUTPUTS = 8  # of the graph with pools=True
+COMMUNICATORS = 50
 STRAY = 16  # mappings of Python's own that may come meanwhile; one left in each cycle would be many more
 
 
@@ -58,10 +62,10 @@ def summary(seconds: list[float]) -> dict[str, float]:
     return {"median": slowest(statistics.median(seconds)), "longest": slowest(max(seconds))}
 
 
-def made(memory: str) -> ipcreduce.Communicator:
+def made(memory: str, **options: Any) -> ipcreduce.Communicator:
     """A communicator with its workspaces there."""
     os.environ["IPCREDUCE_MEMORY"] = memory
-    comm = ipcreduce.Communicator()
+    comm = ipcreduce.Communicator(**options)
     assert comm.backend == "ipc", comm.describe()
     assert ("in virtual memory" in comm.describe()) == (memory == "vmm"), comm.describe()
     return comm
@@ -168,32 +172,82 @@ def cycles(comm: ipcreduce.Communicator, count: int) -> dict[str, Any]:
     }
 
 
-def pools(comm: ipcreduce.Communicator, count: int) -> dict[str, Any]:
-    """With the memory of a graph of 512 MB, too."""
-    source = cupy.ones(2048, np.float32)
-    suspends, resumes = [], []
+def pools(comm: ipcreduce.Communicator, count: int, pool_bytes: int) -> dict[str, Any]:
+    """With the memory of a graph of ``pool_bytes``, too. Half of its memory are outputs, which kernels may write to."""
+    results: list[Any] = []
+    sources = [cupy.full(pool_bytes // (4 * OUTPUTS) // 2, RANK + turn, np.float32) for turn in range(OUTPUTS)]
+    suspends, resumes, trail = [], [], []
     with ipcreduce.Graph(comm) as graph:
         with graph.record():
-            scratch = cupy.empty(POOL_BYTES, np.uint8)
-            result = comm.allreduce(source)
+            results += [comm.allreduce(source) for source in sources]
+            scratch = cupy.empty(pool_bytes // 2, np.uint8)
         del scratch
         comm.synchronize()
-        for _ in range(count):
+        for turn in range(count):
             before = held()
             suspends.append(timed(lambda: comm.suspend(pools=True)))
             suspended = held()
             resumes.append(timed(comm.resume))
             after = held()
+            trail.append((before, suspended, after))
+            for result in results:
+                result.fill(-1)
             graph.replay()
-            assert (cupy.asnumpy(result) == SIZE).all(), cupy.asnumpy(result)[:4]
-    given = suspended["free bytes"] - before["free bytes"]
+            _expect_sums(results, f"cycle {turn}")
+        state, in_pool = graph.state, graph.pool.nbytes
+    (first, *_), (before, suspended, after) = trail[min(1, len(trail) - 1)], trail[-1]
+    grown = after["mappings"] - first["mappings"]
+    flat = before["free bytes"] == after["free bytes"] and first["descriptors"] == after["descriptors"]
     return {
-        "pool bytes": POOL_BYTES,
+        "state": state,
+        "pool bytes": in_pool,
+        "workspace bytes": comm._open.backend.workspace.mapped_bytes,
         "suspend ms": summary(suspends),
         "resume ms": summary(resumes),
-        "bytes given back": min(WORLD.allgather(given)),
-        "flat": all(WORLD.allgather(before["free bytes"] == after["free bytes"])),
+        "bytes given back": min(WORLD.allgather(suspended["free bytes"] - before["free bytes"])),
+        "flat": all(WORLD.allgather(flat and grown <= STRAY)),
     }
+
+
+def _expect_sums(results: list[Any], when: str) -> None:
+    for turn, result in enumerate(results):
+        due = sum(rank + turn for rank in range(SIZE))
+        assert bool((result == due).all()), f"{when}, output {turn}: {cupy.asnumpy(result)[:4]}, expected {due}"
+
+
+def direct(count: int, pool_bytes: int) -> dict[str, Any]:
+    """The same as :func:`pools` with direct graphs, whose kernels write into the peers' pools."""
+    with made("vmm", algorithm="direct") as comm:
+        found = pools(comm, count, pool_bytes)
+    assert found["state"] == "registered", found
+    return found
+
+
+def files() -> Counter[str]:
+    """What the descriptors of this process stand for, without numbers."""
+    found: Counter[str] = Counter()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the one of the list itself
+            found[re.sub("[0-9]+|-locked-.*", "", os.readlink(f"/proc/self/fd/{descriptor}"))] += 1
+    return found
+
+
+def communicators(count: int) -> dict[str, Any]:
+    """What so many communicators leave open, which have made a call each. The garbage is not collected before."""
+    rows = {}
+    for memory in MEMORIES:
+        made(memory).close()
+        before, bytes_before = files(), held()["free bytes"]
+        for _ in range(count):
+            with made(memory) as comm:
+                comm.allreduce(cupy.ones(100, np.float32))
+        WORLD.Barrier()
+        left, collected = files() - before, gc.collect()
+        rows[memory] = {
+            "descriptors left": dict(left), "after gc.collect()": dict(files() - before), "collected": collected,
+            "bytes left": bytes_before - held()["free bytes"],
+        }  # fmt: skip
+    return rows
 
 
 def refused(call: Callable[[], Any]) -> float:
@@ -248,6 +302,7 @@ def main() -> None:
     parser.add_argument("--cycles", type=int, default=1000)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--largest", type=int, default=64 << 20, help="bytes (64 MB)")
+    parser.add_argument("--pool-mb", type=int, default=512, help="memory of the graph with pools=True (512)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     for name in [name for name, nbytes in SIZES.items() if nbytes > options.largest]:
@@ -264,8 +319,13 @@ def main() -> None:
     comms.pop("ipc").close()
     found["cycles"] = cycles(comms["vmm"], options.cycles)
     say(found["cycles"])
-    found["cycles with pools"] = pools(comms["vmm"], min(options.cycles, 20))
+    pool_bytes, few = options.pool_mb << 20, min(options.cycles, 20)
+    found["cycles with pools"] = pools(comms["vmm"], few, pool_bytes)
     say(found["cycles with pools"])
+    found["cycles with pools, direct graphs"] = direct(few, pool_bytes)
+    say(found["cycles with pools, direct graphs"])
+    found["communicators"] = {"made and closed": COMMUNICATORS} | communicators(COMMUNICATORS)
+    say(found["communicators"])
     found["while suspended"] = while_suspended(comms["vmm"])
     say(found["while suspended"])
     comms["ipc"] = made("ipc")
@@ -274,7 +334,8 @@ def main() -> None:
         comm.close()
     if RANK == 0 and options.json is not None:
         report.write_json(options.json, report.header(sys.argv) | found)
-    assert found["cycles"]["flat"], "memory, descriptors or mappings have grown: see the trail"
+    for name, row in found.items():
+        assert not isinstance(row, dict) or row.get("flat", True), f"{name}: memory, descriptors or mappings have grown"
 
 
 if __name__ == "__main__":

@@ -185,7 +185,9 @@ def test_a_slab_is_mapped_once_and_as_long_as_a_graph_uses_it(monkeypatch: pytes
     monkeypatch.setattr(driver, "close_memory", closed.append)
     monkeypatch.setattr(driver_calls, "allocation_bytes", lambda address: MB)
     mappings, keys = Mappings(), [(1, 7), (1, 8)]
-    assert [mappings.open(key, b"handle", MB) for key in (*keys, keys[0])] == [4096, 8192, 4096]
+    for key in (*keys, keys[0]):
+        mappings.open(key, b"handle", MB)
+    assert [mappings.address(key) for key in keys] == [4096, 8192]
     serials = [mappings.use(used, lambda: None) for used in (keys, keys[:1])]
     mappings.drop(serials[0], keys)
     assert closed == [8192], "the other one is still used"

@@ -20,6 +20,7 @@ _VLLM_MODULE = "vllm.distributed.device_communicators.custom_all_reduce"
 _SGLANG_TARGET = "sglang.srt.distributed.device_communicators.custom_all_reduce.dispatch_custom_allreduce"
 _PASS_MANAGER = "ipcreduce.serving.passes.PassManager"
 _FLASHINFER = "VLLM_ALLREDUCE_USE_FLASHINFER"  # 0 by default in vLLM 0.26.0, and 1 in 0.33.0
+_INVARIANT = "VLLM_BATCH_INVARIANT"
 _log = logging.getLogger("ipcreduce.serving")
 
 
@@ -34,9 +35,11 @@ def vllm_plugin() -> None:
         return
     from importlib.util import find_spec
 
+    from vllm.distributed import parallel_state
     from vllm.distributed.device_communicators import custom_all_reduce
     from vllm.platforms import current_platform
 
+    from . import groups
     from .seat import EngineAllReduce
 
     log, theirs = logging.getLogger("ipcreduce"), logging.getLogger("vllm")
@@ -50,6 +53,13 @@ def vllm_plugin() -> None:
         raise UnsupportedError(f"this vLLM has no {_VLLM_MODULE}.CustomAllreduce. Unset IPCREDUCE_ENGINES")
     custom_all_reduce.CustomAllreduce = EngineAllReduce
     _log.info("IPCREDUCE_ENGINES=1: %s.CustomAllreduce is now ipcreduce's EngineAllReduce", _VLLM_MODULE)
+    groups.close_with(parallel_state.GroupCoordinator)
+    if is_on("IPCREDUCE_BATCH_INVARIANT"):
+        from vllm.distributed.device_communicators import cuda_communicator
+
+        groups.make_in(cuda_communicator.CudaCommunicator)
+    elif os.environ.get(_INVARIANT, "0") not in ("", "0"):
+        _log.warning("%s=1: vLLM leaves all sums to NCCL. Set IPCREDUCE_BATCH_INVARIANT=1 to have ipcreduce's", _INVARIANT)
     if is_on("IPCREDUCE_FUSED"):
         _bring_the_pass(current_platform)
     if sys.modules.get("flashinfer") or find_spec("flashinfer"):  # find_spec raises for a module without __spec__

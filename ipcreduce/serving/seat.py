@@ -15,7 +15,7 @@ from ..communicator import Communicator
 from ..dtypes import DTYPE_NAMES
 from ..errors import UnsupportedError
 from ..ipc.workspace import bytes_for
-from ..options import VIRTUAL, workspace_memory
+from ..options import VIRTUAL, is_on, workspace_memory
 from . import sleep
 
 MAX_SIZE = 8 << 20  # bytes; the default of both vLLM and SGLang
@@ -35,6 +35,8 @@ class EngineAllReduce:
     :param register_graph_buffers: a parameter of vLLM without effect, because no buffer has to be registered.
     :raises PeerTimeoutError: if a rank does not come.
 
+    With IPCREDUCE_BATCH_INVARIANT=1 it takes tensors of every size and layout, because a batch may change both.
+
     If the kernels cannot run, as between several hosts, ``disabled`` is True on every rank, and the server uses another
     all-reduce. A server may also set ``disabled``. An object that was dropped is closed at the end of the process.
     """
@@ -49,6 +51,7 @@ class EngineAllReduce:
     ) -> None:  # fmt: skip
         self.device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         self.max_size = max_size
+        self._takes_all = is_on("IPCREDUCE_BATCH_INVARIANT")
         self.disabled = True
         self._comm: Communicator | None = None
         if self.device.type == "cuda" and self.device.index is None:
@@ -77,13 +80,8 @@ class EngineAllReduce:
 
         That depends on its size, dtype, layout and device, so it is the same on every rank.
         """
-        return (
-            not self.disabled
-            and inp.numel() * inp.element_size() <= self.max_size
-            and inp.dtype in _DTYPES
-            and inp.is_contiguous()
-            and inp.device == self.device
-        )
+        fits = inp.is_contiguous() and inp.numel() * inp.element_size() <= self.max_size
+        return not self.disabled and (fits or self._takes_all) and inp.dtype in _DTYPES and inp.device == self.device
 
     def custom_all_reduce(self, input: torch.Tensor) -> torch.Tensor | None:
         """The sum over the ranks in a new tensor; None for a tensor that is declined. It can be captured.

@@ -6,6 +6,7 @@ in replays. Without GPUs its graphs are lists of the calls. Every rank prints "r
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -123,6 +124,18 @@ def declines(engine: Engine) -> None:
     comm.disabled = False
 
 
+def takes_all() -> None:
+    """For a server that asks for the same bits in every batch: every size and layout, and a row as it would be alone."""
+    with mock.patch.dict(os.environ, IPCREDUCE_BATCH_INVARIANT="1"):
+        comm = seat.EngineAllReduce(group=WORLD, device=DEVICE, max_size=MAX_SIZE)
+    generator = torch.Generator().manual_seed(WORLD.rank)
+    batch = torch.randn(4 * MAX_SIZE // HIDDEN, 2 * HIDDEN, generator=generator).to(DEVICE, torch.bfloat16)[:, ::2]
+    found = comm.custom_all_reduce(batch)
+    for row in (0, 7):
+        assert torch.equal(found[row], comm.custom_all_reduce(batch[row].contiguous()))
+    comm.close()
+
+
 def how_it_is_made() -> None:
     """On a GPU: our kernels or nothing, and a workspace for the largest message. The engine's other words are taken."""
     asked: dict[str, Any] = {}
@@ -149,6 +162,7 @@ def main() -> None:
     with torch.inference_mode():
         serve(engine, torch.float32)
     declines(engine)
+    takes_all()
     engine.ca_comm.close()
     engine.ca_comm.close()
     assert engine.ca_comm.disabled

@@ -33,8 +33,8 @@ def test_an_unknown_name_warns_once(monkeypatch: pytest.MonkeyPatch):
         "ipcreduce does not know the environment variable IPCREDUCE_SYNCH, which has no effect. "
         "Did you mean IPCREDUCE_SYNC?",
         "ipcreduce does not know the environment variable IPCREDUCE_X, which has no effect. "
-        "There are IPCREDUCE_BACKEND, IPCREDUCE_CACHE_DIR, IPCREDUCE_ENGINES, IPCREDUCE_FUSED, IPCREDUCE_HOSTID, "
-        "IPCREDUCE_MEMORY, IPCREDUCE_SYNC, IPCREDUCE_WORKSPACE_MB.",
+        "There are IPCREDUCE_BACKEND, IPCREDUCE_BATCH_INVARIANT, IPCREDUCE_CACHE_DIR, IPCREDUCE_ENGINES, "
+        "IPCREDUCE_FUSED, IPCREDUCE_HOSTID, IPCREDUCE_MEMORY, IPCREDUCE_SYNC, IPCREDUCE_WORKSPACE_MB.",
     ]
     assert not list(options.unknown_variables())
 

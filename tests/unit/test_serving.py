@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ipcreduce import serving
+from ipcreduce.serving import groups
 from ipcreduce.errors import ArgumentError, UnsupportedError
 from tests.tools import machine
 from tests.unit.test_imports import python
@@ -22,6 +23,13 @@ PLACE = "vllm.distributed.device_communicators"
 
 class Theirs:
     """The class that vLLM makes by itself."""
+
+
+class Group:
+    """A group of ranks in vLLM, or what it has for GPUs."""
+
+    def destroy(self) -> None:
+        """End."""
 
 
 def module(name: str, **names: Any) -> types.ModuleType:
@@ -48,8 +56,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     tree = {
         "vllm": module("vllm"),
         "vllm.platforms": module("vllm.platforms", current_platform=platform),
-        "vllm.distributed": module("vllm.distributed"),
-        PLACE: module(PLACE, custom_all_reduce=found),
+        "vllm.distributed": module("vllm.distributed", parallel_state=types.SimpleNamespace(GroupCoordinator=Group)),
+        PLACE: module(PLACE, custom_all_reduce=found, cuda_communicator=types.SimpleNamespace(CudaCommunicator=Group)),
         found.__name__: found,
     }
     for name, one in tree.items():
@@ -110,6 +118,29 @@ def test_the_fused_pass_is_asked_for(text: str, vllm: types.ModuleType, seat: ty
     monkeypatch.setattr(serving, "_bring_the_pass", platforms.append)
     serving.vllm_plugin()
     assert platforms == [sys.modules["vllm.platforms"].current_platform] * (text == "1")
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("invariant", ["", "0", "1"])
+def test_sums_that_do_not_depend_on_the_batch(
+    asked: bool,
+    invariant: str,
+    vllm: types.ModuleType,
+    seat: type,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    """Under VLLM_BATCH_INVARIANT vLLM makes no all-reduce, which is said unless ipcreduce makes one."""
+    monkeypatch.setenv("IPCREDUCE_ENGINES", "1")
+    monkeypatch.setenv("IPCREDUCE_BATCH_INVARIANT", str(int(asked)))
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
+    closed, made = [], []
+    monkeypatch.setattr(groups, "close_with", closed.append)
+    monkeypatch.setattr(groups, "make_in", made.append)
+    serving.vllm_plugin()
+    assert (closed, made) == ([Group], [Group] * asked)
+    told = "vLLM leaves all sums to NCCL. Set IPCREDUCE_BATCH_INVARIANT=1"
+    assert caplog.text.count(told) == (invariant == "1" and not asked)
 
 
 @pytest.mark.parametrize("given", [None, "0", "1"])

@@ -62,7 +62,7 @@ def comm(module: Any) -> Any:
 def a_seat(module: Any) -> Any:
     """One over a communicator that returns the arguments of its call."""
     made = object.__new__(module.EngineAllReduce)
-    made.device, made.max_size, made.disabled = "cuda:0", 1024, False
+    made.device, made.max_size, made.disabled, made._takes_all = "cuda:0", 1024, False, False
     made._comm = types.SimpleNamespace(allreduce=lambda x: x, close=lambda: None)
     made._comm.allreduce_rmsnorm = lambda x, w, eps, *, residual, weight_bias: (x, w, eps, residual, weight_bias)
     made._count_calls()
@@ -94,6 +94,25 @@ def test_what_the_fused_call_declines(comm: Any):
         assert comm.fused_allreduce_rmsnorm(*three, 1e-6) is None
     comm.disabled = True
     assert comm.fused_allreduce_rmsnorm(x, x, weight, 1e-6) is None
+
+
+def test_the_batch_does_not_decide_who_sums(comm: Any):
+    """One row is always contiguous and small. Of a batch neither need be true."""
+    batches = [Tensor(1, 64), Tensor(1000, 64), Tensor(4, 64, whole=False)]
+    assert [comm.should_custom_ar(x) for x in batches] == [True, False, False]
+    comm._takes_all = True
+    assert all(comm.custom_all_reduce(x) is x for x in batches)
+    assert not comm.should_custom_ar(Tensor(1, 64, dtype="bool"))
+    assert not comm.should_custom_ar(Tensor(1, 64, device="cuda:1"))
+
+
+@pytest.mark.parametrize("text", ["0", "1"])
+def test_what_is_taken_is_read_once(module: Any, text: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("IPCREDUCE_BATCH_INVARIANT", text)
+    group = types.SimpleNamespace(rank=0, size=1, allgather=lambda part: [part])
+    seat = module.EngineAllReduce(group, "cpu")
+    seat.close()
+    assert seat._takes_all == (text == "1")
 
 
 @pytest.mark.parametrize("closed", [False, True])

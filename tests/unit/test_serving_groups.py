@@ -1,0 +1,80 @@
+"""vLLM's groups with the all-reduce of ipcreduce, in stand-ins of vLLM's classes."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from ipcreduce.serving import groups
+
+done: list[Any] = []
+
+
+class Seat:
+    def __init__(self, group: Any, device: Any) -> None:
+        done.append(("made", group, device))
+
+    def close(self) -> None:
+        done.append("closed")
+
+
+@pytest.fixture(autouse=True)
+def _seat(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("ipcreduce.serving.seat")
+    vars(module)["EngineAllReduce"] = Seat
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(groups, "_wrapped", set())
+    done.clear()
+
+
+def communicator() -> type:
+    """vLLM's, which makes an all-reduce of its own if it is told to."""
+
+    class Communicator:
+        def __init__(self, cpu_group: str, device: int, unique_name: str, world_size: int = 2, own: Any = None) -> None:
+            self.cpu_group, self.device, self.unique_name = cpu_group, device, unique_name
+            self.world_size, self.ca_comm = world_size, own
+
+    groups.make_in(Communicator)
+    groups.make_in(Communicator)
+    return Communicator
+
+
+@pytest.mark.parametrize("own", [None, "theirs", "ours"])
+def test_a_group_closes_our_all_reduce_before_it_ends(own: str | None):
+    class Group:
+        def __init__(self, seat: Any) -> None:
+            self.device_communicator = types.SimpleNamespace(ca_comm=seat)
+
+        def destroy(self) -> None:
+            done.append("ended")
+
+    for _ in range(2):  # vLLM loads plug-ins again in every process
+        groups.close_with(Group)
+    Group(Seat("gloo", 1) if own == "ours" else own).destroy()
+    assert [one for one in done if isinstance(one, str)] == ["closed"] * (own == "ours") + ["ended"]
+    bare = Group(None)
+    del bare.device_communicator
+    bare.destroy()
+    assert Group.destroy.__name__ == "destroy"
+
+
+def test_a_tensor_parallel_group_gets_our_all_reduce_where_it_has_none():
+    kind = communicator()
+    made = kind("gloo", 3, unique_name="tp:0")
+    assert isinstance(made.ca_comm, Seat)
+    assert done == [("made", "gloo", 3)]
+
+
+def test_other_groups_do_not():
+    kind = communicator()
+    others = [
+        kind("gloo", 3, unique_name="pp:0"),
+        kind("gloo", 3, unique_name="tp:0", world_size=1),
+        kind("gloo", 3, unique_name="tp:0", own="theirs"),
+    ]
+    assert [one.ca_comm for one in others] == [None, None, "theirs"]
+    assert done == []

@@ -44,17 +44,7 @@ class Result:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("name", type=Name.of)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--layers", type=int, required=True)
-    parser.add_argument("--batches", type=lambda text: [int(one) for one in text.split(",")], required=True)
-    args = parser.parse_args()
-    path = result_path(args.out, args.name, args.layers)
-    machine = {"processor": processor(), "cores": len(os.sched_getaffinity(0))}
-    versions = {"python": platform.python_version(), **{name: version(name) for name in ("vllm", "torch", "ipcreduce")}}
-    today = datetime.date.today().isoformat()
-    result = Result(path, name=str(args.name), layers=args.layers, machine=machine, versions=versions, date=today)
+    args, result = begin(__doc__)
     start = time.perf_counter()
     from vllm import LLM
 
@@ -68,6 +58,24 @@ def main() -> None:
     start = time.perf_counter()
     llm.llm_engine.engine_core.shutdown()
     result.note(shutdown_s=since(start), done=True)
+
+
+def begin(doc: str | None) -> tuple[argparse.Namespace, Result]:
+    """Read the arguments of a program of this folder, and begin its result."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("name", type=Name.of)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--layers", type=int, required=True)
+    parser.add_argument("--turn", type=int, default=1, help="the number of this run of several")
+    parser.add_argument("--batches", type=lambda text: [int(one) for one in text.split(",")], required=True)
+    args = parser.parse_args()
+    machine = {"processor": processor(), "cores": len(os.sched_getaffinity(0))}
+    versions = {"python": platform.python_version(), **{name: version(name) for name in ("vllm", "torch", "ipcreduce")}}
+    result = Result(
+        result_path(args.out, args.name, args.layers, args.turn), name=str(args.name), layers=args.layers,
+        turn=args.turn, machine=machine, versions=versions, date=datetime.date.today().isoformat(),
+    )  # fmt: skip
+    return args, result
 
 
 def processor() -> str:
@@ -99,6 +107,8 @@ def settings(name: Name, folder: Path, batches: list[int]) -> dict[str, Any]:
     graphs: dict[str, Any] = {"cudagraph_capture_sizes": sorted({1, 2, 4, *COMPARED, *batches})}
     if name.mode == "piecewise":
         graphs["cudagraph_mode"] = "PIECEWISE"
+    if name.engine == "flashinfer":
+        graphs["pass_config"] = {"fuse_allreduce_rms": True}
     return {
         "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "tensor_parallel_size": 2,
         "dtype": "bfloat16", "seed": 1, "max_model_len": MOST_TOKENS, "max_num_batched_tokens": MOST_TOKENS,

@@ -1,4 +1,4 @@
-"""Names of runs, such as "ours-eager": an engine, and how it runs. Standard library only."""
+"""Names of runs, such as "ours-eager": an engine, and what it does. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import NamedTuple
 
-ENGINES = ("ours", "fused", "stock", "nccl")
-MODES = ("graphs", "piecewise", "eager", "spawn")
+ENGINES = ("ours", "fused", "flashinfer", "stock", "nccl")
+MEASURED = ("graphs", "piecewise", "eager", "spawn")
+TRIALS = {  # by the module that has them
+    "restarts": "lives", "pair": "lives", "sleep": "lives", "invariant": "lives",
+    "server": "server", "killed": "server",
+}  # fmt: skip
+MODES = (*MEASURED, *TRIALS)
 
 
 class Name(NamedTuple):
-    """The all-reduce of an engine, and its mode: "graphs" is vLLM's default, "spawn" has spawned workers besides.
+    """The all-reduce of an engine, and its mode.
 
-    "ours" is ipcreduce, "fused" ipcreduce with its pass for RMSNorm, "stock" vLLM's own, and "nccl" NCCL.
+    "ours" is ipcreduce, "fused" ipcreduce with its pass for RMSNorm, "flashinfer" vLLM's own with FlashInfer's pass for
+    RMSNorm, "stock" vLLM's own, and "nccl" NCCL. Of the modes that are measured "graphs" is vLLM's default, and "spawn"
+    has spawned workers besides. The others are trials: they see whether something works.
     """
 
     engine: str
@@ -28,9 +35,15 @@ class Name(NamedTuple):
             raise ArgumentTypeError(f"{text!r} is no run. Name one of {engines}, alone or with one of -{modes}")
         return cls(engine, mode or "graphs")
 
+    @property
+    def program(self) -> str:
+        """The module that runs it."""
+        return f"benchmarks.serving.{TRIALS.get(self.mode, 'engine')}"
+
     def __str__(self) -> str:
         return self.engine if self.mode == "graphs" else f"{self.engine}-{self.mode}"
 
 
-def result_path(folder: Path, name: Name, layers: int) -> Path:
-    return folder / f"{name}-{layers}-layers.json"
+def result_path(folder: Path, name: Name, layers: int, turn: int = 1) -> Path:
+    """The file of one run; ``turn`` counts runs of the same name."""
+    return folder / f"{name}-{layers}-layers-{turn}.json"

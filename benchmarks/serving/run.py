@@ -1,16 +1,17 @@
 """Run engines of vLLM, each in a process of its own, on a machine with two GPUs. Standard library only.
 
-    python -m benchmarks.serving.run OUT ours stock nccl --archives FOLDER [--layers 8] [--batches 1,8,32,64,128,256]
+    python -m benchmarks.serving.run OUT ours stock nccl --archives FOLDER [--layers 8,16] [--turns 3]
 
 FOLDER is what ``benchmarks.serving.prepare`` made; it is unpacked once. The names are in ``benchmarks.serving.names``.
-OUT gets a file of results and a log for each engine. One whose result is whole already is not run again, so the same
-command goes on where it stopped: ``--total`` is the time in which no further engine begins that would not have a
-minute, and ``--limit`` ends an engine.
+OUT gets a file of results and a log for each run. One whose result is whole already is not run again, so the same
+command goes on where it stopped: ``--total`` is the time in which no further run begins that would not have a minute,
+and ``--limit`` ends a run. The names take turns, so that a slow minute of the machine is not one engine's alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -37,6 +38,11 @@ SETTINGS = {
     "VLLM_USE_DEEP_GEMM": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }  # fmt: skip
 
+WITH_FLASHINFER = "flashinfer"  # a folder of the archives
+FLASHINFER = {  # its kernels are there without nvcc, and those named need no multicast
+    "VLLM_HAS_FLASHINFER_CUBIN": "1", "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
+}  # fmt: skip
+
 
 def main() -> int:
     args = parse(sys.argv[1:])
@@ -45,20 +51,19 @@ def main() -> int:
     unpack(args.archives, args.site)
     say(begin, "unpacked")
     whole = True
-    for name in args.names:
-        path = result_path(args.out, name, args.layers)
+    for turn, layers, name in itertools.product(range(1, args.turns + 1), args.layers, args.names):
+        path = result_path(args.out, name, layers, turn)
         if is_whole(path):
             say(begin, f"{path.name} is there")
             continue
-        whole = False
         left = args.total - (time.monotonic() - begin)
         if left < SHORTEST:
-            say(begin, f"no time is left for {name}: run the same command again")
-            break
-        status = run_engine(args, name, min(args.limit, left))
-        say(begin, f"{name}: {status}")
-        whole = is_whole(path)
-        if not whole:
+            say(begin, f"no time is left for {path.stem}: run the same command again")
+            return 1
+        status = run_one(args, name, layers, turn, min(args.limit, left))
+        say(begin, f"{path.stem}: {status}")
+        if not is_whole(path):
+            whole = False
             lines = path.with_suffix(".log").read_text(errors="replace").splitlines()[-25:]
             print("\n".join(line[:300] for line in lines))
     return 0 if whole else 1
@@ -70,9 +75,10 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("names", type=Name.of, nargs="+")
     parser.add_argument("--archives", type=Path, required=True)
     parser.add_argument("--site", type=Path, default=Path("/tmp/ipcreduce-serving"), help="where they are unpacked")
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=lambda text: [int(one) for one in text.split(",")], default=[8])
+    parser.add_argument("--turns", type=int, default=1, help="how often each is run")
     parser.add_argument("--batches", default=BATCHES)
-    parser.add_argument("--limit", type=float, default=240, help="seconds for an engine")
+    parser.add_argument("--limit", type=float, default=240, help="seconds for a run")
     parser.add_argument("--total", type=float, default=540, help="seconds for all of them")
     args = parser.parse_args(words)
     args.out = args.out.absolute()
@@ -120,21 +126,25 @@ def unpack(archives: Path, site: Path) -> None:
 
 def environment(name: Name, site: Path) -> dict[str, str]:
     """A process's environment for this engine. What the user has set stays, but for what makes the engines differ."""
-    found = {**SETTINGS, **os.environ}
-    found["PYTHONPATH"] = os.pathsep.join([str(site), str(ROOT)])
+    with_flashinfer = name.engine == "flashinfer"
+    found = {**SETTINGS, **(FLASHINFER if with_flashinfer else {}), **os.environ}
+    places = [site / WITH_FLASHINFER] if with_flashinfer else []
+    found["PYTHONPATH"] = os.pathsep.join(str(place) for place in (*places, site, ROOT))
     found["IPCREDUCE_ENGINES"] = "1" if name.engine in ("ours", "fused") else "0"
     found["IPCREDUCE_FUSED"] = "1" if name.engine == "fused" else "0"
+    found["VLLM_BATCH_INVARIANT"] = found["IPCREDUCE_BATCH_INVARIANT"] = "1" if name.mode == "invariant" else "0"
+    found["IPCREDUCE_MEMORY"] = "vmm" if name.mode == "sleep" else "ipc"
     found["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn" if name.mode == "spawn" else "fork"
     return found
 
 
-def run_engine(args: argparse.Namespace, name: Name, limit: float) -> str:
+def run_one(args: argparse.Namespace, name: Name, layers: int, turn: int, limit: float) -> str:
     """Run one engine, and add to its result what it left behind. Returns how it ended."""
-    path = result_path(args.out, name, args.layers)
+    path = result_path(args.out, name, layers, turn)
     path.unlink(missing_ok=True)
     before = shared_memory()
-    command = [sys.executable, "-m", "benchmarks.serving.engine", str(name), str(args.out)]
-    command += ["--layers", str(args.layers), "--batches", args.batches]
+    command = [sys.executable, "-m", name.program, str(name), str(args.out)]
+    command += ["--layers", str(layers), "--turn", str(turn), "--batches", args.batches]
     with path.with_suffix(".log").open("w") as log:
         process = subprocess.Popen(
             command, cwd=args.site, env=environment(name, args.site), stdout=log, stderr=subprocess.STDOUT,

@@ -59,7 +59,9 @@ def vllm_plugin() -> None:
 
         groups.make_in(cuda_communicator.CudaCommunicator)
     elif os.environ.get(_INVARIANT, "0") not in ("", "0"):
-        _log.warning("%s=1: vLLM leaves all sums to NCCL. Set IPCREDUCE_BATCH_INVARIANT=1 to have ipcreduce's", _INVARIANT)
+        _log.warning(
+            "%s=1: vLLM leaves all sums to NCCL. Set IPCREDUCE_BATCH_INVARIANT=1 to have ipcreduce's", _INVARIANT
+        )
     if is_on("IPCREDUCE_FUSED"):
         _bring_the_pass(current_platform)
     if sys.modules.get("flashinfer") or find_spec("flashinfer"):  # find_spec raises for a module without __spec__

@@ -1,6 +1,7 @@
 """All-reduces of vLLM's compiled graphs, each made one operator with the RMSNorm that follows it.
 
-A graph cannot hold objects. So the operator finds the all-reduce by the name of vLLM's group, as vLLM's own does.
+If a quantisation to e4m3 by a given scale follows the norm, the operator includes that, too. A graph cannot hold
+objects. So the operators find the all-reduce by the name of vLLM's group, as vLLM's own does.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import operator
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+
+from . import quantised
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 _library: Any = torch.library.Library("ipcreduce_serving", "DEF")
@@ -21,20 +24,26 @@ _library.define(
     "all_reduce_rmsnorm(Tensor x, Tensor weight, Tensor? residual, float eps, float weight_bias, str group) "
     "-> (Tensor, Tensor)"
 )
+_library.define(
+    "all_reduce_rmsnorm_fp8(Tensor x, Tensor weight, Tensor? residual, float eps, float weight_bias, str group, "
+    "Tensor scale) -> (Tensor, Tensor)"
+)
 
 
 @cache
 def define(seat_of: Callable[[str], Any]) -> None:
-    """Give the operator its kernel, once. ``seat_of`` finds the EngineAllReduce of a group by the group's name."""
+    """Give the operators their kernel, once. ``seat_of`` finds the EngineAllReduce of a group by the group's name."""
 
     def kernel(
-        x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, bias: float, group: str
-    ) -> Pair:
-        found: Pair = seat_of(group).normalise(x, weight, residual, eps, bias)
+        x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, bias: float, group: str,
+        scale: torch.Tensor | None = None,
+    ) -> Pair:  # fmt: skip
+        found: Pair = seat_of(group).normalise(x, weight, residual, eps, bias, scale)
         return found
 
-    _library.impl("all_reduce_rmsnorm", kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake("ipcreduce_serving::all_reduce_rmsnorm", _shapes, lib=_library)
+    for name, shapes in (("all_reduce_rmsnorm", _shapes), ("all_reduce_rmsnorm_fp8", _quantised_shapes)):
+        _library.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"ipcreduce_serving::{name}", shapes, lib=_library)
 
 
 def _shapes(x: torch.Tensor, *_: Any) -> Pair:
@@ -42,9 +51,14 @@ def _shapes(x: torch.Tensor, *_: Any) -> Pair:
     return first, second
 
 
+def _quantised_shapes(x: torch.Tensor, *_: Any) -> Pair:
+    return _shapes(x)[0].to(quantised.DTYPE), _shapes(x)[1]
+
+
 def key() -> str:
-    """A digest of this module, for caches of what it has changed."""
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+    """A digest of this module and of what it uses, for caches of what they have changed."""
+    texts = [Path(path).read_bytes() for path in (__file__, quantised.__file__)]
+    return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 
 
 def fuse(graph: fx.Graph, group: str) -> int:
@@ -54,57 +68,97 @@ def fuse(graph: fx.Graph, group: str) -> int:
     into one without. Gemma's weights, to which 1 is added in float32, are seen through.
     """
     count = 0
-    for norm in list(graph.nodes):
-        replace = _REPLACE.get(str(norm.target)) if norm.op == "call_function" else None
-        count += replace is not None and replace(graph, norm, group)
+    for node in list(graph.nodes):
+        norm = _norm(node) if node.op == "call_function" else None
+        if norm is not None and _can_be_replaced(norm, group):
+            _replace(graph, norm, group)
+            count += 1
     return count
 
 
-def _with_residual(graph: fx.Graph, norm: fx.Node, group: str) -> bool:
-    """``fused_add_rms_norm(x, residual, weight, eps)`` has the same two results as our operator."""
-    total, residual, weight, eps = norm.args[:4]
-    found = _weight(weight, total)
-    if not _is_sum(total, group) or len(total.users) > 1 or found is None or _has_more(norm, 4):
-        return False
-    with graph.inserting_before(norm):
-        ours = graph.call_function(_operator(), (total.args[0], found[0], residual, eps, found[1], group))
-    ours.meta["val"] = norm.meta["val"]  # the rest of it describes the arguments of the old operator
-    norm.replace_all_uses_with(ours)
-    graph.erase_node(norm)
-    graph.erase_node(total)
-    return True
+class _Norm(NamedTuple):
+    """A RMSNorm in a graph."""
+
+    node: fx.Node
+    total: Any  # what is normalised
+    residual: fx.Node | None
+    weight: Any
+    eps: float
+    whole: bool  # False for a mean over a part of the row
+    results: tuple[int, int] | None  # the places of the rows and of the residual sum; None if it gives the rows alone
+
+    def takers(self) -> tuple[list[fx.Node], list[fx.Node]]:
+        """The nodes that are the normalised rows, and those that are the residual sum."""
+        if self.results is None:
+            return [self.node], [self.total]
+        rows, sums = ([one for one in self.node.users if one.args[1] == place] for place in self.results)
+        return rows, sums
 
 
-def _alone(graph: fx.Graph, norm: fx.Node, group: str) -> bool:
-    """``rms_norm(x, weight, eps)``; the sum may have other users, which may come before the norm."""
-    total, weight, eps = norm.args[:3]
-    found = _weight(weight, total)
-    if not _is_sum(total, group) or found is None or _has_more(norm, 3):
+def _norm(node: fx.Node) -> _Norm | None:
+    """vLLM's operators for it; the last under VLLM_BATCH_INVARIANT, where its custom operator is switched on."""
+    target = str(node.target)
+    if target == "vllm_ir.fused_add_rms_norm.default":
+        x, residual, weight, eps, *part = node.args
+        return _Norm(node, x, residual, weight, eps, _is_empty(node, part), (0, 1))
+    if target == "vllm_ir.rms_norm.default":
+        x, weight, eps, *part = node.args
+        return _Norm(node, x, None, weight, eps, _is_empty(node, part), None)
+    if quantised.is_functional(node, "_C.fused_add_rms_norm.default"):
+        x, residual, weight, eps = (node.kwargs[name] for name in ("input", "residual", "weight", "epsilon"))
+        return _Norm(node, x, residual, weight, eps, True, (1, 2))
+    return None
+
+
+def _is_empty(norm: fx.Node, part: list[Any]) -> bool:
+    return not norm.kwargs and all(one is None for one in part)
+
+
+def _can_be_replaced(norm: _Norm, group: str) -> bool:
+    found = _weight(norm.weight, norm.total)
+    if not norm.whole or not _is_sum(norm.total, group) or found is None:
         return False
-    if found[0].op != "placeholder":  # it may be made behind the all-reduce
-        return False
-    with graph.inserting_after(total):
-        ours = graph.call_function(_operator(), (total.args[0], found[0], None, eps, found[1], group))
-    ours.meta["val"] = norm.meta["val"], total.meta["val"]
+    if norm.residual is None:  # the sum may have other users, and ours comes before them: the weight must be there
+        return found[0].op == "placeholder"
+    return len(norm.total.users) == 1
+
+
+def _replace(graph: fx.Graph, norm: _Norm, group: str) -> None:
+    """Put our operator in the place of a sum and its norm, and of the quantisation that follows, if one does."""
+    weight, bias = _weight(norm.weight, norm.total) or (norm.weight, 0.0)
+    rows, sums = norm.takers()
+    quant = quantised.after(rows)
+    given = norm.total.args[0], weight, norm.residual, norm.eps, bias, group
+    with graph.inserting_after(norm.total) if norm.residual is None else graph.inserting_before(norm.node):
+        ours = (
+            graph.call_function(torch.ops.ipcreduce_serving.all_reduce_rmsnorm.default, given)
+            if quant is None
+            else graph.call_function(torch.ops.ipcreduce_serving.all_reduce_rmsnorm_fp8.default, (*given, quant.scale))
+        )
+    values = _values(norm)
+    if quant is not None:
+        rows, values = quant.results, (quant.results[0].meta["val"], values[1])
+    ours.meta["val"] = values  # the rest of it would describe the arguments of the old operator
     with graph.inserting_after(ours):
         parts = [graph.call_function(operator.getitem, (ours, place)) for place in range(2)]
-    for old, part in zip((norm, total), parts, strict=True):
-        part.meta["val"] = old.meta["val"]
-        old.replace_all_uses_with(part)
-        graph.erase_node(old)
-    return True
+    for old, part, value in zip((rows, sums), parts, values, strict=True):
+        part.meta["val"] = value
+        for one in old:
+            one.replace_all_uses_with(part)
+    between = [] if quant is None else [*quant.between, *norm.takers()[0]]
+    for one in dict.fromkeys((*rows, *between, *sums, norm.node, norm.total)):
+        for user in list(one.users):
+            if user.target is operator.getitem and not user.users:
+                graph.erase_node(user)  # of a result that nobody takes
+        if not one.users:
+            graph.erase_node(one)
 
 
-_REPLACE = {"vllm_ir.fused_add_rms_norm.default": _with_residual, "vllm_ir.rms_norm.default": _alone}
-
-
-def _operator() -> Any:
-    return torch.ops.ipcreduce_serving.all_reduce_rmsnorm.default
-
-
-def _has_more(norm: fx.Node, known: int) -> bool:
-    """True for a mean over a part of the row."""
-    return bool(norm.kwargs) or any(one is not None for one in norm.args[known:])
+def _values(norm: _Norm) -> tuple[Any, Any]:
+    value = norm.node.meta["val"]
+    if norm.results is None:
+        return value, norm.total.meta["val"]
+    return value[norm.results[0]], value[norm.results[1]]
 
 
 def _is_sum(node: Any, group: str) -> bool:

@@ -1,7 +1,7 @@
 """vLLM's groups of ranks: each closes its all-reduce of ipcreduce when it ends.
 
-Under VLLM_BATCH_INVARIANT vLLM makes no all-reduce of its own, and leaves all sums to NCCL. The sums of ipcreduce do not
-depend on the batch either: with IPCREDUCE_BATCH_INVARIANT=1 the tensor-parallel groups get its all-reduce even then.
+Under VLLM_BATCH_INVARIANT vLLM makes no all-reduce of its own, and leaves all sums to NCCL. Those of ipcreduce do not
+depend on the batch either: with IPCREDUCE_BATCH_INVARIANT=1 tensor-parallel groups get its all-reduce even then.
 """
 
 from __future__ import annotations

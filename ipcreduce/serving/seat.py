@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..arrays.norms import FP8
 from ..calls.norm_shape import ITEMSIZES
 from ..communicator import Communicator
 from ..dtypes import DTYPE_NAMES
@@ -112,20 +113,24 @@ class EngineAllReduce:
             raise
 
     def normalise(
-        self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, weight_bias: float = 0.0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float,
+        weight_bias: float = 0.0, scale: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """The normalised rows and the residual sum, in new tensors, of any size. It can be captured.
 
+        :param scale: one float32, by which the rows are quantised to float8_e4m3fn; None for rows of x's dtype.
         :raises UnsupportedError: if this object is disabled.
         :raises IpcReduceError: see :meth:`Communicator.allreduce_rmsnorm`.
         """
         if self._comm is None or self.disabled:
             raise UnsupportedError("ipcreduce's all-reduce is disabled here. Start the engine without its fused pass")
         next(self._calls)
-        found: tuple[torch.Tensor, torch.Tensor] = self._comm.allreduce_rmsnorm(
-            x, weight, eps, residual=residual, weight_bias=weight_bias
+        if scale is None:
+            return self._comm.allreduce_rmsnorm(x, weight, eps, residual=residual, weight_bias=weight_bias)
+        rows, _, total = self._comm.allreduce_rmsnorm(
+            x, weight, eps, residual=residual, weight_bias=weight_bias, quantize=FP8(scale=scale)
         )
-        return found
+        return rows, total
 
     def _can_normalise(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> bool:
         return (

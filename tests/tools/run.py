@@ -23,7 +23,12 @@ QUICK_SCENARIOS = (  # one of each file
     "wrong_options", "closed_early", "refused_and_closed", "threads_after_a_fault", "captured_after_a_fault",
     "threads_with_another_device", "after_a_wait", "of_no_dimension",
 )  # fmt: skip
-SERVED = ("ours", "fused", "stock", "nccl", "ours-piecewise", "ours-eager", "stock-eager", "ours-spawn")  # by vLLM
+SERVED = {  # runs of vLLM, by what else is asked of them
+    ("ours", "fused", "flashinfer", "stock", "nccl"): ("--layers", "8,16", "--turns", "3"),
+    ("ours-piecewise", "ours-eager", "stock-piecewise", "stock-eager", "ours-spawn"): ("--layers", "8"),
+    tuple(f"{engine}-invariant" for engine in ("ours", "fused", "nccl")): ("--layers", "8"),
+    tuple(f"ours-{trial}" for trial in ("restarts", "pair", "sleep", "server", "killed")): ("--layers", "2"),
+}  # fmt: skip
 QUICK_PROGRAMS = (
     ("tests.sim.scenarios", *QUICK_SCENARIOS),
     ("tests.graphs", "--sim", "--first"),
@@ -175,13 +180,14 @@ def serve_vllm(python: str) -> int:
     """Archives for a machine with two GPUs; where it is this one, also the engines and their tables."""
     folder, out = Path("build/serving"), Path("build/serving-results")
     run(python, "-m", "benchmarks.serving.prepare", folder)
-    command = [python, "-m", "benchmarks.serving.run", out, "--archives", folder, "--total", "3600", *SERVED]
+    words = [python, "-m", "benchmarks.serving.run", out, "--archives", folder, "--total", "3600"]
+    commands = [[*words, *names, *options] for names, options in SERVED.items()]
     table = [python, "-m", "benchmarks.serving.table", out]
     if machine.cuda()[0] < 2:
         print("On a machine with two GPUs, with this tree and the archives in it, run:")
-        print(*(shlex.join(["python3", *map(str, words[1:])]) for words in (command, table)), sep="\n")
+        print(*(shlex.join(["python3", *map(str, words[1:])]) for words in (*commands, table)), sep="\n")
         return 0
-    status = max(run(*command, "--layers", layers, check=False) for layers in ("8", "16"))
+    status = max([run(*command, check=False) for command in commands])
     return max(status, run(*table, check=False))
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from ipcreduce import serving
-from ipcreduce.serving import groups
 from ipcreduce.errors import ArgumentError, UnsupportedError
+from ipcreduce.serving import groups
 from tests.tools import machine
 from tests.unit.test_imports import python
 

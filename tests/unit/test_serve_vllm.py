@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import sys
 import types
@@ -25,8 +26,10 @@ def test_names():
     for text in ("ours", "nccl-piecewise"):
         assert str(Name.of(text)) == text
     for wrong in ("theirs", "ours-slow", "-eager"):
-        with pytest.raises(ArgumentTypeError, match="Name one of ours, fused, stock, nccl, alone or"):
+        with pytest.raises(ArgumentTypeError, match="Name one of ours, fused, flashinfer, stock, nccl, alone or"):
             Name.of(wrong)
+    programs = [Name.of(text).program.rpartition(".")[2] for text in ("ours-eager", "ours-sleep", "ours-killed")]
+    assert programs == ["engine", "lives", "server"]
 
 
 def test_what_makes_engines_differ_is_not_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -39,6 +42,18 @@ def test_what_makes_engines_differ_is_not_the_users(monkeypatch: pytest.MonkeyPa
     assert (ours["IPCREDUCE_ENGINES"], ours["VLLM_WORKER_MULTIPROC_METHOD"]) == ("1", "spawn")
     assert ours["VLLM_USE_DEEP_GEMM"] == "1"
     assert ours["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert "VLLM_HAS_FLASHINFER_CUBIN" not in stock
+
+
+def test_what_the_trials_need(tmp_path: Path):
+    names = "ours", "ours-invariant", "ours-sleep", "flashinfer"
+    plain, invariant, asleep, flashinfer = (run.environment(Name.of(text), tmp_path) for text in names)
+    both = "VLLM_BATCH_INVARIANT", "IPCREDUCE_BATCH_INVARIANT"
+    assert [[one[name] for name in both] for one in (plain, invariant)] == [["0", "0"], ["1", "1"]]
+    assert [one["IPCREDUCE_MEMORY"] for one in (plain, asleep)] == ["ipc", "vmm"]
+    assert flashinfer["PYTHONPATH"].startswith(f"{tmp_path / 'flashinfer'}{os.pathsep}{tmp_path}{os.pathsep}")
+    assert flashinfer["VLLM_FLASHINFER_ALLREDUCE_BACKEND"] == "trtllm"
+    assert flashinfer["IPCREDUCE_ENGINES"] == "0"
 
 
 def test_settings_of_the_engines(tmp_path: Path):
@@ -51,6 +66,8 @@ def test_settings_of_the_engines(tmp_path: Path):
     assert pieces["compilation_config"] == {**graphs["compilation_config"], "cudagraph_mode": "PIECEWISE"}
     assert eager["enforce_eager"]
     assert not graphs["enforce_eager"]
+    fused = engine.settings(Name.of("flashinfer"), folder, [1, 256])
+    assert fused["compilation_config"] == {**graphs["compilation_config"], "pass_config": {"fuse_allreduce_rms": True}}
     assert [one["disable_custom_all_reduce"] for one in (graphs, eager, nccl)] == [False, False, True]
 
 
@@ -124,11 +141,12 @@ def test_an_engine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert made[0].llm_engine.profiled == [{1}, {8}], "no request has ended while the steps are profiled"
     run_of = json.loads(result_path(tmp_path, Name.of("ours"), LAYERS).read_text())
     assert run_of["done"]
-    [row] = table.keep([run_of])["rows"]
+    kept = table.keep([run_of])
+    [row] = kept["rows"]
     assert row["decode"].keys() == {"1", "8"}
     assert row["allreduce_us"].keys() == {"1", "8", "512", "2048"}
     assert len(run_of["tokens"]["64"]) == 64
-    assert table.tables([row])[0].count("device") == 2
+    assert table.tables(kept)[0].count("device") == 2
 
 
 # ---- the runner
@@ -137,14 +155,14 @@ def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """The names of the engines that have run, in place of vLLM; nothing is unpacked."""
     ran: list[str] = []
 
-    def run_one(args: Any, name: Name, limit: float) -> str:
-        ran.append(f"{name} {limit:.0f}")
-        path = result_path(args.out, name, args.layers)
+    def run_one(args: Any, name: Name, layers: int, turn: int, limit: float) -> str:
+        ran.append(f"{name} {limit:.0f}" if (layers, turn) == (8, 1) else f"{name} {layers} {turn}")
+        path = result_path(args.out, name, layers, turn)
         path.with_suffix(".log").write_text("it\nbroke")
         path.write_text(json.dumps({} if name.engine == "nccl" else {"done": True, "after": {}}))
         return "exit code 0"
 
-    monkeypatch.setattr(run, "run_engine", run_one)
+    monkeypatch.setattr(run, "run_one", run_one)
     monkeypatch.setattr(run, "unpack", lambda archives, site: None)
     monkeypatch.setattr(
         run.sys, "argv", ["run", str(tmp_path / "out"), "ours", "nccl", "stock", "--archives", str(tmp_path)]
@@ -153,12 +171,19 @@ def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
 
 def test_the_runner_goes_on_where_it_stopped(engines: list[str], capsys: pytest.CaptureFixture[str]):
-    assert run.main() == 0
+    assert run.main() == 1, "one is not whole"
     assert engines == ["ours 240", "nccl 240", "stock 240"]
     assert "it\nbroke" in capsys.readouterr().out
     engines.clear()
     run.main()
     assert engines == ["nccl 240"]
+
+
+def test_the_names_take_turns(engines: list[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run.sys, "argv", [*run.sys.argv, "--layers", "4,16", "--turns", "2"])
+    run.main()
+    names = [f"{name} {layers} {turn}" for turn in (1, 2) for layers in (4, 16) for name in ("ours", "nccl", "stock")]
+    assert engines == names
 
 
 def test_no_engine_begins_too_late(engines: list[str], monkeypatch: pytest.MonkeyPatch):
@@ -178,14 +203,14 @@ def test_what_an_engine_leaves_behind_is_told_and_ended(tmp_path: Path, monkeypa
         f"pathlib.Path({str(result)!r}).write_text('{{\"done\": true}}')\n"
         "print('(Worker_TP0 pid=3) INFO ipcreduce has served 12 calls of the server; one')\n"
     )
-    args = run.parse([str(tmp_path), "ours", "--archives", str(tmp_path), "--site", str(tmp_path), "--layers", "2"])
+    args = run.parse([str(tmp_path), "ours", "--archives", str(tmp_path), "--site", str(tmp_path)])
     monkeypatch.setattr(run, "ROOT", tmp_path)
-    assert run.run_engine(args, Name.of("ours"), 600) == "exit code 0"
+    assert run.run_one(args, Name.of("ours"), LAYERS, 1, 600) == "exit code 0"
     assert run.is_whole(result)
     after = json.loads(result.read_text())["after"]
     assert (after["status"], after["processes"], after["served"]) == ("exit code 0", 1, [12])
     (package / "engine.py").write_text("import time\ntime.sleep(600)\n")
-    assert run.run_engine(args, Name.of("ours"), 0.1) == "ended after 0 s"
+    assert run.run_one(args, Name.of("ours"), LAYERS, 1, 0.1) == "ended after 0 s"
     assert not result.exists()
 
 
@@ -236,15 +261,50 @@ def test_only_the_same_mode_and_layers_are_compared():
 
 def test_tables_of_whole_and_of_broken_runs():
     broken = {key: value for key, value in a_run("nccl").items() if key in ("name", "layers")}
-    steps, calls, rest = table.tables(table.keep([a_run("stock"), a_run("ours"), broken])["rows"])
-    assert "| ours | 2 | 510 ± 10, device 400, all-reduce 50 (12.5%) |" in steps
-    assert "| nccl | 2 | – |" in steps
+    steps, calls, rest = table.tables(table.keep([a_run("stock"), a_run("ours"), broken]))
+    assert "| ours | 2 | 1 | 510 ± 10, device 400, all-reduce 50 (12.5%) |" in steps
+    assert "| nccl | 2 | 1 |" in steps
     assert "| ours | 2 | 2.0 |" in calls
     assert "nccl" not in calls
     assert "| ours | 2 | 70.0 | 2.0 | 11.0 | 8 ± 1 | 2 and 2 of 2, 0 | 1,234 and 5 | exit code 0, 0 and 0 |" in rest
     assert "| nccl | 2 | – | – | – | – |  |  | not whole |" in rest
     with pytest.raises(SystemExit, match="no engine has started"):
         table.keep([broken])
+
+
+def decoded(us: list[float], **changed: Any) -> dict[str, Any]:
+    """Another time of a step for one sequence."""
+    run_of = a_run("ours", **changed)
+    run_of["decode"]["1"]["step_us"] = us
+    return run_of
+
+
+def test_of_several_runs_the_median_counts():
+    runs = [decoded([500.0, 520.0, 900.0], turn=1), decoded([400.0] * 3, turn=2), decoded([700.0, 700.0, 1.0], turn=3)]
+    [row] = table.keep(runs)["rows"]
+    assert (row["runs"], row["whole"], row["decode"]["1"]["us"]) == (3, True, [520.0, 400.0, 700.0])
+    assert row["prefill_us"]["512"] == [8.0, 8.0, 8.0]
+    del runs[0]["after"]
+    assert not table.keep(runs)["rows"][0]["whole"]
+
+
+def test_a_layer_and_the_rest_of_a_step():
+    runs = [decoded([100.0 + 10 * layers + (layers == 4) * 3], layers=layers) for layers in (2, 4, 8)]
+    text = table.tables(table.keep([*runs, a_run("stock")]))[1]
+    assert "| ours | 2, 4, 8 | 10, 100, off 3 |" in text
+    assert "stock" not in text, "one count says nothing of a layer"
+
+
+def test_trials_have_a_table_of_their_own():
+    ends = {"status": "exit code 0", "processes": 0, "shared": ["x"], "served": []}
+    trials = [a_run("ours-sleep", facts={"the same": True}, after=ends), a_run("ours-killed")]
+    del trials[1]["after"]
+    kept = table.keep([*trials, a_run("stock")])
+    assert [one["name"] for one in kept["rows"]] == ["stock"]
+    text = table.tables(kept)[-1]
+    assert "| ours-sleep | the same | true |" in text
+    assert '| ours-sleep | end, processes left, files left | ["exit code 0", 0, ["x"]] |' in text
+    assert "| ours-killed | – | – |" in text
 
 
 # ---- device code

@@ -125,7 +125,7 @@ def declines(engine: Engine) -> None:
 
 
 def takes_all() -> None:
-    """For a server that asks for the same bits in every batch: every size and layout, and a row as it would be alone."""
+    """For a server that asks for the same bits in every batch: every size and layout, and a row as if alone."""
     with mock.patch.dict(os.environ, IPCREDUCE_BATCH_INVARIANT="1"):
         comm = seat.EngineAllReduce(group=WORLD, device=DEVICE, max_size=MAX_SIZE)
     generator = torch.Generator().manual_seed(WORLD.rank)

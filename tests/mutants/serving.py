@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants import Mutant, unit
 
 PLUGIN, SEAT = "ipcreduce/serving/__init__.py", "ipcreduce/serving/seat.py"
+GROUPS, SERVER = "ipcreduce/serving/groups.py", "benchmarks/serving/server.py"
 TABLE, RUNNER = "benchmarks/serving/table.py", "benchmarks/serving/run.py"
 
 MUTANTS = [
@@ -21,6 +22,41 @@ MUTANTS = [
         'if is_on("IPCREDUCE_FUSED"):',
         "if True:",
         unit("serving", "the_fused_pass_is_asked_for"),
+    ),
+    Mutant(
+        "a batch decides whether ipcreduce sums, although it must not",
+        SEAT,
+        "(fits or self._takes_all)",
+        "fits",
+        unit("serving_fused", "the_batch_does_not_decide_who_sums"),
+    ),
+    Mutant(
+        "a group ends before its all-reduce is closed",
+        GROUPS,
+        "            found.close()  # while the group is whole\n",
+        "            pass\n",
+        unit("serving_groups", "a_group_closes_our_all_reduce_before_it_ends"),
+    ),
+    Mutant(
+        "groups that are not tensor-parallel get our all-reduce",
+        GROUPS,
+        ' and self.unique_name.partition(":")[0] == "tp"',
+        "",
+        unit("serving_groups", "other_groups_do_not"),
+    ),
+    Mutant(
+        "a step of three runs is that of the first",
+        TABLE,
+        "if len(times) == 1 else",
+        "if times else",
+        unit("serve_vllm", "of_several_runs_the_median_counts"),
+    ),
+    Mutant(
+        "a server that does not end is left",
+        SERVER,
+        "    server.kill()\n    server.wait()\n",
+        "",
+        unit("serve_vllm_trials", "a_server_that_does_not_end_is_killed"),
     ),
     Mutant(
         "a server that drops the seat does not hear how many calls it has served",

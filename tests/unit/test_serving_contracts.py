@@ -125,8 +125,24 @@ def test_vllm(tmp_path: Path):
     assert '"vllm.general_plugins"' in (package / "plugins" / "__init__.py").read_text()
     for name in ("Platform.is_cuda", "Platform.get_pass_manager_cls"):
         engine_sources.definition(package / "platforms" / "interface.py", name)
+    check_what_groups_need(package)
     check_what_the_pass_needs(package)
     checked(package, {"disabled", "fully_connected", "should_custom_ar", "custom_all_reduce", "capture"})
+
+
+def check_what_groups_need(package: Path) -> None:
+    """A group's communicator has these members when our all-reduce is made, and holds it when the group ends."""
+    distributed = package / "distributed"
+    ends = ast.unparse(engine_sources.definition(distributed / "parallel_state.py", "GroupCoordinator.destroy"))
+    assert "self.device_communicator" in ends
+    files = distributed / "device_communicators"
+    makes = ast.unparse(engine_sources.definition(files / "cuda_communicator.py", "CudaCommunicator.__init__"))
+    assert "self.ca_comm" in makes
+    base = ast.unparse(
+        engine_sources.definition(files / "base_device_communicator.py", "DeviceCommunicatorBase.__init__")
+    )
+    for member in ("cpu_group", "device", "unique_name", "world_size"):
+        assert f"self.{member} = " in base, member
 
 
 def check_what_the_pass_needs(package: Path) -> None:
@@ -149,6 +165,13 @@ def check_what_the_pass_needs(package: Path) -> None:
     ):
         operator = engine_sources.definition(package / "ir" / "ops" / "layernorm.py", name)
         assert [arg.arg for arg in operator.args.args] == wanted
+    called = (package / "_custom_ops.py").read_text()
+    assert "torch.ops._C.static_scaled_fp8_quant(output, input, scale, group_shape)" in called
+    quant = engine_sources.definition(
+        package / "model_executor" / "layers" / "quantization" / "input_quant_fp8.py", "QuantFP8.forward_native"
+    )
+    for step in (".reciprocal()", "out.clamp(_FP8_MIN, _FP8_MAX).to(_FP8_DTYPE)"):
+        assert step in ast.unparse(quant)
 
 
 @asked_for

@@ -259,7 +259,9 @@ def test_a_quantisation_that_follows_is_included(name: str, fusion: Any, seat: S
 def test_a_scale_that_ours_does_not_take(scale: str, fusion: Any, seat: Seat):
     given = torch.tensor(0.03, dtype=torch.float64) if scale == "float64" else torch.tensor([[0.03] * 8 + [0.06] * 8])
     x, weight = torch.ones(4, HIDDEN, dtype=torch.bfloat16), torch.ones(HIDDEN, dtype=torch.bfloat16)
-    model = quantised_layers(lambda y, s: (y.to(torch.float32) * s.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn))
+    model = quantised_layers(
+        lambda y, s: (y.to(torch.float32) * s.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn)
+    )
     fused(fusion, model, (x, x, weight, given), 3)
     assert seat.scales == 0
 

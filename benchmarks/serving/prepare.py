@@ -18,7 +18,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from benchmarks.serving import fatbins
+from benchmarks.serving import fatbins, flashinfer
+from benchmarks.serving.run import WITH_FLASHINFER
 
 ROOT = Path(__file__).resolve().parents[2]
 VLLM = "0.26.0"
@@ -49,10 +50,12 @@ CV2 = """def __getattr__(name):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
-    prepare(parser.parse_args().folder)
+    parser.add_argument("--flashinfer", action="store_true", help="with FlashInfer and its all-reduce, compiled")
+    args = parser.parse_args()
+    prepare(args.folder, args.flashinfer)
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path, with_flashinfer: bool) -> None:
     """Fill the folder, and print what it has then."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("ipcreduce-*.whl"):
@@ -61,6 +64,8 @@ def prepare(folder: Path) -> None:
         make_wheel(Path(work), folder)
         if not list(folder.glob("site.tar.xz.*")):
             fill(Path(work) / "site", Path(work))
+            if with_flashinfer:
+                flashinfer.lay_out(Path(work) / "site" / WITH_FLASHINFER, Path(work), pip)
             pack(Path(work) / "site", folder)
     for path in sorted(folder.iterdir()):
         print(f"{path.stat().st_size / 1e6:6.1f} MB  {path}")

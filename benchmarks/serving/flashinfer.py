@@ -1,0 +1,41 @@
+"""FlashInfer with its all-reduce compiled for Hopper. Needs a Python with PyTorch 2.11 and g++, and takes ten minutes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+VERSION = "0.6.14"  # which vLLM 0.26.0 asks for
+TOOLS = [f"nvidia-{name}==13.0.*" for name in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-cccl", "cuda-runtime")]
+TOOLS += ["nvidia-curand==10.4.*", "ninja", "nvidia-ml-py"]
+BUILD = """from flashinfer.jit.comm import gen_trtllm_comm_module as made
+made().build(False)
+print(made().jit_library_path)
+print(made().aot_path)"""
+
+
+def lay_out(target: Path, work: Path, pip: Callable[..., None]) -> None:
+    """Fill ``target`` for PYTHONPATH. What compiles further kernels is left out."""
+    tools = work / "cuda"
+    pip("install", "--no-deps", "--no-compile", "--target", str(target), f"flashinfer-python=={VERSION}")
+    pip("install", "--no-deps", "--no-compile", "--target", str(tools), *TOOLS)
+    home = tools / "nvidia" / "cu13"
+    (home / "lib" / "stubs").mkdir()
+    (home / "lib64").symlink_to("lib")
+    (home / "lib" / "libcudart.so").symlink_to("libcudart.so.13")
+    stub = [shutil.which("g++") or "g++", "-shared", "-Wl,-soname,libcuda.so.1", "-o"]
+    subprocess.run([*stub, str(home / "lib" / "stubs" / "libcuda.so"), "-xc++", "/dev/null"], check=True)
+    found = {
+        **os.environ, "CUDA_HOME": str(home), "FLASHINFER_CUDA_ARCH_LIST": "9.0a", "MAX_JOBS": "1",
+        "FLASHINFER_WORKSPACE_BASE": str(work), "PYTHONPATH": f"{target}{os.pathsep}{tools}",
+        "PATH": os.pathsep.join([str(home / "bin"), str(tools / "bin"), os.environ["PATH"]]),
+    }  # fmt: skip
+    said = subprocess.run([sys.executable, "-c", BUILD], env=found, check=True, stdout=subprocess.PIPE, text=True)
+    made, place = (Path(line) for line in said.stdout.splitlines()[-2:])
+    shutil.rmtree(target / "flashinfer" / "data")
+    place.parent.mkdir(parents=True)
+    shutil.copy(made, place)

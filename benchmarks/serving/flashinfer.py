@@ -1,4 +1,4 @@
-"""FlashInfer with its all-reduce compiled for Hopper. Needs a Python with PyTorch 2.11 and g++, and takes ten minutes."""
+"""FlashInfer with its all-reduce compiled for Hopper. Needs PyTorch 2.11 and g++, and takes ten minutes."""
 
 from __future__ import annotations
 

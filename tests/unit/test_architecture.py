@@ -221,7 +221,16 @@ def test_nothing_imports_the_guests():
         ("cuda.bindings", {"ipcreduce.cuda.driver"}),
         ("cuda.core", {"ipcreduce.cuda.compiler"}),
         ("cupy", {"ipcreduce.cuda.cupy_runtime"}),
-        ("torch", {"ipcreduce.bench.contenders", "ipcreduce.serving.fusion", "ipcreduce.serving.seat", *_OF_TORCH}),
+        (
+            "torch",
+            {
+                "ipcreduce.bench.contenders",
+                "ipcreduce.serving.fusion",
+                "ipcreduce.serving.quantised",
+                "ipcreduce.serving.seat",
+                *_OF_TORCH,
+            },
+        ),
         ("vllm", {"ipcreduce.serving", "ipcreduce.serving.passes"}),
         ("sglang", {"ipcreduce.serving"}),
         ("nccl", {"ipcreduce.nccl.library"}),

@@ -100,7 +100,8 @@ struct Fiber {
   uint32_t votes;
   uint32_t passed[2];  // at shuffles, by parity of the round: a fast lane may be one round ahead
   bool polls;  // since its last barrier or store; votes are part of a poll
-  uint32_t watched;  // of what it has polled, what was there, until it runs again; 0: not known
+  uint32_t loads, watched;  // in its last poll; and until it runs again, how many of them to look at
+  const void* loaded_at[kSimLoads];
   unsigned char seen[kSimLoads][16];
   bool before_predecessor, started = false;
   ucontext_t context;
@@ -231,13 +232,22 @@ void make_fibers(size_t count) {
   }
 }
 
-// Keeps what a fiber has seen in its last poll. ThreadSanitizer would see these reads, and so every poll runs there.
+// Keeps what a fiber has seen in this poll. It is watched if it has seen the same in the last one; else it may go on.
+// ThreadSanitizer would see these reads, and so every poll runs there.
 void watch(Fiber& fiber) {
   const SimThread& thread = fiber.thread;
 #ifndef SIM_TSAN
-  fiber.watched = thread.loads <= kSimLoads ? thread.loads : 0;
+  const uint32_t loads = thread.loads <= kSimLoads ? thread.loads : 0;
+  bool same = fiber.loads == loads;
+  for (uint32_t i = 0; i < loads; ++i) {
+    const auto [at, bytes] = thread.loaded[i];
+    same = same && fiber.loaded_at[i] == at && !std::memcmp(fiber.seen[i], at, bytes);
+    fiber.loaded_at[i] = at;
+    std::memcpy(fiber.seen[i], at, bytes);
+  }
+  fiber.loads = loads;
+  fiber.watched = same ? loads : 0;
 #endif
-  for (uint32_t i = 0; i < fiber.watched; ++i) std::memcpy(fiber.seen[i], thread.loaded[i].at, thread.loaded[i].bytes);
   thread.loads = 0;
 }
 bool sees_no_change(const Fiber& fiber) {
@@ -305,7 +315,7 @@ void sim_run(void (*kernel)(const void*), const void* args, uint32_t blocks, uin
     for (uint32_t t = 0; t < threads; ++t) {
       Fiber& fiber = grid->fibers[first + t];
       fiber.thread = {b, blocks, t, threads, 0, {}};
-      fiber.watched = 0;
+      fiber.loads = fiber.watched = 0;
       fiber.state = Fiber::kReady;
       fiber.polls = false;
       fiber.block = &grid->blocks[b];

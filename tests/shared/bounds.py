@@ -66,11 +66,14 @@ def as_shipped() -> Iterator[None]:
         yield
 
 
-def until(condition: Callable[[], Any], what: str = "what was waited for") -> Any:
-    """Wait for an event: ``condition()`` once it is true. :raises AssertionError: if it never comes."""
+def until(condition: Callable[[], Any], what: str | Callable[[], str] = "what was waited for") -> Any:
+    """Wait for an event: ``condition()`` once it is true.
+
+    :raises AssertionError: if it never comes; ``what`` is its name, or gives it then.
+    """
     begun = time.monotonic()
     while not (found := condition()):
-        assert time.monotonic() - begun < HANG, f"{what} has not come"
+        assert time.monotonic() - begun < HANG, f"{what if isinstance(what, str) else what()} has not come"
         time.sleep(1e-3)
     return found
 

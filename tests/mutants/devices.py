@@ -354,7 +354,7 @@ MUTANTS = [
     Mutant(
         "a workspace is freed while a peer has it mapped",
         BACKEND,
-        "free_after(self.peers_have_left, self.context,",
+        "free_after(partial(have_left, self.page), self.context,",
         "free_after(lambda: True, self.context,",
         scenario("freed_once_unmapped"),
     ),

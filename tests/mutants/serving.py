@@ -75,8 +75,8 @@ MUTANTS = [
     Mutant(
         "of two workers the one counts that waits longer",
         TABLE,
-        "least = min(device,",
-        "least = max(device,",
+        "least = min(seen,",
+        "least = max(seen,",
         unit("serve_vllm", "a_row_has_what_the_runs_say"),
     ),
     Mutant(

@@ -17,8 +17,9 @@ from ipcreduce.device.known_calls import NOT_READY, Mapped, Ready
 from ipcreduce.device.known_maps import KnownMaps
 from ipcreduce.device.maps import PreparedMap
 from ipcreduce.errors import ArgumentError
+from tests.shared.streams import CURRENT, OTHER, Streams
 
-FORM, CURRENT, OTHER = (4, 256), 8, 9
+FORM = 4, 256
 NBYTES = 4 * 256 * 2
 WHAT: Any = "what"
 
@@ -31,7 +32,7 @@ class Array:
         self.nbytes = int(np.prod(shape)) * self.dtype.itemsize
 
 
-class Library:
+class Library(Streams):
     """CuPy's place. ``free``: the address of new arrays."""
 
     def __init__(self) -> None:
@@ -47,17 +48,6 @@ class Library:
     def empty_like(self, array: Any, device: int) -> tuple[Any, int]:
         self.made += 1
         return Array(self.free), self.free
-
-    def stream_handle(self, device: int) -> int:
-        return CURRENT
-
-    def get_current_stream(self) -> Any:
-        return SimpleNamespace(ptr=CURRENT)
-
-    def stream_of(self, stream: Any) -> tuple[int, Any]:
-        if not isinstance(stream, int):
-            raise ArgumentError("no stream")
-        return stream, stream
 
 
 class Known:

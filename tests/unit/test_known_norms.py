@@ -13,9 +13,9 @@ from ipcreduce.device import known_calls, known_norms
 from ipcreduce.device.known_calls import Ready
 from ipcreduce.device.known_norms import NOT_KNOWN, KnownNorms
 from ipcreduce.device.norms import PreparedNorm
-from ipcreduce.errors import ArgumentError
+from tests.shared.streams import CURRENT, OTHER, Streams
 
-FORM, CURRENT, OTHER = (4, 256), 8, 9
+FORM = 4, 256
 NBYTES = 4 * 256 * 2
 
 
@@ -26,7 +26,7 @@ class Array:
         self.address, self.shape, self.dtype, self.nbytes = address, shape, dtype, NBYTES
 
 
-class Library:
+class Library(Streams):
     """CuPy's place. ``free``: the addresses of new arrays, one after the other."""
 
     def __init__(self) -> None:
@@ -45,17 +45,6 @@ class Library:
         self.made += 1
         made = Array(self.free.pop(0), shape, dtype)
         return made, made.address
-
-    def stream_handle(self, device: int) -> int:
-        return CURRENT
-
-    def get_current_stream(self) -> Any:
-        return SimpleNamespace(ptr=CURRENT)
-
-    def stream_of(self, stream: Any) -> tuple[int, Any]:
-        if not isinstance(stream, int):
-            raise ArgumentError("no stream")
-        return stream, stream
 
 
 class Known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -187,27 +188,21 @@ def test_a_mailbox_that_is_gone(memory: int, mailbox: Mailbox):
 def test_no_room_for_a_descriptor(memory: int, mailbox: Mailbox, count: int):
     mailbox.send(mailbox.name, 1, *[memory] * count)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
-    copies = copies_without_end(memory)
-    for _ in range(count - 1):  # one too few
-        os.close(copies.pop())
+    room = max(map(int, os.listdir("/proc/self/fd"))) + 1 + count  # at least count numbers are free
+    copies: list[int] = []
     try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (room, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                copies.append(os.dup(memory))
+        for _ in range(count - 1):  # one too few
+            os.close(copies.pop())
         with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
             mailbox.receive({1: os.getpid()}, {1: count})
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for one in copies:
             os.close(one)
-
-
-def copies_without_end(descriptor: int) -> list[int]:
-    """As many as this process may have open."""
-    copies: list[int] = []
-    while True:
-        try:
-            copies.append(os.dup(descriptor))
-        except OSError:
-            return copies
 
 
 def test_no_name_is_used_twice():

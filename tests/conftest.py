@@ -88,7 +88,7 @@ def run_ranks(
     problem = ""
     # Files: a pipe would keep us waiting for any process that holds it.
     with tempfile.TemporaryDirectory() as folder, Path(folder, "launcher").open("w+") as output:
-        environ["SIM_NCCL"] = folder  # what killed ranks leave there goes with it
+        environ["SIM_SHARED"] = folder  # what killed ranks leave there goes with it
         process = subprocess.Popen(
             [*launcher, "sh", "-c", INTO_FILES, folder, *command],
             cwd=machine.ROOT,

@@ -137,9 +137,8 @@ class KnownLists:
         self._by_places: dict[_Places, Ready | None] = {}  # None: it has come once
         # By op, length, and a few of the arrays' ids. None: tensors whose memory changes.
         self._by_ends: dict[_Ends, _KnownArrays | _KnownTensors | None] = {}
-        self._firsts: dict[
-            _Ends, Callable[[], Any]
-        ] = {}  # references to the first arrays of lists that may be known so
+        # Weak references to the first arrays of lists that may be known so.
+        self._firsts: dict[_Ends, Callable[[], Any]] = {}
 
     def learn(self, arrays: Sequence[Any], op: Any, prepared: PreparedList) -> None:
         """Remember a call that was made by the usual way, if lists like this can be ready."""

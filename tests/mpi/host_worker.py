@@ -63,8 +63,9 @@ from tests.shared import (
     written_calls,
 )
 from tests.shared.bounds import no_hang
+from tests.shared.world import World
 
-WORLD = MPI.COMM_WORLD
+WORLD = World()
 RANK, SIZE = WORLD.rank, WORLD.size
 LAST = SIZE - 1
 

@@ -79,7 +79,7 @@ def shm(options: str = "") -> Rank:
 def start(scenario: str, directory: Path, rank: int, size: int, how: Rank, **more: str) -> subprocess.Popen[str]:
     on_sim = ["-m", "tests.simulated"] if "SIM_DEVICES" in more else []
     worker = [*on_sim, "-m", "tests.programs.security_worker", scenario, str(directory), str(rank), str(size)]
-    basic = {"CUDA_VISIBLE_DEVICES": "", "IPCREDUCE_CACHE_DIR": str(directory / "cache"), "SIM_NCCL": str(directory)}
+    basic = {"CUDA_VISIBLE_DEVICES": "", "IPCREDUCE_CACHE_DIR": str(directory / "cache"), "SIM_SHARED": str(directory)}
     environ = machine.ranks_environment() | basic | more | how.environ
     if "SECURITY_USER" in environ:
         environ.pop("COVERAGE_PROCESS_CONFIG", None)  # that user may write no file beside ours

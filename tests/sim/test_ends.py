@@ -58,7 +58,7 @@ def test_what_one_rank_passes(hold: Hold) -> None:
 
 def among_plain_processes(name: str, ranks: int, directory: Path) -> list[str]:
     """What each rank prints. Not under mpirun, which ends them all if one is killed."""
-    environ = {**machine.ranks_environment(), "SIM_DEVICES": str(ranks), "SIM_NCCL": str(directory)}
+    environ = {**machine.ranks_environment(), "SIM_DEVICES": str(ranks), "SIM_SHARED": str(directory)}
     command = [sys.executable, "-m", "tests.sim.scenarios", "--among", str(directory)]
     processes = [
         subprocess.Popen(

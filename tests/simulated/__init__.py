@@ -9,7 +9,8 @@ SIM_NO_P2P and SIM_BROKEN_P2P, such as "0-2,1-3": pairs without peer access, and
 SIM_PCIE: pairs without NVLink; SIM_SPLIT_PACKETS=1: packets arrive in two halves; SIM_MEMORY: bytes of each GPU
 (default 1 GiB); SIM_MULTIPROCESSORS: of each GPU (default 132); SIM_EXCLUSIVE=1: its
 compute mode keeps this process out; SIM_NO_VMM: see virtual_memory.py; SIM_LATE: seconds, at most, by which each piece
-of work begins late, at random: what nothing orders comes in the wrong order at some time.
+of work begins late, at random: what nothing orders comes in the wrong order at some time; SIM_SHARED: a folder for
+files that the ranks have in common.
 """
 
 from __future__ import annotations

@@ -290,7 +290,7 @@ def _runtime() -> ctypes.CDLL:
     runtime.sim_run.restype = None
     runtime.sim_move_timer.argtypes = [ctypes.c_uint64]
     runtime.sim_move_timer.restype = None
-    runtime.sim_share_bell(os.fsencode(Path(os.environ.get("SIM_NCCL") or compiler.builds_directory(), "bell")))
+    runtime.sim_share_bell(os.fsencode(Path(os.environ.get("SIM_SHARED") or compiler.builds_directory(), "bell")))
     return runtime
 
 

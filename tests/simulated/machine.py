@@ -244,7 +244,7 @@ def allocate(nbytes: int) -> int:
         handle = _HANDLE.pack(b"SIM1", os.getpid(), fd, index, nonce, nbytes).ljust(HANDLE_BYTES, b"\0")
         block = Block(address, nbytes, index, handle, fd)
         os.ftruncate(fd, block.past - address)
-        _map(address, block.past - address, _READ_WRITE, mmap.MAP_SHARED | _FIXED, fd)
+        _map(address, block.past - address, _READ_WRITE, mmap.MAP_SHARED | mmap.MAP_POPULATE | _FIXED, fd)
         ctypes.memset(address, NEW, nbytes)
         _blocks[address] = block
         return address

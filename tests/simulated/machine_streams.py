@@ -151,7 +151,7 @@ class Capture:
     valid: bool = True
 
 
-_COLLECT_EVERY = 100  # driver calls; each of them once a test has set the collector's threshold to 1
+_COLLECT_EVERY = 500  # driver calls; each of them once a test has set the collector's threshold to 1
 _finished: deque[tuple[Fence, Work | None]] = deque()
 _collecting = threading.Lock()
 _calls = itertools.count()

@@ -81,7 +81,7 @@ class Comm:
         self.uses: weakref.WeakSet[_Use] = weakref.WeakSet()
         self.event = machine_streams.create_event()
         self.captured: dict[int, tuple[_Ref, _Ref]] = {}  # by capture: the last call's node, and that of its event
-        path = f"{os.environ.get('SIM_NCCL', '/dev/shm')}/ipcreduce-sim-nccl-{identity[:16].hex()}"
+        path = f"{os.environ.get('SIM_SHARED', '/dev/shm')}/ipcreduce-sim-nccl-{identity[:16].hex()}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         nbytes = nranks * (_LINE + _CHUNK)
         os.ftruncate(descriptor, nbytes)

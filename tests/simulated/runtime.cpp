@@ -167,15 +167,14 @@ void leave() {
   swapcontext(&self->context, &grid->context);
 }
 #else
-// swapcontext makes a system call for the signal mask, so it is avoided; setcontext only enters a new stack. The
-// library's setjmp keeps more registers, and its longjmp looks for cleanup handlers.
-__attribute__((noinline)) void enter(Fiber& fiber) {
+// swapcontext makes a system call for the signal mask, so it is avoided; setcontext only enters a new stack.
+void enter(Fiber& fiber) {
   if (_setjmp(grid->resume)) return;
   if (fiber.started) _longjmp(fiber.resume, 1);
   fiber.started = true;
   setcontext(&fiber.context);
 }
-__attribute__((noinline)) void leave() {
+void leave() {
   if (!_setjmp(self->resume)) _longjmp(grid->resume, 1);
 }
 #endif
@@ -255,7 +254,7 @@ bool sees_no_change(const Fiber& fiber) {
     if (std::memcmp(fiber.seen[i], fiber.thread.loaded[i].at, fiber.thread.loaded[i].bytes)) return false;
   return fiber.watched != 0;
 }
-// Whether the lanes of a warp that are not at a barrier all poll, and would see what they have seen.
+// Says if the lanes of a warp that are not at a barrier all poll, and would see what they have seen.
 bool polls_in_vain(const Meeting& warp) {
   bool any = false;
   for (uint32_t i = warp.first; i < warp.first + warp.expected; ++i) {

@@ -6,7 +6,7 @@
 # make test-pythons  runs the tiers unit and mpi on every Python from 3.10 to 3.14 that this machine has or uv gets
 # make test-cuda12   runs the tests that CUDA 12.9's bindings or compiler can change, in .venv-cuda12
 # make failures      kills, stops and ends ranks at random moments, and shows what the others hear
-# make fuzz          runs random programs, some in which a rank dies, random bytes, and a soak; FUZZ=10 runs ten times as many
+# make fuzz          runs random programs, calls and bytes, ranks that die, and a soak; FUZZ=10 runs ten times as many
 # make models        searches models of the protocols for wrong states with Spin, and that it finds deliberate breaks
 # make mutants       makes deliberate faults in a copy of the tree, and shows which test finds each
 # make sanitizers    runs every kernel under the four tools of compute-sanitizer, on two ranks of one GPU

@@ -17,15 +17,14 @@ from typing import Any
 
 import cupy
 import numpy as np
-from mpi4py import MPI
 
 import ipcreduce
 from tests.gpu import scenarios
 from tests.gpu.scenarios import BRIEF, SIMULATED
 from tests.shared import clock, worker
 from tests.shared.bounds import until
+from tests.shared.world import WORLD
 
-WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 SHARED = cupy.cuda.runtime.getDeviceCount() < SIZE
 TURNS = int(os.environ.get("TURNS", "40" if SIMULATED or SHARED else "1000"))

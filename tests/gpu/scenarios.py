@@ -21,15 +21,14 @@ from typing import Any
 import cupy
 import ml_dtypes
 import numpy as np
-from mpi4py import MPI
 
 import ipcreduce
 from tests.gpu import cupy_module
 from tests.shared import bounds, clock, worker, written_calls
 from tests.shared.bounds import late, no_hang, until
+from tests.shared.world import WORLD
 from tests.tools import machine
 
-WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 TOTAL = SIZE * (SIZE + 1) // 2
 SIMULATED = cupy.__name__ != "cupy"  # tests/sim: every thread costs microseconds

@@ -15,15 +15,14 @@ from typing import Any
 
 import cupy
 import numpy as np
-from mpi4py import MPI
 
 import ipcreduce
 from ipcreduce.bench import report
 from ipcreduce.cuda import driver
 from tests.gpu import cupy_module
 from tests.shared import bounds, worker
+from tests.shared.world import WORLD
 
-WORLD = MPI.COMM_WORLD
 WRAP = 1 << 32
 ALGORITHMS = ("one_shot", "two_shot", "direct")
 COUNTS = (4, 33, 1000, 2048, 5001)  # numbers of 4 bytes, in turns

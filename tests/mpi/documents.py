@@ -13,12 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mpi4py import MPI
-
 from tests.shared import documents, worker
+from tests.shared.world import WORLD
 
 MODULES = {None: "numpy", "needs PyTorch": "torch", "needs NCCL": "cupy"}  # by the reason of a fragment
-WORLD = MPI.COMM_WORLD
 
 
 def main() -> None:

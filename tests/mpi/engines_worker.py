@@ -14,14 +14,13 @@ from unittest import mock
 
 import pytest
 import torch
-from mpi4py import MPI
 
 from ipcreduce import ArgumentError, UnsupportedError, process
 from ipcreduce.ipc.workspace import bytes_for
 from ipcreduce.serving import seat
 from tests.shared import worker
+from tests.shared.world import WORLD
 
-WORLD = MPI.COMM_WORLD
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", WORLD.rank % torch.cuda.device_count()) if ON_GPU else torch.device("cpu")
 HIDDEN, MAX_SIZE = 64, 64 * 64 * 4

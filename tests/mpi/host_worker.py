@@ -63,9 +63,8 @@ from tests.shared import (
     written_calls,
 )
 from tests.shared.bounds import no_hang
-from tests.shared.world import World
+from tests.shared.world import WORLD
 
-WORLD = World()
 RANK, SIZE = WORLD.rank, WORLD.size
 LAST = SIZE - 1
 

@@ -10,14 +10,13 @@ import sys
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 import ipcreduce
 from ipcreduce import FP8, ArgumentError, Communicator, IpcReduceError, PeerFailedError, RankMismatchError
 from tests.shared import bounds, norm_reference, reference, worker
 from tests.shared.norm_reference import same_bits
+from tests.shared.world import WORLD
 
-WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 LAST = SIZE - 1
 HOW = sys.argv[1]

@@ -75,6 +75,13 @@ def denied(call: Callable[..., Any], *arguments: Any) -> None:
         call(*arguments)
 
 
+def owner(file: str) -> int | None:
+    """The user of a file; None if it is gone."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.stat(file).st_uid
+    return None
+
+
 def await_file(path: Path) -> None:
     until(path.exists, path.name)
 
@@ -179,8 +186,8 @@ def looks(group: ByFiles, directory: Path) -> None:
         pid, path = (directory / name).read_text().split()
         status = os.stat(path)
         assert (status.st_mode & 0o7777, status.st_uid != os.getuid()) == (0o600, True), status
-        files = {path, *map(str, Path("/dev/shm").glob("ipcreduce-*"))}
-        for file in [file for file in files if Path(file).exists() and os.stat(file).st_uid != os.getuid()]:
+        others = map(str, Path("/dev/shm").glob("ipcreduce-*"))
+        for file in {path, *(file for file in others if owner(file) == status.st_uid)}:
             for flags in (os.O_RDONLY, os.O_RDWR, os.O_WRONLY | os.O_TRUNC):
                 denied(os.open, file, flags)
             denied(os.unlink, file)

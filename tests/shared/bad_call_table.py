@@ -21,6 +21,7 @@ from mpi4py import MPI
 import ipcreduce
 from ipcreduce import ArgumentError, PeerFailedError, RankMismatchError, UnsupportedError
 from tests.shared.capsules import capsule_of
+from tests.shared.world import WORLD
 
 Call = Callable[[Any, Any], Any]  # of the array module and the communicator
 
@@ -497,7 +498,7 @@ def outcome(module: Any, comm: Any, call: Call, waits: bool) -> Exception | None
             call(module, comm)
         finally:
             if not waits:
-                MPI.COMM_WORLD.Barrier()
+                WORLD.Barrier()
         comm.synchronize()  # calls on the device return before they are done
     except Exception as error:
         return error

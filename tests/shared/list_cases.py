@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 from tests.shared import reference
+from tests.shared.world import WORLD
 
 GUARD = 64  # canary bytes before the first array and behind the last one
 MANY = (162, 163, 400, 1356, 1357, 2000)  # members: around the places of the kernels' tables
@@ -170,7 +170,7 @@ class Played:
             alone = [self.module.read(self.comm.allreduce(one, case.op)) for one in self.inputs]
             checksums.append(zlib.crc32(b"".join(one.tobytes() for one in alone)))
             assert checksums[-1] == checksums[-2], f"{case}: its bits are not those of the calls one by one"
-        everyone = MPI.COMM_WORLD.allgather(checksums)
+        everyone = WORLD.allgather(checksums)
         assert all(one == checksums for one in everyone), f"{case}: bits differ between the ranks: {everyone}"
 
     def _values(self, turn: int, rank: int) -> list[np.ndarray[Any, Any]]:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 from tests.shared import reference
+from tests.shared.world import WORLD
 
 GUARD = 256  # canary bytes on either side of every array
 PAGE = 4096
@@ -62,7 +62,6 @@ def run(
     """
     import time
 
-    world = MPI.COMM_WORLD
     first = next(iter(communicators.values()))
     rank, n = first.rank, first.size
     counted: Counter[str] = Counter()
@@ -87,7 +86,7 @@ def run(
                     f"{where}: too far from float64's result"
                 )
             checksums.append(zlib.crc32(found.tobytes()))
-        everyone = world.allgather(checksums)
+        everyone = WORLD.allgather(checksums)
         assert len({c for one in everyone for c in one}) == 1, f"{case}: bits differ: {everyone}"
         counted[case.dtype.name] += 1
         counted[case.op] += 1

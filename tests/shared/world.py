@@ -46,3 +46,6 @@ def _until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         time.sleep(pause)
+
+
+WORLD = World()

@@ -19,6 +19,7 @@ from mpi4py import MPI
 
 from tests.shared import reference
 from tests.shared.bad_call_table import HostTensor
+from tests.shared.world import WORLD
 
 NAMES = (("mean", "avg"), ("product", "prod"), (MPI.SUM, "sum"), (MPI.PROD, "prod"), (MPI.MIN, "min"), (MPI.MAX, "max"))
 VIEWS = {"?": ("u1", ("min", "max")), "F": ("f4", ("sum", "avg")), "D": ("f8", ("sum", "avg"))}
@@ -117,7 +118,7 @@ def views(module: Any, comm: Any) -> int:
             same = reference.near(bits, seen, op) if comm.backend == "nccl" else reference.same(bits, due)
             assert same, f"{where}\nfound {found}\nexpected {due}"
         checksums.append(zlib.crc32(bits.tobytes()))
-    for case, of_ranks in zip(cases(), zip(*MPI.COMM_WORLD.allgather(checksums), strict=True), strict=True):
+    for case, of_ranks in zip(cases(), zip(*WORLD.allgather(checksums), strict=True), strict=True):
         assert len(set(of_ranks)) == 1, f"{case}: the bits differ between ranks"
     return len(checksums)
 

@@ -17,11 +17,9 @@ os.environ.setdefault("IPCREDUCE_WORKSPACE_MB", "1")
 simulated.install()
 sys.modules["torch"] = None  # type: ignore[assignment]  # not to be found: it knows only real GPUs
 
-from mpi4py import MPI  # noqa: E402
 
 from ipcreduce import Communicator, Graph, GraphRunner  # noqa: E402
-
-WORLD = MPI.COMM_WORLD
+from tests.shared.world import WORLD  # noqa: E402
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ def on_sim(mpirun: Run, worker: str, ranks: int, *arguments: object, **options: 
     return mpirun("tests.simulated", ranks, f"tests/gpu/{worker}.py", *arguments, **options).stdout
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(2, 60), (3, 60), (4, 60), (8, 15)])
+@pytest.mark.parametrize(("ranks", "cases"), [(2, 40), (3, 40), (4, 40), (8, 12)])
 def test_sweep(mpirun: Run, ranks: int, cases: int) -> None:
     output = on_sim(mpirun, "sweep", ranks, "--cases", cases, "--largest", 6000, "--seed", ranks)
     assert f"{cases} cases, {4 * cases} calls on {ranks} ranks, all right" in output

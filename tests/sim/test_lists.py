@@ -28,8 +28,8 @@ def test_random_lists_where_packets_arrive_in_halves(mpirun: Run) -> None:
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_random_lists_over_nccl(mpirun: Run, hosts: int) -> None:
-    arguments = "--cases", 60, "--largest", 8000, "--most", 300, "--backend", "nccl", "--hosts", hosts
-    assert "60 lists of " in mpirun("tests.simulated", 2, SWEEP, *arguments).stdout
+    arguments = "--cases", 40, "--largest", 8000, "--most", 300, "--backend", "nccl", "--hosts", hosts
+    assert "40 lists of " in mpirun("tests.simulated", 2, SWEEP, *arguments).stdout
 
 
 def test_results(hold: Hold) -> None:

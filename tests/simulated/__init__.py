@@ -61,6 +61,6 @@ def install() -> None:
     for name in ("ipcreduce", "cupy"):
         if name in sys.modules:
             raise RuntimeError(f"{name} is imported already: call tests.simulated.install() first")
+    gc.disable()  # machine_streams.py collects instead, and often
     sys.meta_path.insert(0, _Substitutes())
     importlib.import_module("ipcreduce")
-    gc.disable()  # machine_streams.py collects instead, and often

@@ -35,6 +35,7 @@ QUICK_PROGRAMS = (
     ("tests.simulated", "tests/gpu/scenarios.py", "--first"),
     ("tests.sim.documents", "--first"),
 )
+SWEEPS = {"sweep": 200, "list_sweep": 200, "map_sweep": 50, "norm_sweep": 50}  # random calls of these programs
 NO_CUDA = ({"docs"}, {"release"})  # the extras of those targets that need neither CUDA nor MPI
 # Their branches are reached on a GPU only: they are counted apart.
 GPU_MODULES = "ipcreduce/cuda/driver.py,ipcreduce/cuda/streams.py,ipcreduce/arrays/views.py"
@@ -152,7 +153,12 @@ def fuzz(python: str) -> int:
         ["tests.fuzz.soak", "--communicators", 50 * times, "--recordings", 150 * times, *where],
         ["tests.fuzz.messages", "--turns", 50_000 * times],
     )
-    return max(run(python, "-m", *map(str, command), check=False) for command in commands)
+    status = max([run(python, "-m", *map(str, command), check=False) for command in commands])
+    ranks = [*machine.mpirun(python), "-n", *(("2", python) if where else ("3", python, "-m", "tests.simulated"))]
+    for program, cases in SWEEPS.items():
+        options = ["--cases", str(cases * times), "--largest", "6000"]
+        status = max(status, run(*ranks, f"tests/gpu/{program}.py", *options, check=False))
+    return status
 
 
 def mutants(python: str) -> int:

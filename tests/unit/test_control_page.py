@@ -56,7 +56,7 @@ def test_nothing_is_left_of_a_page():
     make_pages(4)
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= descriptors
-    assert Path("/proc/self/maps").read_text().count("ipcreduce-") == maps
+    assert Path("/proc/self/maps").read_text().count("ipcreduce-") <= maps
 
 
 def test_no_link_is_followed(tmp_path: Path):

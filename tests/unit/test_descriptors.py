@@ -80,7 +80,7 @@ def mailbox() -> Iterator[Mailbox]:
     made = Mailbox()
     yield made
     made.close()
-    assert open_files() == before
+    assert open_files() <= before  # what other tests have left may go meanwhile
 
 
 @pytest.fixture

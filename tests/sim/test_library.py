@@ -25,8 +25,8 @@ def test_sweep(mpirun: Run, ranks: int, cases: int) -> None:
 
 
 def test_sweep_where_packets_arrive_in_halves(mpirun: Run) -> None:
-    output = on_sim(mpirun, "sweep", 3, "--cases", 25, "--largest", 3000, env={"SIM_SPLIT_PACKETS": "1"})
-    assert "25 cases, 100 calls on 3 ranks, all right" in output
+    output = on_sim(mpirun, "sweep", 3, "--cases", 15, "--largest", 3000, env={"SIM_SPLIT_PACKETS": "1"})
+    assert "15 cases, 60 calls on 3 ranks, all right" in output
 
 
 def test_on_systems_that_fortify_programs(mpirun: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 from collections.abc import Iterator
@@ -184,9 +185,14 @@ def is_direct(name: str) -> bool:
     return is_in(name, "ipcreduce.graphs.direct")
 
 
+@functools.cache
+def nodes_of(code: str) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(code))]
+
+
 def texts(name: str) -> set[str]:
     """All names and strings in a module's code."""
-    nodes = ast.walk(ast.parse(MODULES[name].read_text()))
+    nodes = nodes_of(MODULES[name].read_text())
     return {value for node in nodes for _, value in ast.iter_fields(node) if isinstance(value, str)}
 
 
@@ -194,7 +200,7 @@ def strangers() -> set[tuple[str, str]]:
     """(module, name) of all that belongs to direct and stands outside of it: known names, and what only direct uses."""
     used, defined = {True: set(), False: set()}, set()
     for name in MODULES:
-        for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        for node in nodes_of(MODULES[name].read_text()):
             if isinstance(node, (ast.Name, ast.Attribute)):
                 text = node.id if isinstance(node, ast.Name) else node.attr
                 if isinstance(node.ctx, ast.Load):

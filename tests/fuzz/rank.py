@@ -89,6 +89,7 @@ class Player:
         elif comm is None:  # a communicator that this program has not made
             return
         elif step["kind"] in faults.STEPS:
+            self.check()  # packets that are later than the kernels' grace would be missing in what came before
             faults.STEPS[step["kind"]](self, comm, step)
         elif step["kind"] == "suspend":
             suspends.suspend(self, comm, step)

@@ -16,6 +16,7 @@ TILES = (
     "SIM_DEVICES=1 SIM_MULTIPROCESSORS=12 mpirun -n 3 tests.simulated tests/gpu/norm_sweep.py --largest 60000 "
     "--rows 40 --cases 24 --first 100"
 )
+ORDER = "pytest tests/sim/test_norms.py::test_order_between_and_within_blocks"
 LATE = "mpirun -n 2 tests.simulated tests/gpu/norm_sweep.py --abandoned"
 
 MUTANTS = [
@@ -89,7 +90,7 @@ MUTANTS = [
         CONTRACT,
         "if constexpr (kCluster > 1) wait_at_gate(sums.gate);\n  else sync_block();",
         "sync_block();",
-        RANDOM,
+        ORDER,
     ),
     Mutant(
         "a warp does not wait for the sums of its block",

@@ -25,7 +25,7 @@ class OverPage:
     def gather(self, sent: np.ndarray[Any, Any], received: np.ndarray[Any, Any]) -> OverPage:
         """Collect every rank's ``sent``, by rank in ``received``. :raises IpcReduceError: as CallSequence.gather()."""
         parts = self._gather(sent.tobytes())
-        layout = np.dtype((np.void, sent.nbytes))
+        layout = np.dtype(f"V{sent.nbytes}")  # for a tuple NumPy calls Python code, and loses a Ctrl-C that comes then
         received[:] = np.concatenate([rows(part, layout, "an exchange") for part in parts]).view(np.uint8)
         return self
 

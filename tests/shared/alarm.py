@@ -11,8 +11,10 @@ from types import FrameType
 _AGAIN_SECONDS = 1e-3
 _ROOT = str(Path(__file__).parents[2])
 _DEVICE = tuple(
-    f"{_ROOT}/tests/simulated/{part}" for part in ("machine", "driver", "cupy", "graph", "pools", "kernels", "nccl")
+    f"{_ROOT}/tests/simulated/{part}"
+    for part in ("machine", "driver", "virtual_memory", "cupy", "graph", "pools", "kernels", "nccl")
 )
+_LOSING = "numpy/_core/_internal.py"  # what NumPy's C code calls from here, and drops the exceptions of
 _RAISED = "raised by an alarm"  # an attribute of the exceptions
 
 
@@ -24,10 +26,10 @@ def _again(unraisable: sys.UnraisableHookArgs) -> None:
 
 
 def _is_left_first(frame: FrameType | None) -> bool:
-    """True within coverage's code, or the simulated device's, which may have called the standard library's."""
+    """True within NumPy's, coverage's or the simulated device's code, which may have called the standard library's."""
     while frame is not None:
         path = frame.f_code.co_filename
-        if "coverage" in path or path.startswith(_DEVICE):
+        if path.endswith(_LOSING) or "coverage" in path or path.startswith(_DEVICE):
             return True
         if path.startswith(_ROOT):
             return False
@@ -38,9 +40,9 @@ def _is_left_first(frame: FrameType | None) -> bool:
 def call_later(seconds: float, act: Callable[[], None]) -> None:
     """Let the main thread call ``act``, which may raise, ``seconds`` from now, wherever it is then.
 
-    Coverage's own code is left first: an exception there leaves its lock taken, and the process hangs. So is the
-    simulated device, as a call of the driver is: no signal's handler runs within one. An exception that comes in a
-    finaliser is ignored by Python, so it is raised once more a little later.
+    Coverage's own code is left first: an exception there leaves its lock taken, and the process hangs. So is NumPy's,
+    which loses exceptions, and the simulated device, as a call of the driver is: no signal's handler runs within one.
+    An exception that comes in a finaliser is ignored by Python, so it is raised once more a little later.
     """
 
     def ring(_: int, frame: FrameType | None) -> None:

@@ -6,13 +6,16 @@ import errno
 import gc
 import importlib
 import re
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ipcreduce.calls.over_page import OverPage
 from ipcreduce.errors import PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError, UnsupportedError
 from ipcreduce.ranks import exchange
 from ipcreduce.ranks.exchange import Kind
@@ -349,3 +352,23 @@ def test_an_interrupt_waits_for_nobody_long(monkeypatch: pytest.MonkeyPatch):
     exchange.tell(world, KeyboardInterrupt(), clock.now() + 3600)
     assert not world.left
     assert exchange.last_words(MemoryError(), 7.0) == exchange.last_words(None, 7.0) == 7.0
+
+
+def test_no_interrupt_is_lost_within_an_exchange_over_the_page():
+    """NumPy's C code drops what is raised in npy_ctypes_check(), a Ctrl-C too. So nothing here may call it."""
+    entered: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            entered.append(frame.f_code.co_name)
+
+    page: Any = SimpleNamespace(rank=0, n=2)
+    sent, received = np.arange(40, dtype=np.uint8), np.zeros(80, np.uint8)
+    ranks = OverPage(page, 1, lambda data: [data, bytes(len(data))])
+    sys.setprofile(note)
+    try:
+        ranks.gather(sent, received)
+    finally:
+        sys.setprofile(None)
+    assert received.tolist() == [*range(40), *[0] * 40]
+    assert "gather" in entered and "npy_ctypes_check" not in entered

@@ -32,7 +32,7 @@ LONG = MOST_TOKENS - 100  # tokens of a request that is cancelled, or whose serv
 PATIENCE = 90.0  # seconds for what should take less
 BATCHES = [1, 8]
 WORKER = "Worker_TP1"  # the title that vLLM gives a process
-TOLD = re.compile(r"Peer\w+Error|died unexpectedly|EngineDead|ipcreduce has served")
+TOLD = re.compile(r"Peer\w+Error|rank \d+ is gone|died unexpectedly|EngineDead|ipcreduce has served")
 
 
 class Client:
@@ -182,11 +182,12 @@ def killed(client: Client, server: subprocess.Popen[bytes], log: Path) -> dict[s
         start = time.perf_counter()
         heard = list(pool.map(lambda one: last_of(one, start), streams))
     code = ending(server)
+    told = [line[:200] for line in log.read_text(errors="replace").splitlines() if TOLD.search(line)]
     return {
         "seconds until each client heard it": [seconds for seconds, _ in heard],
         "what they heard": sorted({text for _, text in heard}),
         "seconds until the server had ended, and its exit code": [since(start), code],
-        "log": [line[:200] for line in log.read_text(errors="replace").splitlines() if TOLD.search(line)][:12],
+        "log": list({line.partition("] ")[2]: line for line in told}.values())[:12],  # each text once
     }
 
 

@@ -35,6 +35,7 @@ class Watch:
         self.mirror = mirror
         self.comparison = Comparison(page)
         self.has_failed = False  # in a turn, of which the log tells once
+        self._has_logged = False  # its loss
         self._page = page
 
     def died(self, rank: int, why: str = "its process has ended") -> None:
@@ -57,6 +58,13 @@ class Watch:
             if self.lost is not None:
                 self._page.post_lost(*self.lost)
             self.mirror.send()
+            self._log_loss()
+
+    def _log_loss(self) -> None:
+        """Say once who is gone. Where graphs of other libraries are replayed, no call of ours may ever tell."""
+        if self.lost is not None and not self._has_logged:
+            self._has_logged = True
+            _log.info("rank %d of %d: rank %d is gone: %s", self._page.rank, self._page.n, *self.lost)
 
     def forked(self) -> None:
         """In a child process: let go of what would keep the parent's end from being seen."""

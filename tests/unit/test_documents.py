@@ -111,6 +111,9 @@ def test_broken_links_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 # ---- figures
+NORM_TABLES = results.norm_table, results.norm_fp8_table
+
+
 @pytest.mark.parametrize(
     ("name", "table"),
     [
@@ -123,8 +126,7 @@ def test_broken_links_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("docs/performance.md", results.ratio_table()),
         ("docs/performance.md", results.host_table()),
         ("docs/pytorch.md", results.llama_table()),
-        ("docs/fused.md", results.norm_table()),
-        ("docs/fused.md", results.norm_fp8_table()),
+        *(("docs/fused.md", one(gpus)) for gpus in ("h100-x2", "h200-x4") for one in NORM_TABLES),
     ],
 )
 def test_tables_are_those_of_the_result_files(name: str, table: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import select
 import socket
@@ -107,6 +108,17 @@ def test_a_death_is_seen_at_once(ranks: Make, dead: int):
     assert happens(lambda: world.page.aborted), "the waits go on"
     with pytest.raises(PeerLostError, match=f"rank {dead} is gone: its process has ended"):
         faults.raise_lost(world.page, 5)
+
+
+def test_the_log_tells_once_who_is_gone(ranks: Make, caplog: pytest.LogCaptureFixture):
+    """A server that replays its own graphs makes no call that could raise."""
+    caplog.set_level(logging.INFO, "ipcreduce")
+    world = ranks(3)
+    watch = world.watch()
+    world.end(2)
+    assert happens(lambda: caplog.messages)
+    watch.look()
+    assert caplog.messages == ["rank 0 of 3: rank 2 is gone: its process has ended"]
 
 
 def test_the_abort_word_stays_up(ranks: Make):

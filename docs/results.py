@@ -139,14 +139,13 @@ def list_table() -> str:
 
 
 def list_host_table() -> str:
-    """The host's time of the same calls in bfloat16, beside NCCL's group and PyTorch's all_reduce_coalesced."""
+    """The host's time of such calls in bfloat16, beside NCCL's group and PyTorch's all_reduce_coalesced."""
     columns = {
         "one array": "host, one array", "known arrays": "host, known", "new arrays": "host, new",
         "NCCL's group": "host, NCCL's group", "one tensor": "host, one tensor", "known tensors": "host, tensors, known",
         "new tensors": "host, tensors, new", "all_reduce_coalesced": "host, all_reduce_coalesced, new",
     }  # fmt: skip
-    rows = [row for row in read("lists-h100-x2")["rows"] if row["dtype"] == "bfloat16"]
-    columns = {name: key for name, key in columns.items() if key in rows[0]}  # the first results had no "one tensor"
+    rows = [row for row in read("lists-host-h200-x4")["rows"] if row["dtype"] == "bfloat16"]
     return table(
         ["arrays", *columns], ([row["list"], *(us_text(row[key]) for key in columns.values())] for row in rows)
     )

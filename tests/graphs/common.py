@@ -16,14 +16,13 @@ from mpi4py import MPI
 
 from ipcreduce import Graph
 from tests.graphs import SIM
-from tests.shared import clock
+from tests.shared import clock, world
 from tests.shared.bounds import HANG, LONG
-from tests.shared.world import WORLD as PATIENT_WORLD
 
 if SIM:
     from tests.simulated import driver, machine_streams
 
-WORLD = PATIENT_WORLD if SIM else MPI.COMM_WORLD
+WORLD = world.WORLD if SIM else MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 LAST = SIZE - 1
 TOTAL = SIZE * (SIZE + 1) // 2

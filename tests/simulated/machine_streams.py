@@ -217,7 +217,10 @@ def _blocking(context: Context) -> list[Stream]:
 
 
 def submit(handle: int, work: Work | None, fences: Iterable[Fence] = ()) -> Fence | None:
-    """Queues work on a stream, or records it if the stream captures; the fence after it, or None."""
+    """Queues work on a stream, or records it if the stream captures; the fence after it, or None.
+
+    Work with a method ``launched()`` is told of each launch, also as a part of a graph.
+    """
     with machine.lock:
         stream = find(handle)
         if stream.capture is not None:
@@ -227,6 +230,8 @@ def submit(handle: int, work: Work | None, fences: Iterable[Fence] = ()) -> Fenc
                 stream.frontier, stream.waits = frozenset([len(capture.nodes) - 1]), 0
             return None
         _refuse_implicit(stream)
+        if hasattr(work, "launched"):
+            work.launched()
         legacy = stream.context.streams.get(LEGACY)
         others = _blocking(stream.context) if _is_legacy(stream) else [legacy] if stream.blocking and legacy else []
         return stream.put(work, [*fences, *(other.done for other in others if other.done is not None)])

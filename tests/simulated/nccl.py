@@ -76,7 +76,7 @@ class Comm:
 
     def __init__(self, nranks: int, identity: bytes, rank: int) -> None:
         self.context = machine.require()
-        self.rank, self.n, self.dead = rank, nranks, False
+        self.rank, self.n, self.dead, self.destroyed = rank, nranks, False, False
         self.operations, self.chunks = itertools.count(1), 0
         self.uses: weakref.WeakSet[_Use] = weakref.WeakSet()
         self.event = machine_streams.create_event()
@@ -113,8 +113,8 @@ class Comm:
             self.suspended = False
 
     def reduce_all(self, calls: list[tuple[int, int, int, int, int]]) -> None:
-        """The operations of a group, in a stream's thread."""
-        if self.dead or self.suspended:
+        """The operations of a group, in a stream's thread. Those that were launched before an abort end by it."""
+        if self.destroyed or self.suspended:
             ghosts.append(self)
         for call in calls:
             if not self.dead:
@@ -158,6 +158,21 @@ class _Use:
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
         comm.uses.add(self)
+
+
+class _Group:
+    """The calls of a group on one communicator: a piece of work on a stream, or a node of a graph."""
+
+    def __init__(self, comm: Comm, calls: list[tuple[int, int, int, int, int]]) -> None:
+        self._use, self._calls = _Use(comm), calls
+
+    def launched(self) -> None:
+        comm = self._use.comm
+        if comm.dead or comm.suspended:
+            ghosts.append(comm)
+
+    def __call__(self) -> None:
+        self._use.comm.reduce_all(self._calls)
 
 
 def _average(total: np.ndarray, n: int) -> np.ndarray:
@@ -220,13 +235,13 @@ def _put(comm: Comm, handle: int, calls: list[tuple[int, int, int, int, int]]) -
     """Put the calls of a group on a stream as one piece of work, which an abort ends as a whole."""
     if comm.dead:
         raise NCCLError(Result.InvalidArgument)
-    use = _Use(comm)
+    group = _Group(comm, calls)
     capture = machine_streams.find(handle).capture
     if capture is None:
         machine_streams.wait_event(handle, comm.event)
     elif _mixes():
         machine_streams.follow(handle, [_before(comm, capture)])
-    machine_streams.submit(handle, lambda: use.comm.reduce_all(calls))
+    machine_streams.submit(handle, group)
     if capture is None:
         machine_streams.record_event(comm.event, handle)
     elif _mixes():
@@ -274,4 +289,6 @@ def comm_abort(comm: Comm) -> None:
 
 
 def comm_destroy(comm: Comm) -> None:
+    """For a communicator whose calls are over."""
+    comm.destroyed = True
     comm_abort(comm)

@@ -6,8 +6,8 @@ import argparse
 import os
 
 from tests import simulated
+from tests.shared import world
 from tests.shared.by_files import ByFiles
-from tests.shared.world import WORLD as ALL
 
 parser = argparse.ArgumentParser(prog="tests.sim.scenarios")
 parser.add_argument("--visible")
@@ -15,7 +15,7 @@ parser.add_argument("--among", nargs=3)
 parser.add_argument("names", nargs="+")
 options = parser.parse_args()
 
-WORLD = ByFiles(*options.among) if options.among else ALL
+WORLD = ByFiles(*options.among) if options.among else world.WORLD
 os.environ.setdefault("SIM_DEVICES", str(WORLD.Get_size()))
 os.environ.setdefault("IPCREDUCE_WORKSPACE_MB", "1")
 if options.visible is not None:

@@ -34,7 +34,7 @@ from tests.sim.scenarios import (
     virtual,
     written,
 )
-from tests.sim.scenarios.common import GPUS, RANK, WORLD, grown, held, host_works
+from tests.sim.scenarios.common import GPUS, RANK, WORLD, grown, held, host_works, open_files
 
 MODULES = (
     startup, driver_faults, ends, peers, threads, captures, devices, tensors, gradients, written, over_nccl, lists,
@@ -61,11 +61,14 @@ def main() -> None:
         host_works(comm)
     bounds.until(lambda: not held()["mapped pages"], "the end of the first communicator")  # NCCL's is in the background
     for name in options.names:
-        before, started = held(), time.monotonic()
+        before, files, started = held(), open_files(), time.monotonic()
         SCENARIOS[name]()
         WORLD.Barrier()
         if not name.endswith("driver_faults"):
-            bounds.until(lambda before=before: not more(before), lambda before=before: f"less than {more(before)}")
+            bounds.until(
+                lambda before=before: not more(before),
+                lambda before=before, files=files: f"less than {more(before)}, {open_files() - files}",
+            )
         if RANK == 0:
             print(f"{name}: right, {time.monotonic() - started:.1f} s", flush=True)
 

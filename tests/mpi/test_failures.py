@@ -78,3 +78,18 @@ def test_a_turn_that_is_not_right_is_told():
     assert failures.problems("killed", 1, notes, 61.1, 1) == ["heard after 61.10 s"]
     assert failures.problems("killed", 1, {**notes, "close": 61.0}, 0.1, 1) == ["close() took 61.0 s"]
     assert failures.problems("raised", 1, {**notes, "error": "PeerFailedError"}, 0.1, 1) != []
+
+
+def test_who_may_be_named_where_a_rank_was_stopped():
+    """Another one, only if the rank that was stopped had come to the call."""
+    notes = {"error": "PeerTimeoutError", "close": 0.0, "goes on": True}
+    cases = {
+        ("Ranks 0, 1 are", 1): True,
+        ("Rank 0 is in call 7 (max of int8 (3,)). Rank 1 is", 1): True,
+        ("Rank 0 is", 1): False,
+        ("Ranks 0, 11 are", 1): False,
+        ("Rank 0 is", 2): True,
+    }
+    for (there, victim), right in cases.items():
+        text = f"rank 2 did not call within 9 s (its last call was 6). {there} in call 7 (sum of int8 (3,))"
+        assert (failures.problems("stopped", victim, {**notes, "text": text}, 0.1, 1) == []) == right, text

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -192,6 +193,8 @@ def problems(
         errors = [*errors, *IN_THE_DATA]
     if kind in HALFWAY and hosts > 1:
         errors = [*errors, HALFWAY[kind]]
+    if kind == "stopped" and has_come(victim, notes["text"]):
+        errors = [*errors, ("PeerTimeoutError", "did not call within")]
     found = []
     if not any(notes["error"] == name and words.format(victim=victim) in notes["text"] for name, words in errors):
         found.append(f"got {notes['error']}: {notes['text']}")
@@ -207,6 +210,16 @@ def problems(
     if kind == "stopped" and not notes.get("goes on") and not lost:
         found.append(f"did not go on: {notes.get('last')}")
     return found
+
+
+def has_come(rank: int, text: str) -> bool:
+    """True if the error says that ``rank`` is in the call in which others wait.
+
+    A rank may be stopped there. The clocks of the others pass the timeout at once, so whoever has not come to that call
+    by then is late as well, and may be the only one that is named.
+    """
+    there = re.findall(r"Ranks? ([\d, ]+) (?:is|are) in call", text)
+    return any(str(rank) in ranks.split(", ") for ranks in there)
 
 
 def main() -> int:

@@ -73,7 +73,7 @@ def gxx(
         partial.touch()  # with -fsyntax-only nobody else makes it
         command = [
             *shlex.split(os.environ.get("CXX", "g++")),
-            *("-std=c++17", "-O1", "-fPIC", "-pthread", "-fno-strict-aliasing", "-ffp-contract=off"),
+            *("-std=c++17", "-Og", "-fPIC", "-pthread", "-fno-strict-aliasing", "-ffp-contract=off"),
             "-ftls-model=initial-exec",  # else each use of a thread's variable is a call
             "-U_FORTIFY_SOURCE",  # some systems' default: it takes our change from one stack to another for an error
             *(f"-I{include}", f"-I{kernels}", *flags, *shlex.split(os.environ.get("CXXFLAGS", ""))),

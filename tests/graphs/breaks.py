@@ -26,7 +26,7 @@ from tests.graphs.common import (
     right,
     works,
 )
-from tests.shared.bounds import late, no_hang
+from tests.shared.bounds import HANG, late, no_hang
 
 
 def real_data(comm: Any) -> None:
@@ -537,11 +537,11 @@ def two_communicators(comm: Any) -> None:
                 for _ in range(3):
                     with Graph(one) as graph:
                         with graph.record():
-                            barrier.wait(10)
+                            barrier.wait(HANG)
                             total = one.allreduce(source)
-                            graph.add_eager(lambda: barrier.wait(10) and None)
+                            graph.add_eager(lambda: barrier.wait(HANG) and None)
                             total = one.allreduce(total)
-                            barrier.wait(10)
+                            barrier.wait(HANG)
                         for _ in range(3):
                             total.fill(-1)
                             graph.replay()

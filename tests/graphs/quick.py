@@ -43,7 +43,7 @@ from tests.graphs.common import (
     right,
     works,
 )
-from tests.shared.bounds import late, no_hang, until
+from tests.shared.bounds import HANG, late, no_hang, until
 
 OTHER_THREAD = ThreadPoolExecutor(1)
 
@@ -236,10 +236,10 @@ def interrupted_while_waiting(comm: Any) -> None:
             def hold(locked: threading.Event = locked, done: threading.Event = done) -> None:
                 with comm._open.calls.lock:
                     locked.set()
-                    done.wait(20)
+                    done.wait(HANG)
 
             holder = OTHER_THREAD.submit(hold)
-            locked.wait(20)
+            locked.wait(HANG)
             before = signal.signal(signal.SIGALRM, signal.default_int_handler)
             signal.setitimer(signal.ITIMER_REAL, 0.1)
             with raises(KeyboardInterrupt):

@@ -611,7 +611,7 @@ def names_of_hosts(comm: Communicator) -> None:
         ("é", True),
     ):
         os.environ["IPCREDUCE_HOSTID"] = own if same else f"{own}{RANK}"
-        with Communicator(timeout=30) as made:
+        with Communicator() as made:
             assert (f"the ranks are on {SIZE} hosts" in made.describe()) == (not same), made.describe()
             right(made)
     os.environ.pop("IPCREDUCE_HOSTID")

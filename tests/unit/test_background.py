@@ -9,13 +9,14 @@ import weakref
 import pytest
 
 from ipcreduce.device import background
+from tests.shared.bounds import HANG
 
 
 def test_jobs_run_one_after_the_other_in_one_thread():
     background.start()
     seen: list[str] = []
     jobs = [background.Job(lambda: seen.append(threading.current_thread().name)) for _ in range(3)]
-    assert all(job.wait(10) for job in jobs)
+    assert all(job.wait(HANG) for job in jobs)
     assert seen == ["ipcreduce-background"] * 3
 
 
@@ -25,9 +26,9 @@ def test_a_job_that_hangs_is_given_up_and_holds_no_other():
     hanging = background.Job(lambda: (over.wait(), None)[1])
     assert not hanging.wait(0.01)
     assert not hanging.is_over
-    assert background.Job(lambda: None).wait(10)
+    assert background.Job(lambda: None).wait(HANG)
     over.set()
-    assert hanging.wait(10)
+    assert hanging.wait(HANG)
 
 
 def test_what_a_job_raises_is_raised_where_it_is_waited_for():
@@ -37,7 +38,7 @@ def test_what_a_job_raises_is_raised_where_it_is_waited_for():
         raise ValueError("of the job")
 
     with pytest.raises(ValueError, match="of the job"):
-        background.Job(fail).wait(10)
+        background.Job(fail).wait(HANG)
 
 
 def test_a_job_that_is_over_holds_nothing():
@@ -48,7 +49,7 @@ def test_a_job_that_is_over_holds_nothing():
 
     held = Held()
     alive = weakref.ref(held)
-    assert background.Job(lambda held=held: None).wait(10)
+    assert background.Job(lambda held=held: None).wait(HANG)
     del held
     gc.collect()
     assert alive() is None
@@ -67,8 +68,8 @@ def test_a_process_that_makes_no_threads_any_more_waits_for_none(monkeypatch: py
         behind = background.Job(lambda: None)
         assert not behind.wait(0.01)
         over.set()
-        assert behind.wait(10), "the thread that there is has not gone on with it"
-    assert background.Job(lambda: None).wait(10)
+        assert behind.wait(HANG), "the thread that there is has not gone on with it"
+    assert background.Job(lambda: None).wait(HANG)
 
 
 def test_a_job_that_makes_a_job_which_no_thread_can_run(monkeypatch: pytest.MonkeyPatch):
@@ -79,8 +80,8 @@ def test_a_job_that_makes_a_job_which_no_thread_can_run(monkeypatch: pytest.Monk
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    outer = background.Job(lambda: seen.append(str(background.Job(lambda: seen.append("inner")).wait(10))))
-    assert outer.wait(10)
+    outer = background.Job(lambda: seen.append(str(background.Job(lambda: seen.append("inner")).wait(HANG))))
+    assert outer.wait(HANG)
     assert seen == ["inner", "True"]
 
 
@@ -100,9 +101,9 @@ def test_no_job_is_lost_between_two_threads():
         for maker in makers:
             maker.start()
         for maker in makers:
-            maker.join(10)
+            maker.join(HANG)
         over.set()
-        assert all(job.wait(10) for job in jobs)
+        assert all(job.wait(HANG) for job in jobs)
         over.clear()
     over.set()
 
@@ -120,4 +121,4 @@ def test_an_interrupt_as_the_thread_starts_leaves_one_that_serves(monkeypatch: p
         with pytest.raises(KeyboardInterrupt):
             background.start(anew=True)
     assert background.start()
-    assert background.Job(lambda: None).wait(10)
+    assert background.Job(lambda: None).wait(HANG)

@@ -75,11 +75,11 @@ def test_nothing_is_freed_beside_a_call(monkeypatch: pytest.MonkeyPatch):
     def make_a_call() -> None:
         with lock:
             made.set()
-            ended.wait(20)
+            ended.wait(HANG)
 
     other = threading.Thread(target=make_a_call)
     other.start()
-    made.wait(20)
+    made.wait(HANG)
     deferred_free.flush()
     assert not ran, "another thread makes a call"
     ended.set()

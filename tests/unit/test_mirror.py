@@ -32,7 +32,7 @@ from ipcreduce.page.flight_recorder import RING, TEXTS
 from ipcreduce.page.mirror import Mirror
 from ipcreduce.ranks import connections, exchange
 from tests.shared import bounds, clock
-from tests.shared.bounds import LONG
+from tests.shared.bounds import HANG, LONG
 from tests.unit.pages import in_threads, make_mirrored
 
 SUM, MAX = Fingerprint.of("a sum"), Fingerprint.of("a maximum")
@@ -429,9 +429,9 @@ class _Threads:
 
             def gather(self, sent: Any, received: Any) -> Any:
                 world._rows[rank] = sent.copy()
-                world._barrier.wait(30)
+                world._barrier.wait(HANG)
                 received.reshape(-1)[:] = np.concatenate([row.reshape(-1) for row in world._rows])
-                world._barrier.wait(30)
+                world._barrier.wait(HANG)
                 return self
 
             def Test(self) -> bool:
@@ -654,7 +654,7 @@ def listens(impostor: Impostor, name: str, port: int = 0) -> Iterator[Any]:
                 with suppress(OSError):  # nobody is there, or has gone
                     connection, _ = listener.accept()
                     with connection:
-                        connection.settimeout(10)
+                        connection.settimeout(HANG)
                         impostor(connection, begin.set)
 
         thread = threading.Thread(target=serve)

@@ -113,7 +113,7 @@ def test_an_abort_waits_for_a_call_that_is_being_enqueued(binding: Binding):
 
     def slow(_: Any) -> None:
         within.set()
-        leave.wait(10)
+        leave.wait(HANG)
 
     comm.use(slow)
     caller = threading.Thread(target=comm.all_reduce, args=[(1, 2, 3, 7, 0), 9])
@@ -156,7 +156,7 @@ def test_the_next_communicator_is_made_when_the_last_one_is_freed(held: bool):
 def test_an_abort_does_not_wait_for_graphs(binding: Binding, monkeypatch: pytest.MonkeyPatch):
     """NCCL frees a communicator only when no graph holds a call of it any more."""
     gone = threading.Event()
-    monkeypatch.setattr(Binding, "comm_abort", lambda self, comm: comm == "next" or gone.wait(10))
+    monkeypatch.setattr(Binding, "comm_abort", lambda self, comm: comm == "next" or gone.wait(HANG))
     comm = NcclCommunicator(0)
     comm.use("with a graph")
     comm.abort()
@@ -167,7 +167,7 @@ def test_an_abort_does_not_wait_for_graphs(binding: Binding, monkeypatch: pytest
     assert not comm.when_freed(freed.set, 0.05)
     assert not freed.is_set()
     gone.set()
-    assert freed.wait(10)
+    assert freed.wait(HANG)
 
 
 # ---- the guard

@@ -128,7 +128,7 @@ def test_small_messages_in_a_row():
         for turn in (1, 2):
             reads_late = segment.rank == 1 and turn == 1
             array = np.full(5, 10.0 * turn + segment.rank)
-            reducer.allreduce(array, "sum", out, never, lambda late=reads_late: next_one.wait(20) if late else None)  # type: ignore[misc]
+            reducer.allreduce(array, "sum", out, never, lambda late=reads_late: next_one.wait(HANG) if late else None)  # type: ignore[misc]
             assert out.tolist() == [20.0 * turn + 1] * 5, (segment.rank, turn)
 
     in_threads([lambda segment=segment: rank(segment) for segment in segments])

@@ -430,7 +430,7 @@ def test_a_number_that_is_used_again_right_behind_a_poll(ranks: Make, monkeypatc
 
     behind.append(change)
     goes.end(1)
-    assert done.wait(30.0)
+    assert done.wait(bounds.HANG)
     assert descriptors[0] == descriptors[1], "the number is used again"
     assert not happens_within(0.5, lambda: late[0].lost or watch.lost)
     comes.end(1)

@@ -10,6 +10,7 @@ import cupy
 import numpy as np
 
 from ipcreduce import Communicator, Graph, errors
+from tests.shared.bounds import HANG
 from tests.sim.scenarios.common import LAST, RANK, SIZE, WORLD, error_of, fault, mine, raises, right, works
 from tests.simulated import driver, driver_streams, machine_streams
 
@@ -205,20 +206,20 @@ def fault_beside_a_recording() -> None:
                 with graph.record():
                     result = comm.allreduce(source)
                     in_body.set()
-                    settled.wait(20)
+                    settled.wait(HANG)
                 right(result)
                 graph.replay()
                 right(result)
 
         thread = threading.Thread(target=lambda: found.append(error_of(record)), daemon=True)
         thread.start()
-        in_body.wait(20)
+        in_body.wait(HANG)
         try:
             fault(comm)
             works(comm)
         finally:
             settled.set()
-            thread.join(20)
+            thread.join(HANG)
         assert found == [""], f"rank {RANK}: {found}"
         works(comm)
 

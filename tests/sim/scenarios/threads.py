@@ -20,7 +20,7 @@ from ipcreduce.arrays import views
 from ipcreduce.cuda import cupy_runtime
 from ipcreduce.device import deferred_free, stream_order
 from ipcreduce.device.stream_order import StreamOrder
-from tests.shared.bounds import until
+from tests.shared.bounds import HANG, until
 from tests.sim.scenarios.common import (
     OWN,
     RANK,
@@ -68,12 +68,12 @@ def per_thread_default_streams() -> None:
                             results.append(comm.allreduce(source))
                 finally:
                     first.set()
-                second.wait(20)  # the stream ends with its thread
+                second.wait(HANG)  # the stream ends with its thread
                 with ptds:
                     right(results[0])
 
             def other(results: list[Any] = results, first: Any = first, second: Any = second) -> None:
-                first.wait(20)
+                first.wait(HANG)
                 with ptds:
                     results.append(comm.allreduce(larger))
                     second.set()
@@ -131,7 +131,7 @@ def called_as_a_recording_ends() -> None:
         with Graph(comm) as graph:
             with mock.patch.object(StreamOrder, "chain", late), caller, graph.record():
                 result = comm.allreduce(source)
-            thread.join(20)
+            thread.join(HANG)
             with caller:
                 comm.allreduce(source, out=outs[1])
             cupy.cuda.Device().synchronize()
@@ -249,10 +249,10 @@ def given_back_while_a_step_waits() -> None:
 
         def wait() -> None:
             begun.set()
-            done.append(ended.wait(20))
+            done.append(ended.wait(HANG))
 
         def meanwhile() -> None:
-            begun.wait(20)
+            begun.wait(HANG)
             deferred_free.free_later(context, lambda: done.append("of another"))
             deferred_free.flush()
             assert done == [], f"rank {RANK}: {done}"

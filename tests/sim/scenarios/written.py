@@ -9,6 +9,7 @@ import cupy
 import numpy as np
 
 from ipcreduce import Communicator, Graph
+from tests.shared.bounds import HANG
 from tests.sim.scenarios.common import RANK, SIZE, TOTAL, right, works
 from tests.simulated import machine_streams
 
@@ -21,7 +22,7 @@ def of_no_dimension() -> None:
         source = cupy.full((), RANK + 1, np.float32)
         right(comm.allreduce(source))  # by now its kernels are loaded
         gate, seen = threading.Event(), []
-        machine_streams.submit(cupy.cuda.get_current_stream().ptr, lambda: seen.append(gate.wait(15)))
+        machine_streams.submit(cupy.cuda.get_current_stream().ptr, lambda: seen.append(gate.wait(HANG)))
         for _ in range(3):
             result = comm.allreduce(source)
             assert type(result) is cupy.ndarray

@@ -241,8 +241,8 @@ def interrupted_while_waiting(comm: Any) -> None:
             holder = OTHER_THREAD.submit(hold)
             locked.wait(HANG)
             before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
             with raises(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, 0.1)
                 call()
             signal.signal(signal.SIGALRM, before)
             done.set()

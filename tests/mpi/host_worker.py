@@ -25,7 +25,6 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -498,13 +497,17 @@ def arguments_differ(comm: Communicator) -> None:
 
 def late_at_start_up(comm: Communicator) -> None:
     """After a start-up that failed for one rank, however far the others came in it, the next one works."""
-    meet = startup._meet
+    meet, joined = startup._meet, threading.Event()
 
     def come_late(*given: Any) -> Any:  # the others have duplicated the communicator with this rank, and wait in vain
         worker.await_others(WORLD)
         on_host = library_clock.on_host  # by which their time is up
         with mock.patch.object(library_clock, "on_host", lambda deadline: on_host(deadline) + 121):
             return meet(*given)
+
+    def come(*given: Any) -> Any:
+        joined.set()
+        return meet(*given)
 
     words = f"not all {SIZE} ranks came to start-up"
     if RANK == LAST:
@@ -515,11 +518,9 @@ def late_at_start_up(comm: Communicator) -> None:
         worker.let_last_go(WORLD)
     with Communicator() as second:  # of the last rank the first
         right(second)
-    if RANK == LAST:
-        startup._meet = come_late
-        words = "Look for a rank that has not made its Communicator, then make it again"
-    with clock.passing(121.0) if RANK != LAST else nullcontext():
-        raises(PeerTimeoutError, words, Communicator)
+    startup._meet = come_late if RANK == LAST else come
+    with clock.passing(121.0, joined.is_set):
+        raises(PeerTimeoutError, "Look for a rank that has not made its Communicator, then make it again", Communicator)
     startup._meet = meet
     worker.let_last_go(WORLD)
     with Communicator() as third:

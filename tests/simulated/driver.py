@@ -294,6 +294,11 @@ def _runtime() -> ctypes.CDLL:
     return runtime
 
 
+def splits_packets() -> bool:
+    """True if packets arrive in two halves: a test's part, too."""
+    return ctypes.c_bool.in_dll(_runtime(), "sim_split_packets").value
+
+
 def move_timer(seconds: float) -> None:
     """Move the timer that this process's kernels read: a test's part, which no driver has."""
     _runtime().sim_move_timer(int(seconds * 1e9))

@@ -224,10 +224,10 @@ def left_out(python: str) -> dict[str, str]:
 
 
 def workers(python: str) -> list[str]:
-    """pytest's options for three tests at a time: many only wait. One where there are GPUs, which they would share."""
+    """pytest's options for four tests at a time: many only wait. One where there are GPUs, which they would share."""
     if machine.cuda()[0] or run(python, "-c", "import xdist", check=False, stderr=subprocess.DEVNULL):
         return []
-    return ["-n", "3", "--dist", "load", "--maxschedchunk", "1"]
+    return ["-n", "4", "--dist", "load", "--maxschedchunk", "1"]
 
 
 def test_cuda12(python: str) -> int:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ipcreduce import Communicator
-from ipcreduce.ipc import peers
 from tests.shared import clock
 from tests.shared.bounds import HANG, LONG
 from tests.sim.scenarios.common import (
@@ -46,7 +45,6 @@ def driver_faults() -> None:
     behind but what the driver refused to take back.
     """
     found: list[str] = []
-    peers._VERIFY_ROUNDS = 5
     folder = Path(WORLD.bcast(tempfile.mkdtemp() if RANK == 0 else None))
     for rank in (0, LAST):
         for k in itertools.count(1):

@@ -16,7 +16,7 @@ from tests.tools import machine, release, times
 
 DEMO = ["mpi_examples/train_digits.py"]
 LEAST_COVERAGE = 85
-TEST_TIME = "takes about 12 minutes on 2 cores"
+TEST_TIME = "takes about 10 minutes on 2 cores"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 TEST_OPTIONS = ["--quiet", "-p", "tests.tools.progress", "--durations=5"]
 QUICK_SCENARIOS = (  # one of each file

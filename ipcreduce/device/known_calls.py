@@ -85,18 +85,19 @@ class _KnownCall:
 
     :ivar library: cupy_runtime or torch_runtime.
     :ivar places: address, shape and dtype of array and out; of CuPy's arrays only the shape may change.
-    :ivar target: address of out.
-    :ivar ready: the launches to it, or to new results, by their addresses.
+    :ivar to_out: the launch to out, once it has come twice.
+    :ivar to_new: the launches to new results, by their addresses.
     """
 
-    __slots__ = ("array", "library", "out", "places", "prepared", "ready", "shape", "target")
+    __slots__ = ("array", "library", "out", "places", "prepared", "shape", "to_new", "to_out")
 
     def __init__(self, array: Any, out: Any, prepared: Prepared, library: Any, places: tuple[Any, Any]) -> None:
         self.array: Callable[[], Any] = weakref.ref(array)
         self.out: Callable[[], Any] = nothing if out is None else weakref.ref(out)
         self.shape: tuple[int, ...] = array.shape
-        self.prepared, self.library, self.places, self.target = prepared, library, places, places[1][0]
-        self.ready: dict[int, Ready] = {}
+        self.prepared, self.library, self.places = prepared, library, places
+        self.to_out: Ready | None = None
+        self.to_new: dict[int, Ready] = {}
 
 
 def nothing() -> None:
@@ -130,7 +131,7 @@ class KnownCalls:
         known = self.by_objects.get(key)
         if known is None:
             return self._unknown(key, array, op, out, stream)
-        if known.array() is not array or known.out() is not out:
+        if known.array() is not array or (out is not array and known.out() is not out):  # in place they have one id
             self.by_objects[key] = None
             return self._unknown(key, array, op, out, stream)
         library = known.library
@@ -157,22 +158,24 @@ class KnownCalls:
             if current is None:
                 return NOT_READY
         if out is not None:
-            result, target = out, known.target
-        elif current > 1 and self._order.quick(current) is None:
+            return known.to_out or self._to_target(known, known.places[1][0], op, out), out, current
+        if current > 1 and self._order.quick(current) is None:
             return NOT_READY  # a capture, into which allocations go their own way
-        else:
-            result, target = library.empty_like(array, self._device)
-            if not target:
-                return NOT_READY
-        return known.ready.get(target) or self._to_target(known, target, op), result, current
+        result, target = library.empty_like(array, self._device)
+        if not target:
+            return NOT_READY
+        return known.to_new.get(target) or self._to_target(known, target, op, out), result, current
 
-    def _to_target(self, known: _KnownCall, target: int, op: str) -> Ready:
+    def _to_target(self, known: _KnownCall, target: int, op: str, out: Any) -> Ready:
         """The launch of a known call to a target that has not come twice."""
         source, shape, kind = known.places[0]
         at = source, target, shape, kind, op
         ready = self._at(at, known.prepared, source, target)
         if self.by_places[at] is not None:
-            keep(known.ready, target, ready, MOST_TARGETS)
+            if out is None:
+                keep(known.to_new, target, ready, MOST_TARGETS)
+            else:
+                known.to_out = ready
         return ready
 
     def _at(self, at: _Place, prepared: Prepared, source: int, target: int) -> Ready:

@@ -161,7 +161,7 @@ MUTANTS = [
     Mutant(
         "the fast path takes an array for another one at its place in memory",
         KNOWN,
-        "if known.array() is not array or known.out() is not out:",
+        "if known.array() is not array or (out is not array and known.out() is not out):",
         "if False:",
         quick("arrays_in_the_place_of_others"),
     ),

@@ -50,7 +50,7 @@ def program(tsan: bool) -> Path:
     """The executable; the runtime in it is never instrumented (see runtime.cpp)."""
     builds, name = compiler.builds_directory(), "tsan" if tsan else "plain"
     source, macro = compiler.SIM / "runtime.cpp", ["-DSIM_TSAN"] if tsan else []
-    runtime = compiler.gxx(builds / f"runtime-{name}.o", [source], "-c", *macro)
+    runtime = compiler.gxx(builds / f"runtime-{name}.o", [source], "-c", "-O2", *macro)
     flags = compiler.TSAN if tsan else ()
     return compiler.gxx(builds / f"kernels-{name}", [compiler.SIM / "kernels.cpp", runtime], "-rdynamic", *flags)
 

@@ -37,8 +37,8 @@ class FastPath:
     ) -> None:  # fmt: skip
         self._calls, self._device, self._context, self._order = calls, device, context, order
         self._abort_word, self._recorder, self.known = page.abort_word, page.calls, known
-        parts = "recorded", "number", "page", "keys_offset", "slot_bytes", "agreed"  # none of them is ever replaced
-        self._recorder_parts = tuple(getattr(page.calls, name) for name in parts)
+        table = page.calls  # none of its parts is ever replaced
+        self._recorder_parts = table.recorded, table.number, table.slots, table.agreed
 
     def make(
         self, ready: Ready | None, usual: Callable[[Any, Any, Any, Any], Any],
@@ -99,14 +99,13 @@ class FastPath:
         state = order.quick(stream, looked)
         if state is None:
             return False
-        recorded, number_word, page, at, nbytes, agreed = self._recorder_parts
+        recorded, number_word, slots, agreed = self._recorder_parts
         what = ready.what
         slot = number % RING
         if recorded[slot] is not what:
             self._recorder.write(slot, what)
         number_word[0] = number
-        at += slot * nbytes
-        if page[at : at + nbytes] != agreed[what.crc] and self._recorder.differing(number) is not None:
+        if slots[slot] != agreed[what.crc] and self._recorder.differing(number) is not None:
             return False
         if state is RESTING:
             order.resume()

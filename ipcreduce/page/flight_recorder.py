@@ -31,14 +31,15 @@ class FlightRecorder:
 
     def __init__(self, page: mmap.mmap, offset: int, rank: int, n: int) -> None:
         """:param offset: where in the page it begins; it has :func:`nbytes` there."""
-        self.page, self.keys_offset, self.slot_bytes = page, offset, _KEY_BYTES * n
         self._rank, self._n = rank, n
         words, ranks = memoryview(page), offset + _keys_bytes(n)
         self._keys = words[offset:ranks].cast("I")
         self._columns = np.frombuffer(page, "<u4", RING * n, offset).reshape(RING, n)
         self._numbers = [words[at : at + 8].cast("Q") for at in range(ranks, offset + nbytes(n), _RANK.itemsize)]
         self._texts = np.frombuffer(page, _RANK, n, ranks)["texts"]
-        self.agreed: dict[int, bytes] = {}  # by the keys in our table of texts: a slot in which all ranks have that key
+        # The keys of all ranks, by slot, made with our first key there: each word is read at once.
+        self.slots: list[memoryview | None] = [None] * RING
+        self.agreed: dict[int, memoryview] = {}  # by the keys in our table: a slot in which all ranks have that key
         self.number = self._numbers[rank]
         self._others = [(other, number) for other, number in enumerate(self._numbers) if other != rank]
         self.recorded: list[Fingerprint | None] = [None] * RING  # whose keys are in our slots
@@ -60,8 +61,7 @@ class FlightRecorder:
 
     def compare(self, call: int, what: Fingerprint) -> int | None:
         """A rank that has come to this call, which this rank has entered, and made another one; None if none has."""
-        at = self.keys_offset + call % RING * self.slot_bytes
-        return None if self.page[at : at + self.slot_bytes] == self.agreed[what.crc] else self.differing(call)
+        return None if self.slots[call % RING] == self.agreed[what.crc] else self.differing(call)
 
     def write(self, slot: int, what: Fingerprint) -> None:
         """Write a call's key into a slot: before its number."""
@@ -69,6 +69,8 @@ class FlightRecorder:
             self._publish(what)
         self.recorded[slot] = None  # if we are interrupted here
         self._keys[slot * self._n + self._rank] = what.crc
+        if self.slots[slot] is None:
+            self.slots[slot] = self._keys[slot * self._n : (slot + 1) * self._n]
         self.recorded[slot] = what
 
     def _publish(self, what: Fingerprint) -> None:
@@ -79,7 +81,7 @@ class FlightRecorder:
         entry = self._texts[self._rank, len(self.agreed)]
         entry["key"] = 0  # while it has another one's text
         entry["text"], entry["key"] = encoded(what.text, TEXT_BYTES), what.crc
-        self.agreed[what.crc] = what.crc.to_bytes(_KEY_BYTES, sys.byteorder) * self._n
+        self.agreed[what.crc] = memoryview(what.crc.to_bytes(_KEY_BYTES, sys.byteorder) * self._n).cast("I")
 
     def differing(self, call: int) -> int | None:
         """A rank whose call of this number, which this rank has entered, is another one; None if none has so far."""

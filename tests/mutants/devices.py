@@ -154,7 +154,7 @@ MUTANTS = [
     Mutant(
         "the fast path does not compare calls",
         FAST,
-        "if page[at : at + nbytes] != agreed[what.crc] and self._recorder.differing(number) is not None:",
+        "if slots[slot] != agreed[what.crc] and self._recorder.differing(number) is not None:",
         "if False:",
         unit("calls", "the_fast_path_sees_another_call"),
     ),

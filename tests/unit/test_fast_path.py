@@ -28,7 +28,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> fast_path.FastPath:
     monkeypatch.setattr(cupy_runtime, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
     monkeypatch.setattr(fast_path, "using", lambda context: nullcontext())
     monkeypatch.setattr(fast_path.driver, "current_context", lambda: OTHER)
-    words = SimpleNamespace(recorded=[], number=[0], page=b"", keys_offset=0, slot_bytes=4, agreed={})
+    words = SimpleNamespace(recorded=[], number=[0], slots=[], agreed={})
     page: Any = SimpleNamespace(abort_word=[0], calls=words)
     unused: Any = None
     return fast_path.FastPath(unused, 0, OURS, unused, page, unused)

@@ -106,7 +106,7 @@ def test_that_all_agree_is_seen_at_one_look(n: int, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("n", [1, 3, 8])
 def test_ranks_write_side_by_side_and_nowhere_else(n: int):
     ranks = recorders(n)
-    page = np.frombuffer(ranks[0].page, np.uint8)
+    page = np.frombuffer(ranks[0]._keys.obj, np.uint8)
     changed = []
     for rank in ranks:
         before = page.copy()

@@ -1,11 +1,11 @@
-"""Checkpoints of running ranks by the driver, in place of the program ``cuda-checkpoint``, which calls the same.
+"""Checkpoints of ranks by the calls of the driver that the program ``cuda-checkpoint`` makes.
 
     python -m benchmarks.checkpoint --json FILE [--ranks 2]
 
-In each trial ranks record a graph and come to a rest. Then this program locks them, takes their state off the GPUs,
-brings it back and unlocks them. Afterwards they go on, replay the graph and compare its bits with those from before.
-The first trials are of one process without ipcreduce: they show what the driver takes at all. A trial that the driver
-refuses has its error in the result; a trial with other bits, or ranks that do not go on, ends this program with 1.
+In each trial some processes come to a rest. Then this program locks them, takes their state off the GPUs, brings it
+back and unlocks them, and they go on. Ranks record a graph before, and compare the bits of its replays afterwards. The
+first trials are of one process without ipcreduce: they show what the driver takes at all. The driver may refuse ranks
+that are not suspended. If anything else is refused or wrong, this program ends with 1.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from __future__ import annotations
 import argparse
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+PROGRAM, MPIRUN = [sys.executable, "-m", "benchmarks.checkpoint"], ["mpirun"]
+NOT_SUSPENDED = "not suspended"
 SECONDS = 40  # for a trial
 LOCK_MS = 10_000
 CALLS = 64
@@ -32,15 +35,16 @@ CALLS = 64
 def rest(folder: Path, rank: int) -> None:
     """Tell that this process makes no CUDA call, and wait for the word to go on."""
     (folder / f"rests-{rank}").write_text(str(os.getpid()))
-    until(lambda: (folder / "go on").exists(), "the word to go on")
+    if not comes((folder / "go on").exists):
+        sys.exit(f"rank {rank} was not told to go on within {SECONDS} s")
 
 
-def until(come: Callable[[], bool], what: str) -> None:
+def comes(condition: Callable[[], bool]) -> bool:
+    """Wait for a condition, and tell if it has come true in time."""
     end = time.monotonic() + SECONDS
-    while not come():
-        if time.monotonic() > end:
-            sys.exit(f"no {what} within {SECONDS} s")
+    while not (true := condition()) and time.monotonic() < end:
         time.sleep(0.01)
+    return true
 
 
 def hold_array(folder: Path) -> None:
@@ -76,7 +80,7 @@ def hold_communicator(folder: Path, trial: str) -> None:
     world = MPI.COMM_WORLD
     cupy.cuda.Device(world.rank % cupy.cuda.runtime.getDeviceCount()).use()
     with ipcreduce.Communicator() as comm, ipcreduce.Graph(comm) as graph:
-        source = cupy.asarray(np.random.default_rng(world.rank).standard_normal(100_000).astype(np.float32))
+        source = cupy.asarray(np.random.default_rng(world.rank).standard_normal(5000).astype(np.float32))
         with graph.record():
             total = source
             for _ in range(CALLS):
@@ -84,7 +88,7 @@ def hold_communicator(folder: Path, trial: str) -> None:
         graph.replay()
         comm.synchronize()
         before = cupy.asnumpy(total).tobytes()
-        if trial != "running":
+        if trial != NOT_SUSPENDED:
             comm.suspend(pools=trial == "suspended with pools")
         cupy.cuda.Device().synchronize()
         world.Barrier()
@@ -92,6 +96,7 @@ def hold_communicator(folder: Path, trial: str) -> None:
         world.Barrier()
         comm.resume()
         for _ in range(10):
+            total.fill(0)
             graph.replay()
             comm.synchronize()
             assert cupy.asnumpy(total).tobytes() == before, "other bits than before"
@@ -102,83 +107,89 @@ def hold_communicator(folder: Path, trial: str) -> None:
 # ---- the program that takes the checkpoints
 
 ALONE = {"array": hold_array, "registered": hold_registered}
-SHARED = ("suspended", "suspended with pools", "running")
+SHARED = ("suspended", "suspended with pools", NOT_SUSPENDED)
 
 
 def checkpoint(pids: list[int]) -> dict[str, Any]:
-    """Lock, checkpoint, restore and unlock these processes. The first step that fails is the last, but for unlocks."""
+    """Lock, checkpoint, restore and unlock these processes. The first step that fails is the last, but for unlocks.
+
+    :returns: for each step its seconds, for all processes one after the other, and the driver's results.
+    """
     from cuda.bindings import driver
 
     lock = driver.CUcheckpointLockArgs()
     lock.timeoutMs = LOCK_MS
-    steps: list[tuple[str, Callable[[int], Any]]] = [
-        ("lock", lambda pid: driver.cuCheckpointProcessLock(pid, lock)),
-        ("checkpoint", lambda pid: driver.cuCheckpointProcessCheckpoint(pid, None)),
-        ("restore", lambda pid: driver.cuCheckpointProcessRestore(pid, None)),
-        ("unlock", lambda pid: driver.cuCheckpointProcessUnlock(pid, None)),
-    ]
+    steps: dict[str, Callable[[int], Any]] = {
+        "lock": lambda pid: driver.cuCheckpointProcessLock(pid, lock),
+        "checkpoint": lambda pid: driver.cuCheckpointProcessCheckpoint(pid, None),
+        "restore": lambda pid: driver.cuCheckpointProcessRestore(pid, None),
+        "unlock": lambda pid: driver.cuCheckpointProcessUnlock(pid, None),
+    }
     found: dict[str, Any] = {}
-    free = driver_free_bytes(driver)
-    for name, step in steps:
+    free = free_bytes(driver)
+    for name, step in steps.items():
         begin = time.monotonic()
         codes = [step(pid)[0] for pid in pids]
         found[name] = {"seconds": round(time.monotonic() - begin, 3), "results": [code.name for code in codes]}
         if name == "checkpoint":
-            found["freed_mb"] = [(now - then) >> 20 for now, then in zip(driver_free_bytes(driver), free, strict=True)]
+            found["freed_mb"] = [(now - then) >> 20 for now, then in zip(free_bytes(driver), free, strict=True)]
         if any(codes):
             found["refused"] = name
             if name == "checkpoint":  # those that were taken come back
-                for pid, code in zip(pids, codes, strict=True):
-                    if not code:
-                        driver.cuCheckpointProcessRestore(pid, None)
-            found["unlocked"] = [driver.cuCheckpointProcessUnlock(pid, None)[0].name for pid in pids]
+                [steps["restore"](pid) for pid, code in zip(pids, codes, strict=True) if not code]
+            found["unlocked"] = [steps["unlock"](pid)[0].name for pid in pids]
             found["states"] = [str(driver.cuCheckpointProcessGetState(pid)) for pid in pids]
             break
     return found
 
 
-def driver_free_bytes(driver: Any) -> list[int]:
+def free_bytes(driver: Any) -> list[int]:
     """The free memory of each GPU."""
     found = []
     for ordinal in range(driver.cuDeviceGetCount()[1]):
-        context = driver.cuDevicePrimaryCtxRetain(ordinal)[1]
-        driver.cuCtxSetCurrent(context)
+        driver.cuCtxSetCurrent(driver.cuDevicePrimaryCtxRetain(ordinal)[1])
         found.append(driver.cuMemGetInfo()[1])
     return found
 
 
 @contextmanager
 def running(ranks: int, trial: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """The processes of a trial. They are killed at the end, if they still run."""
-    command = [sys.executable, "-m", "benchmarks.checkpoint", "--trial", trial, "--folder", str(folder)]
+    """The processes of a trial, which print into a file. At the end, those that still run are killed."""
+    command = [*PROGRAM, "--trial", trial, "--folder", str(folder)]
     if trial in SHARED:
-        command = ["mpirun", "-n", str(ranks), "--bind-to", "none", *command]
-    process = subprocess.Popen(
-        command, env=os.environ | {"IPCREDUCE_MEMORY": "vmm"}, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
+        command = [*MPIRUN, "-n", str(ranks), *command]
+    with (folder / "output").open("w") as output:
+        process = subprocess.Popen(
+            command, env=os.environ | {"IPCREDUCE_MEMORY": "vmm"}, text=True, stdout=output, stderr=output
+        )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:  # mpirun would leave ranks that are locked
+                for pid in (*resting(folder), process.pid):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                process.wait()
+
+
+def resting(folder: Path) -> list[int]:
+    """The processes that have come to a rest, by rank."""
+    return [int(text) for path in sorted(folder.glob("rests-*")) if (text := path.read_text())]
 
 
 def take(ranks: int, trial: str) -> dict[str, Any]:
     """Run one trial."""
     count = ranks if trial in SHARED else 1
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name, running(ranks, trial, folder := Path(name)) as process:
-        files = [folder / f"rests-{rank}" for rank in range(count)]
-        until(lambda: process.poll() is not None or all(one.exists() and one.read_text() for one in files), "rest")
-        if process.poll() is not None:
-            return {"failed": process.communicate()[0][-2000:]}
-        found = checkpoint([int(one.read_text()) for one in files])
-        (folder / "go on").touch()
-        try:
-            output = process.communicate(timeout=SECONDS)[0]
-        except subprocess.TimeoutExpired:
-            return found | {"failed": "the processes did not go on"}
-        return found | ({"failed": output[-2000:]} if process.returncode else {"same_bits": True})
+        if comes(lambda: process.poll() is not None or len(resting(folder)) == count) and process.poll() is None:
+            found = checkpoint(resting(folder))
+            (folder / "go on").touch()
+            comes(lambda: process.poll() is not None)
+        if process.poll() == 0:
+            return found | {"right": True}
+        ended = "they did not end" if process.poll() is None else f"exit code {process.poll()}"
+        return found | {"failed": f"{ended}: {(folder / 'output').read_text()[-2000:]}"}
 
 
 def main() -> int:
@@ -204,8 +215,8 @@ def main() -> int:
         trials[trial] = take(args.ranks, trial)
         print(trial, trials[trial], flush=True)
     if args.json:
-        report.write_json(args.json, report.header([f"checkpoints of {args.ranks} ranks"]) | {"trials": trials})
-    return any("failed" in one and "refused" not in one for one in trials.values())
+        report.write_json(args.json, report.header(["-m", "benchmarks.checkpoint", *sys.argv[1:]]) | {"trials": trials})
+    return not all("right" in one or (trial == NOT_SUSPENDED and "refused" in one) for trial, one in trials.items())
 
 
 if __name__ == "__main__":

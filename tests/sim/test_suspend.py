@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from benchmarks import checkpoint
 from tests.sim.test_ends import among_plain_processes
+from tests.tools import machine
 
 Hold = Callable[..., None]
 
@@ -38,3 +41,12 @@ def test_a_rank_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("IPCREDUCE_MEMORY", "vmm")
     outputs = among_plain_processes(name, 3, tmp_path)
     assert outputs == [f"{name}: right on rank 0\n", f"{name}: right on rank 1\n", ""]
+
+
+@pytest.mark.parametrize("trial", ["suspended", "suspended with pools"])
+def test_ranks_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch, trial: str) -> None:
+    """The ranks of benchmarks/checkpoint.py rest, and go on with the same bits. No checkpoint is taken."""
+    monkeypatch.setattr(checkpoint, "PROGRAM", [sys.executable, "-m", "tests.simulated", "-m", "benchmarks.checkpoint"])
+    monkeypatch.setattr(checkpoint, "MPIRUN", machine.mpirun(sys.executable))
+    monkeypatch.setattr(checkpoint, "checkpoint", lambda pids: {"processes": len({*pids})})
+    assert checkpoint.take(2, trial) == {"processes": 2, "right": True}

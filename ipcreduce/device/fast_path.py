@@ -37,8 +37,8 @@ class FastPath:
     ) -> None:  # fmt: skip
         self._calls, self._device, self._context, self._order = calls, device, context, order
         self._abort_word, self._recorder, self.known = page.abort_word, page.calls, known
-        table = page.calls  # none of its parts is ever replaced
-        self._recorder_parts = table.recorded, table.number, table.slots, table.agreed
+        ring = page.calls  # these objects are never replaced; only their contents change
+        self._recorder_parts = ring.recorded, ring.number, ring.slots, ring.agreed
 
     def make(
         self, ready: Ready | None, usual: Callable[[Any, Any, Any, Any], Any],

@@ -85,7 +85,7 @@ class _KnownCall:
 
     :ivar library: cupy_runtime or torch_runtime.
     :ivar places: address, shape and dtype of array and out; of CuPy's arrays only the shape may change.
-    :ivar to_out: the launch to out, once it has come twice.
+    :ivar to_out: the launch to out; None until this call has come twice.
     :ivar to_new: the launches to new results, by their addresses.
     """
 
@@ -131,7 +131,7 @@ class KnownCalls:
         known = self.by_objects.get(key)
         if known is None:
             return self._unknown(key, array, op, out, stream)
-        if known.array() is not array or (out is not array and known.out() is not out):  # in place they have one id
+        if known.array() is not array or (out is not array and known.out() is not out):  # in place: one id
             self.by_objects[key] = None
             return self._unknown(key, array, op, out, stream)
         library = known.library

@@ -37,7 +37,7 @@ class FlightRecorder:
         self._columns = np.frombuffer(page, "<u4", RING * n, offset).reshape(RING, n)
         self._numbers = [words[at : at + 8].cast("Q") for at in range(ranks, offset + nbytes(n), _RANK.itemsize)]
         self._texts = np.frombuffer(page, _RANK, n, ranks)["texts"]
-        # The keys of all ranks, by slot, made with our first key there: each word is read at once.
+        # By slot, a view of all ranks' keys; None until our first key is there. Views are compared by whole words.
         self.slots: list[memoryview | None] = [None] * RING
         self.agreed: dict[int, memoryview] = {}  # by the keys in our table: a slot in which all ranks have that key
         self.number = self._numbers[rank]

@@ -166,6 +166,13 @@ MUTANTS = [
         quick("arrays_in_the_place_of_others"),
     ),
     Mutant(
+        "the fast path takes an out for another one at its place in memory",
+        KNOWN,
+        "(out is not array and known.out() is not out)",
+        "False",
+        quick("arrays_in_the_place_of_others"),
+    ),
+    Mutant(
         "a call is taken for one at the same places with another op",
         KNOWN,
         "at = source, other[0], shape, kind, op",

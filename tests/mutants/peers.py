@@ -34,6 +34,13 @@ MUTANTS = [
         unit("flight_recorder", "a_slot_is_written_before_its_number_and_compared_behind_it"),
     ),
     Mutant(
+        "every slot is compared as the first one",
+        RECORDER,
+        "self._keys[slot * self._n : (slot + 1) * self._n]",
+        "self._keys[: self._n]",
+        unit("flight_recorder", "that_all_agree_is_seen_at_one_look"),
+    ),
+    Mutant(
         "a slot that is being overwritten is compared",
         RECORDER,
         "< call + RING - 1",

@@ -21,6 +21,17 @@ def text_of(name: str) -> str:
     return PAGES[name].read_text()
 
 
+def test_lines_have_at_most_120_characters() -> None:
+    """But for tables and code, which ruff and pages that run look at."""
+    long = [
+        f"{name}: {line}"
+        for name in PAGES
+        for line in documents.FENCED.sub("", text_of(name)).splitlines()
+        if len(line) > 120 and not line.lstrip().startswith("|")
+    ]
+    assert not long, "\n".join(long)
+
+
 # ---- code
 @pytest.mark.parametrize("name", PAGES)
 def test_code_is_python(name: str) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 PROGRAM, MPIRUN = [sys.executable, "-m", "benchmarks.checkpoint"], ["mpirun"]
 NOT_SUSPENDED = "not suspended"
-SECONDS = 40  # for a trial
+SECONDS = 60  # in which ranks come to a rest, and end
 LOCK_MS = 10_000
 CALLS = 64
 
@@ -95,7 +95,7 @@ def hold_communicator(folder: Path, trial: str) -> None:
         rest(folder, world.rank)
         world.Barrier()
         comm.resume()
-        for _ in range(10):
+        for _ in range(3):
             total.fill(0)
             graph.replay()
             comm.synchronize()

@@ -47,6 +47,8 @@ def test_a_rank_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_ranks_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch, trial: str) -> None:
     """The ranks of benchmarks/checkpoint.py rest, and go on with the same bits. No checkpoint is taken."""
     monkeypatch.setattr(checkpoint, "PROGRAM", [sys.executable, "-m", "tests.simulated", "-m", "benchmarks.checkpoint"])
+    for name, value in machine.environment().items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(checkpoint, "MPIRUN", machine.mpirun(sys.executable))
     monkeypatch.setattr(checkpoint, "checkpoint", lambda pids: {"processes": len({*pids})})
     assert checkpoint.take(2, trial) == {"processes": 2, "right": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -188,7 +189,7 @@ def _one_fails(
 
 def _named(player: Player, error: BaseException, culprit: int) -> None:
     """:raises Wrong: if a peer's error does not say which rank it was."""
-    if not isinstance(error, (PeerFailedError, PeerLostError)) or f"rank {culprit} " not in str(error):
+    if not isinstance(error, (PeerFailedError, PeerLostError)) or not re.search(rf"rank {culprit}\b", str(error)):
         raise Wrong(f"{player.text}: {error!r}, expected one that names rank {culprit}") from error
 
 

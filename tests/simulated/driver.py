@@ -295,7 +295,7 @@ def _runtime() -> ctypes.CDLL:
 
 
 def splits_packets() -> bool:
-    """True if packets arrive in two halves: a test's part, too."""
+    """True if packets arrive in two halves, now: a test may ask for that in a part of it."""
     return ctypes.c_bool.in_dll(_runtime(), "sim_split_packets").value
 
 

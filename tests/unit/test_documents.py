@@ -22,7 +22,7 @@ def text_of(name: str) -> str:
 
 
 def test_lines_have_at_most_120_characters() -> None:
-    """But for tables and code, which ruff and pages that run look at."""
+    """Rows of tables cannot be broken, and code is left to ruff."""
     long = [
         f"{name}: {line}"
         for name in PAGES

@@ -50,7 +50,7 @@ def main() -> None:
 
     result.note(import_s=since(start))
     start = time.perf_counter()
-    llm = LLM(**settings(args.name, model(args.out, args.layers), args.batches))
+    llm = LLM(**settings(args.name, model(args.out, args.layers), args.batches, args.ranks))
     result.note(start_s=since(start), workers=llm.collective_rpc("bench_state"))
     llm.collective_rpc("bench_fill")
     measure(llm, result, args.batches)
@@ -67,6 +67,7 @@ def begin(doc: str | None) -> tuple[argparse.Namespace, Result]:
     parser.add_argument("out", type=Path)
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--turn", type=int, default=1, help="the number of this run of several")
+    parser.add_argument("--ranks", type=int, default=2, help="GPUs of an engine (2)")
     parser.add_argument("--batches", type=lambda text: [int(one) for one in text.split(",")], required=True)
     args = parser.parse_args()
     machine = {"processor": processor(), "cores": len(os.sched_getaffinity(0))}
@@ -102,7 +103,7 @@ def model(out: Path, layers: int) -> Path:
     return folder
 
 
-def settings(name: Name, folder: Path, batches: list[int]) -> dict[str, Any]:
+def settings(name: Name, folder: Path, batches: list[int], ranks: int = 2) -> dict[str, Any]:
     """The arguments of vLLM's class LLM."""
     graphs: dict[str, Any] = {"cudagraph_capture_sizes": sorted({1, 2, 4, *COMPARED, *batches})}
     if name.mode == "piecewise":
@@ -110,7 +111,7 @@ def settings(name: Name, folder: Path, batches: list[int]) -> dict[str, Any]:
     if name.engine == "flashinfer":
         graphs["pass_config"] = {"fuse_allreduce_rms": True}
     return {
-        "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "tensor_parallel_size": 2,
+        "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "tensor_parallel_size": ranks,
         "dtype": "bfloat16", "seed": 1, "max_model_len": MOST_TOKENS, "max_num_batched_tokens": MOST_TOKENS,
         "max_num_seqs": max(*batches, *COMPARED), "kv_cache_memory_bytes": KV_BYTES, "enable_prefix_caching": False,
         "enforce_eager": name.mode == "eager", "disable_custom_all_reduce": name.engine == "nccl",

@@ -1,6 +1,6 @@
-"""Run engines of vLLM, each in a process of its own, on a machine with two GPUs. Standard library only.
+"""Run engines of vLLM, each in a process of its own, on a machine with GPUs. Standard library only.
 
-    python -m benchmarks.serving.run OUT ours stock nccl --archives FOLDER [--layers 8,16] [--turns 3]
+    python -m benchmarks.serving.run OUT ours stock nccl --archives FOLDER [--layers 8,16] [--turns 3] [--ranks 4]
 
 FOLDER is what ``benchmarks.serving.prepare`` made; it is unpacked once. The names are in ``benchmarks.serving.names``.
 OUT gets a file of results and a log for each run. One whose result is whole already is not run again, so the same
@@ -77,6 +77,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--site", type=Path, default=Path("/tmp/ipcreduce-serving"), help="where they are unpacked")
     parser.add_argument("--layers", type=lambda text: [int(one) for one in text.split(",")], default=[8])
     parser.add_argument("--turns", type=int, default=1, help="how often each is run")
+    parser.add_argument("--ranks", type=int, default=2, help="GPUs of an engine that is measured (2); trials take 2")
     parser.add_argument("--batches", default=BATCHES)
     parser.add_argument("--limit", type=float, default=240, help="seconds for a run")
     parser.add_argument("--total", type=float, default=540, help="seconds for all of them")
@@ -144,7 +145,7 @@ def run_one(args: argparse.Namespace, name: Name, layers: int, turn: int, limit:
     path.unlink(missing_ok=True)
     before = shared_memory()
     command = [sys.executable, "-m", name.program, str(name), str(args.out)]
-    command += ["--layers", str(layers), "--turn", str(turn), "--batches", args.batches]
+    command += ["--layers", str(layers), "--turn", str(turn), "--batches", args.batches, "--ranks", str(args.ranks)]
     with path.with_suffix(".log").open("w") as log:
         process = subprocess.Popen(
             command, cwd=args.site, env=environment(name, args.site), stdout=log, stderr=subprocess.STDOUT,

@@ -1,8 +1,8 @@
 """The plan of a fused all-reduce with RMSNorm: kernel and launch shape, as a pure function of what all ranks share.
 
 A row lies in a block or in a cluster of blocks (kernels/fused_one_shot.cu, fused_two_shot.cu). The shapes were the
-fastest of those tried over 2 H100. For other GPUs and numbers of ranks they are estimates, until ``tune`` has measured
-a hidden size there.
+fastest of those tried over 2 H100 and over 4 H200. For other GPUs and numbers of ranks they are estimates, until
+``tune`` has measured a hidden size there.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ UNIT = 8  # elements of a packet
 GROUP = 64  # elements of which a row must have whole numbers
 MOST_HIDDEN = 16_384  # for which the kernels have room
 _SHARE = 16  # units; the share of a block is a multiple of it
-_FEW_ROWS, _SOME_ROWS = 8, 32  # up to here, eight blocks have a long row, or four
-_SHORT_HIDDEN = 5120  # up to here, one block has a row even if there are few
+_FEW_ROWS, _SOME_ROWS = 8, 32  # up to here, a cluster of 8 or 4 blocks has a long row
+_SHORT_HIDDEN = 5120  # up to here, a row is no long one
 _MOST_DEPTH = 2
 # The largest message, by n, for one hop: as for the plain all-reduce, because the norm costs the same behind both. Over
 # 2 ranks long rows go in two hops from 2 MB on, since then a block has fewer threads; shorter ones only without tiles.
@@ -127,7 +127,7 @@ def make_plan(
     most = 2 * MB if n == 2 and is_long else _ONE_SHOT_BYTES[n]
     algorithm = forced or ("one_shot" if nbytes <= most else "two_shot")
     names = dict.fromkeys((algorithm, forced or "two_shot"))  # two_shot needs less room
-    ways = [(name, cluster) for name in names for cluster in _clusters(shape, clusters)]
+    ways = [(name, cluster) for name in names for cluster in (_clusters(shape, n, name) if clusters else [1])]
     chosen = [
         (one.algorithm, one.cluster) for one in _choices(shape, forced, clusters, table) if shape.rows <= one.up_to
     ]
@@ -182,18 +182,22 @@ def variants(
     return found
 
 
-def _clusters(shape: NormShape, clusters: bool) -> list[int]:
-    """The numbers of blocks for a row, the best first: several for few long rows, else 1.
+def _clusters(shape: NormShape, n: int, algorithm: str) -> list[int]:
+    """The numbers of blocks for a row, the best first.
 
     Several blocks send and poll a row faster than one, but a cluster starts 0.4 us later, unless the kernel before lets
-    its successor start early. Programs have other kernels between their all-reduces, which mostly do not.
+    its successor start early. Programs have other kernels between their all-reduces, which mostly do not. Behind such a
+    kernel the two come out even over 4 GPUs from 8 rows of 4096 on, and the cluster ahead for fewer or longer rows.
     """
-    if not clusters:
-        return [1]
     many = [1, 2, 4]  # more than 1 where a block cannot hold a row
-    if shape.rows > _SOME_ROWS or shape.hidden <= _SHORT_HIDDEN:
-        return many
-    return [8 if shape.rows <= _FEW_ROWS or shape.hidden > 8192 else 4, *many]
+    if shape.hidden > _SHORT_HIDDEN:
+        if shape.rows > _SOME_ROWS:
+            return many if n == 2 else [2, 1, 4]
+        few = 8 if n > 2 or shape.rows <= _FEW_ROWS or shape.hidden > 8192 else 4
+        return [few, *many]
+    if n > 2 and algorithm == "one_shot" and shape.hidden >= _LATE_HIDDEN:
+        return [4, *many]
+    return many
 
 
 def plan_launch(kernel: str, cluster: int, shape: NormShape, n: int, resident: int, sharing: int) -> NormPlan | None:

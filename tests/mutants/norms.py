@@ -157,6 +157,13 @@ MUTANTS = [
         unit("norm_plan", "launches"),
     ),
     Mutant(
+        "a row of 4096 lies in one block over 4 GPUs",
+        PLAN,
+        'if n > 2 and algorithm == "one_shot" and shape.hidden >= _LATE_HIDDEN:',
+        'if n > 2 and algorithm == "one_shot" and shape.hidden > _LATE_HIDDEN:',
+        unit("norm_plan", "the_rule"),
+    ),
+    Mutant(
         "the workspace has room for one hop of two",
         PLAN,
         "staging = (n - 1) * (2 if two_shot else 1) * row_bytes(slots)",

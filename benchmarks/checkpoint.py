@@ -159,9 +159,7 @@ def running(ranks: int, trial: str, folder: Path) -> Iterator[subprocess.Popen[s
     if trial in SHARED:
         command = [*MPIRUN, "-n", str(ranks), *command]
     with (folder / "output").open("w") as output:
-        process = subprocess.Popen(
-            command, env=os.environ | {"IPCREDUCE_MEMORY": "vmm"}, text=True, stdout=output, stderr=output
-        )
+        process = subprocess.Popen(command, text=True, stdout=output, stderr=output)
         try:
             yield process
         finally:

@@ -310,7 +310,7 @@ class Communicator:
         :param pools: give back the memory of graphs, too, the same on every rank. What is in it is lost, results of
             graphs among it: do not read them until they are filled again. An array of comm.empty() keeps its values.
         :param timeout: how many seconds the GPU's work may take; None, or more, for the communicator's timeout.
-        :raises UnsupportedError: on every rank, if the workspaces are not in virtual memory (``IPCREDUCE_MEMORY=vmm``).
+        :raises UnsupportedError: on every rank, if the workspaces are not in virtual memory: ``describe()`` says why.
         :raises GraphStateError: in a recording or a capture.
         :raises PeerTimeoutError: if this rank's GPU is still busy then. Nothing has changed.
         :raises PeerFailedError: if another rank cannot suspend. Nothing has changed.

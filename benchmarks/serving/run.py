@@ -134,7 +134,6 @@ def environment(name: Name, site: Path) -> dict[str, str]:
     found["IPCREDUCE_ENGINES"] = "1" if name.engine in ("ours", "fused") else "0"
     found["IPCREDUCE_FUSED"] = "1" if name.engine == "fused" else "0"
     found["VLLM_BATCH_INVARIANT"] = found["IPCREDUCE_BATCH_INVARIANT"] = "1" if name.mode == "invariant" else "0"
-    found["IPCREDUCE_MEMORY"] = "vmm" if name.mode == "sleep" else "ipc"
     found["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn" if name.mode == "spawn" else "fork"
     return found
 

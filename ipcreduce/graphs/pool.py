@@ -45,8 +45,11 @@ class Slab:
 
     @classmethod
     def new(cls, nbytes: int, stream: Stream, device: int, virtual: bool) -> Slab:
-        """A new slab on the current device, of ``nbytes`` bytes or more. :raises CudaError: if memory is short."""
-        if not virtual:
+        """A new slab on the current device, of ``nbytes`` bytes or more. :raises CudaError: if memory is short.
+
+        :param virtual: use virtual memory, unless the slab is so small that most of a piece would be unused.
+        """
+        if not virtual or nbytes < UNIT:
             address = driver.allocate(nbytes)
             return cls(address, nbytes, stream, [(address, nbytes)])
         place = Range(device, virtual_memory.rounded(device, nbytes))
@@ -94,7 +97,7 @@ class GraphPool:
     Graphs that share a pool reuse each other's memory: an output is then valid until the next replay of any of them.
 
     :param unit: slab sizes are multiples of this many bytes.
-    :param virtual: slabs are virtual memory, which can be given back while the addresses stay.
+    :param virtual: slabs of :data:`UNIT` and more are virtual memory, which can be given back while the addresses stay.
     :ivar sessions: of the communicators whose graphs use the pool.
     """
 
@@ -184,7 +187,8 @@ class GraphPool:
         """Create memory for the slabs, if theirs was given back."""
         with self._lock:
             for slab in self._slabs if self.is_suspended else ():
-                self._prepared.append((slab, virtual_memory.create(self.device, slab.nbytes)))
+                if slab.place is not None:
+                    self._prepared.append((slab, virtual_memory.create(self.device, slab.nbytes)))
 
     def drop_prepared(self) -> None:
         """Release what :meth:`prepare` has created, unless it is mapped. Idempotent."""

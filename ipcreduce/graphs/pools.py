@@ -22,7 +22,7 @@ class Elsewhere(Protocol):
 class Pools:
     """The pools that one communicator has made, but for that of ``empty()``.
 
-    :param virtual: their memory is virtual memory, and can be given back.
+    :param virtual: their memory is virtual memory, and can be given back: see :class:`GraphPool`.
     :ivar elsewhere: the memory of peers that graphs use; None if they use none.
     """
 

@@ -62,7 +62,7 @@ class IpcBackend(DeviceBackend):
         self.norms = Norms(
             self.n, self.launches.norm_kernels, self.for_array, self.start, self.launches.fused_norm
         )  # fmt: skip
-        self.not_virtual = ""  # why the workspace is not in virtual memory, if that was asked for
+        self.not_virtual = ""  # why the workspace is not in virtual memory
         self._used = False  # a kernel has run while it was suspended
         self.packets = "packets arrive whole"  # until the start-up check says otherwise
 
@@ -136,8 +136,7 @@ class IpcBackend(DeviceBackend):
         workspace = self.workspace
         if isinstance(workspace, VirtualWorkspace):
             return workspace
-        why = self.not_virtual or "start the program with IPCREDUCE_MEMORY=vmm"
-        happened = f"the workspace is behind IPC handles, and only virtual memory can be given back: {why}"
+        happened = f"only virtual memory can be given back, and the workspace is behind IPC handles: {self.not_virtual}"
         raise UnsupportedError(f"rank {self.rank}, suspend(): {happened}", reach=Reach.ALL)
 
     @property

@@ -1,6 +1,7 @@
-"""Workspaces in CUDA's virtual memory, which travels to the peers as file descriptors. Off by default.
+"""Workspaces in CUDA's virtual memory, which travels to the peers as file descriptors.
 
-Unlike memory behind an IPC handle, such memory can be taken away and put back at the same addresses.
+Unlike memory behind an IPC handle, such memory can be taken away and put back at the same addresses. Where a rank
+cannot take part, all ranks use IPC handles.
 """
 
 from __future__ import annotations
@@ -145,11 +146,13 @@ def start(
     """Make this rank's workspace in virtual memory, and map those of the peers. Collective.
 
     :param devices: every rank's exchange.DEVICE record.
-    :returns: the workspace, and ""; or None, and the reason, the same on every rank, if one of them cannot. None and ""
-        if virtual memory was not asked for, or if there is only one rank.
+    :returns: the workspace, and ""; or None, and the reason, the same on every rank, if one of them cannot or
+        ``IPCREDUCE_MEMORY`` says otherwise. None and "" if there is only one rank.
     """
-    if not options.virtual or ranks.size == 1:
+    if ranks.size == 1:
         return None, ""
+    if not options.virtual:
+        return None, "IPCREDUCE_MEMORY is ipc"
     workspace = None
     try:
         with exchange.step(ranks, deadline, "allocating workspaces in virtual memory"):

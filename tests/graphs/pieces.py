@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -167,19 +168,22 @@ def one_vote(comm: Any) -> None:
 def one_registration(comm: Any) -> None:
     """However many graphs there are: the ranks meet once, and a slab that several of them use is mapped once."""
     with Communicator(algorithm="direct") as forced:
-        opened, open_memory = [], forced._open.session.direct.mappings.open  # type: ignore[union-attr]
+        mappings, opened = forced._open.session.direct.mappings, []  # type: ignore[union-attr]
 
-        def count(key: Any, handle: bytes, nbytes: int) -> int:
-            opened.append(key)
-            return open_memory(key, handle, nbytes)
+        def counted(mapped: Callable[..., None]) -> Callable[..., None]:
+            def count(key: Any, *given: Any) -> None:
+                opened.append(key)
+                mapped(key, *given)
 
-        forced._open.session.direct.mappings.open = count  # type: ignore[union-attr,method-assign]
+            return count
+
+        mappings.open, mappings.take = map(counted, (mappings.open, mappings.take))  # type: ignore[method-assign]
         with forced.capture():
             layers = Layers(forced, 2)
             assert not opened
         assert layers.states() == {"registered" if SIZE > 1 else "staged"}
         assert len(set(opened)) == SIZE - 1, "one slab on each other rank"
-        assert len(forced._open.session.direct.mappings._mapped) == SIZE - 1  # type: ignore[union-attr]
+        assert len(mappings._mapped) == SIZE - 1
         layers.check(5)
         layers.close()
 

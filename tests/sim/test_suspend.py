@@ -37,8 +37,7 @@ def test_over_nccl(hold: Hold) -> None:
 
 
 @pytest.mark.parametrize("name", ["killed_while_suspended", "killed_in_resume"])
-def test_a_rank_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv("IPCREDUCE_MEMORY", "vmm")
+def test_a_rank_that_is_killed(tmp_path: Path, name: str) -> None:
     outputs = among_plain_processes(name, 3, tmp_path)
     assert outputs == [f"{name}: right on rank 0\n", f"{name}: right on rank 1\n", ""]
 

@@ -61,7 +61,7 @@ def test_a_wrong_sync_is_an_error(monkeypatch: pytest.MonkeyPatch, text: str):
     assert options.Options.of(None, 1.0, None).wrong == f"IPCREDUCE_SYNC is {text!r}. Set it to 0 or 1"
 
 
-@pytest.mark.parametrize(("text", "virtual"), [(None, False), ("", False), ("ipc", False), ("vmm", True)])
+@pytest.mark.parametrize(("text", "virtual"), [(None, True), ("", True), ("ipc", False), ("vmm", True)])
 def test_memory(monkeypatch: pytest.MonkeyPatch, text: str | None, virtual: bool):
     if text is not None:
         monkeypatch.setenv("IPCREDUCE_MEMORY", text)
@@ -71,7 +71,7 @@ def test_memory(monkeypatch: pytest.MonkeyPatch, text: str | None, virtual: bool
 
 def test_a_wrong_memory_is_an_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("IPCREDUCE_MEMORY", "VMM")
-    assert options.Options.of(None, 1.0, None).wrong == "IPCREDUCE_MEMORY is 'VMM'. Set it to ipc or vmm, or unset it"
+    assert options.Options.of(None, 1.0, None).wrong == "IPCREDUCE_MEMORY is 'VMM'. Set it to vmm or ipc, or unset it"
 
 
 def test_a_wrong_workspace_is_an_error(monkeypatch: pytest.MonkeyPatch):

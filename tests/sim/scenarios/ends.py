@@ -19,6 +19,7 @@ from mpi4py import MPI
 
 import ipcreduce
 from ipcreduce import Communicator, Graph, errors, open_communicator
+from ipcreduce.cuda.virtual_memory import Range
 from ipcreduce.device import deferred_free
 from ipcreduce.graphs.direct.registration import DirectGraphs
 from tests.shared import clock, worker
@@ -67,7 +68,13 @@ def closed_early() -> None:
 
 def freed_once_unmapped() -> None:
     """A workspace is freed once every peer has unmapped it, however late that is, and a rank leaves behind its own."""
-    comm = Communicator()
+    for memory in ("ipc", "vmm"):
+        with environment(IPCREDUCE_MEMORY=memory):
+            comm = Communicator()
+        _freed_once_unmapped(comm)
+
+
+def _freed_once_unmapped(comm: Communicator) -> None:
     works(comm)
     assert comm._open.backend is not None
     page, workspace, peers = (
@@ -75,7 +82,8 @@ def freed_once_unmapped() -> None:
         comm._open.backend.workspace,
         [rank for rank in range(SIZE) if rank != RANK],
     )
-    own, free, unmap = workspace.address, driver.free, workspace.unmap_peers
+    own, unmap = workspace.address, workspace.unmap_peers
+    free, close = driver.free, Range.close
     freed: list[bool] = []
     had_left: list[bool] = []
 
@@ -84,12 +92,21 @@ def freed_once_unmapped() -> None:
             freed.append(all(page.has_unmapped(rank) for rank in peers))
         free(address)
 
+    def closing(place: Range) -> None:
+        if place.address == own:
+            freed.append(all(page.has_unmapped(rank) for rank in peers))
+        close(place)
+
     def unmapping() -> None:
         had_left.append(page.has_left(RANK))
         unmap()
 
     workspace.unmap_peers = unmapping
-    with mock.patch.object(driver, "free", freeing), mock.patch.object(open_communicator, "_CLOSE_SECONDS", 0.2):
+    with (
+        mock.patch.object(driver, "free", freeing),
+        mock.patch.object(Range, "close", closing),
+        mock.patch.object(open_communicator, "_CLOSE_SECONDS", 0.2),
+    ):
         if RANK != 0:
             WORLD.Barrier()
         comm.close()

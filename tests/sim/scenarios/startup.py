@@ -278,7 +278,7 @@ def any_group() -> None:
 
 
 def no_secret_is_shown() -> None:
-    """No IPC handle, NCCL identity, secret or peer's address in logs, errors, repr(), describe() and ``info``."""
+    """No IPC handle, name of a mailbox, NCCL identity, secret or peer's address in logs, errors, texts and ``info``."""
     found: list[bytes] = []
     mapped: list[int] = []
 
@@ -305,10 +305,11 @@ def no_secret_is_shown() -> None:
         mock.patch.object(driver, "export_memory", kept(driver.export_memory, secret)),
         mock.patch.object(driver, "open_memory", kept(driver.open_memory, mapped.append)),
         mock.patch.object(secrets, "token_bytes", kept(secrets.token_bytes, secret)),
+        mock.patch.object(secrets, "token_hex", kept(secrets.token_hex, lambda digits: secret(bytes.fromhex(digits)))),
         mock.patch.object(library, "new_id", kept(library.new_id, secret)),
     ):
-        for hosts, algorithm in ((1, "direct"), (SIZE, None)):
-            with environment(IPCREDUCE_HOSTID=f"host {RANK * hosts // SIZE}"):
+        for hosts, algorithm, memory in ((1, "direct", "vmm"), (1, "direct", "ipc"), (SIZE, None, "vmm")):
+            with environment(IPCREDUCE_HOSTID=f"host {RANK * hosts // SIZE}", IPCREDUCE_MEMORY=memory):
                 with Communicator(algorithm=algorithm) as comm, Graph(comm) as graph:
                     with graph.record():
                         comm.allreduce(mine())
@@ -323,7 +324,7 @@ def no_secret_is_shown() -> None:
                 collected = info.collect(run)
                 shown += [json.dumps(collected), info._text(collected)]
         fails = mock.patch.object(driver, "open_memory", side_effect=errors.CudaError("cuIpcOpenMemHandle", 1, "no"))
-        with fails, Communicator() as comm:
+        with environment(IPCREDUCE_MEMORY="ipc"), fails, Communicator() as comm:
             assert "cuIpcOpenMemHandle failed: no" in comm.describe()
             shown.append(comm.describe())
     root.removeHandler(handler)

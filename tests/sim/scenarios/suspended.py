@@ -144,11 +144,12 @@ def idempotent() -> None:
 
 def not_suspended() -> None:
     """Without virtual memory every rank raises; in a recording or a capture too; nothing changes."""
-    with Communicator() as comm:
-        with raises(errors.UnsupportedError, f"rank {RANK}, suspend()", "behind IPC handles", "IPCREDUCE_MEMORY=vmm"):
+    with environment(IPCREDUCE_MEMORY="ipc"), Communicator() as comm:
+        where = "behind IPC handles: IPCREDUCE_MEMORY is ipc"
+        with raises(errors.UnsupportedError, f"rank {RANK}, suspend()", where):
             comm.suspend()
         works(comm)
-    with environment(LAST, SIM_NO_VMM="1"), environment(IPCREDUCE_MEMORY="vmm"), Communicator() as comm:
+    with environment(LAST, SIM_NO_VMM="1"), Communicator() as comm:
         with raises(errors.UnsupportedError, "behind IPC handles", f"rank {LAST}: the driver has no virtual memory"):
             comm.suspend()
         works(comm)
@@ -379,26 +380,26 @@ def suspended_over_nccl() -> None:
 
 
 def pools_given_back() -> None:
-    """The memory of graphs, too: of ours and of others', but for two pieces. A shared one stays."""
+    """The memory of graphs, too: of ours and of others', but for two pieces. A shared one stays, and a small one."""
     stream = cupy.cuda.Stream(non_blocking=True)
     with virtual(workspace=4 * MB) as comm, virtual(workspace=2 * MB) as other, Graph(comm) as graph:
         kept = comm.empty(1000)
         kept.fill(7)
-        sources = [mine(10_000), mine()]
+        sources, long = [mine(10_000), mine()], mine(PIECE // 4)
         with graph.record():
             scratch = cupy.empty(3 * MB, np.uint8)  # of a slab of several pieces
             copies = [source * 1 for source in sources]
             results = [comm.allreduce(copy) for copy in copies]
         with stream:
             stream.begin_capture()
-            captured = comm.allreduce(sources[0])
+            captured = [comm.allreduce(source) for source in (sources[0], long)]
             theirs = stream.end_capture()
         before = _memory()
         assert graph.pool.nbytes == 2 * PIECE
         del scratch
         for _ in range(3):
             comm.suspend(pools=True)
-            # Of a workspace of 4 MB, pools, and a result of others, a piece each stays for the workspace and the pools.
+            # Of a workspace of 4 MB, pools, and others' large result, a piece each stays for the workspace and the pools.
             assert _memory()[0] == before[0] + 4 * MB + graph.pool.nbytes + PIECE - 2 * PIECE
             assert (cupy.asnumpy(kept) == 7).all()
             theirs.launch(stream)
@@ -411,9 +412,8 @@ def pools_given_back() -> None:
             assert (now := _memory()) == before, (now, before)
             theirs.launch(stream)
             cupy.cuda.Device().synchronize()
-            right(captured)
             graph.replay()
-            for result in results:
+            for result in (*captured, *results):
                 right(result)
         shared = _record_in(other, graph)
         before = _memory()

@@ -1,4 +1,4 @@
-"""Workspaces in virtual memory (IPCREDUCE_MEMORY=vmm)."""
+"""Workspaces in virtual memory, and behind IPC handles where that cannot be had, or with IPCREDUCE_MEMORY=ipc."""
 
 from __future__ import annotations
 
@@ -33,29 +33,18 @@ from tests.sim.scenarios.common import (
     raises,
     works,
 )
+from tests.sim.scenarios.driver_faults import REFUSED
 from tests.simulated import driver, machine
 
 IN_VIRTUAL, BEHIND_HANDLES = (
     "MB of workspace in virtual memory",
     "workspace: behind IPC handles, not in virtual memory: ",
 )
-# What may stay behind if the driver does not take it back. A mapping keeps its range and its memory's descriptor.
-REFUSED = {
-    "cuMemUnmap": {"virtual mappings": 1, "reserved ranges": 1, "descriptors": 1},
-    "cuMemRelease": {"physical": 1, "descriptors": 1},
-    "cuMemAddressFree": {"reserved ranges": 1},
-}
-
-
-@contextlib.contextmanager
-def in_virtual_memory() -> Iterator[None]:
-    with environment(IPCREDUCE_MEMORY="vmm"):
-        yield
 
 
 @contextlib.contextmanager
 def virtual(**options: Any) -> Iterator[Communicator]:
-    with in_virtual_memory(), Communicator(**options) as comm:
+    with Communicator(**options) as comm:
         assert (comm.backend, IN_VIRTUAL in comm.describe()) == ("ipc", True), comm.describe()
         yield comm
 
@@ -78,8 +67,9 @@ def in_both_memories() -> None:
         comm.synchronize()
         return found
 
-    with Communicator() as comm:
-        assert "virtual" not in comm.describe(), "off by default"
+    with environment(IPCREDUCE_MEMORY="ipc"), Communicator() as comm:
+        assert f"{BEHIND_HANDLES}IPCREDUCE_MEMORY is ipc" in comm.describe(), comm.describe()
+        assert "virtual mappings" not in driver.leaks()
         expected = results(comm)
     with virtual() as comm:
         assert results(comm) == expected
@@ -90,7 +80,7 @@ def in_both_memories() -> None:
 
 def falls_back(reason: str) -> None:
     before = driver.leaks().get("physical", 0)
-    with in_virtual_memory(), Communicator() as comm:
+    with Communicator() as comm:
         lines = [line for line in comm.describe().splitlines() if line.startswith(BEHIND_HANDLES)]
         assert len(set(WORLD.allgather((comm.backend, *lines)))) == 1
         assert comm.backend == "ipc"
@@ -123,7 +113,7 @@ def not_in_virtual_memory() -> None:
 
 
 def _refuse_what_differs() -> None:
-    with environment(LAST, IPCREDUCE_MEMORY="vmm"), raises(errors.ArgumentError, "memory must be the same", "vmm"):
+    with environment(LAST, IPCREDUCE_MEMORY="ipc"), raises(errors.ArgumentError, "memory must be the same", "ipc"):
         Communicator()
     with environment(0, IPCREDUCE_MEMORY="virtual"), raises(errors.ArgumentError, "IPCREDUCE_MEMORY is 'virtual'"):
         Communicator()
@@ -132,7 +122,7 @@ def _refuse_what_differs() -> None:
 
 def peers_without_access() -> None:
     """Where the GPUs do not reach each other, virtual memory is of no use either."""
-    with environment(SIM_NO_P2P=f"0-{LAST}"), in_virtual_memory(), Communicator() as comm:
+    with environment(SIM_NO_P2P=f"0-{LAST}"), Communicator() as comm:
         assert comm.backend != "ipc"
         assert f"no P2P access between GPU 0 of rank 0 and GPU {LAST} of rank {LAST}" in comm.describe()
         assert "physical" not in driver.leaks()
@@ -153,8 +143,8 @@ def virtual_driver_faults() -> None:
             driver.fault_in(name if rank == RANK else "")
             falls_back(f"rank {rank}: {name} failed: CUDA_ERROR_UNKNOWN")
             assert not grown(before), (name, grown(before))
-        for name, left in REFUSED.items():
-            before = held()
+        for name in ("cuMemUnmap", "cuMemRelease", "cuMemAddressFree"):
+            before, left = held(), REFUSED[name]
             with virtual() as comm:
                 works(comm)
                 driver.fault_in(name if rank == RANK else "")
@@ -166,7 +156,7 @@ def a_link_that_loses_data() -> None:
     """The test of the links finds it in virtual memory, too, and nothing stays."""
     before = held()
     lost = mock.patch.object(peers, "_WHOLE", 99), mock.patch.object(peers, "_SPLIT", 99)
-    with in_virtual_memory(), lost[0], lost[1], Communicator() as comm:
+    with lost[0], lost[1], Communicator() as comm:
         assert comm.backend != "ipc"
         assert "wrong data arrived" in comm.describe(), comm.describe()
         assert "physical" not in driver.leaks()
@@ -185,7 +175,7 @@ def fifty_communicators() -> None:
     before, free = held(), machine.memory_info()
     assert not mapped()
     for turn in range(50):
-        with in_virtual_memory(), Communicator() as comm:
+        with Communicator() as comm:
             if turn % 10 == 0:
                 assert mapped() == SIZE
                 fault(comm)

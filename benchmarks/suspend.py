@@ -67,7 +67,7 @@ def made(memory: str, **options: Any) -> ipcreduce.Communicator:
     os.environ["IPCREDUCE_MEMORY"] = memory
     comm = ipcreduce.Communicator(**options)
     assert comm.backend == "ipc", comm.describe()
-    assert ("in virtual memory" in comm.describe()) == (memory == "vmm"), comm.describe()
+    assert ("workspace in virtual memory" in comm.describe()) == (memory == "vmm"), comm.describe()
     return comm
 
 

@@ -187,12 +187,12 @@ def _clusters(shape: NormShape, n: int, algorithm: str) -> list[int]:
 
     Several blocks send and poll a row faster than one, but a cluster starts 0.4 us later, unless the kernel before lets
     its successor start early. Programs have other kernels between their all-reduces, which mostly do not. Behind such a
-    kernel the two come out even over 4 GPUs from 8 rows of 4096 on, and the cluster ahead for fewer or longer rows.
+    kernel, over 4 GPUs, a cluster is ahead for up to 8 rows of 4096 or 5120, and even up to 16. Shorter rows are not.
     """
     many = [1, 2, 4]  # more than 1 where a block cannot hold a row
     if shape.hidden > _SHORT_HIDDEN:
         if shape.rows > _SOME_ROWS:
-            return many if n == 2 else [2, 1, 4]
+            return many
         few = 8 if n > 2 or shape.rows <= _FEW_ROWS or shape.hidden > 8192 else 4
         return [few, *many]
     if n > 2 and algorithm == "one_shot" and shape.hidden >= _LATE_HIDDEN:

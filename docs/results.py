@@ -118,21 +118,21 @@ def _kind(what: str) -> str:
     }.get(what, "")
 
 
-def llama_table() -> str:
-    """Times of a step of ``mpi_examples/llama_torch.py`` over 2 GPUs, by way and batch."""
+def llama_table(machine: str = "h200-x2") -> str:
+    """Times of a step of ``mpi_examples/llama_torch.py``, by way and batch."""
     times: dict[str, dict[int, float]] = {}
-    for row in read("llama-h200-x2")["rows"]:
+    for row in read(f"llama-{machine}")["rows"]:
         times.setdefault(row["way"], {})[row["batch"]] = row["us"]
     batches = sorted(next(iter(times.values())))
     header = ["a step by", *(f"batch {batch}" for batch in batches)]
     return table(header, ([way, *(us_text(found[batch]) for batch in batches)] for way, found in times.items()))
 
 
-def list_table() -> str:
-    """Times of lists of arrays over 2 GPUs in graphs, beside one array of the same bytes and NCCL's group."""
+def list_table(machine: str = "h100-x2") -> str:
+    """Times of lists of arrays in graphs, beside one array of the same bytes and NCCL's group."""
     columns = {"one call": "graph", "one array": "graph, one array", "NCCL's group": "graph, NCCL's group"}
     lines = []
-    for row in read("lists-h100-x2")["rows"]:
+    for row in read(f"lists-{machine}")["rows"]:
         ratio = row["graph"] / row["graph, one array"]
         lines.append([row["list"], row["dtype"], *(us_text(row[key]) for key in columns.values()), f"{ratio:.2f}"])
     return table(["arrays", "dtype", *columns, "ratio to one array"], lines)
@@ -179,8 +179,10 @@ def norm_fp8_table(machine: str = "h100-x2") -> str:
 
 
 def overlap_table() -> str:
-    """Times of a training step by ``benchmarks/overlap.py`` over 2 GPUs, in milliseconds."""
-    return table(["way", "ms"], ([way, f"{ms:.2f}"] for way, ms in read("overlap-h100-x2")["ms_of_step"].items()))
+    """Times of a training step by ``benchmarks/overlap.py``, in milliseconds."""
+    machines = {"2 × H100": "h100-x2", "4 × H200": "h200-x4"}
+    times = [read(f"overlap-{machine}")["ms_of_step"] for machine in machines.values()]
+    return table(["way", *machines], ([way, *(f"{found[way]:.2f}" for found in times)] for way in times[0]))
 
 
 HOST_SIZES = (4, *(1 << power for power in (10, 12, 14, 16, 18, 20, 22, 24, 26, 28)))
@@ -372,7 +374,7 @@ if __name__ == "__main__":
     figures = [bench_table(n, mode) for n in (4, 2) for mode in ("graph", "eager")]
     figures += [bench_table(2, mode, gpu="h100") for mode in ("graph", "eager")]
     norms = [one(machine) for machine in ("h100-x2", "h200-x4") for one in (norm_table, norm_fp8_table)]
-    lists = list_table(), list_host_table(), overlap_table(), *norms
-    others = ratio_table(), llama_table(), host_table(), run_table()
+    lists = list_table(), list_table("h200-x4"), list_host_table(), overlap_table(), *norms
+    others = ratio_table(), llama_table(), llama_table("h200-x4"), host_table(), run_table()
     for text in (readme_table(), *figures, *lists, *others):
         print(text, end="\n\n")

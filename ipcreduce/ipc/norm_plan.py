@@ -32,6 +32,7 @@ MOST_HIDDEN = 16_384  # for which the kernels have room
 _SHARE = 16  # units; the share of a block is a multiple of it
 _FEW_ROWS, _SOME_ROWS = 8, 32  # up to here, a cluster of 8 or 4 blocks has a long row
 _SHORT_HIDDEN = 5120  # up to here, a row is no long one
+_CLUSTERED_HIDDEN = 4096  # from here on, four blocks have a short row in one hop over 3 or more ranks
 _MOST_DEPTH = 2
 # The largest message, by n, for one hop: as for the plain all-reduce, because the norm costs the same behind both. Over
 # 2 ranks long rows go in two hops from 2 MB on, since then a block has fewer threads; shorter ones only without tiles.
@@ -190,14 +191,11 @@ def _clusters(shape: NormShape, n: int, algorithm: str) -> list[int]:
     kernel, over 4 GPUs, a cluster is ahead for up to 8 rows of 4096 or 5120, and even up to 16. Shorter rows are not.
     """
     many = [1, 2, 4]  # more than 1 where a block cannot hold a row
-    if shape.hidden > _SHORT_HIDDEN:
-        if shape.rows > _SOME_ROWS:
-            return many
-        few = 8 if n > 2 or shape.rows <= _FEW_ROWS or shape.hidden > 8192 else 4
-        return [few, *many]
-    if n > 2 and algorithm == "one_shot" and shape.hidden >= _LATE_HIDDEN:
-        return [4, *many]
-    return many
+    if shape.hidden <= _SHORT_HIDDEN:
+        return [4, *many] if n > 2 and algorithm == "one_shot" and shape.hidden >= _CLUSTERED_HIDDEN else many
+    if shape.rows > _SOME_ROWS:
+        return many
+    return [8 if n > 2 or shape.rows <= _FEW_ROWS or shape.hidden > 8192 else 4, *many]
 
 
 def plan_launch(kernel: str, cluster: int, shape: NormShape, n: int, resident: int, sharing: int) -> NormPlan | None:

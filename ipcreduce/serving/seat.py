@@ -68,7 +68,7 @@ class EngineAllReduce:
         self._comm.synchronize()
         self.disabled = False
         self._count_calls()
-        if workspace_memory() == VIRTUAL:
+        if backend == "ipc" and workspace_memory() == VIRTUAL:
             sleep.follow(self)
 
     def _count_calls(self) -> None:

@@ -159,8 +159,8 @@ MUTANTS = [
     Mutant(
         "a row of 4096 lies in one block over 4 GPUs",
         PLAN,
-        'if n > 2 and algorithm == "one_shot" and shape.hidden >= _LATE_HIDDEN:',
-        'if n > 2 and algorithm == "one_shot" and shape.hidden > _LATE_HIDDEN:',
+        "shape.hidden >= _CLUSTERED_HIDDEN else many",
+        "shape.hidden > _CLUSTERED_HIDDEN else many",
         unit("norm_plan", "the_rule"),
     ),
     Mutant(

@@ -399,7 +399,8 @@ def pools_given_back() -> None:
         del scratch
         for _ in range(3):
             comm.suspend(pools=True)
-            # Of a workspace of 4 MB, pools, and others' large result, a piece each stays for the workspace and the pools.
+            # Of a workspace of 4 MB, pools, and another library's large result, two pieces stay: one for the workspace,
+            # and one for the rest.
             assert _memory()[0] == before[0] + 4 * MB + graph.pool.nbytes + PIECE - 2 * PIECE
             assert (cupy.asnumpy(kept) == 7).all()
             theirs.launch(stream)

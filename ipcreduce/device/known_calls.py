@@ -44,7 +44,7 @@ class Prepared:
     """All that a backend knows of an all-reduce before its addresses are given.
 
     :ivar by: the names of the kernels, or of the library, that run it.
-    :ivar fast: it is one launch, from the arrays as they are.
+    :ivar fast: it has bytes, and its kernels take the arrays as they are.
     :ivar through: the dtype as which it is reduced, if not the array's own.
     """
 

@@ -24,7 +24,7 @@ from ..page.control_page import Page
 from ..ranks.exchange import Channel
 from ..types import Stream
 from . import lists, plan, virtual
-from .launches import IN, OUT, Launches, PreparedCall
+from .launches import Launches, PreparedCall
 from .ready import ReadyLaunches
 from .virtual import VirtualWorkspace
 from .workspace import Workspace
@@ -96,9 +96,7 @@ class IpcBackend(DeviceBackend):
 
     def start(self, prepared: PreparedCall, source: int, target: int, stream: Stream) -> None:
         """Put the kernels of an all-reduce on ``stream``."""
-        for launch, words, part in prepared.launches:
-            words[IN], words[OUT] = source + part.offset, target + part.offset
-            launch.run(stream)
+        prepared.run(source, target, stream)
 
     def for_list(self, arrays: Sequence[Any], op: Any) -> lists.PreparedLaunches:
         """See :meth:`Launches.for_list`."""

@@ -21,7 +21,7 @@ from ..device.known_calls import Prepared, keep
 from ..device.norm_kernels import NormKernels, NormLaunch
 from ..dtypes import OPS, kind_name, list_kinds, op_name, reduced_as
 from ..page.layout import ABORT_OFFSET, missing_offset
-from ..types import DEFAULT_STREAM
+from ..types import DEFAULT_STREAM, Stream
 from . import lists, norm_plan, norms, plan
 from .workspace import Workspace
 
@@ -42,6 +42,12 @@ class PreparedCall(Prepared):
     dtype: str
     op: str
     launches: tuple[tuple[driver.Launch, memoryview, plan.LaunchPlan], ...]
+
+    def run(self, source: int, target: int, stream: Stream) -> None:
+        """Launch them for arrays at these addresses on ``stream``."""
+        for launch, words, part in self.launches:
+            words[IN], words[OUT] = source + part.offset, target + part.offset
+            launch.run(stream)
 
 
 class Launches:
@@ -171,10 +177,9 @@ class Launches:
     ) -> PreparedCall:
         """:meth:`prepare` by other steps than the planned ones, and not kept."""
         launches = tuple((*self.launch(step, dtype, op), step) for step in steps)
-        fast = len(launches) == 1 or (self._workspace.n == 1 and nbytes > 0)
         what = of_allreduce(shape, dtype, op)
         by = ", ".join(dict.fromkeys(part.algorithm for *_, part in launches)) or "nothing"
-        return PreparedCall(what=what, by=by, nbytes=nbytes, fast=fast, dtype=dtype, op=op, launches=launches)
+        return PreparedCall(what=what, by=by, nbytes=nbytes, fast=nbytes > 0, dtype=dtype, op=op, launches=launches)
 
     def launch(self, step: plan.LaunchPlan, dtype: str, op: str) -> tuple[driver.Launch, memoryview]:
         """One launch and the words of its arguments, in which the addresses are still to be set."""

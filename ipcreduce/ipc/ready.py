@@ -31,12 +31,14 @@ class ReadyLaunches:
         self._more: list[graph.Executable] = []  # of lists and norms
 
     def make(self, prepared: PreparedCall, source: int, target: int, again: bool) -> Ready:
-        """The ready call of one launch, from address ``source`` to ``target``. With one rank it is a copy.
+        """The ready call from address ``source`` to ``target``. With one rank it is a copy.
 
         :param again: the addresses have come before.
         """
         if not prepared.launches:
             return Ready(prepared.what, _copy, (target, source, prepared.nbytes))
+        if len(prepared.launches) > 1:
+            return Ready(prepared.what, _launch_all, (prepared, source, target))
         ((launch, words, part),) = prepared.launches
         place = launch, source, target
         executable = self._graphs.get(place)
@@ -106,6 +108,11 @@ def _launch_kernel(argument: tuple[driver.Launch, memoryview, int, int], stream:
     launch, words, source, target = argument
     words[IN], words[OUT] = source, target
     launch.run(stream)
+
+
+def _launch_all(argument: tuple[PreparedCall, int, int], stream: Stream) -> None:
+    prepared, source, target = argument
+    prepared.run(source, target, stream)
 
 
 def _launch_list(argument: tuple[PreparedLaunches, Addresses, Addresses], stream: Stream) -> None:

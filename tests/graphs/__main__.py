@@ -45,7 +45,7 @@ WITHOUT_DIFFERENCES = [one for module in (replays, memory, pieces, runners) for 
 OUR_KERNELS_ONLY = {
     "exceptions_in_breaks", "elsewhere_on_one_rank", "descriptors_differ", "different_graphs", "rank_missing",
     "errors_are_told", "replaced_meanwhile", "differences_are_noticed", "shown", "faults", "one_registration",
-    "algorithms", "nothing_is_left",
+    "algorithms", "nothing_is_left", "in_several_launches",
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from ipcreduce import (
     ArgumentError,
     CaptureError,
     Communicator,
+    CudaError,
     Graph,
     GraphStateError,
     PeerFailedError,
@@ -184,6 +185,49 @@ def not_as_quick(comm: Any) -> None:
     known = comm._open.backend.fast.known.by_objects.get((id(overlapping[0]), id(overlapping[1]), "sum"))
     assert known is None or known.array() is not overlapping[0]  # of arrays that had these ids before
     works(comm)
+
+
+def in_several_launches(comm: Any) -> None:
+    """A message that is longer than the workspace: in place, into an output and into new arrays, in any order."""
+    count = 200_003
+    with Communicator(workspace=1 << 20) as small:
+        arrays = [cupy.zeros(count, np.float32) for _ in range(2)]
+        usual = mock.patch.object(small._open.device, "allreduce", side_effect=small._open.device.allreduce)
+        with usual as calls:
+            for turn in range(9):
+                values = np.arange(count, dtype=np.float32) % 1000 * (turn + 1)
+                arrays[0].set(values * (RANK + 1))
+                arrays[1].fill(-1)
+                out = (arrays[1], None, arrays[0])[turn % 3]
+                result = small.allreduce(arrays[0], out=out)
+                assert out is None or result is out
+                assert (cupy.asnumpy(result) == values * TOTAL).all(), turn
+                works(small)
+        long = [one for one in calls.call_args_list if one.args[0].size == count]
+        assert len(long) <= 3, "each of the three ways is quick by now"
+        if SIZE > 1:
+            _fails_in_the_middle(small, arrays[0])
+
+
+def _fails_in_the_middle(small: Communicator, array: Any) -> None:
+    """Of the launches of a quick call, the second one fails on a rank: the others hear of it, and the next is right."""
+    last = small._open.backend.for_array(array, "sum").launches[1][0]
+    run = type(last).run
+
+    def failing(launch: Any, stream: Any) -> None:
+        if launch is last:
+            raise CudaError("cuLaunchKernelEx", 999, "unknown")
+        run(launch, stream)
+
+    if RANK == LAST:
+        with no_hang(), mock.patch.object(type(last), "run", failing), raises(CudaError, "cuLaunchKernelEx"):
+            small.allreduce(array, out=array)
+    else:
+        with no_hang(), raises(PeerFailedError, f"rank {LAST}", "cuLaunchKernelEx"):
+            small.allreduce(array, out=array)
+            small.synchronize()
+    array.fill(RANK + 1)
+    right(small.allreduce(array, out=array))
 
 
 def errors_are_told(comm: Any) -> None:
@@ -598,6 +642,7 @@ SCENARIOS = [
     full_tables,
     other_arrays_at_the_same_places,
     not_as_quick,
+    in_several_launches,
     errors_are_told,
     interrupted_while_waiting,
     not_counted,

@@ -215,6 +215,20 @@ MUTANTS = [
         quick("not_as_quick"),
     ),
     Mutant(
+        "a call of several launches is not quick",
+        "ipcreduce/ipc/launches.py",
+        "fast=nbytes > 0,",
+        "fast=len(launches) == 1,",
+        quick("in_several_launches"),
+    ),
+    Mutant(
+        "each launch of a call begins where the array does",
+        "ipcreduce/ipc/launches.py",
+        "words[IN], words[OUT] = source + part.offset, target + part.offset",
+        "words[IN], words[OUT] = source, target",
+        quick("in_several_launches"),
+    ),
+    Mutant(
         "a result is made on another stream than it is used on",
         KNOWN,
         "return None if given != current and only_current else given",

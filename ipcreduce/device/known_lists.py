@@ -20,14 +20,25 @@ from .stream_order import StreamOrder
 _MOST = 256  # lists that are known; each may have a thousand members
 _MANY = 48  # members from which on NumPy is faster than Python
 
-Addresses = np.ndarray[Any, np.dtype[np.uint64]]
+Words = np.ndarray[Any, np.dtype[np.uint64]]
+
+
+class Addresses:
+    """The addresses of a list's members: as the bytes of 64-bit words, and the bits that are set in any of them."""
+
+    __slots__ = "bits", "words"
+
+    def __init__(self, words: bytes, bits: int) -> None:
+        self.words, self.bits = words, bits
+
+    @classmethod
+    def of(cls, addresses: Sequence[int]) -> Addresses:
+        """These addresses, of a list with members."""
+        return cls(packed("Q", addresses).tobytes(), reduce(or_, addresses))
+
+
 # From a prepared call, the addresses of sources and targets, and whether these have come before. None: the usual way.
 MakeReadyList = Callable[[PreparedList, Addresses, Addresses, bool], "Ready | None"]
-
-
-def bits_of(words: Addresses) -> int:
-    """The bits that are set in any of the words."""
-    return reduce(or_, words.tolist()) if len(words) < _MANY else int(np.bitwise_or.reduce(words))
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,24 +54,29 @@ class Kind:
     prepared: PreparedList
     read: Callable[[Sequence[Any]], list[int] | None]
     sizes: list[int]
-    lengths: Addresses  # the sizes once more, for NumPy
+    lengths: Words  # the sizes once more, for NumPy
     itemsizes: list[int]
     largest: int  # of the itemsizes
     longest: int  # of the sizes
 
-    def fits(self, addresses: list[int], words: Addresses) -> bool:
-        """True if these are addresses of elements, for all members. ``words``: the same once more."""
-        few = len(addresses) < _MANY
-        if not (0 not in addresses if few else np.count_nonzero(words) == len(words)):
-            return False
-        if (reduce(or_, addresses) if few else int(np.bitwise_or.reduce(words))) % self.largest == 0:
-            return True
-        return all(at % size == 0 for at, size in zip(addresses, self.itemsizes, strict=True))
+    def fits(self, addresses: list[int], packed: bytes) -> int:
+        """The bits that are set in any address, if these are addresses of elements, for all members; else 0.
 
-    def are_apart(self, sources: list[int], targets: list[int], froms: Addresses, tos: Addresses) -> bool:
+        :param packed: the addresses once more, as the bytes of words.
+        """
+        if len(addresses) < _MANY:
+            bits = 0 if 0 in addresses else reduce(or_, addresses)
+        else:
+            words = np.frombuffer(packed, np.uint64)
+            bits = int(np.bitwise_or.reduce(words)) if np.count_nonzero(words) == len(words) else 0
+        if bits % self.largest == 0 or all(at % size == 0 for at, size in zip(addresses, self.itemsizes, strict=True)):
+            return bits
+        return 0
+
+    def are_apart(self, sources: list[int], targets: list[int], froms: bytes, tos: bytes) -> bool:
         """True if no output overlaps another one, or a source that is not its own. False if that is not certain.
 
-        :param froms: the sources once more, and ``tos`` the targets.
+        :param froms: the sources once more, as the bytes of words, and ``tos`` the targets.
         """
         if len(sources) < _MANY:
             firsts, nbytes = targets, self.sizes
@@ -76,10 +92,11 @@ class Kind:
                     return False
                 past = first + size
             return True
-        begin, length = tos, self.lengths
+        begin, length = np.frombuffer(tos, np.uint64), self.lengths
         if targets is not sources:
-            moved = froms != tos
-            begin, length = np.concatenate([tos, froms[moved]]), np.concatenate([length, length[moved]])
+            read = np.frombuffer(froms, np.uint64)
+            moved = read != begin
+            begin, length = np.concatenate([begin, read[moved]]), np.concatenate([length, length[moved]])
         order = begin.argsort()
         begin = begin[order]
         return not np.count_nonzero(begin[:-1] + length[order[:-1]] > begin[1:])
@@ -232,15 +249,13 @@ class KnownLists:
 
     def _at(self, place: _Places, sources: list[int], targets: list[int], new: bool) -> Ready | None:
         """The launch at these addresses: made anew the first two times, and then kept. None: by the usual way."""
-        kind = place[0]
-        froms = np.frombuffer(place[1], np.uint64)
-        tos = froms if targets is sources else np.frombuffer(place[2], np.uint64)
-        if not kind.fits(sources, froms) or (targets is not sources and not kind.fits(targets, tos)):
+        kind, froms, tos = place
+        read = kind.fits(sources, froms)
+        written = read if targets is sources else kind.fits(targets, tos)
+        if not read or not written or not (new or kind.are_apart(sources, targets, froms, tos)):
             return None
-        if not new and not kind.are_apart(sources, targets, froms, tos):
-            return None
-        again = place in self._by_places
-        ready = self._make_ready(kind.prepared, froms, tos, again)
+        again, at = place in self._by_places, Addresses(froms, read)
+        ready = self._make_ready(kind.prepared, at, at if targets is sources else Addresses(tos, written), again)
         if ready is not None:
             keep(self._by_places, place, ready if again else None, _MOST)
         return ready

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from .. import clock
 from ..calls.norm_shape import NormAddresses
 from ..cuda import driver
@@ -106,7 +104,8 @@ class IpcBackend(DeviceBackend):
         self, prepared: lists.PreparedLaunches, sources: Sequence[int], targets: Sequence[int], stream: Stream
     ) -> None:  # fmt: skip
         """Put the kernels of an all-reduce of a list on ``stream``."""
-        prepared.run(np.array(sources, np.uint64), np.array(targets, np.uint64), stream)
+        if prepared.launches:
+            prepared.run(Addresses.of(sources), Addresses.of(targets), stream)
 
     def for_map(self, array: Any, op: Any, expression: Expression) -> PreparedMap:
         """See :meth:`DeviceBackend.for_map`. Several ranks apply the expression in the kernels of the exchange."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..cuda import driver
 from ..device.known_calls import PreparedList
-from ..device.known_lists import Addresses, bits_of
+from ..device.known_lists import Addresses, Words
 from ..types import Stream
 from .plan import PACKET_BYTES, LaunchPlan
 
@@ -48,7 +48,7 @@ class ListPlan:
     step: LaunchPlan
     parts: int
     members: Numbers
-    offsets: Addresses
+    offsets: Words
     first: Numbers
     nbytes: Numbers
 
@@ -98,7 +98,7 @@ class ListLaunch:
         """``length``: of the list."""
         self.plan, self.launch, self._words = plan, launch, args.data
         count, (ins, targets) = len(plan.members), (ARGUMENT_WORDS, ARGUMENT_WORDS + plan.parts)
-        self._ins, self._outs = args[ins : ins + count], args[targets : targets + count]
+        self._ins, self._outs = args[ins : ins + count].data.cast("B"), args[targets : targets + count].data.cast("B")
         self._odd = int(np.bitwise_or.reduce(plan.nbytes)) % PACKET_BYTES  # some part is no whole number of packets
         self._every = count == length and not plan.offsets.any()  # each member is a part
 
@@ -110,12 +110,13 @@ class ListLaunch:
         else:
             self._set(self._outs, targets, 0, _OUT)
 
-    def _set(self, parts: Addresses, addresses: Addresses, odd: int, word: int) -> None:
+    def _set(self, parts: memoryview, addresses: Addresses, odd: int, word: int) -> None:
         if self._every:
-            parts[:] = addresses
+            parts[:], bits = addresses.words, addresses.bits
         else:
-            np.add(addresses[self.plan.members], self.plan.offsets, out=parts)
-        self._words[word] = bits_of(parts) | odd  # by which the kernel sees alignment
+            there = np.frombuffer(addresses.words, np.uint64)[self.plan.members] + self.plan.offsets
+            parts[:], bits = there.data.cast("B"), int(np.bitwise_or.reduce(there))
+        self._words[word] = bits | odd  # by which the kernel sees alignment
 
     def run(self, sources: Addresses, targets: Addresses, stream: Stream) -> None:
         """Launch it for these arrays on ``stream``."""

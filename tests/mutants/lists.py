@@ -85,15 +85,15 @@ MUTANTS = [
     Mutant(
         "odd bytes in a list count as whole packets",
         PLAN,
-        "bits_of(parts) | odd",
-        "bits_of(parts)",
+        "bits | odd",
+        "bits",
         ADDRESSES,
     ),
     Mutant(
         "a part has the address of its array",
         PLAN,
-        "            np.add(addresses[self.plan.members], self.plan.offsets, out=parts)\n",
-        "            parts[:] = addresses[self.plan.members]\n",
+        "[self.plan.members] + self.plan.offsets",
+        "[self.plan.members]",
         ADDRESSES,
     ),
     Mutant(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import numpy as np
@@ -23,12 +25,14 @@ def kind_of(sizes: list[int], itemsizes: list[int] | None = None) -> Kind:
     return Kind(None, prepared, lambda _: None, sizes, lengths, itemsizes, max(itemsizes), max(sizes))
 
 
-def words(addresses: list[int]) -> Any:
-    return np.array(addresses, np.uint64)
+def words(addresses: list[int]) -> bytes:
+    return np.array(addresses, np.uint64).tobytes()
 
 
 def fits(kind: Kind, addresses: list[int]) -> bool:
-    return kind.fits(addresses, words(addresses))
+    bits = kind.fits(addresses, words(addresses))
+    assert bits in (0, functools.reduce(operator.or_, addresses))
+    return bits != 0
 
 
 def apart(sizes: list[int], sources: list[int], targets: list[int] | None = None) -> bool:

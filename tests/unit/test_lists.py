@@ -14,6 +14,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from ipcreduce.arrays.lists import HostLists, check_apart, outputs
 from ipcreduce.calls.fingerprint import of_list
+from ipcreduce.device.known_lists import Addresses
 from ipcreduce.errors import ArgumentError
 from ipcreduce.ipc import lists, plan
 
@@ -73,12 +74,12 @@ def test_the_table_has_the_parts_and_no_others(sizes: list[int]):
 def test_addresses_of_parts(most_packets: int):
     """Each part has its array's address and what comes before it; by the words in and out kernels see alignment."""
     sizes = [16, 0, 100, 32]
-    sources, targets = (np.array(ones, np.uint64) for ones in ([4096, 1, 8192, 1 << 20], [64, 3, 256, 16]))
+    sources, targets = [4096, 1, 8192, 1 << 20], [64, 3, 256, 16]
     found: dict[int, list[tuple[int, int, int]]] = {}
     launch: Any = None
     for one in lists.make_plan(sizes, 100, in_steps(most_packets)):
         words = np.concatenate([np.zeros(lists.ARGUMENT_WORDS, np.uint64), lists.table(one)])
-        lists.ListLaunch(one, launch, words, len(sizes)).set(sources, targets)
+        lists.ListLaunch(one, launch, words, len(sizes)).set(Addresses.of(sources), Addresses.of(targets))
         ins = words[lists.ARGUMENT_WORDS :]
         outs = ins[one.parts :]
         for at, member in enumerate(one.members.tolist()):
@@ -88,7 +89,7 @@ def test_addresses_of_parts(most_packets: int):
     for member, parts in found.items():
         at = 0
         for source, target, nbytes in parts:
-            assert (source, target) == (int(sources[member]) + at, int(targets[member]) + at)
+            assert (source, target) == (sources[member] + at, targets[member] + at)
             at += nbytes
         assert at == sizes[member]
     assert sorted(found) == [0, 2, 3]

@@ -36,6 +36,10 @@ class Addresses:
         """These addresses, of a list with members."""
         return cls(packed("Q", addresses).tobytes(), reduce(or_, addresses))
 
+    def tolist(self) -> list[int]:
+        """The addresses, by member."""
+        return memoryview(self.words).cast("Q").tolist()
+
 
 # From a prepared call, the addresses of sources and targets, and whether these have come before. None: the usual way.
 MakeReadyList = Callable[[PreparedList, Addresses, Addresses, bool], "Ready | None"]

@@ -168,7 +168,7 @@ class NcclBackend(DeviceBackend):
         self, prepared: PreparedCalls, sources: Addresses, targets: Addresses, again: bool
     ) -> Ready | None:  # fmt: skip
         """See :class:`DeviceBackend`."""
-        every = zip(prepared.calls, *(memoryview(one.words).cast("Q") for one in (sources, targets)), strict=True)
+        every = zip(prepared.calls, sources.tolist(), targets.tolist(), strict=True)
         arguments = [_argument(*one) for one in every if one[0].count]
         return Ready(prepared.what, self.nccl.all_reduce_group, arguments) if arguments else None
 

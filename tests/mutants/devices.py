@@ -216,16 +216,9 @@ MUTANTS = [
     ),
     Mutant(
         "a call of several launches is not quick",
-        "ipcreduce/ipc/launches.py",
+        LAUNCHES,
         "fast=nbytes > 0,",
         "fast=len(launches) == 1,",
-        quick("in_several_launches"),
-    ),
-    Mutant(
-        "each launch of a call begins where the array does",
-        "ipcreduce/ipc/launches.py",
-        "words[IN], words[OUT] = source + part.offset, target + part.offset",
-        "words[IN], words[OUT] = source, target",
         quick("in_several_launches"),
     ),
     Mutant(
@@ -280,7 +273,7 @@ MUTANTS = [
     ),
     Mutant(
         "the launches of a large message all write its beginning",
-        BACKEND,
+        LAUNCHES,
         "target + part.offset",
         "target",
         "mpirun -n 2 tests.simulated tests/gpu/sweep.py --cases 1 --largest 2000000 --smallest 1500000 --seed 164",

@@ -263,22 +263,22 @@ MUTANTS = [
     Mutant(
         "outputs of a known list may share memory",
         KNOWN,
-        "if not new and not kind.are_apart(",
-        "if False and not kind.are_apart(",
+        "not (new or kind.are_apart(",
+        "not (True or kind.are_apart(",
         scenario("known_lists_of_other_arrays"),
     ),
     Mutant(
         "outputs of a long list are compared with each other alone",
         KNOWN,
-        "        if targets is not sources:\n            moved",
-        "        if False:\n            moved",
+        "        if targets is not sources:\n            read",
+        "        if False:\n            read",
         unit("known_lists", "lists_side_by_side_are_apart"),
     ),
     Mutant(
         "an array of a list has address 0",
         KNOWN,
-        "if few else np.count_nonzero(words) == len(words)",
-        "if few else True",
+        "if np.count_nonzero(words) == len(words) else 0",
+        "",
         unit("known_lists", "addresses_that_fit"),
     ),
     # ---- recordings, ends, NCCL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.sim.test_ends import among_plain_processes
 from tests.tools import machine
 
 Hold = Callable[..., None]
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def test_graphs_and_calls(hold: Hold) -> None:
@@ -34,6 +36,12 @@ def test_pools(hold: Hold) -> None:
 
 def test_over_nccl(hold: Hold) -> None:
     hold(2, "suspended_over_nccl")
+
+
+def test_the_benchmark_over_nccl(mpirun: Run) -> None:
+    few = "--cycles", 2, "--largest", 8192
+    output = mpirun("tests.simulated", 2, "-m", "benchmarks.suspend_nccl", *few).stdout
+    assert "'the bits of before': ['graph', 'captured by CuPy', 'eager']" in output
 
 
 @pytest.mark.parametrize("name", ["killed_while_suspended", "killed_in_resume"])

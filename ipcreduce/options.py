@@ -25,7 +25,7 @@ VARIABLES = (
 ALGORITHMS = (*plan.ALGORITHMS, "direct")
 BACKENDS = ("ipc", "nccl", "mpi")
 VIRTUAL = "vmm"
-MEMORIES = (VIRTUAL, "ipc")  # of workspaces: CUDA's virtual memory where all ranks can, or memory behind IPC handles
+MEMORIES = (VIRTUAL, "ipc")  # of workspaces, the default first: CUDA's virtual memory, or behind IPC handles
 _DEFAULT_WORKSPACE_MB = 128  # the smallest that costs at most 2 % up to 1 GB: docs/performance.md
 _MOST_MB = 1 << 20  # 1 TB, more than any GPU has
 _DEFAULT_SECONDS = 120.0
@@ -51,7 +51,7 @@ class Options:
 
     @property
     def virtual(self) -> bool:
-        """True if workspaces are to be in virtual memory, if every rank can have them there."""
+        """True if workspaces are to be in virtual memory, provided that every rank can have them there."""
         return self.memory == VIRTUAL
 
     @property

@@ -33,11 +33,11 @@ class Addresses:
 
     @classmethod
     def of(cls, addresses: Sequence[int]) -> Addresses:
-        """These addresses, of a list with members."""
-        return cls(packed("Q", addresses).tobytes(), reduce(or_, addresses))
+        """These addresses, by member."""
+        return cls(packed("Q", addresses).tobytes(), reduce(or_, addresses, 0))
 
     def tolist(self) -> list[int]:
-        """The addresses, by member."""
+        """The addresses as numbers."""
         return memoryview(self.words).cast("Q").tolist()
 
 
@@ -63,16 +63,16 @@ class Kind:
     largest: int  # of the itemsizes
     longest: int  # of the sizes
 
-    def fits(self, addresses: list[int], packed: bytes) -> int:
+    def fits(self, addresses: list[int], words: bytes) -> int:
         """The bits that are set in any address, if these are addresses of elements, for all members; else 0.
 
-        :param packed: the addresses once more, as the bytes of words.
+        :param words: the addresses once more, as the bytes of 64-bit words.
         """
         if len(addresses) < _MANY:
             bits = 0 if 0 in addresses else reduce(or_, addresses)
         else:
-            words = np.frombuffer(packed, np.uint64)
-            bits = int(np.bitwise_or.reduce(words)) if np.count_nonzero(words) == len(words) else 0
+            every = np.frombuffer(words, np.uint64)
+            bits = int(np.bitwise_or.reduce(every)) if np.count_nonzero(every) == len(every) else 0
         if bits % self.largest == 0 or all(at % size == 0 for at, size in zip(addresses, self.itemsizes, strict=True)):
             return bits
         return 0

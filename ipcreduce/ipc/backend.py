@@ -104,8 +104,7 @@ class IpcBackend(DeviceBackend):
         self, prepared: lists.PreparedLaunches, sources: Sequence[int], targets: Sequence[int], stream: Stream
     ) -> None:  # fmt: skip
         """Put the kernels of an all-reduce of a list on ``stream``."""
-        if prepared.launches:
-            prepared.run(Addresses.of(sources), Addresses.of(targets), stream)
+        prepared.run(Addresses.of(sources), Addresses.of(targets), stream)
 
     def for_map(self, array: Any, op: Any, expression: Expression) -> PreparedMap:
         """See :meth:`DeviceBackend.for_map`. Several ranks apply the expression in the kernels of the exchange."""

@@ -30,8 +30,8 @@ UNIT = 8  # elements of a packet
 GROUP = 64  # elements of which a row must have whole numbers
 MOST_HIDDEN = 16_384  # for which the kernels have room
 _SHARE = 16  # units; the share of a block is a multiple of it
-_FEW_ROWS, _SOME_ROWS = 8, 32  # up to here, a cluster of 8 or 4 blocks has a long row
-_SHORT_HIDDEN = 5120  # up to here, a row is no long one
+_FEW_ROWS, _SOME_ROWS = 8, 32  # up to 8 long rows have 8 blocks each, up to 32 have 4 over 2 ranks and 8 over more
+_SHORT_HIDDEN = 5120  # up to so many elements, a row is a short one
 _CLUSTERED_HIDDEN = 4096  # from here on, four blocks have a short row in one hop over 3 or more ranks
 _MOST_DEPTH = 2
 # The largest message, by n, for one hop: as for the plain all-reduce, because the norm costs the same behind both. Over
@@ -188,7 +188,8 @@ def _clusters(shape: NormShape, n: int, algorithm: str) -> list[int]:
 
     Several blocks send and poll a row faster than one, but a cluster starts 0.4 us later, unless the kernel before lets
     its successor start early. Programs have other kernels between their all-reduces, which mostly do not. Behind such a
-    kernel, over 4 GPUs, a cluster is ahead for up to 8 rows of 4096 or 5120, and even up to 16. Shorter rows are not.
+    kernel, over 4 GPUs, four blocks are faster than one for few rows of 4096 or 5120, as fast for 8 to 16 rows, and
+    slower for rows of up to 3072.
     """
     many = [1, 2, 4]  # more than 1 where a block cannot hold a row
     if shape.hidden <= _SHORT_HIDDEN:

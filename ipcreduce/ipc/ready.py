@@ -65,7 +65,7 @@ class ReadyLaunches:
                 return Ready(prepared.what, cupy_runtime.launch_graph, executable.handle)
         if len(launches) == 1:
             return Ready(prepared.what, launches[0].run_at, (sources, targets))
-        return Ready(prepared.what, _launch_list, (prepared, sources, targets))
+        return Ready(prepared.what, _launch_all, (prepared, sources, targets))
 
     def make_norm(self, prepared: PreparedNorm, addresses: NormAddresses) -> Ready | None:
         """The ready call with RMSNorm as a graph. None if it is no short message, or several launches."""
@@ -110,12 +110,7 @@ def _launch_kernel(argument: tuple[driver.Launch, memoryview, int, int], stream:
     launch.run(stream)
 
 
-def _launch_all(argument: tuple[PreparedCall, int, int], stream: Stream) -> None:
-    prepared, source, target = argument
-    prepared.run(source, target, stream)
-
-
-def _launch_list(argument: tuple[PreparedLaunches, Addresses, Addresses], stream: Stream) -> None:
+def _launch_all(argument: tuple[PreparedCall | PreparedLaunches, Any, Any], stream: Stream) -> None:
     prepared, sources, targets = argument
     prepared.run(sources, targets, stream)
 

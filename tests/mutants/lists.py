@@ -277,7 +277,7 @@ MUTANTS = [
     Mutant(
         "an array of a list has address 0",
         KNOWN,
-        "if np.count_nonzero(words) == len(words) else 0",
+        "if np.count_nonzero(every) == len(every) else 0",
         "",
         unit("known_lists", "addresses_that_fit"),
     ),

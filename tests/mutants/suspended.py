@@ -9,6 +9,20 @@ SUSPENSION, VIRTUAL, BACKEND = "ipcreduce/suspension.py", "ipcreduce/ipc/virtual
 
 MUTANTS = [
     Mutant(
+        "a small result in the capture of another library takes a piece of virtual memory",
+        "ipcreduce/graphs/pool.py",
+        "if not virtual or nbytes < UNIT:",
+        "if not virtual:",
+        scenario("pools_given_back"),
+    ),
+    Mutant(
+        "new memory is made for slabs that have kept theirs",
+        "ipcreduce/graphs/pool.py",
+        "                if slab.place is not None:\n                    self._prepared",
+        "                if True:\n                    self._prepared",
+        scenario("pools_given_back"),
+    ),
+    Mutant(
         "a kernel of others works on while there is no workspace",
         VIRTUAL,
         "driver.fill(self._own.address, EMPTY, EPOCHS_BYTES)",

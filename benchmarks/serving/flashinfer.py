@@ -11,7 +11,7 @@ from pathlib import Path
 
 VERSION = "0.6.14"  # which vLLM 0.26.0 asks for
 TOOLS = [f"nvidia-{name}==13.0.*" for name in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-cccl", "cuda-runtime")]
-TOOLS += ["nvidia-curand==10.4.*", "ninja", "nvidia-ml-py"]
+TOOLS += ["nvidia-curand==10.4.*", "ninja"]
 BUILD = """from flashinfer.jit.comm import gen_trtllm_comm_module as made
 made().build(False)
 print(made().jit_library_path)
@@ -21,7 +21,8 @@ print(made().aot_path)"""
 def lay_out(target: Path, work: Path, pip: Callable[..., None]) -> None:
     """Fill ``target`` for PYTHONPATH. What compiles further kernels is left out."""
     tools = work / "cuda"
-    pip("install", "--no-deps", "--no-compile", "--target", str(target), f"flashinfer-python=={VERSION}")
+    wanted = [f"flashinfer-python=={VERSION}", "nvidia-ml-py"]
+    pip("install", "--no-deps", "--no-compile", "--target", str(target), *wanted)
     pip("install", "--no-deps", "--no-compile", "--target", str(tools), *TOOLS)
     home = tools / "nvidia" / "cu13"
     (home / "lib" / "stubs").mkdir()

@@ -101,9 +101,13 @@ def free_ports(count: int) -> list[int]:
 
 def lives(args: argparse.Namespace) -> dict[str, Any]:
     """One rank's engines, one after the other. An engine leaves PyTorch's context, and what NCCL keeps."""
+    from vllm.platforms import current_platform
+
     found: dict[str, Any] = {"used_mb": [], "tokens": []}
     for port in os.environ[PORTS].split(","):
         os.environ["MASTER_PORT"] = port
+        # vLLM 0.26 would capture into the pool of the engine before, which has gone with the graphs of that engine.
+        type(current_platform)._global_graph_pool = None
         llm = made(args, distributed_executor_backend="external_launcher", compilation_config=NOT_COMPILED)
         found["tokens"].append(tokens(llm))
         [found["worker"]] = llm.collective_rpc("bench_state")

@@ -39,8 +39,9 @@ SETTINGS = {
 }  # fmt: skip
 
 WITH_FLASHINFER = "flashinfer"  # a folder of the archives
-FLASHINFER = {  # its kernels are there without nvcc, and those named need no multicast
+FLASHINFER = {  # its kernels are there without nvcc, and those named need no multicast, which PyTorch is not to make
     "VLLM_HAS_FLASHINFER_CUBIN": "1", "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }  # fmt: skip
 
 

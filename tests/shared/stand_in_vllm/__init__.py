@@ -15,6 +15,7 @@ def lay_out(site: Path) -> None:
     for package in (site / "vllm" / "entrypoints", place):
         (package / "__init__.py").touch()
     shutil.copy(HERE / "engine.py", site / "vllm" / "__init__.py")
+    shutil.copy(HERE / "platforms.py", site / "vllm" / "platforms.py")
     shutil.copy(HERE / "server.py", place / "api_server.py")
     shutil.copy(HERE / "devices.py", site / "torch.py")
     for name in ("vllm", "torch", "ipcreduce"):

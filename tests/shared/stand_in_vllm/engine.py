@@ -15,7 +15,10 @@ class LLM:
     living = 0
 
     def __init__(self, **settings: Any) -> None:
-        self.settings = settings
+        from vllm.platforms import current_platform
+
+        self.settings, self.pool = settings, current_platform.get_global_graph_pool()
+        assert not self.pool.has_gone
         LLM.living += 1
         assert LLM.living == 1 or settings.get("gpu_memory_utilization", 1) < 0.5
         external = settings.get("distributed_executor_backend") == "external_launcher"
@@ -26,6 +29,7 @@ class LLM:
 
     def shutdown(self) -> None:
         LLM.living -= 1
+        self.pool.has_gone = LLM.living == 0
 
     def sleep(self, level: int) -> None:
         assert self.settings["enable_sleep_mode"]

@@ -1,12 +1,13 @@
 """Times all-reduce, residual and RMSNorm in one kernel beside the plain all-reduce and the unfused pair.
 
-    mpirun -n 2 python benchmarks/fused.py OUT.json [--only table,fp8,chain,shapes,eager] [--seconds 220]
+    mpirun -n 2 python benchmarks/fused.py OUT.json [--only table,fp8,chain,shapes,eager,peers] [--seconds 220]
 
 - table: bfloat16 with a residual, in graphs of 100: all-reduce, fused, pair, and what the last two take more
 - fp8: the results quantised by a given scale, by one a row, and by one every 128 elements, beside those that are not
 - chain: between two matrix products of PyTorch, from which only the time of all three is known
 - shapes: every number of blocks and units a thread for which there is room, behind one another and in that chain
 - eager: calls that are not captured, on the host alone and from end to end
+- peers: FlashInfer's call beside ours, behind one another and in that chain; nothing without FlashInfer
 
 "pair" is the call of a communicator without fused kernels, which runs the all-reduce, and then the norm. Before it is
 timed, a call's results are compared with NumPy's bit for bit, three times: with other data, outputs that are poisoned,
@@ -35,8 +36,10 @@ from ipcreduce.bench.norms import without_fused
 
 try:
     from benchmarks.norm_cases import EPS, Call, Case, Products, WrongError, load, name_of, plans
+    from benchmarks.norm_peers import FlashInfer
 except ImportError:  # a script whose clone is not on the path
     from norm_cases import EPS, Call, Case, Products, WrongError, load, name_of, plans
+    from norm_peers import FlashInfer
 
 WORLD = MPI.COMM_WORLD
 HIDDEN, ROWS = (4096, 5120, 8192), tuple(1 << power for power in range(10))
@@ -66,10 +69,10 @@ class Bench:
                 return
             yield Case(self.comms, count, hidden, scales)
 
-    def checked(self, case: Case, name: str, call: Call, plain: bool = False) -> bool:
+    def checked(self, case: Case, name: str, call: Call, plain: bool = False, bits: bool = True) -> bool:
         """True if the results of a call are right, which it says otherwise."""
         try:
-            case.check(name, call, plain)
+            case.check(name, call, plain, bits)
         except WrongError as error:
             self.wrong += 1
             say(f"  WRONG {error}")
@@ -134,7 +137,7 @@ class Bench:
             kinds: dict[str, Any] = {"": (case.x, case.weight, case.residual, case.total)}
             products = Products(case)
             if products.torch:
-                kinds[" tensors"] = tuple(map(products._tensor, kinds[""]))
+                kinds[" tensors"] = tuple(map(products.tensor, kinds[""]))
             row = place(case)
             for kind, (x, weight, residual, total) in kinds.items():
                 calls = {
@@ -146,6 +149,24 @@ class Bench:
                 for name, call in calls.items():
                     row[name + kind] = self._eagerly(call, products)
             yield row
+
+    def peers(self) -> Iterator[dict[str, Any]]:
+        """Another library's call, alone and between products, as ``shapes`` has it."""
+        try:
+            peer = FlashInfer(max(self.options.rows or ROWS), max(self.options.hidden))
+        except ImportError as error:
+            say(f"  without FlashInfer: {error}")
+            return
+        for case in self.cases(ROWS):
+            products = Products(case)
+            calls = self.calls(case) | {
+                name: call for name, call in peer.calls(case, products).items()
+                if self.checked(case, name, call, bits=False)
+            }  # fmt: skip
+            chains = {name: products.around(call, name == "all-reduce") for name, call in calls.items()}
+            alone, chained = (self.timed(every, products.captured) for every in (calls, chains))
+            yield place(case) | {"by": case.by, "alone": alone, "chained": chained}
+        peer.close()
 
     def _eagerly(self, call: Call, products: Products) -> str:
         """Host alone, and from end to end."""
@@ -201,7 +222,10 @@ def shown(row: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-PARTS = {"table": Bench.table, "fp8": Bench.fp8, "chain": Bench.chain, "shapes": Bench.shapes, "eager": Bench.eager}
+PARTS = {
+    "table": Bench.table, "fp8": Bench.fp8, "chain": Bench.chain, "shapes": Bench.shapes, "eager": Bench.eager,
+    "peers": Bench.peers,
+}  # fmt: skip
 
 
 def arguments() -> argparse.Namespace:

@@ -169,6 +169,18 @@ def norm_table(machine: str = "h100-x2") -> str:
     return table(["hidden", "rows", *ways, *(f"chain: {way}" for way in ways)], lines)
 
 
+def norm_peer_table() -> str:
+    """Times of the same call and of FlashInfer's, which takes one hop or two: whichever is faster. See norm_table()."""
+    ways = "fused", "FlashInfer"
+    lines = []
+    for row in sorted(read("fused-peers-h200-x2")["peers"], key=lambda row: (row["hidden"], row["rows"])):
+        both = row["alone"], row["chained"]
+        best = (min(us for name, us in one.items() if name.startswith("FlashInfer")) for one in both)
+        pairs = ((one["fused"], us) for one, us in zip(both, best, strict=True))
+        lines.append([str(row["hidden"]), str(row["rows"]), *(us_text(us) for pair in pairs for us in pair)])
+    return table(["hidden", "rows", *ways, *(f"chain: {way}" for way in ways)], lines)
+
+
 def norm_fp8_table(machine: str = "h100-x2") -> str:
     """Times of the same calls with quantised results, in graphs."""
     kinds = {"fused": "no e4m3", "given": "a given scale", "token": "a scale a row", "group": "a scale every 128"}
@@ -334,6 +346,10 @@ _RUNS: dict[str, Callable[[dict[str, Any], Rows], tuple[str, str]]] = {  # by a 
         "all-reduces with RMSNorm, `benchmarks/fused.py`",
         f"{_BEFORE_TIMING}; {sum(map(len, (content.get(part, ()) for part in _NORM_PARTS)))} rows",
     ),
+    "peers": lambda content, _: (
+        "all-reduces with RMSNorm beside FlashInfer's, `benchmarks/fused.py`",
+        f"results compared with NumPy's before they are timed; {len(content['peers'])} shapes",
+    ),
     "cases": lambda content, rows: (
         f"sweep, {content['cases']} cases{_over(content, rows)}",
         f"{content['calls']:,} calls right",
@@ -374,6 +390,7 @@ if __name__ == "__main__":
     figures = [bench_table(n, mode) for n in (4, 2) for mode in ("graph", "eager")]
     figures += [bench_table(2, mode, gpu="h100") for mode in ("graph", "eager")]
     norms = [one(machine) for machine in ("h100-x2", "h200-x4") for one in (norm_table, norm_fp8_table)]
+    norms.append(norm_peer_table())
     lists = list_table(), list_table("h200-x4"), list_host_table(), overlap_table(), *norms
     others = ratio_table(), llama_table(), llama_table("h200-x4"), host_table(), run_table()
     for text in (readme_table(), *figures, *lists, *others):

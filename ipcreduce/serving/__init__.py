@@ -18,6 +18,7 @@ from ..options import is_on
 
 _VLLM_MODULE = "vllm.distributed.device_communicators.custom_all_reduce"
 _SGLANG_TARGET = "sglang.srt.distributed.device_communicators.custom_all_reduce.dispatch_custom_allreduce"
+_SGLANG_FUSED = "sglang.srt.layers.flashinfer_comm_fusion.flashinfer_allreduce_residual_rmsnorm"
 _PASS_MANAGER = "ipcreduce.serving.passes.PassManager"
 _FLASHINFER = "VLLM_ALLREDUCE_USE_FLASHINFER"  # 0 by default in vLLM 0.26.0, and 1 in 0.33.0
 _INVARIANT = "VLLM_BATCH_INVARIANT"
@@ -108,16 +109,54 @@ def _seat_of(name: str) -> Any:
 
 
 def sglang_plugin() -> None:
-    """Let SGLang choose EngineAllReduce for its groups. Entry point of ``sglang.srt.plugins``."""
+    """Let SGLang choose EngineAllReduce for its groups. Entry point of ``sglang.srt.plugins``.
+
+    On NVIDIA's GPUs SGLang asks FlashInfer for an all-reduce with RMSNorm, and never the object of the group. With
+    ``IPCREDUCE_FUSED=1`` it asks this object first.
+    """
     if not is_on("IPCREDUCE_ENGINES"):
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(_SGLANG_TARGET, _choose, HookType.REPLACE)
     _log.info("IPCREDUCE_ENGINES=1: %s now chooses ipcreduce's EngineAllReduce", _SGLANG_TARGET)
+    if is_on("IPCREDUCE_FUSED"):
+        HookRegistry.register(_SGLANG_FUSED, _normalise, HookType.AROUND)
+        _log.info("IPCREDUCE_FUSED=1: %s now asks ipcreduce first", _SGLANG_FUSED)
 
 
 def _choose(group: Any, device: Any) -> type:
     from .seat import EngineAllReduce
 
     return EngineAllReduce
+
+
+def _normalise(theirs: Any, **named: Any) -> Any:
+    """Make SGLang's call of FlashInfer by ipcreduce, where that takes it: on the tensor-parallel group, uncompiled.
+
+    The choice is the same on every rank.
+    """
+    import torch
+
+    seat = None if torch.compiler.is_compiling() else _sglang_seat(named.get("use_attn_tp_group", True))
+    found = None
+    if seat is not None:
+        x, residual, weight, eps = (named[name] for name in ("input_tensor", "residual", "weight", "eps"))
+        found = seat.fused_allreduce_rmsnorm(x, residual, weight, eps)
+    return theirs(**named) if found is None else found
+
+
+def _sglang_seat(of_attention: bool) -> Any:
+    """The EngineAllReduce of SGLang's tensor-parallel group; None if the call is for fewer ranks, or there is none.
+
+    :param of_attention: the call is for the ranks that share attention. Else for those that share experts.
+    """
+    from sglang.srt.distributed.parallel_state import get_tp_group
+    from sglang.srt.runtime_context import get_parallel
+
+    from .seat import EngineAllReduce
+
+    sizes, group = get_parallel(), get_tp_group()
+    experts = sizes.moe_ep_size if sizes.moe_ep_size > 1 else sizes.moe_tp_size
+    ranks = sizes.attn_tp_size if of_attention else experts
+    return group.ca_comm if ranks == group.world_size and isinstance(group.ca_comm, EngineAllReduce) else None

@@ -99,8 +99,9 @@ class EngineAllReduce:
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The normalised rows and the residual sum, in new tensors; None for tensors that are declined.
 
-        SGLang calls it, and ignores what it raises. So the choice depends on sizes, dtypes, layouts and devices alone,
-        which are the same on every rank, and an error is in the log.
+        Our hook in SGLang calls it, and SGLang itself on AMD's GPUs, where it ignores what it raises. So the choice
+        depends on sizes, dtypes, layouts and devices alone, which are the same on every rank, and an error is in the
+        log.
 
         :raises IpcReduceError: see :meth:`Communicator.allreduce_rmsnorm`.
         """

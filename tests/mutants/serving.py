@@ -19,9 +19,23 @@ MUTANTS = [
     Mutant(
         "the fused pass is brought unasked",
         PLUGIN,
-        'if is_on("IPCREDUCE_FUSED"):',
-        "if True:",
+        'if is_on("IPCREDUCE_FUSED"):\n        _bring',
+        "if True:\n        _bring",
         unit("serving", "the_fused_pass_is_asked_for"),
+    ),
+    Mutant(
+        "SGLang's fused call is taken for fewer ranks than the group has",
+        PLUGIN,
+        "if ranks == group.world_size and",
+        "if",
+        unit("serving", "sglang_asks_flashinfer_for_the_rest"),
+    ),
+    Mutant(
+        "SGLang's fused call is traced into ours",
+        PLUGIN,
+        "None if torch.compiler.is_compiling() else ",
+        "",
+        unit("serving", "sglang_asks_flashinfer_for_the_rest"),
     ),
     Mutant(
         "a batch decides whether ipcreduce sums, although it must not",

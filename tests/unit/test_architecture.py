@@ -231,6 +231,7 @@ def test_nothing_imports_the_guests():
             "torch",
             {
                 "ipcreduce.bench.contenders",
+                "ipcreduce.serving",
                 "ipcreduce.serving.fusion",
                 "ipcreduce.serving.quantised",
                 "ipcreduce.serving.seat",

@@ -197,21 +197,82 @@ def test_a_vllm_that_does_not_fit(vllm: types.ModuleType, seat: type, monkeypatc
         serving.vllm_plugin()
 
 
-def test_sglang_chooses_our_class(seat: type, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("IPCREDUCE_ENGINES", "1")
-    hooks: list[tuple[str, Any, str]] = []
-    registry = types.SimpleNamespace(register=lambda *hook: hooks.append(hook))
-    place = "sglang.srt.plugins.hook_registry"
-    for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
+@pytest.fixture
+def hooks(seat: type, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, str]]:
+    """What is registered in a stand-in for SGLang, which has a tensor-parallel group of two ranks with our class."""
+    found: list[tuple[str, Any, str]] = []
+    registry = types.SimpleNamespace(register=lambda *hook: found.append(hook))
+    kinds = types.SimpleNamespace(REPLACE="replace", AROUND="around")
+    group = types.SimpleNamespace(world_size=2, ca_comm=object.__new__(seat))
+    sizes = types.SimpleNamespace(attn_tp_size=2, moe_ep_size=1, moe_tp_size=2)
+    modules = {
+        "plugins.hook_registry": {"HookRegistry": registry, "HookType": kinds},
+        "distributed.parallel_state": {"get_tp_group": lambda: group},
+        "runtime_context": {"get_parallel": lambda: sizes},
+    }
+    for name in ("sglang", "sglang.srt", "sglang.srt.plugins", "sglang.srt.distributed"):
         monkeypatch.setitem(sys.modules, name, module(name))
-    kinds = types.SimpleNamespace(REPLACE="replace")
-    monkeypatch.setitem(sys.modules, place, module(place, HookRegistry=registry, HookType=kinds))
+    for name, content in modules.items():
+        monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", module(f"sglang.srt.{name}", **content))
+    monkeypatch.setenv("IPCREDUCE_ENGINES", "1")
+    return found
+
+
+def test_sglang_chooses_our_class(seat: type, hooks: list[tuple[str, Any, str]]):
     serving.sglang_plugin()
     [(target, choose, kind)] = hooks
     assert (target, kind) == (
         "sglang.srt.distributed.device_communicators.custom_all_reduce.dispatch_custom_allreduce", "replace"
     )  # fmt: skip
     assert choose(group=None, device=None) is seat
+
+
+FUSED_CALL = {"input_tensor": "x", "residual": "r", "weight": "w", "eps": 1e-6, "max_token_num": 2048}
+
+
+@pytest.fixture
+def fused(hooks: list[tuple[str, Any, str]], seat: type, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's fused call with our hook around it. Ours gives "ours" and its arguments, theirs what it was given."""
+    monkeypatch.setenv("IPCREDUCE_FUSED", "1")
+    monkeypatch.setattr(seat, "fused_allreduce_rmsnorm", lambda self, *given: ("ours", *given), raising=False)
+    compiler = types.SimpleNamespace(is_compiling=lambda: False)
+    monkeypatch.setitem(sys.modules, "torch", module("torch", compiler=compiler))
+    serving.sglang_plugin()
+    _, (target, hook, kind) = hooks
+    assert (target, kind) == (
+        "sglang.srt.layers.flashinfer_comm_fusion.flashinfer_allreduce_residual_rmsnorm", "around"
+    )  # fmt: skip
+    return lambda **more: hook(lambda **named: named, **FUSED_CALL | more)
+
+
+@pytest.mark.parametrize("more", [{}, {"use_attn_tp_group": True}, {"use_attn_tp_group": False}])
+def test_sglang_asks_us_for_rows(fused: Any, more: dict[str, bool]):
+    assert fused(**more) == ("ours", "x", "r", "w", 1e-6)
+
+
+def of_other_sizes(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> None:
+    context = sys.modules["sglang.srt.runtime_context"]
+    monkeypatch.setattr(context, "get_parallel", lambda: types.SimpleNamespace(**sizes))
+
+
+@pytest.mark.parametrize("reason", ["declined", "compiled", "attention", "experts", "tensor experts", "another class"])
+def test_sglang_asks_flashinfer_for_the_rest(fused: Any, seat: type, monkeypatch: pytest.MonkeyPatch, reason: str):
+    more: dict[str, bool] = {}
+    if reason == "declined":
+        monkeypatch.setattr(seat, "fused_allreduce_rmsnorm", lambda self, *given: None)
+    elif reason == "compiled":
+        monkeypatch.setattr(sys.modules["torch"].compiler, "is_compiling", lambda: True)
+    elif reason == "attention":
+        of_other_sizes(monkeypatch, attn_tp_size=1, moe_ep_size=1, moe_tp_size=2)
+    elif reason == "experts":
+        more = {"use_attn_tp_group": False}
+        of_other_sizes(monkeypatch, attn_tp_size=2, moe_ep_size=4, moe_tp_size=2)
+    elif reason == "tensor experts":
+        more = {"use_attn_tp_group": False}
+        of_other_sizes(monkeypatch, attn_tp_size=2, moe_ep_size=1, moe_tp_size=1)
+    else:
+        sys.modules["sglang.srt.distributed.parallel_state"].get_tp_group().ca_comm = object()
+    assert fused(**more) == FUSED_CALL | more
 
 
 def test_the_entry_points_exist():

@@ -174,6 +174,9 @@ def check_what_the_pass_needs(package: Path) -> None:
         assert step in ast.unparse(quant)
 
 
+NAMED = {"input_tensor", "residual", "weight", "eps"}  # what our hook reads of SGLang's fused call
+
+
 @asked_for
 def test_sglang(tmp_path: Path):
     version, package = engine_sources.fetch("sglang", tmp_path)
@@ -190,6 +193,19 @@ def test_sglang(tmp_path: Path):
     register = engine_sources.definition(plugins / "hook_registry.py", "HookRegistry.register")
     assert [arg.arg for arg in register.args.args][:4] == ["cls", "target", "hook", "hook_type"]
     kinds = engine_sources.definition(plugins / "hook_registry.py", "HookType")
-    assert "REPLACE = 'replace'" in ast.unparse(kinds)
+    assert all(kind in ast.unparse(kinds) for kind in ("REPLACE = 'replace'", "AROUND = 'around'"))
+    fused = engine_sources.definition(
+        package / "srt" / "layers" / "flashinfer_comm_fusion.py", "flashinfer_allreduce_residual_rmsnorm"
+    )
+    assert {"use_attn_tp_group", *NAMED} <= {arg.arg for arg in fused.args.args}
+    norms = package / "srt" / "layers" / "layernorm.py"
+    calls = engine_sources.calls_of(norms, "flashinfer_allreduce_residual_rmsnorm")
+    assert calls
+    assert all(not call.args and {one.arg for one in call.keywords} >= NAMED for call in calls)
+    sizes = ast.unparse(engine_sources.definition(norms, "_forward_with_allreduce_fusion"))
+    for size in ("attn_tp_size", "moe_ep_size", "moe_tp_size"):
+        assert f"get_parallel().{size}" in sizes
+    assert "from sglang.srt.runtime_context import" in norms.read_text()
+    assert not engine_sources.definition(state, "get_tp_group").args.args
     wanted = {"disabled", "should_custom_ar", "custom_all_reduce", "capture", "close", "fused_allreduce_rmsnorm"}
     checked(package, wanted)

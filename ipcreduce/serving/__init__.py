@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from ..errors import UnsupportedError
@@ -18,7 +19,8 @@ from ..options import is_on
 
 _VLLM_MODULE = "vllm.distributed.device_communicators.custom_all_reduce"
 _SGLANG_TARGET = "sglang.srt.distributed.device_communicators.custom_all_reduce.dispatch_custom_allreduce"
-_SGLANG_FUSED = "sglang.srt.layers.flashinfer_comm_fusion.flashinfer_allreduce_residual_rmsnorm"
+_SGLANG_FLASHINFER = "sglang.srt.layers.flashinfer_comm_fusion"
+_SGLANG_FUSED, _SGLANG_PLAIN = "flashinfer_allreduce_residual_rmsnorm", "can_use_flashinfer_allreduce"
 _PASS_MANAGER = "ipcreduce.serving.passes.PassManager"
 _FLASHINFER = "VLLM_ALLREDUCE_USE_FLASHINFER"  # 0 by default in vLLM 0.26.0, and 1 in 0.33.0
 _INVARIANT = "VLLM_BATCH_INVARIANT"
@@ -111,8 +113,8 @@ def _seat_of(name: str) -> Any:
 def sglang_plugin() -> None:
     """Let SGLang choose EngineAllReduce for its groups. Entry point of ``sglang.srt.plugins``.
 
-    On NVIDIA's GPUs SGLang asks FlashInfer for an all-reduce with RMSNorm, and never the object of the group. With
-    ``IPCREDUCE_FUSED=1`` it asks this object first.
+    On NVIDIA's GPUs SGLang asks FlashInfer for an all-reduce with RMSNorm, and never the object of the group. Newer
+    releases then ask FlashInfer for others, too. With ``IPCREDUCE_FUSED=1`` they ask this object first.
     """
     if not is_on("IPCREDUCE_ENGINES"):
         return
@@ -121,8 +123,10 @@ def sglang_plugin() -> None:
     HookRegistry.register(_SGLANG_TARGET, _choose, HookType.REPLACE)
     _log.info("IPCREDUCE_ENGINES=1: %s now chooses ipcreduce's EngineAllReduce", _SGLANG_TARGET)
     if is_on("IPCREDUCE_FUSED"):
-        HookRegistry.register(_SGLANG_FUSED, _normalise, HookType.AROUND)
-        _log.info("IPCREDUCE_FUSED=1: %s now asks ipcreduce first", _SGLANG_FUSED)
+        HookRegistry.register(f"{_SGLANG_FLASHINFER}.{_SGLANG_FUSED}", _normalise, HookType.AROUND)
+        if hasattr(import_module(_SGLANG_FLASHINFER), _SGLANG_PLAIN):  # 0.5.17 has it not
+            HookRegistry.register(f"{_SGLANG_FLASHINFER}.{_SGLANG_PLAIN}", _leave_to_us, HookType.AROUND)
+        _log.info("IPCREDUCE_FUSED=1: %s.%s now asks ipcreduce first", _SGLANG_FLASHINFER, _SGLANG_FUSED)
 
 
 def _choose(group: Any, device: Any) -> type:
@@ -138,7 +142,7 @@ def _normalise(theirs: Any, **named: Any) -> Any:
     """
     import torch
 
-    seat = None if torch.compiler.is_compiling() else _sglang_seat(named.get("use_attn_tp_group", True))
+    seat = None if torch.compiler.is_compiling() else _sglang_seat(_ranks_of(**named))
     found = None
     if seat is not None:
         x, residual, weight, eps = (named[name] for name in ("input_tensor", "residual", "weight", "eps"))
@@ -146,17 +150,28 @@ def _normalise(theirs: Any, **named: Any) -> Any:
     return theirs(**named) if found is None else found
 
 
-def _sglang_seat(of_attention: bool) -> Any:
-    """The EngineAllReduce of SGLang's tensor-parallel group; None if the call is for fewer ranks, or there is none.
+def _leave_to_us(theirs: Any, tensor: Any, **named: Any) -> bool:
+    """False, which means no call of FlashInfer, for a plain all-reduce that ipcreduce takes; else SGLang's answer."""
+    import torch
 
-    :param of_attention: the call is for the ranks that share attention. Else for those that share experts.
-    """
-    from sglang.srt.distributed.parallel_state import get_tp_group
+    seat = None if torch.compiler.is_compiling() else _sglang_seat(named["expected_world_size"])
+    return False if seat is not None and seat.should_custom_ar(tensor) else theirs(tensor, **named)
+
+
+def _ranks_of(*, use_attn_tp_group: bool = True, **_: Any) -> int:
+    """How many ranks SGLang's fused call is for: those that share attention, or those that share experts."""
     from sglang.srt.runtime_context import get_parallel
+
+    sizes = get_parallel()
+    experts = sizes.moe_ep_size if sizes.moe_ep_size > 1 else sizes.moe_tp_size
+    return int(sizes.attn_tp_size if use_attn_tp_group else experts)
+
+
+def _sglang_seat(ranks: int) -> Any:
+    """The EngineAllReduce of SGLang's tensor-parallel group, if that has so many ranks; else None."""
+    from sglang.srt.distributed.parallel_state import get_tp_group
 
     from .seat import EngineAllReduce
 
-    sizes, group = get_parallel(), get_tp_group()
-    experts = sizes.moe_ep_size if sizes.moe_ep_size > 1 else sizes.moe_tp_size
-    ranks = sizes.attn_tp_size if of_attention else experts
+    group = get_tp_group()
     return group.ca_comm if ranks == group.world_size and isinstance(group.ca_comm, EngineAllReduce) else None

@@ -31,10 +31,17 @@ MUTANTS = [
         unit("serving", "sglang_asks_flashinfer_for_the_rest"),
     ),
     Mutant(
+        "SGLang leaves plain calls to FlashInfer",
+        PLUGIN,
+        "return False if seat is not None and",
+        "return False if False and",
+        unit("serving", "sglang_asks_us_for_plain_calls"),
+    ),
+    Mutant(
         "SGLang's fused call is traced into ours",
         PLUGIN,
-        "None if torch.compiler.is_compiling() else ",
-        "",
+        "None if torch.compiler.is_compiling() else _sglang_seat(_ranks",
+        "_sglang_seat(_ranks",
         unit("serving", "sglang_asks_flashinfer_for_the_rest"),
     ),
     Mutant(

@@ -209,8 +209,9 @@ def hooks(seat: type, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, s
         "plugins.hook_registry": {"HookRegistry": registry, "HookType": kinds},
         "distributed.parallel_state": {"get_tp_group": lambda: group},
         "runtime_context": {"get_parallel": lambda: sizes},
+        "layers.flashinfer_comm_fusion": {"can_use_flashinfer_allreduce": None},
     }
-    for name in ("sglang", "sglang.srt", "sglang.srt.plugins", "sglang.srt.distributed"):
+    for name in ("sglang", "sglang.srt", "sglang.srt.plugins", "sglang.srt.distributed", "sglang.srt.layers"):
         monkeypatch.setitem(sys.modules, name, module(name))
     for name, content in modules.items():
         monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", module(f"sglang.srt.{name}", **content))
@@ -231,18 +232,47 @@ FUSED_CALL = {"input_tensor": "x", "residual": "r", "weight": "w", "eps": 1e-6, 
 
 
 @pytest.fixture
-def fused(hooks: list[tuple[str, Any, str]], seat: type, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """SGLang's fused call with our hook around it. Ours gives "ours" and its arguments, theirs what it was given."""
+def with_norms(hooks: list[tuple[str, Any, str]], seat: type, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The further hooks with IPCREDUCE_FUSED=1, by the name of the function. Ours gives "ours" and its arguments."""
     monkeypatch.setenv("IPCREDUCE_FUSED", "1")
     monkeypatch.setattr(seat, "fused_allreduce_rmsnorm", lambda self, *given: ("ours", *given), raising=False)
+    monkeypatch.setattr(seat, "should_custom_ar", lambda self, tensor: tensor == "x", raising=False)
     compiler = types.SimpleNamespace(is_compiling=lambda: False)
     monkeypatch.setitem(sys.modules, "torch", module("torch", compiler=compiler))
     serving.sglang_plugin()
-    _, (target, hook, kind) = hooks
-    assert (target, kind) == (
-        "sglang.srt.layers.flashinfer_comm_fusion.flashinfer_allreduce_residual_rmsnorm", "around"
-    )  # fmt: skip
+    assert {target.rpartition(".")[0] for target, _, _ in hooks[1:]} <= {"sglang.srt.layers.flashinfer_comm_fusion"}
+    assert {kind for _, _, kind in hooks[1:]} <= {"around"}
+    return {target.rpartition(".")[2]: hook for target, hook, _ in hooks[1:]}
+
+
+@pytest.fixture
+def fused(with_norms: dict[str, Any]) -> Any:
+    """SGLang's fused call with our hook around it. Theirs gives what it was given."""
+    hook = with_norms["flashinfer_allreduce_residual_rmsnorm"]
     return lambda **more: hook(lambda **named: named, **FUSED_CALL | more)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "ranks", "compiled", "answer"),
+    [("x", 2, False, False), ("declined", 2, False, "theirs"), ("x", 1, False, "theirs"), ("x", 2, True, "theirs")],
+)
+def test_sglang_asks_us_for_plain_calls(
+    with_norms: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tensor: str, ranks: int, compiled: bool, answer: Any
+):  # fmt: skip
+    """The answer says whether FlashInfer makes the call."""
+    monkeypatch.setattr(sys.modules["torch"].compiler, "is_compiling", lambda: compiled)
+    hook = with_norms["can_use_flashinfer_allreduce"]
+    assert hook(lambda tensor, **named: "theirs", tensor, expected_world_size=ranks, use_attn_tp_group=True) == answer
+
+
+def test_sglang_without_plain_calls_of_flashinfer(hooks: list[tuple[str, Any, str]], monkeypatch: pytest.MonkeyPatch):
+    """0.5.17: a hook on a function that is not there would be an error in its log."""
+    monkeypatch.setenv("IPCREDUCE_FUSED", "1")
+    del sys.modules["sglang.srt.layers.flashinfer_comm_fusion"].can_use_flashinfer_allreduce
+    serving.sglang_plugin()
+    assert [target.rpartition(".")[2] for target, _, _ in hooks] == [
+        "dispatch_custom_allreduce", "flashinfer_allreduce_residual_rmsnorm"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("more", [{}, {"use_attn_tp_group": True}, {"use_attn_tp_group": False}])

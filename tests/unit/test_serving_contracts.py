@@ -198,6 +198,13 @@ def test_sglang(tmp_path: Path):
         package / "srt" / "layers" / "flashinfer_comm_fusion.py", "flashinfer_allreduce_residual_rmsnorm"
     )
     assert {"use_attn_tp_group", *NAMED} <= {arg.arg for arg in fused.args.args}
+    plain = engine_sources.definition(
+        package / "srt" / "layers" / "flashinfer_comm_fusion.py", "can_use_flashinfer_allreduce"
+    )
+    assert [arg.arg for arg in plain.args.args] == ["input_"]
+    calls = engine_sources.calls_of(state, "can_use_flashinfer_allreduce")
+    assert calls
+    assert all(len(call.args) == 1 and "expected_world_size" in {one.arg for one in call.keywords} for call in calls)
     norms = package / "srt" / "layers" / "layernorm.py"
     calls = engine_sources.calls_of(norms, "flashinfer_allreduce_residual_rmsnorm")
     assert calls

@@ -127,6 +127,10 @@ def sglang_plugin() -> None:
         if hasattr(import_module(_SGLANG_FLASHINFER), _SGLANG_PLAIN):  # 0.5.17 has it not
             HookRegistry.register(f"{_SGLANG_FLASHINFER}.{_SGLANG_PLAIN}", _leave_to_us, HookType.AROUND)
         _log.info("IPCREDUCE_FUSED=1: %s.%s now asks ipcreduce first", _SGLANG_FLASHINFER, _SGLANG_FUSED)
+    else:
+        _log.info(
+            "SGLang asks FlashInfer for all-reduces with RMSNorm of some models. Set IPCREDUCE_FUSED=1 to have ours"
+        )
 
 
 def _choose(group: Any, device: Any) -> type:

@@ -219,8 +219,12 @@ def hooks(seat: type, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, s
     return found
 
 
-def test_sglang_chooses_our_class(seat: type, hooks: list[tuple[str, Any, str]]):
-    serving.sglang_plugin()
+def test_sglang_chooses_our_class(
+    seat: type, hooks: list[tuple[str, Any, str]], caplog: pytest.LogCaptureFixture
+):  # fmt: skip
+    with caplog.at_level("INFO", "ipcreduce.serving"):
+        serving.sglang_plugin()
+    assert "Set IPCREDUCE_FUSED=1 to have ours" in caplog.text
     [(target, choose, kind)] = hooks
     assert (target, kind) == (
         "sglang.srt.distributed.device_communicators.custom_all_reduce.dispatch_custom_allreduce", "replace"

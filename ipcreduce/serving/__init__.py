@@ -163,7 +163,7 @@ def _leave_to_us(theirs: Any, tensor: Any, **named: Any) -> bool:
 
 
 def _ranks_of(*, use_attn_tp_group: bool = True, **_: Any) -> int:
-    """How many ranks SGLang's fused call is for: those that share attention, or those that share experts."""
+    """The number of ranks of SGLang's fused call: those that share attention, or those that share experts."""
     from sglang.srt.runtime_context import get_parallel
 
     sizes = get_parallel()

@@ -203,6 +203,8 @@ def test_fused(mpirun: Run, tmp_path: Path) -> None:
     assert ", 0 wrong" in output
     result = json.loads(kept.read_text())
     assert all(len(result[part]) == 1 for part in ("table", "fp8", "chain", "shapes", "eager"))
+    assert result["peers"] == []
+    assert "without FlashInfer: No module named 'flashinfer'" in output
     assert {"all-reduce", "fused", "pair", "fused, more"} <= result["table"][0].keys()
     assert {"one c1 d1 3x32", "one c2 d1 6x32", "two c1 d1 3x32"} <= result["shapes"][0]["alone"].keys()
     assert result["shapes"][0]["alone"].keys() == result["shapes"][0]["chained"].keys()

@@ -7,7 +7,7 @@ from array import array as packed
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from operator import or_, sub
+from operator import or_
 from typing import Any
 
 import numpy as np
@@ -87,8 +87,12 @@ class Kind:
             if targets is not sources:
                 others = [at for at, source in enumerate(sources) if source != targets[at]]
                 firsts, nbytes = targets + [sources[at] for at in others], nbytes + [nbytes[at] for at in others]
-            ordered = sorted(firsts)
-            if min(map(sub, ordered[1:], ordered), default=self.longest) >= self.longest:
+            past = 0
+            for first in sorted(firsts):  # half as long as to sort the sizes with them
+                if first < past:
+                    break
+                past = first + self.longest
+            else:
                 return True
             past = 0
             for first, size in sorted(zip(firsts, nbytes, strict=True)):

@@ -67,7 +67,7 @@ def driver_faults() -> None:
 def _life(rank: int, k: int, mark: Path) -> tuple[str, list[str]]:
     """Of a communicator whose ``k``-th driver call on ``rank`` fails.
 
-    :param mark: a file that is there once it has.
+    :param mark: a file that is there once it has, if it is a launch.
     :returns: which call it was, "" if it was over before; and what went wrong that must not.
     """
     before, problems, made, calls = held(), [], [], driver.calls()
@@ -84,13 +84,14 @@ def _life(rank: int, k: int, mark: Path) -> tuple[str, list[str]]:
             problems.append(error)
         return error
 
-    def has_failed() -> bool:
-        if driver.failed:
+    def kernel_is_missing() -> bool:
+        if "cuLaunchKernelEx" in driver.failed:
             mark.touch()
         return mark.exists()
 
-    # The others' kernels wait for links to be tried, if one is not launched.
-    with clock.passing(LONG + 1, has_failed, move=clock.advance_device):
+    # The others' kernels wait for the one by which a rank tries the links, and which is not launched. After any other
+    # failure time must not pass: all these kernels run if the library goes on, and they may be slow.
+    with clock.passing(LONG + 1, kernel_is_missing, move=clock.advance_device):
         error = step(lambda: made.append(Communicator()))
     ends = WORLD.allgather(made[0].backend if made else "error")
     if len(set(ends)) > 1:

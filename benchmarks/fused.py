@@ -11,8 +11,9 @@
 
 "pair" is the call of a communicator without fused kernels, which runs the all-reduce, and then the norm. Before it is
 timed, a call's results are compared with NumPy's bit for bit, three times: with other data, outputs that are poisoned,
-and one rank late. Times are microseconds: medians of the slowest rank, over replays and over three turns. The chain
-has copies instead of products if there is no PyTorch. A part that runs out of its time says what it left out.
+and one rank late. FlashInfer rounds otherwise, so its results only have to be within four steps of bfloat16. Times are
+microseconds: medians of the slowest rank, over replays and over three turns. The chain has copies instead of products
+if there is no PyTorch. A part that runs out of its time says what it left out.
 """
 
 from __future__ import annotations

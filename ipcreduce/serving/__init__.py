@@ -125,7 +125,7 @@ def sglang_plugin() -> None:
     if is_on("IPCREDUCE_FUSED"):
         HookRegistry.register(f"{_SGLANG_FLASHINFER}.{_SGLANG_FUSED}", _normalise, HookType.AROUND)
         if hasattr(import_module(_SGLANG_FLASHINFER), _SGLANG_PLAIN):  # 0.5.17 has it not
-            HookRegistry.register(f"{_SGLANG_FLASHINFER}.{_SGLANG_PLAIN}", _leave_to_us, HookType.AROUND)
+            HookRegistry.register(f"{_SGLANG_FLASHINFER}.{_SGLANG_PLAIN}", _asks_flashinfer, HookType.AROUND)
         _log.info("IPCREDUCE_FUSED=1: %s.%s now asks ipcreduce first", _SGLANG_FLASHINFER, _SGLANG_FUSED)
     else:
         _log.info(
@@ -154,8 +154,8 @@ def _normalise(theirs: Any, **named: Any) -> Any:
     return theirs(**named) if found is None else found
 
 
-def _leave_to_us(theirs: Any, tensor: Any, **named: Any) -> bool:
-    """False, which means no call of FlashInfer, for a plain all-reduce that ipcreduce takes; else SGLang's answer."""
+def _asks_flashinfer(theirs: Any, tensor: Any, **named: Any) -> bool:
+    """True if SGLang asks FlashInfer for a plain all-reduce: by its own answer, but for those that ipcreduce takes."""
     import torch
 
     seat = None if torch.compiler.is_compiling() else _sglang_seat(named["expected_world_size"])

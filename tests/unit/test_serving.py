@@ -244,8 +244,8 @@ def with_norms(hooks: list[tuple[str, Any, str]], seat: type, monkeypatch: pytes
     compiler = types.SimpleNamespace(is_compiling=lambda: False)
     monkeypatch.setitem(sys.modules, "torch", module("torch", compiler=compiler))
     serving.sglang_plugin()
-    assert {target.rpartition(".")[0] for target, _, _ in hooks[1:]} <= {"sglang.srt.layers.flashinfer_comm_fusion"}
-    assert {kind for _, _, kind in hooks[1:]} <= {"around"}
+    assert {target.rpartition(".")[0] for target, _, _ in hooks[1:]} == {"sglang.srt.layers.flashinfer_comm_fusion"}
+    assert {kind for _, _, kind in hooks[1:]} == {"around"}
     return {target.rpartition(".")[2]: hook for target, hook, _ in hooks[1:]}
 
 

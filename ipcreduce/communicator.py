@@ -74,7 +74,7 @@ class Communicator:
             for text in (*started.warnings, *unknown_variables()):
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
             if _log.isEnabledFor(logging.INFO):
-                _log.info("communicator made: %s", "; ".join(self.describe().splitlines()))
+                _log.info("ipcreduce made a communicator: %s", "; ".join(self.describe().splitlines()))
         process.add(self._open)
 
     # ---- identity

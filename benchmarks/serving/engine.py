@@ -60,7 +60,7 @@ def main() -> None:
     result.note(shutdown_s=since(start), done=True)
 
 
-def begin(doc: str | None) -> tuple[argparse.Namespace, Result]:
+def begin(doc: str | None, server: str = "vllm") -> tuple[argparse.Namespace, Result]:
     """Read the arguments of a program of this folder, and begin its result."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("name", type=Name.of)
@@ -71,7 +71,7 @@ def begin(doc: str | None) -> tuple[argparse.Namespace, Result]:
     parser.add_argument("--batches", type=lambda text: [int(one) for one in text.split(",")], required=True)
     args = parser.parse_args()
     machine = {"processor": processor(), "cores": len(os.sched_getaffinity(0))}
-    versions = {"python": platform.python_version(), **{name: version(name) for name in ("vllm", "torch", "ipcreduce")}}
+    versions = {"python": platform.python_version(), **{name: version(name) for name in (server, "torch", "ipcreduce")}}
     result = Result(
         result_path(args.out, args.name, args.layers, args.turn), name=str(args.name), layers=args.layers,
         turn=args.turn, machine=machine, versions=versions, date=datetime.date.today().isoformat(),
@@ -88,8 +88,8 @@ def since(start: float) -> float:
     return round(time.perf_counter() - start, 1)
 
 
-def model(out: Path, layers: int) -> Path:
-    """A folder with a configuration alone: vLLM makes the weights."""
+def model(out: Path, layers: int, more: dict[str, Any] | None = None) -> Path:
+    """A folder with a configuration alone: the server makes the weights. ``more`` makes it another model than Llama."""
     folder = out / f"model-{layers}"
     folder.mkdir(exist_ok=True)
     config = {
@@ -98,6 +98,7 @@ def model(out: Path, layers: int) -> Path:
         "num_key_value_heads": KV_HEADS, "head_dim": HIDDEN // HEADS, "vocab_size": VOCAB,
         "max_position_embeddings": MOST_TOKENS, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
         "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+        **(more or {}),
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -1,4 +1,4 @@
-"""FlashInfer with its all-reduce compiled for Hopper. Needs PyTorch 2.11 and g++, and takes ten minutes."""
+"""FlashInfer with its all-reduce and norms compiled for Hopper. Needs PyTorch 2.11 and g++, and takes ten minutes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,26 @@ from collections.abc import Callable
 from pathlib import Path
 
 VERSION = "0.6.14"  # which vLLM 0.26.0 asks for
+FOR_SGLANG = "0.6.15.post1"  # which SGLang 0.5.17 asks for
 TOOLS = [f"nvidia-{name}==13.0.*" for name in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-cccl", "cuda-runtime")]
 TOOLS += ["nvidia-curand==10.4.*", "ninja"]
-BUILD = """from flashinfer.jit.comm import gen_trtllm_comm_module as made
-made().build(False)
-print(made().jit_library_path)
-print(made().aot_path)"""
+# cuBLAS's headers are those that PyTorch has brought.
+BUILD = """import os
+from pathlib import Path
+import torch
+os.environ["CPATH"] = str(Path(torch.__file__).parents[1] / "nvidia" / "cu13" / "include")
+from flashinfer.jit.comm import gen_trtllm_comm_module
+from flashinfer.jit.norm import gen_norm_module
+for module in gen_trtllm_comm_module(), gen_norm_module():
+    module.build(False)
+    print(module.jit_library_path)
+    print(module.aot_path)"""
 
 
-def lay_out(target: Path, work: Path, pip: Callable[..., None]) -> None:
+def lay_out(target: Path, work: Path, pip: Callable[..., None], version: str) -> None:
     """Fill ``target`` for PYTHONPATH. What compiles further kernels is left out."""
     tools = work / "cuda"
-    wanted = [f"flashinfer-python=={VERSION}", "nvidia-ml-py"]
+    wanted = [f"flashinfer-python=={version}", "nvidia-ml-py"]
     pip("install", "--no-deps", "--no-compile", "--target", str(target), *wanted)
     pip("install", "--no-deps", "--no-compile", "--target", str(tools), *TOOLS)
     home = tools / "nvidia" / "cu13"
@@ -36,7 +44,8 @@ def lay_out(target: Path, work: Path, pip: Callable[..., None]) -> None:
         "PATH": os.pathsep.join([str(home / "bin"), str(tools / "bin"), os.environ["PATH"]]),
     }  # fmt: skip
     said = subprocess.run([sys.executable, "-c", BUILD], env=found, check=True, stdout=subprocess.PIPE, text=True)
-    made, place = (Path(line) for line in said.stdout.splitlines()[-2:])
     shutil.rmtree(target / "flashinfer" / "data")
-    place.parent.mkdir(parents=True)
-    shutil.copy(made, place)
+    paths = [Path(line) for line in said.stdout.splitlines()[-4:]]
+    for made, place in zip(paths[::2], paths[1::2], strict=True):
+        place.parent.mkdir(parents=True)
+        shutil.copy(made, place)

@@ -7,20 +7,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 ENGINES = ("ours", "fused", "flashinfer", "stock", "nccl")
-MEASURED = ("graphs", "piecewise", "eager", "spawn")
+MEASURED = ("graphs", "piecewise", "eager", "spawn", "sglang")
 TRIALS = {  # by the module that has them
     "restarts": "lives", "pair": "lives", "sleep": "lives", "invariant": "lives",
     "server": "server", "killed": "server",
 }  # fmt: skip
 MODES = (*MEASURED, *TRIALS)
+PROGRAMS = {**TRIALS, "sglang": "sglang_engine"}
 
 
 class Name(NamedTuple):
     """The all-reduce of an engine, and its mode.
 
-    "ours" is ipcreduce, "fused" ipcreduce with its pass for RMSNorm, "flashinfer" vLLM's own with FlashInfer's pass for
-    RMSNorm, "stock" vLLM's own, and "nccl" NCCL. Of the modes that are measured "graphs" is vLLM's default, and "spawn"
-    has spawned workers besides. The others are trials: they see whether something works.
+    "ours" is ipcreduce, "fused" ipcreduce with its all-reduce and RMSNorm in one call, "flashinfer" the server's own
+    with FlashInfer's call for both, "stock" the server's own, and "nccl" NCCL. Of the modes that are measured "graphs"
+    is vLLM's default, "spawn" has spawned workers besides, and "sglang" is SGLang with its default. The others are
+    trials with vLLM: they see whether something works.
     """
 
     engine: str
@@ -38,7 +40,7 @@ class Name(NamedTuple):
     @property
     def program(self) -> str:
         """The module that runs it."""
-        return f"benchmarks.serving.{TRIALS.get(self.mode, 'engine')}"
+        return f"benchmarks.serving.{PROGRAMS.get(self.mode, 'engine')}"
 
     def __str__(self) -> str:
         return self.engine if self.mode == "graphs" else f"{self.engine}-{self.mode}"

@@ -1,11 +1,13 @@
-"""Archives with all that a GPU machine without network needs to run vLLM with ipcreduce, from a package index.
+"""Archives with all that a GPU machine without network needs to run a server with ipcreduce, from a package index.
 
-    python -m benchmarks.serving.prepare FOLDER
+    python -m benchmarks.serving.prepare FOLDER [--flashinfer | --sglang]
 
 The GPU machine has Python 3.12 and PyTorch 2.11 for CUDA 13 with what that brings, transformers, and ipcreduce's own
 dependencies. FOLDER gets ipcreduce's wheel, and ``site.tar.xz.00`` and on: vLLM 0.26.0, the last that wants PyTorch
-2.11, with the packages that such a machine lacks. Machine code is kept for Hopper alone. What FOLDER has of these
-archives already is kept; the wheel is always made anew. Needs pip, xz and strip. Standard library only.
+2.11, with the packages that such a machine lacks; or SGLang 0.5.17, which wants it too, with FlashInfer and all its
+packages. SGLang compiles kernels as it starts, so that machine has nvcc and ninja besides. Machine code is kept for
+Hopper alone. What FOLDER has of these archives already is kept; the wheel is always made anew. Needs pip, xz and strip.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -37,6 +39,11 @@ NOT_NEEDED = (
     "vllm/entrypoints/serve/instrumentator/static", "bin", "mistral_common/data", "pycountry/locales",
     "xgrammar/include", "xgrammar/lib", "tvm_ffi/include",
 )  # fmt: skip
+# Of SGLang: other GPUs than Hopper, and attention that is not asked for.
+NOT_NEEDED_BY_SGLANG = (
+    "sgl_kernel/sm100", "sgl_kernel/fl*_ops.abi3.so", "sgl_kernel/infllm_ops.abi3.so", "sglang/test",
+    "sglang/benchmark", "bin",
+)  # fmt: skip
 # Some kernels of the first library have no machine code for Hopper but PTX. The second has those of experts alone.
 FAT = {"_C_stable_libtorch": True, "_moe_C_stable_libtorch": False}
 # vLLM imports OpenCV's binding for videos, at once, and uses only names of it then.
@@ -50,12 +57,14 @@ CV2 = """def __getattr__(name):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--flashinfer", action="store_true", help="with FlashInfer and its all-reduce, compiled")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--flashinfer", action="store_true", help="with FlashInfer and its all-reduce, compiled")
+    which.add_argument("--sglang", action="store_true", help="SGLang, with FlashInfer, in place of vLLM")
     args = parser.parse_args()
-    prepare(args.folder, args.flashinfer)
+    prepare(args.folder, args.flashinfer, args.sglang)
 
 
-def prepare(folder: Path, with_flashinfer: bool) -> None:
+def prepare(folder: Path, with_flashinfer: bool, for_sglang: bool = False) -> None:
     """Fill the folder, and print what it has then."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("ipcreduce-*.whl"):
@@ -63,10 +72,12 @@ def prepare(folder: Path, with_flashinfer: bool) -> None:
     with tempfile.TemporaryDirectory() as work:
         make_wheel(Path(work), folder)
         if not list(folder.glob("site.tar.xz.*")):
-            fill(Path(work) / "site", Path(work))
-            if with_flashinfer:
-                flashinfer.lay_out(Path(work) / "site" / WITH_FLASHINFER, Path(work), pip)
-            pack(Path(work) / "site", folder)
+            site = Path(work) / "site"
+            fill_with_sglang(site) if for_sglang else fill(site, Path(work))
+            if with_flashinfer or for_sglang:
+                version = flashinfer.FOR_SGLANG if for_sglang else flashinfer.VERSION
+                flashinfer.lay_out(site / WITH_FLASHINFER, Path(work), pip, version)
+            pack(site, folder)
     for path in sorted(folder.iterdir()):
         print(f"{path.stat().st_size / 1e6:6.1f} MB  {path}")
 
@@ -83,9 +94,7 @@ def fill(site: Path, work: Path) -> None:
     print("fetching vLLM and its dependencies", flush=True)
     pip("download", "--no-deps", *TARGET, "--dest", str(work), f"vllm=={VLLM}")
     install("requirements.txt", site)
-    for library in site.rglob("*.so*"):
-        if not library.parent.name.endswith(".libs"):  # whose names are hashes of their content
-            strip(library)
+    strip_all(site)
     [wheel] = work.glob(f"vllm-{VLLM}-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
@@ -94,11 +103,22 @@ def fill(site: Path, work: Path) -> None:
         zeroed = fatbins.blank(library, ARCH, keep_ptx=keep_ptx)
         print(f"{library.name}: {zeroed / 1e6:.0f} MB of other GPUs are zero now", flush=True)
         strip(library)
-    for pattern in NOT_NEEDED:
-        for path in list(site.glob(pattern)):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    remove(site, NOT_NEEDED)
     install("fallback.txt", site / "fallback")
     (site / "fallback" / "cv2.py").write_text(CV2)
+
+
+def fill_with_sglang(site: Path) -> None:
+    """Lay out a folder for PYTHONPATH. Its packages come before the machine's own: SGLang wants one transformers."""
+    print("fetching SGLang and its dependencies", flush=True)
+    install("sglang.txt", site)
+    remove(site, NOT_NEEDED_BY_SGLANG)
+    strip_all(site)
+
+
+def remove(site: Path, patterns: tuple[str, ...]) -> None:
+    for path in [path for pattern in patterns for path in site.glob(pattern)]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def pack(site: Path, folder: Path) -> None:
@@ -127,6 +147,12 @@ def install(name: str, target: Path) -> None:
 
 def pip(what: str, *words: str) -> None:
     subprocess.run([sys.executable, "-m", "pip", what, "--quiet", "--disable-pip-version-check", *words], check=True)
+
+
+def strip_all(site: Path) -> None:
+    for library in site.rglob("*.so*"):
+        if not library.parent.name.endswith(".libs"):  # whose names are hashes of their content
+            strip(library)
 
 
 def strip(library: Path) -> None:

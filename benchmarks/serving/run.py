@@ -1,4 +1,4 @@
-"""Run engines of vLLM, each in a process of its own, on a machine with GPUs. Standard library only.
+"""Run engines of vLLM or SGLang, each in a process of its own, on a machine with GPUs. Standard library only.
 
     python -m benchmarks.serving.run OUT ours stock nccl --archives FOLDER [--layers 8,16] [--turns 3] [--ranks 4]
 
@@ -75,7 +75,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("out", type=Path)
     parser.add_argument("names", type=Name.of, nargs="+")
     parser.add_argument("--archives", type=Path, required=True)
-    parser.add_argument("--site", type=Path, default=Path("/tmp/ipcreduce-serving"), help="where they are unpacked")
+    parser.add_argument("--site", type=Path, help="where they are unpacked (a folder in /tmp by their folder's name)")
     parser.add_argument("--layers", type=lambda text: [int(one) for one in text.split(",")], default=[8])
     parser.add_argument("--turns", type=int, default=1, help="how often each is run")
     parser.add_argument("--ranks", type=int, default=2, help="GPUs of an engine that is measured (2); trials take 2")
@@ -84,6 +84,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--total", type=float, default=540, help="seconds for all of them")
     args = parser.parse_args(words)
     args.out = args.out.absolute()
+    args.site = args.site or Path(f"/tmp/ipcreduce-serving-{args.archives.absolute().name}")
     return args
 
 
@@ -128,7 +129,7 @@ def unpack(archives: Path, site: Path) -> None:
 
 def environment(name: Name, site: Path) -> dict[str, str]:
     """A process's environment for this engine. What the user has set stays, but for what makes the engines differ."""
-    with_flashinfer = name.engine == "flashinfer"
+    with_flashinfer = name.engine == "flashinfer" or name.mode == "sglang"  # SGLang imports it in any case
     found = {**SETTINGS, **(FLASHINFER if with_flashinfer else {}), **os.environ}
     places = [site / WITH_FLASHINFER] if with_flashinfer else []
     found["PYTHONPATH"] = os.pathsep.join(str(place) for place in (*places, site, ROOT))

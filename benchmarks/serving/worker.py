@@ -12,11 +12,59 @@ import torch
 CALLS, TURNS = 50, 25
 # Kernels of all-reduces: ipcreduce's, by their whole names, and others by a part.
 OURS = {"one_shot", "two_shot", "fused_one_shot", "fused_two_shot"}
-THEIRS = ("cross_device_reduce", "AllReduce", "allreduce", "multimem")
+THEIRS = ("cross_device_reduce", "AllReduce", "allreduce", "all_reduce_kernel", "multimem")
 
 
 def is_allreduce(kernel: str) -> bool:
     return kernel in OURS or any(part in kernel for part in THEIRS)
+
+
+def fill(model: torch.nn.Module, rank: int) -> None:
+    """Give the weights a size at which each layer counts: the engine's own are so small that rounding hides it."""
+    with torch.inference_mode():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.fill_(1)
+            else:
+                seed = zlib.crc32(f"{name} {rank}".encode())
+                generator = torch.Generator(device=weight.device).manual_seed(seed)
+                weight.normal_(0, 1 if "embed" in name else 0.02, generator=generator)
+    torch.cuda.synchronize()
+
+
+def state(seat: Any) -> dict[str, Any]:
+    """Which all-reduce the engine has, and how much of the GPU's memory is used."""
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "seat": f"{type(seat).__module__}.{type(seat).__name__}", "disabled": getattr(seat, "disabled", None),
+        "used_mb": round((total - free) / 1e6, 1), "torch_mb": round(torch.cuda.memory_reserved() / 1e6, 1),
+        "gpu": torch.cuda.get_device_name(),
+    }  # fmt: skip
+
+
+class Profile:
+    """The kernels that run between its making and :meth:`stop`."""
+
+    def __init__(self) -> None:
+        torch.cuda.synchronize()
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        self._profile.__enter__()
+
+    def stop(self) -> dict[str, Any]:
+        """Microseconds and calls of all-reduces and of all kernels, and the kernels that took most."""
+        torch.cuda.synchronize()
+        self._profile.__exit__(None, None, None)
+        sums: dict[str, float] = defaultdict(float)
+        kernels = []
+        for event in self._profile.key_averages():
+            if event.self_device_time_total:
+                kernels.append([event.key[:100], event.count, round(event.self_device_time_total, 1)])
+                sums["all_us"] += event.self_device_time_total
+                if is_allreduce(event.key):
+                    sums["allreduce_us"] += event.self_device_time_total
+                    sums["allreduces"] += event.count
+        kernels.sort(key=lambda row: -row[2])
+        return {**{name: round(value, 1) for name, value in sums.items()}, "kernels": kernels[:12]}
 
 
 class Extension:
@@ -26,28 +74,12 @@ class Extension:
     rank: int
 
     def bench_state(self) -> dict[str, Any]:
-        """Which all-reduce the engine has, and how much of the GPU's memory is used."""
         from vllm.distributed.parallel_state import get_tp_group
 
-        seat = get_tp_group().device_communicator.ca_comm
-        free, total = torch.cuda.mem_get_info()
-        return {
-            "seat": f"{type(seat).__module__}.{type(seat).__name__}", "disabled": getattr(seat, "disabled", None),
-            "used_mb": round((total - free) / 1e6, 1), "torch_mb": round(torch.cuda.memory_reserved() / 1e6, 1),
-            "gpu": torch.cuda.get_device_name(),
-        }  # fmt: skip
+        return state(get_tp_group().device_communicator.ca_comm)
 
     def bench_fill(self) -> None:
-        """Give the weights a size at which each layer counts: the engine's own are so small that rounding hides it."""
-        with torch.inference_mode():
-            for name, weight in self.get_model().named_parameters():  # type: ignore[attr-defined]
-                if "norm" in name:
-                    weight.fill_(1)
-                else:
-                    seed = zlib.crc32(f"{name} {self.rank}".encode())
-                    generator = torch.Generator(device=weight.device).manual_seed(seed)
-                    weight.normal_(0, 1 if "embed" in name else 0.02, generator=generator)
-        torch.cuda.synchronize()
+        fill(self.get_model(), self.rank)  # type: ignore[attr-defined]
 
     def bench_allreduce(self, rows: list[int], hidden: int) -> dict[int, float]:
         """Microseconds of one all-reduce through vLLM's dispatch, in a CUDA graph of many, by the number of rows."""
@@ -77,24 +109,9 @@ class Extension:
         return found
 
     def bench_profile_start(self) -> None:
-        """Note every kernel from now on."""
-        torch.cuda.synchronize()
-        self._bench_profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-        self._bench_profile.__enter__()
+        self._bench_profile = Profile()
 
     def bench_profile_stop(self) -> dict[str, Any]:
-        """Microseconds and calls of all-reduces and of all kernels, and the kernels that took most."""
-        torch.cuda.synchronize()
-        self._bench_profile.__exit__(None, None, None)
-        sums: dict[str, float] = defaultdict(float)
-        kernels = []
-        for event in self._bench_profile.key_averages():
-            if event.self_device_time_total:
-                kernels.append([event.key[:100], event.count, round(event.self_device_time_total, 1)])
-                sums["all_us"] += event.self_device_time_total
-                if is_allreduce(event.key):
-                    sums["allreduce_us"] += event.self_device_time_total
-                    sums["allreduces"] += event.count
-        kernels.sort(key=lambda row: -row[2])
+        profile = self._bench_profile
         del self._bench_profile
-        return {**{name: round(value, 1) for name, value in sums.items()}, "kernels": kernels[:12]}
+        return profile.stop()

@@ -73,8 +73,16 @@ class EngineAllReduce:
 
     def _count_calls(self) -> None:
         """Let the log tell, when this object ends, how many calls it has served."""
+        self._kinds: set[str] = set()
         self._calls = itertools.count()
         self._tell = weakref.finalize(self, _tell, self._calls)
+
+    def _count(self, kind: str) -> None:
+        """Count a call. The log tells the first of a kind at once: a server may kill its workers as it ends."""
+        next(self._calls)
+        if kind not in self._kinds:
+            self._kinds.add(kind)
+            _log.info("ipcreduce serves the server's %s", kind)
 
     def should_custom_ar(self, inp: torch.Tensor) -> bool:
         """True if :meth:`custom_all_reduce` takes the tensor.
@@ -91,7 +99,7 @@ class EngineAllReduce:
         """
         if self._comm is None or not self.should_custom_ar(input):
             return None
-        next(self._calls)
+        self._count("all-reduces")
         return self._comm.allreduce(input)
 
     def fused_allreduce_rmsnorm(
@@ -125,7 +133,7 @@ class EngineAllReduce:
         """
         if self._comm is None or self.disabled:
             raise UnsupportedError("ipcreduce's all-reduce is disabled here. Start the engine without its fused pass")
-        next(self._calls)
+        self._count("all-reduces with RMSNorm")
         if scale is None:
             return self._comm.allreduce_rmsnorm(x, weight, eps, residual=residual, weight_bias=weight_bias)
         rows, _, total = self._comm.allreduce_rmsnorm(

@@ -140,7 +140,7 @@ def log() -> None:
         comm = Communicator()
         (made,) = records
         assert made.levelno == logging.INFO
-        start = f"communicator made: rank {RANK} of {SIZE}: backend mpi; host arrays: through "
+        start = f"ipcreduce made a communicator: rank {RANK} of {SIZE}: backend mpi; host arrays: through "
         assert made.getMessage().startswith(start)
         assert "; not ipc: " in made.getMessage()
         assert "\n" not in made.getMessage()

@@ -122,11 +122,14 @@ def test_the_calls_served_are_told_once(module: Any, closed: bool, caplog: pytes
     comm, x = a_seat(module), Tensor(4, 64)
     comm.custom_all_reduce(x)
     comm.fused_allreduce_rmsnorm(x, x, Tensor(64), 1e-6)
+    comm.custom_all_reduce(x)
     comm.custom_all_reduce(Tensor(1000, 64))  # too large
+    first = [f"ipcreduce serves the server's {kind}" for kind in ("all-reduces", "all-reduces with RMSNorm")]
+    assert caplog.messages == first, "the first of each kind is told at once"
     if closed:
         comm.close()
         comm.close()
-    told = "ipcreduce has served 2 calls"
+    told = "ipcreduce has served 3 calls"
     assert caplog.text.count(told) == closed
     assert comm._tell.atexit != closed  # also where the server drops it at its end only
     del comm
@@ -142,7 +145,7 @@ def test_a_communicator_is_told_once(module: Any, caplog: pytest.LogCaptureFixtu
     try:
         assert not seat.disabled
         [record] = caplog.records
-        assert "communicator made" in record.getMessage()
+        assert "made a communicator" in record.getMessage()
     finally:
         seat.close()
 

@@ -45,7 +45,7 @@ def keep(runs: list[Run]) -> Run:
         "versions": first["versions"],
         "date": first["date"],
         "command": f"benchmarks/serving/run.py {' '.join(dict.fromkeys(run['name'] for run in runs))}",
-        "rows": [row(group, reference(group[0], runs)) for group in groups],
+        "rows": [row(group, reference(group[-1], runs)) for group in groups],
         "trials": [
             {key: run[key] for key in ("name", "layers", "start_s", "facts", "after") if key in run}
             for run in sorted(runs, key=order)
@@ -63,9 +63,13 @@ def order(run: Run) -> tuple[int, int, str]:
 
 
 def reference(run: Run, runs: list[Run]) -> Run | None:
-    """The first run of vLLM's own all-reduce in the same mode, with which tokens and logprobs are compared."""
+    """The run of the server's own all-reduce in the same mode, with which tokens and logprobs are compared.
+
+    It is that of the same turn, if there is one: compiled kernels may differ from turn to turn.
+    """
     name = str(Name("stock", Name.of(run["name"]).mode))
-    return next((one for one in runs if one["name"] == name and one["layers"] == run["layers"]), None)
+    found = [one for one in runs if one["name"] == name and one["layers"] == run["layers"]]
+    return next((one for one in found if one.get("turn") == run.get("turn")), found[0] if found else None)
 
 
 def row(runs: list[Run], stock: Run | None) -> Run:

@@ -1,8 +1,7 @@
 """All-reduce for the tensor-parallel groups of the servers vLLM and SGLang, in place of the servers' own.
 
 Set the environment variable ``IPCREDUCE_ENGINES=1`` to use it. Without the variable, the two entry points below do
-nothing. ``ipcreduce.serving.seat`` has the class that the servers make. It has run in vLLM 0.26.0, and not in SGLang on
-GPUs.
+nothing. ``ipcreduce.serving.seat`` has the class that the servers make. It has run in vLLM 0.26.0 and SGLang 0.5.17.
 """
 
 from __future__ import annotations

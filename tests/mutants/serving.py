@@ -80,6 +80,20 @@ MUTANTS = [
         unit("serve_vllm_trials", "a_server_that_does_not_end_is_killed"),
     ),
     Mutant(
+        "a server's log has a line for every call",
+        SEAT,
+        "            self._kinds.add(kind)\n",
+        "",
+        unit("serving_fused", "the_calls_served_are_told_once"),
+    ),
+    Mutant(
+        "tokens are compared with those of another turn",
+        TABLE,
+        'one.get("turn") == run.get("turn")',
+        "True",
+        unit("serve_vllm", "tokens_are_compared_with_those_of_the_same_turn"),
+    ),
+    Mutant(
         "a server that drops the seat does not hear how many calls it has served",
         SEAT,
         "weakref.finalize(self, _tell, self._calls)",

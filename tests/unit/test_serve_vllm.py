@@ -148,6 +148,14 @@ def test_an_engine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert table.tables(kept)[0].count("device") == 2
 
 
+def test_tokens_are_compared_with_those_of_the_same_turn():
+    stock = [{"name": "stock", "layers": 8, "turn": turn} for turn in (1, 2)]
+    for turn, compared in ((1, 1), (2, 2), (3, 1)):
+        ours = {"name": "ours", "layers": 8, "turn": turn}
+        assert table.reference(ours, stock) == stock[compared - 1]
+    assert table.reference({"name": "ours", "layers": 4, "turn": 1}, stock) is None
+
+
 # ---- the runner
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:

@@ -101,9 +101,8 @@ def measure(engine: Any, ask: Callable[[str], list[Any]], result: Result, batche
         result.note(decode=decode)
     prefill = {}
     for length in PREFILLS:
-        prefill[length] = [timed(partial(generate, engine, 1, 1, length)) for _ in range(6)][
-            1:
-        ]  # the first may compile
+        times = [timed(partial(generate, engine, 1, 1, length)) for _ in range(6)]
+        prefill[length] = times[1:]  # the first may compile
     result.note(prefill_us=prefill)
 
 

@@ -7,7 +7,7 @@ dependencies. FOLDER gets ipcreduce's wheel, and ``site.tar.xz.00`` and on: vLLM
 2.11, with the packages that such a machine lacks; or SGLang 0.5.17, which wants it too, with FlashInfer and all its
 packages. SGLang compiles kernels as it starts, so that machine has nvcc and ninja besides. Machine code is kept for
 Hopper alone. What FOLDER has of these archives already is kept; the wheel is always made anew. Needs pip, xz and strip.
-Standard library only.
+Both options compile FlashInfer's kernels, which needs PyTorch 2.11 and g++ here, too. Standard library only.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from .arrays.norms import FP8, NormArguments
 from .calls import turns
 from .cuda import cupy_runtime
 from .device.known_calls import Mapped
+from .device.known_norms import NOT_KNOWN
 from .errors import ArgumentError, GraphStateError, PeerLostError, UnsupportedError
 from .graphs.session import GraphSession
 from .open_communicator import OpenCommunicator
@@ -235,15 +236,18 @@ class Communicator:
         """
         given = x, weight, eps, residual, out, residual_out, weight_bias, quantize, quant_out, scales_out
         parts = self._open
-        fast, known, ready, results = parts.fast, parts.known_norms, None, ((), None)
+        fast, known = parts.fast, parts.known_norms
         if fast is None or known is None:
             return turns.make(parts.calls, self._allreduce_rmsnorm, given, None, None, stream)
+        ready, current, results = NOT_KNOWN
         if quantize is None or type(quantize) is FP8:
             if residual_out is not None:
-                ready = known.find(given, stream)
+                ready, current = known.find(given, stream)
             if ready is None:
-                ready, results = known.find_new(given, stream)
-        made = fast.make(ready, self._allreduce_rmsnorm, given, None, given, stream)
+                ready, current, results = known.find_new(given, stream)
+        made = fast.make(
+            None if current is None else ready, self._allreduce_rmsnorm, given, None, given, stream, current
+        )
         found: tuple[Any, ...] = results[0] if made is True else made
         if found:
             return found

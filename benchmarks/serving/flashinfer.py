@@ -13,6 +13,7 @@ VERSION = "0.6.14"  # which vLLM 0.26.0 asks for
 FOR_SGLANG = "0.6.15.post1"  # which SGLang 0.5.17 asks for
 TOOLS = [f"nvidia-{name}==13.0.*" for name in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-cccl", "cuda-runtime")]
 TOOLS += ["nvidia-curand==10.4.*", "ninja"]
+IMPORTED = ["apache-tvm-ffi<0.2", "numpy", "packaging", "requests", "tqdm"]  # by FlashInfer as it compiles
 # cuBLAS's headers are those that PyTorch has brought.
 BUILD = """import os
 from pathlib import Path
@@ -32,6 +33,7 @@ def lay_out(target: Path, work: Path, pip: Callable[..., None], version: str) ->
     wanted = [f"flashinfer-python=={version}", "nvidia-ml-py"]
     pip("install", "--no-deps", "--no-compile", "--target", str(target), *wanted)
     pip("install", "--no-deps", "--no-compile", "--target", str(tools), *TOOLS)
+    pip("install", "--no-compile", "--target", str(tools), *IMPORTED)
     home = tools / "nvidia" / "cu13"
     (home / "lib" / "stubs").mkdir()
     (home / "lib64").symlink_to("lib")

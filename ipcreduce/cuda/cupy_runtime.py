@@ -139,6 +139,11 @@ def same_shapes(arrays: Sequence[Any]) -> Callable[[Sequence[Any]], bool]:
     return lambda others: False not in [[*map(tell, others)] == known for tell, known in expected]
 
 
+def form(array: Any) -> tuple[int, int, Any]:
+    """An array's axes and length, and its shape if that may change while the two stay: see :func:`same_shapes`."""
+    return array.ndim, len(array), array.shape if array.ndim > 2 or array.size == 0 else None
+
+
 def dtype_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """NumPy's dtype for a dtype of CuPy, which is the same."""
     return dtype

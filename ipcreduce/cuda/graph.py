@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from ..types import Event
 from .driver import Launch, call, load, newest
 
+_PROGRAMMATIC = 1  # CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+
 
 def add_event_wait(graph: int, event: Event) -> int:
     """Add and return a node that waits, at each launch, for the last record of ``event`` before that launch."""
@@ -27,6 +29,14 @@ def move_edges(graph: int, old: tuple[int, ...], new: tuple[int, ...], node: int
         call(newest("cuGraphAddDependencies"), graph, added, [handle(node)] * len(added), None, len(added))
     if removed:
         call(newest("cuGraphRemoveDependencies"), graph, removed, [handle(node)] * len(removed), None, len(removed))
+
+
+def lets_start_early(node: int) -> bool:
+    """True if a node behind this one is a kernel that was launched programmatically, to start before this one ends."""
+    handle, query = load().CUgraphNode(node), newest("cuGraphNodeGetDependentNodes")
+    count = call(query, handle)[-1]
+    edges = call(query, handle, count)[1] if count else []
+    return any(int(edge.type) == _PROGRAMMATIC for edge in edges)
 
 
 class Executable:

@@ -1,7 +1,7 @@
-"""The addresses of lists of PyTorch's tensors, for the fast path.
+"""The addresses of several of PyTorch's tensors at once, for the fast path.
 
-Gradients are new tensors at each step, and their shapes and dtypes are always the same. So a list is compared with the
-one before it, without a look at each tensor from Python.
+Gradients are new tensors at each step, and their shapes and dtypes are always the same. So tensors are compared with
+those before them, without a look at each one from Python.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def reader(tensors: Sequence[Any], device: int) -> Callable[[Sequence[Any]], lis
     if found is None:
         return None
     alike, length, data_ptr = found[1:], len(tensors), torch_runtime.torch.Tensor.data_ptr
-    tracing_state, modes, duals = torch_runtime.tracing_state, torch_runtime.modes, torch_runtime.duals
+    is_tracing, modes, duals = torch_runtime.is_tracing, torch_runtime.modes, torch_runtime.duals
     check = _trusted_guard(tensors)
 
     def read(others: Sequence[Any]) -> list[int] | None:
         nonlocal check
-        if tracing_state() is not None or modes._is_in_torch_dispatch_mode or duals._current_level >= 0:
+        if is_tracing() or modes._is_in_torch_dispatch_mode or duals._current_level >= 0:
             return None
         if check is not None and len(others) == length and check(*others):
             try:
@@ -62,8 +62,13 @@ def _plain_list(tensors: Sequence[Any], device: int) -> tuple[list[int], list[An
 
 
 def _trusted_guard(tensors: Sequence[Any]) -> Any:
-    """:func:`_guard`, or None for tensors that require grad: these are plain within no_grad() alone."""
-    return None if any(tensor.requires_grad for tensor in tensors) or not _guards_work() else _guard(tensors)
+    """:func:`_guard`, and that no tensor requires grad where grad is enabled. None where guards do not work."""
+    if not _guards_work():
+        return None
+    check, enabled = _guard(tensors), torch_runtime.torch.is_grad_enabled
+    if any(tensor.requires_grad for tensor in tensors):  # which a guard does not compare with no_grad()
+        return lambda *others: not enabled() and check(*others)
+    return check
 
 
 def _guard(tensors: Sequence[Any]) -> Any:

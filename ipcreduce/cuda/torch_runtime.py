@@ -31,7 +31,7 @@ _untraced = False
 _dtypes: dict[Any, np.dtype[Any]] = {}
 _of_numpy: dict[np.dtype[Any], Any] = {}  # the same, the other way round
 get_stream: Any = None  # a function: the device's ordinal -> its current stream's handle; None without a GPU
-tracing_state: Any = None  # a function: the state of torch.jit.trace in this thread, or None
+is_tracing: Any = None  # a function: does torch.jit.trace run in this thread?
 modes: Any = None  # the module that knows whether a TorchDispatchMode is on
 duals: Any = None  # the module of forward-mode derivatives
 is_zero: Any = None  # a function: is this a tensor of zeros without memory?
@@ -44,7 +44,7 @@ def _nothing(*_: Any) -> None:
 
 
 def _bind(found: Any) -> None:
-    global torch, kinds, strided, _dtypes, _of_numpy, get_stream, tracing_state, modes, duals, is_zero, is_transformed
+    global torch, kinds, strided, _dtypes, _of_numpy, get_stream, is_tracing, modes, duals, is_zero, is_transformed
     kinds = found.Tensor, getattr(getattr(found, "nn", None), "Parameter", None)
     strided = getattr(found, "strided", None)
     names = [name for name in (*(dtype.name for dtype in DTYPES), *_OTHER_DTYPES) if hasattr(found, name)]
@@ -55,7 +55,7 @@ def _bind(found: Any) -> None:
         get = getattr(getattr(found, "_C", None), "_cuda_getCurrentRawStream", None)
         get = get or (lambda device: found.cuda.current_stream(device).cuda_stream)
     get_stream = get
-    tracing_state = _of(found, "_C._get_tracing_state", _nothing)
+    is_tracing = _of(found, "_C._is_tracing", _nothing)
     is_zero = _of(found, "Tensor._is_zerotensor", _nothing)
     is_transformed = _of(found, "_C._functorch.is_functorch_wrapped_tensor", _nothing)
     no_modes, no_duals = SimpleNamespace(_is_in_torch_dispatch_mode=False), SimpleNamespace(_current_level=-1)
@@ -126,7 +126,7 @@ def plain(tensor: Any, device: int) -> tuple[int, Any, Any] | None:
         or tensor.is_conj()
         or is_zero(tensor)
         or (tensor.requires_grad and torch.is_grad_enabled())
-        or tracing_state() is not None
+        or is_tracing()
         or modes._is_in_torch_dispatch_mode
         or duals._current_level >= 0
     ):
@@ -136,22 +136,6 @@ def plain(tensor: Any, device: int) -> tuple[int, Any, Any] | None:
         return (address, tensor.shape, tensor.dtype) if address else None
     except RuntimeError:  # a tensor of torch.func has no memory, and a nested tensor has no shape
         return None
-
-
-def is_at(tensor: Any, place: tuple[int, Any, Any]) -> bool:
-    """True if :func:`plain` would return the same again for this tensor.
-
-    :param place: what it has returned before, of a dtype that :func:`can_be_known`.
-    """
-    address, shape, dtype = place
-    return bool(
-        tensor.data_ptr() == address
-        and tensor.shape == shape
-        and tensor.dtype is dtype
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-        and not (tensor.requires_grad and torch.is_grad_enabled())
-    )
 
 
 def can_be_known(dtype: Any) -> bool:

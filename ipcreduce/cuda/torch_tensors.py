@@ -52,7 +52,7 @@ def _tracer() -> str:
 
     A tracer lists PyTorch's operators, or runs them without data.
     """
-    if torch_runtime.tracing_state() is not None:
+    if torch_runtime.is_tracing():
         return "torch.jit.trace"
     if not torch_runtime.modes._is_in_torch_dispatch_mode:
         return ""

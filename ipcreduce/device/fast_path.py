@@ -42,7 +42,7 @@ class FastPath:
 
     def make(
         self, ready: Ready | None, usual: Callable[[Any, Any, Any, Any], Any],
-        array: Any = None, op: Any = None, out: Any = None, stream: Any = None,
+        array: Any = None, op: Any = None, out: Any = None, stream: Any = None, current: Stream | None = None,
     ) -> Any:  # fmt: skip
         """Make one call under the lock: launch ``ready``, or the eager call of these arguments; else by ``usual``.
 
@@ -50,6 +50,7 @@ class FastPath:
         of Python's calls takes up to 0.1 us, a ``with`` block 0.13, ``*args`` 0.06.
 
         :param usual: takes the other arguments, which a replay leaves out.
+        :param current: the stream of ``ready``; None for the current one of CuPy, or else of PyTorch.
         :returns: the result of the eager call, or of ``usual``; True for ``ready``.
         """
         calls = self._calls
@@ -66,7 +67,7 @@ class FastPath:
                 if ready is None:
                     given = self.known.find(array, op, out, stream) if calls.recording is None else NOT_READY
                     ready, result, current = given
-                else:  # as current_streams.stream_of()
+                elif current is None:  # as current_streams.stream_of()
                     current = cupy_runtime.get_current_stream().ptr
                     if not current and (torch_runtime.get_stream or ("torch" in modules and torch_runtime.works())):
                         current = torch_runtime.get_stream(self._device)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ..calls.fingerprint import Fingerprint
-from ..cuda import cupy_runtime, torch_runtime
+from ..cuda import cupy_runtime, torch_lists, torch_runtime
 from ..types import DEFAULT_STREAM, Stream
 from .stream_order import StreamOrder
 
@@ -85,23 +85,33 @@ class _KnownCall:
 
     :ivar library: cupy_runtime or torch_runtime.
     :ivar places: address, shape and dtype of array and out; of CuPy's arrays only the shape may change.
+    :ivar read: for tensors from their second call on: see :func:`torch_lists.reader`.
+    :ivar addresses: what it has to return.
     :ivar to_out: the launch to out; None until this call has come twice.
     :ivar to_new: the launches to new results, by their addresses.
     """
 
-    __slots__ = ("array", "library", "out", "places", "prepared", "shape", "to_new", "to_out")
+    __slots__ = "addresses", "array", "library", "out", "places", "prepared", "read", "shape", "to_new", "to_out"
 
     def __init__(self, array: Any, out: Any, prepared: Prepared, library: Any, places: tuple[Any, Any]) -> None:
         self.array: Callable[[], Any] = weakref.ref(array)
         self.out: Callable[[], Any] = nothing if out is None else weakref.ref(out)
         self.shape: tuple[int, ...] = array.shape
         self.prepared, self.library, self.places = prepared, library, places
+        self.read: Callable[[Sequence[Any]], list[int] | None] | None = None
+        self.addresses: list[int] = []
         self.to_out: Ready | None = None
         self.to_new: dict[int, Ready] = {}
 
+    def look(self, tensors: Sequence[Any], device: int) -> Callable[[Sequence[Any]], list[int] | None]:
+        """Make :attr:`read`. In a trace these tensors are not plain."""
+        self.addresses = [address for address, *_ in self.places[: len(tensors)]]
+        self.read = torch_lists.reader(tensors, device)
+        return self.read or nothing
 
-def nothing() -> None:
-    """Stand in for the reference to an ``out`` that is not given."""
+
+def nothing(*_: Any) -> None:
+    """Stand in for the reference to an ``out`` that is not given, and for the addresses of tensors that have none."""
 
 
 class KnownCalls:
@@ -141,17 +151,11 @@ class KnownCalls:
                 return NOT_READY
             current = cupy_runtime.get_current_stream().ptr
         else:
-            place, other = known.places
-            unmoved = torch_runtime.is_at
-            if not unmoved(array, place) or (out is not array and out is not None and not unmoved(out, other)):
+            tensors = (array,) if out is array or out is None else (array, out)
+            read = known.read or known.look(tensors, self._device)
+            if read(tensors) != known.addresses:
                 del self.by_objects[key]
                 return self._unknown(key, array, op, out, stream)
-            if (
-                torch_runtime.tracing_state() is not None
-                or torch_runtime.modes._is_in_torch_dispatch_mode
-                or torch_runtime.duals._current_level >= 0
-            ):
-                return NOT_READY
             current = torch_runtime.get_stream(self._device)
         if stream is not None:
             current = given_stream(stream, current, out is None or library is torch_runtime)

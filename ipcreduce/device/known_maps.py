@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..arrays.maps import NUMBERS, Map, pack_of
-from ..cuda import cupy_runtime, torch_runtime
+from ..cuda import cupy_runtime, torch_lists, torch_runtime
 from ..cuda.expressions import Expression
 from ..types import Stream
 from .known_calls import MOST_TARGETS, NOT_READY, Mapped, Ready, given_stream, keep, nothing
@@ -72,10 +72,14 @@ class _KnownMap:
     :ivar library: cupy_runtime or torch_runtime, of which all arrays are.
     :ivar places: of array and out. CuPy's arrays may change only the shape.
     :ivar operands: the index and the place of each operand that is an array. The Map holds it.
+    :ivar read: for tensors from their second call on: see :func:`torch_lists.reader`.
+    :ivar addresses: what it has to return.
     :ivar ready: the launches to out, or to new results, by their addresses.
     """
 
-    __slots__ = ("array", "kind", "library", "operands", "out", "places", "ready", "then", "words")
+    __slots__ = (
+        "addresses", "array", "kind", "library", "operands", "out", "places", "read", "ready", "then", "words",
+    )  # fmt: skip
 
     def __init__(
         self, array: Any, out: Any, then: Map, library: Any, places: tuple[_Place, _Place],
@@ -86,7 +90,20 @@ class _KnownMap:
         self.then: Callable[[], Any] = weakref.ref(then)
         self.library, self.places, self.kind, self.words = library, places, kind, words
         self.operands = tuple((index, place) for index, place in enumerate(operands) if place is not None)
+        self.read: Callable[[Sequence[Any]], list[int] | None] | None = None
+        self.addresses: list[int] = []
         self.ready: dict[int, Ready] = {}
+
+    def are_unmoved(self, array: Any, out: Any, values: Sequence[Any], device: int) -> bool:
+        """True if the tensors of a call are as they were, and not in a trace."""
+        tensors = [array, *(values[index] for index, _ in self.operands)]
+        if out is not array and out is not None:
+            tensors.append(out)
+        if self.read is None:
+            self.addresses = [self.places[0][0], *(place[0] for _, place in self.operands)]
+            self.addresses += [self.places[1][0]] * (len(tensors) - len(self.addresses))
+            self.read = torch_lists.reader(tensors, device)
+        return self.read is not None and self.read(tensors) == self.addresses
 
 
 class KnownMaps:
@@ -119,15 +136,9 @@ class KnownMaps:
                     return NOT_READY
             current = cupy_runtime.get_current_stream().ptr
         else:
-            if not _are_unmoved(known, array, out, values):
+            if not known.are_unmoved(array, out, values, self._device):
                 del self.by_objects[key]
                 return self._unknown(key, array, op, out, stream, then)
-            if (
-                torch_runtime.tracing_state() is not None
-                or torch_runtime.modes._is_in_torch_dispatch_mode
-                or torch_runtime.duals._current_level >= 0
-            ):
-                return NOT_READY
             current = torch_runtime.get_stream(self._device)
         if stream is not None:
             current = given_stream(stream, current, out is None or library is torch_runtime)
@@ -234,14 +245,3 @@ class KnownMaps:
 def _library(array: Any) -> Any:
     """The library of an array, which all others have to be of, too."""
     return cupy_runtime if type(array) is getattr(cupy_runtime.cupy, "ndarray", None) else torch_runtime
-
-
-def _are_unmoved(known: _KnownMap, array: Any, out: Any, values: Sequence[Any]) -> bool:
-    """True if the tensors of a call are as they were."""
-    unmoved, (place, other) = torch_runtime.is_at, known.places
-    if not unmoved(array, place) or (out is not array and out is not None and not unmoved(out, other)):
-        return False
-    for index, at in known.operands:  # noqa: SIM110  (a generator takes 0.3 us)
-        if not unmoved(values[index], at):
-            return False
-    return True

@@ -10,19 +10,20 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from sys import modules
+from operator import itemgetter
 from typing import Any
 
 from ..calls.norm_shape import ITEMSIZES, NormAddresses
 from ..calls.sequence import CallSequence
-from ..cuda import cupy_runtime, torch_runtime
+from ..cuda import cupy_runtime, torch_lists, torch_runtime
 from ..errors import ArgumentError
 from ..types import Stream
 from .known_calls import Ready, given_stream, keep
 from .norms import PreparedNorm
 from .stream_order import StreamOrder
 
-NOT_KNOWN = None, ((), None)
+_NOT_READY = None, None
+NOT_KNOWN = None, None, ((), None)
 _MOST = 4096  # calls that are known: two for each layer of a model, and batch sizes
 
 Arguments = Sequence[Any]  # of a call, in the order of NormArguments
@@ -39,13 +40,20 @@ class _KnownNorm:
     """A call on arrays that have come before.
 
     :ivar library: cupy_runtime or torch_runtime, of which all arrays are.
-    :ivar places: the index of each array among the arguments, and its place. CuPy's arrays may change only the shape.
+    :ivar forms: of CuPy's arrays, which may change only their shapes: the index of each among the arguments, its axes,
+        its length, and its shape if that has more to say.
+    :ivar tensors: gives the arguments that are tensors, each once. ``read``: see :func:`torch_lists.reader`.
+    :ivar addresses: what ``read`` has to return.
+    :ivar scale: a reference to a given scale that is a tensor. It comes behind the other tensors.
     """
 
     ready: Ready
     library: Any
-    places: tuple[tuple[int, Any], ...]
-    scale: tuple[Any, Any] | None  # a reference to the given scale, and its place
+    forms: tuple[tuple[int, int, int, Any], ...]
+    tensors: Callable[[Arguments], tuple[Any, ...]]
+    read: Callable[[Sequence[Any]], list[int] | None] | None
+    addresses: list[int] | None
+    scale: Callable[[], Any] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,66 +115,56 @@ class KnownNorms:
         self._by_places: dict[Key, Ready | None] = {}  # None: it has come once
         self._watched: dict[Key, list[Any]] = {}  # references to the arrays of by_key
 
-    def find(self, given: Arguments, stream: Any) -> Ready | None:
-        """The launch of a call, if it is ready and on the stream that :meth:`FastPath.make` takes for a launch.
+    def find(self, given: Arguments, stream: Any) -> tuple[Ready | None, Stream | None]:
+        """The launch of a call, and its stream, if both are certain.
 
         For speed it reads the attributes of arrays by their own libraries, not by ``ipcreduce.arrays``.
         """
-        known = self.by_key.get(_key_of(given))
+        x, weight, eps, residual, out, residual_out, bias, how, _, _ = given
+        try:
+            if how is None:  # as _key_of()
+                known = self.by_key.get((id(x), id(weight), eps, id(residual), id(out), id(residual_out), bias))
+            else:
+                known = self.by_key.get(_key_of(given))
+        except TypeError:  # an eps without a hash
+            return _NOT_READY
         if known is None:
             return self._find_by_places(given, stream)
-        library = known.library
-        if library is cupy_runtime:
-            for index, shape in known.places:
-                if given[index].shape != shape:
-                    return None
+        if known.read is None:
+            for index, axes, length, shape in known.forms:
+                array = given[index]
+                if array.ndim != axes or len(array) != length or (shape is not None and array.shape != shape):
+                    return _NOT_READY
+            current = cupy_runtime.get_current_stream().ptr
         else:
-            unmoved = torch_runtime.is_at
-            for index, place in known.places:
-                if not unmoved(given[index], place):
-                    return self._find_by_places(given, stream)
-            if known.scale is not None and not unmoved(known.scale[0](), known.scale[1]):
-                return None
-            if (
-                torch_runtime.tracing_state() is not None
-                or torch_runtime.modes._is_in_torch_dispatch_mode
-                or torch_runtime.duals._current_level >= 0
-            ):
-                return None
-        return known.ready if self._is_on(library, stream) else None
+            tensors = known.tensors(given)
+            if known.scale is not None:
+                tensors = (*tensors, known.scale())
+            if known.read(tensors) != known.addresses:
+                return self._find_by_places(given, stream)
+            current = torch_runtime.get_stream(self._device)
+        return known.ready, current if stream is None else self._current(known.library, stream)
 
-    def _is_on(self, library: Any, stream: Any) -> bool:
-        """True if the call's stream is the one that :meth:`FastPath.make` takes for a launch."""
-        current: Stream = cupy_runtime.get_current_stream().ptr
-        if library is cupy_runtime:
-            if not current and (torch_runtime.get_stream or ("torch" in modules and torch_runtime.works())):
-                current = torch_runtime.get_stream(self._device)  # which FastPath.make would take
-                if current:
-                    return False
-        else:
-            of_torch = torch_runtime.get_stream(self._device)
-            if current and current != of_torch:
-                return False
-            current = of_torch
-        if stream is None:
-            return True
+    def _current(self, library: Any, stream: Any) -> Stream | None:
+        """The stream of a call; None if that is not the library's current one, or not a stream."""
+        current: Stream = library.stream_handle(self._device)
         try:
-            return given_stream(stream, current, True) is not None
+            return current if stream is None else given_stream(stream, current, True)
         except ArgumentError:  # to be raised in a call, of which the peers hear
-            return False
+            return None
 
-    def _find_by_places(self, given: Arguments, stream: Any) -> Ready | None:
+    def _find_by_places(self, given: Arguments, stream: Any) -> tuple[Ready | None, Stream | None]:
         """Do the same as :meth:`find` for arrays that have not come before."""
         if not self._by_places or not _has_all_results(given):
-            return None
+            return _NOT_READY
         place = self._place(given)
         ready = None if place is None else self._by_places.get(place)
         if ready is None:
-            return None
+            return _NOT_READY
         library = _library(given)
         if library is cupy_runtime:
             self._watch(given, ready)
-        return ready if self._is_on(library, stream) else None
+        return ready, self._current(library, stream)
 
     def _place(self, given: Arguments) -> Key | None:
         """Where a call's arrays lie, and what else makes it another call. None if it cannot be known."""
@@ -189,10 +187,13 @@ class KnownNorms:
         return tuple(found)
 
     # ---- new results
-    def find_new(self, given: Arguments, stream: Any) -> tuple[Ready | None, tuple[tuple[Any, ...], Any]]:
+    def find_new(
+        self, given: Arguments, stream: Any
+    ) -> tuple[Ready | None, Stream | None, tuple[tuple[Any, ...], Any]]:  # fmt: skip
         """The launch of a call with new results, if it can be ready, under the conditions of :meth:`KnownCalls.find`.
 
-        :returns: the launch, and with it the tuple to return, and y, whose memory has to be kept until the launch.
+        :returns: the launch, its stream, and with it the tuple to return, and y, whose memory has to be kept until the
+            launch.
         """
         if not self._kinds or self._calls.recording is not None:
             return NOT_KNOWN
@@ -201,10 +202,9 @@ class KnownNorms:
         if looked is None:
             return NOT_KNOWN
         key, addresses = looked
-        kind = self._kinds.get(key)
-        if kind is None or not self._is_on(library, stream) or (kind.written and not kind.is_apart(addresses)):
+        kind, current = self._kinds.get(key), self._current(library, stream)
+        if kind is None or current is None or (kind.written and not kind.is_apart(addresses)):
             return NOT_KNOWN
-        current = library.stream_handle(self._device)
         if current > 1 and self._order.quick(current) is None:
             return NOT_KNOWN  # a capture, say, into which allocations go their own way
         x, _, _, _, out, total, _, how, numbers, scales = given
@@ -223,8 +223,8 @@ class KnownNorms:
         ready = self._of_kinds.get(place) or Ready(kind.prepared.what, self._start_new, place)
         _, _, _, out, total, numbers, scales = results
         if how is None:
-            return ready, ((out, total), out)
-        return ready, ((numbers, scales if how.scale is None else how.scale, total), out)
+            return ready, current, ((out, total), out)
+        return ready, current, ((numbers, scales if how.scale is None else how.scale, total), out)
 
     def _look(self, given: Arguments, library: Any) -> tuple[Key, list[int]] | None:
         """The key of a call's kind, and the addresses of its arrays, 0 where there is none. None if it has no kind."""
@@ -309,17 +309,25 @@ class KnownNorms:
         key, library, how = _key_of(given), _library(given), given[_HOW]
         apart = {id(given[index]): (index, given[index]) for index in _ARRAYS if given[index] is not None}
         arrays = list(apart.values())  # in place, two arguments are one array
-        places = tuple((index, library.plain(one, self._device)) for index, one in arrays)
-        if library is cupy_runtime:
-            places = tuple((index, place[1]) for index, place in places)
         every, scale = [one for _, one in arrays], None
         if how is not None and how.scale is not None:
             every.append(how.scale)
-            scale = weakref.ref(how.scale), library.plain(how.scale, self._device)
-        assert key is not None
+            scale = weakref.ref(how.scale)
+        forms: tuple[tuple[int, int, int, Any], ...] = ()
+        read = addresses = None
+        if library is cupy_runtime:
+            forms = tuple((index, *cupy_runtime.form(one)) for index, one in arrays)
+        else:
+            read = torch_lists.reader(every, self._device)
+            if read is None:
+                return
+            addresses = read(every)
+        if key is None:
+            return
         forget = partial(_forget, weakref.ref(self), key)
         keep(self._watched, key, [weakref.ref(one, forget) for one in every], _MOST)
-        keep(self.by_key, key, _KnownNorm(ready, library, places, scale), _MOST)
+        tensors = itemgetter(*(index for index, _ in arrays))
+        keep(self.by_key, key, _KnownNorm(ready, library, forms, tensors, read, addresses, scale), _MOST)
 
     def forget(self, key: Key) -> None:
         """Forget a call of which an array has died, so that its id may become another one's."""

@@ -23,6 +23,7 @@ import ml_dtypes
 import numpy as np
 
 import ipcreduce
+from ipcreduce.cuda import driver as our_driver
 from tests.gpu import cupy_module
 from tests.shared import bounds, clock, worker, written_calls
 from tests.shared.bounds import late, no_hang, until
@@ -291,7 +292,24 @@ def programmatic_edges(comm: Any) -> None:
         code, *_, count = edges_of(handle)
         assert (int(code), count) == (0, 4)
         kinds = [int(edge.type) for edge in edges_of(handle, count)[3]]
-        assert kinds == [int(driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC)] * 4, kinds
+        programmatic = int(driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC)
+        assert kinds == [programmatic] * 4, kinds
+    # Somebody's kernel that starts early behind a call still does, with another call behind it.
+    kernel, stream = cupy.RawKernel('extern "C" __global__ void nothing(long long) {}', "nothing"), cupy.cuda.Stream()
+    for early in (True, False):
+        between = our_driver.Launch(kernel.kernel.ptr, 1, 32, np.zeros(1, np.uint64), programmatic=early)
+        with stream:
+            stream.begin_capture()
+            comm.allreduce(array, out=array)
+            between.run(stream.ptr)
+            comm.allreduce(array, out=array)
+            captured = stream.end_capture()
+        handle = driver.CUgraph(captured.graph)
+        count = edges_of(handle)[-1]
+        kinds = [int(edge.type) for edge in edges_of(handle, count)[3]]
+        # From the wait to the first call, from each to the next, and from the last to the record of the end.
+        assert count == (4 if early else 5), (early, kinds)
+        assert kinds.count(programmatic) == 2 or not early, kinds
 
 
 def destroyed_streams(comm: Any) -> None:

@@ -59,6 +59,20 @@ MUTANTS = [
         scenario("joins_an_open_capture"),
     ),
     Mutant(
+        "a kernel behind a call in a capture loses its early start",
+        ORDER,
+        "if not graph.lets_start_early(node)}",
+        "}",
+        scenario("behind_a_kernel_that_starts_early"),
+    ),
+    Mutant(
+        "a call on another stream of a capture is in no order behind a kernel that starts early",
+        ORDER,
+        "        if stream == captured.stream:\n",
+        "        if True:\n",
+        scenario("behind_a_kernel_that_starts_early"),
+    ),
+    Mutant(
         "graphs of others do not wait for the last call",
         ORDER,
         "graph.move_edges(captured_graph, (), (wait,), end)\n        return _Captured((wait,), captured_graph, end)",

@@ -146,8 +146,8 @@ MUTANTS = [
     Mutant(
         "a known call on tensors has the memory of the first one",
         KNOWN,
-        "        if not unmoved(values[index], at):\n            return False\n",
-        "        pass\n",
+        "self.read(tensors) == self.addresses",
+        "self.read(tensors) is not None",
         scenario("known_expressions_around"),
     ),
     # ---- recordings, NCCL, ends

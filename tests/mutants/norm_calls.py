@@ -129,15 +129,15 @@ MUTANTS = [
     Mutant(
         "a known call has the shapes of the first one",
         KNOWN,
-        "if given[index].shape != shape:",
+        "if array.ndim != axes or len(array) != length or (shape is not None and array.shape != shape):",
         "if False:",
         scenario("known_norms_of_another_shape"),
     ),
     Mutant(
         "a known call on CuPy's arrays is on PyTorch's stream",
-        KNOWN,
-        "                if current:\n                    return False\n",
-        "",
+        "ipcreduce/device/fast_path.py",
+        "                elif current is None:  # as",
+        "                else:  # as",
         scenario("known_norms"),
     ),
     Mutant(
@@ -164,8 +164,8 @@ MUTANTS = [
     Mutant(
         "a known call with new results is on whatever stream is current",
         KNOWN,
-        "kind is None or not self._is_on(library, stream) or (",
-        "kind is None or (",
+        "return current if stream is None else given_stream(stream, current, True)",
+        "return current",
         scenario("new_results_on_streams"),
     ),
     Mutant(

@@ -11,6 +11,7 @@ ARRAYS, OPERANDS, PROTOCOLS = (
 )
 BUCKETS = "ipcreduce/buckets.py"
 TORCH, TENSORS = "ipcreduce/cuda/torch_runtime.py", "ipcreduce/cuda/torch_tensors.py"
+TORCH_LISTS = "ipcreduce/cuda/torch_lists.py"
 SHARED, NUMERICS = "ipcreduce/host/shared.py", "ipcreduce/dtypes.py"
 KINDS = "ipcreduce/dtypes.py"
 SWEEP = "mpirun -n 2 tests.simulated tests/gpu/sweep.py --cases 1 --largest"  # its first case is
@@ -281,29 +282,29 @@ MUTANTS = [
     Mutant(
         "a call within torch.jit.trace is made",
         TENSORS,
-        "    if torch_runtime.tracing_state() is not None:\n",
+        "    if torch_runtime.is_tracing():\n",
         "    if False:\n",
         tensors("where_a_result_would_be_lost"),
     ),
     Mutant(
         "the short way is taken in a trace",
         TORCH,
-        "        or tracing_state() is not None\n",
+        "        or is_tracing()\n",
         "",
         tensors("where_a_result_would_be_lost"),
     ),
     Mutant(
         "a call that is known is made in a trace",
-        "ipcreduce/device/known_calls.py",
-        "                torch_runtime.tracing_state() is not None\n",
-        "                False\n",
+        TORCH_LISTS,
+        "if is_tracing() or ",
+        "if ",
         tensors("where_a_result_would_be_lost"),
     ),
     Mutant(
         "a call that is known is made within make_fx",
-        "ipcreduce/device/known_calls.py",
-        "                or torch_runtime.modes._is_in_torch_dispatch_mode\n",
-        "",
+        TORCH_LISTS,
+        "modes._is_in_torch_dispatch_mode or duals",
+        "duals",
         tensors("where_a_result_would_be_lost"),
     ),
     Mutant(

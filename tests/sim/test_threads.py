@@ -49,6 +49,7 @@ def test_captures(hold: Hold) -> None:
         "fault_within_a_recording",
         "fault_beside_a_recording",
         "one_edge_is_enough",
+        "behind_a_kernel_that_starts_early",
         "joins_an_open_capture",
         "joined_within_a_recording",
         "captured_on_a_blocking_stream",

@@ -358,7 +358,7 @@ distributed = SimpleNamespace(
 )  # fmt: skip
 _C = SimpleNamespace(
     _cuda_getCurrentRawStream=lambda device: current_stream().cuda_stream,
-    _get_tracing_state=lambda: getattr(_state, "trace", None),
+    _is_tracing=lambda: getattr(_state, "trace", None) is not None,
     _TorchDispatchModeKey=SimpleNamespace(PROXY="proxy", FAKE="fake"),
     _get_dispatch_mode=_modes.get,
     _dispatch_tls_is_dispatch_key_excluded=lambda key: False,

@@ -102,14 +102,14 @@ def test_the_third_launch_at_a_place_is_kept(known: Known):
     known.learn(arguments())
     for turn, way in enumerate((["start"], ["made", "graph"], ["graph"], ["graph"])):
         known.library.free = [0x10000, 0x20000]
-        ready, ((out, total), _) = known.find(arguments())
+        ready, _, ((out, total), _) = known.find(arguments())
         assert (out.address, total.address) == (0x10000, 0x20000)
         known.log.clear()
         ready.launch(ready.argument, CURRENT)
         assert [entry[0] for entry in known.log] == way, turn
         assert known.log[-1][1] == NormAddresses(0x1000, 0x3000, 0x4000, 0x10000, 0x20000, 0, 0)
     known.library.free = [0x20000, 0x10000]
-    ready, _ = known.find(arguments())
+    ready, *_ = known.find(arguments())
     known.log.clear()
     ready.launch(ready.argument, CURRENT)
     assert known.log == [("start", NormAddresses(0x1000, 0x3000, 0x4000, 0x20000, 0x10000, 0, 0), CURRENT)]
@@ -169,7 +169,7 @@ def test_what_a_pair_hands_on_has_memory(known: Known):
     residual, plain = Array(0x4000), "an all-reduce"
     change = {"residual": residual, "residual_out": residual, "quantize": FP8(per="token")}
     known.learn(arguments(**change), alignment=2, plain=plain)
-    ready, ((numbers, scales, total), y) = known.find(arguments(**change))
+    ready, _, ((numbers, scales, total), y) = known.find(arguments(**change))
     assert (numbers.dtype, scales.shape, scales.dtype, total) == ("e4m3", (4, 1), "float32", residual)
     ready.launch(ready.argument, CURRENT)
     assert known.log[0][1] == NormAddresses(
@@ -181,7 +181,7 @@ def test_a_given_scale_is_returned(known: Known):
     scale = Array(0x9000, (1,), "float32")
     change = {"quantize": FP8(scale=scale)}
     known.learn(arguments(**change))
-    ready, ((_, found, _), _) = known.find(arguments(**change))
+    ready, _, ((_, found, _), _) = known.find(arguments(**change))
     assert found is scale
     assert ready.argument[1].scales == 0x9000
     moved = {"quantize": FP8(scale=Array(0x9002, (1,), "float32"))}
@@ -193,7 +193,7 @@ def test_tables_are_bounded(known: Known, monkeypatch: pytest.MonkeyPatch):
     for eps in (1e-3, 1e-4, 1e-5):
         known.learn(arguments(eps=eps))
         for _ in range(3):
-            ready, _ = known.find(arguments(eps=eps))
+            ready, *_ = known.find(arguments(eps=eps))
             ready.launch(ready.argument, CURRENT)
     assert known.find(arguments(eps=1e-3)) == NOT_KNOWN
     assert len(known.norms._of_kinds) <= 2

@@ -10,6 +10,7 @@ import cupy
 import numpy as np
 
 from ipcreduce import Communicator, Graph, errors
+from ipcreduce.cuda import graph as driver_graph
 from tests.shared.bounds import HANG
 from tests.sim.scenarios.common import LAST, RANK, SIZE, WORLD, error_of, fault, mine, raises, right, works
 from tests.simulated import driver, driver_streams, machine_streams
@@ -77,6 +78,27 @@ def one_edge_is_enough() -> None:
             captured.append(stream.end_capture().nodes)
         for nodes in captured:
             assert [(len(node.after), node.waits) for node in nodes] == [(0, 0), (1, 0), (1, 0), (1, 0)]
+        works(comm)
+
+
+def behind_a_kernel_that_starts_early() -> None:
+    """On one stream a kernel between two all-reduces keeps its early start: no second edge. Else there is one."""
+    first, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    source, target, between = mine(), cupy.zeros(1000, np.float32), cupy.zeros(10)
+    with Communicator() as comm:
+        cupy.cuda.Device().synchronize()
+        for early in (False, True):
+            with mock.patch.object(driver_graph, "lets_start_early", lambda node, early=early: early):
+                first.begin_capture()
+                for _ in range(2):
+                    comm.allreduce(source, out=target, stream=first)
+                    with first:
+                        between += 1
+                other.wait_event(first.record())
+                comm.allreduce(source, out=target, stream=other)
+                first.wait_event(other.record())
+                nodes = first.end_capture().nodes
+            assert [node.after for node in nodes] == [set(), {0}, {1} if early else {0, 1}, {2}, {2, 3}]
         works(comm)
 
 
@@ -309,6 +331,6 @@ def first_use_while_a_call_runs() -> None:
 
 SCENARIOS = [
     captured_after_a_fault, fault_within_a_recording, fault_beside_a_recording, graph_dropped_within_a_capture,
-    eager_call_behind_a_capture, one_edge_is_enough, joins_an_open_capture, joined_within_a_recording,
-    captured_on_a_blocking_stream, order_of_a_graph_of_others, first_use_while_a_call_runs,
+    eager_call_behind_a_capture, one_edge_is_enough, behind_a_kernel_that_starts_early, joins_an_open_capture,
+    joined_within_a_recording, captured_on_a_blocking_stream, order_of_a_graph_of_others, first_use_while_a_call_runs,
 ]  # fmt: skip

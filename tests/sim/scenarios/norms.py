@@ -412,7 +412,9 @@ def new_tensors_of_norms() -> None:
             with torch.stream(side):
                 delay(side.cuda_stream)
                 with current.of_cupy if current is side else current:
-                    case.check(case.call(comm, **plain, stream=side))
+                    found = case.call(comm, **plain, stream=side)
+                    side.of_cupy.synchronize()
+                    case.check(found)
         cupy.cuda.Device().synchronize()
         works(comm)
 

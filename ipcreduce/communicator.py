@@ -245,9 +245,7 @@ class Communicator:
                 ready, current = known.find(given, stream)
             if ready is None:
                 ready, current, results = known.find_new(given, stream)
-        made = fast.make(
-            None if current is None else ready, self._allreduce_rmsnorm, given, None, given, stream, current
-        )
+        made = fast.make(ready, self._allreduce_rmsnorm, given, None, given, stream, current)
         found: tuple[Any, ...] = results[0] if made is True else made
         if found:
             return found

@@ -143,7 +143,7 @@ class KnownNorms:
             if known.read(tensors) != known.addresses:
                 return self._find_by_places(given, stream)
             current = torch_runtime.get_stream(self._device)
-        return known.ready, current if stream is None else self._current(known.library, stream)
+        return (known.ready, current) if stream is None else self._on(known.ready, known.library, stream)
 
     def _current(self, library: Any, stream: Any) -> Stream | None:
         """The stream of a call; None if that is not the library's current one, or not a stream."""
@@ -164,7 +164,11 @@ class KnownNorms:
         library = _library(given)
         if library is cupy_runtime:
             self._watch(given, ready)
-        return ready, self._current(library, stream)
+        return self._on(ready, library, stream)
+
+    def _on(self, ready: Ready, library: Any, stream: Any) -> tuple[Ready | None, Stream | None]:
+        current = self._current(library, stream)
+        return _NOT_READY if current is None else (ready, current)
 
     def _place(self, given: Arguments) -> Key | None:
         """Where a call's arrays lie, and what else makes it another call. None if it cannot be known."""

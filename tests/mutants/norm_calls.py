@@ -6,6 +6,7 @@ from tests.mutants import Mutant, unit
 
 HOST, ARGUMENTS, DEVICE = "ipcreduce/host/rmsnorm.py", "ipcreduce/arrays/norms.py", "ipcreduce/arrays/device_norms.py"
 CALLS, KNOWN, REDUCER = "ipcreduce/device/norms.py", "ipcreduce/device/known_norms.py", "ipcreduce/device_reducer.py"
+CUPY = "ipcreduce/cuda/cupy_runtime.py"
 BITS, QUANTISED = unit("rmsnorm", "bits_of_rows"), unit("rmsnorm", "bits_of_e4m3")
 SHARED, COMPARED = unit("rmsnorm", "outputs_that_share_memory"), unit("rmsnorm", "what_the_ranks_compare")
 
@@ -131,6 +132,13 @@ MUTANTS = [
         KNOWN,
         "if array.ndim != axes or len(array) != length or (shape is not None and array.shape != shape):",
         "if False:",
+        scenario("known_norms_of_another_shape"),
+    ),
+    Mutant(
+        "of the shape of a known call only axes and length count",
+        CUPY,
+        "array.shape if array.ndim > 2 or array.size == 0 else None",
+        "None",
         scenario("known_norms_of_another_shape"),
     ),
     Mutant(

@@ -169,13 +169,16 @@ def norm_table(machine: str = "h100-x2") -> str:
     return table(["hidden", "rows", *ways, *(f"chain: {way}" for way in ways)], lines)
 
 
-def norm_peer_table() -> str:
-    """Times of the same call and of FlashInfer's, which takes one hop or two: whichever is faster. See norm_table()."""
-    ways = "fused", "FlashInfer"
+_NORM_PEERS = {"FlashInfer": "fused-peers-h200-x2", "SGLang": "fused-peers-sglang-h200-x2"}
+
+
+def norm_peer_table(peer: str) -> str:
+    """Times of the same call and of a peer's, which has one shape or another: the fastest. See norm_table()."""
+    ways = "fused", peer
     lines = []
-    for row in sorted(read("fused-peers-h200-x2")["peers"], key=lambda row: (row["hidden"], row["rows"])):
+    for row in sorted(read(_NORM_PEERS[peer])["peers"], key=lambda row: (row["hidden"], row["rows"])):
         both = row["alone"], row["chained"]
-        best = (min(us for name, us in one.items() if name.startswith("FlashInfer")) for one in both)
+        best = (min(us for name, us in one.items() if name.startswith(peer)) for one in both)
         pairs = ((one["fused"], us) for one, us in zip(both, best, strict=True))
         lines.append([str(row["hidden"]), str(row["rows"]), *(us_text(us) for pair in pairs for us in pair)])
     return table(["hidden", "rows", *ways, *(f"chain: {way}" for way in ways)], lines)
@@ -347,7 +350,7 @@ _RUNS: dict[str, Callable[[dict[str, Any], Rows], tuple[str, str]]] = {  # by a 
         f"{_BEFORE_TIMING}; {sum(map(len, (content.get(part, ()) for part in _NORM_PARTS)))} rows",
     ),
     "peers": lambda content, _: (
-        "all-reduces with RMSNorm beside FlashInfer's, `benchmarks/fused.py`",
+        "all-reduces with RMSNorm beside another library's, `benchmarks/fused.py`",
         f"results compared with NumPy's before they are timed; {len(content['peers'])} shapes",
     ),
     "cases": lambda content, rows: (

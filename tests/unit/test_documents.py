@@ -137,7 +137,8 @@ NORM_TABLES = results.norm_table, results.norm_fp8_table
         ("docs/performance.md", results.ratio_table()),
         ("docs/performance.md", results.host_table()),
         *(("docs/pytorch.md", results.llama_table(gpus)) for gpus in ("h200-x2", "h200-x4")),
-        ("docs/fused.md", results.norm_peer_table()),
+        ("docs/fused.md", results.norm_peer_table("FlashInfer")),
+        ("docs/fused.md", results.norm_peer_table("SGLang")),
         *(("docs/fused.md", one(gpus)) for gpus in ("h100-x2", "h200-x4") for one in NORM_TABLES),
     ],
 )

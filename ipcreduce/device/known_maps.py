@@ -91,7 +91,9 @@ class _KnownMap:
         self.library, self.places, self.kind, self.words = library, places, kind, words
         self.operands = tuple((index, place) for index, place in enumerate(operands) if place is not None)
         self.read: Callable[[Sequence[Any]], list[int] | None] | None = None
-        self.addresses: list[int] = []
+        self.addresses = [places[0][0], *(place[0] for _, place in self.operands)]
+        if out is not array and out is not None:
+            self.addresses.append(places[1][0])
         self.ready: dict[int, Ready] = {}
 
     def are_unmoved(self, array: Any, out: Any, values: Sequence[Any], device: int) -> bool:
@@ -100,8 +102,6 @@ class _KnownMap:
         if out is not array and out is not None:
             tensors.append(out)
         if self.read is None:
-            self.addresses = [self.places[0][0], *(place[0] for _, place in self.operands)]
-            self.addresses += [self.places[1][0]] * (len(tensors) - len(self.addresses))
             self.read = torch_lists.reader(tensors, device)
         return self.read is not None and self.read(tensors) == self.addresses
 

@@ -236,9 +236,9 @@ class KnownLists:
         if kind is None or sources is None:
             return NOT_READY
         result, targets = out, sources
-        if current > 1 and self._order.quick(current) is None:
-            return NOT_READY  # a capture, say, into which allocations go their own way
         if out is None:
+            if current > 1 and self._order.quick(current) is None:
+                return NOT_READY  # a capture, say, into which allocations go their own way
             made = [library.empty_like(array, self._device) for array in arrays]
             result, targets = [one for one, _ in made], [address for _, address in made]
         elif out is not arrays:

@@ -116,18 +116,15 @@ class KnownNorms:
         self._watched: dict[Key, list[Any]] = {}  # references to the arrays of by_key
 
     def find(self, given: Arguments, stream: Any) -> tuple[Ready | None, Stream | None]:
-        """The launch of a call, and its stream, if both are certain.
+        """The launch of a call that has come before, and its stream; None for both if one of them is not certain.
 
         For speed it reads the attributes of arrays by their own libraries, not by ``ipcreduce.arrays``.
         """
         x, weight, eps, residual, out, residual_out, bias, how, _, _ = given
-        try:
-            if how is None:  # as _key_of()
-                known = self.by_key.get((id(x), id(weight), eps, id(residual), id(out), id(residual_out), bias))
-            else:
-                known = self.by_key.get(_key_of(given))
-        except TypeError:  # an eps without a hash
-            return _NOT_READY
+        if how is None and type(eps) is float and type(bias) is float:  # as _key_of(), without a call
+            known = self.by_key.get((id(x), id(weight), eps, id(residual), id(out), id(residual_out), bias))
+        else:
+            known = self.by_key.get(_key_of(given))
         if known is None:
             return self._find_by_places(given, stream)
         if known.read is None:
@@ -167,6 +164,7 @@ class KnownNorms:
         return self._on(ready, library, stream)
 
     def _on(self, ready: Ready, library: Any, stream: Any) -> tuple[Ready | None, Stream | None]:
+        """A launch and its stream, if that is certain."""
         current = self._current(library, stream)
         return _NOT_READY if current is None else (ready, current)
 
@@ -323,9 +321,9 @@ class KnownNorms:
             forms = tuple((index, *cupy_runtime.form(one)) for index, one in arrays)
         else:
             read = torch_lists.reader(every, self._device)
-            if read is None:
+            addresses = None if read is None else read(every)
+            if addresses is None:
                 return
-            addresses = read(every)
         if key is None:
             return
         forget = partial(_forget, weakref.ref(self), key)

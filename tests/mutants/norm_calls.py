@@ -149,6 +149,13 @@ MUTANTS = [
         scenario("known_norms"),
     ),
     Mutant(
+        "a known call on tensors is on CuPy's stream",
+        KNOWN,
+        "current: Stream = library.stream_handle(self._device)",
+        "current: Stream = cupy_runtime.stream_handle(self._device)",
+        scenario("new_tensors_of_norms"),
+    ),
+    Mutant(
         "a call is known by its arrays alone",
         KNOWN,
         "return id(x), id(weight), eps, id(residual), id(out), id(residual_out), bias",

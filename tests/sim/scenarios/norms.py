@@ -405,13 +405,18 @@ def new_tensors_of_norms() -> None:
             with raises(errors.ArgumentError, f"{name} is a tensor that requires grad"):
                 case.call(comm, **plain | {name: Tensor(plain[name].array, requires_grad=True)})
             works(comm)
-        side = torch.Stream()
-        cupy.cuda.Device().synchronize()
+        side, kept = torch.Stream(), case.x.copy()
         for current in (side, cupy.cuda.Stream(non_blocking=True)):
+            case.x.fill(0)
+            cupy.cuda.Device().synchronize()
             with torch.stream(side):
                 delay(side.cuda_stream)
+                with side.of_cupy:
+                    case.x[...] = kept  # which a call on another stream does not see
                 with current.of_cupy if current is side else current:
+                    calls.reset_mock()
                     found = case.call(comm, **plain, stream=side)
+                    assert calls.call_count == (current is side), "the first call on another stream than before"
                     side.of_cupy.synchronize()
                     case.check(found)
         cupy.cuda.Device().synchronize()

@@ -35,6 +35,7 @@ template <bool kAligned> DEVICE void short_rows(const Args& args, GroupSums& sum
     index[i] = thread_in_block() + i * threads_in_block();
     active[i] = kUnitElements * index[i] < hidden;
   }
+  prepare(sums, ceil_div(hidden, kUnitElements * kGroupUnits));
   grid_dependency_sync();
 
   Unit weight[kUnits];
@@ -78,8 +79,8 @@ template <bool kAligned> DEVICE void long_rows(const Args& args, GroupSums& sums
         give_most(sums, turn, group, active ? multiply(x, weight, numbers).most : 0, true);
       }
       sync_block();
-      sum = add_rounded(sum, part_of_chunk(sums.sum[turn], Sum()));
-      if constexpr (kWithMost) most = max_nan(most, part_of_chunk(sums.most[turn], Most()));
+      sum = add_rounded(sum, part_of_chunk(sums.sum[turn], 0, kChunkGroups, Sum()));
+      if constexpr (kWithMost) most = max_nan(most, part_of_chunk(sums.most[turn], 0, kChunkGroups, Most()));
     }
     const float rstd = rstd_of(over_lanes<32>(sum, Sum()), numbers);
     if constexpr (kWithMost) most = over_lanes<32>(most, Most());
@@ -100,7 +101,6 @@ template <bool kAligned> DEVICE void run(const Args& args, GroupSums& sums) {
 
 KERNEL(rmsnorm, 1024, 1)(KERNEL_ARGS args) {
   SHARED(GroupSums, sums);
-  prepare(sums, ceil_div((u32)args.norm.hidden, kUnitElements * kGroupUnits));
   if (is_aligned(args)) run<true>(args, sums);
   else run<false>(args, sums);
 }

@@ -254,9 +254,11 @@ struct alignas(16) GroupSums {
   Gate gate;                  // of a cluster
 };
 
-// Before anything else: entries beyond the groups of a row are zero, and the gate is prepared.
+// Before anything else: where a row's groups are no whole fours, the entries that a lane loads with the last ones are
+// zero. And the gate is prepared.
 DEVICE void prepare(GroupSums& sums, u32 groups) {
-  for (u32 i = groups + thread_in_block(); i < kMostGroups; i += threads_in_block()) {
+  const u32 i = groups + thread_in_block();
+  if (i < ceil_div(groups, 4) * 4) {
     sums.sum[0][i] = sums.sum[1][i] = 0;
     if (kWithMost) sums.most[0][i] = sums.most[1][i] = 0;
   }
@@ -287,15 +289,18 @@ DEVICE void give_most(GroupSums& sums, u32 turn, u32 group, float most, bool act
     give(sums.most[turn], sums.gate, group, over_lanes<kGroupUnits>(active ? most : 0, Most()), active);
 }
 
-// This lane's part of a chunk.
-template <class Combine> DEVICE float part_of_chunk(const float* groups, const Combine& combine) {
-  const Packet four = *(const Packet*)(groups + 4 * (thread_in_block() % 32));
+// This lane's part of the chunk that begins at group `first`: 0 beyond the row.
+template <class Combine>
+DEVICE float part_of_chunk(const float* sums, u32 first, u32 groups, const Combine& combine) {
+  const u32 group = first + 4 * (thread_in_block() % 32);
+  Packet four = {};
+  if (group < groups) four = *(const Packet*)(sums + group);
   return combine(combine(bits_to_float(four.word[0]), bits_to_float(four.word[1])),
                  combine(bits_to_float(four.word[2]), bits_to_float(four.word[3])));
 }
 template <class Combine> DEVICE float over_groups(const float* sums, u32 groups, const Combine& combine) {
-  float part = part_of_chunk(sums, combine);
-  if (groups > kChunkGroups) part = combine(part, part_of_chunk(sums + kChunkGroups, combine));
+  float part = part_of_chunk(sums, 0, groups, combine);
+  if (groups > kChunkGroups) part = combine(part, part_of_chunk(sums, kChunkGroups, groups, combine));
   return over_lanes<32>(part, combine);
 }
 

@@ -220,9 +220,10 @@ DEVICE u32 block_in_cluster() {
   asm volatile("mov.u32 %0, %cluster_ctarank;" : "=r"(r));
   return r;
 }
-// A barrier of all threads of a cluster, in two parts. It orders what they did before the first part before what they
-// do after the second.
-DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// A barrier of all threads of a cluster, in two parts. Of what they did before the first part, it orders only what a
+// fence has published: here the preparation of a gate. A release would compile to a fence of the whole GPU, for which a
+// kernel that cannot start early waits 0.3 us (benchmarks/NOTES.md).
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // In a block's shared memory: opens once, when so many bytes have come by store_to_block(). One thread prepares it, the

@@ -1,8 +1,8 @@
 """The plan of a fused all-reduce with RMSNorm: kernel and launch shape, as a pure function of what all ranks share.
 
 A row lies in a block or in a cluster of blocks (kernels/fused_one_shot.cu, fused_two_shot.cu). The shapes were the
-fastest of those tried over 2 H100 and over 4 H200. For other GPUs and numbers of ranks they are estimates, until
-``tune`` has measured a hidden size there.
+fastest of those tried over 2 and 4 H200. For other GPUs and numbers of ranks they are estimates, until ``tune`` has
+measured a hidden size there.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ UNIT = 8  # elements of a packet
 GROUP = 64  # elements of which a row must have whole numbers
 MOST_HIDDEN = 16_384  # for which the kernels have room
 _SHARE = 16  # units; the share of a block is a multiple of it
-_FEW_ROWS, _SOME_ROWS = 8, 32  # up to 8 long rows have 8 blocks each, up to 32 have 4 over 2 ranks and 8 over more
 _SHORT_HIDDEN = 5120  # up to so many elements, a row is a short one
-_CLUSTERED_HIDDEN = 4096  # from here on, four blocks have a short row in one hop over 3 or more ranks
+_CLUSTERED_HIDDEN = 3072  # from here on, several blocks have a row
+_WIDE_HIDDEN = 4096  # a block that has a longer row has over 512 threads, and a multiprocessor holds fewer of those
+_FEW_ROWS, _SOME_ROWS, _MANY_ROWS = _ROWS = 64, 128, 256
 _MOST_DEPTH = 2
 # The largest message, by n, for one hop: as for the plain all-reduce, because the norm costs the same behind both. Over
-# 2 ranks long rows go in two hops from 2 MB on, since then a block has fewer threads; shorter ones only without tiles.
-_LATE_HIDDEN = 4096
+# 2 ranks long rows go in two hops from 2 MB on, since then a block has fewer threads.
 _ONE_SHOT_BYTES = {2: 8 * MB, 3: 192 * KB, 4: 192 * KB, 5: 128 * KB, 6: 96 * KB, 7: 64 * KB, 8: 64 * KB}
 _TWO_SHOT_THREADS = {2: 512, 3: 352, 4: 256, 5: 224, 6: 224, 7: 160, 8: 160}  # by n
 _CODES_END = CODES_BYTES + CODE_BYTES * len(DTYPES)
@@ -124,11 +124,10 @@ def make_plan(
     if n == 1 or not shape.rows or not _has_kernel(shape):
         return None
     nbytes = shape.elements * ITEMSIZES[shape.dtype]
-    is_long = shape.hidden > _SHORT_HIDDEN or (shape.hidden > _LATE_HIDDEN and shape.rows <= resident)
-    most = 2 * MB if n == 2 and is_long else _ONE_SHOT_BYTES[n]
+    most = 2 * MB if n == 2 and shape.hidden > _SHORT_HIDDEN else _ONE_SHOT_BYTES[n]
     algorithm = forced or ("one_shot" if nbytes <= most else "two_shot")
     names = dict.fromkeys((algorithm, forced or "two_shot"))  # two_shot needs less room
-    ways = [(name, cluster) for name in names for cluster in (_clusters(shape, n, name) if clusters else [1])]
+    ways = [(name, cluster) for name in names for cluster in (_clusters(shape, name) if clusters else [1])]
     chosen = [
         (one.algorithm, one.cluster) for one in _choices(shape, forced, clusters, table) if shape.rows <= one.up_to
     ]
@@ -168,35 +167,36 @@ def variants(
     """The kernel, cluster and depth of every launch for rows of this length, whatever their number and the room."""
     found = set()
     limits = {most_blocks(resident, sharing), min(resident, most_blocks(resident, sharing))}
-    edges = {blocks // cluster for blocks in limits for cluster in (1, 2, 4, 8)} | {_FEW_ROWS, _SOME_ROWS, EPOCH_SLOTS}
+    edges = {blocks // cluster for blocks in limits for cluster in (1, 2, 4, 8)} | {EPOCH_SLOTS, *_ROWS}
     for name in [forced] if forced else [*KERNELS]:
         for rows in {1} | edges | {edge + 1 for edge in edges}:  # where the plan may change
             one = NormShape(rows, shape.hidden, shape.dtype, shape.eps, shape.weight_bias, shape.residual)
             plan = make_plan(one, n, 1 << 62, name, resident, sharing, clusters)
             if plan is not None:
                 found.add((plan.kernel, plan.cluster, plan.depth))
-    for choice in _choices(shape, forced, clusters, table):  # whose depth is the same for every number of rows
-        row = replace(shape, rows=1)
-        plan = plan_launch(KERNELS[choice.algorithm], choice.cluster, row, n, resident, sharing)
-        if plan is not None:
-            found.add((plan.kernel, plan.cluster, plan.depth))
+    for choice in _choices(shape, forced, clusters, table):
+        for rows in (1, _MANY_ROWS + 1):
+            kernel, one = KERNELS[choice.algorithm], replace(shape, rows=rows)
+            plan = plan_launch(kernel, choice.cluster, one, n, resident, sharing)
+            if plan is not None:
+                found.add((plan.kernel, plan.cluster, plan.depth))
     return found
 
 
-def _clusters(shape: NormShape, n: int, algorithm: str) -> list[int]:
-    """The numbers of blocks for a row, the best first.
+def _clusters(shape: NormShape, algorithm: str) -> list[int]:
+    """The numbers of blocks for a row, the best first; 1 and more, where a block cannot hold a row.
 
-    Several blocks send and poll a row faster than one, but a cluster starts 0.4 us later, unless the kernel before lets
-    its successor start early. Programs have other kernels between their all-reduces, which mostly do not. Behind such a
-    kernel, over 4 GPUs, four blocks are faster than one for few rows of 4096 or 5120, as fast for 8 to 16 rows, and
-    slower for rows of up to 3072.
+    Several blocks send and poll a row faster than one, as long as rows are few. A short row in two hops lies in one
+    block: the blocks of several would have too few threads.
     """
-    many = [1, 2, 4]  # more than 1 where a block cannot hold a row
-    if shape.hidden <= _SHORT_HIDDEN:
-        return [4, *many] if n > 2 and algorithm == "one_shot" and shape.hidden >= _CLUSTERED_HIDDEN else many
-    if shape.rows > _SOME_ROWS:
-        return many
-    return [8 if n > 2 or shape.rows <= _FEW_ROWS or shape.hidden > 8192 else 4, *many]
+    one, rows = [1, 2, 4], shape.rows
+    if shape.hidden > _SHORT_HIDDEN:
+        return [8, 4, 2, 1] if rows <= _SOME_ROWS else one
+    if algorithm == "two_shot" or shape.hidden < _CLUSTERED_HIDDEN:
+        return one
+    if rows <= _FEW_ROWS:
+        return [4, *one]
+    return [2, *one] if shape.hidden > _WIDE_HIDDEN and rows <= _MANY_ROWS else one
 
 
 def plan_launch(kernel: str, cluster: int, shape: NormShape, n: int, resident: int, sharing: int) -> NormPlan | None:
@@ -210,7 +210,8 @@ def plan_launch(kernel: str, cluster: int, shape: NormShape, n: int, resident: i
     for depth in (1,) if two_shot else range(1, _MOST_DEPTH + 1):
         share = _SHARE * -(-units // (_SHARE * parts * depth))
         block = 32 * -(-share // 32)
-        if block <= most:
+        is_wide = block > _WIDE_HIDDEN // UNIT and shape.rows > _MANY_ROWS
+        if block <= most and not (is_wide and depth < _MOST_DEPTH):
             break
     else:
         return None

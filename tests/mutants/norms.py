@@ -31,8 +31,8 @@ MUTANTS = [
     Mutant(
         "chunks of a long row are added from the first lane on",
         PAIR,
-        "sum = add_rounded(sum, part_of_chunk(sums.sum[turn], Sum()));",
-        "sum = add_rounded(sum, over_lanes<32>(part_of_chunk(sums.sum[turn], Sum()), Sum()) / 32);",
+        "sum = add_rounded(sum, part_of_chunk(sums.sum[turn], 0, kChunkGroups, Sum()));",
+        "sum = add_rounded(sum, over_lanes<32>(part_of_chunk(sums.sum[turn], 0, kChunkGroups, Sum()), Sum()) / 32);",
         LONG,
     ),
     Mutant(
@@ -157,10 +157,10 @@ MUTANTS = [
         unit("norm_plan", "launches"),
     ),
     Mutant(
-        "a row of 4096 lies in one block over 4 GPUs",
+        "a row of 3072 lies in one block",
         PLAN,
-        "shape.hidden >= _CLUSTERED_HIDDEN else many",
-        "shape.hidden > _CLUSTERED_HIDDEN else many",
+        "shape.hidden < _CLUSTERED_HIDDEN:",
+        "shape.hidden <= _CLUSTERED_HIDDEN:",
         unit("norm_plan", "the_rule"),
     ),
     Mutant(

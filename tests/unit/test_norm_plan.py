@@ -87,21 +87,27 @@ def test_usual_rows_have_a_kernel(rows: int, hidden: int, n: int):
 @pytest.mark.parametrize(
     ("rows", "hidden", "n", "kernel", "cluster", "grid", "block", "depth"),
     [
-        (1, 4096, 2, "one_shot", 1, 1, 512, 1),
-        (8, 8192, 2, "one_shot", 8, 64, 128, 1),
-        (9, 8192, 2, "one_shot", 4, 36, 256, 1),
-        (32, 8192, 2, "one_shot", 4, 128, 256, 1),
-        (33, 8192, 2, "one_shot", 1, 33, 1024, 1),
+        (1, 2048, 2, "one_shot", 1, 1, 256, 1),
+        (1, 3072, 2, "one_shot", 4, 4, 96, 1),
+        (64, 4096, 2, "one_shot", 4, 256, 128, 1),
+        (65, 4096, 2, "one_shot", 1, 65, 512, 1),
         (512, 4096, 2, "one_shot", 1, 512, 512, 1),
-        (204, 5120, 2, "one_shot", 1, 204, 640, 1),
-        (205, 5120, 2, "two_shot", 1, 205, 320, 1),
-        (512, 5120, 2, "one_shot", 1, 512, 640, 1),
+        (64, 8192, 2, "one_shot", 8, 512, 128, 1),
+        (65, 8192, 2, "one_shot", 4, 260, 256, 1),
+        (128, 8192, 2, "one_shot", 4, 512, 256, 1),
+        (129, 8192, 2, "two_shot", 1, 129, 512, 1),
+        (64, 5120, 2, "one_shot", 4, 256, 160, 1),
+        (65, 5120, 2, "one_shot", 2, 130, 320, 1),
+        (256, 5120, 2, "one_shot", 2, 512, 320, 1),
+        (257, 5120, 2, "one_shot", 1, 257, 320, 2),
         (1, 4096, 4, "one_shot", 4, 4, 128, 1),
         (16, 5120, 4, "one_shot", 4, 64, 160, 1),
         (16, 2048, 4, "one_shot", 1, 16, 256, 1),
+        (16, 3072, 4, "one_shot", 4, 64, 96, 1),
         (32, 4096, 4, "two_shot", 1, 32, 128, 1),
         (32, 8192, 4, "two_shot", 8, 256, 32, 1),
-        (64, 8192, 4, "two_shot", 1, 64, 256, 1),
+        (64, 8192, 4, "two_shot", 4, 256, 64, 1),
+        (128, 8192, 4, "two_shot", 2, 256, 128, 1),
         (512, 8192, 4, "two_shot", 1, 264, 256, 1),
         (16, 4096, 8, "two_shot", 1, 16, 64, 1),
         (4, 8192, 8, "one_shot", 8, 32, 128, 1),
@@ -110,7 +116,7 @@ def test_usual_rows_have_a_kernel(rows: int, hidden: int, n: int):
     ],
 )
 def test_the_rule(rows: int, hidden: int, n: int, kernel: str, cluster: int, grid: int, block: int, depth: int):
-    """Several blocks for few long rows, else one; one shot up to the sizes of the plain all-reduce, or to 2 MB."""
+    """Several blocks for few rows, else one; one shot up to the sizes of the plain all-reduce, or to 2 MB."""
     found = norm_plan.make_plan(shape_of(rows, hidden), n, ANY)
     assert found is not None
     assert found.kernel == norm_plan.KERNELS[kernel]
@@ -136,7 +142,7 @@ def test_measured_choices():
     assert [found(rows) for rows in (1, 2)] == [("fused_two_shot", 1)] * 2
     assert [found(rows) for rows in (3, 16, 17, 60)] == [("fused_one_shot", 4)] * 4
     assert found(2000) == ("fused_two_shot", 1), "clusters have no tiles"
-    assert found(2, forced="one_shot") == ("fused_one_shot", 1)
+    assert found(2, forced="one_shot") == ("fused_one_shot", 4)
     assert found(16, clusters=False) == ("fused_two_shot", 1), "the last one without clusters"
     assert found(4, 8192) == ("fused_one_shot", 1)
     assert found(4, 6144) == ("fused_one_shot", 8)

@@ -154,7 +154,7 @@ def list_host_table() -> str:
 NORM_ROWS = (1, 8, 32, 64, 256)
 
 
-def norm_table(machine: str = "h100-x2") -> str:
+def norm_table(machine: str = "h200-x2") -> str:
     """Times of all-reduces with RMSNorm, in graphs: alone, and between two matrix products of PyTorch."""
     content = read(f"fused-{machine}")
     chained = {(row["hidden"], row["rows"]): row for row in content["chain"]}
@@ -184,7 +184,7 @@ def norm_peer_table(peer: str) -> str:
     return table(["hidden", "rows", *ways, *(f"chain: {way}" for way in ways)], lines)
 
 
-def norm_fp8_table(machine: str = "h100-x2") -> str:
+def norm_fp8_table(machine: str = "h200-x2") -> str:
     """Times of the same calls with quantised results, in graphs."""
     kinds = {"fused": "no e4m3", "given": "a given scale", "token": "a scale a row", "group": "a scale every 128"}
     rows = [row for row in read(f"fused-{machine}")["fp8"] if row["rows"] in NORM_ROWS]
@@ -392,7 +392,7 @@ def _software(content: dict[str, Any]) -> str:
 if __name__ == "__main__":
     figures = [bench_table(n, mode) for n in (4, 2) for mode in ("graph", "eager")]
     figures += [bench_table(2, mode, gpu="h100") for mode in ("graph", "eager")]
-    norms = [one(machine) for machine in ("h100-x2", "h200-x4") for one in (norm_table, norm_fp8_table)]
+    norms = [one(machine) for machine in ("h200-x2", "h200-x4") for one in (norm_table, norm_fp8_table)]
     norms.append(norm_peer_table())
     lists = list_table(), list_table("h200-x4"), list_host_table(), overlap_table(), *norms
     others = ratio_table(), llama_table(), llama_table("h200-x4"), host_table(), run_table()

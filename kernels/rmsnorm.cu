@@ -67,29 +67,28 @@ template <bool kAligned> DEVICE void long_rows(const Args& args, GroupSums& sums
   u32 turn = 0;
   for (u32 row = block_in_grid(); row < (u32)norm.rows; row += blocks_in_grid()) {
     const u64 added = row_at(norm.residual_out, norm, row);
-    float sum = 0, most = 0;
+    Totals totals = {};
     for (u32 index = thread_in_block(); index < end; index += kChunkUnits, turn ^= 1) {
       const bool active = index < units;
       const Unit x = add(load_unit<kAligned>(row_at(args.in, norm, row), hidden, index, active),
                          load_residual<kAligned>(norm, row, index, active));
       store_unit<kAligned>(added, hidden, index, x, active);
-      give_sum(sums, turn, group, x, true);
-      if constexpr (kWithMost) {
-        const Unit weight = load_unit<kAligned>(norm.weight, hidden, index, active);
-        give_most(sums, turn, group, active ? multiply(x, weight, numbers).most : 0, true);
-      }
+      Totals of_unit = {sum_of_squares(x), 0};
+      if constexpr (kWithMost)
+        of_unit.most = multiply(x, load_unit<kAligned>(norm.weight, hidden, index, active), numbers).most;
+      give(sums, turn, group, active ? of_unit : Totals{}, true);
       sync_block();
-      sum = add_rounded(sum, part_of_chunk(sums.sum[turn], 0, kChunkGroups, Sum()));
-      if constexpr (kWithMost) most = max_nan(most, part_of_chunk(sums.most[turn], 0, kChunkGroups, Most()));
+      totals = combine(totals, part_of_chunk(sums, turn, 0, kChunkGroups));
     }
-    const float rstd = rstd_of(over_lanes<32>(sum, Sum()), numbers);
-    if constexpr (kWithMost) most = over_lanes<32>(most, Most());
+    totals = over_lanes<32>(totals);
+    const float rstd = rstd_of(totals.sum, numbers);
     for (u32 index = thread_in_block(); index < end; index += kChunkUnits) {
       const bool active = index < units;
       const Products products = multiply(load_unit<kAligned>(added, hidden, index, active),
                                          load_unit<kAligned>(norm.weight, hidden, index, active), numbers);
       const float own = most_of_scale(active ? products.most : 0);
-      store_results<kAligned>(args.out, norm, row, index, products, kWithMost ? most : own, rstd, numbers, active);
+      store_results<kAligned>(args.out, norm, row, index, products, kWithMost ? totals.most : own, rstd, numbers,
+                              active);
     }
   }
 }

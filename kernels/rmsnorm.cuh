@@ -115,17 +115,21 @@ DEVICE float sum_of_squares(const Unit& x) {
   return add_rounded(even, odd);
 }
 
-template <int kLanes, class Combine> DEVICE float over_lanes(float x, const Combine& combine) {
+// Of a unit, a group, a chunk or a row: the sum of squares, and the largest |x * w|, where one scale of a row needs that.
+constexpr bool kWithMost = kScale == kTokenScale;
+struct Totals {
+  float sum, most;
+};
+DEVICE Totals combine(const Totals& a, const Totals& b) {
+  return {add_rounded(a.sum, b.sum), kWithMost ? max_nan(a.most, b.most) : 0};
+}
+// Both trees grow together, since every step of one waits for a shuffle.
+template <int kLanes> DEVICE Totals over_lanes(Totals x) {
 #pragma unroll
-  for (int mask = 1; mask < kLanes; mask *= 2) x = combine(x, shuffle_xor(x, mask));
+  for (int mask = 1; mask < kLanes; mask *= 2)
+    x = combine(x, {shuffle_xor(x.sum, mask), kWithMost ? shuffle_xor(x.most, mask) : 0});
   return x;
 }
-struct Sum {
-  DEVICE float operator()(float a, float b) const { return add_rounded(a, b); }
-};
-struct Most {
-  DEVICE float operator()(float a, float b) const { return max_nan(a, b); }
-};
 DEVICE float absolute(float x) { return bits_to_float(to_bits(x) & 0x7FFFFFFFu); }
 DEVICE bool is_infinite(float x) { return to_bits(x) == 0x7F800000u; }  // and positive
 
@@ -239,14 +243,16 @@ DEVICE void store_results(u64 out, const NormArgs& args, u32 row, u32 index, Pro
   }
 }
 DEVICE float most_of_scale(float most) {  // of the units of a scale every 128 elements, whose lanes lie together
-  if constexpr (kScale == kGroupScale) return over_lanes<kScaleUnits>(most, Most());
-  else return most;
+  if constexpr (kScale == kGroupScale) {
+#pragma unroll
+    for (int mask = 1; mask < (int)kScaleUnits; mask *= 2) most = max_nan(most, shuffle_xor(most, mask));
+  }
+  return most;
 }
 
-// ---- sums of a row's groups, which cross the threads of a block, or of a cluster, through shared memory
+// ---- totals of a row's groups, which cross the threads of a block, or of a cluster, through shared memory
 constexpr u32 kChunkGroups = 128;
 constexpr u32 kMostGroups = 256;  // of the rows that the threads hold at once
-constexpr bool kWithMost = kScale == kTokenScale;
 
 struct alignas(16) GroupSums {
   float sum[2][kMostGroups];  // by turns: a fast warp may be one row ahead
@@ -275,33 +281,34 @@ DEVICE void meet_cluster(GroupSums& sums, u32 groups) {
   }
 }
 
-// Gives a value that the 8 lanes of a group share to every block of the cluster. All lanes of a warp call it.
-DEVICE void give(float* to, Gate& gate, u32 group, float value, bool active) {
+// Gives the totals of a group, which its 8 lanes hold, to every block of the cluster. All lanes of a warp call it.
+DEVICE void give(GroupSums& sums, u32 turn, u32 group, const Totals& of_unit, bool active) {
+  const Totals totals = over_lanes<kGroupUnits>(of_unit);
   const u32 lane = thread_in_block() % kGroupUnits;
-  if constexpr (kCluster > 1) store_to_block(to[group], gate, lane % kCluster, value, active && lane < kCluster);
-  else if (active && lane == 0) to[group] = value;
-}
-DEVICE void give_sum(GroupSums& sums, u32 turn, u32 group, const Unit& x, bool active) {
-  give(sums.sum[turn], sums.gate, group, over_lanes<kGroupUnits>(active ? sum_of_squares(x) : 0, Sum()), active);
-}
-DEVICE void give_most(GroupSums& sums, u32 turn, u32 group, float most, bool active) {
-  if constexpr (kWithMost)
-    give(sums.most[turn], sums.gate, group, over_lanes<kGroupUnits>(active ? most : 0, Most()), active);
+  const auto to = [&](float* entries, float value) {
+    if constexpr (kCluster > 1)
+      store_to_block(entries[group], sums.gate, lane % kCluster, value, active && lane < kCluster);
+    else if (active && lane == 0) entries[group] = value;
+  };
+  to(sums.sum[turn], totals.sum);
+  if constexpr (kWithMost) to(sums.most[turn], totals.most);
 }
 
 // This lane's part of the chunk that begins at group `first`: 0 beyond the row.
-template <class Combine>
-DEVICE float part_of_chunk(const float* sums, u32 first, u32 groups, const Combine& combine) {
+DEVICE Totals part_of_chunk(const GroupSums& sums, u32 turn, u32 first, u32 groups) {
   const u32 group = first + 4 * (thread_in_block() % 32);
-  Packet four = {};
-  if (group < groups) four = *(const Packet*)(sums + group);
-  return combine(combine(bits_to_float(four.word[0]), bits_to_float(four.word[1])),
-                 combine(bits_to_float(four.word[2]), bits_to_float(four.word[3])));
+  Packet sum = {}, most = {};
+  if (group < groups) {
+    sum = *(const Packet*)(sums.sum[turn] + group);
+    if constexpr (kWithMost) most = *(const Packet*)(sums.most[turn] + group);
+  }
+  const auto of = [&](int i) { return Totals{bits_to_float(sum.word[i]), bits_to_float(most.word[i])}; };
+  return combine(combine(of(0), of(1)), combine(of(2), of(3)));
 }
-template <class Combine> DEVICE float over_groups(const float* sums, u32 groups, const Combine& combine) {
-  float part = part_of_chunk(sums, 0, groups, combine);
-  if (groups > kChunkGroups) part = combine(part, part_of_chunk(sums, kChunkGroups, groups, combine));
-  return over_lanes<32>(part, combine);
+DEVICE Totals over_groups(const GroupSums& sums, u32 turn, u32 groups) {
+  Totals part = part_of_chunk(sums, turn, 0, groups);
+  if (groups > kChunkGroups) part = combine(part, part_of_chunk(sums, turn, kChunkGroups, groups));
+  return over_lanes<32>(part);
 }
 
 // ---- the units of a row that a thread holds, from the reduced values to the results. All threads of the block, or of
@@ -315,25 +322,24 @@ DEVICE void normalise(u64 out, const NormArgs& args, GroupSums& sums, u32 turn, 
 #pragma unroll
   for (int i = 0; i < count; ++i) {
     x[i] = add(reduced[i], residual[i]);
-    give_sum(sums, turn, index[i] / kGroupUnits, x[i], active[i]);
+    if constexpr (kWithMost) products[i] = multiply(x[i], weight[i], numbers);
+    const Totals of_unit = {sum_of_squares(x[i]), kWithMost ? products[i].most : 0};
+    give(sums, turn, index[i] / kGroupUnits, active[i] ? of_unit : Totals{}, active[i]);
   }
   float most[kUnits];
 #pragma unroll
   for (int i = 0; i < count; ++i) {
-    products[i] = multiply(x[i], weight[i], numbers);
-    give_most(sums, turn, index[i] / kGroupUnits, products[i].most, active[i]);
+    if constexpr (!kWithMost) products[i] = multiply(x[i], weight[i], numbers);
     most[i] = most_of_scale(active[i] ? products[i].most : 0);
     store_unit<kAligned>(row_at(args.residual_out, args, row), (u32)args.hidden, index[i], x[i], active[i]);
   }
   meanwhile();
   if constexpr (kCluster > 1) wait_at_gate(sums.gate);
   else sync_block();
-  const u32 groups = ceil_div((u32)args.hidden, kUnitElements * kGroupUnits);
-  const float rstd = rstd_of(over_groups(sums.sum[turn], groups, Sum()), numbers);
-  float most_of_row = 0;
-  if constexpr (kWithMost) most_of_row = over_groups(sums.most[turn], groups, Most());
+  const Totals of_row = over_groups(sums, turn, ceil_div((u32)args.hidden, kUnitElements * kGroupUnits));
+  const float rstd = rstd_of(of_row.sum, numbers);
 #pragma unroll
   for (int i = 0; i < count; ++i)
-    store_results<kAligned>(out, args, row, index[i], products[i], kWithMost ? most_of_row : most[i], rstd, numbers,
+    store_results<kAligned>(out, args, row, index[i], products[i], kWithMost ? of_row.most : most[i], rstd, numbers,
                             active[i]);
 }

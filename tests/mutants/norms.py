@@ -31,8 +31,9 @@ MUTANTS = [
     Mutant(
         "chunks of a long row are added from the first lane on",
         PAIR,
-        "sum = add_rounded(sum, part_of_chunk(sums.sum[turn], 0, kChunkGroups, Sum()));",
-        "sum = add_rounded(sum, over_lanes<32>(part_of_chunk(sums.sum[turn], 0, kChunkGroups, Sum()), Sum()) / 32);",
+        "totals = combine(totals, part_of_chunk(sums, turn, 0, kChunkGroups));",
+        "const Totals of_chunk = over_lanes<32>(part_of_chunk(sums, turn, 0, kChunkGroups));\n"
+        "      totals = combine(totals, Totals{of_chunk.sum / 32, of_chunk.most});",
         LONG,
     ),
     Mutant(
@@ -45,8 +46,8 @@ MUTANTS = [
     Mutant(
         "a NaN is lost in the largest number of a row",
         CONTRACT,
-        "operator()(float a, float b) const { return max_nan(a, b); }",
-        "operator()(float a, float b) const { return a > b ? a : b; }",
+        "kWithMost ? max_nan(a.most, b.most) : 0};",
+        "kWithMost ? (a.most > b.most ? a.most : b.most) : 0};",
         unit("norm_kernels", "a_nan_in_the_weight_is_in_its_scales"),
     ),
     Mutant(
@@ -73,8 +74,8 @@ MUTANTS = [
     Mutant(
         "a scale every 128 elements is one every 64",
         CONTRACT,
-        "return over_lanes<kScaleUnits>(most, Most());",
-        "return over_lanes<kGroupUnits>(most, Most());",
+        "mask < (int)kScaleUnits; mask *= 2) most",
+        "mask < (int)kGroupUnits; mask *= 2) most",
         QUANTISED,
     ),
     Mutant(

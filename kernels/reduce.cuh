@@ -30,10 +30,12 @@ template <class A, class U> struct Float {
 struct float16 : Float<float, u16> {  // half types accumulate in float32 and round once
   DEVICE static Acc load(Bits b) { return half_to_float(b); }
   DEVICE static Bits store(Acc a) { return float_to_half(a); }
+  DEVICE static u32 store_two(Acc low, Acc high) { return floats_to_halves(low, high); }
 };
 struct bfloat16 : Float<float, u16> {
   DEVICE static Acc load(Bits b) { return bfloat16_to_float(b); }
   DEVICE static Bits store(Acc a) { return float_to_bfloat16(a); }
+  DEVICE static u32 store_two(Acc low, Acc high) { return floats_to_bfloat16s(low, high); }
 };
 // All NaNs become the same one: the compiler chooses which operand's NaN an instruction keeps, and kernels of different
 // ranks may differ.

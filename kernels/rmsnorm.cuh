@@ -56,8 +56,12 @@ struct Unit {
 DEVICE float element(const Unit& unit, int j) {
   return Dtype::load((Dtype::Bits)get_element_bits<kElementBytes>(unit.packet[j / kPerPacket], j % kPerPacket));
 }
-DEVICE void set_element(Unit& unit, int j, float x) {
-  set_element_bits<kElementBytes>(unit.packet[j / kPerPacket], j % kPerPacket, Dtype::store(x));
+// Elements j and j + 1, rounded; j is even. Left to itself, the compiler rounds one at a time. (D is Dtype, as a template's
+// parameter, since float32 has no store_two.)
+template <class D = Dtype> DEVICE void set_two(Unit& unit, int j, float x, float next) {
+  u32* word = unit.packet[j / kPerPacket].word + j % kPerPacket * kElementBytes / 4;
+  if constexpr (kElementBytes == 2) word[0] = D::store_two(x, next);
+  else word[0] = D::store(x), word[1] = D::store(next);
 }
 
 // kAligned: all arrays begin at a multiple of 16 (quantised: of 8), and rows have whole units.
@@ -100,7 +104,8 @@ template <bool kAligned> DEVICE Unit load_residual(const NormArgs& args, u32 row
 DEVICE Unit add(const Unit& a, const Unit& b) {
   Unit sum = {};
 #pragma unroll
-  for (int j = 0; j < (int)kUnitElements; ++j) set_element(sum, j, element(a, j) + element(b, j));
+  for (int j = 0; j < (int)kUnitElements; j += 2)
+    set_two(sum, j, element(a, j) + element(b, j), element(a, j + 1) + element(b, j + 1));
   return sum;
 }
 
@@ -199,10 +204,11 @@ DEVICE float scale_of(float most, float rstd) {
 DEVICE Unit finish(Products& products, float rstd) {
   Unit y = {};
 #pragma unroll
-  for (int j = 0; j < (int)kUnitElements; ++j) {
-    const float rounded = multiply_rounded(products.of[j], rstd);
-    set_element(y, j, rounded);
-    if constexpr (kScale) products.of[j] = Dtype::load(Dtype::store(rounded));
+  for (int j = 0; j < (int)kUnitElements; j += 2)
+    set_two(y, j, multiply_rounded(products.of[j], rstd), multiply_rounded(products.of[j + 1], rstd));
+  if constexpr (kScale) {
+#pragma unroll
+    for (int j = 0; j < (int)kUnitElements; ++j) products.of[j] = element(y, j);
   }
   return y;
 }

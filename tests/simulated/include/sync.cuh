@@ -174,6 +174,10 @@ DEVICE u16 float_to_half(float x) {  // round to nearest, ties to even; NaN as o
     return (u16)(sign | (to_bits(bits_to_float(size) + 0.5f) - 0x3F000000));
   return (u16)(sign | ((size + 0xFFF + (size >> 13 & 1)) - 0x38000000) >> 13);
 }
+DEVICE u32 floats_to_bfloat16s(float low, float high) {
+  return (u32)float_to_bfloat16(high) << 16 | float_to_bfloat16(low);
+}
+DEVICE u32 floats_to_halves(float low, float high) { return (u32)float_to_half(high) << 16 | float_to_half(low); }
 
 // ---- arithmetic: g++ contracts nothing here (-ffp-contract=off)
 DEVICE float add_rounded(float a, float b) { return a + b; }

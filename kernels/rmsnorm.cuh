@@ -56,8 +56,8 @@ struct Unit {
 DEVICE float element(const Unit& unit, int j) {
   return Dtype::load((Dtype::Bits)get_element_bits<kElementBytes>(unit.packet[j / kPerPacket], j % kPerPacket));
 }
-// Elements j and j + 1, rounded; j is even. Left to itself, the compiler rounds one at a time. (D is Dtype, as a template's
-// parameter, since float32 has no store_two.)
+// Elements j and j + 1, rounded; j is even. By itself, the compiler rounds one at a time. D is there because float32
+// has no store_two.
 template <class D = Dtype> DEVICE void set_two(Unit& unit, int j, float x, float next) {
   u32* word = unit.packet[j / kPerPacket].word + j % kPerPacket * kElementBytes / 4;
   if constexpr (kElementBytes == 2) word[0] = D::store_two(x, next);
@@ -120,7 +120,7 @@ DEVICE float sum_of_squares(const Unit& x) {
   return add_rounded(even, odd);
 }
 
-// Of a unit, a group, a chunk or a row: the sum of squares, and the largest |x * w|, where one scale of a row needs that.
+// Of a unit, a group, a chunk or a row: the sum of squares, and for a scale a row the largest |x * w|.
 constexpr bool kWithMost = kScale == kTokenScale;
 struct Totals {
   float sum, most;

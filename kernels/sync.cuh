@@ -188,7 +188,7 @@ DEVICE u16 float_to_bfloat16(float x) {  // round to nearest, ties to even
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
   return bits;
 }
-// Two at once, the first in the low half. An instruction for one takes four times as long.
+// Two at once, the first in the low half. The instruction for one is slower (benchmarks/NOTES.md).
 DEVICE u32 floats_to_halves(float low, float high) {
   u32 both;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));

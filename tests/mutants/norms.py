@@ -108,6 +108,20 @@ MUTANTS = [
         LONG.replace("rows_that_no_block_holds", "several_rows_of_a_block"),
     ),
     Mutant(
+        "the barrier of a cluster waits for the whole GPU",
+        "kernels/sync.cuh",
+        "barrier.cluster.arrive.relaxed.aligned",
+        "barrier.cluster.arrive.release.aligned",
+        unit("compiler", "what_would_slow_fused_kernels_down"),
+    ),
+    Mutant(
+        "elements are rounded one at a time",
+        CONTRACT,
+        "word[0] = D::store_two(x, next);",
+        "word[0] = D::store(x) | (u32)D::store(next) << 16;",
+        unit("compiler", "what_would_slow_fused_kernels_down"),
+    ),
+    Mutant(
         "all tiles have the residual of the first one",
         ONE_SHOT,
         "if (more) load_residuals(row + stride);",

@@ -47,12 +47,17 @@ def nvdisasm() -> Path | None:
     return next((Path(file.locate()) for file in files if file.name == "nvdisasm"), None)
 
 
-def accesses(cubin: bytes) -> tuple[Counter[int], Counter[int]]:
-    """(loads, stores) of system scope in a cubin: number of instructions by width in bits."""
+def disassembly(cubin: bytes) -> str:
+    """The machine code of a cubin, as text."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.check_output([str(nvdisasm()), "-c", file.name], stderr=subprocess.DEVNULL, text=True)
+        return subprocess.check_output([str(nvdisasm()), "-c", file.name], stderr=subprocess.DEVNULL, text=True)
+
+
+def accesses(cubin: bytes) -> tuple[Counter[int], Counter[int]]:
+    """(loads, stores) of system scope in a cubin: number of instructions by width in bits."""
+    text = disassembly(cubin)
     found: dict[str, Counter[int]] = {"LD": Counter(), "ST": Counter()}
     for instruction, modifiers in _ACCESS.findall(text):
         width = _WIDTH.search(modifiers)

@@ -196,6 +196,16 @@ def test_a_packet_is_one_access():
     check_packets(jobs, compiled(jobs))
 
 
+@needs_nvdisasm
+@pytest.mark.parametrize(("kernel", "scale", "cluster"), [("fused_one_shot", 2, 8), ("fused_two_shot", 0, 2)])
+def test_what_would_slow_fused_kernels_down(kernel: str, scale: int, cluster: int):
+    """Both have happened: a fence before the wait for the kernel before, and elements that are rounded one at a time."""
+    [cubin] = compiled([(kernel, macros("bfloat16", scale=scale, cluster=cluster), (9, 0))])
+    begin, wait, rest = sass.disassembly(cubin).partition("ACQBULK")
+    assert wait and "UCGABAR_ARV" in begin and "MEMBAR" not in begin
+    assert len(re.findall(r"\bF2F\.", rest)) == bool(scale), "but for the scale, which is one number"
+
+
 def test_every_kernel_and_dtype_is_among_those_of_make_sass():
     """It checks each architecture of NVRTC's; here are the four of which others are variants."""
     for turn in (0, 5):

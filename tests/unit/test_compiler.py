@@ -199,10 +199,12 @@ def test_a_packet_is_one_access():
 @needs_nvdisasm
 @pytest.mark.parametrize(("kernel", "scale", "cluster"), [("fused_one_shot", 2, 8), ("fused_two_shot", 0, 2)])
 def test_what_would_slow_fused_kernels_down(kernel: str, scale: int, cluster: int):
-    """Both have happened: a fence before the wait for the kernel before, and elements that are rounded one at a time."""
+    """Both have happened: a fence before the wait for the kernel before, and elements rounded one at a time."""
     [cubin] = compiled([(kernel, macros("bfloat16", scale=scale, cluster=cluster), (9, 0))])
     begin, wait, rest = sass.disassembly(cubin).partition("ACQBULK")
-    assert wait and "UCGABAR_ARV" in begin and "MEMBAR" not in begin
+    assert wait
+    assert "UCGABAR_ARV" in begin
+    assert "MEMBAR" not in begin
     assert len(re.findall(r"\bF2F\.", rest)) == bool(scale), "but for the scale, which is one number"
 
 

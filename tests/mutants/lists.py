@@ -275,6 +275,13 @@ MUTANTS = [
         unit("known_lists", "lists_side_by_side_are_apart"),
     ),
     Mutant(
+        "lists of one length have one kind",
+        KNOWN,
+        "None if length in self._of_length else kind",
+        "kind",
+        unit("known_arrays", "lists_of_one_length"),
+    ),
+    Mutant(
         "an array of a list has address 0",
         KNOWN,
         "if np.count_nonzero(every) == len(every) else 0",

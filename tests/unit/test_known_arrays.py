@@ -222,6 +222,23 @@ def test_new_arrays_at_the_addresses_of_others():
     assert known.made == 2
 
 
+def test_lists_of_one_length():
+    """The first kind is found by its length, until there is another one: then each by its arrays."""
+    kinds: list[Callable[[int], list[Any]]] = [
+        lambda first: arrays_of(3, first),
+        lambda first: [Array((2, 3), at=first + 64 * index) for index in range(3)],
+        lambda first: [Tensor(first + 64 * index) for index in range(3)],
+    ]
+    known = Known()
+    for count, kind in enumerate(kinds, 1):
+        assert known.find(one := kind(4096), one) is None, "not learned yet"
+        known.learn(kind(4096))
+        for other in kinds[:count]:
+            lists = [other(8192 * (turn + 1)) for turn in range(TURNS)]
+            streams = [known.find(one, one)[1] for one in lists]
+            assert streams == [OTHER if isinstance(lists[0][0], Tensor) else CURRENT] * TURNS
+
+
 def test_tensors_whose_memory_changes():
     tensors = [Tensor(4096 + 64 * index) for index in range(3)]
     for out in (tensors, [Tensor(8192 + 64 * index) for index in range(3)]):

@@ -393,7 +393,7 @@ if __name__ == "__main__":
     figures = [bench_table(n, mode) for n in (4, 2) for mode in ("graph", "eager")]
     figures += [bench_table(2, mode, gpu="h100") for mode in ("graph", "eager")]
     norms = [one(machine) for machine in ("h200-x2", "h200-x4") for one in (norm_table, norm_fp8_table)]
-    norms.append(norm_peer_table())
+    norms += map(norm_peer_table, _NORM_PEERS)
     lists = list_table(), list_table("h200-x4"), list_host_table(), overlap_table(), *norms
     others = ratio_table(), llama_table(), llama_table("h200-x4"), host_table(), run_table()
     for text in (readme_table(), *figures, *lists, *others):

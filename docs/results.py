@@ -389,7 +389,8 @@ def _software(content: dict[str, Any]) -> str:
     return ", ".join(f"{name} {versions[name]}" for name in _PACKAGES if name in versions)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print all of them."""
     figures = [bench_table(n, mode) for n in (4, 2) for mode in ("graph", "eager")]
     figures += [bench_table(2, mode, gpu="h100") for mode in ("graph", "eager")]
     norms = [one(machine) for machine in ("h200-x2", "h200-x4") for one in (norm_table, norm_fp8_table)]
@@ -398,3 +399,7 @@ if __name__ == "__main__":
     others = ratio_table(), llama_table(), llama_table("h200-x4"), host_table(), run_table()
     for text in (readme_table(), *figures, *lists, *others):
         print(text, end="\n\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -186,10 +186,11 @@ def variants(
 def _clusters(shape: NormShape, algorithm: str) -> list[int]:
     """The numbers of blocks for a row, the best first; 1 and more, where a block cannot hold a row.
 
-    Several blocks send and poll a row faster than one, as long as rows are few. A short row in two hops lies in one
-    block: the blocks of several would have too few threads.
+    Several blocks send and poll a row faster than one, as long as rows are few. In two hops several are no faster for a
+    short row, since the blocks have few threads.
     """
-    one, rows = [1, 2, 4], shape.rows
+    rows = shape.rows
+    one = [1, 2, 4]
     if shape.hidden > _SHORT_HIDDEN:
         return [8, 4, 2, 1] if rows <= _SOME_ROWS else one
     if algorithm == "two_shot" or shape.hidden < _CLUSTERED_HIDDEN:

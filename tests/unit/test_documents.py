@@ -147,6 +147,13 @@ def test_tables_are_those_of_the_result_files(name: str, table: str) -> None:
     assert table in text_of(name)
 
 
+def test_all_tables_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    results.main()
+    printed = capsys.readouterr().out
+    assert results.norm_peer_table("SGLang") in printed
+    assert results.run_table() in printed
+
+
 @pytest.mark.parametrize("name", pictures.DRAWN)
 def test_pictures_are_drawn_from_the_result_files(name: str) -> None:
     """If not: make pictures draws them anew."""

@@ -17,7 +17,9 @@
 //
 // * Sums within a cluster: every block gets the sums of all groups in its own shared memory, by stores that count their
 //   bytes at a gate there. A store goes to a block that runs and has prepared its gate: the sender has passed the
-//   cluster's barrier before, at which all threads of the cluster arrive behind the preparation. And it goes to a block
+//   cluster's barrier before, at which all threads of the cluster arrive behind the preparation, which a fence has
+//   published. The barrier orders nothing else, and need not: the entries that a block clears are read by that block
+//   alone, behind the barrier of advance_epochs(). And it goes to a block
 //   that still runs: no block ends before its gate has opened, which is when all that is sent to it has come. A cluster
 //   has one row only, so a gate opens once.
 //

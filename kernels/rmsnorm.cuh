@@ -60,8 +60,12 @@ DEVICE float element(const Unit& unit, int j) {
 // has no store_two.
 template <class D = Dtype> DEVICE void set_two(Unit& unit, int j, float x, float next) {
   u32* word = unit.packet[j / kPerPacket].word + j % kPerPacket * kElementBytes / 4;
-  if constexpr (kElementBytes == 2) word[0] = D::store_two(x, next);
-  else word[0] = D::store(x), word[1] = D::store(next);
+  if constexpr (kElementBytes == 2) {
+    word[0] = D::store_two(x, next);
+  } else {
+    word[0] = D::store(x);
+    word[1] = D::store(next);
+  }
 }
 
 // kAligned: all arrays begin at a multiple of 16 (quantised: of 8), and rows have whole units.

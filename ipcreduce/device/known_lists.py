@@ -175,8 +175,11 @@ class KnownLists:
         key = None if library is None else _key(library, arrays, op)
         if key is None:
             return
+        length = op, len(arrays)
         known = self._kinds.get(key)
         if known is not None and known.read(arrays) is not None:
+            if self._of_length.get(length) is not known:
+                keep(self._of_length, length, None, _MOST)
             return
         read = (cupy_runtime if library is cupy_runtime else torch_lists).reader(arrays, self._device)
         if read is None:
@@ -185,7 +188,6 @@ class KnownLists:
         lengths = np.array(sizes, np.uint64)
         kind = Kind(library, prepared, read, sizes, lengths, itemsizes, max(itemsizes), max(sizes))
         keep(self._kinds, key, kind, _MOST)
-        length = op, len(arrays)
         keep(self._of_length, length, None if length in self._of_length else kind, _MOST)
 
     def find(self, arrays: Sequence[Any], op: str, out: Any, stream: Any) -> tuple[Ready | None, Any, Stream]:

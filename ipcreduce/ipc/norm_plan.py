@@ -1,6 +1,6 @@
 """The plan of a fused all-reduce with RMSNorm: kernel and launch shape, as a pure function of what all ranks share.
 
-A row lies in a block or in a cluster of blocks (kernels/fused_one_shot.cu, fused_two_shot.cu). The shapes were the
+A row lies in a block or in a cluster of blocks (kernels/fused_one_shot.cu, fused_two_shot.cu). The shapes were among the
 fastest of those tried over 2 and 4 H200. For other GPUs and numbers of ranks they are estimates, until ``tune`` has
 measured a hidden size there.
 """
@@ -32,7 +32,7 @@ MOST_HIDDEN = 16_384  # for which the kernels have room
 _SHARE = 16  # units; the share of a block is a multiple of it
 _SHORT_HIDDEN = 5120  # up to so many elements, a row is a short one
 _CLUSTERED_HIDDEN = 3072  # from here on, several blocks have a row
-_WIDE_HIDDEN = 4096  # a block that has a longer row has over 512 threads, and a multiprocessor holds fewer of those
+_WIDE_BLOCK = 512  # threads. For many rows wider blocks are slower: they leave more of a multiprocessor empty
 _FEW_ROWS, _SOME_ROWS, _MANY_ROWS = _ROWS = 64, 128, 256
 _MOST_DEPTH = 2
 # The largest message, by n, for one hop: as for the plain all-reduce, because the norm costs the same behind both. Over
@@ -189,15 +189,14 @@ def _clusters(shape: NormShape, algorithm: str) -> list[int]:
     Several blocks send and poll a row faster than one, as long as rows are few. In two hops several are no faster for a
     short row, since the blocks have few threads.
     """
-    rows = shape.rows
-    one = [1, 2, 4]
-    if shape.hidden > _SHORT_HIDDEN:
-        return [8, 4, 2, 1] if rows <= _SOME_ROWS else one
-    if algorithm == "two_shot" or shape.hidden < _CLUSTERED_HIDDEN:
-        return one
+    hidden, rows, fewest = shape.hidden, shape.rows, [1, 2, 4]
+    if hidden > _SHORT_HIDDEN:
+        return [8, 4, 2, 1] if rows <= _SOME_ROWS else fewest
+    if algorithm == "two_shot" or hidden < _CLUSTERED_HIDDEN:
+        return fewest
     if rows <= _FEW_ROWS:
-        return [4, *one]
-    return [2, *one] if shape.hidden > _WIDE_HIDDEN and rows <= _MANY_ROWS else one
+        return [4, *fewest]
+    return [2, *fewest] if hidden > _WIDE_BLOCK * UNIT and rows <= _MANY_ROWS else fewest
 
 
 def plan_launch(kernel: str, cluster: int, shape: NormShape, n: int, resident: int, sharing: int) -> NormPlan | None:
@@ -211,7 +210,7 @@ def plan_launch(kernel: str, cluster: int, shape: NormShape, n: int, resident: i
     for depth in (1,) if two_shot else range(1, _MOST_DEPTH + 1):
         share = _SHARE * -(-units // (_SHARE * parts * depth))
         block = 32 * -(-share // 32)
-        is_wide = block > _WIDE_HIDDEN // UNIT and shape.rows > _MANY_ROWS
+        is_wide = block > _WIDE_BLOCK and shape.rows > _MANY_ROWS
         if block <= most and not (is_wide and depth < _MOST_DEPTH):
             break
     else:

@@ -174,8 +174,8 @@ MUTANTS = [
     Mutant(
         "a row of 3072 lies in one block",
         PLAN,
-        "shape.hidden < _CLUSTERED_HIDDEN:",
-        "shape.hidden <= _CLUSTERED_HIDDEN:",
+        "hidden < _CLUSTERED_HIDDEN:",
+        "hidden <= _CLUSTERED_HIDDEN:",
         unit("norm_plan", "the_rule"),
     ),
     Mutant(

@@ -237,6 +237,12 @@ def test_lists_of_one_length():
             lists = [other(8192 * (turn + 1)) for turn in range(TURNS)]
             streams = [known.find(one, one)[1] for one in lists]
             assert streams == [OTHER if isinstance(lists[0][0], Tensor) else CURRENT] * TURNS
+    known.lists._of_length.clear()  # as when it is full
+    known.learn([Array((1, 6), at=4096 + 64 * index) for index in range(3)])
+    one = kinds[0](4096)
+    assert known.find(one, one) is None
+    known.learn(one)
+    assert known.find(one, one) is not None
 
 
 def test_tensors_whose_memory_changes():

@@ -1,7 +1,7 @@
 """The plan of a fused all-reduce with RMSNorm: kernel and launch shape, as a pure function of what all ranks share.
 
-A row lies in a block or in a cluster of blocks (kernels/fused_one_shot.cu, fused_two_shot.cu). The shapes were among the
-fastest of those tried over 2 and 4 H200. For other GPUs and numbers of ranks they are estimates, until ``tune`` has
+A row lies in a block or in a cluster of blocks (kernels/fused_one_shot.cu, fused_two_shot.cu). The shapes were among
+the fastest of those tried over 2 and 4 H200. For other GPUs and numbers of ranks they are estimates, until ``tune`` has
 measured a hidden size there.
 """
 

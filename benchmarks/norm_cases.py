@@ -199,7 +199,8 @@ def plans(case: Case) -> Iterator[norm_plan.NormPlan]:
         for cluster, depth in ((one, d) for one in clusters for d in ((1,) if two else (1, 2, 4))):
             share = norm_plan._SHARE * -(-units // (norm_plan._SHARE * cluster * depth * (n if two else 1)))
             block = 32 * -(-share // 32)
-            if block > norm_plan.most_threads(kernel, n, launches.sharing) or share * cluster * depth >= 2 * units:
+            most_threads = norm_plan.most_threads(kernel, n, launches.sharing, cluster, depth)
+            if block > most_threads or share * cluster * depth >= 2 * units:
                 continue
             grids = {min(blocks, shape.rows * cluster)}
             if cluster > 1 and shape.rows * cluster > blocks:

@@ -72,7 +72,7 @@ DEVICE void run(const Args& args, GroupSums& sums) {
     receive_packets(v, args, own_workspace + scatter, slots, slot, alive);
     v[0][kRank] = own;
     Unit reduced[kMaxRanks], residual[kMaxRanks], weight[kMaxRanks];
-    reduced[0].packet[0] = alive ? reduce(v[0]) : poison();
+    reduced[0].packet[0] = alive ? reduce_halves(v[0]) : poison();
 #pragma unroll
     for (int i = 1; i < kRanks; ++i) send(gather, i, slot, reduced[0].packet[0]);
 #pragma unroll

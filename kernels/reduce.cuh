@@ -31,11 +31,13 @@ struct float16 : Float<float, u16> {  // half types accumulate in float32 and ro
   DEVICE static Acc load(Bits b) { return half_to_float(b); }
   DEVICE static Bits store(Acc a) { return float_to_half(a); }
   DEVICE static u32 store_two(Acc low, Acc high) { return floats_to_halves(low, high); }
+  DEVICE static u32 add_two(u32 a, u32 b) { return add_halves(a, b); }
 };
 struct bfloat16 : Float<float, u16> {
   DEVICE static Acc load(Bits b) { return bfloat16_to_float(b); }
   DEVICE static Bits store(Acc a) { return float_to_bfloat16(a); }
   DEVICE static u32 store_two(Acc low, Acc high) { return floats_to_bfloat16s(low, high); }
+  DEVICE static u32 add_two(u32 a, u32 b) { return add_bfloat16s(a, b); }
 };
 // All NaNs become the same one: the compiler chooses which operand's NaN an instruction keeps, and kernels of different
 // ranks may differ.

@@ -68,16 +68,18 @@ template <class D = Dtype> DEVICE void set_two(Unit& unit, int j, float x, float
   }
 }
 
-// kAligned: all arrays begin at a multiple of 16 (quantised: of 8), and rows have whole units.
-template <bool kAligned> DEVICE Unit load_unit(u64 row, u32 hidden, u32 index, bool active) {
+// kAligned: all arrays begin at a multiple of 16 (quantised: of 8), and rows have whole units. Where active is false,
+// each word is `otherwise`.
+template <bool kAligned> DEVICE Unit load_unit(u64 row, u32 hidden, u32 index, bool active, u32 otherwise = 0) {
   Unit unit = {};
 #pragma unroll
   for (int i = 0; i < kUnitPackets; ++i) {
     const u32 packet = index * kUnitPackets + i;
     const u64 at = row + (u64)kPacketBytes * packet;
     const int left = (int)(hidden - packet * kPerPacket) * kElementBytes;
-    if (kAligned) unit.packet[i] = load_packet_weak(at, active);
-    else load_elements<kElementBytes>(unit.packet[i], at, active ? left : 0);
+    if (kAligned) unit.packet[i] = load_packet_weak(at, active, otherwise);
+    else if (active) load_elements<kElementBytes>(unit.packet[i], at, left);
+    else unit.packet[i] = {{otherwise, otherwise, otherwise, otherwise}};
   }
   return unit;
 }
@@ -91,35 +93,47 @@ template <bool kAligned> DEVICE void store_unit(u64 row, u32 hidden, u32 index, 
     else if (active && left > 0) store_elements<kElementBytes>(at, left, unit.packet[i]);
   }
 }
-DEVICE u64 row_at(u64 array, const NormArgs& args, u32 row) { return array + (u64)row * args.hidden * kElementBytes; }
+DEVICE u64 row_at(u64 array, const NormArgs& args, u32 row) {
+  return array + (u64)row * (u32)args.hidden * kElementBytes;
+}
 
 // Of the residual; where there is none -0, which leaves every number as it is.
 template <bool kAligned> DEVICE Unit load_residual(const NormArgs& args, u32 row, u32 index, bool active) {
   const bool present = args.residual != 0;
-  Unit unit = load_unit<kAligned>(row_at(args.residual, args, row), (u32)args.hidden, index, active && present);
-  const u32 signs = present ? 0 : kElementBytes == 2 ? 0x80008000u : 0x80000000u;
-#pragma unroll
-  for (Packet& packet : unit.packet)
-#pragma unroll
-    for (u32& word : packet.word) word |= signs;
-  return unit;
+  const u32 signs = kElementBytes == 2 ? 0x80008000u : 0x80000000u;
+  return load_unit<kAligned>(row_at(args.residual, args, row), (u32)args.hidden, index, active && present, signs);
 }
 
+// Two halves at a time: their sum rounded once is their sum in float32, rounded to a half. A number twice as long as
+// another and two bits longer changes no rounding to that one (S. A. Figueroa, "When is double rounding innocuous?",
+// SIGNUM Newsletter 30 (3), 1995).
+template <class D = Dtype> DEVICE Packet add(const Packet& a, const Packet& b) {
+  Packet sum = {};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (kElementBytes == 2) sum.word[i] = D::add_two(a.word[i], b.word[i]);
+    else sum.word[i] = D::store(bits_to_float(a.word[i]) + bits_to_float(b.word[i]));
+  }
+  return sum;
+}
 DEVICE Unit add(const Unit& a, const Unit& b) {
   Unit sum = {};
 #pragma unroll
-  for (int j = 0; j < (int)kUnitElements; j += 2)
-    set_two(sum, j, element(a, j) + element(b, j), element(a, j + 1) + element(b, j + 1));
+  for (int i = 0; i < kUnitPackets; ++i) sum.packet[i] = add(a.packet[i], b.packet[i]);
   return sum;
+}
+// What reduce() gives, in fewer instructions for two ranks.
+DEVICE Packet reduce_halves(const Packet (&v)[kMaxRanks]) {
+  return kRanks == 2 ? add(v[0], v[1]) : reduce(v);
 }
 
 DEVICE float sum_of_squares(const Unit& x) {
-  float even = 0, odd = 0;
+  const auto square = [&](int j) { return multiply_rounded(element(x, j), element(x, j)); };
+  float even = square(0), odd = square(1);
 #pragma unroll
-  for (int j = 0; j < (int)kUnitElements; ++j) {
-    const float square = multiply_rounded(element(x, j), element(x, j));
-    float& sum = j % 2 ? odd : even;
-    sum = add_rounded(sum, square);
+  for (int j = 2; j < (int)kUnitElements; j += 2) {
+    even = add_rounded(even, square(j));
+    odd = add_rounded(odd, square(j + 1));
   }
   return add_rounded(even, odd);
 }
@@ -132,14 +146,14 @@ struct Totals {
 DEVICE Totals combine(const Totals& a, const Totals& b) {
   return {add_rounded(a.sum, b.sum), kWithMost ? max_nan(a.most, b.most) : 0};
 }
-// Both trees grow together, since every step of one waits for a shuffle.
-template <int kLanes> DEVICE Totals over_lanes(Totals x) {
+// The sum of kLanes lanes, and what is largest in the whole warp, whose lanes have the same row. Numbers that are not
+// negative compare as their bits do, and NaN is above infinity.
+template <int kLanes> DEVICE Totals over_lanes(const Totals& x) {
+  float sum = x.sum;
 #pragma unroll
-  for (int mask = 1; mask < kLanes; mask *= 2)
-    x = combine(x, {shuffle_xor(x.sum, mask), kWithMost ? shuffle_xor(x.most, mask) : 0});
-  return x;
+  for (int mask = 1; mask < kLanes; mask *= 2) sum = add_rounded(sum, shuffle_xor(sum, mask));
+  return {sum, kWithMost ? bits_to_float(warp_max(to_bits(x.most))) : 0};
 }
-DEVICE float absolute(float x) { return bits_to_float(to_bits(x) & 0x7FFFFFFFu); }
 DEVICE bool is_infinite(float x) { return to_bits(x) == 0x7F800000u; }  // and positive
 
 // ---- numbers that every thread has
@@ -166,11 +180,16 @@ struct Products {
 };
 DEVICE Products multiply(const Unit& x, const Unit& weight, const Numbers& numbers) {
   Products products = {};
+  float most[2] = {};  // of those at even and at odd places, as one maximum waits for the other
 #pragma unroll
   for (int j = 0; j < (int)kUnitElements; ++j) {
     products.of[j] = multiply_rounded(element(x, j), add_rounded(element(weight, j), numbers.weight_bias));
-    if constexpr (kScale >= kTokenScale) products.most = max_nan(products.most, absolute(products.of[j]));
+    if constexpr (kScale >= kTokenScale) {
+      const float size = absolute(products.of[j]);
+      most[j % 2] = j < 2 ? size : max_nan(most[j % 2], size);
+    }
   }
+  products.most = max_nan(most[0], most[1]);
   return products;
 }
 
@@ -199,7 +218,9 @@ DEVICE float divide(float x, float y, float inverse) {
 
 // The scale for elements of which the largest |x * w| is `most`.
 DEVICE float scale_of(float most, float rstd) {
-  const float rounded = Dtype::load(Dtype::store(multiply_rounded(most, rstd)));
+  Unit unit = {};
+  set_two(unit, 0, multiply_rounded(most, rstd), 0);
+  const float rounded = element(unit, 0);
   const float largest = is_infinite(rstd) ? bits_to_float(kNan) : rounded;
   return max_nan(is_infinite(largest) ? largest : divide(largest, 448.0f, 1.0f / 448.0f), 1e-10f);
 }
@@ -217,12 +238,12 @@ DEVICE Unit finish(Products& products, float rstd) {
   return y;
 }
 
+// `scale`: where it is given, 1 / scale.
 template <bool kAligned>
-DEVICE void store_quantised(const NormArgs& args, u32 row, u32 index, const Products& y, float scale, float inverse,
-                            bool active) {
-  const float divisor = is_infinite(scale) ? 0 : scale;
+DEVICE void store_quantised(const NormArgs& args, u32 row, u32 index, const Products& y, float scale, bool active) {
+  const float divisor = is_infinite(scale) ? 0 : scale, inverse = is_infinite(scale) ? 0 : reciprocal_of_normal(scale);
   const auto scaled = [&](float x) {
-    return kScale == kGivenScale ? multiply_rounded(x, inverse) : divide(x, divisor, inverse);
+    return kScale == kGivenScale ? multiply_rounded(x, scale) : divide(x, divisor, inverse);
   };
   u32 word[2] = {};
 #pragma unroll
@@ -242,10 +263,10 @@ DEVICE void store_results(u64 out, const NormArgs& args, u32 row, u32 index, Pro
                           const Numbers& numbers, bool active) {
   const Unit y = finish(products, rstd);
   store_unit<kAligned>(row_at(out, args, row), (u32)args.hidden, index, y, active && out);
-  if constexpr (kScale == kGivenScale) store_quantised<kAligned>(args, row, index, products, 1, numbers.given, active);
+  if constexpr (kScale == kGivenScale) store_quantised<kAligned>(args, row, index, products, numbers.given, active);
   if constexpr (kScale >= kTokenScale) {
     const float scale = scale_of(most, rstd);
-    store_quantised<kAligned>(args, row, index, products, scale, reciprocal(scale), active);
+    store_quantised<kAligned>(args, row, index, products, scale, active);
     const u32 number = kScale == kTokenScale ? index : index % kScaleUnits;  // the first one stores the scale
     const u64 column = kScale == kTokenScale ? 0 : index / kScaleUnits * (args.scale_strides >> 32);
     const u64 at = args.scales + 4 * (row * (u64)(u32)args.scale_strides + column);
@@ -295,13 +316,13 @@ DEVICE void meet_cluster(GroupSums& sums, u32 groups) {
 DEVICE void give(GroupSums& sums, u32 turn, u32 group, const Totals& of_unit, bool active) {
   const Totals totals = over_lanes<kGroupUnits>(of_unit);
   const u32 lane = thread_in_block() % kGroupUnits;
-  const auto to = [&](float* entries, float value) {
+  const auto to = [&](float& entry, float value) {
     if constexpr (kCluster > 1)
-      store_to_block(entries[group], sums.gate, lane % kCluster, value, active && lane < kCluster);
-    else if (active && lane == 0) entries[group] = value;
+      store_to_block(entry, sums.gate, lane % kCluster, value, active && lane < kCluster);
+    else if (active && lane == 0) entry = value;
   };
-  to(sums.sum[turn], totals.sum);
-  if constexpr (kWithMost) to(sums.most[turn], totals.most);
+  to(sums.sum[turn][group], totals.sum);
+  if constexpr (kWithMost) to(sums.most[turn][group], totals.most);
 }
 
 // This lane's part of the chunk that begins at group `first`: 0 beyond the row.

@@ -49,6 +49,7 @@ DEVICE void sync_block() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE bool warp_any(bool mine) { return __any_sync(0xFFFFFFFFu, mine); }
 DEVICE u32 warp_or(u32 mine) { return __reduce_or_sync(0xFFFFFFFFu, mine); }
+DEVICE u32 warp_max(u32 mine) { return __reduce_max_sync(0xFFFFFFFFu, mine); }
 DEVICE u32 warp_ballot(bool mine) { return __ballot_sync(0xFFFFFFFFu, mine); }
 DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
 DEVICE bool is_first_active_lane() { return thread_in_block() % 32 == (u32)__ffs((int)__activemask()) - 1; }
@@ -94,8 +95,9 @@ DEVICE void store_packet_relaxed_sys(u64 at, const Packet& p, bool active = true
 DEVICE void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // ---- this rank's own memory: weak accesses, ordered by the stream
-DEVICE Packet load_packet_weak(u64 at, bool active) {  // read once only, so not kept in L1
-  Packet p = {};
+// Read once only, so not kept in L1. Where active is false, each word is `otherwise`.
+DEVICE Packet load_packet_weak(u64 at, bool active, u32 otherwise = 0) {
+  Packet p = {{otherwise, otherwise, otherwise, otherwise}};
   asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0;"
                " @p ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
                : "+r"(p.word[0]), "+r"(p.word[1]), "+r"(p.word[2]), "+r"(p.word[3])
@@ -200,12 +202,31 @@ DEVICE u32 floats_to_bfloat16s(float low, float high) {
   return both;
 }
 
+// The sums of two pairs of halves, each rounded once.
+DEVICE u32 add_halves(u32 a, u32 b) {
+  u32 sums;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sums) : "r"(a), "r"(b));
+  return sums;
+}
+DEVICE u32 add_bfloat16s(u32 a, u32 b) {  // by a * 1 + b, as sm_80 has no addition
+  u32 sums;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sums) : "r"(a), "r"(0x3F803F80u), "r"(b));
+  return sums;
+}
+
 // ---- arithmetic whose rounding is part of a contract (rmsnorm.cuh): the compiler contracts none of it into an fma
 DEVICE float add_rounded(float a, float b) { return __fadd_rn(a, b); }
 DEVICE float multiply_rounded(float a, float b) { return __fmul_rn(a, b); }
 DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }  // rounded once
 DEVICE float reciprocal(float x) { return __frcp_rn(x); }
+// 1 / x, correctly rounded, for x from 2^-125 to 2^125, or NaN: what __frcp_rn() does behind its test for the others.
+DEVICE float reciprocal_of_normal(float x) {
+  float guess;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(guess) : "f"(x));
+  return multiply_add(guess, -multiply_add(x, guess, -1), guess);
+}
 DEVICE float reciprocal_square_root(float x) { return __frsqrt_rn(x); }  // correctly rounded
+DEVICE float absolute(float x) { return fabsf(x); }  // part of the instruction that takes the result
 DEVICE float max_nan(float a, float b) {  // NaN wins
   float m;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(a), "f"(b));
@@ -252,11 +273,20 @@ DEVICE void expect_at_gate(Gate& gate, u32 bytes) {
   asm volatile("{ .reg .b64 s; mbarrier.arrive.expect_tx.shared::cta.b64 s, [%0], %1; }"
                :: "r"(shared_address(&gate.mbarrier)), "r"(bytes) : "memory");
 }
+// What has come lies in shared memory, and to acquire that alone keeps L1. An acquire of all memory empties L1, for which
+// large calls wait 0.1 us. NVRTC has the fence from 12.8 on.
 DEVICE void wait_at_gate(const Gate& gate) {
+#if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1208
+  asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.relaxed.cluster.shared::cta.b64 p, [%0], 0;"
+               " @!p bra again; fence.acquire.sync_restrict::shared::cluster.cluster; }"
+               :: "r"(shared_address(&gate.mbarrier)) : "memory");
+#else
   asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0;"
                " @!p bra again; }" :: "r"(shared_address(&gate.mbarrier)) : "memory");
+#endif
 }
-// Stores x where block `block` of the cluster has what `at` is in this block, and counts 4 bytes at its gate.
+// Stores x where block `block` of the cluster has what `at` is in this block, and counts 4 bytes at its gate. The other
+// block's addresses are found by all lanes, so that those that store do not wait for them.
 DEVICE void store_to_block(float& at, Gate& gate, u32 block, float x, bool active) {
   asm volatile("{ .reg .pred p; .reg .b32 there, gate; setp.ne.u32 p, %4, 0;"
                " mapa.shared::cluster.u32 there, %0, %2; mapa.shared::cluster.u32 gate, %1, %2;"

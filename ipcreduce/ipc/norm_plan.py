@@ -30,13 +30,14 @@ UNIT = 8  # elements of a packet
 GROUP = 64  # elements of which a row must have whole numbers
 MOST_HIDDEN = 16_384  # for which the kernels have room
 _SHARE = 16  # units; the share of a block is a multiple of it
-_SHORT_HIDDEN = 5120  # up to so many elements, a row is a short one
+_SHORT_HIDDEN, _LONG_HIDDEN = 5120, 8192  # up to so many elements, a row is a short one, and not yet a very long one
 _CLUSTERED_HIDDEN = 3072  # from here on, several blocks have a row
 _WIDE_BLOCK = 512  # threads. For many rows wider blocks are slower: they leave more of a multiprocessor empty
 _FEW_ROWS, _SOME_ROWS, _MANY_ROWS = _ROWS = 64, 128, 256
 _MOST_DEPTH = 2
 # The largest message, by n, for one hop: as for the plain all-reduce, because the norm costs the same behind both. Over
-# 2 ranks long rows go in two hops from 2 MB on, since then a block has fewer threads.
+# 2 ranks very long rows, and long ones if they are many, go in two hops from 2 MB on, since then a block has fewer
+# threads.
 _ONE_SHOT_BYTES = {2: 8 * MB, 3: 192 * KB, 4: 192 * KB, 5: 128 * KB, 6: 96 * KB, 7: 64 * KB, 8: 64 * KB}
 _TWO_SHOT_THREADS = {2: 512, 3: 352, 4: 256, 5: 224, 6: 224, 7: 160, 8: 160}  # by n
 _CODES_END = CODES_BYTES + CODE_BYTES * len(DTYPES)
@@ -100,10 +101,12 @@ def code_offset(dtype: str) -> int:
     return CODES_BYTES + CODE_BYTES * DTYPES.index(dtype)
 
 
-def most_threads(kernel: str, n: int, sharing: int) -> int:
+def most_threads(kernel: str, n: int, sharing: int, cluster: int, depth: int) -> int:
     """The most threads in a block: see the kernels. If ranks share a GPU, a multiprocessor has to hold two blocks."""
     if kernel == "fused_two_shot":
         return _TWO_SHOT_THREADS[n]
+    if n == 2 and cluster == 2 and depth == 1:
+        return 512
     return (1024 if n <= 4 else 512) // (1 if sharing == 1 else 2)
 
 
@@ -124,9 +127,12 @@ def make_plan(
     if n == 1 or not shape.rows or not _has_kernel(shape):
         return None
     nbytes = shape.elements * ITEMSIZES[shape.dtype]
-    most = 2 * MB if n == 2 and shape.hidden > _SHORT_HIDDEN else _ONE_SHOT_BYTES[n]
+    too_long = shape.hidden > (_LONG_HIDDEN if clusters and shape.rows <= _MANY_ROWS else _SHORT_HIDDEN)
+    most = 2 * MB if n == 2 and too_long else _ONE_SHOT_BYTES[n]
     algorithm = forced or ("one_shot" if nbytes <= most else "two_shot")
     names = dict.fromkeys((algorithm, forced or "two_shot"))  # two_shot needs less room
+    if n == 2 and not forced:
+        names["one_shot"] = None  # for as much room it holds rows of which two_shot has too many
     ways = [(name, cluster) for name in names for cluster in (_clusters(shape, name) if clusters else [1])]
     chosen = [
         (one.algorithm, one.cluster) for one in _choices(shape, forced, clusters, table) if shape.rows <= one.up_to
@@ -190,8 +196,8 @@ def _clusters(shape: NormShape, algorithm: str) -> list[int]:
     short row, since the blocks have few threads.
     """
     hidden, rows, fewest = shape.hidden, shape.rows, [1, 2, 4]
-    if hidden > _SHORT_HIDDEN:
-        return [8, 4, 2, 1] if rows <= _SOME_ROWS else fewest
+    if hidden > _SHORT_HIDDEN and rows <= _SOME_ROWS:
+        return [8, 4, 2, 1]
     if algorithm == "two_shot" or hidden < _CLUSTERED_HIDDEN:
         return fewest
     if rows <= _FEW_ROWS:
@@ -204,14 +210,14 @@ def plan_launch(kernel: str, cluster: int, shape: NormShape, n: int, resident: i
 
     None if they do not hold it, or if it takes tiles, which clusters do not have.
     """
-    two_shot, most = kernel == "fused_two_shot", most_threads(kernel, n, sharing)
+    two_shot = kernel == "fused_two_shot"
     units = shape.hidden // UNIT
     parts = cluster * (n if two_shot else 1)
     for depth in (1,) if two_shot else range(1, _MOST_DEPTH + 1):
         share = _SHARE * -(-units // (_SHARE * parts * depth))
         block = 32 * -(-share // 32)
         is_wide = block > _WIDE_BLOCK and shape.rows > _MANY_ROWS
-        if block <= most and not (is_wide and depth < _MOST_DEPTH):
+        if block <= most_threads(kernel, n, sharing, cluster, depth) and not (is_wide and depth < _MOST_DEPTH):
             break
     else:
         return None

@@ -24,8 +24,8 @@ MUTANTS = [
     Mutant(
         "the squares of a unit are added in another order",
         CONTRACT,
-        "float& sum = j % 2 ? odd : even;",
-        "float& sum = j % 4 < 2 ? odd : even;",
+        "odd = add_rounded(odd, square(j + 1));",
+        "odd = add_rounded(odd, square(9 - j));",
         BITS,
     ),
     Mutant(
@@ -39,8 +39,8 @@ MUTANTS = [
     Mutant(
         "without a residual -0 becomes 0",
         CONTRACT,
-        "const u32 signs = present ? 0 :",
-        "const u32 signs = true ? 0 :",
+        "index, active && present, signs);",
+        "index, active && present);",
         unit("norm_kernels", "a_negative_zero_stays_one"),
     ),
     Mutant(
@@ -138,8 +138,8 @@ MUTANTS = [
     Mutant(
         "a rank takes its own row for the sum when the others' do not come",
         ONE_SHOT,
-        "reduced[d].packet[0] = alive ? reduce(v[d]) : poison();",
-        "reduced[d].packet[0] = alive ? reduce(v[d]) : own[d].packet[0];",
+        "reduced[d].packet[0] = alive ? reduce_halves(v[d]) : poison();",
+        "reduced[d].packet[0] = alive ? reduce_halves(v[d]) : own[d].packet[0];",
         LATE,
     ),
     Mutant(
@@ -170,6 +170,20 @@ MUTANTS = [
         "if cluster > 1 and shape.rows * cluster > blocks:",
         "if False:",
         unit("norm_plan", "launches"),
+    ),
+    Mutant(
+        "pairs of blocks have more threads than their registers allow",
+        PLAN,
+        "        return 512\n",
+        "        return 1024\n",
+        unit("norm_plan", "launches"),
+    ),
+    Mutant(
+        "the sum of three ranks is that of the first two",
+        CONTRACT,
+        "return kRanks == 2 ? add(v[0], v[1]) : reduce(v);",
+        "return kRanks <= 3 ? add(v[0], v[1]) : reduce(v);",
+        TILES,
     ),
     Mutant(
         "a row of 3072 lies in one block",

@@ -199,13 +199,17 @@ def test_a_packet_is_one_access():
 @needs_nvdisasm
 @pytest.mark.parametrize(("kernel", "scale", "cluster"), [("fused_one_shot", 2, 8), ("fused_two_shot", 0, 2)])
 def test_what_would_slow_fused_kernels_down(kernel: str, scale: int, cluster: int):
-    """Both have happened: a fence before the wait for the kernel before, and elements rounded one at a time."""
+    """Each has happened: a fence before the kernel before is waited for, elements rounded one by one, L1 emptied."""
     [cubin] = compiled([(kernel, macros("bfloat16", scale=scale, cluster=cluster), (9, 0))])
     begin, wait, rest = sass.disassembly(cubin).partition("ACQBULK")
     assert wait
     assert "UCGABAR_ARV" in begin
     assert "MEMBAR" not in begin
-    assert len(re.findall(r"\bF2F\.", rest)) == bool(scale), "but for the scale, which is one number"
+    assert not re.search(r"\bF2F\.", rest)
+    meeting, poll, behind = rest.partition("LDG.E.128.STRONG.SYS")
+    assert poll
+    assert "UCGABAR_WAIT" in meeting
+    assert "CCTL.IVALL" not in behind
 
 
 def test_every_kernel_and_dtype_is_among_those_of_make_sass():

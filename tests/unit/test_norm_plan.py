@@ -28,10 +28,18 @@ def shape_of(rows: int, hidden: int, dtype: str = "bfloat16") -> NormShape:
     return NormShape(rows=rows, hidden=hidden, dtype=dtype, eps=1e-6, weight_bias=0.0, residual=True)
 
 
-def launch_bound(kernel: str, n: int) -> int:
-    """The most threads a block, from the kernel's source."""
+def launch_bound(kernel: str, n: int, pairs: bool) -> int:
+    """The most threads a block, from the kernel's source.
+
+    :param pairs: two blocks have a row, and their threads one unit each.
+    """
     source = (ROOT / "kernels" / f"{kernel}.cu").read_text()
-    [words] = re.findall(rf"KERNEL\({kernel}, (.+?), \d\)\s*\(KERNEL_ARGS", source)
+    [words] = re.findall(rf"KERNEL\({kernel}, (.+?), [^,]+\)\s*\(KERNEL_ARGS", source)
+    if kernel == "fused_one_shot":
+        assert "#define PAIRS_OF_BLOCKS (kRanks == 2 && kCluster == 2 && kDepth == 1)" in source
+        [of_pairs] = re.findall(r"PAIRS_OF_BLOCKS \? (\d+) : kRanks", words)
+        if pairs and n == 2:
+            return int(of_pairs)
     limits = [(int(most), int(threads)) for most, threads in re.findall(r"kRanks <= (\d+) \? (\d+)", words)]
     return next((threads for most, threads in limits if n <= most), int(words.split()[-1]))
 
@@ -42,7 +50,9 @@ def check(found: norm_plan.NormPlan, shape: NormShape, n: int, half: int, reside
     assert found.grid % found.cluster == 0
     assert 0 < found.grid <= min(plan.EPOCH_SLOTS, plan.most_blocks(resident, sharing))
     assert found.block % 32 == 0
-    assert 0 < found.block <= launch_bound(found.kernel, n) // (1 if sharing == 1 or two_shot else 2)
+    pairs = found.cluster == 2 and found.depth == 1
+    half_a_block = sharing > 1 and not two_shot and not (pairs and n == 2)
+    assert 0 < found.block <= launch_bound(found.kernel, n, pairs) // (2 if half_a_block else 1)
     parts = found.cluster * found.depth * (n if two_shot else 1)
     units = shape.hidden // 8
     width = 16 * -(-units // (16 * parts))  # as in the kernels
@@ -95,7 +105,12 @@ def test_usual_rows_have_a_kernel(rows: int, hidden: int, n: int):
         (64, 8192, 2, "one_shot", 8, 512, 128, 1),
         (65, 8192, 2, "one_shot", 4, 260, 256, 1),
         (128, 8192, 2, "one_shot", 4, 512, 256, 1),
-        (129, 8192, 2, "two_shot", 1, 129, 512, 1),
+        (129, 8192, 2, "one_shot", 2, 258, 512, 1),
+        (256, 8192, 2, "one_shot", 2, 512, 512, 1),
+        (257, 8192, 2, "two_shot", 1, 257, 512, 1),
+        (256, 8256, 2, "one_shot", 2, 512, 288, 2),
+        (128, 16_384, 2, "two_shot", 2, 256, 512, 1),
+        (64, 16_384, 2, "one_shot", 8, 512, 256, 1),
         (64, 5120, 2, "one_shot", 4, 256, 160, 1),
         (65, 5120, 2, "one_shot", 2, 130, 320, 1),
         (256, 5120, 2, "one_shot", 2, 512, 320, 1),

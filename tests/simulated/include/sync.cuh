@@ -53,6 +53,13 @@ template <class To, class From> DEVICE To bit_cast(From from) {
   return to;
 }
 DEVICE float shuffle_xor(float x, int mask) { return bit_cast<float>(sim_shuffle_xor(bit_cast<u32>(x), (u32)mask)); }
+DEVICE u32 warp_max(u32 mine) {
+  for (u32 mask = 1; mask < 32; mask *= 2) {
+    const u32 other = sim_shuffle_xor(mine, mask);
+    mine = mine > other ? mine : other;
+  }
+  return mine;
+}
 DEVICE bool is_first_active_lane() { return true; }
 DEVICE void spin_pause() { sim_relax(); }
 constexpr u32 kSpinsBetweenChecks = 16;  // a poll takes longer here
@@ -116,7 +123,9 @@ template <class T> DEVICE void store_weak(u64 at, T value) {
   if (at % sizeof(T)) sim_misaligned();
   *(T*)at = value;
 }
-DEVICE Packet load_packet_weak(u64 at, bool active) { return active ? load_weak<Packet>(at) : Packet{}; }
+DEVICE Packet load_packet_weak(u64 at, bool active, u32 otherwise = 0) {
+  return active ? load_weak<Packet>(at) : Packet{{otherwise, otherwise, otherwise, otherwise}};
+}
 DEVICE void store_packet_weak(u64 at, const Packet& p, bool active) {
   if (active) store_weak(at, p);
 }
@@ -179,14 +188,26 @@ DEVICE u32 floats_to_bfloat16s(float low, float high) {
 }
 DEVICE u32 floats_to_halves(float low, float high) { return (u32)float_to_half(high) << 16 | float_to_half(low); }
 
+// By float32: rmsnorm.cuh says why that is the sum rounded once.
+DEVICE u32 add_bfloat16s(u32 a, u32 b) {
+  return floats_to_bfloat16s(bfloat16_to_float((u16)a) + bfloat16_to_float((u16)b),
+                             bfloat16_to_float((u16)(a >> 16)) + bfloat16_to_float((u16)(b >> 16)));
+}
+DEVICE u32 add_halves(u32 a, u32 b) {
+  return floats_to_halves(half_to_float((u16)a) + half_to_float((u16)b),
+                          half_to_float((u16)(a >> 16)) + half_to_float((u16)(b >> 16)));
+}
+
 // ---- arithmetic: g++ contracts nothing here (-ffp-contract=off)
 DEVICE float add_rounded(float a, float b) { return a + b; }
 DEVICE float multiply_rounded(float a, float b) { return a * b; }
 DEVICE float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 DEVICE float reciprocal(float x) { return 1 / x; }
+DEVICE float reciprocal_of_normal(float x) { return 1 / x; }
 DEVICE float reciprocal_square_root(float x) {  // right for every x: see reciprocal_root() of ipcreduce/host/rmsnorm.py
   return (float)(1 / __builtin_sqrt((double)x));
 }
+DEVICE float absolute(float x) { return __builtin_fabsf(x); }
 DEVICE float max_nan(float a, float b) { return a != a || b != b ? bits_to_float(0x7FFFFFFF) : a > b ? a : b; }
 constexpr bool kConvertsToE4m3 = false;
 DEVICE u32 floats_to_e4m3(float, float) { return 0; }

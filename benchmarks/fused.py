@@ -6,7 +6,7 @@
 - fp8: the results quantised by a given scale, by one a row, and by one every 128 elements, beside those that are not
 - chain: between two matrix products of PyTorch, from which only the time of all three is known
 - shapes: every number of blocks and units a thread for which there is room, behind one another and in that chain
-- eager: calls that are not captured, on the host alone and from end to end
+- eager: calls that are not captured, in turns: on the host alone the least and the median, and from end to end
 - peers: FlashInfer's call beside ours, behind one another and in that chain; nothing without FlashInfer
 
 "pair" is the call of a communicator without fused kernels, which runs the all-reduce, and then the norm. Before it is
@@ -45,7 +45,7 @@ except ImportError:  # a script whose clone is not on the path
 WORLD = MPI.COMM_WORLD
 HIDDEN, ROWS = (4096, 5120, 8192), tuple(1 << power for power in range(10))
 FEW_ROWS, FP8_ROWS = (1, 8, 32, 64), (1, 8, 32, 64, 128, 256)
-TURNS = 3
+TURNS, EAGER_TURNS = 3, 24
 
 
 def say(text: str) -> None:
@@ -147,8 +147,7 @@ class Bench:
                     "new outputs": partial(norm, x, weight, EPS, residual=residual),
                     "pair in place": partial(pair, x, weight, EPS, residual=residual, out=x, residual_out=residual),
                 }
-                for name, call in calls.items():
-                    row[name + kind] = self._eagerly(call, products)
+                row |= {name + kind: times for name, times in self._eagerly(calls, products).items()}
             yield row
 
     def peers(self) -> Iterator[dict[str, Any]]:
@@ -169,13 +168,19 @@ class Bench:
             yield place(case) | {"by": case.by, "alone": alone, "chained": chained}
         peer.close()
 
-    def _eagerly(self, call: Call, products: Products) -> str:
-        """Host alone, and from end to end."""
+    def _eagerly(self, calls: dict[str, Call], products: Products) -> dict[str, str]:
+        """Of each call the host's time, least and median, and the median from end to end."""
         torch = products.torch
+        found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
         with torch.cuda.stream(products._stream) if torch else cp.cuda.get_current_stream():
-            both = [timing.eagerly(call, self.options.calls, self.options.replays, WORLD) for _ in range(TURNS)]
-        ends, hosts = (statistics.median(one[i].median for one in both) for i in (0, 1))
-        return f"{hosts:.2f}, {ends:.2f}"
+            for _ in range(EAGER_TURNS):
+                for name, call in calls.items():
+                    for times, one in zip(found[name], timing.eagerly(call, self.options.calls, 1, WORLD), strict=True):
+                        times.append(one.median)
+        return {
+            name: f"{min(hosts):.2f}, {statistics.median(hosts):.2f}, {statistics.median(ends):.2f}"
+            for name, (ends, hosts) in found.items()
+        }
 
 
 def place(case: Case) -> dict[str, Any]:

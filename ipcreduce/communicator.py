@@ -17,7 +17,6 @@ from .arrays.norms import FP8, NormArguments
 from .calls import turns
 from .cuda import cupy_runtime
 from .device.known_calls import Mapped
-from .device.known_norms import NOT_KNOWN
 from .errors import ArgumentError, GraphStateError, PeerLostError, UnsupportedError
 from .graphs.session import GraphSession
 from .open_communicator import OpenCommunicator
@@ -239,16 +238,17 @@ class Communicator:
         fast, known = parts.fast, parts.known_norms
         if fast is None or known is None:
             return turns.make(parts.calls, self._allreduce_rmsnorm, given, None, None, stream)
-        ready, current, results = NOT_KNOWN
+        ready = current = results = None
         if quantize is None or type(quantize) is FP8:
             if residual_out is not None:
                 ready, current = known.find(given, stream)
             if ready is None:
                 ready, current, results = known.find_new(given, stream)
-        made = fast.make(ready, self._allreduce_rmsnorm, given, None, given, stream, current)
-        found: tuple[Any, ...] = results[0] if made is True else made
-        if found:
-            return found
+        made: Any = fast.make(ready, self._allreduce_rmsnorm, given, None, given, stream, current)
+        if made is not True:
+            return made
+        if results is not None:  # with y, which has to live until now
+            return results[0]
         if quantize is None:
             return out, residual_out
         return quant_out, quantize.scale if scales_out is None else scales_out, residual_out

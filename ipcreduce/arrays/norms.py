@@ -171,7 +171,7 @@ def shape_of(given: NormArguments, x: Any) -> NormShape:
 
 
 def _number(value: Any, name: str, least: float = -math.inf) -> float:
-    """The number, rounded to float32."""
+    """The number, rounded to float32; 0 for -0, as Python takes calls for the same that differ in that."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
         raise ArgumentError(f"{name} is a {type(value).__qualname__}. Pass a number: float(it)")
     if type(value) is float:
@@ -182,7 +182,7 @@ def _number(value: Any, name: str, least: float = -math.inf) -> float:
     if not math.isfinite(rounded) or rounded < least:
         wanted = "a finite float32" + (", 0 or more" if least == 0 else "")
         raise ArgumentError(f"{name} is {value}. Pass {wanted}")
-    return rounded
+    return rounded + 0.0
 
 
 def scales_shape(shape: NormShape, of: tuple[int, ...]) -> tuple[int, ...]:

@@ -24,7 +24,10 @@ Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 class Addresses:
-    """The addresses of a list's members: as the bytes of 64-bit words, and the bits that are set in any of them."""
+    """The addresses of a list's members: as the bytes of 64-bit words, and the bits that are set in any of them.
+
+    Of the bits only the lowest matter, which say how the addresses are aligned.
+    """
 
     __slots__ = "bits", "words"
 
@@ -66,10 +69,16 @@ class Kind:
     def fits(self, addresses: list[int], words: bytes) -> int:
         """The bits that are set in any address, if these are addresses of elements, for all members; else 0.
 
+        Allocators give multiples of 256, whose other bits do not matter: for these it is 256.
+
         :param words: the addresses once more, as the bytes of 64-bit words.
         """
         if len(addresses) < _MANY:
-            bits = 0 if 0 in addresses else reduce(or_, addresses)
+            if not all(addresses):
+                return 0
+            if not any(words[::8]):  # the lowest bytes
+                return 256
+            bits = reduce(or_, addresses)
         else:
             every = np.frombuffer(words, np.uint64)
             bits = int(np.bitwise_or.reduce(every)) if np.count_nonzero(every) == len(every) else 0

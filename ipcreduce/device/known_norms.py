@@ -23,7 +23,7 @@ from .norms import PreparedNorm
 from .stream_order import StreamOrder
 
 _NOT_READY = None, None
-NOT_KNOWN = None, None, ((), None)
+NOT_KNOWN = None, None, None
 _MOST = 4096  # calls that are known: two for each layer of a model, and batch sizes
 
 Arguments = Sequence[Any]  # of a call, in the order of NormArguments
@@ -39,6 +39,7 @@ _OUT, _SCALES = 3, 6
 class _KnownNorm:
     """A call on arrays that have come before.
 
+    :ivar eps, bias: the numbers, by which the key does not tell calls apart: most are the same objects each time.
     :ivar library: cupy_runtime or torch_runtime, of which all arrays are.
     :ivar forms: of CuPy's arrays, which may change only their shapes: the index of each among the arguments, its axes,
         its length, and its shape if that has more to say.
@@ -48,6 +49,8 @@ class _KnownNorm:
     """
 
     ready: Ready
+    eps: float
+    bias: float
     library: Any
     forms: tuple[tuple[int, int, int, Any], ...]
     tensors: Callable[[Arguments], tuple[Any, ...]]
@@ -121,11 +124,11 @@ class KnownNorms:
         For speed it reads the attributes of arrays by their own libraries, not by ``ipcreduce.arrays``.
         """
         x, weight, eps, residual, out, residual_out, bias, how, _, _ = given
-        if how is None and type(eps) is float and type(bias) is float:  # as _key_of(), without a call
-            known = self.by_key.get((id(x), id(weight), eps, id(residual), id(out), id(residual_out), bias))
-        else:
-            known = self.by_key.get(_key_of(given))
-        if known is None:
+        in_place = how is None and out is x and residual_out is residual
+        known = self.by_key.get((id(x), id(weight), id(residual)) if in_place else _key_of(given))
+        if known is None or not (eps is known.eps or (type(eps) is float and eps == known.eps)):
+            return self._find_by_places(given, stream)
+        if not (bias is known.bias or (type(bias) is float and bias == known.bias)):
             return self._find_by_places(given, stream)
         if known.read is None:
             for index, axes, length, shape in known.forms:
@@ -134,7 +137,7 @@ class KnownNorms:
                     return _NOT_READY
             current = cupy_runtime.get_current_stream().ptr
         else:
-            tensors = known.tensors(given)
+            tensors = (x, weight, residual) if in_place else known.tensors(given)
             if known.scale is not None:
                 tensors = (*tensors, known.scale())
             if known.read(tensors) != known.addresses:
@@ -191,7 +194,7 @@ class KnownNorms:
     # ---- new results
     def find_new(
         self, given: Arguments, stream: Any
-    ) -> tuple[Ready | None, Stream | None, tuple[tuple[Any, ...], Any]]:  # fmt: skip
+    ) -> tuple[Ready | None, Stream | None, tuple[tuple[Any, ...], Any] | None]:  # fmt: skip
         """The launch of a call with new results, if it can be ready, under the conditions of :meth:`KnownCalls.find`.
 
         :returns: the launch, its stream, and with it the tuple to return, and y, whose memory has to be kept until the
@@ -324,12 +327,10 @@ class KnownNorms:
             addresses = None if read is None else read(every)
             if addresses is None:
                 return
-        if key is None:
-            return
         forget = partial(_forget, weakref.ref(self), key)
         keep(self._watched, key, [weakref.ref(one, forget) for one in every], _MOST)
         tensors = itemgetter(*(index for index, _ in arrays))
-        keep(self.by_key, key, _KnownNorm(ready, library, forms, tensors, read, addresses, scale), _MOST)
+        keep(self.by_key, key, _KnownNorm(ready, given[2], given[6], library, forms, tensors, read, addresses, scale), _MOST)
 
     def forget(self, key: Key) -> None:
         """Forget a call of which an array has died, so that its id may become another one's."""
@@ -337,15 +338,15 @@ class KnownNorms:
         self._watched.pop(key, None)
 
 
-def _key_of(given: Arguments) -> Key | None:
-    x, weight, eps, residual, out, residual_out, bias, how, quant_out, scales_out = given
-    if type(eps) is not float or type(bias) is not float:
-        return None
-    if how is None:
-        return id(x), id(weight), eps, id(residual), id(out), id(residual_out), bias
-    return (
-        id(x), id(weight), eps, id(residual), id(out), id(residual_out), bias, id(quant_out), id(scales_out), how._key
-    )  # fmt: skip
+def _key_of(given: Arguments) -> Key:
+    x, weight, _, residual, out, residual_out, _, how, quant_out, scales_out = given
+    if how is not None:
+        return (
+            id(x), id(weight), id(residual), id(out), id(residual_out), id(quant_out), id(scales_out), how._key
+        )  # fmt: skip
+    if out is x and residual_out is residual:
+        return id(x), id(weight), id(residual)
+    return id(x), id(weight), id(residual), id(out), id(residual_out)
 
 
 def _has_all_results(given: Arguments) -> bool:

@@ -52,7 +52,9 @@ def module_of(dtype: str) -> Any:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(bytes(Program(SOURCE, "c++", options).compile("cubin").code))
         file.flush()
-        return cp.RawModule(path=file.name)
+        module = cp.RawModule(path=file.name)
+        module.compile()  # reads the file
+    return module
 
 
 def main() -> int:

@@ -156,10 +156,17 @@ MUTANTS = [
         scenario("new_tensors_of_norms"),
     ),
     Mutant(
-        "a call is known by its arrays alone",
+        "a call is known by its arrays, whatever eps is",
         KNOWN,
-        "return id(x), id(weight), eps, id(residual), id(out), id(residual_out), bias",
-        "return id(x), id(weight), id(residual), id(out), id(residual_out)",
+        "if known is None or not (eps is known.eps or (type(eps) is float and eps == known.eps)):",
+        "if known is None:",
+        scenario("known_norms_of_another_shape"),
+    ),
+    Mutant(
+        "a call is known by its arrays, whatever the weight's bias is",
+        KNOWN,
+        "if not (bias is known.bias or (type(bias) is float and bias == known.bias)):",
+        "if False:",
         scenario("known_norms_of_another_shape"),
     ),
     Mutant(

@@ -31,7 +31,8 @@ def words(addresses: list[int]) -> bytes:
 
 def fits(kind: Kind, addresses: list[int]) -> bool:
     bits = kind.fits(addresses, words(addresses))
-    assert bits in (0, functools.reduce(operator.or_, addresses))
+    every = functools.reduce(operator.or_, addresses)
+    assert bits in (0, every) or (bits, every % 256) == (256, 0)
     return bits != 0
 
 
@@ -53,6 +54,12 @@ def test_addresses_that_fit(count: int):
         assert fits(kind, [*good[:at], good[at] + size, *good[at + 1 :]])
         if size > 1:
             assert not fits(kind, [*good[:at], good[at] + 1, *good[at + 1 :]])
+    every = [4096 + 256 * at for at in range(count)]
+    assert fits(kind, every)
+    for at in range(count):
+        assert not fits(kind, [*every[:at], 0, *every[at + 1 :]])
+        assert fits(kind, [*every[:at], every[at] + 64, *every[at + 1 :]])
+        assert fits(kind, [*every[:at], every[at] + 1, *every[at + 1 :]]) == (itemsizes[at] == 1)
     if count > 1:  # the first one is no multiple of 8, and no other has to be
         assert not fits(kind, [0, *(one + 4 for one in good[1:])])
 

@@ -330,7 +330,12 @@ class KnownNorms:
         forget = partial(_forget, weakref.ref(self), key)
         keep(self._watched, key, [weakref.ref(one, forget) for one in every], _MOST)
         tensors = itemgetter(*(index for index, _ in arrays))
-        keep(self.by_key, key, _KnownNorm(ready, given[2], given[6], library, forms, tensors, read, addresses, scale), _MOST)
+        keep(
+            self.by_key,
+            key,
+            _KnownNorm(ready, given[2], given[6], library, forms, tensors, read, addresses, scale),
+            _MOST,
+        )
 
     def forget(self, key: Key) -> None:
         """Forget a call of which an array has died, so that its id may become another one's."""

@@ -24,7 +24,6 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,19 +133,13 @@ class Bench:
     def eager(self) -> Iterator[dict[str, Any]]:
         """Calls that are not captured, for arrays of CuPy and PyTorch."""
         for case in self.cases((1, 16)):
-            allreduce, norm, pair = case.comm.allreduce, case.comm.allreduce_rmsnorm, self.comms[1].allreduce_rmsnorm
             kinds: dict[str, Any] = {"": (case.x, case.weight, case.residual, case.total)}
             products = Products(case)
             if products.torch:
                 kinds[" tensors"] = tuple(map(products.tensor, kinds[""]))
             row = place(case)
-            for kind, (x, weight, residual, total) in kinds.items():
-                calls = {
-                    "all-reduce": partial(allreduce, x, out=total),
-                    "in place": partial(norm, x, weight, EPS, residual=residual, out=x, residual_out=residual),
-                    "new outputs": partial(norm, x, weight, EPS, residual=residual),
-                    "pair in place": partial(pair, x, weight, EPS, residual=residual, out=x, residual_out=residual),
-                }
+            for kind, arrays in kinds.items():
+                calls = self._eager_calls(*arrays)
                 row |= {name + kind: times for name, times in self._eagerly(calls, products).items()}
             yield row
 
@@ -167,6 +160,18 @@ class Bench:
             alone, chained = (self.timed(every, products.captured) for every in (calls, chains))
             yield place(case) | {"by": case.by, "alone": alone, "chained": chained}
         peer.close()
+
+    def _eager_calls(self, x: Any, weight: Any, residual: Any, total: Any) -> dict[str, Call]:
+        """Calls as programs write them: ``functools.partial`` would pass the keywords in a slower way."""
+        comm, pairs = self.comms
+        return {
+            "all-reduce": lambda: comm.allreduce(x, out=total),
+            "in place": lambda: comm.allreduce_rmsnorm(x, weight, EPS, residual=residual, out=x, residual_out=residual),
+            "new outputs": lambda: comm.allreduce_rmsnorm(x, weight, EPS, residual=residual),
+            "pair in place": lambda: pairs.allreduce_rmsnorm(
+                x, weight, EPS, residual=residual, out=x, residual_out=residual
+            ),
+        }
 
     def _eagerly(self, calls: dict[str, Call], products: Products) -> dict[str, str]:
         """Of each call the host's time, least and median, and the median from end to end."""

@@ -104,9 +104,9 @@ template <bool kAligned> DEVICE Unit load_residual(const NormArgs& args, u32 row
   return load_unit<kAligned>(row_at(args.residual, args, row), (u32)args.hidden, index, active && present, signs);
 }
 
-// Two halves at a time: their sum rounded once is their sum in float32, rounded to a half. A number twice as long as
-// another and two bits longer changes no rounding to that one (S. A. Figueroa, "When is double rounding innocuous?",
-// SIGNUM Newsletter 30 (3), 1995).
+// Halves are added two at a time, and rounded once. That gives the bits of their sum in float32, rounded to a half: the
+// first of two roundings changes nothing if it leaves at least 2 p + 2 bits, and the second p (S. A. Figueroa, "When is
+// double rounding innocuous?", SIGNUM Newsletter 30 (3), 1995). Here p is 8 or 11, and float32 has 24 bits.
 template <class D = Dtype> DEVICE Packet add(const Packet& a, const Packet& b) {
   Packet sum = {};
 #pragma unroll

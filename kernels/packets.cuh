@@ -198,9 +198,9 @@ DEVICE Packet make_escape(u32 last, u32 second) {
 
 DEVICE bool has_arrived(const Packet& p) { return p.word[3] != kSentinel && (kWholePackets || p.word[1] != kSentinel); }
 
-// Floats: a flag word equal to the sentinel belongs to a NaN, and is sent as another NaN. Results of reduce() never
-// contain such a word. A rank's own input passes through here, too, so that all ranks reduce the same bits. Integers:
-// see send_packet().
+// Floats: a flag word equal to the sentinel belongs to a NaN, and is sent as another NaN. Results never contain
+// such a word, as their NaNs are others. A rank's own input passes through here, too, so that all ranks reduce the same
+// bits. Integers: see send_packet().
 DEVICE Packet replace_sentinel_nan(Packet p) {
   if constexpr (kFloat) {
     if (p.word[3] == kSentinel) p.word[3] = kReplacementNan;

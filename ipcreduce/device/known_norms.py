@@ -123,8 +123,8 @@ class KnownNorms:
 
         For speed it reads the attributes of arrays by their own libraries, not by ``ipcreduce.arrays``.
         """
-        x, weight, eps, residual, out, residual_out, bias, how, _, _ = given
-        in_place = how is None and out is x and residual_out is residual
+        x, weight, eps, residual, out, residual_out, bias, how, quant_out, scales_out = given
+        in_place = how is None and out is x and residual_out is residual and quant_out is scales_out is None
         known = self.by_key.get((id(x), id(weight), id(residual)) if in_place else _key_of(given))
         if known is None or not (eps is known.eps or (type(eps) is float and eps == known.eps)):
             return self._find_by_places(given, stream)
@@ -162,7 +162,7 @@ class KnownNorms:
         if ready is None:
             return _NOT_READY
         library = _library(given)
-        if library is cupy_runtime:
+        if library is cupy_runtime and _key_of(given) not in self.by_key:  # it may be known with another eps
             self._watch(given, ready)
         return self._on(ready, library, stream)
 
@@ -345,13 +345,12 @@ class KnownNorms:
 
 def _key_of(given: Arguments) -> Key:
     x, weight, _, residual, out, residual_out, _, how, quant_out, scales_out = given
-    if how is not None:
-        return (
-            id(x), id(weight), id(residual), id(out), id(residual_out), id(quant_out), id(scales_out), how._key
-        )  # fmt: skip
-    if out is x and residual_out is residual:
-        return id(x), id(weight), id(residual)
-    return id(x), id(weight), id(residual), id(out), id(residual_out)
+    if how is None and out is x and residual_out is residual and quant_out is scales_out is None:
+        return id(x), id(weight), id(residual)  # as in KnownNorms.find()
+    return (
+        id(x), id(weight), id(residual), id(out), id(residual_out), id(quant_out), id(scales_out),
+        None if how is None else how._key,
+    )  # fmt: skip
 
 
 def _has_all_results(given: Arguments) -> bool:

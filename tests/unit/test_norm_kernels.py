@@ -198,6 +198,7 @@ def test_a_nan_in_the_weight_is_in_its_scales(scales: str, column: int, monkeypa
 
     monkeypatch.setitem(globals(), "inputs", with_nan)
     check(shape_of(256, "float16", scales), 1)
+    check(shape_of(8320, "float16", scales, rows=2), 1)  # more groups than a chunk has
 
 
 E4M3 = """

@@ -192,7 +192,12 @@ def known_norms() -> None:
                     case.check(case.call(comm, **own), x)
                     torch.make_current(None)
                 x[...], residual[...] = case.x, case.residual
-                for wrong, words in (({"eps": float("nan")}, "eps is nan"), ({"stream": "fast"}, "stream is a str")):
+                refused: tuple[tuple[dict[str, Any], str], ...] = (
+                    ({"eps": float("nan")}, "eps is nan"), ({"stream": "fast"}, "stream is a str"),
+                )  # fmt: skip
+                if not scales:
+                    refused += (({"quant_out": cupy.zeros((4, 256), np.uint8)}, "quant_out is given, but quantize"),)
+                for wrong, words in refused:
                     with raises(errors.ArgumentError, f"rank {RANK}, call", words):
                         case.call(comm, **own, **wrong)
                     works(comm)

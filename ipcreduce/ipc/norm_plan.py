@@ -170,7 +170,7 @@ def variants(
     shape: NormShape, n: int, forced: str | None = None, resident: int = RESIDENT, sharing: int = 1,
     clusters: bool = True, table: NormTable = (),
 ) -> set[tuple[str, int, int]]:  # fmt: skip
-    """The kernel, cluster and depth of every launch for rows of this length, whatever their number, if there is room."""
+    """The kernel, cluster and depth of every launch for rows of this length, of any number, if there is room."""
     found = set()
     limits = {most_blocks(resident, sharing), min(resident, most_blocks(resident, sharing))}
     edges = {blocks // cluster for blocks in limits for cluster in (1, 2, 4, 8)} | {EPOCH_SLOTS, *_ROWS}

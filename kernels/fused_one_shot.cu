@@ -120,7 +120,7 @@ template <bool kTiled> DEVICE void run(const Args& args, GroupSums& sums) {
 
 // From 5 ranks on, a thread of 1,024 has too few registers for the packets of all. Over 2 ranks, pairs of blocks have
 // the long rows of large calls. Three blocks of 512 threads on a multiprocessor, with 40 registers a thread, end
-// these 0.2 us to 0.5 us earlier than two (benchmarks/NOTES.md).
+// these 0.2 us to 0.5 us earlier than two where nothing else runs (benchmarks/NOTES.md).
 #define PAIRS_OF_BLOCKS (kRanks == 2 && kCluster == 2 && kDepth == 1)
 CLUSTER_KERNEL(fused_one_shot, PAIRS_OF_BLOCKS ? 512 : kRanks <= 4 ? 1024 : 512, PAIRS_OF_BLOCKS ? 3 : 1)
 (KERNEL_ARGS args) {

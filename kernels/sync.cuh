@@ -273,8 +273,8 @@ DEVICE void expect_at_gate(Gate& gate, u32 bytes) {
   asm volatile("{ .reg .b64 s; mbarrier.arrive.expect_tx.shared::cta.b64 s, [%0], %1; }"
                :: "r"(shared_address(&gate.mbarrier)), "r"(bytes) : "memory");
 }
-// What has come lies in shared memory, and to acquire that alone keeps L1. An acquire of all memory empties L1, for which
-// large calls wait 0.1 us. NVRTC has the fence from 12.8 on.
+// What has come lies in shared memory, and to acquire that alone keeps L1. An acquire of all memory empties L1, for
+// which large calls wait up to 0.1 us. NVRTC has the fence from 12.8 on.
 DEVICE void wait_at_gate(const Gate& gate) {
 #if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1208
   asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.relaxed.cluster.shared::cta.b64 p, [%0], 0;"

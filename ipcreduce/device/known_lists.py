@@ -69,7 +69,7 @@ class Kind:
     def fits(self, addresses: list[int], words: bytes) -> int:
         """The bits that are set in any address, if these are addresses of elements, for all members; else 0.
 
-        Allocators give multiples of 256, whose other bits do not matter: for a few of these it is 256.
+        Allocators give multiples of 256, whose other bits do not matter: for few of them it is 256.
 
         :param words: the addresses once more, as the bytes of 64-bit words.
         """

@@ -163,6 +163,13 @@ MUTANTS = [
         scenario("known_norms_of_another_shape"),
     ),
     Mutant(
+        "a known call in place takes outputs of e4m3 without quantize",
+        KNOWN,
+        "in_place = how is None and out is x and residual_out is residual and quant_out is scales_out is None",
+        "in_place = how is None and out is x and residual_out is residual",
+        scenario("known_norms"),
+    ),
+    Mutant(
         "a call is known by its arrays, whatever the weight's bias is",
         KNOWN,
         "if not (bias is known.bias or (type(bias) is float and bias == known.bias)):",

@@ -186,6 +186,13 @@ MUTANTS = [
         TILES,
     ),
     Mutant(
+        "-0 stays the weight's bias",
+        "ipcreduce/arrays/norms.py",
+        "return rounded + 0.0",
+        "return rounded",
+        unit("rmsnorm", "a_bias_of_negative_zero_is_zero"),
+    ),
+    Mutant(
         "a row of 3072 lies in one block",
         PLAN,
         "hidden < _CLUSTERED_HIDDEN:",

@@ -43,6 +43,14 @@ def test_new_lists_of_the_same_kind():
         assert read(tuple(ones)) == addresses(ones)
 
 
+def test_many_tensors():
+    read = read_of(tensors() * 4)
+    ones = [one for _ in range(4) for one in tensors()]
+    assert read(ones) == addresses(ones)
+    assert read(ones[:-1]) is None
+    assert read([*ones[:-1], torch.zeros(8, dtype=torch.bfloat16)]) is None
+
+
 def test_a_guard_is_used(guarded: bool, monkeypatch: pytest.MonkeyPatch):
     """In the installed PyTorch it works, so no tensor is looked at from Python."""
     assert torch_lists._guards_work() is guarded

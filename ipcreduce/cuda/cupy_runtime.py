@@ -20,7 +20,7 @@ from .graph import Executable
 _LEGACY_STREAM = (0, 1)  # the default stream of a context; it lives as long as the context
 _ON_THE_DEVICE = 3  # cudaMemcpyDeviceToDevice
 _PER_THREAD_STREAM = 2  # this handle means another stream in every thread
-_shape, _ndim = attrgetter("shape"), attrgetter("ndim")
+_shape, _ndim, _size = attrgetter("shape"), attrgetter("ndim"), attrgetter("size")
 cupy: Any = None  # the module, once it is imported
 # Functions of CuPy, for speed: cuda.bindings takes 0.2 to 0.5 us more to launch a graph (benchmarks/NOTES.md).
 get_current_stream: Any = None
@@ -101,42 +101,47 @@ def reader(arrays: Sequence[Any], device: int) -> Callable[[Sequence[Any]], list
     kind, length = cupy.ndarray, len(arrays)
     if [*map(type, arrays)].count(kind) != length:
         return None
-    shapes, dtypes = [array.shape for array in arrays], [array.dtype for array in arrays]
-    lengths = [shape[0] if len(shape) == 1 else None for shape in shapes]  # a shape takes three times as long to read
+    dtypes, have_shapes = [array.dtype for array in arrays], same_shapes(arrays, of_any_size=True)
 
     def read(others: Sequence[Any]) -> list[int] | None:
-        if len(others) != length:
-            return None
-        addresses = [
+        addresses = [  # of one attribute after the other: a loop over all of them takes a tenth longer
             place.ptr
-            for array, shape, size, dtype in zip(others, shapes, lengths, dtypes, strict=True)
-            if type(array) is kind
-            and (array.dtype is dtype or array.dtype == dtype)
-            and array._c_contiguous
-            and (array.shape == shape if size is None else array.ndim == 1 and len(array) == size)
+            for array in others
+            if type(array) is kind and array._c_contiguous
             for place in (array.data,)
             if place.device_id == device
         ]
-        return addresses if len(addresses) == length else None
+        if len(addresses) != length or [array.dtype for array in others] != dtypes:
+            return None
+        return addresses if have_shapes(others) else None
 
     return None if read(arrays) is None else read
 
 
-def same_shapes(arrays: Sequence[Any]) -> Callable[[Sequence[Any]], bool]:
-    """A function that is called with the same arrays, and tells if they still have their shapes.
+def same_shapes(arrays: Sequence[Any], *, of_any_size: bool = False) -> Callable[[Sequence[Any]], bool]:
+    """A function that is called with as many arrays, and tells if they have the shapes of these.
 
-    A program may set the shape of an array, but not its size. So for most shapes one or two numbers are enough, of
-    which each takes a third of the time of the shape.
+    A shape takes as long to read as four numbers. So where a few numbers tell shapes apart, they are asked for instead.
+
+    :param of_any_size: False for a function that is called with the same arrays, whose size a program cannot change.
     """
     shapes = [array.shape for array in arrays]
     axes = {*map(len, shapes)}
     by: list[Callable[[Any], Any]] = [_shape]
     if axes == {1}:
-        by = [_ndim]
+        by = [_ndim, len] if of_any_size else [_ndim]
     elif axes <= {1, 2} and not any(0 in shape for shape in shapes):
-        by = [_ndim, len]  # in this order, as len() raises for an array without axes
+        by = [_ndim, len, _size] if of_any_size else [_ndim, len]
     expected = [(tell, [*map(tell, arrays)]) for tell in by]
-    return lambda others: False not in [[*map(tell, others)] == known for tell, known in expected]
+
+    def have_shapes(others: Sequence[Any]) -> bool:
+        # The axes come first, as len() raises for an array without one.
+        for tell, known in expected:  # noqa: SIM110  (all() takes 0.1 us longer)
+            if [*map(tell, others)] != known:
+                return False
+        return True
+
+    return have_shapes
 
 
 def form(array: Any) -> tuple[int, int, Any]:
@@ -151,7 +156,8 @@ def dtype_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 def stream_handle(device: int) -> Stream:
     """The handle of CuPy's current stream."""
-    return Stream(get_current_stream().ptr)
+    handle: Stream = get_current_stream().ptr  # to call Stream() would take as long as to read it
+    return handle
 
 
 def can_be_known(dtype: np.dtype[Any]) -> bool:

@@ -25,7 +25,7 @@ from . import background
 from .deferred_free import Action, attempt, flush, untrack
 from .fast_path import FastPath
 from .known_calls import KnownCalls, Prepared, PreparedList, Ready
-from .known_lists import Addresses, KnownLists
+from .known_lists import KnownLists, Places, Start
 from .known_maps import KnownMaps
 from .known_norms import KnownNorms
 from .maps import MapKernels, PreparedMap
@@ -86,7 +86,7 @@ class DeviceBackend(Backend):
     def open_fast_path(self, calls: CallSequence) -> FastPath:
         """The fast path for the calls of ``calls``, which is closed with the backend."""
         known = KnownCalls(self.device.ordinal, self.order, self.prepared, self.make_ready)
-        self.known_lists = KnownLists(self.device.ordinal, self.order, self.make_ready_list)
+        self.known_lists = KnownLists(self.device.ordinal, self.order, self.start_of_list, self.make_ready_list)
         known.find_list = self.known_lists.find
         self.known_maps = KnownMaps(self.device.ordinal, self.order, self.make_ready_map)
         known.find_map = self.known_maps.find
@@ -137,8 +137,12 @@ class DeviceBackend(Backend):
         """Do the same as :meth:`start` for a list of arrays."""
 
     @abstractmethod
-    def make_ready_list(self, prepared: Any, sources: Addresses, targets: Addresses, again: bool) -> Ready | None:
-        """The launch of a call on a list of arrays: see :meth:`make_ready`. None if it has to go the usual way."""
+    def start_of_list(self, prepared: Any) -> Start | None:
+        """What launches the call on a list wherever its arrays lie. None if such lists have to go the usual way."""
+
+    @abstractmethod
+    def make_ready_list(self, prepared: Any, places: Places) -> Ready:
+        """The launch of a call on a list of arrays at places that have come before."""
 
     def run_list(
         self, prepared: PreparedList, sources: Sequence[int], targets: Sequence[int], stream: Stream, owner: Any,

@@ -140,6 +140,8 @@ class KnownCalls:
         key = id(array), id(out), op
         known = self.by_objects.get(key)
         if known is None:
+            if self.find_list is not None and (type(array) is list or type(array) is tuple):
+                return self.find_list(array, op, out, stream)
             return self._unknown(key, array, op, out, stream)
         if known.array() is not array or (out is not array and known.out() is not out):  # in place: one id
             self.by_objects[key] = None
@@ -195,8 +197,6 @@ class KnownCalls:
         self, key: tuple[int, int, str], array: Any, op: str, out: Any, stream: Any
     ) -> tuple[Ready | None, Any, Stream]:  # fmt: skip
         """Do the same as :meth:`find` for arrays that have not come before."""
-        if self.find_list is not None and (type(array) is list or type(array) is tuple):
-            return self.find_list(array, op, out, stream)
         library: Any = cupy_runtime if type(array) is getattr(cupy_runtime.cupy, "ndarray", None) else torch_runtime
         place = library.plain(array, self._device)
         if place is None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import or_
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -23,29 +24,24 @@ _MANY = 48  # members from which on NumPy is faster than Python
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 
-class Addresses:
-    """The addresses of a list's members: as the bytes of 64-bit words, and the bits that are set in any of them.
-
-    Of the bits only the lowest matter, which say how the addresses are aligned.
-    """
-
-    __slots__ = "bits", "words"
-
-    def __init__(self, words: bytes, bits: int) -> None:
-        self.words, self.bits = words, bits
-
-    @classmethod
-    def of(cls, addresses: Sequence[int]) -> Addresses:
-        """These addresses, by member."""
-        return cls(packed("Q", addresses).tobytes(), reduce(or_, addresses, 0))
-
-    def tolist(self) -> list[int]:
-        """The addresses as numbers."""
-        return memoryview(self.words).cast("Q").tolist()
+# The addresses of a list's members: as the bytes of 64-bit words, and the bits that are set in any of them. Of the bits
+# only the lowest matter, which say how the addresses are aligned.
+Addresses = tuple[bytes, int]
+Places = tuple[Addresses, Addresses]  # of sources and targets; in place, both are the same object
+Start = Callable[[Places, Stream], Any]  # launches a call on a list there
+# From a prepared call: what launches it anywhere. None: it has to go the usual way.
+MakeStart = Callable[[PreparedList], "Start | None"]
+MakeReadyList = Callable[[PreparedList, Places], Ready]  # the launch at places that have come before
 
 
-# From a prepared call, the addresses of sources and targets, and whether these have come before. None: the usual way.
-MakeReadyList = Callable[[PreparedList, Addresses, Addresses, bool], "Ready | None"]
+def addresses_of(members: Sequence[int]) -> Addresses:
+    """These addresses, by member."""
+    return packed("Q", members).tobytes(), reduce(or_, members, 0)
+
+
+def numbers_of(addresses: Addresses) -> list[int]:
+    """The addresses as numbers, by member."""
+    return memoryview(addresses[0]).cast("Q").tolist()
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,12 +50,16 @@ class Kind:
 
     :ivar library: cupy_runtime or torch_runtime.
     :ivar read: the addresses of a list, if it is of this kind; else None.
+    :ivar pack: the addresses of a list as the bytes of words.
+    :ivar anew: the call at places that have not come before. It is one object, whose argument is set for each call.
     :ivar sizes: of the members, in bytes.
     """
 
     library: Any
     prepared: PreparedList
     read: Callable[[Sequence[Any]], list[int] | None]
+    pack: Callable[..., bytes]
+    anew: Ready
     sizes: list[int]
     lengths: Words  # the sizes once more, for NumPy
     itemsizes: list[int]
@@ -76,7 +76,7 @@ class Kind:
         if len(addresses) < _MANY:
             if not all(addresses):
                 return 0
-            if not any(words[::8]):  # the lowest bytes
+            if not words[::8].strip(b"\0"):  # the lowest bytes
                 return 256
             bits = reduce(or_, addresses)
         else:
@@ -119,7 +119,7 @@ class Kind:
         return not np.count_nonzero(begin[:-1] + length[order[:-1]] > begin[1:])
 
 
-_Places = tuple[Kind, bytes, bytes]  # of a call: the addresses of sources and targets
+_NEVER: Any = object()  # stands for places that have not come before
 _Ends = tuple[str, int, int, int, int]  # op, length, ids of the first and last array and of the first output, if other
 
 
@@ -165,12 +165,15 @@ class _KnownTensors:
 class KnownLists:
     """The calls on lists that have come before. The communicator's lock is held around every method."""
 
-    def __init__(self, device: int, order: StreamOrder, make_ready: MakeReadyList) -> None:
-        self._device, self._order, self._make_ready = device, order, make_ready
+    def __init__(
+        self, device: int, order: StreamOrder, make_start: MakeStart, make_ready: MakeReadyList
+    ) -> None:  # fmt: skip
+        self._device, self._order, self._make_start, self._make_ready = device, order, make_start, make_ready
         self._kinds: dict[tuple[Any, ...], Kind] = {}  # by op, length, and the first and last member's shape and dtype
         # By op and length: the kind, if there is one alone, which takes half a microsecond less to find. None: several.
         self._of_length: dict[tuple[str, int], Kind | None] = {}
-        self._by_places: dict[_Places, Ready | None] = {}  # None: it has come once
+        # By kind and the addresses of sources and targets, as bytes. None: it has come once.
+        self._by_places: dict[tuple[Kind, bytes, bytes], Ready | None] = {}
         # By op, length, and a few of the arrays' ids. None: tensors whose memory changes.
         self._by_ends: dict[_Ends, _KnownArrays | _KnownTensors | None] = {}
         # Weak references to the first arrays of lists that may be known so.
@@ -191,11 +194,13 @@ class KnownLists:
                 keep(self._of_length, length, None, _MOST)
             return
         read = (cupy_runtime if library is cupy_runtime else torch_lists).reader(arrays, self._device)
-        if read is None:
+        start = self._make_start(prepared)
+        if read is None or start is None:
             return
         sizes, itemsizes = [one.nbytes for one in arrays], [library.dtype_of(one.dtype).itemsize for one in arrays]
         lengths = np.array(sizes, np.uint64)
-        kind = Kind(library, prepared, read, sizes, lengths, itemsizes, max(itemsizes), max(sizes))
+        pack, anew = Struct(f"{len(arrays)}Q").pack, Ready(prepared.what, start, None)
+        kind = Kind(library, prepared, read, pack, anew, sizes, lengths, itemsizes, max(itemsizes), max(sizes))
         keep(self._kinds, key, kind, _MOST)
         keep(self._of_length, length, None if length in self._of_length else kind, _MOST)
 
@@ -263,26 +268,34 @@ class KnownLists:
             if others is None:
                 return NOT_READY
             targets = others
-        froms = packed("Q", sources).tobytes()
-        place = kind, froms, froms if targets is sources else packed("Q", targets).tobytes()
-        ready = self._by_places.get(place)
-        if ready is None:
-            ready = self._at(place, sources, targets, new=out is None)
+        froms = kind.pack(*sources)
+        place = kind, froms, froms if targets is sources else kind.pack(*targets)
+        ready = self._by_places.get(place, _NEVER)
+        if ready is _NEVER or ready is None:
+            ready = self._at(place, sources, targets, out is None, ready is None)
         elif ends is not None and ends not in self._by_ends:
             self._watch(ends, ready, arrays, out, (kind, sources, targets))
         return ready, result, current
 
-    def _at(self, place: _Places, sources: list[int], targets: list[int], new: bool) -> Ready | None:
-        """The launch at these addresses: made anew the first two times, and then kept. None: by the usual way."""
+    def _at(
+        self, place: tuple[Kind, bytes, bytes], sources: list[int], targets: list[int], new: bool, again: bool
+    ) -> Ready | None:  # fmt: skip
+        """The launch at a place: made anew the first time, and kept from the second one on. None: by the usual way.
+
+        :param new: the targets were made for this call. :param again: the place has come before.
+        """
         kind, froms, tos = place
         read = kind.fits(sources, froms)
         written = read if targets is sources else kind.fits(targets, tos)
         if not read or not written or not (new or kind.are_apart(sources, targets, froms, tos)):
             return None
-        again, at = place in self._by_places, Addresses(froms, read)
-        ready = self._make_ready(kind.prepared, at, at if targets is sources else Addresses(tos, written), again)
-        if ready is not None:
-            keep(self._by_places, place, ready if again else None, _MOST)
+        at = froms, read
+        places = at, at if targets is sources else (tos, written)
+        if again:
+            return keep(self._by_places, place, self._make_ready(kind.prepared, places), _MOST)
+        keep(self._by_places, place, None, _MOST)
+        ready = kind.anew
+        ready.argument = places
         return ready
 
     def _watch(

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..cuda import driver
 from ..device.known_calls import PreparedList
-from ..device.known_lists import Addresses, Words
+from ..device.known_lists import Addresses, Places, Start, Words
 from ..types import Stream
 from .plan import PACKET_BYTES, LaunchPlan
 
@@ -102,30 +102,23 @@ class ListLaunch:
         self._odd = int(np.bitwise_or.reduce(plan.nbytes)) % PACKET_BYTES  # some part is no whole number of packets
         self._every = count == length and not plan.offsets.any()  # each member is a part
 
-    def set(self, sources: Addresses, targets: Addresses) -> None:
-        """Set the addresses of the arrays, by member of the list. In place, both are the same object."""
-        self._set(self._ins, sources, self._odd, _IN)
-        if targets is sources:
-            self._outs[:], self._words[_OUT] = self._ins, self._words[_IN]
-        else:
-            self._set(self._outs, targets, 0, _OUT)
+    def set(self, places: Places) -> None:
+        """Set the addresses of the arrays, by member of the list."""
+        sources, targets = places
+        parts, bits = sources if self._every else self._parts(sources)
+        self._ins[:], self._words[_IN] = parts, bits | self._odd  # by which the kernel sees alignment
+        if targets is not sources:
+            parts, bits = targets if self._every else self._parts(targets)
+        self._outs[:], self._words[_OUT] = parts, bits
 
-    def _set(self, parts: memoryview, addresses: Addresses, odd: int, word: int) -> None:
-        if self._every:
-            parts[:], bits = addresses.words, addresses.bits
-        else:
-            there = np.frombuffer(addresses.words, np.uint64)[self.plan.members] + self.plan.offsets
-            parts[:], bits = there.data.cast("B"), int(np.bitwise_or.reduce(there))
-        self._words[word] = bits | odd  # by which the kernel sees alignment
+    def _parts(self, members: Addresses) -> tuple[memoryview, int]:
+        """The addresses of the parts of a list whose members lie there."""
+        there = np.frombuffer(members[0], np.uint64)[self.plan.members] + self.plan.offsets
+        return there.data.cast("B"), int(np.bitwise_or.reduce(there))
 
-    def run(self, sources: Addresses, targets: Addresses, stream: Stream) -> None:
-        """Launch it for these arrays on ``stream``."""
-        self.set(sources, targets)
-        self.launch.run(stream)
-
-    def run_at(self, addresses: tuple[Addresses, Addresses], stream: Stream) -> None:
-        """Do the same for a pair of sources and targets, as a :class:`Ready` call is launched."""
-        self.set(*addresses)
+    def run(self, places: Places, stream: Stream) -> None:
+        """Launch it for arrays at these places on ``stream``."""
+        self.set(places)
         self.launch.run(stream)
 
 
@@ -135,7 +128,12 @@ class PreparedLaunches(PreparedList):
 
     launches: tuple[ListLaunch, ...]
 
-    def run(self, sources: Addresses, targets: Addresses, stream: Stream) -> None:
-        """Launch it for arrays at these addresses, by member of the list, on ``stream``."""
+    @property
+    def start(self) -> Start | None:
+        """What launches it. None for lists without bytes, and for one rank, which copies them."""
+        return self.launches[0].run if len(self.launches) == 1 else self.run if self.launches else None
+
+    def run(self, places: Places, stream: Stream) -> None:
+        """Launch it for arrays at these places, by member of the list, on ``stream``."""
         for launch in self.launches:
-            launch.run(sources, targets, stream)
+            launch.run(places, stream)

@@ -10,7 +10,7 @@ from ..calls.norm_shape import NormAddresses
 from ..cuda import cupy_runtime, driver, graph
 from ..cuda.contexts import using_relaxed
 from ..device.known_calls import Ready
-from ..device.known_lists import Addresses
+from ..device.known_lists import Places, Start
 from ..device.maps import PreparedMap
 from ..device.norms import PreparedNorm
 from ..errors import CudaError
@@ -50,22 +50,17 @@ class ReadyLaunches:
             return Ready(prepared.what, cupy_runtime.launch_graph, executable.handle)
         return Ready(prepared.what, _launch_kernel, (launch, words, source, target))
 
-    def make_list(
-        self, prepared: PreparedLaunches, sources: Addresses, targets: Addresses, again: bool
-    ) -> Ready | None:  # fmt: skip
-        """The ready call on a list of arrays. None for lists without bytes, and for one rank, which copies them."""
+    def make_list(self, prepared: PreparedLaunches, places: Places) -> Ready:
+        """The ready call on a list of arrays at places that have come before."""
         launches = prepared.launches
-        if not launches:
-            return None
-        if again and len(launches) == 1 and plan.eager_as_graph(launches[0].plan.step) and self._has_room:
+        if len(launches) == 1 and plan.eager_as_graph(launches[0].plan.step) and self._has_room:
             with using_relaxed(self._context), suppress(CudaError):
-                launches[0].set(sources, targets)
+                launches[0].set(places)
                 executable = graph.executable_of(launches[0].launch)
                 self._more.append(executable)
                 return Ready(prepared.what, cupy_runtime.launch_graph, executable.handle)
-        if len(launches) == 1:
-            return Ready(prepared.what, launches[0].run_at, (sources, targets))
-        return Ready(prepared.what, _launch_all, (prepared, sources, targets))
+        start: Start = prepared.start or prepared.run
+        return Ready(prepared.what, start, places)
 
     def make_norm(self, prepared: PreparedNorm, addresses: NormAddresses) -> Ready | None:
         """The ready call with RMSNorm as a graph. None if it is no short message, or several launches."""
@@ -110,9 +105,9 @@ def _launch_kernel(argument: tuple[driver.Launch, memoryview, int, int], stream:
     launch.run(stream)
 
 
-def _launch_all(argument: tuple[PreparedCall | PreparedLaunches, Any, Any], stream: Stream) -> None:
-    prepared, sources, targets = argument
-    prepared.run(sources, targets, stream)
+def _launch_all(argument: tuple[PreparedCall, int, int], stream: Stream) -> None:
+    prepared, source, target = argument
+    prepared.run(source, target, stream)
 
 
 def _copy(argument: tuple[int, int, int], stream: Stream) -> None:

@@ -21,7 +21,7 @@ from ..device import background
 from ..device.backend import DeviceBackend
 from ..device.deferred_free import Action, attempt
 from ..device.known_calls import Prepared, PreparedList, Ready, keep
-from ..device.known_lists import Addresses
+from ..device.known_lists import Places, Start, numbers_of
 from ..device.norm_kernels import NormKernels
 from ..device.norms import Norms
 from ..dtypes import kind_name, list_kinds, op_name, reduced_as
@@ -164,13 +164,15 @@ class NcclBackend(DeviceBackend):
         every = zip(prepared.calls, sources, targets, strict=True)
         self.nccl.all_reduce_group([_argument(*one) for one in every if one[0].count], stream)
 
-    def make_ready_list(
-        self, prepared: PreparedCalls, sources: Addresses, targets: Addresses, again: bool
-    ) -> Ready | None:  # fmt: skip
+    def start_of_list(self, prepared: PreparedCalls) -> Start | None:
+        """See :class:`DeviceBackend`. None for lists without bytes."""
+        if not any(one.count for one in prepared.calls):
+            return None
+        return lambda places, stream: self.nccl.all_reduce_group(_arguments(prepared, places), stream)
+
+    def make_ready_list(self, prepared: PreparedCalls, places: Places) -> Ready:
         """See :class:`DeviceBackend`."""
-        every = zip(prepared.calls, sources.tolist(), targets.tolist(), strict=True)
-        arguments = [_argument(*one) for one in every if one[0].count]
-        return Ready(prepared.what, self.nccl.all_reduce_group, arguments) if arguments else None
+        return Ready(prepared.what, self.nccl.all_reduce_group, _arguments(prepared, places))
 
     # ---- suspend and resume
     def check_suspendable(self) -> None:
@@ -249,3 +251,9 @@ class NcclBackend(DeviceBackend):
 
 def _argument(prepared: PreparedCall, source: int, target: int) -> tuple[int, int, int, int, int]:
     return source, target, prepared.count, prepared.dtype, prepared.op
+
+
+def _arguments(prepared: PreparedCalls, places: Places) -> list[tuple[int, int, int, int, int]]:
+    """The arguments of the calls of a list's members that have bytes."""
+    every = zip(prepared.calls, *map(numbers_of, places), strict=True)
+    return [_argument(*one) for one in every if one[0].count]

@@ -6,12 +6,14 @@ from tests.mutants import Mutant, unit
 
 PLAN, KERNELS, OPERANDS = "ipcreduce/ipc/lists.py", "kernels/list.cuh", "ipcreduce/arrays/lists.py"
 KNOWN, CUPY = "ipcreduce/device/known_lists.py", "ipcreduce/cuda/cupy_runtime.py"
-OTHERS, SHAPES, READ = (
+OTHERS, SHAPES, OF_ANY_SIZE, READ = (
     unit("known_arrays", name)
     for name in (
-        "other_arrays_are_not_those_of_a_known_list", "any_change_of_shapes_is_seen", "what_a_reader_of_arrays_takes"
+        "other_arrays_are_not_those_of_a_known_list", "any_change_of_shapes_is_seen",
+        "other_shapes_of_any_size_are_seen", "what_a_reader_of_arrays_takes",
     )
 )  # fmt: skip
+IN_TURNS = unit("known_arrays", "lists_in_turns_at_places_of_their_own")
 REDUCER, NCCL = "ipcreduce/device_reducer.py", "ipcreduce/nccl/comm.py"
 EVERY_BYTE, TABLE = unit("lists", "every_byte_is_in_one_part"), unit("lists", "the_table_has_the_parts_and_no_others")
 FINDS, ADDRESSES = unit("kernel_layout", "a_thread_finds_its_array"), unit("lists", "addresses_of_parts")
@@ -85,7 +87,7 @@ MUTANTS = [
     Mutant(
         "odd bytes in a list count as whole packets",
         PLAN,
-        "bits | odd",
+        "bits | self._odd",
         "bits",
         ADDRESSES,
     ),
@@ -221,8 +223,8 @@ MUTANTS = [
     Mutant(
         "a known array of two axes has the shape that it had",
         CUPY,
-        "by = [_ndim, len]",
-        "by = [_ndim]",
+        "[_ndim, len, _size] if of_any_size else [_ndim, len]",
+        "[_ndim, len, _size] if of_any_size else [_ndim]",
         SHAPES,
     ),
     Mutant(
@@ -233,17 +235,38 @@ MUTANTS = [
         SHAPES,
     ),
     Mutant(
-        "new arrays of a list have as many elements as those before",
+        "the length of an array without axes is asked for",
         CUPY,
-        "array.ndim == 1 and len(array) == size",
-        "array.ndim == 1",
+        "return False\n        return True",
+        "pass\n        return False not in [[*map(tell, others)] == known for tell, known in expected]",
+        SHAPES,
+    ),
+    Mutant(
+        "new arrays of one axis have as many elements as those before",
+        CUPY,
+        "[_ndim, len] if of_any_size else [_ndim]",
+        "[_ndim]",
+        OF_ANY_SIZE,
+    ),
+    Mutant(
+        "new arrays of two axes have as many elements as those before",
+        CUPY,
+        "[_ndim, len, _size] if of_any_size else [_ndim, len]",
+        "[_ndim, len]",
+        OF_ANY_SIZE,
+    ),
+    Mutant(
+        "new arrays of a list have any shape",
+        CUPY,
+        "return addresses if have_shapes(others) else None",
+        "return addresses",
         READ,
     ),
     Mutant(
-        "new arrays of a list are as long as those before, whatever their shape",
+        "new arrays of a list have any dtype",
         CUPY,
-        "array.ndim == 1 and len(array) == size",
-        "len(array) == size",
+        " or [array.dtype for array in others] != dtypes",
+        "",
         READ,
     ),
     Mutant(
@@ -256,9 +279,30 @@ MUTANTS = [
     Mutant(
         "new arrays of a list may have strides",
         CUPY,
-        "            and array._c_contiguous\n",
+        " and array._c_contiguous\n",
         "",
         READ,
+    ),
+    Mutant(
+        "a list is launched where the one before it was",
+        KNOWN,
+        "        ready.argument = places\n",
+        "        ready.argument = ready.argument or places\n",
+        IN_TURNS,
+    ),
+    Mutant(
+        "a list that comes again is made anew",
+        KNOWN,
+        "out is None, ready is None)",
+        "out is None, False)",
+        IN_TURNS,
+    ),
+    Mutant(
+        "lists without a launch are made ready",
+        KNOWN,
+        "if read is None or start is None:",
+        "if read is None:",
+        unit("known_arrays", "lists_that_have_to_go_the_usual_way"),
     ),
     Mutant(
         "outputs of a known list may share memory",

@@ -19,7 +19,7 @@ import pytest
 from ipcreduce.calls.faults import fault_error
 from ipcreduce.calls.norm_shape import NormShape
 from ipcreduce.device import norm_kernels
-from ipcreduce.device.known_lists import Addresses
+from ipcreduce.device.known_lists import addresses_of
 from ipcreduce.dtypes import DTYPE_NAMES, DTYPES, OPS
 from ipcreduce.errors import PeerTimeoutError
 from ipcreduce.graphs.direct import launches as direct_launches
@@ -161,7 +161,7 @@ def test_words_of_a_list(tmp_path: Path, subtests: pytest.Subtests):
             words = np.concatenate([np.zeros(lists.ARGUMENT_WORDS, np.uint64), lists.table(plan)])
             assert words.nbytes == size
             launch: Any = None
-            lists.ListLaunch(plan, launch, words, 3).set(Addresses.of([160, 0, 3]), Addresses.of([32, 0, 4]))
+            lists.ListLaunch(plan, launch, words, 3).set((addresses_of([160, 0, 3]), addresses_of([32, 0, 4])))
             raw = words.tobytes()
             assert np.frombuffer(raw, np.uint64, 3, table + sources).tolist() == [160, 3, 0]
             assert np.frombuffer(raw, np.uint64, 3, table + targets).tolist() == [32, 4, 0]

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from ipcreduce.cuda import cupy_runtime, torch_lists, torch_runtime
 from ipcreduce.device.known_calls import NOT_READY, PreparedList, Ready
-from ipcreduce.device.known_lists import KnownLists
+from ipcreduce.device.known_lists import KnownLists, Places, numbers_of
+from ipcreduce.types import Stream
 
 TURNS = 6  # in the last of them a list is known by its arrays
 CURRENT, OTHER = 8, 9
@@ -49,6 +50,7 @@ class Array:
 
     dtype = property(lambda self: self._of.dtype)
     ndim = property(lambda self: self._of.ndim)
+    size = property(lambda self: self._of.size)
     nbytes = property(lambda self: self._of.nbytes)
 
 
@@ -92,12 +94,16 @@ class Known:
 
     def __init__(self) -> None:
         order: Any = SimpleNamespace(quick=lambda stream: "ON_STREAM")
-        self.lists = KnownLists(0, order, self._make_ready)
-        self.made = 0
+        self.lists = KnownLists(0, order, lambda prepared: self._start, self._make_ready)
+        self.made = 0  # launches of places that have come before
+        self.launched: Any = None
 
-    def _make_ready(self, prepared: PreparedList, sources: Any, targets: Any, again: bool) -> Ready:
+    def _start(self, places: Places, stream: Stream) -> None:
+        self.launched = tuple(map(numbers_of, places)), stream
+
+    def _make_ready(self, prepared: PreparedList, places: Places) -> Ready:
         self.made += 1
-        return Ready(prepared.what, lambda *_: None, (sources.tolist(), targets.tolist()))
+        return Ready(prepared.what, self._start, places)
 
     def learn(self, arrays: Sequence[Any]) -> None:
         what: Any = len(arrays)
@@ -109,7 +115,8 @@ class Known:
             assert (ready, result, current) == NOT_READY
             return None
         assert result is out
-        return ready.argument, current
+        ready.launch(ready.argument, current)
+        return self.launched
 
     def is_known(self, arrays: Sequence[Any], out: Any) -> bool:
         """A launch is found without a look at where the arrays lie."""
@@ -219,7 +226,29 @@ def test_new_arrays_at_the_addresses_of_others():
         kept.append(arrays)
         assert known.find(arrays, arrays) is not None
         assert [weakref.getweakrefcount(one) for one in arrays[1:]] == [0, 0]
-    assert known.made == 2
+    assert known.made == 1
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_lists_in_turns_at_places_of_their_own(in_place: bool):
+    known = Known()
+    known.learn(arrays_of(3))
+    lists = [(arrays_of(3, 4096 * turn), arrays_of(3, 4096 * turn + 2048)) for turn in range(1, 4)]
+    for turn in range(2 * TURNS):
+        for arrays, out in lists[: 1 + turn]:
+            targets = arrays if in_place else out
+            places = tuple([one.place.ptr for one in ones] for ones in (arrays, targets))
+            assert known.find(arrays, targets) == (places, CURRENT)
+    assert known.made == len(lists)
+
+
+def test_lists_that_have_to_go_the_usual_way():
+    """Of a world of one rank, say, which copies them."""
+    known = Known()
+    known.lists = KnownLists(0, known.lists._order, lambda prepared: None, known._make_ready)
+    known.learn(arrays := arrays_of(3))
+    for _ in range(TURNS):
+        assert known.find(arrays, arrays) is None
 
 
 def test_lists_of_one_length():
@@ -282,6 +311,8 @@ def lists_of_shapes(draw: st.DrawFn) -> list[tuple[tuple[int, ...], tuple[int, .
         others = [shape, tuple(reversed(shape)), (int(np.prod(shape)),), (*shape, 1), (1, *shape)]
         if not np.prod(shape):
             others += [(0, 5), (5, 0), (0,)]
+        if np.prod(shape) == 1:
+            others += [()]
         found.append((shape, draw(st.sampled_from(others))))
     return found
 
@@ -290,6 +321,7 @@ def lists_of_shapes(draw: st.DrawFn) -> list[tuple[tuple[int, ...], tuple[int, .
 @example([((2, 3), (3, 2)), ((4,), (4,))])
 @example([((2, 3), (6,)), ((6,), (2, 3))])
 @example([((0, 3), (0, 5))])
+@example([((1,), ()), ((2, 3), (2, 3))])
 def test_any_change_of_shapes_is_seen(shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]):
     arrays = [Array(shape) for shape, _ in shapes]
     have_shapes = cupy_runtime.same_shapes(arrays)
@@ -297,6 +329,19 @@ def test_any_change_of_shapes_is_seen(shapes: list[tuple[tuple[int, ...], tuple[
     for array, (_, other) in zip(arrays, shapes, strict=True):
         array.shape = other
     assert have_shapes(arrays) is all(shape == other for shape, other in shapes)
+
+
+@given(st.lists(st.tuples(*[st.lists(st.integers(0, 3), max_size=3).map(tuple)] * 2), min_size=1, max_size=3))
+@example([((2,), (2, 1))])
+@example([((2,), (3,))])
+@example([((2, 3), (2, 4)), ((1,), (1,))])
+@example([((2, 3), (6, 1)), ((1,), (1,))])
+@example([((0, 3), (0, 2))])
+@example([((1, 2), ())])
+def test_other_shapes_of_any_size_are_seen(shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]):
+    have_shapes = cupy_runtime.same_shapes([Array(shape) for shape, _ in shapes], of_any_size=True)
+    assert have_shapes([Array(shape) for shape, _ in shapes])
+    assert have_shapes([Array(other) for _, other in shapes]) is all(shape == other for shape, other in shapes)
 
 
 SHAPES: list[tuple[int, ...]] = [(6,), (2, 3), (2, 3, 1), (), (0,)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import struct
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ipcreduce.device import known_lists
+from ipcreduce.device.known_calls import Ready
 from ipcreduce.device.known_lists import Kind
 
 MANY = known_lists._MANY + 7
@@ -22,7 +24,9 @@ def kind_of(sizes: list[int], itemsizes: list[int] | None = None) -> Kind:
     itemsizes = itemsizes or [1] * len(sizes)
     prepared: Any = None
     lengths = np.array(sizes, np.uint64)
-    return Kind(None, prepared, lambda _: None, sizes, lengths, itemsizes, max(itemsizes), max(sizes))
+    ready = Ready(prepared, lambda *_: None, None)
+    pack = struct.Struct(f"{len(sizes)}Q").pack
+    return Kind(None, prepared, lambda _: None, pack, ready, sizes, lengths, itemsizes, max(itemsizes), max(sizes))
 
 
 def words(addresses: list[int]) -> bytes:

@@ -14,7 +14,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from ipcreduce.arrays.lists import HostLists, check_apart, outputs
 from ipcreduce.calls.fingerprint import of_list
-from ipcreduce.device.known_lists import Addresses
+from ipcreduce.device.known_lists import addresses_of
 from ipcreduce.errors import ArgumentError
 from ipcreduce.ipc import lists, plan
 
@@ -79,7 +79,7 @@ def test_addresses_of_parts(most_packets: int):
     launch: Any = None
     for one in lists.make_plan(sizes, 100, in_steps(most_packets)):
         words = np.concatenate([np.zeros(lists.ARGUMENT_WORDS, np.uint64), lists.table(one)])
-        lists.ListLaunch(one, launch, words, len(sizes)).set(Addresses.of(sources), Addresses.of(targets))
+        lists.ListLaunch(one, launch, words, len(sizes)).set((addresses_of(sources), addresses_of(targets)))
         ins = words[lists.ARGUMENT_WORDS :]
         outs = ins[one.parts :]
         for at, member in enumerate(one.members.tolist()):

@@ -25,7 +25,7 @@ def kind_of(sizes: list[int], itemsizes: list[int] | None = None) -> Kind:
     prepared: Any = None
     lengths = np.array(sizes, np.uint64)
     ready = Ready(prepared, lambda *_: None, None)
-    pack = struct.Struct(f"{len(sizes)}Q").pack
+    pack = struct.Struct(f"{len(sizes)}P").pack
     return Kind(None, prepared, lambda _: None, pack, ready, sizes, lengths, itemsizes, max(itemsizes), max(sizes))
 
 

@@ -3,7 +3,8 @@
     mpirun -n 2 python benchmarks/lists.py OUT.json
 
 Every list is checked against NumPy before it is timed. Times are microseconds a call: in a CUDA graph of many calls
-(median over replays, maximum over ranks), and on the host (median over rounds, maximum over ranks). "known" is a list
+(median over replays, maximum over ranks), and on the host (median over rounds, and the least round, maximum over
+ranks). The ways take turns of a round, since the speed of a host may change by two within seconds. "known" is a list
 of the same arrays at each call, "new" one of other arrays each time, as gradients are after zero_grad().
 
 A host time may only be compared with one of the same library, since CuPy's arrays and PyTorch's tensors are on streams
@@ -19,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ from ipcreduce.bench import report, timing
 WORLD = MPI.COMM_WORLD
 KB = 1024
 REPLAYS, ROUNDS, WARM = 40, 20, 3
-NEW_CALLS = 50  # at most in a round
+ROUND = 50  # calls
 
 
 def resnet50() -> list[int]:
@@ -80,33 +82,43 @@ def check(call: Callable[[list[Any]], Any], sizes: list[int], dtype: Any, seed: 
         assert np.array_equal(array.get().astype(np.float64), total), f"member {i} of {len(sizes)}"
 
 
-def host(call: Callable[[], Any], calls: int, prepare: Callable[[], None] = lambda: None) -> float:
-    """Median over rounds of the host's time for a call, of the slowest rank. ``prepare`` comes before each round."""
-    found = []
+Way = Callable[[], Callable[[], Any]]  # prepares a round, and gives what makes one call
+
+
+def host_times(ways: dict[str, Way], calls: int) -> dict[str, float]:
+    """The host's time for a call of each way, of the slowest rank: the median over rounds, and the least."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(ROUNDS + WARM):
-        prepare()
-        cp.cuda.runtime.deviceSynchronize()  # PyTorch has a stream of its own
-        WORLD.Barrier()
-        begin = time.perf_counter()
-        for _ in range(calls):
-            call()
-        found += [(time.perf_counter() - begin) / calls * 1e6] if turn >= WARM else []
+        for name, prepare in ways.items():
+            call = prepare()
+            cp.cuda.runtime.deviceSynchronize()  # PyTorch has a stream of its own
+            WORLD.Barrier()
+            begin = time.perf_counter()
+            for _ in range(calls):
+                call()
+            found[name] += [(time.perf_counter() - begin) / calls * 1e6] if turn >= WARM else []
     cp.cuda.runtime.deviceSynchronize()
-    return float(WORLD.allreduce(statistics.median(found), MPI.MAX))
+    times: dict[str, float] = {}
+    for name, every in found.items():
+        times[name] = float(WORLD.allreduce(statistics.median(every), MPI.MAX))
+        times[f"{name}, least"] = float(WORLD.allreduce(min(every), MPI.MAX))
+    return times
 
 
-def host_new(
-    reduce: Callable[[list[Any]], Any], arrays: list[Any], empty: Callable[[int, Any], Any], calls: int
-) -> float:
-    """The host's time for a call on a list of which no array has been used before, and which were made just before."""
-    calls = min(calls, NEW_CALLS)
-    every, given = new_lists(arrays, empty, calls * (ROUNDS + WARM)), iter(())
+def on(given: Any, reduce: Callable[[Any], Any]) -> Way:
+    """The way that makes every call on the same arrays."""
+    return lambda: partial(reduce, given)
 
-    def prepare() -> None:
-        nonlocal given
+
+def on_new(arrays: list[Any], reduce: Callable[[Any], Any], empty: Callable[[int, Any], Any], calls: int) -> Way:
+    """The way whose calls are on lists like this of which no array has been used before. They are made just before."""
+    every = new_lists(arrays, empty, calls * (ROUNDS + WARM))
+
+    def prepare() -> Callable[[], Any]:
         given = iter([next(every) for _ in range(calls)])
+        return lambda: reduce(next(given))
 
-    return host(lambda: reduce(next(given)), calls, prepare)
+    return prepare
 
 
 def graph_of(call: Callable[[], Any], calls: int) -> float:
@@ -183,7 +195,7 @@ class Case:
         self.sizes, self.dtype = sizes, dtype
         self.nbytes = sum(-(-size * dtype.itemsize // 16) * 16 for size in sizes)
         self._large = self.nbytes > 8 << 20
-        self._host_calls = 5 if self._large else 100
+        self._host_calls = 5 if self._large else ROUND
 
     def _arrays(self) -> tuple[list[Any], Any]:
         return [cp.ones(size, self.dtype) for size in self.sizes], cp.ones(
@@ -195,21 +207,19 @@ class Case:
         arrays, one = self._arrays()
         calls, reduce = self._host_calls, in_place(comm)
         check(reduce, self.sizes, self.dtype, 7)
-        row: dict[str, Any] = {"bytes": self.nbytes, "members": len(self.sizes)}
-        row["host, one array"] = host(lambda: reduce(one), calls)
-        row["host, known"] = host(lambda: reduce(arrays), calls)
-        row["host, new"] = host_new(reduce, arrays, cp.empty, calls)
+        ways = {"one array": on(one, reduce), "known": on(arrays, reduce)}
+        ways["new"] = on_new(arrays, reduce, cp.empty, calls)
         if nccl := peers.get("nccl"):
-            row["host, NCCL's group"] = host(lambda: nccl(arrays), calls)
+            ways["NCCL's group"] = on(arrays, nccl)
         if torch := peers.get("torch"):
             tensors, (tensor,) = torch.tensors(arrays), torch.tensors([one])
             reduce = in_place(peers["comm of tensors"])
-            row["host, all_reduce_coalesced"] = host(lambda: torch(tensors), calls)
-            row["host, one tensor"] = host(lambda: reduce(tensor), calls)
-            row["host, tensors, known"] = host(lambda: reduce(tensors), calls)
-            row["host, tensors, new"] = host_new(reduce, tensors, torch.empty, calls)
-            row["host, all_reduce_coalesced, new"] = host_new(torch, tensors, torch.empty, calls)
-        return row
+            ways["one tensor"], ways["tensors, known"] = on(tensor, reduce), on(tensors, reduce)
+            ways["tensors, new"] = on_new(tensors, reduce, torch.empty, calls)
+            ways["all_reduce_coalesced, new"] = on_new(tensors, torch, torch.empty, calls)
+        times = host_times(ways, calls)
+        row: dict[str, Any] = {"bytes": self.nbytes, "members": len(self.sizes)}
+        return row | {f"host, {name}": one for name, one in times.items()}
 
     def in_graphs(self, comm: ipcreduce.Communicator, peers: dict[str, Any]) -> dict[str, Any]:
         """The times in CUDA graphs."""

@@ -195,7 +195,7 @@ class Case:
         self.sizes, self.dtype = sizes, dtype
         self.nbytes = sum(-(-size * dtype.itemsize // 16) * 16 for size in sizes)
         self._large = self.nbytes > 8 << 20
-        self._host_calls = 5 if self._large else ROUND
+        self._host_calls = 20 if self._large else ROUND
 
     def _arrays(self) -> tuple[list[Any], Any]:
         return [cp.ones(size, self.dtype) for size in self.sizes], cp.ones(

@@ -90,7 +90,7 @@ def table(plan: ListPlan) -> np.ndarray[Any, np.dtype[np.uint64]]:
 
 
 class ListLaunch:
-    """One launch of a list, and its arguments. :meth:`run` sets the addresses in these."""
+    """One launch of a list, and its arguments, in which :meth:`set` sets the addresses."""
 
     def __init__(
         self, plan: ListPlan, launch: driver.Launch, args: np.ndarray[Any, np.dtype[np.uint64]], length: int
@@ -100,25 +100,29 @@ class ListLaunch:
         count, (ins, targets) = len(plan.members), (ARGUMENT_WORDS, ARGUMENT_WORDS + plan.parts)
         self._ins, self._outs = args[ins : ins + count].data.cast("B"), args[targets : targets + count].data.cast("B")
         self._odd = int(np.bitwise_or.reduce(plan.nbytes)) % PACKET_BYTES  # some part is no whole number of packets
-        self._every = count == length and not plan.offsets.any()  # each member is a part
+        self.every = count == length and not plan.offsets.any()  # each member is a part
 
-    def set(self, places: Places) -> None:
-        """Set the addresses of the arrays, by member of the list."""
+    def parts(self, places: Places) -> Places:
+        """Where the parts lie, by part, of a list whose members lie there."""
+        if self.every:
+            return places
         sources, targets = places
-        parts, bits = sources if self._every else self._parts(sources)
-        self._ins[:], self._words[_IN] = parts, bits | self._odd  # by which the kernel sees alignment
-        if targets is not sources:
-            parts, bits = targets if self._every else self._parts(targets)
-        self._outs[:], self._words[_OUT] = parts, bits
+        read = self._parts(sources)
+        return read, read if targets is sources else self._parts(targets)
 
-    def _parts(self, members: Addresses) -> tuple[memoryview, int]:
-        """The addresses of the parts of a list whose members lie there."""
+    def _parts(self, members: Addresses) -> Addresses:
         there = np.frombuffer(members[0], np.uint64)[self.plan.members] + self.plan.offsets
-        return there.data.cast("B"), int(np.bitwise_or.reduce(there))
+        return there.tobytes(), int(np.bitwise_or.reduce(there))
 
-    def run(self, places: Places, stream: Stream) -> None:
-        """Launch it for arrays at these places on ``stream``."""
-        self.set(places)
+    def set(self, parts: Places) -> None:
+        """Set the addresses of the parts."""
+        (read, read_bits), (written, written_bits) = parts
+        self._ins[:], self._words[_IN] = read, read_bits | self._odd  # by which the kernel sees alignment
+        self._outs[:], self._words[_OUT] = written, written_bits
+
+    def run(self, parts: Places, stream: Stream) -> None:
+        """Launch it for these parts on ``stream``."""
+        self.set(parts)
         self.launch.run(stream)
 
 
@@ -131,9 +135,11 @@ class PreparedLaunches(PreparedList):
     @property
     def start(self) -> Start | None:
         """What launches it. None for lists without bytes, and for one rank, which copies them."""
-        return self.launches[0].run if len(self.launches) == 1 else self.run if self.launches else None
+        if len(self.launches) == 1 and self.launches[0].every:
+            return self.launches[0].run
+        return self.run if self.launches else None
 
     def run(self, places: Places, stream: Stream) -> None:
         """Launch it for arrays at these places, by member of the list, on ``stream``."""
         for launch in self.launches:
-            launch.run(places, stream)
+            launch.run(launch.parts(places), stream)

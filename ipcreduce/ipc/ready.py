@@ -10,14 +10,14 @@ from ..calls.norm_shape import NormAddresses
 from ..cuda import cupy_runtime, driver, graph
 from ..cuda.contexts import using_relaxed
 from ..device.known_calls import Ready
-from ..device.known_lists import Places, Start
+from ..device.known_lists import Places
 from ..device.maps import PreparedMap
 from ..device.norms import PreparedNorm
 from ..errors import CudaError
 from ..types import Stream
 from . import plan
 from .launches import IN, OUT, PreparedCall
-from .lists import PreparedLaunches
+from .lists import ListLaunch, PreparedLaunches
 
 _MOST_GRAPHS = 256  # of 0.1 MB each. The first graphs are kept, and no more are made
 
@@ -52,15 +52,15 @@ class ReadyLaunches:
 
     def make_list(self, prepared: PreparedLaunches, places: Places) -> Ready:
         """The ready call on a list of arrays at places that have come before."""
-        launches = prepared.launches
-        if len(launches) == 1 and plan.eager_as_graph(launches[0].plan.step) and self._has_room:
+        parts = [(launch, launch.parts(places)) for launch in prepared.launches]
+        if len(parts) == 1 and plan.eager_as_graph(parts[0][0].plan.step) and self._has_room:
+            ((launch, there),) = parts
             with using_relaxed(self._context), suppress(CudaError):
-                launches[0].set(places)
-                executable = graph.executable_of(launches[0].launch)
+                launch.set(there)
+                executable = graph.executable_of(launch.launch)
                 self._more.append(executable)
                 return Ready(prepared.what, cupy_runtime.launch_graph, executable.handle)
-        start: Start = prepared.start or prepared.run
-        return Ready(prepared.what, start, places)
+        return Ready(prepared.what, _launch_parts, parts)
 
     def make_norm(self, prepared: PreparedNorm, addresses: NormAddresses) -> Ready | None:
         """The ready call with RMSNorm as a graph. None if it is no short message, or several launches."""
@@ -108,6 +108,11 @@ def _launch_kernel(argument: tuple[driver.Launch, memoryview, int, int], stream:
 def _launch_all(argument: tuple[PreparedCall, int, int], stream: Stream) -> None:
     prepared, source, target = argument
     prepared.run(source, target, stream)
+
+
+def _launch_parts(parts: list[tuple[ListLaunch, Places]], stream: Stream) -> None:
+    for launch, there in parts:
+        launch.run(there, stream)
 
 
 def _copy(argument: tuple[int, int, int], stream: Stream) -> None:

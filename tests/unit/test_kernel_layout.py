@@ -161,7 +161,8 @@ def test_words_of_a_list(tmp_path: Path, subtests: pytest.Subtests):
             words = np.concatenate([np.zeros(lists.ARGUMENT_WORDS, np.uint64), lists.table(plan)])
             assert words.nbytes == size
             launch: Any = None
-            lists.ListLaunch(plan, launch, words, 3).set((addresses_of([160, 0, 3]), addresses_of([32, 0, 4])))
+            made = lists.ListLaunch(plan, launch, words, 3)
+            made.set(made.parts((addresses_of([160, 0, 3]), addresses_of([32, 0, 4]))))
             raw = words.tobytes()
             assert np.frombuffer(raw, np.uint64, 3, table + sources).tolist() == [160, 3, 0]
             assert np.frombuffer(raw, np.uint64, 3, table + targets).tolist() == [32, 4, 0]

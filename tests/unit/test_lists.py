@@ -79,7 +79,8 @@ def test_addresses_of_parts(most_packets: int):
     launch: Any = None
     for one in lists.make_plan(sizes, 100, in_steps(most_packets)):
         words = np.concatenate([np.zeros(lists.ARGUMENT_WORDS, np.uint64), lists.table(one)])
-        lists.ListLaunch(one, launch, words, len(sizes)).set((addresses_of(sources), addresses_of(targets)))
+        made = lists.ListLaunch(one, launch, words, len(sizes))
+        made.set(made.parts((addresses_of(sources), addresses_of(targets))))
         ins = words[lists.ARGUMENT_WORDS :]
         outs = ins[one.parts :]
         for at, member in enumerate(one.members.tolist()):

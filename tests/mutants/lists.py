@@ -291,6 +291,20 @@ MUTANTS = [
         IN_TURNS,
     ),
     Mutant(
+        "of a list that comes again only the first launch is made",
+        "ipcreduce/ipc/ready.py",
+        "for launch, there in parts:",
+        "for launch, there in parts[:1]:",
+        scenario("known_lists_of_several_launches"),
+    ),
+    Mutant(
+        "a list that comes again has members for parts",
+        "ipcreduce/ipc/ready.py",
+        "[(launch, launch.parts(places)) for",
+        "[(launch, places) for",
+        scenario("known_lists_of_several_launches"),
+    ),
+    Mutant(
         "a list that comes again is made anew",
         KNOWN,
         "out is None, ready is None)",

@@ -185,6 +185,23 @@ def known_lists_of_other_arrays() -> None:
         works(comm)
 
 
+def known_lists_of_several_launches() -> None:
+    """Of two dtypes, and of an array that several launches share: repeated, in place and not, and with new arrays."""
+    with Communicator(workspace=1 << 20) as comm:
+        for sizes in ([(5, np.float32), (3, np.int8), (7, np.float32)], [(9, np.int8), (700_003, np.int8)]):
+            arrays, others, out = ([cupy.full((count,), 0, dtype) for count, dtype in sizes] for _ in range(3))
+            for turn in range(TURNS):
+                for given, to in ((arrays, arrays), (others, out)):
+                    factor = 1 + turn % 3
+                    filled([*given, *to], (RANK + 1) * factor)
+                    comm.allreduce(given, out=to)
+                    for array in to:
+                        right(array, factor)
+                new = [cupy.full((count,), RANK + 1, dtype) for count, dtype in sizes]
+                for array in comm.allreduce(new, out=new):
+                    right(array)
+
+
 def larger_than_the_workspace() -> None:
     """Arrays that several launches share, behind others of odd bytes; and more members than a launch takes."""
     with Communicator(workspace=1 << 20) as comm:
@@ -503,7 +520,7 @@ def interrupted_list() -> None:
 
 SCENARIOS = [
     forms_of_lists, first_list_of_the_default_communicator, known_lists_of_another_shape,
-    known_lists_of_other_arrays, larger_than_the_workspace,
+    known_lists_of_other_arrays, known_lists_of_several_launches, larger_than_the_workspace,
     lists_of_tensors, lists_on_several_streams, synchronous_lists, recorded_lists, captured_lists,
     checked_and_run_lists, lists_that_differ, refused_members, late_for_a_list, interrupted_list,
 ]  # fmt: skip

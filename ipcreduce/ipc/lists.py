@@ -111,8 +111,9 @@ class ListLaunch:
         return read, read if targets is sources else self._parts(targets)
 
     def _parts(self, members: Addresses) -> Addresses:
-        there = np.frombuffer(members[0], np.uint64)[self.plan.members] + self.plan.offsets
-        return there.tobytes(), int(np.bitwise_or.reduce(there))
+        words, bits = members
+        there = np.frombuffer(words, np.uint64)[self.plan.members] + self.plan.offsets
+        return there.tobytes(), int(np.bitwise_or.reduce(there)) if bits % PACKET_BYTES else bits
 
     def set(self, parts: Places) -> None:
         """Set the addresses of the parts."""

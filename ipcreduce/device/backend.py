@@ -138,7 +138,7 @@ class DeviceBackend(Backend):
 
     @abstractmethod
     def start_of_list(self, prepared: Any) -> Start | None:
-        """What launches the call on a list wherever its arrays lie. None if such lists have to go the usual way."""
+        """A function that launches the call on a list wherever its arrays lie. None if such lists go the usual way."""
 
     @abstractmethod
     def make_ready_list(self, prepared: Any, places: Places) -> Ready:

@@ -29,7 +29,7 @@ Words = np.ndarray[Any, np.dtype[np.uint64]]
 Addresses = tuple[bytes, int]
 Places = tuple[Addresses, Addresses]  # of sources and targets; in place, both are the same object
 Start = Callable[[Places, Stream], Any]  # launches a call on a list there
-# From a prepared call: what launches it anywhere. None: it has to go the usual way.
+# From a prepared call: the function that launches it anywhere. None: it goes the usual way.
 MakeStart = Callable[[PreparedList], "Start | None"]
 MakeReadyList = Callable[[PreparedList, Places], Ready]  # the launch at places that have come before
 

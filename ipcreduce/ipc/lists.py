@@ -103,7 +103,7 @@ class ListLaunch:
         self.every = count == length and not plan.offsets.any()  # each member is a part
 
     def parts(self, places: Places) -> Places:
-        """Where the parts lie, by part, of a list whose members lie there."""
+        """The places by part of a list, from those by member."""
         if self.every:
             return places
         sources, targets = places
@@ -135,7 +135,7 @@ class PreparedLaunches(PreparedList):
 
     @property
     def start(self) -> Start | None:
-        """What launches it. None for lists without bytes, and for one rank, which copies them."""
+        """The function that launches it anywhere. None for lists without bytes, and for one rank, which copies them."""
         if len(self.launches) == 1 and self.launches[0].every:
             return self.launches[0].run
         return self.run if self.launches else None

@@ -176,11 +176,12 @@ class Torch:
 def new_lists(arrays: list[Any], empty: Callable[[int, Any], Any], most: int) -> Iterator[list[Any]]:
     """So many lists like this one, made when they are asked for: views of one array, at other addresses each time."""
     lengths = [array.size if isinstance(array, cp.ndarray) else array.numel() for array in arrays]
-    padded = [-(-length // 64) * 64 for length in lengths]
-    room = empty(sum(padded) + 64 * most, arrays[0].dtype)
+    step = 256 // arrays[0].itemsize  # elements; allocators give multiples of 256 bytes
+    padded = [-(-length // step) * step for length in lengths]
+    room = empty(sum(padded) + step * most, arrays[0].dtype)
     begins = [end - length for end, length in zip(accumulate(padded), padded, strict=True)]
     for turn in range(most):
-        yield [room[begin + 64 * turn :][:length] for begin, length in zip(begins, lengths, strict=True)]
+        yield [room[begin + step * turn :][:length] for begin, length in zip(begins, lengths, strict=True)]
 
 
 def in_place(comm: ipcreduce.Communicator) -> Callable[[Any], Any]:

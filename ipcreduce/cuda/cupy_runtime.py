@@ -104,6 +104,8 @@ def reader(arrays: Sequence[Any], device: int) -> Callable[[Sequence[Any]], list
     dtypes, have_shapes = [array.dtype for array in arrays], same_shapes(arrays, of_any_size=True)
 
     def read(others: Sequence[Any]) -> list[int] | None:
+        if len(others) != length:
+            return None
         addresses = [  # of one attribute after the other: a loop over all of them takes a tenth longer
             place.ptr
             for array in others
@@ -119,7 +121,7 @@ def reader(arrays: Sequence[Any], device: int) -> Callable[[Sequence[Any]], list
 
 
 def same_shapes(arrays: Sequence[Any], *, of_any_size: bool = False) -> Callable[[Sequence[Any]], bool]:
-    """A function that is called with as many arrays, and tells if they have the shapes of these.
+    """A function that tells if as many other arrays have the shapes of these.
 
     A shape takes as long to read as four numbers. So where a few numbers tell shapes apart, they are asked for instead.
 

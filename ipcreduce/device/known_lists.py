@@ -193,9 +193,11 @@ class KnownLists:
             if self._of_length.get(length) is not known:
                 keep(self._of_length, length, None, _MOST)
             return
-        read = (cupy_runtime if library is cupy_runtime else torch_lists).reader(arrays, self._device)
         start = self._make_start(prepared)
-        if read is None or start is None:
+        if start is None:
+            return
+        read = (cupy_runtime if library is cupy_runtime else torch_lists).reader(arrays, self._device)
+        if read is None:
             return
         sizes, itemsizes = [one.nbytes for one in arrays], [library.dtype_of(one.dtype).itemsize for one in arrays]
         lengths = np.array(sizes, np.uint64)

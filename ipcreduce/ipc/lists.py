@@ -135,7 +135,7 @@ class PreparedLaunches(PreparedList):
 
     @property
     def start(self) -> Start | None:
-        """The function that launches it anywhere. None for lists without bytes, and for one rank, which copies them."""
+        """The function that launches it anywhere. None for lists without bytes."""
         if len(self.launches) == 1 and self.launches[0].every:
             return self.launches[0].run
         return self.run if self.launches else None

@@ -291,6 +291,34 @@ MUTANTS = [
         IN_TURNS,
     ),
     Mutant(
+        "new arrays of a list may be more than those before",
+        CUPY,
+        "        if len(others) != length:\n            return None\n",
+        "",
+        READ,
+    ),
+    Mutant(
+        "a list that comes again is launched where the one before it was",
+        "ipcreduce/ipc/ready.py",
+        "                launch.set(there)\n",
+        "",
+        scenario("known_lists_in_turns"),
+    ),
+    Mutant(
+        "members without bytes count as parts",
+        PLAN,
+        "if len(self.launches) == 1 and self.launches[0].every:",
+        "if len(self.launches) == 1:",
+        unit("lists", "a_list_is_launched_by_its_parts"),
+    ),
+    Mutant(
+        "tuples of arrays are not known",
+        "ipcreduce/device/known_calls.py",
+        "(type(array) is list or type(array) is tuple)",
+        "type(array) is list",
+        unit("known_arrays", "lists_and_tuples_are_found_as_lists"),
+    ),
+    Mutant(
         "of a list that comes again only the first launch is made",
         "ipcreduce/ipc/ready.py",
         "for launch, there in parts:",
@@ -314,8 +342,8 @@ MUTANTS = [
     Mutant(
         "lists without a launch are made ready",
         KNOWN,
-        "if read is None or start is None:",
-        "if read is None:",
+        "        if start is None:\n            return\n",
+        "",
         unit("known_arrays", "lists_that_have_to_go_the_usual_way"),
     ),
     Mutant(

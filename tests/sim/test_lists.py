@@ -38,6 +38,7 @@ def test_results(hold: Hold) -> None:
         "forms_of_lists",
         "known_lists_of_another_shape",
         "known_lists_of_other_arrays",
+        "known_lists_in_turns",
         "known_lists_of_several_launches",
         "first_list_of_the_default_communicator",
         "larger_than_the_workspace",

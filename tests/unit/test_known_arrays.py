@@ -14,9 +14,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ipcreduce.cuda import cupy_runtime, torch_lists, torch_runtime
-from ipcreduce.device.known_calls import NOT_READY, PreparedList, Ready
+from ipcreduce.device.known_calls import NOT_READY, KnownCalls, PreparedList, Ready
 from ipcreduce.device.known_lists import KnownLists, Places, numbers_of
-from ipcreduce.types import Stream
+from ipcreduce.types import DEFAULT_STREAM, Stream
 
 TURNS = 6  # in the last of them a list is known by its arrays
 CURRENT, OTHER = 8, 9
@@ -206,11 +206,20 @@ def test_a_known_array_dies_within_a_call(monkeypatch: pytest.MonkeyPatch):
     assert known.find(arrays, arrays) is None
 
 
+def test_lists_and_tuples_are_found_as_lists():
+    order: Any = None
+    make: Any = None
+    calls = KnownCalls(0, order, {}, make)
+    calls.find_list = lambda *given: (None, given, DEFAULT_STREAM)
+    for arrays in (arrays_of(2), tuple(arrays_of(2))):
+        assert calls.find(arrays, "sum", None, 5)[1] == (arrays, "sum", None, 5)
+
+
 def test_outputs_of_another_length():
     """The usual way tells what is wrong."""
     arrays, out = arrays_of(3), arrays_of(4, 8192)
     known = known_list(arrays, out[:3])
-    for wrong in (out, out[:2], [], (), iter(out), out[0], arrays[:2]):
+    for wrong in (out, out[:2], [*out[:3], None], [], (), iter(out), out[0], arrays[:2]):
         assert known.find(arrays, wrong) is None
     assert known.find(out, arrays) is None
     assert known.find([], []) is None
@@ -243,7 +252,7 @@ def test_lists_in_turns_at_places_of_their_own(in_place: bool):
 
 
 def test_lists_that_have_to_go_the_usual_way():
-    """Of a world of one rank, say, which copies them."""
+    """Those without bytes."""
     known = Known()
     known.lists = KnownLists(0, known.lists._order, lambda prepared: None, known._make_ready)
     known.learn(arrays := arrays_of(3))
@@ -355,6 +364,7 @@ def test_what_a_reader_of_arrays_takes():
     assert read(ones) == read(tuple(ones)) == places
     assert read(ones[:-1]) is None
     assert read([*ones, ones[0]]) is None
+    assert read([*ones, None]) is read([None, *ones]) is None  # type: ignore[list-item]
     strided, elsewhere = (Array(at=4096, device=device) for device in (0, 1))
     strided._c_contiguous = False
     for at in range(len(SHAPES)):

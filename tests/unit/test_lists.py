@@ -17,6 +17,7 @@ from ipcreduce.calls.fingerprint import of_list
 from ipcreduce.device.known_lists import addresses_of
 from ipcreduce.errors import ArgumentError
 from ipcreduce.ipc import lists, plan
+from ipcreduce.types import Stream
 
 PACKET = plan.PACKET_BYTES
 
@@ -94,6 +95,29 @@ def test_addresses_of_parts(most_packets: int):
             at += nbytes
         assert at == sizes[member]
     assert sorted(found) == [0, 2, 3]
+
+
+@pytest.mark.parametrize("sizes", [[16, 0, 100, 32], [16, 48, 100, 32]], ids=["one without bytes", "all with bytes"])
+@pytest.mark.parametrize("most_packets", [1000, 3], ids=["one launch", "several"])
+def test_a_list_is_launched_by_its_parts(sizes: list[int], most_packets: int):
+    """Also if a member without bytes has an address."""
+    sources, targets, launched = [4096, 1 << 16, 8192, 1 << 20], [64, 320, 256, 1024], []
+    launches = []
+    for one in lists.make_plan(sizes, 100, in_steps(most_packets)):
+        words = np.concatenate([np.zeros(lists.ARGUMENT_WORDS, np.uint64), lists.table(one)])
+        launch: Any = SimpleNamespace(run=lambda stream, of=(one, words): launched.append((*of, stream)))
+        launches.append(lists.ListLaunch(one, launch, words, len(sizes)))
+    what: Any = None
+    prepared = lists.PreparedLaunches(what=what, by="", through=(None,) * len(sizes), launches=tuple(launches))
+    assert prepared.start is not None
+    prepared.start((addresses_of(sources), addresses_of(targets)), Stream(5))
+    assert [one for one, _, _ in launched] == [launch.plan for launch in launches]
+    for one, words, stream in launched:
+        for at, places in enumerate((sources, targets)):
+            found = words[lists.ARGUMENT_WORDS + at * one.parts :][: len(one.members)].tolist()
+            expected = zip(one.members.tolist(), one.offsets.tolist(), strict=True)
+            assert found == [places[member] + offset for member, offset in expected]
+        assert stream == 5
 
 
 def test_as_many_parts_as_the_driver_takes(monkeypatch: pytest.MonkeyPatch):

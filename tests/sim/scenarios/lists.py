@@ -185,6 +185,19 @@ def known_lists_of_other_arrays() -> None:
         works(comm)
 
 
+def known_lists_in_turns() -> None:
+    """Three lists of one kind, in turns: each is launched at its own addresses, whatever the last one's were."""
+    with Communicator() as comm:
+        lists = [[cupy.full((5,), 0, np.float32) for _ in range(3)] for _ in range(6)]
+        for _ in range(TURNS):
+            for factor, (arrays, out) in enumerate(zip(lists[:3], lists[3:], strict=True), 1):
+                for to in (arrays, out):
+                    filled([*arrays, *to], (RANK + 1) * factor)
+                    comm.allreduce(arrays, out=to)
+                    for array in to:
+                        right(array, factor)
+
+
 def known_lists_of_several_launches() -> None:
     """Of two dtypes, and of an array that several launches share: repeated, in place and not, and with new arrays."""
     with Communicator(workspace=1 << 20) as comm:
@@ -520,7 +533,7 @@ def interrupted_list() -> None:
 
 SCENARIOS = [
     forms_of_lists, first_list_of_the_default_communicator, known_lists_of_another_shape,
-    known_lists_of_other_arrays, known_lists_of_several_launches, larger_than_the_workspace,
+    known_lists_of_other_arrays, known_lists_in_turns, known_lists_of_several_launches, larger_than_the_workspace,
     lists_of_tensors, lists_on_several_streams, synchronous_lists, recorded_lists, captured_lists,
     checked_and_run_lists, lists_that_differ, refused_members, late_for_a_list, interrupted_list,
 ]  # fmt: skip

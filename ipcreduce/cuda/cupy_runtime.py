@@ -106,7 +106,7 @@ def reader(arrays: Sequence[Any], device: int) -> Callable[[Sequence[Any]], list
     def read(others: Sequence[Any]) -> list[int] | None:
         if len(others) != length:
             return None
-        addresses = [  # of one attribute after the other: a loop over all of them takes a tenth longer
+        addresses = [  # dtypes and shapes are compared as lists, below: in this loop they would take a tenth longer
             place.ptr
             for array in others
             if type(array) is kind and array._c_contiguous

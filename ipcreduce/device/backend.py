@@ -25,7 +25,7 @@ from . import background
 from .deferred_free import Action, attempt, flush, untrack
 from .fast_path import FastPath
 from .known_calls import KnownCalls, Prepared, PreparedList, Ready
-from .known_lists import KnownLists, Places, Start
+from .known_lists import KnownLists, Places, Start, addresses_of
 from .known_maps import KnownMaps
 from .known_norms import KnownNorms
 from .maps import MapKernels, PreparedMap
@@ -86,7 +86,7 @@ class DeviceBackend(Backend):
     def open_fast_path(self, calls: CallSequence) -> FastPath:
         """The fast path for the calls of ``calls``, which is closed with the backend."""
         known = KnownCalls(self.device.ordinal, self.order, self.prepared, self.make_ready)
-        self.known_lists = KnownLists(self.device.ordinal, self.order, self.start_of_list, self.make_ready_list)
+        self.known_lists = KnownLists(self.device.ordinal, self.order, self.start_list, self.make_ready_list)
         known.find_list = self.known_lists.find
         self.known_maps = KnownMaps(self.device.ordinal, self.order, self.make_ready_map)
         known.find_map = self.known_maps.find
@@ -133,12 +133,8 @@ class DeviceBackend(Backend):
         """Do the same as :meth:`for_array` for a list of device arrays. Errors name the member."""
 
     @abstractmethod
-    def start_list(self, prepared: Any, sources: Sequence[int], targets: Sequence[int], stream: Stream) -> None:
-        """Do the same as :meth:`start` for a list of arrays."""
-
-    @abstractmethod
-    def start_of_list(self, prepared: Any) -> Start | None:
-        """A function that launches the call on a list wherever its arrays lie. None if such lists go the usual way."""
+    def start_list(self, prepared: Any) -> Start:
+        """The function that puts an all-reduce of a list on a stream, wherever the list's arrays lie."""
 
     @abstractmethod
     def make_ready_list(self, prepared: Any, places: Places) -> Ready:
@@ -149,7 +145,8 @@ class DeviceBackend(Backend):
         recorded: bool = False,
     ) -> None:  # fmt: skip
         """Do the same as :meth:`run` for a list of arrays. All its launches are one call."""
-        self.order.launch(partial(self.start_list, prepared, sources, targets), stream, owner, recorded=recorded)
+        places = addresses_of(sources), addresses_of(targets)
+        self.order.launch(partial(self.start_list(prepared), places), stream, owner, recorded=recorded)
         self.order.launched = self.page.calls.number[0]
 
     def make_ready_norm(self, prepared: PreparedNorm, addresses: NormAddresses) -> Ready:

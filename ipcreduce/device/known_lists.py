@@ -28,10 +28,9 @@ Words = np.ndarray[Any, np.dtype[np.uint64]]
 # only the lowest matter, which say how the addresses are aligned.
 Addresses = tuple[bytes, int]
 Places = tuple[Addresses, Addresses]  # of sources and targets; in place, both are the same object
-Start = Callable[[Places, Stream], Any]  # launches a call on a list there
-# From a prepared call: the function that launches it anywhere. None: it goes the usual way.
-MakeStart = Callable[[PreparedList], "Start | None"]
-MakeReadyList = Callable[[PreparedList, Places], Ready]  # the launch at places that have come before
+Start = Callable[[Places, Stream], Any]  # puts an all-reduce of a list on a stream
+MakeStart = Callable[[PreparedList], Start]
+MakeReadyList = Callable[[PreparedList, Places], Ready]  # the call at places that have come before
 
 
 def addresses_of(members: Sequence[int]) -> Addresses:
@@ -193,16 +192,15 @@ class KnownLists:
             if self._of_length.get(length) is not known:
                 keep(self._of_length, length, None, _MOST)
             return
-        start = self._make_start(prepared)
-        if start is None:
-            return
         read = (cupy_runtime if library is cupy_runtime else torch_lists).reader(arrays, self._device)
         if read is None:
             return
         sizes, itemsizes = [one.nbytes for one in arrays], [library.dtype_of(one.dtype).itemsize for one in arrays]
+        if not any(sizes):  # nothing is launched
+            return
         lengths = np.array(sizes, np.uint64)
         # As pointers, which pack in half of the time of other numbers of 64 bits.
-        pack, anew = Struct(f"{len(arrays)}P").pack, Ready(prepared.what, start, None)
+        pack, anew = Struct(f"{len(arrays)}P").pack, Ready(prepared.what, self._make_start(prepared), None)
         kind = Kind(library, prepared, read, pack, anew, sizes, lengths, itemsizes, max(itemsizes), max(sizes))
         keep(self._kinds, key, kind, _MOST)
         keep(self._of_length, length, None if length in self._of_length else kind, _MOST)

@@ -14,7 +14,7 @@ from ..cuda.expressions import Expression
 from ..device.backend import DeviceBackend, have_left
 from ..device.deferred_free import Action, attempt, free_after
 from ..device.known_calls import Ready
-from ..device.known_lists import Places, Start, addresses_of
+from ..device.known_lists import Places, Start
 from ..device.maps import PreparedMap
 from ..device.norms import Norms, PreparedNorm
 from ..errors import CudaError, Reach, UnsupportedError
@@ -100,19 +100,13 @@ class IpcBackend(DeviceBackend):
         """See :meth:`Launches.for_list`."""
         return self.launches.for_list(arrays, op)
 
-    def start_list(
-        self, prepared: lists.PreparedLaunches, sources: Sequence[int], targets: Sequence[int], stream: Stream
-    ) -> None:  # fmt: skip
-        """Put the kernels of an all-reduce of a list on ``stream``."""
-        prepared.run((addresses_of(sources), addresses_of(targets)), stream)
+    def start_list(self, prepared: lists.PreparedLaunches) -> Start:
+        """See :class:`DeviceBackend`."""
+        return prepared.start
 
     def for_map(self, array: Any, op: Any, expression: Expression) -> PreparedMap:
         """See :meth:`DeviceBackend.for_map`. Several ranks apply the expression in the kernels of the exchange."""
         return super().for_map(array, op, expression) if self.n == 1 else self.launches.for_map(array, op, expression)
-
-    def start_of_list(self, prepared: lists.PreparedLaunches) -> Start | None:
-        """See :class:`DeviceBackend`."""
-        return prepared.start
 
     def make_ready_list(self, prepared: lists.PreparedLaunches, places: Places) -> Ready:
         """See :meth:`ReadyLaunches.make_list`."""

@@ -134,11 +134,11 @@ class PreparedLaunches(PreparedList):
     launches: tuple[ListLaunch, ...]
 
     @property
-    def start(self) -> Start | None:
-        """The function that launches it anywhere. None for lists without bytes."""
+    def start(self) -> Start:
+        """:meth:`run`, or what takes less time for these launches."""
         if len(self.launches) == 1 and self.launches[0].every:
             return self.launches[0].run
-        return self.run if self.launches else None
+        return self.run
 
     def run(self, places: Places, stream: Stream) -> None:
         """Launch it for arrays at these places, by member of the list, on ``stream``."""

@@ -157,17 +157,8 @@ class NcclBackend(DeviceBackend):
         what = of_list([(array.shape, kind) for array, (kind, _) in zip(arrays, names, strict=True)], op_name(op))
         return PreparedCalls(what=what, by=self.name, through=tuple(one.through for one in every), calls=every)
 
-    def start_list(
-        self, prepared: PreparedCalls, sources: Sequence[int], targets: Sequence[int], stream: Stream
-    ) -> None:  # fmt: skip
-        """Put the all-reduces of a list on ``stream``, as one group."""
-        every = zip(prepared.calls, sources, targets, strict=True)
-        self.nccl.all_reduce_group([_argument(*one) for one in every if one[0].count], stream)
-
-    def start_of_list(self, prepared: PreparedCalls) -> Start | None:
-        """See :class:`DeviceBackend`. None for lists without bytes."""
-        if not any(one.count for one in prepared.calls):
-            return None
+    def start_list(self, prepared: PreparedCalls) -> Start:
+        """See :class:`DeviceBackend`. The all-reduces of its arrays are one group."""
         return lambda places, stream: self.nccl.all_reduce_group(_arguments(prepared, places), stream)
 
     def make_ready_list(self, prepared: PreparedCalls, places: Places) -> Ready:

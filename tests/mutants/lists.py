@@ -340,11 +340,11 @@ MUTANTS = [
         IN_TURNS,
     ),
     Mutant(
-        "lists without a launch are made ready",
+        "lists without bytes are made ready",
         KNOWN,
-        "        if start is None:\n            return\n",
-        "",
-        unit("known_arrays", "lists_that_have_to_go_the_usual_way"),
+        "if not any(sizes):",
+        "if False:",
+        unit("known_arrays", "lists_without_bytes_go_the_usual_way"),
     ),
     Mutant(
         "outputs of a known list may share memory",

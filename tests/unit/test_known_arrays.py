@@ -251,11 +251,10 @@ def test_lists_in_turns_at_places_of_their_own(in_place: bool):
     assert known.made == len(lists)
 
 
-def test_lists_that_have_to_go_the_usual_way():
-    """Those without bytes."""
-    known = Known()
-    known.lists = KnownLists(0, known.lists._order, lambda prepared: None, known._make_ready)
-    known.learn(arrays := arrays_of(3))
+def test_lists_without_bytes_go_the_usual_way():
+    """Also where their arrays have addresses."""
+    known, arrays = Known(), [Array((0,), at) for at in (4096, 8192)]
+    known.learn(arrays)
     for _ in range(TURNS):
         assert known.find(arrays, arrays) is None
 

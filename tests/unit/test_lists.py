@@ -109,7 +109,6 @@ def test_a_list_is_launched_by_its_parts(sizes: list[int], most_packets: int):
         launches.append(lists.ListLaunch(one, launch, words, len(sizes)))
     what: Any = None
     prepared = lists.PreparedLaunches(what=what, by="", through=(None,) * len(sizes), launches=tuple(launches))
-    assert prepared.start is not None
     prepared.start((addresses_of(sources), addresses_of(targets)), Stream(5))
     assert [one for one, _, _ in launched] == [launch.plan for launch in launches]
     for one, words, stream in launched:

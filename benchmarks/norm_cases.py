@@ -15,7 +15,8 @@ import ipcreduce
 from ipcreduce.bench import timing
 from ipcreduce.bench.limit import our_backend
 from ipcreduce.calls.fingerprint import of_norm
-from ipcreduce.calls.norm_shape import NormAddresses, NormShape
+from ipcreduce.calls.addresses import NormAddresses
+from ipcreduce.calls.request import NormShape
 from ipcreduce.cuda import cupy_runtime
 from ipcreduce.device.norm_kernels import macros_of
 from ipcreduce.device.norms import PACKET_BYTES, PreparedNorm

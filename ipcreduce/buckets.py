@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from .calls import turns
-from .calls.fingerprint import Fingerprint
 from .communicator import Communicator
 from .errors import ArgumentError, Reach, report
 from .graphs.session import session_of
+from .page.fingerprint import Fingerprint
 from .page.records import rows
 from .types import DEFAULT_STREAM
 

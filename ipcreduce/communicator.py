@@ -11,12 +11,14 @@ from typing import Any, overload
 import numpy as np
 
 from . import process, startup
-from .arrays import lists, maps, norms, views
-from .arrays.maps import Map
-from .arrays.norms import FP8, NormArguments
+from .arrays import lists
+from .arrays.device_norms import NormCall
+from .arrays.lists import ListCall
+from .arrays.maps import Map, MapCall
+from .arrays.norms import FP8
+from .arrays.plain import PlainCall
 from .calls import turns
 from .cuda import cupy_runtime
-from .device.known_calls import Mapped
 from .errors import ArgumentError, GraphStateError, PeerLostError, UnsupportedError
 from .graphs.session import GraphSession
 from .open_communicator import OpenCommunicator
@@ -165,30 +167,35 @@ class Communicator:
         :meth:`synchronize`. Where data is missing, the result holds bytes 0xFF (NaN). On the host it returns when the
         work is done; after an error the values in ``out`` are undefined.
         """
-        if then is not None:
-            return self._make_mapped(array, Mapped(op, then), out, stream)
         fast = self._open.fast  # once: another thread may close the communicator
         if fast is not None:
-            return fast.make(None, self._allreduce, array, op, out, stream)
-        return turns.make(self._open.calls, self._allreduce, array, op, out, stream)
-
-    def _make_mapped(self, array: Any, mapped: Mapped, out: Any, stream: Any) -> Any:
-        fast = self._open.fast
-        if fast is not None and type(mapped.then) is maps.Map:
-            return fast.make(None, self._allreduce_then, array, mapped, out, stream)
-        return turns.make(self._open.calls, self._allreduce_then, array, mapped, out, stream)
+            if then is None:
+                return fast.make(None, self._allreduce, array, op, out, stream)
+            return fast.make(None, self._allreduce_then, array, (op, then), out, stream, fast.find_map)
+        if then is None:
+            return turns.make(self._open.calls, self._allreduce, array, op, out, stream)
+        return turns.make(self._open.calls, self._allreduce_then, array, (op, then), out, stream)
 
     def _allreduce(self, array: Any, op: Any, out: Any, stream: Any) -> Any:
-        parts, several = self._open, lists.is_list(array)
-        on_device = lists.on_device(array) if several else views.is_device(array)
+        return self._call((ListCall if lists.is_list(array) else PlainCall)(array, op, out), stream)
+
+    def _allreduce_then(self, array: Any, mapped: tuple[Any, Any], out: Any, stream: Any) -> Any:
+        return self._call(MapCall(array, mapped[0], out, mapped[1]), stream)
+
+    def _allreduce_rmsnorm(self, given: tuple[Any, ...], _op: None, _out: Any, stream: Any) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = self._call(NormCall(*given), stream)
+        return found
+
+    def _call(self, given: Any, stream: Any) -> Any:
+        """Make a call of any kind by the usual way."""
+        parts, on_device = self._open, given.on_device()
         if on_device is None:  # an empty list
             on_device = parts.backend is not None
         if on_device:
-            reducer = parts.device
-            return (reducer.allreduce_list if several else reducer.allreduce)(array, op, out, stream)
+            return parts.device.call(given, stream)
         if stream is not None:
             cupy_runtime.stream_of(stream)  # refused as on GPUs; no work on the host waits for a stream
-        return (parts.host.allreduce_list if several else parts.host.allreduce)(array, op, out)
+        return parts.host.call(given)
 
     # ---- the operation and a norm
     @overload
@@ -234,41 +241,11 @@ class Communicator:
         :raises IpcReduceError: see :meth:`allreduce`. Where data is missing, all outputs are NaN.
         """
         given = x, weight, eps, residual, out, residual_out, weight_bias, quantize, quant_out, scales_out
-        parts = self._open
-        fast, known = parts.fast, parts.known_norms
-        if fast is None or known is None:
-            return turns.make(parts.calls, self._allreduce_rmsnorm, given, None, None, stream)
-        ready = current = results = None
-        if quantize is None or type(quantize) is FP8:
-            if residual_out is not None:
-                ready, current = known.find(given, stream)
-            if ready is None:
-                ready, current, results = known.find_new(given, stream)
-        made: Any = fast.make(ready, self._allreduce_rmsnorm, given, None, given, stream, current)
-        if made is not True:
-            return made
-        if results is not None:  # with y, which has to live until now
-            return results[0]
-        if quantize is None:
-            return out, residual_out
-        return quant_out, quantize.scale if scales_out is None else scales_out, residual_out
-
-    def _allreduce_rmsnorm(self, arguments: tuple[Any, ...], _op: None, _out: Any, stream: Any) -> tuple[Any, ...]:
-        parts, given = self._open, NormArguments(*arguments)
-        if norms.on_device(given):
-            return parts.device.allreduce_rmsnorm(given, stream)
-        if stream is not None:
-            cupy_runtime.stream_of(stream)  # refused as on GPUs
-        return parts.host.allreduce_rmsnorm(given)
-
-    def _allreduce_then(self, array: Any, mapped: Mapped, out: Any, stream: Any) -> Any:
-        op, then = mapped.op, mapped.then
-        maps.check_call(array, out, then)
-        if views.is_device(array):
-            return self._open.device.allreduce_then(array, op, out, stream, then)
-        if stream is not None:
-            cupy_runtime.stream_of(stream)
-        return self._open.host.allreduce_then(array, op, out, then)
+        fast = self._open.fast
+        if fast is None:
+            return turns.make(self._open.calls, self._allreduce_rmsnorm, given, None, given, stream)
+        made: tuple[Any, ...] = fast.make(None, self._allreduce_rmsnorm, given, None, given, stream, fast.find_norm)
+        return made
 
     # ---- waiting and ending
     def synchronize(self, stream: Any = None) -> None:

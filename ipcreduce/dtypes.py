@@ -44,6 +44,7 @@ _INSTEAD = {
     "a product": "Take numpy.exp of the sum of numpy.log(array)",
 }
 _KINDS = DTYPES | {np.dtype(name): name for name in VIEWS}
+KINDS = {name: dtype for dtype, name in _KINDS.items()}
 _LOGICAL = {"any": "max", "all": "min"}  # for bool only: for numbers, max and min mean something else
 _OPS = dict(zip(OPS, OPS, strict=True)) | {"mean": "avg", "product": "prod"} | {name: name for name in _LOGICAL}
 _MPIS = {"SUM": "sum", "PROD": "prod", "MIN": "min", "MAX": "max", "LOR": "any", "LAND": "all"}

@@ -13,7 +13,6 @@ from typing import Any
 
 from . import clock
 from .calls import turns
-from .calls.fingerprint import Fingerprint
 from .calls.over_page import OverPage
 from .calls.sequence import CallSequence
 from .cuda import current_streams
@@ -22,6 +21,7 @@ from .device.backend import DeviceBackend
 from .errors import ArgumentError, GraphStateError, IpcReduceError, PeerFailedError, Reach, UnsupportedError, report
 from .graphs.pools import Pools
 from .graphs.session import GraphSession
+from .page.fingerprint import Fingerprint
 from .texts import decoded, encoded, shown, text_of
 from .types import DEFAULT_STREAM
 

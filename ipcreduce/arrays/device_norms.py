@@ -1,20 +1,24 @@
-"""The arrays of an all-reduce with RMSNorm on a GPU, brought into the form in which kernels take them."""
+"""The call with RMSNorm, and its arrays on a GPU, brought into the form in which kernels take them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..calls.norm_shape import NormAddresses, NormShape
+from ..calls import request
+from ..calls.addresses import NormAddresses
+from ..calls.request import NormShape, Request
 from ..cuda import cupy_runtime, torch_runtime
 from ..dtypes import FLOAT8
 from ..errors import ArgumentError
-from ..types import Stream
 from . import norms, views
+from .host_norms import HostNorm
+from .lists import check_streams
 from .norms import NormArguments
-from .operands import check_device
+from .operands import Prepared, Site, check_device
 
 _BYTES, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 _OF_X = "x", "weight", "residual", "out", "residual_out"
@@ -28,22 +32,43 @@ class Output:
     destination: Any
 
 
-class DeviceNorm:
-    """The arguments of a call on a GPU as CuPy arrays, checked.
+class NormCall(NormArguments):
+    """The arguments of ``allreduce_rmsnorm``, as they are given."""
 
-    :ivar shape: what the ranks compare, and ``form``: the shape of x.
-    :ivar is_plain: no array had to be made, or copied. :ivar is_as_given: none had to be copied.
+    __slots__ = ()
+
+    @property
+    def first(self) -> Any:
+        """The array of whose library the current stream is."""
+        return self.x
+
+    def on_device(self) -> bool:
+        """True if all arrays lie on a GPU. See :func:`norms.on_device`."""
+        return norms.on_device(self)
+
+    def check_streams(self) -> None:
+        """See :func:`lists.check_streams`."""
+        check_streams([*self.arrays().values()], "the arguments are")
+
+    def for_device(self, site: Site) -> DeviceNorm:
+        """Take it as a call on a GPU. :raises ArgumentError: if an argument is wrong."""
+        return DeviceNorm(self, site)
+
+    def for_host(self) -> HostNorm:
+        """Take it as a call on the host. :raises ArgumentError: if an argument is wrong."""
+        return HostNorm(self)
+
+
+class DeviceNorm:
+    """See :class:`DeviceCall`.
+
     :ivar results: those that the caller gets, by the names of arguments.
-    :ivar outputs: the results that are written, and ``held``: every array that the call uses.
     """
 
-    def __init__(self, given: NormArguments, stream: Stream, device: int, *, ordered: bool) -> None:
-        """Take the arguments of a call on ``stream`` of GPU ``device``.
-
-        :param ordered: see :meth:`DeviceOperands.of`.
-        :raises ArgumentError: if an argument is wrong. Nothing is written then.
-        """
-        self._given, self._stream, self._device, self._ordered = given, stream, device, ordered
+    def __init__(self, given: NormArguments, site: Site) -> None:
+        self._given, self._stream, self._device, self._ordered = given, site.stream, site.device, not site.recorded
+        self._site, stream, device, ordered = site, site.stream, site.device, not site.recorded
+        self.given: Sequence[Any] = [*given.arrays().values()]
         self._arrays: dict[str, Any] = {}
         seen: dict[int, Any] = {}  # by the ids of the program's arrays
         for name, array in given.arrays().items():
@@ -55,9 +80,9 @@ class DeviceNorm:
             check_device(device, self._arrays[name], name)
         x = self._arrays["x"]
         self._is_tensor = x is not given.x and torch_runtime.is_tensor(given.x)
-        self.shape: NormShape = norms.shape_of(given, x)
-        self.form: tuple[int, ...] = x.shape
-        norms.check(self.shape, self._arrays)
+        self._shape: NormShape = norms.shape_of(given, x)
+        self._form: tuple[int, ...] = x.shape
+        norms.check(self._shape, self._arrays)
         norms.check_outputs(given, self._arrays)
         for name, array in self._arrays.items():
             if array.size and views.pointer(array) % array.itemsize:
@@ -67,40 +92,44 @@ class DeviceNorm:
                 )
         if "quant_out" in self._arrays and self._arrays["quant_out"].dtype == FLOAT8:
             self._arrays["quant_out"] = self._arrays["quant_out"].view(np.uint8)
-        self.is_plain = self.is_as_given = True
-        self.outputs: list[Output] = []
+        self.written: list[Output] = []
         self.held: list[Any] = []
         self.results: dict[str, Any] = {}
 
     @property
-    def in_place(self) -> bool:
-        """True if ``residual_out`` is the residual."""
-        return "residual_out" in self._arrays and "residual" in self._arrays and bool(
-            views.same_elements(self._arrays["residual_out"], self._arrays["residual"])
-        )  # fmt: skip
+    def request(self) -> Request:
+        """See :class:`DeviceCall`."""
+        return request.with_norm(self._form, self._shape)
 
-    def place(self, alignment: int, needs_out: bool) -> NormAddresses:
-        """Make the new results, and copies of arrays that kernels cannot use as they are.
+    def place(self, prepared: Prepared) -> NormAddresses:
+        """See :class:`DeviceCall`."""
+        with self._site.allocating():
+            return self._place(prepared)
 
-        :param alignment: of the addresses of arrays of the dtype of x, in bytes.
-        :param needs_out: there has to be an array for y, even if the call does not return it.
-        """
-        shape, x = self.shape, self._arrays["x"]
+    def _place(self, prepared: Prepared) -> NormAddresses:
+        shape, x = self._shape, self._arrays["x"]
+        alignment = prepared.alignment or x.itemsize
         every = dict.fromkeys(NormAddresses._fields, 0)
         for name, to in (("x", "source"), ("weight", "weight"), ("residual", "residual"), ("scale", "scales")):
             if name in self._arrays:
                 every[to] = self._read(name, alignment if name in _OF_X else _FLOAT32.itemsize)
-        every["residual_out"] = self._write("residual_out", self.form, x.dtype, alignment)
+        every["residual_out"] = self._write("residual_out", self._form, x.dtype, alignment)
         if shape.keeps_y:
-            every["out"] = self._write("out", self.form, x.dtype, alignment)
-        elif needs_out:
-            every["out"] = self._hold(self._empty("out", self.form, x.dtype))
+            every["out"] = self._write("out", self._form, x.dtype, alignment)
+        elif prepared.hands_on and self._in_place:  # the residual's array cannot hold the sum that is handed on
+            every["out"] = self._hold(self._empty("out", self._form, x.dtype))
         if shape.scales:
-            every["quantised"] = self._write("quant_out", self.form, _BYTES, max(1, alignment // x.itemsize))
+            every["quantised"] = self._write("quant_out", self._form, _BYTES, max(1, alignment // x.itemsize))
             if shape.scales != "given":
-                form = norms.scales_shape(shape, self.form)
+                form = norms.scales_shape(shape, self._form)
                 every["scales"] = self._write("scales_out", form, _FLOAT32, _FLOAT32.itemsize)
         return NormAddresses(**every)
+
+    @property
+    def _in_place(self) -> bool:
+        """True if ``residual_out`` is the residual."""
+        given, residual = self._arrays.get("residual_out"), self._arrays.get("residual")
+        return given is not None and residual is not None and bool(views.same_elements(given, residual))
 
     def _hold(self, array: Any) -> int:
         self.held.append(array)
@@ -112,30 +141,28 @@ class DeviceNorm:
         self.held.append(array)
         if array.size and (not views.is_contiguous(array) or views.pointer(array) % alignment):
             array = views.contiguous_copy(array, self._stream)
-            self.is_plain = self.is_as_given = False
         return self._hold(array)
 
     def _write(self, name: str, form: tuple[int, ...], dtype: np.dtype[Any], alignment: int) -> int:
         """The address for a result: of the caller's array, a new one, or a temporary one."""
-        by_columns = name == "scales_out" and self.shape.column_major
+        by_columns = name == "scales_out" and self._shape.column_major
         target = self._arrays.get(name)
         if target is None:
             destination, self.results[name] = self._new(name, form, dtype)
             target = destination
         else:
             self.results[name], destination = getattr(self._given, name), target
-            fits = target.strides == _column_strides(self.shape, form) if by_columns else views.is_contiguous(target)
+            fits = target.strides == _column_strides(self._shape, form) if by_columns else views.is_contiguous(target)
             if target.size and (not fits or views.pointer(target) % alignment):
-                destination, self.is_as_given = self._empty(name, form, dtype), False
+                destination = self._empty(name, form, dtype)
         self.held.append(target)
-        self.outputs.append(Output(target, destination))
+        self.written.append(Output(target, destination))
         return self._hold(destination)
 
     def _empty(self, name: str, form: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        self.is_plain = False
-        if name == "scales_out" and self.shape.column_major:
-            base = views.empty((form[-1], self.shape.scales_stride), dtype, self._stream, self._device)
-            return _columns(base, self.shape, form)
+        if name == "scales_out" and self._shape.column_major:
+            base = views.empty((form[-1], self._shape.scales_stride), dtype, self._stream, self._device)
+            return _columns(base, self._shape, form)
         return views.empty(form, dtype, self._stream, self._device)
 
     def _new(self, name: str, form: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[Any, Any]:
@@ -143,22 +170,21 @@ class DeviceNorm:
 
         In a recording the memory belongs to the graph.
         """
-        self.is_plain = False
         x, is_tensor = self._given.x, self._is_tensor
-        by_columns = name == "scales_out" and self.shape.column_major
-        base_form = (form[-1], self.shape.scales_stride) if by_columns else form
+        by_columns = name == "scales_out" and self._shape.column_major
+        base_form = (form[-1], self._shape.scales_stride) if by_columns else form
         if is_tensor and self._ordered:
             tensor = torch_runtime.new_on(x, base_form, dtype, self._stream)
             base = views.of_new(tensor, base_form, dtype, self._device)
         else:
             base = views.empty(base_form, dtype, self._stream, self._device)
             tensor = torch_runtime.over(base, x) if is_tensor else None
-        array = _columns(base, self.shape, form) if by_columns else base
+        array = _columns(base, self._shape, form) if by_columns else base
         if tensor is None:
             float8 = cupy_runtime.float8() if name == "quant_out" else None
             return array, array if float8 is None else array.view(float8)
         if by_columns:
-            strides = tuple(step // dtype.itemsize for step in _column_strides(self.shape, form))
+            strides = tuple(step // dtype.itemsize for step in _column_strides(self._shape, form))
             tensor = tensor.as_strided(form, strides)
         return array, torch_runtime.of_bytes(tensor) if name == "quant_out" else tensor
 
@@ -166,7 +192,7 @@ class DeviceNorm:
     def result(self) -> tuple[Any, ...]:
         """The tuple to return."""
         found = self.results
-        if not self.shape.scales:
+        if not self._shape.scales:
             return found["out"], found["residual_out"]
         return found["quant_out"], found.get("scales_out", self._given.scale), found["residual_out"]
 

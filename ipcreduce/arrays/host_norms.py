@@ -2,65 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ..calls.norm_shape import NormShape
+from ..calls import request
+from ..calls.request import NormShape
 from ..cuda import torch_runtime
 from ..dtypes import FLOAT8
 from . import norms
-from .host_operands import as_numpy
+from .host_operands import Array, Part, as_numpy
 from .norms import NormArguments
-
-Array = np.ndarray[Any, Any]
+from .rmsnorm import normalise
 
 
 class HostNorm:
-    """The arguments of a call on the host as NumPy arrays, checked.
-
-    :ivar shape: what the ranks compare.
-    :ivar source: the array to be reduced.
-    """
+    """See :class:`HostCall`. Nothing is written before :meth:`result`."""
 
     def __init__(self, given: NormArguments) -> None:
-        """Take the arguments of a call. :raises ArgumentError: if one is wrong. Nothing is written then."""
         self._given = given
         arrays = given.arrays()
         if "quant_out" in arrays:
             arrays["quant_out"] = torch_runtime.as_bytes(arrays["quant_out"])
         self._arrays = {name: as_numpy(array, name) for name, array in arrays.items()}
-        self.source = self._arrays["x"]
-        self.shape: NormShape = norms.shape_of(given, self.source)
-        norms.check(self.shape, self._arrays)
+        self._source = self._arrays["x"]
+        self._shape: NormShape = norms.shape_of(given, self._source)
+        norms.check(self._shape, self._arrays)
         norms.check_outputs(given, self._arrays)
+        self.request = request.with_norm(self._source.shape, self._shape, on_host=True)
 
-    @property
-    def weight(self) -> Array:
-        """The weight, of shape (hidden,)."""
-        return self._arrays["weight"]
+    def parts(self) -> list[Part]:
+        """See :class:`HostCall`."""
+        return [(self._source, "sum", None)]
 
-    @property
-    def residual(self) -> Array | None:
-        """The residual as rows, or None."""
+    def result(self, reduced: Sequence[Array]) -> Any:
+        """See :class:`HostCall`."""
         residual = self._arrays.get("residual")
-        return None if residual is None else self.as_rows(residual)
+        rows = None if residual is None else self._as_rows(residual)
+        weight, scale = self._arrays["weight"], self._arrays.get("scale")
+        return self._results(*normalise(self._shape, self._as_rows(reduced[0]), weight, rows, scale))
 
-    @property
-    def scale(self) -> Array | None:
-        """The given scale, or None."""
-        return self._arrays.get("scale")
-
-    def as_rows(self, array: Array) -> Array:
+    def _as_rows(self, array: Array) -> Array:
         """An array of the shape of x as one of shape (rows, hidden), C-contiguous."""
-        return np.ascontiguousarray(array).reshape(self.shape.rows, self.shape.hidden)
+        return np.ascontiguousarray(array).reshape(self._shape.rows, self._shape.hidden)
 
-    def results(self, y: Array, residual_out: Array, quantised: Array | None, scales: Array | None) -> tuple[Any, ...]:
+    def _results(self, y: Array, residual_out: Array, quantised: Array | None, scales: Array | None) -> tuple[Any, ...]:
         """The tuple to return: the caller's outputs, filled, and new arrays for the others.
 
         :param y: this and the other results are arrays of rows.
         """
-        shape, form = self.shape, self.source.shape
+        shape, form = self._shape, self._source.shape
         normed = self._give("out", y.reshape(form)) if shape.keeps_y else None
         added = self._give("residual_out", residual_out.reshape(form))
         if quantised is None:

@@ -6,11 +6,12 @@ The error messages here name neither rank nor call: the communicator adds both.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
+from ..calls.request import Request
 from ..cuda import torch_runtime
 from ..dtypes import kind_name, op_name, reduced_as
 from ..errors import ArgumentError
@@ -18,6 +19,23 @@ from . import views
 from .operands import check_own_elements, check_same_kind, check_writable
 
 Array = np.ndarray[Any, Any]
+Part = tuple[Array, str, Array | None]  # an array to be reduced, the op, and the array for the result if there is one
+
+
+class HostCall(Protocol):
+    """The arguments of any kind of call on the host as NumPy arrays, checked.
+
+    :ivar request: what the ranks compare.
+    """
+
+    @property
+    def request(self) -> Request: ...
+
+    def parts(self) -> Iterable[Part]:
+        """The all-reduces to make, one behind the other."""
+
+    def result(self, reduced: Sequence[Array]) -> Any:
+        """What the call returns. ``reduced``: the result of each part: its own array, if it has one for that."""
 
 
 def _int64(value: int) -> np.int64:

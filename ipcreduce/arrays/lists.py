@@ -5,18 +5,21 @@ The error messages here name neither rank nor call: the communicator adds both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import advice
+from ..calls.addresses import addresses_of
+from ..calls.request import Member, Request
 from ..cuda import cupy_runtime, torch_runtime
+from ..dtypes import list_kinds, op_name
 from ..errors import ArgumentError, naming_member
-from ..types import Stream
 from . import views
-from .host_operands import HostOperands
-from .operands import Allocating, DeviceOperands
+from .host_operands import Array, HostOperands, Part
+from .operands import DeviceOperands, Prepared, Site
 
 Members = Sequence[Any]
 _Reach = tuple[tuple[int, int], int, bool]  # first and past address, member, and whether it is an output
@@ -91,35 +94,73 @@ def check_streams(arrays: Members, which: str = "the list has") -> None:
             )
 
 
-class DeviceLists:
-    """The arrays of a device all-reduce of a list: a :class:`DeviceOperands` for each member."""
+class ListCall(NamedTuple):
+    """The arguments of ``allreduce(arrays, op, out=out)``, as they are given."""
 
-    def __init__(
-        self, arrays: Members, out: Any, stream: Stream, device: int, *, ordered: bool, allocating: Allocating
-    ) -> None:  # fmt: skip
-        """Take the arguments of ``allreduce(arrays, out=out)``: see :meth:`DeviceOperands.of`.
-
-        :raises ArgumentError: if an argument is wrong. Nothing is written then.
-        """
-        self._out = out
-        self.members: list[DeviceOperands] = []
-        for index, (array, output) in enumerate(zip(arrays, outputs(arrays, out), strict=True)):
-            with naming_member(index):
-                self.members.append(
-                    DeviceOperands.of(array, output, stream, device, ordered=ordered, allocating=allocating)
-                )
-        if out is not None:
-            check_apart([(used.given, used.target) for used in self.members])
+    arrays: Members
+    op: Any
+    out: Any
 
     @property
-    def sources(self) -> list[Any]:
-        """The arrays that kernels read."""
-        return [used.source for used in self.members]
+    def first(self) -> Any:
+        """The array of whose library the current stream is."""
+        return self.arrays[0] if self.arrays else None
+
+    def on_device(self) -> bool | None:
+        """True if all members lie on a GPU. See :func:`on_device`."""
+        return on_device(self.arrays)
+
+    def check_streams(self) -> None:
+        """See :func:`check_streams`."""
+        check_streams(self.arrays)
+
+    def for_device(self, site: Site) -> DeviceList:
+        """Take it as a call on a GPU. :raises ArgumentError: if an argument is wrong."""
+        return DeviceList(self, site)
+
+    def for_host(self) -> HostList:
+        """Take it as a call on the host. :raises ArgumentError: if an argument is wrong."""
+        return HostList(self)
+
+
+class DeviceList:
+    """See :class:`DeviceCall`."""
+
+    def __init__(self, given: ListCall, site: Site) -> None:
+        arrays, self._op, self._out = given
+        self.written: list[DeviceOperands] = []
+        for index, (array, output) in enumerate(zip(arrays, outputs(arrays, given.out), strict=True)):
+            with naming_member(index):
+                self.written.append(DeviceOperands.of(array, output, site))
+        if given.out is not None:
+            check_apart([(used.given, used.target) for used in self.written])
+        self.given: Sequence[Any] = [*arrays, *(given.out or ())]
+
+    @property
+    def request(self) -> Request:
+        """See :class:`DeviceCall`."""
+        sources = [used.source for used in self.written]
+        op = op_name(self._op) if not sources or type(self._op) is not str else self._op
+        kinds = [kind for kind, _ in list_kinds([source.dtype for source in sources], op)]
+        members = tuple(Member(source.shape, kind) for source, kind in zip(sources, kinds, strict=True))
+        return Request(op_name(op), members, is_list=True)
+
+    def place(self, prepared: Prepared) -> tuple[Any, Any]:
+        """See :class:`DeviceCall`."""
+        for used, through in zip(self.written, prepared.through, strict=True):
+            used.convert(through)
+        sources = addresses_of([used.source_address for used in self.written])
+        return sources, addresses_of([used.destination_address for used in self.written])
+
+    @property
+    def held(self) -> Iterable[Any]:
+        """See :class:`DeviceCall`."""
+        return chain.from_iterable(used.held for used in self.written)
 
     @property
     def result(self) -> Any:
-        """The result of the call: the caller's ``out``, or a list of new arrays."""
-        return [used.result for used in self.members] if self._out is None else self._out
+        """See :class:`DeviceCall`."""
+        return [used.result for used in self.written] if self._out is None else self._out
 
 
 def check_apart(pairs: Sequence[tuple[Any, Any]]) -> None:
@@ -154,34 +195,38 @@ def _sharing(output: tuple[bool, int], other: tuple[bool, int]) -> str:
     )
 
 
-class HostLists:
-    """The arrays of a host all-reduce of a list: a :class:`HostOperands` for each member."""
+class HostList:
+    """See :class:`HostCall`. The members of one dtype are copied behind each other, and reduced together."""
 
-    def __init__(self, arrays: Members, op: Any, out: Any) -> None:
-        """Take the arguments of ``allreduce(arrays, op, out=out)``. :raises ArgumentError: if one is wrong."""
-        self._out = out
-        self.members: list[HostOperands] = []
-        for index, (array, output) in enumerate(zip(arrays, outputs(arrays, out), strict=True)):
+    def __init__(self, given: ListCall) -> None:
+        arrays, op, self._out = given
+        self._members: list[HostOperands] = []
+        for index, (array, output) in enumerate(zip(arrays, outputs(arrays, given.out), strict=True)):
             with naming_member(index):
-                self.members.append(HostOperands(array, op, output))
-        if out is not None:
-            check_apart([(used.source, used.target) for used in self.members])
+                self._members.append(HostOperands(array, op, output))
+        if given.out is not None:
+            check_apart([(used.source, used.target) for used in self._members])
+        members = tuple(Member(used.shape, used.kind) for used in self._members)
+        self.request = Request(op_name(op), members, is_list=True, on_host=True)
+        self._groups: dict[tuple[Any, str], list[HostOperands]] = {}  # by what is reduced together
+        for used in self._members:
+            self._groups.setdefault((used.source.dtype, used.op), []).append(used)
 
-    def by_dtype(self) -> list[tuple[str, list[HostOperands]]]:
-        """The members of each dtype, and the op by which they are reduced together."""
-        groups: dict[tuple[Any, str], list[HostOperands]] = {}
-        for used in self.members:
-            groups.setdefault((used.source.dtype, used.op), []).append(used)
-        return [(op, members) for (_, op), members in groups.items()]
+    def parts(self) -> Iterator[Part]:
+        """See :class:`HostCall`."""
+        for (_, op), members in self._groups.items():
+            yield np.concatenate([used.source.reshape(-1) for used in members]), op, None
+        if not self._groups:  # the call waits for the other ranks, too
+            yield np.empty(0, np.uint8), "sum", None
 
-    def results(self, reduced: Sequence[np.ndarray[Any, Any]]) -> Any:
-        """The result of the call: the caller's ``out``, filled, or a list of new arrays.
-
-        :param reduced: the result of each member, in memory of ours.
-        """
-        for used, value in zip(self.members, reduced, strict=True):
-            if used.target is not None:
-                used.target[...] = value
-        if self._out is not None:
-            return self._out
-        return [used.result(value.copy()) for used, value in zip(self.members, reduced, strict=True)]
+    def result(self, reduced: Sequence[Array]) -> Any:
+        """See :class:`HostCall`."""
+        results: dict[HostOperands, Any] = {}
+        for flat, members in zip(reduced, self._groups.values(), strict=False):
+            for used, end in zip(members, accumulate(used.source.size for used in members), strict=True):
+                value = flat[end - used.source.size : end].reshape(used.source.shape)
+                if used.target is None:
+                    results[used] = used.result(value.copy())
+                else:
+                    used.target[...] = value
+        return [results[used] for used in self._members] if self._out is None else self._out

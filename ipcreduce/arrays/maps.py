@@ -8,21 +8,23 @@ from __future__ import annotations
 import keyword
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..calls.addresses import MapAddresses
+from ..calls.request import Member, Request
 from ..cuda import torch_runtime
 from ..cuda.expressions import Expression, Operand
-from ..dtypes import BFLOAT16, DTYPES, VIEWS
+from ..dtypes import BFLOAT16, DTYPES, VIEWS, kind_name, op_name
 from ..errors import ArgumentError, UnsupportedError
 from ..texts import shown
 from . import views
-from .host_operands import HostOperands, as_numpy
-from .operands import Allocating, DeviceOperands, check_device
+from .host_operands import Array, HostOperands, Part, as_numpy
+from .operands import DeviceOperands, Prepared, Site, check_device
 
 _MOST_OPERANDS = 32
 NUMBERS = (bool, int, float, np.generic)
@@ -175,52 +177,108 @@ def _packed_half(value: np.generic) -> bytes:
     return value.astype(np.float32).tobytes()
 
 
+class MapCall(NamedTuple):
+    """The arguments of ``allreduce(array, op, out=out, then=then)``, as they are given."""
+
+    array: Any
+    op: Any
+    out: Any
+    then: Any
+
+    @property
+    def first(self) -> Any:
+        """The array of whose library the current stream is."""
+        return self.array
+
+    def on_device(self) -> bool:
+        """True if the array lies on a GPU. :raises IpcReduceError: if a call cannot have such arguments."""
+        check_call(self.array, self.out, self.then)
+        return views.is_device(self.array)
+
+    def check_streams(self) -> None:
+        """The stream is that of the array."""
+
+    def for_device(self, site: Site) -> DeviceMap:
+        """Take it as a call on a GPU. :raises ArgumentError: if an argument is wrong."""
+        return DeviceMap(self, site)
+
+    def for_host(self) -> HostMap:
+        """Take it as a call on the host. :raises IpcReduceError: if an argument is wrong, or a function is missing."""
+        return HostMap(self)
+
+
 class DeviceMap:
-    """The operands of a device all-reduce.
+    """See :class:`DeviceCall`."""
 
-    :ivar arrays: those that kernels read. They are contiguous, and lie on the call's GPU.
-    :ivar words: by operand, the address of its array, or the bits of its number.
-    """
-
-    def __init__(
-        self, then: Map, used: DeviceOperands, device: int, *, ordered: bool, allocating: Allocating, written: bool
-    ) -> None:  # fmt: skip
-        """Take the operands of a call on the arrays ``used``. See :meth:`DeviceOperands.of` for the other arguments.
-
-        :param written: the caller has passed ``out``. :raises ArgumentError: if an operand is wrong.
-        """
+    def __init__(self, given: MapCall, site: Site) -> None:
+        self._used, self._op, then = DeviceOperands.of(given.array, given.out, site), given.op, given.then
+        used, self.written = self._used, (self._used,)
+        self.given: Sequence[Any] = [given.array, given.out, *then.operands.values()]
         kind = DTYPES.get(used.source.dtype)
         _check_dtype(used.source.dtype.name if kind is None else kind)
         assert kind is not None
-        operands, self.words = [], []
-        self.arrays: list[Any] = []
+        operands: list[Operand] = []
+        self._words: list[int] = []  # by operand, the address of its array, or the bits of its number
+        self._arrays: list[Any] = []  # the operands that kernels read: contiguous, and on the call's GPU
         for name, value in then.operands.items():
             if isinstance(value, NUMBERS):
                 number = _number(name, value, kind)
                 operands.append(Operand(name, number.dtype.name, "scalar"))
-                self.words.append(int.from_bytes(number.tobytes(), "little"))
+                self._words.append(int.from_bytes(number.tobytes(), "little"))
                 continue
-            view = _device_view(name, value, used, device, ordered, written)
+            view = _device_view(name, value, used, given.out is not None)
             operands.append(Operand(name, _element(name, view.dtype), _extent(name, view.shape, used.source.shape)))
             if not views.is_contiguous(view):
-                with allocating():
-                    view = views.contiguous_copy(view, used.stream)
+                with site.allocating():
+                    view = views.contiguous_copy(view, site.stream)
             if views.pointer(view) % view.itemsize:
                 raise ArgumentError(
                     f"the address of the operand {name} is no multiple of its itemsize. Copy it to a new array first"
                 )
-            self.arrays.append(view)
-            self.words.append(views.pointer(view))
-        self.expression = Expression(then.expression, tuple(operands))
+            self._arrays.append(view)
+            self._words.append(views.pointer(view))
+        self._expression = Expression(then.expression, tuple(operands))
+        self._made: list[Any] = []
+
+    @property
+    def request(self) -> Request:
+        """See :class:`DeviceCall`."""
+        source = self._used.source
+        op = op_name(self._op, source.dtype)
+        return Request(op, (Member(source.shape, kind_name(source.dtype, op)),), self._expression)
+
+    def place(self, prepared: Prepared) -> MapAddresses:
+        """See :class:`DeviceCall`."""
+        used, site, through = self._used, self._used.site, prepared.through[0]
+        source, reduced, between = used.source_address, used.destination_address, used.destination_address
+        with site.allocating():
+            if prepared.hands_on and any(views.overlap(one, used.destination) for one in self._arrays):
+                # They are read behind the all-reduce.
+                self._made.append(views.empty(used.source.shape, used.source.dtype, site.stream, site.device))
+                reduced = between = views.pointer(self._made[0])
+            if through is not None:
+                self._made.append(views.contiguous_copy(used.source, site.stream, through))
+                source = reduced = views.pointer(self._made[-1])
+        return MapAddresses(source, used.destination_address, tuple(self._words), reduced, between)
+
+    @property
+    def held(self) -> Iterable[Any]:
+        """See :class:`DeviceCall`."""
+        return *self._used.held, *self._arrays, *self._made
+
+    @property
+    def result(self) -> Any:
+        """See :class:`DeviceCall`."""
+        return self._used.result
 
 
-def _device_view(name: str, value: Any, used: DeviceOperands, device: int, ordered: bool, written: bool) -> Any:
+def _device_view(name: str, value: Any, used: DeviceOperands, written: bool) -> Any:
     """The CuPy array over an operand, with shape and dtype as given."""
     what = f"the operand {name}"
     if not views.is_device(value, what):
         raise ArgumentError(f"{what} lies on the host, and array on the GPU. Pass a number, or an array on that GPU")
-    view: Any = views.view(value, used.stream, ordered)
-    check_device(device, view, what)
+    view: Any = views.view(value, used.site.stream, not used.site.recorded)
+    check_device(used.site.device, view, what)
     same = view.shape == used.target.shape and views.same_elements(view, used.target)
     if written and not same and views.share_memory(view, used.target):
         raise ArgumentError(
@@ -231,13 +289,11 @@ def _device_view(name: str, value: Any, used: DeviceOperands, device: int, order
 
 
 class HostMap:
-    """The operands of a host all-reduce, and the function of the expression."""
+    """See :class:`HostCall`."""
 
-    def __init__(self, then: Map, used: HostOperands) -> None:
-        """Take the operands of a call on the arrays ``used``.
-
-        :raises UnsupportedError: without a function for the host. :raises ArgumentError: if an operand is wrong.
-        """
+    def __init__(self, given: MapCall) -> None:
+        self._used = used = HostOperands(given.array, given.op, given.out)
+        then = given.then
         _check_dtype(used.kind)
         if then.host is None:
             raise UnsupportedError(
@@ -257,10 +313,21 @@ class HostMap:
             array = as_numpy(value, f"the operand {name}")
             operands.append(Operand(name, _element(name, array.dtype), _extent(name, array.shape, used.shape)))
             self._values[name] = _widened(array)
-        self.expression = Expression(then.expression, tuple(operands))
+        expression = Expression(then.expression, tuple(operands))
+        self.request = Request(used.op, (Member(used.shape, used.kind),), expression, on_host=True)
 
-    def apply(self, reduced: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """A new array with the function's values. :raises ArgumentError: if they have another shape."""
+    def parts(self) -> list[Part]:
+        """See :class:`HostCall`."""
+        return [(self._used.source, self._used.op, None)]
+
+    def result(self, reduced: Sequence[Array]) -> Any:
+        """See :class:`HostCall`. :raises ArgumentError: if the function's values have another shape."""
+        used, value = self._used, self._apply(reduced[0])
+        if used.target is not None:
+            used.target[...] = value
+        return used.result(value)
+
+    def _apply(self, reduced: Array) -> Array:
         value = np.asarray(self._host(_widened(reduced), **self._values))
         if value.shape != reduced.shape:
             raise ArgumentError(

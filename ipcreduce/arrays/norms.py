@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..calls.norm_shape import GROUP, ITEMSIZES, NormShape
+from ..calls.request import GROUP, ITEMSIZES, NormShape
 from ..dtypes import DTYPES, FLOAT8
 from ..errors import ArgumentError
 from ..texts import shown

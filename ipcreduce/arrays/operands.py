@@ -1,23 +1,88 @@
-"""The arguments of a call on a GPU, checked and brought into the form in which kernels take them.
+"""The arguments of a call on one array on a GPU, checked and brought into the form in which kernels take them.
 
 The error messages here name neither rank nor call: the communicator adds both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from ..calls.request import Request
 from ..cuda import cupy_runtime, torch_runtime
 from ..errors import ArgumentError
 from ..types import Stream
 from . import views
 
-Allocating = Callable[[], AbstractContextManager[Any]]
+
+@dataclass(frozen=True)
+class Site:
+    """Where a call on a GPU runs.
+
+    :ivar owner: the object that keeps the handle ``stream`` valid.
+    :ivar device: the ordinal of the communicator's GPU.
+    :ivar recorded: the call is captured in the open recording, and runs when its segment is launched. A recording
+        cannot wait for work outside of it, so its stream does not wait for the work that produces the arrays.
+    :ivar allocating: the context in which results and copies are allocated.
+    """
+
+    stream: Stream
+    owner: Any
+    device: int
+    recorded: bool
+    allocating: Callable[[], AbstractContextManager[Any]]
+
+
+class DeviceCall(Protocol):
+    """The arguments of any kind of call on a GPU as CuPy arrays, checked. Nothing is written before :meth:`place`.
+
+    :ivar given: the program's arrays.
+    :ivar written: the results; see :class:`Output`.
+    """
+
+    given: Sequence[Any]
+
+    @property
+    def request(self) -> Request:
+        """What the ranks compare. :raises ArgumentError: if dtype or op is wrong."""
+
+    def place(self, prepared: Prepared) -> Any:
+        """Make what is still missing of results and copies. Returns the addresses for :meth:`Prepared.start`."""
+
+    @property
+    def held(self) -> Iterable[Any]:
+        """The arrays that a recording has to keep, once they are placed."""
+
+    @property
+    def written(self) -> Sequence[Output]: ...
+
+    @property
+    def result(self) -> Any:
+        """What the call returns."""
+
+
+class Prepared(Protocol):
+    """The part of :class:`ipcreduce.device.prepared.Prepared` that arguments need."""
+
+    @property
+    def through(self) -> Sequence[np.dtype[Any] | None]: ...
+    @property
+    def alignment(self) -> int: ...
+    @property
+    def hands_on(self) -> bool: ...
+
+
+class Output(Protocol):
+    """A result: kernels write ``destination``. If ``target`` is another array, the caller copies the result there."""
+
+    @property
+    def target(self) -> Any: ...
+    @property
+    def destination(self) -> Any: ...
 
 
 def stream_of(array: Any, stream: Any) -> tuple[Stream, Any]:
@@ -31,7 +96,7 @@ def stream_of(array: Any, stream: Any) -> tuple[Stream, Any]:
     return cupy_runtime.stream_of(stream)
 
 
-def note_uses(used: tuple[Any, ...], stream: Stream, owner: Any) -> None:
+def note_uses(used: Iterable[Any], stream: Stream, owner: Any) -> None:
     """Tell PyTorch that the work queued on ``stream`` uses the tensors among ``used``."""
     for one in used:
         if torch_runtime.is_tensor(one):
@@ -54,19 +119,12 @@ class DeviceOperands:
     destination_address: int
     target: Any
     result: Any
-    stream: Stream
+    site: Site
 
     @classmethod
-    def of(
-        cls, array: Any, out: Any, stream: Stream, device: int, *, ordered: bool, allocating: Allocating
-    ) -> DeviceOperands:  # fmt: skip
-        """Take the arguments of ``allreduce(array, out=out)`` on ``stream`` of GPU ``device``.
-
-        :param ordered: whether ``stream`` waits for the work that produces the arrays. A recording cannot wait for
-            work outside of it, and passes False.
-        :param allocating: the context in which results and copies are allocated.
-        :raises ArgumentError: if an argument is wrong.
-        """
+    def of(cls, array: Any, out: Any, site: Site) -> DeviceOperands:
+        """Take the arguments of ``allreduce(array, out=out)``. :raises ArgumentError: if an argument is wrong."""
+        stream, device, ordered, allocating = site.stream, site.device, not site.recorded, site.allocating
         source = given = views.view(array, stream, ordered)
         check_device(device, source, "array")
         if out is None:
@@ -95,13 +153,19 @@ class DeviceOperands:
                     f"address {address:#x} of array or out is no multiple of the itemsize, {source.itemsize}. "
                     "Copy it to a new array first"
                 )
-        return cls(given, source, source_address, destination, destination_address, target, result, stream)
+        return cls(given, source, source_address, destination, destination_address, target, result, site)
 
-    def convert(self, dtype: Any, allocating: Allocating) -> None:
-        """Copy the source to ``dtype``, and let the kernels work on that copy in place."""
-        with allocating():
-            self.source = self.destination = views.contiguous_copy(self.source, self.stream, dtype)
-        self.source_address = self.destination_address = views.pointer(self.source)
+    @property
+    def held(self) -> tuple[Any, ...]:
+        """The arrays that a recording has to keep."""
+        return self.source, self.destination, self.target
+
+    def convert(self, dtype: np.dtype[Any] | None) -> None:
+        """Copy the source to ``dtype``, and let the kernels work on that copy in place. None: leave it as it is."""
+        if dtype is not None:
+            with self.site.allocating():
+                self.source = self.destination = views.contiguous_copy(self.source, self.site.stream, dtype)
+            self.source_address = self.destination_address = views.pointer(self.source)
 
 
 def _new(array: Any, source: Any, stream: Stream, device: int, ordered: bool) -> tuple[Any, Any]:

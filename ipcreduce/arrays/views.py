@@ -312,6 +312,11 @@ def of_new(tensor: Any, shape: tuple[int, ...], dtype: np.dtype[Any], device: in
     return _over(tensor.data_ptr(), shape, dtype, None, tensor, device)
 
 
+def at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> Any:
+    """A CuPy array over contiguous memory that lives as long as it is used."""
+    return _over(address, shape, dtype, None, None, device)
+
+
 def is_cupy(array: Any) -> bool:
     """True for a CuPy array."""
     return cupy_runtime.cupy is not None and isinstance(array, cupy_runtime.cupy.ndarray)

@@ -14,8 +14,10 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+from ..calls.request import Member, Request
 from ..communicator import Communicator
 from ..cuda import cupy_runtime
+from ..dtypes import kind_name
 from ..graphs.graph import Graph
 from ..graphs.session import session_of
 from . import timing
@@ -84,8 +86,9 @@ class Ours(Contender):
         if mode == "graph" and self._graph is not None:
             return str(self._graph.segments[0].calls[0]).rpartition(" by ")[2]
         backend = session_of(self._comm).require_backend("bench")
-        prepared = (backend.for_list if isinstance(source, list) else backend.for_array)(source, "sum")
-        return prepared.by
+        arrays = source if isinstance(source, list) else [source]
+        members = tuple(Member(array.shape, kind_name(array.dtype, "sum")) for array in arrays)
+        return backend.prepare(Request("sum", members, is_list=isinstance(source, list))).by
 
     def close(self) -> None:
         self._close_graph()

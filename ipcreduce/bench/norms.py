@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import rmsnorm
 from ..arrays.norms import FP8
-from ..calls.norm_shape import GROUP, ITEMSIZES, NormShape
+from ..calls.request import GROUP, ITEMSIZES, NormShape, with_norm
 from ..communicator import Communicator
 from ..cuda import cupy_runtime
-from ..device.norms import Norms
+from ..device.backend import DeviceBackend
+from ..device.prepared import Prepared
 from ..graphs.session import session_of
-from ..host import rmsnorm
+from ..ipc.backend import IpcBackend
 from . import contenders
 
 OP = "allreduce_rmsnorm"
@@ -139,7 +141,7 @@ class Ours(contenders.Ours):
 
     def algorithm(self, mode: str, source: Rows) -> str:
         """The kernels that run a call."""
-        return session_of(self._comm).require_backend("bench").norms.prepare(source.x.shape, source.shape).by
+        return prepared(session_of(self._comm).require_backend("bench"), source).by
 
 
 class Pair(Ours):
@@ -149,12 +151,12 @@ class Pair(Ours):
 
     def __init__(self, like: Communicator, algorithm: str | None) -> None:
         super().__init__(Communicator(device="auto", backend=like.backend, algorithm=algorithm))
-        self._like = session_of(like).require_backend("bench").norms
+        self._like = session_of(like).require_backend("bench")
         without_fused(self._comm)
 
     def prepare(self, source: Rows, target: Any) -> Callable[[], Any] | None:  # type: ignore[override]
         """See :class:`contenders.Contender`. None if the call itself runs a pair."""
-        if self._like.prepare(source.x.shape, source.shape).plain is not None:
+        if prepared(self._like, source).hands_on:
             return None
         return super().prepare(source, target)
 
@@ -167,7 +169,13 @@ class Pair(Ours):
 def without_fused(comm: Communicator) -> None:
     """Let a communicator run every all-reduce with RMSNorm by the pair."""
     backend = session_of(comm).require_backend("bench")
-    backend.norms = Norms(backend.n, backend.norms.kernels, backend.for_array, backend.start)
+    if isinstance(backend, IpcBackend):
+        backend.launches.fuses = False
+
+
+def prepared(backend: DeviceBackend, source: Rows) -> Prepared:
+    """The launches of a call."""
+    return backend.prepare(with_norm(source.x.shape, source.shape))
 
 
 class Allreduce(contenders.Ours):

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ..calls import request
 from ..communicator import Communicator
 from ..cuda import cupy_runtime
 from ..errors import IpcReduceError, UnsupportedError
@@ -133,12 +134,12 @@ def _time(comm: Communicator, message: Message, choice: plan.Choice, replays: in
     """Time a choice, in microseconds. :raises IpcReduceError: if the result is wrong."""
     backend, nbytes = our_backend(comm, "tune"), message.source.nbytes
     step = plan.plan_launch(choice.algorithm, 0, nbytes, comm.size, choice)
-    prepared = backend.launches.by_steps([step], message.source.shape, _DTYPE, _OP, nbytes)
+    prepared = backend.launches.by_steps([step], request.plain(message.source.shape, _DTYPE, _OP))
     stream, owner = cupy_runtime.stream_of()
-    source, target = message.source.data.ptr, message.target.data.ptr
+    start = partial(prepared.start, (message.source.data.ptr, message.target.data.ptr))
     calls = max(4, min(100, (16 << 20) // nbytes))
     message.renew()
-    graph = timing.captured(lambda: backend.run(prepared, source, target, stream, owner), calls)
+    graph = timing.captured(partial(backend.run, start, stream, owner), calls)
     found = timing.in_graph(graph, calls, replays, mpi).median
     if not all(mpi.allgather(message.is_right())):
         raise IpcReduceError(f"the sum of {nbytes} bytes by {choice} is wrong. No table is stored")

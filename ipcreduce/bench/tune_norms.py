@@ -9,16 +9,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from ..calls.fingerprint import of_norm
-from ..calls.norm_shape import NormAddresses
+from ..calls.addresses import NormAddresses
+from ..calls.request import with_norm
 from ..communicator import Communicator
 from ..cuda import cupy_runtime
-from ..device.norms import PACKET_BYTES, PreparedNorm
 from ..errors import IpcReduceError
 from ..ipc import norm_plan
 from . import norms, timing
@@ -78,11 +78,8 @@ def _time(
 ) -> float:  # fmt: skip
     """Time a launch, in microseconds. :raises IpcReduceError: if the result is wrong."""
     backend, arrays = our_backend(comm, "tune"), message.source
-    launch = backend.launches.fused_norm(arrays.shape, planned)
-    prepared = PreparedNorm(
-        what=of_norm(arrays.x.shape, arrays.shape), by=planned.kernel, shape=arrays.shape, alignment=PACKET_BYTES,
-        plain=None, norm=launch,
-    )  # fmt: skip
+    prepared = backend.launches.fused(with_norm(arrays.x.shape, arrays.shape), planned)
+    assert prepared is not None
     addresses = NormAddresses(
         source=arrays.x.data.ptr, weight=arrays.weight.data.ptr, residual=arrays.residual.data.ptr,
         out=arrays.y.data.ptr, residual_out=arrays.residual_out.data.ptr, quantised=0, scales=0,
@@ -91,7 +88,7 @@ def _time(
 
     def call() -> None:
         arrays.y.fill(1)  # no zero: that would be no kernel
-        backend.run_norm(prepared, addresses, stream, owner)
+        backend.run(partial(prepared.start, addresses), stream, owner)
 
     message.renew()
     found = timing.in_graph(timing.captured(call, _CALLS), _CALLS, replays, mpi).median

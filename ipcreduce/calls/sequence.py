@@ -21,13 +21,13 @@ from ..errors import (
 )
 from ..page import control_page
 from ..page.control_page import Page
+from ..page.fingerprint import Fingerprint
 from ..page.records import fence
 from ..page.rounds import Abandon, Left, Rounds
 from ..texts import described
 from ..types import Stream
 from . import faults, turns
 from .backend import Backend
-from .fingerprint import Fingerprint
 
 _PATIENCE_SECONDS = 30.0  # in a resynchronisation, for a rank that came too late for a call and is still on its way
 

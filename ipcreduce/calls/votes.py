@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import PeerFailedError, RankMismatchError, report
+from ..page.fingerprint import Fingerprint, by_rank
 from ..page.records import rows
 from ..texts import decoded, described, encoded, text_in
 from .faults import USE_AGAIN
-from .fingerprint import Fingerprint, by_rank
 from .sequence import CallSequence
 
 _TEXT_BYTES = 512

@@ -6,32 +6,29 @@ import time
 import warnings
 import weakref
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
 from .. import clock, process
 from ..calls import faults
 from ..calls.backend import Backend
-from ..calls.norm_shape import NormAddresses
+from ..calls.request import Request
 from ..calls.sequence import CallSequence
-from ..cuda import cupy_runtime, driver, graph, streams
-from ..cuda.expressions import Expression
+from ..cuda import driver, streams
 from ..errors import ArgumentError, IpcReduceError, PeerTimeoutError, report
 from ..page.control_page import REFUSED, TOLD, Page
 from ..ranks.exchange import Channel
 from ..types import Stream
-from . import background
+from . import background, epilogues
 from .deferred_free import Action, attempt, flush, untrack
 from .fast_path import FastPath
-from .known_calls import KnownCalls, Prepared, PreparedList, Ready
-from .known_lists import KnownLists, Places, Start, addresses_of
-from .known_maps import KnownMaps
-from .known_norms import KnownNorms
-from .maps import MapKernels, PreparedMap
-from .norms import Norms, PreparedNorm
+from .kernels import Kernels
+from .launch_cache import LaunchCache
+from .prepared import Prepared, Ready, keep
 from .stream_order import StreamOrder
 
+_MAX_PREPARED = 2048  # calls, of which lists have up to 32 KB of arguments for each launch
 _ABORT_SECONDS, _GIVE_UP_SECONDS = 5.0, 0.9  # of close(): until waits are aborted, and from there until it gives up
 
 Actions = Sequence[Action]
@@ -62,8 +59,7 @@ class DeviceBackend(Backend):
     """
 
     name: ClassVar[str]  # of the backend
-    norms: Norms  # the calls with RMSNorm
-    prepared: Mapping[tuple[Any, ...], Prepared]  # the calls of for_array() by shape, dtype and op; never replaced
+    kernels: Kernels
 
     def __init__(
         self, device: driver.DeviceInfo, context: int, page: Page, timeout: float, captured_in_order: bool = False
@@ -73,126 +69,56 @@ class DeviceBackend(Backend):
         self.rank, self.n = page.rank, page.n
         self.order = StreamOrder(context, captured_in_order)
         self.fast: FastPath | None = None
-        self.known_lists: KnownLists | None = None  # with the fast path
-        self.known_norms: KnownNorms | None = None  # so are these
-        self.known_maps: KnownMaps | None = None
+        self.known: LaunchCache | None = None  # of the fast path
+        self._prepared: dict[Request, Prepared] = {}
         # What the ranks map of each other: for each part of it, what unmaps the peers' and what frees this rank's.
         self.shared: list[tuple[Action, Action]] = []
         self.life = Life()  # of what graphs hold that are recorded now
-        self.map_kernels = MapKernels(context, device.capability, lambda: self.order.ends_by(clock.now() + timeout))
         background.start()
 
     # ---- running
     def open_fast_path(self, calls: CallSequence) -> FastPath:
         """The fast path for the calls of ``calls``, which is closed with the backend."""
-        known = KnownCalls(self.device.ordinal, self.order, self.prepared, self.make_ready)
-        self.known_lists = KnownLists(self.device.ordinal, self.order, self.start_list, self.make_ready_list)
-        known.find_list = self.known_lists.find
-        self.known_maps = KnownMaps(self.device.ordinal, self.order, self.make_ready_map)
-        known.find_map = self.known_maps.find
-        self.known_norms = KnownNorms(
-            self.device.ordinal, calls, self.order, self.norms.start, self.make_ready_norm
-        )  # fmt: skip
-        self.fast = FastPath(calls, self.device.ordinal, self.context, self.order, self.page, known)
+        self.known = LaunchCache(self.device.ordinal, self.order, self.make_ready)
+        self.fast = FastPath(calls, self.device.ordinal, self.context, self.order, self.page, self.known)
         return self.fast
-
-    @abstractmethod
-    def make_ready(self, prepared: Any, source: int, target: int, again: bool) -> Ready:
-        """The launch of a call of :attr:`prepared`, between two addresses. ``again``: they have come before."""
 
     @abstractmethod
     def describe(self) -> list[str]:
         """The backend's lines in ``Communicator.describe``."""
 
-    @abstractmethod
-    def for_array(self, array: Any, op: Any) -> Prepared:
-        """All that is known of an all-reduce before its addresses are. :raises ArgumentError: if dtype or op is wrong.
+    def prepare(self, request: Request) -> Prepared:
+        """All that is known of a call before its addresses are: its kernels, compiled if need be.
 
-        :param array: a device array.
-        :param op: as :func:`ipcreduce.dtypes.op_name` takes it.
+        :raises IpcReduceError: if a kernel does not compile; ArgumentError for a wrong expression.
+        :raises CudaError: if it does not load.
         """
+        found = self._prepared.get(request)
+        if found is None:
+            found = self.prepare_whole(request)
+            if found is None:
+                plain = None if self.n == 1 else self.prepare(request.without_epilogue())
+                found = epilogues.behind(plain, request, self.kernels, self.device.ordinal)
+            keep(self._prepared, request, found, _MAX_PREPARED)
+        return found
 
     @abstractmethod
-    def start(self, prepared: Any, source: int, target: int, stream: Stream) -> None:
-        """Put an all-reduce on ``stream``. See :meth:`run`."""
+    def prepare_whole(self, request: Request) -> Prepared | None:
+        """Do the same for a call that needs no kernel behind the all-reduce; None for others."""
+
+    def make_ready(self, prepared: Prepared, addresses: Any) -> Ready:
+        """The launch of a call for addresses that come again."""
+        return prepared.ready(addresses)
 
     def run(
-        self, prepared: Prepared, source: int, target: int, stream: Stream, owner: Any, recorded: bool = False
-    ) -> None:
-        """Launch an all-reduce from address ``source`` to ``target`` (the same: in place) on ``stream``.
+        self, start: Callable[[Stream], Any], stream: Stream, owner: Any, *, recorded: bool = False,
+        capturable: bool = True,
+    ) -> None:  # fmt: skip
+        """Launch a call by ``start(stream)``: see :meth:`StreamOrder.launch`. NCCL's guard watches it from then on.
 
-        :param owner: see :meth:`StreamOrder.launch`.
-        :param recorded: ``stream`` is part of the capture of a recording.
         :raises CudaError: if a launch fails.
         """
-        self.order.launch(partial(self.start, prepared, source, target), stream, owner, recorded=recorded)
-        self.order.launched = self.page.calls.number[0]
-
-    @abstractmethod
-    def for_list(self, arrays: Sequence[Any], op: Any) -> PreparedList:
-        """Do the same as :meth:`for_array` for a list of device arrays. Errors name the member."""
-
-    @abstractmethod
-    def start_list(self, prepared: Any) -> Start:
-        """The function that puts an all-reduce of a list on a stream, wherever the list's arrays lie."""
-
-    @abstractmethod
-    def make_ready_list(self, prepared: Any, places: Places) -> Ready:
-        """The launch of a call on a list of arrays at places that have come before."""
-
-    def run_list(
-        self, prepared: PreparedList, sources: Sequence[int], targets: Sequence[int], stream: Stream, owner: Any,
-        recorded: bool = False,
-    ) -> None:  # fmt: skip
-        """Do the same as :meth:`run` for a list of arrays. All its launches are one call."""
-        places = addresses_of(sources), addresses_of(targets)
-        self.order.launch(partial(self.start_list(prepared), places), stream, owner, recorded=recorded)
-        self.order.launched = self.page.calls.number[0]
-
-    def make_ready_norm(self, prepared: PreparedNorm, addresses: NormAddresses) -> Ready:
-        """The launch of a call with RMSNorm, between addresses that have come before: see :meth:`make_ready`."""
-        return self.norms.make_ready(prepared, addresses)
-
-    def run_norm(
-        self, prepared: PreparedNorm, addresses: NormAddresses, stream: Stream, owner: Any, recorded: bool = False
-    ) -> None:  # fmt: skip
-        """Do the same as :meth:`run` for an all-reduce with RMSNorm. All its launches are one call."""
-        self.order.launch(partial(self.norms.start, prepared, addresses), stream, owner, recorded=recorded)
-
-    def for_map(self, array: Any, op: Any, expression: Expression) -> PreparedMap:
-        """Do the same as :meth:`for_array` for a call with an expression.
-
-        It is applied by a kernel of its own, here. :raises ArgumentError: if the expression does not compile.
-        """
-        return self.map_kernels.prepare(array, op, expression, None if self.n == 1 else self.for_array(array, op))
-
-    def run_map(
-        self, prepared: PreparedMap, source: int, target: int, operands: Sequence[int], stream: Stream, owner: Any,
-        recorded: bool = False,
-    ) -> None:  # fmt: skip
-        """Do the same as :meth:`run` for a call with an expression that is not preceded by another one."""
-        self.order.launch(partial(prepared.run, source, target, operands), stream, owner, recorded=recorded)
-        self.order.launched = self.page.calls.number[0]
-
-    def make_ready_map(
-        self, prepared: PreparedMap, source: int, target: int, operands: Sequence[int], again: bool
-    ) -> Ready:  # fmt: skip
-        """The launch of a call with an expression, between two addresses: see :meth:`make_ready`."""
-        return Ready(prepared.what, self._start_map, (prepared, source, target, operands))
-
-    def _start_map(self, argument: tuple[PreparedMap, int, int, Sequence[int]], stream: Stream) -> None:
-        prepared, source, target, operands = argument
-        if prepared.first is not None:
-            self.start(prepared.first, source, target, stream)
-            source = target
-        prepared.run(source, target, operands, stream)
-
-    def launch_graph(self, executable: graph.Executable, stream: Stream, owner: Any) -> None:
-        """Launch an executable graph on ``stream``, behind the last call.
-
-        :raises CaptureError: if ``stream`` is being captured. :raises CudaError: if the launch fails.
-        """
-        self.order.launch(partial(cupy_runtime.launch, executable), stream, owner, capturable=False)
+        self.order.launch(start, stream, owner, recorded=recorded, capturable=capturable)
         self.order.launched = self.page.calls.number[0]
 
     def is_capturing(self, stream: Stream) -> bool:
@@ -309,7 +235,7 @@ class DeviceBackend(Backend):
             action()
         flush()
         # The rest may wait for the garbage collector. The page may not: a mapping of Python's holds a descriptor.
-        self.fast = self.known_norms = None
+        self.fast = self.known = None
         self.page = Page.alone(0, 1)
 
     @abstractmethod

@@ -10,6 +10,10 @@ from functools import partial
 from sys import modules
 from typing import Any
 
+from ..arrays.device_norms import NormCall
+from ..arrays.lists import ListCall
+from ..arrays.maps import MapCall
+from ..arrays.plain import PlainCall
 from ..calls import turns
 from ..calls.sequence import CallSequence
 from ..cuda import cupy_runtime, driver, torch_runtime
@@ -18,31 +22,44 @@ from ..errors import CaptureError, CudaError
 from ..page.control_page import Page
 from ..page.flight_recorder import RING
 from ..types import Stream
-from .known_calls import NOT_READY, KnownCalls, Ready
+from .hits.lists import ListHits
+from .hits.maps import MapHits
+from .hits.norms import NormHits
+from .hits.plain import PlainHits
 from .last_call import ON_STREAM, RESTING
+from .launch_cache import Found, LaunchCache
+from .prepared import Ready
 from .stream_order import IN_A_CAPTURE, StreamOrder
 
+Find = Callable[[Any, Any, Any, Any], Found]
 _CAPTURING = (900, 905)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, _ISOLATION: for an event from outside
 
 
 class FastPath:
     """The repeated calls on one backend. :meth:`make` takes the communicator's lock, and holds it around the rest.
 
-    It makes replays, and the eager calls that ``known`` has ready: those on contiguous CuPy arrays or PyTorch tensors,
-    of a shape, dtype and op that came before.
+    It makes replays, and the eager calls that are ready: those on contiguous CuPy arrays or PyTorch tensors, of shapes,
+    dtypes and op that came before.
+
+    :ivar find: looks up a call on an array or a list, ``find_map`` one with an expression, and ``find_norm`` one with
+        RMSNorm.
     """
 
     def __init__(
-        self, calls: CallSequence, device: int, context: int, order: StreamOrder, page: Page, known: KnownCalls
+        self, calls: CallSequence, device: int, context: int, order: StreamOrder, page: Page, cache: LaunchCache
     ) -> None:  # fmt: skip
         self._calls, self._device, self._context, self._order = calls, device, context, order
-        self._abort_word, self._recorder, self.known = page.abort_word, page.calls, known
+        self._abort_word, self._recorder = page.abort_word, page.calls
+        lists, maps, norms = ListHits(cache), MapHits(cache), NormHits(cache)
+        plain = PlainHits(cache, lists)
+        cache.kinds |= {PlainCall: plain, ListCall: lists, MapCall: maps, NormCall: norms}
+        self.find, self.find_map, self.find_norm = plain.find, maps.find, norms.find
         ring = page.calls  # these objects are never replaced; only their contents change
         self._recorder_parts = ring.recorded, ring.number, ring.slots, ring.agreed
 
     def make(
         self, ready: Ready | None, usual: Callable[[Any, Any, Any, Any], Any],
-        array: Any = None, op: Any = None, out: Any = None, stream: Any = None, current: Stream | None = None,
+        array: Any = None, op: Any = None, out: Any = None, stream: Any = None, find: Find | None = None,
     ) -> Any:  # fmt: skip
         """Make one call under the lock: launch ``ready``, or the eager call of these arguments; else by ``usual``.
 
@@ -50,7 +67,7 @@ class FastPath:
         of Python's calls takes up to 0.1 us, a ``with`` block 0.13, ``*args`` 0.06.
 
         :param usual: takes the other arguments, which a replay leaves out.
-        :param current: the stream of ``ready``; None for the current one of CuPy, or else of PyTorch.
+        :param find: looks up the eager call; None for :attr:`find`.
         :returns: the result of the eager call, or of ``usual``; True for ``ready``.
         """
         calls = self._calls
@@ -64,10 +81,11 @@ class FastPath:
                 calls.within = True
                 calls.number = number = calls.number + 1
                 result: Any = True
+                current: Any = None
                 if ready is None:
-                    given = self.known.find(array, op, out, stream) if calls.recording is None else NOT_READY
-                    ready, result, current = given
-                elif current is None:  # as current_streams.stream_of()
+                    if calls.recording is None:
+                        ready, result, current = (find or self.find)(array, op, out, stream)
+                else:  # as current_streams.stream_of()
                     current = cupy_runtime.get_current_stream().ptr
                     if not current and (torch_runtime.get_stream or ("torch" in modules and torch_runtime.works())):
                         current = torch_runtime.get_stream(self._device)
@@ -90,8 +108,8 @@ class FastPath:
     def _launch(self, ready: Ready, number: int, stream: Stream, looked: bool) -> bool:
         """Record call ``number``, as :meth:`FlightRecorder.enter` does, and launch it. False if it has to be ``usual``.
 
-        :param looked: see :meth:`StreamOrder.quick`. For a new result :meth:`KnownCalls.find` has looked before it
-            allocated that. For a replay nobody has to look, which would take 0.2 us: the driver refuses the launch of
+        :param looked: see :meth:`StreamOrder.quick`. For a new result the look-up has looked before it allocated
+            that. For a replay nobody has to look, which would take 0.2 us: the driver refuses the launch of
             a graph in a capture.
         """
         order, argument = self._order, ready.argument

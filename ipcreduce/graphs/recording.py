@@ -11,13 +11,13 @@ from functools import partial
 from typing import Any
 
 from ..arrays import views
-from ..calls.fingerprint import Fingerprint
 from ..cuda import cupy_runtime, streams
 from ..cuda import graph as cuda_graph
 from ..device.backend import Life
 from ..device.deferred_free import free_later
-from ..device.known_calls import Ready
+from ..device.prepared import Ready
 from ..errors import CaptureError, CudaError, IpcReduceError
+from ..page.fingerprint import Fingerprint
 from ..texts import text_of
 from ..types import DEFAULT_STREAM, Stream
 from .pool import GraphPool

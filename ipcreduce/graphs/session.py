@@ -5,24 +5,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from ..arrays import views
 from ..calls import turns
-from ..calls.fingerprint import Fingerprint
 from ..calls.sequence import CallSequence
 from ..calls.votes import agree
 from ..cuda import cupy_runtime, current_streams
 from ..device import deferred_free
 from ..device.backend import DeviceBackend
-from ..device.known_calls import Prepared, PreparedList, Ready
-from ..device.maps import PreparedMap
-from ..device.norms import PreparedNorm
+from ..device.prepared import Prepared, Ready
 from ..device.stream_order import StreamOrder
 from ..errors import ArgumentError, GraphStateError, IpcReduceError, Reach, UnsupportedError
 from ..ipc.backend import IpcBackend
+from ..page.fingerprint import Fingerprint
 from ..types import Stream
 from .direct.registration import DirectGraphs
 from .pool import CapturedMemory, GraphPool
@@ -189,10 +188,6 @@ class GraphSession:
         self.calls.recording.note(call, *used)
         return prepared if self.direct is None else self.direct.noted(prepared, call)
 
-    def note_list(self, prepared: PreparedList | PreparedMap | PreparedNorm, *used: Any) -> None:
-        """Note an all-reduce that is never direct: of a list, with an expression, or with a norm. See :meth:`note`."""
-        self.calls.recording.note(RecordedCall(prepared.what, prepared.by), *used)
-
     def recorded(self, graph: Any, resources: Resources, number: int) -> None:
         """Take a complete recording, call ``number``. Collective only where graphs are direct."""
         if self.direct is not None:
@@ -268,7 +263,7 @@ class GraphSession:
             if segment.life.ended:
                 where = f"rank {self.calls.rank}, call {self.calls.number}"
                 raise GraphStateError(f"{where}: {_STALE}", reach=Reach.ALL)
-        self.backend.launch_graph(segment.executable, stream, owner)
+        self.backend.run(partial(cupy_runtime.launch, segment.executable), stream, owner, capturable=False)
 
     def synchronize(self, stream: Stream | None) -> None:
         """See :meth:`Communicator.synchronize`. :raises UnsupportedError: within a call of the same thread."""

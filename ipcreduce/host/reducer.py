@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache, partial
-from itertools import accumulate
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from .. import clock
-from ..arrays.host_norms import HostNorm
-from ..arrays.host_operands import HostOperands
-from ..arrays.lists import HostLists
-from ..arrays.maps import HostMap, Map
-from ..arrays.norms import NormArguments
-from ..calls.fingerprint import Fingerprint, of_list, of_map, of_norm
+from ..arrays.host_operands import Array, HostCall
+from ..arrays.plain import PlainCall
 from ..calls.sequence import CallSequence
-from ..dtypes import op_name
+from ..dtypes import DTYPES, OPS
 from ..errors import UnsupportedError
+from ..page.fingerprint import Fingerprint
 from ..ranks.mpi import check_runs
 from ..types import DEFAULT_STREAM
 from .over_mpi import MpiReducer
-from .rmsnorm import normalise
 from .shared import SharedReducer
 
-_MOST_KNOWN = 4096
-Array = np.ndarray[Any, Any]
+_MAX_KNOWN = 4096
 
 
 class HostReducer:
@@ -49,19 +43,24 @@ class HostReducer:
         """The way that the data take, and the reason if it is not shared memory."""
         return self._way
 
-    def allreduce(self, array: Any, op: Any, out: Any) -> Any:
-        """One call: see :meth:`ipcreduce.Communicator.allreduce`. After an error the values in ``out`` are undefined.
+    def call(self, given: Any) -> Any:
+        """Make one call of any kind. After an error the values in the caller's outputs are undefined.
 
+        :param given: its arguments: a :class:`PlainCall`, say.
         :raises IpcReduceError: if the arguments are wrong, or the ranks do not come or differ.
         """
-        what = self._repeated(array, op, out)
+        what = self._repeated(*given) if type(given) is PlainCall else None
         if what is not None and self._shared is not None:
             self._calls.enter(what, DEFAULT_STREAM)
-            return self._through_memory(self._shared, what, array, op, out)
-        used = HostOperands(array, op, out)
-        result = used.result(self._reduce(used))
-        if used.source is array and op == used.op and type(op) is str and len(self._plain) < _MOST_KNOWN:
-            self._plain[array.shape, array.dtype, op] = _fingerprint(used.shape, used.kind, used.op)
+            return self._through_memory(self._shared, what, *given)
+        used: HostCall = given.for_host()
+        what = used.request.what
+        self._enter(what)
+        result = used.result([self._exchange(what, *part) for part in used.parts()])
+        if type(given) is PlainCall and type(given.array) is np.ndarray and len(self._plain) < _MAX_KNOWN:
+            array, op, _ = given
+            if type(op) is str and op in OPS and array.dtype in DTYPES:
+                self._plain[array.shape, array.dtype, op] = what
         return result
 
     def _repeated(self, array: Any, op: Any, out: Any) -> Fingerprint | None:
@@ -73,46 +72,6 @@ class HostReducer:
             return what
         same = type(out) is np.ndarray and out.shape == array.shape and out.dtype == array.dtype
         return what if same and out.flags.carray else None  # carray: contiguous, aligned and writable
-
-    def _reduce(self, used: HostOperands) -> Array:
-        what = _fingerprint(used.shape, used.kind, used.op)
-        self._enter(what)
-        return self._exchange(what, used.source, used.op, used.target)
-
-    def allreduce_list(self, arrays: Any, op: Any, out: Any) -> Any:
-        """One call on a list of arrays. Those of one dtype are copied behind each other, and handed over together."""
-        used = HostLists(arrays, op, out)
-        what = of_list([(one.shape, one.kind) for one in used.members], op_name(op), " on the host")
-        self._enter(what)
-        if not used.members:  # it waits for the other ranks, too
-            self._exchange(what, np.empty(0, np.uint8), "sum", None)
-        reduced: dict[HostOperands, Array] = {}
-        for name, members in used.by_dtype():
-            flat = self._exchange(what, np.concatenate([one.source.reshape(-1) for one in members]), name, None)
-            ends = accumulate(one.source.size for one in members)
-            for one, end in zip(members, ends, strict=True):
-                reduced[one] = flat[end - one.source.size : end].reshape(one.source.shape)
-        return used.results([reduced[one] for one in used.members])
-
-    def allreduce_rmsnorm(self, given: NormArguments) -> tuple[Any, ...]:
-        """One call: see :meth:`ipcreduce.Communicator.allreduce_rmsnorm`."""
-        used = HostNorm(given)
-        what = of_norm(used.source.shape, used.shape, " on the host")
-        self._enter(what)
-        reduced = self._exchange(what, used.source, "sum", None)
-        return used.results(*normalise(used.shape, used.as_rows(reduced), used.weight, used.residual, used.scale))
-
-    def allreduce_then(self, array: Any, op: Any, out: Any, then: Map) -> Any:
-        """One call with an expression, for which the host has a function of the program."""
-        used = HostOperands(array, op, out)
-        mapped = HostMap(then, used)
-        expression = mapped.expression
-        what = of_map(used.shape, used.kind, used.op, str(expression), expression.text, " on the host")
-        self._enter(what)
-        value = mapped.apply(self._exchange(what, used.source, used.op, None))
-        if used.target is not None:
-            used.target[...] = value
-        return used.result(value)
 
     def _enter(self, what: Fingerprint) -> None:
         calls = self._calls
@@ -161,8 +120,3 @@ class HostReducer:
     def close(self) -> None:
         """Let go of the shared memory. There are no more calls."""
         self._shared = None
-
-
-@lru_cache(_MOST_KNOWN)
-def _fingerprint(shape: tuple[int, ...], name: str, op: str) -> Fingerprint:
-    return Fingerprint.of(f"{op} of {name} {shape} on the host")

@@ -6,24 +6,18 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from .. import clock
-from ..calls.norm_shape import NormAddresses
+from ..calls.request import Request
 from ..cuda import driver
 from ..cuda.contexts import using_relaxed
-from ..cuda.expressions import Expression
 from ..device.backend import DeviceBackend, have_left
 from ..device.deferred_free import Action, attempt, free_after
-from ..device.known_calls import Ready
-from ..device.known_lists import Places, Start
-from ..device.maps import PreparedMap
-from ..device.norms import Norms, PreparedNorm
+from ..device.prepared import Prepared, Ready
 from ..errors import CudaError, Reach, UnsupportedError
 from ..page.control_page import Page
 from ..ranks.exchange import Channel
-from ..types import Stream
-from . import lists, plan, virtual
-from .launches import Launches, PreparedCall
-from .ready import ReadyLaunches
+from . import plan, virtual
+from .launches import Launches
+from .ready import ReadyGraphs
 from .virtual import VirtualWorkspace
 from .workspace import Workspace
 
@@ -53,20 +47,13 @@ class IpcBackend(DeviceBackend):
             raise
         self.shared.append((workspace.unmap_peers, workspace.free))
         self.launches = Launches(
-            context, workspace, control, capability=capability, timeout=timeout, algorithm=algorithm
-        )
-        self.launches.before_loading = lambda: self.order.ends_by(clock.now() + timeout)
-        self.prepared, self._ready = self.launches.prepared, ReadyLaunches(context)
-        self.norms = Norms(
-            self.n, self.launches.norm_kernels, self.for_array, self.start, self.launches.fused_norm
+            context, workspace, control, capability=capability, timeout=timeout, algorithm=algorithm,
+            before_loading=self.drain,
         )  # fmt: skip
+        self.kernels, self._graphs = self.launches.kernels, ReadyGraphs(context)
         self.not_virtual = ""  # why the workspace is not in virtual memory
         self._used = False  # a kernel has run while it was suspended
         self.packets = "packets arrive whole"  # until the start-up check says otherwise
-
-    def make_ready(self, prepared: PreparedCall, source: int, target: int, again: bool) -> Ready:
-        """See :meth:`ReadyLaunches.make`."""
-        return self._ready.make(prepared, source, target, again)
 
     def describe(self) -> list[str]:
         """Lines about the GPU, the workspace, the packets and the plan."""
@@ -88,40 +75,13 @@ class IpcBackend(DeviceBackend):
         return lines
 
     # ---- running
-    def for_array(self, array: Any, op: Any) -> PreparedCall:
-        """See :meth:`Launches.for_array`."""
-        return self.launches.for_array(array, op)
+    def prepare_whole(self, request: Request) -> Prepared | None:
+        """See :meth:`Launches.prepare`."""
+        return self.launches.prepare(request)
 
-    def start(self, prepared: PreparedCall, source: int, target: int, stream: Stream) -> None:
-        """Put the kernels of an all-reduce on ``stream``."""
-        prepared.run(source, target, stream)
-
-    def for_list(self, arrays: Sequence[Any], op: Any) -> lists.PreparedLaunches:
-        """See :meth:`Launches.for_list`."""
-        return self.launches.for_list(arrays, op)
-
-    def start_list(self, prepared: lists.PreparedLaunches) -> Start:
-        """See :class:`DeviceBackend`."""
-        return prepared.start
-
-    def for_map(self, array: Any, op: Any, expression: Expression) -> PreparedMap:
-        """See :meth:`DeviceBackend.for_map`. Several ranks apply the expression in the kernels of the exchange."""
-        return super().for_map(array, op, expression) if self.n == 1 else self.launches.for_map(array, op, expression)
-
-    def make_ready_list(self, prepared: lists.PreparedLaunches, places: Places) -> Ready:
-        """See :meth:`ReadyLaunches.make_list`."""
-        return self._ready.make_list(prepared, places)
-
-    def make_ready_norm(self, prepared: PreparedNorm, addresses: NormAddresses) -> Ready:
-        """See :meth:`ReadyLaunches.make_norm`."""
-        return self._ready.make_norm(prepared, addresses) or self.norms.make_ready(prepared, addresses)
-
-    def make_ready_map(
-        self, prepared: PreparedMap, source: int, target: int, operands: Sequence[int], again: bool
-    ) -> Ready:  # fmt: skip
-        """See :meth:`ReadyLaunches.make_map`."""
-        ready = self._ready.make_map(prepared, source, target, operands) if again else None
-        return ready or super().make_ready_map(prepared, source, target, operands, again)
+    def make_ready(self, prepared: Prepared, addresses: Any) -> Ready:
+        """See :meth:`ReadyGraphs.make`."""
+        return self._graphs.make(prepared, addresses) or prepared.ready(addresses)
 
     # ---- suspend and resume
     def _virtual(self) -> VirtualWorkspace:
@@ -183,8 +143,8 @@ class IpcBackend(DeviceBackend):
 
     def release(self) -> None:
         """Free the resources that no other process uses."""
-        actions: list[Action] = [partial(_unregister, self.page), self.order.close, *self._ready.close_actions()]
-        attempt(self.context, *actions, *self.map_kernels.close_actions(), *self.launches.release_actions())
+        actions: list[Action] = [partial(_unregister, self.page), self.order.close, *self._graphs.close_actions()]
+        attempt(self.context, *actions, *self.kernels.release_actions())
 
 
 def _unregister(page: Page) -> None:

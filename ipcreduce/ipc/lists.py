@@ -12,19 +12,17 @@ from typing import Any
 
 import numpy as np
 
+from ..calls.addresses import Addresses, Places
 from ..cuda import driver
-from ..device.known_calls import PreparedList
-from ..device.known_lists import Addresses, Places, Start, Words
+from ..device.arguments import ARG_WORDS, IN, OUT, Words, part_table
+from ..device.prepared import Start
 from ..types import Stream
 from .plan import PACKET_BYTES, LaunchPlan
 
-ARGUMENT_WORDS = 24  # of struct Args before its table (packets.cuh)
 # The most parts of a launch: as many as fit into 4 KB of arguments, and into the 32,764 bytes that a kernel may have
 # from CUDA 12.1 on. The larger table costs the host 1.5 us a launch.
 SHORT, LONG = 162, 1356
 _LONG_SINCE = 12, 1
-_IN, _OUT = 0, 1  # words of struct Args
-_NO_PART = 0xFFFFFFFF
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -79,68 +77,55 @@ def make_plan(sizes: Sequence[int], most: int, planned: Callable[[int], Iterable
     return found
 
 
-def table(plan: ListPlan) -> np.ndarray[Any, np.dtype[np.uint64]]:
+def table(plan: ListPlan) -> Words:
     """The words of struct PartTable (list.cuh), in which the addresses are still to be set."""
-    count, places = len(plan.members), plan.parts
-    words = np.zeros(3 * places, np.uint64)
-    numbers = words[2 * places :].view(np.uint32)
-    numbers[:places] = _NO_PART
-    numbers[:count], numbers[places : places + count] = plan.first, plan.nbytes
-    return words
+    return part_table(plan.parts, plan.first, plan.nbytes)
 
 
-class ListLaunch:
-    """One launch of a list, and its arguments, in which :meth:`set` sets the addresses."""
+class ListStep:
+    """One launch of a list: see :class:`Step`. Its addresses are :data:`Places`, by member of the list."""
 
-    def __init__(
-        self, plan: ListPlan, launch: driver.Launch, args: np.ndarray[Any, np.dtype[np.uint64]], length: int
-    ) -> None:  # fmt: skip
+    __slots__ = ("_every", "_ins", "_odd", "_of", "_outs", "_words", "launch", "plan", "start")
+
+    def __init__(self, plan: ListPlan, launch: driver.Launch, length: int) -> None:
         """``length``: of the list."""
-        self.plan, self.launch, self._words = plan, launch, args.data
-        count, (ins, targets) = len(plan.members), (ARGUMENT_WORDS, ARGUMENT_WORDS + plan.parts)
-        self._ins, self._outs = args[ins : ins + count].data.cast("B"), args[targets : targets + count].data.cast("B")
+        self.launch, self.plan, self._of = launch, plan.step, plan
+        args, count, (ins, outs) = launch.args, len(plan.members), (ARG_WORDS, ARG_WORDS + plan.parts)
+        self._words = args.data
+        self._ins, self._outs = args[ins : ins + count].data.cast("B"), args[outs : outs + count].data.cast("B")
         self._odd = int(np.bitwise_or.reduce(plan.nbytes)) % PACKET_BYTES  # some part is no whole number of packets
-        self.every = count == length and not plan.offsets.any()  # each member is a part
+        self._every = count == length and not plan.offsets.any()  # each member is a part
+        self.start: Start = self._start_parts if self._every else self._start
 
-    def parts(self, places: Places) -> Places:
-        """The places by part of a list, from those by member."""
-        if self.every:
-            return places
-        sources, targets = places
-        read = self._parts(sources)
-        return read, read if targets is sources else self._parts(targets)
+    def set(self, places: Places) -> None:
+        """Set the addresses in the launch's arguments."""
+        self._set_parts(self._parts(places))
 
-    def _parts(self, members: Addresses) -> Addresses:
-        words, bits = members
-        there = np.frombuffer(words, np.uint64)[self.plan.members] + self.plan.offsets
-        return there.tobytes(), int(np.bitwise_or.reduce(there)) if bits % PACKET_BYTES else bits
+    def bound(self, places: Places) -> tuple[Start, Places]:
+        """See :class:`Step`."""
+        return self._start_parts, self._parts(places)
 
-    def set(self, parts: Places) -> None:
-        """Set the addresses of the parts."""
-        (read, read_bits), (written, written_bits) = parts
-        self._ins[:], self._words[_IN] = read, read_bits | self._odd  # by which the kernel sees alignment
-        self._outs[:], self._words[_OUT] = written, written_bits
+    def _start(self, places: Places, stream: Stream) -> None:
+        self._start_parts(self._parts(places), stream)
 
-    def run(self, parts: Places, stream: Stream) -> None:
-        """Launch it for these parts on ``stream``."""
-        self.set(parts)
+    def _start_parts(self, parts: Places, stream: Stream) -> None:
+        self._set_parts(parts)
         self.launch.run(stream)
 
+    def _parts(self, places: Places) -> Places:
+        """The places by part."""
+        if self._every:
+            return places
+        sources, targets = places
+        read = self._parts_of(sources)
+        return read, read if targets is sources else self._parts_of(targets)
 
-@dataclass(frozen=True, kw_only=True)
-class PreparedLaunches(PreparedList):
-    """A call on a list of arrays: its launches, in order."""
+    def _parts_of(self, members: Addresses) -> Addresses:
+        words, bits = members
+        there = np.frombuffer(words, np.uint64)[self._of.members] + self._of.offsets
+        return there.tobytes(), int(np.bitwise_or.reduce(there)) if bits % PACKET_BYTES else bits
 
-    launches: tuple[ListLaunch, ...]
-
-    @property
-    def start(self) -> Start:
-        """:meth:`run`, or what takes less time for these launches."""
-        if len(self.launches) == 1 and self.launches[0].every:
-            return self.launches[0].run
-        return self.run
-
-    def run(self, places: Places, stream: Stream) -> None:
-        """Launch it for arrays at these places, by member of the list, on ``stream``."""
-        for launch in self.launches:
-            launch.run(launch.parts(places), stream)
+    def _set_parts(self, parts: Places) -> None:
+        (read, read_bits), (written, written_bits) = parts
+        self._ins[:], self._words[IN] = read, read_bits | self._odd  # by which the kernel sees alignment
+        self._outs[:], self._words[OUT] = written, written_bits

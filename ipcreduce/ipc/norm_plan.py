@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ..calls.norm_shape import ITEMSIZES, NormShape
+from ..calls.request import ITEMSIZES, NormShape
 from .plan import (
     ALGORITHMS,
     CODE_BYTES,

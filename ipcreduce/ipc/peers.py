@@ -172,7 +172,7 @@ def _verify(ranks: Ranks, backend: IpcBackend, devices: np.ndarray[Any, Any], de
         return {"split": bool((verdict == _SPLIT).any()), "links": kinds}
 
     everyone = exchange.share(ranks, links.VERDICT, own, deadline, "trying the links")
-    backend.launches.whole_packets, backend.packets = links.packets(everyone)
+    backend.kernels.whole_packets, backend.packets = links.packets(everyone)
     with exchange.step(ranks, deadline, "emptying the workspaces"):
         backend.workspace.reset()
 

@@ -170,17 +170,12 @@ def kernels(n: int, forced: str | None = None, table: Table = ()) -> set[tuple[s
     return {("one_shot", 1), ("two_shot", 1)} | {(choice.algorithm, choice.depth) for choice in table}
 
 
-def eager_as_graph(step: LaunchPlan) -> bool:
-    """True if an eager call of this launch should run as a graph of one kernel.
+def is_short(nbytes: int) -> bool:
+    """True if an eager call of so many bytes should run as a graph of one kernel, where it is one launch.
 
     That saves the host 2 us, and the host is the bottleneck at these sizes. The GPU takes 1 us longer, because the
     kernels do not overlap (benchmarks/NOTES.md).
     """
-    return is_short(step.nbytes)
-
-
-def is_short(nbytes: int) -> bool:
-    """True if a launch of so many bytes is one that :func:`eager_as_graph` means."""
     return nbytes <= _GRAPH_BYTES
 
 

@@ -6,25 +6,23 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from .. import clock
+from ..calls.addresses import Places, numbers_of
 from ..calls.faults import raise_lost
-from ..calls.fingerprint import of_allreduce, of_list
+from ..calls.request import Member, Request
 from ..cuda import driver
 from ..cuda.contexts import using_relaxed
 from ..device import background
 from ..device.backend import DeviceBackend
 from ..device.deferred_free import Action, attempt
-from ..device.known_calls import Prepared, PreparedList, Ready, keep
-from ..device.known_lists import Places, Start, numbers_of
-from ..device.norm_kernels import NormKernels
-from ..device.norms import Norms
-from ..dtypes import kind_name, list_kinds, op_name, reduced_as
+from ..device.kernels import Kernels
+from ..device.prepared import OwnStep, Prepared, Start
+from ..dtypes import KINDS, reduced_as
 from ..errors import CudaError, Reach, UnsupportedError
 from ..page.control_page import Page
 from ..ranks.exchange import Channel
@@ -41,20 +39,7 @@ _NOTICE_SECONDS = 1.0  # in which the watchdog notices the end of a rank
 _WIDER = {"int16": np.dtype(np.int32), "uint16": np.dtype(np.uint32)}  # NCCL lacks int16; its low bits are the same
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreparedCall(Prepared):
-    """A call without its addresses, with NCCL's numbers for dtype and op."""
-
-    dtype: int
-    op: int
-    count: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreparedCalls(PreparedList):
-    """A call on a list of arrays: an all-reduce for each."""
-
-    calls: tuple[PreparedCall, ...]
+_Part = tuple[int, int, int]  # the number of elements, and NCCL's numbers for dtype and op
 
 
 class NcclBackend(DeviceBackend):
@@ -68,9 +53,7 @@ class NcclBackend(DeviceBackend):
         super().__init__(device, context, page, timeout, os.environ.get(library.MIXING, "1") != "0")
         self.nccl = NcclCommunicator(context)
         self._reason = reason
-        self.prepared: dict[tuple[Any, ...], PreparedCall] = {}
-        kernels = NormKernels(context, device.capability, lambda: self.order.ends_by(clock.now() + timeout), self.n)
-        self.norms = Norms(self.n, kernels, self.for_array, self.start)
+        self.kernels = Kernels(context, device.capability, self.drain, self.n, self.rank)
         self._joining: background.Job | None = None
         self._identity = b""  # kept until it is used, because NCCL has a socket and a thread for each identity
         with using_relaxed(context):
@@ -125,45 +108,30 @@ class NcclBackend(DeviceBackend):
         ]
 
     # ---- running
-    def for_array(self, array: Any, op: Any) -> PreparedCall:
-        """See :class:`DeviceBackend`."""
-        name = op_name(op, array.dtype)
-        kind = kind_name(array.dtype, name)
-        key = array.shape, array.dtype, name
-        found = self.prepared.get(key)
-        if found is None:
-            through, reduced = _WIDER.get(kind), reduced_as(kind)
-            element = array.itemsize // 2 if kind.startswith("complex") else array.itemsize
-            code = library.DTYPES[reduced if through is None else through.name]
-            found = keep(self.prepared, key, PreparedCall(
-                what=of_allreduce(array.shape, kind, name), by=self.name, nbytes=array.nbytes, fast=through is None,
-                through=through, dtype=code, op=library.OPS[name], count=array.nbytes // element,
-            ))  # fmt: skip
-        return found
+    def prepare_whole(self, request: Request) -> Prepared | None:
+        """See :class:`DeviceBackend`. The all-reduces of a list are one group."""
+        if request.epilogue is not None:
+            return None
+        parts = [_part(one, request.op) for one in request.members]
+        bind = partial(self._bound_list, parts) if request.is_list else partial(self._bound, *parts)
 
-    def make_ready(self, prepared: PreparedCall, source: int, target: int, again: bool) -> Ready:
-        """See :class:`DeviceBackend`."""
-        return Ready(prepared.what, self.nccl.all_reduce, _argument(prepared, source, target))
+        def start(addresses: Any, stream: Stream) -> None:
+            make, argument = bind(addresses)
+            make(argument, stream)
 
-    def start(self, prepared: PreparedCall, source: int, target: int, stream: Stream) -> None:
-        """Put an all-reduce on ``stream``."""
-        if prepared.count:
-            self.nccl.all_reduce(_argument(prepared, source, target), stream)
+        return Prepared(
+            request=request, what=request.what, by=self.name, nbytes=request.nbytes, steps=(OwnStep(start, bind),),
+            through=tuple(_WIDER.get(one.kind) for one in request.members),
+        )  # fmt: skip
 
-    def for_list(self, arrays: Sequence[Any], op: Any) -> PreparedCalls:
-        """See :class:`DeviceBackend`."""
-        names = list_kinds([array.dtype for array in arrays], op)
-        every = tuple(self.for_array(array, op) for array in arrays)
-        what = of_list([(array.shape, kind) for array, (kind, _) in zip(arrays, names, strict=True)], op_name(op))
-        return PreparedCalls(what=what, by=self.name, through=tuple(one.through for one in every), calls=every)
+    def _bound(self, part: _Part, addresses: Sequence[int]) -> tuple[Start, Any]:
+        if not part[0]:
+            return self.nccl.all_reduce_group, []
+        return self.nccl.all_reduce, (*addresses, *part)
 
-    def start_list(self, prepared: PreparedCalls) -> Start:
-        """See :class:`DeviceBackend`. The all-reduces of its arrays are one group."""
-        return lambda places, stream: self.nccl.all_reduce_group(_arguments(prepared, places), stream)
-
-    def make_ready_list(self, prepared: PreparedCalls, places: Places) -> Ready:
-        """See :class:`DeviceBackend`."""
-        return Ready(prepared.what, self.nccl.all_reduce_group, _arguments(prepared, places))
+    def _bound_list(self, parts: Sequence[_Part], places: Places) -> tuple[Start, Any]:
+        every = zip(*(numbers_of(words) for words, _ in places), parts, strict=True)
+        return self.nccl.all_reduce_group, [(*there, *part) for *there, part in every if part[0]]
 
     # ---- suspend and resume
     def check_suspendable(self) -> None:
@@ -224,8 +192,7 @@ class NcclBackend(DeviceBackend):
     def release(self) -> None:
         """Free all resources of this process."""
         self._guard.close()
-        own = *self.norms.kernels.release_actions(), *self.map_kernels.close_actions()
-        attempt(self.context, self.nccl.abort, self.order.close, *own)
+        attempt(self.context, self.nccl.abort, self.order.close, *self.kernels.release_actions())
         if self._joining is not None and not self._joining.is_over:  # the thread that joins still uses the context
             background.Job(self._release_context)
         else:
@@ -240,11 +207,7 @@ class NcclBackend(DeviceBackend):
         self.nccl.when_freed(partial(attempt, self.context, leave), _FREED_SECONDS)
 
 
-def _argument(prepared: PreparedCall, source: int, target: int) -> tuple[int, int, int, int, int]:
-    return source, target, prepared.count, prepared.dtype, prepared.op
-
-
-def _arguments(prepared: PreparedCalls, places: Places) -> list[tuple[int, int, int, int, int]]:
-    """The arguments of the calls of a list's members that have bytes."""
-    every = zip(prepared.calls, *map(numbers_of, places), strict=True)
-    return [_argument(*one) for one in every if one[0].count]
+def _part(member: Member, op: str) -> _Part:
+    wider = _WIDER.get(member.kind)
+    reduced = reduced_as(member.kind)
+    return member.nbytes // KINDS[reduced].itemsize, library.DTYPES[wider.name if wider else reduced], library.OPS[op]

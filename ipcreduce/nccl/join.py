@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from .. import clock
+from ..calls import request
 from ..cuda import cupy_runtime, driver
 from ..cuda.contexts import using_relaxed
 from ..device.background import Job
@@ -88,7 +89,8 @@ def _try(backend: NcclBackend, rank: int) -> None:
         for count in _TRIED:
             array = cupy.full(count, rank + 1.0, np.float32)
             driver.synchronize()
-            backend.run(backend.for_array(array, "sum"), array.data.ptr, array.data.ptr, DEFAULT_STREAM, None)
+            prepared, address = backend.prepare(request.plain(array.shape, "float32", "sum")), array.data.ptr
+            backend.run(partial(prepared.start, (address, address)), DEFAULT_STREAM, None)
             driver.synchronize()
             if not (cupy.asnumpy(array) == n * (n + 1) / 2).all():
                 raise UnsupportedError(f"a sum of {count} numbers by NCCL is wrong on rank {rank}")

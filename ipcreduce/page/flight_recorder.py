@@ -12,8 +12,8 @@ from functools import partial
 
 import numpy as np
 
-from ..calls.fingerprint import Fingerprint, by_rank
 from ..texts import encoded
+from .fingerprint import Fingerprint, by_rank
 from .records import ask_twice
 
 # Calls in the ring: more than a host can run ahead of its GPU. Those that repeat in cycles of up to 10 find in their

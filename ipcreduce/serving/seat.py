@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..arrays.norms import FP8
-from ..calls.norm_shape import ITEMSIZES
+from ..calls.request import ITEMSIZES
 from ..communicator import Communicator
 from ..dtypes import DTYPE_NAMES
 from ..errors import UnsupportedError

@@ -13,7 +13,7 @@ import torch
 
 from .. import default
 from ..arrays.norms import FP8
-from ..calls.norm_shape import GROUP
+from ..calls.request import GROUP
 from ..errors import ArgumentError, UnsupportedError
 from ..texts import shown
 from .dispatch import changed, has_derivative, is_plain, library

@@ -19,7 +19,7 @@ import numpy as np
 
 from ipcreduce.calls import faults, votes
 from ipcreduce.calls.fingerprint import of_allreduce
-from ipcreduce.calls.norm_shape import NormShape
+from ipcreduce.calls.request import NormShape
 from ipcreduce.errors import IpcReduceError
 from ipcreduce.graphs.direct import registration
 from ipcreduce.ipc import norm_plan, plan, tuning

@@ -16,7 +16,8 @@ import numpy as np
 
 import ipcreduce
 from ipcreduce.bench.limit import our_backend
-from ipcreduce.calls.norm_shape import NormAddresses, NormShape
+from ipcreduce.calls.addresses import NormAddresses
+from ipcreduce.calls.request import NormShape
 from ipcreduce.cuda import cupy_runtime
 from ipcreduce.ipc import launches
 from tests.shared import norms, reference

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ipcreduce.calls.fingerprint import Fingerprint
+from ipcreduce.page.fingerprint import Fingerprint
 from ipcreduce.calls.sequence import CallSequence
 from ipcreduce.page import comparison, records
 from ipcreduce.page.comparison import Comparison

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from ipcreduce.calls.faults import fault_error
-from ipcreduce.calls.norm_shape import NormShape
+from ipcreduce.calls.request import NormShape
 from ipcreduce.device import norm_kernels
 from ipcreduce.device.known_lists import addresses_of
 from ipcreduce.dtypes import DTYPE_NAMES, DTYPES, OPS

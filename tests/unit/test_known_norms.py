@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from ipcreduce.arrays.norms import FP8
-from ipcreduce.calls.norm_shape import NormAddresses, NormShape
+from ipcreduce.calls.addresses import NormAddresses
+from ipcreduce.calls.request import NormShape
 from ipcreduce.device import known_calls, known_norms
 from ipcreduce.device.known_calls import Ready
 from ipcreduce.device.known_norms import NOT_KNOWN, KnownNorms

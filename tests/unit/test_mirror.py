@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from ipcreduce.calls import faults
-from ipcreduce.calls.fingerprint import Fingerprint
+from ipcreduce.page.fingerprint import Fingerprint
 from ipcreduce.calls.sequence import CallSequence
 from ipcreduce.errors import PeerLostError, UnsupportedError
 from ipcreduce.page import control_page, mirror, watchdog

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ipcreduce import errors
-from ipcreduce.calls.fingerprint import Fingerprint
+from ipcreduce.page.fingerprint import Fingerprint
 from ipcreduce.device import background, stream_order
 from ipcreduce.device.backend import Life
 from ipcreduce.device.last_call import NOTHING, ON_STREAM, Last

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce.calls.norm_shape import NormAddresses, NormShape
+from ipcreduce.calls.addresses import NormAddresses
+from ipcreduce.calls.request import NormShape
 from ipcreduce.device import norm_kernels
 from tests.shared import norms
 from tests.simulated import compiler

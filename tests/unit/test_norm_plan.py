@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ipcreduce.calls.norm_shape import NormShape
+from ipcreduce.calls.request import NormShape
 from ipcreduce.ipc import norm_plan, plan, workspace
 from tests.tools.machine import ROOT
 

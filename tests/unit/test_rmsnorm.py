@@ -14,7 +14,7 @@ import pytest
 import ipcreduce
 from ipcreduce import FP8, ArgumentError
 from ipcreduce.calls.fingerprint import of_norm
-from ipcreduce.calls.norm_shape import NormShape
+from ipcreduce.calls.request import NormShape
 from ipcreduce.host import rmsnorm
 from tests.shared import norm_reference, reference
 from tests.shared.norm_reference import same_bits

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ipcreduce import texts
-from ipcreduce.calls.fingerprint import Fingerprint
+from ipcreduce.page.fingerprint import Fingerprint
 from ipcreduce.calls.votes import Vote
 from ipcreduce.page.records import Slot, record
 from ipcreduce.page.rounds import Left

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ipcreduce.bench import tune, tune_norms
-from ipcreduce.calls.norm_shape import NormShape
+from ipcreduce.calls.request import NormShape
 from ipcreduce.ipc import norm_plan, plan, workspace
 from ipcreduce.ipc.backend import IpcBackend
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
+from ...calls.request import Request
 from ...cuda import streams
 from ...cuda.driver import Launch
-from ...ipc.launches import IN, OUT, Launches, PreparedCall
+from ...device.arguments import IN, OUT, OUTS
+from ...device.prepared import KernelStep, Prepared, Start
+from ...ipc.launches import Launches
 from ...ipc.plan import KB, PACKET_BYTES, RESIDENT, LaunchPlan, most_blocks
 from ...types import Stream
 
 ALGORITHM = "direct"
-OUTS = 16  # the first word of the outputs in struct Args (packets.cuh)
 
 
 def direct(step: LaunchPlan, n: int, resident: int = RESIDENT, sharing: int = 1) -> LaunchPlan:
@@ -38,31 +38,39 @@ class Launched:
 
     node: int
     part: LaunchPlan
-    prepared: PreparedCall
+    request: Request
     source: int
     target: int
 
 
 @dataclass(frozen=True)
 class _Noted:
-    """A launch that also adds itself to ``launched`` when it is captured."""
+    """A step that also adds itself to ``launched`` when it is captured."""
 
-    launch: Launch
-    words: memoryview
-    part: LaunchPlan
-    prepared: PreparedCall
+    step: KernelStep
+    request: Request
     launched: list[Launched]
 
-    def run(self, stream: Stream) -> None:
-        self.launch.run(stream)
+    def start(self, addresses: Any, stream: Stream) -> None:
+        self.step.start(addresses, stream)
         (node,) = streams.capture_nodes(stream)  # a launch leaves one node for the next to follow
-        self.launched.append(Launched(node, self.part, self.prepared, self.words[IN], self.words[OUT]))
+        words = self.step.launch.args
+        self.launched.append(Launched(node, self.step.plan, self.request, int(words[IN]), int(words[OUT])))
+
+    def bound(self, addresses: Any) -> tuple[Start, Any]:
+        return self.start, addresses
 
 
-def noted(prepared: PreparedCall, launched: list[Launched]) -> PreparedCall:
-    """A copy of a prepared call that adds its launches to ``launched`` when they are captured."""
-    notes: Any = (_Noted(*one, prepared, launched) for one in prepared.launches)
-    return replace(prepared, launches=tuple((note, note.words, note.part) for note in notes))
+def noted(prepared: Prepared, launched: list[Launched]) -> Prepared:
+    """A copy of a prepared call that adds its launches to ``launched`` when they are captured.
+
+    Calls on lists, with an expression or with a norm are never direct, and stay as they are.
+    """
+    request = prepared.request
+    if request.is_list or request.epilogue is not None:
+        return prepared
+    notes = (_Noted(one, request, launched) if isinstance(one, KernelStep) else one for one in prepared.steps)
+    return replace(prepared, steps=tuple(notes))
 
 
 def launch_to(launches: Launches, launched: Launched, step: LaunchPlan, outputs: list[int]) -> Launch:
@@ -70,7 +78,8 @@ def launch_to(launches: Launches, launched: Launched, step: LaunchPlan, outputs:
 
     :param outputs: the addresses of the output on this rank and on the next ones, as they are mapped here.
     """
-    launch, words = launches.launch(step, launched.prepared.dtype, launched.prepared.op)
-    words[IN], words[OUT] = launched.source, outputs[0]
-    words[OUTS : OUTS + len(outputs)] = memoryview(np.array(outputs, np.uint64).data)
+    ((_, kind),) = launched.request.members
+    launch = launches.launch(step, kind, launched.request.op)
+    launch.args[IN], launch.args[OUT] = launched.source, outputs[0]
+    launch.args[OUTS : OUTS + len(outputs)] = outputs
     return launch

@@ -21,7 +21,6 @@ import numpy as np
 
 from ... import clock
 from ...calls import turns
-from ...calls.fingerprint import Fingerprint
 from ...calls.over_page import OverPage
 from ...calls.sequence import CallSequence
 from ...cuda import driver
@@ -37,6 +36,7 @@ from ...errors import (
 from ...ipc import plan
 from ...ipc.backend import IpcBackend
 from ...page import records, shared_files
+from ...page.fingerprint import Fingerprint
 from ...ranks.exchange import Channel
 from ...texts import decoded, described, encoded
 from ...types import DEFAULT_STREAM

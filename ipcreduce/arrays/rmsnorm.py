@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..calls.norm_shape import GROUP, NormShape
+from ..calls.request import GROUP, NormShape
 from ..dtypes import FLOAT8, set_nans
 
 Array = np.ndarray[Any, Any]

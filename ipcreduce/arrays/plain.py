@@ -1,0 +1,89 @@
+"""The call on one array: ``allreduce(array, op, out=out)``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..calls import request
+from ..calls.request import Request
+from ..dtypes import kind_name, op_name
+from . import views
+from .host_operands import Array, HostOperands, Part
+from .operands import DeviceOperands, Prepared, Site
+
+
+class PlainCall(NamedTuple):
+    """The arguments, as they are given."""
+
+    array: Any
+    op: Any
+    out: Any
+
+    @property
+    def first(self) -> Any:
+        """The array of whose library the current stream is."""
+        return self.array
+
+    def on_device(self) -> bool:
+        """True if it lies on a GPU. :raises ArgumentError: if it is no array."""
+        return views.is_device(self.array)
+
+    def check_streams(self) -> None:
+        """One array has one current stream."""
+
+    def for_device(self, site: Site) -> DevicePlain:
+        """Take it as a call on a GPU. :raises ArgumentError: if an argument is wrong."""
+        return DevicePlain(self, site)
+
+    def for_host(self) -> HostPlain:
+        """Take it as a call on the host. :raises ArgumentError: if an argument is wrong."""
+        return HostPlain(self)
+
+
+class DevicePlain:
+    """See :class:`DeviceCall`."""
+
+    def __init__(self, given: PlainCall, site: Site) -> None:
+        self.given: Sequence[Any] = given.array, given.out
+        self._used, self._op = DeviceOperands.of(given.array, given.out, site), given.op
+        self.written = (self._used,)
+
+    @property
+    def request(self) -> Request:
+        """See :class:`DeviceCall`."""
+        source = self._used.source
+        op = op_name(self._op, source.dtype)
+        return request.plain(source.shape, kind_name(source.dtype, op), op)
+
+    def place(self, prepared: Prepared) -> tuple[int, int]:
+        """See :class:`DeviceCall`."""
+        used = self._used
+        used.convert(prepared.through[0])
+        return used.source_address, used.destination_address
+
+    @property
+    def held(self) -> tuple[Any, ...]:
+        """See :class:`DeviceCall`."""
+        return self._used.held
+
+    @property
+    def result(self) -> Any:
+        """See :class:`DeviceCall`."""
+        return self._used.result
+
+
+class HostPlain:
+    """See :class:`HostCall`."""
+
+    def __init__(self, given: PlainCall) -> None:
+        self._used = used = HostOperands(given.array, given.op, given.out)
+        self.request = request.plain(used.shape, used.kind, used.op, on_host=True)
+
+    def parts(self) -> list[Part]:
+        """See :class:`HostCall`."""
+        return [(self._used.source, self._used.op, self._used.target)]
+
+    def result(self, reduced: Sequence[Array]) -> Any:
+        """See :class:`HostCall`."""
+        return self._used.result(reduced[0])

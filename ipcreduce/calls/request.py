@@ -1,0 +1,133 @@
+"""A call as every rank has to make it: all that the ranks compare, and by which kernels are planned and compiled."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..dtypes import KINDS
+from ..page.fingerprint import Fingerprint
+
+GROUP = 128  # elements that share a scale, with scales "group"
+ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4}  # of the dtypes that can be normalised
+_SCALES = {"given": "by a given scale", "token": "by row", "group": "by 128"}
+
+
+class Member(NamedTuple):
+    """An array of a call: its shape, and its dtype's name, one of ``dtypes.KIND_NAMES``."""
+
+    shape: tuple[int, ...]
+    kind: str
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * KINDS[self.kind].itemsize
+
+
+@dataclass(frozen=True)
+class NormShape:
+    """RMSNorm behind an all-reduce of ``rows`` rows of ``hidden`` elements, for each row of the sum.
+
+    :ivar dtype: "float16", "bfloat16" or "float32".
+    :ivar eps: rounded to float32, as ``weight_bias`` is, which is added to the weight.
+    :ivar residual: a residual is added to the sum.
+    :ivar scales: of the quantised result: "" for none, or "given" (one scale), "token" (one a row), "group" (one for
+        each 128 elements).
+    :ivar column_major: the scales of "group" lie by columns: :attr:`scales_stride` elements from one to the next.
+    :ivar keeps_y: the normalised rows are written. False: only the quantised ones.
+    """
+
+    rows: int
+    hidden: int
+    dtype: str
+    eps: float
+    weight_bias: float
+    residual: bool
+    scales: str = ""
+    column_major: bool = False
+    keeps_y: bool = True
+
+    @property
+    def elements(self) -> int:
+        """The elements of an array of this shape."""
+        return self.rows * self.hidden
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of an array of this shape and dtype."""
+        return self.elements * ITEMSIZES[self.dtype]
+
+    @property
+    def scales_stride(self) -> int:
+        """From one column of scales to the next: so many elements, a multiple of 16 bytes, as DeepGEMM takes them."""
+        return -(-self.rows // 4) * 4
+
+    def __str__(self) -> str:
+        """The norm in words, behind those of the sum. Records have room for 80 bytes of a call."""
+        text = f", eps {np.float32(self.eps)!s}"
+        if self.weight_bias:
+            text += f", bias {np.float32(self.weight_bias)!s}"
+        if self.residual:
+            text += ", residual"
+        if self.scales:
+            text += f", e4m3 {_SCALES[self.scales]}{' in columns' * self.column_major}{', no out' * (not self.keeps_y)}"
+        return text
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call, without the memory of its arrays.
+
+    :ivar op: one of ``dtypes.OPS``.
+    :ivar members: the arrays that are reduced: one, or those of a list.
+    :ivar epilogue: what is applied to the result: None, an ``Expression`` (cuda/expressions.py), or a
+        :class:`NormShape`.
+    :ivar on_host: the arrays lie on the host.
+    """
+
+    op: str
+    members: tuple[Member, ...]
+    epilogue: Any = None
+    is_list: bool = False
+    on_host: bool = False
+
+    @cached_property
+    def what(self) -> Fingerprint:
+        """The call in words, and its checksum."""
+        where = " on the host" if self.on_host else ""
+        if self.is_list:
+            every = ", ".join(f"{kind} {shape}" for shape, kind in self.members)
+            return Fingerprint.of(f"{self.op} of {len(self.members)} arrays{where}: {every}")
+        ((shape, kind),) = self.members
+        after = self.epilogue
+        if isinstance(after, NormShape):
+            return Fingerprint.of(f"sum and norm of {kind} {shape}{where}{after}")
+        text = f"{self.op} of {kind} {shape}{where}"
+        if after is None:
+            return Fingerprint.of(text)
+        text += f", then {after}"
+        return Fingerprint.of(text, f"{text}\0{after.text}")
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all arrays."""
+        return sum(one.nbytes for one in self.members)
+
+    def without_epilogue(self) -> Request:
+        """The all-reduce alone."""
+        return Request(self.op, self.members)
+
+
+def plain(shape: tuple[int, ...], kind: str, op: str, *, on_host: bool = False) -> Request:
+    """An all-reduce of one array."""
+    return Request(op, (Member(shape, kind),), on_host=on_host)
+
+
+def with_norm(shape: tuple[int, ...], norm: NormShape, *, on_host: bool = False) -> Request:
+    """An all-reduce of one array of shape ``shape``, and RMSNorm of its rows."""
+    return Request("sum", (Member(shape, norm.dtype),), norm, on_host=on_host)

@@ -1,0 +1,113 @@
+"""The arguments of the kernels, as words of 64 bits: struct Args of packets.cuh, and the tables behind it.
+
+A function here that ends in ``_setter`` returns what sets the addresses of a call in a launch's words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..calls.addresses import MapAddresses, NormAddresses
+from ..calls.request import GROUP, NormShape
+from ..cuda.expressions import Expression
+from ..dtypes import DTYPES
+
+Words = np.ndarray[Any, np.dtype[np.uint64]]
+Setter = Callable[[Any], None]
+
+# Words of struct Args
+IN, OUT, BYTES, PEERS, HALF = 0, 1, 2, 3, 11
+EPOCHS, ABORT, MISSING, TIMEOUT, OUTS = 12, 13, 14, 15, 16
+ARG_WORDS = 24
+PAIR_WORDS = 2  # of struct Args in rmsnorm.cu
+_COLUMNS, _FIRST, _OPERANDS = 0, 1, 2  # words of struct OperandTable (map.cuh)
+# Words of struct NormArgs (rmsnorm.cuh)
+_RESIDUAL, _RESIDUAL_OUT, _WEIGHT, _QUANTISED, _SCALES = 0, 1, 2, 3, 4
+_ROWS, _HIDDEN, _STRIDES, _NUMBERS, _RECIPROCAL = 5, 6, 7, 8, 9
+NORM_WORDS = 10
+_NO_PART = 0xFFFFFFFF  # in struct PartTable (list.cuh)
+_ITEMSIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
+
+
+def empty(nbytes: int) -> Words:
+    """The words of a kernel that exchanges nothing."""
+    words = np.zeros(ARG_WORDS, np.uint64)
+    words[BYTES] = nbytes
+    return words
+
+
+# ---- one array
+def plain_setter(words: memoryview, offset: int) -> Setter:
+    """For addresses (source, target, ...): ``offset`` is that of the launch in the message, in bytes."""
+
+    def set_addresses(addresses: Sequence[int]) -> None:
+        words[IN], words[OUT] = addresses[0] + offset, addresses[1] + offset
+
+    return set_addresses
+
+
+# ---- an expression
+def operand_table(shape: tuple[int, ...], first: int, expression: Expression) -> Words:
+    """The words of struct OperandTable for a launch that begins at element ``first`` of an array of this shape."""
+    words = np.zeros(_OPERANDS + len(expression.operands), np.uint64)
+    columns = max(1, shape[-1] if shape else 1)
+    words[_COLUMNS], words[_FIRST] = columns, first % columns
+    return words
+
+
+def map_setter(words: memoryview, offset: int, itemsize: int, expression: Expression, *, behind: bool) -> Setter:
+    """For :class:`MapAddresses`. ``behind``: an all-reduce comes before, whose result is read."""
+    full = [_ITEMSIZES[one.dtype] if one.kind == "full" else 0 for one in expression.operands]
+    steps = [(index, offset // itemsize * size) for index, size in enumerate(full, ARG_WORDS + _OPERANDS)]
+
+    def set_addresses(addresses: MapAddresses) -> None:
+        words[IN] = (addresses[4] if behind else addresses[0]) + offset
+        words[OUT] = addresses[1] + offset
+        for word, (index, step) in zip(addresses[2], steps, strict=True):
+            words[index] = word + step
+
+    return set_addresses
+
+
+# ---- a list
+def part_table(places: int, first: Any, nbytes: Any) -> Words:
+    """The words of struct PartTable of ``places`` parts, in which the addresses are still to be set."""
+    words = np.zeros(3 * places, np.uint64)
+    numbers, count = words[2 * places :].view(np.uint32), len(first)
+    numbers[:places] = _NO_PART
+    numbers[:count], numbers[places : places + count] = first, nbytes
+    return words
+
+
+# ---- a norm
+def norm_table(shape: NormShape) -> Words:
+    """The words of struct NormArgs, in which the addresses are still to be set."""
+    words = np.zeros(NORM_WORDS, np.uint64)
+    strides, floats = words[_STRIDES:].view(np.uint32), words[_NUMBERS:].view(np.float32)
+    words[_ROWS], words[_HIDDEN] = shape.rows, shape.hidden
+    if shape.scales == "group":
+        strides[:2] = (1, shape.scales_stride) if shape.column_major else (shape.hidden // GROUP, 1)
+    else:
+        strides[:2] = 1, 0
+    floats[:2] = shape.eps, shape.weight_bias
+    floats[2] = 1 / shape.hidden
+    return words
+
+
+def norm_setter(words: memoryview, norm: int, shape: NormShape, *, behind: bool = False) -> Setter:
+    """For :class:`NormAddresses`; struct NormArgs begins at word ``norm``.
+
+    ``behind``: an all-reduce comes before, whose sum is read. It may lie in ``out`` although y is not wanted there.
+    """
+    keeps_y = shape.keeps_y or not behind
+
+    def set_addresses(addresses: NormAddresses) -> None:
+        source, weight, residual, out, residual_out, quantised, scales = addresses
+        words[IN], words[OUT] = (out or residual_out) if behind else source, out * keeps_y
+        words[norm + _RESIDUAL], words[norm + _RESIDUAL_OUT], words[norm + _WEIGHT] = residual, residual_out, weight
+        words[norm + _QUANTISED], words[norm + _SCALES] = quantised, scales
+
+    return set_addresses

@@ -1,0 +1,206 @@
+"""Repeated all-reduces with RMSNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+from ...arrays.norms import FP8
+from ...calls.addresses import NormAddresses
+from ...calls.request import ITEMSIZES
+from ...cuda import cupy_runtime, torch_runtime
+from ..launch_cache import NOT_READY, Form, Found, Known, LaunchCache, given_stream, library_of
+from ..prepared import Prepared, Ready
+
+_Arguments = Sequence[Any]  # of a call, in the order of NormArguments
+_ARRAYS = 0, 1, 3, 4, 5, 8, 9  # the indices of arrays among the arguments
+_SCALES = 6  # the index of the scales among NormAddresses, in whose order _ARRAYS come
+# By the index of an output there: its name, and the input that it may be.
+_OUTPUTS = {3: ("out", 0), 4: ("residual_out", 2), 5: ("quant_out", None), 6: ("scales_out", None)}
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """See :class:`Layout`.
+
+    :ivar made: by the index among NormAddresses, the shape and dtype of each new array. None: those of x.
+    :ivar written: the indices of outputs that are given.
+    :ivar sizes: the bytes of the arrays that are given.
+    :ivar alignments: of the addresses of arrays of the dtype of x, and of the quantised array.
+    """
+
+    made: tuple[tuple[int, tuple[Any, Any] | None], ...]
+    written: tuple[int, ...]
+    sizes: tuple[int, ...]
+    alignments: tuple[int, int]
+
+    def settle(self, addresses: NormAddresses, new: bool) -> NormAddresses | None:
+        source, weight, residual, out, residual_out, quantised, scales = addresses
+        alignment, of_bytes = self.alignments
+        if (source | weight | residual | out | residual_out) % alignment or quantised % of_bytes or scales % 4:
+            return None
+        return addresses if self._is_apart(addresses) else None
+
+    def _is_apart(self, addresses: Sequence[int]) -> bool:
+        """True if no output that is given shares memory with an argument that it may not be."""
+        for at in self.written:
+            first, past = addresses[at], addresses[at] + self.sizes[at]
+            for other, begin in enumerate(addresses):
+                if other == at or (begin == first and other == _OUTPUTS[at][1]):
+                    continue
+                if begin < past and first < begin + self.sizes[other]:
+                    return False
+        return True
+
+
+class NormHits:
+    """The calls with RMSNorm that have come before. The communicator's lock is held around every method."""
+
+    def __init__(self, cache: LaunchCache) -> None:
+        self._cache, self._device, self._objects = cache, cache.device, cache.objects
+
+    def find(self, given: _Arguments, _op: None, _out: Any, stream: Any) -> Found:
+        """A call with RMSNorm, if it can be ready."""
+        x, weight, eps, residual, out, residual_out, bias, how, quant_out, scales_out = given
+        in_place = how is None and out is x and residual_out is residual and quant_out is scales_out is None
+        key = (id(x), id(weight), id(residual)) if in_place else _key_of(given)
+        known = None if key is None else self._objects.get(key)
+        if known is None:
+            return self._unknown(key, given, stream)
+        at_eps, at_bias, forms, tensors_of = known.more
+        if not (eps is at_eps or (type(eps) is float and eps == at_eps)):
+            return self._unknown(None, given, stream)
+        if not (bias is at_bias or (type(bias) is float and bias == at_bias)):
+            return self._unknown(None, given, stream)
+        if known.read is None:
+            for index, axes, length, shape in forms:
+                array = given[index]
+                if array.ndim != axes or len(array) != length or (shape is not None and array.shape != shape):
+                    return NOT_READY
+            current = cupy_runtime.get_current_stream().ptr
+        else:
+            tensors = (x, weight, residual) if in_place else tensors_of(given)
+            if how is not None and how._scale is not None:
+                tensors = (*tensors, how._scale)
+            if known.read(tensors) != known.addresses:
+                self._cache.evict(key)
+                return self._unknown(key, given, stream)
+            current = torch_runtime.get_stream(self._device)
+        if stream is not None:
+            current = given_stream(stream, current, known.read is not None)
+        if current is None:
+            return NOT_READY
+        if how is None:
+            return known.ready, (out, residual_out), current
+        return known.ready, (quant_out, how._scale if scales_out is None else scales_out, residual_out), current
+
+    def _unknown(self, key: Any, given: _Arguments, stream: Any) -> Found:
+        """Do the same as :meth:`find` for arrays that are not known.
+
+        :param key: by which they may become known; None for none.
+        """
+        cache, looked = self._cache, self._look(given)
+        if looked is None:
+            return NOT_READY
+        of, addresses = looked
+        form = cache.forms.get(of)
+        made = () if form is None else form.layout.made
+        current = None if form is None else cache.current(form.library, stream, bool(made))
+        if form is None or current is None or (made and not cache.can_allocate(current)):
+            return NOT_READY
+        x, _, _, _, out, total, _, how, numbers, scales = given
+        results: list[Any] = [None, None, None, out, total, numbers, scales]
+        for at, like in made:
+            library = form.library
+            new = library.empty_like(x, self._device) if like is None else library.empty(x, *like, self._device)
+            results[at], addresses[at] = new
+            if not addresses[at]:
+                return NOT_READY
+        there = NormAddresses(*addresses)
+        ready = cache.places.get((form, there))
+        if ready is None:
+            know = None if made or key is None else partial(self._know, key, given)
+            ready = cache.at(form, there, bool(made), know)
+        _, _, _, out, total, numbers, scales = results
+        if how is None:
+            return ready, (out, total), current
+        return ready, (numbers, scales if how._scale is None else how._scale, total), current
+
+    def _look(self, given: _Arguments) -> tuple[Any, list[int]] | None:
+        """The key of a call's form, and the addresses of its arrays, 0 where there is none. None if it has no form."""
+        eps, bias, how, device, plain = given[2], given[6], given[7], self._device, library_of(given[0]).plain
+        if type(eps) is not float or type(bias) is not float:
+            return None
+        if how is not None and (type(how) is not FP8 or how._column_major):
+            return None
+        key: list[Any] = [eps, bias]
+        addresses: list[int] = []
+        for index in _ARRAYS:
+            array, address = given[index], 0
+            if array is None:
+                key.append(None)
+            else:
+                place = plain(array, device)
+                if place is None:
+                    return None
+                address, shape, dtype = place
+                key += shape, dtype
+            addresses.append(address)
+        if how is not None:
+            key.append(how._per)
+            if how._scale is not None:
+                place = plain(how._scale, device)
+                if place is None or given[9] is not None:
+                    return None
+                addresses[_SCALES], shape, dtype = place
+                key += shape, dtype
+        return tuple(key), addresses
+
+    def _know(self, key: Any, given: _Arguments, form: Form, ready: Ready) -> None:
+        scale = None if given[7] is None else given[7]._scale
+        apart = {id(given[index]): index for index in _ARRAYS if given[index] is not None}  # two may be one array
+        every = [*(given[index] for index in apart.values()), *([] if scale is None else [scale])]
+        forms: tuple[Any, ...] = ()
+        if form.library is cupy_runtime:
+            forms = tuple((index, *cupy_runtime.form(given[index])) for index in apart.values())
+        more = given[2], given[6], forms, itemgetter(*apart.values())
+        self._cache.insert(key, Known(form, ready, 0, more), every, every)
+
+    def form_of(self, given: Any, result: Any, prepared: Prepared) -> tuple[Any, Form] | None:
+        """A call's form and its key, after it was made by the usual way.
+
+        A pair that keeps its sum in an array which nobody gets has none: that array has to live until the launch.
+        """
+        shape, looked = prepared.request.epilogue, self._look(given)
+        arrays = [given[index] for index in _ARRAYS]
+        if looked is None or not prepared.nbytes or (prepared.hands_on and not shape.keeps_y and arrays[4] is not None):
+            return None
+        written = tuple(at for at in _OUTPUTS if arrays[at] is not None)
+        numbers = () if not shape.scales else ((5, result[0]), (6, result[1]))
+        made: list[tuple[int, tuple[Any, Any] | None]] = [(3, None)] * (shape.keeps_y and arrays[3] is None)
+        made += [(4, None)] * (arrays[4] is None)
+        if shape.scales == "given":
+            arrays[_SCALES] = given[7].scale
+        made += [(at, (one.shape, one.dtype)) for at, one in numbers if arrays[at] is None]
+        sizes = tuple(0 if array is None else array.nbytes for array in arrays)
+        itemsize = ITEMSIZES[shape.dtype]
+        alignment = prepared.alignment or itemsize
+        layout = _Layout(tuple(made), written, sizes, (alignment, max(1, alignment // itemsize)))
+        return looked[0], Form(prepared, library_of(given[0]), layout)
+
+
+def _key_of(given: _Arguments) -> Any:
+    """By what a call is known: the ids of its arrays, and the quantisation. None if that is of a subclass."""
+    x, weight, _, residual, out, residual_out, _, how, quant_out, scales_out = given
+    if how is None:
+        quantised: Any = None
+    elif type(how) is FP8:
+        quantised = id(how._scale), how._per, how._column_major
+    else:
+        return None
+    return (
+        id(x), id(weight), id(residual), id(out), id(residual_out), id(quant_out), id(scales_out), quantised,
+    )  # fmt: skip

@@ -1,0 +1,121 @@
+"""Repeated calls on one array."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ...cuda import cupy_runtime, torch_runtime
+from ..launch_cache import NOT_READY, Form, Found, Known, LaunchCache, given_stream, library_of
+from ..prepared import Prepared, Ready
+from .lists import ListHits
+
+_Addresses = tuple[int, int]  # of source and target
+_Key = tuple[int, int, str]  # the ids of array and out, and op
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """See :class:`Layout`. ``nbytes``: of each array."""
+
+    nbytes: int
+    itemsize: int
+
+    def settle(self, addresses: _Addresses, new: bool) -> _Addresses | None:
+        source, target = addresses
+        fits = (source | target) % self.itemsize == 0 and not 0 < abs(target - source) < self.nbytes
+        return addresses if fits else None
+
+
+class PlainHits:
+    """The calls on one array that have come before. The communicator's lock is held around every method."""
+
+    def __init__(self, cache: LaunchCache, lists: ListHits) -> None:
+        self._cache, self._device, self._objects, self._lists = cache, cache.device, cache.objects, lists
+
+    def find(self, array: Any, op: Any, out: Any, stream: Any) -> Found:
+        """A call on an array or a list, if it can be ready."""
+        if type(op) is not str:
+            return NOT_READY
+        key = id(array), id(out), op
+        known = self._objects.get(key)
+        if known is None:
+            if type(array) is list or type(array) is tuple:
+                return self._lists.find(array, op, out, stream)
+            return self._unknown(key, array, op, out, stream)
+        if known.read is None:
+            shape = known.more
+            if array.shape != shape or (out is not array and out is not None and out.shape != shape):
+                return NOT_READY
+            current = cupy_runtime.get_current_stream().ptr
+        else:
+            if known.read((array,) if out is array or out is None else (array, out)) != known.addresses:
+                self._cache.evict(key)
+                return self._unknown(key, array, op, out, stream)
+            current = torch_runtime.get_stream(self._device)
+        if stream is not None:
+            current = given_stream(stream, current, out is None or known.read is not None)
+            if current is None:
+                return NOT_READY
+        if out is not None:
+            return known.ready, out, current
+        if not self._cache.can_allocate(current):
+            return NOT_READY
+        result, target = known.library.empty_like(array, self._device)
+        if not target:
+            return NOT_READY
+        ready = known.to_new.get(target) or self._cache.to_new(known, (known.source, target), target)
+        return ready, result, current
+
+    def _unknown(self, key: _Key, array: Any, op: str, out: Any, stream: Any) -> Found:
+        """Do the same as :meth:`find` for objects that are not known."""
+        cache, looked = self._cache, self._look(array, op, out)
+        if looked is None:
+            return NOT_READY
+        of, source, target = looked
+        form = cache.forms.get(of)
+        current = None if form is None else cache.current(form.library, stream, out is None)
+        if form is None or current is None:
+            return NOT_READY
+        result = out
+        if out is None:
+            if not cache.can_allocate(current):
+                return NOT_READY
+            result, target = form.library.empty_like(array, self._device)
+            if not target:
+                return NOT_READY
+        addresses = source, target
+        ready = cache.places.get((form, addresses))
+        if ready is None:
+            ready = cache.at(form, addresses, out is None, partial(self._know, key, array, out, source))
+        return ready, result, current
+
+    def _look(self, array: Any, op: str, out: Any) -> tuple[Any, int, int] | None:
+        """The key of a call's form, and the addresses of the two arrays; None if it has no form."""
+        plain = library_of(array).plain
+        place = plain(array, self._device)
+        if place is None:
+            return None
+        source, shape, dtype = place
+        target = source
+        if out is not array and out is not None:
+            other = plain(out, self._device)
+            if other is None or other[1] != shape or other[2] != dtype:
+                return None
+            target = other[0]
+        return (op, shape, dtype), source, target
+
+    def _know(self, key: _Key, array: Any, out: Any, source: int, form: Form, ready: Ready) -> None:
+        if form.library.can_be_known(array.dtype):
+            objects = (array,) if out is None or out is array else (array, out)
+            self._cache.insert(key, Known(form, ready, source, array.shape), objects, objects)
+
+    def form_of(self, given: Any, _result: Any, prepared: Prepared) -> tuple[Any, Form] | None:
+        """A call's form and its key, after it was made by the usual way."""
+        array, op, out = given
+        looked = self._look(array, op, out) if type(op) is str and prepared.nbytes else None
+        if looked is None:
+            return None
+        library = library_of(array)
+        return looked[0], Form(prepared, library, _Layout(prepared.nbytes, library.dtype_of(array.dtype).itemsize))

@@ -1,0 +1,125 @@
+"""A call that is prepared: planned, compiled and filled in, but for the addresses of its arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from ..calls.request import Request
+from ..cuda import driver
+from ..page.fingerprint import Fingerprint
+from ..types import Stream
+from .arguments import Setter
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+Start = Callable[[Any, Stream], Any]  # puts work on a stream, for addresses or what a step makes of them
+
+
+class Ready:
+    """A call whose launch is ready: ``launch(argument, stream)``. Without an argument it cannot be made any more."""
+
+    __slots__ = ("__weakref__", "argument", "launch", "what")
+
+    def __init__(self, what: Fingerprint, launch: Start, argument: Any) -> None:
+        self.what, self.launch, self.argument = what, launch, argument
+
+
+class Step(Protocol):
+    """A part of a call: one kernel, or calls of NCCL."""
+
+    @property
+    def start(self) -> Start:
+        """Puts it on a stream, for the addresses of the call."""
+
+    def bound(self, addresses: Any) -> tuple[Start, Any]:
+        """The same for addresses that come again: a function, and its first argument."""
+
+
+class KernelStep:
+    """One launch of a kernel.
+
+    :ivar set: sets the addresses of a call in the launch's arguments.
+    :ivar plan: that of the launch, if it exchanges data.
+    """
+
+    __slots__ = ("launch", "plan", "set")
+
+    def __init__(self, launch: driver.Launch, set_addresses: Setter, plan: Any = None) -> None:
+        self.launch, self.set, self.plan = launch, set_addresses, plan
+
+    def start(self, addresses: Any, stream: Stream) -> None:
+        """Launch it."""
+        self.set(addresses)
+        self.launch.run(stream)
+
+    def bound(self, addresses: Any) -> tuple[Start, Any]:
+        """See :class:`Step`."""
+        return self.start, addresses
+
+
+class OwnStep:
+    """A step by a function of the backend's. ``bind``: see :meth:`Step.bound`."""
+
+    __slots__ = ("_bind", "start")
+
+    def __init__(self, start: Start, bind: Callable[[Any], tuple[Start, Any]] | None = None) -> None:
+        self.start, self._bind = start, bind
+
+    def bound(self, addresses: Any) -> tuple[Start, Any]:
+        """See :class:`Step`."""
+        return (self.start, addresses) if self._bind is None else self._bind(addresses)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """All that a backend knows of a call before its addresses are given.
+
+    :ivar by: the names of the kernels, or of the library, that run it.
+    :ivar nbytes: of the arrays that are reduced.
+    :ivar through: by member, the dtype as which it is reduced, if not the array's own.
+    :ivar alignment: of the addresses of arrays of the call's dtype, in bytes; 0 for their itemsize.
+    :ivar hands_on: an all-reduce comes first, and leaves its result in memory for what follows.
+    """
+
+    request: Request
+    what: Fingerprint
+    by: str
+    nbytes: int
+    steps: tuple[Step, ...]
+    through: tuple[np.dtype[Any] | None, ...] = (None,)
+    alignment: int = 0
+    hands_on: bool = False
+
+    def start(self, addresses: Any, stream: Stream) -> None:
+        """Put the call on ``stream``. What the addresses are depends on the kind of call."""
+        for step in self.steps:
+            step.start(addresses, stream)
+
+    @property
+    def quickest(self) -> Start:
+        """:meth:`start`, by fewer functions if the call has one step."""
+        return self.steps[0].start if len(self.steps) == 1 else self.start
+
+    def ready(self, addresses: Any) -> Ready:
+        """The launch for addresses that come again."""
+        bound = [step.bound(addresses) for step in self.steps]
+        if len(bound) == 1:
+            return Ready(self.what, *bound[0])
+        return Ready(self.what, _start_all, bound)
+
+
+def _start_all(bound: list[tuple[Start, Any]], stream: Stream) -> None:
+    for start, argument in bound:
+        start(argument, stream)
+
+
+def keep(table: dict[_K, _V], key: _K, value: _V, most: int) -> _V:
+    """Put an entry into a table. A full one is emptied first: calls that go on soon fill it again."""
+    if len(table) >= most and key not in table:
+        table.clear()
+    table[key] = value
+    return value

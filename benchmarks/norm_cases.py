@@ -20,7 +20,7 @@ from ipcreduce.calls.request import NormShape
 from ipcreduce.cuda import cupy_runtime
 from ipcreduce.device.norm_kernels import macros_of
 from ipcreduce.device.norms import PACKET_BYTES, PreparedNorm
-from ipcreduce.host import rmsnorm
+from ipcreduce.arrays import rmsnorm
 from ipcreduce.ipc import norm_plan, plan
 
 WORLD = MPI.COMM_WORLD

@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 
 from ipcreduce.calls import faults, votes
-from ipcreduce.calls.fingerprint import of_allreduce
+from tests.shared.fingerprints import of_allreduce
 from ipcreduce.calls.request import NormShape
 from ipcreduce.errors import IpcReduceError
 from ipcreduce.graphs.direct import registration

@@ -124,7 +124,7 @@ def held_by_library(comm: Any) -> tuple[dict[str, int], int]:
 
 def kept_graphs(comm: Any) -> list[Any]:
     """The graphs of calls that were made again, which our kernels' backend keeps."""
-    return [*comm._open.backend._ready._graphs.values()] if comm.backend == "ipc" else []
+    return [*comm._open.backend._graphs._graphs.values()] if comm.backend == "ipc" else []
 
 
 def given_back(comm: Any, before: tuple[dict[str, int], int]) -> None:

@@ -25,8 +25,9 @@ from ipcreduce import (
     PeerFailedError,
     RankMismatchError,
 )
+from ipcreduce.calls import request
 from ipcreduce.cuda import cupy_runtime
-from ipcreduce.device import known_calls
+from ipcreduce.device import launch_cache
 from ipcreduce.ipc import ready
 from tests.graphs.common import (
     GPUS,
@@ -109,7 +110,7 @@ def the_same_arrays(comm: Any) -> None:
 def arrays_in_the_place_of_others(comm: Any) -> None:
     """New arrays with the ids of old ones, which a call then must not be taken for."""
     total = cupy.zeros(300, np.int32)
-    known = comm._open.backend.fast.known.by_objects
+    known = comm._open.backend.known.objects
     array = cupy.full((300,), RANK + 1, np.int32)
     for _ in range(5):
         right(comm.allreduce(array, out=total), TOTAL)
@@ -140,7 +141,7 @@ def arrays_in_the_place_of_others(comm: Any) -> None:
 def full_tables(comm: Any) -> None:
     """More calls than the tables of known ones, and than there may be graphs."""
     most = len(kept_graphs(comm)) + 2
-    for module, name, limit in ((ready, "_MOST_GRAPHS", most), (known_calls, "MOST", 6)):
+    for module, name, limit in ((ready, "_MAX_GRAPHS", most), (launch_cache, "_MAX", 6)):
         with mock.patch.object(module, name, limit):
             pairs = [(cupy.full((64,), RANK + i, np.float32), cupy.zeros(64, np.float32)) for i in range(5)]
             for _ in range(4):
@@ -150,8 +151,8 @@ def full_tables(comm: Any) -> None:
                     right(result, TOTAL - SIZE + SIZE * i)
         if module is ready and comm.backend == "ipc":
             assert len(kept_graphs(comm)) == most
-    known = comm._open.backend.fast.known
-    assert max(len(known.by_objects), len(known.by_places)) <= 6
+    known = comm._open.backend.known
+    assert max(len(known.objects), len(known.places)) <= 6
 
 
 def other_arrays_at_the_same_places(comm: Any) -> None:
@@ -159,7 +160,7 @@ def other_arrays_at_the_same_places(comm: Any) -> None:
     source, *outs = (cupy.zeros(64, np.int32) for _ in range(3))
     draws = np.random.default_rng(5).integers(0, 1 << 30, (SIZE, 64)).astype(np.int32)
     source[...] = cupy.asarray(draws[RANK])
-    placed = comm._open.backend.fast.known.by_places
+    placed = comm._open.backend.known.places
     for turn in range(6):
         out = outs[turn % 2]
         calls = (64, np.int32, "sum"), (64, np.int32, "max"), (60, np.int32, "sum"), (32, np.int64, "sum")
@@ -169,7 +170,7 @@ def other_arrays_at_the_same_places(comm: Any) -> None:
             out.fill(-1)
             comm.allreduce(source.view(dtype)[:count], op, out=out.view(dtype)[:count])
             assert (cupy.asnumpy(out).view(dtype)[:count] == expected).all(), (count, dtype, op)
-    assert sum(ready is not None and at[0] == source.data.ptr for at, ready in placed.items()) == 10
+    assert sum(ready is not None and at[1][0] == source.data.ptr for at, ready in placed.items()) == 10
 
 
 def not_as_quick(comm: Any) -> None:
@@ -182,8 +183,7 @@ def not_as_quick(comm: Any) -> None:
             array.fill(RANK + 1)
             right(comm.allreduce(array, out=result))
         right(memory[1::2], 0)
-    known = comm._open.backend.fast.known.by_objects.get((id(overlapping[0]), id(overlapping[1]), "sum"))
-    assert known is None or known.array() is not overlapping[0]  # of arrays that had these ids before
+    assert (id(overlapping[0]), id(overlapping[1]), "sum") not in comm._open.backend.known.objects
     works(comm)
 
 
@@ -192,7 +192,7 @@ def in_several_launches(comm: Any) -> None:
     count = 200_003
     with Communicator(workspace=1 << 20) as small:
         arrays = [cupy.zeros(count, np.float32) for _ in range(2)]
-        usual = mock.patch.object(small._open.device, "allreduce", side_effect=small._open.device.allreduce)
+        usual = mock.patch.object(small._open.device, "call", side_effect=small._open.device.call)
         with usual as calls:
             for turn in range(9):
                 values = np.arange(count, dtype=np.float32) % 1000 * (turn + 1)
@@ -203,7 +203,7 @@ def in_several_launches(comm: Any) -> None:
                 assert out is None or result is out
                 assert (cupy.asnumpy(result) == values * TOTAL).all(), turn
                 works(small)
-        long = [one for one in calls.call_args_list if one.args[0].size == count]
+        long = [one for one in calls.call_args_list if one.args[0].array.size == count]
         assert len(long) <= 3, "each of the three ways is quick by now"
         if SIZE > 1:
             _fails_in_the_middle(small, arrays[0])
@@ -211,7 +211,7 @@ def in_several_launches(comm: Any) -> None:
 
 def _fails_in_the_middle(small: Communicator, array: Any) -> None:
     """Of the launches of a quick call, the second one fails on a rank: the others hear of it, and the next is right."""
-    last = small._open.backend.for_array(array, "sum").launches[1][0]
+    last = small._open.backend.prepare(request.plain(array.shape, "float32", "sum")).steps[1].launch
     run = type(last).run
 
     def failing(launch: Any, stream: Any) -> None:

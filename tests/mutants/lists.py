@@ -108,7 +108,7 @@ MUTANTS = [
     # ---- what the ranks compare
     Mutant(
         "lists are compared without their shapes",
-        "ipcreduce/calls/fingerprint.py",
+        "ipcreduce/page/fingerprint.py",
         'f"{dtype} {shape}" for shape, dtype in members',
         "dtype for shape, dtype in members",
         unit("lists", "what_the_ranks_compare"),

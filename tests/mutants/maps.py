@@ -59,7 +59,7 @@ MUTANTS = [
     # ---- what the ranks compare
     Mutant(
         "spaces in an expression are not compared",
-        "ipcreduce/calls/fingerprint.py",
+        "ipcreduce/page/fingerprint.py",
         'f"{text}\\0{source}"',
         "text",
         unit("maps", "what_the_ranks_compare"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants import Mutant, unit
 
-HOST, ARGUMENTS, DEVICE = "ipcreduce/host/rmsnorm.py", "ipcreduce/arrays/norms.py", "ipcreduce/arrays/device_norms.py"
+HOST, ARGUMENTS, DEVICE = "ipcreduce/arrays/rmsnorm.py", "ipcreduce/arrays/norms.py", "ipcreduce/arrays/device_norms.py"
 CALLS, KNOWN, REDUCER = "ipcreduce/device/norms.py", "ipcreduce/device/known_norms.py", "ipcreduce/device_reducer.py"
 CUPY = "ipcreduce/cuda/cupy_runtime.py"
 BITS, QUANTISED = unit("rmsnorm", "bits_of_rows"), unit("rmsnorm", "bits_of_e4m3")
@@ -85,14 +85,14 @@ MUTANTS = [
     # ---- what the ranks compare
     Mutant(
         "calls are compared without eps",
-        "ipcreduce/calls/fingerprint.py",
+        "ipcreduce/page/fingerprint.py",
         ", eps {np.float32(shape.eps)!s}",
         "",
         COMPARED,
     ),
     Mutant(
         "calls are compared without their residual",
-        "ipcreduce/calls/fingerprint.py",
+        "ipcreduce/page/fingerprint.py",
         'text += ", residual"',
         'text += ""',
         COMPARED,

@@ -14,7 +14,7 @@ import pytest
 
 from ipcreduce.bench import arguments, contenders, norms, report, timing
 from ipcreduce.bench.limit import Limit
-from ipcreduce.host import rmsnorm
+from ipcreduce.arrays import rmsnorm
 
 
 def test_sizes():

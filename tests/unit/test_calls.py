@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from ipcreduce.calls import faults, sequence, turns
-from ipcreduce.calls.fingerprint import Fingerprint, of_allreduce
+from ipcreduce.page.fingerprint import Fingerprint
+from tests.shared.fingerprints import of_allreduce
 from ipcreduce.calls.sequence import CallSequence
 from ipcreduce.cuda import cupy_runtime
 from ipcreduce.device.fast_path import FastPath

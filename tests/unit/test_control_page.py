@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from ipcreduce.calls import faults
-from ipcreduce.calls.fingerprint import Fingerprint, of_allreduce
+from ipcreduce.page.fingerprint import Fingerprint
+from tests.shared.fingerprints import of_allreduce
 from ipcreduce.dtypes import DTYPE_NAMES, OPS
 from ipcreduce.errors import PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError
 from ipcreduce.page import control_page, flight_recorder, layout, shared_files, watchdog

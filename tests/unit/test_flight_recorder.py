@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipcreduce.calls.fingerprint import Fingerprint, of_allreduce
+from ipcreduce.page.fingerprint import Fingerprint
+from tests.shared.fingerprints import of_allreduce
 from ipcreduce.page import flight_recorder, records
 from ipcreduce.page.flight_recorder import RING, FlightRecorder
 

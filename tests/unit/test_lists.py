@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
 from ipcreduce.arrays.lists import HostLists, check_apart, outputs
-from ipcreduce.calls.fingerprint import of_list
+from ipcreduce.calls.request import Member, Request
+from ipcreduce.page.fingerprint import Fingerprint
 from ipcreduce.device.known_lists import addresses_of
 from ipcreduce.errors import ArgumentError
 from ipcreduce.ipc import lists, plan

@@ -16,7 +16,7 @@ import pytest
 from ipcreduce import ArgumentError, IpcReduceError, Map, UnsupportedError
 from ipcreduce.arrays import maps
 from ipcreduce.arrays.host_operands import HostOperands
-from ipcreduce.calls.fingerprint import of_map
+from ipcreduce.calls.request import Member, Request
 from ipcreduce.cuda import compiler
 from ipcreduce.cuda.expressions import Expression, Operand
 from ipcreduce.device import maps as launches
@@ -120,11 +120,12 @@ def test_what_the_ranks_compare():
         Expression("v + a", (Operand("a", "float32", "full"),)), Expression("v + a", (ROW, NUMBER)),
         Expression("v + a", (NUMBER, ROW)),
     ]  # fmt: skip
-    found = [of_map((3, 4), "float32", "sum", str(one), one.text) for one in expressions]
+    found = [of_map((3, 4), "float32", "sum", one) for one in expressions]
     assert len({one.crc for one in found}) == len(expressions)
     assert str(found[0]) == "sum of float32 (3, 4), then v + a with a: float32 row"
-    assert of_map((3, 4), "float32", "max", "v", "v").crc != of_map((3, 4), "float32", "sum", "v", "v").crc
-    assert of_map((4, 3), "float32", "sum", "v", "v").crc != of_map((3, 4), "float32", "sum", "v", "v").crc
+    same = Expression("v", ())
+    assert of_map((3, 4), "float32", "max", same).crc != of_map((3, 4), "float32", "sum", same).crc
+    assert of_map((4, 3), "float32", "sum", same).crc != of_map((3, 4), "float32", "sum", same).crc
 
 
 def host_map(then: Map, array: Any) -> maps.HostMap:

@@ -12,7 +12,8 @@ import pytest
 
 from ipcreduce.calls.addresses import NormAddresses
 from ipcreduce.calls.request import NormShape
-from ipcreduce.device import norm_kernels
+from ipcreduce.device import arguments, epilogues
+from ipcreduce.device.kernels import Kernel
 from tests.shared import norms
 from tests.simulated import compiler
 
@@ -32,10 +33,11 @@ def runtime() -> ctypes.CDLL:
 
 
 @functools.cache
-def kernel(macros: tuple[tuple[str, str], ...]) -> int:
+def kernel(compiled_for: Kernel) -> int:
     """The entry of rmsnorm.cu."""
     runtime()
-    given = {key.removeprefix("IPCREDUCE_"): value for key, value in macros}
+    macros = compiled_for.macros() | {"IPCREDUCE_RANKS": "1", "IPCREDUCE_RANK": "0", "IPCREDUCE_WHOLE_PACKETS": "1"}
+    given = {key.removeprefix("IPCREDUCE_"): value for key, value in macros.items()}
     path = compiler.build_compiled({"kernel": "rmsnorm", **given})
     entry = ctypes.cast(ctypes.CDLL(str(path)).rmsnorm, ctypes.c_void_p).value
     assert entry is not None
@@ -92,15 +94,16 @@ def check(shape: NormShape, seed: int, offset: int = 0, in_place: bool = False) 
     if shape.scales == "given":
         scales.values[0, 0] = given
 
-    depth, grid, block = norm_kernels.pair_grid(shape)
-    args = np.concatenate([np.zeros(2, np.uint64), norm_kernels.words_of(shape)])
+    depth, grid, block = epilogues.pair_grid(shape)
+    args = np.concatenate([np.zeros(2, np.uint64), arguments.norm_table(shape)])
     addresses = NormAddresses(
         source=source.address, weight=row.address, residual=added.address * shape.residual,
         out=out.address * shape.keeps_y, residual_out=residual_out.address,
         quantised=quantised.address * bool(shape.scales), scales=scales.address * bool(shape.scales),
     )  # fmt: skip
-    norm_kernels.set_addresses(args.data, 2, addresses)
-    entry = kernel(norm_kernels.macros_of(shape, depth))
+    arguments.norm_setter(args.data, 2, shape)(addresses)
+    scale = epilogues.SCALES.index(shape.scales)
+    entry = kernel(Kernel("rmsnorm", shape.dtype, depth=depth, scale=scale, alone=True))
     runtime().sim_run(entry, args.ctypes.data, min(grid, 3), block, 0, 1, True)
 
     right = norms.results(

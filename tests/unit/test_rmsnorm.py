@@ -13,9 +13,8 @@ import pytest
 
 import ipcreduce
 from ipcreduce import FP8, ArgumentError
-from ipcreduce.calls.fingerprint import of_norm
-from ipcreduce.calls.request import NormShape
-from ipcreduce.host import rmsnorm
+from ipcreduce.calls.request import NormShape, with_norm
+from ipcreduce.arrays import rmsnorm
 from tests.shared import norm_reference, reference
 from tests.shared.norm_reference import same_bits
 
@@ -360,7 +359,8 @@ def test_what_the_ranks_compare():
         NormShape(6, 256, "bfloat16", 1e-6, 0.0, True, "group", True),
         NormShape(6, 256, "bfloat16", 1e-6, 0.0, True, "group", False, False),
     ]
-    found = [of_norm(of, usual) for of in ((6, 256), (2, 3, 256), (3, 2, 256))] + [of_norm((6, 256), o) for o in others]
-    found.append(of_norm((6, 256), usual, " on the host"))
+    found = [with_norm(of, usual).what for of in ((6, 256), (2, 3, 256), (3, 2, 256))]
+    found += [with_norm((6, 256), other).what for other in others]
+    found.append(with_norm((6, 256), usual, on_host=True).what)
     different = [found[0]] + [one for one in found[1:] if one.crc != found[0].crc]
     assert len({one.crc for one in found}) == len(different) == len(found) - 1, "eps is compared as float32"

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ipcreduce.calls.fingerprint import Fingerprint, of_allreduce
+from ipcreduce.page.fingerprint import Fingerprint
+from tests.shared.fingerprints import of_allreduce
 from ipcreduce.calls.sequence import CallSequence
 from ipcreduce.calls.votes import Vote, agree, vote
 from ipcreduce.device.backend import Life

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import pytest
 
 from ipcreduce.calls import faults
-from ipcreduce.calls.fingerprint import of_allreduce
+from tests.shared.fingerprints import of_allreduce
 from ipcreduce.errors import PeerLostError
 from ipcreduce.page import shared_files, watchdog
 from ipcreduce.page.control_page import Page

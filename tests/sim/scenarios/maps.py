@@ -197,8 +197,8 @@ def ordered_expressions() -> None:
 @contextlib.contextmanager
 def usual_calls(comm: Any) -> Iterator[Any]:
     """A count of the calls that go the usual way."""
-    calls = mock.Mock(wraps=comm._open.device.allreduce_then)
-    with mock.patch.object(comm._open.device, "allreduce_then", calls):
+    calls = mock.Mock(wraps=comm._open.device.call)
+    with mock.patch.object(comm._open.device, "call", calls):
         yield calls
 
 

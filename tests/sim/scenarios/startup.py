@@ -28,6 +28,7 @@ from ipcreduce import clock as library_clock
 from ipcreduce.bench import info, ranks
 from ipcreduce.cuda import driver
 from ipcreduce.ipc import peers, tuning
+from ipcreduce.device.kernels import Kernel
 from ipcreduce.ipc.launches import Launches
 from ipcreduce.nccl import join as nccl_startup
 from ipcreduce.nccl import library
@@ -404,13 +405,13 @@ def packets_over_pcie() -> None:
     for a, b in sorted({(0, 1), (0, LAST)}):
         with environment(SIM_PCIE=f"{a}-{b}"), Communicator() as comm:
             assert f"packets go in halves of 8 bytes: PCIe between the GPUs of rank {a} and rank {b}" in comm.describe()
-            assert not comm._open.backend.launches.whole_packets
+            assert not comm._open.backend.kernels.whole_packets
             works(comm, 5000)
             assert (
-                comm._open.backend.launches._compile(("one_shot", "float32", "sum", 1, 0)).count(b'PACKETS": "0"') == 1
+                comm._open.backend.kernels._compile(Kernel("one_shot", "float32")).count(b'PACKETS": "0"') == 1
             )
     with environment(LAST, SIM_PCIE=f"0-{LAST}"), Communicator() as comm:  # only one sees it
-        assert not comm._open.backend.launches.whole_packets
+        assert not comm._open.backend.kernels.whole_packets
         works(comm)
     _packets_go_whole("packets arrive whole")
 
@@ -430,14 +431,14 @@ def packets_over_links_that_another_sees() -> None:
     _packets_go_whole("packets arrive whole")
     with environment(SIM_PCIE=f"{LAST - 1}-{LAST}"), Communicator() as comm:
         assert f"PCIe between the GPUs of rank {LAST - 1} and rank {LAST}" in comm.describe(), comm.describe()
-        assert not comm._open.backend.launches.whole_packets
+        assert not comm._open.backend.kernels.whole_packets
         works(comm)
 
 
 def _packets_go_whole(line: str) -> None:
     with Communicator() as comm:
         assert line in comm.describe().splitlines(), comm.describe()
-        assert comm._open.backend.launches.whole_packets
+        assert comm._open.backend.kernels.whole_packets
         works(comm)
 
 

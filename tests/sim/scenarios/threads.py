@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ import numpy as np
 
 from ipcreduce import Communicator, Graph, errors
 from ipcreduce.arrays import views
+from ipcreduce.calls import request
 from ipcreduce.cuda import cupy_runtime
 from ipcreduce.device import deferred_free, stream_order
 from ipcreduce.device.stream_order import StreamOrder
@@ -276,8 +278,8 @@ def packets_under_way() -> None:
             backend.page.abort()
         with stream:
             result = cupy.zeros(1000, np.float32)
-            prepared = backend.launches.prepare(array.shape, array.dtype, "float32", "sum", array.nbytes)
-            backend.run(prepared, array.data.ptr, result.data.ptr, stream.ptr, stream)
+            prepared = backend.prepare(request.plain(array.shape, "float32", "sum"))
+            backend.run(partial(prepared.start, (array.data.ptr, result.data.ptr)), stream.ptr, stream)
             right(result)
         WORLD.Barrier()
         backend.reset([])

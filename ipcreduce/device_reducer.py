@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from .calls.sequence import CallSequence
 from .cuda.contexts import using
 from .device.backend import DeviceBackend
 from .device.known_calls import Prepared, PreparedList
+from .device.known_lists import addresses_of
 from .device.maps import PreparedMap
 from .errors import UnsupportedError
 from .graphs.session import GraphSession
@@ -64,7 +65,7 @@ class DeviceReducer:
         if backend.n == 1:
             self._copy(place, [used])
         else:
-            backend.run(prepared, used.source_address, used.destination_address, stream, place.owner, place.recorded)
+            self._run(place, partial(backend.start, prepared, used.source_address, used.destination_address))
         self._end(place, [used], array, out)
         return used.result
 
@@ -92,7 +93,7 @@ class DeviceReducer:
             self._copy(place, members)
         else:
             sources, targets = [one.source_address for one in members], [one.destination_address for one in members]
-            backend.run_list(prepared, sources, targets, stream, place.owner, place.recorded)
+            self._run(place, partial(backend.start_list(prepared), (addresses_of(sources), addresses_of(targets))))
             if backend.known_lists is not None and not place.recorded:
                 backend.known_lists.learn(arrays, op, prepared)
         self._end(place, members, *arrays, *(out or ()))
@@ -114,7 +115,7 @@ class DeviceReducer:
             self._session.note_list(prepared, *used.held)
         else:
             self._calls.enter(prepared.what, stream)
-        backend.run_norm(prepared, addresses, stream, place.owner, place.recorded)
+        self._run(place, partial(backend.norms.start, prepared, addresses))
         if backend.known_norms is not None and not place.recorded and used.is_as_given:
             if used.is_plain:
                 backend.known_norms.learn(given, prepared, addresses)
@@ -141,8 +142,8 @@ class DeviceReducer:
         if prepared.first is not None:
             self._reduce_first(place, prepared, prepared.first, used, mapped)
         else:
-            addresses = used.source_address, used.destination_address, mapped.words
-            backend.run_map(prepared, *addresses, stream, place.owner, place.recorded)
+            addresses = used.source_address, used.destination_address
+            self._run(place, partial(prepared.run, *addresses, mapped.words))
         if backend.known_maps is not None and not place.recorded:
             backend.known_maps.learn(array, op, out, then, prepared, mapped.expression)
         self._end(place, [used], array, out, *then.operands.values())
@@ -161,8 +162,7 @@ class DeviceReducer:
             elif any(views.overlap(one, reduced) for one in mapped.arrays):  # they are read after the all-reduce
                 with place.allocating():
                     reduced = views.empty(source.shape, dtype, stream, backend.device.ordinal)
-        addresses = views.pointer(source), views.pointer(reduced)
-        backend.run(first, *addresses, stream, place.owner, place.recorded)
+        self._run(place, partial(backend.start, first, views.pointer(source), views.pointer(reduced)))
         with using(backend.context):
             if first.through is not None:
                 with place.allocating():
@@ -187,7 +187,10 @@ class DeviceReducer:
             for used in members:
                 views.copy_into(used.destination, used.source, stream)
 
-        place.backend.order.launch(copy, place.stream, place.owner, recorded=place.recorded)
+        self._run(place, copy)
+
+    def _run(self, place: _Place, start: Callable[[Stream], Any]) -> None:
+        place.backend.run(start, place.stream, place.owner, recorded=place.recorded)
 
     def _end(self, place: _Place, members: Sequence[DeviceOperands | Output], *given: Any) -> None:
         """Write the results through to the caller's arrays, and note that the call uses these."""

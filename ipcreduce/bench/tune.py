@@ -138,7 +138,8 @@ def _time(comm: Communicator, message: Message, choice: plan.Choice, replays: in
     source, target = message.source.data.ptr, message.target.data.ptr
     calls = max(4, min(100, (16 << 20) // nbytes))
     message.renew()
-    graph = timing.captured(lambda: backend.run(prepared, source, target, stream, owner), calls)
+    start = partial(backend.start, prepared, source, target)
+    graph = timing.captured(partial(backend.run, start, stream, owner), calls)
     found = timing.in_graph(graph, calls, replays, mpi).median
     if not all(mpi.allgather(message.is_right())):
         raise IpcReduceError(f"the sum of {nbytes} bytes by {choice} is wrong. No table is stored")

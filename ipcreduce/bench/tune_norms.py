@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -91,7 +92,7 @@ def _time(
 
     def call() -> None:
         arrays.y.fill(1)  # no zero: that would be no kernel
-        backend.run_norm(prepared, addresses, stream, owner)
+        backend.run(partial(backend.norms.start, prepared, addresses), stream, owner)
 
     message.renew()
     found = timing.in_graph(timing.captured(call, _CALLS), _CALLS, replays, mpi).median

@@ -6,7 +6,7 @@ import time
 import warnings
 import weakref
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ from ..calls import faults
 from ..calls.backend import Backend
 from ..calls.norm_shape import NormAddresses
 from ..calls.sequence import CallSequence
-from ..cuda import cupy_runtime, driver, graph, streams
+from ..cuda import driver, streams
 from ..cuda.expressions import Expression
 from ..errors import ArgumentError, IpcReduceError, PeerTimeoutError, report
 from ..page.control_page import REFUSED, TOLD, Page
@@ -25,7 +25,7 @@ from . import background
 from .deferred_free import Action, attempt, flush, untrack
 from .fast_path import FastPath
 from .known_calls import KnownCalls, Prepared, PreparedList, Ready
-from .known_lists import KnownLists, Places, Start, addresses_of
+from .known_lists import KnownLists, Places, Start
 from .known_maps import KnownMaps
 from .known_norms import KnownNorms
 from .maps import MapKernels, PreparedMap
@@ -114,18 +114,17 @@ class DeviceBackend(Backend):
 
     @abstractmethod
     def start(self, prepared: Any, source: int, target: int, stream: Stream) -> None:
-        """Put an all-reduce on ``stream``. See :meth:`run`."""
+        """Put an all-reduce from address ``source`` to ``target`` (the same: in place) on ``stream``."""
 
     def run(
-        self, prepared: Prepared, source: int, target: int, stream: Stream, owner: Any, recorded: bool = False
-    ) -> None:
-        """Launch an all-reduce from address ``source`` to ``target`` (the same: in place) on ``stream``.
+        self, start: Callable[[Stream], Any], stream: Stream, owner: Any, *, recorded: bool = False,
+        capturable: bool = True,
+    ) -> None:  # fmt: skip
+        """Launch a call by ``start(stream)``: see :meth:`StreamOrder.launch`. NCCL's guard watches it from then on.
 
-        :param owner: see :meth:`StreamOrder.launch`.
-        :param recorded: ``stream`` is part of the capture of a recording.
         :raises CudaError: if a launch fails.
         """
-        self.order.launch(partial(self.start, prepared, source, target), stream, owner, recorded=recorded)
+        self.order.launch(start, stream, owner, recorded=recorded, capturable=capturable)
         self.order.launched = self.page.calls.number[0]
 
     @abstractmethod
@@ -140,24 +139,9 @@ class DeviceBackend(Backend):
     def make_ready_list(self, prepared: Any, places: Places) -> Ready:
         """The launch of a call on a list of arrays at places that have come before."""
 
-    def run_list(
-        self, prepared: PreparedList, sources: Sequence[int], targets: Sequence[int], stream: Stream, owner: Any,
-        recorded: bool = False,
-    ) -> None:  # fmt: skip
-        """Do the same as :meth:`run` for a list of arrays. All its launches are one call."""
-        places = addresses_of(sources), addresses_of(targets)
-        self.order.launch(partial(self.start_list(prepared), places), stream, owner, recorded=recorded)
-        self.order.launched = self.page.calls.number[0]
-
     def make_ready_norm(self, prepared: PreparedNorm, addresses: NormAddresses) -> Ready:
         """The launch of a call with RMSNorm, between addresses that have come before: see :meth:`make_ready`."""
         return self.norms.make_ready(prepared, addresses)
-
-    def run_norm(
-        self, prepared: PreparedNorm, addresses: NormAddresses, stream: Stream, owner: Any, recorded: bool = False
-    ) -> None:  # fmt: skip
-        """Do the same as :meth:`run` for an all-reduce with RMSNorm. All its launches are one call."""
-        self.order.launch(partial(self.norms.start, prepared, addresses), stream, owner, recorded=recorded)
 
     def for_map(self, array: Any, op: Any, expression: Expression) -> PreparedMap:
         """Do the same as :meth:`for_array` for a call with an expression.
@@ -165,14 +149,6 @@ class DeviceBackend(Backend):
         It is applied by a kernel of its own, here. :raises ArgumentError: if the expression does not compile.
         """
         return self.map_kernels.prepare(array, op, expression, None if self.n == 1 else self.for_array(array, op))
-
-    def run_map(
-        self, prepared: PreparedMap, source: int, target: int, operands: Sequence[int], stream: Stream, owner: Any,
-        recorded: bool = False,
-    ) -> None:  # fmt: skip
-        """Do the same as :meth:`run` for a call with an expression that is not preceded by another one."""
-        self.order.launch(partial(prepared.run, source, target, operands), stream, owner, recorded=recorded)
-        self.order.launched = self.page.calls.number[0]
 
     def make_ready_map(
         self, prepared: PreparedMap, source: int, target: int, operands: Sequence[int], again: bool
@@ -186,14 +162,6 @@ class DeviceBackend(Backend):
             self.start(prepared.first, source, target, stream)
             source = target
         prepared.run(source, target, operands, stream)
-
-    def launch_graph(self, executable: graph.Executable, stream: Stream, owner: Any) -> None:
-        """Launch an executable graph on ``stream``, behind the last call.
-
-        :raises CaptureError: if ``stream`` is being captured. :raises CudaError: if the launch fails.
-        """
-        self.order.launch(partial(cupy_runtime.launch, executable), stream, owner, capturable=False)
-        self.order.launched = self.page.calls.number[0]
 
     def is_capturing(self, stream: Stream) -> bool:
         """True if ``stream`` is part of a capture: its work does not run yet."""

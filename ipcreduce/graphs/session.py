@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -268,7 +269,7 @@ class GraphSession:
             if segment.life.ended:
                 where = f"rank {self.calls.rank}, call {self.calls.number}"
                 raise GraphStateError(f"{where}: {_STALE}", reach=Reach.ALL)
-        self.backend.launch_graph(segment.executable, stream, owner)
+        self.backend.run(partial(cupy_runtime.launch, segment.executable), stream, owner, capturable=False)
 
     def synchronize(self, stream: Stream | None) -> None:
         """See :meth:`Communicator.synchronize`. :raises UnsupportedError: within a call of the same thread."""

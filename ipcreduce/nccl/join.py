@@ -88,7 +88,8 @@ def _try(backend: NcclBackend, rank: int) -> None:
         for count in _TRIED:
             array = cupy.full(count, rank + 1.0, np.float32)
             driver.synchronize()
-            backend.run(backend.for_array(array, "sum"), array.data.ptr, array.data.ptr, DEFAULT_STREAM, None)
+            start = partial(backend.start, backend.for_array(array, "sum"), array.data.ptr, array.data.ptr)
+            backend.run(start, DEFAULT_STREAM, None)
             driver.synchronize()
             if not (cupy.asnumpy(array) == n * (n + 1) / 2).all():
                 raise UnsupportedError(f"a sum of {count} numbers by NCCL is wrong on rank {rank}")

@@ -119,6 +119,8 @@ class KnownMaps:
     def find(self, array: Any, mapped: Mapped, out: Any, stream: Any) -> tuple[Ready | None, Any, Stream]:
         """Do the same as :meth:`KnownCalls.find` for a call with an expression."""
         op, then = mapped.op, mapped.then
+        if type(op) is not str:
+            return NOT_READY
         key = id(array), id(out), id(then), op
         known = self.by_objects.get(key)
         if known is None:

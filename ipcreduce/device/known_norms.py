@@ -347,9 +347,11 @@ def _key_of(given: Arguments) -> Key:
     x, weight, _, residual, out, residual_out, _, how, quant_out, scales_out = given
     if how is None and out is x and residual_out is residual and quant_out is scales_out is None:
         return id(x), id(weight), id(residual)  # as in KnownNorms.find()
+    if how is None:
+        return id(x), id(weight), id(residual), id(out), id(residual_out), id(quant_out), id(scales_out)
     return (
-        id(x), id(weight), id(residual), id(out), id(residual_out), id(quant_out), id(scales_out),
-        None if how is None else how._key,
+        id(x), id(weight), id(residual), id(out), id(residual_out), id(quant_out), id(scales_out), id(how._scale),
+        how._per, how._column_major,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import cupy as cp
@@ -132,7 +133,7 @@ class Case:
             quantised=self.quantised.data.ptr if quantises else 0, scales=self.scales.data.ptr if quantises else 0,
         )  # fmt: skip
         stream, owner = cupy_runtime.stream_of()
-        return lambda: self.backend.run_norm(prepared, addresses, stream, owner)
+        return partial(self.backend.run, partial(self.backend.norms.start, prepared, addresses), stream, owner)
 
     # checks
     def check(self, name: str, call: Call, plain: bool = False, bits: bool = True) -> None:

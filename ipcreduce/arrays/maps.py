@@ -21,7 +21,7 @@ from ..cuda import torch_runtime
 from ..cuda.expressions import Expression, Operand
 from ..dtypes import BFLOAT16, DTYPES, VIEWS, kind_name, op_name
 from ..errors import ArgumentError, UnsupportedError
-from ..texts import shown
+from ..texts import printable, shown
 from . import views
 from .host_operands import Array, HostOperands, Part, as_numpy
 from .operands import DeviceOperands, Prepared, Site, check_device
@@ -50,7 +50,7 @@ _RESERVED_FORMS = re.compile(r"__|IPCREDUCE|_[A-Z]|operand_|operandtype_")  # at
 class Map:
     """An element-wise expression for the result of an all-reduce: ``comm.allreduce(x, then=Map("v * s", s=2))``.
 
-    It cannot be changed.
+    It cannot be changed. It can be copied, and pickled if ``host`` can.
 
     :param expression: C++ in the names of the operands and ``v``, the reduced element. ``v`` is rounded as the result
         of a plain all-reduce is, and then a float; for float64 and integers it has their own type. The value is
@@ -69,6 +69,8 @@ class Map:
     def __init__(self, expression: str, /, *, host: Callable[..., Any] | None = None, **operands: Any) -> None:
         if not isinstance(expression, str) or not expression.strip():
             raise ArgumentError(f'the expression is {shown(expression)}. Pass C++ in a str, such as "v * s + a"')
+        if not expression.isascii() and printable(expression) != expression:
+            raise ArgumentError(f"the expression is {shown(expression)}, which is no UTF-8. Pass other characters")
         if host is not None and not callable(host):
             raise ArgumentError(f"host is a {type(host).__qualname__}. Pass a function of v and the operands")
         if len(operands) > _MOST_OPERANDS:
@@ -76,7 +78,7 @@ class Map:
         for name in operands:
             _check_name(name)
         self._expression, self._host = expression, host
-        self._operands: Mapping[str, Any] = MappingProxyType(operands)
+        self._operands = operands
         self._values = tuple(operands.values())
         self._key = expression, tuple(operands), tuple(map(type, self._values))  # by which a call is known again
 
@@ -93,7 +95,7 @@ class Map:
     @property
     def operands(self) -> Mapping[str, Any]:
         """The operands by name."""
-        return self._operands
+        return MappingProxyType(self._operands)
 
     def __repr__(self) -> str:
         return f"Map({', '.join([repr(self.expression), *self.operands])})"

@@ -27,7 +27,7 @@ _BYTES = FLOAT8, np.dtype(np.uint8)
 class FP8:
     """A quantisation to e4m3, numbers of 8 bits: by a given scale, or by scales of the results' own values.
 
-    It cannot be changed.
+    It cannot be changed. It can be copied and pickled, with its scale.
 
     :param scale: an array of one float32, which lies where the other arrays do: q = y / scale.
     :param per: "token" for a scale for each row, or 128 for one for each 128 elements of a row.
@@ -36,7 +36,7 @@ class FP8:
     :raises ArgumentError: unless just one of ``scale`` and ``per`` is given, and is one of these.
     """
 
-    __slots__ = "_column_major", "_key", "_per", "_scale"
+    __slots__ = "_column_major", "_per", "_scale"
 
     def __init__(self, scale: Any = None, per: Any = None, column_major: bool = False) -> None:
         if (scale is None) == (per is None):
@@ -53,7 +53,6 @@ class FP8:
         if column_major and per != GROUP:
             raise ArgumentError(f"only scales per {GROUP} elements can be column-major. Leave column_major= away")
         self._scale, self._per, self._column_major = scale, per, column_major
-        self._key = id(scale), per, column_major  # by which a call is known again
 
     @property
     def scale(self) -> Any:
@@ -177,11 +176,14 @@ def _number(value: Any, name: str, least: float = -math.inf) -> float:
     if type(value) is float:
         rounded = c_float(value).value  # a tenth of the time that NumPy takes with its warnings off
     else:
-        with np.errstate(over="ignore"):
-            rounded = float(np.float32(value))
+        try:
+            with np.errstate(over="ignore"):
+                rounded = float(np.float32(value))
+        except OverflowError:  # an int that is no float64 either
+            rounded = math.inf
     if not math.isfinite(rounded) or rounded < least:
         wanted = "a finite float32" + (", 0 or more" if least == 0 else "")
-        raise ArgumentError(f"{name} is {value}. Pass {wanted}")
+        raise ArgumentError(f"{name} is {shown(value) if isinstance(value, int) else value}. Pass {wanted}")
     return rounded + 0.0
 
 

@@ -556,6 +556,13 @@ MUTANTS = [
         scenario("nccl_repeated_call_that_is_late"),
     ),
     Mutant(
+        "a norm is launched past what NCCL's guard reads",
+        "ipcreduce/device_reducer.py",
+        "        self._run(place, partial(backend.norms.start, prepared, addresses))\n",
+        "        backend.order.launch(partial(backend.norms.start, prepared, addresses), stream, place.owner)\n",
+        scenario("nccl_timeouts"),
+    ),
+    Mutant(
         "a start-up waits for NCCL's first sum without a deadline",
         "ipcreduce/nccl/join.py",
         ".wait(_half(deadline) - clock.now()):",

@@ -145,8 +145,8 @@ MUTANTS = [
     Mutant(
         "a replay is part of a capture of others",
         "ipcreduce/device/backend.py",
-        "stream, owner, capturable=False)",
-        "stream, owner)",
+        "recorded=recorded, capturable=capturable)",
+        "recorded=recorded)",
         scenario("a_replay_is_not_captured"),
     ),
     # ---- order

@@ -11,6 +11,13 @@ KNOWN = "ipcreduce/device/known_maps.py"
 SWEEP = "mpirun -n 2 tests.simulated tests/gpu/map_sweep.py --cases 40 --largest 6000 --kinds 3"
 
 MUTANTS = [
+    Mutant(
+        "a call with an expression is looked up by any op",
+        KNOWN,
+        "        if type(op) is not str:\n            return NOT_READY\n",
+        "",
+        unit("known_maps", "an_op_that_is_no_str"),
+    ),
     # ---- kernels
     Mutant(
         "a row of an operand begins anew with each launch",

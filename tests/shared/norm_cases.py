@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -201,7 +202,7 @@ class Played:
             self.size, self.dtype, self.shape.dtype, "sum", self.shape.elements * self.dtype.itemsize
         )  # fmt: skip
         stream, owner = cupy_runtime.stream_of()
-        self.backend.run(given, addresses.source, addresses.out, stream, owner)
+        self.backend.run(partial(self.backend.start, given, addresses.source, addresses.out), stream, owner)
         self._start(launch, addresses._replace(source=addresses.out))
 
     def _reduce_plainly(self, turn: int) -> None:

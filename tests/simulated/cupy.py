@@ -422,6 +422,9 @@ class ndarray:
         result[...] = self
         return result
 
+    def __reduce__(self) -> Any:
+        return asarray, (self.get(),)
+
     def get(self) -> np.ndarray:
         """Waits for the current stream."""
         result, source = np.empty(self.shape, self.dtype), self._view

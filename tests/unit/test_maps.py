@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +65,7 @@ def test_macros_of_the_kernels_are_no_operands(subtests: pytest.Subtests):
 def test_what_is_no_description(subtests: pytest.Subtests):
     for given, options, words in (
         ("", {}, "the expression is"), ("  \n", {}, "the expression is"), (3, {}, "the expression is 3"),
+        ("v /* \ud800 */", {}, r"/\* \\ud800 \*/', which is no UTF-8"),
         ("v", {"host": 3}, "host is a int"), ("v", {f"x{i}": i for i in range(33)}, "at most 32"),
     ):  # fmt: skip
         with subtests.test(words=words), pytest.raises(ArgumentError, match=words):
@@ -78,6 +81,24 @@ def test_operands_cannot_change():
     with pytest.raises(TypeError):
         then.operands["a"] = 3  # type: ignore[index]
     assert repr(then) == "Map('v + a', a)"
+
+
+def plus(v: Any, a: Any, s: Any) -> Any:
+    return v + a * s
+
+
+def test_copies():
+    """A program's module that holds one is copied and pickled with it."""
+    one = Map("v + a * s", host=plus, a=np.ones(3), s=2)
+    module = SimpleNamespace(then=one)
+    for other in (copy.copy(one), copy.deepcopy(module).then, pickle.loads(pickle.dumps(module)).then):
+        assert (other.expression, other.host, list(other.operands), other.operands["s"]) == (
+            "v + a * s", plus, ["a", "s"], 2
+        )  # fmt: skip
+        assert (other.operands["a"] == 1).all()
+        assert other._values == tuple(other.operands.values())
+        assert other._key == one._key
+    assert other.operands["a"] is not one.operands["a"]
 
 
 def test_numbers(subtests: pytest.Subtests):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
@@ -250,6 +252,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"eps": 1e39}, "eps is 1e\\+39"),
     ({"eps": np.array(1e-6)}, "eps is a ndarray"),
     ({"eps": True}, "eps is a bool"),
+    ({"eps": 10**400}, r"eps is 10000\S+0000\. Pass a finite float32, 0"),
+    ({"weight_bias": -(10**5000)}, r"weight_bias is \S+\. Pass a finite float32"),
     ({"weight_bias": float("inf")}, "weight_bias is inf"),
     ({"weight_bias": None}, "weight_bias is a NoneType"),
     ({"quantize": "token"}, "quantize is 'token'"),
@@ -342,6 +346,19 @@ def test_quantisation_cannot_be_changed():
     how = FP8(per="token")
     with pytest.raises(AttributeError):
         how.per = 128  # type: ignore[misc]
+
+
+def test_copies_of_a_quantisation(subtests: pytest.Subtests):
+    """A copy has a scale of its own, and nothing of the original but what its arguments say."""
+    for one in (FP8(scale=SCALE), FP8(per="token"), FP8(per=128, column_major=True)):
+        for how, other in (
+            ("copy", copy.copy(one)), ("deepcopy", copy.deepcopy(one)), ("pickle", pickle.loads(pickle.dumps(one)))
+        ):  # fmt: skip
+            with subtests.test(one=repr(one), how=how):
+                assert (other.per, other.column_major) == (one.per, one.column_major)
+                assert (other.scale is one.scale) == (how == "copy" or one.scale is None)
+                kept = [getattr(other, name) for name in FP8.__slots__]
+                assert id(one.scale) not in kept
 
 
 # ---- what the ranks compare

@@ -13,6 +13,7 @@ from unittest import mock
 import cupy
 import ml_dtypes
 import numpy as np
+from mpi4py import MPI
 
 import ipcreduce
 from ipcreduce import Communicator, Graph, Map, errors
@@ -56,8 +57,9 @@ def forms_of_expressions() -> None:
         for s in (2, 2.0, np.float32(2), np.float16(2)):
             holds(comm.allreduce(x, then=Map(SUM, s=s, a=a)), TOTAL * 2 + 5 + RANK)
         out = floats(0)
-        assert comm.allreduce(x, "max", out=out, then=Map(SUM, s=3, a=a)) is out
-        holds(out, SIZE * 3 + 5 + RANK)
+        for op in ("max", MPI.MAX, np.str_("max")):
+            assert comm.allreduce(x, op, out=out, then=Map(SUM, s=3, a=a)) is out
+            holds(out, SIZE * 3 + 5 + RANK)
         assert comm.allreduce(x, out=out, then=Map(SUM, s=1, a=out)) is out
         holds(out, TOTAL + SIZE * 3 + 5 + RANK)  # the operand is the output itself, read before it is written
         assert comm.allreduce(x, out=x, then=Map(SUM, s=2, a=x)) is x

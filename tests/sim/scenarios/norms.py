@@ -831,7 +831,7 @@ def interrupted_norm() -> None:
         works(comm)
         case = Case((4, 256))
         if RANK == LAST:
-            interrupt = mock.patch.object(comm._open.backend, "run_norm", side_effect=KeyboardInterrupt)
+            interrupt = mock.patch.object(comm._open.backend, "run", side_effect=KeyboardInterrupt)
             with contextlib.suppress(KeyboardInterrupt), interrupt:
                 case.call(comm)
                 raise AssertionError("no KeyboardInterrupt")

@@ -17,7 +17,7 @@ import cupy
 import ml_dtypes
 import numpy as np
 
-from ipcreduce import Communicator, Graph, eager_break, errors
+from ipcreduce import Communicator, Graph, Map, eager_break, errors
 from ipcreduce.cuda import cupy_runtime, streams
 from ipcreduce.device.background import Job
 from ipcreduce.dtypes import DTYPES, OPS, reduce
@@ -194,13 +194,26 @@ def nccl_mismatches() -> None:
 
 
 def nccl_timeouts() -> None:
-    """A late rank is named at the timeout, by the others and by itself, and all go on."""
+    """In a first call of every kind a late rank is named at the timeout, by the others and by itself, and all go on."""
 
     def check(comm: Communicator) -> None:
-        with too_late(comm):
-            error = error_of(lambda: (comm.allreduce(mine()), comm.synchronize()))
-        assert isinstance(error, errors.PeerTimeoutError), error
-        assert f"rank {LAST} did not call within" in str(error), error
+        rows, weight, graph = cupy.full((4, 256), 1, np.float16), cupy.full(256, 1, np.float16), Graph(comm)
+        guard = comm._open.backend._guard
+        with graph.record():
+            comm.allreduce(mine())
+        for name, call in {
+            "a graph": graph.replay,  # first: after an abort it would have to be recorded again
+            "an array": lambda: comm.allreduce(mine()),
+            "a list": lambda: comm.allreduce([mine(), mine()]),
+            "an expression": lambda: comm.allreduce(mine(), then=Map("v + 1")),
+            "a norm": lambda: comm.allreduce_rmsnorm(rows, weight),
+        }.items():
+            comm.allreduce(mine())
+            until(lambda: guard._ended == comm._open.calls.number, "the guard's look at its end")
+            with too_late(comm):
+                error = error_of(lambda call=call: (call(), comm.synchronize()))
+            assert isinstance(error, errors.PeerTimeoutError), (name, error)
+            assert f"rank {LAST} did not call within" in str(error), (name, error)
 
     over_hosts(check)
 

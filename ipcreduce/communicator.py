@@ -182,9 +182,8 @@ class Communicator:
     def _allreduce_then(self, array: Any, mapped: tuple[Any, Any], out: Any, stream: Any) -> Any:
         return self._call(MapCall(array, mapped[0], out, mapped[1]), stream)
 
-    def _allreduce_rmsnorm(self, given: tuple[Any, ...], _op: None, _out: Any, stream: Any) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = self._call(NormCall(*given), stream)
-        return found
+    def _allreduce_rmsnorm(self, given: tuple[Any, ...], _op: None, _out: Any, stream: Any) -> tuple[Any, None]:
+        return self._call(NormCall(*given), stream), None  # see NormHits.find()
 
     def _call(self, given: Any, stream: Any) -> Any:
         """Make a call of any kind by the usual way."""
@@ -243,9 +242,9 @@ class Communicator:
         given = x, weight, eps, residual, out, residual_out, weight_bias, quantize, quant_out, scales_out
         fast = self._open.fast
         if fast is None:
-            return turns.make(self._open.calls, self._allreduce_rmsnorm, given, None, given, stream)
-        made: tuple[Any, ...] = fast.make(None, self._allreduce_rmsnorm, given, None, given, stream, fast.find_norm)
-        return made
+            return turns.make(self._open.calls, self._allreduce_rmsnorm, given, None, given, stream)[0]
+        made: tuple[Any, Any] = fast.make(None, self._allreduce_rmsnorm, given, None, given, stream, fast.find_norm)
+        return made[0]
 
     # ---- waiting and ending
     def synchronize(self, stream: Any = None) -> None:

@@ -63,7 +63,7 @@ class NormHits:
         self._cache, self._device, self._objects = cache, cache.device, cache.objects
 
     def find(self, given: _Arguments, _op: None, _out: Any, stream: Any) -> Found:
-        """A call with RMSNorm, if it can be ready."""
+        """A call with RMSNorm, if it can be ready. Its result comes with y, whose memory has to live until the launch."""
         x, weight, eps, residual, out, residual_out, bias, how, quant_out, scales_out = given
         in_place = how is None and out is x and residual_out is residual and quant_out is scales_out is None
         key = (id(x), id(weight), id(residual)) if in_place else _key_of(given)
@@ -94,8 +94,9 @@ class NormHits:
         if current is None:
             return NOT_READY
         if how is None:
-            return known.ready, (out, residual_out), current
-        return known.ready, (quant_out, how._scale if scales_out is None else scales_out, residual_out), current
+            return known.ready, ((out, residual_out), out), current
+        scales = how._scale if scales_out is None else scales_out
+        return known.ready, ((quant_out, scales, residual_out), out), current
 
     def _unknown(self, key: Any, given: _Arguments, stream: Any) -> Found:
         """Do the same as :meth:`find` for arrays that are not known.
@@ -126,8 +127,8 @@ class NormHits:
             ready = cache.at(form, there, bool(made), know)
         _, _, _, out, total, numbers, scales = results
         if how is None:
-            return ready, (out, total), current
-        return ready, (numbers, scales if how._scale is None else how._scale, total), current
+            return ready, ((out, total), out), current
+        return ready, ((numbers, scales if how._scale is None else how._scale, total), out), current
 
     def _look(self, given: _Arguments) -> tuple[Any, list[int]] | None:
         """The key of a call's form, and the addresses of its arrays, 0 where there is none. None if it has no form."""
@@ -170,17 +171,15 @@ class NormHits:
         self._cache.insert(key, Known(form, ready, 0, more), every, every)
 
     def form_of(self, given: Any, result: Any, prepared: Prepared) -> tuple[Any, Form] | None:
-        """A call's form and its key, after it was made by the usual way.
-
-        A pair that keeps its sum in an array which nobody gets has none: that array has to live until the launch.
-        """
+        """A call's form and its key, after it was made by the usual way."""
         shape, looked = prepared.request.epilogue, self._look(given)
         arrays = [given[index] for index in _ARRAYS]
-        if looked is None or not prepared.nbytes or (prepared.hands_on and not shape.keeps_y and arrays[4] is not None):
+        if looked is None or not prepared.nbytes:
             return None
         written = tuple(at for at in _OUTPUTS if arrays[at] is not None)
         numbers = () if not shape.scales else ((5, result[0]), (6, result[1]))
-        made: list[tuple[int, tuple[Any, Any] | None]] = [(3, None)] * (shape.keeps_y and arrays[3] is None)
+        needs_y = shape.keeps_y or (prepared.hands_on and arrays[4] is not None)  # nobody gets the latter: see find()
+        made: list[tuple[int, tuple[Any, Any] | None]] = [(3, None)] * (needs_y and arrays[3] is None)
         made += [(4, None)] * (arrays[4] is None)
         if shape.scales == "given":
             arrays[_SCALES] = given[7].scale

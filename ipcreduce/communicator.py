@@ -235,31 +235,21 @@ class Communicator:
         """
         given = x, weight, eps, residual, out, residual_out, weight_bias, quantize, quant_out, scales_out
         parts = self._open
-        fast, known = parts.fast, parts.known_norms
-        if fast is None or known is None:
-            return turns.make(parts.calls, self._allreduce_rmsnorm, given, None, None, stream)
-        ready = current = results = None
-        if quantize is None or type(quantize) is FP8:
-            if residual_out is not None:
-                ready, current = known.find(given, stream)
-            if ready is None:
-                ready, current, results = known.find_new(given, stream)
-        made: Any = fast.make(ready, self._allreduce_rmsnorm, given, None, given, stream, current)
-        if made is not True:
-            return made
-        if results is not None:  # with y, which has to live until now
-            return results[0]
-        if quantize is None:
-            return out, residual_out
-        return quant_out, quantize.scale if scales_out is None else scales_out, residual_out
+        fast = parts.fast_norms
+        if fast is None:
+            return turns.make(parts.calls, self._allreduce_rmsnorm, given, None, None, stream)[0]
+        made: tuple[tuple[Any, ...], Any] = fast.make(None, self._allreduce_rmsnorm, given, None, given, stream)
+        return made[0]
 
-    def _allreduce_rmsnorm(self, arguments: tuple[Any, ...], _op: None, _out: Any, stream: Any) -> tuple[Any, ...]:
+    def _allreduce_rmsnorm(
+        self, arguments: tuple[Any, ...], _op: None, _out: Any, stream: Any
+    ) -> tuple[tuple[Any, ...], None]:  # fmt: skip
         parts, given = self._open, NormArguments(*arguments)
         if norms.on_device(given):
-            return parts.device.allreduce_rmsnorm(given, stream)
+            return parts.device.allreduce_rmsnorm(given, stream), None
         if stream is not None:
             cupy_runtime.stream_of(stream)  # refused as on GPUs
-        return parts.host.allreduce_rmsnorm(given)
+        return parts.host.allreduce_rmsnorm(given), None
 
     def _allreduce_then(self, array: Any, mapped: Mapped, out: Any, stream: Any) -> Any:
         op, then = mapped.op, mapped.then

@@ -28,7 +28,7 @@ class OpenCommunicator:
     :ivar owner: returns the communicator; None once the program has dropped it.
     :ivar backend: of device arrays; None without GPUs, and once the communicator is closed. So are the next two.
     :ivar fast: the way of repeated calls; None also if each call is waited for (``sync``).
-    :ivar known_norms: the calls with RMSNorm that go this way.
+    :ivar fast_norms: the same for calls with RMSNorm.
     :ivar reasons: see :class:`startup.Started`. ``why_none``: those for which there is no backend, in words.
     """
 
@@ -46,10 +46,10 @@ class OpenCommunicator:
         self.session = GraphSession(self.calls, self.backend, self.why_none, self.sync, options.direct)
         self.suspension = Suspension(self.calls, self.backend, self.session)
         self.device = DeviceReducer(self.calls, self.backend, self.why_none, self.session, self.sync)
-        self.fast = self.known_norms = None
+        self.fast = self.fast_norms = None
         if self.backend is not None:
-            self.fast = None if self.sync else self.backend.open_fast_path(self.calls)
-            self.known_norms = self.backend.known_norms
+            if not self.sync:
+                self.fast, self.fast_norms = self.backend.open_fast_paths(self.calls)
             deferred_free.track(self.backend.order, self.calls.lock)
 
     @property
@@ -91,7 +91,7 @@ class OpenCommunicator:
         self.session.forked()
 
     def _let_go(self) -> None:
-        self.backend = self.fast = self.known_norms = self.watch = None
+        self.backend = self.fast = self.fast_norms = self.watch = None
         self.suspension.close()
         self.device.close()
         self.host.close()

@@ -83,18 +83,17 @@ class DeviceBackend(Backend):
         background.start()
 
     # ---- running
-    def open_fast_path(self, calls: CallSequence) -> FastPath:
-        """The fast path for the calls of ``calls``, which is closed with the backend."""
+    def open_fast_paths(self, calls: CallSequence) -> tuple[FastPath, FastPath]:
+        """The fast paths for the calls of ``calls``, closed with the backend: of replays and sums, and with RMSNorm."""
         known = KnownCalls(self.device.ordinal, self.order, self.prepared, self.make_ready)
         self.known_lists = KnownLists(self.device.ordinal, self.order, self.start_list, self.make_ready_list)
         known.find_list = self.known_lists.find
         self.known_maps = KnownMaps(self.device.ordinal, self.order, self.make_ready_map)
         known.find_map = self.known_maps.find
-        self.known_norms = KnownNorms(
-            self.device.ordinal, calls, self.order, self.norms.start, self.make_ready_norm
-        )  # fmt: skip
-        self.fast = FastPath(calls, self.device.ordinal, self.context, self.order, self.page, known)
-        return self.fast
+        self.known_norms = KnownNorms(self.device.ordinal, self.order, self.norms.make_ready, self.make_ready_norm)
+        make = partial(FastPath, calls, self.device.ordinal, self.context, self.order, self.page)
+        self.fast = make(known)
+        return self.fast, make(self.known_norms)
 
     @abstractmethod
     def make_ready(self, prepared: Any, source: int, target: int, again: bool) -> Ready:

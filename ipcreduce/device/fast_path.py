@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from sys import modules
-from typing import Any
+from typing import Any, Protocol
 
 from ..calls import turns
 from ..calls.sequence import CallSequence
@@ -18,11 +18,18 @@ from ..errors import CaptureError, CudaError
 from ..page.control_page import Page
 from ..page.flight_recorder import RING
 from ..types import Stream
-from .known_calls import NOT_READY, KnownCalls, Ready
+from .known_calls import NOT_READY, Ready
 from .last_call import ON_STREAM, RESTING
 from .stream_order import IN_A_CAPTURE, StreamOrder
 
 _CAPTURING = (900, 905)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, _ISOLATION: for an event from outside
+
+
+class Known(Protocol):
+    """The memory of calls of one kind."""
+
+    def find(self, array: Any, op: Any, out: Any, stream: Any) -> tuple[Ready | None, Any, Stream]:
+        """An eager call, what :meth:`FastPath.make` returns for it, and its stream, if it can be ready."""
 
 
 class FastPath:
@@ -33,7 +40,7 @@ class FastPath:
     """
 
     def __init__(
-        self, calls: CallSequence, device: int, context: int, order: StreamOrder, page: Page, known: KnownCalls
+        self, calls: CallSequence, device: int, context: int, order: StreamOrder, page: Page, known: Known
     ) -> None:  # fmt: skip
         self._calls, self._device, self._context, self._order = calls, device, context, order
         self._abort_word, self._recorder, self.known = page.abort_word, page.calls, known
@@ -42,7 +49,7 @@ class FastPath:
 
     def make(
         self, ready: Ready | None, usual: Callable[[Any, Any, Any, Any], Any],
-        array: Any = None, op: Any = None, out: Any = None, stream: Any = None, current: Stream | None = None,
+        array: Any = None, op: Any = None, out: Any = None, stream: Any = None,
     ) -> Any:  # fmt: skip
         """Make one call under the lock: launch ``ready``, or the eager call of these arguments; else by ``usual``.
 
@@ -50,7 +57,7 @@ class FastPath:
         of Python's calls takes up to 0.1 us, a ``with`` block 0.13, ``*args`` 0.06.
 
         :param usual: takes the other arguments, which a replay leaves out.
-        :param current: the stream of ``ready``; None for the current one of CuPy, or else of PyTorch.
+        :param ready: a replay, on the current stream of CuPy, or else of PyTorch.
         :returns: the result of the eager call, or of ``usual``; True for ``ready``.
         """
         calls = self._calls
@@ -67,7 +74,7 @@ class FastPath:
                 if ready is None:
                     given = self.known.find(array, op, out, stream) if calls.recording is None else NOT_READY
                     ready, result, current = given
-                elif current is None:  # as current_streams.stream_of()
+                else:  # as current_streams.stream_of()
                     current = cupy_runtime.get_current_stream().ptr
                     if not current and (torch_runtime.get_stream or ("torch" in modules and torch_runtime.works())):
                         current = torch_runtime.get_stream(self._device)

@@ -13,17 +13,14 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
+from ..arrays.norms import FP8
 from ..calls.norm_shape import ITEMSIZES, NormAddresses
-from ..calls.sequence import CallSequence
 from ..cuda import cupy_runtime, torch_lists, torch_runtime
-from ..errors import ArgumentError
 from ..types import Stream
-from .known_calls import Ready, given_stream, keep
+from .known_calls import NOT_READY, Ready, given_stream, keep
 from .norms import PreparedNorm
 from .stream_order import StreamOrder
 
-_NOT_READY = None, None
-NOT_KNOWN = None, None, None
 _MOST = 4096  # calls that are known: two for each layer of a model, and batch sizes
 
 Arguments = Sequence[Any]  # of a call, in the order of NormArguments
@@ -96,34 +93,32 @@ class _Kind:
 
 
 _Place = tuple[_Kind, NormAddresses]
+_MakeReady = Callable[[PreparedNorm, NormAddresses], Ready]
+# The launch of a call; with the tuple to return comes y, whose memory has to be kept until the launch; and its stream.
+Found = tuple[Ready | None, tuple[tuple[Any, ...], Any] | None, Stream]
 
 
 class KnownNorms:
-    """The calls on one backend that have come before.
+    """The calls on one backend that have come before. The communicator's lock is held around every method.
 
-    The communicator's lock is held, but not around :meth:`find` and :meth:`find_new`.
-
-    :param start: puts a call on a stream. :param make_ready: makes the launch of one that comes again and again.
+    :param make_once: makes the launch of a call. :param make_ready: the same for one that comes again and again.
     """
 
-    def __init__(
-        self, device: int, calls: CallSequence, order: StreamOrder,
-        start: Callable[[PreparedNorm, NormAddresses, Stream], Any],
-        make_ready: Callable[[PreparedNorm, NormAddresses], Ready],
-    ) -> None:  # fmt: skip
-        self._device, self._calls, self._order, self._start, self._make_ready = device, calls, order, start, make_ready
+    def __init__(self, device: int, order: StreamOrder, make_once: _MakeReady, make_ready: _MakeReady) -> None:
+        self._device, self._order, self._make_once, self._make_ready = device, order, make_once, make_ready
         self._kinds: dict[Key, _Kind] = {}
         self._of_kinds: dict[_Place, Ready | None] = {}  # with new results. None: it has come once
         self.by_key: dict[Key | None, _KnownNorm] = {}
         self._by_places: dict[Key, Ready | None] = {}  # None: it has come once
         self._watched: dict[Key, list[Any]] = {}  # references to the arrays of by_key
 
-    def find(self, given: Arguments, stream: Any) -> tuple[Ready | None, Stream | None]:
-        """The launch of a call that has come before, and its stream; None for both if one of them is not certain.
-
-        For speed it reads the attributes of arrays by their own libraries, not by ``ipcreduce.arrays``.
-        """
+    def find(self, given: Arguments, _op: None, _out: Any, stream: Any) -> Found:
+        """Do the same as :meth:`KnownCalls.find` for a call with RMSNorm."""
         x, weight, eps, residual, out, residual_out, bias, how, quant_out, scales_out = given
+        if how is not None and type(how) is not FP8:
+            return NOT_READY
+        if residual_out is None:
+            return self._find_new(given, stream)
         in_place = how is None and out is x and residual_out is residual and quant_out is scales_out is None
         known = self.by_key.get((id(x), id(weight), id(residual)) if in_place else _key_of(given))
         if known is None or not (eps is known.eps or (type(eps) is float and eps == known.eps)):
@@ -134,7 +129,7 @@ class KnownNorms:
             for index, axes, length, shape in known.forms:
                 array = given[index]
                 if array.ndim != axes or len(array) != length or (shape is not None and array.shape != shape):
-                    return _NOT_READY
+                    return self._find_new(given, stream)
             current = cupy_runtime.get_current_stream().ptr
         else:
             tensors = (x, weight, residual) if in_place else known.tensors(given)
@@ -143,33 +138,36 @@ class KnownNorms:
             if known.read(tensors) != known.addresses:
                 return self._find_by_places(given, stream)
             current = torch_runtime.get_stream(self._device)
-        return (known.ready, current) if stream is None else self._on(known.ready, known.library, stream)
+        if stream is not None:
+            current = self._current(known.library, stream)
+            if current is None:
+                return NOT_READY
+        if how is None:
+            return known.ready, ((out, residual_out), None), current
+        scales = how._scale if scales_out is None else scales_out
+        return known.ready, ((quant_out, scales, residual_out), None), current
 
     def _current(self, library: Any, stream: Any) -> Stream | None:
-        """The stream of a call; None if that is not the library's current one, or not a stream."""
+        """The stream of a call; None if that is not the library's current one."""
         current: Stream = library.stream_handle(self._device)
-        try:
-            return current if stream is None else given_stream(stream, current, True)
-        except ArgumentError:  # to be raised in a call, of which the peers hear
-            return None
+        return current if stream is None else given_stream(stream, current, True)
 
-    def _find_by_places(self, given: Arguments, stream: Any) -> tuple[Ready | None, Stream | None]:
+    def _find_by_places(self, given: Arguments, stream: Any) -> Found:
         """Do the same as :meth:`find` for arrays that have not come before."""
-        if not self._by_places or not _has_all_results(given):
-            return _NOT_READY
-        place = self._place(given)
+        place = self._place(given) if self._by_places and _has_all_results(given) else None
         ready = None if place is None else self._by_places.get(place)
         if ready is None:
-            return _NOT_READY
+            return self._find_new(given, stream)
         library = _library(given)
         if library is cupy_runtime and _key_of(given) not in self.by_key:  # it may be known with another eps
             self._watch(given, ready)
-        return self._on(ready, library, stream)
-
-    def _on(self, ready: Ready, library: Any, stream: Any) -> tuple[Ready | None, Stream | None]:
-        """A launch and its stream, if that is certain."""
         current = self._current(library, stream)
-        return _NOT_READY if current is None else (ready, current)
+        if current is None:
+            return NOT_READY
+        _, _, _, _, out, residual_out, _, how, quant_out, scales_out = given
+        if how is None:
+            return ready, ((out, residual_out), None), current
+        return ready, ((quant_out, how.scale if scales_out is None else scales_out, residual_out), None), current
 
     def _place(self, given: Arguments) -> Key | None:
         """Where a call's arrays lie, and what else makes it another call. None if it cannot be known."""
@@ -192,44 +190,35 @@ class KnownNorms:
         return tuple(found)
 
     # ---- new results
-    def find_new(
-        self, given: Arguments, stream: Any
-    ) -> tuple[Ready | None, Stream | None, tuple[tuple[Any, ...], Any] | None]:  # fmt: skip
-        """The launch of a call with new results, if it can be ready, under the conditions of :meth:`KnownCalls.find`.
-
-        :returns: the launch, its stream, and with it the tuple to return, and y, whose memory has to be kept until the
-            launch.
-        """
-        if not self._kinds or self._calls.recording is not None:
-            return NOT_KNOWN
+    def _find_new(self, given: Arguments, stream: Any) -> Found:
+        """Do the same as :meth:`find` for a call with new results."""
+        if not self._kinds:
+            return NOT_READY
         library = _library(given)
         looked = self._look(given, library)
         if looked is None:
-            return NOT_KNOWN
+            return NOT_READY
         key, addresses = looked
         kind, current = self._kinds.get(key), self._current(library, stream)
         if kind is None or current is None or (kind.written and not kind.is_apart(addresses)):
-            return NOT_KNOWN
+            return NOT_READY
         if current > 1 and self._order.quick(current) is None:
-            return NOT_KNOWN  # a capture, say, into which allocations go their own way
+            return NOT_READY  # a capture, say, into which allocations go their own way
         x, _, _, _, out, total, _, how, numbers, scales = given
         results: list[Any] = [None, None, None, out, total, numbers, scales]
-        try:
-            for at, like in kind.made:
-                made = library.empty_like(x, self._device) if like is None else library.empty(x, *like, self._device)
-                results[at], addresses[at] = made
-                if not addresses[at]:
-                    return NOT_KNOWN
-        except (MemoryError, RuntimeError):  # to be raised in a call, of which the peers hear
-            return NOT_KNOWN
+        for at, like in kind.made:
+            made = library.empty_like(x, self._device) if like is None else library.empty(x, *like, self._device)
+            results[at], addresses[at] = made
+            if not addresses[at]:
+                return NOT_READY
         if not kind.fits(addresses):
-            return NOT_KNOWN
+            return NOT_READY
         place = kind, NormAddresses(*addresses)
-        ready = self._of_kinds.get(place) or Ready(kind.prepared.what, self._start_new, place)
+        ready = self._of_kinds.get(place) or self._make(place)
         _, _, _, out, total, numbers, scales = results
         if how is None:
-            return ready, current, ((out, total), out)
-        return ready, current, ((numbers, scales if how.scale is None else how.scale, total), out)
+            return ready, ((out, total), None), current
+        return ready, ((numbers, scales if how.scale is None else how.scale, total), out), current
 
     def _look(self, given: Arguments, library: Any) -> tuple[Key, list[int]] | None:
         """The key of a call's kind, and the addresses of its arrays, 0 where there is none. None if it has no kind."""
@@ -259,18 +248,12 @@ class KnownNorms:
                 key += shape, dtype
         return tuple(key), addresses
 
-    def _start_new(self, place: _Place, stream: Stream) -> None:
-        """Put a call on ``stream`` whose addresses have not come twice. The second time it gets a launch of its own.
-
-        It is a launch of :class:`Ready`, so the communicator's lock is held, as the launches of all calls need it.
-        """
-        if place in self._of_kinds:
-            ready = self._make_ready(place[0].prepared, place[1])
-            keep(self._of_kinds, place, ready, _MOST)
-            ready.launch(ready.argument, stream)
-        else:
-            keep(self._of_kinds, place, None, _MOST)
-            self._start(place[0].prepared, place[1], stream)
+    def _make(self, place: _Place) -> Ready:
+        """The launch at a place that has not come twice. The second time it is kept."""
+        again = place in self._of_kinds
+        ready = (self._make_ready if again else self._make_once)(place[0].prepared, place[1])
+        keep(self._of_kinds, place, ready if again else None, _MOST)
+        return ready
 
     def learn_new(self, given: Arguments, prepared: PreparedNorm, results: Mapping[str, Any]) -> None:
         """Remember the kind of a call that was made by the usual way on arrays as they are.

@@ -143,9 +143,9 @@ MUTANTS = [
     ),
     Mutant(
         "a known call on CuPy's arrays is on PyTorch's stream",
-        "ipcreduce/device/fast_path.py",
-        "                elif current is None:  # as",
-        "                else:  # as",
+        KNOWN,
+        "            current = cupy_runtime.get_current_stream().ptr\n",
+        "            current = (torch_runtime if torch_runtime.works() else cupy_runtime).stream_handle(0)\n",
         scenario("known_norms"),
     ),
     Mutant(
@@ -219,18 +219,26 @@ MUTANTS = [
         scenario("known_kinds_of_norms"),
     ),
     Mutant(
-        "new results are made while the thread records",
-        KNOWN,
-        "if not self._kinds or self._calls.recording is not None:",
-        "if not self._kinds:",
-        unit("known_norms", "a_recording_and_a_capture"),
-    ),
-    Mutant(
         "new results are made in a capture",
         KNOWN,
         "if current > 1 and self._order.quick(current) is None:",
         "if False:",
-        unit("known_norms", "a_recording_and_a_capture"),
+        unit("known_norms", "a_capture"),
+    ),
+    Mutant(
+        "a norm is looked up before its call begins",
+        "ipcreduce/communicator.py",
+        "        if fast is None:\n            return turns.make(parts.calls, self._allreduce_rmsnorm",
+        "        if fast is None or fast.known.find(given, None, given, stream) is None:\n"
+        "            return turns.make(parts.calls, self._allreduce_rmsnorm",
+        scenario("interrupted_look_ups"),
+    ),
+    Mutant(
+        "a call is known by its quantisation, whatever the scale is",
+        KNOWN,
+        "id(scales_out), id(how._scale),",
+        "id(scales_out), 0,",
+        scenario("copied_descriptions"),
     ),
     Mutant(
         "new results in other memory are written to the first ones",

@@ -27,7 +27,7 @@ def test_results_of_one_rank(hold: Hold) -> None:
 
 
 def test_known_calls(hold: Hold) -> None:
-    hold(2, "known_norms", "known_norms_of_another_shape")
+    hold(2, "known_norms", "known_norms_of_another_shape", "copied_descriptions")
 
 
 def test_known_calls_with_new_results(hold: Hold) -> None:
@@ -43,4 +43,4 @@ def test_graphs_and_streams(hold: Hold) -> None:
 
 
 def test_faults(hold: Hold) -> None:
-    hold(3, "norms_that_differ", "refused_norms", "late_for_a_norm", "interrupted_norm")
+    hold(3, "norms_that_differ", "refused_norms", "late_for_a_norm", "interrupted_norm", "interrupted_look_ups")

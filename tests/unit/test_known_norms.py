@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ipcreduce.arrays.norms import FP8
-from ipcreduce.calls.addresses import NormAddresses
-from ipcreduce.calls.request import NormShape
+from ipcreduce.calls.norm_shape import NormAddresses, NormShape
 from ipcreduce.device import known_calls, known_norms
-from ipcreduce.device.known_calls import Ready
-from ipcreduce.device.known_norms import NOT_KNOWN, KnownNorms
+from ipcreduce.device.known_calls import NOT_READY, Ready
+from ipcreduce.device.known_norms import KnownNorms
 from ipcreduce.device.norms import PreparedNorm
+from ipcreduce.errors import ArgumentError
 from tests.shared.streams import CURRENT, OTHER, Streams
 
 FORM = 4, 256
@@ -55,17 +56,13 @@ class Known:
         self.library, self.log = Library(), []
         monkeypatch.setattr(known_norms, "cupy_runtime", self.library)
         monkeypatch.setattr(known_calls, "cupy_runtime", self.library)
-        self.calls: Any = SimpleNamespace(recording=None)
         self.state: Any = "ON_STREAM"
         order: Any = SimpleNamespace(quick=lambda stream: self.state)
-        self.norms = KnownNorms(0, self.calls, order, self._start, self._make_ready)
+        self.norms = KnownNorms(0, order, partial(self._make, "once"), partial(self._make, "kept"))
 
-    def _start(self, prepared: PreparedNorm, addresses: NormAddresses, stream: Any) -> None:
-        self.log.append(("start", addresses, stream))
-
-    def _make_ready(self, prepared: PreparedNorm, addresses: NormAddresses) -> Ready:
-        self.log.append(("made", addresses))
-        return Ready(prepared.what, lambda argument, stream: self.log.append(("graph", argument, stream)), addresses)
+    def _make(self, way: str, prepared: PreparedNorm, addresses: NormAddresses) -> Ready:
+        self.log.append(("made", way))
+        return Ready(prepared.what, lambda argument, stream: self.log.append((way, argument, stream)), addresses)
 
     def learn(self, given: tuple[Any, ...], alignment: int = 16, plain: Any = None) -> None:
         how = given[7]
@@ -83,7 +80,7 @@ class Known:
         self.norms.learn_new(given, prepared, results)
 
     def find(self, given: tuple[Any, ...], stream: Any = None) -> Any:
-        return self.norms.find_new(given, stream)
+        return self.norms.find(given, None, given, stream)
 
 
 @pytest.fixture
@@ -101,27 +98,25 @@ def arguments(x: Any = None, **change: Any) -> tuple[Any, ...]:
 
 def test_the_third_launch_at_a_place_is_kept(known: Known):
     known.learn(arguments())
-    for turn, way in enumerate((["start"], ["made", "graph"], ["graph"], ["graph"])):
+    places = NormAddresses(0x1000, 0x3000, 0x4000, 0x10000, 0x20000, 0, 0)
+    for turn, (made, way) in enumerate((("once", "once"), ("kept", "kept"), (None, "kept"), (None, "kept"))):
         known.library.free = [0x10000, 0x20000]
-        ready, _, ((out, total), _) = known.find(arguments())
-        assert (out.address, total.address) == (0x10000, 0x20000)
         known.log.clear()
+        ready, ((out, total), _), _ = known.find(arguments())
+        assert (out.address, total.address) == (0x10000, 0x20000)
         ready.launch(ready.argument, CURRENT)
-        assert [entry[0] for entry in known.log] == way, turn
-        assert known.log[-1][1] == NormAddresses(0x1000, 0x3000, 0x4000, 0x10000, 0x20000, 0, 0)
+        assert known.log == [("made", made)] * (made is not None) + [(way, places, CURRENT)], turn
     known.library.free = [0x20000, 0x10000]
     ready, *_ = known.find(arguments())
     known.log.clear()
     ready.launch(ready.argument, CURRENT)
-    assert known.log == [("start", NormAddresses(0x1000, 0x3000, 0x4000, 0x20000, 0x10000, 0, 0), CURRENT)]
+    assert known.log == [("once", NormAddresses(0x1000, 0x3000, 0x4000, 0x20000, 0x10000, 0, 0), CURRENT)]
 
 
-def test_a_recording_and_a_capture(known: Known):
+def test_a_capture(known: Known):
     known.learn(arguments())
-    known.calls.recording = "open"
-    assert known.find(arguments()) == NOT_KNOWN
-    known.calls.recording, known.state = None, None
-    assert known.find(arguments()) == NOT_KNOWN
+    known.state = None
+    assert known.find(arguments()) == NOT_READY
     assert not known.library.made
     known.state = "ON_STREAM"
     assert known.find(arguments())[0] is not None
@@ -131,8 +126,9 @@ def test_another_stream(known: Known):
     known.learn(arguments())
     assert known.find(arguments(), CURRENT)[0] is not None
     made = known.library.made
-    for stream in (OTHER, "fast"):
-        assert known.find(arguments(), stream) == NOT_KNOWN
+    assert known.find(arguments(), OTHER) == NOT_READY
+    with pytest.raises(ArgumentError, match="no stream"):
+        known.find(arguments(), "fast")
     assert known.library.made == made
 
 
@@ -146,14 +142,14 @@ def test_another_stream(known: Known):
 )  # fmt: skip
 def test_other_calls(known: Known, change: dict[str, Any]):
     known.learn(arguments())
-    assert known.find(arguments(**change)) == NOT_KNOWN
+    assert known.find(arguments(**change)) == NOT_READY
 
 
 def test_memory_that_is_short(known: Known):
-    """The usual way raises the error, in a call."""
     known.learn(arguments())
     known.library.free = [0x10000]
-    assert known.find(arguments()) == NOT_KNOWN
+    with pytest.raises(MemoryError):
+        known.find(arguments())
 
 
 def test_outputs_that_share_memory(known: Known):
@@ -162,7 +158,7 @@ def test_outputs_that_share_memory(known: Known):
     for address in (0x8000, 0x1000, 0x1000 + NBYTES):
         assert known.find(arguments(x, residual=residual, out=Array(address)))[0] is not None, address
     for address in (0x4000, 0x1000 + NBYTES - 16, 0x1000 - NBYTES + 16, 0x3000, 0x4000 + NBYTES - 16):
-        assert known.find(arguments(x, residual=residual, out=Array(address))) == NOT_KNOWN, address
+        assert known.find(arguments(x, residual=residual, out=Array(address))) == NOT_READY, address
 
 
 def test_what_a_pair_hands_on_has_memory(known: Known):
@@ -170,10 +166,10 @@ def test_what_a_pair_hands_on_has_memory(known: Known):
     residual, plain = Array(0x4000), "an all-reduce"
     change = {"residual": residual, "residual_out": residual, "quantize": FP8(per="token")}
     known.learn(arguments(**change), alignment=2, plain=plain)
-    ready, _, ((numbers, scales, total), y) = known.find(arguments(**change))
+    ready, ((numbers, scales, total), y), _ = known.find(arguments(**change))
     assert (numbers.dtype, scales.shape, scales.dtype, total) == ("e4m3", (4, 1), "float32", residual)
     ready.launch(ready.argument, CURRENT)
-    assert known.log[0][1] == NormAddresses(
+    assert known.log[-1][1] == NormAddresses(
         0x1000, 0x3000, 0x4000, y.address, 0x4000, numbers.address, scales.address
     )  # fmt: skip
 
@@ -182,11 +178,11 @@ def test_a_given_scale_is_returned(known: Known):
     scale = Array(0x9000, (1,), "float32")
     change = {"quantize": FP8(scale=scale)}
     known.learn(arguments(**change))
-    ready, _, ((_, found, _), _) = known.find(arguments(**change))
+    ready, ((_, found, _), _), _ = known.find(arguments(**change))
     assert found is scale
-    assert ready.argument[1].scales == 0x9000
+    assert ready.argument.scales == 0x9000
     moved = {"quantize": FP8(scale=Array(0x9002, (1,), "float32"))}
-    assert known.find(arguments(**moved)) == NOT_KNOWN
+    assert known.find(arguments(**moved)) == NOT_READY
 
 
 def test_tables_are_bounded(known: Known, monkeypatch: pytest.MonkeyPatch):
@@ -196,5 +192,5 @@ def test_tables_are_bounded(known: Known, monkeypatch: pytest.MonkeyPatch):
         for _ in range(3):
             ready, *_ = known.find(arguments(eps=eps))
             ready.launch(ready.argument, CURRENT)
-    assert known.find(arguments(eps=1e-3)) == NOT_KNOWN
+    assert known.find(arguments(eps=1e-3)) == NOT_READY
     assert len(known.norms._of_kinds) <= 2

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import itertools
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,9 +16,11 @@ import cupy
 import numpy as np
 
 import ipcreduce
-from ipcreduce import FP8, Communicator, Graph, GraphRunner, eager_break, errors, forward_context
+from ipcreduce import FP8, Communicator, Graph, GraphRunner, Map, eager_break, errors, forward_context
 from ipcreduce.bench import norms as bench_norms
 from ipcreduce.bench import tune_norms
+from ipcreduce.cuda import cupy_runtime
+from ipcreduce.dtypes import FLOAT8
 from ipcreduce.ipc import norm_plan, tuning
 from tests.shared import clock, norms, reference
 from tests.shared.bounds import no_hang
@@ -847,6 +851,81 @@ def interrupted_norm() -> None:
     over_backends(check)
 
 
+class Interrupted:
+    """A stream. ``now``: Ctrl-C comes while its handle is read."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle, self.now = handle, False
+
+    @property
+    def __cuda_stream__(self) -> tuple[int, int]:
+        if self.now:
+            raise KeyboardInterrupt
+        return 0, self.handle
+
+
+def interrupted_look_ups() -> None:
+    """Ctrl-C on one rank while it looks a known call of any kind up: the others hear of it, and all go on."""
+
+    def check(comm: Any) -> None:
+        case, then = Case((4, 256)), Map("v + 1")
+        array, x, residual = cupy.full(8, 1, np.float32), case.x.copy(), case.residual.copy()
+        stream = Interrupted(cupy.cuda.get_current_stream().ptr)
+        own = {"x": x, "residual": residual, "out": x, "residual_out": residual}
+        for name, call in {
+            "an array": lambda: comm.allreduce(array),
+            "a list": lambda: comm.allreduce([array]),
+            "an expression": lambda: comm.allreduce(array, then=then),
+            "a norm": lambda: case.call(comm),
+            "a norm in place": lambda: case.call(comm, **own, stream=stream),
+        }.items():
+            for _ in range(4):
+                call()
+            comm.synchronize()
+            if RANK == LAST:
+                stream.now = True
+                with (
+                    mock.patch.object(cupy_runtime, "empty_like", side_effect=KeyboardInterrupt),
+                    contextlib.suppress(KeyboardInterrupt),
+                ):
+                    call()
+                    raise AssertionError(f"no KeyboardInterrupt in {name}")
+                stream.now = False
+            else:
+                with no_hang(f"the interrupted call on {name}"):
+                    error = failed(comm, call)
+                assert isinstance(error, errors.PeerFailedError), (name, error)
+                assert f"rank {LAST} raised an error (KeyboardInterrupt" in str(error), (name, error)
+            works(comm)
+
+    over_backends(check)
+
+
+def copied_descriptions() -> None:
+    """A copy of an FP8 or a Map has arrays of its own, and its calls use these, behind known ones of the original."""
+
+    def check(comm: Any) -> None:
+        case, array, out = Case((4, 256), scales="given"), cupy.full(8, 1, np.float32), cupy.empty(8, np.float32)
+        own = {"residual_out": case.residual.copy(), "out": case.x.copy(), "quant_out": cupy.empty((4, 256), np.uint8)}
+        how, then = FP8(scale=cupy.full((1,), GIVEN, np.float32)), Map("v + a", a=cupy.full(8, 1, np.float32))
+        for _ in range(4):
+            case.check(case.call(comm, **own, quantize=case.options["quantize"]), own["out"])
+            case.call(comm, **own, quantize=how)
+            assert (cupy.asnumpy(comm.allreduce(array, out=out, then=then)) == SIZE + 1).all()
+        for copied in (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):
+            another, other = copied(how), copied(then)
+            another.scale[...] = 2 * GIVEN
+            other.operands["a"][...] = 5
+            plain = own["out"].get().astype(np.float32) / (2 * GIVEN)
+            for _ in range(4):
+                numbers, scale, _ = case.call(comm, **own, quantize=another)
+                assert scale is another.scale
+                assert (cupy.asnumpy(numbers).view(FLOAT8) == np.clip(plain, -448, 448).astype(FLOAT8)).all()
+                assert (cupy.asnumpy(comm.allreduce(array, out=out, then=other)) == SIZE + 5).all()
+
+    over_backends(check)
+
+
 def tuned_norms() -> None:
     """``tune`` checks and times every kernel that it may choose, and a communicator launches the chosen one."""
     choice = norm_plan.NormChoice(64, 1, "two_shot", 1)
@@ -885,5 +964,6 @@ SCENARIOS = [
     known_kinds_of_norms, new_results_on_streams, new_tensors_of_norms, laid_out_norms, norms_without_rows,
     norms_of_tensors, norms_on_several_streams, synchronous_norms, recorded_norms, laid_out_norms_in_graphs,
     captured_norms, checked_and_run_norms, norms_that_differ, refused_norms, late_for_a_norm, interrupted_norm,
+    interrupted_look_ups, copied_descriptions,
     tuned_norms,
 ]  # fmt: skip

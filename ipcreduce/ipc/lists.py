@@ -85,14 +85,17 @@ def table(plan: ListPlan) -> Words:
 class ListStep:
     """One launch of a list: see :class:`Step`. Its addresses are :data:`Places`, by member of the list."""
 
-    __slots__ = ("_every", "_ins", "_odd", "_of", "_outs", "_words", "launch", "plan", "start")
+    __slots__ = ("_every", "_ins", "_odd", "_of", "_targets", "_words", "launch", "plan", "start")
 
     def __init__(self, plan: ListPlan, launch: driver.Launch, length: int) -> None:
         """``length``: of the list."""
         self.launch, self.plan, self._of = launch, plan.step, plan
-        args, count, (ins, outs) = launch.args, len(plan.members), (ARG_WORDS, ARG_WORDS + plan.parts)
+        args, count, (ins, targets) = launch.args, len(plan.members), (ARG_WORDS, ARG_WORDS + plan.parts)
         self._words = args.data
-        self._ins, self._outs = args[ins : ins + count].data.cast("B"), args[outs : outs + count].data.cast("B")
+        self._ins, self._targets = (
+            args[ins : ins + count].data.cast("B"),
+            args[targets : targets + count].data.cast("B"),
+        )
         self._odd = int(np.bitwise_or.reduce(plan.nbytes)) % PACKET_BYTES  # some part is no whole number of packets
         self._every = count == length and not plan.offsets.any()  # each member is a part
         self.start: Start = self._start_parts if self._every else self._start
@@ -128,4 +131,4 @@ class ListStep:
     def _set_parts(self, parts: Places) -> None:
         (read, read_bits), (written, written_bits) = parts
         self._ins[:], self._words[IN] = read, read_bits | self._odd  # by which the kernel sees alignment
-        self._outs[:], self._words[OUT] = written, written_bits
+        self._targets[:], self._words[OUT] = written, written_bits

@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from ipcreduce.arrays import rmsnorm
 from ipcreduce.bench import arguments, contenders, norms, report, timing
 from ipcreduce.bench.limit import Limit
-from ipcreduce.arrays import rmsnorm
 
 
 def test_sizes():

@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 
 from ipcreduce.calls import faults, sequence, turns
-from ipcreduce.page.fingerprint import Fingerprint
-from tests.shared.fingerprints import of_allreduce
 from ipcreduce.calls.sequence import CallSequence
 from ipcreduce.cuda import cupy_runtime
 from ipcreduce.device.fast_path import FastPath
@@ -36,9 +34,11 @@ from ipcreduce.errors import (
 )
 from ipcreduce.page import control_page, layout
 from ipcreduce.page.control_page import Page
+from ipcreduce.page.fingerprint import Fingerprint
 from ipcreduce.texts import described
 from tests.shared import bounds, clock
 from tests.shared.bounds import HANG
+from tests.shared.fingerprints import of_allreduce
 from tests.unit.pages import in_threads, make_mirrored, make_pages
 
 SUM, OTHER = of_allreduce((10,), "float32", "sum"), of_allreduce((3,), "int8", "sum")

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from ipcreduce.page.fingerprint import Fingerprint
 from ipcreduce.calls.sequence import CallSequence
 from ipcreduce.page import comparison, records
 from ipcreduce.page.comparison import Comparison
 from ipcreduce.page.control_page import MISMATCH, Page
+from ipcreduce.page.fingerprint import Fingerprint
 from ipcreduce.page.flight_recorder import RING
 from tests.unit.pages import make_mirrored, make_pages
 

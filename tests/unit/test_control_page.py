@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from ipcreduce.calls import faults
-from ipcreduce.page.fingerprint import Fingerprint
-from tests.shared.fingerprints import of_allreduce
 from ipcreduce.dtypes import DTYPE_NAMES, OPS
 from ipcreduce.errors import PeerFailedError, PeerLostError, PeerTimeoutError, RankMismatchError
 from ipcreduce.page import control_page, flight_recorder, layout, shared_files, watchdog
 from ipcreduce.page.control_page import Page
+from ipcreduce.page.fingerprint import Fingerprint
 from ipcreduce.page.flight_recorder import RING
 from tests.shared.bounds import LONG, late
+from tests.shared.fingerprints import of_allreduce
 from tests.unit.pages import make_pages
 
 SUM = of_allreduce((10,), "float32", "sum")

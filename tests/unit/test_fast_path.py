@@ -11,6 +11,7 @@ import pytest
 
 from ipcreduce.cuda import cupy_runtime
 from ipcreduce.device import fast_path
+from ipcreduce.device.launch_cache import LaunchCache
 from ipcreduce.errors import CaptureError, CudaError
 
 OURS, OTHER = 5, 6
@@ -31,7 +32,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> fast_path.FastPath:
     words = SimpleNamespace(recorded=[], number=[0], slots=[], agreed={})
     page: Any = SimpleNamespace(abort_word=[0], calls=words)
     unused: Any = None
-    return fast_path.FastPath(unused, 0, OURS, unused, page, unused)
+    return fast_path.FastPath(unused, 0, OURS, unused, page, LaunchCache(0, unused, unused))
 
 
 def attempt(calls: fast_path.FastPath, monkeypatch: pytest.MonkeyPatch, *outcomes: Exception | None) -> None:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipcreduce.page.fingerprint import Fingerprint
-from tests.shared.fingerprints import of_allreduce
 from ipcreduce.page import flight_recorder, records
+from ipcreduce.page.fingerprint import Fingerprint
 from ipcreduce.page.flight_recorder import RING, FlightRecorder
+from tests.shared.fingerprints import of_allreduce
 
 SUM = of_allreduce((10,), "float32", "sum")
 ON_HOST = Fingerprint.of(f"{SUM} on the host")

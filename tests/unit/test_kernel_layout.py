@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ipcreduce.calls.addresses import addresses_of
 from ipcreduce.calls.faults import fault_error
-from ipcreduce.calls.request import NormShape
-from ipcreduce.device import norm_kernels
-from ipcreduce.device.known_lists import addresses_of
+from ipcreduce.device import arguments, epilogues, kernels
+from ipcreduce.device.kernels import Kernel
 from ipcreduce.dtypes import DTYPE_NAMES, DTYPES, OPS
 from ipcreduce.errors import PeerTimeoutError
 from ipcreduce.graphs.direct import launches as direct_launches
@@ -33,16 +33,16 @@ KERNELS = ROOT / "kernels"
 STAND_IN = ROOT / "tests" / "simulated" / "include"
 
 WORD = 8  # bytes of each word of struct Args
-FIELDS = {  # of struct Args: the index of its first word in launches.py
-    "in": launches.IN,
-    "out": launches.OUT,
-    "bytes": launches._BYTES,
-    "peers": launches._PEERS,
-    "half_bytes": launches._HALF,
-    "epochs": launches._EPOCHS,
-    "abort": launches._ABORT,
-    "missing": launches._MISSING,
-    "timeout_ns": launches._TIMEOUT,
+FIELDS = {  # of struct Args: the index of its first word in arguments.py
+    "in": arguments.IN,
+    "out": arguments.OUT,
+    "bytes": arguments.BYTES,
+    "peers": arguments.PEERS,
+    "half_bytes": arguments.HALF,
+    "epochs": arguments.EPOCHS,
+    "abort": arguments.ABORT,
+    "missing": arguments.MISSING,
+    "timeout_ns": arguments.TIMEOUT,
     "outs": direct_launches.OUTS,
 }
 VERDICTS = {"kNoData": peers._NO_DATA, "kWhole": peers._WHOLE, "kSplit": peers._SPLIT}
@@ -115,7 +115,7 @@ def args_of(text: str) -> list[tuple[str, int]]:
 
 
 def test_words_of_args(tmp_path: Path):
-    """Offsets and sizes by the compiler, of exactly the fields that launches.py fills in."""
+    """Offsets and sizes by the compiler, of exactly the fields that arguments.py fills in."""
     fields = args_of((KERNELS / "packets.cuh").read_text())
     assert [name for name, _ in fields] == list(FIELDS)
     prints = "".join(
@@ -130,7 +130,7 @@ def test_words_of_args(tmp_path: Path):
     sizes = {name: int(nbytes) for name, _, nbytes in map(str.split, lines)}
     assert offsets == {name: WORD * index for name, index in FIELDS.items()}
     assert sizes == {name: WORD * (plan.MAX_RANKS if name in ("peers", "outs") else 1) for name in FIELDS}
-    assert int(size) == WORD * launches._ARG_WORDS == WORD * lists.ARGUMENT_WORDS
+    assert int(size) == WORD * arguments.ARG_WORDS
 
 
 # ---- the table of a list
@@ -153,23 +153,22 @@ def test_words_of_a_list(tmp_path: Path, subtests: pytest.Subtests):
         with subtests.test(places=places):
             (line,) = run_program(tmp_path, LIST_LAYOUT, IPCREDUCE_PARTS=str(places))
             table, sources, targets, first, nbytes, size = map(int, line.split())
-            assert table == WORD * lists.ARGUMENT_WORDS
+            assert table
             assert (sources, targets, first, nbytes) == (0, *(WORD * places * half // 2 for half in (2, 4, 5)))
             assert most - 4 * WORD <= size <= most, "a kernel takes no more, and there is hardly room for more"
             offsets = np.array([0, 0], np.uint64)
             plan: Any = lists.ListPlan(one, places, np.array([0, 2]), offsets, np.array([0, 1]), np.array([16, 7]))
-            words = np.concatenate([np.zeros(lists.ARGUMENT_WORDS, np.uint64), lists.table(plan)])
+            words = np.concatenate([np.zeros(arguments.ARG_WORDS, np.uint64), lists.table(plan)])
             assert words.nbytes == size
-            launch: Any = None
-            made = lists.ListLaunch(plan, launch, words, 3)
-            made.set(made.parts((addresses_of([160, 0, 3]), addresses_of([32, 0, 4]))))
+            launch: Any = SimpleNamespace(args=words)
+            lists.ListStep(plan, launch, 3).set((addresses_of([160, 0, 3]), addresses_of([32, 0, 4])))
             raw = words.tobytes()
             assert np.frombuffer(raw, np.uint64, 3, table + sources).tolist() == [160, 3, 0]
             assert np.frombuffer(raw, np.uint64, 3, table + targets).tolist() == [32, 4, 0]
             assert np.frombuffer(raw, np.uint32, 3, table + first).tolist() == [0, 1, 0xFFFFFFFF]
             assert np.frombuffer(raw, np.uint32, 3, table + nbytes).tolist() == [16, 7, 0]
-            assert words[launches.IN] % 16, "a part of 7 bytes: not all packets are whole"
-            assert words[launches.OUT] == 32 | 4
+            assert words[arguments.IN] % 16, "a part of 7 bytes: not all packets are whole"
+            assert words[arguments.OUT] == 32 | 4
 
 
 FIND = """
@@ -217,16 +216,16 @@ def test_a_thread_finds_its_array(tmp_path: Path, subtests: pytest.Subtests):
 
 # ---- the arguments of a norm
 NORM_FIELDS = {  # of struct NormArgs
-    "residual": norm_kernels._RESIDUAL,
-    "residual_out": norm_kernels._RESIDUAL_OUT,
-    "weight": norm_kernels._WEIGHT,
-    "quantised": norm_kernels._QUANTISED,
-    "scales": norm_kernels._SCALES,
-    "rows": norm_kernels._ROWS,
-    "hidden": norm_kernels._HIDDEN,
-    "scale_strides": norm_kernels._STRIDES,
-    "numbers": norm_kernels._NUMBERS,
-    "reciprocal_of_hidden": norm_kernels._RECIPROCAL,
+    "residual": arguments._RESIDUAL,
+    "residual_out": arguments._RESIDUAL_OUT,
+    "weight": arguments._WEIGHT,
+    "quantised": arguments._QUANTISED,
+    "scales": arguments._SCALES,
+    "rows": arguments._ROWS,
+    "hidden": arguments._HIDDEN,
+    "scale_strides": arguments._STRIDES,
+    "numbers": arguments._NUMBERS,
+    "reciprocal_of_hidden": arguments._RECIPROCAL,
 }
 
 
@@ -239,21 +238,20 @@ def test_words_of_a_norm(tmp_path: Path):
         "#include <cstddef>\n#include <cstdio>\n#include HEADER\n"
         f'int main() {{\n{prints}  std::printf("%zu\\n", sizeof(Args));\n}}\n'
     )
-    pair = norm_kernels._PAIR_WORDS
-    for header, before in (("<packets.cuh>", launches._ARG_WORDS), ("<rmsnorm.cu>", pair)):
+    pair = arguments.PAIR_WORDS
+    for header, before in (("<packets.cuh>", arguments.ARG_WORDS), ("<rmsnorm.cu>", pair)):
         given = {"IPCREDUCE_DTYPE": "float16", "IPCREDUCE_SCALE": "0", "IPCREDUCE_CLUSTER": "1", "IPCREDUCE_DEPTH": "1"}
         *lines, size = run_program(tmp_path, source, HEADER=header, **given)
         offsets = {name: int(offset) for name, offset in map(str.split, lines)}
         assert offsets == {name: WORD * (before + index) for name, index in NORM_FIELDS.items()}
-        assert int(size) == WORD * (before + norm_kernels.WORDS)
-    assert (norm_kernels.IN, norm_kernels.OUT) == (launches.IN, launches.OUT)
+        assert int(size) == WORD * (before + arguments.NORM_WORDS)
 
 
 def test_codes_of_scales():
     text = (KERNELS / "rmsnorm.cuh").read_text()
     found = re.search(r"constexpr int kNoScale = 0, kGivenScale = 1, kTokenScale = 2, kGroupScale = 3;", text)
     assert found
-    assert norm_kernels.SCALES == ("", "given", "token", "group")
+    assert epilogues.SCALES == ("", "given", "token", "group")
 
 
 def test_args_of_the_simulated_tests():
@@ -363,7 +361,7 @@ int main(int count, char** arguments) {  // timeout_ns, and how long ago each of
 
 def test_a_wait_goes_on_until_the_timeout(tmp_path: Path):
     """The kernel's deadline is the communicator's timeout, of which the host makes nanoseconds."""
-    nanoseconds = launches_of(0, 2, timeout=2.5)._arguments(0)[launches._TIMEOUT]
+    nanoseconds = launches_of(0, 2, timeout=2.5)._arguments(0)[arguments.TIMEOUT]
     assert run_program(tmp_path, CHECK_TIMEOUT, nanoseconds, 2_499_000_000, 2_501_000_000) == ["1", "0"]
 
 
@@ -445,8 +443,11 @@ def test_macros_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch):
     for path in KERNELS.glob("*.cu*"):
         used |= {*re.findall(r"\bIPCREDUCE_[A-Z_]+", re.sub(r"//.*", "", path.read_text()))}
     passed: dict[str, str] = {}
-    monkeypatch.setattr(launches.compiler, "compile_kernel", lambda name, macros, capability: passed.update(macros))
-    launches_of(3, 4)._compile(("two_shot", "float16", "avg", 2, 0))
+    monkeypatch.setattr(
+        kernels.compiler, "compile_kernel", lambda name, macros, capability, expression: passed.update(macros)
+    )
+    made = launches_of(3, 4).kernels
+    made._compile(Kernel("two_shot", "float16", "avg", 2))
     of_norms = {"IPCREDUCE_SCALE", "IPCREDUCE_CLUSTER"}
     assert {*passed} == used - {"IPCREDUCE_PARTS", "IPCREDUCE_MAP", "IPCREDUCE_OPERANDS"} - of_norms
     assert passed == {
@@ -458,14 +459,14 @@ def test_macros_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch):
         "IPCREDUCE_WHOLE_PACKETS": "1",
     }
     one_array = dict(passed)
-    launches_of(3, 4)._compile(("two_shot", "float16", "avg", 2, lists.SHORT))
+    made._compile(Kernel("two_shot", "float16", "avg", 2, lists.SHORT))
     assert passed == one_array | {"IPCREDUCE_PARTS": str(lists.SHORT)}
-    shape = NormShape(rows=1, hidden=64, dtype="float16", eps=1e-6, weight_bias=0.0, residual=True, scales="token")
-    fused = norm_kernels.macros_of(shape, 2, 4, launches_of(3, 4)._exchange_macros())
-    assert {*dict(fused)} == {*dict(norm_kernels.macros_of(shape, 1))} == {*one_array} | of_norms
-    assert dict(fused) == one_array | {
-        "IPCREDUCE_OP": "sum", "IPCREDUCE_SCALE": "2", "IPCREDUCE_CLUSTER": "4"
-    }  # fmt: skip
+    passed.clear()
+    made._compile(Kernel("fused_two_shot", "float16", depth=2, scale=2, cluster=4))
+    assert passed == one_array | {"IPCREDUCE_OP": "sum", "IPCREDUCE_SCALE": "2", "IPCREDUCE_CLUSTER": "4"}
+    made._compile(Kernel("rmsnorm", "float16", depth=1, scale=0, alone=True))
+    assert {*passed} == {*one_array} | of_norms
+    assert (passed["IPCREDUCE_RANKS"], passed["IPCREDUCE_RANK"]) == ("1", "0")
 
 
 def structs(text: str, namespace: str) -> set[str]:

@@ -13,10 +13,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ipcreduce.arrays.lists import ListCall
+from ipcreduce.calls.addresses import Places, numbers_of
 from ipcreduce.cuda import cupy_runtime, torch_lists, torch_runtime
-from ipcreduce.device.known_calls import NOT_READY, KnownCalls, PreparedList, Ready
-from ipcreduce.device.known_lists import KnownLists, Places, numbers_of
-from ipcreduce.types import DEFAULT_STREAM, Stream
+from ipcreduce.device.hits.lists import ListHits
+from ipcreduce.device.hits.plain import PlainHits
+from ipcreduce.device.launch_cache import NOT_READY, LaunchCache
+from ipcreduce.device.prepared import OwnStep, Prepared, Ready
+from ipcreduce.types import Stream
 
 TURNS = 6  # in the last of them a list is known by its arrays
 CURRENT, OTHER = 8, 9
@@ -94,20 +98,26 @@ class Known:
 
     def __init__(self) -> None:
         order: Any = SimpleNamespace(quick=lambda stream: "ON_STREAM")
-        self.lists = KnownLists(0, order, lambda prepared: self._start, self._make_ready)
+        self.cache = LaunchCache(0, order, self._make_ready)
+        self.lists = ListHits(self.cache)
+        self.cache.kinds[ListCall] = self.lists
         self.made = 0  # launches of places that have come before
         self.launched: Any = None
 
     def _start(self, places: Places, stream: Stream) -> None:
-        self.launched = tuple(map(numbers_of, places)), stream
+        self.launched = tuple(numbers_of(words) for words, _ in places), stream
 
-    def _make_ready(self, prepared: PreparedList, places: Places) -> Ready:
+    def _make_ready(self, prepared: Prepared, places: Places) -> Ready:
         self.made += 1
         return Ready(prepared.what, self._start, places)
 
     def learn(self, arrays: Sequence[Any]) -> None:
-        what: Any = len(arrays)
-        self.lists.learn(arrays, "sum", PreparedList(what=what, by="", through=(None,) * len(arrays)))
+        request: Any = len(arrays)
+        prepared = Prepared(
+            request=request, what=request, by="", nbytes=sum(one.nbytes for one in arrays),
+            steps=(OwnStep(self._start),), through=(None,) * len(arrays),
+        )  # fmt: skip
+        self.cache.learn(ListCall(arrays, "sum", None), None, prepared)
 
     def find(self, arrays: Sequence[Any], out: Any, stream: Any = None) -> Any:
         ready, result, current = self.lists.find(arrays, "sum", out, stream)
@@ -199,7 +209,7 @@ def test_a_known_array_dies_within_a_call(monkeypatch: pytest.MonkeyPatch):
     arrays[1].shape = (2, 3)
 
     def stream() -> Any:
-        known.lists._by_ends.clear()
+        known.cache.objects.clear()
         return SimpleNamespace(ptr=CURRENT)
 
     monkeypatch.setattr(cupy_runtime, "get_current_stream", stream)
@@ -209,8 +219,8 @@ def test_a_known_array_dies_within_a_call(monkeypatch: pytest.MonkeyPatch):
 def test_lists_and_tuples_are_found_as_lists():
     order: Any = None
     make: Any = None
-    calls = KnownCalls(0, order, {}, make)
-    calls.find_list = lambda *given: (None, given, DEFAULT_STREAM)
+    lists: Any = SimpleNamespace(find=lambda *given: (None, given, None))
+    calls = PlainHits(LaunchCache(0, order, make), lists)
     for arrays in (arrays_of(2), tuple(arrays_of(2))):
         assert calls.find(arrays, "sum", None, 5)[1] == (arrays, "sum", None, 5)
 
@@ -234,8 +244,8 @@ def test_new_arrays_at_the_addresses_of_others():
         arrays = arrays_of(3)
         kept.append(arrays)
         assert known.find(arrays, arrays) is not None
-        assert [weakref.getweakrefcount(one) for one in arrays[1:]] == [0, 0]
     assert known.made == 1
+    assert sum(weakref.getweakrefcount(one) for arrays in kept for one in arrays) == 3, "of one list alone"
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -302,8 +312,8 @@ def test_ids_of_tensors_that_arrays_have_by_now(monkeypatch: pytest.MonkeyPatch)
     tensors = [Tensor(one.place.ptr) for one in arrays]
     known = known_list(tensors, tensors)
     known.learn(arrays)
-    (ends,) = known.lists._by_ends
-    known.lists._by_ends[("sum", 2, id(arrays[0]), id(arrays[-1]), 0)] = known.lists._by_ends[ends]
+    (ends,) = known.cache.objects
+    known.cache.objects[("sum", 2, id(arrays[0]), id(arrays[-1]), 0)] = known.cache.objects[ends]
     monkeypatch.setattr(Array, "at", -1, raising=False)  # which the tensors' reader reads
     places = [one.place.ptr for one in arrays]
     assert known.find(arrays, arrays) == ((places, places), CURRENT)

@@ -4,37 +4,28 @@ from __future__ import annotations
 
 import functools
 import operator
-import struct
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ipcreduce.device import known_lists
-from ipcreduce.device.known_calls import Ready
-from ipcreduce.device.known_lists import Kind
+from ipcreduce.device.hits import lists
 
-MANY = known_lists._MANY + 7
+MANY = lists._MANY + 7
 COUNTS = pytest.mark.parametrize("count", [1, 3, MANY])
 
 
-def kind_of(sizes: list[int], itemsizes: list[int] | None = None) -> Kind:
-    itemsizes = itemsizes or [1] * len(sizes)
-    prepared: Any = None
-    lengths = np.array(sizes, np.uint64)
-    ready = Ready(prepared, lambda *_: None, None)
-    pack = struct.Struct(f"{len(sizes)}P").pack
-    return Kind(None, prepared, lambda _: None, pack, ready, sizes, lengths, itemsizes, max(itemsizes), max(sizes))
+def kind_of(sizes: list[int], itemsizes: list[int] | None = None) -> lists._Layout:
+    return lists._Layout(lambda _: None, sizes, itemsizes or [1] * len(sizes))
 
 
 def words(addresses: list[int]) -> bytes:
     return np.array(addresses, np.uint64).tobytes()
 
 
-def fits(kind: Kind, addresses: list[int]) -> bool:
-    bits = kind.fits(addresses, words(addresses))
+def fits(kind: lists._Layout, addresses: list[int]) -> bool:
+    bits = kind._fits(addresses, words(addresses))
     every = functools.reduce(operator.or_, addresses)
     assert bits in (0, every) or (bits, every % 256) == (256, 0)
     return bits != 0
@@ -43,7 +34,7 @@ def fits(kind: Kind, addresses: list[int]) -> bool:
 def apart(sizes: list[int], sources: list[int], targets: list[int] | None = None) -> bool:
     targets = sources if targets is None else targets
     froms = words(sources)
-    return kind_of(sizes).are_apart(sources, targets, froms, froms if targets is sources else words(targets))
+    return kind_of(sizes)._are_apart(sources, targets, froms, froms if targets is sources else words(targets))
 
 
 @COUNTS

@@ -11,11 +11,14 @@ import pytest
 
 from ipcreduce import Map
 from ipcreduce.arrays import maps
+from ipcreduce.arrays.maps import MapCall
+from ipcreduce.calls.addresses import MapAddresses
+from ipcreduce.calls.request import Member, Request
 from ipcreduce.cuda.expressions import Expression, Operand
-from ipcreduce.device import known_calls, known_maps
-from ipcreduce.device.known_calls import NOT_READY, Mapped, Ready
-from ipcreduce.device.known_maps import KnownMaps
-from ipcreduce.device.maps import PreparedMap
+from ipcreduce.device import launch_cache
+from ipcreduce.device.hits import maps as hits
+from ipcreduce.device.launch_cache import NOT_READY, LaunchCache
+from ipcreduce.device.prepared import OwnStep, Prepared, Ready
 from ipcreduce.errors import ArgumentError
 from tests.shared.streams import CURRENT, OTHER, Streams
 
@@ -51,19 +54,21 @@ class Library(Streams):
 
 
 class Known:
-    """A memory of calls. ``made``: source, target, and words of each launch that was made, and whether to keep it."""
+    """A memory of calls. ``made``: source, target, and words of each launch that was made to be kept."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.library, self.state = Library(), "ON_STREAM"
-        self.made: list[tuple[int, int, tuple[int, ...], bool]] = []
-        monkeypatch.setattr(known_maps, "cupy_runtime", self.library)
-        monkeypatch.setattr(known_calls, "cupy_runtime", self.library)
+        self.made: list[Any] = []
+        monkeypatch.setattr(hits, "cupy_runtime", self.library)
+        monkeypatch.setattr(launch_cache, "cupy_runtime", self.library)
         order: Any = SimpleNamespace(quick=lambda stream: self.state)
-        self.maps = KnownMaps(0, order, self._make_ready)
+        self.cache = LaunchCache(0, order, self._make_ready)
+        self.maps = hits.MapHits(self.cache)
+        self.cache.kinds[MapCall] = self.maps
 
-    def _make_ready(self, prepared: PreparedMap, source: int, target: int, words: Any, again: bool) -> Ready:
-        self.made.append((source, target, words, again))
-        return Ready(prepared.what, print, (source, target, words))
+    def _make_ready(self, prepared: Prepared, addresses: MapAddresses) -> Ready:
+        self.made.append(addresses[:3])
+        return Ready(prepared.what, print, addresses)
 
     def learn(self, x: Array, out: Any, then: Map, first: Any = None, op: str = "sum") -> None:
         operands = []
@@ -72,11 +77,15 @@ class Known:
                 operands.append(Operand(name, value.dtype.name, "full" if value.shape == x.shape else "row"))
             else:
                 operands.append(Operand(name, maps._number(name, value, x.dtype.name).dtype.name, "scalar"))
-        prepared = PreparedMap(what=WHAT, by="", nbytes=x.nbytes, first=first, launches=())
-        self.maps.learn(x, op, out, then, prepared, Expression(then.expression, tuple(operands)))
+        expression = Expression(then.expression, tuple(operands))
+        prepared = Prepared(
+            request=Request(op, (Member(x.shape, x.dtype.name),), expression), what=WHAT, by="", nbytes=x.nbytes,
+            steps=(OwnStep(print),), through=(None if first is None else first.through,), hands_on=first is not None,
+        )  # fmt: skip
+        self.cache.learn(MapCall(x, op, out, then), None, prepared)
 
     def find(self, x: Any, out: Any, then: Map, stream: Any = None, op: str = "sum") -> Any:
-        return self.maps.find(x, Mapped(op, then), out, stream)
+        return self.maps.find(x, (op, then), out, stream)
 
 
 @pytest.fixture
@@ -100,10 +109,10 @@ def test_the_third_launch_at_a_place_is_kept(known: Known):
     known.learn(X, OUT, one)
     for turn in range(4):
         ready, result, stream = known.find(X, OUT, one)
-        assert (ready.argument, result, stream) == ((0x1000, 0x4000, words), OUT, CURRENT), turn
-    assert known.made == [(0x1000, 0x4000, words, False), (0x1000, 0x4000, words, True)]
+        assert (ready.argument[:3], result, stream) == ((0x1000, 0x4000, words), OUT, CURRENT), turn
+    assert known.made == [(0x1000, 0x4000, words)]
     assert known.find(X, OUT, then())[0] is known.find(Array(0x1000), Array(0x4000), then())[0]
-    assert len(known.made) == 2
+    assert len(known.made) == 1
 
 
 def test_new_results(known: Known):
@@ -113,7 +122,7 @@ def test_new_results(known: Known):
         known.library.free = 0x20000 + turn % 2 * 0x10000
         ready, result, _ = known.find(X, None, one)
         assert ready.argument[1] == result.address == known.library.free
-    assert [again for *_, again in known.made] == [False, False, True, True]
+    assert len(known.made) == 2
     known.state = None  # type: ignore[assignment]
     made = known.library.made
     assert known.find(X, None, one) == NOT_READY
@@ -128,7 +137,7 @@ def test_other_numbers_and_addresses(known: Known):
         assert ready.argument[2] == (number(value), 0x8000)
     for x, out, a in ((0x1800, 0x4000, 0x8000), (0x1800, 0x4800, 0x8000), (0x1800, 0x4800, 0x8002)):
         ready, *_ = known.find(Array(x), Array(out), then(a=Array(a, (256,))))
-        assert ready.argument == (x, out, (number(2), a))
+        assert ready.argument[:3] == (x, out, (number(2), a))
     assert known.find(X, OUT, then(1e300)) == NOT_READY
 
 
@@ -170,15 +179,9 @@ def test_an_object_that_has_changed_or_died(known: Known):
         array.shape = (128, 2)
         assert known.find(x, out, one) == NOT_READY
         array.shape = form
-    (key,) = known.maps.by_objects
-    for at, given in ((0, (Array(0x1800), out, one)), (1, (x, Array(0x4800), one)), (2, (x, out, then(3.0, row)))):
-        found = known.find(x, out, one)[0]
-        entry = known.maps.by_objects[key]
-        ids = list(key)
-        ids[at] = id(given[at])  # as if the new object had the id of a dead one
-        known.maps.by_objects[tuple(ids)] = entry  # type: ignore[index]
-        assert known.find(*given)[0].argument != found.argument
-        assert known.maps.by_objects[tuple(ids)] is None  # type: ignore[index]
+    assert len(known.cache.objects) == 1
+    del one
+    assert not known.cache.objects, "the Map has died"
 
 
 def test_memory_that_is_shared(known: Known):
@@ -224,7 +227,7 @@ def test_short_lived_maps_are_not_kept(known: Known):
     known.learn(X, OUT, then())
     for value in range(50):
         assert known.find(X, OUT, then(float(value)))[0]
-    assert not any(known.maps.by_objects.values())
+    assert not known.cache.objects
 
 
 @pytest.mark.parametrize("kind", ["float16", "float32", "float64", "int32"])
@@ -249,12 +252,12 @@ def test_an_expression_cannot_be_changed():
 
 
 def test_tables_are_bounded(known: Known, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(known_calls, "MOST", 3)
+    monkeypatch.setattr(launch_cache, "_MAX", 3)
     every = [then(text=f"v + {number}") for number in range(8)]
     for one in every:
         known.learn(X, OUT, one)
         for _ in range(3):
             assert known.find(X, OUT, one)[0]
     assert known.find(X, OUT, every[0]) == NOT_READY
-    for table in (known.maps._kinds, known.maps.by_objects, known.maps.by_places):
+    for table in (known.cache.forms, known.cache.objects, known.cache.places):
         assert len(table) <= 3

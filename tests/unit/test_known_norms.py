@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ipcreduce.arrays.device_norms import NormCall
 from ipcreduce.arrays.norms import FP8
-from ipcreduce.calls.norm_shape import NormAddresses, NormShape
-from ipcreduce.device import known_calls, known_norms
-from ipcreduce.device.known_calls import NOT_READY, Ready
-from ipcreduce.device.known_norms import KnownNorms
-from ipcreduce.device.norms import PreparedNorm
+from ipcreduce.calls.addresses import NormAddresses
+from ipcreduce.calls.request import NormShape, with_norm
+from ipcreduce.device import launch_cache
+from ipcreduce.device.hits import norms as hits
+from ipcreduce.device.launch_cache import NOT_READY, LaunchCache
+from ipcreduce.device.prepared import OwnStep, Prepared, Ready
 from ipcreduce.errors import ArgumentError
 from tests.shared.streams import CURRENT, OTHER, Streams
 
@@ -54,30 +55,32 @@ class Known:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.library, self.log = Library(), []
-        monkeypatch.setattr(known_norms, "cupy_runtime", self.library)
-        monkeypatch.setattr(known_calls, "cupy_runtime", self.library)
+        monkeypatch.setattr(hits, "cupy_runtime", self.library)
+        monkeypatch.setattr(launch_cache, "cupy_runtime", self.library)
         self.state: Any = "ON_STREAM"
         order: Any = SimpleNamespace(quick=lambda stream: self.state)
-        self.norms = KnownNorms(0, order, partial(self._make, "once"), partial(self._make, "kept"))
+        self.cache = LaunchCache(0, order, self._make_ready)
+        self.norms = hits.NormHits(self.cache)
+        self.cache.kinds[NormCall] = self.norms
 
-    def _make(self, way: str, prepared: PreparedNorm, addresses: NormAddresses) -> Ready:
-        self.log.append(("made", way))
-        return Ready(prepared.what, lambda argument, stream: self.log.append((way, argument, stream)), addresses)
+    def _make_ready(self, prepared: Prepared, addresses: NormAddresses) -> Ready:
+        self.log.append(("made", "kept"))
+        return Ready(prepared.what, lambda argument, stream: self.log.append(("kept", argument, stream)), addresses)
 
     def learn(self, given: tuple[Any, ...], alignment: int = 16, plain: Any = None) -> None:
         how = given[7]
-        what: Any = "what"
         scales = "" if how is None else "token" if how.scale is None else "given"
         shape = NormShape(4, 256, "bfloat16", 1e-6, 0.0, True, scales=scales, keeps_y=not scales)
-        prepared = PreparedNorm(what=what, by="", shape=shape, alignment=alignment, plain=plain, norm=None)
-        results = {"residual_out": Array(64)}
-        if not scales:
-            results["out"] = Array(64)
-        else:
-            results["quant_out"] = Array(64, dtype="e4m3")
-        if scales == "token":
-            results["scales_out"] = Array(64, (4, 1), "float32")
-        self.norms.learn_new(given, prepared, results)
+        request, start = with_norm(FORM, shape), lambda addresses, stream: self.log.append(("once", addresses, stream))
+        prepared = Prepared(
+            request=request, what=request.what, by="", nbytes=NBYTES, steps=(OwnStep(start),), alignment=alignment,
+            hands_on=plain is not None,
+        )  # fmt: skip
+        result: Any = Array(64), Array(64)
+        if scales:
+            kept = Array(64, (4, 1), "float32") if scales == "token" else how.scale
+            result = Array(64, dtype="e4m3"), kept, Array(64)
+        self.cache.learn(NormCall(*given), result, prepared)
 
     def find(self, given: tuple[Any, ...], stream: Any = None) -> Any:
         return self.norms.find(given, None, given, stream)
@@ -99,7 +102,7 @@ def arguments(x: Any = None, **change: Any) -> tuple[Any, ...]:
 def test_the_third_launch_at_a_place_is_kept(known: Known):
     known.learn(arguments())
     places = NormAddresses(0x1000, 0x3000, 0x4000, 0x10000, 0x20000, 0, 0)
-    for turn, (made, way) in enumerate((("once", "once"), ("kept", "kept"), (None, "kept"), (None, "kept"))):
+    for turn, (made, way) in enumerate(((None, "once"), ("kept", "kept"), (None, "kept"), (None, "kept"))):
         known.library.free = [0x10000, 0x20000]
         known.log.clear()
         ready, ((out, total), _), _ = known.find(arguments())
@@ -186,11 +189,11 @@ def test_a_given_scale_is_returned(known: Known):
 
 
 def test_tables_are_bounded(known: Known, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(known_norms, "_MOST", 2)
+    monkeypatch.setattr(launch_cache, "_MAX", 2)
     for eps in (1e-3, 1e-4, 1e-5):
         known.learn(arguments(eps=eps))
         for _ in range(3):
             ready, *_ = known.find(arguments(eps=eps))
             ready.launch(ready.argument, CURRENT)
     assert known.find(arguments(eps=1e-3)) == NOT_READY
-    assert len(known.norms._of_kinds) <= 2
+    assert max(len(known.cache.forms), len(known.cache.places)) <= 2

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
-from ipcreduce.arrays.lists import HostLists, check_apart, outputs
+from ipcreduce.arrays.lists import HostList, ListCall, check_apart, outputs
+from ipcreduce.calls.addresses import addresses_of
 from ipcreduce.calls.request import Member, Request
-from ipcreduce.page.fingerprint import Fingerprint
-from ipcreduce.device.known_lists import addresses_of
+from ipcreduce.device.arguments import ARG_WORDS
+from ipcreduce.device.prepared import Prepared
 from ipcreduce.errors import ArgumentError
 from ipcreduce.ipc import lists, plan
 from ipcreduce.types import Stream
@@ -78,12 +79,11 @@ def test_addresses_of_parts(most_packets: int):
     sizes = [16, 0, 100, 32]
     sources, targets = [4096, 1, 8192, 1 << 20], [64, 3, 256, 16]
     found: dict[int, list[tuple[int, int, int]]] = {}
-    launch: Any = None
     for one in lists.make_plan(sizes, 100, in_steps(most_packets)):
-        words = np.concatenate([np.zeros(lists.ARGUMENT_WORDS, np.uint64), lists.table(one)])
-        made = lists.ListLaunch(one, launch, words, len(sizes))
-        made.set(made.parts((addresses_of(sources), addresses_of(targets))))
-        ins = words[lists.ARGUMENT_WORDS :]
+        words = np.concatenate([np.zeros(ARG_WORDS, np.uint64), lists.table(one)])
+        launch = SimpleNamespace(args=words)
+        lists.ListStep(one, launch, len(sizes)).set((addresses_of(sources), addresses_of(targets)))
+        ins = words[ARG_WORDS:]
         outs = ins[one.parts :]
         for at, member in enumerate(one.members.tolist()):
             found.setdefault(member, []).append((int(ins[at]), int(outs[at]), int(one.nbytes[at])))
@@ -103,18 +103,27 @@ def test_addresses_of_parts(most_packets: int):
 def test_a_list_is_launched_by_its_parts(sizes: list[int], most_packets: int):
     """Also if a member without bytes has an address."""
     sources, targets, launched = [4096, 1 << 16, 8192, 1 << 20], [64, 320, 256, 1024], []
-    launches = []
+    steps: list[Any] = []
+    planned = []
     for one in lists.make_plan(sizes, 100, in_steps(most_packets)):
-        words = np.concatenate([np.zeros(lists.ARGUMENT_WORDS, np.uint64), lists.table(one)])
-        launch: Any = SimpleNamespace(run=lambda stream, of=(one, words): launched.append((*of, stream)))
-        launches.append(lists.ListLaunch(one, launch, words, len(sizes)))
-    what: Any = None
-    prepared = lists.PreparedLaunches(what=what, by="", through=(None,) * len(sizes), launches=tuple(launches))
-    prepared.start((addresses_of(sources), addresses_of(targets)), Stream(5))
-    assert [one for one, _, _ in launched] == [launch.plan for launch in launches]
+        words = np.concatenate([np.zeros(ARG_WORDS, np.uint64), lists.table(one)])
+        launch: Any = SimpleNamespace(args=words, run=lambda stream, of=(one, words): launched.append((*of, stream)))
+        steps.append(lists.ListStep(one, launch, len(sizes)))
+        planned.append(one)
+    nothing: Any = None
+    prepared = Prepared(request=nothing, what=nothing, by="", nbytes=sum(sizes), steps=tuple(steps))
+    places = addresses_of(sources), addresses_of(targets)
+    prepared.start(places, Stream(5))
+    assert [one for one, _, _ in launched] == planned
+    first, launched[:] = [words.tolist() for _, words, _ in launched], []
+    for _, words, _ in launched:
+        words[:] = 0
+    ready = prepared.ready(places)
+    ready.launch(ready.argument, Stream(5))
+    assert [words.tolist() for _, words, _ in launched] == first
     for one, words, stream in launched:
         for at, places in enumerate((sources, targets)):
-            found = words[lists.ARGUMENT_WORDS + at * one.parts :][: len(one.members)].tolist()
+            found = words[ARG_WORDS + at * one.parts :][: len(one.members)].tolist()
             expected = zip(one.members.tolist(), one.offsets.tolist(), strict=True)
             assert found == [places[member] + offset for member, offset in expected]
         assert stream == 5
@@ -133,9 +142,13 @@ def test_what_the_ranks_compare():
         (one[::-1], "sum"), (one, "max"), (one[:1], "sum"), ([((6,), "float32"), one[1]], "sum"), ([], "sum"),
         ([one[0], ((6,), "uint8")], "sum"),
     ]  # fmt: skip
-    fingerprints = {of_list(members, op).crc for members, op in [(one, "sum"), *others]}
+
+    def checksum(members: Any, op: str) -> int:
+        return Request(op, tuple(Member(*member) for member in members), is_list=True).what.crc
+
+    fingerprints = {checksum(members, op) for members, op in [(one, "sum"), *others]}
     assert len(fingerprints) == 1 + len(others)
-    assert of_list(one, "sum").crc == of_list(list(one), "sum").crc
+    assert checksum(one, "sum") == checksum([*one], "sum")
 
 
 # ---- outputs
@@ -204,24 +217,29 @@ def test_outputs_for_which_it_takes_hours_to_tell():
 def test_lists_of_host_arrays_by_dtype():
     """Those of a dtype and an op go together, complex numbers as their parts and truth values as bytes."""
     arrays = [np.ones(2, "f4"), np.ones(3, "f8"), np.ones((2, 2), "f4"), np.ones(1, "F"), np.zeros(0, "f8")]
-    groups = HostLists(arrays, "sum", None).by_dtype()
-    assert [(op, [one.source.size for one in members]) for op, members in groups] == [
-        ("sum", [2, 4, 2]), ("sum", [3, 0])
-    ]  # fmt: skip
-    flags = HostLists([np.array([True]), np.array([False, True])], "any", None).by_dtype()
-    assert [(op, len(members), members[0].source.dtype) for op, members in flags] == [("max", 2, np.uint8)]
+    assert groups_of(arrays, "sum") == [("sum", 8, np.float32), ("sum", 3, np.float64)]
+    assert groups_of([np.array([True]), np.array([False, True])], "any") == [("max", 3, np.uint8)]
+    assert groups_of([], "sum") == [("sum", 0, np.uint8)], "it waits for the other ranks"
+
+
+def groups_of(arrays: list[Any], op: str) -> list[Any]:
+    """Op, size and dtype of what is reduced together."""
+    parts = HostList(ListCall(arrays, op, None)).parts()
+    return [(op, array.size, array.dtype) for array, op, out in parts if out is None]
 
 
 def test_results_of_host_lists():
     arrays = [np.ones((2, 3)), np.ones(2, "F"), np.array([True, False]), np.ones(3, ml_dtypes.bfloat16)[::2]]
-    used = HostLists(arrays[:2] + arrays[3:], "sum", None)
-    reduced = [2 * one.source for one in used.members]
-    found = used.results(reduced)
+    used = HostList(ListCall(arrays[:2] + arrays[3:], "sum", None))
+    reduced = [2 * array for array, *_ in used.parts()]
+    found = used.result(reduced)
     assert [(one.shape, one.dtype) for one in found] == [(one.shape, one.dtype) for one in (*arrays[:2], arrays[3])]
-    assert not any(np.shares_memory(one, other) for one, other in zip(found, reduced, strict=True))
+    assert not any(np.shares_memory(one, other) for one in found for other in reduced)
+    for one, array in zip(found, arrays[:2] + arrays[3:], strict=True):
+        assert (one == 2 * array).all()
     wide = np.zeros((2, 6))
     out = (wide[:, ::2],)
-    assert HostLists(arrays[:1], "sum", out).results([np.full((2, 3), 7.0)]) is out
+    assert HostList(ListCall(arrays[:1], "sum", out)).result([np.full(6, 7.0)]) is out
     assert wide.tolist() == [[7.0, 0.0] * 3] * 2
 
 
@@ -236,9 +254,9 @@ def test_results_of_host_lists():
 )
 def test_outputs_that_do_not_fit(out: Any, words: str):
     with pytest.raises(ArgumentError, match=words):
-        HostLists([np.zeros(2), np.zeros(3)], "sum", out)
+        HostList(ListCall([np.zeros(2), np.zeros(3)], "sum", out))
 
 
 def test_an_op_that_a_member_does_not_take():
     with pytest.raises(ArgumentError, match="member 1 of the list: dtype bool has no"):
-        HostLists([np.zeros(2), np.zeros(2, bool)], "sum", None)
+        HostList(ListCall([np.zeros(2), np.zeros(2, bool)], "sum", None))

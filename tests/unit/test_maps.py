@@ -17,11 +17,12 @@ import pytest
 
 from ipcreduce import ArgumentError, IpcReduceError, Map, UnsupportedError
 from ipcreduce.arrays import maps
-from ipcreduce.arrays.host_operands import HostOperands
+from ipcreduce.calls.addresses import MapAddresses
 from ipcreduce.calls.request import Member, Request
 from ipcreduce.cuda import compiler
 from ipcreduce.cuda.expressions import Expression, Operand
-from ipcreduce.device import maps as launches
+from ipcreduce.device import arguments
+from ipcreduce.page.fingerprint import Fingerprint
 from tests.tools import machine, sass
 from tests.unit.test_kernel_layout import run_program
 
@@ -133,6 +134,11 @@ def test_shapes(subtests: pytest.Subtests):
 
 
 # ---- what the ranks compare
+def of_map(shape: tuple[int, ...], kind: str, op: str, expression: Expression) -> Fingerprint:
+    """The fingerprint of a call with an expression."""
+    return Request(op, (Member(shape, kind),), expression).what
+
+
 def test_what_the_ranks_compare():
     """Text, names, dtypes and kinds: each alone makes another call. Spaces count, too, as they may be in a literal."""
     expressions = [
@@ -150,12 +156,12 @@ def test_what_the_ranks_compare():
 
 
 def host_map(then: Map, array: Any) -> maps.HostMap:
-    return maps.HostMap(then, HostOperands(array, "sum", None))
+    return maps.HostMap(maps.MapCall(array, "sum", None, then))
 
 
 def test_the_host_has_the_same_description():
     then = Map("v * s + a", host=lambda v, s, a: v * s + a, s=2, a=np.ones(4, np.float16))
-    found = host_map(then, np.ones((3, 4), np.float32)).expression
+    found = host_map(then, np.ones((3, 4), np.float32)).request.epilogue
     assert found == Expression("v * s + a", (NUMBER, Operand("a", "float16", "row")))
     with pytest.raises(UnsupportedError, match="host="):
         host_map(Map("v"), np.ones(3))
@@ -173,14 +179,14 @@ def test_the_function_of_the_host():
 
     then = Map("v", host=function, a=np.ones(4, ml_dtypes.bfloat16), s=0.5)
     mapped = host_map(then, np.ones((2, 4), np.float16))
-    found = mapped.apply(np.ones((2, 4), np.float16))
+    found = mapped.result([np.ones((2, 4), np.float16)])
     assert found.dtype == np.float16
     assert (found == np.float16(1 + 2.0**-12)).all()
     assert seen == [(np.dtype(np.float32), np.dtype(np.float32), 0.5)]
     with pytest.raises(ArgumentError, match=re.escape("returned shape (4,) for shape (2, 4)")):
-        host_map(Map("v", host=lambda v: v[0]), np.ones((2, 4))).apply(np.ones((2, 4)))
+        host_map(Map("v", host=lambda v: v[0]), np.ones((2, 4))).result([np.ones((2, 4))])
     kept = np.ones(3)
-    assert host_map(Map("v", host=lambda v: kept), np.ones(3)).apply(np.ones(3)) is not kept
+    assert host_map(Map("v", host=lambda v: kept), np.ones(3)).result([np.ones(3)]) is not kept
 
 
 # ---- the source
@@ -267,19 +273,17 @@ def test_words_of_operands(tmp_path: Path):
     expression = Expression("v * s + a + f", (ROW, NUMBER, Operand("f", "float64", "full")))
     (line,) = run_program(tmp_path, expression.before("program") + LAYOUT, IPCREDUCE_DTYPE="float16")
     at, columns, first, a, s, size = map(int, line.split())
-    assert at == 8 * launches.ARGUMENT_WORDS
+    assert at == 8 * arguments.ARG_WORDS
     assert (columns, first, a, s) == tuple(
-        8 * word for word in (launches._COLUMNS, launches._FIRST, launches._OPERANDS, launches._OPERANDS + 1)
+        8 * word for word in (arguments._COLUMNS, arguments._FIRST, arguments._OPERANDS, arguments._OPERANDS + 1)
     )
-    array = SimpleNamespace(shape=(5, 7), itemsize=2)
-    words = np.concatenate([
-        np.zeros(launches.ARGUMENT_WORDS, np.uint64), launches.table(array, 32, expression)
-    ])  # fmt: skip
+    words = np.concatenate([arguments.empty(0), arguments.operand_table((5, 7), 16, expression)])
     assert words.nbytes == size
-    launch: Any = None
-    launches.MapLaunch(launch, words, 32, 2, expression).set(1000, 2000, (64, 7, 128))
-    assert words[:3].tolist() == [1032, 2032, 0]
-    assert words[launches.ARGUMENT_WORDS :].tolist() == [7, 16 % 7, 64, 7, 128 + 16 * 8]
+    for behind, source in ((False, 1032), (True, 3032)):
+        place = arguments.map_setter(words.data, 32, 2, expression, behind=behind)
+        place(MapAddresses(1000, 2000, (64, 7, 128), 4000, 3000))
+        assert words[:3].tolist() == [source, 2032, 0]
+        assert words[arguments.ARG_WORDS :].tolist() == [7, 16 % 7, 64, 7, 128 + 16 * 8]
 
 
 def test_results_of_the_benchmark():

@@ -23,11 +23,11 @@ import numpy as np
 import pytest
 
 from ipcreduce.calls import faults
-from ipcreduce.page.fingerprint import Fingerprint
 from ipcreduce.calls.sequence import CallSequence
 from ipcreduce.errors import PeerLostError, UnsupportedError
 from ipcreduce.page import control_page, mirror, watchdog
 from ipcreduce.page.control_page import CLOSED_IT, REFUSED, Page
+from ipcreduce.page.fingerprint import Fingerprint
 from ipcreduce.page.flight_recorder import RING, TEXTS
 from ipcreduce.page.mirror import Mirror
 from ipcreduce.ranks import connections, exchange

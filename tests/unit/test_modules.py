@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from ipcreduce.device import modules
+from ipcreduce.device import kernels
 from ipcreduce.errors import CudaError
 
-KEY, OTHER = (1, 2, 0, True, "float32", "sum", 1, "one_shot"), (1, 2, 0, False, "float32", "sum", 1, "one_shot")
+KEY, OTHER = (1, "whole packets", "float32"), (1, "split packets", "float32")
 
 
 @pytest.fixture
@@ -34,28 +34,30 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
             self.loaded.remove(module)
 
     driver = Driver()
-    monkeypatch.setattr(modules, "driver", driver)
-    monkeypatch.setattr(modules, "_loaded", {})
+    monkeypatch.setattr(kernels, "driver", driver)
+    monkeypatch.setattr(kernels, "_loaded", {})
     return driver
 
 
 def test_one_module_for_all_that_are_alike(driver: Any):
-    assert modules.take(KEY) is None
-    assert modules.take(KEY, b"") == modules.take(KEY, b"") == modules.take(KEY) == 100
-    assert modules.take(OTHER, b"") == 200
+    assert kernels.take(KEY, "one_shot") is None
+    assert (
+        kernels.take(KEY, "one_shot", b"") == kernels.take(KEY, "one_shot", b"") == kernels.take(KEY, "one_shot") == 100
+    )
+    assert kernels.take(OTHER, "one_shot", b"") == 200
     assert driver.loaded == [1, 2]
     for left in ([1, 2], [1, 2], [2]):
-        modules.release(KEY)
+        kernels.release(KEY)
         assert driver.loaded == left
-    assert modules.take(KEY) is None
-    modules.release(OTHER)
+    assert kernels.take(KEY, "one_shot") is None
+    kernels.release(OTHER)
     assert driver.loaded == []
 
 
 def test_what_fails_leaves_nothing(driver: Any):
     driver.fails = True
     with pytest.raises(CudaError, match="cuModuleGetFunction"):
-        modules.take(KEY, b"")
+        kernels.take(KEY, "one_shot", b"")
     assert driver.loaded == []
     driver.fails = False
-    assert modules.take(KEY, b"") == 200
+    assert kernels.take(KEY, "one_shot", b"") == 200

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from ipcreduce import errors
-from ipcreduce.page.fingerprint import Fingerprint
 from ipcreduce.device import background, stream_order
 from ipcreduce.device.backend import Life
 from ipcreduce.device.last_call import NOTHING, ON_STREAM, Last
@@ -24,6 +23,7 @@ from ipcreduce.nccl.backend import NcclBackend
 from ipcreduce.nccl.comm import NcclCommunicator
 from ipcreduce.nccl.guard import Guard
 from ipcreduce.page.control_page import REFUSED, Page
+from ipcreduce.page.fingerprint import Fingerprint
 from ipcreduce.types import Stream
 from tests.shared import bounds, clock
 from tests.shared.bounds import HANG

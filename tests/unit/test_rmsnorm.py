@@ -15,8 +15,8 @@ import pytest
 
 import ipcreduce
 from ipcreduce import FP8, ArgumentError
-from ipcreduce.calls.request import NormShape, with_norm
 from ipcreduce.arrays import rmsnorm
+from ipcreduce.calls.request import NormShape, with_norm
 from tests.shared import norm_reference, reference
 from tests.shared.norm_reference import same_bits
 

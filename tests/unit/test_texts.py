@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ipcreduce import texts
-from ipcreduce.page.fingerprint import Fingerprint
 from ipcreduce.calls.votes import Vote
+from ipcreduce.page.fingerprint import Fingerprint
 from ipcreduce.page.records import Slot, record
 from ipcreduce.page.rounds import Left
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from ipcreduce.page.fingerprint import Fingerprint
-from tests.shared.fingerprints import of_allreduce
 from ipcreduce.calls.sequence import CallSequence
 from ipcreduce.calls.votes import Vote, agree, vote
 from ipcreduce.device.backend import Life
 from ipcreduce.errors import PeerFailedError, PeerTimeoutError, RankMismatchError
 from ipcreduce.graphs.session import GraphSession
+from ipcreduce.page.fingerprint import Fingerprint
 from ipcreduce.page.layout import CHUNK_BYTES
 from tests.shared import clock
+from tests.shared.fingerprints import of_allreduce
 from tests.unit.pages import in_threads, make_pages
 
 SUM, OTHER = of_allreduce((10,), "float32", "sum"), of_allreduce((3,), "int8", "sum")

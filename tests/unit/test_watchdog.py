@@ -19,13 +19,13 @@ from typing import Any, Protocol
 import pytest
 
 from ipcreduce.calls import faults
-from tests.shared.fingerprints import of_allreduce
 from ipcreduce.errors import PeerLostError
 from ipcreduce.page import shared_files, watchdog
 from ipcreduce.page.control_page import Page
 from ipcreduce.page.mirror import Mirror
 from ipcreduce.page.watchdog import Watch, own_identity
 from tests.shared import bounds
+from tests.shared.fingerprints import of_allreduce
 
 SUM = of_allreduce((10,), "float32", "sum")
 

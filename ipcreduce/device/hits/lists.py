@@ -13,7 +13,7 @@ import numpy as np
 from ...calls.addresses import Places, numbers_of
 from ...cuda import cupy_runtime, torch_lists, torch_runtime
 from ..arguments import Words
-from ..launch_cache import NOT_READY, Form, Found, Known, LaunchCache, library_of
+from ..launch_cache import NOT_READY, Form, Found, Known, LaunchCache, given_stream, library_of
 from ..prepared import Prepared, Ready, keep
 
 _MAX_LENGTHS = 256
@@ -120,28 +120,23 @@ class ListHits:
         known = self._cache.objects.get(ends)
         if known is None:
             return self._unknown(ends, arrays, op, out, stream)
-        current = self._cache.current(known.library, stream, only_current=False)
-        if current is None:
-            return NOT_READY
-        if (self._are_same if known.read is None else self._are_unmoved)(known, arrays, out):
-            return known.ready, out, current
-        self._cache.evict(ends)
-        return self._unknown(ends, arrays, op, out, stream)
-
-    @staticmethod
-    def _are_same(known: Known, arrays: Sequence[Any], out: Sequence[Any]) -> bool:
-        """True if these are the arrays of a known call. ``out`` is ``arrays`` if it was so in the first call."""
-        ids, others, have_shapes = known.more
-        if [*map(id, arrays)] != ids or not have_shapes(arrays):
-            return False
-        return others is None or ([*map(id, out)] == others and have_shapes(out))
-
-    @staticmethod
-    def _are_unmoved(known: Known, tensors: Sequence[Any], out: Sequence[Any]) -> bool:
-        """The same for tensors, which may change in any way: all is compared, but how to is known."""
-        sources, targets = known.more
-        read = known.form.layout.read
-        return read(tensors) == sources and (out is tensors or read(out) == targets)
+        if known.read is None:
+            ids, others, have_shapes = known.more
+            same = [*map(id, arrays)] == ids and have_shapes(arrays)
+            if others is not None:  # out is arrays, if it was so in the first call
+                same = same and [*map(id, out)] == others and have_shapes(out)
+            current = cupy_runtime.get_current_stream().ptr
+        else:  # tensors may change in any way: all is compared, but how to is known
+            sources, targets = known.more
+            read = known.form.layout.read
+            same = read(arrays) == sources and (out is arrays or read(out) == targets)
+            current = torch_runtime.stream_handle(self._device)
+        if not same:
+            self._cache.evict(ends)
+            return self._unknown(ends, arrays, op, out, stream)
+        if stream is not None:
+            current = given_stream(stream, current, known.read is not None)
+        return NOT_READY if current is None else (known.ready, out, current)
 
     def _unknown(self, ends: _Ends | None, arrays: Sequence[Any], op: str, out: Any, stream: Any) -> Found:
         """Do the same as :meth:`find` for a list that is not known by its arrays.
@@ -173,6 +168,8 @@ class ListHits:
         if ready is None:
             know = None if ends is None else partial(self._know, ends, arrays, out, sources, targets)
             ready = cache.at(form, addresses, out is None, know)
+            if ready is None:
+                return NOT_READY
         return ready, result, current
 
     def _know(

@@ -119,6 +119,8 @@ class MapHits:
         ready = cache.places.get((form, addresses))
         if ready is None:
             ready = cache.at(form, addresses, out is None, partial(self._know, key, array, out, then, (source, words)))
+            if ready is None:
+                return NOT_READY
         return ready, result, current
 
     def _new(self, form: Form, array: Any, current: Stream) -> tuple[Any, int]:

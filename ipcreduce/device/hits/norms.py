@@ -63,7 +63,10 @@ class NormHits:
         self._cache, self._device, self._objects = cache, cache.device, cache.objects
 
     def find(self, given: _Arguments, _op: None, _out: Any, stream: Any) -> Found:
-        """A call with RMSNorm, if it can be ready. Its result comes with y, whose memory has to live until the launch."""
+        """A call with RMSNorm, if it can be ready.
+
+        Its result comes with y, whose memory has to live until the launch, even if nobody gets it.
+        """
         x, weight, eps, residual, out, residual_out, bias, how, quant_out, scales_out = given
         in_place = how is None and out is x and residual_out is residual and quant_out is scales_out is None
         key = (id(x), id(weight), id(residual)) if in_place else _key_of(given)
@@ -125,6 +128,8 @@ class NormHits:
         if ready is None:
             know = None if made or key is None else partial(self._know, key, given)
             ready = cache.at(form, there, bool(made), know)
+            if ready is None:
+                return NOT_READY
         _, _, _, out, total, numbers, scales = results
         if how is None:
             return ready, ((out, total), out), current

@@ -89,6 +89,8 @@ class PlainHits:
         ready = cache.places.get((form, addresses))
         if ready is None:
             ready = cache.at(form, addresses, out is None, partial(self._know, key, array, out, source))
+            if ready is None:
+                return NOT_READY
         return ready, result, current
 
     def _look(self, array: Any, op: str, out: Any) -> tuple[Any, int, int] | None:

@@ -8,13 +8,14 @@ from typing import Any
 from ...calls.request import Request
 from ...cuda import streams
 from ...cuda.driver import Launch
-from ...device.arguments import IN, OUT, OUTS
+from ...device.arguments import IN, OUT
 from ...device.prepared import KernelStep, Prepared, Start
 from ...ipc.launches import Launches
 from ...ipc.plan import KB, PACKET_BYTES, RESIDENT, LaunchPlan, most_blocks
 from ...types import Stream
 
 ALGORITHM = "direct"
+OUTS = 16  # the first word of the outputs in struct Args (packets.cuh)
 
 
 def direct(step: LaunchPlan, n: int, resident: int = RESIDENT, sharing: int = 1) -> LaunchPlan:

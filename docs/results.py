@@ -326,6 +326,10 @@ _RUNS: dict[str, Callable[[dict[str, Any], Rows], tuple[str, str]]] = {  # by a 
         f"machine code for {len(rows)} targets, `make sass`",
         f"{_total(rows, 'kernels')} kernels, {sum(len(row['problems']) for row in rows)} problems",
     ),
+    "kinds": lambda content, rows: (
+        f"sweep of the kinds {', '.join(content['kinds'])}, {content['cases']} cases{_over(content, rows)}",
+        f"{content['calls']:,} calls right",
+    ),
     "programs": _fuzzed,
     "made and closed": _soaked,
     "epoch at the start": lambda _, rows: (

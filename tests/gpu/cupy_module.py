@@ -1,4 +1,4 @@
-"""CuPy as tests/shared/sweep_cases.py wants it, and what tests change on the device."""
+"""CuPy as tests/shared/sweep.py wants it, and what tests change on the device."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Random calls of allreduce_rmsnorm on GPUs: ``mpirun -n 2 python tests/gpu/norm_calls.py [--cases 200]``.
 
 Each is made eagerly several times, also in place on the same arrays, and from a graph, and with PyTorch's tensors where
-PyTorch is. All results are compared with NumPy, bit for bit. tests/gpu/norm_sweep.py has more shapes of the kernels.
+PyTorch is. All results are compared with NumPy, bit for bit. tests/gpu/sweep.py has more shapes of the kernels.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ import ipcreduce
 from ipcreduce.bench.limit import our_backend
 from ipcreduce.cuda import cupy_runtime
 from tests.gpu import cupy_module
-from tests.shared import bounds, norm_cases, reference, sweep_cases, worker
+from tests.shared import bounds, reference, sweep, worker
+from tests.shared.cases import Limits
 
 CASES = 15 if cupy.__name__ != "cupy" else 40  # on the simulated device every thread costs microseconds
 LARGEST = 20_000  # bytes: several tiles, but few time slices
@@ -30,11 +31,11 @@ def communicator(algorithm: str | None = None) -> ipcreduce.Communicator:
     return ipcreduce.Communicator(backend="ipc", algorithm=algorithm, timeout=120)
 
 
-def swept(algorithm: str) -> int:
-    """Random dtypes, ops, shapes, alignments and layouts. Returns the number of calls, as all of these do."""
+def swept(kind: str, algorithm: str | None) -> int:
+    """Random calls of a kind. Returns their number, as all of these do."""
     with communicator(algorithm) as comm:
-        sizes = (1, LARGEST)
-        return int(sweep_cases.run(cupy_module, {algorithm: comm}, 1, CASES, sizes, 0.0, tight=True)["calls"])
+        limits = Limits(LARGEST, rows=20)
+        return int(sweep.run(cupy_module, {"one": comm}, [kind], 1, CASES, limits, late_seconds=0, tight=True)["calls"])
 
 
 def graphs(algorithm: str) -> int:
@@ -82,20 +83,13 @@ def barrier_and_push() -> int:
     return 3
 
 
-def normed(algorithm: str | None) -> int:
-    """Random all-reduces with RMSNorm, by the fused kernels and by the pair. Returns the number of launches."""
-    with communicator(algorithm) as comm:
-        counted = norm_cases.run(cupy_module, {"one": comm}, 1, CASES, LARGEST, rows=20, late_seconds=0.0)["counted"]
-    return sum(count for name, count in counted.items() if name == "pair" or name.startswith("fused_"))
-
-
 PROGRAMS = {
-    "one_shot": lambda: swept("one_shot") + graphs("one_shot"),
-    "two_shot": lambda: swept("two_shot") + graphs("two_shot"),
+    "one_shot": lambda: swept("plain", "one_shot") + graphs("one_shot"),
+    "two_shot": lambda: swept("plain", "two_shot") + graphs("two_shot"),
     "direct": lambda: graphs("direct"),
-    "fused_one_shot": lambda: normed("one_shot"),
-    "fused_two_shot": lambda: normed("two_shot"),
-    "rmsnorm": lambda: normed(None),
+    "fused_one_shot": lambda: swept("norm", "one_shot"),
+    "fused_two_shot": lambda: swept("norm", "two_shot"),
+    "rmsnorm": lambda: swept("norm", None),
     "verify": start_up,
     "limit": barrier_and_push,
 }

@@ -26,16 +26,10 @@ def worlds() -> list[tuple[int, bool]]:
 
 @pytest.mark.parametrize(("ranks", "shared"), worlds())
 def test_sweep(mpirun: Run, ranks: int, shared: bool) -> None:
-    cases, largest = (60, 200_000) if shared else (500, 8 << 20)
-    result = mpirun("tests/gpu/sweep.py", ranks, "--cases", cases, "--largest", largest, timeout=500)
-    assert f"{cases} cases, {4 * cases} calls on {ranks} ranks, all right" in result.stdout
-
-
-@pytest.mark.parametrize(("ranks", "shared"), worlds())
-def test_lists(mpirun: Run, ranks: int, shared: bool) -> None:
-    cases, largest = (30, 50_000) if shared else (300, 4 << 20)
-    result = mpirun("tests/gpu/list_sweep.py", ranks, "--cases", cases, "--largest", largest, timeout=500)
-    assert f"{cases} lists of " in result.stdout
+    cases, largest = (100, 100_000) if shared else (800, 4 << 20)
+    output = mpirun("tests/gpu/sweep.py", ranks, "--cases", cases, "--largest", largest, timeout=500).stdout
+    assert f"{cases} cases, " in output
+    assert f" calls on {ranks} ranks, all right" in output
 
 
 @pytest.mark.parametrize(("ranks", "shared"), worlds())

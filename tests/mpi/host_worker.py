@@ -54,14 +54,14 @@ from tests.shared import (
     bad_call_table,
     bounds,
     clock,
-    list_cases,
     reference,
     start_up_faults,
-    sweep_cases,
+    sweep,
     worker,
     written_calls,
 )
 from tests.shared.bounds import no_hang
+from tests.shared.cases import Limits
 from tests.shared.world import WORLD
 
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -69,7 +69,7 @@ LAST = SIZE - 1
 
 
 class HostModule:
-    """NumPy as tests/shared/sweep_cases.py and tests/shared/bad_call_table.py want it."""
+    """NumPy as tests/shared/sweep.py and tests/shared/bad_call_table.py want it."""
 
     @staticmethod
     def buffer(raw: np.ndarray) -> np.ndarray:
@@ -180,14 +180,10 @@ def reduce_one(comm: Communicator, value: np.ndarray, op: str, layout: str, outp
     return result
 
 
-def random_sweep(comm: Communicator) -> None:
-    """tests/shared/sweep_cases.py's cases, alignments and late ranks among them."""
-    sweep_cases.run(HostModule, {"planned": comm}, seed=3, cases=80, sizes=(1, 200_000), late_seconds=0.01)
-
-
-def random_lists(comm: Communicator) -> None:
-    """tests/shared/list_cases.py's."""
-    list_cases.run(HostModule, {"host": comm}, seed=5, cases=60, largest=50_000, most=300, late_seconds=0.01)
+def random_calls(comm: Communicator) -> None:
+    """tests/shared/cases.py's, alignments and late ranks among them."""
+    limits = Limits(largest=100_000, members=300)
+    sweep.run(HostModule, {"host": comm}, ["plain", "list"], 3, 110, limits, late_seconds=0.01)
 
 
 def lists(comm: Communicator) -> None:
@@ -948,7 +944,7 @@ def no_room(*_: Any, **__: Any) -> None:
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
-        every_kind, as_people_write, subclasses, random_sweep, random_lists, lists, lists_that_differ,
+        every_kind, as_people_write, subclasses, random_calls, lists, lists_that_differ,
         a_float_sum_starts_at_rank_0, wrong_calls, late,
         memory_outlives_a_wait, without_tcp, refused_while_another_is_late, interrupted,
         out_of_memory, arguments_differ, late_at_start_up, exceptions_at_start_up, warnings_at_start_up,

@@ -16,7 +16,7 @@ def test_results(mpirun: Callable, n: int, how: str):
     """Without shared memory, messages go over MPI whether the ranks are on one host or apart."""
     scenarios = ["as_people_write", "a_float_sum_starts_at_rank_0", "lists"]
     if how != "page":
-        scenarios += ["every_kind", "subclasses", "random_sweep", "random_lists"]
+        scenarios += ["every_kind", "subclasses", "random_calls"]
     output = mpirun(WORKER, n, how, *scenarios, env=HOST).stdout
     assert all(f"{scenario}: right" in output for scenario in scenarios), output
 

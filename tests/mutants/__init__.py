@@ -1,7 +1,8 @@
 """Deliberate faults of the whole project, each with the command that has to fail by it.
 
-``python -m tests.mutants`` makes them, one after the other, and says what has found each. Those of the kernels that
-are found by threads in one process are in tests/sim/faults.py.
+``python -m tests.mutants`` makes them, one after the other, and says what has found each. They are in the text files
+here, whose form tables.py describes. Those of the kernels that are found by threads in one process are in
+tests/sim/faults.py.
 """
 
 from __future__ import annotations
@@ -26,11 +27,6 @@ class Mutant:
     old: str
     new: str
     command: str
-
-
-def unit(module: str, test: str) -> str:
-    """The command that runs one test of the tier unit."""
-    return f"pytest tests/unit/test_{module}.py::test_{test}"
 
 
 def words(command: str) -> tuple[dict[str, str], list[str]]:

@@ -1,7 +1,7 @@
 """A table of wrong calls: what each raises on the ranks that make it and on the others, and that all works after.
 
 tests/mpi runs it on NumPy arrays, tests/sim and tests/gpu on device arrays. The array module is handed in, as in
-tests/shared/sweep_cases.py.
+tests/shared/sweep.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Calls as people write them: other names of ops, numbers, and bool and complex arrays, checked on every rank.
 
 tests/mpi runs it on NumPy arrays, tests/sim and tests/gpu on device arrays. The array module is handed in, as in
-tests/shared/sweep_cases.py.
+tests/shared/sweep.py.
 """
 
 from __future__ import annotations

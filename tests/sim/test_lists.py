@@ -9,27 +9,27 @@ import pytest
 
 Hold = Callable[..., None]
 Run = Callable[..., subprocess.CompletedProcess[str]]
-SWEEP = "tests/gpu/list_sweep.py"
+SWEEP = "tests/gpu/sweep.py", "list"
 
 
 @pytest.mark.parametrize(("ranks", "cases"), [(1, 10), (2, 30), (3, 30), (4, 10)])
 def test_random_lists(mpirun: Run, ranks: int, cases: int) -> None:
     """The same lists on all worlds: each kernel is built once."""
-    output = mpirun("tests.simulated", ranks, SWEEP, "--cases", cases, "--largest", 8000).stdout
-    assert f"{cases} lists of " in output
+    output = mpirun("tests.simulated", ranks, *SWEEP, "--cases", cases, "--largest", 8000).stdout
+    assert f"{cases} cases, " in output
     assert f" calls on {ranks} ranks, all right" in output
 
 
 def test_random_lists_where_packets_arrive_in_halves(mpirun: Run) -> None:
     environ = {"SIM_SPLIT_PACKETS": "1", "SIM_LATE": "0.002"}
-    arguments = "--cases", 10, "--largest", 3000, "--most", 200
-    assert "10 lists of " in mpirun("tests.simulated", 3, SWEEP, *arguments, env=environ).stdout
+    arguments = "--cases", 10, "--largest", 3000, "--members", 200
+    assert "10 cases, " in mpirun("tests.simulated", 3, *SWEEP, *arguments, env=environ).stdout
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_random_lists_over_nccl(mpirun: Run, hosts: int) -> None:
-    arguments = "--cases", 40, "--largest", 8000, "--most", 300, "--backend", "nccl", "--hosts", hosts
-    assert "40 lists of " in mpirun("tests.simulated", 2, SWEEP, *arguments).stdout
+    arguments = "--cases", 40, "--largest", 8000, "--members", 300, "--backend", "nccl", "--hosts", hosts
+    assert "40 cases, " in mpirun("tests.simulated", 2, *SWEEP, *arguments).stdout
 
 
 def test_results(hold: Hold) -> None:

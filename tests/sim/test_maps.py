@@ -9,25 +9,25 @@ import pytest
 
 Hold = Callable[..., None]
 Run = Callable[..., subprocess.CompletedProcess[str]]
-SWEEP = "tests/gpu/map_sweep.py"
+SWEEP = "tests/gpu/sweep.py", "map"
 
 
 @pytest.mark.parametrize(("ranks", "cases"), [(1, 10), (2, 20), (3, 30)])
 def test_random_expressions(mpirun: Run, ranks: int, cases: int) -> None:
     """The same calls on all worlds: each kernel is built once."""
-    output = mpirun("tests.simulated", ranks, SWEEP, "--cases", cases, "--largest", 6000, "--kinds", 7).stdout
-    assert f"{cases} expressions in {3 * cases} calls on {ranks} ranks, all right" in output
+    output = mpirun("tests.simulated", ranks, *SWEEP, "--cases", cases, "--largest", 6000, "--expressions", 7).stdout
+    assert f"{cases} cases, {5 * cases} calls on {ranks} ranks, all right" in output
 
 
 def test_random_expressions_in_several_launches(mpirun: Run) -> None:
     """Rows that begin within a launch, and operands that go on from one launch to the next."""
-    arguments = "--cases", 6, "--largest", 3_000_000, "--kinds", 3, "--seed", 3
-    assert "6 expressions in 18 calls" in mpirun("tests.simulated", 2, SWEEP, *arguments).stdout
+    arguments = "--cases", 6, "--largest", 3_000_000, "--expressions", 3, "--seed", 3
+    assert "6 cases, 30 calls" in mpirun("tests.simulated", 2, *SWEEP, *arguments).stdout
 
 
 def test_random_expressions_over_nccl(mpirun: Run) -> None:
-    arguments = "--cases", 30, "--largest", 6000, "--kinds", 7, "--backend", "nccl"
-    assert "30 expressions in 30 calls" in mpirun("tests.simulated", 2, SWEEP, *arguments).stdout
+    arguments = "--cases", 30, "--largest", 6000, "--expressions", 7, "--backend", "nccl"
+    assert "30 cases, 60 calls" in mpirun("tests.simulated", 2, *SWEEP, *arguments).stdout
 
 
 def test_results(hold: Hold) -> None:

@@ -3,7 +3,7 @@
 //     norms RANKS OPERATIONS SEED LIBRARY...
 //
 // Random rows, by one library after the other (compiler.py names them). All ranks must get the same bits, and all slots
-// must be empty in the end. That the bits are right is tested by tests/gpu/norm_sweep.py on the simulated device.
+// must be empty in the end. That the bits are right is tested by tests/gpu/sweep.py on the simulated device.
 // The exit code is the finding, as of kernels.cpp.
 #include <dlfcn.h>
 #include <runtime.h>

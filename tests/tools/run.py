@@ -35,7 +35,7 @@ QUICK_PROGRAMS = (
     ("tests.simulated", "tests/gpu/scenarios.py", "--first"),
     ("tests.sim.documents", "--first"),
 )
-SWEEPS = {"sweep": 200, "list_sweep": 200, "map_sweep": 50, "norm_sweep": 50}  # random calls of these programs
+SWEPT = 400  # random calls
 NO_CUDA = ({"docs"}, {"release"})  # the extras of those targets that need neither CUDA nor MPI
 # Their branches are reached on a GPU only: they are counted apart.
 GPU_MODULES = "ipcreduce/cuda/driver.py,ipcreduce/cuda/streams.py,ipcreduce/arrays/views.py"
@@ -155,10 +155,9 @@ def fuzz(python: str) -> int:
     )
     status = max([run(python, "-m", *map(str, command), check=False) for command in commands])
     ranks = [*machine.mpirun(python), "-n", *(("2", python) if where else ("3", python, "-m", "tests.simulated"))]
-    for program, cases in SWEEPS.items():
-        options = ["--cases", str(cases * times), "--largest", "6000"]
-        status = max(status, run(*ranks, f"tests/gpu/{program}.py", *options, check=False))
-    return status
+    return max(
+        status, run(*ranks, "tests/gpu/sweep.py", "--cases", str(SWEPT * times), "--largest", "6000", check=False)
+    )
 
 
 def mutants(python: str) -> int:

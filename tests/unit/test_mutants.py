@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import Mutant, tables, unit, words
+from tests.mutants import Mutant, tables, words
 from tests.mutants.__main__ import judge
 from tests.mutants.trees import Tree
 from tests.sim import faults
@@ -28,6 +28,28 @@ def test_each_changes_one_place(subtests: pytest.Subtests):
             assert mutant.new != mutant.old
             if mutant.file.endswith(".py"):
                 ast.parse(text.replace(mutant.old, mutant.new))
+
+
+ROW = """about
+
+@ a.py
+
+a fault
+ one
+-
++two
+$ pytest tests/x.py
+"""
+
+
+def test_how_a_mutant_is_written():
+    assert [*tables.read(ROW)] == [Mutant("a fault", "a.py", "one\n", "one\ntwo", "pytest tests/x.py")]
+
+
+@pytest.mark.parametrize("line", ["@ a.py\n\n", "-\n", "$ "])
+def test_a_block_that_is_no_mutant(line: str):
+    with pytest.raises(ValueError, match="expected a name, a change and a command; found 'a fault"):
+        [*tables.read(ROW.replace(line, "" if line == "@ a.py\n\n" else "?", 1))]
 
 
 def test_each_has_a_name_of_its_own():
@@ -58,7 +80,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
     return Tree(tmp_path_factory.mktemp("mutants") / "tree")
 
 
-ERRORS, COMMAND = "ipcreduce/errors.py", unit("errors", "report_has_one_form")
+ERRORS, COMMAND = "ipcreduce/errors.py", "pytest tests/unit/test_errors.py::test_report_has_one_form"
 WHERE = '    return f"rank {rank}, call {call}" if call else'
 
 

@@ -1,6 +1,6 @@
 """Lists of arrays in one call: recordings, faults, streams, and lists of PyTorch's tensors.
 
-The results of random lists are those of tests/gpu/list_sweep.py, which runs here, too.
+The results of random lists are those of tests/gpu/sweep.py, which runs here, too.
 """
 
 from __future__ import annotations

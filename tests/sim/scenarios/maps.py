@@ -1,6 +1,6 @@
 """Calls with an expression: recordings, captures, faults, and what is refused.
 
-The results of random calls are those of tests/gpu/map_sweep.py, which runs here, too.
+The results of random calls are those of tests/gpu/sweep.py, which runs here, too.
 """
 
 from __future__ import annotations

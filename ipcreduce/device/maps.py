@@ -14,6 +14,7 @@ from ..cuda import compiler, driver
 from ..cuda.contexts import using_relaxed
 from ..cuda.expressions import Expression
 from ..dtypes import DTYPES, kind_name, op_name
+from ..errors import ArgumentError
 from ..types import Stream
 from .known_calls import Prepared, keep
 
@@ -22,15 +23,24 @@ _IN, _OUT, _BYTES = 0, 1, 2  # words of struct Args
 _COLUMNS, _FIRST, _OPERANDS = 0, 1, 2  # words of struct OperandTable (map.cuh)
 _MOST = 1024  # prepared calls
 _LAUNCH_BYTES = 1 << 30  # the most of one launch: kernels count bytes in 32 bits
+_TOO_LONG = 1 << 32  # elements of a row, whose packets are counted in 32 bits, beside those of a launch
 _BLOCK, _BLOCKS = 256, 1056  # threads of a block, and the most blocks, which take further packets in turns
 _PACKET_BYTES = 16
 _ITEMSIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
 
 def table(array: Any, offset: int, expression: Expression) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """The words of struct OperandTable for the launch that begins at byte ``offset`` of ``array``."""
+    """The words of struct OperandTable for the launch that begins at byte ``offset`` of ``array``.
+
+    :raises ArgumentError: if a row is longer than kernels count.
+    """
     words = np.zeros(_OPERANDS + len(expression.operands), np.uint64)
     columns = max(1, array.shape[-1] if array.shape else 1)
+    if columns >= _TOO_LONG and any(one.kind == "row" for one in expression.operands):
+        raise ArgumentError(
+            f"array has rows of {columns} elements, and an operand is a row. On a GPU a row then has up to "
+            f"{_TOO_LONG - 1} elements. Pass an operand of the shape of array"
+        )
     words[_COLUMNS], words[_FIRST] = columns, offset // array.itemsize % columns
     return words
 

@@ -13,15 +13,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..calls.norm_shape import GROUP, NormAddresses, NormShape
+from ..calls.norm_shape import GROUP, ITEMSIZES, NormAddresses, NormShape
 from ..cuda import compiler, driver
 from ..cuda.contexts import using_relaxed
+from ..errors import ArgumentError
 from . import modules
 
 SCALES = ("", "given", "token", "group")  # a kind's index is its code in rmsnorm.cuh
 UNIT = 8  # elements of a unit there
 _MOST_THREADS, _MOST_DEPTH = 1024, 2  # of rmsnorm.cu, for rows that its threads hold
 _MOST_BLOCKS = 1 << 16
+_MOST_ROWS, _MOST_ROW_BYTES = 1 << 31, 1 << 30  # there, where rows, and the bytes of one, are counted in 32 bits
 # Words of struct Args of every kernel, and of struct NormArgs behind it (rmsnorm.cuh)
 IN, OUT = 0, 1
 _RESIDUAL, _RESIDUAL_OUT, _WEIGHT, _QUANTISED, _SCALES = 0, 1, 2, 3, 4
@@ -60,8 +62,15 @@ class NormKernels:
     def pair_launch(self, shape: NormShape) -> NormLaunch:
         """The second half of the pair, from the reduced values at ``source`` to all results.
 
+        :raises ArgumentError: if the rows are more than it counts, or longer.
         :raises IpcReduceError: if the kernel does not compile. :raises CudaError: if it does not load.
         """
+        longest = _MOST_ROW_BYTES // ITEMSIZES[shape.dtype]
+        if shape.rows > _MOST_ROWS or shape.hidden > longest:
+            raise ArgumentError(
+                f"x has {shape.rows} rows of {shape.hidden} elements. On a GPU a call takes up to {_MOST_ROWS} rows of "
+                f"up to {longest} elements of {shape.dtype}. Pass parts of x, one behind the other"
+            )
         depth, grid, block = pair_grid(shape)
         kernel = "rmsnorm", macros_of(shape, depth)
         self.load([kernel])

@@ -12,6 +12,13 @@ SWEEP = "mpirun -n 2 tests.simulated tests/gpu/map_sweep.py --cases 40 --largest
 
 MUTANTS = [
     Mutant(
+        "an operand that is a row takes longer rows than kernels count",
+        "ipcreduce/device/maps.py",
+        "if columns >= _TOO_LONG and any",
+        "if columns > 1 << 40 and any",
+        unit("maps", "rows_that_kernels_do_not_count"),
+    ),
+    Mutant(
         "a call with an expression is looked up by any op",
         KNOWN,
         "        if type(op) is not str:\n            return NOT_READY\n",

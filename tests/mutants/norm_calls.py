@@ -241,6 +241,20 @@ MUTANTS = [
         scenario("copied_descriptions"),
     ),
     Mutant(
+        "a norm takes more rows than its kernel counts",
+        "ipcreduce/device/norm_kernels.py",
+        "if shape.rows > _MOST_ROWS or shape.hidden > longest:",
+        "if shape.hidden > longest:",
+        unit("norm_kernels", "more_than_kernels_count_is_refused"),
+    ),
+    Mutant(
+        "a norm takes longer rows than its kernel counts",
+        "ipcreduce/device/norm_kernels.py",
+        "if shape.rows > _MOST_ROWS or shape.hidden > longest:",
+        "if shape.rows > _MOST_ROWS:",
+        unit("norm_kernels", "more_than_kernels_count_is_refused"),
+    ),
+    Mutant(
         "new results in other memory are written to the first ones",
         KNOWN,
         "place = kind, NormAddresses(*addresses)",

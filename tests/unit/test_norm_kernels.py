@@ -12,6 +12,7 @@ import pytest
 
 from ipcreduce.calls.norm_shape import NormAddresses, NormShape
 from ipcreduce.device import norm_kernels
+from ipcreduce.errors import ArgumentError
 from tests.shared import norms
 from tests.simulated import compiler
 
@@ -122,6 +123,23 @@ def check(shape: NormShape, seed: int, offset: int = 0, in_place: bool = False) 
 def shape_of(hidden: int, dtype: str, scales: str = "", rows: int = 7, **fields: Any) -> NormShape:
     given = {"eps": float(np.float32(1e-5)), "weight_bias": 0.0, "residual": True} | fields
     return NormShape(rows=rows, hidden=hidden, dtype=dtype, scales=scales, **given)
+
+
+@pytest.mark.parametrize("dtype", norms.DTYPES)
+def test_more_than_kernels_count_is_refused(dtype: str, monkeypatch: pytest.MonkeyPatch):
+    """Rows, up to the next one of a block, and what is left of a row fit into 32 bits, of which one may be the sign."""
+    assert norm_kernels._MOST_ROWS + norm_kernels._MOST_BLOCKS < 1 << 32
+    assert norm_kernels._MOST_ROW_BYTES < 1 << 31
+    monkeypatch.setattr(norm_kernels.driver, "Launch", lambda *_, **__: None)
+    kernels: Any = norm_kernels.NormKernels(0, (9, 0), print)
+    kernels.load = kernels.function = lambda *_: 0
+    longest = (1 << 30) // norms.DTYPES[dtype].itemsize
+    for rows, hidden in ((1 << 31, 1), (1, longest)):
+        launch = kernels.pair_launch(shape_of(hidden, dtype, rows=rows))
+        assert tuple(launch.args[7:9]) == (rows, hidden)
+    for rows, hidden in (((1 << 31) + 1, 1), ((1 << 32) - 7, 8), (1 << 32, 64), ((1 << 32) + 7, 64), (1, longest + 1)):
+        with pytest.raises(ArgumentError, match=f"x has {rows} rows of {hidden} elements. On a GPU .* of {dtype}"):
+            kernels.pair_launch(shape_of(hidden, dtype, rows=rows))
 
 
 @pytest.mark.parametrize("dtype", norms.DTYPES)

@@ -6,6 +6,8 @@
 // rows (kDepth == 0) are read in chunks of 8,192 elements by blocks of 1,024 threads, and residual_out is read again
 // when the sum is known.
 //
+// Rows, and the bytes of a row, are counted in 32 bits: epilogues.py refuses more of them.
+//
 // In place is safe: a thread reads an element of every array before it writes that element, and only its own elements.
 #include <rmsnorm.cuh>
 

@@ -14,6 +14,7 @@ from ..calls.addresses import MapAddresses, NormAddresses
 from ..calls.request import GROUP, NormShape
 from ..cuda.expressions import Expression
 from ..dtypes import DTYPES
+from ..errors import ArgumentError
 
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 Setter = Callable[[Any], None]
@@ -28,6 +29,7 @@ _COLUMNS, _FIRST, _OPERANDS = 0, 1, 2  # words of struct OperandTable (map.cuh)
 _RESIDUAL, _RESIDUAL_OUT, _WEIGHT, _QUANTISED, _SCALES = 0, 1, 2, 3, 4
 _ROWS, _HIDDEN, _STRIDES, _NUMBERS, _RECIPROCAL = 5, 6, 7, 8, 9
 NORM_WORDS = 10
+_TOO_LONG = 1 << 32  # elements of a row, whose packets are counted in 32 bits, beside those of a launch
 _NO_PART = 0xFFFFFFFF  # in struct PartTable (list.cuh)
 _ITEMSIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
@@ -51,9 +53,17 @@ def plain_setter(words: memoryview, offset: int) -> Setter:
 
 # ---- an expression
 def operand_table(shape: tuple[int, ...], first: int, expression: Expression) -> Words:
-    """The words of struct OperandTable for a launch that begins at element ``first`` of an array of this shape."""
+    """The words of struct OperandTable for a launch that begins at element ``first`` of an array of this shape.
+
+    :raises ArgumentError: if a row is longer than kernels count.
+    """
     words = np.zeros(_OPERANDS + len(expression.operands), np.uint64)
     columns = max(1, shape[-1] if shape else 1)
+    if columns >= _TOO_LONG and any(one.kind == "row" for one in expression.operands):
+        raise ArgumentError(
+            f"array has rows of {columns} elements, and an operand is a row. On a GPU a row then has up to "
+            f"{_TOO_LONG - 1} elements. Pass an operand of the shape of array"
+        )
     words[_COLUMNS], words[_FIRST] = columns, first % columns
     return words
 

@@ -17,12 +17,14 @@ from ..dtypes import KINDS
 from ..types import Stream
 from . import arguments
 from .kernels import Kernel, Kernels
+from ..errors import ArgumentError
 from .prepared import KernelStep, OwnStep, Prepared, Step
 
 SCALES = ("", "given", "token", "group")  # a kind's index is its code in rmsnorm.cuh
 _UNIT = 8  # elements of a unit there
 _MAX_THREADS, _MAX_DEPTH = 1024, 2  # of rmsnorm.cu, for rows that its threads hold
 _MAX_BLOCKS = 1 << 16
+_MAX_ROWS, _MAX_ROW_BYTES = 1 << 31, 1 << 30  # there, where rows, and the bytes of one, are counted in 32 bits
 _MAP_BYTES = 1 << 30  # the most of one launch of map.cu: kernels count bytes in 32 bits
 _MAP_BLOCK, _MAP_BLOCKS = 256, 1056  # threads of a block, and the most blocks, which take further packets in turns
 _PACKET_BYTES = 16
@@ -32,7 +34,7 @@ def behind(plain: Prepared | None, request: Request, kernels: Kernels, device: i
     """A call whose epilogue has kernels of its own.
 
     :param plain: the all-reduce that comes before; None for a world of one rank.
-    :raises IpcReduceError: see :meth:`Kernels.load`.
+    :raises IpcReduceError: see :meth:`Kernels.load`; ArgumentError for more rows, or longer ones, than kernels count.
     """
     after = request.epilogue
     is_norm = isinstance(after, NormShape)
@@ -87,6 +89,12 @@ def _of_norm(request: Request, kernels: Kernels, is_behind: bool) -> Iterator[Ke
     shape = request.epilogue
     if not shape.rows:
         return
+    longest = _MAX_ROW_BYTES // ITEMSIZES[shape.dtype]
+    if shape.rows > _MAX_ROWS or shape.hidden > longest:
+        raise ArgumentError(
+            f"x has {shape.rows} rows of {shape.hidden} elements. On a GPU a call takes up to {_MAX_ROWS} rows of "
+            f"up to {longest} elements of {shape.dtype}. Pass parts of x, one behind the other"
+        )
     depth, grid, block = pair_grid(shape)
     kernel = Kernel("rmsnorm", shape.dtype, depth=depth, scale=SCALES.index(shape.scales), alone=True)
     args = np.concatenate([np.zeros(arguments.PAIR_WORDS, np.uint64), arguments.norm_table(shape)])

@@ -15,7 +15,8 @@ import numpy as np
 
 from ipcreduce import Map
 from ipcreduce.bench.limit import our_backend
-from ipcreduce.calls.norm_shape import NormAddresses, NormShape
+from ipcreduce.calls.addresses import NormAddresses
+from ipcreduce.calls.request import NormShape, Request, with_norm
 from ipcreduce.cuda import cupy_runtime
 from tests.shared import norms, reference
 from tests.shared.reference import BFLOAT16
@@ -340,7 +341,7 @@ def values_of_norm(case: Case, own: np.random.Generator, common: np.random.Gener
 def norm_ways(comm: Any, case: Case) -> list[str]:
     """The fused kernel, if there is one for the shape, and the pair."""
     launches, shape = our_backend(comm, "a sweep of norms").launches, case.what
-    plan = launches.norm_plan(shape) if launches.fused_norm(shape) is not None else None
+    plan = launches.norm_plan(shape) if launches.fused(norm_request(shape)) is not None else None
     if plan is None:
         return ["pair"]
     tiled = " in tiles" if plan.tiles(shape.rows) > 1 else ""
@@ -356,14 +357,18 @@ def call_norm(comm: Any, case: Case, way: str, inputs: list[Any], outs: list[Any
         source=x, weight=weight, residual=residual * shape.residual, out=y * (shape.keeps_y or way == "pair"),
         residual_out=residual_out, quantised=quantised * bool(shape.scales), scales=scales,
     )  # fmt: skip
+    request = norm_request(shape)
+    prepared = backend.launches.fused(request)
     if way == "pair":  # the plain all-reduce into y, and then the norm of that
-        of = (shape.rows, shape.hidden), norms.DTYPES[shape.dtype], shape.dtype, "sum", shape.nbytes
-        backend.run(backend.launches.prepare(*of), x, y, stream, owner)
-        launch, addresses = backend.launches.norm_kernels.pair_launch(shape), addresses._replace(source=y)
-    else:
-        launch = backend.launches.fused_norm(shape)
-    launch.set(addresses)
-    backend.order.launch(launch.launch.run, stream, owner)
+        plain = backend.prepare(request.without_epilogue())
+        prepared = epilogues.behind(plain, request, backend.kernels, backend.device.ordinal)
+    assert prepared is not None
+    backend.run(partial(prepared.start, addresses), stream, owner)
+
+
+def norm_request(shape: NormShape) -> Request:
+    """The call with RMSNorm of an array of so many rows."""
+    return with_norm((shape.rows, shape.hidden), shape)
 
 
 def norm_of(case: Case, values: list[Values], rank: int) -> list[np.ndarray | None]:

@@ -17,7 +17,7 @@ import numpy as np
 
 import ipcreduce
 from ipcreduce.bench.limit import our_backend
-from ipcreduce.calls.norm_shape import NormShape
+from ipcreduce.calls.request import NormShape, with_norm
 from tests.shared import norms
 from tests.shared.cases import KINDS, Array, Case, Limits, Values, normed
 from tests.shared.world import WORLD
@@ -192,7 +192,7 @@ def abandoned(module: Any, seconds: float = 1.0) -> int:
         comm = ipcreduce.Communicator(backend="ipc", algorithm=algorithm)
         case, kind = normed(shape), KINDS["norm"]
         launches = our_backend(comm, "a sweep of norms").launches
-        assert launches.fused_norm(shape) is not None, shape
+        assert launches.fused(with_norm((rows, hidden), shape)) is not None, shape
         comm.allreduce(module.buffer(np.zeros(4, np.uint8)))  # all have compiled what they need
         comm.synchronize()
         launches._timeout = seconds  # of the kernel alone: start-up takes longer

@@ -21,7 +21,7 @@ from ipcreduce.calls.addresses import MapAddresses
 from ipcreduce.calls.request import Member, Request
 from ipcreduce.cuda import compiler
 from ipcreduce.cuda.expressions import Expression, Operand
-from ipcreduce.device import arguments
+from ipcreduce.device import arguments, epilogues
 from ipcreduce.page.fingerprint import Fingerprint
 from tests.tools import machine, sass
 from tests.unit.test_kernel_layout import run_program
@@ -256,6 +256,18 @@ def test_another_expression_is_another_kernel():
 
 
 # ---- the kernels' arguments
+def test_rows_that_kernels_do_not_count():
+    """The index of a packet in a row, and of one in a launch beside it, fit into 32 bits together."""
+    row, full = Expression("v + a", (ROW,)), Expression("v + a", (Operand("a", "float32", "full"),))
+    for columns, expression in (((1 << 32) - 1, row), (1 << 32, full), (1 << 36, full)):
+        words = arguments.operand_table((2, columns), (1 << 32) + (1 << 30), expression)
+        assert tuple(words[:2]) == (columns, ((1 << 32) + (1 << 30)) % columns)
+        assert expression is full or (words[0] // 2 + epilogues._MAP_BYTES // 16 < 1 << 32)
+    for columns in (1 << 32, 1 << 36):
+        with pytest.raises(ArgumentError, match=f"rows of {columns} elements, and an operand is a row"):
+            arguments.operand_table((2, columns), 0, row)
+
+
 LAYOUT = """
 #include <cstddef>
 #include <cstdio>

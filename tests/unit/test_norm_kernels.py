@@ -5,15 +5,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import shutil
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ipcreduce.calls.addresses import NormAddresses
-from ipcreduce.calls.request import NormShape
+from ipcreduce.calls.request import NormShape, with_norm
 from ipcreduce.device import arguments, epilogues
-from ipcreduce.device.kernels import Kernel
+from ipcreduce.device.kernels import Kernel, Kernels
+from ipcreduce.errors import ArgumentError
 from tests.shared import norms
 from tests.simulated import compiler
 
@@ -126,6 +128,27 @@ def check(shape: NormShape, seed: int, offset: int = 0, in_place: bool = False) 
 def shape_of(hidden: int, dtype: str, scales: str = "", rows: int = 7, **fields: Any) -> NormShape:
     given = {"eps": float(np.float32(1e-5)), "weight_bias": 0.0, "residual": True} | fields
     return NormShape(rows=rows, hidden=hidden, dtype=dtype, scales=scales, **given)
+
+
+@pytest.mark.parametrize("dtype", norms.DTYPES)
+def test_more_than_kernels_count_is_refused(dtype: str):
+    """Rows, up to the next one of a block, and what is left of a row fit into 32 bits, of which one may be the sign."""
+    assert epilogues._MAX_ROWS + epilogues._MAX_BLOCKS < 1 << 32
+    assert epilogues._MAX_ROW_BYTES < 1 << 31
+    kernels: Any = Kernels(0, (9, 0), print, 1, 0)
+    kernels.launch = lambda kernel, grid, block, args: SimpleNamespace(args=args)
+
+    def launch_of(rows: int, hidden: int) -> Any:
+        request = with_norm((rows, hidden), shape_of(hidden, dtype, rows=rows))
+        return epilogues.behind(None, request, kernels, 0).steps[0].launch  # type: ignore[attr-defined]
+
+    longest = (1 << 30) // norms.DTYPES[dtype].itemsize
+    for rows, hidden in ((1 << 31, 1), (1, longest)):
+        assert tuple(launch_of(rows, hidden).args[7:9]) == (rows, hidden)
+    for rows, hidden in (((1 << 31) + 1, 1), ((1 << 32) - 7, 8), (1 << 32, 64), ((1 << 32) + 7, 64), (1, longest + 1)):
+        with pytest.raises(ArgumentError, match=f"x has {rows} rows of {hidden} elements. On a GPU .* of {dtype}"):
+            launch_of(rows, hidden)
+
 
 
 @pytest.mark.parametrize("dtype", norms.DTYPES)

@@ -13,15 +13,15 @@ import numpy as np
 from mpi4py import MPI
 
 import ipcreduce
+from ipcreduce.arrays import rmsnorm
 from ipcreduce.bench import timing
 from ipcreduce.bench.limit import our_backend
-from ipcreduce.calls.fingerprint import of_norm
 from ipcreduce.calls.addresses import NormAddresses
+from ipcreduce.calls.fingerprint import of_norm
 from ipcreduce.calls.request import NormShape
 from ipcreduce.cuda import cupy_runtime
 from ipcreduce.device.norm_kernels import macros_of
 from ipcreduce.device.norms import PACKET_BYTES, PreparedNorm
-from ipcreduce.arrays import rmsnorm
 from ipcreduce.ipc import norm_plan, plan
 
 WORLD = MPI.COMM_WORLD

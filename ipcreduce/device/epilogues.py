@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from ..arrays import views
-from ..calls.request import NormShape, Request
+from ..calls.request import ITEMSIZES, NormShape, Request
 from ..dtypes import KINDS
+from ..errors import ArgumentError
 from ..types import Stream
 from . import arguments
 from .kernels import Kernel, Kernels
-from ..errors import ArgumentError
 from .prepared import KernelStep, OwnStep, Prepared, Step
 
 SCALES = ("", "given", "token", "group")  # a kind's index is its code in rmsnorm.cuh

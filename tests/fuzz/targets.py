@@ -18,7 +18,6 @@ from unittest import mock
 import numpy as np
 
 from ipcreduce.calls import faults, votes
-from tests.shared.fingerprints import of_allreduce
 from ipcreduce.calls.request import NormShape
 from ipcreduce.errors import IpcReduceError
 from ipcreduce.graphs.direct import registration
@@ -31,6 +30,7 @@ from ipcreduce.page.records import Slot
 from ipcreduce.page.rounds import Left
 from ipcreduce.ranks import exchange
 from ipcreduce.texts import text_in
+from tests.shared.fingerprints import of_allreduce
 from tests.unit.pages import make_pages
 
 N = 3

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from ipcreduce.bench.limit import our_backend
 from ipcreduce.calls.addresses import NormAddresses
 from ipcreduce.calls.request import NormShape, Request, with_norm
 from ipcreduce.cuda import cupy_runtime
+from ipcreduce.device import epilogues
 from tests.shared import norms, reference
 from tests.shared.reference import BFLOAT16
 

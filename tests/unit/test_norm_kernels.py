@@ -150,7 +150,6 @@ def test_more_than_kernels_count_is_refused(dtype: str):
             launch_of(rows, hidden)
 
 
-
 @pytest.mark.parametrize("dtype", norms.DTYPES)
 @pytest.mark.parametrize("hidden", [1, 7, 8, 63, 64, 100, 1000, 4096, 8200])
 def test_bits(hidden: int, dtype: str):

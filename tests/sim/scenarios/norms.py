@@ -177,7 +177,7 @@ def known_norms() -> None:
                 if scales in ("token", "group"):
                     own |= {"scales_out": cupy.zeros((4, 1 if scales == "token" else 2), np.float32)}
                 calls.reset_mock()
-                for turn in range(5):
+                for _ in range(5):
                     x[...], residual[...] = case.x, case.residual
                     case.check(case.call(comm, **own), x)
                     assert calls.call_count == 1, "known"

@@ -27,8 +27,8 @@ from ipcreduce import Communicator, Graph, errors
 from ipcreduce import clock as library_clock
 from ipcreduce.bench import info, ranks
 from ipcreduce.cuda import driver
-from ipcreduce.ipc import peers, tuning
 from ipcreduce.device.kernels import Kernel
+from ipcreduce.ipc import peers, tuning
 from ipcreduce.ipc.launches import Launches
 from ipcreduce.nccl import join as nccl_startup
 from ipcreduce.nccl import library
@@ -407,9 +407,7 @@ def packets_over_pcie() -> None:
             assert f"packets go in halves of 8 bytes: PCIe between the GPUs of rank {a} and rank {b}" in comm.describe()
             assert not comm._open.backend.kernels.whole_packets
             works(comm, 5000)
-            assert (
-                comm._open.backend.kernels._compile(Kernel("one_shot", "float32")).count(b'PACKETS": "0"') == 1
-            )
+            assert comm._open.backend.kernels._compile(Kernel("one_shot", "float32")).count(b'PACKETS": "0"') == 1
     with environment(LAST, SIM_PCIE=f"0-{LAST}"), Communicator() as comm:  # only one sees it
         assert not comm._open.backend.kernels.whole_packets
         works(comm)

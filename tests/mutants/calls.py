@@ -7,7 +7,31 @@ from tests.mutants import Mutant, unit
 PAGE, ROUNDS, RECORDS = (f"ipcreduce/page/{name}.py" for name in ("control_page", "rounds", "records"))
 CALLS, VOTES, FAULTS = (f"ipcreduce/calls/{name}.py" for name in ("sequence", "votes", "faults"))
 
+DEFAULT = "ipcreduce/default.py"
+
 MUTANTS = [
+    # ---- the default communicator
+    Mutant(
+        "who looks the default communicator up waits for its lock",
+        DEFAULT,
+        "    if comm is None or process.resources_of(comm) is None:\n        return",
+        "    if True:\n        return",
+        unit("default", "it_is_found_and_refused_without_the_lock"),
+    ),
+    Mutant(
+        "a handler within the start-up of the default communicator makes another one",
+        DEFAULT,
+        "    if _maker == thread:\n        raise",
+        "    if False:\n        raise",
+        unit("default", "a_signal_handler_within_its_start_up"),
+    ),
+    Mutant(
+        "a child that is forked within the first start-up takes itself for no child",
+        "ipcreduce/process.py",
+        "    check_not_forked()\n    _used = True\n",
+        "    check_not_forked()\n",
+        unit("default", "a_child_that_is_forked_within_start_up"),
+    ),
     # ---- calls and resynchronisation
     Mutant(
         "a vote ends the comparison of the calls before it",

@@ -9,6 +9,13 @@ SUSPENSION, VIRTUAL, BACKEND = "ipcreduce/suspension.py", "ipcreduce/ipc/virtual
 
 MUTANTS = [
     Mutant(
+        "a handler's resume() within resume() leaves the rank suspended",
+        SUSPENSION,
+        "            if calls.within:",
+        "            if False:",
+        scenario("resumed_within_resume"),
+    ),
+    Mutant(
         "a small result in the capture of another library takes a piece of virtual memory",
         "ipcreduce/graphs/pool.py",
         "if not virtual or nbytes < UNIT:",

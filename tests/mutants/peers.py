@@ -12,6 +12,20 @@ CONNECTIONS, EXCHANGE = "ipcreduce/ranks/connections.py", "ipcreduce/ranks/excha
 
 MUTANTS = [
     Mutant(
+        "Ctrl-C on one rank of a command leaves the others waiting",
+        "ipcreduce/cli.py",
+        "    except KeyboardInterrupt:",
+        "    except ZeroDivisionError:",
+        "pytest tests/mpi/test_cli.py::test_an_interrupt_on_one_rank_ends_all",
+    ),
+    Mutant(
+        "a second Ctrl-C gets in the way of the first one",
+        "ipcreduce/bench/ranks.py",
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)",
+        "pass",
+        "pytest tests/mpi/test_cli.py::test_an_interrupt_on_one_rank_ends_all",
+    ),
+    Mutant(
         "rank 0 alone hears that it cannot write",
         "ipcreduce/bench/output.py",
         "        problem = mpi.bcast(problem)\n",

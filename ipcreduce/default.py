@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
 from typing import Any, overload
 
@@ -16,12 +15,13 @@ from .communicator import Communicator
 from .cuda import cupy_runtime
 from .errors import ArgumentError, IpcReduceError, UnsupportedError
 from .graphs.session import provide_default
+from .originals import RLock, identifier
 from .types import Array, DType, Number, NumpyNumber, Op, Out, OutList, Shape
 
 _MOST_SECONDS = 300.0  # for another thread's start-up: its timeout counts twice, and behind an error it closes
 
 _default: Communicator | None = None
-_making = threading.RLock()  # held while the default communicator is made, and not to find it
+_making = RLock()  # held while the default communicator is made, and not to find it
 _maker = 0  # the thread that makes it
 
 
@@ -48,7 +48,7 @@ def _make_default(array: Any) -> Communicator:
     """
     global _default, _maker
     process.check_not_forked()  # before the lock, which a thread of the parent may have held
-    thread = threading.get_ident()
+    thread = identifier()
     if _maker == thread:
         raise UnsupportedError(
             "a signal handler, a finaliser or a log handler has made this call while the same thread makes the default "

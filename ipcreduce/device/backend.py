@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 import weakref
 from abc import abstractmethod
@@ -18,6 +17,7 @@ from ..calls.sequence import CallSequence
 from ..cuda import cupy_runtime, driver, graph, streams
 from ..cuda.expressions import Expression
 from ..errors import ArgumentError, IpcReduceError, PeerTimeoutError, report
+from ..originals import time
 from ..page.control_page import REFUSED, TOLD, Page
 from ..ranks.exchange import Channel
 from ..types import Stream

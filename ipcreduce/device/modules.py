@@ -5,11 +5,11 @@ Loading a kernel waits for all work on the device. A communicator that uses a lo
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import Any
 
 from ..cuda import driver
+from ..originals import RLock
 
 Key = tuple[Any, ...]  # the context and the parameters of compilation. The kernel's name comes last
 
@@ -22,7 +22,7 @@ class _Loaded:
 
 
 _loaded: dict[Key, _Loaded] = {}
-_lock = threading.RLock()  # re-entrant, because a finaliser may run while this thread holds it
+_lock = RLock()  # re-entrant, because a finaliser may run while this thread holds it
 
 
 def take(key: Key, cubin: bytes | None = None) -> int | None:

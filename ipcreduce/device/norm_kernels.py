@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import numpy as np
 from ..calls.norm_shape import GROUP, NormAddresses, NormShape
 from ..cuda import compiler, driver
 from ..cuda.contexts import using_relaxed
-from . import modules
+from . import background, modules
 
 SCALES = ("", "given", "token", "group")  # a kind's index is its code in rmsnorm.cuh
 UNIT = 8  # elements of a unit there
@@ -78,8 +77,7 @@ class NormKernels:
         missing = [kernel for kernel in kernels if kernel not in self._functions and not self._take(kernel)]
         if not missing:
             return
-        with ThreadPoolExecutor(min(len(missing), self._workers)) as pool:
-            cubins = list(pool.map(self._compile, missing))
+        cubins = background.each(self._compile, missing, self._workers)
         self._before_loading()
         with using_relaxed(self._context):
             for kernel, cubin in zip(missing, cubins, strict=True):

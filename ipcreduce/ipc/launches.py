@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from ..calls.norm_shape import NormShape
 from ..cuda import compiler, driver
 from ..cuda.contexts import using_relaxed
 from ..cuda.expressions import Expression
-from ..device import maps, modules
+from ..device import background, maps, modules
 from ..device.known_calls import Prepared, keep
 from ..device.norm_kernels import NormKernels, NormLaunch
 from ..dtypes import OPS, kind_name, list_kinds, op_name, reduced_as
@@ -219,8 +218,7 @@ class Launches:
         missing = [key for key in kernels if key not in self._functions and not self._take(key)]
         if not missing:
             return
-        with ThreadPoolExecutor(max(1, min(len(missing), (os.cpu_count() or 1) // self._workspace.n))) as pool:
-            cubins = list(pool.map(self._compile, missing))
+        cubins = background.each(self._compile, missing, (os.cpu_count() or 1) // self._workspace.n)
         self.before_loading()
         with using_relaxed(self._context):  # a thread that makes its first call may have no context
             for key, cubin in zip(missing, cubins, strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from ..device.norm_kernels import NormKernels
 from ..device.norms import Norms
 from ..dtypes import kind_name, list_kinds, op_name, reduced_as
 from ..errors import CudaError, Reach, UnsupportedError
+from ..originals import time
 from ..page.control_page import Page
 from ..ranks.exchange import Channel
 from ..types import Stream

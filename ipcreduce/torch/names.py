@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import Any
 
 from .. import process
 from ..communicator import Communicator
 from ..errors import ArgumentError
+from ..originals import RLock
 from ..texts import shown
 
 DEFAULT = "default"  # the name of the default communicator, which each call looks up
 
 _named: dict[str, weakref.ref[Communicator]] = {}  # a name stays after its communicator is gone, for the message
-_lock = threading.RLock()  # re-entrant, for a finaliser or a signal handler that names one too
+_lock = RLock()  # re-entrant, for a finaliser or a signal handler that names one too
 
 
 def register(name: str, comm: Communicator) -> None:

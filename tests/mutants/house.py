@@ -15,6 +15,42 @@ COMPILER, FILES, SEGMENT, STARTUP = (
 )
 
 MUTANTS = [
+    # ---- what other libraries replace, and threads that run out
+    Mutant(
+        "a thread is a greenlet under gevent",
+        "ipcreduce/originals.py",
+        "            if isinstance(shared.start_new_thread, BuiltinFunctionType):\n",
+        "            if True:\n",
+        unit("originals", "what_has_been_replaced_is_not_used"),
+    ),
+    Mutant(
+        "the clock is one that freezegun finds",
+        "ipcreduce/originals.py",
+        "monotonic = time.perf_counter ",
+        "monotonic = __import__('time').perf_counter ",
+        unit("originals", "what_has_been_replaced_is_not_used"),
+    ),
+    Mutant(
+        "kernels are not compiled where there is no further thread",
+        "ipcreduce/device/background.py",
+        "    with suppress(OSError):\n        for _ in range(min(most",
+        "    with suppress(ZeroDivisionError):\n        for _ in range(min(most",
+        unit("originals", "each_item_without_enough_threads"),
+    ),
+    Mutant(
+        "a job that no thread runs is waited for",
+        "ipcreduce/device/background.py",
+        "(not behind or current() is not None)",
+        "current() is not None",
+        unit("originals", "a_job_without_any_thread"),
+    ),
+    Mutant(
+        "a group is not asked where there is no further thread",
+        GROUPS,
+        "            run()  # so",
+        "            pass  # so",
+        unit("groups", "without_a_further_thread_it_is_called_in_this_one"),
+    ),
     # ---- launchers
     Mutant(
         "a rank of a launcher is a world of one where there is no MPI",

@@ -1,7 +1,7 @@
 """The command line: ``ipcreduce info``, ``bench`` and ``tune``, or ``python -m ipcreduce ...``.
 
 Under a launcher rank 0 prints, and all ranks exit with the same status: 0, 1 if the command failed, 2 if its arguments
-were wrong, 141 if nobody reads the output to its end, as of ``| head -1``.
+were wrong, 141 if nobody reads the output to its end, as of ``| head -1``. Ctrl-C on any rank ends all (130).
 """
 
 from __future__ import annotations
@@ -32,16 +32,19 @@ def main(arguments: list[str] | None = None) -> None:
         if getattr(sys, name) is None:  # the shell has closed it, as by >&-
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     ranks = Ranks()
-    options = _parsed(arguments, ranks)
     try:
-        _run(options, ranks)
-        output.settle()
-    except output.ReaderLeftError:
-        ranks.exit("", output.READER_LEFT_STATUS)
-    except IpcReduceError as error:
-        ranks.exit(f"ipcreduce: {error}", 2 if isinstance(error, ArgumentError) else 1)
-    except Exception:  # perhaps on this rank only: without an abort the others would wait until the timeout
-        ranks.abort(traceback.format_exc())
+        options = _parsed(arguments, ranks)
+        try:
+            _run(options, ranks)
+            output.settle()
+        except output.ReaderLeftError:
+            ranks.exit("", output.READER_LEFT_STATUS)
+        except IpcReduceError as error:
+            ranks.exit(f"ipcreduce: {error}", 2 if isinstance(error, ArgumentError) else 1)
+        except Exception:  # perhaps on this rank only: without an abort the others would wait until the timeout
+            ranks.abort(traceback.format_exc())
+    except KeyboardInterrupt:  # perhaps on this rank only
+        ranks.interrupted()
 
 
 def _parsed(arguments: list[str] | None, ranks: Ranks) -> argparse.Namespace:

@@ -6,12 +6,13 @@ real time, such as the benchmarks, uses :mod:`time`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+
+from .originals import monotonic
 
 _SLICE_SECONDS = 0.05  # the length of one wait in the operating system, which does not know this clock
 
-now: Callable[[], float] = time.monotonic  # in seconds
+now: Callable[[], float] = monotonic  # in seconds
 
 
 def wait(attempt: Callable[[float], bool], seconds: float) -> bool:
@@ -28,4 +29,4 @@ def wait(attempt: Callable[[float], bool], seconds: float) -> bool:
 
 def on_host(deadline: float) -> float:
     """A deadline of this clock, on the monotonic clock, which all processes of a host share."""
-    return time.monotonic() + deadline - now()
+    return monotonic() + deadline - now()

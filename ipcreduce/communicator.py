@@ -66,7 +66,7 @@ class Communicator:
         self, group: Any = None, *, device: Any = None, timeout: float = 120.0, algorithm: str | None = None,
         backend: str | None = None, workspace: int | None = None,
     ) -> None:  # fmt: skip
-        process.check_not_forked()
+        process.begin()
         process.close_dropped()
         given = groups.of(group)
         options = Options.of(device, timeout, algorithm, backend, workspace)

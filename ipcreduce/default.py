@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
 from typing import Any, overload
 
 import numpy as np
 
-from . import process
+from . import clock, process
 from .arrays import views
 from .arrays.maps import Map
 from .arrays.norms import FP8
 from .communicator import Communicator
 from .cuda import cupy_runtime
-from .errors import ArgumentError, IpcReduceError
+from .errors import ArgumentError, IpcReduceError, UnsupportedError
 from .graphs.session import provide_default
+from .originals import RLock, identifier
 from .types import Array, DType, Number, NumpyNumber, Op, Out, OutList, Shape
 
+_MOST_SECONDS = 300.0  # for another thread's start-up: its timeout counts twice, and behind an error it closes
+
 _default: Communicator | None = None
-_default_lock = threading.Lock()
+_making = RLock()  # held while the default communicator is made, and not to find it
+_maker = 0  # the thread that makes it
 
 
 def get_communicator() -> Communicator:
@@ -32,8 +35,32 @@ def get_communicator() -> Communicator:
 
 def _default_for(array: Any) -> Communicator:
     """The default communicator. :param array: on whose GPU it is made; None for the current GPU."""
-    global _default
-    with _default_lock:
+    comm = _default
+    if comm is None or process.resources_of(comm) is None:
+        return _make_default(array)
+    return comm
+
+
+def _make_default(array: Any) -> Communicator:
+    """Make the default communicator, unless another thread makes it meanwhile.
+
+    :raises UnsupportedError: within start-up of the same thread, in a forked child, or if the other thread never ends.
+    """
+    global _default, _maker
+    process.check_not_forked()  # before the lock, which a thread of the parent may have held
+    thread = identifier()
+    if _maker == thread:
+        raise UnsupportedError(
+            "a signal handler, a finaliser or a log handler has made this call while the same thread makes the default "
+            "communicator. Let it set a flag, and make the call where the program looks at that flag"
+        )
+    try:
+        if not clock.wait(lambda seconds: _making.acquire(timeout=seconds), _MOST_SECONDS):
+            raise UnsupportedError(
+                f"another thread has been making the default communicator for {_MOST_SECONDS:.0f} s. Look for what "
+                "that thread waits for: for this one, perhaps"
+            )
+        _maker = thread
         if _default is None or process.resources_of(_default) is None:
             device = None
             with suppress(IpcReduceError):  # allreduce() raises the error, when it can also tell the other ranks
@@ -41,6 +68,13 @@ def _default_for(array: Any) -> Communicator:
                     device = views.device_of(views.view(array, cupy_runtime.stream_of()[0]))
             _default = Communicator(device=device)
         return _default
+    finally:
+        if _maker == thread:
+            _maker = 0
+        try:  # noqa: SIM105 - see turns.make
+            _making.release()
+        except RuntimeError:  # this thread does not have it
+            pass
 
 
 @overload

@@ -43,10 +43,18 @@ CLOSE_SECONDS = 6.0  # for one close(), and for closing all communicators when t
 _thread = threading.local()
 
 
+def begin() -> None:
+    """Begin to make a communicator. From here on, a forked child has a share in it.
+
+    :raises UnsupportedError: in a forked child of a process that has used ipcreduce.
+    """
+    global _used
+    check_not_forked()
+    _used = True
+
+
 def add(communicator: Closable) -> None:
     """Register a new communicator."""
-    global _used
-    _used = True
     live.append(communicator)
 
 

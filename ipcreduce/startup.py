@@ -21,6 +21,7 @@ from .host.shared import SharedReducer
 from .ipc import peers as ipc_startup
 from .nccl import join as nccl_startup
 from .options import Options
+from .originals import Socket
 from .page import shared_files, watchdog
 from .page.control_page import Page
 from .page.mirror import Mirror
@@ -132,7 +133,7 @@ def _see_over_tcp(ranks: Ranks, reason: str, started: Started, deadline: float) 
         started.watch.stop()
     started.page, started.watch = Page.alone(ranks.rank, ranks.size), None
     started.reasons |= {"ipc": reason, "shm": reason}
-    connections: dict[int, socket.socket] = {}
+    connections: dict[int, Socket] = {}
     try:
         if ranks.size > 1:
             connections = connect(ranks, _network(), deadline)

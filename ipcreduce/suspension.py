@@ -59,6 +59,8 @@ class Suspension:
                 calls.check_usable()
             if self._error is None:
                 return
+            if calls.within:  # a handler within resume() itself, which goes on undisturbed
+                turns.make_way(calls)
             try:
                 calls.unusable = None
                 used = turns.make(calls, self._resume)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from contextlib import suppress
@@ -13,6 +14,7 @@ from ..ranks.launchers import Launch
 from . import output
 
 _MEETING_SECONDS = 5.0  # how long a rank that exits waits for the others to exit, too
+_INTERRUPTED_STATUS = 130  # what a shell shows for programs that SIGINT has ended
 _UNREAD_SECONDS = 0.3  # when a rank fails, a launcher may lose what it has not yet read
 
 
@@ -74,3 +76,19 @@ class Ranks:
             time.sleep(_UNREAD_SECONDS)
             self._ends.Abort(status)
         sys.exit(status)
+
+    def interrupted(self) -> NoReturn:
+        """End every rank because of Ctrl-C on this one, wherever it is: perhaps within :meth:`join` or on its way out.
+
+        Without MPI's abort this process ends by the signal, at which launchers end the others. MPI's own end, at
+        Python's exit, would wait for them.
+        """
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would get in the way
+        output.put("ipcreduce: interrupted", sys.stderr)
+        module = mpi.loaded()
+        if self.launch.size > 1 and module is not None and module.Is_initialized() and not module.Is_finalized():
+            time.sleep(_UNREAD_SECONDS)
+            module.COMM_WORLD.Abort(_INTERRUPTED_STATUS)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError  # not reached

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -19,6 +18,7 @@ from ..errors import (
     Reach,
     report,
 )
+from ..originals import RLock
 from ..page import control_page
 from ..page.control_page import Page
 from ..page.fingerprint import Fingerprint
@@ -61,7 +61,7 @@ class CallSequence:
         self.raised = False  # this rank's program has got the error behind the abort word
         self.unusable: IpcReduceError | None = None  # why no further call is possible: lost, or closed
         self.recording: Any = None  # the open Recording of graphs/, which calls/ cannot import
-        self.lock = threading.RLock()
+        self.lock = RLock()
         self.within = False  # this and the next: see turns.py
         self.nested: list[Callable[[], None]] = []
         self._noted = 0  # see faults.note
@@ -348,5 +348,5 @@ class CallSequence:
 
     def forked(self, error: IpcReduceError) -> None:
         """In a child process: nothing of the parent's may be touched."""
-        self.lock, self.within, self.nested = threading.RLock(), False, []
+        self.lock, self.within, self.nested = RLock(), False, []
         self.close(error)

@@ -8,12 +8,12 @@ communicator are made as usual.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from ..errors import IpcReduceError, UnsupportedError
+from ..originals import RLock
 
 _T = TypeVar("_T")
 
@@ -25,7 +25,7 @@ class Calls(Protocol):
     :ivar nested: each tells the peers of a call that failed within another one, once that has ended.
     """
 
-    lock: threading.RLock
+    lock: RLock
     within: bool
     nested: list[Callable[[], None]]
     raised: bool

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 import weakref
 from abc import abstractmethod
@@ -17,6 +16,7 @@ from ..calls.request import Request
 from ..calls.sequence import CallSequence
 from ..cuda import driver, streams
 from ..errors import ArgumentError, IpcReduceError, PeerTimeoutError, report
+from ..originals import time
 from ..page.control_page import REFUSED, TOLD, Page
 from ..ranks.exchange import Channel
 from ..types import Stream

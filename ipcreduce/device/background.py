@@ -7,18 +7,22 @@ starts no thread at the interpreter's exit.
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from typing import TypeVar
 
 from .. import clock
+from ..originals import RLock, Thread, current, queue, running
 
-_OURS = "ipcreduce-"  # the names of this library's threads begin so
-_NAME = f"{_OURS}background"
-_turn = threading.RLock()  # for making a job, which a finaliser may do in the middle of anything
+_NAME, _COMPILES = "ipcreduce-background", "ipcreduce-compiler"
+_turn = RLock()  # for making a job, which a finaliser may do in the middle of anything
 _jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
 _last: Job | None = None
+_Item = TypeVar("_Item")
+_Found = TypeVar("_Found")
 
 
 class Job:
@@ -38,11 +42,12 @@ class Job:
         self._error: BaseException | None = None
         with _turn:
             behind = _last is not None and not _last.is_over  # that job may hang: leave it its thread and queue
-            at_once = behind and not start(anew=True) and threading.current_thread().name.startswith(_OURS)
+            at_once = not start(anew=behind) and (not behind or current() is not None)
             if not at_once:
                 _last = self
                 _jobs.put(self)
-        if at_once:  # the job before may wait for this one, if it or another thread of this library makes this one
+        # There is no thread at all; or the job before may wait for this one, which a thread of this library makes.
+        if at_once:
             self.run()
 
     def wait(self, seconds: float) -> bool:
@@ -78,16 +83,16 @@ class Job:
 def start(anew: bool = False) -> bool:
     """Start the thread unless one runs. With ``anew``, start another one with a new queue.
 
-    :returns: False if Python starts none any more, at the interpreter's exit.
+    :returns: False if the system has no thread for it, or Python starts none any more, at the interpreter's exit.
     """
     global _jobs
     with _turn:
-        if not anew and any(thread.name == _NAME for thread in threading.enumerate()):
+        if not anew and any(thread.name == _NAME for thread in list(running.values())):
             return True
         before, _jobs = _jobs, queue.SimpleQueue()  # first: an interrupt in start() may come when the thread runs
         try:
-            threading.Thread(target=_run, args=[_jobs], name=_NAME, daemon=True).start()
-        except RuntimeError:
+            Thread(partial(_run, _jobs), _NAME).start()
+        except OSError:
             _jobs = before
             return False
         before.put(None)
@@ -97,3 +102,33 @@ def start(anew: bool = False) -> bool:
 def _run(jobs: queue.SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job.run()
+
+
+def each(function: Callable[[_Item], _Found], items: Sequence[_Item], most: int) -> list[_Found]:
+    """``function()`` of each item, in this thread and in up to ``most - 1`` further ones, as far as there are any.
+
+    :raises BaseException: the first one that the function has raised.
+    """
+    found: dict[int, _Found] = {}
+    failed: list[BaseException] = []
+    turns = itertools.count()
+
+    def work() -> None:
+        try:
+            while not failed and (index := next(turns)) < len(items):
+                found[index] = function(items[index])
+        except BaseException as error:
+            failed.append(error)
+
+    threads: list[Thread] = []
+    with suppress(OSError):
+        for _ in range(min(most, len(items)) - 1):
+            thread = Thread(work, _COMPILES)
+            thread.start()
+            threads.append(thread)
+    work()
+    for thread in threads:
+        thread.join(math.inf)
+    if failed:
+        raise failed.pop(0)
+    return [found[index] for index in range(len(items))]

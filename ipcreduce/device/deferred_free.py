@@ -9,7 +9,6 @@ to the child.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from typing import Any
 from .. import clock, process
 from ..cuda.contexts import using_relaxed
 from ..errors import CudaError
+from ..originals import Thread
 from ..page import watchdog
 from ..page.control_page import Page
 from .stream_order import StreamOrder
@@ -93,7 +93,8 @@ def free_later(context: int, *actions: Action) -> None:
         return
     _deferred.extend((context, action) for action in actions)
     if watchdog.is_watching():
-        threading.Thread(target=flush, name="ipcreduce-finaliser").start()
+        with suppress(OSError):  # no thread: the next flush() does it
+            Thread(flush, "ipcreduce-finaliser").start()
     else:
         flush()
 

@@ -6,9 +6,7 @@ Loading a kernel waits for all work on the device. A communicator that uses a lo
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +14,8 @@ from typing import Any, NamedTuple
 from ..cuda import compiler, driver
 from ..cuda.contexts import using_relaxed
 from ..cuda.expressions import Expression
+from ..originals import RLock
+from . import background
 
 
 class Kernel(NamedTuple):
@@ -57,7 +57,7 @@ class _Loaded:
 
 _Key = tuple[Any, ...]  # the context, the macros about the ranks, and the kernel
 _loaded: dict[_Key, _Loaded] = {}
-_lock = threading.RLock()  # re-entrant, because a finaliser may run while this thread holds it
+_lock = RLock()  # re-entrant, because a finaliser may run while this thread holds it
 
 
 def take(key: _Key, name: str, cubin: bytes | None = None) -> int | None:
@@ -132,8 +132,7 @@ class Kernels:
         missing = [one for one in dict.fromkeys(kernels) if one not in self._functions and not self._take(one)]
         if not missing:
             return
-        with ThreadPoolExecutor(max(1, min(len(missing), (os.cpu_count() or 1) // self._ranks))) as pool:
-            cubins = list(pool.map(self._compile, missing))
+        cubins = background.each(self._compile, missing, (os.cpu_count() or 1) // self._ranks)
         self.before_loading()
         with using_relaxed(self._context):  # a thread that makes its first call may have no context
             for kernel, cubin in zip(missing, cubins, strict=True):

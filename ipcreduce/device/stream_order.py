@@ -33,7 +33,6 @@ and records an event that only the host looks at.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -43,6 +42,7 @@ from .. import clock
 from ..cuda import cupy_runtime, driver, graph, streams, torch_runtime
 from ..cuda.contexts import using, using_relaxed
 from ..errors import CaptureError, CudaError
+from ..originals import time
 from ..types import Event, Stream
 from .last_call import ALWAYS_IN_EVENT, BEHIND_CAPTURE, NOTHING, ON_STREAM, Last, State
 

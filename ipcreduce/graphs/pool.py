@@ -8,7 +8,6 @@ not work. If an array outlives that pool, its chunks refer to each other and are
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from ..cuda import cupy_runtime, driver, streams, torch_runtime, virtual_memory
 from ..cuda.contexts import using, using_relaxed
 from ..cuda.virtual_memory import Range
 from ..device.deferred_free import attempt, free_later, reclaim
+from ..originals import RLock
 from ..process import refuse_copies
 from ..types import Stream
 
@@ -111,7 +111,7 @@ class GraphPool:
         self._slabs: list[Slab] = []
         self._blocks: dict[int, tuple[int, Slab]] = {}  # by address: bytes and slab
         self._freed: deque[int] = deque()  # freed by arrays in any thread, perhaps while the lock is held
-        self._lock = threading.RLock()
+        self._lock = RLock()
 
     __reduce__ = refuse_copies
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import time
 from collections.abc import Callable
 
 import numpy as np
 
+from ..originals import monotonic
 from ..page import shared_files
 from . import semaphores
 
@@ -86,7 +86,7 @@ class Segment:
                 self._wait(index, address, check)
 
     def _wait(self, index: int, address: int, check: Callable[[list[int]], None]) -> None:
-        try_wait, now = self._try_wait, time.monotonic
+        try_wait, now = self._try_wait, monotonic
         deadline = now() + _SPIN_SECONDS
         while now() < deadline:
             if not try_wait(address):

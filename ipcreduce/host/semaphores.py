@@ -9,9 +9,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import time
 
 from ..errors import UnsupportedError
+from ..originals import monotonic, time
 
 BYTES = 64  # for each, a cache line: a sem_t takes 16 to 32
 
@@ -35,12 +35,19 @@ class _Library:
             self.init.argtypes = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint
             self.post.argtypes = self.try_wait.argtypes = (ctypes.c_void_p,)
             if hasattr(waiting, "sem_clockwait"):
-                self.clock, self.now, self.wait = [time.CLOCK_MONOTONIC], time.monotonic, waiting.sem_clockwait
+                self.clock, self.now, self.wait = [time.CLOCK_MONOTONIC], monotonic, waiting.sem_clockwait
             else:  # musl; glibc before 2.30
-                self.clock, self.now, self.wait = [], time.time, waiting.sem_timedwait
+                self.clock, self.now, self.wait = [], self._real_time, waiting.sem_timedwait
+                self._clock_gettime = quick.clock_gettime
         except (OSError, AttributeError) as error:
             raise UnsupportedError(f"the C library has no semaphores ({error})") from None
         self.wait.argtypes = (ctypes.c_void_p, *(ctypes.c_int for _ in self.clock), ctypes.c_void_p)
+
+    def _real_time(self) -> float:
+        """The system's time in seconds, which time-machine changes within Python's C."""
+        found = _Timespec()
+        self._clock_gettime(time.CLOCK_REALTIME, ctypes.byref(found))
+        return found.seconds + found.nanoseconds * 1e-9
 
 
 library = functools.cache(_Library)  # made once a process

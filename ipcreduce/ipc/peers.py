@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -15,6 +14,7 @@ from ..device.deferred_free import attempt
 from ..device.devices import advise_spreading, most_on_a_gpu, open_to_processes, share_device
 from ..errors import IpcReduceError, UnsupportedError
 from ..options import Options
+from ..originals import time
 from ..page.control_page import Page
 from ..ranks import exchange
 from ..ranks.exchange import Agreed, Ranks

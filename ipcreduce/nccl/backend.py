@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -24,6 +23,7 @@ from ..device.kernels import Kernels
 from ..device.prepared import OwnStep, Prepared, Start
 from ..dtypes import KINDS, reduced_as
 from ..errors import CudaError, Reach, UnsupportedError
+from ..originals import time
 from ..page.control_page import Page
 from ..ranks.exchange import Channel
 from ..types import Stream

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -14,6 +12,7 @@ from ..cuda.contexts import using_relaxed
 from ..device.backend import Life
 from ..device.background import Job
 from ..errors import CudaError, Reach
+from ..originals import Lock, time
 from ..types import Stream
 from . import library
 
@@ -35,7 +34,7 @@ class NcclCommunicator:
         self._then: Callable[[], None] | None = None
         self._all_reduce = library.load().all_reduce
         self.enqueuing: tuple[int, ...] | None = None
-        self._aborting = threading.Lock()
+        self._aborting = Lock()
         self.life = Life()
 
     @property

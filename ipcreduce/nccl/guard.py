@@ -8,16 +8,16 @@ NCCL's errors. It posts a timeout when calls do not end in time. The watchdog ca
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 import weakref
 from contextlib import suppress
+from functools import partial
 
 from .. import clock
 from ..cuda import streams
 from ..cuda.contexts import using_relaxed
 from ..device.stream_order import StreamOrder
 from ..errors import CudaError
+from ..originals import Thread, queue
 from ..page.control_page import REFUSED, Page
 from .comm import NcclCommunicator
 
@@ -41,8 +41,7 @@ class Guard:
     def __init__(self, context: int, page: Page, order: StreamOrder, nccl: NcclCommunicator, timeout: float) -> None:
         self._context, self._page, self._order, self._nccl, self._timeout = context, page, order, nccl, timeout
         self._stopped: queue.SimpleQueue[None] = queue.SimpleQueue()  # holds an item after close(): see background.Job
-        run = weakref.ref(self), self._stopped
-        self._thread = threading.Thread(target=_run, args=run, name=_NAME, daemon=True)
+        self._thread = Thread(partial(_run, weakref.ref(self), self._stopped), _NAME)
         self._event, self._stream = streams.create_event(), streams.create_stream()
         self._aborting = 0.0  # when the abort word was seen while a call runs; 0: not seen
         self._problem_at = 0.0  # when NCCL's error was seen first; 0: not seen
@@ -54,15 +53,14 @@ class Guard:
         self._enqueuing_since = 0.0
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread. :raises OSError: if the system has none."""
         self._thread.start()
 
     def close(self) -> None:
         """Stop the thread, and close event and stream, unless the thread hangs in a call that uses them."""
         self._stopped.put(None)
-        if self._thread.is_alive():
-            self._thread.join(_LAST_TURN_SECONDS)
-        if self._thread.is_alive():
+        self._thread.join(_LAST_TURN_SECONDS)
+        if self._thread.is_alive:
             return
         with using_relaxed(self._context), suppress(CudaError):
             streams.close_event(self._event)

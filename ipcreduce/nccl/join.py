@@ -50,7 +50,7 @@ def start(ranks: Ranks, options: Options, page: Page, local_rank: int, reason: s
             if not Job(partial(_try, backend, rank)).wait(_half(deadline) - clock.now()):
                 backend.nccl.abort()
                 raise CudaError("ncclAllReduce", library.TIMEOUT, "NCCL's first sum did not end in time")
-        backend.watch()
+            backend.watch()
         return backend
     except BaseException as error:
         exchange.tell(ranks, error, deadline)

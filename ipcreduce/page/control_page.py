@@ -20,13 +20,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
 from .. import clock
+from ..originals import RLock, time
 from ..texts import text_in
 from . import shared_files
 from .flight_recorder import FlightRecorder
@@ -58,7 +57,7 @@ class Page:
         self._rounds = [[self.slot(rank, "rounds", parity) for rank in range(n)] for parity in range(2)]
         self._unheard: set[int] = set()  # ranks that have closed, as peers say, and whose last block has not come
         self._written = 0  # faults and losses, by this rank
-        self._writing = threading.RLock()  # the program's threads and the watchdog post
+        self._writing = RLock()  # the program's threads and the watchdog post
         self.era = 0  # changes as this rank begins a resynchronisation, and as it clears its part of the page
         self.aborts = 0  # how often this rank has raised the abort word
         self.version = 0  # of this rank's block

@@ -11,13 +11,11 @@ longer than a call.
 
 from __future__ import annotations
 
-import socket
 import struct
-import threading
-import time
 from collections.abc import Callable
 
 from .. import clock
+from ..originals import RLock, Socket, time
 from .control_page import Page
 
 _MOST_UNREAD = 64 << 10  # bytes: a process that is stopped must not fill the connection, which would then be given up
@@ -32,7 +30,7 @@ _HEAD = struct.Struct("<QQIIQQIIII")
 class _Peer:
     """The connection to one rank, with the states up to which it has been told."""
 
-    def __init__(self, rank: int, connection: socket.socket) -> None:
+    def __init__(self, rank: int, connection: Socket) -> None:
         self.rank, self.connection = rank, connection
         self.incoming, self.outgoing = bytearray(), bytearray()
         self.sent = self.read = self.read_told = self.acknowledged = 0  # bytes of messages
@@ -44,10 +42,10 @@ class _Peer:
 class Mirror:
     """The connections of one rank's page."""
 
-    def __init__(self, page: Page, connections: dict[int, socket.socket]) -> None:
+    def __init__(self, page: Page, connections: dict[int, Socket]) -> None:
         """:param connections: by rank; connected, and not blocking."""
         self._page = page
-        self._turn = threading.RLock()
+        self._turn = RLock()
         self.ended: Callable[[int], object] = lambda descriptor: None  # called before a connection is closed
         self._peers = {connection.fileno(): _Peer(rank, connection) for rank, connection in connections.items()}
         self._most = page.calls.most_news + len(page.read_block())  # bytes behind a head

@@ -12,8 +12,6 @@ Everything else on the page is single words, each valid by itself (control_page.
 from __future__ import annotations
 
 import mmap
-import threading
-import time
 import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -21,10 +19,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import RankMismatchError
+from ..originals import Lock, time
 from ..texts import encoded
 
 _SEAL_BYTES = 4
-_fence = threading.Lock()
+_fence = Lock()
 _Answer = TypeVar("_Answer")
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from ..errors import PeerFailedError, PeerLostError, RankMismatchError
+from ..originals import time
 from ..texts import decoded, described, encoded
 from .control_page import Page
 from .layout import CHUNK_BYTES

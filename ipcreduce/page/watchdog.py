@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import select
-import threading
 from dataclasses import dataclass, field
+from functools import partial
 
+from ..originals import RLock, Thread, current, select
 from ..texts import out_of_descriptors
 from .comparison import BUSY_SECONDS, Comparison
 from .control_page import CLOSED_IT, Page
@@ -87,10 +86,10 @@ class _Watchdog:
     """The process's watches and peer processes, and the thread that waits for them, which lives as long as a watch."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._watches: list[Watch] = []
         self._processes: dict[int, _Process] = {}  # by pid: those that have not ended, as far as was seen
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._epoll: select.epoll | None = None
         self._wake_read = self._wake_write = -1
         self._woken = False
@@ -126,17 +125,14 @@ class _Watchdog:
                 if rank != page.rank and other == namespace != UNKNOWN and hasattr(os, "pidfd_open"):
                     self._add_process(watch, rank, pid)
 
-    def _started(self) -> threading.Thread:
+    def _started(self) -> Thread:
         """The thread, running. :raises OSError: if the system has no thread or no descriptor left."""
         self._epoll = select.epoll()
         self._wake_read, self._wake_write = os.pipe()
         self._woken = False
         self._epoll.register(self._wake_read, select.EPOLLIN)
-        thread = threading.Thread(target=self._run, args=[self._epoll], name=_NAME, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            raise OSError(f"no watchdog: {error}") from None
+        thread = Thread(partial(self._run, self._epoll), _NAME)
+        thread.start()
         return thread
 
     def _add_process(self, watch: Watch, rank: int, pid: int) -> None:
@@ -194,7 +190,7 @@ class _Watchdog:
             os.write(self._wake_write, b"0")  # closing it wakes nobody while a forked child has it too
             thread, self._thread = self._thread, None
             epoll, *ends = self._let_go()
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and thread is not current():
             thread.join(_JOIN_SECONDS)
         _close(epoll, *ends)
 
@@ -242,7 +238,7 @@ def _close(epoll: select.epoll | None, *ends: int) -> None:
     if epoll is not None:
         epoll.close()
     for descriptor in ends:
-        with contextlib.suppress(OSError):
+        if descriptor >= 0:
             os.close(descriptor)
 
 
@@ -262,7 +258,8 @@ def watch(page: Page, mirror: Mirror | None = None) -> Watch:
 
 def is_watching() -> bool:
     """True in the watchdog's thread: a finaliser that runs in it must not wait for the device."""
-    return threading.current_thread().name == _NAME
+    thread = current()
+    return thread is not None and thread.name == _NAME
 
 
 def own_identity() -> tuple[int, int]:

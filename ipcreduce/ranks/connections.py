@@ -10,7 +10,6 @@ import errno
 import fcntl
 import os
 import secrets
-import selectors
 import socket
 import struct
 from collections import deque
@@ -22,6 +21,7 @@ import numpy as np
 
 from .. import clock
 from ..errors import UnsupportedError
+from ..originals import Socket, select
 from . import exchange
 from .exchange import Kind, Ranks
 from .handshake import SECRET_BYTES, STRANGER, Guest, Visit
@@ -52,7 +52,7 @@ _OPTIONS = (
 )
 
 
-def connect(ranks: Ranks, network: str, deadline: float) -> dict[int, socket.socket]:
+def connect(ranks: Ranks, network: str, deadline: float) -> dict[int, Socket]:
     """A non-blocking connection to every other rank, by rank. Collective.
 
     :param network: an identifier of this process's loopback network. Ranks with the same one connect over loopback.
@@ -60,12 +60,14 @@ def connect(ranks: Ranks, network: str, deadline: float) -> dict[int, socket.soc
     :raises UnsupportedError: if two ranks do not reach each other.
     """
     rank, n = ranks.rank, ranks.size
-    listener: socket.socket | None = None
+    listener: Socket | None = None
     with ExitStack() as failed:
 
         def own() -> dict[str, Any]:
             nonlocal listener
-            listener = failed.enter_context(socket.create_server(("", 0), backlog=n + _MOST_GUESTS))
+            listener = failed.enter_context(Socket(socket.AF_INET, socket.SOCK_STREAM))
+            listener.bind(("", 0))
+            listener.listen(n + _MOST_GUESTS)
             secret = np.void(secrets.token_bytes(SECRET_BYTES))
             addresses = joined(own_addresses())  # opens a socket: without one to spare, no connection can be made
             return {"network": network, "port": listener.getsockname()[1], "addresses": addresses, "secret": secret}
@@ -91,7 +93,7 @@ def connect(ranks: Ranks, network: str, deadline: float) -> dict[int, socket.soc
 def own_addresses() -> list[str]:
     """This host's IPv4 addresses, one for each interface that is up, without those of loopback."""
     found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with Socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address
                 answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
@@ -124,33 +126,34 @@ class _Meeting:
     It tries all addresses and listens to all guests at the same time, so a silent one delays nobody.
     """
 
-    def __init__(self, listener: socket.socket, secret: bytes, rank: int, places: Any) -> None:
+    def __init__(self, listener: Socket, secret: bytes, rank: int, places: Any) -> None:
         self._listener, self._secret, self._rank = listener, secret, rank
         self._ports = [int(place["port"]) for place in places]
         self._addresses = [_addresses(place, places[rank]) for place in places[:rank]]
         self._awaited = set(range(len(places))) - {rank}
-        self._found: dict[int, socket.socket] = {}
+        self._found: dict[int, Socket] = {}
         self._guests: dict[Guest, float] = {}  # with the time until which each has to prove itself, the oldest first
         self._visits: dict[Visit, tuple[int, str]] = {}  # with the rank and the address
         self._due = deque((other, address) for other in range(rank) for address in self._addresses[other])
         self._again: list[tuple[float, int, str]] = []  # visits to repeat: from when on, rank, address
         self._reasons: list[dict[str, str]] = [{} for _ in range(rank)]  # why visits failed, by rank and address
-        self._selector = selectors.DefaultSelector()
+        self._epoll = select.epoll()
+        self._watched: dict[int, tuple[Guest | Visit | None, bool]] = {}  # by descriptor; True: it connects still
 
     def __enter__(self) -> _Meeting:
         self._listener.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._watch(self._listener, None)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Close all connections except those that :meth:`hold` has returned."""
-        self._selector.close()
+        self._epoll.close()
         for one in (*self._guests, *self._visits):
             one.connection.close()
         for connection in self._found.values():
             connection.close()
 
-    def hold(self, until: float) -> dict[int, socket.socket]:
+    def hold(self, until: float) -> dict[int, Socket]:
         """Make the connections, and return them by rank.
 
         :raises UnsupportedError: if not all are made at ``until``, or if all addresses of a rank have failed.
@@ -160,22 +163,28 @@ class _Meeting:
             if now > until:
                 raise self._missing(min(self._awaited - self._found.keys()), ["timed out"])
             self._visit(now)
-            for key, mask in self._selector.select(min(_TICK_SECONDS, max(0.0, until - now))):
-                self._act(key.data, mask)
+            events = self._epoll.poll(min(_TICK_SECONDS, max(0.0, until - now)))
+            for one, connects in [self._watched[descriptor] for descriptor, _ in events]:
+                self._act(one, connects)
             guests = list(self._guests)
             for guest in [guest for guest in guests if self._guests[guest] < now] or guests[:-_MOST_GUESTS]:
                 self._close(guest)
         found, self._found = self._found, {}
         return found
 
-    def _act(self, one: Guest | Visit | None, mask: int) -> None:
+    def _watch(self, connection: Socket, one: Guest | Visit | None, *, connects: bool = False) -> None:
+        """Wait for something to read from a new connection, or for it to be made."""
+        self._epoll.register(connection.fileno(), select.EPOLLOUT if connects else select.EPOLLIN)
+        self._watched[connection.fileno()] = one, connects
+
+    def _act(self, one: Guest | Visit | None, connects: bool) -> None:
         if one is None:
             self._admit()
         elif isinstance(one, Guest):
             self._heard(one)
         elif one not in self._visits:
             pass  # another visit to the same rank has just succeeded
-        elif mask & selectors.EVENT_WRITE:
+        elif connects:
             self._connected(one)
         else:
             self._answered(one)
@@ -204,7 +213,7 @@ class _Meeting:
                 raise self._missing(rank, [])
 
     def _dial(self, rank: int, address: str) -> None:
-        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        connection = Socket(socket.AF_INET, socket.SOCK_STREAM)
         visit = Visit(connection, self._secret, self._rank, rank)
         self._visits[visit] = rank, address
         try:
@@ -215,13 +224,14 @@ class _Meeting:
         if code not in (0, errno.EINPROGRESS):
             self._fail(visit, os.strerror(code))
             return
-        self._selector.register(connection, selectors.EVENT_WRITE, visit)
+        self._watch(connection, visit, connects=True)
 
     def _connected(self, visit: Visit) -> None:
         if code := visit.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self._fail(visit, os.strerror(code))
         else:
-            self._selector.modify(visit.connection, selectors.EVENT_READ, visit)
+            self._unwatch(visit.connection)
+            self._watch(visit.connection, visit)
 
     def _answered(self, visit: Visit) -> None:
         rank, address = self._visits[visit]
@@ -253,7 +263,7 @@ class _Meeting:
                 guest = Guest(connection, self._secret, self._rank)
                 failed.pop_all()
             self._guests[guest] = clock.now() + _GREET_SECONDS
-            self._selector.register(connection, selectors.EVENT_READ, guest)
+            self._watch(connection, guest)
 
     def _heard(self, guest: Guest) -> None:
         rank = guest.rank()
@@ -267,11 +277,14 @@ class _Meeting:
         self._close(guest)
 
     # ---- both
-    def _take(self, one: Guest | Visit) -> socket.socket:
+    def _take(self, one: Guest | Visit) -> Socket:
         self._guests.pop(one, None) if isinstance(one, Guest) else self._visits.pop(one)
-        with suppress(KeyError):
-            self._selector.unregister(one.connection)
+        self._unwatch(one.connection)
         return one.connection
+
+    def _unwatch(self, connection: Socket) -> None:
+        if self._watched.pop(connection.fileno(), None) is not None:
+            self._epoll.unregister(connection.fileno())
 
     def _close(self, one: Guest | Visit) -> None:
         self._take(one).close()

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from ..errors import UnsupportedError
+from ..originals import Socket
 from . import exchange
 from .exchange import Channel, Kind
 
@@ -35,7 +36,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self.name = f"ipcreduce-{secrets.token_hex(16)}"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket = Socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # each message says who sent it
             self._socket.setblocking(False)

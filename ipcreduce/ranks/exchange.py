@@ -6,7 +6,6 @@ the others hear of it at once. The structs hold IPC handles, and nothing logs th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import IntEnum, unique
@@ -24,6 +23,7 @@ from ..errors import (
     UnsupportedError,
     report,
 )
+from ..originals import time
 from ..texts import described, encoded, out_of_descriptors, text_in, text_of, with_limit
 
 MAGIC = 0x1B_C4ED

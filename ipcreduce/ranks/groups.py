@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import operator
 import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
@@ -15,8 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from .. import clock
-from ..errors import ArgumentError, PeerLostError, report
-from ..texts import described, shown
+from ..errors import ArgumentError, PeerLostError, UnsupportedError, report
+from ..originals import Thread
+from ..texts import described, shown, text_of
 from . import exchange, launchers, mpi
 from .mpi import MpiRanks
 
@@ -189,13 +190,18 @@ class _Call:
         self.found: Any = None
         self.error: BaseException | None = None
         run = partial(self._run, allgather, before)
-        self.thread = threading.Thread(target=run, name="ipcreduce-allgather", daemon=True)
-        self.thread.start()
+        self.thread = Thread(run, "ipcreduce-allgather")
+        try:
+            self.thread.start()
+        except OSError as error:
+            if before is not None and before.thread.is_alive:
+                raise UnsupportedError(text_of(error)) from error
+            run()  # so that the other ranks hear of what else this process cannot do
 
     def _run(self, allgather: Callable[[bytes], Any], before: _Call | None) -> None:
         try:
             if before is not None:
-                before.thread.join()
+                before.thread.join(math.inf)
             self.found = allgather(self.data)
         except BaseException as error:  # SystemExit too: it would end this thread only
             self.error = error
@@ -219,7 +225,7 @@ class _Gathering:
         :raises PeerLostError: if the group has failed. :raises ArgumentError: if it has returned anything else.
         """
         call = self._call
-        if call.thread.is_alive():
+        if call.thread.is_alive:
             return False
         _open.pop(id(call.group), None)
         if call.error is not None:

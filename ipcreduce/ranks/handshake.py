@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import hmac
 import secrets
-import socket
 import struct
+
+from ..originals import Socket
 
 SECRET_BYTES = 32
 STRANGER = -1
@@ -28,7 +29,7 @@ _LISTENS, _CONNECTS = b"listens", b"connects"
 class _End:
     """One end of a connection, whose methods do not block."""
 
-    def __init__(self, connection: socket.socket, secret: bytes) -> None:
+    def __init__(self, connection: Socket, secret: bytes) -> None:
         connection.setblocking(False)
         self.connection, self._secret = connection, secret
         self._received = b""
@@ -54,7 +55,7 @@ class _End:
 class Guest(_End):
     """The connection of a process that has connected to this rank. :raises OSError: if it is closed already."""
 
-    def __init__(self, connection: socket.socket, secret: bytes, rank: int) -> None:
+    def __init__(self, connection: Socket, secret: bytes, rank: int) -> None:
         super().__init__(connection, secret)
         self._rank, self._challenge, self._proven = rank, secrets.token_bytes(_CHALLENGE_BYTES), b""
         self.connection.sendall(self._challenge)
@@ -81,7 +82,7 @@ class Guest(_End):
 class Visit(_End):
     """A connection to an address at which rank ``host`` or another program listens."""
 
-    def __init__(self, connection: socket.socket, secret: bytes, rank: int, host: int) -> None:
+    def __init__(self, connection: Socket, secret: bytes, rank: int, host: int) -> None:
         super().__init__(connection, secret)
         self._rank, self._host = rank, host
         self._due = b""  # the proof that the host has to give, once this rank has given its own

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import Any
 
 from .. import process
 from ..communicator import Communicator
 from ..errors import ArgumentError
+from ..originals import RLock
 from ..texts import shown
 
 DEFAULT = "default"  # the name of the default communicator, which each call looks up
 
 _named: dict[str, weakref.ref[Communicator]] = {}  # a name stays after its communicator is gone, for the message
-_lock = threading.Lock()
+_lock = RLock()  # re-entrant, for a finaliser or a signal handler that names one too
 
 
 def register(name: str, comm: Communicator) -> None:
@@ -25,6 +25,7 @@ def register(name: str, comm: Communicator) -> None:
 
     :raises ArgumentError: if an open communicator has the name, or an argument is of the wrong type.
     """
+    process.check_not_forked()  # before the lock, which a thread of the parent may have held
     check_is_communicator(comm, "register(name, comm)")
     if not isinstance(name, str) or name == DEFAULT:
         raise ArgumentError(f"{shown(name)} cannot name a communicator. Pass a str other than {DEFAULT!r}")

@@ -72,7 +72,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory, mock.patch.object(control_page, "_RECORD_SECONDS", 0.0):
         found = targets(Path(directory))
         each = -(-options.turns // sum(target.share for target in found))
-        with mock.patch.object(time, "sleep"):
+        with mock.patch.object(control_page.time, "sleep"):
             for target in found:
                 began = time.monotonic()
                 errors, problem = attack(target, each * target.share, options.seed)

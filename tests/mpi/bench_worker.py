@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from mpi4py import MPI
 
 from ipcreduce import cli
-from ipcreduce.bench import command, contenders, output
+from ipcreduce.bench import command, contenders, output, ranks
 from ipcreduce.errors import UnsupportedError
 
 LAST = MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1
@@ -76,6 +77,25 @@ def breaks_on_the_last_rank() -> None:
         MPI.COMM_WORLD.recv(source=MPI.COMM_WORLD.size - 1)
 
     command.main = fail
+
+
+def interrupted_on_the_last_rank() -> None:
+    """By Ctrl-C, twice."""
+
+    def fail(options: Any) -> None:
+        if LAST:
+            put, output.put = output.put, lambda *given: (put(*given), signal.raise_signal(signal.SIGINT))[0]
+            signal.raise_signal(signal.SIGINT)
+        MPI.COMM_WORLD.recv(source=MPI.COMM_WORLD.size - 1)
+
+    command.main = fail
+
+
+def interrupted_on_its_way_out() -> None:
+    """Where the last rank waits for the others, behind an error of its own."""
+    fails_on_the_last_rank()
+    if LAST:
+        ranks.time.sleep = lambda _: signal.raise_signal(signal.SIGINT)
 
 
 def no_room_for(descriptor: int, *arguments: str) -> None:

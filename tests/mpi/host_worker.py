@@ -366,7 +366,7 @@ def memory_outlives_a_wait(comm: Communicator) -> None:
 def without_tcp(comm: Communicator) -> None:
     """Ranks that neither share memory nor reach each other have no communicator; a world of one needs neither."""
     words = "neither share memory (the ranks are on 2 hosts) nor reach each other over TCP (listening for the other"
-    with mock.patch.object(connections.socket, "create_server", no_room):
+    with mock.patch.object(connections.Socket, "listen", no_room):
         for text in (words, "No space left on device). Let the ranks share /dev/shm"):
             with no_hang("start-up"):
                 raises(UnsupportedError, text, Communicator)

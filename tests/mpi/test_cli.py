@@ -72,6 +72,15 @@ def test_an_exception_on_one_rank_ends_all(mpirun: Run, tmp_path: Path) -> None:
     assert "abort" not in alone.stdout.lower()
 
 
+@pytest.mark.parametrize("name", ["interrupted_on_the_last_rank", "interrupted_on_its_way_out"])
+def test_an_interrupt_on_one_rank_ends_all(mpirun: Run, tmp_path: Path, name: str) -> None:
+    """The others wait in MPI for good."""
+    done = mpirun(WORKER, 3, name, tmp_path / "kept", check=False, timeout=60)
+    assert done.returncode
+    assert done.stdout.count("ipcreduce: interrupted") == 1
+    assert "Traceback" not in done.stdout
+
+
 # ---- info
 def test_info_shows_mpi_and_its_ranks(mpirun: Run) -> None:
     output = mpirun("ipcreduce", 2, "info", env=HOST).stdout

@@ -236,7 +236,7 @@ def apart_without_tcp(group: Files) -> None:
     def refused(*_: Any, **__: Any) -> None:
         raise OSError("no port")
 
-    connections.socket = types.SimpleNamespace(**vars(connections.socket) | {"create_server": refused})  # type: ignore[assignment]
+    connections.Socket.listen = refused  # type: ignore[method-assign]
     words = f"(the ranks are on {group.size} hosts) nor reach each other over TCP (listening for the other ranks failed"
     with raises(errors.UnsupportedError, words, "open TCP between them"):
         Communicator(group)

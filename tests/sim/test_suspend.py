@@ -18,7 +18,8 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def test_graphs_and_calls(hold: Hold) -> None:
-    hold(3, "replays_after_resume", "idempotent", "not_suspended", "graphs_of_others", SIM_NO_NCCL="1")
+    names = "replays_after_resume", "idempotent", "resumed_within_resume", "not_suspended", "graphs_of_others"
+    hold(3, *names, SIM_NO_NCCL="1")
 
 
 def test_ranks_that_differ(hold: Hold) -> None:

@@ -23,7 +23,7 @@ MODULES = {
 # A module imports none of a later layer. The longest prefix of its name counts.
 _FIRST = "errors", "types", "dtypes", "texts", "advice", "process"
 LAYERS = (
-    ("ipcreduce.clock",),
+    ("ipcreduce.originals", "ipcreduce.clock"),
     tuple(f"ipcreduce.{name}" for name in _FIRST),
     (
         "ipcreduce.ranks",
@@ -247,6 +247,19 @@ def test_nothing_imports_the_guests():
 def test_one_importer_each(library: str, importers: set[str]):
     found = {name for name in MODULES if any(is_in(one, library) for one in imports(name))}
     assert found == importers
+
+
+_REPLACED = "Thread", "Lock", "RLock", "Event", "Condition"
+
+
+def test_waits_are_the_originals():
+    """Nothing waits by what gevent and the like replace. Benchmarks measure real time."""
+    replaced = "time", "select", "selectors", "queue", "concurrent", *(f"threading.{one}" for one in _REPLACED)
+    written = re.compile(rf"threading\.({'|'.join(_REPLACED)})\b|socket\.(socket|create_\w+)\b")
+    bench = {name for name in MODULES if is_in(name, "ipcreduce.bench")}
+    for name in MODULES.keys() - bench - {"ipcreduce.originals"}:
+        assert not [one for one in imports(name) if any(is_in(one, of) for of in replaced)], name
+        assert not written.search(MODULES[name].read_text().replace("wait for a threading.Event", "")), name
 
 
 def test_assembly_is_in_one_header():

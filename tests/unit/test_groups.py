@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import ipcreduce
-from ipcreduce.errors import ArgumentError, PeerLostError, PeerTimeoutError
+from ipcreduce.errors import ArgumentError, PeerLostError, PeerTimeoutError, UnsupportedError
 from ipcreduce.ranks import exchange, groups
-from tests.shared import clock
+from tests.shared import bounds, clock
 
 SAMPLE = exchange.struct(99, ("call", "<u8"))
 
@@ -56,6 +56,27 @@ def test_it_is_called_in_another_thread_one_call_at_a_time():
     gather(group)
     assert threading.main_thread() not in threads
     assert all(thread.daemon for thread in threads)
+
+
+def test_without_a_further_thread_it_is_called_in_this_one(monkeypatch: pytest.MonkeyPatch):
+    """But not where it would wait for a call that has not ended."""
+    threads, over = [], threading.Event()
+    group = Echo(lambda rank, data: (threads.append(threading.current_thread()), data)[1])
+    waiting = Echo(lambda rank, data: (over.wait(bounds.HANG), data)[1])
+    with clock.own(), clock.passing(100.0), pytest.raises(PeerTimeoutError):
+        gather(waiting, call=1)
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert gather(group, call=3)["call"].tolist() == [3] * 3
+        with pytest.raises(UnsupportedError, match="can start no further thread"):
+            gather(waiting, call=2)
+    assert set(threads) == {threading.main_thread()}
+    over.set()
+    gather(waiting, call=1)
 
 
 @pytest.mark.parametrize(

@@ -480,19 +480,19 @@ CLAIM = struct.Struct("<I32s32s")  # rank, challenge, proof
 
 def test_a_stranger_is_sent_away(monkeypatch: pytest.MonkeyPatch):
     """Who does not know the secret takes no rank's place, says he what he will."""
-    create, strangers = socket.create_server, []
+    listen, strangers = connections.Socket.listen, []
 
-    def and_a_stranger(*args: Any, **keywords: Any) -> socket.socket:
-        server = create(*args, **keywords)
+    def and_a_stranger(server: connections.Socket, backlog: int) -> None:
+        listen(server, backlog)
         rank_1 = CLAIM.pack(1, bytes(32), bytes(32))  # the awaited rank, without the secret
         for greeting in (b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(64), rank_1):
             strangers.append(socket.create_connection(("127.0.0.1", server.getsockname()[1])))
             strangers[-1].sendall(greeting)
             strangers[-1].shutdown(socket.SHUT_WR)
-        return server
 
-    monkeypatch.setattr(socket, "create_server", and_a_stranger)
+    monkeypatch.setattr(connections.Socket, "listen", and_a_stranger)
     made = connect_all(2)
+    assert len(strangers) == 6
     for stranger in strangers:
         assert len(all_of(stranger)) in (0, 32), "more than a challenge"
         stranger.close()
@@ -514,7 +514,7 @@ def all_of(connection: socket.socket) -> bytes:
 @contextmanager
 def strangers(monkeypatch: pytest.MonkeyPatch, visit: Callable[[socket.socket], object]) -> Iterator[None]:
     """Every port at which a rank listens is visited by strangers without end: they come before the ranks, and stay."""
-    create, ended, visitors = socket.create_server, threading.Event(), []
+    usual, ended, visitors = connections.Socket.listen, threading.Event(), []
 
     def come(port: int) -> None:
         came = []
@@ -528,19 +528,19 @@ def strangers(monkeypatch: pytest.MonkeyPatch, visit: Callable[[socket.socket], 
         for one in came:
             one.close()
 
-    def create_server(*args: Any, **keywords: Any) -> socket.socket:
-        server = create(*args, **keywords)
+    def listen(server: connections.Socket, backlog: int) -> None:
+        usual(server, backlog)
         visitor = threading.Thread(target=come, args=[server.getsockname()[1]], daemon=True)
         visitor.start()
         visitors.append(visitor)
-        return server
 
-    monkeypatch.setattr(socket, "create_server", create_server)
+    monkeypatch.setattr(connections.Socket, "listen", listen)
     try:
         yield
     finally:
         monkeypatch.undo()
         ended.set()
+        assert visitors
         for visitor in visitors:
             visitor.join()
 
@@ -579,7 +579,7 @@ def test_start_up_ends_though_strangers_come_without_end(monkeypatch: pytest.Mon
 
 def test_a_rank_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(connections, "_MOST_SECONDS", 0.3)
-    monkeypatch.setattr(socket.socket, "connect_ex", lambda *_: errno.ECONNREFUSED)
+    monkeypatch.setattr(connections.Socket, "connect_ex", lambda *_: errno.ECONNREFUSED)
     found = connect_all(2)
     assert all(isinstance(one, UnsupportedError) for one in found), found
     assert "connecting the ranks (is TCP between the hosts open?)" in str(found[0])

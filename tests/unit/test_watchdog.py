@@ -487,7 +487,7 @@ def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch):
     page, mirror, theirs = mirrored()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(OSError, match="no watchdog: can't start new thread"):
+        with pytest.raises(OSError, match="this process can start no further thread"):
             watchdog.watch(page, mirror)
     watch = watchdog.watch(page, mirror)
     theirs.close()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 from ...cuda import driver, virtual_memory
 from ...cuda.virtual_memory import Range
 from ...errors import CudaError, UnsupportedError
+from ...originals import RLock
 from . import driver_calls
 
 Key = tuple[int, int]  # rank, and the number of the slab there
@@ -65,7 +65,7 @@ class Mappings:
         self._places: dict[Key, Range] = {}  # of those in virtual memory
         self._uses: Counter[Key] = Counter()
         self._serial = 0
-        self._lock = threading.RLock()  # graphs are collected in any thread
+        self._lock = RLock()  # graphs are collected in any thread
         self._pins: dict[int, tuple[Callable[[], None], ...]] = {}  # by serial number: they free this rank's memory
 
     def open(self, key: Key, handle: bytes, nbytes: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -140,6 +140,30 @@ def idempotent() -> None:
         assert (cupy.asnumpy(comm.allreduce(mine())) == RANK + 1).all()
         comm.resume()
     good_communicator()
+
+
+def resumed_within_resume() -> None:
+    """A handler's resume() within resume() raises, and the outer one goes on: no rank stays suspended."""
+    with virtual(workspace=4 * MB) as comm:
+        comm.suspend()
+        backend = comm._open.backend
+        assert backend is not None
+        usual = backend.resume
+
+        def resume(*given: Any) -> bool:
+            with raises(errors.UnsupportedError, "a signal handler, a finaliser or a method of an array"):
+                comm.resume()
+            return usual(*given)
+
+        with mock.patch.object(backend, "resume", resume) if RANK == 0 else nullcontext():
+            comm.resume()
+        if RANK:  # hears of the call that failed on rank 0
+            with raises(errors.PeerFailedError, "rank 0 raised an error"):
+                works(comm)
+        works(comm)
+        comm.suspend()
+        comm.resume()
+        works(comm)
 
 
 def not_suspended() -> None:
@@ -618,7 +642,8 @@ def _check_errors(comm: Communicator, name: str, failed: str, found: list[str]) 
 
 
 SCENARIOS = [
-    replays_after_resume, idempotent, not_suspended, ranks_that_differ, late_for_resume, no_memory_to_resume,
+    replays_after_resume, idempotent, resumed_within_resume, not_suspended, ranks_that_differ, late_for_resume,
+    no_memory_to_resume,
     graphs_of_others, a_hundred_cycles, suspended_over_nccl, pools_given_back, direct_graphs,
     many_direct_outputs, nothing_is_shared, killed_while_suspended, killed_in_resume,
     suspended_driver_faults,

@@ -66,6 +66,7 @@ class Launches:
         self.norm_table: norm_plan.NormTable = ()  # so is this
         self.further_kernels: set[tuple[str, int]] = set()  # (algorithm, depth), to be loaded beside the planned ones
         self.resident, self.sharing = plan.RESIDENT, 1  # until they have compared their GPUs
+        self.most_parts = lists.SHORT  # of a list in one launch, until they have compared their drivers
         self.before_loading: Callable[[], object] = lambda: None  # waits for the calls in flight
         self._workspace, self._control, self._capability, self._timeout = workspace, control, capability, timeout
         self._context, self._programmatic = context, capability >= (9, 0)
@@ -117,7 +118,7 @@ class Launches:
         launches: list[lists.ListLaunch] = []
         for kind, name in dict.fromkeys(names):
             sizes = [array.nbytes if of == (kind, name) else 0 for array, of in zip(arrays, names, strict=True)]
-            planned = lists.make_plan(sizes, lists.most_parts(), self._planned_list)
+            planned = lists.make_plan(sizes, self.most_parts, self._planned_list)
             for parts in {one.parts for one in planned}:
                 self._load_all(kind, parts)
             launches += [self._launch_list(one, kind, name, len(arrays)) for one in planned]

@@ -27,7 +27,7 @@ from ..errors import (
 from ..texts import described, encoded, out_of_descriptors, text_in, text_of, with_limit
 
 MAGIC = 0x1B_C4ED
-VERSION = 3
+VERSION = 4
 TEXT_BYTES = 512
 MESSAGE_BYTES = 2048  # the same for all kinds: otherwise ranks at different steps would get MPI's error of truncation
 _LAST_WORDS_SECONDS = 5.0  # how long a rank that ends by Ctrl-C or an exit waits for the others to hear of it
@@ -83,6 +83,7 @@ DEVICE = struct(
     ("multiprocessors", "<u4"),
     ("visible", "<u4"),
     ("name", "S64"),
+    ("driver", "<u4", (2,)),  # the newest version of CUDA that its driver has
 )
 PAGE = struct(Kind.PAGE, ("path", "S64"))
 MEMORY = struct(Kind.MEMORY, ("handle", "V64"), ("nbytes", "<u8"))

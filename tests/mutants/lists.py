@@ -25,6 +25,13 @@ def scenario(name: str, ranks: int = 2) -> str:
 
 
 MUTANTS = [
+    Mutant(
+        "each rank plans lists by its own driver",
+        "ipcreduce/ipc/peers.py",
+        'min(devices["driver"].tolist())',
+        "driver.driver_version()",
+        scenario("an_older_driver"),
+    ),
     # ---- kernels
     Mutant(
         "a packet belongs to the array that begins behind it",

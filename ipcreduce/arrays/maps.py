@@ -19,6 +19,7 @@ from ..cuda import torch_runtime
 from ..cuda.expressions import Expression, Operand
 from ..dtypes import BFLOAT16, DTYPES, VIEWS
 from ..errors import ArgumentError, UnsupportedError
+from ..float_state import in_standard_state
 from ..texts import shown
 from . import views
 from .host_operands import HostOperands, as_numpy
@@ -259,6 +260,7 @@ class HostMap:
             self._values[name] = _widened(array)
         self.expression = Expression(then.expression, tuple(operands))
 
+    @in_standard_state  # the function of the program, too
     def apply(self, reduced: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """A new array with the function's values. :raises ArgumentError: if they have another shape."""
         value = np.asarray(self._host(_widened(reduced), **self._values))

@@ -54,6 +54,7 @@ from tests.shared import (
     bad_call_table,
     bounds,
     clock,
+    float_states,
     list_cases,
     reference,
     start_up_faults,
@@ -305,6 +306,23 @@ def a_float_sum_starts_at_rank_0(comm: Communicator) -> None:
     for value in values:
         expected += value
     assert comm.allreduce(np.array([values[RANK]])).tolist() == [expected]
+
+
+def a_float_state_of_one_rank(comm: Communicator) -> None:
+    """Every rank has the bits of the standard state, by every way: the sum of denormals, and 1 plus a little."""
+    for name, length in itertools.product(float_states.NAMES, (4, 70_000)):
+        x = np.full(length, 2.0**-140, np.float32)
+        x[1::2] = 2.0**-27 if RANK else 1.0
+        due = np.full(length, SIZE * 2.0**-140, np.float32)
+        due[1::2] = 1.0
+        with float_states.state(name if RANK == LAST else None):
+            found = comm.allreduce(x)
+            (listed,) = comm.allreduce([x])
+            doubled = comm.allreduce(x, then=ipcreduce.Map("v + v", host=lambda v: v + v))
+            y, added = comm.allreduce_rmsnorm(x, np.ones(length, np.float32), 0.0)
+        for result in (found, listed, added, doubled / 2):
+            assert result.tobytes() == due.tobytes(), (name, length, result[:2])
+        assert len({*WORLD.allgather(y.tobytes())}) == 1, (name, length, y[:2])
 
 
 # ---- errors
@@ -949,7 +967,7 @@ SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
         every_kind, as_people_write, subclasses, random_sweep, random_lists, lists, lists_that_differ,
-        a_float_sum_starts_at_rank_0, wrong_calls, late,
+        a_float_sum_starts_at_rank_0, a_float_state_of_one_rank, wrong_calls, late,
         memory_outlives_a_wait, without_tcp, refused_while_another_is_late, interrupted,
         out_of_memory, arguments_differ, late_at_start_up, exceptions_at_start_up, warnings_at_start_up,
         no_descriptors, names_of_hosts, a_block_that_raises, texts_of_any_kind, nested, every_rank_is_watched,

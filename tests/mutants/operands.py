@@ -13,7 +13,8 @@ BUCKETS = "ipcreduce/buckets.py"
 TORCH, TENSORS = "ipcreduce/cuda/torch_runtime.py", "ipcreduce/cuda/torch_tensors.py"
 TORCH_LISTS = "ipcreduce/cuda/torch_lists.py"
 SHARED, NUMERICS = "ipcreduce/host/shared.py", "ipcreduce/dtypes.py"
-KINDS = "ipcreduce/dtypes.py"
+KINDS, STATE = "ipcreduce/dtypes.py", "ipcreduce/float_state.py"
+SUMS = unit("float_state", "sums")
 SWEEP = "mpirun -n 2 tests.simulated tests/gpu/sweep.py --cases 1 --largest"  # its first case is
 STRIDED_OUT, SHIFTED_OUT = f"{SWEEP} 300 --seed 1680", f"{SWEEP} 2000000 --smallest 1500000 --seed 127"
 WRONG_CALLS = "mpirun -n 2 tests.simulated tests/gpu/bad_calls.py"
@@ -315,6 +316,25 @@ MUTANTS = [
         tensors("where_a_result_would_be_lost"),
     ),
     # ---- host arrays
+    Mutant("a thread that flushes denormals is not seen", STATE, " and _TINY + _TINY > _ZERO:", ":", SUMS),
+    Mutant(
+        "a thread that rounds in its own way is not seen", STATE, "if _ONE + _LITTLE - _LITTLE == _ONE and", "if", SUMS
+    ),
+    Mutant("a thread does not get its floating-point state back", STATE, "library.fesetenv(before)", "pass", SUMS),
+    Mutant(
+        "norms are rounded as the thread likes",
+        "ipcreduce/host/rmsnorm.py",
+        '@in_standard_state\n@np.errstate(all="ignore")\n',
+        '@np.errstate(all="ignore")\n',
+        unit("float_state", "norms"),
+    ),
+    Mutant(
+        "an expression's function rounds as the thread likes",
+        "ipcreduce/arrays/maps.py",
+        "    @in_standard_state  #",
+        "    #",
+        unit("float_state", "an_expression"),
+    ),
     Mutant(
         "small messages have one part instead of two in turns",
         SHARED,

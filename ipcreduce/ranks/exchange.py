@@ -62,10 +62,11 @@ def struct(kind: Kind, *fields: tuple[Any, ...]) -> np.dtype[Any]:
     return np.dtype(padded, metadata={"kind": kind})
 
 
-# Identity and options of a rank. All ranks must have the same timeout, algorithm, backend, workspace and memory.
+# Identity and options of a rank. All must have the same build, timeout, algorithm, backend, workspace and memory.
 IDENTITY = struct(
     Kind.IDENTITY,
     ("wrong", "<u4"),
+    ("build", "S64"),
     ("host", "S64"),
     ("clock", "S64"),  # an identifier of this rank's clock; b"" if it is unknown
     ("until", "<f8"),  # this rank's deadline, by that clock

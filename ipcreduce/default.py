@@ -14,7 +14,7 @@ from .arrays.maps import Map
 from .arrays.norms import FP8
 from .communicator import Communicator
 from .cuda import cupy_runtime
-from .errors import ArgumentError, IpcReduceError
+from .errors import ArgumentError
 from .graphs.session import provide_default
 from .types import Array, DType, Number, NumpyNumber, Op, Out, OutList, Shape
 
@@ -36,7 +36,7 @@ def _default_for(array: Any) -> Communicator:
     with _default_lock:
         if _default is None or process.resources_of(_default) is None:
             device = None
-            with suppress(IpcReduceError):  # allreduce() raises the error, when it can also tell the other ranks
+            with suppress(Exception):  # allreduce() raises the error, when it can also tell the other ranks
                 if array is not None and not isinstance(array, np.ndarray) and views.is_device(array):
                     device = views.device_of(views.view(array, cupy_runtime.stream_of()[0]))
             _default = Communicator(device=device)

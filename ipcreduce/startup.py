@@ -90,8 +90,9 @@ def starting(ranks: Ranks, options: Options) -> Iterator[Started]:
     :raises UnsupportedError: if the ranks neither share memory nor reach each other, or the backend cannot be.
     """
     deadline = clock.now() + options.timeout
-    started = Started(Page.alone(ranks.rank, ranks.size))
+    started: Started | None = None
     try:
+        started = Started(Page.alone(ranks.rank, ranks.size))
         everyone = _meet(ranks, options, deadline)
         _see_each_other(ranks, everyone, started, deadline)
         _choose_backend(ranks, options, everyone, started, deadline)
@@ -99,7 +100,8 @@ def starting(ranks: Ranks, options: Options) -> Iterator[Started]:
         exchange.confirm(ranks, None, deadline, "the end of start-up")
     except BaseException as error:
         exchange.tell(ranks, error, deadline)
-        started.close()
+        if started is not None:
+            started.close()
         if ranks.left:  # MPI has some thousand communicators, and frees one if all ranks do
             ranks.close()
         if isinstance(error, OSError):

@@ -16,7 +16,7 @@ import numpy as np
 
 from .. import clock
 from ..errors import ArgumentError, PeerLostError, report
-from ..texts import described, shown
+from ..texts import described, shown, whole
 from . import exchange, launchers, mpi
 from .mpi import MpiRanks
 
@@ -173,9 +173,8 @@ class GroupRanks:
 
         :param hosts: an identifier of each rank's host.
         """
-        if os.environ.get(_LOCAL_RANK, "").isdigit():
-            return int(os.environ[_LOCAL_RANK])
-        return list(hosts[: self.rank]).count(hosts[self.rank])
+        local = whole(os.environ.get(_LOCAL_RANK))
+        return list(hosts[: self.rank]).count(hosts[self.rank]) if local is None else local
 
     def close(self) -> None:
         """Do nothing, because the group belongs to the program."""

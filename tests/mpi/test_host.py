@@ -56,9 +56,9 @@ def test_ranks_that_do_not_reach_each_other(mpirun: Callable):
 
 
 def test_arguments_that_differ(mpirun: Callable):
-    output = mpirun(WORKER, 3, "memory", "arguments_differ", "lists_that_differ", env=HOST).stdout
-    assert "arguments_differ: right" in output
-    assert "lists_that_differ: right" in output
+    scenarios = ["arguments_differ", "errors_before_the_first_exchange", "other_builds", "lists_that_differ"]
+    output = mpirun(WORKER, 3, "memory", *scenarios, env=HOST).stdout
+    assert all(f"{scenario}: right" in output for scenario in scenarios), output
     assert "lists_that_differ: right" in mpirun(WORKER, 4, "apart", "lists_that_differ", env=HOST).stdout
 
 

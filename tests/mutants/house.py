@@ -17,6 +17,13 @@ COMPILER, FILES, SEGMENT, STARTUP = (
 MUTANTS = [
     # ---- launchers
     Mutant(
+        "a number of any length is read from the environment",
+        "ipcreduce/texts.py",
+        " and len(text) <= 18",
+        "",
+        unit("texts", "whole_numbers"),
+    ),
+    Mutant(
         "a rank of a launcher is a world of one where there is no MPI",
         LAUNCHERS,
         "    if Launch.seen().name or any(name in os.environ for name in _OTHERS):\n        return False\n",

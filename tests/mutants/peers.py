@@ -8,6 +8,7 @@ from tests.mutants.calls import PAGE
 RECORDER, MIRROR, WATCHDOG, COMPARISON = (
     f"ipcreduce/page/{name}.py" for name in ("flight_recorder", "mirror", "watchdog", "comparison")
 )
+STARTUP, HOST = "ipcreduce/startup.py", "mpirun -n 2 tests/mpi/host_worker.py memory"
 CONNECTIONS, EXCHANGE = "ipcreduce/ranks/connections.py", "ipcreduce/ranks/exchange.py"
 
 MUTANTS = [
@@ -247,6 +248,27 @@ MUTANTS = [
         "mpirun -n 2 tests.sim.scenarios no_secret_is_shown",
     ),
     # ---- start-up
+    Mutant(
+        "a rank with other code is let in",
+        STARTUP,
+        '    _check_same_build(ranks, everyone["build"].tolist())\n',
+        "",
+        f"{HOST} other_builds",
+    ),
+    Mutant(
+        "kernels are no part of a build",
+        STARTUP,
+        'sources += sorted(kernel_directory().glob("*.cu*"))',
+        "pass",
+        unit("startup", "any_other_module_kernel_or_version_is_another_build"),
+    ),
+    Mutant(
+        "what raises in an option is told to nobody",
+        "ipcreduce/options.py",
+        "        except Exception as error:",
+        "        except ArgumentError as error:",
+        f"{HOST} errors_before_the_first_exchange",
+    ),
     Mutant(
         "a message of another version is taken",
         EXCHANGE,

@@ -53,6 +53,7 @@ class Communicator:
     :param workspace: bytes of GPU memory of each rank through which backend "ipc" exchanges data, at least 1 MB; the
         same on every rank. None for ``IPCREDUCE_WORKSPACE_MB``. Messages that need more go in several launches.
     :raises ArgumentError: if an argument is wrong or differs between ranks.
+    :raises RankMismatchError: if the ranks do not have the same version of this package, with the same code.
     :raises UnsupportedError: if MPI is needed and not usable; if the ranks neither share /dev/shm nor reach each other
         over TCP; or if the backend that was asked for cannot be used. Without GPUs ``backend`` is "mpi" else.
     :raises PeerTimeoutError: if a rank does not come, or the group does not answer.

@@ -13,7 +13,7 @@ from .arrays.maps import Map
 from .arrays.norms import FP8
 from .communicator import Communicator
 from .cuda import cupy_runtime
-from .errors import ArgumentError, IpcReduceError, UnsupportedError
+from .errors import ArgumentError, UnsupportedError
 from .graphs.session import provide_default
 from .originals import RLock, identifier
 from .types import Array, DType, Number, NumpyNumber, Op, Out, OutList, Shape
@@ -63,7 +63,7 @@ def _make_default(array: Any) -> Communicator:
         _maker = thread
         if _default is None or process.resources_of(_default) is None:
             device = None
-            with suppress(IpcReduceError):  # allreduce() raises the error, when it can also tell the other ranks
+            with suppress(Exception):  # allreduce() raises the error, when it can also tell the other ranks
                 if array is not None and not isinstance(array, np.ndarray) and views.is_device(array):
                     device = views.device_of(views.view(array, cupy_runtime.stream_of()[0]))
             _default = Communicator(device=device)

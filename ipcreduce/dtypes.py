@@ -16,6 +16,7 @@ import numpy as np
 
 from . import advice
 from .errors import ArgumentError, naming_member
+from .float_state import in_standard_state
 from .texts import shown
 
 # A name's index in these tuples is its code in messages and in the slots' offset (ipc/plan.py): never reorder them.
@@ -155,18 +156,21 @@ def reduce(
         else:
             _accumulate(values, op, out)
         return out
-    if not out.size:
-        return out
-    with np.errstate(all="ignore"):
-        if dtype in (np.float16, BFLOAT16):
-            total = _accumulate([value.astype(np.float32) for value in values], op, np.empty(out.shape, np.float32))
-        else:
-            total = _accumulate(values, op, out)
-        if op == "avg":
-            np.divide(total, total.dtype.type(len(values)), out=total)
-        if total is not out:
-            out[...] = total
-        set_nans(out, total)
+    return _reduce_floats(values, op, out) if out.size else out
+
+
+@in_standard_state
+@np.errstate(all="ignore")
+def _reduce_floats(values: Sequence[np.ndarray[Any, Any]], op: str, out: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    if out.dtype in (np.float16, BFLOAT16):
+        total = _accumulate([value.astype(np.float32) for value in values], op, np.empty(out.shape, np.float32))
+    else:
+        total = _accumulate(values, op, out)
+    if op == "avg":
+        np.divide(total, total.dtype.type(len(values)), out=total)
+    if total is not out:
+        out[...] = total
+    set_nans(out, total)
     return out
 
 

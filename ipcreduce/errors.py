@@ -63,7 +63,7 @@ class UnsupportedError(IpcReduceError):
 
 
 class RankMismatchError(IpcReduceError):
-    """The ranks made different calls: call number, shape, dtype, op or order differ."""
+    """The ranks' calls differ in number, shape, dtype, op or order; or, at start-up, the ranks' code differs."""
 
     reach = Reach.ALL
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from .errors import ArgumentError
 from .ipc import plan
-from .texts import printable, shown, text_of
+from .texts import described, printable, shown, text_of, whole
 
 _PREFIX = "IPCREDUCE_"
 VARIABLES = (
@@ -66,6 +66,13 @@ class Options:
         :param timeout: seconds.
         :param workspace: bytes; None for ``IPCREDUCE_WORKSPACE_MB``.
         """
+        try:
+            return cls._of(device, timeout, algorithm, backend, workspace)
+        except Exception as error:  # a method of one of these objects has raised it
+            return cls(None, _DEFAULT_SECONDS, None, None, 0, False, f"options cannot be read: {described(error)}")
+
+    @classmethod
+    def _of(cls, device: Any, timeout: Any, algorithm: Any, backend: Any, workspace: Any) -> Options:
         wrong, nbytes, sync, memory = None, 0, False, MEMORIES[0]
         where = "backend"
         if backend is None:
@@ -109,19 +116,20 @@ def workspace_bytes(given: Any = None) -> int:
             )
         return int(given)
     text = os.environ.get("IPCREDUCE_WORKSPACE_MB", str(_DEFAULT_WORKSPACE_MB))
-    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= _MOST_MB:
+    megabytes = whole(text)
+    if megabytes is None or not 1 <= megabytes <= _MOST_MB:
         raise ArgumentError(
-            f"IPCREDUCE_WORKSPACE_MB is {text!r}, which is no whole number from 1 to {_MOST_MB}. Set it to megabytes, "
-            "or unset it"
+            f"IPCREDUCE_WORKSPACE_MB is {shown(text)}, which is no whole number from 1 to {_MOST_MB}. Set it to "
+            "megabytes, or unset it"
         )
-    return int(text) * plan.MB
+    return megabytes * plan.MB
 
 
 def workspace_memory() -> str:
     """The one of :data:`MEMORIES` that ``IPCREDUCE_MEMORY`` names. :raises ArgumentError: if it names none of them."""
     text = os.environ.get("IPCREDUCE_MEMORY") or MEMORIES[0]
     if text not in MEMORIES:
-        raise ArgumentError(f"IPCREDUCE_MEMORY is {text!r}. Set it to {' or '.join(MEMORIES)}, or unset it")
+        raise ArgumentError(f"IPCREDUCE_MEMORY is {shown(text)}. Set it to {' or '.join(MEMORIES)}, or unset it")
     return text
 
 
@@ -129,7 +137,7 @@ def is_on(variable: str) -> bool:
     """True if an environment variable is 1. :raises ArgumentError: if it is set to anything but 0, 1 or nothing."""
     text = os.environ.get(variable, "")
     if text not in ("", "0", "1"):
-        raise ArgumentError(f"{variable} is {text!r}. Set it to 0 or 1")
+        raise ArgumentError(f"{variable} is {shown(text)}. Set it to 0 or 1")
     return text == "1"
 
 

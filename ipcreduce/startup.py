@@ -5,17 +5,21 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from . import clock
+from .cuda.compiler import kernel_directory
 from .device.backend import DeviceBackend
 from .device.devices import raise_wrong
-from .errors import ArgumentError, IpcReduceError, PeerTimeoutError, UnsupportedError, report
+from .errors import ArgumentError, IpcReduceError, PeerTimeoutError, RankMismatchError, UnsupportedError, report
 from .host.segment import Segment
 from .host.shared import SharedReducer
 from .ipc import peers as ipc_startup
@@ -40,6 +44,7 @@ _APART = (
     "Let the ranks share /dev/shm (one container, or docker run --ipc=host), or open TCP between them, at ports that "
     "the system chooses"
 )
+_FOLDER = Path(__file__).resolve().parent
 _CLOSE_SECONDS = 5.0  # for the peers to unmap this rank's memory, if start-up fails once the backend is made
 
 
@@ -82,11 +87,13 @@ def starting(ranks: Ranks, options: Options) -> Iterator[Started]:
     :raises ArgumentError: if the ranks' options differ, or are wrong on one.
     :raises PeerTimeoutError: if a rank does not come, or comes after another one has given up.
     :raises PeerFailedError: if an exception on another rank has ended start-up.
+    :raises RankMismatchError: if the ranks have different builds of this package.
     :raises UnsupportedError: if the ranks neither share memory nor reach each other, or the backend cannot be.
     """
     deadline = clock.now() + options.timeout
-    started = Started(Page.alone(ranks.rank, ranks.size))
+    started: Started | None = None
     try:
+        started = Started(Page.alone(ranks.rank, ranks.size))
         everyone = _meet(ranks, options, deadline)
         _see_each_other(ranks, everyone, started, deadline)
         _choose_backend(ranks, options, everyone, started, deadline)
@@ -94,7 +101,8 @@ def starting(ranks: Ranks, options: Options) -> Iterator[Started]:
         exchange.confirm(ranks, None, deadline, "the end of start-up")
     except BaseException as error:
         exchange.tell(ranks, error, deadline)
-        started.close()
+        if started is not None:
+            started.close()
         if ranks.left:  # MPI has some thousand communicators, and frees one if all ranks do
             ranks.close()
         if isinstance(error, OSError):
@@ -190,11 +198,13 @@ def _meet(ranks: Ranks, options: Options, deadline: float) -> np.ndarray[Any, An
     """Every rank's exchange.IDENTITY; not ok if it has no GPU to use."""
     rank = ranks.rank
     record = exchange.message(
-        exchange.IDENTITY, options.wrong or ipc_startup.missing(), wrong=options.wrong is not None, host=_host(),
-        clock=_clock(), until=clock.on_host(deadline), timeout=options.timeout, algorithm=options.algorithm or "",
-        backend=options.backend or "", workspace=options.workspace, memory=options.memory,
+        exchange.IDENTITY, options.wrong or ipc_startup.missing(), wrong=options.wrong is not None, build=_build(),
+        host=_host(), clock=_clock(), until=clock.on_host(deadline), timeout=options.timeout,
+        algorithm=options.algorithm or "", backend=options.backend or "", workspace=options.workspace,
+        memory=options.memory,
     )  # fmt: skip
     everyone = exchange.allgather(ranks, record, deadline, "start-up", advice=exchange.LATE)
+    _check_same_build(ranks, everyone["build"].tolist())
     raise_wrong(rank, everyone)
     comparable = (everyone["clock"] == record[0]["clock"]) & (everyone["clock"] != b"")
     gone = np.flatnonzero((everyone["until"] < clock.on_host(clock.now())) & comparable)
@@ -208,6 +218,31 @@ def _meet(ranks: Ranks, options: Options, deadline: float) -> np.ndarray[Any, An
                 happened = f"{name} must be the same on every rank, but is {mine} here and {theirs} on rank {other}"
                 raise ArgumentError(report(rank, 0, happened, "Pass or set the same value on every rank."))
     return everyone
+
+
+def _check_same_build(ranks: Ranks, builds: list[bytes]) -> None:
+    """:raises RankMismatchError: on every rank, if one has another build: its sums may have other bits."""
+    if len({*builds}) == 1:
+        return
+    ranks.left = True
+    places = {build: [rank for rank, other in enumerate(builds) if other == build] for build in builds}
+    found = " and ".join(f"{_shown(build)} on ranks {where}" for build, where in places.items())
+    raise RankMismatchError(report(
+        ranks.rank, 0, f"the ranks do not run the same ipcreduce, but {found}",
+        f"Install the same one for every rank. That of this rank is in {_FOLDER}.",
+    ))  # fmt: skip
+
+
+@cache
+def _build() -> str:
+    """The version of this package, and a digest of its modules and kernels on disk."""
+    sources = sorted(path for path in _FOLDER.rglob("*.py") if path.parent.name != "kernels")  # a wheel has them there
+    with suppress(UnsupportedError):  # host arrays need no kernels
+        sources += sorted(kernel_directory().glob("*.cu*"))
+    digest = hashlib.sha256()
+    for path in sources:
+        digest.update(path.read_bytes())
+    return f"{sys.modules[__package__].__version__}, code {digest.hexdigest()[:16]}"
 
 
 def _shown(value: Any) -> str:

@@ -61,6 +61,11 @@ def printable(text: str) -> str:
     return str.encode(text, "utf-8", "backslashreplace").decode()
 
 
+def whole(text: str | None) -> int | None:
+    """The number that a text of at most 18 digits means; None for any other one, which ``int()`` may refuse."""
+    return int(text) if text and len(text) <= 18 and text.isascii() and text.isdigit() else None
+
+
 def encoded(text: str, most: int | None = None) -> bytes:
     """The text as UTF-8, cut between two characters to at most ``most`` bytes."""
     data = str.encode(text, "utf-8", "backslashreplace")

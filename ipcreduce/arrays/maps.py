@@ -21,6 +21,7 @@ from ..cuda import torch_runtime
 from ..cuda.expressions import Expression, Operand
 from ..dtypes import BFLOAT16, DTYPES, VIEWS, kind_name, op_name
 from ..errors import ArgumentError, UnsupportedError
+from ..float_state import in_standard_state
 from ..texts import printable, shown
 from . import views
 from .host_operands import Array, HostOperands, Part, as_numpy
@@ -329,6 +330,7 @@ class HostMap:
             used.target[...] = value
         return used.result(value)
 
+    @in_standard_state  # the function of the program, too
     def _apply(self, reduced: Array) -> Array:
         value = np.asarray(self._host(_widened(reduced), **self._values))
         if value.shape != reduced.shape:

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..calls.request import GROUP, NormShape
 from ..dtypes import FLOAT8, set_nans
+from ..float_state import in_standard_state
 
 Array = np.ndarray[Any, Any]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -34,6 +35,8 @@ class Normalised(NamedTuple):
     scales: Array | None
 
 
+@in_standard_state
+@np.errstate(all="ignore")
 def normalise(
     shape: NormShape, reduced: Array, weight: Array, residual: Array | None, scale: Floats | None
 ) -> Normalised:
@@ -48,20 +51,19 @@ def normalise(
         np.empty_like(reduced), np.empty_like(reduced), np.empty(reduced.shape, np.uint8) if shape.scales else None,
         np.empty((rows, groups), np.float32) if groups else None,
     )  # fmt: skip
-    with np.errstate(all="ignore"):
-        added = weight.astype(np.float32) + np.float32(shape.weight_bias)
-        for first in range(0, rows, max(1, _BLOCK // hidden)):
-            block = slice(first, first + max(1, _BLOCK // hidden))
-            x = _with_residual(reduced[block], None if residual is None else residual[block], found.residual_out[block])
-            factors = reciprocal_root(fused_mean(sum_of_squares(x), hidden, np.float32(shape.eps)))
-            y = found.y[block]
-            _round((x * added) * factors[:, None], y)
-            if found.quantised is not None:
-                scales = None if found.scales is None else found.scales[block]
-                values = y.astype(np.float32)
-                if scales is not None:
-                    values[np.isinf(factors)] = np.nan  # of rows whose sum is 0, without eps
-                _quantise(values, scales, scale, found.quantised[block])
+    added = weight.astype(np.float32) + np.float32(shape.weight_bias)
+    for first in range(0, rows, max(1, _BLOCK // hidden)):
+        block = slice(first, first + max(1, _BLOCK // hidden))
+        x = _with_residual(reduced[block], None if residual is None else residual[block], found.residual_out[block])
+        factors = reciprocal_root(fused_mean(sum_of_squares(x), hidden, np.float32(shape.eps)))
+        y = found.y[block]
+        _round((x * added) * factors[:, None], y)
+        if found.quantised is not None:
+            scales = None if found.scales is None else found.scales[block]
+            values = y.astype(np.float32)
+            if scales is not None:
+                values[np.isinf(factors)] = np.nan  # of rows whose sum is 0, without eps
+            _quantise(values, scales, scale, found.quantised[block])
     return found
 
 

@@ -41,6 +41,7 @@ class Launches:
         self.table: plan.Table = ()  # until the ranks have agreed on one
         self.norm_table: norm_plan.NormTable = ()  # so is this
         self.further_kernels: set[tuple[str, int]] = set()  # (algorithm, depth), to be loaded beside the planned ones
+        self.most_parts = lists.SHORT  # of a list in one launch, until they have compared their drivers
         self.fuses = True  # bench also times pairs of kernels
         self.resident, self.sharing = plan.RESIDENT, 1  # until they have compared their GPUs
         self.kernels = Kernels(context, capability, before_loading, workspace.n, workspace.rank)
@@ -96,7 +97,7 @@ class Launches:
         names: list[str] = []
         for kind in dict.fromkeys(one.kind for one in request.members):
             sizes = [one.nbytes if one.kind == kind else 0 for one in request.members]
-            planned = lists.make_plan(sizes, lists.most_parts(), self._planned)
+            planned = lists.make_plan(sizes, self.most_parts, self._planned)
             for parts in {one.parts for one in planned}:
                 self._load_all(kind, parts)
             for one in planned:

@@ -27,9 +27,9 @@ _LONG_SINCE = 12, 1
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
-def most_parts() -> int:
-    """The most parts of a launch. All ranks of a host have one driver, so they have one number."""
-    return LONG if driver.driver_version() >= _LONG_SINCE else SHORT
+def most_parts(version: Sequence[int]) -> int:
+    """The most parts of a launch, if the oldest driver of all ranks has this version of CUDA."""
+    return LONG if tuple(version) >= _LONG_SINCE else SHORT
 
 
 @dataclass(frozen=True)

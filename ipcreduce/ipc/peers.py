@@ -19,7 +19,7 @@ from ..page.control_page import Page
 from ..ranks import exchange
 from ..ranks.exchange import Agreed, Ranks
 from ..texts import decoded, text_in
-from . import links, plan, tuning, virtual
+from . import links, lists, plan, tuning, virtual
 from .backend import IpcBackend
 from .workspace import Workspace
 
@@ -74,10 +74,10 @@ def start(
                 capability=capability, timeout=options.timeout, algorithm=options.staged,
             )  # fmt: skip
         _verify(ranks, backend, devices, deadline)
-        tables = _share_tables(ranks, devices, deadline, warn)
-        backend.launches.table, backend.launches.norm_table = tables
+        backend.launches.table, backend.launches.norm_table = _share_tables(ranks, devices, deadline, warn)
         backend.launches.resident = min(plan.EPOCH_SLOTS, 2 * int(devices["multiprocessors"].min()))
         backend.launches.sharing = most_on_a_gpu(devices)
+        backend.launches.most_parts = lists.most_parts(min(devices["driver"].tolist()))
         backend.not_virtual = not_virtual
         return backend
     except BaseException as error:

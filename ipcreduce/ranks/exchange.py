@@ -27,7 +27,7 @@ from ..originals import time
 from ..texts import described, encoded, out_of_descriptors, text_in, text_of, with_limit
 
 MAGIC = 0x1B_C4ED
-VERSION = 3
+VERSION = 4
 TEXT_BYTES = 512
 MESSAGE_BYTES = 2048  # the same for all kinds: otherwise ranks at different steps would get MPI's error of truncation
 _LAST_WORDS_SECONDS = 5.0  # how long a rank that ends by Ctrl-C or an exit waits for the others to hear of it
@@ -62,10 +62,11 @@ def struct(kind: Kind, *fields: tuple[Any, ...]) -> np.dtype[Any]:
     return np.dtype(padded, metadata={"kind": kind})
 
 
-# Identity and options of a rank. All ranks must have the same timeout, algorithm, backend, workspace and memory.
+# Identity and options of a rank. All must have the same build, timeout, algorithm, backend, workspace and memory.
 IDENTITY = struct(
     Kind.IDENTITY,
     ("wrong", "<u4"),
+    ("build", "S64"),
     ("host", "S64"),
     ("clock", "S64"),  # an identifier of this rank's clock; b"" if it is unknown
     ("until", "<f8"),  # this rank's deadline, by that clock
@@ -83,6 +84,7 @@ DEVICE = struct(
     ("multiprocessors", "<u4"),
     ("visible", "<u4"),
     ("name", "S64"),
+    ("driver", "<u4", (2,)),  # the newest version of CUDA that its driver has
 )
 PAGE = struct(Kind.PAGE, ("path", "S64"))
 MEMORY = struct(Kind.MEMORY, ("handle", "V64"), ("nbytes", "<u8"))

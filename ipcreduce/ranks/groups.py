@@ -17,7 +17,7 @@ import numpy as np
 from .. import clock
 from ..errors import ArgumentError, PeerLostError, UnsupportedError, report
 from ..originals import Thread
-from ..texts import described, shown, text_of
+from ..texts import described, shown, text_of, whole
 from . import exchange, launchers, mpi
 from .mpi import MpiRanks
 
@@ -174,9 +174,8 @@ class GroupRanks:
 
         :param hosts: an identifier of each rank's host.
         """
-        if os.environ.get(_LOCAL_RANK, "").isdigit():
-            return int(os.environ[_LOCAL_RANK])
-        return list(hosts[: self.rank]).count(hosts[self.rank])
+        local = whole(os.environ.get(_LOCAL_RANK))
+        return list(hosts[: self.rank]).count(hosts[self.rank]) if local is None else local
 
     def close(self) -> None:
         """Do nothing, because the group belongs to the program."""

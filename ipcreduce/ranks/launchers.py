@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ArgumentError, UnsupportedError
+from ..texts import whole
 from . import mpi
 
 _LAUNCHERS = (  # name, variable of the rank, variable of the size. Launchers nest in this order: the first one counts
@@ -39,9 +40,9 @@ class Launch:
     def seen(cls) -> Launch:
         """The launcher of this process."""
         for name, rank, size in _LAUNCHERS:
-            texts = os.environ.get(rank, ""), os.environ.get(size, "")
-            if all(text.isascii() and text.isdigit() for text in texts):
-                return cls(name, int(texts[0]), int(texts[1]), (rank, size))
+            own, ranks = whole(os.environ.get(rank)), whole(os.environ.get(size))
+            if own is not None and ranks is not None:
+                return cls(name, own, ranks, (rank, size))
         return cls()
 
     def mismatch(self, size: int) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 
 from .. import clock
 from ..errors import ArgumentError, IpcReduceError, UnsupportedError, first_line
+from ..texts import whole
 from . import exchange
 
 _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
@@ -123,8 +124,9 @@ class MpiRanks:
     def local_rank(self, hosts: Sequence[bytes]) -> int:
         """This process's number on its host, by the launcher's variables; without them its rank in MPI.COMM_WORLD."""
         for variable in _LOCAL_RANKS:
-            if os.environ.get(variable, "").isdigit():
-                return int(os.environ[variable])
+            local = whole(os.environ.get(variable))
+            if local is not None:
+                return local
         return int(loaded().COMM_WORLD.Get_rank())
 
     def close(self) -> None:

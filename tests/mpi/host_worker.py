@@ -54,6 +54,7 @@ from tests.shared import (
     bad_call_table,
     bounds,
     clock,
+    float_states,
     reference,
     start_up_faults,
     sweep,
@@ -303,6 +304,23 @@ def a_float_sum_starts_at_rank_0(comm: Communicator) -> None:
     assert comm.allreduce(np.array([values[RANK]])).tolist() == [expected]
 
 
+def a_float_state_of_one_rank(comm: Communicator) -> None:
+    """Every rank has the bits of the standard state, by every way: the sum of denormals, and 1 plus a little."""
+    for name, length in itertools.product(float_states.NAMES, (4, 70_000)):
+        x = np.full(length, 2.0**-140, np.float32)
+        x[1::2] = 2.0**-27 if RANK else 1.0
+        due = np.full(length, SIZE * 2.0**-140, np.float32)
+        due[1::2] = 1.0
+        with float_states.state(name if RANK == LAST else None):
+            found = comm.allreduce(x)
+            (listed,) = comm.allreduce([x])
+            doubled = comm.allreduce(x, then=ipcreduce.Map("v + v", host=lambda v: v + v))
+            y, added = comm.allreduce_rmsnorm(x, np.ones(length, np.float32), 0.0)
+        for result in (found, listed, added, doubled / 2):
+            assert result.tobytes() == due.tobytes(), (name, length, result[:2])
+        assert len({*WORLD.allgather(y.tobytes())}) == 1, (name, length, y[:2])
+
+
 # ---- errors
 def wrong_calls(comm: Communicator) -> None:
     count = bad_call_table.run(HostModule, comm)
@@ -479,6 +497,7 @@ def arguments_differ(comm: Communicator) -> None:
         raises(ArgumentError, words, lambda arguments=arguments: Communicator(**arguments))
     for text, words in (
         (str(64 + RANK), "workspace must be the same"),
+        ("1" * 5000 if RANK == LAST else "64", "IPCREDUCE_WORKSPACE_MB is '11111"),
         ("x", "IPCREDUCE_WORKSPACE_MB is 'x'"),
         ("0", "IPCREDUCE_WORKSPACE_MB is '0'"),
     ):
@@ -488,6 +507,35 @@ def arguments_differ(comm: Communicator) -> None:
     with Communicator(algorithm="two_shot") as other:
         right(other)
     del os.environ["IPCREDUCE_WORKSPACE_MB"]
+    right(comm)
+
+
+class Incomparable(float):
+    """Cannot be compared."""
+
+    def __gt__(self, other: object) -> bool:
+        raise LookupError("an odd number")
+
+
+def errors_before_the_first_exchange(comm: Communicator) -> None:
+    """On the last rank: in an option, and for want of memory. The others hear of both at once."""
+    words = "options cannot be read: LookupError: an odd number"
+    raises(ArgumentError, words, lambda: Communicator(timeout=Incomparable(3600) if RANK == LAST else 3600))
+    with mock.patch.object(Page, "alone", side_effect=MemoryError("none left")):
+        error = error_of(lambda: Communicator(timeout=3600)) if RANK == LAST else None
+    if RANK != LAST:
+        raises(PeerFailedError, f"rank {LAST} has left start-up (MemoryError", lambda: Communicator(timeout=3600))
+    assert RANK != LAST or type(error) is MemoryError, repr(error)
+    right(comm)
+
+
+def other_builds(comm: Communicator) -> None:
+    """Every rank hears which ranks have the same one, and where its own is."""
+    mine = startup._build()
+    with mock.patch.object(startup, "_build", return_value="0.1.0, code 1234" if RANK == LAST else mine):
+        words = f"but {mine} on ranks {[*range(LAST)]} and 0.1.0, code 1234 on ranks {[LAST]}. Install the same one"
+        raises(RankMismatchError, words, lambda: Communicator(timeout=3600))
+        raises(RankMismatchError, str(startup._FOLDER), lambda: Communicator(timeout=3600))
     right(comm)
 
 
@@ -829,6 +877,16 @@ class Mute(Exception):
         raise LookupError("no text")
 
 
+class Raising:
+    """An array whose place cannot be read."""
+
+    @property
+    def __dlpack_device__(self) -> Any:
+        raise LookupError("no place")
+
+    __dlpack__ = None
+
+
 class Refused:
     """An array that refuses to be one."""
 
@@ -915,6 +973,11 @@ def default(comm: Communicator) -> None:
     first.close()
     assert ipcreduce.allreduce(np.ones(2)).tolist() == [SIZE] * 2
     assert ipcreduce.get_communicator() is not first
+    if SIZE > 1:  # an array that raises, before there is a communicator by which the others can hear of it
+        ipcreduce.get_communicator().close()
+        array: Any = Raising() if RANK == LAST else np.ones(2)
+        error = error_of(lambda: ipcreduce.allreduce(array))
+        assert type(error) is (LookupError if RANK == LAST else PeerFailedError), repr(error)
 
 
 def forked(comm: Communicator) -> None:
@@ -945,9 +1008,10 @@ SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
         every_kind, as_people_write, subclasses, random_calls, lists, lists_that_differ,
-        a_float_sum_starts_at_rank_0, wrong_calls, late,
+        a_float_sum_starts_at_rank_0, a_float_state_of_one_rank, wrong_calls, late,
         memory_outlives_a_wait, without_tcp, refused_while_another_is_late, interrupted,
-        out_of_memory, arguments_differ, late_at_start_up, exceptions_at_start_up, warnings_at_start_up,
+        out_of_memory, arguments_differ, errors_before_the_first_exchange, other_builds,
+        late_at_start_up, exceptions_at_start_up, warnings_at_start_up,
         no_descriptors, names_of_hosts, a_block_that_raises, texts_of_any_kind, nested, every_rank_is_watched,
         nothing_is_used_up, too_many, a_graph_keeps_its_communicator, runners, sub_communicators, side_by_side,
         threads, closing,

@@ -14,7 +14,7 @@ HOST = {"CUDA_VISIBLE_DEVICES": ""}  # on machines with GPUs too
 @pytest.mark.parametrize(("n", "how"), [(1, "memory"), (3, "memory"), (2, "page"), (2, "apart")])
 def test_results(mpirun: Callable, n: int, how: str):
     """Without shared memory, messages go over MPI whether the ranks are on one host or apart."""
-    scenarios = ["as_people_write", "a_float_sum_starts_at_rank_0", "lists"]
+    scenarios = ["as_people_write", "a_float_sum_starts_at_rank_0", "a_float_state_of_one_rank", "lists"]
     if how != "page":
         scenarios += ["every_kind", "subclasses", "random_calls"]
     output = mpirun(WORKER, n, how, *scenarios, env=HOST).stdout
@@ -56,9 +56,9 @@ def test_ranks_that_do_not_reach_each_other(mpirun: Callable):
 
 
 def test_arguments_that_differ(mpirun: Callable):
-    output = mpirun(WORKER, 3, "memory", "arguments_differ", "lists_that_differ", env=HOST).stdout
-    assert "arguments_differ: right" in output
-    assert "lists_that_differ: right" in output
+    scenarios = ["arguments_differ", "errors_before_the_first_exchange", "other_builds", "lists_that_differ"]
+    output = mpirun(WORKER, 3, "memory", *scenarios, env=HOST).stdout
+    assert all(f"{scenario}: right" in output for scenario in scenarios), output
     assert "lists_that_differ: right" in mpirun(WORKER, 4, "apart", "lists_that_differ", env=HOST).stdout
 
 

@@ -206,8 +206,9 @@ def test_the_number_on_a_host(monkeypatch: pytest.MonkeyPatch):
     assert numbers == [0, 0, 1, 2, 1]
     monkeypatch.setenv("LOCAL_RANK", "7")
     assert groups.GroupRanks(None, len, 0, 5).local_rank(hosts) == 7
-    monkeypatch.setenv("LOCAL_RANK", "")
-    assert groups.GroupRanks(None, len, 2, 5).local_rank(hosts) == 1
+    for text in ("", "²", "1" * 5000):
+        monkeypatch.setenv("LOCAL_RANK", text)
+        assert groups.GroupRanks(None, len, 2, 5).local_rank(hosts) == 1
 
 
 class One:

@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 import ipcreduce
 from ipcreduce.errors import ArgumentError, UnsupportedError
-from ipcreduce.ranks import groups, launchers
+from ipcreduce.ranks import groups, launchers, mpi
 from ipcreduce.ranks.launchers import Launch
 
 VARIABLES = [name for _, *names in launchers._LAUNCHERS for name in names]
@@ -27,8 +27,19 @@ def test_launchers(bare: pytest.MonkeyPatch, name: str, rank: str, size: str):
     assert Launch.seen() == Launch()
     bare.setenv(size, "4")
     assert Launch.seen() == Launch(name, 3, 4, (rank, size))
-    bare.setenv(rank, "x")
-    assert Launch.seen() == Launch()
+    for text in ("x", "²", "1" * 5000):
+        bare.setenv(rank, text)
+        assert Launch.seen() == Launch()
+
+
+@pytest.mark.parametrize("name", mpi._LOCAL_RANKS)
+def test_the_number_on_a_host(monkeypatch: pytest.MonkeyPatch, name: str):
+    for other in mpi._LOCAL_RANKS:
+        monkeypatch.delenv(other, raising=False)
+    ranks = mpi.MpiRanks.of(MPI.COMM_SELF)
+    for text, local in ("3", 3), ("", 0), ("²", 0), ("1" * 5000, 0):
+        monkeypatch.setenv(name, text)
+        assert ranks.local_rank([]) == local
 
 
 def test_a_batch_script_is_no_rank(bare: pytest.MonkeyPatch):

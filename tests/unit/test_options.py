@@ -89,6 +89,26 @@ def test_a_wrong_workspace_argument_is_an_error(given: object):
     )
 
 
+@pytest.mark.parametrize("text", ["", "0", "-1", " 1", "²", "1" * 5000, "\udcff"])
+def test_any_wrong_workspace_is_told_in_few_words(monkeypatch: pytest.MonkeyPatch, text: str):
+    monkeypatch.setenv("IPCREDUCE_WORKSPACE_MB", text)
+    wrong = options.Options.of(None, 1.0, None).wrong
+    assert wrong is not None
+    assert "Set it to megabytes" in wrong[:200]
+
+
+class Raising:
+    """A device whose ordinal cannot be read."""
+
+    @property
+    def id(self) -> int:
+        raise LookupError("gone")
+
+
+def test_an_option_whose_methods_raise_is_an_error():
+    assert options.Options.of(Raising(), 1.0, None).wrong == "options cannot be read: LookupError: gone"
+
+
 def test_the_workspace_argument_comes_first(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("IPCREDUCE_WORKSPACE_MB", "3")
     assert options.Options.of(None, 1.0, None).workspace == 3 << 20

@@ -5,11 +5,17 @@ from __future__ import annotations
 import builtins
 import errno
 import os
+import shutil
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+import ipcreduce
 from ipcreduce import startup
+from ipcreduce.errors import UnsupportedError
+from tests.tools.machine import ROOT
 
 
 @pytest.fixture
@@ -40,6 +46,34 @@ def test_without_proc_the_host_has_its_name_and_the_clock_none(refused: Any, mon
     monkeypatch.setattr(startup.socket, "gethostname", lambda: "other")
     assert startup._host() != first
     assert startup._clock() == "", "compared with no other one"
+
+
+def test_any_other_module_kernel_or_version_is_another_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In a tree of sources and in an installed package they are the same."""
+    build, mine = startup._build.__wrapped__, startup._build()
+    assert build() == mine
+    package, kernels = (Path(shutil.copytree(ROOT / name, tmp_path / name)) for name in ("ipcreduce", "kernels"))
+    monkeypatch.setattr(startup, "_FOLDER", package)
+    monkeypatch.setattr(startup, "kernel_directory", lambda: kernels)
+    assert build() == mine
+    (package / "further.pyc").write_bytes(b"x")
+    kernels = kernels.rename(package / "kernels")  # as in a wheel
+    assert build() == mine
+    found = {mine}
+    for path in (package / "dtypes.py", package / "host" / "shared.py", kernels / "reduce.cuh", kernels / "map.cu"):
+        path.write_text(path.read_text() + "\n")
+        found.add(build())
+    monkeypatch.setattr(ipcreduce, "__version__", "0.1.1")
+    assert build().startswith("0.1.1, code ")
+    assert len(found) == 5
+    assert all(len(one) <= 64 for one in found)
+
+
+def test_without_kernels_there_is_a_build():
+    """Ranks with host arrays only need none."""
+    missing = mock.patch.object(startup, "kernel_directory", side_effect=UnsupportedError("missing"))
+    with missing:
+        assert startup._build.__wrapped__() != startup._build()
 
 
 @pytest.mark.parametrize("name", ["a", "h\u00f4te", "x" * 1000, "\udcff"])

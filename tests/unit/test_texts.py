@@ -84,6 +84,13 @@ def test_a_limit_is_named_where_it_was_met():
     assert "this process may have" in texts.with_limit(OSError(errno.EMFILE, "too many"))
 
 
+def test_whole_numbers():
+    """Those that no int() refuses, and no other text."""
+    assert [texts.whole(text) for text in ("0", "007", "9" * 18)] == [0, 7, 10**18 - 1]
+    for text in (None, "", " 1", "-1", "1.0", "²", "١", "9" * 19, "1" * 5000, "x"):
+        assert texts.whole(text) is None
+
+
 TEXT = "a\udcff" + "é" * 2000
 
 

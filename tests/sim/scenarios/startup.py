@@ -28,7 +28,7 @@ from ipcreduce import clock as library_clock
 from ipcreduce.bench import info, ranks
 from ipcreduce.cuda import driver
 from ipcreduce.device.kernels import Kernel
-from ipcreduce.ipc import peers, tuning
+from ipcreduce.ipc import lists, peers, tuning
 from ipcreduce.ipc.launches import Launches
 from ipcreduce.nccl import join as nccl_startup
 from ipcreduce.nccl import library
@@ -400,6 +400,19 @@ def one_smaller_gpu() -> None:
     good_communicator()
 
 
+def an_older_driver() -> None:
+    """A launch has as many arrays of a list as the oldest driver of all ranks takes, on every rank."""
+    for rank in range(SIZE):
+        old = mock.patch.object(driver, "driver_version", return_value=(12, 0))
+        with old if rank == RANK else contextlib.nullcontext(), Communicator() as comm:
+            arrays = [cupy.full(3 + index % 2, (RANK + 1) * index, np.float32) for index in range(lists.SHORT + 1)]
+            for index, array in enumerate(comm.allreduce(arrays)):
+                assert (array.get() == SIZE * (SIZE + 1) // 2 * index).all(), index
+            (prepared,) = (one for of, one in comm._open.backend._prepared.items() if of.is_list)
+            assert [len(step._of.members) for step in prepared.steps] == [lists.SHORT, 1]
+    good_communicator()
+
+
 def packets_over_pcie() -> None:
     """They go in halves wherever a rank sees PCIe between two, though whole ones have arrived in the start-up test."""
     for a, b in sorted({(0, 1), (0, LAST)}):
@@ -507,7 +520,7 @@ def a_warning_that_is_an_error() -> None:
 SCENARIOS = [
     no_peer_access, peers_not_visible, link_loses_data, link_loses_data_with_a_short_timeout, slow_compiler, no_gpu,
     too_little_memory, packets_over_pcie, packets_over_unseen_links, packets_over_links_that_another_sees,
-    one_smaller_gpu, shared_gpus, wrong_options, odd_options, devices, auto_in_a_part,
+    one_smaller_gpu, an_older_driver, shared_gpus, wrong_options, odd_options, devices, auto_in_a_part,
     any_group, no_secret_is_shown, exclusive_compute_mode, no_compiler, no_cache, exceptions_at_start_up,
     a_warning_that_is_an_error,
 ]  # fmt: skip

@@ -41,9 +41,7 @@ class DeviceReducer:
         site = self._site(backend, given.first, stream)
         with using(backend.context):  # the thread may have another one, or none
             used: DeviceCall = given.for_device(site)
-        request = used.request
-        prepared = backend.prepare(request)
-        with using(backend.context):
+            prepared = backend.prepare(used.request)
             addresses = used.place(prepared)
         if site.recorded:
             prepared = self._session.note(prepared, *used.held)

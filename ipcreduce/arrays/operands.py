@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,8 +19,7 @@ from ..types import Stream
 from . import views
 
 
-@dataclass(frozen=True)
-class Site:
+class Site(NamedTuple):
     """Where a call on a GPU runs.
 
     :ivar owner: the object that keeps the handle ``stream`` valid.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,8 +79,7 @@ class NormShape:
         return text
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """One call, without the memory of its arrays.
 
     :ivar op: one of ``dtypes.OPS``.
@@ -96,22 +95,10 @@ class Request:
     is_list: bool = False
     on_host: bool = False
 
-    @cached_property
+    @property
     def what(self) -> Fingerprint:
         """The call in words, and its checksum."""
-        where = " on the host" if self.on_host else ""
-        if self.is_list:
-            every = ", ".join(f"{kind} {shape}" for shape, kind in self.members)
-            return Fingerprint.of(f"{self.op} of {len(self.members)} arrays{where}: {every}")
-        ((shape, kind),) = self.members
-        after = self.epilogue
-        if isinstance(after, NormShape):
-            return Fingerprint.of(f"sum and norm of {kind} {shape}{where}{after}")
-        text = f"{self.op} of {kind} {shape}{where}"
-        if after is None:
-            return Fingerprint.of(text)
-        text += f", then {after}"
-        return Fingerprint.of(text, f"{text}\0{after.text}")
+        return _in_words(self)
 
     @property
     def nbytes(self) -> int:
@@ -121,6 +108,23 @@ class Request:
     def without_epilogue(self) -> Request:
         """The all-reduce alone."""
         return Request(self.op, self.members)
+
+
+@lru_cache(4096)
+def _in_words(request: Request) -> Fingerprint:
+    where = " on the host" if request.on_host else ""
+    if request.is_list:
+        every = ", ".join(f"{kind} {shape}" for shape, kind in request.members)
+        return Fingerprint.of(f"{request.op} of {len(request.members)} arrays{where}: {every}")
+    ((shape, kind),) = request.members
+    after = request.epilogue
+    if isinstance(after, NormShape):
+        return Fingerprint.of(f"sum and norm of {kind} {shape}{where}{after}")
+    text = f"{request.op} of {kind} {shape}{where}"
+    if after is None:
+        return Fingerprint.of(text)
+    text += f", then {after}"
+    return Fingerprint.of(text, f"{text}\0{after.text}")
 
 
 def plain(shape: tuple[int, ...], kind: str, op: str, *, on_host: bool = False) -> Request:

@@ -111,14 +111,17 @@ class NormHits:
             return NOT_READY
         of, addresses = looked
         form = cache.forms.get(of)
-        made = () if form is None else form.layout.made
-        current = None if form is None else cache.current(form.library, stream, bool(made))
-        if form is None or current is None or (made and not cache.can_allocate(current)):
+        if form is None:
+            return NOT_READY
+        made, library = form.layout.made, form.library
+        current = library.stream_handle(self._device)
+        if stream is not None:
+            current = given_stream(stream, current, bool(made) or library is torch_runtime)
+        if current is None or (made and not cache.can_allocate(current)):
             return NOT_READY
         x, _, _, _, out, total, _, how, numbers, scales = given
         results: list[Any] = [None, None, None, out, total, numbers, scales]
         for at, like in made:
-            library = form.library
             new = library.empty_like(x, self._device) if like is None else library.empty(x, *like, self._device)
             results[at], addresses[at] = new
             if not addresses[at]:
@@ -200,11 +203,10 @@ def _key_of(given: _Arguments) -> Any:
     """By what a call is known: the ids of its arrays, and the quantisation. None if that is of a subclass."""
     x, weight, _, residual, out, residual_out, _, how, quant_out, scales_out = given
     if how is None:
-        quantised: Any = None
-    elif type(how) is FP8:
-        quantised = id(how._scale), how._per, how._column_major
-    else:
+        return id(x), id(weight), id(residual), id(out), id(residual_out), id(quant_out), id(scales_out)
+    if type(how) is not FP8:
         return None
     return (
-        id(x), id(weight), id(residual), id(out), id(residual_out), id(quant_out), id(scales_out), quantised,
+        id(x), id(weight), id(residual), id(out), id(residual_out), id(quant_out), id(scales_out), id(how._scale),
+        how._per, how._column_major,
     )  # fmt: skip

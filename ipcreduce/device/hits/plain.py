@@ -70,19 +70,23 @@ class PlainHits:
 
     def _unknown(self, key: _Key, array: Any, op: str, out: Any, stream: Any) -> Found:
         """Do the same as :meth:`find` for objects that are not known."""
-        cache, looked = self._cache, self._look(array, op, out)
+        looked = self._look(array, op, out)
         if looked is None:
             return NOT_READY
-        of, source, target = looked
+        cache, (library, of, source, target) = self._cache, looked
         form = cache.forms.get(of)
-        current = None if form is None else cache.current(form.library, stream, out is None)
-        if form is None or current is None:
+        if form is None:
             return NOT_READY
+        current = library.stream_handle(self._device)
+        if stream is not None:
+            current = given_stream(stream, current, out is None or library is torch_runtime)
+            if current is None:
+                return NOT_READY
         result = out
         if out is None:
             if not cache.can_allocate(current):
                 return NOT_READY
-            result, target = form.library.empty_like(array, self._device)
+            result, target = library.empty_like(array, self._device)
             if not target:
                 return NOT_READY
         addresses = source, target
@@ -93,20 +97,19 @@ class PlainHits:
                 return NOT_READY
         return ready, result, current
 
-    def _look(self, array: Any, op: str, out: Any) -> tuple[Any, int, int] | None:
-        """The key of a call's form, and the addresses of the two arrays; None if it has no form."""
-        plain = library_of(array).plain
-        place = plain(array, self._device)
+    def _look(self, array: Any, op: str, out: Any) -> tuple[Any, Any, int, int] | None:
+        """The library and the form's key of a call, and the addresses of the two arrays; None if it has no form."""
+        library = library_of(array)
+        place = library.plain(array, self._device)
         if place is None:
             return None
         source, shape, dtype = place
-        target = source
-        if out is not array and out is not None:
-            other = plain(out, self._device)
-            if other is None or other[1] != shape or other[2] != dtype:
-                return None
-            target = other[0]
-        return (op, shape, dtype), source, target
+        if out is array or out is None:
+            return library, (op, shape, dtype), source, source
+        other = library.plain(out, self._device)
+        if other is None or other[1] != shape or other[2] != dtype:
+            return None
+        return library, (op, shape, dtype), source, other[0]
 
     def _know(self, key: _Key, array: Any, out: Any, source: int, form: Form, ready: Ready) -> None:
         if form.library.can_be_known(array.dtype):
@@ -119,5 +122,5 @@ class PlainHits:
         looked = self._look(array, op, out) if type(op) is str and prepared.nbytes else None
         if looked is None:
             return None
-        library = library_of(array)
-        return looked[0], Form(prepared, library, _Layout(prepared.nbytes, library.dtype_of(array.dtype).itemsize))
+        library, of, _, _ = looked
+        return of, Form(prepared, library, _Layout(prepared.nbytes, library.dtype_of(array.dtype).itemsize))

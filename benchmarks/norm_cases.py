@@ -195,7 +195,7 @@ def plans(case: Case) -> Iterator[norm_plan.NormPlan]:
     room = case.backend.workspace.half_bytes - norm_plan._CODES_END
     units, most = shape.hidden // norm_plan.UNIT, plan.most_blocks(launches.resident, launches.sharing)
     clusters = (1, 2, 4, 8) if launches.norm_kernels.programmatic else (1,)
-    for kernel in norm_plan.KERNELS.values():
+    for kernel in (row.fused for row in plan.ALGORITHMS.values()):
         two = kernel == "fused_two_shot"
         blocks = min(most, launches.resident) if two else most
         for cluster, depth in ((one, d) for one in clusters for d in ((1,) if two else (1, 2, 4))):

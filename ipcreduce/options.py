@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from .errors import ArgumentError
-from .ipc import plan
 from .texts import described, printable, shown, text_of, whole
 
 _PREFIX = "IPCREDUCE_"
@@ -22,7 +21,8 @@ VARIABLES = (
     "IPCREDUCE_BACKEND", "IPCREDUCE_BATCH_INVARIANT", "IPCREDUCE_CACHE_DIR", "IPCREDUCE_ENGINES", "IPCREDUCE_FUSED",
     "IPCREDUCE_HOSTID", "IPCREDUCE_MEMORY", "IPCREDUCE_SYNC", "IPCREDUCE_WORKSPACE_MB",
 )  # fmt: skip
-ALGORITHMS = (*plan.ALGORITHMS, "direct")
+ALGORITHMS = "one_shot", "two_shot", "direct"
+_MB = 1 << 20
 BACKENDS = ("ipc", "nccl", "mpi")
 VIRTUAL = "vmm"
 MEMORIES = (VIRTUAL, "ipc")  # of workspaces, the default first: CUDA's virtual memory, or behind IPC handles
@@ -109,9 +109,9 @@ def workspace_bytes(given: Any = None) -> int:
     :raises ArgumentError: if that is less than 1 MB or more than 1 TB, or if the variable is no whole number.
     """
     if given is not None:
-        if not _is_ordinal(given) or not plan.MB <= given <= _MOST_MB * plan.MB:
+        if not _is_ordinal(given) or not _MB <= given <= _MOST_MB * _MB:
             raise ArgumentError(
-                f"workspace is {shown(given)}, which is no number of bytes from {plan.MB} to {_MOST_MB * plan.MB}. "
+                f"workspace is {shown(given)}, which is no number of bytes from {_MB} to {_MOST_MB * _MB}. "
                 f"Pass one, or None for {_DEFAULT_WORKSPACE_MB} MB"
             )
         return int(given)
@@ -122,7 +122,7 @@ def workspace_bytes(given: Any = None) -> int:
             f"IPCREDUCE_WORKSPACE_MB is {shown(text)}, which is no whole number from 1 to {_MOST_MB}. Set it to "
             "megabytes, or unset it"
         )
-    return megabytes * plan.MB
+    return megabytes * _MB
 
 
 def workspace_memory() -> str:

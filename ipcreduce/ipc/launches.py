@@ -152,7 +152,7 @@ class Launches:
         # All that rows of this length need are loaded at once, because loading waits for all work on the device.
         variants = norm_plan.variants(shape, self._workspace.n, *self._norm_limits())
         self.kernels.load([wanted, *(kernel(*variant) for variant in sorted(variants))])
-        base = self._arguments(norm_plan.code_offset(shape.dtype))
+        base = self._arguments(plan.code_offset(shape.dtype, "norm"))
         args = np.concatenate([base, arguments.norm_table(shape)])
         launch = self.kernels.launch(wanted, planned.grid, planned.block, args)
         step = KernelStep(launch, arguments.norm_setter(args.data, len(base), shape))

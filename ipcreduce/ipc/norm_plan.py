@@ -14,18 +14,17 @@ from ..calls.request import ITEMSIZES, NormShape
 from .plan import (
     ALGORITHMS,
     CODE_BYTES,
-    CODES_BYTES,
+    CODES,
     EPOCH_SLOTS,
-    KB,
+    FUSED_DTYPES,
     MB,
+    ONE_HOP_BYTES,
     PACKET_BYTES,
     RESIDENT,
     most_blocks,
     row_bytes,
 )
 
-KERNELS = {"one_shot": "fused_one_shot", "two_shot": "fused_two_shot"}
-DTYPES = ("float16", "bfloat16")  # of the fused kernels; the order of their codes
 UNIT = 8  # elements of a packet
 GROUP = 64  # elements of which a row must have whole numbers
 MOST_HIDDEN = 16_384  # for which the kernels have room
@@ -35,12 +34,8 @@ _CLUSTERED_HIDDEN = 3072  # from here on, several blocks have a row
 _WIDE_BLOCK = 512  # threads. For many rows wider blocks are slower: they leave more of a multiprocessor empty
 _FEW_ROWS, _SOME_ROWS, _MANY_ROWS = _ROWS = 64, 128, 256
 _MOST_DEPTH = 2
-# The largest message, by n, for one hop: as for the plain all-reduce, because the norm costs the same behind both. Over
-# 2 ranks very long rows, and long ones if they are many, go in two hops from 2 MB on, since then a block has fewer
-# threads.
-_ONE_SHOT_BYTES = {2: 8 * MB, 3: 192 * KB, 4: 192 * KB, 5: 128 * KB, 6: 96 * KB, 7: 64 * KB, 8: 64 * KB}
 _TWO_SHOT_THREADS = {2: 512, 3: 352, 4: 256, 5: 224, 6: 224, 7: 160, 8: 160}  # by n
-_CODES_END = CODES_BYTES + CODE_BYTES * len(DTYPES)
+_CODES_END = CODE_BYTES * len(CODES)
 _CLUSTERS = (1, 2, 4, 8)
 
 MOST_CHOICES = 40  # rows of a table
@@ -96,11 +91,6 @@ class NormPlan:
         return -(-rows // (self.grid // self.cluster))
 
 
-def code_offset(dtype: str) -> int:
-    """The byte offset, in each half of a workspace, of the slots of fused kernels. The plain kernels' end before it."""
-    return CODES_BYTES + CODE_BYTES * DTYPES.index(dtype)
-
-
 def most_threads(kernel: str, n: int, sharing: int, cluster: int, depth: int) -> int:
     """The most threads in a block: see the kernels. If ranks share a GPU, a multiprocessor has to hold two blocks."""
     if kernel == "fused_two_shot":
@@ -128,7 +118,9 @@ def make_plan(
         return None
     nbytes = shape.elements * ITEMSIZES[shape.dtype]
     too_long = shape.hidden > (_LONG_HIDDEN if clusters and shape.rows <= _MANY_ROWS else _SHORT_HIDDEN)
-    most = 2 * MB if n == 2 and too_long else _ONE_SHOT_BYTES[n]
+    # As for the plain all-reduce, because the norm costs the same behind both. Over 2 ranks very long rows, and long ones
+    # if they are many, go in two hops from 2 MB on, since then a block has fewer threads.
+    most = 2 * MB if n == 2 and too_long else ONE_HOP_BYTES[n]
     algorithm = forced or ("one_shot" if nbytes <= most else "two_shot")
     names = dict.fromkeys((algorithm, forced or "two_shot"))  # two_shot needs less room
     if n == 2 and not forced:
@@ -138,14 +130,14 @@ def make_plan(
         (one.algorithm, one.cluster) for one in _choices(shape, forced, clusters, table) if shape.rows <= one.up_to
     ]
     for name, cluster in (*chosen[:1], *ways):
-        plan = plan_launch(KERNELS[name], cluster, shape, n, resident, sharing)
+        plan = plan_launch(ALGORITHMS[name].fused, cluster, shape, n, resident, sharing)
         if plan is not None and plan.staging <= half_bytes - _CODES_END:
             return plan
     return None
 
 
 def _has_kernel(shape: NormShape) -> bool:
-    return shape.dtype in DTYPES and shape.hidden % GROUP == 0 and 0 < shape.hidden <= MOST_HIDDEN
+    return shape.dtype in FUSED_DTYPES and shape.hidden % GROUP == 0 and 0 < shape.hidden <= MOST_HIDDEN
 
 
 def _choices(shape: NormShape, forced: str | None, clusters: bool, table: NormTable) -> list[NormChoice]:
@@ -159,9 +151,9 @@ def every_plan(
 ) -> Iterator[tuple[str, int, NormPlan]]:
     """Every launch that a table can choose for ``shape``: its algorithm, its blocks for a row, and its plan."""
     if n > 1 and shape.rows and _has_kernel(shape):
-        for name, kernel in KERNELS.items():
+        for name, algorithm in ALGORITHMS.items():
             for cluster in _clusters_for(shape.hidden) if clusters else [1]:
-                plan = plan_launch(kernel, cluster, shape, n, resident, sharing)
+                plan = plan_launch(algorithm.fused, cluster, shape, n, resident, sharing)
                 if plan is not None and plan.staging <= half_bytes - _CODES_END:
                     yield name, cluster, plan
 
@@ -174,7 +166,7 @@ def variants(
     found = set()
     limits = {most_blocks(resident, sharing), min(resident, most_blocks(resident, sharing))}
     edges = {blocks // cluster for blocks in limits for cluster in (1, 2, 4, 8)} | {EPOCH_SLOTS, *_ROWS}
-    for name in [forced] if forced else [*KERNELS]:
+    for name in [forced] if forced else [*ALGORITHMS]:
         for rows in {1} | edges | {edge + 1 for edge in edges}:  # where the plan may change
             one = NormShape(rows, shape.hidden, shape.dtype, shape.eps, shape.weight_bias, shape.residual)
             plan = make_plan(one, n, 1 << 62, name, resident, sharing, clusters)
@@ -182,7 +174,7 @@ def variants(
                 found.add((plan.kernel, plan.cluster, plan.depth))
     for choice in _choices(shape, forced, clusters, table):
         for rows in (1, _MANY_ROWS + 1):
-            kernel, one = KERNELS[choice.algorithm], replace(shape, rows=rows)
+            kernel, one = ALGORITHMS[choice.algorithm].fused, replace(shape, rows=rows)
             plan = plan_launch(kernel, choice.cluster, one, n, resident, sharing)
             if plan is not None:
                 found.add((plan.kernel, plan.cluster, plan.depth))

@@ -10,22 +10,49 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
 
 from ..dtypes import KIND_NAMES, OPS
 
-ALGORITHMS = ("one_shot", "two_shot")
+
+class Algorithm(NamedTuple):
+    """How a kernel exchanges a message.
+
+    :ivar hops: of each element. In two, each rank reduces its part of the message, and sends that to all.
+    :ivar loops: a thread takes packets in turns; without, each has a thread of its own.
+    :ivar fused: the kernel that also normalises rows.
+    """
+
+    hops: int
+    loops: bool
+    fused: str
+
+    def columns(self, packets: int, n: int) -> int:
+        """The packets of a message that one rank has in a row of slots."""
+        return packets if self.hops == 1 else -(-packets // n)
+
+
+ALGORITHMS = {
+    "one_shot": Algorithm(hops=1, loops=False, fused="fused_one_shot"),
+    "two_shot": Algorithm(hops=2, loops=True, fused="fused_two_shot"),
+}
 MAX_RANKS = 8
 PACKET_BYTES = 16
 EPOCH_SLOTS = 512  # as in packets.cuh; also the largest grid
 RESIDENT = 264  # blocks of a looped kernel resident on an H200, two a multiprocessor: see KERNEL in sync.cuh
-CODE_BYTES = 128  # distance between the slot origins of consecutive (dtype, op) codes
-CODES_BYTES = CODE_BYTES * len(KIND_NAMES) * len(OPS)
+FUSED_DTYPES = "float16", "bfloat16"  # of kernels that also normalise rows
+# What has slots of its own, so that ranks that differ in it wait for each other's packets instead of reducing them. The
+# place of an entry is its code: new ones come last.
+CODES = {of: code for code, of in enumerate([*product(KIND_NAMES, OPS), *product(FUSED_DTYPES, ("norm",))])}
+CODE_BYTES = 128  # distance between the slot origins of consecutive codes
+CODES_BYTES = CODE_BYTES * CODES["float16", "norm"]  # of (dtype, op)
 
 KB, MB = 1 << 10, 1 << 20
 
 # The largest message, by n, for which one hop of (n-1) S bytes is faster than two hops of 2 (n-1)/n S bytes. From n = 5
 # on the sizes are estimates, which fall because the traffic of one hop grows with n.
-_ONE_SHOT_BYTES = {1: 0, 2: 8 * MB, 3: 192 * KB, 4: 192 * KB, 5: 128 * KB, 6: 96 * KB, 7: 64 * KB, 8: 64 * KB}
+ONE_HOP_BYTES = {1: 0, 2: 8 * MB, 3: 192 * KB, 4: 192 * KB, 5: 128 * KB, 6: 96 * KB, 7: 64 * KB, 8: 64 * KB}
 _LAUNCH_BYTES = 1 << 30  # the most of one launch, because kernels count its packets and bytes in 32 bits
 _GRAPH_BYTES = 1 * MB  # up to this size, most hosts take longer to launch an eager call than the GPU takes to run it
 
@@ -102,11 +129,8 @@ class LaunchPlan:
 
 
 def code_offset(dtype: str, op: str) -> int:
-    """The byte offset, in each half of a workspace, of the slots for this dtype and op.
-
-    With slots of their own, ranks that differ in dtype or op wait for each other's packets instead of reducing them.
-    """
-    return CODE_BYTES * (KIND_NAMES.index(dtype) * len(OPS) + OPS.index(op))
+    """The byte offset, in each half of a workspace, of the slots for one of :data:`CODES`."""
+    return CODE_BYTES * CODES[dtype, op]
 
 
 def row_bytes(packets: int) -> int:
@@ -117,10 +141,8 @@ def row_bytes(packets: int) -> int:
 
 def staging_bytes(algorithm: str, nbytes: int, n: int) -> int:
     """The bytes that one launch needs in each half of each workspace."""
-    packets = -(-nbytes // PACKET_BYTES)
-    if algorithm == "one_shot":
-        return (n - 1) * row_bytes(packets)
-    return (n - 1) * 2 * row_bytes(-(-packets // n))
+    row = ALGORITHMS[algorithm]
+    return (n - 1) * row.hops * row_bytes(row.columns(-(-nbytes // PACKET_BYTES), n))
 
 
 @lru_cache(maxsize=4096)
@@ -143,7 +165,7 @@ def make_plan(
     """
     if not nbytes or n == 1:
         return ()
-    choice, algorithm = None, forced or ("one_shot" if nbytes <= _ONE_SHOT_BYTES[n] else "two_shot")
+    choice, algorithm = None, forced or ("one_shot" if nbytes <= ONE_HOP_BYTES[n] else "two_shot")
     if table and not forced:
         choice = next((one for one in table if nbytes <= one.up_to), table[-1])
         algorithm = choice.algorithm
@@ -192,12 +214,10 @@ def _one_shot_threads(sharing: int) -> int:
 def _segment_bytes(algorithm: str, n: int, half_bytes: int, one_shot_packets: int) -> int:
     """The bytes of the largest launch. one_shot has a thread for each packet, so at most ``one_shot_packets``."""
     room = half_bytes - CODES_BYTES
-    rows = (n - 1) * (1 if algorithm == "one_shot" else 2)
+    row = ALGORITHMS[algorithm]
+    rows = (n - 1) * row.hops
     packets = max(32, room // rows // PACKET_BYTES * 32 // 33 - 8 - 32)  # room for 33 a warp, rounded to lines of 8
-    if algorithm == "one_shot":
-        packets = min(packets, one_shot_packets)
-    else:
-        packets *= n
+    packets = packets * n if row.loops else min(packets, one_shot_packets)
     nbytes = min(packets * PACKET_BYTES, _LAUNCH_BYTES)
     nbytes -= nbytes % _unit(nbytes)
     if staging_bytes(algorithm, nbytes, n) > room:
@@ -216,15 +236,16 @@ def plan_launch(
 ) -> LaunchPlan:
     """Plan one launch: by ``choice`` if it has this algorithm and its grid holds the message, or else by default."""
     packets = -(-nbytes // PACKET_BYTES)
-    threads = packets if algorithm == "one_shot" else -(-packets // n)
+    row = ALGORITHMS[algorithm]
+    threads = row.columns(packets, n)
     most = most_blocks(resident, sharing)
     if choice is not None and choice.algorithm == algorithm:
         grid = -(-threads // choice.block)
-        if algorithm == "two_shot":
+        if row.loops:
             grid = min(grid, choice.blocks, most)
         if grid <= most and choice.block <= _one_shot_threads(sharing):
             return LaunchPlan(algorithm, offset, nbytes, grid, choice.block, choice.depth)
-    if algorithm == "one_shot":
+    if not row.loops:
         return LaunchPlan(algorithm, offset, nbytes, *_one_shot_shape(threads, most))
     grid, block, depth = _two_shot_shape(threads, n, min(resident, most))
     return LaunchPlan(algorithm, offset, nbytes, min(grid, most), block, depth)

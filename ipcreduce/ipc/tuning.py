@@ -26,6 +26,7 @@ TUNING = exchange.struct(
     exchange.Kind.TUNING, ("count", "<u4"), ("crc", "<u4"), ("up_to", "<u8", (plan.MOST_CHOICES,)),
     ("shape", "<u2", (plan.MOST_CHOICES, 4)), ("norm_count", "<u4"), ("norms", "<u4", (norm_plan.MOST_CHOICES, 4)),
 )  # fmt: skip
+_NAMES = tuple(plan.ALGORITHMS)  # by their codes in messages
 _VERSION = 3  # of the tables. A change of the kernels that gives the rows another meaning raises it
 
 
@@ -86,11 +87,11 @@ def message(tables: Tables, problem: str = "") -> np.ndarray[Any, Any]:
     count, norm_count = len(tables.messages), len(tables.norms)
     record = exchange.message(TUNING, count=count, norm_count=norm_count, crc=checksum(tables), text=problem)
     for index, choice in enumerate(tables.messages):
-        kind = plan.ALGORITHMS.index(choice.algorithm)
+        kind = _NAMES.index(choice.algorithm)
         record[0]["up_to"][index] = choice.up_to
         record[0]["shape"][index] = kind, choice.block, choice.blocks, choice.depth
     for index, norm in enumerate(tables.norms):
-        record[0]["norms"][index] = norm.hidden, norm.up_to, plan.ALGORITHMS.index(norm.algorithm), norm.cluster
+        record[0]["norms"][index] = norm.hidden, norm.up_to, _NAMES.index(norm.algorithm), norm.cluster
     return record
 
 
@@ -98,11 +99,11 @@ def received(record: Any, n: int) -> Tables:
     """Decode the tables in a TUNING message. :raises ValueError: if they cannot be used, or arrived damaged."""
     rows = zip(record["up_to"].tolist(), record["shape"].tolist(), strict=True)
     choices = [
-        plan.Choice(up_to, plan.ALGORITHMS[kind], block, blocks, depth)
+        plan.Choice(up_to, _NAMES[kind], block, blocks, depth)
         for up_to, (kind, block, blocks, depth) in list(rows)[: int(record["count"])]
     ]
     norms = [
-        norm_plan.NormChoice(hidden, up_to, plan.ALGORITHMS[kind], cluster)
+        norm_plan.NormChoice(hidden, up_to, _NAMES[kind], cluster)
         for hidden, up_to, kind, cluster in record["norms"].tolist()[: int(record["norm_count"])]
     ]
     tables = Tables(plan.checked_table(choices, n), norm_plan.checked_table(norms))

@@ -28,13 +28,12 @@ LAYERS = (
     (
         "ipcreduce.ranks",
         "ipcreduce.page",
-        "ipcreduce.calls.fingerprint",
-        "ipcreduce.calls.norm_shape",
         "ipcreduce.cuda",
     ),
     ("ipcreduce.calls", "ipcreduce.arrays"),
     ("ipcreduce.device",),
-    ("ipcreduce.options", "ipcreduce.ipc", "ipcreduce.nccl", "ipcreduce.host"),
+    ("ipcreduce.options",),
+    ("ipcreduce.ipc", "ipcreduce.nccl", "ipcreduce.host"),
     ("ipcreduce.graphs",),
     tuple(
         f"ipcreduce.{name}" for name in ("startup", "device_reducer", "suspension", "open_communicator", "communicator")

@@ -65,7 +65,7 @@ def check(found: norm_plan.NormPlan, shape: NormShape, n: int, half: int, reside
         assert found.grid <= resident, "its blocks wait for two hops"
     rows = (n - 1) * (2 if two_shot else 1) * plan.row_bytes(found.block * found.grid * found.depth * tiles)
     assert found.staging == rows
-    assert norm_plan.code_offset(shape.dtype) + found.staging <= half
+    assert plan.code_offset(shape.dtype, "norm") + found.staging <= half
 
 
 @given(counts, hiddens, worlds, halves, forced, sharings, st.booleans(), st.sampled_from([16, 216, 264]))
@@ -79,7 +79,7 @@ def test_launches(rows: int, hidden: int, n: int, half: int, force: Any, sharing
         return
     check(found, shape, n, half, resident, sharing)
     assert clusters or found.cluster == 1
-    assert force is None or found.kernel == norm_plan.KERNELS[force]
+    assert force is None or found.kernel == plan.ALGORITHMS[force].fused
     kernel = found.kernel, found.cluster, found.depth
     if half == ANY:
         assert kernel in norm_plan.variants(shape, n, force, resident, sharing, clusters)
@@ -134,7 +134,7 @@ def test_the_rule(rows: int, hidden: int, n: int, kernel: str, cluster: int, gri
     """Several blocks for few rows, else one; one shot up to the sizes of the plain all-reduce, or to 2 MB."""
     found = norm_plan.make_plan(shape_of(rows, hidden), n, ANY)
     assert found is not None
-    assert found.kernel == norm_plan.KERNELS[kernel]
+    assert found.kernel == plan.ALGORITHMS[kernel].fused
     assert (found.cluster, found.grid, found.block, found.depth) == (cluster, grid, block, depth)
 
 
@@ -180,11 +180,6 @@ def test_what_a_table_can_choose(
         assert kernel in norm_plan.variants(shape, n, None, resident, sharing, clusters, table)
 
 
-def test_one_shot_as_far_as_the_plain_all_reduce():
-    for n in range(2, plan.MAX_RANKS + 1):
-        assert norm_plan._ONE_SHOT_BYTES[n] == plan._ONE_SHOT_BYTES[n]
-
-
 @pytest.mark.parametrize(
     ("rows", "hidden", "dtype", "n", "half"),
     [
@@ -203,7 +198,7 @@ def test_the_pair_has_the_rest(rows: int, hidden: int, dtype: str, n: int, half:
 
 def test_slots_are_no_plain_kernels():
     """A fused kernel's slots begin where no plain kernel's do, and those of its dtypes differ."""
-    offsets = [norm_plan.code_offset(dtype) for dtype in norm_plan.DTYPES]
+    offsets = [plan.code_offset(dtype, "norm") for dtype in plan.FUSED_DTYPES]
     assert len({*offsets}) == len(offsets)
     assert all(plan.CODES_BYTES <= offset < norm_plan._CODES_END for offset in offsets)
     assert all(offset % plan.CODE_BYTES == 0 for offset in offsets)

@@ -120,3 +120,7 @@ def test_a_wrong_cache_directory_is_an_error(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(UnsupportedError, match=r"Set IPCREDUCE_CACHE_DIR to a directory of yours$") as caught:
         compiler.cache_directory()
     assert str(caught.value).startswith(f"the kernel cache IPCREDUCE_CACHE_DIR={__file__}/cache cannot be made (")
+
+
+def test_algorithms_are_those_of_the_plan():
+    assert (*plan.ALGORITHMS, "direct") == options.ALGORITHMS

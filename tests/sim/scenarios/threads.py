@@ -277,7 +277,8 @@ def packets_under_way() -> None:
         with stream:
             result = cupy.zeros(1000, np.float32)
             prepared = backend.launches.prepare(array.shape, array.dtype, "float32", "sum", array.nbytes)
-            backend.run(prepared, array.data.ptr, result.data.ptr, stream.ptr, stream)
+            start = functools.partial(backend.start, prepared, array.data.ptr, result.data.ptr)
+            backend.run(start, stream.ptr, stream)
             right(result)
         WORLD.Barrier()
         backend.reset([])

@@ -10,6 +10,7 @@ import pytest
 from ipcreduce import options
 from ipcreduce.cuda import compiler
 from ipcreduce.errors import ArgumentError, UnsupportedError
+from ipcreduce.ipc import plan
 from tests.tools.machine import ROOT
 
 

@@ -252,6 +252,7 @@ def test(python: str) -> int:
 
 def pytest(python: str, *options: str, measured: tuple[str, ...] = ()) -> int:
     """Run tests, and keep the bytecode of what they import: thousands of ranks do, and may be told to write none."""
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(machine.own_directory()))  # a user may bear another one's name
     run(python, "-m", "compileall", "-q", "-j", "2", "ipcreduce", "tests", "benchmarks", "mpi_examples")
     return run(python, *measured, "-m", "pytest", *TEST_OPTIONS, *workers(python), *options, check=False)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -95,6 +97,55 @@ def test_the_mpirun_of_another_environment_is_not_taken(tmp_path: Path, monkeypa
     assert machine.find_mpirun(str(ours / "python")) == str(ours / "mpirun")
     monkeypatch.setenv("PATH", str(other))
     assert machine.find_mpirun(str(tmp_path / "python")) is None, "then make installs one"
+
+
+@pytest.mark.parametrize("where", ["PATH", "beside", "MPIRUN", "MPIRUN with words"])
+def test_an_mpirun_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str):
+    """Its folder has a space and letters beyond ASCII; others of PATH are closed, missing, or none at all."""
+    folder, closed, loop = (tmp_path / name for name in ("my \u00fc folder", "closed", "loop"))
+    for path in (folder, closed, tmp_path / "bin"):
+        path.mkdir()
+    closed.chmod(0)
+    loop.symlink_to(loop)
+    program(folder / "mpirun", "echo world of 2")
+    strange = ["", ".", "\udcff", "x" * 1000, "/etc/passwd", str(closed), str(loop), str(tmp_path / "none")]
+    monkeypatch.setenv("PATH", os.pathsep.join([*strange, *([str(folder)] if where == "PATH" else []), os.defpath]))
+    monkeypatch.delenv("MPIRUN", raising=False)
+    if where.startswith("MPIRUN"):
+        words = where.removeprefix("MPIRUN")
+        monkeypatch.setenv("MPIRUN", f"'{folder}/mpirun' {words}" if words else f"{folder}/mpirun")
+    python = str((folder if where == "beside" else tmp_path / "bin") / "python")
+    assert machine.mpirun(python) == (f"{folder}/mpirun", *where.split()[1:])
+
+
+def test_an_mpirun_that_cannot_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "mpirun").write_bytes(b"\x7fELF of another machine")
+    (tmp_path / "mpirun").chmod(0o755)
+    monkeypatch.delenv("MPIRUN", raising=False)
+    with pytest.raises(RuntimeError, match=r"do not work together\n.*\n.*Exec format error"):
+        machine.mpirun(str(tmp_path / "python"))
+
+
+def test_a_directory_of_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What another user, or root within a user namespace, has left under its name stays as it is."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    taken = [tmp_path / f"ipcreduce-tests-{os.getuid()}-{number}" for number in range(5)]
+    taken[0].touch()
+    taken[1].mkdir(mode=0o755)
+    taken[2].symlink_to(tmp_path)
+    taken[3].symlink_to("nowhere")
+    if os.getuid() == 0:
+        taken[4].mkdir(mode=0o700)
+        os.chown(taken[4], 12345, -1)
+    found = machine.own_directory()
+    assert (found.name[-1], found.stat().st_mode & 0o777) == ("5" if os.getuid() == 0 else "4", 0o700)
+    assert machine.own_directory() == found
+
+
+def test_letters_beyond_ascii(monkeypatch: pytest.MonkeyPatch):
+    assert machine.letters_beyond_ascii("a \u2502 b \u2500 c") == {"\u2502", "\u2500"}
+    monkeypatch.setenv("TMPDIR", "/tmp/\u00fc")
+    assert machine.letters_beyond_ascii("kept in /tmp/\u00fc \u2502") == {"\u2502"}
 
 
 def test_pythons_on_path(on_path: Path):

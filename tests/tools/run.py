@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.tools import machine, release, times
+from tests.tools import machine, processes, release, times
 
 DEMO = ["mpi_examples/train_digits.py"]
 LEAST_COVERAGE = 85
@@ -73,7 +73,10 @@ def main() -> int:
         generation = 12 if args.what == "test-cuda12" else fitting_generation()
         own = {"demo": {"examples"}, "docs": {"docs"}, "release": {"release"}}
         python = set_up(args.venv.absolute(), own.get(args.what, {"examples", TEST_EXTRAS[generation]}), generation)
-    return commands[args.what](python)
+    try:
+        return commands[args.what](python)
+    finally:
+        processes.remove_left()  # of ranks that the launcher has ended
 
 
 def fitting_generation() -> int:

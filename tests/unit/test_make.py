@@ -193,6 +193,32 @@ def test_progress_is_told_in_lines(tmp_path: Path):
     assert lines()[0].startswith("3 tests; the last time they took 0:0")
 
 
+def test_a_run_ends_with_the_shared_memory_that_it_found(tmp_path: Path):
+    """What MPI leaves is removed. What else was not there before fails the run."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
+        before, of_mpi, other = (Path(shared, name) for name in ("before", "mpich_shm_1_0", "other"))
+        before.touch()
+        (tmp_path / "conftest.py").write_text(
+            "from pathlib import Path\n"
+            "from tests.tools import processes, progress\n"
+            f"processes.SHARED_MEMORY = Path({shared!r})\n"
+            "progress.HANG_SECONDS = 0.0\n"
+        )
+        (tmp_path / "test_one.py").write_text(
+            "from pathlib import Path\n"
+            f"def test_mpi(): Path({str(of_mpi)!r}).touch()\n"
+            f"def test_other(): Path({str(other)!r}).touch()\n"
+        )
+
+        for status in (1, 0):  # the second run finds what the first one has left
+            done = subprocess.run(
+                [*WITH_PROGRESS, "-q", "--rootdir", tmp_path, "."],
+                cwd=tmp_path, env=machine.environment(), stdout=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            assert (done.returncode, f"left behind in /dev/shm: {other}\n" in done.stdout) == (status, status == 1)
+            assert {*Path(shared).iterdir()} == {before, other}
+
+
 def test_subtests_count_once(tmp_path: Path):
     """Each that fails is named; the test is one failure."""
     (tmp_path / "test_cases.py").write_text(

@@ -14,7 +14,59 @@ COMPILER, FILES, SEGMENT, STARTUP = (
     "ipcreduce/startup.py",
 )
 
+MACHINE, PROCESSES, PROGRESS = (f"tests/tools/{name}.py" for name in ("machine", "processes", "progress"))
+
 MUTANTS = [
+    # ---- other people's machines
+    Mutant(
+        "a folder of PATH that is closed ends make",
+        MACHINE,
+        'if not os.path.exists(Path(one, "..", "pyvenv.cfg"))',
+        'if not Path(one, "..", "pyvenv.cfg").exists()',
+        unit("make", "an_mpirun_in_any_folder"),
+    ),
+    Mutant(
+        "a folder's space is taken for one between words",
+        MACHINE,
+        "[found] if os.path.exists(found) else shlex.split(found)",
+        "shlex.split(found)",
+        unit("make", "an_mpirun_in_any_folder"),
+    ),
+    Mutant(
+        "tests keep files in another user's directory",
+        MACHINE,
+        " and status.st_uid == os.getuid() and not status.st_mode & 0o077",
+        "",
+        unit("make", "a_directory_of_this_user_alone"),
+    ),
+    Mutant(
+        "what MPI's killed ranks leave in /dev/shm stays",
+        PROCESSES,
+        "                file.unlink()\n",
+        "                pass\n",
+        unit("processes", "what_a_killed_rank_of_mpi_leaves_is_removed"),
+    ),
+    Mutant(
+        "the file of a rank that lives is taken for left over",
+        PROCESSES,
+        "        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)\n",
+        "",
+        unit("processes", "what_a_killed_rank_of_mpi_leaves_is_removed"),
+    ),
+    Mutant(
+        "who opens a file ends the process that looks if it is left over",
+        PROCESSES,
+        "        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)",
+        "        pass",
+        unit("processes", "who_opens_a_file_that_is_looked_at_ends_nobody"),
+    ),
+    Mutant(
+        "a run may leave files in /dev/shm",
+        PROGRESS,
+        "    return {*processes.left(), *processes",
+        "    return {*processes",
+        unit("make", "a_run_ends_with_the_shared_memory_that_it_found"),
+    ),
     # ---- launchers
     Mutant(
         "a rank of a launcher is a world of one where there is no MPI",

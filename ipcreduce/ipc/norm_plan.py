@@ -62,7 +62,7 @@ def checked_table(choices: Iterable[NormChoice]) -> NormTable:
         if not all(type(number) is int and 0 < number < 1 << 32 for number in numbers):  # a file may hold any JSON
             raise ValueError(f"{choice} has what is no whole number")
         fits = choice.hidden % GROUP == 0 and choice.hidden <= MOST_HIDDEN
-        if not fits or choice.algorithm not in ALGORITHMS or choice.cluster not in _clusters_for(choice.hidden):
+        if not fits or choice.algorithm not in [*ALGORITHMS] or choice.cluster not in _clusters_for(choice.hidden):
             raise ValueError(f"no kernel runs by {choice}")
     places = [(choice.hidden, choice.up_to) for choice in table]
     if len(table) > MOST_CHOICES or places != sorted({*places}):
@@ -118,8 +118,8 @@ def make_plan(
         return None
     nbytes = shape.elements * ITEMSIZES[shape.dtype]
     too_long = shape.hidden > (_LONG_HIDDEN if clusters and shape.rows <= _MANY_ROWS else _SHORT_HIDDEN)
-    # As for the plain all-reduce, because the norm costs the same behind both. Over 2 ranks very long rows, and long ones
-    # if they are many, go in two hops from 2 MB on, since then a block has fewer threads.
+    # As for the plain all-reduce, because the norm costs the same behind both. Over 2 ranks very long rows, and long
+    # ones if they are many, go in two hops from 2 MB on, since then a block has fewer threads.
     most = 2 * MB if n == 2 and too_long else ONE_HOP_BYTES[n]
     algorithm = forced or ("one_shot" if nbytes <= most else "two_shot")
     names = dict.fromkeys((algorithm, forced or "two_shot"))  # two_shot needs less room

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools import failures, machine
+from tests.tools import failures, machine, processes
 
 
 @pytest.mark.parametrize("size", [3])
@@ -63,6 +63,7 @@ else:
         for process in ranks:
             process.kill()
             process.wait()
+        processes.remove_left()
     assert f"rank 1 is gone: {ENDS[end]}" in heard
 
 

@@ -20,6 +20,7 @@ import pytest
 
 from tests.shared.bounds import HANG
 from tests.tools import machine
+from tests.tools.processes import remove_left
 
 ALICE, BOB = 54321, 54322  # users that no list has
 CAROL, DAVE = 54323, 54324  # of one test alone, whose files are looked for
@@ -66,7 +67,11 @@ def unshare(*namespaces: str, mount: str = "") -> Rank:
     """A rank in such namespaces of its own, with a ``mount`` there; skips where the kernel forbids it."""
     as_root = () if os.getuid() == 0 else ("--user", "--map-root-user")
     command = ("unshare", *as_root, *namespaces) if as_root or namespaces else ()
-    probe = ("unshare", *as_root, *namespaces, "--mount", "sh", "-c", f'{mount or "true"} && exec "$0"')
+    first = "true"
+    if "--pid" in namespaces:  # MPICH names its file by the pid: it starts where no other process of pid 1 has one
+        first, mount = "mount -t tmpfs tmpfs /dev/shm", "umount -l /dev/shm"
+        command += ("sh", "-c", f'{first} && exec "$0" "$@"')
+    probe = ("unshare", *as_root, *namespaces, "--mount", "sh", "-c", f'{first} && {mount or "true"} && exec "$0"')
     if reason := why_not(probe):
         pytest.skip(f"no {' '.join([*namespaces, mount])} by unshare: {reason}")
     return Rank(command, {"SECURITY_MOUNT": mount})
@@ -101,7 +106,9 @@ def outputs(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str]]
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    return [(process.returncode, process.communicate()[0]) for process in processes]
+    found = [(process.returncode, process.communicate()[0]) for process in processes]
+    remove_left()  # also of who has become another user, or mounted something over /dev/shm
+    return found
 
 
 def hold(scenario: str, directory: Path, *ranks: Rank, **environ: str) -> None:

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import encodings.idna  # noqa: F401  # of socket.create_connection()
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -145,6 +146,9 @@ def dies_unseen(group: ByFiles, directory: Path) -> None:
     comm = Communicator(group)
     assert "of shared memory" in comm.describe()
     assert os.getpid() == 1, "each is the first process of its namespace, so that pids mean others here"
+    of_mpi = [line.split()[3] for line in Path("/proc/self/maps").read_text().splitlines() if "/mpich_shm_1_" in line]
+    device = os.stat("/dev/shm").st_dev
+    assert f"{os.major(device):02x}:{os.minor(device):02x}" not in of_mpi, "MPI's own memory is the other rank's, too"
     for _ in range(2):
         right(comm)
         late(0.3)  # a few turns of the watchdog, which must take nobody for dead
@@ -244,8 +248,13 @@ def main(name: str, directory: str, rank: str, size: str) -> None:
     bounds.patient()
     os.umask(0)  # the directory of the ranks' messages is for all users
     [scenario] = [one for one in SCENARIOS if one.__name__ == name]
-    if name == "homes":  # imports all that the compiler needs
-        compiler.compile_kernel("verify", MACROS, (9, 0))
+    if name == "homes":
+        compiler.compile_kernel("verify", MACROS, (9, 0))  # imports all that the compiler needs
+        kernels = Path(directory) / "kernels"  # that user may not enter this tree
+        kernels.mkdir()
+        for source in compiler.kernel_directory().glob("*.cu*"):
+            shutil.copyfile(source, kernels / source.name)
+        compiler.kernel_directory = lambda: kernels  # type: ignore[assignment]
     if os.environ.get("SECURITY_MOUNT"):
         mount(os.environ["SECURITY_MOUNT"])
     if os.environ.get("SECURITY_USER"):

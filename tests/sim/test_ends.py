@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools import machine
+from tests.tools.processes import remove_left
 
 Hold = Callable[..., None]
 
@@ -73,6 +74,7 @@ def among_plain_processes(name: str, ranks: int, directory: Path) -> list[str]:
         for process in processes:
             process.kill()
             process.wait()
+        remove_left()
 
 
 @pytest.mark.parametrize("name", ["killed", "killed_in_a_host_call"])

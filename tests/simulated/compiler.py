@@ -12,15 +12,14 @@ import hashlib
 import json
 import os
 import shlex
-import stat
 import subprocess
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 from ipcreduce.cuda.expressions import Expression, Operand
 from ipcreduce.errors import ArgumentError, IpcReduceError
+from tests.tools import machine
 
 SIM = Path(__file__).resolve().parent
 KERNELS = SIM.parents[1] / "kernels"
@@ -37,16 +36,11 @@ def kernel_directory() -> Path:
 
 @functools.cache
 def builds_directory() -> Path:
-    """Builds of all ranks and runs, one directory for each state of the sources; this user's own, mode 0700."""
-    path = Path(tempfile.gettempdir(), f"ipcreduce-sim-{os.getuid()}")
-    path.mkdir(mode=0o700, exist_ok=True)
-    status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise IpcReduceError(f"{path} is not a directory of this user's alone: remove it")
+    """Builds of all ranks and runs, one directory for each state of the sources."""
     digest = hashlib.sha256(b"\0".join(os.environ.get(name, "").encode() for name in ("CXX", "CXXFLAGS")))
     for source in sorted([*KERNELS.glob("*.cu*"), *INCLUDE.iterdir(), *SIM.glob("*.cpp"), Path(__file__)]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    path /= digest.hexdigest()[:16]
+    path = machine.own_directory() / digest.hexdigest()[:16]
     path.mkdir(mode=0o700, exist_ok=True)
     return path
 

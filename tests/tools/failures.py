@@ -27,7 +27,7 @@ from typing import Any
 
 from tests.shared import alarm, clock
 from tests.shared.bounds import HANG
-from tests.tools import machine, pauses
+from tests.tools import machine, pauses, processes
 
 SIZES = (1, 100, 10_000, 100_000, 1_000_000)
 # The errors that may reach a survivor, with words about the victim.
@@ -170,6 +170,7 @@ def turn(kind: str, size: int, seed: int, hosts: int = 1, backend: str = "mpi") 
             for process in ranks:
                 process.kill()
                 process.wait()
+            processes.remove_left()
     seconds, wrong = [], []
     for rank in range(size):
         if rank == victim:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import itertools
 import os
 import shlex
 import shutil
+import stat
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,9 +51,9 @@ def find_mpirun(python: str) -> str | None:
     Those of other virtual environments are passed over: their MPI is for the mpi4py there.
     """
     beside = Path(python).parent / "mpirun"
-    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
-    path = os.pathsep.join(one for one in folders if not Path(one, "..", "pyvenv.cfg").exists())
-    return os.environ.get("MPIRUN") or (str(beside) if beside.exists() else shutil.which("mpirun", path=path))
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)  # of which some may be closed to this user
+    path = os.pathsep.join(one for one in folders if not os.path.exists(Path(one, "..", "pyvenv.cfg")))
+    return os.environ.get("MPIRUN") or (str(beside) if os.path.exists(beside) else shutil.which("mpirun", path=path))
 
 
 @functools.cache
@@ -57,7 +62,8 @@ def mpirun(python: str) -> tuple[str, ...]:
 
     Raises RuntimeError if there is none, or if python's mpi4py does not work with it: why in its first line.
     """
-    command = shlex.split(find_mpirun(python) or "mpirun")
+    found = find_mpirun(python) or "mpirun"
+    command = [found] if os.path.exists(found) else shlex.split(found)  # a path, or words
     if shutil.which(command[0]) is None:
         raise RuntimeError(f"no {command[0]}")
     try:
@@ -67,8 +73,8 @@ def mpirun(python: str) -> tuple[str, ...]:
             command += ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
         probe = "from mpi4py import MPI; print(f'world of {MPI.COMM_WORLD.size}')"
         seen = output_of(*command, "-n", "2", python, "-c", probe)
-    except subprocess.SubprocessError as error:
-        seen = str(error.output or error)
+    except (OSError, subprocess.SubprocessError) as error:
+        seen = str(getattr(error, "output", None) or error)
     if "world of 2" not in seen:
         why = f"{command[0]} and the mpi4py of {python} do not work together"
         raise RuntimeError(f"{why}\n(for another MPI give MPIRUN= and a VENV= of its own)\n{seen}")
@@ -86,6 +92,27 @@ def output_of(*command: str) -> str:
         check=True,
     )
     return run.stdout
+
+
+def own_directory() -> Path:
+    """What tests keep in /tmp between their runs: this user's alone, whatever others have left there under its name.
+
+    Root within a user namespace has the id of root, but not its files.
+    """
+    for number in itertools.count():
+        path = Path(tempfile.gettempdir(), f"ipcreduce-tests-{os.getuid()}-{number}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        status = path.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077:
+            break
+    return path
+
+
+def letters_beyond_ascii(text: str) -> set[str]:
+    """Those in what a command prints, but for the letters of this machine's folders."""
+    folders = "".join([str(ROOT), sys.prefix, tempfile.gettempdir(), *os.environ.values()])
+    return {letter for letter in text if not letter.isascii()} - set(folders)
 
 
 TOKEN = "TEST_RUN_OF_IPCREDUCE"  # in the environment of every rank that tests start, with a word for its run

@@ -14,20 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools import times
+from tests.tools import processes, times
 
 SECONDS_BETWEEN_LINES = 10.0
 HANG_SECONDS = 60.0
-SHARED_MEMORY = Path("/dev/shm")
 
 
 def minutes(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02} min"
 
 
-def shared_files() -> set[Path]:
-    """The library's files in shared memory, which no process leaves behind."""
-    return set(SHARED_MEMORY.glob("ipcreduce-*"))
+def left_in_memory() -> set[Path]:
+    """The files in /dev/shm that no process has, and the library's, whose names no process keeps."""
+    return {*processes.left(), *processes.SHARED_MEMORY.glob("ipcreduce-*")}
 
 
 class Progress:
@@ -40,7 +39,7 @@ class Progress:
         self.failed: list[str] = []
         self.seconds: dict[str, float] = {}
         self.start = self.last_line = time.monotonic()
-        self.files = shared_files()
+        self.left = left_in_memory()
 
     @property
     def key(self) -> str:
@@ -104,10 +103,12 @@ class Progress:
             times.TESTS.parent.mkdir(exist_ok=True)
             times.TESTS.write_text(json.dumps(self.seconds))
         until = time.monotonic() + HANG_SECONDS
-        while (left := shared_files() - self.files) and time.monotonic() < until:
+        processes.remove_left()
+        while (left := left_in_memory() - self.left) and time.monotonic() < until:
             time.sleep(0.1)  # those of other jobs of this machine go meanwhile
+            processes.remove_left()
         if left:
-            self.say(f"left behind: {', '.join(map(str, sorted(left)))}")
+            self.say(f"left behind in /dev/shm: {', '.join(map(str, sorted(left)))}")
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

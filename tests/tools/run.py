@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.tools import machine, release, times
+from tests.tools import machine, processes, release, times
 
 DEMO = ["mpi_examples/train_digits.py"]
 LEAST_COVERAGE = 85
@@ -73,7 +73,10 @@ def main() -> int:
         generation = 12 if args.what == "test-cuda12" else fitting_generation()
         own = {"demo": {"examples"}, "docs": {"docs"}, "release": {"release"}}
         python = set_up(args.venv.absolute(), own.get(args.what, {"examples", TEST_EXTRAS[generation]}), generation)
-    return commands[args.what](python)
+    try:
+        return commands[args.what](python)
+    finally:
+        processes.remove_left()  # of ranks that the launcher has ended
 
 
 def fitting_generation() -> int:
@@ -251,6 +254,7 @@ def test(python: str) -> int:
 
 def pytest(python: str, *options: str, measured: tuple[str, ...] = ()) -> int:
     """Run tests, and keep the bytecode of what they import: thousands of ranks do, and may be told to write none."""
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(machine.own_directory()))  # a user may bear another one's name
     run(python, "-m", "compileall", "-q", "-j", "2", "ipcreduce", "tests", "benchmarks", "mpi_examples")
     return run(python, *measured, "-m", "pytest", *TEST_OPTIONS, *workers(python), *options, check=False)
 

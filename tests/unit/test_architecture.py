@@ -118,6 +118,7 @@ def test_the_longest_prefix_counts():
         "cuda.graph",
         "calls.sequence",
         "device.backend",
+        "options",
         "host.reducer",
         "graphs.graph",
         "communicator",

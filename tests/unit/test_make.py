@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -97,6 +99,55 @@ def test_the_mpirun_of_another_environment_is_not_taken(tmp_path: Path, monkeypa
     assert machine.find_mpirun(str(tmp_path / "python")) is None, "then make installs one"
 
 
+@pytest.mark.parametrize("where", ["PATH", "beside", "MPIRUN", "MPIRUN with words"])
+def test_an_mpirun_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str):
+    """Its folder has a space and letters beyond ASCII; others of PATH are closed, missing, or none at all."""
+    folder, closed, loop = (tmp_path / name for name in ("my \u00fc folder", "closed", "loop"))
+    for path in (folder, closed, tmp_path / "bin"):
+        path.mkdir()
+    closed.chmod(0)
+    loop.symlink_to(loop)
+    program(folder / "mpirun", "echo world of 2")
+    strange = ["", ".", "\udcff", "x" * 1000, "/etc/passwd", str(closed), str(loop), str(tmp_path / "none")]
+    monkeypatch.setenv("PATH", os.pathsep.join([*strange, *([str(folder)] if where == "PATH" else []), os.defpath]))
+    monkeypatch.delenv("MPIRUN", raising=False)
+    if where.startswith("MPIRUN"):
+        words = where.removeprefix("MPIRUN")
+        monkeypatch.setenv("MPIRUN", f"'{folder}/mpirun' {words}" if words else f"{folder}/mpirun")
+    python = str((folder if where == "beside" else tmp_path / "bin") / "python")
+    assert machine.mpirun(python) == (f"{folder}/mpirun", *where.split()[1:])
+
+
+def test_an_mpirun_that_cannot_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "mpirun").write_bytes(b"\x7fELF of another machine")
+    (tmp_path / "mpirun").chmod(0o755)
+    monkeypatch.delenv("MPIRUN", raising=False)
+    with pytest.raises(RuntimeError, match=r"do not work together\n.*\n.*Exec format error"):
+        machine.mpirun(str(tmp_path / "python"))
+
+
+def test_a_directory_of_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What another user, or root within a user namespace, has left under its name stays as it is."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    taken = [tmp_path / f"ipcreduce-tests-{os.getuid()}-{number}" for number in range(5)]
+    taken[0].touch()
+    taken[1].mkdir(mode=0o755)
+    taken[2].symlink_to(tmp_path)
+    taken[3].symlink_to("nowhere")
+    if os.getuid() == 0:
+        taken[4].mkdir(mode=0o700)
+        os.chown(taken[4], 12345, -1)
+    found = machine.own_directory()
+    assert (found.name[-1], found.stat().st_mode & 0o777) == ("5" if os.getuid() == 0 else "4", 0o700)
+    assert machine.own_directory() == found
+
+
+def test_letters_beyond_ascii(monkeypatch: pytest.MonkeyPatch):
+    assert machine.letters_beyond_ascii("a \u2502 b \u2500 c") == {"\u2502", "\u2500"}
+    monkeypatch.setenv("TMPDIR", "/tmp/\u00fc")
+    assert machine.letters_beyond_ascii("kept in /tmp/\u00fc \u2502") == {"\u2502"}
+
+
 def test_pythons_on_path(on_path: Path):
     assert run.find_python("3.12") == (None, "no python3.12 on PATH, and no uv to get one")
     program(on_path / "python3.12", "echo 'not chosen'; exit 127")
@@ -140,6 +191,32 @@ def test_progress_is_told_in_lines(tmp_path: Path):
     assert "python -m pytest test_three.py::test_wrong" in first
     assert first[-1].startswith("1 failed, 1 passed, 1 skipped")
     assert lines()[0].startswith("3 tests; the last time they took 0:0")
+
+
+def test_a_run_ends_with_the_shared_memory_that_it_found(tmp_path: Path):
+    """What MPI leaves is removed. What else was not there before fails the run."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
+        before, of_mpi, other = (Path(shared, name) for name in ("before", "mpich_shm_1_0", "other"))
+        before.touch()
+        (tmp_path / "conftest.py").write_text(
+            "from pathlib import Path\n"
+            "from tests.tools import processes, progress\n"
+            f"processes.SHARED_MEMORY = Path({shared!r})\n"
+            "progress.HANG_SECONDS = 0.0\n"
+        )
+        (tmp_path / "test_one.py").write_text(
+            "from pathlib import Path\n"
+            f"def test_mpi(): Path({str(of_mpi)!r}).touch()\n"
+            f"def test_other(): Path({str(other)!r}).touch()\n"
+        )
+
+        for status in (1, 0):  # the second run finds what the first one has left
+            done = subprocess.run(
+                [*WITH_PROGRESS, "-q", "--rootdir", tmp_path, "."],
+                cwd=tmp_path, env=machine.environment(), stdout=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            assert (done.returncode, f"left behind in /dev/shm: {other}\n" in done.stdout) == (status, status == 1)
+            assert {*Path(shared).iterdir()} == {before, other}
 
 
 def test_subtests_count_once(tmp_path: Path):

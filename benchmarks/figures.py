@@ -32,10 +32,11 @@ from mpi4py import MPI
 import ipcreduce
 from ipcreduce.bench import arguments, contenders, report, timing
 from ipcreduce.bench.limit import Limit
+from ipcreduce.calls import request
 from ipcreduce.cuda import compiler, cupy_runtime, driver
+from ipcreduce.device import kernels
 from ipcreduce.dtypes import DTYPES, OPS
 from ipcreduce.graphs.session import session_of
-from ipcreduce.ipc import launches as launching
 from ipcreduce.page.flight_recorder import RING
 
 WORLD = MPI.COMM_WORLD
@@ -165,8 +166,8 @@ def eager(run: Run) -> None:
     for _ in range(4):
         call()
     run.comm.synchronize()
-    prepared = run.backend.for_array(source, "sum")
-    launch, stream = prepared.launches[0][0], cupy_runtime.stream_of()[0]
+    prepared = run.backend.prepare(request.plain(source.shape, "bfloat16", "sum"))
+    launch, stream = prepared.steps[0].launch, cupy_runtime.stream_of()[0]
     graph = ipcreduce.Graph(run.comm)
     with graph.record():
         call()
@@ -242,19 +243,19 @@ def three(array: Any, call: Call) -> None:
 @contextmanager
 def plain_launches(run: Run) -> Iterator[None]:
     """Launches prepared within are not programmatic."""
-    made, launches = launching.driver.Launch, run.backend.launches
-    kept = dict(launches.prepared)
-    launches.prepared.clear()
+    made, prepared = kernels.driver.Launch, run.backend._prepared
+    kept = dict(prepared)
+    prepared.clear()
 
     def plain(*arguments: Any, programmatic: bool = False) -> Any:
         return made(*arguments)
 
     try:
-        with mock.patch.object(launching.driver, "Launch", plain):
+        with mock.patch.object(kernels.driver, "Launch", plain):
             yield
     finally:
-        launches.prepared.clear()
-        launches.prepared.update(kept)
+        prepared.clear()
+        prepared.update(kept)
 
 
 def ends_of_waits(run: Run) -> None:
@@ -272,7 +273,7 @@ def ends_of_waits(run: Run) -> None:
 @contextmanager
 def endless_waits(run: Run) -> Iterator[None]:
     """Kernels that are compiled within look at neither the clock nor the abort word."""
-    launches = run.backend.launches
+    tables = run.backend.kernels._functions, run.backend._prepared
     with tempfile.TemporaryDirectory() as directory:
         sources = Path(directory, "kernels")
         shutil.copytree(compiler.kernel_directory(), sources)
@@ -280,15 +281,15 @@ def endless_waits(run: Run) -> Iterator[None]:
         text = header.read_text()
         assert text.count("spins < kSpinsBetweenChecks") == 1
         header.write_text(text.replace("spins < kSpinsBetweenChecks", "true"))
-        kept = dict(launches._functions), dict(launches.prepared)
-        launches._functions.clear()
-        launches.prepared.clear()
+        kept = [dict(table) for table in tables]
+        for table in tables:
+            table.clear()
         compiler._headers_digest.cache_clear()
         try:
             with mock.patch.object(compiler, "kernel_directory", return_value=sources):
                 yield
         finally:
-            for table, old in zip((launches._functions, launches.prepared), kept, strict=True):
+            for table, old in zip(tables, kept, strict=True):
                 table.clear()
                 table.update(old)
             compiler._headers_digest.cache_clear()

@@ -17,11 +17,10 @@ from ipcreduce.arrays import rmsnorm
 from ipcreduce.bench import timing
 from ipcreduce.bench.limit import our_backend
 from ipcreduce.calls.addresses import NormAddresses
-from ipcreduce.calls.fingerprint import of_norm
-from ipcreduce.calls.request import NormShape
+from ipcreduce.calls.request import NormShape, Request, with_norm
 from ipcreduce.cuda import cupy_runtime
-from ipcreduce.device.norm_kernels import macros_of
-from ipcreduce.device.norms import PACKET_BYTES, PreparedNorm
+from ipcreduce.device.epilogues import SCALES
+from ipcreduce.device.kernels import Kernel
 from ipcreduce.ipc import norm_plan, plan
 
 WORLD = MPI.COMM_WORLD
@@ -105,12 +104,13 @@ class Case:
     @property
     def by(self) -> str:
         """The kernel that runs :meth:`fused`, and its launch."""
-        prepared = self.backend.norms.prepare(self.x.shape, self.shape)
-        launch = prepared.norm.launch if prepared.norm else None
+        prepared = self.backend.prepare(self._request)
         planned = self.backend.launches.norm_plan(self.shape)
-        if planned is None or prepared.plain is not None or launch is None:
-            return prepared.by
-        return name_of(planned)
+        return prepared.by if planned is None or prepared.hands_on else name_of(planned)
+
+    @property
+    def _request(self) -> Request:
+        return with_norm(self.x.shape, self.shape)
 
     def pair(self) -> None:
         """The same call of the communicator without fused kernels."""
@@ -118,14 +118,8 @@ class Case:
 
     def by_plan(self, planned: norm_plan.NormPlan) -> Call:
         """A call that launches a fused kernel in this shape."""
-        launch = self.backend.launches.fused_norm(self.shape, planned)
-        assert launch is not None
-        what = of_norm(self.x.shape, self.shape)
-        return self._through(PreparedNorm(
-            what=what, by=launch.name, shape=self.shape, alignment=PACKET_BYTES, plain=None, norm=launch
-        ))  # fmt: skip
-
-    def _through(self, prepared: PreparedNorm) -> Call:
+        prepared = self.backend.launches.fused(self._request, planned)
+        assert prepared is not None
         quantises = bool(self.shape.scales)
         addresses = NormAddresses(
             source=self.x.data.ptr, weight=self.weight.data.ptr, residual=self.residual.data.ptr,
@@ -133,7 +127,7 @@ class Case:
             quantised=self.quantised.data.ptr if quantises else 0, scales=self.scales.data.ptr if quantises else 0,
         )  # fmt: skip
         stream, owner = cupy_runtime.stream_of()
-        return partial(self.backend.run, partial(self.backend.norms.start, prepared, addresses), stream, owner)
+        return partial(self.backend.run, partial(prepared.start, addresses), stream, owner)
 
     # checks
     def check(self, name: str, call: Call, plain: bool = False, bits: bool = True) -> None:
@@ -194,7 +188,7 @@ def plans(case: Case) -> Iterator[norm_plan.NormPlan]:
     shape, n, launches = case.shape, WORLD.size, case.backend.launches
     room = case.backend.workspace.half_bytes - norm_plan._CODES_END
     units, most = shape.hidden // norm_plan.UNIT, plan.most_blocks(launches.resident, launches.sharing)
-    clusters = (1, 2, 4, 8) if launches.norm_kernels.programmatic else (1,)
+    clusters = (1, 2, 4, 8) if launches.kernels.programmatic else (1,)
     for kernel in (row.fused for row in plan.ALGORITHMS.values()):
         two = kernel == "fused_two_shot"
         blocks = min(most, launches.resident) if two else most
@@ -218,10 +212,10 @@ def plans(case: Case) -> Iterator[norm_plan.NormPlan]:
 
 def load(case: Case, planned: list[norm_plan.NormPlan]) -> None:
     """Compile the kernels of all these launches together."""
-    launches = case.backend.launches
-    macros = launches._exchange_macros()
-    kernels = ((one.kernel, macros_of(case.shape, one.depth, one.cluster, macros)) for one in planned)
-    launches.norm_kernels.load(list(dict.fromkeys(kernels)))
+    dtype, scale = case.shape.dtype, SCALES.index(case.shape.scales)
+    case.backend.kernels.load(
+        Kernel(one.kernel, dtype, depth=one.depth, scale=scale, cluster=one.cluster) for one in planned
+    )
 
 
 def _torch() -> Any:

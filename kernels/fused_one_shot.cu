@@ -7,7 +7,7 @@
 // stored, the slots are emptied, and x * w is computed while the sum of the row is on its way.
 //
 // * Arrival, rotation and visibility: as in one_shot.cu. The epochs and the workspace are those of the plain kernels,
-//   so both may follow each other in any order. Their slots differ (norm_plan.code_offset), so that a fused kernel and
+//   so both may follow each other in any order. Their slots differ (plan.code_offset), so that a fused kernel and
 //   a plain one wait for each other's packets, and do not reduce them. Every thread sends at least one packet to every
 //   peer.
 //

@@ -5,7 +5,7 @@
 // A row lies in a block, or in a cluster of blocks. A thread has one column of each rank's part, which is one packet
 // (half types only), from the first load to the last store. So in place is safe. Lanes beyond a part send zeros.
 //
-// Arrival, rotation and visibility are those of two_shot.cu, in slots of fused kernels (norm_plan.code_offset). What
+// Arrival, rotation and visibility are those of two_shot.cu, in slots of fused kernels (plan.code_offset). What
 // fused_one_shot.cu says of the sums, of clusters, and of abandoned waits holds here as well.
 //
 // Progress: block b waits for the peers' blocks b only, and for its cluster. It sends tile t + 1 before it waits for

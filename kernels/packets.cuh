@@ -24,7 +24,7 @@
 #include <rmsnorm.cuh>
 #endif
 
-// The arguments of every kernel, all 64-bit words; ipcreduce/ipc/launches.py fills them in by index.
+// The arguments of every kernel, all 64-bit words; ipcreduce/device/arguments.py has their indices.
 struct Args {
   u64 in, out;          // this rank's arrays; may be the same
   u64 bytes;            // of the message, the same on every rank

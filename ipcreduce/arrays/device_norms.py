@@ -18,7 +18,7 @@ from . import norms, views
 from .host_norms import HostNorm
 from .lists import check_streams
 from .norms import NormArguments
-from .operands import Prepared, Site, check_device
+from .operands import PreparedCall, Site, check_device
 
 _BYTES, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 _OF_X = "x", "weight", "residual", "out", "residual_out"
@@ -101,12 +101,12 @@ class DeviceNorm:
         """See :class:`DeviceCall`."""
         return request.with_norm(self._form, self._shape)
 
-    def place(self, prepared: Prepared) -> NormAddresses:
+    def place(self, prepared: PreparedCall) -> NormAddresses:
         """See :class:`DeviceCall`."""
         with self._site.allocating():
             return self._place(prepared)
 
-    def _place(self, prepared: Prepared) -> NormAddresses:
+    def _place(self, prepared: PreparedCall) -> NormAddresses:
         shape, x = self._shape, self._arrays["x"]
         alignment = prepared.alignment or x.itemsize
         every = dict.fromkeys(NormAddresses._fields, 0)

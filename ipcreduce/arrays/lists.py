@@ -19,7 +19,7 @@ from ..dtypes import list_kinds, op_name
 from ..errors import ArgumentError, naming_member
 from . import views
 from .host_operands import Array, HostOperands, Part
-from .operands import DeviceOperands, Prepared, Site
+from .operands import DeviceOperands, PreparedCall, Site
 
 Members = Sequence[Any]
 _Reach = tuple[tuple[int, int], int, bool]  # first and past address, member, and whether it is an output
@@ -140,12 +140,13 @@ class DeviceList:
     def request(self) -> Request:
         """See :class:`DeviceCall`."""
         sources = [used.source for used in self.written]
-        op = op_name(self._op) if not sources or type(self._op) is not str else self._op
-        kinds = [kind for kind, _ in list_kinds([source.dtype for source in sources], op)]
+        if not sources or type(self._op) is not str:
+            op_name(self._op)  # an op that is none is no fault of a member
+        kinds = [kind for kind, _ in list_kinds([source.dtype for source in sources], self._op)]
         members = tuple(Member(source.shape, kind) for source, kind in zip(sources, kinds, strict=True))
-        return Request(op_name(op), members, is_list=True)
+        return Request(op_name(self._op), members, is_list=True)
 
-    def place(self, prepared: Prepared) -> tuple[Any, Any]:
+    def place(self, prepared: PreparedCall) -> tuple[Any, Any]:
         """See :class:`DeviceCall`."""
         for used, through in zip(self.written, prepared.through, strict=True):
             used.convert(through)

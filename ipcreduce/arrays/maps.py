@@ -25,7 +25,7 @@ from ..float_state import in_standard_state
 from ..texts import printable, shown
 from . import views
 from .host_operands import Array, HostOperands, Part, as_numpy
-from .operands import DeviceOperands, Prepared, Site, check_device
+from .operands import DeviceOperands, PreparedCall, Site, check_device
 
 _MOST_OPERANDS = 32
 NUMBERS = (bool, int, float, np.generic)
@@ -250,7 +250,7 @@ class DeviceMap:
         op = op_name(self._op, source.dtype)
         return Request(op, (Member(source.shape, kind_name(source.dtype, op)),), self._expression)
 
-    def place(self, prepared: Prepared) -> MapAddresses:
+    def place(self, prepared: PreparedCall) -> MapAddresses:
         """See :class:`DeviceCall`."""
         used, site, through = self._used, self._used.site, prepared.through[0]
         source, reduced, between = used.source_address, used.destination_address, used.destination_address

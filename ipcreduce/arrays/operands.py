@@ -49,7 +49,7 @@ class DeviceCall(Protocol):
     def request(self) -> Request:
         """What the ranks compare. :raises ArgumentError: if dtype or op is wrong."""
 
-    def place(self, prepared: Prepared) -> Any:
+    def place(self, prepared: PreparedCall) -> Any:
         """Make what is still missing of results and copies. Returns the addresses for :meth:`Prepared.start`."""
 
     @property
@@ -64,7 +64,7 @@ class DeviceCall(Protocol):
         """What the call returns."""
 
 
-class Prepared(Protocol):
+class PreparedCall(Protocol):
     """The part of :class:`ipcreduce.device.prepared.Prepared` that arguments need."""
 
     @property

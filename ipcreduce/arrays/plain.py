@@ -10,7 +10,7 @@ from ..calls.request import Request
 from ..dtypes import kind_name, op_name
 from . import views
 from .host_operands import Array, HostOperands, Part
-from .operands import DeviceOperands, Prepared, Site
+from .operands import DeviceOperands, PreparedCall, Site
 
 
 class PlainCall(NamedTuple):
@@ -56,7 +56,7 @@ class DevicePlain:
         op = op_name(self._op, source.dtype)
         return request.plain(source.shape, kind_name(source.dtype, op), op)
 
-    def place(self, prepared: Prepared) -> tuple[int, int]:
+    def place(self, prepared: PreparedCall) -> tuple[int, int]:
         """See :class:`DeviceCall`."""
         used = self._used
         used.convert(prepared.through[0])

@@ -107,7 +107,7 @@ class Request(NamedTuple):
 
     def without_epilogue(self) -> Request:
         """The all-reduce alone."""
-        return Request(self.op, self.members)
+        return self._replace(epilogue=None)
 
 
 @lru_cache(4096)

@@ -41,10 +41,11 @@ def behind(plain: Prepared | None, request: Request, kernels: Kernels, device: i
     launches: list[Step] = [*(_of_norm if is_norm else _of_map)(request, kernels, plain is not None)]
     names = [] if plain is None else [plain.by]
     names += ["rmsnorm" if is_norm else "map"]
-    nbytes = _nbytes(request)
     if is_norm and not after.rows:
         launches, names, plain = [], ["nothing"], None
-    whole = Prepared(request=request, what=request.what, by=", ".join(names), nbytes=nbytes, steps=tuple(launches))
+    whole = Prepared(
+        request=request, what=request.what, by=", ".join(names), nbytes=request.nbytes, steps=tuple(launches)
+    )
     return whole if plain is None else _handed_on(plain, whole, is_norm, device)
 
 
@@ -67,14 +68,9 @@ def _handed_on(plain: Prepared, after: Prepared, is_norm: bool, device: int) -> 
     return replace(after, steps=(*steps, *after.steps), through=plain.through, hands_on=True)
 
 
-def _nbytes(request: Request) -> int:
-    ((shape, kind),) = request.members
-    return int(np.prod(shape, dtype=np.int64)) * KINDS[kind].itemsize
-
-
 def _of_map(request: Request, kernels: Kernels, is_behind: bool) -> Iterator[KernelStep]:
     ((shape, kind),) = request.members
-    expression, itemsize, nbytes = request.epilogue, KINDS[kind].itemsize, _nbytes(request)
+    expression, itemsize, nbytes = request.epilogue, KINDS[kind].itemsize, request.nbytes
     kernel = Kernel("map", kind, expression=expression, alone=True)
     kernels.load([kernel])
     for at in range(0, nbytes, _MAP_BYTES):

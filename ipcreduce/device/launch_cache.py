@@ -1,6 +1,6 @@
 """The memory of eager calls: a call that is like one before is launched without the checks of the usual way.
 
-Calls are known in three ways, from the quickest on. ``hits.py`` looks them up; all else is here.
+Calls are known in three ways, from the quickest on. ``hits/`` looks them up, a module for each kind; all else is here.
 
 ============ =========================================== ===================================================
 by           what has to be the same                     comes into being
@@ -87,7 +87,8 @@ class LaunchCache:
 
     def __init__(self, device: int, order: StreamOrder, make_ready: Callable[[Prepared, Any], Ready]) -> None:
         self.device, self._order, self._make_ready = device, order, make_ready
-        # The tables are never replaced. A place without a launch has come once.
+        # The tables are never replaced. The kinds share them, as the forms of their keys differ. A place without a launch
+        # has come once.
         self.forms: dict[Any, Form] = {}
         self.places: dict[tuple[Form, Any], Ready | None] = {}
         self.objects: dict[Any, Known] = {}

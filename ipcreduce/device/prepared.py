@@ -79,7 +79,7 @@ class Prepared:
     """All that a backend knows of a call before its addresses are given.
 
     :ivar by: the names of the kernels, or of the library, that run it.
-    :ivar nbytes: of the arrays that are reduced.
+    :ivar nbytes: of the arrays that are reduced, which say if a launch is short.
     :ivar through: by member, the dtype as which it is reduced, if not the array's own.
     :ivar alignment: of the addresses of arrays of the call's dtype, in bytes; 0 for their itemsize.
     :ivar hands_on: an all-reduce comes first, and leaves its result in memory for what follows.

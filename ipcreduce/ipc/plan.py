@@ -28,9 +28,9 @@ class Algorithm(NamedTuple):
     loops: bool
     fused: str
 
-    def columns(self, packets: int, n: int) -> int:
-        """The packets of a message that one rank has in a row of slots."""
-        return packets if self.hops == 1 else -(-packets // n)
+    def parts(self, n: int) -> int:
+        """The parts of a message, each of which has a row of slots for each peer and hop."""
+        return 1 if self.hops == 1 else n
 
 
 ALGORITHMS = {
@@ -43,7 +43,7 @@ EPOCH_SLOTS = 512  # as in packets.cuh; also the largest grid
 RESIDENT = 264  # blocks of a looped kernel resident on an H200, two a multiprocessor: see KERNEL in sync.cuh
 FUSED_DTYPES = "float16", "bfloat16"  # of kernels that also normalise rows
 # What has slots of its own, so that ranks that differ in it wait for each other's packets instead of reducing them. The
-# place of an entry is its code: new ones come last.
+# place of an entry is its code. Those of launches that are planned here come before those of norms (CODES_BYTES).
 CODES = {of: code for code, of in enumerate([*product(KIND_NAMES, OPS), *product(FUSED_DTYPES, ("norm",))])}
 CODE_BYTES = 128  # distance between the slot origins of consecutive codes
 CODES_BYTES = CODE_BYTES * CODES["float16", "norm"]  # of (dtype, op)
@@ -142,7 +142,7 @@ def row_bytes(packets: int) -> int:
 def staging_bytes(algorithm: str, nbytes: int, n: int) -> int:
     """The bytes that one launch needs in each half of each workspace."""
     row = ALGORITHMS[algorithm]
-    return (n - 1) * row.hops * row_bytes(row.columns(-(-nbytes // PACKET_BYTES), n))
+    return (n - 1) * row.hops * row_bytes(-(-(-(-nbytes // PACKET_BYTES)) // row.parts(n)))
 
 
 @lru_cache(maxsize=4096)
@@ -217,7 +217,9 @@ def _segment_bytes(algorithm: str, n: int, half_bytes: int, one_shot_packets: in
     row = ALGORITHMS[algorithm]
     rows = (n - 1) * row.hops
     packets = max(32, room // rows // PACKET_BYTES * 32 // 33 - 8 - 32)  # room for 33 a warp, rounded to lines of 8
-    packets = packets * n if row.loops else min(packets, one_shot_packets)
+    packets *= row.parts(n)
+    if not row.loops:
+        packets = min(packets, one_shot_packets)
     nbytes = min(packets * PACKET_BYTES, _LAUNCH_BYTES)
     nbytes -= nbytes % _unit(nbytes)
     if staging_bytes(algorithm, nbytes, n) > room:
@@ -237,7 +239,7 @@ def plan_launch(
     """Plan one launch: by ``choice`` if it has this algorithm and its grid holds the message, or else by default."""
     packets = -(-nbytes // PACKET_BYTES)
     row = ALGORITHMS[algorithm]
-    threads = row.columns(packets, n)
+    threads = -(-packets // row.parts(n))
     most = most_blocks(resident, sharing)
     if choice is not None and choice.algorithm == algorithm:
         grid = -(-threads // choice.block)

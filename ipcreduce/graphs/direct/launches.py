@@ -65,10 +65,10 @@ class _Noted:
 def noted(prepared: Prepared, launched: list[Launched]) -> Prepared:
     """A copy of a prepared call that adds its launches to ``launched`` when they are captured.
 
-    Calls on lists, with an expression or with a norm are never direct, and stay as they are.
+    Only plain all-reduces of one array can be direct. Other calls stay as they are.
     """
     request = prepared.request
-    if request.is_list or request.epilogue is not None:
+    if request != request.without_epilogue() or request.is_list:
         return prepared
     notes = (_Noted(one, request, launched) if isinstance(one, KernelStep) else one for one in prepared.steps)
     return replace(prepared, steps=tuple(notes))

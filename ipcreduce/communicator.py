@@ -94,6 +94,15 @@ class Communicator:
         backend = self._open.backend
         return "mpi" if backend is None else backend.name
 
+    @property
+    def calls(self) -> int:
+        """The number of this rank's last call: the ranks count alike.
+
+        All-reduces, of lists too, recordings, :meth:`suspend` and :meth:`resume` count one each, also if they raise. A
+        replay counts one for each segment that has all-reduces: one without breaks.
+        """
+        return self._open.calls.number
+
     def describe(self) -> str:
         """Backend, GPU, workspace, how host arrays travel, and why other backends were not chosen: several lines."""
         parts = self._open
@@ -280,6 +289,22 @@ class Communicator:
         :raises IpcReduceError: see :meth:`allreduce`.
         """
         self._open.session.synchronize(None if stream is None else cupy_runtime.stream_of(stream)[0])
+
+    def recover(self) -> int:
+        """Meet the other ranks after an error, and start anew: the next call does the same by itself. Collective.
+
+        It can follow any exception, also one of the program's own: it ends the other ranks' waits for this rank. What
+        has gone wrong until then is raised by no later call. ``calls`` is the same on every rank afterwards.
+
+        :returns: the last call that was right on every rank, with all before it since the ranks last met. It is the
+            same on every rank. It can be an earlier one if calls have ended without data, and other libraries' graphs
+            have been replayed, or with backend "nccl"; but not before the last call of a :meth:`synchronize` that
+            raised nothing.
+        :raises PeerLostError: if a rank has gone, or does not come within ``timeout``, or 30 s if that is longer.
+        :raises GraphStateError: within a recording, or while the communicator is suspended.
+        :raises CaptureError: while the current stream is being captured.
+        """
+        return self._open.session.recover()
 
     @contextmanager
     def capture(self) -> Iterator[None]:

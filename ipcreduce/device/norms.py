@@ -76,13 +76,14 @@ class Norms:
             return PreparedNorm(what=what, by="nothing", shape=shape, alignment=itemsize, plain=None, norm=None)
         fused = self._fused(shape)
         if fused is not None:
+            what = what.made_by(1)
             return PreparedNorm(what=what, by=fused.name, shape=shape, alignment=PACKET_BYTES, plain=None, norm=fused)
         norm, plain = self.kernels.pair_launch(shape), None
         by = norm.name
         if self._ranks > 1:
             like = SimpleNamespace(shape=of, dtype=_DTYPES[shape.dtype], nbytes=shape.nbytes, itemsize=itemsize)
             plain = self._for_array(like, "sum")
-            by = f"{plain.by}, {by}"
+            what, by = what.made_by(plain.what.operations), f"{plain.by}, {by}"
         return PreparedNorm(what=what, by=by, shape=shape, alignment=itemsize, plain=plain, norm=norm)
 
     def start(self, prepared: PreparedNorm, addresses: NormAddresses, stream: Stream) -> None:

@@ -122,6 +122,7 @@ class Launches:
                 self._load_all(kind, parts)
             launches += [self._launch_list(one, kind, name, len(arrays)) for one in planned]
         what = of_list([(array.shape, kind) for array, (kind, _) in zip(arrays, names, strict=True)], op_name(op))
+        what = what.made_by(len(launches))
         by = ", ".join(dict.fromkeys(one.plan.step.algorithm for one in launches)) or "nothing"
         return lists.PreparedLaunches(what=what, by=by, through=(None,) * len(arrays), launches=tuple(launches))
 
@@ -147,7 +148,7 @@ class Launches:
             self._load((kernel, kind, name, depth, 0, expression) for kernel, depth in kernels)
             steps = self.planned(array.nbytes, self.algorithm, self.table)
             launches = tuple(self._launch_map(step, array, kind, name, expression) for step in steps)
-            what = of_map(array.shape, kind, name, str(expression), expression.text)
+            what = of_map(array.shape, kind, name, str(expression), expression.text).made_by(len(launches))
             by = ", ".join(dict.fromkeys(step.algorithm for step in steps)) or "nothing"
             prepared = maps.PreparedMap(what=what, by=by, nbytes=array.nbytes, first=None, launches=launches)
             keep(self._maps, key, prepared, _MOST_MAPS)
@@ -177,7 +178,7 @@ class Launches:
     ) -> PreparedCall:
         """:meth:`prepare` by other steps than the planned ones, and not kept."""
         launches = tuple((*self.launch(step, dtype, op), step) for step in steps)
-        what = of_allreduce(shape, dtype, op)
+        what = of_allreduce(shape, dtype, op).made_by(len(launches))
         by = ", ".join(dict.fromkeys(part.algorithm for *_, part in launches)) or "nothing"
         return PreparedCall(what=what, by=by, nbytes=nbytes, fast=nbytes > 0, dtype=dtype, op=op, launches=launches)
 

@@ -70,7 +70,7 @@ MUTANTS = [
     Mutant(
         "the ranks resynchronise with one meeting only",
         CALLS,
-        "visible\n        self._rounds.meet(self.number, check, offer)\n",
+        "visible\n        self._rounds.meet(self.number, check, offer, right)\n",
         "visible\n",
         unit("calls", "the_page_is_clear_for_all_before_any_goes_on"),
     ),

@@ -7,7 +7,80 @@ from tests.mutants import Mutant, unit
 PAGE, ROUNDS, RECORDS = (f"ipcreduce/page/{name}.py" for name in ("control_page", "rounds", "records"))
 CALLS, VOTES, FAULTS = (f"ipcreduce/calls/{name}.py" for name in ("sequence", "votes", "faults"))
 
+RIGHT = "ipcreduce/calls/right_calls.py"
+
 MUTANTS = [
+    # ---- the last right call
+    Mutant(
+        "recover() leaves out the number that the next call would have",
+        CALLS,
+        "        self.withdraw()\n        return self._right.last\n",
+        "        return self._right.last\n",
+        unit("recover", "the_next_call_does_the_same"),
+    ),
+    Mutant(
+        "recover() does not end the waits of ranks in earlier calls than the fault's",
+        CALLS,
+        "            if not page.aborted or (fault is not None and fault[0] > self.number):",
+        "            if not page.aborted:",
+        unit("recover", "a_fault_of_a_later_call_does_not_keep_the_peers_from_waiting"),
+    ),
+    Mutant(
+        "a call counts as right though another rank's has failed",
+        RIGHT,
+        "min(rights), number - 1",
+        "max(rights), number - 1",
+        unit("recover", "random_programs"),
+    ),
+    Mutant(
+        "calls count as right that have ended without data",
+        RIGHT,
+        "min([right, *(backend.right(right) for backend in backends)])",
+        "right",
+        unit("recover", "what_a_backend_knows_counts"),
+    ),
+    Mutant(
+        "an error that every rank makes alike counts for ever",
+        RIGHT,
+        "first - 1 if last == made else made",
+        "first - 1 if last else made",
+        unit("recover", "an_error_that_every_rank_makes_alike"),
+    ),
+    Mutant(
+        "a failed call within another one is told behind recover()",
+        CALLS,
+        "        self.nested.clear()\n",
+        "",
+        unit("recover", "random_programs"),
+    ),
+    Mutant(
+        "a list counts as one kernel when the last right call is looked for",
+        "ipcreduce/ipc/launches.py",
+        "        what = what.made_by(len(launches))\n",
+        "        what = what.made_by(1)\n",
+        "mpirun -n 2 tests.sim.scenarios refused_behind_queued_calls",
+    ),
+    Mutant(
+        "a graph counts as no kernel when the last right call is looked for",
+        "ipcreduce/graphs/recording.py",
+        "what.made_by(sum(one.operations for one in every))",
+        "what",
+        "mpirun -n 2 tests.sim.scenarios refused_behind_queued_calls",
+    ),
+    Mutant(
+        "the first call without data counts as right",
+        "ipcreduce/ipc/backend.py",
+        "return min(number, max(call - 1, self.order.right))",
+        "return min(number, max(call, self.order.right))",
+        "mpirun -n 2 tests.sim.scenarios late_on_the_stream",
+    ),
+    Mutant(
+        "a failed recording counts as right",
+        "ipcreduce/graphs/session.py",
+        "            self.calls.spoil(number)\n",
+        "            pass\n",
+        "mpirun -n 2 tests.sim.scenarios recovered_recordings",
+    ),
     # ---- calls and resynchronisation
     Mutant(
         "a vote ends the comparison of the calls before it",

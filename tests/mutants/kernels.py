@@ -90,7 +90,7 @@ MUTANTS = [
     Mutant(
         "an abandoned wait does not say that it ended without data",
         EXCHANGE,
-        "  store_u32_relaxed_sys(args.missing + 4, 1);\n",
+        "  store_u32_relaxed_sys(args.missing + 4, next_epoch ? next_epoch : kSentinel);\n",
         "",
         unit("kernel_layout", "words_of_the_control_page"),
     ),

@@ -154,8 +154,9 @@ class Communicator:
             host; any shape, alignment and layout; the same shape and dtype on every rank. dtypes: float16, bfloat16,
             float32, float64, signed and unsigned integers of 8 to 64 bits; bool for "any", "all", "min" and "max";
             complex64 and complex128 for "sum" and "avg". Or a number of Python's or NumPy's; an int is an int64, and
-            wraps as one. Masked arrays are refused; other subclasses count as plain arrays. Or a list or tuple of
-            arrays, of any shapes and dtypes, which is one call: all on the device or all on the host.
+            wraps as one. Masked arrays are refused, and subclasses with an ``__array_ufunc__`` of their own; others
+            count as plain arrays. Or a list or tuple of arrays, of any shapes and dtypes, which is one call: all on the
+            device or all on the host.
         :param op: "sum", "prod" or "product", "min", "max", "avg" or "mean", or "any" or "all"; or an op of MPI or
             ``torch.distributed.ReduceOp`` that means one of these. The average of integers is truncated toward zero.
         :param out: the array for the result, of the same shape and dtype, and on the device if ``array`` is;

@@ -261,7 +261,8 @@ class HostMap:
 
     def apply(self, reduced: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """A new array with the function's values. :raises ArgumentError: if they have another shape."""
-        value = np.asarray(self._host(_widened(reduced), **self._values))
+        value = self._host(_widened(reduced), **self._values)
+        value = as_numpy(value, "the result of host=") if isinstance(value, np.ndarray) else np.asarray(value)
         if value.shape != reduced.shape:
             raise ArgumentError(
                 f"host of then= has returned shape {value.shape} for shape {reduced.shape}. Let it return an array of "

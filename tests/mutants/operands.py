@@ -26,6 +26,20 @@ def tensors(scenario: str) -> str:
 
 MUTANTS = [
     Mutant(
+        "an array with units counts as a plain one",
+        "ipcreduce/arrays/host_operands.py",
+        "        views.check_plain(array, np.ndarray, what)\n",
+        "        pass\n",
+        unit("host_operands", "a_subclass_that_computes_in_its_own_way_is_refused"),
+    ),
+    Mutant(
+        "the protocols that an object only hands on count as its own",
+        PROTOCOLS,
+        "    own = attributes(type(array))\n",
+        "    if hasattr(array, name):\n        return True\n    own = attributes(type(array))\n",
+        unit("host_operands", "an_object_that_only_hands_on_protocols_is_refused"),
+    ),
+    Mutant(
         "the all-reduce of a bucket does not wait for its gradients",
         BUCKETS,
         "        self._stream.wait_stream(cuda.current_stream(tensor.device))\n",

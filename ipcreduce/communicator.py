@@ -97,6 +97,15 @@ class Communicator:
         backend = self._open.backend
         return "mpi" if backend is None else backend.name
 
+    @property
+    def calls(self) -> int:
+        """The number of this rank's last call: the ranks count alike.
+
+        All-reduces, of lists too, recordings, :meth:`suspend` and :meth:`resume` count one each, also if they raise. A
+        replay counts one for each segment that has all-reduces: one without breaks.
+        """
+        return self._open.calls.number
+
     def describe(self) -> str:
         """Backend, GPU, workspace, how host arrays travel, and why other backends were not chosen: several lines."""
         parts = self._open
@@ -148,8 +157,9 @@ class Communicator:
             host; any shape, alignment and layout; the same shape and dtype on every rank. dtypes: float16, bfloat16,
             float32, float64, signed and unsigned integers of 8 to 64 bits; bool for "any", "all", "min" and "max";
             complex64 and complex128 for "sum" and "avg". Or a number of Python's or NumPy's; an int is an int64, and
-            wraps as one. Masked arrays are refused; other subclasses count as plain arrays. Or a list or tuple of
-            arrays, of any shapes and dtypes, which is one call: all on the device or all on the host.
+            wraps as one. Masked arrays are refused, and subclasses with an ``__array_ufunc__`` of their own; others
+            count as plain arrays. Or a list or tuple of arrays, of any shapes and dtypes, which is one call: all on the
+            device or all on the host.
         :param op: "sum", "prod" or "product", "min", "max", "avg" or "mean", or "any" or "all"; or an op of MPI or
             ``torch.distributed.ReduceOp`` that means one of these. The average of integers is truncated toward zero.
         :param out: the array for the result, of the same shape and dtype, and on the device if ``array`` is;
@@ -257,6 +267,22 @@ class Communicator:
         :raises IpcReduceError: see :meth:`allreduce`.
         """
         self._open.session.synchronize(None if stream is None else cupy_runtime.stream_of(stream)[0])
+
+    def recover(self) -> int:
+        """Meet the other ranks after an error, and start anew: the next call does the same by itself. Collective.
+
+        It can follow any exception, also one of the program's own: it ends the other ranks' waits for this rank. What
+        has gone wrong until then is raised by no later call. ``calls`` is the same on every rank afterwards.
+
+        :returns: the last call that was right on every rank, with all before it since the ranks last met. It is the
+            same on every rank. It can be an earlier one if calls have ended without data, and other libraries' graphs
+            have been replayed, or with backend "nccl"; but not before the last call of a :meth:`synchronize` that
+            raised nothing.
+        :raises PeerLostError: if a rank has gone, or does not come within ``timeout``, or 30 s if that is longer.
+        :raises GraphStateError: within a recording, or while the communicator is suspended.
+        :raises CaptureError: while the current stream is being captured.
+        """
+        return self._open.session.recover()
 
     @contextmanager
     def capture(self) -> Iterator[None]:

@@ -33,7 +33,7 @@ struct Args {
   u64 epochs;           // in this GPU's memory: kEpochSlots pairs of words (epoch, abandoned), then check_wait's three
   u64 abort;            // word in the control page (host memory, shared by all ranks): non-zero ends every wait
   u64 missing;          // this rank's two words there: a bit r if a wait for rank r's data passed its deadline; then
-                        // non-zero if a wait of this rank has ended without data
+                        // non-zero if a wait of this rank has ended without data: the epoch of that kernel, plus 1
   u64 timeout_ns;       // deadline of a wait, from its start
   u64 outs[8];          // direct.cu: output of peer_rank(i), as mapped in this process
 #ifdef IPCREDUCE_PARTS  // a list: in and out are all addresses or-ed together, and bytes counts whole packets
@@ -131,7 +131,10 @@ DEVICE_NOINLINE u64 check_wait(u64 started, u32 missing, const Args& args) {
   const bool known = load_u32_relaxed_gpu(abandoned);
   if (!late && !known && !(seen && (int)(microseconds - seen) > (int)kGraceMicroseconds)) return started;
   store_u32_relaxed_gpu(epochs + 8 * block_in_grid() + 4, 1);  // before this block's next barrier
-  store_u32_relaxed_sys(args.missing + 4, 1);
+  // By now this block has advanced its slot. If the store is not visible here yet, the host takes the kernel before
+  // this one for the first without data, which does no harm. 0 would say that there is none.
+  const u32 next_epoch = load_u32_relaxed_gpu(epochs + 8 * block_in_grid());
+  store_u32_relaxed_sys(args.missing + 4, next_epoch ? next_epoch : kSentinel);
   if (!known) {
     store_u32_relaxed_gpu(abandoned, 1);
 #pragma unroll 1

@@ -109,12 +109,16 @@ def as_numpy(array: Any, what: str) -> Array:
 
     It is of no subclass: numpy.matrix, say, indexes and reshapes in its own way.
 
-    :raises ArgumentError: for a masked array, whose memory is not its values.
+    :raises ArgumentError: for an array whose memory is not its whole value, such as a masked one.
     """
+    if type(array) is np.ndarray:
+        return array
     module = sys.modules.get("numpy.ma")  # reading np.ma would import that module, perhaps within a signal handler
     if isinstance(array, getattr(module, "MaskedArray", ())):
         remedy = "Fill it first" if what == "array" else "Pass its .data"
         raise ArgumentError(f"{what} is a masked array, whose masked elements have no value. {remedy}")
+    if isinstance(array, np.ndarray):
+        views.check_plain(array, np.ndarray, what)
     if isinstance(array, (np.ndarray, np.generic)):
         return np.asarray(array)
     for number, convert in _NUMBERS:

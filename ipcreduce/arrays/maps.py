@@ -332,7 +332,8 @@ class HostMap:
 
     @in_standard_state  # the function of the program, too
     def _apply(self, reduced: Array) -> Array:
-        value = np.asarray(self._host(_widened(reduced), **self._values))
+        value = self._host(_widened(reduced), **self._values)
+        value = as_numpy(value, "the result of host=") if isinstance(value, np.ndarray) else np.asarray(value)
         if value.shape != reduced.shape:
             raise ArgumentError(
                 f"host of then= has returned shape {value.shape} for shape {reduced.shape}. Let it return an array of "

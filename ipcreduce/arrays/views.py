@@ -41,22 +41,36 @@ def is_device(array: Any, what: str = "array") -> bool:
         raise ArgumentError(f"{what} {problem}")
     kind = type(array)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if _has(array, "__dlpack_device__"):
+    if array_protocols.has(array, "__dlpack_device__"):
         device_type = int(array.__dlpack_device__()[0])
         if device_type in (*_ON_GPU, *_ON_HOST):
             return device_type in _ON_GPU
         raise ArgumentError(
             f"{what}, a {name}, lies on DLPack device type {device_type}. Move it to an NVIDIA GPU, or to the host"
         )
-    if _has(array, "__cuda_array_interface__"):
+    if array_protocols.has(array, "__cuda_array_interface__"):
         return True
+    if not isinstance(array, type) and any(getattr(array, one, None) is not None for one in array_protocols.PROTOCOLS):
+        raise ArgumentError(
+            f"{what} is a {name}, which hands on the protocols of an array that it holds, and may add a unit or a mask "
+            "of its own. Pass the array that it holds"
+        )
     remedy = advice.for_array(array, what)
     raise ArgumentError(f"{what} is a {name}, which has neither __dlpack__ nor __cuda_array_interface__. {remedy}")
 
 
-def _has(array: Any, name: str) -> bool:
-    """True if the type or the object itself has this member of a protocol. False for a type, which is no array."""
-    return hasattr(type(array), name) or (hasattr(array, name) and not isinstance(array, type))
+def check_plain(array: Any, plain: type, what: str = "array") -> None:
+    """Check that an array's memory is its whole value. ``plain``: its library's class, of which it may be a subclass.
+
+    :raises ArgumentError: if its class computes in a way of its own, as arrays with units or a mask do.
+    """
+    kind = type(array)
+    if getattr(kind, "__array_ufunc__", None) is not getattr(plain, "__array_ufunc__", None):
+        raise ArgumentError(
+            f"{what} is a {kind.__module__}.{kind.__qualname__}, whose __array_ufunc__ is not {plain.__qualname__}'s: "
+            "its memory may not be its whole value, as with units or a mask. Pass a plain array of the values that you "
+            "mean"
+        )
 
 
 def view(array: Any, stream: Stream, ordered: bool = True) -> Any:
@@ -71,6 +85,7 @@ def view(array: Any, stream: Stream, ordered: bool = True) -> Any:
     if type(array) is cupy.ndarray:
         found = array
     elif isinstance(array, cupy.ndarray):  # of a subclass, which may index, copy and reshape in its own way
+        check_plain(array, cupy.ndarray)
         found = cupy.ndarray.view(array, type=cupy.ndarray)
     else:
         found = _viewed(array, stream, ordered)
@@ -84,7 +99,7 @@ def _viewed(array: Any, stream: Stream, ordered: bool) -> Any:
     try:
         if torch_runtime.is_tensor(array) and (place := torch_runtime.place_of(array)) is not None:
             return _from_tensor(array, place, stream, ordered)
-        if _has(array, "__dlpack__"):
+        if array_protocols.has(array, "__dlpack__"):
             with on_stream(stream):
                 return cupy.from_dlpack(array if ordered else _Unordered(array))
         return _from_interface(array, stream, ordered)

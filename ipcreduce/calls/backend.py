@@ -24,6 +24,10 @@ class Backend(ABC):
         """Up to 136 bytes that the other ranks' :meth:`reset` is to get; b"" for none."""
         return b""
 
+    def right(self, number: int) -> int:
+        """The last call up to ``number`` whose results are right on this rank, or one before: it has been quiesced."""
+        return number
+
     @abstractmethod
     def reset(self, offers: Sequence[bytes]) -> None:
         """Return to the state of start-up, once every rank is quiet. ``offers``: every rank's :meth:`offer`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -28,6 +29,7 @@ from ..texts import described
 from ..types import Stream
 from . import faults, turns
 from .backend import Backend
+from .right_calls import RightCalls
 
 _PATIENCE_SECONDS = 30.0  # in a resynchronisation, for a rank that came too late for a call and is still on its way
 
@@ -65,6 +67,7 @@ class CallSequence:
         self.within = False  # this and the next: see turns.py
         self.nested: list[Callable[[], None]] = []
         self._noted = 0  # see faults.note
+        self._right = RightCalls()
         self._take(page, backends)
 
     def _take(self, page: Page, backends: Sequence[Backend]) -> None:
@@ -169,6 +172,10 @@ class CallSequence:
             except PeerLostError as lost:
                 self._fail(lost, foreign=False)
                 raise
+            finally:
+                self.spoil(self.number)
+        elif self.within:
+            self.spoil(self.number)
         self._noted = faults.note(self.page, self.rank, error, self._noted)
 
     def _tell(self, error: BaseException, reach: Reach) -> None:
@@ -266,6 +273,39 @@ class CallSequence:
             self.raised = True
             raise faults.fault_error(page, number, self.timeout) from None
 
+    def spoil(self, first: int) -> None:
+        """Note that this rank raises an error for the calls from ``first`` on."""
+        self._right.spoil(first, self.number, self.raised or self.page.aborted)
+
+    def recover(self) -> int:
+        """Meet all ranks after an error, and start anew. Collective. It is no call. A fault counts as raised.
+
+        :returns: see :class:`RightCalls`. :raises PeerLostError: if a rank has gone, or does not come.
+        """
+        self.check_usable()
+        self.nested.clear()
+        return turns.alone(self, self._recover)
+
+    def _recover(self) -> int:
+        page = self.page
+        self.number += 1  # as in a call, by which the others may come to the meeting
+        self.spoil(self.number)
+        try:
+            fault = page.fault() if page.aborted else None
+            if not page.aborted or (fault is not None and fault[0] > self.number):  # nothing ends the peers' waits
+                cause = sys.exc_info()[1]
+                text = "recover()" if cause is None else f"recover() after {described(cause)}"
+                self._post(control_page.REFUSED, text, raised=True)
+            elif not self.raised:
+                error = faults.fault_error(page, self.number, self.timeout)
+                self._noted = faults.note(page, self.rank, error, self._noted)
+            self._resynchronise()
+        except IpcReduceError as error:
+            self.fail(error)
+            raise
+        self.withdraw()
+        return self._right.last
+
     def _resynchronise(self) -> None:
         """Meet all ranks, each of which has raised its error, and start anew with one call number. Collective.
 
@@ -296,16 +336,18 @@ class CallSequence:
         # be posted to what follows, and NCCL's guard, which has seen a call run, might abort behind the offer.
         page.next_era()
         offer = next(filter(None, (backend.offer() for backend in self._backends)), b"")
-        everyone = self._rounds.meet(self.number, check, offer)
-        calls, rounds, offers = zip(*everyone, strict=True)
+        right = self._right.here(self.number - 1, self._backends)
+        everyone = self._rounds.meet(self.number, check, offer, right)
+        calls, rounds, offers, rights = zip(*everyone, strict=True)
         for backend in self._backends:
             backend.reset(offers)
         # Before the abort word goes: earlier calls are not compared any more, but the one in which the ranks meet is.
         page.calls.first = max(calls)
         page.clear()
         fence()  # before a peer goes on, and writes to the page, this has to be visible
-        self._rounds.meet(self.number, check, offer)
+        self._rounds.meet(self.number, check, offer, right)
         self.number, self._rounds.last = max(calls), max(rounds)
+        self._right.meet(self.number, rights)
 
     @contextmanager
     def losing(self, why: str) -> Iterator[None]:

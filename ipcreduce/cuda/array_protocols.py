@@ -46,6 +46,17 @@ def attributes(kind: type) -> Callable[[Any], dict[str, Any]] | None:
     return None
 
 
+def has(array: Any, name: str) -> bool:
+    """True if an array has this member of a protocol through its type, or in its own ``__dict__``; False for types.
+
+    What ``__getattr__`` hands on does not count: it is another object's, which may be no more than a part of the value.
+    """
+    if getattr(type(array), name, None) is not None:
+        return True
+    own = attributes(type(array))
+    return own is not None and dict.get(own(array), name) is not None
+
+
 def carried(kind: type, own: dict[str, Any]) -> Locate | None:
     """:func:`locator` for an object with the attributes ``own``; None if they contain no protocol."""
     get = dict.get  # a dict's subclass may have a get() of its own. A protocol of None means that this is no array

@@ -194,6 +194,10 @@ class DeviceBackend(Backend):
             )
         self.order.reset()
 
+    def right(self, number: int) -> int:
+        """See :class:`Backend`. If a kernel has ended without data, it is what the program and this class know."""
+        return min(number, self.order.right) if self.page.ended_without_data else number
+
     def close(self, wait: float, free: Actions) -> None:
         """Part from the peers, waiting for them up to ``wait`` seconds, and free everything.
 

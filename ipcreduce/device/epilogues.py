@@ -65,7 +65,8 @@ def _handed_on(plain: Prepared, after: Prepared, is_norm: bool, device: int) -> 
             views.copy_into(views.at(addresses.between, shape, KINDS[kind], device), source, stream)
 
         steps.append(OwnStep(narrow))
-    return replace(after, steps=(*steps, *after.steps), through=plain.through, hands_on=True)
+    what = after.what.made_by(plain.what.operations)
+    return replace(after, what=what, steps=(*steps, *after.steps), through=plain.through, hands_on=True)
 
 
 def _of_map(request: Request, kernels: Kernels, is_behind: bool) -> Iterator[KernelStep]:

@@ -75,6 +75,7 @@ class StreamOrder:
         self._context = context
         self._open = False  # a call is being launched
         self.launched = 0  # number of the last call that was launched; written by who launches
+        self.right = 0  # number of the last call that is known to have ended with its data; written by who waits
         self.last = Last(NOTHING)
         self.shared = False  # there are graphs of others
         self.recording_stream: Stream | None = None  # that of all recordings
@@ -292,8 +293,11 @@ class StreamOrder:
         streams.wait_event(after, self._between)
 
     # ---- waiting
-    def synchronize(self, stream: Stream | None) -> None:
-        """Wait for the calls made so far: for those on ``stream``, or for all, with replays of graphs of others."""
+    def synchronize(self, stream: Stream | None) -> bool:
+        """Wait for the calls made so far: for those on ``stream``, or for all, with replays of graphs of others.
+
+        :returns: True if all have ended.
+        """
         launched, last = self.launched, self.last
         with using_relaxed(self._context):
             if stream is not None:
@@ -305,9 +309,11 @@ class StreamOrder:
             if stream is None and self.shared and self._replayed is not None:
                 streams.synchronize_event(self._replayed)
         if self.launched != launched or self.last is not last:  # a signal handler has made a call meanwhile
-            return
-        if stream is None or stream == last.busy:
+            return False
+        is_last = stream is None or stream == last.busy
+        if is_last:
             self.last = last.waited_for()
+        return is_last
 
     def reset(self) -> None:
         """Begin anew, since no eager call runs any more: the next call follows none, nor a stream that has failed."""

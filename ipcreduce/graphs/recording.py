@@ -62,7 +62,8 @@ class Segment:
         self.nodes = cuda_graph.Nodes(0, 0, ())
         text = f"replay of {name}: {len(calls)} all-reduces"
         every = [call.what for call in calls]
-        self.what = Fingerprint.of(f"{text}, first {every[0]}" if every else text, f"{name} {every}")
+        what = Fingerprint.of(f"{text}, first {every[0]}" if every else text, f"{name} {every}")
+        self.what = what.made_by(sum(one.operations for one in every))
         self.ready = Ready(self.what, cupy_runtime.launch_graph, 0)
 
     def make_executable(self) -> None:

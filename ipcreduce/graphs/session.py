@@ -15,11 +15,12 @@ from ..calls import turns
 from ..calls.sequence import CallSequence
 from ..calls.votes import agree
 from ..cuda import cupy_runtime, current_streams
+from ..cuda.contexts import using
 from ..device import deferred_free
 from ..device.backend import DeviceBackend
 from ..device.prepared import Prepared, Ready
 from ..device.stream_order import StreamOrder
-from ..errors import ArgumentError, GraphStateError, IpcReduceError, Reach, UnsupportedError
+from ..errors import ArgumentError, CaptureError, GraphStateError, IpcReduceError, Reach, UnsupportedError
 from ..ipc.backend import IpcBackend
 from ..page.fingerprint import Fingerprint
 from ..types import Stream
@@ -162,6 +163,16 @@ class GraphSession:
     def _agree(
         self, number: int, segments: list[Segment], error: BaseException | None, stale: Exception | None = None
     ) -> None:
+        """Do :meth:`_vote`, as part of call ``number``."""
+        try:
+            self._vote(number, segments, error, stale)
+        except BaseException:
+            self.calls.spoil(number)
+            raise
+
+    def _vote(
+        self, number: int, segments: list[Segment], error: BaseException | None, stale: Exception | None
+    ) -> None:  # fmt: skip
         """Vote on a recording. :param stale: raised unless a fault is pending, which then is its cause."""
         calls = self.calls
         if self.backend is None:  # closed in the meantime
@@ -268,24 +279,45 @@ class GraphSession:
     def synchronize(self, stream: Stream | None) -> None:
         """See :meth:`Communicator.synchronize`. :raises UnsupportedError: within a call of the same thread."""
         with self.calls.lock:
-            if self.calls.within:  # the order of streams is about to change
-                raise UnsupportedError(
-                    f"rank {self.calls.rank}: a signal handler or a finaliser called synchronize() within call "
-                    f"{self.calls.number} of the same thread. Let it set a flag, and synchronise where the program "
-                    "looks at the flag"
-                )
+            self._check_not_within("synchronize()")  # the order of streams is about to change
             self.wait(stream)
+
+    def _check_not_within(self, what: str) -> None:
+        if self.calls.within:
+            raise UnsupportedError(
+                f"rank {self.calls.rank}: a signal handler or a finaliser called {what} within call "
+                f"{self.calls.number} of the same thread. Let it set a flag, and call {what} where the program looks "
+                "at the flag"
+            )
+
+    def recover(self) -> int:
+        """See :meth:`Communicator.recover`. :raises UnsupportedError: within a call of the same thread."""
+        calls, backend = self.calls, self.backend
+        with calls.lock:
+            self._check_not_within("recover()")
+            calls.check_usable()
+            if calls.recording is not None and calls.recording.in_this_thread:
+                raise GraphStateError("recover() was called within a recording. Leave the with block first")
+            if backend is not None:
+                with using(backend.context):
+                    if any(map(backend.is_capturing, current_streams.streams(backend.device.ordinal))):
+                        text = "recover() was called while the current stream is being captured. End that capture first"
+                        raise CaptureError(text, reach=Reach.CAPTURED)
+            return calls.recover()
 
     def wait(self, stream: Stream | None) -> None:
         """Wait for the calls, and raise what went wrong in them. Without GPUs there is nothing to wait for."""
         with self.calls.lock:
             self.calls.check_usable()
             if self.backend is not None:
-                self.backend.order.synchronize(stream)
+                order, launched = self.backend.order, self.backend.order.launched
+                have_ended = order.synchronize(stream)
                 if self.direct is not None:
                     self.direct.mappings.collect()
                 deferred_free.flush()
                 self.calls.check_faults()
+                if have_ended:
+                    order.right = launched
 
     # ---- several recordings
     @contextmanager

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from ..calls.request import Request
 from ..cuda import driver
 from ..cuda.contexts import using_relaxed
@@ -129,6 +131,24 @@ class IpcBackend(DeviceBackend):
         return self._used
 
     # ---- ends
+    def right(self, number: int) -> int:
+        """See :class:`DeviceBackend`. The call is found by the epoch of the first kernel that has ended without data.
+
+        Each kernel has advanced the epochs by one since. With graphs of others these are not only those of calls.
+        """
+        first = self.page.ended_without_data
+        if not first or self.order.shared:
+            return super().right(number)
+        epoch = np.zeros(1, np.uint32)
+        with using_relaxed(self.context):
+            driver.copy_to_host(epoch, self.workspace.address)
+        kernels = (int(epoch[0]) - first + 1) % (1 << 32)  # the first without data, and those behind it
+        for call, what in self.page.calls.latest(self.order.launched):
+            kernels -= what.operations
+            if kernels <= 0:
+                return min(number, max(call - 1, self.order.right))
+        return super().right(number)
+
     def reset(self, offers: Sequence[bytes]) -> None:
         """Empty the slots and reset the epochs. Every rank must have called :meth:`quiesce`."""
         with using_relaxed(self.context):

@@ -141,8 +141,8 @@ def row_bytes(packets: int) -> int:
 
 def staging_bytes(algorithm: str, nbytes: int, n: int) -> int:
     """The bytes that one launch needs in each half of each workspace."""
-    row = ALGORITHMS[algorithm]
-    return (n - 1) * row.hops * row_bytes(-(-(-(-nbytes // PACKET_BYTES)) // row.parts(n)))
+    row, packets = ALGORITHMS[algorithm], -(-nbytes // PACKET_BYTES)
+    return (n - 1) * row.hops * row_bytes(-(-packets // row.parts(n)))
 
 
 @lru_cache(maxsize=4096)

@@ -159,6 +159,10 @@ class NcclBackend(DeviceBackend):
             self._identity = library.new_id()
         return bytes([not self.nccl.is_open]) + self._identity
 
+    def right(self, number: int) -> int:
+        """See :class:`DeviceBackend`. Calls that had ended before the guard aborted the others are right, too."""
+        return max(super().right(number), min(number, self._guard.ended))
+
     def reset(self, offers: Sequence[bytes]) -> None:
         """Make a new NCCL communicator, if a rank has aborted the last one. Collective.
 

@@ -47,7 +47,7 @@ class Guard:
         self._problem_at = 0.0  # when NCCL's error was seen first; 0: not seen
         self._marked = 0  # the number of the last call before the event; 0: the guard waits for no event
         self._since = 0.0  # when the event was recorded
-        self._ended = 0  # the number of the last call that is known to have ended
+        self.ended = 0  # the number of the last call that is known to have ended
         self._enqueuing: object | None = None  # the call that was being put on a stream in the last turn
         self._enqueuing_at = 0  # the number of the rank's last call in that turn
         self._enqueuing_since = 0.0
@@ -69,7 +69,7 @@ class Guard:
     def reset(self) -> None:
         """Forget all calls. No call may be running."""
         self._marked, self._enqueuing, self._aborting, self._problem_at = 0, None, 0.0, 0.0
-        self._ended = self._page.calls.number[0]
+        self.ended = self._page.calls.number[0]
 
     def look(self) -> None:
         """Look once for all that the guard has to do."""
@@ -111,12 +111,12 @@ class Guard:
         """Post a timeout if a call on a stream takes too long."""
         if self._marked:
             if streams.is_over(self._event):
-                self._marked, self._ended = 0, self._marked
+                self._marked, self.ended = 0, self._marked
             elif clock.now() - self._since > self._timeout:
                 self._post_timeout(self._marked, era)
                 return
         number = self._order.launched  # read before the event is recorded, which then comes after that call
-        if not self._marked and number > self._ended and self._order.mark(self._event, self._stream):
+        if not self._marked and number > self.ended and self._order.mark(self._event, self._stream):
             self._marked, self._since = number, clock.now()
 
     def _watch_enqueuing(self, era: int) -> None:

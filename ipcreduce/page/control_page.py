@@ -136,9 +136,12 @@ class Page:
         return self.abort_word[0] != 0
 
     @property
-    def ended_without_data(self) -> bool:
-        """True if a kernel of this rank has ended without data since the last :meth:`clear`."""
-        return self._words32[missing_offset(self.rank) // 4 + 1] != 0
+    def ended_without_data(self) -> int:
+        """Not 0 if a kernel of this rank has ended without data since the last :meth:`clear`.
+
+        Kernels of this package write the epoch of the first such kernel, plus 1. See :meth:`IpcBackend.right`.
+        """
+        return self._words32[missing_offset(self.rank) // 4 + 1]
 
     def note_ended_without_data(self) -> None:
         """Write that a call of this rank has ended without data, as kernels do."""
@@ -290,19 +293,25 @@ class Page:
             for slot in self._rounds[serial % 2]
         ]
 
-    def write_meeting(self, serial: int, call: int, last_round: int, offer: bytes = b"") -> None:
-        """Write that this rank has come to meeting ``serial``, with its last call and round, and something to read."""
-        self._meetings[self.rank].write(serial, call=call, round=last_round, offered=len(offer), offer=offer)
+    def write_meeting(self, serial: int, call: int, last_round: int, offer: bytes = b"", right: int = 0) -> None:
+        """Write that this rank has come to meeting ``serial``, with its last call and round, and something to read.
+
+        :param right: its last right call: see :meth:`CallSequence.recover`.
+        """
+        self._meetings[self.rank].write(
+            serial, call=call, round=last_round, right=right, offered=len(offer), offer=offer
+        )  # fmt: skip
         self._tell()
 
-    def read_meeting(self, serial: int) -> list[tuple[int, int, bytes] | None]:
-        """Every rank's (call, round, offer); None for those that have not come. One may be a meeting further."""
+    def read_meeting(self, serial: int) -> list[tuple[int, int, bytes, int] | None]:
+        """Every rank's (call, round, offer, right); None for those that have not come. One may be a meeting further."""
         return [
-            (int(found["call"]), int(found["round"]), found["offer"].tobytes()[: int(found["offered"])])
-            if (found := slot.read()) is not None and found["serial"] >= serial
-            else None
-            for slot in self._meetings
-        ]
+            None if found is None or found["serial"] < serial else (
+                int(found["call"]), int(found["round"]), found["offer"].tobytes()[: int(found["offered"])],
+                int(found["right"]),
+            )
+            for found in (slot.read() for slot in self._meetings)
+        ]  # fmt: skip
 
     # ---- life
     def identity(self, rank: int) -> tuple[int, int]:

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from ..texts import encoded
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A description of a call for people, and its checksum, which every rank's call of that number must have."""
+    """A description of a call for people, and its checksum, which every rank's call of that number must have.
+
+    :ivar operations: of the call: the launches of kernels that exchange packets.
+    """
 
     text: str
     crc: int
+    operations: int = field(default=0, compare=False)
 
     @classmethod
     def of(cls, text: str, checked: str | None = None) -> Fingerprint:
         """The fingerprint of ``text``. ``checked`` is checksummed in its place, if given."""
         return cls(text, zlib.crc32(encoded(checked or text)))
+
+    def made_by(self, operations: int) -> Fingerprint:
+        """The same with a number of :attr:`operations`."""
+        return replace(self, operations=operations)
 
     def __str__(self) -> str:
         return self.text

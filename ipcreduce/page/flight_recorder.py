@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -148,6 +149,13 @@ class FlightRecorder:
     def _newest(self, rank: int) -> int:
         """The highest number of a call of this rank or another one."""
         return min(max(self.number[0], self._numbers[rank][0]), _MOST_CALLS)
+
+    def latest(self, call: int) -> Iterator[tuple[int, Fingerprint]]:
+        """This rank's calls and their numbers, from ``call`` backwards, as far as the ring has them."""
+        for number in range(call, max(self.first, self.number[0] - RING + 2) - 1, -1):
+            what = self.recorded[number % RING]
+            if what is not None:
+                yield number, what
 
     # ---- for people
     def call_of(self, rank: int) -> int:

@@ -19,7 +19,9 @@ FAULT = record(("kind", "<u8"), ("call", "<u8"), ("rank", "<u8"), ("text", "S102
 LOSS = record(("rank", "<u8"), ("text", "S128"))
 FAREWELL = record(("text", "S256"))  # why a rank has closed the communicator, if there is more to say
 ROUND = record(("ok", "<u4"), ("total", "<u4"), ("payload", f"V{CHUNK_BYTES}"))
-MEETING = record(("call", "<u8"), ("round", "<u8"), ("offered", "<u8"), ("offer", f"V{OFFER_BYTES}"))
+MEETING = record(
+    ("call", "<u8"), ("round", "<u8"), ("right", "<u8"), ("offered", "<u8"), ("offer", f"V{OFFER_BYTES}")
+)  # fmt: skip
 
 
 @functools.cache

@@ -108,8 +108,10 @@ class Rounds:
             raise
         return [part[1:] for part in parts]
 
-    def meet(self, call: int, check: Check, offer: bytes = b"") -> list[tuple[int, int, bytes]]:
-        """Every rank's (call, last round, offer), once all have come to this meeting.
+    def meet(
+        self, call: int, check: Check, offer: bytes = b"", right: int = 0
+    ) -> list[tuple[int, int, bytes, int]]:  # fmt: skip
+        """Every rank's (call, last round, offer, right), once all have come to this meeting.
 
         Meetings come in pairs to which a rank brings the same numbers. So it does no harm if a peer that has read this
         meeting's records overwrites its own by the second one's. No peer gets further before this rank does.
@@ -118,7 +120,7 @@ class Rounds:
         """
         page = self._page
         self._meeting += 1
-        page.write_meeting(self._meeting, call, self.last, offer)
+        page.write_meeting(self._meeting, call, self.last, offer, right)
 
         def still_missing(missing: list[int]) -> None:
             try:

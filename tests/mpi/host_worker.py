@@ -418,6 +418,36 @@ def refused_while_another_is_late(comm: Communicator) -> None:
     right(comm)
 
 
+def recovered(comm: Communicator) -> None:
+    """The loop of docs/errors.md: a call fails on one rank where it is complete on the others, or the program does."""
+    for failure in ("of the function", "of the program"):
+        turn, began, sums, failures = 0, list[int](), dict[int, np.ndarray](), [ValueError(failure)] * (RANK == LAST)
+
+        def check(v: np.ndarray, failure: str = failure, failures: list[ValueError] = failures) -> np.ndarray:
+            if failure == "of the function" and v[0] == 3 * SIZE and failures:
+                raise failures.pop()
+            return v
+
+        while turn <= 6:
+            try:
+                began[turn:] = [comm.calls]
+                if failure == "of the program" and turn == 3 and failures:
+                    raise failures.pop()
+                if turn < 6:
+                    sums[turn] = comm.allreduce(np.full(3, float(turn)), then=ipcreduce.Map("v", host=check))
+                else:
+                    comm.allreduce(0)
+                turn += 1
+            except (ValueError, PeerFailedError):
+                expected = began[0] + 3
+                assert comm.recover() == expected
+                mine = max(one for one, calls in enumerate(began) if calls <= expected)
+                turn = comm.allreduce(mine, "min")
+                assert turn == 3
+        assert not failures
+        assert all((sums[one] == SIZE * one).all() for one in range(6))
+
+
 def interrupted(comm: Communicator) -> None:
     """An exception out of a wait (Ctrl-C, an alarm) comes at once; no rank ever takes part of it for data."""
 
@@ -1009,7 +1039,7 @@ SCENARIOS = {
     for scenario in (
         every_kind, as_people_write, subclasses, random_calls, lists, lists_that_differ,
         a_float_sum_starts_at_rank_0, a_float_state_of_one_rank, wrong_calls, late,
-        memory_outlives_a_wait, without_tcp, refused_while_another_is_late, interrupted,
+        memory_outlives_a_wait, without_tcp, refused_while_another_is_late, interrupted, recovered,
         out_of_memory, arguments_differ, errors_before_the_first_exchange, other_builds,
         late_at_start_up, exceptions_at_start_up, warnings_at_start_up,
         no_descriptors, names_of_hosts, a_block_that_raises, texts_of_any_kind, nested, every_rank_is_watched,

@@ -37,7 +37,7 @@ WAITS = {
 
 @pytest.mark.parametrize("how", WAITS)
 def test_waits_end(mpirun: Callable, how: str):
-    scenarios = [*WAITS[how], "interrupted", "out_of_memory"]
+    scenarios = [*WAITS[how], "recovered", "interrupted", "out_of_memory"]
     output = mpirun(WORKER, 3, how, *scenarios, env=HOST).stdout
     assert all(f"{scenario}: right" in output for scenario in scenarios), output
 

@@ -89,6 +89,19 @@ class OnDevice:
         self.__cuda_array_interface__ = interface | getattr(base, "__cuda_array_interface__", {}) | changes
 
 
+class WithUnit(np.ndarray):
+    """Whose memory is not its whole value."""
+
+    __array_ufunc__ = None
+
+
+class HandsOn:
+    """The protocols are those of an array that it holds."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np.ones(6), name)
+
+
 class ByDlpack:
     """Says where it is, and does not give its memory."""
 
@@ -198,6 +211,10 @@ def bad_arrays() -> Iterator[Row]:
     yield Row("array: raises", lambda m, c: c.allreduce(ByDlpack(0)), words, RuntimeError, placed=False)
     words = ("array is a masked array",)
     yield Row("array: masked", lambda m, c: c.allreduce(np.ma.masked_less([1.0, 2.0], 2)), words, on="host")
+    words = ("WithUnit, whose __array_ufunc__ is not ndarray's",)
+    yield Row("array: with a unit", lambda m, c: c.allreduce(np.ones(6).view(WithUnit)), words, on="host")
+    words = ("HandsOn, which hands on the protocols of an array that it holds",)
+    yield Row("array: handed on", lambda m, c: c.allreduce(HandsOn()), words)
     words = ("device arrays need backend",)
     yield Row("array: needs a GPU", lambda m, c: c.allreduce(OnDevice()), words, UnsupportedError, on="host")
     yield Row(

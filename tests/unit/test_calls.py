@@ -60,6 +60,7 @@ class Backend:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.act: dict[str, Callable[[], None]] = {}
+        self.ended = 1 << 60  # the last call that has ended with its data
 
     def _do(self, name: str) -> None:
         self.log.append(name)
@@ -73,6 +74,9 @@ class Backend:
 
     def offer(self) -> bytes:
         return b""
+
+    def right(self, number: int) -> int:
+        return min(number, self.ended)
 
     def reset(self, offers: Sequence[bytes]) -> None:
         self._do("reset")

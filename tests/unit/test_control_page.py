@@ -140,10 +140,10 @@ def test_rounds(pages: list[Page]):
 def test_a_meeting_is_read_from_the_next_ones_record_too(pages: list[Page]):
     """A peer that has read it may be at the next one, to which it brings the same numbers."""
     assert pages[0].read_meeting(1) == [None] * 3
-    pages[0].write_meeting(1, 7, 3, b"an offer\0")
+    pages[0].write_meeting(1, 7, 3, b"an offer\0", 6)
     pages[1].write_meeting(2, 9, 4)
-    assert [page.read_meeting(1) for page in pages] == [[(7, 3, b"an offer\0"), (9, 4, b""), None]] * 3
-    assert pages[2].read_meeting(2) == [None, (9, 4, b""), None]
+    assert [page.read_meeting(1) for page in pages] == [[(7, 3, b"an offer\0", 6), (9, 4, b"", 0), None]] * 3
+    assert pages[2].read_meeting(2) == [None, (9, 4, b"", 0), None]
 
 
 @pytest.mark.parametrize("n", [1, 40, 70])

@@ -7,6 +7,7 @@ import gc
 import re
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -14,7 +15,9 @@ import numpy as np
 import pytest
 
 from ipcreduce import dtypes
+from ipcreduce.arrays import views
 from ipcreduce.arrays.host_operands import HostOperands
+from ipcreduce.arrays.maps import HostMap, Map
 from ipcreduce.errors import ArgumentError
 
 
@@ -249,3 +252,72 @@ def test_an_out_that_does_not_fit(make: Callable[[np.ndarray], Any]):
             HostOperands(array, "sum", make(other))
     with pytest.raises(ArgumentError, match="elements of out share memory"):
         HostOperands(array, "sum", make(np.lib.stride_tricks.as_strided(array.copy(), (2, 3), (0, 8))))
+
+
+# ---- arrays whose memory is not their whole value
+class WithUnit(np.ndarray):
+    """As the quantities of astropy and unyt: 1 m and 1 km have the same memory."""
+
+    def __array_ufunc__(self, *given: Any, **options: Any) -> Any:
+        raise AssertionError
+
+
+class OptedOut(np.ndarray):
+    __array_ufunc__ = None
+
+
+class HandsOn:
+    """As pint's quantities: everything that it lacks is its array's."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.array, name)
+
+
+class OfMetaclass(type):
+    def __getattr__(cls, name: str) -> Any:
+        raise AttributeError(name)
+
+
+class HandsOnToo(HandsOn, metaclass=OfMetaclass):
+    pass
+
+
+@pytest.mark.parametrize("kind", [WithUnit, OptedOut])
+def test_a_subclass_that_computes_in_its_own_way_is_refused(kind: type[np.ndarray]):
+    array = np.ones(3).view(kind)
+    words = f"is a .*{kind.__name__}, whose __array_ufunc__ is not ndarray's: .* units or a mask. Pass a plain array"
+    with pytest.raises(ArgumentError, match=f"array {words}"):
+        reduced(array)
+    with pytest.raises(ArgumentError, match=f"out {words}"):
+        reduced(np.ones(3), out=array)
+    with pytest.raises(ArgumentError, match=f"the result of host= {words}"):
+        HostMap(Map("v", host=lambda v: v.view(kind)), HostOperands(np.ones(3), "sum", None)).apply(np.ones(3))
+    assert (reduced(np.asarray(array)) == 2).all()
+
+
+@pytest.mark.parametrize("kind", [HandsOn, HandsOnToo])
+@pytest.mark.parametrize("held", [np.ones(3), Tensor(np.ones(3)), SimpleNamespace(__cuda_array_interface__={})])
+def test_an_object_that_only_hands_on_protocols_is_refused(kind: type[HandsOn], held: Any):
+    with pytest.raises(ArgumentError, match=r"array is a .*, which hands on the protocols of an array that it holds"):
+        views.is_device(kind(held))
+    with pytest.raises(ArgumentError, match=r"out is a .*, which hands on"):
+        reduced(np.ones(3), out=kind(held))
+
+
+def test_what_counts_as_a_plain_array_or_carries_its_own_protocol():
+    for kind in (np.matrix, np.memmap, np.recarray, type("Named", (np.ndarray,), {})):
+        array = np.ones((1, 3)).view(kind)
+        result = reduced(array)
+        assert type(result) is np.ndarray
+        assert (result == 2).all()
+    own = Tensor(np.ones(3))
+    carrier = SimpleNamespace(__dlpack__=own.__dlpack__, __dlpack_device__=own.__dlpack_device__)
+    assert not views.is_device(carrier)
+    assert views.is_device(SimpleNamespace(__cuda_array_interface__={}))
+    with pytest.raises(ArgumentError, match="has neither __dlpack__ nor __cuda_array_interface__"):
+        views.is_device(SimpleNamespace(__cuda_array_interface__=None))
+    with pytest.raises(ArgumentError, match="has neither"):
+        views.is_device(Tensor)

@@ -207,8 +207,10 @@ def test_all_get_the_same_numbers(n: int):
     ranks = make_rounds(n)
     for rank, one in enumerate(ranks):
         one.last = 2 * rank
-    found = in_threads([lambda rank=rank: ranks[rank].meet(7 + rank, patient, bytes(rank)) for rank in range(n)])
-    assert found == [[(7 + rank, 2 * rank, bytes(rank)) for rank in range(n)]] * n
+    found = in_threads(
+        [lambda rank=rank: ranks[rank].meet(7 + rank, patient, bytes(rank), 3 * rank) for rank in range(n)]
+    )
+    assert found == [[(7 + rank, 2 * rank, bytes(rank), 3 * rank) for rank in range(n)]] * n
 
 
 def test_nobody_gets_past_a_meeting_before_all_have_come():
@@ -247,7 +249,7 @@ def test_a_fast_rank_overwrites_its_first_record_by_the_second_meetings():
 
     slow._page.read_meeting = read  # type: ignore[method-assign]
     found = in_threads([twice, lambda: [slow.meet(7, patient), slow.meet(7, patient)]])
-    assert found == [[[(9, 4, b""), (7, 3, b"")]] * 2] * 2
+    assert found == [[[(9, 4, b"", 0), (7, 3, b"", 0)]] * 2] * 2
 
 
 def within(condition: Callable[[], object]) -> bool:
@@ -266,7 +268,7 @@ def test_a_rank_may_close_right_behind_a_meeting():
         fast._page.write_meeting(1, 5, 0, b"")
         raise PeerLostError("it closed the communicator")
 
-    assert slow.meet(5, closed) == [(5, 0, b""), (5, 0, b"")]
+    assert slow.meet(5, closed) == [(5, 0, b"", 0), (5, 0, b"", 0)]
 
 
 def test_a_meeting_that_is_given_up_leaves_its_record():
@@ -274,7 +276,7 @@ def test_a_meeting_that_is_given_up_leaves_its_record():
     ranks = make_rounds(2)
     with pytest.raises(Gone, match=r"without \[1\]"):
         ranks[0].meet(1, gone)
-    assert ranks[1].meet(2, gone) == [(1, 0, b""), (2, 0, b"")]
+    assert ranks[1].meet(2, gone) == [(1, 0, b"", 0), (2, 0, b"", 0)]
 
 
 def test_pages_do_not_share_anything():

@@ -27,6 +27,7 @@ from tests.sim.scenarios import (
     options,
     over_nccl,
     peers,
+    recovered,
     startup,
     suspended,
     tensors,
@@ -38,7 +39,7 @@ from tests.sim.scenarios.common import GPUS, RANK, WORLD, grown, held, host_work
 
 MODULES = (
     startup, driver_faults, ends, peers, threads, captures, devices, tensors, gradients, written, over_nccl, lists,
-    maps, norms, virtual, suspended,
+    maps, norms, virtual, suspended, recovered,
 )  # fmt: skip
 SCENARIOS = {scenario.__name__: scenario for module in MODULES for scenario in module.SCENARIOS}
 

@@ -241,7 +241,7 @@ def nccl_repeated_call_that_is_late() -> None:
     array, guard = mine(), comm._open.backend._guard
     for _ in range(4):
         comm.allreduce(array, out=array)
-        until(lambda: guard._ended == comm._open.calls.number, "the guard's look at its end")
+        until(lambda: guard.ended == comm._open.calls.number, "the guard's look at its end")
     comm.synchronize()
     with too_late(comm):
         error = fault_of(comm, array, "sum", array)

@@ -138,7 +138,7 @@ class GraphRunner:
         return f"<GraphRunner of {named.__qualname__}: mode {mode}, {recordings} recordings>"
 
     def close(self) -> None:
-        """Close the recordings. Later calls record again. Outputs of earlier calls are no longer valid."""
+        """Close the recordings. Later calls record again. Results of earlier calls stay as they are while they live."""
         while self._recorded:
             self._recorded.popitem()[1].graph.close()
         self._pool = None

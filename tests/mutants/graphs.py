@@ -214,6 +214,13 @@ MUTANTS = [
         "self._held = [*recording.held]",
         scenario("arrays_are_held"),
     ),
+    Mutant(
+        "a result of a runner keeps the pool, and not its memory",
+        BREAKS,
+        "views.view_of(value, hold)",
+        "views.view_of(value, pool)",
+        scenario("results_of_runners_outlive"),
+    ),
     # ---- the address check
     Mutant(
         "the address check leaves out the first array of a container",

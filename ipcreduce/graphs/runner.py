@@ -36,8 +36,8 @@ class GraphRunner:
     :param check: when to compare the addresses of the arrays among the arguments (in mode "full" also those in
         ``attn_metadata``) with the recording's: at the "first" replay of each recording, "always", or "never".
     :param record_new: True to record descriptors that have no recording; False to call the function for them.
-    :param copy_inputs: True to copy the device arrays among the arguments, also in lists, tuples and dicts, into the
-        recording's before each replay. If False, the caller must pass the same arrays each time.
+    :param copy_inputs: True to copy the device arrays among the arguments, also in lists, tuples, dicts, FP8 and Map,
+        into the recording's before each replay. If False, the caller must pass the same arrays each time.
     :raises ArgumentError: if ``function`` cannot be called, ``comm`` is no communicator, or ``mode`` or ``check`` is
         another word.
 

@@ -257,6 +257,13 @@ MUTANTS = [
         "        if True:\n",
         scenario("addresses"),
     ),
+    Mutant(
+        "the address check does not look into subclasses of FP8 and Map",
+        ADDRESSES,
+        "in OWN if issubclass(kind, own)}",
+        "in OWN if kind is own}",
+        unit("addresses", "every_kind_of_container"),
+    ),
     # ---- runners
     Mutant(
         "a runner does not copy the inputs",
@@ -271,6 +278,27 @@ MUTANTS = [
         "if not views.same_elements(here, there)]",
         "if views.pointer(here) != views.pointer(there)]",
         scenario("inputs_at_the_same_place"),
+    ),
+    Mutant(
+        "arrays in FP8 and Map are not copied",
+        COPIED,
+        "yield from _pairs(read(new), read(recorded), ",
+        "yield from _pairs(0, 0, ",
+        scenario("arrays_of_our_own_arguments"),
+    ),
+    Mutant(
+        "an FP8 or a Map that asks for something else is replayed as recorded",
+        COPIED,
+        "if type(new) is not type(recorded) or _form(new) != _form(recorded):",
+        "if type(new) is not type(recorded):",
+        scenario("arrays_of_our_own_arguments"),
+    ),
+    Mutant(
+        "an array in place of what was none is ignored",
+        COPIED,
+        "    elif views.locate(new) is not None:\n",
+        "    elif False:\n",
+        scenario("copied_inputs"),
     ),
     Mutant(
         "inputs that have changed places are copied one after the other",

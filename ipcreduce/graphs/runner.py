@@ -109,8 +109,8 @@ class GraphRunner:
         with graph.record(self._inputs(context, args, kwargs)):
             outputs = self._function(*args, **kwargs)
         self._pool = graph.pool
-        outputs = without_blocks(outputs, graph.pool)
-        self._recorded[context.batch_descriptor] = _Recorded(graph, outputs, [args, kwargs])
+        outputs, arguments = without_blocks([outputs, [args, kwargs]], graph.pool)  # the caller may change its lists
+        self._recorded[context.batch_descriptor] = _Recorded(graph, outputs, arguments)
         return outputs
 
     def _inputs(self, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:

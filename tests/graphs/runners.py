@@ -291,7 +291,13 @@ def copied_inputs(comm: Any) -> None:
             with raises(ArgumentError, *words), forward_context("a"):
                 runner(*args)
             works(comm)
-        del args, result
+        nest = {"y": [mine(50)]}
+        for turn in range(1, 4):
+            with forward_context("b"):
+                result = runner(mine(50), nest, None)
+            right(result, TOTAL * (turn + 1) + 1)
+            nest["y"][0] = mine(50) * (turn + 1)  # in the very list of the recording
+        del args, result, nest
     given_back(comm, before)
 
 

@@ -294,6 +294,13 @@ MUTANTS = [
         scenario("arrays_of_our_own_arguments"),
     ),
     Mutant(
+        "a runner compares a caller's list with itself",
+        RUNNER,
+        "_Recorded(graph, outputs, arguments)",
+        "_Recorded(graph, outputs, [args, kwargs])",
+        scenario("copied_inputs"),
+    ),
+    Mutant(
         "an array in place of what was none is ignored",
         COPIED,
         "    elif views.locate(new) is not None:\n",

@@ -19,6 +19,7 @@ from .device.backend import DeviceBackend
 from .device.known_calls import Prepared, PreparedList
 from .device.maps import PreparedMap
 from .errors import UnsupportedError
+from .graphs.breaks import check_task
 from .graphs.session import GraphSession
 from .types import Stream
 
@@ -171,9 +172,13 @@ class DeviceReducer:
         backend.order.extend(stream)
 
     def _place(self, first: Any, stream: Any) -> _Place:
-        """:raises UnsupportedError: without a GPU. :raises ArgumentError: if ``stream`` is no stream."""
+        """:raises UnsupportedError: without a GPU. :raises ArgumentError: if ``stream`` is no stream.
+
+        :raises CaptureError: while another asyncio task of this thread records.
+        """
         if self._backend is None:
             raise UnsupportedError(f"device arrays need backend ipc or nccl: {self._reason}. Pass NumPy arrays here")
+        check_task()
         recording = self._calls.recording
         handle, owner = operands.stream_of(first, stream)
         recorded = recording is not None and recording.captures(handle)

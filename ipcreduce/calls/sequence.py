@@ -150,7 +150,7 @@ class CallSequence:
         self._fail(error, foreign)
 
     def _fail(self, error: BaseException, foreign: bool) -> None:
-        body = self.recording if self.recording is not None and self.recording.in_this_thread else None
+        body = self.recording if self.recording is not None and self.recording.is_own else None
         reach = error.reach if isinstance(error, IpcReduceError) else Reach.OWN
         if foreign and not (body and reach is Reach.CAPTURED):
             reach = Reach.OWN

@@ -31,6 +31,12 @@ current = _Current()
 open_recordings: list[Any] = []  # of all threads: each replay looks here first, as reading ``current`` takes 0.1 us
 
 
+def check_task() -> None:
+    """Check that no other asyncio task of this thread records. :raises CaptureError: if one does."""
+    if current.graph is not None:
+        current.graph.check_task()
+
+
 def eager_break(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Decorate a function to run eagerly, between two segments, when it is called within a graph's recording.
 

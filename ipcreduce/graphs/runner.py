@@ -14,7 +14,7 @@ from ..process import refuse_copies
 from ..texts import text_of
 from .address_check import CHECKS, Inputs
 from .addresses import item
-from .breaks import rehearsing, without_blocks
+from .breaks import current, rehearsing, without_blocks
 from .copied_inputs import copy_arguments
 from .forward_context import MODES, ForwardContext, check_word, get_forward_context
 from .graph import Graph
@@ -81,7 +81,7 @@ class GraphRunner:
             return self._function(*args, **kwargs)
         recorded = self._recorded.get(context.batch_descriptor)
         if recorded is not None:
-            if self._copy_inputs:
+            if self._copy_inputs and current.graph is None:  # else the replay is refused
                 try:
                     session = self._session()
                     stream = current_streams.stream_of(session.device)[0]

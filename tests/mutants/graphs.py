@@ -11,6 +11,7 @@ BREAKS, POOL, ADDRESSES, CHECK = (
     f"ipcreduce/graphs/{name}.py" for name in ("breaks", "pool", "addresses", "address_check")
 )
 COPIED, ARRAYS = "ipcreduce/graphs/copied_inputs.py", "ipcreduce/arrays/views.py"
+CONTEXT = "ipcreduce/graphs/forward_context.py"
 MAPPINGS, REGISTRATION = (f"ipcreduce/graphs/direct/{name}.py" for name in ("mappings", "registration"))
 
 
@@ -141,6 +142,27 @@ MUTANTS = [
         "        if error is not None or theirs is not None:\n            try:",
         "        if error is not None:\n            try:",
         scenario("exceptions"),
+    ),
+    Mutant(
+        "a task's calls become part of what another one records",
+        GRAPH,
+        "if self._recording is not None and not self._recording.is_own:",
+        "if False:",
+        scenario("two_tasks"),
+    ),
+    Mutant(
+        "a task's refused call ends what another one records",
+        "ipcreduce/calls/sequence.py",
+        "self.recording.is_own else None",
+        "self.recording.in_this_thread else None",
+        scenario("two_tasks"),
+    ),
+    Mutant(
+        "a runner copies inputs in another one's recording",
+        RUNNER,
+        "if self._copy_inputs and current.graph is None:",
+        "if self._copy_inputs:",
+        scenario("two_tasks"),
     ),
     Mutant(
         "a replay is part of a capture of others",
@@ -341,6 +363,20 @@ MUTANTS = [
         "if context is None or context.mode != self._mode:",
         "if context is None:",
         scenario("which_calls_replay"),
+    ),
+    Mutant(
+        "a forward context that is left before an inner one hides that",
+        CONTEXT,
+        "        _entered.set(_innermost())\n",
+        "        _entered.set(block.outer)\n",
+        unit("forward_context", "blocks_that_are_left_in_any_order"),
+    ),
+    Mutant(
+        "a forward context that was left elsewhere stays set",
+        CONTEXT,
+        "    if block is not None and block.is_left:\n",
+        "    if False:\n",
+        unit("forward_context", "an_asynchronous_generator_that_is_dropped"),
     ),
     # ---- registration
     Mutant(

@@ -183,9 +183,28 @@ class CallSequence:
                 self._resynchronise()
         self._post(control_page.REFUSED, described(error), raised=True)
 
-    def _post(self, kind: int, text: str, of: int | None = None, *, raised: bool = False) -> None:
+    @contextmanager
+    def leaving(self, number: int, known: BaseException | None = None) -> Iterator[None]:
+        """Tell the peers, if the block raises, that this rank leaves call ``number``, in which they may wait for it.
+
+        They know of an IpcReduceError, and of ``known``: of these they are not told.
+        """
+        try:
+            yield
+        except IpcReduceError:
+            raise
+        except BaseException as error:
+            if error is not known and self.unusable is None:
+                self._post(control_page.REFUSED, described(error), raised=True, call=number)
+                self._noted = faults.note(self.page, self.rank, error, self._noted)
+            raise
+
+    def _post(
+        self, kind: int, text: str, of: int | None = None, *, raised: bool = False, call: int | None = None
+    ) -> None:  # fmt: skip
         """Write a fault of this rank, or of rank ``of``, and end every wait.
 
+        :param call: None for the current one.
         :param raised: the program gets the error. That is noted once the fault stands on the page, not before.
         """
         try:
@@ -193,7 +212,7 @@ class CallSequence:
                 with suppress(IpcReduceError):  # the fault at hand comes first
                     backend.drain()  # the abort word would end earlier calls too
         finally:  # also if the program is interrupted: the peers wait
-            self.page.post_fault(kind, self.number, text, of)
+            self.page.post_fault(kind, self.number if call is None else call, text, of)
             self.raised = self.raised or raised
 
     # ---- faults of others

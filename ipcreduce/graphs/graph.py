@@ -151,8 +151,9 @@ class Graph:
         self._held = [*recording.held, inputs]
         self._state = "staged"
         assert self._resources is not None
-        session.recorded(self, self._resources, recording.number)
-        session.run_recording(last, recording)
+        with session.calls.leaving(recording.number):
+            session.recorded(self, self._resources, recording.number)
+            session.run_recording(last, recording)
         if last is not None and last.calls and len(self._parts) == 1:
             self._again = session.replayer(last)
         warn_about(self.segments)

@@ -27,6 +27,7 @@ from ipcreduce import (
     eager_break,
 )
 from ipcreduce.calls import sequence as faults_module
+from ipcreduce.calls import votes
 from tests.graphs.common import (
     BRIEF,
     LAST,
@@ -117,6 +118,26 @@ def after_a_fault(comm: Any) -> None:
             call()
             comm.synchronize()
         records(comm)
+
+
+def interrupted_at_the_end(comm: Any) -> None:
+    """One rank, in the end of a recording: before its vote, behind it, or as it tells of an error. The others hear."""
+    source, calls, session = mine(), comm._open.calls, comm._open.session
+    for what, failing in (
+        ("before", mock.patch.object(votes, "_checksums", side_effect=KeyboardInterrupt)),
+        ("behind", mock.patch.object(session, "run_recording", side_effect=KeyboardInterrupt)),
+        ("telling", mock.patch.object(calls, "fail", side_effect=KeyboardInterrupt)),
+    ):
+        interrupted = failing if RANK == LAST else contextlib.nullcontext()
+        words = [] if RANK == LAST else [f"rank {LAST} raised an error (KeyboardInterrupt"]
+        with no_hang(), raises(KeyboardInterrupt if RANK == LAST else PeerFailedError, *words), interrupted:
+            with Graph(comm) as graph, graph.record():
+                graph.add_eager(lambda: comm.allreduce(source))
+                comm.allreduce(source)  # for which the others wait
+                if what == "telling" and RANK == LAST:
+                    raise LookupError
+            comm.synchronize()
+        works(comm)
 
 
 def caught_in_the_body(comm: Any) -> None:
@@ -497,8 +518,7 @@ def refused_by_cupy(comm: Any) -> None:
 
 
 SCENARIOS = [
-    states, after_a_fault, caught_in_the_body, refused_on_one_rank, two_threads, two_tasks, exceptions, disagreement,
-    different_graphs, rank_missing, foreign_capture, warned, waits_in_the_body, read_in_the_body,
-    events_across_a_break,
-    refused_by_cupy,
+    states, after_a_fault, interrupted_at_the_end, caught_in_the_body, refused_on_one_rank, two_threads, two_tasks,
+    exceptions, disagreement, different_graphs, rank_missing, foreign_capture, warned, waits_in_the_body,
+    read_in_the_body, events_across_a_break, refused_by_cupy,
 ]  # fmt: skip

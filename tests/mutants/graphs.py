@@ -165,6 +165,27 @@ MUTANTS = [
         scenario("two_tasks"),
     ),
     Mutant(
+        "an interrupt before the vote on a recording is kept from the peers",
+        SESSION,
+        "self.calls.lock, self.calls.leaving(recording.number, error):",
+        "self.calls.lock:",
+        scenario("interrupted_at_the_end"),
+    ),
+    Mutant(
+        "an interrupt before the launch of a recording is kept from the peers",
+        GRAPH,
+        "        with session.calls.leaving(recording.number):\n",
+        "        if True:\n",
+        scenario("interrupted_at_the_end"),
+    ),
+    Mutant(
+        "an interrupt in a recording is told as one of a later call",
+        "ipcreduce/calls/sequence.py",
+        "raised=True, call=number)",
+        "raised=True)",
+        scenario("interrupted_at_the_end"),
+    ),
+    Mutant(
         "a replay is part of a capture of others",
         "ipcreduce/device/backend.py",
         "stream, owner, capturable=False)",

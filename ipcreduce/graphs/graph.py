@@ -151,8 +151,8 @@ class Graph:
         self._held = [*recording.held, inputs]
         self._state = "staged"
         assert self._resources is not None
-        with session.calls.leaving(recording.number):
-            session.recorded(self, self._resources, recording.number)
+        session.recorded(self, self._resources, recording.number)
+        with session.calls.leaving(session.calls.number + 1):  # in which the peers launch it
             session.run_recording(last, recording)
         if last is not None and last.calls and len(self._parts) == 1:
             self._again = session.replayer(last)

@@ -174,8 +174,8 @@ MUTANTS = [
     Mutant(
         "an interrupt before the launch of a recording is kept from the peers",
         GRAPH,
-        "        with session.calls.leaving(recording.number):\n",
-        "        if True:\n",
+        "        with session.calls.leaving(session.calls.number + 1):  #",
+        "        if True:  #",
         scenario("interrupted_at_the_end"),
     ),
     Mutant(

@@ -109,7 +109,8 @@ class GraphRunner:
         with graph.record(self._inputs(context, args, kwargs)):
             outputs = self._function(*args, **kwargs)
         self._pool = graph.pool
-        outputs, arguments = without_blocks([outputs, [args, kwargs]], graph.pool)  # the caller may change its lists
+        outputs = without_blocks(outputs, graph.pool)
+        arguments = without_blocks([args, kwargs], graph.pool) if self._copy_inputs else None  # callers change lists
         self._recorded[context.batch_descriptor] = _Recorded(graph, outputs, arguments)
         return outputs
 
@@ -152,7 +153,7 @@ class GraphRunner:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A recording, with the function's outputs and arguments."""
+    """A recording, with the function's outputs, and its arguments if others are copied into them."""
 
     graph: Graph
     outputs: Any

@@ -12,6 +12,7 @@ from .calls.sequence import CallSequence
 from .cuda.contexts import using
 from .device.backend import DeviceBackend
 from .errors import UnsupportedError
+from .graphs.breaks import check_task
 from .graphs.session import GraphSession
 
 
@@ -31,13 +32,16 @@ class DeviceReducer:
         """Make one call of any kind.
 
         :param given: its arguments: a :class:`PlainCall`, say.
-        :raises UnsupportedError: without a GPU. :raises IpcReduceError: see :meth:`ipcreduce.Communicator.allreduce`.
+        :raises UnsupportedError: without a GPU.
+        :raises CaptureError: while another asyncio task of this thread records.
+        :raises IpcReduceError: see :meth:`ipcreduce.Communicator.allreduce`.
         """
         backend = self._backend
         if stream is None:
             given.check_streams()
         if backend is None:
             raise UnsupportedError(f"device arrays need backend ipc or nccl: {self._reason}. Pass NumPy arrays here")
+        check_task()
         site = self._site(backend, given.first, stream)
         with using(backend.context):  # the thread may have another one, or none
             used: DeviceCall = given.for_device(site)

@@ -38,21 +38,8 @@ class CallSequence:
     """The calls of one communicator, in the order in which threads take its lock.
 
     A call is an attempt at an all-reduce, a replay, a recording, or the end of ``capture()``. All ranks make the same
-    calls, so the numbers are the same on all ranks. Each call goes through these states:
-
-    ============== ================================================ ========================= =======================
-    state          meaning                                          kept in                   next
-    ============== ================================================ ========================= =======================
-    entered        numbered; compared with the ranks that have come ``number``, recorder      done, withdrawn,
-                                                                                              refused, posted
-    done           launched; a wait in it may still end             the stream                posted
-    withdrawn      recorded, or invalid everywhere: has no number   ``number``                --
-    refused        this rank failed, and told its peers             fault record, abort word  raised
-    posted         a mismatch, a refusal or an ended wait is known  the page, abort word      raised
-    raised         the program has got the error                    ``raised``                resynchronised, lost
-    resynchronised all ranks have met, and start anew               ``number``: the highest   entered
-    lost           a rank has gone, or did not come to that meeting ``unusable``, loss record only ``close()``
-    ============== ================================================ ========================= =======================
+    calls, so the numbers are the same on all ranks. docs/architecture.md has the table of a call's states, and where
+    each is kept.
 
     :param backends: what may still work on a call, or hold parts of one, when it has failed.
     """
@@ -153,7 +140,7 @@ class CallSequence:
         self._fail(error, foreign)
 
     def _fail(self, error: BaseException, foreign: bool) -> None:
-        body = self.recording if self.recording is not None and self.recording.in_this_thread else None
+        body = self.recording if self.recording is not None and self.recording.is_own else None
         reach = error.reach if isinstance(error, IpcReduceError) else Reach.OWN
         if foreign and not (body and reach is Reach.CAPTURED):
             reach = Reach.OWN
@@ -190,9 +177,28 @@ class CallSequence:
                 self._resynchronise()
         self._post(control_page.REFUSED, described(error), raised=True)
 
-    def _post(self, kind: int, text: str, of: int | None = None, *, raised: bool = False) -> None:
+    @contextmanager
+    def leaving(self, number: int, known: BaseException | None = None) -> Iterator[None]:
+        """Tell the peers, if the block raises, that this rank leaves call ``number``, in which they may wait for it.
+
+        They know of an IpcReduceError, and of ``known``: of these they are not told.
+        """
+        try:
+            yield
+        except IpcReduceError:
+            raise
+        except BaseException as error:
+            if error is not known and self.unusable is None:
+                self._post(control_page.REFUSED, described(error), raised=True, call=number)
+                self._noted = faults.note(self.page, self.rank, error, self._noted)
+            raise
+
+    def _post(
+        self, kind: int, text: str, of: int | None = None, *, raised: bool = False, call: int | None = None
+    ) -> None:  # fmt: skip
         """Write a fault of this rank, or of rank ``of``, and end every wait.
 
+        :param call: None for the current one.
         :param raised: the program gets the error. That is noted once the fault stands on the page, not before.
         """
         try:
@@ -200,7 +206,7 @@ class CallSequence:
                 with suppress(IpcReduceError):  # the fault at hand comes first
                     backend.drain()  # the abort word would end earlier calls too
         finally:  # also if the program is interrupted: the peers wait
-            self.page.post_fault(kind, self.number, text, of)
+            self.page.post_fault(kind, self.number if call is None else call, text, of)
             self.raised = self.raised or raised
 
     # ---- faults of others

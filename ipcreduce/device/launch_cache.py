@@ -87,8 +87,8 @@ class LaunchCache:
 
     def __init__(self, device: int, order: StreamOrder, make_ready: Callable[[Prepared, Any], Ready]) -> None:
         self.device, self._order, self._make_ready = device, order, make_ready
-        # The tables are never replaced. The kinds share them, as their keys differ in form. A place without a launch has
-        # come once.
+        # The tables are never replaced. The kinds share them, as their keys differ in form. A place without a launch
+        # has come once.
         self.forms: dict[Any, Form] = {}
         self.places: dict[tuple[Form, Any], Ready | None] = {}
         self.objects: dict[Any, Known] = {}

@@ -1,7 +1,7 @@
 """The walk through a nest of containers to the device arrays in it.
 
-No code of the containers' types is run, since a property may launch work, raise, or make a new array. The walk is
-iterative, since nests may be deep.
+No code of the containers' types is run but our own, since a property may launch work, raise, or make a new array. The
+walk is iterative, since nests may be deep.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from operator import is_
 from typing import Any, NamedTuple
 
 from ..arrays import views
+from ..arrays.maps import Map
+from ..arrays.norms import FP8
 from ..cuda import array_protocols
 from ..cuda.array_protocols import Locate
 from ..errors import ArgumentError, Location
@@ -31,10 +33,11 @@ Read = Callable[[Any], _Content]  # maps a container to them
 def collect_addresses(obj: Any) -> dict[str, int]:
     """Find every device array in a nest of containers. Returns its address by path, in the nest's order.
 
-    Containers are dicts, lists, tuples, and objects with a ``__dict__`` or ``__slots__``. Modules, classes, functions
-    and attributes whose names begin with ``_`` are skipped. A path continues the name of ``obj``, as in
-    ``.layers[14].query_start_loc`` or ``["x"][0]``. An array is listed under each path that leads to it. A path ends
-    where it returns to a container that it passed through.
+    Containers are dicts, lists, tuples, and objects with a ``__dict__`` or ``__slots__``; of :class:`ipcreduce.FP8` the
+    ``scale``, and of :class:`ipcreduce.Map` the ``operands``. Modules, classes, functions and attributes whose names
+    begin with ``_`` are skipped. A path continues the name of ``obj``, as in ``.layers[14].query_start_loc`` or
+    ``["x"][0]``. An array is listed under each path that leads to it. A path ends where it returns to a container that
+    it passed through.
 
     :raises ArgumentError: if there are more than 100,000 objects, each counted once for every path to it; or if a
         device array does not give its address, or has no memory of its own.
@@ -73,7 +76,7 @@ def _layout(kind: type) -> _Layout:
     elif issubclass(kind, tuple):
         fields = next((namespace["_fields"] for namespace in namespaces if "_fields" in namespace), ())
         parts.append(_Part(partial(_elements, tuple.__iter__, fields), (".{}" if fields else "[{}]").format))
-    slots: dict[str, Any] = {}
+    slots: dict[str, Any] = {name: get for own, name, get in OWN if issubclass(kind, own)}
     for namespace in reversed(namespaces):
         for name, member in namespace.items() if "__slots__" in namespace else ():
             if type(member) is types.MemberDescriptorType and not name.startswith("_"):
@@ -84,6 +87,13 @@ def _layout(kind: type) -> _Layout:
     if attributes is not None:
         parts.append(_Part(partial(_attributes, attributes), ".{}".format))
     return _Layout(views.locator(kind), tuple(parts), attributes)
+
+
+# Our own classes of arguments, with the name of what holds their arrays, and how it is read, also of a subclass.
+OWN: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
+    (FP8, "scale", lambda one: FP8.scale.__get__(one)),
+    (Map, "operands", lambda one: dict(Map.operands.__get__(one))),
+)
 
 
 def item(key: Any) -> str:

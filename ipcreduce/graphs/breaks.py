@@ -31,6 +31,12 @@ current = _Current()
 open_recordings: list[Any] = []  # of all threads: each replay looks here first, as reading ``current`` takes 0.1 us
 
 
+def check_task() -> None:
+    """Check that no other asyncio task of this thread records. :raises CaptureError: if one does."""
+    if current.graph is not None:
+        current.graph.check_task()
+
+
 def eager_break(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Decorate a function to run eagerly, between two segments, when it is called within a graph's recording.
 
@@ -164,12 +170,15 @@ def _is_in(array: Any, value: Any) -> bool:
 def without_blocks(value: Any, pool: GraphPool) -> Any:
     """Replace the pool's arrays in ``value``, also in lists, tuples and dicts, by views that do not own their block.
 
-    A view keeps the pool alive. Its block may be reused: later segments do so at each replay, as at the recording.
+    The block may be reused: later segments do so at each replay, as at the recording. The memory stays allocated as
+    long as the view, whatever becomes of the graph.
     """
     if type(value) in (list, tuple):
         return type(value)(without_blocks(one, pool) for one in value)
     if type(value) is dict:
         return {key: without_blocks(one, pool) for key, one in value.items()}
-    if views.is_cupy(value) and in_pool(value, pool):
-        return views.view_of(value, pool)
+    if views.is_cupy(value):
+        first, past = views.extent(value)
+        hold = pool.hold(first, past - first)
+        return value if hold is None else views.view_of(value, hold)
     return value

@@ -11,9 +11,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..arrays import views
+from ..arrays.maps import NUMBERS
+from ..arrays.norms import FP8
 from ..errors import ArgumentError
 from ..types import Stream
-from .addresses import item
+from .addresses import OWN, item
 
 _Pair = tuple[str, Any, Any]  # path, array, the recording's array
 
@@ -101,7 +103,25 @@ def _pairs(new: Any, recorded: Any, path: str) -> Iterator[tuple[str, Any, Any]]
         for key in recorded if type(recorded) is dict else range(len(recorded)):
             name = path + item(key) if path else ("args", "kwargs")[key]
             yield from _pairs(new[key], recorded[key], name)
+    elif own := [part for part in OWN if isinstance(recorded, part[0])]:
+        if type(new) is not type(recorded) or _form(new) != _form(recorded):
+            raise ArgumentError(
+                f"{path} differs from the {type(recorded).__qualname__} of the recording in more than its arrays. Pass "
+                "one that differs in its arrays alone, or record with this one"
+            )
+        for _, name, read in own:
+            yield from _pairs(read(new), read(recorded), f"{path}.{name}")
     elif views.locate(recorded) is not None:
         if views.locate(new) is None:
             raise ArgumentError(f"{path} was a device array at the recording, and is {type(new).__qualname__} now")
         yield path, new, recorded
+    elif views.locate(new) is not None:
+        raise ArgumentError(f"{path} is a device array now, and was {type(recorded).__qualname__} at the recording")
+
+
+def _form(argument: Any) -> tuple[Any, ...]:
+    """All that a recording has of an argument of our own classes, but for its arrays."""
+    if isinstance(argument, FP8):
+        return argument.per, argument.column_major
+    numbers = [(name, type(one), one) for name, one in argument.operands.items() if isinstance(one, NUMBERS)]
+    return argument.expression, *numbers

@@ -1,10 +1,15 @@
-"""The forward context: per-thread information about the current forward pass, as in inference engines."""
+"""The forward context: information about the current forward pass, as in inference engines.
+
+Each thread and each asyncio task has its own, in a ``ContextVar``. Blocks may be left in any order, and in another task
+than they were entered in: an asynchronous generator that is dropped is closed in one of the event loop's. So a block
+that was left is marked, and whoever reads the variable passes over it.
+"""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,18 +32,34 @@ class ForwardContext:
     attn_metadata: Any
 
 
-class _Stack(threading.local):
-    top: ForwardContext | None = None
+class _Block:
+    """A block of :func:`forward_context`."""
+
+    __slots__ = "context", "is_left", "outer"
+
+    def __init__(self, context: ForwardContext) -> None:
+        self.context, self.outer, self.is_left = context, _innermost(), False
 
 
-_stack = _Stack()
+_entered: ContextVar[_Block | None] = ContextVar("ipcreduce.forward_context", default=None)
+
+
+def _innermost() -> _Block | None:
+    """The block in effect: the last that was entered here and is not left."""
+    block = _entered.get()
+    while block is not None and block.is_left:
+        block = block.outer
+    return block
 
 
 @contextmanager
 def forward_context(
     batch_descriptor: Hashable, mode: str = "piecewise", attn_metadata: Any = None
 ) -> Iterator[ForwardContext]:
-    """Set this thread's forward context for a block. Blocks may be nested.
+    """Set the forward context of this thread, or asyncio task, for a block. Blocks may be nested.
+
+    A task that is created in the block has the context too, until the block is left. A generator has no context of its
+    own: between its steps, a block that is open in it is in effect for its caller.
 
     :param batch_descriptor: the key of a recording: a :class:`GraphRunner` has one recording for each descriptor. It
         must be hashable, and the same on every rank.
@@ -51,19 +72,24 @@ def forward_context(
         hash(batch_descriptor)
     except TypeError:
         raise ArgumentError(f"batch_descriptor must be hashable: {shown(batch_descriptor)} is not") from None
-    previous, _stack.top = _stack.top, ForwardContext(batch_descriptor, mode, attn_metadata)
+    block = _Block(ForwardContext(batch_descriptor, mode, attn_metadata))
     try:
-        yield _stack.top
+        _entered.set(block)
+        yield block.context
     finally:
-        _stack.top = previous
+        block.is_left = True
+        _entered.set(_innermost())
 
 
 def get_forward_context() -> ForwardContext | None:
-    """This thread's forward context, or None outside of :func:`forward_context`.
+    """The forward context of this thread or asyncio task, or None outside of :func:`forward_context`.
 
     A break sees the context of the replay that runs it.
     """
-    return _stack.top
+    block = _entered.get()
+    if block is not None and block.is_left:
+        block = _innermost()
+    return None if block is None else block.context
 
 
 def check_word(name: str, word: Any, words: tuple[str, ...]) -> None:

@@ -20,7 +20,7 @@ from ..errors import ArgumentError, CaptureError, GraphStateError, IpcReduceErro
 from ..process import refuse_copies
 from ..types import Stream
 from .address_check import CHECKS, AddressCheck, Inputs, named
-from .breaks import Break, current, open_recordings
+from .breaks import Break, check_task, current, open_recordings
 from .forward_context import check_word
 from .pool import GraphPool
 from .recording import Recording, Resources, Segment, explained, warn_about
@@ -152,7 +152,8 @@ class Graph:
         self._state = "staged"
         assert self._resources is not None
         session.recorded(self, self._resources, recording.number)
-        session.run_recording(last, recording)
+        with session.calls.leaving(session.calls.number + 1):  # in which the peers launch it
+            session.run_recording(last, recording)
         if last is not None and last.calls and len(self._parts) == 1:
             self._again = session.replayer(last)
         warn_about(self.segments)
@@ -161,6 +162,7 @@ class Graph:
         if backend is not None:
             backend.use_context()
             torch_runtime.check_allocator()
+        check_task()
         self._expect("record()", ("empty",), "make a new Graph for another recording")
         if current.graph is not None:
             raise GraphStateError(
@@ -191,6 +193,14 @@ class Graph:
         self._parts.append(segment)
         return segment
 
+    def check_task(self) -> None:
+        """Check that no other asyncio task of this thread records the graph. :raises CaptureError: if one does."""
+        if self._recording is not None and not self._recording.is_own:
+            raise CaptureError(
+                "another asyncio task of this thread is recording a graph, which this call would become part of. Make "
+                "the call before or behind that record() block, or let the block await nothing"
+            )
+
     def add_eager(self, function: Callable[[], Any]) -> Any:
         """Run ``function`` between two segments of this graph's recording, and again in each replay.
 
@@ -213,6 +223,7 @@ class Graph:
 
     def add_break(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """:meth:`add_eager` for a function with arguments."""
+        self.check_task()
         recording = self._recording
         if not self._breaks or recording is None:
             return function(*args, **kwargs)
@@ -280,6 +291,7 @@ class Graph:
     def _check_replay(self, inputs: Any, stream: Any) -> None:
         if stream is not None:
             cupy_runtime.stream_of(stream)
+        check_task()
         self._expect("replay()", ("staged",), "record it first, once, and do not close it")
         if current.graph is not None:
             raise GraphStateError("replay() was called within a recording. A graph cannot be part of another graph")

@@ -2,17 +2,20 @@
 
 CuPy's pool does not guarantee this: when memory is short, and at ``free_all_blocks()``, it frees blocks that a graph's
 nodes still use. Here a block that CuPy frees may serve a later request of a recording in this pool. A slab goes back to
-the driver when every graph of the pool is closed and CuPy has freed all its blocks. (A CuPy pool over these slabs would
-not work. If an array outlives that pool, its chunks refer to each other and are never collected: CuPy 14.2.)
+the driver when every graph of the pool is closed, CuPy has freed all blocks in the slab, and no view holds it. (A CuPy
+pool over these slabs would not work. If an array outlives that pool, its chunks refer to each other and are never
+collected: CuPy 14.2.)
 """
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 from weakref import WeakSet
 
@@ -85,10 +88,9 @@ class Slab:
             last += 1
         self.free[first:last] = [(address, nbytes)]
 
-    @property
-    def unused(self) -> bool:
-        """True if no block of the slab is taken."""
-        return self.free == [(self.address, self.nbytes)]
+
+class _Hold:
+    """See :meth:`GraphPool.hold`."""
 
 
 class GraphPool:
@@ -109,7 +111,8 @@ class GraphPool:
         self._of_torch: Any = None
         self._users = 0  # graphs, and registrations while peers have the memory mapped
         self._slabs: list[Slab] = []
-        self._blocks: dict[int, tuple[int, Slab]] = {}  # by address: bytes and slab
+        self._blocks: dict[int, tuple[int, Slab]] = {}  # by address: bytes and slab; holds, of 0 bytes, by -1, -2, ...
+        self._holds = count(-1, -1)
         self._freed: deque[int] = deque()  # freed by arrays in any thread, perhaps while the lock is held
         self._lock = RLock()
 
@@ -158,6 +161,20 @@ class GraphPool:
                 if slab.address <= address and address + nbytes <= slab.address + slab.nbytes:
                     return slab
         return None
+
+    def hold(self, address: int, nbytes: int) -> Any:
+        """An object that keeps the slab of this memory allocated as long as it lives; None outside of the pool.
+
+        Unlike an array of CuPy's, it keeps no block: later requests may get the same memory.
+        """
+        with self._lock:
+            slab = self.find(address, nbytes)
+            if slab is None:
+                return None
+            hold, number = _Hold(), next(self._holds)
+            self._blocks[number] = 0, slab
+            weakref.finalize(hold, self._free, number).atexit = False  # then the process gives everything back
+            return hold
 
     def retain(self) -> None:
         """Add a user: a graph, or a registration with peers that map the pool."""
@@ -239,7 +256,7 @@ class GraphPool:
             return address
 
     def _free(self, address: int) -> None:
-        """Note a block that CuPy has freed. Captured nodes may still use it."""
+        """Note a block that CuPy has freed, or a hold that has ended. Captured nodes may still use the memory."""
         self._freed.append(address)
         self._give_back()
 
@@ -247,7 +264,8 @@ class GraphPool:
         while self._freed:
             address = self._freed.popleft()
             nbytes, slab = self._blocks.pop(address)
-            slab.put(address, nbytes)
+            if nbytes:
+                slab.put(address, nbytes)
 
     def _give_back(self) -> None:
         if not self._users:
@@ -259,9 +277,10 @@ class GraphPool:
             self._take_back()
             if self._users:
                 return
-            unused = [slab for slab in self._slabs if slab.unused]
+            used = {slab for _, slab in self._blocks.values()}
+            unused = [slab for slab in self._slabs if slab not in used]
             of_torch, self._of_torch = self._of_torch, None
-            self._slabs = [slab for slab in self._slabs if slab not in unused]
+            self._slabs = [slab for slab in self._slabs if slab in used]
         # Outside the lock, since cuMemFree waits until the last replay has ended.
         attempt(self._context, *(slab.release for slab in unused))
         del of_torch

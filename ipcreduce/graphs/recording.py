@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -106,7 +107,7 @@ class Recording:
         self.stream = DEFAULT_STREAM
         self.pool: GraphPool | None = None
         self._memory: AbstractContextManager[None] | None = None
-        self._thread = threading.get_ident()
+        self._thread, self._task = threading.get_ident(), _task()
         self._capture = _NONE
         self._calls: list[RecordedCall] = []
 
@@ -114,6 +115,11 @@ class Recording:
     def in_this_thread(self) -> bool:
         """True if it is this thread that records."""
         return self._thread == threading.get_ident()
+
+    @property
+    def is_own(self) -> bool:
+        """True if it is this thread that records, and this asyncio task, if one does."""
+        return self.in_this_thread and self._task in (None, _task())
 
     # ---- segments
     def begin_segment(self) -> None:
@@ -168,6 +174,13 @@ class Recording:
         assert self.pool is not None
         apart = {id(array): array for array in used}.values()
         self.held += [array for array in apart if not in_pool(array, self.pool)]
+
+
+def _task() -> Any:
+    """The asyncio task that runs in this thread, or None."""
+    with suppress(KeyError, AttributeError, RuntimeError):  # asyncio is not imported, or not wholly; no event loop runs
+        return sys.modules["asyncio"].current_task()
+    return None
 
 
 class Resources:

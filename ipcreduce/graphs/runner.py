@@ -14,7 +14,7 @@ from ..process import refuse_copies
 from ..texts import text_of
 from .address_check import CHECKS, Inputs
 from .addresses import item
-from .breaks import rehearsing, without_blocks
+from .breaks import current, rehearsing, without_blocks
 from .copied_inputs import copy_arguments
 from .forward_context import MODES, ForwardContext, check_word, get_forward_context
 from .graph import Graph
@@ -36,8 +36,8 @@ class GraphRunner:
     :param check: when to compare the addresses of the arrays among the arguments (in mode "full" also those in
         ``attn_metadata``) with the recording's: at the "first" replay of each recording, "always", or "never".
     :param record_new: True to record descriptors that have no recording; False to call the function for them.
-    :param copy_inputs: True to copy the device arrays among the arguments, also in lists, tuples and dicts, into the
-        recording's before each replay. If False, the caller must pass the same arrays each time.
+    :param copy_inputs: True to copy the device arrays among the arguments, also in lists, tuples, dicts, FP8 and Map,
+        into the recording's before each replay. If False, the caller must pass the same arrays each time.
     :raises ArgumentError: if ``function`` cannot be called, ``comm`` is no communicator, or ``mode`` or ``check`` is
         another word.
 
@@ -81,7 +81,7 @@ class GraphRunner:
             return self._function(*args, **kwargs)
         recorded = self._recorded.get(context.batch_descriptor)
         if recorded is not None:
-            if self._copy_inputs:
+            if self._copy_inputs and current.graph is None:  # else the replay is refused
                 try:
                     session = self._session()
                     stream = current_streams.stream_of(session.device)[0]
@@ -110,7 +110,8 @@ class GraphRunner:
             outputs = self._function(*args, **kwargs)
         self._pool = graph.pool
         outputs = without_blocks(outputs, graph.pool)
-        self._recorded[context.batch_descriptor] = _Recorded(graph, outputs, [args, kwargs])
+        arguments = without_blocks([args, kwargs], graph.pool) if self._copy_inputs else None  # callers change lists
+        self._recorded[context.batch_descriptor] = _Recorded(graph, outputs, arguments)
         return outputs
 
     def _inputs(self, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
@@ -138,7 +139,7 @@ class GraphRunner:
         return f"<GraphRunner of {named.__qualname__}: mode {mode}, {recordings} recordings>"
 
     def close(self) -> None:
-        """Close the recordings. Later calls record again. Outputs of earlier calls are no longer valid."""
+        """Close the recordings. Later calls record again. Results of earlier calls stay as they are while they live."""
         while self._recorded:
             self._recorded.popitem()[1].graph.close()
         self._pool = None
@@ -152,7 +153,7 @@ class GraphRunner:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A recording, with the function's outputs and arguments."""
+    """A recording, with the function's outputs, and its arguments if others are copied into them."""
 
     graph: Graph
     outputs: Any

@@ -150,7 +150,7 @@ class GraphSession:
 
         :raises BaseException: ``error``, or :class:`PeerFailedError` or :class:`RankMismatchError`: see votes.py.
         """
-        with self.calls.lock:
+        with self.calls.lock, self.calls.leaving(recording.number, error):
             self.calls.recording = None
             stale: GraphStateError | None = None
             if error is not None:

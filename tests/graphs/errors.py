@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import threading
@@ -23,8 +24,10 @@ from ipcreduce import (
     PeerFailedError,
     PeerTimeoutError,
     RankMismatchError,
+    eager_break,
 )
 from ipcreduce.calls import sequence as faults_module
+from ipcreduce.calls import votes
 from tests.graphs.common import (
     BRIEF,
     LAST,
@@ -117,6 +120,26 @@ def after_a_fault(comm: Any) -> None:
         records(comm)
 
 
+def interrupted_at_the_end(comm: Any) -> None:
+    """One rank, in the end of a recording: before its vote, behind it, or as it tells of an error. The others hear."""
+    source, calls, session = mine(), comm._open.calls, comm._open.session
+    for what, failing in (
+        ("before", mock.patch.object(votes, "_checksums", side_effect=KeyboardInterrupt)),
+        ("behind", mock.patch.object(session, "run_recording", side_effect=KeyboardInterrupt)),
+        ("telling", mock.patch.object(calls, "fail", side_effect=KeyboardInterrupt)),
+    ):
+        interrupted = failing if RANK == LAST else contextlib.nullcontext()
+        words = [] if RANK == LAST else [f"rank {LAST} raised an error (KeyboardInterrupt"]
+        with no_hang(), raises(KeyboardInterrupt if RANK == LAST else PeerFailedError, *words), interrupted:
+            with Graph(comm) as graph, graph.record():
+                graph.add_eager(lambda: comm.allreduce(source))
+                comm.allreduce(source)  # for which the others wait
+                if what == "telling" and RANK == LAST:
+                    raise LookupError
+            comm.synchronize()
+        works(comm)
+
+
 def caught_in_the_body(comm: Any) -> None:
     """A refused call that the body catches: the recording fails by a typed error on every rank, and all goes on."""
     source = mine()
@@ -167,6 +190,61 @@ def two_threads(comm: Any) -> None:
             second = comm.allreduce(first)
         right(second, TOTAL * SIZE)
     assert isinstance(found[0], GraphStateError), repr(found)
+    works(comm)
+
+
+def two_tasks(comm: Any) -> None:
+    """While an asyncio task records, whatever another one calls is refused, and the recording goes on."""
+    source, weight, second = mine(), cupy.ones(1000, np.float32), Communicator()
+    other = Graph(comm)
+    with other.record():
+        comm.allreduce(source)
+    second.allreduce(source)  # this call is known
+    runner = ipcreduce.GraphRunner(comm.allreduce, comm, copy_inputs=True)
+
+    def run(_: Graph) -> None:
+        with ipcreduce.forward_context("a"):
+            runner(given.pop())
+
+    given = [mine(), mine()]
+    run(other)
+
+    async def attempted(attempt: Callable[[Graph], Any], graph: Graph) -> None:
+        with raises(CaptureError, "another asyncio task", "await nothing"):
+            attempt(graph)
+
+    async def record(attempt: Callable[[Graph], Any], graph: Graph) -> Any:
+        with graph.record():
+            first = comm.allreduce(source)
+            await asyncio.create_task(attempted(attempt, graph))
+            return comm.allreduce(first)
+
+    attempts: list[Callable[[Graph], Any]] = [
+        lambda _: comm.allreduce(source), lambda _: comm.allreduce([source]), lambda _: second.allreduce(source),
+        lambda _: comm.allreduce(source, then=ipcreduce.Map("v + 1")),
+        lambda _: comm.allreduce_rmsnorm(source, weight),
+        lambda _: other.replay(), lambda graph: graph.replay(), lambda graph: graph.record().__enter__(),
+        lambda _: Graph(second).record().__enter__(), lambda graph: graph.add_eager(list), eager_break(lambda _: None),
+        run,
+    ]  # fmt: skip
+    captured = set()
+    for attempt in attempts:
+        graph = Graph(comm)
+        right(asyncio.run(record(attempt, graph)), TOTAL * SIZE)
+        graph.replay()
+        works(comm)
+        works(second)
+        captured.update((part.nodes.kernels, part.nodes.others) for part in graph.segments)
+    assert len(captured) == 1, f"something else was captured: {captured}"
+    runner.close()
+    second.close()
+
+    async def within() -> Any:
+        return comm.allreduce(source)
+
+    with Graph(comm).record():
+        total = asyncio.run(within())  # a body that is no task's may run a loop of its own
+    right(total)
     works(comm)
 
 
@@ -440,8 +518,7 @@ def refused_by_cupy(comm: Any) -> None:
 
 
 SCENARIOS = [
-    states, after_a_fault, caught_in_the_body, refused_on_one_rank, two_threads, exceptions, disagreement,
-    different_graphs, rank_missing, foreign_capture, warned, waits_in_the_body, read_in_the_body,
-    events_across_a_break,
-    refused_by_cupy,
+    states, after_a_fault, interrupted_at_the_end, caught_in_the_body, refused_on_one_rank, two_threads, two_tasks,
+    exceptions, disagreement, different_graphs, rank_missing, foreign_capture, warned, waits_in_the_body,
+    read_in_the_body, events_across_a_break, refused_by_cupy,
 ]  # fmt: skip

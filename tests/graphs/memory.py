@@ -8,7 +8,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ipcreduce import Graph, PeerFailedError
+from ipcreduce import Graph, GraphRunner, PeerFailedError, eager_break, forward_context
 from tests.graphs.common import (
     HUGE,
     LAST,
@@ -167,6 +167,43 @@ def outputs_outlive(comm: Any) -> None:
     given_back(comm, before)
 
 
+def results_of_runners_outlive(comm: Any) -> None:
+    """A runner closed, dropped or collected: its results, and what its breaks were given, stay while they live."""
+    source = mine(4000)
+    before = held_by_library(comm)
+    seen: list[Any] = []
+    results: list[Any] = []
+    look = eager_break(lambda array: seen.append(array))
+
+    def body() -> Any:
+        total = comm.allreduce(source) + 1
+        look(total)
+        return {"out": [total * 2]}
+
+    for how in ("closed", "dropped", "in a cycle"):
+        runner = GraphRunner(body, comm)
+        for _ in range(2):
+            with forward_context("a"):
+                results.append(runner()["out"][0])
+            del seen[len(results) // 2 :]  # of the recording, which have blocks of their own
+        if how == "closed":
+            runner.close()
+        elif how == "in a cycle":
+            runner.itself = runner  # type: ignore[attr-defined]
+        del runner
+        gc.collect()
+        works(comm)
+    canaries = Canaries(*[16_000] * 8)
+    assert len(seen) == 3
+    for array, due in [*((one, TOTAL + 1) for one in seen), *((one, 2 * (TOTAL + 1)) for one in results)]:
+        right(array, due)
+    canaries.intact()
+    del array, canaries
+    seen.clear()
+    results.clear()
+    given_back(comm, before)
+
+
 def pool_used_again(comm: Any) -> None:
     """Recording in the pool of a graph that was closed, while one of its outputs lives on."""
     before, source = held_by_library(comm), mine(4000)
@@ -233,6 +270,6 @@ def many(comm: Any) -> None:
 
 
 SCENARIOS = [
-    freed_in_the_body, collected_in_the_body, collected_at_any_time, out_of_memory, outputs_outlive, pool_used_again,
-    arrays_are_held, many,
+    freed_in_the_body, collected_in_the_body, collected_at_any_time, out_of_memory, outputs_outlive,
+    results_of_runners_outlive, pool_used_again, arrays_are_held, many,
 ]  # fmt: skip

@@ -12,10 +12,12 @@ import cupy
 import numpy as np
 
 from ipcreduce import (
+    FP8,
     AddressChangedError,
     ArgumentError,
     Graph,
     GraphRunner,
+    Map,
     PeerFailedError,
     RankMismatchError,
     eager_break,
@@ -272,23 +274,79 @@ def elsewhere_on_one_rank(comm: Any) -> None:
 
 def copied_inputs(comm: Any) -> None:
     """copy_inputs=True: new arrays are copied into the recorded ones; shapes and dtypes must stay."""
+    add = lambda x, more, mask: comm.allreduce(x + more["y"][0]) + 1  # noqa: E731
     before = held_by_library(comm)
-    with GraphRunner(lambda x, more: comm.allreduce(x + more["y"][0]) + 1, comm, copy_inputs=True) as runner:
+    with GraphRunner(add, comm, copy_inputs=True) as runner:
         for turn in range(1, 5):
             with forward_context("a"):
-                result = runner(mine(50) * turn, {"y": (mine(50),)})
+                result = runner(mine(50) * turn, {"y": (mine(50),)}, None)
             right(result, TOTAL * (turn + 1) + 1)
         for args, words in (
-            ((mine(51), {"y": (mine(50),)}), ["args[0]", "float32 (50,)", "float32 (51,)"]),
-            ((mine(50), {"y": (mine(50, np.int32),)}), ['args[1]["y"][0]', "float32", "int32"]),
-            ((mine(50), {"y": (7,)}), ['args[1]["y"][0]', "a device array", "int"]),
-            ((mine(50), {"z": (mine(50),)}), ["args[1]", "1 entries"]),
+            ((mine(51), {"y": (mine(50),)}, None), ["args[0]", "float32 (50,)", "float32 (51,)"]),
+            ((mine(50), {"y": (mine(50, np.int32),)}, None), ['args[1]["y"][0]', "float32", "int32"]),
+            ((mine(50), {"y": (7,)}, None), ['args[1]["y"][0]', "a device array", "int"]),
+            ((mine(50), {"z": (mine(50),)}, None), ["args[1]", "1 entries"]),
+            ((mine(50), {"y": (mine(50),)}, mine(50)), ["args[2]", "a device array now", "NoneType"]),
         ):
             with raises(ArgumentError, *words), forward_context("a"):
                 runner(*args)
             works(comm)
-        del args, result
+        nest = {"y": [mine(50)]}
+        for turn in range(1, 4):
+            with forward_context("b"):
+                result = runner(mine(50), nest, None)
+            right(result, TOTAL * (turn + 1) + 1)
+            nest["y"][0] = mine(50) * (turn + 1)  # in the very list of the recording
+        del args, result, nest
     given_back(comm, before)
+
+
+class Scaled(FP8):
+    """A user's own."""
+
+
+def number(value: float) -> Any:
+    return cupy.full((1,), value, np.float32)
+
+
+def arrays_of_our_own_arguments(comm: Any) -> None:
+    """Those of FP8 and Map are compared and copied, also of a subclass; all else has to be as at the recording."""
+    x, weight = cupy.ones((2, 128), np.float32), cupy.full((128,), RANK + 1, np.float32)
+    quantized = lambda one: comm.allreduce_rmsnorm(x, weight, quantize=one["q"][0])[0]  # noqa: E731
+    mapped = lambda one: comm.allreduce(x, then=one)  # noqa: E731
+    scaled = "v * s + a"
+    for function, make, path, others in (
+        (quantized, lambda value: {"q": (FP8(number(value)),)}, '["q"][0].scale', [{"q": (FP8(per="token"),)}]),
+        (quantized, lambda value: {"q": (Scaled(number(value)),)}, '["q"][0].scale', [{"q": (FP8(number(4)),)}]),
+        (quantized, lambda value: {"q": (FP8(per="token"),)}, "", [{"q": (FP8(per=128),)}, {"q": (number(4),)}]),
+        (
+            mapped,
+            lambda value: Map(scaled, s=2, a=cupy.full((128,), value, np.float32)),
+            '.operands["a"]',
+            [
+                Map(scaled, s=3, a=weight), Map(scaled, s=2.0, a=weight), Map(scaled, s=weight, a=weight),
+                Map("v + s * a", s=2, a=weight), Map(scaled, s=2, a=2), weight,
+            ],
+        ),
+    ):  # fmt: skip
+        first, second = make(1), make(0.25)
+        due = cupy.asnumpy(function(second)).tobytes()
+        with GraphRunner(function, comm, mode="full", check="always") as runner, forward_context("a", "full"):
+            runner(first)
+            runner(first)
+            if path:
+                with raises(AddressChangedError, f"changed args[0]{path}"):
+                    runner(second)
+        works(comm)
+        with GraphRunner(function, comm, mode="full", copy_inputs=True) as runner:
+            for one in (first, second):
+                with forward_context("a", "full"):
+                    result = runner(one)
+            assert cupy.asnumpy(result).tobytes() == due, path
+            for other in others:
+                with raises(ArgumentError, "args[0]", "the recording"), forward_context("a", "full"):
+                    runner(other)
+                works(comm)
 
 
 def rows(first: int, count: int = 16) -> Any:
@@ -428,6 +486,6 @@ def fails_while_recording(comm: Any) -> None:
 
 SCENARIOS = [
     one_for_each_batch, which_calls_replay, full_around_piecewise, contexts, addresses, elsewhere_on_one_rank,
-    copied_inputs, inputs_at_the_same_place, inputs_that_share_memory, inputs_of_a_replay_that_runs,
-    descriptors_differ, fails_while_recording,
+    copied_inputs, arrays_of_our_own_arguments, inputs_at_the_same_place, inputs_that_share_memory,
+    inputs_of_a_replay_that_runs, descriptors_differ, fails_while_recording,
 ]  # fmt: skip

@@ -18,6 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ipcreduce.arrays import views
+from ipcreduce.arrays.maps import Map
+from ipcreduce.arrays.norms import FP8
 from ipcreduce.cuda import cupy_runtime
 from ipcreduce.errors import AddressChangedError, ArgumentError
 from ipcreduce.graphs import address_check
@@ -133,6 +135,16 @@ def slots(kind: type, **values: Any) -> Any:
     return made
 
 
+class Scaled(FP8):
+    """Of a user, with an array of its own."""
+
+    scale = property(forbidden)
+
+    def __init__(self, scale: Any, more: Any) -> None:
+        super().__init__(scale)
+        self.more = more
+
+
 def check(roots: Any) -> AddressCheck:
     return AddressCheck([("x", roots)])
 
@@ -160,6 +172,9 @@ def difference(made: AddressCheck, roots: Any) -> AddressChangedError:
         (slots(Slots, x=A, y=B), {".x": A, ".y": B}),
         (slots(SlotsAndDict, x=A, y=B, z=C), {".x": A, ".y": B, ".z": C}),
         ({"layers": [Data(), Data(x={"m": slots(Slots, y=A)})]}, {'["layers"][1].x["m"].y': A}),
+        ([FP8(A), FP8(per="token"), FP8.__new__(FP8)], {"[0].scale": A}),
+        ({"m": Map("v * s + a + b", s=2.0, a=A, b=B)}, {'["m"].operands["a"]': A, '["m"].operands["b"]': B}),
+        (Scaled(A, [B]), {".scale": A, ".more[0]": B}),
     ],
 )
 def test_every_kind_of_container(nest: Any, paths: dict[str, Array]):
@@ -220,6 +235,14 @@ def test_no_code_of_the_containers_is_run():
     made.verify([("x", nest)])
     list.__setitem__(elements, 0, C)
     assert difference(made, nest).changed.keys() == {'x.mapping["a"][0]'}
+
+
+def test_an_array_in_an_argument_of_our_own_classes_changes():
+    made = check([FP8(A), Map("v + a", a=B)])
+    made.verify([("x", [FP8(A), Map("v + a", a=B)])])
+    assert difference(made, [FP8(C), Map("v + a", a=B)]).changed.keys() == {"x[0].scale"}
+    assert difference(made, [FP8(A), Map("v + a", a=C)]).changed.keys() == {'x[1].operands["a"]'}
+    assert difference(made, [FP8(per="token"), Map("v + a", a=1)]).missing == ("x[0].scale", 'x[1].operands["a"]')
 
 
 def test_a_dict_of_attributes_with_code_of_its_own():

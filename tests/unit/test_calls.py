@@ -429,7 +429,7 @@ def test_a_capture_error_within_takes_no_number(ranks: list[Rank], catch: str):
 @walks("entered -> withdrawn")
 def test_a_wrong_state_in_a_recordings_body_takes_no_number(ranks: list[Rank]):
     """On every rank alike, so that no peer waits."""
-    body = ranks[0].calls.recording = SimpleNamespace(error=None, in_this_thread=True)
+    body = ranks[0].calls.recording = SimpleNamespace(error=None, is_own=True)
     ranks[0].refuse(GraphStateError("not in a body"))
     assert body.error is None
     assert (ranks[0].calls.number, ranks[0].page.aborted) == (0, False)
@@ -557,7 +557,7 @@ def test_a_drain_that_fails_does_not_hide_the_fault(ranks: list[Rank]):
 
 def test_what_a_recordings_body_refuses_is_noted_in_it(ranks: list[Rank]):
     """Even if the program catches it; the first one counts. Another thread's call is none of the body's."""
-    body = ranks[0].calls.recording = SimpleNamespace(error=None, in_this_thread=True)
+    body = ranks[0].calls.recording = SimpleNamespace(error=None, is_own=True)
     first = ranks[0].refuse(ArgumentError("first"))
     assert body.error is first
     for rank in ranks[1:]:
@@ -570,7 +570,7 @@ def test_what_a_recordings_body_refuses_is_noted_in_it(ranks: list[Rank]):
         thread.join(60)
     assert body.error is first
     other = make_ranks(2)[0]
-    other.calls.recording = SimpleNamespace(error=None, in_this_thread=False)
+    other.calls.recording = SimpleNamespace(error=None, is_own=False)
     other.refuse()
     assert other.calls.recording.error is None
 

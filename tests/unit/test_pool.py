@@ -145,6 +145,24 @@ def test_a_pool_that_a_graph_uses_again_before_it_went_back_stays(device: Device
     assert pool.nbytes == 2 * MB == sum(device.held.values())
 
 
+def test_a_hold_keeps_a_slab_and_no_block(device: Device):
+    pool = GraphPool(0, 0)
+    pool.retain()
+    block, large = pool._allocate(4096, 1), pool._allocate(2 * MB, 1)
+    holds = [pool.hold(block, 4096), pool.hold(block + 512, 100)]
+    assert pool.hold(0, 1) is None
+    for address in (block, large):
+        pool._free(address)
+    assert pool._allocate(1024, 1) == block
+    pool._free(block)
+    pool.release()
+    assert [*device.held] == [block], "the other slab is not held"
+    del holds[0]
+    assert [*device.held] == [block]
+    del holds[0]
+    assert not device.held
+
+
 def test_a_graph_that_ends_twice_is_one_user(device: Device, patched: pytest.MonkeyPatch):
     """By close() and when it is collected. The other graphs of its pool keep the memory."""
     patched.setattr(recording, "free_later", pools.free_later)

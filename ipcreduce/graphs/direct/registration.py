@@ -108,7 +108,8 @@ class DirectGraphs:
                 turns.make(calls, calls.enter, _CAPTURE, DEFAULT_STREAM)
                 number = calls.number
                 segments = [segment for _, resources in recorded for segment in resources.segments]
-                turns.alone(calls, self._agree, number, segments, None)
+                with calls.leaving(number):
+                    turns.alone(calls, self._agree, number, segments, None)
             turns.alone(calls, self._register, number, [resources for _, resources in recorded])
 
     def _register(self, number: int, recorded: list[Resources]) -> None:

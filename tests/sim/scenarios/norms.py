@@ -20,7 +20,7 @@ from ipcreduce import FP8, Communicator, Graph, GraphRunner, Map, eager_break, e
 from ipcreduce.bench import norms as bench_norms
 from ipcreduce.bench import tune_norms
 from ipcreduce.cuda import cupy_runtime
-from ipcreduce.device import norm_kernels
+from ipcreduce.device import epilogues
 from ipcreduce.dtypes import FLOAT8
 from ipcreduce.ipc import norm_plan, tuning
 from tests.shared import clock, norms, reference
@@ -788,7 +788,7 @@ def refused_norms() -> None:
         works(comm)
         many = Case((4, 256), "float32")
         with (
-            mock.patch.object(norm_kernels, "_MOST_ROWS", 3),
+            mock.patch.object(epilogues, "_MAX_ROWS", 3),
             raises(errors.ArgumentError, f"rank {RANK}, call", "x has 4 rows of 256 elements. On a GPU a call takes"),
         ):
             many.call(comm)

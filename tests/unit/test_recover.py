@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipcreduce.arrays.maps import Map
+from ipcreduce.arrays.lists import ListCall
+from ipcreduce.arrays.maps import Map, MapCall
+from ipcreduce.arrays.plain import PlainCall
 from ipcreduce.calls import turns
 from ipcreduce.calls.right_calls import RightCalls
 from ipcreduce.calls.sequence import CallSequence
@@ -90,12 +92,13 @@ class Rank:
             raise KeyboardInterrupt
         op = {"refused": "median", "differs": "max"}.get(fault, "sum")
         if kind == "map":
-            given: tuple[Any, ...] = self.host.allreduce_then, np.full(3, value), op, None, self.map(fault)
+            given: tuple[Any, ...] = self.host.call, MapCall(np.full(3, value), op, None, self.map(fault))
         elif kind == "list":
-            given = self.host.allreduce_list, [np.full(2, value), np.full(3, value, np.float32), np.empty(0)], op, None
+            arrays = [np.full(2, value), np.full(3, value, np.float32), np.empty(0)]
+            given = self.host.call, ListCall(arrays, op, None)
         else:
             count = {"number": 0, "array": 50, "long": 30_000}[kind]
-            given = self.host.allreduce, value if kind == "number" else np.full(count, value), op, None
+            given = self.host.call, PlainCall(value if kind == "number" else np.full(count, value), op, None)
         result = self.made(*given)
         if fault in ("behind", "nested"):
             raise Program
@@ -108,7 +111,7 @@ class Rank:
                 raise Program
             for _ in range(2 * (fault == "nested")):  # the peers are told of one behind this call, of the other later
                 with pytest.raises(UnsupportedError, match="within call"):
-                    turns.make(self.calls, self.host.allreduce, 1, "sum", None)
+                    turns.make(self.calls, self.host.call, PlainCall(1, "sum", None))
             return value
 
         return Map("v", host=function)
@@ -127,7 +130,7 @@ class Rank:
             except BaseException:
                 right = self.recover()
                 mine = max(one for one, calls in enumerate(began) if calls <= right)
-                turn = self.made(self.host.allreduce, mine, "min", None)
+                turn = self.made(self.host.call, PlainCall(mine, "min", None))
 
     def fault(self, turn: int, step: int) -> str:
         for one in self.faults:

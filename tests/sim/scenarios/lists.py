@@ -517,9 +517,7 @@ def interrupted_list() -> None:
         works(comm)
         arrays = few()
         if RANK == LAST:
-            interrupt = mock.patch.object(
-                comm._open.backend, "start_list", return_value=mock.Mock(side_effect=KeyboardInterrupt)
-            )
+            interrupt = mock.patch.object(comm._open.backend, "run", side_effect=KeyboardInterrupt)
             with contextlib.suppress(KeyboardInterrupt), interrupt:
                 comm.allreduce(arrays)
                 raise AssertionError("no KeyboardInterrupt")

@@ -209,7 +209,7 @@ def nccl_timeouts() -> None:
             "a norm": lambda: comm.allreduce_rmsnorm(rows, weight),
         }.items():
             comm.allreduce(mine())
-            until(lambda: guard._ended == comm._open.calls.number, "the guard's look at its end")
+            until(lambda: guard.ended == comm._open.calls.number, "the guard's look at its end")
             with too_late(comm):
                 error = error_of(lambda call=call: (call(), comm.synchronize()))
             assert isinstance(error, errors.PeerTimeoutError), (name, error)

@@ -17,8 +17,9 @@ from ipcreduce.calls import faults, sequence, turns
 from ipcreduce.calls.sequence import CallSequence
 from ipcreduce.cuda import cupy_runtime
 from ipcreduce.device.fast_path import FastPath
-from ipcreduce.device.known_calls import KnownCalls, Ready
 from ipcreduce.device.last_call import ON_STREAM
+from ipcreduce.device.launch_cache import LaunchCache
+from ipcreduce.device.prepared import Prepared, Ready
 from ipcreduce.errors import (
     ArgumentError,
     CaptureError,
@@ -221,7 +222,7 @@ def test_a_call_is_numbered_recorded_and_done(sharing: list[Rank]):
 def fast_path_of(rank: Rank) -> FastPath:
     """A fast path on stream 7, over no GPU."""
     order: Any = SimpleNamespace(quick=lambda stream, looked: ON_STREAM if stream == 7 else None)
-    return FastPath(rank.calls, 0, 1, order, rank.page, KnownCalls(0, order, {}, Ready))
+    return FastPath(rank.calls, 0, 1, order, rank.page, LaunchCache(0, order, Prepared.ready))
 
 
 @walks("entered -> done")

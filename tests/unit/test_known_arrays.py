@@ -119,8 +119,8 @@ class Known:
         )  # fmt: skip
         self.cache.learn(ListCall(arrays, "sum", None), None, prepared)
 
-    def find(self, arrays: Sequence[Any], out: Any, stream: Any = None) -> Any:
-        ready, result, current = self.lists.find(arrays, "sum", out, stream)
+    def find(self, arrays: Sequence[Any], out: Any, stream: Any = None, op: str = "sum") -> Any:
+        ready, result, current = self.lists.find(arrays, op, out, stream)
         if ready is None:
             assert (ready, result, current) == NOT_READY
             return None
@@ -290,6 +290,12 @@ def test_lists_of_one_length():
     assert known.find(one, one) is None
     known.learn(one)
     assert known.find(one, one) is not None
+
+
+def test_lists_of_another_op():
+    arrays = arrays_of(3)
+    known = known_list(arrays, arrays)
+    assert known.find(arrays, arrays, op="max") is None
 
 
 def test_tensors_whose_memory_changes():

@@ -70,6 +70,8 @@ def forms_of_expressions() -> None:
         holds(comm.allreduce(mine(), then=Map("v", unused=7)), TOTAL)
         empty = comm.allreduce(floats(0, 0), then=Map(SUM, s=1, a=floats(0, 0)))
         assert empty.shape == (0,)
+        narrow = cupy.asarray(np.full(40, 30_000, np.int16))  # which NCCL reduces as int32
+        holds(comm.allreduce(narrow, then=Map("v / 2")), np.full(40, 30_000 * SIZE).astype(np.int16) // 2)
         with torch.imported():
             tensors = Tensor(mine()), Tensor(floats(4))
             result = comm.allreduce(tensors[0], then=Map(SUM, s=2, a=tensors[1]))

@@ -1,0 +1,74 @@
+"""Calls on one array that have come before, with stand-ins for CuPy and the launches."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ipcreduce.arrays.plain import PlainCall
+from ipcreduce.calls import request
+from ipcreduce.device import launch_cache
+from ipcreduce.device.hits import plain as hits
+from ipcreduce.device.launch_cache import NOT_READY, LaunchCache
+from ipcreduce.device.prepared import OwnStep, Prepared, Ready
+from tests.shared.streams import CURRENT, OTHER
+from tests.unit.test_known_maps import NBYTES, OUT, Array, Library, X
+
+
+class Plain(Library):
+    """CuPy's place."""
+
+    def can_be_known(self, dtype: Any) -> bool:
+        return True
+
+
+class Known:
+    """A memory of calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.library = Plain()
+        monkeypatch.setattr(hits, "cupy_runtime", self.library)
+        monkeypatch.setattr(launch_cache, "cupy_runtime", self.library)
+        order: Any = SimpleNamespace(quick=lambda stream: "ON_STREAM")
+        lists: Any = None
+        cache = LaunchCache(0, order, lambda prepared, addresses: Ready(prepared.what, print, addresses))
+        self.plain = cache.kinds[PlainCall] = hits.PlainHits(cache, lists)
+        of = request.plain(X.shape, "float16", "sum")
+        prepared = Prepared(request=of, what=of.what, by="", nbytes=NBYTES, steps=(OwnStep(print),))
+        cache.learn(PlainCall(X, "sum", OUT), None, prepared)
+
+    def find(self, x: Any, out: Any, stream: Any = None) -> Any:
+        return self.plain.find(x, "sum", out, stream)
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> Known:
+    return Known(monkeypatch)
+
+
+def test_memory_that_is_shared_or_misaligned(known: Known):
+    """The usual way makes a copy, or raises an error in a call."""
+    for x, out, ready in (
+        (0x1000, 0x1000, True), (0x1000, 0x4000, True), (0x1002, 0x4002, True), (0x1000, 0x1000 + NBYTES, True),
+        (0x1000, 0x1000 + NBYTES - 2, False), (0x1000, 0x1000 - NBYTES + 2, False), (0x1001, 0x1001, False),
+        (0x1001, 0x4000, False), (0x1000, 0x4001, False),
+    ):  # fmt: skip
+        for _ in range(2):
+            assert (known.find(Array(x), Array(out))[0] is not None) is ready, (x, out)
+
+
+def test_streams(known: Known):
+    for _ in range(3):
+        assert known.find(X, OUT)[2] == CURRENT
+        assert known.find(X, OUT, OTHER)[2] == OTHER
+        assert known.find(X, None, OTHER) == NOT_READY
+
+
+def test_new_results(known: Known):
+    """They come to places in turn, and to new ones when the call is known."""
+    for free in (2, 3, 2, 3, 4, 5, 4, 2, 3, 5):
+        known.library.free = free << 16
+        ready, result, _ = known.find(X, None)
+        assert ready.argument == (X.address, result.address) == (X.address, free << 16)

@@ -174,7 +174,7 @@ def check(ranks: Sequence[Rank], program: Sequence[Sequence[str]]) -> None:
 def test_random_programs(n: int, subtests: pytest.Subtests):
     """The last turn has one call, without which a rank might end while another one has to repeat a turn."""
     kinds: set[str] = set()
-    for seed in range(25):
+    for seed in range(30):
         draw = random.Random(seed * 10 + n)
         program = [
             [draw.choice(["number", "array", "long", "list", "map", "map"]) for _ in range(draw.randint(1, 3))]

@@ -158,6 +158,7 @@ class DeviceBackend(Backend):
     ) -> None:  # fmt: skip
         """Do the same as :meth:`run` for an all-reduce with RMSNorm. All its launches are one call."""
         self.order.launch(partial(self.norms.start, prepared, addresses), stream, owner, recorded=recorded)
+        self.order.launched = self.page.calls.number[0]
 
     def for_map(self, array: Any, op: Any, expression: Expression) -> PreparedMap:
         """Do the same as :meth:`for_array` for a call with an expression.

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.matrix import table
 from tests.shared import documents
 from tests.tools import machine, sanitizers
 
@@ -59,6 +60,15 @@ def test_captures_of_others(mpirun: Run, ranks: int) -> None:
 
     result = mpirun("tests/gpu/captures.py", ranks, timeout=300)
     assert result.stdout.count(": right, ") == len(SCENARIOS)
+
+
+@pytest.mark.parametrize("backend", ["ipc", "nccl", "one rank"])
+def test_matrix(mpirun: Run, subtests: pytest.Subtests, backend: str) -> None:
+    """Every kind of call in every way."""
+    output = mpirun("tests.matrix", 1 if backend == "one rank" else 2, backend, check=False, timeout=500).stdout
+    for cell, outcome, right in table.outcomes(backend, output):
+        with subtests.test(cell=cell):
+            assert right, f"{outcome}\n{output}"
 
 
 EXAMPLES = ("allreduce.py", "llama_torch.py", "tensor_parallel.py", "train_ddp.py", "train_digits.py")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -72,6 +74,12 @@ def each(function: Callable[..., Any], *values: Any) -> Any:
     if isinstance(values[0], list):
         return [function(*members) for members in zip(*values, strict=True)]
     return function(*values)
+
+
+@functools.cache
+def due_in(kind: Kind, turn: int) -> Values:
+    """The results of a kind in a turn."""
+    return kind.results(turn)
 
 
 def error_of(comm: Communicator, call: Callable[[], Any]) -> IpcReduceError:
@@ -144,10 +152,20 @@ class Call:
 
         self.inputs: Values = {name: each(new, values) for name, values in kind.inputs(0, rank).items()}
         self.outs: Values = {}
-        for name, values in kind.results(0).items() if form != "new" else ():
-            itself = kind.in_place[name] if form == "in place" else ""
-            self.outs[name] = self.inputs[itself] if itself else each(new, values)
+        for name, values in due_in(kind, 0).items() if form != "new" else ():
+            itself = kind.in_place.get(name) if form == "in place" else None
+            self.outs[name] = self.inputs[itself] if itself in self.inputs else each(new, values)
         self.found: Values = {}
+
+    def with_another(self, name: str) -> Call:
+        """The same call, with another array in the place of one."""
+        other, fresh = copy.copy(self), Call(self.place, self.rank, self.kind, "own")
+        other.found = {}
+        if name in self.inputs:
+            other.inputs = self.inputs | {name: fresh.inputs[name]}
+        else:
+            other.outs = self.outs | {name: fresh.outs[name]}
+        return other
 
     def fill(self, turn: int) -> None:
         """Give the arguments their values of a turn, and the results others than the right ones."""
@@ -165,7 +183,7 @@ class Call:
     def check(self, turn: int) -> None:
         """Compare all results with those of a turn."""
         for name, array in self.found.items():
-            each(lambda found, due, name=name: self._check(name, found, due), array, self.kind.results(turn)[name])
+            each(lambda found, due, name=name: self._check(name, found, due), array, due_in(self.kind, turn)[name])
 
     def _check(self, name: str, array: Any, due: np.ndarray) -> None:
         found = self.place.read(array)
@@ -196,5 +214,5 @@ class Call:
             found.append(missing.all())
 
         for name, array in self.found.items():
-            each(look, array, self.kind.results(0)[name])
+            each(look, array, due_in(self.kind, 0)[name])
         return all(found)

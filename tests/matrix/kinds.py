@@ -28,7 +28,7 @@ def whole(turn: int, rank: int, shape: Any, dtype: Any = np.float32) -> np.ndarr
 class Kind:
     """A call that every rank makes. Its fields are what the ranks compare.
 
-    :cvar in_place: the arguments for results, each with the argument that it may be itself, or with "".
+    :cvar in_place: the arguments for results that may be another argument, with that one.
     :cvar variants: the fields of calls that differ from this one, with words by which an error describes them.
     :cvar words: by which an error describes this call.
     :ivar number: of what the ranks do not compare: another number makes the same call with other values.
@@ -99,11 +99,12 @@ class List(Kind):
     words = "sum of 4 arrays"
     variants = (
         ({"op": "max"}, "max of 4 arrays"), ({"members": ((5, "f4"), (0, "f4"), (33, "i1"))}, "sum of 3 arrays"),
-        ({"members": ((5, "f4"), (0, "f4"), (33, "i1"), (101, "f4"))}, "sum of 4 arrays"),
+        ({"members": ()}, "sum of 0 arrays"), ({"members": ((100, "f4"), (33, "i1"), (0, "f4"), (5, "f4"))}, "sum"),
+        ({"members": ((5, "f4"), (0, "f4"), (33, "i1"), ((2, 50), "f4"))}, "sum of 4 arrays"),
         ({"members": ((5, "f4"), (0, "f4"), (33, "i1"), (100, "i4"))}, "sum of 4 arrays"),
     )  # fmt: skip
     op: str = "sum"
-    members: tuple[tuple[int, str], ...] = ((5, "f4"), (0, "f4"), (33, "i1"), (100, "f4"))
+    members: tuple[tuple[Any, str], ...] = ((5, "f4"), (0, "f4"), (33, "i1"), (100, "f4"))
 
     def inputs(self, turn: int, rank: int) -> Values:
         return {"array": [whole(turn + place, rank, *one) for place, one in enumerate(self.members)]}
@@ -166,25 +167,25 @@ class Norm(Kind):
     words = "sum and norm of bfloat16 (4, 256)"
     variants: ClassVar = (
         ({"eps": 1e-3}, "eps 0.001"), ({"bias": 1.0}, "bias 1.0"), ({"shape": (2, 512)}, "(2, 512)"),
-        ({"dtype": "float16"}, "float16 (4, 256)"),
+        ({"dtype": "float16"}, "float16 (4, 256)"), ({"added": False}, "(4, 256)"), ({"scales": "token"}, "by row"),
     )  # fmt: skip
     shape: tuple[int, ...] = (4, 256)
     dtype: str = "bfloat16"
     eps: float = 1e-5
     bias: float = 0.0
+    added: bool = True
     scales: str = ""
 
     def inputs(self, turn: int, rank: int) -> Values:
         kind = norms.DTYPES[self.dtype]
-        return {
-            "x": whole(turn, rank, self.shape, kind), "residual": whole(turn + 100, 0, self.shape, kind),
-            "weight": whole(turn + 200, 0, self.shape[-1:], kind),
-        }  # fmt: skip
+        residual = {"residual": whole(turn + 100, 0, self.shape, kind)} if self.added else {}
+        weight = whole(turn + 200, 0, self.shape[-1:], kind)
+        return {"x": whole(turn, rank, self.shape, kind), "weight": weight} | residual
 
     def results(self, turn: int) -> Values:
         own = self.inputs(turn, 0)
         found = norms.results(
-            reference.reduce(self.of_all(turn, "x"), "sum"), own["residual"], own["weight"], dtype=self.dtype,
+            reference.reduce(self.of_all(turn, "x"), "sum"), own.get("residual"), own["weight"], dtype=self.dtype,
             eps=self.eps, weight_bias=self.bias, scales=self.scales,
         )  # fmt: skip
         results = {"out": found.y, "residual_out": found.residual_out}
@@ -212,8 +213,7 @@ class QuantisedNorm(Norm):
     """An all-reduce with RMSNorm whose rows are rounded to e4m3, too."""
 
     name = "norm with e4m3"
-    in_place: ClassVar = {"out": "x", "residual_out": "residual", "quant_out": "", "scales_out": ""}
-    variants = (*Norm.variants, ({"scales": "group"}, "e4m3 by 128"))
+    variants = (*Norm.variants[:-1], ({"scales": "group"}, "e4m3 by 128"), ({"scales": ""}, "eps 1e-05"))
     scales: str = "token"
 
 

@@ -23,9 +23,9 @@ from tests.shared.bounds import late, until
 TURNS = 6  # in the last of them any call is known
 
 
-def repeat(call: Call, comm: Communicator) -> None:
+def repeat(call: Call, comm: Communicator, turns: int = TURNS) -> None:
     """Make a call until it is known."""
-    for turn in range(TURNS):
+    for turn in range(turns):
         call.make(comm, turn)
 
 
@@ -48,7 +48,7 @@ def known_call(cell: Cell) -> None:
 
 
 def other_addresses(cell: Cell) -> None:
-    """A known call with other arrays, in turns with its own: of another alignment, and new ones at every call."""
+    """A known call with other arrays, in turns with its own: all or one of them, of any alignment, at every call."""
     for form in FORMS:
         calls = [cell.call(form, number, offset) for number, offset in enumerate((0, 0, 0, 1, 8))]
         repeat(calls[0], cell.comm)
@@ -61,6 +61,11 @@ def other_addresses(cell: Cell) -> None:
                 call.check(turn)
         for turn in range(TURNS):  # dead arrays leave their memory, and the ids of their objects, to the next ones
             cell.call(form, turn % 2).make(cell.comm, turn)
+        for name in (*calls[0].inputs, *calls[0].outs):
+            other = calls[0].with_another(name)
+            for turn in range(3):
+                calls[0].make(cell.comm, turn)
+                other.make(cell.comm, turn + 1)
 
 
 def on_several_streams(cell: Cell) -> None:
@@ -110,7 +115,10 @@ def captured_by_others(cell: Cell) -> None:
 
 
 def recorded(cell: Cell) -> None:
-    """Recorded in a graph, as new calls and as known ones, and replayed with other values, beside eager calls."""
+    """Recorded in a graph, as new calls and as known ones, and replayed with other values, beside eager calls.
+
+    The graph holds arrays that the program drops.
+    """
     calls, eager = [cell.call(form) for form in (*FORMS, *FORMS)], cell.call("own", 1)
     for call in calls[len(FORMS) :]:
         repeat(call, cell.comm)
@@ -125,6 +133,17 @@ def recorded(cell: Cell) -> None:
             eager.make(cell.comm, turn)
             for number, call in enumerate(calls):
                 call.check(turn + number)
+    dropped = cell.call("own")
+    dropped.fill(5)
+    with Graph(cell.comm) as graph:
+        with graph.record():
+            dropped.start(cell.comm)
+        dropped.inputs.clear()
+        later = [cell.call("own") for _ in range(4)]  # in the memory that is free by now
+        for call in later:
+            call.fill(1)
+        graph.replay()
+        dropped.check(5)
 
 
 def in_both_states(cell: Cell, check: Callable[[Communicator, Call], None], **options: Any) -> None:
@@ -181,10 +200,11 @@ def ranks_that_differ(cell: Cell) -> None:
     """A rank makes a variant of the call, or one of another kind, and each is named, whether these are known or not."""
     with cell.make() as comm:
         for known in (False, True):
+            call = cell.call("own")
             for other, words in cell.differing():
-                call, another = cell.call("own"), cell.call("own", kind=other)
+                another = cell.call("own", kind=other)
                 for one in (call, another) if known else ():
-                    repeat(one, comm)
+                    repeat(one, comm, 3)
                 comm.synchronize()
                 mine = another if cell.rank == cell.last else call
                 mine.fill(3)

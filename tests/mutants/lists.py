@@ -394,7 +394,7 @@ MUTANTS = [
         NCCL,
         "            library.end_group()\n        except Exception",
         "        except Exception",
-        scenario("captured_lists"),
+        "mpirun -n 2 tests.matrix nccl --sim --kind=list '--way=captured by others'",
     ),
     Mutant(
         "the default communicator is made on another GPU than a list's arrays",

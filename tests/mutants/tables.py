@@ -11,6 +11,7 @@ from tests.mutants import (
     leaving,
     lists,
     maps,
+    matrix,
     norm_calls,
     norms,
     operands,
@@ -20,7 +21,7 @@ from tests.mutants import (
 )
 
 _MODULES = (
-    kernels, calls, peers, leaving, house, operands, lists, maps, norms, norm_calls, devices, suspended, graphs,
-    serving,
+    kernels, calls, peers, leaving, house, operands, lists, maps, norms, norm_calls, matrix, devices, suspended,
+    graphs, serving,
 )  # fmt: skip
 MUTANTS = [one for module in _MODULES for one in module.MUTANTS]

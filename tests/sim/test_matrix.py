@@ -15,7 +15,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.mark.parametrize("backend", table.BACKENDS)
 def test_cells(mpirun: Run, subtests: pytest.Subtests, backend: str) -> None:
     device = ["--sim"] if backend not in table.HOST else []
-    environ = {} if device else {"CUDA_VISIBLE_DEVICES": ""}
+    environ = {"SIM_LATE": "0.002"} if device else {"CUDA_VISIBLE_DEVICES": ""}
     done = mpirun("tests.matrix", 1 if backend == "one rank" else 2, backend, *device, env=environ, check=False)
     for cell, outcome, right in table.outcomes(backend, done.stdout):
         with subtests.test(cell=cell):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -73,6 +74,12 @@ def each(function: Callable[..., Any], *values: Any) -> Any:
     if isinstance(values[0], list):
         return [function(*members) for members in zip(*values, strict=True)]
     return function(*values)
+
+
+@functools.cache
+def due_in(kind: Kind, turn: int) -> Values:
+    """The results of a kind in a turn."""
+    return kind.results(turn)
 
 
 def error_of(comm: Communicator, call: Callable[[], Any]) -> IpcReduceError:
@@ -145,7 +152,7 @@ class Call:
 
         self.inputs: Values = {name: each(new, values) for name, values in kind.inputs(0, rank).items()}
         self.outs: Values = {}
-        for name, values in kind.results(0).items() if form != "new" else ():
+        for name, values in due_in(kind, 0).items() if form != "new" else ():
             itself = kind.in_place.get(name) if form == "in place" else None
             self.outs[name] = self.inputs[itself] if itself in self.inputs else each(new, values)
         self.found: Values = {}
@@ -176,7 +183,7 @@ class Call:
     def check(self, turn: int) -> None:
         """Compare all results with those of a turn."""
         for name, array in self.found.items():
-            each(lambda found, due, name=name: self._check(name, found, due), array, self.kind.results(turn)[name])
+            each(lambda found, due, name=name: self._check(name, found, due), array, due_in(self.kind, turn)[name])
 
     def _check(self, name: str, array: Any, due: np.ndarray) -> None:
         found = self.place.read(array)
@@ -207,5 +214,5 @@ class Call:
             found.append(missing.all())
 
         for name, array in self.found.items():
-            each(look, array, self.kind.results(0)[name])
+            each(look, array, due_in(self.kind, 0)[name])
         return all(found)

@@ -23,9 +23,9 @@ from tests.shared.bounds import late, until
 TURNS = 6  # in the last of them any call is known
 
 
-def repeat(call: Call, comm: Communicator) -> None:
+def repeat(call: Call, comm: Communicator, turns: int = TURNS) -> None:
     """Make a call until it is known."""
-    for turn in range(TURNS):
+    for turn in range(turns):
         call.make(comm, turn)
 
 
@@ -200,10 +200,11 @@ def ranks_that_differ(cell: Cell) -> None:
     """A rank makes a variant of the call, or one of another kind, and each is named, whether these are known or not."""
     with cell.make() as comm:
         for known in (False, True):
+            call = cell.call("own")
             for other, words in cell.differing():
-                call, another = cell.call("own"), cell.call("own", kind=other)
+                another = cell.call("own", kind=other)
                 for one in (call, another) if known else ():
-                    repeat(one, comm)
+                    repeat(one, comm, 3)
                 comm.synchronize()
                 mine = another if cell.rank == cell.last else call
                 mine.fill(3)

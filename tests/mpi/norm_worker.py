@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
 
 import numpy as np
 
 import ipcreduce
-from ipcreduce import FP8, ArgumentError, Communicator, IpcReduceError, PeerFailedError, RankMismatchError
+from ipcreduce import FP8, ArgumentError, Communicator, IpcReduceError, PeerFailedError
 from tests.shared import bounds, norm_reference, reference, worker
 from tests.shared.norm_reference import same_bits
 from tests.shared.world import WORLD
@@ -59,36 +58,6 @@ def bits(comm: Communicator) -> None:
         assert scales or out is None or y is out
 
 
-def differences(comm: Communicator) -> None:
-    """Each is named by both of its sides, and all go on."""
-    form = (4, 256)
-    x, weight = np.ones(form, np.float16), np.ones(256, np.float16)
-    usual: dict[str, Any] = {"x": x, "weight": weight, "eps": 1e-5, "residual": x}
-    for change, words in (
-        ({"eps": 1e-6}, "eps 1e-06"), ({"weight_bias": 1.0}, "bias 1.0"), ({"residual": None}, "(4, 256) on the host"),
-        ({"x": x.reshape(2, 512), "residual": x.reshape(2, 512), "weight": np.ones(512, np.float16)}, "(2, 512)"),
-        ({"quantize": FP8(per="token")}, "e4m3 by row"), ({"quantize": FP8(per=128)}, "e4m3 by 128"),
-        ({"x": x.astype(np.float32), "residual": None, "weight": weight.astype(np.float32)}, "float32"),
-    ):  # fmt: skip
-        works(comm)
-        text = mismatch(comm, **usual | (change if RANK == LAST else {}))
-        assert "sum and norm of float16 (4, 256) on the host, eps 1e-05, residual" in text, text
-        assert words in text, (words, text)
-        works(comm)
-    text = mismatch(comm, **({"array": x} if RANK == LAST else usual))
-    assert "sum of float16 (4, 256)" in text, text
-    works(comm)
-
-
-def mismatch(comm: Communicator, **arguments: Any) -> str:
-    """What the ranks are told of calls that differ. With an ``array`` it is a plain call."""
-    try:
-        (comm.allreduce if "array" in arguments else comm.allreduce_rmsnorm)(**arguments)
-    except RankMismatchError as error:
-        return str(error)
-    raise AssertionError(f"no error with {arguments}")
-
-
 def refused(comm: Communicator) -> None:
     """A wrong argument on one rank: it raises and writes nothing, and the others hear of it."""
     out = np.full((4, 256), 7, np.float32)
@@ -107,7 +76,7 @@ def refused(comm: Communicator) -> None:
     assert (y == 1).all()
 
 
-SCENARIOS = {scenario.__name__: scenario for scenario in (bits, differences, refused)}
+SCENARIOS = {scenario.__name__: scenario for scenario in (bits, refused)}
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-SCENARIOS = "bits", "refused", "differences"
+SCENARIOS = "bits", "refused"
 
 
 @pytest.mark.parametrize(("n", "how"), [(2, "memory"), (3, "memory"), (3, "apart")])

@@ -36,11 +36,11 @@ def test_known_calls_with_new_results(hold: Hold) -> None:
 
 def test_graphs_and_streams(hold: Hold) -> None:
     hold(
-        3, "recorded_norms", "laid_out_norms_in_graphs", "captured_norms", "checked_and_run_norms",
+        3, "recorded_norms", "laid_out_norms_in_graphs", "checked_and_run_norms",
         "norms_on_several_streams", "norms_of_tensors",
         SIM_LATE="0.002",
     )  # fmt: skip
 
 
 def test_faults(hold: Hold) -> None:
-    hold(3, "norms_that_differ", "refused_norms", "late_for_a_norm", "interrupted_norm", "interrupted_look_ups")
+    hold(3, "refused_norms", "late_for_a_norm", "interrupted_norm", "interrupted_look_ups")

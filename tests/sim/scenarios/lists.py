@@ -353,31 +353,6 @@ def recorded_lists() -> None:
             works(comm)
 
 
-def captured_lists() -> None:
-    """In a capture of the program's own, on two streams."""
-
-    def check(comm: Any) -> None:
-        stream, arrays, out = cupy.cuda.Stream(non_blocking=True), few(), few(0)
-        comm.allreduce(arrays, out=out)  # compiled before
-        comm.synchronize()
-        for _ in range(3):
-            stream.begin_capture()
-            with stream:
-                comm.allreduce(arrays, out=out)
-                comm.allreduce(out[3], "max", out=out[3])
-            graph = stream.end_capture()
-            for factor in (1, 2):
-                filled(arrays, (RANK + 1) * factor)
-                filled(out, 0)
-                cupy.cuda.Device().synchronize()
-                graph.launch(stream)
-                stream.synchronize()
-                all_right(out, factor)
-                works(comm)
-
-    over_backends(check)
-
-
 def checked_and_run_lists() -> None:
     """The address check sees a member that moved, and a runner replays lists."""
     with Communicator() as comm:
@@ -403,34 +378,6 @@ def checked_and_run_lists() -> None:
 
 
 # ---- faults
-def lists_that_differ() -> None:
-    """Each difference is named by both of its sides, and all go on."""
-
-    def check(comm: Any) -> None:
-        own = few()
-        for change, words in (
-            (own[:-1], "sum of 5 arrays"), ([], "sum of 0 arrays"), (own[::-1], "sum of 6 arrays"),
-            ([*own[:3], own[3].reshape(1, 333), *own[4:]], "(1, 333)"),
-            ([*own[:3], own[3].view(np.int32), *own[4:]], "int32 (333,)"),
-        ):  # fmt: skip
-            works(comm)
-            given = change if RANK == LAST else own
-            error = failed(comm, given)
-            assert isinstance(error, errors.RankMismatchError), error
-            assert f"on rank {LAST}" in str(error), error
-            assert "sum of 6 arrays" in str(error), error
-            assert words in str(error) or len(str(error)) > 250, error
-            works(comm)
-        for one in (own[0], cupy.zeros(3, np.float32)):  # a plain call where the others have a list
-            error = failed(comm, one if RANK == LAST else own)
-            assert isinstance(error, errors.RankMismatchError), error
-            works(comm)
-        error = failed(comm, own, "max" if RANK == LAST else "sum")
-        assert isinstance(error, errors.RankMismatchError), error
-
-    over_backends(check)
-
-
 def failed(comm: Any, given: Any, op: str = "sum") -> errors.IpcReduceError | None:
     """The fault of a call, from it or from what comes behind it."""
 
@@ -536,6 +483,6 @@ def interrupted_list() -> None:
 SCENARIOS = [
     forms_of_lists, first_list_of_the_default_communicator, known_lists_of_another_shape,
     known_lists_of_other_arrays, known_lists_in_turns, known_lists_of_several_launches, larger_than_the_workspace,
-    lists_of_tensors, lists_on_several_streams, synchronous_lists, recorded_lists, captured_lists,
-    checked_and_run_lists, lists_that_differ, refused_members, late_for_a_list, interrupted_list,
+    lists_of_tensors, lists_on_several_streams, synchronous_lists, recorded_lists,
+    checked_and_run_lists, refused_members, late_for_a_list, interrupted_list,
 ]  # fmt: skip

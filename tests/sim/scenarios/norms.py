@@ -669,33 +669,6 @@ def laid_out_norms_in_graphs() -> None:
     over_backends(check)
 
 
-def captured_norms() -> None:
-    """In a capture of the program's own."""
-
-    def check(comm: Any) -> None:
-        stream = cupy.cuda.Stream(non_blocking=True)
-        for dtype in ("bfloat16", "float32"):
-            case, other = Case((4, 256), dtype), Case((4, 256), dtype, seed=4)
-            x, residual, again = case.x.copy(), case.residual.copy(), case.x.copy()
-            case.call(comm)  # compiled before
-            comm.synchronize()
-            stream.begin_capture()
-            with stream:
-                found = case.call(comm, x=again, residual=residual)
-                case.call(comm, x=x, residual=residual, out=x, residual_out=residual)
-            graph = stream.end_capture()
-            for one in (case, other):
-                x[...], residual[...], again[...], case.weight[...] = one.x, one.residual, one.x, one.weight
-                cupy.cuda.Device().synchronize()
-                graph.launch(stream)
-                stream.synchronize()
-                one.check((x, residual))
-                one.check(found)
-                works(comm)
-
-    over_backends(check)
-
-
 def checked_and_run_norms() -> None:
     """The address check sees an argument that moved, and a runner replays calls."""
     with Communicator() as comm:
@@ -733,34 +706,6 @@ def failed(comm: Any, call: Callable[[], Any]) -> errors.IpcReduceError | None:
     except errors.IpcReduceError as error:
         return error
     return None
-
-
-def norms_that_differ() -> None:
-    """Each difference is named by both of its sides, and all go on."""
-
-    def check(comm: Any) -> None:
-        case, token = Case((4, 256)), Case((4, 256), scales="token")
-        short = Case((2, 512))
-        for one, change, words in (
-            (case, {"eps": 1e-6}, "eps 1e-06"), (case, {"weight_bias": 1.0}, "bias 1.0"),
-            (case, {"residual": None}, "(4, 256), eps 1e-05 on"), (short, {}, "(2, 512)"),
-            (token, {}, "e4m3 by row"), (Case((4, 256), "float16"), {}, "float16"),
-        ):  # fmt: skip
-            for _ in range(3):
-                case.call(comm)  # known
-            works(comm)
-            error = failed(comm, partial(one.call, comm, **change) if RANK == LAST else partial(case.call, comm))
-            assert isinstance(error, errors.RankMismatchError), error
-            assert f"on rank {LAST}" in str(error), error
-            assert "sum and norm of bfloat16 (4, 256), eps 1e-05, residual" in str(error), error
-            assert words in str(error), (error, words)
-            works(comm)
-        error = failed(comm, lambda: comm.allreduce(case.x) if RANK == LAST else case.call(comm))
-        assert isinstance(error, errors.RankMismatchError), error
-        works(comm)
-        case.check(case.call(comm))
-
-    over_backends(check)
 
 
 def refused_norms() -> None:
@@ -972,7 +917,6 @@ SCENARIOS = [
     forms_of_norms, in_place_norms, known_norms, known_norms_of_another_shape, new_results_of_norms,
     known_kinds_of_norms, new_results_on_streams, new_tensors_of_norms, laid_out_norms, norms_without_rows,
     norms_of_tensors, norms_on_several_streams, synchronous_norms, recorded_norms, laid_out_norms_in_graphs,
-    captured_norms, checked_and_run_norms, norms_that_differ, refused_norms, late_for_a_norm, interrupted_norm,
-    interrupted_look_ups, copied_descriptions,
+    checked_and_run_norms, refused_norms, late_for_a_norm, interrupted_norm, interrupted_look_ups, copied_descriptions,
     tuned_norms,
 ]  # fmt: skip

@@ -127,6 +127,7 @@ def _in_words(request: Request) -> Fingerprint:
     return Fingerprint.of(text, f"{text}\0{after.text}")
 
 
+@lru_cache(4096)
 def plain(shape: tuple[int, ...], kind: str, op: str, *, on_host: bool = False) -> Request:
     """An all-reduce of one array."""
     return Request(op, (Member(shape, kind),), on_host=on_host)

@@ -35,8 +35,8 @@ from tests.shared import worker
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 PUBLIC = {
-    "allreduce", "allreduce_rmsnorm", "backend", "capture", "close", "describe", "empty", "rank", "resume",
-    "size", "suspend", "synchronize",
+    "allreduce", "allreduce_rmsnorm", "backend", "calls", "capture", "close", "describe", "empty", "rank", "recover",
+    "resume", "size", "suspend", "synchronize",
 }  # fmt: skip
 
 

@@ -221,6 +221,9 @@ def test_an_era_ends_before_the_ranks_meet_and_as_the_page_is_cleared():
         def quiesce(self, deadline: float) -> None:
             eras.append(page.era)  # the one of the calls: NCCL's guard ends them now
 
+        def right(self, number: int) -> int:
+            return number
+
         def offer(self) -> bytes:
             return b""
 

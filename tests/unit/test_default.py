@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -75,7 +76,7 @@ def test_a_log_handler_of_our_own_record(none_yet: pytest.MonkeyPatch):
 
 def test_an_interrupted_start_up_leaves_the_next_one_free(none_yet: pytest.MonkeyPatch):
     with none_yet.context() as patch:
-        patch.setattr(communicator.startup, "starting", lambda *_: signal.raise_signal(signal.SIGINT))
+        patch.setattr(communicator.startup, "starting", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             ipcreduce.get_communicator()
     ipcreduce.get_communicator().close()

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from ipcreduce import Map
-from ipcreduce.arrays.host_operands import HostOperands
-from ipcreduce.arrays.maps import HostMap
-from ipcreduce.calls.norm_shape import NormShape
+from ipcreduce.arrays.maps import HostMap, MapCall
+from ipcreduce.arrays.rmsnorm import normalise
+from ipcreduce.calls.request import NormShape
 from ipcreduce.dtypes import BFLOAT16, reduce
 from ipcreduce.errors import UnsupportedError
-from ipcreduce.host.rmsnorm import normalise
 from tests.shared import float_states
 
 pytestmark = pytest.mark.skipif(not float_states.NAMES, reason="the place of this processor's state is not known here")
@@ -74,10 +73,9 @@ def test_norms(state: Any):
 
 def test_an_expression(state: Any):
     """Also within the function of the program."""
-    used = HostOperands(np.ones(2, np.float32), "sum", None)
-    mapped = HostMap(Map("v + v", host=lambda v: v + v), used)
+    mapped = HostMap(MapCall(np.ones(2, np.float32), "sum", None, Map("v + v", host=lambda v: v + v)))
     reduced = np.array([1, 3], np.uint32).view(np.float32)
-    assert state(lambda: mapped.apply(reduced)).view(np.uint32).tolist() == [2, 6]
+    assert state(lambda: mapped.result([reduced])).view(np.uint32).tolist() == [2, 6]
 
 
 def test_a_state_that_cannot_be_changed(monkeypatch: pytest.MonkeyPatch):

@@ -17,7 +17,7 @@ import pytest
 from ipcreduce import dtypes
 from ipcreduce.arrays import views
 from ipcreduce.arrays.host_operands import HostOperands
-from ipcreduce.arrays.maps import HostMap, Map
+from ipcreduce.arrays.maps import HostMap, Map, MapCall
 from ipcreduce.errors import ArgumentError
 
 
@@ -294,7 +294,7 @@ def test_a_subclass_that_computes_in_its_own_way_is_refused(kind: type[np.ndarra
     with pytest.raises(ArgumentError, match=f"out {words}"):
         reduced(np.ones(3), out=array)
     with pytest.raises(ArgumentError, match=f"the result of host= {words}"):
-        HostMap(Map("v", host=lambda v: v.view(kind)), HostOperands(np.ones(3), "sum", None)).apply(np.ones(3))
+        HostMap(MapCall(np.ones(3), "sum", None, Map("v", host=lambda v: v.view(kind)))).result([np.ones(3)])
     assert (reduced(np.asarray(array)) == 2).all()
 
 

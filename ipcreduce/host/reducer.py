@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..arrays.host_operands import Array, HostCall
 from ..arrays.plain import PlainCall
 from ..calls.sequence import CallSequence
 from ..dtypes import DTYPES, OPS
-from ..errors import UnsupportedError
+from ..errors import IpcReduceError, UnsupportedError
 from ..page.fingerprint import Fingerprint
 from ..ranks.mpi import check_runs
 from ..types import DEFAULT_STREAM
@@ -21,6 +22,28 @@ from .over_mpi import MpiReducer
 from .shared import SharedReducer
 
 _MAX_KNOWN = 4096
+_GRACE_SECONDS = 1.0
+
+
+class _Patience:
+    """The check of a wait over MPI. Its error ends the wait only after a second.
+
+    A rank can fail as soon as it has the data of all others, and what it has sent still comes. The communicator is lost
+    only if this rank leaves before.
+    """
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self.error: IpcReduceError | None = None
+        self._check, self._until = check, math.inf
+
+    def __call__(self) -> None:
+        if self.error is None:
+            try:
+                self._check()
+            except IpcReduceError as error:
+                self.error, self._until = error, clock.now() + _GRACE_SECONDS
+        elif clock.now() > self._until:
+            raise self.error
 
 
 class HostReducer:
@@ -111,11 +134,15 @@ class HostReducer:
     def _over_mpi(self, mpi: MpiReducer, array: Array, op: str) -> Array:
         check_runs()
         calls, number = self._calls, self._calls.number
+        check = _Patience(partial(calls.check_wait, number, math.inf, []))
         try:
-            return mpi.allreduce(array, op, number, partial(calls.check_wait, number, math.inf, []))
+            result = mpi.allreduce(array, op, number, check)
         except BaseException as error:
             calls.lose(f"it left call {number} halfway", error)
             raise
+        if check.error is not None:
+            raise check.error
+        return result
 
     def close(self) -> None:
         """Let go of the shared memory. There are no more calls."""

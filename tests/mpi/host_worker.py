@@ -448,6 +448,29 @@ def recovered(comm: Communicator) -> None:
         assert all((sums[one] == SIZE * one).all() for one in range(6))
 
 
+def failed_behind_the_data(comm: Communicator) -> None:
+    """The last rank fails as soon as it has all data. Rank 0 sees the fault before its own data, and waits for them."""
+    page, complete, polls = comm._open.calls.page, exchange.complete, iter(range(3))
+
+    def fail(v: np.ndarray) -> np.ndarray:
+        raise ValueError("of the function")
+
+    def late(request: Any, *given: Any, **named: Any) -> None:
+        test = request.Test
+        later = types.SimpleNamespace(Test=lambda: page.aborted and next(polls, None) is None and test())
+        complete(later, *given, **named)
+
+    right(comm)
+    known = comm.calls
+    then = ipcreduce.Map("v", host=fail if RANK == LAST else np.copy)
+    with mock.patch.object(exchange, "complete", late if RANK == 0 else complete):
+        error = error_of(lambda: comm.allreduce(np.ones(3), then=then))
+    possible = {0: [PeerFailedError], LAST: [ValueError]}
+    assert type(error) in possible.get(RANK, [PeerFailedError, type(None)]), repr(error)
+    assert comm.recover() == known
+    right(comm)
+
+
 def interrupted(comm: Communicator) -> None:
     """An exception out of a wait (Ctrl-C, an alarm) comes at once; no rank ever takes part of it for data."""
 
@@ -1040,7 +1063,7 @@ SCENARIOS = {
         every_kind, as_people_write, subclasses, random_calls, lists, lists_that_differ,
         a_float_sum_starts_at_rank_0, a_float_state_of_one_rank, wrong_calls, late,
         memory_outlives_a_wait, without_tcp, refused_while_another_is_late, interrupted, recovered,
-        out_of_memory, arguments_differ, errors_before_the_first_exchange, other_builds,
+        failed_behind_the_data, out_of_memory, arguments_differ, errors_before_the_first_exchange, other_builds,
         late_at_start_up, exceptions_at_start_up, warnings_at_start_up,
         no_descriptors, names_of_hosts, a_block_that_raises, texts_of_any_kind, nested, every_rank_is_watched,
         nothing_is_used_up, too_many, a_graph_keeps_its_communicator, runners, sub_communicators, side_by_side,

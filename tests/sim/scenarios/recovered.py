@@ -59,10 +59,10 @@ class Calls:
             kind = self.kinds[self.comm.calls % len(self.kinds)]
             self.outputs[self.comm.calls + 1] = kind()
 
-    def queued(self, number: int) -> Callable[[], bool]:
-        """A condition that holds once every rank but the last one has made so many calls."""
+    def queued(self, number: int, ranks: int = LAST) -> Callable[[], bool]:
+        """A condition that holds once the first ``ranks`` ranks have made so many calls."""
         page = self.comm._open.calls.page
-        return lambda: all(page.calls.call_of(rank) >= number for rank in range(LAST))
+        return lambda: all(page.calls.call_of(rank) >= number for rank in range(ranks))
 
     def check(self, returned: int, due: int, least: int | None = None) -> None:
         assert WORLD.allgather(returned) == [returned] * SIZE
@@ -141,7 +141,7 @@ def late_on_the_stream() -> None:
                 told(comm)
                 released.set()
             else:
-                with clock.passing(121.0, calls.queued(last + 4)):
+                with clock.passing(121.0, calls.queued(last + 4, SIZE)):
                     calls.make(4)
                     told(comm)
             calls.check(comm.recover(), last)

@@ -35,7 +35,7 @@ class HostCall(Protocol):
         """The all-reduces to make, one behind the other."""
 
     def result(self, reduced: Sequence[Array]) -> Any:
-        """What the call returns. ``reduced``: the result of each part: its own array, if it has one for that."""
+        """The call's result. ``reduced``: the result of each part, in the part's third member if that is not None."""
 
 
 def _int64(value: int) -> np.int64:

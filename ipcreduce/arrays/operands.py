@@ -47,7 +47,7 @@ class DeviceCall(Protocol):
 
     @property
     def request(self) -> Request:
-        """What the ranks compare. :raises ArgumentError: if dtype or op is wrong."""
+        """The call as the ranks compare it. :raises ArgumentError: if dtype or op is wrong."""
 
     def place(self, prepared: PreparedCall) -> Any:
         """Make what is still missing of results and copies. Returns the addresses for :meth:`Prepared.start`."""
@@ -61,7 +61,7 @@ class DeviceCall(Protocol):
 
     @property
     def result(self) -> Any:
-        """What the call returns."""
+        """The value that the call returns."""
 
 
 class PreparedCall(Protocol):

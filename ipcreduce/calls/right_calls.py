@@ -8,7 +8,7 @@ from .backend import Backend
 
 
 class RightCalls:
-    """What one rank knows of its calls since the ranks last met.
+    """One rank's knowledge of which of its calls were right, since the ranks last met.
 
     A call that has raised on every rank alike, without a fault, counts as right once the program has made another one:
     the programs have gone on together.

@@ -1,4 +1,4 @@
-"""What follows an all-reduce in kernels of its own: an expression (map.cu), or RMSNorm (rmsnorm.cu).
+"""Kernels behind a plain all-reduce: for an expression (map.cu), or for RMSNorm (rmsnorm.cu).
 
 Every backend has these, for calls that it cannot make in one kernel, and for a world of one rank.
 """

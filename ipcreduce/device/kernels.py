@@ -19,7 +19,7 @@ from . import background
 
 
 class Kernel(NamedTuple):
-    """What a kernel is compiled for.
+    """A kernel as it is to be compiled: its file, and the values of its macros.
 
     :ivar name: of its file in kernels/, and of its function.
     :ivar op: one of ``dtypes.OPS``. :ivar depth: packets, or units of a row, that a thread takes at a time.

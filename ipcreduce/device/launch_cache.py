@@ -30,7 +30,7 @@ Found = tuple[Ready | None, Any, Stream | None]  # a launch, the result of the c
 
 
 class Layout(Protocol):
-    """What a form knows of the arrays of its calls."""
+    """The arrangement of the arrays of a form's calls, by which their addresses become arguments."""
 
     def settle(self, addresses: Any, new: bool) -> Any:
         """The addresses as :meth:`Prepared.start` takes them; None if kernels cannot take arrays there as they are.

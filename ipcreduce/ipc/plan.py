@@ -17,7 +17,7 @@ from ..dtypes import KIND_NAMES, OPS
 
 
 class Algorithm(NamedTuple):
-    """How a kernel exchanges a message.
+    """The way in which a kernel exchanges a message.
 
     :ivar hops: of each element. In two, each rank reduces its part of the message, and sends that to all.
     :ivar loops: a thread takes packets in turns; without, each has a thread of its own.

@@ -1,4 +1,4 @@
-"""What the ranks compare of a call, and by which it is prepared."""
+"""The words of a call that the ranks compare, and by which it is prepared."""
 
 from __future__ import annotations
 

@@ -247,8 +247,8 @@ def plain_launches(run: Run) -> Iterator[None]:
     kept = dict(prepared)
     prepared.clear()
 
-    def plain(*arguments: Any, programmatic: bool = False) -> Any:
-        return made(*arguments)
+    def plain(*arguments: Any, programmatic: bool = False, shared: int = 0) -> Any:
+        return made(*arguments, shared=shared)
 
     try:
         with mock.patch.object(kernels.driver, "Launch", plain):

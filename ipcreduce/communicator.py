@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, overload
 
 import numpy as np
@@ -19,10 +20,11 @@ from .arrays.norms import FP8
 from .arrays.plain import PlainCall
 from .calls import turns
 from .cuda import cupy_runtime
+from .device.launch_cache import Limited
 from .errors import ArgumentError, GraphStateError, PeerLostError, UnsupportedError
 from .graphs.session import GraphSession
 from .open_communicator import OpenCommunicator
-from .options import Options, unknown_variables
+from .options import Options, checked_sms, unknown_variables
 from .ranks import groups
 from .texts import described
 from .types import Array, DType, Number, NumpyNumber, Op, Out, OutList, Shape
@@ -120,37 +122,41 @@ class Communicator:
     # ---- the operation
     @overload
     def allreduce(
-        self, array: NumpyNumber, op: Op = ..., *, out: None = ..., then: Map | None = ..., stream: Any = ...
-    ) -> NumpyNumber: ...
-    @overload
-    def allreduce(
-        self, array: Number, op: Op = ..., *, out: None = ..., then: Map | None = ..., stream: Any = ...
-    ) -> Number: ...
-    @overload
-    def allreduce(
-        self, array: list[Any] | tuple[Any, ...], op: Op = ..., *, out: None = ..., then: None = ..., stream: Any = ...
-    ) -> list[Any]: ...
-    @overload
-    def allreduce(
-        self, array: list[Any] | tuple[Any, ...], op: Op = ..., *, out: OutList, then: None = ..., stream: Any = ...
-    ) -> OutList: ...
-    @overload
-    def allreduce(
-        self,
-        array: np.ndarray[Shape, DType],
-        op: Op = ...,
-        *,
-        out: None = ...,
-        then: Map | None = ...,
+        self, array: NumpyNumber, op: Op = ..., *, out: None = ..., then: Map | None = ..., sms: int | None = ...,
         stream: Any = ...,
-    ) -> np.ndarray[Shape, DType]: ...
+    ) -> NumpyNumber: ...  # fmt: skip
     @overload
     def allreduce(
-        self, array: Array, op: Op = ..., *, out: None = ..., then: Map | None = ..., stream: Any = ...
-    ) -> Any: ...
+        self, array: Number, op: Op = ..., *, out: None = ..., then: Map | None = ..., sms: int | None = ...,
+        stream: Any = ...,
+    ) -> Number: ...  # fmt: skip
     @overload
-    def allreduce(self, array: Array, op: Op = ..., *, out: Out, then: Map | None = ..., stream: Any = ...) -> Out: ...
-    def allreduce(self, array: Any, op: Any = "sum", *, out: Any = None, then: Any = None, stream: Any = None) -> Any:
+    def allreduce(
+        self, array: list[Any] | tuple[Any, ...], op: Op = ..., *, out: None = ..., then: None = ...,
+        sms: int | None = ..., stream: Any = ...,
+    ) -> list[Any]: ...  # fmt: skip
+    @overload
+    def allreduce(
+        self, array: list[Any] | tuple[Any, ...], op: Op = ..., *, out: OutList, then: None = ...,
+        sms: int | None = ..., stream: Any = ...,
+    ) -> OutList: ...  # fmt: skip
+    @overload
+    def allreduce(
+        self, array: np.ndarray[Shape, DType], op: Op = ..., *, out: None = ..., then: Map | None = ...,
+        sms: int | None = ..., stream: Any = ...,
+    ) -> np.ndarray[Shape, DType]: ...  # fmt: skip
+    @overload
+    def allreduce(
+        self, array: Array, op: Op = ..., *, out: None = ..., then: Map | None = ..., sms: int | None = ...,
+        stream: Any = ...,
+    ) -> Any: ...  # fmt: skip
+    @overload
+    def allreduce(
+        self, array: Array, op: Op = ..., *, out: Out, then: Map | None = ..., sms: int | None = ..., stream: Any = ...
+    ) -> Out: ...  # fmt: skip
+    def allreduce(
+        self, array: Any, op: Any = "sum", *, out: Any = None, then: Any = None, sms: Any = None, stream: Any = None
+    ) -> Any:  # fmt: skip
         """The element-wise reduction of every rank's ``array``; every rank gets the same bits.
 
         :param array: NumPy, CuPy, or any array with DLPack or ``__cuda_array_interface__``, on the device or on the
@@ -165,6 +171,9 @@ class Communicator:
         :param out: the array for the result, of the same shape and dtype, and on the device if ``array`` is;
             ``out=array`` is in place. For a list, a list of such arrays, which share no memory with each other.
         :param then: a :class:`Map`: an element-wise expression that each rank applies to its result. Not for lists.
+        :param sms: the most blocks that exchange data, so the most multiprocessors that wait for peers; the same on
+            every rank. None: as many as are fastest alone. For calls of MB beside other kernels: 8, say. Then kernels
+            that copy come before and behind. Host arrays and backend "nccl" check it, and do not use it.
         :param stream: for device arrays: an int, a CuPy stream or an object with ``__cuda_stream__``; None for the
             current stream: PyTorch's for its tensors, and CuPy's for all else.
         :returns: ``out``, or a new C-contiguous array, whatever the layout of ``array``: for a tensor a tensor, from
@@ -179,6 +188,12 @@ class Communicator:
         work is done; after an error the values in ``out`` are undefined.
         """
         fast = self._open.fast  # once: another thread may close the communicator
+        if sms is not None:
+            usual = partial(self._allreduce_limited, op, then, sms)
+            if fast is not None:
+                known_by = Limited(op, sms) if then is None and type(op) is str and type(sms) is int else None
+                return fast.make(None, usual, array, known_by, out, stream)
+            return turns.make(self._open.calls, usual, array, op, out, stream)
         if fast is not None:
             if then is None:
                 return fast.make(None, self._allreduce, array, op, out, stream)
@@ -192,6 +207,14 @@ class Communicator:
 
     def _allreduce_then(self, array: Any, mapped: tuple[Any, Any], out: Any, stream: Any) -> Any:
         return self._call(MapCall(array, mapped[0], out, mapped[1]), stream)
+
+    def _allreduce_limited(
+        self, op: Any, then: Any, limit: Any, array: Any, _known_by: Any, out: Any, stream: Any
+    ) -> Any:
+        sms = checked_sms(limit)
+        if then is not None:
+            return self._call(MapCall(array, op, out, then, sms), stream)
+        return self._call((ListCall if lists.is_list(array) else PlainCall)(array, op, out, sms), stream)
 
     def _allreduce_rmsnorm(self, given: tuple[Any, ...], _op: None, _out: Any, stream: Any) -> tuple[Any, None]:
         return self._call(NormCall(*given), stream), None  # see NormHits.find()

@@ -84,6 +84,7 @@ def allreduce(
     *,
     out: None = ...,
     then: Map | None = ...,
+    sms: int | None = ...,
     comm: Communicator | None = ...,
     stream: Any = ...,
 ) -> NumpyNumber: ...
@@ -94,6 +95,7 @@ def allreduce(
     *,
     out: None = ...,
     then: Map | None = ...,
+    sms: int | None = ...,
     comm: Communicator | None = ...,
     stream: Any = ...,
 ) -> Number: ...
@@ -104,6 +106,7 @@ def allreduce(
     *,
     out: None = ...,
     then: None = ...,
+    sms: int | None = ...,
     comm: Communicator | None = ...,
     stream: Any = ...,
 ) -> list[Any]: ...
@@ -114,6 +117,7 @@ def allreduce(
     *,
     out: OutList,
     then: None = ...,
+    sms: int | None = ...,
     comm: Communicator | None = ...,
     stream: Any = ...,
 ) -> OutList: ...
@@ -124,6 +128,7 @@ def allreduce(
     *,
     out: None = ...,
     then: Map | None = ...,
+    sms: int | None = ...,
     comm: Communicator | None = ...,
     stream: Any = ...,
 ) -> np.ndarray[Shape, DType]: ...
@@ -134,6 +139,7 @@ def allreduce(
     *,
     out: None = ...,
     then: Map | None = ...,
+    sms: int | None = ...,
     comm: Communicator | None = ...,
     stream: Any = ...,
 ) -> Any: ...
@@ -144,6 +150,7 @@ def allreduce(
     *,
     out: Out,
     then: Map | None = ...,
+    sms: int | None = ...,
     comm: Communicator | None = ...,
     stream: Any = ...,
 ) -> Out: ...
@@ -153,6 +160,7 @@ def allreduce(
     *,
     out: Any = None,
     then: Any = None,
+    sms: Any = None,
     comm: Communicator | None = None,
     stream: Any = None,
 ) -> Any:
@@ -162,8 +170,8 @@ def allreduce(
     """
     if not isinstance(comm, Communicator):
         comm = _chosen(comm, array[0] if isinstance(array, (list, tuple)) and array else array)
-    if then is not None:
-        return comm.allreduce(array, op, out=out, then=then, stream=stream)
+    if then is not None or sms is not None:
+        return comm.allreduce(array, op, out=out, then=then, sms=sms, stream=stream)
     return comm.allreduce(array, op, out=out, stream=stream)
 
 

@@ -21,7 +21,7 @@ VARIABLES = (
     "IPCREDUCE_BACKEND", "IPCREDUCE_BATCH_INVARIANT", "IPCREDUCE_CACHE_DIR", "IPCREDUCE_ENGINES", "IPCREDUCE_FUSED",
     "IPCREDUCE_HOSTID", "IPCREDUCE_MEMORY", "IPCREDUCE_SYNC", "IPCREDUCE_WORKSPACE_MB",
 )  # fmt: skip
-ALGORITHMS = "one_shot", "two_shot", "direct"
+ALGORITHMS = "one_shot", "two_shot", "bulk", "direct"
 _MB = 1 << 20
 BACKENDS = ("ipc", "nccl", "mpi")
 VIRTUAL = "vmm"
@@ -139,6 +139,13 @@ def is_on(variable: str) -> bool:
     if text not in ("", "0", "1"):
         raise ArgumentError(f"{variable} is {shown(text)}. Set it to 0 or 1")
     return text == "1"
+
+
+def checked_sms(sms: Any) -> int:
+    """The argument ``sms`` of a call. :raises ArgumentError: if it is no int from 1 on."""
+    if not _is_ordinal(sms) or sms < 1:
+        raise ArgumentError(f"sms is {shown(sms)}. Pass how many blocks the call may have, from 1, or leave it away")
+    return int(sms)
 
 
 _warned: set[str] = set()  # the variables about which this process has warned

@@ -35,7 +35,7 @@ struct Args {
   u64 missing;          // this rank's two words there: a bit r if a wait for rank r's data passed its deadline; then
                         // non-zero if a wait of this rank has ended without data: the epoch of that kernel, plus 1
   u64 timeout_ns;       // deadline of a wait, from its start
-  u64 outs[8];          // direct.cu: output of peer_rank(i), as mapped in this process
+  u64 outs[8];          // direct.cu: output of peer_rank(i), as mapped in this process; bulk.cu: its area
 #ifdef IPCREDUCE_PARTS  // a list: in and out are all addresses or-ed together, and bytes counts whole packets
   PartTable parts;
 #endif
@@ -148,6 +148,9 @@ DEVICE_NOINLINE u64 check_wait(u64 started, u32 missing, const Args& args) {
 DEVICE bool wait_abandoned(const Args& args) {
   return load_u32_relaxed_gpu(args.epochs + 8 * block_in_grid() + 4) != 0;
 }
+
+// True if any wait on this GPU was abandoned before this kernel began.
+DEVICE bool was_abandoned(const Args& args) { return load_u32_relaxed_gpu(args.epochs + 8 * kEpochSlots) != 0; }
 
 // Polls until the data of every peer have arrived. `alive` becomes false once a wait on this GPU was abandoned. From
 // then on, kernels neither wait nor send. Kernels that are queued behind the abandoned one must not send either: a

@@ -29,6 +29,11 @@ constexpr int kMaxRanks = IPCREDUCE_RANKS;  // array bound; in the stand-in, kRa
 #define CLUSTER_KERNEL(name, max_threads, blocks) KERNEL(name, max_threads, blocks)
 #endif
 #define SHARED(Type, name) __shared__ Type name  // a block's one variable in shared memory
+// The same for more than 48 KB, which the launch has to ask for: kLargeSharedBytes.
+#define LARGE_SHARED(Type, name)                            \
+  extern __shared__ __align__(128) u8 name##_bytes[];       \
+  Type& name = *(Type*)name##_bytes
+constexpr u32 kStageBytes = 32 << 10, kLargeSharedBytes = 193 << 10;  // of bulk.cu
 #define DEVICE __device__ __forceinline__
 #define DEVICE_NOINLINE __device__ __noinline__
 
@@ -52,6 +57,7 @@ DEVICE u32 warp_or(u32 mine) { return __reduce_or_sync(0xFFFFFFFFu, mine); }
 DEVICE u32 warp_max(u32 mine) { return __reduce_max_sync(0xFFFFFFFFu, mine); }
 DEVICE u32 warp_ballot(bool mine) { return __ballot_sync(0xFFFFFFFFu, mine); }
 DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
+DEVICE u32 min_u32(u32 a, u32 b) { return a < b ? a : b; }
 DEVICE bool is_first_active_lane() { return thread_in_block() % 32 == (u32)__ffs((int)__activemask()) - 1; }
 DEVICE void spin_pause() {}  // once per poll; the stand-in switches to another thread here
 // Some 30 ms. All waiting warps check at about the same time. With 256 polls, data that came from a rank that was late by
@@ -294,6 +300,32 @@ DEVICE void store_to_block(float& at, Gate& gate, u32 block, float x, bool activ
                :: "r"(shared_address(&at)), "r"(shared_address(&gate.mbarrier)), "r"(block), "r"(to_bits(x)),
                   "r"((u32)active) : "memory");
 }
+
+// ---- bulk copies: one thread orders them, and the copy unit makes them. Addresses and bytes are multiples of 16.
+// Loads into shared memory, and counts the bytes at a gate. All copies of a phase of the gate follow expect_at_gate().
+DEVICE void bulk_load(void* to, u64 from, u32 bytes, Gate& gate) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(&gate.mbarrier)) : "memory");
+}
+// Waits for the end of a gate's phase of this parity: 0 for the first one, then in turns.
+DEVICE void wait_for_bytes(const Gate& gate, u32 parity) {
+  asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra again; }"
+               :: "r"(shared_address(&gate.mbarrier)), "r"(parity) : "memory");
+}
+DEVICE void bulk_store(u64 to, const void* from, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+               :: "l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
+}
+DEVICE void commit_bulk_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until all stores of this thread, but for the last kGroups groups that it has committed, have read their source.
+template <int kGroups> DEVICE void wait_until_stores_have_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(kGroups) : "memory");
+}
+// Waits until this thread's stores are made, and visible to it.
+DEVICE void wait_until_stores_are_made() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Orders the memory accesses of this thread and those of the copy unit, which the memory model keeps apart (proxies).
+DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+DEVICE void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #else
 struct Gate {};
 DEVICE u32 block_in_cluster() { return 0; }
@@ -303,4 +335,12 @@ DEVICE void prepare_gate(Gate&) {}
 DEVICE void expect_at_gate(Gate&, u32) {}
 DEVICE void wait_at_gate(const Gate&) {}
 DEVICE void store_to_block(float&, Gate&, u32, float, bool) {}
+DEVICE void bulk_load(void*, u64, u32, Gate&) {}
+DEVICE void wait_for_bytes(const Gate&, u32) {}
+DEVICE void bulk_store(u64, const void*, u32) {}
+DEVICE void commit_bulk_stores() {}
+template <int> DEVICE void wait_until_stores_have_read() {}
+DEVICE void wait_until_stores_are_made() {}
+DEVICE void fence_proxy_async() {}
+DEVICE void fence_proxy_async_shared() {}
 #endif

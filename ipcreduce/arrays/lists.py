@@ -100,6 +100,7 @@ class ListCall(NamedTuple):
     arrays: Members
     op: Any
     out: Any
+    sms: int | None = None
 
     @property
     def first(self) -> Any:
@@ -127,7 +128,7 @@ class DeviceList:
     """See :class:`DeviceCall`."""
 
     def __init__(self, given: ListCall, site: Site) -> None:
-        arrays, self._op, self._out = given
+        arrays, self._op, self._out, self._sms = given
         self.written: list[DeviceOperands] = []
         for index, (array, output) in enumerate(zip(arrays, outputs(arrays, given.out), strict=True)):
             with naming_member(index):
@@ -144,7 +145,7 @@ class DeviceList:
             op_name(self._op)  # an op that is none is no fault of a member
         kinds = [kind for kind, _ in list_kinds([source.dtype for source in sources], self._op)]
         members = tuple(Member(source.shape, kind) for source, kind in zip(sources, kinds, strict=True))
-        return Request(op_name(self._op), members, is_list=True)
+        return Request(op_name(self._op), members, is_list=True, sms=self._sms)
 
     def place(self, prepared: PreparedCall) -> tuple[Any, Any]:
         """See :class:`DeviceCall`."""
@@ -200,7 +201,7 @@ class HostList:
     """See :class:`HostCall`. The members of one dtype are copied behind each other, and reduced together."""
 
     def __init__(self, given: ListCall) -> None:
-        arrays, op, self._out = given
+        arrays, op, self._out, sms = given
         self._members: list[HostOperands] = []
         for index, (array, output) in enumerate(zip(arrays, outputs(arrays, given.out), strict=True)):
             with naming_member(index):
@@ -208,7 +209,7 @@ class HostList:
         if given.out is not None:
             check_apart([(used.source, used.target) for used in self._members])
         members = tuple(Member(used.shape, used.kind) for used in self._members)
-        self.request = Request(op_name(op), members, is_list=True, on_host=True)
+        self.request = Request(op_name(op), members, is_list=True, on_host=True, sms=sms)
         self._groups: dict[tuple[Any, str], list[HostOperands]] = {}  # by what is reduced together
         for used in self._members:
             self._groups.setdefault((used.source.dtype, used.op), []).append(used)

@@ -42,8 +42,8 @@ wchar_t xor xor_eq
 """
 _RESERVED = frozenset([
     "v", *_CPP.split(), *(word.lower() for word in keyword.kwlist),
-    "CLUSTER_KERNEL", "DEVICE", "DEVICE_NOINLINE", "KERNEL", "KERNEL_ARGS", "MAP_ELEMENT", "NULL", "OPERAND", "SHARED",
-    "linux", "unix",
+    "CLUSTER_KERNEL", "DEVICE", "DEVICE_NOINLINE", "KERNEL", "KERNEL_ARGS", "LARGE_SHARED", "MAP_ELEMENT", "NULL",
+    "OPERAND", "SHARED", "linux", "unix",
 ])  # fmt: skip
 _RESERVED_FORMS = re.compile(r"__|IPCREDUCE|_[A-Z]|operand_|operandtype_")  # at the beginning of a name
 
@@ -187,6 +187,7 @@ class MapCall(NamedTuple):
     op: Any
     out: Any
     then: Any
+    sms: int | None = None
 
     @property
     def first(self) -> Any:
@@ -215,6 +216,7 @@ class DeviceMap:
 
     def __init__(self, given: MapCall, site: Site) -> None:
         self._used, self._op, then = DeviceOperands.of(given.array, given.out, site), given.op, given.then
+        self._sms = given.sms
         used, self.written = self._used, (self._used,)
         self.given: Sequence[Any] = [given.array, given.out, *then.operands.values()]
         kind = DTYPES.get(used.source.dtype)
@@ -248,7 +250,7 @@ class DeviceMap:
         """See :class:`DeviceCall`."""
         source = self._used.source
         op = op_name(self._op, source.dtype)
-        return Request(op, (Member(source.shape, kind_name(source.dtype, op)),), self._expression)
+        return Request(op, (Member(source.shape, kind_name(source.dtype, op)),), self._expression, sms=self._sms)
 
     def place(self, prepared: PreparedCall) -> MapAddresses:
         """See :class:`DeviceCall`."""
@@ -317,7 +319,7 @@ class HostMap:
             operands.append(Operand(name, _element(name, array.dtype), _extent(name, array.shape, used.shape)))
             self._values[name] = _widened(array)
         expression = Expression(then.expression, tuple(operands))
-        self.request = Request(used.op, (Member(used.shape, used.kind),), expression, on_host=True)
+        self.request = Request(used.op, (Member(used.shape, used.kind),), expression, on_host=True, sms=given.sms)
 
     def parts(self) -> list[Part]:
         """See :class:`HostCall`."""

@@ -19,6 +19,7 @@ class PlainCall(NamedTuple):
     array: Any
     op: Any
     out: Any
+    sms: int | None = None
 
     @property
     def first(self) -> Any:
@@ -46,7 +47,7 @@ class DevicePlain:
 
     def __init__(self, given: PlainCall, site: Site) -> None:
         self.given: Sequence[Any] = given.array, given.out
-        self._used, self._op = DeviceOperands.of(given.array, given.out, site), given.op
+        self._used, self._op, self._sms = DeviceOperands.of(given.array, given.out, site), given.op, given.sms
         self.written = (self._used,)
 
     @property
@@ -54,7 +55,7 @@ class DevicePlain:
         """See :class:`DeviceCall`."""
         source = self._used.source
         op = op_name(self._op, source.dtype)
-        return request.plain(source.shape, kind_name(source.dtype, op), op)
+        return request.plain(source.shape, kind_name(source.dtype, op), op, sms=self._sms)
 
     def place(self, prepared: PreparedCall) -> tuple[int, int]:
         """See :class:`DeviceCall`."""
@@ -78,7 +79,7 @@ class HostPlain:
 
     def __init__(self, given: PlainCall) -> None:
         self._used = used = HostOperands(given.array, given.op, given.out)
-        self.request = request.plain(used.shape, used.kind, used.op, on_host=True)
+        self.request = request.plain(used.shape, used.kind, used.op, on_host=True, sms=given.sms)
 
     def parts(self) -> list[Part]:
         """See :class:`HostCall`."""

@@ -87,6 +87,7 @@ class Request(NamedTuple):
     :ivar epilogue: what is applied to the result: None, an ``Expression`` (cuda/expressions.py), or a
         :class:`NormShape`.
     :ivar on_host: the arrays lie on the host.
+    :ivar sms: the most blocks of a launch that exchanges data; None: as many as are fastest alone.
     """
 
     op: str
@@ -94,6 +95,7 @@ class Request(NamedTuple):
     epilogue: Any = None
     is_list: bool = False
     on_host: bool = False
+    sms: int | None = None
 
     @property
     def what(self) -> Fingerprint:
@@ -112,7 +114,8 @@ class Request(NamedTuple):
 
 @lru_cache(4096)
 def _in_words(request: Request) -> Fingerprint:
-    where = " on the host" if request.on_host else ""
+    where = "" if request.sms is None else f" by {request.sms} blocks"
+    where += " on the host" if request.on_host else ""
     if request.is_list:
         every = ", ".join(f"{kind} {shape}" for shape, kind in request.members)
         return Fingerprint.of(f"{request.op} of {len(request.members)} arrays{where}: {every}")
@@ -128,9 +131,11 @@ def _in_words(request: Request) -> Fingerprint:
 
 
 @lru_cache(4096)
-def plain(shape: tuple[int, ...], kind: str, op: str, *, on_host: bool = False) -> Request:
+def plain(
+    shape: tuple[int, ...], kind: str, op: str, *, on_host: bool = False, sms: int | None = None
+) -> Request:  # fmt: skip
     """An all-reduce of one array."""
-    return Request(op, (Member(shape, kind),), on_host=on_host)
+    return Request(op, (Member(shape, kind),), on_host=on_host, sms=sms)
 
 
 def with_norm(shape: tuple[int, ...], norm: NormShape, *, on_host: bool = False) -> Request:

@@ -264,16 +264,22 @@ class Launch:
     """A prepared kernel launch. ``args``, uint64 words that are passed by value, may change between runs.
 
     ``programmatic`` lets the kernel start before the one before it ends (sm_90). The kernel itself then waits for that.
+    ``shared``: bytes of shared memory beside what the kernel declares.
     """
 
     __slots__ = ("_config", "_function", "_launch", "_params", "_pointer", "_stream", "args")
 
-    def __init__(self, function: int, grid: int, block: int, args: np.ndarray, *, programmatic: bool = False) -> None:
+    def __init__(
+        self, function: int, grid: int, block: int, args: np.ndarray, *, programmatic: bool = False, shared: int = 0
+    ) -> None:  # fmt: skip
         bindings = load()
         config = bindings.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
-        config.sharedMemBytes = 0
+        config.sharedMemBytes = shared
+        if shared:
+            most = bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            call("cuFuncSetAttribute", bindings.CUfunction(function), most, shared)
         if programmatic:
             attribute = bindings.CUlaunchAttribute()
             attribute.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -294,7 +300,7 @@ class Launch:
         params.func = self._function
         params.gridDimX, params.gridDimY, params.gridDimZ = config.gridDimX, 1, 1
         params.blockDimX, params.blockDimY, params.blockDimZ = config.blockDimX, 1, 1
-        params.sharedMemBytes = 0
+        params.sharedMemBytes = config.sharedMemBytes
         params.kernelParams = self._params
         params.extra = 0
         return params

@@ -22,7 +22,7 @@ Setter = Callable[[Any], None]
 # Words of struct Args
 IN, OUT, BYTES, PEERS, HALF = 0, 1, 2, 3, 11
 EPOCHS, ABORT, MISSING, TIMEOUT = 12, 13, 14, 15
-ARG_WORDS = 24
+OUTS, ARG_WORDS = 16, 24
 PAIR_WORDS = 2  # of struct Args in rmsnorm.cu
 _COLUMNS, _FIRST, _OPERANDS = 0, 1, 2  # words of struct OperandTable (map.cuh)
 # Words of struct NormArgs (rmsnorm.cuh)

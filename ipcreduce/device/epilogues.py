@@ -1,4 +1,4 @@
-"""Kernels behind a plain all-reduce: for an expression (map.cu), or for RMSNorm (rmsnorm.cu).
+"""Kernels behind a plain all-reduce: for an expression (copy.cu), or for RMSNorm (rmsnorm.cu).
 
 Every backend has these, for calls that it cannot make in one kernel, and for a world of one rank.
 """
@@ -25,7 +25,7 @@ _UNIT = 8  # elements of a unit there
 _MAX_THREADS, _MAX_DEPTH = 1024, 2  # of rmsnorm.cu, for rows that its threads hold
 _MAX_BLOCKS = 1 << 16
 _MAX_ROWS, _MAX_ROW_BYTES = 1 << 31, 1 << 30  # there, where rows, and the bytes of one, are counted in 32 bits
-_MAP_BYTES = 1 << 30  # the most of one launch of map.cu: kernels count bytes in 32 bits
+_MAP_BYTES = 1 << 30  # the most of one launch of copy.cu: kernels count bytes in 32 bits
 _MAP_BLOCK, _MAP_BLOCKS = 256, 1056  # threads of a block, and the most blocks, which take further packets in turns
 _PACKET_BYTES = 16
 
@@ -40,7 +40,7 @@ def behind(plain: Prepared | None, request: Request, kernels: Kernels, device: i
     is_norm = isinstance(after, NormShape)
     launches: list[Step] = [*(_of_norm if is_norm else _of_map)(request, kernels, plain is not None)]
     names = [] if plain is None else [plain.by]
-    names += ["rmsnorm" if is_norm else "map"]
+    names += ["rmsnorm" if is_norm else "copy"]
     if is_norm and not after.rows:
         launches, names, plain = [], ["nothing"], None
     whole = Prepared(
@@ -72,7 +72,7 @@ def _handed_on(plain: Prepared, after: Prepared, is_norm: bool, device: int) -> 
 def _of_map(request: Request, kernels: Kernels, is_behind: bool) -> Iterator[KernelStep]:
     ((shape, kind),) = request.members
     expression, itemsize, nbytes = request.epilogue, KINDS[kind].itemsize, request.nbytes
-    kernel = Kernel("map", kind, expression=expression, alone=True)
+    kernel = Kernel("copy", kind, expression=expression, alone=True)
     kernels.load([kernel])
     for at in range(0, nbytes, _MAP_BYTES):
         part = min(_MAP_BYTES, nbytes - at)

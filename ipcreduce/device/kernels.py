@@ -55,6 +55,7 @@ class _Loaded:
     users: int = 0
 
 
+_SHARED_BYTES = {"bulk": 193 << 10}  # beside what a kernel declares: kLargeSharedBytes of sync.cuh
 _Key = tuple[Any, ...]  # the context, the macros about the ranks, and the kernel
 _loaded: dict[_Key, _Loaded] = {}
 _lock = RLock()  # re-entrant, because a finaliser may run while this thread holds it
@@ -110,7 +111,8 @@ class Kernels:
 
     def launch(self, kernel: Kernel, grid: int, block: int, args: Any) -> driver.Launch:
         """A launch of a kernel with these arguments. :meth:`load` says what it raises."""
-        return driver.Launch(self.function(kernel), grid, block, args, programmatic=self.programmatic)
+        function, shared = self.function(kernel), _SHARED_BYTES.get(kernel.name, 0)
+        return driver.Launch(function, grid, block, args, programmatic=self.programmatic, shared=shared)
 
     def function(self, kernel: Kernel) -> int:
         """A kernel's function, loaded if need be."""

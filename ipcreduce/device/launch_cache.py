@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..cuda import cupy_runtime, torch_lists, torch_runtime
 from ..types import Stream
@@ -27,6 +27,13 @@ _MAX = 4096  # entries of a table
 _MAX_TARGETS = 8  # of the results of one known call: an allocator uses few in turn
 NOT_READY = None, None, None
 Found = tuple[Ready | None, Any, Stream | None]  # a launch, the result of the call, and its stream
+
+
+class Limited(NamedTuple):
+    """What stands for op in the keys of calls with a limit of blocks. No caller can pass it as op."""
+
+    op: str
+    sms: int
 
 
 class Layout(Protocol):

@@ -72,16 +72,17 @@ class HostReducer:
         :param given: its arguments: a :class:`PlainCall`, say.
         :raises IpcReduceError: if the arguments are wrong, or the ranks do not come or differ.
         """
-        what = self._repeated(*given) if type(given) is PlainCall else None
+        plain = type(given) is PlainCall and given.sms is None
+        what = self._repeated(*given[:3]) if plain else None
         if what is not None and self._shared is not None:
             self._calls.enter(what, DEFAULT_STREAM)
-            return self._through_memory(self._shared, what, *given)
+            return self._through_memory(self._shared, what, *given[:3])
         used: HostCall = given.for_host()
         what = used.request.what
         self._enter(what)
         result = used.result([self._exchange(what, *part) for part in used.parts()])
-        if type(given) is PlainCall and type(given.array) is np.ndarray and len(self._plain) < _MAX_KNOWN:
-            array, op, _ = given
+        if plain and type(given.array) is np.ndarray and len(self._plain) < _MAX_KNOWN:
+            array, op = given[:2]
             if type(op) is str and op in OPS and array.dtype in DTYPES:
                 self._plain[array.shape, array.dtype, op] = what
         return result

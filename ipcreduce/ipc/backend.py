@@ -59,10 +59,11 @@ class IpcBackend(DeviceBackend):
 
     def describe(self) -> list[str]:
         """Lines about the GPU, the workspace, the packets and the plan."""
-        launches, where = self.launches, self.workspace.where
+        launches, where, area = self.launches, self.workspace.where, self.workspace.area_bytes
         lines = [
             f"GPU {self.device.ordinal}: {self.device.name}, {self.workspace.nbytes >> 20} MB of workspace"
-            + (f" in {where}" if where else ""),
+            + (f" in {where}" if where else "")
+            + (f", and {area / plan.MB:g} MB for sms=" if area else ""),
             self.packets,
             f"plan: tuned, {len(launches.table)} choices" if launches.table else "plan: default, not tuned",
         ]

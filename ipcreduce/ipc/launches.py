@@ -20,7 +20,7 @@ from ..device.prepared import KernelStep, OwnStep, Prepared, Step
 from ..dtypes import KINDS, OPS, reduced_as
 from ..page.layout import ABORT_OFFSET, missing_offset
 from ..types import DEFAULT_STREAM, Stream
-from . import lists, norm_plan, plan
+from . import bulk, lists, norm_plan, plan
 from .workspace import Workspace
 
 _VERIFY, _LIMIT = Kernel("verify", "int32"), Kernel("limit", "int32")
@@ -59,23 +59,52 @@ class Launches:
         if self._workspace.n == 1:
             return None if request.epilogue else _prepared(request, [OwnStep(partial(_copy, request.nbytes))])
         ((_, kind),) = request.members
-        self._load_all(kind, expression=request.epilogue, op=request.op)
-        return self.by_steps(self._planned(request.nbytes), request)
+        steps = self._planned(request.nbytes, request.sms)
+        self._load_all(kind, steps, expression=request.epilogue, op=request.op)
+        return self.by_steps(steps, request)
 
     def by_steps(self, steps: Iterable[plan.LaunchPlan], request: Request) -> Prepared:
         """The launches of a call on one array, by these steps."""
         steps = [*steps]
         return _prepared(request, [self._step(step, request) for step in steps], [step.algorithm for step in steps])
 
-    def _step(self, step: plan.LaunchPlan, request: Request) -> KernelStep:
+    def _step(self, step: plan.LaunchPlan, request: Request) -> Step:
         ((shape, kind),) = request.members
         expression, itemsize = request.epilogue, KINDS[kind].itemsize
         table = None if expression is None else arguments.operand_table(shape, step.offset // itemsize, expression)
+        if step.algorithm == plan.BULK:
+            return self._bulk_step(step, request, table)
         launch = self.launch(step, kind, request.op, table=table, expression=expression)
         words = launch.args.data
         if expression is None:
             return KernelStep(launch, arguments.plain_setter(words, step.offset), step)
         return KernelStep(launch, arguments.map_setter(words, step.offset, itemsize, expression, behind=False), step)
+
+    def _bulk_step(self, step: plan.LaunchPlan, request: Request, table: Words | None) -> bulk.BulkStep:
+        ((_, kind),) = request.members
+        expression, workspace, itemsize = request.epilogue, self._workspace, KINDS[kind].itemsize
+        inward, outward = self._copy(step, kind), self._copy(step, kind, table=table, expression=expression)
+        read, written = inward.args.data, outward.args.data
+        setters = [arguments.plain_setter(words, step.offset) for words in (read, written)]
+        if expression is not None:
+            setters[1] = arguments.map_setter(written, step.offset, itemsize, expression, behind=False)
+        own = bulk.own_chunk(step.nbytes, workspace.n, workspace.rank)
+        exchange = self._exchange(step, kind, request.op)
+        return bulk.BulkStep(inward, exchange, outward, setters, own, maps=expression is not None)
+
+    def _exchange(self, step: plan.LaunchPlan, kind: str, op: str) -> driver.Launch:
+        args = bulk.in_area(self._arguments(plan.code_offset(kind, op)), self._workspace, step.nbytes)
+        return self.kernels.launch(Kernel(plan.BULK, reduced_as(kind), op), step.grid, step.block, args)
+
+    def _copy(
+        self, step: plan.LaunchPlan, kind: str, *, table: Words | None = None, parts: int = 0,
+        expression: Expression | None = None,
+    ) -> driver.Launch:  # fmt: skip
+        args = self._arguments(0)
+        args[BYTES] = step.nbytes
+        if table is not None:
+            args = np.concatenate([args, table])
+        return self.kernels.launch(_copy_kernel(kind, parts, expression), *bulk.copy_grid(step.nbytes), args)
 
     def launch(
         self, step: plan.LaunchPlan, dtype: str, op: str, *, table: Words | None = None, parts: int = 0,
@@ -97,22 +126,31 @@ class Launches:
         names: list[str] = []
         for kind in dict.fromkeys(one.kind for one in request.members):
             sizes = [one.nbytes if one.kind == kind else 0 for one in request.members]
-            planned = lists.make_plan(sizes, self.most_parts, self._planned)
+            planned = lists.make_plan(sizes, self.most_parts, partial(self._planned, sms=request.sms))
             for parts in {one.parts for one in planned}:
-                self._load_all(kind, parts)
+                self._load_all(kind, [one.step for one in planned if one.parts == parts], parts)
             for one in planned:
-                launch = self.launch(one.step, kind, request.op, table=lists.table(one), parts=one.parts)
-                launches.append(lists.ListStep(one, launch, len(nbytes)))
+                launches.append(self._list_step(one, kind, request.op, len(nbytes)))
                 names.append(one.step.algorithm)
         return _prepared(request, launches, names)
 
-    def _planned(self, nbytes: int) -> tuple[plan.LaunchPlan, ...]:
-        return self.planned(nbytes, self.algorithm, self.table)
+    def _list_step(self, one: lists.ListPlan, kind: str, op: str, length: int) -> Step:
+        table, parts = lists.table(one), one.parts
+        if one.step.algorithm != plan.BULK:
+            return lists.ListStep(one, self.launch(one.step, kind, op, table=table, parts=parts), length)
+        inward, outward = (self._copy(one.step, kind, table=table, parts=parts) for _ in range(2))
+        return bulk.BulkListStep(one, inward, self._exchange(one.step, kind, op), outward, length)
 
-    def planned(self, nbytes: int, forced: str | None = None, table: plan.Table = ()) -> tuple[plan.LaunchPlan, ...]:
+    def _planned(self, nbytes: int, sms: int | None = None) -> tuple[plan.LaunchPlan, ...]:
+        return self.planned(nbytes, self.algorithm, self.table, sms)
+
+    def planned(
+        self, nbytes: int, forced: str | None = None, table: plan.Table = (), sms: int | None = None
+    ) -> tuple[plan.LaunchPlan, ...]:
         """:func:`plan.make_plan` for this communicator."""
-        n, half_bytes = self._workspace.n, self._workspace.half_bytes
-        return plan.make_plan(nbytes, n, half_bytes, forced, table, self.resident, self.sharing)
+        n, half_bytes, area = self._workspace.n, self._workspace.half_bytes, self._workspace.area_bytes
+        most = plan.EPOCH_SLOTS if sms is None else min(sms, plan.EPOCH_SLOTS)
+        return plan.make_plan(nbytes, n, half_bytes, forced, table, self.resident, self.sharing, most, area)
 
     def _arguments(self, offset: int) -> Words:
         args, workspace, control = arguments.empty(0), self._workspace, self._control
@@ -123,15 +161,23 @@ class Launches:
         args[TIMEOUT] = int(self._timeout * 1e9)
         return args
 
-    def _load_all(self, kind: str, parts: int = 0, expression: Expression | None = None, op: str = "") -> None:
+    def _load_all(
+        self, kind: str, steps: Sequence[plan.LaunchPlan], parts: int = 0, expression: Expression | None = None,
+        op: str = "",
+    ) -> None:  # fmt: skip
         """Load the kernels for every size, and for every op, but for those with an expression.
 
+        :param steps: of a call. If bulk.cu makes them, it is what is loaded, with copy.cu.
         :param parts: the most parts of a list; 0 for single arrays.
         """
         kernels = plan.kernels(self._workspace.n, self.algorithm, self.table)
         if not parts and expression is None:
             kernels |= self.further_kernels
         dtype, ops = _compiled_as(kind, expression), OPS if expression is None else (op,)
+        if any(step.algorithm == plan.BULK for step in steps):
+            copies = {_copy_kernel(kind, parts, one) for one in (None, expression)}
+            self.kernels.load([*copies, *(Kernel(plan.BULK, reduced_as(kind), one) for one in ops)])
+            return
         self.kernels.load(Kernel(name, dtype, one, depth, parts, expression) for name, depth in kernels for one in ops)
 
     # ---- with a norm
@@ -164,7 +210,8 @@ class Launches:
         return norm_plan.every_plan(shape, n, half_bytes, self.resident, self.sharing, self.kernels.programmatic)
 
     def _norm_limits(self) -> tuple[str | None, int, int, bool, norm_plan.NormTable]:
-        return self.algorithm, self.resident, self.sharing, self.kernels.programmatic, self.norm_table
+        forced = None if self.algorithm == plan.BULK else self.algorithm  # which has no kernel with a norm
+        return forced, self.resident, self.sharing, self.kernels.programmatic, self.norm_table
 
     def norm_plan(self, shape: NormShape) -> norm_plan.NormPlan | None:
         """:func:`norm_plan.make_plan` for this communicator."""
@@ -196,6 +243,10 @@ class Launches:
         args = self._arguments(0)
         args[BYTES] = nbytes
         return self.kernels.launch(_LIMIT, grid, block, args)
+
+
+def _copy_kernel(kind: str, parts: int, expression: Expression | None) -> Kernel:
+    return Kernel("copy", _compiled_as(kind, expression), parts=parts, expression=expression, alone=True)
 
 
 def _compiled_as(kind: str, expression: Expression | None) -> str:

@@ -98,24 +98,25 @@ class ListStep:
         )
         self._odd = int(np.bitwise_or.reduce(plan.nbytes)) % PACKET_BYTES  # some part is no whole number of packets
         self._every = count == length and not plan.offsets.any()  # each member is a part
-        self.start: Start = self._start_parts if self._every else self._start
+        self.start: Start = self.start_parts if self._every else self._start
 
     def set(self, places: Places) -> None:
         """Set the addresses in the launch's arguments."""
-        self._set_parts(self._parts(places))
+        self._set_parts(self.parts_at(places))
 
     def bound(self, places: Places) -> tuple[Start, Places]:
         """See :class:`Step`."""
-        return self._start_parts, self._parts(places)
+        return self.start_parts, self.parts_at(places)
 
     def _start(self, places: Places, stream: Stream) -> None:
-        self._start_parts(self._parts(places), stream)
+        self.start_parts(self.parts_at(places), stream)
 
-    def _start_parts(self, parts: Places, stream: Stream) -> None:
+    def start_parts(self, parts: Places, stream: Stream) -> None:
+        """Launch it, for the places by part."""
         self._set_parts(parts)
         self.launch.run(stream)
 
-    def _parts(self, places: Places) -> Places:
+    def parts_at(self, places: Places) -> Places:
         """The places by part."""
         if self._every:
             return places

@@ -59,16 +59,16 @@ def start(
     info, devices = share_device(ranks, options.device, local_rank, deadline)
     advise_spreading(devices, warn)
     context, workspace, backend, not_virtual = 0, None, None, ""
+    capability, area_bytes = _lowest(devices, options)
     try:
         with exchange.step(ranks, deadline, "starting CUDA"), open_to_processes(info.ordinal):
             context = driver.retain_context(info.ordinal)
-        workspace, not_virtual = virtual.start(ranks, options, info.ordinal, context, devices, deadline)
+        workspace, not_virtual = virtual.start(ranks, options, area_bytes, info.ordinal, context, devices, deadline)
         if workspace is None:
             with exchange.step(ranks, deadline, "allocating workspaces"):
-                workspace = Workspace(rank, n, options.workspace if n > 1 else plan.MB)
+                workspace = Workspace(rank, n, options.workspace if n > 1 else plan.MB, area_bytes)
             _map_peers(ranks, workspace, devices, deadline)
         with exchange.step(ranks, deadline, "registering the control page"):
-            capability = min((int(major), int(minor)) for major, minor in devices["capability"])
             backend = IpcBackend(
                 info, context, workspace, page,
                 capability=capability, timeout=options.timeout, algorithm=options.staged,
@@ -101,6 +101,15 @@ def start(
         if heard is not None and ranks.left and isinstance(error, Agreed):  # a rank has left start-up in between
             raise heard from error
         raise
+
+
+def _lowest(devices: np.ndarray[Any, Any], options: Options) -> tuple[tuple[int, int], int]:
+    """The lowest compute capability of all ranks' GPUs, and the bytes of the area in which bulk.cu works there."""
+    capability = min((int(major), int(minor)) for major, minor in devices["capability"])
+    if options.algorithm == plan.BULK and capability < plan.BULK_CAPABILITY:
+        needed = ".".join(map(str, plan.BULK_CAPABILITY))
+        raise Agreed(f"algorithm 'bulk' needs GPUs of compute capability {needed} or higher")
+    return capability, plan.area_bytes(options.workspace, capability) if len(devices) > 1 else 0
 
 
 def _part(page: Page) -> None:

@@ -37,6 +37,8 @@ ALGORITHMS = {
     "one_shot": Algorithm(hops=1, loops=False, fused="fused_one_shot"),
     "two_shot": Algorithm(hops=2, loops=True, fused="fused_two_shot"),
 }
+BULK = "bulk"  # the kernel of long calls with few blocks, for GPUs of this compute capability on:
+BULK_CAPABILITY = 9, 0
 MAX_RANKS = 8
 PACKET_BYTES = 16
 EPOCH_SLOTS = 512  # as in packets.cuh; also the largest grid
@@ -54,6 +56,9 @@ KB, MB = 1 << 10, 1 << 20
 # on the sizes are estimates, which fall because the traffic of one hop grows with n.
 ONE_HOP_BYTES = {1: 0, 2: 8 * MB, 3: 192 * KB, 4: 192 * KB, 5: 128 * KB, 6: 96 * KB, 7: 64 * KB, 8: 64 * KB}
 _LAUNCH_BYTES = 1 << 30  # the most of one launch, because kernels count its packets and bytes in 32 bits
+BULK_BYTES = 1 * MB  # from this size on, it is used for calls that may not have all blocks
+_BULK_BLOCKS, _BULK_THREADS = 8, 512  # as few blocks as fill the links
+_MOST_AREA = 256 * MB
 _GRAPH_BYTES = 1 * MB  # up to this size, most hosts take longer to launch an eager call than the GPU takes to run it
 
 MOST_CHOICES = 24  # rows of a table
@@ -154,22 +159,31 @@ def make_plan(
     table: Table = (),
     resident: int = RESIDENT,
     sharing: int = 1,
+    sms: int = EPOCH_SLOTS,
+    area: int = 0,
 ) -> tuple[LaunchPlan, ...]:
     """Plan the launches, in order, for a message of ``nbytes`` bytes over ``n`` ranks.
 
     :param half_bytes: the size of each half of the workspace, the same on every rank.
-    :param forced: one of :data:`ALGORITHMS`, to use at any size; None for the faster of one_shot and two_shot.
+    :param forced: one of :data:`ALGORITHMS`, or :data:`BULK`, to use at any size; None for the fastest.
     :param table: measured choices, the same on every rank.
     :param resident: the number of blocks that every rank's GPU holds at once, as :data:`RESIDENT`.
     :param sharing: the most ranks on one GPU, the same on every rank.
+    :param sms: the most blocks of a launch.
+    :param area: the bytes in which :data:`BULK` works; 0 for GPUs without that.
     """
     if not nbytes or n == 1:
         return ()
+    if sms < EPOCH_SLOTS and area and not forced and nbytes >= BULK_BYTES:
+        usual = make_plan(nbytes, n, half_bytes, None, table, resident, sharing)
+        forced = BULK if any(step.grid > sms for step in usual) else None
+    if forced == BULK:
+        return _bulk_plan(nbytes, sms, area, resident, sharing)
     choice, algorithm = None, forced or ("one_shot" if nbytes <= ONE_HOP_BYTES[n] else "two_shot")
     if table and not forced:
         choice = next((one for one in table if nbytes <= one.up_to), table[-1])
         algorithm = choice.algorithm
-    one_shot_packets = most_blocks(resident, sharing) * _one_shot_threads(sharing)
+    one_shot_packets = min(sms, most_blocks(resident, sharing)) * _one_shot_threads(sharing)
     segment = _segment_bytes(algorithm, n, half_bytes, one_shot_packets)
     if algorithm == "one_shot" and not forced and nbytes > segment:  # two_shot needs less room, and its threads loop
         algorithm = "two_shot"
@@ -178,9 +192,21 @@ def make_plan(
     unit = _unit(segment)
     even = -(-even // unit) * unit
     return tuple(
-        plan_launch(algorithm, at, min(even, nbytes - at), n, choice, resident, sharing)
+        plan_launch(algorithm, at, min(even, nbytes - at), n, choice, resident, sharing, sms)
         for at in range(0, nbytes, even)
     )
+
+
+def _bulk_plan(nbytes: int, sms: int, area: int, resident: int, sharing: int) -> tuple[LaunchPlan, ...]:
+    grid = min(sms, _BULK_BLOCKS, max(1, min(resident, most_blocks(resident, sharing)) // 2))  # one a multiprocessor
+    unit = _unit(nbytes)
+    even = -(-nbytes // -(-nbytes // area) // unit) * unit
+    return tuple(LaunchPlan(BULK, at, min(even, nbytes - at), grid, _BULK_THREADS, 1) for at in range(0, nbytes, even))
+
+
+def area_bytes(workspace: int, capability: tuple[int, int]) -> int:
+    """The bytes in which :data:`BULK` works, beside a workspace of so many bytes; 0 for GPUs without that."""
+    return 0 if capability < BULK_CAPABILITY else min(workspace // 4 // (16 * KB) * (16 * KB), _MOST_AREA)
 
 
 def kernels(n: int, forced: str | None = None, table: Table = ()) -> set[tuple[str, int]]:
@@ -188,7 +214,7 @@ def kernels(n: int, forced: str | None = None, table: Table = ()) -> set[tuple[s
     if n == 1:
         return set()
     if forced:
-        return {(forced, 1)}
+        return {(forced, 1)} - {(BULK, 1)}
     return {("one_shot", 1), ("two_shot", 1)} | {(choice.algorithm, choice.depth) for choice in table}
 
 
@@ -235,12 +261,14 @@ def plan_launch(
     choice: Choice | None = None,
     resident: int = RESIDENT,
     sharing: int = 1,
+    sms: int = EPOCH_SLOTS,
 ) -> LaunchPlan:
     """Plan one launch: by ``choice`` if it has this algorithm and its grid holds the message, or else by default."""
     packets = -(-nbytes // PACKET_BYTES)
     row = ALGORITHMS[algorithm]
     threads = -(-packets // row.parts(n))
-    most = most_blocks(resident, sharing)
+    room = most_blocks(resident, sharing)
+    most = min(sms, room)
     if choice is not None and choice.algorithm == algorithm:
         grid = -(-threads // choice.block)
         if row.loops:
@@ -249,7 +277,7 @@ def plan_launch(
             return LaunchPlan(algorithm, offset, nbytes, grid, choice.block, choice.depth)
     if not row.loops:
         return LaunchPlan(algorithm, offset, nbytes, *_one_shot_shape(threads, most))
-    grid, block, depth = _two_shot_shape(threads, n, min(resident, most))
+    grid, block, depth = _two_shot_shape(threads, n, min(resident, room))
     return LaunchPlan(algorithm, offset, nbytes, min(grid, most), block, depth)
 
 

@@ -30,14 +30,14 @@ class VirtualWorkspace(Workspace):
 
     where = "virtual memory"
 
-    def __init__(self, rank: int, n: int, nbytes: int, ordinal: int) -> None:
+    def __init__(self, rank: int, n: int, nbytes: int, area_bytes: int, ordinal: int) -> None:
         """Do as :class:`Workspace`, in memory of the GPU ``ordinal``. :raises CudaError: if that fails."""
         self._ordinal, self._piece = ordinal, virtual_memory.rounded(ordinal, 1)
-        self._own = Range(ordinal, virtual_memory.rounded(ordinal, nbytes))
+        self._own = Range(ordinal, virtual_memory.rounded(ordinal, nbytes + area_bytes))
         self._there: list[Range] = []  # the peers', in the order of ``peers``
         self._prepared = 0  # the handle of memory that is to be mapped next
         self._is_suspended = False
-        super().__init__(rank, n, nbytes)
+        super().__init__(rank, n, nbytes, area_bytes)
 
     @property
     def mapped_bytes(self) -> int:
@@ -141,10 +141,12 @@ def resume(ranks: Channel, workspace: VirtualWorkspace, deadline: float) -> None
 
 
 def start(
-    ranks: Ranks, options: Options, ordinal: int, context: int, devices: np.ndarray[Any, Any], deadline: float
-) -> tuple[Workspace | None, str]:
+    ranks: Ranks, options: Options, area_bytes: int, ordinal: int, context: int, devices: np.ndarray[Any, Any],
+    deadline: float,
+) -> tuple[Workspace | None, str]:  # fmt: skip
     """Make this rank's workspace in virtual memory, and map those of the peers. Collective.
 
+    :param area_bytes: see :class:`Workspace`.
     :param devices: every rank's exchange.DEVICE record.
     :returns: the workspace, and ""; or None, and the reason, the same on every rank, if one of them cannot or
         ``IPCREDUCE_MEMORY`` says otherwise. None and "" if there is only one rank.
@@ -158,7 +160,7 @@ def start(
         with exchange.step(ranks, deadline, "allocating workspaces in virtual memory"):
             if missing := virtual_memory.missing(ordinal):
                 raise UnsupportedError(missing)
-            workspace = VirtualWorkspace(ranks.rank, ranks.size, options.workspace, ordinal)
+            workspace = VirtualWorkspace(ranks.rank, ranks.size, options.workspace, area_bytes, ordinal)
         with (
             handed_over(ranks, workspace.descriptor, workspace.mapped_bytes, deadline, "workspaces") as descriptors,
             exchange.step(ranks, deadline, "mapping the peers' workspaces"),

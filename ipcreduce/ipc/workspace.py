@@ -15,17 +15,24 @@ EMPTY = 0xFF  # every byte of an empty slot, whose words are then the sentinel
 
 
 class Workspace:
-    """This rank's workspace, which consists of epochs and two halves of slots, and its mappings of the peers' ones.
+    """This rank's workspace, and its mappings of the peers' ones.
+
+    It consists of epochs, two halves of slots, and the area in which bulk.cu works.
 
     ``address`` is that of the epochs. ``peers[i]`` is the address in this process at which the slots of rank
-    (rank + i) % n begin.
+    (rank + i) % n begin, and ``area`` is from there to the area.
     """
 
     where = ""  # what :meth:`IpcBackend.describe` says of the kind of memory
 
-    def __init__(self, rank: int, n: int, nbytes: int) -> None:
-        """Allocate ``nbytes`` bytes on the current device, and empty the slots. :raises CudaError: if that fails."""
-        self.rank, self.n, self.nbytes = rank, n, nbytes
+    def __init__(self, rank: int, n: int, nbytes: int, area_bytes: int = 0) -> None:
+        """Allocate the memory on the current device, and empty the slots.
+
+        :param nbytes: of epochs and slots.
+        :raises CudaError: if that fails.
+        """
+        self.rank, self.n, self.nbytes, self.area_bytes = rank, n, nbytes, area_bytes
+        self.area = 2 * half_bytes(nbytes)
         self.half_bytes = half_bytes(nbytes)
         self.address = self._allocate()
         self._mapped: list[Callable[[], None]] = []  # they unmap the peers' workspaces
@@ -37,7 +44,7 @@ class Workspace:
             raise
 
     def _allocate(self) -> int:
-        return driver.allocate(self.nbytes)
+        return driver.allocate(self.nbytes + self.area_bytes)
 
     def export(self) -> bytes:
         """The IPC handle by which peers map this workspace."""

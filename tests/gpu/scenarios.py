@@ -848,7 +848,7 @@ def nan_bits(comm: Any) -> None:
     for dtype in map(np.dtype, (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)):
         bits, one = f"u{dtype.itemsize}", int(np.ones((), dtype).view(f"u{dtype.itemsize}"))
         infinite = int(np.array(np.inf, dtype).view(bits))
-        for algorithm in ("one_shot", "two_shot"):
+        for algorithm in ("one_shot", "two_shot", "bulk"):
             with ipcreduce.Communicator(algorithm=algorithm) as forced:
                 values = rng.integers(infinite + 1, 1 << (8 * dtype.itemsize - 1), 5000, bits)  # any NaN, for now > 0
                 values |= rng.integers(0, 2, 5000, bits) << (8 * dtype.itemsize - 1)
@@ -865,6 +865,25 @@ def nan_bits(comm: Any) -> None:
                         f"rank {RANK}: {op} of {dtype} by {algorithm}: {len(wrong)} of {len(due)} differ, the first "
                         f"at {wrong[0]}: {found[wrong[0]]:x} on the device, {due[wrong[0]]:x} on the host"
                     )
+
+
+def tiles_that_change(comm: Any) -> None:
+    """Bulk copies of peers' memory are never those of an earlier call: every call has other data, all are compared."""
+    if SIMULATED:  # whose CuPy does not calculate
+        return
+    words, turns = 8 << 20, 2000  # over 2 GPUs 2 million tiles
+    rng = np.random.default_rng(7)  # the same on every rank
+    index = cupy.arange(words, dtype=np.int32)
+    wrong = cupy.zeros((), np.int64)
+    x = cupy.empty_like(index)
+    for turn in range(turns):
+        factors, sms = rng.integers(1, 1 << 20, SIZE).astype(np.int32), int(rng.integers(1, 9))
+        if turn % 50 == RANK:
+            late(0.002)
+        cupy.multiply(index, factors[RANK], out=x)
+        comm.allreduce(x, out=x, sms=sms)
+        wrong += (x != index * factors.sum(dtype=np.int32)).sum()
+    assert not int(wrong), f"rank {RANK}: {int(wrong)} of {turns * words} sums are wrong"
 
 
 def time_passes(comm: Any) -> AbstractContextManager[None]:
@@ -1033,6 +1052,7 @@ SCENARIOS = [
     calls_on_several_streams, work_behind_a_call, asynchronous_pool, foreign_capture, programmatic_edges,
     destroyed_streams, captured_meanwhile, threads, interfaces, layouts, subclasses, torch_capture, torch_streams,
     torch_refused, torch_norms, torch_recordings, communicators, as_people_write, host_arrays, nan_bits,
+    tiles_that_change,
     late_and_recover, late_on_the_device, refused_right_behind, nested_calls, abort_is_quick, epoch_wrap,
 ]  # fmt: skip
 # Beside a capture in the strictest mode NCCL's own eager calls end it.

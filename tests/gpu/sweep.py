@@ -50,7 +50,7 @@ def main() -> None:
     machine.pretend_hosts(WORLD.rank, WORLD.size, options.hosts)
     communicators = {"planned": ipcreduce.Communicator(backend=options.backend)}
     if options.backend == "ipc":
-        for name in ("one_shot", "two_shot"):
+        for name in ("one_shot", "two_shot", "bulk"):
             communicators[name] = ipcreduce.Communicator(algorithm=name)
         communicators["of 1 MB"] = ipcreduce.Communicator(workspace=1 << 20)
     kinds = options.kinds or [name for name, kind in KINDS.items() if options.backend == "ipc" or kind.over_nccl]

@@ -13,10 +13,12 @@ import ml_dtypes
 import numpy as np
 
 from ipcreduce import FP8, Map
+from ipcreduce.ipc import plan
 from tests.shared import norms, reference
 
 Values = dict[str, Any]  # by an argument's name, an array or a list of arrays
 BFLOAT16 = reference.BFLOAT16
+_LONG = plan.BULK_BYTES // 4000 + 1  # rows of 1,000 float32
 
 
 def whole(turn: int, rank: int, shape: Any, dtype: Any = np.float32) -> np.ndarray:
@@ -88,6 +90,26 @@ class Plain(Kind):
 
     def wrong(self, given: Values) -> tuple[Values, str]:
         return {"op": "mode"}, "there is no op"
+
+
+@dataclass(frozen=True)
+class FewBlocks(Plain):
+    """A long all-reduce with a limit of blocks."""
+
+    name = "few blocks"
+    words = f"sum of float32 ({_LONG}, 1000) by 3 blocks"
+    variants = (
+        ({"sms": 4}, f"sum of float32 ({_LONG}, 1000) by 4 blocks"), ({"sms": None}, f"sum of float32 ({_LONG}, 1000)"),
+        ({"op": "max"}, f"max of float32 ({_LONG}, 1000) by 3 blocks"),
+    )  # fmt: skip
+    shape: tuple[int, ...] = (_LONG, 1000)
+    sms: int | None = 3
+
+    def call(self, comm: Any, given: Values, stream: Any) -> Values:
+        return {"out": comm.allreduce(**{"op": self.op, "sms": self.sms, "stream": stream} | given)}
+
+    def wrong(self, given: Values) -> tuple[Values, str]:
+        return {"sms": 0}, "sms is 0. Pass how many blocks"
 
 
 @dataclass(frozen=True)
@@ -217,4 +239,4 @@ class QuantisedNorm(Norm):
     scales: str = "token"
 
 
-KINDS: tuple[type[Kind], ...] = Plain, List, Expression, Norm, QuantisedNorm
+KINDS: tuple[type[Kind], ...] = Plain, FewBlocks, List, Expression, Norm, QuantisedNorm

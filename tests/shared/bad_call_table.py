@@ -199,6 +199,8 @@ def bad_arrays() -> Iterator[Row]:
             ADVICE.get(name, "Pass numpy.asarray(it)"),
         )
         yield Row(f"array: {name}", lambda m, c, thing=thing: c.allreduce(thing), words)
+    for sms in (0, -1, True, 2.0, "8", None.__class__):
+        yield Row(f"sms: {sms}", lambda m, c, sms=sms: c.allreduce(mine(m, c), sms=sms), "Pass how many blocks")
     words = ("ByDlpack, lies on DLPack device type 10", "Move it to")
     yield Row("array: on another maker's GPU", lambda m, c: c.allreduce(ByDlpack(10)), words)
     words = ("the ByDlpack does not give its memory: not exported today",)
@@ -541,11 +543,11 @@ CONSTRUCTOR: list[tuple[dict[str, Any], str]] = [
     ({"timeout": "30"}, "timeout is '30', which is no positive number of seconds"),
     ({"timeout": None}, "which is no positive number of seconds"),
     ({"timeout": True}, "which is no positive number of seconds"),
-    ({"algorithm": "three_shot"}, "which is unknown. Pass one_shot, two_shot, direct or None"),
-    ({"algorithm": "ONE_SHOT"}, "which is unknown. Pass one_shot, two_shot, direct or None"),
-    ({"algorithm": ""}, "which is unknown. Pass one_shot, two_shot, direct or None"),
-    ({"algorithm": 1}, "which is unknown. Pass one_shot, two_shot, direct or None"),
-    ({"algorithm": ["one_shot"]}, "which is unknown. Pass one_shot, two_shot, direct or None"),
+    ({"algorithm": "three_shot"}, "which is unknown. Pass one_shot, two_shot, bulk, direct or None"),
+    ({"algorithm": "ONE_SHOT"}, "which is unknown. Pass one_shot, two_shot, bulk, direct or None"),
+    ({"algorithm": ""}, "which is unknown. Pass one_shot, two_shot, bulk, direct or None"),
+    ({"algorithm": 1}, "which is unknown. Pass one_shot, two_shot, bulk, direct or None"),
+    ({"algorithm": ["one_shot"]}, "which is unknown. Pass one_shot, two_shot, bulk, direct or None"),
     *(
         ({"device": device}, "which is no GPU's ordinal. Pass the ordinal of a visible GPU, from 0, or 'auto'")
         for device in (-1, "cuda:0", "AUTO", 0.0, True, [0])

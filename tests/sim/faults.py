@@ -19,6 +19,7 @@ TWO_SHOT = Library("two_shot", "float32")
 ONE_SHOT_INT = Library("one_shot", "int32")
 TWO_SHOT_INT = Library("two_shot", "int32")
 DIRECT = Library("direct", "float32")
+BULK = Library("bulk", "float32")
 BOTH = (ONE_SHOT, TWO_SHOT)
 
 TSAN = "ThreadSanitizer"
@@ -329,6 +330,57 @@ FAULTS = [
         ("value",),
         [DIRECT],
         "absent",
+    ),
+    Fault(
+        "bulk: the peers' entry flags are not waited for",
+        "bulk.cu",
+        "    wait_for_flags(args, own_workspace + entry, flag_row, block_in_grid(), alive);\n",
+        "",
+        ("value", "not at rest"),
+        [BULK],
+    ),
+    Fault(
+        "bulk: the peers' exit flags are not waited for",
+        "bulk.cu",
+        "    wait_for_flags(args, own_workspace + exit, flag_row, block_in_grid(), alive);\n",
+        "",
+        ("value", "not at rest"),
+        [BULK],
+    ),
+    Fault(
+        "bulk: the exit flag is sent before the results",
+        "bulk.cu",
+        "  if (!stages.alive) return;\n",
+        "  if (!stages.alive) return;\n  if (orders) send_flags(exit);\n",
+        (TSAN,),
+        [BULK],
+        also=("bulk.cu", "    send_flags(exit);\n    wait", "    wait"),
+    ),
+    Fault(
+        "bulk: the gate is always waited for in its first phase",
+        "bulk.cu",
+        "turn / kStages % 2",
+        "0",
+        ("value", "timeout"),
+        [BULK],
+        also=("bulk.cu", "kStages = 6", "kStages = 2"),
+    ),
+    Fault(
+        "bulk: no barrier before a tile is stored",
+        "bulk.cu",
+        "    sync_block();\n    if (!orders) continue;\n",
+        "    if (!orders) continue;\n",
+        ("value",),
+        [BULK],
+    ),
+    Fault(
+        "bulk: a rank that has abandoned its wait goes on",
+        "bulk.cu",
+        "  if (!stages.alive) return;\n",
+        "",
+        ("hang",),
+        [BULK],
+        "late",
     ),
     Fault(
         "memory is touched before the predecessor has ended",

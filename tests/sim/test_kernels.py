@@ -13,6 +13,7 @@ from tests.simulated.kernels import Library
 WHOLE = [Library(kernel, dtype) for kernel in ("one_shot", "two_shot") for dtype in kernels.DTYPES]
 WHOLE += [Library("two_shot", dtype, depth=depth) for dtype in ("float32", "int8") for depth in (2, 4)]
 WHOLE += [Library("direct", dtype, depth=depth) for dtype, depth in (("float32", 1), ("int32", 2), ("float64", 4))]
+WHOLE += [Library("bulk", dtype) for dtype in kernels.DTYPES]
 HALVES = [library._replace(whole=False) for library in WHOLE]
 OF_EACH_SIZE = [library for library in WHOLE + HALVES if library.dtype in ("int8", "float32", "float64")]
 
@@ -32,7 +33,7 @@ def test_sums_are_exact(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_many_tiles(ranks: int) -> None:
-    deep = [library for library in WHOLE if library.depth > 1]
+    deep = [library for library in WHOLE if library.depth > 1 or library.kernel == "bulk"]
     result = kernels.run("sweep", deep, ranks=ranks, operations=60, packets=900, seed=ranks)
     assert result == ("nothing", "ok\n")
 

@@ -22,7 +22,7 @@ def on_sim(mpirun: Run, worker: str, ranks: int, *arguments: object, **options: 
 @pytest.mark.parametrize(("ranks", "cases"), [(2, 40), (3, 40), (4, 40), (8, 12)])
 def test_sweep(mpirun: Run, ranks: int, cases: int) -> None:
     output = on_sim(mpirun, "sweep", ranks, "plain", "--cases", cases, "--largest", 6000, "--seed", ranks)
-    assert f"{cases} cases, {5 * cases} calls on {ranks} ranks, all right" in output
+    assert f"{cases} cases, {6 * cases} calls on {ranks} ranks, all right" in output
 
 
 def test_sweep_of_all_kinds(mpirun: Run) -> None:
@@ -34,14 +34,14 @@ def test_sweep_of_all_kinds(mpirun: Run) -> None:
 
 def test_sweep_where_packets_arrive_in_halves(mpirun: Run) -> None:
     output = on_sim(mpirun, "sweep", 3, "plain", "--cases", 15, "--largest", 3000, env={"SIM_SPLIT_PACKETS": "1"})
-    assert "15 cases, 75 calls on 3 ranks, all right" in output
+    assert "15 cases, 90 calls on 3 ranks, all right" in output
 
 
 def test_on_systems_that_fortify_programs(mpirun: Run) -> None:
     """With glibc's checks, as on Ubuntu, a jump from one stack to another one would end the process."""
     environ = {"CXX": f"{os.environ.get('CXX', 'g++')} -D_FORTIFY_SOURCE=2"}
     output = on_sim(mpirun, "sweep", 2, "plain", "--cases", 2, "--largest", 600, env=environ)
-    assert "2 cases, 10 calls on 2 ranks, all right" in output
+    assert "2 cases, 12 calls on 2 ranks, all right" in output
 
 
 def test_no_access_behind_an_array(mpirun: Run) -> None:
@@ -52,7 +52,7 @@ def test_no_access_behind_an_array(mpirun: Run) -> None:
 
 def test_messages_larger_than_the_workspace(mpirun: Run) -> None:
     output = on_sim(mpirun, "sweep", 3, "plain", "--cases", 3, "--largest", 300_000, "--smallest", 200_000)
-    assert "3 cases, 15 calls on 3 ranks, all right" in output
+    assert "3 cases, 18 calls on 3 ranks, all right" in output
 
 
 def test_epochs_that_wrap(mpirun: Run) -> None:

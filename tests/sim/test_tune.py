@@ -72,7 +72,7 @@ def test_odd_tables_are_right_too(mpirun: Run, tmp_path: Path, ranks: int) -> No
     (tmp_path / TABLE.format(ranks)).write_text(json.dumps({"version": 3, "choices": choices}))
     arguments = ("tests/gpu/sweep.py", "plain", "--cases", 12, "--largest", 50_000, "--seed", 5)
     assert (
-        f"12 cases, 60 calls on {ranks} ranks, all right"
+        f"12 cases, 72 calls on {ranks} ranks, all right"
         in mpirun("tests.simulated", ranks, *arguments, env=env).stdout
     )
     quick = ("--largest", 128, "--calls", 5, "--mode", "eager", "--peers", "", "--json", tmp_path / "bench.json")

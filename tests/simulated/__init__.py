@@ -65,8 +65,9 @@ def install() -> None:
     gc.disable()  # machine_streams.py collects instead, and often
     sys.meta_path.insert(0, _Substitutes())
     importlib.import_module("ipcreduce")
-    from ipcreduce.ipc import peers
+    from ipcreduce.ipc import peers, plan
     from tests.simulated import driver
 
+    plan.BULK_BYTES = 4 * plan.KB  # so that short messages take that way
     if not driver.splits_packets():  # which is seen in few of many rounds
         peers._VERIFY_ROUNDS = _VERIFY_ROUNDS

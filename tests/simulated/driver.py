@@ -343,7 +343,9 @@ class Launch:
 
     __slots__ = ("_block", "_grid", "_kernel", "_programmatic", "args")
 
-    def __init__(self, function: int, grid: int, block: int, args: np.ndarray, *, programmatic: bool = False) -> None:
+    def __init__(
+        self, function: int, grid: int, block: int, args: np.ndarray, *, programmatic: bool = False, shared: int = 0
+    ) -> None:  # fmt: skip
         self._kernel, self._grid, self._block, self._programmatic = _kernels[function], grid, block, programmatic
         assert self._kernel.limits  # it is built here, and not while a peer waits
         self.args = args

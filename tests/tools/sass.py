@@ -23,7 +23,7 @@ from ipcreduce.device.devices import MIN_CAPABILITY
 from ipcreduce.dtypes import DTYPE_NAMES, OPS
 from ipcreduce.errors import IpcReduceError
 
-KERNELS = ("one_shot", "two_shot", "direct")  # those of every dtype and op; verify and limit have none
+KERNELS = ("one_shot", "two_shot", "direct", "bulk")  # those of every dtype and op; verify and limit have none
 # Those with RMSNorm, and their dtypes: sums only.
 NORMS = {
     "fused_one_shot": ("float16", "bfloat16"),
@@ -69,21 +69,21 @@ def problems(kernel: str, macros: dict[str, str], cubin: bytes) -> list[str]:
     """Deviations from code in which every packet is a single access of 128 bits; empty if there are none.
 
     By sync.cuh and packets.cuh, all other accesses of system scope are 32-bit words: two loads and three stores in
-    check_wait, and with each packet of integers the sentinel words of its escape packet. Of the flags of direct.cu and
-    limit.cu only the sentinel words are used, so a compiler may narrow the loads of some or all flags to them.
+    check_wait, and with each packet of integers the sentinel words of its escape packet. Of flags (direct.cu, bulk.cu,
+    limit.cu) only the sentinel words are used, so a compiler may narrow the loads of some or all flags to them.
     """
     loads, stores = accesses(cubin)
-    if kernel == "rmsnorm":  # which exchanges nothing
-        return [f"rmsnorm: accesses of system scope, {dict(loads)}, {dict(stores)}"] if loads or stores else []
+    if kernel in ("rmsnorm", "copy"):  # which exchange nothing
+        return [f"{kernel}: accesses of system scope, {dict(loads)}, {dict(stores)}"] if loads or stores else []
     peers = int(macros["IPCREDUCE_RANKS"]) - 1
     sentinels = 1 if int(macros["IPCREDUCE_WHOLE_PACKETS"]) else 2
     control_loads, control_stores = (0, 0) if kernel == "verify" else (2, 3)
-    escapes = 0 if kernel in ("verify", "limit") or "float" in macros["IPCREDUCE_DTYPE"] else sentinels
-    flags = peers if kernel in ("direct", "limit") else 0
+    escapes = 0 if kernel in ("verify", "limit", "bulk") or "float" in macros["IPCREDUCE_DTYPE"] else sentinels
+    flags = {"direct": peers, "limit": peers, "bulk": 2 * peers}.get(kernel, 0)
     words = {  # if n flags are loaded as words
         control_loads + escapes * (loads[128] - flags + n) + sentinels * n for n in range(flags + 1)
     }
-    least = {"loads": peers, "stores": peers}
+    least = {"loads": 0 if kernel == "bulk" else peers, "stores": peers}  # bulk.cu exchanges flags only
     if kernel in ("verify", "limit"):
         least = {"loads": kernel == "verify", "stores": 1 if kernel == "verify" else 2 * peers}
     return [
@@ -115,6 +115,7 @@ def cases(turn: int) -> Iterator[Case]:
     for whole in (0, 1):
         for name in ("verify", "limit"):
             yield name, macros("int32", n=2 + (turn + whole) % 7, whole=whole)
+        yield "copy", macros(DTYPE_NAMES[turn % len(DTYPE_NAMES)], n=1)
         for column, kernel in enumerate(KERNELS):
             for row, dtype in enumerate(DTYPE_NAMES):
                 at = turn + column + row + whole

@@ -54,7 +54,7 @@ LONGEST = 400
 LONGEST_FUNCTION = 60
 # Names and words that only graphs/direct may use.
 DIRECT_ONLY = {
-    "marks", "MARKS", "Marks", "outs", "OUTS", "_OUTS", "set_kernel", "allocation_bytes", "launch_to", "LaunchedKernel",
+    "marks", "MARKS", "Marks", "outs", "_OUTS", "set_kernel", "allocation_bytes", "launch_to", "LaunchedKernel",
     "Recorder", "recorder", "slab_number", "unmapped", "unmap_all", "release_all", "registered", "Registrable",
 }  # fmt: skip
 

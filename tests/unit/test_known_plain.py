@@ -11,7 +11,7 @@ from ipcreduce.arrays.plain import PlainCall
 from ipcreduce.calls import request
 from ipcreduce.device import launch_cache
 from ipcreduce.device.hits import plain as hits
-from ipcreduce.device.launch_cache import NOT_READY, LaunchCache
+from ipcreduce.device.launch_cache import NOT_READY, LaunchCache, Limited
 from ipcreduce.device.prepared import OwnStep, Prepared, Ready
 from tests.shared.streams import CURRENT, OTHER
 from tests.unit.test_known_maps import NBYTES, OUT, Array, Library, X
@@ -57,6 +57,18 @@ def test_memory_that_is_shared_or_misaligned(known: Known):
     ):  # fmt: skip
         for _ in range(2):
             assert (known.find(Array(x), Array(out))[0] is not None) is ready, (x, out)
+
+
+def test_calls_with_a_limit_of_blocks_are_others(known: Known):
+    assert known.plain.find(X, Limited("sum", 3), OUT, None) == NOT_READY
+    of = request.plain(X.shape, "float16", "sum", sms=3)
+    prepared = Prepared(request=of, what=of.what, by="", nbytes=NBYTES, steps=(OwnStep(print),))
+    known.plain._cache.learn(PlainCall(X, "sum", OUT, 3), None, prepared)
+    for _ in range(3):
+        assert known.plain.find(X, Limited("sum", 3), OUT, None)[0].what is of.what
+        assert known.find(X, OUT)[0].what is not of.what
+    assert known.plain.find(X, Limited("sum", 4), OUT, None) == NOT_READY
+    assert known.plain.find(X, ("sum", 3), OUT, None) == NOT_READY, "a caller's op"
 
 
 def test_streams(known: Known):

@@ -222,11 +222,11 @@ def test_expressions_compile(subtests: pytest.Subtests):
     """With operands of every kind, for dtypes of each size, on the oldest architecture and on newer ones."""
     operands = (Operand("a", "bfloat16", "full"), Operand("b", "float64", "row"), Operand("s", "int64", "scalar"))
     for number, (kernel, dtype) in enumerate([
-        ("one_shot", "bfloat16"), ("two_shot", "float32"), ("map", "float64"), ("map", "int8"), ("one_shot", "uint16"),
+        ("one_shot", "bfloat16"), ("two_shot", "float32"), ("copy", "float64"), ("copy", "int8"), ("one_shot", "int16"),
     ]):  # fmt: skip
         with subtests.test(kernel=kernel, dtype=dtype):
             expression = Expression("fmaxf(v, 0.f) * s\n + a - b", operands)
-            given = sass.macros(dtype, n=1 if kernel == "map" else 3, rank=0)
+            given = sass.macros(dtype, n=1 if kernel == "copy" else 3, rank=0)
             cubin = compiler.compile_kernel(kernel, given, [(8, 0), (9, 0), (12, 0)][number % 3], expression)
             assert f".text.{kernel}\0".encode() in cubin
 
@@ -238,7 +238,7 @@ def test_a_wrong_expression_is_named_by_its_lines():
         ("v +", "line 1: expected"), ("v) + (v;", "line 1"),
     ):  # fmt: skip
         with pytest.raises(ArgumentError, match=re.escape(words)):
-            compiler.compile_kernel("map", sass.macros("float32"), (9, 0), Expression(text, (ROW,)))
+            compiler.compile_kernel("copy", sass.macros("float32"), (9, 0), Expression(text, (ROW,)))
 
 
 @pytest.mark.usefixtures("nvrtc")

@@ -124,4 +124,4 @@ def test_a_wrong_cache_directory_is_an_error(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_algorithms_are_those_of_the_plan():
-    assert (*plan.ALGORITHMS, "direct") == options.ALGORITHMS
+    assert (*plan.ALGORITHMS, plan.BULK, "direct") == options.ALGORITHMS

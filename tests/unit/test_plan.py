@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ipcreduce.dtypes import KIND_NAMES, OPS
 from ipcreduce.graphs.direct import launches
-from ipcreduce.ipc import plan, workspace
+from ipcreduce.ipc import bulk, plan, workspace
 from tests.tools.machine import ROOT
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
@@ -429,3 +429,57 @@ def test_kernels_are_all_that_a_plan_may_launch(nbytes: int, n: int, half: int, 
     steps = plan.make_plan(nbytes, n, half, force, table)
     used = {(step.algorithm, step.depth) for step in steps}
     assert used <= plan.kernels(n, force, table)
+
+
+# ---- calls with few blocks
+limits = st.integers(1, 300)
+
+
+@given(sizes, worlds, limits, st.sampled_from([None, "two_shot"]), st.integers(1, 4))
+@settings(deadline=None)
+def test_no_grid_is_larger_than_its_limit(nbytes: int, n: int, sms: int, force: str | None, sharing: int):
+    """A limit that the usual plan keeps changes nothing."""
+    half, area = workspace.half_bytes(16 * MB), plan.area_bytes(16 * MB, (9, 0))
+    usual = plan.make_plan(nbytes, n, half, force, sharing=sharing)
+    for room in (0, area):
+        steps = plan.make_plan(nbytes, n, half, force, sharing=sharing, sms=sms, area=room)
+        assert all(step.grid <= sms for step in steps)
+        assert sum(step.nbytes for step in steps) == nbytes
+        if all(step.grid <= sms for step in usual):
+            assert steps == usual
+        elif room and force is None and nbytes >= plan.BULK_BYTES:
+            assert {step.algorithm for step in steps} == {plan.BULK}
+
+
+@given(sizes, worlds, limits, st.integers(1, 4), st.sampled_from([MB, 3 * MB, 128 * MB]))
+@settings(deadline=None)
+def test_parts_of_a_message_fit_the_area(nbytes: int, n: int, sms: int, sharing: int, nbytes_of_workspace: int):
+    half, area = workspace.half_bytes(nbytes_of_workspace), plan.area_bytes(nbytes_of_workspace, (9, 0))
+    steps = plan.make_plan(nbytes, n, half, plan.BULK, sharing=sharing, sms=sms, area=area)
+    end = 0
+    for step in steps:
+        assert step.offset == end
+        assert 0 < step.nbytes <= area
+        assert step.nbytes % 16 == 0 or step is steps[-1]
+        assert 1 <= step.grid <= min(sms, plan.most_blocks(plan.RESIDENT, sharing))
+        assert step.block <= launch_bound(plan.BULK, step.depth, n)
+        end += step.nbytes
+    assert end == nbytes
+    flags = 2 * (n - 1) * plan.row_bytes(plan.EPOCH_SLOTS)
+    assert flags + plan.CODES_BYTES <= half, "two rows of flags for each peer"
+
+
+def test_gpus_without_bulk_copies_have_no_area():
+    assert plan.area_bytes(128 * MB, (8, 9)) == 0
+    assert plan.area_bytes(128 * MB, (9, 0)) == 32 * MB
+    assert plan.area_bytes(64 * GB, (9, 0)) == 256 * MB, "kernels count the bytes of a launch in 32 bits"
+
+
+@given(st.integers(1, 64 * MB), worlds)
+def test_the_chunks_of_all_ranks_are_the_message(nbytes: int, n: int):
+    end = 0
+    for rank in range(n):
+        first, packets = bulk.own_chunk(nbytes, n, rank)
+        assert first == end
+        end += packets
+    assert end == -(-nbytes // 16)

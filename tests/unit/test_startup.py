@@ -60,7 +60,7 @@ def test_any_other_module_kernel_or_version_is_another_build(tmp_path: Path, mon
     kernels = kernels.rename(package / "kernels")  # as in a wheel
     assert build() == mine
     found = {mine}
-    for path in (package / "dtypes.py", package / "host" / "shared.py", kernels / "reduce.cuh", kernels / "map.cu"):
+    for path in (package / "dtypes.py", package / "host" / "shared.py", kernels / "reduce.cuh", kernels / "copy.cu"):
         path.write_text(path.read_text() + "\n")
         found.add(build())
     monkeypatch.setattr(ipcreduce, "__version__", "0.1.1")

@@ -13,12 +13,12 @@ import numpy as np
 from ...calls.addresses import Places, numbers_of
 from ...cuda import cupy_runtime, torch_lists, torch_runtime
 from ..arguments import Words
-from ..launch_cache import NOT_READY, Form, Found, Known, LaunchCache, given_stream, library_of
+from ..launch_cache import NOT_READY, Form, Found, Known, LaunchCache, Limited, given_stream, library_of
 from ..prepared import Prepared, Ready, keep
 
 _MAX_LENGTHS = 256
 _MANY = 48  # members from which on NumPy is faster than Python
-_Ends = tuple[str, int, int, int, int]  # op, length, ids of the first and last array and of the first output, if other
+_Ends = tuple[Any, int, int, int, int]  # op, length, ids of the first and last array and of the first output, if other
 
 
 class _Layout:
@@ -103,9 +103,9 @@ class ListHits:
     def __init__(self, cache: LaunchCache) -> None:
         self._cache, self._device = cache, cache.device
         # By op and length: the form, if there is one alone, which takes half a microsecond less to find. None: several.
-        self._of_length: dict[tuple[str, int], Form | None] = {}
+        self._of_length: dict[tuple[Any, int], Form | None] = {}
 
-    def find(self, arrays: Sequence[Any], op: str, out: Any, stream: Any) -> Found:
+    def find(self, arrays: Sequence[Any], op: Any, out: Any, stream: Any) -> Found:
         """A call on a list or a tuple of arrays, if it can be ready."""
         if not arrays:
             return NOT_READY
@@ -138,7 +138,7 @@ class ListHits:
             current = given_stream(stream, current, known.read is not None)
         return NOT_READY if current is None else (known.ready, out, current)
 
-    def _unknown(self, ends: _Ends | None, arrays: Sequence[Any], op: str, out: Any, stream: Any) -> Found:
+    def _unknown(self, ends: _Ends | None, arrays: Sequence[Any], op: Any, out: Any, stream: Any) -> Found:
         """Do the same as :meth:`find` for a list that is not known by its arrays.
 
         :param ends: by what it may become known.
@@ -186,8 +186,11 @@ class ListHits:
 
     def form_of(self, given: Any, _result: Any, prepared: Prepared) -> tuple[Any, Form] | None:
         """A call's form and its key, after it was made by the usual way."""
-        arrays, op, _ = given
-        key = _key(arrays, op) if type(op) is str and prepared.nbytes else None
+        arrays, op, _, sms = given
+        key = None
+        if type(op) is str and prepared.nbytes:
+            op = op if sms is None else Limited(op, sms)
+            key = _key(arrays, op)
         if key is None:
             return None
         length, library, known = (op, len(arrays)), library_of(arrays[0]), self._cache.forms.get(key)
@@ -205,7 +208,7 @@ class ListHits:
         return key, form
 
 
-def _key(arrays: Sequence[Any], op: str) -> tuple[Any, ...] | None:
+def _key(arrays: Sequence[Any], op: Any) -> tuple[Any, ...] | None:
     """By what a form of lists is found; None if its first and last array are not plain and of one library."""
     if not arrays:
         return None

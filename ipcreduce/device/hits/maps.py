@@ -161,7 +161,9 @@ class MapHits:
 
     def form_of(self, given: Any, _result: Any, prepared: Prepared) -> tuple[Any, Form] | None:
         """A call's form and its key, after it was made by the usual way."""
-        array, op, out, then = given
+        array, op, out, then, sms = given
+        if sms is not None:
+            return None
         if type(op) is not str or type(then) is not Map or not prepared.nbytes:
             return None
         looked, library = self._look(array, op, out, then), library_of(array)

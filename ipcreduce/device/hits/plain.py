@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 from ...cuda import cupy_runtime, torch_runtime
-from ..launch_cache import NOT_READY, Form, Found, Known, LaunchCache, given_stream, library_of
+from ..launch_cache import NOT_READY, Form, Found, Known, LaunchCache, Limited, given_stream, library_of
 from ..prepared import Prepared, Ready
 from .lists import ListHits
 
 _Addresses = tuple[int, int]  # of source and target
-_Key = tuple[int, int, str]  # the ids of array and out, and op
+_Key = tuple[int, int, Any]  # the ids of array and out, and op
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class PlainHits:
 
     def find(self, array: Any, op: Any, out: Any, stream: Any) -> Found:
         """A call on an array or a list, if it can be ready."""
-        if type(op) is not str:
+        if type(op) is not str and type(op) is not Limited:
             return NOT_READY
         key = id(array), id(out), op
         known = self._objects.get(key)
@@ -68,7 +68,7 @@ class PlainHits:
         ready = known.to_new.get(target) or self._cache.to_new(known, (known.source, target), target)
         return ready, result, current
 
-    def _unknown(self, key: _Key, array: Any, op: str, out: Any, stream: Any) -> Found:
+    def _unknown(self, key: _Key, array: Any, op: Any, out: Any, stream: Any) -> Found:
         """Do the same as :meth:`find` for objects that are not known."""
         looked = self._look(array, op, out)
         if looked is None:
@@ -97,7 +97,7 @@ class PlainHits:
                 return NOT_READY
         return ready, result, current
 
-    def _look(self, array: Any, op: str, out: Any) -> tuple[Any, Any, int, int] | None:
+    def _look(self, array: Any, op: Any, out: Any) -> tuple[Any, Any, int, int] | None:
         """The library and the form's key of a call, and the addresses of the two arrays; None if it has no form."""
         library = library_of(array)
         place = library.plain(array, self._device)
@@ -118,8 +118,10 @@ class PlainHits:
 
     def form_of(self, given: Any, _result: Any, prepared: Prepared) -> tuple[Any, Form] | None:
         """A call's form and its key, after it was made by the usual way."""
-        array, op, out = given
-        looked = self._look(array, op, out) if type(op) is str and prepared.nbytes else None
+        array, op, out, sms = given
+        if type(op) is not str or not prepared.nbytes:
+            return None
+        looked = self._look(array, op if sms is None else Limited(op, sms), out)
         if looked is None:
             return None
         library, of, _, _ = looked

@@ -8,14 +8,13 @@ from typing import Any
 from ...calls.request import Request
 from ...cuda import streams
 from ...cuda.driver import Launch
-from ...device.arguments import IN, OUT
+from ...device.arguments import IN, OUT, OUTS
 from ...device.prepared import KernelStep, Prepared, Start
 from ...ipc.launches import Launches
 from ...ipc.plan import KB, PACKET_BYTES, RESIDENT, LaunchPlan, most_blocks
 from ...types import Stream
 
 ALGORITHM = "direct"
-OUTS = 16  # the first word of the outputs in struct Args (packets.cuh)
 
 
 def direct(step: LaunchPlan, n: int, resident: int = RESIDENT, sharing: int = 1) -> LaunchPlan:
@@ -68,7 +67,7 @@ def noted(prepared: Prepared, launched: list[Launched]) -> Prepared:
     Only plain all-reduces of one array can be direct. Other calls stay as they are.
     """
     request = prepared.request
-    if request != request.without_epilogue() or request.is_list:
+    if request != request.without_epilogue() or request.is_list or request.sms is not None:
         return prepared
     notes = (_Noted(one, request, launched) if isinstance(one, KernelStep) else one for one in prepared.steps)
     return replace(prepared, steps=tuple(notes))

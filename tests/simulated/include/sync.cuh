@@ -23,6 +23,7 @@ constexpr int kMaxRanks = 8;  // kRanks and kRank are run-time values: one build
 #define KERNEL_ARGS const Args&
 #define CLUSTER_KERNEL(name, max_threads, blocks) KERNEL(name, max_threads, blocks)
 #define SHARED(Type, name) Type& name = *(Type*)sim_shared(sim_thread->block, sizeof(Type))
+#define LARGE_SHARED(Type, name) SHARED(Type, name)
 #define DEVICE inline
 #define DEVICE_NOINLINE
 
@@ -60,8 +61,10 @@ DEVICE u32 warp_max(u32 mine) {
   }
   return mine;
 }
+DEVICE u32 min_u32(u32 a, u32 b) { return a < b ? a : b; }
 DEVICE bool is_first_active_lane() { return true; }
 DEVICE void spin_pause() { sim_relax(); }
+constexpr u32 kStageBytes = 2 << 10, kLargeSharedBytes = 16 << 10;  // short tiles, so that short messages have several
 constexpr u32 kSpinsBetweenChecks = 16;  // a poll takes longer here
 DEVICE void grid_dependency_sync() { sim_await_predecessor(); }
 DEVICE void trigger_programmatic_launch() {}
@@ -212,18 +215,45 @@ DEVICE float max_nan(float a, float b) { return a != a || b != b ? bits_to_float
 constexpr bool kConvertsToE4m3 = false;
 DEVICE u32 floats_to_e4m3(float, float) { return 0; }
 
+// ---- gates and bulk copies, which are made when they are ordered
+struct Gate {
+  u32 left;   // bytes, and the highest bit until it is known how many are due
+  u32 phase;  // of bulk copies
+};
+DEVICE void prepare_gate(Gate& gate) {
+  __atomic_store_n(&gate.left, 1u << 31, __ATOMIC_RELAXED);
+  __atomic_store_n(&gate.phase, 0, __ATOMIC_RELAXED);
+}
+DEVICE void expect_at_gate(Gate& gate, u32 bytes) {
+  __atomic_fetch_add(&gate.left, bytes - (1u << 31), __ATOMIC_RELEASE);
+}
+DEVICE void bulk_load(void* to, u64 from, u32 bytes, Gate& gate) {
+  sim_touch();
+  if ((from | (u64)to | bytes) % sizeof(Packet)) sim_misaligned();
+  for (u32 i = 0; i < bytes / sizeof(Packet); ++i) ((Packet*)to)[i] = ((const Packet*)from)[i];
+  if (__atomic_sub_fetch(&gate.left, bytes, __ATOMIC_ACQ_REL)) return;
+  __atomic_store_n(&gate.left, 1u << 31, __ATOMIC_RELAXED);
+  __atomic_fetch_add(&gate.phase, 1, __ATOMIC_RELEASE);
+}
+DEVICE void wait_for_bytes(const Gate& gate, u32 parity) {
+  while (__atomic_load_n(&gate.phase, __ATOMIC_ACQUIRE) % 2 == parity) sim_relax();
+}
+DEVICE void bulk_store(u64 to, const void* from, u32 bytes) {
+  sim_touch();
+  if ((to | (u64)from | bytes) % sizeof(Packet)) sim_misaligned();
+  for (u32 i = 0; i < bytes / sizeof(Packet); ++i) ((Packet*)to)[i] = ((const Packet*)from)[i];
+}
+DEVICE void commit_bulk_stores() {}
+template <int> DEVICE void wait_until_stores_have_read() {}
+DEVICE void wait_until_stores_are_made() {}
+DEVICE void fence_proxy_async() {}
+DEVICE void fence_proxy_async_shared() {}
+
 // ---- clusters
 #ifdef IPCREDUCE_CLUSTER
 DEVICE u32 block_in_cluster() { return sim_thread->block % IPCREDUCE_CLUSTER; }
 DEVICE void cluster_arrive() {}
 DEVICE void cluster_wait() { sim_sync_cluster(IPCREDUCE_CLUSTER); }
-struct Gate {
-  u32 left;  // bytes, and the highest bit until it is known how many are due
-};
-DEVICE void prepare_gate(Gate& gate) { __atomic_store_n(&gate.left, 1u << 31, __ATOMIC_RELAXED); }
-DEVICE void expect_at_gate(Gate& gate, u32 bytes) {
-  __atomic_fetch_add(&gate.left, bytes - (1u << 31), __ATOMIC_RELEASE);
-}
 DEVICE void wait_at_gate(const Gate& gate) {
   while (__atomic_load_n(&gate.left, __ATOMIC_ACQUIRE)) sim_relax();
 }

@@ -23,6 +23,7 @@ from .page.fingerprint import Fingerprint
 from .page.records import rows
 from .types import DEFAULT_STREAM
 
+_LONG = 4 << 20  # bytes of a bucket whose all-reduce costs the backward pass less with few blocks
 _COMPARISON = Fingerprint.of("comparison of the model's process group with the communicator")
 _MEMBER = np.dtype([("rank", "<i8"), ("size", "<i8"), ("processes", "<u4")])
 _REMEDY = (
@@ -37,8 +38,9 @@ class Buckets:
     :param torch: the module torch, or what stands for it.
     """
 
-    def __init__(self, comm: Communicator, torch: Any) -> None:
-        self._comm, self._torch = comm, torch
+    def __init__(self, comm: Communicator, torch: Any, sms: int | None) -> None:
+        """``sms``: of the calls on long buckets: see :meth:`Communicator.allreduce`."""
+        self._comm, self._torch, self._sms = comm, torch, sms
         self._calls = session_of(comm).calls
         self._group: Any = None  # the process group that has been compared with the communicator
         self._stream: Any = None  # of the all-reduces of tensors on the GPU
@@ -61,7 +63,8 @@ class Buckets:
             if bucket.index() == 0:
                 self._watch_this_pass()
             tensor = bucket.buffer()
-            stream = self._stream_beside(tensor) if tensor.is_cuda else None
+            is_dense = tensor.layout is torch.strided  # others are refused by the call, on every rank
+            stream = self._stream_beside(tensor) if tensor.is_cuda and is_dense else None
             begun = True  # from here on the calls tell the peers
             self._compare_once(torch.distributed.group.WORLD if group is None else group)
             if stream is None:
@@ -76,7 +79,8 @@ class Buckets:
             raise
 
     def _reduce(self, tensor: Any, future: Any) -> Any:
-        self._comm.allreduce(tensor, "avg", out=tensor)
+        sms = self._sms if tensor.is_cuda and tensor.nbytes >= _LONG else None
+        self._comm.allreduce(tensor, "avg", out=tensor, sms=sms)
         future.set_result(tensor)  # records the end of the current stream's work, for those who wait
         return future
 

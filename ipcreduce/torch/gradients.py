@@ -9,10 +9,11 @@ import torch
 
 from ..buckets import Buckets
 from ..communicator import Communicator
+from ..options import checked_sms
 from .names import check_is_communicator
 
 
-def ddp_hook(comm: Communicator) -> Callable[[Any, Any], Any]:
+def ddp_hook(comm: Communicator, sms: int | None = 8) -> Callable[[Any, Any], Any]:
     """A communication hook for ``DistributedDataParallel`` that averages the gradients over the ranks.
 
         model = DistributedDataParallel(model)
@@ -29,10 +30,12 @@ def ddp_hook(comm: Communicator) -> Callable[[Any, Any], Any]:
     processes of the group are not the communicator's ranks, in their order. If ``backward()`` raises on one rank, the
     others get PeerFailedError. DistributedDataParallel cannot go on with that model: wrap it again, on every rank.
 
-    :raises ArgumentError: if ``comm`` is no Communicator.
+    :param sms: the most blocks of an all-reduce of 4 MB or more, which then leaves most multiprocessors to the backward
+        pass; the same on every rank. None: as many as are fastest alone. See :meth:`Communicator.allreduce`.
+    :raises ArgumentError: if ``comm`` is no Communicator, or ``sms`` no int from 1 on.
     """
     check_is_communicator(comm, "ddp_hook(comm)")
-    buckets = Buckets(comm, torch)
+    buckets = Buckets(comm, torch, None if sms is None else checked_sms(sms))
 
     def hook(state: Any, bucket: Any) -> Any:
         return buckets.average(state, bucket)

@@ -171,6 +171,10 @@ class Tensor:
         return Tensor(cupy.ndarray(shape, self.array.dtype, base, strides=steps), self.storage)
 
     def record_stream(self, other: Any) -> None:
+        if self.layout is not strided:
+            raise NotImplementedError(
+                "Could not run 'aten::record_stream' with arguments from the 'SparseCUDA' backend"
+            )
         if self.storage is not None and other.cuda_stream != self.storage.place[0]:
             self.storage.recorded.add(other.cuda_stream)
 

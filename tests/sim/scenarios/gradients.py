@@ -10,7 +10,7 @@ from unittest import mock
 import cupy
 import numpy as np
 
-from ipcreduce import Communicator, errors
+from ipcreduce import Communicator, buckets, errors
 from ipcreduce.buckets import Buckets
 from tests.sim.scenarios import WORLD
 from tests.sim.scenarios.common import LAST, RANK, SIZE, TOTAL, delay, raises, works
@@ -26,10 +26,11 @@ def hooked() -> Iterator[tuple[Communicator, Hook]]:
     """A communicator and a hook of it, in a program that has imported PyTorch, whose default group are the ranks."""
     world = torch.ProcessGroup(RANK, [*range(SIZE)])
     with (
-        Communicator() as comm, torch.imported(), mock.patch.object(torch.distributed.group, "WORLD", world)
+        Communicator() as comm, torch.imported(), mock.patch.object(torch.distributed.group, "WORLD", world),
+        mock.patch.object(buckets, "_LONG", 4 * COUNT),
     ):  # fmt: skip
         works(comm)
-        hook = Buckets(comm, torch)
+        hook = Buckets(comm, torch, 8)
         with BackwardPass():
             averaged(hook.average(None, bucket_of(RANK + 1)))
         yield comm, hook
@@ -60,6 +61,22 @@ def buckets_behind_the_gradients() -> None:
                     futures.append(hook.average(None, bucket))
                 for index, future in enumerate(futures):
                     averaged(future, turn * (index + 1))
+
+
+def long_buckets_run_in_few_blocks() -> None:
+    with hooked() as (comm, hook), BackwardPass():
+        averaged(hook.average(None, bucket_of(RANK + 1)))
+        assert [request.sms for request in comm._open.backend._prepared if request.op == "avg"] == [8]
+
+
+def sparse_gradients() -> None:
+    """Every rank gets an error that says so, and can go on."""
+    with hooked() as (comm, hook):
+        bucket = bucket_of(RANK + 1)
+        bucket.buffer().layout = torch.sparse_coo
+        with raises(errors.ArgumentError, "to_dense()"), BackwardPass():
+            hook.average(None, bucket)
+        works(comm)
 
 
 def buckets_beside_the_backward_pass() -> None:
@@ -145,4 +162,5 @@ def buckets_of_another_group() -> None:
 SCENARIOS = [
     buckets_behind_the_gradients, buckets_beside_the_backward_pass, a_bucket_that_is_dropped,
     a_backward_pass_that_raises, buckets_without_a_backward_pass, buckets_of_another_group,
+    long_buckets_run_in_few_blocks, sparse_gradients,
 ]  # fmt: skip

@@ -31,16 +31,16 @@ def _kernel(model: str, n: int, faults: str, *options: str, broken: str = "") ->
 
 _VARIANTS = (
     ("one_shot", ()), ("one_shot", ("PARTS=2",)), ("two_shot", ()), ("two_shot", ("TILES=2",)), ("direct", ()),
-    ("mixed", ()), ("mixed", ("ORDER=1",)),
+    ("bulk", ()), ("mixed", ()), ("mixed", ("ORDER=1",)),
 )  # fmt: skip
 
 SEARCHES = (
     # A fault comes in every run that has one, and ends every wait: the runs without show that none needs it.
     *(_kernel(model, 2, faults, *options) for model, options in _VARIANTS for faults in (NO_FAULT, BOTH)),
     *(_kernel("one_shot", 2, faults, "B=2") for faults in (NO_FAULT, ABORT)),
-    _kernel("direct", 2, NO_FAULT, "B=2"),
+    *(_kernel(model, 2, NO_FAULT, "B=2") for model in ("direct", "bulk")),
     *(_kernel("one_shot", 3, faults) for faults in (NO_FAULT, ABORT, DEATH)),
-    *(_kernel(model, 3, NO_FAULT) for model in ("two_shot", "direct", "mixed")),
+    *(_kernel(model, 3, NO_FAULT) for model in ("two_shot", "direct", "bulk", "mixed")),
     _kernel("one_shot", 4, NO_FAULT),
     Search("vote", 2, "gives up", ("SERIALS=6",)),
     Search("vote", 2, "gives up, death", ("SERIALS=4", "DEATH=1")),
@@ -68,6 +68,8 @@ BREAKS = (
     *(_kernel("two_shot", 2, NO_FAULT, broken=name) for name in ("NO_RESTORE", "LATE_READ", "NO_BOUNDARY")),
     *(_kernel("direct", 2, NO_FAULT, broken=name) for name in ("NO_FENCE", "NO_EXIT", "EARLY_ENTRY")),
     _kernel("direct", 2, ABORT, broken="FLAG_AFTER_ABANDON"),
+    *(_kernel("bulk", 2, NO_FAULT, broken=name) for name in ("NO_ENTRY", "NO_FENCE", "NO_EXIT")),
+    _kernel("bulk", 2, ABORT, broken="POISONED_AREA"),
     *(_kernel("mixed", 2, NO_FAULT, broken=name) for name in ("NO_RESTORE", "ONE_HALF")),
     *(
         Search("vote", 2, "gives up", ("SERIALS=4",), name)

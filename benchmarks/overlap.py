@@ -6,7 +6,9 @@ The model is a stack of matrices in bfloat16. A step is a forward and a backward
 there is no optimizer. The ways take turns:
 
     alone              no all-reduce: the least that a step can take
+    unreduced          DistributedDataParallel with a hook that does nothing
     overlapped         DistributedDataParallel over gloo, with ipcreduce.torch.ddp_hook
+    sms=16             the same with another limit of blocks
     after              all-reduces of ipcreduce after the backward pass
     NCCL overlapped    DistributedDataParallel over NCCL, as it is
     NCCL after         torch.distributed.all_reduce over NCCL after the backward pass
@@ -79,6 +81,12 @@ def join() -> None:
     dist.init_process_group("gloo")
 
 
+def unreduced_bucket(state, bucket):  # PyTorch takes no annotation that is a text
+    future = torch.futures.Future(devices=[bucket.buffer().device] if bucket.buffer().is_cuda else [])
+    future.set_result(bucket.buffer())
+    return future
+
+
 class Run:
     """The ways, each with a copy of the model."""
 
@@ -92,6 +100,7 @@ class Run:
         self.marks: list[tuple[Any, Any]] | None = None  # of the buckets, while they are wanted
         self.warm_seconds = 1.0 if device.type == "cuda" else 0.0
         self.models: dict[str, Any] = {}
+        self.limits: list[int] = options.sms
         self.nccl: Any = None
         if device.type == "cuda" and torch.cuda.device_count() >= SIZE:
             self.nccl = dist.new_group(backend="nccl")
@@ -99,12 +108,21 @@ class Run:
     def ways(self) -> dict[str, Step]:
         overlapped = self.wrapped(None)
         overlapped.register_comm_hook(None, self.marked(ddp_hook(self.comm)))
-        self.models = {"alone": copy.deepcopy(self.model), "overlapped": overlapped, "after": copy.deepcopy(self.model)}
+        unreduced = self.wrapped(None)
+        unreduced.register_comm_hook(None, unreduced_bucket)
+        for sms in self.limits:
+            self.models[f"sms={sms or None}"] = model = self.wrapped(None)
+            model.register_comm_hook(None, ddp_hook(self.comm, sms or None))
+        plain = {name: copy.deepcopy(self.model) for name in ("alone", "after")}
+        self.models |= plain | {"unreduced": unreduced, "overlapped": overlapped}
         found: dict[str, Step] = {
             "alone": lambda: self.passes("alone"),
+            "unreduced": lambda: self.passes("unreduced"),
             "overlapped": lambda: self.passes("overlapped"),
             "after": lambda: self.average(self.passes("after")),
         }
+        for name in (f"sms={sms or None}" for sms in self.limits):
+            found[name] = lambda name=name: self.passes(name)
         if self.nccl is not None:
             self.models |= {"NCCL overlapped": self.wrapped(self.nccl), "NCCL after": copy.deepcopy(self.model)}
             found["NCCL overlapped"] = lambda: self.passes("NCCL overlapped")
@@ -152,6 +170,7 @@ class Run:
         everyone = [torch.empty_like(parts["alone"]) for _ in range(SIZE)]
         dist.all_gather(everyone, parts.pop("alone"))
         due = sum(everyone) / SIZE
+        del parts["unreduced"]
         for name, found in parts.items():
             error = ((found - due).abs().amax(1) / due.abs().amax(1)).max()
             assert error <= TOLERANCE, f"{name}: the gradients are wrong, by {float(error):.1e}"
@@ -218,6 +237,9 @@ def main() -> None:
     parser.add_argument("json", type=Path, nargs="?")
     for name, default in (("layers", 16), ("hidden", 4096), ("tokens", 2048), ("turns", 11), ("steps", 10)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument(
+        "--sms", type=int, nargs="*", default=[], help="further limits of the hook's blocks; 0 for none"
+    )
     options = parser.parse_args()
     device = torch.device("cpu")
     if torch.cuda.is_available():

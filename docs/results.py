@@ -196,9 +196,25 @@ def norm_fp8_table(machine: str = "h200-x2") -> str:
 
 def overlap_table() -> str:
     """Times of a training step by ``benchmarks/overlap.py``, in milliseconds."""
-    machines = {"2 × H100": "h100-x2", "4 × H200": "h200-x4"}
-    times = [read(f"overlap-{machine}")["ms_of_step"] for machine in machines.values()]
-    return table(["way", *machines], ([way, *(f"{found[way]:.2f}" for found in times)] for way in times[0]))
+    runs = {
+        "2 × H200, 8,192 tokens": "h200-x2", "2,048 tokens": "h200-x2-tokens2048",
+        "2 × H100, 8,192 tokens (before)": "h100-x2", "4 × H200, 2,048 tokens (before)": "h200-x4",
+    }  # fmt: skip
+    times = [read(f"overlap-{run}")["ms_of_step"] for run in runs.values()]
+    lines = ([way, *(f"{found[way]:.2f}" if way in found else "" for found in times)] for way in times[0])
+    return table(["way", *runs], lines)
+
+
+def beside_table() -> str:
+    """Costs of all-reduces beside matrix products by ``benchmarks/beside.py``, in milliseconds."""
+    rows = read("beside-h200-x2")["rows"]
+    ways = [way for way in rows[0]["ms"] if way not in ("products", "sms=16")]
+    header = [text for way in ways for text in (f"{way}: alone", "cost")]
+    lines = []
+    for row in rows:
+        times = [f"{row['ms'][way][of]:.2f}" for way in ways for of in ("alone", "cost")]
+        lines.append([f"{row['tokens']:,}", size_text(row["bytes"]), *times])
+    return table(["tokens", "bytes", *header], lines)
 
 
 HOST_SIZES = (4, *(1 << power for power in (10, 12, 14, 16, 18, 20, 22, 24, 26, 28)))
@@ -385,6 +401,7 @@ _RUNS: dict[str, Callable[[dict[str, Any], Rows], tuple[str, str]]] = {  # by a 
         "a training step with and without overlap, `benchmarks/overlap.py`",
         f"{_BEFORE_TIMING}; {len(content['ms_of_step'])} times and a timeline",
     ),
+    "tokens": lambda _, rows: ("`benchmarks/beside.py`", f"{_BEFORE_TIMING}; {len(rows)} rows"),
     "us": lambda *_: ("host times beside PyTorch, `benchmarks.torch_host`", "times only"),
 }
 
@@ -400,7 +417,7 @@ def main() -> None:
     figures += [bench_table(2, mode, gpu="h100") for mode in ("graph", "eager")]
     norms = [one(machine) for machine in ("h200-x2", "h200-x4") for one in (norm_table, norm_fp8_table)]
     norms += map(norm_peer_table, _NORM_PEERS)
-    lists = list_table(), list_table("h200-x4"), list_host_table(), overlap_table(), *norms
+    lists = list_table(), list_table("h200-x4"), list_host_table(), beside_table(), overlap_table(), *norms
     others = ratio_table(), llama_table(), llama_table("h200-x4"), host_table(), run_table()
     for text in (readme_table(), *figures, *lists, *others):
         print(text, end="\n\n")

@@ -133,6 +133,7 @@ NORM_TABLES = results.norm_table, results.norm_fp8_table
         ("docs/performance.md", results.bench_table(2, gpu="h100")),
         *(("docs/performance.md", results.list_table(gpus)) for gpus in ("h100-x2", "h200-x4")),
         ("docs/performance.md", results.list_host_table()),
+        ("docs/performance.md", results.beside_table()),
         ("docs/performance.md", results.overlap_table()),
         ("docs/performance.md", results.ratio_table()),
         ("docs/performance.md", results.host_table()),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,6 @@ from .host_operands import Array, HostOperands, Part
 from .operands import DeviceOperands, PreparedCall, Site
 
 Members = Sequence[Any]
-_Reach = tuple[tuple[int, int], int, bool]  # first and past address, member, and whether it is an output
 
 
 def is_list(array: Any) -> bool:
@@ -171,22 +171,86 @@ def check_apart(pairs: Sequence[tuple[Any, Any]]) -> None:
     :param pairs: the source and the output of each member.
     :raises ArgumentError: if two outputs share memory, or an output and another member's source.
     """
-    reach = [(views.extent(target), index, True) for index, (_, target) in enumerate(pairs)]
-    reach += [
-        (views.extent(source), index, False) for index, (source, target) in enumerate(pairs) if source is not target
-    ]
-    open_ones: list[_Reach] = []  # that may reach beyond the beginning of the one at hand
-    for (first, past), index, written in sorted(reach):
-        if first == past:
+    places = [_Place.of(target, index, True) for index, (_, target) in enumerate(pairs)]
+    places += [_Place.of(source, index, False) for index, (source, target) in enumerate(pairs) if source is not target]
+    written = (cluster for cluster in _clusters(places) if any(place.written for place in cluster))
+    for one, other in chain.from_iterable(map(_close_pairs, written)):
+        if one.member == other.member or not (one.written or other.written):
             continue
-        open_ones = [other for other in open_ones if other[0][1] > first]
-        for _, other, other_written in open_ones:
-            if other == index or not (written or other_written):
-                continue
-            if views.share_memory(pairs[other][other_written], pairs[index][written]):
-                outputs_first = sorted([(not written, index), (not other_written, other)])
-                raise ArgumentError(_sharing(*outputs_first))
-        open_ones.append(((first, past), index, written))
+        if views.share_memory(one.array, other.array):
+            outputs_first = sorted([(not one.written, one.member), (not other.written, other.member)])
+            raise ArgumentError(_sharing(*outputs_first))
+
+
+class _Place(NamedTuple):
+    """Where an array lies: its first address, and the one past its last.
+
+    :ivar step: the distance of its rows, or so, if these leave gaps of which other arrays may make use; else 0.
+    :ivar width: the bytes of such a row.
+    """
+
+    first: int
+    past: int
+    step: int
+    width: int
+    member: int
+    written: bool
+    array: Any
+
+    @classmethod
+    def of(cls, array: Any, member: int, written: bool) -> _Place:
+        first, past = views.extent(array)
+        strides = array.strides or (0,) * array.ndim
+        step, steps = max(
+            (abs(stride), size - 1) for stride, size in zip((0, *strides), (1, *array.shape), strict=True)
+        )
+        width = past - first - steps * step
+        return cls(first, past, step if 0 < width < step else 0, width, member, written, array)
+
+    @property
+    def phases(self) -> Iterator[tuple[int, int, _Place]]:
+        """The part of a step that its rows take, which may go on at the step's beginning."""
+        begin = self.first % self.step
+        yield begin, min(begin + self.width, self.step), self
+        if begin + self.width > self.step:
+            yield 0, begin + self.width - self.step, self
+
+
+def _clusters(places: Sequence[_Place]) -> Iterator[list[_Place]]:
+    """The places, but for empty ones, in groups between which there is no common address."""
+    cluster: list[_Place] = []
+    end = 0
+    for place in sorted(places, key=attrgetter("first", "past")):
+        if cluster and place.first >= end:
+            yield cluster
+            cluster = []
+        if place.first < place.past:
+            cluster.append(place)
+            end = max(end, place.past)
+    yield cluster
+
+
+def _close_pairs(cluster: list[_Place]) -> Iterator[tuple[_Place, _Place]]:
+    """The pairs that may have a byte in common. Two columns of a matrix are none, though their ranges overlap."""
+    by_step: dict[int, list[_Place]] = {}
+    for place in cluster:
+        by_step.setdefault(place.step, []).append(place)
+    for step, group in by_step.items():
+        yield from _overlapping(chain.from_iterable(one.phases for one in group) if step else map(_span, group))
+    if len(by_step) > 1:
+        yield from (pair for pair in _overlapping(map(_span, cluster)) if pair[0].step != pair[1].step)
+
+
+def _span(place: _Place) -> tuple[int, int, _Place]:
+    return place.first, place.past, place
+
+
+def _overlapping(spans: Iterable[tuple[int, int, _Place]]) -> Iterator[tuple[_Place, _Place]]:
+    open_ones: list[tuple[int, int, _Place]] = []  # that may reach beyond the beginning of the one at hand
+    for span in sorted(spans, key=itemgetter(0, 1)):
+        open_ones = [other for other in open_ones if other[1] > span[0]]
+        yield from ((other[2], span[2]) for other in open_ones)
+        open_ones.append(span)
 
 
 def _sharing(output: tuple[bool, int], other: tuple[bool, int]) -> str:

@@ -212,7 +212,10 @@ def _accumulate(values: Sequence[np.ndarray[Any, Any]], op: str, out: np.ndarray
 
 def _integer_average(values: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
     # The sum may overflow, so quotients and remainders (floor division, 0 <= remainder < n) are summed separately.
-    n = len(values)
+    n, dtype = len(values), values[0].dtype
+    if n > np.iinfo(dtype).max:  # of 8 or 16 bits
+        total = sum((value.astype(np.int64) for value in values[1:]), values[0].astype(np.int64))
+        return (np.sign(total) * (np.abs(total) // n)).astype(dtype)
     quotients = np.zeros_like(values[0])
     remainders = np.zeros(values[0].shape, np.int64)
     for value in values:

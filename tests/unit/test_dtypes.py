@@ -169,3 +169,12 @@ def test_names_and_codes():
     for other in ("?", "F", "D", "g", "M8[s]", "m8[s]", ">f4", ">i8", "S4", "U1", "O", "V2", "f4,i4"):
         assert np.dtype(other) not in dtypes.DTYPES
     assert np.dtype(ml_dtypes.float8_e4m3fn) not in dtypes.DTYPES
+
+
+@pytest.mark.parametrize(("dtype", "n"), [(np.int8, 128), (np.int8, 300), (np.uint8, 256), (np.uint8, 300)])
+def test_averages_over_more_ranks_than_the_dtype_counts(dtype: type[np.integer], n: int):
+    info = np.iinfo(dtype)
+    values = np.random.default_rng(n).integers(info.min, info.max + 1, (n, 50)).astype(dtype)
+    values[:, 0], values[:, 1] = info.min, info.max
+    due = [int(total / n) for total in values.sum(axis=0, dtype=np.int64)]
+    assert reduce([*values], "avg").tolist() == due

@@ -8,6 +8,7 @@ The virtual memory calls wait for nothing, unlike cuMemFree and cuIpcCloseMemHan
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from ..errors import CudaError
@@ -50,8 +51,10 @@ def release(handle: int) -> None:
 
 
 def export(handle: int) -> int:
-    """A new file descriptor of memory, which the caller closes."""
-    return int(call("cuMemExportToShareableHandle", handle, _descriptor(), 0))
+    """A new file descriptor of memory, which the caller closes. Programs that this process starts do not get it."""
+    descriptor = int(call("cuMemExportToShareableHandle", handle, _descriptor(), 0))
+    os.set_inheritable(descriptor, False)
+    return descriptor
 
 
 def import_descriptor(descriptor: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -172,7 +173,9 @@ def virtual(calls: dict[str, Any]) -> list[tuple[str, tuple[Any, ...]]]:
     answer("cuMemAddressReserve", bindings.CUdeviceptr(64 << 20))
     answer("cuMemCreate", bindings.CUmemGenericAllocationHandle(77))
     answer("cuMemImportFromShareableHandle", bindings.CUmemGenericAllocationHandle(78))
-    answer("cuMemExportToShareableHandle", 9)
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    os.set_inheritable(descriptor, True)  # as the driver's may be
+    answer("cuMemExportToShareableHandle", descriptor)
     answer("cuMemAlloc", bindings.CUdeviceptr(1))
     answer("cuThreadExchangeStreamCaptureMode", bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
     for name in ("Map", "Unmap", "SetAccess", "Release", "AddressFree", "Free"):
@@ -186,7 +189,9 @@ def test_virtual_memory_is_asked_for(virtual: list[tuple[str, tuple[Any, ...]]])
     assert nbytes == 4 << 20
     there = virtual_memory.Range(3, nbytes)
     there.attach(virtual_memory.create(3, nbytes))
-    assert there.export() == 9
+    descriptor = there.export()
+    assert not os.get_inheritable(descriptor)
+    os.close(descriptor)
     there.close()
     given = dict(virtual)
     size, properties, flags = given["cuMemCreate"]
